@@ -1,0 +1,6 @@
+"""Choosing a kernel: device facts, the registry of backends, tuned tables."""
+
+from .registry import Explanation, Resolution, explain_problem, override, resolve
+from .target import detect_target
+
+__all__ = ["Explanation", "Resolution", "detect_target", "explain_problem", "override", "resolve"]

@@ -1,0 +1,192 @@
+"""resolve(): which kernel and which config serve a problem, and why.
+
+Looked at in order: an explicit `override()`, the tuned row for exactly this device and shape, the
+backend's heuristic. A backend asked for by name that cannot serve raises; an automatic fallback is
+told by `explain()` and warned about once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import importlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UnsupportedError, message, require
+from ..problem import (
+    Config, GemmConfig, KernelSpec, MoEConfig, MoEProblem, Op, Problem, ReferenceConfig, refuse,
+)
+from .tables import tuned_row
+
+BACKENDS = {"reference": "mxpert.backends.reference", "triton": "mxpert.backends.triton"}
+_GPU_ORDER = ("triton", "reference")
+_CPU_ORDER = ("reference", "triton")
+
+
+@dataclass(frozen=True)
+class Override:
+    """What `override()` pins; None leaves the choice open."""
+
+    backend: str | None = None
+    config: Config = None
+
+
+_override: contextvars.ContextVar[Override] = contextvars.ContextVar("mxpert_override",
+                                                                     default=Override())
+
+
+@contextlib.contextmanager
+def override(*, backend: str | None = None, config: Config = None) -> Iterator[None]:
+    """Pin the backend, the config or both for every op inside the block (this thread or task).
+
+    Args:
+        backend: "reference" or "triton"; a problem that it cannot serve raises UnsupportedError.
+        config: a GemmConfig for one stage, a MoEConfig for a layer (its parts serve the stages
+            too), a ReferenceConfig for the reference backend. Ops that take no such config ignore it.
+
+    Example:
+        >>> with override(backend="reference"):
+        ...     pass
+    """
+    require(backend is None or backend in BACKENDS, "override", "backend",
+            need=f"one of {sorted(BACKENDS)}", got=repr(backend))
+    token = _override.set(Override(backend, config))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The chosen kernel and config; `source` is "override", "table" or "heuristic"."""
+
+    kernel: KernelSpec
+    config: Any
+    source: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a problem goes where it goes; `print()` it."""
+
+    problem: Problem
+    resolution: Resolution
+    rejected: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        chosen = self.resolution
+        lines = [f"{self.problem.op.value} on {self.problem.target.name} ({self.problem.target.arch})",
+                 f"  backend: {chosen.kernel.backend}", f"  config:  {chosen.config}",
+                 f"  source:  {chosen.source} ({chosen.detail})"]
+        lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
+        return "\n".join(lines)
+
+
+@functools.cache
+def _kernels(backend: str) -> dict[Op, KernelSpec] | str:
+    """Kernels of a backend by op, or why the backend cannot be imported here."""
+    try:
+        module = importlib.import_module(BACKENDS[backend])
+    except ImportError as error:
+        return f"cannot be imported ({error})"
+    return {kernel.op: kernel for kernel in module.KERNELS}
+
+
+def _candidate(backend: str, problem: Problem) -> KernelSpec | str:
+    """The backend's kernel for a problem, or the reason it has none."""
+    kernels = _kernels(backend)
+    if isinstance(kernels, str):
+        return kernels
+    kernel = kernels.get(problem.op)
+    if kernel is None:
+        return f"has no {problem.op.value}"
+    return kernel.unsupported(problem) or kernel
+
+
+def _stage_config(problem: Problem, config: Config) -> Config:
+    """The part of `config` that fits the problem's op; None where it holds nothing for it."""
+    if isinstance(config, MoEConfig) and problem.op is not Op.FUSED_MOE:
+        return {Op.MOE_GATE_UP: config.gate_up, Op.MOE_DOWN: config.down}.get(problem.op)
+    if isinstance(config, GemmConfig) and problem.op is Op.FUSED_MOE:
+        return MoEConfig(config.block_m, config, config)
+    if isinstance(config, (GemmConfig, MoEConfig)) and not isinstance(problem, MoEProblem):
+        return None
+    return config
+
+
+def _choose_config(kernel: KernelSpec, problem: Problem) -> tuple[Any, str, str]:
+    """Config, source and detail for a chosen kernel."""
+    pinned = _stage_config(problem, _override.get().config)
+    if pinned is not None and isinstance(pinned, ReferenceConfig) == (kernel.backend == "reference"):
+        _check_block(problem, pinned)
+        return pinned, "override", "config pinned by override()"
+    if isinstance(problem, MoEProblem) and kernel.backend != "reference":
+        row = tuned_row(problem)
+        if row is not None and row.backend == kernel.backend:
+            config = _stage_config(problem, row.config)
+            if _block_fits(problem, config):
+                return config, "table", row.source
+    return kernel.heuristic(problem), "heuristic", f"{kernel.backend} backend"
+
+
+def _block_fits(problem: Problem, config: Any) -> bool:
+    return (not isinstance(config, GemmConfig) or not isinstance(problem, MoEProblem)
+            or problem.routing_block_m % config.block_m == 0)
+
+
+def _check_block(problem: Problem, config: Any) -> None:
+    require(_block_fits(problem, config), problem.op.value, "plan.routing_block_m",
+            need=f"a multiple of block_m = {getattr(config, 'block_m', None)}",
+            got=getattr(problem, "routing_block_m", None),
+            remedy="build the plan with a larger routing_block_m or pin a smaller block_m")
+
+
+@functools.cache
+def _warn_fallback(op: Op, backend: str, arch: str, reasons: str) -> None:
+    warnings.warn(f"mxpert: {op.value} on {arch} runs on the {backend} backend: {reasons}",
+                  RuntimeWarning, stacklevel=4)
+
+
+def _resolve(problem: Problem) -> tuple[Resolution, list[tuple[str, str]]]:
+    rejected: list[tuple[str, str]] = []
+    pinned = _override.get().backend
+    on_gpu = problem.target.kind != "cpu"
+    for backend in ((pinned,) if pinned else _GPU_ORDER if on_gpu else _CPU_ORDER):
+        found = _candidate(backend, problem)
+        if isinstance(found, str):
+            rejected.append((backend, found))
+            continue
+        if rejected and on_gpu and not pinned:
+            _warn_fallback(problem.op, backend, problem.target.arch, "; ".join(
+                f"{name} {reason}" for name, reason in rejected))
+        config, source, detail = _choose_config(found, problem)
+        if pinned and source == "heuristic":
+            detail += ", pinned by override()"
+        return Resolution(found, config, source, detail), rejected
+    if pinned:
+        raise UnsupportedError(message(
+            problem.op.value, "backend", f"a problem that {pinned!r} can serve", rejected[0][1],
+            "leave the override() block or pin another backend"))
+    raise refuse(problem, (f"{name} {reason}" for name, reason in rejected))
+
+
+def resolve(problem: Problem) -> tuple[KernelSpec, Any]:
+    """The kernel and the config for `problem`.
+
+    Raises:
+        UnsupportedError: no backend, or not the pinned one, can serve it.
+    """
+    resolution, _ = _resolve(problem)
+    return resolution.kernel, resolution.config
+
+
+def explain_problem(problem: Problem) -> Explanation:
+    """What `resolve` would choose, from where, and what it passed over."""
+    resolution, rejected = _resolve(problem)
+    return Explanation(problem, resolution, tuple(rejected))

@@ -1,0 +1,96 @@
+"""Descriptors of the OCP microscaling formats: the single source of every format constant.
+
+Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.2 and 5.3.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ..errors import require
+
+MX_BLOCK_SIZE = 32
+"""Elements that share one scale (OCP MX 1.0, table 1)."""
+
+E8M0_BIAS = 127
+E8M0_NAN = 255
+E8M0_MAX = 254
+"""Largest finite scale byte: 2^127."""
+
+
+class ScaleRule(enum.Enum):
+    """How the shared power-of-two scale follows from a block's maximum magnitude (amax).
+
+    With ``emax`` the exponent of the element format's largest power of two and ``max`` its largest
+    value: FLOOR is the OCP rule ``floor(log2 amax) - emax`` (saturates up to half of a binade);
+    RCEIL rounds ``amax / max`` up to a power of two (never saturates; the default); CEIL is
+    ``ceil(log2 amax) - emax``; EVEN rounds amax to the element's mantissa width first, then FLOOR.
+    """
+
+    FLOOR = "floor"
+    RCEIL = "rceil"
+    CEIL = "ceil"
+    EVEN = "even"
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """A small float: sign, `exponent_bits`, `mantissa_bits`; bias and range follow the OCP text."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max_value: float
+    emax: int
+    has_inf: bool
+    has_nan: bool
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+
+E2M1 = ElementFormat("e2m1", 2, 1, 1, 6.0, 2, has_inf=False, has_nan=False)
+E4M3 = ElementFormat("e4m3", 4, 3, 7, 448.0, 8, has_inf=False, has_nan=True)
+E5M2 = ElementFormat("e5m2", 5, 2, 15, 57344.0, 15, has_inf=True, has_nan=True)
+
+
+@dataclass(frozen=True)
+class MXFormat:
+    """One MX format: an element format and a block of 32 elements per E8M0 scale."""
+
+    name: str
+    element: ElementFormat
+    block_size: int = MX_BLOCK_SIZE
+
+    @property
+    def codes_per_byte(self) -> int:
+        """Two for MXFP4 (low nibble first, as gpt-oss checkpoints pack them), else one."""
+        return 8 // self.element.bits
+
+    def __repr__(self) -> str:
+        return f"MXFormat({self.name!r})"
+
+
+MXFP4 = MXFormat("mxfp4", E2M1)
+MXFP8_E4M3 = MXFormat("mxfp8_e4m3", E4M3)
+MXFP8_E5M2 = MXFormat("mxfp8_e5m2", E5M2)
+
+FORMATS: dict[str, MXFormat] = {f.name: f for f in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)}
+_ALIASES = {"mxfp8": "mxfp8_e4m3"}
+
+
+def get_format(name: str | MXFormat) -> MXFormat:
+    """Look up a format by name; ``"mxfp8"`` means ``"mxfp8_e4m3"``.
+
+    >>> get_format("mxfp4").codes_per_byte
+    2
+    """
+    if isinstance(name, MXFormat):
+        return name
+    found = FORMATS.get(_ALIASES.get(name, name))
+    require(found is not None, "get_format", "name", need=f"one of {sorted(FORMATS)}", got=repr(name))
+    assert found is not None  # for the type checker; `require` has raised otherwise
+    return found

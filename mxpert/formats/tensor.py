@@ -1,0 +1,86 @@
+"""MXTensor: codes, scales and what they mean, as a plain dataclass."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..errors import message, require, require_tensor
+from .spec import MXFormat
+
+
+class Layout(enum.Enum):
+    """How codes and scales lie in memory. ROW_MAJOR is the logical order (checkpoints' order)."""
+
+    ROW_MAJOR = "row_major"
+
+
+@dataclass(frozen=True)
+class MXTensor:
+    """A tensor in an MX format: ``value[..., i] = decode(qdata)[..., i] * 2^(scale[..., i // 32] - 127)``.
+
+    Args:
+        qdata: uint8 codes. Same shape as the logical tensor, except that MXFP4 holds two codes a
+            byte along `axis` (low nibble first), so that dimension is half as long.
+        scale: uint8 E8M0 bytes; the logical shape with `axis` divided by 32. 255 means NaN.
+        format: the MX format of the codes.
+        axis: the quantised axis, always negative (-1 is the last), so that leading batch
+            dimensions may be added or indexed away.
+        layout: memory order; kernels refuse a layout that is not theirs.
+
+    `qdata` and `scale` may be strided views into larger (padded) storage; only the innermost
+    quantised dimension of a ROW_MAJOR tensor has to be dense for the kernels.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    format: MXFormat
+    axis: int = -1
+    layout: Layout = Layout.ROW_MAJOR
+
+    def __post_init__(self) -> None:
+        op = "MXTensor"
+        if not isinstance(self.format, MXFormat):
+            raise TypeError(message(op, "format", "an MXFormat", type(self.format).__name__,
+                                    "use mxpert.formats.get_format(name)"))
+        require_tensor(self.qdata, op, "qdata", dtype=torch.uint8)
+        require_tensor(self.scale, op, "scale", dtype=torch.uint8, device=self.qdata.device)
+        require(-self.qdata.dim() <= self.axis < 0, op, "axis",
+                need=f"a negative axis of a {self.qdata.dim()}-dimensional tensor", got=self.axis)
+        if self.layout is not Layout.ROW_MAJOR:
+            return
+        size = self.qdata.shape[self.axis] * self.format.codes_per_byte
+        require(size % self.format.block_size == 0, op, f"qdata.shape[{self.axis}]",
+                need=f"whole blocks of {self.format.block_size} codes", got=f"{size} codes")
+        expected = list(self.qdata.shape)
+        expected[self.axis] = size // self.format.block_size
+        require(list(self.scale.shape) == expected, op, "scale", need=expected,
+                got=list(self.scale.shape), remedy=f"quantise along axis {self.axis}")
+
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape (codes, not bytes)."""
+        sizes = list(self.qdata.shape)
+        sizes[self.axis] *= self.format.codes_per_byte
+        return torch.Size(sizes)
+
+    @property
+    def device(self) -> torch.device:
+        return self.qdata.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales that a kernel reads."""
+        return self.qdata.numel() + self.scale.numel()
+
+    def to(self, device: torch.device | str) -> MXTensor:
+        """The same tensor on `device` (no copy where it is there already)."""
+        return replace(self, qdata=self.qdata.to(device), scale=self.scale.to(device))
+
+    def __getitem__(self, index: int | slice) -> MXTensor:
+        """Index or slice the leading dimension, for example one expert out of [E, N, K]."""
+        require(self.qdata.dim() > 1 and self.axis != -self.qdata.dim(), "MXTensor", "index",
+                need="a leading dimension that is not the quantised one", got=f"axis {self.axis}")
+        return replace(self, qdata=self.qdata[index], scale=self.scale[index])

@@ -1,0 +1,315 @@
+"""What a kernel is asked to do: frozen problem descriptors, options, and what a kernel offers.
+
+Nothing here looks at data or launches anything. A descriptor is hashable, so that it can key tuned
+tables and caches; every number in it is known on the host without a synchronisation.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from .errors import UnsupportedError, message, require
+from .formats.spec import MXFormat, ScaleRule, get_format
+from .formats.tensor import Layout
+
+
+class Combine(enum.Enum):
+    """How stage 2 turns the top-k rows of a token into one.
+
+    REDUCE: one row per (token, slot), then a sum in slot order; bit-exact from run to run (default).
+    ATOMIC: adds into a zeroed [T, H] output; the order of additions is not fixed.
+    FLAT: the sorted rows [P, H] themselves, for a combine elsewhere (expert parallelism).
+    """
+
+    REDUCE = "reduce"
+    ATOMIC = "atomic"
+    FLAT = "flat"
+
+
+@dataclass(frozen=True)
+class SiLU:
+    """``silu(gate) * up``."""
+
+    name = "silu"
+
+    @property
+    def parameters(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """gpt-oss: ``g = min(gate, limit)``, ``u = clamp(up, ±limit)``, ``g * sigmoid(alpha g) * (u + 1)``."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+    name = "swiglu"
+
+    @property
+    def parameters(self) -> tuple[float, float]:
+        return self.alpha, self.limit
+
+
+@dataclass(frozen=True)
+class ClampedSiLU:
+    """DeepSeek-V4: ``silu(min(gate, limit)) * clamp(up, ±limit)``."""
+
+    limit: float = 10.0
+    name = "clamped_silu"
+
+    @property
+    def parameters(self) -> tuple[float, float]:
+        return self.limit, 0.0
+
+
+@dataclass(frozen=True)
+class SiTUv2:
+    """``beta tanh(gate / beta) sigmoid(gate) * beta_up tanh(up / beta_up)``."""
+
+    beta: float = 4.0
+    beta_up: float = 25.0
+    name = "situ_v2"
+
+    @property
+    def parameters(self) -> tuple[float, float]:
+        return self.beta, self.beta_up
+
+
+Activation = SiLU | SwiGLU | ClampedSiLU | SiTUv2
+ACTIVATIONS: dict[str, type] = {a.name: a for a in (SiLU, SwiGLU, ClampedSiLU, SiTUv2)}
+
+
+def activation_from(name: str, parameters: Iterable[float]) -> Activation:
+    """Rebuild an activation from its name and its two parameters."""
+    first, second = parameters
+    match name:
+        case "silu":
+            return SiLU()
+        case "swiglu":
+            return SwiGLU(first, second)
+        case "clamped_silu":
+            return ClampedSiLU(first)
+        case "situ_v2":
+            return SiTUv2(first, second)
+    raise ValueError(message("activation_from", "name", f"one of {sorted(ACTIVATIONS)}", repr(name)))
+
+
+ACTIVATION_FORMATS = ("bf16", "mxfp8", "mxfp4")
+
+
+def activation_mx_format(name: str, op: str) -> MXFormat | None:
+    """The MX format that ``activation_format=`` names; None for bf16. "mxfp8" is e4m3."""
+    require(name in ACTIVATION_FORMATS, op, "activation_format",
+            need=f"one of {list(ACTIVATION_FORMATS)}", got=repr(name))
+    return None if name == "bf16" else get_format(name)
+
+
+@dataclass(frozen=True)
+class MoEOptions:
+    """Every choice that changes the numbers of an MoE layer, with its default."""
+
+    activation: Activation = field(default_factory=SwiGLU)
+    activation_format: str = "bf16"
+    scale_rule: ScaleRule = ScaleRule.RCEIL
+    apply_router_weight_on_input: bool = False
+    combine: Combine = Combine.REDUCE
+    out_dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device that a kernel is chosen for.
+
+    Args:
+        kind: "cuda", "hip" or "cpu". arch: "sm_90", "sm_100", "gfx950", … or "cpu".
+        name: what the driver calls the device. num_sms: multiprocessors or compute units.
+        shared_memory: bytes that one block may use.
+    """
+
+    kind: str
+    arch: str
+    name: str
+    num_sms: int
+    shared_memory: int
+
+
+class Op(enum.Enum):
+    """Operations that backends implement."""
+
+    QUANTIZE = "quantize"
+    DEQUANTIZE = "dequantize"
+    ROUTE_TOPK = "route_topk"
+    ROUTING_PLAN = "make_routing_plan"
+    MOE_GATE_UP = "moe_gate_up"
+    MOE_DOWN = "moe_down"
+    FUSED_MOE = "fused_moe"
+
+
+@dataclass(frozen=True)
+class QuantizeProblem:
+    """Quantise or dequantise one tensor: logical shape, axis, format, scale rule."""
+
+    op: Op
+    target: Target
+    shape: tuple[int, ...]
+    axis: int
+    dtype: torch.dtype
+    format: MXFormat
+    scale_rule: ScaleRule = ScaleRule.RCEIL
+
+
+class Scoring(enum.Enum):
+    """What turns router logits into scores: a softmax over experts, or a sigmoid of each logit."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True)
+class TopKOptions:
+    """How `route_topk` chooses and weighs experts.
+
+    Args:
+        scoring: SOFTMAX or SIGMOID.
+        normalize: divide the chosen scores by their sum; with SOFTMAX this is the softmax over the
+            chosen experts alone.
+        num_groups, top_groups: group-limited choice (DeepSeek-V3): experts in `num_groups` equal
+            groups, only the best `top_groups` groups (by the sum of their two best scores) compete.
+        routed_scaling_factor: multiplies the weights, after normalisation.
+    """
+
+    scoring: Scoring = Scoring.SOFTMAX
+    normalize: bool = True
+    num_groups: int = 1
+    top_groups: int = 1
+    routed_scaling_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class TopKProblem:
+    """route_topk for T tokens, top_k of E experts."""
+
+    op: Op
+    target: Target
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    options: TopKOptions
+
+
+@dataclass(frozen=True)
+class RoutingProblem:
+    """make_routing_plan for T tokens; ids range over `num_experts`, `num_local_experts` of them here."""
+
+    op: Op
+    target: Target
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    num_local_experts: int
+    routing_block_m: int
+
+
+@dataclass(frozen=True)
+class MoEProblem:
+    """One stage of an MoE layer, or the whole layer (op FUSED_MOE).
+
+    `routing_block_m` is the plan's unit for a stage on its own (each stage's block_m must divide
+    it) and 0 for the whole layer, which chooses its own.
+    """
+
+    op: Op
+    target: Target
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    options: MoEOptions
+    weight_layout: Layout
+    routing_block_m: int = 0
+
+    @property
+    def formats(self) -> str:
+        """Short name of the operand formats, as tuned tables key them: "bf16xmxfp4"."""
+        return f"{self.options.activation_format}xmxfp4"
+
+
+Problem = QuantizeProblem | TopKProblem | RoutingProblem | MoEProblem
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile and schedule of one stage. `block_n` counts output columns (for stage 1: features)."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 3
+    group_m: int = 1
+    split_k: int = 1
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Configs of both stages and the padding unit, a multiple of each stage's block_m."""
+
+    routing_block_m: int
+    gate_up: GemmConfig
+    down: GemmConfig
+
+    def __post_init__(self) -> None:
+        for stage in (self.gate_up, self.down):
+            require(self.routing_block_m % stage.block_m == 0, "MoEConfig", "routing_block_m",
+                    need=f"a multiple of block_m = {stage.block_m}", got=self.routing_block_m)
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """Accumulation type of the reference backend: float32, or float64 for an oracle."""
+
+    accumulate: torch.dtype = torch.float32
+    routing_block_m: int = 16
+
+
+Config = GemmConfig | MoEConfig | ReferenceConfig | None
+
+
+class KernelSpec(Protocol):
+    """One kernel of one backend: what it can do, how it would do it, and how to start it.
+
+    Arguments of `launch` after (problem, config), all keyword-only, by operation:
+        quantize: x → MXTensor. dequantize: tensor → Tensor of problem.dtype.
+        route_topk: logits, correction_bias (or None) → (topk_weights, topk_ids).
+        make_routing_plan: topk_ids, topk_weights, expert_map, num_local_tokens (or None) → RoutingPlan.
+        moe_gate_up: x (Tensor or MXTensor [T, H]), weights, plan → Tensor or MXTensor [P, F].
+        moe_down: h (Tensor or MXTensor [P, F]), weights, plan → [T, H] ([P, H] for FLAT).
+        fused_moe: x, weights, topk_ids, topk_weights, expert_map, num_local_tokens → [T, H].
+    """
+
+    op: Op
+    backend: str
+
+    def unsupported(self, problem: Any) -> str | None:
+        """Why this kernel cannot serve `problem`, as a phrase; None if it can."""
+
+    def configs(self, problem: Any) -> Iterable[Any]:
+        """Valid configurations for a tuner, the heuristic's choice among them."""
+
+    def heuristic(self, problem: Any) -> Any:
+        """The configuration used where no tuned row answers."""
+
+    def launch(self, problem: Any, config: Any, **arguments: Any) -> Any:
+        """Run it: allocates outputs, enqueues work on the current stream, returns the result."""
+
+
+def refuse(problem: Problem, reasons: Iterable[str]) -> UnsupportedError:
+    """The error for a problem that no kernel can serve."""
+    return UnsupportedError(message(problem.op.value, "backend", "a kernel for this problem",
+                                    "; ".join(reasons), f"target is {problem.target.name}"))

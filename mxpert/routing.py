@@ -1,0 +1,92 @@
+"""RoutingPlan: rows sorted by expert and padded to blocks, the contract between router and GEMMs.
+
+The layout is the sorting contract of the systems that this library implements, so that plans can be
+exchanged with other stacks: token id and top-k slot packed into one int32, experts in ascending
+order, tokens ascending within an expert, one expert per block of `routing_block_m` rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .errors import require
+
+TOKEN_BITS = 24
+TOKEN_MASK = (1 << TOKEN_BITS) - 1
+MAX_ROUTED_ROWS = 1 << TOKEN_BITS
+MAX_TOP_K = 127
+"""The slot lives in the upper 8 bits of a signed int32; `top_k` itself marks padding."""
+
+
+def plan_capacity(num_tokens: int, top_k: int, num_experts: int, routing_block_m: int) -> int:
+    """Rows that a plan can need at most, a multiple of `routing_block_m`.
+
+    ``T·k + E·unit − k`` rounded up: every expert may waste up to ``unit − 1`` rows.
+
+    >>> plan_capacity(1, 4, 128, 16)
+    2048
+    """
+    rows = num_tokens * top_k + num_experts * routing_block_m - top_k
+    return max(0, -(-rows // routing_block_m)) * routing_block_m
+
+
+@dataclass(frozen=True)
+class RoutingPlan:
+    """Sorted, padded routed rows; every tensor lives on the device and no size depends on the data.
+
+    Args:
+        sorted_token_ids: int32 [P], ``slot << 24 | token``; padding rows hold ``top_k << 24 | T``.
+        sorted_weights: float32 [P], the routing weight of each row; 0 in padding rows.
+        block_expert_ids: int32 [P / routing_block_m], the local expert of each block; −1 past the end.
+        num_valid: int32 [2], {padded rows in use, tokens}.
+        slot_rows: int32 [T, top_k], the sorted row of each (token, slot); −1 where its expert is
+            not local (or its id is invalid). The inverse of `sorted_token_ids`, for REDUCE.
+        num_tokens: T. top_k: k. num_experts: local experts E. routing_block_m: padding unit.
+    """
+
+    sorted_token_ids: torch.Tensor
+    sorted_weights: torch.Tensor
+    block_expert_ids: torch.Tensor
+    num_valid: torch.Tensor
+    slot_rows: torch.Tensor
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    routing_block_m: int
+
+    @property
+    def capacity(self) -> int:
+        """P: allocated rows, at least the rows in use (`num_valid[0]`, known on the device only)."""
+        return self.sorted_token_ids.shape[0]
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks that can be in use: at most one started block per routed row, or the capacity."""
+        return min(self.capacity // self.routing_block_m, self.num_tokens * self.top_k)
+
+    @property
+    def device(self) -> torch.device:
+        return self.sorted_token_ids.device
+
+
+def check_plan_shapes(plan: RoutingPlan, op: str) -> None:
+    """Shapes and dtypes of a plan (hand-made plans are allowed); data is not looked at."""
+    rows, unit = plan.capacity, plan.routing_block_m
+    wanted = {
+        "sorted_token_ids": (torch.int32, (rows,)),
+        "sorted_weights": (torch.float32, (rows,)),
+        "block_expert_ids": (torch.int32, (rows // unit if unit else 0,)),
+        "num_valid": (torch.int32, (2,)),
+        "slot_rows": (torch.int32, (plan.num_tokens, plan.top_k)),
+    }
+    require(unit > 0 and rows % unit == 0, op, "plan.routing_block_m",
+            need=f"a divisor of the {rows} sorted rows", got=unit)
+    for name, (dtype, shape) in wanted.items():
+        tensor = getattr(plan, name)
+        require(tensor.dtype == dtype and tuple(tensor.shape) == shape, op, f"plan.{name}",
+                need=f"{dtype} {list(shape)}", got=f"{tensor.dtype} {list(tensor.shape)}",
+                remedy="build the plan with mxpert.make_routing_plan")
+        require(tensor.device == plan.device, op, f"plan.{name}.device", need=plan.device,
+                got=tensor.device)

@@ -1,0 +1,151 @@
+"""MoEWeights: the expert weights of one MoE layer, checked at construction."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+import torch
+
+from .errors import message, require, require_tensor
+from .formats.folding import FoldCertificate, fold_certificate
+from .formats.spec import MXFP4
+from .formats.tensor import Layout, MXTensor
+
+
+class GateUpOrder(enum.Enum):
+    """Order of the 2F rows of `gate_up_proj`; a wrong order gives wrong answers silently, so it is
+    never guessed.
+
+    CONCATENATED: F gate rows, then F up rows (DeepSeek, Qwen, Mixtral once stacked).
+    INTERLEAVED: gate, up, gate, up, … row by row (gpt-oss checkpoints).
+    INTERLEAVED_16: 16 gate rows, 16 up rows, … (the reference systems' kernels).
+    """
+
+    CONCATENATED = "concatenated"
+    INTERLEAVED = "interleaved"
+    INTERLEAVED_16 = "interleaved_16"
+
+    def group(self, intermediate_size: int) -> int:
+        """Rows that stay together: feature j has its gate at ``(j // g) * 2g + j % g`` and its up
+        row g further; one formula serves every order."""
+        groups = {GateUpOrder.CONCATENATED: intermediate_size, GateUpOrder.INTERLEAVED: 1,
+                  GateUpOrder.INTERLEAVED_16: 16}
+        return groups[self]
+
+
+def gate_up_rows(order: GateUpOrder, intermediate_size: int,
+                 device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Row indices of gate and of up, int64 [F] each, for weights in `order`."""
+    feature = torch.arange(intermediate_size, device=device)
+    group = order.group(intermediate_size)
+    gate = feature // group * (2 * group) + feature % group
+    return gate, gate + group
+
+
+@dataclass(frozen=True)
+class MoEWeights:
+    """MXFP4 expert weights of one layer.
+
+    Args:
+        gate_up_proj: MXFP4 [E, 2F, H], blocks of 32 along H; row order given by `gate_up_order`.
+        down_proj: MXFP4 [E, H, F], blocks of 32 along F.
+        gate_up_bias: float32 [E, 2F] in the row order of `gate_up_proj`, or None.
+        down_bias: float32 [E, H], or None.
+        gate_up_order: how gate and up rows are arranged; required, a GateUpOrder.
+        fold_certificates: exact-fold certificates of the two projections, set by `prepare`.
+
+    `qdata` and `scale` may be strided views into padded storage; what lies outside the logical
+    shape is never read.
+
+    Raises:
+        TypeError: a wrong type, dtype, or no gate/up order. ValueError: shapes that do not fit.
+    """
+
+    gate_up_proj: MXTensor
+    down_proj: MXTensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    gate_up_order: GateUpOrder | None = None
+    fold_certificates: tuple[FoldCertificate, FoldCertificate] | None = None
+
+    def __post_init__(self) -> None:
+        op = "MoEWeights"
+        if not isinstance(self.gate_up_order, GateUpOrder):
+            raise TypeError(message(
+                op, "gate_up_order", "a GateUpOrder", repr(self.gate_up_order),
+                "gpt-oss checkpoints are GateUpOrder.INTERLEAVED, stacked gate and up projections "
+                "GateUpOrder.CONCATENATED"))
+        for name in ("gate_up_proj", "down_proj"):
+            projection = getattr(self, name)
+            if not isinstance(projection, MXTensor):
+                raise TypeError(message(op, name, "an MXTensor", type(projection).__name__,
+                                        "quantise with mxpert.quantize(w, 'mxfp4')"))
+            require(projection.format == MXFP4, op, f"{name}.format", need="mxfp4",
+                    got=projection.format.name)
+            require(projection.qdata.dim() == 3, op, f"{name}.qdata",
+                    need="three dimensions [E, N, K]", got=list(projection.qdata.shape))
+            require(projection.axis == -1, op, f"{name}.axis", need=-1, got=projection.axis,
+                    remedy="quantise along the last axis")
+        experts, hidden, intermediate = self.num_experts, self.hidden_size, self.intermediate_size
+        require(tuple(self.gate_up_proj.shape) == (experts, 2 * intermediate, hidden), op,
+                "gate_up_proj.shape", need=f"[E, 2F, H] = {[experts, 2 * intermediate, hidden]}",
+                got=list(self.gate_up_proj.shape),
+                remedy=f"down_proj [E, H, F] is {list(self.down_proj.shape)}")
+        if self.gate_up_order is GateUpOrder.INTERLEAVED_16:
+            require(intermediate % 16 == 0, op, "gate_up_order", got=intermediate,
+                    need="intermediate_size divisible by 16 for INTERLEAVED_16")
+        require(self.down_proj.device == self.device, op, "down_proj.device", need=self.device,
+                got=self.down_proj.device)
+        for name, width in (("gate_up_bias", 2 * intermediate), ("down_bias", hidden)):
+            bias = getattr(self, name)
+            if bias is not None:
+                require_tensor(bias, op, name, dtype=torch.float32, shape=(experts, width),
+                               device=self.device, contiguous=True)
+
+    @property
+    def num_experts(self) -> int:
+        return self.down_proj.qdata.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down_proj.qdata.shape[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down_proj.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.gate_up_proj.device
+
+    @property
+    def layout(self) -> Layout:
+        return self.gate_up_proj.layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales of both projections."""
+        return self.gate_up_proj.nbytes + self.down_proj.nbytes
+
+    def prepare(self, *, device: torch.device | str) -> MoEWeights:
+        """Move to `device`, make rows dense and 16-byte aligned, attach the exact-fold certificates.
+
+        Done once, offline. The result computes the same function; kernels read it faster.
+
+        Args:
+            device: where the layer will run.
+
+        Returns:
+            MoEWeights on `device`, with `fold_certificates` set.
+        """
+        gate_up, down = (_dense(p.to(device)) for p in (self.gate_up_proj, self.down_proj))
+        biases = [b if b is None else b.to(device) for b in (self.gate_up_bias, self.down_bias)]
+        return replace(self, gate_up_proj=gate_up, down_proj=down, gate_up_bias=biases[0],
+                       down_bias=biases[1],
+                       fold_certificates=(fold_certificate(gate_up), fold_certificate(down)))
+
+
+def _dense(tensor: MXTensor) -> MXTensor:
+    """Contiguous codes and scales: views into padded storage become packed copies."""
+    return replace(tensor, qdata=tensor.qdata.contiguous(), scale=tensor.scale.contiguous())
