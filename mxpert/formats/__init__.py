@@ -1,0 +1,65 @@
+"""Microscaling formats: descriptors, tensors, exact codecs and the exact FP4-to-FP8 fold."""
+
+from __future__ import annotations
+
+from .codec import (
+    block_scale,
+    decode,
+    decode_scale,
+    dequantize_blocks,
+    encode,
+    pack_codes,
+    quantize_blocks,
+    unpack_codes,
+)
+from .folding import FoldCertificate, fold, fold_certificate, unfold
+from .spec import (
+    E2M1,
+    E4M3,
+    E5M2,
+    E8M0_BIAS,
+    E8M0_MAX,
+    E8M0_NAN,
+    FORMATS,
+    MX_BLOCK_SIZE,
+    MXFP4,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    ElementFormat,
+    MXFormat,
+    ScaleRule,
+    get_format,
+)
+from .tensor import Layout, MXTensor
+
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "E8M0_BIAS",
+    "E8M0_MAX",
+    "E8M0_NAN",
+    "FORMATS",
+    "MXFP4",
+    "MXFP8_E4M3",
+    "MXFP8_E5M2",
+    "MX_BLOCK_SIZE",
+    "ElementFormat",
+    "FoldCertificate",
+    "Layout",
+    "MXFormat",
+    "MXTensor",
+    "ScaleRule",
+    "block_scale",
+    "decode",
+    "decode_scale",
+    "dequantize_blocks",
+    "encode",
+    "fold",
+    "fold_certificate",
+    "get_format",
+    "pack_codes",
+    "quantize_blocks",
+    "unfold",
+    "unpack_codes",
+]

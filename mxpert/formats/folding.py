@@ -1,0 +1,222 @@
+"""Exact fold of MXFP4 weights into e4m3: the block scale moves into the code's exponent.
+
+An e2m1 value times 2^s is exactly an e4m3 number for the 15 exponents s = -8..6. So a row's blocks
+fold without rounding as long as their scales lie within 15 binades: each becomes e4m3 codes, and
+one power of two per row multiplies the accumulator. FP8 tensor cores then read MXFP4 weights with
+no multiplication per weight and no error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import message, require, require_tensor
+from .codec import decode, encode, exact_power_of_two, unpack_codes
+from .spec import E2M1, E4M3, E8M0_BIAS, E8M0_NAN, MXFP4
+from .tensor import Layout, MXTensor
+
+FOLD_TOP = 6
+"""Largest s with every e2m1 * 2^s an e4m3 number: 6 * 2^6 = 384 <= 448."""
+
+FOLD_SPAN = 15
+"""Number of such exponents: from 6 down to -8, where 0.5 * 2^-8 = 2^-9 is e4m3's smallest."""
+
+_ROWS_PER_CHUNK = 1 << 14
+"""Rows whose 256-bin histograms are held at once (16 MiB)."""
+
+
+@dataclass(frozen=True)
+class FoldCertificate:
+    """What an exact fold of a weight tensor [..., N, K] needs, and where it is impossible.
+
+    Args:
+        reference: uint8 [..., N], the row's reference scale byte r. A block with scale byte b folds
+            when ``0 <= r - b <= 14``; the row's output then carries the factor ``2^(r - 127 - 6)``.
+        rows_outside: bool [..., N], rows with at least one block that does not fold.
+        blocks_outside: int64 [...], such blocks per leading index (expert).
+        num_blocks: number of blocks in the tensor.
+        widest_span: the largest spread of a row in binades, largest minus smallest scale byte of
+            the blocks with a non-zero code; up to 14 folds.
+    """
+
+    reference: torch.Tensor
+    rows_outside: torch.Tensor
+    blocks_outside: torch.Tensor
+    num_blocks: int
+    widest_span: int
+
+    @property
+    def total_outside(self) -> int:
+        """Blocks that do not fold, over all leading indices."""
+        return int(self.blocks_outside.sum())
+
+    @property
+    def exact(self) -> bool:
+        """Whether every block folds, so that `fold` loses nothing."""
+        return self.total_outside == 0
+
+
+def fold_certificate(t: MXTensor) -> FoldCertificate:
+    """Choose each row's reference exponent and count the blocks outside its 15 binades.
+
+    ``reference = argmax_r #{blocks b of the row: 0 <= r - scale[b] <= 14}``, hence the fewest blocks
+    outside. Of several best references the largest that is a scale of the row is taken: where all
+    blocks fold, that is the row's largest scale. Blocks with all codes zero fold under every
+    reference and do not count; a row of such blocks has reference 127. A block with scale byte 255
+    (NaN) never folds, whatever its codes.
+
+    Args:
+        t: MXFP4 weights [..., N, K], quantised along K (axis -1), ROW_MAJOR.
+
+    Returns:
+        FoldCertificate; its tensors are on `t`'s device. Reads counts back to the host: call it once
+        at load time.
+
+    Raises:
+        TypeError: `t` is no MXTensor.
+        ValueError: another format, axis or layout, or fewer than two dimensions.
+
+    Example:
+        >>> from mxpert.formats import quantize_blocks
+        >>> weight = torch.ones(2, 64)
+        >>> weight[1, 32:] = 2.0**-15
+        >>> certificate = fold_certificate(quantize_blocks(weight, "mxfp4"))
+        >>> certificate.exact, certificate.widest_span, certificate.rows_outside.tolist()
+        (False, 15, [False, True])
+    """
+    _require_weights(t, "fold_certificate")
+    scale = t.scale.to(torch.int32)
+    nan = scale == E8M0_NAN
+    counted = ~_zero_blocks(t) & ~nan
+    largest = scale.masked_fill(~counted, -1).amax(-1) if scale.shape[-1] else scale.sum(-1) - 1
+    smallest = scale.masked_fill(~counted, 256).amin(-1) if scale.shape[-1] else largest
+    span = torch.where(largest >= 0, largest - smallest, 0)
+    reference = torch.where(largest >= 0, largest, E8M0_BIAS)
+    wide = span >= FOLD_SPAN
+    if bool(wide.any()):
+        reference[wide] = _best_reference(scale[wide], counted[wide])
+    shift = reference.unsqueeze(-1) - scale
+    outside = nan | (counted & ((shift < 0) | (shift >= FOLD_SPAN)))
+    return FoldCertificate(
+        reference=reference.to(torch.uint8),
+        rows_outside=outside.any(-1),
+        blocks_outside=outside.sum((-2, -1)),
+        num_blocks=scale.numel(),
+        widest_span=int(span.max()) if span.numel() else 0,
+    )
+
+
+def fold(
+    t: MXTensor, certificate: FoldCertificate | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fold MXFP4 weights into e4m3 codes and one reference exponent per row, exactly.
+
+    ``codes[n, k] = e4m3(e2m1[n, k] * 2^(6 - (reference[n] - scale[n, k // 32])))``, and the weight is
+    ``decode(codes) * 2^(reference - 127 - 6)``.
+
+    Args:
+        t: MXFP4 weights [..., N, K], axis -1, ROW_MAJOR.
+        certificate: of the same weights, where the caller has it already.
+
+    Returns:
+        (codes, reference): uint8 e4m3 codes [..., N, K], and uint8 [..., N]; see `unfold`.
+
+    Raises:
+        TypeError: `t` is no MXTensor.
+        ValueError: some block does not fold (the certificate is not exact), the certificate has
+            other rows than `t`, or `t` is not MXFP4 along the last axis.
+
+    Example:
+        >>> from mxpert.formats import quantize_blocks
+        >>> codes, reference = fold(quantize_blocks(torch.full((1, 32), -1.5), "mxfp4"))
+        >>> reference.tolist(), unfold(codes, reference)[0, :2].tolist()
+        ([125], [-1.5, -1.5])
+    """
+    _require_weights(t, "fold")
+    certificate = fold_certificate(t) if certificate is None else certificate
+    reference = certificate.reference
+    require(reference.shape == t.scale.shape[:-1], "fold", "certificate.reference",
+            need=list(t.scale.shape[:-1]), got=list(reference.shape),
+            remedy="make it with fold_certificate(t)")
+    require(certificate.exact, "fold", "t", need="every block within 15 binades of its row",
+            got=f"{certificate.total_outside} of {certificate.num_blocks} blocks outside",
+            remedy="use the bf16 path for these weights")
+    shift = reference.unsqueeze(-1).to(torch.int32) - t.scale.to(torch.int32)
+    # Blocks of zeros may lie anywhere; their codes stay (signed) zeros under every factor.
+    factor = exact_power_of_two(FOLD_TOP - shift.clamp(0, FOLD_SPAN - 1), torch.float32)
+    values = decode(unpack_codes(t.qdata), E2M1)
+    blocks = values.unflatten(-1, (t.scale.shape[-1], t.format.block_size))
+    return encode((blocks * factor.unsqueeze(-1)).flatten(-2), E4M3), reference
+
+
+def unfold(
+    codes: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the weights of a fold: ``decode(codes) * 2^(reference - 127 - 6)``.
+
+    Args:
+        codes: uint8 e4m3 codes [..., N, K].
+        reference: uint8 [..., N].
+        dtype: float32 (values from 2^128 on become infinite) or float64 (always exact).
+
+    Returns:
+        Weights [..., N, K] of `dtype`: those of `dequantize_blocks` on the tensor that was folded.
+
+    Raises:
+        TypeError: wrong dtypes.
+        ValueError: `reference` is not one byte per row of `codes`.
+
+    Example:
+        >>> codes = torch.tensor([[0x38]], dtype=torch.uint8)   # 1.0
+        >>> unfold(codes, torch.tensor([133], dtype=torch.uint8)).tolist()
+        [[1.0]]
+    """
+    require_tensor(codes, "unfold", "codes", dtype=torch.uint8)
+    require(codes.dim() > 1, "unfold", "codes.shape", need="[..., N, K]", got=list(codes.shape))
+    require_tensor(reference, "unfold", "reference", dtype=torch.uint8, shape=codes.shape[:-1],
+                   device=codes.device)
+    require(dtype in (torch.float32, torch.float64), "unfold", "dtype", need="float32 or float64",
+            got=dtype, remedy="convert the result", error=TypeError)
+    exponent = reference.to(torch.int32) - E8M0_BIAS - FOLD_TOP
+    factor = exact_power_of_two(exponent, dtype)
+    return decode(codes, E4M3, dtype) * factor.unsqueeze(-1)
+
+
+def _zero_blocks(t: MXTensor) -> torch.Tensor:
+    """Blocks [..., N, K/32] whose 32 codes are all zeros of either sign."""
+    magnitudes = t.qdata & 0x77
+    bytes_per_block = t.format.block_size // t.format.codes_per_byte
+    return (magnitudes.unflatten(-1, (t.scale.shape[-1], bytes_per_block)) == 0).all(-1)
+
+
+def _best_reference(scale: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """References [rows] with the most counted blocks in ``reference - 14 .. reference``.
+
+    Only scales of the row compete: lowering any other reference to the next scale below it loses
+    no block. Rows go through in chunks to bound the memory of their histograms.
+    """
+    best = []
+    for rows, weights in zip(scale.split(_ROWS_PER_CHUNK), counted.split(_ROWS_PER_CHUNK),
+                             strict=True):
+        histogram = torch.zeros(len(rows), 256, dtype=torch.int32, device=scale.device)
+        histogram.scatter_add_(1, rows.to(torch.int64), weights.to(torch.int32))
+        below = histogram.cumsum(1)
+        inside = below.clone()
+        inside[:, FOLD_SPAN:] -= below[:, :-FOLD_SPAN]
+        inside.masked_fill_(histogram == 0, 0)
+        best.append(255 - inside.flip(1).argmax(1))  # flipped: the largest of equals comes first
+    return torch.cat(best).to(scale.dtype)
+
+
+def _require_weights(t: object, op: str) -> None:
+    if not isinstance(t, MXTensor):
+        raise TypeError(message(op, "t", "an MXTensor", type(t).__name__, "quantise it first"))
+    require(t.format == MXFP4, op, "t.format", need="mxfp4", got=t.format.name,
+            remedy="only e2m1 codes fold into e4m3")
+    require(t.axis == -1, op, "t.axis", need=-1, got=t.axis,
+            remedy="quantise weights [..., N, K] along K")
+    require(t.layout is Layout.ROW_MAJOR, op, "t.layout", need=Layout.ROW_MAJOR, got=t.layout,
+            remedy="certify before preparing the weights")
+    require(t.qdata.dim() > 1, op, "t.shape", need="[..., N, K]", got=list(t.shape))
