@@ -1,0 +1,24 @@
+"""mxpert: microscaling (OCP MX) kernels for Mixture-of-Experts layers."""
+
+from .dispatch import override
+from .errors import UnsupportedError
+from .formats.spec import ScaleRule
+from .formats.tensor import MXTensor
+from .ops.explain import explain
+from .ops.moe import fused_moe, moe_down, moe_gate_up
+from .ops.quantize import dequantize, quantize
+from .ops.route import make_routing_plan, route_topk
+from .problem import (
+    ClampedSiLU, Combine, GemmConfig, MoEConfig, ReferenceConfig, Scoring, SiLU, SiTUv2, SwiGLU,
+)
+from .routing import RoutingPlan
+from .weights import GateUpOrder, MoEWeights
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ClampedSiLU", "Combine", "GateUpOrder", "GemmConfig", "MXTensor", "MoEConfig", "MoEWeights",
+    "ReferenceConfig", "RoutingPlan", "ScaleRule", "Scoring", "SiLU", "SiTUv2", "SwiGLU",
+    "UnsupportedError", "dequantize", "explain", "fused_moe", "make_routing_plan", "moe_down",
+    "moe_gate_up", "override", "quantize", "route_topk",
+]

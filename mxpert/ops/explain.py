@@ -1,0 +1,49 @@
+"""explain(): which kernel an op would use for these arguments, with which config, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..dispatch import Explanation, explain_problem
+from ..errors import message
+from ..problem import Problem
+from .moe import describe_down, describe_fused_moe, describe_gate_up, fused_moe, moe_down, moe_gate_up
+from .quantize import dequantize, describe_dequantize, describe_quantize, quantize
+from .route import describe_route_topk, describe_routing_plan, make_routing_plan, route_topk
+
+_DESCRIBERS: dict[Callable[..., Any], Callable[..., Problem]] = {
+    fused_moe: describe_fused_moe,
+    moe_gate_up: describe_gate_up,
+    moe_down: describe_down,
+    quantize: describe_quantize,
+    dequantize: describe_dequantize,
+    route_topk: describe_route_topk,
+    make_routing_plan: describe_routing_plan,
+}
+
+
+def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """What `op(*args, **kwargs)` would run: backend, config, where the choice came from.
+
+    Nothing is launched. `override()` blocks are honoured.
+
+    Args:
+        op: a public op, for example mxpert.fused_moe. args, kwargs: its arguments.
+
+    Returns:
+        Explanation; print it, or read `.resolution` and `.rejected`.
+
+    Raises:
+        ValueError: `op` is not an op of this library; and whatever `op` itself would raise.
+
+    Example:
+        >>> import torch, mxpert
+        >>> print(mxpert.explain(mxpert.quantize, torch.zeros(1, 32), "mxfp4").resolution.source)
+        heuristic
+    """
+    describe = _DESCRIBERS.get(op)
+    if describe is None:
+        names = sorted(known.__name__ for known in _DESCRIBERS)
+        raise ValueError(message("explain", "op", f"one of {names}", repr(op)))
+    return explain_problem(describe(*args, **kwargs))

@@ -1,0 +1,110 @@
+"""The torch.library side of the ops: one namespace, and dataclasses flattened to schema arguments.
+
+Ops are registered so that torch.compile, export and FakeTensor see them as leaves. A schema knows
+tensors and numbers only, so weights, plans and options travel flattened and are rebuilt inside
+without a second validation (the public op has done it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ..formats.spec import ScaleRule, get_format
+from ..formats.tensor import Layout, MXTensor
+from ..problem import Combine, MoEOptions, activation_from
+from ..routing import RoutingPlan
+from ..weights import GateUpOrder, MoEWeights
+
+_LIBRARY = torch.library.Library("mxpert", "FRAGMENT")
+_T = TypeVar("_T")
+
+
+def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define ``mxpert::<schema>`` for every device and return the callable op."""
+    name = schema.split("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mxpert::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.mxpert, name)
+
+
+def rebuild(cls: type[_T], **fields: Any) -> _T:
+    """An instance of a frozen dataclass whose fields were validated before they were flattened."""
+    instance = object.__new__(cls)
+    instance.__dict__.update(fields)
+    return instance
+
+
+WEIGHTS_SCHEMA = (
+    "Tensor gate_up_qdata, Tensor gate_up_scale, Tensor down_qdata, Tensor down_scale, "
+    "Tensor? gate_up_bias, Tensor? down_bias, str gate_up_order, str layout")
+
+
+def flatten_weights(weights: MoEWeights) -> tuple[Any, ...]:
+    """Arguments for WEIGHTS_SCHEMA."""
+    assert weights.gate_up_order is not None  # checked by MoEWeights
+    return (weights.gate_up_proj.qdata, weights.gate_up_proj.scale, weights.down_proj.qdata,
+            weights.down_proj.scale, weights.gate_up_bias, weights.down_bias,
+            weights.gate_up_order.value, weights.layout.value)
+
+
+def rebuild_weights(arguments: tuple[Any, ...]) -> MoEWeights:
+    """The inverse of `flatten_weights`."""
+    gate_up, gate_up_scale, down, down_scale, gate_up_bias, down_bias, order, layout = arguments
+    return rebuild(
+        MoEWeights, gate_up_proj=rebuild_mx(gate_up, gate_up_scale, "mxfp4", layout=Layout(layout)),
+        down_proj=rebuild_mx(down, down_scale, "mxfp4", layout=Layout(layout)),
+        gate_up_bias=gate_up_bias, down_bias=down_bias, gate_up_order=GateUpOrder(order),
+        fold_certificates=None)
+
+
+def rebuild_mx(qdata: torch.Tensor, scale: torch.Tensor, name: str, *, axis: int = -1,
+               layout: Layout = Layout.ROW_MAJOR) -> MXTensor:
+    """An MXTensor from its validated parts."""
+    return rebuild(MXTensor, qdata=qdata, scale=scale, format=get_format(name), axis=axis,
+                   layout=layout)
+
+
+PLAN_SCHEMA = (
+    "Tensor sorted_token_ids, Tensor sorted_weights, Tensor block_expert_ids, Tensor num_valid, "
+    "Tensor slot_rows, int plan_experts, int routing_block_m")
+
+
+def flatten_plan(plan: RoutingPlan) -> tuple[Any, ...]:
+    """Arguments for PLAN_SCHEMA; T and top_k are the shape of `slot_rows`."""
+    return (plan.sorted_token_ids, plan.sorted_weights, plan.block_expert_ids, plan.num_valid,
+            plan.slot_rows, plan.num_experts, plan.routing_block_m)
+
+
+def rebuild_plan(arguments: tuple[Any, ...]) -> RoutingPlan:
+    """The inverse of `flatten_plan`."""
+    ids, row_weights, block_experts, num_valid, slot_rows, num_experts, block_m = arguments
+    return RoutingPlan(ids, row_weights, block_experts, num_valid, slot_rows, slot_rows.shape[0],
+                       slot_rows.shape[1], num_experts, block_m)
+
+
+OPTIONS_SCHEMA = (
+    "str activation, float[] activation_parameters, str activation_format, str scale_rule, "
+    "bool router_weight_on_input, str combine, ScalarType out_dtype")
+
+
+def flatten_options(options: MoEOptions) -> tuple[Any, ...]:
+    """Arguments for OPTIONS_SCHEMA."""
+    return (options.activation.name, list(options.activation.parameters),
+            options.activation_format, options.scale_rule.value,
+            options.apply_router_weight_on_input, options.combine.value, options.out_dtype)
+
+
+def rebuild_options(arguments: tuple[Any, ...]) -> MoEOptions:
+    """The inverse of `flatten_options`."""
+    name, parameters, activation_format, rule, on_input, combine, out_dtype = arguments
+    return MoEOptions(activation_from(name, parameters), activation_format, ScaleRule(rule),
+                      on_input, Combine(combine), out_dtype)
+
+
+NUM_WEIGHT_ARGUMENTS = 8
+NUM_PLAN_ARGUMENTS = 7
+NUM_OPTION_ARGUMENTS = 7

@@ -1,0 +1,274 @@
+"""The two-stage MoE layer: fused_moe, and its stages moe_gate_up and moe_down.
+
+Each public op checks its arguments and calls a registered leaf; the leaf describes the problem,
+resolves a kernel and launches it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..dispatch import detect_target, resolve
+from ..formats.spec import ScaleRule
+from ..formats.tensor import MXTensor
+from ..problem import Activation, Combine, MoEOptions, MoEProblem, Op, activation_mx_format
+from ..routing import RoutingPlan
+from ..weights import MoEWeights
+from . import library
+from .moe_checks import check_down, check_fused_moe, check_gate_up
+from .library import NUM_OPTION_ARGUMENTS, NUM_PLAN_ARGUMENTS, NUM_WEIGHT_ARGUMENTS
+
+
+def fused_moe(
+    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor, *, activation: Activation, activation_format: str = "bf16",
+    combine: Combine = Combine.REDUCE, scale_rule: ScaleRule = ScaleRule.RCEIL,
+    apply_router_weight_on_input: bool = False, expert_map: torch.Tensor | None = None,
+    num_local_tokens: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """A whole MoE layer with MXFP4 weights: sort, gate/up GEMM, activation, down GEMM, combine.
+
+    ``y[t] = Σ_slot w[t, slot] · (act(x[t] · Wgu[e]ᵀ + bgu[e]) · Wd[e]ᵀ + bd[e])``, e = ids[t, slot].
+
+    Args:
+        x: bfloat16 [T, H], or an MXTensor [T, H] in the format of `activation_format`.
+        weights: MoEWeights for the local experts, on the device of `x`.
+        topk_ids: int32 [T, k], expert ids; negative and foreign ids are skipped.
+        topk_weights: float32 [T, k], routing weights.
+        activation: SiLU(), SwiGLU(alpha, limit), ClampedSiLU(limit) or SiTUv2(beta, beta_up).
+        activation_format: "bf16" (a16w4), "mxfp8" (a8w4) or "mxfp4" (a4w4); MX formats quantise x
+            and the intermediate with 1×32 scales.
+        combine: REDUCE (deterministic) or ATOMIC.
+        scale_rule: rule for quantised activations.
+        apply_router_weight_on_input: weigh x instead of the result.
+        expert_map: int32 [E_global], global id to local id or −1 (expert parallelism).
+        num_local_tokens: int32 [1] on the device; tokens at or beyond it are skipped.
+        out_dtype: bfloat16, float16 or float32.
+
+    Returns:
+        [T, H] in `out_dtype`; zero where no local expert was chosen.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
+        UnsupportedError: no backend serves the problem here; see mxpert.explain.
+
+    Example:
+        >>> import torch, mxpert
+        >>> w = lambda *s: mxpert.quantize(torch.randn(*s), "mxfp4")
+        >>> weights = mxpert.MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
+        ...                             gate_up_order=mxpert.GateUpOrder.INTERLEAVED)
+        >>> topk_weights, topk_ids = mxpert.route_topk(torch.randn(3, 4), top_k=2)
+        >>> x = torch.randn(3, 32, dtype=torch.bfloat16)
+        >>> mxpert.fused_moe(x, weights, topk_ids, topk_weights, activation=mxpert.SiLU()).shape
+        torch.Size([3, 32])
+    """
+    options = MoEOptions(activation, activation_format, scale_rule, apply_router_weight_on_input,
+                         combine, out_dtype)
+    check_fused_moe(x, weights, topk_ids, topk_weights, options, expert_map, num_local_tokens)
+    return _fused_moe_op(*_flatten_rows(x), topk_ids, topk_weights, expert_map, num_local_tokens,
+                         *library.flatten_weights(weights), *library.flatten_options(options))
+
+
+def moe_gate_up(
+    x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, *, activation: Activation,
+    activation_format: str = "bf16", scale_rule: ScaleRule = ScaleRule.RCEIL,
+    apply_router_weight_on_input: bool = False,
+) -> torch.Tensor | MXTensor:
+    """Stage 1: gather rows by plan, gate/up GEMM, bias, activation, requantisation.
+
+    ``h[r] = act(x[token(r)] · Wgu[e]ᵀ + bgu[e])`` for each sorted row r of expert e.
+
+    Args:
+        x: bfloat16 [T, H], or an MXTensor [T, H] in the format of `activation_format`.
+        weights: MoEWeights. plan: from make_routing_plan, for T tokens.
+        activation, activation_format, scale_rule, apply_router_weight_on_input: as in fused_moe.
+
+    Returns:
+        The intermediate in sorted order, [P, F]: bfloat16, or an MXTensor in `activation_format`.
+        Rows that are padding are undefined.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: as fused_moe.
+
+    Example:
+        >>> import torch, mxpert
+        >>> w = lambda *s: mxpert.quantize(torch.randn(*s), "mxfp4")
+        >>> weights = mxpert.MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
+        ...                             gate_up_order=mxpert.GateUpOrder.CONCATENATED)
+        >>> topk_weights, topk_ids = mxpert.route_topk(torch.randn(3, 4), top_k=2)
+        >>> plan = mxpert.make_routing_plan(topk_ids, topk_weights, num_experts=4,
+        ...                                 routing_block_m=16)
+        >>> x = torch.randn(3, 32, dtype=torch.bfloat16)
+        >>> h = mxpert.moe_gate_up(x, weights, plan, activation=mxpert.SiLU())
+        >>> mxpert.moe_down(h, weights, plan).shape
+        torch.Size([3, 32])
+    """
+    options = MoEOptions(activation, activation_format, scale_rule, apply_router_weight_on_input)
+    check_gate_up(x, weights, plan, options)
+    h, h_scale = _gate_up_op(*_flatten_rows(x), *library.flatten_weights(weights),
+                             *library.flatten_plan(plan), *library.flatten_options(options))
+    format = activation_mx_format(activation_format, "moe_gate_up")
+    return h if format is None else library.rebuild_mx(h, h_scale, format.name)
+
+
+def moe_down(
+    h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, *,
+    combine: Combine = Combine.REDUCE, apply_router_weight_on_input: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Stage 2: down GEMM, bias, routing weight, combine.
+
+    ``y[t] = Σ_slot w[t, slot] · (h[row(t, slot)] · Wd[e]ᵀ + bd[e])``.
+
+    Args:
+        h: what moe_gate_up returned: [P, F] in sorted order, bfloat16 or MXTensor.
+        weights: MoEWeights. plan: the plan of stage 1.
+        combine: REDUCE, ATOMIC, or FLAT for the weighted rows [P, H] in sorted order.
+        apply_router_weight_on_input: True if stage 1 applied the routing weight.
+        out_dtype: bfloat16, float16 or float32.
+
+    Returns:
+        [T, H]; for FLAT [P, H], whose padding rows are undefined.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: as fused_moe.
+
+    Example: see moe_gate_up.
+    """
+    options = MoEOptions(activation_format=_rows_format(h), combine=combine, out_dtype=out_dtype,
+                         apply_router_weight_on_input=apply_router_weight_on_input)
+    check_down(h, weights, plan, options)
+    return _down_op(*_flatten_rows(h), *library.flatten_weights(weights),
+                    *library.flatten_plan(plan), *library.flatten_options(options))
+
+
+def describe_fused_moe(
+    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor, *, expert_map: torch.Tensor | None = None,
+    num_local_tokens: torch.Tensor | None = None, **options: Any,
+) -> MoEProblem:
+    """The problem that `fused_moe` resolves for the same arguments."""
+    chosen = MoEOptions(**options)
+    check_fused_moe(x, weights, topk_ids, topk_weights, chosen, expert_map, num_local_tokens)
+    return _problem(Op.FUSED_MOE, weights, *topk_ids.shape, chosen)
+
+
+def describe_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
+                     **options: Any) -> MoEProblem:
+    """The problem that `moe_gate_up` resolves for the same arguments."""
+    chosen = MoEOptions(**options)
+    check_gate_up(x, weights, plan, chosen)
+    return _problem(Op.MOE_GATE_UP, weights, plan.num_tokens, plan.top_k, chosen,
+                    plan.routing_block_m)
+
+
+def describe_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
+                  **options: Any) -> MoEProblem:
+    """The problem that `moe_down` resolves for the same arguments."""
+    chosen = MoEOptions(activation_format=_rows_format(h), **options)
+    check_down(h, weights, plan, chosen)
+    return _problem(Op.MOE_DOWN, weights, plan.num_tokens, plan.top_k, chosen,
+                    plan.routing_block_m)
+
+
+def _problem(op: Op, weights: MoEWeights, num_tokens: int, top_k: int, options: MoEOptions,
+             routing_block_m: int = 0) -> MoEProblem:
+    return MoEProblem(op, detect_target(weights.device), num_tokens, top_k, weights.num_experts,
+                      weights.hidden_size, weights.intermediate_size, options, weights.layout,
+                      routing_block_m)
+
+
+def _rows_format(rows: torch.Tensor | MXTensor) -> str:
+    """The `activation_format` name of activations: "bf16", "mxfp8" or "mxfp4"."""
+    return rows.format.name.split("_")[0] if isinstance(rows, MXTensor) else "bf16"
+
+
+def _flatten_rows(rows: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (rows.qdata, rows.scale) if isinstance(rows, MXTensor) else (rows, None)
+
+
+def _rebuild_rows(data: torch.Tensor, scale: torch.Tensor | None,
+                  options: MoEOptions) -> torch.Tensor | MXTensor:
+    if scale is None:
+        return data
+    return library.rebuild_mx(
+        data, scale, {"mxfp8": "mxfp8_e4m3"}.get(options.activation_format, "mxfp4"))
+
+
+def _run_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_ids: torch.Tensor,
+                   topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+                   num_local_tokens: torch.Tensor | None, *flat: Any) -> torch.Tensor:
+    weights = library.rebuild_weights(flat[:NUM_WEIGHT_ARGUMENTS])
+    options = library.rebuild_options(flat[NUM_WEIGHT_ARGUMENTS:])
+    problem = _problem(Op.FUSED_MOE, weights, *topk_ids.shape, options)
+    kernel, config = resolve(problem)
+    return kernel.launch(problem, config, x=_rebuild_rows(x, x_scale, options), weights=weights,
+                         topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map,
+                         num_local_tokens=num_local_tokens)
+
+
+def _fake_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_ids: torch.Tensor,
+                    topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+                    num_local_tokens: torch.Tensor | None, *flat: Any) -> torch.Tensor:
+    down_qdata, out_dtype = flat[2], flat[-1]
+    return x.new_empty((topk_ids.shape[0], down_qdata.shape[1]), dtype=out_dtype)
+
+
+def _stage_arguments(flat: tuple[Any, ...]) -> tuple[MoEWeights, RoutingPlan, MoEOptions]:
+    plan_end = NUM_WEIGHT_ARGUMENTS + NUM_PLAN_ARGUMENTS
+    return (library.rebuild_weights(flat[:NUM_WEIGHT_ARGUMENTS]),
+            library.rebuild_plan(flat[NUM_WEIGHT_ARGUMENTS:plan_end]),
+            library.rebuild_options(flat[plan_end:plan_end + NUM_OPTION_ARGUMENTS]))
+
+
+def _run_gate_up(x: torch.Tensor, x_scale: torch.Tensor | None,
+                 *flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, plan, options = _stage_arguments(flat)
+    problem = _problem(Op.MOE_GATE_UP, weights, plan.num_tokens, plan.top_k, options,
+                       plan.routing_block_m)
+    kernel, config = resolve(problem)
+    h = kernel.launch(problem, config, x=_rebuild_rows(x, x_scale, options), weights=weights,
+                      plan=plan)
+    return (h.qdata, h.scale) if isinstance(h, MXTensor) else (h, h.new_empty(0))
+
+
+def _fake_gate_up(x: torch.Tensor, x_scale: torch.Tensor | None,
+                  *flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, plan, options = _stage_arguments(flat)
+    rows, features = plan.sorted_token_ids.shape[0], weights.intermediate_size
+    format = activation_mx_format(options.activation_format, "moe_gate_up")
+    if format is None:
+        h = x.new_empty((rows, features), dtype=torch.bfloat16)
+        return h, h.new_empty(0)
+    return (x.new_empty((rows, features // format.codes_per_byte), dtype=torch.uint8),
+            x.new_empty((rows, features // format.block_size), dtype=torch.uint8))
+
+
+def _run_down(h: torch.Tensor, h_scale: torch.Tensor | None, *flat: Any) -> torch.Tensor:
+    weights, plan, options = _stage_arguments(flat)
+    problem = _problem(Op.MOE_DOWN, weights, plan.num_tokens, plan.top_k, options,
+                       plan.routing_block_m)
+    kernel, config = resolve(problem)
+    return kernel.launch(problem, config, h=_rebuild_rows(h, h_scale, options), weights=weights,
+                         plan=plan)
+
+
+def _fake_down(h: torch.Tensor, h_scale: torch.Tensor | None, *flat: Any) -> torch.Tensor:
+    weights, plan, options = _stage_arguments(flat)
+    rows = h.shape[0] if options.combine is Combine.FLAT else plan.num_tokens
+    return h.new_empty((rows, weights.hidden_size), dtype=options.out_dtype)
+
+
+_STAGE_SCHEMA = f"{library.WEIGHTS_SCHEMA}, {library.PLAN_SCHEMA}, {library.OPTIONS_SCHEMA}"
+_fused_moe_op = library.register(
+    "fused_moe(Tensor x, Tensor? x_scale, Tensor topk_ids, Tensor topk_weights, "
+    "Tensor? expert_map, Tensor? num_local_tokens, "
+    f"{library.WEIGHTS_SCHEMA}, {library.OPTIONS_SCHEMA}) -> Tensor",
+    _run_fused_moe, _fake_fused_moe)
+_gate_up_op = library.register(
+    f"moe_gate_up(Tensor x, Tensor? x_scale, {_STAGE_SCHEMA}) -> (Tensor, Tensor)",
+    _run_gate_up, _fake_gate_up)
+_down_op = library.register(
+    f"moe_down(Tensor h, Tensor? h_scale, {_STAGE_SCHEMA}) -> Tensor", _run_down, _fake_down)

@@ -1,0 +1,144 @@
+"""Argument checks of the MoE ops: everything that is known without looking at data."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import message, require, require_tensor
+from ..formats.spec import ScaleRule
+from ..formats.tensor import MXTensor
+from ..problem import ACTIVATIONS, Combine, MoEOptions, activation_mx_format
+from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, check_plan_shapes
+from ..weights import MoEWeights
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""float64 is served by the reference backend alone, as an oracle."""
+
+
+def check_fused_moe(
+    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor, options: MoEOptions, expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None,
+) -> None:
+    """Checks of `fused_moe`."""
+    op = "fused_moe"
+    _check_weights(weights, op)
+    _check_options(options, op)
+    require(options.combine is not Combine.FLAT, op, "combine", need="REDUCE or ATOMIC", got="FLAT",
+            remedy="call make_routing_plan, moe_gate_up and moe_down: FLAT rows need the plan")
+    _check_rows(x, "x", weights, weights.hidden_size, options, op)
+    tokens = x.shape[0]
+    check_topk(topk_ids, topk_weights, tokens, weights.device, op)
+    num_global = weights.num_experts
+    if expert_map is not None:
+        require_tensor(expert_map, op, "expert_map", dtype=torch.int32, shape=(None,),
+                       device=weights.device, contiguous=True)
+        num_global = expert_map.shape[0]
+    require(topk_ids.shape[1] <= num_global, op, "topk_ids.shape[1]",
+            need=f"at most {num_global} experts per token", got=topk_ids.shape[1])
+    if num_local_tokens is not None:
+        require_tensor(num_local_tokens, op, "num_local_tokens", dtype=torch.int32, shape=(1,),
+                       device=weights.device)
+
+
+def check_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
+                  options: MoEOptions) -> None:
+    """Checks of `moe_gate_up`."""
+    op = "moe_gate_up"
+    _check_weights(weights, op)
+    _check_options(options, op)
+    _check_plan(plan, weights, op)
+    _check_rows(x, "x", weights, weights.hidden_size, options, op)
+    require(x.shape[0] == plan.num_tokens, op, "x.shape[0]",
+            need=f"the plan's {plan.num_tokens} tokens", got=x.shape[0])
+
+
+def check_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
+               options: MoEOptions) -> None:
+    """Checks of `moe_down`."""
+    op = "moe_down"
+    _check_weights(weights, op)
+    _check_options(options, op)
+    _check_plan(plan, weights, op)
+    _check_rows(h, "h", weights, weights.intermediate_size, options, op)
+    require(h.shape[0] == plan.capacity, op, "h.shape[0]",
+            need=f"the plan's {plan.capacity} sorted rows", got=h.shape[0],
+            remedy="pass what moe_gate_up returned for the same plan")
+
+
+def check_topk(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_tokens: int | None,
+               device: torch.device, op: str) -> None:
+    """Router output: int32 [T, k] and float32 [T, k] on one device, within the packing limits."""
+    require_tensor(topk_ids, op, "topk_ids", dtype=torch.int32, shape=(num_tokens, None),
+                   device=device)
+    require_tensor(topk_weights, op, "topk_weights", dtype=torch.float32,
+                   shape=tuple(topk_ids.shape), device=device)
+    top_k = topk_ids.shape[1]
+    require(1 <= top_k <= MAX_TOP_K, op, "topk_ids.shape[1]",
+            need=f"1 to {MAX_TOP_K} experts per token", got=top_k)
+    require(topk_ids.numel() < MAX_ROUTED_ROWS, op, "topk_ids", got=topk_ids.numel(),
+            need=f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
+            remedy="split the batch")
+
+
+def _check_weights(weights: MoEWeights, op: str) -> None:
+    if not isinstance(weights, MoEWeights):
+        raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
+    for name in ("gate_up_proj", "down_proj"):
+        projection = getattr(weights, name)
+        for part in ("qdata", "scale"):
+            stride = getattr(projection, part).stride(-1)
+            require(stride == 1 or getattr(projection, part).shape[-1] <= 1, op,
+                    f"weights.{name}.{part}.stride(-1)", need="1 (dense along K)", got=stride,
+                    remedy="call weights.prepare(device=...)")
+
+
+def _check_options(options: MoEOptions, op: str) -> None:
+    if not isinstance(options.activation, tuple(ACTIVATIONS.values())):
+        raise TypeError(message(op, "activation", f"one of {sorted(ACTIVATIONS)}",
+                                repr(options.activation), "for example mxpert.SwiGLU()"))
+    if not isinstance(options.combine, Combine):
+        raise TypeError(message(op, "combine", "a Combine", repr(options.combine)))
+    if not isinstance(options.scale_rule, ScaleRule):
+        raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(options.scale_rule)))
+    activation_mx_format(options.activation_format, op)
+    require(options.out_dtype in OUT_DTYPES, op, "out_dtype", need=[str(d) for d in OUT_DTYPES],
+            got=options.out_dtype, error=TypeError)
+
+
+def _check_rows(rows: torch.Tensor | MXTensor, name: str, weights: MoEWeights, width: int,
+                options: MoEOptions, op: str) -> None:
+    """Activations [rows, width]: bfloat16, or an MXTensor in the layer's activation format."""
+    expected = activation_mx_format(options.activation_format, op)
+    if isinstance(rows, MXTensor):
+        require(expected is not None and rows.format == expected, op, f"{name}.format",
+                need=options.activation_format, got=rows.format.name,
+                remedy=f"pass activation_format={rows.format.name.split('_')[0]!r}")
+        require(rows.axis == -1, op, f"{name}.axis", need=-1, got=rows.axis)
+        require(rows.qdata.is_contiguous() and rows.scale.is_contiguous(), op, name,
+                need="contiguous codes and scales", got=f"strides {rows.qdata.stride()}")
+        shape = tuple(rows.shape)
+    else:
+        require_tensor(rows, op, name, dtype=torch.bfloat16)
+        require(op != "moe_down" or expected is None, op, f"{name}", got="a Tensor",
+                need=f"an MXTensor for {options.activation_format}")
+        require(rows.dim() == 2 and (rows.stride(-1) == 1 or rows.numel() == 0), op, name,
+                need="two dimensions, the last one dense", got=f"strides {rows.stride()}",
+                remedy="call .contiguous()")
+        shape = tuple(rows.shape)
+    require(len(shape) == 2 and shape[1] == width, op, f"{name}.shape", need=f"[*, {width}]",
+            got=list(shape))
+    require(rows.device == weights.device, op, f"{name}.device", need=weights.device,
+            got=rows.device, remedy=f"weights are on {weights.device}; move one of them")
+
+
+def _check_plan(plan: RoutingPlan, weights: MoEWeights, op: str) -> None:
+    if not isinstance(plan, RoutingPlan):
+        raise TypeError(message(op, "plan", "a RoutingPlan", type(plan).__name__,
+                                "build it with mxpert.make_routing_plan"))
+    check_plan_shapes(plan, op)
+    require(plan.num_experts == weights.num_experts, op, "plan.num_experts",
+            need=f"the weights' {weights.num_experts} experts", got=plan.num_experts)
+    require(plan.device == weights.device, op, "plan.device", need=weights.device, got=plan.device)
+
+
