@@ -1,0 +1,61 @@
+# `make demo` and `make test` work on a fresh machine; `make help` lists the rest.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+# The first Python >= 3.11; one that already has torch lends it to the environment.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+REPORT := reports/demo
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */make \1\t/' | expand -t 14
+
+$(VENV)/.created:
+	@if [ -z "$(PYTHON)" ]; then echo "make: python — need Python 3.11 or newer on PATH, got none;" \
+		"install it or run make PYTHON=/path/to/python3.12" >&2; exit 2; fi
+	@# Reuse an installed torch: it fits the machine's driver, and it is gigabytes.
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+		echo "using the torch that $(PYTHON) has"; \
+		$(PYTHON) -m venv --clear --system-site-packages $(VENV); \
+		grep -vE '^(torch|triton)=' constraints.txt > $(VENV)/constraints.txt; \
+	elif command -v nvidia-smi >/dev/null || command -v rocminfo >/dev/null; then \
+		echo "installing the torch that suits a GPU machine"; \
+		$(PYTHON) -m venv --clear $(VENV); \
+		grep -vE '^(torch|triton)=' constraints.txt > $(VENV)/constraints.txt; \
+	else \
+		$(PYTHON) -m venv --clear $(VENV); cp constraints.txt $(VENV)/constraints.txt; \
+	fi
+	@touch $@
+
+# Only a change of the requirements installs again: the package itself is editable.
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+	$(PIP) install -q -c $(VENV)/constraints.txt -e '.[plot,transformers]' || { \
+		echo "make: install — the pinned versions were not found; install torch yourself and" \
+		"run make clean, then make again: it reuses an installed torch" >&2; exit 2; }
+	@touch $@
+
+$(VENV)/.tested: $(VENV)/.installed
+	$(PIP) install -q -c $(VENV)/constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(VENV)/.installed  ## install, run the MoE layers of a gpt-oss checkpoint on the best backend, check every number
+	$(BIN)/mxpert demo --output $(REPORT) $(DEMO_ARGS) </dev/null
+	@echo "report: $(REPORT)/report.json and $(REPORT)/report.png"
+
+lint: $(VENV)/.tested  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint  ## install the test extra, lint, run the whole suite; the last line is pytest's
+	@$(BIN)/python tests/run_suite.py $(PYTEST_ARGS) </dev/null
+
+clean:  ## remove the environment, caches and reports
+	rm -rf $(VENV) build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
