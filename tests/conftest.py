@@ -1,0 +1,44 @@
+"""Tiers of the suite and the fixtures that every folder shares.
+
+`cpu` (default) runs anywhere, `gpu` needs one device (everything under tests/gpu has it), and
+`multi_gpu` needs two. Under TRITON_INTERPRET=1 kernels cannot be compiled: tests that compile skip.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_HERE = Path(__file__).parent
+_COMPILING = tuple(_HERE / folder for folder in ("triton", "gpu"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cpu: runs on any machine (the default tier)")
+    config.addinivalue_line("markers", "gpu: needs a CUDA or ROCm device")
+    config.addinivalue_line("markers", "multi_gpu: needs two or more devices")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if item.path.is_relative_to(_HERE / "gpu"):
+            item.add_marker(pytest.mark.gpu)
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1
+        if not (item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")):
+            item.add_marker(pytest.mark.cpu)
+        elif devices < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {devices}"))
+        if INTERPRETED and any(item.path.is_relative_to(folder) for folder in _COMPILING):
+            item.add_marker(pytest.mark.skip(reason="compiles kernels: unset TRITON_INTERPRET"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The device that kernels of this run work on: the GPU, or the CPU under the interpreter."""
+    on_gpu = torch.cuda.is_available() and not INTERPRETED
+    return torch.device("cuda" if on_gpu else "cpu")

@@ -1,0 +1,27 @@
+"""Tests of kernels in Triton's interpreter, with its numerics put right before the first one.
+
+The variable must be set before Triton is imported, hence by the caller:
+``TRITON_INTERPRET=1 pytest tests/interpreted``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if _INTERPRETED:
+    from mxpert.testing.interpreter import install
+
+    install()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _INTERPRETED:
+        return
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))
