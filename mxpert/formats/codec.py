@@ -90,17 +90,20 @@ def encode(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:
     values = _working(values)
     int_dtype, float_mantissa, float_bias = _BITS[values.dtype]
     smallest_exponent = 1 - element.bias
-    magnitude = values.abs().clamp(max=element.max_value)
-    exponent = (magnitude.view(int_dtype) >> float_mantissa) - float_bias
-    exponent = exponent.clamp(min=smallest_exponent)
+    magnitude = values.abs().clamp_(max=element.max_value)
+    exponent = (magnitude.view(int_dtype) >> float_mantissa).sub_(float_bias)
+    exponent.clamp_(min=smallest_exponent)
+    # Adding the power of two whose last place is one step of the element at this exponent rounds to
+    # whole steps, ties to even; the difference of the bit patterns is their number.
+    offset = exponent + (float_mantissa - element.mantissa_bits + float_bias)
+    offset <<= float_mantissa
+    steps = magnitude.add_(offset.view(values.dtype)).view(int_dtype).sub_(offset)
     # A code counts the representable magnitudes below it: 2^mantissa_bits of them per exponent, so
     # a mantissa that rounds up to the next exponent carries by itself.
-    steps = torch.round(
-        magnitude * exact_power_of_two(element.mantissa_bits - exponent, values.dtype))
-    code = ((exponent - smallest_exponent) << element.mantissa_bits) + steps.to(int_dtype)
+    code = exponent.sub_(smallest_exponent).bitwise_left_shift_(element.mantissa_bits).add_(steps)
     sign_bit = 1 << (element.bits - 1)
-    code = torch.where(values.view(int_dtype) < 0, code | sign_bit, code)
-    return torch.where(values.isnan(), sign_bit - 1, code).to(torch.uint8)
+    code |= (values.view(int_dtype) >> (8 * values.element_size() - 1)).bitwise_and_(sign_bit)
+    return code.masked_fill_(values.isnan(), sign_bit - 1).to(torch.uint8)
 
 
 def decode(

@@ -61,18 +61,18 @@ class FoldCertificate:
 def fold_certificate(t: MXTensor) -> FoldCertificate:
     """Choose each row's reference exponent and count the blocks outside its 15 binades.
 
-    ``reference = argmax_r #{blocks b of the row: 0 <= r - scale[b] <= 14}``, hence the fewest blocks
-    outside. Of several best references the largest that is a scale of the row is taken: where all
-    blocks fold, that is the row's largest scale. Blocks with all codes zero fold under every
-    reference and do not count; a row of such blocks has reference 127. A block with scale byte 255
-    (NaN) never folds, whatever its codes.
+    ``reference = argmax_r #{blocks b of the row: 0 <= r - scale[b] <= 14}``, hence the fewest
+    blocks outside. Of several best references the largest that is a scale of the row is taken:
+    where all blocks fold, that is the row's largest scale. Blocks with all codes zero fold under
+    every reference and do not count; a row of such blocks has reference 127. A block with scale
+    byte 255 (NaN) never folds, whatever its codes.
 
     Args:
         t: MXFP4 weights [..., N, K], quantised along K (axis -1), ROW_MAJOR.
 
     Returns:
-        FoldCertificate; its tensors are on `t`'s device. Reads counts back to the host: call it once
-        at load time.
+        FoldCertificate; its tensors are on `t`'s device. Reads counts back to the host: call it
+        once, at load time.
 
     Raises:
         TypeError: `t` is no MXTensor.
@@ -113,7 +113,7 @@ def fold(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fold MXFP4 weights into e4m3 codes and one reference exponent per row, exactly.
 
-    ``codes[n, k] = e4m3(e2m1[n, k] * 2^(6 - (reference[n] - scale[n, k // 32])))``, and the weight is
+    ``codes[n, k] = e4m3(e2m1[n, k] * 2^(6 - (reference[n] - scale[n, k // 32])))``; the weight is
     ``decode(codes) * 2^(reference - 127 - 6)``.
 
     Args:
