@@ -23,13 +23,14 @@ MAX_TOP_K = 127
 def plan_capacity(num_tokens: int, top_k: int, num_experts: int, routing_block_m: int) -> int:
     """Rows that a plan can need at most, a multiple of `routing_block_m`.
 
-    ``T·k + E·unit − k`` rounded up: every expert may waste up to ``unit − 1`` rows.
+    ``T·k + E·unit − min(k, E)`` rounded up: every expert may waste up to ``unit − 1`` rows. With
+    fewer (local) experts than k, ids that appear twice in a token still find room.
 
     >>> plan_capacity(1, 4, 128, 16)
     2048
     """
-    rows = num_tokens * top_k + num_experts * routing_block_m - top_k
-    return max(0, -(-rows // routing_block_m)) * routing_block_m
+    rows = num_tokens * top_k + num_experts * routing_block_m - min(top_k, num_experts)
+    return -(-rows // routing_block_m) * routing_block_m
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,157 @@
+"""Routing in torch on any device: the oracle of the device kernels, free of host synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ...problem import Config, Op, RoutingProblem, Scoring, TopKProblem
+from ...routing import TOKEN_BITS, RoutingPlan, plan_capacity
+
+DEEPSEEK_EPSILON = 1e-20
+"""Added to the sum of sigmoid scores before the division, as DeepSeek-V3 does."""
+_EXCLUDED = -(1 << 31)
+"""Rank key below that of −inf: an expert of a group that does not compete."""
+
+
+class TopKKernel:
+    """route_topk by one stable sort per token."""
+
+    op = Op.ROUTE_TOPK
+    backend = "reference"
+
+    def unsupported(self, problem: TopKProblem) -> str | None:
+        return None
+
+    def configs(self, problem: TopKProblem) -> Iterable[Config]:
+        return (None,)
+
+    def heuristic(self, problem: TopKProblem) -> Config:
+        return None
+
+    def launch(self, problem: TopKProblem, config: Config, *, logits: torch.Tensor,
+               correction_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        options = problem.options
+        logits = logits.float()
+        limited = options.num_groups > 1
+        if options.scoring is Scoring.SIGMOID:
+            scores = logits.sigmoid()
+        elif limited or correction_bias is not None or not options.normalize:
+            scores = logits.softmax(dim=-1)
+        else:
+            scores = logits
+        # The softmax is monotone, so its argument ranks experts without the softmax's rounding.
+        ranked = scores if limited or options.scoring is Scoring.SIGMOID else logits
+        if correction_bias is not None:
+            ranked = scores + correction_bias
+        rank = rank_keys(ranked)
+        if limited:
+            rank = _limit_to_groups(rank, ranked, options.num_groups, options.top_groups)
+        ids = rank.argsort(dim=-1, descending=True, stable=True)[:, :problem.top_k]
+        if options.scoring is Scoring.SOFTMAX and options.normalize:
+            weights = logits.gather(1, ids).softmax(dim=-1)
+        else:
+            weights = scores.gather(1, ids)
+            if options.normalize:
+                weights = weights / (weights.sum(dim=-1, keepdim=True) + DEEPSEEK_EPSILON)
+        return weights * options.routed_scaling_factor, ids.to(torch.int32)
+
+
+def rank_keys(values: torch.Tensor) -> torch.Tensor:
+    """int32 keys that order as the float32 values do, with NaN as −inf and −0 equal to 0."""
+    values = torch.where(values.isnan(), float("-inf"), values)
+    bits = torch.where(values == 0, 0.0, values).view(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _limit_to_groups(rank: torch.Tensor, ranked: torch.Tensor, num_groups: int,
+                     top_groups: int) -> torch.Tensor:
+    """Exclude the experts of all but the `top_groups` groups with the best sum of two."""
+    num_tokens, num_experts = ranked.shape
+    numbers = torch.where(ranked.isnan(), float("-inf"), ranked)
+    best_two = numbers.view(num_tokens, num_groups, -1).topk(2, dim=-1).values
+    order = rank_keys(best_two.sum(dim=-1)).argsort(dim=-1, descending=True, stable=True)
+    competes = torch.zeros(num_tokens, num_groups, dtype=torch.bool, device=rank.device)
+    competes.scatter_(1, order[:, :top_groups], True)
+    allowed = competes.repeat_interleave(num_experts // num_groups, dim=1)
+    return torch.where(allowed, rank, _EXCLUDED)
+
+
+class PlanKernel:
+    """make_routing_plan by one stable sort of all routed rows."""
+
+    op = Op.ROUTING_PLAN
+    backend = "reference"
+
+    def unsupported(self, problem: RoutingProblem) -> str | None:
+        return None
+
+    def configs(self, problem: RoutingProblem) -> Iterable[Config]:
+        return (None,)
+
+    def heuristic(self, problem: RoutingProblem) -> Config:
+        return None
+
+    def launch(
+        self, problem: RoutingProblem, config: Config, *, topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+        num_local_tokens: torch.Tensor | None,
+    ) -> RoutingPlan:
+        experts, unit = problem.num_local_experts, problem.routing_block_m
+        num_tokens, top_k, device = problem.num_tokens, problem.top_k, topk_ids.device
+        capacity = plan_capacity(num_tokens, top_k, experts, unit)
+        tokens = torch.full((1,), num_tokens, dtype=torch.int32, device=device)
+        if num_local_tokens is not None:
+            tokens = num_local_tokens.clamp(0, num_tokens)
+
+        token = torch.arange(num_tokens, device=device).repeat_interleave(top_k)          # [R]
+        slot = torch.arange(top_k, device=device).repeat(num_tokens)                      # [R]
+        expert = local_experts(topk_ids.reshape(-1), expert_map, problem.num_experts, experts)
+        expert = torch.where(token < tokens, expert, experts)          # [R]; `experts` is dropped
+        order = expert.argsort(stable=True)                            # ascending (expert, token, slot)
+        counts = torch.zeros(experts + 1, dtype=torch.int64, device=device)
+        counts.scatter_add_(0, expert, torch.ones_like(expert))
+        padded = (counts[:experts] + unit - 1) // unit * unit
+        ends = padded.cumsum(0)
+        used = padded.sum()
+
+        # Row of the i-th sorted row: where its expert starts, plus its rank within the expert.
+        # Dropped rows all go to a last row, which is cut off.
+        shift = torch.zeros_like(counts)
+        shift[:experts] = ends - padded - (counts.cumsum(0) - counts)[:experts]
+        sorted_expert = expert[order]
+        kept = sorted_expert < experts
+        row = torch.arange(order.shape[0], device=device) + shift[sorted_expert]
+        row = torch.where(kept, row, capacity)
+
+        sorted_ids = torch.full((capacity + 1,), top_k << TOKEN_BITS | num_tokens,
+                                dtype=torch.int32, device=device)
+        sorted_ids[row] = (slot << TOKEN_BITS | token)[order].to(torch.int32)
+        weights = torch.zeros(capacity + 1, dtype=torch.float32, device=device)
+        weights[row] = topk_weights.reshape(-1)[order]
+        slot_rows = torch.empty(num_tokens * top_k, dtype=torch.int32, device=device)
+        slot_rows[order] = torch.where(kept, row, -1).to(torch.int32)
+        block_start = torch.arange(capacity // unit, device=device) * unit
+        block_expert = torch.searchsorted(ends, block_start, right=True)
+        return RoutingPlan(
+            sorted_token_ids=sorted_ids[:capacity], sorted_weights=weights[:capacity],
+            block_expert_ids=torch.where(block_start < used, block_expert, -1).to(torch.int32),
+            num_valid=torch.cat([used.view(1).to(torch.int32), tokens]),
+            slot_rows=slot_rows.view(num_tokens, top_k), num_tokens=num_tokens, top_k=top_k,
+            num_experts=experts, routing_block_m=unit)
+
+
+def local_experts(ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int,
+                  num_local_experts: int) -> torch.Tensor:
+    """int64 local expert of each global id; `num_local_experts` where there is none."""
+    ids = ids.long()
+    known = (ids >= 0) & (ids < num_experts)
+    if expert_map is not None:
+        ids = expert_map[torch.where(known, ids, 0)].long()
+    known &= (ids >= 0) & (ids < num_local_experts)
+    return torch.where(known, ids, num_local_experts)
+
+
+TOPK = TopKKernel()
+PLAN = PlanKernel()

@@ -1,0 +1,278 @@
+"""route_topk and make_routing_plan: from router logits to rows sorted by expert."""
+
+from __future__ import annotations
+
+import torch
+
+from ..dispatch import detect_target, resolve
+from ..errors import message, require, require_tensor
+from ..problem import Op, RoutingProblem, Scoring, TopKOptions, TopKProblem
+from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, plan_capacity
+from .library import register
+
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_SORTED_ROWS = (1 << 31) - 1
+
+
+def route_topk(
+    logits: torch.Tensor, top_k: int, *, normalize: bool = True, scoring: Scoring = Scoring.SOFTMAX,
+    num_groups: int = 1, top_groups: int = 1, correction_bias: torch.Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose `top_k` experts for each token and weigh them; everything is computed in float32.
+
+    ``score = softmax(logits)`` over all experts, or ``sigmoid(logits)``; the choice is by
+    ``score + correction_bias``, highest first, ties to the lower expert id. The weights are the
+    *unbiased* scores of the chosen, divided by their sum if `normalize` (with SOFTMAX that is the
+    softmax over the chosen logits; with SIGMOID the divisor is ``sum + 1e-20``), times
+    `routed_scaling_factor`. SOFTMAX without groups and bias chooses by the logits themselves, so
+    that logits whose probabilities round to the same number still keep their order.
+
+    With ``num_groups > 1`` the experts stand in that many equal groups, a group's score is the sum
+    of its two best ``score + correction_bias``, and only the best `top_groups` groups compete.
+
+    A NaN logit ranks as −inf, so ids are valid and distinct whatever the logits hold; weights
+    computed from a NaN are NaN. Not differentiable.
+
+    Args:
+        logits: float32, bfloat16 or float16 [T, E].
+        top_k: experts per token, at most 127.
+        normalize: divide the chosen scores by their sum.
+        scoring: Scoring.SOFTMAX or Scoring.SIGMOID.
+        num_groups: equal groups of at least two experts; 1 is no groups.
+        top_groups: groups that compete; they must hold at least `top_k` experts.
+        correction_bias: float32 [E], added for the choice only.
+        routed_scaling_factor: multiplies the weights, after normalisation.
+
+    Returns:
+        topk_weights float32 [T, top_k] and topk_ids int32 [T, top_k], best expert first.
+
+    Raises:
+        TypeError: wrong dtype or type. ValueError: wrong shape, device, or impossible choice.
+
+    Source: gpt-oss (softmax over the chosen), Mixtral (softmax, renormalised), DeepSeek-V3
+        (arXiv 2412.19437, section 2.1.2; sigmoid, groups, correction bias, scaling factor).
+
+    Example:
+        >>> import torch, mxpert
+        >>> weights, ids = mxpert.route_topk(torch.tensor([[0.0, 2.0, 2.0, 1.0]]), top_k=2)
+        >>> ids.tolist(), weights.tolist()
+        ([[1, 2]], [[0.5, 0.5]])
+    """
+    options = TopKOptions(scoring, normalize, num_groups, top_groups, routed_scaling_factor)
+    check_route_topk(logits, top_k, options, correction_bias)
+    return _topk_op(logits, correction_bias, top_k, scoring.value, normalize, num_groups,
+                    top_groups, routed_scaling_factor)
+
+
+def make_routing_plan(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, num_experts: int, routing_block_m: int,
+    expert_map: torch.Tensor | None = None, num_local_experts: int | None = None,
+    num_local_tokens: torch.Tensor | None = None,
+) -> RoutingPlan:
+    """Sort (token, slot) rows by expert and pad each expert to blocks of `routing_block_m` rows.
+
+    The layout is RoutingPlan's: ``slot << 24 | token`` in ascending (expert, token, slot), padding
+    rows ``top_k << 24 | T``. Sizes depend on shapes only; nothing is read back from the device.
+
+    An id that is negative, at least `num_experts`, mapped to a negative number or mapped outside
+    the local experts is ignored: it gets no row, and −1 in `slot_rows`. An id that appears twice in
+    a token gets two rows.
+
+    Args:
+        topk_ids: int32 [T, top_k], global expert ids.
+        topk_weights: float32 [T, top_k]; copied bit for bit.
+        num_experts: global ids range over 0 … num_experts − 1.
+        routing_block_m: rows per block, a multiple of the block_m of each GEMM that uses the plan.
+        expert_map: int32 [num_experts], global id → local id, or −1 if the expert lives elsewhere.
+        num_local_experts: experts that the plan is sized for (default: num_experts).
+        num_local_tokens: int32 [1] on the device; tokens from this one on are ignored (default: T).
+
+    Returns:
+        RoutingPlan on the device of `topk_ids`; T = 0 gives a valid plan without rows.
+        `num_valid[1]` is `num_local_tokens`, kept within 0 … T.
+
+    Raises:
+        TypeError: wrong dtype or type. ValueError: wrong shape, device or size.
+
+    Example:
+        >>> import torch, mxpert
+        >>> ids = torch.tensor([[1, 0], [1, 2]], dtype=torch.int32)
+        >>> plan = mxpert.make_routing_plan(ids, torch.ones(2, 2), num_experts=3, routing_block_m=2)
+        >>> plan.block_expert_ids.tolist(), plan.num_valid.tolist(), plan.slot_rows.tolist()
+        ([0, 1, 2, -1], [6, 2], [[2, 0], [3, 4]])
+        >>> [(row >> 24, row & 0xFFFFFF) for row in plan.sorted_token_ids.tolist()[:4]]
+        [(1, 0), (2, 2), (0, 0), (0, 1)]
+    """
+    local = num_experts if num_local_experts is None else num_local_experts
+    check_routing_plan(topk_ids, topk_weights, num_experts, local, routing_block_m, expert_map,
+                       num_local_tokens)
+    tensors = _plan_op(topk_ids, topk_weights, expert_map, num_local_tokens, num_experts, local,
+                       routing_block_m)
+    return RoutingPlan(*tensors, num_tokens=topk_ids.shape[0], top_k=topk_ids.shape[1],
+                       num_experts=local, routing_block_m=routing_block_m)
+
+
+def describe_route_topk(
+    logits: torch.Tensor, top_k: int, *, normalize: bool = True, scoring: Scoring = Scoring.SOFTMAX,
+    num_groups: int = 1, top_groups: int = 1, correction_bias: torch.Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> TopKProblem:
+    """The problem that `route_topk` resolves for the same arguments."""
+    options = TopKOptions(scoring, normalize, num_groups, top_groups, routed_scaling_factor)
+    check_route_topk(logits, top_k, options, correction_bias)
+    return _topk_problem(logits, top_k, options)
+
+
+def describe_routing_plan(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, num_experts: int, routing_block_m: int,
+    expert_map: torch.Tensor | None = None, num_local_experts: int | None = None,
+    num_local_tokens: torch.Tensor | None = None,
+) -> RoutingProblem:
+    """The problem that `make_routing_plan` resolves for the same arguments."""
+    local = num_experts if num_local_experts is None else num_local_experts
+    check_routing_plan(topk_ids, topk_weights, num_experts, local, routing_block_m, expert_map,
+                       num_local_tokens)
+    return _plan_problem(topk_ids, num_experts, local, routing_block_m)
+
+
+def check_route_topk(logits: torch.Tensor, top_k: int, options: TopKOptions,
+                     correction_bias: torch.Tensor | None) -> None:
+    """Argument checks of `route_topk`."""
+    op = "route_topk"
+    require_tensor(logits, op, "logits", dtype=LOGIT_DTYPES, shape=(None, None))
+    num_experts = logits.shape[1]
+    _require_count(op, "top_k", top_k, min(MAX_TOP_K, num_experts),
+                   f"{num_experts} experts, at most {MAX_TOP_K} per token")
+    if not isinstance(options.scoring, Scoring):
+        raise TypeError(message(op, "scoring", "a Scoring", repr(options.scoring),
+                                "for example mxpert.Scoring.SIGMOID"))
+    if not isinstance(options.normalize, bool):
+        raise TypeError(message(op, "normalize", "a bool", repr(options.normalize)))
+    factor = options.routed_scaling_factor
+    if not isinstance(factor, (int, float)):
+        raise TypeError(message(op, "routed_scaling_factor", "a number", repr(factor)))
+    _check_groups(op, num_experts, top_k, options.num_groups, options.top_groups)
+    if correction_bias is not None:
+        require_tensor(correction_bias, op, "correction_bias", dtype=torch.float32,
+                       shape=(num_experts,), device=logits.device, contiguous=True)
+
+
+def _check_groups(op: str, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
+    _require_count(op, "num_groups", num_groups, max(1, num_experts // 2),
+                   f"groups of two or more of the {num_experts} experts")
+    require(num_experts % num_groups == 0, op, "num_groups",
+            need=f"a divisor of the {num_experts} experts", got=num_groups)
+    _require_count(op, "top_groups", top_groups, num_groups, f"{num_groups} groups")
+    reachable = top_groups * (num_experts // num_groups)
+    require(top_k <= reachable, op, "top_groups", got=top_groups,
+            need=f"groups that hold top_k = {top_k} experts together",
+            remedy=f"they hold {reachable}; choose more groups or fewer experts")
+
+
+def check_routing_plan(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, num_local_experts: int,
+    routing_block_m: int, expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None,
+) -> None:
+    """Argument checks of `make_routing_plan`."""
+    op = "make_routing_plan"
+    require_tensor(topk_ids, op, "topk_ids", dtype=torch.int32, shape=(None, None))
+    num_tokens, top_k = topk_ids.shape
+    require_tensor(topk_weights, op, "topk_weights", dtype=torch.float32, shape=(num_tokens, top_k),
+                   device=topk_ids.device)
+    for name, value in (("num_experts", num_experts), ("num_local_experts", num_local_experts),
+                        ("routing_block_m", routing_block_m)):
+        _require_count(op, name, value, MAX_SORTED_ROWS, "an int32")
+    _require_count(op, "topk_ids.shape[1]", top_k, min(MAX_TOP_K, num_experts),
+                   f"{num_experts} experts, at most {MAX_TOP_K} per token")
+    require(num_tokens * top_k < MAX_ROUTED_ROWS, op, "topk_ids.shape",
+            need=f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)", got=num_tokens * top_k,
+            remedy="split the tokens into smaller batches")
+    capacity = plan_capacity(num_tokens, top_k, num_local_experts, routing_block_m)
+    require(capacity <= MAX_SORTED_ROWS, op, "routing_block_m",
+            need=f"at most {MAX_SORTED_ROWS} padded rows", got=capacity,
+            remedy=f"use a smaller block than {routing_block_m}")
+    if expert_map is not None:
+        require_tensor(expert_map, op, "expert_map", dtype=torch.int32, shape=(num_experts,),
+                       device=topk_ids.device, contiguous=True)
+    if num_local_tokens is not None:
+        require_tensor(num_local_tokens, op, "num_local_tokens", dtype=torch.int32, shape=(1,),
+                       device=topk_ids.device)
+
+
+def _require_count(op: str, name: str, value: int, most: int, of: str) -> None:
+    """`value` is an integer in 1 … `most`."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(message(op, name, "an int", repr(value)))
+    require(1 <= value <= most, op, name, need=f"1 … {most} ({of})", got=value)
+
+
+def _topk_problem(logits: torch.Tensor, top_k: int, options: TopKOptions) -> TopKProblem:
+    return TopKProblem(Op.ROUTE_TOPK, detect_target(logits.device), logits.shape[0], top_k,
+                       logits.shape[1], options)
+
+
+def _plan_problem(topk_ids: torch.Tensor, num_experts: int, num_local_experts: int,
+                  routing_block_m: int) -> RoutingProblem:
+    return RoutingProblem(Op.ROUTING_PLAN, detect_target(topk_ids.device), topk_ids.shape[0],
+                          topk_ids.shape[1], num_experts, num_local_experts, routing_block_m)
+
+
+def _run_topk(
+    logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int, scoring: str,
+    normalize: bool, num_groups: int, top_groups: int, routed_scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    options = TopKOptions(Scoring(scoring), normalize, num_groups, top_groups,
+                          routed_scaling_factor)
+    problem = _topk_problem(logits, top_k, options)
+    kernel, config = resolve(problem)
+    return kernel.launch(problem, config, logits=logits, correction_bias=correction_bias)
+
+
+def _fake_topk(
+    logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int, scoring: str,
+    normalize: bool, num_groups: int, top_groups: int, routed_scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (logits.shape[0], top_k)
+    return (logits.new_empty(shape, dtype=torch.float32),
+            logits.new_empty(shape, dtype=torch.int32))
+
+
+_topk_op = register(
+    "route_topk(Tensor logits, Tensor? correction_bias, SymInt top_k, str scoring, bool normalize, "
+    "SymInt num_groups, SymInt top_groups, float routed_scaling_factor) -> (Tensor, Tensor)",
+    _run_topk, _fake_topk)
+
+PlanTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _run_plan(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None, num_experts: int, num_local_experts: int,
+    routing_block_m: int,
+) -> PlanTensors:
+    problem = _plan_problem(topk_ids, num_experts, num_local_experts, routing_block_m)
+    kernel, config = resolve(problem)
+    plan = kernel.launch(problem, config, topk_ids=topk_ids, topk_weights=topk_weights,
+                         expert_map=expert_map, num_local_tokens=num_local_tokens)
+    return (plan.sorted_token_ids, plan.sorted_weights, plan.block_expert_ids, plan.num_valid,
+            plan.slot_rows)
+
+
+def _fake_plan(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None, num_experts: int, num_local_experts: int,
+    routing_block_m: int,
+) -> PlanTensors:
+    num_tokens, top_k = topk_ids.shape
+    capacity = plan_capacity(num_tokens, top_k, num_local_experts, routing_block_m)
+    return (topk_ids.new_empty(capacity), topk_weights.new_empty(capacity),
+            topk_ids.new_empty(capacity // routing_block_m), topk_ids.new_empty(2),
+            topk_ids.new_empty((num_tokens, top_k)))
+
+
+_plan_op = register(
+    "make_routing_plan(Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, "
+    "Tensor? num_local_tokens, SymInt num_experts, SymInt num_local_experts, "
+    "SymInt routing_block_m) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_plan, _fake_plan)
