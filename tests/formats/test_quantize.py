@@ -39,8 +39,8 @@ def _data(kind: str) -> torch.Tensor:
     row = torch.arange(ROWS, dtype=torch.float64)[:, None]
     if kind == "heavy_tailed":
         x = x * torch.randn(shape, generator=generator, dtype=torch.float64).abs() ** 4
-    elif kind == "all_magnitudes":  # one binade after another, from 2^-126 to 2^127
-        x = x.clamp(-1.9, 1.9) * torch.exp2(row // 2 - 127)
+    elif kind == "all_magnitudes":  # one binade after another, from 2^-128 to 2^127
+        x = x.clamp(-1.9, 1.9) * torch.exp2(row // 2 - 128)
     elif kind == "huge":
         x = x.clamp(-1.999, 1.999) * 2.0**127
     elif kind == "subnormal":
