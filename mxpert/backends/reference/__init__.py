@@ -1,5 +1,10 @@
-"""The reference backend: vectorised torch on any device, the oracle of every other backend."""
+"""Reference backend: plain torch on any device, the oracle for every other backend."""
 
+from __future__ import annotations
+
+from ...problem import KernelSpec
+from .moe import DOWN, FUSED_MOE, GATE_UP
+from .quantize import DEQUANTIZE, QUANTIZE
 from .routing import PLAN, TOPK
 
-KERNELS = (TOPK, PLAN)
+KERNELS: tuple[KernelSpec, ...] = (QUANTIZE, DEQUANTIZE, TOPK, PLAN, GATE_UP, DOWN, FUSED_MOE)
