@@ -49,14 +49,16 @@ def main(arguments: list[str]) -> int:
     started = time.monotonic()
     # One worker a core; on a GPU machine one process, so that workers do not fight for its memory.
     # Without a GPU each worker computes on one thread, or two workers would fight for two cores.
-    spread = [] if has_gpu() else ["-n", str(os.cpu_count() or 1), "--dist", "loadfile"]
+    spread = [] if has_gpu() else ["-n", str(os.cpu_count() or 1), "--dist", "worksteal"]
     threads = {"OMP_NUM_THREADS": "1"} if spread else {}
     status, total = run([*spread, f"--ignore={INTERPRETED}", "tests", *arguments], threads)
     if (ROOT / INTERPRETED).is_dir():
-        second, counts = run([*spread, INTERPRETED, *arguments], threads | {"TRITON_INTERPRET": "1"})
+        second, counts = run([*spread, INTERPRETED, *arguments],
+                             threads | {"TRITON_INTERPRET": "1"})
         status = status or (0 if second == NO_TESTS_COLLECTED and arguments else second)
         total += counts
-    order = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")
+    order = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings",
+             "errors")
     total["errors"] += total.pop("error", 0)
     total["warnings"] += total.pop("warning", 0)
     text = ", ".join(f"{total[name]} {name}" for name in order if total[name]) or "no tests ran"

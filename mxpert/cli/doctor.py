@@ -1,0 +1,199 @@
+"""`mxpert doctor`: what works on this machine, what does not, and why."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+import typer
+from rich.console import Console
+
+from ..dispatch import detect_target, explain_problem, override
+from ..dispatch.registry import BACKENDS
+from ..errors import UnsupportedError
+from ..formats.spec import MXFP4
+from ..formats.tensor import Layout
+from ..problem import (
+    MoEOptions,
+    MoEProblem,
+    Op,
+    Problem,
+    QuantizeProblem,
+    RoutingProblem,
+    Target,
+    TopKOptions,
+    TopKProblem,
+)
+from ..testing.toolchain import toolchain
+from .report import ACTIVATION_NAMES, Row, best_device, environment, package_version, print_table
+
+MINIMUM_VERSIONS = {"torch": "2.11", "triton": "3.6", "numpy": "1.26", "safetensors": "0.5"}
+"""As in pyproject.toml; a test compares the two."""
+OPTIONAL = {"transformers": "5", "matplotlib": "3.8"}
+MINIMUM_PYTHON = (3, 11)
+OK, WARNING, BROKEN = "ok", "warning", "broken"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination. state: "ok", "warning" or "broken"."""
+
+    name: str
+    value: str
+    state: str
+    note: str = ""
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version, for comparison.
+
+    >>> release("2.13.0+cpu") >= release("2.11")
+    True
+    """
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def examine_version(name: str, minimum: str, *, needed: bool, remedy: str) -> Finding:
+    """Whether a package is there and new enough."""
+    found = package_version(name)
+    if found is None:
+        return Finding(name, "absent", BROKEN if needed else WARNING, remedy)
+    if release(found) < release(minimum):
+        return Finding(name, found, BROKEN if needed else WARNING, f"need {minimum} or newer")
+    return Finding(name, found, OK)
+
+
+def examine_versions(target: Target) -> list[Finding]:
+    """Python and packages against the supported ranges; Triton is needed where a GPU is."""
+    fits = sys.version_info >= MINIMUM_PYTHON
+    findings = [Finding("python", platform.python_version(), OK if fits else BROKEN,
+                        "" if fits else "need 3.11 or newer")]
+    for name, minimum in MINIMUM_VERSIONS.items():
+        # ROCm builds of torch bring Triton under another distribution name.
+        needed = name != "triton" or target.kind == "cuda"
+        findings.append(examine_version(name, minimum, needed=needed,
+                                        remedy=f"pip install '{name}>={minimum}'"))
+    for name, minimum in OPTIONAL.items():
+        findings.append(examine_version(name, minimum, needed=False,
+                                        remedy=f"optional: pip install '{name}>={minimum}'"))
+    return findings
+
+
+def examine_toolchain(target: Target) -> list[Finding]:
+    """The assembler's known hazard, and where compiled kernels are kept."""
+    try:
+        tools = toolchain()
+    except ImportError as error:
+        state = BROKEN if target.kind != "cpu" else WARNING
+        return [Finding("triton", "cannot be imported", state, str(error))]
+    note = ("may reuse the registers of a wgmma A operand before they are read (fixed in CUDA "
+            "13.3); kernels that feed A from registers are race-tested" if
+            tools.register_operand_hazard else "")
+    state = WARNING if tools.register_operand_hazard and target.arch == "sm_90" else OK
+    return [Finding("ptxas", tools.ptxas or "absent", state if tools.ptxas else OK, note),
+            Finding("triton cache", tools.cache_directory, OK)]
+
+
+def small_problems(target: Target) -> list[Problem]:
+    """One small problem for each operation; MoE operations once for each activation format."""
+    problems: list[Problem] = [
+        QuantizeProblem(op, target, (32, 64), -1, torch.bfloat16, MXFP4)
+        for op in (Op.QUANTIZE, Op.DEQUANTIZE)]
+    problems.append(TopKProblem(Op.ROUTE_TOPK, target, 16, 4, 32, TopKOptions()))
+    problems.append(RoutingProblem(Op.ROUTING_PLAN, target, 16, 4, 32, 32, 16))
+    for op in (Op.MOE_GATE_UP, Op.MOE_DOWN, Op.FUSED_MOE):
+        unit = 0 if op is Op.FUSED_MOE else 64
+        problems += [MoEProblem(op, target, 16, 4, 32, 64, 64, MoEOptions(activation_format=name),
+                                Layout.ROW_MAJOR, unit) for name in ("bf16", "mxfp8", "mxfp4")]
+    return problems
+
+
+def problem_name(problem: Problem) -> str:
+    """ "fused_moe a16w4", "quantize", …"""
+    if not isinstance(problem, MoEProblem):
+        return problem.op.value
+    return f"{problem.op.value} {ACTIVATION_NAMES[problem.options.activation_format]}"
+
+
+def examine_operations(target: Target) -> list[Row]:
+    """For each operation: which backends serve it here, why others do not, which one answers."""
+    rows: list[Row] = []
+    for problem in small_problems(target):
+        served, refused = [], {}
+        for backend in BACKENDS:
+            try:
+                with override(backend=backend):
+                    explain_problem(problem)
+                served.append(backend)
+            except UnsupportedError as error:
+                refused[backend] = str(error)
+        try:
+            chosen = explain_problem(problem).resolution.kernel.backend
+        except UnsupportedError:
+            chosen = None
+        rows.append({"op": problem_name(problem), "chosen": chosen, "served_by": served,
+                     "refused": refused})
+    return rows
+
+
+def _print(console: Console, facts: Row, findings: list[Finding], operations: list[Row]) -> None:
+    marks = {OK: "[green]ok[/]", WARNING: "[yellow]warning[/]", BROKEN: "[red]broken[/]"}
+    console.print(f"[bold]{facts['device']}[/] ({facts['arch']}, {facts['num_sms']} "
+                  f"{'threads' if facts['kind'] == 'cpu' else 'multiprocessors'})")
+    for finding in findings:
+        console.print(f"  {finding.name:14} {finding.value:18} {marks[finding.state]}  "
+                      f"{finding.note}", soft_wrap=True)
+    print_table(console, "Operations", ("operation", "runs on", "can also run on"), [
+        (row["op"], row["chosen"] or "[red]nothing[/]",
+         ", ".join(b for b in row["served_by"] if b != row["chosen"]) or "–")
+        for row in operations])
+    reasons: dict[str, list[str]] = {}
+    for row in operations:
+        for reason in row["refused"].values():
+            reasons.setdefault(reason.split(": ", 1)[-1], []).append(row["op"])
+    for reason, names in reasons.items():
+        console.print(f"  not {', '.join(names)}: {reason}", style="dim", soft_wrap=True)
+
+
+def doctor(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead."),
+) -> None:
+    """Say what works on this machine, what does not, and why.
+
+    Versions against the supported ranges, the GPU and its driver, the compiler and its known
+    hazard, and for every operation which backends can serve it here.
+    The exit code is 1 if something needed is broken.
+
+    Examples:
+
+        mxpert doctor
+
+        mxpert doctor --json | jq .operations
+    """
+    device = best_device()
+    target = detect_target(device)
+    facts = environment(device)
+    findings = examine_versions(target) + examine_toolchain(target)
+    if target.kind == "cpu":
+        findings.append(Finding("gpu", "none", OK, "every operation runs on the CPU"))
+    else:
+        findings.append(Finding("gpu", f"{torch.cuda.device_count()} visible", OK,
+                                f"driver {facts.get('gpu', {}).get('driver_version', 'unknown')}"))
+    operations = examine_operations(target)
+    broken = (any(finding.state == BROKEN for finding in findings)
+              or any(row["chosen"] is None for row in operations))
+    if as_json:
+        typer.echo(json.dumps({**facts, "findings": [asdict(f) for f in findings],
+                               "operations": operations, "healthy": not broken}, indent=1))
+    else:
+        _print(Console(), facts, findings, operations)
+    if broken:
+        raise typer.Exit(1)

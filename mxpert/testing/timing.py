@@ -1,0 +1,208 @@
+"""Timing that can be compared: cold L2, graph replays, interleaved variants, measured ceilings.
+
+On a GPU each variant is captured once; the graph holds one call per routing, so that the weights of
+one call have left the L2 cache before the next replay reads them, and a read-only sweep larger than
+L2 precedes each replay. Variants take turns, so that clock drift hits all of them alike. On a CPU
+the same interface times plain calls.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import require
+
+Call = Callable[[], object]
+BYTES_PER_MX_WEIGHT = 4.25 / 8
+"""MXFP4: four bits a code, and one scale byte for 32 codes."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: the median of the samples, and their 10th and 90th percentiles.
+
+    >>> Timing.of([3.0, 1.0, 2.0]).us
+    2.0
+    """
+
+    us: float
+    low_us: float
+    high_us: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        """Summarise samples, in microseconds."""
+        ordered = sorted(samples)
+        last = len(ordered) - 1
+        return cls(statistics.median(ordered), ordered[round(0.1 * last)],
+                   ordered[round(0.9 * last)], len(ordered))
+
+    @property
+    def spread(self) -> float:
+        """Width of the 10–90 % band relative to the median."""
+        return (self.high_us - self.low_us) / self.us if self.us else 0.0
+
+
+def time_graph(variants: Mapping[str, Sequence[Call]], *, device: torch.device | str,
+               repeats: int = 20, warmup: int = 3) -> dict[str, Timing]:
+    """Time each variant, interleaved: CUDA-graph replays on a GPU, plain calls on a CPU.
+
+    Args:
+        variants: name → calls, one for each routing (or other input) to rotate through. On a GPU
+            a call must be capturable; no call may depend on another.
+        device: where the calls run.
+        repeats: timed replays of each variant. warmup: untimed ones before.
+
+    Returns:
+        name → Timing of one call (a replay divided by the calls that it holds).
+
+    Raises:
+        ValueError: a variant without calls, or fewer than one repeat.
+
+    Example:
+        >>> list(time_graph({"sum": [torch.ones(8).sum]}, device="cpu", repeats=3))
+        ['sum']
+    """
+    require(repeats > 0, "time_graph", "repeats", need="at least 1", got=repeats)
+    for name, calls in variants.items():
+        require(len(calls) > 0, "time_graph", f"variants[{name!r}]", got=0,
+                need="at least one call")
+    if torch.device(device).type == "cuda":
+        with torch.cuda.device(device):
+            return _time_graphs(variants, repeats, warmup)
+    return _time_calls(variants, repeats, warmup)
+
+
+def _time_graphs(variants: Mapping[str, Sequence[Call]], repeats: int,
+                 warmup: int) -> dict[str, Timing]:
+    graphs = {name: _capture(calls) for name, calls in variants.items()}
+    sweep = _l2_sweep()
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for repeat in range(warmup + repeats):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            sweep.sum()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if repeat >= warmup:
+                samples[name].append(start.elapsed_time(end) * 1e3 / len(variants[name]))
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """One graph with every call; run eagerly first, so that nothing compiles during capture."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def _l2_sweep() -> torch.Tensor:
+    """A buffer twice as large as L2; reading it leaves clean lines, so nothing is written back
+    while the clock runs."""
+    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return torch.zeros(max(2 * l2_bytes, 1 << 20) // 4, dtype=torch.int32, device="cuda")
+
+
+def _time_calls(variants: Mapping[str, Sequence[Call]], repeats: int,
+                warmup: int) -> dict[str, Timing]:
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for repeat in range(warmup + repeats):
+        for name, calls in variants.items():
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            if repeat >= warmup:
+                samples[name].append((time.perf_counter() - start) * 1e6 / len(calls))
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def read_bandwidth(device: torch.device | str) -> float:
+    """Bytes per second of a read-only stream: the ceiling of a memory-bound kernel.
+
+    On a GPU the best of a few grids of a summing Triton kernel over 4 GiB; on a CPU a torch sum
+    over 256 MiB.
+    """
+    if torch.device(device).type == "cuda":
+        from ._read_kernel import stream_calls
+
+        with torch.cuda.device(device):
+            data = torch.zeros(1 << 30, dtype=torch.int32, device=device)
+            timings = _time_graphs(stream_calls(data), repeats=10, warmup=2)
+    else:
+        data = torch.zeros(1 << 26, dtype=torch.int32)
+        timings = _time_calls({"sum": [data.view(torch.float32).sum]}, repeats=5, warmup=1)
+    return data.nbytes / min(timing.us for timing in timings.values()) * 1e6
+
+
+def matmul_rate(device: torch.device | str, activation_format: str = "bf16") -> float:
+    """Floating-point operations per second of the vendor's dense GEMM: the compute ceiling.
+
+    Args:
+        device: where to measure.
+        activation_format: "bf16" measures bfloat16 (float32 on a CPU, where the reference computes
+            in it); "mxfp8" and "mxfp4" measure e4m3 with fast accumulation, where the GPU has it.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    size = 8192 if on_gpu else 1024
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    has_fp8 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
+    if has_fp8 and activation_format != "bf16":
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        one = torch.ones((), device=device)
+
+        def call() -> object:
+            return torch._scaled_mm(a8, b8.T, one, one, out_dtype=torch.bfloat16,
+                                    use_fast_accum=True)
+    else:
+        def call() -> object:
+            return a @ b.T
+    timing = time_graph({"matmul": [call]}, device=device, repeats=10 if on_gpu else 3)["matmul"]
+    return 2 * size**3 / timing.us * 1e6
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one call must at least move and compute, to set a time against the ceilings.
+
+    Args:
+        weight_bytes: codes and scales of the experts that were hit. flops: multiply-adds, twice.
+    """
+
+    weight_bytes: float
+    flops: float
+
+    @classmethod
+    def of_stage(cls, stage: str, *, hit_experts: int, routed_rows: int, hidden_size: int,
+                 intermediate_size: int) -> Work:
+        """Work of "gate_up", "down", or both together ("layer").
+
+        >>> Work.of_stage("down", hit_experts=1, routed_rows=1, hidden_size=64,
+        ...               intermediate_size=32)
+        Work(weight_bytes=1088.0, flops=4096)
+        """
+        matrices = {"gate_up": 2, "down": 1, "layer": 3}
+        require(stage in matrices, "Work.of_stage", "stage", need=list(matrices), got=repr(stage))
+        elements = matrices[stage] * hidden_size * intermediate_size
+        return cls(hit_experts * elements * BYTES_PER_MX_WEIGHT, 2 * routed_rows * elements)
+
+    def floor_us(self, bandwidth: float, rate: float) -> float:
+        """Microseconds below which no kernel can end: the slower of reading and computing."""
+        return max(self.weight_bytes / bandwidth, self.flops / rate) * 1e6

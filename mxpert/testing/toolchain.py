@@ -1,0 +1,48 @@
+"""Facts about the compiler behind the Triton kernels: versions, the assembler, the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FIXED_PTXAS = (13, 3)
+"""First CUDA release whose ptxas keeps the registers of a wgmma A operand until it was read."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What Triton compiles with here.
+
+    Args:
+        triton: version. ptxas_path, ptxas: the assembler for Hopper and its release, or None.
+        cache_directory: where compiled kernels are kept.
+    """
+
+    triton: str
+    ptxas_path: str | None
+    ptxas: str | None
+    cache_directory: str
+
+    @property
+    def register_operand_hazard(self) -> bool:
+        """Whether this ptxas may reuse the registers of a wgmma A operand before the asynchronous
+        read ends; kernels that feed A from registers are then race-tested, not trusted."""
+        if self.ptxas is None:
+            return False
+        return tuple(int(part) for part in self.ptxas.split(".")[:2]) < FIXED_PTXAS
+
+
+def toolchain() -> Toolchain:
+    """Read the facts from Triton.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    import triton
+    from triton import knobs
+
+    try:
+        tool = knobs.nvidia.ptxas
+    except RuntimeError:  # a Triton built without the NVIDIA backend has no ptxas
+        tool = None
+    return Toolchain(triton.__version__, tool.path if tool else None,
+                     tool.version if tool else None, str(knobs.cache.dir))

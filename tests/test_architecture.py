@@ -1,0 +1,259 @@
+"""The structure that keeps the library readable: import directions, sizes, names, no surprises.
+
+Each rule is a function from source text to findings, so that a planted violation can prove that the
+rule sees it (`test_a_planted_violation_is_seen`).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import mxpert
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "mxpert"
+FILES = sorted(path for path in PACKAGE.rglob("*.py"))
+SOURCES = FILES + [path for folder in ("tests", "examples", "benchmarks")
+                   for path in sorted((ROOT / folder).rglob("*.py"))]
+
+# Higher layers import lower ones, never the other way; a layer may import itself.
+LAYERS = {"errors": 0, "formats": 1, "problem": 2, "routing": 2, "weights": 2, "dispatch": 3,
+          "ops": 4, "training": 5, "distributed": 5, "integrations": 6, "cli": 7}
+BACKENDS_MAY_IMPORT = {"errors", "formats", "problem", "routing", "weights"}
+MAY_IMPORT_TESTING = {"cli", "testing"}
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+ASSERT_MARKER = "for the type checker"
+FORBIDDEN_NAMES = frozenset({
+    "D_HIDDEN", "D_INTER", "NE", "expt_indx", "gate_scal", "hist", "cumsum", "m_indices", "eids",
+    "cumsum0", "SBM", "shuffle", "expert_mask", "aq", "ascale", "sf", "BM", "kBlock", "w1", "w3",
+    "w13", "g1u1", "il", "sep", "dim0", "dim1", "preshuffled", "kAStages", "use_nt",
+})
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    # (rule, "file" or "file::function"): reason
+}
+
+
+def module_parts(path: Path) -> tuple[str, ...]:
+    """("formats", "codec") for mxpert/formats/codec.py; () for mxpert/__init__.py."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imported_modules(tree: ast.AST, path: Path) -> Iterator[str]:
+    """Absolute names of imported modules, relative imports resolved; type-only imports included."""
+    package = ("mxpert", *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[:len(package) - node.level + 1] if node.level else ()
+            name = ".".join((*base, *(node.module or "").split("."))).strip(".")
+            yield name
+            if (node.level and not node.module) or name == "mxpert":
+                yield from (f"{name}.{alias.name}" for alias in node.names)
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def import_directions(text: str, path: Path) -> Iterator[str]:
+    """cli → integrations → training, distributed → ops → dispatch → problem … → errors."""
+    parts = module_parts(path)
+    here = parts[0] if parts else ""
+    for name in imported_modules(ast.parse(text), path):
+        target = name.split(".")
+        if target[0] != "mxpert" or len(target) == 1 or not here:
+            continue
+        there = target[1]
+        if there == "testing" and here not in MAY_IMPORT_TESTING:
+            yield f"imports {name}: testing serves cli, tests and benchmarks alone"
+        elif here == "backends":
+            sibling = there == "backends" and target[2:3] == list(parts[1:2])
+            if not sibling and there not in BACKENDS_MAY_IMPORT:
+                yield f"imports {name}: a backend imports the core and its own package"
+        elif there == "backends":
+            if here != "testing":
+                yield f"imports {name}: backends are reached through dispatch"
+        elif here in LAYERS and LAYERS.get(there, -1) > LAYERS[here]:
+            yield f"imports {name}, which lies above {here}"
+
+
+def triton_stays_below(text: str, path: Path) -> Iterator[str]:
+    """Triton is imported under backends/ and testing/ only: `import mxpert` works anywhere."""
+    if module_parts(path)[:1] in (("backends",), ("testing",)):
+        return
+    for name in imported_modules(ast.parse(text), path):
+        if name.split(".")[0] == "triton":
+            yield f"imports {name}"
+
+
+def file_size(text: str, path: Path) -> Iterator[str]:
+    lines = text.count("\n")
+    if lines > MAX_FILE_LINES:
+        yield f"has {lines} lines; split it"
+
+
+def function_size(text: str, path: Path) -> Iterator[str]:
+    for node in functions(ast.parse(text)):
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if lines > MAX_FUNCTION_LINES:
+            yield f"::{node.name} has {lines} lines; split it"
+
+
+def no_assert(text: str, path: Path) -> Iterator[str]:
+    """Checks of input raise; an assert may only narrow a type, and says so."""
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assert):
+            written = lines[node.lineno - 1:node.end_lineno]
+            if not any(ASSERT_MARKER in line for line in written):
+                yield f"line {node.lineno}: assert; raise an error in the library's form instead"
+
+
+def inline_assembly(text: str, path: Path) -> Iterator[str]:
+    """Inline assembly lives in a backend's tiles.py."""
+    if "inline_asm" in text and path.name != "tiles.py":
+        yield "uses inline assembly outside tiles.py"
+
+
+def reads_environment(text: str, path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+            yield f"line {node.lineno}: {node.attr}"
+
+
+def is_public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+def forbidden_names(text: str, path: Path) -> Iterator[str]:
+    """Parameters and names of public functions and fields of public classes use the glossary."""
+    tree = ast.parse(text)
+    for node in functions(tree):
+        if not is_public(node.name):
+            continue
+        arguments = node.args
+        names = [argument.arg for argument in
+                 (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        for name in (node.name, *names):
+            if name in FORBIDDEN_NAMES:
+                yield f"::{node.name} uses {name!r}; see the glossary in CONTRIBUTING.md"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and is_public(node.name):
+            for field in node.body:
+                if (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                        and field.target.id in FORBIDDEN_NAMES):
+                    yield f"::{node.name} has field {field.target.id!r}"
+
+
+Rule = Callable[[str, Path], Iterator[str]]
+PACKAGE_RULES: dict[str, Rule] = {
+    "import_directions": import_directions, "triton_stays_below": triton_stays_below,
+    "no_assert": no_assert, "inline_assembly": inline_assembly, "forbidden_names": forbidden_names,
+}
+SIZE_RULES: dict[str, Rule] = {"file_size": file_size, "function_size": function_size}
+
+
+def findings(rule: str, check: Rule, paths: list[Path]) -> list[str]:
+    """What a rule finds in files, less the exceptions."""
+    found = []
+    for path in paths:
+        name = path.relative_to(ROOT).as_posix()
+        for text in check(path.read_text(encoding="utf-8"), path):
+            place = name + (text.split(" ", 1)[0] if text.startswith("::") else "")
+            if (rule, place) not in EXCEPTIONS and (rule, name) not in EXCEPTIONS:
+                found.append(f"{name}: {text}")
+    return found
+
+
+@pytest.mark.parametrize("rule", PACKAGE_RULES)
+def test_the_package_keeps(rule: str) -> None:
+    found = findings(rule, PACKAGE_RULES[rule], FILES)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("rule", SIZE_RULES)
+def test_every_source_keeps(rule: str) -> None:
+    found = findings(rule, SIZE_RULES[rule], SOURCES)
+    assert not found, "\n".join(found)
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    readers = {path.relative_to(ROOT).as_posix(): list(reads_environment(
+        path.read_text(encoding="utf-8"), path)) for path in FILES}
+    readers = {name: places for name, places in readers.items() if places}
+    assert len(readers) <= 1, f"environment read in {readers}"
+
+
+def test_exceptions_are_still_needed() -> None:
+    rules = PACKAGE_RULES | SIZE_RULES
+    for (rule, place), reason in EXCEPTIONS.items():
+        path = ROOT / place.split("::")[0]
+        assert path.is_file(), f"{place}: gone; drop its exception"
+        assert reason, f"{place}: an exception needs a reason"
+        assert list(rules[rule](path.read_text(encoding="utf-8"), path)), f"{place}: not needed"
+
+
+PLANTED = [
+    pytest.param(import_directions, "formats/planted.py", "from ..ops.moe import fused_moe",
+                 id="formats-imports-ops"),
+    pytest.param(import_directions, "backends/triton/planted.py", "from ...dispatch import resolve",
+                 id="backend-imports-dispatch"),
+    pytest.param(import_directions, "backends/triton/planted.py", "from ..reference import KERNELS",
+                 id="backend-imports-another"),
+    pytest.param(import_directions, "ops/planted.py", "import mxpert.testing.timing",
+                 id="ops-imports-testing"),
+    pytest.param(import_directions, "ops/planted.py", "from mxpert import cli",
+                 id="ops-imports-cli"),
+    pytest.param(triton_stays_below, "ops/planted.py", "import triton.language as tl",
+                 id="ops-imports-triton"),
+    pytest.param(file_size, "ops/planted.py", "x = 1\n" * 501, id="long-file"),
+    pytest.param(function_size, "ops/planted.py", "def f():\n" + "    x = 1\n" * 80,
+                 id="long-function"),
+    pytest.param(no_assert, "ops/planted.py", "assert x", id="bare-assert"),
+    pytest.param(inline_assembly, "backends/triton/moe.py", "tl.inline_asm_elementwise()",
+                 id="assembly"),
+    pytest.param(reads_environment, "ops/planted.py", "import os\nos.environ['X']",
+                 id="environment"),
+    pytest.param(forbidden_names, "ops/planted.py", "def op(expert_mask): ...", id="argument-name"),
+    pytest.param(forbidden_names, "ops/planted.py", "class A:\n    sf: int", id="field-name"),
+]
+
+
+@pytest.mark.parametrize(("check", "place", "text"), PLANTED)
+def test_a_planted_violation_is_seen(check: Rule, place: str, text: str) -> None:
+    assert list(check(text, PACKAGE / place))
+
+
+def test_every_public_name_exists_and_has_a_docstring() -> None:
+    missing = []
+    for module in public_modules():
+        for name in getattr(module, "__all__", ()):
+            value = getattr(module, name)
+            documented = getattr(value, "__doc__", None)
+            if (callable(value) or isinstance(value, type)) and not (documented or "").strip():
+                missing.append(f"{module.__name__}.{name}")
+    assert not missing, missing
+
+
+def public_modules() -> Iterator[object]:
+    yield mxpert
+    for found in pkgutil.walk_packages(mxpert.__path__, "mxpert."):
+        inner = found.name.split(".")[1:]
+        if inner[0] not in ("backends", "cli", "testing") and all(map(is_public, inner)):
+            yield importlib.import_module(found.name)
+
+
+def test_version_is_written_once() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", mxpert.__version__)
+    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
