@@ -17,12 +17,6 @@ _HERE = Path(__file__).parent
 _COMPILING = tuple(_HERE / folder for folder in ("triton", "gpu"))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cpu: runs on any machine (the default tier)")
-    config.addinivalue_line("markers", "gpu: needs a CUDA or ROCm device")
-    config.addinivalue_line("markers", "multi_gpu: needs two or more devices")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:

@@ -20,8 +20,8 @@ if _INTERPRETED:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if _INTERPRETED:
-        return
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))
+            item.add_marker(pytest.mark.interpreted)
+            if not _INTERPRETED:
+                item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))

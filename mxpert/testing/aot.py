@@ -1,0 +1,312 @@
+"""Ahead-of-time compilation of Triton and Gluon kernels, and what their binaries contain.
+
+Needs no GPU: the Triton wheel holds the compilers and disassemblers of every target. One kernel
+takes about a second; results are kept for the life of the process (and in Triton's own cache).
+Kernels must be compiled outside the interpreter (``TRITON_INTERPRET`` unset).
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.jit import JITFunction, mangle_type
+
+from ..errors import message, require
+
+TARGETS: Mapping[str, GPUTarget] = MappingProxyType({
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+})
+
+SHARED_MEMORY_LIMIT: Mapping[str, int] = MappingProxyType({
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "gfx950": 160 * 1024,
+})
+"""Bytes of shared memory (LDS) that one block may use."""
+
+_ALIGNMENT = 16  # what "tt.divisibility" promises: bytes of a pointer, units of an integer
+_NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+# The first pattern found names the kernel's matrix instruction; listed strongest first.
+_MATRIX_INSTRUCTIONS = {
+    "cuda": (
+        ("tcgen05.mma.block_scale", r"tcgen05\.mma\S*block_scale"),
+        ("tcgen05.mma", r"tcgen05\.mma\."),
+        ("wgmma", r"wgmma\.mma_async"),
+        ("mma", r"\bmma\.sync"),
+    ),
+    "hip": (
+        ("mfma_scale", r"\bv_mfma_scale_"),
+        ("mfma", r"\bv_mfma_"),
+    ),
+}
+_NVIDIA_WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
+_AMD_WIDTHS = {
+    "ubyte": 8, "sbyte": 8, "byte": 8, "ushort": 16, "sshort": 16, "short": 16,
+    "dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128,
+}
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Figures read from one binary.
+
+    Args:
+        registers: per thread; on gfx950 the sum of vector and accumulator registers.
+        spills: instructions that touch local memory (NVIDIA), or spilled registers (AMD).
+        shared_memory: bytes per block. scratch: bytes of stack or private segment per thread.
+        matrix_instruction: "wgmma", "tcgen05.mma", "tcgen05.mma.block_scale", "mma", "mfma",
+            "mfma_scale", or None.
+        instructions: count by full mnemonic ("LDG.E.128", "buffer_load_dwordx4").
+        global_loads, global_stores: count by width in bits, asynchronous copies to shared memory
+            among the loads; TMA transfers in neither.
+    """
+
+    registers: int
+    spills: int
+    shared_memory: int
+    scratch: int
+    matrix_instruction: str | None
+    instructions: Mapping[str, int] = field(repr=False)
+    global_loads: Mapping[int, int]
+    global_stores: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel compiled for one target.
+
+    Args:
+        name: the function's name. target: key of `TARGETS`.
+        asm: text by stage: "ttir", "ttgir", "llir", then "ptx" and "sass", or "amdgcn".
+        metrics: figures of the binary.
+    """
+
+    name: str
+    target: str
+    asm: Mapping[str, str] = field(repr=False)
+    metrics: Metrics
+
+    @property
+    def listing(self) -> str:
+        """Instructions of the binary: SASS or amdgcn."""
+        return self.asm["sass" if "sass" in self.asm else "amdgcn"]
+
+    def count(self, pattern: str, stage: str | None = None) -> int:
+        """How many lines of the listing (or of another stage's text) match a regular expression."""
+        text = self.listing if stage is None else self.asm[stage]
+        return sum(1 for line in text.splitlines() if re.search(pattern, line))
+
+
+def compile_kernel(
+    fn: Any, *, signature: Mapping[str, str], constexprs: Mapping[str, Any], target: str,
+    num_warps: int = 4, num_stages: int = 3, divisible: Iterable[str] = (), **options: Any,
+) -> CompiledKernel:
+    """Compile a ``@triton.jit`` or ``@gluon.jit`` function for a named target.
+
+    Args:
+        fn: the jitted function.
+        signature: Triton type of each run-time argument ("*bf16", "i32", "tensordesc<…>").
+        constexprs: value of each compile-time argument.
+        target: key of `TARGETS`.
+        divisible: arguments that are multiples of 16 (pointers: 16-byte aligned). Leaving aligned
+            pointers out makes every load a byte load, and the figures meaningless.
+        options: further compile options of the target, such as `num_ctas`, `maxnreg` or
+            `matrix_instr_nonkdim`.
+
+    Returns:
+        CompiledKernel; the same object for the same arguments.
+
+    Raises:
+        TypeError: `fn` is not jitted, or is interpreted.
+        ValueError: unknown target; arguments missing, unknown or given twice.
+    """
+    op = "compile_kernel"
+    if not isinstance(fn, JITFunction):
+        raise TypeError(message(op, "fn", "a @triton.jit or @gluon.jit function", type(fn).__name__,
+                                "unset TRITON_INTERPRET before Triton is imported"))
+    require(target in TARGETS, op, "target", need=f"one of {list(TARGETS)}", got=repr(target))
+    divisible = frozenset(divisible)
+    expected = sorted(fn.arg_names)
+    given = sorted([*signature, *constexprs])
+    require(given == expected, op, "signature and constexprs", need=expected, got=given,
+            remedy="name every argument once")
+    require(divisible <= set(signature), op, "divisible", need=f"names out of {sorted(signature)}",
+            got=sorted(divisible))
+    all_options = {"num_warps": num_warps, "num_stages": num_stages, **options}
+    key = (fn, target, repr(sorted(signature.items())), repr(sorted(constexprs.items())),
+           divisible, repr(sorted(all_options.items())))
+    if key not in _compiled:
+        _compiled[key] = _compile(fn, signature, constexprs, target, divisible, all_options)
+    return _compiled[key]
+
+
+_compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+
+
+def compile_for(
+    fn: Any, arguments: Mapping[str, Any], *, target: str, num_warps: int = 4,
+    num_stages: int = 3, **options: Any,
+) -> CompiledKernel:
+    """Compile for sample arguments, specialised as a launch with them would be.
+
+    Tensors may lie on the meta device; they count as 16-byte aligned where their storage offset is.
+    """
+    signature, constexprs, divisible = specialize(fn, arguments)
+    return compile_kernel(fn, signature=signature, constexprs=constexprs, target=target,
+                          num_warps=num_warps, num_stages=num_stages, divisible=divisible,
+                          **options)
+
+
+def specialize(
+    fn: Any, arguments: Mapping[str, Any],
+) -> tuple[dict[str, str], dict[str, Any], frozenset[str]]:
+    """Signature, constexprs and divisible names that the JIT derives from sample arguments.
+
+    Integers equal to 1 and None become compile-time constants and integers divisible by 16 are
+    marked so, both unless the function says `do_not_specialize`. Missing arguments take their
+    defaults.
+    """
+    signature: dict[str, str] = {}
+    constexprs: dict[str, Any] = {}
+    divisible = set()
+    unknown = set(arguments) - set(fn.arg_names)
+    require(not unknown, "specialize", "arguments", need=f"names out of {fn.arg_names}",
+            got=sorted(unknown))
+    for parameter in fn.params:
+        name = parameter.name
+        require(name in arguments or parameter.has_default, "specialize", "arguments",
+                need=f"a value for {name}", got=sorted(arguments))
+        value = arguments.get(name, parameter.default)
+        fixed = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (
+                fixed and isinstance(value, int) and value == 1 and value is not True):
+            constexprs[name] = value
+            continue
+        signature[name] = parameter.annotation_type or mangle_type(value)
+        aligned = not parameter.do_not_specialize_on_alignment
+        if fixed and aligned and _is_divisible(value):
+            divisible.add(name)
+    return signature, constexprs, frozenset(divisible)
+
+
+def _is_divisible(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.storage_offset() * value.element_size() % _ALIGNMENT == 0
+    return isinstance(value, int) and not isinstance(value, bool) and value % _ALIGNMENT == 0
+
+
+def _compile(
+    fn: Any, signature: Mapping[str, str], constexprs: Mapping[str, Any], target: str,
+    divisible: frozenset[str], options: Mapping[str, Any],
+) -> CompiledKernel:
+    gluon = isinstance(fn, GluonJITFunction)
+    types = {name: signature.get(name, "constexpr") for name in fn.arg_names}
+    attributes = {(fn.arg_names.index(name),): [["tt.divisibility", _ALIGNMENT]]
+                  for name in sorted(divisible)}
+    source = (GluonASTSource if gluon else ASTSource)(fn, types, dict(constexprs), attributes)
+    kernel = triton.compile(source, target=TARGETS[target], options=dict(options))
+    asm = {stage: text for stage, text in kernel.asm.items() if isinstance(text, str)}
+    if TARGETS[target].backend == "cuda":
+        asm["sass"], usage = _disassemble(kernel.asm["cubin"])
+        metrics = _nvidia_metrics(asm, usage, kernel.metadata.shared)
+    else:
+        metrics = _amd_metrics(asm, kernel.metadata.shared)
+    return CompiledKernel(fn.__name__, target, MappingProxyType(asm), metrics)
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """SASS and the resource usage report of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        commands = (["nvdisasm", "-c"], ["cuobjdump", "--dump-resource-usage"])
+        sass, usage = (
+            subprocess.run([_NVIDIA_TOOLS / tool, option, file.name], capture_output=True,
+                           text=True, check=True).stdout for tool, option in commands)
+    return sass, usage
+
+
+def _nvidia_metrics(asm: Mapping[str, str], usage: str, shared: int) -> Metrics:
+    resources = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
+    # "        /*0050*/                   @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;"
+    mnemonics = re.findall(
+        r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", asm["sass"], re.M)
+    instructions = collections.Counter(mnemonics)
+    return Metrics(
+        registers=resources["REG"],
+        # Triton kernels have no local arrays: whatever is in local memory was spilled.
+        spills=sum(n for name, n in instructions.items() if re.match(r"(STL|LDL)\b", name)),
+        shared_memory=shared,
+        scratch=resources["STACK"] + resources["LOCAL"],
+        matrix_instruction=_matrix_instruction("cuda", asm["ptx"]),
+        instructions=MappingProxyType(instructions),
+        global_loads=_widths(instructions, r"(?:LDG|LDGSTS)\b(.*)", _nvidia_width),
+        global_stores=_widths(instructions, r"STG\b(.*)", _nvidia_width),
+    )
+
+
+def _amd_metrics(asm: Mapping[str, str], shared: int) -> Metrics:
+    text = asm["amdgcn"]
+    code, _, notes = text.partition(".amdgpu_metadata")
+
+    def note(name: str) -> int:
+        """A figure of the kernel's metadata note, which the assembler encodes into the binary."""
+        found = re.search(rf"\.{name}:\s+(\d+)", notes)
+        return int(found[1]) if found else 0
+
+    instructions = collections.Counter(
+        re.findall(r"^\s+((?:v|s|ds|buffer|global|flat|scratch)_\w+)", code, re.M))
+    return Metrics(
+        registers=note("vgpr_count"),
+        spills=note("vgpr_spill_count") + note("sgpr_spill_count"),
+        shared_memory=max(shared, note("group_segment_fixed_size")),
+        scratch=note("private_segment_fixed_size"),
+        matrix_instruction=_matrix_instruction("hip", code),
+        instructions=MappingProxyType(instructions),
+        global_loads=_widths(
+            instructions, r"(?:global|buffer|flat)_load_(?:lds_)?(\w+)", _amd_width),
+        global_stores=_widths(instructions, r"(?:global|buffer|flat)_store_(\w+)", _amd_width),
+    )
+
+
+def _matrix_instruction(backend: str, text: str) -> str | None:
+    return next((name for name, pattern in _MATRIX_INSTRUCTIONS[backend]
+                 if re.search(pattern, text)), None)
+
+
+def _widths(instructions: Mapping[str, int], pattern: str, width: Any) -> Mapping[int, int]:
+    found: collections.Counter[int] = collections.Counter()
+    for name, count in instructions.items():
+        if match := re.fullmatch(pattern, name):
+            found[width(match[1])] += count
+    return MappingProxyType(dict(sorted(found.items())))
+
+
+@functools.cache
+def _nvidia_width(modifiers: str) -> int:
+    """Bits of ".E.128.CONSTANT"; without a width an access has 32."""
+    widths = [_NVIDIA_WIDTHS[part] for part in modifiers.split(".") if part in _NVIDIA_WIDTHS]
+    return max(widths, default=32)
+
+
+@functools.cache
+def _amd_width(suffix: str) -> int:
+    """Bits of "dwordx4" or "short_d16_hi"."""
+    return _AMD_WIDTHS[suffix.split("_")[0]]
