@@ -1,0 +1,215 @@
+"""Safetensors checkpoints on disk: find, check and read single tensors; write files atomically."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import message, require
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+PARTIAL_SUFFIX = ".partial"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a safetensors header says of one tensor; `dtype` in its own words ("BF16", "U8")."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)  # every dtype but BOOL names its width
+        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
+
+
+class CheckpointReader:
+    """The tensors of a safetensors checkpoint, read one at a time.
+
+    Nothing but headers is read until a tensor is asked for, and a shard is opened only when one of
+    its tensors is.
+
+    Args:
+        path: a directory with ``model.safetensors.index.json`` and its shards or with one
+            ``model.safetensors``; or a single safetensors file.
+        op: name of the operation that error messages start with.
+
+    Raises:
+        ValueError: no such path, no checkpoint in it, an unreadable index, or an index that points
+            outside of the directory.
+    """
+
+    def __init__(self, path: Path | str, op: str) -> None:
+        self.path = Path(path)
+        self.op = op
+        self._handles: dict[Path, Any] = {}
+        require(self.path.exists(), op, str(self.path), need="an existing checkpoint",
+                got="no such file or directory")
+        self.directory = self.path if self.path.is_dir() else self.path.parent
+        self._files = self._from_directory() if self.path.is_dir() else self._from_file(self.path)
+
+    def _from_directory(self) -> dict[str, Path]:
+        index_path = self.directory / INDEX_FILE
+        if not index_path.exists():
+            single = self.directory / SINGLE_FILE
+            require(single.exists(), self.op, str(self.directory),
+                    need=f"{INDEX_FILE} or {SINGLE_FILE} in it", got="neither",
+                    remedy="give the directory of a checkpoint in safetensors format")
+            return self._from_file(single)
+        index = read_json(index_path, self.op)
+        weight_map = index.get("weight_map")
+        well_formed = isinstance(weight_map, dict) and all(
+            isinstance(file, str) and Path(file).name == file for file in weight_map.values())
+        require(well_formed and bool(weight_map), self.op, str(index_path),
+                need='"weight_map" from tensor names to files in the same directory',
+                got=type(weight_map).__name__ if not well_formed else "an empty map",
+                remedy="download the index again")
+        assert isinstance(weight_map, dict)  # for the type checker
+        return {name: self.directory / file for name, file in weight_map.items()}
+
+    def _from_file(self, path: Path) -> dict[str, Path]:
+        return dict.fromkeys(self._open(path).keys(), path)
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._handles:
+            require(path.exists(), self.op, str(path), need="an existing safetensors file",
+                    got="no such file", remedy="download the missing shard")
+            try:
+                self._handles[path] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(message(
+                    self.op, str(path), "a complete safetensors file", error,
+                    "it is truncated or damaged: download it again")) from error
+        return self._handles[path]
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all tensors, in the index's order."""
+        return self._files.keys()
+
+    @property
+    def files(self) -> list[Path]:
+        """The checkpoint's safetensors files, sorted."""
+        return sorted(set(self._files.values()))
+
+    def config(self) -> dict[str, Any]:
+        """The parsed ``config.json`` beside the tensors; a ValueError where it is missing."""
+        return read_json(self.directory / CONFIG_FILE, self.op)
+
+    def info(self, name: str) -> TensorInfo:
+        """Header entry of one tensor; a ValueError naming file and tensor where it is missing."""
+        require(name in self._files, self.op, name, need="this tensor in the checkpoint",
+                got=f"no such name in {self.path}", remedy="the checkpoint is incomplete")
+        file = self._files[name]
+        try:
+            view = self._open(file).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(message(self.op, f"{file}: {name}", "the tensor that the index names",
+                                     error, "index and shards do not belong together")) from error
+        return TensorInfo(name, file, view.get_dtype(), tuple(view.get_shape()))
+
+    def require(
+        self, name: str, *, dtypes: Sequence[str], shape: Sequence[int], remedy: str,
+    ) -> TensorInfo:
+        """Header entry of one tensor, checked for dtype and shape."""
+        info = self.info(name)
+        where = f"{info.file}: {name}"
+        require(info.dtype in dtypes, self.op, f"{where}.dtype", need=" or ".join(dtypes),
+                got=info.dtype, remedy=remedy)
+        require(info.shape == tuple(shape), self.op, f"{where}.shape", need=list(shape),
+                got=list(info.shape), remedy=remedy)
+        return info
+
+    def read(self, name: str) -> torch.Tensor:
+        """One whole tensor on the CPU."""
+        file = self.info(name).file
+        tensor: torch.Tensor = self._open(file).get_tensor(name)
+        return tensor
+
+    def read_row(self, name: str, row: int) -> torch.Tensor:
+        """``tensor[row]`` along the first dimension, without reading the rest."""
+        file = self.info(name).file
+        rows: torch.Tensor = self._open(file).get_slice(name)[row : row + 1]
+        return rows[0]
+
+
+def read_json(path: Path, op: str) -> dict[str, Any]:
+    """Parse a JSON object; a ValueError of the library's form where it is missing or malformed."""
+    require(path.is_file(), op, str(path), need="an existing JSON file", got="no such file")
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(message(op, str(path), "valid JSON", error)) from error
+    require(isinstance(parsed, dict), op, str(path), need="a JSON object",
+            got=type(parsed).__name__)
+    assert isinstance(parsed, dict)  # for the type checker
+    return parsed
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def partial_name(path: Path) -> Path:
+    """Temporary name under which `write_atomically` fills a file."""
+    return path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary file beside `path`, flush it to disk, then rename it.
+
+    Under its final name the file is absent or complete, whatever happens in between.
+    """
+    partial = partial_name(path)
+    try:
+        write(partial)
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object atomically. Infinities and NaN are refused (they are no JSON)."""
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def positive_int(config: dict[str, Any], keys: Sequence[str], where: object, op: str) -> int:
+    """The first of `keys` that a config holds, which must be a positive integer."""
+    found = next((config[key] for key in keys if config.get(key) is not None), None)
+    valid = isinstance(found, int) and not isinstance(found, bool) and found > 0
+    require(valid, op, f"{where}: {' or '.join(keys)}", need="a positive integer", got=found)
+    assert isinstance(found, int)  # for the type checker
+    return found
+
+
+def quantization_method(config: dict[str, Any]) -> object:
+    """``quantization_config.quant_method`` of a config; None without one."""
+    quantization = config.get("quantization_config")
+    return quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+
+
+def layer_number(name: str) -> int:
+    """The layer that a tensor's name states (``model.layers.7.mlp…`` is 7); -1 without one."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name + ".")
+    return int(found[1]) if found else -1
