@@ -11,7 +11,8 @@ from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, plan_capacity
 from .library import register
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_SORTED_ROWS = (1 << 31) - 1
+MAX_SORTED_ROWS = 1 << 30
+"""Kernels step past the last row in int32 before they mask; this leaves them room."""
 
 
 def route_topk(
@@ -182,7 +183,7 @@ def check_routing_plan(
                    device=topk_ids.device)
     for name, value in (("num_experts", num_experts), ("num_local_experts", num_local_experts),
                         ("routing_block_m", routing_block_m)):
-        _require_count(op, name, value, MAX_SORTED_ROWS, "an int32")
+        _require_count(op, name, value, MAX_SORTED_ROWS, "rows of a plan")
     _require_count(op, "topk_ids.shape[1]", top_k, min(MAX_TOP_K, num_experts),
                    f"{num_experts} experts, at most {MAX_TOP_K} per token")
     require(num_tokens * top_k < MAX_ROUTED_ROWS, op, "topk_ids.shape",

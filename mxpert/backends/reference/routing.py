@@ -1,4 +1,4 @@
-"""Routing in torch on any device: the oracle of the device kernels, free of host synchronisation."""
+"""Routing in torch on any device: the oracle of the device kernels; no host synchronisation."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class PlanKernel:
         token = torch.arange(num_tokens, device=device).repeat_interleave(top_k)          # [R]
         slot = torch.arange(top_k, device=device).repeat(num_tokens)                      # [R]
         expert = local_experts(topk_ids.reshape(-1), expert_map, problem.num_experts, experts)
-        expert = torch.where(token < tokens, expert, experts)          # [R]; `experts` is dropped
-        order = expert.argsort(stable=True)                            # ascending (expert, token, slot)
+        expert = torch.where(token < tokens, expert, experts)   # [R]; `experts` marks dropped rows
+        order = expert.argsort(stable=True)                     # ascending (expert, token, slot)
         counts = torch.zeros(experts + 1, dtype=torch.int64, device=device)
         counts.scatter_add_(0, expert, torch.ones_like(expert))
         padded = (counts[:experts] + unit - 1) // unit * unit

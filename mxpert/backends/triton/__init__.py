@@ -1,0 +1,11 @@
+"""Portable Triton kernels for Hopper, Blackwell and gfx950; run by the interpreter in tests."""
+
+from __future__ import annotations
+
+from .moe import DOWN, FUSED_MOE, GATE_UP
+from .quantize import DEQUANTIZE, QUANTIZE
+from .routing import PLAN, TOPK
+
+KERNELS = (QUANTIZE, DEQUANTIZE, TOPK, PLAN, GATE_UP, DOWN, FUSED_MOE)
+
+__all__ = ["KERNELS"]

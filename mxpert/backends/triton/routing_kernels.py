@@ -1,0 +1,363 @@
+"""Device side of routing: choice of experts, and the sort into padded blocks of one expert.
+
+Integer results are exact and do not depend on the order of execution: there is no global atomic,
+and every output element is written by exactly one program, so no buffer is cleared beforehand.
+
+The sort has two forms, chosen by the number of routed rows R = T·k (see routing.py):
+
+* one launch, a program per expert. Each program counts all experts itself (ids are few and stay in
+  L2), which costs less than a second launch or a grid barrier, and ranks its own rows by a prefix
+  sum over a match mask. Work grows as E·R, so this is for small R.
+* two launches over chunks of rows. The first counts experts per chunk; the second adds up the
+  counts (at most MAX_CHUNKS vectors, read from L2 by each program, instead of a third launch that
+  scans them), then ranks the rows of a chunk by sorting ``expert << log2(TILE) | position`` in
+  registers and scatters them. A sort of 1024 keys takes 55 compare steps, 52 of them inside a warp;
+  a prefix sum over a one-hot [TILE, E] tile would take E / 55 times as many operations, and a
+  comparison of all pairs of rows TILE / 55 times as many. Sorted rows also store in runs.
+
+Shapes: R routed rows, P sorted rows, E local experts, B = NUM_BINS ≥ E a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_TOKEN_BITS: tl.constexpr = tl.constexpr(24)
+_FILL: tl.constexpr = tl.constexpr(512)
+_PAD_EXPERTS: tl.constexpr = tl.constexpr(16)
+_PAD_ROWS: tl.constexpr = tl.constexpr(32)
+_BLOCKS: tl.constexpr = tl.constexpr(32)
+_EXCLUDED: tl.constexpr = tl.constexpr(-(1 << 63))
+_DEEPSEEK_EPSILON: tl.constexpr = tl.constexpr(1e-20)
+
+# Sizes of the model and the batch: never a reason for another binary.
+PLAN_SIZES = ("num_tokens", "top_k", "num_experts", "num_local_experts", "routing_block_m",
+              "capacity", "num_chunks", "tiles_per_chunk")
+TOPK_SIZES = ("num_tokens", "top_k", "num_experts", "num_groups", "top_groups", "row_stride",
+              "routed_scaling_factor")
+
+
+@triton.jit
+def _load_local_experts(topk_ids, expert_map, row, used_rows, num_experts, num_local_experts):
+    """Local expert of each routed row, −1 where it has none; foreign ids are never dereferenced."""
+    expert = tl.load(topk_ids + row, mask=row < used_rows, other=-1)
+    if expert_map is not None:
+        known = (expert >= 0) & (expert < num_experts)
+        expert = tl.load(expert_map + expert, mask=known, other=-1)
+    else:
+        expert = tl.where(expert < num_experts, expert, -1)
+    return tl.where((expert >= 0) & (expert < num_local_experts), expert, -1)
+
+
+@triton.jit
+def _used_tokens(num_local_tokens, num_tokens):
+    """Tokens that take part: `num_local_tokens` kept within 0 … T, or T."""
+    used = num_tokens
+    if num_local_tokens is not None:
+        used = tl.minimum(tl.maximum(tl.load(num_local_tokens), 0), num_tokens)
+    return used
+
+
+@triton.jit
+def _store_rows(sorted_token_ids, sorted_weights, slot_rows, topk_weights, row, position, top_k,
+                kept):
+    """Place routed rows at their sorted positions, and note the positions for the combine."""
+    code = ((row % top_k) << _TOKEN_BITS) | (row // top_k)
+    weight = tl.load(topk_weights + row, mask=kept, other=0.0)
+    tl.store(sorted_token_ids + position, code, mask=kept)
+    tl.store(sorted_weights + position, weight, mask=kept)
+    tl.store(slot_rows + row, position, mask=kept)
+
+
+@triton.jit
+def _store_padding(sorted_token_ids, sorted_weights, row, num_tokens, top_k, mask):
+    """Padding rows: slot `top_k` of token T, weight 0."""
+    code = tl.zeros_like(row) + ((top_k << _TOKEN_BITS) | num_tokens)
+    tl.store(sorted_token_ids + row, code, mask=mask)
+    tl.store(sorted_weights + row, tl.zeros_like(row).to(tl.float32), mask=mask)
+
+
+@triton.jit
+def _store_tail(sorted_token_ids, sorted_weights, total, capacity, num_tokens, top_k):
+    """This program's share of the rows behind the last block in use."""
+    first = total + tl.program_id(0) * _FILL
+    for start in range(first, capacity, tl.num_programs(0) * _FILL):
+        row = start + tl.arange(0, _FILL)
+        _store_padding(sorted_token_ids, sorted_weights, row, num_tokens, top_k, row < capacity)
+
+
+@triton.jit(do_not_specialize=PLAN_SIZES)
+def _routing_plan_expert_kernel(
+    sorted_token_ids, sorted_weights, block_expert_ids, num_valid, slot_rows,
+    topk_ids, topk_weights, expert_map, num_local_tokens,
+    num_tokens, top_k, num_experts, num_local_experts, routing_block_m, capacity,
+    NUM_BINS: tl.constexpr, TILE: tl.constexpr,
+):
+    """The whole plan in one launch: program e writes what belongs to local expert e."""
+    own = tl.program_id(0)
+    used_tokens = _used_tokens(num_local_tokens, num_tokens)
+    used_rows = used_tokens * top_k
+    lane = tl.arange(0, TILE)
+
+    counts = tl.zeros([NUM_BINS], tl.int32)
+    for first in range(0, used_rows, TILE):
+        expert = _load_local_experts(topk_ids, expert_map, first + lane, used_rows, num_experts,
+                                     num_local_experts)
+        counts += tl.histogram(tl.maximum(expert, 0), NUM_BINS, mask=expert >= 0)
+    padded = (counts + routing_block_m - 1) // routing_block_m * routing_block_m
+    bins = tl.arange(0, NUM_BINS)
+    total = tl.sum(padded, 0)
+    start = tl.sum(tl.where(bins < own, padded, 0), 0)
+    end = start + tl.sum(tl.where(bins == own, padded, 0), 0)
+
+    # Rows in (token, slot) order keep that order: their rank is a prefix sum over the matches.
+    position = start
+    for first in range(0, num_tokens * top_k, TILE):
+        row = first + lane
+        expert = _load_local_experts(topk_ids, expert_map, row, used_rows, num_experts,
+                                     num_local_experts)
+        mine = expert == own
+        rank = tl.cumsum(mine.to(tl.int32), 0)
+        _store_rows(sorted_token_ids, sorted_weights, slot_rows, topk_weights, row,
+                    position + rank - 1, top_k, mine)
+        position += tl.sum(mine.to(tl.int32), 0)
+        dropped = (expert < 0) & (row < num_tokens * top_k) & (own == 0)
+        tl.store(slot_rows + row, tl.full([TILE], -1, tl.int32), mask=dropped)
+
+    for first in range(position, end, _FILL):
+        row = first + tl.arange(0, _FILL)
+        _store_padding(sorted_token_ids, sorted_weights, row, num_tokens, top_k, row < end)
+    _store_tail(sorted_token_ids, sorted_weights, total, capacity, num_tokens, top_k)
+
+    last_block = end // routing_block_m
+    for first in range(start // routing_block_m, last_block, _FILL):
+        block = first + tl.arange(0, _FILL)
+        tl.store(block_expert_ids + block, tl.zeros_like(block) + own, mask=block < last_block)
+    num_blocks = capacity // routing_block_m
+    first_unused = total // routing_block_m + own * _FILL
+    for first in range(first_unused, num_blocks, tl.num_programs(0) * _FILL):
+        block = first + tl.arange(0, _FILL)
+        tl.store(block_expert_ids + block, tl.full([_FILL], -1, tl.int32), mask=block < num_blocks)
+    if own == 0:
+        tl.store(num_valid, total)
+        tl.store(num_valid + 1, used_tokens)
+
+
+@triton.jit(do_not_specialize=PLAN_SIZES)
+def _routing_plan_count_kernel(
+    chunk_counts, topk_ids, expert_map, num_local_tokens,
+    num_tokens, top_k, num_experts, num_local_experts, tiles_per_chunk,
+    NUM_BINS: tl.constexpr, TILE: tl.constexpr,
+):
+    """Rows of each local expert in each chunk: chunk_counts int32 [num_chunks, NUM_BINS]."""
+    chunk = tl.program_id(0)
+    used_rows = _used_tokens(num_local_tokens, num_tokens) * top_k
+    counts = tl.zeros([NUM_BINS], tl.int32)
+    for tile in range(tiles_per_chunk):
+        row = (chunk * tiles_per_chunk + tile) * TILE + tl.arange(0, TILE)
+        expert = _load_local_experts(topk_ids, expert_map, row, used_rows, num_experts,
+                                     num_local_experts)
+        counts += tl.histogram(tl.maximum(expert, 0), NUM_BINS, mask=expert >= 0)
+    tl.store(chunk_counts + chunk * NUM_BINS + tl.arange(0, NUM_BINS), counts)
+
+
+@triton.jit
+def _sum_chunks(chunk_counts, num_chunks, NUM_BINS: tl.constexpr):
+    """Counts of all chunks, and of the chunks before this program's: int32 [NUM_BINS] each."""
+    bins = tl.arange(0, NUM_BINS)
+    counts = tl.zeros([NUM_BINS], tl.int32)
+    before = tl.zeros([NUM_BINS], tl.int32)
+    for first in range(0, num_chunks, 8):
+        chunk = first + tl.arange(0, 8)
+        tile = tl.load(chunk_counts + chunk[:, None] * NUM_BINS + bins[None, :],
+                       mask=(chunk < num_chunks)[:, None], other=0)              # [8, NUM_BINS]
+        counts += tl.sum(tile, 0)
+        before += tl.sum(tl.where((chunk < tl.program_id(0))[:, None], tile, 0), 0)
+    return counts, before
+
+
+@triton.jit
+def _pad_experts(sorted_token_ids, sorted_weights, pad_starts, pad_ends, num_tokens, top_k,
+                 num_local_experts, routing_block_m):
+    """Fill the last blocks of this program's share of the experts."""
+    step = tl.num_programs(0) * _PAD_EXPERTS
+    for first in range(tl.program_id(0) * _PAD_EXPERTS, num_local_experts, step):
+        expert = first + tl.arange(0, _PAD_EXPERTS)
+        clipped = tl.minimum(expert, num_local_experts - 1)
+        start = tl.gather(pad_starts, clipped, 0)
+        end = tl.where(expert < num_local_experts, tl.gather(pad_ends, clipped, 0), 0)
+        for offset in range(0, routing_block_m, _PAD_ROWS):
+            row = start[:, None] + (offset + tl.arange(0, _PAD_ROWS))[None, :]
+            _store_padding(sorted_token_ids, sorted_weights, row, num_tokens, top_k,
+                           row < end[:, None])
+
+
+@triton.jit
+def _store_block_experts(block_expert_ids, ends, total, routing_block_m, capacity):
+    """The expert of each block is the number of experts that end at or before the block's start."""
+    num_blocks = capacity // routing_block_m
+    for first in range(tl.program_id(0) * _BLOCKS, num_blocks, tl.num_programs(0) * _BLOCKS):
+        block = first + tl.arange(0, _BLOCKS)
+        start = block * routing_block_m
+        expert = tl.sum((ends[:, None] <= start[None, :]).to(tl.int32), 0)
+        tl.store(block_expert_ids + block, tl.where(start < total, expert, -1),
+                 mask=block < num_blocks)
+
+
+@triton.jit(do_not_specialize=PLAN_SIZES)
+def _routing_plan_scatter_kernel(
+    sorted_token_ids, sorted_weights, block_expert_ids, num_valid, slot_rows,
+    chunk_counts, topk_ids, topk_weights, expert_map, num_local_tokens,
+    num_tokens, top_k, num_experts, num_local_experts, routing_block_m, capacity, num_chunks,
+    tiles_per_chunk,
+    NUM_BINS: tl.constexpr, TILE: tl.constexpr, LOG2_TILE: tl.constexpr,
+):
+    """Rows of one chunk to their sorted positions, and a share of padding, tail and blocks."""
+    used_tokens = _used_tokens(num_local_tokens, num_tokens)
+    counts, before = _sum_chunks(chunk_counts, num_chunks, NUM_BINS)
+    padded = (counts + routing_block_m - 1) // routing_block_m * routing_block_m
+    ends = tl.cumsum(padded, 0)
+    starts = ends - padded
+    total = tl.sum(padded, 0)
+    _pad_experts(sorted_token_ids, sorted_weights, starts + counts, ends, num_tokens, top_k,
+                 num_local_experts, routing_block_m)
+    _store_tail(sorted_token_ids, sorted_weights, total, capacity, num_tokens, top_k)
+    _store_block_experts(block_expert_ids, ends, total, routing_block_m, capacity)
+    if tl.program_id(0) == 0:
+        tl.store(num_valid, total)
+        tl.store(num_valid + 1, used_tokens)
+
+    lane = tl.arange(0, TILE)
+    next_row = starts + before
+    for tile in range(tiles_per_chunk):
+        first = (tl.program_id(0) * tiles_per_chunk + tile) * TILE
+        expert = _load_local_experts(topk_ids, expert_map, first + lane, used_tokens * top_k,
+                                     num_experts, num_local_experts)
+        in_tile = tl.histogram(tl.maximum(expert, 0), NUM_BINS, mask=expert >= 0)
+        # Distinct keys, ascending in expert, then in row; rows without an expert come last.
+        key = (tl.where(expert >= 0, expert, NUM_BINS) << LOG2_TILE) | lane
+        key = tl.sort(key)
+        expert = key >> LOG2_TILE
+        row = first + (key & (TILE - 1))
+        # The i-th sorted row of the tile is row i − (rows of lower experts) of its expert's rows.
+        shift = next_row - (tl.cumsum(in_tile, 0) - in_tile)
+        kept = expert < NUM_BINS
+        position = tl.gather(shift, tl.where(kept, expert, 0), 0) + lane
+        _store_rows(sorted_token_ids, sorted_weights, slot_rows, topk_weights, row, position,
+                    top_k, kept)
+        dropped = (row < num_tokens * top_k) & (expert >= NUM_BINS)
+        tl.store(slot_rows + row, tl.full([TILE], -1, tl.int32), mask=dropped)
+        next_row += in_tile
+
+
+@triton.jit
+def _rank_key(value, index, COUNT: tl.constexpr):
+    """int64 keys that order by value, then by lower index; NaN ranks as −inf, −0 equals 0."""
+    value = tl.where(value == value, value, float("-inf"))
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (bits.to(tl.int64) << 32) + (COUNT - 1 - index)
+
+
+@triton.jit
+def _rank_value(key):
+    """The value that `_rank_key` packed."""
+    bits = (key >> 32).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _limit_to_groups(key, group, num_groups, top_groups, EXPERTS: tl.constexpr):
+    """Exclude the experts of all but the `top_groups` groups with the best sum of two."""
+    group_key = tl.full(key.shape, _EXCLUDED, tl.int64)
+    for current in range(num_groups):
+        inside = (group == current)[None, :]
+        members = tl.where(inside, key, _EXCLUDED)
+        best = tl.max(members, 1)
+        second = tl.max(tl.where(members == best[:, None], _EXCLUDED, members), 1)
+        score = _rank_value(best) + _rank_value(second)
+        group_key = tl.where(inside, _rank_key(score, current, EXPERTS)[:, None], group_key)
+    allowed = key != key
+    for _ in range(top_groups):
+        best = tl.max(group_key, 1)
+        chosen = group_key == best[:, None]
+        allowed |= chosen
+        group_key = tl.where(chosen, _EXCLUDED, group_key)
+    return tl.where(allowed, key, _EXCLUDED)
+
+
+@triton.jit
+def _chosen_weights(logit, chosen_logit, filled, in_row, routed_scaling_factor,
+                    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr):
+    """float32 [ROWS, SLOTS] weights of the chosen experts."""
+    if SIGMOID:
+        weight = tl.where(filled, 1.0 / (1.0 + tl.exp(-chosen_logit)), 0.0)
+        if NORMALIZE:
+            weight = weight / (tl.sum(weight, 1) + _DEEPSEEK_EPSILON)[:, None]
+    else:
+        if NORMALIZE:
+            largest = tl.max(tl.where(filled, chosen_logit, float("-inf")), 1)
+            weight = tl.where(filled, tl.exp(chosen_logit - largest[:, None]), 0.0)
+            total = tl.sum(weight, 1)
+        else:
+            largest = tl.max(tl.where(in_row, logit, float("-inf")), 1)
+            weight = tl.exp(chosen_logit - largest[:, None])
+            total = tl.sum(tl.where(in_row, tl.exp(logit - largest[:, None]), 0.0), 1)
+        weight = weight / total[:, None]
+    return weight * routed_scaling_factor
+
+
+@triton.jit
+def _choice_scores(logit, correction_bias, expert, in_row, SIGMOID: tl.constexpr,
+                   BY_PROBABILITY: tl.constexpr):
+    """What experts are ranked by, float32 [ROWS, EXPERTS]."""
+    score = logit
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+    elif BY_PROBABILITY:
+        largest = tl.max(tl.where(in_row, logit, float("-inf")), 1)
+        score = tl.exp(logit - largest[:, None])
+        score = score / tl.sum(tl.where(in_row, score, 0.0), 1)[:, None]
+    if correction_bias is not None:
+        score += tl.load(correction_bias + expert, mask=in_row, other=0.0)
+    return score
+
+
+@triton.jit(do_not_specialize=TOPK_SIZES)
+def _route_topk_kernel(
+    topk_weights, topk_ids, logits, correction_bias,
+    num_tokens, top_k, num_experts, num_groups, top_groups, row_stride, routed_scaling_factor,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, GROUPED: tl.constexpr,
+    BY_PROBABILITY: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+):
+    """Each program: ROWS tokens, one warp, so that no reduction leaves the warp."""
+    token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    real = (expert < num_experts)[None, :]
+    in_row = real & (token < num_tokens)[:, None]                            # [ROWS, EXPERTS]
+    logit = tl.load(logits + token[:, None] * row_stride + expert[None, :], mask=in_row,
+                    other=0.0).to(tl.float32)
+    score = _choice_scores(logit, correction_bias, expert[None, :], real, SIGMOID, BY_PROBABILITY)
+    key = tl.where(real, _rank_key(score, expert[None, :], EXPERTS), _EXCLUDED)
+    if GROUPED:
+        key = _limit_to_groups(key, expert // (num_experts // num_groups), num_groups, top_groups,
+                               EXPERTS)
+
+    slot = tl.arange(0, SLOTS)[None, :]
+    chosen = tl.zeros([ROWS, SLOTS], tl.int32)
+    for current in range(top_k):
+        best = tl.max(key, 1)
+        index = (EXPERTS - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
+        chosen = tl.where(slot == current, index[:, None], chosen)
+        key = tl.where(key == best[:, None], _EXCLUDED, key)
+
+    # The chosen logits are read again (from L1) instead of being carried through the reductions.
+    filled = (slot < top_k) & (token < num_tokens)[:, None]
+    chosen_logit = tl.load(logits + token[:, None] * row_stride + chosen, mask=filled,
+                           other=0.0).to(tl.float32)
+    weight = _chosen_weights(logit, chosen_logit, filled, real, routed_scaling_factor,
+                             SIGMOID, NORMALIZE)
+    place = token[:, None] * top_k + slot
+    tl.store(topk_weights + place, weight, mask=filled)
+    tl.store(topk_ids + place, chosen, mask=filled)
