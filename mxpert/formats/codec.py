@@ -309,7 +309,10 @@ def quantize_blocks(
         ValueError: no dimensions, `axis` out of range, length not a multiple of 32, unknown format.
 
     Source:
-        OCP MX 1.0, section 6.3.
+        OCP MX 1.0, section 6.3. Equal to torchao 0.18's `to_mx` bit for bit, except that torchao
+        writes scale byte 0 for a block of zeros (same values), scales blocks at byte 0 by 2^126 or
+        1 instead of 2^127, takes RCEIL's exponent from a float32 logarithm, which is one short just
+        above a power of two, and leaves other codes beside scale byte 255.
 
     Example:
         >>> t = quantize_blocks(torch.arange(64.0).reshape(2, 32), "mxfp8_e4m3")

@@ -27,7 +27,7 @@ from mxpert.formats import (  # noqa: E402
 
 from .ocp import assert_same_bits, assert_same_values  # noqa: E402
 
-quick = settings(max_examples=150, deadline=None, derandomize=True,
+quick = settings(max_examples=60, deadline=None, derandomize=True,
                  suppress_health_check=[HealthCheck.too_slow])
 
 

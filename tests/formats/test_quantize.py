@@ -15,6 +15,8 @@ from mxpert.formats import (
     ScaleRule,
     block_scale,
     dequantize_blocks,
+    fold,
+    fold_certificate,
     quantize_blocks,
     unpack_codes,
 )
@@ -381,3 +383,12 @@ def test_planted_errors_differ_from_transformers(gpt_oss_weights, plant) -> None
 def test_bad_input_is_named(call, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         call()
+
+
+@pytest.mark.parametrize("call", [dequantize_blocks, fold_certificate, fold],
+                         ids=["dequantize_blocks", "fold_certificate", "fold"])
+def test_a_backend_layout_is_refused(call) -> None:
+    t = quantize_blocks(torch.ones(2, 32), "mxfp4")
+    object.__setattr__(t, "layout", "swizzled")
+    with pytest.raises(ValueError, match=r"t\.layout — need Layout\.ROW_MAJOR, got swizzled"):
+        call(t)
