@@ -305,7 +305,7 @@ class KernelSpec(Protocol):
     def heuristic(self, problem: Any) -> Any:
         """The configuration used where no tuned row answers."""
 
-    def launch(self, problem: Any, config: Any, **arguments: Any) -> Any:
+    def launch(self, problem: Any, config: Any, *_: Any, **arguments: Any) -> Any:
         """Run it: allocates outputs, enqueues work on the current stream, returns the result."""
 
 

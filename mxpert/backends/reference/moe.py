@@ -11,7 +11,7 @@ matmul precision settings (TF32, bfloat16) leave every product exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,7 +35,7 @@ from ...problem import (
 )
 from ...routing import TOKEN_MASK, RoutingPlan
 from ...weights import MoEWeights, gate_up_rows
-from .quantize import expand_mxfp4
+from .quantize import WeightDecoder
 from .routing import PLAN
 
 
@@ -55,29 +55,42 @@ def activate(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> to
             return gated * (beta_up * torch.tanh(up / beta_up))
 
 
-def rows_by_expert(plan: RoutingPlan) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield (expert, sorted rows, their tokens) for every expert that has a valid row.
+@dataclass(frozen=True)
+class RoutedRows:
+    """The valid rows of a plan, grouped by expert.
 
-    Padding rows, blocks of expert −1 and rows past ``num_valid[0]`` are left out.
+    Args:
+        rows: int64 [R], positions in the plan's sorted order. tokens: int64 [R], their tokens.
+        experts: (expert, part of [0, R)) for every expert that has a row.
     """
-    device, unit = plan.device, plan.routing_block_m
-    row = torch.arange(plan.capacity, device=device)
-    token = (plan.sorted_token_ids & TOKEN_MASK).long()
-    expert = plan.block_expert_ids.long().repeat_interleave(unit)
-    valid = (row < plan.num_valid[0]) & (token < plan.num_tokens)
-    valid &= (expert >= 0) & (expert < plan.num_experts)
-    rows = valid.nonzero().squeeze(1)
-    rows = rows[torch.argsort(expert[rows], stable=True)]
-    hit, counts = torch.unique_consecutive(expert[rows], return_counts=True)
-    for index, chosen in zip(hit.tolist(), rows.split(counts.tolist()), strict=True):
-        yield index, chosen, token[chosen]
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    experts: tuple[tuple[int, slice], ...]
+
+    @classmethod
+    def of(cls, plan: RoutingPlan) -> RoutedRows:
+        """Leave out padding rows, blocks of expert −1 and rows past ``num_valid[0]``."""
+        row = torch.arange(plan.capacity, device=plan.device)
+        token = (plan.sorted_token_ids & TOKEN_MASK).long()
+        expert = plan.block_expert_ids.long().repeat_interleave(plan.routing_block_m)
+        valid = (row < plan.num_valid[0]) & (token < plan.num_tokens)
+        valid &= (expert >= 0) & (expert < plan.num_experts)
+        rows = valid.nonzero().squeeze(1)
+        rows = rows[torch.argsort(expert[rows], stable=True)]
+        hit, counts = torch.unique_consecutive(expert[rows], return_counts=True)
+        ends = counts.cumsum(0)
+        parts = map(slice, (ends - counts).tolist(), ends.tolist())
+        return cls(rows, token[rows], tuple(zip(hit.tolist(), parts, strict=True)))
 
 
 def gate_up(
     x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions,
     accumulate: torch.dtype,
 ) -> torch.Tensor | MXTensor:
-    """Stage 1: ``h[r] = act(w_in · x[token(r)] @ Wgu[e].T + bgu[e])``, rounded to the activation format.
+    """Stage 1: ``h[r] = act(w[r] · x[token(r)] @ Wgu[e].T + bgu[e])``, in the activation format.
+
+    The factor w[r] is 1 unless `apply_router_weight_on_input`.
 
     Args:
         x: bfloat16 or MX [T, H]. weights: MoEWeights. plan: RoutingPlan. options: MoEOptions.
@@ -89,19 +102,22 @@ def gate_up(
     fmt = activation_mx_format(options.activation_format, "moe_gate_up")
     if fmt is not None and not isinstance(x, MXTensor):
         x = quantize_blocks(x, fmt, -1, options.scale_rule)
-    features = weights.intermediate_size
-    h = _zero_rows(plan.capacity, features, fmt, plan.device)
-    gate_columns, up_columns = gate_up_rows(weights.gate_up_order, features, plan.device)
-    for expert, rows, tokens in rows_by_expert(plan):
-        matrix = expand_mxfp4(weights.gate_up_proj[expert], accumulate)
-        product = _take_rows(x, tokens, accumulate) @ matrix.T
+    if isinstance(x, MXTensor):
+        x = dequantize_blocks(x, accumulate)
+    features, order = weights.intermediate_size, weights.gate_up_order
+    assert order is not None  # for the type checker; MoEWeights has refused None
+    gate_columns, up_columns = gate_up_rows(order, features, plan.device)
+    decoder, routed = WeightDecoder(accumulate, plan.device), RoutedRows.of(plan)
+    values = torch.empty((len(routed.rows), features), device=plan.device)  # float32 [R, F]
+    for expert, part in routed.experts:
+        product = x[routed.tokens[part]].to(accumulate) @ decoder(weights.gate_up_proj[expert]).T
         if options.apply_router_weight_on_input:
-            product *= plan.sorted_weights[rows, None]
+            product *= plan.sorted_weights[routed.rows[part], None]
         if weights.gate_up_bias is not None:
             product += weights.gate_up_bias[expert]
-        values = activate(options.activation, product[:, gate_columns], product[:, up_columns])
-        _store_rows(h, rows, values.float(), options)
-    return h
+        values[part] = activate(options.activation, product[:, gate_columns],
+                                product[:, up_columns])
+    return _scatter_rows(values, routed.rows, plan.capacity, fmt, options)
 
 
 def down(
@@ -109,6 +125,8 @@ def down(
     accumulate: torch.dtype,
 ) -> torch.Tensor:
     """Stage 2: ``row[r] = w[r] · (h[r] @ Wd[e].T + bd[e])``, then the combine of `options`.
+
+    The factor w[r] is 1 with `apply_router_weight_on_input`.
 
     Args:
         h: bfloat16 or MX [P, F] in sorted order. weights, plan, options, accumulate: as `gate_up`.
@@ -119,17 +137,18 @@ def down(
     atomic = options.combine is Combine.ATOMIC
     shape = (plan.num_tokens if atomic else plan.capacity, weights.hidden_size)
     out = torch.zeros(shape, dtype=accumulate if atomic else options.out_dtype, device=plan.device)
-    for expert, rows, tokens in rows_by_expert(plan):
-        matrix = expand_mxfp4(weights.down_proj[expert], accumulate)
-        values = _take_rows(h, rows, accumulate) @ matrix.T
+    decoder, routed = WeightDecoder(accumulate, plan.device), RoutedRows.of(plan)
+    h = _gather_rows(h, routed.rows, accumulate)  # [R, F]
+    for expert, part in routed.experts:
+        values = h[part].to(accumulate) @ decoder(weights.down_proj[expert]).T
         if weights.down_bias is not None:
             values += weights.down_bias[expert]
         if not options.apply_router_weight_on_input:
-            values *= plan.sorted_weights[rows, None]
+            values *= plan.sorted_weights[routed.rows[part], None]
         if atomic:
-            out.index_add_(0, tokens, values)
+            out.index_add_(0, routed.tokens[part], values)
         else:
-            out[rows] = values.to(out.dtype)
+            out[routed.rows[part]] = values.to(out.dtype)
     if options.combine is Combine.REDUCE:
         out = _reduce(out, plan, accumulate)
     return out.to(options.out_dtype)
@@ -143,45 +162,37 @@ def _reduce(flat: torch.Tensor, plan: RoutingPlan, accumulate: torch.dtype) -> t
     return total
 
 
-def _zero_rows(
-    rows: int, width: int, fmt: MXFormat | None, device: torch.device,
+def _scatter_rows(
+    values: torch.Tensor, rows: torch.Tensor, capacity: int, fmt: MXFormat | None,
+    options: MoEOptions,
 ) -> torch.Tensor | MXTensor:
-    """[rows, width] zeros, bfloat16 or in an MX format."""
+    """Round float32 values [R, F] to bfloat16 or `fmt` and place them in [capacity, F] zeros."""
+    width = values.shape[1]
     if fmt is None:
-        return torch.zeros((rows, width), dtype=torch.bfloat16, device=device)
-    qdata = torch.zeros((rows, width // fmt.codes_per_byte), dtype=torch.uint8, device=device)
-    scale = torch.full((rows, width // fmt.block_size), E8M0_BIAS, dtype=torch.uint8, device=device)
+        h = torch.zeros((capacity, width), dtype=torch.bfloat16, device=values.device)
+        h[rows] = values.to(h.dtype)
+        return h
+    quantised = quantize_blocks(values, fmt, -1, options.scale_rule)
+    qdata = quantised.qdata.new_zeros((capacity, width // fmt.codes_per_byte))
+    scale = quantised.scale.new_full((capacity, width // fmt.block_size), E8M0_BIAS)
+    qdata[rows], scale[rows] = quantised.qdata, quantised.scale
     return MXTensor(qdata, scale, fmt)
 
 
-def _store_rows(
-    h: torch.Tensor | MXTensor, rows: torch.Tensor, values: torch.Tensor, options: MoEOptions,
-) -> None:
-    """Round float32 `values` to the type of `h` and write them to `rows`."""
-    if not isinstance(h, MXTensor):
-        h[rows] = values.to(h.dtype)
-        return
-    quantised = quantize_blocks(values, h.format, -1, options.scale_rule)
-    h.qdata[rows] = quantised.qdata
-    h.scale[rows] = quantised.scale
-
-
-def _take_rows(
+def _gather_rows(
     source: torch.Tensor | MXTensor, rows: torch.Tensor, dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Rows of bfloat16 or MX activations as `dtype`; no other row is read."""
+    """Rows of bfloat16 (as they are) or MX activations (decoded); no other row is read."""
     if not isinstance(source, MXTensor):
-        return source[rows].to(dtype)
+        return source[rows]
     taken = replace(source, qdata=source.qdata[rows], scale=source.scale[rows])
     return dequantize_blocks(taken, dtype)
 
 
-@dataclass(frozen=True)
 class _MoEKernel:
     """What the three MoE operations share: they serve any ROW_MAJOR weights on any device."""
 
-    op: Op
-    backend: str = "reference"
+    backend = "reference"
 
     def unsupported(self, problem: MoEProblem) -> str | None:
         if problem.weight_layout is not Layout.ROW_MAJOR:
@@ -195,11 +206,10 @@ class _MoEKernel:
         return ReferenceConfig()
 
 
-@dataclass(frozen=True)
 class GateUp(_MoEKernel):
     """MOE_GATE_UP by `gate_up`."""
 
-    op: Op = Op.MOE_GATE_UP
+    op = Op.MOE_GATE_UP
 
     def launch(
         self, problem: MoEProblem, config: ReferenceConfig, *, x: torch.Tensor | MXTensor,
@@ -208,11 +218,10 @@ class GateUp(_MoEKernel):
         return gate_up(x, weights, plan, problem.options, config.accumulate)
 
 
-@dataclass(frozen=True)
 class Down(_MoEKernel):
     """MOE_DOWN by `down`."""
 
-    op: Op = Op.MOE_DOWN
+    op = Op.MOE_DOWN
 
     def launch(
         self, problem: MoEProblem, config: ReferenceConfig, *, h: torch.Tensor | MXTensor,
@@ -221,11 +230,10 @@ class Down(_MoEKernel):
         return down(h, weights, plan, problem.options, config.accumulate)
 
 
-@dataclass(frozen=True)
 class FusedMoE(_MoEKernel):
     """FUSED_MOE: the reference plan, then both stages."""
 
-    op: Op = Op.FUSED_MOE
+    op = Op.FUSED_MOE
 
     def unsupported(self, problem: MoEProblem) -> str | None:
         if problem.options.combine is Combine.FLAT:

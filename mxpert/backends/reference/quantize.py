@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
@@ -13,12 +12,11 @@ from ...formats.tensor import MXTensor
 from ...problem import Config, Op, QuantizeProblem
 
 
-@dataclass(frozen=True)
 class Quantize:
     """x → MXTensor by `mxpert.formats.codec.quantize_blocks`; every format, rule and axis."""
 
-    op: Op = Op.QUANTIZE
-    backend: str = "reference"
+    op = Op.QUANTIZE
+    backend = "reference"
 
     def unsupported(self, problem: QuantizeProblem) -> str | None:
         return None
@@ -33,38 +31,49 @@ class Quantize:
         return quantize_blocks(x, problem.format, problem.axis, problem.scale_rule)
 
 
-@dataclass(frozen=True)
-class Dequantize(Quantize):
+class Dequantize:
     """MXTensor → tensor of `problem.dtype` by `mxpert.formats.codec.dequantize_blocks`."""
 
-    op: Op = Op.DEQUANTIZE
+    op = Op.DEQUANTIZE
+    backend = "reference"
 
-    def launch(  # type: ignore[override]  # the arguments of an operation depend on the operation
-        self, problem: QuantizeProblem, config: Config, *, tensor: MXTensor,
-    ) -> torch.Tensor:
+    def unsupported(self, problem: QuantizeProblem) -> str | None:
+        return None
+
+    def configs(self, problem: QuantizeProblem) -> Iterable[Config]:
+        return (None,)
+
+    def heuristic(self, problem: QuantizeProblem) -> Config:
+        return None
+
+    def launch(self, problem: QuantizeProblem, config: Config, *, tensor: MXTensor) -> torch.Tensor:
         return dequantize_blocks(tensor, problem.dtype)
 
 
-def expand_mxfp4(weights: MXTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise one expert's MXFP4 matrix [N, K], a pair of codes per table look-up.
+class WeightDecoder:
+    """Dequantises MXFP4 matrices, a pair of codes per table look-up.
 
     The values of `dequantize_blocks`, five times as fast on two CPU cores (28 against 142 ms for
     5760 × 2880, AMD EPYC): dequantising weights is most of what a small batch costs here.
 
     Args:
-        weights: MXFP4 [N, K] quantised along the last axis; may be a strided view.
-        dtype: torch.float32 or torch.float64.
-
-    Returns:
-        Dense [N, K] of `dtype`.
+        dtype: torch.float32 or torch.float64, of the values.
+        device: where the weights are.
     """
-    rows, packed = weights.qdata.shape
-    byte = torch.arange(256, dtype=torch.uint8, device=weights.device)
-    pairs = torch.stack((decode(byte & 0xF, E2M1, dtype), decode(byte >> 4, E2M1, dtype)), dim=-1)
-    values = pairs.index_select(0, weights.qdata.reshape(-1).to(torch.int32))
-    blocks = values.view(rows, 2 * packed // MX_BLOCK_SIZE, MX_BLOCK_SIZE)
-    blocks *= decode_scale(weights.scale, dtype).unsqueeze(-1)
-    return blocks.view(rows, 2 * packed)
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        byte = torch.arange(256, dtype=torch.uint8, device=device)
+        low, high = (decode(code, E2M1, dtype) for code in (byte & 0xF, byte >> 4))
+        self._pairs = torch.stack((low, high), dim=-1)   # [256, 2]
+        self._scales = decode_scale(byte, dtype)         # [256]
+
+    def __call__(self, weights: MXTensor) -> torch.Tensor:
+        """Values [N, K] of one MXFP4 matrix quantised along its last axis (strided views too)."""
+        rows, packed = weights.qdata.shape
+        values = self._pairs.index_select(0, weights.qdata.reshape(-1).to(torch.int32))
+        scales = self._scales.index_select(0, weights.scale.reshape(-1).to(torch.int32))
+        values.view(-1, MX_BLOCK_SIZE).mul_(scales.unsqueeze(1))
+        return values.view(rows, 2 * packed)
 
 
 QUANTIZE = Quantize()
