@@ -1,0 +1,425 @@
+"""Comparators that raise, and tolerances that are derived rather than tuned.
+
+A kernel is judged against the float64 reference on identically quantised operands. What may then
+differ is the rounding of its outputs, the rounding of its accumulator, and quantised values that
+accumulator noise pushes over a rounding boundary. Each has a function here with its derivation;
+`stage_tolerance` and `end_to_end_tolerance` add them in squares and never exceed the gates.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+import torch
+
+from ..errors import message, require
+from ..formats.codec import (
+    block_scale,
+    decode,
+    decode_scale,
+    dequantize_blocks,
+    encode,
+    pack_codes,
+    unpack_codes,
+)
+from ..formats.spec import MXFormat, ScaleRule, get_format
+from ..formats.tensor import MXTensor
+
+STAGE_GATE = 2.5e-3
+"""Largest relative L2 that any stage with bfloat16 output may show."""
+
+END_TO_END_GATE = 1e-2
+"""Largest relative L2 of a whole layer, and of a stage with MX output."""
+
+_SIGNIFICANT_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
+
+
+def relative_l2(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor) -> float:
+    """``‖actual − expected‖ / ‖expected‖`` in float64; NaN where either holds a NaN or infinity.
+
+    Args:
+        actual, expected: same logical shape; MXTensors are dequantised.
+
+    Returns:
+        0.0 for two empty or equal tensors, infinity where only `expected` is zero.
+
+    Raises:
+        ValueError: different shapes.
+
+    Example:
+        >>> relative_l2(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
+        0.1
+    """
+    actual, expected = _pair(actual, expected, "relative_l2")
+    error, norm = (actual - expected).norm().item(), expected.norm().item()
+    if not (math.isfinite(error) and math.isfinite(norm)):
+        return math.nan
+    if error == 0:
+        return 0.0
+    return error / norm if norm else math.inf
+
+
+def cosine(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor) -> float:
+    """``⟨actual, expected⟩ / (‖actual‖ ‖expected‖)`` in float64; NaN for NaN or a zero norm.
+
+    Example:
+        >>> cosine(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
+        0.0
+    """
+    actual, expected = _pair(actual, expected, "cosine")
+    norms = (actual.norm() * expected.norm()).item()
+    return (actual * expected).sum().item() / norms if norms else math.nan
+
+
+def sqnr_db(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor) -> float:
+    """Signal to quantisation noise ``−20 log10(relative_l2)`` in dB; infinity for equal tensors.
+
+    Example:
+        >>> sqnr_db(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
+        20.0
+    """
+    error = relative_l2(actual, expected)
+    return math.inf if error == 0 else -20 * math.log10(error)
+
+
+def is_exact(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor, *,
+             ignore_zero_sign: bool = False) -> bool:
+    """Whether two tensors agree bit for bit: dtype, shape, every code, NaN payloads too.
+
+    Args:
+        actual, expected: two tensors, or two MXTensors (codes and scales are compared).
+        ignore_zero_sign: let −0 equal 0. The sign of a zero sum depends on whether an accumulator
+            starts at 0 or at the first product, which IEEE arithmetic leaves to the kernel.
+
+    Example:
+        >>> is_exact(torch.tensor([0.0]), torch.tensor([-0.0]))
+        False
+    """
+    if isinstance(actual, MXTensor) and isinstance(expected, MXTensor):
+        if ignore_zero_sign:
+            actual, expected = _canonical_zeros(actual), _canonical_zeros(expected)
+        return (actual.format == expected.format and actual.axis == expected.axis
+                and torch.equal(actual.qdata, expected.qdata)
+                and torch.equal(actual.scale, expected.scale))
+    if isinstance(actual, MXTensor) or isinstance(expected, MXTensor):
+        return False
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return False
+    if ignore_zero_sign:
+        actual, expected = actual + 0, expected + 0  # −0 + 0 = 0
+    return torch.equal(_bits(actual), _bits(expected.to(actual.device)))
+
+
+def assert_exact(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor, what: str, *,
+                 ignore_zero_sign: bool = False) -> None:
+    """Raise unless `is_exact`, saying how many values differ and where the first one is.
+
+    Raises:
+        AssertionError: with the numbers.
+    """
+    if is_exact(actual, expected, ignore_zero_sign=ignore_zero_sign):
+        return
+    if isinstance(actual, MXTensor) and isinstance(expected, MXTensor):
+        actual, expected = dequantize_blocks(actual), dequantize_blocks(expected)
+    if isinstance(actual, MXTensor) or isinstance(expected, MXTensor):
+        raise AssertionError(message(what, "type", type(expected).__name__, type(actual).__name__))
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        raise AssertionError(message(
+            what, "tensor", f"{expected.dtype} {list(expected.shape)}",
+            f"{actual.dtype} {list(actual.shape)}"))
+    wrong = (actual.double() != expected.double()).nonzero()
+    where = wrong[0].tolist() if len(wrong) else "bits only (zero signs, NaN payloads or codes)"
+    first = "" if not len(wrong) else (
+        f", {actual[tuple(wrong[0])].item()!r} for {expected[tuple(wrong[0])].item()!r}")
+    raise AssertionError(message(what, "values", "bit-identical tensors",
+                                 f"{len(wrong)} of {actual.numel()} differ, first at {where}{first}"))
+
+
+def assert_close_relative(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor,
+                          tolerance: float, what: str) -> float:
+    """Raise unless ``relative_l2(actual, expected) ≤ tolerance``; NaN never passes.
+
+    Args:
+        actual, expected: same logical shape. tolerance: from this module, not from experience.
+        what: names the comparison in the message.
+
+    Returns:
+        The relative L2 that was found.
+
+    Raises:
+        AssertionError: with relative L2, SQNR, cosine and the largest single error.
+
+    Example:
+        >>> assert_close_relative(torch.ones(3), torch.ones(3), 1e-3, "ones")
+        0.0
+    """
+    error = relative_l2(actual, expected)
+    if error <= tolerance:
+        return error
+    actual, expected = _pair(actual, expected, what)
+    finite = actual.isfinite() & expected.isfinite()
+    difference = (actual - expected).abs().masked_fill(~finite, math.inf)
+    place = difference.argmax().item()
+    at = [int(i) for i in torch.unravel_index(torch.tensor(place), tuple(actual.shape))]
+    raise AssertionError(message(
+        what, "relative L2", f"at most {tolerance:.3e}",
+        f"{error:.3e} (cosine {cosine(actual, expected):.6f}, {(~finite).sum().item()} of "
+        f"{actual.numel()} not finite, largest error at {at}: "
+        f"{actual.flatten()[place].item():.6g} for {expected.flatten()[place].item():.6g})"))
+
+
+def rounding_rms(significant_bits: int) -> float:
+    """Expected relative L2 of rounding to nearest with p bits: ``2^(1−p) √(ln 2 / 18)``.
+
+    The error is uniform over one unit ``2^(e + 1 − p)``: variance ``4^(e + 1 − p) / 12``. The
+    energy of a value with logarithmically uniform mantissa m in [1, 2) is ``4^e E[m²]``,
+    ``E[m²] = 3 / (2 ln 2)``. Their ratio is ``4^(1 − p) ln 2 / 18``. (The worst case, every value
+    just above a power of two and half a unit off, is ``2^−p``: 2.5 times as much.)
+
+    >>> round(rounding_rms(8), 6)
+    0.001533
+    """
+    return 2.0 ** (1 - significant_bits) * math.sqrt(math.log(2) / 18)
+
+
+def sampling_margin(numel: int) -> float:
+    """How far the relative L2 of `numel` roundings may lie above its expectation.
+
+    The squared errors are ``4^e U²``, U uniform: their fourth over squared second moment is ``9/5
+    · E[16^e] / E[4^e]²``, at most 5.4 for Gaussian values (whose own fourth moment is 3). The mean
+    of N of them has relative deviation ``√(4.4 / N)``, the L2 half of that; five of these are
+    allowed. Another 2 % covers mantissas that are not logarithmically uniform: a Gaussian's
+    rounding error depends on where its deviation lies within a binade by less than that.
+
+    >>> round(sampling_margin(4096), 3)
+    1.104
+    """
+    return 1.02 * (1 + 2.5 * math.sqrt(4.4 / max(1, numel)))
+
+
+def bf16_output_tolerance(numel: int = 4096) -> float:
+    """Relative L2 that rounding a result once to bfloat16 may cost: 1.69e-3 for 4096 values."""
+    return min(STAGE_GATE, rounding_rms(8) * sampling_margin(numel))
+
+
+def accumulation_error(k: int, *, significant_bits: int = 24, terms_per_rounding: int = 16) -> float:
+    """Relative L2 of a sum of k independent products in a p-bit accumulator.
+
+    Partial sums of n roundings grow as ``|S_i| ~ √(i/n) |S|``. Rounding to nearest adds
+    independent errors of variance ``≤ (2^−p |S_i|)² / 3``: in total ``|S| 2^−p √(n / 6)`` with
+    n = k (one rounding per term). An accumulator that truncates is biased by up to ``2^−p |S_i|``
+    on average each time: ``|S| 2^−p Σ √(i/n) = |S| 2^−p · 2n/3``, with ``n = k /
+    terms_per_rounding``, since tensor cores add a whole instruction's products at once. The larger
+    of the two is returned, so that it holds for both.
+
+    Args:
+        k: number of products.
+        significant_bits: of the accumulator; 24 for float32. Hopper's fp8 tensor cores keep 14.
+        terms_per_rounding: products that one matrix instruction adds, at least 16.
+    """
+    return 2.0 ** -significant_bits * max(math.sqrt(k / 6), 2 * k / (3 * terms_per_rounding))
+
+
+def requantisation_error(fmt: MXFormat | str | None, value_error: float) -> float:
+    """Relative L2 between two roundings of values that differ by `value_error` before rounding.
+
+    A value v with error e changes its code with probability ``|e| / step`` and then by one step:
+    expected squared error ``|e| · step``. With errors independent of the values, ``E[|e| · step] =
+    √(2/π) value_error · rms · E[step]``. A step is at most ``2^−m |v|`` above the smallest
+    exponent and one subnormal step ``s · scale`` below, hence ``E[step] ≤ 2^−m rms + s · scale``;
+    the scale is less than ``2 amax / max`` under every rule (twice that under CEIL), and amax at
+    most ``√32`` of a block's rms. Blocks whose scale itself flips are rarer by the ratio of the
+    noise to amax and add less than this bound has to spare.
+
+    Args:
+        fmt: an MX format; None is bfloat16 (m = 7, no subnormals in reach).
+        value_error: relative L2 before rounding.
+    """
+    if fmt is None:
+        step = 2.0 ** -7
+    else:
+        element = get_format(fmt).element
+        subnormal = 2.0 ** (1 - element.bias - element.mantissa_bits)
+        scale = 4 * math.sqrt(32) / element.max_value
+        step = 2.0 ** -element.mantissa_bits + subnormal * scale
+    return math.sqrt(math.sqrt(2 / math.pi) * value_error * step)
+
+
+_ACTIVATION_GAIN = 2.0
+"""Factor by which gate and up errors reach the activation's output, relative to its size: both
+carry the accumulator's error (√2), and f'(g) of a gated activation exceeds f(g)/g by less than √2
+in the mean square."""
+
+
+def stage_tolerance(
+    a_format: str, out_dtype: torch.dtype | None, k: int, *, top_k: int = 1,
+    numel: int = 4096, cancellation: float = 1.0, accumulator_bits: int = 24,
+) -> float:
+    """Relative L2 allowed for one stage against the float64 reference on the same operands.
+
+    Three errors, added in squares since they are independent:
+        the output's rounding, `rounding_rms` (an MX output: `requantisation_error`);
+        with ``top_k > 1`` under REDUCE the rounding of the rows before the sum, `rounding_rms`
+        times ``√Σ‖row‖² / ‖Σ row‖``, which is 1 for rows of independent experts;
+        the accumulator's, `accumulation_error`, times the gain of an activation;
+    all times the `sampling_margin` of the number of values compared.
+
+    Args:
+        a_format: "bf16", "mxfp8" or "mxfp4": the format that an MX output has.
+        out_dtype: dtype of a plain output; None for stage 1's MX output in `a_format`.
+        k: length of the reduction. top_k: rows summed by REDUCE; 1 for anything else.
+        numel: values compared. Under REDUCE with bfloat16 output a thousand are needed for the
+            gate to hold by five deviations; compare fewer with a float32 output.
+        cancellation: the ratio above, from the reference's rows where they are not independent.
+        accumulator_bits: significant bits of the kernel's accumulator.
+
+    Returns:
+        At most STAGE_GATE, for an MX output END_TO_END_GATE.
+
+    Example:
+        >>> round(stage_tolerance("bf16", torch.bfloat16, 2880, top_k=4), 5)
+        0.00239
+    """
+    accumulated = _ACTIVATION_GAIN * accumulation_error(k, significant_bits=accumulator_bits)
+    margin = sampling_margin(numel)
+    if out_dtype is None:
+        flips = requantisation_error(_mx_format(a_format), accumulated)
+        return min(END_TO_END_GATE, margin * flips)
+    require(out_dtype in _SIGNIFICANT_BITS, "stage_tolerance", "out_dtype", got=out_dtype,
+            need=[str(dtype) for dtype in _SIGNIFICANT_BITS])
+    output = rounding_rms(_SIGNIFICANT_BITS[out_dtype])
+    rows = cancellation * output if top_k > 1 else 0.0
+    return min(STAGE_GATE, margin * math.hypot(output, rows, cancellation * accumulated))
+
+
+def end_to_end_tolerance(
+    a_format: str, out_dtype: torch.dtype, hidden_size: int, intermediate_size: int, *,
+    top_k: int = 1, numel: int = 4096, cancellation: float = 1.0, accumulator_bits: int = 24,
+) -> float:
+    """Relative L2 allowed for a layer: stage 2's tolerance and the intermediate's flipped codes.
+
+    Both sides round the intermediate at the same place; it differs by `requantisation_error` of
+    stage 1's accumulator noise. The down projection maps that error and the values alike, so it
+    arrives with its relative size. Args as `stage_tolerance`; at most END_TO_END_GATE.
+    """
+    fmt = None if a_format == "bf16" else _mx_format(a_format)
+    noise = _ACTIVATION_GAIN * accumulation_error(hidden_size, significant_bits=accumulator_bits)
+    stage_two = stage_tolerance(a_format, out_dtype, intermediate_size, top_k=top_k, numel=numel,
+                                cancellation=cancellation, accumulator_bits=accumulator_bits)
+    flips = cancellation * requantisation_error(fmt, noise) * sampling_margin(numel)
+    return min(END_TO_END_GATE, math.hypot(stage_two, flips))
+
+
+def gaussian_magnitudes(count: int = 2048) -> torch.Tensor:
+    """|x| of a standard normal at `count` equally likely quantiles, ascending, float64."""
+    level = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    return torch.special.ndtri(0.5 + level / 2)
+
+
+def gated_magnitudes(count: int = 64) -> torch.Tensor:
+    """|silu(g) u| for standard normal g and u on a `count`² grid of quantiles, ascending."""
+    half = gaussian_magnitudes(count // 2)
+    normal = torch.cat((-half.flip(0), half))
+    gated = torch.nn.functional.silu(normal)[:, None] * half[None, :]
+    return gated.abs().flatten().sort().values
+
+
+def quantisation_noise(fmt: MXFormat | str, rule: ScaleRule, magnitudes: torch.Tensor) -> float:
+    """Expected noise over signal when independent values are quantised in blocks of 32.
+
+    With magnitudes ``a_1 ≤ … ≤ a_N`` equally likely, the block's maximum is a_i with probability
+    ``(i^32 − (i−1)^32) / N^32``; that fixes the scale, the maximum's own error, and the mean squared
+    error of the other 31 values, which are uniform over ``a_1 … a_i``. Where the values lie within a
+    binade changes the result, so eight positions are taken and the worst is returned.
+
+    Args:
+        fmt: MX format. rule: scale rule. magnitudes: ascending, float64 [N].
+
+    Returns:
+        ``E[(q(v) − v)²] / E[v²]``.
+    """
+    fmt = get_format(fmt)
+    return max(_block_noise(fmt, rule, magnitudes * 2 ** (step / 8)) for step in range(8))
+
+
+def _block_noise(fmt: MXFormat, rule: ScaleRule, values: torch.Tensor) -> float:
+    scales = decode_scale(block_scale(values, fmt, rule), torch.float64)
+    rank = torch.arange(len(values) + 1, dtype=torch.float64) / len(values)
+    is_maximum = (rank ** fmt.block_size).diff()
+    noise = 0.0
+    for scale in scales.unique().tolist():
+        rounded = decode(encode(values / scale, fmt.element), fmt.element, torch.float64) * scale
+        squared = (rounded - values) ** 2
+        below = squared.cumsum(0) / torch.arange(1, len(values) + 1)
+        block = (squared + (fmt.block_size - 1) * below) / fmt.block_size
+        noise += (block * is_maximum)[scales == scale].sum().item()
+    return noise / (values ** 2).mean().item()
+
+
+@functools.cache
+def sqnr_floor_db(a_format: str, *, rule: ScaleRule = ScaleRule.RCEIL,
+                  quantised_weights: bool = False) -> float:
+    """Least SQNR of a layer's output against the same layer without the named quantisation.
+
+    For Gaussian x and weights, with n_x the noise over signal of x, n_h that of the gated
+    intermediate, n_w that of MXFP4 weights (0 if they count as given):
+
+        ``floor = −10 log10( G (n_x + n_w) + (n_h + n_w) + 2 r² )``
+
+    A linear map keeps noise over signal, since noise and signal are independent of its weights.
+    The activation multiplies gate by up, both noisy: G = 2, with a further 10 % because f'(g)² can
+    exceed (f(g)/g)² in the mean. r = `rounding_rms(8)` counts the rows' and the output's bfloat16
+    rounding. For bf16 n_x is 0 (x is bfloat16 on both sides) and n_h is r².
+
+    Args:
+        a_format: "bf16", "mxfp8" or "mxfp4". rule: of the activations.
+        quantised_weights: compare with unquantised weights, too (MXFP4 with RCEIL).
+
+    Returns:
+        dB.
+    """
+    rounding = rounding_rms(8) ** 2
+    noise_x, noise_h = 0.0, rounding
+    if a_format != "bf16":
+        fmt = _mx_format(a_format)
+        noise_x = quantisation_noise(fmt, rule, gaussian_magnitudes())
+        noise_h = quantisation_noise(fmt, rule, gated_magnitudes())
+    noise_w = 0.0
+    if quantised_weights:
+        noise_w = quantisation_noise("mxfp4", ScaleRule.RCEIL, gaussian_magnitudes())
+    return -10 * math.log10(2.2 * (noise_x + noise_w) + noise_h + noise_w + 2 * rounding)
+
+
+def _mx_format(a_format: str) -> MXFormat:
+    require(a_format in ("mxfp8", "mxfp4"), "mxpert.testing.numerics", "a_format",
+            need="'mxfp8' or 'mxfp4' for an MX tensor", got=repr(a_format))
+    return get_format(a_format)
+
+
+def _pair(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor,
+          op: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as float64 on the device of `expected`."""
+    values = [dequantize_blocks(t, torch.float64) if isinstance(t, MXTensor) else t.detach().double()
+              for t in (actual, expected)]
+    require(values[0].shape == values[1].shape, op, "actual.shape", need=list(values[1].shape),
+            got=list(values[0].shape))
+    return values[0].to(values[1].device), values[1]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits as integers, so that equal NaNs compare equal."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if tensor.dtype == torch.bool:
+        return tensor
+    return tensor.contiguous().view(integers[tensor.element_size()])
+
+
+def _canonical_zeros(tensor: MXTensor) -> MXTensor:
+    """The MX tensor with every −0 code replaced by +0."""
+    packed = tensor.format.codes_per_byte == 2
+    codes = unpack_codes(tensor.qdata, tensor.axis) if packed else tensor.qdata
+    negative_zero = 1 << (tensor.format.element.bits - 1)
+    codes = codes.masked_fill(codes == negative_zero, 0)
+    return replace(tensor, qdata=pack_codes(codes, tensor.axis) if packed else codes)
