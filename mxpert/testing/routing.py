@@ -1,0 +1,193 @@
+"""Data-dependent checks of routing, which need a host synchronisation and so are not in the ops."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import require
+from ..problem import Scoring, TopKOptions
+from ..routing import TOKEN_BITS, TOKEN_MASK, RoutingPlan, check_plan_shapes
+
+CONTRACT_EXPERTS = ((256, 8), (257, 9), (385, 7), (513, 9), (128, 4), (129, 7), (161, 7), (33, 5),
+                    (100, 3), (1, 1))
+"""(number of experts, top_k) that sorting is tested with: powers of two, odd numbers, one."""
+
+
+def random_topk_ids(num_tokens: int, top_k: int, num_experts: int, *,
+                    generator: torch.Generator) -> torch.Tensor:
+    """int32 [T, top_k]: for each token distinct experts, all equally likely."""
+    noise = torch.rand(num_tokens, num_experts, generator=generator)
+    return noise.argsort(dim=1)[:, :top_k].to(torch.int32)
+
+
+def validate_topk_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
+    """Every id names an expert, and no token has an expert twice.
+
+    The ops ignore bad ids instead (they never touch memory through them), because finding them
+    needs a synchronisation with the device.
+
+    Args:
+        topk_ids: integers [T, top_k]. num_experts: ids range over 0 … num_experts − 1.
+
+    Raises:
+        ValueError: names the first token whose ids are bad.
+
+    Example:
+        >>> validate_topk_ids(torch.tensor([[0, 3]]), num_experts=4)
+    """
+    op = "validate_topk_ids"
+    ids = topk_ids.cpu()
+    outside = ((ids < 0) | (ids >= num_experts)).any(dim=1)
+    ordered = ids.sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
+    for bad, need in ((outside, f"ids in 0 … {num_experts - 1}"), (twice, "distinct ids")):
+        if bad.any():
+            token = int(bad.nonzero()[0])
+            require(False, op, f"topk_ids[{token}]", need=need, got=ids[token].tolist(),
+                    remedy="check the router and the expert numbering of the checkpoint")
+
+
+def validate_routing_plan(
+    plan: RoutingPlan, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, num_experts: int,
+    expert_map: torch.Tensor | None = None, num_local_tokens: int | None = None,
+) -> None:
+    """Check every invariant of a plan against the routing that it was made from.
+
+    Together the invariants leave exactly one plan, so this is a bit-exact test. It copies the plan
+    to the CPU.
+
+    Args:
+        plan: the plan. topk_ids, topk_weights, num_experts, expert_map, num_local_tokens: what it
+            was made from, as in make_routing_plan (num_local_tokens as a number).
+
+    Raises:
+        ValueError: names the first invariant that does not hold.
+    """
+    check_plan_shapes(plan, "validate_routing_plan")
+    tokens = plan.num_tokens if num_local_tokens is None else num_local_tokens
+    tokens = min(max(tokens, 0), plan.num_tokens)
+    expert = _expected_experts(plan, topk_ids.cpu().long(), num_experts, expert_map, tokens)
+    used = _check_blocks(plan, expert, tokens)
+    _check_rows(plan, expert, topk_weights.cpu(), used)
+
+
+def _expected_experts(plan: RoutingPlan, ids: torch.Tensor, num_experts: int,
+                      expert_map: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """int64 [T, top_k]: local expert of each (token, slot), −1 where it has none."""
+    known = (ids >= 0) & (ids < num_experts)
+    local = ids if expert_map is None else expert_map.cpu().long()[torch.where(known, ids, 0)]
+    known &= (local >= 0) & (local < plan.num_experts)
+    known &= (torch.arange(plan.num_tokens) < tokens)[:, None]
+    return torch.where(known, local, -1)
+
+
+def _require_equal(name: str, have: torch.Tensor, want: torch.Tensor) -> None:
+    """Raise with the first place where an int tensor of the plan is wrong."""
+    wrong = (have != want).flatten().nonzero()
+    if wrong.numel():
+        place = int(wrong[0])
+        require(False, "validate_routing_plan", f"plan.{name}[{place}] (flat)",
+                need=int(want.flatten()[place]), got=int(have.flatten()[place]))
+
+
+def _check_blocks(plan: RoutingPlan, expert: torch.Tensor, tokens: int) -> int:
+    """num_valid and block_expert_ids; returns the padded rows in use."""
+    unit = plan.routing_block_m
+    counts = torch.bincount(expert[expert >= 0], minlength=plan.num_experts)
+    blocks = (counts + unit - 1) // unit
+    used = int(blocks.sum())
+    _require_equal("num_valid", plan.num_valid.cpu(), torch.tensor([used * unit, tokens]))
+    want = torch.full((plan.capacity // unit,), -1)
+    want[:used] = torch.arange(plan.num_experts).repeat_interleave(blocks)
+    _require_equal("block_expert_ids", plan.block_expert_ids.cpu(), want)
+    return used * unit
+
+
+def _check_rows(plan: RoutingPlan, expert: torch.Tensor, weights: torch.Tensor, used: int) -> None:
+    """sorted_token_ids, sorted_weights, slot_rows."""
+    op, top_k = "validate_routing_plan", plan.top_k
+    codes, slot_rows = plan.sorted_token_ids.cpu().long(), plan.slot_rows.cpu().long()
+    slot, token = codes >> TOKEN_BITS, codes & TOKEN_MASK
+    padding = slot == top_k
+    _require_equal("sorted_token_ids", codes[padding],
+                   torch.full_like(codes[padding], top_k << TOKEN_BITS | plan.num_tokens))
+    rows = (~padding).nonzero().flatten()
+    require(bool((rows < used).all()), op, "plan.sorted_token_ids",
+            need=f"padding from row {used} on", got=rows.tolist()[-1:])
+
+    token, slot = token[rows], slot[rows]
+    inside = bool(((slot >= 0) & (slot < top_k) & (token < plan.num_tokens)).all())
+    require(inside, op, "plan.sorted_token_ids", need="slots and tokens of the batch",
+            got="a code outside it")
+    source = token * top_k + slot
+    block_expert = plan.block_expert_ids.cpu().long()[rows // plan.routing_block_m]
+    _require_equal("block_expert_ids by row", block_expert, expert.flatten()[source])
+    # Ascending (expert, token, slot) without repetition, and as many rows as were to be kept.
+    order = block_expert * (plan.num_tokens * top_k) + source
+    require(bool((order[1:] > order[:-1]).all()), op, "plan.sorted_token_ids",
+            need="rows ascending in expert, token, slot", got="rows out of order or twice")
+    kept = int((expert >= 0).sum())
+    require(rows.numel() == kept, op, "plan.sorted_token_ids", need=f"{kept} routed rows",
+            got=rows.numel())
+    # Padding closes an expert's rows: a row that follows another of its expert follows directly.
+    same = block_expert[1:] == block_expert[:-1]
+    require(bool((rows[1:] - rows[:-1])[same].eq(1).all()), op, "plan.sorted_token_ids",
+            need="padding behind an expert's rows", got="padding between them")
+
+    want_slot_rows = torch.full((plan.num_tokens * top_k,), -1)
+    want_slot_rows[source] = rows
+    _require_equal("slot_rows", slot_rows.flatten(), want_slot_rows)
+    want_weights = torch.zeros(plan.capacity)
+    want_weights[rows] = weights.flatten()[source]
+    _require_equal("sorted_weights (bits)", plan.sorted_weights.cpu().view(torch.int32),
+                   want_weights.view(torch.int32))
+
+
+def topk_decision_gap(logits: torch.Tensor, top_k: int, options: TopKOptions,
+                      correction_bias: torch.Tensor | None = None) -> torch.Tensor:
+    """float64 [T]: the smallest difference of scores that decides a token's expert ids.
+
+    Two implementations whose float32 scores differ by less than half of it choose the same ids.
+    Exact ties, which go to the lower id in every implementation, do not count. Chosen logits that
+    are themselves the ranked scores have no rounding, so the gap is infinite there.
+
+    Args:
+        logits: [T, E]. top_k, options, correction_bias: as given to route_topk.
+    """
+    wide = logits.double()
+    limited = options.num_groups > 1
+    if options.scoring is Scoring.SIGMOID:
+        ranked = wide.sigmoid()
+    elif limited or correction_bias is not None:
+        ranked = wide.softmax(dim=-1)
+    else:
+        return torch.full(logits.shape[:1], float("inf"), dtype=torch.float64)
+    if correction_bias is not None:
+        ranked = ranked + correction_bias.double()
+    gap = torch.full(logits.shape[:1], float("inf"), dtype=torch.float64)
+    if limited:
+        grouped = ranked.view(len(ranked), options.num_groups, -1)
+        group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
+        gap = _smallest_step(group_scores, options.top_groups)
+        chosen = group_scores.topk(options.top_groups, dim=-1).indices
+        ranked = grouped.gather(1, chosen[:, :, None].expand(-1, -1, grouped.shape[2])).flatten(1)
+    return torch.minimum(gap, _smallest_step(ranked, top_k))
+
+
+def _smallest_step(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Smallest non-zero difference of neighbours among the `count` + 1 largest of each row."""
+    best = values.topk(min(count + 1, values.shape[1]), dim=-1).values
+    steps = torch.nn.functional.pad(best[:, :-1] - best[:, 1:], (0, 1), value=float("inf"))
+    return torch.where(steps == 0, float("inf"), steps).amin(dim=1)
+
+
+def topk_weight_tolerance(span: float, terms: int) -> float:
+    """Relative error that two float32 implementations of the weights may differ by.
+
+    A weight is a quotient of an exponential and a sum of at most `terms` positive exponentials with
+    arguments within ±`span`. On a GPU ``exp(x) = 2^(x·log2 e)``: rounding the product costs
+    ``|x|·2⁻²⁴``, the instruction 2 ulp. Numerator and denominator each bring that; both sums bring
+    ``terms − 1`` roundings; division, ``1 + …``, factor and the libm of the other side at most
+    12 half-ulps more: ``(2·span + 2·terms + 20)·2⁻²⁴``.
+    """
+    return (2 * span + 2 * terms + 20) * 2.0**-24

@@ -1,0 +1,75 @@
+"""The routing ops as torch.library ops: fake implementations, torch.compile, explain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mxpert
+from mxpert import Scoring
+from mxpert.dispatch import resolve
+from mxpert.ops.route import describe_route_topk, describe_routing_plan
+from mxpert.problem import Op
+
+LOGITS = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
+FIELDS = ("sorted_token_ids", "sorted_weights", "block_expert_ids", "num_valid", "slot_rows")
+
+
+@pytest.mark.parametrize("tokens", [0, 12])
+@pytest.mark.parametrize("bias", [None, torch.zeros(16)], ids=["no-bias", "bias"])
+def test_route_topk_opcheck(tokens, bias):
+    torch.library.opcheck(torch.ops.mxpert.route_topk, (
+        LOGITS[:tokens], bias, 4, Scoring.SIGMOID.value, True, 4, 2, 2.5))
+
+
+@pytest.mark.parametrize("tokens", [0, 12])
+@pytest.mark.parametrize("local", [False, True], ids=["all-experts", "expert-map"])
+def test_make_routing_plan_opcheck(tokens, local):
+    weights, ids = mxpert.route_topk(LOGITS[:tokens], 4)
+    expert_map = torch.arange(-4, 12, dtype=torch.int32) if local else None
+    num_local = torch.tensor([7], dtype=torch.int32) if local else None
+    torch.library.opcheck(torch.ops.mxpert.make_routing_plan, (
+        ids, weights, expert_map, num_local, 16, 12 if local else 16, 8))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_both_ops_compile_into_one_graph(dynamic):
+    def route(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights, ids = mxpert.route_topk(logits, 4, scoring=Scoring.SIGMOID)
+        plan = mxpert.make_routing_plan(ids, weights, num_experts=16, routing_block_m=8)
+        return tuple(getattr(plan, field) for field in FIELDS)
+
+    compiled = torch.compile(route, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for logits in (LOGITS, LOGITS[:5]):
+        for have, want in zip(compiled(logits), route(logits), strict=True):
+            assert torch.equal(have, want)
+
+
+def test_fake_tensors_carry_the_plan_shapes():
+    with torch._subclasses.FakeTensorMode():
+        ids = torch.empty(12, 4, dtype=torch.int32)
+        plan = mxpert.make_routing_plan(ids, torch.empty(12, 4), num_experts=16, routing_block_m=8)
+    real = mxpert.make_routing_plan(torch.zeros(12, 4, dtype=torch.int32), torch.zeros(12, 4),
+                                    num_experts=16, routing_block_m=8)
+    for field in FIELDS:
+        fake, tensor = getattr(plan, field), getattr(real, field)
+        assert (fake.shape, fake.dtype) == (tensor.shape, tensor.dtype)
+
+
+def test_problems_describe_the_arguments():
+    topk = describe_route_topk(LOGITS, 4, num_groups=4, top_groups=2)
+    assert (topk.op, topk.num_tokens, topk.top_k, topk.num_experts) == (Op.ROUTE_TOPK, 12, 4, 16)
+    assert topk.options.num_groups == 4
+    weights, ids = mxpert.route_topk(LOGITS, 4)
+    plan = describe_routing_plan(ids, weights, num_experts=16, routing_block_m=8,
+                                 num_local_experts=4)
+    assert (plan.op, plan.num_experts, plan.num_local_experts) == (Op.ROUTING_PLAN, 16, 4)
+    assert {hash(topk), hash(plan)}  # hashable: they key caches
+    assert resolve(topk)[0].backend == resolve(plan)[0].backend == "reference"
+
+
+def test_explain_names_the_backend():
+    weights, ids = mxpert.route_topk(LOGITS, 4)
+    assert "reference" in str(mxpert.explain(mxpert.route_topk, LOGITS, 4))
+    assert "reference" in str(mxpert.explain(mxpert.make_routing_plan, ids, weights, num_experts=16,
+                                             routing_block_m=8))
