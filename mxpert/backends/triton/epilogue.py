@@ -1,0 +1,192 @@
+"""Device functions after the GEMMs: activation, requantisation to MX formats, stores, combine.
+
+Both the GEMM kernels and the kernels that finish a split-K GEMM call these, so that the number of
+splits never changes what follows the accumulator. Tiles here are [BLOCK_M rows, BLOCK_N columns].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sigmoid(x):
+    """``1 / (1 + e^-x)`` in float32."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    """tanh in float32: the Taylor series up to x^9 below 1/4 (error 1e-8), an exponential above."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (
+        -17.0 / 315 + square * (62.0 / 2835)))))
+    return tl.where(square < 0.0625, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+
+
+@triton.jit
+def clamp_above(x, limit):
+    """``min(x, limit)``; NaN stays NaN, as in the reference."""
+    return tl.where(x > limit, limit, x)
+
+
+@triton.jit
+def clamp_both(x, limit):
+    """``clamp(x, -limit, limit)``; NaN stays NaN."""
+    return tl.where(x < -limit, -limit, clamp_above(x, limit))
+
+
+@triton.jit
+def gated_activation(gate, up, p0, p1, ACTIVATION: tl.constexpr):
+    """The gated activations of `mxpert.problem`, their two parameters given at run time."""
+    if ACTIVATION == "silu":
+        return gate * sigmoid(gate) * up
+    elif ACTIVATION == "swiglu":  # p0 alpha, p1 limit
+        gate = clamp_above(gate, p1)
+        return gate * sigmoid(p0 * gate) * (clamp_both(up, p1) + 1.0)
+    elif ACTIVATION == "clamped_silu":  # p0 limit
+        gate = clamp_above(gate, p0)
+        return gate * sigmoid(gate) * clamp_both(up, p0)
+    else:
+        tl.static_assert(ACTIVATION == "situ_v2", "an activation that this backend knows")
+        # p0 beta, p1 beta_up
+        return p0 * tanh(gate / p0) * sigmoid(gate) * (p1 * tanh(up / p1))
+
+
+@triton.jit
+def e8m0_scale(amax_bits, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr):
+    """E8M0 byte (as int32) of blocks whose maximum magnitudes have these float32 bits.
+
+    `mxpert.formats.codec.block_scale` on bits: the exponent, one up where the mantissa reaches
+    THRESHOLD. `scale_rule_constants` on the host gives EMAX, THRESHOLD and INF_BYTE.
+    """
+    exponent = (amax_bits >> 23) - 127
+    round_up = ((amax_bits & 0x7FFFFF) >= THRESHOLD).to(tl.int32)
+    byte = tl.minimum(tl.maximum(127 + exponent - EMAX + round_up, 0), 254)
+    byte = tl.where(amax_bits == 0x7F800000, INF_BYTE, byte)
+    byte = tl.where(amax_bits == 0, 127, byte)
+    return tl.where(amax_bits > 0x7F800000, 255, byte)
+
+
+@triton.jit
+def encode_e2m1(values, is_nan):
+    """e2m1 codes (int32) by comparison with the ties: odd codes lose them, even codes win them."""
+    size = tl.abs(values)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    code |= (values.to(tl.int32, bitcast=True) >> 28) & 8
+    return tl.where(is_nan, 7, code)
+
+
+@triton.jit
+def quantize_tile(
+    values, FORMAT: tl.constexpr, EMAX: tl.constexpr, THRESHOLD: tl.constexpr,
+    INF_BYTE: tl.constexpr,
+):
+    """Codes and scales of a float32 tile, 32 columns a block; bit-exact to `formats.codec`.
+
+    Returns uint8 codes [BLOCK_M, BLOCK_N] (e2m1: [BLOCK_M, BLOCK_N/2], low nibble first) and uint8
+    scales [BLOCK_M, BLOCK_N/32].
+    """
+    BLOCK_M: tl.constexpr = values.shape[0]
+    BLOCK_N: tl.constexpr = values.shape[1]
+    tl.static_assert(BLOCK_N % 32 == 0, "a tile holds whole blocks of 32 columns")
+    blocks = tl.reshape(values, (BLOCK_M, BLOCK_N // 32, 32))
+    # As integers, magnitudes order like floats and a NaN is the largest.
+    bits = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    byte = e8m0_scale(tl.max(bits, axis=2), EMAX, THRESHOLD, INF_BYTE)  # [BLOCK_M, BLOCK_N/32]
+    # 2^(127 - byte) from its bits; 2^-127, for byte 254, is subnormal.
+    inverse = tl.where(byte >= 254, 1 << 22, (254 - byte) << 23).to(tl.float32, bitcast=True)
+    is_nan = (byte == 255)[:, :, None]
+    scaled = blocks * inverse[:, :, None]
+    if FORMAT == "e2m1":
+        codes = tl.reshape(encode_e2m1(scaled, is_nan), (BLOCK_M, BLOCK_N // 2, 2))
+        low, high = tl.split(codes)
+        codes = low | (high << 4)
+    else:
+        tl.static_assert(FORMAT == "e4m3", "intermediates are e4m3 or e2m1")
+        # The codec saturates; conversion instructions do so on some chips only.
+        scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv)
+        codes = tl.where(is_nan, 0x7F, scaled.to(tl.uint8, bitcast=True).to(tl.int32))
+        codes = tl.reshape(codes, (BLOCK_M, BLOCK_N))
+    return codes.to(tl.uint8), byte.to(tl.uint8)
+
+
+@triton.jit
+def store_quantized(
+    qdata_ptr, scale_ptr, values, rows, row_mask, first_feature, num_features,
+    FORMAT: tl.constexpr, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr,
+):
+    """Quantise a tile and store it into contiguous codes [P, F(/2)] and scales [P, F/32]."""
+    BLOCK_N: tl.constexpr = values.shape[1]
+    PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
+    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE)
+    rows = rows.to(tl.int64)[:, None]
+    columns = (first_feature // PACK + tl.arange(0, BLOCK_N // PACK))[None, :]
+    tl.store(qdata_ptr + rows * (num_features // PACK) + columns, codes,
+             mask=row_mask[:, None] & (columns < num_features // PACK))
+    columns = (first_feature // 32 + tl.arange(0, BLOCK_N // 32))[None, :]
+    tl.store(scale_ptr + rows * (num_features // 32) + columns, scale,
+             mask=row_mask[:, None] & (columns < num_features // 32))
+
+
+@triton.jit
+def gate_up_row(feature, gate_up_group):
+    """Weight row of a feature's gate; its up row lies `gate_up_group` further, in every order."""
+    return feature // gate_up_group * (2 * gate_up_group) + feature % gate_up_group
+
+
+@triton.jit
+def finish_gate_up(
+    h_ptr, h_scale_ptr, gate, up, bias_ptr, sorted_weights_ptr, expert, rows, row_mask,
+    first_feature, num_features, gate_up_group, p0, p1,
+    ACTIVATION: tl.constexpr, H_FORMAT: tl.constexpr, EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr,
+):
+    """Routing weight (if given), bias (if given), activation, store as bf16 or in an MX format."""
+    BLOCK_N: tl.constexpr = gate.shape[1]
+    features = first_feature + tl.arange(0, BLOCK_N)
+    feature_mask = features < num_features
+    if sorted_weights_ptr is not None:
+        weight = tl.load(sorted_weights_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        gate *= weight
+        up *= weight
+    if bias_ptr is not None:
+        gate_rows = gate_up_row(features, gate_up_group)
+        bias_row_ptr = bias_ptr + expert.to(tl.int64) * (2 * num_features)
+        gate += tl.load(bias_row_ptr + gate_rows, mask=feature_mask, other=0.0)[None, :]
+        up += tl.load(bias_row_ptr + gate_rows + gate_up_group, mask=feature_mask,
+                      other=0.0)[None, :]
+    values = gated_activation(gate, up, p0, p1, ACTIVATION)  # [BLOCK_M, BLOCK_N] float32
+    if H_FORMAT == "bf16":
+        offsets = rows.to(tl.int64)[:, None] * num_features + features[None, :]
+        tl.store(h_ptr + offsets, values.to(tl.bfloat16),
+                 mask=row_mask[:, None] & feature_mask[None, :])
+    else:
+        store_quantized(h_ptr, h_scale_ptr, values, rows, row_mask, first_feature, num_features,
+                        H_FORMAT, EMAX, THRESHOLD, INF_BYTE)
+
+
+@triton.jit
+def finish_down(
+    out_ptr, values, bias_ptr, sorted_weights_ptr, expert, rows, tokens, row_mask, first_column,
+    num_columns, ATOMIC: tl.constexpr,
+):
+    """``weight * (acc + bias)``, stored by sorted row, or added by token into float32 (ATOMIC)."""
+    BLOCK_N: tl.constexpr = values.shape[1]
+    columns = first_column + tl.arange(0, BLOCK_N)
+    column_mask = columns < num_columns
+    if bias_ptr is not None:
+        bias_row_ptr = bias_ptr + expert.to(tl.int64) * num_columns
+        values += tl.load(bias_row_ptr + columns, mask=column_mask, other=0.0)[None, :]
+    if sorted_weights_ptr is not None:
+        values *= tl.load(sorted_weights_ptr + rows, mask=row_mask, other=0.0)[:, None]
+    target_rows = tokens if ATOMIC else rows
+    offsets = target_rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    mask = row_mask[:, None] & column_mask[None, :]
+    if ATOMIC:
+        tl.atomic_add(out_ptr + offsets, values, mask=mask, sem="relaxed")
+    else:
+        tl.store(out_ptr + offsets, values.to(out_ptr.dtype.element_ty), mask=mask)

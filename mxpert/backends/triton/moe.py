@@ -1,0 +1,290 @@
+"""Host side of the portable MoE kernels: allocate, size the grid, launch; no synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+
+from ...formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule
+from ...formats.tensor import MXTensor
+from ...problem import (
+    Combine,
+    GemmConfig,
+    MoEConfig,
+    MoEOptions,
+    MoEProblem,
+    Op,
+    QuantizeProblem,
+    RoutingProblem,
+    activation_mx_format,
+)
+from ...routing import RoutingPlan
+from ...weights import MoEWeights
+from . import heuristics
+from .combine import combine_rows
+from .moe_kernels import (
+    _moe_down_finish_kernel,
+    _moe_down_kernel,
+    _moe_gate_up_finish_kernel,
+    _moe_gate_up_kernel,
+)
+from .quantize import QUANTIZE
+from .routing import PLAN
+
+FINISH_NUM_WARPS = 4
+
+
+def scale_rule_constants(format: MXFormat, rule: ScaleRule) -> dict[str, int]:
+    """Compile-time constants of `epilogue.e8m0_scale`; see `mxpert.formats.codec.block_scale`."""
+    element = format.element
+    threshold = {
+        ScaleRule.FLOOR: 1 << 23,  # never reached
+        ScaleRule.CEIL: 1,
+        ScaleRule.EVEN: (1 << 23) - (1 << (22 - element.mantissa_bits)),
+        ScaleRule.RCEIL: int((element.max_value / 2**element.emax - 1) * (1 << 23)) + 1,
+    }[rule]
+    inf_byte = 254 if rule is ScaleRule.RCEIL else 255 - element.emax
+    return {"EMAX": element.emax, "THRESHOLD": threshold, "INF_BYTE": inf_byte}
+
+
+def operand(rows: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+    """Codes (or bf16 values), scales and the kernels' name of the element format."""
+    if isinstance(rows, MXTensor):
+        return rows.qdata, rows.scale, rows.format.element.name
+    return rows, None, "bf16"
+
+
+class _Stage:
+    """What both stages share: validity, choice of tiles, and the launch arguments of a GEMM."""
+
+    op: Op
+    backend = "triton"
+
+    def unsupported(self, problem: MoEProblem) -> str | None:
+        """Why the kernel cannot serve `problem`; None if it can."""
+        return heuristics.unsupported(problem)
+
+    def configs(self, problem: MoEProblem) -> Iterator[GemmConfig]:
+        """Valid configs whose block_m divides the plan's unit, the heuristic's among them."""
+        blocks = [b for b in heuristics.BLOCKS_M if problem.routing_block_m % b == 0]
+        yield self.heuristic(problem)
+        yield from heuristics.stage_configs(problem, self.op, blocks)
+
+    def heuristic(self, problem: MoEProblem) -> GemmConfig:
+        """The config used where no tuned row answers."""
+        return heuristics.gemm_heuristic(problem, self.op, heuristics.stage_block_m(problem))
+
+    def check(self, problem: MoEProblem, config: GemmConfig) -> None:
+        """Refuse a pinned or tuned config that the device cannot run."""
+        heuristics.require_valid(problem.target, self.op, problem.options.activation_format, config)
+
+    @staticmethod
+    def row_blocks(plan: RoutingPlan, config: GemmConfig) -> int:
+        """Row blocks that can be in use; with at most 2^24 routed rows no grid reaches 2^31."""
+        return plan.max_blocks * (plan.routing_block_m // config.block_m)
+
+    @staticmethod
+    def plan_arguments(plan: RoutingPlan, options_weight: bool) -> dict[str, Any]:
+        """Arguments that GEMM and finishing kernels read the plan by."""
+        return {
+            "sorted_token_ids_ptr": plan.sorted_token_ids,
+            "sorted_weights_ptr": plan.sorted_weights if options_weight else None,
+            "block_expert_ids_ptr": plan.block_expert_ids, "num_valid_ptr": plan.num_valid,
+            "num_tokens": plan.num_tokens, "num_experts": plan.num_experts,
+            "routing_block_m": plan.routing_block_m}
+
+    @staticmethod
+    def gemm_arguments(
+        rows: torch.Tensor | MXTensor, weight: MXTensor, config: GemmConfig,
+    ) -> dict[str, Any]:
+        """Operands, strides and tile of a GEMM; K splits are whole multiples of block_k."""
+        x, x_scale, x_format = operand(rows)
+        k_blocks = weight.shape[-1] // MX_BLOCK_SIZE
+        k_steps = triton.cdiv(k_blocks * MX_BLOCK_SIZE, config.block_k)
+        per_split = triton.cdiv(k_steps, config.split_k) * (config.block_k // MX_BLOCK_SIZE)
+        return {
+            "x_ptr": x, "x_scale_ptr": x_scale,
+            "weight_ptr": weight.qdata, "weight_scale_ptr": weight.scale,
+            "num_k_blocks": k_blocks, "k_blocks_per_split": per_split, "split_k": config.split_k,
+            "x_stride": x.stride(0), "x_scale_stride": 0 if x_scale is None else x_scale.stride(0),
+            "weight_stride_e": weight.qdata.stride(0), "weight_stride_n": weight.qdata.stride(1),
+            "weight_scale_stride_e": weight.scale.stride(0),
+            "weight_scale_stride_n": weight.scale.stride(1),
+            "X_FORMAT": x_format, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
+            # group_m 1 says that no other row block wants these weights: see gemm_heuristic.
+            "STREAM_WEIGHTS": config.group_m == 1,
+            "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+class _GateUp(_Stage):
+    """Stage 1: gather, gate/up GEMM, bias, activation, requantisation."""
+
+    op = Op.MOE_GATE_UP
+
+    def launch(
+        self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
+        weights: MoEWeights, plan: RoutingPlan,
+    ) -> torch.Tensor | MXTensor:
+        """The intermediate [P, F] in sorted order; padding rows are left as allocated."""
+        return self.run(problem, config, x=quantize_rows(problem, x), weights=weights, plan=plan,
+                        num_rows=plan.capacity)
+
+    def run(
+        self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
+        weights: MoEWeights, plan: RoutingPlan, num_rows: int,
+    ) -> torch.Tensor | MXTensor:
+        """`launch` for rows that are quantised already, into `num_rows` rows."""
+        self.check(problem, config)
+        h = self._allocate(problem.options, num_rows, weights)
+        row_blocks = self.row_blocks(plan, config)
+        if row_blocks == 0:
+            return h
+        h_data, h_scale, h_format = operand(h)
+        features = weights.intermediate_size
+        p0, p1 = problem.options.activation.parameters
+        constants = {"EMAX": 0, "THRESHOLD": 0, "INF_BYTE": 0}
+        if isinstance(h, MXTensor):
+            constants = scale_rule_constants(h.format, problem.options.scale_rule)
+        partial = None
+        if config.split_k > 1:
+            partial = h_data.new_empty((config.split_k, row_blocks * config.block_m, 2 * features),
+                                       dtype=torch.float32)
+        epilogue: dict[str, Any] = dict(
+            h_ptr=h_data, h_scale_ptr=h_scale, partial_ptr=partial, bias_ptr=weights.gate_up_bias,
+            num_n_blocks=features // MX_BLOCK_SIZE,
+            gate_up_group=weights.gate_up_order.group(features),  # type: ignore[union-attr]
+            partial_rows=row_blocks * config.block_m, p0=float(p0), p1=float(p1),
+            H_FORMAT=h_format, ACTIVATION=problem.options.activation.name, **constants,
+            **self.plan_arguments(plan, problem.options.apply_router_weight_on_input))
+        tiles = row_blocks * triton.cdiv(features, config.block_n)
+        _moe_gate_up_kernel[(tiles * config.split_k,)](
+            **epilogue, **self.gemm_arguments(x, weights.gate_up_proj, config))
+        if partial is not None:
+            _moe_gate_up_finish_kernel[(tiles,)](
+                **epilogue, split_k=config.split_k, BLOCK_M=config.block_m,
+                BLOCK_N=config.block_n, num_warps=FINISH_NUM_WARPS)
+        return h
+
+    @staticmethod
+    def _allocate(options: MoEOptions, num_rows: int,
+                  weights: MoEWeights) -> torch.Tensor | MXTensor:
+        features, device = weights.intermediate_size, weights.device
+        format = activation_mx_format(options.activation_format, Op.MOE_GATE_UP.value)
+        if format is None:
+            return torch.empty((num_rows, features), dtype=torch.bfloat16, device=device)
+        sizes = (features // format.codes_per_byte, features // format.block_size)
+        qdata, scale = (torch.empty((num_rows, size), dtype=torch.uint8, device=device)
+                        for size in sizes)
+        return MXTensor(qdata, scale, format)
+
+
+class _Down(_Stage):
+    """Stage 2: down GEMM, bias, routing weight, combine."""
+
+    op = Op.MOE_DOWN
+
+    def launch(
+        self, problem: MoEProblem, config: GemmConfig, *, h: torch.Tensor | MXTensor,
+        weights: MoEWeights, plan: RoutingPlan,
+    ) -> torch.Tensor:
+        """[T, H], or for FLAT [P, H] whose padding rows are left as allocated."""
+        self.check(problem, config)
+        options = problem.options
+        flat, atomic = options.combine is Combine.FLAT, options.combine is Combine.ATOMIC
+        row_blocks = self.row_blocks(plan, config)
+        num_rows = (plan.capacity if flat else plan.num_tokens if atomic
+                    else row_blocks * config.block_m)
+        out = torch.empty((num_rows, weights.hidden_size), device=weights.device,
+                          dtype=torch.float32 if atomic else options.out_dtype)
+        if atomic:
+            out.zero_()
+        if row_blocks:
+            self._multiply(out, problem, config, h, weights, plan, row_blocks)
+        if atomic:
+            return out.to(options.out_dtype)
+        if flat:
+            return out
+        if plan.num_tokens == 0:
+            return out.new_empty((0, weights.hidden_size))
+        return combine_rows(out, plan.slot_rows)
+
+    def _multiply(
+        self, out: torch.Tensor, problem: MoEProblem, config: GemmConfig,
+        h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, row_blocks: int,
+    ) -> None:
+        """The GEMM with its epilogue, into rows or, for ATOMIC, tokens of `out`."""
+        columns = weights.hidden_size
+        partial = None
+        if config.split_k > 1:
+            partial = out.new_empty((config.split_k, row_blocks * config.block_m, columns),
+                                    dtype=torch.float32)
+        epilogue: dict[str, Any] = dict(
+            out_ptr=out, partial_ptr=partial, bias_ptr=weights.down_bias,
+            num_n_blocks=columns // MX_BLOCK_SIZE, partial_rows=row_blocks * config.block_m,
+            ATOMIC=problem.options.combine is Combine.ATOMIC,
+            **self.plan_arguments(plan, not problem.options.apply_router_weight_on_input))
+        tiles = row_blocks * triton.cdiv(columns, config.block_n)
+        _moe_down_kernel[(tiles * config.split_k,)](
+            **epilogue, **self.gemm_arguments(h, weights.down_proj, config))
+        if partial is not None:
+            _moe_down_finish_kernel[(tiles,)](
+                **epilogue, split_k=config.split_k, BLOCK_M=config.block_m,
+                BLOCK_N=config.block_n, num_warps=FINISH_NUM_WARPS)
+
+
+class _FusedMoE:
+    """The whole layer: quantise x where asked, sort, stage 1, stage 2."""
+
+    op = Op.FUSED_MOE
+    backend = "triton"
+
+    def unsupported(self, problem: MoEProblem) -> str | None:
+        """Why the kernels cannot serve `problem`; None if they can."""
+        return heuristics.unsupported(problem)
+
+    def configs(self, problem: MoEProblem) -> Iterator[MoEConfig]:
+        """Valid configs, one stage varied at a time around the heuristic."""
+        return heuristics.layer_configs(problem)
+
+    def heuristic(self, problem: MoEProblem) -> MoEConfig:
+        """The config used where no tuned row answers."""
+        return heuristics.layer_heuristic(problem)
+
+    def launch(
+        self, problem: MoEProblem, config: MoEConfig, *, x: torch.Tensor | MXTensor,
+        weights: MoEWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+        expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, H] in ``options.out_dtype``; nothing is launched for T = 0."""
+        num_tokens, top_k = topk_ids.shape
+        if num_tokens == 0:
+            return torch.empty((0, weights.hidden_size), dtype=problem.options.out_dtype,
+                               device=weights.device)
+        num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
+        routing = RoutingProblem(Op.ROUTING_PLAN, problem.target, num_tokens, top_k, num_global,
+                                 weights.num_experts, config.routing_block_m)
+        plan = PLAN.launch(routing, PLAN.heuristic(routing), topk_ids=topk_ids,
+                           topk_weights=topk_weights, expert_map=expert_map,
+                           num_local_tokens=num_local_tokens)
+        h = GATE_UP.run(problem, config.gate_up, x=quantize_rows(problem, x), weights=weights,
+                        plan=plan, num_rows=plan.max_blocks * plan.routing_block_m)
+        return DOWN.launch(problem, config.down, h=h, weights=weights, plan=plan)
+
+
+def quantize_rows(problem: MoEProblem, x: torch.Tensor | MXTensor) -> torch.Tensor | MXTensor:
+    """`x` in the layer's activation format, quantised by the scale rule unless it is already."""
+    format = activation_mx_format(problem.options.activation_format, problem.op.value)
+    if format is None or isinstance(x, MXTensor):
+        return x
+    quantize = QuantizeProblem(Op.QUANTIZE, problem.target, tuple(x.shape), -1, x.dtype, format,
+                               problem.options.scale_rule)
+    return QUANTIZE.launch(quantize, QUANTIZE.heuristic(quantize), x=x)
+
+
+GATE_UP = _GateUp()
+DOWN = _Down()
+FUSED_MOE = _FusedMoE()
