@@ -42,6 +42,7 @@ from .report import (
     format_rate,
     format_time,
     has_matplotlib,
+    make_console,
     parse_choices,
     parse_numbers,
     plot_roofline,
@@ -167,8 +168,8 @@ def bench_case(model: Model, weights: MoEWeights, num_tokens: int, activation_fo
         with float64_reference():
             truth = plain_rows(stage, calls[0](), inputs[0].plan)
         error = relative_l2(plain_rows(stage, calls[0](), inputs[0].plan), truth)
-        check_gate("bench", f"{model.name} T={num_tokens} {activation_format} {stage}", error,
-                   stage, activation_format)
+        check_gate(f"{model.name} T={num_tokens} {activation_format} {stage}", error, stage,
+                   activation_format)
         timing = time_calls(calls, device)
         work = Work.of_stage(stage, hit_experts=hit, routed_rows=num_tokens * model.top_k,
                              hidden_size=model.hidden_size,
@@ -253,7 +254,7 @@ def bench(
 
         mxpert bench --model kimi-k2 --model deepseek-v3 --stage layer --routing skewed
     """
-    console, device = Console(stderr=True), best_device()
+    console, device = make_console(stderr=True), best_device()
     require(scale >= 0, "bench", "--scale", need="a positive number", got=scale)
     require(routing in ("uniform", "skewed"), "bench", "--routing", need="uniform or skewed",
             got=repr(routing))
@@ -265,7 +266,7 @@ def bench(
         console.print(f"no GPU: reference backend, models scaled down by {scale or CPU_SCALE}")
     with override(backend=backend):
         document = run_bench(models, counts, names, stages, routing, device, console)
-    show(document, Console())
+    show(document, make_console())
     path = json_file or output / "bench.json"
     write_json(path, document)
     console.print(f"wrote {path}")

@@ -28,7 +28,15 @@ from ..problem import (
     TopKProblem,
 )
 from ..testing.toolchain import toolchain
-from .report import ACTIVATION_NAMES, Row, best_device, environment, package_version, print_table
+from .report import (
+    ACTIVATION_NAMES,
+    Row,
+    best_device,
+    environment,
+    make_console,
+    package_version,
+    print_table,
+)
 
 MINIMUM_VERSIONS = {"torch": "2.11", "triton": "3.6", "numpy": "1.26", "safetensors": "0.5"}
 """As in pyproject.toml; a test compares the two."""
@@ -134,7 +142,8 @@ def examine_operations(target: Target) -> list[Row]:
                     explain_problem(problem)
                 served.append(backend)
             except UnsupportedError as error:
-                refused[backend] = str(error)
+                # "op: backend — need …, got REASON; remedy": the remedy is for override() blocks
+                refused[backend] = str(error).partition(", got ")[2].rpartition("; ")[0]
         try:
             chosen = explain_problem(problem).resolution.kernel.backend
         except UnsupportedError:
@@ -157,10 +166,11 @@ def _print(console: Console, facts: Row, findings: list[Finding], operations: li
         for row in operations])
     reasons: dict[str, list[str]] = {}
     for row in operations:
-        for reason in row["refused"].values():
-            reasons.setdefault(reason.split(": ", 1)[-1], []).append(row["op"])
+        for backend, reason in row["refused"].items():
+            reasons.setdefault(f"{backend} {reason}", []).append(row["op"])
     for reason, names in reasons.items():
-        console.print(f"  not {', '.join(names)}: {reason}", style="dim", soft_wrap=True)
+        which = "any operation" if len(names) == len(operations) else ", ".join(names)
+        console.print(f"  not {which}: {reason}", style="dim", soft_wrap=True, highlight=False)
 
 
 def doctor(
@@ -194,6 +204,6 @@ def doctor(
         typer.echo(json.dumps({**facts, "findings": [asdict(f) for f in findings],
                                "operations": operations, "healthy": not broken}, indent=1))
     else:
-        _print(Console(), facts, findings, operations)
+        _print(make_console(), facts, findings, operations)
     if broken:
         raise typer.Exit(1)

@@ -24,6 +24,7 @@ from ..dispatch import detect_target
 from ..errors import require
 
 Row = dict[str, Any]
+PLAIN_WIDTH = 120
 PLOT_HINT = "no plot: matplotlib is not installed; pip install 'mxpert[plot]'"
 ACTIVATION_NAMES = {"bf16": "a16w4", "mxfp8": "a8w4", "mxfp4": "a4w4"}
 _NVIDIA_SMI = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
@@ -109,12 +110,18 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def make_console(*, stderr: bool = False) -> Console:
+    """A console; a log file or pipe gets lines wide enough for every table."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH)
+
+
 def print_table(console: Console, title: str, columns: Sequence[str],
                 rows: Sequence[Sequence[str]]) -> None:
     """One table; numbers right-aligned by convention of the caller's formatting."""
     table = Table(title=title, title_justify="left", header_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+        table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*row)
     console.print(table)

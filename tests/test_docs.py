@@ -1,0 +1,78 @@
+"""What the documents show runs: README, CONTRIBUTING and docs code blocks, doctests, examples."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mxpert
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+NEEDS_TRITON = ("mxpert.backends.triton", "mxpert.backends.hopper", "mxpert.testing")
+
+
+def python_blocks() -> list[pytest.param]:
+    return [pytest.param(block, id=f"{path.name}-{index}") for path in DOCUMENTS
+            for index, block in enumerate(BLOCK.findall(path.read_text(encoding="utf-8")), start=1)]
+
+
+def modules() -> list[str]:
+    return ["mxpert", *(found.name for found in pkgutil.walk_packages(mxpert.__path__, "mxpert."))]
+
+
+@pytest.mark.parametrize("block", python_blocks())
+def test_code_block_runs(block: str) -> None:
+    exec(compile(block, "<document>", "exec"), {"__name__": "document"})
+
+
+def test_readme_has_its_first_screen() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = BLOCK.findall(text)[0].strip().splitlines()
+    assert len(block) <= 12, "the first example is ten lines"
+    for part in ("make demo", "make test", "measured", "compiled-only", "mxpert bench"):
+        assert part in text
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = LINK.findall(path.read_text(encoding="utf-8"))
+    missing = [target for target in targets if not (path.parent / target).exists()]
+    assert not missing, f"{path.name}: {missing}"
+
+
+@pytest.mark.parametrize("name", modules())
+def test_doctests_pass(name: str) -> None:
+    if name.startswith(NEEDS_TRITON):
+        pytest.importorskip("triton")
+    outcome = doctest.testmod(importlib.import_module(name), verbose=False)
+    assert outcome.failed == 0, f"{outcome.failed} of {outcome.attempted} examples failed"
+
+
+def test_doctests_exist() -> None:
+    """The check above is worth something only where there are examples to run."""
+    finder = doctest.DocTestFinder()
+    for name in ("fused_moe", "quantize", "route_topk", "make_routing_plan"):
+        tests = finder.find(getattr(mxpert, name), name)
+        assert any(test.examples for test in tests), f"{name} has no example"
+
+
+def test_example_runs(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from mxpert.integrations.gpt_oss import write_demo_checkpoint
+
+    write_demo_checkpoint(tmp_path / "tiny", hidden_size=64, intermediate_size=64, num_experts=4,
+                          top_k=2, num_layers=1)
+    done = subprocess.run([sys.executable, "examples/gpt_oss_layer.py", str(tmp_path / "tiny")],
+                          cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("layer 0: (16, 64) -> (16, 64)")
