@@ -41,16 +41,17 @@ def require_tensor(
         raise TypeError(message(op, argument, "a torch.Tensor", type(value).__name__))
     if dtype is not None:
         allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
-        names = " or ".join(str(d).removeprefix("torch.") for d in allowed)
-        require(value.dtype in allowed, op, f"{argument}.dtype", need=names,
-                got=str(value.dtype).removeprefix("torch."),
-                remedy=f"convert with .to(torch.{str(allowed[0]).removeprefix('torch.')})",
-                error=TypeError)
+        if value.dtype not in allowed:
+            names = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+            raise TypeError(message(
+                op, f"{argument}.dtype", names, str(value.dtype).removeprefix("torch."),
+                f"convert with .to(torch.{str(allowed[0]).removeprefix('torch.')})"))
     if shape is not None:
         fits = value.dim() == len(shape) and all(
             want is None or have == want for have, want in zip(value.shape, shape, strict=True))
-        wanted = "[" + ", ".join("*" if want is None else str(want) for want in shape) + "]"
-        require(fits, op, f"{argument}.shape", need=wanted, got=list(value.shape))
+        if not fits:  # composed on failure alone: under torch.compile sizes are symbols
+            wanted = "[" + ", ".join("*" if want is None else str(want) for want in shape) + "]"
+            raise ValueError(message(op, f"{argument}.shape", wanted, list(value.shape)))
     if device is not None:
         require(value.device == device, op, f"{argument}.device", need=device, got=value.device,
                 remedy=f"move it with .to('{device}')")

@@ -20,7 +20,7 @@ def routing(num_tokens: int, top_k: int, num_experts: int, seed: int = 0):
     return ids, torch.rand(num_tokens, top_k, generator=generator)
 
 
-def loop_plan(ids: list[list[int]], experts: int, unit: int, capacity: int) -> tuple[list[int], ...]:
+def loop_plan(ids: list[list[int]], experts: int, unit: int, capacity: int) -> tuple[list, ...]:
     """The contract, literally, in Python loops: sorted ids, block experts, slot rows."""
     top_k = len(ids[0])
     padding = top_k << 24 | len(ids)
@@ -51,7 +51,7 @@ def test_matches_the_contract_written_as_loops(num_tokens, top_k, num_experts, u
     assert tuple(tensor.tolist() for tensor in have) == want
     rows = plan.slot_rows.long()
     assert torch.equal(plan.sorted_weights[rows], weights)
-    assert plan.sorted_weights.sum() == plan.sorted_weights[rows.flatten()].sum()
+    assert plan.sorted_weights.count_nonzero() == rows.numel()
 
 
 @pytest.mark.parametrize("num_experts, top_k", CONTRACT_EXPERTS)
@@ -165,7 +165,7 @@ def broken_plans():
                                        routing_block_m=4), ids, weights, id=name)
 
 
-@pytest.mark.parametrize("plan, ids, weights", broken_plans())
+@pytest.mark.parametrize("plan, ids, weights", list(broken_plans()))
 def test_validator_catches_planted_errors(plan, ids, weights):
     with pytest.raises(ValueError, match="validate_routing_plan: plan"):
         validate_routing_plan(plan, ids, weights, num_experts=4)
@@ -173,7 +173,8 @@ def test_validator_catches_planted_errors(plan, ids, weights):
 
 @pytest.mark.parametrize("ids, match", [
     ([[0, 1], [2, 4]], r"topk_ids\[1\] — need ids in 0 … 3"),
-    ([[0, -1]], r"topk_ids\[0\] — need ids in"), ([[3, 1], [2, 2]], r"topk_ids\[1\] — need distinct"),
+    ([[0, -1]], r"topk_ids\[0\] — need ids in"),
+    ([[3, 1], [2, 2]], r"topk_ids\[1\] — need distinct"),
 ])
 def test_validate_topk_ids_names_the_token(ids, match):
     with pytest.raises(ValueError, match=match):
@@ -194,8 +195,8 @@ BAD = {
                            r"topk_ids.shape\[1\] — need 1 … 1"),
     "top-k-over-127": (WIDE, WIDE.float(), {"num_experts": 256}, ValueError, r"need 1 … 127"),
     "no-slots": (IDS[:, :0], WEIGHTS[:, :0], {}, ValueError, r"topk_ids.shape\[1\] — need 1"),
-    "block-zero": (IDS, WEIGHTS, {"routing_block_m": 0}, ValueError, r"routing_block_m — need 1 …"),
-    "block-type": (IDS, WEIGHTS, {"routing_block_m": 16.0}, TypeError, r"routing_block_m — need an"),
+    "block-zero": (IDS, WEIGHTS, {"routing_block_m": 0}, ValueError, r"routing_block_m — need 1"),
+    "block-type": (IDS, WEIGHTS, {"routing_block_m": 16.0}, TypeError, r"routing_block_m — need a"),
     "too-many-padded-rows": (IDS, WEIGHTS, {"routing_block_m": 1 << 28}, ValueError,
                              r"routing_block_m — need at most 1073741824 padded rows"),
     "experts-zero": (IDS, WEIGHTS, {"num_experts": 0}, ValueError, r"num_experts — need 1 …"),

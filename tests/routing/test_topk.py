@@ -154,7 +154,8 @@ def test_extreme_top_k(top_k):
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(4))
     weights, ids = mxpert.route_topk(logits, top_k)
     assert torch.equal(ids.long(), logits.argsort(dim=1, descending=True)[:, :top_k])
-    torch.testing.assert_close(weights.sum(dim=1), torch.ones(5), atol=16 * FLOAT32_HALF_ULP, rtol=0)
+    torch.testing.assert_close(weights.sum(dim=1), torch.ones(5), rtol=0,
+                               atol=16 * FLOAT32_HALF_ULP)
 
 
 def test_no_tokens():

@@ -70,11 +70,12 @@ def _limit_to_groups(rank: torch.Tensor, ranked: torch.Tensor, num_groups: int,
     """Exclude the experts of all but the `top_groups` groups with the best sum of two."""
     num_tokens, num_experts = ranked.shape
     numbers = torch.where(ranked.isnan(), float("-inf"), ranked)
-    best_two = numbers.view(num_tokens, num_groups, -1).topk(2, dim=-1).values
+    size = num_experts // num_groups
+    best_two = numbers.view(num_tokens, num_groups, size).topk(2, dim=-1).values
     order = rank_keys(best_two.sum(dim=-1)).argsort(dim=-1, descending=True, stable=True)
     competes = torch.zeros(num_tokens, num_groups, dtype=torch.bool, device=rank.device)
     competes.scatter_(1, order[:, :top_groups], True)
-    allowed = competes.repeat_interleave(num_experts // num_groups, dim=1)
+    allowed = competes.repeat_interleave(size, dim=1)
     return torch.where(allowed, rank, _EXCLUDED)
 
 
