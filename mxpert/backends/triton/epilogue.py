@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .quantize_kernels import quantize_tile
+
 
 @triton.jit
 def sigmoid(x):
@@ -52,66 +54,6 @@ def gated_activation(gate, up, p0, p1, ACTIVATION: tl.constexpr):
         tl.static_assert(ACTIVATION == "situ_v2", "an activation that this backend knows")
         # p0 beta, p1 beta_up
         return p0 * tanh(gate / p0) * sigmoid(gate) * (p1 * tanh(up / p1))
-
-
-@triton.jit
-def e8m0_scale(amax_bits, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr):
-    """E8M0 byte (as int32) of blocks whose maximum magnitudes have these float32 bits.
-
-    `mxpert.formats.codec.block_scale` on bits: the exponent, one up where the mantissa reaches
-    THRESHOLD. `scale_rule_constants` on the host gives EMAX, THRESHOLD and INF_BYTE.
-    """
-    exponent = (amax_bits >> 23) - 127
-    round_up = ((amax_bits & 0x7FFFFF) >= THRESHOLD).to(tl.int32)
-    byte = tl.minimum(tl.maximum(127 + exponent - EMAX + round_up, 0), 254)
-    byte = tl.where(amax_bits == 0x7F800000, INF_BYTE, byte)
-    byte = tl.where(amax_bits == 0, 127, byte)
-    return tl.where(amax_bits > 0x7F800000, 255, byte)
-
-
-@triton.jit
-def encode_e2m1(values, is_nan):
-    """e2m1 codes (int32) by comparison with the ties: odd codes lose them, even codes win them."""
-    size = tl.abs(values)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    code += (size > 5.0).to(tl.int32)
-    code |= (values.to(tl.int32, bitcast=True) >> 28) & 8
-    return tl.where(is_nan, 7, code)
-
-
-@triton.jit
-def quantize_tile(
-    values, FORMAT: tl.constexpr, EMAX: tl.constexpr, THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr,
-):
-    """Codes and scales of a float32 tile, 32 columns a block; bit-exact to `formats.codec`.
-
-    Returns uint8 codes [BLOCK_M, BLOCK_N] (e2m1: [BLOCK_M, BLOCK_N/2], low nibble first) and uint8
-    scales [BLOCK_M, BLOCK_N/32].
-    """
-    BLOCK_M: tl.constexpr = values.shape[0]
-    BLOCK_N: tl.constexpr = values.shape[1]
-    tl.static_assert(BLOCK_N % 32 == 0, "a tile holds whole blocks of 32 columns")
-    blocks = tl.reshape(values, (BLOCK_M, BLOCK_N // 32, 32))
-    # As integers, magnitudes order like floats and a NaN is the largest.
-    bits = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    byte = e8m0_scale(tl.max(bits, axis=2), EMAX, THRESHOLD, INF_BYTE)  # [BLOCK_M, BLOCK_N/32]
-    # 2^(127 - byte) from its bits; 2^-127, for byte 254, is subnormal.
-    inverse = tl.where(byte >= 254, 1 << 22, (254 - byte) << 23).to(tl.float32, bitcast=True)
-    is_nan = (byte == 255)[:, :, None]
-    scaled = blocks * inverse[:, :, None]
-    if FORMAT == "e2m1":
-        codes = tl.reshape(encode_e2m1(scaled, is_nan), (BLOCK_M, BLOCK_N // 2, 2))
-        low, high = tl.split(codes)
-        codes = low | (high << 4)
-    else:
-        tl.static_assert(FORMAT == "e4m3", "intermediates are e4m3 or e2m1")
-        # The codec saturates; conversion instructions do so on some chips only.
-        scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv)
-        codes = tl.where(is_nan, 0x7F, scaled.to(tl.uint8, bitcast=True).to(tl.int32))
-        codes = tl.reshape(codes, (BLOCK_M, BLOCK_N))
-    return codes.to(tl.uint8), byte.to(tl.uint8)
 
 
 @triton.jit

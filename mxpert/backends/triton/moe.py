@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from ...formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule
+from ...formats.spec import MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
 from ...problem import (
     Combine,
@@ -32,22 +32,10 @@ from .moe_kernels import (
     _moe_gate_up_kernel,
 )
 from .quantize import QUANTIZE
+from .quantize_kernels import scale_rule_constants
 from .routing import PLAN
 
 FINISH_NUM_WARPS = 4
-
-
-def scale_rule_constants(format: MXFormat, rule: ScaleRule) -> dict[str, int]:
-    """Compile-time constants of `epilogue.e8m0_scale`; see `mxpert.formats.codec.block_scale`."""
-    element = format.element
-    threshold = {
-        ScaleRule.FLOOR: 1 << 23,  # never reached
-        ScaleRule.CEIL: 1,
-        ScaleRule.EVEN: (1 << 23) - (1 << (22 - element.mantissa_bits)),
-        ScaleRule.RCEIL: int((element.max_value / 2**element.emax - 1) * (1 << 23)) + 1,
-    }[rule]
-    inf_byte = 254 if rule is ScaleRule.RCEIL else 255 - element.emax
-    return {"EMAX": element.emax, "THRESHOLD": threshold, "INF_BYTE": inf_byte}
 
 
 def operand(rows: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None, str]:
