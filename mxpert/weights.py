@@ -9,6 +9,7 @@ import torch
 
 from .errors import message, require, require_tensor
 from .formats.folding import FoldCertificate, fold_certificate
+from .formats.layouts import hopper_can_hold, pack_hopper, unpack_hopper
 from .formats.spec import MXFP4
 from .formats.tensor import Layout, MXTensor
 
@@ -54,6 +55,7 @@ class MoEWeights:
         down_bias: float32 [E, H], or None.
         gate_up_order: how gate and up rows are arranged; required, a GateUpOrder.
         fold_certificates: exact-fold certificates of the two projections, set by `prepare`.
+        source_order: the order before `prepare` rearranged rows, set by `prepare`.
 
     `qdata` and `scale` may be strided views into padded storage; what lies outside the logical
     shape is never read.
@@ -68,6 +70,7 @@ class MoEWeights:
     down_bias: torch.Tensor | None = None
     gate_up_order: GateUpOrder | None = None
     fold_certificates: tuple[FoldCertificate, FoldCertificate] | None = None
+    source_order: GateUpOrder | None = None
 
     def __post_init__(self) -> None:
         op = "MoEWeights"
@@ -83,8 +86,8 @@ class MoEWeights:
                                         "quantise with mxpert.quantize(w, 'mxfp4')"))
             require(projection.format == MXFP4, op, f"{name}.format", need="mxfp4",
                     got=projection.format.name)
-            require(projection.qdata.dim() == 3, op, f"{name}.qdata",
-                    need="three dimensions [E, N, K]", got=list(projection.qdata.shape))
+            require(len(projection.shape) == 3, op, f"{name}.shape",
+                    need="three dimensions [E, N, K]", got=list(projection.shape))
             require(projection.axis == -1, op, f"{name}.axis", need=-1, got=projection.axis,
                     remedy="quantise along the last axis")
         experts, hidden, intermediate = self.num_experts, self.hidden_size, self.intermediate_size
@@ -105,11 +108,11 @@ class MoEWeights:
 
     @property
     def num_experts(self) -> int:
-        return self.down_proj.qdata.shape[0]
+        return self.down_proj.shape[0]
 
     @property
     def hidden_size(self) -> int:
-        return self.down_proj.qdata.shape[1]
+        return self.down_proj.shape[1]
 
     @property
     def intermediate_size(self) -> int:
@@ -128,22 +131,66 @@ class MoEWeights:
         """Bytes of codes and scales of both projections."""
         return self.gate_up_proj.nbytes + self.down_proj.nbytes
 
-    def prepare(self, *, device: torch.device | str) -> MoEWeights:
-        """Move to `device`, make rows dense and 16-byte aligned, attach the exact-fold certificates.
+    def prepare(self, *, device: torch.device | str, layout: Layout | None = None) -> MoEWeights:
+        """Move to `device` and bring the weights into the layout that its fastest kernels read.
 
-        Done once, offline. The result computes the same function; kernels read it faster.
+        Done once, offline. The result computes the same function; `unprepare` gives back these
+        weights bit for bit. On Hopper this is HOPPER_FRAGMENT (gate and up rows interleaved, block
+        scales folded) where every block folds exactly, else ROW_MAJOR.
 
         Args:
             device: where the layer will run.
+            layout: ask for this layout; None chooses.
 
         Returns:
-            MoEWeights on `device`, with `fold_certificates` set.
+            MoEWeights on `device` with `fold_certificates` set; a prepared layout runs on the
+            kernels that read it and no others.
+
+        Raises:
+            ValueError: these weights are prepared already, or `layout` cannot hold them exactly.
         """
+        require(self.layout is Layout.ROW_MAJOR, "prepare", "weights.layout", got=self.layout,
+                need=Layout.ROW_MAJOR, remedy="call unprepare() first")
         gate_up, down = (_dense(p.to(device)) for p in (self.gate_up_proj, self.down_proj))
         biases = [b if b is None else b.to(device) for b in (self.gate_up_bias, self.down_bias)]
-        return replace(self, gate_up_proj=gate_up, down_proj=down, gate_up_bias=biases[0],
-                       down_bias=biases[1],
-                       fold_certificates=(fold_certificate(gate_up), fold_certificate(down)))
+        certificates = (fold_certificate(gate_up), fold_certificate(down))
+        if layout is None:
+            foldable = all(hopper_can_hold(certificate) for certificate in certificates)
+            layout = (Layout.HOPPER_FRAGMENT if foldable and _is_hopper(gate_up.device)
+                      else Layout.ROW_MAJOR)
+        moved = replace(self, gate_up_proj=gate_up, down_proj=down, gate_up_bias=biases[0],
+                        down_bias=biases[1], fold_certificates=certificates)
+        return moved if layout is Layout.ROW_MAJOR else moved._pack_hopper(certificates)
+
+    def _pack_hopper(self, certificates: tuple[FoldCertificate, FoldCertificate]) -> MoEWeights:
+        rows = self._interleaved_rows()
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[:, rows].contiguous()
+        return replace(self, gate_up_proj=pack_hopper(self.gate_up_proj, certificates[0], rows),
+                       down_proj=pack_hopper(self.down_proj, certificates[1]), gate_up_bias=bias,
+                       gate_up_order=GateUpOrder.INTERLEAVED, source_order=self.gate_up_order)
+
+    def _interleaved_rows(self, order: GateUpOrder | None = None) -> torch.Tensor:
+        """Row indices [2F] that bring rows in `order` (default: this order) to gate, up, gate, …"""
+        order = self.gate_up_order if order is None else order
+        assert order is not None  # checked at construction
+        return torch.stack(gate_up_rows(order, self.intermediate_size, self.device), 1).flatten()
+
+    def unprepare(self) -> MoEWeights:
+        """The ROW_MAJOR weights that `prepare` was given, bit for bit, on the present device."""
+        if self.layout is Layout.ROW_MAJOR:
+            return replace(self, fold_certificates=None)
+        rows = self._interleaved_rows(self.source_order)
+        bias = self.gate_up_bias
+        if bias is not None:
+            bias = torch.empty_like(bias).index_copy_(1, rows, bias)
+        return replace(self, gate_up_proj=unpack_hopper(self.gate_up_proj, rows),
+                       down_proj=unpack_hopper(self.down_proj), gate_up_bias=bias,
+                       gate_up_order=self.source_order, source_order=None, fold_certificates=None)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return (device.type == "cuda" and torch.version.hip is None
+            and torch.cuda.get_device_capability(device) == (9, 0))
 
 
 def _dense(tensor: MXTensor) -> MXTensor:

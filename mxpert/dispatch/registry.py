@@ -22,8 +22,9 @@ from ..problem import (
 )
 from .tables import tuned_row
 
-BACKENDS = {"reference": "mxpert.backends.reference", "triton": "mxpert.backends.triton"}
-_GPU_ORDER = ("triton", "reference")
+BACKENDS = {"hopper": "mxpert.backends.hopper", "reference": "mxpert.backends.reference",
+            "triton": "mxpert.backends.triton"}
+_GPU_ORDER = ("hopper", "triton", "reference")
 _CPU_ORDER = ("reference", "triton")
 
 
@@ -44,7 +45,7 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
     """Pin the backend, the config or both for every op inside the block (this thread or task).
 
     Args:
-        backend: "reference" or "triton"; a problem that it cannot serve raises UnsupportedError.
+        backend: "hopper", "triton" or "reference"; a problem that it cannot serve raises UnsupportedError.
         config: a GemmConfig for one stage, a MoEConfig for a layer (its parts serve the stages
             too), a ReferenceConfig for the reference backend. Ops that take no such config ignore it.
 
@@ -162,7 +163,7 @@ def _resolve(problem: Problem) -> tuple[Resolution, list[tuple[str, str]]]:
         if isinstance(found, str):
             rejected.append((backend, found))
             continue
-        if rejected and on_gpu and not pinned:
+        if backend == "reference" and on_gpu and not pinned:
             _warn_fallback(problem.op, backend, problem.target.arch, "; ".join(
                 f"{name} {reason}" for name, reason in rejected))
         config, source, detail = _choose_config(found, problem)

@@ -12,9 +12,14 @@ from .spec import MXFormat
 
 
 class Layout(enum.Enum):
-    """How codes and scales lie in memory. ROW_MAJOR is the logical order (checkpoints' order)."""
+    """How codes and scales lie in memory.
+
+    ROW_MAJOR is the logical order (checkpoints' order). HOPPER_FRAGMENT is the order in which a
+    Hopper warpgroup reads its matrix fragments, with folded scales; see `formats.layouts`.
+    """
 
     ROW_MAJOR = "row_major"
+    HOPPER_FRAGMENT = "hopper_fragment"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class MXTensor:
         axis: the quantised axis, always negative (-1 is the last), so that leading batch
             dimensions may be added or indexed away.
         layout: memory order; kernels refuse a layout that is not theirs.
+        reference: uint8 [..., N], the reference exponent of each row, in folded layouts only.
+        logical_shape: the logical shape, in layouts whose storage does not show it.
 
     `qdata` and `scale` may be strided views into larger (padded) storage; only the innermost
     quantised dimension of a ROW_MAJOR tensor has to be dense for the kernels.
@@ -39,6 +46,8 @@ class MXTensor:
     format: MXFormat
     axis: int = -1
     layout: Layout = Layout.ROW_MAJOR
+    reference: torch.Tensor | None = None
+    logical_shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         op = "MXTensor"
@@ -62,6 +71,8 @@ class MXTensor:
     @property
     def shape(self) -> torch.Size:
         """Logical shape (codes, not bytes)."""
+        if self.logical_shape is not None:
+            return torch.Size(self.logical_shape)
         sizes = list(self.qdata.shape)
         sizes[self.axis] *= self.format.codes_per_byte
         return torch.Size(sizes)
@@ -73,14 +84,19 @@ class MXTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales that a kernel reads."""
-        return self.qdata.numel() + self.scale.numel()
+        reference = 0 if self.reference is None else self.reference.numel()
+        return self.qdata.numel() + self.scale.numel() + reference
 
     def to(self, device: torch.device | str) -> MXTensor:
         """The same tensor on `device` (no copy where it is there already)."""
-        return replace(self, qdata=self.qdata.to(device), scale=self.scale.to(device))
+        reference = None if self.reference is None else self.reference.to(device)
+        return replace(self, qdata=self.qdata.to(device), scale=self.scale.to(device),
+                       reference=reference)
 
     def __getitem__(self, index: int | slice) -> MXTensor:
         """Index or slice the leading dimension, for example one expert out of [E, N, K]."""
+        require(self.layout is Layout.ROW_MAJOR, "MXTensor", "layout", need=Layout.ROW_MAJOR,
+                got=self.layout, remedy="index before preparing, or unpack first")
         require(self.qdata.dim() > 1 and self.axis != -self.qdata.dim(), "MXTensor", "index",
                 need="a leading dimension that is not the quantised one", got=f"axis {self.axis}")
         return replace(self, qdata=self.qdata[index], scale=self.scale[index])

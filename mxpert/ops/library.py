@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..formats.spec import ScaleRule, get_format
+from ..formats.spec import MXFP4, ScaleRule, get_format
 from ..formats.tensor import Layout, MXTensor
 from ..problem import Combine, MoEOptions, activation_from
 from ..routing import RoutingPlan
@@ -39,33 +39,47 @@ def rebuild(cls: type[_T], **fields: Any) -> _T:
 
 
 WEIGHTS_SCHEMA = (
-    "Tensor gate_up_qdata, Tensor gate_up_scale, Tensor down_qdata, Tensor down_scale, "
-    "Tensor? gate_up_bias, Tensor? down_bias, str gate_up_order, str layout")
+    "Tensor gate_up_qdata, Tensor gate_up_scale, Tensor? gate_up_reference, "
+    "Tensor down_qdata, Tensor down_scale, Tensor? down_reference, "
+    "Tensor? gate_up_bias, Tensor? down_bias, str gate_up_order, str layout, "
+    "int num_experts, int hidden_size, int intermediate_size")
 
 
 def flatten_weights(weights: MoEWeights) -> tuple[Any, ...]:
     """Arguments for WEIGHTS_SCHEMA."""
     assert weights.gate_up_order is not None  # checked by MoEWeights
-    return (weights.gate_up_proj.qdata, weights.gate_up_proj.scale, weights.down_proj.qdata,
-            weights.down_proj.scale, weights.gate_up_bias, weights.down_bias,
-            weights.gate_up_order.value, weights.layout.value)
+    gate_up, down = weights.gate_up_proj, weights.down_proj
+    return (gate_up.qdata, gate_up.scale, gate_up.reference, down.qdata, down.scale,
+            down.reference, weights.gate_up_bias, weights.down_bias, weights.gate_up_order.value,
+            weights.layout.value, weights.num_experts, weights.hidden_size,
+            weights.intermediate_size)
 
 
 def rebuild_weights(arguments: tuple[Any, ...]) -> MoEWeights:
     """The inverse of `flatten_weights`."""
-    gate_up, gate_up_scale, down, down_scale, gate_up_bias, down_bias, order, layout = arguments
+    (gate_up, gate_up_scale, gate_up_reference, down, down_scale, down_reference, gate_up_bias,
+     down_bias, order, layout, experts, hidden, intermediate) = arguments
     return rebuild(
-        MoEWeights, gate_up_proj=rebuild_mx(gate_up, gate_up_scale, "mxfp4", layout=Layout(layout)),
-        down_proj=rebuild_mx(down, down_scale, "mxfp4", layout=Layout(layout)),
+        MoEWeights,
+        gate_up_proj=_rebuild_projection(gate_up, gate_up_scale, gate_up_reference, layout,
+                                         (experts, 2 * intermediate, hidden)),
+        down_proj=_rebuild_projection(down, down_scale, down_reference, layout,
+                                      (experts, hidden, intermediate)),
         gate_up_bias=gate_up_bias, down_bias=down_bias, gate_up_order=GateUpOrder(order),
-        fold_certificates=None)
+        fold_certificates=None, source_order=None)
 
 
-def rebuild_mx(qdata: torch.Tensor, scale: torch.Tensor, name: str, *, axis: int = -1,
-               layout: Layout = Layout.ROW_MAJOR) -> MXTensor:
-    """An MXTensor from its validated parts."""
+def _rebuild_projection(qdata: torch.Tensor, scale: torch.Tensor, reference: torch.Tensor | None,
+                        layout: str, shape: tuple[int, int, int]) -> MXTensor:
+    return rebuild(MXTensor, qdata=qdata, scale=scale, format=MXFP4, axis=-1,
+                   layout=Layout(layout), reference=reference, logical_shape=shape)
+
+
+def rebuild_mx(qdata: torch.Tensor, scale: torch.Tensor, name: str, *,
+               axis: int = -1) -> MXTensor:
+    """A ROW_MAJOR MXTensor from its validated parts."""
     return rebuild(MXTensor, qdata=qdata, scale=scale, format=get_format(name), axis=axis,
-                   layout=layout)
+                   layout=Layout.ROW_MAJOR, reference=None, logical_shape=None)
 
 
 PLAN_SCHEMA = (
@@ -105,6 +119,6 @@ def rebuild_options(arguments: tuple[Any, ...]) -> MoEOptions:
                       on_input, Combine(combine), out_dtype)
 
 
-NUM_WEIGHT_ARGUMENTS = 8
+NUM_WEIGHT_ARGUMENTS = 13
 NUM_PLAN_ARGUMENTS = 7
 NUM_OPTION_ARGUMENTS = 7

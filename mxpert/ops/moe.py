@@ -212,8 +212,8 @@ def _run_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_ids: torc
 def _fake_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_ids: torch.Tensor,
                     topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
                     num_local_tokens: torch.Tensor | None, *flat: Any) -> torch.Tensor:
-    down_qdata, out_dtype = flat[2], flat[-1]
-    return x.new_empty((topk_ids.shape[0], down_qdata.shape[1]), dtype=out_dtype)
+    hidden_size, out_dtype = flat[NUM_WEIGHT_ARGUMENTS - 2], flat[-1]
+    return x.new_empty((topk_ids.shape[0], hidden_size), dtype=out_dtype)
 
 
 def _stage_arguments(flat: tuple[Any, ...]) -> tuple[MoEWeights, RoutingPlan, MoEOptions]:

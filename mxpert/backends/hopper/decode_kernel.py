@@ -1,0 +1,131 @@
+"""Few tokens per expert: weights stream from memory once, the kernel lives at the read bandwidth.
+
+A persistent CTA has one producer warp (TMA) and one consumer partition of eight warps; two CTAs
+share an SM, so that one decodes while the other waits. CTA tile: 128 weight rows × TOKENS rows of
+one routing block, depth in steps of 256 codes, every step promoted to the float32 accumulator.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
+)
+
+from .epilogue import store_features, store_rows
+from .tiles import accumulator_layout, decode_weights, join_halves
+
+DEPTH = 256
+"""Codes per step: two depth units."""
+
+
+@gluon.jit
+def _produce(code_desc, shift_desc, x_desc, codes, shifts, x, ready, free, block_expert_ids,
+             blocks_per_unit, num_tiles, tiles_per_block, row_units, depth_units, low_rows,
+             TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr):
+    BYTES: gl.constexpr = 128 * 128 + 32 * 32 + TOKENS * 256 * (2 if SPLIT else 1)
+    slot = 0
+    phase = 1
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        block = tile // tiles_per_block
+        unit = 2 * (tile % tiles_per_block)
+        base = gl.load(block_expert_ids + block // blocks_per_unit) * row_units
+        first = (base + unit) * depth_units
+        second = (base + gl.minimum(unit + 1, row_units - 1)) * depth_units
+        for step in range(gl.cdiv(depth_units, 2)):
+            mbarrier.wait(free.index(slot), phase)
+            arrived = ready.index(slot)
+            mbarrier.expect(arrived, BYTES)
+            # An odd last step reads on into the next unit: finite weights that meet x = 0.
+            tma.async_copy_global_to_shared(code_desc, [(first + 2 * step) * 32, 0], arrived,
+                                            codes.index(slot).slice(0, 64, 0))
+            tma.async_copy_global_to_shared(code_desc, [(second + 2 * step) * 32, 0], arrived,
+                                            codes.index(slot).slice(64, 64, 0))
+            tma.async_copy_global_to_shared(shift_desc, [(first + 2 * step) * 8, 0], arrived,
+                                            shifts.index(slot).slice(0, 16, 0))
+            tma.async_copy_global_to_shared(shift_desc, [(second + 2 * step) * 8, 0], arrived,
+                                            shifts.index(slot).slice(16, 16, 0))
+            rows = x.index(slot)
+            tma.async_copy_global_to_shared(x_desc, [block * TOKENS, step * 256], arrived,
+                                            rows.slice(0, TOKENS, 0))
+            if SPLIT:
+                tma.async_copy_global_to_shared(x_desc, [low_rows + block * TOKENS, step * 256],
+                                                arrived, rows.slice(TOKENS, TOKENS, 0))
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _consume(codes, shifts, x, ready, free, out, reference, bias, x_scale, routed_weights,
+             sorted_token_ids, block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block, row_units, depth_units,
+             num_tokens, num_outputs, param_first, param_second, TOKENS: gl.constexpr,
+             STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
+             WEIGHTED: gl.constexpr):
+    COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
+    ACCUMULATOR: gl.constexpr = accumulator_layout(8, COLUMNS)
+    slot = 0
+    phase = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        block = tile // tiles_per_block
+        unit = 2 * (tile % tiles_per_block)
+        expert = gl.load(block_expert_ids + block // blocks_per_unit)
+        accumulator = gl.zeros((128, COLUMNS), gl.float32, ACCUMULATOR)
+        for _ in range(gl.cdiv(depth_units, 2)):
+            mbarrier.wait(ready.index(slot), phase)
+            weights = decode_weights(codes.index(slot), shifts.index(slot), ACCUMULATOR, 2, 2)
+            partial = warpgroup_mma(weights, x.index(slot).permute((1, 0)),
+                                    gl.zeros((128, COLUMNS), gl.float32, ACCUMULATOR),
+                                    use_acc=False, is_async=True)
+            partial = warpgroup_mma_wait(0, deps=(partial,))
+            mbarrier.arrive(free.index(slot), count=1)
+            accumulator += partial
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+        total = join_halves(accumulator, SPLIT)
+        if KIND == 0:
+            store_rows(total, out, reference, bias, x_scale, routed_weights, sorted_token_ids,
+                       expert, block * TOKENS, unit * 64, num_tokens, num_outputs, row_units * 64,
+                       HAS_BIAS, WEIGHTED, None)
+        else:
+            store_features(total, out, reference, bias, x_scale, routed_weights, sorted_token_ids,
+                           expert, block * TOKENS, unit * 32, num_tokens, num_outputs,
+                           row_units * 64, param_first, param_second, HAS_BIAS, WEIGHTED, KIND,
+                           None)
+
+
+@gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "num_tokens",
+                              "low_rows", "blocks_per_unit"])
+def _moe_gemm_decode_kernel(
+        out, code_desc, shift_desc, x_desc, reference, bias, x_scale, routed_weights,
+        sorted_token_ids, block_expert_ids, num_valid, param_first, param_second, num_tokens,
+        low_rows, num_outputs, tiles_per_block, row_units, depth_units, blocks_per_unit,
+        TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
+        WEIGHTED: gl.constexpr, num_warps: gl.constexpr):
+    """out [P, num_outputs] for every block in use; see the module docstring for the schedule.
+
+    KIND 0 is stage 2 (rows), above 0 the activation of stage 1 (features, two weight rows each).
+    low_rows: row of x where the low parts begin (SPLIT).
+    """
+    COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
+    codes = gl.allocate_shared_memory(gl.uint8, [STAGES, 128, 128], code_desc.layout)
+    shifts = gl.allocate_shared_memory(gl.uint8, [STAGES, 32, 32], shift_desc.layout)
+    x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, 256], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    num_tiles = gl.load(num_valid) // TOKENS * tiles_per_block
+    gl.warp_specialize(
+        [(_consume, (codes, shifts, x, ready, free, out, reference, bias, x_scale, routed_weights,
+                     sorted_token_ids, block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block, row_units,
+                     depth_units, num_tokens, num_outputs, param_first, param_second, TOKENS,
+                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+         (_produce, (code_desc, shift_desc, x_desc, codes, shifts, x, ready, free,
+                     block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block, row_units, depth_units,
+                     low_rows, TOKENS, STAGES, SPLIT))], [1], [24])

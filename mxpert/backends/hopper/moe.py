@@ -1,0 +1,218 @@
+"""Host side of the Hopper MoE kernels: encode rows, size the grid, launch; no synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...formats.tensor import Layout, MXTensor
+from ...problem import (
+    Combine,
+    GemmConfig,
+    MoEConfig,
+    MoEProblem,
+    Op,
+    QuantizeProblem,
+    RoutingProblem,
+    activation_mx_format,
+)
+from ...routing import RoutingPlan
+from ...weights import MoEWeights
+from ..triton.combine import combine_rows
+from ..triton.moe import quantize_rows
+from ..triton.quantize import QUANTIZE
+from ..triton.routing import PLAN
+from . import heuristics
+from .decode_kernel import _moe_gemm_decode_kernel
+from .epilogue import ACTIVATION_KINDS
+from .prefill_kernel import _moe_gemm_prefill_kernel
+from .rows import SortedRows, sorted_rows
+from .schedule import tile_schedule
+
+_ROWS_KIND = 0
+"""KIND of stage 2; stage 1 has its activation's."""
+
+
+class _Stage:
+    """What both stages share: validity, choice of tiles, the GEMM launch."""
+
+    op: Op
+    backend = "hopper"
+
+    def unsupported(self, problem: MoEProblem) -> str | None:
+        """Why the kernel cannot serve `problem`; None if it can."""
+        return unsupported(problem)
+
+    def configs(self, problem: MoEProblem) -> Iterator[GemmConfig]:
+        """Every tile whose block_m divides the plan's unit."""
+        return heuristics.stage_configs(problem)
+
+    def heuristic(self, problem: MoEProblem) -> GemmConfig:
+        """The config used where no tuned row answers."""
+        return heuristics.stage_heuristic(problem)
+
+
+def unsupported(problem: MoEProblem) -> str | None:
+    """What the kernels of this backend need."""
+    if problem.target.arch != "sm_90":
+        return f"needs sm_90, not {problem.target.arch}"
+    if problem.weight_layout is not Layout.HOPPER_FRAGMENT:
+        return "needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...)"
+    if problem.options.out_dtype is torch.float64:
+        return "has no float64 output"
+    if problem.routing_block_m % min(heuristics.BLOCKS_M):
+        return f"needs routing_block_m to be a multiple of {min(heuristics.BLOCKS_M)}"
+    return None
+
+
+class _GateUp(_Stage):
+    """Stage 1: gather and encode rows, gate/up GEMM, bias, activation, requantisation."""
+
+    op = Op.MOE_GATE_UP
+
+    def launch(
+        self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
+        weights: MoEWeights, plan: RoutingPlan,
+    ) -> torch.Tensor | MXTensor:
+        """The intermediate [P, F] in sorted order; padding rows are left as allocated."""
+        return self.run(problem, config, x=x, weights=weights, plan=plan, num_rows=plan.capacity)
+
+    def run(
+        self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
+        weights: MoEWeights, plan: RoutingPlan, num_rows: int,
+    ) -> torch.Tensor | MXTensor:
+        """`launch` into `num_rows` rows."""
+        h = torch.empty((num_rows, weights.intermediate_size), dtype=torch.bfloat16,
+                        device=weights.device)
+        if plan.max_blocks:
+            rows = sorted_rows(quantize_rows(problem, x), plan, num_rows, gather=True)
+            options = problem.options
+            multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, plan, problem, config,
+                     kind=ACTIVATION_KINDS[options.activation.name],
+                     parameters=options.activation.parameters,
+                     weighted=options.apply_router_weight_on_input)
+        format = activation_mx_format(problem.options.activation_format, problem.op.value)
+        if format is None:
+            return h
+        quantize = QuantizeProblem(Op.QUANTIZE, problem.target, tuple(h.shape), -1, h.dtype,
+                                   format, problem.options.scale_rule)
+        return QUANTIZE.launch(quantize, QUANTIZE.heuristic(quantize), x=h)
+
+
+class _Down(_Stage):
+    """Stage 2: encode rows, down GEMM, bias, routing weight, combine."""
+
+    op = Op.MOE_DOWN
+
+    def launch(
+        self, problem: MoEProblem, config: GemmConfig, *, h: torch.Tensor | MXTensor,
+        weights: MoEWeights, plan: RoutingPlan,
+    ) -> torch.Tensor:
+        """[T, H], or for FLAT [P, H] whose padding rows are left as allocated.
+
+        ATOMIC leaves the order of additions open; this backend's is the slot order of REDUCE.
+        """
+        options = problem.options
+        flat = options.combine is Combine.FLAT
+        num_rows = plan.capacity if flat else plan.max_blocks * plan.routing_block_m
+        out = torch.empty((num_rows, weights.hidden_size), device=weights.device,
+                          dtype=options.out_dtype)
+        if plan.max_blocks:
+            rows = sorted_rows(h, plan, num_rows, gather=False)
+            multiply(out, rows, weights.down_proj, weights.down_bias, plan, problem, config,
+                     kind=_ROWS_KIND, parameters=(0.0, 0.0),
+                     weighted=not options.apply_router_weight_on_input)
+        if flat:
+            return out
+        if plan.num_tokens == 0:
+            return out.new_empty((0, weights.hidden_size))
+        return combine_rows(out, plan.slot_rows)
+
+
+def multiply(
+    out: torch.Tensor, rows: SortedRows, weight: MXTensor, bias: torch.Tensor | None,
+    plan: RoutingPlan, problem: MoEProblem, config: GemmConfig, *, kind: int,
+    parameters: tuple[float, float], weighted: bool,
+) -> None:
+    """One GEMM with its epilogue over the plan's blocks, into `out` [P, F or H]."""
+    heuristics.require_valid(config, problem)
+    row_units, depth_units = weight.qdata.shape[1:3]
+    prefill = config.block_m == heuristics.PREFILL_BLOCK_M
+    depth = config.block_k // 128
+    x_rows = heuristics.PREFILL_BLOCK_M if prefill else config.block_m
+    arguments: dict[str, Any] = dict(
+        out=out, code_desc=_descriptor(weight.qdata.view(-1, 128), [32 * depth, 128], gl.uint8),
+        shift_desc=_descriptor(weight.scale.view(-1, 32), [8 * depth, 32], gl.uint8),
+        x_desc=_descriptor(rows.codes, [x_rows, config.block_k], gl.float8e4nv),
+        reference=weight.reference, bias=rows.scale if bias is None else bias,
+        x_scale=rows.scale, routed_weights=plan.sorted_weights,
+        sorted_token_ids=plan.sorted_token_ids, block_expert_ids=plan.block_expert_ids,
+        param_first=float(parameters[0]), param_second=float(parameters[1]),
+        num_tokens=plan.num_tokens, low_rows=rows.low_rows, num_outputs=out.shape[1],
+        tiles_per_block=-(-row_units // 2), row_units=row_units, depth_units=depth_units,
+        blocks_per_unit=plan.routing_block_m // config.block_m,
+        STAGES=config.num_stages, SPLIT=rows.split, KIND=kind, HAS_BIAS=bias is not None,
+        WEIGHTED=weighted, num_warps=config.num_warps)
+    if prefill:
+        schedule = tile_schedule(plan, config.block_m, 2 if rows.split else 4)
+        _moe_gemm_prefill_kernel[(problem.target.num_sms,)](
+            tile_first_block=schedule.first_block, tile_blocks=schedule.blocks,
+            num_groups=schedule.count, **arguments)
+    else:
+        _moe_gemm_decode_kernel[(2 * problem.target.num_sms,)](
+            num_valid=plan.num_valid, TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,
+            **arguments)
+
+
+def _descriptor(tensor: torch.Tensor, block: list[int], dtype: Any) -> TensorDescriptor:
+    """TMA descriptor of a 2-D tensor; reads past its end give zeros."""
+    return TensorDescriptor.from_tensor(
+        tensor, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+
+
+class _FusedMoE:
+    """The whole layer: sort, stage 1, stage 2."""
+
+    op = Op.FUSED_MOE
+    backend = "hopper"
+
+    def unsupported(self, problem: MoEProblem) -> str | None:
+        """Why the kernels cannot serve `problem`; None if they can."""
+        return unsupported(problem)
+
+    def configs(self, problem: MoEProblem) -> Iterator[MoEConfig]:
+        """Both stages with the same routing unit."""
+        return heuristics.layer_configs(problem)
+
+    def heuristic(self, problem: MoEProblem) -> MoEConfig:
+        """The config used where no tuned row answers."""
+        return heuristics.layer_heuristic(problem)
+
+    def launch(
+        self, problem: MoEProblem, config: MoEConfig, *, x: torch.Tensor | MXTensor,
+        weights: MoEWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+        expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, H] in ``options.out_dtype``; nothing is launched for T = 0."""
+        num_tokens, top_k = topk_ids.shape
+        if num_tokens == 0:
+            return torch.empty((0, weights.hidden_size), dtype=problem.options.out_dtype,
+                               device=weights.device)
+        num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
+        routing = RoutingProblem(Op.ROUTING_PLAN, problem.target, num_tokens, top_k, num_global,
+                                 weights.num_experts, config.routing_block_m)
+        plan = PLAN.launch(routing, PLAN.heuristic(routing), topk_ids=topk_ids,
+                           topk_weights=topk_weights, expert_map=expert_map,
+                           num_local_tokens=num_local_tokens)
+        h = GATE_UP.run(problem, config.gate_up, x=x, weights=weights, plan=plan,
+                        num_rows=plan.max_blocks * plan.routing_block_m)
+        return DOWN.launch(problem, config.down, h=h, weights=weights, plan=plan)
+
+
+GATE_UP = _GateUp()
+DOWN = _Down()
+FUSED_MOE = _FusedMoE()

@@ -1,0 +1,71 @@
+"""Tiles of the prefill kernel: runs of up to `width` routing blocks of one expert, on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ...routing import RoutingPlan
+
+_CHUNK = tl.constexpr(1024)
+_NUM_WARPS = 4
+
+
+@dataclass(frozen=True)
+class TileSchedule:
+    """int32 first block and number of blocks of each tile, and the number of tiles [1]."""
+
+    first_block: torch.Tensor
+    blocks: torch.Tensor
+    count: torch.Tensor
+
+
+@triton.jit
+def _later(left, right):
+    return tl.maximum(left, right)
+
+
+@triton.jit(do_not_specialize=["blocks_per_unit"])
+def _moe_tile_schedule_kernel(first_block_ptr, blocks_ptr, count_ptr, block_expert_ids_ptr,
+                              num_valid_ptr, blocks_per_unit, BLOCK_M: tl.constexpr,
+                              WIDTH: tl.constexpr):
+    """One program walks the plan's blocks of BLOCK_M rows; each WIDTH-th of a run starts a tile."""
+    num_blocks = tl.load(num_valid_ptr) // BLOCK_M
+    count = 0
+    run_start = 0
+    for base in range(0, num_blocks, _CHUNK):
+        block = base + tl.arange(0, _CHUNK)
+        used = block < num_blocks
+        expert = tl.load(block_expert_ids_ptr + block // blocks_per_unit, mask=used, other=-1)
+        before = tl.load(block_expert_ids_ptr + (block - 1) // blocks_per_unit,
+                         mask=used & (block > 0), other=-1)
+        starts = tl.where(used & (expert != before), block, 0)
+        starts = tl.maximum(tl.associative_scan(starts, 0, _later), run_start)
+        run_start = tl.max(starts, 0)
+        head = used & ((block - starts) % WIDTH == 0)
+        length = tl.full([_CHUNK], 1, tl.int32)
+        for ahead in tl.static_range(1, WIDTH):
+            after = tl.load(block_expert_ids_ptr + (block + ahead) // blocks_per_unit,
+                            mask=head & (block + ahead < num_blocks), other=-1)
+            length += (after == expert).to(tl.int32)
+        position = count + tl.cumsum(head.to(tl.int32), 0) - 1
+        tl.store(first_block_ptr + position, block, mask=head)
+        tl.store(blocks_ptr + position, length, mask=head)
+        count += tl.sum(head.to(tl.int32), 0)
+    tl.store(count_ptr, count)
+
+
+def tile_schedule(plan: RoutingPlan, block_m: int, width: int) -> TileSchedule:
+    """Group the plan's blocks of `block_m` rows into tiles of up to `width` blocks."""
+    per_unit = plan.routing_block_m // block_m
+    limit = plan.max_blocks * per_unit
+    first_block, blocks = torch.empty((2, limit), dtype=torch.int32, device=plan.device)
+    count = torch.empty(1, dtype=torch.int32, device=plan.device)
+    _moe_tile_schedule_kernel[(1,)](
+        first_block_ptr=first_block, blocks_ptr=blocks, count_ptr=count,
+        block_expert_ids_ptr=plan.block_expert_ids, num_valid_ptr=plan.num_valid,
+        blocks_per_unit=per_unit, BLOCK_M=block_m, WIDTH=width, num_warps=_NUM_WARPS)
+    return TileSchedule(first_block, blocks, count)

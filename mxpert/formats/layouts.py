@@ -1,0 +1,154 @@
+"""Prepared layouts of MXFP4 weights: the permutation, its inverse, and the constants kernels read.
+
+HOPPER_FRAGMENT serves wgmma with the weights as register operand A. A unit is 64 rows × 128 codes,
+4096 bytes of codes and 256 bytes of scale shifts, stored [E, rows / 64, K / 128, unit]. Inside it
+(w warp, g and t lane // 4 and lane % 4, r row of a fragment's pair, q h j place in a 32-block):
+
+    codes   [r][w][g][t][q] 32-bit words: a thread's 16-byte shared loads are its own fragments
+    shifts  [w][g][t][r] bytes: reference[row] - scale, 0..14 below the row's reference exponent
+
+Fragment rows g and g + 8 of a warp hold weight rows 2g and 2g + 1, so that a thread owns adjacent
+outputs. K is permuted inside each 128 so that the 32 codes that a thread owns of one row share one
+MX block; activations are stored with the same permutation (`permute_activations`). A word holds 8
+codes: the magnitudes as eight 3-bit byte selectors, the signs where one shift brings them to the
+byte's top bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import message, require
+from .codec import pack_codes, unpack_codes
+from .folding import FOLD_TOP, FoldCertificate, fold_certificate
+from .spec import E8M0_BIAS, MX_BLOCK_SIZE
+from .tensor import Layout, MXTensor
+
+UNIT_ROWS = 64
+UNIT_CODES = 128
+UNIT_CODE_BYTES = UNIT_ROWS * UNIT_CODES // 2
+UNIT_SHIFT_BYTES = UNIT_ROWS * UNIT_CODES // MX_BLOCK_SIZE
+_WARPS, _LANE_ROWS, _PAIR, _BLOCKS, _WORDS, _HALVES, _BYTES = 4, 8, 2, 4, 4, 2, 4
+
+
+def hopper_can_hold(certificate: FoldCertificate) -> bool:
+    """Whether HOPPER_FRAGMENT is exact for these weights.
+
+    Every block folds, and every row factor 2^(reference - 133) is a normal float32.
+    """
+    return certificate.exact and bool((certificate.reference > FOLD_TOP).all())
+
+
+def pack_hopper(t: MXTensor, certificate: FoldCertificate | None = None,
+                rows: torch.Tensor | None = None) -> MXTensor:
+    """Bring MXFP4 weights [E, N, K] into the HOPPER_FRAGMENT layout; `unpack_hopper` inverts it.
+
+    Args:
+        t: MXFP4, ROW_MAJOR, axis -1. N is padded to 64 rows and K to 128 codes, with zeros.
+        certificate: of `t`, if known. rows: int64 [N], the row order to store (default as is).
+
+    Returns:
+        MXTensor with qdata uint8 [E, N/64, K/128, 4096], scale uint8 [E, N/64, K/128, 256]
+        (shifts), reference uint8 [E, N padded], and the logical shape of `t`.
+
+    Raises:
+        ValueError: a block lies outside its row's 15 binades, or another format, axis or layout.
+    """
+    certificate = fold_certificate(t) if certificate is None else certificate
+    require(hopper_can_hold(certificate), "pack_hopper", "t",
+            need="every block within 15 binades of its row, rows above 2^-121",
+            got=f"{certificate.total_outside} of {certificate.num_blocks} blocks outside",
+            remedy="keep Layout.ROW_MAJOR")
+    experts, num_rows, depth = t.shape
+    row_units, depth_units = -(-num_rows // UNIT_ROWS), -(-depth // UNIT_CODES)
+    device = t.device
+    codes = torch.empty(experts, row_units, depth_units, UNIT_CODE_BYTES, dtype=torch.uint8,
+                        device=device)
+    shifts = torch.empty(experts, row_units, depth_units, UNIT_SHIFT_BYTES, dtype=torch.uint8,
+                         device=device)
+    reference = torch.full((experts, row_units * UNIT_ROWS), E8M0_BIAS, dtype=torch.uint8,
+                           device=device)
+    for expert in range(experts):  # one at a time: the unpacked codes are eight times the weights
+        order = slice(None) if rows is None else rows
+        expert_codes = unpack_codes(t.qdata[expert][order])
+        expert_reference = certificate.reference[expert][order]
+        expert_shifts = expert_reference.unsqueeze(-1) - t.scale[expert][order]  # modulo 256
+        reference[expert, :num_rows] = expert_reference
+        codes[expert] = _pack_codes(_pad(expert_codes, UNIT_ROWS, UNIT_CODES))
+        shifts[expert] = _pack_shifts(_pad(expert_shifts, UNIT_ROWS, UNIT_CODES // MX_BLOCK_SIZE))
+    return MXTensor(codes, shifts, t.format, -1, Layout.HOPPER_FRAGMENT, reference,
+                    (experts, num_rows, depth))
+
+
+def unpack_hopper(t: MXTensor, rows: torch.Tensor | None = None) -> MXTensor:
+    """The ROW_MAJOR tensor that `pack_hopper(…, rows=rows)` was given, bit for bit."""
+    if t.layout is not Layout.HOPPER_FRAGMENT or t.reference is None:
+        raise ValueError(message("unpack_hopper", "t.layout", Layout.HOPPER_FRAGMENT, t.layout))
+    experts, num_rows, depth = t.shape
+    qdata = torch.empty(experts, num_rows, depth // 2, dtype=torch.uint8, device=t.device)
+    scale = torch.empty(experts, num_rows, depth // MX_BLOCK_SIZE, dtype=torch.uint8,
+                        device=t.device)
+    order = slice(None) if rows is None else rows
+    for expert in range(experts):
+        codes = _unpack_codes(t.qdata[expert])[:num_rows, :depth]
+        shifts = _unpack_shifts(t.scale[expert])[:num_rows, :depth // MX_BLOCK_SIZE]
+        qdata[expert, order] = pack_codes(codes)
+        scale[expert, order] = t.reference[expert, :num_rows].unsqueeze(-1) - shifts
+    return MXTensor(qdata, scale, t.format)
+
+
+def row_factor(reference: torch.Tensor) -> torch.Tensor:
+    """float32 factor that an accumulator over folded codes carries: ``2^(reference - 127 - 6)``."""
+    return torch.exp2(reference.to(torch.float32) - (E8M0_BIAS + FOLD_TOP))
+
+
+def permute_activations(x: torch.Tensor) -> torch.Tensor:
+    """Reorder the last dimension (a multiple of 128) as the weights' K is stored."""
+    split = x.unflatten(-1, (-1, _BLOCKS, _WORDS, _HALVES, _BYTES))
+    return split.transpose(-4, -3).transpose(-3, -2).flatten(-5)
+
+
+def _pad(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    height, width = values.shape
+    return torch.nn.functional.pad(values, (0, -width % columns, 0, -height % rows))
+
+
+def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 codes [N, K] → uint8 [N/64, K/128, 4096]."""
+    split = codes.view(-1, _WARPS, _LANE_ROWS, _PAIR, codes.shape[1] // UNIT_CODES, _BLOCKS,
+                       _WORDS, _HALVES, _BYTES)  # n w g r k t q h j
+    magnitude, sign = split & 7, split >> 3
+    first, second = magnitude[..., 0, :], magnitude[..., 1, :]
+    # Bytes of the word: two selector nibbles each; the sign of code j sits atop its own selector
+    # nibble's byte: first half at bit 8j + 7, second half at bit 8j + 3.
+    selectors = torch.stack((first[..., 0] | first[..., 1] << 4, first[..., 2] | first[..., 3] << 4,
+                             second[..., 0] | second[..., 1] << 4,
+                             second[..., 2] | second[..., 3] << 4), -1)
+    words = selectors | sign[..., 0, :] << 7 | sign[..., 1, :] << 3  # n w g r k t q byte
+    return words.permute(0, 4, 3, 1, 2, 5, 6, 7).reshape(split.shape[0], split.shape[4],
+                                                         UNIT_CODE_BYTES)
+
+
+def _unpack_codes(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_pack_codes`."""
+    row_units, depth_units = packed.shape[:2]
+    words = packed.view(row_units, depth_units, _PAIR, _WARPS, _LANE_ROWS, _BLOCKS, _WORDS, _BYTES)
+    words = words.permute(0, 3, 4, 2, 1, 5, 6, 7)  # n w g r k t q byte
+    nibbles = torch.stack((words & 7, words >> 4 & 7), -1).flatten(-2)  # 8 magnitudes in order
+    magnitude = nibbles.unflatten(-1, (_HALVES, _BYTES))
+    sign = torch.stack((words >> 7 & 1, words >> 3 & 1), -2)
+    return (magnitude | sign << 3).reshape(row_units * UNIT_ROWS, depth_units * UNIT_CODES)
+
+
+def _pack_shifts(shifts: torch.Tensor) -> torch.Tensor:
+    """uint8 shifts [N, K/32] → uint8 [N/64, K/128, 256]."""
+    split = shifts.view(-1, _WARPS, _LANE_ROWS, _PAIR, shifts.shape[1] // _BLOCKS, _BLOCKS)
+    return split.permute(0, 4, 1, 2, 5, 3).reshape(split.shape[0], split.shape[4],
+                                                   UNIT_SHIFT_BYTES)
+
+
+def _unpack_shifts(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_pack_shifts`."""
+    row_units, depth_units = packed.shape[:2]
+    split = packed.view(row_units, depth_units, _WARPS, _LANE_ROWS, _BLOCKS, _PAIR)
+    return split.permute(0, 2, 3, 5, 1, 4).reshape(row_units * UNIT_ROWS, depth_units * _BLOCKS)
