@@ -166,11 +166,16 @@ def _scatter_rows(
     values: torch.Tensor, rows: torch.Tensor, capacity: int, fmt: MXFormat | None,
     options: MoEOptions,
 ) -> torch.Tensor | MXTensor:
-    """Round float32 values [R, F] to bfloat16 or `fmt` and place them in [capacity, F] zeros."""
+    """Round float32 values [R, F] to bfloat16, then to `fmt`, and place them in [capacity, F] zeros.
+
+    MX intermediates too are rounded to bfloat16 first: stage 1 in an MX format is stage 1 in
+    bfloat16 followed by `quantize`, on every backend.
+    """
     width = values.shape[1]
+    values = values.to(torch.bfloat16)
     if fmt is None:
         h = torch.zeros((capacity, width), dtype=torch.bfloat16, device=values.device)
-        h[rows] = values.to(h.dtype)
+        h[rows] = values
         return h
     quantised = quantize_blocks(values, fmt, -1, options.scale_rule)
     qdata = quantised.qdata.new_zeros((capacity, width // fmt.codes_per_byte))

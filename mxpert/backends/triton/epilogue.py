@@ -101,13 +101,14 @@ def finish_gate_up(
         gate += tl.load(bias_row_ptr + gate_rows, mask=feature_mask, other=0.0)[None, :]
         up += tl.load(bias_row_ptr + gate_rows + gate_up_group, mask=feature_mask,
                       other=0.0)[None, :]
-    values = gated_activation(gate, up, p0, p1, ACTIVATION)  # [BLOCK_M, BLOCK_N] float32
+    # Rounded to bf16 whatever follows: MX stage 1 is bf16 stage 1 followed by quantize.
+    values = gated_activation(gate, up, p0, p1, ACTIVATION).to(tl.bfloat16)  # [BLOCK_M, BLOCK_N]
     if H_FORMAT == "bf16":
         offsets = rows.to(tl.int64)[:, None] * num_features + features[None, :]
-        tl.store(h_ptr + offsets, values.to(tl.bfloat16),
+        tl.store(h_ptr + offsets, values,
                  mask=row_mask[:, None] & feature_mask[None, :])
     else:
-        store_quantized(h_ptr, h_scale_ptr, values, rows, row_mask, first_feature, num_features,
+        store_quantized(h_ptr, h_scale_ptr, values.to(tl.float32), rows, row_mask, first_feature, num_features,
                         H_FORMAT, EMAX, THRESHOLD, INF_BYTE)
 
 
