@@ -80,7 +80,7 @@ def encode(values, is_nan, FORMAT: tl.constexpr):
         power = tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
         total = (power.to(tl.float32, bitcast=True) * 4194304.0 + size).to(tl.int32, bitcast=True)
         code = (total >> 22) + (total & 15) - 2 * (127 + 22)
-        code |= (values.to(tl.int32, bitcast=True) >> 28) & 8
+        code += (values.to(tl.int32, bitcast=True) >> 28) & 8
         return tl.where(is_nan, 7, code)
     else:
         LARGEST: tl.constexpr = 448.0 if FORMAT == "e4m3" else 57344.0
@@ -130,7 +130,7 @@ def quantize_tile(
             low, high = tl.split(tl.reshape(codes, (M, N // 2, 2)))
         else:
             low, high = tl.split(tl.permute(tl.reshape(codes, (M // 2, 2, N)), (0, 2, 1)))
-        codes = low | (high << 4)
+        codes = low + (high << 4)  # one instruction, unlike a shift and an or
     else:
         codes = tl.reshape(codes, (M, N))
     return codes.to(tl.uint8), byte.to(tl.uint8)
@@ -187,7 +187,7 @@ def _quantize_columns_kernel(
     is_nan = (byte == 255)[None, :]
     codes = encode(low * inverse, is_nan, FORMAT)
     if PACK == 2:
-        codes |= encode(high * inverse, is_nan, FORMAT) << 4
+        codes += encode(high * inverse, is_nan, FORMAT) << 4
     code_rows = block * (32 // PACK) + rows
     tl.store(qdata_ptr + code_rows * num_columns + columns[None, :], codes.to(tl.uint8), mask=mask)
     tl.store(scale_ptr + block * num_columns + columns, byte.to(tl.uint8),

@@ -1,0 +1,149 @@
+"""Triton quantise and dequantise kernels in the interpreter, byte for byte against the codec."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from mxpert.backends.triton.quantize import DEQUANTIZE, QUANTIZE
+from mxpert.backends.triton.quantize_kernels import quantize_tile, scale_rule_constants
+from mxpert.formats import FORMATS, MXFP4, MXFP8_E4M3, MXFormat, MXTensor, ScaleRule
+from mxpert.problem import Op, QuantizeProblem, Target
+from mxpert.testing.quantize_cases import (
+    assert_dequantizes_exactly,
+    assert_quantizes_exactly,
+    block_cases,
+    every_bfloat16_amax,
+    every_code_and_scale,
+)
+
+CPU = Target("cpu", "cpu", "interpreter", 1, 0)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Shape and axis: blocks along rows, across rows, and in the middle; tails in every other dimension.
+LAYOUTS = [((77, 96), -1), ((3, 5, 320), -1), ((64, 133), -2), ((2, 96, 3, 7), -3), ((96,), -1),
+           ((64, 1), -2)]
+
+formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+layouts = pytest.mark.parametrize(
+    "shape, axis", LAYOUTS, ids=lambda v: "x".join(map(str, v)) if isinstance(v, tuple) else None)
+
+
+def quantize(x: torch.Tensor, fmt: MXFormat, axis: int, rule: ScaleRule) -> MXTensor:
+    problem = QuantizeProblem(Op.QUANTIZE, CPU, tuple(x.shape), axis, x.dtype, fmt, rule)
+    assert QUANTIZE.unsupported(problem) is None
+    return QUANTIZE.launch(problem, QUANTIZE.heuristic(problem), x=x)
+
+
+def dequantize(tensor: MXTensor, dtype: torch.dtype) -> torch.Tensor:
+    problem = QuantizeProblem(Op.DEQUANTIZE, CPU, tuple(tensor.shape), tensor.axis, dtype,
+                              tensor.format)
+    assert DEQUANTIZE.unsupported(problem) is None
+    return DEQUANTIZE.launch(problem, None, tensor=tensor)
+
+
+@layouts
+@dtypes
+@pytest.mark.parametrize("rule", ScaleRule, ids=lambda r: r.name)
+@formats
+def test_quantize(
+    fmt: MXFormat, rule: ScaleRule, dtype: torch.dtype, shape: tuple[int, ...], axis: int,
+) -> None:
+    x = block_cases(shape, axis, dtype)
+    assert_quantizes_exactly(quantize(x, fmt, axis, rule), x, fmt, axis, rule)
+
+
+@pytest.mark.parametrize("rule", ScaleRule, ids=lambda r: r.name)
+@formats
+def test_quantize_bfloat16_amax(fmt: MXFormat, rule: ScaleRule) -> None:
+    """Every mantissa of the block maximum, at exponents low, middle and high (GPU: at all)."""
+    exponents = torch.cat([torch.arange(n, n + 12) for n in (0, 120, 244)])
+    x = every_bfloat16_amax().view(2, 256, 128, 32)[:, exponents].reshape(-1, 32)
+    assert_quantizes_exactly(quantize(x, fmt, -1, rule), x, fmt, -1, rule)
+
+
+@pytest.mark.parametrize("view", [
+    lambda x: x[:, 32:352],  # dense rows with a larger stride
+    lambda x: x[::3, :64],
+    lambda x: x[:, ::2],  # rows that are not dense
+    lambda x: x.T,
+    lambda x: x[:1].expand(96, 384),
+    lambda x: x.view(8, 12, 384)[:, :5, :96],  # leading strides that do not nest
+    lambda x: x[3, ::3],
+], ids=["columns", "rows", "every_other", "transposed", "expanded", "three_dims", "vector"])
+@pytest.mark.parametrize("fmt", [MXFP4, MXFP8_E4M3], ids=lambda f: f.name)
+def test_quantize_strided(fmt: MXFormat, view) -> None:
+    """Storage between the elements holds NaN, which must not be read."""
+    base = block_cases((96, 384), -1, torch.bfloat16)
+    unused = torch.ones(base.numel(), dtype=torch.bool)
+    unused[view(torch.arange(base.numel()).view(96, 384)).flatten()] = False
+    base[unused.view(96, 384)] = float("nan")
+    x = view(base)
+    assert_quantizes_exactly(quantize(x, fmt, -1, ScaleRule.RCEIL), x, fmt, -1, ScaleRule.RCEIL)
+
+
+@triton.jit
+def _tile_kernel(
+    qdata_ptr, scale_ptr, x_ptr, M: tl.constexpr, N: tl.constexpr, CODES_M: tl.constexpr,
+    CODES_N: tl.constexpr, SCALE_M: tl.constexpr, SCALE_N: tl.constexpr, FORMAT: tl.constexpr,
+    EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr, AXIS: tl.constexpr,
+):
+    x = tl.load(x_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
+    codes, scale = quantize_tile(x, FORMAT, EMAX, THRESHOLD, INF_BYTE, AXIS)
+    rows, columns = tl.arange(0, CODES_M)[:, None], tl.arange(0, CODES_N)[None, :]
+    tl.store(qdata_ptr + rows * CODES_N + columns, codes)
+    rows, columns = tl.arange(0, SCALE_M)[:, None], tl.arange(0, SCALE_N)[None, :]
+    tl.store(scale_ptr + rows * SCALE_N + columns, scale)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("rule", ScaleRule, ids=lambda r: r.name)
+@formats
+def test_quantize_tile(fmt: MXFormat, rule: ScaleRule, axis: int) -> None:
+    """The device function that epilogues share, along either axis of a tile."""
+    x = block_cases((64, 128), axis - 2, torch.float32)
+    shapes = {name: [size // (by if i == axis else 1) for i, size in enumerate(x.shape)]
+              for name, by in (("CODES", fmt.codes_per_byte), ("SCALE", 32))}
+    codes, scale = (torch.empty(shape, dtype=torch.uint8) for shape in shapes.values())
+    _tile_kernel[(1,)](
+        codes, scale, x, M=64, N=128, CODES_M=shapes["CODES"][0], CODES_N=shapes["CODES"][1],
+        SCALE_M=shapes["SCALE"][0], SCALE_N=shapes["SCALE"][1], FORMAT=fmt.element.name,
+        **scale_rule_constants(fmt, rule), AXIS=axis)
+    assert_quantizes_exactly(MXTensor(codes, scale, fmt, axis - 2), x, fmt, axis - 2, rule)
+
+
+@pytest.mark.parametrize("shape, axis", [((0, 32), -1), ((32, 0), -2), ((4, 0), -1)], ids=str)
+@formats
+def test_empty(fmt: MXFormat, shape: tuple[int, ...], axis: int) -> None:
+    quantized = quantize(torch.empty(shape), fmt, axis, ScaleRule.RCEIL)
+    assert quantized.shape == shape
+    assert dequantize(quantized, torch.float32).shape == shape
+
+
+@dtypes
+@pytest.mark.parametrize("axis", [-1, -2])
+@formats
+def test_dequantize_every_code_and_scale(fmt: MXFormat, axis: int, dtype: torch.dtype) -> None:
+    tensor = every_code_and_scale(fmt, axis)
+    assert_dequantizes_exactly(dequantize(tensor, dtype), tensor)
+
+
+@layouts
+@formats
+def test_dequantize_shapes(fmt: MXFormat, shape: tuple[int, ...], axis: int) -> None:
+    tensor = quantize(block_cases(shape, axis, torch.float32), fmt, axis, ScaleRule.FLOOR)
+    assert_dequantizes_exactly(dequantize(tensor, torch.bfloat16), tensor)
+
+
+def test_unsupported_names_the_reason() -> None:
+    def reason(kind: str, arch: str, dtype: torch.dtype = torch.float32) -> str | None:
+        target = Target(kind, arch, arch, 1, 0)
+        return QUANTIZE.unsupported(
+            QuantizeProblem(Op.QUANTIZE, target, (32,), -1, dtype, MXFP4))
+
+    assert reason("cuda", "sm_90") is reason("cuda", "sm_100") is reason("hip", "gfx950") is None
+    assert "sm_90" in str(reason("cuda", "sm_80"))
+    assert "gfx950" in str(reason("hip", "gfx942"))
+    assert "float64" in str(reason("cuda", "sm_90", torch.float64))
