@@ -10,6 +10,7 @@ from ..problem import Op, RoutingProblem, Scoring, TopKOptions, TopKProblem
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, plan_capacity
 from .library import register
 
+PlanTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_SORTED_ROWS = 1 << 30
 """Kernels step past the last row in int32 before they mask; this leaves them room."""
@@ -108,10 +109,9 @@ def make_routing_plan(
     local = num_experts if num_local_experts is None else num_local_experts
     check_routing_plan(topk_ids, topk_weights, num_experts, local, routing_block_m, expert_map,
                        num_local_tokens)
-    tensors = _plan_op(topk_ids, topk_weights, expert_map, num_local_tokens, num_experts, local,
-                       routing_block_m)
-    return RoutingPlan(*tensors, num_tokens=topk_ids.shape[0], top_k=topk_ids.shape[1],
-                       num_experts=local, routing_block_m=routing_block_m)
+    tensors: PlanTensors = _plan_op(topk_ids, topk_weights, expert_map, num_local_tokens,
+                                    num_experts, local, routing_block_m)
+    return RoutingPlan(*tensors, topk_ids.shape[0], topk_ids.shape[1], local, routing_block_m)
 
 
 def describe_route_topk(
@@ -243,8 +243,6 @@ _topk_op = register(
     "route_topk(Tensor logits, Tensor? correction_bias, SymInt top_k, str scoring, bool normalize, "
     "SymInt num_groups, SymInt top_groups, float routed_scaling_factor) -> (Tensor, Tensor)",
     _run_topk, _fake_topk)
-
-PlanTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _run_plan(

@@ -145,11 +145,13 @@ def _check_rows(plan: RoutingPlan, expert: torch.Tensor, weights: torch.Tensor, 
 
 def topk_decision_gap(logits: torch.Tensor, top_k: int, options: TopKOptions,
                       correction_bias: torch.Tensor | None = None) -> torch.Tensor:
-    """float64 [T]: the smallest difference of scores that decides a token's expert ids.
+    """float64 [T]: the smallest difference of scores that decides a token's expert ids, relative.
 
-    Two implementations whose float32 scores differ by less than half of it choose the same ids.
-    Exact ties, which go to the lower id in every implementation, do not count. Chosen logits that
-    are themselves the ranked scores have no rounding, so the gap is infinite there.
+    It is divided by the token's largest |score| + |bias|. Two implementations whose float32 scores
+    differ by a relative error below a quarter of it choose the same ids (a group's score adds two
+    scores, and both sides of a comparison move). Exact ties, which go to the lower id in every
+    implementation, do not count. Logits that are themselves the ranked scores have no rounding, so
+    the gap is infinite there.
 
     Args:
         logits: [T, E]. top_k, options, correction_bias: as given to route_topk.
@@ -162,8 +164,10 @@ def topk_decision_gap(logits: torch.Tensor, top_k: int, options: TopKOptions,
         ranked = wide.softmax(dim=-1)
     else:
         return torch.full(logits.shape[:1], float("inf"), dtype=torch.float64)
+    scale = ranked.abs().amax(dim=1)
     if correction_bias is not None:
-        ranked = ranked + correction_bias.double()
+        bias = correction_bias.double().cpu()
+        scale, ranked = (ranked.abs() + bias.abs()).amax(dim=1), ranked + bias
     gap = torch.full(logits.shape[:1], float("inf"), dtype=torch.float64)
     if limited:
         grouped = ranked.view(len(ranked), options.num_groups, -1)
@@ -171,7 +175,7 @@ def topk_decision_gap(logits: torch.Tensor, top_k: int, options: TopKOptions,
         gap = _smallest_step(group_scores, options.top_groups)
         chosen = group_scores.topk(options.top_groups, dim=-1).indices
         ranked = grouped.gather(1, chosen[:, :, None].expand(-1, -1, grouped.shape[2])).flatten(1)
-    return torch.minimum(gap, _smallest_step(ranked, top_k))
+    return torch.minimum(gap, _smallest_step(ranked, top_k)) / scale
 
 
 def _smallest_step(values: torch.Tensor, count: int) -> torch.Tensor:

@@ -202,5 +202,6 @@ def test_topk_of_ties_is_exact(device, num_experts, top_k):
 def test_topk_and_plan_with_1024_experts(device):
     logits = torch.randn(2000, 1024, generator=torch.Generator().manual_seed(3))
     weights, ids = mxpert.route_topk(logits.to(device), 16)
-    assert torch.equal(ids.cpu().long(), logits.argsort(dim=1, descending=True, stable=True)[:, :16])
+    order = logits.argsort(dim=1, descending=True, stable=True)
+    assert torch.equal(ids.cpu().long(), order[:, :16])
     check_plan(ids.cpu(), weights.cpu(), device, num_experts=1024, unit=16)

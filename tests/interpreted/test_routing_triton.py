@@ -121,7 +121,6 @@ def check_topk(logits: torch.Tensor, top_k: int, options: dict[str, Any],
     weights, ids = TOPK.launch(problem, config or TOPK.heuristic(problem), logits=logits,
                                correction_bias=bias)
     want_weights, want_ids = mxpert.route_topk(logits, top_k, **options)
-    # Scores are at most 1 (plus the bias), so float32 rounding moves them by less than this.
     finite = logits.float()
     tolerance = topk_weight_tolerance(float(finite.max() - finite.min()), logits.shape[1])
     gap = topk_decision_gap(finite, top_k, problem.options, bias)
