@@ -45,8 +45,8 @@ def _model(family: str) -> Any:
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """bf16 checkpoints: ``<family>`` in its published naming, ``<family>_stacked`` as transformers 5
-    holds it, sharded into files of 20 kB; with a tokenizer file beside the weights."""
+    """bf16 checkpoints: ``<family>`` in its published naming, ``<family>_stacked`` as transformers
+    5 holds it, sharded into files of 20 kB; with a tokenizer file beside the weights."""
     root = tmp_path_factory.mktemp("sources")
     found = {}
     for family in FAMILIES:
