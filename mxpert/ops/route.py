@@ -12,6 +12,7 @@ from .library import register
 
 PlanTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOP_K_LIMIT = f"at most {MAX_TOP_K} and the number of experts"
 MAX_SORTED_ROWS = 1 << 30
 """Kernels step past the last row in int32 before they mask; this leaves them room."""
 
@@ -143,8 +144,7 @@ def check_route_topk(logits: torch.Tensor, top_k: int, options: TopKOptions,
     op = "route_topk"
     require_tensor(logits, op, "logits", dtype=LOGIT_DTYPES, shape=(None, None))
     num_experts = logits.shape[1]
-    _require_count(op, "top_k", top_k, min(MAX_TOP_K, num_experts),
-                   f"{num_experts} experts, at most {MAX_TOP_K} per token")
+    _require_count(op, "top_k", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)
     if not isinstance(options.scoring, Scoring):
         raise TypeError(message(op, "scoring", "a Scoring", repr(options.scoring),
                                 "for example mxpert.Scoring.SIGMOID"))
@@ -153,7 +153,8 @@ def check_route_topk(logits: torch.Tensor, top_k: int, options: TopKOptions,
     factor = options.routed_scaling_factor
     if not isinstance(factor, (int, float)):
         raise TypeError(message(op, "routed_scaling_factor", "a number", repr(factor)))
-    _check_groups(op, num_experts, top_k, options.num_groups, options.top_groups)
+    if options.num_groups != 1 or options.top_groups != 1:
+        _check_groups(op, num_experts, top_k, options.num_groups, options.top_groups)
     if correction_bias is not None:
         require_tensor(correction_bias, op, "correction_bias", dtype=torch.float32,
                        shape=(num_experts,), device=logits.device, contiguous=True)
@@ -161,10 +162,10 @@ def check_route_topk(logits: torch.Tensor, top_k: int, options: TopKOptions,
 
 def _check_groups(op: str, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
     _require_count(op, "num_groups", num_groups, max(1, num_experts // 2),
-                   f"groups of two or more of the {num_experts} experts")
+                   "groups of two or more experts")
     require(num_experts % num_groups == 0, op, "num_groups",
             need=f"a divisor of the {num_experts} experts", got=num_groups)
-    _require_count(op, "top_groups", top_groups, num_groups, f"{num_groups} groups")
+    _require_count(op, "top_groups", top_groups, num_groups, "num_groups")
     reachable = top_groups * (num_experts // num_groups)
     require(top_k <= reachable, op, "top_groups", got=top_groups,
             need=f"groups that hold top_k = {top_k} experts together",
@@ -184,15 +185,16 @@ def check_routing_plan(
     for name, value in (("num_experts", num_experts), ("num_local_experts", num_local_experts),
                         ("routing_block_m", routing_block_m)):
         _require_count(op, name, value, MAX_SORTED_ROWS, "rows of a plan")
-    _require_count(op, "topk_ids.shape[1]", top_k, min(MAX_TOP_K, num_experts),
-                   f"{num_experts} experts, at most {MAX_TOP_K} per token")
-    require(num_tokens * top_k < MAX_ROUTED_ROWS, op, "topk_ids.shape",
-            need=f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)", got=num_tokens * top_k,
-            remedy="split the tokens into smaller batches")
+    _require_count(op, "topk_ids.shape[1]", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)
+    if num_tokens * top_k >= MAX_ROUTED_ROWS:
+        raise ValueError(message(
+            op, "topk_ids.shape", f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
+            num_tokens * top_k, "split the tokens into smaller batches"))
     capacity = plan_capacity(num_tokens, top_k, num_local_experts, routing_block_m)
-    require(capacity <= MAX_SORTED_ROWS, op, "routing_block_m",
-            need=f"at most {MAX_SORTED_ROWS} padded rows", got=capacity,
-            remedy=f"use a smaller block than {routing_block_m}")
+    if capacity > MAX_SORTED_ROWS:
+        raise ValueError(message(
+            op, "routing_block_m", f"at most {MAX_SORTED_ROWS} padded rows", capacity,
+            f"use a smaller block than {routing_block_m}"))
     if expert_map is not None:
         require_tensor(expert_map, op, "expert_map", dtype=torch.int32, shape=(num_experts,),
                        device=topk_ids.device, contiguous=True)
@@ -202,7 +204,9 @@ def check_routing_plan(
 
 
 def _require_count(op: str, name: str, value: int, most: int, of: str) -> None:
-    """`value` is an integer in 1 … `most`."""
+    """`value` is an integer in 1 … `most`; cheap where it is, for it runs on every call."""
+    if type(value) is int and 1 <= value <= most:
+        return
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(message(op, name, "an int", repr(value)))
     require(1 <= value <= most, op, name, need=f"1 … {most} ({of})", got=value)

@@ -165,15 +165,18 @@ def test_no_tokens():
 
 def test_decision_gap_sees_groups_and_experts():
     """The helper that lets float32 implementations be compared by ids."""
-    logits = torch.tensor([[0.0, 0.0, 1.0, 1.0 + 1e-3], [3.0, 0.0, 2.0, 1.0]])
-    options = TopKOptions(scoring=Scoring.SIGMOID)
-    gap = topk_decision_gap(logits, 1, options)
-    assert 0 < gap[0] < 2.0e-4 < gap[1]
-    plain = topk_decision_gap(logits, 1, TopKOptions())
-    assert plain.isinf().all()
-    grouped = topk_decision_gap(torch.tensor([[2.0, 0.0, 2.0, 1e-3]]), 1, TopKOptions(
-        scoring=Scoring.SIGMOID, num_groups=2))
-    assert 0 < grouped[0] < 3e-4
+    sigmoid = TopKOptions(scoring=Scoring.SIGMOID)
+    logits = torch.tensor([[0.0, 0.0, 1.0, 1.25], [3.0, 0.0, 2.0, 1.0]])
+    scores = logits.double().sigmoid()
+    gap = topk_decision_gap(logits, 1, sigmoid)
+    assert gap[0] == (scores[0, 3] - scores[0, 2]) / scores[0, 3]
+    assert gap[1] == (scores[1, 0] - scores[1, 2]) / scores[1, 0]
+    assert topk_decision_gap(logits, 1, TopKOptions()).isinf().all()
+    # The best expert of the chosen group leads clearly; the group itself wins by little.
+    limited = TopKOptions(scoring=Scoring.SIGMOID, num_groups=2)
+    row = torch.tensor([[2.0, 0.0, 2.0, 2.0**-10]])
+    want = (row.double().sigmoid()[0, 3] - 0.5) / row.double().sigmoid()[0, 0]
+    torch.testing.assert_close(topk_decision_gap(row, 1, limited)[0], want, rtol=1e-10, atol=0)
 
 
 LOGITS = torch.zeros(3, 8)
