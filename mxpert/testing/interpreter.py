@@ -96,9 +96,9 @@ def _narrow(values: np.ndarray, dtype: tl.dtype) -> Any:
 # Stock: bf16 and fp8 arithmetic and comparisons work on the integer codes.
 def _binary_op(original: Callable[..., Any]) -> Callable[..., Any]:
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., np.ndarray]) -> Any:
-        if not (_is_bits(lhs) and _is_bits(rhs)):
-            return original(self, lhs, rhs, op)
         with _QUIET():
+            if not (_is_bits(lhs) and _is_bits(rhs)):
+                return original(self, lhs, rhs, op)
             return _narrow(op(_wide(lhs).data, _wide(rhs).data), lhs.dtype.scalar)
     return binary_op
 
@@ -145,7 +145,8 @@ def _cast_impl(original: Callable[..., Any]) -> Callable[..., Any]:
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         if _is_bits(src) or dst_type.scalar in _STORED_AS_BITS:
             return _convert(src, dst_type.scalar)
-        return original(self, src, dst_type)
+        with _QUIET():
+            return original(self, src, dst_type)
     return cast_impl
 
 

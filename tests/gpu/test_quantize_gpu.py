@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -68,7 +70,9 @@ def test_quantize_every_bfloat16_amax(
     lambda x: x.T, lambda x: x[:1].expand(960, 4096),
 ], ids=["columns", "rows", "misaligned", "every_other", "transposed", "expanded"])
 @pytest.mark.parametrize("fmt", [MXFP4, MXFP8_E4M3], ids=lambda f: f.name)
-def test_quantize_strided(fmt: MXFormat, view, device: torch.device) -> None:
+def test_quantize_strided(
+    fmt: MXFormat, view: Callable[[torch.Tensor], torch.Tensor], device: torch.device,
+) -> None:
     x = view(block_cases((960, 4096), -1, torch.bfloat16).to(device))
     assert_quantizes_exactly(quantize(x, fmt, -1, ScaleRule.RCEIL), x, fmt, -1, ScaleRule.RCEIL)
 

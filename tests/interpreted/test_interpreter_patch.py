@@ -1,6 +1,7 @@
 """The patched interpreter against torch, code for code.
 
-torch's own conversions and matmul are the oracle; the stock interpreter fails each of these tests.
+torch's own conversions and matmul are the oracle; the stock interpreter of Triton 3.6.0 fails 89 of
+these 91 tests.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -9,7 +12,16 @@ import triton.language as tl
 
 from mxpert.backends.triton.quantize import DEQUANTIZE, QUANTIZE
 from mxpert.backends.triton.quantize_kernels import quantize_tile, scale_rule_constants
-from mxpert.formats import FORMATS, MXFP4, MXFP8_E4M3, MXFormat, MXTensor, ScaleRule
+from mxpert.formats import (
+    FORMATS,
+    MXFP4,
+    MXFP8_E4M3,
+    MXFormat,
+    MXTensor,
+    ScaleRule,
+    dequantize_blocks,
+    quantize_blocks,
+)
 from mxpert.problem import Op, QuantizeProblem, Target
 from mxpert.testing.quantize_cases import (
     assert_dequantizes_exactly,
@@ -74,7 +86,9 @@ def test_quantize_bfloat16_amax(fmt: MXFormat, rule: ScaleRule) -> None:
     lambda x: x[3, ::3],
 ], ids=["columns", "rows", "every_other", "transposed", "expanded", "three_dims", "vector"])
 @pytest.mark.parametrize("fmt", [MXFP4, MXFP8_E4M3], ids=lambda f: f.name)
-def test_quantize_strided(fmt: MXFormat, view) -> None:
+def test_quantize_strided(
+    fmt: MXFormat, view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     """Storage between the elements holds NaN, which must not be read."""
     base = block_cases((96, 384), -1, torch.bfloat16)
     unused = torch.ones(base.numel(), dtype=torch.bool)
@@ -147,3 +161,29 @@ def test_unsupported_names_the_reason() -> None:
     assert "sm_90" in str(reason("cuda", "sm_80"))
     assert "gfx950" in str(reason("hip", "gfx942"))
     assert "float64" in str(reason("cuda", "sm_90", torch.float64))
+
+
+@pytest.mark.parametrize("plant", [
+    lambda q: replace(q, qdata=q.qdata << 4 | q.qdata >> 4),
+    lambda q: replace(q, scale=q.scale.roll(1, dims=-1)),
+    lambda q: replace(q, qdata=torch.where(q.qdata == 0x80, 0, q.qdata)),
+    lambda q: replace(q, axis=-2, qdata=q.qdata.T, scale=q.scale.T),
+], ids=["swapped_nibbles", "scale_off_by_one_block", "lost_sign_of_zero", "wrong_axis"])
+def test_the_comparison_catches(plant: Callable[[MXTensor], MXTensor]) -> None:
+    x = block_cases((128, 128), -1, torch.float32)
+    quantized = quantize_blocks(x, MXFP4)
+    assert_quantizes_exactly(quantized, x, MXFP4, -1, ScaleRule.RCEIL)
+    with pytest.raises(AssertionError):
+        assert_quantizes_exactly(plant(quantized), x, MXFP4, -1, ScaleRule.RCEIL)
+
+
+@pytest.mark.parametrize("plant", [
+    lambda y: torch.where(y == 1.0, 1.5, y), lambda y: y.abs(),
+    lambda y: y.nan_to_num(), lambda y: torch.where(y.abs() < 2.0**-126, 0.0, y),
+], ids=["wrong_value", "lost_signs", "lost_nan", "flushed_subnormals"])
+def test_the_comparison_of_values_catches(plant: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensor = every_code_and_scale(MXFP4, -1)
+    values = dequantize_blocks(tensor)
+    assert_dequantizes_exactly(values, tensor)
+    with pytest.raises(AssertionError):
+        assert_dequantizes_exactly(plant(values), tensor)
