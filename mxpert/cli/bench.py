@@ -12,20 +12,28 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from ..dispatch import override
+from ..dispatch import Resolution, override
 from ..errors import require
-from ..formats.spec import E8M0_BIAS, MX_BLOCK_SIZE, MXFP4
+from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import MXTensor
 from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_down, moe_gate_up
 from ..ops.quantize import dequantize
-from ..ops.route import make_routing_plan, route_topk
-from ..problem import ACTIVATION_FORMATS, SwiGLU
+from ..ops.route import make_routing_plan
+from ..problem import ACTIVATION_FORMATS, Activation
 from ..routing import TOKEN_MASK, RoutingPlan
 from ..testing.numerics import relative_l2
-from ..testing.problems import MODEL_SHAPES
+from ..testing.problems import (
+    MODEL_SHAPES,
+    MoEShape,
+    Routing,
+    model_shape,
+    random_moe_problem,
+    random_routing,
+    scaled_shape,
+)
 from ..testing.timing import Work
-from ..weights import GateUpOrder, MoEWeights
+from ..weights import MoEWeights
 from .measure import (
     Ceilings,
     check_gate,
@@ -52,33 +60,29 @@ from .report import (
 
 STAGES = ("gate_up", "down", "layer")
 CPU_SCALE = 8
-SKEW = 3.0
-"""Logit distance between the most and the least wanted expert under --routing skewed."""
-
-ACTIVATION = SwiGLU()
 
 
 @dataclass(frozen=True)
 class Model:
-    """Dimensions of one benchmark problem, after scaling down."""
+    """A benchmark problem: a named layer, after scaling down."""
 
     name: str
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
+    shape: MoEShape
 
     @classmethod
     def named(cls, name: str, scale: int) -> Model:
         """A named model with E, H and F divided by `scale`; widths stay multiples of 32."""
-        shape = MODEL_SHAPES[name]
+        shape = model_shape(name)
+        if scale == 1:
+            return cls(name, shape)
 
         def width(size: int) -> int:
             return max(MX_BLOCK_SIZE, round(size / scale / MX_BLOCK_SIZE) * MX_BLOCK_SIZE)
 
-        return cls(name if scale == 1 else f"{name}/{scale}",
-                   max(shape.top_k, shape.num_experts // scale), shape.top_k,
-                   width(shape.hidden_size), width(shape.intermediate_size))
+        return cls(f"{name}/{scale}", scaled_shape(
+            shape, hidden_size=width(shape.hidden_size),
+            intermediate_size=width(shape.intermediate_size),
+            num_experts=max(shape.top_k, shape.num_experts // scale)))
 
 
 @dataclass(frozen=True)
@@ -89,57 +93,37 @@ class Inputs:
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     plan: RoutingPlan
+    resolution: Resolution
 
 
-def random_weights(model: Model, device: torch.device) -> MoEWeights:
-    """Random codes, with scales that keep every activation near one."""
-    generator = torch.Generator(device=device).manual_seed(0)
-
-    def projection(rows: int, columns: int) -> MXTensor:
-        # A random e2m1 code has a root mean square of about 2^1.5; a sum of K products of it with
-        # unit activations then needs 2^-1.5 / sqrt(K) to stay near one.
-        center = E8M0_BIAS - round(1.5 + 0.5 * torch.tensor(float(columns)).log2().item())
-        shape = (model.num_experts, rows, columns)
-        qdata = torch.randint(0, 256, (*shape[:2], columns // 2), dtype=torch.uint8, device=device,
-                              generator=generator)
-        scale = torch.randint(center - 2, center + 2, (*shape[:2], columns // MX_BLOCK_SIZE),
-                              dtype=torch.uint8, device=device, generator=generator)
-        return MXTensor(qdata, scale, MXFP4)
-
-    return MoEWeights(projection(2 * model.intermediate_size, model.hidden_size),
-                      projection(model.hidden_size, model.intermediate_size),
-                      gate_up_order=GateUpOrder.INTERLEAVED).prepare(device=device)
-
-
-def random_inputs(model: Model, weights: MoEWeights, num_tokens: int, skew: float, seed: int,
+def random_inputs(model: Model, weights: MoEWeights, num_tokens: int, routing: str, seed: int,
                   activation_format: str) -> Inputs:
     """Tokens and a routing; the plan has the padding unit that the layer itself would choose."""
-    device = weights.device
-    generator = torch.Generator(device=device).manual_seed(seed)
-    x = torch.randn(num_tokens, model.hidden_size, device=device, generator=generator)
-    logits = torch.randn(num_tokens, model.num_experts, device=device, generator=generator)
-    logits += skew * torch.linspace(1, 0, model.num_experts, device=device)
-    topk_weights, topk_ids = route_topk(logits, top_k=model.top_k)
+    shape, generator = model.shape, torch.Generator(weights.device).manual_seed(seed)
+    x = torch.randn(num_tokens, shape.hidden_size, device=weights.device, generator=generator)
     x = x.to(torch.bfloat16)
-    resolution = explain(fused_moe, x, weights, topk_ids, topk_weights, activation=ACTIVATION,
+    topk_weights, topk_ids = random_routing(num_tokens, shape.num_experts, shape.top_k,
+                                            generator=generator, routing=routing)
+    resolution = explain(fused_moe, x, weights, topk_ids, topk_weights,
+                         activation=shape.activation,
                          activation_format=activation_format).resolution
-    plan = make_routing_plan(topk_ids, topk_weights, num_experts=model.num_experts,
+    plan = make_routing_plan(topk_ids, topk_weights, num_experts=shape.num_experts,
                              routing_block_m=resolution.config.routing_block_m)
-    return Inputs(x, topk_ids, topk_weights, plan)
+    return Inputs(x, topk_ids, topk_weights, plan, resolution)
 
 
-def stage_call(stage: str, weights: MoEWeights, inputs: Inputs,
+def stage_call(stage: str, weights: MoEWeights, inputs: Inputs, activation: Activation,
                activation_format: str) -> Callable[[], Any]:
     """The call to time for one stage; stage 2 gets the intermediate of the float64 reference, so
     that its error is its own."""
     if stage == "layer":
         return lambda: fused_moe(inputs.x, weights, inputs.topk_ids, inputs.topk_weights,
-                                 activation=ACTIVATION, activation_format=activation_format)
+                                 activation=activation, activation_format=activation_format)
     if stage == "gate_up":
-        return lambda: moe_gate_up(inputs.x, weights, inputs.plan, activation=ACTIVATION,
+        return lambda: moe_gate_up(inputs.x, weights, inputs.plan, activation=activation,
                                    activation_format=activation_format)
     with float64_reference():
-        h = moe_gate_up(inputs.x, weights, inputs.plan, activation=ACTIVATION,
+        h = moe_gate_up(inputs.x, weights, inputs.plan, activation=activation,
                         activation_format=activation_format)
     return lambda: moe_down(h, weights, inputs.plan)
 
@@ -155,29 +139,28 @@ def plain_rows(stage: str, output: Any, plan: RoutingPlan) -> torch.Tensor:
 def bench_case(model: Model, weights: MoEWeights, num_tokens: int, activation_format: str,
                routing: str, stages: list[str], ceilings: Ceilings) -> Iterator[Row]:
     """Rows of one (model, T, format): each stage gated against float64, then timed cold."""
-    device = weights.device
+    device, shape = weights.device, model.shape
     rotations = max(1, min(8, 64 // num_tokens)) if device.type == "cuda" else 1
-    skew = SKEW if routing == "skewed" else 0.0
-    inputs = [random_inputs(model, weights, num_tokens, skew, seed, activation_format)
+    inputs = [random_inputs(model, weights, num_tokens, routing, seed, activation_format)
               for seed in range(rotations)]
-    hit = sum(i.topk_ids.unique().numel() for i in inputs) / rotations
-    backend = explain(fused_moe, inputs[0].x, weights, inputs[0].topk_ids, inputs[0].topk_weights,
-                      activation=ACTIVATION, activation_format=activation_format)
+    chosen = inputs[0].resolution
+    hit = sum(each.topk_ids.unique().numel() for each in inputs) / rotations
     for stage in stages:
-        calls = [stage_call(stage, weights, each, activation_format) for each in inputs]
-        with float64_reference():
+        calls = [stage_call(stage, weights, each, shape.activation, activation_format)
+                 for each in inputs]
+        with float64_reference():  # accumulates in float64, rounds where kernels round
             truth = plain_rows(stage, calls[0](), inputs[0].plan)
         error = relative_l2(plain_rows(stage, calls[0](), inputs[0].plan), truth)
         check_gate(f"{model.name} T={num_tokens} {activation_format} {stage}", error, stage,
                    activation_format)
         timing = time_calls(calls, device)
-        work = Work.of_stage(stage, hit_experts=hit, routed_rows=num_tokens * model.top_k,
-                             hidden_size=model.hidden_size,
-                             intermediate_size=model.intermediate_size)
-        yield {"model": model.name, "E": model.num_experts, "k": model.top_k,
-               "H": model.hidden_size, "F": model.intermediate_size, "T": num_tokens, "hit": hit,
-               "routing": routing, "impl": f"mxpert/{backend.resolution.kernel.backend}",
-               "config": str(backend.resolution.config), "activation": activation_format,
+        work = Work.of_stage(stage, hit_experts=hit, routed_rows=num_tokens * shape.top_k,
+                             hidden_size=shape.hidden_size,
+                             intermediate_size=shape.intermediate_size)
+        yield {"model": model.name, "E": shape.num_experts, "k": shape.top_k,
+               "H": shape.hidden_size, "F": shape.intermediate_size, "T": num_tokens, "hit": hit,
+               "routing": routing, "impl": f"mxpert/{chosen.kernel.backend}",
+               "config": str(chosen.config), "activation": activation_format,
                "stage": stage, "rel_l2": error, **timing_columns(timing),
                **ceilings.judge(work, timing.us, activation_format)}
 
@@ -192,7 +175,8 @@ def run_bench(models: list[Model], tokens: list[int], formats: list[str], stages
         progress.advance(task)
         for model in models:
             progress.update(task, description=f"{model.name}: weights")
-            weights = random_weights(model, device)
+            weights = random_moe_problem(model.shape, 1, device=device).weights
+            weights = weights.prepare(device=device)
             for num_tokens in tokens:
                 for name in formats:
                     progress.update(task, description=f"{model.name} T={num_tokens} {name}")
@@ -232,7 +216,7 @@ def bench(
     tokens: str = typer.Option("1,16,64,128,256,1024", help="Token counts, comma-separated."),
     formats: str = typer.Option("bf16,mxfp8,mxfp4", "--format", help="Activation formats."),
     stage: str = typer.Option("gate_up,down,layer", help="Stages to time."),
-    routing: str = typer.Option("uniform", help="uniform or skewed expert choice."),
+    routing: str = typer.Option("uniform", help="uniform, zipf, half or one_expert."),
     backend: str = typer.Option(None, help="Pin a backend instead of the best one."),
     scale: int = typer.Option(0, help="Divide E, H and F by this. Default: 1 on a GPU, "
                               f"{CPU_SCALE} on a CPU."),
@@ -252,12 +236,12 @@ def bench(
 
         mxpert bench --model gpt-oss-120b --tokens 1,64,1024 --format bf16
 
-        mxpert bench --model kimi-k2 --model deepseek-v3 --stage layer --routing skewed
+        mxpert bench --model kimi-k2 --model deepseek-v3 --stage layer --routing zipf
     """
     console, device = make_console(stderr=True), best_device()
     require(scale >= 0, "bench", "--scale", need="a positive number", got=scale)
-    require(routing in ("uniform", "skewed"), "bench", "--routing", need="uniform or skewed",
-            got=repr(routing))
+    routings = [each.value for each in Routing]
+    require(routing in routings, "bench", "--routing", need=f"one of {routings}", got=repr(routing))
     counts = parse_numbers(tokens, "bench", "--tokens")
     names = parse_choices(formats, ACTIVATION_FORMATS, "bench", "--format")
     stages = parse_choices(stage, STAGES, "bench", "--stage")
@@ -271,7 +255,7 @@ def bench(
     write_json(path, document)
     console.print(f"wrote {path}")
     if not has_matplotlib():
-        console.print(PLOT_HINT)
+        console.print(PLOT_HINT, markup=False)
         return
     limits = document["ceilings"]
     plot = path.with_name("roofline.png") if json_file is None else path.with_suffix(".png")

@@ -127,13 +127,13 @@ def run_case(case: LayerCase, num_tokens: int, activation_format: str,
     layer, weights, x = case.layer, case.layer.weights, case.rows(num_tokens)
     topk_weights, topk_ids = route(case, num_tokens)
 
-    def call() -> torch.Tensor:
+    def call(out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return fused_moe(x, weights, topk_ids, topk_weights, activation=layer.activation,
-                         activation_format=activation_format)
+                         activation_format=activation_format, out_dtype=out_dtype)
 
     output = call()
     with float64_reference():
-        truth = call()
+        truth = call(torch.float64)
     chosen = explain(fused_moe, x, weights, topk_ids, topk_weights, activation=layer.activation,
                      activation_format=activation_format).resolution
     timing = time_calls([call], weights.device)
@@ -294,7 +294,7 @@ def demo(
     if has_matplotlib():
         plot(document, output / "report.png")
     else:
-        console.print(PLOT_HINT)
+        console.print(PLOT_HINT, markup=False)
     if json_to:
         typer.echo(json.dumps(document))
     if not document["passed"]:

@@ -31,6 +31,12 @@ def inspect(
 
     A tensor folds exactly if each row's scales lie within 15 binades: then its codes become FP8
     without rounding; otherwise the table counts the blocks that do not. Exit code 2 on bad input.
+
+    Examples:
+
+        mxpert inspect ./gpt-oss-20b --layer 0
+
+        mxpert inspect ./mixtral-mxfp4 --source ./mixtral-bf16 --json -
     """
     with byte_progress("inspecting") as advance:
         found = inspect_checkpoint(path, source=source, layer=layer, on_progress=advance)

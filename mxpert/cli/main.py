@@ -57,12 +57,13 @@ def _load(name: str) -> Any:
 class _LazyGroup(TyperGroup):
     """Lists every command without importing one; turns the library's errors into one line."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {name: TyperCommand(name=name, help=entry.summary)
+                         for name, entry in COMMANDS.items()}
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        entry = COMMANDS.get(cmd_name)
-        return None if entry is None else TyperCommand(name=cmd_name, help=entry.summary)
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)  # in the order of COMMANDS, not of the alphabet
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)

@@ -86,9 +86,12 @@ def cosine_gate(activation_format: str, rows_noise: float, intermediate_noise: f
     """Least cosine to the model with unquantised activations.
 
     An error of relative size r turns a vector by at most ``asin r``, so its cosine is at least
-    ``sqrt(1 - r²)``. As in `numerics.sqnr_floor_db` r² = 2.2 n_x + n_h + 2 · (bfloat16 rounding)²,
-    but with n_x and n_h measured on the data at hand instead of on a Gaussian, and doubled: for a
-    single token noise and signal are sums of few experts, which do not average out.
+    ``sqrt(1 - r²)``. As in `numerics.sqnr_floor_db`, noise that is independent of the weights gives
+    r² = 2.2 n_x + n_h + 2 · (bfloat16 rounding)², here with n_x and n_h measured on the data at
+    hand instead of on a Gaussian. In one layer it is not independent: few tokens, experts and
+    rows carry most of the output, and all of it may fall on noisy ones. Twice the amplitude is
+    allowed. The sharp gates are the error to float64 and the cosine of a16w4; this one is to see
+    a quantiser that both sides share and that is wrong.
 
     Args:
         activation_format: "bf16", "mxfp8" or "mxfp4".
@@ -98,7 +101,7 @@ def cosine_gate(activation_format: str, rows_noise: float, intermediate_noise: f
     if activation_format == "bf16":
         return BF16_MIN_COSINE
     expected = 2.2 * rows_noise + intermediate_noise + 2 * rounding_rms(8) ** 2
-    return math.sqrt(max(0.0, 1 - 2 * expected))
+    return math.sqrt(max(0.0, 1 - 2**2 * expected))
 
 
 def check_gate(case: str, error: float, stage: str, activation_format: str) -> None:

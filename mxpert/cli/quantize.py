@@ -46,6 +46,12 @@ def quantize(
     Everything else is copied unchanged. Run the same command again to continue after an
     interruption. What was written is read back and compared with the source. Exit code 0: verified;
     1: verification failed; 2: bad input or a destination that would be overwritten.
+
+    Examples:
+
+        mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4
+
+        mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4 --scale-rule floor --json report.json
     """
     with byte_progress("quantising") as advance:
         report = quantize_checkpoint(source, destination, scale_rule=scale_rule, device=device,

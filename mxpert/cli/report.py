@@ -137,13 +137,13 @@ def format_time(us: float) -> str:
 
 
 def format_rate(row: Mapping[str, Any]) -> str:
-    """TB/s where reading weights sets the floor, else TFLOP/s; smaller units for smaller figures.
+    """Bytes per second where reading weights sets the floor, else operations per second.
 
     >>> format_rate({"tbs": 0.0012, "tflops": 0.5, "memory_bound": False})
-    '500.0 GFLOP/s'
+    '500 GFLOP/s'
     """
     value, unit = (row["tbs"], "B/s") if row["memory_bound"] else (row["tflops"], "FLOP/s")
-    return f"{value:.2f} T{unit}" if value >= 1 else f"{value * 1e3:.1f} G{unit}"
+    return f"{value:.2f} T{unit}" if value >= 1 else f"{value * 1e3:.3g} G{unit}"
 
 
 def parse_numbers(text: str, command: str, option: str) -> list[int]:

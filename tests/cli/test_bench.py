@@ -1,0 +1,128 @@
+"""`mxpert bench`: gate before time, rows that can be judged, inputs that are checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mxpert.cli import bench, measure
+from mxpert.cli.main import app
+from mxpert.testing.timing import Timing, Work, matmul_rate, read_bandwidth, time_graph
+
+runner = CliRunner()
+COLUMNS = {"model", "E", "k", "H", "F", "T", "hit", "routing", "impl", "activation", "stage", "us",
+           "rel_l2", "tbs", "tflops", "percent_of_roof"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "CPU_SECONDS_PER_CASE", 0.0)
+
+
+def run(output: Path, *arguments: str) -> object:
+    return runner.invoke(app, ["bench", "--scale", "32", "--output", str(output), *arguments])
+
+
+def test_rows_tell_all_that_is_needed_to_judge_them(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "--model", "gpt-oss-20b", "--model", "qwen3-next", "--tokens", "1,17",
+                  "--routing", "zipf")
+    assert outcome.exit_code == 0, outcome.output
+    document = json.loads((tmp_path / "bench.json").read_text())
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    assert len(document["rows"]) == 2 * 2 * 3 * 3
+    for row in document["rows"]:
+        assert set(row) >= COLUMNS
+        assert row["us"] > 0
+        assert row["percent_of_roof"] >= 0
+        assert row["tflops"] == pytest.approx(row["flops"] / row["us"] / 1e6)
+    assert {row["model"] for row in document["rows"]} == {"gpt-oss-20b/32", "qwen3-next/32"}
+    assert set(document["ceilings"]["matmul_tflops"]) == {"bf16", "mxfp8", "mxfp4"}
+    assert document["environment"]["versions"]["torch"] == torch.__version__
+
+
+def test_json_goes_where_it_is_asked_to(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "h200.json"
+    outcome = run(tmp_path, "--tokens", "1", "--format", "bf16", "--stage", "layer", "--json",
+                  str(target))
+    assert outcome.exit_code == 0, outcome.output
+    assert [row["stage"] for row in json.loads(target.read_text())["rows"]] == ["layer"]
+    assert target.with_suffix(".png").is_file()
+
+
+def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bench.moe_down
+    calls = []
+
+    def wrong(*arguments: object, **options: object) -> torch.Tensor:
+        calls.append(1)  # every second call is the one under test; the first is the truth
+        return right(*arguments, **options) * (1 if len(calls) % 2 else 1.01)
+
+    monkeypatch.setattr(bench, "moe_down", wrong)
+    outcome = run(tmp_path, "--tokens", "4", "--format", "bf16", "--stage", "down")
+    assert outcome.exit_code == 2
+    assert "nothing is timed on a wrong result" in outcome.output
+    assert not (tmp_path / "bench.json").exists()
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf, 3e-3])
+def test_the_gate_refuses(error: float) -> None:
+    with pytest.raises(measure.GateError, match="need relative L2"):
+        measure.check_gate("case", error, "down", "bf16")
+
+
+@pytest.mark.parametrize(("arguments", "part"), [
+    pytest.param(["--model", "gpt-5"], "gpt-oss-120b", id="unknown-model"),
+    pytest.param(["--tokens", "1,,2"], "--tokens", id="empty-token-count"),
+    pytest.param(["--format", "fp16"], "--format", id="unknown-format"),
+    pytest.param(["--stage", "middle"], "--stage", id="unknown-stage"),
+    pytest.param(["--routing", "odd"], "--routing", id="unknown-routing"),
+    pytest.param(["--scale", "-2"], "--scale", id="negative-scale"),
+    pytest.param(["--backend", "none"], "override", id="unknown-backend"),
+])
+def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], part: str) -> None:
+    outcome = run(tmp_path, *arguments)
+    assert outcome.exit_code == 2, outcome.output
+    line = outcome.output.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert part in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_variants_take_turns() -> None:
+    order: list[str] = []
+    timings = time_graph({name: [lambda name=name: order.append(name)] for name in "ab"},
+                         device="cpu", repeats=3, warmup=1)
+    assert order == ["a", "b"] * 4
+    assert all(timing.samples == 3 for timing in timings.values())
+
+
+@pytest.mark.parametrize(("variants", "repeats"), [({"a": []}, 1), ({"a": [list]}, 0)],
+                         ids=["no-calls", "no-repeats"])
+def test_time_graph_refuses(variants: dict, repeats: int) -> None:
+    with pytest.raises(ValueError, match="time_graph: "):
+        time_graph(variants, device="cpu", repeats=repeats)
+
+
+def test_timing_is_a_median_with_its_band() -> None:
+    timing = Timing.of([float(value) for value in range(11)])
+    assert (timing.us, timing.low_us, timing.high_us) == (5.0, 1.0, 9.0)
+    assert timing.spread == pytest.approx(1.6)
+
+
+@pytest.mark.parametrize(("stage", "share"), [("gate_up", 2), ("down", 1), ("layer", 3)])
+def test_work_counts_the_experts_that_were_hit(stage: str, share: int) -> None:
+    work = Work.of_stage(stage, hit_experts=5, routed_rows=7, hidden_size=64, intermediate_size=96)
+    assert work.weight_bytes == 5 * share * (64 * 96 // 2 + 64 * 96 // 32)
+    assert work.flops == 2 * 7 * share * 64 * 96
+    assert work.floor_us(1e6, 1e15) == pytest.approx(work.weight_bytes)
+    assert work.floor_us(1e15, 1e6) == pytest.approx(work.flops)
+
+
+def test_ceilings_are_plausible() -> None:
+    assert 1e8 < read_bandwidth("cpu") < 1e13
+    assert 1e8 < matmul_rate("cpu") < 1e15

@@ -1,0 +1,133 @@
+"""`mxpert demo` on a tiny checkpoint: the whole path, its report, and that its gates can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mxpert.cli import demo, measure, report
+from mxpert.cli.main import app
+
+pytest.importorskip("transformers")
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from mxpert.integrations.gpt_oss import write_demo_checkpoint
+
+    return write_demo_checkpoint(tmp_path_factory.mktemp("demo") / "tiny", hidden_size=128,
+                                 intermediate_size=128, num_experts=8, top_k=2, num_layers=2)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No repeats and no measured ceilings: these tests are about the path, not the figures."""
+    ceilings = measure.Ceilings(1e10, dict.fromkeys(report.ACTIVATION_NAMES, 1e11))
+    monkeypatch.setattr(measure, "CPU_SECONDS_PER_CASE", 0.0)
+    monkeypatch.setattr(measure.Ceilings, "measure", classmethod(lambda *_: ceilings))
+
+
+def test_a_run_passes_its_gates_and_writes_its_report(checkpoint: Path, tmp_path: Path) -> None:
+    outcome = runner.invoke(app, ["demo", "--checkpoint", str(checkpoint), "--output",
+                                  str(tmp_path), "--tokens", "1,33", "--json", "-"])
+    assert outcome.exit_code == 0, outcome.output
+    document = json.loads(outcome.stdout)
+    assert document == json.loads((tmp_path / "report.json").read_text())
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert [(row["T"], row["activation"]) for row in document["summary"]] == [
+        (tokens, name) for tokens in (1, 33) for name in ("bf16", "mxfp8", "mxfp4")]
+    assert {row["layer"] for row in document["rows"]} == {0, 1}
+    for row in document["rows"]:
+        assert row["passed"]
+        assert row["us"] > 0
+        assert 1 <= row["hit"] <= min(8, 2 * row["T"])
+        assert row["rel_l2"] < 1e-2
+    assert all(row["cosine"] >= 0.9999 for row in document["rows"] if row["activation"] == "bf16")
+    for key in ("commit", "date", "device", "versions"):
+        assert document["environment"][key]
+
+
+def test_a_wrong_result_fails_the_run(checkpoint: Path, tmp_path: Path,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up rows exchanged: the float64 reference shares the weights and sees nothing, so
+    transformers has to."""
+    load = demo.load_gpt_oss_layers
+
+    def exchanged(*arguments: object) -> object:
+        for layer in load(*arguments):
+            weights = layer.weights
+            swapped = weights.gate_up_proj.qdata.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)
+            projection = dataclasses.replace(weights.gate_up_proj, qdata=swapped)
+            yield dataclasses.replace(
+                layer, weights=dataclasses.replace(weights, gate_up_proj=projection))
+
+    monkeypatch.setattr(demo, "load_gpt_oss_layers", exchanged)
+    outcome = runner.invoke(app, ["demo", "--checkpoint", str(checkpoint), "--output",
+                                  str(tmp_path), "--tokens", "16", "--layers", "0"])
+    assert outcome.exit_code == 1
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert not any(row["passed"] for row in rows)
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp8", "mxfp4"])
+def test_the_error_gate_sees_a_wrong_kernel(checkpoint: Path, name: str,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of sixteen, off by a quarter, as one bad tile would leave it."""
+    case = next(demo.load_cases(checkpoint, [0], 16, torch.device("cpu")))
+    ceilings = measure.Ceilings.measure(torch.device("cpu"), [name])
+    assert demo.run_case(case, 16, name, ceilings)["passed"]
+    right = demo.fused_moe
+
+    def wrong(*arguments: object, out_dtype: torch.dtype, **options: object) -> torch.Tensor:
+        y = right(*arguments, out_dtype=out_dtype, **options)
+        if out_dtype is torch.bfloat16:
+            y[3] *= 1.25
+        return y
+
+    monkeypatch.setattr(demo, "fused_moe", wrong)
+    monkeypatch.setattr(demo, "explain", lambda _, *a, **k: _explain(right, *a, **k))
+    assert not demo.run_case(case, 16, name, ceilings)["passed"]
+
+
+_explain = demo.explain
+
+
+@pytest.mark.parametrize(("arguments", "part"), [
+    pytest.param(["--tokens", "0"], "--tokens", id="zero-tokens"),
+    pytest.param(["--tokens", "1,x"], "--tokens", id="tokens-not-numbers"),
+    pytest.param(["--layers", "-1"], "--layers", id="negative-layer"),
+    pytest.param(["--layers", "7"], "layers 0 to 1", id="layer-out-of-range"),
+    pytest.param(["--backend", "cuda"], "reference", id="unknown-backend"),
+    pytest.param(["--json", "x.json"], "--json", id="json-to-a-file"),
+    pytest.param(["--checkpoint", "/nowhere"], "/nowhere", id="no-checkpoint"),
+])
+def test_bad_input_is_one_line(checkpoint: Path, tmp_path: Path, arguments: list[str],
+                               part: str) -> None:
+    given = [] if "--checkpoint" in arguments else ["--checkpoint", str(checkpoint)]
+    outcome = runner.invoke(app, ["demo", *given, "--output", str(tmp_path), *arguments])
+    assert outcome.exit_code == 2, outcome.output
+    line = outcome.output.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert " — need " in line
+    assert part in line
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_without_matplotlib_the_report_has_no_plot_and_says_why(
+        checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "has_matplotlib", lambda: False)
+    outcome = runner.invoke(app, ["demo", "--checkpoint", str(checkpoint), "--output",
+                                  str(tmp_path), "--tokens", "1", "--layers", "0"])
+    assert outcome.exit_code == 0, outcome.output
+    assert "pip install 'mxpert[plot]'" in outcome.output
+    assert not (tmp_path / "report.png").exists()
+
+
+def test_tokens_are_text(checkpoint: Path) -> None:
+    assert bytes(demo.text_token_ids(checkpoint, 9).tolist()) == b"A mixture"
