@@ -1,0 +1,160 @@
+"""Memory that must not be read, and errors that a comparator must catch.
+
+Poisoned storage: weights as views into larger storage whose other bytes decode to 6 · 2^127 or NaN,
+and uninitialised memory filled with NaN. Planted errors: transforms that make a problem subtly
+wrong in the ways that real kernels were; each must fail the gate it is held against.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import require
+from ..formats.spec import E8M0_MAX, E8M0_NAN, MX_BLOCK_SIZE
+from ..formats.tensor import MXTensor
+from ..weights import MoEWeights, gate_up_rows
+from .problems import MoEInputs
+
+POISON_CODES = 0x77
+"""Two e2m1 codes of 6: with scale byte 254 about 1e39, more than float32 holds."""
+
+
+def poison_tensor(tensor: MXTensor, *, extra_rows: int = 16, extra_columns: int = 128,
+                  scale: int = E8M0_NAN) -> MXTensor:
+    """The same values as a view into storage that is poisoned outside the logical shape.
+
+    Args:
+        tensor: quantised along its last axis, at least two dimensions.
+        extra_rows: poisoned rows after the last one of each matrix.
+        extra_columns: poisoned elements after each row; a multiple of 32.
+        scale: byte of the poisoned blocks: 255 (NaN) or 254 (2^127).
+    """
+    require(extra_columns % MX_BLOCK_SIZE == 0, "poison_tensor", "extra_columns",
+            need=f"a multiple of {MX_BLOCK_SIZE}", got=extra_columns)
+    require(scale in (E8M0_NAN, E8M0_MAX), "poison_tensor", "scale", need="254 or 255", got=scale)
+    parts = (
+        (tensor.qdata, extra_columns // tensor.format.codes_per_byte, POISON_CODES),
+        (tensor.scale, extra_columns // MX_BLOCK_SIZE, scale),
+    )
+    views = []
+    for data, columns, byte in parts:
+        *leading, rows, width = data.shape
+        storage = data.new_full((*leading, rows + extra_rows, width + columns), byte)
+        view = storage[..., :rows, :width]
+        view.copy_(data)
+        views.append(view)
+    return replace(tensor, qdata=views[0], scale=views[1])
+
+
+def poison_weights(weights: MoEWeights, *, extra_rows: int = 16, extra_columns: int = 128,
+                   scale: int = E8M0_NAN) -> MoEWeights:
+    """Both projections as views into poisoned storage (see `poison_tensor`)."""
+    gate_up, down = (
+        poison_tensor(part, extra_rows=extra_rows, extra_columns=extra_columns, scale=scale)
+        for part in (weights.gate_up_proj, weights.down_proj))
+    return replace(weights, gate_up_proj=gate_up, down_proj=down)
+
+
+def poison_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same kind full of NaN, or of the largest value for integers."""
+    if tensor.dtype.is_floating_point:
+        return torch.full_like(tensor, float("nan"))
+    return torch.full_like(tensor, torch.iinfo(tensor.dtype).max)
+
+
+@contextlib.contextmanager
+def nan_filled_scratch() -> Iterator[None]:
+    """Fill every `torch.empty` inside the block with NaN (integers: their largest value).
+
+    Torch does this for its deterministic mode, which is switched on for the block (operations
+    without a deterministic form warn). A kernel that reads an output or scratch before writing it
+    then shows NaN instead of whatever the allocator left.
+    """
+    deterministic: Any = torch.utils.deterministic  # its one property is set on the module's class
+    mode = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+        deterministic.fill_uninitialized_memory = fill
+
+
+def swap_nibbles(tensor: MXTensor) -> MXTensor:
+    """MXFP4 codes packed high nibble first."""
+    return replace(tensor, qdata=tensor.qdata << 4 | tensor.qdata >> 4)
+
+
+def shift_scales(tensor: MXTensor) -> MXTensor:
+    """Every block takes the scale of its left neighbour (the first one that of the last)."""
+    return replace(tensor, scale=tensor.scale.roll(1, dims=-1))
+
+
+def plant_swapped_nibbles(inputs: MoEInputs) -> MoEInputs:
+    """Both projections read high nibble first."""
+    return _with_projections(inputs, swap_nibbles)
+
+
+def plant_shifted_scales(inputs: MoEInputs) -> MoEInputs:
+    """Both projections take each scale one block too early."""
+    return _with_projections(inputs, shift_scales)
+
+
+def plant_exchanged_gate_up(inputs: MoEInputs) -> MoEInputs:
+    """Gate rows and up rows (and their biases) change places."""
+    weights = inputs.weights
+    assert weights.gate_up_order is not None  # for the type checker; MoEWeights has refused None
+    gate, up = gate_up_rows(weights.gate_up_order, weights.intermediate_size, weights.device)
+    order = torch.empty(2 * weights.intermediate_size, dtype=torch.int64, device=weights.device)
+    order[gate], order[up] = up, gate
+    gate_up, bias = weights.gate_up_proj, weights.gate_up_bias
+    exchanged = replace(gate_up, qdata=gate_up.qdata[:, order], scale=gate_up.scale[:, order])
+    return replace(inputs, weights=replace(
+        weights, gate_up_proj=exchanged,
+        gate_up_bias=None if bias is None else bias[:, order].contiguous()))
+
+
+def plant_dropped_expert(inputs: MoEInputs) -> MoEInputs:
+    """Rows of the most used expert are dropped: its ids become −1."""
+    ids = inputs.topk_ids.clone()
+    ids[ids == ids.flatten().mode().values] = -1
+    return replace(inputs, topk_ids=ids)
+
+
+def plant_double_weight(inputs: MoEInputs) -> MoEInputs:
+    """The routing weight is applied twice."""
+    return replace(inputs, topk_weights=inputs.topk_weights ** 2)
+
+
+def plant_ignored_bias(inputs: MoEInputs) -> MoEInputs:
+    """Both biases are left out."""
+    return replace(inputs, weights=replace(inputs.weights, gate_up_bias=None, down_bias=None))
+
+
+PLANTED_ERRORS: dict[str, Callable[[MoEInputs], MoEInputs]] = {
+    "swapped_nibbles": plant_swapped_nibbles,
+    "shifted_scales": plant_shifted_scales,
+    "exchanged_gate_up": plant_exchanged_gate_up,
+    "dropped_expert": plant_dropped_expert,
+    "double_weight": plant_double_weight,
+    "ignored_bias": plant_ignored_bias,
+}
+"""Controls by name. `ignored_bias` changes nothing without biases, `double_weight` nothing where
+all weights are 1: give them a problem that has the feature."""
+
+
+def _with_projections(
+    inputs: MoEInputs, transform: Callable[[MXTensor], MXTensor],
+) -> MoEInputs:
+    weights = inputs.weights
+    return replace(inputs, weights=replace(
+        weights, gate_up_proj=transform(weights.gate_up_proj),
+        down_proj=transform(weights.down_proj)))

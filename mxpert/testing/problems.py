@@ -1,0 +1,186 @@
+"""Random MoE problems at model shapes, made directly as MX codes and scales on the device.
+
+Exact-arithmetic problems are in `exact.py`; poisoned storage and planted errors in `poison.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..errors import require
+from ..formats.spec import E8M0_BIAS, E8M0_MAX, MX_BLOCK_SIZE, MXFP4
+from ..formats.tensor import MXTensor
+from ..problem import Activation, ClampedSiLU, SiLU, SwiGLU
+from ..weights import GateUpOrder, MoEWeights
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """Dimensions and choices of one model's MoE layer."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    activation: Activation = field(default_factory=SiLU)
+    gate_up_order: GateUpOrder = GateUpOrder.CONCATENATED
+    has_bias: bool = False
+
+
+MODEL_SHAPES: dict[str, MoEShape] = {
+    "gpt-oss-120b": MoEShape(2880, 2880, 128, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True),
+    "gpt-oss-20b": MoEShape(2880, 2880, 32, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True),
+    "deepseek-v3": MoEShape(7168, 2048, 256, 8),
+    "deepseek-v3-shared": MoEShape(7168, 2048, 257, 9),
+    "kimi-k2": MoEShape(7168, 2048, 384, 8),
+    "kimi-k2-tp4": MoEShape(7168, 512, 385, 9),
+    "dsv4-pro": MoEShape(7168, 3072, 384, 6, ClampedSiLU()),
+    "dsv4-flash": MoEShape(4096, 2048, 256, 6, ClampedSiLU()),
+    "glm-5.1": MoEShape(6144, 2048, 256, 8),
+    "minimax-m2.7": MoEShape(3072, 1536, 256, 8),
+    "qwen3-235b": MoEShape(4096, 1536, 128, 8),
+    "qwen3-next": MoEShape(2048, 512, 512, 10),
+}
+"""The reference shapes: what the tests, the benchmarks and `mxpert bench --model` know by name."""
+
+
+class Routing(enum.Enum):
+    """How tokens spread over experts.
+
+    UNIFORM: every set of experts equally likely. ZIPF: expert e with weight 1 / (e + 1).
+    ONE_EXPERT: every token takes the same top_k experts (with top_k = 1: one). HALF: only the
+    first half of the experts (but at least top_k) is ever chosen.
+    """
+
+    UNIFORM = "uniform"
+    ZIPF = "zipf"
+    ONE_EXPERT = "one_expert"
+    HALF = "half"
+
+
+@dataclass(frozen=True)
+class MoEInputs:
+    """Arguments of `mxpert.fused_moe`: x bfloat16 [T, H], weights, ids int32 and weights [T, k]."""
+
+    x: torch.Tensor
+    weights: MoEWeights
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    activation: Activation
+
+
+def model_shape(shape: str | MoEShape) -> MoEShape:
+    """A shape by its name in MODEL_SHAPES.
+
+    >>> model_shape("gpt-oss-20b").hidden_size
+    2880
+    """
+    if isinstance(shape, MoEShape):
+        return shape
+    require(shape in MODEL_SHAPES, "model_shape", "shape", need=f"one of {sorted(MODEL_SHAPES)}",
+            got=repr(shape))
+    return MODEL_SHAPES[shape]
+
+
+def random_routing(
+    num_tokens: int, num_experts: int, top_k: int, *, generator: torch.Generator,
+    routing: Routing | str = Routing.UNIFORM,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax weights float32 [T, k] and distinct ids int32 [T, k] on the generator's device.
+
+    The k largest of ``log weight + Gumbel noise`` are a sample without replacement.
+    """
+    routing, device = Routing(routing), generator.device
+    require(1 <= top_k <= num_experts, "random_routing", "top_k", need=f"1 to {num_experts}",
+            got=top_k)
+    index = torch.arange(num_experts, device=device, dtype=torch.float32)
+    log_weight = torch.zeros_like(index)
+    if routing is Routing.ZIPF:
+        log_weight = -torch.log(index + 1)
+    elif routing is Routing.HALF:
+        log_weight[max(top_k, num_experts // 2):] = -math.inf
+    uniform = torch.rand((num_tokens, num_experts), generator=generator, device=device)
+    scores = log_weight - torch.log(-torch.log(uniform.clamp(1e-7, 1 - 1e-6)))
+    if routing is Routing.ONE_EXPERT and num_tokens:
+        scores = scores[:1].expand(num_tokens, -1)
+    ids = scores.topk(top_k, dim=-1).indices.to(torch.int32).contiguous()
+    logits = torch.randn((num_tokens, top_k), generator=generator, device=device)
+    return logits.softmax(dim=-1), ids
+
+
+def random_mxfp4(
+    shape: tuple[int, ...], *, rms: float, scale_spread: float, generator: torch.Generator,
+) -> MXTensor:
+    """MXFP4 tensor of uniformly random codes, quantised along the last axis.
+
+    Args:
+        shape: logical shape.
+        rms: root mean square of the values, met to within a factor √2 (scales are powers of two).
+        scale_spread: standard deviation of log2 of the block scales; trained weights show about 1.
+        generator: fixes the values and the device.
+    """
+    *leading, size = shape
+    require(size % MX_BLOCK_SIZE == 0, "random_mxfp4", "shape[-1]",
+            need=f"a multiple of {MX_BLOCK_SIZE}", got=size)
+    device = generator.device
+    qdata = torch.randint(0, 256, (*leading, size // 2), dtype=torch.uint8, generator=generator,
+                          device=device)
+    # Mean square of the 16 codes: (0 + .25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8. A log-normal spread
+    # of s binades multiplies the mean square of the scales by 2^(2 s² ln 2).
+    code_rms = math.sqrt(68.5 / 8)
+    center = math.log2(rms / code_rms) - scale_spread ** 2 * math.log(2)
+    noise = torch.randn((*leading, size // MX_BLOCK_SIZE), generator=generator, device=device)
+    scale = (E8M0_BIAS + center + scale_spread * noise).round().clamp(1, E8M0_MAX)
+    return MXTensor(qdata, scale.to(torch.uint8), MXFP4)
+
+
+def random_moe_problem(
+    shape: str | MoEShape, num_tokens: int, *, seed: int = 0, device: torch.device | str = "cpu",
+    scale_spread: float = 1.0, routing: Routing | str = Routing.UNIFORM,
+) -> MoEInputs:
+    """A reproducible MoE layer and batch; weights never exist in bfloat16.
+
+    x is standard normal; weights are scaled so that gate, up and the layer's output are of order 1,
+    where activations bend.
+
+    Args:
+        shape: a name of MODEL_SHAPES or explicit dimensions. num_tokens: T.
+        seed: of every random number. device: where the tensors are made.
+        scale_spread: see `random_mxfp4`. routing: see `Routing`.
+
+    Example:
+        >>> shape = MoEShape(hidden_size=64, intermediate_size=32, num_experts=4, top_k=2)
+        >>> random_moe_problem(shape, 3).weights.gate_up_proj.shape
+        torch.Size([4, 64, 64])
+    """
+    shape, generator = model_shape(shape), torch.Generator(device)
+    generator.manual_seed(seed)
+    hidden, inner, experts = shape.hidden_size, shape.intermediate_size, shape.num_experts
+    gate_up, down = (
+        random_mxfp4(size, rms=1.5 / math.sqrt(size[-1]), scale_spread=scale_spread,
+                     generator=generator)
+        for size in ((experts, 2 * inner, hidden), (experts, hidden, inner)))
+    gate_up_bias, down_bias = (
+        torch.randn((experts, width), generator=generator, device=device) / 2
+        if shape.has_bias else None for width in (2 * inner, hidden))
+    weights = MoEWeights(gate_up, down, gate_up_bias, down_bias, shape.gate_up_order)
+    x = torch.randn((num_tokens, hidden), generator=generator, device=device).to(torch.bfloat16)
+    topk_weights, topk_ids = random_routing(num_tokens, experts, shape.top_k, generator=generator,
+                                            routing=routing)
+    return MoEInputs(x, weights, topk_ids, topk_weights, shape.activation)
+
+
+def scaled_shape(shape: str | MoEShape, *, hidden_size: int, intermediate_size: int,
+                 num_experts: int, top_k: int | None = None) -> MoEShape:
+    """A model's layer with other dimensions and all its other choices, for tests on small machines.
+
+    >>> scaled_shape("gpt-oss-20b", hidden_size=64, intermediate_size=96, num_experts=5).has_bias
+    True
+    """
+    shape = model_shape(shape)
+    return replace(shape, hidden_size=hidden_size, intermediate_size=intermediate_size,
+                   num_experts=num_experts, top_k=shape.top_k if top_k is None else top_k)
