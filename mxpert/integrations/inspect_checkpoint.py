@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..formats.tensor import MXTensor
 from ..weights import GateUpOrder, gate_up_rows
 from .checkpoints import BLOCK_BYTES, stored_gate_up_order
 from .expert_sources import PROJECTIONS, ExpertLayer, find_expert_layers
+from .quantize_plan import CHUNK_ELEMENTS
 from .safetensors_files import CONFIG_FILE, CheckpointReader, layer_number
 
 OP = "inspect_checkpoint"
@@ -116,9 +117,16 @@ got no such file or directory
         for expert in range(shape[0]):
             quantized = MXTensor(reader.read_row(f"{name}_blocks", expert).flatten(-2),
                                  reader.read_row(f"{name}_scales", expert), MXFP4)
-            collector.add(quantized)
+            original = None
             if comparison is not None:
-                collector.compare(*comparison.pair(module, projection, expert, quantized))
+                original, quantized = comparison.pair(module, projection, expert, quantized)
+            step = max(1, CHUNK_ELEMENTS // shape[2])
+            for row in range(0, shape[1], step):
+                part = quantized[row : row + step]
+                collector.add(part)
+                if original is not None:
+                    collector.compare(original[row : row + step].to(torch.float32),
+                                      dequantize_blocks(part))
             progress(done + _nbytes(shape) * (expert + 1) // shape[0], total, name)
         done += _nbytes(shape)
         statistics.append(collector.result())
@@ -204,14 +212,14 @@ class _Comparison:
 
     def pair(
         self, module: str, projection: str, expert: int, quantized: MXTensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Source and dequantised matrix of one expert, rows INTERLEAVED, float32."""
+    ) -> tuple[torch.Tensor, MXTensor]:
+        """Source and quantised matrix of one expert, the rows of both INTERLEAVED."""
         layer = self.layers[layer_number(module)]
-        values = dequantize_blocks(quantized)
-        if projection == "gate_up_proj":
-            rows = torch.stack(gate_up_rows(self.order, layer.intermediate_size), dim=1)
-            values = values[rows.flatten()]
-        return layer.read(self.reader, projection, expert).to(torch.float32), values
+        if projection == "gate_up_proj" and self.order is not GateUpOrder.INTERLEAVED:
+            rows = torch.stack(gate_up_rows(self.order, layer.intermediate_size), dim=1).flatten()
+            quantized = replace(quantized, qdata=quantized.qdata[rows],
+                                scale=quantized.scale[rows])
+        return layer.read(self.reader, projection, expert), quantized
 
 
 def _check(reader: CheckpointReader, module: str, projection: str) -> tuple[int, int, int]:
