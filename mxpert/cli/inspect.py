@@ -10,7 +10,13 @@ from rich import box
 from rich.table import Table
 
 from ..integrations.inspect_checkpoint import ProjectionStatistics, inspect_checkpoint
-from .quantize import byte_progress, output_console, short_name, write_summary
+from .quantize import (
+    byte_progress,
+    check_summary_target,
+    output_console,
+    short_name,
+    write_summary,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_COLUMNS = 12
@@ -38,6 +44,7 @@ def inspect(
 
         mxpert inspect ./mixtral-mxfp4 --source ./mixtral-bf16 --json -
     """
+    check_summary_target(json, "inspect")
     with byte_progress("inspecting") as advance:
         found = inspect_checkpoint(path, source=source, layer=layer, on_progress=advance)
     if json != "-":

@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from ..errors import require
 from ..formats.spec import ScaleRule
 from ..integrations.quantize_checkpoint import QuantizeReport, quantize_checkpoint
 from ..integrations.safetensors_files import layer_number, write_json
@@ -53,6 +54,7 @@ def quantize(
 
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4 --scale-rule floor --json report.json
     """
+    check_summary_target(json, "quantize")
     with byte_progress("quantising") as advance:
         report = quantize_checkpoint(source, destination, scale_rule=scale_rule, device=device,
                                      on_progress=advance)
@@ -91,6 +93,13 @@ def short_name(layer: int, projection: str) -> str:
         '3 gate_up'
     """
     return f"{'–' if layer < 0 else layer} {projection.removesuffix('_proj')}"
+
+
+def check_summary_target(target: str | None, command: str) -> None:
+    """Refuse a --json file that could not be written, before the work starts."""
+    if target is not None and target != "-":
+        require(Path(target).parent.is_dir() and not Path(target).is_dir(), command, "--json",
+                need="a file in an existing directory, or -", got=target)
 
 
 def write_summary(target: str, content: dict[str, Any]) -> None:

@@ -280,13 +280,20 @@ def _gpt_oss_sizes(reader: CheckpointReader) -> _GptOssSizes:
         hidden_size=positive_int(config, ["hidden_size"], where, op),
         intermediate_size=positive_int(config, ["intermediate_size"], where, op),
         top_k=positive_int(config, ["num_experts_per_tok", "experts_per_token"], where, op),
-        limit=float(config.get("swiglu_limit") or GPT_OSS_LIMIT))
+        limit=_swiglu_limit(config, where, op))
     for name in ("hidden_size", "intermediate_size"):
         require(getattr(sizes, name) % MX_BLOCK_SIZE == 0, op, f"{where}: {name}",
                 need=f"a multiple of {MX_BLOCK_SIZE}", got=getattr(sizes, name))
     require(sizes.top_k <= sizes.num_experts, op, f"{where}: num_experts_per_tok",
             need=f"at most {sizes.num_experts} experts", got=sizes.top_k)
     return sizes
+
+
+def _swiglu_limit(config: dict[str, Any], where: object, op: str) -> float:
+    limit = config.get("swiglu_limit", GPT_OSS_LIMIT)
+    valid = isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0
+    require(valid, op, f"{where}: swiglu_limit", need="a positive number", got=limit)
+    return float(limit)
 
 
 def _check_layer(reader: CheckpointReader, layer: int, sizes: _GptOssSizes) -> None:

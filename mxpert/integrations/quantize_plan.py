@@ -21,8 +21,8 @@ MAX_COPY_BYTES = 4 << 30
 """Largest shard of unchanged tensors; a bound on memory, and lower where layers are smaller."""
 
 CHUNK_ELEMENTS = 1 << 20
-"""Weights quantised at a time: float32 temporaries of 4 MB stay in cache, which takes a sixth of the
-time of whole 4096 × 4096 matrices (one x86 core, torch 2.13)."""
+"""Weights quantised at a time: float32 temporaries of 4 MB stay in cache, which takes a sixth of
+the time of whole 4096 × 4096 matrices (one x86 core, torch 2.13)."""
 
 
 @dataclass(frozen=True)

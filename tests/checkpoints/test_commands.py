@@ -74,6 +74,19 @@ def test_a_missing_path_is_exit_code_2(arguments: tuple[str, ...]) -> None:
     assert "Traceback" not in failed.output
 
 
+@pytest.mark.parametrize("command", [("quantize", "mixtral", "out"), ("inspect", "mixtral")],
+                         ids=["quantize", "inspect"])
+def test_a_summary_that_cannot_be_written_is_refused_first(
+    command: tuple[str, ...], sources: dict[str, Path], tmp_path: Path,
+) -> None:
+    name, family, *out = command
+    failed = run(name, sources[family], *(tmp_path / part for part in out), "--json",
+                 tmp_path / "absent" / "summary.json")
+    assert failed.exit_code == 2
+    assert "--json — need a file in an existing directory" in failed.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_destination_is_exit_code_2(sources: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("", encoding="utf-8")
     failed = run("quantize", sources["mixtral"], tmp_path)

@@ -150,6 +150,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "top_k too large": ({"num_experts_per_tok": 5}, "need at most 4 experts, got 5"),
     "odd width": ({"hidden_size": 72}, "hidden_size — need a multiple of 32, got 72"),
     "other width": ({"hidden_size": 128}, r"gate_up_proj_blocks.shape — need \[4, 192, 4, 16\]"),
+    "limit of zero": ({"swiglu_limit": 0}, "swiglu_limit — need a positive number, got 0"),
     "other order": ({"quantization_config": {"quant_method": "mxfp4",
                                              "mxpert": {"gate_up_order": "concatenated"}}},
                     "gate_up_order — need GateUpOrder.INTERLEAVED"),
