@@ -237,7 +237,9 @@ def requantisation_error(
     ``4 amax / max`` under every rule (half of that except under CEIL), and amax at most ``√32`` of
     a block's rms. Changes are rare events: with ``q = s² / N`` for a single one, five deviations
     of their sum are ``5 √(E q)``, and one event is always allowed: ``√(E + 5 √(E q) + q)``.
-    A block's scale changes more rarely still, by the ratio of the noise to amax.
+    A block's scale changes more rarely still, by the ratio of the noise to amax. An MX value is
+    rounded to bfloat16 first, which the noise crosses with probability ``|e| / ulp``, and that
+    changes the code with probability ``ulp / step``: the product is the same.
 
     Args:
         fmt: an MX format; None is bfloat16 (m = 7, no subnormals in reach).
@@ -379,7 +381,8 @@ def sqnr_floor_db(a_format: str, *, rule: ScaleRule = ScaleRule.RCEIL,
     A linear map keeps noise over signal, since noise and signal are independent of its weights.
     The activation multiplies gate by up, both noisy: G = 2, with a further 10 % because f'(g)² can
     exceed (f(g)/g)² in the mean. r = `rounding_rms(8)` counts the rows' and the output's bfloat16
-    rounding. For bf16 n_x is 0 (x is bfloat16 on both sides) and n_h is r².
+    rounding; n_h has another r², since the intermediate is rounded to bfloat16 before it is
+    quantised. For bf16 n_x is 0 (x is bfloat16 on both sides).
 
     Args:
         a_format: "bf16", "mxfp8" or "mxfp4". rule: of the activations.
@@ -393,7 +396,7 @@ def sqnr_floor_db(a_format: str, *, rule: ScaleRule = ScaleRule.RCEIL,
     if a_format != "bf16":
         fmt = _mx_format(a_format)
         noise_x = quantisation_noise(fmt, rule, gaussian_magnitudes())
-        noise_h = quantisation_noise(fmt, rule, gated_magnitudes())
+        noise_h += quantisation_noise(fmt, rule, gated_magnitudes())
     noise_w = 0.0
     if quantised_weights:
         noise_w = quantisation_noise("mxfp4", ScaleRule.RCEIL, gaussian_magnitudes())
