@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_down, moe_gate_up
 from ..ops.quantize import dequantize
 from ..ops.route import make_routing_plan
-from ..problem import ACTIVATION_FORMATS, Activation
+from ..problem import ACTIVATION_FORMATS, MoEOptions
 from ..routing import TOKEN_MASK, RoutingPlan
 from ..testing.numerics import relative_l2
 from ..testing.problems import (
@@ -36,6 +37,7 @@ from ..testing.timing import Work
 from ..weights import MoEWeights
 from .measure import (
     Ceilings,
+    RunWeights,
     check_gate,
     float64_reference,
     time_calls,
@@ -87,45 +89,56 @@ class Model:
 
 @dataclass(frozen=True)
 class Inputs:
-    """One routing of T tokens."""
+    """One routing of T tokens, and the weights and kernel that serve it."""
 
     x: torch.Tensor
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     plan: RoutingPlan
+    weights: MoEWeights
     resolution: Resolution
 
 
-def random_inputs(model: Model, weights: MoEWeights, num_tokens: int, routing: str, seed: int,
-                  activation_format: str) -> Inputs:
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for. backend: pinned for the op under test, or None."""
+
+    models: list[Model]
+    tokens: list[int]
+    formats: list[str]
+    stages: list[str]
+    routing: str
+    backend: str | None
+
+
+def random_inputs(model: Model, weights: RunWeights, num_tokens: int, routing: str, seed: int,
+                  options: MoEOptions, backend: str | None) -> Inputs:
     """Tokens and a routing; the plan has the padding unit that the layer itself would choose."""
-    shape, generator = model.shape, torch.Generator(weights.device).manual_seed(seed)
-    x = torch.randn(num_tokens, shape.hidden_size, device=weights.device, generator=generator)
+    shape, device = model.shape, weights.plain.device
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(num_tokens, shape.hidden_size, device=device, generator=generator)
     x = x.to(torch.bfloat16)
     topk_weights, topk_ids = random_routing(num_tokens, shape.num_experts, shape.top_k,
                                             generator=generator, routing=routing)
-    resolution = explain(fused_moe, x, weights, topk_ids, topk_weights,
-                         activation=shape.activation,
-                         activation_format=activation_format).resolution
+    chosen, resolution = weights.resolve(lambda each: explain(
+        fused_moe, x, each, topk_ids, topk_weights, activation=options.activation,
+        activation_format=options.activation_format), backend)
     plan = make_routing_plan(topk_ids, topk_weights, num_experts=shape.num_experts,
                              routing_block_m=resolution.config.routing_block_m)
-    return Inputs(x, topk_ids, topk_weights, plan, resolution)
+    return Inputs(x, topk_ids, topk_weights, plan, chosen, resolution)
 
 
-def stage_call(stage: str, weights: MoEWeights, inputs: Inputs, activation: Activation,
-               activation_format: str) -> Callable[[], Any]:
-    """The call to time for one stage; stage 2 gets the intermediate of the float64 reference, so
-    that its error is its own."""
-    if stage == "layer":
-        return lambda: fused_moe(inputs.x, weights, inputs.topk_ids, inputs.topk_weights,
-                                 activation=activation, activation_format=activation_format)
-    if stage == "gate_up":
-        return lambda: moe_gate_up(inputs.x, weights, inputs.plan, activation=activation,
-                                   activation_format=activation_format)
-    with float64_reference():
-        h = moe_gate_up(inputs.x, weights, inputs.plan, activation=activation,
-                        activation_format=activation_format)
-    return lambda: moe_down(h, weights, inputs.plan)
+def run_stage(stage: str, weights: MoEWeights, inputs: Inputs, h: torch.Tensor | MXTensor,
+              options: MoEOptions) -> Any:
+    """One call of the op under test; `h` is what stage 2 starts from."""
+    match stage:
+        case "gate_up":
+            return moe_gate_up(inputs.x, weights, inputs.plan, activation=options.activation,
+                               activation_format=options.activation_format)
+        case "down":
+            return moe_down(h, weights, inputs.plan)
+    return fused_moe(inputs.x, weights, inputs.topk_ids, inputs.topk_weights,
+                     activation=options.activation, activation_format=options.activation_format)
 
 
 def plain_rows(stage: str, output: Any, plan: RoutingPlan) -> torch.Tensor:
@@ -136,53 +149,55 @@ def plain_rows(stage: str, output: Any, plan: RoutingPlan) -> torch.Tensor:
     return rows[(plan.sorted_token_ids & TOKEN_MASK) < plan.num_tokens]
 
 
-def bench_case(model: Model, weights: MoEWeights, num_tokens: int, activation_format: str,
-               routing: str, stages: list[str], ceilings: Ceilings) -> Iterator[Row]:
+def bench_case(model: Model, weights: RunWeights, num_tokens: int, options: MoEOptions,
+               request: Request, ceilings: Ceilings) -> Iterator[Row]:
     """Rows of one (model, T, format): each stage gated against float64, then timed cold."""
-    device, shape = weights.device, model.shape
+    device, shape, name = weights.plain.device, model.shape, options.activation_format
     rotations = max(1, min(8, 64 // num_tokens)) if device.type == "cuda" else 1
-    inputs = [random_inputs(model, weights, num_tokens, routing, seed, activation_format)
-              for seed in range(rotations)]
-    chosen = inputs[0].resolution
+    inputs = [random_inputs(model, weights, num_tokens, request.routing, seed, options,
+                            request.backend) for seed in range(rotations)]
+    first = inputs[0]
     hit = sum(each.topk_ids.unique().numel() for each in inputs) / rotations
-    for stage in stages:
-        calls = [stage_call(stage, weights, each, shape.activation, activation_format)
-                 for each in inputs]
-        with float64_reference():  # accumulates in float64, rounds where kernels round
-            truth = plain_rows(stage, calls[0](), inputs[0].plan)
-        error = relative_l2(plain_rows(stage, calls[0](), inputs[0].plan), truth)
-        check_gate(f"{model.name} T={num_tokens} {activation_format} {stage}", error, stage,
-                   activation_format)
-        timing = time_calls(calls, device)
+    with float64_reference():  # accumulates in float64, rounds where kernels round
+        rows = [run_stage("gate_up", weights.plain, each, each.x, options) for each in inputs]
+        truths = {stage: plain_rows(stage, run_stage(stage, weights.plain, first, rows[0], options),
+                                    first.plan) for stage in request.stages}
+    for stage in request.stages:
+        calls = [functools.partial(run_stage, stage, each.weights, each, h, options)
+                 for each, h in zip(inputs, rows, strict=True)]
+        with override(backend=request.backend):
+            error = relative_l2(plain_rows(stage, calls[0](), first.plan), truths[stage])
+            check_gate(f"{model.name} T={num_tokens} {name} {stage}", error, stage, name)
+            timing = time_calls(calls, device)
         work = Work.of_stage(stage, hit_experts=hit, routed_rows=num_tokens * shape.top_k,
                              hidden_size=shape.hidden_size,
                              intermediate_size=shape.intermediate_size)
         yield {"model": model.name, "E": shape.num_experts, "k": shape.top_k,
                "H": shape.hidden_size, "F": shape.intermediate_size, "T": num_tokens, "hit": hit,
-               "routing": routing, "impl": f"mxpert/{chosen.kernel.backend}",
-               "config": str(chosen.config), "activation": activation_format,
-               "stage": stage, "rel_l2": error, **timing_columns(timing),
-               **ceilings.judge(work, timing.us, activation_format)}
+               "routing": request.routing, "impl": f"mxpert/{first.resolution.kernel.backend}",
+               "config": str(first.resolution.config), "activation": name, "stage": stage,
+               "rel_l2": error, **timing_columns(timing),
+               **ceilings.judge(work, timing.us, name)}
 
 
-def run_bench(models: list[Model], tokens: list[int], formats: list[str], stages: list[str],
-              routing: str, device: torch.device, console: Console) -> Row:
+def run_bench(request: Request, device: torch.device, console: Console) -> Row:
     """The whole document: environment, ceilings, rows."""
     rows: list[Row] = []
+    cases = [(tokens, name) for tokens in request.tokens for name in request.formats]
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("ceilings", total=1 + len(models) * len(tokens) * len(formats))
-        ceilings = Ceilings.measure(device, formats)
+        task = progress.add_task("ceilings", total=1 + len(request.models) * len(cases))
+        ceilings = Ceilings.measure(device, request.formats)
         progress.advance(task)
-        for model in models:
+        for model in request.models:
             progress.update(task, description=f"{model.name}: weights")
-            weights = random_moe_problem(model.shape, 1, device=device).weights
-            weights = weights.prepare(device=device)
-            for num_tokens in tokens:
-                for name in formats:
-                    progress.update(task, description=f"{model.name} T={num_tokens} {name}")
-                    rows += bench_case(model, weights, num_tokens, name, routing, stages, ceilings)
-                    progress.advance(task)
-            del weights
+            weights = RunWeights.of(random_moe_problem(model.shape, 1, device=device).weights,
+                                    device)
+            for num_tokens, name in cases:
+                progress.update(task, description=f"{model.name} T={num_tokens} {name}")
+                options = MoEOptions(model.shape.activation, name)
+                rows += bench_case(model, weights, num_tokens, options, request, ceilings)
+                progress.advance(task)
+            del weights  # before the next model's are made
     return {"kind": "bench", "environment": environment(device), "ceilings": ceilings.as_row(),
             "rows": rows}
 
@@ -248,8 +263,7 @@ def bench(
     models = _chosen_models(model, scale or (1 if device.type == "cuda" else CPU_SCALE))
     if device.type == "cpu":
         console.print(f"no GPU: reference backend, models scaled down by {scale or CPU_SCALE}")
-    with override(backend=backend):
-        document = run_bench(models, counts, names, stages, routing, device, console)
+    document = run_bench(Request(models, counts, names, stages, routing, backend), device, console)
     show(document, make_console())
     path = json_file or output / "bench.json"
     write_json(path, document)

@@ -6,8 +6,9 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -35,6 +36,7 @@ from ..testing.numerics import cosine, relative_l2
 from ..testing.timing import Work
 from .measure import (
     Ceilings,
+    RunWeights,
     cosine_gate,
     error_gate,
     float64_reference,
@@ -66,6 +68,7 @@ class LayerCase:
     """One layer with what flows into it and what transformers makes of it."""
 
     layer: LoadedMoELayer
+    weights: RunWeights
     hidden: torch.Tensor
     oracle: torch.Tensor
 
@@ -108,12 +111,12 @@ def quantisation_noise(case: LayerCase, num_tokens: int, activation_format: str)
     """What the format alone costs on this layer's input and intermediate, by the reference."""
     if activation_format == "bf16":
         return 0.0, 0.0
-    layer, weights, x = case.layer, case.layer.weights, case.rows(num_tokens)
+    weights, x = case.weights.plain, case.rows(num_tokens)
     topk_weights, topk_ids = route(case, num_tokens)
     with override(backend="reference"):
         plan = make_routing_plan(topk_ids, topk_weights, num_experts=weights.num_experts,
                                  routing_block_m=16)
-        h = moe_gate_up(x, weights, plan, activation=layer.activation)
+        h = moe_gate_up(x, weights, plan, activation=case.layer.activation)
         assert isinstance(h, torch.Tensor)  # for the type checker: bf16 in, bf16 out
         h = h[(plan.sorted_token_ids & TOKEN_MASK) < num_tokens]
         noise_x, noise_h = (relative_l2(dequantize(quantize(rows, activation_format)), rows) ** 2
@@ -121,22 +124,25 @@ def quantisation_noise(case: LayerCase, num_tokens: int, activation_format: str)
     return noise_x, noise_h
 
 
-def run_case(case: LayerCase, num_tokens: int, activation_format: str,
-             ceilings: Ceilings) -> Row:
+def run_case(case: LayerCase, num_tokens: int, activation_format: str, ceilings: Ceilings,
+             backend: str | None = None) -> Row:
     """Run one layer for T tokens in one format; compare with both truths; time it."""
-    layer, weights, x = case.layer, case.layer.weights, case.rows(num_tokens)
+    layer, x = case.layer, case.rows(num_tokens)
     topk_weights, topk_ids = route(case, num_tokens)
+    options: dict[str, Any] = {"activation": layer.activation,
+                               "activation_format": activation_format}
+    weights, chosen = case.weights.resolve(
+        lambda weights: explain(fused_moe, x, weights, topk_ids, topk_weights, **options), backend)
 
-    def call(out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return fused_moe(x, weights, topk_ids, topk_weights, activation=layer.activation,
-                         activation_format=activation_format, out_dtype=out_dtype)
+    def call() -> torch.Tensor:
+        return fused_moe(x, weights, topk_ids, topk_weights, **options)
 
-    output = call()
+    with override(backend=backend):
+        output = call()
+        timing = time_calls([call], weights.device)
     with float64_reference():
-        truth = call(torch.float64)
-    chosen = explain(fused_moe, x, weights, topk_ids, topk_weights, activation=layer.activation,
-                     activation_format=activation_format).resolution
-    timing = time_calls([call], weights.device)
+        truth = fused_moe(x, case.weights.plain, topk_ids, topk_weights, **options,
+                          out_dtype=torch.float64)
     hit = topk_ids.unique().numel()
     work = Work.of_stage("layer", hit_experts=hit, routed_rows=num_tokens * layer.top_k,
                          hidden_size=weights.hidden_size,
@@ -161,8 +167,8 @@ def load_cases(checkpoint: Path, layers: list[int], num_tokens: int,
     token_ids = text_token_ids(checkpoint, num_tokens)
     for layer in loaded:
         capture = collect_moe_inputs(oracle, token_ids, layer.layer)
-        prepared = replace(layer, weights=layer.weights.prepare(device=device))
-        yield LayerCase(prepared, capture.hidden.to(device), capture.output.to(device))
+        yield LayerCase(layer, RunWeights.of(layer.weights, device), capture.hidden.to(device),
+                        capture.output.to(device))
 
 
 def chosen_layers(text: str | None, checkpoint: Path) -> list[int]:
@@ -235,7 +241,7 @@ def plot(document: Row, path: Path) -> None:
 
 
 def run_demo(checkpoint: Path, layers: list[int], tokens: list[int],
-             device: torch.device, console: Console) -> Row:
+             device: torch.device, console: Console, backend: str | None = None) -> Row:
     """The whole document: environment, ceilings, a row for each layer, T and format."""
     rows: list[Row] = []
     with Progress(console=console, transient=True) as progress:
@@ -247,7 +253,7 @@ def run_demo(checkpoint: Path, layers: list[int], tokens: list[int],
                 for name in ACTIVATION_FORMATS:
                     progress.update(task, description=f"layer {case.layer.layer} T={num_tokens} "
                                                       f"{ACTIVATION_NAMES[name]}")
-                    rows.append(run_case(case, num_tokens, name, ceilings))
+                    rows.append(run_case(case, num_tokens, name, ceilings, backend))
     summary = summarise(rows)
     return {"kind": "demo", "environment": environment(device), "checkpoint": str(checkpoint),
             "layers": sorted({row["layer"] for row in rows}), "ceilings": ceilings.as_row(),
@@ -287,8 +293,8 @@ def demo(
             with quiet_imports():
                 write_demo_checkpoint(checkpoint)
             console.print(f"wrote {checkpoint}")
-    with override(backend=backend):
-        document = run_demo(checkpoint, chosen_layers(layers, checkpoint), counts, device, console)
+    document = run_demo(checkpoint, chosen_layers(layers, checkpoint), counts, device, console,
+                        backend)
     show(document, console if json_to else make_console())
     write_json(output / "report.json", document)
     if has_matplotlib():

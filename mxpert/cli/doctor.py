@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from dataclasses import asdict, dataclass
+import warnings
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import typer
@@ -119,7 +120,7 @@ def small_problems(target: Target) -> list[Problem]:
     problems.append(RoutingProblem(Op.ROUTING_PLAN, target, 16, 4, 32, 32, 16))
     for op in (Op.MOE_GATE_UP, Op.MOE_DOWN, Op.FUSED_MOE):
         unit = 0 if op is Op.FUSED_MOE else 64
-        problems += [MoEProblem(op, target, 16, 4, 32, 64, 64, MoEOptions(activation_format=name),
+        problems += [MoEProblem(op, target, 16, 4, 32, 512, 512, MoEOptions(activation_format=name),
                                 Layout.ROW_MAJOR, unit) for name in ("bf16", "mxfp8", "mxfp4")]
     return problems
 
@@ -131,25 +132,35 @@ def problem_name(problem: Problem) -> str:
     return f"{problem.op.value} {ACTIVATION_NAMES[problem.options.activation_format]}"
 
 
+def variants(problem: Problem) -> list[Problem]:
+    """The problem with its weights in every layout, a backend's own before the common one."""
+    if not isinstance(problem, MoEProblem):
+        return [problem]
+    return [replace(problem, weight_layout=layout) for layout in reversed(Layout)]
+
+
+def serving_backend(problem: Problem, backend: str | None) -> tuple[str | None, str]:
+    """The backend that serves a problem in some layout, or None and the reason."""
+    reasons: list[str] = []
+    for variant in variants(problem):
+        try:
+            with override(backend=backend), warnings.catch_warnings(action="ignore"):
+                return explain_problem(variant).resolution.kernel.backend, ""
+        except UnsupportedError as error:
+            # "op: backend — need …, got REASON; remedy": the remedy is for override() blocks
+            reasons.append(str(error).partition(", got ")[2].rpartition("; ")[0])
+    return None, "; ".join(dict.fromkeys(reasons))
+
+
 def examine_operations(target: Target) -> list[Row]:
     """For each operation: which backends serve it here, why others do not, which one answers."""
     rows: list[Row] = []
     for problem in small_problems(target):
-        served, refused = [], {}
-        for backend in BACKENDS:
-            try:
-                with override(backend=backend):
-                    explain_problem(problem)
-                served.append(backend)
-            except UnsupportedError as error:
-                # "op: backend — need …, got REASON; remedy": the remedy is for override() blocks
-                refused[backend] = str(error).partition(", got ")[2].rpartition("; ")[0]
-        try:
-            chosen = explain_problem(problem).resolution.kernel.backend
-        except UnsupportedError:
-            chosen = None
-        rows.append({"op": problem_name(problem), "chosen": chosen, "served_by": served,
-                     "refused": refused})
+        answers = {backend: serving_backend(problem, backend) for backend in BACKENDS}
+        rows.append({
+            "op": problem_name(problem), "chosen": serving_backend(problem, None)[0],
+            "served_by": [backend for backend, (served, _) in answers.items() if served],
+            "refused": {backend: why for backend, (served, why) in answers.items() if not served}})
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ..dispatch import override
+from ..dispatch import Explanation, Resolution, override
+from ..errors import UnsupportedError
 from ..problem import ReferenceConfig
 from ..testing.numerics import END_TO_END_GATE, STAGE_GATE, rounding_rms
 from ..testing.timing import Timing, Work, matmul_rate, read_bandwidth, time_graph
+from ..weights import MoEWeights
 from .report import Row
 
 CPU_SECONDS_PER_CASE = 0.25
@@ -48,6 +51,33 @@ class Ceilings:
                 "tbs": work.weight_bytes / us / 1e6, "tflops": work.flops / us / 1e6,
                 "memory_bound": work.weight_bytes / self.bandwidth >= work.flops / rate,
                 "percent_of_roof": 100 * work.floor_us(self.bandwidth, rate) / us}
+
+
+@dataclass(frozen=True)
+class RunWeights:
+    """The same weights twice: as stored, for the reference, and as `prepare` lays them out here."""
+
+    plain: MoEWeights
+    prepared: MoEWeights
+
+    @classmethod
+    def of(cls, weights: MoEWeights, device: torch.device) -> RunWeights:
+        """Move weights to `device` and prepare them."""
+        prepared = weights.prepare(device=device)
+        return cls(prepared.unprepare(), prepared)
+
+    def resolve(self, explain_with: Callable[[MoEWeights], Explanation],
+                backend: str | None) -> tuple[MoEWeights, Resolution]:
+        """The weights to run with, and what runs: prepared ones where a kernel reads them.
+
+        Args:
+            explain_with: explains the op under test for given weights. backend: pinned, or None.
+        """
+        with override(backend=backend):
+            if self.prepared.layout is not self.plain.layout:
+                with contextlib.suppress(UnsupportedError):
+                    return self.prepared, explain_with(self.prepared).resolution
+            return self.plain, explain_with(self.plain).resolution
 
 
 def float64_reference() -> AbstractContextManager[None]:
