@@ -178,7 +178,8 @@ def _print(console: Console, facts: Row, findings: list[Finding], operations: li
     reasons: dict[str, list[str]] = {}
     for row in operations:
         for backend, reason in row["refused"].items():
-            reasons.setdefault(f"{backend} {reason}", []).append(row["op"])
+            if not reason.startswith("has no "):  # what a backend never had is no news
+                reasons.setdefault(f"{backend} {reason}", []).append(row["op"])
     for reason, names in reasons.items():
         which = "any operation" if len(names) == len(operations) else ", ".join(names)
         console.print(f"  not {which}: {reason}", style="dim", soft_wrap=True, highlight=False)
