@@ -64,8 +64,8 @@ def test_layer_equals_the_oracle(activation, order, activation_format, float64) 
 
 @pytest.mark.parametrize("rule", ScaleRule, ids=lambda rule: rule.name.lower())
 @pytest.mark.parametrize("activation_format", FORMATS[1:])
-@pytest.mark.parametrize("combine", (Combine.REDUCE, Combine.ATOMIC), ids=lambda c: c.value)
-@pytest.mark.parametrize("on_input", (False, True), ids=("weight_on_output", "weight_on_input"))
+@pytest.mark.parametrize("combine", [Combine.REDUCE, Combine.ATOMIC], ids=lambda c: c.value)
+@pytest.mark.parametrize("on_input", [False, True], ids=("weight_on_output", "weight_on_input"))
 def test_options_equal_the_oracle(on_input, combine, activation_format, rule, float64) -> None:
     inputs = random_moe_problem(SHAPE, 5, seed=3)
     options = {"activation_format": activation_format, "scale_rule": rule,
@@ -75,8 +75,8 @@ def test_options_equal_the_oracle(on_input, combine, activation_format, rule, fl
 
 
 @pytest.mark.parametrize("routing", Routing, ids=lambda routing: routing.value)
-@pytest.mark.parametrize(("experts", "top_k"), ((1, 1), (5, 1), (7, 7), (6, 4), (33, 2)))
-@pytest.mark.parametrize("tokens", (0, 1, 19))
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (5, 1), (7, 7), (6, 4), (33, 2)])
+@pytest.mark.parametrize("tokens", [0, 1, 19])
 def test_routings_equal_the_oracle(tokens, experts, top_k, routing, float64) -> None:
     shape = replace(SHAPE, num_experts=experts, top_k=top_k, has_bias=experts % 2 == 0)
     inputs = random_moe_problem(shape, tokens, routing=routing)
@@ -88,7 +88,8 @@ def test_routings_equal_the_oracle(tokens, experts, top_k, routing, float64) -> 
 def test_expert_map_skips_foreign_negative_and_out_of_range_ids(float64) -> None:
     inputs = random_moe_problem(replace(SHAPE, num_experts=3), 9)
     expert_map = torch.tensor([-1, 2, -1, 0, 1, -1, -1], dtype=torch.int32)
-    ids = torch.randint(-2, 9, (9, 3), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(-2, 9, (9, 3), dtype=torch.int32, generator=generator)
     inputs = replace(inputs, topk_ids=ids)
     assert_close_relative(run(inputs, expert_map=expert_map, out_dtype=torch.float64),
                           oracle(inputs, expert_map=expert_map), FLOAT64_TOLERANCE, "expert_map")
@@ -114,7 +115,7 @@ def test_quantised_x_equals_bfloat16_x(activation_format) -> None:
 
 
 @pytest.mark.parametrize("activation_format", FORMATS)
-@pytest.mark.parametrize("block", (1, 8, 64))
+@pytest.mark.parametrize("block", [1, 8, 64])
 @pytest.mark.parametrize("combine", Combine, ids=lambda c: c.value)
 def test_stages_ignore_padding_and_equal_the_oracle(
     combine, block, activation_format, float64,
@@ -148,11 +149,13 @@ def test_blocks_without_an_expert_and_past_the_end_are_not_computed(float64) -> 
     h, full = (mxpert.moe_gate_up(inputs.x, inputs.weights, p, activation=SiLU())
                for p in (cut, plan))
     end = int(used[0])
-    assert not h[:2].any() and not h[end:].any() and full[end:].any()
+    assert not h[:2].any()
+    assert not h[end:].any()
+    assert full[end:].any()
     assert_exact(h[2:end], full[2:end], "rows in use")
 
 
-@pytest.mark.parametrize("combine", (Combine.REDUCE, Combine.ATOMIC), ids=lambda c: c.value)
+@pytest.mark.parametrize("combine", [Combine.REDUCE, Combine.ATOMIC], ids=lambda c: c.value)
 @pytest.mark.parametrize("activation_format", FORMATS)
 def test_float32_with_bfloat16_output_meets_the_gate(activation_format, combine) -> None:
     shape = replace(SHAPE, hidden_size=512, intermediate_size=256)
@@ -185,7 +188,7 @@ def test_stage_one_codes_meet_the_flip_tolerance(activation_format) -> None:
 
 
 @pytest.mark.parametrize("activation_format", FORMATS)
-@pytest.mark.parametrize("scale", (254, 255), ids=("huge", "nan"))
+@pytest.mark.parametrize("scale", [254, 255], ids=("huge", "nan"))
 def test_storage_outside_the_logical_shape_is_not_read(scale, activation_format) -> None:
     inputs = random_moe_problem(SHAPE, 9)
     poisoned = replace(inputs, weights=poison_weights(inputs.weights, scale=scale))
@@ -208,7 +211,7 @@ def test_a_planted_error_fails_the_gate(name, activation_format) -> None:
         assert_close_relative(wrong, expected, tolerance, name)
 
 
-def test_weights_above_the_float32_range_give_infinity_not_garbage() -> None:
+def test_nan_scales_reach_the_output() -> None:
     inputs = random_moe_problem(SHAPE, 2)
     inputs.weights.down_proj.scale[:] = 255
     assert run(inputs).isnan().all()
