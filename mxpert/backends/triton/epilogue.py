@@ -105,11 +105,10 @@ def finish_gate_up(
     values = gated_activation(gate, up, p0, p1, ACTIVATION).to(tl.bfloat16)  # [BLOCK_M, BLOCK_N]
     if H_FORMAT == "bf16":
         offsets = rows.to(tl.int64)[:, None] * num_features + features[None, :]
-        tl.store(h_ptr + offsets, values,
-                 mask=row_mask[:, None] & feature_mask[None, :])
+        tl.store(h_ptr + offsets, values, mask=row_mask[:, None] & feature_mask[None, :])
     else:
-        store_quantized(h_ptr, h_scale_ptr, values.to(tl.float32), rows, row_mask, first_feature, num_features,
-                        H_FORMAT, EMAX, THRESHOLD, INF_BYTE)
+        store_quantized(h_ptr, h_scale_ptr, values.to(tl.float32), rows, row_mask, first_feature,
+                        num_features, H_FORMAT, EMAX, THRESHOLD, INF_BYTE)
 
 
 @triton.jit

@@ -91,7 +91,8 @@ def invalid(target: Target, op: Op, activation_format: str, config: GemmConfig) 
     if accumulators > MAX_ACCUMULATORS:
         return (f"{accumulators} accumulators a thread, at most {MAX_ACCUMULATORS}: "
                 "more warps or a smaller tile")
-    if activation_format == "mxfp4" and config.block_m * config.block_k < 8 * threads:
+    decodes = target.kind == "cuda" and activation_format == "mxfp4"
+    if decodes and config.block_m * config.block_k < 8 * threads:
         return "fewer than 8 activations a thread: fewer warps or a larger tile"
     need = shared_memory(target, op, activation_format, config)
     if need > target.shared_memory:
@@ -152,14 +153,13 @@ def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
 
 
 def split_k_for(problem: MoEProblem, block_m: int, block_n: int, columns: int, depth: int) -> int:
-    """Splits that bring few tiles up to one a multiprocessor, of at least four K steps each."""
-    routed = problem.num_tokens * problem.top_k
+    """Splits where tiles underfill the multiprocessors: up to two each, of four K steps or more."""
+    num_sms, routed = problem.target.num_sms, problem.num_tokens * problem.top_k
     hit = max(1, min(problem.num_experts, routed))
     tiles = hit * max(1, round(routed / hit / block_m)) * triton.cdiv(columns, block_n)
     steps = triton.cdiv(depth, 128)
-    fitting = [s for s in SPLITS if s * tiles <= max(tiles, 2 * problem.target.num_sms)
-               and (s == 1 or (steps // s >= 4 and tiles * 2 <= problem.target.num_sms))]
-    return fitting[-1]
+    return max(split for split in SPLITS if split == 1 or (
+        tiles < num_sms and split * tiles <= 2 * num_sms and steps // split >= 4))
 
 
 def stage_block_m(problem: MoEProblem) -> int:

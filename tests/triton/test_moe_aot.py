@@ -1,0 +1,224 @@
+"""The MoE kernels compiled for three targets without a GPU: instructions, spills, shared memory.
+
+What is compiled is what a launch would compile: launches on meta tensors are recorded, with the
+heuristic's tiles, and specialised as the JIT would.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mxpert.backends.triton import combine, heuristics, moe
+from mxpert.formats import MXFP4, MXTensor
+from mxpert.formats.tensor import Layout
+from mxpert.problem import (
+    ACTIVATION_FORMATS,
+    Combine,
+    GemmConfig,
+    MoEConfig,
+    MoEOptions,
+    MoEProblem,
+    Op,
+    SiLU,
+    SiTUv2,
+    SwiGLU,
+    Target,
+    activation_mx_format,
+)
+from mxpert.routing import RoutingPlan, plan_capacity
+from mxpert.testing.aot import compile_for, specialize
+from mxpert.testing.problems import MODEL_SHAPES, MoEShape
+from mxpert.weights import MoEWeights
+
+TARGETS = {
+    "sm_90": Target("cuda", "sm_90", "NVIDIA H200", 132, 232448),
+    "sm_100": Target("cuda", "sm_100", "NVIDIA B200", 148, 232448),
+    "gfx950": Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024),
+}
+NATIVE = {"sm_90": "wgmma", "sm_100": "tcgen05.mma.block_scale", "gfx950": "mfma_scale"}
+"""The matrix instruction that MX activations must reach; Hopper decodes them to bf16."""
+WITH_BF16 = {"sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx950": "mfma"}
+KERNELS = {moe: ("_moe_gate_up_kernel", "_moe_gate_up_finish_kernel", "_moe_down_kernel",
+                 "_moe_down_finish_kernel"), combine: ("_moe_combine_kernel",)}
+GEMMS = {"_moe_gate_up_kernel": Op.MOE_GATE_UP, "_moe_down_kernel": Op.MOE_DOWN}
+TOKENS = {16: 64, 64: 2048, 128: 8192}
+"""Row block of the heuristic for 4 of 128 experts → a token count that leads to it."""
+
+
+class Launch(NamedTuple):
+    """One recorded launch."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+
+Recorder = Callable[..., list[Launch]]
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """A function that runs both stages on meta tensors and returns what they would launch."""
+    launches: list[Launch] = []
+
+    class Recording:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda **arguments: launches.append(Launch(self.kernel, grid, arguments))
+
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Recording(getattr(module, name)))
+
+    def run(problem: MoEProblem, config: MoEConfig, shape: MoEShape) -> list[Launch]:
+        launches.clear()
+        launch_stages(problem, config, shape)
+        return list(launches)
+
+    return run
+
+
+def launch_stages(problem: MoEProblem, config: MoEConfig, shape: MoEShape) -> None:
+    """Both stages on meta tensors of a problem's sizes."""
+    experts, hidden, inner = shape.num_experts, shape.hidden_size, shape.intermediate_size
+
+    def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    def bias(width: int) -> torch.Tensor | None:
+        return empty(experts, width, dtype=torch.float32) if shape.has_bias else None
+
+    weights = MoEWeights(
+        MXTensor(empty(experts, 2 * inner, hidden // 2), empty(experts, 2 * inner, hidden // 32),
+                 MXFP4),
+        MXTensor(empty(experts, hidden, inner // 2), empty(experts, hidden, inner // 32), MXFP4),
+        bias(2 * inner), bias(hidden), shape.gate_up_order)
+    unit, tokens = config.routing_block_m, problem.num_tokens
+    capacity = plan_capacity(tokens, shape.top_k, experts, unit)
+    plan = RoutingPlan(
+        empty(capacity, dtype=torch.int32), empty(capacity, dtype=torch.float32),
+        empty(capacity // unit, dtype=torch.int32), empty(2, dtype=torch.int32),
+        empty(tokens, shape.top_k, dtype=torch.int32), tokens, shape.top_k, experts, unit)
+    fmt = activation_mx_format(problem.options.activation_format, "test")
+    x: torch.Tensor | MXTensor = empty(tokens, hidden, dtype=torch.bfloat16)
+    if fmt is not None:
+        x = MXTensor(empty(tokens, hidden // fmt.codes_per_byte), empty(tokens, hidden // 32), fmt)
+    h = moe.GATE_UP.run(problem, config.gate_up, x=x, weights=weights, plan=plan,
+                        num_rows=plan.max_blocks * unit)
+    moe.DOWN.launch(problem, config.down, h=h, weights=weights, plan=plan)
+
+
+def describe(target: str, a_format: str, num_tokens: int, shape: MoEShape,
+             **options: Any) -> MoEProblem:
+    return MoEProblem(Op.FUSED_MOE, TARGETS[target], num_tokens, shape.top_k, shape.num_experts,
+                      shape.hidden_size, shape.intermediate_size,
+                      MoEOptions(shape.activation, a_format, **options), Layout.ROW_MAJOR)
+
+
+def compile_launch(launch: Launch, target: str) -> Any:
+    arguments = dict(launch.arguments)
+    num_warps, num_stages = arguments.pop("num_warps"), arguments.pop("num_stages", 3)
+    return compile_for(launch.kernel, arguments, target=target, num_warps=num_warps,
+                       num_stages=num_stages).metrics
+
+
+def scale_loads(arguments: dict[str, Any], target: str) -> int:
+    """Most byte loads that scales need (values need none): a tile's for each pipeline stage and the
+    loop, twice where the matrix layout holds a scale in two threads."""
+    threads = arguments["num_warps"] * (64 if TARGETS[target].kind == "hip" else 32)
+    per_row = arguments["BLOCK_K"] // 32
+    loads = sum(-(-rows * per_row // threads) for rows in (128, arguments["BLOCK_M"]))
+    return 2 * (arguments["num_stages"] + 1) * loads
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("block_m", TOKENS)
+@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+def test_gemms_use_the_chip(record: Recorder, a_format: str, block_m: int, target: str) -> None:
+    """Native matrix instruction, nothing spilled, memory within the chip and the estimate."""
+    shape = MODEL_SHAPES["gpt-oss-120b"]
+    problem = describe(target, a_format, TOKENS[block_m], shape)
+    config = heuristics.layer_heuristic(problem)
+    assert config.routing_block_m == block_m
+    stages = {Op.MOE_GATE_UP: config.gate_up, Op.MOE_DOWN: config.down}
+    gemms = [launch for launch in record(problem, config, shape)
+             if launch.kernel.__name__ in GEMMS]
+    assert len(gemms) == 2
+    for launch in gemms:
+        op = GEMMS[launch.kernel.__name__]
+        metrics = compile_launch(launch, target)
+        wanted = (WITH_BF16 if a_format == "bf16" else NATIVE)[target]
+        assert metrics.matrix_instruction == wanted
+        assert metrics.spills == 0
+        estimate = heuristics.shared_memory(problem.target, op, a_format, stages[op])
+        assert metrics.shared_memory <= estimate <= problem.target.shared_memory
+        assert metrics.global_loads.get(8, 0) <= scale_loads(launch.arguments, target)
+
+
+VARIANTS = {
+    "atomic": {"combine": Combine.ATOMIC},
+    "flat_on_input": {"combine": Combine.FLAT, "apply_router_weight_on_input": True},
+    "float32": {"out_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_epilogue_compiles(record: Recorder, variant: str, target: str) -> None:
+    """Split and unsplit, with and without bias, each activation, on every target."""
+    index = list(VARIANTS).index(variant)
+    shape = MoEShape(2880, 2880, 128, 4, (SiLU(), SiTUv2(), SwiGLU())[index], has_bias=index == 0,
+                     gate_up_order=MODEL_SHAPES["gpt-oss-20b"].gate_up_order)
+    a_format = ACTIVATION_FORMATS[index]
+    for split_k in (1, 4):
+        problem = describe(target, a_format, 64, shape, **VARIANTS[variant])
+        config = heuristics.layer_heuristic(problem)
+        config = replace(config, gate_up=replace(config.gate_up, split_k=split_k),
+                         down=replace(config.down, split_k=split_k))
+        launches = record(problem, config, shape)
+        reduces = variant == "float32"
+        assert len(launches) == (2 if split_k == 1 else 4) + reduces
+        spills = {launch.kernel.__name__: compile_launch(launch, target).spills
+                  for launch in launches}
+        assert spills == dict.fromkeys(spills, 0)
+
+
+@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+def test_one_binary_serves_all_models(record: Recorder, a_format: str) -> None:
+    """Specialisations over the model shapes and odd token counts: one per kernel and epilogue."""
+    config = MoEConfig(16, GemmConfig(16, 64, 128, 8, 4, 1, 2), GemmConfig(16, 128, 128, 8, 4))
+    seen: dict[str, set[str]] = {}
+    for (name, shape), num_tokens in itertools.product(MODEL_SHAPES.items(), (1, 3, 16)):
+        same = MoEShape(shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k,
+                        SwiGLU(), shape.gate_up_order, has_bias=True)
+        problem = describe("sm_90", a_format, num_tokens, same)
+        for kernel, _grid, arguments in record(problem, config, same):
+            arguments = {key: value for key, value in arguments.items()
+                         if key not in ("num_warps", "num_stages")}
+            signature, constexprs, divisible = specialize(kernel, arguments)
+            key = repr((sorted(signature.items()), sorted(constexprs.items(), key=str),
+                        sorted(divisible)))
+            seen.setdefault(kernel.__name__, set()).add(key)
+        assert {kernel: len(keys) for kernel, keys in seen.items()} == dict.fromkeys(seen, 1), name
+    assert len(seen) == 4  # both GEMMs, stage 1's finish after its split, the combine
+
+
+def test_grids_fit_the_work(record: Recorder) -> None:
+    """At most one row block per routed row, for few tokens; below 2^31 for the most."""
+    shape = MODEL_SHAPES["kimi-k2"]
+    few = describe("sm_90", "bf16", 1, shape)
+    config = MoEConfig(16, GemmConfig(16, 64, 128), GemmConfig(16, 128, 128))
+    gate_up, down, reduce = record(few, config, shape)
+    assert gate_up.grid == (8 * 2048 // 64,)
+    assert down.grid == (8 * 7168 // 128,)
+    assert reduce.grid == (7168 // combine.BLOCK_N,)
+    most = describe("sm_90", "bf16", (2**24 - 1) // 8, shape)
+    assert all(launch.grid[0] < 2**31 for launch in record(most, config, shape))

@@ -1,0 +1,116 @@
+"""Tile choice: the heuristic is valid everywhere, the tuner's space keeps the one validity rule."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mxpert.backends.triton import heuristics
+from mxpert.backends.triton.moe import DOWN, FUSED_MOE, GATE_UP
+from mxpert.formats.tensor import Layout
+from mxpert.problem import (
+    ACTIVATION_FORMATS,
+    GemmConfig,
+    MoEOptions,
+    MoEProblem,
+    Op,
+    Target,
+)
+from mxpert.testing.problems import MODEL_SHAPES, MoEShape
+
+H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
+MI355X = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
+SMALL = Target("cuda", "sm_120", "a chip with little shared memory", 48, 101376)
+
+
+def describe(target: Target, shape: MoEShape, num_tokens: int, a_format: str = "bf16",
+             op: Op = Op.FUSED_MOE, routing_block_m: int = 0) -> MoEProblem:
+    return MoEProblem(op, target, num_tokens, shape.top_k, shape.num_experts, shape.hidden_size,
+                      shape.intermediate_size, MoEOptions(shape.activation, a_format),
+                      Layout.ROW_MAJOR, routing_block_m)
+
+
+@pytest.mark.parametrize("target", [H200, MI355X, SMALL], ids=lambda target: target.arch)
+@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+def test_heuristic_is_valid_for_every_model(a_format: str, target: Target) -> None:
+    for shape, num_tokens in itertools.product(MODEL_SHAPES.values(), (1, 16, 128, 1024, 32768)):
+        problem = describe(target, shape, num_tokens, a_format)
+        config = FUSED_MOE.heuristic(problem)
+        for op, stage in ((Op.MOE_GATE_UP, config.gate_up), (Op.MOE_DOWN, config.down)):
+            assert heuristics.invalid(target, op, a_format, stage) is None
+
+
+@pytest.mark.parametrize("unit", [16, 48, 64, 128, 256])
+def test_stage_block_divides_the_plans_unit(unit: int) -> None:
+    for num_tokens in (1, 1024, 32768):
+        problem = describe(H200, MODEL_SHAPES["gpt-oss-20b"], num_tokens, op=Op.MOE_DOWN,
+                           routing_block_m=unit)
+        assert unit % DOWN.heuristic(problem).block_m == 0
+
+
+def test_few_tokens_split_k_and_many_do_not() -> None:
+    shape = MODEL_SHAPES["kimi-k2-tp4"]
+    assert FUSED_MOE.heuristic(describe(H200, shape, 1)).gate_up.split_k > 1
+    assert FUSED_MOE.heuristic(describe(H200, shape, 512)).gate_up.split_k == 1
+
+
+def test_weights_stream_only_where_they_are_read_once() -> None:
+    shape = MODEL_SHAPES["gpt-oss-20b"]
+    assert FUSED_MOE.heuristic(describe(H200, shape, 64)).gate_up.group_m == 1
+    assert FUSED_MOE.heuristic(describe(H200, shape, 8192)).gate_up.group_m > 1
+
+
+@pytest.mark.parametrize("kernel", [GATE_UP, DOWN], ids=lambda kernel: kernel.op.value)
+def test_tuner_space_is_valid_and_holds_the_heuristic(kernel: object) -> None:
+    op = kernel.op  # type: ignore[attr-defined]
+    problem = describe(H200, MODEL_SHAPES["gpt-oss-20b"], 256, "mxfp8", op, 64)
+    configs = list(kernel.configs(problem))  # type: ignore[attr-defined]
+    assert configs[0] == kernel.heuristic(problem)  # type: ignore[attr-defined]
+    assert len(set(configs[1:])) == len(configs) - 1 > 50
+    assert {config.block_m for config in configs} == {16, 32, 64}
+    assert all(heuristics.invalid(H200, op, "mxfp8", config) is None for config in configs)
+
+
+def test_layer_space_varies_one_stage_at_a_time() -> None:
+    problem = describe(H200, MODEL_SHAPES["qwen3-next"], 256, "mxfp4")
+    first, *rest = itertools.islice(FUSED_MOE.configs(problem), 200)
+    assert first == FUSED_MOE.heuristic(problem)
+    assert len({config.gate_up for config in rest}) > 50
+
+
+INVALID = {
+    "block_n_48": (GemmConfig(16, 48, 128), "power of two"),
+    "block_m_8": (GemmConfig(8, 64, 128), "block_m"),
+    "block_k_32": (GemmConfig(16, 64, 32), "block_k"),
+    "three_warps": (GemmConfig(16, 64, 128, num_warps=3), "num_warps"),
+    "no_split": (GemmConfig(16, 64, 128, split_k=0), "split_k"),
+    "accumulators": (GemmConfig(128, 256, 128, num_warps=4), "accumulators"),
+    "shared_memory": (GemmConfig(128, 128, 256, 8, 5), "shared memory"),
+    "thin_tile": (GemmConfig(16, 64, 64, 8), "activations a thread"),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_config_says_why(name: str) -> None:
+    config, reason = INVALID[name]
+    a_format = "mxfp4" if name == "thin_tile" else "bf16"
+    assert reason in (heuristics.invalid(H200, Op.MOE_DOWN, a_format, config) or "")
+    with pytest.raises(ValueError, match=r"moe_down: config — need a config that this device"):
+        heuristics.require_valid(H200, Op.MOE_DOWN, a_format, config)
+
+
+def test_unsupported_problems_say_why() -> None:
+    problem = describe(H200, MODEL_SHAPES["gpt-oss-20b"], 4)
+    assert heuristics.unsupported(problem) is None
+    for target, reason in (
+        (Target("cpu", "cpu", "x86_64", 2, 0), "TRITON_INTERPRET=1"),
+        (Target("hip", "gfx942", "MI300X", 304, 65536), "gfx950"),
+        (Target("cuda", "sm_80", "A100", 108, 166912), "sm_90"),
+    ):
+        assert reason in (heuristics.unsupported(replace(problem, target=target)) or "")
+    double = replace(problem, options=replace(problem.options, out_dtype=torch.float64))
+    assert "float64" in (heuristics.unsupported(double) or "")
+    assert "16" in (heuristics.unsupported(replace(problem, routing_block_m=24)) or "")
