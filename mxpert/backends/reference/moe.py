@@ -166,7 +166,7 @@ def _scatter_rows(
     values: torch.Tensor, rows: torch.Tensor, capacity: int, fmt: MXFormat | None,
     options: MoEOptions,
 ) -> torch.Tensor | MXTensor:
-    """Round float32 values [R, F] to bfloat16, then to `fmt`, and place them in [capacity, F] zeros.
+    """Round float32 values [R, F] to bfloat16, then to `fmt`; place them in [capacity, F] zeros.
 
     MX intermediates too are rounded to bfloat16 first: stage 1 in an MX format is stage 1 in
     bfloat16 followed by `quantize`, on every backend.
