@@ -13,11 +13,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
 
-from .epilogue import store_features, store_rows
+from .epilogue import finish, output_layout, output_terms, store_outputs, token_terms
 from .tiles import accumulator_layout, decode_weights, join_halves
 
 DEPTH = 256
 """Codes per step: two depth units."""
+
+
+@gluon.jit
+def _expert_of(block_expert_ids, tile, num_tiles, tiles_per_block, blocks_per_unit):
+    """Expert of a tile, asked for one tile ahead so that nobody waits for it."""
+    unit = tile // tiles_per_block // blocks_per_unit
+    return gl.load(block_expert_ids + unit, mask=tile < num_tiles, other=0)
 
 
 @gluon.jit
@@ -27,10 +34,14 @@ def _produce(code_desc, shift_desc, x_desc, codes, shifts, x, ready, free, block
     BYTES: gl.constexpr = 128 * 128 + 32 * 32 + TOKENS * 256 * (2 if SPLIT else 1)
     slot = 0
     phase = 1
+    next_expert = _expert_of(block_expert_ids, gl.program_id(0), num_tiles, tiles_per_block,
+                             blocks_per_unit)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         block = tile // tiles_per_block
         unit = 2 * (tile % tiles_per_block)
-        base = gl.load(block_expert_ids + block // blocks_per_unit) * row_units
+        base = next_expert * row_units
+        next_expert = _expert_of(block_expert_ids, tile + gl.num_programs(0), num_tiles,
+                                 tiles_per_block, blocks_per_unit)
         first = (base + unit) * depth_units
         second = (base + gl.minimum(unit + 1, row_units - 1)) * depth_units
         for step in range(gl.cdiv(depth_units, 2)):
@@ -66,12 +77,24 @@ def _consume(codes, shifts, x, ready, free, out, reference, bias, x_scale, route
              WEIGHTED: gl.constexpr):
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
     ACCUMULATOR: gl.constexpr = accumulator_layout(8, COLUMNS)
+    OUTPUTS: gl.constexpr = 128 if KIND == 0 else 64
+    LAYOUT: gl.constexpr = output_layout(8, TOKENS, KIND)
+    EARLY: gl.constexpr = TOKENS <= 16  # more would not fit in registers through the loop
     slot = 0
     phase = 0
+    next_expert = _expert_of(block_expert_ids, gl.program_id(0), num_tiles, tiles_per_block,
+                             blocks_per_unit)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        block = tile // tiles_per_block
-        unit = 2 * (tile % tiles_per_block)
-        expert = gl.load(block_expert_ids + block // blocks_per_unit)
+        first_row = tile // tiles_per_block * TOKENS
+        first_output = tile % tiles_per_block * OUTPUTS
+        expert = next_expert
+        next_expert = _expert_of(block_expert_ids, tile + gl.num_programs(0), num_tiles,
+                                 tiles_per_block, blocks_per_unit)
+        if EARLY:  # the latency of these loads passes under the main loop
+            outputs = output_terms(reference, bias, expert, first_output, num_outputs,
+                                   row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
+            tokens = token_terms(x_scale, routed_weights, sorted_token_ids, first_row, num_tokens,
+                                 TOKENS, LAYOUT, WEIGHTED)
         accumulator = gl.zeros((128, COLUMNS), gl.float32, ACCUMULATOR)
         for _ in range(gl.cdiv(depth_units, 2)):
             mbarrier.wait(ready.index(slot), phase)
@@ -86,16 +109,14 @@ def _consume(codes, shifts, x, ready, free, out, reference, bias, x_scale, route
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
-        total = join_halves(accumulator, SPLIT)
-        if KIND == 0:
-            store_rows(total, out, reference, bias, x_scale, routed_weights, sorted_token_ids,
-                       expert, block * TOKENS, unit * 64, num_tokens, num_outputs, row_units * 64,
-                       HAS_BIAS, WEIGHTED, None)
-        else:
-            store_features(total, out, reference, bias, x_scale, routed_weights, sorted_token_ids,
-                           expert, block * TOKENS, unit * 32, num_tokens, num_outputs,
-                           row_units * 64, param_first, param_second, HAS_BIAS, WEIGHTED, KIND,
-                           None)
+        if not EARLY:
+            outputs = output_terms(reference, bias, expert, first_output, num_outputs,
+                                   row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
+            tokens = token_terms(x_scale, routed_weights, sorted_token_ids, first_row, num_tokens,
+                                 TOKENS, LAYOUT, WEIGHTED)
+        value = finish(join_halves(accumulator, SPLIT), outputs, tokens, param_first, param_second,
+                       LAYOUT, KIND, WEIGHTED)
+        store_outputs(value, tokens[0], out, first_row, first_output, num_outputs)
 
 
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "num_tokens",

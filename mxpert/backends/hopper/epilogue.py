@@ -56,73 +56,83 @@ def _load_rows(pointer, rows, limit, HAS: gl.constexpr):
         return gl.zeros(rows.shape, gl.float32, rows.type.layout)
 
 
-@gluon.jit
-def store_rows(accumulator, out, reference, bias, x_scale, routed_weights, sorted_token_ids,
-               expert, first_row, first_output, num_tokens, num_outputs, padded_outputs,
-               HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, STORE: gl.constexpr):
-    """Stage 2: ``weight * (accumulator * factors + bias)`` into rows [P, H]; padding is dropped.
-
-    accumulator [ROWS, TOKENS] in fragment order; STORE: the layout that stores, or None.
-    """
-    ROWS: gl.constexpr = accumulator.shape[0]
-    TOKENS: gl.constexpr = accumulator.shape[1]
-    LAYOUT: gl.constexpr = row_pair_layout(ROWS // 16, TOKENS)
-    value = row_pairs(accumulator, LAYOUT)
-    row = first_output + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    token_row = first_row + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LAYOUT))
-    factor = _row_factor(gl.load(reference + expert * padded_outputs + row))
-    shift = _load_rows(bias + expert * num_outputs, row, num_outputs, HAS_BIAS)
-    valid = (gl.load(sorted_token_ids + token_row) & _TOKEN_MASK) < num_tokens
-    scale = gl.load(x_scale + token_row, mask=valid, other=0.0)
-    value = value * factor[:, None] * scale[None, :] + shift[:, None]
-    if WEIGHTED:
-        value = value * gl.load(routed_weights + token_row, mask=valid, other=0.0)[None, :]
-    _store(value, out, sorted_token_ids, first_row, first_output, num_tokens, num_outputs, STORE)
+@gluon.constexpr_function
+def output_layout(WARPS, TOKENS, KIND):
+    """Layout of what the epilogue computes: rows in pairs, or features."""
+    return row_pair_layout(WARPS, TOKENS) if KIND == 0 else feature_layout(WARPS, TOKENS)
 
 
 @gluon.jit
-def store_features(accumulator, out, reference, bias, x_scale, routed_weights, sorted_token_ids,
-                   expert, first_row, first_output, num_tokens, num_outputs, padded_outputs,
-                   param_first, param_second, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
-                   KIND: gl.constexpr, STORE: gl.constexpr):
-    """Stage 1: activation of interleaved gate and up rows into the intermediate [P, F] (bf16).
-
-    accumulator [ROWS, TOKENS]; outputs count features, two weight rows each.
-    """
-    ROWS: gl.constexpr = accumulator.shape[0]
-    TOKENS: gl.constexpr = accumulator.shape[1]
-    LAYOUT: gl.constexpr = feature_layout(ROWS // 16, TOKENS)
-    gate, up = gate_and_up(accumulator, LAYOUT)
-    feature = first_output + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, LAYOUT))
-    token_row = first_row + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LAYOUT))
-    row = reference + expert * padded_outputs + 2 * feature
-    gate_factor = _row_factor(gl.load(row))
-    up_factor = _row_factor(gl.load(row + 1))
-    bias += expert * num_outputs * 2
-    gate_bias = _load_rows(bias, 2 * feature, 2 * num_outputs, HAS_BIAS)
-    up_bias = _load_rows(bias, 2 * feature + 1, 2 * num_outputs, HAS_BIAS)
-    valid = (gl.load(sorted_token_ids + token_row) & _TOKEN_MASK) < num_tokens
-    scale = gl.load(x_scale + token_row, mask=valid, other=0.0)
-    if WEIGHTED:
-        scale = scale * gl.load(routed_weights + token_row, mask=valid, other=0.0)
-    gate = gate * gate_factor[:, None] * scale[None, :] + gate_bias[:, None]
-    up = up * up_factor[:, None] * scale[None, :] + up_bias[:, None]
-    value = activate(gate, up, param_first, param_second, KIND)
-    _store(value, out, sorted_token_ids, first_row, first_output, num_tokens, num_outputs, STORE)
-
-
-@gluon.jit
-def _store(value, out, sorted_token_ids, first_row, first_output, num_tokens, num_outputs,
-           STORE: gl.constexpr):
-    """value [OUTPUTS, TOKENS] → out[row, output], rows of real tokens only."""
-    OUTPUTS: gl.constexpr = value.shape[0]
-    TOKENS: gl.constexpr = value.shape[1]
-    value = value.to(out.dtype.element_ty)
-    if STORE is not None:
-        value = gl.convert_layout(value, STORE)
-    LAYOUT: gl.constexpr = value.type.layout
+def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows,
+                 OUTPUTS: gl.constexpr, LAYOUT: gl.constexpr, KIND: gl.constexpr,
+                 HAS_BIAS: gl.constexpr):
+    """Row factors and biases of a tile's outputs: of the rows, or of gate and up rows."""
     output = first_output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, LAYOUT))
-    token_row = first_row + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LAYOUT))
-    valid = (gl.load(sorted_token_ids + token_row) & _TOKEN_MASK) < num_tokens
-    pointer = out + token_row.to(gl.int64)[None, :] * num_outputs + output[:, None]
-    gl.store(pointer, value, mask=valid[None, :] & (output < num_outputs)[:, None])
+    reference += expert * padded_rows
+    if KIND == 0:
+        factor = _row_factor(gl.load(reference + output))
+        shift = _load_rows(bias + expert * num_outputs, output, num_outputs, HAS_BIAS)
+        return factor, factor, shift, shift
+    else:
+        bias += expert * num_outputs * 2
+        gate = 2 * output
+        return (_row_factor(gl.load(reference + gate)), _row_factor(gl.load(reference + gate + 1)),
+                _load_rows(bias, gate, 2 * num_outputs, HAS_BIAS),
+                _load_rows(bias, gate + 1, 2 * num_outputs, HAS_BIAS))
+
+
+@gluon.jit
+def token_terms(x_scale, routed_weights, sorted_token_ids, first_row, num_tokens,
+                TOKENS: gl.constexpr, LAYOUT: gl.constexpr, WEIGHTED: gl.constexpr):
+    """Which of a tile's sorted rows are real tokens', their scales and routing weights."""
+    row = first_row + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LAYOUT))
+    real = (gl.load(sorted_token_ids + row) & _TOKEN_MASK) < num_tokens
+    scale = gl.load(x_scale + row, mask=real, other=0.0)
+    weight = gl.load(routed_weights + row, mask=real, other=0.0) if WEIGHTED else scale
+    return real, scale, weight
+
+
+@gluon.jit
+def finish(accumulator, outputs, tokens, first, second, LAYOUT: gl.constexpr,
+           KIND: gl.constexpr, WEIGHTED: gl.constexpr):
+    """Accumulator in fragment order → values [OUTPUTS, TOKENS] in `LAYOUT`.
+
+    KIND 0: ``weight * (sum * factors + bias)``. Otherwise the activation, where a routing weight
+    scales its input.
+    """
+    gate_factor, up_factor, gate_bias, up_bias = outputs
+    _, scale, weight = tokens
+    if KIND == 0:
+        value = row_pairs(accumulator, LAYOUT)
+        value = value * gate_factor[:, None] * scale[None, :] + gate_bias[:, None]
+        if WEIGHTED:
+            value = value * weight[None, :]
+        return value
+    else:
+        gate, up = gate_and_up(accumulator, LAYOUT)
+        if WEIGHTED:
+            scale = scale * weight
+        gate = gate * gate_factor[:, None] * scale[None, :] + gate_bias[:, None]
+        up = up * up_factor[:, None] * scale[None, :] + up_bias[:, None]
+        return activate(gate, up, first, second, KIND)
+
+
+@gluon.jit
+def store_outputs(value, real, out, first_row, first_output, num_outputs):
+    """value [OUTPUTS, TOKENS] → out[row, output] where the row is `real`, from its own layout."""
+    LAYOUT: gl.constexpr = value.type.layout
+    output = first_output + gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    row = first_row + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    pointer = out + row.to(gl.int64)[None, :] * num_outputs + output[:, None]
+    gl.store(pointer, value.to(out.dtype.element_ty),
+             mask=real[None, :] & (output < num_outputs)[:, None])
+
+
+@gluon.jit
+def store_outputs_through(value, out, sorted_token_ids, first_row, first_output, num_tokens,
+                          num_outputs, STORE: gl.constexpr):
+    """`store_outputs` by way of shared memory, from the layout `STORE` (wide stores)."""
+    value = gl.convert_layout(value.to(out.dtype.element_ty), STORE)
+    row = first_row + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, STORE))
+    real = (gl.load(sorted_token_ids + row) & _TOKEN_MASK) < num_tokens
+    store_outputs(value, real, out, first_row, first_output, num_outputs)

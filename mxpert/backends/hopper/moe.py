@@ -89,7 +89,7 @@ class _GateUp(_Stage):
         h = torch.empty((num_rows, weights.intermediate_size), dtype=torch.bfloat16,
                         device=weights.device)
         if plan.max_blocks:
-            rows = sorted_rows(quantize_rows(problem, x), plan, num_rows, gather=True)
+            rows = sorted_rows(quantize_rows(problem, x), plan, num_rows, scatter=True)
             options = problem.options
             multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, plan, problem, config,
                      kind=ACTIVATION_KINDS[options.activation.name],
@@ -122,7 +122,7 @@ class _Down(_Stage):
         out = torch.empty((num_rows, weights.hidden_size), device=weights.device,
                           dtype=options.out_dtype)
         if plan.max_blocks:
-            rows = sorted_rows(h, plan, num_rows, gather=False)
+            rows = sorted_rows(h, plan, num_rows, scatter=False)
             multiply(out, rows, weights.down_proj, weights.down_bias, plan, problem, config,
                      kind=_ROWS_KIND, parameters=(0.0, 0.0),
                      weighted=not options.apply_router_weight_on_input)
@@ -141,13 +141,11 @@ def multiply(
     """One GEMM with its epilogue over the plan's blocks, into `out` [P, F or H]."""
     heuristics.require_valid(config, problem)
     row_units, depth_units = weight.qdata.shape[1:3]
-    prefill = config.block_m == heuristics.PREFILL_BLOCK_M
     depth = config.block_k // 128
-    x_rows = heuristics.PREFILL_BLOCK_M if prefill else config.block_m
     arguments: dict[str, Any] = dict(
         out=out, code_desc=_descriptor(weight.qdata.view(-1, 128), [32 * depth, 128], gl.uint8),
         shift_desc=_descriptor(weight.scale.view(-1, 32), [8 * depth, 32], gl.uint8),
-        x_desc=_descriptor(rows.codes, [x_rows, config.block_k], gl.float8e4nv),
+        x_desc=_descriptor(rows.codes, [config.block_m, config.block_k], gl.float8e4nv),
         reference=weight.reference, bias=rows.scale if bias is None else bias,
         x_scale=rows.scale, routed_weights=plan.sorted_weights,
         sorted_token_ids=plan.sorted_token_ids, block_expert_ids=plan.block_expert_ids,
@@ -157,7 +155,7 @@ def multiply(
         blocks_per_unit=plan.routing_block_m // config.block_m,
         STAGES=config.num_stages, SPLIT=rows.split, KIND=kind, HAS_BIAS=bias is not None,
         WEIGHTED=weighted, num_warps=config.num_warps)
-    if prefill:
+    if heuristics.is_prefill(config):
         schedule = tile_schedule(plan, config.block_m, 2 if rows.split else 4)
         _moe_gemm_prefill_kernel[(problem.target.num_sms,)](
             tile_first_block=schedule.first_block, tile_blocks=schedule.blocks,

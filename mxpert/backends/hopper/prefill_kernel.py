@@ -15,7 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
 
-from .epilogue import store_features, store_rows
+from .epilogue import (
+    finish, output_layout, output_terms, store_outputs_through, token_terms,
+)
 from .tiles import accumulator_layout, decode_weights
 
 BLOCK_ROWS = 64
@@ -139,14 +141,15 @@ def _store(total, first_row, unit, expert, operands, KIND: gl.constexpr, HAS_BIA
     (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens, num_outputs,
      row_units, param_first, param_second) = operands
     TOKENS: gl.constexpr = total.shape[1]
-    if KIND == 0:
-        store_rows(total, out, reference, bias, x_scale, routed_weights, sorted_token_ids, expert,
-                   first_row, unit * 64, num_tokens, num_outputs, row_units * 64, HAS_BIAS,
-                   WEIGHTED, _coalesced(64))
-    else:
-        store_features(total, out, reference, bias, x_scale, routed_weights, sorted_token_ids,
-                       expert, first_row, unit * 32, num_tokens, num_outputs, row_units * 64,
-                       param_first, param_second, HAS_BIAS, WEIGHTED, KIND, _coalesced(32))
+    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    LAYOUT: gl.constexpr = output_layout(4, TOKENS, KIND)
+    outputs = output_terms(reference, bias, expert, unit * OUTPUTS, num_outputs, row_units * 64,
+                           OUTPUTS, LAYOUT, KIND, HAS_BIAS)
+    tokens = token_terms(x_scale, routed_weights, sorted_token_ids, first_row, num_tokens, TOKENS,
+                         LAYOUT, WEIGHTED)
+    value = finish(total, outputs, tokens, param_first, param_second, LAYOUT, KIND, WEIGHTED)
+    store_outputs_through(value, out, sorted_token_ids, first_row, unit * OUTPUTS, num_tokens,
+                          num_outputs, _coalesced(OUTPUTS))
 
 
 @gluon.jit

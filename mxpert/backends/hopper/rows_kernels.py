@@ -1,0 +1,208 @@
+"""Encoding of activations for the FP8 GEMMs: one CTA a row, K permuted as the weights' is.
+
+A step covers DEPTH values as [chunk of 128, q h, t, j]: source order is (t, q h, j), storage order
+(q h, t, j), see `formats.layouts`. Each thread owns 16 stored bytes, which it gathers by four loads.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+_TOKEN_MASK = gl.constexpr((1 << 24) - 1)
+
+
+@gluon.constexpr_function
+def _step_layout(WARPS):
+    return gl.BlockedLayout([1, 1, 4, 4], [4, 8, 1, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
+
+
+@gluon.jit
+def _step_offsets(step, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
+    """Offsets of one step: of each block's word [CHUNKS, 8, 4] in the source with the block itself,
+    and of each thread's 16 bytes [CHUNKS, 8] in the target."""
+    LAYOUT: gl.constexpr = _step_layout(WARPS)
+    NO_BYTE: gl.constexpr = gl.SliceLayout(3, LAYOUT)
+    NO_BLOCK: gl.constexpr = gl.SliceLayout(2, NO_BYTE)
+    chunk = step * CHUNKS + gl.arange(0, CHUNKS, gl.SliceLayout(1, NO_BLOCK))[:, None]
+    word = gl.arange(0, 8, gl.SliceLayout(0, NO_BLOCK))[None, :]
+    block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, NO_BYTE)))[None, None, :]
+    block = (chunk * 4 + word * 0)[:, :, None] + block
+    return block * 32 + (word * 4)[:, :, None], block, chunk * 128 + word * 16
+
+
+@gluon.jit
+def _load_words(x, source, mask, WARPS: gl.constexpr):
+    """Four adjacent values per word, [CHUNKS, 8, 4, 4]; zero where masked."""
+    LAYOUT: gl.constexpr = _step_layout(WARPS)
+    byte = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    offsets = source[:, :, :, None] + byte[None, None, None, :]
+    return gl.load(x + offsets, mask=mask[:, :, :, None], other=0.0)
+
+
+@gluon.jit
+def _store_step(codes, values, target, padded_depth, CHUNKS: gl.constexpr):
+    """e4m3 codes of one step, 16 bytes a thread."""
+    flat = values.reshape([CHUNKS, 8, 16])
+    offsets = gl.convert_layout(target, gl.SliceLayout(2, flat.type.layout), assert_trivial=True)
+    byte = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, flat.type.layout)))
+    gl.store(codes + offsets[:, :, None] + byte[None, None, :], flat,
+             mask=(offsets < padded_depth)[:, :, None])
+
+
+@gluon.jit
+def _power_of_two(exponent_byte):
+    """2^(byte - 127) for bytes 1..254."""
+    return (exponent_byte << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _round_to_e4m3(values):
+    """float32 with e4m3's precision: 4 significant bits, or multiples of 2^-9 below 2^-6."""
+    bits = values.to(gl.int32, bitcast=True)
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    # 1.5 * 2^14: adding it leaves float32 just the multiples of 2^-9.
+    subnormal = (values + 24576.0) - 24576.0
+    return gl.where(gl.abs(values) < 0.015625, subnormal, normal.to(gl.float32, bitcast=True))
+
+
+@gluon.jit
+def _maximum(left, right):
+    return gl.maximum(left, right)
+
+
+@gluon.jit
+def _is_real(row, sorted_token_ids, num_valid, num_tokens):
+    """Whether a sorted row is in use and a real token's."""
+    token = gl.load(sorted_token_ids + row) & _TOKEN_MASK
+    return (row < gl.load(num_valid)) & (token < num_tokens)
+
+
+@gluon.jit
+def _split_exponent(bits):
+    """Scale exponent byte for a row whose largest magnitude has these float32 bits.
+
+    The scaled maximum is at most 448 = 1.75 * 2^8.
+    """
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
+    return gl.minimum(gl.maximum(exponent, 1), 253)
+
+
+@gluon.jit
+def _encode_split(codes, scale, x, slot_rows, first_slot, num_slots, row, depth, padded_depth,
+                  num_rows, SCATTER: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
+    """One bf16 row, hi and lo, into sorted row `row`, or into the rows of all slots of a token."""
+    steps = gl.cdiv(padded_depth, CHUNKS * 128)
+    largest = gl.zeros([CHUNKS, 8, 4, 4], gl.int32, _step_layout(WARPS))
+    for step in range(steps):
+        source, block, _ = _step_offsets(step, CHUNKS, WARPS)
+        values = _load_words(x, source, block * 32 < depth, WARPS).to(gl.float32)
+        largest = gl.maximum(largest, values.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
+    bits = gl.reduce(largest.reshape([CHUNKS * 128]), 0, _maximum)
+    exponent = _split_exponent(bits)
+    factor = gl.where(bits >= 0x7F800000, float("nan"), _power_of_two(exponent))
+    inverse = _power_of_two(254 - exponent)
+    for step in range(steps):
+        source, block, target = _step_offsets(step, CHUNKS, WARPS)
+        values = _load_words(x, source, block * 32 < depth, WARPS).to(gl.float32) * inverse
+        hi = _round_to_e4m3(values)
+        lo = ((values - hi) * 16.0).to(gl.float8e4nv)
+        hi = hi.to(gl.float8e4nv)
+        for slot in range(num_slots):
+            if SCATTER:
+                row = gl.load(slot_rows + first_slot + slot)
+            if row >= 0:
+                hi_row = codes + row.to(gl.int64) * padded_depth
+                gl.store(scale + row, factor)
+                _store_step(hi_row, hi, target, padded_depth, CHUNKS)
+                _store_step(hi_row + num_rows.to(gl.int64) * padded_depth, lo, target,
+                            padded_depth, CHUNKS)
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "top_k", "depth", "num_rows"])
+def _moe_split_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_valid, num_tokens,
+                           top_k, depth, padded_depth, num_rows, x_stride, SCATTER: gl.constexpr,
+                           CHUNKS: gl.constexpr, num_warps: gl.constexpr):
+    """bf16 row → hi and lo e4m3 rows with ``x = scale * (hi + lo / 16)``, 448 the largest hi.
+
+    SCATTER: a program encodes one token for all its slots, else one sorted row. NaN and infinity
+    give a NaN scale.
+    """
+    program = gl.program_id(0)
+    x += program.to(gl.int64) * x_stride
+    if SCATTER:
+        _encode_split(codes, scale, x, slot_rows, program * top_k, top_k, program, depth,
+                      padded_depth, num_rows, True, CHUNKS, num_warps)
+    elif _is_real(program, sorted_token_ids, num_valid, num_tokens):
+        _encode_split(codes, scale, x, slot_rows, 0, 1, program, depth, padded_depth, num_rows,
+                      False, CHUNKS, num_warps)
+
+
+@gluon.jit
+def _load_codes(x, x_scale, step, depth, PACKED: gl.constexpr, CHUNKS: gl.constexpr,
+                WARPS: gl.constexpr):
+    """One step of MX values, decoded without their scales, the scale bytes, and the target."""
+    source, block, target = _step_offsets(step, CHUNKS, WARPS)
+    mask = block * 32 < depth
+    scales = gl.load(x_scale + block, mask=mask, other=0).to(gl.int32)[:, :, :, None]
+    if PACKED:  # four codes in two bytes, low nibble first
+        LAYOUT: gl.constexpr = _step_layout(WARPS)
+        place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+        pair = gl.load((x + source // 2).cast(gl.pointer_type(gl.uint16)), mask=mask, other=0)
+        code = pair.to(gl.int32)[:, :, :, None] >> (place * 4)[None, None, None, :]
+        magnitude = code & 7
+        normal = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
+        bits = gl.where(magnitude > 1, normal, magnitude * 0x3F000000)
+        values = (bits | ((code & 8) << 28)).to(gl.float32, bitcast=True)
+    else:
+        values = _load_words(x, source, mask, WARPS).to(gl.float32)
+    return values, scales, target
+
+
+@gluon.jit
+def _encode_rebased(codes, scale, x, x_scale, slot_rows, first_slot, num_slots, row, depth,
+                    padded_depth, SCATTER: gl.constexpr, PACKED: gl.constexpr,
+                    CHUNKS: gl.constexpr, WARPS: gl.constexpr):
+    """One MX row into sorted row `row`, or into the rows of all slots of a token."""
+    HEADROOM: gl.constexpr = 6 if PACKED else 0  # e2m1 reaches 6: 6 * 2^6 uses e4m3's range
+    steps = gl.cdiv(padded_depth, CHUNKS * 128)
+    largest = gl.zeros([CHUNKS, 8, 4, 4], gl.int32, _step_layout(WARPS))
+    for step in range(steps):
+        values, scales, _ = _load_codes(x, x_scale, step, depth, PACKED, CHUNKS, WARPS)
+        counts = (values != 0.0) | (scales == 255)  # blocks of zeros have no say
+        largest = gl.maximum(largest, gl.where(counts, scales, 0))
+    reference = gl.reduce(largest.reshape([CHUNKS * 128]), 0, _maximum)
+    base = gl.maximum(reference, 1 + HEADROOM)
+    factor = gl.where(reference == 255, float("nan"), _power_of_two(base - HEADROOM))
+    for step in range(steps):
+        values, scales, target = _load_codes(x, x_scale, step, depth, PACKED, CHUNKS, WARPS)
+        # Clamped where every code vanishes, and in blocks of zeros with a scale above the base.
+        exponent = gl.minimum(gl.maximum(127 + HEADROOM + scales - base, 1), 254)
+        values = (values * _power_of_two(exponent)).to(gl.float8e4nv)
+        for slot in range(num_slots):
+            if SCATTER:
+                row = gl.load(slot_rows + first_slot + slot)
+            if row >= 0:
+                gl.store(scale + row, factor)
+                _store_step(codes + row.to(gl.int64) * padded_depth, values, target, padded_depth,
+                            CHUNKS)
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "top_k", "depth", "x_scale_stride"])
+def _moe_rebase_rows_kernel(codes, scale, x, x_scale, slot_rows, sorted_token_ids, num_valid,
+                            num_tokens, top_k, depth, padded_depth, x_stride, x_scale_stride,
+                            SCATTER: gl.constexpr, PACKED: gl.constexpr, CHUNKS: gl.constexpr,
+                            num_warps: gl.constexpr):
+    """MX row → e4m3 row with one power of two: codes shift by their block's scale deficit.
+
+    SCATTER as in `_moe_split_rows_kernel`.
+    """
+    program = gl.program_id(0)
+    x += program.to(gl.int64) * x_stride
+    x_scale += program.to(gl.int64) * x_scale_stride
+    if SCATTER:
+        _encode_rebased(codes, scale, x, x_scale, slot_rows, program * top_k, top_k, program,
+                        depth, padded_depth, True, PACKED, CHUNKS, num_warps)
+    elif _is_real(program, sorted_token_ids, num_valid, num_tokens):
+        _encode_rebased(codes, scale, x, x_scale, slot_rows, 0, 1, program, depth, padded_depth,
+                        False, PACKED, CHUNKS, num_warps)
