@@ -37,7 +37,8 @@ def combine_rows(rows: torch.Tensor, slot_rows: torch.Tensor) -> torch.Tensor:
     width = rows.shape[1]
     out = rows.new_empty((num_tokens, width))
     tiles = triton.cdiv(width, BLOCK_N)
-    _moe_combine_kernel[(num_tokens * tiles,)](
-        out_ptr=out, rows_ptr=rows, slot_rows_ptr=slot_rows, top_k=top_k, num_blocks=width // 32,
-        num_tiles_n=tiles, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS)
+    with torch.cuda.device_of(out):
+        _moe_combine_kernel[(num_tokens * tiles,)](
+            out_ptr=out, rows_ptr=rows, slot_rows_ptr=slot_rows, top_k=top_k,
+            num_blocks=width // 32, num_tiles_n=tiles, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS)
     return out

@@ -149,12 +149,13 @@ class _GateUp(_Stage):
             H_FORMAT=h_format, ACTIVATION=problem.options.activation.name, **constants,
             **self.plan_arguments(plan, problem.options.apply_router_weight_on_input))
         tiles = row_blocks * triton.cdiv(features, config.block_n)
-        _moe_gate_up_kernel[(tiles * config.split_k,)](
-            **epilogue, **self.gemm_arguments(x, weights.gate_up_proj, config))
-        if partial is not None:
-            _moe_gate_up_finish_kernel[(tiles,)](
-                **epilogue, split_k=config.split_k, BLOCK_M=config.block_m,
-                BLOCK_N=config.block_n, num_warps=FINISH_NUM_WARPS)
+        with torch.cuda.device_of(h_data):  # Triton launches on the current device
+            _moe_gate_up_kernel[(tiles * config.split_k,)](
+                **epilogue, **self.gemm_arguments(x, weights.gate_up_proj, config))
+            if partial is not None:
+                _moe_gate_up_finish_kernel[(tiles,)](
+                    **epilogue, split_k=config.split_k, BLOCK_M=config.block_m,
+                    BLOCK_N=config.block_n, num_warps=FINISH_NUM_WARPS)
         return h
 
     @staticmethod
@@ -216,12 +217,13 @@ class _Down(_Stage):
             ATOMIC=problem.options.combine is Combine.ATOMIC,
             **self.plan_arguments(plan, not problem.options.apply_router_weight_on_input))
         tiles = row_blocks * triton.cdiv(columns, config.block_n)
-        _moe_down_kernel[(tiles * config.split_k,)](
-            **epilogue, **self.gemm_arguments(h, weights.down_proj, config))
-        if partial is not None:
-            _moe_down_finish_kernel[(tiles,)](
-                **epilogue, split_k=config.split_k, BLOCK_M=config.block_m,
-                BLOCK_N=config.block_n, num_warps=FINISH_NUM_WARPS)
+        with torch.cuda.device_of(out):  # Triton launches on the current device
+            _moe_down_kernel[(tiles * config.split_k,)](
+                **epilogue, **self.gemm_arguments(h, weights.down_proj, config))
+            if partial is not None:
+                _moe_down_finish_kernel[(tiles,)](
+                    **epilogue, split_k=config.split_k, BLOCK_M=config.block_m,
+                    BLOCK_N=config.block_n, num_warps=FINISH_NUM_WARPS)
 
 
 class _FusedMoE:
