@@ -23,14 +23,14 @@ $(VENV)/.created:
 	@# Reuse an installed torch: it fits the machine's driver, and it is gigabytes.
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
 		echo "using the torch that $(PYTHON) has"; \
-		$(PYTHON) -m venv --clear --system-site-packages $(VENV); \
+		$(PYTHON) -m venv --system-site-packages $(VENV); \
 		grep -vE '^(torch|triton)=' constraints.txt > $(VENV)/constraints.txt; \
 	elif command -v nvidia-smi >/dev/null || command -v rocminfo >/dev/null; then \
 		echo "installing the torch that suits a GPU machine"; \
-		$(PYTHON) -m venv --clear $(VENV); \
+		$(PYTHON) -m venv $(VENV); \
 		grep -vE '^(torch|triton)=' constraints.txt > $(VENV)/constraints.txt; \
 	else \
-		$(PYTHON) -m venv --clear $(VENV); cp constraints.txt $(VENV)/constraints.txt; \
+		$(PYTHON) -m venv $(VENV); cp constraints.txt $(VENV)/constraints.txt; \
 	fi
 	@touch $@
 
@@ -47,7 +47,6 @@ $(VENV)/.tested: $(VENV)/.installed
 
 demo: $(VENV)/.installed  ## install, run the MoE layers of a gpt-oss checkpoint on the best backend, check every number
 	$(BIN)/mxpert demo --output $(REPORT) $(DEMO_ARGS) </dev/null
-	@echo "report: $(REPORT)/report.json and $(REPORT)/report.png"
 
 lint: $(VENV)/.tested  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -266,7 +266,8 @@ def demo(
     output: Path = typer.Option(Path("reports/demo"), help="Folder for report.json, report.png."),
     tokens: str = typer.Option("1,16,128,1024", help="Token counts, comma-separated."),
     layers: str = typer.Option(None, help="Layers to run, comma-separated. "
-                               "Default: the first and the last."),
+                               "Default: the first and the last; transformers loads "
+                               "the model up to the last one chosen."),
     backend: str = typer.Option(None, help="Pin a backend instead of the best one."),
     json_to: str = typer.Option(None, "--json", help="Also print the report as JSON: '-'."),
 ) -> None:
@@ -297,8 +298,10 @@ def demo(
                         backend)
     show(document, console if json_to else make_console())
     write_json(output / "report.json", document)
+    console.print(f"wrote {output / 'report.json'}")
     if has_matplotlib():
         plot(document, output / "report.png")
+        console.print(f"wrote {output / 'report.png'}")
     else:
         console.print(PLOT_HINT, markup=False)
     if json_to:
