@@ -10,6 +10,8 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# A Python that lives in an environment of its own lends its packages through a .pth file.
+SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 REPORT := reports/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
@@ -24,6 +26,8 @@ $(VENV)/.created:
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
 		echo "using the torch that $(PYTHON) has"; \
 		$(PYTHON) -m venv --system-site-packages $(VENV); \
+		$(BIN)/python -c 'import torch' 2>/dev/null || $(PYTHON) -c $(SITE) \
+			> "$$($(BIN)/python -c $(SITE))/inherited.pth"; \
 		grep -vE '^(torch|triton)=' constraints.txt > $(VENV)/constraints.txt; \
 	elif command -v nvidia-smi >/dev/null || command -v rocminfo >/dev/null; then \
 		echo "installing the torch that suits a GPU machine"; \
