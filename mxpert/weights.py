@@ -90,6 +90,11 @@ class MoEWeights:
                     need="three dimensions [E, N, K]", got=list(projection.shape))
             require(projection.axis == -1, op, f"{name}.axis", need=-1, got=projection.axis,
                     remedy="quantise along the last axis")
+        require(self.down_proj.layout is self.layout, op, "down_proj.layout", need=self.layout,
+                got=self.down_proj.layout, remedy="bring both projections into one layout")
+        require(self.layout is Layout.ROW_MAJOR or self.gate_up_order is GateUpOrder.INTERLEAVED,
+                op, "gate_up_order", need=f"{GateUpOrder.INTERLEAVED} in {self.layout}",
+                got=self.gate_up_order, remedy="call prepare on ROW_MAJOR weights")
         experts, hidden, intermediate = self.num_experts, self.hidden_size, self.intermediate_size
         require(tuple(self.gate_up_proj.shape) == (experts, 2 * intermediate, hidden), op,
                 "gate_up_proj.shape", need=f"[E, 2F, H] = {[experts, 2 * intermediate, hidden]}",
@@ -149,6 +154,8 @@ class MoEWeights:
         Raises:
             ValueError: these weights are prepared already, or `layout` cannot hold them exactly.
         """
+        if not (layout is None or isinstance(layout, Layout)):
+            raise TypeError(message("prepare", "layout", "a Layout or None", repr(layout)))
         require(self.layout is Layout.ROW_MAJOR, "prepare", "weights.layout", got=self.layout,
                 need=Layout.ROW_MAJOR, remedy="call unprepare() first")
         gate_up, down = (_dense(p.to(device)) for p in (self.gate_up_proj, self.down_proj))

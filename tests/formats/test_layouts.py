@@ -186,7 +186,7 @@ def folded_code(code: int, shift: int) -> int:
 
 
 def unit_places() -> Iterator[tuple[int, ...]]:
-    """Of a unit: row, column, address of the word, bits of magnitude and sign, address of the shift."""
+    """Row, column, address of the word, bit of the magnitude, of the sign, address of the shift."""
     for warp, g, r in itertools.product(range(4), range(8), range(2)):
         for block, q, half, j in itertools.product(range(4), range(4), range(2), range(4)):
             yield (16 * warp + 2 * g + r, 32 * block + 8 * q + 4 * half + j,
