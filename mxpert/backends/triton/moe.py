@@ -19,6 +19,7 @@ from ...problem import (
     Op,
     QuantizeProblem,
     RoutingProblem,
+    Target,
     activation_mx_format,
 )
 from ...routing import RoutingPlan
@@ -86,7 +87,7 @@ class _Stage:
 
     @staticmethod
     def gemm_arguments(
-        rows: torch.Tensor | MXTensor, weight: MXTensor, config: GemmConfig,
+        rows: torch.Tensor | MXTensor, weight: MXTensor, config: GemmConfig, target: Target,
     ) -> dict[str, Any]:
         """Operands, strides and tile of a GEMM; K splits are whole multiples of block_k."""
         x, x_scale, x_format = operand(rows)
@@ -105,6 +106,7 @@ class _Stage:
             "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
             # group_m 1 says that no other row block wants these weights: see gemm_heuristic.
             "STREAM_WEIGHTS": config.group_m == 1,
+            "PREFETCH_SCALES": target.kind != "hip",
             "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
@@ -151,7 +153,8 @@ class _GateUp(_Stage):
         tiles = row_blocks * triton.cdiv(features, config.block_n)
         with torch.cuda.device_of(h_data):  # Triton launches on the current device
             _moe_gate_up_kernel[(tiles * config.split_k,)](
-                **epilogue, **self.gemm_arguments(x, weights.gate_up_proj, config))
+                **epilogue, **self.gemm_arguments(
+                    x, weights.gate_up_proj, config, problem.target))
             if partial is not None:
                 _moe_gate_up_finish_kernel[(tiles,)](
                     **epilogue, split_k=config.split_k, BLOCK_M=config.block_m,
@@ -219,7 +222,8 @@ class _Down(_Stage):
         tiles = row_blocks * triton.cdiv(columns, config.block_n)
         with torch.cuda.device_of(out):  # Triton launches on the current device
             _moe_down_kernel[(tiles * config.split_k,)](
-                **epilogue, **self.gemm_arguments(h, weights.down_proj, config))
+                **epilogue, **self.gemm_arguments(
+                    h, weights.down_proj, config, problem.target))
             if partial is not None:
                 _moe_down_finish_kernel[(tiles,)](
                     **epilogue, split_k=config.split_k, BLOCK_M=config.block_m,

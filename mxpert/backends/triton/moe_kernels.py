@@ -73,6 +73,7 @@ def multiply_tile(
     weight_mask, x_stride, x_scale_stride, weight_stride_e, weight_stride_n,
     weight_scale_stride_e, weight_scale_stride_n, first_block, last_block, num_k_blocks,
     X_FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, STREAM_WEIGHTS: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
 ):
     """``x[x_rows] @ w[expert, weight_rows].T`` over some blocks of K, float32 [rows, weight rows].
 
@@ -87,23 +88,35 @@ def multiply_tile(
     w_ptrs = weight_ptr + expert.to(tl.int64) * weight_stride_e + weight_rows * weight_stride_n
     w_scale_ptrs = (weight_scale_ptr + expert.to(tl.int64) * weight_scale_stride_e
                     + weight_rows * weight_scale_stride_n)
+    STEP: tl.constexpr = BLOCK_K // 32
+    # On NVIDIA scales are too narrow for asynchronous copies, and the pipeliner would wait for them
+    # in the step that needs them: they are fetched one step ahead. On AMD it pipelines them itself.
+    AHEAD: tl.constexpr = STEP if PREFETCH_SCALES else 0
+    w_scale = load_scales(w_scale_ptrs, weight_mask, first_block, num_k_blocks, BLOCK_K)
     if X_FORMAT == "bf16":
         acc = tl.zeros((ROWS, WEIGHT_ROWS), tl.float32)
-        for k_block in range(first_block, last_block, BLOCK_K // 32):
+        for k_block in range(first_block, last_block, STEP):
             x = load_rows(x_ptrs, x_mask, k_block, num_k_blocks, "bf16", BLOCK_K, "")
             w = load_rows(w_ptrs, weight_mask, k_block, num_k_blocks, "e2m1", BLOCK_K, W_POLICY)
-            w_scale = load_scales(w_scale_ptrs, weight_mask, k_block, num_k_blocks, BLOCK_K)
-            acc = tl.dot_scaled(x, None, "bf16", w.T, w_scale, "e2m1", acc)
+            next_w_scale = load_scales(w_scale_ptrs, weight_mask, k_block + AHEAD, num_k_blocks,
+                                       BLOCK_K)
+            acc = tl.dot_scaled(x, None, "bf16", w.T,
+                                w_scale if PREFETCH_SCALES else next_w_scale, "e2m1", acc)
+            w_scale = next_w_scale
         return acc
     else:
         x_scale_ptrs = x_scale_ptr + x_rows.to(tl.int64) * x_scale_stride
+        x_scale = load_scales(x_scale_ptrs, x_mask, first_block, num_k_blocks, BLOCK_K)
         acc = tl.zeros((WEIGHT_ROWS, ROWS), tl.float32)
-        for k_block in range(first_block, last_block, BLOCK_K // 32):
+        for k_block in range(first_block, last_block, STEP):
             x = load_rows(x_ptrs, x_mask, k_block, num_k_blocks, X_FORMAT, BLOCK_K, "")
-            x_scale = load_scales(x_scale_ptrs, x_mask, k_block, num_k_blocks, BLOCK_K)
             w = load_rows(w_ptrs, weight_mask, k_block, num_k_blocks, "e2m1", BLOCK_K, W_POLICY)
-            w_scale = load_scales(w_scale_ptrs, weight_mask, k_block, num_k_blocks, BLOCK_K)
-            acc = tl.dot_scaled(w, w_scale, "e2m1", x.T, x_scale, X_FORMAT, acc)
+            next_x_scale = load_scales(x_scale_ptrs, x_mask, k_block + AHEAD, num_k_blocks, BLOCK_K)
+            next_w_scale = load_scales(w_scale_ptrs, weight_mask, k_block + AHEAD, num_k_blocks,
+                                       BLOCK_K)
+            acc = tl.dot_scaled(w, w_scale if PREFETCH_SCALES else next_w_scale, "e2m1", x.T,
+                                x_scale if PREFETCH_SCALES else next_x_scale, X_FORMAT, acc)
+            x_scale, w_scale = next_x_scale, next_w_scale
         return acc.T
 
 
@@ -152,7 +165,7 @@ def _moe_gate_up_kernel(
     X_FORMAT: tl.constexpr, H_FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    STREAM_WEIGHTS: tl.constexpr,
+    STREAM_WEIGHTS: tl.constexpr, PREFETCH_SCALES: tl.constexpr,
 ):
     """Stage 1: gather, gate and up products, then `finish_gate_up` or raw sums."""
     num_features = num_n_blocks * 32
@@ -176,7 +189,7 @@ def _moe_gate_up_kernel(
         x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, tokens, row_mask, expert, weight_rows,
         both < num_features, x_stride, x_scale_stride, weight_stride_e, weight_stride_n,
         weight_scale_stride_e, weight_scale_stride_n, first, last, num_k_blocks, X_FORMAT,
-        BLOCK_K, STREAM_WEIGHTS)
+        BLOCK_K, STREAM_WEIGHTS, PREFETCH_SCALES)
     gate, up = split_gate_up(acc)  # [BLOCK_M, BLOCK_N] each
     features = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     feature_mask = features < num_features
@@ -235,6 +248,7 @@ def _moe_down_kernel(
     weight_scale_stride_n,
     X_FORMAT: tl.constexpr, ATOMIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STREAM_WEIGHTS: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
 ):
     """Stage 2: sorted rows times the down projection, then `finish_down` or raw sums."""
     num_columns = num_n_blocks * 32
@@ -256,7 +270,7 @@ def _moe_down_kernel(
         x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, rows, row_mask, expert, columns,
         column_mask, x_stride, x_scale_stride, weight_stride_e, weight_stride_n,
         weight_scale_stride_e, weight_scale_stride_n, first, last, num_k_blocks, X_FORMAT,
-        BLOCK_K, STREAM_WEIGHTS)
+        BLOCK_K, STREAM_WEIGHTS, PREFETCH_SCALES)
     if partial_ptr is not None:
         store_partial(partial_ptr, acc, split, partial_rows, rows, row_mask, columns, column_mask,
                       num_columns)
