@@ -21,7 +21,8 @@ from .formats.tensor import Layout
 class Combine(enum.Enum):
     """How stage 2 turns the top-k rows of a token into one.
 
-    REDUCE: one row per (token, slot), then a sum in slot order; bit-exact from run to run (default).
+    REDUCE: one row per (token, slot), then a sum in slot order; bit-exact from run to run (the
+        default).
     ATOMIC: adds into a zeroed [T, H] output; the order of additions is not fixed.
     FLAT: the sorted rows [P, H] themselves, for a combine elsewhere (expert parallelism).
     """
@@ -44,7 +45,7 @@ class SiLU:
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """gpt-oss: ``g = min(gate, limit)``, ``u = clamp(up, ±limit)``, ``g * sigmoid(alpha g) * (u + 1)``."""
+    """gpt-oss: ``g * sigmoid(alpha g) * (u + 1)``, g = min(gate, limit), u = clamp(up, ±limit)."""
 
     alpha: float = 1.702
     limit: float = 7.0
@@ -96,7 +97,8 @@ def activation_from(name: str, parameters: Iterable[float]) -> Activation:
             return ClampedSiLU(first)
         case "situ_v2":
             return SiTUv2(first, second)
-    raise ValueError(message("activation_from", "name", f"one of {sorted(ACTIVATIONS)}", repr(name)))
+    raise ValueError(
+        message("activation_from", "name", f"one of {sorted(ACTIVATIONS)}", repr(name)))
 
 
 ACTIVATION_FORMATS = ("bf16", "mxfp8", "mxfp4")
@@ -204,7 +206,7 @@ class TopKProblem:
 
 @dataclass(frozen=True)
 class RoutingProblem:
-    """make_routing_plan for T tokens; ids range over `num_experts`, `num_local_experts` of them here."""
+    """make_routing_plan for T tokens; ids range over `num_experts`, `num_local_experts` here."""
 
     op: Op
     target: Target
@@ -287,7 +289,8 @@ class KernelSpec(Protocol):
     Arguments of `launch` after (problem, config), all keyword-only, by operation:
         quantize: x → MXTensor. dequantize: tensor → Tensor of problem.dtype.
         route_topk: logits, correction_bias (or None) → (topk_weights, topk_ids).
-        make_routing_plan: topk_ids, topk_weights, expert_map, num_local_tokens (or None) → RoutingPlan.
+        make_routing_plan: topk_ids, topk_weights, expert_map, num_local_tokens (or None)
+            → RoutingPlan.
         moe_gate_up: x (Tensor or MXTensor [T, H]), weights, plan → Tensor or MXTensor [P, F].
         moe_down: h (Tensor or MXTensor [P, F]), weights, plan → [T, H] ([P, H] for FLAT).
         fused_moe: x, weights, topk_ids, topk_weights, expert_map, num_local_tokens → [T, H].

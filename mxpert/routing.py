@@ -40,7 +40,8 @@ class RoutingPlan:
     Args:
         sorted_token_ids: int32 [P], ``slot << 24 | token``; padding rows hold ``top_k << 24 | T``.
         sorted_weights: float32 [P], the routing weight of each row; 0 in padding rows.
-        block_expert_ids: int32 [P / routing_block_m], the local expert of each block; −1 past the end.
+        block_expert_ids: int32 [P / routing_block_m], the local expert of each block; −1 past
+            the end.
         num_valid: int32 [2], {padded rows in use, tokens}.
         slot_rows: int32 [T, top_k], the sorted row of each (token, slot); −1 where its expert is
             not local (or its id is invalid). The inverse of `sorted_token_ids`, for REDUCE.
@@ -59,7 +60,7 @@ class RoutingPlan:
 
     @property
     def capacity(self) -> int:
-        """P: allocated rows, at least the rows in use (`num_valid[0]`, known on the device only)."""
+        """P: allocated rows, at least the rows in use (`num_valid[0]`, known on the device)."""
         return self.sorted_token_ids.shape[0]
 
     @property

@@ -45,9 +45,11 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
     """Pin the backend, the config or both for every op inside the block (this thread or task).
 
     Args:
-        backend: "hopper", "triton" or "reference"; a problem that it cannot serve raises UnsupportedError.
+        backend: "hopper", "triton" or "reference"; a problem that it cannot serve raises
+            UnsupportedError.
         config: a GemmConfig for one stage, a MoEConfig for a layer (its parts serve the stages
-            too), a ReferenceConfig for the reference backend. Ops that take no such config ignore it.
+            too), a ReferenceConfig for the reference backend. Ops that take no such config
+            ignore it.
 
     Example:
         >>> with override(backend="reference"):
@@ -82,7 +84,8 @@ class Explanation:
 
     def __str__(self) -> str:
         chosen = self.resolution
-        lines = [f"{self.problem.op.value} on {self.problem.target.name} ({self.problem.target.arch})",
+        target = self.problem.target
+        lines = [f"{self.problem.op.value} on {target.name} ({target.arch})",
                  f"  backend: {chosen.kernel.backend}", f"  config:  {chosen.config}",
                  f"  source:  {chosen.source} ({chosen.detail})"]
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
@@ -124,7 +127,8 @@ def _stage_config(problem: Problem, config: Config) -> Config:
 def _choose_config(kernel: KernelSpec, problem: Problem) -> tuple[Any, str, str]:
     """Config, source and detail for a chosen kernel."""
     pinned = _stage_config(problem, _override.get().config)
-    if pinned is not None and isinstance(pinned, ReferenceConfig) == (kernel.backend == "reference"):
+    for_reference = isinstance(pinned, ReferenceConfig)
+    if pinned is not None and for_reference == (kernel.backend == "reference"):
         _check_block(problem, pinned)
         return pinned, "override", "config pinned by override()"
     if isinstance(problem, MoEProblem) and kernel.backend != "reference":

@@ -1,4 +1,4 @@
-"""Tuned tables: one JSON file per device, each row with the config that won and where it was measured."""
+"""Tuned tables: one JSON file per device, each row with the config that won, and provenance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class TunedRow:
 
     @property
     def shape_key(self) -> tuple[str, int, int, int, int]:
-        return (self.formats, self.num_experts, self.top_k, self.hidden_size, self.intermediate_size)
+        return (self.formats, self.num_experts, self.top_k, self.hidden_size,
+                self.intermediate_size)
 
 
 def table_name(target: Target) -> str:

@@ -34,6 +34,8 @@ def _gpu_target(index: int) -> Target:
     if torch.version.hip is not None:
         arch = properties.gcnArchName.split(":")[0]
         return Target("hip", arch, properties.name, properties.multi_processor_count, 160 * 1024)
+    # torch's stub lacks the attribute.
+    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined,unused-ignore]
     arch = f"sm_{properties.major}{properties.minor}"
     return Target("cuda", arch, properties.name, properties.multi_processor_count,
-                  properties.shared_memory_per_block_optin)
+                  shared_memory)

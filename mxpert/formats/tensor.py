@@ -24,7 +24,9 @@ class Layout(enum.Enum):
 
 @dataclass(frozen=True)
 class MXTensor:
-    """A tensor in an MX format: ``value[..., i] = decode(qdata)[..., i] * 2^(scale[..., i // 32] - 127)``.
+    """A tensor in an MX format.
+
+    ``value[..., i] = decode(qdata)[..., i] * 2^(scale[..., i // 32] - 127)``.
 
     Args:
         qdata: uint8 codes. Same shape as the logical tensor, except that MXFP4 holds two codes a

@@ -8,7 +8,9 @@ from typing import Any
 from ..dispatch import Explanation, explain_problem
 from ..errors import message
 from ..problem import Problem
-from .moe import describe_down, describe_fused_moe, describe_gate_up, fused_moe, moe_down, moe_gate_up
+from .moe import (
+    describe_down, describe_fused_moe, describe_gate_up, fused_moe, moe_down, moe_gate_up,
+)
 from .quantize import dequantize, describe_dequantize, describe_quantize, quantize
 from .route import describe_route_topk, describe_routing_plan, make_routing_plan, route_topk
 

@@ -30,7 +30,8 @@ def fused_moe(
 ) -> torch.Tensor:
     """A whole MoE layer with MXFP4 weights: sort, gate/up GEMM, activation, down GEMM, combine.
 
-    ``y[t] = Σ_slot w[t, slot] · (act(x[t] · Wgu[e]ᵀ + bgu[e]) · Wd[e]ᵀ + bd[e])``, e = ids[t, slot].
+    ``y[t] = Σ_slot w[t, slot] · (act(x[t] · Wgu[e]ᵀ + bgu[e]) · Wd[e]ᵀ + bd[e])`` with
+    ``e = ids[t, slot]``.
 
     Args:
         x: bfloat16 [T, H], or an MXTensor [T, H] in the format of `activation_format`.
@@ -152,7 +153,8 @@ def describe_fused_moe(
     """The problem that `fused_moe` resolves for the same arguments."""
     chosen = MoEOptions(**options)
     check_fused_moe(x, weights, topk_ids, topk_weights, chosen, expert_map, num_local_tokens)
-    return _problem(Op.FUSED_MOE, weights, *topk_ids.shape, chosen)
+    num_tokens, top_k = topk_ids.shape
+    return _problem(Op.FUSED_MOE, weights, num_tokens, top_k, chosen)
 
 
 def describe_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
@@ -202,7 +204,8 @@ def _run_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_ids: torc
                    num_local_tokens: torch.Tensor | None, *flat: Any) -> torch.Tensor:
     weights = library.rebuild_weights(flat[:NUM_WEIGHT_ARGUMENTS])
     options = library.rebuild_options(flat[NUM_WEIGHT_ARGUMENTS:])
-    problem = _problem(Op.FUSED_MOE, weights, *topk_ids.shape, options)
+    num_tokens, top_k = topk_ids.shape
+    problem = _problem(Op.FUSED_MOE, weights, num_tokens, top_k, options)
     kernel, config = resolve(problem)
     return kernel.launch(problem, config, x=_rebuild_rows(x, x_scale, options), weights=weights,
                          topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map,

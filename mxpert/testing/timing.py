@@ -12,12 +12,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from ..errors import require
 
 Call = Callable[[], object]
+Result = TypeVar("Result")
 BYTES_PER_MX_WEIGHT = 4.25 / 8
 """MXFP4: four bits a code, and one scale byte for 32 codes."""
 
@@ -50,7 +52,8 @@ class Timing:
 
 
 def time_graph(variants: Mapping[str, Sequence[Call]], *, device: torch.device | str,
-               repeats: int = 20, warmup: int = 3) -> dict[str, Timing]:
+               repeats: int = 20, warmup: int = 3,
+               failures: dict[str, Exception] | None = None) -> dict[str, Timing]:
     """Time each variant, interleaved: CUDA-graph replays on a GPU, plain calls on a CPU.
 
     Args:
@@ -58,6 +61,8 @@ def time_graph(variants: Mapping[str, Sequence[Call]], *, device: torch.device |
             a call must be capturable; no call may depend on another.
         device: where the calls run.
         repeats: timed replays of each variant. warmup: untimed ones before.
+        failures: takes the error of a variant that cannot run, and the others are timed without
+            it; None lets the error out.
 
     Returns:
         name → Timing of one call (a replay divided by the calls that it holds).
@@ -75,15 +80,29 @@ def time_graph(variants: Mapping[str, Sequence[Call]], *, device: torch.device |
                 need="at least one call")
     if torch.device(device).type == "cuda":
         with torch.cuda.device(device):
-            return _time_graphs(variants, repeats, warmup)
-    return _time_calls(variants, repeats, warmup)
+            return _time_graphs(variants, repeats, warmup, failures)
+    return _time_calls(variants, repeats, warmup, failures)
 
 
-def _time_graphs(variants: Mapping[str, Sequence[Call]], repeats: int,
-                 warmup: int) -> dict[str, Timing]:
-    graphs = {name: _capture(calls) for name, calls in variants.items()}
+def _try_each(variants: Mapping[str, Sequence[Call]], attempt: Callable[[Sequence[Call]], Result],
+              failures: dict[str, Exception] | None) -> dict[str, Result]:
+    """name → attempt(calls); a variant that raises goes to `failures`."""
+    results = {}
+    for name, calls in variants.items():
+        try:
+            results[name] = attempt(calls)
+        except Exception as error:
+            if failures is None:
+                raise
+            failures[name] = error
+    return results
+
+
+def _time_graphs(variants: Mapping[str, Sequence[Call]], repeats: int, warmup: int,
+                 failures: dict[str, Exception] | None = None) -> dict[str, Timing]:
+    graphs = _try_each(variants, _capture, failures)
     sweep = _l2_sweep()
-    samples: dict[str, list[float]] = {name: [] for name in variants}
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
     for repeat in range(warmup + repeats):
         for name, graph in graphs.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -120,8 +139,11 @@ def _l2_sweep() -> torch.Tensor:
     return torch.zeros(max(2 * l2_bytes, 1 << 20) // 4, dtype=torch.int32, device="cuda")
 
 
-def _time_calls(variants: Mapping[str, Sequence[Call]], repeats: int,
-                warmup: int) -> dict[str, Timing]:
+def _time_calls(variants: Mapping[str, Sequence[Call]], repeats: int, warmup: int,
+                failures: dict[str, Exception] | None = None) -> dict[str, Timing]:
+    if failures is not None:
+        sound = _try_each(variants, lambda calls: [call() for call in calls], failures)
+        variants = {name: variants[name] for name in sound}
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for repeat in range(warmup + repeats):
         for name, calls in variants.items():
@@ -151,16 +173,18 @@ def read_bandwidth(device: torch.device | str) -> float:
     return data.nbytes / min(timing.us for timing in timings.values()) * 1e6
 
 
-def matmul_rate(device: torch.device | str, activation_format: str = "bf16") -> float:
+def matmul_rate(device: torch.device | str, activation_format: str = "bf16",
+                size: int | None = None) -> float:
     """Floating-point operations per second of the vendor's dense GEMM: the compute ceiling.
 
     Args:
         device: where to measure.
         activation_format: "bf16" measures bfloat16 (float32 on a CPU, where the reference computes
             in it); "mxfp8" and "mxfp4" measure e4m3 with fast accumulation, where the GPU has it.
+        size: rows and columns of the square matrices; by default 8192, on a CPU 1024.
     """
     on_gpu = torch.device(device).type == "cuda"
-    size = 8192 if on_gpu else 1024
+    size = size or (8192 if on_gpu else 1024)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     has_fp8 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 9)

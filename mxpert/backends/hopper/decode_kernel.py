@@ -1,8 +1,9 @@
 """Few tokens per expert: weights stream from memory once, the kernel lives at the read bandwidth.
 
-A persistent CTA has one producer warp (TMA) and one consumer partition of eight warps; two CTAs
-share an SM, so that one decodes while the other waits. CTA tile: 128 weight rows × TOKENS rows of
-one routing block, depth in steps of 256 codes, every step promoted to the float32 accumulator.
+A persistent CTA has one producer warp (TMA) and two consumer warpgroups, each with its own 64
+weight rows, so that neither waits at the other's barriers; two CTAs share an SM. CTA tile: 128
+weight rows × TOKENS rows of one routing block, depth in steps of 256 codes, every step promoted to
+the float32 accumulator.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def _expert_of(block_expert_ids, tile, num_tiles, tiles_per_block, blocks_per_un
 
 
 @gluon.jit
-def _produce(code_desc, shift_desc, x_desc, codes, shifts, x, ready, free, block_expert_ids,
-             blocks_per_unit, num_tiles, tiles_per_block, row_units, depth_units, low_rows,
-             TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr):
+def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_unit, num_tiles,
+             tiles_per_block, row_units, depth_units, low_rows, TOKENS: gl.constexpr,
+             STAGES: gl.constexpr, SPLIT: gl.constexpr):
+    codes, shifts, x, ready, free = ring
     BYTES: gl.constexpr = 128 * 128 + 32 * 32 + TOKENS * 256 * (2 if SPLIT else 1)
     slot = 0
     phase = 1
@@ -70,15 +72,17 @@ def _produce(code_desc, shift_desc, x_desc, codes, shifts, x, ready, free, block
 
 
 @gluon.jit
-def _consume(codes, shifts, x, ready, free, out, reference, bias, x_scale, routed_weights,
-             sorted_token_ids, block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block, row_units, depth_units,
-             num_tokens, num_outputs, param_first, param_second, TOKENS: gl.constexpr,
-             STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
+def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block,
+             depth_units, PARTITION: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+             SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
              WEIGHTED: gl.constexpr):
+    codes, shifts, x, ready, free = ring
+    (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens, num_outputs,
+     row_units, param_first, param_second) = operands
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
-    ACCUMULATOR: gl.constexpr = accumulator_layout(8, COLUMNS)
-    OUTPUTS: gl.constexpr = 128 if KIND == 0 else 64
-    LAYOUT: gl.constexpr = output_layout(8, TOKENS, KIND)
+    ACCUMULATOR: gl.constexpr = accumulator_layout(4, COLUMNS)
+    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    LAYOUT: gl.constexpr = output_layout(4, TOKENS, KIND)
     EARLY: gl.constexpr = TOKENS <= 16  # more would not fit in registers through the loop
     slot = 0
     phase = 0
@@ -86,7 +90,7 @@ def _consume(codes, shifts, x, ready, free, out, reference, bias, x_scale, route
                              blocks_per_unit)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         first_row = tile // tiles_per_block * TOKENS
-        first_output = tile % tiles_per_block * OUTPUTS
+        first_output = (tile % tiles_per_block * 2 + PARTITION) * OUTPUTS
         expert = next_expert
         next_expert = _expert_of(block_expert_ids, tile + gl.num_programs(0), num_tiles,
                                  tiles_per_block, blocks_per_unit)
@@ -95,12 +99,14 @@ def _consume(codes, shifts, x, ready, free, out, reference, bias, x_scale, route
                                    row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
             tokens = token_terms(x_scale, routed_weights, sorted_token_ids, first_row, num_tokens,
                                  TOKENS, LAYOUT, WEIGHTED)
-        accumulator = gl.zeros((128, COLUMNS), gl.float32, ACCUMULATOR)
+        accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
         for _ in range(gl.cdiv(depth_units, 2)):
             mbarrier.wait(ready.index(slot), phase)
-            weights = decode_weights(codes.index(slot), shifts.index(slot), ACCUMULATOR, 2, 2)
+            weights = decode_weights(codes.index(slot).slice(PARTITION * 64, 64, 0),
+                                     shifts.index(slot).slice(PARTITION * 16, 16, 0),
+                                     ACCUMULATOR, 1, 2)
             partial = warpgroup_mma(weights, x.index(slot).permute((1, 0)),
-                                    gl.zeros((128, COLUMNS), gl.float32, ACCUMULATOR),
+                                    gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR),
                                     use_acc=False, is_async=True)
             partial = warpgroup_mma_wait(0, deps=(partial,))
             mbarrier.arrive(free.index(slot), count=1)
@@ -125,8 +131,8 @@ def _moe_gemm_decode_kernel(
         out, code_desc, shift_desc, x_desc, reference, bias, x_scale, routed_weights,
         sorted_token_ids, block_expert_ids, num_valid, param_first, param_second, num_tokens,
         low_rows, num_outputs, tiles_per_block, row_units, depth_units, blocks_per_unit,
-        TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
-        WEIGHTED: gl.constexpr, num_warps: gl.constexpr):
+        TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
+        HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr):
     """out [P, num_outputs] for every block in use; see the module docstring for the schedule.
 
     KIND 0 is stage 2 (rows), above 0 the activation of stage 1 (features, two weight rows each).
@@ -140,13 +146,16 @@ def _moe_gemm_decode_kernel(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
     num_tiles = gl.load(num_valid) // TOKENS * tiles_per_block
+    ring = (codes, shifts, x, ready, free)
+    operands = (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens,
+                num_outputs, row_units, param_first, param_second)
     gl.warp_specialize(
-        [(_consume, (codes, shifts, x, ready, free, out, reference, bias, x_scale, routed_weights,
-                     sorted_token_ids, block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block, row_units,
-                     depth_units, num_tokens, num_outputs, param_first, param_second, TOKENS,
-                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
-         (_produce, (code_desc, shift_desc, x_desc, codes, shifts, x, ready, free,
-                     block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block, row_units, depth_units,
-                     low_rows, TOKENS, STAGES, SPLIT))], [1], [24])
+        [(_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block,
+                     depth_units, 0, TOKENS, STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+         (_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block,
+                     depth_units, 1, TOKENS, STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+         (_produce, (ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_unit,
+                     num_tiles, tiles_per_block, row_units, depth_units, low_rows, TOKENS, STAGES,
+                     SPLIT))], [4, 1], [WORKER_REGISTERS, 24])

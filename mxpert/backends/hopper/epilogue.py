@@ -69,14 +69,16 @@ def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows
     """Row factors and biases of a tile's outputs: of the rows, or of gate and up rows."""
     output = first_output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, LAYOUT))
     reference += expert * padded_rows
+    inside = output < num_outputs
     if KIND == 0:
-        factor = _row_factor(gl.load(reference + output))
+        factor = _row_factor(gl.load(reference + output, mask=inside, other=127))
         shift = _load_rows(bias + expert * num_outputs, output, num_outputs, HAS_BIAS)
         return factor, factor, shift, shift
     else:
         bias += expert * num_outputs * 2
         gate = 2 * output
-        return (_row_factor(gl.load(reference + gate)), _row_factor(gl.load(reference + gate + 1)),
+        return (_row_factor(gl.load(reference + gate, mask=inside, other=127)),
+                _row_factor(gl.load(reference + gate + 1, mask=inside, other=127)),
                 _load_rows(bias, gate, 2 * num_outputs, HAS_BIAS),
                 _load_rows(bias, gate + 1, 2 * num_outputs, HAS_BIAS))
 

@@ -13,6 +13,9 @@ BLOCKS_M = (8, 16, 32, 64)
 DECODE_REGISTERS = 80
 """Register cap: two CTAs of twelve warps' worth of registers share an SM."""
 
+DECODE_WORKER_REGISTERS = 104
+"""What a consumer may use: the producer's four warps give theirs up (80 → 24)."""
+
 PREFILL = GemmConfig(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=4)
 """The prefill kernel: tiles of up to four blocks of 64 rows (two for hi and lo)."""
 
@@ -25,7 +28,7 @@ _MAX_STAGES = 8
 _MAX_COLUMNS = 64
 """Accumulator columns that fit under DECODE_REGISTERS."""
 
-_DECODE_LIMITS = {True: ((8, 6), (16, 12), (32, 30)), False: ((8, 6), (16, 12), (32, 22), (64, 48))}
+_DECODE_LIMITS = {True: ((8, 6), (16, 12), (32, 40)), False: ((8, 6), (16, 12), (32, 22), (64, 72))}
 """Rows per hit expert up to which each decode tile wins, by hi and lo split (H200, 2026-11-20:
 gpt-oss-120b, kimi-k2 TP4 and deepseek-v3 EP8 at T = 64..1024)."""
 
@@ -45,7 +48,7 @@ def decode_config(block_m: int, split: bool) -> GemmConfig:
     columns = block_m * (2 if split else 1)
     stage = 128 * 128 + 32 * 32 + columns * _DECODE_DEPTH
     stages = min(_MAX_STAGES, (_DECODE_SHARED - _BARRIER_BYTES) // stage)
-    return GemmConfig(block_m, 128, _DECODE_DEPTH, num_warps=8, num_stages=stages)
+    return GemmConfig(block_m, 128, _DECODE_DEPTH, num_warps=4, num_stages=stages)
 
 
 def _decode_blocks(problem: MoEProblem) -> list[int]:

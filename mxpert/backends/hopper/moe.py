@@ -163,7 +163,7 @@ def multiply(
     else:
         _moe_gemm_decode_kernel[(2 * problem.target.num_sms,)](
             num_valid=plan.num_valid, TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,
-            **arguments)
+            WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS, **arguments)
 
 
 def _descriptor(tensor: torch.Tensor, block: list[int], dtype: Any) -> TensorDescriptor:

@@ -1,10 +1,10 @@
 """Many tokens per expert: FP8 tensor cores at the power limit.
 
 A persistent CTA (one per SM) has one producer warp (TMA) and two consumer warpgroups, each with its
-own 64 weight rows, so that they drift apart: one decodes while the other's wgmma runs. CTA tile: 128
-weight rows × up to 256 columns of activations, which is 256 tokens in FP8, or 128 tokens as hi and lo
-parts. The width follows the tile's own blocks of 64 rows. Every 256 codes of depth the sums are
-promoted to float32; a low part weighs 1/16, so its accumulation needs no promotion.
+own 64 weight rows, so that they drift apart: one decodes while the other's wgmma runs. CTA tile:
+128 weight rows × up to 256 columns of activations, which is 256 tokens in FP8, or 128 tokens as hi
+and lo parts. The width follows the tile's own blocks of 64 rows. Every 256 codes of depth the sums
+are promoted to float32; a low part weighs 1/16, so its accumulation needs no promotion.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _coalesced(OUTPUTS):
 
 @gluon.jit
 def _produce(ring, code_desc, shift_desc, x_desc, tile_first_block, tile_blocks, block_expert_ids,
-             blocks_per_unit, num_tiles, tiles_per_block, row_units, depth_units, low_rows, STAGES: gl.constexpr,
-             SPLIT: gl.constexpr):
+             blocks_per_unit, num_tiles, tiles_per_block, row_units, depth_units, low_rows,
+             STAGES: gl.constexpr, SPLIT: gl.constexpr):
     codes, shifts, x, ready, free = ring
     WEIGHT_BYTES: gl.constexpr = 64 * 128 + 16 * 32
     ROW_BYTES: gl.constexpr = 64 * 128 * (2 if SPLIT else 1)
@@ -49,7 +49,8 @@ def _produce(ring, code_desc, shift_desc, x_desc, tile_first_block, tile_blocks,
         first = (base + unit) * depth_units
         second = (base + gl.minimum(unit + 1, row_units - 1)) * depth_units
         for step in range(gl.cdiv(depth_units, 2) * 2):
-            mbarrier.wait(free.index(slot), phase)
+            if step % 2 == 0:  # consumers free two stages at once
+                mbarrier.wait(free.index(slot), phase)
             arrived = ready.index(slot)
             for q in gl.static_range(BLOCKS):
                 mbarrier.expect(arrived, WEIGHT_BYTES + (q + 1) * ROW_BYTES, pred=width == q + 1)
@@ -104,7 +105,6 @@ def _accumulate(ring, slot, phase, depth_units, PARTITION: gl.constexpr, STAGES:
         if SECOND == 0:
             partial = warpgroup_mma_wait(0, deps=(partial,))
             mbarrier.arrive(free.index(slot), count=1)
-            mbarrier.arrive(free.index(slot + 1), count=1)
             left += partial
         else:
             a2 = gl.convert_layout(a, gl.DotOperandLayout(0, RIGHT, 4), assert_trivial=True)
@@ -117,7 +117,6 @@ def _accumulate(ring, slot, phase, depth_units, PARTITION: gl.constexpr, STAGES:
                 left += warpgroup_mma_wait(2, deps=(partial,))
                 right = warpgroup_mma_wait(0, deps=(low,))
                 mbarrier.arrive(free.index(slot), count=1)
-                mbarrier.arrive(free.index(slot + 1), count=1)
             else:
                 left += warpgroup_mma_wait(0, deps=(partial,))
                 other = warpgroup_mma(a2, xa2, gl.zeros((64, SECOND), gl.float32, RIGHT),
@@ -125,7 +124,6 @@ def _accumulate(ring, slot, phase, depth_units, PARTITION: gl.constexpr, STAGES:
                 other = warpgroup_mma(b2, xb2, other, is_async=True)
                 other = warpgroup_mma_wait(0, deps=(other,))
                 mbarrier.arrive(free.index(slot), count=1)
-                mbarrier.arrive(free.index(slot + 1), count=1)
                 right += other
         slot += 2
         if slot == STAGES:
@@ -168,8 +166,8 @@ def _tile(ring, slot, phase, depth_units, block, unit, expert, operands, PARTITI
 
 
 @gluon.jit
-def _consume(ring, operands, tile_first_block, tile_blocks, block_expert_ids, blocks_per_unit, num_tiles,
-             tiles_per_block, depth_units, PARTITION: gl.constexpr, STAGES: gl.constexpr,
+def _consume(ring, operands, tile_first_block, tile_blocks, block_expert_ids, blocks_per_unit,
+             num_tiles, tiles_per_block, depth_units, PARTITION: gl.constexpr, STAGES: gl.constexpr,
              SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
              WEIGHTED: gl.constexpr):
     slot = 0
@@ -207,12 +205,12 @@ def _moe_gemm_prefill_kernel(
         out, code_desc, shift_desc, x_desc, reference, bias, x_scale, routed_weights,
         sorted_token_ids, block_expert_ids, tile_first_block, tile_blocks, num_groups, param_first,
         param_second, num_tokens, low_rows, num_outputs, tiles_per_block, row_units, depth_units,
-        blocks_per_unit, STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
-        WEIGHTED: gl.constexpr, num_warps: gl.constexpr):
+        blocks_per_unit, STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
+        HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, num_warps: gl.constexpr):
     """out [P, num_outputs] for every tile; see the module docstring for the schedule.
 
-    tile_first_block, tile_blocks [groups] and num_groups [1] come from `schedule`; KIND and low_rows
-    as in the decode kernel.
+    tile_first_block, tile_blocks [groups] and num_groups [1] come from `schedule`; KIND and
+    low_rows as in the decode kernel.
     """
     codes = gl.allocate_shared_memory(gl.uint8, [STAGES, 64, 128], code_desc.layout)
     shifts = gl.allocate_shared_memory(gl.uint8, [STAGES, 16, 32], shift_desc.layout)
@@ -227,10 +225,12 @@ def _moe_gemm_prefill_kernel(
     operands = (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens,
                 num_outputs, row_units, param_first, param_second)
     gl.warp_specialize(
-        [(_consume, (ring, operands, tile_first_block, tile_blocks, block_expert_ids, blocks_per_unit, num_tiles,
-                     tiles_per_block, depth_units, 0, STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
-         (_consume, (ring, operands, tile_first_block, tile_blocks, block_expert_ids, blocks_per_unit, num_tiles,
-                     tiles_per_block, depth_units, 1, STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+        [(_consume, (ring, operands, tile_first_block, tile_blocks, block_expert_ids,
+                     blocks_per_unit, num_tiles, tiles_per_block, depth_units, 0, STAGES,
+                     SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+         (_consume, (ring, operands, tile_first_block, tile_blocks, block_expert_ids,
+                     blocks_per_unit, num_tiles, tiles_per_block, depth_units, 1, STAGES,
+                     SPLIT, KIND, HAS_BIAS, WEIGHTED)),
          (_produce, (ring, code_desc, shift_desc, x_desc, tile_first_block, tile_blocks,
-                     block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block, row_units, depth_units,
-                     low_rows, STAGES, SPLIT))], [4, 1], [240, 24])
+                     block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block, row_units,
+                     depth_units, low_rows, STAGES, SPLIT))], [4, 1], [240, 24])

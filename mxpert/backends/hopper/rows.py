@@ -2,7 +2,7 @@
 
 Two encodings of a row, both with one power of two per row:
 
-- `bf16` as hi + lo / 16, two e4m3 rows: 8 significant bits, exact within 9 binades of the row maximum.
+- bf16 as hi + lo / 16, two e4m3 rows: exact for values within 14 binades of the row maximum.
 - MX codes, each 32-block rebased from its own scale to the row's largest: exact as long as a code
   stays an e4m3 number, an absolute error of at most 2^-10 of the row's scale below that.
 """

@@ -1,7 +1,7 @@
 """Encoding of activations for the FP8 GEMMs: one CTA a row, K permuted as the weights' is.
 
-A step covers DEPTH values as [chunk of 128, q h, t, j]: source order is (t, q h, j), storage order
-(q h, t, j), see `formats.layouts`. Each thread owns 16 stored bytes, which it gathers by four loads.
+A step covers CHUNKS * 128 values as [chunk, q h, t, j]: source order is (t, q h, j), storage
+order (q h, t, j), see `formats.layouts`. A thread owns 16 stored bytes, gathered by four loads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiles of the prefill kernel: runs of up to `width` routing blocks of one expert, on the device."""
+"""Tiles of the prefill kernel, made on the device: up to `width` routing blocks of one expert."""
 
 from __future__ import annotations
 

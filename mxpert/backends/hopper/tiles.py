@@ -1,7 +1,7 @@
 """Register layouts of folded MXFP4 weights and their decoding into FP8 matrix fragments.
 
-The memory order is `formats.layouts` (HOPPER_FRAGMENT). A tile is UNITS row units of 64 rows by STEPS
-depth units of 128 codes; four warps own a row unit.
+The memory order is `formats.layouts` (HOPPER_FRAGMENT). A tile is UNITS row units of 64 rows by
+STEPS depth units of 128 codes; four warps own a row unit.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _decode_assembly() -> str:
     """PTX that turns 32 codes of one row and MX block into e4m3, about 9 instructions per 8 codes.
 
     $0..$3 take the first halves (k 0..15 of four k32 steps), $4..$7 the second halves; $8..$11 are
-    the packed words, $12 the block's shift (the other copies of the broadcast are the same register).
+    the packed words, $12 the block's shift (the broadcast's other copies are the same register).
     The table of eight e4m3 magnitudes lives in lo and hi; a shift subtracts from every exponent,
     zero stays zero, and shifts 12..14, whose small entries are subnormal, get their own tables.
     """
@@ -148,7 +148,7 @@ def row_pairs(accumulator, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def gate_and_up(accumulator, LAYOUT: gl.constexpr):
-    """Accumulator rows (gate 2j, up 2j + 1) → gate [ROWS / 2, TOKENS] and up, in one thread each."""
+    """Accumulator rows (gate 2j, up 2j + 1) → gate [ROWS / 2, TOKENS] and up, in one thread."""
     ROWS: gl.constexpr = accumulator.shape[0]
     TOKENS: gl.constexpr = accumulator.shape[1]
     pairs = accumulator.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1))
