@@ -14,7 +14,12 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HERE = Path(__file__).parent
-_COMPILING = tuple(_HERE / folder for folder in ("triton", "gpu"))
+_COMPILING = tuple(_HERE / folder for folder in ("triton", "hopper", "gpu"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--race-repeats", type=int, default=200, metavar="N",
+                     help="repeats of each variant in the race hunt (20000 for the long one)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,135 @@
+"""What the Hopper backend would launch: both stages run on meta tensors, launches recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mxpert.backends.hopper import moe, rows, schedule
+from mxpert.formats import MXFP4, MXTensor
+from mxpert.formats.tensor import Layout
+from mxpert.problem import (
+    GemmConfig,
+    MoEOptions,
+    MoEProblem,
+    Op,
+    Target,
+    activation_mx_format,
+)
+from mxpert.routing import RoutingPlan, plan_capacity
+from mxpert.testing.aot import CompiledKernel, compile_for
+from mxpert.testing.problems import MoEShape
+from mxpert.weights import GateUpOrder, MoEWeights
+
+H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
+KERNELS = {moe: ("_moe_gemm_decode_kernel", "_moe_gemm_prefill_kernel"),
+           rows: ("_moe_split_rows_kernel", "_moe_rebase_rows_kernel"),
+           schedule: ("_moe_tile_schedule_kernel",)}
+_LAUNCH_OPTIONS = ("maxnreg", "num_stages")
+
+
+class Launch(NamedTuple):
+    """One recorded launch."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    @property
+    def specialised(self) -> dict[str, Any]:
+        """Arguments of the kernel itself, without launch options."""
+        return {key: value for key, value in self.arguments.items()
+                if key in self.kernel.arg_names}
+
+    def compile(self) -> CompiledKernel:
+        """The binary that this launch would run."""
+        options = {key: self.arguments[key] for key in _LAUNCH_OPTIONS if key in self.arguments}
+        return compile_for(self.kernel, self.specialised, target="sm_90",
+                           num_warps=self.arguments["num_warps"], **options)
+
+
+def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def packed(experts: int, num_rows: int, depth: int) -> MXTensor:
+    """A HOPPER_FRAGMENT tensor without data."""
+    units, steps = -(-num_rows // 64), -(-depth // 128)
+    return MXTensor(empty(experts, units, steps, 4096), empty(experts, units, steps, 256), MXFP4,
+                    -1, Layout.HOPPER_FRAGMENT, empty(experts, units * 64),
+                    (experts, num_rows, depth))
+
+
+def rows_of(num_rows: int, depth: int, a_format: str) -> torch.Tensor | MXTensor:
+    format = activation_mx_format(a_format, "rows_of")
+    if format is None:
+        return empty(num_rows, depth, dtype=torch.bfloat16)
+    return MXTensor(empty(num_rows, depth // format.codes_per_byte), empty(num_rows, depth // 32),
+                    format)
+
+
+def describe(shape: MoEShape, num_tokens: int, a_format: str, **options: Any) -> MoEProblem:
+    return MoEProblem(Op.FUSED_MOE, H200, num_tokens, shape.top_k, shape.num_experts,
+                      shape.hidden_size, shape.intermediate_size,
+                      MoEOptions(shape.activation, a_format, **options), Layout.HOPPER_FRAGMENT)
+
+
+class _Recording:
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda **arguments: self.launches.append(Launch(self.kernel, grid, arguments))
+
+
+class Recorder:
+    """Replaces the backend's kernels by recordings, and its neighbours' by nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches: list[Launch] = []
+        for module, names in KERNELS.items():
+            for name in names:
+                monkeypatch.setattr(module, name,
+                                    _Recording(getattr(module, name), self.launches))
+        monkeypatch.setattr(moe, "combine_rows", lambda out, slot_rows: out)
+        monkeypatch.setattr(moe, "quantize_rows", lambda problem, x: x)
+        monkeypatch.setattr(moe, "QUANTIZE", _NoQuantizer())
+
+    def run(self, problem: MoEProblem, config: GemmConfig, *, has_bias: bool) -> list[Launch]:
+        """Launches of both stages of `problem` with one config."""
+        self.launches.clear()
+        experts, unit, tokens = problem.num_experts, config.block_m, problem.num_tokens
+        hidden, inner = problem.hidden_size, problem.intermediate_size
+        weights = MoEWeights(
+            packed(experts, 2 * inner, hidden), packed(experts, hidden, inner),
+            empty(experts, 2 * inner, dtype=torch.float32) if has_bias else None,
+            empty(experts, hidden, dtype=torch.float32) if has_bias else None,
+            GateUpOrder.INTERLEAVED)
+        capacity = plan_capacity(tokens, problem.top_k, experts, unit)
+        plan = RoutingPlan(
+            empty(capacity, dtype=torch.int32), empty(capacity, dtype=torch.float32),
+            empty(capacity // unit, dtype=torch.int32), empty(2, dtype=torch.int32),
+            empty(tokens, problem.top_k, dtype=torch.int32), tokens, problem.top_k, experts, unit)
+        a_format = problem.options.activation_format
+        moe.GATE_UP.run(problem, config, x=rows_of(tokens, hidden, a_format), weights=weights,
+                        plan=plan, num_rows=plan.max_blocks * unit)
+        moe.DOWN.launch(problem, config, h=rows_of(plan.max_blocks * unit, inner, a_format),
+                        weights=weights, plan=plan)
+        return list(self.launches)
+
+
+class _NoQuantizer:
+    """Stands for another backend's quantiser, whose result nobody looks at."""
+
+    def heuristic(self, problem: Any) -> None:
+        return None
+
+    def launch(self, problem: Any, config: Any, *, x: torch.Tensor) -> torch.Tensor:
+        return x

@@ -1,0 +1,328 @@
+"""The Hopper kernels compiled without a GPU: every variant that the dispatcher can choose.
+
+What is compiled is what a launch would compile: launches on meta tensors are recorded with the
+heuristic's tiles and specialised as the JIT would.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
+
+from mxpert.backends.hopper import heuristics
+from mxpert.formats.tensor import Layout
+from mxpert.problem import (
+    ACTIVATION_FORMATS,
+    Activation,
+    ClampedSiLU,
+    GemmConfig,
+    MoEProblem,
+    SiLU,
+    SiTUv2,
+    SwiGLU,
+)
+from mxpert.testing.aot import SHARED_MEMORY_LIMIT, CompiledKernel, specialize
+from mxpert.testing.problems import MODEL_SHAPES, MoEShape
+from mxpert.testing.toolchain import toolchain
+
+from .launches import Launch, Recorder, describe
+from .sass import overwritten_operands, parse, register_operands
+
+ACTIVATIONS = (SiLU(), SwiGLU(), ClampedSiLU(), SiTUv2())
+GEMM_FORMATS = ("bf16", "mxfp8")
+"""Formats with GEMM binaries of their own: mxfp4 rows reach the GEMMs as mxfp8 rows do."""
+
+RESERVED_SHARED = 1024
+"""Bytes that the driver takes of each CTA's shared memory."""
+
+SM_SHARED = 228 * 1024
+SM_REGISTERS = 65536
+WARP_REGISTERS = 32
+
+MOST_SPILLS = {"decode": {8: 0, 16: 0, 32: 8, 64: 80}, "prefill": {64: 24}}
+"""Local memory instructions by kernel and block_m; those of large tiles are in the epilogue."""
+
+MOST_LOOP_SPILLS = 2
+"""Local memory instructions among the wgmma: one reload of a scalar is hidden by memory."""
+
+MOST_BINARIES = {"_moe_gemm_decode_kernel": 1, "_moe_gemm_prefill_kernel": 1,
+                 "_moe_tile_schedule_kernel": 1, "_moe_split_rows_kernel": 5,
+                 "_moe_rebase_rows_kernel": 5}
+"""For one config and epilogue, over all models. The row kernels hold a row in registers: one binary
+for each power of two of 512 values, up to 8192."""
+
+
+def shape_of(activation: Activation = SwiGLU()) -> MoEShape:
+    return MoEShape(2880, 2880, 128, 4, activation)
+
+
+def configs(a_format: str) -> list[GemmConfig]:
+    """Every tile that the layer's configs name."""
+    problem = describe(shape_of(), 64, a_format)
+    return list(dict.fromkeys(c.gate_up for c in heuristics.layer_configs(problem)))
+
+
+def name(config: GemmConfig) -> str:
+    kind = "prefill" if heuristics.is_prefill(config) else "decode"
+    return f"{kind}{config.block_m}"
+
+
+TILES = [(a_format, config) for a_format in GEMM_FORMATS for config in configs(a_format)]
+tiles = pytest.mark.parametrize("a_format, config", TILES,
+                                ids=[f"{a_format}-{name(config)}" for a_format, config in TILES])
+activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.name)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def gemms(launches: list[Launch]) -> list[Launch]:
+    return [launch for launch in launches if "gemm" in launch.name]
+
+
+def check_gemm(kernel: CompiledKernel, config: GemmConfig) -> None:
+    """The gates of every GEMM variant."""
+    metrics = kernel.metrics
+    kind = "prefill" if heuristics.is_prefill(config) else "decode"
+    assert kernel.count(r"\bQGMMA\.64x\d+x32\.F32\.E4M3\.E4M3") > 0
+    assert kernel.count(r"\bUTMALDG\.2D") > 0
+    assert register_operands(kernel.listing) == kernel.count(r"\bQGMMA")
+    assert metrics.instructions.get("LDS.128", 0) > 0, "codes must come 16 bytes at a time"
+    assert metrics.spills <= MOST_SPILLS[kind][config.block_m]
+    for block in parse(kernel.listing):
+        names = [one.name for one in block.instructions]
+        if any(n.startswith("QGMMA") for n in names):
+            local = [n for n in names if n.startswith(("STL", "LDL"))]
+            assert len(local) <= MOST_LOOP_SPILLS, "spills in the main loop"
+    assert not overwritten_operands(kernel.listing)
+    if kind == "decode":
+        assert metrics.registers <= heuristics.DECODE_REGISTERS
+        assert 2 * (metrics.shared_memory + RESERVED_SHARED) <= SM_SHARED, "two CTAs per SM"
+    else:
+        assert metrics.shared_memory <= SHARED_MEMORY_LIMIT["sm_90"]
+        assert metrics.global_stores.keys() == {128}, "outputs go out 16 bytes at a time"
+
+
+@activations
+@tiles
+def test_gemms(
+    recorder: Recorder, a_format: str, config: GemmConfig, activation: Activation,
+) -> None:
+    """Both stages: FP8 wgmma on register operands, TMA, no spills, two decode CTAs per SM."""
+    launches = gemms(recorder.run(describe(shape_of(activation), 64, a_format), config,
+                                  has_bias=True))
+    assert len(launches) == 2
+    for launch in launches:
+        check_gemm(launch.compile(), config)
+
+
+@activations
+@tiles
+def test_gemms_without_bias(
+    recorder: Recorder, a_format: str, config: GemmConfig, activation: Activation,
+) -> None:
+    """The other half of the epilogues: no bias, routing weight on the input. One activation for
+    each tile, each of them at least once."""
+    if ACTIVATIONS[TILES.index((a_format, config)) % 4] != activation:
+        pytest.skip("another tile compiles this activation")
+    problem = describe(shape_of(activation), 64, a_format, apply_router_weight_on_input=True)
+    launches = gemms(recorder.run(problem, config, has_bias=False))
+    assert [launch.arguments["HAS_BIAS"] for launch in launches] == [False, False]
+    assert [launch.arguments["WEIGHTED"] for launch in launches] == [True, False]
+    for launch in launches:
+        check_gemm(launch.compile(), config)
+
+
+def test_plain_models_compile(recorder: Recorder) -> None:
+    """SiLU without biases, weighted rows: DeepSeek, Kimi, Qwen."""
+    for a_format, config in TILES:
+        for launch in gemms(recorder.run(describe(shape_of(SiLU()), 64, a_format), config,
+                                         has_bias=False)):
+            check_gemm(launch.compile(), config)
+
+
+@pytest.mark.parametrize("hidden", [512, 1024, 2048, 2880, 7168])
+@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+def test_row_kernels(recorder: Recorder, a_format: str, hidden: int) -> None:
+    """No spills, whole 16-byte stores of codes, no byte loads but those of scales."""
+    shape = MoEShape(hidden, hidden, 128, 4)
+    launches = [launch for launch in recorder.run(
+        describe(shape, 64, a_format), heuristics.decode_config(8, a_format == "bf16"),
+        has_bias=True) if "rows" in launch.name]
+    assert len(launches) == 2
+    for launch in launches:
+        metrics = launch.compile().metrics
+        assert metrics.spills == 0
+        assert metrics.global_stores.get(128, 0) >= (2 if a_format == "bf16" else 1)
+        assert not metrics.global_stores.keys() & {8, 16}
+        if a_format == "bf16":
+            assert metrics.global_loads.get(64, 0) > 0
+            assert not metrics.global_loads.keys() & {8, 16}
+        else:  # one byte, the scale, for each of the places where values are loaded
+            values = metrics.global_loads.get(16 if a_format == "mxfp4" else 32, 0)
+            assert metrics.global_loads[8] <= values
+
+
+def test_schedule_kernel(recorder: Recorder) -> None:
+    for a_format in GEMM_FORMATS:
+        launches = recorder.run(describe(shape_of(), 8192, a_format), heuristics.PREFILL,
+                                has_bias=True)
+        schedules = [launch for launch in launches if "schedule" in launch.name]
+        assert schedules
+        for launch in schedules:
+            metrics = launch.compile().metrics
+            assert metrics.spills == 0
+            assert metrics.shared_memory <= 4096
+
+
+# --- one binary for all models ------------------------------------------------------------------
+
+MODELS = {**MODEL_SHAPES, "one_of_everything": MoEShape(128, 128, 1, 1),
+          "odd_units": MoEShape(192, 352, 3, 2)}
+TOKENS = (1, 3, 16, 333, 1024, 8192)
+
+
+def binary(launch: Launch) -> str:
+    signature, constexprs, divisible = specialize(launch.kernel, launch.specialised)
+    return repr((sorted(signature.items()), sorted(constexprs.items(), key=str),
+                 sorted(divisible)))
+
+
+@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+def test_one_binary_serves_all_models(recorder: Recorder, a_format: str) -> None:
+    """H, F, E, k and T are run-time values: per kernel, tile and epilogue one specialisation."""
+    seen: dict[tuple[str, ...], dict[str, str]] = {}
+    split = a_format == "bf16"
+    for config in (heuristics.decode_config(16, split), heuristics.PREFILL):
+        for (model, shape), num_tokens in itertools.product(MODELS.items(), TOKENS):
+            same = MoEShape(shape.hidden_size, shape.intermediate_size, shape.num_experts,
+                            shape.top_k, SwiGLU())
+            for launch in recorder.run(describe(same, num_tokens, a_format), config,
+                                       has_bias=True):
+                stage = [str(launch.arguments[key]) for key in ("KIND", "SCATTER")
+                         if key in launch.arguments]
+                key = (launch.name, *stage)
+                seen.setdefault(key, {}).setdefault(binary(launch), f"{model}, T = {num_tokens}")
+    many = {key: list(models.values()) for key, models in seen.items()
+            if len(models) > MOST_BINARIES[key[0]]}
+    assert not many, f"several binaries, the first user of each: {many}"
+    assert {key[0] for key in seen if "gemm" in key[0]} == {
+        "_moe_gemm_decode_kernel", "_moe_gemm_prefill_kernel"}
+
+
+def test_a_specialised_argument_is_caught(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Control: were row_units specialised, models would differ in their binaries."""
+    found = set()
+    for shape in (MoEShape(64, 64, 4, 2), MoEShape(1024, 1024, 4, 2)):
+        config = heuristics.decode_config(16, True)
+        launch = gemms(recorder.run(describe(shape, 5, "bf16"), config, has_bias=True))[1]
+        parameter = next(p for p in launch.kernel.params if p.name == "row_units")
+        monkeypatch.setattr(parameter, "__dict__", parameter.__dict__ | {
+            "do_not_specialize": False, "do_not_specialize_on_alignment": False})
+        found.add(binary(launch))
+    assert len(found) == 2
+
+
+# --- choice -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 128, 256, 512, 1024, 4096, 16384])
+@pytest.mark.parametrize("model", MODEL_SHAPES)
+@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+def test_the_heuristic_takes_a_tested_tile(a_format: str, model: str, num_tokens: int) -> None:
+    problem: MoEProblem = describe(MODEL_SHAPES[model], num_tokens, a_format)
+    assert problem.weight_layout is Layout.HOPPER_FRAGMENT
+    layer = heuristics.layer_heuristic(problem)
+    tested = configs("bf16" if a_format == "bf16" else "mxfp8")
+    assert {layer.gate_up, layer.down} <= set(tested)
+    for config in (layer.gate_up, layer.down):
+        heuristics.require_valid(config, problem)
+    assert layer in list(heuristics.layer_configs(problem))
+
+
+@pytest.mark.parametrize("change", [
+    {"block_m": 24}, {"block_n": 64}, {"block_k": 64}, {"num_warps": 16}, {"num_stages": 1},
+    {"num_stages": 9}, {"split_k": 2}, {"group_m": 2},
+], ids=lambda c: "_".join(f"{k}{v}" for k, v in c.items()))
+def test_other_tiles_are_refused(change: dict[str, int]) -> None:
+    config = heuristics.decode_config(16, True)
+    fields = {f: getattr(config, f) for f in config.__dataclass_fields__}
+    with pytest.raises(ValueError, match="config — need one of"):
+        heuristics.require_valid(GemmConfig(**fields | change), describe(shape_of(), 64, "bf16"))
+
+
+# --- the register-A hazard ----------------------------------------------------------------------
+
+LISTING = """
+        /*0000*/                   WARPGROUP.ARRIVE ;
+        /*0010*/                   QGMMA.64x32x32.F32.E4M3.E4M3 R24, R40, gdesc[UR12], RZ, !UPT ;
+        /*0020*/                   QGMMA.64x32x32.F32.E4M3.E4M3 R24, R44, gdesc[UR12], R24, gsb0 ;
+{between}
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0050*/                   LDS.128 R40, [R2] ;
+        /*0060*/                   EXIT ;
+"""
+
+OVERWRITES = {
+    "move": "MOV R47, R3 ;", "wide_load": "LDS.128 R36, [R2] ;|LDS.128 R44, [R2+0x10] ;",
+    "predicated": "@!P0 IADD3 R40, R1, R2, RZ ;",
+    "wide_multiply": "IMAD.WIDE.U32 R42, R1, R2, R4 ;",
+    "predicate_result": "LOP3.LUT P0, R41, R1, R2, RZ, 0xc0, !PT ;",
+    "accumulator_of_another": "QGMMA.64x64x32.F32.E4M3.E4M3 R16, R60, gdesc[UR12], R16, gsb0 ;",
+}
+HARMLESS = {
+    "nothing": "NOP ;", "reads": "FADD R1, R40, R41 ;",
+    "store": "STG.E.128 desc[UR4][R40.64], R44 ;",
+    "neighbour": "LDS.128 R48, [R2] ;", "compare": "ISETP.GE.AND P0, PT, R40, R41, PT ;",
+    "uniform": "R2UR UR40, R41 ;",
+}
+
+
+def planted(text: str) -> str:
+    lines = [f"        /*0030*/                   {line}" for line in text.split("|")]
+    return LISTING.format(between="\n".join(lines))
+
+
+@pytest.mark.parametrize("text", OVERWRITES.values(), ids=OVERWRITES)
+def test_scan_finds_overwritten_operands(text: str) -> None:
+    assert len(overwritten_operands(planted(text))) == 1
+
+
+@pytest.mark.parametrize("text", HARMLESS.values(), ids=HARMLESS)
+def test_scan_accepts_other_instructions(text: str) -> None:
+    assert overwritten_operands(planted(text)) == []
+
+
+def test_scan_follows_branches_and_groups() -> None:
+    """A loop whose wait leaves one group in flight: the next round overwrites its operand."""
+    loop = """
+.L_x_1:
+        /*0000*/                   LDS.128 R40, [R2] ;
+        /*0010*/                   QGMMA.64x32x32.F32.E4M3.E4M3 R24, R40, gdesc[UR12], R24, gsb0 ;
+        /*0020*/                   WARPGROUP.DEPBAR.LE gsb0, {left} ;
+        /*0030*/              @P0  BRA `(.L_x_1) ;
+        /*0040*/                   EXIT ;
+"""
+    assert overwritten_operands(loop.format(left="0x0")) == []
+    assert len(overwritten_operands(loop.format(left="0x1"))) == 1
+
+
+def test_scan_fails_without_the_waits(recorder: Recorder) -> None:
+    """Control on real code: the same kernels with their waits taken out."""
+    for config in (heuristics.decode_config(16, True), heuristics.PREFILL):
+        launch = gemms(recorder.run(describe(shape_of(), 64, "bf16"), config, has_bias=True))[0]
+        lines = launch.compile().listing.splitlines()
+        blind = "\n".join(line for line in lines if "WARPGROUP.DEPBAR" not in line)
+        assert overwritten_operands(blind, most_groups=8)
+
+
+def test_a_ptxas_is_bundled() -> None:
+    """The scan stands for this compiler; `doctor` reports it."""
+    assert toolchain().ptxas is not None
