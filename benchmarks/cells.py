@@ -1,0 +1,139 @@
+"""What is measured: models, stages, activation formats, and the order of the cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mxpert.errors import require
+
+GEMM_STAGES = ("gate_up_gemm", "down_gemm")
+STAGES = (*GEMM_STAGES, "gate_up", "down", "layer")
+"""`*_gemm` is the GEMM kernel with its epilogue on ready operands; gate_up and down are the whole
+stage on a ready routing; layer goes from router logits and x to y."""
+
+ACTIVATION_FORMATS = {"a16": "bf16", "a8": "mxfp8"}
+WIDTHS = {"bf16": "a16", "fp8_token": "a8", "mxfp8": "a8", "mxfp4": "a4"}
+"""Activation as it stands in the rows → the width in which implementations compare."""
+
+ROUTINGS = ("uniform", "zipf", "hot")
+DECODE_TOKENS = 256
+"""Up to here a cell counts as decode."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One MoE layer: E experts, top k, hidden size H, intermediate size F."""
+
+    name: str
+    E: int
+    k: int
+    H: int
+    F: int
+
+
+MODELS = {model.name: model for model in (
+    Model("gpt-oss-120b", 128, 4, 2880, 2880), Model("kimi-k2-tp4", 384, 8, 7168, 512),
+    Model("dsv3-ep8", 32, 8, 7168, 2048), Model("gpt-oss-20b", 32, 4, 2880, 2880),
+    Model("qwen3-235b", 128, 8, 4096, 1536), Model("dsv4-flash", 256, 6, 4096, 2048))}
+"""In order of importance."""
+
+TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
+_FIRST_TOKENS = (1, 16, 128, 256, 1024, 8192)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model at one number of tokens under one routing."""
+
+    model: Model
+    tokens: int
+    routing: str = "uniform"
+
+    @property
+    def rotations(self) -> int:
+        """Routings that one replay goes through: a single small one would find its weights in L2
+        and its time among launch gaps."""
+        return max(1, 8 // self.tokens)
+
+    def __str__(self) -> str:
+        return f"{self.model.name} T={self.tokens} {self.routing}"
+
+
+def ordered_cells(models: Sequence[Model], tokens: Sequence[int],
+                  routings: Sequence[str] = ("uniform",)) -> list[Cell]:
+    """Cells with the most telling ones first, so that a run cut short is still useful.
+
+    >>> [cell.tokens for cell in ordered_cells([MODELS["dsv3-ep8"]], [1, 4, 8192])]
+    [1, 8192, 4]
+    """
+    cells = [Cell(model, count, routing) for routing in routings for model in models
+             for count in tokens]
+    importance = {name: rank for rank, name in enumerate(MODELS)}
+    return sorted(cells, key=lambda cell: (
+        ROUTINGS.index(cell.routing), cell.tokens not in _FIRST_TOKENS,
+        importance.get(cell.model.name, len(importance)), cell.tokens))
+
+
+def tiny(model: Model) -> Model:
+    """A model's top k and name with sizes that a CPU multiplies in milliseconds."""
+    return replace(model, E=max(model.k, 8), H=64, F=32)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One batch: x bfloat16 [T, H], logits float32 [T, E]."""
+
+    x: torch.Tensor
+    logits: torch.Tensor
+
+
+def random_inputs(cell: Cell, device: torch.device) -> list[Inputs]:
+    """One batch for each rotation, the same on every run.
+
+    The k largest logits choose: normal logits hit all experts alike ("uniform"); "zipf" weighs
+    expert e by 1 / (e + 1); "hot" sends half of the tokens to expert 0.
+    """
+    require(cell.routing in ROUTINGS, "random_inputs", "routing", need=f"one of {ROUTINGS}",
+            got=repr(cell.routing))
+    model, batches = cell.model, []
+    for rotation in range(cell.rotations):
+        generator = torch.Generator(device).manual_seed(1000 * cell.tokens + rotation)
+        x = torch.randn(cell.tokens, model.H, generator=generator, device=device)
+        logits = torch.randn(cell.tokens, model.E, generator=generator, device=device)
+        if cell.routing == "zipf":
+            uniform = torch.rand(logits.shape, generator=generator, device=device)
+            rank = torch.arange(1, model.E + 1, device=device, dtype=torch.float32)
+            logits = -torch.log(rank) - torch.log(-torch.log(uniform.clamp(1e-7, 1 - 1e-6)))
+        elif cell.routing == "hot":
+            logits[::2, 0] = 10.0  # above any normal logit
+        batches.append(Inputs(x.to(torch.bfloat16), logits))
+    return batches
+
+
+def parse_list(text: str, allowed: Sequence[str], option: str) -> list[str]:
+    """Comma-separated choices out of `allowed`.
+
+    >>> parse_list("a16, a8", ["a16", "a8"], "--activations")
+    ['a16', 'a8']
+    """
+    chosen = [part.strip() for part in text.split(",") if part.strip()]
+    for name in chosen:
+        require(name in allowed, "compare", option, need=f"some of {', '.join(allowed)}",
+                got=repr(name))
+    require(bool(chosen), "compare", option, need=f"some of {', '.join(allowed)}", got=repr(text))
+    return list(dict.fromkeys(chosen))
+
+
+def parse_tokens(text: str) -> list[int]:
+    """Comma-separated positive token counts.
+
+    >>> parse_tokens("1,16")
+    [1, 16]
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    require(bool(parts) and all(part.isdecimal() and int(part) > 0 for part in parts), "compare",
+            "--tokens", need="positive numbers, comma-separated", got=repr(text))
+    return list(dict.fromkeys(map(int, parts)))

@@ -1,0 +1,471 @@
+"""Set mxpert beside its peers: same GPU, same process, same routings, same clock.
+
+    python benchmarks/compare.py --peers DIR --output benchmarks/results/nvidia-h200/moe.json
+
+Each cell (model, T) is gated against float64, then every implementation that is there is captured
+into CUDA graphs and replayed in turns. The JSON is whole after every cell; --resume continues it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import _checkout
+import torch
+
+import cells as plan
+from cells import ACTIVATION_FORMATS, MODELS, STAGES, Cell, Inputs, Model
+from document import Document, Key, make_row
+from mxpert.cli.measure import GateError, RunWeights
+from mxpert.cli.report import environment
+from mxpert.errors import message, require
+from mxpert.ops.route import route_topk
+from mxpert.testing.timing import Timing, Work, matmul_rate, read_bandwidth, time_graph
+from ours import Ours, Truth, random_weights
+from peers import Marlin, Peer, TritonKernels, add_to_path
+
+DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/moe.json"
+DRY_OUTPUT = _checkout.ROOT / "reports/compare-dry-run.json"
+BUDGET_US = 30_000
+"""Device time of one variant's replays: long cells get fewer, 5 at least and 20 at most."""
+IDLE_SECONDS = 0.05
+SUSTAINED_US = 500_000
+GPU_BYTES_FREE = 40 << 30
+"""Below this, weights of models that were measured before are dropped."""
+COMPILE_SECONDS = 45.0
+"""A cell waits so long for a peer's compiler; the peer is then left to the second pass."""
+FATAL = 3
+PEERS = ("triton_kernels", "marlin", "humming")
+IDLE = f"idle {1000 * IDLE_SECONDS:.0f} ms, three warm-up replays, then timed replays"
+SUSTAINED = f"{SUSTAINED_US / 1e6} s of replays, then timed replays"
+
+Timed = dict[str, list[Callable[[], object]]]
+
+
+class FatalError(RuntimeError):
+    """The CUDA context is gone; only a new process can go on."""
+
+
+@dataclass
+class Run:
+    """What one invocation works with."""
+
+    device: torch.device
+    document: Document
+    stages: list[str]
+    formats: list[str]
+    folder: Path | None
+    peer_names: list[str]
+    deadline: float
+    peer_deadline: float
+    sustained: bool
+    compiler: Any = None
+    models: dict[str, ModelRun] = field(default_factory=dict)
+
+
+@dataclass
+class ModelRun:
+    """Weights of one model, and the implementations that hold them."""
+
+    weights: RunWeights
+    ours: list[Ours]
+    peers: dict[tuple[str, str], Peer | str]
+    """(impl, activation) → the peer, or why it is absent."""
+
+
+def copy_rate(device: torch.device, size: int) -> float:
+    """Bytes per second, read and written, of a copy of `size` bytes."""
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = time_graph({"copy": [lambda: target.copy_(source)]}, device=device, repeats=10)
+    return 2 * size / timing["copy"].us * 1e6
+
+
+def measure_ceilings(device: torch.device) -> dict[str, float]:
+    """What this GPU can do at most, in this run: TB/s and TFLOP/s."""
+    on_gpu = device.type == "cuda"
+    ceilings = {"read_tbs": read_bandwidth(device) / 1e12}
+    ceilings["copy_tbs"] = copy_rate(device, (1 << 32) if on_gpu else (1 << 26)) / 1e12
+    for name, format in (("bf16", "bf16"), ("fp8", "mxfp8")):
+        rates = {size: matmul_rate(device, format, size) / 1e12
+                 for size in ((4096, 8192) if on_gpu else (256, 512))}
+        ceilings |= {f"{name}_{size}_tflops": rate for size, rate in rates.items()}
+        ceilings[f"{name}_tflops"] = max(rates.values())
+    return ceilings
+
+
+def make_meta(device: torch.device, commit: str | None, sustained: bool) -> dict[str, Any]:
+    """Everything but the ceilings."""
+    facts = environment(device)
+    versions = facts["versions"] | {"driver": facts.get("gpu", {}).get("driver_version")}
+    return {"device": facts["device"], "clocks": facts.get("gpu", {}), "versions": versions,
+            "commit": commit or facts["commit"], "date": facts["date"], "ceilings": {},
+            "peers": {}, "protocol": {
+                "power": SUSTAINED if sustained else IDLE,
+                "timing": "CUDA-graph replays, implementations in turns, L2 swept before each; "
+                          "us is the median, us_spread the width of the 10-90 % band; T < 8 "
+                          "rotates among 8 // T routings",
+                "data": "normal x, uniformly random codes, scales with a deviation of one binade, "
+                        "SwiGLU with interleaved gate and up, no biases; marlin: own random codes",
+                "stages": "*_gemm: GEMM kernel with its epilogue; gate_up, down: whole stage on a "
+                          "ready routing; layer: from logits, top-k and sort included",
+                "rel_l2": "sampled tokens; mxpert: to float64 on the same quantised operands; "
+                          "peers (layer): to float64 with bf16 activations"}}
+
+
+def check_alive(device: torch.device) -> None:
+    """A kernel's illegal access shows at the next synchronisation and ends every later one."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except Exception as error:
+            raise FatalError(str(error)) from error
+
+
+def describe(error: BaseException) -> str:
+    """One line of an error."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+
+
+def build_model(run: Run, model: Model) -> ModelRun:
+    """Weights and implementations of a model, made once."""
+    if model.name in run.models:
+        return run.models[model.name]
+    if run.device.type == "cuda" and torch.cuda.mem_get_info()[0] < GPU_BYTES_FREE:
+        run.models.clear()
+        torch.cuda.empty_cache()
+    weights = random_weights(model, run.device)
+    ours = [Ours(model, weights, name) for name in run.formats]
+    built = run.models[model.name] = ModelRun(weights, ours, {})
+    return built
+
+
+def peer_keys(run: Run) -> list[tuple[str, str]]:
+    """(impl, activation) of every peer that was asked for and has a requested width."""
+    found = [("triton_kernels", "bf16"), ("marlin", "bf16"), ("humming", "bf16"),
+             ("humming", "fp8_token")]
+    widths = {plan.WIDTHS[name] for name in run.formats}
+    return [key for key in found if run.folder is not None and key[0] in run.peer_names
+            and plan.WIDTHS[key[1]] in widths]
+
+
+def make_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
+    """One peer with this model's weights."""
+    folder, weights = run.folder, run.models[model.name].weights.plain
+    require(folder is not None, "compare", "--peers", need="a directory", got=None)
+    if key[0] == "triton_kernels":
+        return TritonKernels(model, weights)
+    if key[0] == "marlin":
+        return Marlin(folder, model, run.device)
+    from humming_peer import Humming
+
+    if isinstance(run.compiler, str):
+        raise RuntimeError(run.compiler)
+    return Humming(folder, model, weights, key[1], run.compiler,
+                   lambda: min(COMPILE_SECONDS, run.deadline - time.monotonic()))
+
+
+def get_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
+    """A peer made before, or now; one that could not be made is not tried again.
+
+    Raises:
+        RuntimeError: why it is absent.
+    """
+    known = run.models[model.name].peers
+    if key not in known:
+        try:
+            known[key] = make_peer(run, model, key)
+            run.document.meta["peers"].setdefault("/".join(key), "present")
+        except Exception as error:
+            check_alive(run.device)
+            known[key] = f"absent: {describe(error)}"
+            run.document.meta["peers"].setdefault("/".join(key), known[key])
+            traceback.print_exc()
+    found = known[key]
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def cell_key(cell: Cell, impl: str, activation: str, stage: str) -> Key:
+    return cell.model.name, cell.tokens, cell.routing, impl, activation, stage
+
+
+def blame(run: Run, cell: Cell, stage: str, timed: Timed, failed: dict[str, Exception],
+          error: Exception) -> None:
+    """Note who may have stopped a whole stage, so that a restarted run goes on without them: the
+    variants that failed, else every peer, else ours."""
+    peers = [name for name in timed if not name.startswith(Ours.impl + "/")]
+    for name in list(failed) or peers or list(timed):
+        impl, activation, _ = name.split("/")
+        run.document.fail(cell_key(cell, impl, activation, stage), describe(error))
+
+
+def time_stage(run: Run, cell: Cell, stage: str, hit: float, timed: Timed,
+               errors: dict[tuple[str, str], float]) -> None:
+    """Rows of one stage: all variants interleaved, the fastest of an implementation counts.
+
+    Names of variants are ``impl/activation/variant``.
+    """
+    if not timed:
+        return
+    model, ceilings = cell.model, run.document.meta["ceilings"]
+    work = Work.of_stage(stage.removesuffix("_gemm"), hit_experts=math.ceil(hit),
+                         routed_rows=cell.tokens * model.k, hidden_size=model.H,
+                         intermediate_size=model.F)
+    floor = work.floor_us(ceilings["read_tbs"] * 1e12, ceilings["bf16_tflops"] * 1e12)
+    floor *= cell.rotations
+    repeats = min(20, max(5, int(BUDGET_US / floor))) if run.device.type == "cuda" else 1
+    warmup = max(3, int(SUSTAINED_US / floor / len(timed))) if run.sustained else 3
+    if run.device.type == "cuda":
+        torch.cuda.synchronize()
+        time.sleep(IDLE_SECONDS)
+    failed: dict[str, Exception] = {}
+    try:
+        timings = time_graph(timed, device=run.device, repeats=repeats, failures=failed,
+                             warmup=warmup if run.device.type == "cuda" else 0)
+        check_alive(run.device)
+    except Exception as error:
+        blame(run, cell, stage, timed, failed, error)
+        check_alive(run.device)
+        return
+    best: dict[tuple[str, str], Timing] = {}
+    for name, timing in timings.items():
+        impl, activation, _ = name.split("/")
+        if (impl, activation) not in best or timing.us < best[impl, activation].us:
+            best[impl, activation] = timing
+    for (impl, activation), timing in best.items():
+        run.document.add(make_row(cell, hit, impl, activation, stage, timing,
+                                  errors.get((impl, activation)), ceilings))
+    for name, error in failed.items():
+        impl, activation, _ = name.split("/")
+        if (impl, activation) not in best:
+            run.document.fail(cell_key(cell, impl, activation, stage), describe(error))
+
+
+def attempt_one(run: Run, cell: Cell, impl: str, activation: str, stages: Sequence[str],
+                prepare: Callable[[], None]) -> None:
+    """Prepare one implementation; what goes wrong is noted for each of its stages."""
+    try:
+        prepare()
+        check_alive(run.device)
+    except Exception as error:
+        fatal = isinstance(error, FatalError)
+        if not isinstance(error, (GateError, RuntimeError)) or fatal:
+            traceback.print_exc()
+        print(f"  {impl}/{activation}: {describe(error)}", flush=True)
+        if not isinstance(error, TimeoutError):  # a compiler that is late may be ready next time
+            for stage in stages:
+                run.document.fail(cell_key(cell, impl, activation, stage), describe(error))
+        if fatal:
+            raise
+        check_alive(run.device)
+
+
+def collect(run: Run, cell: Cell, batches: list[Inputs],
+            wanted: dict[tuple[str, str], list[str]],
+            ) -> tuple[dict[str, Timed], dict[str, dict[tuple[str, str], float]]]:
+    """Calls by stage and variant, and relative L2 by stage and implementation."""
+    built = build_model(run, cell.model)
+    timed: dict[str, Timed] = {stage: {} for stage in run.stages}
+    errors: dict[str, dict[tuple[str, str], float]] = {stage: {} for stage in run.stages}
+
+    @functools.cache
+    def truth() -> Truth:
+        return Truth.of(built.weights.plain, batches[0], cell.model.k, "bf16")
+
+    def add_ours(ours: Ours, stages: list[str]) -> None:
+        calls, found = ours.prepare(cell, batches, stages)
+        for stage, each in calls.items():
+            timed[stage][f"{ours.impl}/{ours.activation}/"] = each
+            errors[stage][ours.impl, ours.activation] = found[stage]
+
+    def add_peer(key: tuple[str, str], stages: list[str]) -> None:
+        peer = get_peer(run, cell.model, key)
+        variants = peer.prepare(cell, batches)
+        for variant, calls in variants.items():
+            for stage in stages:
+                timed[stage]["/".join((*key, variant))] = calls[stage]
+        if "layer" in stages and peer.same_weights:
+            y = next(iter(variants.values()))["layer"][0]()
+            errors["layer"][key] = truth().layer_error(y)
+
+    by_key = {(ours.impl, ours.activation): ours for ours in built.ours}
+    for key, stages in wanted.items():
+        prepare = ((lambda key=key, stages=stages: add_ours(by_key[key], stages))
+                   if key in by_key else (lambda key=key, stages=stages: add_peer(key, stages)))
+        attempt_one(run, cell, *key, stages, prepare)
+    return timed, errors
+
+
+def wanted_stages(run: Run, cell: Cell) -> dict[tuple[str, str], list[str]]:
+    """(impl, activation) → stages of a cell that are neither measured nor failed."""
+    keys = [(Ours.impl, name) for name in run.formats]
+    if time.monotonic() < run.peer_deadline:
+        keys += peer_keys(run)
+    left = {key: [stage for stage in run.stages
+                  if not run.document.is_done(cell_key(cell, *key, stage))] for key in keys}
+    return {key: stages for key, stages in left.items() if stages}
+
+
+def run_cell(run: Run, cell: Cell) -> None:
+    """Measure what is missing of one cell, and save."""
+    wanted = wanted_stages(run, cell)
+    if not wanted:
+        return
+    began = time.monotonic()
+    try:
+        batches = plan.random_inputs(cell, run.device)
+        ids = [route_topk(each.logits, cell.model.k)[1] for each in batches]
+        hit = sum(each.unique().numel() for each in ids) / len(ids)
+        timed, errors = collect(run, cell, batches, wanted)
+        for stage in run.stages:
+            time_stage(run, cell, stage, hit, timed[stage], errors[stage])
+    finally:
+        run.document.save()
+    if run.device.type == "cuda" and cell.tokens >= 1024:
+        torch.cuda.empty_cache()
+    layer = [f"{row['impl']}/{row['activation']} {row['us']:.0f}"
+             for key, row in run.document.rows.items()
+             if key[:3] == cell_key(cell, "", "", "")[:3] and key[5] == "layer"]
+    print(f"{cell}: {time.monotonic() - began:.1f} s; layer us: {', '.join(layer)}", flush=True)
+
+
+def start_compiler(run: Run, cells: Sequence[Cell]) -> None:
+    """Begin to compile the kernels of the peer that compiles at run time."""
+    activations = [activation for impl, activation in peer_keys(run) if impl == "humming"]
+    if not activations:
+        return
+    try:
+        from humming_peer import Compiler
+
+        run.compiler = Compiler(activations)
+        run.compiler.start([cell for cell in cells
+                            if any(key[0] == "humming" for key in wanted_stages(run, cell))])
+    except Exception as error:
+        run.compiler = describe(error)
+        traceback.print_exc()
+
+
+def run_cells(run: Run, cells: Sequence[Cell]) -> None:
+    """All cells until the time limit, which a cell as long as the longest so far must still fit;
+    then what had to wait for a compiler."""
+    start_compiler(run, cells)
+    longest = 0.0
+    for index, cell in enumerate([*cells, *cells]):
+        began = time.monotonic()
+        if began + longest > run.deadline:
+            left = sum(bool(wanted_stages(run, each)) for each in cells)
+            print(f"time limit: {left} cells left; continue with --resume", flush=True)
+            break
+        run_cell(run, cell)
+        longest = max(longest, time.monotonic() - began) if index else 0.0  # the first compiles
+    if hasattr(run.compiler, "stop"):
+        run.compiler.stop()
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
+    parser.add_argument("--tokens", default=",".join(map(str, plan.TOKENS)))
+    parser.add_argument("--activations", default=",".join(ACTIVATION_FORMATS))
+    parser.add_argument("--stages", default=",".join(STAGES), help="default: %(default)s")
+    parser.add_argument("--routings", default="uniform", help="some of " + ", ".join(plan.ROUTINGS))
+    parser.add_argument("--peers", type=Path, help="directory with the unpacked peers")
+    parser.add_argument("--only-peers", default=",".join(PEERS), help="default: %(default)s")
+    parser.add_argument("--output", type=Path, help=f"default: {DEFAULT_OUTPUT.name}")
+    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument("--peer-time-limit", type=float, default=math.inf, metavar="SECONDS",
+                        help="after this, measure mxpert alone")
+    parser.add_argument("--resume", action="store_true", help="keep what --output holds")
+    parser.add_argument("--sustained", action="store_true", help="time after half a second of load")
+    parser.add_argument("--commit", help="where the checkout has no history")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="tiny models on the CPU: proves that everything runs")
+    return parser.parse_args(arguments)
+
+
+def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
+    """Checked options, the document and the cells."""
+    began = time.monotonic()
+    device = torch.device("cpu" if options.dry_run else "cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(message("compare", "device", "a GPU", "none",
+                                 "run with --dry-run to try the script"))
+    names = plan.parse_list(options.models, list(MODELS), "--models")
+    models = [plan.tiny(MODELS[name]) if options.dry_run else MODELS[name] for name in names]
+    cells = plan.ordered_cells(models, plan.parse_tokens(options.tokens),
+                               plan.parse_list(options.routings, plan.ROUTINGS, "--routings"))
+    formats = [ACTIVATION_FORMATS[name] for name in plan.parse_list(
+        options.activations, list(ACTIVATION_FORMATS), "--activations")]
+    chosen = plan.parse_list(options.stages, STAGES, "--stages")
+    stages = [stage for stage in STAGES if stage in chosen]
+    peer_names = plan.parse_list(options.only_peers, PEERS, "--only-peers")
+    if options.peers is not None:
+        add_to_path(options.peers)
+    path = options.output or (DRY_OUTPUT if options.dry_run else DEFAULT_OUTPUT)
+    meta = make_meta(device, options.commit, options.sustained)
+    if options.resume and path.is_file():
+        document = Document.resume(path, meta)
+    else:
+        document = Document(path, meta | {"ceilings": measure_ceilings(device)})
+        if options.peers is None:
+            document.meta["peers"] = dict.fromkeys(PEERS, "absent: no --peers directory")
+    return Run(device, document, stages, formats, options.peers, peer_names,
+               began + options.time_limit, began + options.peer_time_limit,
+               options.sustained), cells
+
+
+def restart(options: argparse.Namespace, seconds: float) -> None:
+    """Go on in a new process where this one's CUDA context is lost; what failed is on record."""
+    skipped = ("--time-limit", "--peer-time-limit")
+    rest = [word for index, word in enumerate(sys.argv[1:])
+            if not word.startswith(skipped) and sys.argv[index] not in skipped]
+    limits = [f"{name}={max(0.0, value - seconds):.0f}" for name, value in zip(
+        skipped, (options.time_limit, options.peer_time_limit), strict=True)
+        if math.isfinite(value)]
+    resume = [] if options.resume else ["--resume"]
+    print("the CUDA context is lost; going on in a new process", flush=True)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, sys.argv[0], *rest, *limits, *resume])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 0 if every cell of mxpert has a time or was out of time."""
+    options, began = parse_arguments(arguments), time.monotonic()
+    try:
+        run, cells = prepare_run(options)
+    except (ValueError, TypeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{run.document.meta['device']}: {run.document.meta['ceilings']}", flush=True)
+    try:
+        run_cells(run, cells)
+    except FatalError as error:
+        print(describe(error), file=sys.stderr)
+        if arguments is not None:
+            return FATAL
+        restart(options, time.monotonic() - began)
+    run.document.save()
+    red = [key for key in run.document.failures if key[3] == Ours.impl]
+    for key in red:
+        print(f"no time for {key}: {run.document.failures[key]}", file=sys.stderr)
+    print(f"wrote {run.document.path}: {len(run.document.rows)} rows, "
+          f"{len(run.document.failures)} failures, {time.monotonic() - began:.0f} s")
+    return 1 if red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

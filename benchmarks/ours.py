@@ -1,0 +1,191 @@
+"""mxpert under test: the calls of each stage, and the gate that they pass before they are timed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+import mxpert
+from cells import GEMM_STAGES, Cell, Inputs, Model
+from mxpert.cli.measure import RunWeights, check_gate, float64_reference
+from mxpert.dispatch import Resolution
+from mxpert.errors import require
+from mxpert.formats.tensor import MXTensor
+from mxpert.routing import RoutingPlan
+from mxpert.testing.numerics import relative_l2
+from mxpert.testing.problems import random_mxfp4
+from mxpert.weights import GateUpOrder, MoEWeights
+
+Call = Callable[[], object]
+ACTIVATION = mxpert.SwiGLU()
+"""One activation for every model and implementation, gate and up interleaved, no biases: what
+differs between implementations is then their kernels alone."""
+
+SAMPLED_TOKENS = 4
+
+
+def random_weights(model: Model, device: torch.device) -> RunWeights:
+    """Uniformly random codes; scales with a standard deviation of one binade, as trained weights
+    have. Gate, up and output are of order 1, where activations bend."""
+    generator = torch.Generator(device).manual_seed(0)
+    gate_up, down = (
+        random_mxfp4((model.E, *size), rms=1.5 / size[-1] ** 0.5, scale_spread=1.0,
+                     generator=generator)
+        for size in ((2 * model.F, model.H), (model.H, model.F)))
+    return RunWeights.of(MoEWeights(gate_up, down, gate_up_order=GateUpOrder.INTERLEAVED), device)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """float64 results, rounded where kernels round, for a few tokens of the first batch.
+
+    Args:
+        tokens: int64 [S], the sampled tokens. plan: the plan of these tokens alone.
+        gate_up: [P', F] rows of that plan. layer: [S, H].
+    """
+
+    tokens: torch.Tensor
+    plan: RoutingPlan
+    gate_up: torch.Tensor | MXTensor
+    layer: torch.Tensor
+
+    @classmethod
+    def of(cls, weights: MoEWeights, inputs: Inputs, top_k: int, activation_format: str) -> Truth:
+        """Tokens spread evenly over the batch, first and last among them."""
+        count = inputs.x.shape[0]
+        tokens = torch.linspace(0, count - 1, min(SAMPLED_TOKENS, count)).long().unique()
+        tokens = tokens.to(inputs.x.device)
+        topk_weights, topk_ids = mxpert.route_topk(inputs.logits, top_k)
+        with float64_reference():
+            plan = mxpert.make_routing_plan(topk_ids[tokens], topk_weights[tokens],
+                                            num_experts=weights.num_experts, routing_block_m=16)
+            h = mxpert.moe_gate_up(inputs.x[tokens], weights, plan, activation=ACTIVATION,
+                                   activation_format=activation_format)
+            return cls(tokens, plan, h, mxpert.moe_down(h, weights, plan))
+
+    def rows_of(self, h: torch.Tensor | MXTensor, plan: RoutingPlan) -> torch.Tensor | MXTensor:
+        """Rows of the sampled tokens, taken from a whole intermediate, in this plan's order."""
+        here, there = self.plan.slot_rows.flatten().long(), plan.slot_rows[self.tokens].flatten()
+
+        def move(source: torch.Tensor) -> torch.Tensor:
+            rows = source.new_zeros((self.plan.capacity, source.shape[1]))
+            rows[here] = source[there.long()]
+            return rows
+
+        if isinstance(h, MXTensor):
+            return replace(h, qdata=move(h.qdata), scale=move(h.scale))
+        return move(h)
+
+    def gate_up_error(self, h: torch.Tensor | MXTensor, plan: RoutingPlan) -> float:
+        """Relative L2 of stage 1."""
+        rows = self.plan.slot_rows.flatten().long()
+        mine, right = (mxpert.dequantize(each) if isinstance(each, MXTensor) else each
+                       for each in (self.rows_of(h, plan), self.gate_up))
+        return relative_l2(mine[rows], right[rows])
+
+    def down_error(self, y: torch.Tensor, h: torch.Tensor | MXTensor, plan: RoutingPlan,
+                   weights: MoEWeights) -> float:
+        """Relative L2 of stage 2 that was given h."""
+        with float64_reference():
+            right = mxpert.moe_down(self.rows_of(h, plan), weights, self.plan)
+        return relative_l2(y[self.tokens], right)
+
+    def layer_error(self, y: torch.Tensor) -> float:
+        """Relative L2 of the layer."""
+        return relative_l2(y[self.tokens], self.layer)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch on its way through the layer: routing, plan, intermediate."""
+
+    inputs: Inputs
+    plan: RoutingPlan
+    h: torch.Tensor | MXTensor
+
+
+class Ours:
+    """mxpert with one activation format; `prepare` gives the calls of a cell."""
+
+    impl = "mxpert"
+
+    def __init__(self, model: Model, weights: RunWeights, activation_format: str) -> None:
+        self.model, self.weights, self.activation = model, weights, activation_format
+        self.options: dict[str, Any] = {"activation": ACTIVATION,
+                                        "activation_format": activation_format}
+
+    def prepare(self, cell: Cell, batches: Sequence[Inputs],
+                stages: Sequence[str]) -> tuple[dict[str, list[Call]], dict[str, float]]:
+        """Calls by stage, one for each batch, and the relative L2 to float64 of those that passed.
+
+        Raises:
+            GateError: a stage is wrong; nothing of this cell is timed then.
+        """
+        weights = self._chosen_weights(batches[0])[0]
+        ready = [self._batch(weights, inputs) for inputs in batches]
+        if self._chosen_weights(batches[0])[1].kernel.backend != "hopper":
+            stages = [stage for stage in stages if stage not in GEMM_STAGES]
+        calls = {stage: [self._call(stage, weights, batch) for batch in ready] for stage in stages}
+        truth = Truth.of(self.weights.plain, batches[0], self.model.k, self.activation)
+        errors = self._errors(truth, weights, ready[0])
+        for stage, error in errors.items():
+            check_gate(f"{cell} {self.activation} {stage}", error, stage, self.activation)
+        by_stage = {stage: errors[stage.removesuffix("_gemm")] for stage in calls}
+        return calls, by_stage
+
+    def _chosen_weights(self, inputs: Inputs) -> tuple[MoEWeights, Resolution]:
+        routed = mxpert.route_topk(inputs.logits, self.model.k)
+        return self.weights.resolve(lambda each: mxpert.explain(
+            mxpert.fused_moe, inputs.x, each, routed[1], routed[0], **self.options), None)
+
+    def _batch(self, weights: MoEWeights, inputs: Inputs) -> Batch:
+        """The plan has the padding unit that the layer itself would choose for these tokens."""
+        resolution = self._chosen_weights(inputs)[1]
+        topk_weights, topk_ids = mxpert.route_topk(inputs.logits, self.model.k)
+        plan = mxpert.make_routing_plan(topk_ids, topk_weights, num_experts=self.model.E,
+                                        routing_block_m=resolution.config.routing_block_m)
+        h = mxpert.moe_gate_up(inputs.x, weights, plan, **self.options)
+        return Batch(inputs, plan, h)
+
+    def _call(self, stage: str, weights: MoEWeights, batch: Batch) -> Call:
+        match stage:
+            case "gate_up":
+                return functools.partial(mxpert.moe_gate_up, batch.inputs.x, weights, batch.plan,
+                                         **self.options)
+            case "down":
+                return functools.partial(mxpert.moe_down, batch.h, weights, batch.plan)
+            case "layer":
+                return functools.partial(self._layer, weights, batch.inputs)
+        return self._gemm(stage, weights, batch)
+
+    def _layer(self, weights: MoEWeights, inputs: Inputs) -> torch.Tensor:
+        topk_weights, topk_ids = mxpert.route_topk(inputs.logits, self.model.k)
+        return mxpert.fused_moe(inputs.x, weights, topk_ids, topk_weights, **self.options)
+
+    def _errors(self, truth: Truth, weights: MoEWeights, batch: Batch) -> dict[str, float]:
+        y = mxpert.moe_down(batch.h, weights, batch.plan)
+        return {"gate_up": truth.gate_up_error(batch.h, batch.plan),
+                "down": truth.down_error(y, batch.h, batch.plan, self.weights.plain),
+                "layer": truth.layer_error(self._layer(weights, batch.inputs))}
+
+    def _gemm(self, stage: str, weights: MoEWeights, batch: Batch) -> Call:
+        """The Hopper GEMM kernel with its epilogue, as the stage itself launched it: its rows are
+        encoded already, as the peers' kernels are given quantised rows."""
+        from mxpert.backends.hopper import moe as hopper
+
+        launches: list[Call] = []
+
+        def record(*args: Any, **kwargs: Any) -> None:
+            launches.append(functools.partial(multiply, *args, **kwargs))
+            multiply(*args, **kwargs)
+
+        multiply = hopper.multiply
+        with mock.patch.object(hopper, "multiply", record):
+            self._call(stage.removesuffix("_gemm"), weights, batch)()
+        require(len(launches) == 1, "compare", stage, need="one GEMM launch", got=len(launches))
+        return launches[0]
