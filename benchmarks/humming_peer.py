@@ -166,9 +166,9 @@ class Projection:
     def activate(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """SwiGLU of interleaved rows, quantised in the same launch where this stage wants it."""
         process = importlib.import_module("humming.forward").may_process_input
-        values, _, scale = process(self.config, rows, activation_type="binary_interleaved",
-                                   activation_impl=_SWIGLU)
-        return values, scale
+        values, group_scale, token_scale = process(
+            self.config, rows, activation_type="binary_interleaved", activation_impl=_SWIGLU)
+        return values, token_scale if group_scale is None else group_scale
 
     def multiply(self, launch: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor | None,
                  out: torch.Tensor, aligned: tuple[torch.Tensor, ...], top_k: int) -> None:

@@ -128,9 +128,11 @@ class Ours:
         """
         weights = self._chosen_weights(batches[0])[0]
         ready = [self._batch(weights, inputs) for inputs in batches]
-        if self._chosen_weights(batches[0])[1].kernel.backend != "hopper":
-            stages = [stage for stage in stages if stage not in GEMM_STAGES]
-        calls = {stage: [self._call(stage, weights, batch) for batch in ready] for stage in stages}
+        calls = {stage: [self._call(stage, weights, batch) for batch in ready]
+                 for stage in stages if stage not in GEMM_STAGES}
+        if self._chosen_weights(batches[0])[1].kernel.backend == "hopper":
+            for stage in (each for each in stages if each in GEMM_STAGES):
+                calls[stage] = [self._gemm(stage, weights, batch) for batch in ready]
         truth = Truth.of(self.weights.plain, batches[0], self.model.k, self.activation)
         errors = self._errors(truth, weights, ready[0])
         for stage, error in errors.items():
@@ -159,9 +161,7 @@ class Ours:
                                          **self.options)
             case "down":
                 return functools.partial(mxpert.moe_down, batch.h, weights, batch.plan)
-            case "layer":
-                return functools.partial(self._layer, weights, batch.inputs)
-        return self._gemm(stage, weights, batch)
+        return functools.partial(self._layer, weights, batch.inputs)
 
     def _layer(self, weights: MoEWeights, inputs: Inputs) -> torch.Tensor:
         topk_weights, topk_ids = mxpert.route_topk(inputs.logits, self.model.k)

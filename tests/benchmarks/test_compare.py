@@ -1,0 +1,292 @@
+"""The comparison with peers: its document, its order, its ratios, and the script on tiny models."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import cells
+import compare
+import document
+import ours
+import peers
+import pytest
+import render
+import routing
+import torch
+from document import Document, make_row, row_key, validate
+
+import mxpert
+from mxpert.testing.timing import Timing, time_graph
+
+CEILINGS = {"read_tbs": 4.0, "bf16_tflops": 700.0, "fp8_tflops": 1300.0}
+META: dict[str, Any] = {"device": "a GPU", "clocks": {}, "versions": {}, "commit": "abc",
+                        "date": "2026-01-01", "protocol": {"power": "idle"}, "ceilings": CEILINGS}
+
+
+def row(impl: str = "mxpert", us: float = 10.0, *, model: str = "dsv3-ep8", tokens: int = 16,
+        activation: str = "bf16", stage: str = "layer") -> dict[str, Any]:
+    cell = cells.Cell(cells.MODELS[model], tokens)
+    return make_row(cell, 31.5, impl, activation, stage, Timing(us, us, us + 1, 5), 1e-3, CEILINGS)
+
+
+def test_a_row_is_set_against_the_ceilings_of_its_run() -> None:
+    found = row(us=50.0, model="gpt-oss-120b", stage="down_gemm")
+    weight_bytes = 31.5 * 2880 * 2880 * 4.25 / 8
+    assert found["tbs"] == pytest.approx(weight_bytes / 50e-6 / 1e12)
+    assert found["tflops"] == pytest.approx(2 * 16 * 4 * 2880 * 2880 / 50e-6 / 1e12)
+    assert found["percent_of_roof"] == pytest.approx(100 * weight_bytes / 4e12 / 50e-6)
+    assert found["us_spread"] == 1.0
+
+
+def test_the_compute_roof_is_that_of_the_activation_width() -> None:
+    bf16, fp8 = (row(us=1e4, tokens=8192, activation=name) for name in ("bf16", "mxfp8"))
+    assert bf16["percent_of_roof"] / fp8["percent_of_roof"] == pytest.approx(1300 / 700)
+
+
+def test_a_sound_document_is_valid() -> None:
+    validate({"meta": META | {"peers": {}, "failures": []}, "rows": [row(), row("marlin")]})
+
+
+@pytest.mark.parametrize("spoil, complaint", [
+    pytest.param(lambda d: d.pop("rows"), "need meta and rows", id="no-rows"),
+    pytest.param(lambda d: d["meta"].pop("clocks"), "meta", id="no-clocks"),
+    pytest.param(lambda d: d["meta"].update(extra=1), "meta", id="unknown-meta"),
+    pytest.param(lambda d: d["rows"][0].pop("hit"), r"rows\[0\]", id="missing-column"),
+    pytest.param(lambda d: d["rows"][0].update(us="1"), r"rows\[0\]\.us", id="text-for-a-time"),
+    pytest.param(lambda d: d["rows"][0].update(us=0), r"rows\[0\]\.us", id="zero-time"),
+    pytest.param(lambda d: d["rows"][0].update(T=True), r"rows\[0\]\.T", id="bool-for-a-number"),
+    pytest.param(lambda d: d["rows"][0].update(stage="up"), "stage", id="unknown-stage"),
+    pytest.param(lambda d: d["rows"].append(dict(d["rows"][0])), "twice", id="row-twice"),
+])
+def test_a_spoilt_document_is_refused(spoil: Any, complaint: str) -> None:
+    broken = {"meta": dict(META), "rows": [row()]}
+    spoil(broken)
+    with pytest.raises(ValueError, match=complaint):
+        validate(broken)
+
+
+def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ValueError, match="need the JSON of compare"):
+        document.load(tmp_path / "x.json")
+
+
+def test_resume_keeps_rows_and_failures(tmp_path: Path) -> None:
+    first = Document(tmp_path / "x.json", dict(META))
+    first.add(row())
+    first.fail(row_key(row("humming")), "RuntimeError: no")
+    first.save()
+    again = Document.resume(first.path, META | {"date": "2027-01-01", "ceilings": {}})
+    assert again.is_done(row_key(row()))
+    assert again.is_done(row_key(row("humming")))
+    assert not again.is_done(row_key(row(tokens=4)))
+    assert again.meta["date"] == META["date"]
+    assert again.meta["ceilings"] == CEILINGS
+
+
+@pytest.mark.parametrize("name", ["device", "commit", "protocol"])
+def test_resume_refuses_another_run(tmp_path: Path, name: str) -> None:
+    Document(tmp_path / "x.json", dict(META)).save()
+    with pytest.raises(ValueError, match=name):
+        Document.resume(tmp_path / "x.json", META | {name: "other"})
+
+
+def test_important_cells_come_first() -> None:
+    found = cells.ordered_cells(list(cells.MODELS.values())[::-1], cells.TOKENS)
+    assert len(set(found)) == 6 * 9
+    assert [str(cell) for cell in found[:2]] == ["gpt-oss-120b T=1 uniform",
+                                                "gpt-oss-120b T=16 uniform"]
+    tokens = [cell.tokens for cell in found]
+    assert {4, 64, 4096}.isdisjoint(tokens[:36])
+    assert set(tokens[36:]) == {4, 64, 4096}
+
+
+@pytest.mark.parametrize("name", cells.ROUTINGS)
+def test_inputs_are_the_same_on_every_run(name: str) -> None:
+    cell = cells.Cell(cells.tiny(cells.MODELS["dsv4-flash"]), 4, name)
+    once, twice = (cells.random_inputs(cell, torch.device("cpu")) for _ in range(2))
+    assert len(once) == cell.rotations == 2
+    assert all(a.logits.equal(b.logits) and a.x.equal(b.x)
+               for a, b in zip(once, twice, strict=True))
+    assert not once[0].logits.equal(once[1].logits)
+    if name == "hot":
+        assert (once[0].logits.argmax(1)[::2] == 0).all()
+
+
+def test_ratios_compare_equal_widths_with_the_best_peer() -> None:
+    rows = [row(us=10), row("marlin", 40), row("triton_kernels", 20),
+            row(us=30, activation="mxfp8"), row("humming", 15, activation="fp8_token"),
+            row(us=5, tokens=1024), row(us=7, stage="down")]
+    found = {(each.width, each.tokens): each for each in render.ratios(rows)}
+    assert set(found) == {("a16", 16), ("a8", 16)}
+    assert (found["a16", 16].peer, found["a16", 16].value) == ("triton_kernels", 0.5)
+    assert found["a8", 16].value == 2.0
+    assert [each.width for each in render.slower_cells(found.values())] == ["a8"]
+
+
+def test_geometric_means_by_stage_and_regime() -> None:
+    rows = [row(us=10, tokens=1), row("marlin", 40, tokens=1), row(us=10, tokens=256),
+            row("marlin", 10, tokens=256), row(us=30, tokens=1024), row("marlin", 10, tokens=1024)]
+    assert render.geometric_means(render.ratios(rows)) == {
+        ("a16", "layer", "decode"): (pytest.approx(0.5), 2, 1.0),
+        ("a16", "layer", "prefill"): (pytest.approx(3.0), 1, 3.0)}
+
+
+def test_layer_overhead_needs_all_three_times() -> None:
+    rows = [row(us=13), row(us=8, stage="gate_up_gemm"), row(us=4, stage="down_gemm"),
+            row(us=9, tokens=64)]
+    assert render.layer_overheads(rows) == {("dsv3-ep8", 16, "uniform", "bf16"): 13 / 12}
+
+
+def test_everything_is_rendered_from_the_json_alone(tmp_path: Path) -> None:
+    rows = [row(us=10), row("marlin", 8), row(us=8, stage="gate_up_gemm"),
+            row("marlin", 9, stage="gate_up_gemm")]
+    failure = dict(zip(document.KEY_COLUMNS, row_key(row("humming")), strict=True))
+    text = json.dumps({"meta": META | {"peers": {"humming/bf16": "absent: no nvcc"},
+                                       "failures": [failure | {"error": "no nvcc"}]},
+                       "rows": rows})
+    (tmp_path / "moe.json").write_text(text)
+    assert render.main([str(tmp_path / "moe.json")]) == 0
+    full = (tmp_path / "moe.md").read_text()
+    assert "10.0 µs, marlin 8.0 µs, 1.25×" in full
+    assert "absent: no nvcc" in full
+    assert "10 (1.25×)" in (tmp_path / "moe-summary.md").read_text()
+    assert (tmp_path / "moe.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_render_refuses_what_is_no_comparison(tmp_path: Path) -> None:
+    assert render.main([str(tmp_path / "absent.json")]) == 2
+
+
+def test_a_variant_that_fails_leaves_the_others_timed() -> None:
+    failures: dict[str, Exception] = {}
+    found = time_graph({"bad": [lambda: 1 / 0], "good": [lambda: None]}, device="cpu", repeats=1,
+                       failures=failures)
+    assert set(found) == {"good"}
+    assert isinstance(failures["bad"], ZeroDivisionError)
+
+
+def dry_run(path: Path, *arguments: str) -> dict[str, Any]:
+    compare.main(["--dry-run", "--models", "dsv3-ep8", "--tokens", "1,16", "--output", str(path),
+                  *arguments])
+    return document.load(path)
+
+
+def test_a_dry_run_walks_all_cells(tmp_path: Path) -> None:
+    found = dry_run(tmp_path / "x.json", "--routings", "uniform,hot", "--commit", "abc")
+    assert {row_key(each) for each in found["rows"]} == {
+        ("dsv3-ep8", tokens, name, "mxpert", activation, stage) for tokens in (1, 16)
+        for name in ("uniform", "hot") for activation in ("bf16", "mxfp8")
+        for stage in ("gate_up", "down", "layer")}
+    assert found["meta"]["commit"] == "abc"
+    assert {each["error"] for each in found["meta"]["failures"]} == {compare.NO_GEMM}
+    assert all(each["rel_l2"] < 1e-2 for each in found["rows"])
+
+
+def test_a_resumed_run_measures_what_is_missing(tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    first = dry_run(path, "--tokens", "1", "--commit", "abc")
+    measured = []
+    collect = compare.collect
+    monkeypatch.setattr(compare, "collect", lambda run, cell, *rest: (
+        measured.append(str(cell)), collect(run, cell, *rest))[1])
+    again = dry_run(path, "--resume", "--commit", "abc")
+    assert measured == ["dsv3-ep8 T=16 uniform"]
+    assert again["rows"][:len(first["rows"])] == first["rows"]
+
+
+def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = mxpert.fused_moe
+    monkeypatch.setattr(mxpert, "fused_moe", lambda *args, **kwargs: 1.1 * right(*args, **kwargs))
+    monkeypatch.setitem(compare.build_model.__globals__, "Ours", PlainOurs)
+    found = dry_run(tmp_path / "x.json", "--activations", "a16")
+    assert found["rows"] == []
+    assert all("relative L2" in each["error"] for each in found["meta"]["failures"])
+    assert len(found["meta"]["failures"]) == 2 * len(cells.STAGES)
+
+
+class PlainOurs(ours.Ours):
+    """Chooses weights without asking about the function that the test replaced."""
+
+    def _chosen_weights(self, inputs: cells.Inputs) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mxpert, "fused_moe", sys.modules["mxpert.ops.moe"].fused_moe)
+            return super()._chosen_weights(inputs)
+
+
+class FakePeer:
+    """Two variants of different speed; its down stage cannot run."""
+
+    impl, activation, same_weights = "humming", "bf16", True
+
+    def __init__(self, model: cells.Model) -> None:
+        self.model = model
+
+    def prepare(self, cell: cells.Cell, batches: Any) -> peers.Variants:
+        def layer() -> torch.Tensor:
+            return torch.ones(cell.tokens, self.model.H, dtype=torch.bfloat16)
+
+        def fail() -> None:
+            raise RuntimeError("cannot")
+
+        stages = dict.fromkeys(cells.STAGES, layer) | {"down": fail}
+        calls = {stage: [call] * len(batches) for stage, call in stages.items()}
+        return {"padding 0": calls, "padding 128": calls}
+
+
+@pytest.fixture
+def fake_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(run: compare.Run, model: cells.Model, key: tuple[str, str]) -> FakePeer:
+        if key == ("humming", "bf16"):
+            return FakePeer(model)
+        raise ImportError(f"no {key[0]}")
+
+    monkeypatch.setattr(compare, "make_peer", make)
+    monkeypatch.setattr(compare, "start_compiler", lambda run, cells: None)
+
+
+@pytest.mark.usefixtures("fake_peers")
+def test_peers_fail_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = dry_run(tmp_path / "x.json", "--peers", str(tmp_path), "--tokens", "1")
+    theirs = {each["stage"]: each for each in found["rows"] if each["impl"] == "humming"}
+    assert set(theirs) == set(cells.STAGES) - {"down"}
+    assert theirs["layer"]["rel_l2"] > 0.1
+    assert theirs["gate_up"]["rel_l2"] is None
+    failed = {(each["impl"], each["activation"], each["stage"])
+              for each in found["meta"]["failures"] if each["impl"] != "mxpert"}
+    absent = {("triton_kernels", "bf16"), ("marlin", "bf16"), ("humming", "fp8_token")}
+    assert failed == {("humming", "bf16", "down")} | {
+        (*key, stage) for key in absent for stage in cells.STAGES}
+    assert found["meta"]["peers"]["marlin/bf16"].startswith("absent: ImportError")
+    assert found["meta"]["peers"]["humming/bf16"] == "present"
+
+
+def test_after_the_time_limit_nothing_is_measured(tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    found = dry_run(tmp_path / "x.json", "--time-limit", "0")
+    assert found["rows"] == []
+    assert "2 cells left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [
+    pytest.param(["--models", "gpt-5"], id="model"), pytest.param(["--tokens", "0"], id="tokens"),
+    pytest.param(["--activations", "a7"], id="activation"),
+    pytest.param(["--stages", ""], id="no-stage"),
+    pytest.param(["--peers", "/nonexistent"], id="peers")])
+def test_bad_options_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(["--dry-run", *arguments]) == 2
+    assert "need" in capsys.readouterr().err
+
+
+def test_routing_times_every_router_and_op(tmp_path: Path,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    assert routing.main(["--dry-run", "--tokens", "1,5", "--output", str(tmp_path / "r.json")]) == 0
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert len(found["device_rows"]) == 4 * 2 * 3
+    assert {each["op"] for each in found["host_rows"]} >= {"fused_moe bf16", "fused_moe mxfp8"}
+    assert "| both E=384 k=8 |" in capsys.readouterr().out
