@@ -290,3 +290,16 @@ def test_routing_times_every_router_and_op(tmp_path: Path,
     assert len(found["device_rows"]) == 4 * 2 * 3
     assert {each["op"] for each in found["host_rows"]} >= {"fused_moe bf16", "fused_moe mxfp8"}
     assert "| both E=384 k=8 |" in capsys.readouterr().out
+
+
+def test_a_gemm_is_the_launch_that_the_stage_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = pytest.importorskip("mxpert.backends.hopper.moe")
+    launched = []
+    monkeypatch.setattr(hopper, "multiply", lambda *args, **kwargs: launched.append((args, kwargs)))
+    model = cells.tiny(cells.MODELS["dsv3-ep8"])
+    implementation = ours.Ours(model, ours.random_weights(model, torch.device("cpu")), "bf16")
+    monkeypatch.setattr(implementation, "_call", lambda stage, weights, batch: (
+        lambda: hopper.multiply(stage, weighted=False)))
+    call = implementation._gemm("down_gemm", None, None)
+    call()
+    assert launched == [(("down",), {"weighted": False})] * 2
