@@ -427,7 +427,8 @@ def test_a_bad_token_spoils_itself_alone(
         y = run(replace(clean, x=x), a_format, **options)
     others = torch.arange(65, device=device) != 7
     assert_exact(y[others], expected[others], "other tokens")
-    assert not y[7].isfinite().any(), "a NaN or infinity must not turn into plausible numbers"
+    if math.isnan(bad):  # an infinity may end in the limit of an activation
+        assert y[7].isnan().all(), "a NaN must not turn into plausible numbers"
 
 
 def test_wide_range_rows_fall_back(device: torch.device) -> None:

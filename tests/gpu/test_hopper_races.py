@@ -1,0 +1,171 @@
+"""Race hunt for the kernels that feed wgmma's operand A from registers.
+
+Every variant runs again and again on the same data and must give the same bits, with other work on
+the GPU at the same time; then the data are replaced. Repeats come from ``--race-repeats`` (20000
+for the long hunt). A graph holds both stages and the comparison, so that repeats cost little and
+nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import mxpert
+from mxpert import Combine, GateUpOrder, GemmConfig, MoEWeights, SiLU, SwiGLU
+from mxpert.dispatch import detect_target
+from mxpert.formats import MXTensor
+from mxpert.formats.tensor import Layout
+from mxpert.problem import Activation, MoEOptions, MoEProblem, Op
+from mxpert.routing import RoutingPlan
+from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+
+heuristics = pytest.importorskip("mxpert.backends.hopper.heuristics", reason="needs Gluon")
+
+pytestmark = pytest.mark.gpu
+
+FRESH = 100
+"""Repeats on the same data."""
+
+SHAPES: dict[str, MoEShape] = {
+    "swiglu_bias": MoEShape(1472, 704, 16, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True),
+    "silu": MoEShape(1472, 704, 16, 4, SiLU()),
+}
+ROWS_PER_EXPERT = {8: 5, 16: 12, 32: 30, 64: 150}
+"""By block_m: tiles of several blocks, the last of them not full."""
+
+
+def variants() -> dict[str, tuple[str, GemmConfig]]:
+    """Format and tile of every GEMM binary; mxfp4 rows share those of mxfp8 rows."""
+    found = {}
+    target = replace(detect_target("cpu"), kind="cuda", arch="sm_90")
+    for a_format in ("bf16", "mxfp8"):
+        problem = MoEProblem(Op.FUSED_MOE, target, 64, 4, 32, 2880, 2880,
+                             MoEOptions(activation_format=a_format), Layout.HOPPER_FRAGMENT)
+        for layer in heuristics.layer_configs(problem):
+            kind = "prefill" if heuristics.is_prefill(layer.gate_up) else "decode"
+            found[f"{a_format}-{kind}{layer.gate_up.block_m}"] = (a_format, layer.gate_up)
+    return found
+
+
+@dataclass(frozen=True)
+class Hunt:
+    """Fixed buffers of one variant, and what runs on them."""
+
+    inputs: MoEInputs
+    plan: RoutingPlan
+    a_format: str
+    generator: torch.Generator
+
+    @classmethod
+    def of(cls, shape: MoEShape, a_format: str, config: GemmConfig, device: torch.device) -> Hunt:
+        num_tokens = ROWS_PER_EXPERT[config.block_m] * shape.num_experts // shape.top_k + 1
+        inputs = random_moe_problem(shape, num_tokens, device=device)
+        inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
+        with mxpert.override():
+            plan = mxpert.make_routing_plan(
+                inputs.topk_ids, inputs.topk_weights, num_experts=shape.num_experts,
+                routing_block_m=config.block_m)
+        return cls(inputs, plan, a_format, torch.Generator(device).manual_seed(1))
+
+    def renew(self) -> None:
+        """Other activations, and other weights, drawn in their packed form."""
+        self.inputs.x.normal_(generator=self.generator)
+        for part in projections(self.inputs.weights):
+            part.qdata.random_(0, 256, generator=self.generator)
+            part.scale.random_(0, 15, generator=self.generator)
+            assert part.reference is not None
+            part.reference.random_(119, 123, generator=self.generator)
+
+    def run(self) -> tuple[torch.Tensor, ...]:
+        """Both stages; rows of real tokens only, as bits."""
+        activation: Activation = self.inputs.activation
+        places = self.plan.slot_rows.flatten().long()
+        h = mxpert.moe_gate_up(self.inputs.x, self.inputs.weights, self.plan,
+                               activation=activation, activation_format=self.a_format)
+        y = mxpert.moe_down(h, self.inputs.weights, self.plan, combine=Combine.FLAT,
+                            out_dtype=torch.float32)
+        rows = (h.qdata, h.scale) if isinstance(h, MXTensor) else (h.view(torch.int16),)
+        return tuple(tensor[places] for tensor in (*rows, y.view(torch.int32)))
+
+
+def projections(weights: MoEWeights) -> tuple[MXTensor, MXTensor]:
+    return weights.gate_up_proj, weights.down_proj
+
+
+class Load:
+    """Matrix products and copies on another stream, which compete for SMs, caches and memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.matrix = torch.randn(2048, 2048, dtype=torch.bfloat16, device=device)
+        self.memory = torch.empty(1 << 26, dtype=torch.uint8, device=device)
+
+    def start(self, rounds: int) -> None:
+        with torch.cuda.stream(self.stream):
+            for _ in range(rounds):
+                torch.mm(self.matrix, self.matrix)
+                self.memory.add_(1)
+
+
+@pytest.fixture(autouse=True)
+def hopper_only(device: torch.device) -> Iterator[None]:
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    yield
+    torch.cuda.synchronize(device)
+
+
+def hunt(run: Callable[[], tuple[torch.Tensor, ...]], renew: Callable[[], None], repeats: int,
+         device: torch.device) -> int:
+    """Values that ever differed from the first result on the same data."""
+    load = Load(device)
+    first = [result.clone() for result in run()]
+    torch.cuda.synchronize(device)
+    differing = torch.zeros((), dtype=torch.int64, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for result, expected in zip(run(), first, strict=True):
+            differing.add_((result != expected).sum())
+    for _ in range(-(-repeats // FRESH)):
+        renew()
+        for expected, result in zip(first, run(), strict=True):
+            expected.copy_(result)
+        torch.cuda.synchronize(device)
+        load.start(20)
+        for _ in range(min(FRESH, repeats)):
+            graph.replay()
+    torch.cuda.synchronize(device)
+    return int(differing)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("a_format, config", variants().values(), ids=variants())
+def test_repeats_give_the_same_bits(
+    a_format: str, config: GemmConfig, shape: str, device: torch.device,
+    pytestconfig: pytest.Config,
+) -> None:
+    repeats = pytestconfig.getoption("--race-repeats")
+    variant = Hunt.of(SHAPES[shape], a_format, config, device)
+    with mxpert.override(backend="hopper", config=config):
+        results = variant.run()
+        assert any(result.any() for result in results)
+        differing = hunt(variant.run, variant.renew, repeats, device)
+    assert differing == 0, f"{differing} values differed in {repeats} repeats"
+
+
+def test_the_hunt_catches_a_race(device: torch.device) -> None:
+    """Control: an operand that changes from one repeat to the next."""
+    counter = torch.zeros(8, dtype=torch.int32, device=device)
+    x = torch.zeros(1000, dtype=torch.int32, device=device)
+
+    def racy(**_: Any) -> tuple[torch.Tensor, ...]:
+        counter.add_(1)
+        return ((x + (counter[0] % 50 == 0)).clone(),)
+
+    assert hunt(racy, x.zero_, 200, device) > 0
