@@ -1,178 +1,57 @@
-"""The Hopper kernels on a Hopper GPU: every tile at every token count, options, graphs, repeats.
-
-The float64 reference runs on the GPU on identically quantised operands, once per problem: a token's
-result does not depend on the others, so that smaller batches are compared with its first rows.
-"""
+"""The Hopper kernels' numbers on a Hopper GPU: every tile at every token count."""
 
 from __future__ import annotations
 
-import functools
-import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 import mxpert
-from mxpert import Combine, GateUpOrder, GemmConfig, MoEWeights, ReferenceConfig
-from mxpert.dispatch import detect_target
+from mxpert import Combine, GateUpOrder, GemmConfig, MoEWeights
 from mxpert.formats import MXTensor, dequantize_blocks, pack_codes, unpack_codes
-from mxpert.formats.tensor import Layout
-from mxpert.problem import (
-    ACTIVATION_FORMATS,
-    ClampedSiLU,
-    MoEOptions,
-    MoEProblem,
-    Op,
-    SiLU,
-    SiTUv2,
-    SwiGLU,
-)
+from mxpert.problem import SwiGLU
 from mxpert.routing import RoutingPlan
 from mxpert.testing.exact import exact_moe_problem
 from mxpert.testing.numerics import (
-    END_TO_END_GATE,
     STAGE_GATE,
-    accumulation_error,
     assert_close_relative,
     assert_exact,
-    requantisation_error,
     stage_tolerance,
 )
 from mxpert.testing.poison import nan_filled_scratch
-from mxpert.testing.problems import MODEL_SHAPES, MoEInputs, MoEShape, Routing, random_moe_problem
+from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
 
-heuristics = pytest.importorskip("mxpert.backends.hopper.heuristics", reason="needs Gluon")
+from .hopper_problems import (
+    CASES,
+    FLOAT64,
+    PROMOTED,
+    SMALL,
+    TENSOR_CORE_BITS,
+    TOKENS,
+    Case,
+    cases,
+    first_tokens,
+    formats,
+    intermediate_tolerance,
+    layer,
+    prepared,
+    require_hopper,
+    run,
+    tiles,
+    tiles_of,
+)
 
 pytestmark = pytest.mark.gpu
-
-TOKENS = (1, 2, 7, 17, 33, 65, 129, 300, 777, 2049)
-FLOAT64 = ReferenceConfig(torch.float64)
-PROMOTED = 256
-"""FP8 tensor cores sum this many products with 14 bits, then add to float32."""
-TENSOR_CORE_BITS = 14
-NOISE = 2 * accumulation_error(PROMOTED, significant_bits=TENSOR_CORE_BITS, terms_per_rounding=32)
-"""Relative error of the activation's output before it is rounded (an instruction adds 32 products;
-the activation at most doubles relative errors)."""
-FEW = 1 << 14
-"""Intermediate values below which single flips decide."""
-
-SMALL = MoEShape(hidden_size=704, intermediate_size=384, num_experts=9, top_k=3)
-"""Odd numbers of row units (11) and of depth units (3), depths that are no whole units (5.5)."""
-
-CASES: dict[str, tuple[MoEShape, bool]] = {
-    "gpt_oss": (replace(SMALL, activation=SwiGLU(), gate_up_order=GateUpOrder.INTERLEAVED,
-                        has_bias=True), False),
-    "deepseek": (replace(SMALL, activation=SiLU()), False),
-    "clamped_on_input": (replace(SMALL, activation=ClampedSiLU(), has_bias=True,
-                                 gate_up_order=GateUpOrder.INTERLEAVED_16), True),
-    "situ": (replace(SMALL, activation=SiTUv2(), gate_up_order=GateUpOrder.INTERLEAVED), False),
-}
-"""Layers that cover activations, orders, biases and both places of the routing weight."""
-
-cases = pytest.mark.parametrize("case", CASES)
-formats = pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
-
-
-def tiles_of(a_format: str) -> dict[str, GemmConfig]:
-    """Every tile that the dispatcher can choose for a format, by name."""
-    target = replace(detect_target("cpu"), kind="cuda", arch="sm_90")
-    problem = MoEProblem(Op.FUSED_MOE, target, 64, 4, 32, 2880, 2880,
-                         MoEOptions(activation_format=a_format), Layout.HOPPER_FRAGMENT)
-    configs = dict.fromkeys(c.gate_up for c in heuristics.layer_configs(problem))
-    return {f"{'prefill' if heuristics.is_prefill(c) else 'decode'}{c.block_m}": c
-            for c in configs}
-
-
-TILES = [(a_format, name) for a_format in ACTIVATION_FORMATS for name in tiles_of(a_format)]
-tiles = pytest.mark.parametrize("a_format, tile", TILES, ids=["-".join(t) for t in TILES])
 
 
 @pytest.fixture(autouse=True)
 def hopper_only(device: torch.device) -> Iterator[None]:
     """The Hopper kernels answer, or nobody; scratch and outputs start as NaN."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+    require_hopper(device)
     with mxpert.override(backend="hopper"), nan_filled_scratch():
         yield
-
-
-def prepared(weights: MoEWeights) -> MoEWeights:
-    result = weights.prepare(device=weights.device)
-    assert result.layout is Layout.HOPPER_FRAGMENT
-    return result
-
-
-def first_tokens(inputs: MoEInputs, count: int) -> MoEInputs:
-    return replace(inputs, x=inputs.x[:count], topk_ids=inputs.topk_ids[:count],
-                   topk_weights=inputs.topk_weights[:count])
-
-
-def run(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:
-    return mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_ids, inputs.topk_weights,
-                            activation=inputs.activation, activation_format=a_format, **options)
-
-
-def reference(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:
-    """float64 [T, H] of ROW_MAJOR weights."""
-    with mxpert.override(backend="reference", config=FLOAT64):
-        return run(inputs, a_format, out_dtype=torch.float64, **options)
-
-
-def intermediate_tolerance(a_format: str, numel: int) -> float:
-    """Relative L2 of stage 1's output: rounding, and codes that accumulator noise pushes over a
-    boundary.
-
-    The gate holds where flips average out. A single flip of an e2m1 code is half of a value: among
-    a thousand values that alone is above the gate, and over many the FP8 accumulator's 14 bits
-    flip more than a float32 accumulator's, so that mxfp4 is held to the derivation itself.
-    """
-    if a_format == "bf16":
-        return stage_tolerance(a_format, torch.bfloat16, PROMOTED, numel=numel,
-                               accumulator_bits=TENSOR_CORE_BITS)
-    derived = requantisation_error(a_format, NOISE, numel)
-    return derived if a_format == "mxfp4" or numel < FEW else min(END_TO_END_GATE, derived)
-
-
-def layer_tolerance(a_format: str, out_dtype: torch.dtype, inputs: MoEInputs,
-                    num_tokens: int) -> float:
-    """Stage 2's rounding and the flips of the intermediate, which arrive with their relative size
-    (twice that where the rows of a token cancel)."""
-    top_k, weights = inputs.topk_ids.shape[1], inputs.weights
-    numel = num_tokens * top_k * weights.intermediate_size
-    stage_two = stage_tolerance(a_format, out_dtype, PROMOTED, top_k=top_k, cancellation=2.0,
-                                numel=num_tokens * weights.hidden_size,
-                                accumulator_bits=TENSOR_CORE_BITS)
-    flips = requantisation_error(None if a_format == "bf16" else a_format, NOISE, numel)
-    derived = math.hypot(stage_two, 2 * flips)
-    return derived if a_format == "mxfp4" or numel < FEW else min(END_TO_END_GATE, derived)
-
-
-class Case:
-    """A problem, its prepared weights and its reference."""
-
-    def __init__(self, inputs: MoEInputs, a_format: str, **options: Any) -> None:
-        self.inputs, self.a_format, self.options = inputs, a_format, options
-        self.prepared = replace(inputs, weights=prepared(inputs.weights))
-        self.expected = reference(inputs, a_format, **options)
-
-    def check(self, num_tokens: int, what: str, *, out_dtype: torch.dtype = torch.bfloat16,
-              combine: Combine = Combine.REDUCE) -> None:
-        y = run(first_tokens(self.prepared, num_tokens), self.a_format, out_dtype=out_dtype,
-                combine=combine, **self.options)
-        assert y.dtype == out_dtype
-        tolerance = layer_tolerance(self.a_format, out_dtype, self.inputs, num_tokens)
-        assert_close_relative(y, self.expected[:num_tokens], tolerance, f"{what}, T = {num_tokens}")
-
-
-@functools.cache
-def layer(case: str, a_format: str, device: torch.device) -> Case:
-    shape, on_input = CASES[case]
-    inputs = random_moe_problem(shape, max(TOKENS), device=device)
-    return Case(inputs, a_format, apply_router_weight_on_input=on_input)
 
 
 # --- numbers ------------------------------------------------------------------------------------
@@ -406,145 +285,3 @@ def test_zero_blocks_under_any_scale(a_format: str, tile: str, device: torch.dev
             *parts, gate_up_order=inputs.weights.gate_up_order))), a_format)
             for parts in (plain, odd)]
     assert_exact(results[1], results[0], "zero blocks", ignore_zero_sign=True)
-
-
-# --- faults stay where they are -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
-@pytest.mark.parametrize("tile", ["decode8", "prefill64"])
-@cases
-@formats
-def test_a_bad_token_spoils_itself_alone(
-    a_format: str, case: str, tile: str, bad: float, device: torch.device,
-) -> None:
-    clean = first_tokens(layer(case, a_format, device).prepared, 65)
-    x = clean.x.clone()
-    x[7, 100] = bad
-    options = dict(apply_router_weight_on_input=CASES[case][1])
-    with mxpert.override(backend="hopper", config=tiles_of(a_format)[tile]):
-        expected = run(clean, a_format, **options)
-        y = run(replace(clean, x=x), a_format, **options)
-    others = torch.arange(65, device=device) != 7
-    assert_exact(y[others], expected[others], "other tokens")
-    if math.isnan(bad):  # an infinity may end in the limit of an activation
-        assert y[7].isnan().all(), "a NaN must not turn into plausible numbers"
-
-
-def test_wide_range_rows_fall_back(device: torch.device) -> None:
-    """Weights that do not fold keep their layout, and another backend serves them."""
-    inputs = random_moe_problem(SMALL, 65, device=device)
-    part = inputs.weights.gate_up_proj
-    codes, scale = unpack_codes(part.qdata), part.scale.clone()
-    codes[3, 11, 32:64] = 3
-    scale[3, 11, 1] = 60
-    wide = replace(inputs, weights=replace(inputs.weights, gate_up_proj=replace(
-        part, qdata=pack_codes(codes), scale=scale)))
-    weights = wide.weights.prepare(device=device)
-    assert weights.layout is Layout.ROW_MAJOR
-    assert weights.fold_certificates is not None
-    assert [c.total_outside for c in weights.fold_certificates] == [1, 0]
-    packed = replace(wide, weights=weights)
-    with pytest.raises(mxpert.UnsupportedError, match="HOPPER_FRAGMENT"):
-        run(packed, "bf16")
-    expected = reference(wide, "bf16")
-    with mxpert.override():
-        chosen = mxpert.explain(mxpert.fused_moe, packed.x, weights, packed.topk_ids,
-                                packed.topk_weights, activation=packed.activation)
-        assert "backend: triton" in str(chosen)
-        assert_close_relative(run(packed, "bf16"), expected, END_TO_END_GATE, "fallback")
-
-
-# --- determinism, graphs, compilation -----------------------------------------------------------
-
-
-@tiles
-def test_repeats_are_bit_identical(a_format: str, tile: str, device: torch.device) -> None:
-    inputs = first_tokens(layer("gpt_oss", a_format, device).prepared, 300)
-    with mxpert.override(backend="hopper", config=tiles_of(a_format)[tile]):
-        first = run(inputs, a_format, out_dtype=torch.float32)
-        for _ in range(10):
-            assert_exact(run(inputs, a_format, out_dtype=torch.float32), first, tile)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 33, 777])
-@formats
-def test_graph_replay_equals_eager(a_format: str, num_tokens: int, device: torch.device) -> None:
-    """Captured once, replayed with other tokens and other routing."""
-    weights = layer("gpt_oss", a_format, device).prepared.weights
-    shape = CASES["gpt_oss"][0]
-    batches = [random_moe_problem(shape, num_tokens, seed=seed, routing=routing, device=device)
-               for seed, routing in enumerate((Routing.UNIFORM, Routing.ZIPF, Routing.ONE_EXPERT))]
-    static = replace(batches[0], weights=weights, x=batches[0].x.clone(),
-                     topk_ids=batches[0].topk_ids.clone(),
-                     topk_weights=batches[0].topk_weights.clone())
-    run(static, a_format)  # compiles
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(static, a_format)
-    for batch in batches[1:] + batches[:1]:
-        for name in ("x", "topk_ids", "topk_weights"):
-            getattr(static, name).copy_(getattr(batch, name))
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert_exact(captured, run(replace(batch, weights=weights), a_format), "replay")
-
-
-@pytest.mark.parametrize("num_tokens", [1, 777])
-@formats
-def test_no_host_synchronisation(a_format: str, num_tokens: int, device: torch.device) -> None:
-    inputs = first_tokens(layer("gpt_oss", a_format, device).prepared, num_tokens)
-    run(inputs, a_format)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run(inputs, a_format)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("a_format", ["bf16", "mxfp8"])
-def test_torch_compile_equals_eager(a_format: str, device: torch.device) -> None:
-    inputs = first_tokens(layer("gpt_oss", a_format, device).prepared, 33)
-
-    weights, ids, topk_weights = inputs.weights, inputs.topk_ids, inputs.topk_weights
-    activation = inputs.activation
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return mxpert.fused_moe(x * 2, weights, ids, topk_weights, activation=activation,
-                                activation_format=a_format) + 1
-
-    compiled = torch.compile(step, fullgraph=True)
-    assert_exact(compiled(inputs.x), step(inputs.x), "compiled")
-
-
-# --- preparation --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_prepare_round_trip(case: str, device: torch.device) -> None:
-    weights = layer(case, "bf16", device).inputs.weights
-    back = prepared(weights).unprepare()
-    for name in ("gate_up_proj", "down_proj"):
-        assert_exact(getattr(back, name), getattr(weights, name), name)
-    if weights.gate_up_bias is not None:
-        assert back.gate_up_bias is not None
-        assert_exact(back.gate_up_bias, weights.gate_up_bias, "bias")
-    assert back.gate_up_order is weights.gate_up_order
-
-
-def test_a_large_layer_is_prepared_in_two_seconds(device: torch.device) -> None:
-    if torch.cuda.mem_get_info(device)[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free device memory")
-    weights = random_moe_problem(MODEL_SHAPES["gpt-oss-120b"], 1, device=device).weights
-    with nan_filled_scratch():
-        prepared(replace(weights, gate_up_proj=weights.gate_up_proj[:2],
-                         down_proj=weights.down_proj[:2], gate_up_bias=None, down_bias=None))
-    torch.use_deterministic_algorithms(False)  # no filling of scratch while the clock runs
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    result = weights.prepare(device=device)
-    torch.cuda.synchronize(device)
-    assert time.perf_counter() - start < 2.0
-    assert result.layout is Layout.HOPPER_FRAGMENT
-    assert result.nbytes <= 1.03 * weights.nbytes
