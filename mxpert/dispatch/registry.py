@@ -132,11 +132,11 @@ def _choose_config(kernel: KernelSpec, problem: Problem) -> tuple[Any, str, str]
         _check_block(problem, pinned)
         return pinned, "override", "config pinned by override()"
     if isinstance(problem, MoEProblem) and kernel.backend != "reference":
-        row = tuned_row(problem)
-        if row is not None and row.backend == kernel.backend:
+        row = tuned_row(problem, kernel.backend)
+        if row is not None:
             config = _stage_config(problem, row.config)
             if _block_fits(problem, config):
-                return config, "table", row.source
+                return config, "table", row.place
     return kernel.heuristic(problem), "heuristic", f"{kernel.backend} backend"
 
 
