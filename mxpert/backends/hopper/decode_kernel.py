@@ -29,8 +29,15 @@ def _expert_of(block_expert_ids, tile, num_tiles, tiles_per_block, blocks_per_un
 
 
 @gluon.jit
+def _split_steps(split, depth_units, splits):
+    """Steps of one of `splits` nearly equal parts of the depth."""
+    steps = gl.cdiv(depth_units, 2)
+    return split * steps // splits, (split + 1) * steps // splits
+
+
+@gluon.jit
 def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_unit, num_tiles,
-             tiles_per_block, row_units, depth_units, low_rows, TOKENS: gl.constexpr,
+             tiles_per_block, row_units, depth_units, splits, low_rows, TOKENS: gl.constexpr,
              STAGES: gl.constexpr, SPLIT: gl.constexpr):
     codes, shifts, x, ready, free = ring
     BYTES: gl.constexpr = 128 * 128 + 32 * 32 + TOKENS * 256 * (2 if SPLIT else 1)
@@ -40,13 +47,14 @@ def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_u
                              blocks_per_unit)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         block = tile // tiles_per_block
-        unit = 2 * (tile % tiles_per_block)
+        unit = tile % tiles_per_block // splits * 2
+        first_step, last_step = _split_steps(tile % splits, depth_units, splits)
         base = next_expert * row_units
         next_expert = _expert_of(block_expert_ids, tile + gl.num_programs(0), num_tiles,
                                  tiles_per_block, blocks_per_unit)
         first = (base + unit) * depth_units
         second = (base + gl.minimum(unit + 1, row_units - 1)) * depth_units
-        for step in range(gl.cdiv(depth_units, 2)):
+        for step in range(first_step, last_step):
             mbarrier.wait(free.index(slot), phase)
             arrived = ready.index(slot)
             mbarrier.expect(arrived, BYTES)
@@ -73,9 +81,9 @@ def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_u
 
 @gluon.jit
 def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block,
-             depth_units, PARTITION: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-             SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
-             WEIGHTED: gl.constexpr):
+             depth_units, splits, num_rows, PARTITION: gl.constexpr, TOKENS: gl.constexpr,
+             STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
+             HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
     codes, shifts, x, ready, free = ring
     (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens, num_outputs,
      row_units, param_first, param_second) = operands
@@ -90,7 +98,8 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
                              blocks_per_unit)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         first_row = tile // tiles_per_block * TOKENS
-        first_output = (tile % tiles_per_block * 2 + PARTITION) * OUTPUTS
+        first_output = (tile % tiles_per_block // splits * 2 + PARTITION) * OUTPUTS
+        first_step, last_step = _split_steps(tile % splits, depth_units, splits)
         expert = next_expert
         next_expert = _expert_of(block_expert_ids, tile + gl.num_programs(0), num_tiles,
                                  tiles_per_block, blocks_per_unit)
@@ -100,7 +109,7 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
             tokens = token_terms(x_scale, routed_weights, sorted_token_ids, first_row, num_tokens,
                                  TOKENS, LAYOUT, WEIGHTED)
         accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
-        for _ in range(gl.cdiv(depth_units, 2)):
+        for _ in range(first_step, last_step):
             mbarrier.wait(ready.index(slot), phase)
             weights = decode_weights(codes.index(slot).slice(PARTITION * 64, 64, 0),
                                      shifts.index(slot).slice(PARTITION * 16, 16, 0),
@@ -122,21 +131,24 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
                                  TOKENS, LAYOUT, WEIGHTED)
         value = finish(join_halves(accumulator, SPLIT), outputs, tokens, param_first, param_second,
                        LAYOUT, KIND, WEIGHTED)
-        store_outputs(value, tokens[0], out, first_row, first_output, num_outputs)
+        store_outputs(value, tokens[0], out, first_row + tile % splits * num_rows, first_output,
+                      num_outputs)
 
 
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "num_tokens",
-                              "low_rows", "blocks_per_unit"])
+                              "low_rows", "blocks_per_unit", "splits", "num_rows"])
 def _moe_gemm_decode_kernel(
         out, code_desc, shift_desc, x_desc, reference, bias, x_scale, routed_weights,
         sorted_token_ids, block_expert_ids, num_valid, param_first, param_second, num_tokens,
         low_rows, num_outputs, tiles_per_block, row_units, depth_units, blocks_per_unit,
-        TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
-        HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr):
+        splits, num_rows, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+        KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+        WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr):
     """out [P, num_outputs] for every block in use; see the module docstring for the schedule.
 
     KIND 0 is stage 2 (rows), above 0 the activation of stage 1 (features, two weight rows each).
-    low_rows: row of x where the low parts begin (SPLIT).
+    low_rows: row of x where the low parts begin (SPLIT). splits: parts of the depth, each with
+    num_rows rows of out of its own; tiles_per_block counts them.
     """
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
     codes = gl.allocate_shared_memory(gl.uint8, [STAGES, 128, 128], code_desc.layout)
@@ -153,9 +165,11 @@ def _moe_gemm_decode_kernel(
                 num_outputs, row_units, param_first, param_second)
     gl.warp_specialize(
         [(_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block,
-                     depth_units, 0, TOKENS, STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+                     depth_units, splits, num_rows, 0, TOKENS, STAGES, SPLIT, KIND, HAS_BIAS,
+                     WEIGHTED)),
          (_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block,
-                     depth_units, 1, TOKENS, STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+                     depth_units, splits, num_rows, 1, TOKENS, STAGES, SPLIT, KIND, HAS_BIAS,
+                     WEIGHTED)),
          (_produce, (ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_unit,
-                     num_tiles, tiles_per_block, row_units, depth_units, low_rows, TOKENS, STAGES,
-                     SPLIT))], [4, 1], [WORKER_REGISTERS, 24])
+                     num_tiles, tiles_per_block, row_units, depth_units, splits, low_rows, TOKENS,
+                     STAGES, SPLIT))], [4, 1], [WORKER_REGISTERS, 24])

@@ -53,7 +53,8 @@ def _load_rows(pointer, rows, limit, HAS: gl.constexpr):
     if HAS:
         return gl.load(pointer + rows, mask=rows < limit, other=0.0)
     else:
-        return gl.zeros(rows.shape, gl.float32, rows.type.layout)
+        LAYOUT: gl.constexpr = rows.type.layout
+        return gl.zeros([rows.shape[0]], gl.float32, LAYOUT)
 
 
 @gluon.constexpr_function

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ...errors import require
-from ...problem import GemmConfig, MoEConfig, MoEProblem
+from ...problem import GemmConfig, MoEConfig, MoEProblem, Op
 
 BLOCKS_M = (8, 16, 32, 64)
 """Rows of a decode tile, and of a prefill tile's routing block (64)."""
@@ -24,6 +25,8 @@ _DECODE_SHARED = 113 * 1024
 """Bytes a CTA may use so that two fit on an SM; one kilobyte of it is the system's."""
 
 _BARRIER_BYTES = 2048
+_MIN_SPLIT_STEPS = 2
+_MAX_SPLIT_ROWS = 64
 _MAX_STAGES = 8
 _MAX_COLUMNS = 64
 """Accumulator columns that fit under DECODE_REGISTERS."""
@@ -66,37 +69,75 @@ def _preferred(problem: MoEProblem) -> GemmConfig:
     return PREFILL
 
 
+def _tiles_and_steps(problem: MoEProblem, op: Op) -> tuple[int, int]:
+    """Tiles of one block's rows of output, and steps of depth, of a stage."""
+    rows, depth = ((2 * problem.intermediate_size, problem.hidden_size) if op is Op.MOE_GATE_UP
+                   else (problem.hidden_size, problem.intermediate_size))
+    return -(-rows // 128), -(-depth // _DECODE_DEPTH)
+
+
+def with_split_k(config: GemmConfig, problem: MoEProblem, op: Op) -> GemmConfig:
+    """Split the depth where the tiles of the routed rows leave more than half of the CTAs idle."""
+    if is_prefill(config):
+        return config
+    tiles, steps = _tiles_and_steps(problem, op)
+    blocks = min(problem.num_tokens * problem.top_k, problem.num_experts)
+    idle_factor = 2 * problem.target.num_sms // max(1, blocks * tiles)
+    return replace(config, split_k=max(1, min(idle_factor, steps // _MIN_SPLIT_STEPS)))
+
+
 def _all_configs(problem: MoEProblem) -> list[GemmConfig]:
     return [*(decode_config(b, splits(problem)) for b in _decode_blocks(problem)), PREFILL]
 
 
+def _layer(problem: MoEProblem, config: GemmConfig) -> MoEConfig:
+    return MoEConfig(config.block_m, with_split_k(config, problem, Op.MOE_GATE_UP),
+                     with_split_k(config, problem, Op.MOE_DOWN))
+
+
 def layer_heuristic(problem: MoEProblem) -> MoEConfig:
     """Both stages with the preferred tile."""
-    config = _preferred(problem)
-    return MoEConfig(config.block_m, config, config)
+    return _layer(problem, _preferred(problem))
 
 
 def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
-    """The heuristic's choice first, then each other tile for both stages."""
+    """The heuristic's choice first, then other tiles for both stages, then other splits."""
     first = layer_heuristic(problem)
     yield first
     for config in _all_configs(problem):
-        if config != first.gate_up:
-            yield MoEConfig(config.block_m, config, config)
+        if (config.block_m, config.block_k) != (first.gate_up.block_m, first.gate_up.block_k):
+            yield _layer(problem, config)
+    if not is_prefill(first.gate_up):
+        for gate_up, down in _split_choices(problem, first):
+            if (gate_up, down) != (first.gate_up.split_k, first.down.split_k):
+                yield MoEConfig(first.routing_block_m, replace(first.gate_up, split_k=gate_up),
+                                replace(first.down, split_k=down))
+
+
+def _split_choices(problem: MoEProblem, config: MoEConfig) -> Iterator[tuple[int, int]]:
+    """Splits of both stages worth trying: only while the routed rows are few."""
+    if problem.num_tokens * problem.top_k > _MAX_SPLIT_ROWS:
+        return
+    for gate_up in (1, 2, 3, 4, 6):
+        for down in (1, 2, 3):
+            if all(split == 1 or split <= _tiles_and_steps(problem, op)[1]
+                   for split, op in ((gate_up, Op.MOE_GATE_UP), (down, Op.MOE_DOWN))):
+                yield gate_up, down
 
 
 def stage_configs(problem: MoEProblem) -> Iterator[GemmConfig]:
     """Every tile that divides the plan's unit."""
-    yield from (c for c in _all_configs(problem) if problem.routing_block_m % c.block_m == 0)
+    yield from (with_split_k(c, problem, problem.op) for c in _all_configs(problem)
+                if problem.routing_block_m % c.block_m == 0)
 
 
 def stage_heuristic(problem: MoEProblem) -> GemmConfig:
     """The preferred tile, or the largest decode tile that divides the plan's unit."""
     preferred = _preferred(problem)
-    if problem.routing_block_m % preferred.block_m == 0:
-        return preferred
-    fitting = [b for b in _decode_blocks(problem) if problem.routing_block_m % b == 0]
-    return decode_config(max(fitting), splits(problem))
+    if problem.routing_block_m % preferred.block_m:
+        fitting = [b for b in _decode_blocks(problem) if problem.routing_block_m % b == 0]
+        preferred = decode_config(max(fitting), splits(problem))
+    return with_split_k(preferred, problem, problem.op)
 
 
 def require_valid(config: GemmConfig, problem: MoEProblem) -> None:
@@ -105,9 +146,10 @@ def require_valid(config: GemmConfig, problem: MoEProblem) -> None:
              if (c.block_m, c.block_k) == (config.block_m, config.block_k)]
     step = 2 if is_prefill(config) else 1
     valid = (bool(known) and 1 < config.num_stages <= known[0].num_stages
-             and config.num_stages % step == 0
-             and config == GemmConfig(config.block_m, known[0].block_n, config.block_k,
-                                      known[0].num_warps, config.num_stages))
+             and config.num_stages % step == 0 and config.split_k >= 1
+             and (config.split_k == 1 or not is_prefill(config))
+             and config == replace(known[0], num_stages=config.num_stages,
+                                   split_k=config.split_k))
     require(valid, problem.op.value, "config", got=config,
-            need=f"one of {_all_configs(problem)}, or fewer stages",
+            need=f"one of {_all_configs(problem)}, with split_k in decode tiles, or fewer stages",
             remedy="take one from the kernel's configs()")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,12 +30,15 @@ from ..triton.routing import PLAN
 from . import heuristics
 from .decode_kernel import _moe_gemm_decode_kernel
 from .epilogue import ACTIVATION_KINDS
+from .finish import combine_parts, finish_gate_up
 from .prefill_kernel import _moe_gemm_prefill_kernel
 from .rows import SortedRows, sorted_rows
 from .schedule import tile_schedule
 
 _ROWS_KIND = 0
-"""KIND of stage 2; stage 1 has its activation's."""
+"""KIND of stage 2 and of split sums; stage 1 has its activation's."""
+
+_NO_PARAMETERS = (0.0, 0.0)
 
 
 class _Stage:
@@ -90,17 +94,28 @@ class _GateUp(_Stage):
                         device=weights.device)
         if plan.max_blocks:
             rows = sorted_rows(quantize_rows(problem, x), plan, num_rows, scatter=True)
-            options = problem.options
-            multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, plan, problem, config,
-                     kind=ACTIVATION_KINDS[options.activation.name],
-                     parameters=options.activation.parameters,
-                     weighted=options.apply_router_weight_on_input)
+            self._multiply(h, rows, weights, plan, problem, config)
         format = activation_mx_format(problem.options.activation_format, problem.op.value)
         if format is None:
             return h
         quantize = QuantizeProblem(Op.QUANTIZE, problem.target, tuple(h.shape), -1, h.dtype,
                                    format, problem.options.scale_rule)
         return QUANTIZE.launch(quantize, QUANTIZE.heuristic(quantize), x=h)
+
+    @staticmethod
+    def _multiply(h: torch.Tensor, rows: SortedRows, weights: MoEWeights, plan: RoutingPlan,
+                  problem: MoEProblem, config: GemmConfig) -> None:
+        options = problem.options
+        if config.split_k > 1:
+            parts = _parts(h.shape[0], 2 * h.shape[1], config, h.device)
+            multiply(parts.flatten(0, 1), rows, weights.gate_up_proj, None, plan, problem, config,
+                     kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
+            finish_gate_up(h, parts, weights.gate_up_bias, plan, options)
+        else:
+            multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, plan, problem, config,
+                     kind=ACTIVATION_KINDS[options.activation.name],
+                     parameters=options.activation.parameters,
+                     weighted=options.apply_router_weight_on_input)
 
 
 class _Down(_Stage):
@@ -119,18 +134,26 @@ class _Down(_Stage):
         options = problem.options
         flat = options.combine is Combine.FLAT
         num_rows = plan.capacity if flat else plan.max_blocks * plan.routing_block_m
+        if plan.num_tokens == 0:
+            return torch.empty((num_rows if flat else 0, weights.hidden_size),
+                               device=weights.device, dtype=options.out_dtype)
+        rows = sorted_rows(h, plan, num_rows, scatter=False)
+        if config.split_k > 1 and not flat:
+            parts = _parts(num_rows, weights.hidden_size, config, weights.device)
+            multiply(parts.flatten(0, 1), rows, weights.down_proj, None, plan, problem, config,
+                     kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
+            return combine_parts(parts, weights.down_bias, plan, options)
         out = torch.empty((num_rows, weights.hidden_size), device=weights.device,
                           dtype=options.out_dtype)
-        if plan.max_blocks:
-            rows = sorted_rows(h, plan, num_rows, scatter=False)
-            multiply(out, rows, weights.down_proj, weights.down_bias, plan, problem, config,
-                     kind=_ROWS_KIND, parameters=(0.0, 0.0),
-                     weighted=not options.apply_router_weight_on_input)
-        if flat:
-            return out
-        if plan.num_tokens == 0:
-            return out.new_empty((0, weights.hidden_size))
-        return combine_rows(out, plan.slot_rows)
+        multiply(out, rows, weights.down_proj, weights.down_bias, plan, problem,
+                 replace(config, split_k=1), kind=_ROWS_KIND, parameters=_NO_PARAMETERS,
+                 weighted=not options.apply_router_weight_on_input)
+        return out if flat else combine_rows(out, plan.slot_rows)
+
+
+def _parts(num_rows: int, width: int, config: GemmConfig, device: torch.device) -> torch.Tensor:
+    """float32 sums of each split."""
+    return torch.empty((config.split_k, num_rows, width), dtype=torch.float32, device=device)
 
 
 def multiply(
@@ -138,7 +161,7 @@ def multiply(
     plan: RoutingPlan, problem: MoEProblem, config: GemmConfig, *, kind: int,
     parameters: tuple[float, float], weighted: bool,
 ) -> None:
-    """One GEMM with its epilogue over the plan's blocks, into `out` [P, F or H]."""
+    """One GEMM with its epilogue over the plan's blocks, into `out` [split_k * P, F, 2F or H]."""
     heuristics.require_valid(config, problem)
     row_units, depth_units = weight.qdata.shape[1:3]
     depth = config.block_k // 128
@@ -151,7 +174,8 @@ def multiply(
         sorted_token_ids=plan.sorted_token_ids, block_expert_ids=plan.block_expert_ids,
         param_first=float(parameters[0]), param_second=float(parameters[1]),
         num_tokens=plan.num_tokens, low_rows=rows.low_rows, num_outputs=out.shape[1],
-        tiles_per_block=-(-row_units // 2), row_units=row_units, depth_units=depth_units,
+        tiles_per_block=-(-row_units // 2) * config.split_k, row_units=row_units,
+        depth_units=depth_units,
         blocks_per_unit=plan.routing_block_m // config.block_m,
         STAGES=config.num_stages, SPLIT=rows.split, KIND=kind, HAS_BIAS=bias is not None,
         WEIGHTED=weighted, num_warps=config.num_warps)
@@ -162,7 +186,9 @@ def multiply(
             num_groups=schedule.count, **arguments)
     else:
         _moe_gemm_decode_kernel[(2 * problem.target.num_sms,)](
-            num_valid=plan.num_valid, TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,
+            num_valid=plan.num_valid, splits=config.split_k,
+            num_rows=out.shape[0] // config.split_k, TOKENS=config.block_m,
+            maxnreg=heuristics.DECODE_REGISTERS,
             WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS, **arguments)
 
 

@@ -72,13 +72,6 @@ def _maximum(left, right):
 
 
 @gluon.jit
-def _is_real(row, sorted_token_ids, num_valid, num_tokens):
-    """Whether a sorted row is in use and a real token's."""
-    token = gl.load(sorted_token_ids + row) & _TOKEN_MASK
-    return (row < gl.load(num_valid)) & (token < num_tokens)
-
-
-@gluon.jit
 def _split_exponent(bits):
     """Scale exponent byte for a row whose largest magnitude has these float32 bits.
 
@@ -89,40 +82,70 @@ def _split_exponent(bits):
 
 
 @gluon.jit
+def _largest_bits(values):
+    """float32 bits of the largest magnitude of one step."""
+    bits = values.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    return gl.reduce(gl.reduce(gl.reduce(gl.reduce(bits, 3, _maximum), 2, _maximum), 1, _maximum),
+                     0, _maximum)
+
+
+@gluon.jit
+def _store_split(codes, scale, factor, inverse, values, target, slot_rows, first_slot, num_slots,
+                 row, padded_depth, num_rows, SCATTER: gl.constexpr, CHUNKS: gl.constexpr):
+    """hi and lo of one step, into sorted row `row` or the rows of all slots of a token."""
+    values = values * inverse
+    hi = _round_to_e4m3(values)
+    lo = ((values - hi) * 16.0).to(gl.float8e4nv)
+    hi = hi.to(gl.float8e4nv)
+    for slot in range(num_slots):
+        if SCATTER:
+            row = gl.load(slot_rows + first_slot + slot)
+        if row >= 0:
+            hi_row = codes + row.to(gl.int64) * padded_depth
+            gl.store(scale + row, factor)
+            _store_step(hi_row, hi, target, padded_depth, CHUNKS)
+            _store_step(hi_row + num_rows.to(gl.int64) * padded_depth, lo, target, padded_depth,
+                        CHUNKS)
+
+
+@gluon.jit
 def _encode_split(codes, scale, x, slot_rows, first_slot, num_slots, row, depth, padded_depth,
-                  num_rows, SCATTER: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
-    """One bf16 row, hi and lo, into sorted row `row`, or into the rows of all slots of a token."""
+                  num_rows, SCATTER: gl.constexpr, SINGLE: gl.constexpr, CHUNKS: gl.constexpr,
+                  WARPS: gl.constexpr):
+    """One bf16 row; SINGLE: it fits in one step, whose values stay in registers."""
+    source, block, target = _step_offsets(0, CHUNKS, WARPS)
+    values = _load_words(x, source, block * 32 < depth, WARPS).to(gl.float32)
+    bits = _largest_bits(values)
     steps = gl.cdiv(padded_depth, CHUNKS * 128)
-    largest = gl.zeros([CHUNKS, 8, 4, 4], gl.int32, _step_layout(WARPS))
-    for step in range(steps):
-        source, block, _ = _step_offsets(step, CHUNKS, WARPS)
-        values = _load_words(x, source, block * 32 < depth, WARPS).to(gl.float32)
-        largest = gl.maximum(largest, values.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
-    bits = gl.reduce(largest.reshape([CHUNKS * 128]), 0, _maximum)
+    if not SINGLE:
+        for step in range(1, steps):
+            source, block, _ = _step_offsets(step, CHUNKS, WARPS)
+            more = _load_words(x, source, block * 32 < depth, WARPS).to(gl.float32)
+            bits = gl.maximum(bits, _largest_bits(more))
     exponent = _split_exponent(bits)
     factor = gl.where(bits >= 0x7F800000, float("nan"), _power_of_two(exponent))
     inverse = _power_of_two(254 - exponent)
-    for step in range(steps):
-        source, block, target = _step_offsets(step, CHUNKS, WARPS)
-        values = _load_words(x, source, block * 32 < depth, WARPS).to(gl.float32) * inverse
-        hi = _round_to_e4m3(values)
-        lo = ((values - hi) * 16.0).to(gl.float8e4nv)
-        hi = hi.to(gl.float8e4nv)
-        for slot in range(num_slots):
-            if SCATTER:
-                row = gl.load(slot_rows + first_slot + slot)
-            if row >= 0:
-                hi_row = codes + row.to(gl.int64) * padded_depth
-                gl.store(scale + row, factor)
-                _store_step(hi_row, hi, target, padded_depth, CHUNKS)
-                _store_step(hi_row + num_rows.to(gl.int64) * padded_depth, lo, target,
-                            padded_depth, CHUNKS)
+    _store_split(codes, scale, factor, inverse, values, target, slot_rows, first_slot, num_slots,
+                 row, padded_depth, num_rows, SCATTER, CHUNKS)
+    if not SINGLE:
+        for step in range(1, steps):
+            source, block, target = _step_offsets(step, CHUNKS, WARPS)
+            values = _load_words(x, source, block * 32 < depth, WARPS).to(gl.float32)
+            _store_split(codes, scale, factor, inverse, values, target, slot_rows, first_slot,
+                         num_slots, row, padded_depth, num_rows, SCATTER, CHUNKS)
+
+
+@gluon.jit
+def _kept_row(program, sorted_token_ids, num_tokens):
+    """The program's own sorted row, or -1 where it is padding."""
+    token = gl.load(sorted_token_ids + program) & _TOKEN_MASK
+    return gl.where(token < num_tokens, program, -1)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "top_k", "depth", "num_rows"])
 def _moe_split_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_valid, num_tokens,
                            top_k, depth, padded_depth, num_rows, x_stride, SCATTER: gl.constexpr,
-                           CHUNKS: gl.constexpr, num_warps: gl.constexpr):
+                           SINGLE: gl.constexpr, CHUNKS: gl.constexpr, num_warps: gl.constexpr):
     """bf16 row → hi and lo e4m3 rows with ``x = scale * (hi + lo / 16)``, 448 the largest hi.
 
     SCATTER: a program encodes one token for all its slots, else one sorted row. NaN and infinity
@@ -132,10 +155,11 @@ def _moe_split_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_val
     x += program.to(gl.int64) * x_stride
     if SCATTER:
         _encode_split(codes, scale, x, slot_rows, program * top_k, top_k, program, depth,
-                      padded_depth, num_rows, True, CHUNKS, num_warps)
-    elif _is_real(program, sorted_token_ids, num_valid, num_tokens):
-        _encode_split(codes, scale, x, slot_rows, 0, 1, program, depth, padded_depth, num_rows,
-                      False, CHUNKS, num_warps)
+                      padded_depth, num_rows, True, SINGLE, CHUNKS, num_warps)
+    elif program < gl.load(num_valid):
+        row = _kept_row(program, sorted_token_ids, num_tokens)
+        _encode_split(codes, scale, x, slot_rows, 0, 1, row, depth, padded_depth, num_rows, False,
+                      SINGLE, CHUNKS, num_warps)
 
 
 @gluon.jit
@@ -160,39 +184,59 @@ def _load_codes(x, x_scale, step, depth, PACKED: gl.constexpr, CHUNKS: gl.conste
 
 
 @gluon.jit
+def _largest_scale(values, scales):
+    """Largest scale byte of one step's blocks; blocks of zeros have no say, NaN scales do."""
+    counts = gl.where((values != 0.0) | (scales == 255), scales, 0)
+    return gl.reduce(gl.reduce(gl.reduce(gl.reduce(counts, 3, _maximum), 2, _maximum), 1,
+                               _maximum), 0, _maximum)
+
+
+@gluon.jit
+def _store_rebased(codes, scale, factor, base, values, scales, target, slot_rows, first_slot,
+                   num_slots, row, padded_depth, SCATTER: gl.constexpr, HEADROOM: gl.constexpr,
+                   CHUNKS: gl.constexpr):
+    """One step with its blocks' scale deficits applied, as `_store_split` stores."""
+    # Clamped where every code vanishes, and in blocks of zeros with a scale above the base.
+    exponent = gl.minimum(gl.maximum(127 + HEADROOM + scales - base, 1), 254)
+    values = (values * _power_of_two(exponent)).to(gl.float8e4nv)
+    for slot in range(num_slots):
+        if SCATTER:
+            row = gl.load(slot_rows + first_slot + slot)
+        if row >= 0:
+            gl.store(scale + row, factor)
+            _store_step(codes + row.to(gl.int64) * padded_depth, values, target, padded_depth,
+                        CHUNKS)
+
+
+@gluon.jit
 def _encode_rebased(codes, scale, x, x_scale, slot_rows, first_slot, num_slots, row, depth,
-                    padded_depth, SCATTER: gl.constexpr, PACKED: gl.constexpr,
-                    CHUNKS: gl.constexpr, WARPS: gl.constexpr):
-    """One MX row into sorted row `row`, or into the rows of all slots of a token."""
+                    padded_depth, SCATTER: gl.constexpr, SINGLE: gl.constexpr,
+                    PACKED: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
+    """One MX row; SINGLE as in `_encode_split`."""
     HEADROOM: gl.constexpr = 6 if PACKED else 0  # e2m1 reaches 6: 6 * 2^6 uses e4m3's range
+    values, scales, target = _load_codes(x, x_scale, 0, depth, PACKED, CHUNKS, WARPS)
+    reference = _largest_scale(values, scales)
     steps = gl.cdiv(padded_depth, CHUNKS * 128)
-    largest = gl.zeros([CHUNKS, 8, 4, 4], gl.int32, _step_layout(WARPS))
-    for step in range(steps):
-        values, scales, _ = _load_codes(x, x_scale, step, depth, PACKED, CHUNKS, WARPS)
-        counts = (values != 0.0) | (scales == 255)  # blocks of zeros have no say
-        largest = gl.maximum(largest, gl.where(counts, scales, 0))
-    reference = gl.reduce(largest.reshape([CHUNKS * 128]), 0, _maximum)
+    if not SINGLE:
+        for step in range(1, steps):
+            more, more_scales, _ = _load_codes(x, x_scale, step, depth, PACKED, CHUNKS, WARPS)
+            reference = gl.maximum(reference, _largest_scale(more, more_scales))
     base = gl.maximum(reference, 1 + HEADROOM)
     factor = gl.where(reference == 255, float("nan"), _power_of_two(base - HEADROOM))
-    for step in range(steps):
-        values, scales, target = _load_codes(x, x_scale, step, depth, PACKED, CHUNKS, WARPS)
-        # Clamped where every code vanishes, and in blocks of zeros with a scale above the base.
-        exponent = gl.minimum(gl.maximum(127 + HEADROOM + scales - base, 1), 254)
-        values = (values * _power_of_two(exponent)).to(gl.float8e4nv)
-        for slot in range(num_slots):
-            if SCATTER:
-                row = gl.load(slot_rows + first_slot + slot)
-            if row >= 0:
-                gl.store(scale + row, factor)
-                _store_step(codes + row.to(gl.int64) * padded_depth, values, target, padded_depth,
-                            CHUNKS)
+    _store_rebased(codes, scale, factor, base, values, scales, target, slot_rows, first_slot,
+                   num_slots, row, padded_depth, SCATTER, HEADROOM, CHUNKS)
+    if not SINGLE:
+        for step in range(1, steps):
+            values, scales, target = _load_codes(x, x_scale, step, depth, PACKED, CHUNKS, WARPS)
+            _store_rebased(codes, scale, factor, base, values, scales, target, slot_rows,
+                           first_slot, num_slots, row, padded_depth, SCATTER, HEADROOM, CHUNKS)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "top_k", "depth", "x_scale_stride"])
 def _moe_rebase_rows_kernel(codes, scale, x, x_scale, slot_rows, sorted_token_ids, num_valid,
                             num_tokens, top_k, depth, padded_depth, x_stride, x_scale_stride,
-                            SCATTER: gl.constexpr, PACKED: gl.constexpr, CHUNKS: gl.constexpr,
-                            num_warps: gl.constexpr):
+                            SCATTER: gl.constexpr, SINGLE: gl.constexpr, PACKED: gl.constexpr,
+                            CHUNKS: gl.constexpr, num_warps: gl.constexpr):
     """MX row → e4m3 row with one power of two: codes shift by their block's scale deficit.
 
     SCATTER as in `_moe_split_rows_kernel`.
@@ -202,7 +246,8 @@ def _moe_rebase_rows_kernel(codes, scale, x, x_scale, slot_rows, sorted_token_id
     x_scale += program.to(gl.int64) * x_scale_stride
     if SCATTER:
         _encode_rebased(codes, scale, x, x_scale, slot_rows, program * top_k, top_k, program,
-                        depth, padded_depth, True, PACKED, CHUNKS, num_warps)
-    elif _is_real(program, sorted_token_ids, num_valid, num_tokens):
-        _encode_rebased(codes, scale, x, x_scale, slot_rows, 0, 1, program, depth, padded_depth,
-                        False, PACKED, CHUNKS, num_warps)
+                        depth, padded_depth, True, SINGLE, PACKED, CHUNKS, num_warps)
+    elif program < gl.load(num_valid):
+        row = _kept_row(program, sorted_token_ids, num_tokens)
+        _encode_rebased(codes, scale, x, x_scale, slot_rows, 0, 1, row, depth, padded_depth,
+                        False, SINGLE, PACKED, CHUNKS, num_warps)

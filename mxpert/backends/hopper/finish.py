@@ -1,0 +1,116 @@
+"""Split-K: the parts of a sum, added in order, and the epilogue that had to wait for them.
+
+Used where a few tokens hit so few tiles that the GPU would idle. Plain Triton; the parts are
+float32 [splits, P, rows] with row factors and activation scales applied.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...problem import MoEOptions
+from ...routing import RoutingPlan
+from ..triton.epilogue import gated_activation
+
+_BLOCK = 256
+_NUM_WARPS = 2
+_TOKEN_MASK = tl.constexpr((1 << 24) - 1)
+
+
+@triton.jit
+def _sum_parts(part_ptr, part_stride, splits, mask):
+    """Σ over parts of the values at the pointers, first part first."""
+    total = tl.load(part_ptr, mask=mask, other=0.0)
+    for split in range(1, splits):
+        total += tl.load(part_ptr + split * part_stride, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tokens", "routing_block_m", "splits", "num_rows"])
+def _moe_gate_up_finish_kernel(
+    h_ptr, parts_ptr, bias_ptr, sorted_weights_ptr, sorted_token_ids_ptr, block_expert_ids_ptr,
+    num_valid_ptr, p0, p1, num_tokens, num_features, routing_block_m, splits, num_rows,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Row of interleaved gate and up parts → activated features (bf16)."""
+    row = tl.program_id(0)
+    if row >= tl.load(num_valid_ptr):
+        return
+    if (tl.load(sorted_token_ids_ptr + row) & _TOKEN_MASK) >= num_tokens:
+        return
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = feature < num_features
+    parts_ptr += row.to(tl.int64) * (2 * num_features) + 2 * feature
+    part_stride = num_rows.to(tl.int64) * (2 * num_features)
+    gate = _sum_parts(parts_ptr, part_stride, splits, mask)
+    up = _sum_parts(parts_ptr + 1, part_stride, splits, mask)
+    if sorted_weights_ptr is not None:
+        weight = tl.load(sorted_weights_ptr + row)
+        gate *= weight
+        up *= weight
+    if bias_ptr is not None:
+        expert = tl.load(block_expert_ids_ptr + row // routing_block_m)
+        bias_ptr += expert.to(tl.int64) * (2 * num_features) + 2 * feature
+        gate += tl.load(bias_ptr, mask=mask, other=0.0)
+        up += tl.load(bias_ptr + 1, mask=mask, other=0.0)
+    values = gated_activation(gate, up, p0, p1, ACTIVATION)
+    tl.store(h_ptr + row.to(tl.int64) * num_features + feature, values.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit(do_not_specialize=["top_k", "routing_block_m", "splits", "num_rows"])
+def _moe_combine_parts_kernel(
+    out_ptr, parts_ptr, bias_ptr, sorted_weights_ptr, slot_rows_ptr, block_expert_ids_ptr, top_k,
+    num_columns, routing_block_m, splits, num_rows, BLOCK: tl.constexpr,
+):
+    """``out[t] = Σ_slot round(weight * (Σ_parts + bias))``, rows rounded as REDUCE rounds them."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < num_columns
+    part_stride = num_rows.to(tl.int64) * num_columns
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in range(top_k):
+        row = tl.load(slot_rows_ptr + token * top_k + slot)
+        if row >= 0:
+            value = _sum_parts(parts_ptr + row.to(tl.int64) * num_columns + column, part_stride,
+                               splits, mask)
+            if bias_ptr is not None:
+                expert = tl.load(block_expert_ids_ptr + row // routing_block_m)
+                value += tl.load(bias_ptr + expert.to(tl.int64) * num_columns + column, mask=mask,
+                                 other=0.0)
+            if sorted_weights_ptr is not None:
+                value *= tl.load(sorted_weights_ptr + row)
+            total += value.to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + token * num_columns + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def finish_gate_up(h: torch.Tensor, parts: torch.Tensor, bias: torch.Tensor | None,
+                   plan: RoutingPlan, options: MoEOptions) -> None:
+    """Complete stage 1: `parts` float32 [splits, P, 2F], interleaved → `h` bf16 [P, F]."""
+    splits, num_rows, _ = parts.shape
+    num_features = h.shape[1]
+    first, second = options.activation.parameters
+    _moe_gate_up_finish_kernel[(num_rows, triton.cdiv(num_features, _BLOCK))](
+        h_ptr=h, parts_ptr=parts, bias_ptr=bias,
+        sorted_weights_ptr=plan.sorted_weights if options.apply_router_weight_on_input else None,
+        sorted_token_ids_ptr=plan.sorted_token_ids, block_expert_ids_ptr=plan.block_expert_ids,
+        num_valid_ptr=plan.num_valid, p0=float(first), p1=float(second),
+        num_tokens=plan.num_tokens, num_features=num_features,
+        routing_block_m=plan.routing_block_m, splits=splits, num_rows=num_rows,
+        ACTIVATION=options.activation.name, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+
+
+def combine_parts(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan,
+                  options: MoEOptions) -> torch.Tensor:
+    """Complete stage 2 and combine: `parts` float32 [splits, P, H] → [T, H] in out_dtype."""
+    splits, num_rows, num_columns = parts.shape
+    out = torch.empty((plan.num_tokens, num_columns), dtype=options.out_dtype, device=parts.device)
+    weighted = not options.apply_router_weight_on_input
+    _moe_combine_parts_kernel[(plan.num_tokens, triton.cdiv(num_columns, _BLOCK))](
+        out_ptr=out, parts_ptr=parts, bias_ptr=bias,
+        sorted_weights_ptr=plan.sorted_weights if weighted else None,
+        slot_rows_ptr=plan.slot_rows, block_expert_ids_ptr=plan.block_expert_ids,
+        top_k=plan.top_k, num_columns=num_columns, routing_block_m=plan.routing_block_m,
+        splits=splits, num_rows=num_rows, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+    return out
