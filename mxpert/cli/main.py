@@ -34,6 +34,7 @@ COMMANDS = {
     "inspect": _Lazy("inspect", "inspect", "Show MX statistics of a checkpoint or a tensor."),
     "bench": _Lazy("bench", "bench", "Time named models against the ceilings of this machine.",
                    "plot"),
+    "tune": _Lazy("tune", "tune", "Search the tiles that are fastest on this GPU."),
 }
 
 
@@ -106,6 +107,8 @@ def main(
         mxpert demo --checkpoint ./gpt-oss-20b          the same on real weights
 
         mxpert bench --model gpt-oss-120b --tokens 1,64,1024
+
+        mxpert tune --model gpt-oss-120b --time-budget 300
 
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4
 

@@ -35,10 +35,11 @@ class Measured:
     """What was seen when a row was tuned.
 
     Args:
-        us: microseconds of the row's config. heuristic_us: of the heuristic's, None if it was wrong.
+        us: microseconds of the row's config.
+        heuristic_us: of the heuristic's choice; None if that was wrong.
         spread: width of the 10–90 % band over the median, the wider one of the two.
         source: "search", or "heuristic" where nothing was faster by more than the spread.
-        note: the comparison in words. rel_l2: error to float64 that the config passed the gate with.
+        note: the comparison in words. rel_l2: the config's error to float64.
         tried, valid: configs that were tried, and that the kernel has.
         commit, date: of the run that measured this row.
     """
@@ -188,7 +189,7 @@ def _text(row: Mapping[str, Any], key: str, place: str, allowed: Iterable[str] =
 
 def _parse_row(row: Any, place: str) -> TunedRow:
     _check_keys(row, place, _ROW_KEYS)
-    sizes = [_integer(row, key, place) for key in _SIZES]
+    experts, top_k, hidden, intermediate, tokens = (_integer(row, key, place) for key in _SIZES)
     formats = _text(row, "formats", place, FORMATS)
     measured = Measured(
         us=_number(row, "us", place), spread=_number(row, "spread", place),
@@ -198,8 +199,8 @@ def _parse_row(row: Any, place: str) -> TunedRow:
         valid=_integer(row, "valid", place), commit=_text(row, "commit", place),
         date=_text(row, "date", place))
     config = _parse_config(row["config"], f"{place}.config")
-    return TunedRow(formats, *sizes, backend=_text(row, "backend", place), config=config,
-                    measured=measured, place=place)
+    return TunedRow(formats, experts, top_k, hidden, intermediate, tokens,
+                    _text(row, "backend", place), config, measured, place)
 
 
 def _parse_config(config: Any, place: str) -> MoEConfig:

@@ -1,0 +1,370 @@
+"""`mxpert tune`: search the tiles that are fastest on this GPU, and write the tuned table."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .. import __version__
+from ..dispatch import detect_target
+from ..dispatch.registry import BACKENDS
+from ..dispatch.tables import Measured, TunedRow, add_rows, read_rows, user_table
+from ..errors import UnsupportedError, message, require
+from ..problem import ACTIVATION_FORMATS, Target
+from ..testing.problems import random_moe_problem
+from ..testing.timing import read_bandwidth
+from .measure import RunWeights, error_gate
+from .report import (
+    ACTIVATION_NAMES,
+    Row,
+    best_device,
+    environment,
+    format_time,
+    make_console,
+    parse_choices,
+    parse_numbers,
+    print_table,
+    write_json,
+)
+from .tune_cells import (
+    TARGETS,
+    Cell,
+    Choice,
+    DeviceTrial,
+    Probes,
+    choose,
+    expected_layouts,
+    make_cells,
+)
+from .tune_search import BATCH_SIZE, Candidate, Outcome, State, in_order, search
+
+DEFAULT_TOKENS = ",".join(str(2**power) for power in range(14))
+DEFAULT_SECONDS = 600.0
+EXIT_NO_WINNER, EXIT_INTERRUPTED = 1, 130
+LARGE_BATCH_TOKENS = 1024
+"""Above this many tokens fewer configs are timed together: each holds its buffers."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for. backend: pinned, or None. seconds: for all cells."""
+
+    cells: list[Cell]
+    backend: str | None
+    output: Path
+    seconds: float
+    force: bool
+    commit: str | None
+
+
+@dataclass
+class Report:
+    """What a run did, for --json and for the closing lines."""
+
+    environment: Row
+    output: Path
+    read_tbs: float | None = None
+    cells: list[Row] = field(default_factory=list)
+    tuned: int = 0
+    kept: int = 0
+    unfinished: list[str] = field(default_factory=list)
+    unsound: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+    def document(self) -> Row:
+        return {"kind": "tune", **asdict(self), "output": str(self.output)}
+
+
+def provenance(facts: Row, read_tbs: float, commit: str | None) -> Row:
+    """The head of a table. A copy without history is named by its version."""
+    versions = facts["versions"]
+    return {"device": facts["device"], "arch": facts["arch"], "date": facts["date"],
+            "commit": commit or facts["commit"] or f"v{__version__}",
+            **{name: versions[name] for name in ("mxpert", "python", "torch", "triton")},
+            "cuda": versions["cuda"] or versions["hip"], "gpu": facts.get("gpu", {}),
+            "read_tbs": round(read_tbs, 3),
+            "protocol": "fused_moe, cold L2, CUDA-graph replays, configs interleaved, medians"}
+
+
+def make_row(choice: Choice, outcome: Outcome, winner: Candidate, head: Row) -> TunedRow:
+    """The table's row for a finished cell."""
+    problem, before = choice.problem, outcome.heuristic_us
+    measured = Measured(
+        us=round(winner.us, 3), heuristic_us=None if before is None else round(before, 3),
+        spread=round(outcome.spread, 4), source=outcome.source, note=outcome.note,
+        rel_l2=float(f"{winner.rel_l2:.3e}"), tried=len(outcome.tried), valid=outcome.valid,
+        commit=head["commit"], date=head["date"])
+    return TunedRow(problem.formats, problem.num_experts, problem.top_k, problem.hidden_size,
+                    problem.intermediate_size, problem.num_tokens, choice.kernel.backend,
+                    winner.config, measured)
+
+
+def name_cell(cell: Cell) -> str:
+    """"gpt-oss-120b T=64 a16w4"."""
+    return f"{cell.model} T={cell.num_tokens} {ACTIVATION_NAMES[cell.activation_format]}"
+
+
+def _cell_row(cell: Cell, choice: Choice, outcome: Outcome) -> Row:
+    """A cell with all of its candidates, for --json."""
+    return {"cell": name_cell(cell), "backend": choice.kernel.backend, "valid": outcome.valid,
+            "source": outcome.source, "note": outcome.note,
+            "winner": asdict(outcome.winner.config) if outcome.winner else None,
+            "candidates": [{"config": asdict(each.config), "state": each.state.value,
+                            "rel_l2": each.rel_l2, "reason": each.reason,
+                            "us": each.us if each.timing else None,
+                            "spread": each.timing.spread if each.timing else None}
+                           for each in outcome.tried]}
+
+
+def _tell(console: Console, name: str, choice: Choice, outcome: Outcome) -> None:
+    """One line for the cell, and one for each candidate that was wrong or failed."""
+    for each in outcome.tried:
+        if each.state in (State.WRONG, State.FAILED):
+            console.print(f"[red]{each.state.value}[/red] {escape(name)} "
+                          f"{choice.kernel.backend} {escape(str(each.config))}: "
+                          f"{escape(each.reason)}")
+    winner = outcome.winner
+    us = "no sound config" if winner is None else format_time(winner.us)
+    console.print(f"{escape(name)} {choice.kernel.backend}: {us}, {outcome.source} "
+                  f"({escape(outcome.note)}; {len(outcome.tried)} of {outcome.valid} tried)",
+                  highlight=False)
+
+
+def by_shape(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
+    """Cells that share weights."""
+    for shape in dict.fromkeys(cell.shape for cell in cells):
+        yield [cell for cell in cells if cell.shape == shape]
+
+
+class _Tuner:
+    """A run over all cells; each finished cell is in the table before the next begins."""
+
+    def __init__(self, request: Request, device: torch.device, console: Console) -> None:
+        self.request, self.device, self.console = request, device, console
+        self.target = detect_target(device)
+        self.end = time.monotonic() + request.seconds
+        self.report = Report(environment(device), request.output)
+        rows = read_rows(request.output, self.target.name)
+        self.finished = set() if request.force else {row.key for row in rows}
+        self.head: Row = {}
+
+    def run(self, progress: Progress) -> None:
+        """Tune every cell that the table lacks, while time lasts."""
+        request, layouts = self.request, expected_layouts(self.target)
+        pending = [cell for cell in request.cells if choose(
+            cell, self.target, layouts, request.backend).key not in self.finished]
+        self.report.kept = len(request.cells) - len(pending)
+        self.report.unfinished = [name_cell(cell) for cell in pending]
+        if not pending:
+            return
+        task = progress.add_task("read bandwidth", total=len(pending))
+        self.report.read_tbs = read_bandwidth(self.device) / 1e12
+        self.head = provenance(self.report.environment, self.report.read_tbs, request.commit)
+        for cells in by_shape(pending):
+            progress.update(task, description=f"{cells[0].model}: weights")
+            weights = RunWeights.of(
+                random_moe_problem(cells[0].shape, 1, device=self.device).weights, self.device)
+            probes: dict[str, Probes] = {}
+            for cell in cells:
+                if time.monotonic() >= self.end and self.report.cells:
+                    return
+                progress.update(task, description=name_cell(cell))
+                if cell.activation_format not in probes:
+                    probes[cell.activation_format] = Probes.of(cell.shape, weights.plain,
+                                                               cell.options)
+                self._tune(cell, weights, probes[cell.activation_format])
+                progress.advance(task)
+            del weights  # before the next shape's are made
+
+    def _tune(self, cell: Cell, weights: RunWeights, probes: Probes) -> None:
+        """Search one cell within its share of the time left, and write its row."""
+        report, name = self.report, name_cell(cell)
+        choice = choose(cell, self.target, (weights.prepared.layout, weights.plain.layout),
+                        self.request.backend)
+        if choice.key in self.finished:  # these weights took another layout than most do
+            report.unfinished.remove(name)
+            report.kept += 1
+            return
+        chosen = (weights.prepared if choice.problem.weight_layout is weights.prepared.layout
+                  else weights.plain)
+        configs = in_order(choice.kernel.heuristic(choice.problem),
+                           choice.kernel.configs(choice.problem))
+        now = time.monotonic()
+        outcome = search(
+            configs, DeviceTrial(choice, cell.shape, chosen, probes),
+            limit=error_gate("layer", cell.activation_format), end=self.end,
+            deadline=now + (self.end - now) / len(report.unfinished),
+            batch_size=BATCH_SIZE if cell.num_tokens <= LARGE_BATCH_TOKENS else BATCH_SIZE // 2)
+        _tell(self.console, name, choice, outcome)
+        report.cells.append(_cell_row(cell, choice, outcome))
+        if outcome.cut_short:
+            return
+        report.unfinished.remove(name)
+        if outcome.winner is None:
+            report.unsound.append(name)
+            return
+        add_rows(self.request.output, self.head,
+                 [make_row(choice, outcome, outcome.winner, self.head)])
+        report.tuned += 1
+
+
+def run_tune(request: Request, device: torch.device, console: Console) -> Report:
+    """Tune; an interrupt ends the run and keeps what is finished."""
+    tuner = _Tuner(request, device, console)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            tuner.run(progress)
+    except KeyboardInterrupt:
+        tuner.report.interrupted = True
+    return tuner.report
+
+
+def dry_run(cells: Sequence[Cell], target: Target, backend: str | None) -> Row:
+    """Cells and their candidates for a target; runs nothing."""
+    rows = []
+    for cell in cells:
+        choice = choose(cell, target, expected_layouts(target), backend)
+        configs = in_order(choice.kernel.heuristic(choice.problem),
+                           choice.kernel.configs(choice.problem))
+        rows.append({"cell": name_cell(cell), "backend": choice.kernel.backend,
+                     "candidates": [asdict(config) for config in configs]})
+    return {"kind": "tune-dry-run", "target": asdict(target), "cells": rows}
+
+
+def _short(config: Row) -> str:
+    """A config as "m16 | 64x256 s4 | 128x128 s4 /2": unit, then tile, stages, split of a stage."""
+    stages = [f"{c['block_m']}x{c['block_n']}x{c['block_k']} w{c['num_warps']} s{c['num_stages']}"
+              + (f" /{c['split_k']}" if c["split_k"] > 1 else "")
+              for c in (config["gate_up"], config["down"])]
+    return " | ".join((f"m{config['routing_block_m']}", *stages))
+
+
+def _show_plan(document: Row, console: Console) -> None:
+    print_table(console, f"mxpert tune --dry-run on {document['target']['name']}",
+                ("cell", "backend", "candidates", "heuristic: unit | gate_up | down"),
+                [(row["cell"], row["backend"], str(len(row["candidates"])),
+                  _short(row["candidates"][0])) for row in document["cells"]])
+
+
+def _emit(document: Row, place: str, console: Console) -> None:
+    """Write a document to a file, or with "-" to standard output."""
+    if place == "-":
+        typer.echo(json.dumps(document, indent=1, default=str))
+        return
+    write_json(Path(place), document)
+    console.print(f"wrote {place}", markup=False)
+
+
+def _writable(output: Path | None, target: Target) -> Path:
+    """The table to write: `output`, or this user's."""
+    path = output or user_table(target)
+    if path is None:
+        raise UnsupportedError(message("tune", "--output", "a file to write",
+                                       "no home directory", "name one with --output"))
+    folder = next(each for each in (path.absolute().parent, *path.absolute().parents)
+                  if each.exists())
+    require(not path.is_dir() and folder.is_dir() and os.access(folder, os.W_OK), "tune",
+            "--output", need="a file in a folder that can be written", got=str(path))
+    return path
+
+
+def _named_target(name: str | None, dry: bool) -> Target:
+    """The target of --target, else this machine's."""
+    if name is not None:
+        require(dry, "tune", "--target", need="--dry-run beside it", got=repr(name),
+                remedy="without --dry-run this machine's GPU is tuned")
+        require(name in TARGETS, "tune", "--target", need=f"one of {sorted(TARGETS)}",
+                got=repr(name))
+        return TARGETS[name]
+    device = best_device()
+    if device.type == "cpu":
+        raise UnsupportedError(message(
+            "tune", "device", "a GPU", "none on this machine",
+            f"add --dry-run --target {next(iter(TARGETS))} to see what would be tried"))
+    return detect_target(device)
+
+
+def tune(
+    model: list[str] = typer.Option(None, help="A named model; repeat for several. Default: "
+                                    "gpt-oss-120b, unless --shape is given."),
+    shape: list[str] = typer.Option(None, help="E,k,H,F of another layer; repeat for several."),
+    tokens: str = typer.Option(DEFAULT_TOKENS, help="Token counts, comma-separated."),
+    formats: str = typer.Option("bf16,mxfp8,mxfp4", "--format", help="Activation formats."),
+    time_budget: float = typer.Option(DEFAULT_SECONDS, help="Seconds for the whole run; cells left "
+                                      "are tuned when it is run again."),
+    output: Path = typer.Option(None, help="The table. Default: this user's for this device."),
+    backend: str = typer.Option(None, help="Tune this backend instead of the one that would run."),
+    force: bool = typer.Option(False, "--force", help="Tune finished cells again."),
+    commit: str = typer.Option(None, help="The commit to record, for a copy without history."),
+    dry: bool = typer.Option(False, "--dry-run", help="List cells and candidates; run nothing."),
+    target: str = typer.Option(None, help="With --dry-run: a device that need not be here: "
+                               f"{', '.join(TARGETS)}."),
+    json_file: str = typer.Option(None, "--json", help="Write every candidate here; - prints."),
+) -> None:
+    """Search the tiles that are fastest on this GPU.
+
+    For each format, shape and token count, the configs of the kernel that serves it are compared
+    with the float64 reference first; a wrong one is reported and never wins. Right ones are timed
+    with a cold L2 cache, taking turns. The heuristic's choice stays unless another is faster by
+    more than the spread of the two. Each finished cell is written at once; run the command again
+    to go on where it stopped. The table in your cache directory overrides the shipped one.
+
+    Examples:
+
+        mxpert tune --model gpt-oss-120b --time-budget 300
+
+        mxpert tune --shape 64,8,2048,1024 --tokens 1,16,256 --format bf16
+
+        mxpert tune --dry-run --target nvidia-h200
+    """
+    counts = parse_numbers(tokens, "tune", "--tokens")
+    names = parse_choices(formats, ACTIVATION_FORMATS, "tune", "--format")
+    tunable = sorted(set(BACKENDS) - {"reference"})
+    require(backend is None or backend in tunable, "tune", "--backend", need=f"one of {tunable}",
+            got=repr(backend), remedy="the reference has no tiles to tune")
+    require(time_budget > 0 and math.isfinite(time_budget), "tune", "--time-budget",
+            need="a positive number of seconds", got=time_budget)
+    models = list(model or ([] if shape else ["gpt-oss-120b"]))
+    cells = make_cells(models, list(shape or []), counts, names)
+    here, console = _named_target(target, dry), make_console(stderr=True)
+    if dry:
+        plan = dry_run(cells, here, backend)
+        if json_file != "-":
+            _show_plan(plan, make_console())
+        if json_file:
+            _emit(plan, json_file, console)
+        return
+    request = Request(cells, backend, _writable(output, here), time_budget, force, commit)
+    report = run_tune(request, best_device(), console)
+    if json_file:
+        _emit(report.document(), json_file, console)
+    raise typer.Exit(_close(report, console))
+
+
+def _close(report: Report, console: Console) -> int:
+    """The last lines and the exit code."""
+    console.print(f"{report.output}: {report.tuned} tuned, {report.kept} kept, "
+                  f"{len(report.unfinished)} left", markup=False, highlight=False)
+    for name in report.unsound:
+        console.print(f"no sound config: {name}", markup=False)
+    if report.interrupted:
+        console.print("interrupted; run the same command again to go on")
+        return EXIT_INTERRUPTED
+    if report.unsound:
+        return EXIT_NO_WINNER
+    if report.unfinished:
+        console.print("out of time; run the same command again to go on")
+    return 0
