@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import Combine, GateUpOrder, GemmConfig, MoEWeights, ReferenceConfig
+from mxpert import Combine, GateUpOrder, MoEConfig, MoEWeights, ReferenceConfig
 from mxpert.dispatch import detect_target
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (
@@ -63,14 +63,23 @@ CASES: dict[str, tuple[MoEShape, bool]] = {
 }
 """Layers that cover activations, orders, biases and both places of the routing weight."""
 
-def tiles_of(a_format: str) -> dict[str, GemmConfig]:
-    """Every tile that the dispatcher can choose for a format, by name."""
-    target = replace(detect_target("cpu"), kind="cuda", arch="sm_90")
+def tiles_of(a_format: str) -> dict[str, MoEConfig]:
+    """Every tile that the dispatcher can choose for a format, by name; the smallest ones with their
+    depth split, too."""
+    target = replace(detect_target("cpu"), kind="cuda", arch="sm_90", num_sms=132)
     problem = MoEProblem(Op.FUSED_MOE, target, 64, 4, 32, 2880, 2880,
                          MoEOptions(activation_format=a_format), Layout.HOPPER_FRAGMENT)
-    configs = dict.fromkeys(c.gate_up for c in heuristics.layer_configs(problem))
-    return {f"{'prefill' if heuristics.is_prefill(c) else 'decode'}{c.block_m}": c
-            for c in configs}
+    found = {}
+    for config in dict.fromkeys(replace(stage, split_k=1)
+                                for layer in heuristics.layer_configs(problem)
+                                for stage in (layer.gate_up, layer.down)):
+        prefill, block_m = heuristics.is_prefill(config), config.block_m
+        name = f"{'prefill' if prefill else 'decode'}{block_m}"
+        found[name] = MoEConfig(block_m, config, config)
+        if not prefill and block_m <= 16:
+            found[name + "_split"] = MoEConfig(block_m, replace(config, split_k=3),
+                                               replace(config, split_k=2))
+    return found
 
 
 TILES = [(a_format, name) for a_format in ACTIVATION_FORMATS for name in tiles_of(a_format)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import Combine, GateUpOrder, GemmConfig, MoEWeights
+from mxpert import Combine, GateUpOrder, MoEConfig, MoEWeights
 from mxpert.formats import MXTensor, dequantize_blocks, pack_codes, unpack_codes
 from mxpert.problem import SwiGLU
 from mxpert.routing import RoutingPlan
@@ -195,7 +195,7 @@ def test_stages(a_format: str, case: str, unit: int, device: torch.device) -> No
     problem = layer(case, a_format, device)
     on_input = CASES[case][1]
     for name, config in tiles_of(a_format).items():
-        if unit % config.block_m:
+        if unit % config.routing_block_m:
             continue
         for num_tokens in (5, 333):
             check_stages(first_tokens(problem.prepared, num_tokens), problem.inputs.weights,
@@ -203,7 +203,7 @@ def test_stages(a_format: str, case: str, unit: int, device: torch.device) -> No
 
 
 def check_stages(inputs: MoEInputs, row_major: MoEWeights, a_format: str, unit: int,
-                 config: GemmConfig, on_input: bool, what: str) -> None:
+                 config: MoEConfig, on_input: bool, what: str) -> None:
     plan = make_plan(inputs, unit)
     places = plan.slot_rows.flatten().long()
     stage_one = dict(activation=inputs.activation, activation_format=a_format,

@@ -16,15 +16,12 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import Combine, GateUpOrder, GemmConfig, MoEWeights, SiLU, SwiGLU
-from mxpert.dispatch import detect_target
+from mxpert import GateUpOrder, MoEConfig, MoEWeights, SiLU, SwiGLU
 from mxpert.formats import MXTensor
-from mxpert.formats.tensor import Layout
-from mxpert.problem import Activation, MoEOptions, MoEProblem, Op
 from mxpert.routing import RoutingPlan
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 
-heuristics = pytest.importorskip("mxpert.backends.hopper.heuristics", reason="needs Gluon")
+from .hopper_problems import require_hopper, tiles_of
 
 pytestmark = pytest.mark.gpu
 
@@ -39,17 +36,9 @@ ROWS_PER_EXPERT = {8: 5, 16: 12, 32: 30, 64: 150}
 """By block_m: tiles of several blocks, the last of them not full."""
 
 
-def variants() -> dict[str, tuple[str, GemmConfig]]:
-    """Format and tile of every GEMM binary; mxfp4 rows share those of mxfp8 rows."""
-    found = {}
-    target = replace(detect_target("cpu"), kind="cuda", arch="sm_90")
-    for a_format in ("bf16", "mxfp8"):
-        problem = MoEProblem(Op.FUSED_MOE, target, 64, 4, 32, 2880, 2880,
-                             MoEOptions(activation_format=a_format), Layout.HOPPER_FRAGMENT)
-        for layer in heuristics.layer_configs(problem):
-            kind = "prefill" if heuristics.is_prefill(layer.gate_up) else "decode"
-            found[f"{a_format}-{kind}{layer.gate_up.block_m}"] = (a_format, layer.gate_up)
-    return found
+VARIANTS = {f"{a_format}-{name}": (a_format, config) for a_format in ("bf16", "mxfp8")
+            for name, config in tiles_of(a_format).items()}
+"""Format and tile of every GEMM binary; mxfp4 rows share those of mxfp8 rows."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +51,14 @@ class Hunt:
     generator: torch.Generator
 
     @classmethod
-    def of(cls, shape: MoEShape, a_format: str, config: GemmConfig, device: torch.device) -> Hunt:
-        num_tokens = ROWS_PER_EXPERT[config.block_m] * shape.num_experts // shape.top_k + 1
+    def of(cls, shape: MoEShape, a_format: str, config: MoEConfig, device: torch.device) -> Hunt:
+        num_tokens = ROWS_PER_EXPERT[config.routing_block_m] * shape.num_experts // shape.top_k + 1
         inputs = random_moe_problem(shape, num_tokens, device=device)
         inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
         with mxpert.override():
             plan = mxpert.make_routing_plan(
                 inputs.topk_ids, inputs.topk_weights, num_experts=shape.num_experts,
-                routing_block_m=config.block_m)
+                routing_block_m=config.routing_block_m)
         return cls(inputs, plan, a_format, torch.Generator(device).manual_seed(1))
 
     def renew(self) -> None:
@@ -82,15 +71,14 @@ class Hunt:
             part.reference.random_(119, 123, generator=self.generator)
 
     def run(self) -> tuple[torch.Tensor, ...]:
-        """Both stages; rows of real tokens only, as bits."""
-        activation: Activation = self.inputs.activation
+        """Both stages; h of real tokens only, and y, as bits. (FLAT rows are never split.)"""
         places = self.plan.slot_rows.flatten().long()
         h = mxpert.moe_gate_up(self.inputs.x, self.inputs.weights, self.plan,
-                               activation=activation, activation_format=self.a_format)
-        y = mxpert.moe_down(h, self.inputs.weights, self.plan, combine=Combine.FLAT,
-                            out_dtype=torch.float32)
+                               activation=self.inputs.activation,
+                               activation_format=self.a_format)
+        y = mxpert.moe_down(h, self.inputs.weights, self.plan, out_dtype=torch.float32)
         rows = (h.qdata, h.scale) if isinstance(h, MXTensor) else (h.view(torch.int16),)
-        return tuple(tensor[places] for tensor in (*rows, y.view(torch.int32)))
+        return *(tensor[places] for tensor in rows), y.view(torch.int32)
 
 
 def projections(weights: MoEWeights) -> tuple[MXTensor, MXTensor]:
@@ -114,8 +102,7 @@ class Load:
 
 @pytest.fixture(autouse=True)
 def hopper_only(device: torch.device) -> Iterator[None]:
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+    require_hopper(device)
     yield
     torch.cuda.synchronize(device)
 
@@ -145,9 +132,9 @@ def hunt(run: Callable[[], tuple[torch.Tensor, ...]], renew: Callable[[], None],
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("a_format, config", variants().values(), ids=variants())
+@pytest.mark.parametrize("a_format, config", VARIANTS.values(), ids=VARIANTS)
 def test_repeats_give_the_same_bits(
-    a_format: str, config: GemmConfig, shape: str, device: torch.device,
+    a_format: str, config: MoEConfig, shape: str, device: torch.device,
     pytestconfig: pytest.Config,
 ) -> None:
     repeats = pytestconfig.getoption("--race-repeats")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from mxpert.backends.hopper import moe, rows, schedule
+from triton.runtime.jit import JITFunction
+
+import mxpert.backends.hopper as hopper
+from mxpert.backends.hopper import moe
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (
@@ -25,9 +31,6 @@ from mxpert.testing.problems import MoEShape
 from mxpert.weights import GateUpOrder, MoEWeights
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
-KERNELS = {moe: ("_moe_gemm_decode_kernel", "_moe_gemm_prefill_kernel"),
-           rows: ("_moe_split_rows_kernel", "_moe_rebase_rows_kernel"),
-           schedule: ("_moe_tile_schedule_kernel",)}
 _LAUNCH_OPTIONS = ("maxnreg", "num_stages")
 
 
@@ -53,6 +56,12 @@ class Launch(NamedTuple):
         options = {key: self.arguments[key] for key in _LAUNCH_OPTIONS if key in self.arguments}
         return compile_for(self.kernel, self.specialised, target="sm_90",
                            num_warps=self.arguments["num_warps"], **options)
+
+
+def backend_modules() -> Iterator[ModuleType]:
+    """Every module of the backend."""
+    for found in pkgutil.iter_modules(hopper.__path__, hopper.__name__ + "."):
+        yield importlib.import_module(found.name)
 
 
 def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -94,16 +103,16 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[Launch] = []
-        for module, names in KERNELS.items():
-            for name in names:
-                monkeypatch.setattr(module, name,
-                                    _Recording(getattr(module, name), self.launches))
+        for module in backend_modules():
+            for name, kernel in list(vars(module).items()):
+                if isinstance(kernel, JITFunction) and name.endswith("_kernel"):
+                    monkeypatch.setattr(module, name, _Recording(kernel, self.launches))
         monkeypatch.setattr(moe, "combine_rows", lambda out, slot_rows: out)
         monkeypatch.setattr(moe, "quantize_rows", lambda problem, x: x)
         monkeypatch.setattr(moe, "QUANTIZE", _NoQuantizer())
 
     def run(self, problem: MoEProblem, config: GemmConfig, *, has_bias: bool) -> list[Launch]:
-        """Launches of both stages of `problem` with one config."""
+        """Launches of both stages of `problem`, each with the same config."""
         self.launches.clear()
         experts, unit, tokens = problem.num_experts, config.block_m, problem.num_tokens
         hidden, inner = problem.hidden_size, problem.intermediate_size
