@@ -1,0 +1,195 @@
+"""Which codes of a stage-1 output may differ from the oracle's, value by value.
+
+Relative L2 (`numerics`) speaks of many values. Among the few of a small batch one flipped e2m1 code
+is half a value and may carry the whole norm, so here every code is judged on its own: a kernel's
+value lies within `slack` of the float64 one, rounding to bfloat16, the block's scale and the code
+are monotone, and hence scale and code lie between those of ``value − slack`` and ``value + slack``.
+A code that differs from the oracle's is right only where a rounding boundary lies in between.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..backends.reference.moe import activate
+from ..backends.reference.quantize import WeightDecoder
+from ..errors import message
+from ..formats.codec import (
+    block_scale,
+    dequantize_blocks,
+    encode,
+    exact_power_of_two,
+    quantize_blocks,
+    unpack_codes,
+)
+from ..formats.spec import E8M0_BIAS, MXFormat, ScaleRule
+from ..formats.tensor import MXTensor
+from ..problem import activation_mx_format
+from ..weights import gate_up_rows
+from .numerics import accumulation_error
+from .problems import MoEInputs
+
+DEVIATIONS = 6.0
+"""Standard deviations of accumulator noise that a value may be off by: one in 10⁹ Gaussian errors
+is larger, and that one would have to lie at a rounding boundary to be seen."""
+
+_ULP = 2.0 ** -24
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Stage 1 before its rounding: `values` float64 [T·k, F] by (token, slot), and the `slack` of
+    the same shape within which a correct kernel's float32 values lie."""
+
+    values: torch.Tensor
+    slack: torch.Tensor
+
+    def round(self, a_format: str, rule: ScaleRule = ScaleRule.RCEIL) -> torch.Tensor | MXTensor:
+        """What the oracle stores: bfloat16, then the MX format if `a_format` names one."""
+        fmt = activation_mx_format(a_format, "Rounded.round")
+        values = self.values.to(torch.bfloat16)
+        return values if fmt is None else quantize_blocks(values, fmt, -1, rule)
+
+
+def gate_up_oracle(
+    inputs: MoEInputs, a_format: str, *, apply_router_weight_on_input: bool = False,
+    scale_rule: ScaleRule = ScaleRule.RCEIL, accumulation: float | None = None,
+) -> Rounded:
+    """Stage 1 of every (token, slot) in float64, and how far a kernel's float32 may be from it.
+
+    The rounding errors of a sum grow with its partial sums, whose size is ``√Σ (x_j w_j)²`` for
+    independent products, or the sum itself where that is larger; `accumulation_error` is their
+    standard deviation relative to that, `DEVIATIONS` of which are allowed, and two roundings for
+    routing weight and bias. The largest change of the activation over the corners of the box that
+    gate and up then span is the slack, since gated activations are monotone across so small a box.
+    The activation's own float32 arithmetic adds ``2 |α g| + 64`` half-units: the exponential's
+    argument is rounded twice, and dividing, multiplying and a tanh from an exponential cost less
+    than the rest.
+
+    Args:
+        inputs: the batch; every id names an expert. Only experts that are hit are dequantised.
+        a_format, apply_router_weight_on_input, scale_rule: as in `mxpert.fused_moe`.
+        accumulation: relative error of the kernel's accumulator; None: float32 over all of H.
+    """
+    weights, activation = inputs.weights, inputs.activation
+    num_tokens, top_k = inputs.topk_ids.shape
+    fmt, device = activation_mx_format(a_format, "gate_up_oracle"), weights.device
+    x = inputs.x.double() if fmt is None else dequantize_blocks(
+        quantize_blocks(inputs.x, fmt, -1, scale_rule), torch.float64)
+    noise = DEVIATIONS * (accumulation_error(weights.hidden_size) if accumulation is None
+                          else accumulation)
+    assert weights.gate_up_order is not None  # for the type checker; MoEWeights has refused None
+    halves = gate_up_rows(weights.gate_up_order, weights.intermediate_size, device)
+    slope = getattr(activation, "alpha", 1.0)
+    decoder, ids = WeightDecoder(torch.float64, device), inputs.topk_ids.flatten().long()
+    values = torch.empty((num_tokens * top_k, weights.intermediate_size), dtype=torch.float64,
+                         device=device)
+    slack = torch.empty_like(values)
+    for expert in ids.unique().tolist():
+        rows = (ids == expert).nonzero().squeeze(1)
+        w, x_rows = decoder(weights.gate_up_proj[expert]), x[rows // top_k]
+        product = x_rows @ w.T
+        error = noise * torch.hypot(product, (x_rows.square() @ w.square_().T).sqrt())
+        if apply_router_weight_on_input:
+            factor = inputs.topk_weights.flatten()[rows, None].double()
+            product, error = product * factor, error * factor.abs()
+        if weights.gate_up_bias is not None:
+            product += weights.gate_up_bias[expert]
+        error += 2 * _ULP * product.abs()
+        gate, up = (product[:, half] for half in halves)
+        gate_error, up_error = (error[:, half] for half in halves)
+        exact = activate(activation, gate, up)
+        corners = [activate(activation, gate + i * gate_error, up + j * up_error) - exact
+                   for i in (-1, 1) for j in (-1, 1)]
+        values[rows] = exact
+        slack[rows] = (torch.stack(corners).abs().amax(0)
+                       + (2 * slope * gate.abs() + 64) * _ULP * exact.abs())
+    return Rounded(values, slack)
+
+
+def assert_rounded(
+    actual: torch.Tensor | MXTensor, expected: Rounded, what: str, *,
+    rule: ScaleRule = ScaleRule.RCEIL,
+) -> None:
+    """Raise unless every scale and code of `actual` is one that noise within the slack explains,
+    and no more of them differ from the oracle's than noise flips.
+
+    A value whose slack spans n boundaries crosses one with probability ``n E|e| / (2 slack)``, at
+    most ``min(1, n / (2 DEVIATIONS))`` for an error e of one standard deviation, biased or not.
+    Their sum over all values (and over the scales of all blocks) is the number of flips to expect;
+    five deviations of a Poisson count and one are added.
+
+    Args:
+        actual: [T·k, F] by (token, slot), bfloat16 or MXTensor along its last axis.
+        expected: from `gate_up_oracle`. what: names the comparison. rule: of an MXTensor.
+
+    Raises:
+        AssertionError: with the first offender, or with the number of flips.
+
+    Example:
+        >>> exact = torch.tensor([[1.0, 1.0 + 2**-8]], dtype=torch.float64)
+        >>> expected = Rounded(exact, torch.full_like(exact, 1e-6))
+        >>> assert_rounded(torch.tensor([[1.0, 1 + 2**-7]]).bfloat16(), expected, "the tie flips")
+    """
+    points = [(expected.values + side * expected.slack).to(torch.bfloat16) for side in (-1, 0, 1)]
+    spans: list[tuple[str, torch.Tensor, list[torch.Tensor]]]
+    if isinstance(actual, MXTensor):
+        fmt = actual.format
+        packed = fmt.codes_per_byte == 2
+        codes = unpack_codes(actual.qdata) if packed else actual.qdata
+        spans = [("scale", actual.scale.int(), _scale_span(points, actual.scale, fmt, rule)),
+                 ("code", _ordinal(codes.int(), fmt.element.bits),
+                  [_code_at(point, actual.scale, fmt) for point in points])]
+    else:
+        spans = [("value", _bfloat16_ordinal(actual), [_bfloat16_ordinal(p) for p in points])]
+    likely, flips = 0.0, 0
+    for name, found, (low, middle, high) in spans:
+        wrong = ((found < low) | (found > high)).nonzero()
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            raise AssertionError(message(
+                what, f"{name}{list(at)}",
+                f"{low[at].item()} to {high[at].item()} (ordinals) within the noise",
+                f"{found[at].item()}, the first of {len(wrong)} in {found.numel()}"))
+        likely += ((high - low) / (2 * DEVIATIONS)).clamp(max=1).sum().item()
+        flips += int((found != middle).sum())
+    if flips > likely + 5 * math.sqrt(likely) + 1:
+        raise AssertionError(message(
+            what, "codes", f"about {likely:.0f} that differ from the oracle's, as noise flips",
+            f"{flips} of {expected.values.numel()}"))
+
+
+def _ordinal(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Sign-magnitude codes as integers in the order of their values; both zeros are 0."""
+    magnitude = codes & ((1 << (bits - 1)) - 1)
+    return torch.where(codes >> (bits - 1) & 1 == 1, -magnitude, magnitude)
+
+
+def _bfloat16_ordinal(values: torch.Tensor) -> torch.Tensor:
+    if values.dtype != torch.bfloat16:
+        raise AssertionError(message("assert_rounded", "actual.dtype", torch.bfloat16,
+                                     values.dtype))
+    return _ordinal(values.contiguous().view(torch.int16).int(), 16)
+
+
+def _code_at(values: torch.Tensor, scale: torch.Tensor, fmt: MXFormat) -> torch.Tensor:
+    """Ordinals of the codes that `values` get in blocks of the given scales."""
+    inverse = exact_power_of_two(E8M0_BIAS - scale.int(), torch.float64).unsqueeze(-1)
+    blocks = values.double().unflatten(-1, (-1, fmt.block_size)) * inverse
+    return _ordinal(encode(blocks.flatten(-2), fmt.element).int(), fmt.element.bits)
+
+
+def _scale_span(points: list[torch.Tensor], scale: torch.Tensor, fmt: MXFormat,
+                rule: ScaleRule) -> list[torch.Tensor]:
+    """Smallest, exact and largest scale byte of each block; a block that may be all zeros may also
+    have the byte of zero blocks."""
+    low, middle, high = (point.unflatten(-1, (-1, fmt.block_size)) for point in points)
+    least = torch.minimum(low.abs(), high.abs()).masked_fill(low * high <= 0, 0)
+    amax = [part.amax(-1) for part in (least, middle.abs(), torch.maximum(low.abs(), high.abs()))]
+    smallest, exact, largest = (block_scale(a, fmt, rule).int() for a in amax)
+    zero = (amax[0] == 0) & (amax[2] > 0)
+    as_zero = zero & (scale == E8M0_BIAS)
+    return [smallest.masked_fill(zero, 0), exact, torch.where(as_zero, E8M0_BIAS, largest)]
