@@ -14,7 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
 
-from .epilogue import finish, output_layout, output_terms, store_outputs, token_terms
+from .epilogue import (
+    finish, output_layout, output_terms, real_rows, store_outputs, token_terms,
+)
 from .tiles import accumulator_layout, decode_weights, join_halves
 
 DEPTH = 256
@@ -106,8 +108,8 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
         if EARLY:  # the latency of these loads passes under the main loop
             outputs = output_terms(reference, bias, expert, first_output, num_outputs,
                                    row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
-            tokens = token_terms(x_scale, routed_weights, sorted_token_ids, first_row, num_tokens,
-                                 TOKENS, LAYOUT, WEIGHTED)
+            tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, LAYOUT, WEIGHTED)
+            real = real_rows(sorted_token_ids, first_row, num_tokens, TOKENS, LAYOUT)
         accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
         for _ in range(first_step, last_step):
             mbarrier.wait(ready.index(slot), phase)
@@ -127,11 +129,11 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
         if not EARLY:
             outputs = output_terms(reference, bias, expert, first_output, num_outputs,
                                    row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
-            tokens = token_terms(x_scale, routed_weights, sorted_token_ids, first_row, num_tokens,
-                                 TOKENS, LAYOUT, WEIGHTED)
+            tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, LAYOUT, WEIGHTED)
+            real = real_rows(sorted_token_ids, first_row, num_tokens, TOKENS, LAYOUT)
         value = finish(join_halves(accumulator, SPLIT), outputs, tokens, param_first, param_second,
                        LAYOUT, KIND, WEIGHTED)
-        store_outputs(value, tokens[0], out, first_row + tile % splits * num_rows, first_output,
+        store_outputs(value, real, out, first_row + tile % splits * num_rows, first_output,
                       num_outputs)
 
 

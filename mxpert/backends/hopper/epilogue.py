@@ -85,14 +85,21 @@ def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows
 
 
 @gluon.jit
-def token_terms(x_scale, routed_weights, sorted_token_ids, first_row, num_tokens,
-                TOKENS: gl.constexpr, LAYOUT: gl.constexpr, WEIGHTED: gl.constexpr):
-    """Which of a tile's sorted rows are real tokens', their scales and routing weights."""
+def token_terms(x_scale, routed_weights, first_row, TOKENS: gl.constexpr, LAYOUT: gl.constexpr,
+                WEIGHTED: gl.constexpr):
+    """Scales and routing weights of a tile's sorted rows; padding rows have any values."""
     row = first_row + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LAYOUT))
-    real = (gl.load(sorted_token_ids + row) & _TOKEN_MASK) < num_tokens
-    scale = gl.load(x_scale + row, mask=real, other=0.0)
-    weight = gl.load(routed_weights + row, mask=real, other=0.0) if WEIGHTED else scale
-    return real, scale, weight
+    scale = gl.load(x_scale + row)
+    weight = gl.load(routed_weights + row) if WEIGHTED else scale
+    return scale, weight
+
+
+@gluon.jit
+def real_rows(sorted_token_ids, first_row, num_tokens, TOKENS: gl.constexpr,
+              LAYOUT: gl.constexpr):
+    """Which of a tile's sorted rows belong to a token."""
+    row = first_row + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LAYOUT))
+    return (gl.load(sorted_token_ids + row) & _TOKEN_MASK) < num_tokens
 
 
 @gluon.jit
@@ -104,7 +111,7 @@ def finish(accumulator, outputs, tokens, first, second, LAYOUT: gl.constexpr,
     scales its input.
     """
     gate_factor, up_factor, gate_bias, up_bias = outputs
-    _, scale, weight = tokens
+    scale, weight = tokens
     if KIND == 0:
         value = row_pairs(accumulator, LAYOUT)
         value = value * gate_factor[:, None] * scale[None, :] + gate_bias[:, None]
@@ -136,6 +143,5 @@ def store_outputs_through(value, out, sorted_token_ids, first_row, first_output,
                           num_outputs, STORE: gl.constexpr):
     """`store_outputs` by way of shared memory, from the layout `STORE` (wide stores)."""
     value = gl.convert_layout(value.to(out.dtype.element_ty), STORE)
-    row = first_row + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, STORE))
-    real = (gl.load(sorted_token_ids + row) & _TOKEN_MASK) < num_tokens
+    real = real_rows(sorted_token_ids, first_row, num_tokens, value.shape[1], STORE)
     store_outputs(value, real, out, first_row, first_output, num_outputs)

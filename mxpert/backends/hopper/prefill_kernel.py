@@ -143,8 +143,7 @@ def _store(total, first_row, unit, expert, operands, KIND: gl.constexpr, HAS_BIA
     LAYOUT: gl.constexpr = output_layout(4, TOKENS, KIND)
     outputs = output_terms(reference, bias, expert, unit * OUTPUTS, num_outputs, row_units * 64,
                            OUTPUTS, LAYOUT, KIND, HAS_BIAS)
-    tokens = token_terms(x_scale, routed_weights, sorted_token_ids, first_row, num_tokens, TOKENS,
-                         LAYOUT, WEIGHTED)
+    tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, LAYOUT, WEIGHTED)
     value = finish(total, outputs, tokens, param_first, param_second, LAYOUT, KIND, WEIGHTED)
     store_outputs_through(value, out, sorted_token_ids, first_row, unit * OUTPUTS, num_tokens,
                           num_outputs, _coalesced(OUTPUTS))

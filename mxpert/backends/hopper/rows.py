@@ -24,6 +24,9 @@ _MAX_CHUNKS = 64
 
 _CHUNKS_PER_WARP = 4
 
+_PARALLEL_TOKENS = 32
+"""Up to this many tokens each slot has a program of its own: the GPU is idle, latency counts."""
+
 
 @dataclass(frozen=True)
 class SortedRows:
@@ -55,14 +58,15 @@ def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int, *,
     depth_units = -(-depth // UNIT_CODES)
     chunks = min(_MAX_CHUNKS, max(_CHUNKS_PER_WARP, 1 << (depth_units - 1).bit_length()))
     split = isinstance(x, torch.Tensor)
-    programs = plan.num_tokens if scatter else num_rows
+    slots = 1 if plan.num_tokens <= _PARALLEL_TOKENS else plan.top_k
+    programs = plan.num_tokens * (plan.top_k // slots) if scatter else num_rows
     codes = torch.empty((num_rows * (2 if split else 1), depth_units * UNIT_CODES),
                         dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     shared: dict[str, Any] = dict(
         codes=codes, scale=scale, sorted_token_ids=plan.sorted_token_ids,
         num_valid=plan.num_valid, slot_rows=plan.slot_rows, num_tokens=plan.num_tokens,
-        top_k=plan.top_k, depth=depth, padded_depth=depth_units * UNIT_CODES, SCATTER=scatter,
+        top_k=plan.top_k, slots=slots, depth=depth, padded_depth=depth_units * UNIT_CODES, SCATTER=scatter,
         SINGLE=depth_units <= chunks, CHUNKS=chunks,
         num_warps=min(8, chunks // _CHUNKS_PER_WARP))
     if isinstance(x, MXTensor):

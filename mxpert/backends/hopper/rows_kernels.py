@@ -142,21 +142,23 @@ def _kept_row(program, sorted_token_ids, num_tokens):
     return gl.where(token < num_tokens, program, -1)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "top_k", "depth", "num_rows"])
+@gluon.jit(do_not_specialize=["num_tokens", "top_k", "slots", "depth", "num_rows"])
 def _moe_split_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_valid, num_tokens,
-                           top_k, depth, padded_depth, num_rows, x_stride, SCATTER: gl.constexpr,
-                           SINGLE: gl.constexpr, CHUNKS: gl.constexpr, num_warps: gl.constexpr):
+                           top_k, slots, depth, padded_depth, num_rows, x_stride,
+                           SCATTER: gl.constexpr, SINGLE: gl.constexpr, CHUNKS: gl.constexpr,
+                           num_warps: gl.constexpr):
     """bf16 row → hi and lo e4m3 rows with ``x = scale * (hi + lo / 16)``, 448 the largest hi.
 
-    SCATTER: a program encodes one token for all its slots, else one sorted row. NaN and infinity
-    give a NaN scale.
+    SCATTER: a program encodes one token for `slots` of its top_k slots, else one sorted row. NaN
+    and infinity give a NaN scale.
     """
     program = gl.program_id(0)
-    x += program.to(gl.int64) * x_stride
     if SCATTER:
-        _encode_split(codes, scale, x, slot_rows, program * top_k, top_k, program, depth,
+        x += (program * slots // top_k).to(gl.int64) * x_stride
+        _encode_split(codes, scale, x, slot_rows, program * slots, slots, program, depth,
                       padded_depth, num_rows, True, SINGLE, CHUNKS, num_warps)
     elif program < gl.load(num_valid):
+        x += program.to(gl.int64) * x_stride
         row = _kept_row(program, sorted_token_ids, num_tokens)
         _encode_split(codes, scale, x, slot_rows, 0, 1, row, depth, padded_depth, num_rows, False,
                       SINGLE, CHUNKS, num_warps)
@@ -232,22 +234,24 @@ def _encode_rebased(codes, scale, x, x_scale, slot_rows, first_slot, num_slots, 
                            first_slot, num_slots, row, padded_depth, SCATTER, HEADROOM, CHUNKS)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "top_k", "depth", "x_scale_stride"])
+@gluon.jit(do_not_specialize=["num_tokens", "top_k", "slots", "depth", "x_scale_stride"])
 def _moe_rebase_rows_kernel(codes, scale, x, x_scale, slot_rows, sorted_token_ids, num_valid,
-                            num_tokens, top_k, depth, padded_depth, x_stride, x_scale_stride,
-                            SCATTER: gl.constexpr, SINGLE: gl.constexpr, PACKED: gl.constexpr,
+                            num_tokens, top_k, slots, depth, padded_depth, x_stride,
+                            x_scale_stride, SCATTER: gl.constexpr, SINGLE: gl.constexpr, PACKED: gl.constexpr,
                             CHUNKS: gl.constexpr, num_warps: gl.constexpr):
     """MX row → e4m3 row with one power of two: codes shift by their block's scale deficit.
 
     SCATTER as in `_moe_split_rows_kernel`.
     """
     program = gl.program_id(0)
-    x += program.to(gl.int64) * x_stride
-    x_scale += program.to(gl.int64) * x_scale_stride
     if SCATTER:
-        _encode_rebased(codes, scale, x, x_scale, slot_rows, program * top_k, top_k, program,
-                        depth, padded_depth, True, SINGLE, PACKED, CHUNKS, num_warps)
+        token = (program * slots // top_k).to(gl.int64)
+        _encode_rebased(codes, scale, x + token * x_stride, x_scale + token * x_scale_stride,
+                        slot_rows, program * slots, slots, program, depth, padded_depth, True,
+                        SINGLE, PACKED, CHUNKS, num_warps)
     elif program < gl.load(num_valid):
+        x += program.to(gl.int64) * x_stride
+        x_scale += program.to(gl.int64) * x_scale_stride
         row = _kept_row(program, sorted_token_ids, num_tokens)
         _encode_rebased(codes, scale, x, x_scale, slot_rows, 0, 1, row, depth, padded_depth,
                         False, SINGLE, PACKED, CHUNKS, num_warps)
