@@ -24,6 +24,7 @@ from ..errors import UnsupportedError, message, require
 from ..problem import ACTIVATION_FORMATS, Target
 from ..testing.problems import random_moe_problem
 from ..testing.timing import read_bandwidth
+from ..testing.toolchain import toolchain
 from .measure import RunWeights, error_gate
 from .report import (
     ACTIVATION_NAMES,
@@ -91,7 +92,8 @@ def provenance(facts: Row, read_tbs: float, commit: str | None) -> Row:
     versions = facts["versions"]
     return {"device": facts["device"], "arch": facts["arch"], "date": facts["date"],
             "commit": commit or facts["commit"] or f"v{__version__}",
-            **{name: versions[name] for name in ("mxpert", "python", "torch", "triton")},
+            **{name: versions[name] for name in ("mxpert", "python", "torch")},
+            "triton": versions["triton"] or toolchain().triton,  # nightlies rename the package
             "cuda": versions["cuda"] or versions["hip"], "gpu": facts.get("gpu", {}),
             "read_tbs": round(read_tbs, 3),
             "protocol": "fused_moe, cold L2, CUDA-graph replays, configs interleaved, medians"}

@@ -1,0 +1,191 @@
+"""Tuned tables: strict reading, whole writing, the user's rows over the shipped ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mxpert.cli import tune_cells
+from mxpert.cli.tune_cells import TARGETS, Cell
+from mxpert.dispatch import explain_problem, registry, tables
+from mxpert.formats.tensor import Layout
+from mxpert.problem import GemmConfig, MoEConfig, MoEProblem, Op
+from mxpert.testing.problems import MoEShape
+
+H200 = TARGETS["nvidia-h200"]
+SHAPE = MoEShape(hidden_size=64, intermediate_size=64, num_experts=4, top_k=2)
+HEAD = {"device": "NVIDIA H200", "date": "2026-11-20", "commit": "abc", "torch": "2.11",
+        "triton": "3.6"}
+
+
+def config(block_m: int, **settings: int) -> MoEConfig:
+    stage = GemmConfig(block_m, 128, 128, **settings)
+    return MoEConfig(block_m, stage, stage)
+
+
+FIRST, SECOND, THIRD = config(8), config(16), config(32)
+
+
+def row(num_tokens: int, chosen: MoEConfig, backend: str = "hopper") -> tables.TunedRow:
+    measured = tables.Measured(9.5, None, 0.02, "search", "because", 2e-3, 4, 5, "abc", "today")
+    return tables.TunedRow("bf16xmxfp4", 4, 2, 64, 64, num_tokens, backend, chosen, measured)
+
+
+def problem(num_tokens: int, op: Op = Op.FUSED_MOE, unit: int = 0,
+            layout: Layout = Layout.HOPPER_FRAGMENT) -> MoEProblem:
+    whole = Cell("x", SHAPE, num_tokens, "bf16").problem(H200, layout)
+    return replace(whole, op=op, routing_block_m=unit)
+
+
+@pytest.fixture
+def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The shipped table of a package whose tables lie in a folder of this test."""
+    monkeypatch.setattr(tables.resources, "files", lambda _: tmp_path)
+    monkeypatch.setenv("MXPERT_CACHE_DIR", str(tmp_path / "cache"))
+    tables._rows_by_shape.cache_clear()
+    return tmp_path / "tables" / "nvidia-h200.json"
+
+
+def test_user_rows_replace_shipped_rows_one_by_one(shipped: Path) -> None:
+    tables.add_rows(shipped, HEAD, [row(4, FIRST), row(16, FIRST), row(4, THIRD, "triton")])
+    own = tables.user_table(H200)
+    tables.add_rows(own, HEAD, [row(4, SECOND)])
+    chosen = [tables.tuned_row(problem(tokens), "hopper") for tokens in (1, 4, 5, 99)]
+    assert [each.config for each in chosen] == [SECOND, SECOND, FIRST, FIRST]
+    assert [each.place for each in chosen[1:3]] == [f"{own}: rows[0]", "nvidia-h200.json: rows[1]"]
+    assert tables.tuned_row(problem(1), "triton").config == THIRD
+    assert tables.tuned_row(problem(1), "reference") is None
+    assert tables.tuned_row(replace(problem(1), num_experts=5), "hopper") is None
+
+
+def test_dispatch_takes_the_row_of_the_chosen_backend(shipped: Path) -> None:
+    kernels = registry._kernels("triton")
+    if isinstance(kernels, str):
+        pytest.skip(kernels)
+    rows_by_backend = {}
+    for backend, layout in (("hopper", Layout.HOPPER_FRAGMENT), ("triton", Layout.ROW_MAJOR)):
+        kernel = registry._kernels(backend)[Op.FUSED_MOE]
+        config = list(kernel.configs(problem(4, layout=layout)))[1]
+        rows_by_backend[backend] = row(4, config, backend)
+    tables.add_rows(shipped, HEAD, rows_by_backend.values())
+    for backend, layout in (("hopper", Layout.HOPPER_FRAGMENT), ("triton", Layout.ROW_MAJOR)):
+        found = explain_problem(problem(4, layout=layout)).resolution
+        assert (found.kernel.backend, found.source) == (backend, "table")
+        assert found.config == rows_by_backend[backend].config
+        assert "nvidia-h200.json: rows[" in str(explain_problem(problem(4, layout=layout)))
+    config = rows_by_backend["hopper"].config
+    stage = explain_problem(problem(4, Op.MOE_DOWN, config.routing_block_m)).resolution
+    assert (stage.source, stage.config) == ("table", config.down)
+    assert explain_problem(problem(4, Op.MOE_DOWN, 8)).resolution.source == (
+        "table" if 8 % config.down.block_m == 0 else "heuristic")
+
+
+def test_no_home_means_no_user_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("MXPERT_CACHE_DIR", raising=False)
+    assert tables.user_table(H200) == Path.home() / ".cache/mxpert/tables/nvidia-h200.json"
+    monkeypatch.setattr(Path, "home", homeless)
+    assert tables.user_table(H200) is None
+
+
+def edited(change: Callable[[dict], object]) -> str:
+    document = json.loads(tables.format_table(HEAD, [row(4, FIRST), row(8, FIRST)]))
+    change(document)
+    return json.dumps(document)
+
+
+def test_a_table_survives_a_round_trip() -> None:
+    rows = [row(8, THIRD), row(4, config(16, split_k=2)), row(4, FIRST, "triton")]
+    read = tables.parse_table(tables.format_table(HEAD, rows), "t")
+    assert [replace(each, place="") for each in read] == sorted(rows, key=lambda each: each.key)
+
+
+@pytest.mark.parametrize(("text", "parts"), [
+    pytest.param("{", ["t.json", "need JSON"], id="no-json"),
+    pytest.param("[]", ["t.json", "need an object"], id="list"),
+    pytest.param(edited(lambda d: d["provenance"].pop("commit")), ["provenance", "commit"],
+                 id="no-commit"),
+    pytest.param(edited(lambda d: d.update(rows={})), ["t.json: rows", "a list"], id="no-rows"),
+    pytest.param(edited(lambda d: d.update(extra=1)), ["t.json", "extra"], id="unknown-part"),
+    pytest.param(edited(lambda d: d["rows"][1].pop("us")), ["rows[1]", "us"], id="missing-key"),
+    pytest.param(edited(lambda d: d["rows"][1].update(speed=1)), ["rows[1]", "speed"],
+                 id="unknown-key"),
+    pytest.param(edited(lambda d: d["rows"][0].update(T=4.0)), ["rows[0].T", "4.0"], id="float-T"),
+    pytest.param(edited(lambda d: d["rows"][0].update(E=True)), ["rows[0].E", "True"],
+                 id="boolean-E"),
+    pytest.param(edited(lambda d: d["rows"][0].update(us=-1)), ["rows[0].us"], id="negative-time"),
+    pytest.param(edited(lambda d: d["rows"][0].update(formats="fp8xfp8")),
+                 ["rows[0].formats", "fp8xfp8"], id="unknown-format"),
+    pytest.param(edited(lambda d: d["rows"][0].update(source="guess")), ["rows[0].source"],
+                 id="unknown-source"),
+    pytest.param(edited(lambda d: d["rows"][1]["config"]["down"].update(stages=2)),
+                 ["rows[1].config.down", "stages"], id="unknown-setting"),
+    pytest.param(edited(lambda d: d["rows"][1]["config"]["down"].pop("split_k")),
+                 ["rows[1].config.down", "split_k"], id="missing-setting"),
+    pytest.param(edited(lambda d: d["rows"][1]["config"].update(routing_block_m=12)),
+                 ["rows[1].config.routing_block_m", "12"], id="unit-not-a-multiple"),
+    pytest.param(edited(lambda d: d["rows"][1].update(T=4)), ["rows[1]", "rows[0]"],
+                 id="two-rows-for-one-key"),
+])
+def test_a_bad_table_names_file_row_and_key(text: str, parts: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"load_table: .* — need .*, got ") as caught:
+        tables.parse_table(text, "t.json")
+    for part in ("t.json", *parts):
+        assert part in str(caught.value)
+
+
+def test_a_table_is_replaced_whole_or_not_at_all(tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.json"
+    tables.add_rows(path, HEAD, [row(4, FIRST)])
+    before = path.read_text()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(tables.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        tables.add_rows(path, HEAD, [row(8, FIRST)])
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_table_belongs_to_one_device(tmp_path: Path) -> None:
+    tables.add_rows(tmp_path / "t.json", HEAD, [row(4, FIRST)])
+    with pytest.raises(ValueError, match=r"need NVIDIA B200, got NVIDIA H200"):
+        tables.add_rows(tmp_path / "t.json", HEAD | {"device": "NVIDIA B200"}, [row(8, FIRST)])
+
+
+SHIPPED = sorted((Path(tables.__file__).parent / "tables").glob("*.json"))
+
+
+def test_shipped_tables_are_valid() -> None:
+    pytest.importorskip("triton")
+    for path in SHIPPED:
+        assert path.stem in TARGETS, f"{path.name}: name the device in tune_cells.TARGETS"
+        target = TARGETS[path.stem]
+        reasons = [tune_cells.invalid_row(each, target)
+                   for each in tables.read_rows(path, target.name)]
+        assert not any(reasons), "\n".join(reason for reason in reasons if reason)
+
+
+@pytest.mark.parametrize(("changes", "backend", "part"), [
+    pytest.param({}, "hopper", None, id="valid"),
+    pytest.param({"num_warps": 3}, "hopper", "is no config", id="warps"),
+    pytest.param({"block_n": 7}, "hopper", "is no config", id="tile"),
+    pytest.param({}, "triton", "multiples of 16", id="other-backends-tile"),
+    pytest.param({}, "cutlass", "override", id="unknown-backend"),
+])
+def test_an_invalid_row_is_found(changes: dict, backend: str, part: str | None) -> None:
+    pytest.importorskip("triton")
+    kernel = registry._kernels("hopper")[Op.FUSED_MOE]
+    chosen = kernel.heuristic(problem(4))
+    found = tune_cells.invalid_row(
+        row(4, replace(chosen, down=replace(chosen.down, **changes)), backend), H200)
+    assert (found is None) if part is None else part in found

@@ -1,0 +1,408 @@
+"""`mxpert tune`: gate before time, the spread rule, resuming, and tables that stay readable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mxpert.cli import tune
+from mxpert.cli.main import app
+from mxpert.cli.tune_cells import TARGETS, Cell, Choice, DeviceTrial, Probes
+from mxpert.cli.tune_search import (
+    FINAL_REPEATS,
+    PRUNE_RATIO,
+    SCREEN_REPEATS,
+    DeviceLostError,
+    State,
+    distance,
+    in_order,
+    search,
+)
+from mxpert.dispatch import override, tables
+from mxpert.formats.tensor import Layout
+from mxpert.ops.moe import fused_moe
+from mxpert.problem import GemmConfig, MoEConfig, MoEOptions, MoEProblem, Op
+from mxpert.testing.problems import MoEShape, random_moe_problem
+from mxpert.testing.timing import Timing
+
+runner = CliRunner()
+H200 = TARGETS["nvidia-h200"]
+SHAPE = MoEShape(hidden_size=64, intermediate_size=64, num_experts=4, top_k=2)
+HEAD = {"device": "NVIDIA H200", "date": "2026-11-20", "commit": "abc", "torch": "2.11",
+        "triton": "3.6"}
+LIMIT = 1e-2
+
+
+def config(block_m: int, **settings: int) -> MoEConfig:
+    stage = GemmConfig(block_m, 128, 128, **settings)
+    return MoEConfig(block_m, stage, stage)
+
+
+FIRST, SECOND, THIRD = config(8), config(16), config(32)
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are of this machine's CPU, whatever it has besides."""
+    monkeypatch.setattr(tune, "best_device", lambda: torch.device("cpu"))
+
+
+class FakeTrial:
+    """Errors, times and failures by config; remembers what was timed together."""
+
+    def __init__(self, us: dict[MoEConfig, float], *, spread: float = 0.02,
+                 errors: dict[MoEConfig, float | Exception] | None = None,
+                 fail_timing: Sequence[MoEConfig] = ()) -> None:
+        self.us, self.spread, self.errors = us, spread, errors or {}
+        self.fail_timing, self.rounds = fail_timing, []
+
+    def error(self, config: MoEConfig) -> float:
+        error = self.errors.get(config, 1e-3)
+        if isinstance(error, Exception):
+            raise error
+        return error
+
+    def times(self, configs: Sequence[MoEConfig], repeats: int,
+              failures: dict[MoEConfig, Exception]) -> dict[MoEConfig, Timing]:
+        self.rounds.append((repeats, list(configs)))
+        failures.update({each: RuntimeError("out of resources\nmore") for each in configs
+                         if each in self.fail_timing})
+        half = self.spread / 2
+        return {each: Timing(self.us[each], self.us[each] * (1 - half), self.us[each] * (1 + half),
+                             repeats) for each in configs if each not in failures}
+
+
+def run_search(trial: FakeTrial, configs: Sequence[MoEConfig] = (FIRST, SECOND, THIRD),
+               **options: object) -> object:
+    options = {"deadline": 1.0, "clock": lambda: 0.0} | options
+    return search(configs, trial, limit=LIMIT, **options)
+
+
+def states(outcome: object) -> dict[MoEConfig, State]:
+    return {each.config: each.state for each in outcome.tried}
+
+
+@pytest.mark.parametrize(("us", "spread", "winner", "source"), [
+    pytest.param(80.0, 0.02, SECOND, "search", id="clearly-faster"),
+    pytest.param(99.0, 0.02, FIRST, "heuristic", id="within-the-spread"),
+    pytest.param(80.0, 0.25, FIRST, "heuristic", id="noisy"),
+    pytest.param(120.0, 0.02, FIRST, "heuristic", id="slower"),
+])
+def test_a_rival_must_beat_the_spread(us: float, spread: float, winner: MoEConfig,
+                                      source: str) -> None:
+    trial = FakeTrial({FIRST: 100.0, SECOND: us, THIRD: 130.0}, spread=spread)
+    outcome = run_search(trial)
+    assert outcome.winner.config == winner
+    assert (outcome.source, outcome.heuristic_us) == (source, 100.0)
+    assert outcome.spread == pytest.approx(spread)
+    assert f"spread {spread:.1%}" in outcome.note
+
+
+@pytest.mark.parametrize("error", [LIMIT * 1.01, float("nan"), float("inf")])
+def test_a_wrong_candidate_is_told_and_never_timed(error: float) -> None:
+    trial = FakeTrial({FIRST: 100.0, SECOND: 1.0, THIRD: 90.0}, errors={SECOND: error})
+    outcome = run_search(trial)
+    assert outcome.winner.config == THIRD
+    assert states(outcome)[SECOND] is State.WRONG
+    assert all(SECOND not in configs for _, configs in trial.rounds)
+
+
+def test_candidates_that_raise_fail_alone() -> None:
+    trial = FakeTrial({FIRST: 100.0, SECOND: 1.0, THIRD: 90.0}, fail_timing=[THIRD],
+                      errors={SECOND: KeyError("compiler")})
+    outcome = run_search(trial)
+    assert outcome.winner.config == FIRST
+    assert states(outcome) == {FIRST: State.TIMED, SECOND: State.FAILED, THIRD: State.FAILED}
+    assert outcome.tried[2].reason == "RuntimeError: out of resources"
+
+
+def test_a_lost_device_ends_the_search() -> None:
+    trial = FakeTrial({FIRST: 1.0}, errors={SECOND: DeviceLostError("gone")})
+    with pytest.raises(DeviceLostError):
+        run_search(trial)
+
+
+def test_a_wrong_heuristic_leaves_the_field_to_others() -> None:
+    trial = FakeTrial({SECOND: 80.0, THIRD: 90.0}, errors={FIRST: 1.0})
+    outcome = run_search(trial)
+    assert (outcome.winner.config, outcome.heuristic_us) == (SECOND, None)
+    assert "heuristic's choice wrong" in outcome.note
+    assert run_search(FakeTrial({}, errors=dict.fromkeys((FIRST, SECOND, THIRD), 1.0))).winner \
+        is None
+
+
+def test_slow_candidates_are_dropped_after_few_replays() -> None:
+    trial = FakeTrial({FIRST: 100.0, SECOND: 100 * PRUNE_RATIO + 1, THIRD: 140.0})
+    outcome = run_search(trial)
+    assert trial.rounds == [(SCREEN_REPEATS, [FIRST, SECOND, THIRD]),
+                            (FINAL_REPEATS, [FIRST, THIRD])]
+    assert states(outcome)[SECOND] is State.SLOW
+
+
+def test_each_batch_meets_the_fastest_so_far() -> None:
+    trial = FakeTrial({FIRST: 100.0, SECOND: 70.0, THIRD: 90.0})
+    run_search(trial, batch_size=2)
+    assert [configs for _, configs in trial.rounds] == [
+        [FIRST, SECOND], [THIRD, SECOND], [FIRST, SECOND, THIRD]]
+
+
+@pytest.mark.parametrize(("deadline", "end", "tried", "cut_short"), [
+    pytest.param(9.0, 9.0, 3, False, id="enough"),
+    pytest.param(0.0, 9.0, 2, False, id="first-batch-may-exceed-its-share"),
+    pytest.param(0.0, 0.0, 1, True, id="not-the-whole-budget"),
+])
+def test_time_bounds_the_search(deadline: float, end: float, tried: int, cut_short: bool) -> None:
+    trial = FakeTrial({FIRST: 3.0, SECOND: 2.0, THIRD: 1.0})
+    outcome = run_search(trial, deadline=deadline, end=end, batch_size=2, clock=lambda: 5.0)
+    assert (len(outcome.tried), outcome.cut_short, outcome.valid) == (tried, cut_short, 3)
+    assert outcome.winner is not None
+
+
+def test_a_grid_is_tried_from_the_heuristic_outwards() -> None:
+    grid = [config(m, num_warps=w, num_stages=s) for m in (8, 16) for w in (4, 8)
+            for s in range(2, 12)]
+    ordered = in_order(config(8, num_warps=8), grid)
+    distances = [distance(ordered[0], each) for each in ordered]
+    assert sorted(ordered, key=repr) == sorted(grid, key=repr)
+    assert distances == sorted(distances)
+    assert in_order(SECOND, [FIRST, SECOND, THIRD, FIRST]) == [SECOND, FIRST, THIRD]
+
+
+class FakeKernel:
+    """The reference under the name of a backend; some configs give wrong results."""
+
+    op, backend = Op.FUSED_MOE, "hopper"
+    spoil: Callable[[torch.Tensor], torch.Tensor] | None = None
+    spoilt = SECOND
+
+    def unsupported(self, problem: MoEProblem) -> None:
+        return None
+
+    def configs(self, problem: MoEProblem) -> list[MoEConfig]:
+        return [FIRST, SECOND, THIRD]
+
+    def heuristic(self, problem: MoEProblem) -> MoEConfig:
+        return FIRST
+
+    def launch(self, problem: MoEProblem, config: MoEConfig, *, x: torch.Tensor, weights: object,
+               topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: None,
+               num_local_tokens: None) -> torch.Tensor:
+        with override(backend="reference"):
+            result = fused_moe(x, weights, topk_ids, topk_weights,
+                               activation=problem.options.activation,
+                               activation_format=problem.options.activation_format)
+        return self.spoil(result) if self.spoil and config == self.spoilt else result
+
+
+def device_trial(kernel: FakeKernel, num_tokens: int, name: str) -> DeviceTrial:
+    weights = random_moe_problem(SHAPE, 1).weights
+    problem = Cell("x", SHAPE, num_tokens, name).problem(H200, Layout.ROW_MAJOR)
+    return DeviceTrial(Choice(kernel, problem), SHAPE, weights,
+                       Probes.of(SHAPE, weights, MoEOptions(SHAPE.activation, name)))
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 45])
+def test_probes_know_their_result_in_every_batch(num_tokens: int, name: str) -> None:
+    trial = device_trial(FakeKernel(), num_tokens, name)
+    assert trial.error(FIRST) <= trial.limit
+    assert trial.places[0] == 0
+    assert trial.places[-1] == num_tokens - 1
+    timings = trial.times([FIRST, SECOND], 2, {})
+    assert all(timings[each].samples == 2 for each in (FIRST, SECOND))
+
+
+def zero_last(result: torch.Tensor) -> torch.Tensor:
+    result[-1] = 0
+    return result
+
+
+def poison_between_probes(result: torch.Tensor) -> torch.Tensor:
+    result[1] = float("nan")  # of 45 tokens 16 are probes: 0, 3, 6, …
+    return result
+
+
+def scale_between_probes(result: torch.Tensor) -> torch.Tensor:
+    result[1] *= 2
+    return result
+
+
+@pytest.mark.parametrize(("spoil", "spoilt"), [
+    pytest.param(zero_last, FIRST, id="last-token-of-the-first"),
+    pytest.param(zero_last, SECOND, id="last-token-of-a-later"),
+    pytest.param(poison_between_probes, FIRST, id="nan-in-the-first"),
+    pytest.param(poison_between_probes, SECOND, id="nan-in-a-later"),
+    pytest.param(scale_between_probes, SECOND, id="other-token-of-a-later"),
+])
+def test_the_gate_sees_every_token(spoil: Callable, spoilt: MoEConfig) -> None:
+    kernel = FakeKernel()
+    kernel.spoil, kernel.spoilt = spoil, spoilt
+    trial = device_trial(kernel, 45, "bf16")
+    errors = {each: trial.error(each) for each in (FIRST, SECOND)}
+    assert not errors.pop(spoilt) <= trial.limit
+    assert all(error <= trial.limit for error in errors.values())
+
+
+TIMES = {FIRST: 100.0, SECOND: 60.0, THIRD: 90.0}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeKernel:
+    """An H200 whose kernel is the reference, with times from TIMES."""
+    kernel = FakeKernel()
+    fake = FakeTrial(TIMES)
+    for name in ("_named_target", "detect_target"):
+        monkeypatch.setattr(tune, name, lambda *_: H200)
+    facts = tune.environment(torch.device("cpu")) | {"device": H200.name}
+    monkeypatch.setattr(tune, "environment", lambda _: facts)
+    monkeypatch.setattr(tune, "choose", lambda cell, target, layouts, backend: Choice(
+        kernel, cell.problem(target, Layout.ROW_MAJOR)))
+    monkeypatch.setattr(tune, "read_bandwidth", lambda _: 4.2e12)
+    monkeypatch.setattr(DeviceTrial, "times", lambda self, *rest: fake.times(*rest))
+    monkeypatch.setenv("MXPERT_CACHE_DIR", str(tmp_path / "cache"))
+    tables._rows_by_shape.cache_clear()
+    return kernel
+
+
+def invoke(*arguments: str) -> object:
+    return runner.invoke(app, ["tune", "--shape", "4,2,64,64", *arguments])
+
+
+def test_a_run_writes_a_table_that_can_be_read(machine: FakeKernel, tmp_path: Path) -> None:
+    machine.spoil = zero_last
+    path, report = tmp_path / "new" / "nvidia-h200.json", tmp_path / "report.json"
+    outcome = invoke("--tokens", "1,4", "--output", str(path), "--commit", "f00", "--json",
+                     str(report))
+    assert outcome.exit_code == 0, outcome.output
+    assert "6 tuned, 0 kept, 0 left" in outcome.output
+    assert "wrong 4,2,64,64 T=4 a16w4" in outcome.output
+    text = path.read_text()
+    rows = tables.parse_table(text, "table")
+    assert len(rows) == 6
+    assert {row.formats for row in rows} == set(tables.FORMATS)
+    assert {row.config for row in rows} == {THIRD}, "the fastest is wrong"
+    for row in rows:
+        assert (row.measured.us, row.measured.heuristic_us, row.measured.source) == (
+            90.0, 100.0, "search")
+    head = tables.parse_provenance(text, "table")
+    assert (head["device"], head["commit"], head["read_tbs"]) == ("NVIDIA H200", "f00", 4.2)
+    candidates = json.loads(report.read_text())["cells"][0]["candidates"]
+    assert [each["state"] for each in candidates] == ["timed", "wrong", "timed"]
+    assert [each.name for each in path.parent.iterdir()] == [path.name], "no partial file is left"
+
+
+def test_finished_cells_are_skipped(machine: FakeKernel, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    arguments = ("--format", "bf16", "--output", str(path), "--commit")
+    assert "1 tuned, 0 kept" in invoke("--tokens", "1", *arguments, "one").output
+    assert "1 tuned, 1 kept" in invoke("--tokens", "1,4", *arguments, "two").output
+    assert "0 tuned, 2 kept" in invoke("--tokens", "1,4", *arguments, "three").output
+    assert [row.measured.commit for row in tables.read_rows(path, H200.name)] == ["one", "two"]
+    assert "2 tuned, 0 kept" in invoke("--tokens", "1,4", *arguments, "four", "--force").output
+    assert {row.measured.commit for row in tables.read_rows(path, H200.name)} == {"four"}
+
+
+def test_an_interrupt_keeps_finished_cells(machine: FakeKernel, tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.json"
+    right = DeviceTrial.error
+
+    def interrupted(self: DeviceTrial, config: MoEConfig) -> float:
+        if self.choice.problem.num_tokens == 4:
+            raise KeyboardInterrupt
+        return right(self, config)
+
+    monkeypatch.setattr(DeviceTrial, "error", interrupted)
+    outcome = invoke("--tokens", "1,4,8", "--format", "bf16", "--output", str(path))
+    assert outcome.exit_code == tune.EXIT_INTERRUPTED
+    assert "1 tuned, 0 kept, 2 left" in outcome.output
+    assert [row.num_tokens for row in tables.read_rows(path, H200.name)] == [1]
+
+
+def test_a_spent_budget_leaves_cells_for_the_next_run(machine: FakeKernel, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    outcome = invoke("--tokens", "1,4", "--format", "bf16", "--output", str(path),
+                     "--time-budget", "1e-9")
+    assert outcome.exit_code == 0, outcome.output
+    assert "2 left" in outcome.output
+    assert "run the same command again" in outcome.output
+    assert not path.exists(), "a cell in which only the heuristic was tried is not finished"
+
+
+def test_a_cell_without_sound_config_has_no_row(machine: FakeKernel, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceTrial, "error", lambda self, config: float("nan"))
+    outcome = invoke("--tokens", "1", "--format", "bf16", "--output", str(tmp_path / "t.json"))
+    assert outcome.exit_code == tune.EXIT_NO_WINNER
+    assert "no sound config" in outcome.output
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_the_default_table_is_the_users_and_overrides(machine: FakeKernel, tmp_path: Path) -> None:
+    outcome = invoke("--tokens", "4", "--format", "bf16")
+    assert outcome.exit_code == 0, outcome.output
+    path = tmp_path / "cache" / "tables" / "nvidia-h200.json"
+    problem = Cell("x", SHAPE, 3, "bf16").problem(H200, Layout.HOPPER_FRAGMENT)
+    found = tables.tuned_row(problem, "hopper")
+    assert found is not None
+    assert (found.config, found.place) == (SECOND, f"{path}: rows[0]")
+
+
+def test_a_machine_without_gpu_is_told_so() -> None:
+    outcome = runner.invoke(app, ["tune"])
+    assert outcome.exit_code == 2
+    assert outcome.output.startswith("error: tune: device — need a GPU, got none")
+    assert "--dry-run --target nvidia-h200" in outcome.output
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_dry_run_lists_cells_of_any_target(target: str) -> None:
+    pytest.importorskip("triton")
+    outcome = runner.invoke(app, ["tune", "--dry-run", "--target", target, "--tokens", "1,64",
+                                  "--shape", "8,2,256,512", "--json", "-"])
+    assert outcome.exit_code == 0, outcome.output
+    document = json.loads(outcome.stdout)
+    assert document["target"] == vars(TARGETS[target])
+    assert len(document["cells"]) == 6
+    for cell in document["cells"]:
+        assert cell["backend"] == ("hopper" if TARGETS[target].arch == "sm_90" else "triton")
+        assert len(cell["candidates"]) > 1
+    shown = runner.invoke(app, ["tune", "--dry-run", "--target", target, "--tokens", "64"])
+    assert "gpt-oss-120b T=64 a4w4" in shown.output
+
+
+@pytest.mark.parametrize(("arguments", "part"), [
+    pytest.param(["--model", "gpt-5"], "gpt-oss-120b", id="unknown-model"),
+    pytest.param(["--shape", "4,2,64"], "E,k,H,F", id="short-shape"),
+    pytest.param(["--shape", "2,4,64,64"], "k of at most E = 2", id="k-above-E"),
+    pytest.param(["--shape", "4,2,64,65"], "multiples of 32", id="odd-width"),
+    pytest.param(["--tokens", "0"], "--tokens", id="no-tokens"),
+    pytest.param(["--tokens", "99999999"], "T · k", id="too-many-tokens"),
+    pytest.param(["--format", "fp8"], "--format", id="unknown-format"),
+    pytest.param(["--time-budget", "0"], "--time-budget", id="no-time"),
+    pytest.param(["--backend", "reference"], "hopper", id="backend-without-tiles"),
+    pytest.param(["--target", "nvidia-h200"], "--dry-run", id="target-without-dry-run"),
+    pytest.param(["--dry-run", "--target", "tpu"], "nvidia-h200", id="unknown-target"),
+    pytest.param(["--dry-run", "--target", "nvidia-b200", "--backend", "hopper"], "needs sm_90",
+                 id="backend-that-cannot"),
+])
+def test_bad_input_is_one_line(arguments: list[str], part: str) -> None:
+    outcome = runner.invoke(app, ["tune", *arguments])
+    assert outcome.exit_code == 2, outcome.output
+    line = outcome.output.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert part in line
+
+
+def test_an_output_that_cannot_be_written_is_told_before_tuning(machine: FakeKernel,
+                                                                tmp_path: Path) -> None:
+    outcome = invoke("--output", str(tmp_path))
+    assert outcome.exit_code == 2
+    assert "--output" in outcome.output
+    (tmp_path / "file").touch()
+    assert invoke("--output", str(tmp_path / "file" / "table.json")).exit_code == 2
