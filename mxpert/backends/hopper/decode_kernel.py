@@ -93,7 +93,7 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
     ACCUMULATOR: gl.constexpr = accumulator_layout(4, COLUMNS)
     OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
     LAYOUT: gl.constexpr = output_layout(4, TOKENS, KIND)
-    EARLY: gl.constexpr = TOKENS <= 16  # more would not fit in registers through the loop
+    EARLY: gl.constexpr = COLUMNS <= 16  # more would not fit in registers through the loop
     slot = 0
     phase = 0
     next_expert = _expert_of(block_expert_ids, gl.program_id(0), num_tiles, tiles_per_block,

@@ -24,17 +24,29 @@ def _tanh(x):
 
 
 @gluon.jit
+def _clamp_above(x, limit):
+    """``min(x, limit)``; NaN stays NaN, as in the reference."""
+    return gl.where(x > limit, limit, x)
+
+
+@gluon.jit
+def _clamp_both(x, limit):
+    """``clamp(x, -limit, limit)``; NaN stays NaN."""
+    return gl.where(x < -limit, -limit, _clamp_above(x, limit))
+
+
+@gluon.jit
 def activate(gate, up, first, second, KIND: gl.constexpr):
     """The gated activation; formulas in `mxpert.problem`, parameters at run time."""
     if KIND == 1:
         return gate * _sigmoid(gate) * up
     elif KIND == 2:
-        gate = gl.minimum(gate, second)
-        up = gl.minimum(gl.maximum(up, -second), second)
+        gate = _clamp_above(gate, second)
+        up = _clamp_both(up, second)
         return gate * _sigmoid(first * gate) * (up + 1.0)
     elif KIND == 3:
-        gate = gl.minimum(gate, first)
-        up = gl.minimum(gl.maximum(up, -first), first)
+        gate = _clamp_above(gate, first)
+        up = _clamp_both(up, first)
         return gate * _sigmoid(gate) * up
     else:
         gl.static_assert(KIND == 4, "unknown activation")

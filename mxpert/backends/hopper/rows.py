@@ -66,8 +66,8 @@ def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int, *,
     shared: dict[str, Any] = dict(
         codes=codes, scale=scale, sorted_token_ids=plan.sorted_token_ids,
         num_valid=plan.num_valid, slot_rows=plan.slot_rows, num_tokens=plan.num_tokens,
-        top_k=plan.top_k, slots=slots, depth=depth, padded_depth=depth_units * UNIT_CODES, SCATTER=scatter,
-        SINGLE=depth_units <= chunks, CHUNKS=chunks,
+        top_k=plan.top_k, slots=slots, depth=depth, padded_depth=depth_units * UNIT_CODES,
+        SCATTER=scatter, SINGLE=depth_units <= chunks, CHUNKS=chunks,
         num_warps=min(8, chunks // _CHUNKS_PER_WARP))
     if isinstance(x, MXTensor):
         packed = x.format.codes_per_byte == 2

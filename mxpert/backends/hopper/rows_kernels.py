@@ -237,8 +237,9 @@ def _encode_rebased(codes, scale, x, x_scale, slot_rows, first_slot, num_slots, 
 @gluon.jit(do_not_specialize=["num_tokens", "top_k", "slots", "depth", "x_scale_stride"])
 def _moe_rebase_rows_kernel(codes, scale, x, x_scale, slot_rows, sorted_token_ids, num_valid,
                             num_tokens, top_k, slots, depth, padded_depth, x_stride,
-                            x_scale_stride, SCATTER: gl.constexpr, SINGLE: gl.constexpr, PACKED: gl.constexpr,
-                            CHUNKS: gl.constexpr, num_warps: gl.constexpr):
+                            x_scale_stride, SCATTER: gl.constexpr, SINGLE: gl.constexpr,
+                            PACKED: gl.constexpr, CHUNKS: gl.constexpr,
+                            num_warps: gl.constexpr):
     """MX row → e4m3 row with one power of two: codes shift by their block's scale deficit.
 
     SCATTER as in `_moe_split_rows_kernel`.

@@ -62,7 +62,9 @@ def tile_schedule(plan: RoutingPlan, block_m: int, width: int) -> TileSchedule:
     """Group the plan's blocks of `block_m` rows into tiles of up to `width` blocks."""
     per_unit = plan.routing_block_m // block_m
     limit = plan.max_blocks * per_unit
-    first_block, blocks = torch.empty((2, limit), dtype=torch.int32, device=plan.device)
+    # Padded so that both halves are 16-byte aligned: alignment would specialise the kernels.
+    first_block, blocks = torch.empty((2, -(-limit // 4) * 4), dtype=torch.int32,
+                                      device=plan.device)
     count = torch.empty(1, dtype=torch.int32, device=plan.device)
     _moe_tile_schedule_kernel[(1,)](
         first_block_ptr=first_block, blocks_ptr=blocks, count_ptr=count,

@@ -79,9 +79,9 @@ def _decode_assembly() -> str:
         "sub.u32 hi, 0x7C787470, by;",  # 6 4 3 2, times 2^6
         "and.b32 by, by, 0xFFFFFF00;",
         "sub.u32 lo, 0x6C686000, by;",  # 1.5 1 0.5 0, times 2^6
-        "setp.ge.u32 small, $12, 12;",
-        "setp.eq.u32 last, $12, 14;",
         "add.u32 a, $12, -12;",
+        "setp.lt.u32 small, a, 3;",  # 12..14 alone: zeros under larger shifts must stay zeros
+        "setp.eq.u32 last, $12, 14;",
         "@small shr.u32 lo, 0x0C080400, a;",
         "@last mov.b32 hi, 0x0C080604;",
     ]
