@@ -41,6 +41,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("import_directions", "mxpert/backends/hopper/moe.py"):
         "sorting, row quantisation and combine are the portable kernels: nothing in them is "
         "Hopper's own, and a copy would have to be kept equal",
+    ("import_directions", "mxpert/backends/hopper/finish.py"):
+        "the activation after split-K is the portable epilogue's",
 }
 
 
