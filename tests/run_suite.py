@@ -20,11 +20,21 @@ CLOSING = re.compile(r"^=* ?(?P<counts>\d+ [a-z].*) in [\d.]+s.*$")
 NO_TESTS_COLLECTED = 5
 
 
-def has_gpu() -> bool:
-    """Whether torch sees a GPU, asked in a process of its own so that this one holds no context."""
-    return subprocess.run([sys.executable, "-c",
-                           "import sys, torch; sys.exit(not torch.cuda.is_available())"],
-                          check=False).returncode == 0
+def gpu_memory() -> int:
+    """Free GiB of the first GPU, 0 without one; asked in a process of its own so that this one
+    holds no context."""
+    answer = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.cuda.is_available() "
+         "and torch.cuda.mem_get_info()[0] >> 30)"],
+        check=False, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True).stdout.split()
+    return int(answer[-1]) if answer and answer[-1].isdecimal() else 0
+
+
+def workers(memory: int) -> int:
+    """One a core; on a GPU, where compiling takes most of the time, as many as 24 GiB each allow
+    (the largest model's layer and the float64 copies of its experts), four at most."""
+    cores = os.cpu_count() or 1
+    return cores if memory == 0 else max(1, min(4, cores, memory // 24))
 
 
 def run(arguments: list[str], environment: dict[str, str]) -> tuple[int, Counter[str]]:
@@ -47,10 +57,10 @@ def run(arguments: list[str], environment: dict[str, str]) -> tuple[int, Counter
 def main(arguments: list[str]) -> int:
     """Both runs, then ``==== 12 passed, 1 skipped in 3.45s ====``."""
     started = time.monotonic()
-    # One worker a core; on a GPU machine one process, so that workers do not fight for its memory.
+    memory = gpu_memory()
+    spread = ["-n", str(workers(memory)), "--dist", "worksteal"]
     # Without a GPU each worker computes on one thread, or two workers would fight for two cores.
-    spread = [] if has_gpu() else ["-n", str(os.cpu_count() or 1), "--dist", "worksteal"]
-    threads = {"OMP_NUM_THREADS": "1"} if spread else {}
+    threads = {} if memory else {"OMP_NUM_THREADS": "1"}
     status, total = run([*spread, f"--ignore={INTERPRETED}", "tests", *arguments], threads)
     if (ROOT / INTERPRETED).is_dir():
         second, counts = run([*spread, INTERPRETED, *arguments],
