@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from ...formats.codec import decode, decode_scale, dequantize_blocks, quantize_blocks
 from ...formats.spec import E2M1, MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
 from ...problem import Config, Op, QuantizeProblem
+from .kernel import ReferenceKernel
 
 
-class Quantize:
+class Quantize(ReferenceKernel):
     """x → MXTensor by `mxpert.formats.codec.quantize_blocks`; every format, rule and axis."""
 
     op = Op.QUANTIZE
-    backend = "reference"
-
-    def unsupported(self, problem: QuantizeProblem) -> str | None:
-        return None
-
-    def configs(self, problem: QuantizeProblem) -> Iterable[Config]:
-        return (None,)
-
-    def heuristic(self, problem: QuantizeProblem) -> Config:
-        return None
 
     def launch(self, problem: QuantizeProblem, config: Config, *, x: torch.Tensor) -> MXTensor:
         return quantize_blocks(x, problem.format, problem.axis, problem.scale_rule)
 
 
-class Dequantize:
+class Dequantize(ReferenceKernel):
     """MXTensor → tensor of `problem.dtype` by `mxpert.formats.codec.dequantize_blocks`."""
 
     op = Op.DEQUANTIZE
-    backend = "reference"
-
-    def unsupported(self, problem: QuantizeProblem) -> str | None:
-        return None
-
-    def configs(self, problem: QuantizeProblem) -> Iterable[Config]:
-        return (None,)
-
-    def heuristic(self, problem: QuantizeProblem) -> Config:
-        return None
 
     def launch(self, problem: QuantizeProblem, config: Config, *, tensor: MXTensor) -> torch.Tensor:
         return dequantize_blocks(tensor, problem.dtype)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from ...problem import Config, Op, RoutingProblem, Scoring, TopKProblem
 from ...routing import TOKEN_BITS, RoutingPlan, plan_capacity
+from .kernel import ReferenceKernel
 
 DEEPSEEK_EPSILON = 1e-20
 """Added to the sum of sigmoid scores before the division, as DeepSeek-V3 does."""
@@ -15,20 +14,10 @@ _EXCLUDED = -(1 << 31)
 """Rank key below that of −inf: an expert of a group that does not compete."""
 
 
-class TopKKernel:
+class TopKKernel(ReferenceKernel):
     """route_topk by one stable sort per token."""
 
     op = Op.ROUTE_TOPK
-    backend = "reference"
-
-    def unsupported(self, problem: TopKProblem) -> str | None:
-        return None
-
-    def configs(self, problem: TopKProblem) -> Iterable[Config]:
-        return (None,)
-
-    def heuristic(self, problem: TopKProblem) -> Config:
-        return None
 
     def launch(self, problem: TopKProblem, config: Config, *, logits: torch.Tensor,
                correction_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,20 +68,10 @@ def _limit_to_groups(rank: torch.Tensor, ranked: torch.Tensor, num_groups: int,
     return torch.where(allowed, rank, _EXCLUDED)
 
 
-class PlanKernel:
+class PlanKernel(ReferenceKernel):
     """make_routing_plan by one stable sort of all routed rows."""
 
     op = Op.ROUTING_PLAN
-    backend = "reference"
-
-    def unsupported(self, problem: RoutingProblem) -> str | None:
-        return None
-
-    def configs(self, problem: RoutingProblem) -> Iterable[Config]:
-        return (None,)
-
-    def heuristic(self, problem: RoutingProblem) -> Config:
-        return None
 
     def launch(
         self, problem: RoutingProblem, config: Config, *, topk_ids: torch.Tensor,
