@@ -20,33 +20,6 @@ def random_topk_ids(num_tokens: int, top_k: int, num_experts: int, *,
     return noise.argsort(dim=1)[:, :top_k].to(torch.int32)
 
 
-def validate_topk_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
-    """Every id names an expert, and no token has an expert twice.
-
-    The ops ignore bad ids instead (they never touch memory through them), because finding them
-    needs a synchronisation with the device.
-
-    Args:
-        topk_ids: integers [T, top_k]. num_experts: ids range over 0 … num_experts − 1.
-
-    Raises:
-        ValueError: names the first token whose ids are bad.
-
-    Example:
-        >>> validate_topk_ids(torch.tensor([[0, 3]]), num_experts=4)
-    """
-    op = "validate_topk_ids"
-    ids = topk_ids.cpu()
-    outside = ((ids < 0) | (ids >= num_experts)).any(dim=1)
-    ordered = ids.sort(dim=1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
-    for bad, need in ((outside, f"ids in 0 … {num_experts - 1}"), (twice, "distinct ids")):
-        if bad.any():
-            token = int(bad.nonzero()[0])
-            require(False, op, f"topk_ids[{token}]", need=need, got=ids[token].tolist(),
-                    remedy="check the router and the expert numbering of the checkpoint")
-
-
 def validate_routing_plan(
     plan: RoutingPlan, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, num_experts: int,
     expert_map: torch.Tensor | None = None, num_local_tokens: int | None = None,
