@@ -200,6 +200,23 @@ def sampling_margin(numel: int) -> float:
     return 1.005 * (1 + 2.5 * math.sqrt(3.5 / max(1, numel)))
 
 
+def effective_numel(rows: torch.Tensor) -> int:
+    """How many equally strong values would vary as much as these rows [R, N] do.
+
+    The relative L2 of a tensor weighs each row's squared error by the row's energy ‖r‖². Of R rows
+    of N values, ``(Σ‖r‖²)² / Σ‖r‖⁴`` count: with eight rows of one token, whose strongest holds
+    most of the energy, hardly more than one. For `numel` in `sampling_margin` and the tolerances.
+
+    >>> effective_numel(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+    2
+    """
+    energy = rows.double().square().sum(-1)
+    total = energy.sum()
+    if total == 0:
+        return rows.numel()
+    return int(rows.shape[-1] * total.square() / energy.square().sum())
+
+
 def bf16_output_tolerance(numel: int = 8192) -> float:
     """Relative L2 that rounding a result once to bfloat16 may cost: 1.75e-3 for 8192 values."""
     return min(STAGE_GATE, rounding_rms(8) * sampling_margin(numel))
