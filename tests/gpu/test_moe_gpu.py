@@ -172,7 +172,8 @@ def check_stage_one(h: torch.Tensor | MXTensor, oracle: Rounded, a_format: str,
 
 def check_stage_two(flat: torch.Tensor, expected: torch.Tensor, a_format: str,
                     intermediate_size: int, what: str) -> None:
-    tolerance = stage_tolerance(a_format, flat.dtype, intermediate_size, numel=effective_numel(expected))
+    tolerance = stage_tolerance(a_format, flat.dtype, intermediate_size,
+                                numel=effective_numel(expected))
     assert tolerance <= STAGE_GATE
     assert_close_relative(flat, expected, tolerance, f"{what}, stage 2")
 
