@@ -31,9 +31,9 @@ _MAX_STAGES = 8
 _MAX_COLUMNS = 64
 """Accumulator columns that fit under DECODE_REGISTERS."""
 
-_DECODE_LIMITS = {True: ((8, 6), (16, 12), (32, 40)), False: ((8, 6), (16, 12), (32, 22), (64, 72))}
-"""Rows per hit expert up to which each decode tile wins, by hi and lo split (H200, 2026-11-20:
-gpt-oss-120b, kimi-k2 TP4 and deepseek-v3 EP8 at T = 64..1024)."""
+_DECODE_LIMITS = {True: ((8, 6), (16, 12), (32, 40)), False: ((8, 6), (16, 12), (32, 28), (64, 70))}
+"""Rows per hit expert up to which each decode tile wins, by hi and lo split (H200, 2026-11-21:
+gpt-oss-120b, kimi-k2 TP4, deepseek-v3 EP8, qwen3-235b and dsv4-flash at T = 64..4096)."""
 
 
 def is_prefill(config: GemmConfig) -> bool:
