@@ -88,7 +88,11 @@ def copy_rate(device: torch.device, size: int) -> float:
     """Bytes per second, read and written, of a copy of `size` bytes."""
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    timing = time_graph({"copy": [lambda: target.copy_(source)]}, device=device, repeats=10)
+
+    def copy() -> None:  # a kernel: captured, copy_() is a memcpy node, 2.8 TB/s on an H200
+        torch.bitwise_not(source, out=target)
+
+    timing = time_graph({"copy": [copy]}, device=device, repeats=10)
     return 2 * size / timing["copy"].us * 1e6
 
 

@@ -23,6 +23,9 @@ from ..problem import ACTIVATION_FORMATS, GemmConfig, MoEConfig, MoEProblem, Op,
 REQUIRED_PROVENANCE = ("device", "date", "commit", "torch", "triton")
 FORMATS = tuple(f"{name}xmxfp4" for name in ACTIVATION_FORMATS)
 SOURCES = ("heuristic", "search")
+ROW_REACH = 0.75
+"""A row serves token counts above this part of its own."""
+
 _OP = "load_table"
 _REMEDY = "write tables with mxpert tune"
 _SIZES = ("E", "k", "H", "F", "T")
@@ -62,7 +65,7 @@ _ROW_KEYS = ("formats", *_SIZES, "backend", "config", *_MEASURED_KEYS)
 
 @dataclass(frozen=True)
 class TunedRow:
-    """One tuned choice: for exactly these dimensions, up to `num_tokens` tokens, one backend.
+    """One tuned choice: for exactly these dimensions, about `num_tokens` tokens, one backend.
 
     `place` names the file and the row, for `explain()` and for errors.
     """
@@ -284,14 +287,14 @@ def _rows_by_shape(target: Target) -> dict[tuple[str, str, int, int, int, int], 
 
 
 def tuned_row(problem: MoEProblem, backend: str) -> TunedRow | None:
-    """The backend's row for these dimensions with the smallest token count that covers T.
+    """The backend's row for these dimensions whose token count is T or a little above.
 
-    Above the largest tuned count the largest row answers: configs settle there.
+    A row answers from its own count down to three quarters of it (`ROW_REACH`). Further off the
+    rows per expert are others, and the heuristic, which follows them, is the better guide.
     """
     if problem.op not in (Op.FUSED_MOE, Op.MOE_GATE_UP, Op.MOE_DOWN):
         return None
-    rows = _rows_by_shape(problem.target).get(problem_key(problem, backend), [])
-    for row in rows:
-        if row.num_tokens >= problem.num_tokens:
+    for row in _rows_by_shape(problem.target).get(problem_key(problem, backend), []):
+        if row.num_tokens * ROW_REACH < problem.num_tokens <= row.num_tokens:
             return row
-    return rows[-1] if rows else None
+    return None

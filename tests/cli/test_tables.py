@@ -54,12 +54,19 @@ def test_user_rows_replace_shipped_rows_one_by_one(shipped: Path) -> None:
     tables.add_rows(shipped, HEAD, [row(4, FIRST), row(16, FIRST), row(4, THIRD, "triton")])
     own = tables.user_table(H200)
     tables.add_rows(own, HEAD, [row(4, SECOND)])
-    chosen = [tables.tuned_row(problem(tokens), "hopper") for tokens in (1, 4, 5, 99)]
-    assert [each.config for each in chosen] == [SECOND, SECOND, FIRST, FIRST]
-    assert [each.place for each in chosen[1:3]] == [f"{own}: rows[0]", "nvidia-h200.json: rows[1]"]
-    assert tables.tuned_row(problem(1), "triton").config == THIRD
-    assert tables.tuned_row(problem(1), "reference") is None
-    assert tables.tuned_row(replace(problem(1), num_experts=5), "hopper") is None
+    chosen = [tables.tuned_row(problem(tokens), "hopper") for tokens in (4, 13, 16)]
+    assert [each.config for each in chosen] == [SECOND, FIRST, FIRST]
+    assert [each.place for each in chosen[:2]] == [f"{own}: rows[0]", "nvidia-h200.json: rows[1]"]
+    assert tables.tuned_row(problem(4), "triton").config == THIRD
+    assert tables.tuned_row(problem(4), "reference") is None
+    assert tables.tuned_row(replace(problem(4), num_experts=5), "hopper") is None
+
+
+def test_a_row_answers_near_its_own_token_count(shipped: Path) -> None:
+    tables.add_rows(shipped, HEAD, [row(4, FIRST), row(16, SECOND)])
+    answering = {tokens: tables.tuned_row(problem(tokens), "hopper") for tokens in range(1, 20)}
+    assert {tokens: found.num_tokens for tokens, found in answering.items() if found} == {
+        4: 4, 13: 16, 14: 16, 15: 16, 16: 16}
 
 
 def test_dispatch_takes_the_row_of_the_chosen_backend(shipped: Path) -> None:

@@ -347,7 +347,7 @@ def test_the_default_table_is_the_users_and_overrides(machine: FakeKernel, tmp_p
     outcome = invoke("--tokens", "4", "--format", "bf16")
     assert outcome.exit_code == 0, outcome.output
     path = tmp_path / "cache" / "tables" / "nvidia-h200.json"
-    problem = Cell("x", SHAPE, 3, "bf16").problem(H200, Layout.HOPPER_FRAGMENT)
+    problem = Cell("x", SHAPE, 4, "bf16").problem(H200, Layout.HOPPER_FRAGMENT)
     found = tables.tuned_row(problem, "hopper")
     assert found is not None
     assert (found.config, found.place) == (SECOND, f"{path}: rows[0]")
