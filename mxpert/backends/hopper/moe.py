@@ -14,19 +14,16 @@ from ...formats.tensor import Layout, MXTensor
 from ...problem import (
     Combine,
     GemmConfig,
-    MoEConfig,
     MoEProblem,
     Op,
     QuantizeProblem,
-    RoutingProblem,
     activation_mx_format,
 )
 from ...routing import RoutingPlan
 from ...weights import MoEWeights
 from ..triton.combine import combine_rows
-from ..triton.moe import quantize_rows
+from ..triton.moe import TwoStageLayer, quantize_rows
 from ..triton.quantize import QUANTIZE
-from ..triton.routing import PLAN
 from . import heuristics
 from .decode_kernel import _moe_gemm_decode_kernel
 from .epilogue import ACTIVATION_KINDS
@@ -198,45 +195,6 @@ def _descriptor(tensor: torch.Tensor, block: list[int], dtype: Any) -> TensorDes
         tensor, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
 
 
-class _FusedMoE:
-    """The whole layer: sort, stage 1, stage 2."""
-
-    op = Op.FUSED_MOE
-    backend = "hopper"
-
-    def unsupported(self, problem: MoEProblem) -> str | None:
-        """Why the kernels cannot serve `problem`; None if they can."""
-        return unsupported(problem)
-
-    def configs(self, problem: MoEProblem) -> Iterator[MoEConfig]:
-        """Both stages with the same routing unit."""
-        return heuristics.layer_configs(problem)
-
-    def heuristic(self, problem: MoEProblem) -> MoEConfig:
-        """The config used where no tuned row answers."""
-        return heuristics.layer_heuristic(problem)
-
-    def launch(
-        self, problem: MoEProblem, config: MoEConfig, *, x: torch.Tensor | MXTensor,
-        weights: MoEWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
-        expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """[T, H] in ``options.out_dtype``; nothing is launched for T = 0."""
-        num_tokens, top_k = topk_ids.shape
-        if num_tokens == 0:
-            return torch.empty((0, weights.hidden_size), dtype=problem.options.out_dtype,
-                               device=weights.device)
-        num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
-        routing = RoutingProblem(Op.ROUTING_PLAN, problem.target, num_tokens, top_k, num_global,
-                                 weights.num_experts, config.routing_block_m)
-        plan = PLAN.launch(routing, PLAN.heuristic(routing), topk_ids=topk_ids,
-                           topk_weights=topk_weights, expert_map=expert_map,
-                           num_local_tokens=num_local_tokens)
-        h = GATE_UP.run(problem, config.gate_up, x=x, weights=weights, plan=plan,
-                        num_rows=plan.max_blocks * plan.routing_block_m)
-        return DOWN.launch(problem, config.down, h=h, weights=weights, plan=plan)
-
-
 GATE_UP = _GateUp()
 DOWN = _Down()
-FUSED_MOE = _FusedMoE()
+FUSED_MOE = TwoStageLayer(GATE_UP, DOWN, heuristics)

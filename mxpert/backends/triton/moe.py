@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -120,15 +121,15 @@ class _GateUp(_Stage):
         weights: MoEWeights, plan: RoutingPlan,
     ) -> torch.Tensor | MXTensor:
         """The intermediate [P, F] in sorted order; padding rows are left as allocated."""
-        return self.run(problem, config, x=quantize_rows(problem, x), weights=weights, plan=plan,
-                        num_rows=plan.capacity)
+        return self.run(problem, config, x=x, weights=weights, plan=plan, num_rows=plan.capacity)
 
     def run(
         self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
         weights: MoEWeights, plan: RoutingPlan, num_rows: int,
     ) -> torch.Tensor | MXTensor:
-        """`launch` for rows that are quantised already, into `num_rows` rows."""
+        """`launch` into `num_rows` rows."""
         self.check(problem, config)
+        x = quantize_rows(problem, x)
         h = self._allocate(problem.options, num_rows, weights)
         row_blocks = self.row_blocks(plan, config)
         if row_blocks == 0:
@@ -230,23 +231,33 @@ class _Down(_Stage):
                     BLOCK_N=config.block_n, num_warps=FINISH_NUM_WARPS)
 
 
-class _FusedMoE:
-    """The whole layer: quantise x where asked, sort, stage 1, stage 2."""
+class TwoStageLayer:
+    """The whole layer on a backend's own stages: sort, stage 1, stage 2.
+
+    Args:
+        gate_up, down: the stages; `gate_up.run` takes the rows to allocate.
+        choice: the backend's heuristics (layer_configs, layer_heuristic).
+    """
 
     op = Op.FUSED_MOE
-    backend = "triton"
+
+    def __init__(self, gate_up: Any, down: Any, choice: ModuleType) -> None:
+        self.backend: str = gate_up.backend
+        self._gate_up, self._down, self._choice = gate_up, down, choice
 
     def unsupported(self, problem: MoEProblem) -> str | None:
         """Why the kernels cannot serve `problem`; None if they can."""
-        return heuristics.unsupported(problem)
+        reason: str | None = self._gate_up.unsupported(problem)
+        return reason
 
     def configs(self, problem: MoEProblem) -> Iterator[MoEConfig]:
-        """Valid configs, one stage varied at a time around the heuristic."""
-        return heuristics.layer_configs(problem)
+        """Valid configs, the heuristic's among them."""
+        yield from self._choice.layer_configs(problem)
 
     def heuristic(self, problem: MoEProblem) -> MoEConfig:
         """The config used where no tuned row answers."""
-        return heuristics.layer_heuristic(problem)
+        config: MoEConfig = self._choice.layer_heuristic(problem)
+        return config
 
     def launch(
         self, problem: MoEProblem, config: MoEConfig, *, x: torch.Tensor | MXTensor,
@@ -264,9 +275,10 @@ class _FusedMoE:
         plan = PLAN.launch(routing, PLAN.heuristic(routing), topk_ids=topk_ids,
                            topk_weights=topk_weights, expert_map=expert_map,
                            num_local_tokens=num_local_tokens)
-        h = GATE_UP.run(problem, config.gate_up, x=quantize_rows(problem, x), weights=weights,
-                        plan=plan, num_rows=plan.max_blocks * plan.routing_block_m)
-        return DOWN.launch(problem, config.down, h=h, weights=weights, plan=plan)
+        h = self._gate_up.run(problem, config.gate_up, x=x, weights=weights, plan=plan,
+                              num_rows=plan.max_blocks * plan.routing_block_m)
+        y: torch.Tensor = self._down.launch(problem, config.down, h=h, weights=weights, plan=plan)
+        return y
 
 
 def quantize_rows(problem: MoEProblem, x: torch.Tensor | MXTensor) -> torch.Tensor | MXTensor:
@@ -281,4 +293,4 @@ def quantize_rows(problem: MoEProblem, x: torch.Tensor | MXTensor) -> torch.Tens
 
 GATE_UP = _GateUp()
 DOWN = _Down()
-FUSED_MOE = _FusedMoE()
+FUSED_MOE = TwoStageLayer(GATE_UP, DOWN, heuristics)
