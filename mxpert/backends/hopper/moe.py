@@ -62,7 +62,8 @@ def unsupported(problem: MoEProblem) -> str | None:
     if problem.target.arch != "sm_90":
         return f"needs sm_90, not {problem.target.arch}"
     if problem.weight_layout is not Layout.HOPPER_FRAGMENT:
-        return "needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...)"
+        return ("needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...), which "
+                "keeps ROW_MAJOR where a row spans more than 15 binades")
     if problem.options.out_dtype is torch.float64:
         return "has no float64 output"
     if problem.routing_block_m % min(heuristics.BLOCKS_M):
