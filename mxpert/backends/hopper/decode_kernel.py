@@ -19,9 +19,6 @@ from .epilogue import (
 )
 from .tiles import accumulator_layout, decode_weights, join_halves
 
-DEPTH = 256
-"""Codes per step: two depth units."""
-
 
 @gluon.jit
 def _expert_of(block_expert_ids, tile, num_tiles, tiles_per_block, blocks_per_unit):

@@ -20,9 +20,6 @@ from .epilogue import (
 )
 from .tiles import accumulator_layout, decode_weights
 
-BLOCK_ROWS = 64
-"""Rows of a routing block; a tile takes up to four (two with SPLIT) of one expert."""
-
 
 @gluon.constexpr_function
 def _coalesced(OUTPUTS):
