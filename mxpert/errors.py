@@ -36,9 +36,13 @@ def require_tensor(
     device: torch.device | None = None,
     contiguous: bool = False,
 ) -> None:
-    """Check type, dtype, shape (None is any size), device and contiguity of one tensor."""
+    """Check type, dense layout, dtype, shape (None is any size), device, contiguity of a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(message(op, argument, "a torch.Tensor", type(value).__name__))
+    if value.layout is not torch.strided or value.is_nested:
+        got = "a nested tensor" if value.is_nested else str(value.layout)
+        raise TypeError(message(op, f"{argument}.layout", torch.strided, got,
+                                "make it dense with .to_dense() or .to_padded_tensor(0.0)"))
     if dtype is not None:
         allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
         if value.dtype not in allowed:
@@ -58,3 +62,19 @@ def require_tensor(
     if contiguous:
         require(value.is_contiguous(), op, f"{argument}", need="a contiguous tensor",
                 got=f"strides {value.stride()}", remedy="call .contiguous()")
+
+
+def require_device(device: object, op: str, argument: str = "device") -> torch.device:
+    """The torch.device that `device` names, which must be there; "meta" always is."""
+    try:
+        named = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        named = None
+    if named is None:
+        raise ValueError(message(op, argument, "a device", repr(device),
+                                 "for example 'cuda' or 'cpu'"))
+    if named.type == "cuda":
+        count = torch.cuda.device_count()
+        require((named.index or 0) < count, op, argument, need="a GPU of this machine",
+                got=f"'{named}', and there are {count}", remedy="mxpert doctor tells what is here")
+    return named

@@ -7,8 +7,9 @@ tables and caches; every number in it is known on the host without a synchronisa
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +52,10 @@ class SwiGLU:
     limit: float = 7.0
     name = "swiglu"
 
+    def __post_init__(self) -> None:
+        _require_number("SwiGLU", "alpha", self.alpha)
+        _require_positive("SwiGLU", "limit", self.limit)
+
     @property
     def parameters(self) -> tuple[float, float]:
         return self.alpha, self.limit
@@ -62,6 +67,9 @@ class ClampedSiLU:
 
     limit: float = 10.0
     name = "clamped_silu"
+
+    def __post_init__(self) -> None:
+        _require_positive("ClampedSiLU", "limit", self.limit)
 
     @property
     def parameters(self) -> tuple[float, float]:
@@ -76,9 +84,28 @@ class SiTUv2:
     beta_up: float = 25.0
     name = "situ_v2"
 
+    def __post_init__(self) -> None:
+        for name, value in (("beta", self.beta), ("beta_up", self.beta_up)):
+            _require_number("SiTUv2", name, value)
+            _require_positive("SiTUv2", name, value)
+
     @property
     def parameters(self) -> tuple[float, float]:
         return self.beta, self.beta_up
+
+
+def _require_number(op: str, name: str, value: object) -> None:
+    """`value` is a finite Python number: activations are constants of a compiled kernel."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(message(op, name, "a number", repr(value)))
+    require(math.isfinite(value), op, name, need="a finite number", got=value)
+
+
+def _require_positive(op: str, name: str, value: object) -> None:
+    """`value` is a number above zero; infinity clamps nothing."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(message(op, name, "a number", repr(value)))
+    require(value > 0, op, name, need="a number above zero", got=value)
 
 
 Activation = SiLU | SwiGLU | ClampedSiLU | SiTUv2
@@ -106,7 +133,7 @@ ACTIVATION_FORMATS = ("bf16", "mxfp8", "mxfp4")
 
 def activation_mx_format(name: str, op: str) -> MXFormat | None:
     """The MX format that ``activation_format=`` names; None for bf16. "mxfp8" is e4m3."""
-    require(name in ACTIVATION_FORMATS, op, "activation_format",
+    require(isinstance(name, str) and name in ACTIVATION_FORMATS, op, "activation_format",
             need=f"one of {list(ACTIVATION_FORMATS)}", got=repr(name))
     return None if name == "bf16" else get_format(name)
 
@@ -115,7 +142,7 @@ def activation_mx_format(name: str, op: str) -> MXFormat | None:
 class MoEOptions:
     """Every choice that changes the numbers of an MoE layer, with its default."""
 
-    activation: Activation = field(default_factory=SwiGLU)
+    activation: Activation = SwiGLU()
     activation_format: str = "bf16"
     scale_rule: ScaleRule = ScaleRule.RCEIL
     apply_router_weight_on_input: bool = False
@@ -257,6 +284,12 @@ class GemmConfig:
     group_m: int = 1
     split_k: int = 1
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is not int:
+                raise TypeError(message("GemmConfig", name, "an int", repr(value)))
+        require(self.block_m >= 1, "GemmConfig", "block_m", need="at least 1", got=self.block_m)
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -267,7 +300,12 @@ class MoEConfig:
     down: GemmConfig
 
     def __post_init__(self) -> None:
-        for stage in (self.gate_up, self.down):
+        if type(self.routing_block_m) is not int or self.routing_block_m < 1:
+            raise ValueError(message("MoEConfig", "routing_block_m", "an int of at least 1",
+                                     repr(self.routing_block_m)))
+        for name, stage in (("gate_up", self.gate_up), ("down", self.down)):
+            if not isinstance(stage, GemmConfig):
+                raise TypeError(message("MoEConfig", name, "a GemmConfig", repr(stage)))
             require(self.routing_block_m % stage.block_m == 0, "MoEConfig", "routing_block_m",
                     need=f"a multiple of block_m = {stage.block_m}", got=self.routing_block_m)
 
@@ -278,6 +316,13 @@ class ReferenceConfig:
 
     accumulate: torch.dtype = torch.float32
     routing_block_m: int = 16
+
+    def __post_init__(self) -> None:
+        require(self.accumulate in (torch.float32, torch.float64), "ReferenceConfig", "accumulate",
+                need="torch.float32 or torch.float64", got=repr(self.accumulate), error=TypeError)
+        if type(self.routing_block_m) is not int or self.routing_block_m < 1:
+            raise ValueError(message("ReferenceConfig", "routing_block_m", "an int of at least 1",
+                                     repr(self.routing_block_m)))
 
 
 Config = GemmConfig | MoEConfig | ReferenceConfig | None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .errors import message, require, require_tensor
+from .errors import message, require, require_device, require_tensor
 from .formats.folding import FoldCertificate, fold_certificate
 from .formats.layouts import hopper_can_hold, pack_hopper, unpack_hopper
 from .formats.spec import MXFP4
@@ -96,6 +96,8 @@ class MoEWeights:
                 op, "gate_up_order", need=f"{GateUpOrder.INTERLEAVED} in {self.layout}",
                 got=self.gate_up_order, remedy="call prepare on ROW_MAJOR weights")
         experts, hidden, intermediate = self.num_experts, self.hidden_size, self.intermediate_size
+        require(min(experts, hidden, intermediate) > 0, op, "down_proj.shape",
+                need="E, H and F above zero", got=list(self.down_proj.shape))
         require(tuple(self.gate_up_proj.shape) == (experts, 2 * intermediate, hidden), op,
                 "gate_up_proj.shape", need=f"[E, 2F, H] = {[experts, 2 * intermediate, hidden]}",
                 got=list(self.gate_up_proj.shape),
@@ -154,6 +156,9 @@ class MoEWeights:
         Raises:
             ValueError: these weights are prepared already, or `layout` cannot hold them exactly.
         """
+        device = require_device(device, "prepare")
+        require(device.type != "meta", "prepare", "device", need="a device that holds data",
+                got="'meta'", remedy="load the weights first")
         if not (layout is None or isinstance(layout, Layout)):
             raise TypeError(message("prepare", "layout", "a Layout or None", repr(layout)))
         require(self.layout is Layout.ROW_MAJOR, "prepare", "weights.layout", got=self.layout,

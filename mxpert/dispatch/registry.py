@@ -51,12 +51,19 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
             too), a ReferenceConfig for the reference backend. Ops that take no such config
             ignore it.
 
+    Raises:
+        ValueError: an unknown backend. TypeError: a config of another type.
+
     Example:
         >>> with override(backend="reference"):
         ...     pass
     """
-    require(backend is None or backend in BACKENDS, "override", "backend",
+    known = backend is None or (isinstance(backend, str) and backend in BACKENDS)
+    require(known, "override", "backend",
             need=f"one of {sorted(BACKENDS)}", got=repr(backend))
+    if config is not None and not isinstance(config, (GemmConfig, MoEConfig, ReferenceConfig)):
+        raise TypeError(message("override", "config", "a GemmConfig, MoEConfig or ReferenceConfig",
+                                repr(config)))
     token = _override.set(Override(backend, config))
     try:
         yield

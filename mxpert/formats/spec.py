@@ -90,7 +90,7 @@ def get_format(name: str | MXFormat) -> MXFormat:
     """
     if isinstance(name, MXFormat):
         return name
-    found = FORMATS.get(_ALIASES.get(name, name))
+    found = FORMATS.get(_ALIASES.get(name, name)) if isinstance(name, str) else None
     require(found is not None, "get_format", "name", need=f"one of {sorted(FORMATS)}",
             got=repr(name))
     assert found is not None  # for the type checker; `require` has raised otherwise

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..errors import message, require, require_tensor
+from ..errors import message, require, require_device, require_tensor
 from .spec import MXFormat
 
 
@@ -58,9 +58,18 @@ class MXTensor:
                                     "use mxpert.formats.get_format(name)"))
         require_tensor(self.qdata, op, "qdata", dtype=torch.uint8)
         require_tensor(self.scale, op, "scale", dtype=torch.uint8, device=self.qdata.device)
+        if type(self.axis) is not int:
+            raise TypeError(message(op, "axis", "a negative int", repr(self.axis)))
+        if not isinstance(self.layout, Layout):
+            raise TypeError(message(op, "layout", "a Layout", repr(self.layout)))
         require(-self.qdata.dim() <= self.axis < 0, op, "axis",
                 need=f"a negative axis of a {self.qdata.dim()}-dimensional tensor", got=self.axis)
-        if self.layout is not Layout.ROW_MAJOR:
+        packed = self.layout is not Layout.ROW_MAJOR
+        for name in ("reference", "logical_shape"):
+            require((getattr(self, name) is not None) == packed, op, name,
+                    need="a value" if packed else "None", got=repr(getattr(self, name)),
+                    remedy=f"the layout is {self.layout}; MoEWeights.prepare makes packed tensors")
+        if packed:
             return
         size = self.qdata.shape[self.axis] * self.format.codes_per_byte
         require(size % self.format.block_size == 0, op, f"qdata.shape[{self.axis}]",
@@ -91,14 +100,20 @@ class MXTensor:
 
     def to(self, device: torch.device | str) -> MXTensor:
         """The same tensor on `device` (no copy where it is there already)."""
+        device = require_device(device, "MXTensor.to")
         reference = None if self.reference is None else self.reference.to(device)
         return replace(self, qdata=self.qdata.to(device), scale=self.scale.to(device),
                        reference=reference)
 
     def __getitem__(self, index: int | slice) -> MXTensor:
         """Index or slice the leading dimension, for example one expert out of [E, N, K]."""
+        if not isinstance(index, (int, slice)):
+            raise TypeError(message("MXTensor", "index", "an int or a slice", repr(index)))
         require(self.layout is Layout.ROW_MAJOR, "MXTensor", "layout", need=Layout.ROW_MAJOR,
                 got=self.layout, remedy="index before preparing, or unpack first")
         require(self.qdata.dim() > 1 and self.axis != -self.qdata.dim(), "MXTensor", "index",
                 need="a leading dimension that is not the quantised one", got=f"axis {self.axis}")
+        size = self.qdata.shape[0]
+        require(isinstance(index, slice) or -size <= index < size, "MXTensor", "index",
+                need=f"{-size} … {size - 1}", got=index, error=IndexError)
         return replace(self, qdata=self.qdata[index], scale=self.scale[index])

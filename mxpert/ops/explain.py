@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +45,13 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> print(mxpert.explain(mxpert.quantize, torch.zeros(1, 32), "mxfp4").resolution.source)
         heuristic
     """
-    describe = _DESCRIBERS.get(op)
+    describe = _DESCRIBERS.get(op) if callable(op) else None
     if describe is None:
         names = sorted(known.__name__ for known in _DESCRIBERS)
         raise ValueError(message("explain", "op", f"one of {names}", repr(op)))
+    try:
+        inspect.signature(op).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(message("explain", "arguments", f"those of {op.__name__}",
+                                f"others: {error}")) from None
     return explain_problem(describe(*args, **kwargs))

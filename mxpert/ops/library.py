@@ -23,10 +23,14 @@ _T = TypeVar("_T")
 
 
 def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define ``mxpert::<schema>`` for every device and return the callable op."""
+    """Define ``mxpert::<schema>`` for every device and return the callable op.
+
+    Kernels have no derivative, so no backend may grow one by accident: outputs carry no gradient.
+    """
     name = schema.split("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, torch.no_grad()(implementation), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"mxpert::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.mxpert, name)
 
@@ -72,7 +76,8 @@ def rebuild_weights(arguments: tuple[Any, ...]) -> MoEWeights:
 def _rebuild_projection(qdata: torch.Tensor, scale: torch.Tensor, reference: torch.Tensor | None,
                         layout: str, shape: tuple[int, int, int]) -> MXTensor:
     return rebuild(MXTensor, qdata=qdata, scale=scale, format=MXFP4, axis=-1,
-                   layout=Layout(layout), reference=reference, logical_shape=shape)
+                   layout=Layout(layout), reference=reference,
+                   logical_shape=None if reference is None else shape)
 
 
 def rebuild_mx(qdata: torch.Tensor, scale: torch.Tensor, name: str, *,

@@ -13,12 +13,15 @@ import torch
 from ..dispatch import detect_target, resolve
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
-from ..problem import Activation, Combine, MoEOptions, MoEProblem, Op, activation_mx_format
+from ..problem import Activation, Combine, MoEOptions, MoEProblem, Op, SiLU, activation_mx_format
 from ..routing import RoutingPlan
 from ..weights import MoEWeights
 from . import library
 from .moe_checks import check_down, check_fused_moe, check_gate_up
 from .library import NUM_OPTION_ARGUMENTS, NUM_PLAN_ARGUMENTS, NUM_WEIGHT_ARGUMENTS
+
+_NO_ACTIVATION = SiLU
+"""Stage 2 has none; a default in MoEOptions is something that torch.compile cannot build."""
 
 
 def fused_moe(
@@ -32,6 +35,8 @@ def fused_moe(
 
     ``y[t] = Σ_slot w[t, slot] · (act(x[t] · Wgu[e]ᵀ + bgu[e]) · Wd[e]ᵀ + bd[e])`` with
     ``e = ids[t, slot]``.
+
+    Inference only: the result carries no gradient, whatever its inputs require.
 
     Args:
         x: bfloat16 [T, H], or an MXTensor [T, H] in the format of `activation_format`.
@@ -81,6 +86,8 @@ def moe_gate_up(
 
     ``h[r] = act(x[token(r)] · Wgu[e]ᵀ + bgu[e])`` for each sorted row r of expert e.
 
+    Inference only: the result carries no gradient, whatever its inputs require.
+
     Args:
         x: bfloat16 [T, H], or an MXTensor [T, H] in the format of `activation_format`.
         weights: MoEWeights. plan: from make_routing_plan, for T tokens.
@@ -123,6 +130,8 @@ def moe_down(
 
     ``y[t] = Σ_slot w[t, slot] · (h[row(t, slot)] · Wd[e]ᵀ + bd[e])``.
 
+    Inference only: the result carries no gradient, whatever its inputs require.
+
     Args:
         h: what moe_gate_up returned: [P, F] in sorted order, bfloat16 or MXTensor.
         weights: MoEWeights. plan: the plan of stage 1.
@@ -138,7 +147,7 @@ def moe_down(
 
     Example: see moe_gate_up.
     """
-    options = MoEOptions(activation_format=_rows_format(h), combine=combine, out_dtype=out_dtype,
+    options = MoEOptions(_NO_ACTIVATION(), _rows_format(h), combine=combine, out_dtype=out_dtype,
                          apply_router_weight_on_input=apply_router_weight_on_input)
     check_down(h, weights, plan, options)
     return _down_op(*_flatten_rows(h), *library.flatten_weights(weights),
@@ -169,7 +178,7 @@ def describe_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: Rout
 def describe_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
                   **options: Any) -> MoEProblem:
     """The problem that `moe_down` resolves for the same arguments."""
-    chosen = MoEOptions(activation_format=_rows_format(h), **options)
+    chosen = MoEOptions(_NO_ACTIVATION(), _rows_format(h), **options)
     check_down(h, weights, plan, chosen)
     return _problem(Op.MOE_DOWN, weights, plan.num_tokens, plan.top_k, chosen,
                     plan.routing_block_m)

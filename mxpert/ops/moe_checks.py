@@ -1,4 +1,7 @@
-"""Argument checks of the MoE ops: everything that is known without looking at data."""
+"""Argument checks of the MoE ops: everything that is known without looking at data.
+
+Messages that hold a size are composed on failure alone: under torch.compile sizes are symbols.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,9 @@ def check_fused_moe(
         require_tensor(expert_map, op, "expert_map", dtype=torch.int32, shape=(None,),
                        device=weights.device, contiguous=True)
         num_global = expert_map.shape[0]
-    require(topk_ids.shape[1] <= num_global, op, "topk_ids.shape[1]",
-            need=f"at most {num_global} experts per token", got=topk_ids.shape[1])
+    if topk_ids.shape[1] > num_global:
+        raise ValueError(message(op, "topk_ids.shape[1]", f"at most {num_global} experts per token",
+                                 topk_ids.shape[1]))
     if num_local_tokens is not None:
         require_tensor(num_local_tokens, op, "num_local_tokens", dtype=torch.int32, shape=(1,),
                        device=weights.device)
@@ -49,8 +53,9 @@ def check_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: Routing
     _check_options(options, op)
     _check_plan(plan, weights, op)
     _check_rows(x, "x", weights, weights.hidden_size, options, op)
-    require(x.shape[0] == plan.num_tokens, op, "x.shape[0]",
-            need=f"the plan's {plan.num_tokens} tokens", got=x.shape[0])
+    if x.shape[0] != plan.num_tokens:
+        raise ValueError(message(op, "x.shape[0]", f"the plan's {plan.num_tokens} tokens",
+                                 x.shape[0]))
 
 
 def check_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
@@ -61,9 +66,9 @@ def check_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPla
     _check_options(options, op)
     _check_plan(plan, weights, op)
     _check_rows(h, "h", weights, weights.intermediate_size, options, op)
-    require(h.shape[0] == plan.capacity, op, "h.shape[0]",
-            need=f"the plan's {plan.capacity} sorted rows", got=h.shape[0],
-            remedy="pass what moe_gate_up returned for the same plan")
+    if h.shape[0] != plan.capacity:
+        raise ValueError(message(op, "h.shape[0]", f"the plan's {plan.capacity} sorted rows",
+                                 h.shape[0], "pass what moe_gate_up returned for the same plan"))
 
 
 def check_topk(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_tokens: int | None,
@@ -101,6 +106,9 @@ def _check_options(options: MoEOptions, op: str) -> None:
         raise TypeError(message(op, "combine", "a Combine", repr(options.combine)))
     if not isinstance(options.scale_rule, ScaleRule):
         raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(options.scale_rule)))
+    if not isinstance(options.apply_router_weight_on_input, bool):
+        raise TypeError(message(op, "apply_router_weight_on_input", "a bool",
+                                repr(options.apply_router_weight_on_input)))
     activation_mx_format(options.activation_format, op)
     require(options.out_dtype in OUT_DTYPES, op, "out_dtype", need=[str(d) for d in OUT_DTYPES],
             got=options.out_dtype, error=TypeError)
@@ -115,19 +123,22 @@ def _check_rows(rows: torch.Tensor | MXTensor, name: str, weights: MoEWeights, w
                 need=options.activation_format, got=rows.format.name,
                 remedy=f"pass activation_format={rows.format.name.split('_')[0]!r}")
         require(rows.axis == -1, op, f"{name}.axis", need=-1, got=rows.axis)
-        require(rows.qdata.is_contiguous() and rows.scale.is_contiguous(), op, name,
-                need="contiguous codes and scales", got=f"strides {rows.qdata.stride()}")
+        if not (rows.qdata.is_contiguous() and rows.scale.is_contiguous()):
+            raise ValueError(message(op, name, "contiguous codes and scales",
+                                     f"strides {rows.qdata.stride()}, {rows.scale.stride()}",
+                                     "quantise along the last axis"))
         shape = tuple(rows.shape)
     else:
         require_tensor(rows, op, name, dtype=torch.bfloat16)
         require(op != "moe_down" or expected is None, op, f"{name}", got="a Tensor",
                 need=f"an MXTensor for {options.activation_format}")
-        require(rows.dim() == 2 and (rows.stride(-1) == 1 or rows.numel() == 0), op, name,
-                need="two dimensions, the last one dense", got=f"strides {rows.stride()}",
-                remedy="call .contiguous()")
+        if not (rows.dim() == 2 and (rows.stride(-1) == 1 or rows.numel() == 0)):
+            raise ValueError(message(op, name, "two dimensions, the last one dense",
+                                     f"shape {list(rows.shape)}, strides {rows.stride()}",
+                                     "call .contiguous()"))
         shape = tuple(rows.shape)
-    require(len(shape) == 2 and shape[1] == width, op, f"{name}.shape", need=f"[*, {width}]",
-            got=list(shape))
+    if not (len(shape) == 2 and shape[1] == width):
+        raise ValueError(message(op, f"{name}.shape", f"[*, {width}]", list(shape)))
     require(rows.device == weights.device, op, f"{name}.device", need=weights.device,
             got=rows.device, remedy=f"weights are on {weights.device}; move one of them")
 
@@ -137,8 +148,9 @@ def _check_plan(plan: RoutingPlan, weights: MoEWeights, op: str) -> None:
         raise TypeError(message(op, "plan", "a RoutingPlan", type(plan).__name__,
                                 "build it with mxpert.make_routing_plan"))
     check_plan_shapes(plan, op)
-    require(plan.num_experts == weights.num_experts, op, "plan.num_experts",
-            need=f"the weights' {weights.num_experts} experts", got=plan.num_experts)
+    if plan.num_experts != weights.num_experts:
+        raise ValueError(message(op, "plan.num_experts",
+                                 f"the weights' {weights.num_experts} experts", plan.num_experts))
     require(plan.device == weights.device, op, "plan.device", need=weights.device, got=plan.device)
 
 

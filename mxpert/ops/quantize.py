@@ -74,10 +74,13 @@ def check_quantize(x: torch.Tensor, axis: int, scale_rule: ScaleRule) -> None:
     """Argument checks of `quantize`."""
     op = "quantize"
     require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
-    require(x.dim() > 0 and -x.dim() <= axis < x.dim(), op, "axis",
-            need=f"an axis of a {x.dim()}-dimensional tensor", got=axis)
-    require(x.shape[axis] % 32 == 0, op, f"x.shape[{axis}]", need="a multiple of 32",
-            got=x.shape[axis], remedy="pad with zeros (torch.nn.functional.pad)")
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise TypeError(message(op, "axis", "an int", repr(axis), "for example -1"))
+    if not (x.dim() > 0 and -x.dim() <= axis < x.dim()):
+        raise ValueError(message(op, "axis", f"an axis of a {x.dim()}-dimensional tensor", axis))
+    if x.shape[axis] % 32 != 0:  # composed on failure alone: sizes may be symbols
+        raise ValueError(message(op, f"x.shape[{axis}]", "a multiple of 32", x.shape[axis],
+                                 "pad with zeros (torch.nn.functional.pad)"))
     if not isinstance(scale_rule, ScaleRule):
         raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(scale_rule),
                                 "for example mxpert.ScaleRule.RCEIL"))

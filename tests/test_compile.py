@@ -1,0 +1,121 @@
+"""The ops as leaves of traced programs: fake tensors, torch.compile, torch.export, autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mxpert
+from mxpert import GateUpOrder, MoEWeights, SwiGLU
+
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, BLOCK = 4, 2, 64, 32, 16
+FORMATS = ("bf16", "mxfp8", "mxfp4")
+
+
+def _weights() -> MoEWeights:
+    generator = torch.Generator().manual_seed(0)
+    gate_up, down = (mxpert.quantize(torch.randn(EXPERTS, *shape, generator=generator), "mxfp4")
+                     for shape in ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)))
+    return MoEWeights(gate_up_proj=gate_up, down_proj=down, gate_up_order=GateUpOrder.INTERLEAVED,
+                      down_bias=torch.randn(EXPERTS, HIDDEN, generator=generator))
+
+
+WEIGHTS = _weights()
+
+
+def inputs(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x bfloat16 [T, H] and router logits [T, E]."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    return (torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16(),
+            torch.randn(num_tokens, EXPERTS, generator=generator))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A router and a layer, whole or in stages, as a user would write it."""
+
+    activation_format: str
+    staged: bool
+
+    def __call__(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        topk_weights, topk_ids = mxpert.route_topk(logits, TOP_K)
+        options = {"activation": SwiGLU(), "activation_format": self.activation_format}
+        if not self.staged:
+            return mxpert.fused_moe(x, WEIGHTS, topk_ids, topk_weights, **options)
+        rows = (x if self.activation_format == "bf16"
+                else mxpert.quantize(x, self.activation_format))
+        plan = mxpert.make_routing_plan(topk_ids, topk_weights, num_experts=EXPERTS,
+                                        routing_block_m=BLOCK)
+        return mxpert.moe_down(mxpert.moe_gate_up(rows, WEIGHTS, plan, **options), WEIGHTS, plan)
+
+
+LAYERS = pytest.mark.parametrize("layer", [
+    pytest.param(Layer(name, staged), id=f"{name}-{'stages' if staged else 'fused'}")
+    for name in FORMATS for staged in (False, True)])
+
+
+@LAYERS
+def test_one_graph_serves_every_token_count(layer: Layer) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    compiled(*inputs(5))
+    first = counter.frame_count
+    for num_tokens in (5, 3, 17):
+        assert torch.equal(compiled(*inputs(num_tokens)), layer(*inputs(num_tokens)))
+    assert counter.frame_count == first
+
+
+@LAYERS
+def test_exported_program_keeps_the_token_count_free(layer: Layer) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            return layer(x, logits)
+
+    tokens = torch.export.Dim("tokens", min=2, max=1024)
+    program = torch.export.export(Module(), inputs(5), dynamic_shapes=({0: tokens}, {0: tokens}))
+    for num_tokens in (2, 33):
+        assert torch.equal(program.module()(*inputs(num_tokens)), layer(*inputs(num_tokens)))
+
+
+@LAYERS
+def test_fake_tensors_have_the_shape_and_dtype_of_the_result(layer: Layer) -> None:
+    want = layer(*inputs(5))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = layer(torch.empty(5, HIDDEN, dtype=torch.bfloat16), torch.empty(5, EXPERTS))
+    assert (fake.shape, fake.dtype) == (want.shape, want.dtype)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "mxfp8_e5m2"])
+def test_quantize_round_trip_compiles_as_it_runs(name: str, axis: int) -> None:
+    def round_trip(x: torch.Tensor) -> torch.Tensor:
+        return mxpert.dequantize(mxpert.quantize(x, name, axis=axis), dtype=torch.bfloat16)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(round_trip, fullgraph=True, backend="aot_eager", dynamic=True)
+    for size in (32, 96):
+        x = torch.randn(size, 64, generator=torch.Generator().manual_seed(size))
+        assert torch.equal(compiled(x), round_trip(x))
+
+
+CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "fused": Layer("bf16", staged=False), "stages": Layer("bf16", staged=True),
+    "route_topk": lambda x, logits: mxpert.route_topk(logits, TOP_K)[0],
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", CALLS)
+def test_outputs_carry_no_gradient(name: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    call = CALLS[name]
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    x, logits = (tensor.requires_grad_() for tensor in inputs(5))
+    assert not call(x, logits).requires_grad
