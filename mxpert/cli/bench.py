@@ -48,11 +48,13 @@ from .report import (
     PLOT_HINT,
     Row,
     best_device,
+    check_backend,
     environment,
     format_rate,
     format_time,
     has_matplotlib,
     make_console,
+    open_folder,
     parse_choices,
     parse_numbers,
     plot_roofline,
@@ -210,7 +212,7 @@ def show(document: Row, console: Console) -> None:
                             for name, rate in limits["matmul_tflops"].items()))
     print_table(
         console, "mxpert bench",
-        ("model", "T", "hit", "format", "stage", "time", "± 10–90 %", "rate", "of roof", "rel L2"),
+        ("model", "T", "hit", "format", "stage", "time", "10–90 %", "rate", "of roof", "rel L2"),
         [(row["model"], str(row["T"]), f"{row['hit']:.0f}", ACTIVATION_NAMES[row["activation"]],
           row["stage"], format_time(row["us"]),
           f"{100 * (row['high_us'] - row['low_us']) / row['us']:.0f} %", format_rate(row),
@@ -245,7 +247,8 @@ def bench(
     rotate among several routings. Read bandwidth and dense GEMM rate are measured in the same run;
     "of roof" is the time that they allow over the time taken. TB/s counts weight bytes of the
     experts that were hit. A CPU runs the reference backend on a scaled-down model: its figures
-    prove that the command works, not how fast the library is.
+    prove that the command works, not how fast the library is. "10–90 %" is the width between those
+    percentiles of the time, as a share of the median.
 
     Examples:
 
@@ -260,12 +263,16 @@ def bench(
     counts = parse_numbers(tokens, "bench", "--tokens")
     names = parse_choices(formats, ACTIVATION_FORMATS, "bench", "--format")
     stages = parse_choices(stage, STAGES, "bench", "--stage")
+    check_backend(backend, "bench")
+    path = json_file or output / "bench.json"
+    require(not path.is_dir(), "bench", "--json", need="a file", got=str(path))
+    open_folder(path.parent, "bench", "--json" if json_file else "--output")
     models = _chosen_models(model, scale or (1 if device.type == "cuda" else CPU_SCALE))
     if device.type == "cpu":
-        console.print(f"no GPU: reference backend, models scaled down by {scale or CPU_SCALE}")
+        console.print(f"no GPU: {backend or 'reference'} backend, models scaled down by "
+                      f"{scale or CPU_SCALE}")
     document = run_bench(Request(models, counts, names, stages, routing, backend), device, console)
     show(document, make_console())
-    path = json_file or output / "bench.json"
     write_json(path, document)
     console.print(f"wrote {path}")
     if not has_matplotlib():

@@ -48,12 +48,14 @@ from .report import (
     PLOT_HINT,
     Row,
     best_device,
+    check_backend,
     environment,
     figure,
     format_rate,
     format_time,
     has_matplotlib,
     make_console,
+    open_folder,
     parse_numbers,
     print_table,
     write_json,
@@ -288,6 +290,8 @@ def demo(
     counts = parse_numbers(tokens, "demo", "--tokens")
     require(json_to in (None, "-"), "demo", "--json", need="'-' for standard output", got=json_to,
             remedy="report.json is always written to --output")
+    check_backend(backend, "demo")
+    open_folder(output, "demo", "--output")
     if checkpoint is None:
         checkpoint = output / "checkpoint"
         if not (checkpoint / CONFIG_FILE).is_file():

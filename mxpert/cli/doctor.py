@@ -105,8 +105,8 @@ def examine_toolchain(target: Target) -> list[Finding]:
         return [Finding("triton", "cannot be imported", state, str(error))]
     note = ("may reuse the registers of a wgmma A operand before they are read (fixed in CUDA "
             "13.3); kernels that feed A from registers are race-tested" if
-            tools.register_operand_hazard else "")
-    state = WARNING if tools.register_operand_hazard and target.arch == "sm_90" else OK
+            tools.register_operand_hazard and target.arch == "sm_90" else "")
+    state = WARNING if note else OK
     return [Finding("ptxas", tools.ptxas or "absent", state if tools.ptxas else OK, note),
             Finding("triton cache", tools.cache_directory, OK)]
 

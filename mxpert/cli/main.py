@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, message
 
 EXIT_USER_ERROR = 2
 _MESSAGE_MARK = " — "  # only messages in the library's own form are shown without a traceback
@@ -76,7 +76,10 @@ class _LazyGroup(TyperGroup):
         except (ValueError, TypeError, OSError, UnsupportedError) as error:
             text = str(error)
             if _MESSAGE_MARK not in text:
-                raise
+                if not isinstance(error, OSError) or error.filename is None:
+                    raise
+                text = message(f"mxpert {ctx.invoked_subcommand}", str(error.filename),
+                               "a path that can be used", error.strerror)
             typer.echo(f"error: {text}", err=True)
             raise typer.Exit(EXIT_USER_ERROR) from error
 

@@ -21,7 +21,8 @@ from rich.table import Table
 
 from .. import __version__
 from ..dispatch import detect_target
-from ..errors import require
+from ..dispatch.registry import BACKENDS
+from ..errors import message, require
 
 Row = dict[str, Any]
 PLAIN_WIDTH = 120
@@ -90,6 +91,23 @@ def environment(device: torch.device) -> Row:
     return facts
 
 
+def open_folder(folder: Path, command: str, option: str) -> None:
+    """Make the folder that reports go to, before the work whose report could not be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(message(command, option, "a folder that can be written",
+                                 f"{str(folder)!r}: {error.strerror}")) from error
+
+
+def check_backend(backend: str | None, command: str) -> None:
+    """Refuse an unknown --backend before the work starts."""
+    require(backend is None or backend in BACKENDS, command, "--backend",
+            need=f"one of {', '.join(BACKENDS)}", got=repr(backend))
+
+
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write a document whole or not at all; NaN and infinity become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +115,11 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False,
                                      encoding="utf-8") as handle:
         handle.write(text)
-    os.replace(handle.name, path)
+    try:
+        os.replace(handle.name, path)
+    except OSError:
+        os.unlink(handle.name)
+        raise
 
 
 def _plain(value: Any) -> Any:

@@ -198,7 +198,7 @@ def positive_int(config: dict[str, Any], keys: Sequence[str], where: object, op:
     """The first of `keys` that a config holds, which must be a positive integer."""
     found = next((config[key] for key in keys if config.get(key) is not None), None)
     valid = isinstance(found, int) and not isinstance(found, bool) and found > 0
-    require(valid, op, f"{where}: {' or '.join(keys)}", need="a positive integer", got=found)
+    require(valid, op, f"{where}: {' or '.join(keys)}", need="a positive integer", got=repr(found))
     assert isinstance(found, int)  # for the type checker
     return found
 

@@ -82,7 +82,7 @@ def test_the_gate_refuses(error: float) -> None:
     pytest.param(["--stage", "middle"], "--stage", id="unknown-stage"),
     pytest.param(["--routing", "odd"], "--routing", id="unknown-routing"),
     pytest.param(["--scale", "-2"], "--scale", id="negative-scale"),
-    pytest.param(["--backend", "none"], "override", id="unknown-backend"),
+    pytest.param(["--backend", "none"], "--backend", id="unknown-backend"),
 ])
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], part: str) -> None:
     outcome = run(tmp_path, *arguments)

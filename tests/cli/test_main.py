@@ -75,6 +75,36 @@ def test_library_errors_are_one_line_with_exit_code_2(failing_command: str) -> N
     assert outcome.output == f"error: {failing_command}\n"
 
 
+@pytest.mark.parametrize("failing_command", [PermissionError(13, "Permission denied", "/x/y")],
+                         indirect=True)
+def test_a_path_that_cannot_be_used_is_named(failing_command: str) -> None:
+    outcome = runner.invoke(main.app, ["doctor"])
+    assert outcome.exit_code == main.EXIT_USER_ERROR
+    assert outcome.output == ("error: mxpert doctor: /x/y — need a path that can be used, "
+                              "got Permission denied\n")
+
+
+UNUSABLE = {
+    "demo-output": (["demo", "--output", "FILE"], "demo: --output — need a folder"),
+    "bench-output": (["bench", "--output", "FILE/deeper"], "bench: --output — need a folder"),
+    "bench-json": (["bench", "--json", "FOLDER"], "bench: --json — need a file"),
+    "demo-backend": (["demo", "--backend", "cuda"], "demo: --backend — need one of hopper, "),
+    "bench-backend": (["bench", "--backend", "cuda"], "bench: --backend — need one of hopper, "),
+}
+
+
+@pytest.mark.parametrize(("arguments", "match"), UNUSABLE.values(), ids=UNUSABLE)
+def test_unusable_options_are_refused_before_the_work(arguments: list[str], match: str,
+                                                      tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    given = [each.replace("FILE", str(tmp_path / "file")).replace("FOLDER", str(tmp_path))
+             for each in arguments]
+    outcome = runner.invoke(main.app, given)
+    assert outcome.exit_code == main.EXIT_USER_ERROR
+    assert match in outcome.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("failing_command", [ValueError("a bug"), KeyError("a bug")], indirect=True)
 def test_other_errors_keep_their_traceback(failing_command: str) -> None:
     outcome = runner.invoke(main.app, ["doctor"])
