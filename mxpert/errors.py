@@ -11,7 +11,13 @@ import torch
 
 
 class UnsupportedError(RuntimeError):
-    """The request is meaningful, but no kernel on this machine can serve it."""
+    """The request is meaningful, but no kernel on this machine can serve it.
+
+    Example:
+        >>> raise UnsupportedError(message("fused_moe", "backend", "a GPU", "none"))
+        Traceback (most recent call last):
+        mxpert.errors.UnsupportedError: fused_moe: backend — need a GPU, got none
+    """
 
 
 def message(op: str, argument: str, need: object, got: object, remedy: str = "") -> str:

@@ -25,7 +25,12 @@ class Combine(enum.Enum):
     REDUCE: one row per (token, slot), then a sum in slot order; bit-exact from run to run (the
         default).
     ATOMIC: adds into a zeroed [T, H] output; the order of additions is not fixed.
-    FLAT: the sorted rows [P, H] themselves, for a combine elsewhere (expert parallelism).
+    FLAT: the sorted rows [P, H] themselves, for a combine elsewhere (expert parallelism). Rows that
+        are padding are undefined; `RoutingPlan.slot_rows` says where each (token, slot) lies.
+
+    Example:
+        >>> Combine("reduce") is Combine.REDUCE
+        True
     """
 
     REDUCE = "reduce"
@@ -35,7 +40,12 @@ class Combine(enum.Enum):
 
 @dataclass(frozen=True)
 class SiLU:
-    """``silu(gate) * up``."""
+    """``silu(gate) * up``; gate and up are the float32 accumulators of stage 1, after the bias.
+
+    Example:
+        >>> SiLU().parameters
+        (0.0, 0.0)
+    """
 
     name = "silu"
 
@@ -46,7 +56,15 @@ class SiLU:
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """gpt-oss: ``g * sigmoid(alpha g) * (u + 1)``, g = min(gate, limit), u = clamp(up, ±limit)."""
+    """gpt-oss: ``g * sigmoid(alpha g) * (u + 1)``, g = min(gate, limit), u = clamp(up, ±limit).
+
+    Raises:
+        TypeError: not a number. ValueError: `alpha` is not finite, `limit` is not above zero.
+
+    Example:
+        >>> SwiGLU(limit=float("inf"))  # clamps nothing
+        SwiGLU(alpha=1.702, limit=inf)
+    """
 
     alpha: float = 1.702
     limit: float = 7.0
@@ -63,7 +81,15 @@ class SwiGLU:
 
 @dataclass(frozen=True)
 class ClampedSiLU:
-    """DeepSeek-V4: ``silu(min(gate, limit)) * clamp(up, ±limit)``."""
+    """DeepSeek-V4: ``silu(min(gate, limit)) * clamp(up, ±limit)``.
+
+    Raises:
+        TypeError: not a number. ValueError: `limit` is not above zero.
+
+    Example:
+        >>> ClampedSiLU().limit
+        10.0
+    """
 
     limit: float = 10.0
     name = "clamped_silu"
@@ -78,7 +104,15 @@ class ClampedSiLU:
 
 @dataclass(frozen=True)
 class SiTUv2:
-    """``beta tanh(gate / beta) sigmoid(gate) * beta_up tanh(up / beta_up)``."""
+    """``beta tanh(gate / beta) sigmoid(gate) * beta_up tanh(up / beta_up)``.
+
+    Raises:
+        TypeError: not a number. ValueError: not finite, or not above zero.
+
+    Example:
+        >>> SiTUv2(beta=2.0).parameters
+        (2.0, 25.0)
+    """
 
     beta: float = 4.0
     beta_up: float = 25.0
@@ -193,7 +227,12 @@ class QuantizeProblem:
 
 
 class Scoring(enum.Enum):
-    """What turns router logits into scores: a softmax over experts, or a sigmoid of each logit."""
+    """What turns router logits into scores: a softmax over experts, or a sigmoid of each logit.
+
+    Example:
+        >>> Scoring("sigmoid") is Scoring.SIGMOID
+        True
+    """
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -274,7 +313,23 @@ Problem = QuantizeProblem | TopKProblem | RoutingProblem | MoEProblem
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tile and schedule of one stage. `block_n` counts output columns (for stage 1: features)."""
+    """Tile and schedule of one stage, to pin with `override`.
+
+    Args:
+        block_m: sorted rows of a tile. block_n: output columns (for stage 1: features).
+        block_k: elements of the contracted dimension in one step of the loop.
+        num_warps, num_stages: warps of a thread block, buffers of its pipeline.
+        group_m: row blocks that run side by side, to share weights in L2.
+        split_k: thread blocks that share the contracted dimension of a tile.
+
+    Raises:
+        TypeError: not an int. ValueError: `block_m` below 1. Ops raise ValueError for a tile that
+        the chosen kernel cannot run.
+
+    Example:
+        >>> GemmConfig(16, 64, 128).num_stages
+        3
+    """
 
     block_m: int
     block_n: int
@@ -293,7 +348,15 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Configs of both stages and the padding unit, a multiple of each stage's block_m."""
+    """Configs of both stages and the padding unit, a multiple of each stage's block_m.
+
+    Raises:
+        TypeError: a stage that is no GemmConfig. ValueError: a unit that does not fit.
+
+    Example:
+        >>> MoEConfig(32, GemmConfig(16, 64, 128), GemmConfig(32, 64, 128)).routing_block_m
+        32
+    """
 
     routing_block_m: int
     gate_up: GemmConfig
@@ -312,7 +375,15 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """Accumulation type of the reference backend: float32, or float64 for an oracle."""
+    """Accumulation type of the reference backend (float32, or float64 for an oracle), padding unit.
+
+    Raises:
+        TypeError: another accumulation type. ValueError: `routing_block_m` is no positive int.
+
+    Example:
+        >>> ReferenceConfig(torch.float64).routing_block_m
+        16
+    """
 
     accumulate: torch.dtype = torch.float32
     routing_block_m: int = 16

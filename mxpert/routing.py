@@ -50,6 +50,13 @@ class RoutingPlan:
     Ops check a plan's shapes, not its data, which would cost a synchronisation. Plans of
     `make_routing_plan` are safe for any ids; check a plan from elsewhere once with
     `mxpert.testing.validate.validate_routing_plan`, for wrong rows in it are read as they stand.
+
+    Example:
+        >>> import mxpert
+        >>> ids = torch.tensor([[1], [0]], dtype=torch.int32)
+        >>> plan = mxpert.make_routing_plan(ids, torch.ones(2, 1), num_experts=2, routing_block_m=4)
+        >>> plan.capacity, plan.max_blocks, plan.slot_rows.tolist()
+        (12, 2, [[4], [0]])
     """
 
     sorted_token_ids: torch.Tensor

@@ -21,6 +21,11 @@ class GateUpOrder(enum.Enum):
     CONCATENATED: F gate rows, then F up rows (DeepSeek, Qwen, Mixtral once stacked).
     INTERLEAVED: gate, up, gate, up, … row by row (gpt-oss checkpoints).
     INTERLEAVED_16: 16 gate rows, 16 up rows, … (the reference systems' kernels).
+
+    Example:
+        >>> gate, up = gate_up_rows(GateUpOrder.INTERLEAVED, 3)
+        >>> gate.tolist(), up.tolist()
+        ([0, 2, 4], [1, 3, 5])
     """
 
     CONCATENATED = "concatenated"
@@ -62,6 +67,14 @@ class MoEWeights:
 
     Raises:
         TypeError: a wrong type, dtype, or no gate/up order. ValueError: shapes that do not fit.
+
+    Example:
+        >>> import mxpert
+        >>> w = lambda *shape: mxpert.quantize(torch.ones(*shape), "mxfp4")
+        >>> weights = MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
+        ...                      gate_up_order=GateUpOrder.CONCATENATED)
+        >>> weights.num_experts, weights.hidden_size, weights.intermediate_size, weights.nbytes
+        (4, 32, 32, 6528)
     """
 
     gate_up_proj: MXTensor
@@ -154,7 +167,8 @@ class MoEWeights:
             kernels that read it and no others.
 
         Raises:
-            ValueError: these weights are prepared already, or `layout` cannot hold them exactly.
+            TypeError: `layout` is no Layout. ValueError: these weights are prepared already,
+            `layout` cannot hold them exactly, or there is no such device.
         """
         device = require_device(device, "prepare")
         require(device.type != "meta", "prepare", "device", need="a device that holds data",

@@ -26,6 +26,12 @@ class ScaleRule(enum.Enum):
     value: FLOOR is the OCP rule ``floor(log2 amax) - emax`` (saturates up to half of a binade);
     RCEIL rounds ``amax / max`` up to a power of two (never saturates; the default); CEIL is
     ``ceil(log2 amax) - emax``; EVEN rounds amax to the element's mantissa width first, then FLOOR.
+
+    Source: OCP Microscaling Formats (MX) 1.0, section 6.3 (FLOOR); the names are torchao's.
+
+    Example:
+        >>> ScaleRule("rceil") is ScaleRule.RCEIL
+        True
     """
 
     FLOOR = "floor"
@@ -83,7 +89,10 @@ _ALIASES = {"mxfp8": "mxfp8_e4m3"}
 
 
 def get_format(name: str | MXFormat) -> MXFormat:
-    """Look up a format by name; ``"mxfp8"`` means ``"mxfp8_e4m3"``.
+    """The format of that name (an MXFormat passes through); ``"mxfp8"`` means ``"mxfp8_e4m3"``.
+
+    Raises:
+        ValueError: an unknown name.
 
     >>> get_format("mxfp4").codes_per_byte
     2

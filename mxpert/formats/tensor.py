@@ -41,6 +41,17 @@ class MXTensor:
 
     `qdata` and `scale` may be strided views into larger (padded) storage; only the innermost
     quantised dimension of a ROW_MAJOR tensor has to be dense for the kernels.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: an axis, a scale shape or a device that does
+        not fit the codes.
+
+    Example:
+        >>> from mxpert.formats import MXFP4
+        >>> codes = torch.full((2, 16), 0x22, dtype=torch.uint8)  # two codes a byte: 1.0, 1.0
+        >>> t = MXTensor(codes, torch.full((2, 1), 128, dtype=torch.uint8), MXFP4)
+        >>> t.shape, t[0].nbytes
+        (torch.Size([2, 32]), 17)
     """
 
     qdata: torch.Tensor

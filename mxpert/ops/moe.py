@@ -145,7 +145,16 @@ def moe_down(
     Raises:
         TypeError, ValueError, UnsupportedError: as fused_moe.
 
-    Example: see moe_gate_up.
+    Example: both stages, with the rows left as they lie (see moe_gate_up for a layer).
+        >>> import torch, mxpert
+        >>> w = lambda *s: mxpert.quantize(torch.randn(*s), "mxfp4")
+        >>> weights = mxpert.MoEWeights(gate_up_proj=w(2, 64, 32), down_proj=w(2, 32, 32),
+        ...                             gate_up_order=mxpert.GateUpOrder.CONCATENATED)
+        >>> plan = mxpert.make_routing_plan(torch.tensor([[1]], dtype=torch.int32),
+        ...                                 torch.ones(1, 1), num_experts=2, routing_block_m=16)
+        >>> h = torch.zeros(plan.capacity, 32, dtype=torch.bfloat16)
+        >>> mxpert.moe_down(h, weights, plan, combine=mxpert.Combine.FLAT).shape
+        torch.Size([32, 32])
     """
     options = MoEOptions(_NO_ACTIVATION(), _rows_format(h), combine=combine, out_dtype=out_dtype,
                          apply_router_weight_on_input=apply_router_weight_on_input)
