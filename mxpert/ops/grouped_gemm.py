@@ -30,7 +30,8 @@ def grouped_gemm(
 
     ``c[r] = a[r] @ b[g].T`` (``a[r] @ b[g]`` with ``trans_b=False``) for the rows r of group g,
     ``offsets[g] <= r < offsets[g + 1]``. Every scale is honoured exactly: products of dequantised
-    values, summed in float32, rounded once.
+    values, summed in float32, rounded once. Autograd does not see through it;
+    `mxpert.training.grouped_linear` puts the three GEMMs together.
 
     Forward: ``grouped_gemm(x_row, weight_row, offsets)``. dgrad: ``grouped_gemm(dout_row,
     weight_col, offsets)``, with the copies of `quantize_dual`.
@@ -76,8 +77,8 @@ def grouped_wgrad(
             group_offsets=…)``. Both operands are bfloat16 or both MX; the MX formats may differ.
         group_offsets: int32 or int64 [G + 1] on the device, the same as for the copies.
         out_dtype: bfloat16, float16 or float32 (float64: reference backend alone).
-        accumulate_into: float32 [G, N, K], to which the float32 result is added in place (gradient
-            accumulation); `out_dtype` is of no effect then.
+        accumulate_into: contiguous float32 [G, N, K], to which the float32 result is added in place
+            (gradient accumulation); `out_dtype` is of no effect then.
 
     Returns:
         [G, N, K] in `out_dtype`, or `accumulate_into`.

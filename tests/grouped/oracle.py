@@ -51,7 +51,8 @@ GROUPS = {
     "mixed": Groups((0, 1, 31, 32, 33, 63, 130), tail=7),
     "one-group": Groups((65,)),
     "all-in-one": Groups((0, 0, 130, 0), tail=3),
-    "no-rows": Groups((0, 0), tail=5),
+    "no-groups-hit": Groups((0, 0), tail=5),
+    "no-rows": Groups((0, 0)),
 }
 
 
