@@ -27,8 +27,8 @@ class MXMoE(torch.nn.Module):
     host, no token is dropped, and repeated runs give the same bits.
 
     For backward it keeps, beside what the two grouped layers keep (`grouped_linear`), the gate/up
-    product [R, 2 F] and the down product [R, H] in the dtype of x and the router's logits, with
-    R = T·top_k.
+    product [R, 2 F] and the down product [R, H] in the dtype of x, with R = T·top_k; x itself, for
+    the router; and per token a few numbers for each expert and slot.
 
     Args:
         hidden_size: H. intermediate_size: F. Multiples of 32 with MXFP8.
@@ -124,9 +124,7 @@ class MXMoE(torch.nn.Module):
 
     def _route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalised weights and ids [T, top_k]; sets `aux_loss`."""
-        wide = torch.float64 if tokens.dtype == torch.float64 else torch.float32
-        logits = tokens.to(wide) @ self.router.to(wide).T
-        probabilities = logits.softmax(dim=-1)                                     # [T, E]
+        probabilities = _WideLinear.apply(tokens, self.router).softmax(dim=-1)     # [T, E]
         chosen, topk_ids = probabilities.topk(self.top_k, dim=-1)
         num_routed = max(1, topk_ids.numel())
         experts = torch.arange(self.num_experts, device=tokens.device)
@@ -167,6 +165,23 @@ def sort_by_expert(
     inverse[order] = torch.arange(order.shape[0], device=order.device)
     boundaries = torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device)
     return order, inverse, torch.searchsorted(ids, boundaries, out_int32=True)
+
+
+class _WideLinear(torch.autograd.Function):
+    """``x @ weight.T`` in float32 (float64 for float64) that keeps x as it is, not a wide copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return x.to(wide) @ weight.to(wide).T
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return ((grad @ weight.to(grad.dtype)).to(x.dtype),
+                (grad.T @ x.to(grad.dtype)).to(weight.dtype))
 
 
 class _Permute(torch.autograd.Function):
