@@ -1,8 +1,8 @@
 """Device code of the grouped GEMMs: one matrix product per group of rows, groups of any size.
 
 MX operands multiply inside `tl.dot_scaled`: natively where the chip multiplies MX formats (gfx950,
-Blackwell), as bf16 in registers before wgmma on Hopper. That is exact in every scale, since an fp8
-value times a power of two is a bf16 number.
+Blackwell), as bf16 in registers before wgmma on Hopper. That honours every scale exactly: an fp8
+value times a power of two is a bf16 number, as far as the range of float32 goes.
 
 Groups are found on the device. The rows past the last group count as one more group, whose
 programs store zeros, so that no output is cleared beforehand.
