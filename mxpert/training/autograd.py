@@ -35,7 +35,7 @@ def grouped_linear(
     A copy that no requested gradient needs is dropped.
 
     If `weight` has an attribute ``main_grad`` (float32 [G, N, K]), wgrad is added to it in place by
-    the GEMM, and ``weight.grad`` is left alone.
+    the GEMM, and ``weight.grad`` is left alone. Autocast changes nothing.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; also float64 where the recipe is not enabled.
@@ -118,12 +118,14 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         need_x, need_weight = ctx.needs_input_grad[:2]
         need_x, need_weight = grad_enabled and need_x, grad_enabled and need_weight
-        if recipe.enabled:
-            y, saved = _forward_mx(x, weight, group_offsets, recipe, need_x, need_weight)
-        else:
-            weight = weight.to(x.dtype)
-            y = multiply_rows(x, weight, group_offsets, trans_b=True)
-            saved = (x if need_weight else None, None, weight if need_x else None, None)
+        # The recipe says what is computed in which format: autocast has no part in it.
+        with torch.autocast(x.device.type, enabled=False):
+            if recipe.enabled:
+                y, saved = _forward_mx(x, weight, group_offsets, recipe, need_x, need_weight)
+            else:
+                weight = weight.to(x.dtype)
+                y = multiply_rows(x, weight, group_offsets, trans_b=True)
+                saved = (x if need_weight else None, None, weight if need_x else None, None)
         ctx.save_for_backward(*saved, group_offsets)
         return y if bias is None else _add_bias(y, bias, group_offsets)
 
@@ -134,7 +136,8 @@ class _GroupedLinear(torch.autograd.Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad = grad.contiguous()
         backward = _backward_mx if ctx.recipe.enabled else _backward_plain
-        dx, dweight = backward(ctx, grad, saved, group_offsets, need_x, need_weight)
+        with torch.autocast(grad.device.type, enabled=False):
+            dx, dweight = backward(ctx, grad, saved, group_offsets, need_x, need_weight)
         dbias = None
         if need_bias:
             dbias = _sum_groups(grad, group_offsets).to(ctx.bias_dtype)

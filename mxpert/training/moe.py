@@ -113,8 +113,11 @@ class MXMoE(torch.nn.Module):
         require(x.dim() > 0 and x.shape[-1] == self.hidden_size, "MXMoE", "x.shape",
                 need=f"[..., {self.hidden_size}]", got=list(x.shape))
         tokens = x.reshape(-1, self.hidden_size)
-        topk_weights, topk_ids = self._route(tokens)
+        probabilities = _WideLinear.apply(tokens, self.router).softmax(dim=-1)     # [T, E]
+        chosen, topk_ids = probabilities.topk(self.top_k, dim=-1)
+        topk_weights = chosen / chosen.sum(dim=-1, keepdim=True)                   # [T, k]
         order, inverse, group_offsets = sort_by_expert(topk_ids, self.num_experts)
+        self.aux_loss = self._balance(probabilities, group_offsets)
         rows = _Permute.apply(tokens, order, inverse, self.top_k)                  # [R, H]
         hidden = gated_activation(self.gate_up_proj(rows, group_offsets), self.activation)
         rows = _Gather.apply(self.down_proj(hidden, group_offsets), inverse, order)
@@ -122,16 +125,12 @@ class MXMoE(torch.nn.Module):
         combined = (topk_weights[..., None] * rows).sum(dim=1)                     # in float32
         return combined.to(x.dtype).view(x.shape)
 
-    def _route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalised weights and ids [T, top_k]; sets `aux_loss`."""
-        probabilities = _WideLinear.apply(tokens, self.router).softmax(dim=-1)     # [T, E]
-        chosen, topk_ids = probabilities.topk(self.top_k, dim=-1)
-        num_routed = max(1, topk_ids.numel())
-        experts = torch.arange(self.num_experts, device=tokens.device)
-        fraction = (topk_ids[..., None] == experts).sum((0, 1)) / num_routed       # f_e
-        mean = probabilities.sum(0) / max(1, tokens.shape[0])                      # p_e
-        self.aux_loss = self.aux_loss_coef * self.num_experts * (fraction * mean).sum()
-        return chosen / chosen.sum(dim=-1, keepdim=True), topk_ids
+    def _balance(self, probabilities: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
+        """``aux_loss_coef · E · Σ_e f_e p_e``; 0 without tokens."""
+        num_tokens = max(1, probabilities.shape[0])
+        fraction = group_offsets.diff() / (num_tokens * self.top_k)                # f_e
+        mean = probabilities.sum(dim=0) / num_tokens                               # p_e
+        return self.aux_loss_coef * self.num_experts * (fraction * mean).sum()
 
     def extra_repr(self) -> str:
         return (f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
@@ -168,20 +167,25 @@ def sort_by_expert(
 
 
 class _WideLinear(torch.autograd.Function):
-    """``x @ weight.T`` in float32 (float64 for float64) that keeps x as it is, not a wide copy."""
+    """``x @ weight.T`` in float32 (float64 for float64), under autocast too.
+
+    It keeps x as it is, not a wide copy.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return x.to(wide) @ weight.to(wide).T
+        with torch.autocast(x.device.type, enabled=False):
+            return x.to(wide) @ weight.to(wide).T
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
-        return ((grad @ weight.to(grad.dtype)).to(x.dtype),
-                (grad.T @ x.to(grad.dtype)).to(weight.dtype))
+        with torch.autocast(x.device.type, enabled=False):
+            return ((grad @ weight.to(grad.dtype)).to(x.dtype),
+                    (grad.T @ x.to(grad.dtype)).to(weight.dtype))
 
 
 class _Permute(torch.autograd.Function):

@@ -211,6 +211,25 @@ def test_torch_compile_without_a_graph_break(name: str) -> None:
             assert is_exact(graph, eager)
 
 
+def test_autocast_changes_nothing() -> None:
+    torch.manual_seed(13)
+    moe = MXMoE(32, 32, 4, 2, bias=True)
+    x, grad = torch.randn(2, 12, 32).bfloat16()
+    plain = step(moe, x, grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = step(moe, x, grad)
+    assert all(is_exact(inside[name], value) for name, value in plain.items())
+
+
+def test_torch_compile_with_another_number_of_tokens() -> None:
+    torch.manual_seed(14)
+    moe = MXMoE(32, 32, 4, 2)
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (5, 24):
+        x = torch.randn(tokens, 32).bfloat16()
+        assert is_exact(compiled(x), moe(x))
+
+
 def test_state_copies_and_conversions() -> None:
     torch.manual_seed(6)
     moe = MXMoE(32, 64, 4, 2, bias=True)
