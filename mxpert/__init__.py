@@ -5,13 +5,15 @@ from .errors import UnsupportedError
 from .formats.spec import ScaleRule
 from .formats.tensor import MXTensor
 from .ops.explain import explain
+from .ops.grouped_gemm import grouped_gemm, grouped_wgrad
 from .ops.moe import fused_moe, moe_down, moe_gate_up
 from .ops.quantize import dequantize, quantize
+from .ops.quantize_dual import quantize_dual
 from .ops.route import make_routing_plan, route_topk
 from .problem import (
     ClampedSiLU, Combine, GemmConfig, MoEConfig, ReferenceConfig, Scoring, SiLU, SiTUv2, SwiGLU,
 )
-from .routing import RoutingPlan
+from .routing import RoutingPlan, padded_capacity, padded_group_offsets
 from .weights import GateUpOrder, MoEWeights
 
 __version__ = "0.1.0"
@@ -19,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ClampedSiLU", "Combine", "GateUpOrder", "GemmConfig", "MXTensor", "MoEConfig", "MoEWeights",
     "ReferenceConfig", "RoutingPlan", "ScaleRule", "Scoring", "SiLU", "SiTUv2", "SwiGLU",
-    "UnsupportedError", "dequantize", "explain", "fused_moe", "make_routing_plan", "moe_down",
-    "moe_gate_up", "override", "quantize", "route_topk",
+    "UnsupportedError", "dequantize", "explain", "fused_moe", "grouped_gemm", "grouped_wgrad",
+    "make_routing_plan", "moe_down", "moe_gate_up", "override", "padded_capacity",
+    "padded_group_offsets", "quantize", "quantize_dual", "route_topk",
 ]

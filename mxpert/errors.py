@@ -45,7 +45,9 @@ def require_tensor(
     """Check type, dense layout, dtype, shape (None is any size), device, contiguity of a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(message(op, argument, "a torch.Tensor", type(value).__name__))
-    if value.layout is not torch.strided or value.is_nested:
+    # Traced tensors are dense, and tracing a backward refuses to read `layout`.
+    if not torch.compiler.is_compiling() and (
+            value.layout is not torch.strided or value.is_nested):
         got = "a nested tensor" if value.is_nested else str(value.layout)
         raise TypeError(message(op, f"{argument}.layout", torch.strided, got,
                                 "make it dense with .to_dense() or .to_padded_tensor(0.0)"))

@@ -211,6 +211,9 @@ class Op(enum.Enum):
     MOE_GATE_UP = "moe_gate_up"
     MOE_DOWN = "moe_down"
     FUSED_MOE = "fused_moe"
+    QUANTIZE_DUAL = "quantize_dual"
+    GROUPED_GEMM = "grouped_gemm"
+    GROUPED_WGRAD = "grouped_wgrad"
 
 
 @dataclass(frozen=True)
@@ -308,7 +311,64 @@ class MoEProblem:
         return f"{self.options.activation_format}xmxfp4"
 
 
-Problem = QuantizeProblem | TopKProblem | RoutingProblem | MoEProblem
+@dataclass(frozen=True)
+class DualProblem:
+    """Quantise one tensor rowwise and columnwise in one read.
+
+    Args:
+        shape: [M, K], or [G, N, K] for weights. dtype: of the tensor.
+        format: an MXFP8 format, of both copies.
+        num_groups: groups of rows, or G of the weights; 0 for [M, K] without groups.
+        grouped_rows: True where `group_offsets` splits the rows of [M, K] (M, K need no multiple
+            of 32 along M then: each group of the columnwise copy is padded by itself).
+    """
+
+    op: Op
+    target: Target
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    format: MXFormat
+    scale_rule: ScaleRule
+    num_groups: int
+    grouped_rows: bool
+
+
+@dataclass(frozen=True)
+class GroupedProblem:
+    """One grouped GEMM: GROUPED_GEMM (forward and dgrad) or GROUPED_WGRAD.
+
+    GROUPED_GEMM: ``c [M, n] = a [M, k] @ b[g] [n, k].T``. GROUPED_WGRAD:
+    ``out[g] [n, k] = grad_g [·, n].T @ a_g [·, k]``, summed over the rows of each group.
+
+    Args:
+        num_rows: M; for GROUPED_WGRAD with MX operands P, the columns of the columnwise copies.
+        num_groups: G. n, k: as in the formulas above (for GROUPED_WGRAD both are output sizes).
+        a_format, b_format: "bf16" or the MX format's name, of the first and the second operand
+            (for GROUPED_WGRAD those are grad and a).
+        trans_b: b is [G, n, k]; else [G, k, n]. Always False for GROUPED_WGRAD.
+        out_dtype: of the result. accumulate: add it to a given float32 tensor instead.
+    """
+
+    op: Op
+    target: Target
+    num_rows: int
+    num_groups: int
+    n: int
+    k: int
+    a_format: str
+    b_format: str
+    trans_b: bool
+    out_dtype: torch.dtype
+    accumulate: bool = False
+
+    @property
+    def formats(self) -> str:
+        """Short name of the operand formats: "mxfp8_e5m2xmxfp8_e4m3"."""
+        return f"{self.a_format}x{self.b_format}"
+
+
+Problem = (QuantizeProblem | TopKProblem | RoutingProblem | MoEProblem | DualProblem
+           | GroupedProblem)
 
 
 @dataclass(frozen=True)
@@ -410,6 +470,11 @@ class KernelSpec(Protocol):
         moe_gate_up: x (Tensor or MXTensor [T, H]), weights, plan → Tensor or MXTensor [P, F].
         moe_down: h (Tensor or MXTensor [P, F]), weights, plan → [T, H] ([P, H] for FLAT).
         fused_moe: x, weights, topk_ids, topk_weights, expert_map, num_local_tokens → [T, H].
+        quantize_dual: x (any strides), group_offsets (or None) → (row, col), two MXTensors.
+        grouped_gemm: a, b (bf16 Tensors or MXTensors, any strides), group_offsets → [M, n].
+        grouped_wgrad: grad, a (as above), group_offsets, padded_offsets (None for bf16),
+            accumulate_into (or None) → [G, n, k]; `accumulate_into` itself where it is given.
+    `group_offsets` holds int32 or int64 [G + 1]; `mxpert.routing.group_bounds` makes it safe.
     """
 
     op: Op

@@ -1,4 +1,6 @@
-"""RoutingPlan: rows sorted by expert and padded to blocks, the contract between router and GEMMs.
+"""How rows are grouped: routing plans for the MoE ops, group offsets for the grouped GEMMs.
+
+RoutingPlan holds rows sorted by expert and padded to blocks: the contract of router and GEMMs.
 
 The layout is the sorting contract of the systems that this library implements, so that plans can be
 exchanged with other stacks: token id and top-k slot packed into one int32, experts in ascending
@@ -12,12 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from .errors import message, require_tensor
+from .formats.spec import MX_BLOCK_SIZE
 
 TOKEN_BITS = 24
 TOKEN_MASK = (1 << TOKEN_BITS) - 1
 MAX_ROUTED_ROWS = 1 << TOKEN_BITS
 MAX_TOP_K = 127
 """The slot lives in the upper 8 bits of a signed int32; `top_k` itself marks padding."""
+GROUP_OFFSET_DTYPES = (torch.int32, torch.int64)
 
 
 def plan_capacity(num_tokens: int, top_k: int, num_experts: int, routing_block_m: int) -> int:
@@ -105,3 +109,52 @@ def check_plan_shapes(plan: RoutingPlan, op: str) -> None:
     for name, (dtype, shape) in wanted.items():
         require_tensor(getattr(plan, name), op, f"plan.{name}", dtype=dtype, shape=shape,
                        device=plan.device, contiguous=True)
+
+
+def padded_capacity(num_rows: int, num_groups: int) -> int:
+    """Columns of a columnwise copy: what groups padded to 32 can need, known without their sizes.
+
+    ``round_up(M, 32) + 32 G``: every group may waste up to 31.
+
+    >>> padded_capacity(100, 3)
+    224
+    """
+    return -(-num_rows // MX_BLOCK_SIZE) * MX_BLOCK_SIZE + MX_BLOCK_SIZE * num_groups
+
+
+def padded_group_offsets(group_offsets: torch.Tensor) -> torch.Tensor:
+    """Where each group starts once every group is padded to a multiple of 32; on the device.
+
+    ``padded[g] = Σ_{i < g} round_up(offsets[i + 1] − offsets[i], 32)``.
+
+    Args:
+        group_offsets: int32 or int64 [G + 1], not decreasing.
+
+    Returns:
+        int32 [G + 1] on the same device; the last is the number of columns in use.
+
+    Raises:
+        TypeError, ValueError: wrong dtype or shape.
+
+    Example:
+        >>> padded_group_offsets(torch.tensor([0, 1, 1, 34])).tolist()
+        [0, 32, 32, 96]
+    """
+    require_tensor(group_offsets, "padded_group_offsets", "group_offsets", shape=(None,),
+                   dtype=GROUP_OFFSET_DTYPES)
+    sizes = group_offsets.diff().clamp(min=0)
+    blocks = (sizes + (MX_BLOCK_SIZE - 1)) // MX_BLOCK_SIZE
+    ends = (blocks * MX_BLOCK_SIZE).cumsum(0, dtype=torch.int32)
+    return torch.nn.functional.pad(ends, (1, 0))
+
+
+def group_bounds(group_offsets: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Group offsets as int32 that cannot lead outside [0, M]: clamped, and never decreasing.
+
+    Valid offsets come back unchanged. With the bounds of anything else the padded groups still fit
+    `padded_capacity`.
+
+    >>> group_bounds(torch.tensor([0, 7, 3, 99]), 8).tolist()
+    [0, 7, 7, 8]
+    """
+    return group_offsets.clamp(0, num_rows).cummax(0).values.to(torch.int32)

@@ -15,9 +15,11 @@ from rich.console import Console
 from ..dispatch import detect_target, explain_problem, override
 from ..dispatch.registry import BACKENDS
 from ..errors import UnsupportedError
-from ..formats.spec import MXFP4
+from ..formats.spec import MXFP4, MXFP8_E4M3, ScaleRule
 from ..formats.tensor import Layout
 from ..problem import (
+    DualProblem,
+    GroupedProblem,
     MoEOptions,
     MoEProblem,
     Op,
@@ -122,6 +124,11 @@ def small_problems(target: Target) -> list[Problem]:
         unit = 0 if op is Op.FUSED_MOE else 64
         problems += [MoEProblem(op, target, 16, 4, 32, 512, 512, MoEOptions(activation_format=name),
                                 Layout.ROW_MAJOR, unit) for name in ("bf16", "mxfp8", "mxfp4")]
+    problems.append(DualProblem(Op.QUANTIZE_DUAL, target, (64, 64), torch.bfloat16, MXFP8_E4M3,
+                                ScaleRule.RCEIL, 4, True))
+    name = MXFP8_E4M3.name
+    problems += [GroupedProblem(op, target, 256, 4, 512, 512, name, name, op is Op.GROUPED_GEMM,
+                                torch.bfloat16) for op in (Op.GROUPED_GEMM, Op.GROUPED_WGRAD)]
     return problems
 
 

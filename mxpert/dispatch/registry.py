@@ -18,7 +18,8 @@ from typing import Any
 
 from ..errors import UnsupportedError, message, require
 from ..problem import (
-    Config, GemmConfig, KernelSpec, MoEConfig, MoEProblem, Op, Problem, ReferenceConfig, refuse,
+    Config, GemmConfig, GroupedProblem, KernelSpec, MoEConfig, MoEProblem, Op, Problem,
+    ReferenceConfig, refuse,
 )
 from .tables import tuned_row
 
@@ -126,7 +127,9 @@ def _stage_config(problem: Problem, config: Config) -> Config:
         return {Op.MOE_GATE_UP: config.gate_up, Op.MOE_DOWN: config.down}.get(problem.op)
     if isinstance(config, GemmConfig) and problem.op is Op.FUSED_MOE:
         return MoEConfig(config.block_m, config, config)
-    if isinstance(config, (GemmConfig, MoEConfig)) and not isinstance(problem, MoEProblem):
+    if isinstance(config, MoEConfig) and not isinstance(problem, MoEProblem):
+        return None
+    if isinstance(config, GemmConfig) and not isinstance(problem, (MoEProblem, GroupedProblem)):
         return None
     return config
 

@@ -9,10 +9,14 @@ from typing import Any
 from ..dispatch import Explanation, explain_problem
 from ..errors import message
 from ..problem import Problem
+from .grouped_gemm import (
+    describe_grouped_gemm, describe_grouped_wgrad, grouped_gemm, grouped_wgrad,
+)
 from .moe import (
     describe_down, describe_fused_moe, describe_gate_up, fused_moe, moe_down, moe_gate_up,
 )
 from .quantize import dequantize, describe_dequantize, describe_quantize, quantize
+from .quantize_dual import describe_quantize_dual, quantize_dual
 from .route import describe_route_topk, describe_routing_plan, make_routing_plan, route_topk
 
 _DESCRIBERS: dict[Callable[..., Any], Callable[..., Problem]] = {
@@ -21,6 +25,9 @@ _DESCRIBERS: dict[Callable[..., Any], Callable[..., Problem]] = {
     moe_down: describe_down,
     quantize: describe_quantize,
     dequantize: describe_dequantize,
+    quantize_dual: describe_quantize_dual,
+    grouped_gemm: describe_grouped_gemm,
+    grouped_wgrad: describe_grouped_wgrad,
     route_topk: describe_route_topk,
     make_routing_plan: describe_routing_plan,
 }

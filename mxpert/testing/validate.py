@@ -11,7 +11,9 @@ import torch
 from ..errors import require, require_tensor
 from ..formats.spec import E8M0_NAN
 from ..formats.tensor import MXTensor
-from ..routing import TOKEN_BITS, TOKEN_MASK, RoutingPlan, check_plan_shapes
+from ..routing import (
+    GROUP_OFFSET_DTYPES, TOKEN_BITS, TOKEN_MASK, RoutingPlan, check_plan_shapes,
+)
 from ..weights import MoEWeights
 
 
@@ -98,6 +100,30 @@ def _validate_rows(plan: RoutingPlan, used: int, tokens: int, op: str) -> None:
     inverse[token[real].long(), slot[real].long()] = real.to(torch.int32)
     _require_none(inverse != plan.slot_rows, op, "plan.slot_rows", got=plan.slot_rows,
                   need="the row of each (token, slot), -1 where it has none")
+
+
+def validate_group_offsets(group_offsets: torch.Tensor, num_rows: int) -> None:
+    """Offsets of grouped rows: first 0, not decreasing, last at most `num_rows`.
+
+    Args:
+        group_offsets: int32 or int64 [G + 1]. num_rows: M, rows of the grouped operand.
+
+    Raises:
+        ValueError: the first offset that breaks this.
+
+    Example:
+        >>> validate_group_offsets(torch.tensor([0, 3, 3, 5]), num_rows=8)
+    """
+    op = "validate_group_offsets"
+    require_tensor(group_offsets, op, "group_offsets", dtype=GROUP_OFFSET_DTYPES, shape=(None,))
+    require(len(group_offsets) > 1, op, "group_offsets.shape", need="[G + 1], one group at least",
+            got=list(group_offsets.shape))
+    least = torch.cat([group_offsets.new_zeros(1), group_offsets[:-1]])
+    _require_none((group_offsets < least) | (group_offsets > num_rows), op, "group_offsets",
+                  f"offsets from 0 to {num_rows} that do not decrease", group_offsets,
+                  "the ops clamp such offsets: rows are missing or in the wrong group")
+    _require_none(group_offsets[:1] != 0, op, "group_offsets", "0 first", group_offsets,
+                  "rows before the first group are left out")
 
 
 def validate_weights(weights: MoEWeights) -> None:

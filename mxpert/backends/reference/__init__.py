@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ...problem import KernelSpec
+from .grouped import GROUPED_GEMM, GROUPED_WGRAD, QUANTIZE_DUAL
 from .moe import DOWN, FUSED_MOE, GATE_UP
 from .quantize import DEQUANTIZE, QUANTIZE
 from .routing import PLAN, TOPK
 
-KERNELS: tuple[KernelSpec, ...] = (QUANTIZE, DEQUANTIZE, TOPK, PLAN, GATE_UP, DOWN, FUSED_MOE)
+KERNELS: tuple[KernelSpec, ...] = (QUANTIZE, DEQUANTIZE, TOPK, PLAN, GATE_UP, DOWN, FUSED_MOE,
+                                   QUANTIZE_DUAL, GROUPED_GEMM, GROUPED_WGRAD)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from .grouped import GROUPED_GEMM, GROUPED_WGRAD, QUANTIZE_DUAL
 from .moe import DOWN, FUSED_MOE, GATE_UP
 from .quantize import DEQUANTIZE, QUANTIZE
 from .routing import PLAN, TOPK
 
-KERNELS = (QUANTIZE, DEQUANTIZE, TOPK, PLAN, GATE_UP, DOWN, FUSED_MOE)
+KERNELS = (QUANTIZE, DEQUANTIZE, TOPK, PLAN, GATE_UP, DOWN, FUSED_MOE, QUANTIZE_DUAL,
+           GROUPED_GEMM, GROUPED_WGRAD)
 
 __all__ = ["KERNELS"]

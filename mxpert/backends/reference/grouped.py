@@ -1,0 +1,134 @@
+"""Reference dual quantisation and grouped GEMMs: float32 or float64 torch on any device.
+
+Groups are taken one at a time; finding their bounds synchronises with the device, which a kernel
+must not do. Products are of dequantised values (at most 8 significant bits, so that torch's float32
+matmul precision settings leave them exact), summed in the accumulation type and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...formats.codec import dequantize_blocks, quantize_blocks
+from ...formats.tensor import MXTensor
+from ...problem import Config, DualProblem, GroupedProblem, Op, ReferenceConfig
+from ...routing import group_bounds, padded_capacity, padded_group_offsets
+from .kernel import ReferenceKernel
+
+
+class QuantizeDual(ReferenceKernel):
+    """Two calls of `quantize_blocks`, the second on the transposed and padded groups."""
+
+    op = Op.QUANTIZE_DUAL
+
+    def launch(self, problem: DualProblem, config: Config, *, x: torch.Tensor,
+               group_offsets: torch.Tensor | None) -> tuple[MXTensor, MXTensor]:
+        padded = x
+        if group_offsets is not None:
+            x, padded = pad_groups(x, group_offsets)
+        format, rule = problem.format, problem.scale_rule
+        return (quantize_blocks(x.contiguous(), format, -1, rule),
+                quantize_blocks(padded.mT.contiguous(), format, -1, rule))
+
+
+def pad_groups(x: torch.Tensor,
+               group_offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of groups alone, and the same with each group padded to a multiple of 32.
+
+    Args:
+        x: [M, K]. group_offsets: int32 or int64 [G + 1].
+
+    Returns:
+        x with zeros in rows of no group, and [padded_capacity(M, G), K].
+    """
+    num_rows, num_groups = x.shape[0], group_offsets.shape[0] - 1
+    bounds = group_bounds(group_offsets, num_rows).long()
+    row = torch.arange(num_rows, device=x.device)
+    inside = (row >= bounds[0]) & (row < bounds[-1])
+    x = torch.where(inside[:, None], x, 0)
+    group = torch.searchsorted(bounds[1:], row, right=True).clamp(max=num_groups - 1)
+    target = row + (padded_group_offsets(bounds)[:-1] - bounds[:-1])[group]
+    capacity = padded_capacity(num_rows, num_groups)
+    padded = x.new_zeros(capacity + 1, x.shape[1])  # rows of no group go to the last, cut off
+    padded[torch.where(inside, target, capacity)] = x
+    return x, padded[:capacity]
+
+
+class GroupedGemm(ReferenceKernel):
+    """grouped_gemm, a matmul per group that has rows."""
+
+    op = Op.GROUPED_GEMM
+
+    def heuristic(self, problem: GroupedProblem) -> Config:
+        return ReferenceConfig()
+
+    def configs(self, problem: GroupedProblem) -> tuple[Config, ...]:
+        return (ReferenceConfig(),)
+
+    def launch(self, problem: GroupedProblem, config: Config, *, a: torch.Tensor | MXTensor,
+               b: torch.Tensor | MXTensor, group_offsets: torch.Tensor) -> torch.Tensor:
+        dtype = _accumulation(config)
+        out = torch.zeros(problem.num_rows, problem.n, dtype=problem.out_dtype,
+                          device=group_offsets.device)
+        bounds = group_bounds(group_offsets, problem.num_rows).tolist()
+        for group in range(problem.num_groups):
+            rows = slice(bounds[group], bounds[group + 1])
+            if rows.start < rows.stop:
+                matrix = _values(b[group], dtype)
+                product = _values(a[rows], dtype) @ (matrix.mT if problem.trans_b else matrix)
+                out[rows] = product.to(problem.out_dtype)
+        return out
+
+
+class GroupedWgrad(ReferenceKernel):
+    """grouped_wgrad, a matmul per group that has rows."""
+
+    op = Op.GROUPED_WGRAD
+
+    def heuristic(self, problem: GroupedProblem) -> Config:
+        return ReferenceConfig()
+
+    def configs(self, problem: GroupedProblem) -> tuple[Config, ...]:
+        return (ReferenceConfig(),)
+
+    def launch(
+        self, problem: GroupedProblem, config: Config, *, grad: torch.Tensor | MXTensor,
+        a: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
+        padded_offsets: torch.Tensor | None, accumulate_into: torch.Tensor | None,
+    ) -> torch.Tensor:
+        dtype = _accumulation(config)
+        out = accumulate_into
+        if out is None:
+            out = torch.zeros(problem.num_groups, problem.n, problem.k, dtype=problem.out_dtype,
+                              device=group_offsets.device)
+        offsets = group_offsets if padded_offsets is None else padded_offsets
+        bounds = group_bounds(offsets, problem.num_rows).tolist()
+        for group in range(problem.num_groups):
+            part = slice(bounds[group], bounds[group + 1])
+            if part.start < part.stop:
+                product = _columns(grad, part, dtype) @ _columns(a, part, dtype).mT
+                out[group] = (out[group] + product).to(out.dtype)
+        return out
+
+
+def _accumulation(config: Config) -> torch.dtype:
+    return config.accumulate if isinstance(config, ReferenceConfig) else torch.float32
+
+
+def _values(operand: torch.Tensor | MXTensor, dtype: torch.dtype) -> torch.Tensor:
+    return dequantize_blocks(operand, dtype) if isinstance(operand, MXTensor) else operand.to(dtype)
+
+
+def _columns(operand: torch.Tensor | MXTensor, part: slice, dtype: torch.dtype) -> torch.Tensor:
+    """One group's rows as columns [width, rows]: of a columnwise copy, or of a plain [M, width]."""
+    if not isinstance(operand, MXTensor):
+        return operand[part].mT.to(dtype)
+    block = operand.format.block_size
+    scales = slice(part.start // block, part.stop // block)
+    return dequantize_blocks(MXTensor(operand.qdata[:, part], operand.scale[:, scales],
+                                      operand.format), dtype)
+
+
+QUANTIZE_DUAL = QuantizeDual()
+GROUPED_GEMM = GroupedGemm()
+GROUPED_WGRAD = GroupedWgrad()

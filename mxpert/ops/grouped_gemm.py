@@ -1,0 +1,306 @@
+"""grouped_gemm and grouped_wgrad: the three GEMMs of training with experts, bf16 or MXFP8.
+
+The rows of every operand are grouped by expert; `group_offsets` lives on the device and is never
+read on the host, so that sizes may change from step to step under one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..dispatch import detect_target, resolve
+from ..errors import message, require, require_tensor
+from ..formats.spec import MX_BLOCK_SIZE
+from ..formats.tensor import Layout, MXTensor
+from ..problem import GroupedProblem, Op
+from ..routing import padded_group_offsets
+from .library import rebuild_mx, register
+from .moe_checks import OUT_DTYPES
+from .quantize_dual import check_group_offsets
+
+Operand = torch.Tensor | MXTensor
+FlatOperand = tuple[torch.Tensor, torch.Tensor | None, str]
+
+
+def grouped_gemm(
+    a: Operand, b: Operand, group_offsets: torch.Tensor, *, trans_b: bool = True,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """One GEMM per group of rows: forward and, with the other copy of the weights, dgrad.
+
+    ``c[r] = a[r] @ b[g].T`` (``a[r] @ b[g]`` with ``trans_b=False``) for the rows r of group g,
+    ``offsets[g] <= r < offsets[g + 1]``. Every scale is honoured exactly: products of dequantised
+    values, summed in float32, rounded once. Autograd does not see through it;
+    `mxpert.training.grouped_linear` puts the three GEMMs together.
+
+    Forward: ``grouped_gemm(x_row, weight_row, offsets)``. dgrad: ``grouped_gemm(dout_row,
+    weight_col, offsets)``, with the copies of `quantize_dual`.
+
+    Args:
+        a: [M, K], bfloat16 or an MXFP8 MXTensor of axis −1.
+        b: [G, N, K], bfloat16 or an MXFP8 MXTensor of axis −1; with ``trans_b=False`` [G, K, N],
+            an MXTensor then of axis −2. Both operands are bfloat16 or both MX; the MX formats may
+            differ (HYBRID).
+        group_offsets: int32 or int64 [G + 1] on the device: 0, then not decreasing, at most M.
+        trans_b: whether K is the last dimension of b.
+        out_dtype: bfloat16, float16 or float32 (float64: reference backend alone).
+
+    Returns:
+        [M, N] in `out_dtype`. Rows at or beyond ``offsets[-1]`` are zero; those of a are not read.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, format, shape or device.
+        UnsupportedError: no backend serves the problem here; see mxpert.explain.
+
+    Example:
+        >>> import torch, mxpert
+        >>> a, b = torch.ones(3, 32).bfloat16(), torch.ones(2, 5, 32).bfloat16()
+        >>> mxpert.grouped_gemm(a, b, torch.tensor([0, 1, 2]), out_dtype=torch.float32)[:, 0]
+        tensor([32., 32.,  0.])
+    """
+    check_grouped_gemm(a, b, group_offsets, trans_b, out_dtype)
+    return _gemm_op(*_flatten(a), *_flatten(b), group_offsets, trans_b, out_dtype)
+
+
+def grouped_wgrad(
+    grad: Operand, a: Operand, group_offsets: torch.Tensor, *,
+    out_dtype: torch.dtype = torch.bfloat16, accumulate_into: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The gradient of the weights of `grouped_gemm`: one GEMM per group over the group's rows.
+
+    ``out[g] = grad_g.T @ a_g``; zero for an empty group.
+
+    Args:
+        grad: bfloat16 [M, N]; or the columnwise copy MXTensor [N, P] of ``quantize_dual(grad,
+            group_offsets=…)``.
+        a: bfloat16 [M, K]; or the columnwise copy MXTensor [K, P] of ``quantize_dual(a,
+            group_offsets=…)``. Both operands are bfloat16 or both MX; the MX formats may differ.
+        group_offsets: int32 or int64 [G + 1] on the device, the same as for the copies.
+        out_dtype: bfloat16, float16 or float32 (float64: reference backend alone).
+        accumulate_into: contiguous float32 [G, N, K], to which the float32 result is added in place
+            (gradient accumulation); `out_dtype` is of no effect then.
+
+    Returns:
+        [G, N, K] in `out_dtype`, or `accumulate_into`.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, format, shape or device.
+        UnsupportedError: no backend serves the problem here; see mxpert.explain.
+
+    Example:
+        >>> import torch, mxpert
+        >>> offsets = torch.tensor([0, 1, 3])
+        >>> grad, a = torch.ones(3, 32), torch.ones(3, 64)
+        >>> (_, grad_col), (_, a_col) = (
+        ...     mxpert.quantize_dual(x, group_offsets=offsets) for x in (grad, a))
+        >>> mxpert.grouped_wgrad(grad_col, a_col, offsets, out_dtype=torch.float32)[:, 0, 0]
+        tensor([1., 2.])
+    """
+    check_grouped_wgrad(grad, a, group_offsets, out_dtype, accumulate_into)
+    operands = (*_flatten(grad), *_flatten(a), group_offsets)
+    if accumulate_into is None:
+        return _wgrad_op(*operands, out_dtype)
+    _accumulate_op(*operands, accumulate_into)
+    return accumulate_into
+
+
+def check_grouped_gemm(a: Operand, b: Operand, group_offsets: torch.Tensor, trans_b: bool,
+                       out_dtype: torch.dtype) -> None:
+    """Argument checks of `grouped_gemm`."""
+    op = "grouped_gemm"
+    if not isinstance(trans_b, bool):
+        raise TypeError(message(op, "trans_b", "a bool", repr(trans_b)))
+    _check_out_dtype(out_dtype, op)
+    _check_operand(a, "a", 2, -1, op)
+    _check_operand(b, "b", 3, -1 if trans_b else -2, op)
+    _check_pair(a, "a", b, "b", op)
+    reduced = b.shape[-1 if trans_b else -2]
+    if reduced != a.shape[1]:
+        wanted = "[G, N, K]" if trans_b else "[G, K, N]"
+        raise ValueError(message(op, "b.shape", f"K = {a.shape[1]} as in a", list(b.shape),
+                                 f"trans_b={trans_b} wants {wanted}"))
+    check_group_offsets(group_offsets, op, a.device, a.shape[0], b.shape[0])
+
+
+def check_grouped_wgrad(grad: Operand, a: Operand, group_offsets: torch.Tensor,
+                        out_dtype: torch.dtype, accumulate_into: torch.Tensor | None) -> None:
+    """Argument checks of `grouped_wgrad`."""
+    op = "grouped_wgrad"
+    _check_out_dtype(out_dtype, op)
+    _check_operand(grad, "grad", 2, -1, op)
+    _check_operand(a, "a", 2, -1, op)
+    _check_pair(grad, "grad", a, "a", op)
+    copies = isinstance(grad, MXTensor)
+    common = 1 if copies else 0
+    num_rows = grad.shape[common]
+    if a.shape[common] != num_rows:
+        raise ValueError(message(op, f"a.shape[{common}]", f"{num_rows} as in grad",
+                                 a.shape[common], "both have the rows of the same groups"))
+    check_group_offsets(group_offsets, op, grad.device, num_rows)
+    num_groups = group_offsets.shape[0] - 1
+    if copies and num_rows < MX_BLOCK_SIZE * num_groups:
+        raise ValueError(message(
+            op, "grad.shape[1]", f"padded_capacity(M, G), at least {MX_BLOCK_SIZE * num_groups}",
+            num_rows, "pass the columnwise copies of quantize_dual(…, group_offsets=…)"))
+    if accumulate_into is not None:
+        widths = (grad.shape[0], a.shape[0]) if copies else (grad.shape[1], a.shape[1])
+        require_tensor(accumulate_into, op, "accumulate_into", dtype=torch.float32,
+                       shape=(num_groups, *widths), device=grad.device, contiguous=True)
+
+
+def _check_out_dtype(out_dtype: torch.dtype, op: str) -> None:
+    require(out_dtype in OUT_DTYPES, op, "out_dtype", need=[str(d) for d in OUT_DTYPES],
+            got=out_dtype, error=TypeError)
+
+
+def _check_operand(value: Operand, name: str, dims: int, axis: int, op: str) -> None:
+    """bfloat16, or MXFP8 in logical order, quantised along the reduced axis."""
+    if isinstance(value, MXTensor):
+        require(value.format.codes_per_byte == 1, op, f"{name}.format", got=value.format.name,
+                need="mxfp8_e4m3 or mxfp8_e5m2", remedy="quantise it to mxfp8")
+        require(value.layout is Layout.ROW_MAJOR, op, f"{name}.layout", need=Layout.ROW_MAJOR,
+                got=value.layout)
+        require(value.axis == axis, op, f"{name}.axis", need=axis, got=value.axis,
+                remedy="the quantised axis is the one that is summed over; quantize_dual makes "
+                       "both copies")
+        require(len(value.shape) == dims, op, f"{name}.dim()", need=dims, got=len(value.shape))
+    else:
+        require_tensor(value, op, name, dtype=torch.bfloat16, shape=(None,) * dims)
+
+
+def _check_pair(first: Operand, first_name: str, second: Operand, second_name: str,
+                op: str) -> None:
+    kinds = ["an MXTensor" if isinstance(x, MXTensor) else "bfloat16" for x in (first, second)]
+    require(kinds[0] == kinds[1], op, second_name, need=f"{kinds[0]} as {first_name}",
+            got=kinds[1], remedy="both operands are bfloat16 or both are MX")
+    require(first.device == second.device, op, f"{second_name}.device", need=first.device,
+            got=second.device, remedy=f"move it with .to('{first.device}')")
+
+
+def describe_grouped_gemm(
+    a: Operand, b: Operand, group_offsets: torch.Tensor, *, trans_b: bool = True,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> GroupedProblem:
+    """The problem that `grouped_gemm` resolves for the same arguments."""
+    check_grouped_gemm(a, b, group_offsets, trans_b, out_dtype)
+    return _gemm_problem(a, b, trans_b, out_dtype)
+
+
+def describe_grouped_wgrad(
+    grad: Operand, a: Operand, group_offsets: torch.Tensor, *,
+    out_dtype: torch.dtype = torch.bfloat16, accumulate_into: torch.Tensor | None = None,
+) -> GroupedProblem:
+    """The problem that `grouped_wgrad` resolves for the same arguments."""
+    check_grouped_wgrad(grad, a, group_offsets, out_dtype, accumulate_into)
+    return _wgrad_problem(grad, a, group_offsets, out_dtype, accumulate_into is not None)
+
+
+def _gemm_problem(a: Operand, b: Operand, trans_b: bool, out_dtype: torch.dtype) -> GroupedProblem:
+    num_rows, k = a.shape
+    return GroupedProblem(
+        Op.GROUPED_GEMM, detect_target(a.device), num_rows, b.shape[0],
+        b.shape[-2 if trans_b else -1], k, _format_name(a), _format_name(b), trans_b, out_dtype)
+
+
+def _wgrad_problem(grad: Operand, a: Operand, group_offsets: torch.Tensor, out_dtype: torch.dtype,
+                   accumulate: bool) -> GroupedProblem:
+    copies = isinstance(grad, MXTensor)
+    (n, num_rows), k = (grad.shape if copies else grad.shape[::-1]), a.shape[0 if copies else 1]
+    return GroupedProblem(
+        Op.GROUPED_WGRAD, detect_target(grad.device), num_rows, group_offsets.shape[0] - 1, n, k,
+        _format_name(grad), _format_name(a), False, torch.float32 if accumulate else out_dtype,
+        accumulate)
+
+
+def _format_name(value: Operand) -> str:
+    return value.format.name if isinstance(value, MXTensor) else "bf16"
+
+
+def _flatten(value: Operand) -> FlatOperand:
+    if isinstance(value, MXTensor):
+        return value.qdata, value.scale, value.format.name
+    return value, None, "bf16"
+
+
+def _rebuild(data: torch.Tensor, scale: torch.Tensor | None, format: str,
+             axis: int = -1) -> Operand:
+    return data if scale is None else rebuild_mx(data, scale, format, axis=axis)
+
+
+def _run_gemm(
+    a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str, b: torch.Tensor,
+    b_scale: torch.Tensor | None, b_format: str, group_offsets: torch.Tensor, trans_b: bool,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    left = _rebuild(a, a_scale, a_format)
+    right = _rebuild(b, b_scale, b_format, -1 if trans_b else -2)
+    problem = _gemm_problem(left, right, trans_b, out_dtype)
+    kernel, config = resolve(problem)
+    return kernel.launch(problem, config, a=left, b=right, group_offsets=group_offsets)
+
+
+def _fake_gemm(
+    a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str, b: torch.Tensor,
+    b_scale: torch.Tensor | None, b_format: str, group_offsets: torch.Tensor, trans_b: bool,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[1 if trans_b else 2]), dtype=out_dtype)
+
+
+def _launch_wgrad(grad: Operand, a: Operand, group_offsets: torch.Tensor, out_dtype: torch.dtype,
+                  accumulate_into: torch.Tensor | None) -> torch.Tensor:
+    problem = _wgrad_problem(grad, a, group_offsets, out_dtype, accumulate_into is not None)
+    padded_offsets = None
+    if isinstance(grad, MXTensor):
+        padded_offsets = padded_group_offsets(group_offsets).clamp(max=problem.num_rows)
+    kernel, config = resolve(problem)
+    return kernel.launch(problem, config, grad=grad, a=a, group_offsets=group_offsets,
+                         padded_offsets=padded_offsets, accumulate_into=accumulate_into)
+
+
+def _run_wgrad(
+    grad: torch.Tensor, grad_scale: torch.Tensor | None, grad_format: str, a: torch.Tensor,
+    a_scale: torch.Tensor | None, a_format: str, group_offsets: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return _launch_wgrad(_rebuild(grad, grad_scale, grad_format), _rebuild(a, a_scale, a_format),
+                         group_offsets, out_dtype, None)
+
+
+def _fake_wgrad(
+    grad: torch.Tensor, grad_scale: torch.Tensor | None, grad_format: str, a: torch.Tensor,
+    a_scale: torch.Tensor | None, a_format: str, group_offsets: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    width = 1 if grad_scale is None else 0
+    return grad.new_empty((group_offsets.shape[0] - 1, grad.shape[width], a.shape[width]),
+                          dtype=out_dtype)
+
+
+def _run_accumulate(
+    grad: torch.Tensor, grad_scale: torch.Tensor | None, grad_format: str, a: torch.Tensor,
+    a_scale: torch.Tensor | None, a_format: str, group_offsets: torch.Tensor,
+    accumulate_into: torch.Tensor,
+) -> None:
+    _launch_wgrad(_rebuild(grad, grad_scale, grad_format), _rebuild(a, a_scale, a_format),
+                  group_offsets, torch.float32, accumulate_into)
+
+
+def _fake_accumulate(
+    grad: torch.Tensor, grad_scale: torch.Tensor | None, grad_format: str, a: torch.Tensor,
+    a_scale: torch.Tensor | None, a_format: str, group_offsets: torch.Tensor,
+    accumulate_into: torch.Tensor,
+) -> None:
+    return None
+
+
+_WGRAD_SCHEMA = ("Tensor grad, Tensor? grad_scale, str grad_format, Tensor a, Tensor? a_scale, "
+                 "str a_format, Tensor group_offsets")
+_gemm_op = register(
+    "grouped_gemm(Tensor a, Tensor? a_scale, str a_format, Tensor b, Tensor? b_scale, "
+    "str b_format, Tensor group_offsets, bool trans_b, ScalarType out_dtype) -> Tensor",
+    _run_gemm, _fake_gemm)
+_wgrad_op = register(f"grouped_wgrad({_WGRAD_SCHEMA}, ScalarType out_dtype) -> Tensor",
+                     _run_wgrad, _fake_wgrad)
+_accumulate_op = register(f"grouped_wgrad_accumulate({_WGRAD_SCHEMA}, Tensor(a!) accumulate_into)"
+                          " -> ()", _run_accumulate, _fake_accumulate)

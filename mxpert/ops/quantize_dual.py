@@ -1,0 +1,148 @@
+"""quantize_dual: the rowwise and the columnwise MXFP8 copy of one tensor, for training."""
+
+from __future__ import annotations
+
+import torch
+
+from ..dispatch import detect_target, resolve
+from ..errors import message, require, require_tensor
+from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, get_format
+from ..formats.tensor import MXTensor
+from ..problem import DualProblem, Op
+from ..routing import GROUP_OFFSET_DTYPES, padded_capacity
+from .library import rebuild_mx, register
+from .quantize import FLOAT_DTYPES
+
+DualTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+MAX_GROUPED_ROWS = 1 << 30
+"""Padded columns are counted in int32, and kernels step past the last one before they mask."""
+
+
+def quantize_dual(
+    x: torch.Tensor, format: str | MXFormat = "mxfp8_e4m3", *,
+    group_offsets: torch.Tensor | None = None, scale_rule: ScaleRule = ScaleRule.RCEIL,
+) -> tuple[MXTensor, MXTensor]:
+    """Quantise a tensor along its rows and along its columns: both operands that training needs.
+
+    ``row = quantize(x, axis=-1)`` and ``col = quantize(x.mT, axis=-1)``: the forward GEMM (weights:
+    also dgrad) reduces along the one, wgrad (weights: dgrad) along the other.
+
+    With `group_offsets`, group g is the rows ``offsets[g] … offsets[g + 1]``; in the columnwise
+    copy each group starts at a multiple of 32 (`padded_group_offsets`) and is padded with zeros, so
+    that no block crosses groups. Rows at or beyond ``offsets[-1]`` count as zero whatever they
+    hold. A block of zeros has codes 0 and scale byte 127.
+
+    Args:
+        x: float32, bfloat16 or float16, any strides. [M, K], K a multiple of 32 (and M too without
+            `group_offsets`), or weights [G, N, K], N and K multiples of 32.
+        format: "mxfp8_e4m3" (or "mxfp8") or "mxfp8_e5m2", of both copies.
+        group_offsets: int32 or int64 [G + 1] on the device of `x`: 0, then not decreasing, at most
+            M. Not looked at on the host; `mxpert.testing.validate.validate_group_offsets` does.
+        scale_rule: how a scale follows from its block's maximum; see ScaleRule.
+
+    Returns:
+        row: MXTensor of the shape of `x`, axis −1. col: MXTensor, axis −1, contiguous: [K, M], with
+        groups [K, P], P = `padded_capacity(M, G)`; weights [G, K, N].
+
+    Raises:
+        TypeError: wrong dtype or type. ValueError: shape, format or device that does not fit.
+
+    Source: OCP Microscaling Formats (MX) 1.0, section 6.3.
+
+    Example:
+        >>> import torch, mxpert
+        >>> offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
+        >>> row, col = mxpert.quantize_dual(torch.ones(4, 64), group_offsets=offsets)
+        >>> row.shape, col.shape
+        (torch.Size([4, 64]), torch.Size([64, 96]))
+        >>> mxpert.dequantize(col)[0].nonzero().flatten().tolist()
+        [0, 32, 33]
+    """
+    element = check_quantize_dual(x, format, group_offsets, scale_rule)
+    row, row_scale, col, col_scale = _dual_op(x, group_offsets, element.name, scale_rule.value)
+    return (rebuild_mx(row, row_scale, element.name), rebuild_mx(col, col_scale, element.name))
+
+
+def check_quantize_dual(x: torch.Tensor, format: str | MXFormat,
+                        group_offsets: torch.Tensor | None, scale_rule: ScaleRule) -> MXFormat:
+    """Argument checks of `quantize_dual`; the format."""
+    op = "quantize_dual"
+    require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
+    require(x.dim() in (2, 3), op, "x.dim()", need="2 for [M, K] or 3 for weights [G, N, K]",
+            got=x.dim())
+    element = get_format(format)
+    require(element.codes_per_byte == 1, op, "format", need="mxfp8_e4m3 or mxfp8_e5m2",
+            got=repr(element.name), remedy="quantise mxfp4 with mxpert.quantize, axis by axis")
+    if not isinstance(scale_rule, ScaleRule):
+        raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(scale_rule),
+                                "for example mxpert.ScaleRule.RCEIL"))
+    require(x.shape[-1] % MX_BLOCK_SIZE == 0, op, "x.shape[-1]", need="a multiple of 32",
+            got=x.shape[-1], remedy="pad with zeros (torch.nn.functional.pad)")
+    if group_offsets is None:
+        require(x.shape[-2] % MX_BLOCK_SIZE == 0, op, "x.shape[-2]", need="a multiple of 32",
+                got=x.shape[-2], remedy="pad with zeros, or pass group_offsets, which pads")
+        return element
+    require(x.dim() == 2, op, "group_offsets", need="None for weights [G, N, K]", got="a tensor",
+            remedy="the groups of weights are their leading dimension")
+    check_group_offsets(group_offsets, op, x.device, x.shape[0])
+    return element
+
+
+def check_group_offsets(group_offsets: torch.Tensor, op: str, device: torch.device, num_rows: int,
+                        num_groups: int | None = None) -> None:
+    """What is known of group offsets without looking at them; `num_groups` where it is fixed."""
+    require_tensor(group_offsets, op, "group_offsets", dtype=GROUP_OFFSET_DTYPES, shape=(None,),
+                   device=device, contiguous=True)
+    groups = group_offsets.shape[0] - 1
+    require(groups >= 1, op, "group_offsets.shape", need="[G + 1], one group at least",
+            got=list(group_offsets.shape), remedy="begin with 0 and append each group's end")
+    if num_groups is not None and groups != num_groups:
+        raise ValueError(message(op, "group_offsets.shape", f"[G + 1] = [{num_groups + 1}]",
+                                 list(group_offsets.shape)))
+    require(padded_capacity(num_rows, groups) <= MAX_GROUPED_ROWS, op, "rows", got=num_rows,
+            need=f"at most {MAX_GROUPED_ROWS} with padding", remedy="split the batch")
+
+
+def describe_quantize_dual(
+    x: torch.Tensor, format: str | MXFormat = "mxfp8_e4m3", *,
+    group_offsets: torch.Tensor | None = None, scale_rule: ScaleRule = ScaleRule.RCEIL,
+) -> DualProblem:
+    """The problem that `quantize_dual` resolves for the same arguments."""
+    return _problem(x, group_offsets, check_quantize_dual(x, format, group_offsets, scale_rule),
+                    scale_rule)
+
+
+def _problem(x: torch.Tensor, group_offsets: torch.Tensor | None, format: MXFormat,
+             scale_rule: ScaleRule) -> DualProblem:
+    if group_offsets is not None:
+        num_groups = group_offsets.shape[0] - 1
+    else:
+        num_groups = x.shape[0] if x.dim() == 3 else 0
+    return DualProblem(Op.QUANTIZE_DUAL, detect_target(x.device), tuple(x.shape), x.dtype, format,
+                       scale_rule, num_groups, group_offsets is not None)
+
+
+def _run_dual(x: torch.Tensor, group_offsets: torch.Tensor | None, format: str,
+              scale_rule: str) -> DualTensors:
+    problem = _problem(x, group_offsets, get_format(format), ScaleRule(scale_rule))
+    kernel, config = resolve(problem)
+    row, col = kernel.launch(problem, config, x=x, group_offsets=group_offsets)
+    return row.qdata, row.scale, col.qdata, col.scale
+
+
+def _fake_dual(x: torch.Tensor, group_offsets: torch.Tensor | None, format: str,
+               scale_rule: str) -> DualTensors:
+    *leading, rows, columns = x.shape
+    if group_offsets is not None:
+        padded = padded_capacity(rows, group_offsets.shape[0] - 1)
+    else:
+        padded = rows
+    shapes = ((*leading, rows, columns), (*leading, rows, columns // MX_BLOCK_SIZE),
+              (*leading, columns, padded), (*leading, columns, padded // MX_BLOCK_SIZE))
+    row, row_scale, col, col_scale = (x.new_empty(shape, dtype=torch.uint8) for shape in shapes)
+    return row, row_scale, col, col_scale
+
+
+_dual_op = register(
+    "quantize_dual(Tensor x, Tensor? group_offsets, str format, str scale_rule) "
+    "-> (Tensor, Tensor, Tensor, Tensor)", _run_dual, _fake_dual)

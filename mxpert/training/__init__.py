@@ -1,0 +1,9 @@
+"""Training of Mixture-of-Experts layers in MXFP8: autograd, layers, a drop-in for torch's op."""
+
+from .autograd import grouped_linear
+from .grouped_mm import grouped_mm
+from .moe import MXMoE
+from .module import MXGroupedLinear
+from .recipe import MXFP8Recipe
+
+__all__ = ["MXFP8Recipe", "MXGroupedLinear", "MXMoE", "grouped_linear", "grouped_mm"]

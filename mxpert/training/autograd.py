@@ -1,0 +1,258 @@
+"""grouped_linear: one linear layer per group of rows, its three GEMMs in MXFP8, for autograd."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from ..errors import message, require, require_tensor
+from ..formats.spec import MX_BLOCK_SIZE, get_format
+from ..formats.tensor import MXTensor
+from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
+from ..ops.quantize import FLOAT_DTYPES, quantize
+from ..ops.quantize_dual import quantize_dual
+from .recipe import MXFP8Recipe
+
+OFFSET_DTYPES = (torch.int32, torch.int64)
+
+
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, group_offsets: torch.Tensor, *,
+    bias: torch.Tensor | None = None, recipe: MXFP8Recipe = MXFP8Recipe(),
+) -> torch.Tensor:
+    """Multiply each group of rows by its own weight; differentiable in x, weight and bias.
+
+    Forward ``y[r] = x[r] @ weight[g(r)].T + bias[g(r)]``, dgrad ``dx[r] = dy[r] @ weight[g(r)]``,
+    wgrad ``dweight[g] = dy_g.T @ x_g``, where g(r) is the group with ``group_offsets[g] ≤ r <
+    group_offsets[g + 1]``. Rows at or beyond ``group_offsets[-1]`` are not read: their outputs and
+    gradients are 0. Empty groups have zero gradients.
+
+    For backward only quantised column-wise copies are kept: x [K, P] and weight [G, K, N], codes
+    and scales (33 bytes for 32 values), with P = ``padded_capacity(M, G)``, and the offsets. Under
+    `high_precision_wgrad` x itself is kept instead of its copy, with `enabled=False` x and weight.
+    A copy that no requested gradient needs is dropped.
+
+    If `weight` has an attribute ``main_grad`` (float32 [G, N, K]), wgrad is added to it in place by
+    the GEMM, and ``weight.grad`` is left alone. Autocast changes nothing.
+
+    Args:
+        x: [M, K], bfloat16, float16 or float32; also float64 where the recipe is not enabled.
+        weight: [G, N, K], any of these dtypes: quantised as it is (float32 master weights lose
+            nothing on the way), or cast to the dtype of x where the recipe is not enabled.
+        group_offsets: int32 or int64 [G + 1] on the device of x; [0] is 0, non-decreasing, the last
+            at most M. Never read back to the host, except for float16, float32 and float64 with
+            ``enabled=False``.
+        bias: [G, N], added to the rounded product in the dtype of x. Its gradient is summed in
+            float32 (float64 for float64).
+        recipe: formats, scale rule and switches. With MXFP8, K and N are multiples of 32.
+
+    Returns:
+        [M, N] in the dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
+        UnsupportedError: no backend serves the problem here; see mxpert.explain.
+
+    Example:
+        >>> import torch
+        >>> from mxpert.training import grouped_linear
+        >>> x = torch.randn(5, 32, dtype=torch.bfloat16, requires_grad=True)
+        >>> weight = torch.randn(3, 64, 32, requires_grad=True)
+        >>> y = grouped_linear(x, weight, torch.tensor([0, 2, 2, 5]))  # the second group is empty
+        >>> y.sum().backward()
+        >>> y.shape, weight.grad[1].abs().max().item()
+        (torch.Size([5, 64]), 0.0)
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    check_grouped_linear(x, weight, group_offsets, bias, recipe, main_grad)
+    result: torch.Tensor = _GroupedLinear.apply(
+        x, weight, bias, group_offsets, main_grad, recipe, torch.is_grad_enabled())
+    return result
+
+
+def check_grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, group_offsets: torch.Tensor,
+    bias: torch.Tensor | None, recipe: MXFP8Recipe, main_grad: torch.Tensor | None,
+) -> None:
+    """Argument checks of `grouped_linear`."""
+    op = "grouped_linear"
+    if not isinstance(recipe, MXFP8Recipe):
+        raise TypeError(message(op, "recipe", "an MXFP8Recipe", type(recipe).__name__))
+    dtypes = FLOAT_DTYPES if recipe.enabled else (*FLOAT_DTYPES, torch.float64)
+    require_tensor(x, op, "x", dtype=dtypes, shape=(None, None))
+    require_tensor(weight, op, "weight", dtype=dtypes, shape=(None, None, x.shape[1]),
+                   device=x.device)
+    num_groups, out_features, in_features = weight.shape
+    require(num_groups > 0, op, "weight.shape[0]", need="at least one group", got=num_groups)
+    require_tensor(group_offsets, op, "group_offsets", dtype=OFFSET_DTYPES,
+                   shape=(num_groups + 1,), device=x.device)
+    if bias is not None:
+        require_tensor(bias, op, "bias", dtype=dtypes, shape=(num_groups, out_features),
+                       device=x.device)
+    if main_grad is not None:
+        require_tensor(main_grad, op, "weight.main_grad", dtype=torch.float32,
+                       shape=(num_groups, out_features, in_features), device=x.device,
+                       contiguous=True)
+    if recipe.enabled:
+        for axis, size in ((2, in_features), (1, out_features)):
+            require(size % MX_BLOCK_SIZE == 0, op, f"weight.shape[{axis}]",
+                    need=f"a multiple of {MX_BLOCK_SIZE}", got=size,
+                    remedy="pad the layer, or pass MXFP8Recipe(enabled=False)")
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Autograd of `grouped_linear`; arguments are checked by then."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+        group_offsets: torch.Tensor, main_grad: torch.Tensor | None, recipe: MXFP8Recipe,
+        grad_enabled: bool,
+    ) -> torch.Tensor:
+        # main_grad is no saved tensor: backward writes it, which autograd would take for an error
+        # where one weight is used twice.
+        ctx.recipe, ctx.main_grad = recipe, main_grad
+        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        need_x, need_weight = grad_enabled and need_x, grad_enabled and need_weight
+        # The recipe says what is computed in which format: autocast has no part in it.
+        with torch.autocast(x.device.type, enabled=False):
+            if recipe.enabled:
+                y, saved = _forward_mx(x, weight, group_offsets, recipe, need_x, need_weight)
+            else:
+                weight = weight.to(x.dtype)
+                y = multiply_rows(x, weight, group_offsets, trans_b=True)
+                saved = (x if need_weight else None, None, weight if need_x else None, None)
+        ctx.save_for_backward(*saved, group_offsets)
+        return y if bias is None else _add_bias(y, bias, group_offsets)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *saved, group_offsets = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad = grad.contiguous()
+        backward = _backward_mx if ctx.recipe.enabled else _backward_plain
+        with torch.autocast(grad.device.type, enabled=False):
+            dx, dweight = backward(ctx, grad, saved, group_offsets, need_x, need_weight)
+        dbias = None
+        if need_bias:
+            dbias = _sum_groups(grad, group_offsets).to(ctx.bias_dtype)
+        if ctx.main_grad is not None:
+            dweight = None  # main_grad has it
+        return dx, dweight, dbias, None, None, None, None
+
+
+Parts = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def _forward_mx(
+    x: torch.Tensor, weight: torch.Tensor, group_offsets: torch.Tensor, recipe: MXFP8Recipe,
+    need_x: bool, need_weight: bool,
+) -> tuple[torch.Tensor, Parts]:
+    """Product and what backward needs: x (codes and scales, or plain), weight (codes, scales)."""
+    fmt, rule = recipe.forward_format, recipe.scale_rule
+    kept_x: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    kept_weight: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if need_weight and not recipe.high_precision_wgrad:
+        x_row, x_col = quantize_dual(x, fmt, group_offsets=group_offsets, scale_rule=rule)
+        kept_x = (x_col.qdata, x_col.scale)
+    else:
+        x_row = quantize(x, fmt, scale_rule=rule)
+        if need_weight:
+            kept_x = (x.to(torch.bfloat16), None)
+    if need_x:
+        weight_row, weight_col = quantize_dual(weight, fmt, scale_rule=rule)
+        kept_weight = (weight_col.qdata, weight_col.scale)
+    else:
+        weight_row = quantize(weight, fmt, scale_rule=rule)
+    y = grouped_gemm(x_row, weight_row, group_offsets, out_dtype=x.dtype)
+    return y, (*kept_x, *kept_weight)
+
+
+def _backward_mx(
+    ctx: Any, grad: torch.Tensor, saved: Any, group_offsets: torch.Tensor, need_x: bool,
+    need_weight: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dgrad and wgrad from one quantisation of the gradient."""
+    recipe: MXFP8Recipe = ctx.recipe
+    x, x_scale, weight, weight_scale = saved
+    rule, high_precision = recipe.scale_rule, recipe.high_precision_wgrad
+    forward, backward = get_format(recipe.forward_format), get_format(recipe.backward_format)
+    dx = dweight = grad_row = None
+    if need_weight and high_precision:
+        dweight = grouped_wgrad(grad.to(torch.bfloat16), x, group_offsets,
+                                out_dtype=ctx.weight_dtype, accumulate_into=ctx.main_grad)
+    elif need_weight:
+        grad_row, grad_col = quantize_dual(grad, backward, group_offsets=group_offsets,
+                                           scale_rule=rule)
+        dweight = grouped_wgrad(grad_col, MXTensor(x, x_scale, forward), group_offsets,
+                                out_dtype=ctx.weight_dtype, accumulate_into=ctx.main_grad)
+    if need_x:
+        if grad_row is None:
+            grad_row = quantize(grad, backward, scale_rule=rule)
+        dx = grouped_gemm(grad_row, MXTensor(weight, weight_scale, forward), group_offsets,
+                          out_dtype=ctx.x_dtype)
+    return dx, dweight
+
+
+def _backward_plain(
+    ctx: Any, grad: torch.Tensor, saved: Any, group_offsets: torch.Tensor, need_x: bool,
+    need_weight: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dgrad and wgrad without quantisation."""
+    x, _, weight, _ = saved
+    dx = dweight = None
+    if need_x:
+        dx = multiply_rows(grad, weight, group_offsets, trans_b=False)
+    if need_weight:
+        dweight = multiply_groups(grad, x, group_offsets, out_dtype=ctx.weight_dtype,
+                                  accumulate_into=ctx.main_grad)
+    return dx, dweight
+
+
+def multiply_rows(a: torch.Tensor, b: torch.Tensor, group_offsets: torch.Tensor, *,
+                  trans_b: bool) -> torch.Tensor:
+    """``a[r] @ b[g(r)].T`` (or without the transposition) in one dtype; bfloat16 on the kernels."""
+    if a.dtype == torch.bfloat16:
+        return grouped_gemm(a, b, group_offsets, trans_b=trans_b)
+    matrices = b.mT if trans_b else b
+    out = a.new_zeros(a.shape[0], matrices.shape[-1])
+    for part, matrix in zip(_parts(group_offsets), matrices.unbind(0), strict=True):
+        torch.mm(a[part], matrix, out=out[part])
+    return out
+
+
+def multiply_groups(
+    grad: torch.Tensor, a: torch.Tensor, group_offsets: torch.Tensor, *, out_dtype: torch.dtype,
+    accumulate_into: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``grad_g.T @ a_g`` for each group in one dtype; bfloat16 on the kernels."""
+    if a.dtype == torch.bfloat16:
+        return grouped_wgrad(grad, a, group_offsets, out_dtype=out_dtype,
+                             accumulate_into=accumulate_into)
+    out = torch.stack([grad[part].mT @ a[part] for part in _parts(group_offsets)])
+    return out.to(out_dtype) if accumulate_into is None else accumulate_into.add_(out)
+
+
+def _parts(group_offsets: torch.Tensor) -> list[slice]:
+    """Row ranges of the groups, read back from the device."""
+    offsets = group_offsets.tolist()
+    return [slice(start, end) for start, end in itertools.pairwise(offsets)]
+
+
+def _add_bias(y: torch.Tensor, bias: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
+    """Add to each row its group's bias; rows beyond the last group get a row of zeros."""
+    rows = torch.arange(y.shape[0], dtype=group_offsets.dtype, device=y.device)
+    group = torch.searchsorted(group_offsets[1:].contiguous(), rows, right=True)
+    padded = torch.nn.functional.pad(bias.to(y.dtype), (0, 0, 0, 1))  # [G + 1, N]
+    return y + padded[group]
+
+
+def _sum_groups(grad: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
+    """Sum of each group's rows [G, N], in float32 or wider, in a fixed order."""
+    wide = grad if grad.dtype == torch.float64 else grad.float()
+    return torch.segment_reduce(wide, "sum", offsets=group_offsets, axis=0, unsafe=True, initial=0)

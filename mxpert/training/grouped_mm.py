@@ -1,0 +1,140 @@
+"""grouped_mm: torch's grouped matmul, signature and all, on MXFP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError, message, require, require_tensor
+from ..formats.spec import MX_BLOCK_SIZE
+from ..formats.tensor import MXTensor
+from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
+from ..ops.quantize import FLOAT_DTYPES, quantize
+from ..ops.quantize_dual import quantize_dual
+from .autograd import grouped_linear, multiply_groups, multiply_rows
+from .recipe import MXFP8Recipe
+
+
+def grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, *,
+    recipe: MXFP8Recipe = MXFP8Recipe(),
+) -> torch.Tensor:
+    """`torch._grouped_mm` (`torch.nn.functional.grouped_mm`) in MXFP8, differentiable.
+
+    With group g at ``offs[g − 1] … offs[g] − 1``:
+        2D × 3D: a [M, K], b [G, K, N], groups of rows: ``out[r] = a[r] @ b[g(r)]``, [M, N]. Rows
+        beyond ``offs[-1]`` are 0.
+        2D × 2D: a [M, K], b [K, N], groups along K: ``out[g] = a[:, g] @ b[g, :]``, [G, M, N].
+
+    Args:
+        a, b: bfloat16, float16 or float32, of one dtype. A b [G, K, N] that is the transpose of a
+            contiguous [G, N, K] (as torchtitan passes it) is used without a copy.
+        offs: int32 [G] on the device of a: where each group ends.
+        bias: None, as torch requires; for 2D × 3D also [G, N].
+        out_dtype: None or the dtype of a, as torch requires.
+        recipe: formats and switches. With MXFP8, K and N (2D × 2D: M and N) are multiples of 32;
+            group sizes are free.
+
+    Returns:
+        In the dtype of a.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
+        UnsupportedError: 3D × 2D or 3D × 3D operands.
+
+    Example:
+        >>> import torch
+        >>> from mxpert.training import grouped_mm
+        >>> a, weight = torch.randn(5, 32).bfloat16(), torch.randn(2, 64, 32).bfloat16()
+        >>> offs = torch.tensor([3, 5], dtype=torch.int32)
+        >>> grouped_mm(a, weight.transpose(-2, -1), offs=offs).shape
+        torch.Size([5, 64])
+        >>> grouped_mm(torch.randn(64, 5).bfloat16(), a, offs=offs).shape
+        torch.Size([2, 64, 32])
+    """
+    _check_grouped_mm(a, b, offs, bias, out_dtype, recipe)
+    assert offs is not None  # checked by _check_grouped_mm
+    group_offsets = torch.nn.functional.pad(offs, (1, 0))
+    if b.dim() == 3:
+        weight = b.transpose(-2, -1).contiguous()
+        return grouped_linear(a, weight, group_offsets, bias=bias, recipe=recipe)
+    result: torch.Tensor = _GroupedOuter.apply(
+        a.transpose(0, 1).contiguous(), b.contiguous(), group_offsets, recipe)
+    return result
+
+
+def _check_grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None, bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None, recipe: MXFP8Recipe,
+) -> None:
+    op = "grouped_mm"
+    if not isinstance(recipe, MXFP8Recipe):
+        raise TypeError(message(op, "recipe", "an MXFP8Recipe", type(recipe).__name__))
+    dtypes = FLOAT_DTYPES if recipe.enabled else (*FLOAT_DTYPES, torch.float64)
+    require_tensor(a, op, "a", dtype=dtypes)
+    require_tensor(b, op, "b", dtype=a.dtype, device=a.device)
+    if (a.dim(), b.dim()) not in ((2, 2), (2, 3)):
+        raise UnsupportedError(message(
+            op, "a, b", "2D × 3D or 2D × 2D operands", f"{a.dim()}D × {b.dim()}D",
+            "use torch.bmm where each group is a matrix of its own"))
+    require_tensor(offs, op, "offs", dtype=torch.int32, shape=(None,), device=a.device)
+    inner = b.shape[-2]
+    require(a.shape[1] == inner, op, "b.shape", need=f"{a.shape[1]} rows (K) in each matrix",
+            got=list(b.shape))
+    require(out_dtype in (None, a.dtype), op, "out_dtype", need=f"None or {a.dtype}",
+            got=out_dtype, remedy="cast the result")
+    if b.dim() == 3:
+        return  # the rest is checked by grouped_linear
+    require(bias is None, op, "bias", need="None for 2D × 2D operands", got="a tensor")
+    if recipe.enabled:
+        for name, size in (("a.shape[0]", a.shape[0]), ("b.shape[1]", b.shape[1])):
+            require(size % MX_BLOCK_SIZE == 0, op, name, need=f"a multiple of {MX_BLOCK_SIZE}",
+                    got=size, remedy="pad it, or pass MXFP8Recipe(enabled=False)")
+
+
+class _GroupedOuter(torch.autograd.Function):
+    """``out[g] = a_g.T @ b_g`` for rows a [R, M] and b [R, N]; both gradients are M-grouped.
+
+    Each operand is reduced along its rows here and along its columns in the other's gradient, so
+    that the row-wise copies are what backward keeps.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, group_offsets: torch.Tensor,
+                recipe: MXFP8Recipe) -> torch.Tensor:
+        ctx.recipe, ctx.dtype = recipe, a.dtype
+        if not recipe.enabled:
+            ctx.save_for_backward(a, b, group_offsets)
+            return multiply_groups(a, b, group_offsets, out_dtype=a.dtype)
+        (a_row, a_col), (b_row, b_col) = (
+            quantize_dual(rows, recipe.forward_format, group_offsets=group_offsets,
+                          scale_rule=recipe.scale_rule) for rows in (a, b))
+        ctx.format = a_row.format
+        ctx.save_for_backward(a_row.qdata, a_row.scale, b_row.qdata, b_row.scale, group_offsets)
+        return grouped_wgrad(a_col, b_col, group_offsets, out_dtype=a.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *operands, group_offsets = ctx.saved_tensors
+        need_a, need_b = ctx.needs_input_grad[:2]
+        grad = grad.contiguous()  # [G, M, N]
+        da = db = None
+        if not ctx.recipe.enabled:
+            a, b = operands
+            da = multiply_rows(b, grad, group_offsets, trans_b=True) if need_a else None
+            db = multiply_rows(a, grad, group_offsets, trans_b=False) if need_b else None
+            return da, db, None, None
+        a_row, b_row = (MXTensor(qdata, scale, ctx.format)
+                        for qdata, scale in (operands[:2], operands[2:]))
+        fmt, rule = ctx.recipe.backward_format, ctx.recipe.scale_rule
+        if need_b:
+            grad_row, grad_col = quantize_dual(grad, fmt, scale_rule=rule)
+            db = grouped_gemm(a_row, grad_col, group_offsets, out_dtype=ctx.dtype)
+        else:
+            grad_row = quantize(grad, fmt, scale_rule=rule)
+        if need_a:
+            da = grouped_gemm(b_row, grad_row, group_offsets, out_dtype=ctx.dtype)
+        return da, db, None, None

@@ -1,0 +1,225 @@
+"""MXMoE: a Mixture-of-Experts feed-forward block that trains, its expert GEMMs in MXFP8."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..errors import message, require, require_tensor
+from ..formats.spec import MX_BLOCK_SIZE
+from ..ops.quantize import FLOAT_DTYPES
+from ..problem import ACTIVATIONS, Activation, SiLU
+from .activation import gated_activation
+from .module import MXGroupedLinear, require_size
+from .recipe import MXFP8Recipe
+
+
+class MXMoE(torch.nn.Module):
+    """Route each token to `top_k` experts, run their gated MLPs, add up the weighted results.
+
+    ``y[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`` over the chosen e, with w the
+    softmax over all experts in float32, divided by its sum over the chosen ones.
+
+    Rows are sorted by expert on the device (stable, tokens ascending within an expert); gate and
+    up are one grouped linear layer with CONCATENATED rows (gate first). Nothing is read back to the
+    host, no token is dropped, and repeated runs give the same bits.
+
+    For backward it keeps, beside what the two grouped layers keep (`grouped_linear`), the gate/up
+    product [R, 2 F] and the down product [R, H] in the dtype of x, with R = T·top_k; x itself, for
+    the router; and per token a few numbers for each expert and slot.
+
+    Args:
+        hidden_size: H. intermediate_size: F. Multiples of 32 with MXFP8.
+        num_experts: E. top_k: experts per token.
+        activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2().
+        recipe: of both grouped layers.
+        aux_loss_coef: factor of the load-balancing loss.
+        bias: whether the experts have biases. device, dtype: of the parameters.
+
+    Attributes:
+        aux_loss: after a forward pass the scalar ``aux_loss_coef · E · Σ_e f_e p_e`` (float32, with
+            its graph; add it to the loss), f_e the fraction of (token, slot) pairs that went to
+            expert e, p_e its mean probability. It is `aux_loss_coef` in perfect balance; None
+            before the first pass, and 0 without tokens.
+
+    Raises:
+        TypeError, ValueError: a size of the wrong type or value.
+
+    Source:
+        Switch Transformers (arXiv 2101.03961, section 2.2), GShard (arXiv 2006.16668, section 2.2).
+
+    Example:
+        >>> import torch
+        >>> from mxpert.training import MXMoE
+        >>> moe = MXMoE(64, 32, num_experts=4, top_k=2)
+        >>> y = moe(torch.randn(2, 3, 64, dtype=torch.bfloat16))
+        >>> (y.float().sum() + moe.aux_loss).backward()
+        >>> y.shape, moe.gate_up_proj.weight.grad.shape
+        (torch.Size([2, 3, 64]), torch.Size([4, 64, 64]))
+    """
+
+    aux_loss: torch.Tensor | None
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *,
+        activation: Activation = SiLU(), recipe: MXFP8Recipe = MXFP8Recipe(),
+        aux_loss_coef: float = 0.01, bias: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        op = "MXMoE"
+        if not isinstance(recipe, MXFP8Recipe):
+            raise TypeError(message(op, "recipe", "an MXFP8Recipe", type(recipe).__name__))
+        unit = MX_BLOCK_SIZE if recipe.enabled else 1
+        for name, size, multiple in (
+                ("hidden_size", hidden_size, unit), ("intermediate_size", intermediate_size, unit),
+                ("num_experts", num_experts, 1), ("top_k", top_k, 1)):
+            require_size(op, name, size, multiple)
+        require(top_k <= num_experts, op, "top_k", need=f"at most num_experts = {num_experts}",
+                got=top_k)
+        if not isinstance(activation, tuple(ACTIVATIONS.values())):
+            raise TypeError(message(op, "activation", "an activation of mxpert", repr(activation),
+                                    "for example mxpert.SiLU()"))
+        require(aux_loss_coef >= 0, op, "aux_loss_coef", need="at least 0", got=aux_loss_coef)
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.num_experts, self.top_k = num_experts, top_k
+        self.activation, self.aux_loss_coef = activation, aux_loss_coef
+        self.router = torch.nn.Parameter(
+            torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        options: dict[str, Any] = dict(bias=bias, recipe=recipe, device=device, dtype=dtype)
+        self.gate_up_proj = MXGroupedLinear(
+            num_experts, hidden_size, 2 * intermediate_size, **options)
+        self.down_proj = MXGroupedLinear(num_experts, intermediate_size, hidden_size, **options)
+        self.aux_loss = None
+        self._reset_router()
+
+    def reset_parameters(self) -> None:
+        """Router and experts uniform in ±1/√fan_in, as torch.nn.Linear."""
+        self._reset_router()
+        self.gate_up_proj.reset_parameters()
+        self.down_proj.reset_parameters()
+
+    def _reset_router(self) -> None:
+        bound = 1 / math.sqrt(self.hidden_size)
+        torch.nn.init.uniform_(self.router, -bound, bound)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., H], bfloat16, float16 or float32 (float64 without MXFP8) → the same shape."""
+        dtypes = FLOAT_DTYPES if self.gate_up_proj.recipe.enabled else (
+            *FLOAT_DTYPES, torch.float64)
+        require_tensor(x, "MXMoE", "x", dtype=dtypes, device=self.router.device)
+        require(x.dim() > 0 and x.shape[-1] == self.hidden_size, "MXMoE", "x.shape",
+                need=f"[..., {self.hidden_size}]", got=list(x.shape))
+        tokens = x.reshape(-1, self.hidden_size)
+        probabilities = _WideLinear.apply(tokens, self.router).softmax(dim=-1)     # [T, E]
+        chosen, topk_ids = probabilities.topk(self.top_k, dim=-1)
+        topk_weights = chosen / chosen.sum(dim=-1, keepdim=True)                   # [T, k]
+        order, inverse, group_offsets = sort_by_expert(topk_ids, self.num_experts)
+        self.aux_loss = self._balance(probabilities, group_offsets)
+        rows = _Permute.apply(tokens, order, inverse, self.top_k)                  # [R, H]
+        hidden = gated_activation(self.gate_up_proj(rows, group_offsets), self.activation)
+        rows = _Gather.apply(self.down_proj(hidden, group_offsets), inverse, order)
+        rows = rows.view(*topk_ids.shape, self.hidden_size)                        # [T, k, H]
+        combined = (topk_weights[..., None] * rows).sum(dim=1)                     # in float32
+        return combined.to(x.dtype).view(x.shape)
+
+    def _balance(self, probabilities: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
+        """``aux_loss_coef · E · Σ_e f_e p_e``; 0 without tokens."""
+        num_tokens = max(1, probabilities.shape[0])
+        fraction = group_offsets.diff() / (num_tokens * self.top_k)                # f_e
+        mean = probabilities.sum(dim=0) / num_tokens                               # p_e
+        return self.aux_loss_coef * self.num_experts * (fraction * mean).sum()
+
+    def extra_repr(self) -> str:
+        return (f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
+                f"num_experts={self.num_experts}, top_k={self.top_k}, "
+                f"activation={self.activation}, aux_loss_coef={self.aux_loss_coef}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the loss of the last pass: its graph can be neither copied nor pickled."""
+        return self.__dict__ | {"aux_loss": None}
+
+
+def sort_by_expert(
+    topk_ids: torch.Tensor, num_experts: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The permutation that sorts (token, slot) pairs by expert, stable, without a host sync.
+
+    Args:
+        topk_ids: integers [T, top_k] in 0 … num_experts − 1.
+
+    Returns:
+        order int64 [R]: the pair ``t · top_k + slot`` in each sorted row; its inverse int64 [R];
+        group_offsets int32 [E + 1]: where each expert's rows begin.
+
+    Example:
+        >>> order, inverse, offsets = sort_by_expert(torch.tensor([[2, 0], [0, 2]]), 3)
+        >>> order.tolist(), inverse.tolist(), offsets.tolist()
+        ([1, 2, 0, 3], [2, 0, 1, 3], [0, 2, 2, 4])
+    """
+    ids, order = topk_ids.reshape(-1).sort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0], device=order.device)
+    boundaries = torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device)
+    return order, inverse, torch.searchsorted(ids, boundaries, out_int32=True)
+
+
+class _WideLinear(torch.autograd.Function):
+    """``x @ weight.T`` in float32 (float64 for float64), under autocast too.
+
+    It keeps x as it is, not a wide copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with torch.autocast(x.device.type, enabled=False):
+            return x.to(wide) @ weight.to(wide).T
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            return ((grad @ weight.to(grad.dtype)).to(x.dtype),
+                    (grad.T @ x.to(grad.dtype)).to(weight.dtype))
+
+
+class _Permute(torch.autograd.Function):
+    """Token rows [T, H] → sorted rows [R, H]; backward adds each token's rows in slot order.
+
+    Autograd of indexing would scatter with atomics or a sort; the inverse is at hand.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor,
+                top_k: int) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.top_k = top_k
+        return tokens[order // top_k]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inverse, = ctx.saved_tensors
+        slots = grad[inverse].unflatten(0, (inverse.shape[0] // ctx.top_k, ctx.top_k))
+        return slots.sum(1), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Rows by a permutation; backward gathers by its inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor,
+                inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[index]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inverse, = ctx.saved_tensors
+        return grad[inverse], None, None

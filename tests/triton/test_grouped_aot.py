@@ -1,0 +1,263 @@
+"""The grouped kernels compiled for three targets without a GPU: instructions, spills, memory.
+
+What is compiled is what a launch would compile: launches on meta tensors are recorded, with the
+heuristic's tiles, and specialised as the JIT would.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mxpert.backends.triton import grouped
+from mxpert.formats import MXTensor, ScaleRule
+from mxpert.formats.spec import get_format
+from mxpert.problem import DualProblem, GroupedProblem, Op, Target
+from mxpert.routing import padded_capacity
+from mxpert.testing.aot import Metrics, compile_for, specialize
+
+TARGETS = {
+    "sm_90": Target("cuda", "sm_90", "NVIDIA H200", 132, 232448),
+    "sm_100": Target("cuda", "sm_100", "NVIDIA B200", 148, 232448),
+    "gfx950": Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024),
+}
+INSTRUCTIONS = {
+    "bf16": {"sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx950": "mfma"},
+    "mx": {"sm_90": "wgmma", "sm_100": "tcgen05.mma.block_scale", "gfx950": "mfma_scale"},
+}
+"""What the operands must reach; Hopper has no MX instruction and multiplies exact bf16 values."""
+KERNELS = ("_quantize_dual_kernel", "_grouped_gemm_kernel", "_grouped_wgrad_kernel")
+FORMATS = {"bf16": ("bf16", "bf16"), "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
+           "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3")}
+targets = pytest.mark.parametrize("target", TARGETS)
+
+
+class Launch(NamedTuple):
+    """One recorded launch."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+
+Recorder = Callable[..., Launch]
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """A function that launches on meta tensors and returns what was launched."""
+    launches: list[Launch] = []
+
+    class Recording:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda **arguments: launches.append(Launch(self.kernel, grid, arguments))
+
+    for name in KERNELS:
+        monkeypatch.setattr(grouped, name, Recording(getattr(grouped, name)))
+
+    def run(launch: Callable[..., object], *arguments: Any, **options: Any) -> Launch:
+        launches.clear()
+        launch(*arguments, **options)
+        (only,) = launches
+        return only
+
+    return run
+
+
+def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def operand(fmt: str, *size: int, axis: int = -1) -> torch.Tensor | MXTensor:
+    if fmt == "bf16":
+        return empty(*size, dtype=torch.bfloat16)
+    scale = list(size)
+    scale[axis] //= 32
+    return MXTensor(empty(*size), empty(*scale), get_format(fmt), axis)
+
+
+def launch_gemm(
+    target: str, formats: tuple[str, str], *, trans_b: bool = True, m: int = 8192, groups: int = 8,
+    n: int = 2880, k: int = 2880, out_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[GroupedProblem, Any]:
+    problem = GroupedProblem(Op.GROUPED_GEMM, TARGETS[target], m, groups, n, k, *formats, trans_b,
+                             out_dtype)
+    config = grouped.GROUPED_GEMM.heuristic(problem)
+    b = (operand(formats[1], groups, n, k) if trans_b
+         else operand(formats[1], groups, k, n, axis=-2))
+    grouped.GROUPED_GEMM.launch(problem, config, a=operand(formats[0], m, k), b=b,
+                                group_offsets=empty(groups + 1, dtype=torch.int32))
+    return problem, config
+
+
+def launch_wgrad(
+    target: str, formats: tuple[str, str], *, accumulate: bool = False, m: int = 8192,
+    groups: int = 8, n: int = 2880, k: int = 2880,
+) -> tuple[GroupedProblem, Any]:
+    mx = formats[0] != "bf16"
+    length = padded_capacity(m, groups) if mx else m
+    problem = GroupedProblem(Op.GROUPED_WGRAD, TARGETS[target], length, groups, n, k, *formats,
+                             False, torch.bfloat16, accumulate)
+    config = grouped.GROUPED_WGRAD.heuristic(problem)
+    offsets = empty(groups + 1, dtype=torch.int32)
+    grad, a = (operand(fmt, *((size, length) if mx else (length, size)))
+               for fmt, size in zip(formats, (n, k), strict=True))
+    into = empty(groups, n, k, dtype=torch.float32) if accumulate else None
+    grouped.GROUPED_WGRAD.launch(
+        problem, config, grad=grad, a=a, group_offsets=offsets,
+        padded_offsets=offsets if mx else None, accumulate_into=into)
+    return problem, config
+
+
+def launch_dual(target: str, shape: tuple[int, ...], dtype: torch.dtype, *, groups: int = 0,
+                ) -> None:
+    problem = DualProblem(Op.QUANTIZE_DUAL, TARGETS[target], shape, dtype,
+                          get_format("mxfp8_e4m3"), ScaleRule.RCEIL, groups, groups > 0)
+    offsets = empty(groups + 1, dtype=torch.int32) if groups else None
+    grouped.QUANTIZE_DUAL.launch(problem, None, x=empty(*shape, dtype=dtype),
+                                 group_offsets=offsets)
+
+
+def metrics_of(launch: Launch, target: str) -> Metrics:
+    arguments = dict(launch.arguments)
+    num_warps, num_stages = arguments.pop("num_warps"), arguments.pop("num_stages", 3)
+    return compile_for(launch.kernel, arguments, target=target, num_warps=num_warps,
+                       num_stages=num_stages).metrics
+
+
+def assert_uses_the_chip(metrics: Metrics, problem: GroupedProblem, config: Any) -> None:
+    """The strongest instruction, nothing spilled, shared memory as estimated, wide loads.
+
+    Operands come in 64 bits and more; single bytes are scales, 32 bits group offsets.
+    """
+    kind = "bf16" if problem.a_format == "bf16" else "mx"
+    assert metrics.matrix_instruction == INSTRUCTIONS[kind][problem.target.arch]
+    assert metrics.spills == 0
+    estimate = grouped.shared_memory(problem, config)
+    assert metrics.shared_memory <= estimate <= problem.target.shared_memory
+    assert set(metrics.global_loads) <= ({8, 32, 64, 128} if kind == "mx" else {32, 128})
+    assert set(metrics.global_stores) == {128}
+
+
+GEMMS = {
+    "bf16-nt": ("bf16", True, 8192), "bf16-nn": ("bf16", False, 8192),
+    "e4m3-nt": ("e4m3", True, 8192), "e4m3-nn": ("e4m3", False, 8192),
+    "e4m3-nt-small": ("e4m3", True, 256), "hybrid-nt": ("hybrid", True, 8192),
+}
+
+
+@targets
+@pytest.mark.parametrize("case", GEMMS)
+def test_gemm(record: Recorder, case: str, target: str) -> None:
+    pair, trans_b, m = GEMMS[case]
+    chosen: list[Any] = []
+    launch = record(lambda: chosen.extend(launch_gemm(target, FORMATS[pair], trans_b=trans_b, m=m)))
+    assert_uses_the_chip(metrics_of(launch, target), *chosen)
+
+
+@targets
+@pytest.mark.parametrize("pair", ["bf16", "e4m3"])
+def test_wgrad(record: Recorder, pair: str, target: str) -> None:
+    chosen: list[Any] = []
+    launch = record(lambda: chosen.extend(launch_wgrad(target, FORMATS[pair])))
+    assert_uses_the_chip(metrics_of(launch, target), *chosen)
+
+
+@targets
+def test_wgrad_accumulates_without_spills(record: Recorder, target: str) -> None:
+    launch = record(launch_wgrad, target, FORMATS["e4m3"], accumulate=True)
+    assert launch.arguments["ACCUMULATE"] is True
+    assert metrics_of(launch, target).spills == 0
+
+
+@targets
+@pytest.mark.parametrize("groups, dtype", [
+    (0, torch.bfloat16), (8, torch.bfloat16), (8, torch.float32), (1024, torch.bfloat16)], ids=str)
+def test_dual(record: Recorder, groups: int, dtype: torch.dtype, target: str) -> None:
+    """Wide loads of the data and wide stores of both copies."""
+    launch = record(launch_dual, target, (8192, 2880), dtype, groups=groups)
+    metrics = metrics_of(launch, target)
+    assert metrics.spills == metrics.scratch == 0
+    threads = launch.arguments["num_warps"] * (64 if target == "gfx950" else 32)
+    data_loads = 64 * 128 * dtype.itemsize // 16 // threads
+    assert metrics.global_loads[128] >= data_loads  # offsets may come in wide loads too
+    assert metrics.global_stores[128] == 2 * 64 * 128 // 16 // threads
+    assert metrics.registers <= 168  # three programs of four warps a multiprocessor on NVIDIA
+
+
+@targets
+def test_most_groups_fit(record: Recorder, target: str) -> None:
+    """The search among 1024 groups costs no spills in the GEMM."""
+    launch = record(launch_gemm, target, FORMATS["e4m3"], groups=grouped.MAX_GROUPS)
+    assert launch.arguments["BLOCK_G"] == 2048
+    assert metrics_of(launch, target).spills == 0
+
+
+@pytest.mark.parametrize("op", ["dual", "e4m3", "bf16", "wgrad"])
+def test_changing_rows_share_a_binary(record: Recorder, op: str) -> None:
+    """Row and group counts, odd or one, do not recompile: they change from step to step."""
+    seen = set()
+    for m, groups in itertools.product((1, 777, 8192), (1, 3, 16)):
+        launch = {
+            "dual": lambda m=m, groups=groups: record(
+                launch_dual, "sm_90", (m, 2880), torch.bfloat16, groups=groups),
+            "e4m3": lambda m=m, groups=groups: record(
+                launch_gemm, "sm_90", FORMATS["e4m3"], m=m, groups=groups),
+            "bf16": lambda m=m, groups=groups: record(
+                launch_gemm, "sm_90", FORMATS["bf16"], m=m, groups=groups),
+            "wgrad": lambda m=m, groups=groups: record(
+                launch_wgrad, "sm_90", FORMATS["e4m3"], m=m, groups=groups),
+        }[op]()
+        arguments = {key: value for key, value in launch.arguments.items()
+                     if key not in ("num_warps", "num_stages")}
+        # The one thing that follows the rows on purpose: lower tiles for small groups.
+        arguments["BLOCK_M"] = 128
+        arguments = {key: value for key, value in arguments.items()
+                     if key in launch.kernel.arg_names}
+        signature, constexprs, divisible = specialize(launch.kernel, arguments)
+        seen.add(repr((sorted(signature.items()), sorted(constexprs.items(), key=str),
+                       sorted(divisible))))
+    assert len(seen) == 1
+
+
+@targets
+def test_choices_are_valid(target: str) -> None:
+    """The heuristic's config is valid and the first of configs(), and there is a choice."""
+    for op, pair, m, trans_b in itertools.product(
+            (grouped.GROUPED_GEMM, grouped.GROUPED_WGRAD), FORMATS, (1, 256, 65536), (True, False)):
+        problem = GroupedProblem(op.op, TARGETS[target], m, 8, 2880, 2880, *FORMATS[pair], trans_b,
+                                 torch.bfloat16)
+        configs = list(op.configs(problem))
+        assert configs[0] == op.heuristic(problem)
+        assert len(set(configs)) > 3
+        assert all(grouped.invalid(problem, config) is None for config in configs)
+
+
+@pytest.mark.parametrize("arch, kind", [("sm_80", "cuda"), ("gfx942", "hip")])
+def test_older_chips_are_refused(arch: str, kind: str) -> None:
+    target = replace(TARGETS["sm_90"], kind=kind, arch=arch)
+    problem = GroupedProblem(Op.GROUPED_GEMM, target, 64, 2, 64, 64, "bf16", "bf16", True,
+                             torch.bfloat16)
+    reason = grouped.GROUPED_GEMM.unsupported(problem)
+    assert reason is not None
+    assert arch in reason
+
+
+def test_grids_fit_the_work(record: Recorder) -> None:
+    """Row tiles: one a row at most, else full tiles and one ragged tile a group; below 2^31."""
+    config = grouped.GROUPED_GEMM.heuristic(
+        GroupedProblem(Op.GROUPED_GEMM, TARGETS["sm_90"], 8192, 8, 2880, 2880, "bf16", "bf16",
+                       True, torch.bfloat16))
+    columns = -(-2880 // config.block_n)
+    assert record(launch_gemm, "sm_90", FORMATS["bf16"]).grid == (
+        (8192 // config.block_m + 8) * columns,)
+    assert record(launch_gemm, "sm_90", FORMATS["bf16"], m=3).grid == (3 * columns,)
+    assert record(launch_gemm, "sm_90", FORMATS["bf16"], m=1 << 30, groups=1024).grid[0] < 2**31
