@@ -109,7 +109,6 @@ class Recorder:
                     monkeypatch.setattr(module, name, _Recording(kernel, self.launches))
         monkeypatch.setattr(moe, "combine_rows", lambda out, slot_rows: out)
         monkeypatch.setattr(moe, "quantize_rows", lambda problem, x: x)
-        monkeypatch.setattr(moe, "QUANTIZE", _NoQuantizer())
 
     def run(self, problem: MoEProblem, config: GemmConfig, *, has_bias: bool) -> list[Launch]:
         """Launches of both stages of `problem`, each with the same config."""
@@ -132,13 +131,3 @@ class Recorder:
         moe.DOWN.launch(problem, config, h=rows_of(plan.max_blocks * unit, inner, a_format),
                         weights=weights, plan=plan)
         return list(self.launches)
-
-
-class _NoQuantizer:
-    """Stands for another backend's quantiser, whose result nobody looks at."""
-
-    def heuristic(self, problem: Any) -> None:
-        return None
-
-    def launch(self, problem: Any, config: Any, *, x: torch.Tensor) -> torch.Tensor:
-        return x

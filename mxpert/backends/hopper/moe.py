@@ -11,19 +11,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...formats.tensor import Layout, MXTensor
-from ...problem import (
-    Combine,
-    GemmConfig,
-    MoEProblem,
-    Op,
-    QuantizeProblem,
-    activation_mx_format,
-)
+from ...problem import Combine, GemmConfig, MoEProblem, Op
 from ...routing import RoutingPlan
 from ...weights import MoEWeights
 from ..triton.combine import combine_rows
 from ..triton.moe import TwoStageLayer, quantize_rows
-from ..triton.quantize import QUANTIZE
 from . import heuristics
 from .decode_kernel import _moe_gemm_decode_kernel
 from .epilogue import ACTIVATION_KINDS
@@ -93,12 +85,7 @@ class _GateUp(_Stage):
         if plan.max_blocks:
             rows = sorted_rows(quantize_rows(problem, x), plan, num_rows, scatter=True)
             self._multiply(h, rows, weights, plan, problem, config)
-        format = activation_mx_format(problem.options.activation_format, problem.op.value)
-        if format is None:
-            return h
-        quantize = QuantizeProblem(Op.QUANTIZE, problem.target, tuple(h.shape), -1, h.dtype,
-                                   format, problem.options.scale_rule)
-        return QUANTIZE.launch(quantize, QUANTIZE.heuristic(quantize), x=h)
+        return quantize_rows(problem, h)
 
     @staticmethod
     def _multiply(h: torch.Tensor, rows: SortedRows, weights: MoEWeights, plan: RoutingPlan,
