@@ -174,9 +174,12 @@ def activation_mx_format(name: str, op: str) -> MXFormat | None:
 
 @dataclass(frozen=True)
 class MoEOptions:
-    """Every choice that changes the numbers of an MoE layer, with its default."""
+    """Every choice that changes the numbers of an MoE layer.
 
-    activation: Activation = SwiGLU()
+    `activation` has no default: torch.compile (2.11) cannot build a default that is an object.
+    """
+
+    activation: Activation
     activation_format: str = "bf16"
     scale_rule: ScaleRule = ScaleRule.RCEIL
     apply_router_weight_on_input: bool = False

@@ -26,6 +26,7 @@ from ..problem import (
     Problem,
     QuantizeProblem,
     RoutingProblem,
+    SiLU,
     Target,
     TopKOptions,
     TopKProblem,
@@ -122,7 +123,7 @@ def small_problems(target: Target) -> list[Problem]:
     problems.append(RoutingProblem(Op.ROUTING_PLAN, target, 16, 4, 32, 32, 16))
     for op in (Op.MOE_GATE_UP, Op.MOE_DOWN, Op.FUSED_MOE):
         unit = 0 if op is Op.FUSED_MOE else 64
-        problems += [MoEProblem(op, target, 16, 4, 32, 512, 512, MoEOptions(activation_format=name),
+        problems += [MoEProblem(op, target, 16, 4, 32, 512, 512, MoEOptions(SiLU(), name),
                                 Layout.ROW_MAJOR, unit) for name in ("bf16", "mxfp8", "mxfp4")]
     problems.append(DualProblem(Op.QUANTIZE_DUAL, target, (64, 64), torch.bfloat16, MXFP8_E4M3,
                                 ScaleRule.RCEIL, 4, True))

@@ -68,7 +68,7 @@ def tiles_of(a_format: str) -> dict[str, MoEConfig]:
     depth split, too."""
     target = replace(detect_target("cpu"), kind="cuda", arch="sm_90", num_sms=132)
     problem = MoEProblem(Op.FUSED_MOE, target, 64, 4, 32, 2880, 2880,
-                         MoEOptions(activation_format=a_format), Layout.HOPPER_FRAGMENT)
+                         MoEOptions(SwiGLU(), a_format), Layout.HOPPER_FRAGMENT)
     found = {}
     for config in dict.fromkeys(replace(stage, split_k=1)
                                 for layer in heuristics.layer_configs(problem)
