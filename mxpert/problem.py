@@ -17,6 +17,7 @@ import torch
 from .errors import UnsupportedError, message, require
 from .formats.spec import MXFormat, ScaleRule, get_format
 from .formats.tensor import Layout
+from .formats.token import FP8_TOKEN
 
 
 class Combine(enum.Enum):
@@ -72,7 +73,7 @@ class SwiGLU:
 
     def __post_init__(self) -> None:
         _require_number("SwiGLU", "alpha", self.alpha)
-        _require_positive("SwiGLU", "limit", self.limit)
+        _require_number("SwiGLU", "limit", self.limit, limit=True)
 
     @property
     def parameters(self) -> tuple[float, float]:
@@ -95,7 +96,7 @@ class ClampedSiLU:
     name = "clamped_silu"
 
     def __post_init__(self) -> None:
-        _require_positive("ClampedSiLU", "limit", self.limit)
+        _require_number("ClampedSiLU", "limit", self.limit, limit=True)
 
     @property
     def parameters(self) -> tuple[float, float]:
@@ -121,25 +122,19 @@ class SiTUv2:
     def __post_init__(self) -> None:
         for name, value in (("beta", self.beta), ("beta_up", self.beta_up)):
             _require_number("SiTUv2", name, value)
-            _require_positive("SiTUv2", name, value)
+            require(value > 0, "SiTUv2", name, need="a number above zero", got=value)
 
     @property
     def parameters(self) -> tuple[float, float]:
         return self.beta, self.beta_up
 
 
-def _require_number(op: str, name: str, value: object) -> None:
-    """`value` is a finite Python number: activations are constants of a compiled kernel."""
+def _require_number(op: str, name: str, value: object, *, limit: bool = False) -> None:
+    """`value` is a finite number or, for a limit, above zero; an infinite limit clamps nothing."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(message(op, name, "a number", repr(value)))
-    require(math.isfinite(value), op, name, need="a finite number", got=value)
-
-
-def _require_positive(op: str, name: str, value: object) -> None:
-    """`value` is a number above zero; infinity clamps nothing."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(message(op, name, "a number", repr(value)))
-    require(value > 0, op, name, need="a number above zero", got=value)
+    need = "a number above zero" if limit else "a finite number"
+    require(value > 0 if limit else math.isfinite(value), op, name, need=need, got=value)
 
 
 Activation = SiLU | SwiGLU | ClampedSiLU | SiTUv2
@@ -162,14 +157,14 @@ def activation_from(name: str, parameters: Iterable[float]) -> Activation:
         message("activation_from", "name", f"one of {sorted(ACTIVATIONS)}", repr(name)))
 
 
-ACTIVATION_FORMATS = ("bf16", "mxfp8", "mxfp4")
+ACTIVATION_FORMATS = ("bf16", "mxfp8", "mxfp4", FP8_TOKEN)
 
 
 def activation_mx_format(name: str, op: str) -> MXFormat | None:
-    """The MX format that ``activation_format=`` names; None for bf16. "mxfp8" is e4m3."""
+    """The MX format that `name` stands for ("mxfp8" is e4m3); None where ops exchange bfloat16."""
     require(isinstance(name, str) and name in ACTIVATION_FORMATS, op, "activation_format",
             need=f"one of {list(ACTIVATION_FORMATS)}", got=repr(name))
-    return None if name == "bf16" else get_format(name)
+    return None if name in ("bf16", FP8_TOKEN) else get_format(name)
 
 
 @dataclass(frozen=True)

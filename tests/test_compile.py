@@ -14,7 +14,7 @@ import mxpert
 from mxpert import GateUpOrder, MoEWeights, SwiGLU
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, BLOCK = 4, 2, 64, 32, 16
-FORMATS = ("bf16", "mxfp8", "mxfp4")
+FORMATS = ("bf16", "mxfp8", "mxfp4", "fp8_token")
 
 
 def _weights() -> MoEWeights:
@@ -47,11 +47,12 @@ class Layer:
         options = {"activation": SwiGLU(), "activation_format": self.activation_format}
         if not self.staged:
             return mxpert.fused_moe(x, WEIGHTS, topk_ids, topk_weights, **options)
-        rows = (x if self.activation_format == "bf16"
+        rows = (x if self.activation_format in ("bf16", "fp8_token")
                 else mxpert.quantize(x, self.activation_format))
         plan = mxpert.make_routing_plan(topk_ids, topk_weights, num_experts=EXPERTS,
                                         routing_block_m=BLOCK)
-        return mxpert.moe_down(mxpert.moe_gate_up(rows, WEIGHTS, plan, **options), WEIGHTS, plan)
+        h = mxpert.moe_gate_up(rows, WEIGHTS, plan, **options)
+        return mxpert.moe_down(h, WEIGHTS, plan, activation_format=self.activation_format)
 
 
 LAYERS = pytest.mark.parametrize("layer", [

@@ -45,6 +45,7 @@ from .measure import (
 )
 from .report import (
     ACTIVATION_NAMES,
+    FORMATS_HELP,
     PLOT_HINT,
     Row,
     best_device,
@@ -138,7 +139,7 @@ def run_stage(stage: str, weights: MoEWeights, inputs: Inputs, h: torch.Tensor |
             return moe_gate_up(inputs.x, weights, inputs.plan, activation=options.activation,
                                activation_format=options.activation_format)
         case "down":
-            return moe_down(h, weights, inputs.plan)
+            return moe_down(h, weights, inputs.plan, activation_format=options.activation_format)
     return fused_moe(inputs.x, weights, inputs.topk_ids, inputs.topk_weights,
                      activation=options.activation, activation_format=options.activation_format)
 
@@ -231,7 +232,7 @@ def bench(
     model: list[str] = typer.Option(None, help="A named model; repeat for several. "
                                     "Default: gpt-oss-120b."),
     tokens: str = typer.Option("1,16,64,128,256,1024", help="Token counts, comma-separated."),
-    formats: str = typer.Option("bf16,mxfp8,mxfp4", "--format", help="Activation formats."),
+    formats: str = typer.Option("bf16,mxfp8,mxfp4", "--format", help=FORMATS_HELP),
     stage: str = typer.Option("gate_up,down,layer", help="Stages to time."),
     routing: str = typer.Option("uniform", help="uniform, zipf, half or one_expert."),
     backend: str = typer.Option(None, help="Pin a backend instead of the best one."),

@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from ..dispatch import override
 from ..errors import require
+from ..formats.token import FP8_TOKEN, quantize_token_rows
 from ..integrations.checkpoints import LoadedMoELayer, load_gpt_oss_layers
 from ..integrations.gpt_oss import (
     DEMO_TEXT,
@@ -121,9 +122,16 @@ def quantisation_noise(case: LayerCase, num_tokens: int, activation_format: str)
         h = moe_gate_up(x, weights, plan, activation=case.layer.activation)
         assert isinstance(h, torch.Tensor)  # for the type checker: bf16 in, bf16 out
         h = h[(plan.sorted_token_ids & TOKEN_MASK) < num_tokens]
-        noise_x, noise_h = (relative_l2(dequantize(quantize(rows, activation_format)), rows) ** 2
+        noise_x, noise_h = (relative_l2(quantised(rows, activation_format), rows) ** 2
                             for rows in (x, h))
     return noise_x, noise_h
+
+
+def quantised(rows: torch.Tensor, activation_format: str) -> torch.Tensor:
+    """The rows as a quantised activation format holds them, float32."""
+    if activation_format == FP8_TOKEN:
+        return quantize_token_rows(rows).dequantize()
+    return dequantize(quantize(rows, activation_format))
 
 
 def run_case(case: LayerCase, num_tokens: int, activation_format: str, ceilings: Ceilings,

@@ -18,6 +18,7 @@ from ..errors import UnsupportedError
 from ..formats.spec import MXFP4, MXFP8_E4M3, ScaleRule
 from ..formats.tensor import Layout
 from ..problem import (
+    ACTIVATION_FORMATS,
     DualProblem,
     GroupedProblem,
     MoEOptions,
@@ -124,7 +125,7 @@ def small_problems(target: Target) -> list[Problem]:
     for op in (Op.MOE_GATE_UP, Op.MOE_DOWN, Op.FUSED_MOE):
         unit = 0 if op is Op.FUSED_MOE else 64
         problems += [MoEProblem(op, target, 16, 4, 32, 512, 512, MoEOptions(SiLU(), name),
-                                Layout.ROW_MAJOR, unit) for name in ("bf16", "mxfp8", "mxfp4")]
+                                Layout.ROW_MAJOR, unit) for name in ACTIVATION_FORMATS]
     problems.append(DualProblem(Op.QUANTIZE_DUAL, target, (64, 64), torch.bfloat16, MXFP8_E4M3,
                                 ScaleRule.RCEIL, 4, True))
     name = MXFP8_E4M3.name

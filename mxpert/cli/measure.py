@@ -108,7 +108,8 @@ def error_gate(stage: str, activation_format: str) -> float:
     A stage with bfloat16 output is held to the rounding of that output; where an MX intermediate
     is rounded, accumulator noise flips codes at rounding boundaries, and the wider gate applies.
     """
-    flips = stage == "layer" or (stage == "gate_up" and activation_format != "bf16")
+    flips = stage == "layer" or (
+        stage == "gate_up" and activation_format in ("mxfp8", "mxfp4"))
     return END_TO_END_GATE if flips else STAGE_GATE
 
 
@@ -124,7 +125,7 @@ def cosine_gate(activation_format: str, rows_noise: float, intermediate_noise: f
     a quantiser that both sides share and that is wrong.
 
     Args:
-        activation_format: "bf16", "mxfp8" or "mxfp4".
+        activation_format: a name of `mxpert.problem.ACTIVATION_FORMATS`.
         rows_noise: n_x, noise over signal (energies) of the quantised input rows.
         intermediate_noise: n_h, the same of the quantised intermediate.
     """

@@ -27,7 +27,9 @@ from ..errors import message, require
 Row = dict[str, Any]
 PLAIN_WIDTH = 120
 PLOT_HINT = "no plot: matplotlib is not installed; pip install 'mxpert[plot]'"
-ACTIVATION_NAMES = {"bf16": "a16w4", "mxfp8": "a8w4", "mxfp4": "a4w4"}
+ACTIVATION_NAMES = {"bf16": "a16w4", "mxfp8": "a8w4", "mxfp4": "a4w4",
+                    "fp8_token": "a8w4 per token"}
+FORMATS_HELP = f"Activation formats, out of {', '.join(ACTIVATION_NAMES)}."
 _NVIDIA_SMI = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
 
 

@@ -28,6 +28,7 @@ from ..testing.toolchain import toolchain
 from .measure import RunWeights, error_gate
 from .report import (
     ACTIVATION_NAMES,
+    FORMATS_HELP,
     Row,
     best_device,
     environment,
@@ -304,7 +305,7 @@ def tune(
                                     "gpt-oss-120b, unless --shape is given."),
     shape: list[str] = typer.Option(None, help="E,k,H,F of another layer; repeat for several."),
     tokens: str = typer.Option(DEFAULT_TOKENS, help="Token counts, comma-separated."),
-    formats: str = typer.Option("bf16,mxfp8,mxfp4", "--format", help="Activation formats."),
+    formats: str = typer.Option("bf16,mxfp8,mxfp4", "--format", help=FORMATS_HELP),
     time_budget: float = typer.Option(DEFAULT_SECONDS, help="Seconds for the whole run; cells left "
                                       "are tuned when it is run again."),
     output: Path = typer.Option(None, help="The table. Default: this user's for this device."),

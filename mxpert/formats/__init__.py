@@ -31,6 +31,7 @@ from .spec import (
     get_format,
 )
 from .tensor import Layout, MXTensor
+from .token import FP8_TOKEN, TokenRows, quantize_token_rows
 
 __all__ = [
     "E2M1",
@@ -40,6 +41,7 @@ __all__ = [
     "E8M0_MAX",
     "E8M0_NAN",
     "FORMATS",
+    "FP8_TOKEN",
     "MXFP4",
     "MXFP8_E4M3",
     "MXFP8_E5M2",
@@ -50,6 +52,7 @@ __all__ = [
     "MXFormat",
     "MXTensor",
     "ScaleRule",
+    "TokenRows",
     "block_scale",
     "decode",
     "decode_scale",
@@ -60,6 +63,7 @@ __all__ = [
     "get_format",
     "pack_codes",
     "quantize_blocks",
+    "quantize_token_rows",
     "unfold",
     "unpack_codes",
 ]

@@ -45,9 +45,10 @@ def fused_moe(
         topk_weights: float32 [T, k], routing weights.
         activation: SiLU(), SwiGLU(alpha, limit), ClampedSiLU(limit) or SiTUv2(beta, beta_up).
         activation_format: "bf16" (a16w4), "mxfp8" (a8w4) or "mxfp4" (a4w4); MX formats quantise x
-            and the intermediate with 1×32 scales.
+            and the intermediate with 1×32 scales. "fp8_token" is a8w4 with e4m3 rows and one
+            float32 scale each (amax / 448, see mxpert.formats.quantize_token_rows); x is bfloat16.
         combine: REDUCE (deterministic) or ATOMIC.
-        scale_rule: rule for quantised activations.
+        scale_rule: rule for activations in MX formats.
         apply_router_weight_on_input: weigh x instead of the result.
         expert_map: int32 [E_global], global id to local id or −1 (expert parallelism).
         num_local_tokens: int32 [1] on the device; tokens at or beyond it are skipped.
@@ -94,8 +95,9 @@ def moe_gate_up(
         activation, activation_format, scale_rule, apply_router_weight_on_input: as in fused_moe.
 
     Returns:
-        The intermediate in sorted order, [P, F]: bfloat16, or an MXTensor in `activation_format`.
-        Rows that are padding are undefined.
+        The intermediate in sorted order, [P, F]: an MXTensor in `activation_format`, or bfloat16
+        for "bf16" and "fp8_token" (no MXTensor has row scales: pass the format to moe_down, too,
+        which quantises the rows as it reads them). Rows that are padding are undefined.
 
     Raises:
         TypeError, ValueError, UnsupportedError: as fused_moe.
@@ -123,8 +125,8 @@ def moe_gate_up(
 
 def moe_down(
     h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, *,
-    combine: Combine = Combine.REDUCE, apply_router_weight_on_input: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
+    activation_format: str | None = None, combine: Combine = Combine.REDUCE,
+    apply_router_weight_on_input: bool = False, out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """Stage 2: down GEMM, bias, routing weight, combine.
 
@@ -135,6 +137,8 @@ def moe_down(
     Args:
         h: what moe_gate_up returned: [P, F] in sorted order, bfloat16 or MXTensor.
         weights: MoEWeights. plan: the plan of stage 1.
+        activation_format: None takes `h` as it is. "fp8_token" quantises bfloat16 rows to e4m3
+            with one float32 scale each.
         combine: REDUCE, ATOMIC, or FLAT for the weighted rows [P, H] in sorted order.
         apply_router_weight_on_input: True if stage 1 applied the routing weight.
         out_dtype: bfloat16, float16 or float32.
@@ -156,8 +160,9 @@ def moe_down(
         >>> mxpert.moe_down(h, weights, plan, combine=mxpert.Combine.FLAT).shape
         torch.Size([32, 32])
     """
-    options = MoEOptions(_NO_ACTIVATION(), _rows_format(h), combine=combine, out_dtype=out_dtype,
-                         apply_router_weight_on_input=apply_router_weight_on_input)
+    options = MoEOptions(_NO_ACTIVATION(), _rows_format(h, activation_format), combine=combine,
+                         apply_router_weight_on_input=apply_router_weight_on_input,
+                         out_dtype=out_dtype)
     check_down(h, weights, plan, options)
     return _down_op(*_flatten_rows(h), *library.flatten_weights(weights),
                     *library.flatten_plan(plan), *library.flatten_options(options))
@@ -185,9 +190,9 @@ def describe_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: Rout
 
 
 def describe_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
-                  **options: Any) -> MoEProblem:
+                  *, activation_format: str | None = None, **options: Any) -> MoEProblem:
     """The problem that `moe_down` resolves for the same arguments."""
-    chosen = MoEOptions(_NO_ACTIVATION(), _rows_format(h), **options)
+    chosen = MoEOptions(_NO_ACTIVATION(), _rows_format(h, activation_format), **options)
     check_down(h, weights, plan, chosen)
     return _problem(Op.MOE_DOWN, weights, plan.num_tokens, plan.top_k, chosen,
                     plan.routing_block_m)
@@ -200,8 +205,10 @@ def _problem(op: Op, weights: MoEWeights, num_tokens: int, top_k: int, options: 
                       routing_block_m)
 
 
-def _rows_format(rows: torch.Tensor | MXTensor) -> str:
-    """The `activation_format` name of activations: "bf16", "mxfp8" or "mxfp4"."""
+def _rows_format(rows: torch.Tensor | MXTensor, named: str | None) -> str:
+    """The `activation_format` that was named, else what `rows` are: "bf16", "mxfp8" or "mxfp4"."""
+    if named is not None:
+        return named
     return rows.format.name.split("_")[0] if isinstance(rows, MXTensor) else "bf16"
 
 

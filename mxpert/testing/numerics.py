@@ -24,8 +24,9 @@ from ..formats.codec import (
     pack_codes,
     unpack_codes,
 )
-from ..formats.spec import MXFormat, ScaleRule, get_format
+from ..formats.spec import E4M3, MXFormat, ScaleRule, get_format
 from ..formats.tensor import MXTensor
+from ..formats.token import FP8_TOKEN
 
 STAGE_GATE = 2.5e-3
 """Largest relative L2 that any stage with bfloat16 output may show."""
@@ -243,7 +244,7 @@ def accumulation_error(
 
 
 def requantisation_error(
-    fmt: MXFormat | str | None, value_error: float, numel: int = 8192,
+    fmt: MXFormat | str | None, value_error: float, numel: int = 8192, *, row: int = 32,
 ) -> float:
     """Relative L2 between two roundings of values that differ by `value_error` before rounding.
 
@@ -258,19 +259,29 @@ def requantisation_error(
     rounded to bfloat16 first, which the noise crosses with probability ``|e| / ulp``, and that
     changes the code with probability ``ulp / step``: the product is the same.
 
+    The scale of "fp8_token" is proportional to its row's maximum, rounded to bfloat16 too: with
+    probability ``|e| / ulp`` it moves by an ulp u ≤ 2^−7, and every value of the row with it, by u
+    or with probability ``u / step`` by a step. In the mean that is E once more; the single event is
+    then a whole row, ``q = u (u + s) row / N``.
+
     Args:
-        fmt: an MX format; None is bfloat16 (m = 7, no subnormals in reach).
+        fmt: an MX format or "fp8_token"; None is bfloat16 (m = 7, no subnormals in reach).
         value_error: relative L2 before rounding.
         numel: N, the values compared.
+        row: values that a scale of "fp8_token" spans; amax is at most ``√row`` of their rms.
     """
+    changes, single = 1, 0.0
     if fmt is None:
         step = 2.0 ** -7
+    elif fmt == FP8_TOKEN:
+        step = 2.0 ** -3 + 2.0 ** -9 * math.sqrt(row) / 448
+        changes, single = 2, 2.0 ** -7 * (2.0 ** -7 + step) * row / max(1, numel)
     else:
         element = get_format(fmt).element
         subnormal = 2.0 ** (1 - element.bias - element.mantissa_bits)
         step = 2.0 ** -element.mantissa_bits + subnormal * 4 * math.sqrt(32) / element.max_value
-    expected = math.sqrt(2 / math.pi) * value_error * step
-    single = step ** 2 / max(1, numel)
+    expected = changes * math.sqrt(2 / math.pi) * value_error * step
+    single = max(single, step ** 2 / max(1, numel))
     return math.sqrt(expected + 5 * math.sqrt(expected * single) + single)
 
 
@@ -338,11 +349,13 @@ def end_to_end_tolerance(
     stage 1's accumulator noise. The down projection maps that error and the values alike, so it
     arrives with its relative size. Args as `stage_tolerance`; at most END_TO_END_GATE.
     """
-    fmt = None if a_format == "bf16" else _mx_format(a_format)
+    fmt: MXFormat | str | None = None
+    if a_format != "bf16":
+        fmt = a_format if a_format == FP8_TOKEN else _mx_format(a_format)
     noise = _ACTIVATION_GAIN * accumulation_error(hidden_size, significant_bits=accumulator_bits)
     stage_two = stage_tolerance(a_format, out_dtype, intermediate_size, top_k=top_k, numel=numel,
                                 cancellation=cancellation, accumulator_bits=accumulator_bits)
-    flips = cancellation * requantisation_error(fmt, noise, numel)
+    flips = cancellation * requantisation_error(fmt, noise, numel, row=intermediate_size)
     return min(END_TO_END_GATE, math.hypot(stage_two, flips))
 
 
@@ -378,6 +391,17 @@ def quantisation_noise(fmt: MXFormat | str, rule: ScaleRule, magnitudes: torch.T
     return max(_block_noise(fmt, rule, magnitudes * 2 ** (step / 8)) for step in range(8))
 
 
+def token_noise(magnitudes: torch.Tensor) -> float:
+    """`quantisation_noise` of "fp8_token": the largest magnitude of a row lies anywhere in e4m3's
+    last binade, the others relative to it."""
+    noise = 0.0
+    for step in range(8):
+        values = magnitudes * (E4M3.max_value * 2 ** (-step / 8) / magnitudes.max())
+        rounded = decode(encode(values, E4M3), E4M3, torch.float64)
+        noise = max(noise, ((rounded - values).square().mean() / values.square().mean()).item())
+    return noise
+
+
 def _block_noise(fmt: MXFormat, rule: ScaleRule, values: torch.Tensor) -> float:
     scales = decode_scale(block_scale(values, fmt, rule), torch.float64)
     rank = torch.arange(len(values) + 1, dtype=torch.float64) / len(values)
@@ -409,7 +433,7 @@ def sqnr_floor_db(a_format: str, *, rule: ScaleRule = ScaleRule.RCEIL,
     quantised. For bf16 n_x is 0 (x is bfloat16 on both sides).
 
     Args:
-        a_format: "bf16", "mxfp8" or "mxfp4". rule: of the activations.
+        a_format: "bf16", "mxfp8", "mxfp4" or "fp8_token". rule: of MX activations.
         quantised_weights: compare with unquantised weights, too (MXFP4 with RCEIL).
 
     Returns:
@@ -417,7 +441,10 @@ def sqnr_floor_db(a_format: str, *, rule: ScaleRule = ScaleRule.RCEIL,
     """
     rounding = rounding_rms(8) ** 2
     noise_x, noise_h = 0.0, rounding
-    if a_format != "bf16":
+    if a_format == FP8_TOKEN:
+        noise_x = token_noise(gaussian_magnitudes())
+        noise_h += token_noise(gated_magnitudes())
+    elif a_format != "bf16":
         fmt = _mx_format(a_format)
         noise_x = quantisation_noise(fmt, rule, gaussian_magnitudes())
         noise_h += quantisation_noise(fmt, rule, gated_magnitudes())

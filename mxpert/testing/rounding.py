@@ -27,6 +27,7 @@ from ..formats.codec import (
 )
 from ..formats.spec import E8M0_BIAS, MXFormat, ScaleRule
 from ..formats.tensor import MXTensor
+from ..formats.token import FP8_TOKEN, quantize_token_rows
 from ..problem import activation_mx_format
 from ..weights import gate_up_rows
 from .numerics import accumulation_error
@@ -77,8 +78,12 @@ def gate_up_oracle(
     weights, activation = inputs.weights, inputs.activation
     num_tokens, top_k = inputs.topk_ids.shape
     fmt, device = activation_mx_format(a_format, "gate_up_oracle"), weights.device
-    x = inputs.x.double() if fmt is None else dequantize_blocks(
-        quantize_blocks(inputs.x, fmt, -1, scale_rule), torch.float64)
+    if fmt is not None:
+        x = dequantize_blocks(quantize_blocks(inputs.x, fmt, -1, scale_rule), torch.float64)
+    elif a_format == FP8_TOKEN:
+        x = quantize_token_rows(inputs.x).dequantize(torch.float64)
+    else:
+        x = inputs.x.double()
     noise = DEVIATIONS * (accumulation_error(weights.hidden_size) if accumulation is None
                           else accumulation)
     assert weights.gate_up_order is not None  # for the type checker; MoEWeights has refused None

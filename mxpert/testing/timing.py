@@ -180,7 +180,7 @@ def matmul_rate(device: torch.device | str, activation_format: str = "bf16",
     Args:
         device: where to measure.
         activation_format: "bf16" measures bfloat16 (float32 on a CPU, where the reference computes
-            in it); "mxfp8" and "mxfp4" measure e4m3 with fast accumulation, where the GPU has it.
+            in it); the others measure e4m3 with fast accumulation, where the GPU has it.
         size: rows and columns of the square matrices; by default 8192, on a CPU 1024.
     """
     on_gpu = torch.device(device).type == "cuda"

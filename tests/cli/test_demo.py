@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from mxpert.cli import demo, measure, report
 from mxpert.cli.main import app
+from mxpert.problem import ACTIVATION_FORMATS
 
 pytest.importorskip("transformers")
 runner = CliRunner()
@@ -41,7 +42,7 @@ def test_a_run_passes_its_gates_and_writes_its_report(checkpoint: Path, tmp_path
     assert document == json.loads((tmp_path / "report.json").read_text())
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert [(row["T"], row["activation"]) for row in document["summary"]] == [
-        (tokens, name) for tokens in (1, 33) for name in ("bf16", "mxfp8", "mxfp4")]
+        (tokens, name) for tokens in (1, 33) for name in ACTIVATION_FORMATS]
     assert {row["layer"] for row in document["rows"]} == {0, 1}
     for row in document["rows"]:
         assert row["passed"]
@@ -75,7 +76,7 @@ def test_a_wrong_result_fails_the_run(checkpoint: Path, tmp_path: Path,
     assert not any(row["passed"] for row in rows)
 
 
-@pytest.mark.parametrize("name", ["bf16", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("name", ACTIVATION_FORMATS)
 def test_the_error_gate_sees_a_wrong_kernel(checkpoint: Path, name: str,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """One token of sixteen, off by a quarter, as one bad tile would leave it."""

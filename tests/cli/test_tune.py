@@ -206,7 +206,7 @@ def device_trial(kernel: FakeKernel, num_tokens: int, name: str) -> DeviceTrial:
                        Probes.of(SHAPE, weights, MoEOptions(SHAPE.activation, name)))
 
 
-@pytest.mark.parametrize("name", ["bf16", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("name", ["bf16", "mxfp8", "mxfp4", "fp8_token"])
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 45])
 def test_probes_know_their_result_in_every_batch(num_tokens: int, name: str) -> None:
     trial = device_trial(FakeKernel(), num_tokens, name)
@@ -284,7 +284,7 @@ def test_a_run_writes_a_table_that_can_be_read(machine: FakeKernel, tmp_path: Pa
     text = path.read_text()
     rows = tables.parse_table(text, "table")
     assert len(rows) == 6
-    assert {row.formats for row in rows} == set(tables.FORMATS)
+    assert {row.formats for row in rows} == {f"{name}xmxfp4" for name in ("bf16", "mxfp8", "mxfp4")}
     assert {row.config for row in rows} == {THIRD}, "the fastest is wrong"
     for row in rows:
         assert (row.measured.us, row.measured.heuristic_us, row.measured.source) == (

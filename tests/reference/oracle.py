@@ -11,7 +11,7 @@ import math
 import torch
 
 from mxpert import GateUpOrder, MoEWeights, ScaleRule
-from mxpert.formats import dequantize_blocks, quantize_blocks
+from mxpert.formats import dequantize_blocks, quantize_blocks, quantize_token_rows
 from mxpert.formats.tensor import MXTensor
 from mxpert.problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
 
@@ -21,6 +21,8 @@ def rounded(row: torch.Tensor, activation_format: str, rule: ScaleRule) -> torch
     row = row.float().bfloat16()
     if activation_format == "bf16":
         return row.double()
+    if activation_format == "fp8_token":
+        return quantize_token_rows(row[None]).dequantize(torch.float64)[0]
     return dequantize_blocks(quantize_blocks(row, activation_format, -1, rule), torch.float64)
 
 

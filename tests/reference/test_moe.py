@@ -22,7 +22,8 @@ from mxpert.testing.poison import PLANTED_ERRORS, nan_filled_scratch, poison_wei
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
 from .oracle import moe_layer
 
-FORMATS = ("bf16", "mxfp8", "mxfp4")
+MX_FORMATS = ("mxfp8", "mxfp4")
+FORMATS = ("bf16", *MX_FORMATS, "fp8_token")
 ACTIVATIONS = (SiLU(), SwiGLU(), SwiGLU(alpha=1.3, limit=1.0), ClampedSiLU(0.5), SiTUv2(),
                SiTUv2(beta=0.7, beta_up=1.1))
 SHAPE = MoEShape(96, 64, 5, 3, SwiGLU(), GateUpOrder.INTERLEAVED, has_bias=True)
@@ -63,7 +64,7 @@ def test_layer_equals_the_oracle(activation, order, activation_format, float64) 
 
 
 @pytest.mark.parametrize("rule", ScaleRule, ids=lambda rule: rule.name.lower())
-@pytest.mark.parametrize("activation_format", FORMATS[1:])
+@pytest.mark.parametrize("activation_format", MX_FORMATS)
 @pytest.mark.parametrize("combine", [Combine.REDUCE, Combine.ATOMIC], ids=lambda c: c.value)
 @pytest.mark.parametrize("on_input", [False, True], ids=("weight_on_output", "weight_on_input"))
 def test_options_equal_the_oracle(on_input, combine, activation_format, rule, float64) -> None:
@@ -105,7 +106,7 @@ def test_tokens_beyond_num_local_tokens_are_zero_and_never_read(float64) -> None
     assert_exact(result[5:], torch.zeros_like(result[5:]), "foreign tokens")
 
 
-@pytest.mark.parametrize("activation_format", FORMATS[1:])
+@pytest.mark.parametrize("activation_format", MX_FORMATS)
 def test_quantised_x_equals_bfloat16_x(activation_format) -> None:
     inputs = random_moe_problem(SHAPE, 6)
     quantised = quantize_blocks(inputs.x, activation_format, -1, ScaleRule.EVEN)
@@ -130,7 +131,8 @@ def test_stages_ignore_padding_and_equal_the_oracle(
         h[padding] = float("nan")
     else:
         h.scale[padding] = 255
-    y = mxpert.moe_down(h, inputs.weights, plan, combine=combine, out_dtype=torch.float64)
+    y = mxpert.moe_down(h, inputs.weights, plan, activation_format=activation_format,
+                        combine=combine, out_dtype=torch.float64)
     if combine is Combine.FLAT:
         assert y.shape == (plan.capacity, 96)
         y = y[plan.slot_rows.long()].sum(dim=1)
@@ -173,7 +175,7 @@ def test_float32_with_bfloat16_output_meets_the_gate(activation_format, combine)
     assert relative_l2(wrong, expected) < error  # bfloat16 output is what costs most
 
 
-@pytest.mark.parametrize("activation_format", FORMATS[1:])
+@pytest.mark.parametrize("activation_format", MX_FORMATS)
 def test_stage_one_codes_meet_the_flip_tolerance(activation_format) -> None:
     inputs = random_moe_problem(replace(SHAPE, hidden_size=512, intermediate_size=256), 64)
     plan = mxpert.make_routing_plan(inputs.topk_ids, inputs.topk_weights, num_experts=5,

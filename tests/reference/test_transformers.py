@@ -63,7 +63,7 @@ def test_gpt_oss_layer_in_float64_differs_by_the_intermediate_rounding_alone() -
     assert 5e-4 < relative_l2(ours, theirs) < 2.1e-3
 
 
-@pytest.mark.parametrize("activation_format", ["bf16", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("activation_format", ["bf16", "mxfp8", "mxfp4", "fp8_token"])
 def test_gpt_oss_layer_keeps_the_sqnr_floor(activation_format) -> None:
     inputs = random_moe_problem(GPT_OSS, 64)
     layer = gpt_oss_layer(inputs, torch.float64)

@@ -145,7 +145,7 @@ def test_quantisation_noise_agrees_with_simulation(fmt, rule) -> None:
     assert max(noises) == pytest.approx(derived, rel=0.05)
 
 
-@pytest.mark.parametrize("a_format", ["bf16", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("a_format", ["bf16", "mxfp8", "mxfp4", "fp8_token"])
 @pytest.mark.parametrize("k", [32, 512, 2048, 2880, 7168])
 def test_tolerances_stay_within_the_gates(k, a_format) -> None:
     assert bf16_output_tolerance() < STAGE_GATE
@@ -163,6 +163,7 @@ def test_sqnr_floors_rank_the_formats() -> None:
     assert 45 < floors[0] < 56
     assert 24 < floors[1] < 31
     assert 10 < floors[2] < 18
+    assert floors[1] - 1 < sqnr_floor_db("fp8_token") < floors[1] + 1
     assert sqnr_floor_db("mxfp8", quantised_weights=True) < floors[1]
 
 

@@ -89,7 +89,7 @@ def test_a_scale_beside_the_right_one_is_caught(step) -> None:
         assert_rounded(actual, oracle, "scale")
 
 
-@pytest.mark.parametrize("a_format", ["bf16", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 def test_more_flips_than_noise_makes_are_caught(a_format) -> None:
     """Each value at the edge of its slack passes the interval, all of them together do not."""
     oracle = gate_up_oracle(random_moe_problem(SHAPE, 100), a_format, accumulation=1e-4)

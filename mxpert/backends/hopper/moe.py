@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...formats.tensor import Layout, MXTensor
+from ...formats.token import FP8_TOKEN
 from ...problem import Combine, GemmConfig, MoEProblem, Op
 from ...routing import RoutingPlan
 from ...weights import MoEWeights
@@ -56,6 +57,8 @@ def unsupported(problem: MoEProblem) -> str | None:
     if problem.weight_layout is not Layout.HOPPER_FRAGMENT:
         return ("needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...), which "
                 "keeps ROW_MAJOR where a row spans more than 15 binades")
+    if problem.options.activation_format == FP8_TOKEN:
+        return "has no per-token scales"
     if problem.options.out_dtype is torch.float64:
         return "has no float64 output"
     if problem.routing_block_m % min(heuristics.BLOCKS_M):

@@ -5,8 +5,9 @@ nowhere else. Experts are taken one at a time: only those that are hit are dequa
 their valid rows are computed. Finding those rows synchronises with the device, which a kernel must
 not do; output sizes follow from the plan's capacity alone, so callers see no difference.
 
-Operands have at most 8 significant bits (bfloat16 or decoded MX values), so that torch's float32
-matmul precision settings (TF32, bfloat16) leave every product exact.
+Operands have at most 8 significant bits (bfloat16, decoded MX values, or e4m3 codes whose row scale
+multiplies the product), so that torch's float32 matmul precision settings (TF32, bfloat16) leave
+every product exact.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...formats.codec import dequantize_blocks, quantize_blocks
-from ...formats.spec import E8M0_BIAS, MXFormat
+from ...formats.codec import decode, dequantize_blocks, quantize_blocks
+from ...formats.spec import E4M3, E8M0_BIAS, MXFormat
 from ...formats.tensor import Layout, MXTensor
+from ...formats.token import FP8_TOKEN, quantize_token_rows
 from ...problem import (
     Activation,
     ClampedSiLU,
@@ -97,20 +99,23 @@ def gate_up(
         accumulate: torch.float32 or torch.float64.
 
     Returns:
-        [P, F] in sorted order, bfloat16 or MXTensor; zeros in rows that are padding.
+        [P, F] in sorted order, bfloat16 ("bf16" and "fp8_token") or MXTensor; zeros in rows that
+        are padding.
     """
     fmt = activation_mx_format(options.activation_format, "moe_gate_up")
     if fmt is not None and not isinstance(x, MXTensor):
         x = quantize_blocks(x, fmt, -1, options.scale_rule)
-    if isinstance(x, MXTensor):
-        x = dequantize_blocks(x, accumulate)
+    x, x_scale = _row_values(x, options, accumulate)
     features, order = weights.intermediate_size, weights.gate_up_order
     assert order is not None  # for the type checker; MoEWeights has refused None
     gate_columns, up_columns = gate_up_rows(order, features, plan.device)
     decoder, routed = WeightDecoder(accumulate, plan.device), RoutedRows.of(plan)
     values = torch.empty((len(routed.rows), features), device=plan.device)  # float32 [R, F]
     for expert, part in routed.experts:
-        product = x[routed.tokens[part]].to(accumulate) @ decoder(weights.gate_up_proj[expert]).T
+        tokens = routed.tokens[part]
+        product = x[tokens].to(accumulate) @ decoder(weights.gate_up_proj[expert]).T
+        if x_scale is not None:
+            product *= x_scale[tokens]
         if options.apply_router_weight_on_input:
             product *= plan.sorted_weights[routed.rows[part], None]
         if weights.gate_up_bias is not None:
@@ -138,9 +143,11 @@ def down(
     shape = (plan.num_tokens if atomic else plan.capacity, weights.hidden_size)
     out = torch.zeros(shape, dtype=accumulate if atomic else options.out_dtype, device=plan.device)
     decoder, routed = WeightDecoder(accumulate, plan.device), RoutedRows.of(plan)
-    h = _gather_rows(h, routed.rows, accumulate)  # [R, F]
+    h, h_scale = _row_values(_take_rows(h, routed.rows), options, accumulate)  # [R, F]
     for expert, part in routed.experts:
         values = h[part].to(accumulate) @ decoder(weights.down_proj[expert]).T
+        if h_scale is not None:
+            values *= h_scale[part]
         if weights.down_bias is not None:
             values += weights.down_bias[expert]
         if not options.apply_router_weight_on_input:
@@ -184,14 +191,24 @@ def _scatter_rows(
     return MXTensor(qdata, scale, fmt)
 
 
-def _gather_rows(
-    source: torch.Tensor | MXTensor, rows: torch.Tensor, dtype: torch.dtype,
-) -> torch.Tensor:
-    """Rows of bfloat16 (as they are) or MX activations (decoded); no other row is read."""
+def _take_rows(source: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor | MXTensor:
+    """Some rows of activations; no other row is read."""
     if not isinstance(source, MXTensor):
         return source[rows]
-    taken = replace(source, qdata=source.qdata[rows], scale=source.scale[rows])
-    return dequantize_blocks(taken, dtype)
+    return replace(source, qdata=source.qdata[rows], scale=source.scale[rows])
+
+
+def _row_values(
+    rows: torch.Tensor | MXTensor, options: MoEOptions, dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the GEMM multiplies: bfloat16 rows (as they are), MX rows (decoded), or for fp8_token
+    the e4m3 codes' values with the factor [R, 1] of each row's products."""
+    if isinstance(rows, MXTensor):
+        return dequantize_blocks(rows, dtype), None
+    if options.activation_format != FP8_TOKEN:
+        return rows, None
+    quantised = quantize_token_rows(rows)
+    return decode(quantised.qdata, E4M3, dtype), quantised.scale.to(dtype).unsqueeze(1)
 
 
 class _MoEKernel:

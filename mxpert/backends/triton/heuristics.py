@@ -13,6 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from ...errors import require
 from ...formats.tensor import Layout
+from ...formats.token import FP8_TOKEN
 from ...problem import GemmConfig, MoEConfig, MoEProblem, Op, Target
 from .moe_kernels import _moe_down_kernel
 
@@ -40,6 +41,8 @@ def unsupported(problem: MoEProblem) -> str | None:
         return f"needs scaled MFMA (gfx950), got {target.arch}"
     if target.kind == "cuda" and compute_capability(target) < 90:
         return f"needs sm_90 or later, got {target.arch}"
+    if options.activation_format == FP8_TOKEN:
+        return "has no per-token scales"
     if options.out_dtype not in OUT_DTYPES:
         return f"writes bfloat16, float16 or float32, not {options.out_dtype}"
     if problem.weight_layout is not Layout.ROW_MAJOR:
