@@ -1,0 +1,281 @@
+"""MXFP8 grouped GEMM for training beside torch and DeepGEMM: same GPU, same process, same data.
+
+    python benchmarks/grouped_gemm.py --peers DIR [--output FILE]
+
+Forward, dgrad and wgrad of seven shapes with balanced and skewed groups, as kernels and as a whole
+layer with its quantisation; then the quantisers. Nothing is timed before it was compared with
+float64. The JSON is whole after every cell; grouped_render.py makes tables and a plot of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import _checkout
+import torch
+
+from compare import FATAL, FatalError, check_alive, measure_ceilings
+from grouped_cells import BALANCES, MODES, SHAPES, Operands, Part, Shape, parse_shapes, sample, tiny
+from grouped_document import Document, make_row
+from grouped_ours import OURS, Ours, Variant, available_modes, check
+from grouped_peers import Compiler, DeepGemm, Jobs, torch_variants
+from grouped_quantiser import cases, check_case, make_quantiser_row
+from grouped_timing import PAUSE, time_calls
+from mxpert.cli.report import environment
+from mxpert.errors import message
+from peers import add_to_path
+
+RESULTS = _checkout.ROOT / "benchmarks/results/nvidia-h200/grouped_gemm.json"
+DRY_OUTPUT = _checkout.ROOT / "reports/grouped-gemm-dry-run.json"
+REPEATS = 7
+COMPILE_SECONDS = 90.0
+"""How long peers may compile before anything is timed."""
+
+PORTABLE_MODE = "exact"
+Makers = list[tuple[str, Callable[[], list[Variant]]]]
+
+
+@dataclass
+class Run:
+    """What one invocation works with."""
+
+    device: torch.device
+    document: Document
+    shapes: list[Shape]
+    balances: list[str]
+    modes: list[str]
+    deadline: float
+    pause: float
+    has_deepgemm: bool
+    compiler: Compiler | None = None
+    jobs: Jobs = field(default_factory=dict)
+
+
+def attempt(run: Run, place: str, name: str, step: Callable[[], Any]) -> Any:
+    """The result of a step, or None where it failed, which is noted."""
+    try:
+        result = step()
+        check_alive(run.device)
+        return result
+    except FatalError:
+        raise
+    except Exception as error:
+        run.document.fail(place, name, error)
+        print(f"  {place} {name}: {type(error).__name__}: {error}"[:300], flush=True)
+        if not isinstance(error, (RuntimeError, ValueError, ImportError)):
+            traceback.print_exc()
+        check_alive(run.device)
+        return None
+
+
+def our_variants(run: Run, data: Operands, mode: str, main_grad: torch.Tensor,
+                 backend: str | None = None) -> list[Variant]:
+    """The kernels and the layer of one mode; the portable backend's kernels alone."""
+    ours = Ours(data, mode, backend)
+    found = ours.kernels(main_grad)
+    kernels = run.document.meta.setdefault("kernels", {})
+    kernels.setdefault(f"{ours.impl}/{mode}", ours.explain())
+    return found if backend else [*found, *ours.layer()]
+
+
+def makers(run: Run, data: Operands, balance: str) -> Makers:
+    """What makes the variants of a cell, ours first."""
+    shape = data.shape
+    main_grad = torch.zeros(shape.G, shape.N, shape.K, device=run.device)
+    found: Makers = [
+        (f"{OURS}/{mode}", lambda mode=mode: our_variants(run, data, mode, main_grad))
+        for mode in run.modes]
+    if shape == run.shapes[0] and balance == BALANCES[0] and run.device.type == "cuda":
+        found.append((f"{OURS}_triton/{PORTABLE_MODE}", lambda: our_variants(
+            run, data, PORTABLE_MODE, main_grad, "triton")))
+    found += [(name, lambda make=make: [make()]) for name, make in torch_variants(data).items()]
+    if run.has_deepgemm:
+        found += [(name, lambda make=make: [make()])
+                  for name, make in DeepGemm(data).variants(run.jobs).items()]
+    return found
+
+
+def run_cell(run: Run, shape: Shape, balance: str) -> None:
+    """Check, then time everything in turns, then save."""
+    began, place = time.monotonic(), f"{shape} {balance}"
+    data = Operands.random(shape, balance, run.device)
+    parts = sample(data)
+    checked: dict[str, tuple[Variant, tuple[float | None, float]]] = {}
+    for name, make in makers(run, data, balance):
+        for variant in attempt(run, place, name, make) or []:
+            found = attempt(run, place, variant.name, lambda v=variant: check(v, data, parts))
+            if found is not None:
+                checked[variant.name] = variant, found
+    failures: dict[str, Exception] = {}
+    timings = time_calls({name: each[0].call for name, each in checked.items()},
+                         device=run.device, repeats=repeats(run), pause=run.pause,
+                         failures=failures)
+    check_alive(run.device)
+    for name, timing in timings.items():
+        variant, (rel_l2, snr_db) = checked[name]
+        run.document.rows.append(make_row(shape, balance, variant, timing, snr_db, rel_l2))
+    for name, error in failures.items():
+        run.document.fail(place, name, error)
+    checked.clear()
+    if balance == BALANCES[0]:
+        measure_quantisers(run, data, parts)
+    run.document.save()
+    print(f"{place}: {time.monotonic() - began:.1f} s, {len(timings)} variants", flush=True)
+
+
+def measure_quantisers(run: Run, data: Operands, parts: Sequence[Part]) -> None:
+    """quantize_dual and rebase on the operands of a cell."""
+    place = f"{data.shape} quantiser"
+    sound = {}
+    for case in cases(data, run.modes):
+        if attempt(run, place, case.name, lambda case=case: (check_case(case, parts), True)):
+            sound[case.name] = case
+    timings = time_calls({name: case.call for name, case in sound.items()}, device=run.device,
+                         repeats=repeats(run), pause=run.pause)
+    run.document.quantiser += [
+        make_quantiser_row(data, sound[name], timing, run.document.meta["ceilings"])
+        for name, timing in timings.items()]
+
+
+def repeats(run: Run) -> int:
+    return REPEATS if run.device.type == "cuda" else 1
+
+
+def run_cells(run: Run) -> None:
+    """All cells, balanced ones first, until one as long as the longest would not fit."""
+    if run.compiler is not None:
+        warm_up(run)
+        run.jobs = run.compiler.wait(min(run.deadline, time.monotonic() + COMPILE_SECONDS))
+        run.document.meta["peers"]["deepgemm"] = summary(run.jobs)
+        print(f"deepgemm: {run.document.meta['peers']['deepgemm']}", flush=True)
+    longest = 0.0
+    for balance in run.balances:
+        for shape in run.shapes:
+            began = time.monotonic()
+            if began + longest > run.deadline:
+                print(f"time limit: {shape} {balance} and what follows is left out", flush=True)
+                return
+            run_cell(run, shape, balance)
+            longest = max(longest, time.monotonic() - began)
+            if run.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def warm_up(run: Run) -> None:
+    """Compile our own kernels while the peers' compiler runs."""
+    data = Operands.random(run.shapes[0], BALANCES[0], run.device)
+    main_grad = torch.zeros(data.weight.shape, device=run.device)
+    for mode in run.modes:
+        for variant in attempt(run, "warm-up", mode, lambda mode=mode: our_variants(
+                run, data, mode, main_grad)) or []:
+            attempt(run, "warm-up", variant.name, variant.call)
+
+
+def summary(jobs: Jobs) -> str:
+    """How many of DeepGEMM's kernels were compiled, and why not all."""
+    missing = sorted({why for why in jobs.values() if why})
+    counted = f"{sum(not why for why in jobs.values())} of {len(jobs)} variants compiled"
+    return "; ".join([counted, *missing])
+
+
+def make_meta(device: torch.device, commit: str | None, sustained: bool) -> dict[str, Any]:
+    """Everything but the ceilings."""
+    facts = environment(device)
+    versions = facts["versions"] | {"driver": facts.get("gpu", {}).get("driver_version")}
+    pause = "none: sustained load" if sustained else f"{PAUSE:g} times a call's duration after it"
+    return {"device": facts["device"], "clocks": facts.get("gpu", {}), "versions": versions,
+            "commit": commit or facts["commit"], "date": facts["date"], "ceilings": {},
+            "kernels": {}, "peers": {"torch": "present"}, "protocol": {
+                "pause": pause,
+                "timing": f"eager calls in turns between events, host time hidden by a spinning "
+                          f"kernel; median of {REPEATS}; operands larger than L2",
+                "data": "normal values; skewed: Zipf sizes in shuffled order, one group empty",
+                "work": "TFLOP/s of real rows; DeepGEMM's groups are padded to 128 rows before the "
+                        "clock runs, those of torch's wgrad to 16",
+                "with_quant": "mxpert: grouped_linear and its autograd, bfloat16 to bfloat16, both "
+                              "copies made; forward+backward: everything, torch: its three GEMMs",
+                "wgrad": "wgrad: bfloat16 result; wgrad_accumulate: added to float32",
+                "snr_db": "sampled rows, to float64 on unquantised operands; rel_l2: to float64 on "
+                          "the dequantised operands, ours alone"}}
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(map(str, range(1, len(SHAPES) + 1))),
+                        help="numbers of shapes: " + ", ".join(
+                            f"{index} = {shape}" for index, shape in enumerate(SHAPES, 1)))
+    parser.add_argument("--balances", nargs="+", choices=BALANCES, default=list(BALANCES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=None,
+                        help="default: all that there are")
+    parser.add_argument("--peers", type=Path, help="directory that holds deep_gemm")
+    parser.add_argument("--output", type=Path, help=f"default: {RESULTS.name}")
+    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument("--sustained", action="store_true", help="no pauses between calls")
+    parser.add_argument("--commit", help="where the checkout has no history")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="tiny shapes on the CPU: proves that everything runs")
+    return parser.parse_args(arguments)
+
+
+def prepare_run(options: argparse.Namespace) -> Run:
+    """Checked options, ceilings, and DeepGEMM's compiler at work."""
+    began = time.monotonic()
+    device = torch.device("cpu" if options.dry_run else "cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(message("grouped_gemm", "device", "a GPU", "none",
+                                 "run with --dry-run to try the script"))
+    shapes = [tiny(shape) if options.dry_run else shape for shape in parse_shapes(options.shapes)]
+    if options.peers is not None:
+        add_to_path(options.peers)
+    path = options.output or (DRY_OUTPUT if options.dry_run else RESULTS)
+    meta = make_meta(device, options.commit, options.sustained)
+    meta["ceilings"] = measure_ceilings(device)
+    document = Document(path, meta)
+    has_deepgemm = options.peers is not None and (options.peers / "deep_gemm").is_dir()
+    if not has_deepgemm:
+        meta["peers"]["deepgemm"] = "absent: no --peers directory with deep_gemm"
+    run = Run(device, document, shapes, options.balances, options.modes or available_modes(),
+              began + options.time_limit, 0.0 if options.sustained else PAUSE, has_deepgemm)
+    if has_deepgemm and device.type == "cuda":
+        run.compiler = Compiler(options.peers, shapes)
+    return run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 0 if every variant of mxpert has a time, 3 if the CUDA context was lost."""
+    options, began = parse_arguments(arguments), time.monotonic()
+    try:
+        run = prepare_run(options)
+    except (ValueError, TypeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{run.document.meta['device']}: {run.document.meta['ceilings']}", flush=True)
+    try:
+        run_cells(run)
+    except FatalError as error:
+        print(f"the CUDA context is lost: {error}", file=sys.stderr)
+        run.document.save()
+        return FATAL
+    run.document.save()
+    red = [each for each in run.document.failures if each["variant"].startswith(OURS)
+           or "quantiser" in each["cell"]]
+    for each in red:
+        print(f"no time for {each['cell']} {each['variant']}: {each['error']}", file=sys.stderr)
+    print(f"wrote {run.document.path}: {len(run.document.rows)} rows, "
+          f"{len(run.document.quantiser)} of quantisers, {len(run.document.failures)} failures, "
+          f"{time.monotonic() - began:.0f} s")
+    return 1 if red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Our side of grouped_gemm.py: calls, the operands they multiply, and the gate before timing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import mxpert
+from grouped_cells import MODES, Operands, Part, Rows, expected, pick, plain_operands
+from mxpert.cli.measure import GateError
+from mxpert import formats
+from mxpert.formats import MXTensor, dequantize_blocks
+from mxpert.testing.numerics import relative_l2, sqnr_db
+from mxpert.training import MXFP8Recipe, grouped_linear
+
+OURS = "mxpert"
+GATE = 3e-3
+"""Relative L2 to float64 on the dequantised operands; rounding to bfloat16 alone is 1.7e-3."""
+
+PEER_GATE_DB = 20.0
+"""A peer below this multiplies something else; e4m3 with any scales is near 28."""
+
+Pick = Callable[[Sequence[Part], str, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One timed call. `exact` are its operands, dequantised to float64, where they are known;
+    `accumulator` is what it adds to; `pick` finds the sampled rows in its result."""
+
+    impl: str
+    mode: str
+    op: str
+    with_quant: bool
+    call: Callable[[], Any]
+    exact: tuple[Rows, Rows] | None = None
+    accumulator: torch.Tensor | None = None
+    pick: Pick = pick
+
+    @property
+    def name(self) -> str:
+        return f"{self.impl}/{self.mode}/{self.op}/{'quantised' if self.with_quant else 'kernel'}"
+
+
+def available_modes() -> list[str]:
+    """Modes of this library: without ScaleSpan every 1×32 scale is its own."""
+    return list(MODES) if hasattr(formats, "ScaleSpan") else ["exact"]
+
+
+def span_options(mode: str) -> dict[str, Any]:
+    """Keywords of quantize_dual and MXFP8Recipe for a mode."""
+    spans = getattr(formats, "ScaleSpan", None)
+    return {} if spans is None else {"scale_span": spans[MODES[mode]]}
+
+
+class Ours:
+    """mxpert in one mode: both copies of every operand, and the three GEMMs."""
+
+    def __init__(self, data: Operands, mode: str, backend: str | None = None) -> None:
+        self.data, self.mode, self.backend = data, mode, backend
+        self.impl = OURS if backend is None else f"{OURS}_{backend}"
+        options = span_options(mode)
+        self.recipe = MXFP8Recipe(**options)
+        offsets = data.group_offsets
+        self.x = mxpert.quantize_dual(data.x, group_offsets=offsets, **options)
+        self.grad = mxpert.quantize_dual(data.grad, group_offsets=offsets, **options)
+        self.weight = mxpert.quantize_dual(data.weight, **options)
+
+    def kernels(self, main_grad: torch.Tensor) -> list[Variant]:
+        """The GEMMs on ready operands."""
+        offsets = self.data.group_offsets
+        (x_row, x_col), (g_row, g_col) = self.x, self.grad
+        w_row, w_col = self.weight
+        wgrad = functools.partial(mxpert.grouped_wgrad, g_col, x_col, offsets)
+        calls = {"forward": functools.partial(mxpert.grouped_gemm, x_row, w_row, offsets),
+                 "dgrad": functools.partial(mxpert.grouped_gemm, g_row, w_col, offsets),
+                 "wgrad": wgrad,
+                 "wgrad_accumulate": functools.partial(wgrad, accumulate_into=main_grad)}
+        return [Variant(self.impl, self.mode, op, False, self._run(call), self.exact(op),
+                        main_grad if op == "wgrad_accumulate" else None)
+                for op, call in calls.items()]
+
+    def layer(self) -> list[Variant]:
+        """`grouped_linear` from bfloat16 to bfloat16, as training runs it: forward makes both
+        copies of x and weight, backward those of the gradient."""
+        x, weight = (value.detach().requires_grad_() for value in (self.data.x, self.data.weight))
+        grad, offsets = self.data.grad, self.data.group_offsets
+
+        def forward() -> torch.Tensor:
+            return grouped_linear(x, weight, offsets, recipe=self.recipe)
+
+        y = self._run(forward)()
+
+        def backward(*leaves: torch.Tensor) -> torch.Tensor:
+            return torch.autograd.grad(y, leaves, grad, retain_graph=True)[0]
+
+        def both() -> tuple[torch.Tensor, ...]:
+            out = forward()
+            return (out, *torch.autograd.grad(out, (x, weight), grad))
+
+        calls: dict[str, Callable[[], Any]] = {
+            "forward": forward, "dgrad": functools.partial(backward, x),
+            "wgrad": functools.partial(backward, weight), "forward+backward": both}
+        return [Variant(self.impl, self.mode, op, True, self._run(call),
+                        None if op == "forward+backward" else self.exact(op))
+                for op, call in calls.items()]
+
+    def exact(self, op: str) -> tuple[Rows, Rows]:
+        """What the op multiplies, dequantised."""
+        weight_row, weight_col = self.weight
+        match op:
+            case "forward":
+                return (lambda p: rows_of(self.x[0], p), lambda p: wide(weight_row[p.group]))
+            case "dgrad":
+                return (lambda p: rows_of(self.grad[0], p), lambda p: wide(weight_col[p.group]))
+        return (lambda p: columns_of(self.grad[1], p, p.features),
+                lambda p: columns_of(self.x[1], p, slice(None)))
+
+    def explain(self) -> dict[str, str]:
+        """Backend and config of each GEMM."""
+        offsets = self.data.group_offsets
+        cases: dict[str, tuple[Any, ...]] = {
+            "forward": (mxpert.grouped_gemm, self.x[0], self.weight[0], offsets),
+            "dgrad": (mxpert.grouped_gemm, self.grad[0], self.weight[1], offsets),
+            "wgrad": (mxpert.grouped_wgrad, self.grad[1], self.x[1], offsets)}
+        chosen = {op: self._run(functools.partial(mxpert.explain, *case))().resolution
+                  for op, case in cases.items()}
+        return {op: f"{each.kernel.backend}: {each.config}" for op, each in chosen.items()}
+
+    def _run(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """The call under the backend that was asked for."""
+        if self.backend is None:
+            return call
+
+        def run() -> Any:
+            with mxpert.override(backend=self.backend):
+                return call()
+
+        return run
+
+
+def wide(tensor: MXTensor) -> torch.Tensor:
+    """Values in float64."""
+    return dequantize_blocks(tensor, torch.float64)
+
+
+def rows_of(tensor: MXTensor, part: Part) -> torch.Tensor:
+    """The sampled rows of a rowwise copy in float64."""
+    return wide(MXTensor(tensor.qdata[part.rows], tensor.scale[part.rows], tensor.format))
+
+
+def columns_of(tensor: MXTensor, part: Part, features: torch.Tensor | slice) -> torch.Tensor:
+    """One group's columns of a columnwise copy, its padding included: zeros add nothing."""
+    first = part.padded_start
+    size = -(-(part.end - part.start) // 32) * 32
+    return wide(MXTensor(tensor.qdata[features, first:first + size],
+                          tensor.scale[features, first // 32:(first + size) // 32], tensor.format))
+
+
+def check(variant: Variant, data: Operands, parts: Sequence[Part]) -> tuple[float | None, float]:
+    """Relative L2 to float64 on the same operands (ours), and SNR in dB on unquantised ones.
+
+    Raises:
+        GateError: the result is wrong; it is not timed then.
+    """
+    if variant.accumulator is not None:
+        variant.accumulator.zero_()
+    result = variant.call()
+    ops = ("forward", "dgrad", "wgrad") if variant.op == "forward+backward" else (variant.op,)
+    results = result if variant.op == "forward+backward" else (result,)
+    snr = float("inf")
+    for op, each in zip(ops, results, strict=True):
+        found = variant.pick(parts, op, each).double()
+        snr = min(snr, sqnr_db(found, expected(parts, plain_operands(data, op))))
+    error = None
+    if variant.exact is not None:
+        error = relative_l2(variant.pick(parts, variant.op, result).double(),
+                            expected(parts, variant.exact))
+        if not error <= GATE:
+            raise GateError(f"{variant.name}: relative L2 {error:.2e}, gate {GATE:.0e}")
+    if not snr >= PEER_GATE_DB:
+        raise GateError(f"{variant.name}: SNR {snr:.1f} dB, gate {PEER_GATE_DB:.0f} dB")
+    return error, snr

@@ -1,0 +1,68 @@
+"""Event timing of calls of a millisecond and more, in turns, at a stated load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from mxpert.testing.timing import Timing, time_graph
+
+Call = Callable[[], object]
+PAUSE = 3.0
+"""A call is followed by this many times its own duration of idling, so that the power limit does
+not decide: an H200 multiplies about 15 % slower under unbroken load."""
+
+SPIN_HZ = 2.0e9
+"""A spinning kernel of this many cycles a second hides the host's part of a call."""
+LONGEST_SPIN_SECONDS = 5e-3
+
+
+def time_calls(variants: Mapping[str, Call], *, device: torch.device, repeats: int,
+               pause: float = PAUSE,
+               failures: dict[str, Exception] | None = None) -> dict[str, Timing]:
+    """Median times of eager calls that take turns; on a CPU plain calls.
+
+    A call is timed by events around it. A kernel that spins for as long as the host needs to
+    enqueue the call runs before, so that host time is not measured. Operands are larger than L2.
+
+    Args:
+        variants: name → call. repeats: timed calls of each. pause: see PAUSE; 0 is sustained load.
+        failures: takes the error of a variant that cannot run.
+    """
+    if device.type != "cuda":
+        return time_graph({name: [call] for name, call in variants.items()}, device=device,
+                          repeats=repeats, warmup=0, failures=failures)
+    spins: dict[str, int] = {}
+    for name, call in variants.items():
+        try:
+            call()  # compiles
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            seconds = min(time.perf_counter() - start, LONGEST_SPIN_SECONDS)
+            torch.cuda.synchronize()
+            spins[name] = int(1.5 * seconds * SPIN_HZ)
+        except Exception as error:
+            if failures is None:
+                raise
+            failures[name] = error
+    samples: dict[str, list[float]] = {name: [] for name in spins}
+    for _ in range(repeats):
+        for name, spin in spins.items():
+            us = _time_once(variants[name], spin)
+            samples[name].append(us)
+            time.sleep(pause * us * 1e-6)
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def _time_once(call: Call, spin: int) -> float:
+    """Microseconds on the device."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(spin)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
