@@ -7,9 +7,9 @@ heuristic's tiles, and specialised as the JIT would.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from mxpert.backends.triton import combine, heuristics, moe
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (
-    ACTIVATION_FORMATS,
     Combine,
     GemmConfig,
     MoEConfig,
@@ -33,6 +32,7 @@ from mxpert.problem import (
 )
 from mxpert.routing import RoutingPlan, plan_capacity
 from mxpert.testing.aot import compile_for, specialize
+from mxpert.testing.launches import RecordedLaunch, recorded_launches
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from mxpert.weights import MoEWeights
 
@@ -44,46 +44,26 @@ TARGETS = {
 NATIVE = {"sm_90": "wgmma", "sm_100": "tcgen05.mma.block_scale", "gfx950": "mfma_scale"}
 """The matrix instruction that MX activations must reach; Hopper decodes them to bf16."""
 WITH_BF16 = {"sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx950": "mfma"}
-KERNELS = {moe: ("_moe_gate_up_kernel", "_moe_gate_up_finish_kernel", "_moe_down_kernel",
-                 "_moe_down_finish_kernel"), combine: ("_moe_combine_kernel",)}
+FORMATS = tuple(heuristics.VALUE_BYTES)
+"""Activation formats that the kernels read."""
 GEMMS = {"_moe_gate_up_kernel": Op.MOE_GATE_UP, "_moe_down_kernel": Op.MOE_DOWN}
 TOKENS = {16: 64, 64: 2048, 128: 8192}
 """Row block of the heuristic for 4 of 128 experts → a token count that leads to it."""
 
-
-class Launch(NamedTuple):
-    """One recorded launch."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-
-
-Recorder = Callable[..., list[Launch]]
+Recorder = Callable[..., list[RecordedLaunch]]
 
 
 @pytest.fixture
-def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def record() -> Iterator[Recorder]:
     """A function that runs both stages on meta tensors and returns what they would launch."""
-    launches: list[Launch] = []
+    with recorded_launches() as launches:
 
-    class Recording:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
+        def run(problem: MoEProblem, config: MoEConfig, shape: MoEShape) -> list[RecordedLaunch]:
+            launches.clear()
+            launch_stages(problem, config, shape)
+            return list(launches)
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda **arguments: launches.append(Launch(self.kernel, grid, arguments))
-
-    for module, names in KERNELS.items():
-        for name in names:
-            monkeypatch.setattr(module, name, Recording(getattr(module, name)))
-
-    def run(problem: MoEProblem, config: MoEConfig, shape: MoEShape) -> list[Launch]:
-        launches.clear()
-        launch_stages(problem, config, shape)
-        return list(launches)
-
-    return run
+        yield run
 
 
 def launch_stages(problem: MoEProblem, config: MoEConfig, shape: MoEShape) -> None:
@@ -123,7 +103,7 @@ def describe(target: str, a_format: str, num_tokens: int, shape: MoEShape,
                       MoEOptions(shape.activation, a_format, **options), Layout.ROW_MAJOR)
 
 
-def compile_launch(launch: Launch, target: str) -> Any:
+def compile_launch(launch: RecordedLaunch, target: str) -> Any:
     arguments = dict(launch.arguments)
     num_warps, num_stages = arguments.pop("num_warps"), arguments.pop("num_stages", 3)
     return compile_for(launch.kernel, arguments, target=target, num_warps=num_warps,
@@ -141,7 +121,7 @@ def scale_loads(arguments: dict[str, Any], target: str) -> int:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("block_m", TOKENS)
-@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+@pytest.mark.parametrize("a_format", FORMATS)
 def test_gemms_use_the_chip(record: Recorder, a_format: str, block_m: int, target: str) -> None:
     """Native matrix instruction, nothing spilled, memory within the chip and the estimate."""
     shape = MODEL_SHAPES["gpt-oss-120b"]
@@ -177,7 +157,7 @@ def test_every_epilogue_compiles(record: Recorder, variant: str, target: str) ->
     index = list(VARIANTS).index(variant)
     shape = MoEShape(2880, 2880, 128, 4, (SiLU(), SiTUv2(), SwiGLU())[index], has_bias=index == 0,
                      gate_up_order=MODEL_SHAPES["gpt-oss-20b"].gate_up_order)
-    a_format = ACTIVATION_FORMATS[index]
+    a_format = FORMATS[index]
     for split_k in (1, 4):
         problem = describe(target, a_format, 64, shape, **VARIANTS[variant])
         config = heuristics.layer_heuristic(problem)
@@ -191,7 +171,7 @@ def test_every_epilogue_compiles(record: Recorder, variant: str, target: str) ->
         assert spills == dict.fromkeys(spills, 0)
 
 
-@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+@pytest.mark.parametrize("a_format", FORMATS)
 def test_one_binary_serves_all_models(record: Recorder, a_format: str) -> None:
     """Specialisations over the model shapes and odd token counts: one per kernel and epilogue."""
     config = MoEConfig(16, GemmConfig(16, 64, 128, 8, 4, 1, 2), GemmConfig(16, 128, 128, 8, 4))

@@ -1,10 +1,11 @@
 """Routing kernels compiled for every target, with the arguments that the host code launches.
 
-The launches are recorded, not run: each kernel in the host module is replaced by a recorder.
+The launches are recorded, not run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,43 +15,20 @@ from mxpert.backends.triton import routing
 from mxpert.ops.route import describe_route_topk, describe_routing_plan
 from mxpert.problem import Scoring
 from mxpert.testing.aot import SHARED_MEMORY_LIMIT, TARGETS, compile_for, specialize
+from mxpert.testing.launches import RecordedLaunch, recorded_launches
 
-KERNELS = ("_route_topk_kernel", "_routing_plan_expert_kernel", "_routing_plan_count_kernel",
-           "_routing_plan_scatter_kernel")
 # (E, k) of the reference models: gpt-oss-120b and -20b, DeepSeek-V3 without and with its shared
 # expert, Kimi-K2 likewise, DeepSeek-V4-pro and -flash, Qwen3-235B, Qwen3-Next.
 MODELS = ((128, 4), (32, 4), (256, 8), (257, 9), (384, 8), (385, 9), (384, 6), (256, 6), (128, 8),
           (512, 10))
 DEEPSEEK = {"scoring": Scoring.SIGMOID, "num_groups": 8, "top_groups": 4,
             "correction_bias": torch.zeros(256), "routed_scaling_factor": 2.5}
-Launch = tuple[str, dict[str, Any]]
-
-
-class Recorder:
-    """Stands in for a jitted function and notes what it would have been launched with."""
-
-    def __init__(self, name: str, launches: list[Launch]) -> None:
-        self.name, self.launches = name, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
-        assert all(size > 0 for size in grid)
-        return self
-
-    def __call__(self, **arguments: Any) -> None:
-        self.launches.append((self.name, arguments))
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    recorded: list[Launch] = []
-    for name in KERNELS:
-        monkeypatch.setattr(routing, name, Recorder(name, recorded))
-    return recorded
-
-
-@pytest.fixture(scope="module")
-def kernels() -> dict[str, Any]:
-    return {name: getattr(routing, name) for name in KERNELS}
+def launches() -> Iterator[list[RecordedLaunch]]:
+    with recorded_launches() as recorded:
+        yield recorded
 
 
 def launch_topk(num_tokens: int, num_experts: int, top_k: int, **options: Any) -> None:
@@ -70,30 +48,31 @@ def launch_plan(num_tokens: int, num_experts: int, top_k: int, unit: int,
         num_local_tokens=torch.zeros(1, dtype=torch.int32) if expert_parallel else None)
 
 
-def gate(launch: Launch, kernels: dict[str, Any], target: str) -> None:
+def gate(launch: RecordedLaunch, target: str) -> None:
     """Compiles, keeps its values in registers and fits into the chip's shared memory."""
-    name, arguments = launch
-    metrics = compile_for(kernels[name], arguments_of(launch, kernels), target=target,
-                          num_warps=arguments["num_warps"]).metrics
+    name = launch.kernel.__name__
+    assert all(size > 0 for size in launch.grid)
+    metrics = compile_for(launch.kernel, arguments_of(launch), target=target,
+                          num_warps=launch.arguments["num_warps"]).metrics
     assert metrics.spills == 0, f"{name} spills {metrics.spills}"
     assert metrics.scratch == 0, f"{name} uses {metrics.scratch} bytes of stack"
     assert metrics.shared_memory <= SHARED_MEMORY_LIMIT[target]
 
 
-def arguments_of(launch: Launch, kernels: dict[str, Any]) -> dict[str, Any]:
-    name, arguments = launch
-    return {key: value for key, value in arguments.items() if key in kernels[name].arg_names}
+def arguments_of(launch: RecordedLaunch) -> dict[str, Any]:
+    return {key: value for key, value in launch.arguments.items()
+            if key in launch.kernel.arg_names}
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("tokens", [128, 16384], ids=["one-launch", "two-launches"])
-def test_plan_kernels_compile(kernels, launches, tokens, target):
+def test_plan_kernels_compile(launches, tokens, target):
     launch_plan(tokens, 384, 8, 64, expert_parallel=True)
-    assert [name for name, _ in launches] == (
+    assert [launch.kernel.__name__ for launch in launches] == (
         ["_routing_plan_expert_kernel"] if tokens == 128 else
         ["_routing_plan_count_kernel", "_routing_plan_scatter_kernel"])
     for launch in launches:
-        gate(launch, kernels, target)
+        gate(launch, target)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -101,12 +80,12 @@ def test_plan_kernels_compile(kernels, launches, tokens, target):
     pytest.param({"dtype": torch.bfloat16}, id="softmax-chosen"),
     pytest.param({"normalize": False}, id="softmax-all"), pytest.param(DEEPSEEK, id="deepseek-v3"),
 ])
-def test_topk_kernel_compiles(kernels, launches, options, target):
+def test_topk_kernel_compiles(launches, options, target):
     launch_topk(64, 256, 8, **options)
-    gate(launches[0], kernels, target)
+    gate(launches[0], target)
 
 
-def test_binaries_do_not_depend_on_the_model(kernels, launches):
+def test_binaries_do_not_depend_on_the_model(launches):
     """Ten models at seven token counts and two units: binaries follow from the padded sizes."""
     for experts, top_k in MODELS:
         for tokens in (1, 3, 16, 17, 128, 777, 16384):
@@ -114,9 +93,9 @@ def test_binaries_do_not_depend_on_the_model(kernels, launches):
             for unit in (16, 48):
                 launch_plan(tokens, experts, top_k, unit)
     binaries = {}
-    for name, arguments in launches:
-        parts = specialize(kernels[name], arguments_of((name, arguments), kernels))
-        binaries.setdefault(name, set()).add(repr(parts))
+    for launch in launches:
+        parts = specialize(launch.kernel, arguments_of(launch))
+        binaries.setdefault(launch.kernel.__name__, set()).add(repr(parts))
     counts = {name: len(variants) for name, variants in binaries.items()}
     # E ≤ 128 and E ≤ 512; the two-launch sort at either tile size on top.
     assert counts == {"_route_topk_kernel": 2, "_routing_plan_expert_kernel": 2,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from ..launch import CACHED_LAUNCHES, Launch
 
 BLOCK_N = 512
 """Columns of one program: one 16-byte access a thread for 2-byte rows at two warps."""
@@ -36,9 +40,12 @@ def combine_rows(rows: torch.Tensor, slot_rows: torch.Tensor) -> torch.Tensor:
     num_tokens, top_k = slot_rows.shape
     width = rows.shape[1]
     out = rows.new_empty((num_tokens, width))
-    tiles = triton.cdiv(width, BLOCK_N)
-    with torch.cuda.device_of(out):
-        _moe_combine_kernel[(num_tokens * tiles,)](
-            out_ptr=out, rows_ptr=rows, slot_rows_ptr=slot_rows, top_k=top_k,
-            num_blocks=width // 32, num_tiles_n=tiles, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS)
+    _launch(num_tokens, top_k, width)(out_ptr=out, rows_ptr=rows, slot_rows_ptr=slot_rows)
     return out
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _launch(num_tokens: int, top_k: int, width: int) -> Launch:
+    tiles = triton.cdiv(width, BLOCK_N)
+    return Launch(_moe_combine_kernel, (num_tokens * tiles,), top_k=top_k, num_blocks=width // 32,
+                  num_tiles_n=tiles, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS)

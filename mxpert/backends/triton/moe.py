@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,7 +25,8 @@ from ...problem import (
     activation_mx_format,
 )
 from ...routing import RoutingPlan
-from ...weights import MoEWeights
+from ...weights import GateUpOrder, MoEWeights
+from ..launch import CACHED_LAUNCHES, Launch
 from . import heuristics
 from .combine import combine_rows
 from .moe_kernels import (
@@ -77,38 +79,100 @@ class _Stage:
         return plan.max_blocks * (plan.routing_block_m // config.block_m)
 
     @staticmethod
-    def plan_arguments(plan: RoutingPlan, options_weight: bool) -> dict[str, Any]:
-        """Arguments that GEMM and finishing kernels read the plan by."""
-        return {
-            "sorted_token_ids_ptr": plan.sorted_token_ids,
-            "sorted_weights_ptr": plan.sorted_weights if options_weight else None,
-            "block_expert_ids_ptr": plan.block_expert_ids, "num_valid_ptr": plan.num_valid,
-            "num_tokens": plan.num_tokens, "num_experts": plan.num_experts,
-            "routing_block_m": plan.routing_block_m}
+    def plan_tensors(plan: RoutingPlan, weighted: bool) -> dict[str, torch.Tensor | None]:
+        """Tensors that GEMM and finishing kernels read the plan by."""
+        return {"sorted_token_ids_ptr": plan.sorted_token_ids,
+                "sorted_weights_ptr": plan.sorted_weights if weighted else None,
+                "block_expert_ids_ptr": plan.block_expert_ids, "num_valid_ptr": plan.num_valid}
+
+
+def _operands(rows: torch.Tensor | MXTensor, weight: MXTensor) -> dict[str, torch.Tensor | None]:
+    """Tensors that a GEMM multiplies."""
+    x, x_scale, _ = operand(rows)
+    return {"x_ptr": x, "x_scale_ptr": x_scale, "weight_ptr": weight.qdata,
+            "weight_scale_ptr": weight.scale}
+
+
+class _Sizes(NamedTuple):
+    """What launches depend on beside problem and config: the plan's unit, row blocks, strides."""
+
+    routing_block_m: int
+    row_blocks: int
+    x_format: str
+    x_strides: tuple[int, int]
+    weight_strides: tuple[int, ...]
 
     @staticmethod
-    def gemm_arguments(
-        rows: torch.Tensor | MXTensor, weight: MXTensor, config: GemmConfig, target: Target,
-    ) -> dict[str, Any]:
-        """Operands, strides and tile of a GEMM; K splits are whole multiples of block_k."""
+    def of(plan: RoutingPlan, row_blocks: int, rows: torch.Tensor | MXTensor,
+           weight: MXTensor) -> _Sizes:
         x, x_scale, x_format = operand(rows)
-        k_blocks = weight.shape[-1] // MX_BLOCK_SIZE
+        return _Sizes(plan.routing_block_m, row_blocks, x_format,
+                      (x.stride(0), 0 if x_scale is None else x_scale.stride(0)),
+                      (*weight.qdata.stride()[:2], *weight.scale.stride()[:2]))
+
+    def plan_arguments(self, problem: MoEProblem) -> dict[str, int]:
+        """Sizes of the plan, of GEMM and finishing kernels."""
+        return {"num_tokens": problem.num_tokens, "num_experts": problem.num_experts,
+                "routing_block_m": self.routing_block_m}
+
+    def gemm_arguments(self, depth: int, config: GemmConfig, target: Target) -> dict[str, Any]:
+        """Strides and tile of a GEMM; K splits are whole multiples of block_k."""
+        k_blocks = depth // MX_BLOCK_SIZE
         k_steps = triton.cdiv(k_blocks * MX_BLOCK_SIZE, config.block_k)
         per_split = triton.cdiv(k_steps, config.split_k) * (config.block_k // MX_BLOCK_SIZE)
+        names = ("weight_stride_e", "weight_stride_n", "weight_scale_stride_e",
+                 "weight_scale_stride_n")
         return {
-            "x_ptr": x, "x_scale_ptr": x_scale,
-            "weight_ptr": weight.qdata, "weight_scale_ptr": weight.scale,
             "num_k_blocks": k_blocks, "k_blocks_per_split": per_split, "split_k": config.split_k,
-            "x_stride": x.stride(0), "x_scale_stride": 0 if x_scale is None else x_scale.stride(0),
-            "weight_stride_e": weight.qdata.stride(0), "weight_stride_n": weight.qdata.stride(1),
-            "weight_scale_stride_e": weight.scale.stride(0),
-            "weight_scale_stride_n": weight.scale.stride(1),
-            "X_FORMAT": x_format, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+            "x_stride": self.x_strides[0], "x_scale_stride": self.x_strides[1],
+            **dict(zip(names, self.weight_strides, strict=True)),
+            "X_FORMAT": self.x_format, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
             # group_m 1 says that no other row block wants these weights: see gemm_heuristic.
             "STREAM_WEIGHTS": config.group_m == 1,
             "PREFETCH_SCALES": target.kind != "hip",
             "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def _finish(kernel: Any, tiles: int, config: GemmConfig, epilogue: dict[str, Any]) -> Launch:
+    """The kernel that adds the splits and completes a stage."""
+    return Launch(kernel, (tiles,), **epilogue, split_k=config.split_k, BLOCK_M=config.block_m,
+                  BLOCK_N=config.block_n, num_warps=FINISH_NUM_WARPS)
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _gate_up_launches(problem: MoEProblem, config: GemmConfig, sizes: _Sizes,
+                      order: GateUpOrder) -> tuple[Launch, Launch]:
+    """GEMM, and what completes it where it is split."""
+    features, options = problem.intermediate_size, problem.options
+    h_format = activation_mx_format(options.activation_format, problem.op.value)
+    constants = {"EMAX": 0, "THRESHOLD": 0, "INF_BYTE": 0}
+    if h_format is not None:
+        constants = scale_rule_constants(h_format, options.scale_rule)
+    p0, p1 = options.activation.parameters
+    epilogue: dict[str, Any] = dict(
+        num_n_blocks=features // MX_BLOCK_SIZE, gate_up_group=order.group(features),
+        partial_rows=sizes.row_blocks * config.block_m, p0=float(p0), p1=float(p1),
+        H_FORMAT="bf16" if h_format is None else h_format.element.name,
+        ACTIVATION=options.activation.name, **constants, **sizes.plan_arguments(problem))
+    tiles = sizes.row_blocks * triton.cdiv(features, config.block_n)
+    return (Launch(_moe_gate_up_kernel, (tiles * config.split_k,), **epilogue,
+                   **sizes.gemm_arguments(problem.hidden_size, config, problem.target)),
+            _finish(_moe_gate_up_finish_kernel, tiles, config, epilogue))
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _down_launches(problem: MoEProblem, config: GemmConfig,
+                   sizes: _Sizes) -> tuple[Launch, Launch]:
+    """GEMM, and what completes it where it is split."""
+    columns = problem.hidden_size
+    epilogue: dict[str, Any] = dict(
+        num_n_blocks=columns // MX_BLOCK_SIZE, partial_rows=sizes.row_blocks * config.block_m,
+        ATOMIC=problem.options.combine is Combine.ATOMIC, **sizes.plan_arguments(problem))
+    tiles = sizes.row_blocks * triton.cdiv(columns, config.block_n)
+    return (Launch(_moe_down_kernel, (tiles * config.split_k,), **epilogue,
+                   **sizes.gemm_arguments(problem.intermediate_size, config, problem.target)),
+            _finish(_moe_down_finish_kernel, tiles, config, epilogue))
 
 
 class _GateUp(_Stage):
@@ -134,45 +198,32 @@ class _GateUp(_Stage):
         row_blocks = self.row_blocks(plan, config)
         if row_blocks == 0:
             return h
-        h_data, h_scale, h_format = operand(h)
-        features = weights.intermediate_size
-        p0, p1 = problem.options.activation.parameters
-        constants = {"EMAX": 0, "THRESHOLD": 0, "INF_BYTE": 0}
-        if isinstance(h, MXTensor):
-            constants = scale_rule_constants(h.format, problem.options.scale_rule)
+        h_data, h_scale, _ = operand(h)
         partial = None
         if config.split_k > 1:
-            partial = h_data.new_empty((config.split_k, row_blocks * config.block_m, 2 * features),
-                                       dtype=torch.float32)
-        epilogue: dict[str, Any] = dict(
-            h_ptr=h_data, h_scale_ptr=h_scale, partial_ptr=partial, bias_ptr=weights.gate_up_bias,
-            num_n_blocks=features // MX_BLOCK_SIZE,
-            gate_up_group=weights.gate_up_order.group(features),  # type: ignore[union-attr]
-            partial_rows=row_blocks * config.block_m, p0=float(p0), p1=float(p1),
-            H_FORMAT=h_format, ACTIVATION=problem.options.activation.name, **constants,
-            **self.plan_arguments(plan, problem.options.apply_router_weight_on_input))
-        tiles = row_blocks * triton.cdiv(features, config.block_n)
-        with torch.cuda.device_of(h_data):  # Triton launches on the current device
-            _moe_gate_up_kernel[(tiles * config.split_k,)](
-                **epilogue, **self.gemm_arguments(
-                    x, weights.gate_up_proj, config, problem.target))
-            if partial is not None:
-                _moe_gate_up_finish_kernel[(tiles,)](
-                    **epilogue, split_k=config.split_k, BLOCK_M=config.block_m,
-                    BLOCK_N=config.block_n, num_warps=FINISH_NUM_WARPS)
+            rows = config.split_k, row_blocks * config.block_m
+            partial = h_data.new_empty((*rows, 2 * weights.intermediate_size), dtype=torch.float32)
+        assert weights.gate_up_order is not None  # checked by MoEWeights
+        gemm, finish = _gate_up_launches(
+            problem, config, _Sizes.of(plan, row_blocks, x, weights.gate_up_proj),
+            weights.gate_up_order)
+        epilogue = dict(h_ptr=h_data, h_scale_ptr=h_scale, partial_ptr=partial,
+                        bias_ptr=weights.gate_up_bias,
+                        **self.plan_tensors(plan, problem.options.apply_router_weight_on_input))
+        gemm(**epilogue, **_operands(x, weights.gate_up_proj))
+        if partial is not None:
+            finish(**epilogue)
         return h
 
     @staticmethod
     def _allocate(options: MoEOptions, num_rows: int,
                   weights: MoEWeights) -> torch.Tensor | MXTensor:
-        features, device = weights.intermediate_size, weights.device
+        features, empty = weights.intermediate_size, weights.gate_up_proj.qdata.new_empty
         format = activation_mx_format(options.activation_format, Op.MOE_GATE_UP.value)
         if format is None:
-            return torch.empty((num_rows, features), dtype=torch.bfloat16, device=device)
-        sizes = (features // format.codes_per_byte, features // format.block_size)
-        qdata, scale = (torch.empty((num_rows, size), dtype=torch.uint8, device=device)
-                        for size in sizes)
-        return MXTensor(qdata, scale, format)
+            return empty((num_rows, features), dtype=torch.bfloat16)
+        return MXTensor(empty((num_rows, features // format.codes_per_byte)),
+                        empty((num_rows, features // format.block_size)), format)
 
 
 class _Down(_Stage):
@@ -191,8 +242,8 @@ class _Down(_Stage):
         row_blocks = self.row_blocks(plan, config)
         num_rows = (plan.capacity if flat else plan.num_tokens if atomic
                     else row_blocks * config.block_m)
-        out = torch.empty((num_rows, weights.hidden_size), device=weights.device,
-                          dtype=torch.float32 if atomic else options.out_dtype)
+        out = weights.down_proj.qdata.new_empty(
+            (num_rows, problem.hidden_size), dtype=torch.float32 if atomic else options.out_dtype)
         if atomic:
             out.zero_()
         if row_blocks:
@@ -202,7 +253,7 @@ class _Down(_Stage):
         if flat:
             return out
         if plan.num_tokens == 0:
-            return out.new_empty((0, weights.hidden_size))
+            return out.new_empty((0, problem.hidden_size))
         return combine_rows(out, plan.slot_rows)
 
     def _multiply(
@@ -210,25 +261,18 @@ class _Down(_Stage):
         h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, row_blocks: int,
     ) -> None:
         """The GEMM with its epilogue, into rows or, for ATOMIC, tokens of `out`."""
-        columns = weights.hidden_size
         partial = None
         if config.split_k > 1:
-            partial = out.new_empty((config.split_k, row_blocks * config.block_m, columns),
+            partial = out.new_empty((config.split_k, row_blocks * config.block_m, out.shape[1]),
                                     dtype=torch.float32)
-        epilogue: dict[str, Any] = dict(
+        gemm, finish = _down_launches(problem, config,
+                                      _Sizes.of(plan, row_blocks, h, weights.down_proj))
+        epilogue = dict(
             out_ptr=out, partial_ptr=partial, bias_ptr=weights.down_bias,
-            num_n_blocks=columns // MX_BLOCK_SIZE, partial_rows=row_blocks * config.block_m,
-            ATOMIC=problem.options.combine is Combine.ATOMIC,
-            **self.plan_arguments(plan, not problem.options.apply_router_weight_on_input))
-        tiles = row_blocks * triton.cdiv(columns, config.block_n)
-        with torch.cuda.device_of(out):  # Triton launches on the current device
-            _moe_down_kernel[(tiles * config.split_k,)](
-                **epilogue, **self.gemm_arguments(
-                    h, weights.down_proj, config, problem.target))
-            if partial is not None:
-                _moe_down_finish_kernel[(tiles,)](
-                    **epilogue, split_k=config.split_k, BLOCK_M=config.block_m,
-                    BLOCK_N=config.block_n, num_warps=FINISH_NUM_WARPS)
+            **self.plan_tensors(plan, not problem.options.apply_router_weight_on_input))
+        gemm(**epilogue, **_operands(h, weights.down_proj))
+        if partial is not None:
+            finish(**epilogue)
 
 
 class TwoStageLayer:

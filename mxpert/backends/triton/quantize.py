@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -9,9 +10,10 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from ...formats.spec import MX_BLOCK_SIZE
+from ...formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule
 from ...formats.tensor import MXTensor
 from ...problem import Config, Op, QuantizeProblem
+from ..launch import CACHED_LAUNCHES, Launch
 from .heuristics import compute_capability
 from .quantize_kernels import (
     _dequantize_columns_kernel,
@@ -60,43 +62,62 @@ class Quantize(_Spec):
 
     def launch(self, problem: QuantizeProblem, config: Config, *, x: torch.Tensor) -> MXTensor:
         fmt, axis = problem.format, problem.axis
-        codes_shape, scale_shape = list(x.shape), list(x.shape)
-        codes_shape[axis] //= fmt.codes_per_byte
-        scale_shape[axis] //= fmt.block_size
-        qdata = torch.empty(codes_shape, dtype=torch.uint8, device=x.device)
-        scale = torch.empty(scale_shape, dtype=torch.uint8, device=x.device)
-        constants = scale_rule_constants(fmt, problem.scale_rule)
+        codes_shape, scale_shape = _code_shapes(problem)
+        qdata = x.new_empty(codes_shape, dtype=torch.uint8)
+        scale = x.new_empty(scale_shape, dtype=torch.uint8)
         if x.numel() > 0:
-            inner = math.prod(x.shape[axis:][1:])  # elements between neighbours along the axis
-            with torch.cuda.device_of(x):  # Triton launches on the current device
-                if inner == 1:
-                    _quantize_rows(qdata, scale, x, fmt.element.name, constants)
-                else:
-                    grid, block_columns = _column_tiles(x.numel(), inner)
-                    _quantize_columns_kernel[grid](
-                        qdata_ptr=qdata, scale_ptr=scale, x_ptr=x.contiguous(), num_columns=inner,
-                        FORMAT=fmt.element.name, **constants, BLOCK_COLUMNS=block_columns,
-                        num_warps=4)
+            inner = math.prod(problem.shape[axis:][1:])  # elements between neighbours on the axis
+            if inner == 1:
+                rows, num_rows, width, stride = _dense_rows(x)
+                launch = _quantize_rows(fmt, problem.scale_rule, num_rows, width, stride)
+            else:
+                rows = x.contiguous()
+                launch = _quantize_columns(fmt, problem.scale_rule, x.numel(), inner)
+            launch(qdata_ptr=qdata, scale_ptr=scale, x_ptr=rows)
         return MXTensor(qdata, scale, fmt, axis)
 
 
-def _quantize_rows(
-    qdata: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, element: str,
-    constants: dict[str, int],
-) -> None:
-    """Blocks along the innermost dimension; dense rows with any stride are read in place."""
-    rows = x.flatten(0, -2) if x.dim() > 1 and x.stride(-1) == 1 else x  # a view where it can be
-    if rows.dim() == 1 or rows.stride(-1) != 1 or rows.is_contiguous():
-        # Contiguous memory is a sequence of blocks: one block a row, whatever the shape.
-        rows = rows.contiguous().view(-1, MX_BLOCK_SIZE)
-    num_rows, width = rows.shape
+@functools.lru_cache(CACHED_LAUNCHES)
+def _code_shapes(problem: QuantizeProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of codes and scales."""
+    axis = problem.axis + len(problem.shape)
+    before, size, after = problem.shape[:axis], problem.shape[axis], problem.shape[axis + 1:]
+    return ((*before, size // problem.format.codes_per_byte, *after),
+            (*before, size // problem.format.block_size, *after))
+
+
+def _dense_rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """Rows of blocks along the innermost dimension: a tensor, their number, width and stride.
+
+    Dense rows with any stride are read in place. Contiguous memory is a sequence of blocks: one
+    block a row, whatever the shape.
+    """
+    if not x.is_contiguous():
+        rows = x.flatten(0, -2) if x.dim() > 1 and x.stride(-1) == 1 else x.contiguous()
+        if not rows.is_contiguous():
+            return rows, rows.shape[0], rows.shape[1], rows.stride(0)
+        x = rows
+    return x, x.numel() // MX_BLOCK_SIZE, MX_BLOCK_SIZE, MX_BLOCK_SIZE
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _quantize_rows(fmt: MXFormat, rule: ScaleRule, num_rows: int, width: int,
+                   stride: int) -> Launch:
     block_columns = min(_MAX_ROW_COLUMNS, triton.next_power_of_2(width))
     block_rows = _TILE // block_columns
-    grid = (triton.cdiv(num_rows, block_rows) * triton.cdiv(width, block_columns),)
-    _quantize_rows_kernel[grid](
-        qdata_ptr=qdata, scale_ptr=scale, x_ptr=rows, num_rows=num_rows,
-        num_blocks=width // MX_BLOCK_SIZE, row_stride=rows.stride(0), FORMAT=element,
-        **constants, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=4)
+    return Launch(
+        _quantize_rows_kernel,
+        (triton.cdiv(num_rows, block_rows) * triton.cdiv(width, block_columns),),
+        num_rows=num_rows, num_blocks=width // MX_BLOCK_SIZE, row_stride=stride,
+        FORMAT=fmt.element.name, **scale_rule_constants(fmt, rule), BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns, num_warps=4)
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _quantize_columns(fmt: MXFormat, rule: ScaleRule, numel: int, inner: int) -> Launch:
+    grid, block_columns = _column_tiles(numel, inner)
+    return Launch(_quantize_columns_kernel, grid, num_columns=inner, FORMAT=fmt.element.name,
+                  **scale_rule_constants(fmt, rule), BLOCK_COLUMNS=block_columns, num_warps=4)
 
 
 def _column_tiles(numel: int, num_columns: int) -> tuple[tuple[int], int]:
@@ -113,24 +134,23 @@ class Dequantize(_Spec):
 
     def launch(self, problem: QuantizeProblem, config: Config, *, tensor: MXTensor) -> torch.Tensor:
         out = torch.empty(tensor.shape, dtype=problem.dtype, device=tensor.device)
-        operands = {"out_ptr": out, "qdata_ptr": tensor.qdata.contiguous(),
-                    "scale_ptr": tensor.scale.contiguous()}
-        element = tensor.format.element.name
-        if out.numel() == 0:
-            return out
-        inner = math.prod(out.shape[tensor.axis:][1:])
-        with torch.cuda.device_of(out):
-            if inner == 1:
-                num_blocks = out.numel() // MX_BLOCK_SIZE
-                block = _TILE // MX_BLOCK_SIZE
-                _dequantize_rows_kernel[(triton.cdiv(num_blocks, block),)](
-                    **operands, num_blocks=num_blocks, FORMAT=element, BLOCK=block, num_warps=4)
-            else:
-                grid, block_columns = _column_tiles(out.numel(), inner)
-                _dequantize_columns_kernel[grid](
-                    **operands, num_columns=inner, FORMAT=element, BLOCK_COLUMNS=block_columns,
-                    num_warps=4)
+        if out.numel() > 0:
+            inner = math.prod(out.shape[tensor.axis:][1:])
+            _dequantize(tensor.format.element.name, out.numel(), inner)(
+                out_ptr=out, qdata_ptr=tensor.qdata.contiguous(),
+                scale_ptr=tensor.scale.contiguous())
         return out
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _dequantize(element: str, numel: int, inner: int) -> Launch:
+    if inner == 1:
+        num_blocks, block = numel // MX_BLOCK_SIZE, _TILE // MX_BLOCK_SIZE
+        return Launch(_dequantize_rows_kernel, (triton.cdiv(num_blocks, block),),
+                      num_blocks=num_blocks, FORMAT=element, BLOCK=block, num_warps=4)
+    grid, block_columns = _column_tiles(numel, inner)
+    return Launch(_dequantize_columns_kernel, grid, num_columns=inner, FORMAT=element,
+                  BLOCK_COLUMNS=block_columns, num_warps=4)
 
 
 QUANTIZE = Quantize()

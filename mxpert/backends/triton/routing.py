@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ import triton
 
 from ...problem import Op, RoutingProblem, Scoring, Target, TopKProblem
 from ...routing import RoutingPlan, plan_capacity
+from ..launch import CACHED_LAUNCHES, Launch
 from .routing_kernels import (
     _route_topk_kernel, _routing_plan_count_kernel, _routing_plan_expert_kernel,
     _routing_plan_scatter_kernel,
@@ -43,13 +44,6 @@ def _cannot_run(target: Target, num_experts: int) -> str | None:
     return None
 
 
-def _device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Launches go to the tensor's device; entering costs nothing where it is current already."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()
-
-
 @dataclass(frozen=True)
 class TopKConfig:
     """Tokens per program. One warp each: reductions over experts then are shuffles only."""
@@ -76,26 +70,32 @@ class TopKKernel:
 
     def launch(self, problem: TopKProblem, config: TopKConfig, *, logits: torch.Tensor,
                correction_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        options, shape = problem.options, (problem.num_tokens, problem.top_k)
-        weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
-        ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+        shape = (problem.num_tokens, problem.top_k)
+        weights = logits.new_empty(shape, dtype=torch.float32)
+        ids = logits.new_empty(shape, dtype=torch.int32)
         if problem.num_tokens == 0:
             return weights, ids
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        grouped = options.num_groups > 1
-        with _device_of(logits):
-            _route_topk_kernel[(triton.cdiv(problem.num_tokens, config.rows),)](
-                topk_weights=weights, topk_ids=ids, logits=logits, correction_bias=correction_bias,
-                num_tokens=problem.num_tokens, top_k=problem.top_k,
-                num_experts=problem.num_experts, num_groups=options.num_groups,
-                top_groups=options.top_groups, row_stride=logits.stride(0),
-                routed_scaling_factor=float(options.routed_scaling_factor),
-                SIGMOID=options.scoring is Scoring.SIGMOID, NORMALIZE=options.normalize,
-                GROUPED=grouped, BY_PROBABILITY=grouped or correction_bias is not None,
-                ROWS=config.rows, EXPERTS=_padded(problem.num_experts, _EXPERT_TILES),
-                SLOTS=_padded(problem.top_k, _SLOT_TILES), num_warps=config.num_warps)
+        _topk_launch(problem, config, logits.stride(0), correction_bias is not None)(
+            topk_weights=weights, topk_ids=ids, logits=logits, correction_bias=correction_bias)
         return weights, ids
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _topk_launch(problem: TopKProblem, config: TopKConfig, row_stride: int,
+                 biased: bool) -> Launch:
+    options = problem.options
+    grouped = options.num_groups > 1
+    return Launch(
+        _route_topk_kernel, (triton.cdiv(problem.num_tokens, config.rows),),
+        num_tokens=problem.num_tokens, top_k=problem.top_k, num_experts=problem.num_experts,
+        num_groups=options.num_groups, top_groups=options.top_groups, row_stride=row_stride,
+        routed_scaling_factor=float(options.routed_scaling_factor),
+        SIGMOID=options.scoring is Scoring.SIGMOID, NORMALIZE=options.normalize,
+        GROUPED=grouped, BY_PROBABILITY=grouped or biased, ROWS=config.rows,
+        EXPERTS=_padded(problem.num_experts, _EXPERT_TILES),
+        SLOTS=_padded(problem.top_k, _SLOT_TILES), num_warps=config.num_warps)
 
 
 @dataclass(frozen=True)
@@ -137,30 +137,51 @@ class PlanKernel:
         topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
         num_local_tokens: torch.Tensor | None,
     ) -> RoutingPlan:
-        plan = _allocate(problem, topk_ids.device)
-        ids, num_bins = topk_ids.contiguous(), _padded(problem.num_local_experts, _EXPERT_TILES)
+        plan = _allocate(problem, topk_ids)
         outputs = {"sorted_token_ids": plan.sorted_token_ids, "sorted_weights": plan.sorted_weights,
                    "block_expert_ids": plan.block_expert_ids, "num_valid": plan.num_valid,
-                   "slot_rows": plan.slot_rows, "topk_weights": topk_weights.contiguous(),
-                   "routing_block_m": problem.routing_block_m, "capacity": plan.capacity}
-        shared = {"topk_ids": ids, "expert_map": expert_map, "num_local_tokens": num_local_tokens,
-                  "num_tokens": problem.num_tokens, "top_k": problem.top_k,
-                  "num_experts": problem.num_experts,
-                  "num_local_experts": problem.num_local_experts,
-                  "NUM_BINS": num_bins, "TILE": config.tile, "num_warps": config.num_warps}
-        chunks = config.num_chunks
-        with _device_of(topk_ids):
-            if chunks == 0:
-                _routing_plan_expert_kernel[(problem.num_local_experts,)](**outputs, **shared)
-                return plan
-            tiles = triton.cdiv(problem.num_tokens * problem.top_k, chunks * config.tile)
-            counts = torch.empty((chunks, num_bins), dtype=torch.int32, device=topk_ids.device)
-            _routing_plan_count_kernel[(chunks,)](
-                chunk_counts=counts, tiles_per_chunk=tiles, **shared)
-            _routing_plan_scatter_kernel[(chunks,)](
-                chunk_counts=counts, num_chunks=chunks, tiles_per_chunk=tiles,
-                LOG2_TILE=config.tile.bit_length() - 1, **outputs, **shared)
+                   "slot_rows": plan.slot_rows, "topk_weights": topk_weights.contiguous()}
+        inputs = {"topk_ids": topk_ids.contiguous(), "expert_map": expert_map,
+                  "num_local_tokens": num_local_tokens}
+        if config.num_chunks == 0:
+            _single_launch(problem, config)(**outputs, **inputs)
+            return plan
+        count, scatter = _chunk_launches(problem, config)
+        counts = topk_ids.new_empty((config.num_chunks, count.constants["NUM_BINS"]))
+        count(chunk_counts=counts, **inputs)
+        scatter(chunk_counts=counts, **outputs, **inputs)
         return plan
+
+
+def _sizes(problem: RoutingProblem, config: PlanConfig) -> dict[str, int]:
+    """What every kernel of the sort takes."""
+    return {"num_tokens": problem.num_tokens, "top_k": problem.top_k,
+            "num_experts": problem.num_experts, "num_local_experts": problem.num_local_experts,
+            "NUM_BINS": _padded(problem.num_local_experts, _EXPERT_TILES), "TILE": config.tile,
+            "num_warps": config.num_warps}
+
+
+def _output_sizes(problem: RoutingProblem) -> dict[str, int]:
+    """What the kernels that write the plan take."""
+    return {"routing_block_m": problem.routing_block_m, "capacity": _capacity(problem)}
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _single_launch(problem: RoutingProblem, config: PlanConfig) -> Launch:
+    return Launch(_routing_plan_expert_kernel, (problem.num_local_experts,),
+                  **_output_sizes(problem), **_sizes(problem, config))
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _chunk_launches(problem: RoutingProblem, config: PlanConfig) -> tuple[Launch, Launch]:
+    """Count, then scatter."""
+    chunks = config.num_chunks
+    tiles = triton.cdiv(problem.num_tokens * problem.top_k, chunks * config.tile)
+    sizes = _sizes(problem, config)
+    return (Launch(_routing_plan_count_kernel, (chunks,), tiles_per_chunk=tiles, **sizes),
+            Launch(_routing_plan_scatter_kernel, (chunks,), num_chunks=chunks,
+                   tiles_per_chunk=tiles, LOG2_TILE=config.tile.bit_length() - 1,
+                   **_output_sizes(problem), **sizes))
 
 
 def _chunked(problem: RoutingProblem, tile: int) -> PlanConfig:
@@ -169,19 +190,18 @@ def _chunked(problem: RoutingProblem, tile: int) -> PlanConfig:
     return PlanConfig(min(MAX_CHUNKS, max(1, triton.cdiv(rows, tile))), tile)
 
 
-def _allocate(problem: RoutingProblem, device: torch.device) -> RoutingPlan:
+def _capacity(problem: RoutingProblem) -> int:
+    return plan_capacity(problem.num_tokens, problem.top_k, problem.num_local_experts,
+                         problem.routing_block_m)
+
+
+def _allocate(problem: RoutingProblem, topk_ids: torch.Tensor) -> RoutingPlan:
     """A plan of uninitialised tensors; the kernels write every element."""
-    unit = problem.routing_block_m
-    capacity = plan_capacity(problem.num_tokens, problem.top_k, problem.num_local_experts, unit)
-
-    def ids(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
+    unit, capacity, empty = problem.routing_block_m, _capacity(problem), topk_ids.new_empty
     return RoutingPlan(
-        sorted_token_ids=ids(capacity),
-        sorted_weights=torch.empty(capacity, dtype=torch.float32, device=device),
-        block_expert_ids=ids(capacity // unit), num_valid=ids(2),
-        slot_rows=ids(problem.num_tokens, problem.top_k), num_tokens=problem.num_tokens,
+        sorted_token_ids=empty(capacity), sorted_weights=empty(capacity, dtype=torch.float32),
+        block_expert_ids=empty(capacity // unit), num_valid=empty(2),
+        slot_rows=empty((problem.num_tokens, problem.top_k)), num_tokens=problem.num_tokens,
         top_k=problem.top_k, num_experts=problem.num_local_experts, routing_block_m=unit)
 
 

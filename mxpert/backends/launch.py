@@ -1,0 +1,232 @@
+"""Kernel launches with the host work done once: what Triton derives anew at each launch is kept.
+
+``kernel[grid](...)`` binds and specialises every argument, builds a cache key of strings and calls
+hooks: 30 µs and more with thirty arguments. A `Launch` holds all arguments but the tensors. A call
+looks at what tensors can change about the binary (dtype, absence, 16-byte alignment, device), finds
+the binary that Triton made for the same, and hands the pointers to Triton's own C launcher.
+
+The key is never coarser than Triton's. The first call of each key goes through Triton, and so does
+every call in the interpreter, under launch hooks, on other targets and with another C launcher.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.experimental.gluon.nvidia import hopper as gluon
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..errors import message
+
+try:
+    from triton.backends.nvidia import driver as nvidia
+except ImportError:  # a build of Triton for other devices
+    nvidia = None
+
+_CALLING_CONVENTION = "iiiKKppOOOOOO"
+"""Leading arguments of the C launcher that `Launch` calls: grid, stream, function, cooperative,
+dependent launch, two scratch buffers, metadata, launch metadata, two hooks."""
+
+_DIRECT = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == _CALLING_CONVENTION
+_TILE_ARGUMENTS = 5
+"""What the C launcher takes for a 2-D descriptor: the map, two sizes, two strides."""
+_MAX_MAPS = 4096
+
+CACHED_LAUNCHES = 4096
+"""Bound of the caches that hold `Launch` objects: one for each problem, config and stride."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel reads a contiguous tensor through a TMA descriptor.
+
+    Args:
+        block: rows and columns of a copy. layout: how Gluon lays it out in shared memory; None for
+            a Triton kernel. width: columns that the tensor is viewed with; None takes its last
+            dimension.
+    """
+
+    block: tuple[int, int]
+    layout: Any = None
+    width: int | None = None
+
+    def descriptor(self, tensor: torch.Tensor) -> Any:
+        """The descriptor of `tensor` in rows of `width`; reads past its end give zeros."""
+        rows, block = tensor.view(-1, self.width or tensor.shape[-1]), list(self.block)
+        if self.layout is None:
+            return TensorDescriptor.from_tensor(rows, block)
+        return gluon.TensorDescriptor.from_tensor(rows, block, self.layout)
+
+
+@dataclass(frozen=True)
+class _Binary:
+    """A compiled kernel as the C launcher takes it; `maps` keeps encoded descriptors."""
+
+    launcher: Callable[..., None]
+    function: int
+    cooperative: bool
+    dependent: bool
+    metadata: tuple[int, ...]
+    tile_metadata: dict[str, Any]
+    maps: dict[tuple[Any, ...], list[Any]]
+
+
+class Launch:
+    """A kernel with its grid and every argument that is no tensor.
+
+    Make one with a cached function of all that it depends on; call it with the tensors.
+
+    Args:
+        kernel: a Triton or Gluon kernel. grid: one to three sizes.
+        tiles: parameters that are TMA descriptors of their tensors.
+        constants: scalars, constexprs and launch options (num_warps, maxnreg, …) by keyword.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...],
+                 tiles: Mapping[str, Tile] = MappingProxyType({}), /, **constants: Any) -> None:
+        self.kernel, self.grid, self.tiles, self.constants = kernel, grid, tiles, constants
+        self._binaries: dict[tuple[Any, ...], _Binary] | None = None
+        if _DIRECT and isinstance(kernel, JITFunction):
+            self._grid3 = (*grid, 1, 1)[:3]
+            self._template, self._positions = _template(kernel, tiles, constants)
+            self._binaries = _BINARIES.setdefault(_signature(kernel, tiles, constants), {})
+
+    def arguments(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+        """Everything by keyword, as ``kernel[grid]`` takes it."""
+        made = {name: tile.descriptor(tensors[name])  # type: ignore[arg-type]
+                for name, tile in self.tiles.items()}
+        return {**tensors, **made, **self.constants}
+
+    def __call__(self, **tensors: torch.Tensor | None) -> None:
+        """Enqueue the kernel on the current stream of the tensors' device."""
+        if self._binaries is None or _is_observed(self.kernel):
+            with torch.cuda.device_of(_first(tensors)):  # Triton launches on the current device
+                self.kernel[self.grid](**self.arguments(tensors))
+            return
+        active = driver.active
+        device = active.get_current_device()
+        if _first(tensors).get_device() not in (device, -1):
+            with torch.cuda.device_of(_first(tensors)):
+                self(**tensors)
+            return
+        arguments, positions = self._template.copy(), self._positions
+        key: list[Any] = [device, knobs.runtime.debug, knobs.compilation.instrumentation_mode]
+        for name, tensor in tensors.items():
+            if tensor is None:
+                key.append(name)
+            else:
+                pointer = tensor.data_ptr()
+                arguments[positions[name]] = pointer
+                key += name, tensor.dtype, pointer % 16 == 0
+        binary = self._binaries.get(tuple(key))
+        if binary is None:
+            self._learn(tuple(key), tensors)
+            return
+        for name in self.tiles:
+            first = positions[name]
+            arguments[first:first + _TILE_ARGUMENTS] = self._map(
+                binary, name, tensors[name], arguments[first])  # type: ignore[arg-type]
+        binary.launcher(*self._grid3, active.get_current_stream(device), binary.function,
+                        binary.cooperative, binary.dependent, None, None, binary.metadata, None,
+                        None, None, *arguments)
+
+    def _learn(self, key: tuple[Any, ...], tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Launch through Triton and keep the binary that it found or compiled."""
+        compiled = self.kernel[self.grid](**self.arguments(tensors))
+        binary = _binary(compiled, self.kernel, self.tiles)
+        if binary is not None and self._binaries is not None:
+            self._binaries[key] = binary
+
+    def _map(self, binary: _Binary, name: str, tensor: torch.Tensor, pointer: int) -> list[Any]:
+        """Encoded descriptor, sizes and strides: a function of pointer and shape alone."""
+        key = (name, pointer, tensor.shape)
+        found = binary.maps.get(key)
+        if found is None or not tensor.is_contiguous():  # refused where it cannot be viewed
+            found = nvidia.make_tensordesc_arg(self.tiles[name].descriptor(tensor),
+                                               binary.tile_metadata[name])
+            if len(binary.maps) >= _MAX_MAPS:
+                binary.maps.clear()
+            if tensor.is_contiguous():
+                binary.maps[key] = found
+        return found
+
+
+_BINARIES: dict[tuple[Any, ...], dict[tuple[Any, ...], _Binary]] = {}
+"""Binaries by signature: launches that differ in sizes alone share them."""
+
+
+def _first(tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+    for tensor in tensors.values():
+        if tensor is not None:
+            return tensor
+    raise ValueError(message("Launch", "tensors", "a tensor", "none"))
+
+
+def _is_observed(kernel: Any) -> bool:
+    """Whether a profiler or a test wants to see launches: Triton's own path calls its hooks."""
+    runtime = knobs.runtime
+    return bool(getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
+                or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
+                or kernel.pre_run_hooks)
+
+
+def _template(kernel: Any, tiles: Mapping[str, Tile],
+              constants: Mapping[str, Any]) -> tuple[list[Any], dict[str, int]]:
+    """Arguments in the C launcher's order, None for tensors, and where each parameter stands."""
+    template: list[Any] = []
+    positions = {}
+    for name, parameter in kernel.signature.parameters.items():
+        positions[name] = len(template)
+        default = None if parameter.default is inspect.Parameter.empty else parameter.default
+        template += [constants.get(name, default)] * (_TILE_ARGUMENTS if name in tiles else 1)
+    return template, positions
+
+
+def _signature(kernel: Any, tiles: Mapping[str, Tile],
+               constants: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What Triton's choice of a binary can depend on, apart from tensors.
+
+    Of an unspecialised integer that is its width; of another also whether it is 1 or a multiple of
+    16; of a float its type; of constexprs and launch options the value.
+    """
+    parameters = {parameter.name: parameter for parameter in kernel.params}
+    parts: list[Any] = [kernel, tuple(tiles.items())]
+    for name, value in constants.items():
+        parameter = parameters.get(name)
+        known: Any = value
+        if parameter is not None and not parameter.is_constexpr:
+            if type(value) is int:
+                width = -(1 << 31) <= value < 1 << 31, -(1 << 63) <= value < 1 << 63
+                special = not parameter.do_not_specialize and (value == 1, value % 16 == 0)
+                known = (width, special)
+            elif type(value) is float:
+                known = None
+        parts.append((name, type(value), known))
+    return tuple(parts)
+
+
+def _binary(compiled: Any, kernel: Any, tiles: Mapping[str, Tile]) -> _Binary | None:
+    """The parts of a compiled kernel for the C launcher; None if it has to go through Triton."""
+    if not isinstance(compiled.run, nvidia.CudaLauncher):
+        return None
+    run, launcher = compiled.run, compiled.run.launch
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    described: list[Any] = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    names = [name for name in kernel.arg_names if name in tiles]
+    if len(described) != len(names) or None in described:
+        return None
+    if names:  # below the wrapper that encodes descriptors anew at each launch
+        launcher = inspect.getclosurevars(launcher).nonlocals.get("launcher")
+        if launcher is None:
+            return None
+    return _Binary(launcher, compiled.function, run.launch_cooperative_grid, run.launch_pdl,
+                   compiled.packed_metadata, dict(zip(names, described, strict=True)), {})
