@@ -41,6 +41,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("import_directions", "mxpert/backends/hopper/moe.py"):
         "sorting, row quantisation and combine are the portable kernels: nothing in them is "
         "Hopper's own, and a copy would have to be kept equal",
+    ("import_directions", "mxpert/backends/hopper/rows.py"):
+        "scale rules are the portable quantiser's",
+    ("import_directions", "mxpert/backends/hopper/rows_quantize.py"):
+        "scale rules are the portable quantiser's: a fused and a separate quantiser must agree",
     ("import_directions", "mxpert/backends/hopper/finish.py"):
         "the activation after split-K is the portable epilogue's",
 }

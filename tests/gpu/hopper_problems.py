@@ -18,6 +18,7 @@ import mxpert
 from mxpert import Combine, GateUpOrder, MoEConfig, MoEWeights, ReferenceConfig
 from mxpert.dispatch import detect_target
 from mxpert.formats.tensor import Layout
+from mxpert.formats.token import FP8_TOKEN
 from mxpert.problem import (
     ACTIVATION_FORMATS,
     ClampedSiLU,
@@ -123,9 +124,10 @@ def intermediate_tolerance(a_format: str, numel: int) -> float:
 
     The gate holds where flips average out. A single flip of an e2m1 code is half of a value: among
     a thousand values that alone is above the gate, and over many the FP8 accumulator's 14 bits
-    flip more than a float32 accumulator's, so that mxfp4 is held to the derivation itself.
+    flip more than a float32 accumulator's, so that mxfp4 is held to the derivation itself. That of
+    fp8_token is bfloat16.
     """
-    if a_format == "bf16":
+    if a_format in ("bf16", FP8_TOKEN):
         return stage_tolerance(a_format, torch.bfloat16, PROMOTED, numel=numel,
                                accumulator_bits=TENSOR_CORE_BITS)
     derived = requantisation_error(a_format, NOISE, numel)
@@ -141,7 +143,8 @@ def layer_tolerance(a_format: str, out_dtype: torch.dtype, inputs: MoEInputs,
     stage_two = stage_tolerance(a_format, out_dtype, PROMOTED, top_k=top_k, cancellation=2.0,
                                 numel=num_tokens * weights.hidden_size,
                                 accumulator_bits=TENSOR_CORE_BITS)
-    flips = requantisation_error(None if a_format == "bf16" else a_format, NOISE, numel)
+    flips = requantisation_error(None if a_format == "bf16" else a_format, NOISE, numel,
+                                 row=weights.intermediate_size)
     derived = math.hypot(stage_two, 2 * flips)
     return derived if a_format == "mxfp4" or numel < FEW else min(END_TO_END_GATE, derived)
 

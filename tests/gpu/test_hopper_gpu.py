@@ -10,7 +10,13 @@ import torch
 
 import mxpert
 from mxpert import Combine, GateUpOrder, MoEConfig, MoEWeights
-from mxpert.formats import MXTensor, dequantize_blocks, pack_codes, unpack_codes
+from mxpert.formats import (
+    FP8_TOKEN,
+    MXTensor,
+    dequantize_blocks,
+    pack_codes,
+    unpack_codes,
+)
 from mxpert.problem import SwiGLU
 from mxpert.routing import RoutingPlan
 from mxpert.testing.exact import exact_moe_problem
@@ -209,24 +215,24 @@ def check_stages(inputs: MoEInputs, row_major: MoEWeights, a_format: str, unit: 
     places = plan.slot_rows.flatten().long()
     stage_one = dict(activation=inputs.activation, activation_format=a_format,
                      apply_router_weight_on_input=on_input)
-    stage_two = dict(combine=Combine.FLAT, apply_router_weight_on_input=on_input)
+    rows = dict(activation_format=a_format, apply_router_weight_on_input=on_input)
+    stage_two = dict(combine=Combine.FLAT, **rows)
     with mxpert.override(backend="reference", config=FLOAT64):
         expected_h = mxpert.moe_gate_up(inputs.x, row_major, plan, **stage_one)
     with mxpert.override(backend="hopper", config=config):
         h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, **stage_one)
         y = mxpert.moe_down(h, inputs.weights, plan, **stage_two)
-        summed = mxpert.moe_down(h, inputs.weights, plan, apply_router_weight_on_input=on_input,
-                                 out_dtype=torch.float32)
+        summed = mxpert.moe_down(h, inputs.weights, plan, out_dtype=torch.float32, **rows)
     numel = len(places) * row_major.intermediate_size
     assert_close_relative(take(h, places), take(expected_h, places),
                           intermediate_tolerance(a_format, numel), f"stage 1, {what}")
     with mxpert.override(backend="reference", config=FLOAT64):
-        rows = mxpert.moe_down(h, row_major, plan, out_dtype=torch.float64, **stage_two)[places]
+        expected = mxpert.moe_down(h, row_major, plan, out_dtype=torch.float64, **stage_two)[places]
     assert_close_relative(
-        y[places], rows, stage_tolerance(
-            a_format, torch.bfloat16, PROMOTED, numel=effective_numel(rows),
+        y[places], expected, stage_tolerance(
+            a_format, torch.bfloat16, PROMOTED, numel=effective_numel(expected),
             accumulator_bits=TENSOR_CORE_BITS), f"stage 2, {what}")
-    assert_close_relative(summed, rows.unflatten(0, (-1, plan.top_k)).sum(1), STAGE_GATE,
+    assert_close_relative(summed, expected.unflatten(0, (-1, plan.top_k)).sum(1), STAGE_GATE,
                           f"stage 2 summed, {what}")
 
 
@@ -245,7 +251,7 @@ def largest_window(x: torch.Tensor, weights: MXTensor) -> float:
 
 @tiles
 def test_exact_problem_is_bit_identical(a_format: str, tile: str, device: torch.device) -> None:
-    """All three formats are exact here, FP8 tensor cores included.
+    """The formats with power-of-two scales are exact here, FP8 tensor cores included.
 
     x holds integers up to 4, h a few powers of two: both are e4m3 numbers under one scale per row,
     so the low parts are zero, and no 32-block is rebased out of e4m3's range. Tensor cores align
@@ -253,6 +259,8 @@ def test_exact_problem_is_bit_identical(a_format: str, tile: str, device: torch.
     it: nothing is lost while 256 products, after which the sum goes to float32, cannot exceed 2^13
     units. That is asserted; float32 does the rest exactly.
     """
+    if a_format == FP8_TOKEN:
+        pytest.skip("its scales are no powers of two")
     for seed, (shape, on_input) in enumerate(CASES.values()):
         inputs = exact_moe_problem(shape, 333, seed=seed, device=device,
                                    apply_router_weight_on_input=on_input)

@@ -76,8 +76,10 @@ def packed(experts: int, num_rows: int, depth: int) -> MXTensor:
                     (experts, num_rows, depth))
 
 
-def rows_of(num_rows: int, depth: int, a_format: str) -> torch.Tensor | MXTensor:
-    format = activation_mx_format(a_format, "rows_of")
+def rows_of(num_rows: int, depth: int, a_format: str,
+            quantised: bool) -> torch.Tensor | MXTensor:
+    """bfloat16 rows, or rows quantised beforehand if it is an MX format."""
+    format = activation_mx_format(a_format, "rows_of") if quantised else None
     if format is None:
         return empty(num_rows, depth, dtype=torch.bfloat16)
     return MXTensor(empty(num_rows, depth // format.codes_per_byte), empty(num_rows, depth // 32),
@@ -110,8 +112,10 @@ class Recorder:
         monkeypatch.setattr(moe, "combine_rows", lambda out, slot_rows: out)
         monkeypatch.setattr(moe, "quantize_rows", lambda problem, x: x)
 
-    def run(self, problem: MoEProblem, config: GemmConfig, *, has_bias: bool) -> list[Launch]:
-        """Launches of both stages of `problem`, each with the same config."""
+    def run(self, problem: MoEProblem, config: GemmConfig, *, has_bias: bool,
+            quantised: bool = False) -> list[Launch]:
+        """Launches of both stages of `problem`, each with the same config; `quantised` rows come
+        and go as an MXTensor, as between the separate ops."""
         self.launches.clear()
         experts, unit, tokens = problem.num_experts, config.block_m, problem.num_tokens
         hidden, inner = problem.hidden_size, problem.intermediate_size
@@ -126,8 +130,9 @@ class Recorder:
             empty(capacity // unit, dtype=torch.int32), empty(2, dtype=torch.int32),
             empty(tokens, problem.top_k, dtype=torch.int32), tokens, problem.top_k, experts, unit)
         a_format = problem.options.activation_format
-        moe.GATE_UP.run(problem, config, x=rows_of(tokens, hidden, a_format), weights=weights,
-                        plan=plan, num_rows=plan.max_blocks * unit)
-        moe.DOWN.launch(problem, config, h=rows_of(plan.max_blocks * unit, inner, a_format),
+        num_rows = plan.max_blocks * unit
+        moe.GATE_UP.run(problem, config, x=rows_of(tokens, hidden, a_format, quantised),
+                        weights=weights, plan=plan, num_rows=num_rows)
+        moe.DOWN.launch(problem, config, h=rows_of(num_rows, inner, a_format, quantised),
                         weights=weights, plan=plan)
         return list(self.launches)

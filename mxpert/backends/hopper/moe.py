@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...formats.tensor import Layout, MXTensor
-from ...formats.token import FP8_TOKEN
 from ...problem import Combine, GemmConfig, MoEProblem, Op
 from ...routing import RoutingPlan
 from ...weights import MoEWeights
@@ -57,8 +56,6 @@ def unsupported(problem: MoEProblem) -> str | None:
     if problem.weight_layout is not Layout.HOPPER_FRAGMENT:
         return ("needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...), which "
                 "keeps ROW_MAJOR where a row spans more than 15 binades")
-    if problem.options.activation_format == FP8_TOKEN:
-        return "has no per-token scales"
     if problem.options.out_dtype is torch.float64:
         return "has no float64 output"
     if problem.routing_block_m % min(heuristics.BLOCKS_M):
@@ -76,19 +73,20 @@ class _GateUp(_Stage):
         weights: MoEWeights, plan: RoutingPlan,
     ) -> torch.Tensor | MXTensor:
         """The intermediate [P, F] in sorted order; padding rows are left as allocated."""
-        return self.run(problem, config, x=x, weights=weights, plan=plan, num_rows=plan.capacity)
+        return quantize_rows(problem, self.run(problem, config, x=x, weights=weights, plan=plan,
+                                               num_rows=plan.capacity))
 
     def run(
         self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
         weights: MoEWeights, plan: RoutingPlan, num_rows: int,
-    ) -> torch.Tensor | MXTensor:
-        """`launch` into `num_rows` rows."""
+    ) -> torch.Tensor:
+        """`launch` into `num_rows` bfloat16 rows, which stage 2 quantises as it encodes them."""
         h = torch.empty((num_rows, weights.intermediate_size), dtype=torch.bfloat16,
                         device=weights.device)
         if plan.max_blocks:
-            rows = sorted_rows(quantize_rows(problem, x), plan, num_rows, scatter=True)
+            rows = sorted_rows(x, plan, num_rows, problem.options, scatter=True)
             self._multiply(h, rows, weights, plan, problem, config)
-        return quantize_rows(problem, h)
+        return h
 
     @staticmethod
     def _multiply(h: torch.Tensor, rows: SortedRows, weights: MoEWeights, plan: RoutingPlan,
@@ -125,7 +123,7 @@ class _Down(_Stage):
         if plan.num_tokens == 0:
             return torch.empty((num_rows if flat else 0, weights.hidden_size),
                                device=weights.device, dtype=options.out_dtype)
-        rows = sorted_rows(h, plan, num_rows, scatter=False)
+        rows = sorted_rows(h, plan, num_rows, options, scatter=False)
         if config.split_k > 1 and not flat:
             parts = _parts(num_rows, weights.hidden_size, config, weights.device)
             multiply(parts.flatten(0, 1), rows, weights.down_proj, None, plan, problem, config,

@@ -1,10 +1,12 @@
 """Activations for the FP8 GEMMs: gathered into sorted rows, scaled per row, K permuted.
 
-Two encodings of a row, both with one power of two per row:
+Three encodings of a row, each with one scale per row:
 
 - bf16 as hi + lo / 16, two e4m3 rows: exact for values within 14 binades of the row maximum.
-- MX codes, each 32-block rebased from its own scale to the row's largest: exact as long as a code
-  stays an e4m3 number, an absolute error of at most 2^-10 of the row's scale below that.
+- MX codes, each 32-block rebased from its own scale to the row's largest, a power of two: exact as
+  long as a code stays an e4m3 number, an absolute error of at most 2^-10 of the row's scale below
+  that. bf16 rows are quantised and rebased in one pass.
+- fp8_token: bf16 rows quantised to e4m3 by the row's own float32 scale.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ import torch
 
 from ...formats.layouts import UNIT_CODES
 from ...formats.tensor import MXTensor
+from ...problem import MoEOptions, activation_mx_format
 from ...routing import RoutingPlan
+from ..triton.quantize_kernels import scale_rule_constants
 from .rows_kernels import _moe_rebase_rows_kernel, _moe_split_rows_kernel
+from .rows_quantize import _moe_quantize_rows_kernel
 
 _MAX_CHUNKS = 64
 """Depth units of 128 values in one step: 8192 values, 32 a thread."""
@@ -42,13 +47,14 @@ class SortedRows:
         return self.scale.shape[0]
 
 
-def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int, *,
-                scatter: bool) -> SortedRows:
+def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
+                options: MoEOptions, *, scatter: bool) -> SortedRows:
     """Encode the plan's rows for the FP8 GEMMs.
 
     Args:
         x: bfloat16 or MXTensor, [T, K] (scatter) or [P, K] in sorted order.
         plan: the routing plan. num_rows: rows to allocate, at least the rows in use.
+        options: the activation format, which bfloat16 rows are quantised to, by the scale rule.
         scatter: x holds tokens, each of which goes to the rows of all its slots.
 
     Returns:
@@ -57,7 +63,7 @@ def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int, *,
     depth = x.shape[1]
     depth_units = -(-depth // UNIT_CODES)
     chunks = min(_MAX_CHUNKS, max(_CHUNKS_PER_WARP, 1 << (depth_units - 1).bit_length()))
-    split = isinstance(x, torch.Tensor)
+    split = options.activation_format == "bf16"
     slots = 1 if plan.num_tokens <= _PARALLEL_TOKENS else plan.top_k
     programs = plan.num_tokens * (plan.top_k // slots) if scatter else num_rows
     codes = torch.empty((num_rows * (2 if split else 1), depth_units * UNIT_CODES),
@@ -75,7 +81,18 @@ def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int, *,
         _moe_rebase_rows_kernel[(programs,)](
             x=data, x_scale=x.scale, x_stride=data.stride(0), x_scale_stride=x.scale.stride(0),
             PACKED=packed, **shared)
-    else:
+    elif split:
         _moe_split_rows_kernel[(programs,)](x=x, num_rows=num_rows, x_stride=x.stride(0),
                                             **shared)
+    else:
+        _moe_quantize_rows_kernel[(programs,)](x=x, x_stride=x.stride(0),
+                                               **_format_constants(options), **shared)
     return SortedRows(codes, scale, split)
+
+
+def _format_constants(options: MoEOptions) -> dict[str, Any]:
+    """What `_moe_quantize_rows_kernel` needs to know of an activation format and its scale rule."""
+    format = activation_mx_format(options.activation_format, "sorted_rows")
+    if format is None:
+        return dict(FORMAT="token", EMAX=0, THRESHOLD=0, INF_BYTE=0)
+    return dict(FORMAT=format.element.name, **scale_rule_constants(format, options.scale_rule))

@@ -51,6 +51,19 @@ def _store_step(codes, values, target, padded_depth, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
+def _store_slots(codes, scale, factor, values, target, slot_rows, first_slot, num_slots, row,
+                 padded_depth, SCATTER: gl.constexpr, CHUNKS: gl.constexpr):
+    """e4m3 codes of one step into sorted row `row`, or the rows of all slots of a token."""
+    for slot in range(num_slots):
+        if SCATTER:
+            row = gl.load(slot_rows + first_slot + slot)
+        if row >= 0:
+            gl.store(scale + row, factor)
+            _store_step(codes + row.to(gl.int64) * padded_depth, values, target, padded_depth,
+                        CHUNKS)
+
+
+@gluon.jit
 def _power_of_two(exponent_byte):
     """2^(byte - 127) for bytes 1..254."""
     return (exponent_byte << 23).to(gl.float32, bitcast=True)
@@ -197,17 +210,11 @@ def _largest_scale(values, scales):
 def _store_rebased(codes, scale, factor, base, values, scales, target, slot_rows, first_slot,
                    num_slots, row, padded_depth, SCATTER: gl.constexpr, HEADROOM: gl.constexpr,
                    CHUNKS: gl.constexpr):
-    """One step with its blocks' scale deficits applied, as `_store_split` stores."""
+    """One step with its blocks' scale deficits applied."""
     # Clamped where every code vanishes, and in blocks of zeros with a scale above the base.
     exponent = gl.minimum(gl.maximum(127 + HEADROOM + scales - base, 1), 254)
-    values = (values * _power_of_two(exponent)).to(gl.float8e4nv)
-    for slot in range(num_slots):
-        if SCATTER:
-            row = gl.load(slot_rows + first_slot + slot)
-        if row >= 0:
-            gl.store(scale + row, factor)
-            _store_step(codes + row.to(gl.int64) * padded_depth, values, target, padded_depth,
-                        CHUNKS)
+    _store_slots(codes, scale, factor, (values * _power_of_two(exponent)).to(gl.float8e4nv), target,
+                 slot_rows, first_slot, num_slots, row, padded_depth, SCATTER, CHUNKS)
 
 
 @gluon.jit

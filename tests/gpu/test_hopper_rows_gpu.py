@@ -1,0 +1,125 @@
+"""Rows that the Hopper GEMMs read, bit by bit: one pass against two, and against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import mxpert
+from mxpert import ScaleRule, SiLU
+from mxpert.formats import FP8_TOKEN, decode, quantize_blocks, quantize_token_rows
+from mxpert.formats.spec import E4M3
+from mxpert.problem import MoEOptions
+from mxpert.routing import TOKEN_MASK, RoutingPlan
+from mxpert.testing.numerics import assert_exact
+from mxpert.testing.poison import nan_filled_scratch
+
+from .hopper_problems import require_hopper
+
+rows = pytest.importorskip("mxpert.backends.hopper.rows", reason="needs Gluon")
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS, TOP_K, UNIT = 9, 3, 16
+DEPTHS = (96, 384, 2880, 7168, 8224)
+"""Less than a unit; one, eight and 16 values a thread; two steps, the second almost empty."""
+
+
+@pytest.fixture(autouse=True)
+def hopper_only(device: torch.device) -> Iterator[None]:
+    require_hopper(device)
+    with nan_filled_scratch():
+        yield
+
+
+def values(num_rows: int, depth: int, device: torch.device) -> torch.Tensor:
+    """bfloat16 rows over many binades, with blocks and rows of zeros, infinities, tiny values."""
+    generator = torch.Generator(device).manual_seed(depth)
+    x = torch.randn(num_rows, depth, generator=generator, device=device)
+    x *= torch.exp(3 * torch.randn(x.shape, generator=generator, device=device))
+    x = x.bfloat16()
+    blocks = x.unflatten(1, (-1, 32))
+    blocks[::3, 1] = 0
+    x[1::7] = 0
+    x[2::7] *= 2.0**-120
+    x[3::7] *= 2.0**-20
+    x[4::7, 5] = -0.0
+    return x
+
+
+def plan_of(num_tokens: int, device: torch.device) -> RoutingPlan:
+    generator = torch.Generator(device).manual_seed(num_tokens)
+    logits = torch.randn(num_tokens, EXPERTS, generator=generator, device=device)
+    topk_weights, topk_ids = mxpert.route_topk(logits, TOP_K)
+    return mxpert.make_routing_plan(topk_ids, topk_weights, num_experts=EXPERTS,
+                                    routing_block_m=UNIT)
+
+
+def encode(x: torch.Tensor | mxpert.MXTensor, plan: RoutingPlan, options: MoEOptions,
+           scatter: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Code bytes and scales of the rows in use, [T * k, K padded] and [T * k]."""
+    found = rows.sorted_rows(x, plan, plan.capacity, options, scatter=scatter)
+    places = plan.slot_rows.flatten().long()
+    return found.codes.view(torch.uint8)[places], found.scale[places]
+
+
+def stored(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [M, K] in the order of the GEMMs' depth, padded with zeros."""
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 128))
+    return codes.unflatten(1, (-1, 4, 8, 4)).transpose(2, 3).flatten(1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 333])
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("scatter", [True, False], ids=["tokens", "sorted"])
+@pytest.mark.parametrize("rule", ScaleRule, ids=lambda rule: rule.name.lower())
+@pytest.mark.parametrize("a_format", ["mxfp8", "mxfp4"])
+def test_one_pass_equals_quantise_then_rebase(
+    a_format: str, rule: ScaleRule, scatter: bool, depth: int, num_tokens: int,
+    device: torch.device,
+) -> None:
+    plan, options = plan_of(num_tokens, device), MoEOptions(SiLU(), a_format, rule)
+    x = values(num_tokens if scatter else plan.capacity, depth, device)
+    if num_tokens > 1:
+        x[-1, 7] = float("inf")
+    codes, scale = encode(x, plan, options, scatter)
+    expected_codes, expected_scale = encode(quantize_blocks(x, a_format, -1, rule), plan, options,
+                                            scatter)
+    assert_exact(scale, expected_scale, "scale")
+    assert_exact(codes, expected_codes, "codes")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 333])
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("scatter", [True, False], ids=["tokens", "sorted"])
+def test_token_rows_are_the_oracles(
+    scatter: bool, depth: int, num_tokens: int, device: torch.device,
+) -> None:
+    plan, options = plan_of(num_tokens, device), MoEOptions(SiLU(), FP8_TOKEN)
+    x = values(num_tokens if scatter else plan.capacity, depth, device)
+    codes, scale = encode(x, plan, options, scatter)
+    places = plan.slot_rows.flatten().long()
+    source = (plan.sorted_token_ids[places] & TOKEN_MASK).long() if scatter else places
+    expected = quantize_token_rows(x[source])
+    assert_exact(scale, expected.scale, "scale")
+    assert_exact(codes, stored(expected.qdata), "codes")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("a_format", [FP8_TOKEN, "mxfp8", "mxfp4"])
+def test_bad_values_spoil_their_row(a_format: str, bad: float, device: torch.device) -> None:
+    """NaN makes the row's scale NaN; infinity does in fp8_token and saturates in MX formats."""
+    plan, options = plan_of(16, device), MoEOptions(SiLU(), a_format)
+    x = values(16, 2880, device)
+    clean, clean_scale = encode(x, plan, options, True)
+    x[5, 100] = bad
+    codes, scale = encode(x, plan, options, True)
+    token = torch.arange(16, device=device).repeat_interleave(TOP_K)
+    assert_exact(codes[token != 5], clean[token != 5], "other rows")
+    assert_exact(scale[token != 5], clean_scale[token != 5], "other scales")
+    spoilt = bad != bad or a_format == FP8_TOKEN
+    assert bool(scale[token == 5].isnan().all()) == spoilt
+    if not spoilt:
+        assert decode(codes[token == 5], E4M3).isfinite().all()
