@@ -27,6 +27,7 @@ SOURCES = FILES + [path for folder in ("tests", "examples", "benchmarks")
 LAYERS = {"errors": 0, "formats": 1, "problem": 2, "routing": 2, "weights": 2, "dispatch": 3,
           "ops": 4, "training": 5, "distributed": 5, "integrations": 6, "cli": 7}
 BACKENDS_MAY_IMPORT = {"errors", "formats", "problem", "routing", "weights"}
+SHARED_BY_BACKENDS = {"launch"}
 MAY_IMPORT_TESTING = {"cli", "testing"}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
@@ -87,7 +88,8 @@ def import_directions(text: str, path: Path) -> Iterator[str]:
         if there == "testing" and here not in MAY_IMPORT_TESTING:
             yield f"imports {name}: testing serves cli, tests and benchmarks alone"
         elif here == "backends":
-            sibling = there == "backends" and target[2:3] == list(parts[1:2])
+            sibling = there == "backends" and bool(
+                {*target[2:3]} & {*parts[1:2], *SHARED_BY_BACKENDS})
             if not sibling and there not in BACKENDS_MAY_IMPORT:
                 yield f"imports {name}: a backend imports the core and its own package"
         elif there == "backends":
