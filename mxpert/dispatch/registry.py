@@ -21,12 +21,13 @@ from ..problem import (
     Config, GemmConfig, GroupedProblem, KernelSpec, MoEConfig, MoEProblem, Op, Problem,
     ReferenceConfig, refuse,
 )
-from .tables import tuned_row
+from . import tables
 
 BACKENDS = {"hopper": "mxpert.backends.hopper", "reference": "mxpert.backends.reference",
             "triton": "mxpert.backends.triton"}
 _GPU_ORDER = ("hopper", "triton", "reference")
 _CPU_ORDER = ("reference", "triton")
+_CACHED_RESOLUTIONS = 8192
 
 
 @dataclass(frozen=True)
@@ -134,19 +135,19 @@ def _stage_config(problem: Problem, config: Config) -> Config:
     return config
 
 
-def _choose_config(kernel: KernelSpec, problem: Problem) -> tuple[Any, str, str]:
-    """Config, source and detail for a chosen kernel."""
-    pinned = _stage_config(problem, _override.get().config)
+def _choose_config(kernel: KernelSpec, problem: Problem, config: Config) -> tuple[Any, str, str]:
+    """Config, source and detail for a chosen kernel; `config` is what override() pins."""
+    pinned = _stage_config(problem, config)
     for_reference = isinstance(pinned, ReferenceConfig)
     if pinned is not None and for_reference == (kernel.backend == "reference"):
         _check_block(problem, pinned)
         return pinned, "override", "config pinned by override()"
     if isinstance(problem, MoEProblem) and kernel.backend != "reference":
-        row = tuned_row(problem, kernel.backend)
+        row = tables.tuned_row(problem, kernel.backend)
         if row is not None:
-            config = _stage_config(problem, row.config)
-            if _block_fits(problem, config):
-                return config, "table", row.place
+            tuned = _stage_config(problem, row.config)
+            if _block_fits(problem, tuned):
+                return tuned, "table", row.place
     return kernel.heuristic(problem), "heuristic", f"{kernel.backend} backend"
 
 
@@ -168,9 +169,12 @@ def _warn_fallback(op: Op, backend: str, arch: str, reasons: str) -> None:
                   RuntimeWarning, stacklevel=4)
 
 
-def _resolve(problem: Problem) -> tuple[Resolution, list[tuple[str, str]]]:
+@functools.lru_cache(_CACHED_RESOLUTIONS)
+def _resolve(problem: Problem, pins: Override,
+             generation: int) -> tuple[Resolution, tuple[tuple[str, str], ...]]:
+    """The choice and what it passed over; kept until tables change (`generation` counts that)."""
     rejected: list[tuple[str, str]] = []
-    pinned = _override.get().backend
+    pinned = pins.backend
     on_gpu = problem.target.kind != "cpu"
     for backend in ((pinned,) if pinned else _GPU_ORDER if on_gpu else _CPU_ORDER):
         found = _candidate(backend, problem)
@@ -180,10 +184,10 @@ def _resolve(problem: Problem) -> tuple[Resolution, list[tuple[str, str]]]:
         if backend == "reference" and on_gpu and not pinned:
             _warn_fallback(problem.op, backend, problem.target.arch, "; ".join(
                 f"{name} {reason}" for name, reason in rejected))
-        config, source, detail = _choose_config(found, problem)
+        config, source, detail = _choose_config(found, problem, pins.config)
         if pinned and source == "heuristic":
             detail += ", pinned by override()"
-        return Resolution(found, config, source, detail), rejected
+        return Resolution(found, config, source, detail), tuple(rejected)
     if pinned:
         raise UnsupportedError(message(
             problem.op.value, "backend", f"a problem that {pinned!r} can serve", rejected[0][1],
@@ -197,11 +201,11 @@ def resolve(problem: Problem) -> tuple[KernelSpec, Any]:
     Raises:
         UnsupportedError: no backend, or not the pinned one, can serve it.
     """
-    resolution, _ = _resolve(problem)
+    resolution, _ = _resolve(problem, _override.get(), tables.generation())
     return resolution.kernel, resolution.config
 
 
 def explain_problem(problem: Problem) -> Explanation:
     """What `resolve` would choose, from where, and what it passed over."""
-    resolution, rejected = _resolve(problem)
-    return Explanation(problem, resolution, tuple(rejected))
+    resolution, rejected = _resolve(problem, _override.get(), tables.generation())
+    return Explanation(problem, resolution, rejected)

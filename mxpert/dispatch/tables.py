@@ -253,7 +253,7 @@ def add_rows(path: Path, provenance: Mapping[str, Any], rows: Iterable[TunedRow]
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    _rows_by_shape.cache_clear()
+    reload_tables()
 
 
 def read_rows(path: Path, device: str) -> tuple[TunedRow, ...]:
@@ -269,6 +269,20 @@ def read_rows(path: Path, device: str) -> tuple[TunedRow, ...]:
     require(found == device, _OP, f"{path}: provenance.device", need=device, got=found,
             remedy="give each device a table of its own")
     return parse_table(text, str(path))
+
+
+_generations = [0]
+
+
+def generation() -> int:
+    """How often tables have been reloaded: choices made from an earlier one are stale."""
+    return _generations[0]
+
+
+def reload_tables() -> None:
+    """Read the files again where they are next needed."""
+    _rows_by_shape.cache_clear()
+    _generations[0] += 1
 
 
 @functools.cache

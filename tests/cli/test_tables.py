@@ -46,7 +46,7 @@ def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The shipped table of a package whose tables lie in a folder of this test."""
     monkeypatch.setattr(tables.resources, "files", lambda _: tmp_path)
     monkeypatch.setenv("MXPERT_CACHE_DIR", str(tmp_path / "cache"))
-    tables._rows_by_shape.cache_clear()
+    tables.reload_tables()
     return tmp_path / "tables" / "nvidia-h200.json"
 
 

@@ -265,7 +265,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeKernel:
     monkeypatch.setattr(tune, "read_bandwidth", lambda _: 4.2e12)
     monkeypatch.setattr(DeviceTrial, "times", lambda self, *rest: fake.times(*rest))
     monkeypatch.setenv("MXPERT_CACHE_DIR", str(tmp_path / "cache"))
-    tables._rows_by_shape.cache_clear()
+    tables.reload_tables()
     return kernel
 
 
