@@ -1,0 +1,91 @@
+"""From the sums of a grouped GEMM to its output: scales, rounding, stores of ragged tiles."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+
+@gluon.jit
+def scale_value(byte):
+    """E8M0 bytes from 1 to 254, which is all that rebased operands have, as float32."""
+    return (byte.to(gl.int32) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.constexpr_function
+def _one_each():
+    """128 columns, one for each thread of a warpgroup."""
+    return gl.BlockedLayout([1], [32], [4], [0])
+
+
+@gluon.jit
+def load_scales(scales, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scale bytes of 64 rows and of each half of the columns, before they are needed."""
+    a_bytes, b_bytes, a_pitch, b_pitch, num_rows, num_columns = scales
+    rows = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), num_rows - 1)
+    columns = gl.arange(0, 128, _one_each())
+    by_row = gl.load(a_bytes + rows * a_pitch)
+    left = gl.load(b_bytes + gl.minimum(columns, num_columns - 1) * b_pitch)
+    right = left
+    if HALVES == 2:
+        right = gl.load(b_bytes + gl.minimum(columns + 128, num_columns - 1) * b_pitch)
+    return by_row, left, right
+
+
+@gluon.jit
+def apply_scales(total, by_row, by_column, LAYOUT: gl.constexpr, ROW_SCALED: gl.constexpr):
+    """Multiply [64, 128] sums by the one scale of each column and, if ROW_SCALED, of each row."""
+    factors = gl.convert_layout(scale_value(by_column), gl.SliceLayout(0, LAYOUT))
+    if ROW_SCALED:
+        total = total * gl.expand_dims(scale_value(by_row), 1)
+    return total * gl.expand_dims(factors, 0)
+
+
+@gluon.constexpr_function
+def _coalesced(COLUMNS, BITS):
+    """[64, COLUMNS] values: 16 bytes a thread, whole rows."""
+    vector = 128 // BITS
+    return gl.BlockedLayout([1, vector], [32 * vector // COLUMNS, COLUMNS // vector], [4, 1],
+                            [1, 0])
+
+
+@gluon.jit
+def _store_piece(value, out, out_desc, staging, row, row_end, column, num_columns,
+                 ACCUMULATE: gl.constexpr):
+    """Through shared memory: TMA, which clips the last columns, or masked rows.
+
+    Masked where the tile is ragged, or what `out` holds is added (ACCUMULATE).
+    """
+    COLUMNS: gl.constexpr = value.shape[1]
+    LAYOUT: gl.constexpr = _coalesced(COLUMNS, out.dtype.element_ty.primitive_bitwidth)
+    tma.store_wait(0)
+    staging.store(value)
+    if (not ACCUMULATE) & (row + 64 <= row_end):
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [row, column], staging)
+    else:
+        rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+        place = (gl.expand_dims(rows.to(gl.int64) * num_columns, 1)
+                 + gl.expand_dims(columns, 0))
+        mask = (gl.expand_dims(rows < row_end, 1) & gl.expand_dims(columns < num_columns, 0))
+        result = staging.load(LAYOUT)
+        if ACCUMULATE:
+            result += gl.load(out + place, mask=mask, other=0.0)
+        gl.store(out + place, result, mask=mask)
+
+
+@gluon.jit
+def store_tile(total, output, row, row_end, column, num_columns, ACCUMULATE: gl.constexpr):
+    """Write [64, 128] sums to `out` at (row, column), 128 or 2 × 64 columns at once."""
+    out, out_desc, staging = output
+    value = total.to(out.dtype.element_ty)
+    if staging.shape[1] == 128:
+        _store_piece(value, out, out_desc, staging, row, row_end, column, num_columns, ACCUMULATE)
+    else:
+        left, right = value.reshape([64, 2, 64]).permute((0, 2, 1)).split()
+        _store_piece(left, out, out_desc, staging, row, row_end, column, num_columns, ACCUMULATE)
+        if column + 64 < num_columns:
+            _store_piece(right, out, out_desc, staging, row, row_end, column + 64, num_columns,
+                         ACCUMULATE)

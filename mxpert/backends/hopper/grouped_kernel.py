@@ -1,0 +1,206 @@
+"""Grouped GEMM on wgmma: MXFP8 operands with few scales per row, or bf16.
+
+A persistent CTA (one per SM) computes 128 × 256 tiles: a producer warp (TMA) and two consumer
+warpgroups of 64 rows each, whose epilogues fall under the other's products. Both operands lie with
+the reduction contiguous. SPAN says how far a scale of the first operand reaches:
+
+0: over the whole row (of a group, where groups divide the reduction). Sums stay in the tensor core;
+   the scales of both rows meet them in the epilogue.
+128: along 128 values. Every 128 the sums are scaled and promoted to float32; the second operand has
+   one scale a row.
+256: as 0, but sums are promoted to float32 every 256 values.
+
+A stage of the ring is 128 bytes deep: 128 fp8 or 64 bf16 values. A group of the reduction ends at
+any multiple of 32, so that its last stage may be used in part (`tail` slices of 32 values).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .grouped_epilogue import apply_scales, load_scales, store_tile
+from .grouped_schedule import rows_tile, weights_tile
+from .grouped_sums import accumulate, accumulate_promoted, accumulate_scaled, next_slot, sums_layout
+
+
+@gluon.jit
+def _locate(tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M: gl.constexpr,
+            BLOCK_N: gl.constexpr, BAND: gl.constexpr, WGRAD: gl.constexpr):
+    """Where `tile` reads and writes.
+
+    Returns the walk's state (group and its tiles) and (row of a, row of b, first and last value of
+    the reduction, row of the output, end of the output rows, column).
+    """
+    num_n, num_k, row_tiles, num_outer = shape
+    if WGRAD:
+        group, row_tile, column_tile, start, end = weights_tile(tile, offsets, sizes, row_tiles,
+                                                                BAND)
+        a_row = row_tile * BLOCK_M
+        column = column_tile * BLOCK_N
+        out_row = group * num_outer + a_row
+        place = (a_row, column, start, end, out_row, (group + 1) * num_outer, column)
+    else:
+        group, first_tile, end_tile, row, row_end, column_tile = rows_tile(
+            tile, group, first_tile, end_tile, offsets, sizes, BLOCK_M, BAND)
+        column = column_tile * BLOCK_N
+        depth = gl.where(group < sizes[0], num_k, 0)  # rows without a group are zeros
+        depth = gl.where(row_end > 0, depth, 0)
+        place = (row, group * num_n + column, 0, depth, row, row_end, column)
+    return group, first_tile, end_tile, place
+
+
+@gluon.jit
+def _produce(ring, a_desc, b_desc, offsets, sizes, shape, num_tiles, BLOCK_M: gl.constexpr,
+             BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+             WGRAD: gl.constexpr):
+    a_ring, b_ring, ready, free = ring
+    slot = 0
+    phase = 1
+    group = -1
+    first_tile = 0
+    end_tile = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        group, first_tile, end_tile, place = _locate(
+            tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M, BLOCK_N, BAND, WGRAD)
+        a_row, b_row, start, end, _, _, _ = place
+        for k in range(start, end, DEPTH):
+            mbarrier.wait(free.index(slot), phase)
+            arrived = ready.index(slot)
+            mbarrier.expect(arrived, (BLOCK_M + BLOCK_N) * 128)
+            tma.async_copy_global_to_shared(a_desc, [a_row, k], arrived, a_ring.index(slot))
+            tma.async_copy_global_to_shared(b_desc, [b_row, k], arrived, b_ring.index(slot))
+            slot, phase = next_slot(slot, phase, STAGES)
+
+
+@gluon.jit
+def _tile_scales(scales, place, num_n, PARTITION: gl.constexpr):
+    """(scale bytes of this consumer's rows, of the columns, both pitches, how many there are).
+
+    Rows past the last may be negative: those of the other consumer. Where nothing is multiplied,
+    there may be no scales: then the tensors' first stand for all.
+    """
+    a_scale, b_scale, a_pitch, b_pitch = scales
+    a_row, b_row, start, end, out_row, row_end, column = place
+    first = (a_row + PARTITION * 64).to(gl.int64) * a_pitch + start // 32
+    a_bytes = a_scale + gl.where(end > start, first, 0)
+    b_bytes = b_scale + gl.where(end > start, b_row.to(gl.int64) * b_pitch + start // 32, 0)
+    num_rows = gl.where(end > start, row_end - out_row - PARTITION * 64, 1)
+    num_columns = gl.where(end > start, num_n - column, 1)
+    return a_bytes, b_bytes, a_pitch, b_pitch, num_rows, num_columns
+
+
+@gluon.jit
+def _accumulate_halves(ring, slot, phase, depth, scales, HALVES: gl.constexpr,
+                       DEPTH: gl.constexpr, PARTITION: gl.constexpr, STAGES: gl.constexpr,
+                       WGRAD: gl.constexpr, SPAN: gl.constexpr):
+    """Sums of a tile as one or two halves [64, 128]; the second repeats the first if HALVES is 1."""
+    HALF: gl.constexpr = sums_layout(128, DEPTH)
+    if SPAN == 128:
+        left, right, slot, phase = accumulate_scaled(ring, slot, phase, depth, scales, HALVES,
+                                                     PARTITION, STAGES, WGRAD)
+    elif SPAN == 256:
+        left, right, slot, phase = accumulate_promoted(ring, slot, phase, depth, HALVES, PARTITION,
+                                                       STAGES, WGRAD)
+    elif HALVES == 2:
+        total, slot, phase = accumulate(ring, slot, phase, depth, DEPTH, 256, PARTITION, STAGES,
+                                        WGRAD)
+        # The same registers as two halves.
+        left, right = total.reshape([64, 2, 128]).permute((0, 2, 1)).split()
+        left = gl.convert_layout(left, HALF, assert_trivial=True)
+        right = gl.convert_layout(right, HALF, assert_trivial=True)
+    else:
+        left, slot, phase = accumulate(ring, slot, phase, depth, DEPTH, 128, PARTITION, STAGES,
+                                       WGRAD)
+        right = left
+    return left, right, slot, phase
+
+
+@gluon.jit
+def _compute_halves(ring, slot, phase, place, scales, output, num_n, HALVES: gl.constexpr,
+                    PARTITION: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+                    WGRAD: gl.constexpr, SPAN: gl.constexpr, ACCUMULATE: gl.constexpr):
+    """Multiply, scale and store a tile of HALVES × 128 columns; returns the ring's place."""
+    a_row, b_row, start, end, out_row, row_end, column = place
+    SCALED: gl.constexpr = DEPTH == 128
+    HALF: gl.constexpr = sums_layout(128, DEPTH)
+    row = out_row + PARTITION * 64
+    if SCALED:
+        scales = _tile_scales(scales, place, num_n, PARTITION)
+        by_row, by_left, by_right = load_scales(scales, HALVES, HALF)
+    left, right, slot, phase = _accumulate_halves(ring, slot, phase, end - start, scales, HALVES,
+                                                  DEPTH, PARTITION, STAGES, WGRAD, SPAN)
+    if SCALED:
+        left = apply_scales(left, by_row, by_left, HALF, SPAN != 128)
+    store_tile(left, output, row, row_end, column, num_n, ACCUMULATE)
+    if HALVES == 2:
+        if SCALED:
+            right = apply_scales(right, by_row, by_right, HALF, SPAN != 128)
+        store_tile(right, output, row, row_end, column + 128, num_n, ACCUMULATE)
+    return slot, phase
+
+
+@gluon.jit
+def _consume(ring, output, scales, offsets, sizes, shape, num_tiles, PARTITION: gl.constexpr,
+             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
+             STAGES: gl.constexpr, BAND: gl.constexpr, WGRAD: gl.constexpr, SPAN: gl.constexpr,
+             ACCUMULATE: gl.constexpr):
+    slot = 0
+    phase = 0
+    group = -1
+    first_tile = 0
+    end_tile = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        group, first_tile, end_tile, place = _locate(
+            tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M, BLOCK_N, BAND, WGRAD)
+        if place[5] > 0:
+            if place[6] + 128 < shape[0]:
+                slot, phase = _compute_halves(ring, slot, phase, place, scales, output, shape[0], 2,
+                                              PARTITION, DEPTH, STAGES, WGRAD, SPAN, ACCUMULATE)
+            else:
+                slot, phase = _compute_halves(ring, slot, phase, place, scales, output, shape[0], 1,
+                                              PARTITION, DEPTH, STAGES, WGRAD, SPAN, ACCUMULATE)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_groups", "num_rows", "num_n", "num_k", "num_outer"])
+def _grouped_gemm_hopper_kernel(
+        out, out_desc, a_desc, b_desc, a_scale, b_scale, offsets, num_groups, num_rows, num_outer,
+        num_n, num_k, a_pitch, b_pitch, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+        DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, WGRAD: gl.constexpr,
+        SPAN: gl.constexpr, ACCUMULATE: gl.constexpr, num_warps: gl.constexpr):
+    """Groups of rows: out[r] = a[r] b[g].T, [num_rows, num_n], zeros in rows without a group.
+
+    WGRAD: out[g] = a_g b_g.T, [num_groups, num_outer, num_n], over each group's part of the
+    reduction, whose offsets are multiples of 32. Scales have pitches of `a_pitch` and `b_pitch`
+    bytes a row.
+    """
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, DEPTH], a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, DEPTH], b_desc.layout)
+    PIECE: gl.constexpr = out_desc.block_type.shape[1]
+    staging = gl.allocate_shared_memory(out_desc.dtype, [2, 64, PIECE], out_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    column_tiles = gl.cdiv(num_n, BLOCK_N)
+    row_tiles = gl.cdiv(num_outer, BLOCK_M)
+    if WGRAD:
+        num_tiles = num_groups * row_tiles * column_tiles
+    else:  # at most: every group, and the rows without one, may have a ragged tile
+        num_tiles = (num_rows // BLOCK_M + num_groups + 1) * column_tiles
+    ring = (a_ring, b_ring, ready, free)
+    sizes = (num_groups, num_rows, column_tiles)
+    shape = (num_n, num_k, row_tiles, num_outer)
+    scales = (a_scale, b_scale, a_pitch, b_pitch)
+    gl.warp_specialize(
+        [(_consume, (ring, (out, out_desc, staging.index(0)), scales, offsets, sizes, shape,
+                     num_tiles, 0, BLOCK_M, BLOCK_N, DEPTH, STAGES, BAND, WGRAD, SPAN,
+                     ACCUMULATE)),
+         (_consume, (ring, (out, out_desc, staging.index(1)), scales, offsets, sizes, shape,
+                     num_tiles, 1, BLOCK_M, BLOCK_N, DEPTH, STAGES, BAND, WGRAD, SPAN,
+                     ACCUMULATE)),
+         (_produce, (ring, a_desc, b_desc, offsets, sizes, shape, num_tiles, BLOCK_M, BLOCK_N,
+                     DEPTH, STAGES, BAND, WGRAD))], [4, 1], [240, 24])
