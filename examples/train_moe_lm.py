@@ -1,0 +1,317 @@
+"""Train a byte-level MoE language model in bf16 and in MXFP8 from one seed and compare the losses.
+
+    python examples/train_moe_lm.py --steps 300 --formats bf16,mxfp8 --size small --output runs
+
+writes loss.json and loss.png there, and ends with exit code 1 if the final loss of a format is more
+than 2 % above the first one's. `--save DIR` writes the model of the last format as a Mixtral
+checkpoint, which transformers loads. Without `--text FILE` the text is the Python source of this
+installation's standard library: about 30 MB, more than a run reads.
+"""
+
+import argparse
+import json
+import math
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 (torch's own convention)
+
+import mxpert
+from mxpert.training import MXFP8Recipe, MXMoE
+
+RECIPES = {"bf16": MXFP8Recipe(enabled=False), "mxfp8": MXFP8Recipe(),
+           "mxfp8-hybrid": MXFP8Recipe.hybrid()}
+VOCABULARY = 256
+"""Bytes: no tokenizer."""
+
+ROPE_THETA, NORM_EPSILON = 10_000.0, 1e-5
+WORST_RATIO = 1.02
+FINAL_STEPS = 20
+HELD_OUT_BATCHES = 4
+LONGEST_TEXT = 1 << 25
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its batches of `batch` windows of `length` bytes."""
+
+    hidden: int
+    layers: int
+    heads: int
+    experts: int
+    top_k: int
+    ffn: int
+    length: int
+    batch: int
+    lr: float
+
+
+SIZES = {"tiny": Size(64, 1, 2, 4, 2, 96, 32, 4, 4e-3),      # a test of seconds on a CPU
+         "small": Size(64, 2, 2, 8, 2, 128, 128, 8, 3e-3),   # minutes on a CPU
+         "full": Size(512, 6, 8, 16, 2, 512, 512, 32, 1e-3)}  # 82 million parameters, for a GPU
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.heads = size.heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(size.hidden, size.hidden, bias=False) for _ in range(4))
+        width = size.hidden // size.heads
+        rate = ROPE_THETA ** (-torch.arange(0, width, 2) / width)
+        angle = torch.outer(torch.arange(size.length), rate).repeat(1, 2)  # [S, D]
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                   for projection in (self.q_proj, self.k_proj, self.v_proj))  # [B, heads, S, D]
+        y = F.scaled_dot_product_attention(self._rotate(q), self._rotate(k), v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(-2))
+
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[-2]
+        low, high = x.chunk(2, dim=-1)
+        turned = x * self.cos[:length] + torch.cat((-high, low), -1) * self.sin[:length]
+        return turned.to(x.dtype)
+
+
+class Block(nn.Module):
+    """Attention, then experts on bfloat16 activations; parameters stay float32."""
+
+    def __init__(self, size: Size, recipe: MXFP8Recipe):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(size.hidden, NORM_EPSILON) for _ in range(2))
+        self.attention = Attention(size)
+        self.moe = MXMoE(size.hidden, size.ffn, size.experts, size.top_k, recipe=recipe)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.moe(self.norms[1](x).bfloat16())
+
+
+class LanguageModel(nn.Module):
+    """The architecture of Mixtral: bytes [B, S] in, logits [B, S, 256] of the next byte out."""
+
+    def __init__(self, size: Size, recipe: MXFP8Recipe):
+        super().__init__()
+        self.size = size
+        self.embed = nn.Embedding(VOCABULARY, size.hidden)
+        self.blocks = nn.ModuleList(Block(size, recipe) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.hidden, NORM_EPSILON)
+        self.head = nn.Linear(size.hidden, VOCABULARY, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean cross entropy in nats per byte of windows [B, S + 1], and the balancing loss."""
+        with torch.autocast(window.device.type, torch.bfloat16, enabled=window.is_cuda):
+            logits = self(window[:, :-1])
+        balance = torch.stack([block.moe.aux_loss for block in self.blocks]).sum()
+        return F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten()), balance
+
+
+def read_text(path: Path | None) -> bytes:
+    """A file, or the sources of the standard library in a fixed order."""
+    if path is not None:
+        return path.read_bytes()
+    folder = Path(sysconfig.get_path("stdlib"))
+    sources = sorted(source for source in folder.rglob("*.py")
+                     if not {"site-packages", "dist-packages"} & set(source.parts))
+    text = b"".join(source.read_bytes() for source in sources)
+    return text[:LONGEST_TEXT]
+
+
+def split(text: bytes, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes to train on and bytes held out: every twentieth stretch of the text, or, of a short
+    text, its end."""
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    unit = 2 * (length + 1)
+    if len(data) < 4 * unit:
+        raise SystemExit(f"--text: need at least {4 * unit} bytes, got {len(data)}")
+    pieces = data.split(max(len(data) // 400, unit))
+    if len(pieces) < 40:
+        return data[:-unit], data[-unit:]
+    train = [piece for index, piece in enumerate(pieces) if index % 20 != 10]
+    return torch.cat(train), torch.cat(pieces[10::20])
+
+
+def windows(data: torch.Tensor, size: Size, count: int, seed: int) -> Iterator[torch.Tensor]:
+    """Batches int64 [B, S + 1] at random places, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    window = torch.arange(size.length + 1, device=data.device)
+    for _ in range(count):
+        starts = torch.randint(len(data) - size.length, (size.batch, 1), generator=generator)
+        yield data[starts.to(data.device) + window].long()
+
+
+def rate(step: int, steps: int) -> float:
+    """Factor of the learning rate: a tenth of the steps up, then down a cosine to a tenth."""
+    warm = max(1, steps // 10)
+    if step < warm:
+        return (step + 1) / warm
+    return 0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, steps - warm))
+
+
+def train(recipe: MXFP8Recipe, data: tuple[torch.Tensor, torch.Tensor], size: Size, steps: int,
+          seed: int) -> tuple[LanguageModel, dict[str, Any]]:
+    """One run; seed, first weights and batches do not depend on the recipe."""
+    train_data, held_out = data
+    torch.manual_seed(seed)
+    model = LanguageModel(size, recipe).to(train_data.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size.lr, betas=(0.9, 0.95),
+                                  fused=train_data.is_cuda)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
+    losses, began = [], time.perf_counter()
+    for batch in windows(train_data, size, steps, seed):
+        loss, balance = model.loss(batch)
+        (loss + balance).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    losses = torch.stack(losses).tolist()  # waits for the device
+    seconds = time.perf_counter() - began
+    with torch.no_grad():
+        test = torch.stack([model.loss(batch)[0] for batch in windows(
+            held_out, size, HELD_OUT_BATCHES, seed)]).mean().item()
+    return model, {"losses": losses, "final": final_loss(losses), "held_out": test,
+                   "seconds": seconds}
+
+
+def final_loss(losses: Sequence[float]) -> float:
+    """Mean of the last steps."""
+    last = losses[-FINAL_STEPS:]
+    return sum(last) / len(last)
+
+
+def save_mixtral(model: LanguageModel, folder: Path) -> None:
+    """Weights in bfloat16 under the names of a Mixtral checkpoint, and its config.json."""
+    tensors = {"model.embed_tokens.weight": model.embed.weight,
+               "model.norm.weight": model.norm.weight, "lm_head.weight": model.head.weight}
+    for index, block in enumerate(model.blocks):
+        layer, experts = f"model.layers.{index}", f"model.layers.{index}.block_sparse_moe"
+        names = ("input_layernorm", "post_attention_layernorm")
+        tensors |= {f"{layer}.{name}.weight": norm.weight
+                    for name, norm in zip(names, block.norms, strict=True)}
+        tensors |= {f"{layer}.self_attn.{name}": value
+                    for name, value in block.attention.named_parameters()}
+        tensors[f"{experts}.gate.weight"] = block.moe.router
+        for expert in range(model.size.experts):
+            gate, up = block.moe.gate_up_proj.weight[expert].chunk(2)
+            down = block.moe.down_proj.weight[expert]
+            tensors |= {f"{experts}.experts.{expert}.{name}.weight": value
+                        for name, value in (("w1", gate), ("w3", up), ("w2", down))}
+    size = model.size
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "dtype": "bfloat16",
+        "vocab_size": VOCABULARY, "hidden_size": size.hidden, "intermediate_size": size.ffn,
+        "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads, "head_dim": size.hidden // size.heads,
+        "num_local_experts": size.experts, "num_experts_per_tok": size.top_k,
+        "max_position_embeddings": size.length, "rms_norm_eps": NORM_EPSILON,
+        "rope_theta": ROPE_THETA, "rope_parameters": {"rope_type": "default",
+                                                      "rope_theta": ROPE_THETA},
+        "hidden_act": "silu", "sliding_window": None, "tie_word_embeddings": False,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    save_file({name: value.detach().to("cpu", torch.bfloat16).contiguous()
+               for name, value in tensors.items()}, folder / "model.safetensors",
+              metadata={"format": "pt"})
+
+
+def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
+    """Loss of each step, smoothed over ten, and held-out losses as crosses."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        print("no plot: matplotlib is not installed; pip install 'mxpert[plot]'", file=sys.stderr)
+        return
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, run in runs.items():
+        smooth = [sum(run["losses"][max(0, end - 10):end]) / min(10, end)
+                  for end in range(1, len(run["losses"]) + 1)]
+        line, = axes.plot(smooth, label=f"{name}: {run['final']:.3f}", linewidth=1)
+        axes.plot(len(smooth), run["held_out"], "x", color=line.get_color())
+    axes.set(xlabel="step", ylabel="cross entropy, nats per byte", yscale="log")
+    axes.grid(which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--formats", default="bf16,mxfp8", type=lambda text: text.split(","),
+                        help="some of " + ", ".join(RECIPES) + "; the first is what others are "
+                             "compared with")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--text", type=Path, help="a file to train on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help="write loss.json and loss.png there")
+    parser.add_argument("--save", type=Path, metavar="DIR",
+                        help="write the last format's model there as a Mixtral checkpoint")
+    options = parser.parse_args(arguments)
+    unknown = set(options.formats) - set(RECIPES)
+    if unknown or options.steps < 1:
+        parser.error(f"--formats: need some of {', '.join(RECIPES)}, got {sorted(unknown)}"
+                     if unknown else f"--steps: need at least 1, got {options.steps}")
+    return options
+
+
+def describe(options: argparse.Namespace, model: LanguageModel, text: bytes) -> dict[str, Any]:
+    """What the losses were measured on."""
+    device = torch.device(options.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {"device": name, "torch": torch.__version__, "mxpert": mxpert.__version__,
+            "size": options.size, **vars(model.size), "steps": options.steps,
+            "seed": options.seed, "text_bytes": len(text),
+            "parameters": sum(parameter.numel() for parameter in model.parameters())}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, compare, write; 1 if a format ends more than 2 % above the first."""
+    options = parse(arguments)
+    size, text = SIZES[options.size], read_text(options.text)
+    data = tuple(part.to(options.device) for part in split(text, size.length))
+    runs: dict[str, dict[str, Any]] = {}
+    for name in options.formats:
+        model, runs[name] = train(RECIPES[name], data, size, options.steps, options.seed)
+        first, run = runs[options.formats[0]], runs[name]
+        run["ratio"] = run["final"] / first["final"]
+        print(f"{name}: final loss {run['final']:.4f} ({run['ratio']:.4f} of "
+              f"{options.formats[0]}), held out {run['held_out']:.4f} "
+              f"({run['held_out'] / first['held_out']:.4f}), {run['seconds']:.1f} s", flush=True)
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        document = {"meta": describe(options, model, text), "runs": runs}
+        (options.output / "loss.json").write_text(json.dumps(document, indent=1) + "\n",
+                                                  encoding="utf-8")
+        plot(runs, options.output / "loss.png")
+    if options.save:
+        save_mixtral(model, options.save)
+    return int(any(run["ratio"] > WORST_RATIO for run in runs.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
