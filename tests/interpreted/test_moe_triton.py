@@ -14,8 +14,9 @@ import torch
 
 from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
 from mxpert.backends.triton import KERNELS as TRITON_KERNELS
+from mxpert.backends.triton.token_rows import quantize_tokens
 from mxpert.dispatch import detect_target
-from mxpert.formats import MXTensor, ScaleRule, quantize_blocks
+from mxpert.formats import MXTensor, ScaleRule, quantize_blocks, quantize_token_rows
 from mxpert.problem import (
     ACTIVATIONS,
     Combine,
@@ -76,7 +77,7 @@ class Case:
     def __str__(self) -> str:
         parts = [self.a_format, self.activation, self.order.value, self.combine.value]
         parts += [f"split{self.split_k}"] * (self.split_k > 1) + ["on_input"] * self.on_input
-        parts += [self.rule.value] * (self.a_format != "bf16") + ["bias"] * self.has_bias
+        parts += [self.rule.value] * self.a_format.startswith("mx") + ["bias"] * self.has_bias
         return "-".join(parts)
 
     @property
@@ -96,7 +97,7 @@ def pairwise() -> list[Case]:
     orders, combines = list(GateUpOrder), (Combine.REDUCE, Combine.ATOMIC, Combine.FLAT)
     rules = list(ScaleRule)
     cases = []
-    for i, a_format in enumerate(("bf16", "mxfp8", "mxfp4")):
+    for i, a_format in enumerate(("bf16", "mxfp8", "mxfp4", "fp8_token")):
         for j, activation in enumerate(ACTIVATIONS):
             cases.append(Case(a_format, activation, orders[(i + j) % 3], combines[(i + 2 * j) % 3],
                               split_k=1 + (i + j) % 2, on_input=j % 4 == i, rule=rules[j],
@@ -166,7 +167,7 @@ def test_each_stage_matches_float64(case: Case) -> None:
     arguments = {"weights": inputs.weights, "plan": plan}
     expected_h = REFERENCE[Op.MOE_GATE_UP].launch(gate_up, FLOAT64, x=inputs.x, **arguments)
     h = TRITON[Op.MOE_GATE_UP].launch(gate_up, config.gate_up, x=inputs.x, **arguments)
-    h_dtype = torch.bfloat16 if case.a_format == "bf16" else None
+    h_dtype = torch.bfloat16 if case.a_format in ("bf16", "fp8_token") else None
     assert_close_relative(take(h, rows), take(expected_h, rows),
                           stage_tolerance(case.a_format, h_dtype, shape.hidden_size,
                                           numel=len(rows) * shape.intermediate_size), "stage 1")
@@ -188,7 +189,7 @@ def test_each_stage_matches_float64(case: Case) -> None:
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32],
                          ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("a_format", ["bf16", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("a_format", ["bf16", "mxfp8", "mxfp4", "fp8_token"])
 def test_layer_matches_float64(a_format: str, out_dtype: torch.dtype) -> None:
     inputs = random_moe_problem(SHAPE, NUM_TOKENS, seed=1)
     options = MoEOptions(inputs.activation, a_format, out_dtype=out_dtype)
@@ -317,6 +318,22 @@ def test_x_may_arrive_quantised_or_strided() -> None:
     options = replace(options, activation_format="bf16")
     assert_exact(layer(TRITON, TILES, replace(inputs, x=wide[:, :160]), options),
                  layer(TRITON, TILES, inputs, options), "strided x")
+
+
+@pytest.mark.parametrize("width", [32, 160, 2880])
+def test_token_rows_equal_the_oracle(width: int) -> None:
+    """Codes and scales bit for bit: strided rows, zeros, tiny values, NaN, infinity."""
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(9, 2 * width, generator=generator).bfloat16()[:, :width]
+    x[1], x[2] = 0, x[2] * 2.0**-125
+    x[3, 7] *= 2.0**90
+    x[4, 5], x[5, 31] = torch.nan, -torch.inf
+    found, expected = quantize_tokens(x), quantize_token_rows(x)
+    assert_exact(found.scale, expected.scale, "scale")
+    good = expected.scale.isfinite()
+    assert good.sum() == 7
+    assert_exact(found.qdata[good], expected.qdata[good], "codes")
+    assert found.block_scale.eq(127).all()
 
 
 @pytest.mark.parametrize("name", PLANTED_ERRORS)

@@ -143,6 +143,20 @@ def test_gemms_use_the_chip(record: Recorder, a_format: str, block_m: int, targe
         assert metrics.global_loads.get(8, 0) <= scale_loads(launch.arguments, target)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_token_quantiser_moves_whole_vectors(record: Recorder, target: str) -> None:
+    shape = MODEL_SHAPES["gpt-oss-120b"]
+    problem = describe(target, "fp8_token", 64, shape)
+    quantisers = [launch for launch in record(problem, heuristics.layer_heuristic(problem), shape)
+                  if "quantize" in launch.kernel.__name__]
+    assert len(quantisers) == 2
+    for launch in quantisers:
+        metrics = compile_launch(launch, target)
+        assert metrics.spills == 0
+        assert set(metrics.global_loads) <= {128, 64}
+        assert metrics.global_stores.get(64, 0) + metrics.global_stores.get(128, 0) > 0
+
+
 VARIANTS = {
     "atomic": {"combine": Combine.ATOMIC},
     "flat_on_input": {"combine": Combine.FLAT, "apply_router_weight_on_input": True},
@@ -188,7 +202,8 @@ def test_one_binary_serves_all_models(record: Recorder, a_format: str) -> None:
                         sorted(divisible)))
             seen.setdefault(kernel.__name__, set()).add(key)
         assert {kernel: len(keys) for kernel, keys in seen.items()} == dict.fromkeys(seen, 1), name
-    assert len(seen) == 4  # both GEMMs, stage 1's finish after its split, the combine
+    # Both GEMMs, stage 1's finish after its split, the combine; the quantiser of rows.
+    assert len(seen) == (5 if a_format == "fp8_token" else 4)
 
 
 def test_grids_fit_the_work(record: Recorder) -> None:

@@ -26,7 +26,7 @@ SPLITS = (1, 2, 4, 8)
 PROJECTIONS = {Op.MOE_GATE_UP: 2, Op.MOE_DOWN: 1}
 """Weight rows per output column: stage 1 multiplies gate and up."""
 
-VALUE_BYTES = {"bf16": 2.0, "mxfp8": 1.0, "mxfp4": 0.5}
+VALUE_BYTES = {"bf16": 2.0, "mxfp8": 1.0, "mxfp4": 0.5, FP8_TOKEN: 1.0}
 MAX_ACCUMULATORS = 128
 """Float32 accumulators per thread: half of the registers, the decoded weights need the rest."""
 
@@ -41,8 +41,6 @@ def unsupported(problem: MoEProblem) -> str | None:
         return f"needs scaled MFMA (gfx950), got {target.arch}"
     if target.kind == "cuda" and compute_capability(target) < 90:
         return f"needs sm_90 or later, got {target.arch}"
-    if options.activation_format == FP8_TOKEN:
-        return "has no per-token scales"
     if options.out_dtype not in OUT_DTYPES:
         return f"writes bfloat16, float16 or float32, not {options.out_dtype}"
     if problem.weight_layout is not Layout.ROW_MAJOR:
@@ -68,7 +66,7 @@ def shared_memory(target: Target, op: Op, activation_format: str, config: GemmCo
     rows, depth = config.block_m, config.block_k
     weight_rows = PROJECTIONS[op] * config.block_n
     hopper = target.kind == "cuda" and compute_capability(target) < 100
-    widened = target.kind == "cuda" and not hopper and activation_format == "mxfp8"
+    widened = target.kind == "cuda" and not hopper and activation_format in ("mxfp8", FP8_TOKEN)
     stage = (int(rows * depth * VALUE_BYTES[activation_format])
              + weight_rows * depth // (1 if widened else 2) + (rows + weight_rows) * depth // 32)
     decoded = rows * depth * 2 if hopper and activation_format != "bf16" else 0

@@ -12,6 +12,7 @@ import triton
 
 from ...formats.spec import MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
+from ...formats.token import FP8_TOKEN
 from ...problem import (
     Combine,
     GemmConfig,
@@ -38,14 +39,20 @@ from .moe_kernels import (
 from .quantize import QUANTIZE
 from .quantize_kernels import scale_rule_constants
 from .routing import PLAN
+from .token_rows import CodedRows, quantize_tokens
 
 FINISH_NUM_WARPS = 4
 
 
-def operand(rows: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None, str]:
-    """Codes (or bf16 values), scales and the kernels' name of the element format."""
+Rows = torch.Tensor | MXTensor | CodedRows
+
+
+def operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+    """Codes (or bf16 values), block scales and the kernels' name of the element format."""
     if isinstance(rows, MXTensor):
         return rows.qdata, rows.scale, rows.format.element.name
+    if isinstance(rows, CodedRows):
+        return rows.qdata, rows.block_scale.expand(rows.qdata.shape[0], -1), "e4m3"
     return rows, None, "bf16"
 
 
@@ -86,11 +93,12 @@ class _Stage:
                 "block_expert_ids_ptr": plan.block_expert_ids, "num_valid_ptr": plan.num_valid}
 
 
-def _operands(rows: torch.Tensor | MXTensor, weight: MXTensor) -> dict[str, torch.Tensor | None]:
+def _operands(rows: Rows, weight: MXTensor) -> dict[str, torch.Tensor | None]:
     """Tensors that a GEMM multiplies."""
     x, x_scale, _ = operand(rows)
-    return {"x_ptr": x, "x_scale_ptr": x_scale, "weight_ptr": weight.qdata,
-            "weight_scale_ptr": weight.scale}
+    row_scale = rows.scale if isinstance(rows, CodedRows) else None
+    return {"x_ptr": x, "x_scale_ptr": x_scale, "x_row_scale_ptr": row_scale,
+            "weight_ptr": weight.qdata, "weight_scale_ptr": weight.scale}
 
 
 class _Sizes(NamedTuple):
@@ -103,7 +111,7 @@ class _Sizes(NamedTuple):
     weight_strides: tuple[int, ...]
 
     @staticmethod
-    def of(plan: RoutingPlan, row_blocks: int, rows: torch.Tensor | MXTensor,
+    def of(plan: RoutingPlan, row_blocks: int, rows: Rows,
            weight: MXTensor) -> _Sizes:
         x, x_scale, x_format = operand(rows)
         return _Sizes(plan.routing_block_m, row_blocks, x_format,
@@ -193,7 +201,7 @@ class _GateUp(_Stage):
     ) -> torch.Tensor | MXTensor:
         """`launch` into `num_rows` rows."""
         self.check(problem, config)
-        x = quantize_rows(problem, x)
+        rows = _gemm_rows(problem, x)
         h = self._allocate(problem.options, num_rows, weights)
         row_blocks = self.row_blocks(plan, config)
         if row_blocks == 0:
@@ -201,16 +209,16 @@ class _GateUp(_Stage):
         h_data, h_scale, _ = operand(h)
         partial = None
         if config.split_k > 1:
-            rows = config.split_k, row_blocks * config.block_m
-            partial = h_data.new_empty((*rows, 2 * weights.intermediate_size), dtype=torch.float32)
+            partial = h_data.new_empty((config.split_k, row_blocks * config.block_m,
+                                        2 * weights.intermediate_size), dtype=torch.float32)
         assert weights.gate_up_order is not None  # checked by MoEWeights
         gemm, finish = _gate_up_launches(
-            problem, config, _Sizes.of(plan, row_blocks, x, weights.gate_up_proj),
+            problem, config, _Sizes.of(plan, row_blocks, rows, weights.gate_up_proj),
             weights.gate_up_order)
         epilogue = dict(h_ptr=h_data, h_scale_ptr=h_scale, partial_ptr=partial,
                         bias_ptr=weights.gate_up_bias,
                         **self.plan_tensors(plan, problem.options.apply_router_weight_on_input))
-        gemm(**epilogue, **_operands(x, weights.gate_up_proj))
+        gemm(**epilogue, **_operands(rows, weights.gate_up_proj))
         if partial is not None:
             finish(**epilogue)
         return h
@@ -265,12 +273,13 @@ class _Down(_Stage):
         if config.split_k > 1:
             partial = out.new_empty((config.split_k, row_blocks * config.block_m, out.shape[1]),
                                     dtype=torch.float32)
+        rows = _gemm_rows(problem, h)
         gemm, finish = _down_launches(problem, config,
-                                      _Sizes.of(plan, row_blocks, h, weights.down_proj))
+                                      _Sizes.of(plan, row_blocks, rows, weights.down_proj))
         epilogue = dict(
             out_ptr=out, partial_ptr=partial, bias_ptr=weights.down_bias,
             **self.plan_tensors(plan, not problem.options.apply_router_weight_on_input))
-        gemm(**epilogue, **_operands(h, weights.down_proj))
+        gemm(**epilogue, **_operands(rows, weights.down_proj))
         if partial is not None:
             finish(**epilogue)
 
@@ -325,8 +334,16 @@ class TwoStageLayer:
         return y
 
 
+def _gemm_rows(problem: MoEProblem, rows: torch.Tensor | MXTensor) -> Rows:
+    """What a GEMM multiplies: `rows` in the layer's activation format."""
+    if problem.options.activation_format == FP8_TOKEN and isinstance(rows, torch.Tensor):
+        return quantize_tokens(rows)
+    return quantize_rows(problem, rows)
+
+
 def quantize_rows(problem: MoEProblem, x: torch.Tensor | MXTensor) -> torch.Tensor | MXTensor:
-    """`x` in the layer's activation format, quantised by the scale rule unless it is already."""
+    """`x` in the layer's MX format, quantised by the scale rule unless it is already; bfloat16 rows
+    as they are where it has none."""
     format = activation_mx_format(problem.options.activation_format, problem.op.value)
     if format is None or isinstance(x, MXTensor):
         return x

@@ -69,15 +69,16 @@ def load_rows(row_ptrs, row_mask, k_block, num_k_blocks, FORMAT: tl.constexpr,
 
 @triton.jit
 def multiply_tile(
-    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, x_rows, x_mask, expert, weight_rows,
-    weight_mask, x_stride, x_scale_stride, weight_stride_e, weight_stride_n,
+    x_ptr, x_scale_ptr, x_row_scale_ptr, weight_ptr, weight_scale_ptr, x_rows, x_mask, expert,
+    weight_rows, weight_mask, x_stride, x_scale_stride, weight_stride_e, weight_stride_n,
     weight_scale_stride_e, weight_scale_stride_n, first_block, last_block, num_k_blocks,
     X_FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, STREAM_WEIGHTS: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
 ):
     """``x[x_rows] @ w[expert, weight_rows].T`` over some blocks of K, float32 [rows, weight rows].
 
-    Rows that are masked read nothing and count as zeros.
+    Rows that are masked read nothing and count as zeros. x_row_scale_ptr: a factor of each row of x
+    beside its block scales, or None.
     """
     tl.static_assert(BLOCK_K % 32 == 0, "BLOCK_K must hold whole blocks of 32")
     ROWS: tl.constexpr = x_rows.shape[0]
@@ -117,7 +118,10 @@ def multiply_tile(
             acc = tl.dot_scaled(w, w_scale if PREFETCH_SCALES else next_w_scale, "e2m1", x.T,
                                 x_scale if PREFETCH_SCALES else next_x_scale, X_FORMAT, acc)
             x_scale, w_scale = next_x_scale, next_w_scale
-        return acc.T
+        acc = acc.T
+        if x_row_scale_ptr is not None:
+            acc *= tl.load(x_row_scale_ptr + x_rows, mask=x_mask, other=0.0)[:, None]
+        return acc
 
 
 @triton.jit
@@ -156,7 +160,7 @@ def sum_partials(
             do_not_specialize_on_alignment=("x_scale_ptr", "weight_scale_ptr"))
 def _moe_gate_up_kernel(
     h_ptr, h_scale_ptr, partial_ptr,
-    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr,
+    x_ptr, x_scale_ptr, x_row_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr,
     sorted_token_ids_ptr, sorted_weights_ptr, block_expert_ids_ptr, num_valid_ptr,
     num_tokens, num_experts, num_k_blocks, num_n_blocks, gate_up_group, routing_block_m,
     split_k, k_blocks_per_split, partial_rows, p0, p1,
@@ -186,10 +190,10 @@ def _moe_gate_up_kernel(
     first = split * k_blocks_per_split
     last = tl.minimum(first + k_blocks_per_split, num_k_blocks)
     acc = multiply_tile(
-        x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, tokens, row_mask, expert, weight_rows,
-        both < num_features, x_stride, x_scale_stride, weight_stride_e, weight_stride_n,
-        weight_scale_stride_e, weight_scale_stride_n, first, last, num_k_blocks, X_FORMAT,
-        BLOCK_K, STREAM_WEIGHTS, PREFETCH_SCALES)
+        x_ptr, x_scale_ptr, x_row_scale_ptr, weight_ptr, weight_scale_ptr, tokens, row_mask, expert,
+        weight_rows, both < num_features, x_stride, x_scale_stride, weight_stride_e,
+        weight_stride_n, weight_scale_stride_e, weight_scale_stride_n, first, last, num_k_blocks,
+        X_FORMAT, BLOCK_K, STREAM_WEIGHTS, PREFETCH_SCALES)
     gate, up = split_gate_up(acc)  # [BLOCK_M, BLOCK_N] each
     features = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     feature_mask = features < num_features
@@ -240,7 +244,7 @@ def _moe_gate_up_finish_kernel(
             do_not_specialize_on_alignment=("x_scale_ptr", "weight_scale_ptr"))
 def _moe_down_kernel(
     out_ptr, partial_ptr,
-    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr,
+    x_ptr, x_scale_ptr, x_row_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr,
     sorted_token_ids_ptr, sorted_weights_ptr, block_expert_ids_ptr, num_valid_ptr,
     num_tokens, num_experts, num_k_blocks, num_n_blocks, routing_block_m,
     split_k, k_blocks_per_split, partial_rows,
@@ -267,8 +271,8 @@ def _moe_down_kernel(
     first = split * k_blocks_per_split
     last = tl.minimum(first + k_blocks_per_split, num_k_blocks)
     acc = multiply_tile(
-        x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, rows, row_mask, expert, columns,
-        column_mask, x_stride, x_scale_stride, weight_stride_e, weight_stride_n,
+        x_ptr, x_scale_ptr, x_row_scale_ptr, weight_ptr, weight_scale_ptr, rows, row_mask, expert,
+        columns, column_mask, x_stride, x_scale_stride, weight_stride_e, weight_stride_n,
         weight_scale_stride_e, weight_scale_stride_n, first, last, num_k_blocks, X_FORMAT,
         BLOCK_K, STREAM_WEIGHTS, PREFETCH_SCALES)
     if partial_ptr is not None:
