@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from triton.runtime.jit import JITFunction
-
-import mxpert.backends.hopper as hopper
+from mxpert.backends import launch
 from mxpert.backends.hopper import moe
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
@@ -58,12 +52,6 @@ class Launch(NamedTuple):
                            num_warps=self.arguments["num_warps"], **options)
 
 
-def backend_modules() -> Iterator[ModuleType]:
-    """Every module of the backend."""
-    for found in pkgutil.iter_modules(hopper.__path__, hopper.__name__ + "."):
-        yield importlib.import_module(found.name)
-
-
 def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
@@ -92,23 +80,17 @@ def describe(shape: MoEShape, num_tokens: int, a_format: str, **options: Any) ->
                       MoEOptions(shape.activation, a_format, **options), Layout.HOPPER_FRAGMENT)
 
 
-class _Recording:
-    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda **arguments: self.launches.append(Launch(self.kernel, grid, arguments))
-
-
 class Recorder:
-    """Replaces the backend's kernels by recordings, and its neighbours' by nothing."""
+    """Notes what the backend launches, and makes its neighbours do nothing."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[Launch] = []
-        for module in backend_modules():
-            for name, kernel in list(vars(module).items()):
-                if isinstance(kernel, JITFunction) and name.endswith("_kernel"):
-                    monkeypatch.setattr(module, name, _Recording(kernel, self.launches))
+        recorded = self.launches
+
+        def record(made: launch.Launch, **tensors: Any) -> None:
+            recorded.append(Launch(made.kernel, made.grid, made.arguments(tensors)))
+
+        monkeypatch.setattr(launch.Launch, "__call__", record)
         monkeypatch.setattr(moe, "combine_rows", lambda out, slot_rows: out)
         monkeypatch.setattr(moe, "quantize_rows", lambda problem, x: x)
 

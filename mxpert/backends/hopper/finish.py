@@ -6,12 +6,15 @@ float32 [splits, P, rows] with row factors and activation scales applied.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from ...problem import MoEOptions
 from ...routing import RoutingPlan
+from ..launch import CACHED_LAUNCHES, Launch
 from ..triton.epilogue import gated_activation
 
 _BLOCK = 256
@@ -88,16 +91,22 @@ def _moe_combine_parts_kernel(
 def finish_gate_up(h: torch.Tensor, parts: torch.Tensor, bias: torch.Tensor | None,
                    plan: RoutingPlan, options: MoEOptions) -> None:
     """Complete stage 1: `parts` float32 [splits, P, 2F], interleaved → `h` bf16 [P, F]."""
-    splits, num_rows, _ = parts.shape
-    num_features = h.shape[1]
-    first, second = options.activation.parameters
-    _moe_gate_up_finish_kernel[(num_rows, triton.cdiv(num_features, _BLOCK))](
+    splits, num_rows, width = parts.shape
+    _finish_launch(splits, num_rows, width // 2, plan.num_tokens, plan.routing_block_m, options)(
         h_ptr=h, parts_ptr=parts, bias_ptr=bias,
         sorted_weights_ptr=plan.sorted_weights if options.apply_router_weight_on_input else None,
         sorted_token_ids_ptr=plan.sorted_token_ids, block_expert_ids_ptr=plan.block_expert_ids,
-        num_valid_ptr=plan.num_valid, p0=float(first), p1=float(second),
-        num_tokens=plan.num_tokens, num_features=num_features,
-        routing_block_m=plan.routing_block_m, splits=splits, num_rows=num_rows,
+        num_valid_ptr=plan.num_valid)
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _finish_launch(splits: int, num_rows: int, num_features: int, num_tokens: int,
+                   routing_block_m: int, options: MoEOptions) -> Launch:
+    first, second = options.activation.parameters
+    return Launch(
+        _moe_gate_up_finish_kernel, (num_rows, triton.cdiv(num_features, _BLOCK)),
+        p0=float(first), p1=float(second), num_tokens=num_tokens, num_features=num_features,
+        routing_block_m=routing_block_m, splits=splits, num_rows=num_rows,
         ACTIVATION=options.activation.name, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
 
 
@@ -105,12 +114,19 @@ def combine_parts(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingP
                   options: MoEOptions) -> torch.Tensor:
     """Complete stage 2 and combine: `parts` float32 [splits, P, H] → [T, H] in out_dtype."""
     splits, num_rows, num_columns = parts.shape
-    out = torch.empty((plan.num_tokens, num_columns), dtype=options.out_dtype, device=parts.device)
+    out = parts.new_empty((plan.num_tokens, num_columns), dtype=options.out_dtype)
     weighted = not options.apply_router_weight_on_input
-    _moe_combine_parts_kernel[(plan.num_tokens, triton.cdiv(num_columns, _BLOCK))](
+    _combine_launch(splits, num_rows, num_columns, plan.num_tokens, plan.top_k,
+                    plan.routing_block_m)(
         out_ptr=out, parts_ptr=parts, bias_ptr=bias,
         sorted_weights_ptr=plan.sorted_weights if weighted else None,
-        slot_rows_ptr=plan.slot_rows, block_expert_ids_ptr=plan.block_expert_ids,
-        top_k=plan.top_k, num_columns=num_columns, routing_block_m=plan.routing_block_m,
-        splits=splits, num_rows=num_rows, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+        slot_rows_ptr=plan.slot_rows, block_expert_ids_ptr=plan.block_expert_ids)
     return out
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _combine_launch(splits: int, num_rows: int, num_columns: int, num_tokens: int, top_k: int,
+                    routing_block_m: int) -> Launch:
+    return Launch(_moe_combine_parts_kernel, (num_tokens, triton.cdiv(num_columns, _BLOCK)),
+                  top_k=top_k, num_columns=num_columns, routing_block_m=routing_block_m,
+                  splits=splits, num_rows=num_rows, BLOCK=_BLOCK, num_warps=_NUM_WARPS)

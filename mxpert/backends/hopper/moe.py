@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...formats.tensor import Layout, MXTensor
 from ...problem import Combine, GemmConfig, MoEProblem, Op
 from ...routing import RoutingPlan
 from ...weights import MoEWeights
+from ..launch import CACHED_LAUNCHES, Launch, Tile
 from ..triton.combine import combine_rows
 from ..triton.moe import TwoStageLayer, quantize_rows
 from . import heuristics
@@ -94,7 +95,7 @@ class _GateUp(_Stage):
         options = problem.options
         if config.split_k > 1:
             parts = _parts(h.shape[0], 2 * h.shape[1], config, h.device)
-            multiply(parts.flatten(0, 1), rows, weights.gate_up_proj, None, plan, problem, config,
+            multiply(parts, rows, weights.gate_up_proj, None, plan, problem, config,
                      kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
             finish_gate_up(h, parts, weights.gate_up_bias, plan, options)
         else:
@@ -126,13 +127,13 @@ class _Down(_Stage):
         rows = sorted_rows(h, plan, num_rows, options, scatter=False)
         if config.split_k > 1 and not flat:
             parts = _parts(num_rows, weights.hidden_size, config, weights.device)
-            multiply(parts.flatten(0, 1), rows, weights.down_proj, None, plan, problem, config,
+            multiply(parts, rows, weights.down_proj, None, plan, problem, config,
                      kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
             return combine_parts(parts, weights.down_bias, plan, options)
         out = torch.empty((num_rows, weights.hidden_size), device=weights.device,
                           dtype=options.out_dtype)
         multiply(out, rows, weights.down_proj, weights.down_bias, plan, problem,
-                 replace(config, split_k=1), kind=_ROWS_KIND, parameters=_NO_PARAMETERS,
+                 _unsplit(config), kind=_ROWS_KIND, parameters=_NO_PARAMETERS,
                  weighted=not options.apply_router_weight_on_input)
         return out if flat else combine_rows(out, plan.slot_rows)
 
@@ -142,46 +143,77 @@ def _parts(num_rows: int, width: int, config: GemmConfig, device: torch.device) 
     return torch.empty((config.split_k, num_rows, width), dtype=torch.float32, device=device)
 
 
+@functools.cache
+def _unsplit(config: GemmConfig) -> GemmConfig:
+    return replace(config, split_k=1)
+
+
 def multiply(
     out: torch.Tensor, rows: SortedRows, weight: MXTensor, bias: torch.Tensor | None,
     plan: RoutingPlan, problem: MoEProblem, config: GemmConfig, *, kind: int,
     parameters: tuple[float, float], weighted: bool,
 ) -> None:
-    """One GEMM with its epilogue over the plan's blocks, into `out` [split_k * P, F, 2F or H]."""
-    heuristics.require_valid(config, problem)
-    row_units, depth_units = weight.qdata.shape[1:3]
-    depth = config.block_k // 128
-    arguments: dict[str, Any] = dict(
-        out=out, code_desc=_descriptor(weight.qdata.view(-1, 128), [32 * depth, 128], gl.uint8),
-        shift_desc=_descriptor(weight.scale.view(-1, 32), [8 * depth, 32], gl.uint8),
-        x_desc=_descriptor(rows.codes, [config.block_m, config.block_k], gl.float8e4nv),
-        reference=weight.reference, bias=rows.scale if bias is None else bias,
-        x_scale=rows.scale, routed_weights=plan.sorted_weights,
-        sorted_token_ids=plan.sorted_token_ids, block_expert_ids=plan.block_expert_ids,
-        param_first=float(parameters[0]), param_second=float(parameters[1]),
-        num_tokens=plan.num_tokens, low_rows=rows.low_rows, num_outputs=out.shape[1],
-        tiles_per_block=-(-row_units // 2) * config.split_k, row_units=row_units,
-        depth_units=depth_units,
-        blocks_per_unit=plan.routing_block_m // config.block_m,
-        STAGES=config.num_stages, SPLIT=rows.split, KIND=kind, HAS_BIAS=bias is not None,
-        WEIGHTED=weighted, num_warps=config.num_warps)
+    """One GEMM with its epilogue over the plan's blocks, into `out` [P, F or H] or, for splits,
+    [split_k, P, 2F or H]."""
+    _, row_units, depth_units, _ = weight.qdata.shape
+    gemm = _Gemm(
+        out.shape[-2], out.shape[-1], row_units, depth_units, plan.routing_block_m, rows.low_rows,
+        rows.split, bias is not None, weighted, kind, parameters)
+    tensors = dict(
+        out=out, code_desc=weight.qdata, shift_desc=weight.scale, x_desc=rows.codes,
+        reference=weight.reference, bias=rows.scale if bias is None else bias, x_scale=rows.scale,
+        routed_weights=plan.sorted_weights, sorted_token_ids=plan.sorted_token_ids,
+        block_expert_ids=plan.block_expert_ids)
+    launch = _gemm_launch(problem, config, gemm)
     if heuristics.is_prefill(config):
         schedule = tile_schedule(plan, config.block_m, 2 if rows.split else 4)
-        _moe_gemm_prefill_kernel[(problem.target.num_sms,)](
-            tile_first_block=schedule.first_block, tile_blocks=schedule.blocks,
-            num_groups=schedule.count, **arguments)
+        launch(tile_first_block=schedule.first_block, tile_blocks=schedule.blocks,
+               num_groups=schedule.count, **tensors)
     else:
-        _moe_gemm_decode_kernel[(2 * problem.target.num_sms,)](
-            num_valid=plan.num_valid, splits=config.split_k,
-            num_rows=out.shape[0] // config.split_k, TOKENS=config.block_m,
-            maxnreg=heuristics.DECODE_REGISTERS,
-            WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS, **arguments)
+        launch(num_valid=plan.num_valid, **tensors)
 
 
-def _descriptor(tensor: torch.Tensor, block: list[int], dtype: Any) -> TensorDescriptor:
-    """TMA descriptor of a 2-D tensor; reads past its end give zeros."""
-    return TensorDescriptor.from_tensor(
-        tensor, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+class _Gemm(NamedTuple):
+    """What a GEMM's launch depends on beside problem and config."""
+
+    num_rows: int
+    num_outputs: int
+    row_units: int
+    depth_units: int
+    routing_block_m: int
+    low_rows: int
+    split: bool
+    has_bias: bool
+    weighted: bool
+    kind: int
+    parameters: tuple[float, float]
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _gemm_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Launch:
+    heuristics.require_valid(config, problem)
+    depth = config.block_k // 128
+    tiles = {"code_desc": _tile(32 * depth, 128, gl.uint8, width=128),
+             "shift_desc": _tile(8 * depth, 32, gl.uint8, width=32),
+             "x_desc": _tile(config.block_m, config.block_k, gl.float8e4nv)}
+    constants: dict[str, Any] = dict(
+        param_first=float(gemm.parameters[0]), param_second=float(gemm.parameters[1]),
+        num_tokens=problem.num_tokens, low_rows=gemm.low_rows, num_outputs=gemm.num_outputs,
+        tiles_per_block=-(-gemm.row_units // 2) * config.split_k, row_units=gemm.row_units,
+        depth_units=gemm.depth_units, blocks_per_unit=gemm.routing_block_m // config.block_m,
+        STAGES=config.num_stages, SPLIT=gemm.split, KIND=gemm.kind, HAS_BIAS=gemm.has_bias,
+        WEIGHTED=gemm.weighted, num_warps=config.num_warps)
+    if heuristics.is_prefill(config):
+        return Launch(_moe_gemm_prefill_kernel, (problem.target.num_sms,), tiles, **constants)
+    return Launch(
+        _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), tiles, splits=config.split_k,
+        num_rows=gemm.num_rows, TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,
+        WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS, **constants)
+
+
+def _tile(rows: int, columns: int, dtype: Any, width: int | None = None) -> Tile:
+    return Tile((rows, columns), gl.NVMMASharedLayout.get_default_for([rows, columns], dtype),
+                width)
 
 
 GATE_UP = _GateUp()

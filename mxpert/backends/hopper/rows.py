@@ -11,8 +11,9 @@ Three encodings of a row, each with one scale per row:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +21,7 @@ from ...formats.layouts import UNIT_CODES
 from ...formats.tensor import MXTensor
 from ...problem import MoEOptions, activation_mx_format
 from ...routing import RoutingPlan
+from ..launch import CACHED_LAUNCHES, Launch
 from ..triton.quantize_kernels import scale_rule_constants
 from .rows_kernels import _moe_rebase_rows_kernel, _moe_split_rows_kernel
 from .rows_quantize import _moe_quantize_rows_kernel
@@ -60,34 +62,65 @@ def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
     Returns:
         SortedRows; padding rows are left as allocated, their outputs are dropped.
     """
-    depth = x.shape[1]
-    depth_units = -(-depth // UNIT_CODES)
-    chunks = min(_MAX_CHUNKS, max(_CHUNKS_PER_WARP, 1 << (depth_units - 1).bit_length()))
     split = options.activation_format == "bf16"
-    slots = 1 if plan.num_tokens <= _PARALLEL_TOKENS else plan.top_k
-    programs = plan.num_tokens * (plan.top_k // slots) if scatter else num_rows
-    codes = torch.empty((num_rows * (2 if split else 1), depth_units * UNIT_CODES),
-                        dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    shared: dict[str, Any] = dict(
-        codes=codes, scale=scale, sorted_token_ids=plan.sorted_token_ids,
-        num_valid=plan.num_valid, slot_rows=plan.slot_rows, num_tokens=plan.num_tokens,
-        top_k=plan.top_k, slots=slots, depth=depth, padded_depth=depth_units * UNIT_CODES,
-        SCATTER=scatter, SINGLE=depth_units <= chunks, CHUNKS=chunks,
-        num_warps=min(8, chunks // _CHUNKS_PER_WARP))
+    sizes = _Sizes(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter)
+    scale = plan.sorted_weights.new_empty(num_rows)
+    codes = scale.new_empty((num_rows * (2 if split else 1), sizes.padded_depth),
+                            dtype=torch.float8_e4m3fn)
+    tensors = dict(codes=codes, scale=scale, sorted_token_ids=plan.sorted_token_ids,
+                   num_valid=plan.num_valid, slot_rows=plan.slot_rows)
     if isinstance(x, MXTensor):
         packed = x.format.codes_per_byte == 2
         data = x.qdata if packed else x.qdata.view(torch.float8_e4m3fn)
-        _moe_rebase_rows_kernel[(programs,)](
-            x=data, x_scale=x.scale, x_stride=data.stride(0), x_scale_stride=x.scale.stride(0),
-            PACKED=packed, **shared)
+        _rebase_launch(sizes, data.stride(0), x.scale.stride(0), packed)(
+            x=data, x_scale=x.scale, **tensors)
     elif split:
-        _moe_split_rows_kernel[(programs,)](x=x, num_rows=num_rows, x_stride=x.stride(0),
-                                            **shared)
+        _split_launch(sizes, x.stride(0))(x=x, **tensors)
     else:
-        _moe_quantize_rows_kernel[(programs,)](x=x, x_stride=x.stride(0),
-                                               **_format_constants(options), **shared)
+        _quantize_launch(sizes, x.stride(0), options)(x=x, **tensors)
     return SortedRows(codes, scale, split)
+
+
+class _Sizes(NamedTuple):
+    """What every kernel of this module depends on."""
+
+    num_tokens: int
+    top_k: int
+    num_rows: int
+    depth: int
+    scatter: bool
+
+    @property
+    def padded_depth(self) -> int:
+        return -(-self.depth // UNIT_CODES) * UNIT_CODES
+
+    def launch(self, kernel: Any, **constants: Any) -> Launch:
+        """A launch of `kernel`, which takes `constants` beside the sizes."""
+        depth_units = self.padded_depth // UNIT_CODES
+        chunks = min(_MAX_CHUNKS, max(_CHUNKS_PER_WARP, 1 << (depth_units - 1).bit_length()))
+        slots = 1 if self.num_tokens <= _PARALLEL_TOKENS else self.top_k
+        programs = (self.num_tokens * (self.top_k // slots) if self.scatter else self.num_rows)
+        return Launch(
+            kernel, (programs,), num_tokens=self.num_tokens, top_k=self.top_k, slots=slots,
+            depth=self.depth, padded_depth=self.padded_depth, SCATTER=self.scatter,
+            SINGLE=depth_units <= chunks, CHUNKS=chunks,
+            num_warps=min(8, chunks // _CHUNKS_PER_WARP), **constants)
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _rebase_launch(sizes: _Sizes, x_stride: int, x_scale_stride: int, packed: bool) -> Launch:
+    return sizes.launch(_moe_rebase_rows_kernel, x_stride=x_stride, x_scale_stride=x_scale_stride,
+                        PACKED=packed)
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _split_launch(sizes: _Sizes, x_stride: int) -> Launch:
+    return sizes.launch(_moe_split_rows_kernel, num_rows=sizes.num_rows, x_stride=x_stride)
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _quantize_launch(sizes: _Sizes, x_stride: int, options: MoEOptions) -> Launch:
+    return sizes.launch(_moe_quantize_rows_kernel, x_stride=x_stride, **_format_constants(options))
 
 
 def _format_constants(options: MoEOptions) -> dict[str, Any]:

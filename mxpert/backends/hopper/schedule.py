@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ...routing import RoutingPlan
+from ..launch import CACHED_LAUNCHES, Launch
 
 _CHUNK = tl.constexpr(1024)
 _NUM_WARPS = 4
@@ -63,11 +65,15 @@ def tile_schedule(plan: RoutingPlan, block_m: int, width: int) -> TileSchedule:
     per_unit = plan.routing_block_m // block_m
     limit = plan.max_blocks * per_unit
     # Padded so that both halves are 16-byte aligned: alignment would specialise the kernels.
-    first_block, blocks = torch.empty((2, -(-limit // 4) * 4), dtype=torch.int32,
-                                      device=plan.device)
-    count = torch.empty(1, dtype=torch.int32, device=plan.device)
-    _moe_tile_schedule_kernel[(1,)](
+    first_block, blocks = plan.num_valid.new_empty((2, -(-limit // 4) * 4)).unbind()
+    count = plan.num_valid.new_empty(1)
+    _launch(per_unit, block_m, width)(
         first_block_ptr=first_block, blocks_ptr=blocks, count_ptr=count,
-        block_expert_ids_ptr=plan.block_expert_ids, num_valid_ptr=plan.num_valid,
-        blocks_per_unit=per_unit, BLOCK_M=block_m, WIDTH=width, num_warps=_NUM_WARPS)
+        block_expert_ids_ptr=plan.block_expert_ids, num_valid_ptr=plan.num_valid)
     return TileSchedule(first_block, blocks, count)
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _launch(blocks_per_unit: int, block_m: int, width: int) -> Launch:
+    return Launch(_moe_tile_schedule_kernel, (1,), blocks_per_unit=blocks_per_unit,
+                  BLOCK_M=block_m, WIDTH=width, num_warps=_NUM_WARPS)
