@@ -118,17 +118,20 @@ class Launch:
                 self(**tensors)
             return
         arguments, positions = self._template.copy(), self._positions
-        key: list[Any] = [device, knobs.runtime.debug, knobs.compilation.instrumentation_mode]
+        dtypes: list[torch.dtype | None] = []
+        bits = 0
         for name, tensor in tensors.items():
             if tensor is None:
-                key.append(name)
+                dtypes.append(None)
             else:
-                pointer = tensor.data_ptr()
-                arguments[positions[name]] = pointer
-                key += name, tensor.dtype, pointer % 16 == 0
-        binary = self._binaries.get(tuple(key))
+                arguments[positions[name]] = pointer = tensor.data_ptr()
+                dtypes.append(tensor.dtype)
+                bits |= pointer
+        key = (device, knobs.runtime.debug, knobs.compilation.instrumentation_mode,
+               bits % 16 and _misaligned(tensors), *tensors, *dtypes)
+        binary = self._binaries.get(key)
         if binary is None:
-            self._learn(tuple(key), tensors)
+            self._learn(key, tensors)
             return
         for name in self.tiles:
             first = positions[name]
@@ -172,10 +175,17 @@ def _first(tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
 
 def _is_observed(kernel: Any) -> bool:
     """Whether a profiler or a test wants to see launches: Triton's own path calls its hooks."""
-    runtime = knobs.runtime
-    return bool(getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
-                or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
-                or kernel.pre_run_hooks)
+    try:
+        return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
+                    or kernel.pre_run_hooks)
+    except AttributeError:  # a hook in place of Triton's chain of hooks
+        return True
+
+
+def _misaligned(tensors: Mapping[str, torch.Tensor | None]) -> tuple[str, ...]:
+    """Names of the tensors that do not begin at a multiple of 16 bytes."""
+    return tuple(name for name, tensor in tensors.items()
+                 if tensor is not None and tensor.data_ptr() % 16)
 
 
 def _template(kernel: Any, tiles: Mapping[str, Tile],
