@@ -7,13 +7,19 @@ tables and caches; every number in it is known on the host without a synchronisa
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from .activations import ACTIVATIONS as ACTIVATIONS
+from .activations import Activation as Activation
+from .activations import ClampedSiLU as ClampedSiLU
+from .activations import SiLU as SiLU
+from .activations import SiTUv2 as SiTUv2
+from .activations import SwiGLU as SwiGLU
+from .activations import activation_from as activation_from
 from .errors import UnsupportedError, message, require
 from .formats.spec import MXFormat, ScaleRule, get_format
 from .formats.tensor import Layout
@@ -37,124 +43,6 @@ class Combine(enum.Enum):
     REDUCE = "reduce"
     ATOMIC = "atomic"
     FLAT = "flat"
-
-
-@dataclass(frozen=True)
-class SiLU:
-    """``silu(gate) * up``; gate and up are the float32 accumulators of stage 1, after the bias.
-
-    Example:
-        >>> SiLU().parameters
-        (0.0, 0.0)
-    """
-
-    name = "silu"
-
-    @property
-    def parameters(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
-
-@dataclass(frozen=True)
-class SwiGLU:
-    """gpt-oss: ``g * sigmoid(alpha g) * (u + 1)``, g = min(gate, limit), u = clamp(up, ±limit).
-
-    Raises:
-        TypeError: not a number. ValueError: `alpha` is not finite, `limit` is not above zero.
-
-    Example:
-        >>> SwiGLU(limit=float("inf"))  # clamps nothing
-        SwiGLU(alpha=1.702, limit=inf)
-    """
-
-    alpha: float = 1.702
-    limit: float = 7.0
-    name = "swiglu"
-
-    def __post_init__(self) -> None:
-        _require_number("SwiGLU", "alpha", self.alpha)
-        _require_number("SwiGLU", "limit", self.limit, limit=True)
-
-    @property
-    def parameters(self) -> tuple[float, float]:
-        return self.alpha, self.limit
-
-
-@dataclass(frozen=True)
-class ClampedSiLU:
-    """DeepSeek-V4: ``silu(min(gate, limit)) * clamp(up, ±limit)``.
-
-    Raises:
-        TypeError: not a number. ValueError: `limit` is not above zero.
-
-    Example:
-        >>> ClampedSiLU().limit
-        10.0
-    """
-
-    limit: float = 10.0
-    name = "clamped_silu"
-
-    def __post_init__(self) -> None:
-        _require_number("ClampedSiLU", "limit", self.limit, limit=True)
-
-    @property
-    def parameters(self) -> tuple[float, float]:
-        return self.limit, 0.0
-
-
-@dataclass(frozen=True)
-class SiTUv2:
-    """``beta tanh(gate / beta) sigmoid(gate) * beta_up tanh(up / beta_up)``.
-
-    Raises:
-        TypeError: not a number. ValueError: not finite, or not above zero.
-
-    Example:
-        >>> SiTUv2(beta=2.0).parameters
-        (2.0, 25.0)
-    """
-
-    beta: float = 4.0
-    beta_up: float = 25.0
-    name = "situ_v2"
-
-    def __post_init__(self) -> None:
-        for name, value in (("beta", self.beta), ("beta_up", self.beta_up)):
-            _require_number("SiTUv2", name, value)
-            require(value > 0, "SiTUv2", name, need="a number above zero", got=value)
-
-    @property
-    def parameters(self) -> tuple[float, float]:
-        return self.beta, self.beta_up
-
-
-def _require_number(op: str, name: str, value: object, *, limit: bool = False) -> None:
-    """`value` is a finite number or, for a limit, above zero; an infinite limit clamps nothing."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(message(op, name, "a number", repr(value)))
-    need = "a number above zero" if limit else "a finite number"
-    require(value > 0 if limit else math.isfinite(value), op, name, need=need, got=value)
-
-
-Activation = SiLU | SwiGLU | ClampedSiLU | SiTUv2
-ACTIVATIONS: dict[str, type] = {a.name: a for a in (SiLU, SwiGLU, ClampedSiLU, SiTUv2)}
-
-
-def activation_from(name: str, parameters: Iterable[float]) -> Activation:
-    """Rebuild an activation from its name and its two parameters."""
-    first, second = parameters
-    match name:
-        case "silu":
-            return SiLU()
-        case "swiglu":
-            return SwiGLU(first, second)
-        case "clamped_silu":
-            return ClampedSiLU(first)
-        case "situ_v2":
-            return SiTUv2(first, second)
-    raise ValueError(
-        message("activation_from", "name", f"one of {sorted(ACTIVATIONS)}", repr(name)))
 
 
 ACTIVATION_FORMATS = ("bf16", "mxfp8", "mxfp4", FP8_TOKEN)
@@ -212,6 +100,10 @@ class Op(enum.Enum):
     QUANTIZE_DUAL = "quantize_dual"
     GROUPED_GEMM = "grouped_gemm"
     GROUPED_WGRAD = "grouped_wgrad"
+    ACTIVATE_ROWS = "activate_rows"
+    ACTIVATE_ROWS_BACKWARD = "activate_rows_backward"
+    COMBINE_ROWS = "combine_rows"
+    COMBINE_ROWS_BACKWARD = "combine_rows_backward"
 
 
 @dataclass(frozen=True)
@@ -365,8 +257,28 @@ class GroupedProblem:
         return f"{self.a_format}x{self.b_format}"
 
 
+@dataclass(frozen=True)
+class RowsProblem:
+    """One pass over the rows between the grouped GEMMs of training, forward or backward.
+
+    ACTIVATE_ROWS: [R, 2F] → [R, F]. COMBINE_ROWS: [R, H] → [T, H], the sum of each token's rows.
+
+    Args:
+        num_rows: R. width: F, or H. dtype: of the rows.
+        top_k: rows of a token, for COMBINE_ROWS. activation: for ACTIVATE_ROWS.
+    """
+
+    op: Op
+    target: Target
+    num_rows: int
+    width: int
+    dtype: torch.dtype
+    top_k: int = 1
+    activation: Activation | None = None
+
+
 Problem = (QuantizeProblem | TopKProblem | RoutingProblem | MoEProblem | DualProblem
-           | GroupedProblem)
+           | GroupedProblem | RowsProblem)
 
 
 @dataclass(frozen=True)
@@ -472,6 +384,9 @@ class KernelSpec(Protocol):
         grouped_gemm: a, b (bf16 Tensors or MXTensors, any strides), group_offsets → [M, n].
         grouped_wgrad: grad, a (as above), group_offsets, padded_offsets (None for bf16),
             accumulate_into (or None) → [G, n, k]; `accumulate_into` itself where it is given.
+        activate_rows: gate_up → [R, F]. activate_rows_backward: grad, gate_up → [R, 2F].
+        combine_rows: rows, row_ids, weights (or None), out_dtype → [T, H].
+        combine_rows_backward: grad, rows, row_ids, weights → ([R, H], float32 [T, top_k]).
     `group_offsets` holds int32 or int64 [G + 1]; `mxpert.routing.group_bounds` makes it safe.
     """
 

@@ -1,0 +1,127 @@
+"""The gated activations of MoE layers: what joins gate and up, with its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .errors import message, require
+
+
+@dataclass(frozen=True)
+class SiLU:
+    """``silu(gate) * up``; gate and up are the float32 accumulators of stage 1, after the bias.
+
+    Example:
+        >>> SiLU().parameters
+        (0.0, 0.0)
+    """
+
+    name = "silu"
+
+    @property
+    def parameters(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """gpt-oss: ``g * sigmoid(alpha g) * (u + 1)``, g = min(gate, limit), u = clamp(up, ±limit).
+
+    Raises:
+        TypeError: not a number. ValueError: `alpha` is not finite, `limit` is not above zero.
+
+    Example:
+        >>> SwiGLU(limit=float("inf"))  # clamps nothing
+        SwiGLU(alpha=1.702, limit=inf)
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+    name = "swiglu"
+
+    def __post_init__(self) -> None:
+        _require_number("SwiGLU", "alpha", self.alpha)
+        _require_number("SwiGLU", "limit", self.limit, limit=True)
+
+    @property
+    def parameters(self) -> tuple[float, float]:
+        return self.alpha, self.limit
+
+
+@dataclass(frozen=True)
+class ClampedSiLU:
+    """DeepSeek-V4: ``silu(min(gate, limit)) * clamp(up, ±limit)``.
+
+    Raises:
+        TypeError: not a number. ValueError: `limit` is not above zero.
+
+    Example:
+        >>> ClampedSiLU().limit
+        10.0
+    """
+
+    limit: float = 10.0
+    name = "clamped_silu"
+
+    def __post_init__(self) -> None:
+        _require_number("ClampedSiLU", "limit", self.limit, limit=True)
+
+    @property
+    def parameters(self) -> tuple[float, float]:
+        return self.limit, 0.0
+
+
+@dataclass(frozen=True)
+class SiTUv2:
+    """``beta tanh(gate / beta) sigmoid(gate) * beta_up tanh(up / beta_up)``.
+
+    Raises:
+        TypeError: not a number. ValueError: not finite, or not above zero.
+
+    Example:
+        >>> SiTUv2(beta=2.0).parameters
+        (2.0, 25.0)
+    """
+
+    beta: float = 4.0
+    beta_up: float = 25.0
+    name = "situ_v2"
+
+    def __post_init__(self) -> None:
+        for name, value in (("beta", self.beta), ("beta_up", self.beta_up)):
+            _require_number("SiTUv2", name, value)
+            require(value > 0, "SiTUv2", name, need="a number above zero", got=value)
+
+    @property
+    def parameters(self) -> tuple[float, float]:
+        return self.beta, self.beta_up
+
+
+def _require_number(op: str, name: str, value: object, *, limit: bool = False) -> None:
+    """`value` is a finite number or, for a limit, above zero; an infinite limit clamps nothing."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(message(op, name, "a number", repr(value)))
+    need = "a number above zero" if limit else "a finite number"
+    require(value > 0 if limit else math.isfinite(value), op, name, need=need, got=value)
+
+
+Activation = SiLU | SwiGLU | ClampedSiLU | SiTUv2
+ACTIVATIONS: dict[str, type] = {a.name: a for a in (SiLU, SwiGLU, ClampedSiLU, SiTUv2)}
+
+
+def activation_from(name: str, parameters: Iterable[float]) -> Activation:
+    """Rebuild an activation from its name and its two parameters."""
+    first, second = parameters
+    match name:
+        case "silu":
+            return SiLU()
+        case "swiglu":
+            return SwiGLU(first, second)
+        case "clamped_silu":
+            return ClampedSiLU(first)
+        case "situ_v2":
+            return SiTUv2(first, second)
+    raise ValueError(
+        message("activation_from", "name", f"one of {sorted(ACTIVATIONS)}", repr(name)))
