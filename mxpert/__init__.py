@@ -2,8 +2,10 @@
 
 from .dispatch import override
 from .errors import UnsupportedError
-from .formats.spec import ScaleRule
+from .formats.spans import rebase
+from .formats.spec import ScaleRule, ScaleSpan
 from .formats.tensor import MXTensor
+from .integrations.convert import convert
 from .ops.explain import explain
 from .ops.grouped_gemm import grouped_gemm, grouped_wgrad
 from .ops.moe import fused_moe, moe_down, moe_gate_up
@@ -20,8 +22,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ClampedSiLU", "Combine", "GateUpOrder", "GemmConfig", "MXTensor", "MoEConfig", "MoEWeights",
-    "ReferenceConfig", "RoutingPlan", "ScaleRule", "Scoring", "SiLU", "SiTUv2", "SwiGLU",
-    "UnsupportedError", "dequantize", "explain", "fused_moe", "grouped_gemm", "grouped_wgrad",
-    "make_routing_plan", "moe_down", "moe_gate_up", "override", "padded_capacity",
+    "ReferenceConfig", "RoutingPlan", "ScaleRule", "ScaleSpan", "Scoring", "SiLU", "SiTUv2", "SwiGLU",
+    "UnsupportedError", "convert", "dequantize", "explain", "fused_moe", "grouped_gemm",
+    "grouped_wgrad", "make_routing_plan", "moe_down", "moe_gate_up", "override", "padded_capacity",
     "padded_group_offsets", "quantize", "quantize_dual", "route_topk",
 ]

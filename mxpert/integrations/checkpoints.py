@@ -8,7 +8,7 @@ Per layer the format holds, below ``model.layers.N.mlp.experts``, ``gate_up_proj
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -243,18 +243,9 @@ def save_gpt_oss_layer_tensors(
         raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
     require(weights.layout is Layout.ROW_MAJOR, op, "weights.layout", need=Layout.ROW_MAJOR,
             got=weights.layout, remedy="save the weights before preparing them")
-    weights = _interleaved(weights)
     prefix = f"model.layers.{layer}.mlp"
-    tensors: dict[str, torch.Tensor] = {}
-    for name, projection, bias in (
-            ("gate_up_proj", weights.gate_up_proj, weights.gate_up_bias),
-            ("down_proj", weights.down_proj, weights.down_bias)):
-        scale = projection.scale.contiguous()
-        tensors[f"{prefix}.experts.{name}_blocks"] = (
-            projection.qdata.contiguous().view(*scale.shape, BLOCK_BYTES))
-        tensors[f"{prefix}.experts.{name}_scales"] = scale
-        if bias is not None:
-            tensors[f"{prefix}.experts.{name}_bias"] = bias.to(dtype).contiguous()
+    tensors = {f"{prefix}.experts.{name}": tensor
+               for name, tensor in published_expert_tensors(weights, dtype=dtype).items()}
     for name, router, shape in (
             ("weight", router_weight, (weights.num_experts, weights.hidden_size)),
             ("bias", router_bias, (weights.num_experts,))):
@@ -262,6 +253,50 @@ def save_gpt_oss_layer_tensors(
             require_tensor(router, op, f"router_{name}", shape=shape)
             tensors[f"{prefix}.router.{name}"] = router.contiguous()
     return tensors
+
+
+def published_expert_tensors(
+    weights: MoEWeights, *, dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, torch.Tensor]:
+    """The tensors of one experts module as gpt-oss publishes them, names below ``experts.``.
+
+    Args:
+        weights: ROW_MAJOR, in any gate/up order; rows (and bias) come out interleaved.
+        dtype: dtype of the biases.
+
+    Returns:
+        ``gate_up_proj_blocks`` uint8 [E, 2F, H/32, 16], ``gate_up_proj_scales`` uint8 [E, 2F,
+        H/32], the same for ``down_proj``, and ``*_bias`` where there are biases; contiguous.
+    """
+    weights = _interleaved(weights)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, projection, bias in (
+            ("gate_up_proj", weights.gate_up_proj, weights.gate_up_bias),
+            ("down_proj", weights.down_proj, weights.down_bias)):
+        scale = projection.scale.contiguous()
+        tensors[f"{name}_blocks"] = projection.qdata.contiguous().view(*scale.shape, BLOCK_BYTES)
+        tensors[f"{name}_scales"] = scale
+        if bias is not None:
+            tensors[f"{name}_bias"] = bias.to(dtype).contiguous()
+    return tensors
+
+
+def expert_weights_from(tensors: Mapping[str, torch.Tensor], order: GateUpOrder) -> MoEWeights:
+    """The inverse of `published_expert_tensors`: codes as they are, biases in float32.
+
+    Args:
+        tensors: by names below ``experts.``; biases may be absent.
+        order: order of gate and up rows as stored; published checkpoints are INTERLEAVED.
+    """
+    def projection(name: str) -> MXTensor:
+        return MXTensor(tensors[f"{name}_blocks"].flatten(-2), tensors[f"{name}_scales"], MXFP4)
+
+    def bias(name: str) -> torch.Tensor | None:
+        stored = tensors.get(f"{name}_bias")
+        return None if stored is None else stored.to(torch.float32).contiguous()
+
+    return MoEWeights(projection("gate_up_proj"), projection("down_proj"), bias("gate_up_proj"),
+                      bias("down_proj"), gate_up_order=order)
 
 
 def _gpt_oss_sizes(reader: CheckpointReader) -> _GptOssSizes:
@@ -311,18 +346,11 @@ def _check_layer(reader: CheckpointReader, layer: int, sizes: _GptOssSizes) -> N
 def _read_experts(
     reader: CheckpointReader, prefix: str, order: GateUpOrder, device: torch.device | str,
 ) -> MoEWeights:
-    def projection(name: str) -> MXTensor:
-        blocks = reader.read(f"{prefix}.{name}_blocks").to(device)
-        scale = reader.read(f"{prefix}.{name}_scales").to(device)
-        return MXTensor(blocks.flatten(-2), scale, MXFP4)
-
-    def bias(name: str) -> torch.Tensor | None:
-        if f"{prefix}.{name}_bias" not in reader.names:
-            return None
-        return reader.read(f"{prefix}.{name}_bias").to(device, torch.float32).contiguous()
-
-    return MoEWeights(projection("gate_up_proj"), projection("down_proj"), bias("gate_up_proj"),
-                      bias("down_proj"), gate_up_order=order)
+    kinds = [f"{projection}_{kind}" for projection in ("gate_up_proj", "down_proj")
+             for kind in ("blocks", "scales", "bias")]
+    return expert_weights_from(
+        {kind: reader.read(f"{prefix}.{kind}").to(device) for kind in kinds
+         if not kind.endswith("bias") or f"{prefix}.{kind}" in reader.names}, order)
 
 
 def _interleaved(weights: MoEWeights) -> MoEWeights:

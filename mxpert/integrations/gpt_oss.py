@@ -21,7 +21,6 @@ from ..formats.codec import quantize_blocks
 from ..formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
 from ..weights import GateUpOrder, MoEWeights
 from .checkpoints import GPT_OSS_LIMIT, save_gpt_oss_layer_tensors
-from .quantize_checkpoint import GPT_OSS_UNCONVERTED
 from .safetensors_files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -30,6 +29,7 @@ from .safetensors_files import (
     partial_name,
     write_json,
 )
+from .saved_config import GPT_OSS_UNCONVERTED
 
 DEMO_VOCABULARY = 256
 """Token ids of the demo model are bytes, so that text needs no tokenizer."""

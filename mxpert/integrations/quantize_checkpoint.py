@@ -35,13 +35,10 @@ from .safetensors_files import (
     write_atomically,
     write_json,
 )
+from .saved_config import GPT_OSS_UNCONVERTED, quantization_config
 from .verify_checkpoint import verify_quantized
 
 MANIFEST_FILE = "mxpert_quantize.json"
-GPT_OSS_UNCONVERTED = ["model.layers.*.self_attn", "model.layers.*.mlp.router",
-                       "model.embed_tokens", "lm_head"]
-"""``modules_to_not_convert`` of the published gpt-oss configs."""
-
 ProgressCallback = Callable[[int, int, str], None]
 """Called with (source bytes done, source bytes in all, what is being done)."""
 
@@ -272,12 +269,8 @@ def _write_side_files(plan: QuantizePlan, manifest: dict[str, Any]) -> None:
     weight_map = {name: shard.name for shard in plan.shards for name in shard.tensor_names()}
     write_json(plan.destination / INDEX_FILE,
                {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-    write_json(plan.destination / CONFIG_FILE, plan.config | {"quantization_config": {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": _unconverted(plan),
-        "mxpert": {"gate_up_order": GateUpOrder.INTERLEAVED.value,
-                   "scale_rule": plan.rule.value, "version": __version__},
-    }})
+    write_json(plan.destination / CONFIG_FILE, plan.config | {
+        "quantization_config": quantization_config(_unconverted(plan), plan.rule)})
 
 
 def _unconverted(plan: QuantizePlan) -> list[str]:

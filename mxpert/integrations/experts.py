@@ -1,0 +1,239 @@
+"""The experts modules of a model in memory: found by their attributes, described, checked.
+
+Transformers (5 and later) stacks the experts of a layer in one module, decorated with
+``use_experts_implementation``: parameters ``gate_up_proj`` and ``down_proj``, flags that say how
+they are laid out, and a method ``_apply_gate``. What stage 1 applies is found by calling that
+method on sample values, so that a model's own gate counts, not its name. Nothing here needs
+transformers itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError, message, require
+from ..formats.spec import MX_BLOCK_SIZE
+from ..ops.quantize import FLOAT_DTYPES
+from ..problem import Activation, ClampedSiLU, SiLU, SwiGLU
+from ..training.activation import gated_activation
+from ..weights import GateUpOrder, gate_up_rows
+
+PROJECTIONS = ("gate_up_proj", "down_proj")
+GPT_OSS_ALPHA = 1.702
+_FLAGS = ("is_transposed", "has_bias", "_apply_gate")
+_LIMITS = ("limit", "swiglu_limit")
+_ALPHAS = ("alpha", "swiglu_alpha")
+_SAMPLE_FEATURES = 64
+_SAMPLE_TOLERANCE = 1e-5
+"""float32 values of a few tens, computed in two orders; a wrong gate differs by whole units."""
+
+
+@dataclass(frozen=True)
+class FoundExperts:
+    """One experts module of a model, and everything that its conversion needs to know.
+
+    Args:
+        name: module name, ``model.layers.3.mlp.experts``.
+        parent, attribute: where the module hangs: ``getattr(parent, attribute) is module``.
+        module: the experts module itself.
+        num_experts, hidden_size, intermediate_size: E, H, F.
+        activation: what stage 1 applies.
+        order: order of gate and up rows.
+        transposed: projections are [E, K, N] instead of [E, N, K].
+        has_bias: whether there are ``gate_up_proj_bias`` [E, 2F] and ``down_proj_bias`` [E, H].
+    """
+
+    name: str
+    parent: torch.nn.Module
+    attribute: str
+    module: torch.nn.Module
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation
+    order: GateUpOrder
+    transposed: bool
+    has_bias: bool
+
+    def replace_by(self, module: torch.nn.Module) -> None:
+        """Hang another module where this one was."""
+        setattr(self.parent, self.attribute, module)
+
+
+def find_experts(model: torch.nn.Module, op: str) -> list[FoundExperts]:
+    """Find and check every experts module of a model; nothing is changed.
+
+    Args:
+        model: a model of transformers 5 or later (or modules with the same attributes); weights
+            may be on the meta device.
+        op: name of the operation that error messages start with.
+
+    Returns:
+        FoundExperts in the model's order.
+
+    Raises:
+        ValueError: no experts, or sizes that are no multiples of 32.
+        UnsupportedError: experts without a gate, or with an activation or tensors of their own.
+    """
+    found = [_describe(name, parent, attribute, module, op)
+             for name, parent, attribute, module in _experts_modules(model)]
+    require(bool(found), op, type(model).__name__, got="none",
+            need="experts modules of transformers >= 5 (stacked gate_up_proj and down_proj)",
+            remedy="mxpert converts the experts of MoE models; this one is dense, converted "
+                   "already, or has experts of another form")
+    return found
+
+
+def check_loaded(found: list[FoundExperts], op: str) -> None:
+    """Every weight is there, of a float dtype, and finite.
+
+    Raises:
+        ValueError: a weight on the meta device, or NaN or infinity. TypeError: a wrong dtype.
+    """
+    for experts in found:
+        for name, parameter in experts.module.named_parameters():
+            where = f"{experts.name}.{name}"
+            require(not parameter.is_meta, op, where, need="loaded weights", got="a meta tensor",
+                    remedy="load the model first, without offloading")
+            require(parameter.dtype in FLOAT_DTYPES, op, f"{where}.dtype", error=TypeError,
+                    need="bfloat16, float16 or float32", got=parameter.dtype,
+                    remedy="dequantise the model to bfloat16 first")
+            finite = all(bool(part.isfinite().all()) for part in parameter.detach())
+            require(finite, op, where, need="finite weights", got="NaN or infinity",
+                    remedy="repair the model; a NaN would blank its whole block")
+
+
+def unconverted_modules(model: torch.nn.Module, expert_names: list[str]) -> list[str]:
+    """Modules with parameters of their own besides the experts; layer numbers as ``*``.
+
+    Example:
+        >>> unconverted_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)), [])
+        ['*']
+    """
+    names = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    kept = (name for name in names
+            if not any(name == experts or name.startswith(f"{experts}.")
+                       for experts in expert_names))
+    return sorted({re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", name) for name in kept})
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Whether a module declares itself as stacked experts."""
+    return all(hasattr(module, flag) for flag in _FLAGS)
+
+
+def _experts_modules(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
+    for name, parent in model.named_modules():
+        for attribute, module in parent.named_children():
+            if is_experts(module):
+                yield f"{name}.{attribute}".removeprefix("."), parent, attribute, module
+
+
+def _describe(name: str, parent: torch.nn.Module, attribute: str, module: Any,
+              op: str) -> FoundExperts:
+    if not getattr(module, "has_gate", True):
+        raise UnsupportedError(message(op, name, "gated experts (gate_up_proj)",
+                                       "experts without a gate", "leave this model unconverted"))
+    _check_tensors(name, module, op)
+    gate_up, down = module.gate_up_proj, module.down_proj
+    transposed = bool(module.is_transposed)
+    experts, hidden, intermediate = down.shape
+    if transposed:
+        hidden, intermediate = intermediate, hidden
+    want = ((experts, hidden, 2 * intermediate) if transposed
+            else (experts, 2 * intermediate, hidden))
+    require(tuple(gate_up.shape) == want, op, f"{name}.gate_up_proj.shape", need=list(want),
+            got=list(gate_up.shape), remedy=f"down_proj is {list(down.shape)}")
+    for what, size in (("hidden size", hidden), ("intermediate size", intermediate)):
+        require(size % MX_BLOCK_SIZE == 0, op, name, got=size,
+                need=f"a {what} that is a multiple of {MX_BLOCK_SIZE}",
+                remedy="MXFP4 has no partial blocks; pad the model first")
+    if module.has_bias:
+        for projection, rows in (("gate_up_proj", 2 * intermediate), ("down_proj", hidden)):
+            bias = getattr(module, f"{projection}_bias")
+            require(tuple(bias.shape) == (experts, rows), op, f"{name}.{projection}_bias.shape",
+                    need=[experts, rows], got=list(bias.shape))
+    activation, order = recognise_gate(module, name, op)
+    return FoundExperts(name, parent, attribute, module, experts, hidden, intermediate, activation,
+                        order, transposed, bool(module.has_bias))
+
+
+def _check_tensors(name: str, module: torch.nn.Module, op: str) -> None:
+    wanted = set(PROJECTIONS)
+    if getattr(module, "has_bias", False):
+        wanted |= {f"{projection}_bias" for projection in PROJECTIONS}
+    present = {key for key, _ in module.named_parameters()}
+    present |= {key for key, _ in module.named_buffers()}
+    if present != wanted:
+        raise UnsupportedError(message(
+            op, name, f"experts made of {sorted(wanted)}", sorted(present),
+            "weights quantised by another library are dequantised first"))
+    for projection in PROJECTIONS:
+        shape = getattr(module, projection).shape
+        require(len(shape) == 3 and 0 not in shape, op, f"{name}.{projection}.shape",
+                need="three dimensions, none empty", got=list(shape))
+
+
+def recognise_gate(module: Any, name: str, op: str) -> tuple[Activation, GateUpOrder]:
+    """Which activation and row order a module's ``_apply_gate`` has, from its answers.
+
+    Gate and up values from −16 to 16 (limits are at 7 or 10 in published models) go through the
+    module's own method and through every activation of mxpert, with the module's parameters.
+
+    Args:
+        module: an experts module; ``_apply_gate`` takes [R, 2F] and returns [R, F].
+        name, op: for the message.
+
+    Returns:
+        The activation and the order that the module's ``is_concatenated`` states.
+
+    Raises:
+        UnsupportedError: no activation gives these answers in this order.
+    """
+    # Models are built under default dtypes and devices of their own: both are stated here.
+    values = 32 * torch.rand(8, 2 * _SAMPLE_FEATURES, generator=torch.Generator().manual_seed(0),
+                             dtype=torch.float32, device="cpu") - 16
+    with torch.no_grad():
+        expected = module._apply_gate(values.clone())
+    orders = [GateUpOrder.CONCATENATED, GateUpOrder.INTERLEAVED]
+    if hasattr(module, "is_concatenated"):  # the first releases of transformers 5 have no such flag
+        orders = orders[:1] if module.is_concatenated else orders[1:]
+    for order in orders:
+        sorted_values = values[:, torch.cat(gate_up_rows(order, _SAMPLE_FEATURES))]
+        for activation in _candidates(module):
+            answer = gated_activation(sorted_values, activation)
+            if expected.shape == answer.shape and torch.allclose(
+                    answer, expected, rtol=_SAMPLE_TOLERANCE, atol=_SAMPLE_TOLERANCE):
+                return activation, order
+    raise UnsupportedError(message(
+        op, f"{name}: activation",
+        "SiLU, gpt-oss's SwiGLU or clamped SiLU, gate and up " + " or ".join(
+            order.value for order in orders),
+        _gate_name(module), "leave this model unconverted"))
+
+
+def _candidates(module: Any) -> Iterator[Activation]:
+    limits = _numbers(module, _LIMITS)
+    yield SiLU()
+    for limit in limits:
+        yield ClampedSiLU(limit)
+        for alpha in _numbers(module, _ALPHAS) or [GPT_OSS_ALPHA]:
+            yield SwiGLU(alpha, limit)
+
+
+def _numbers(module: Any, names: tuple[str, ...]) -> list[float]:
+    values = (getattr(module, name, None) for name in names)
+    return [float(value) for value in values
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0]
+
+
+def _gate_name(module: Any) -> str:
+    activation = getattr(module, "act_fn", None)
+    return f"{type(module).__name__} with {type(activation).__name__ if activation else 'its own'}"

@@ -1,0 +1,150 @@
+"""mxpert inside Transformers: importing this module registers it there.
+
+``AutoModelForCausalLM.from_pretrained(path, experts_implementation="mxpert")`` then gives a
+converted model (see mxpert.convert): bf16 experts are quantised layer by layer once they are
+loaded; MXFP4 checkpoints (gpt-oss, or written by ``mxpert quantize`` or by a converted model) go
+from blocks and scales to prepared weights and are dequantised at no point. "mxpert" computes with
+bf16 activations (a16w4), "mxpert_mxfp8", "mxpert_mxfp4" and "mxpert_fp8_token" with narrower ones.
+
+Three things of Transformers are extended, and behave as before for every other implementation:
+the table of experts functions, the reader of MXFP4 checkpoints, and
+``PreTrainedModel.from_pretrained``.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError, message, require
+from ..problem import ACTIVATION_FORMATS
+from ..weights import GateUpOrder
+from .checkpoints import stored_gate_up_order
+from .convert import convert, mx_experts
+from .expert_modules import MXExperts, StoredExperts
+from .experts import find_experts
+from .safetensors_files import CONFIG_FILE, read_json
+from .saved_config import mark_quantized
+
+try:
+    from transformers import PreTrainedModel
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+    from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+except ImportError as error:
+    raise UnsupportedError(message("mxpert.integrations.transformers", "transformers",
+                                   "transformers >= 5", error,
+                                   "pip install 'mxpert[transformers]'")) from error
+
+NAME = "mxpert"
+IMPLEMENTATIONS = {NAME if name == "bf16" else f"{NAME}_{name}": name
+                   for name in ACTIVATION_FORMATS}
+"""Value of ``experts_implementation`` → activation format."""
+
+_OP = "from_pretrained"
+
+
+def experts_forward(self: torch.nn.Module, hidden_states: torch.Tensor, topk_ids: torch.Tensor,
+                    topk_weights: torch.Tensor) -> torch.Tensor:
+    """What the table of experts functions holds: reached by experts that are not converted.
+
+    Raises:
+        UnsupportedError: always; it says how to convert them.
+    """
+    raise UnsupportedError(message(
+        "experts_implementation", type(self).__name__, "converted experts", "dense weights",
+        f'load with from_pretrained(…, experts_implementation="{NAME}"), or call '
+        "mxpert.convert(model) once the weights are there"))
+
+
+class MXQuantizer(Mxfp4HfQuantizer):
+    """Transformers' reader of MXFP4 checkpoints, which hands blocks and scales to mxpert as they
+    are where the model asks for one of its implementations."""
+
+    activation_format: str | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Postponed: what is needed depends on the implementation, which the config tells."""
+        self._environment = (args, kwargs)
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """The first hook that sees the config; a request to dequantise goes before ours."""
+        asked = IMPLEMENTATIONS.get(getattr(config, "_experts_implementation", None) or "")
+        if asked is not None and not self.quantization_config.dequantize:
+            self.activation_format = asked
+            return config
+        args, kwargs = self._environment
+        super().validate_environment(*args, **kwargs)
+        return super().update_tp_plan(config)
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.activation_format is None:
+            return super()._process_model_before_weight_loading(model, **kwargs)
+        order = _stored_order(kwargs.get("checkpoint_files"))
+        for found in find_experts(model, _OP):
+            dtype = next(found.module.parameters()).dtype
+            found.replace_by(StoredExperts(found, order, dtype))
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.activation_format is None:
+            return super()._process_model_after_weight_loading(model, **kwargs)
+        stored = [module for module in model.modules() if isinstance(module, StoredExperts)]
+        for experts in stored:
+            experts.source.replace_by(experts.prepared(self.activation_format).eval())
+        mark_quantized(model, [experts.source for experts in stored], None)
+        return model
+
+    def get_weight_conversions(self) -> list[Any]:
+        return super().get_weight_conversions() if self.activation_format is None else []
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, Any]]:
+        if self.activation_format is None:
+            return super().get_state_dict_and_metadata(model)
+        return None, {}
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.activation_format is not None or super().is_compileable
+
+
+def register() -> None:
+    """Add mxpert to Transformers' tables; a second call changes nothing."""
+    for name in IMPLEMENTATIONS:
+        ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
+    AUTO_QUANTIZER_MAPPING["mxfp4"] = MXQuantizer
+    original = PreTrainedModel.from_pretrained.__func__
+    if not hasattr(original, "converts_to_mxpert"):
+        PreTrainedModel.from_pretrained = classmethod(_converting(original))
+
+
+def _converting(original: Any) -> Any:
+    """`from_pretrained`, followed by `convert` where the model asks for it."""
+
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = original(cls, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        asked = getattr(model.config, "_experts_implementation", None)
+        if asked in IMPLEMENTATIONS and not mx_experts(model):
+            convert(model, IMPLEMENTATIONS[asked])
+        return loaded
+
+    from_pretrained.converts_to_mxpert = True  # type: ignore[attr-defined]
+    return from_pretrained
+
+
+def _stored_order(checkpoint_files: Any) -> GateUpOrder:
+    """Gate/up order that the config beside the checkpoint's files states."""
+    require(bool(checkpoint_files), _OP, "checkpoint", need="safetensors files in a directory",
+            got="none", remedy="load the model from a directory")
+    where = Path(checkpoint_files[0]).parent / CONFIG_FILE
+    return stored_gate_up_order(read_json(where, _OP), where, _OP)
+
+
+register()
+
+__all__ = ["IMPLEMENTATIONS", "MXExperts", "MXQuantizer", "experts_forward", "register"]
