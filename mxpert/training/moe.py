@@ -10,6 +10,7 @@ import torch
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
 from ..ops.quantize import FLOAT_DTYPES
+from ..ops.rows import combine_rows, combine_rows_backward
 from ..problem import ACTIVATIONS, Activation, SiLU
 from .activation import gated_activation
 from .module import MXGroupedLinear, require_size
@@ -118,12 +119,11 @@ class MXMoE(torch.nn.Module):
         topk_weights = chosen / chosen.sum(dim=-1, keepdim=True)                   # [T, k]
         order, inverse, group_offsets = sort_by_expert(topk_ids, self.num_experts)
         self.aux_loss = self._balance(probabilities, group_offsets)
-        rows = _Permute.apply(tokens, order, inverse, self.top_k)                  # [R, H]
+        row_ids = inverse.view(topk_ids.shape)                                     # [T, k]
+        rows = PermuteRows.apply(tokens, order, inverse, self.top_k)               # [R, H]
         hidden = gated_activation(self.gate_up_proj(rows, group_offsets), self.activation)
-        rows = _Gather.apply(self.down_proj(hidden, group_offsets), inverse, order)
-        rows = rows.view(*topk_ids.shape, self.hidden_size)                        # [T, k, H]
-        combined = (topk_weights[..., None] * rows).sum(dim=1)                     # in float32
-        return combined.to(x.dtype).view(x.shape)
+        rows = self.down_proj(hidden, group_offsets)                               # [R, H]
+        return CombineRows.apply(rows, row_ids, topk_weights).view(x.shape)
 
     def _balance(self, probabilities: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
         """``aux_loss_coef · E · Σ_e f_e p_e``; 0 without tokens."""
@@ -188,7 +188,7 @@ class _WideLinear(torch.autograd.Function):
                     (grad.T @ x.to(grad.dtype)).to(weight.dtype))
 
 
-class _Permute(torch.autograd.Function):
+class PermuteRows(torch.autograd.Function):
     """Token rows [T, H] → sorted rows [R, H]; backward adds each token's rows in slot order.
 
     Autograd of indexing would scatter with atomics or a sort; the inverse is at hand.
@@ -205,11 +205,30 @@ class _Permute(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inverse, = ctx.saved_tensors
-        slots = grad[inverse].unflatten(0, (inverse.shape[0] // ctx.top_k, ctx.top_k))
-        return slots.sum(1), None, None, None
+        return combine_rows(grad, inverse.view(-1, ctx.top_k)), None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class CombineRows(torch.autograd.Function):
+    """Sorted rows [R, H] → token rows [T, H]: each token's rows times their weights, summed.
+
+    It keeps the rows as they are and nothing in float32 but the weights [T, top_k].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, row_ids: torch.Tensor,
+                weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, row_ids, weights)
+        return combine_rows(rows, row_ids, weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, row_ids, weights = ctx.saved_tensors
+        by_row, by_weight = combine_rows_backward(grad, rows, row_ids, weights)
+        return by_row, None, by_weight
+
+
+class GatherRows(torch.autograd.Function):
     """Rows by a permutation; backward gathers by its inverse."""
 
     @staticmethod

@@ -19,7 +19,7 @@ from mxpert.testing.numerics import (
 )
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE, grouped_linear, grouped_mm
 from mxpert.training.activation import gated_activation
-from mxpert.training.moe import sort_by_expert
+from mxpert.training.moe import CombineRows, PermuteRows, sort_by_expert
 
 PLAIN = MXFP8Recipe(enabled=False)
 ACTIVATIONS = (mxpert.SiLU(), mxpert.SwiGLU(limit=1.0), mxpert.ClampedSiLU(1.0), mxpert.SiTUv2())
@@ -184,6 +184,22 @@ def test_sort_by_expert_is_stable() -> None:
     assert order.tolist() == [3, 1, 2, 4, 0, 5]
     assert order[inverse].tolist() == list(range(6))
     assert offsets.tolist() == [0, 1, 4, 4, 6, 6]
+
+
+def test_permutation_and_combine_in_float64() -> None:
+    torch.manual_seed(15)
+    ids = torch.stack([torch.randperm(5)[:3] for _ in range(7)])
+    order, inverse, _ = sort_by_expert(ids, 5)
+    tokens = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(7, 3, dtype=torch.float64, requires_grad=True)
+
+    def there_and_back(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows = PermuteRows.apply(tokens, order, inverse, 3)
+        return CombineRows.apply(rows, inverse.view(ids.shape), weights)
+
+    torch.testing.assert_close(there_and_back(tokens, weights),
+                               tokens * weights.sum(1, keepdim=True))
+    assert torch.autograd.gradcheck(there_and_back, (tokens, weights))
 
 
 COMPILED = {"mxfp8": MXFP8Recipe(), "high-precision": MXFP8Recipe(high_precision_wgrad=True),

@@ -7,6 +7,8 @@ from .grouped import GROUPED_GEMM, GROUPED_WGRAD, QUANTIZE_DUAL
 from .moe import DOWN, FUSED_MOE, GATE_UP
 from .quantize import DEQUANTIZE, QUANTIZE
 from .routing import PLAN, TOPK
+from .rows import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD, COMBINE_ROWS, COMBINE_ROWS_BACKWARD
 
 KERNELS: tuple[KernelSpec, ...] = (QUANTIZE, DEQUANTIZE, TOPK, PLAN, GATE_UP, DOWN, FUSED_MOE,
-                                   QUANTIZE_DUAL, GROUPED_GEMM, GROUPED_WGRAD)
+                                   QUANTIZE_DUAL, GROUPED_GEMM, GROUPED_WGRAD, ACTIVATE_ROWS,
+                                   ACTIVATE_ROWS_BACKWARD, COMBINE_ROWS, COMBINE_ROWS_BACKWARD)

@@ -1,0 +1,103 @@
+"""Reference passes between the grouped GEMMs of training, in float32 (float64 for float64)."""
+
+from __future__ import annotations
+
+import torch
+
+from ...problem import (
+    Activation, ClampedSiLU, Config, Op, RowsProblem, SiLU, SiTUv2, SwiGLU,
+)
+from .kernel import ReferenceKernel
+
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class ActivateRows(ReferenceKernel):
+    """``act(gate, up)`` of rows with gate first."""
+
+    op = Op.ACTIVATE_ROWS
+
+    def launch(self, problem: RowsProblem, config: Config, *,
+               gate_up: torch.Tensor) -> torch.Tensor:
+        return with_derivatives(problem.activation, *_halves(gate_up))[0].to(gate_up.dtype)
+
+
+class ActivateRowsBackward(ReferenceKernel):
+    """The gradient of gate and up."""
+
+    op = Op.ACTIVATE_ROWS_BACKWARD
+
+    def launch(self, problem: RowsProblem, config: Config, *, grad: torch.Tensor,
+               gate_up: torch.Tensor) -> torch.Tensor:
+        _, by_gate, by_up = with_derivatives(problem.activation, *_halves(gate_up))
+        return torch.cat((grad * by_gate, grad * by_up), dim=-1).to(gate_up.dtype)
+
+
+class CombineRows(ReferenceKernel):
+    """The weighted sum of each token's rows, in slot order."""
+
+    op = Op.COMBINE_ROWS
+
+    def launch(self, problem: RowsProblem, config: Config, *, rows: torch.Tensor,
+               row_ids: torch.Tensor, weights: torch.Tensor | None,
+               out_dtype: torch.dtype) -> torch.Tensor:
+        slots = _wide(rows[row_ids])  # [T, k, H]
+        if weights is not None:
+            slots = slots * weights[..., None]
+        return slots.sum(dim=1).to(out_dtype)
+
+
+class CombineRowsBackward(ReferenceKernel):
+    """The gradients of the rows and of the weights."""
+
+    op = Op.COMBINE_ROWS_BACKWARD
+
+    def launch(self, problem: RowsProblem, config: Config, *, grad: torch.Tensor,
+               rows: torch.Tensor, row_ids: torch.Tensor,
+               weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        grad = _wide(grad)[:, None]  # [T, 1, H]
+        by_row = torch.empty_like(rows)
+        by_row[row_ids] = (weights[..., None] * grad).to(rows.dtype)
+        return by_row, (grad * _wide(rows[row_ids])).sum(dim=-1)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = _wide(gate_up).chunk(2, dim=-1)
+    return gate, up
+
+
+def with_derivatives(activation: Activation | None, gate: torch.Tensor,
+                     up: torch.Tensor) -> Triple:
+    """Value, derivative by gate, derivative by up."""
+    match activation:
+        case SiLU():
+            return _swish(gate, up, 1.0)
+        case SwiGLU(alpha=alpha, limit=limit):
+            value, by_gate, by_up = _swish(gate.clamp(max=limit), up.clamp(-limit, limit) + 1,
+                                           alpha)
+            return value, by_gate * (gate <= limit), by_up * (up.abs() <= limit)
+        case ClampedSiLU(limit=limit):
+            value, by_gate, by_up = _swish(gate.clamp(max=limit), up.clamp(-limit, limit), 1.0)
+            return value, by_gate * (gate <= limit), by_up * (up.abs() <= limit)
+        case SiTUv2(beta=beta, beta_up=beta_up):
+            t, s = torch.tanh(gate / beta), torch.sigmoid(gate)
+            gated, u = beta * t * s, torch.tanh(up / beta_up)
+            by_gate = (1 - t * t) * s + gated * (1 - s)
+            return gated * beta_up * u, by_gate * beta_up * u, gated * (1 - u * u)
+    raise ValueError(f"with_derivatives: activation — need one of mxpert's, got {activation!r}")
+
+
+def _swish(gate: torch.Tensor, factor: torch.Tensor, alpha: float) -> Triple:
+    """``g σ(αg) · factor``, its derivatives by g and by factor."""
+    s = torch.sigmoid(alpha * gate)
+    return gate * s * factor, s * (1 + alpha * gate * (1 - s)) * factor, gate * s
+
+
+ACTIVATE_ROWS = ActivateRows()
+ACTIVATE_ROWS_BACKWARD = ActivateRowsBackward()
+COMBINE_ROWS = CombineRows()
+COMBINE_ROWS_BACKWARD = CombineRowsBackward()
