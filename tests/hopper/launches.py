@@ -25,7 +25,7 @@ from mxpert.testing.problems import MoEShape
 from mxpert.weights import GateUpOrder, MoEWeights
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
-_LAUNCH_OPTIONS = ("maxnreg", "num_stages")
+_LAUNCH_OPTIONS = ("launch_pdl", "maxnreg", "num_stages")
 
 
 class Launch(NamedTuple):
@@ -91,7 +91,7 @@ class Recorder:
             recorded.append(Launch(made.kernel, made.grid, made.arguments(tensors)))
 
         monkeypatch.setattr(launch.Launch, "__call__", record)
-        monkeypatch.setattr(moe, "combine_rows", lambda out, slot_rows: out)
+        monkeypatch.setattr(moe, "combine_rows", lambda out, slot_rows, target: out)
         monkeypatch.setattr(moe, "quantize_rows", lambda problem, x: x)
 
     def run(self, problem: MoEProblem, config: GemmConfig, *, has_bias: bool,

@@ -7,6 +7,7 @@ heuristic's tiles and specialised as the JIT would.
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,8 @@ ACTIVATIONS = (SiLU(), SwiGLU(), ClampedSiLU(), SiTUv2())
 GEMM_FORMATS = ("bf16", "mxfp8")
 """Formats with GEMM binaries of their own: mxfp4 and fp8_token rows reach the GEMMs as mxfp8 rows
 do, e4m3 with one scale each."""
+
+GLOBAL_ACCESS = re.compile(r"\b(ld|st|red|atom)\.global|\bcp\.async")
 
 RESERVED_SHARED = 1024
 """Bytes that the driver takes of each CTA's shared memory."""
@@ -203,6 +206,29 @@ def test_schedule_kernel(recorder: Recorder) -> None:
             metrics = launch.compile().metrics
             assert metrics.spills == 0
             assert metrics.shared_memory <= 4096
+
+
+@pytest.mark.parametrize("split_k", [1, 3])
+@pytest.mark.parametrize("tile", ["decode8", "prefill64"])
+@pytest.mark.parametrize("a_format", GEMM_FORMATS)
+def test_kernels_wait_for_the_one_before(
+    recorder: Recorder, a_format: str, tile: str, split_k: int,
+) -> None:
+    """Dependent launch, and the wait before any access to global memory, in every kernel."""
+    config = next(each for each in configs(a_format) if name(each) == tile)
+    if heuristics.is_prefill(config) and split_k > 1:
+        pytest.skip("has no split")
+    launches = recorder.run(describe(shape_of(), 4, a_format), replace(config, split_k=split_k),
+                            has_bias=True)
+    assert len(launches) >= 4
+    for launch in launches:
+        assert launch.arguments["launch_pdl"] is True, launch.name
+        ptx = launch.compile().asm["ptx"]
+        steps = re.findall(r"griddepcontrol\.\w+", ptx)
+        assert steps == ["griddepcontrol.launch_dependents", "griddepcontrol.wait"], launch.name
+        access = GLOBAL_ACCESS.search(ptx)
+        assert access is not None
+        assert ptx.index("griddepcontrol.wait") < access.start(), launch.name
 
 
 # --- one binary for all models ------------------------------------------------------------------

@@ -106,8 +106,9 @@ def describe(target: str, a_format: str, num_tokens: int, shape: MoEShape,
 def compile_launch(launch: RecordedLaunch, target: str) -> Any:
     arguments = dict(launch.arguments)
     num_warps, num_stages = arguments.pop("num_warps"), arguments.pop("num_stages", 3)
+    options = {"launch_pdl": True} if arguments.pop("launch_pdl", False) else {}
     return compile_for(launch.kernel, arguments, target=target, num_warps=num_warps,
-                       num_stages=num_stages).metrics
+                       num_stages=num_stages, **options).metrics
 
 
 def scale_loads(arguments: dict[str, Any], target: str) -> int:
@@ -196,7 +197,7 @@ def test_one_binary_serves_all_models(record: Recorder, a_format: str) -> None:
         problem = describe("sm_90", a_format, num_tokens, same)
         for kernel, _grid, arguments in record(problem, config, same):
             arguments = {key: value for key, value in arguments.items()
-                         if key not in ("num_warps", "num_stages")}
+                         if key in kernel.arg_names}
             signature, constexprs, divisible = specialize(kernel, arguments)
             key = repr((sorted(signature.items()), sorted(constexprs.items(), key=str),
                         sorted(divisible)))

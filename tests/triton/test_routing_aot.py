@@ -5,6 +5,7 @@ The launches are recorded, not run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 from mxpert.backends.triton import routing
+from mxpert.backends.triton.combine import combine_rows
+from mxpert.ops import route
 from mxpert.ops.route import describe_route_topk, describe_routing_plan
 from mxpert.problem import Scoring
 from mxpert.testing.aot import SHARED_MEMORY_LIMIT, TARGETS, compile_for, specialize
-from mxpert.testing.launches import RecordedLaunch, recorded_launches
+from mxpert.testing.launches import H200, RecordedLaunch, recorded_launches
 
 # (E, k) of the reference models: gpt-oss-120b and -20b, DeepSeek-V3 without and with its shared
 # expert, Kimi-K2 likewise, DeepSeek-V4-pro and -flash, Qwen3-235B, Qwen3-Next.
@@ -73,6 +76,23 @@ def test_plan_kernels_compile(launches, tokens, target):
         ["_routing_plan_count_kernel", "_routing_plan_scatter_kernel"])
     for launch in launches:
         gate(launch, target)
+
+
+def test_dependent_launch_waits_first(launches, monkeypatch):
+    """On Hopper and later: the wait comes before any access to global memory."""
+    monkeypatch.setattr(route, "detect_target", lambda device: H200)
+    launch_topk(64, 256, 8)
+    launch_plan(128, 384, 8, 64, expert_parallel=True)
+    launch_plan(16384, 384, 8, 64, expert_parallel=True)
+    combine_rows(torch.zeros(64, 2880), torch.zeros(16, 4, dtype=torch.int32), H200)
+    assert len(launches) == 5
+    for launch in launches:
+        assert launch.arguments["launch_pdl"] is True
+        ptx = compile_for(launch.kernel, arguments_of(launch), target="sm_90",
+                          num_warps=launch.arguments["num_warps"], launch_pdl=True).asm["ptx"]
+        access = re.search(r"\b(ld|st)\.global", ptx)
+        assert ptx.count("griddepcontrol.wait") == 1
+        assert ptx.index("griddepcontrol.wait") < access.start(), launch.kernel.__name__
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
 
+from ..dependent import follow_previous
 from .epilogue import (
     finish, output_layout, output_terms, real_rows, store_outputs, token_terms,
 )
@@ -158,6 +159,7 @@ def _moe_gemm_decode_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
+    follow_previous()
     num_tiles = gl.load(num_valid) // TOKENS * tiles_per_block
     ring = (codes, shifts, x, ready, free)
     operands = (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ...problem import MoEOptions
 from ...routing import RoutingPlan
+from ..dependent import FOLLOWS, follow_previous
 from ..launch import CACHED_LAUNCHES, Launch
 from ..triton.epilogue import gated_activation
 
@@ -38,6 +39,7 @@ def _moe_gate_up_finish_kernel(
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Row of interleaved gate and up parts → activated features (bf16)."""
+    follow_previous()
     row = tl.program_id(0)
     if row >= tl.load(num_valid_ptr):
         return
@@ -68,6 +70,7 @@ def _moe_combine_parts_kernel(
     num_columns, routing_block_m, splits, num_rows, BLOCK: tl.constexpr,
 ):
     """``out[t] = Σ_slot round(weight * (Σ_parts + bias))``, rows rounded as REDUCE rounds them."""
+    follow_previous()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < num_columns
@@ -107,7 +110,7 @@ def _finish_launch(splits: int, num_rows: int, num_features: int, num_tokens: in
         _moe_gate_up_finish_kernel, (num_rows, triton.cdiv(num_features, _BLOCK)),
         p0=float(first), p1=float(second), num_tokens=num_tokens, num_features=num_features,
         routing_block_m=routing_block_m, splits=splits, num_rows=num_rows,
-        ACTIVATION=options.activation.name, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+        ACTIVATION=options.activation.name, BLOCK=_BLOCK, num_warps=_NUM_WARPS, **FOLLOWS)
 
 
 def combine_parts(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan,
@@ -129,4 +132,4 @@ def _combine_launch(splits: int, num_rows: int, num_columns: int, num_tokens: in
                     routing_block_m: int) -> Launch:
     return Launch(_moe_combine_parts_kernel, (num_tokens, triton.cdiv(num_columns, _BLOCK)),
                   top_k=top_k, num_columns=num_columns, routing_block_m=routing_block_m,
-                  splits=splits, num_rows=num_rows, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+                  splits=splits, num_rows=num_rows, BLOCK=_BLOCK, num_warps=_NUM_WARPS, **FOLLOWS)

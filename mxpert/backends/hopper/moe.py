@@ -14,6 +14,7 @@ from ...formats.tensor import Layout, MXTensor
 from ...problem import Combine, GemmConfig, MoEProblem, Op
 from ...routing import RoutingPlan
 from ...weights import MoEWeights
+from ..dependent import FOLLOWS
 from ..launch import CACHED_LAUNCHES, Launch, Tile
 from ..triton.combine import combine_rows
 from ..triton.moe import TwoStageLayer, quantize_rows
@@ -135,7 +136,7 @@ class _Down(_Stage):
         multiply(out, rows, weights.down_proj, weights.down_bias, plan, problem,
                  _unsplit(config), kind=_ROWS_KIND, parameters=_NO_PARAMETERS,
                  weighted=not options.apply_router_weight_on_input)
-        return out if flat else combine_rows(out, plan.slot_rows)
+        return out if flat else combine_rows(out, plan.slot_rows, problem.target)
 
 
 def _parts(num_rows: int, width: int, config: GemmConfig, device: torch.device) -> torch.Tensor:
@@ -202,7 +203,7 @@ def _gemm_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Launch
         tiles_per_block=-(-gemm.row_units // 2) * config.split_k, row_units=gemm.row_units,
         depth_units=gemm.depth_units, blocks_per_unit=gemm.routing_block_m // config.block_m,
         STAGES=config.num_stages, SPLIT=gemm.split, KIND=gemm.kind, HAS_BIAS=gemm.has_bias,
-        WEIGHTED=gemm.weighted, num_warps=config.num_warps)
+        WEIGHTED=gemm.weighted, num_warps=config.num_warps, **FOLLOWS)
     if heuristics.is_prefill(config):
         return Launch(_moe_gemm_prefill_kernel, (problem.target.num_sms,), tiles, **constants)
     return Launch(

@@ -21,6 +21,7 @@ from ...formats.layouts import UNIT_CODES
 from ...formats.tensor import MXTensor
 from ...problem import MoEOptions, activation_mx_format
 from ...routing import RoutingPlan
+from ..dependent import FOLLOWS
 from ..launch import CACHED_LAUNCHES, Launch
 from ..triton.quantize_kernels import scale_rule_constants
 from .rows_kernels import _moe_rebase_rows_kernel, _moe_split_rows_kernel
@@ -104,7 +105,7 @@ class _Sizes(NamedTuple):
             kernel, (programs,), num_tokens=self.num_tokens, top_k=self.top_k, slots=slots,
             depth=self.depth, padded_depth=self.padded_depth, SCATTER=self.scatter,
             SINGLE=depth_units <= chunks, CHUNKS=chunks,
-            num_warps=min(8, chunks // _CHUNKS_PER_WARP), **constants)
+            num_warps=min(8, chunks // _CHUNKS_PER_WARP), **FOLLOWS, **constants)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)

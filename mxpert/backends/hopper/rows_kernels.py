@@ -9,6 +9,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..dependent import follow_previous
+
 _TOKEN_MASK = gl.constexpr((1 << 24) - 1)
 
 
@@ -165,6 +167,7 @@ def _moe_split_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_val
     SCATTER: a program encodes one token for `slots` of its top_k slots, else one sorted row. NaN
     and infinity give a NaN scale.
     """
+    follow_previous()
     program = gl.program_id(0)
     if SCATTER:
         x += (program * slots // top_k).to(gl.int64) * x_stride
@@ -251,6 +254,7 @@ def _moe_rebase_rows_kernel(codes, scale, x, x_scale, slot_rows, sorted_token_id
 
     SCATTER as in `_moe_split_rows_kernel`.
     """
+    follow_previous()
     program = gl.program_id(0)
     if SCATTER:
         token = (program * slots // top_k).to(gl.int64)

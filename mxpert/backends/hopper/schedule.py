@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ...routing import RoutingPlan
+from ..dependent import FOLLOWS, follow_previous
 from ..launch import CACHED_LAUNCHES, Launch
 
 _CHUNK = tl.constexpr(1024)
@@ -35,6 +36,7 @@ def _moe_tile_schedule_kernel(first_block_ptr, blocks_ptr, count_ptr, block_expe
                               num_valid_ptr, blocks_per_unit, BLOCK_M: tl.constexpr,
                               WIDTH: tl.constexpr):
     """One program walks the plan's blocks of BLOCK_M rows; each WIDTH-th of a run starts a tile."""
+    follow_previous()
     num_blocks = tl.load(num_valid_ptr) // BLOCK_M
     count = 0
     run_start = 0
@@ -76,4 +78,4 @@ def tile_schedule(plan: RoutingPlan, block_m: int, width: int) -> TileSchedule:
 @functools.lru_cache(CACHED_LAUNCHES)
 def _launch(blocks_per_unit: int, block_m: int, width: int) -> Launch:
     return Launch(_moe_tile_schedule_kernel, (1,), blocks_per_unit=blocks_per_unit,
-                  BLOCK_M=block_m, WIDTH=width, num_warps=_NUM_WARPS)
+                  BLOCK_M=block_m, WIDTH=width, num_warps=_NUM_WARPS, **FOLLOWS)

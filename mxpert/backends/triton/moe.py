@@ -262,7 +262,7 @@ class _Down(_Stage):
             return out
         if plan.num_tokens == 0:
             return out.new_empty((0, problem.hidden_size))
-        return combine_rows(out, plan.slot_rows)
+        return combine_rows(out, plan.slot_rows, problem.target)
 
     def _multiply(
         self, out: torch.Tensor, problem: MoEProblem, config: GemmConfig,

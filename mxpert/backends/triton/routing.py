@@ -11,6 +11,7 @@ import triton
 
 from ...problem import Op, RoutingProblem, Scoring, Target, TopKProblem
 from ...routing import RoutingPlan, plan_capacity
+from ..dependent import follow_options
 from ..launch import CACHED_LAUNCHES, Launch
 from .routing_kernels import (
     _route_topk_kernel, _routing_plan_count_kernel, _routing_plan_expert_kernel,
@@ -95,7 +96,8 @@ def _topk_launch(problem: TopKProblem, config: TopKConfig, row_stride: int,
         SIGMOID=options.scoring is Scoring.SIGMOID, NORMALIZE=options.normalize,
         GROUPED=grouped, BY_PROBABILITY=grouped or biased, ROWS=config.rows,
         EXPERTS=_padded(problem.num_experts, _EXPERT_TILES),
-        SLOTS=_padded(problem.top_k, _SLOT_TILES), num_warps=config.num_warps)
+        SLOTS=_padded(problem.top_k, _SLOT_TILES), num_warps=config.num_warps,
+        **follow_options(problem.target))
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def _sizes(problem: RoutingProblem, config: PlanConfig) -> dict[str, int]:
     return {"num_tokens": problem.num_tokens, "top_k": problem.top_k,
             "num_experts": problem.num_experts, "num_local_experts": problem.num_local_experts,
             "NUM_BINS": _padded(problem.num_local_experts, _EXPERT_TILES), "TILE": config.tile,
-            "num_warps": config.num_warps}
+            "num_warps": config.num_warps, **follow_options(problem.target)}
 
 
 def _output_sizes(problem: RoutingProblem) -> dict[str, int]:

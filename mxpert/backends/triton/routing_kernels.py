@@ -23,6 +23,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..dependent import maybe_follow_previous
+
 _TOKEN_BITS: tl.constexpr = tl.constexpr(24)
 _FILL: tl.constexpr = tl.constexpr(512)
 _PAD_EXPERTS: tl.constexpr = tl.constexpr(16)
@@ -92,9 +94,10 @@ def _routing_plan_expert_kernel(
     sorted_token_ids, sorted_weights, block_expert_ids, num_valid, slot_rows,
     topk_ids, topk_weights, expert_map, num_local_tokens,
     num_tokens, top_k, num_experts, num_local_experts, routing_block_m, capacity,
-    NUM_BINS: tl.constexpr, TILE: tl.constexpr,
+    NUM_BINS: tl.constexpr, TILE: tl.constexpr, FOLLOW: tl.constexpr,
 ):
     """The whole plan in one launch: program e writes what belongs to local expert e."""
+    maybe_follow_previous(FOLLOW)
     own = tl.program_id(0)
     used_tokens = _used_tokens(num_local_tokens, num_tokens)
     used_rows = used_tokens * top_k
@@ -148,9 +151,10 @@ def _routing_plan_expert_kernel(
 def _routing_plan_count_kernel(
     chunk_counts, topk_ids, expert_map, num_local_tokens,
     num_tokens, top_k, num_experts, num_local_experts, tiles_per_chunk,
-    NUM_BINS: tl.constexpr, TILE: tl.constexpr,
+    NUM_BINS: tl.constexpr, TILE: tl.constexpr, FOLLOW: tl.constexpr,
 ):
     """Rows of each local expert in each chunk: chunk_counts int32 [num_chunks, NUM_BINS]."""
+    maybe_follow_previous(FOLLOW)
     chunk = tl.program_id(0)
     used_rows = _used_tokens(num_local_tokens, num_tokens) * top_k
     counts = tl.zeros([NUM_BINS], tl.int32)
@@ -212,8 +216,10 @@ def _routing_plan_scatter_kernel(
     num_tokens, top_k, num_experts, num_local_experts, routing_block_m, capacity, num_chunks,
     tiles_per_chunk,
     NUM_BINS: tl.constexpr, TILE: tl.constexpr, LOG2_TILE: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):
     """Rows of one chunk to their sorted positions, and a share of padding, tail and blocks."""
+    maybe_follow_previous(FOLLOW)
     used_tokens = _used_tokens(num_local_tokens, num_tokens)
     counts, before = _sum_chunks(chunk_counts, num_chunks, NUM_BINS)
     padded = (counts + routing_block_m - 1) // routing_block_m * routing_block_m
@@ -330,8 +336,10 @@ def _route_topk_kernel(
     num_tokens, top_k, num_experts, num_groups, top_groups, row_stride, routed_scaling_factor,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, GROUPED: tl.constexpr,
     BY_PROBABILITY: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):
     """Each program: ROWS tokens, one warp, so that no reduction leaves the warp."""
+    maybe_follow_previous(FOLLOW)
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     real = (expert < num_experts)[None, :]
