@@ -43,6 +43,8 @@ def require_tensor(
     contiguous: bool = False,
 ) -> None:
     """Check type, dense layout, dtype, shape (None is any size), device, contiguity of a tensor."""
+    if not torch.compiler.is_compiling() and _fits(value, dtype, shape, device, contiguous):
+        return
     if not isinstance(value, torch.Tensor):
         raise TypeError(message(op, argument, "a torch.Tensor", type(value).__name__))
     # Traced tensors are dense, and tracing a backward refuses to read `layout`.
@@ -70,6 +72,27 @@ def require_tensor(
     if contiguous:
         require(value.is_contiguous(), op, f"{argument}", need="a contiguous tensor",
                 got=f"strides {value.stride()}", remedy="call .contiguous()")
+
+
+def _fits(value: object, dtype: torch.dtype | Sequence[torch.dtype] | None,
+          shape: Sequence[int | None] | None, device: torch.device | None,
+          contiguous: bool) -> bool:
+    """The answer of `require_tensor` for a plain tensor in order: ops ask on every call."""
+    if (type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_nested
+            or (device is not None and value.device != device)
+            or (contiguous and not value.is_contiguous())):
+        return False
+    if dtype is not None and value.dtype is not dtype and (
+            isinstance(dtype, torch.dtype) or value.dtype not in dtype):
+        return False
+    if shape is None or value.shape == shape:
+        return True
+    if len(value.shape) != len(shape):
+        return False
+    for have, want in zip(value.shape, shape, strict=True):
+        if want is not None and have != want:
+            return False
+    return True
 
 
 def require_device(device: object, op: str, argument: str = "device") -> torch.device:

@@ -99,16 +99,14 @@ def check_plan_shapes(plan: RoutingPlan, op: str) -> None:
     if unit < 1 or rows % unit != 0:
         raise ValueError(message(op, "plan.routing_block_m", f"a divisor of the {rows} sorted rows",
                                  unit))
-    wanted = {
-        "sorted_token_ids": (torch.int32, (rows,)),
-        "sorted_weights": (torch.float32, (rows,)),
-        "block_expert_ids": (torch.int32, (rows // unit,)),
-        "num_valid": (torch.int32, (2,)),
-        "slot_rows": (torch.int32, (plan.num_tokens, plan.top_k)),
-    }
-    for name, (dtype, shape) in wanted.items():
-        require_tensor(getattr(plan, name), op, f"plan.{name}", dtype=dtype, shape=shape,
-                       device=plan.device, contiguous=True)
+    device = plan.device
+    for name, tensor, dtype, shape in (
+            ("plan.sorted_token_ids", plan.sorted_token_ids, torch.int32, (rows,)),
+            ("plan.sorted_weights", plan.sorted_weights, torch.float32, (rows,)),
+            ("plan.block_expert_ids", plan.block_expert_ids, torch.int32, (rows // unit,)),
+            ("plan.num_valid", plan.num_valid, torch.int32, (2,)),
+            ("plan.slot_rows", plan.slot_rows, torch.int32, (plan.num_tokens, plan.top_k))):
+        require_tensor(tensor, op, name, dtype=dtype, shape=shape, device=device, contiguous=True)
 
 
 def padded_capacity(num_rows: int, num_groups: int) -> int:

@@ -9,9 +9,13 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxpert
 from mxpert import GateUpOrder, MoEWeights, SwiGLU
+from mxpert.ops import library
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, BLOCK = 4, 2, 64, 32, 16
 FORMATS = ("bf16", "mxfp8", "mxfp4", "fp8_token")
@@ -120,3 +124,74 @@ def test_outputs_carry_no_gradient(name: str, compiled: bool) -> None:
         call = torch.compile(call, fullgraph=True, backend="aot_eager")
     x, logits = (tensor.requires_grad_() for tensor in inputs(5))
     assert not call(x, logits).requires_grad
+
+
+def _eager_layer() -> None:
+    x, logits = inputs(5)
+    for layer in (Layer("bf16", staged=False), Layer("mxfp8", staged=True)):
+        layer(x, logits)
+
+
+EVERY_OP = {f"mxpert::{name}" for name in (
+    "route_topk", "make_routing_plan", "quantize", "moe_gate_up", "moe_down", "fused_moe")}
+
+
+def test_a_dispatch_mode_sees_the_ops() -> None:
+    seen: set[str] = set()
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Note():
+        _eager_layer()
+    assert seen >= EVERY_OP
+
+
+def test_a_function_mode_sees_the_ops() -> None:
+    seen: set[str] = set()
+
+    class Note(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.add(str(func).replace(".", "::"))
+            return func(*args, **(kwargs or {}))
+
+    with Note():
+        _eager_layer()
+    assert seen >= EVERY_OP
+
+
+def test_the_profiler_sees_the_ops() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        _eager_layer()
+    assert {event.key for event in profile.key_averages()} >= EVERY_OP
+
+
+def test_a_traced_graph_holds_the_ops() -> None:
+    layer = Layer("bf16", staged=False)
+    graph = make_fx(layer)(*inputs(5)).graph
+    targets = {str(node.target) for node in graph.nodes}
+    assert {"mxpert.route_topk.default", "mxpert.fused_moe.default"} <= targets
+
+
+def test_a_tensor_subclass_sees_the_ops() -> None:
+    seen: set[str] = set()
+
+    class Noting(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.add(str(func).replace(".", "::"))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    mxpert.route_topk(inputs(5)[1].as_subclass(Noting), TOP_K)
+    assert "mxpert::route_topk" in seen
+
+
+def test_nothing_else_goes_through_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rebuilding arguments from a schema costs as much as a launch: eager calls do without."""
+    for name in ("flatten_weights", "rebuild_weights", "flatten_plan", "rebuild_plan"):
+        monkeypatch.setattr(library, name, None)
+    with torch.inference_mode():
+        _eager_layer()
+    _eager_layer()

@@ -7,6 +7,7 @@ without a second validation (the public op has done it).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,16 +24,57 @@ _T = TypeVar("_T")
 
 
 def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define ``mxpert::<schema>`` for every device and return the callable op.
+    """Define ``mxpert::<schema>`` for every device and return a function that calls it.
 
     Kernels have no derivative, so no backend may grow one by accident: outputs carry no gradient.
+    Eager calls that nothing observes skip the dispatcher, which costs as much as a launch.
     """
     name = schema.split("(")[0]
+    run = without_grad(implementation)
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, torch.no_grad()(implementation), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"mxpert::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.mxpert, name)
+    leaf = getattr(torch.ops.mxpert, name)
+
+    def call(first: torch.Tensor, *arguments: Any) -> Any:
+        return (run if is_unobserved(first) else leaf)(first, *arguments)
+
+    return call
+
+
+def without_grad(function: Callable[..., _T]) -> Callable[..., _T]:
+    """`function` under no_grad, which is entered only where gradients are recorded."""
+    guarded = torch.no_grad()(function)
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> _T:
+        return (guarded if torch.is_grad_enabled() else function)(*arguments)
+
+    return run
+
+
+def _observers() -> tuple[Callable[[], object], ...] | None:
+    """What tells that somebody wants to see ops: modes (fake tensors, export, counters), functorch,
+    tracing, the profiler. None where this torch has no such functions."""
+    try:
+        return (torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack,
+                torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state,
+                torch._C._autograd._profiler_enabled)
+    except AttributeError:
+        return None
+
+
+_OBSERVERS = _observers()
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_unobserved(tensor: torch.Tensor) -> bool:
+    """Whether a call on `tensor` is eager and need not be a registered op for anybody."""
+    if torch.compiler.is_compiling() or _OBSERVERS is None or type(tensor) not in _PLAIN:
+        return False
+    dispatch_modes, function_modes, transforms, tracing, profiler = _OBSERVERS
+    return not (dispatch_modes() or function_modes() or transforms() or tracing() or profiler())
 
 
 def rebuild(cls: type[_T], **fields: Any) -> _T:

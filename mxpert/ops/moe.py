@@ -6,6 +6,7 @@ resolves a kernel and launches it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,11 +18,14 @@ from ..problem import Activation, Combine, MoEOptions, MoEProblem, Op, SiLU, act
 from ..routing import RoutingPlan
 from ..weights import MoEWeights
 from . import library
-from .moe_checks import check_down, check_fused_moe, check_gate_up
+from .moe_checks import check_down, check_fused_moe, check_gate_up, moe_options
 from .library import NUM_OPTION_ARGUMENTS, NUM_PLAN_ARGUMENTS, NUM_WEIGHT_ARGUMENTS
 
 _NO_ACTIVATION = SiLU
-"""Stage 2 has none; a default in MoEOptions is something that torch.compile cannot build."""
+"""Stage 2 has none."""
+
+_kept_problem = functools.lru_cache(8192)(MoEProblem)
+"""One object for one problem: the caches below find it by identity."""
 
 
 def fused_moe(
@@ -71,9 +75,12 @@ def fused_moe(
         >>> mxpert.fused_moe(x, weights, topk_ids, topk_weights, activation=mxpert.SiLU()).shape
         torch.Size([3, 32])
     """
-    options = MoEOptions(activation, activation_format, scale_rule, apply_router_weight_on_input,
-                         combine, out_dtype)
+    options = moe_options("fused_moe", activation, activation_format, scale_rule,
+                          apply_router_weight_on_input, combine, out_dtype)
     check_fused_moe(x, weights, topk_ids, topk_weights, options, expert_map, num_local_tokens)
+    if library.is_unobserved(topk_weights):
+        return _compute_fused_moe(x, topk_ids, topk_weights, expert_map, num_local_tokens, weights,
+                                  options)
     return _fused_moe_op(*_flatten_rows(x), topk_ids, topk_weights, expert_map, num_local_tokens,
                          *library.flatten_weights(weights), *library.flatten_options(options))
 
@@ -115,8 +122,11 @@ def moe_gate_up(
         >>> mxpert.moe_down(h, weights, plan).shape
         torch.Size([3, 32])
     """
-    options = MoEOptions(activation, activation_format, scale_rule, apply_router_weight_on_input)
+    options = moe_options("moe_gate_up", activation, activation_format, scale_rule,
+                          apply_router_weight_on_input)
     check_gate_up(x, weights, plan, options)
+    if library.is_unobserved(plan.sorted_weights):
+        return _compute_gate_up(x, weights, plan, options)
     h, h_scale = _gate_up_op(*_flatten_rows(x), *library.flatten_weights(weights),
                              *library.flatten_plan(plan), *library.flatten_options(options))
     format = activation_mx_format(activation_format, "moe_gate_up")
@@ -160,10 +170,11 @@ def moe_down(
         >>> mxpert.moe_down(h, weights, plan, combine=mxpert.Combine.FLAT).shape
         torch.Size([32, 32])
     """
-    options = MoEOptions(_NO_ACTIVATION(), _rows_format(h, activation_format), combine=combine,
-                         apply_router_weight_on_input=apply_router_weight_on_input,
-                         out_dtype=out_dtype)
+    options = moe_options("moe_down", _NO_ACTIVATION(), _rows_format(h, activation_format),
+                          ScaleRule.RCEIL, apply_router_weight_on_input, combine, out_dtype)
     check_down(h, weights, plan, options)
+    if library.is_unobserved(plan.sorted_weights):
+        return _compute_down(h, weights, plan, options)
     return _down_op(*_flatten_rows(h), *library.flatten_weights(weights),
                     *library.flatten_plan(plan), *library.flatten_options(options))
 
@@ -174,7 +185,7 @@ def describe_fused_moe(
     num_local_tokens: torch.Tensor | None = None, **options: Any,
 ) -> MoEProblem:
     """The problem that `fused_moe` resolves for the same arguments."""
-    chosen = MoEOptions(**options)
+    chosen = moe_options("fused_moe", **options)
     check_fused_moe(x, weights, topk_ids, topk_weights, chosen, expert_map, num_local_tokens)
     num_tokens, top_k = topk_ids.shape
     return _problem(Op.FUSED_MOE, weights, num_tokens, top_k, chosen)
@@ -183,7 +194,7 @@ def describe_fused_moe(
 def describe_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
                      **options: Any) -> MoEProblem:
     """The problem that `moe_gate_up` resolves for the same arguments."""
-    chosen = MoEOptions(**options)
+    chosen = moe_options("moe_gate_up", **options)
     check_gate_up(x, weights, plan, chosen)
     return _problem(Op.MOE_GATE_UP, weights, plan.num_tokens, plan.top_k, chosen,
                     plan.routing_block_m)
@@ -192,7 +203,8 @@ def describe_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: Rout
 def describe_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
                   *, activation_format: str | None = None, **options: Any) -> MoEProblem:
     """The problem that `moe_down` resolves for the same arguments."""
-    chosen = MoEOptions(_NO_ACTIVATION(), _rows_format(h, activation_format), **options)
+    chosen = moe_options("moe_down", _NO_ACTIVATION(), _rows_format(h, activation_format),
+                         **options)
     check_down(h, weights, plan, chosen)
     return _problem(Op.MOE_DOWN, weights, plan.num_tokens, plan.top_k, chosen,
                     plan.routing_block_m)
@@ -200,9 +212,9 @@ def describe_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: Routing
 
 def _problem(op: Op, weights: MoEWeights, num_tokens: int, top_k: int, options: MoEOptions,
              routing_block_m: int = 0) -> MoEProblem:
-    return MoEProblem(op, detect_target(weights.device), num_tokens, top_k, weights.num_experts,
-                      weights.hidden_size, weights.intermediate_size, options, weights.layout,
-                      routing_block_m)
+    experts, hidden, intermediate = weights.down_proj.shape
+    return _kept_problem(op, detect_target(weights.device), num_tokens, top_k, experts, hidden,
+                         intermediate, options, weights.layout, routing_block_m)
 
 
 def _rows_format(rows: torch.Tensor | MXTensor, named: str | None) -> str:
@@ -224,17 +236,28 @@ def _rebuild_rows(data: torch.Tensor, scale: torch.Tensor | None,
         data, scale, {"mxfp8": "mxfp8_e4m3"}.get(options.activation_format, "mxfp4"))
 
 
+@library.without_grad
+def _compute_fused_moe(
+    x: torch.Tensor | MXTensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None, weights: MoEWeights,
+    options: MoEOptions,
+) -> torch.Tensor:
+    num_tokens, top_k = topk_ids.shape
+    problem = _problem(Op.FUSED_MOE, weights, num_tokens, top_k, options)
+    kernel, config = resolve(problem)
+    y: torch.Tensor = kernel.launch(
+        problem, config, x=x, weights=weights, topk_ids=topk_ids, topk_weights=topk_weights,
+        expert_map=expert_map, num_local_tokens=num_local_tokens)
+    return y
+
+
 def _run_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_ids: torch.Tensor,
                    topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
                    num_local_tokens: torch.Tensor | None, *flat: Any) -> torch.Tensor:
     weights = library.rebuild_weights(flat[:NUM_WEIGHT_ARGUMENTS])
     options = library.rebuild_options(flat[NUM_WEIGHT_ARGUMENTS:])
-    num_tokens, top_k = topk_ids.shape
-    problem = _problem(Op.FUSED_MOE, weights, num_tokens, top_k, options)
-    kernel, config = resolve(problem)
-    return kernel.launch(problem, config, x=_rebuild_rows(x, x_scale, options), weights=weights,
-                         topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map,
-                         num_local_tokens=num_local_tokens)
+    return _compute_fused_moe(_rebuild_rows(x, x_scale, options), topk_ids, topk_weights,
+                              expert_map, num_local_tokens, weights, options)
 
 
 def _fake_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_ids: torch.Tensor,
@@ -251,14 +274,20 @@ def _stage_arguments(flat: tuple[Any, ...]) -> tuple[MoEWeights, RoutingPlan, Mo
             library.rebuild_options(flat[plan_end:plan_end + NUM_OPTION_ARGUMENTS]))
 
 
-def _run_gate_up(x: torch.Tensor, x_scale: torch.Tensor | None,
-                 *flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, plan, options = _stage_arguments(flat)
+@library.without_grad
+def _compute_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
+                     options: MoEOptions) -> torch.Tensor | MXTensor:
     problem = _problem(Op.MOE_GATE_UP, weights, plan.num_tokens, plan.top_k, options,
                        plan.routing_block_m)
     kernel, config = resolve(problem)
-    h = kernel.launch(problem, config, x=_rebuild_rows(x, x_scale, options), weights=weights,
-                      plan=plan)
+    h: torch.Tensor | MXTensor = kernel.launch(problem, config, x=x, weights=weights, plan=plan)
+    return h
+
+
+def _run_gate_up(x: torch.Tensor, x_scale: torch.Tensor | None,
+                 *flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, plan, options = _stage_arguments(flat)
+    h = _compute_gate_up(_rebuild_rows(x, x_scale, options), weights, plan, options)
     return (h.qdata, h.scale) if isinstance(h, MXTensor) else (h, h.new_empty(0))
 
 
@@ -274,13 +303,19 @@ def _fake_gate_up(x: torch.Tensor, x_scale: torch.Tensor | None,
             x.new_empty((rows, features // format.block_size), dtype=torch.uint8))
 
 
-def _run_down(h: torch.Tensor, h_scale: torch.Tensor | None, *flat: Any) -> torch.Tensor:
-    weights, plan, options = _stage_arguments(flat)
+@library.without_grad
+def _compute_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
+                  options: MoEOptions) -> torch.Tensor:
     problem = _problem(Op.MOE_DOWN, weights, plan.num_tokens, plan.top_k, options,
                        plan.routing_block_m)
     kernel, config = resolve(problem)
-    return kernel.launch(problem, config, h=_rebuild_rows(h, h_scale, options), weights=weights,
-                         plan=plan)
+    y: torch.Tensor = kernel.launch(problem, config, h=h, weights=weights, plan=plan)
+    return y
+
+
+def _run_down(h: torch.Tensor, h_scale: torch.Tensor | None, *flat: Any) -> torch.Tensor:
+    weights, plan, options = _stage_arguments(flat)
+    return _compute_down(_rebuild_rows(h, h_scale, options), weights, plan, options)
 
 
 def _fake_down(h: torch.Tensor, h_scale: torch.Tensor | None, *flat: Any) -> torch.Tensor:

@@ -5,12 +5,15 @@ Messages that hold a size are composed on failure alone: under torch.compile siz
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 from ..errors import message, require, require_tensor
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
-from ..problem import ACTIVATIONS, Combine, MoEOptions, activation_mx_format
+from ..problem import ACTIVATIONS, Activation, Combine, MoEOptions, activation_mx_format
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, check_plan_shapes
 from ..weights import MoEWeights
 
@@ -26,9 +29,6 @@ def check_fused_moe(
     """Checks of `fused_moe`."""
     op = "fused_moe"
     _check_weights(weights, op)
-    _check_options(options, op)
-    require(options.combine is not Combine.FLAT, op, "combine", need="REDUCE or ATOMIC", got="FLAT",
-            remedy="call make_routing_plan, moe_gate_up and moe_down: FLAT rows need the plan")
     _check_rows(x, "x", weights, weights.hidden_size, options, op)
     tokens = x.shape[0]
     check_topk(topk_ids, topk_weights, tokens, weights.device, op)
@@ -50,7 +50,6 @@ def check_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: Routing
     """Checks of `moe_gate_up`."""
     op = "moe_gate_up"
     _check_weights(weights, op)
-    _check_options(options, op)
     _check_plan(plan, weights, op)
     _check_rows(x, "x", weights, weights.hidden_size, options, op)
     if x.shape[0] != plan.num_tokens:
@@ -63,7 +62,6 @@ def check_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPla
     """Checks of `moe_down`."""
     op = "moe_down"
     _check_weights(weights, op)
-    _check_options(options, op)
     _check_plan(plan, weights, op)
     _check_rows(h, "h", weights, weights.intermediate_size, options, op)
     if h.shape[0] != plan.capacity:
@@ -79,23 +77,48 @@ def check_topk(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_tokens: i
     require_tensor(topk_weights, op, "topk_weights", dtype=torch.float32,
                    shape=tuple(topk_ids.shape), device=device)
     top_k = topk_ids.shape[1]
-    require(1 <= top_k <= MAX_TOP_K, op, "topk_ids.shape[1]",
-            need=f"1 to {MAX_TOP_K} experts per token", got=top_k)
-    require(topk_ids.numel() < MAX_ROUTED_ROWS, op, "topk_ids", got=topk_ids.numel(),
-            need=f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
-            remedy="split the batch")
+    if not 1 <= top_k <= MAX_TOP_K:
+        raise ValueError(message(op, "topk_ids.shape[1]", f"1 to {MAX_TOP_K} experts per token",
+                                 top_k))
+    if topk_ids.numel() >= MAX_ROUTED_ROWS:
+        raise ValueError(message(op, "topk_ids", f"fewer than {MAX_ROUTED_ROWS} routed rows "
+                                 "(T·top_k)", topk_ids.numel(), "split the batch"))
 
 
 def _check_weights(weights: MoEWeights, op: str) -> None:
     if not isinstance(weights, MoEWeights):
         raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
-    for name in ("gate_up_proj", "down_proj"):
-        projection = getattr(weights, name)
-        for part in ("qdata", "scale"):
-            stride = getattr(projection, part).stride(-1)
-            require(stride == 1 or getattr(projection, part).shape[-1] <= 1, op,
-                    f"weights.{name}.{part}.stride(-1)", need="1 (dense along K)", got=stride,
-                    remedy="call weights.prepare(device=...)")
+    gate_up, down = weights.gate_up_proj, weights.down_proj
+    for name, part in (("gate_up_proj.qdata", gate_up.qdata), ("gate_up_proj.scale", gate_up.scale),
+                       ("down_proj.qdata", down.qdata), ("down_proj.scale", down.scale)):
+        if part.stride(-1) != 1 and part.shape[-1] > 1:
+            raise ValueError(message(op, f"weights.{name}.stride(-1)", "1 (dense along K)",
+                                     part.stride(-1), "call weights.prepare(device=...)"))
+
+
+def moe_options(
+    op: str, activation: Activation, activation_format: str = "bf16",
+    scale_rule: ScaleRule = ScaleRule.RCEIL, apply_router_weight_on_input: bool = False,
+    combine: Combine = Combine.REDUCE, out_dtype: torch.dtype = torch.bfloat16,
+) -> MoEOptions:
+    """Checked options: one object for one choice, so that later caches find it by identity."""
+    choice = (op, activation, activation_format, scale_rule, apply_router_weight_on_input, combine,
+              out_dtype)
+    if torch.compiler.is_compiling():
+        return _checked_options(*choice)
+    try:
+        return _kept_options(*choice)
+    except TypeError:  # a choice that cannot be hashed is wrong in a way that the check names
+        return _checked_options(*choice)
+
+
+def _checked_options(op: str, *choice: Any) -> MoEOptions:
+    options = MoEOptions(*choice)
+    _check_options(options, op)
+    return options
+
+
+_kept_options = functools.lru_cache(1024, typed=True)(_checked_options)
 
 
 def _check_options(options: MoEOptions, op: str) -> None:
@@ -112,6 +135,9 @@ def _check_options(options: MoEOptions, op: str) -> None:
     activation_mx_format(options.activation_format, op)
     require(options.out_dtype in OUT_DTYPES, op, "out_dtype", need=[str(d) for d in OUT_DTYPES],
             got=options.out_dtype, error=TypeError)
+    require(op != "fused_moe" or options.combine is not Combine.FLAT, op, "combine",
+            need="REDUCE or ATOMIC", got="FLAT",
+            remedy="call make_routing_plan, moe_gate_up and moe_down: FLAT rows need the plan")
 
 
 def _check_rows(rows: torch.Tensor | MXTensor, name: str, weights: MoEWeights, width: int,
@@ -119,28 +145,31 @@ def _check_rows(rows: torch.Tensor | MXTensor, name: str, weights: MoEWeights, w
     """Activations [rows, width]: bfloat16, or an MXTensor in the layer's activation format."""
     expected = activation_mx_format(options.activation_format, op)
     if isinstance(rows, MXTensor):
-        require(expected is not None and rows.format == expected, op, f"{name}.format",
-                need=options.activation_format, got=rows.format.name,
-                remedy=f"pass activation_format={rows.format.name.split('_')[0]!r}")
+        if expected is None or rows.format != expected:
+            raise ValueError(message(
+                op, f"{name}.format", options.activation_format, rows.format.name,
+                f"pass activation_format={rows.format.name.split('_')[0]!r}"))
         require(rows.axis == -1, op, f"{name}.axis", need=-1, got=rows.axis)
         if not (rows.qdata.is_contiguous() and rows.scale.is_contiguous()):
             raise ValueError(message(op, name, "contiguous codes and scales",
                                      f"strides {rows.qdata.stride()}, {rows.scale.stride()}",
                                      "quantise along the last axis"))
-        shape = tuple(rows.shape)
+        shape = rows.shape
     else:
         require_tensor(rows, op, name, dtype=torch.bfloat16)
-        require(op != "moe_down" or expected is None, op, f"{name}", got="a Tensor",
-                need=f"an MXTensor for {options.activation_format}")
+        if op == "moe_down" and expected is not None:
+            raise ValueError(message(op, name, f"an MXTensor for {options.activation_format}",
+                                     "a Tensor"))
         if not (rows.dim() == 2 and (rows.stride(-1) == 1 or rows.numel() == 0)):
             raise ValueError(message(op, name, "two dimensions, the last one dense",
                                      f"shape {list(rows.shape)}, strides {rows.stride()}",
                                      "call .contiguous()"))
-        shape = tuple(rows.shape)
+        shape = rows.shape
     if not (len(shape) == 2 and shape[1] == width):
         raise ValueError(message(op, f"{name}.shape", f"[*, {width}]", list(shape)))
-    require(rows.device == weights.device, op, f"{name}.device", need=weights.device,
-            got=rows.device, remedy=f"weights are on {weights.device}; move one of them")
+    if rows.device != weights.device:
+        raise ValueError(message(op, f"{name}.device", weights.device, rows.device,
+                                 f"weights are on {weights.device}; move one of them"))
 
 
 def _check_plan(plan: RoutingPlan, weights: MoEWeights, op: str) -> None:
