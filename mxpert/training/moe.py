@@ -226,19 +226,3 @@ class CombineRows(torch.autograd.Function):
         rows, row_ids, weights = ctx.saved_tensors
         by_row, by_weight = combine_rows_backward(grad, rows, row_ids, weights)
         return by_row, None, by_weight
-
-
-class GatherRows(torch.autograd.Function):
-    """Rows by a permutation; backward gathers by its inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor,
-                inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        return rows[index]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inverse, = ctx.saved_tensors
-        return grad[inverse], None, None

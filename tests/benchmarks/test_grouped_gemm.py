@@ -20,6 +20,7 @@ import grouped_render
 import grouped_timing
 import pytest
 import torch
+import training_rows
 from grouped_cells import SHAPES, Operands, Shape, sample
 
 import mxpert
@@ -326,3 +327,13 @@ def test_after_the_time_limit_nothing_is_measured(tmp_path: Path,
 def test_bad_options_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert grouped_gemm.main(["--dry-run", *arguments]) == 2
     assert "need" in capsys.readouterr().err
+
+
+def test_row_passes_are_timed_beside_torch(tmp_path: Path,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.json"
+    assert training_rows.main(["--dry-run", "--output", str(path)]) == 0
+    found = json.loads(path.read_text())["rows"]
+    assert len(found) == 2 * 5
+    assert all(each["us"] > 0 < each["torch_us"] for each in found)
+    assert "| dsv3 combine backward |" in capsys.readouterr().out
