@@ -32,6 +32,8 @@ COMMANDS = {
     "doctor": _Lazy("doctor", "doctor", "Say what works on this machine, what does not, and why."),
     "quantize": _Lazy("quantize", "quantize", "Convert a bf16 MoE checkpoint to MXFP4."),
     "inspect": _Lazy("inspect", "inspect", "Show MX statistics of a checkpoint or a tensor."),
+    "eval": _Lazy("eval", "evaluate_checkpoint",
+                  "Compare a checkpoint's loss in bf16, a16w4, a8w4 and a4w4 on a text."),
     "bench": _Lazy("bench", "bench", "Time named models against the ceilings of this machine.",
                    "plot"),
     "tune": _Lazy("tune", "tune", "Search the tiles that are fastest on this GPU."),
@@ -116,6 +118,8 @@ def main(
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4
 
         mxpert inspect ./mixtral-mxfp4
+
+        mxpert eval ./mixtral-bf16 --text wiki.txt
     """
 
 

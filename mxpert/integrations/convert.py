@@ -115,6 +115,9 @@ def restore(model: Any) -> Any:
         _hang_back(found, getattr(found.parent, found.attribute).training)
     if converted:
         unmark_quantized(model)
+    if str(getattr(getattr(model, "config", None), "_experts_implementation", "")).startswith(
+            "mxpert"):
+        model.set_experts_implementation(None)  # Transformers' default
     return model
 
 

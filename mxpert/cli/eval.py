@@ -1,0 +1,181 @@
+"""`mxpert eval`: what MXFP4 and narrow activations cost a checkpoint, on a text of yours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from ..errors import message, require, require_device
+from ..integrations.convert import restore
+from ..integrations.evaluation import DEFAULT_FORMATS, FORMATS, EvalReport, evaluate
+from ..integrations.safetensors_files import CONFIG_FILE
+from ..integrations.transformers import NAME
+from .quantize import check_summary_target, write_summary
+from .report import environment, figure, has_matplotlib, make_console, parse_choices, print_table
+
+NUM_BYTES = 256
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
+                    "spiece.model", "tekken.json")
+
+
+def evaluate_checkpoint(
+    checkpoint: Annotated[Path, typer.Argument(
+        help="Directory of a causal-LM MoE checkpoint: bf16, gpt-oss's MXFP4, or one that "
+             "mxpert wrote.", show_default=False)],
+    text: Annotated[Path, typer.Option(help="UTF-8 text to read.", show_default=False)],
+    formats: Annotated[str, typer.Option(
+        help=f"Formats beside bf16, some of {','.join(FORMATS)}.")] = ",".join(DEFAULT_FORMATS),
+    context: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
+    max_tokens: Annotated[int, typer.Option(
+        min=2, help="Read at most so many tokens of the text.")] = 32768,
+    batch: Annotated[int, typer.Option(min=1, help="Windows per forward pass.")] = 8,
+    device: Annotated[str, typer.Option(
+        help="Where to run; 'auto' is the GPU where there is one.")] = "auto",
+    as_bytes: Annotated[bool, typer.Option(
+        "--bytes", help="Bytes are the token ids. Default for a checkpoint without a tokenizer.",
+    )] = False,
+    json: Annotated[str | None, typer.Option(
+        metavar="FILE", help="Write everything as JSON to FILE, or to standard output for '-'.",
+    )] = None,
+    plot: Annotated[Path | None, typer.Option(
+        metavar="FILE", help="Draw losses and SQNR per layer into a PNG.")] = None,
+) -> None:
+    """Compare loss and perplexity of a checkpoint in bf16, a16w4, a8w4 and a4w4 on one text.
+
+    'Δ loss' is against bf16 on the same windows, with its standard error; below twice that error a
+    format is as good as bf16 on this text. 'SQNR' is the worst layer's signal to quantisation
+    noise. Of an MXFP4 checkpoint, 'bf16' is the model with dequantised weights. Exit code 2 on bad
+    input.
+
+    Examples:
+
+        mxpert eval ./mixtral-bf16 --text wiki.txt
+
+        mxpert eval ./gpt-oss-20b --text wiki.txt --formats a8w4,a4w4 --json eval.json --plot e.png
+    """
+    names = parse_choices(formats, list(FORMATS), "eval", "--formats")
+    check_summary_target(json, "eval")
+    require(checkpoint.is_dir(), "eval", str(checkpoint), need="a checkpoint directory",
+            got="none" if not checkpoint.exists() else "a file")
+    require(text.is_file(), "eval", str(text), need="a text file", got="none")
+    if plot is not None:
+        require(has_matplotlib(), "eval", "--plot", need="matplotlib", got="no such package",
+                remedy="pip install 'mxpert[plot]'")
+        require(plot.parent.is_dir(), "eval", "--plot", need="a file in an existing directory",
+                got=str(plot))
+    target = require_device(device if device != "auto" else
+                            "cuda" if torch.cuda.is_available() else "cpu", "eval", "--device")
+    ids = read_tokens(checkpoint, text, as_bytes=as_bytes, limit=max_tokens)
+    require(len(ids) >= context, "eval", str(text), need=f"at least {context} tokens",
+            got=len(ids), remedy="give a longer text or a smaller --context")
+    model = load_dense(checkpoint).to(target)
+    with token_progress() as advance:
+        report = evaluate(model, ids.to(target), formats=names, context=context, batch=batch,
+                          on_progress=advance)
+    if json != "-":
+        print_report(report, checkpoint.name)
+    if json is not None:
+        write_summary(json, {"checkpoint": checkpoint.name, "text": text.name,
+                             "environment": environment(target), **report.as_json()})
+    if plot is not None:
+        draw(plot, report, checkpoint.name)
+
+
+@contextmanager
+def token_progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on standard error, moved by calls of (tokens done, tokens in all, what)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TextColumn("tokens"), TimeRemainingColumn())
+    with Progress(*columns, console=make_console(stderr=True), transient=True) as progress:
+        task = progress.add_task("evaluating", total=None)
+        yield lambda done, total, what: progress.update(
+            task, completed=done, total=total, description=what)
+
+
+def read_tokens(checkpoint: Path, text: Path, *, as_bytes: bool, limit: int) -> torch.Tensor:
+    """Token ids of a text, int64 [S]: by the checkpoint's tokenizer, else bytes."""
+    vocabulary = _vocabulary(checkpoint)
+    try:
+        content = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(message("eval", str(text), "UTF-8 text", error)) from error
+    has_tokenizer = any((checkpoint / name).exists() for name in _TOKENIZER_FILES)
+    if as_bytes or not has_tokenizer:
+        require(vocabulary >= NUM_BYTES, "eval", str(checkpoint), got=f"{vocabulary} tokens",
+                need=f"a tokenizer, or a vocabulary of the {NUM_BYTES} bytes",
+                remedy="put the model's tokenizer files beside its weights")
+        return torch.frombuffer(bytearray(content.encode("utf-8")), dtype=torch.uint8)[
+            :limit].to(torch.int64)
+    # A token has one character at least, bar a few special ones: more text would be cut off anyway.
+    tokens = AutoTokenizer.from_pretrained(checkpoint)(content[:16 * limit])["input_ids"]
+    return torch.tensor(tokens[:limit], dtype=torch.int64)
+
+
+def load_dense(checkpoint: Path) -> Any:
+    """The model in bfloat16 with dense experts, on the CPU; MXFP4 experts dequantised."""
+    config = _config(checkpoint)
+    quantised = getattr(config, "quantization_config", None) is not None
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.bfloat16, experts_implementation=NAME if quantised else None)
+    return restore(model) if quantised else model
+
+
+def _config(checkpoint: Path) -> Any:
+    require((checkpoint / CONFIG_FILE).is_file(), "eval", str(checkpoint),
+            need=f"a checkpoint with {CONFIG_FILE}", got="none")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return AutoConfig.from_pretrained(checkpoint)
+
+
+def _vocabulary(checkpoint: Path) -> int:
+    return int(_config(checkpoint).get_text_config().vocab_size)
+
+
+def print_report(report: EvalReport, title: str) -> None:
+    """The table."""
+    rows = []
+    for result in report.formats:
+        ratios = [layer.sqnr_db.get(result.name) for layer in report.layers]
+        worst = min((ratio for ratio in ratios if ratio is not None), default=None)
+        error = "" if result.delta_error is None else f" ± {result.delta_error:.4f}"
+        rows.append([result.name, f"{result.loss:.4f}", f"{result.perplexity:.3f}",
+                     "–" if result.name == "bf16" else f"{result.delta:+.4f}{error}",
+                     "–" if worst is None else f"{worst:.1f} dB"])
+    print_table(make_console(),
+                f"{title}: {report.tokens} tokens in {report.windows} windows of {report.context}",
+                ["format", "loss", "perplexity", "Δ loss", "worst layer's SQNR"], rows)
+
+
+def draw(path: Path, report: EvalReport, title: str) -> None:
+    """Δ loss with error bars beside the SQNR of each layer, as PNG."""
+    drawing, (left, right) = figure(f"{title}: {report.tokens} tokens", 2)
+    others = report.formats[1:]
+    left.bar([result.name for result in others], [result.delta for result in others],
+             yerr=[2 * (result.delta_error or 0.0) for result in others], capsize=4)
+    left.axhline(0, color="black", linewidth=0.8)
+    left.set(ylabel="loss − bf16's, nats per token (bars: 2 standard errors)",
+             title=f"bf16: {report.formats[0].loss:.4f}")
+    for result in others:
+        values = [layer.sqnr_db[result.name] for layer in report.layers]
+        right.plot(range(len(values)), [float("nan") if v is None else v for v in values],
+                   marker="o", label=result.name)
+    right.set(xlabel="MoE layer", ylabel="SQNR of the experts' output, dB")
+    right.xaxis.get_major_locator().set_params(integer=True)
+    right.grid(alpha=0.3)
+    right.legend()
+    drawing.savefig(path)
