@@ -14,7 +14,7 @@ from ..ops.quantize import dequantize
 from ..problem import Activation
 from ..training.activation import gated_activation
 from ..training.autograd import grouped_linear
-from ..training.moe import sort_by_expert
+from ..training.moe import CombineRows, PermuteRows, sort_by_expert
 from ..training.recipe import MXFP8Recipe
 from ..weights import GateUpOrder, MoEWeights, gate_up_rows
 from .checkpoints import BLOCK_BYTES, expert_weights_from, published_expert_tensors
@@ -187,15 +187,14 @@ class TrainableExperts(torch.nn.Module):
         """hidden_states [..., H], ids and weights [T, top_k] → the shape and dtype of the first."""
         tokens = hidden_states.reshape(-1, self._source.hidden_size)
         order, inverse, offsets = sort_by_expert(topk_ids, self._source.num_experts)
-        rows = tokens[order // topk_ids.shape[-1]]                                  # [R, H]
+        rows = PermuteRows.apply(tokens, order, inverse, topk_ids.shape[-1])        # [R, H]
         gate_up = self._linear("gate_up_proj", rows, offsets)
         if self._source.order is GateUpOrder.INTERLEAVED:
             gate_up = gate_up.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         hidden = gated_activation(gate_up, self._source.activation)                 # [R, F]
-        rows = self._linear("down_proj", hidden, offsets)[inverse]
-        rows = rows.view(*topk_ids.shape, self._source.hidden_size)                 # [T, k, H]
-        combined = (topk_weights[..., None].float() * rows).sum(dim=-2)
-        return combined.to(hidden_states.dtype).view(hidden_states.shape)
+        rows = self._linear("down_proj", hidden, offsets)                           # [R, H]
+        combined = CombineRows.apply(rows, inverse.view(topk_ids.shape), topk_weights.float())
+        return combined.view(hidden_states.shape)
 
     def _linear(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         weight = getattr(self, name)
