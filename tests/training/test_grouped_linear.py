@@ -264,3 +264,20 @@ def test_bad_recipe_raises(options: dict[str, str]) -> None:
 def test_bad_scale_rule_raises() -> None:
     with pytest.raises(TypeError, match="MXFP8Recipe: scale_rule"):
         MXFP8Recipe(scale_rule="rceil")
+
+
+@pytest.mark.parametrize("name", ["e4m3", "high-precision-wgrad", "bf16"])
+def test_compiles_without_a_graph_break(name: str) -> None:
+    """Group sizes change from call to call, the graph stays."""
+    _, x, weight, _ = snr_operands()
+    grad = torch.randn(len(x), weight.shape[1]).bfloat16()
+    compiled = torch.compile(grouped_linear, backend="aot_eager", fullgraph=True)
+
+    def run(function: Callable[..., torch.Tensor],
+            sizes: list[int]) -> tuple[torch.Tensor, ...]:
+        offsets = offsets_of(sizes)
+        return gradients(lambda x, w: function(x, w, offsets, recipe=RECIPES[name]), grad, x,
+                         weight)
+
+    for sizes in (SNR_SIZES, SNR_SIZES[::-1]):
+        assert all(map(is_exact, run(compiled, sizes), run(grouped_linear, sizes)))
