@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -185,14 +185,14 @@ class MoEProblem:
     """
 
     op: Op
-    target: Target
+    target: Target = field(hash=False)  # few of them, and slow to hash
     num_tokens: int
     top_k: int
     num_experts: int
     hidden_size: int
     intermediate_size: int
-    options: MoEOptions
-    weight_layout: Layout
+    options: MoEOptions = field(hash=False)
+    weight_layout: Layout = field(hash=False)
     routing_block_m: int = 0
 
     @property

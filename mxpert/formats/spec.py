@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from ..errors import require
+from ..errors import message
 
 MX_BLOCK_SIZE = 32
 """Elements that share one scale (OCP MX 1.0, table 1)."""
@@ -100,7 +100,6 @@ def get_format(name: str | MXFormat) -> MXFormat:
     if isinstance(name, MXFormat):
         return name
     found = FORMATS.get(_ALIASES.get(name, name)) if isinstance(name, str) else None
-    require(found is not None, "get_format", "name", need=f"one of {sorted(FORMATS)}",
-            got=repr(name))
-    assert found is not None  # for the type checker; `require` has raised otherwise
+    if found is None:
+        raise ValueError(message("get_format", "name", f"one of {sorted(FORMATS)}", repr(name)))
     return found

@@ -45,11 +45,16 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
 
 def without_grad(function: Callable[..., _T]) -> Callable[..., _T]:
     """`function` under no_grad, which is entered only where gradients are recorded."""
-    guarded = torch.no_grad()(function)
 
     @functools.wraps(function)
     def run(*arguments: Any) -> _T:
-        return (guarded if torch.is_grad_enabled() else function)(*arguments)
+        if not torch.is_grad_enabled():
+            return function(*arguments)
+        torch.set_grad_enabled(False)  # takes half the time of no_grad
+        try:
+            return function(*arguments)
+        finally:
+            torch.set_grad_enabled(True)
 
     return run
 

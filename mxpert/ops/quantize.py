@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..dispatch import detect_target, resolve
@@ -12,6 +14,9 @@ from ..problem import Op, QuantizeProblem
 from .library import rebuild_mx, register
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_kept_problem = functools.lru_cache(8192)(QuantizeProblem)
+"""One object for one problem: the caches below find it by identity."""
 
 
 def quantize(x: torch.Tensor, format: str | MXFormat, *, axis: int = -1,
@@ -100,8 +105,8 @@ def check_dequantize(tensor: MXTensor, dtype: torch.dtype) -> None:
 
 def _quantize_problem(op: Op, device: torch.device, shape: torch.Size, axis: int,
                       dtype: torch.dtype, format: str, rule: str = "rceil") -> QuantizeProblem:
-    return QuantizeProblem(op, detect_target(device), tuple(shape), axis, dtype,
-                           get_format(format), ScaleRule(rule))
+    return _kept_problem(op, detect_target(device), tuple(shape), axis, dtype, get_format(format),
+                         ScaleRule(rule))
 
 
 def describe_quantize(x: torch.Tensor, format: str | MXFormat, *, axis: int = -1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..dispatch import detect_target, resolve
@@ -15,6 +17,10 @@ LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOP_K_LIMIT = f"at most {MAX_TOP_K} and the number of experts"
 MAX_SORTED_ROWS = 1 << 30
 """Kernels step past the last row in int32 before they mask; this leaves them room."""
+
+_kept_topk_problem = functools.lru_cache(8192)(TopKProblem)
+_kept_plan_problem = functools.lru_cache(8192)(RoutingProblem)
+"""One object for one problem: the caches below find it by identity."""
 
 
 def route_topk(
@@ -213,14 +219,14 @@ def _require_count(op: str, name: str, value: int, most: int, of: str) -> None:
 
 
 def _topk_problem(logits: torch.Tensor, top_k: int, options: TopKOptions) -> TopKProblem:
-    return TopKProblem(Op.ROUTE_TOPK, detect_target(logits.device), logits.shape[0], top_k,
-                       logits.shape[1], options)
+    return _kept_topk_problem(Op.ROUTE_TOPK, detect_target(logits.device), logits.shape[0],
+                              top_k, logits.shape[1], options)
 
 
 def _plan_problem(topk_ids: torch.Tensor, num_experts: int, num_local_experts: int,
                   routing_block_m: int) -> RoutingProblem:
-    return RoutingProblem(Op.ROUTING_PLAN, detect_target(topk_ids.device), topk_ids.shape[0],
-                          topk_ids.shape[1], num_experts, num_local_experts, routing_block_m)
+    return _kept_plan_problem(Op.ROUTING_PLAN, detect_target(topk_ids.device), topk_ids.shape[0],
+                              topk_ids.shape[1], num_experts, num_local_experts, routing_block_m)
 
 
 def _run_topk(

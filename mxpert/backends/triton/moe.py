@@ -38,7 +38,7 @@ from .moe_kernels import (
 )
 from .quantize import QUANTIZE
 from .quantize_kernels import scale_rule_constants
-from .routing import PLAN
+from .routing import PLAN, PlanConfig
 from .token_rows import CodedRows, quantize_tokens
 
 FINISH_NUM_WARPS = 4
@@ -318,20 +318,26 @@ class TwoStageLayer:
         expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
         """[T, H] in ``options.out_dtype``; nothing is launched for T = 0."""
-        num_tokens, top_k = topk_ids.shape
-        if num_tokens == 0:
+        if problem.num_tokens == 0:
             return torch.empty((0, weights.hidden_size), dtype=problem.options.out_dtype,
                                device=weights.device)
-        num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
-        routing = RoutingProblem(Op.ROUTING_PLAN, problem.target, num_tokens, top_k, num_global,
-                                 weights.num_experts, config.routing_block_m)
-        plan = PLAN.launch(routing, PLAN.heuristic(routing), topk_ids=topk_ids,
-                           topk_weights=topk_weights, expert_map=expert_map,
+        num_global = problem.num_experts if expert_map is None else expert_map.shape[0]
+        plan = PLAN.launch(*_layer_routing(problem, num_global, config.routing_block_m),
+                           topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map,
                            num_local_tokens=num_local_tokens)
         h = self._gate_up.run(problem, config.gate_up, x=x, weights=weights, plan=plan,
                               num_rows=plan.max_blocks * plan.routing_block_m)
         y: torch.Tensor = self._down.launch(problem, config.down, h=h, weights=weights, plan=plan)
         return y
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _layer_routing(problem: MoEProblem, num_global: int,
+                   routing_block_m: int) -> tuple[RoutingProblem, PlanConfig]:
+    """The sort of a layer's tokens, and its geometry."""
+    routing = RoutingProblem(Op.ROUTING_PLAN, problem.target, problem.num_tokens, problem.top_k,
+                             num_global, problem.num_experts, routing_block_m)
+    return routing, PLAN.heuristic(routing)
 
 
 def _gemm_rows(problem: MoEProblem, rows: torch.Tensor | MXTensor) -> Rows:

@@ -74,7 +74,7 @@ class Quantize(_Spec):
                 rows = x.contiguous()
                 launch = _quantize_columns(fmt, problem.scale_rule, x.numel(), inner)
             launch(qdata_ptr=qdata, scale_ptr=scale, x_ptr=rows)
-        return MXTensor(qdata, scale, fmt, axis)
+        return MXTensor.unchecked(qdata, scale, fmt, axis)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
