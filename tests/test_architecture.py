@@ -46,6 +46,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "scale rules are the portable quantiser's",
     ("import_directions", "mxpert/backends/hopper/rows_quantize.py"):
         "scale rules are the portable quantiser's: a fused and a separate quantiser must agree",
+    ("import_directions", "mxpert/backends/hopper/finish_rows.py"):
+        "the activation after split-K is the portable epilogue's",
     ("import_directions", "mxpert/backends/hopper/finish.py"):
         "the activation after split-K is the portable epilogue's",
 }

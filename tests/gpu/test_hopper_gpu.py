@@ -236,6 +236,26 @@ def check_stages(inputs: MoEInputs, row_major: MoEWeights, a_format: str, unit: 
                           f"stage 2 summed, {what}")
 
 
+@pytest.mark.parametrize("num_tokens", [1, 33])
+@cases
+@tiles
+def test_a_layer_equals_its_stages(
+    a_format: str, tile: str, case: str, num_tokens: int, device: torch.device,
+) -> None:
+    """Bit for bit, although between the stages of a layer nothing is quantised separately, and
+    rows of a split depth never lie in memory as bfloat16."""
+    inputs = first_tokens(layer(case, a_format, device).prepared, num_tokens)
+    config, on_input = tiles_of(a_format)[tile], CASES[case][1]
+    plan = make_plan(inputs, config.routing_block_m)
+    with mxpert.override(backend="hopper", config=config):
+        h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, activation=inputs.activation,
+                               activation_format=a_format, apply_router_weight_on_input=on_input)
+        staged = mxpert.moe_down(h, inputs.weights, plan, activation_format=a_format,
+                                 apply_router_weight_on_input=on_input)
+        y = run(inputs, a_format, apply_router_weight_on_input=on_input)
+    assert_exact(y, staged, tile)
+
+
 # --- exact arithmetic ---------------------------------------------------------------------------
 
 

@@ -189,11 +189,34 @@ def test_split_depth(recorder: Recorder, a_format: str, config: GemmConfig) -> N
     assert [launch.arguments["KIND"] for launch in parts] == [0, 0]
     for launch in parts:
         check_gemm(launch.compile(), config)
-    finishing = [launch for launch in launches
-                 if "gemm" not in launch.name and "rows" not in launch.name]
-    assert finishing
+    finishing = [launch for launch in launches if "finish" in launch.name or "parts" in launch.name]
+    assert [launch.name for launch in finishing] == ["_moe_finish_rows_kernel",
+                                                     "_moe_combine_parts_kernel"]
     for launch in finishing:
         assert launch.compile().metrics.spills == 0
+
+
+@activations
+@pytest.mark.parametrize("inner", [512, 2880, 8192, 8320])
+@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+def test_finish_of_stage_one(
+    recorder: Recorder, a_format: str, inner: int, activation: Activation,
+) -> None:
+    """One launch up to the encoded rows of stage 2 where a row fits into registers, wide loads."""
+    on_input = inner == 512
+    problem = describe(MoEShape(2880, inner, 128, 4, activation), 1, a_format,
+                       apply_router_weight_on_input=on_input)
+    config = replace(heuristics.decode_config(8, a_format == "bf16"), split_k=3)
+    launches = recorder.run(problem, config, has_bias=not on_input)
+    (finish,) = (launch for launch in launches if "finish" in launch.name)
+    assert finish.name == ("_moe_finish_rows_kernel" if inner <= 8192
+                           else "_moe_gate_up_finish_kernel")
+    metrics = finish.compile().metrics
+    assert metrics.spills == 0
+    assert metrics.registers <= 2 * MOST_ROW_REGISTERS
+    if inner <= 8192:
+        assert metrics.global_loads[128] > 0
+        assert metrics.global_stores[128] > 0
 
 
 def test_schedule_kernel(recorder: Recorder) -> None:

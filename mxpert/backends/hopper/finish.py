@@ -17,6 +17,8 @@ from ...routing import RoutingPlan
 from ..dependent import FOLLOWS, follow_previous
 from ..launch import CACHED_LAUNCHES, Launch
 from ..triton.epilogue import gated_activation
+from .finish_rows import _moe_finish_rows_kernel
+from .rows import SortedRows, empty_rows, format_constants, padded, step_options
 
 _BLOCK = 256
 _NUM_WARPS = 2
@@ -91,15 +93,17 @@ def _moe_combine_parts_kernel(
     tl.store(out_ptr + token * num_columns + column, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def finish_gate_up(h: torch.Tensor, parts: torch.Tensor, bias: torch.Tensor | None,
-                   plan: RoutingPlan, options: MoEOptions) -> None:
-    """Complete stage 1: `parts` float32 [splits, P, 2F], interleaved → `h` bf16 [P, F]."""
+def finish_gate_up(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan,
+                   options: MoEOptions) -> torch.Tensor:
+    """Complete stage 1: `parts` float32 [splits, P, 2F], interleaved → bf16 [P, F]."""
     splits, num_rows, width = parts.shape
+    h = parts.new_empty((num_rows, width // 2), dtype=torch.bfloat16)
     _finish_launch(splits, num_rows, width // 2, plan.num_tokens, plan.routing_block_m, options)(
         h_ptr=h, parts_ptr=parts, bias_ptr=bias,
         sorted_weights_ptr=plan.sorted_weights if options.apply_router_weight_on_input else None,
         sorted_token_ids_ptr=plan.sorted_token_ids, block_expert_ids_ptr=plan.block_expert_ids,
         num_valid_ptr=plan.num_valid)
+    return h
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -111,6 +115,38 @@ def _finish_launch(splits: int, num_rows: int, num_features: int, num_tokens: in
         p0=float(first), p1=float(second), num_tokens=num_tokens, num_features=num_features,
         routing_block_m=routing_block_m, splits=splits, num_rows=num_rows,
         ACTIVATION=options.activation.name, BLOCK=_BLOCK, num_warps=_NUM_WARPS, **FOLLOWS)
+
+
+def finish_rows(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan,
+                options: MoEOptions) -> SortedRows:
+    """`finish_gate_up`, then `sorted_rows`: `parts` → rows of stage 2 in one launch.
+
+    A row has to fit one step (`fits_one_step`).
+    """
+    splits, num_rows, width = parts.shape
+    rows = empty_rows(plan, num_rows, width // 2, options)
+    _finish_rows_launch(splits, num_rows, width // 2, plan.num_tokens, plan.routing_block_m,
+                        bias is not None, options)(
+        codes=rows.codes, scale=rows.scale, parts=parts, bias=parts if bias is None else bias,
+        sorted_weights=plan.sorted_weights, sorted_token_ids=plan.sorted_token_ids,
+        block_expert_ids=plan.block_expert_ids, num_valid=plan.num_valid)
+    return rows
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _finish_rows_launch(splits: int, num_rows: int, depth: int, num_tokens: int,
+                        routing_block_m: int, has_bias: bool, options: MoEOptions) -> Launch:
+    first, second = options.activation.parameters
+    constants = format_constants(options)
+    if options.activation_format == "bf16":
+        constants["FORMAT"] = "split"
+    return Launch(
+        _moe_finish_rows_kernel, (num_rows,), p0=float(first), p1=float(second),
+        num_tokens=num_tokens, depth=depth, padded_depth=padded(depth), parts_stride=2 * depth,
+        routing_block_m=routing_block_m, splits=splits, num_rows=num_rows,
+        ACTIVATION=options.activation.name, HAS_BIAS=has_bias,
+        WEIGHTED=options.apply_router_weight_on_input, **constants, **step_options(depth),
+        **FOLLOWS)
 
 
 def combine_parts(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan,

@@ -21,9 +21,9 @@ from ..triton.moe import TwoStageLayer, quantize_rows
 from . import heuristics
 from .decode_kernel import _moe_gemm_decode_kernel
 from .epilogue import ACTIVATION_KINDS
-from .finish import combine_parts, finish_gate_up
+from .finish import combine_parts, finish_gate_up, finish_rows
 from .prefill_kernel import _moe_gemm_prefill_kernel
-from .rows import SortedRows, sorted_rows
+from .rows import SortedRows, fits_one_step, sorted_rows
 from .schedule import tile_schedule
 
 _ROWS_KIND = 0
@@ -75,35 +75,42 @@ class _GateUp(_Stage):
         weights: MoEWeights, plan: RoutingPlan,
     ) -> torch.Tensor | MXTensor:
         """The intermediate [P, F] in sorted order; padding rows are left as allocated."""
-        return quantize_rows(problem, self.run(problem, config, x=x, weights=weights, plan=plan,
-                                               num_rows=plan.capacity))
+        h = self._multiply(problem, config, x, weights, plan, plan.capacity)
+        if h.dim() == 3:
+            h = finish_gate_up(h, weights.gate_up_bias, plan, problem.options)
+        return quantize_rows(problem, h)
 
     def run(
         self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
         weights: MoEWeights, plan: RoutingPlan, num_rows: int,
-    ) -> torch.Tensor:
-        """`launch` into `num_rows` bfloat16 rows, which stage 2 quantises as it encodes them."""
-        h = torch.empty((num_rows, weights.intermediate_size), dtype=torch.bfloat16,
-                        device=weights.device)
-        if plan.max_blocks:
-            rows = sorted_rows(x, plan, num_rows, problem.options, scatter=True)
-            self._multiply(h, rows, weights, plan, problem, config)
-        return h
+    ) -> torch.Tensor | SortedRows:
+        """What stage 2 starts from, `num_rows` of them: bfloat16 rows, which it quantises as it
+        encodes them, or where the depth was split its encoded rows."""
+        h = self._multiply(problem, config, x, weights, plan, num_rows)
+        if h.dim() == 2:
+            return h
+        finish = finish_rows if fits_one_step(problem.intermediate_size) else finish_gate_up
+        return finish(h, weights.gate_up_bias, plan, problem.options)
 
     @staticmethod
-    def _multiply(h: torch.Tensor, rows: SortedRows, weights: MoEWeights, plan: RoutingPlan,
-                  problem: MoEProblem, config: GemmConfig) -> None:
-        options = problem.options
+    def _multiply(problem: MoEProblem, config: GemmConfig, x: torch.Tensor | MXTensor,
+                  weights: MoEWeights, plan: RoutingPlan, num_rows: int) -> torch.Tensor:
+        """bfloat16 [P, F], or where the depth is split float32 sums [split_k, P, 2F]."""
+        options, features = problem.options, problem.intermediate_size
+        h = plan.sorted_weights.new_empty((num_rows, features), dtype=torch.bfloat16)
+        if not plan.max_blocks:
+            return h
+        rows = sorted_rows(x, plan, num_rows, options, scatter=True)
         if config.split_k > 1:
-            parts = _parts(h.shape[0], 2 * h.shape[1], config, h.device)
+            parts = _parts(num_rows, 2 * features, config, weights.device)
             multiply(parts, rows, weights.gate_up_proj, None, plan, problem, config,
                      kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
-            finish_gate_up(h, parts, weights.gate_up_bias, plan, options)
-        else:
-            multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, plan, problem, config,
-                     kind=ACTIVATION_KINDS[options.activation.name],
-                     parameters=options.activation.parameters,
-                     weighted=options.apply_router_weight_on_input)
+            return parts
+        multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, plan, problem, config,
+                 kind=ACTIVATION_KINDS[options.activation.name],
+                 parameters=options.activation.parameters,
+                 weighted=options.apply_router_weight_on_input)
+        return h
 
 
 class _Down(_Stage):
@@ -112,7 +119,7 @@ class _Down(_Stage):
     op = Op.MOE_DOWN
 
     def launch(
-        self, problem: MoEProblem, config: GemmConfig, *, h: torch.Tensor | MXTensor,
+        self, problem: MoEProblem, config: GemmConfig, *, h: torch.Tensor | MXTensor | SortedRows,
         weights: MoEWeights, plan: RoutingPlan,
     ) -> torch.Tensor:
         """[T, H], or for FLAT [P, H] whose padding rows are left as allocated.
@@ -125,14 +132,14 @@ class _Down(_Stage):
         if plan.num_tokens == 0:
             return torch.empty((num_rows if flat else 0, weights.hidden_size),
                                device=weights.device, dtype=options.out_dtype)
-        rows = sorted_rows(h, plan, num_rows, options, scatter=False)
+        rows = (h if isinstance(h, SortedRows)
+                else sorted_rows(h, plan, num_rows, options, scatter=False))
         if config.split_k > 1 and not flat:
             parts = _parts(num_rows, weights.hidden_size, config, weights.device)
             multiply(parts, rows, weights.down_proj, None, plan, problem, config,
                      kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
             return combine_parts(parts, weights.down_bias, plan, options)
-        out = torch.empty((num_rows, weights.hidden_size), device=weights.device,
-                          dtype=options.out_dtype)
+        out = rows.scale.new_empty((num_rows, problem.hidden_size), dtype=options.out_dtype)
         multiply(out, rows, weights.down_proj, weights.down_bias, plan, problem,
                  _unsplit(config), kind=_ROWS_KIND, parameters=_NO_PARAMETERS,
                  weighted=not options.apply_router_weight_on_input)

@@ -50,6 +50,32 @@ class SortedRows:
         return self.scale.shape[0]
 
 
+def padded(depth: int) -> int:
+    """Depth of a stored row: whole units."""
+    return -(-depth // UNIT_CODES) * UNIT_CODES
+
+
+def fits_one_step(depth: int) -> bool:
+    """Whether a program holds a whole row in registers."""
+    return padded(depth) <= _MAX_CHUNKS * UNIT_CODES
+
+
+def step_options(depth: int) -> dict[str, int]:
+    """CHUNKS of a step, and warps: a power of two, which holds a row or else the most."""
+    units = padded(depth) // UNIT_CODES
+    chunks = min(_MAX_CHUNKS, max(_CHUNKS_PER_WARP, 1 << (units - 1).bit_length()))
+    return {"CHUNKS": chunks, "num_warps": min(8, chunks // _CHUNKS_PER_WARP)}
+
+
+def empty_rows(plan: RoutingPlan, num_rows: int, depth: int, options: MoEOptions) -> SortedRows:
+    """Rows without values."""
+    split = options.activation_format == "bf16"
+    scale = plan.sorted_weights.new_empty(num_rows)
+    codes = scale.new_empty((num_rows * (2 if split else 1), padded(depth)),
+                            dtype=torch.float8_e4m3fn)
+    return SortedRows(codes, scale, split)
+
+
 def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
                 options: MoEOptions, *, scatter: bool) -> SortedRows:
     """Encode the plan's rows for the FP8 GEMMs.
@@ -63,23 +89,20 @@ def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
     Returns:
         SortedRows; padding rows are left as allocated, their outputs are dropped.
     """
-    split = options.activation_format == "bf16"
+    rows = empty_rows(plan, num_rows, x.shape[1], options)
     sizes = _Sizes(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter)
-    scale = plan.sorted_weights.new_empty(num_rows)
-    codes = scale.new_empty((num_rows * (2 if split else 1), sizes.padded_depth),
-                            dtype=torch.float8_e4m3fn)
-    tensors = dict(codes=codes, scale=scale, sorted_token_ids=plan.sorted_token_ids,
+    tensors = dict(codes=rows.codes, scale=rows.scale, sorted_token_ids=plan.sorted_token_ids,
                    num_valid=plan.num_valid, slot_rows=plan.slot_rows)
     if isinstance(x, MXTensor):
         packed = x.format.codes_per_byte == 2
         data = x.qdata if packed else x.qdata.view(torch.float8_e4m3fn)
         _rebase_launch(sizes, data.stride(0), x.scale.stride(0), packed)(
             x=data, x_scale=x.scale, **tensors)
-    elif split:
+    elif rows.split:
         _split_launch(sizes, x.stride(0))(x=x, **tensors)
     else:
         _quantize_launch(sizes, x.stride(0), options)(x=x, **tensors)
-    return SortedRows(codes, scale, split)
+    return rows
 
 
 class _Sizes(NamedTuple):
@@ -93,19 +116,16 @@ class _Sizes(NamedTuple):
 
     @property
     def padded_depth(self) -> int:
-        return -(-self.depth // UNIT_CODES) * UNIT_CODES
+        return padded(self.depth)
 
     def launch(self, kernel: Any, **constants: Any) -> Launch:
         """A launch of `kernel`, which takes `constants` beside the sizes."""
-        depth_units = self.padded_depth // UNIT_CODES
-        chunks = min(_MAX_CHUNKS, max(_CHUNKS_PER_WARP, 1 << (depth_units - 1).bit_length()))
         slots = 1 if self.num_tokens <= _PARALLEL_TOKENS else self.top_k
         programs = (self.num_tokens * (self.top_k // slots) if self.scatter else self.num_rows)
         return Launch(
             kernel, (programs,), num_tokens=self.num_tokens, top_k=self.top_k, slots=slots,
             depth=self.depth, padded_depth=self.padded_depth, SCATTER=self.scatter,
-            SINGLE=depth_units <= chunks, CHUNKS=chunks,
-            num_warps=min(8, chunks // _CHUNKS_PER_WARP), **FOLLOWS, **constants)
+            SINGLE=fits_one_step(self.depth), **step_options(self.depth), **FOLLOWS, **constants)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -121,11 +141,11 @@ def _split_launch(sizes: _Sizes, x_stride: int) -> Launch:
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _quantize_launch(sizes: _Sizes, x_stride: int, options: MoEOptions) -> Launch:
-    return sizes.launch(_moe_quantize_rows_kernel, x_stride=x_stride, **_format_constants(options))
+    return sizes.launch(_moe_quantize_rows_kernel, x_stride=x_stride, **format_constants(options))
 
 
-def _format_constants(options: MoEOptions) -> dict[str, Any]:
-    """What `_moe_quantize_rows_kernel` needs to know of an activation format and its scale rule."""
+def format_constants(options: MoEOptions) -> dict[str, Any]:
+    """What kernels need to know of a quantised activation format and its scale rule."""
     format = activation_mx_format(options.activation_format, "sorted_rows")
     if format is None:
         return dict(FORMAT="token", EMAX=0, THRESHOLD=0, INF_BYTE=0)
