@@ -1,11 +1,17 @@
 """Time route_topk and make_routing_plan on the device, and what an op call costs the host.
 
     python benchmarks/routing.py --output benchmarks/results/nvidia-h200/routing.json [--sweep]
+    python benchmarks/routing.py --host-only [--dry-run]
+
+Host times come with the number of launches and with what the same call costs where every launch
+goes through Triton's own path. With --dry-run they are those of a machine without a GPU: kernels
+are compiled for sm_90 (a minute, the first time) and launched into nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import statistics
 import sys
@@ -22,9 +28,14 @@ from cells import parse_tokens
 from mxpert.cli.report import environment, write_json
 from mxpert.dispatch import resolve
 from mxpert.errors import message
+from mxpert.formats.tensor import Layout
 from mxpert.ops.route import describe_routing_plan
-from mxpert.testing.problems import MoEShape, random_moe_problem
+from mxpert.testing.launches import (
+    as_if_on_h200, count_launches, through_triton, without_device,
+)
+from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from mxpert.testing.timing import time_graph
+from mxpert.weights import MoEWeights
 from render import markdown_table
 
 ROUTERS = ((128, 4), (128, 8), (384, 4), (384, 8))
@@ -91,9 +102,27 @@ def host_us(call: Callable[[], object], device: torch.device, calls: int) -> flo
 
 
 def host_rows(device: torch.device, calls: int) -> list[dict[str, Any]]:
-    """Host µs of each public op on a small layer, for both activation widths."""
-    problem = random_moe_problem(HOST_SHAPE, 16, device=device)
-    weights = problem.weights.prepare(device=device)
+    """Host µs of each public op, as it launches and through Triton's own path."""
+    with contextlib.ExitStack() as stack:
+        problem = random_moe_problem(HOST_SHAPE, 16, device=device)
+        layout = None if device.type == "cuda" else Layout.HOPPER_FRAGMENT
+        weights = problem.weights.prepare(device=device, layout=layout)
+        if device.type != "cuda":
+            stack.enter_context(without_device(record=False))
+            stack.enter_context(as_if_on_h200())
+        rows = []
+        for name, call in host_calls(problem, weights).items():
+            row = {"op": name, "launches": count_launches(call),
+                   "host_us": host_us(call, device, calls)}
+            with through_triton():
+                row["through_triton_us"] = host_us(call, device, calls)
+            rows.append(row)
+        return rows
+
+
+def host_calls(problem: MoEInputs, weights: MoEWeights) -> dict[str, Callable[[], object]]:
+    """The public ops on a small layer, for both activation widths."""
+    device = problem.x.device
     experts, top_k = HOST_SHAPE.num_experts, HOST_SHAPE.top_k
     logits = torch.randn(16, experts, device=device)
     x, ids, routing_weights = problem.x, problem.topk_ids, problem.topk_weights
@@ -111,7 +140,7 @@ def host_rows(device: torch.device, calls: int) -> list[dict[str, Any]]:
         ops[f"moe_down {name}"] = lambda h=h: mxpert.moe_down(h, weights, plan)
         ops[f"fused_moe {name}"] = lambda options=options: mxpert.fused_moe(
             x, weights, ids, routing_weights, **options)
-    return [{"op": name, "host_us": host_us(call, device, calls)} for name, call in ops.items()]
+    return ops
 
 
 def tables(document: dict[str, Any]) -> str:
@@ -123,10 +152,11 @@ def tables(document: dict[str, Any]) -> str:
               *(f"{times[op, experts, top_k, count]:.1f}"
                 if (op, experts, top_k, count) in times else "–" for count in columns)]
              for op, experts, top_k in dict.fromkeys(key[:3] for key in times)]
-    host = [[row["op"], f"{row['host_us']:.1f}"] for row in document["host_rows"]]
-    return "\n\n".join([
-        markdown_table(["device µs", *(f"T = {count}" for count in columns)], lines),
-        markdown_table(["warm eager call", "host µs"], host)])
+    host = [[row["op"], str(row["launches"]), f"{row['host_us']:.1f}",
+             f"{row['through_triton_us']:.1f}"] for row in document["host_rows"]]
+    parts = [markdown_table(["device µs", *(f"T = {count}" for count in columns)], lines)]
+    parts.append(markdown_table(["warm eager call", "launches", "host µs", "through Triton"], host))
+    return "\n\n".join(parts if lines else parts[1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,6 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sweep", action="store_true", help="every config of the sort, too")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit", help="where the checkout has no history")
+    parser.add_argument("--host-only", action="store_true",
+                        help="host times alone; a file is written to --output, if it is given")
     parser.add_argument("--dry-run", action="store_true", help="a few calls on the CPU")
     options = parser.parse_args(arguments)
     device = torch.device("cpu" if options.dry_run else "cuda")
@@ -152,7 +184,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = environment(device)
     document: dict[str, Any] = {
         "meta": facts | {"commit": options.commit or facts["commit"]}, "device_rows": [],
-        "host_rows": host_rows(device, 5 if options.dry_run else HOST_CALLS)}
+        "host_rows": host_rows(device, HOST_CALLS if device.type == "cuda" or options.host_only
+                               else 5)}
+    if options.host_only:
+        print(tables(document))
+        if options.output:
+            write_json(options.output, document)
+        return 0
     for (experts, top_k), tokens in itertools.product(ROUTERS, counts):
         document["device_rows"] += device_rows(experts, top_k, tokens, device, options.sweep)
         write_json(path, document)

@@ -8,7 +8,8 @@ launched kernels do nothing: results hold whatever memory held.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -34,6 +35,29 @@ class RecordedLaunch(NamedTuple):
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
+
+
+@contextlib.contextmanager
+def through_triton() -> Iterator[None]:
+    """Let every launch take Triton's own path, as a ruler for `Launch`."""
+    def launch(made: Launch, **tensors: Any) -> None:
+        made.kernel[made.grid](**made.arguments(tensors))
+
+    with mock.patch.object(Launch, "__call__", launch):
+        yield
+
+
+def count_launches(call: Callable[[], object]) -> int:
+    """Kernels that `call` launches."""
+    launch, count = Launch.__call__, itertools.count()
+
+    def counted(made: Launch, **tensors: Any) -> None:
+        next(count)
+        launch(made, **tensors)
+
+    with mock.patch.object(Launch, "__call__", counted):
+        call()
+    return next(count)
 
 
 @contextlib.contextmanager
