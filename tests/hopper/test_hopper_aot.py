@@ -289,6 +289,21 @@ def test_one_binary_serves_all_models(recorder: Recorder, a_format: str) -> None
         "_moe_gemm_decode_kernel", "_moe_gemm_prefill_kernel"}
 
 
+@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+def test_few_binaries_finish_the_first_stage(recorder: Recorder, a_format: str) -> None:
+    seen: dict[str, set[str]] = {}
+    for split_k, shape in itertools.product((2, 5), MODELS.values()):
+        same = MoEShape(shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k,
+                        SwiGLU())
+        config = replace(heuristics.decode_config(8, a_format == "bf16"), split_k=split_k)
+        for launch in recorder.run(describe(same, 1, a_format), config, has_bias=True):
+            if "finish" in launch.name or "parts" in launch.name:
+                seen.setdefault(launch.name, set()).add(binary(launch))
+    counts = {name: len(binaries) for name, binaries in seen.items()}
+    assert counts["_moe_combine_parts_kernel"] == 1
+    assert counts["_moe_finish_rows_kernel"] <= 5
+
+
 def test_a_specialised_argument_is_caught(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
