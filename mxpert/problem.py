@@ -80,11 +80,11 @@ class Target:
         shared_memory: bytes that one block may use.
     """
 
-    kind: str
-    arch: str
+    kind: str = field(hash=False)  # the name tells devices apart, and every call hashes one
+    arch: str = field(hash=False)
     name: str
-    num_sms: int
-    shared_memory: int
+    num_sms: int = field(hash=False)
+    shared_memory: int = field(hash=False)
 
 
 class Op(enum.Enum):
@@ -185,7 +185,7 @@ class MoEProblem:
     """
 
     op: Op
-    target: Target = field(hash=False)  # few of them, and slow to hash
+    target: Target = field(hash=False)
     num_tokens: int
     top_k: int
     num_experts: int

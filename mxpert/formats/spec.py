@@ -6,7 +6,7 @@ Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.2 and 5.3.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import message
 
@@ -68,7 +68,7 @@ class MXFormat:
     """One MX format: an element format and a block of 32 elements per E8M0 scale."""
 
     name: str
-    element: ElementFormat
+    element: ElementFormat = field(hash=False)
     block_size: int = MX_BLOCK_SIZE
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ from ..dispatch import detect_target, resolve
 from ..errors import message, require, require_tensor
 from ..problem import Op, RoutingProblem, Scoring, TopKOptions, TopKProblem
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, plan_capacity
-from .library import register
+from .library import is_unobserved, register, without_grad
 
 PlanTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,6 +71,8 @@ def route_topk(
     """
     options = TopKOptions(scoring, normalize, num_groups, top_groups, routed_scaling_factor)
     check_route_topk(logits, top_k, options, correction_bias)
+    if is_unobserved(logits):
+        return _compute_topk(logits, correction_bias, top_k, options)
     return _topk_op(logits, correction_bias, top_k, scoring.value, normalize, num_groups,
                     top_groups, routed_scaling_factor)
 
@@ -116,8 +119,11 @@ def make_routing_plan(
     local = num_experts if num_local_experts is None else num_local_experts
     check_routing_plan(topk_ids, topk_weights, num_experts, local, routing_block_m, expert_map,
                        num_local_tokens)
-    tensors: PlanTensors = _plan_op(topk_ids, topk_weights, expert_map, num_local_tokens,
-                                    num_experts, local, routing_block_m)
+    arguments = (topk_ids, topk_weights, expert_map, num_local_tokens, num_experts, local,
+                 routing_block_m)
+    if is_unobserved(topk_ids):
+        return _compute_plan(*arguments)
+    tensors: PlanTensors = _plan_op(*arguments)
     return RoutingPlan(*tensors, topk_ids.shape[0], topk_ids.shape[1], local, routing_block_m)
 
 
@@ -235,9 +241,17 @@ def _run_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     options = TopKOptions(Scoring(scoring), normalize, num_groups, top_groups,
                           routed_scaling_factor)
+    return _compute_topk(logits, correction_bias, top_k, options)
+
+
+@without_grad
+def _compute_topk(logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int,
+                  options: TopKOptions) -> tuple[torch.Tensor, torch.Tensor]:
     problem = _topk_problem(logits, top_k, options)
     kernel, config = resolve(problem)
-    return kernel.launch(problem, config, logits=logits, correction_bias=correction_bias)
+    chosen: tuple[torch.Tensor, torch.Tensor] = kernel.launch(
+        problem, config, logits=logits, correction_bias=correction_bias)
+    return chosen
 
 
 def _fake_topk(
@@ -255,15 +269,22 @@ _topk_op = register(
     _run_topk, _fake_topk)
 
 
-def _run_plan(
+@without_grad
+def _compute_plan(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
     num_local_tokens: torch.Tensor | None, num_experts: int, num_local_experts: int,
     routing_block_m: int,
-) -> PlanTensors:
+) -> RoutingPlan:
     problem = _plan_problem(topk_ids, num_experts, num_local_experts, routing_block_m)
     kernel, config = resolve(problem)
-    plan = kernel.launch(problem, config, topk_ids=topk_ids, topk_weights=topk_weights,
-                         expert_map=expert_map, num_local_tokens=num_local_tokens)
+    plan: RoutingPlan = kernel.launch(
+        problem, config, topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map,
+        num_local_tokens=num_local_tokens)
+    return plan
+
+
+def _run_plan(*arguments: Any) -> PlanTensors:
+    plan = _compute_plan(*arguments)
     return (plan.sorted_token_ids, plan.sorted_weights, plan.block_expert_ids, plan.num_valid,
             plan.slot_rows)
 
