@@ -1,0 +1,359 @@
+"""A gpt-oss-20b-sized model through Transformers: decode and prefill under mxpert and without it.
+
+    python benchmarks/models.py --output benchmarks/results/nvidia-h200/models.json
+    python benchmarks/models_render.py benchmarks/results/nvidia-h200/models.json
+
+One model with random weights (the published config, 24 layers) is built on the device. Its experts
+are quantised once; the dense implementations get the dequantised weights, so that all of them
+compute the same function. Each is gated first, then timed: tokens/s of `generate` as a user calls
+it, of the decode step in a CUDA graph, and of a long prefill, with the MoE blocks' share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import _checkout
+import torch
+import transformers
+from transformers import GptOssConfig, GptOssForCausalLM
+
+import mxpert
+from models_document import make_row, validate
+from models_peer import TransformersMXFP4
+from models_timing import StepClock, Steps, graph_step, moe_milliseconds, timed_forward
+from mxpert.cli.report import environment, write_json
+from mxpert.integrations.convert import mx_experts
+from mxpert.integrations.expert_modules import MXExperts
+from mxpert.testing.numerics import cosine, sqnr_floor_db
+from mxpert.testing.timing import read_bandwidth
+
+DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/models.json"
+DRY_OUTPUT = _checkout.ROOT / "reports/models-dry-run.json"
+PROMPT = 32
+GATE_TOKENS = 64
+LAYER_COSINE = 0.9999
+NOISE_MARGIN_DB = 1.0
+"""Below the floor that holds for Gaussian data: this model's normalised rows are nearly that."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation of the experts; `activation` is None for dense weights."""
+
+    impl: str
+    format: str
+    activation: str | None = None
+    graph: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.impl} {self.format}"
+
+
+VARIANTS = (
+    Variant("mxpert", "a16w4", "bf16"),
+    Variant("transformers", "grouped_mm"),
+    Variant("mxpert", "a8w4", "mxfp8"),
+    Variant("transformers", "mxfp4"),
+    Variant("transformers", "eager", graph=False),  # it reads on the host which experts are hit
+)
+
+
+@dataclass
+class Bench:
+    """The model, its two sets of experts, and what was measured so far."""
+
+    model: Any
+    converted: list[MXExperts]
+    peer: TransformersMXFP4 | str
+    output: Path
+    meta: dict[str, Any]
+    deadline: float
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def blocks(self) -> list[torch.nn.Module]:
+        """The MoE blocks: router and experts."""
+        return [experts.source.parent for experts in self.converted]
+
+    def save(self) -> None:
+        document = {"meta": self.meta | {"failures": self.failures}, "rows": self.rows}
+        validate(document)
+        write_json(self.output, document)
+
+
+def published_config(layers: int) -> GptOssConfig:
+    """gpt-oss-20b as published, with `layers` decoder layers."""
+    return GptOssConfig(num_hidden_layers=layers, num_local_experts=32, bos_token_id=None,
+                        eos_token_id=None, pad_token_id=None)
+
+
+def tiny_config() -> GptOssConfig:
+    """Two layers that a CPU runs in a second."""
+    return GptOssConfig(num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2,
+                        hidden_size=64, intermediate_size=64, vocab_size=128, head_dim=16,
+                        num_attention_heads=4, num_key_value_heads=2, sliding_window=16,
+                        bos_token_id=None, eos_token_id=None, pad_token_id=None)
+
+
+@torch.no_grad()
+def build(config: GptOssConfig, device: torch.device) -> tuple[Any, list[MXExperts]]:
+    """The model with its converted experts in place; the dense ones hold the same values."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GptOssForCausalLM._from_config(config, dtype=torch.bfloat16,
+                                               attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("embed_tokens.weight"):
+            parameter.normal_()
+        elif name.endswith("router.weight"):  # logits with a deviation of 2 route decisively
+            parameter.normal_(std=2 * parameter.shape[-1] ** -0.5)
+        elif ".experts." in name:
+            wide = name.endswith("bias")
+            parameter.normal_(std=0.1 if wide else parameter.shape[-2] ** -0.5)
+    mxpert.convert(model, progress=False)
+    converted = mx_experts(model)
+    for experts in converted:
+        for name, parameter in experts.restored().items():
+            experts.source.module.register_parameter(name, parameter.requires_grad_(False))
+    return model, converted
+
+
+def use(bench: Bench, variant: Variant) -> None:
+    """Hang one implementation under the model.
+
+    Raises:
+        RuntimeError: it is absent here.
+    """
+    for block in bench.blocks:
+        block.__dict__.pop("forward", None)  # Transformers' MXFP4 path replaces it
+    if variant.format == "mxfp4":
+        if isinstance(bench.peer, str):
+            raise RuntimeError(bench.peer)
+        bench.peer.install(bench.converted)
+    elif variant.activation is None:
+        bench.model.set_experts_implementation(variant.format)
+        for experts in bench.converted:
+            experts.source.replace_by(experts.source.module)
+    else:
+        for experts in bench.converted:
+            experts.activation_format = variant.activation
+            experts.source.replace_by(experts)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Transformers' eager answers: arguments and result of each layer's experts, and logits."""
+
+    ids: torch.Tensor
+    calls: list[tuple[Any, torch.Tensor]]
+    logits: torch.Tensor
+
+
+@torch.no_grad()
+def eager_truth(bench: Bench) -> Truth:
+    use(bench, VARIANTS[-1])
+    calls: list[tuple[Any, torch.Tensor]] = []
+    handles = [experts.source.module.register_forward_hook(
+        lambda module, given, result: calls.append((given, result)))
+        for experts in bench.converted]
+    ids = random_ids(bench, 1, GATE_TOKENS)
+    logits = bench.model(ids, use_cache=False).logits
+    for handle in handles:
+        handle.remove()
+    return Truth(ids, calls, logits)
+
+
+@torch.no_grad()
+def gate(bench: Bench, variant: Variant, truth: Truth) -> dict[str, float | None]:
+    """Cosines to eager of each layer's output for eager's input, and of the logits.
+
+    Raises:
+        RuntimeError: the worst layer, or for a path of another form the logits, are too far off.
+    """
+    logits = cosine(bench.model(truth.ids, use_cache=False).logits, truth.logits)
+    if variant.format == "mxfp4":  # its experts take other arguments
+        if logits < 0.99:
+            raise RuntimeError(f"red: logits cosine {logits:.6f}")
+        return {"layer_cosine": None, "logits_cosine": logits}
+    modules = [getattr(experts.source.parent, experts.source.attribute)
+               for experts in bench.converted]
+    layer = min(cosine(module(*given), result)
+                for module, (given, result) in zip(modules, truth.calls, strict=True))
+    least = LAYER_COSINE
+    if variant.activation not in (None, "bf16"):
+        noise = 10 ** (-(sqnr_floor_db(variant.activation) - NOISE_MARGIN_DB) / 10)
+        least = 1 - noise / 2
+    if layer < least:
+        raise RuntimeError(f"red: layer cosine {layer:.6f}, need {least:.6f}")
+    return {"layer_cosine": layer, "logits_cosine": logits}
+
+
+def random_ids(bench: Bench, batch: int, tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(batch * tokens)
+    ids = torch.randint(bench.model.config.vocab_size, (batch, tokens), generator=generator)
+    return ids.to(bench.device)
+
+
+@torch.no_grad()
+def time_generate(bench: Bench, batch: int, new_tokens: int) -> dict[str, float]:
+    """Decode steps of `generate` with its defaults: median step, and the MoE blocks' part of it."""
+    ids = random_ids(bench, batch, PROMPT)
+
+    def run(count: int) -> StepClock:
+        clock = StepClock(bench.device)
+        bench.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                             max_new_tokens=count, stopping_criteria=[clock])
+        return clock
+
+    run(3)
+    steps = run(new_tokens).milliseconds()
+    with moe_milliseconds(bench.blocks, bench.device) as moe:
+        hooked = run(6).milliseconds()
+    moe_ms = Steps.of(moe.per_pass()[1:]).ms  # the first pass is the prompt
+    return steps.as_row() | {"moe_ms": moe_ms, "step_ms_hooked": hooked.ms}
+
+
+@torch.no_grad()
+def time_prefill(bench: Bench, tokens: int, repeats: int) -> dict[str, float]:
+    ids = random_ids(bench, 1, tokens)
+
+    def run() -> object:
+        return bench.model(ids, use_cache=False, logits_to_keep=1)
+
+    run()
+    with moe_milliseconds(bench.blocks, bench.device) as moe:
+        steps = timed_forward(run, bench.device, repeats)
+    moe_ms = Steps.of(moe.per_pass()).ms
+    return steps.as_row() | {"moe_ms": moe_ms, "step_ms_hooked": steps.ms}
+
+
+Measurement = tuple[str, str, int, int, Callable[[], dict[str, float]]]
+
+
+def measurements(bench: Bench, variant: Variant, options: argparse.Namespace) -> list[Measurement]:
+    """(phase, mode, batch, tokens, what gives the times)."""
+    found: list[Measurement] = []
+    for batch in options.batches:
+        found.append(("decode", "generate", batch, PROMPT,
+                      lambda b=batch: time_generate(bench, b, options.new_tokens)))
+    found.append(("prefill", "forward", 1, options.prefill,
+                  lambda: time_prefill(bench, options.prefill, options.repeats)))
+    if variant.graph:
+        for batch in options.batches:
+            found.append(("decode", "graph", batch, PROMPT, lambda b=batch: graph_step(
+                bench.model, bench.blocks, random_ids(bench, b, PROMPT), options.repeats)))
+    return found
+
+
+def measure(bench: Bench, variant: Variant, truth: Truth, options: argparse.Namespace) -> None:
+    """Gate one implementation, then take its measurements; what fails is noted, the rest goes on.
+    """
+    try:
+        use(bench, variant)
+        cosines = gate(bench, variant, truth)
+    except Exception as error:
+        bench.failures[str(variant)] = describe(error)
+        return
+    for phase, mode, batch, tokens, work in measurements(bench, variant, options):
+        name = f"{variant} {phase} {mode} batch {batch}"
+        if time.monotonic() > bench.deadline:
+            bench.failures[name] = "not measured: the time limit was reached"
+            continue
+        try:
+            times = work()
+        except Exception as error:
+            bench.failures[name] = describe(error)
+            traceback.print_exc()
+            continue
+        bench.rows.append(make_row(variant.impl, variant.format, phase, mode, batch, tokens,
+                                   times, cosines))
+        row = bench.rows[-1]
+        print(f"{name}: {row['ms']:.2f} ms, {row['tokens_per_s']:.0f} tokens/s, MoE "
+              f"{100 * row['moe_share']:.0f} %", flush=True)
+        bench.save()
+
+
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def make_meta(config: GptOssConfig, device: torch.device, commit: str | None) -> dict[str, Any]:
+    facts = environment(device)
+    return {"device": facts["device"], "clocks": facts.get("gpu", {}),
+            "versions": facts["versions"], "commit": commit or facts["commit"],
+            "date": facts["date"], "read_tbs": read_bandwidth(device) / 1e12,
+            "model": {"name": "gpt-oss-20b config, random weights",
+                      "layers": config.num_hidden_layers, "experts": config.num_local_experts,
+                      "top_k": config.num_experts_per_tok, "hidden_size": config.hidden_size,
+                      "intermediate_size": config.intermediate_size},
+            "protocol": {
+                "generate": f"model.generate with its defaults after a prompt of {PROMPT} tokens, "
+                            "greedy; ms is the median time between two decode steps",
+                "graph": "one decode step on a static cache in a CUDA graph, replayed; MoE blocks "
+                         "replayed alone on the same inputs",
+                "forward": "one forward pass without a cache, Transformers' eager attention",
+                "moe": "router and experts; in generate and forward from events around each block "
+                       "of a further pass (share of that pass), host gaps included"}}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = dict(type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--batches", default=[1, 8, 64], **numbers)
+    parser.add_argument("--prefill", type=int, default=8192, help="tokens of the prefill")
+    parser.add_argument("--new-tokens", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--time-limit", type=float, default=150.0, help="seconds, from the start")
+    parser.add_argument("--impl", nargs="+", choices=[str(variant) for variant in VARIANTS],
+                        default=[str(variant) for variant in VARIANTS])
+    parser.add_argument("--commit", help="for a checkout without history")
+    parser.add_argument("--dry-run", action="store_true", help="two tiny layers, on any machine")
+    options = parser.parse_args(arguments)
+    if options.dry_run:
+        options.batches, options.prefill, options.new_tokens, options.repeats = [1, 2], 48, 6, 2
+    options.output = options.output or (DRY_OUTPUT if options.dry_run else DEFAULT_OUTPUT)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write; 1 if no implementation of ours passed its gate."""
+    begin, options = time.monotonic(), parse(arguments)
+    transformers.utils.logging.set_verbosity_error()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not options.dry_run:
+        print("models: device — need a GPU, got a CPU; try --dry-run", file=sys.stderr)
+        return 2
+    config = tiny_config() if options.dry_run else published_config(options.layers)
+    model, converted = build(config, device)
+    print(f"built {config.num_hidden_layers} layers in {time.monotonic() - begin:.0f} s")
+    bench = Bench(model, converted, TransformersMXFP4.load(), options.output,
+                  make_meta(config, device, options.commit), begin + options.time_limit)
+    truth = eager_truth(bench)
+    for variant in VARIANTS:
+        if str(variant) in options.impl:
+            measure(bench, variant, truth, options)
+    bench.save()
+    for name, text in bench.failures.items():
+        print(f"{name}: {text}", file=sys.stderr)
+    print(f"wrote {options.output} after {time.monotonic() - begin:.0f} s")
+    return 0 if any(row["impl"] == "mxpert" for row in bench.rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

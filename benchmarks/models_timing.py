@@ -1,0 +1,145 @@
+"""Clocks for whole models: steps of `generate`, forward passes, graph replays, MoE blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import StaticCache, StoppingCriteria
+
+from mxpert.testing.timing import Timing, time_graph
+
+CACHE_MARGIN = 32
+"""Positions beyond the prompt: runs before and during capture advance the cache."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Milliseconds: the median, and the width of the 10–90 % band."""
+
+    ms: float
+    spread: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Steps:
+        timing = Timing.of(samples)
+        return cls(timing.us, timing.high_us - timing.low_us)
+
+    def as_row(self) -> dict[str, float]:
+        return {"ms": self.ms, "ms_spread": self.spread}
+
+
+class Stopwatch:
+    """Marks on the device's stream, or on the host's clock where there is no GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        if not self.on_gpu:
+            self.marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.marks.append(event)
+
+    def between(self, first: int, second: int) -> float:
+        """Milliseconds between two marks; waits for the device."""
+        if not self.on_gpu:
+            return 1e3 * (self.marks[second] - self.marks[first])
+        self.marks[second].synchronize()
+        return float(self.marks[first].elapsed_time(self.marks[second]))
+
+
+class StepClock(StoppingCriteria):
+    """Asked after every token by `generate`, it stops nothing and marks the time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.watch = Stopwatch(device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        self.watch.mark()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def milliseconds(self) -> Steps:
+        """Times between tokens: the prompt's pass lies before the first mark."""
+        count = len(self.watch.marks)
+        return Steps.of([self.watch.between(i, i + 1) for i in range(count - 1)])
+
+
+@dataclass
+class MoEClock:
+    """Marks before and after each block, pass after pass."""
+
+    watch: Stopwatch
+    blocks: int
+
+    def per_pass(self) -> list[float]:
+        """Milliseconds inside of the blocks, for each forward pass."""
+        inside = [self.watch.between(i, i + 1) for i in range(0, len(self.watch.marks), 2)]
+        return [sum(inside[start:start + self.blocks])
+                for start in range(0, len(inside), self.blocks)]
+
+
+@contextmanager
+def moe_milliseconds(blocks: Sequence[torch.nn.Module],
+                     device: torch.device) -> Iterator[MoEClock]:
+    """Time what runs inside of the blocks while the context is open."""
+    watch = Stopwatch(device)
+    handles = []
+    for block in blocks:
+        handles.append(block.register_forward_pre_hook(lambda module, given: watch.mark()))
+        handles.append(block.register_forward_hook(lambda module, given, result: watch.mark()))
+    try:
+        yield MoEClock(watch, len(blocks))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def timed_forward(run: Callable[[], object], device: torch.device, repeats: int) -> Steps:
+    """Times of single calls."""
+    watch = Stopwatch(device)
+    for _ in range(repeats):
+        watch.mark()
+        run()
+        watch.mark()
+    return Steps.of([watch.between(i, i + 1) for i in range(0, 2 * repeats, 2)])
+
+
+@torch.no_grad()
+def graph_step(model: Any, blocks: Sequence[torch.nn.Module], prompt: torch.Tensor,
+               repeats: int) -> dict[str, float]:
+    """One decode step after `prompt` [B, S] on a static cache, and its MoE blocks alone.
+
+    Replays are the same step each time: the cache's position is the captured one.
+    """
+    batch, length = prompt.shape
+    cache = StaticCache(config=model.config, max_cache_len=length + CACHE_MARGIN)
+    model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    token = prompt[:, -1:].clone()
+    position = torch.full((batch, 1), length, device=prompt.device)
+
+    def step() -> object:
+        return model(token, past_key_values=cache, position_ids=position, use_cache=True).logits
+
+    inputs: list[torch.Tensor] = []
+    handles = [block.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+               for block in blocks]
+    step()
+    for handle in handles:
+        handle.remove()
+
+    def moe() -> None:
+        for block, hidden in zip(blocks, inputs, strict=True):
+            block(hidden)
+
+    timings = time_graph({"step": [step], "moe": [moe]}, device=prompt.device, repeats=repeats)
+    whole, part = timings["step"], timings["moe"]
+    return {"ms": whole.us / 1e3, "ms_spread": (whole.high_us - whole.low_us) / 1e3,
+            "moe_ms": part.us / 1e3, "step_ms_hooked": whole.us / 1e3}

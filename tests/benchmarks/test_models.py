@@ -1,0 +1,128 @@
+"""The benchmark of whole models: on tiny layers, with gates that can fail, and its documents."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import models
+import models_render
+from models_document import make_row, validate
+from models_peer import TransformersMXFP4
+from models_timing import Stopwatch
+
+from mxpert import GateUpOrder
+
+TIMES = {"ms": 4.0, "ms_spread": 0.1, "moe_ms": 1.0, "step_ms_hooked": 5.0}
+COSINES = {"layer_cosine": 0.99999, "logits_cosine": 0.999}
+
+
+@pytest.fixture(autouse=True)
+def _single_threaded() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The JSON of a dry run."""
+    path = tmp_path_factory.mktemp("models") / "models.json"
+    assert models.main(["--dry-run", "--output", str(path), "--commit", "abc"]) == 0
+    return path
+
+
+def test_a_dry_run_measures_every_phase(dry_run: Path) -> None:
+    document = json.loads(dry_run.read_text("utf-8"))
+    validate(document)
+    found = {(row["impl"], row["format"], row["phase"], row["mode"], row["batch"])
+             for row in document["rows"]}
+    for format in ("a16w4", "a8w4"):
+        for mode, batch in (("generate", 1), ("generate", 2), ("graph", 1), ("graph", 2)):
+            assert ("mxpert", format, "decode", mode, batch) in found
+        assert ("mxpert", format, "prefill", "forward", 1) in found
+    assert ("transformers", "eager", "decode", "generate", 1) in found
+    assert ("transformers", "eager", "decode", "graph", 1) not in found
+    assert document["meta"]["commit"] == "abc"
+    if isinstance(TransformersMXFP4.load(), str):
+        assert "absent" in document["meta"]["failures"]["transformers mxfp4"]
+
+
+def test_tables_and_plot_come_from_the_json_alone(dry_run: Path, tmp_path: Path) -> None:
+    assert models_render.main([str(dry_run), "--folder", str(tmp_path)]) == 0
+    text = (tmp_path / "models.md").read_text("utf-8")
+    assert "| mxpert a16w4 |" in text
+    assert "decode through generate, tokens/s (MoE share) | batch 1 | batch 2 |" in text
+    assert "## Not measured" in text
+    assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_row_counts_what_was_made() -> None:
+    decode = make_row("mxpert", "a16w4", "decode", "graph", 8, 32, TIMES, COSINES)
+    prefill = make_row("mxpert", "a16w4", "prefill", "forward", 1, 8192, TIMES, COSINES)
+    assert decode["tokens_per_s"] == pytest.approx(8 / 4e-3)
+    assert prefill["tokens_per_s"] == pytest.approx(8192 / 4e-3)
+    assert decode["moe_share"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("spoil", "complaint"), [
+    pytest.param(lambda d: d.pop("rows"), "need meta and rows", id="no-rows"),
+    pytest.param(lambda d: d["meta"].pop("clocks"), "meta", id="no-clocks"),
+    pytest.param(lambda d: d["rows"][0].pop("ms"), r"rows\[0\]", id="missing-column"),
+    pytest.param(lambda d: d["rows"][0].update(ms=0.0), r"rows\[0\]\.ms", id="zero-time"),
+    pytest.param(lambda d: d["rows"][0].update(mode="forward"), r"\.mode", id="mode-of-another"),
+    pytest.param(lambda d: d["rows"].append(dict(d["rows"][0])), "twice", id="row-twice"),
+])
+def test_a_spoilt_document_is_refused(spoil: Any, complaint: str, dry_run: Path) -> None:
+    broken = json.loads(dry_run.read_text("utf-8"))
+    spoil(broken)
+    with pytest.raises(ValueError, match=complaint):
+        validate(broken)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "x.json").write_text("{")
+    assert models_render.main([str(tmp_path / "x.json")]) == 2
+    assert "need the JSON of models.py" in capsys.readouterr().err
+
+
+def test_wrong_experts_are_not_timed(tmp_path: Path) -> None:
+    """Gate and up exchanged in one layer: a red gate, no row."""
+    device = torch.device("cpu")
+    model, converted = models.build(models.tiny_config(), device)
+    bench = models.Bench(model, converted, "absent", tmp_path / "models.json", {}, float("inf"))
+    truth = models.eager_truth(bench)
+    good = copy.copy(converted[1].weights)
+    converted[1].weights = replace(good, gate_up_order=GateUpOrder.CONCATENATED)
+    options = models.parse(["--dry-run"])
+    models.measure(bench, models.VARIANTS[0], truth, options)
+    assert not bench.rows
+    assert "red: layer cosine" in bench.failures["mxpert a16w4"]
+    converted[1].weights = good
+    models.use(bench, models.VARIANTS[0])
+    assert models.gate(bench, models.VARIANTS[0], truth)["layer_cosine"] >= models.LAYER_COSINE
+
+
+def test_nothing_is_timed_after_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "models.json"
+    assert models.main(["--dry-run", "--time-limit", "0", "--output", str(path)]) == 1
+    failures = json.loads(path.read_text("utf-8"))["meta"]["failures"]
+    assert failures["mxpert a16w4 decode generate batch 1"].startswith("not measured")
+
+
+def test_a_stopwatch_counts_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 1.25])
+    monkeypatch.setattr("models_timing.time.perf_counter", lambda: next(times))
+    watch = Stopwatch(torch.device("cpu"))
+    watch.mark()
+    watch.mark()
+    assert watch.between(0, 1) == pytest.approx(250.0)
