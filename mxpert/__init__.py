@@ -22,8 +22,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ClampedSiLU", "Combine", "GateUpOrder", "GemmConfig", "MXTensor", "MoEConfig", "MoEWeights",
-    "ReferenceConfig", "RoutingPlan", "ScaleRule", "ScaleSpan", "Scoring", "SiLU", "SiTUv2", "SwiGLU",
-    "UnsupportedError", "convert", "dequantize", "explain", "fused_moe", "grouped_gemm",
+    "ReferenceConfig", "RoutingPlan", "ScaleRule", "ScaleSpan", "Scoring", "SiLU", "SiTUv2",
+    "SwiGLU", "UnsupportedError", "convert", "dequantize", "explain", "fused_moe", "grouped_gemm",
     "grouped_wgrad", "make_routing_plan", "moe_down", "moe_gate_up", "override", "padded_capacity",
-    "padded_group_offsets", "quantize", "quantize_dual", "route_topk",
+    "padded_group_offsets", "quantize", "quantize_dual", "rebase", "route_topk",
 ]

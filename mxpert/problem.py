@@ -21,7 +21,7 @@ from .activations import SiTUv2 as SiTUv2
 from .activations import SwiGLU as SwiGLU
 from .activations import activation_from as activation_from
 from .errors import UnsupportedError, message, require
-from .formats.spec import MXFormat, ScaleRule, get_format
+from .formats.spec import MXFormat, ScaleRule, ScaleSpan, get_format
 from .formats.tensor import Layout
 from .formats.token import FP8_TOKEN
 
@@ -209,6 +209,7 @@ class DualProblem:
         shape: [M, K], or [G, N, K] for weights. dtype: of the tensor.
         format: an MXFP8 format, of both copies.
         num_groups: groups of rows, or G of the weights; 0 for [M, K] without groups.
+        row_span, column_span: how far a scale reaches in each copy.
         grouped_rows: True where `group_offsets` splits the rows of [M, K] (M, K need no multiple
             of 32 along M then: each group of the columnwise copy is padded by itself).
     """
@@ -221,6 +222,8 @@ class DualProblem:
     scale_rule: ScaleRule
     num_groups: int
     grouped_rows: bool
+    row_span: ScaleSpan = ScaleSpan.BLOCK
+    column_span: ScaleSpan = ScaleSpan.BLOCK
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,7 @@ class GroupedProblem:
         a_format, b_format: "bf16" or the MX format's name, of the first and the second operand
             (for GROUPED_WGRAD those are grad and a).
         trans_b: b is [G, n, k]; else [G, k, n]. Always False for GROUPED_WGRAD.
+        a_span, b_span: how far a scale of each MX operand reaches.
         out_dtype: of the result. accumulate: add it to a given float32 tensor instead.
     """
 
@@ -250,6 +254,8 @@ class GroupedProblem:
     trans_b: bool
     out_dtype: torch.dtype
     accumulate: bool = False
+    a_span: ScaleSpan = ScaleSpan.BLOCK
+    b_span: ScaleSpan = ScaleSpan.BLOCK
 
     @property
     def formats(self) -> str:

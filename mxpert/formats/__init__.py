@@ -28,8 +28,10 @@ from .spec import (
     ElementFormat,
     MXFormat,
     ScaleRule,
+    ScaleSpan,
     get_format,
 )
+from .spans import quantize_spans, rebase
 from .tensor import Layout, MXTensor
 from .token import FP8_TOKEN, TokenRows, quantize_token_rows
 
@@ -52,6 +54,7 @@ __all__ = [
     "MXFormat",
     "MXTensor",
     "ScaleRule",
+    "ScaleSpan",
     "TokenRows",
     "block_scale",
     "decode",
@@ -63,7 +66,9 @@ __all__ = [
     "get_format",
     "pack_codes",
     "quantize_blocks",
+    "quantize_spans",
     "quantize_token_rows",
+    "rebase",
     "unfold",
     "unpack_codes",
 ]

@@ -40,6 +40,28 @@ class ScaleRule(enum.Enum):
     EVEN = "even"
 
 
+class ScaleSpan(enum.Enum):
+    """How many values along the quantised axis share a scale, in whole blocks of 32.
+
+    BLOCK: each block of 32 has its own, the OCP format. SPAN128: four blocks in a row (of a group,
+    where groups divide the axis). ROW: a whole row (of a group). The scale follows from the span's
+    maximum by the same ScaleRule; it is stored for every block, so that the tensor is a valid MX
+    tensor and every kernel reads it. FP8 tensor cores without block scaling (Hopper) multiply spans
+    of a ROW at full speed, SPAN128 nearly so, and BLOCK only as bf16.
+
+    What a longer span costs: a value more than 14 binades below its span's maximum is rounded to
+    fewer bits than it would have in its own block (e4m3; e5m2 has 30).
+
+    Example:
+        >>> ScaleSpan("row") is ScaleSpan.ROW
+        True
+    """
+
+    BLOCK = "block"
+    SPAN128 = "span128"
+    ROW = "row"
+
+
 @dataclass(frozen=True)
 class ElementFormat:
     """A small float: sign, `exponent_bits`, `mantissa_bits`; bias and range follow the OCP text."""

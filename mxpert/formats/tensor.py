@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import message, require, require_device, require_tensor
-from .spec import MXFormat
+from .spec import MXFormat, ScaleSpan
 
 
 class Layout(enum.Enum):
@@ -38,6 +38,8 @@ class MXTensor:
         layout: memory order; kernels refuse a layout that is not theirs.
         reference: uint8 [..., N], the reference exponent of each row, in folded layouts only.
         logical_shape: the logical shape, in layouts whose storage does not show it.
+        scale_span: a promise that all scales of a span are equal (blocks of zeros included) and
+            from 1 to 254, or 255 over a span of NaN codes; see ScaleSpan.
 
     `qdata` and `scale` may be strided views into larger (padded) storage; only the innermost
     quantised dimension of a ROW_MAJOR tensor has to be dense for the kernels.
@@ -61,6 +63,7 @@ class MXTensor:
     layout: Layout = Layout.ROW_MAJOR
     reference: torch.Tensor | None = None
     logical_shape: tuple[int, ...] | None = None
+    scale_span: ScaleSpan = ScaleSpan.BLOCK
 
     def __post_init__(self) -> None:
         op = "MXTensor"
@@ -73,6 +76,8 @@ class MXTensor:
             raise TypeError(message(op, "axis", "a negative int", repr(self.axis)))
         if not isinstance(self.layout, Layout):
             raise TypeError(message(op, "layout", "a Layout", repr(self.layout)))
+        if not isinstance(self.scale_span, ScaleSpan):
+            raise TypeError(message(op, "scale_span", "a ScaleSpan", repr(self.scale_span)))
         require(-self.qdata.dim() <= self.axis < 0, op, "axis",
                 need=f"a negative axis of a {self.qdata.dim()}-dimensional tensor", got=self.axis)
         packed = self.layout is not Layout.ROW_MAJOR
@@ -90,11 +95,6 @@ class MXTensor:
         require(list(self.scale.shape) == expected, op, "scale", need=expected,
                 got=list(self.scale.shape), remedy=f"quantise along axis {self.axis}")
 
-    @property
-    def shape(self) -> torch.Size:
-        """Logical shape (codes, not bytes)."""
-        if self.logical_shape is not None:
-            return torch.Size(self.logical_shape)
     @classmethod
     def unchecked(cls, qdata: torch.Tensor, scale: torch.Tensor, format: MXFormat,
                   axis: int = -1) -> MXTensor:
@@ -103,6 +103,11 @@ class MXTensor:
         tensor.__dict__.update(qdata=qdata, scale=scale, format=format, axis=axis)
         return tensor
 
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape (codes, not bytes)."""
+        if self.logical_shape is not None:
+            return torch.Size(self.logical_shape)
         sizes = list(self.qdata.shape)
         sizes[self.axis] *= self.format.codes_per_byte
         return torch.Size(sizes)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..formats.spec import MXFP4, ScaleRule, get_format
+from ..formats.spec import MXFP4, ScaleRule, ScaleSpan, get_format
 from ..formats.tensor import Layout, MXTensor
 from ..problem import Combine, MoEOptions, activation_from
 from ..routing import RoutingPlan
@@ -127,11 +127,11 @@ def _rebuild_projection(qdata: torch.Tensor, scale: torch.Tensor, reference: tor
                    logical_shape=None if reference is None else shape)
 
 
-def rebuild_mx(qdata: torch.Tensor, scale: torch.Tensor, name: str, *,
-               axis: int = -1) -> MXTensor:
+def rebuild_mx(qdata: torch.Tensor, scale: torch.Tensor, name: str, *, axis: int = -1,
+               span: ScaleSpan = ScaleSpan.BLOCK) -> MXTensor:
     """A ROW_MAJOR MXTensor from its validated parts."""
     return rebuild(MXTensor, qdata=qdata, scale=scale, format=get_format(name), axis=axis,
-                   layout=Layout.ROW_MAJOR, reference=None, logical_shape=None)
+                   layout=Layout.ROW_MAJOR, reference=None, logical_shape=None, scale_span=span)
 
 
 PLAN_SCHEMA = (

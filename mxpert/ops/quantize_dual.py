@@ -6,13 +6,14 @@ import torch
 
 from ..dispatch import detect_target, resolve
 from ..errors import message, require, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, get_format
+from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan, get_format
 from ..formats.tensor import MXTensor
 from ..problem import DualProblem, Op
 from ..routing import GROUP_OFFSET_DTYPES, padded_capacity
 from .library import rebuild_mx, register
 from .quantize import FLOAT_DTYPES
 
+Spans = ScaleSpan | tuple[ScaleSpan, ScaleSpan]
 DualTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 MAX_GROUPED_ROWS = 1 << 30
 """Padded columns are counted in int32, and kernels step past the last one before they mask."""
@@ -21,6 +22,7 @@ MAX_GROUPED_ROWS = 1 << 30
 def quantize_dual(
     x: torch.Tensor, format: str | MXFormat = "mxfp8_e4m3", *,
     group_offsets: torch.Tensor | None = None, scale_rule: ScaleRule = ScaleRule.RCEIL,
+    scale_span: Spans = ScaleSpan.BLOCK,
 ) -> tuple[MXTensor, MXTensor]:
     """Quantise a tensor along its rows and along its columns: both operands that training needs.
 
@@ -39,6 +41,9 @@ def quantize_dual(
         group_offsets: int32 or int64 [G + 1] on the device of `x`: 0, then not decreasing, at most
             M. Not looked at on the host; `mxpert.testing.validate.validate_group_offsets` does.
         scale_rule: how a scale follows from its block's maximum; see ScaleRule.
+        scale_span: how far a scale reaches, in both copies or (row, col); see ScaleSpan. Hopper
+            multiplies ROW fastest; chips with block-scaled tensor cores need BLOCK alone. In a
+            grouped columnwise copy no span crosses groups.
 
     Returns:
         row: MXTensor of the shape of `x`, axis −1. col: MXTensor, axis −1, contiguous: [K, M], with
@@ -59,8 +64,21 @@ def quantize_dual(
         [0, 32, 33]
     """
     element = check_quantize_dual(x, format, group_offsets, scale_rule)
-    row, row_scale, col, col_scale = _dual_op(x, group_offsets, element.name, scale_rule.value)
-    return (rebuild_mx(row, row_scale, element.name), rebuild_mx(col, col_scale, element.name))
+    row_span, col_span = check_spans(scale_span)
+    row, row_scale, col, col_scale = _dual_op(x, group_offsets, element.name, scale_rule.value,
+                                              row_span.value, col_span.value)
+    return (rebuild_mx(row, row_scale, element.name, span=row_span),
+            rebuild_mx(col, col_scale, element.name, span=col_span))
+
+
+def check_spans(scale_span: Spans) -> tuple[ScaleSpan, ScaleSpan]:
+    """The spans of the row-wise and of the column-wise copy."""
+    spans = (scale_span, scale_span) if isinstance(scale_span, ScaleSpan) else scale_span
+    if not (isinstance(spans, tuple) and len(spans) == 2
+            and all(isinstance(span, ScaleSpan) for span in spans)):
+        raise TypeError(message("quantize_dual", "scale_span", "a ScaleSpan or two",
+                                repr(scale_span), "for example mxpert.ScaleSpan.ROW"))
+    return spans
 
 
 def check_quantize_dual(x: torch.Tensor, format: str | MXFormat,
@@ -106,32 +124,34 @@ def check_group_offsets(group_offsets: torch.Tensor, op: str, device: torch.devi
 def describe_quantize_dual(
     x: torch.Tensor, format: str | MXFormat = "mxfp8_e4m3", *,
     group_offsets: torch.Tensor | None = None, scale_rule: ScaleRule = ScaleRule.RCEIL,
+    scale_span: Spans = ScaleSpan.BLOCK,
 ) -> DualProblem:
     """The problem that `quantize_dual` resolves for the same arguments."""
     return _problem(x, group_offsets, check_quantize_dual(x, format, group_offsets, scale_rule),
-                    scale_rule)
+                    scale_rule, *check_spans(scale_span))
 
 
 def _problem(x: torch.Tensor, group_offsets: torch.Tensor | None, format: MXFormat,
-             scale_rule: ScaleRule) -> DualProblem:
+             scale_rule: ScaleRule, row_span: ScaleSpan, column_span: ScaleSpan) -> DualProblem:
     if group_offsets is not None:
         num_groups = group_offsets.shape[0] - 1
     else:
         num_groups = x.shape[0] if x.dim() == 3 else 0
     return DualProblem(Op.QUANTIZE_DUAL, detect_target(x.device), tuple(x.shape), x.dtype, format,
-                       scale_rule, num_groups, group_offsets is not None)
+                       scale_rule, num_groups, group_offsets is not None, row_span, column_span)
 
 
 def _run_dual(x: torch.Tensor, group_offsets: torch.Tensor | None, format: str,
-              scale_rule: str) -> DualTensors:
-    problem = _problem(x, group_offsets, get_format(format), ScaleRule(scale_rule))
+              scale_rule: str, row_span: str, column_span: str) -> DualTensors:
+    problem = _problem(x, group_offsets, get_format(format), ScaleRule(scale_rule),
+                       ScaleSpan(row_span), ScaleSpan(column_span))
     kernel, config = resolve(problem)
     row, col = kernel.launch(problem, config, x=x, group_offsets=group_offsets)
     return row.qdata, row.scale, col.qdata, col.scale
 
 
 def _fake_dual(x: torch.Tensor, group_offsets: torch.Tensor | None, format: str,
-               scale_rule: str) -> DualTensors:
+               scale_rule: str, row_span: str, column_span: str) -> DualTensors:
     *leading, rows, columns = x.shape
     if group_offsets is not None:
         padded = padded_capacity(rows, group_offsets.shape[0] - 1)
@@ -144,5 +164,5 @@ def _fake_dual(x: torch.Tensor, group_offsets: torch.Tensor | None, format: str,
 
 
 _dual_op = register(
-    "quantize_dual(Tensor x, Tensor? group_offsets, str format, str scale_rule) "
-    "-> (Tensor, Tensor, Tensor, Tensor)", _run_dual, _fake_dual)
+    "quantize_dual(Tensor x, Tensor? group_offsets, str format, str scale_rule, str row_span, "
+    "str column_span) -> (Tensor, Tensor, Tensor, Tensor)", _run_dual, _fake_dual)

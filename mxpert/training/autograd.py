@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ..errors import message, require, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE, get_format
+from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan, get_format
 from ..formats.tensor import MXTensor
 from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
 from ..ops.quantize import FLOAT_DTYPES, quantize
 from ..ops.quantize_dual import quantize_dual
-from .recipe import MXFP8Recipe
+from .recipe import MXFP8Recipe, Spans
 
 OFFSET_DTYPES = (torch.int32, torch.int64)
 
@@ -154,23 +154,33 @@ def _forward_mx(
     need_x: bool, need_weight: bool,
 ) -> tuple[torch.Tensor, Parts]:
     """Product and what backward needs: x (codes and scales, or plain), weight (codes, scales)."""
-    fmt, rule = recipe.forward_format, recipe.scale_rule
+    fmt, rule, spans = recipe.forward_format, recipe.scale_rule, recipe.spans(x.device)
     kept_x: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     kept_weight: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if need_weight and not recipe.high_precision_wgrad:
-        x_row, x_col = quantize_dual(x, fmt, group_offsets=group_offsets, scale_rule=rule)
+        x_row, x_col = quantize_dual(x, fmt, group_offsets=group_offsets, scale_rule=rule,
+                                     scale_span=spans.x)
         kept_x = (x_col.qdata, x_col.scale)
     else:
-        x_row = quantize(x, fmt, scale_rule=rule)
+        x_row = quantize_rows(x, fmt, rule, spans.x, group_offsets)
         if need_weight:
             kept_x = (x.to(torch.bfloat16), None)
     if need_x:
-        weight_row, weight_col = quantize_dual(weight, fmt, scale_rule=rule)
+        weight_row, weight_col = quantize_dual(weight, fmt, scale_rule=rule,
+                                               scale_span=spans.weight)
         kept_weight = (weight_col.qdata, weight_col.scale)
     else:
-        weight_row = quantize(weight, fmt, scale_rule=rule)
+        weight_row = quantize_rows(weight, fmt, rule, spans.weight, None)
     y = grouped_gemm(x_row, weight_row, group_offsets, out_dtype=x.dtype)
     return y, (*kept_x, *kept_weight)
+
+
+def quantize_rows(x: torch.Tensor, fmt: str | MXFormat, rule: ScaleRule, spans: Spans,
+                   group_offsets: torch.Tensor | None) -> MXTensor:
+    """The row-wise copy alone; with longer spans the other one is made beside it."""
+    if spans[0] is ScaleSpan.BLOCK:
+        return quantize(x, fmt, scale_rule=rule)
+    return quantize_dual(x, fmt, group_offsets=group_offsets, scale_rule=rule, scale_span=spans)[0]
 
 
 def _backward_mx(
@@ -182,20 +192,22 @@ def _backward_mx(
     x, x_scale, weight, weight_scale = saved
     rule, high_precision = recipe.scale_rule, recipe.high_precision_wgrad
     forward, backward = get_format(recipe.forward_format), get_format(recipe.backward_format)
+    spans = recipe.spans(grad.device)
     dx = dweight = grad_row = None
     if need_weight and high_precision:
         dweight = grouped_wgrad(grad.to(torch.bfloat16), x, group_offsets,
                                 out_dtype=ctx.weight_dtype, accumulate_into=ctx.main_grad)
     elif need_weight:
         grad_row, grad_col = quantize_dual(grad, backward, group_offsets=group_offsets,
-                                           scale_rule=rule)
-        dweight = grouped_wgrad(grad_col, MXTensor(x, x_scale, forward), group_offsets,
-                                out_dtype=ctx.weight_dtype, accumulate_into=ctx.main_grad)
+                                           scale_rule=rule, scale_span=spans.grad)
+        x_col = MXTensor(x, x_scale, forward, scale_span=spans.x[1])
+        dweight = grouped_wgrad(grad_col, x_col, group_offsets, out_dtype=ctx.weight_dtype,
+                                accumulate_into=ctx.main_grad)
     if need_x:
         if grad_row is None:
-            grad_row = quantize(grad, backward, scale_rule=rule)
-        dx = grouped_gemm(grad_row, MXTensor(weight, weight_scale, forward), group_offsets,
-                          out_dtype=ctx.x_dtype)
+            grad_row = quantize_rows(grad, backward, rule, spans.grad, group_offsets)
+        weight_col = MXTensor(weight, weight_scale, forward, scale_span=spans.weight[1])
+        dx = grouped_gemm(grad_row, weight_col, group_offsets, out_dtype=ctx.x_dtype)
     return dx, dweight
 
 

@@ -10,9 +10,9 @@ from ..errors import UnsupportedError, message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import MXTensor
 from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
-from ..ops.quantize import FLOAT_DTYPES, quantize
+from ..ops.quantize import FLOAT_DTYPES
 from ..ops.quantize_dual import quantize_dual
-from .autograd import grouped_linear, multiply_groups, multiply_rows
+from .autograd import grouped_linear, multiply_groups, multiply_rows, quantize_rows
 from .recipe import MXFP8Recipe
 
 
@@ -108,10 +108,13 @@ class _GroupedOuter(torch.autograd.Function):
         if not recipe.enabled:
             ctx.save_for_backward(a, b, group_offsets)
             return multiply_groups(a, b, group_offsets, out_dtype=a.dtype)
+        # Backward multiplies rows of a and b by copies of the gradient, as forward does x by w.
+        spans = recipe.spans(a.device)
         (a_row, a_col), (b_row, b_col) = (
             quantize_dual(rows, recipe.forward_format, group_offsets=group_offsets,
-                          scale_rule=recipe.scale_rule) for rows in (a, b))
-        ctx.format = a_row.format
+                          scale_rule=recipe.scale_rule, scale_span=span)
+            for rows, span in ((a, spans.grad), (b, spans.x)))
+        ctx.format, ctx.span = a_row.format, spans.x[0]
         ctx.save_for_backward(a_row.qdata, a_row.scale, b_row.qdata, b_row.scale, group_offsets)
         return grouped_wgrad(a_col, b_col, group_offsets, out_dtype=a.dtype)
 
@@ -127,14 +130,15 @@ class _GroupedOuter(torch.autograd.Function):
             da = multiply_rows(b, grad, group_offsets, trans_b=True) if need_a else None
             db = multiply_rows(a, grad, group_offsets, trans_b=False) if need_b else None
             return da, db, None, None
-        a_row, b_row = (MXTensor(qdata, scale, ctx.format)
+        a_row, b_row = (MXTensor(qdata, scale, ctx.format, scale_span=ctx.span)
                         for qdata, scale in (operands[:2], operands[2:]))
         fmt, rule = ctx.recipe.backward_format, ctx.recipe.scale_rule
+        spans = ctx.recipe.spans(grad.device).weight
         if need_b:
-            grad_row, grad_col = quantize_dual(grad, fmt, scale_rule=rule)
+            grad_row, grad_col = quantize_dual(grad, fmt, scale_rule=rule, scale_span=spans)
             db = grouped_gemm(a_row, grad_col, group_offsets, out_dtype=ctx.dtype)
         else:
-            grad_row = quantize(grad, fmt, scale_rule=rule)
+            grad_row = quantize_rows(grad, fmt, rule, spans, None)
         if need_a:
             da = grouped_gemm(b_row, grad_row, group_offsets, out_dtype=ctx.dtype)
         return da, db, None, None

@@ -3,25 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
+
+from ..dispatch import detect_target
 from ..errors import message, require
-from ..formats.spec import MXFP8_E4M3, MXFP8_E5M2, ScaleRule
+from ..formats.spec import MXFP8_E4M3, MXFP8_E5M2, ScaleRule, ScaleSpan
 
 TRAINING_FORMATS = (MXFP8_E4M3.name, MXFP8_E5M2.name)
+
+
+Spans = tuple[ScaleSpan, ScaleSpan]
+
+
+class OperandSpans(NamedTuple):
+    """How far scales reach in the (row-wise, column-wise) copies of each operand."""
+
+    x: Spans
+    weight: Spans
+    grad: Spans
+
+
+@torch.compiler.assume_constant_result
+def _architecture(device: torch.device) -> str:
+    return detect_target(device).arch
 
 
 @dataclass(frozen=True)
 class MXFP8Recipe:
     """How forward, dgrad and wgrad quantise their operands.
 
-    Each of x, weight and the incoming gradient is quantised once, in both orientations with 1×32
-    scales: along the reduction of its first GEMM and of its second one. All three GEMMs accumulate
-    in float32.
+    Each of x, weight and the incoming gradient is quantised once, in both orientations: along the
+    reduction of its first GEMM and of its second one.
 
     Args:
         forward_format: "mxfp8_e4m3" or "mxfp8_e5m2", of x and weight.
         backward_format: the same choice for the incoming gradient.
         scale_rule: of all three; RCEIL never saturates.
+        scale_span: how far a scale reaches. BLOCK: 1×32 scales, every one honoured exactly; on
+            Hopper the products are bf16 then. ROW: one power of two per row (per group in wgrad),
+            full FP8 speed on Hopper. SPAN128: 1×128 on the activations' side, in between. None, the
+            default: ROW on Hopper, BLOCK elsewhere. See docs/training.md for what each costs.
         high_precision_wgrad: wgrad from the bfloat16 values of x and gradient; x itself is then
             kept for backward (2 bytes a value instead of 1.03).
         enabled: False computes without quantisation, in the dtype of x: bfloat16 on the same
@@ -42,6 +65,7 @@ class MXFP8Recipe:
     forward_format: str = MXFP8_E4M3.name
     backward_format: str = MXFP8_E4M3.name
     scale_rule: ScaleRule = ScaleRule.RCEIL
+    scale_span: ScaleSpan | None = None
     high_precision_wgrad: bool = False
     enabled: bool = True
 
@@ -54,6 +78,22 @@ class MXFP8Recipe:
         if not isinstance(self.scale_rule, ScaleRule):
             raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(self.scale_rule),
                                     "for example mxpert.ScaleRule.RCEIL"))
+        if self.scale_span is not None and not isinstance(self.scale_span, ScaleSpan):
+            raise TypeError(message(op, "scale_span", "a ScaleSpan or None",
+                                    repr(self.scale_span), "for example mxpert.ScaleSpan.ROW"))
+
+    def spans(self, device: torch.device) -> OperandSpans:
+        """Spans of all copies on a device: what its GEMMs multiply together.
+
+        >>> MXFP8Recipe().spans(torch.device("cpu")).x[0].name
+        'BLOCK'
+        """
+        span = self.scale_span
+        if span is None:
+            span = ScaleSpan.ROW if _architecture(device) == "sm_90" else ScaleSpan.BLOCK
+        # Beside 1×128 scales the second operand has one a row: w in forward and dgrad, x in wgrad.
+        other = ScaleSpan.ROW if span is ScaleSpan.SPAN128 else span
+        return OperandSpans(x=(span, other), weight=(other, other), grad=(span, span))
 
     @classmethod
     def hybrid(cls) -> MXFP8Recipe:

@@ -95,7 +95,7 @@ def _tile_scales(scales, place, num_n, PARTITION: gl.constexpr):
 def _accumulate_halves(ring, slot, phase, depth, scales, HALVES: gl.constexpr,
                        DEPTH: gl.constexpr, PARTITION: gl.constexpr, STAGES: gl.constexpr,
                        WGRAD: gl.constexpr, SPAN: gl.constexpr):
-    """Sums of a tile as one or two halves [64, 128]; the second repeats the first if HALVES is 1."""
+    """Sums of a tile as one or two halves [64, 128]; with one, both are the same."""
     HALF: gl.constexpr = sums_layout(128, DEPTH)
     if SPAN == 128:
         left, right, slot, phase = accumulate_scaled(ring, slot, phase, depth, scales, HALVES,
@@ -122,7 +122,7 @@ def _compute_halves(ring, slot, phase, place, scales, output, num_n, HALVES: gl.
                     PARTITION: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
                     WGRAD: gl.constexpr, SPAN: gl.constexpr, ACCUMULATE: gl.constexpr):
     """Multiply, scale and store a tile of HALVES × 128 columns; returns the ring's place."""
-    a_row, b_row, start, end, out_row, row_end, column = place
+    _, _, start, end, out_row, row_end, column = place
     SCALED: gl.constexpr = DEPTH == 128
     HALF: gl.constexpr = sums_layout(128, DEPTH)
     row = out_row + PARTITION * 64
@@ -185,6 +185,7 @@ def _grouped_gemm_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
+    num_n = num_n // 8 * 8  # it is a multiple of 8, which lets masked accesses be 16 bytes wide
     column_tiles = gl.cdiv(num_n, BLOCK_N)
     row_tiles = gl.cdiv(num_outer, BLOCK_M)
     if WGRAD:

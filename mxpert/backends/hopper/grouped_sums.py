@@ -67,12 +67,12 @@ def _await_stage(ring, slot, phase, left, DEPTH: gl.constexpr, PARTITION: gl.con
                  WGRAD: gl.constexpr):
     """Wait for a stage, of which `left` values belong to the group."""
     mbarrier.wait(ring[2].index(slot), phase)
-    if WGRAD:  # elsewhere the tensor ends there, and TMA has filled up with zeros
-        if left < DEPTH:
-            # Both consumers clear what they share: the same zeros, each before its own products.
-            _clear_from(ring[0].index(slot).slice(PARTITION * 64, 64, 0), left // 32)
-            _clear_from(ring[1].index(slot), left // 32)
-            fence_async_shared()
+    # Elsewhere than in wgrad the tensor ends there, and TMA has filled up with zeros.
+    if WGRAD and left < DEPTH:
+        # Both consumers clear what they share: the same zeros, each before its own products.
+        _clear_from(ring[0].index(slot).slice(PARTITION * 64, 64, 0), left // 32)
+        _clear_from(ring[1].index(slot), left // 32)
+        fence_async_shared()
 
 
 @gluon.jit

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ...formats.codec import dequantize_blocks, quantize_blocks
+from ...formats.codec import dequantize_blocks
+from ...formats.spans import quantize_spans
 from ...formats.tensor import MXTensor
 from ...problem import Config, DualProblem, GroupedProblem, Op, ReferenceConfig
 from ...routing import group_bounds, padded_capacity, padded_group_offsets
@@ -17,18 +18,20 @@ from .kernel import ReferenceKernel
 
 
 class QuantizeDual(ReferenceKernel):
-    """Two calls of `quantize_blocks`, the second on the transposed and padded groups."""
+    """Two calls of `quantize_spans`, the second on the transposed and padded groups."""
 
     op = Op.QUANTIZE_DUAL
 
     def launch(self, problem: DualProblem, config: Config, *, x: torch.Tensor,
                group_offsets: torch.Tensor | None) -> tuple[MXTensor, MXTensor]:
-        padded = x
+        padded, starts = x, None
         if group_offsets is not None:
+            starts = padded_group_offsets(group_bounds(group_offsets, x.shape[0]))
             x, padded = pad_groups(x, group_offsets)
         format, rule = problem.format, problem.scale_rule
-        return (quantize_blocks(x.contiguous(), format, -1, rule),
-                quantize_blocks(padded.mT.contiguous(), format, -1, rule))
+        return (quantize_spans(x.contiguous(), format, rule, problem.row_span),
+                quantize_spans(padded.mT.contiguous(), format, rule, problem.column_span,
+                               group_starts=starts))
 
 
 def pad_groups(x: torch.Tensor,

@@ -12,7 +12,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from ...errors import require
-from ...formats.spec import MX_BLOCK_SIZE
+from ...formats.spec import MX_BLOCK_SIZE, ScaleSpan
 from ...formats.tensor import MXTensor
 from ...problem import Config, DualProblem, GemmConfig, GroupedProblem, Op, Target
 from ...routing import padded_capacity
@@ -68,6 +68,9 @@ class _QuantizeDual:
         """Why the kernel cannot serve `problem`; None if it can."""
         if problem.dtype not in DTYPES:
             return f"reads float32, bfloat16 or float16, not {problem.dtype}"
+        spans = {problem.row_span, problem.column_span}
+        if spans != {ScaleSpan.BLOCK}:
+            return "writes one scale per block of 32 (ScaleSpan.BLOCK)"
         return _unsupported(problem.target, problem.num_groups if problem.grouped_rows else 0)
 
     def configs(self, problem: DualProblem) -> Iterator[Config]:

@@ -1,0 +1,184 @@
+"""GROUPED_GEMM and GROUPED_WGRAD on Hopper: what runs in FP8, what in bf16, and the launches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from triton.experimental.gluon import language as gl
+
+from ...errors import require
+from ...formats.spec import MXFP8_E5M2, ScaleSpan
+from ...formats.tensor import MXTensor
+from ...problem import GemmConfig, GroupedProblem, Op, QuantizeProblem, Target
+from ..launch import CACHED_LAUNCHES, Launch, Tile
+from ..triton.quantize import DEQUANTIZE
+from .grouped_kernel import _grouped_gemm_hopper_kernel
+
+BLOCK_M, BLOCK_N = 128, 256
+_STAGE_BYTES = 128
+_STAGES = 4
+_BANDS = (16, 8, 32)
+"""Row tiles that share the columns' operand in L2, the default first."""
+
+UNPROMOTED_DEPTH = 8192
+"""Up to this reduction fp8 sums stay in the tensor core: its adder drops bits below 2^-13 of the
+sum, 2e-3 of the result at this depth; beyond, sums are promoted to float32 every 256 values."""
+
+_GLUON_TYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5,
+                torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+class _Grouped:
+    """What both GEMMs share."""
+
+    op: Op
+    backend = "hopper"
+
+    def unsupported(self, problem: GroupedProblem) -> str | None:
+        """Why the kernel cannot serve `problem`; None if it can."""
+        if problem.target.arch != "sm_90":
+            return f"needs sm_90, not {problem.target.arch}"
+        if problem.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"writes bfloat16, float16 or float32, not {problem.out_dtype}"
+        wgrad = problem.op is Op.GROUPED_WGRAD
+        columns = problem.k if wgrad else problem.n
+        if columns % 8:
+            return f"writes rows of whole 16 bytes, got {columns} columns"
+        if problem.a_format == "bf16":
+            if wgrad or not problem.trans_b:
+                return "reads operands with the reduction contiguous"
+            if problem.k % 8:
+                return f"reads rows of whole 16 bytes, got K = {problem.k}"
+        elif not (wgrad or problem.trans_b):
+            return "reads operands with the reduction contiguous"
+        return None
+
+    def configs(self, problem: GroupedProblem) -> Iterator[GemmConfig]:
+        """One tile, with different numbers of rows that share columns in L2."""
+        for band in _BANDS:
+            yield GemmConfig(BLOCK_M, BLOCK_N, _STAGE_BYTES, num_warps=4, num_stages=_STAGES,
+                             group_m=band)
+
+    def heuristic(self, problem: GroupedProblem) -> GemmConfig:
+        """The config used where none is pinned."""
+        return next(self.configs(problem))
+
+    def mode(self, problem: GroupedProblem) -> str:
+        """"row", "span128" or "exact": how the scales of MX operands are honoured."""
+        spans = problem.a_span, problem.b_span
+        if problem.a_format != "bf16" and spans == (ScaleSpan.ROW, ScaleSpan.ROW):
+            return "row"
+        if problem.a_format != "bf16" and spans == (ScaleSpan.SPAN128, ScaleSpan.ROW):
+            return "span128"
+        return "exact"
+
+    def _launch(self, problem: GroupedProblem, config: GemmConfig, first: torch.Tensor | MXTensor,
+                second: torch.Tensor | MXTensor, out: torch.Tensor,
+                offsets: torch.Tensor) -> None:
+        require(config in tuple(self.configs(problem)), problem.op.value, "config",
+                need="a config of this backend", got=config,
+                remedy="see configs() of the kernel for valid ones")
+        if self.mode(problem) == "exact":
+            first, second = (_as_bf16(x, problem.target) for x in (first, second))
+        first_data, first_scale = _operand(first)
+        second_data, second_scale = _operand(second)
+        _gemm_launch(problem, config.group_m, self.mode(problem), first_data.dtype,
+                     second_data.dtype)(
+            out=out, out_desc=out, a_desc=first_data, b_desc=second_data, a_scale=first_scale,
+            b_scale=second_scale, offsets=offsets)
+
+
+class _GroupedGemm(_Grouped):
+    """c[r] = a[r] @ b[group of r].T, zeros in rows without a group."""
+
+    op = Op.GROUPED_GEMM
+
+    def launch(self, problem: GroupedProblem, config: GemmConfig, *, a: torch.Tensor | MXTensor,
+               b: torch.Tensor | MXTensor, group_offsets: torch.Tensor) -> torch.Tensor:
+        """[M, n], contiguous, in `problem.out_dtype`."""
+        out = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
+        if problem.k == 0:
+            return out.zero_()
+        if out.numel() > 0:
+            self._launch(problem, config, a, b, out, group_offsets)
+        return out
+
+
+class _GroupedWgrad(_Grouped):
+    """out[g] = grad_g.T @ a_g over the rows of each group; zeros for empty groups."""
+
+    op = Op.GROUPED_WGRAD
+
+    def launch(self, problem: GroupedProblem, config: GemmConfig, *, grad: torch.Tensor | MXTensor,
+               a: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
+               padded_offsets: torch.Tensor | None,
+               accumulate_into: torch.Tensor | None) -> torch.Tensor:
+        """[G, n, k] in `problem.out_dtype`, or `accumulate_into` with the result added."""
+        out = accumulate_into
+        if out is None:
+            out = group_offsets.new_empty((problem.num_groups, problem.n, problem.k),
+                                          dtype=problem.out_dtype)
+        if out.numel() > 0:
+            assert padded_offsets is not None  # MX operands alone come here
+            self._launch(problem, config, grad, a, out, padded_offsets)
+        return out
+
+
+def _operand(value: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Dense values and, of MX tensors, scale bytes."""
+    if not isinstance(value, MXTensor):
+        return value.contiguous(), None
+    dtype = torch.float8_e5m2 if value.format is MXFP8_E5M2 else torch.float8_e4m3fn
+    return value.qdata.contiguous().view(dtype), value.scale.contiguous()
+
+
+def _as_bf16(value: torch.Tensor | MXTensor, target: Target) -> torch.Tensor:
+    """The exact values of an MX tensor: at most 4 significant bits, times a power of two."""
+    if not isinstance(value, MXTensor):
+        return value
+    problem = QuantizeProblem(Op.DEQUANTIZE, target, tuple(value.shape), value.axis,
+                              torch.bfloat16, value.format)
+    return DEQUANTIZE.launch(problem, None, tensor=value)
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _gemm_launch(problem: GroupedProblem, band: int, mode: str, first: torch.dtype,
+                 second: torch.dtype) -> Launch:
+    wgrad = problem.op is Op.GROUPED_WGRAD
+    num_outer, columns = (problem.n, problem.k) if wgrad else (0, problem.n)
+    reduction = problem.num_rows if wgrad else problem.k
+    pitch = 0 if mode == "exact" else reduction // 32
+    depth = _STAGE_BYTES // first.itemsize
+    piece = 64 if problem.out_dtype is torch.float32 else 128
+    tiles = {"out_desc": _tile(64, piece, problem.out_dtype),
+             "a_desc": _tile(BLOCK_M, depth, first), "b_desc": _tile(BLOCK_N, depth, second)}
+    return Launch(
+        _grouped_gemm_hopper_kernel, (problem.target.num_sms,), tiles,
+        num_groups=problem.num_groups, num_rows=problem.num_rows, num_outer=num_outer,
+        num_n=columns, num_k=0 if wgrad else problem.k, a_pitch=pitch, b_pitch=pitch,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DEPTH=depth, STAGES=_STAGES, BAND=band, WGRAD=wgrad,
+        SPAN=_promotion(problem, mode), ACCUMULATE=problem.accumulate, num_warps=4)
+
+
+def _promotion(problem: GroupedProblem, mode: str) -> int:
+    """The kernel's SPAN: how many values are summed before float32, 0 for all."""
+    if mode != "row":
+        return 128 if mode == "span128" else 0
+    depth = problem.k
+    if problem.op is Op.GROUPED_WGRAD:
+        depth = problem.num_rows // max(1, problem.num_groups)
+    return 0 if depth <= UNPROMOTED_DEPTH else 256
+
+
+@functools.lru_cache
+def _tile(rows: int, columns: int, dtype: torch.dtype) -> Tile:
+    layout: Any = gl.NVMMASharedLayout.get_default_for([rows, columns], _GLUON_TYPES[dtype])
+    return Tile((rows, columns), layout)
+
+
+GROUPED_GEMM = _GroupedGemm()
+GROUPED_WGRAD = _GroupedWgrad()

@@ -1,0 +1,131 @@
+"""MX tensors whose scale reaches further than a block: quantised so, or rebased from blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..errors import message, require
+from .codec import (
+    ZERO_BLOCK_SCALE, block_scale, decode, encode, exact_power_of_two, quantize_blocks,
+)
+from .spec import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan, get_format
+from .tensor import Layout, MXTensor
+
+BLOCKS_OF_SPAN128 = 4
+
+
+def quantize_spans(
+    x: torch.Tensor, fmt: MXFormat | str, rule: ScaleRule, span: ScaleSpan, *,
+    group_starts: torch.Tensor | None = None,
+) -> MXTensor:
+    """Quantise along the last axis with one scale per span.
+
+    As `quantize_blocks`, with a span in place of a block: ``scale = block_scale(max |x| over the
+    span)``, at least 1 so that 0 may stand for "none"; a span of zeros has 127. A NaN makes its
+    whole span NaN.
+
+    Args:
+        x: [..., K], K a multiple of 32; dtypes as `quantize_blocks`.
+        fmt: an MXFP8 format. rule: scale rule. span: which blocks share a scale.
+        group_starts: int [G + 1] on the device of x: positions along the last axis, multiples of
+            32, where groups start (and the last ends); no span crosses them.
+
+    Returns:
+        MXTensor of axis -1 with `scale_span` span.
+
+    Raises:
+        TypeError, ValueError: as `quantize_blocks`; a format that packs codes.
+
+    Example:
+        >>> x = torch.tensor([[1.0] * 32 + [256.0] * 32])
+        >>> quantize_spans(x, "mxfp8", ScaleRule.RCEIL, ScaleSpan.ROW).scale.tolist()
+        [[127, 127]]
+    """
+    fmt = get_format(fmt)
+    _require_span(span, "quantize_spans")
+    require(fmt.codes_per_byte == 1, "quantize_spans", "fmt", need="mxfp8_e4m3 or mxfp8_e5m2",
+            got=fmt.name)
+    blocks = quantize_blocks(x, fmt, -1, rule)
+    if span is ScaleSpan.BLOCK or x.numel() == 0:
+        return replace(blocks, scale_span=span)
+    wide = x.detach().to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+    by_block = wide.unflatten(-1, (-1, MX_BLOCK_SIZE))
+    amax = by_block.abs().amax(-1)
+    scale = block_scale(_span_maximum(amax, span, group_starts), fmt, rule).clamp(min=1)
+    inverse = exact_power_of_two(E8M0_BIAS - scale.int(), wide.dtype)
+    inverse = inverse.masked_fill(scale == E8M0_NAN, float("nan"))
+    codes = encode(by_block * inverse[..., None], fmt.element).flatten(-2)
+    return MXTensor(codes.contiguous(), scale.contiguous(), fmt, scale_span=span)
+
+
+def rebase(tensor: MXTensor, span: ScaleSpan, *,
+           group_starts: torch.Tensor | None = None) -> MXTensor:
+    """Give the blocks of each span one scale: the largest that a block with values has.
+
+    Values are rounded once more (to nearest even) where they move below the smallest normal number
+    of the element; all others stay as they are. A block of NaN stays NaN by its codes.
+
+    Args:
+        tensor: an MXFP8 MXTensor of axis -1, ROW_MAJOR. span, group_starts: as `quantize_spans`.
+
+    Returns:
+        MXTensor with `scale_span` span.
+
+    Raises:
+        ValueError: another format, layout or axis. TypeError: not an MXTensor or a ScaleSpan.
+
+    Example:
+        >>> t = quantize_blocks(torch.tensor([[1.0] * 32 + [256.0] * 32]), "mxfp8")
+        >>> t.scale.tolist(), rebase(t, ScaleSpan.ROW).scale.tolist()
+        ([[119, 127]], [[127, 127]])
+    """
+    op = "rebase"
+    if not isinstance(tensor, MXTensor):
+        raise TypeError(message(op, "tensor", "an MXTensor", type(tensor).__name__))
+    _require_span(span, op)
+    require(tensor.format.codes_per_byte == 1, op, "tensor.format", got=tensor.format.name,
+            need="mxfp8_e4m3 or mxfp8_e5m2")
+    require(tensor.layout is Layout.ROW_MAJOR and tensor.axis == -1, op, "tensor",
+            need="axis -1 in ROW_MAJOR", got=f"axis {tensor.axis} in {tensor.layout}")
+    if span is ScaleSpan.BLOCK or tensor.qdata.numel() == 0:
+        return replace(tensor, scale_span=span)
+    by_block = tensor.qdata.unflatten(-1, (-1, MX_BLOCK_SIZE))
+    present = ((by_block & 0x7F) != 0).any(-1) & (tensor.scale != E8M0_NAN)
+    top = _span_maximum(torch.where(present, tensor.scale.float(), -1.0), span, group_starts)
+    top = torch.where(top < 0, float(ZERO_BLOCK_SCALE), top).clamp(min=1).int()
+    shift = (tensor.scale.int() - top).clamp(-126, 0)  # below that nothing is left
+    values = decode(by_block, tensor.format.element) * exact_power_of_two(shift, torch.float32)[
+        ..., None]
+    values = values.masked_fill((tensor.scale == E8M0_NAN)[..., None], float("nan"))
+    codes = encode(values, tensor.format.element).flatten(-2)
+    return MXTensor(codes, top.to(torch.uint8), tensor.format, scale_span=span)
+
+
+def _span_maximum(amax: torch.Tensor, span: ScaleSpan,
+                  group_starts: torch.Tensor | None) -> torch.Tensor:
+    """For each block [..., B] the maximum over its span; NaN if one is."""
+    ids = _span_ids(amax.shape[-1], span, group_starts, amax.device).expand(amax.shape)
+    spans = amax.new_full((*amax.shape[:-1], amax.shape[-1] + 1), -1.0)
+    spans = spans.scatter_reduce(-1, ids, amax.masked_fill(amax.isnan(), 0.0), "amax")
+    nans = torch.zeros_like(spans).scatter_reduce(-1, ids, amax.isnan().to(amax.dtype), "amax")
+    return spans.masked_fill(nans > 0, float("nan")).gather(-1, ids)
+
+
+def _span_ids(num_blocks: int, span: ScaleSpan, group_starts: torch.Tensor | None,
+              device: torch.device) -> torch.Tensor:
+    """A number below B + 1 for each block, the same for all blocks of a span; int64 [B]."""
+    block = torch.arange(num_blocks, device=device)
+    first = torch.zeros_like(block)
+    if group_starts is not None:
+        starts = group_starts.long() // MX_BLOCK_SIZE
+        first = starts[torch.searchsorted(starts, block, right=True) - 1]
+    length = BLOCKS_OF_SPAN128 if span is ScaleSpan.SPAN128 else num_blocks + 1
+    return first + (block - first) // length
+
+
+def _require_span(span: object, op: str) -> None:
+    if not isinstance(span, ScaleSpan):
+        raise TypeError(message(op, "span", "a ScaleSpan", repr(span),
+                                "for example mxpert.ScaleSpan.ROW"))
