@@ -15,8 +15,9 @@ OPS = ("forward", "dgrad", "wgrad", "wgrad_accumulate", "forward+backward")
 """wgrad_accumulate adds to a float32 gradient; forward+backward is all three GEMMs of a layer."""
 
 BALANCES = ("balanced", "skewed")
-MODES = {"row": "ROW", "block128": "SPAN128", "exact": "BLOCK"}
-"""Name in the results → member of ScaleSpan, which scales share a power of two."""
+MODES = {"row": mxpert.ScaleSpan.ROW, "block128": mxpert.ScaleSpan.SPAN128,
+         "exact": mxpert.ScaleSpan.BLOCK}
+"""Name in the results → the recipe's span: how many values share a power of two."""
 
 SAMPLED_GROUPS, SAMPLED_ROWS = 3, 16
 

@@ -25,7 +25,7 @@ import torch
 from compare import FATAL, FatalError, check_alive, measure_ceilings
 from grouped_cells import BALANCES, MODES, SHAPES, Operands, Part, Shape, parse_shapes, sample, tiny
 from grouped_document import Document, make_row
-from grouped_ours import OURS, Ours, Variant, available_modes, check
+from grouped_ours import OURS, Ours, Variant, check
 from grouped_peers import Compiler, DeepGemm, Jobs, torch_variants
 from grouped_quantiser import cases, check_case, make_quantiser_row
 from grouped_timing import PAUSE, time_calls
@@ -181,9 +181,11 @@ def warm_up(run: Run) -> None:
 
 def summary(jobs: Jobs) -> str:
     """How many of DeepGEMM's kernels were compiled, and why not all."""
-    missing = sorted({why for why in jobs.values() if why})
-    counted = f"{sum(not why for why in jobs.values())} of {len(jobs)} variants compiled"
-    return "; ".join([counted, *missing])
+    missing = sorted({job.error for job in jobs.values() if job.error})
+    padded = sorted(f"{shape} {op}: depth padded to 128" for (shape, _, op), job in jobs.items()
+                    if job.pad_depth)
+    counted = f"{sum(not job.error for job in jobs.values())} of {len(jobs)} variants compiled"
+    return "; ".join([counted, *padded, *missing])
 
 
 def make_meta(device: torch.device, commit: str | None, sustained: bool) -> dict[str, Any]:
@@ -215,8 +217,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
                         help="numbers of shapes: " + ", ".join(
                             f"{index} = {shape}" for index, shape in enumerate(SHAPES, 1)))
     parser.add_argument("--balances", nargs="+", choices=BALANCES, default=list(BALANCES))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=None,
-                        help="default: all that there are")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--peers", type=Path, help="directory that holds deep_gemm")
     parser.add_argument("--output", type=Path, help=f"default: {RESULTS.name}")
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
@@ -244,7 +245,7 @@ def prepare_run(options: argparse.Namespace) -> Run:
     has_deepgemm = options.peers is not None and (options.peers / "deep_gemm").is_dir()
     if not has_deepgemm:
         meta["peers"]["deepgemm"] = "absent: no --peers directory with deep_gemm"
-    run = Run(device, document, shapes, options.balances, options.modes or available_modes(),
+    run = Run(device, document, shapes, options.balances, options.modes,
               began + options.time_limit, 0.0 if options.sustained else PAUSE, has_deepgemm)
     if has_deepgemm and device.type == "cuda":
         run.compiler = Compiler(options.peers, shapes)

@@ -13,13 +13,15 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from grouped_cells import BALANCES, Operands, Part, Shape, pick
-from grouped_ours import Variant
+from grouped_cells import BALANCES, Operands, Part, Shape, pick, sample
+from grouped_ours import Variant, check
 from peers import add_to_path
 
 E4M3_MAX = 448.0
@@ -29,8 +31,17 @@ SLAB_ROWS = 8192
 """Rows quantised at once, for the memory of the float32 between."""
 COMPILE_WORKERS = 6
 
-Jobs = dict[tuple[Shape, str, str], str]
-"""(shape, mode, op) of DeepGEMM → "" if compiled, else why not."""
+
+@dataclass(frozen=True)
+class Job:
+    """What became of one DeepGEMM kernel: compiled, with the depth padded or not, or why not."""
+
+    pad_depth: bool = False
+    error: str = ""
+
+
+Jobs = dict[tuple[Shape, str, str], Job]
+"""By (shape, mode, op)."""
 
 
 class Padded:
@@ -120,7 +131,7 @@ def scaled_blocks(x: torch.Tensor, rows: int,
 
 def _scaled_slab(x: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     height, width = x.shape
-    padded = torch.nn.functional.pad(x, (0, -width % columns, 0, -height % rows))
+    padded = pad(x, (0, -width % columns, 0, -height % rows))
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [M/r, r, K/c, c]
     codes, scale = scaled(blocks, blocks.abs().amax((1, 3), keepdim=True))
     return codes.flatten(2).flatten(0, 1)[:height, :width], scale[:, 0, :, 0]
@@ -139,30 +150,31 @@ class DeepGemm:
                 for mode, ops in DEEPGEMM_OPS.items() for op in ops}
 
     def _compiled(self, mode: str, op: str, jobs: Jobs) -> Variant:
-        why = jobs.get((self.data.shape, mode, op), "it was not compiled")
-        if why:
-            raise RuntimeError(why)
-        return self.variant(mode, op)
+        job = jobs.get((self.data.shape, mode, op), Job(error="it was not compiled"))
+        if job.error:
+            raise RuntimeError(job.error)
+        return self.variant(mode, op, job.pad_depth)
 
-    def variant(self, mode: str, op: str) -> Variant:
-        """One call with its operands."""
+    def variant(self, mode: str, op: str, pad_depth: bool = False) -> Variant:
+        """One call with its operands; `pad_depth` pads what is summed over to 128."""
         accumulator = None
         if op == "wgrad_accumulate":
             call, accumulator = self._wgrad()
         elif mode == "bf16":
             call = self._bf16_forward()
         else:
-            call = self._fp8_rows(op)
+            call = self._fp8_rows(op, pad_depth)
         return Variant("deepgemm", mode, op, False, call, accumulator=accumulator,
                        pick=self.padded.pick)
 
-    def _fp8_rows(self, op: str) -> Callable[[], Any]:
+    def _fp8_rows(self, op: str, pad_depth: bool) -> Callable[[], Any]:
         """Forward and dgrad: 1×128 scales on the rows, 128×128 on the weights."""
         backward = op == "dgrad"
-        a, a_scale = scaled_blocks(
-            self.padded.rows(self.data.grad if backward else self.data.x), 1, 128)
+        rows = self.padded.rows(self.data.grad if backward else self.data.x)
         weights = self.data.weight.mT if backward else self.data.weight
-        blocks = [scaled_blocks(weight, 128, 128) for weight in weights]
+        missing = -rows.shape[1] % 128 if pad_depth else 0
+        a, a_scale = scaled_blocks(pad(rows, (0, missing)), 1, 128)
+        blocks = [scaled_blocks(pad(weight, (0, missing)), 128, 128) for weight in weights]
         b, b_scale = (torch.stack(each) for each in zip(*blocks, strict=True))
         align = getattr(self.library, "get_mn_major_tma_aligned_tensor", torch.Tensor.contiguous)
         aligned = align(a_scale)
@@ -201,15 +213,32 @@ class DeepGemm:
         return run
 
 
-def compile_one(folder: Path, shape: Shape, mode: str, op: str) -> None:
-    """Let DeepGEMM compile what a shape needs, in a process of its own; its cache is on disk."""
+def compile_one(folder: Path, shape: Shape, mode: str, op: str) -> bool:
+    """Let DeepGEMM compile what a shape needs, in a process of its own; its cache is on disk.
+
+    Returns:
+        Whether the depth has to be padded to 128 for a right result.
+    """
     add_to_path(folder)
-    for balance in BALANCES:
-        data = Operands.random(shape, balance, torch.device("cuda"))
-        DeepGemm(data).variant(mode, op).call()
-        torch.cuda.synchronize()
+    data = Operands.random(shape, BALANCES[0], torch.device("cuda"))
+    try:
+        return find_padding(DeepGemm(data), mode, op)
+    finally:
         del data
         torch.cuda.empty_cache()
+
+
+def find_padding(library: DeepGemm, mode: str, op: str) -> bool:
+    """Run one kernel as it is, and, where that is wrong, with the depth padded."""
+    parts = sample(library.data)
+    try:
+        check(library.variant(mode, op), library.data, parts)
+        return False
+    except Exception:
+        if mode == "bf16" or op == "wgrad_accumulate":
+            raise
+        check(library.variant(mode, op, pad_depth=True), library.data, parts)
+        return True
 
 
 class Compiler:
@@ -234,9 +263,10 @@ class Compiler:
         return jobs
 
 
-def _outcome(future: concurrent.futures.Future[None]) -> str:
+def _outcome(future: concurrent.futures.Future[bool]) -> Job:
     if not future.done() or future.cancelled():
-        return "its compiler was not ready in time"
+        return Job(error="its compiler was not ready in time")
     error = future.exception()
-    return "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-
+    if error is None:
+        return Job(pad_depth=future.result())
+    return Job(error=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import mxpert
-from grouped_cells import Operands, Part
+from grouped_cells import MODES, Operands, Part
 from grouped_document import Row
-from grouped_ours import columns_of, rows_of, span_options, wide
+from grouped_ours import columns_of, recipe_of, rows_of, wide
 from mxpert.cli.measure import GateError
 from mxpert.formats import MXTensor
 from mxpert.testing.numerics import sqnr_db
@@ -54,21 +54,19 @@ class Case:
 
 
 def cases(data: Operands, modes: Sequence[str]) -> Iterator[Case]:
-    """x, gradient and weights in bfloat16, weights in float32 too, in every mode."""
+    """x, gradient and weights in bfloat16, weights in float32 too, in every mode; the weights of
+    "block128" are those of "row"."""
     sources = {"x": data.x, "grad": data.grad, "weight": data.weight}
     for operand, source in [*sources.items(), ("weight", data.weight.float())]:
         offsets = None if operand == "weight" else data.group_offsets
         for mode in modes:
-            yield Case(operand, "quantize_dual", mode, source, functools.partial(
-                mxpert.quantize_dual, source, group_offsets=offsets, **span_options(mode)))
-    if not hasattr(mxpert, "rebase"):
-        return
-    for operand, source in sources.items():
-        exact = mxpert.quantize(source, "mxfp8_e4m3")
-        for mode in modes:
-            if mode != "exact":
-                yield Case(operand, "rebase", mode, source, functools.partial(
-                    mxpert.rebase, exact, **span_options(mode)))
+            if (operand, mode) != ("weight", "block128"):
+                yield Case(operand, "quantize_dual", mode, source, functools.partial(
+                    mxpert.quantize_dual, source, group_offsets=offsets,
+                    scale_span=getattr(recipe_of(mode).spans(source.device), operand)))
+    if "row" in modes:  # torch operations: one case shows what they cost
+        yield Case("x", "rebase", "row", data.x, functools.partial(
+            mxpert.rebase, mxpert.quantize(data.x, "mxfp8_e4m3"), MODES["row"]))
 
 
 def check_case(case: Case, parts: Sequence[Part]) -> None:

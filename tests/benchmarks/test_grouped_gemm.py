@@ -80,7 +80,7 @@ def test_the_sample_lies_in_its_groups(ragged: Operands) -> None:
         assert part.features.max() == RAGGED.N - 1
 
 
-@pytest.mark.parametrize("mode", grouped_ours.available_modes())
+@pytest.mark.parametrize("mode", list(grouped_cells.MODES))
 def test_every_variant_passes_its_gate(ragged: Operands, mode: str) -> None:
     ours = grouped_ours.Ours(ragged, mode)
     main_grad = torch.zeros(RAGGED.G, RAGGED.N, RAGGED.K)
@@ -182,8 +182,8 @@ def test_deepgemm_is_given_what_it_asks_for(balance: str) -> None:
     """Against a stand-in that reads its documented layouts: padded groups, scales, transposes."""
     shape = Shape(4, 128, 96, 160)
     data = Operands.random(shape, balance, CPU)
-    jobs = {(shape, mode, op): "" for mode, ops in grouped_peers.DEEPGEMM_OPS.items()
-            for op in ops}
+    jobs = {(shape, mode, op): grouped_peers.Job()
+            for mode, ops in grouped_peers.DEEPGEMM_OPS.items() for op in ops}
     variants = grouped_peers.DeepGemm(data).variants(jobs)
     assert len(variants) == 4
     for name, make in variants.items():
@@ -193,7 +193,7 @@ def test_deepgemm_is_given_what_it_asks_for(balance: str) -> None:
 
 @pytest.mark.usefixtures("fake_deepgemm")
 def test_what_was_not_compiled_says_why(ragged: Operands) -> None:
-    jobs = {(RAGGED, "bf16", "forward"): "no nvcc"}
+    jobs = {(RAGGED, "bf16", "forward"): grouped_peers.Job(error="no nvcc")}
     variants = grouped_peers.DeepGemm(ragged).variants(jobs)
     with pytest.raises(RuntimeError, match="no nvcc"):
         variants["deepgemm/bf16/forward"]()
@@ -201,9 +201,27 @@ def test_what_was_not_compiled_says_why(ragged: Operands) -> None:
         variants["deepgemm/fp8_1x128/dgrad"]()
 
 
+@pytest.mark.usefixtures("fake_deepgemm")
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_depth_is_padded_where_the_library_needs_it(
+        refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = grouped_peers.DeepGemm(Operands.random(Shape(2, 128, 96, 160), "balanced", CPU))
+    right = FakeDeepGemm.m_grouped_fp8_gemm_nt_contiguous
+
+    def only_multiples_of_128(self: Any, a: Any, *rest: Any, **options: Any) -> None:
+        if refuses and a[0].shape[1] % 128:
+            raise RuntimeError("depth")
+        right(self, a, *rest, **options)
+
+    monkeypatch.setattr(FakeDeepGemm, "m_grouped_fp8_gemm_nt_contiguous", only_multiples_of_128)
+    assert grouped_peers.find_padding(library, "fp8_1x128", "forward") is refuses
+    padded = library.variant("fp8_1x128", "forward", refuses)
+    assert grouped_ours.check(padded, library.data, sample(library.data))[1] > 28
+
+
 def test_quantiser_cases_pass_their_gate_and_see_errors(ragged: Operands) -> None:
     parts = sample(ragged)
-    found = list(grouped_quantiser.cases(ragged, grouped_ours.available_modes()))
+    found = list(grouped_quantiser.cases(ragged, list(grouped_cells.MODES)))
     assert len({case.name for case in found}) == len(found)
     for case in found:
         grouped_quantiser.check_case(case, parts)
@@ -281,7 +299,7 @@ def dry(tmp_path: Path) -> Path:
 
 def test_a_dry_run_is_whole_and_renders(dry: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = grouped_document.load(dry)
-    modes = grouped_ours.available_modes()
+    modes = list(grouped_cells.MODES)
     assert found["meta"]["commit"] == "abc"
     assert {(each["shape"], each["balance"]) for each in found["rows"]} == set(itertools.product(
         map(str, map(grouped_cells.tiny, (SHAPES[0], SHAPES[4]))), grouped_cells.BALANCES))
