@@ -28,7 +28,10 @@ import mxpert
 from mxpert.training import MXFP8Recipe, MXMoE
 
 RECIPES = {"bf16": MXFP8Recipe(enabled=False), "mxfp8": MXFP8Recipe(),
-           "mxfp8-hybrid": MXFP8Recipe.hybrid()}
+           "mxfp8-hybrid": MXFP8Recipe.hybrid(),
+           "mxfp8-exact": MXFP8Recipe(scale_span=mxpert.ScaleSpan.BLOCK),
+           "mxfp8-block128": MXFP8Recipe(scale_span=mxpert.ScaleSpan.SPAN128),
+           "mxfp8-row": MXFP8Recipe(scale_span=mxpert.ScaleSpan.ROW)}
 VOCABULARY = 256
 """Bytes: no tokenizer."""
 

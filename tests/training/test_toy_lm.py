@@ -47,7 +47,7 @@ def baseline(example: ModuleType) -> float:
     return run["final"]
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-hybrid"])
+@pytest.mark.parametrize("name", ["mxfp8-exact", "mxfp8-block128", "mxfp8-row", "mxfp8-hybrid"])
 def test_final_loss_is_that_of_bf16(name: str, example: ModuleType, baseline: float) -> None:
     assert train(example, name)[1]["final"] == pytest.approx(baseline, rel=TOLERANCE)
 
