@@ -48,6 +48,12 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "scale rules are the portable quantiser's: a fused and a separate quantiser must agree",
     ("import_directions", "mxpert/backends/hopper/finish_rows.py"):
         "the activation after split-K is the portable epilogue's",
+    ("import_directions", "mxpert/backends/hopper/dual.py"):
+        "dtypes and scale rules are the portable quantiser's",
+    ("import_directions", "mxpert/backends/hopper/span_kernels.py"):
+        "groups are found as the portable grouped kernels find them",
+    ("import_directions", "mxpert/backends/hopper/grouped.py"):
+        "the exact mode multiplies what the portable DEQUANTIZE makes of MX operands",
     ("import_directions", "mxpert/backends/hopper/finish.py"):
         "the activation after split-K is the portable epilogue's",
 }

@@ -64,7 +64,8 @@ def test_a_block_span_is_the_plain_quantisation(span: ScaleSpan) -> None:
     x[4] = 2.0**-140  # below byte 1, which spans do not go below
     plain, actual = quantize_blocks(x[:4], "mxfp8"), quantize_spans(x, "mxfp8", ScaleRule.RCEIL,
                                                                     span)
-    assert torch.equal(actual.qdata[:4], plain.qdata) and torch.equal(actual.scale[:4], plain.scale)
+    assert torch.equal(actual.qdata[:4], plain.qdata)
+    assert torch.equal(actual.scale[:4], plain.scale)
     assert actual.scale[4, 0] == (0 if span is ScaleSpan.BLOCK else 1)
 
 
@@ -83,7 +84,8 @@ def test_rebase(fmt: str, span: ScaleSpan) -> None:
     bound = step / 2 * torch.exp2(actual.scale.float() - 127).repeat_interleave(32, 1)
     assert ((after - before).abs() <= bound).all()
     exact = before.abs() >= step * 2**element.mantissa_bits * 2 * bound / step
-    assert torch.equal(after[exact], before[exact]) and exact.any()
+    assert exact.any()
+    assert torch.equal(after[exact], before[exact])
 
 
 def test_rebase_keeps_nan() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +19,7 @@ from ..triton.quantize import DTYPES
 from ..triton.quantize_kernels import scale_rule_constants
 from .dual_kernel import _quantize_dual_hopper_kernel
 from .span_kernels import (
-    SPREAD_BLOCKS, SPREAD_ROWS, TABLE_BLOCKS, _block_table_kernel, _spread_scales_kernel,
+    MAX_SPREAD_BLOCKS, SPREAD_ROWS, TABLE_BLOCKS, _block_table_kernel, _spread_scales_kernel,
 )
 
 _TILE_BLOCKS = 4
@@ -116,14 +117,17 @@ def _spread(copy: MXTensor, starts: torch.Tensor | None) -> None:
 def _table_launch(num_rows: int, num_groups: int, num_blocks: int) -> Launch:
     return Launch(_block_table_kernel, (triton.cdiv(num_blocks, TABLE_BLOCKS),), num_rows=num_rows,
                   num_groups=num_groups, num_blocks=num_blocks, BLOCKS=TABLE_BLOCKS,
-                  BLOCK_G=max(32, triton.next_power_of_2(num_groups + 1)), num_warps=1)
+                  BLOCK_G=max(32, triton.next_power_of_2(num_groups + 1)), num_warps=2)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _spread_launch(num_rows: int, pitch: int, segments: int, span: ScaleSpan) -> Launch:
+    # Four widths at most: each is a binary.
+    average = max(32, triton.next_power_of_2(triton.cdiv(pitch, segments)))
     return Launch(_spread_scales_kernel, (triton.cdiv(num_rows, SPREAD_ROWS) * segments,),
                   num_rows=num_rows, pitch=pitch, num_segments=segments,
-                  WHOLE=span is ScaleSpan.ROW, ROWS=SPREAD_ROWS, BLOCKS=SPREAD_BLOCKS, num_warps=4)
+                  WHOLE=span is ScaleSpan.ROW, ROWS=SPREAD_ROWS,
+                  BLOCKS=min(MAX_SPREAD_BLOCKS, average), num_warps=2)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -139,8 +143,8 @@ def _quantize_launch(problem: DualProblem, num_blocks: int, blocks_per_matrix: i
         PAIRS=problem.dtype is torch.bfloat16, CHOOSE=choose, ENCODE=encode,
         MARK_ROWS=choose and problem.row_span is not ScaleSpan.BLOCK,
         MARK_COLUMNS=choose and problem.column_span is not ScaleSpan.BLOCK,
-        WIDE_ROWS=choose and num_k_blocks % _TILE_BLOCKS == 0,
-        WIDE_COLUMNS=choose and blocks_per_matrix % _TILE_BLOCKS == 0, num_warps=4)
+        ROW_ALIGNMENT=math.gcd(num_k_blocks, _TILE_BLOCKS),
+        WIDE_COLUMNS=blocks_per_matrix % _TILE_BLOCKS == 0, num_warps=4)
 
 
 QUANTIZE_DUAL = _QuantizeDual()

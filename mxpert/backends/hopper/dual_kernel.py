@@ -15,6 +15,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .tiles import encode_fp8, larger_halves
+
 
 @gluon.constexpr_function
 def _values_layout(FIRST_ROWS):
@@ -44,35 +46,11 @@ def _one_block_each():
     return gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
 
 
-@gluon.constexpr_function
-def _conversion(FORMAT):
-    """Four float32 to four codes, nearest even, saturating; NaN becomes 0x7F."""
-    return ("{ .reg .b16 low, high;"
-            f" cvt.rn.satfinite.{FORMAT}x2.f32 low, $2, $1;"
-            f" cvt.rn.satfinite.{FORMAT}x2.f32 high, $4, $3;"
-            " mov.b32 $0, {low, high}; }")
-
-
-@gluon.jit
-def _encode(values, FORMAT: gl.constexpr):
-    """uint8 codes of scaled values."""
-    ASSEMBLY: gl.constexpr = _conversion(FORMAT)
-    return gl.inline_asm_elementwise(ASSEMBLY, "=r,f,f,f,f", [values], dtype=gl.uint8,
-                                     is_pure=True, pack=4)
-
-
-@gluon.jit
-def _larger_halves(left, right):
-    """Maximum of both unsigned 16-bit halves."""
-    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [left, right],
-                                     dtype=gl.int32, is_pure=True, pack=1)
-
-
 @gluon.jit
 def _row_maxima(data, PAIRS: gl.constexpr):
     """Bits of the largest magnitude of each of 128 rows, one a thread; NaN is the largest."""
     if PAIRS:
-        both = gl.reduce(data & 0x7FFF7FFF, 1, _larger_halves)
+        both = gl.reduce(data & 0x7FFF7FFF, 1, larger_halves)
         both = gl.convert_layout(both, _one_row_each())
         return gl.maximum(both & 0xFFFF, both >> 16) << 16
     else:
@@ -84,7 +62,7 @@ def _row_maxima(data, PAIRS: gl.constexpr):
 def _column_maxima(data, PAIRS: gl.constexpr):
     """Bits of the largest magnitude of each [4, 32] blocks of columns, one a thread."""
     if PAIRS:
-        both = gl.reduce((data & 0x7FFF7FFF).reshape([4, 32, 16]), 1, _larger_halves)
+        both = gl.reduce((data & 0x7FFF7FFF).reshape([4, 32, 16]), 1, larger_halves)
         both = gl.convert_layout(both, gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0]))
         bits = gl.join(both << 16, both & 0x7FFF0000).reshape([4, 32])
     else:
@@ -165,7 +143,7 @@ def _store_row_codes(values, inverse, row_ptrs, present, FORMAT: gl.constexpr):
     by_row = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, LAYOUT)), 1)
     columns = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
     gl.store(gl.expand_dims(row_ptrs, 1) + gl.expand_dims(columns, 0),
-             _encode(values * by_row, FORMAT), mask=gl.expand_dims(present, 1))
+             encode_fp8(values * by_row, FORMAT), mask=gl.expand_dims(present, 1))
 
 
 @gluon.jit
@@ -174,10 +152,70 @@ def _store_column_codes(values, inverse, place_ptrs, present, length, FORMAT: gl
     by_block = values.reshape([4, 32, 32])
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, by_block.type.layout))
     scaled = (by_block * gl.expand_dims(inverse, 1)).reshape([128, 32])
-    codes = _encode(gl.convert_layout(scaled, LAYOUT, assert_trivial=True), FORMAT)
+    codes = encode_fp8(gl.convert_layout(scaled, LAYOUT, assert_trivial=True), FORMAT)
     columns = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT)) * length
     gl.store(gl.expand_dims(place_ptrs, 1) + gl.expand_dims(columns, 0), codes,
              mask=gl.expand_dims(present, 1))
+
+
+@gluon.jit
+def _store_row_scales(pointers, word, mask, count, ALIGNMENT: gl.constexpr):
+    """The `count` bytes of each row's word; both are multiples of ALIGNMENT (1, 2 or 4)."""
+    TYPE: gl.constexpr = (None, gl.int8, gl.int16, None, gl.int32)[ALIGNMENT]
+    for index in range(0, count, ALIGNMENT):
+        gl.store((pointers + index).to(gl.pointer_type(TYPE)), (word >> (8 * index)).to(TYPE),
+                 mask=mask)
+
+
+@gluon.jit
+def _row_side(row, row_scale, table, first_place, first, num_blocks, num_k_blocks,
+              SOURCE: gl.constexpr):
+    """Of the rows of a tile: where they come from, which count, where codes and scales go.
+
+    SOURCE: the layout in which rows are loaded; scales are one a thread.
+    """
+    OUT: gl.constexpr = gl.SliceLayout(1, _values_layout(False))
+    EACH: gl.constexpr = _one_row_each()
+    rows, present, counts = _source(first_place + gl.arange(0, 128, SOURCE), table, num_blocks)
+    codes = row + (rows.to(gl.int64) * num_k_blocks + first) * 32
+    each, scaled, _ = _source(first_place + gl.arange(0, 128, EACH), table, num_blocks)
+    scales = row_scale + each.to(gl.int64) * num_k_blocks + first
+    return (rows, counts, gl.convert_layout(codes, OUT), gl.convert_layout(present, OUT), scales,
+            scaled)
+
+
+@gluon.jit
+def _block_side(column, column_scale, table, first_place, first, num_blocks, blocks_per_matrix,
+                width):
+    """Of the places of a tile: where codes, scales and words of four scales go, and masks.
+
+    The last says which blocks belong to a group.
+    """
+    PLACES: gl.constexpr = gl.SliceLayout(1, _values_layout(True))
+    EACH: gl.constexpr = _one_block_each()
+    places = first_place + gl.arange(0, 128, PLACES)
+    first_column = (first * 32).to(gl.int64) * blocks_per_matrix
+    codes = column + first_column * 32 + (
+        _in_matrix(places // 32, blocks_per_matrix, width) * 32 + places % 32)
+    block = first_place // 32 + gl.arange(0, 4, gl.SliceLayout(1, EACH))
+    columns = gl.arange(0, 32, gl.SliceLayout(0, EACH)) * blocks_per_matrix
+    first_scale = column_scale + first_column
+    scales = (gl.expand_dims(first_scale + _in_matrix(block, blocks_per_matrix, width), 1)
+              + gl.expand_dims(columns, 0))
+    words = first_scale + _in_matrix(first_place // 32, blocks_per_matrix, width) + columns
+    counts = gl.full((4,), 1, gl.int32, gl.SliceLayout(1, EACH))
+    if table is not None:
+        counts = gl.load(table + 2 * block + 1, mask=block < num_blocks, other=0) >> 8
+    return (codes, places // 32 < num_blocks, scales, gl.expand_dims(block < num_blocks, 1), words,
+            gl.expand_dims(counts > 0, 1))
+
+
+@gluon.jit
+def _store_words(words, byte, EACH: gl.constexpr):
+    """The scales of the four blocks of each column as one word."""
+    shift = 8 * gl.arange(0, 4, gl.SliceLayout(1, EACH))
+    word = gl.sum(byte << gl.expand_dims(shift, 1), 0)
+    gl.store(words.to(gl.pointer_type(gl.int32)), word)
 
 
 @gluon.jit(do_not_specialize=["num_blocks", "blocks_per_matrix", "num_k_blocks"],
@@ -186,83 +224,61 @@ def _quantize_dual_hopper_kernel(
         row, row_scale, column, column_scale, x, table, num_blocks, blocks_per_matrix, num_k_blocks,
         x_stride_row, FORMAT: gl.constexpr, EMAX: gl.constexpr, THRESHOLD: gl.constexpr,
         INF_BYTE: gl.constexpr, PAIRS: gl.constexpr, CHOOSE: gl.constexpr, ENCODE: gl.constexpr,
-        MARK_ROWS: gl.constexpr, MARK_COLUMNS: gl.constexpr, WIDE_ROWS: gl.constexpr,
+        MARK_ROWS: gl.constexpr, MARK_COLUMNS: gl.constexpr, ROW_ALIGNMENT: gl.constexpr,
         WIDE_COLUMNS: gl.constexpr, num_warps: gl.constexpr):
     """x [rows, K] to codes [rows, K] and, transposed, [matrices, K, 32 blocks_per_matrix].
 
     PAIRS: x is bfloat16, passed as int32. CHOOSE: find and store each block's scale. ENCODE: store
     codes, with the scales found, or, with CHOOSE off, with the scales that are in memory.
     MARK_ROWS, MARK_COLUMNS: blocks of zeros have byte 0, and no other block has, for what chooses
-    the scales of spans. WIDE: four scales in a row start at a multiple of 4 bytes.
+    the scales of spans. ROW_ALIGNMENT (1, 2, 4) divides a row's number of scales; WIDE_COLUMNS: 4
+    divides a column's.
     """
-    LAYOUT: gl.constexpr = _values_layout(False)
-    ROWS_FIRST: gl.constexpr = gl.SliceLayout(1, _values_layout(True))
-    SOURCE: gl.constexpr = gl.SliceLayout(1, _pairs_layout() if PAIRS else LAYOUT)
-    ROW_EACH: gl.constexpr = _one_row_each()
-    BLOCK_EACH: gl.constexpr = _one_block_each()
-    width = num_k_blocks * 32
-    length = blocks_per_matrix * 32
+    SOURCE: gl.constexpr = gl.SliceLayout(1, _pairs_layout() if PAIRS else _values_layout(False))
     tiles_k = gl.cdiv(num_k_blocks, 4)
     first_place = gl.program_id(0) // tiles_k * 128
     first = gl.program_id(0) % tiles_k * 4
-    rows, present, counts = _source(first_place + gl.arange(0, 128, SOURCE), table, num_blocks)
-    row_each, present_each, _ = _source(first_place + gl.arange(0, 128, ROW_EACH), table,
-                                        num_blocks)
-    scale_rows = row_scale + row_each.to(gl.int64) * num_k_blocks + first
-    row_ptrs = gl.convert_layout(row + rows.to(gl.int64) * width + first * 32,
-                                 gl.SliceLayout(1, LAYOUT))
-    present = gl.convert_layout(present, gl.SliceLayout(1, LAYOUT))
-    places = first_place + gl.arange(0, 128, ROWS_FIRST)
-    in_copy = places // 32 < num_blocks
-    place_ptrs = (column + _in_matrix(places // 32, blocks_per_matrix, width) * 32 + places % 32
-                  + (first * 32).to(gl.int64) * length)
-    block = first_place // 32 + gl.arange(0, 4, gl.SliceLayout(1, BLOCK_EACH))
-    block_columns = gl.arange(0, 32, gl.SliceLayout(0, BLOCK_EACH))
-    block_mask = gl.expand_dims(block < num_blocks, 1)
-    if table is not None:
-        block_counts = gl.expand_dims(
-            gl.load(table + 2 * block + 1, mask=block < num_blocks, other=0) >> 8, 1)
-    first_scale = column_scale + (first * 32).to(gl.int64) * blocks_per_matrix
-    scale_blocks = (gl.expand_dims(first_scale + _in_matrix(block, blocks_per_matrix, width), 1)
-                    + gl.expand_dims(block_columns * blocks_per_matrix, 0))
-    scale_words = (first_scale + _in_matrix(first_place // 32, blocks_per_matrix, width)
-                   + block_columns * blocks_per_matrix)
-    row_word = gl.zeros((128,), gl.int32, ROW_EACH)
+    rows, counts, row_codes, present, row_scales, scaled = _row_side(
+        row, row_scale, table, first_place, first, num_blocks, num_k_blocks, SOURCE)
+    column_codes, in_copy, block_scales, block_mask, words, grouped = _block_side(
+        column, column_scale, table, first_place, first, num_blocks, blocks_per_matrix,
+        num_k_blocks * 32)
+    row_word = gl.zeros((128,), gl.int32, _one_row_each())
     steps = gl.minimum(num_k_blocks - first, 4)
     data = _load(x, rows, counts, first * 32, num_k_blocks, x_stride_row, PAIRS)
+    if not CHOOSE:
+        row_ahead = gl.load(row_scales, mask=scaled, other=127)
+        block_ahead = gl.load(block_scales, mask=block_mask, other=127)
     for step in range(steps):
-        following = _load(x, rows, counts & (step + 1 < steps), (first + step + 1) * 32,
-                          num_k_blocks, x_stride_row, PAIRS)
+        more = step + 1 < steps
+        following = _load(x, rows, counts & more, (first + step + 1) * 32, num_k_blocks,
+                          x_stride_row, PAIRS)
         if CHOOSE:
             row_byte = _scale_byte(_row_maxima(data, PAIRS), EMAX, THRESHOLD, INF_BYTE, MARK_ROWS)
             block_byte = _scale_byte(_column_maxima(data, PAIRS), EMAX, THRESHOLD, INF_BYTE,
                                      MARK_COLUMNS)
-            if MARK_COLUMNS and table is not None:  # no span holds blocks behind the last group
-                block_byte = gl.where((block_byte == 0) & (block_counts == 0), 127, block_byte)
+            if MARK_COLUMNS:  # no span holds the blocks behind the last group
+                block_byte = gl.where((block_byte == 0) & (grouped == 0), 127, block_byte)
             row_word = row_word | (row_byte << (8 * step))
             if WIDE_COLUMNS:
-                shift = 8 * gl.arange(0, 4, gl.SliceLayout(1, BLOCK_EACH))
-                word = gl.sum(block_byte << gl.expand_dims(shift, 1), 0)
-                gl.store(scale_words.to(gl.pointer_type(gl.int32)), word)
+                _store_words(words, block_byte, _one_block_each())
             else:
-                gl.store(scale_blocks, block_byte.to(gl.uint8), mask=block_mask)
+                gl.store(block_scales, block_byte.to(gl.uint8), mask=block_mask)
         else:
-            row_byte = gl.load(scale_rows + step, mask=present_each, other=127).to(gl.int32)
-            block_byte = gl.load(scale_blocks, mask=block_mask, other=127).to(gl.int32)
+            row_byte = row_ahead.to(gl.int32)
+            block_byte = block_ahead.to(gl.int32)
+            row_ahead = gl.load(row_scales + step + 1, mask=scaled & more, other=127)
+            block_ahead = gl.load(block_scales + 32 * blocks_per_matrix, mask=block_mask & more,
+                                  other=127)
         if ENCODE:
             values = _values(data, PAIRS)
-            _store_row_codes(values, _inverse_scale(row_byte), row_ptrs, present, FORMAT)
-            _store_column_codes(values, _inverse_scale(block_byte), place_ptrs, in_copy, length,
-                                FORMAT)
-        row_ptrs += 32
-        place_ptrs += 32 * length
-        scale_words += 32 * blocks_per_matrix
-        scale_blocks += 32 * blocks_per_matrix
+            _store_row_codes(values, _inverse_scale(row_byte), row_codes, present, FORMAT)
+            _store_column_codes(values, _inverse_scale(block_byte), column_codes, in_copy,
+                                blocks_per_matrix * 32, FORMAT)
+        row_codes += 32
+        column_codes += 1024 * blocks_per_matrix
+        words += 32 * blocks_per_matrix
+        block_scales += 32 * blocks_per_matrix
         data = following
     if CHOOSE:
-        if WIDE_ROWS:
-            gl.store(scale_rows.to(gl.pointer_type(gl.int32)), row_word, mask=present_each)
-        else:
-            for step in range(steps):
-                gl.store(scale_rows + step, (row_word >> (8 * step)).to(gl.uint8),
-                         mask=present_each)
+        _store_row_scales(row_scales, row_word, scaled, steps, ROW_ALIGNMENT)

@@ -123,7 +123,7 @@ class _GroupedWgrad(_Grouped):
             out = group_offsets.new_empty((problem.num_groups, problem.n, problem.k),
                                           dtype=problem.out_dtype)
         if out.numel() > 0:
-            assert padded_offsets is not None  # MX operands alone come here
+            assert padded_offsets is not None  # for the type checker: MX operands have them
             self._launch(problem, config, grad, a, out, padded_offsets)
         return out
 

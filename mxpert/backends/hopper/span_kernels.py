@@ -7,12 +7,12 @@ import triton.language as tl
 
 from ..triton.grouped_kernels import group_extents, pick
 
-TABLE_BLOCKS = 128
+TABLE_BLOCKS = 8
 """Blocks of 32 places that a program of the table kernel describes."""
 
-SPREAD_ROWS = 32
-SPREAD_BLOCKS = 64
-"""Rows and blocks a step of the spread kernels."""
+SPREAD_ROWS = 8
+MAX_SPREAD_BLOCKS = 256
+"""Rows and blocks a step of the kernel that spreads scales."""
 
 
 @triton.jit(do_not_specialize=("num_rows", "num_groups", "num_blocks"),
@@ -75,10 +75,9 @@ def _spread_scales_kernel(scale_ptr, starts_ptr, num_rows, pitch, num_segments,
             mask = (rows < num_rows)[:, None] & (block + step < end)[None, :]
             scale = tl.load(row_ptrs + (block + step)[None, :], mask=mask, other=0).to(tl.int32)
             top = tl.maximum(top, tl.max(scale, axis=1))
-        top = tl.where(top == 0, 127, top)
+        spread = tl.broadcast_to(tl.where(top == 0, 127, top)[:, None], (ROWS, BLOCKS))
         for block in range(first, end, BLOCKS):
             mask = (rows < num_rows)[:, None] & (block + step < end)[None, :]
-            spread = tl.broadcast_to(top[:, None], (ROWS, BLOCKS))
             tl.store(row_ptrs + (block + step)[None, :], spread.to(tl.uint8), mask=mask)
     else:
         for block in range(first, end, BLOCKS):

@@ -1,4 +1,4 @@
-"""Register layouts of folded MXFP4 weights and their decoding into FP8 matrix fragments.
+"""Register layouts of folded MXFP4 weights, their decoding into FP8 fragments, and other assembly.
 
 The memory order is `formats.layouts` (HOPPER_FRAGMENT). A tile is UNITS row units of 64 rows by
 STEPS depth units of 128 codes; four warps own a row unit.
@@ -156,3 +156,29 @@ def gate_and_up(accumulator, LAYOUT: gl.constexpr):
     gate = gl.convert_layout(gate.reshape([ROWS // 2, TOKENS]), LAYOUT, assert_trivial=True)
     up = gl.convert_layout(up.reshape([ROWS // 2, TOKENS]), LAYOUT, assert_trivial=True)
     return gate, up
+
+
+@gluon.constexpr_function
+def _fp8_conversion(FORMAT):
+    return ("{ .reg .b16 low, high;"
+            f" cvt.rn.satfinite.{FORMAT}x2.f32 low, $2, $1;"
+            f" cvt.rn.satfinite.{FORMAT}x2.f32 high, $4, $3;"
+            " mov.b32 $0, {low, high}; }")
+
+
+@gluon.jit
+def encode_fp8(values, FORMAT: gl.constexpr):
+    """uint8 codes of float32 values, nearest even, saturating; NaN becomes 0x7F.
+
+    Four values that follow each other in a thread's registers are one instruction's result.
+    """
+    ASSEMBLY: gl.constexpr = _fp8_conversion(FORMAT)
+    return gl.inline_asm_elementwise(ASSEMBLY, "=r,f,f,f,f", [values], dtype=gl.uint8,
+                                     is_pure=True, pack=4)
+
+
+@gluon.jit
+def larger_halves(left, right):
+    """Maximum of both unsigned 16-bit halves of int32 values."""
+    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [left, right],
+                                     dtype=gl.int32, is_pure=True, pack=1)
