@@ -18,21 +18,44 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+INLINE_CODE = re.compile(r"`[^`\n]*`")
 NEEDS_TRITON = ("mxpert.backends.triton", "mxpert.backends.hopper", "mxpert.testing")
+NEEDS_TRANSFORMERS = ("mxpert.integrations.transformers", "mxpert.integrations.convert",
+                      "mxpert.integrations.evaluation", "mxpert.cli.eval")
 
 
-def python_blocks() -> list[pytest.param]:
-    return [pytest.param(block, id=f"{path.name}-{index}") for path in DOCUMENTS
-            for index, block in enumerate(BLOCK.findall(path.read_text(encoding="utf-8")), start=1)]
+def pages() -> list[Path]:
+    return [path for path in DOCUMENTS if BLOCK.search(path.read_text(encoding="utf-8"))]
 
 
 def modules() -> list[str]:
     return ["mxpert", *(found.name for found in pkgutil.walk_packages(mxpert.__path__, "mxpert."))]
 
 
-@pytest.mark.parametrize("block", python_blocks())
-def test_code_block_runs(block: str) -> None:
-    exec(compile(block, "<document>", "exec"), {"__name__": "document"})
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+def test_code_blocks_run(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The blocks of a page run in order, in one namespace and an empty folder."""
+    text = path.read_text(encoding="utf-8")
+    if "transformers" in "".join(BLOCK.findall(text)):
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "document"}
+    for index, block in enumerate(BLOCK.findall(text), start=1):
+        exec(compile(block, f"<{path.name}, block {index}>", "exec"), namespace)
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "docs" / "figures").glob("*.py")),
+                         ids=lambda path: path.stem)
+def test_figures_are_drawn_by_their_script(script: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], cwd=ROOT,
+                          capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    drawn = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert drawn
+    assert all((script.parent / name).is_file() for name in drawn)
 
 
 def test_readme_has_its_first_screen() -> None:
@@ -45,7 +68,7 @@ def test_readme_has_its_first_screen() -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    targets = LINK.findall(path.read_text(encoding="utf-8"))
+    targets = LINK.findall(INLINE_CODE.sub("", path.read_text(encoding="utf-8")))
     missing = [target for target in targets if not (path.parent / target).exists()]
     assert not missing, f"{path.name}: {missing}"
 
@@ -54,6 +77,8 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_doctests_pass(name: str) -> None:
     if name.startswith(NEEDS_TRITON):
         pytest.importorskip("triton")
+    if name in NEEDS_TRANSFORMERS:
+        pytest.importorskip("transformers")
     outcome = doctest.testmod(importlib.import_module(name), verbose=False)
     assert outcome.failed == 0, f"{outcome.failed} of {outcome.attempted} examples failed"
 
