@@ -117,3 +117,22 @@ def test_conversion_to_a_gpu_needs_one_layer_above_the_result() -> None:
     held = torch.cuda.memory_allocated() - before
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < held + layer, f"peak {peak}, result {held}, a dense layer {layer}"
+
+
+def test_cuda_graphs_read_the_weights_where_they_are() -> None:
+    """Not through a copy of their inputs, as CUDA graphs would do with tensors that may move."""
+    model = build("mixtral", dtype=torch.bfloat16, hidden_size=2048, intermediate_size=2048,
+                  num_hidden_layers=1)
+    experts = mx_experts(convert(model, device="cuda", progress=False))[0]
+    hidden = torch.randn(4, 2048, dtype=torch.bfloat16, device="cuda")
+    topk_ids = torch.arange(8, device="cuda").view(4, 2)
+    topk_weights = torch.full((4, 2), 0.5, device="cuda")
+    with torch.no_grad():
+        expected = experts(hidden, topk_ids, topk_weights)
+        compiled = torch.compile(experts, mode="reduce-overhead", fullgraph=True)
+        before = torch.cuda.memory_allocated()
+        for _ in range(4):  # warm-up, recording, replays
+            actual = compiled(hidden, topk_ids, topk_weights).clone()
+    assert torch.equal(actual, expected)
+    grown = torch.cuda.memory_allocated() - before
+    assert grown < experts.weights.nbytes / 2, f"{grown} bytes for {experts.weights.nbytes}"
