@@ -221,3 +221,13 @@ def test_a_recipe_can_be_taken_away_again(sequence) -> None:
     assert not torch.equal(logits(model, sequence), expected)
     assert restore(model).model.layers[0].mlp.experts is module
     assert_exact(logits(model, sequence), expected, "logits")
+
+
+def test_a_trained_model_is_converted_as_it_stands(sequence) -> None:
+    model = build("qwen3_moe")
+    expected = convert(copy.deepcopy(model), progress=False)
+    trained = convert(convert(model, recipe=MXFP8Recipe()), progress=False)
+    assert len(mx_experts(trained)) == 2
+    assert_exact(logits(trained, sequence), logits(expected, sequence), "logits")
+    with pytest.raises(ValueError, match="converted already"):
+        convert(trained, recipe=MXFP8Recipe())
