@@ -97,6 +97,9 @@ class Explanation:
         lines = [f"{self.problem.op.value} on {target.name} ({target.arch})",
                  f"  backend: {chosen.kernel.backend}", f"  config:  {chosen.config}",
                  f"  source:  {chosen.source} ({chosen.detail})"]
+        mode = getattr(chosen.kernel, "mode", None)
+        if mode is not None:
+            lines.append(f"  mode:    {mode(self.problem)}")
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
         return "\n".join(lines)
 

@@ -31,7 +31,7 @@ from .spec import (
     ScaleSpan,
     get_format,
 )
-from .spans import quantize_spans, rebase
+from .spans import count_wide_blocks, quantize_spans, rebase
 from .tensor import Layout, MXTensor
 from .token import FP8_TOKEN, TokenRows, quantize_token_rows
 
@@ -57,6 +57,7 @@ __all__ = [
     "ScaleSpan",
     "TokenRows",
     "block_scale",
+    "count_wide_blocks",
     "decode",
     "decode_scale",
     "dequantize_blocks",

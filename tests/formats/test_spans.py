@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.formats import ScaleRule, ScaleSpan, dequantize_blocks, quantize_blocks, quantize_spans
+from mxpert.formats import (
+    ScaleRule, ScaleSpan, count_wide_blocks, dequantize_blocks, quantize_blocks, quantize_spans,
+)
 from mxpert.formats.codec import block_scale, encode
 from mxpert.formats.spec import get_format
 
@@ -93,6 +95,19 @@ def test_rebase_keeps_nan() -> None:
     assert torch.equal(dequantize_blocks(mxpert.rebase(quantize_blocks(x, "mxfp8"),
                                                        ScaleSpan.ROW))[2].isnan().nonzero()[:, 0],
                        torch.arange(32))
+
+
+@pytest.mark.parametrize(("fmt", "free"), [("mxfp8_e4m3", 9), ("mxfp8_e5m2", 25)])
+def test_the_certificate_counts_wide_blocks(fmt: str, free: int) -> None:
+    """Blocks `free` binades down are free, one more is not; groups are looked at one by one."""
+    x = torch.ones(2, 128)
+    x[0, 32:64], x[0, 64:96], x[1, :64] = 2.0**-free, 2.0 ** -(free + 1), 0
+    blocks = quantize_blocks(x, fmt)
+    starts = torch.tensor([0, 64, 128])
+    assert int(count_wide_blocks(blocks)) == 1
+    assert int(count_wide_blocks(blocks, group_starts=starts)) == 1
+    assert int(count_wide_blocks(blocks, group_starts=torch.tensor([0, 96, 128]))) == 1
+    assert int(count_wide_blocks(blocks, group_starts=torch.tensor([0, 32, 96, 128]))) == 0
 
 
 @pytest.mark.parametrize(("call", "error", "words"), [

@@ -68,7 +68,12 @@ class _Grouped:
         return next(self.configs(problem))
 
     def mode(self, problem: GroupedProblem) -> str:
-        """"row", "span128" or "exact": how the scales of MX operands are honoured."""
+        """How scales are honoured; `explain` shows it.
+
+        "row": FP8 products, both operands with one scale a row. "span128": FP8 products, a with one
+        scale per 128, b with one a row. "exact": bf16 products of bf16 operands or of the exact
+        values of MX operands, whatever their scales.
+        """
         spans = problem.a_span, problem.b_span
         if problem.a_format != "bf16" and spans == (ScaleSpan.ROW, ScaleSpan.ROW):
             return "row"
