@@ -189,7 +189,7 @@ def train(recipe: MXFP8Recipe, data: tuple[torch.Tensor, torch.Tensor], size: Si
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    losses = torch.stack(losses).tolist()  # waits for the device
+    losses = [round(loss, 5) for loss in torch.stack(losses).tolist()]  # waits for the device
     seconds = time.perf_counter() - began
     with torch.no_grad():
         test = torch.stack([model.loss(batch)[0] for batch in windows(
@@ -241,23 +241,33 @@ def save_mixtral(model: LanguageModel, folder: Path) -> None:
 
 
 def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Loss of each step, smoothed over ten, and held-out losses as crosses."""
+    """Smoothed losses with the held-out ones as crosses, and their distance from the first run."""
     try:
         from matplotlib import pyplot
     except ImportError:
         print("no plot: matplotlib is not installed; pip install 'mxpert[plot]'", file=sys.stderr)
         return
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure, (curves, ratios) = pyplot.subplots(2, sharex=True, figsize=(7, 6), layout="constrained",
+                                               height_ratios=(2, 1))
+    reference = smooth(next(iter(runs.values()))["losses"])
     for name, run in runs.items():
-        smooth = [sum(run["losses"][max(0, end - 10):end]) / min(10, end)
-                  for end in range(1, len(run["losses"]) + 1)]
-        line, = axes.plot(smooth, label=f"{name}: {run['final']:.3f}", linewidth=1)
-        axes.plot(len(smooth), run["held_out"], "x", color=line.get_color())
-    axes.set(xlabel="step", ylabel="cross entropy, nats per byte", yscale="log")
-    axes.grid(which="both", alpha=0.3)
-    axes.legend()
+        values = smooth(run["losses"])
+        line, = curves.plot(values, label=f"{name}: {run['final']:.3f}", linewidth=1)
+        curves.plot(len(values), run["held_out"], "x", color=line.get_color())
+        ratios.plot([100 * (value / base - 1) for value, base in zip(
+            values, reference, strict=True)], color=line.get_color(), linewidth=1)
+    curves.set(ylabel="cross entropy, nats per byte")
+    ratios.set(xlabel="step", ylabel=f"% above {next(iter(runs))}", ylim=(-3, 3))
+    for axes in (curves, ratios):
+        axes.grid(alpha=0.3)
+    curves.legend(title="final loss; × held out")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def smooth(losses: Sequence[float]) -> list[float]:
+    """Mean of the last FINAL_STEPS at each step."""
+    return [final_loss(losses[:end]) for end in range(1, len(losses) + 1)]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -136,3 +136,15 @@ def test_the_saved_model_is_a_mixtral_checkpoint(example: ModuleType, tmp_path: 
     ids = torch.randint(256, (2, model.size.length))
     with torch.no_grad():
         assert cosine(model(ids), other(ids).logits) > 0.9999
+
+
+def test_the_documentation_shows_the_results() -> None:
+    text = (ROOT / "docs/training.md").read_text()
+    for seed in range(4):
+        path = ROOT / f"benchmarks/results/cpu/train_moe_lm_{seed}.json"
+        found = json.loads(path.read_text())["runs"]
+        bf16, *others = (found[name] for name in ("bf16", "mxfp8-exact", "mxfp8-row"))
+        cells = [f"{seed}", f"{bf16['final']:.4f}", *(f"{run['ratio']:.4f}" for run in others),
+                 *(f"{run['held_out'] / bf16['held_out']:.4f}" for run in others)]
+        assert f"| {' | '.join(cells)} |" in text
+        assert all(run["ratio"] <= 1 + TOLERANCE for run in found.values())
