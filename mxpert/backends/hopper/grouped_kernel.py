@@ -164,7 +164,8 @@ def _consume(ring, output, scales, offsets, sizes, shape, num_tiles, PARTITION: 
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_groups", "num_rows", "num_n", "num_k", "num_outer"])
+@gluon.jit(do_not_specialize=["num_groups", "num_rows", "num_n", "num_k", "num_outer", "a_pitch",
+                              "b_pitch"])
 def _grouped_gemm_hopper_kernel(
         out, out_desc, a_desc, b_desc, a_scale, b_scale, offsets, num_groups, num_rows, num_outer,
         num_n, num_k, a_pitch, b_pitch, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,

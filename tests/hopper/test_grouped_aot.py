@@ -1,0 +1,313 @@
+"""The training kernels of the Hopper backend compiled without a GPU: instructions, spills, stores.
+
+What is compiled is what a launch would compile: launches on meta tensors are recorded with the
+heuristic's config and specialised as the JIT would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
+
+from mxpert.backends.hopper import KERNELS
+from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
+from mxpert.formats.spec import get_format
+from mxpert.problem import DualProblem, GemmConfig, GroupedProblem, Op
+from mxpert.routing import padded_capacity
+from mxpert.testing.aot import SHARED_MEMORY_LIMIT, CompiledKernel, specialize
+from mxpert.testing.launches import recorded_launches
+
+from .launches import H200, Launch, empty
+from .sass import register_operands
+
+KERNEL_OF = {kernel.op: kernel for kernel in KERNELS}
+BLOCK, SPAN128, ROW = ScaleSpan.BLOCK, ScaleSpan.SPAN128, ScaleSpan.ROW
+FORMATS = {"e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"), "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
+           "mixed": ("mxfp8_e4m3", "mxfp8_e5m2"), "e5m2": ("mxfp8_e5m2", "mxfp8_e5m2")}
+SPANS = {"row": (ROW, ROW), "span128": (SPAN128, ROW), "exact": (BLOCK, BLOCK)}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+MOST_SPILLS = 4
+"""Local memory instructions where float32 results are added to: old and new values are in registers
+at once. None anywhere else."""
+
+THREADS = 384
+"""Two warpgroups that multiply, and one that holds the producer's warp."""
+SM_REGISTERS = 65536
+FULL_TILE, LAST_COLUMNS = 256, 128
+"""Widths of the two loops: columns of a tile, and of the last one if no more are left."""
+
+formats = pytest.mark.parametrize("pair", FORMATS)
+spans = pytest.mark.parametrize("mode", SPANS)
+ops = pytest.mark.parametrize("op", [Op.GROUPED_GEMM, Op.GROUPED_WGRAD], ids=lambda op: op.value)
+
+
+class Sizes(NamedTuple):
+    """Rows, groups and both other sizes of a grouped GEMM."""
+
+    m: int = 8192
+    groups: int = 8
+    n: int = 2880
+    k: int = 2880
+
+
+def operand(fmt: str, span: ScaleSpan, *size: int) -> torch.Tensor | MXTensor:
+    if fmt == "bf16":
+        return empty(*size, dtype=torch.bfloat16)
+    return MXTensor(empty(*size), empty(*size[:-1], size[-1] // 32), get_format(fmt),
+                    scale_span=span)
+
+
+def gemm(op: Op, pair: tuple[str, str], pair_spans: tuple[ScaleSpan, ScaleSpan],
+         out_dtype: torch.dtype = torch.bfloat16, sizes: Sizes = Sizes(), *,
+         accumulate: bool = False, config: GemmConfig | None = None) -> Launch:
+    """The launch of one grouped GEMM, that of operands turned into bfloat16 left out."""
+    m, groups, n, k = sizes
+    forward = op is Op.GROUPED_GEMM
+    length = m if forward else padded_capacity(m, groups)
+    shapes = ((m, k), (groups, n, k)) if forward else ((n, length), (k, length))
+    first, second = (operand(fmt, span, *shape)
+                     for fmt, span, shape in zip(pair, pair_spans, shapes, strict=True))
+    problem = GroupedProblem(op, H200, length, groups, n, k, *pair, forward, out_dtype, accumulate,
+                             *pair_spans)
+    kernel = KERNEL_OF[op]
+    assert kernel.unsupported(problem) is None
+    offsets = empty(groups + 1, dtype=torch.int32)
+    into = empty(groups, n, k, dtype=torch.float32) if accumulate else None
+    arguments = {"a": first, "b": second} if forward else {
+        "grad": first, "a": second, "padded_offsets": offsets, "accumulate_into": into}
+    with recorded_launches() as launches:
+        kernel.launch(problem, config or kernel.heuristic(problem), group_offsets=offsets,
+                      **arguments)
+    (only,) = (Launch(*each) for each in launches if "grouped_gemm" in each.kernel.__name__)
+    return only
+
+
+def dual(shape: tuple[int, ...], dtype: torch.dtype, pair_spans: tuple[ScaleSpan, ScaleSpan],
+         groups: int = 0, fmt: str = "mxfp8_e4m3") -> list[Launch]:
+    """All launches of one dual quantisation; `groups` of rows, 0 for none."""
+    problem = DualProblem(Op.QUANTIZE_DUAL, H200, shape, dtype, get_format(fmt), ScaleRule.RCEIL,
+                          groups or (shape[0] if len(shape) == 3 else 0), groups > 0, *pair_spans)
+    kernel = KERNEL_OF[Op.QUANTIZE_DUAL]
+    assert kernel.unsupported(problem) is None
+    with recorded_launches() as launches:
+        kernel.launch(problem, kernel.heuristic(problem), x=empty(*shape, dtype=dtype),
+                      group_offsets=empty(groups + 1, dtype=torch.int32) if groups else None)
+    return [Launch(*each) for each in launches]
+
+
+def binary(launch: Launch) -> str:
+    signature, constexprs, divisible = specialize(launch.kernel, launch.specialised)
+    return repr((sorted(signature.items()), sorted(constexprs.items(), key=str),
+                 sorted(divisible)))
+
+
+def multiplications(kernel: CompiledKernel) -> dict[str, int]:
+    return {name: count for name, count in kernel.metrics.instructions.items() if "GMMA" in name}
+
+
+def check_gemm(kernel: CompiledKernel, types: str, *, spills: int = 0) -> None:
+    """Operands by TMA into shared memory, wgmma of the named types alone, and it fits."""
+    metrics = kernel.metrics
+    names = multiplications(kernel)
+    assert names
+    assert all(name.endswith(types) for name in names), names
+    assert register_operands(kernel.listing) == 0, "both operands are read from shared memory"
+    assert metrics.instructions["UTMALDG.2D"] == 2
+    assert metrics.spills <= spills
+    assert metrics.shared_memory <= SHARED_MEMORY_LIMIT["sm_90"] == 227 * 1024
+    assert metrics.registers * THREADS <= SM_REGISTERS
+    assert set(metrics.global_stores) == {128}, "ragged rows in whole 16 bytes"
+
+
+# --- grouped_gemm and grouped_wgrad -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["row", "span128"])
+@formats
+@ops
+def test_fp8_operands_reach_the_fp8_tensor_core(op: Op, pair: str, mode: str) -> None:
+    kernel = gemm(op, FORMATS[pair], SPANS[mode]).compile()
+    check_gemm(kernel, "F32." + ".".join(name[-4:].upper() for name in FORMATS[pair]))
+    widths = {int(name.split("x")[1]) for name in multiplications(kernel)}
+    assert widths == ({FULL_TILE, LAST_COLUMNS} if mode == "row" else {LAST_COLUMNS})
+
+
+@pytest.mark.parametrize("pair", [*FORMATS, "bf16"])
+@ops
+def test_exact_operands_are_bfloat16(op: Op, pair: str) -> None:
+    """Every MX value fits into bfloat16, whatever its format: one binary."""
+    if pair == "bf16" and op is Op.GROUPED_WGRAD:
+        pytest.skip("has its reduction along the rows: another backend's")
+    kernel = gemm(op, FORMATS.get(pair, ("bf16", "bf16")), SPANS["exact"]).compile()
+    check_gemm(kernel, "x16.F32.BF16")
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@spans
+@ops
+def test_results_of_every_type(op: Op, mode: str, out_dtype: torch.dtype) -> None:
+    launch = gemm(op, FORMATS["e4m3"], SPANS[mode], out_dtype)
+    kernel = launch.compile()
+    check_gemm(kernel, "BF16" if mode == "exact" else "E4M3.E4M3")
+    assert kernel.metrics.instructions["UTMASTG.2D"] > 0, "full tiles are stored by TMA"
+
+
+@spans
+def test_accumulation_spills_little(mode: str) -> None:
+    launch = gemm(Op.GROUPED_WGRAD, FORMATS["e4m3"], SPANS[mode], torch.float32, accumulate=True)
+    kernel = launch.compile()
+    check_gemm(kernel, "BF16" if mode == "exact" else "E4M3.E4M3", spills=MOST_SPILLS)
+    assert kernel.metrics.global_loads[128] == kernel.metrics.global_stores[128]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@ops
+def test_long_sums_are_promoted(op: Op, out_dtype: torch.dtype) -> None:
+    """Past 8192 values float32 takes over every 256: more wgmma and additions, still no spills."""
+    short = gemm(op, FORMATS["e4m3"], SPANS["row"], out_dtype)
+    sizes = Sizes(k=8448) if op is Op.GROUPED_GEMM else Sizes(m=8448 * 8)
+    long = gemm(op, FORMATS["e4m3"], SPANS["row"], out_dtype, sizes)
+    assert binary(short) != binary(long)
+    kernel = long.compile()
+    check_gemm(kernel, "E4M3.E4M3")
+    assert {int(name.split("x")[1]) for name in multiplications(kernel)} == {LAST_COLUMNS}
+
+
+@spans
+@ops
+def test_every_config_compiles(op: Op, mode: str) -> None:
+    """The tuner may take any of them, and the heuristic's choice is among them."""
+    problem = GroupedProblem(op, H200, 8192, 8, 2880, 2880, *FORMATS["e4m3"],
+                             op is Op.GROUPED_GEMM, torch.bfloat16, False, *SPANS[mode])
+    configs = list(KERNEL_OF[op].configs(problem))
+    assert KERNEL_OF[op].heuristic(problem) in configs
+    assert len(set(configs)) == len(configs) > 1
+    for config in configs:
+        check_gemm(gemm(op, FORMATS["e4m3"], SPANS[mode], config=config).compile(),
+                   "BF16" if mode == "exact" else "E4M3.E4M3")
+
+
+def test_what_is_refused() -> None:
+    """Another backend serves these; the reason is told."""
+    problem = GroupedProblem(Op.GROUPED_GEMM, H200, 64, 2, 64, 64, "bf16", "bf16", True,
+                             torch.bfloat16)
+    wgrad = replace(problem, op=Op.GROUPED_WGRAD, trans_b=False)
+    for bad, reason in ((replace(problem, target=replace(H200, arch="sm_80")), "sm_90"),
+                        (replace(problem, out_dtype=torch.float64), "float64"),
+                        (replace(problem, n=36), "36 columns"),
+                        (replace(problem, k=36), "K = 36"),
+                        (replace(problem, trans_b=False), "contiguous"), (wgrad, "contiguous")):
+        said = KERNEL_OF[bad.op].unsupported(bad)
+        assert said is not None
+        assert reason in said
+    assert KERNEL_OF[Op.GROUPED_GEMM].unsupported(problem) is None
+
+
+# --- quantize_dual ------------------------------------------------------------------------------
+
+DUAL_SPANS = {"block": (BLOCK, BLOCK), "span128": (SPAN128, SPAN128), "row": (ROW, ROW),
+              "span128-row": (SPAN128, ROW), "block-row": (BLOCK, ROW)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("groups", [0, 8, 1024])
+@pytest.mark.parametrize("mode", DUAL_SPANS)
+def test_dual(mode: str, groups: int, dtype: torch.dtype) -> None:
+    """Values in loads of 16 bytes, codes in stores of 4 and 8, nothing spilled."""
+    launches = dual((8192, 2880), dtype, DUAL_SPANS[mode], groups)
+    passes = [launch for launch in launches if "quantize_dual" in launch.name]
+    assert len(passes) == (1 if mode == "block" else 2), "a pass for the scales of long spans"
+    for launch in launches:
+        metrics = launch.compile().metrics
+        assert metrics.spills == metrics.scratch == 0, launch.name
+        assert metrics.shared_memory <= 16 * 1024
+    for launch in passes:
+        metrics = launch.compile().metrics
+        assert metrics.global_loads[128] > 0
+        assert not metrics.global_loads.keys() & {16, 64}, "values come 16 bytes at a time"
+        assert metrics.registers <= 168, "three CTAs of four warps a multiprocessor"
+    stores = passes[-1].compile().metrics.global_stores
+    assert {32, 64} <= stores.keys(), "codes of columns, and of rows"
+    if mode != "block":  # else the scales are stored in between
+        assert stores.keys() <= {32, 64, 128}
+
+
+@pytest.mark.parametrize("shape", [(8, 2880, 2880), (3, 96, 736), (32, 32)], ids=str)
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "mxfp8_e5m2"])
+def test_dual_of_weights(fmt: str, shape: tuple[int, ...]) -> None:
+    for mode in DUAL_SPANS.values():
+        for launch in dual(shape, torch.bfloat16, mode, fmt=fmt):
+            metrics = launch.compile().metrics
+            assert metrics.spills == 0, launch.name
+            if "quantize_dual" in launch.name:
+                assert metrics.global_loads[128] > 0
+                conversion = fmt[-4:] if launch.arguments["ENCODE"] else "no codes"
+                found = launch.compile().count(rf"cvt\.rn\.satfinite\.{conversion}x2\.f32", "ptx")
+                assert bool(found) == launch.arguments["ENCODE"]
+
+
+# --- binaries -----------------------------------------------------------------------------------
+
+SHAPES = (
+    Sizes(8192, 8, 2880, 2880), Sizes(1, 1, 32, 32), Sizes(777, 3, 5760, 2880),
+    Sizes(8192, 16, 4096, 7168), Sizes(65536, 32, 7168, 2048), Sizes(300, 2, 2048, 1536),
+    Sizes(31, 5, 1408, 2048), Sizes(4096, 8, 3072, 5120), Sizes(129, 128, 5120, 1536),
+    Sizes(2048, 1, 736, 1056), Sizes(64, 7, 8, 160), Sizes(9999, 3, 352, 416))
+
+MOST_DUAL_BINARIES = {"_quantize_dual_hopper_kernel": 9, "_block_table_kernel": 6,
+                      "_spread_scales_kernel": 8}
+"""Of each pass: by how many scales of a row, and of a column, may be stored at once (1, 2 or 4);
+by the next power of two of the groups (32 … 1024); by four widths of a step, with groups or
+without."""
+
+
+@spans
+@ops
+def test_one_binary_serves_all_shapes(op: Op, mode: str) -> None:
+    """Rows, groups, N and K are run-time values: nothing recompiles from step to step."""
+    seen: dict[str, Sizes] = {}
+    for sizes in SHAPES:
+        launch = gemm(op, FORMATS["e4m3"], SPANS[mode], sizes=sizes)
+        seen.setdefault(binary(launch), sizes)
+    assert len(seen) == 1, f"several binaries, the first user of each: {list(seen.values())}"
+
+
+@pytest.mark.parametrize("mode", DUAL_SPANS)
+def test_few_binaries_quantise_all_shapes(mode: str) -> None:
+    seen: dict[tuple[str, ...], set[str]] = {}
+    for m, groups, _, k in SHAPES:
+        for launch in dual((m, k), torch.bfloat16, DUAL_SPANS[mode], groups):
+            parts = [str(launch.arguments[key]) for key in ("CHOOSE", "ENCODE", "WHOLE")
+                     if key in launch.arguments]
+            seen.setdefault((launch.name, *parts), set()).add(binary(launch))
+    counts = {key: len(binaries) for key, binaries in seen.items()}
+    assert all(count <= MOST_DUAL_BINARIES[key[0]] for key, count in counts.items()), counts
+
+
+@pytest.mark.parametrize("mode", ["row", "span128"])
+def test_changing_rows_keep_the_binaries(mode: str) -> None:
+    """What changes from step to step is the number of rows: one binary of each pass."""
+    seen: dict[tuple[object, ...], set[str]] = {}
+    for rows in (1, 31, 777, 8191, 8192):
+        for place, launch in enumerate(dual((rows, 2880), torch.bfloat16, DUAL_SPANS[mode], 8)):
+            seen.setdefault((place, launch.name), set()).add(binary(launch))
+    counts = {key: len(binaries) for key, binaries in seen.items()}
+    assert max(counts.values()) <= 4, counts  # 1, 2 or 4 scales of a column in a store; widths
+
+
+def test_a_specialised_argument_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: were num_n specialised, multiples of 16 would have a binary of their own."""
+    found = set()
+    for n in (2880, 2888):
+        launch = gemm(Op.GROUPED_GEMM, FORMATS["e4m3"], SPANS["row"], sizes=Sizes(n=n))
+        parameter = next(p for p in launch.kernel.params if p.name == "num_n")
+        monkeypatch.setattr(parameter, "__dict__", parameter.__dict__ | {
+            "do_not_specialize": False, "do_not_specialize_on_alignment": False})
+        found.add(binary(launch))
+    assert len(found) == 2
