@@ -1,0 +1,144 @@
+"""The search for cliffs: neighbours, ratios, binaries, and the script on tiny shapes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import cliffs
+import pytest
+from cells import MODELS, Model
+
+SHAPE = "E128-k8-H2048-F384"
+
+
+@pytest.fixture
+def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First calls without new processes."""
+    monkeypatch.setattr(cliffs, "start_first_calls", lambda dry: {"bf16 T=17": 0.5})
+
+
+def run(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = cliffs.main(["--dry-run", "--output", str(path), "--shapes", SHAPE, "--tokens", "5",
+                        "--commit", "abc", *arguments])
+    return code, json.loads(path.read_text("utf-8"))
+
+
+def test_the_shapes_are_those_of_the_goal() -> None:
+    found = list(cliffs.SHAPES.values())
+    assert len(found) == len(cliffs.FEATURES) * len(cliffs.HIDDEN) + 1
+    assert {model.F for model in found[:4]} == set(cliffs.FEATURES)
+    assert {model.H for model in found[:4]} == set(cliffs.HIDDEN)
+    assert {model.E for model in found} == {32, 128}
+    assert {model.name for model in found} & set(MODELS) == {"qwen3-235b"}
+
+
+@pytest.mark.parametrize("shape, wanted", [
+    pytest.param((128, 2048, 384), "kimi-k2-tp4", id="narrow"),
+    pytest.param((128, 5120, 1536), "qwen3-235b", id="wide"),
+    pytest.param((16, 3072, 3072), "gpt-oss-20b", id="equal-distance-fewer-experts"),
+    pytest.param((128, 7168, 2048), "dsv3-ep8", id="same-sizes")])
+def test_the_neighbour_is_nearest_in_log_sizes(shape: tuple[int, int, int], wanted: str) -> None:
+    num_experts, hidden_size, features = shape
+    assert cliffs.neighbour_of(Model("", num_experts, 8, hidden_size, features)).name == wanted
+
+
+def test_neighbours_come_first_and_every_cell_once() -> None:
+    plan = cliffs.plan(cliffs.SHAPES.values(), cliffs.TOKENS, cliffs.ROUTINGS)
+    assert [model.name for model in plan][:2] == ["kimi-k2-tp4", "qwen3-235b"]
+    cells = [cell for found in plan.values() for cell in found]
+    assert len(cells) == len(set(cells)) == 13 * 9 + 3
+    assert {cell.routing for cell in plan[MODELS["kimi-k2-tp4"]]} == {"uniform"}
+    assert len(plan[MODELS["qwen3-235b"]]) == 9
+
+
+def row(model: str, efficiency: float, **columns: Any) -> dict[str, Any]:
+    return {"model": model, "T": 17, "activation": "bf16", "stage": "layer", "routing": "uniform",
+            "neighbour": "qwen3-235b", "efficiency": efficiency} | columns
+
+
+def test_a_cell_is_a_cliff_above_the_limit() -> None:
+    found = cliffs.with_neighbours([
+        row("qwen3-235b", 0.5), row("qwen3-235b", 0.25, routing="hot"), row("even", 0.41),
+        row("cliff", 0.39), row("faster", 0.6), row("alone", 0.6, T=131)])
+    assert [each["cliff"] for each in found] == [False, True, False, True, False, None]
+    assert found[1]["ratio"] == 2.0
+    assert found[-1]["ratio"] is None
+    text = cliffs.table(found)
+    assert "**25 (2.00)**" in text
+    assert "| 60 (–) |" in text
+
+
+def test_binaries_are_counted_once_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel(cliffs.JITFunction):
+        def __init__(self, *hashes: str) -> None:
+            cache = {index: types.SimpleNamespace(hash=each) for index, each in enumerate(hashes)}
+            self.__name__, self.device_caches = "_planted_kernel", {0: (cache, {})}
+
+    module = types.ModuleType("mxpert.backends.planted")
+    module.first, module.again = [Kernel("a", "b", "a")] * 2
+    module.unused = Kernel()
+    elsewhere = types.ModuleType("mxpert.testing.planted")
+    elsewhere.kernel = Kernel("c")
+    for each in (module, elsewhere):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    assert cliffs.count_binaries()["_planted_kernel"] == 2
+
+
+def test_a_dry_run_measures_shape_and_neighbour(tmp_path: Path,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = run(tmp_path / "x.json")
+    assert code == 0, found["meta"]["failures"]
+    assert {(each["model"], each["routing"], each["activation"], each["stage"])
+            for each in found["rows"]} == {
+        (model, routing, activation, stage)
+        for model, routing in (("kimi-k2-tp4", "uniform"), *((SHAPE, name)
+                                                             for name in cliffs.ROUTINGS))
+        for activation in cliffs.FORMATS for stage in cliffs.STAGES}
+    assert all(each["rel_l2"] < 1e-2 and each["ratio"] > 0 for each in found["rows"])
+    assert {each["ratio"] for each in found["rows"] if each["model"] == "kimi-k2-tp4"} == {1.0}
+    assert found["meta"]["commit"] == "abc"
+    assert found["meta"]["left"] == []
+    calls = found["binaries"]["first_call_s"]
+    assert set(calls) == {"empty_cache", "kept_cache"}
+    assert list(calls["kept_cache"]) == ["bf16 T=17", "bf16 T=2053", "mxfp8 T=17", "mxfp8 T=2053"]
+    text = capsys.readouterr().out
+    assert f"| {SHAPE} | 5 | hot | kimi-k2-tp4 |" in text
+    assert "first calls, kept cache" in text
+
+
+@pytest.mark.usefixtures("no_children")
+def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cliffs.Ours._layer
+    monkeypatch.setattr(cliffs.Ours, "_layer", lambda self, *operands: right(self, *operands) * (
+        1.1 if self.activation == "mxfp8" else 1.0))
+    code, found = run(tmp_path / "x.json", "--routings", "uniform")
+    assert code == 1
+    assert {each["activation"] for each in found["rows"]} == {"bf16"}
+    errors = [each["error"] for each in found["meta"]["failures"]]
+    assert len(errors) == 2
+    assert all(error.startswith("GateError") and "relative L2" in error for error in errors)
+
+
+@pytest.mark.usefixtures("no_children")
+def test_after_the_time_limit_cells_are_left(tmp_path: Path) -> None:
+    code, found = run(tmp_path / "x.json", "--time-limit", "0")
+    assert (code, found["rows"]) == (0, [])
+    assert len(found["meta"]["left"]) == 1 + 3
+
+
+def test_a_process_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    code, found = run(tmp_path / "x.json", "--time-limit", "0")
+    assert code == 1
+    assert [each["cell"] for each in found["meta"]["failures"]] == [
+        "first calls, empty_cache", "first calls, kept_cache"]
+
+
+@pytest.mark.parametrize("arguments", [["--shapes", "E1"], ["--tokens", "0"], ["--routings", "x"]])
+def test_bad_options_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cliffs.main(["--dry-run", *arguments]) == 2
+    assert "need" in capsys.readouterr().err
