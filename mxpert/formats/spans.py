@@ -15,6 +15,11 @@ from .tensor import Layout, MXTensor
 
 BLOCKS_OF_SPAN128 = 4
 
+FREE_BINADES = {"e4m3": 9, "e5m2": 25}
+"""How far a block's scale may lie below its span's at no cost to speak of: a block's largest value
+then still stands 2^5 (e5m2: 2^6) subnormal steps high, so that the error that a longer span adds,
+half a step at most, is an eighth of the 2^-4 (2^-3) that rounding to the element costs anyway."""
+
 
 def quantize_spans(
     x: torch.Tensor, fmt: MXFormat | str, rule: ScaleRule, span: ScaleSpan, *,
@@ -47,17 +52,24 @@ def quantize_spans(
     _require_span(span, "quantize_spans")
     require(fmt.codes_per_byte == 1, "quantize_spans", "fmt", need="mxfp8_e4m3 or mxfp8_e5m2",
             got=fmt.name)
-    blocks = quantize_blocks(x, fmt, -1, rule)
+    count = torch.zeros(1, dtype=torch.int32, device=x.device) if span is ScaleSpan.AUTO else None
     if span is ScaleSpan.BLOCK or x.numel() == 0:
-        return replace(blocks, scale_span=span)
-    wide = x.detach().to(torch.float64 if x.dtype is torch.float64 else torch.float32)
-    by_block = wide.unflatten(-1, (-1, MX_BLOCK_SIZE))
+        return replace(quantize_blocks(x, fmt, -1, rule), scale_span=span, wide_blocks=count)
+    working = x.detach().to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+    by_block = working.unflatten(-1, (-1, MX_BLOCK_SIZE))
     amax = by_block.abs().amax(-1)
     scale = block_scale(_span_maximum(amax, span, group_starts), fmt, rule).clamp(min=1)
-    inverse = exact_power_of_two(E8M0_BIAS - scale.int(), wide.dtype)
+    if span is ScaleSpan.AUTO:
+        own = block_scale(amax, fmt, rule).clamp(min=1)
+        wide = (amax != 0) & (scale != E8M0_NAN) & (
+            scale.int() - own.int() > FREE_BINADES[fmt.element.name])
+        count = wide.sum(dtype=torch.int32).reshape(1)
+        scale = torch.where(count > 0, own, scale)
+    inverse = exact_power_of_two(E8M0_BIAS - scale.int(), working.dtype)
     inverse = inverse.masked_fill(scale == E8M0_NAN, float("nan"))
     codes = encode(by_block * inverse[..., None], fmt.element).flatten(-2)
-    return MXTensor(codes.contiguous(), scale.contiguous(), fmt, scale_span=span)
+    return MXTensor(codes.contiguous(), scale.contiguous(), fmt, scale_span=span,
+                    wide_blocks=count)
 
 
 def rebase(tensor: MXTensor, span: ScaleSpan, *,
@@ -89,8 +101,10 @@ def rebase(tensor: MXTensor, span: ScaleSpan, *,
             need="mxfp8_e4m3 or mxfp8_e5m2")
     require(tensor.layout is Layout.ROW_MAJOR and tensor.axis == -1, op, "tensor",
             need="axis -1 in ROW_MAJOR", got=f"axis {tensor.axis} in {tensor.layout}")
+    require(span is not ScaleSpan.AUTO, op, "span", need="BLOCK, SPAN128 or ROW", got=span,
+            remedy="quantise with AUTO: quantize_dual(…, scale_span=ScaleSpan.AUTO)")
     if span is ScaleSpan.BLOCK or tensor.qdata.numel() == 0:
-        return replace(tensor, scale_span=span)
+        return replace(tensor, scale_span=span, wide_blocks=None)
     by_block = tensor.qdata.unflatten(-1, (-1, MX_BLOCK_SIZE))
     present = ((by_block & 0x7F) != 0).any(-1) & (tensor.scale != E8M0_NAN)
     top = _span_maximum(torch.where(present, tensor.scale.float(), -1.0), span, group_starts)
@@ -101,12 +115,6 @@ def rebase(tensor: MXTensor, span: ScaleSpan, *,
     values = values.masked_fill((tensor.scale == E8M0_NAN)[..., None], float("nan"))
     codes = encode(values, tensor.format.element).flatten(-2)
     return MXTensor(codes, top.to(torch.uint8), tensor.format, scale_span=span)
-
-
-FREE_BINADES = {"e4m3": 9, "e5m2": 25}
-"""How far a block's scale may lie below its span's at no cost to speak of: a block's largest value
-then still stands 2^5 (e5m2: 2^6) subnormal steps high, so that the error that a longer span adds,
-half a step at most, is an eighth of the 2^-4 (2^-3) that rounding to the element costs anyway."""
 
 
 def count_wide_blocks(tensor: MXTensor, span: ScaleSpan = ScaleSpan.ROW, *,

@@ -40,6 +40,8 @@ class MXTensor:
         logical_shape: the logical shape, in layouts whose storage does not show it.
         scale_span: a promise that all scales of a span are equal (blocks of zeros included) and
             from 1 to 254, or 255 over a span of NaN codes; see ScaleSpan.
+        wide_blocks: int32 [1], with AUTO alone: 0 where the spans are rows, else how many blocks
+            decided that they are not.
 
     `qdata` and `scale` may be strided views into larger (padded) storage; only the innermost
     quantised dimension of a ROW_MAJOR tensor has to be dense for the kernels.
@@ -64,6 +66,7 @@ class MXTensor:
     reference: torch.Tensor | None = None
     logical_shape: tuple[int, ...] | None = None
     scale_span: ScaleSpan = ScaleSpan.BLOCK
+    wide_blocks: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         op = "MXTensor"
@@ -78,6 +81,9 @@ class MXTensor:
             raise TypeError(message(op, "layout", "a Layout", repr(self.layout)))
         if not isinstance(self.scale_span, ScaleSpan):
             raise TypeError(message(op, "scale_span", "a ScaleSpan", repr(self.scale_span)))
+        require((self.wide_blocks is not None) == (self.scale_span is ScaleSpan.AUTO), op,
+                "wide_blocks", need="a tensor with ScaleSpan.AUTO and None otherwise",
+                got=self.scale_span, remedy="quantize_dual makes such tensors")
         require(-self.qdata.dim() <= self.axis < 0, op, "axis",
                 need=f"a negative axis of a {self.qdata.dim()}-dimensional tensor", got=self.axis)
         packed = self.layout is not Layout.ROW_MAJOR

@@ -19,7 +19,7 @@ from .moe_checks import OUT_DTYPES
 from .quantize_dual import check_group_offsets
 
 Operand = torch.Tensor | MXTensor
-FlatOperand = tuple[torch.Tensor, torch.Tensor | None, str, str]
+FlatOperand = tuple[torch.Tensor, torch.Tensor | None, str, str, torch.Tensor | None]
 
 
 def grouped_gemm(
@@ -227,33 +227,36 @@ def _span(value: Operand) -> ScaleSpan:
 
 def _flatten(value: Operand) -> FlatOperand:
     if isinstance(value, MXTensor):
-        return value.qdata, value.scale, value.format.name, value.scale_span.value
-    return value, None, "bf16", ScaleSpan.BLOCK.value
+        return (value.qdata, value.scale, value.format.name, value.scale_span.value,
+                value.wide_blocks)
+    return value, None, "bf16", ScaleSpan.BLOCK.value, None
 
 
 def _rebuild(data: torch.Tensor, scale: torch.Tensor | None, format: str, span: str,
-             axis: int = -1) -> Operand:
+             wide: torch.Tensor | None, axis: int = -1) -> Operand:
     if scale is None:
         return data
-    return rebuild_mx(data, scale, format, axis=axis, span=ScaleSpan(span))
+    return rebuild_mx(data, scale, format, axis=axis, span=ScaleSpan(span), wide=wide)
 
 
 def _run_gemm(
-    a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str, a_span: str, b: torch.Tensor,
-    b_scale: torch.Tensor | None, b_format: str, b_span: str, group_offsets: torch.Tensor,
-    trans_b: bool, out_dtype: torch.dtype,
+    a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str, a_span: str,
+    a_wide: torch.Tensor | None, b: torch.Tensor, b_scale: torch.Tensor | None, b_format: str,
+    b_span: str, b_wide: torch.Tensor | None, group_offsets: torch.Tensor, trans_b: bool,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    left = _rebuild(a, a_scale, a_format, a_span)
-    right = _rebuild(b, b_scale, b_format, b_span, -1 if trans_b else -2)
+    left = _rebuild(a, a_scale, a_format, a_span, a_wide)
+    right = _rebuild(b, b_scale, b_format, b_span, b_wide, -1 if trans_b else -2)
     problem = _gemm_problem(left, right, trans_b, out_dtype)
     kernel, config = resolve(problem)
     return kernel.launch(problem, config, a=left, b=right, group_offsets=group_offsets)
 
 
 def _fake_gemm(
-    a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str, a_span: str, b: torch.Tensor,
-    b_scale: torch.Tensor | None, b_format: str, b_span: str, group_offsets: torch.Tensor,
-    trans_b: bool, out_dtype: torch.dtype,
+    a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str, a_span: str,
+    a_wide: torch.Tensor | None, b: torch.Tensor, b_scale: torch.Tensor | None, b_format: str,
+    b_span: str, b_wide: torch.Tensor | None, group_offsets: torch.Tensor, trans_b: bool,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     return a.new_empty((a.shape[0], b.shape[1 if trans_b else 2]), dtype=out_dtype)
 
@@ -271,18 +274,19 @@ def _launch_wgrad(grad: Operand, a: Operand, group_offsets: torch.Tensor, out_dt
 
 def _run_wgrad(
     grad: torch.Tensor, grad_scale: torch.Tensor | None, grad_format: str, grad_span: str,
-    a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str, a_span: str,
-    group_offsets: torch.Tensor,
+    grad_wide: torch.Tensor | None, a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str,
+    a_span: str, a_wide: torch.Tensor | None, group_offsets: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    return _launch_wgrad(_rebuild(grad, grad_scale, grad_format, grad_span),
-                         _rebuild(a, a_scale, a_format, a_span), group_offsets, out_dtype, None)
+    return _launch_wgrad(_rebuild(grad, grad_scale, grad_format, grad_span, grad_wide),
+                         _rebuild(a, a_scale, a_format, a_span, a_wide), group_offsets, out_dtype,
+                         None)
 
 
 def _fake_wgrad(
     grad: torch.Tensor, grad_scale: torch.Tensor | None, grad_format: str, grad_span: str,
-    a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str, a_span: str,
-    group_offsets: torch.Tensor,
+    grad_wide: torch.Tensor | None, a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str,
+    a_span: str, a_wide: torch.Tensor | None, group_offsets: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     width = 1 if grad_scale is None else 0
@@ -292,30 +296,31 @@ def _fake_wgrad(
 
 def _run_accumulate(
     grad: torch.Tensor, grad_scale: torch.Tensor | None, grad_format: str, grad_span: str,
-    a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str, a_span: str,
-    group_offsets: torch.Tensor,
+    grad_wide: torch.Tensor | None, a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str,
+    a_span: str, a_wide: torch.Tensor | None, group_offsets: torch.Tensor,
     accumulate_into: torch.Tensor,
 ) -> None:
-    _launch_wgrad(_rebuild(grad, grad_scale, grad_format, grad_span),
-                  _rebuild(a, a_scale, a_format, a_span), group_offsets, torch.float32,
+    _launch_wgrad(_rebuild(grad, grad_scale, grad_format, grad_span, grad_wide),
+                  _rebuild(a, a_scale, a_format, a_span, a_wide), group_offsets, torch.float32,
                   accumulate_into)
 
 
 def _fake_accumulate(
     grad: torch.Tensor, grad_scale: torch.Tensor | None, grad_format: str, grad_span: str,
-    a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str, a_span: str,
-    group_offsets: torch.Tensor,
+    grad_wide: torch.Tensor | None, a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str,
+    a_span: str, a_wide: torch.Tensor | None, group_offsets: torch.Tensor,
     accumulate_into: torch.Tensor,
 ) -> None:
     return None
 
 
 _WGRAD_SCHEMA = (
-    "Tensor grad, Tensor? grad_scale, str grad_format, str grad_span, "
-    "Tensor a, Tensor? a_scale, str a_format, str a_span, Tensor group_offsets")
+    "Tensor grad, Tensor? grad_scale, str grad_format, str grad_span, Tensor? grad_wide, "
+    "Tensor a, Tensor? a_scale, str a_format, str a_span, Tensor? a_wide, Tensor group_offsets")
 _gemm_op = register(
-    "grouped_gemm(Tensor a, Tensor? a_scale, str a_format, str a_span, Tensor b, Tensor? b_scale, "
-    "str b_format, str b_span, Tensor group_offsets, bool trans_b, ScalarType out_dtype) -> Tensor",
+    "grouped_gemm(Tensor a, Tensor? a_scale, str a_format, str a_span, Tensor? a_wide, "
+    "Tensor b, Tensor? b_scale, str b_format, str b_span, Tensor? b_wide, "
+    "Tensor group_offsets, bool trans_b, ScalarType out_dtype) -> Tensor",
     _run_gemm, _fake_gemm)
 _wgrad_op = register(f"grouped_wgrad({_WGRAD_SCHEMA}, ScalarType out_dtype) -> Tensor",
                      _run_wgrad, _fake_wgrad)

@@ -14,7 +14,9 @@ from .library import rebuild_mx, register
 from .quantize import FLOAT_DTYPES
 
 Spans = ScaleSpan | tuple[ScaleSpan, ScaleSpan]
-DualTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+DualTensors = tuple[torch.Tensor, ...]
+"""Codes, scales and, with AUTO, count of wide blocks: of the row-wise copy, then of the other."""
+
 MAX_GROUPED_ROWS = 1 << 30
 """Padded columns are counted in int32, and kernels step past the last one before they mask."""
 
@@ -65,10 +67,16 @@ def quantize_dual(
     """
     element = check_quantize_dual(x, format, group_offsets, scale_rule)
     row_span, col_span = check_spans(scale_span)
-    row, row_scale, col, col_scale = _dual_op(x, group_offsets, element.name, scale_rule.value,
-                                              row_span.value, col_span.value)
-    return (rebuild_mx(row, row_scale, element.name, span=row_span),
-            rebuild_mx(col, col_scale, element.name, span=col_span))
+    row, row_scale, row_wide, col, col_scale, col_wide = _dual_op(
+        x, group_offsets, element.name, scale_rule.value, row_span.value, col_span.value)
+    return (_rebuild(row, row_scale, row_wide, element.name, row_span),
+            _rebuild(col, col_scale, col_wide, element.name, col_span))
+
+
+def _rebuild(qdata: torch.Tensor, scale: torch.Tensor, wide: torch.Tensor, format: str,
+             span: ScaleSpan) -> MXTensor:
+    return rebuild_mx(qdata, scale, format, span=span,
+                      wide=wide if span is ScaleSpan.AUTO else None)
 
 
 def check_spans(scale_span: Spans) -> tuple[ScaleSpan, ScaleSpan]:
@@ -147,7 +155,9 @@ def _run_dual(x: torch.Tensor, group_offsets: torch.Tensor | None, format: str,
                        ScaleSpan(row_span), ScaleSpan(column_span))
     kernel, config = resolve(problem)
     row, col = kernel.launch(problem, config, x=x, group_offsets=group_offsets)
-    return row.qdata, row.scale, col.qdata, col.scale
+    return tuple(part for copy in (row, col) for part in (
+        copy.qdata, copy.scale, x.new_empty(0, dtype=torch.int32) if copy.wide_blocks is None
+        else copy.wide_blocks))
 
 
 def _fake_dual(x: torch.Tensor, group_offsets: torch.Tensor | None, format: str,
@@ -160,9 +170,11 @@ def _fake_dual(x: torch.Tensor, group_offsets: torch.Tensor | None, format: str,
     shapes = ((*leading, rows, columns), (*leading, rows, columns // MX_BLOCK_SIZE),
               (*leading, columns, padded), (*leading, columns, padded // MX_BLOCK_SIZE))
     row, row_scale, col, col_scale = (x.new_empty(shape, dtype=torch.uint8) for shape in shapes)
-    return row, row_scale, col, col_scale
+    row_wide, col_wide = (x.new_empty(int(span == ScaleSpan.AUTO.value), dtype=torch.int32)
+                          for span in (row_span, column_span))
+    return row, row_scale, row_wide, col, col_scale, col_wide
 
 
 _dual_op = register(
     "quantize_dual(Tensor x, Tensor? group_offsets, str format, str scale_rule, str row_span, "
-    "str column_span) -> (Tensor, Tensor, Tensor, Tensor)", _run_dual, _fake_dual)
+    "str column_span) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _run_dual, _fake_dual)

@@ -125,7 +125,8 @@ class _GroupedLinear(torch.autograd.Function):
             else:
                 weight = weight.to(x.dtype)
                 y = multiply_rows(x, weight, group_offsets, trans_b=True)
-                saved = (x if need_weight else None, None, weight if need_x else None, None)
+                saved = (x if need_weight else None, None, None,
+                         weight if need_x else None, None, None)
         ctx.save_for_backward(*saved, group_offsets)
         return y if bias is None else _add_bias(y, bias, group_offsets)
 
@@ -146,29 +147,31 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None, None
 
 
-Parts = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Kept = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Codes, scales and count of wide blocks of a copy; or a plain tensor; or nothing."""
+
+_NOTHING: Kept = (None, None, None)
 
 
 def _forward_mx(
     x: torch.Tensor, weight: torch.Tensor, group_offsets: torch.Tensor, recipe: MXFP8Recipe,
     need_x: bool, need_weight: bool,
-) -> tuple[torch.Tensor, Parts]:
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """Product and what backward needs: x (codes and scales, or plain), weight (codes, scales)."""
     fmt, rule, spans = recipe.forward_format, recipe.scale_rule, recipe.spans(x.device)
-    kept_x: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    kept_weight: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    kept_x = kept_weight = _NOTHING
     if need_weight and not recipe.high_precision_wgrad:
         x_row, x_col = quantize_dual(x, fmt, group_offsets=group_offsets, scale_rule=rule,
                                      scale_span=spans.x)
-        kept_x = (x_col.qdata, x_col.scale)
+        kept_x = (x_col.qdata, x_col.scale, x_col.wide_blocks)
     else:
         x_row = quantize_rows(x, fmt, rule, spans.x, group_offsets)
         if need_weight:
-            kept_x = (x.to(torch.bfloat16), None)
+            kept_x = (x.to(torch.bfloat16), None, None)
     if need_x:
         weight_row, weight_col = quantize_dual(weight, fmt, scale_rule=rule,
                                                scale_span=spans.weight)
-        kept_weight = (weight_col.qdata, weight_col.scale)
+        kept_weight = (weight_col.qdata, weight_col.scale, weight_col.wide_blocks)
     else:
         weight_row = quantize_rows(weight, fmt, rule, spans.weight, None)
     y = grouped_gemm(x_row, weight_row, group_offsets, out_dtype=x.dtype)
@@ -189,7 +192,7 @@ def _backward_mx(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dgrad and wgrad from one quantisation of the gradient."""
     recipe: MXFP8Recipe = ctx.recipe
-    x, x_scale, weight, weight_scale = saved
+    x, x_scale, x_wide, weight, weight_scale, weight_wide = saved
     rule, high_precision = recipe.scale_rule, recipe.high_precision_wgrad
     forward, backward = get_format(recipe.forward_format), get_format(recipe.backward_format)
     spans = recipe.spans(grad.device)
@@ -200,13 +203,14 @@ def _backward_mx(
     elif need_weight:
         grad_row, grad_col = quantize_dual(grad, backward, group_offsets=group_offsets,
                                            scale_rule=rule, scale_span=spans.grad)
-        x_col = MXTensor(x, x_scale, forward, scale_span=spans.x[1])
+        x_col = MXTensor(x, x_scale, forward, scale_span=spans.x[1], wide_blocks=x_wide)
         dweight = grouped_wgrad(grad_col, x_col, group_offsets, out_dtype=ctx.weight_dtype,
                                 accumulate_into=ctx.main_grad)
     if need_x:
         if grad_row is None:
             grad_row = quantize_rows(grad, backward, rule, spans.grad, group_offsets)
-        weight_col = MXTensor(weight, weight_scale, forward, scale_span=spans.weight[1])
+        weight_col = MXTensor(weight, weight_scale, forward, scale_span=spans.weight[1],
+                              wide_blocks=weight_wide)
         dx = grouped_gemm(grad_row, weight_col, group_offsets, out_dtype=ctx.x_dtype)
     return dx, dweight
 
@@ -216,7 +220,7 @@ def _backward_plain(
     need_weight: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dgrad and wgrad without quantisation."""
-    x, _, weight, _ = saved
+    x, _, _, weight, _, _ = saved
     dx = dweight = None
     if need_x:
         dx = multiply_rows(grad, weight, group_offsets, trans_b=False)

@@ -115,7 +115,8 @@ class _GroupedOuter(torch.autograd.Function):
                           scale_rule=recipe.scale_rule, scale_span=span)
             for rows, span in ((a, spans.grad), (b, spans.x)))
         ctx.format, ctx.span = a_row.format, spans.x[0]
-        ctx.save_for_backward(a_row.qdata, a_row.scale, b_row.qdata, b_row.scale, group_offsets)
+        ctx.save_for_backward(a_row.qdata, a_row.scale, a_row.wide_blocks, b_row.qdata,
+                              b_row.scale, b_row.wide_blocks, group_offsets)
         return grouped_wgrad(a_col, b_col, group_offsets, out_dtype=a.dtype)
 
     @staticmethod
@@ -130,8 +131,8 @@ class _GroupedOuter(torch.autograd.Function):
             da = multiply_rows(b, grad, group_offsets, trans_b=True) if need_a else None
             db = multiply_rows(a, grad, group_offsets, trans_b=False) if need_b else None
             return da, db, None, None
-        a_row, b_row = (MXTensor(qdata, scale, ctx.format, scale_span=ctx.span)
-                        for qdata, scale in (operands[:2], operands[2:]))
+        a_row, b_row = (MXTensor(qdata, scale, ctx.format, scale_span=ctx.span, wide_blocks=wide)
+                        for qdata, scale, wide in (operands[:3], operands[3:]))
         fmt, rule = ctx.recipe.backward_format, ctx.recipe.scale_rule
         spans = ctx.recipe.spans(grad.device).weight
         if need_b:

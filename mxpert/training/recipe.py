@@ -43,8 +43,9 @@ class MXFP8Recipe:
         scale_rule: of all three; RCEIL never saturates.
         scale_span: how far a scale reaches. BLOCK: 1×32 scales, every one honoured exactly; on
             Hopper the products are bf16 then. ROW: one power of two per row (per group in wgrad),
-            full FP8 speed on Hopper. SPAN128: 1×128 on the activations' side, in between. None, the
-            default: ROW on Hopper, BLOCK elsewhere. See docs/training.md for what each costs.
+            full FP8 speed on Hopper. AUTO: ROW for data to which it does no harm, BLOCK for other,
+            tensor by tensor, decided on the device. SPAN128: 1×128 on the activations' side. None,
+            the default: AUTO on Hopper, BLOCK elsewhere. See docs/training.md for what each costs.
         high_precision_wgrad: wgrad from the bfloat16 values of x and gradient; x itself is then
             kept for backward (2 bytes a value instead of 1.03).
         enabled: False computes without quantisation, in the dtype of x: bfloat16 on the same
@@ -90,7 +91,7 @@ class MXFP8Recipe:
         """
         span = self.scale_span
         if span is None:
-            span = ScaleSpan.ROW if _architecture(device) == "sm_90" else ScaleSpan.BLOCK
+            span = ScaleSpan.AUTO if _architecture(device) == "sm_90" else ScaleSpan.BLOCK
         # Beside 1×128 scales the second operand has one a row: w in forward and dgrad, x in wgrad.
         other = ScaleSpan.ROW if span is ScaleSpan.SPAN128 else span
         return OperandSpans(x=(span, other), weight=(other, other), grad=(span, span))

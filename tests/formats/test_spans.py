@@ -10,12 +10,14 @@ import torch
 
 import mxpert
 from mxpert.formats import (
-    ScaleRule, ScaleSpan, count_wide_blocks, dequantize_blocks, quantize_blocks, quantize_spans,
+    MXTensor, ScaleRule, ScaleSpan, count_wide_blocks, dequantize_blocks, quantize_blocks,
+    quantize_spans,
 )
 from mxpert.formats.codec import block_scale, encode
 from mxpert.formats.spec import get_format
 
 FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2")
+FIXED = (ScaleSpan.BLOCK, ScaleSpan.SPAN128, ScaleSpan.ROW)
 STARTS = (0, 32, 32, 256, 320)
 WIDTH = 384
 
@@ -42,7 +44,7 @@ def spans_of(length: int, span: ScaleSpan, starts: tuple[int, ...] | None) -> li
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["whole", "groups"])
 @pytest.mark.parametrize("rule", ScaleRule, ids=lambda rule: rule.name)
-@pytest.mark.parametrize("span", ScaleSpan, ids=lambda span: span.name)
+@pytest.mark.parametrize("span", FIXED, ids=lambda span: span.name)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_quantize_spans(fmt: str, span: ScaleSpan, rule: ScaleRule,
                         starts: tuple[int, ...] | None) -> None:
@@ -60,7 +62,7 @@ def test_quantize_spans(fmt: str, span: ScaleSpan, rule: ScaleRule,
         assert torch.equal(actual.qdata[:, part], encode(scaled, get_format(fmt).element))
 
 
-@pytest.mark.parametrize("span", ScaleSpan, ids=lambda span: span.name)
+@pytest.mark.parametrize("span", FIXED, ids=lambda span: span.name)
 def test_a_block_span_is_the_plain_quantisation(span: ScaleSpan) -> None:
     x = wide(5, 32)  # one block: every span is that block
     x[4] = 2.0**-140  # below byte 1, which spans do not go below
@@ -71,7 +73,7 @@ def test_a_block_span_is_the_plain_quantisation(span: ScaleSpan) -> None:
     assert actual.scale[4, 0] == (0 if span is ScaleSpan.BLOCK else 1)
 
 
-@pytest.mark.parametrize("span", ScaleSpan, ids=lambda span: span.name)
+@pytest.mark.parametrize("span", FIXED, ids=lambda span: span.name)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_rebase(fmt: str, span: ScaleSpan) -> None:
     """Scales as quantised with the span; values moved by at most half of a subnormal step."""
@@ -110,6 +112,26 @@ def test_the_certificate_counts_wide_blocks(fmt: str, free: int) -> None:
     assert int(count_wide_blocks(blocks, group_starts=torch.tensor([0, 32, 96, 128]))) == 0
 
 
+@pytest.mark.parametrize("starts", [None, STARTS], ids=["whole", "groups"])
+@pytest.mark.parametrize(("fmt", "free"), [("mxfp8_e4m3", 9), ("mxfp8_e5m2", 25)])
+def test_auto(fmt: str, free: int, starts: tuple[int, ...] | None) -> None:
+    """Rows as long as every block is near its row's maximum; one block too far: blocks."""
+    x = torch.ones(3, WIDTH)
+    x[1, 64:96], x[2, :32] = 2.0**-free, 0
+    group_starts = None if starts is None else torch.tensor(starts)
+
+    def quantise(span: ScaleSpan) -> MXTensor:
+        return quantize_spans(x, fmt, ScaleRule.RCEIL, span, group_starts=group_starts)
+
+    for expected in (ScaleSpan.ROW, ScaleSpan.BLOCK):
+        auto, like = quantise(ScaleSpan.AUTO), quantise(expected)
+        assert auto.wide_blocks is not None
+        assert (auto.wide_blocks.item() > 0) == (expected is ScaleSpan.BLOCK)
+        assert torch.equal(auto.qdata, like.qdata)
+        assert torch.equal(auto.scale, like.scale)
+        x[1, 64:96] /= 2
+
+
 @pytest.mark.parametrize(("call", "error", "words"), [
     (lambda: mxpert.rebase(torch.ones(2, 32), ScaleSpan.ROW), TypeError, "MXTensor"),
     (lambda: mxpert.rebase(quantize_blocks(torch.ones(2, 32), "mxfp8"), "row"), TypeError,
@@ -118,11 +140,13 @@ def test_the_certificate_counts_wide_blocks(fmt: str, free: int) -> None:
      "mxfp8"),
     (lambda: mxpert.rebase(quantize_blocks(torch.ones(32, 2), "mxfp8", 0), ScaleSpan.ROW),
      ValueError, "axis"),
+    (lambda: mxpert.rebase(quantize_blocks(torch.ones(2, 32), "mxfp8"), ScaleSpan.AUTO),
+     ValueError, "quantise with AUTO"),
     (lambda: mxpert.quantize_dual(torch.ones(32, 32), scale_span="row"), TypeError, "ScaleSpan"),
     (lambda: mxpert.quantize_dual(torch.ones(32, 32), scale_span=(ScaleSpan.ROW,)), TypeError,
      "ScaleSpan"),
     (lambda: mxpert.training.MXFP8Recipe(scale_span="row"), TypeError, "ScaleSpan"),
-], ids=["plain", "string", "mxfp4", "axis", "dual", "pair", "recipe"])
+], ids=["plain", "string", "mxfp4", "axis", "auto", "dual", "pair", "recipe"])
 def test_bad_input(call, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
@@ -137,7 +161,7 @@ def snr(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("data", ["normal", "heavy", "spread", "outlier"])
-@pytest.mark.parametrize("span", ScaleSpan, ids=lambda span: span.name)
+@pytest.mark.parametrize("span", FIXED, ids=lambda span: span.name)
 def test_snr_of_a_product(span: ScaleSpan, data: str) -> None:
     """What longer spans cost against 1×32, gated per kind of data; outlier channels too."""
     generator = torch.Generator().manual_seed(1)

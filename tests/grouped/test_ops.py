@@ -229,14 +229,15 @@ def test_a_pinned_tile_reaches_a_grouped_gemm_alone():
     (X, OFFSETS), (X[:0], OFFSETS), (X[:64], None), (W, None)],
     ids=["groups", "groups-of-no-rows", "matrix", "weights"])
 def test_quantize_dual_opcheck(x, offsets):
-    torch.library.opcheck(torch.ops.mxpert.quantize_dual, (x, offsets, "mxfp8_e4m3", "rceil", "row",
-                                                            "span128"))
+    arguments = (x, offsets, "mxfp8_e4m3", "rceil", "auto", "span128")
+    torch.library.opcheck(torch.ops.mxpert.quantize_dual, arguments)
 
 
-def flat(operand: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None, str, str]:
+def flat(operand: torch.Tensor | MXTensor) -> tuple[object, ...]:
     if isinstance(operand, MXTensor):
-        return operand.qdata, operand.scale, operand.format.name, operand.scale_span.value
-    return operand, None, "bf16", "block"
+        return (operand.qdata, operand.scale, operand.format.name, operand.scale_span.value,
+                operand.wide_blocks)
+    return operand, None, "bf16", "block", None
 
 
 @pytest.mark.parametrize(("a", "b", "grad", "columns"), [

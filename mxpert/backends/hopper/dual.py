@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
 
+from ...formats.spans import FREE_BINADES
 from ...formats.spec import MX_BLOCK_SIZE, ScaleSpan
 from ...formats.tensor import MXTensor
 from ...problem import Config, DualProblem, Op
@@ -19,7 +21,8 @@ from ..triton.quantize import DTYPES
 from ..triton.quantize_kernels import scale_rule_constants
 from .dual_kernel import _quantize_dual_hopper_kernel
 from .span_kernels import (
-    MAX_SPREAD_BLOCKS, SPREAD_ROWS, TABLE_BLOCKS, _block_table_kernel, _spread_scales_kernel,
+    MAX_SPREAD_BLOCKS, SPREAD_ROWS, TABLE_BLOCKS, _block_table_kernel, _count_wide_blocks_kernel,
+    _spread_scales_kernel,
 )
 
 _TILE_BLOCKS = 4
@@ -81,8 +84,8 @@ class _QuantizeDual:
             _quantize_launch(problem, *sizes, True, True)(**tensors)
         else:
             _quantize_launch(problem, *sizes, True, False)(**tensors)
-            _spread(row, None)
-            _spread(column, starts)
+            _choose_spans(row, None)
+            _choose_spans(column, starts)
             _quantize_launch(problem, *sizes, False, True)(**tensors)
         return row, column
 
@@ -92,7 +95,8 @@ def _allocate(problem: DualProblem, shape: tuple[int, ...], span: ScaleSpan,
     """An MXTensor of this shape, quantised along its last axis, not yet written."""
     scale_shape = (*shape[:-1], shape[-1] // MX_BLOCK_SIZE)
     qdata, scale = (x.new_empty(size, dtype=torch.uint8) for size in (shape, scale_shape))
-    return MXTensor(qdata, scale, problem.format, scale_span=span)
+    count = x.new_zeros(1, dtype=torch.int32) if span is ScaleSpan.AUTO else None
+    return MXTensor(qdata, scale, problem.format, scale_span=span, wide_blocks=count)
 
 
 def _dense_rows(x: torch.Tensor) -> torch.Tensor:
@@ -104,13 +108,18 @@ def _dense_rows(x: torch.Tensor) -> torch.Tensor:
         memory_format=torch.contiguous_format)
 
 
-def _spread(copy: MXTensor, starts: torch.Tensor | None) -> None:
+def _choose_spans(copy: MXTensor, starts: torch.Tensor | None) -> None:
     """One scale for each span of a copy whose blocks have theirs."""
-    if copy.scale_span is not ScaleSpan.BLOCK:
-        scale = copy.scale.view(-1, copy.scale.shape[-1])
-        segments = 1 if starts is None else starts.shape[0] - 1
-        _spread_launch(scale.shape[0], scale.shape[1], segments, copy.scale_span)(
-            scale_ptr=scale, starts_ptr=starts)
+    span = copy.scale_span
+    if span is ScaleSpan.BLOCK:
+        return
+    scale = copy.scale.view(-1, copy.scale.shape[-1])
+    sizes = (*scale.shape, 1 if starts is None else starts.shape[0] - 1)
+    if copy.wide_blocks is not None:
+        _count_launch(*sizes, FREE_BINADES[copy.format.element.name])(
+            scale_ptr=scale, starts_ptr=starts, wide_ptr=copy.wide_blocks)
+    _spread_launch(*sizes, span is not ScaleSpan.SPAN128)(
+        scale_ptr=scale, starts_ptr=starts, wide_ptr=copy.wide_blocks)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -121,13 +130,22 @@ def _table_launch(num_rows: int, num_groups: int, num_blocks: int) -> Launch:
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _spread_launch(num_rows: int, pitch: int, segments: int, span: ScaleSpan) -> Launch:
-    # Four widths at most: each is a binary.
+def _count_launch(num_rows: int, pitch: int, segments: int, free: int) -> Launch:
+    return _scales_launch(_count_wide_blocks_kernel, num_rows, pitch, segments, FREE=free)
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _spread_launch(num_rows: int, pitch: int, segments: int, whole: bool) -> Launch:
+    return _scales_launch(_spread_scales_kernel, num_rows, pitch, segments, WHOLE=whole)
+
+
+def _scales_launch(kernel: Any, num_rows: int, pitch: int, segments: int,
+                   **constants: Any) -> Launch:
+    """A kernel over the segments of scale rows, as wide as an average segment (four widths)."""
     average = max(32, triton.next_power_of_2(triton.cdiv(pitch, segments)))
-    return Launch(_spread_scales_kernel, (triton.cdiv(num_rows, SPREAD_ROWS) * segments,),
-                  num_rows=num_rows, pitch=pitch, num_segments=segments,
-                  WHOLE=span is ScaleSpan.ROW, ROWS=SPREAD_ROWS,
-                  BLOCKS=min(MAX_SPREAD_BLOCKS, average), num_warps=2)
+    return Launch(kernel, (triton.cdiv(num_rows, SPREAD_ROWS) * segments,), num_rows=num_rows,
+                  pitch=pitch, num_segments=segments, ROWS=SPREAD_ROWS,
+                  BLOCKS=min(MAX_SPREAD_BLOCKS, average), num_warps=2, **constants)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)

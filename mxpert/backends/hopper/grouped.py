@@ -15,6 +15,7 @@ from ...formats.spec import MXFP8_E5M2, ScaleSpan
 from ...formats.tensor import MXTensor
 from ...problem import GemmConfig, GroupedProblem, Op, QuantizeProblem, Target
 from ..launch import CACHED_LAUNCHES, Launch, Tile
+from ..triton import grouped as portable
 from ..triton.quantize import DEQUANTIZE
 from .grouped_kernel import _grouped_gemm_hopper_kernel
 
@@ -70,13 +71,16 @@ class _Grouped:
     def mode(self, problem: GroupedProblem) -> str:
         """How scales are honoured; `explain` shows it.
 
-        "row": FP8 products, both operands with one scale a row. "span128": FP8 products, a with one
-        scale per 128, b with one a row. "exact": bf16 products of bf16 operands or of the exact
-        values of MX operands, whatever their scales.
+        "row": FP8 products, both operands with one scale a row. "auto": the same where the device
+        finds that they have, else the portable kernel's bf16 products. "span128": FP8 products, a
+        with one scale per 128, b with one a row. "exact": bf16 products of bf16 operands or of the
+        exact values of MX operands, whatever their scales.
         """
         spans = problem.a_span, problem.b_span
         if problem.a_format != "bf16" and spans == (ScaleSpan.ROW, ScaleSpan.ROW):
             return "row"
+        if problem.a_format != "bf16" and set(spans) <= {ScaleSpan.ROW, ScaleSpan.AUTO}:
+            return "auto"
         if problem.a_format != "bf16" and spans == (ScaleSpan.SPAN128, ScaleSpan.ROW):
             return "span128"
         return "exact"
@@ -94,7 +98,8 @@ class _Grouped:
         _gemm_launch(problem, config.group_m, self.mode(problem), first_data.dtype,
                      second_data.dtype)(
             out=out, out_desc=out, a_desc=first_data, b_desc=second_data, a_scale=first_scale,
-            b_scale=second_scale, offsets=offsets)
+            b_scale=second_scale, a_wide=portable.wide_blocks(first),
+            b_wide=portable.wide_blocks(second), offsets=offsets)
 
 
 class _GroupedGemm(_Grouped):
@@ -110,6 +115,8 @@ class _GroupedGemm(_Grouped):
             return out.zero_()
         if out.numel() > 0:
             self._launch(problem, config, a, b, out, group_offsets)
+            if self.mode(problem) == "auto":
+                portable.GROUPED_GEMM.launch_if_wide(problem, a, b, group_offsets, out)
         return out
 
 
@@ -130,6 +137,8 @@ class _GroupedWgrad(_Grouped):
         if out.numel() > 0:
             assert padded_offsets is not None  # for the type checker: MX operands have them
             self._launch(problem, config, grad, a, out, padded_offsets)
+            if self.mode(problem) == "auto":
+                portable.GROUPED_WGRAD.launch_if_wide(problem, grad, a, padded_offsets, out)
         return out
 
 
@@ -171,7 +180,7 @@ def _gemm_launch(problem: GroupedProblem, band: int, mode: str, first: torch.dty
 
 def _promotion(problem: GroupedProblem, mode: str) -> int:
     """The kernel's SPAN: how many values are summed before float32, 0 for all."""
-    if mode != "row":
+    if mode not in ("row", "auto"):
         return 128 if mode == "span128" else 0
     depth = problem.k
     if problem.op is Op.GROUPED_WGRAD:

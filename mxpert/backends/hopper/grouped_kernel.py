@@ -167,15 +167,15 @@ def _consume(ring, output, scales, offsets, sizes, shape, num_tiles, PARTITION: 
 @gluon.jit(do_not_specialize=["num_groups", "num_rows", "num_n", "num_k", "num_outer", "a_pitch",
                               "b_pitch"])
 def _grouped_gemm_hopper_kernel(
-        out, out_desc, a_desc, b_desc, a_scale, b_scale, offsets, num_groups, num_rows, num_outer,
-        num_n, num_k, a_pitch, b_pitch, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-        DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, WGRAD: gl.constexpr,
-        SPAN: gl.constexpr, ACCUMULATE: gl.constexpr, num_warps: gl.constexpr):
+        out, out_desc, a_desc, b_desc, a_scale, b_scale, a_wide, b_wide, offsets, num_groups,
+        num_rows, num_outer, num_n, num_k, a_pitch, b_pitch, BLOCK_M: gl.constexpr,
+        BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+        WGRAD: gl.constexpr, SPAN: gl.constexpr, ACCUMULATE: gl.constexpr, num_warps: gl.constexpr):
     """Groups of rows: out[r] = a[r] b[g].T, [num_rows, num_n], zeros in rows without a group.
 
     WGRAD: out[g] = a_g b_g.T, [num_groups, num_outer, num_n], over each group's part of the
     reduction, whose offsets are multiples of 32. Scales have pitches of `a_pitch` and `b_pitch`
-    bytes a row.
+    bytes a row. a_wide, b_wide [1]: nothing is computed if one is given and not 0.
     """
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, DEPTH], a_desc.layout)
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, DEPTH], b_desc.layout)
@@ -193,6 +193,10 @@ def _grouped_gemm_hopper_kernel(
         num_tiles = num_groups * row_tiles * column_tiles
     else:  # at most: every group, and the rows without one, may have a ragged tile
         num_tiles = (num_rows // BLOCK_M + num_groups + 1) * column_tiles
+    if a_wide is not None:
+        num_tiles = gl.where(gl.load(a_wide) > 0, 0, num_tiles)
+    if b_wide is not None:
+        num_tiles = gl.where(gl.load(b_wide) > 0, 0, num_tiles)
     ring = (a_ring, b_ring, ready, free)
     sizes = (num_groups, num_rows, column_tiles)
     shape = (num_n, num_k, row_tiles, num_outer)

@@ -51,36 +51,80 @@ def _largest(scale, BLOCKS_OF_SPAN: tl.constexpr):
     return tl.reshape(tl.broadcast_to(top, spans.shape), (ROWS, BLOCKS))
 
 
-@triton.jit(do_not_specialize=("num_rows", "pitch", "num_segments"),
-            do_not_specialize_on_alignment=("scale_ptr", "starts_ptr"))
-def _spread_scales_kernel(scale_ptr, starts_ptr, num_rows, pitch, num_segments,
-                          WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Give the blocks of each span the largest of their scales, in place; see `_scale_byte`'s mark.
-
-    scale [num_rows, pitch] bytes. A program has ROWS rows of one segment: segment s is the blocks
-    starts[s] / 32 … starts[s + 1] / 32 of each row, or all of them. WHOLE: a span is a segment,
-    else four blocks from the segment's start on.
-    """
+@triton.jit
+def _segment(starts_ptr, pitch, num_segments, ROWS: tl.constexpr):
+    """Rows of this program, and the first and last block of its segment of each."""
     segment = tl.program_id(0) % num_segments
     rows = tl.program_id(0) // num_segments * ROWS + tl.arange(0, ROWS)
     first, end = 0, pitch
     if starts_ptr is not None:
         first = tl.load(starts_ptr + segment) // 32
         end = tl.load(starts_ptr + segment + 1) // 32
-    row_ptrs = scale_ptr + (rows.to(tl.int64) * pitch)[:, None]
-    step = tl.arange(0, BLOCKS)
+    return rows, first, end
+
+
+@triton.jit
+def _load_scales(row_ptrs, rows, block, end, num_rows, BLOCKS: tl.constexpr):
+    """Scales [rows, BLOCKS] from `block` on as int32, and where they are."""
+    step = block + tl.arange(0, BLOCKS)
+    ptrs = row_ptrs[:, None] + step[None, :]
+    mask = (rows < num_rows)[:, None] & (step < end)[None, :]
+    return tl.load(ptrs, mask=mask, other=0).to(tl.int32), ptrs, mask
+
+
+@triton.jit
+def _largest_of_segment(row_ptrs, rows, first, end, num_rows, BLOCKS: tl.constexpr):
+    top = tl.zeros((rows.shape[0],), tl.int32)
+    for block in range(first, end, BLOCKS):
+        scale, _, _ = _load_scales(row_ptrs, rows, block, end, num_rows, BLOCKS)
+        top = tl.maximum(top, tl.max(scale, axis=1))
+    return top
+
+
+@triton.jit(do_not_specialize=("num_rows", "pitch", "num_segments"),
+            do_not_specialize_on_alignment=("scale_ptr", "starts_ptr", "wide_ptr"))
+def _count_wide_blocks_kernel(scale_ptr, starts_ptr, wide_ptr, num_rows, pitch, num_segments,
+                              FREE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Add to wide [1] how many blocks lie more than FREE binades below their segment's largest.
+
+    Rows with a NaN (scale 255) have no such blocks. Arguments as `_spread_scales_kernel`.
+    """
+    rows, first, end = _segment(starts_ptr, pitch, num_segments, ROWS)
+    row_ptrs = scale_ptr + rows.to(tl.int64) * pitch
+    top = _largest_of_segment(row_ptrs, rows, first, end, num_rows, BLOCKS)
+    count = 0
+    for block in range(first, end, BLOCKS):
+        scale, _, _ = _load_scales(row_ptrs, rows, block, end, num_rows, BLOCKS)
+        wide = (scale > 0) & (top[:, None] - scale > FREE) & (top < 255)[:, None]
+        count += tl.sum(tl.sum(wide.to(tl.int32), axis=1), axis=0)
+    if count > 0:
+        tl.atomic_add(wide_ptr, count)
+
+
+@triton.jit(do_not_specialize=("num_rows", "pitch", "num_segments"),
+            do_not_specialize_on_alignment=("scale_ptr", "starts_ptr", "wide_ptr"))
+def _spread_scales_kernel(scale_ptr, starts_ptr, wide_ptr, num_rows, pitch, num_segments,
+                          WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Give the blocks of each span the largest of their scales, in place; see `_scale_byte`'s mark.
+
+    scale [num_rows, pitch] bytes. A program has ROWS rows of one segment: segment s is the blocks
+    starts[s] / 32 … starts[s + 1] / 32 of each row, or all of them. WHOLE: a span is a segment,
+    else four blocks from the segment's start on. Where wide [1] is not 0, blocks keep their own.
+    """
+    rows, first, end = _segment(starts_ptr, pitch, num_segments, ROWS)
+    row_ptrs = scale_ptr + rows.to(tl.int64) * pitch
+    top = tl.zeros((ROWS,), tl.int32)
     if WHOLE:
-        top = tl.zeros((ROWS,), tl.int32)
-        for block in range(first, end, BLOCKS):
-            mask = (rows < num_rows)[:, None] & (block + step < end)[None, :]
-            scale = tl.load(row_ptrs + (block + step)[None, :], mask=mask, other=0).to(tl.int32)
-            top = tl.maximum(top, tl.max(scale, axis=1))
-        spread = tl.broadcast_to(tl.where(top == 0, 127, top)[:, None], (ROWS, BLOCKS))
-        for block in range(first, end, BLOCKS):
-            mask = (rows < num_rows)[:, None] & (block + step < end)[None, :]
-            tl.store(row_ptrs + (block + step)[None, :], spread.to(tl.uint8), mask=mask)
-    else:
-        for block in range(first, end, BLOCKS):
-            mask = (rows < num_rows)[:, None] & (block + step < end)[None, :]
-            scale = tl.load(row_ptrs + (block + step)[None, :], mask=mask, other=0).to(tl.int32)
-            tl.store(row_ptrs + (block + step)[None, :], _largest(scale, 4).to(tl.uint8), mask=mask)
+        top = _largest_of_segment(row_ptrs, rows, first, end, num_rows, BLOCKS)
+        top = tl.where(top == 0, 127, top)
+    own = False
+    if wide_ptr is not None:
+        own = tl.load(wide_ptr) > 0
+    for block in range(first, end, BLOCKS):
+        scale, ptrs, mask = _load_scales(row_ptrs, rows, block, end, num_rows, BLOCKS)
+        if WHOLE:
+            spread = tl.broadcast_to(top[:, None], (ROWS, BLOCKS))
+        else:
+            spread = _largest(scale, 4)
+        spread = tl.where(own, tl.where(scale == 0, 127, scale), spread)
+        tl.store(ptrs, spread.to(tl.uint8), mask=mask)

@@ -223,35 +223,52 @@ class _GroupedGemm(_Grouped):
     ) -> torch.Tensor:
         """[M, n], contiguous, in `problem.out_dtype`."""
         require_valid(problem, config)
-        a_data, a_scale, a_format = operand(a)
-        b_data, b_scale, b_format = operand(b)
-        num_rows, num_k = a_data.shape
-        num_groups, n_axis, k_axis = b_data.shape[0], *((1, 2) if problem.trans_b else (2, 1))
-        num_n = b_data.shape[n_axis]
-        c = torch.empty((num_rows, num_n), dtype=problem.out_dtype, device=a_data.device)
-        # Rows without a group form one more; each group has one ragged tile at most, and a tile
-        # has at least one row.
-        row_tiles = min(triton.cdiv(num_rows, config.block_m) + num_groups, num_rows)
-        grid = (row_tiles * triton.cdiv(num_n, config.block_n),)
-        if grid[0] > 0:
-            with torch.cuda.device_of(c):  # Triton launches on the current device
-                _grouped_gemm_kernel[grid](
-                    c_ptr=c, a_ptr=a_data, a_scale_ptr=a_scale, b_ptr=b_data, b_scale_ptr=b_scale,
-                    group_offsets_ptr=group_offsets, num_rows=num_rows, num_groups=num_groups,
-                    num_n=num_n, num_k=num_k,
-                    a_stride_m=a_data.stride(0), a_stride_k=a_data.stride(1),
-                    a_scale_stride_m=_stride(a_scale, 0), a_scale_stride_k=_stride(a_scale, 1),
-                    b_stride_g=b_data.stride(0), b_stride_n=b_data.stride(n_axis),
-                    b_stride_k=b_data.stride(k_axis), b_scale_stride_g=_stride(b_scale, 0),
-                    b_scale_stride_n=_stride(b_scale, n_axis),
-                    b_scale_stride_k=_stride(b_scale, k_axis),
-                    A_FORMAT=a_format, B_FORMAT=b_format, BLOCK_M=config.block_m,
-                    BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-                    BLOCK_G=_group_block(num_groups),
-                    PREFETCH_SCALES=_prefetch_scales(
-                        problem.target, _stride(a_scale, 1), _stride(b_scale, k_axis)),
-                    num_warps=config.num_warps, num_stages=config.num_stages)
+        c = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
+        _multiply(problem, config, a, b, group_offsets, c, (None, None))
         return c
+
+    def launch_if_wide(self, problem: GroupedProblem, a: torch.Tensor | MXTensor,
+                       b: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
+                       c: torch.Tensor) -> None:
+        """Fill c if one of the operands has wide blocks; the device looks."""
+        _multiply(problem, self.heuristic(problem), a, b, group_offsets, c,
+                  (wide_blocks(a), wide_blocks(b)))
+
+
+Wide = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Counts of wide blocks; with one that is given the kernels run only if one is not 0."""
+
+
+def _multiply(problem: GroupedProblem, config: GemmConfig, a: torch.Tensor | MXTensor,
+              b: torch.Tensor | MXTensor, group_offsets: torch.Tensor, c: torch.Tensor,
+              wide: Wide) -> None:
+    a_data, a_scale, a_format = operand(a)
+    b_data, b_scale, b_format = operand(b)
+    num_rows, num_k = a_data.shape
+    num_groups, n_axis, k_axis = b_data.shape[0], *((1, 2) if problem.trans_b else (2, 1))
+    num_n = b_data.shape[n_axis]
+    # Rows without a group form one more; each group has one ragged tile at most, and a tile has at
+    # least one row.
+    row_tiles = min(triton.cdiv(num_rows, config.block_m) + num_groups, num_rows)
+    grid = (row_tiles * triton.cdiv(num_n, config.block_n),)
+    if grid[0] == 0:
+        return
+    with torch.cuda.device_of(c):  # Triton launches on the current device
+        _grouped_gemm_kernel[grid](
+            c_ptr=c, a_ptr=a_data, a_scale_ptr=a_scale, b_ptr=b_data, b_scale_ptr=b_scale,
+            group_offsets_ptr=group_offsets, a_wide_ptr=wide[0], b_wide_ptr=wide[1],
+            num_rows=num_rows, num_groups=num_groups, num_n=num_n, num_k=num_k,
+            a_stride_m=a_data.stride(0), a_stride_k=a_data.stride(1),
+            a_scale_stride_m=_stride(a_scale, 0), a_scale_stride_k=_stride(a_scale, 1),
+            b_stride_g=b_data.stride(0), b_stride_n=b_data.stride(n_axis),
+            b_stride_k=b_data.stride(k_axis), b_scale_stride_g=_stride(b_scale, 0),
+            b_scale_stride_n=_stride(b_scale, n_axis), b_scale_stride_k=_stride(b_scale, k_axis),
+            A_FORMAT=a_format, B_FORMAT=b_format, BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
+            BLOCK_G=_group_block(num_groups),
+            PREFETCH_SCALES=_prefetch_scales(
+                problem.target, _stride(a_scale, 1), _stride(b_scale, k_axis)),
+            num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 class _GroupedWgrad(_Grouped):
@@ -266,38 +283,55 @@ class _GroupedWgrad(_Grouped):
     ) -> torch.Tensor:
         """[G, n, k] in `problem.out_dtype`, or `accumulate_into` with the result added."""
         require_valid(problem, config)
-        grad_data, grad_scale, grad_format = operand(grad)
-        a_data, a_scale, a_format = operand(a)
-        if padded_offsets is None:  # bf16 [M, n] and [M, k]: the reduction is the leading axis
-            grad_data, a_data, offsets = grad_data.T, a_data.T, group_offsets
-        else:
-            offsets = padded_offsets
-        num_n, reduction = grad_data.shape
-        num_k, num_groups = a_data.shape[0], offsets.shape[0] - 1
         out = accumulate_into
         if out is None:
-            out = torch.empty((num_groups, num_n, num_k), dtype=problem.out_dtype,
-                              device=grad_data.device)
-        tiles = triton.cdiv(num_n, config.block_m) * triton.cdiv(num_k, config.block_n)
-        if num_groups * tiles > 0:
-            with torch.cuda.device_of(out):  # Triton launches on the current device
-                _grouped_wgrad_kernel[(num_groups * tiles,)](
-                    out_ptr=out, grad_ptr=grad_data, grad_scale_ptr=grad_scale, a_ptr=a_data,
-                    a_scale_ptr=a_scale, offsets_ptr=offsets, reduction=reduction, num_n=num_n,
-                    num_k=num_k, out_stride_g=out.stride(0), out_stride_n=out.stride(1),
-                    out_stride_k=out.stride(2),
-                    grad_stride_n=grad_data.stride(0), grad_stride_r=grad_data.stride(1),
-                    grad_scale_stride_n=_stride(grad_scale, 0),
-                    grad_scale_stride_r=_stride(grad_scale, 1),
-                    a_stride_k=a_data.stride(0), a_stride_r=a_data.stride(1),
-                    a_scale_stride_k=_stride(a_scale, 0), a_scale_stride_r=_stride(a_scale, 1),
-                    A_FORMAT=grad_format, B_FORMAT=a_format,
-                    ACCUMULATE=accumulate_into is not None, BLOCK_M=config.block_m,
-                    BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-                    PREFETCH_SCALES=_prefetch_scales(
-                        problem.target, _stride(grad_scale, 1), _stride(a_scale, 1)),
-                    num_warps=config.num_warps, num_stages=config.num_stages)
+            out = group_offsets.new_empty((problem.num_groups, problem.n, problem.k),
+                                          dtype=problem.out_dtype)
+        offsets = group_offsets if padded_offsets is None else padded_offsets
+        _multiply_columns(problem, config, grad, a, offsets, out, (None, None))
         return out
+
+    def launch_if_wide(self, problem: GroupedProblem, grad: torch.Tensor | MXTensor,
+                       a: torch.Tensor | MXTensor, padded_offsets: torch.Tensor,
+                       out: torch.Tensor) -> None:
+        """Fill (or add to) out if one of the operands has wide blocks; the device looks."""
+        _multiply_columns(problem, self.heuristic(problem), grad, a, padded_offsets, out,
+                          (wide_blocks(grad), wide_blocks(a)))
+
+
+def _multiply_columns(problem: GroupedProblem, config: GemmConfig, grad: torch.Tensor | MXTensor,
+                      a: torch.Tensor | MXTensor, offsets: torch.Tensor, out: torch.Tensor,
+                      wide: Wide) -> None:
+    grad_data, grad_scale, grad_format = operand(grad)
+    a_data, a_scale, a_format = operand(a)
+    if grad_scale is None:  # bf16 [M, n] and [M, k]: the reduction is the leading axis
+        grad_data, a_data = grad_data.T, a_data.T
+    num_n, reduction = grad_data.shape
+    num_k, num_groups = a_data.shape[0], offsets.shape[0] - 1
+    tiles = triton.cdiv(num_n, config.block_m) * triton.cdiv(num_k, config.block_n)
+    if num_groups * tiles == 0:
+        return
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        _grouped_wgrad_kernel[(num_groups * tiles,)](
+            out_ptr=out, grad_ptr=grad_data, grad_scale_ptr=grad_scale, a_ptr=a_data,
+            a_scale_ptr=a_scale, offsets_ptr=offsets, grad_wide_ptr=wide[0], a_wide_ptr=wide[1],
+            reduction=reduction, num_n=num_n, num_k=num_k, out_stride_g=out.stride(0),
+            out_stride_n=out.stride(1), out_stride_k=out.stride(2),
+            grad_stride_n=grad_data.stride(0), grad_stride_r=grad_data.stride(1),
+            grad_scale_stride_n=_stride(grad_scale, 0), grad_scale_stride_r=_stride(grad_scale, 1),
+            a_stride_k=a_data.stride(0), a_stride_r=a_data.stride(1),
+            a_scale_stride_k=_stride(a_scale, 0), a_scale_stride_r=_stride(a_scale, 1),
+            A_FORMAT=grad_format, B_FORMAT=a_format, ACCUMULATE=problem.accumulate,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+            GROUP_M=config.group_m,
+            PREFETCH_SCALES=_prefetch_scales(
+                problem.target, _stride(grad_scale, 1), _stride(a_scale, 1)),
+            num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def wide_blocks(value: torch.Tensor | MXTensor) -> torch.Tensor | None:
+    """The count that an operand of ScaleSpan.AUTO carries."""
+    return value.wide_blocks if isinstance(value, MXTensor) else None
 
 
 def _stride(scale: torch.Tensor | None, axis: int) -> int:

@@ -64,6 +64,19 @@ def schedule_groups(group_offsets_ptr, num_groups, num_rows, num_tiles_n, BLOCK_
 
 
 @triton.jit
+def is_wide(a_wide_ptr, b_wide_ptr):
+    """Whether one of the counts [1] is not 0; also where there are none."""
+    if a_wide_ptr is None and b_wide_ptr is None:
+        return True
+    count = 0
+    if a_wide_ptr is not None:
+        count += tl.load(a_wide_ptr)
+    if b_wide_ptr is not None:
+        count += tl.load(b_wide_ptr)
+    return count > 0
+
+
+@triton.jit
 def load_tile(row_ptrs, row_mask, k, last, stride_k, BLOCK_K: tl.constexpr):
     """[rows, BLOCK_K] from position k of the reduction; zero from `last` on."""
     steps = tl.arange(0, BLOCK_K)
@@ -116,9 +129,10 @@ def multiply_rows(
 
 @triton.jit(do_not_specialize=("num_rows", "num_groups", "a_scale_stride_m", "b_scale_stride_g",
                                "b_scale_stride_n"),
-            do_not_specialize_on_alignment=("a_scale_ptr", "b_scale_ptr", "group_offsets_ptr"))
+            do_not_specialize_on_alignment=("a_scale_ptr", "b_scale_ptr", "group_offsets_ptr",
+                                            "a_wide_ptr", "b_wide_ptr"))
 def _grouped_gemm_kernel(
-    c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group_offsets_ptr,
+    c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group_offsets_ptr, a_wide_ptr, b_wide_ptr,
     num_rows, num_groups, num_n, num_k,
     a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k,
     b_stride_g, b_stride_n, b_stride_k, b_scale_stride_g, b_scale_stride_n, b_scale_stride_k,
@@ -128,8 +142,11 @@ def _grouped_gemm_kernel(
 ):
     """c[rows of g] = a[rows of g] @ b[g].T, c contiguous [num_rows, num_n]; zeros past the groups.
 
-    The strides of b name its logical dimensions, so that either order in memory serves.
+    The strides of b name its logical dimensions, so that either order in memory serves. Nothing
+    happens if counts of wide blocks are given and all 0: another kernel has done the work.
     """
+    if not is_wide(a_wide_ptr, b_wide_ptr):
+        return
     group, first_row, stop, tile_n = schedule_groups(
         group_offsets_ptr, num_groups, num_rows, tl.cdiv(num_n, BLOCK_N), BLOCK_M, GROUP_M, BLOCK_G)
     if stop == 0:
@@ -154,9 +171,10 @@ def _grouped_gemm_kernel(
 
 
 @triton.jit(do_not_specialize=("reduction", "grad_scale_stride_n", "a_scale_stride_k"),
-            do_not_specialize_on_alignment=("grad_scale_ptr", "a_scale_ptr", "offsets_ptr"))
+            do_not_specialize_on_alignment=("grad_scale_ptr", "a_scale_ptr", "offsets_ptr",
+                                            "grad_wide_ptr", "a_wide_ptr"))
 def _grouped_wgrad_kernel(
-    out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr,
+    out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr, grad_wide_ptr, a_wide_ptr,
     reduction, num_n, num_k,
     out_stride_g, out_stride_n, out_stride_k,
     grad_stride_n, grad_stride_r, grad_scale_stride_n, grad_scale_stride_r,
@@ -168,7 +186,10 @@ def _grouped_wgrad_kernel(
     """out[g] (+)= grad_g.T @ a_g, the reduction over offsets[g] … offsets[g + 1] of `reduction`.
 
     MX operands come with padded offsets, multiples of 32; what lies outside the range is not read.
+    Counts of wide blocks as in `_grouped_gemm_kernel`.
     """
+    if not is_wide(grad_wide_ptr, a_wide_ptr):
+        return
     tiles_m, tiles_n = tl.cdiv(num_n, BLOCK_M), tl.cdiv(num_k, BLOCK_N)
     group = tl.program_id(0) // (tiles_m * tiles_n)
     tile = tl.program_id(0) % (tiles_m * tiles_n)
