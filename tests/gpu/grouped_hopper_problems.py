@@ -1,0 +1,188 @@
+"""Grouped GEMMs of the Hopper tests: operands, poison, the float64 reference, tolerances."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
+from mxpert.backends.reference.grouped import pad_groups
+from mxpert.dispatch import detect_target
+from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
+from mxpert.formats.spans import quantize_spans
+from mxpert.problem import DualProblem, GroupedProblem, Op, ReferenceConfig
+from mxpert.routing import padded_group_offsets
+from mxpert.testing.numerics import (
+    assert_close_relative, assert_exact, effective_numel, stage_tolerance,
+)
+from mxpert.testing.poison import nan_filled_scratch
+
+HOPPER = {kernel.op: kernel
+          for kernel in pytest.importorskip("mxpert.backends.hopper", reason="needs Gluon").KERNELS}
+REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}
+FLOAT64 = ReferenceConfig(torch.float64)
+BLOCK, SPAN128, ROW = ScaleSpan.BLOCK, ScaleSpan.SPAN128, ScaleSpan.ROW
+GEMM, WGRAD, DUAL = Op.GROUPED_GEMM, Op.GROUPED_WGRAD, Op.QUANTIZE_DUAL
+
+NAN_CODE, NAN_SCALE = 0x7F, 255
+TAIL = 45
+"""Rows behind the last group."""
+
+SIZES = {"ragged": [0, 1, 31, 63, 130, 257], "many": [5, 0, 33, 64] * 12, "one_group": [777],
+         "all_in_last": [0, 0, 0, 1000], "empty": [0, 0, 0]}
+SPANS = {"row": (ROW, ROW), "span128": (SPAN128, ROW), "exact": (BLOCK, BLOCK),
+         "exact-mixed": (ROW, BLOCK), "bf16": (BLOCK, BLOCK)}
+"""Modes of the GEMMs: rows scaled at the end, spans on the way, everything else in bfloat16."""
+PAIRS = {"e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"), "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
+         "mixed": ("mxfp8_e4m3", "mxfp8_e5m2"), "e5m2": ("mxfp8_e5m2", "mxfp8_e5m2")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One grouped GEMM but for its values and offsets."""
+
+    op: Op
+    mode: str = "row"
+    pair: str = "e4m3"
+    out_dtype: torch.dtype = torch.bfloat16
+    sizes: tuple[int, ...] = tuple(SIZES["ragged"])
+    n: int = 736
+    k: int = 1056
+    offsets_dtype: torch.dtype = torch.int32
+    accumulate: bool = False
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        return ("bf16", "bf16") if self.mode == "bf16" else PAIRS[self.pair]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.sizes) + TAIL
+
+    @property
+    def depth(self) -> int:
+        """Products that one result sums in the tensor core, before float32 takes over."""
+        depth, average = self.k, self.k
+        if self.op is WGRAD:
+            depth = max(self.sizes)
+            average = self.num_rows // len(self.sizes)
+        if self.mode == "span128":
+            return min(depth, 128)
+        return 256 if average > 8192 else depth
+
+
+def offsets_of(sizes: tuple[int, ...] | list[int], device: torch.device,
+               dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor([0, *sizes]).cumsum(0).to(device, dtype)
+
+
+def values(*size: int, device: torch.device, whole: bool, seed: int) -> torch.Tensor:
+    """Normal, times a power of two of each row and of each 64 columns; or integers up to 3, which
+    every format holds exactly."""
+    generator = torch.Generator(device).manual_seed(seed)
+    if whole:
+        return torch.randint(-3, 4, size, generator=generator, device=device).float()
+    rows = torch.randint(-1, 2, (*size[:-1], 1), generator=generator, device=device)
+    blocks = torch.randint(0, 2, (size[-1] // 64 + 1,), generator=generator, device=device)
+    factors = 2.0 ** (rows + blocks.repeat_interleave(64)[:size[-1]])
+    return factors * torch.randn(size, generator=generator, device=device)
+
+
+def operand(x: torch.Tensor, fmt: str, span: ScaleSpan,
+            starts: torch.Tensor | None = None) -> torch.Tensor | MXTensor:
+    if fmt == "bf16":
+        return x.to(torch.bfloat16)
+    return quantize_spans(x, fmt, ScaleRule.RCEIL, span, group_starts=starts)
+
+
+def poison(value: torch.Tensor | MXTensor, place: Any) -> None:
+    """NaN at `place`: an index of rows, or a pair that selects columns of codes."""
+    if isinstance(value, torch.Tensor):
+        value[place] = torch.nan
+        return
+    value.qdata[place] = NAN_CODE
+    if isinstance(place, tuple):
+        columns = place[-1]
+        stop = None if columns.stop is None else columns.stop // 32
+        place = (*place[:-1], slice(columns.start // 32, stop))
+    value.scale[place] = NAN_SCALE
+
+
+def make(case: Case, device: torch.device, *, whole: bool = False, seed: int = 0,
+         offsets: torch.Tensor | None = None) -> tuple[GroupedProblem, dict[str, Any]]:
+    """Problem and arguments; whatever belongs to no group is NaN."""
+    if offsets is None:
+        offsets = offsets_of(case.sizes, device, case.offsets_dtype)
+    wgrad, groups = case.op is WGRAD, len(case.sizes)
+    shapes = [(case.num_rows, case.n), (case.num_rows, case.k)] if wgrad else [
+        (case.num_rows, case.k), (groups, case.n, case.k)]
+    dense = [values(*shape, device=device, whole=whole, seed=3 * seed + index)
+             for index, shape in enumerate(shapes)]
+    starts, end = None, int(offsets[-1])
+    if wgrad:
+        dense = [pad_groups(x, offsets)[1].mT.contiguous() for x in dense]
+        starts = padded_group_offsets(offsets)
+        end = int(starts[-1])
+    first, second = (operand(x, fmt, span, starts) for x, fmt, span in zip(
+        dense, case.formats, SPANS[case.mode], strict=True))
+    for value in (first, second) if wgrad else (first,):
+        poison(value, (slice(None), slice(end, None)) if wgrad else slice(end, None))
+    problem = GroupedProblem(
+        case.op, detect_target(device), first.shape[1 if wgrad else 0], groups, case.n, case.k,
+        *case.formats, not wgrad, case.out_dtype, case.accumulate, *SPANS[case.mode])
+    if not wgrad:
+        return problem, {"a": first, "b": second, "group_offsets": offsets}
+    into = values(groups, case.n, case.k, device=device, whole=whole, seed=3 * seed + 2)
+    return problem, {"grad": first, "a": second, "group_offsets": offsets,
+                     "padded_offsets": starts, "accumulate_into": into if case.accumulate else None}
+
+
+def run(problem: GroupedProblem | DualProblem, **arguments: Any) -> Any:
+    """On Hopper; scratch and results start as NaN."""
+    kernel = HOPPER[problem.op]
+    assert kernel.unsupported(problem) is None
+    with nan_filled_scratch():
+        return kernel.launch(problem, kernel.heuristic(problem), **arguments)
+
+
+def expect(problem: GroupedProblem, **arguments: Any) -> torch.Tensor:
+    """float64, with what was in `accumulate_into`, which stays as it is."""
+    into = arguments.get("accumulate_into")
+    if into is not None:
+        arguments["accumulate_into"] = into.double()
+    return REFERENCE[problem.op].launch(replace(problem, out_dtype=torch.float64), FLOAT64,
+                                        **arguments)
+
+
+def adder_error(depth: int) -> float:
+    """Relative L2 of a sum of `depth` fp8 products in Hopper's tensor core: ``2^-13 √(depth / 6)``.
+
+    An instruction aligns 32 products and the sum so far to the largest exponent among them and
+    drops what lies below 2^-13 of that. The sum so far has lost these bits already; each product
+    loses less than a unit ``2^-13 |S_i|``, of its own sign: a variance of ``(2^-13 |S_i|)² / 3``.
+    With ``|S_i|² = (i / depth) |S|²`` they add up to ``(2^-13 |S|)² depth / 6``. This is an upper
+    bound, since products with few bits lose nothing: the same adder in float64 arithmetic gives
+    1.0e-3 at 2880 values and 2.0e-3 at 8192, 0.4 of it.
+    """
+    return 2.0 ** -13 * math.sqrt(depth / 6)
+
+
+def tolerance(case: Case, expected: torch.Tensor) -> float:
+    """The result's rounding and the adder, in squares; powers of two in b's rows (in a's columns)
+    leave a fourth of the values to count."""
+    numel = effective_numel(expected.flatten(0, -2)) // 4
+    rounding = stage_tolerance("bf16", case.out_dtype, max(case.k, *case.sizes), numel=numel)
+    fp8 = case.mode in ("row", "span128")
+    return math.hypot(rounding, adder_error(case.depth) if fp8 else 0.0)
+
+
+def check(case: Case, actual: torch.Tensor, expected: torch.Tensor, *, whole: bool = False) -> None:
+    assert actual.dtype == case.out_dtype
+    if whole:  # no sum has lost a bit: one rounding
+        assert_exact(actual, expected.to(actual.dtype), str(case), ignore_zero_sign=True)
+    else:
+        assert_close_relative(actual, expected, tolerance(case, expected), str(case))
