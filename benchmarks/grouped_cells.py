@@ -15,8 +15,8 @@ OPS = ("forward", "dgrad", "wgrad", "wgrad_accumulate", "forward+backward")
 """wgrad_accumulate adds to a float32 gradient; forward+backward is all three GEMMs of a layer."""
 
 BALANCES = ("balanced", "skewed")
-MODES = {"row": mxpert.ScaleSpan.ROW, "block128": mxpert.ScaleSpan.SPAN128,
-         "exact": mxpert.ScaleSpan.BLOCK}
+MODES = {"auto": mxpert.ScaleSpan.AUTO, "row": mxpert.ScaleSpan.ROW,
+         "block128": mxpert.ScaleSpan.SPAN128, "exact": mxpert.ScaleSpan.BLOCK}
 """Name in the results → the recipe's span: how many values share a power of two."""
 
 SAMPLED_GROUPS, SAMPLED_ROWS = 3, 16

@@ -52,7 +52,9 @@ def quantize_spans(
     _require_span(span, "quantize_spans")
     require(fmt.codes_per_byte == 1, "quantize_spans", "fmt", need="mxfp8_e4m3 or mxfp8_e5m2",
             got=fmt.name)
-    count = torch.zeros(1, dtype=torch.int32, device=x.device) if span is ScaleSpan.AUTO else None
+    count = None
+    if span is ScaleSpan.AUTO:
+        count = x.new_full((1,), -few_blocks(x.numel()), dtype=torch.int32)
     if span is ScaleSpan.BLOCK or x.numel() == 0:
         return replace(quantize_blocks(x, fmt, -1, rule), scale_span=span, wide_blocks=count)
     working = x.detach().to(torch.float64 if x.dtype is torch.float64 else torch.float32)
@@ -63,7 +65,7 @@ def quantize_spans(
         own = block_scale(amax, fmt, rule).clamp(min=1)
         wide = (amax != 0) & (scale != E8M0_NAN) & (
             scale.int() - own.int() > FREE_BINADES[fmt.element.name])
-        count = wide.sum(dtype=torch.int32).reshape(1)
+        count = (wide.sum(dtype=torch.int32) - few_blocks(x.numel())).reshape(1)
         scale = torch.where(count > 0, own, scale)
     inverse = exact_power_of_two(E8M0_BIAS - scale.int(), working.dtype)
     inverse = inverse.masked_fill(scale == E8M0_NAN, float("nan"))
@@ -115,6 +117,15 @@ def rebase(tensor: MXTensor, span: ScaleSpan, *,
     values = values.masked_fill((tensor.scale == E8M0_NAN)[..., None], float("nan"))
     codes = encode(values, tensor.format.element).flatten(-2)
     return MXTensor(codes, top.to(torch.uint8), tensor.format, scale_span=span)
+
+
+def few_blocks(numel: int) -> int:
+    """How many wide blocks ScaleSpan.AUTO lets pass in a tensor of this size: one in 1024.
+
+    >>> few_blocks(4096 * 4096)
+    512
+    """
+    return numel // (1024 * MX_BLOCK_SIZE)
 
 
 def count_wide_blocks(tensor: MXTensor, span: ScaleSpan = ScaleSpan.ROW, *,

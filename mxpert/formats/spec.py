@@ -49,9 +49,9 @@ class ScaleSpan(enum.Enum):
     tensor and every kernel reads it. FP8 tensor cores without block scaling (Hopper) multiply spans
     of a ROW at full speed, SPAN128 nearly so, and BLOCK only as bf16.
 
-    AUTO: ROW for a tensor none of whose blocks lies so far below its row's maximum that it would
-    cost something (`spans.FREE_BINADES`), BLOCK with scales of at least 1 for any other. Decided on
-    the device; kernels for both are launched, and one of them does the work.
+    AUTO: ROW for a tensor in which at most one block of 1024 lies so far below its row's maximum
+    that it costs something (`spans.FREE_BINADES`), BLOCK with scales of at least 1 for any other.
+    Decided on the device; kernels for both are launched, and one of them does the work.
 
     What a longer span costs: a value more than 14 binades below its span's maximum is rounded to
     fewer bits than it would have in its own block (e4m3; e5m2 has 30).

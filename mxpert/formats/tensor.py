@@ -40,8 +40,8 @@ class MXTensor:
         logical_shape: the logical shape, in layouts whose storage does not show it.
         scale_span: a promise that all scales of a span are equal (blocks of zeros included) and
             from 1 to 254, or 255 over a span of NaN codes; see ScaleSpan.
-        wide_blocks: int32 [1], with AUTO alone: 0 where the spans are rows, else how many blocks
-            decided that they are not.
+        wide_blocks: int32 [1], with AUTO alone: by how many blocks too many lie far below their
+            row's maximum; above 0 each block has its own scale, else each row.
 
     `qdata` and `scale` may be strided views into larger (padded) storage; only the innermost
     quantised dimension of a ROW_MAJOR tensor has to be dense for the kernels.

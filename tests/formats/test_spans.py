@@ -132,6 +132,14 @@ def test_auto(fmt: str, free: int, starts: tuple[int, ...] | None) -> None:
         x[1, 64:96] /= 2
 
 
+def test_auto_lets_one_block_in_1024_pass() -> None:
+    x = torch.ones(32, 64 * 32)
+    for count, wide in ((1, -1), (2, 0), (3, 1)):
+        x[count, :32] = 2.0**-12
+        assert quantize_spans(x, "mxfp8", ScaleRule.RCEIL,
+                              ScaleSpan.AUTO).wide_blocks.tolist() == [wide]
+
+
 @pytest.mark.parametrize(("call", "error", "words"), [
     (lambda: mxpert.rebase(torch.ones(2, 32), ScaleSpan.ROW), TypeError, "MXTensor"),
     (lambda: mxpert.rebase(quantize_blocks(torch.ones(2, 32), "mxfp8"), "row"), TypeError,

@@ -34,7 +34,7 @@ def data(device: torch.device, small: float) -> tuple[torch.Tensor, ...]:
     x, weight, grad = (torch.empty(size, dtype=torch.bfloat16, device=device).uniform_(
         1, 1.5, generator=generator)
         for size in ((rows, WIDTH), (len(SIZES), OUT, WIDTH), (rows, OUT)))
-    x[210:242, 64:96] *= small  # across blocks of rows and of columns
+    x[200:232, 64:96] *= small  # a block of 32 rows, and one of each of 32 columns
     x[sum(SIZES):] = torch.nan
     offsets = torch.tensor([0, *SIZES], device=device).cumsum(0).int()
     return x, weight, offsets, grad

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 
-from ...formats.spans import FREE_BINADES
+from ...formats.spans import FREE_BINADES, few_blocks
 from ...formats.spec import MX_BLOCK_SIZE, ScaleSpan
 from ...formats.tensor import MXTensor
 from ...problem import Config, DualProblem, Op
@@ -95,7 +95,9 @@ def _allocate(problem: DualProblem, shape: tuple[int, ...], span: ScaleSpan,
     """An MXTensor of this shape, quantised along its last axis, not yet written."""
     scale_shape = (*shape[:-1], shape[-1] // MX_BLOCK_SIZE)
     qdata, scale = (x.new_empty(size, dtype=torch.uint8) for size in (shape, scale_shape))
-    count = x.new_zeros(1, dtype=torch.int32) if span is ScaleSpan.AUTO else None
+    count = None
+    if span is ScaleSpan.AUTO:
+        count = x.new_full((1,), -few_blocks(qdata.numel()), dtype=torch.int32)
     return MXTensor(qdata, scale, problem.format, scale_span=span, wide_blocks=count)
 
 

@@ -175,7 +175,7 @@ def _grouped_gemm_hopper_kernel(
 
     WGRAD: out[g] = a_g b_g.T, [num_groups, num_outer, num_n], over each group's part of the
     reduction, whose offsets are multiples of 32. Scales have pitches of `a_pitch` and `b_pitch`
-    bytes a row. a_wide, b_wide [1]: nothing is computed if one is given and not 0.
+    bytes a row. a_wide, b_wide [1]: nothing is computed if one is above 0.
     """
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, DEPTH], a_desc.layout)
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, DEPTH], b_desc.layout)

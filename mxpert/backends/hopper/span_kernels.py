@@ -109,7 +109,7 @@ def _spread_scales_kernel(scale_ptr, starts_ptr, wide_ptr, num_rows, pitch, num_
 
     scale [num_rows, pitch] bytes. A program has ROWS rows of one segment: segment s is the blocks
     starts[s] / 32 … starts[s + 1] / 32 of each row, or all of them. WHOLE: a span is a segment,
-    else four blocks from the segment's start on. Where wide [1] is not 0, blocks keep their own.
+    else four blocks from the segment's start on. Where wide [1] is above 0, blocks keep their own.
     """
     rows, first, end = _segment(starts_ptr, pitch, num_segments, ROWS)
     row_ptrs = scale_ptr + rows.to(tl.int64) * pitch

@@ -236,7 +236,7 @@ class _GroupedGemm(_Grouped):
 
 
 Wide = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Counts of wide blocks; with one that is given the kernels run only if one is not 0."""
+"""Counts of wide blocks; with one that is given the kernels run only if one is above 0."""
 
 
 def _multiply(problem: GroupedProblem, config: GemmConfig, a: torch.Tensor | MXTensor,

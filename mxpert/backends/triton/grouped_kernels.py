@@ -65,14 +65,14 @@ def schedule_groups(group_offsets_ptr, num_groups, num_rows, num_tiles_n, BLOCK_
 
 @triton.jit
 def is_wide(a_wide_ptr, b_wide_ptr):
-    """Whether one of the counts [1] is not 0; also where there are none."""
+    """Whether one of the counts [1] is above 0; also where there are none."""
     if a_wide_ptr is None and b_wide_ptr is None:
         return True
     count = 0
     if a_wide_ptr is not None:
-        count += tl.load(a_wide_ptr)
+        count = tl.maximum(count, tl.load(a_wide_ptr))
     if b_wide_ptr is not None:
-        count += tl.load(b_wide_ptr)
+        count = tl.maximum(count, tl.load(b_wide_ptr))
     return count > 0
 
 
@@ -143,7 +143,7 @@ def _grouped_gemm_kernel(
     """c[rows of g] = a[rows of g] @ b[g].T, c contiguous [num_rows, num_n]; zeros past the groups.
 
     The strides of b name its logical dimensions, so that either order in memory serves. Nothing
-    happens if counts of wide blocks are given and all 0: another kernel has done the work.
+    happens if counts of wide blocks are given and none above 0: another kernel did the work.
     """
     if not is_wide(a_wide_ptr, b_wide_ptr):
         return
