@@ -24,8 +24,8 @@ from render import conditions, markdown_table
 DEEPGEMM, TORCH = ("deepgemm", "fp8_1x128"), ("torch", "bf16")
 COLUMNS = (*((OURS, mode) for mode in MODES), TORCH, ("torch", "fp8_row"), ("deepgemm", "bf16"),
            DEEPGEMM, (f"{OURS}_triton", "exact"))
-COLORS = dict(zip(COLUMNS, ("tab:brown", "tab:red", "tab:orange", "tab:pink", "tab:blue", "tab:cyan",
-                            "tab:olive", "tab:green", "tab:gray"), strict=True))
+COLORS = dict(zip(COLUMNS, ("tab:brown", "tab:red", "tab:orange", "tab:pink", "tab:blue",
+                            "tab:cyan", "tab:olive", "tab:green", "tab:gray"), strict=True))
 DEEPGEMM_GOALS = {"auto": 1.03, "row": 1.03, "block128": 0.95}
 WGRAD_GOAL = 1300.0
 """TFLOP/s."""
