@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 
@@ -22,7 +23,10 @@ LONGEST_SPIN_SECONDS = 5e-3
 def time_calls(variants: Mapping[str, Call], *, device: torch.device, repeats: int,
                pause: float = PAUSE,
                failures: dict[str, Exception] | None = None) -> dict[str, Timing]:
-    """Median times of eager calls that take turns; on a CPU plain calls.
+    """Median times of eager calls that take turns in changing order; on a CPU plain calls.
+
+    The order changes because a call's clock depends on what ran before it: in a fixed order the
+    same kernel came out 10 % slower behind itself than behind a slow one.
 
     A call is timed by events around it. A kernel that spins for as long as the host needs to
     enqueue the call runs before, so that host time is not measured. Operands are larger than L2.
@@ -49,9 +53,10 @@ def time_calls(variants: Mapping[str, Call], *, device: torch.device, repeats: i
                 raise
             failures[name] = error
     samples: dict[str, list[float]] = {name: [] for name in spins}
+    order = random.Random(0)
     for _ in range(repeats):
-        for name, spin in spins.items():
-            us = _time_once(variants[name], spin)
+        for name in order.sample(list(spins), len(spins)):
+            us = _time_once(variants[name], spins[name])
             samples[name].append(us)
             time.sleep(pause * us * 1e-6)
     return {name: Timing.of(values) for name, values in samples.items()}

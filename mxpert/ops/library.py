@@ -130,6 +130,8 @@ def _rebuild_projection(qdata: torch.Tensor, scale: torch.Tensor, reference: tor
 def rebuild_mx(qdata: torch.Tensor, scale: torch.Tensor, name: str, *, axis: int = -1,
                span: ScaleSpan = ScaleSpan.BLOCK, wide: torch.Tensor | None = None) -> MXTensor:
     """A ROW_MAJOR MXTensor from its validated parts."""
+    if torch.compiler.is_compiling():  # torch 2.11 traces no other way to make one
+        return MXTensor(qdata, scale, get_format(name), axis, scale_span=span, wide_blocks=wide)
     return rebuild(MXTensor, qdata=qdata, scale=scale, format=get_format(name), axis=axis,
                    layout=Layout.ROW_MAJOR, reference=None, logical_shape=None, scale_span=span,
                    wide_blocks=wide)

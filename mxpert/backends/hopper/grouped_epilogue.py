@@ -20,8 +20,11 @@ def _one_each():
 
 
 @gluon.jit
-def load_scales(scales, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scale bytes of 64 rows and of each half of the columns, before they are needed."""
+def load_scales(scales, multiplied, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scale bytes of 64 rows and of each half of the columns, before they are needed.
+
+    127 where nothing is multiplied: the bytes that are read then may be anything, NaN included.
+    """
     a_bytes, b_bytes, a_pitch, b_pitch, num_rows, num_columns = scales
     rows = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), num_rows - 1)
     columns = gl.arange(0, 128, _one_each())
@@ -30,7 +33,8 @@ def load_scales(scales, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
     right = left
     if HALVES == 2:
         right = gl.load(b_bytes + gl.minimum(columns + 128, num_columns - 1) * b_pitch)
-    return by_row, left, right
+    return (gl.where(multiplied, by_row, 127), gl.where(multiplied, left, 127),
+            gl.where(multiplied, right, 127))
 
 
 @gluon.jit

@@ -79,7 +79,7 @@ def _tile_scales(scales, place, num_n, PARTITION: gl.constexpr):
     """(scale bytes of this consumer's rows, of the columns, both pitches, how many there are).
 
     Rows past the last may be negative: those of the other consumer. Where nothing is multiplied,
-    there may be no scales: then the tensors' first stand for all.
+    there may be no scales: then the tensors' first are read, and not used.
     """
     a_scale, b_scale, a_pitch, b_pitch = scales
     a_row, b_row, start, end, out_row, row_end, column = place
@@ -128,7 +128,7 @@ def _compute_halves(ring, slot, phase, place, scales, output, num_n, HALVES: gl.
     row = out_row + PARTITION * 64
     if SCALED:
         scales = _tile_scales(scales, place, num_n, PARTITION)
-        by_row, by_left, by_right = load_scales(scales, HALVES, HALF)
+        by_row, by_left, by_right = load_scales(scales, end > start, HALVES, HALF)
     left, right, slot, phase = _accumulate_halves(ring, slot, phase, end - start, scales, HALVES,
                                                   DEPTH, PARTITION, STAGES, WGRAD, SPAN)
     if SCALED:
