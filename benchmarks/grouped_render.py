@@ -7,7 +7,6 @@ writes grouped_gemm.md (everything), grouped_gemm-summary.md and grouped_gemm.pn
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import _checkout  # noqa: F401 - finds the library
 from grouped_cells import BALANCES, MODES, OPS, SHAPES
 from grouped_document import Row, load
 from grouped_ours import OURS
-from render import conditions, markdown_table
+from render import conditions, markdown_table, render
 
 DEEPGEMM, TORCH = ("deepgemm", "fp8_1x128"), ("torch", "bf16")
 COLUMNS = (*((OURS, mode) for mode in MODES), TORCH, ("torch", "fp8_row"), ("deepgemm", "bf16"),
@@ -265,29 +264,7 @@ def draw(axes: Any, rows: Sequence[Row], shapes: Sequence[str], op: str) -> None
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the three files; 2 if the JSON is not what grouped_gemm.py writes."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("json_file", type=Path)
-    parser.add_argument("--folder", type=Path, help="write there (default: beside the JSON)")
-    options = parser.parse_args(arguments)
-    try:
-        document = load(options.json_file)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    folder, stem = options.folder or options.json_file.parent, options.json_file.stem
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stem}.md").write_text(full(document), encoding="utf-8")
-    (folder / f"{stem}-summary.md").write_text(summary(document), encoding="utf-8")
-    written = [f"{stem}.md", f"{stem}-summary.md"]
-    try:
-        plot(document, folder / f"{stem}.png")
-        written.append(f"{stem}.png")
-    except ImportError:
-        print("no plot: matplotlib is not installed; pip install 'mxpert[plot]'", file=sys.stderr)
-    print(summary(document))
-    print(f"wrote {', '.join(written)} in {folder}")
-    return 0
+    return render(arguments, __doc__, load=load, full=full, plot=plot, summary=summary)
 
 
 if __name__ == "__main__":

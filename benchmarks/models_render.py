@@ -7,7 +7,6 @@ writes models.md and models.png beside the JSON, and prints the table.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import _checkout  # noqa: F401 - finds the library
 from models_document import load
-from render import markdown_table
+from render import markdown_table, render
 
 HEADINGS = {("decode", "generate"): "decode through generate, tokens/s",
             ("decode", "graph"): "decode step in a CUDA graph, tokens/s",
@@ -106,23 +105,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write both files; 2 if the JSON is not one of models.py."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("json_file", type=Path)
-    parser.add_argument("--folder", type=Path, help="write there (default: beside the JSON)")
-    options = parser.parse_args(arguments)
-    try:
-        document = load(options.json_file)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    folder, stem = options.folder or options.json_file.parent, options.json_file.stem
-    folder.mkdir(parents=True, exist_ok=True)
-    text = full(document)
-    (folder / f"{stem}.md").write_text(text, encoding="utf-8")
-    plot(document, folder / f"{stem}.png")
-    print(text)
-    return 0
+    return render(arguments, __doc__, load=load, full=full, plot=plot)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
@@ -245,9 +245,21 @@ def draw(axes: Any, rows: Sequence[Row], rate: str, limits: Mapping[str, float])
     axes.grid(alpha=0.3)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the three files; 2 if the JSON is not a comparison."""
-    parser = argparse.ArgumentParser(description=__doc__,
+def render(arguments: Sequence[str] | None, description: str | None, *,
+           load: Callable[[Path], Any], full: Callable[[Any], str],
+           plot: Callable[[Any, Path], None],
+           summary: Callable[[Any], str] | None = None) -> int:
+    """The command line of a render script: Markdown, a summary if there is one, and a plot.
+
+    Args:
+        arguments: None for those of the process. description: for --help.
+        load: JSON file → document, ValueError if it is another script's.
+        full, summary, plot: what the document becomes; without `summary` all of it is printed.
+
+    Returns:
+        The exit code: 2 if the file is not the document.
+    """
+    parser = argparse.ArgumentParser(description=description,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json_file", type=Path)
     parser.add_argument("--folder", type=Path, help="write there (default: beside the JSON)")
@@ -259,17 +271,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     folder, stem = options.folder or options.json_file.parent, options.json_file.stem
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stem}.md").write_text(full(document), encoding="utf-8")
-    (folder / f"{stem}-summary.md").write_text(summary(document), encoding="utf-8")
-    written = [f"{stem}.md", f"{stem}-summary.md"]
+    texts = {f"{stem}.md": full(document)}
+    if summary is not None:
+        texts[f"{stem}-summary.md"] = summary(document)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    written = list(texts)
     try:
         plot(document, folder / f"{stem}.png")
         written.append(f"{stem}.png")
     except ImportError:
         print("no plot: matplotlib is not installed; pip install 'mxpert[plot]'", file=sys.stderr)
-    print(summary(document))
+    print(text)  # the last: the shortest
     print(f"wrote {', '.join(written)} in {folder}")
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the three files; 2 if the JSON is not a comparison."""
+    return render(arguments, __doc__, load=load, full=full, plot=plot, summary=summary)
 
 
 if __name__ == "__main__":
