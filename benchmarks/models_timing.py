@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import StaticCache, StoppingCriteria
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from mxpert.testing.timing import Timing, time_graph
 
@@ -113,6 +114,14 @@ def timed_forward(run: Callable[[], object], device: torch.device, repeats: int)
 
 
 @torch.no_grad()
+def _masks(model: Any, token: torch.Tensor, cache: StaticCache) -> dict[str, torch.Tensor | None]:
+    """Attention masks of the step after `cache`, as the model would make them itself."""
+    arguments = {"config": model.config, "inputs_embeds": model.get_input_embeddings()(token),
+                 "attention_mask": None, "past_key_values": cache}
+    return {"full_attention": create_causal_mask(**arguments),
+            "sliding_attention": create_sliding_window_causal_mask(**arguments)}
+
+
 def graph_step(model: Any, blocks: Sequence[torch.nn.Module], prompt: torch.Tensor,
                repeats: int) -> dict[str, float]:
     """One decode step after `prompt` [B, S] on a static cache, and its MoE blocks alone.
@@ -125,8 +134,12 @@ def graph_step(model: Any, blocks: Sequence[torch.nn.Module], prompt: torch.Tens
     token = prompt[:, -1:].clone()
     position = torch.full((batch, 1), length, device=prompt.device)
 
+    # Transformers makes an eager mask from a CPU scalar, which no graph can capture.
+    masks = _masks(model, token, cache)
+
     def step() -> object:
-        return model(token, past_key_values=cache, position_ids=position, use_cache=True).logits
+        return model(token, past_key_values=cache, position_ids=position, attention_mask=masks,
+                     use_cache=True).logits
 
     inputs: list[torch.Tensor] = []
     handles = [block.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
