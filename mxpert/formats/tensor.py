@@ -131,9 +131,10 @@ class MXTensor:
     def to(self, device: torch.device | str) -> MXTensor:
         """The same tensor on `device` (no copy where it is there already)."""
         device = require_device(device, "MXTensor.to")
-        reference = None if self.reference is None else self.reference.to(device)
+        reference, wide_blocks = (None if part is None else part.to(device)
+                                  for part in (self.reference, self.wide_blocks))
         return replace(self, qdata=self.qdata.to(device), scale=self.scale.to(device),
-                       reference=reference)
+                       reference=reference, wide_blocks=wide_blocks)
 
     def __getitem__(self, index: int | slice) -> MXTensor:
         """Index or slice the leading dimension, for example one expert out of [E, N, K]."""

@@ -132,6 +132,12 @@ def test_auto(fmt: str, free: int, starts: tuple[int, ...] | None) -> None:
         x[1, 64:96] /= 2
 
 
+def test_auto_moves_with_its_decision() -> None:
+    moved = quantize_spans(torch.ones(2, 64), "mxfp8", ScaleRule.RCEIL, ScaleSpan.AUTO).to("meta")
+    assert moved.wide_blocks is not None
+    assert moved.wide_blocks.device.type == moved.qdata.device.type == "meta"
+
+
 def test_auto_lets_one_block_in_1024_pass() -> None:
     x = torch.ones(32, 64 * 32)
     for count, wide in ((1, -1), (2, 0), (3, 1)):
