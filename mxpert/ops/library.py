@@ -85,7 +85,11 @@ def is_unobserved(tensor: torch.Tensor) -> bool:
 def rebuild(cls: type[_T], **fields: Any) -> _T:
     """An instance of a frozen dataclass whose fields were validated before they were flattened."""
     instance = object.__new__(cls)
-    instance.__dict__.update(fields)
+    if torch.compiler.is_compiling():  # dynamo of torch 2.11 cannot trace the faster way
+        for name, value in fields.items():
+            object.__setattr__(instance, name, value)
+    else:
+        instance.__dict__.update(fields)
     return instance
 
 
@@ -130,8 +134,6 @@ def _rebuild_projection(qdata: torch.Tensor, scale: torch.Tensor, reference: tor
 def rebuild_mx(qdata: torch.Tensor, scale: torch.Tensor, name: str, *, axis: int = -1,
                span: ScaleSpan = ScaleSpan.BLOCK, wide: torch.Tensor | None = None) -> MXTensor:
     """A ROW_MAJOR MXTensor from its validated parts."""
-    if torch.compiler.is_compiling():  # torch 2.11 traces no other way to make one
-        return MXTensor(qdata, scale, get_format(name), axis, scale_span=span, wide_blocks=wide)
     return rebuild(MXTensor, qdata=qdata, scale=scale, format=get_format(name), axis=axis,
                    layout=Layout.ROW_MAJOR, reference=None, logical_shape=None, scale_span=span,
                    wide_blocks=wide)
