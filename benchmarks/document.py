@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,20 @@ def validate(document: Any, source: str = "document") -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read and check a comparison."""
+    return read(path, "compare.py", validate)
+
+
+def read(path: Path, script: str, check: Callable[[Any, str], None]) -> dict[str, Any]:
+    """The JSON that `script` wrote to `path`, once `check` has found nothing wrong with it.
+
+    Raises:
+        ValueError: no such file, no JSON, or what `check` raises.
+    """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: file — need the JSON of compare.py, got {error}") from error
-    validate(document, str(path))
+        raise ValueError(f"{path}: file — need the JSON of {script}, got {error}") from error
+    check(document, str(path))
     return document
 
 

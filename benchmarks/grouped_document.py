@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from document import read
 from grouped_cells import BALANCES, OPS, Shape
 from grouped_ours import Variant
 from mxpert.cli.report import write_json
@@ -71,12 +71,7 @@ def _validate_row(row: Row, types: dict[str, tuple[type, ...]], source: str, pla
 
 def load(path: Path) -> dict[str, Any]:
     """Read and check a document."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: file — need the JSON of grouped_gemm.py, got {error}") from error
-    validate(document, str(path))
-    return document
+    return read(path, "grouped_gemm.py", validate)
 
 
 def make_row(shape: Shape, balance: str, variant: Variant, timing: Timing, snr_db: float,

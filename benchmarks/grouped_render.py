@@ -18,7 +18,7 @@ import _checkout  # noqa: F401 - finds the library
 from grouped_cells import BALANCES, MODES, OPS, SHAPES
 from grouped_document import Row, load
 from grouped_ours import OURS
-from render import conditions, markdown_table, render
+from render import conditions, markdown_table, render, save_figure
 
 DEEPGEMM, TORCH = ("deepgemm", "fp8_1x128"), ("torch", "bf16")
 COLUMNS = (*((OURS, mode) for mode in MODES), TORCH, ("torch", "fp8_row"), ("deepgemm", "bf16"),
@@ -235,13 +235,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
         axes.axhline(limits["fp8_tflops"], color="gray", linestyle="--", label="cuBLAS fp8")
         axes.set(ylabel="TFLOP/s")
         axes.set_xticks(range(len(shapes)), shapes, fontsize="small")
-    handles = {label: handle for axes in panels
-               for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5,
-                  fontsize="small")
-    figure.suptitle(f"{document['meta']['device']}, {document['meta']['date'][:10]}")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, panels, document, path, columns=5)
 
 
 def draw(axes: Any, rows: Sequence[Row], shapes: Sequence[str], op: str) -> None:

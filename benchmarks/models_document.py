@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from document import read
 from mxpert.errors import require
 
 META_KEYS = {"device", "clocks", "versions", "commit", "date", "read_tbs", "model", "protocol",
@@ -64,10 +64,4 @@ def validate(document: Any, source: str = "document") -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read and check a document."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: file — need the JSON of models.py, got {error}") from error
-    validate(document, str(path))
-    found: dict[str, Any] = document
-    return found
+    return read(path, "models.py", validate)

@@ -219,9 +219,17 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
             axes.set_title(f"{model}, {stage}", fontsize="small")
             axes.set_ylabel("TB/s of weights" if rate == "tbs" else "TFLOP/s")
             axes.set_xlabel("tokens")
-    handles = {label: handle for axes in panels.flat
+    save_figure(figure, panels.flat, document, path, columns=4)
+
+
+def save_figure(figure: Any, panels: Iterable[Any], document: Mapping[str, Any], path: Path, *,
+                columns: int) -> None:
+    """One legend of all panels below them, the device and the day above, and the file."""
+    from matplotlib import pyplot
+
+    handles = {label: handle for axes in panels
                for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4,
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns,
                   fontsize="small")
     figure.suptitle(f"{document['meta']['device']}, {document['meta']['date'][:10]}")
     figure.savefig(path, dpi=110)

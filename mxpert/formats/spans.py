@@ -108,7 +108,7 @@ def rebase(tensor: MXTensor, span: ScaleSpan, *,
     if span is ScaleSpan.BLOCK or tensor.qdata.numel() == 0:
         return replace(tensor, scale_span=span, wide_blocks=None)
     by_block = tensor.qdata.unflatten(-1, (-1, MX_BLOCK_SIZE))
-    present = ((by_block & 0x7F) != 0).any(-1) & (tensor.scale != E8M0_NAN)
+    present = _have_values(tensor)
     top = _span_maximum(torch.where(present, tensor.scale.float(), -1.0), span, group_starts)
     top = torch.where(top < 0, float(ZERO_BLOCK_SCALE), top).clamp(min=1).int()
     shift = (tensor.scale.int() - top).clamp(-126, 0)  # below that nothing is left
@@ -147,11 +147,16 @@ def count_wide_blocks(tensor: MXTensor, span: ScaleSpan = ScaleSpan.ROW, *,
         >>> int(count_wide_blocks(t))
         1
     """
-    by_block = tensor.qdata.unflatten(-1, (-1, MX_BLOCK_SIZE))
-    present = ((by_block & 0x7F) != 0).any(-1) & (tensor.scale != E8M0_NAN)
+    present = _have_values(tensor)
     scale = torch.where(present, tensor.scale.float(), -1.0)
     deficit = _span_maximum(scale, span, group_starts) - scale
     return (present & (deficit > FREE_BINADES[tensor.format.element.name])).sum()
+
+
+def _have_values(tensor: MXTensor) -> torch.Tensor:
+    """Which blocks [..., B] are neither zeros throughout nor NaN."""
+    by_block = tensor.qdata.unflatten(-1, (-1, MX_BLOCK_SIZE))
+    return ((by_block & 0x7F) != 0).any(-1) & (tensor.scale != E8M0_NAN)
 
 
 def _span_maximum(amax: torch.Tensor, span: ScaleSpan,

@@ -163,8 +163,8 @@ def _quantize_launch(problem: DualProblem, num_blocks: int, blocks_per_matrix: i
         PAIRS=problem.dtype is torch.bfloat16, CHOOSE=choose, ENCODE=encode,
         MARK_ROWS=choose and problem.row_span is not ScaleSpan.BLOCK,
         MARK_COLUMNS=choose and problem.column_span is not ScaleSpan.BLOCK,
-        ROW_ALIGNMENT=math.gcd(num_k_blocks, _TILE_BLOCKS),
-        WIDE_COLUMNS=blocks_per_matrix % _TILE_BLOCKS == 0, num_warps=4)
+        ROW_ALIGNMENT=math.gcd(num_k_blocks, _TILE_BLOCKS) if choose else 1,
+        WIDE_COLUMNS=choose and blocks_per_matrix % _TILE_BLOCKS == 0, num_warps=4)
 
 
 QUANTIZE_DUAL = _QuantizeDual()
