@@ -9,17 +9,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from mxpert.backends.triton import grouped
-from mxpert.formats import MXTensor, ScaleRule
+from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GroupedProblem, Op, Target
 from mxpert.routing import padded_capacity
 from mxpert.testing.aot import Metrics, compile_for, specialize
+from mxpert.testing.launches import RecordedLaunch, recorded_launches
 
 TARGETS = {
     "sm_90": Target("cuda", "sm_90", "NVIDIA H200", 132, 232448),
@@ -31,41 +32,20 @@ INSTRUCTIONS = {
     "mx": {"sm_90": "wgmma", "sm_100": "tcgen05.mma.block_scale", "gfx950": "mfma_scale"},
 }
 """What the operands must reach; Hopper has no MX instruction and multiplies exact bf16 values."""
-KERNELS = ("_quantize_dual_kernel", "_grouped_gemm_kernel", "_grouped_wgrad_kernel")
 FORMATS = {"bf16": ("bf16", "bf16"), "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
            "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3")}
 targets = pytest.mark.parametrize("target", TARGETS)
 
 
-class Launch(NamedTuple):
-    """One recorded launch."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-
-
-Recorder = Callable[..., Launch]
+Recorder = Callable[..., RecordedLaunch]
 
 
 @pytest.fixture
-def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def record() -> Recorder:
     """A function that launches on meta tensors and returns what was launched."""
-    launches: list[Launch] = []
-
-    class Recording:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda **arguments: launches.append(Launch(self.kernel, grid, arguments))
-
-    for name in KERNELS:
-        monkeypatch.setattr(grouped, name, Recording(getattr(grouped, name)))
-
-    def run(launch: Callable[..., object], *arguments: Any, **options: Any) -> Launch:
-        launches.clear()
-        launch(*arguments, **options)
+    def run(launch: Callable[..., object], *arguments: Any, **options: Any) -> RecordedLaunch:
+        with recorded_launches() as launches:
+            launch(*arguments, **options)
         (only,) = launches
         return only
 
@@ -126,7 +106,7 @@ def launch_dual(target: str, shape: tuple[int, ...], dtype: torch.dtype, *, grou
                                  group_offsets=offsets)
 
 
-def metrics_of(launch: Launch, target: str) -> Metrics:
+def metrics_of(launch: RecordedLaunch, target: str) -> Metrics:
     arguments = dict(launch.arguments)
     num_warps, num_stages = arguments.pop("num_warps"), arguments.pop("num_stages", 3)
     return compile_for(launch.kernel, arguments, target=target, num_warps=num_warps,
@@ -176,6 +156,37 @@ def test_wgrad_accumulates_without_spills(record: Recorder, target: str) -> None
     launch = record(launch_wgrad, target, FORMATS["e4m3"], accumulate=True)
     assert launch.arguments["ACCUMULATE"] is True
     assert metrics_of(launch, target).spills == 0
+
+
+def launch_if_wide(target: str, op: Op, groups: int, *, accumulate: bool = False) -> None:
+    """What follows a launch that left wide operands alone."""
+    m, n, k = 8192, 2880, 2880
+    gemm = op is Op.GROUPED_GEMM
+    length = m if gemm else padded_capacity(m, groups)
+    out_dtype = torch.float32 if accumulate else torch.bfloat16
+    problem = GroupedProblem(op, TARGETS[target], length, groups, n, k, *FORMATS["e4m3"], gemm,
+                             out_dtype, accumulate, ScaleSpan.AUTO, ScaleSpan.AUTO)
+    shapes = ((m, k), (groups, n, k)) if gemm else ((n, length), (k, length))
+    first, second = (
+        MXTensor(empty(*shape), empty(*shape[:-1], shape[-1] // 32), get_format("mxfp8_e4m3"),
+                 scale_span=ScaleSpan.AUTO, wide_blocks=empty(1, dtype=torch.int32))
+        for shape in shapes)
+    kernel = grouped.GROUPED_GEMM if gemm else grouped.GROUPED_WGRAD
+    out = empty(*((m, n) if gemm else (groups, n, k)), dtype=out_dtype)
+    kernel.launch_if_wide(problem, first, second, empty(groups + 1, dtype=torch.int32), out)
+
+
+@pytest.mark.parametrize("groups", [8, grouped.MAX_GROUPS])
+@pytest.mark.parametrize("op, accumulate", [
+    (Op.GROUPED_GEMM, False), (Op.GROUPED_WGRAD, False), (Op.GROUPED_WGRAD, True)],
+    ids=["gemm", "wgrad", "accumulate"])
+def test_idle_launches_are_small(record: Recorder, op: Op, accumulate: bool, groups: int) -> None:
+    """Two programs a multiprocessor, whose loops over tiles cost the products nothing."""
+    launch = record(launch_if_wide, "sm_90", op, groups, accumulate=accumulate)
+    assert launch.grid == (2 * TARGETS["sm_90"].num_sms,)
+    metrics = metrics_of(launch, "sm_90")
+    assert metrics.matrix_instruction == "wgmma"
+    assert metrics.spills == 0
 
 
 @targets

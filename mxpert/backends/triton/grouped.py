@@ -6,20 +6,24 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from ...errors import require
-from ...formats.spec import MX_BLOCK_SIZE, ScaleSpan
+from ...formats.spec import MX_BLOCK_SIZE, ScaleSpan, get_format
 from ...formats.tensor import MXTensor
 from ...problem import Config, DualProblem, GemmConfig, GroupedProblem, Op, Target
 from ...routing import padded_capacity
+from ..launch import CACHED_LAUNCHES, Launch
 from .dual_kernels import _quantize_dual_kernel
-from .grouped_kernels import _grouped_gemm_kernel, _grouped_wgrad_kernel
+from .grouped_kernels import (
+    _grouped_gemm_if_wide_kernel, _grouped_gemm_kernel, _grouped_wgrad_if_wide_kernel,
+    _grouped_wgrad_kernel,
+)
 from .heuristics import OUT_DTYPES, compute_capability
-from .moe import operand
 from .quantize import DTYPES
 from .quantize_kernels import scale_rule_constants
 
@@ -34,6 +38,9 @@ MAX_ACCUMULATORS = 128
 
 SCALED_MMA_ROWS = 128
 """Height of Blackwell's block-scaled MMA; lower tiles would be decoded instead."""
+
+IF_WIDE_PROGRAMS = 2
+"""Programs a multiprocessor of a launch that mostly finds nothing to do."""
 
 
 def _unsupported(target: Target, num_groups: int) -> str | None:
@@ -92,23 +99,30 @@ class _QuantizeDual:
         length = padded_capacity(num_rows, num_groups) if num_groups else num_rows
         row, column = (_allocate(problem, shape, x.device)
                        for shape in ((*leading, num_rows, width), (*leading, width, length)))
-        block_rows, block_columns = DUAL_TILE
-        batch = leading[0] if leading else 1
-        grid = (batch * triton.cdiv(length, block_rows) * triton.cdiv(width, block_columns),)
-        block_g = _group_block(num_groups)
-        if grid[0] > 0:
-            with torch.cuda.device_of(x):  # Triton launches on the current device
-                _quantize_dual_kernel[grid](
-                    row_ptr=row.qdata, row_scale_ptr=row.scale, column_ptr=column.qdata,
-                    column_scale_ptr=column.scale, x_ptr=x, group_offsets_ptr=group_offsets,
-                    num_rows=num_rows, num_groups=num_groups,
-                    num_k_blocks=width // MX_BLOCK_SIZE, num_column_blocks=length // MX_BLOCK_SIZE,
-                    x_stride_batch=x.stride(0) if leading else 0, x_stride_row=x.stride(-2),
-                    FORMAT=problem.format.element.name,
-                    **scale_rule_constants(problem.format, problem.scale_rule),
-                    BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns,
-                    BLOCK_G=block_g, num_warps=4 if block_g <= 512 else 8)
+        if row.qdata.numel() + column.qdata.numel() > 0:
+            strides = x.stride(0) if leading else 0, x.stride(-2)
+            _dual_launch(problem, length, strides)(
+                row_ptr=row.qdata, row_scale_ptr=row.scale, column_ptr=column.qdata,
+                column_scale_ptr=column.scale, x_ptr=x, group_offsets_ptr=group_offsets)
         return row, column
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _dual_launch(problem: DualProblem, length: int, strides: tuple[int, int]) -> Launch:
+    """`length` positions along the rows of each columnwise copy; strides of matrices and rows."""
+    *leading, num_rows, width = problem.shape
+    num_groups = problem.num_groups if problem.grouped_rows else 0
+    block_rows, block_columns = DUAL_TILE
+    batch = leading[0] if leading else 1
+    block_g = _group_block(num_groups)
+    return Launch(
+        _quantize_dual_kernel,
+        (batch * triton.cdiv(length, block_rows) * triton.cdiv(width, block_columns),),
+        num_rows=num_rows, num_groups=num_groups, num_k_blocks=width // MX_BLOCK_SIZE,
+        num_column_blocks=length // MX_BLOCK_SIZE, x_stride_batch=strides[0],
+        x_stride_row=strides[1], FORMAT=problem.format.element.name,
+        **scale_rule_constants(problem.format, problem.scale_rule), BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns, BLOCK_G=block_g, num_warps=4 if block_g <= 512 else 8)
 
 
 def _allocate(problem: DualProblem, shape: tuple[int, ...], device: torch.device) -> MXTensor:
@@ -164,7 +178,6 @@ def invalid(problem: GroupedProblem, config: GemmConfig) -> str | None:
     return None
 
 
-@functools.cache
 def require_valid(problem: GroupedProblem, config: GemmConfig) -> None:
     """Raise ValueError for a config (pinned or from a table) that `invalid` refuses."""
     reason = invalid(problem, config)
@@ -222,53 +235,68 @@ class _GroupedGemm(_Grouped):
         b: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
     ) -> torch.Tensor:
         """[M, n], contiguous, in `problem.out_dtype`."""
-        require_valid(problem, config)
         c = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
-        _multiply(problem, config, a, b, group_offsets, c, (None, None))
+        a_data, a_scale, a_strides = _parts(a)
+        b_data, b_scale, b_strides = _parts(b)
+        launch = _gemm_launch(problem, config, a_strides, b_strides)
+        if c.numel() > 0:
+            launch(c_ptr=c, a_ptr=a_data, a_scale_ptr=a_scale, b_ptr=b_data, b_scale_ptr=b_scale,
+                   group_offsets_ptr=group_offsets)
         return c
 
     def launch_if_wide(self, problem: GroupedProblem, a: torch.Tensor | MXTensor,
                        b: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
                        c: torch.Tensor) -> None:
         """Fill c if one of the operands has wide blocks; the device looks."""
-        _multiply(problem, self.heuristic(problem), a, b, group_offsets, c,
-                  (wide_blocks(a), wide_blocks(b)))
+        a_data, a_scale, a_strides = _parts(a)
+        b_data, b_scale, b_strides = _parts(b)
+        _gemm_if_wide_launch(problem, a_strides, b_strides)(
+            c_ptr=c, a_ptr=a_data, a_scale_ptr=a_scale, b_ptr=b_data, b_scale_ptr=b_scale,
+            group_offsets_ptr=group_offsets, a_wide_ptr=wide_blocks(a),
+            b_wide_ptr=wide_blocks(b))
 
 
-Wide = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Counts of wide blocks; with one that is given the kernels run only if one is above 0."""
+@functools.lru_cache(CACHED_LAUNCHES)
+def _gemm_launch(problem: GroupedProblem, config: GemmConfig, a_strides: tuple[int, ...],
+                 b_strides: tuple[int, ...]) -> Launch:
+    require_valid(problem, config)
+    return Launch(_grouped_gemm_kernel, (_gemm_tiles(problem, config),),
+                  **_gemm_constants(problem, config, a_strides, b_strides))
 
 
-def _multiply(problem: GroupedProblem, config: GemmConfig, a: torch.Tensor | MXTensor,
-              b: torch.Tensor | MXTensor, group_offsets: torch.Tensor, c: torch.Tensor,
-              wide: Wide) -> None:
-    a_data, a_scale, a_format = operand(a)
-    b_data, b_scale, b_format = operand(b)
-    num_rows, num_k = a_data.shape
-    num_groups, n_axis, k_axis = b_data.shape[0], *((1, 2) if problem.trans_b else (2, 1))
-    num_n = b_data.shape[n_axis]
+@functools.lru_cache(CACHED_LAUNCHES)
+def _gemm_if_wide_launch(problem: GroupedProblem, a_strides: tuple[int, ...],
+                         b_strides: tuple[int, ...]) -> Launch:
+    config = GROUPED_GEMM.heuristic(problem)
+    num_tiles = _gemm_tiles(problem, config)
+    return Launch(_grouped_gemm_if_wide_kernel, _if_wide_grid(problem.target, num_tiles),
+                  num_tiles=num_tiles, **_gemm_constants(problem, config, a_strides, b_strides))
+
+
+def _gemm_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
+    """Tiles that may be needed, known without the groups' sizes."""
     # Rows without a group form one more; each group has one ragged tile at most, and a tile has at
     # least one row.
-    row_tiles = min(triton.cdiv(num_rows, config.block_m) + num_groups, num_rows)
-    grid = (row_tiles * triton.cdiv(num_n, config.block_n),)
-    if grid[0] == 0:
-        return
-    with torch.cuda.device_of(c):  # Triton launches on the current device
-        _grouped_gemm_kernel[grid](
-            c_ptr=c, a_ptr=a_data, a_scale_ptr=a_scale, b_ptr=b_data, b_scale_ptr=b_scale,
-            group_offsets_ptr=group_offsets, a_wide_ptr=wide[0], b_wide_ptr=wide[1],
-            num_rows=num_rows, num_groups=num_groups, num_n=num_n, num_k=num_k,
-            a_stride_m=a_data.stride(0), a_stride_k=a_data.stride(1),
-            a_scale_stride_m=_stride(a_scale, 0), a_scale_stride_k=_stride(a_scale, 1),
-            b_stride_g=b_data.stride(0), b_stride_n=b_data.stride(n_axis),
-            b_stride_k=b_data.stride(k_axis), b_scale_stride_g=_stride(b_scale, 0),
-            b_scale_stride_n=_stride(b_scale, n_axis), b_scale_stride_k=_stride(b_scale, k_axis),
-            A_FORMAT=a_format, B_FORMAT=b_format, BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-            BLOCK_G=_group_block(num_groups),
-            PREFETCH_SCALES=_prefetch_scales(
-                problem.target, _stride(a_scale, 1), _stride(b_scale, k_axis)),
-            num_warps=config.num_warps, num_stages=config.num_stages)
+    num_rows = problem.num_rows
+    row_tiles = min(triton.cdiv(num_rows, config.block_m) + problem.num_groups, num_rows)
+    return row_tiles * triton.cdiv(problem.n, config.block_n)
+
+
+def _gemm_constants(problem: GroupedProblem, config: GemmConfig, a_strides: tuple[int, ...],
+                    b_strides: tuple[int, ...]) -> dict[str, Any]:
+    """Everything but tensors and tiles, for both kernels."""
+    order = (0, 1, 2) if problem.trans_b else (0, 2, 1)
+    b_stride, b_scale_stride = ([strides[axis] for axis in order]
+                                for strides in (b_strides[:3], b_strides[3:]))
+    return dict(
+        num_rows=problem.num_rows, num_groups=problem.num_groups, num_n=problem.n, num_k=problem.k,
+        a_stride_m=a_strides[0], a_stride_k=a_strides[1],
+        a_scale_stride_m=a_strides[2], a_scale_stride_k=a_strides[3],
+        b_stride_g=b_stride[0], b_stride_n=b_stride[1], b_stride_k=b_stride[2],
+        b_scale_stride_g=b_scale_stride[0], b_scale_stride_n=b_scale_stride[1],
+        b_scale_stride_k=b_scale_stride[2], BLOCK_G=_group_block(problem.num_groups),
+        PREFETCH_SCALES=_prefetch_scales(problem.target, a_strides[3], b_scale_stride[2]),
+        **_tile_constants(problem, config))
 
 
 class _GroupedWgrad(_Grouped):
@@ -282,61 +310,97 @@ class _GroupedWgrad(_Grouped):
         padded_offsets: torch.Tensor | None, accumulate_into: torch.Tensor | None,
     ) -> torch.Tensor:
         """[G, n, k] in `problem.out_dtype`, or `accumulate_into` with the result added."""
-        require_valid(problem, config)
         out = accumulate_into
         if out is None:
             out = group_offsets.new_empty((problem.num_groups, problem.n, problem.k),
                                           dtype=problem.out_dtype)
         offsets = group_offsets if padded_offsets is None else padded_offsets
-        _multiply_columns(problem, config, grad, a, offsets, out, (None, None))
+        grad_data, grad_scale, grad_strides = _parts(grad)
+        a_data, a_scale, a_strides = _parts(a)
+        launch = _wgrad_launch(problem, config, grad_strides, a_strides, out.stride())
+        if out.numel() > 0:
+            launch(out_ptr=out, grad_ptr=grad_data, grad_scale_ptr=grad_scale, a_ptr=a_data,
+                   a_scale_ptr=a_scale, offsets_ptr=offsets)
         return out
 
     def launch_if_wide(self, problem: GroupedProblem, grad: torch.Tensor | MXTensor,
                        a: torch.Tensor | MXTensor, padded_offsets: torch.Tensor,
                        out: torch.Tensor) -> None:
         """Fill (or add to) out if one of the operands has wide blocks; the device looks."""
-        _multiply_columns(problem, self.heuristic(problem), grad, a, padded_offsets, out,
-                          (wide_blocks(grad), wide_blocks(a)))
-
-
-def _multiply_columns(problem: GroupedProblem, config: GemmConfig, grad: torch.Tensor | MXTensor,
-                      a: torch.Tensor | MXTensor, offsets: torch.Tensor, out: torch.Tensor,
-                      wide: Wide) -> None:
-    grad_data, grad_scale, grad_format = operand(grad)
-    a_data, a_scale, a_format = operand(a)
-    if grad_scale is None:  # bf16 [M, n] and [M, k]: the reduction is the leading axis
-        grad_data, a_data = grad_data.T, a_data.T
-    num_n, reduction = grad_data.shape
-    num_k, num_groups = a_data.shape[0], offsets.shape[0] - 1
-    tiles = triton.cdiv(num_n, config.block_m) * triton.cdiv(num_k, config.block_n)
-    if num_groups * tiles == 0:
-        return
-    with torch.cuda.device_of(out):  # Triton launches on the current device
-        _grouped_wgrad_kernel[(num_groups * tiles,)](
+        grad_data, grad_scale, grad_strides = _parts(grad)
+        a_data, a_scale, a_strides = _parts(a)
+        _wgrad_if_wide_launch(problem, grad_strides, a_strides, out.stride())(
             out_ptr=out, grad_ptr=grad_data, grad_scale_ptr=grad_scale, a_ptr=a_data,
-            a_scale_ptr=a_scale, offsets_ptr=offsets, grad_wide_ptr=wide[0], a_wide_ptr=wide[1],
-            reduction=reduction, num_n=num_n, num_k=num_k, out_stride_g=out.stride(0),
-            out_stride_n=out.stride(1), out_stride_k=out.stride(2),
-            grad_stride_n=grad_data.stride(0), grad_stride_r=grad_data.stride(1),
-            grad_scale_stride_n=_stride(grad_scale, 0), grad_scale_stride_r=_stride(grad_scale, 1),
-            a_stride_k=a_data.stride(0), a_stride_r=a_data.stride(1),
-            a_scale_stride_k=_stride(a_scale, 0), a_scale_stride_r=_stride(a_scale, 1),
-            A_FORMAT=grad_format, B_FORMAT=a_format, ACCUMULATE=problem.accumulate,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-            GROUP_M=config.group_m,
-            PREFETCH_SCALES=_prefetch_scales(
-                problem.target, _stride(grad_scale, 1), _stride(a_scale, 1)),
-            num_warps=config.num_warps, num_stages=config.num_stages)
+            a_scale_ptr=a_scale, offsets_ptr=padded_offsets, grad_wide_ptr=wide_blocks(grad),
+            a_wide_ptr=wide_blocks(a))
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _wgrad_launch(problem: GroupedProblem, config: GemmConfig, grad_strides: tuple[int, ...],
+                  a_strides: tuple[int, ...], out_strides: tuple[int, ...]) -> Launch:
+    require_valid(problem, config)
+    return Launch(_grouped_wgrad_kernel, (_wgrad_tiles(problem, config),),
+                  **_wgrad_constants(problem, config, grad_strides, a_strides, out_strides))
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _wgrad_if_wide_launch(problem: GroupedProblem, grad_strides: tuple[int, ...],
+                          a_strides: tuple[int, ...], out_strides: tuple[int, ...]) -> Launch:
+    config = GROUPED_WGRAD.heuristic(problem)
+    num_tiles = _wgrad_tiles(problem, config)
+    return Launch(_grouped_wgrad_if_wide_kernel, _if_wide_grid(problem.target, num_tiles),
+                  num_tiles=num_tiles,
+                  **_wgrad_constants(problem, config, grad_strides, a_strides, out_strides))
+
+
+def _wgrad_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
+    return problem.num_groups * (triton.cdiv(problem.n, config.block_m)
+                                 * triton.cdiv(problem.k, config.block_n))
+
+
+def _wgrad_constants(problem: GroupedProblem, config: GemmConfig, grad_strides: tuple[int, ...],
+                     a_strides: tuple[int, ...], out_strides: tuple[int, ...]) -> dict[str, Any]:
+    """Everything but tensors and tiles, for both kernels."""
+    # The reduction is the last axis of copies, and of bf16 [M, n] and [M, k] the leading one.
+    row, step = (1, 0) if problem.a_format == "bf16" else (0, 1)
+    return dict(
+        reduction=problem.num_rows, num_n=problem.n, num_k=problem.k,
+        out_stride_g=out_strides[0], out_stride_n=out_strides[1], out_stride_k=out_strides[2],
+        grad_stride_n=grad_strides[row], grad_stride_r=grad_strides[step],
+        grad_scale_stride_n=grad_strides[2], grad_scale_stride_r=grad_strides[3],
+        a_stride_k=a_strides[row], a_stride_r=a_strides[step],
+        a_scale_stride_k=a_strides[2], a_scale_stride_r=a_strides[3],
+        ACCUMULATE=problem.accumulate,
+        PREFETCH_SCALES=_prefetch_scales(problem.target, grad_strides[3], a_strides[3]),
+        **_tile_constants(problem, config))
+
+
+def _tile_constants(problem: GroupedProblem, config: GemmConfig) -> dict[str, Any]:
+    return dict(A_FORMAT=_element(problem.a_format), B_FORMAT=_element(problem.b_format),
+                BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+                GROUP_M=config.group_m, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def _element(format_name: str) -> str:
+    """The kernels' name of an operand's elements."""
+    return "bf16" if format_name == "bf16" else get_format(format_name).element.name
+
+
+def _if_wide_grid(target: Target, num_tiles: int) -> tuple[int]:
+    return (min(num_tiles, IF_WIDE_PROGRAMS * target.num_sms),)
+
+
+def _parts(value: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None,
+                                                    tuple[int, ...]]:
+    """Values, scales, and the strides of both; those of the scales are 0 for bf16."""
+    if isinstance(value, MXTensor):
+        return value.qdata, value.scale, value.qdata.stride() + value.scale.stride()
+    return value, None, value.stride() + (0,) * value.dim()
 
 
 def wide_blocks(value: torch.Tensor | MXTensor) -> torch.Tensor | None:
     """The count that an operand of ScaleSpan.AUTO carries."""
     return value.wide_blocks if isinstance(value, MXTensor) else None
-
-
-def _stride(scale: torch.Tensor | None, axis: int) -> int:
-    """Stride of a scale tensor; 0 for bf16, which has none."""
-    return 0 if scale is None else scale.stride(axis)
 
 
 def _prefetch_scales(target: Target, *strides: int) -> bool:

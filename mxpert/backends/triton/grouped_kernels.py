@@ -42,21 +42,20 @@ def pick(chosen, values):
 
 
 @triton.jit
-def schedule_groups(group_offsets_ptr, num_groups, num_rows, num_tiles_n, BLOCK_M: tl.constexpr,
-                    GROUP_M: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Group, first row, end of the group's rows and column tile of this program.
+def schedule_groups(tile, group_offsets_ptr, num_groups, num_rows, num_tiles_n,
+                    BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Group, first row, end of the group's rows and column tile of a tile of the output.
 
     GROUP_M row tiles share each column tile's operand in L2. Past the last tile, end is 0.
     """
     starts, stops, tiles = group_extents(group_offsets_ptr, num_groups, num_rows, BLOCK_M, BLOCK_G)
     ends = tl.cumsum(tiles, axis=0)
     num_tiles_m = tl.sum(tiles, axis=0)
-    band = tl.program_id(0) // (GROUP_M * num_tiles_n)
-    place = tl.program_id(0) % (GROUP_M * num_tiles_n)
+    band, place = tile // (GROUP_M * num_tiles_n), tile % (GROUP_M * num_tiles_n)
     height = tl.maximum(tl.minimum(num_tiles_m - band * GROUP_M, GROUP_M), 1)
     tile_m = band * GROUP_M + place % height
     begins = ends - tiles
-    in_use = tl.program_id(0) < num_tiles_m * num_tiles_n
+    in_use = tile < num_tiles_m * num_tiles_n
     chosen = (begins <= tile_m) & (tile_m < ends) & in_use
     group = pick(chosen, tl.arange(0, BLOCK_G))
     first_row = pick(chosen, starts + (tile_m - begins) * BLOCK_M)
@@ -65,9 +64,7 @@ def schedule_groups(group_offsets_ptr, num_groups, num_rows, num_tiles_n, BLOCK_
 
 @triton.jit
 def is_wide(a_wide_ptr, b_wide_ptr):
-    """Whether one of the counts [1] is above 0; also where there are none."""
-    if a_wide_ptr is None and b_wide_ptr is None:
-        return True
+    """Whether one of the counts [1], of which one may be missing, is above 0."""
     count = 0
     if a_wide_ptr is not None:
         count = tl.maximum(count, tl.load(a_wide_ptr))
@@ -127,30 +124,16 @@ def multiply_rows(
     return acc
 
 
-@triton.jit(do_not_specialize=("num_rows", "num_groups", "a_scale_stride_m", "b_scale_stride_g",
-                               "b_scale_stride_n"),
-            do_not_specialize_on_alignment=("a_scale_ptr", "b_scale_ptr", "group_offsets_ptr",
-                                            "a_wide_ptr", "b_wide_ptr"))
-def _grouped_gemm_kernel(
-    c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group_offsets_ptr, a_wide_ptr, b_wide_ptr,
-    num_rows, num_groups, num_n, num_k,
+@triton.jit
+def multiply_group_tile(
+    c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group, first_row, stop, tile_n,
+    num_groups, num_n, num_k,
     a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k,
     b_stride_g, b_stride_n, b_stride_k, b_scale_stride_g, b_scale_stride_n, b_scale_stride_k,
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_G: tl.constexpr,
-    PREFETCH_SCALES: tl.constexpr,
+    BLOCK_K: tl.constexpr, PREFETCH_SCALES: tl.constexpr,
 ):
-    """c[rows of g] = a[rows of g] @ b[g].T, c contiguous [num_rows, num_n]; zeros past the groups.
-
-    The strides of b name its logical dimensions, so that either order in memory serves. Nothing
-    happens if counts of wide blocks are given and none above 0: another kernel did the work.
-    """
-    if not is_wide(a_wide_ptr, b_wide_ptr):
-        return
-    group, first_row, stop, tile_n = schedule_groups(
-        group_offsets_ptr, num_groups, num_rows, tl.cdiv(num_n, BLOCK_N), BLOCK_M, GROUP_M, BLOCK_G)
-    if stop == 0:
-        return
+    """One tile of `_grouped_gemm_kernel`, where `schedule_groups` places it."""
     rows = first_row + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, column_mask = rows < stop, columns < num_n
@@ -170,11 +153,70 @@ def _grouped_gemm_kernel(
              mask=row_mask[:, None] & column_mask[None, :])
 
 
-@triton.jit(do_not_specialize=("reduction", "grad_scale_stride_n", "a_scale_stride_k"),
-            do_not_specialize_on_alignment=("grad_scale_ptr", "a_scale_ptr", "offsets_ptr",
-                                            "grad_wide_ptr", "a_wide_ptr"))
-def _grouped_wgrad_kernel(
-    out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr, grad_wide_ptr, a_wide_ptr,
+@triton.jit(do_not_specialize=("num_rows", "num_groups", "a_scale_stride_m", "b_scale_stride_g",
+                               "b_scale_stride_n"),
+            do_not_specialize_on_alignment=("a_scale_ptr", "b_scale_ptr", "group_offsets_ptr"))
+def _grouped_gemm_kernel(
+    c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group_offsets_ptr,
+    num_rows, num_groups, num_n, num_k,
+    a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k,
+    b_stride_g, b_stride_n, b_stride_k, b_scale_stride_g, b_scale_stride_n, b_scale_stride_k,
+    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_G: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
+):
+    """c[rows of g] = a[rows of g] @ b[g].T, c contiguous [num_rows, num_n]; zeros past the groups.
+
+    The strides of b name its logical dimensions, so that either order in memory serves. A program
+    has one tile.
+    """
+    group, first_row, stop, tile_n = schedule_groups(
+        tl.program_id(0), group_offsets_ptr, num_groups, num_rows, tl.cdiv(num_n, BLOCK_N), BLOCK_M,
+        GROUP_M, BLOCK_G)
+    if stop == 0:
+        return
+    multiply_group_tile(
+        c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group, first_row, stop, tile_n, num_groups,
+        num_n, num_k, a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k, b_stride_g,
+        b_stride_n, b_stride_k, b_scale_stride_g, b_scale_stride_n, b_scale_stride_k, A_FORMAT,
+        B_FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCH_SCALES)
+
+
+@triton.jit(do_not_specialize=("num_tiles", "num_rows", "num_groups", "a_scale_stride_m",
+                               "b_scale_stride_g", "b_scale_stride_n"),
+            do_not_specialize_on_alignment=("a_scale_ptr", "b_scale_ptr", "group_offsets_ptr",
+                                            "a_wide_ptr", "b_wide_ptr"))
+def _grouped_gemm_if_wide_kernel(
+    c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group_offsets_ptr, a_wide_ptr, b_wide_ptr,
+    num_tiles, num_rows, num_groups, num_n, num_k,
+    a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k,
+    b_stride_g, b_stride_n, b_stride_k, b_scale_stride_g, b_scale_stride_n, b_scale_stride_k,
+    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_G: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
+):
+    """`_grouped_gemm_kernel` if a count of wide blocks is above 0, else nothing.
+
+    Mostly nothing is to be done, so that there are few programs: each has every so many-th tile.
+    """
+    if not is_wide(a_wide_ptr, b_wide_ptr):
+        return
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        group, first_row, stop, tile_n = schedule_groups(
+            tile, group_offsets_ptr, num_groups, num_rows, tl.cdiv(num_n, BLOCK_N), BLOCK_M,
+            GROUP_M, BLOCK_G)
+        if stop > 0:
+            multiply_group_tile(
+                c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group, first_row, stop, tile_n,
+                num_groups, num_n, num_k, a_stride_m, a_stride_k, a_scale_stride_m,
+                a_scale_stride_k, b_stride_g, b_stride_n, b_stride_k, b_scale_stride_g,
+                b_scale_stride_n, b_scale_stride_k, A_FORMAT, B_FORMAT, BLOCK_M, BLOCK_N, BLOCK_K,
+                PREFETCH_SCALES)
+
+
+@triton.jit
+def multiply_columns_tile(
+    tile, out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr,
     reduction, num_n, num_k,
     out_stride_g, out_stride_n, out_stride_k,
     grad_stride_n, grad_stride_r, grad_scale_stride_n, grad_scale_stride_r,
@@ -183,16 +225,9 @@ def _grouped_wgrad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
 ):
-    """out[g] (+)= grad_g.T @ a_g, the reduction over offsets[g] … offsets[g + 1] of `reduction`.
-
-    MX operands come with padded offsets, multiples of 32; what lies outside the range is not read.
-    Counts of wide blocks as in `_grouped_gemm_kernel`.
-    """
-    if not is_wide(grad_wide_ptr, a_wide_ptr):
-        return
+    """Tile number `tile` of `_grouped_wgrad_kernel`."""
     tiles_m, tiles_n = tl.cdiv(num_n, BLOCK_M), tl.cdiv(num_k, BLOCK_N)
-    group = tl.program_id(0) // (tiles_m * tiles_n)
-    tile = tl.program_id(0) % (tiles_m * tiles_n)
+    group, tile = tile // (tiles_m * tiles_n), tile % (tiles_m * tiles_n)
     band, place = tile // (GROUP_M * tiles_n), tile % (GROUP_M * tiles_n)
     height = tl.minimum(tiles_m - band * GROUP_M, GROUP_M)
     first = clamp_rows(tl.load(offsets_ptr + group), reduction)
@@ -214,3 +249,56 @@ def _grouped_wgrad_kernel(
     if ACCUMULATE:
         acc += tl.load(out_ptrs, mask=mask, other=0.0)
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("reduction", "grad_scale_stride_n", "a_scale_stride_k"),
+            do_not_specialize_on_alignment=("grad_scale_ptr", "a_scale_ptr", "offsets_ptr"))
+def _grouped_wgrad_kernel(
+    out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr,
+    reduction, num_n, num_k,
+    out_stride_g, out_stride_n, out_stride_k,
+    grad_stride_n, grad_stride_r, grad_scale_stride_n, grad_scale_stride_r,
+    a_stride_k, a_stride_r, a_scale_stride_k, a_scale_stride_r,
+    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
+):
+    """out[g] (+)= grad_g.T @ a_g, the reduction over offsets[g] … offsets[g + 1] of `reduction`.
+
+    MX operands come with padded offsets, multiples of 32; what lies outside the range is not read.
+    A program has one tile.
+    """
+    multiply_columns_tile(
+        tl.program_id(0), out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr,
+        reduction, num_n, num_k, out_stride_g, out_stride_n, out_stride_k, grad_stride_n,
+        grad_stride_r, grad_scale_stride_n, grad_scale_stride_r, a_stride_k, a_stride_r,
+        a_scale_stride_k, a_scale_stride_r, A_FORMAT, B_FORMAT, ACCUMULATE, BLOCK_M, BLOCK_N,
+        BLOCK_K, GROUP_M, PREFETCH_SCALES)
+
+
+@triton.jit(do_not_specialize=("num_tiles", "reduction", "grad_scale_stride_n", "a_scale_stride_k"),
+            do_not_specialize_on_alignment=("grad_scale_ptr", "a_scale_ptr", "offsets_ptr",
+                                            "grad_wide_ptr", "a_wide_ptr"))
+def _grouped_wgrad_if_wide_kernel(
+    out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr, grad_wide_ptr, a_wide_ptr,
+    num_tiles, reduction, num_n, num_k,
+    out_stride_g, out_stride_n, out_stride_k,
+    grad_stride_n, grad_stride_r, grad_scale_stride_n, grad_scale_stride_r,
+    a_stride_k, a_stride_r, a_scale_stride_k, a_scale_stride_r,
+    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
+):
+    """`_grouped_wgrad_kernel` if a count of wide blocks is above 0, else nothing.
+
+    Few programs, as `_grouped_gemm_if_wide_kernel`.
+    """
+    if not is_wide(grad_wide_ptr, a_wide_ptr):
+        return
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        multiply_columns_tile(
+            tile, out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr, reduction,
+            num_n, num_k, out_stride_g, out_stride_n, out_stride_k, grad_stride_n, grad_stride_r,
+            grad_scale_stride_n, grad_scale_stride_r, a_stride_k, a_stride_r, a_scale_stride_k,
+            a_scale_stride_r, A_FORMAT, B_FORMAT, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            PREFETCH_SCALES)
