@@ -388,8 +388,8 @@ class KernelSpec(Protocol):
         fused_moe: x, weights, topk_ids, topk_weights, expert_map, num_local_tokens → [T, H].
         quantize_dual: x (any strides), group_offsets (or None) → (row, col), two MXTensors.
         grouped_gemm: a, b (bf16 Tensors or MXTensors, any strides), group_offsets → [M, n].
-        grouped_wgrad: grad, a (as above), group_offsets, padded_offsets (None for bf16),
-            accumulate_into (or None) → [G, n, k]; `accumulate_into` itself where it is given.
+        grouped_wgrad: grad, a (as above), group_offsets, accumulate_into (or None) → [G, n, k];
+            `accumulate_into` itself where it is given.
         activate_rows: gate_up → [R, F]. activate_rows_backward: grad, gate_up → [R, 2F].
         combine_rows: rows, row_ids, weights (or None), out_dtype → [T, H].
         combine_rows_backward: grad, rows, row_ids, weights → ([R, H], float32 [T, top_k]).

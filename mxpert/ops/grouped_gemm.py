@@ -13,7 +13,6 @@ from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, ScaleSpan
 from ..formats.tensor import Layout, MXTensor
 from ..problem import GroupedProblem, Op
-from ..routing import padded_group_offsets
 from .library import rebuild_mx, register
 from .moe_checks import OUT_DTYPES
 from .quantize_dual import check_group_offsets
@@ -264,12 +263,9 @@ def _fake_gemm(
 def _launch_wgrad(grad: Operand, a: Operand, group_offsets: torch.Tensor, out_dtype: torch.dtype,
                   accumulate_into: torch.Tensor | None) -> torch.Tensor:
     problem = _wgrad_problem(grad, a, group_offsets, out_dtype, accumulate_into is not None)
-    padded_offsets = None
-    if isinstance(grad, MXTensor):
-        padded_offsets = padded_group_offsets(group_offsets).clamp(max=problem.num_rows)
     kernel, config = resolve(problem)
     return kernel.launch(problem, config, grad=grad, a=a, group_offsets=group_offsets,
-                         padded_offsets=padded_offsets, accumulate_into=accumulate_into)
+                         accumulate_into=accumulate_into)
 
 
 def _run_wgrad(

@@ -138,7 +138,7 @@ def make(case: Case, device: torch.device, *, whole: bool = False, seed: int = 0
         return problem, {"a": first, "b": second, "group_offsets": offsets}
     into = values(groups, case.n, case.k, device=device, whole=whole, seed=3 * seed + 2)
     return problem, {"grad": first, "a": second, "group_offsets": offsets,
-                     "padded_offsets": starts, "accumulate_into": into if case.accumulate else None}
+                     "accumulate_into": into if case.accumulate else None}
 
 
 def run(problem: GroupedProblem | DualProblem, **arguments: Any) -> Any:

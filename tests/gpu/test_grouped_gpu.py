@@ -117,7 +117,7 @@ def test_gemm(pair: str, case: str, trans_b: bool, whole: bool, device: torch.de
 def test_wgrad(pair: str, case: str, whole: bool, device: torch.device) -> None:
     """With and without an accumulator; the poison behind the last group is not read."""
     n, k = (96, 160) if case == "many" else (736, 1056)
-    offsets, used, padded = offsets_of(case, device), sum(SIZES[case]), None
+    offsets, used = offsets_of(case, device), sum(SIZES[case])
     grad = values(used + TAIL, n, device=device, whole=whole)
     a = values(used + TAIL, k, device=device, whole=whole, seed=1)
     grad[used:], a[used:] = torch.nan, torch.nan
@@ -125,16 +125,15 @@ def test_wgrad(pair: str, case: str, whole: bool, device: torch.device) -> None:
     if pair == "bf16":
         grad, a = grad.to(torch.bfloat16), a.to(torch.bfloat16)
     else:
-        padded = padded_group_offsets(offsets)
         grad, a = (dual(x, offsets, fmt)[1]
                    for x, fmt in zip((grad, a), PAIRS[pair], strict=True))
         for operand in (grad, a):
-            operand.scale[:, int(padded[-1]) // 32:] = 255
+            operand.scale[:, int(padded_group_offsets(offsets)[-1]) // 32:] = 255
         length = grad.shape[1]
     problem = GroupedProblem(
         Op.GROUPED_WGRAD, detect_target(device), length, len(SIZES[case]), n, k, *PAIRS[pair],
         False, torch.float32 if whole else torch.bfloat16)
-    arguments = {"grad": grad, "a": a, "group_offsets": offsets, "padded_offsets": padded}
+    arguments = {"grad": grad, "a": a, "group_offsets": offsets}
     expected = expect(problem, **arguments, accumulate_into=None)
     actual = run(problem, **arguments, accumulate_into=None)
     check(actual, expected, max(SIZES[case]), whole, "grouped_wgrad")
@@ -209,7 +208,7 @@ def test_captured_graph_follows_the_group_sizes(op: Op, device: torch.device) ->
             return row.qdata, row.scale, column.qdata, column.scale
         kernel = TRITON[op]
         arguments = ({"a": a, "b": weight} if op is Op.GROUPED_GEMM else
-                     {"grad": grad, "a": a, "padded_offsets": None, "accumulate_into": None})
+                     {"grad": grad, "a": a, "accumulate_into": None})
         return (kernel.launch(problem, kernel.heuristic(problem), group_offsets=offsets,
                               **arguments),)
 

@@ -80,7 +80,7 @@ def gemm(op: Op, pair: tuple[str, str], pair_spans: tuple[ScaleSpan, ScaleSpan],
     offsets = empty(groups + 1, dtype=torch.int32)
     into = empty(groups, n, k, dtype=torch.float32) if accumulate else None
     arguments = {"a": first, "b": second} if forward else {
-        "grad": first, "a": second, "padded_offsets": offsets, "accumulate_into": into}
+        "grad": first, "a": second, "accumulate_into": into}
     with recorded_launches() as launches:
         kernel.launch(problem, config or kernel.heuristic(problem), group_offsets=offsets,
                       **arguments)

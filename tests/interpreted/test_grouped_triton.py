@@ -14,7 +14,7 @@ import torch
 
 from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
 from mxpert.backends.triton import KERNELS as TRITON_KERNELS
-from mxpert.backends.triton.grouped import MAX_GROUPS
+from mxpert.backends.triton.grouped import MAX_GROUPS, padded_offsets
 from mxpert.dispatch import detect_target
 from mxpert.formats import MXTensor, ScaleRule, ScaleSpan, quantize_blocks
 from mxpert.formats.spec import get_format
@@ -183,22 +183,21 @@ def wgrad(
     config: GemmConfig = WHOLE, n: int = 96, k: int = 160,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     offsets = offsets_of(case)
-    groups, padded, num_rows = len(offsets) - 1, None, NUM_ROWS
+    groups, num_rows = len(offsets) - 1, NUM_ROWS
     grad, a = values(NUM_ROWS, n), values(NUM_ROWS, k, seed=1)
     for rows in (grad, a):
         rows[OFFSETS[case][-1]:] = torch.nan
     if formats[0] == "bf16":
         grad, a = grad.to(torch.bfloat16), a.to(torch.bfloat16)
     else:
-        padded = padded_group_offsets(offsets)
         grad, a = (dual(rows, offsets, fmt, kernels=REFERENCE)[1]
                    for rows, fmt in zip((grad, a), formats, strict=True))
         for operand in (grad, a):  # nothing behind the last group is read
-            operand.scale[:, int(padded[-1]) // 32:] = 255
+            operand.scale[:, int(padded_group_offsets(offsets)[-1]) // 32:] = 255
         num_rows = grad.shape[1]
     problem = grouped_problem(Op.GROUPED_WGRAD, num_rows, groups, n, k, formats, out_dtype,
                               trans_b=False, accumulate=into is not None)
-    return gemm(problem, config, grad=grad, a=a, group_offsets=offsets, padded_offsets=padded,
+    return gemm(problem, config, grad=grad, a=a, group_offsets=offsets,
                 accumulate_into=into)
 
 
@@ -270,6 +269,21 @@ def test_wgrad_accumulates_in_place(pair: str) -> None:
     assert_exact(actual, expected.float(), "accumulate_into", ignore_zero_sign=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("groups", [1, 127, 128, 129, 1000])
+def test_padded_offsets(groups: int, dtype: torch.dtype) -> None:
+    """More groups than are padded at a time; none beyond the end of the copies."""
+    sizes = torch.randint(0, 70, (groups,), generator=torch.Generator().manual_seed(groups))
+    sizes[::3] = 0
+    offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(dtype)
+    expected = padded_group_offsets(offsets)
+    for length in (int(expected[-1]) + 64, int(expected[-1]) // 64 * 32):
+        problem = grouped_problem(Op.GROUPED_WGRAD, length, groups, 32, 32, PAIRS["e4m3"],
+                                  torch.float32, trans_b=False)
+        actual = padded_offsets(problem, offsets)
+        assert_exact(actual, expected.clamp(max=length), "padded offsets")
+
+
 COUNTS = {"first": (1, 0), "second": (-3, 2), "both": (5, 7), "alone": (1, None),
           "neither": (0, -4), "not_alone": (None, 0)}
 """Counts of wide blocks of both operands: above 0 the kernels run. None: an operand without one."""
@@ -321,7 +335,7 @@ def test_wgrad_if_wide(accumulate: bool, counts: str) -> None:
     kernel, into = TRITON[problem.op], torch.full((groups, n, k), 7.0)
     expected = kernel.launch(
         problem, kernel.heuristic(problem), grad=grad, a=a, group_offsets=offsets,
-        padded_offsets=padded, accumulate_into=into.clone() if accumulate else None)
+        accumulate_into=into.clone() if accumulate else None)
     check_if_wide(problem, counts, grad, a, padded, expected, into)
 
 

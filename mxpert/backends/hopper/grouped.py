@@ -127,7 +127,6 @@ class _GroupedWgrad(_Grouped):
 
     def launch(self, problem: GroupedProblem, config: GemmConfig, *, grad: torch.Tensor | MXTensor,
                a: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
-               padded_offsets: torch.Tensor | None,
                accumulate_into: torch.Tensor | None) -> torch.Tensor:
         """[G, n, k] in `problem.out_dtype`, or `accumulate_into` with the result added."""
         out = accumulate_into
@@ -135,10 +134,10 @@ class _GroupedWgrad(_Grouped):
             out = group_offsets.new_empty((problem.num_groups, problem.n, problem.k),
                                           dtype=problem.out_dtype)
         if out.numel() > 0:
-            assert padded_offsets is not None  # for the type checker: MX operands have them
-            self._launch(problem, config, grad, a, out, padded_offsets)
+            offsets = portable.padded_offsets(problem, group_offsets)
+            self._launch(problem, config, grad, a, out, offsets)
             if self.mode(problem) == "auto":
-                portable.GROUPED_WGRAD.launch_if_wide(problem, grad, a, padded_offsets, out)
+                portable.GROUPED_WGRAD.launch_if_wide(problem, grad, a, offsets, out)
         return out
 
 

@@ -97,14 +97,15 @@ class GroupedWgrad(ReferenceKernel):
     def launch(
         self, problem: GroupedProblem, config: Config, *, grad: torch.Tensor | MXTensor,
         a: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
-        padded_offsets: torch.Tensor | None, accumulate_into: torch.Tensor | None,
+        accumulate_into: torch.Tensor | None,
     ) -> torch.Tensor:
         dtype = _accumulation(config)
         out = accumulate_into
         if out is None:
             out = torch.zeros(problem.num_groups, problem.n, problem.k, dtype=problem.out_dtype,
                               device=group_offsets.device)
-        offsets = group_offsets if padded_offsets is None else padded_offsets
+        copies = isinstance(grad, MXTensor)
+        offsets = padded_group_offsets(group_offsets) if copies else group_offsets
         bounds = group_bounds(offsets, problem.num_rows).tolist()
         for group in range(problem.num_groups):
             part = slice(bounds[group], bounds[group + 1])

@@ -21,7 +21,7 @@ from ..launch import CACHED_LAUNCHES, Launch
 from .dual_kernels import _quantize_dual_kernel
 from .grouped_kernels import (
     _grouped_gemm_if_wide_kernel, _grouped_gemm_kernel, _grouped_wgrad_if_wide_kernel,
-    _grouped_wgrad_kernel,
+    _grouped_wgrad_kernel, _padded_offsets_kernel,
 )
 from .heuristics import OUT_DTYPES, compute_capability
 from .quantize import DTYPES
@@ -38,6 +38,9 @@ MAX_ACCUMULATORS = 128
 
 SCALED_MMA_ROWS = 128
 """Height of Blackwell's block-scaled MMA; lower tiles would be decoded instead."""
+
+OFFSETS_BLOCK = 128
+"""Groups that are padded at a time."""
 
 IF_WIDE_PROGRAMS = 2
 """Programs a multiprocessor of a launch that mostly finds nothing to do."""
@@ -307,14 +310,16 @@ class _GroupedWgrad(_Grouped):
     def launch(
         self, problem: GroupedProblem, config: GemmConfig, *, grad: torch.Tensor | MXTensor,
         a: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
-        padded_offsets: torch.Tensor | None, accumulate_into: torch.Tensor | None,
+        accumulate_into: torch.Tensor | None,
     ) -> torch.Tensor:
         """[G, n, k] in `problem.out_dtype`, or `accumulate_into` with the result added."""
         out = accumulate_into
         if out is None:
             out = group_offsets.new_empty((problem.num_groups, problem.n, problem.k),
                                           dtype=problem.out_dtype)
-        offsets = group_offsets if padded_offsets is None else padded_offsets
+        offsets = group_offsets
+        if problem.a_format != "bf16":
+            offsets = padded_offsets(problem, group_offsets)
         grad_data, grad_scale, grad_strides = _parts(grad)
         a_data, a_scale, a_strides = _parts(a)
         launch = _wgrad_launch(problem, config, grad_strides, a_strides, out.stride())
@@ -324,14 +329,17 @@ class _GroupedWgrad(_Grouped):
         return out
 
     def launch_if_wide(self, problem: GroupedProblem, grad: torch.Tensor | MXTensor,
-                       a: torch.Tensor | MXTensor, padded_offsets: torch.Tensor,
+                       a: torch.Tensor | MXTensor, offsets: torch.Tensor,
                        out: torch.Tensor) -> None:
-        """Fill (or add to) out if one of the operands has wide blocks; the device looks."""
+        """Fill (or add to) out if one of the operands has wide blocks; the device looks.
+
+        `offsets` are those of `padded_offsets`.
+        """
         grad_data, grad_scale, grad_strides = _parts(grad)
         a_data, a_scale, a_strides = _parts(a)
         _wgrad_if_wide_launch(problem, grad_strides, a_strides, out.stride())(
             out_ptr=out, grad_ptr=grad_data, grad_scale_ptr=grad_scale, a_ptr=a_data,
-            a_scale_ptr=a_scale, offsets_ptr=padded_offsets, grad_wide_ptr=wide_blocks(grad),
+            a_scale_ptr=a_scale, offsets_ptr=offsets, grad_wide_ptr=wide_blocks(grad),
             a_wide_ptr=wide_blocks(a))
 
 
@@ -396,6 +404,20 @@ def _parts(value: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor |
     if isinstance(value, MXTensor):
         return value.qdata, value.scale, value.qdata.stride() + value.scale.stride()
     return value, None, value.stride() + (0,) * value.dim()
+
+
+def padded_offsets(problem: GroupedProblem, group_offsets: torch.Tensor) -> torch.Tensor:
+    """`mxpert.padded_group_offsets` in one launch, none beyond the end of the copies."""
+    padded = group_offsets.new_empty(problem.num_groups + 1, dtype=torch.int32)
+    _padded_offsets_launch(problem.num_groups, problem.num_rows)(
+        padded_ptr=padded, group_offsets_ptr=group_offsets)
+    return padded
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _padded_offsets_launch(num_groups: int, reduction: int) -> Launch:
+    return Launch(_padded_offsets_kernel, (1,), num_groups=num_groups, reduction=reduction,
+                  BLOCK=OFFSETS_BLOCK, num_warps=OFFSETS_BLOCK // 32)
 
 
 def wide_blocks(value: torch.Tensor | MXTensor) -> torch.Tensor | None:

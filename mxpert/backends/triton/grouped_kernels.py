@@ -35,6 +35,27 @@ def group_extents(group_offsets_ptr, num_groups, num_rows, UNIT: tl.constexpr,
     return starts, stops, tl.cdiv(tl.maximum(stops - starts, 0), UNIT)
 
 
+@triton.jit(do_not_specialize=("num_groups", "reduction"),
+            do_not_specialize_on_alignment=("group_offsets_ptr",))
+def _padded_offsets_kernel(padded_ptr, group_offsets_ptr, num_groups, reduction,
+                           BLOCK: tl.constexpr):
+    """padded [num_groups + 1]: where groups start in a columnwise copy, all of whole blocks.
+
+    At most `reduction`, the length of the copy. One program, BLOCK groups at a time.
+    """
+    before = tl.full((), 0, tl.int64)
+    for first in range(0, num_groups + 1, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        starts = tl.load(group_offsets_ptr + index, mask=index <= num_groups, other=0)
+        stops = tl.load(group_offsets_ptr + index + 1, mask=index < num_groups, other=0)
+        sizes = clamp_rows(stops, reduction) - clamp_rows(starts, reduction)
+        blocks = tl.cdiv(tl.maximum(sizes, 0), 32).to(tl.int64)
+        begins = before + tl.cumsum(blocks, axis=0) - blocks
+        tl.store(padded_ptr + index, tl.minimum(begins * 32, reduction).to(tl.int32),
+                 mask=index <= num_groups)
+        before += tl.sum(blocks, axis=0)
+
+
 @triton.jit
 def pick(chosen, values):
     """The value of the chosen entry; 0 where none is."""
