@@ -1,16 +1,23 @@
 """Programmatic dependent launch: a kernel is set up while the one before it still runs (sm_90).
 
-A kernel that is launched with `FOLLOWS` calls `follow_previous` before it touches global memory.
+A kernel that is launched with `FOLLOWS` waits for the previous one (`wait_for_previous`) before it
+touches global memory, and lets the next one be scheduled (`release_next`), which happens once every
+block has released it or has ended: all blocks are resident then, so that waiting blocks of the next
+kernel can keep nobody from running. `follow_previous` does both at once, and releases first.
 
-Why that is enough. The call first lets the next kernel be scheduled, which happens once every block
-of this one has called it: all of them are resident then, so that waiting blocks of the next kernel
-can keep nobody from running. It then waits until the kernel before has completed and its writes are
-visible. Whoever follows therefore waits for this kernel, which has waited for the one before, and
-so on: everything earlier in the stream is complete. Before the call a kernel may only prepare what
-is its own (barriers in shared memory): what earlier kernels wrote is not there yet, and they may
-still read buffers that it is going to write. Blocks that have nothing to do call it, too, else the
-chain would break. After a kernel that never calls it (or launched without the option) the call
-waits as an ordinary launch does.
+Why that is enough. The wait ends when the kernel before has completed and its writes are visible.
+Every kernel waits, so whoever follows waits for this one, which has waited for the one before, and
+so on: everything earlier in the stream is complete. Before the wait a kernel may prepare what is
+its own (barriers in shared memory): what the kernel before wrote is not there yet, and it may still
+read buffers that are going to be written. Blocks that have nothing to do wait, too, else the chain
+would break. After a kernel that releases nobody (or was launched without the option) the wait ends
+at once, as an ordinary launch does.
+
+What may be read before the wait. GEMMs and the kernels that encode their rows wait first, then
+release. A kernel after one of those starts when that one's wait has ended, so it may read at once
+what the kernel before that one wrote, or an earlier one: weights, biases and the routing plan,
+which is made at least two kernels before a GEMM or a combine. It reads them past L1 (`EARLY`), in
+which older lines may lie.
 """
 
 from __future__ import annotations
@@ -26,14 +33,36 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..problem import Target
 
 FOLLOWS: Mapping[str, Any] = MappingProxyType({"launch_pdl": True})
-"""Launch options of a kernel for Hopper that calls `follow_previous`."""
+"""Launch options of a kernel for Hopper that waits for the previous one."""
+
+EARLY = tl.constexpr(".cg")
+"""Cache modifier of loads before the wait."""
+
+
+@triton.jit
+def wait_for_previous() -> None:
+    """Wait until the previous kernel has completed."""
+    gdc_wait()
+
+
+@triton.jit
+def release_next() -> None:
+    """Let the next kernel start."""
+    gdc_launch_dependents()
 
 
 @triton.jit
 def follow_previous() -> None:
     """Let the next kernel start, wait for the previous one."""
-    gdc_launch_dependents()
-    gdc_wait()
+    release_next()
+    wait_for_previous()
+
+
+@triton.jit
+def wait_then_release() -> None:
+    """Wait for the previous kernel, let the next one start: it may read what came before both."""
+    wait_for_previous()
+    release_next()
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 A persistent CTA has one producer warp (TMA) and two consumer warpgroups, each with its own 64
 weight rows, so that neither waits at the other's barriers; two CTAs share an SM. CTA tile: 128
 weight rows × TOKENS rows of one routing block, depth in steps of 256 codes, every step promoted to
-the float32 accumulator.
+the float32 accumulator. The first weights are on their way before the kernel that encodes the
+activations has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
 
-from ..dependent import follow_previous
+from ..dependent import EARLY, release_next, wait_for_previous
 from .epilogue import (
     finish, output_layout, output_terms, real_rows, store_outputs, token_terms,
 )
@@ -25,7 +26,7 @@ from .tiles import accumulator_layout, decode_weights, join_halves
 def _expert_of(block_expert_ids, tile, num_tiles, tiles_per_block, blocks_per_unit):
     """Expert of a tile, asked for one tile ahead so that nobody waits for it."""
     unit = tile // tiles_per_block // blocks_per_unit
-    return gl.load(block_expert_ids + unit, mask=tile < num_tiles, other=0)
+    return gl.load(block_expert_ids + unit, mask=tile < num_tiles, other=0, cache_modifier=EARLY)
 
 
 @gluon.jit
@@ -36,43 +37,66 @@ def _split_steps(split, depth_units, splits):
 
 
 @gluon.jit
+def _load_weights(ring, code_desc, shift_desc, slot, first, second, BYTES: gl.constexpr):
+    """Start a step's weights on their way; its barrier expects the activations, too."""
+    codes = ring[0].index(slot)
+    shifts = ring[1].index(slot)
+    arrived = ring[3].index(slot)
+    mbarrier.expect(arrived, BYTES)
+    tma.async_copy_global_to_shared(code_desc, [first * 32, 0], arrived, codes.slice(0, 64, 0))
+    tma.async_copy_global_to_shared(code_desc, [second * 32, 0], arrived, codes.slice(64, 64, 0))
+    tma.async_copy_global_to_shared(shift_desc, [first * 8, 0], arrived, shifts.slice(0, 16, 0))
+    tma.async_copy_global_to_shared(shift_desc, [second * 8, 0], arrived, shifts.slice(16, 16, 0))
+
+
+@gluon.jit
+def _load_activations(ring, x_desc, slot, first_row, step, low_rows, TOKENS: gl.constexpr,
+                      SPLIT: gl.constexpr):
+    rows = ring[2].index(slot)
+    arrived = ring[3].index(slot)
+    tma.async_copy_global_to_shared(x_desc, [first_row, step * 256], arrived,
+                                    rows.slice(0, TOKENS, 0))
+    if SPLIT:
+        tma.async_copy_global_to_shared(x_desc, [low_rows + first_row, step * 256], arrived,
+                                        rows.slice(TOKENS, TOKENS, 0))
+
+
+@gluon.jit
 def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_unit, num_tiles,
              tiles_per_block, row_units, depth_units, splits, low_rows, TOKENS: gl.constexpr,
              STAGES: gl.constexpr, SPLIT: gl.constexpr):
-    codes, shifts, x, ready, free = ring
+    free = ring[4]
     BYTES: gl.constexpr = 128 * 128 + 32 * 32 + TOKENS * 256 * (2 if SPLIT else 1)
     slot = 0
     phase = 1
+    early = 0  # steps of the first tile whose weights are on their way before activations exist
     next_expert = _expert_of(block_expert_ids, gl.program_id(0), num_tiles, tiles_per_block,
                              blocks_per_unit)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        block = tile // tiles_per_block
+        first_row = tile // tiles_per_block * TOKENS
         unit = tile % tiles_per_block // splits * 2
         first_step, last_step = _split_steps(tile % splits, depth_units, splits)
         base = next_expert * row_units
-        next_expert = _expert_of(block_expert_ids, tile + gl.num_programs(0), num_tiles,
-                                 tiles_per_block, blocks_per_unit)
+        # An odd last step reads on into the next unit: finite weights that meet x = 0.
         first = (base + unit) * depth_units
         second = (base + gl.minimum(unit + 1, row_units - 1)) * depth_units
+        if tile == gl.program_id(0):
+            early = gl.minimum(last_step - first_step, STAGES)
+            for ahead in range(early):
+                step = first_step + ahead
+                _load_weights(ring, code_desc, shift_desc, ahead, first + 2 * step,
+                              second + 2 * step, BYTES)
+            wait_for_previous()
+        next_expert = _expert_of(block_expert_ids, tile + gl.num_programs(0), num_tiles,
+                                 tiles_per_block, blocks_per_unit)
         for step in range(first_step, last_step):
-            mbarrier.wait(free.index(slot), phase)
-            arrived = ready.index(slot)
-            mbarrier.expect(arrived, BYTES)
-            # An odd last step reads on into the next unit: finite weights that meet x = 0.
-            tma.async_copy_global_to_shared(code_desc, [(first + 2 * step) * 32, 0], arrived,
-                                            codes.index(slot).slice(0, 64, 0))
-            tma.async_copy_global_to_shared(code_desc, [(second + 2 * step) * 32, 0], arrived,
-                                            codes.index(slot).slice(64, 64, 0))
-            tma.async_copy_global_to_shared(shift_desc, [(first + 2 * step) * 8, 0], arrived,
-                                            shifts.index(slot).slice(0, 16, 0))
-            tma.async_copy_global_to_shared(shift_desc, [(second + 2 * step) * 8, 0], arrived,
-                                            shifts.index(slot).slice(16, 16, 0))
-            rows = x.index(slot)
-            tma.async_copy_global_to_shared(x_desc, [block * TOKENS, step * 256], arrived,
-                                            rows.slice(0, TOKENS, 0))
-            if SPLIT:
-                tma.async_copy_global_to_shared(x_desc, [low_rows + block * TOKENS, step * 256],
-                                                arrived, rows.slice(TOKENS, TOKENS, 0))
+            if early > 0:
+                early -= 1
+            else:
+                mbarrier.wait(free.index(slot), phase)
+                _load_weights(ring, code_desc, shift_desc, slot, first + 2 * step,
+                              second + 2 * step, BYTES)
+            _load_activations(ring, x_desc, slot, first_row, step, low_rows, TOKENS, SPLIT)
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -91,7 +115,10 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
     ACCUMULATOR: gl.constexpr = accumulator_layout(4, COLUMNS)
     OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
     LAYOUT: gl.constexpr = output_layout(4, TOKENS, KIND)
-    EARLY: gl.constexpr = COLUMNS <= 16  # more would not fit in registers through the loop
+    TERMS_FIRST: gl.constexpr = COLUMNS <= 16  # more would not fit in registers through the loop
+    wait_for_previous()
+    if PARTITION == 0:
+        release_next()
     slot = 0
     phase = 0
     next_expert = _expert_of(block_expert_ids, gl.program_id(0), num_tiles, tiles_per_block,
@@ -103,7 +130,7 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
         expert = next_expert
         next_expert = _expert_of(block_expert_ids, tile + gl.num_programs(0), num_tiles,
                                  tiles_per_block, blocks_per_unit)
-        if EARLY:  # the latency of these loads passes under the main loop
+        if TERMS_FIRST:  # the latency of these loads passes under the main loop
             outputs = output_terms(reference, bias, expert, first_output, num_outputs,
                                    row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
             tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, LAYOUT, WEIGHTED)
@@ -124,7 +151,7 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
-        if not EARLY:
+        if not TERMS_FIRST:
             outputs = output_terms(reference, bias, expert, first_output, num_outputs,
                                    row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
             tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, LAYOUT, WEIGHTED)
@@ -159,8 +186,7 @@ def _moe_gemm_decode_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
-    follow_previous()
-    num_tiles = gl.load(num_valid) // TOKENS * tiles_per_block
+    num_tiles = gl.load(num_valid, cache_modifier=EARLY) // TOKENS * tiles_per_block
     ring = (codes, shifts, x, ready, free)
     operands = (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens,
                 num_outputs, row_units, param_first, param_second)

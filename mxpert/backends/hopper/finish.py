@@ -66,33 +66,6 @@ def _moe_gate_up_finish_kernel(
     tl.store(h_ptr + row.to(tl.int64) * num_features + feature, values.to(tl.bfloat16), mask=mask)
 
 
-@triton.jit(do_not_specialize=["top_k", "routing_block_m", "splits", "num_rows"])
-def _moe_combine_parts_kernel(
-    out_ptr, parts_ptr, bias_ptr, sorted_weights_ptr, slot_rows_ptr, block_expert_ids_ptr, top_k,
-    num_columns, routing_block_m, splits, num_rows, BLOCK: tl.constexpr,
-):
-    """``out[t] = Σ_slot round(weight * (Σ_parts + bias))``, rows rounded as REDUCE rounds them."""
-    follow_previous()
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < num_columns
-    part_stride = num_rows.to(tl.int64) * num_columns
-    total = tl.zeros((BLOCK,), tl.float32)
-    for slot in range(top_k):
-        row = tl.load(slot_rows_ptr + token * top_k + slot)
-        if row >= 0:
-            value = _sum_parts(parts_ptr + row.to(tl.int64) * num_columns + column, part_stride,
-                               splits, mask)
-            if bias_ptr is not None:
-                expert = tl.load(block_expert_ids_ptr + row // routing_block_m)
-                value += tl.load(bias_ptr + expert.to(tl.int64) * num_columns + column, mask=mask,
-                                 other=0.0)
-            if sorted_weights_ptr is not None:
-                value *= tl.load(sorted_weights_ptr + row)
-            total += value.to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + token * num_columns + column, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 def finish_gate_up(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan,
                    options: MoEOptions) -> torch.Tensor:
     """Complete stage 1: `parts` float32 [splits, P, 2F], interleaved → bf16 [P, F]."""
@@ -147,25 +120,3 @@ def _finish_rows_launch(splits: int, num_rows: int, depth: int, num_tokens: int,
         ACTIVATION=options.activation.name, HAS_BIAS=has_bias,
         WEIGHTED=options.apply_router_weight_on_input, **constants, **step_options(depth),
         **FOLLOWS)
-
-
-def combine_parts(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan,
-                  options: MoEOptions) -> torch.Tensor:
-    """Complete stage 2 and combine: `parts` float32 [splits, P, H] → [T, H] in out_dtype."""
-    splits, num_rows, num_columns = parts.shape
-    out = parts.new_empty((plan.num_tokens, num_columns), dtype=options.out_dtype)
-    weighted = not options.apply_router_weight_on_input
-    _combine_launch(splits, num_rows, num_columns, plan.num_tokens, plan.top_k,
-                    plan.routing_block_m)(
-        out_ptr=out, parts_ptr=parts, bias_ptr=bias,
-        sorted_weights_ptr=plan.sorted_weights if weighted else None,
-        slot_rows_ptr=plan.slot_rows, block_expert_ids_ptr=plan.block_expert_ids)
-    return out
-
-
-@functools.lru_cache(CACHED_LAUNCHES)
-def _combine_launch(splits: int, num_rows: int, num_columns: int, num_tokens: int, top_k: int,
-                    routing_block_m: int) -> Launch:
-    return Launch(_moe_combine_parts_kernel, (num_tokens, triton.cdiv(num_columns, _BLOCK)),
-                  top_k=top_k, num_columns=num_columns, routing_block_m=routing_block_m,
-                  splits=splits, num_rows=num_rows, BLOCK=_BLOCK, num_warps=_NUM_WARPS, **FOLLOWS)

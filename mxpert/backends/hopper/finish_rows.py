@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..dependent import follow_previous
+from ..dependent import EARLY, release_next, wait_for_previous
 from ..triton.epilogue import gated_activation
 from .rows_kernels import (
     _kept_row, _largest_bits, _power_of_two, _split_exponent, _step_layout, _step_offsets,
@@ -33,11 +33,11 @@ def _load_pairs(pointer, source, mask, WARPS: gl.constexpr):
     mask = gl.convert_layout(mask, WORDS, assert_trivial=True)
     place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
     offsets = 2 * source[:, :, :, None] + place[None, None, None, :]
-    return gl.load(pointer + offsets, mask=mask[:, :, :, None], other=0.0)
+    return gl.load(pointer + offsets, mask=mask[:, :, :, None], other=0.0, cache_modifier=EARLY)
 
 
 @gluon.jit
-def _finished_row(parts, bias, weight, part_stride, splits, source, mask, p0, p1,
+def _finished_row(parts, biases, weight, part_stride, splits, source, mask, p0, p1,
                   ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
                   CHUNKS: gl.constexpr, WARPS: gl.constexpr):
     """Activated features [CHUNKS, 8, 4, 4] of one row, rounded to bfloat16; parts are added in
@@ -48,7 +48,7 @@ def _finished_row(parts, bias, weight, part_stride, splits, source, mask, p0, p1
     if WEIGHTED:
         pairs *= weight
     if HAS_BIAS:
-        pairs += _load_pairs(bias, source, mask, WARPS)
+        pairs += biases
     gate, up = pairs.reshape([CHUNKS, 8, 4, 4, 2]).split()
     values = gated_activation(gate, up, p0, p1, ACTIVATION).to(gl.bfloat16).to(gl.float32)
     return gl.convert_layout(values, _step_layout(WARPS), assert_trivial=True)
@@ -64,19 +64,26 @@ def _moe_finish_rows_kernel(codes, scale, parts, bias, sorted_weights, sorted_to
     """Row of interleaved gate and up parts → e4m3 row with its scale, one program a sorted row.
 
     parts float32 [splits, num_rows, parts_stride = 2 depth]. FORMAT "split": hi and lo as in
-    `_moe_split_rows_kernel`, else as in `_moe_quantize_rows_kernel`.
+    `_moe_split_rows_kernel`, else as in `_moe_quantize_rows_kernel`. Follows a GEMM: the plan and
+    the bias are read before its sums are there.
     """
-    follow_previous()
+    release_next()
     row = gl.program_id(0)
     kept = _kept_row(row, sorted_token_ids, num_tokens)
-    if (kept >= 0) & (row < gl.load(num_valid)):
-        source, block, target = _step_offsets(0, CHUNKS, num_warps)
-        weight = gl.load(sorted_weights + row)
-        bias += gl.load(block_expert_ids + row // routing_block_m).to(gl.int64) * parts_stride
-        values = _finished_row(parts + row.to(gl.int64) * parts_stride, bias, weight,
-                               num_rows.to(gl.int64) * parts_stride, splits, source,
-                               block * 32 < depth, p0, p1, ACTIVATION, HAS_BIAS, WEIGHTED,
-                               CHUNKS, num_warps)
+    used = (kept >= 0) & (row < gl.load(num_valid, cache_modifier=EARLY))
+    source, block, target = _step_offsets(0, CHUNKS, num_warps)
+    mask = block * 32 < gl.where(used, depth, 0)
+    weight = gl.load(sorted_weights + row, cache_modifier=EARLY)
+    expert = gl.load(block_expert_ids + row // routing_block_m, mask=used, other=0,
+                     cache_modifier=EARLY)
+    biases = 0.0
+    if HAS_BIAS:
+        biases = _load_pairs(bias + expert.to(gl.int64) * parts_stride, source, mask, num_warps)
+    wait_for_previous()
+    if used:
+        values = _finished_row(parts + row.to(gl.int64) * parts_stride, biases, weight,
+                               num_rows.to(gl.int64) * parts_stride, splits, source, mask, p0, p1,
+                               ACTIVATION, HAS_BIAS, WEIGHTED, CHUNKS, num_warps)
         if FORMAT == "split":
             bits = _largest_bits(values)
             exponent = _split_exponent(bits)

@@ -19,9 +19,10 @@ from ..launch import CACHED_LAUNCHES, Launch, Tile
 from ..triton.combine import combine_rows
 from ..triton.moe import TwoStageLayer, quantize_rows
 from . import heuristics
+from .combine_parts import combine_parts
 from .decode_kernel import _moe_gemm_decode_kernel
 from .epilogue import ACTIVATION_KINDS
-from .finish import combine_parts, finish_gate_up, finish_rows
+from .finish import finish_gate_up, finish_rows
 from .prefill_kernel import _moe_gemm_prefill_kernel
 from .rows import SortedRows, fits_one_step, sorted_rows
 from .schedule import tile_schedule

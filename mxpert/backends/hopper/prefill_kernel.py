@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
 
-from ..dependent import follow_previous
+from ..dependent import wait_then_release
 from .epilogue import (
     finish, output_layout, output_terms, store_outputs_through, token_terms,
 )
@@ -217,7 +217,7 @@ def _moe_gemm_prefill_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
-    follow_previous()
+    wait_then_release()
     num_tiles = gl.load(num_groups) * tiles_per_block
     ring = (codes, shifts, x, ready, free)
     operands = (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens,

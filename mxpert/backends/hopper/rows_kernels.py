@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..dependent import follow_previous
+from ..dependent import EARLY, wait_then_release
 
 _TOKEN_MASK = gl.constexpr((1 << 24) - 1)
 
@@ -153,7 +153,7 @@ def _encode_split(codes, scale, x, slot_rows, first_slot, num_slots, row, depth,
 @gluon.jit
 def _kept_row(program, sorted_token_ids, num_tokens):
     """The program's own sorted row, or -1 where it is padding."""
-    token = gl.load(sorted_token_ids + program) & _TOKEN_MASK
+    token = gl.load(sorted_token_ids + program, cache_modifier=EARLY) & _TOKEN_MASK
     return gl.where(token < num_tokens, program, -1)
 
 
@@ -167,7 +167,7 @@ def _moe_split_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_val
     SCATTER: a program encodes one token for `slots` of its top_k slots, else one sorted row. NaN
     and infinity give a NaN scale.
     """
-    follow_previous()
+    wait_then_release()
     program = gl.program_id(0)
     if SCATTER:
         x += (program * slots // top_k).to(gl.int64) * x_stride
@@ -254,7 +254,7 @@ def _moe_rebase_rows_kernel(codes, scale, x, x_scale, slot_rows, sorted_token_id
 
     SCATTER as in `_moe_split_rows_kernel`.
     """
-    follow_previous()
+    wait_then_release()
     program = gl.program_id(0)
     if SCATTER:
         token = (program * slots // top_k).to(gl.int64)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..dependent import follow_previous
+from ..dependent import wait_then_release
 from ..triton.quantize_kernels import e8m0_scale, inverse_scale
 from .rows_kernels import (
     _kept_row, _largest_bits, _load_words, _maximum, _power_of_two, _step_offsets, _store_slots,
@@ -140,7 +140,7 @@ def _moe_quantize_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_
     FORMAT "token": ``scale = amax / 448``. "e4m3", "e2m1": MX blocks by a scale rule, whose codes
     shift by their block's scale deficit; a power of two. SCATTER as in `_moe_split_rows_kernel`.
     """
-    follow_previous()
+    wait_then_release()
     program = gl.program_id(0)
     if SCATTER:
         x += (program * slots // top_k).to(gl.int64) * x_stride
