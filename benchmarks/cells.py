@@ -14,7 +14,10 @@ STAGES = (*GEMM_STAGES, "gate_up", "down", "layer")
 """`*_gemm` is the GEMM kernel with its epilogue on ready operands; gate_up and down are the whole
 stage on a ready routing; layer goes from router logits and x to y."""
 
-ACTIVATION_FORMATS = {"a16": "bf16", "a8": "mxfp8"}
+ACTIVATION_FORMATS = {"a16": ("bf16",), "a8": ("mxfp8", "fp8_token")}
+"""Width of the activations → our formats of that width. Peers' a8 is "fp8_token"."""
+
+FORMATS = tuple(name for names in ACTIVATION_FORMATS.values() for name in names)
 WIDTHS = {"bf16": "a16", "fp8_token": "a8", "mxfp8": "a8", "mxfp4": "a4"}
 """Activation as it stands in the rows → the width in which implementations compare."""
 

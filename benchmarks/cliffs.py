@@ -2,10 +2,11 @@
 
     python benchmarks/cliffs.py --output benchmarks/results/nvidia-h200/cliffs.json
 
-mxpert alone. A cell's efficiency is the time that the ceilings of this run allow over the time
-taken. Its neighbour is the named model nearest in log H and log F, with uniform routing at the same
-T and activation format; a cell is a cliff where the neighbour is more than 1.25 times as efficient.
-The same run counts the GPU binaries, and times first calls with an empty and with a filled cache.
+writes cliffs.json and cliffs.md beside it. mxpert alone. A cell's efficiency is the time that the
+ceilings of this run allow over the time taken. Its neighbour is the named model nearest in log H
+and log F, with uniform routing at the same T and activation format; a cell is a cliff where the
+neighbour is more than 1.25 times as efficient. Processes of their own time first calls and count
+the GPU binaries of one model, with an empty and with a filled cache.
 """
 
 from __future__ import annotations
@@ -28,22 +29,24 @@ import _checkout
 import torch
 from triton.runtime.jit import JITFunction
 
-from cells import ACTIVATION_FORMATS, MODELS, ROUTINGS, Cell, Model, parse_list, parse_tokens
-from cells import random_inputs, tiny
-from compare import IDLE_SECONDS, FatalError, check_alive, describe, make_meta, measure_ceilings
+import cells as named
+from ceilings import IDLE_SECONDS, make_meta, measure_ceilings
+from cells import MODELS, ROUTINGS, Cell, Model, parse_list, parse_tokens, random_inputs, tiny
+from compare import FatalError, check_alive, describe
 from document import Row, make_row
 from mxpert.cli.measure import RunWeights
 from mxpert.cli.report import write_json
 from mxpert.errors import message, require
+from mxpert.formats.tensor import Layout
 from mxpert.ops.route import route_topk
 from mxpert.testing.timing import time_graph
 from ours import Call, Ours, random_weights
-from render import markdown_table
+from render import OPEN_ROWS, conditions, folded, markdown_table
 
 DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/cliffs.json"
 DRY_OUTPUT = _checkout.ROOT / "reports/cliffs-dry-run.json"
 STAGES = ("gate_up", "down", "layer")
-FORMATS = tuple(ACTIVATION_FORMATS.values())
+FORMATS = ("bf16", "mxfp8")
 TOKENS = (17, 131, 2053)
 FEATURES = (384, 704, 1408, 1536)
 HIDDEN = (2048, 4096, 5120)
@@ -52,7 +55,7 @@ MOST = 1.25
 
 MOST_BINARIES = 12
 MOST_SECONDS = 20.0
-CHILD_SECONDS = 180
+CHILD_SECONDS = 120
 REPEATS = 10
 PROTOCOL = {
     "power": f"idle {1000 * IDLE_SECONDS:.0f} ms before each cell, three warm-up replays, then "
@@ -66,7 +69,9 @@ PROTOCOL = {
     "neighbour": "named model nearest in log H and log F, then in log E; uniform routing, same T, "
                  "format and stage",
     "first_call": "seconds of fused_moe from logits until its result is there, weights prepared, "
-                  "in the order listed, in a process of its own"}
+                  "in the order listed, in a process of its own",
+    "binaries": "GPU binaries that this process has loaded after the layers of one model, both "
+                "formats, at every T of this script and of compare.py"}
 
 
 def _shape(num_experts: int, hidden_size: int, intermediate_size: int) -> Model:
@@ -125,7 +130,7 @@ class Run:
     rows: list[Row] = field(default_factory=list)
     failures: list[Row] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    first_call: Row = field(default_factory=dict)
+    first_calls: Row = field(default_factory=dict)
 
     def fail(self, what: str, error: BaseException) -> None:
         """Note what has no time, and why."""
@@ -134,12 +139,12 @@ class Run:
 
     def document(self) -> Row:
         """Everything so far as JSON."""
-        by_kernel = count_binaries()
-        binaries = {"total": sum(by_kernel.values()), "most": MOST_BINARIES,
-                    "by_kernel": by_kernel, "first_call_s": self.first_call,
-                    "first_call_most_s": MOST_SECONDS}
+        every = count_binaries()
         return {"meta": self.meta | {"failures": self.failures, "left": self.left},
-                "rows": with_neighbours(self.rows), "binaries": binaries}
+                "rows": with_neighbours(self.rows),
+                "first_calls": self.first_calls | {"most_s": MOST_SECONDS,
+                                                   "most_binaries": MOST_BINARIES},
+                "binaries": {"total": sum(every.values()), "by_kernel": every}}
 
 
 def count_binaries() -> dict[str, int]:
@@ -255,14 +260,19 @@ def measure(run: Run, cells: dict[Model, list[Cell]]) -> None:
 # --- first calls --------------------------------------------------------------------------------
 
 
-def time_first_calls(device: torch.device, dry: bool) -> dict[str, float]:
-    """Seconds of this process's first layers: few and many tokens, both formats."""
+def time_first_calls(device: torch.device, dry: bool) -> Row:
+    """Seconds of this process's first layers, few and many tokens in both formats, and the binaries
+    that it has loaded once the layer has run at every T."""
     model = tiny(_shape(32, 5120, 1408)) if dry else _shape(32, 5120, 1408)
     weights = random_weights(model, device)
-    found = {}
+    require(dry or weights.prepared.layout is Layout.HOPPER_FRAGMENT, "cliffs", "weights",
+            need="the layout of the hopper backend", got=weights.prepared.layout.name)
+    first = TOKENS[0], TOKENS[-1]
+    others = sorted({*TOKENS, *(() if dry else named.TOKENS)} - set(first))
+    seconds, after = {}, {}
     for activation in FORMATS:
         ours = Ours(model, weights, activation)
-        for tokens in (TOKENS[0], TOKENS[-1]):
+        for tokens in (*first, *others):
             inputs = random_inputs(Cell(model, tokens), device)[0]
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -270,11 +280,13 @@ def time_first_calls(device: torch.device, dry: bool) -> dict[str, float]:
             ours._layer(weights.prepared, inputs)
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            found[f"{activation} T={tokens}"] = time.perf_counter() - began
-    return found
+            if tokens in first:
+                seconds[f"{activation} T={tokens}"] = time.perf_counter() - began
+        after[activation] = sum(count_binaries().values())
+    return {"seconds": seconds, "binaries": after, "by_kernel": count_binaries()}
 
 
-def start_first_calls(dry: bool) -> dict[str, float]:
+def start_first_calls(dry: bool) -> Row:
     """`time_first_calls` of a new process.
 
     Raises:
@@ -292,7 +304,7 @@ def compare_first_calls(run: Run) -> None:
     """Twice the same calls, each in a process of its own, before this one uses the GPU."""
     for state in ("empty_cache", "kept_cache"):
         try:
-            run.first_call[state] = start_first_calls(run.dry)
+            run.first_calls[state] = start_first_calls(run.dry)
         except (RuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
             run.fail(f"first calls, {state}", error)
 
@@ -334,16 +346,62 @@ def summary(document: Row) -> str:
                 lines.append([f"{stage} {activation}", str(len(found)),
                               str(sum(row["cliff"] for row in found)), f"{worst['ratio']:.2f}",
                               f"{worst['model']} T={worst['T']} {worst['routing']}"])
-    binaries = document["binaries"]
-    kernels = [[name, str(count)] for name, count in binaries["by_kernel"].items()]
-    calls = [f"first calls, {state.replace('_', ' ')} (at most {MOST_SECONDS:.0f} s): "
-             + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found.items())
-             for state, found in binaries["first_call_s"].items()]
     return "\n\n".join((
         markdown_table(["stage", "cells", f"> {MOST}", "worst", "where"], lines),
-        markdown_table(["kernel", "binaries"],
-                       [*kernels, [f"all (at most {MOST_BINARIES})", str(binaries["total"])]]),
-        *calls))
+        first_calls_table(document["first_calls"]), binaries_table(document)))
+
+
+STATES = {"empty_cache": "empty cache", "kept_cache": "kept cache"}
+
+
+def first_calls_table(found: Row) -> str:
+    """Seconds of each first call, and the longest against its limit."""
+    states = [state for state in STATES if state in found]
+    names = list(dict.fromkeys(name for state in states for name in found[state]["seconds"]))
+    lines = [[name, *(f"{found[state]['seconds'][name]:.2f}" for state in states)]
+             for name in names]
+    lines.append([f"longest (at most {MOST_SECONDS:.0f})",
+                  *(f"{max(found[state]['seconds'].values()):.2f}" for state in states)])
+    return markdown_table(["first call, s", *(STATES[state] for state in states)],
+                          lines if states else [])
+
+
+def binaries_table(document: Row) -> str:
+    """By kernel: one model's, and those of every shape of this run."""
+    one = next((document["first_calls"][state] for state in STATES
+                if state in document["first_calls"]), {"by_kernel": {}, "binaries": {}})
+    every = document["binaries"]["by_kernel"]
+    lines = [[name, str(one["by_kernel"].get(name, 0)), str(every.get(name, 0))]
+             for name in sorted({*every, *one["by_kernel"]})]
+    lines.append([f"all (of one model at most {MOST_BINARIES})",
+                  str(sum(one["by_kernel"].values())), str(document["binaries"]["total"])])
+    so_far = ", ".join(f"{count} after {name}" for name, count in one["binaries"].items())
+    return markdown_table(["kernel", "binaries of one model", "of all shapes"], lines) + (
+        f"\n\nOne model: {so_far}." if so_far else "")
+
+
+def markdown(document: Row) -> str:
+    """Everything: summary, cliffs, all efficiencies, what has no time."""
+    meta = document["meta"]
+    steep = sorted((row for row in document["rows"] if row["cliff"]),
+                   key=lambda row: -row["ratio"])
+    lines = [[f"{row['model']} T={row['T']} {row['routing']} {row['stage']} {row['activation']}",
+              f"{100 * row['efficiency']:.0f}", row["neighbour"],
+              f"{100 * row['neighbour_efficiency']:.0f}", f"{row['ratio']:.2f}", row["config"]]
+             for row in steep]
+    columns = ["cell", "% of roof", "neighbour", "its %", "ratio", "config"]
+    parts = ["# Cliffs: untuned shapes, odd T and skewed routings", conditions(meta),
+             "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
+             "## Summary", summary(document), f"## Cliffs: {len(steep)} of {len(document['rows'])}",
+             markdown_table(columns, lines[:OPEN_ROWS])]
+    if lines[OPEN_ROWS:]:
+        parts.append(folded("the others", markdown_table(columns, lines[OPEN_ROWS:])))
+    parts.append(folded("every efficiency in % of the roof (ratio)", table(document["rows"])))
+    absent = [f"- {each['cell']}: `{each['error']}`" for each in meta["failures"]]
+    absent += [f"- out of time: {', '.join(meta['left'])}"] if meta["left"] else []
+    if absent:
+        parts += ["## Not measured", "\n".join(absent)]
+    return "\n\n".join(parts) + "\n"
 
 
 # --- command line -------------------------------------------------------------------------------
@@ -357,13 +415,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--routings", default=",".join(ROUTINGS), help="default: %(default)s")
     parser.add_argument("--output", type=Path, help=f"default: {DEFAULT_OUTPUT.name}")
-    parser.add_argument("--time-limit", type=float, default=75.0, metavar="SECONDS",
-                        help="cells that do not fit are listed as left; default: %(default)s")
+    parser.add_argument("--time-limit", type=float, default=150.0, metavar="SECONDS",
+                        help="of the whole run, first calls and ceilings included; cells that do "
+                             "not fit are listed as left; default: %(default)s")
     parser.add_argument("--commit", help="where the checkout has no history")
     parser.add_argument("--dry-run", action="store_true",
                         help="tiny shapes on the CPU: proves that everything runs")
     parser.add_argument("--first-calls", action="store_true",
-                        help="only print the seconds of this process's first calls, as JSON")
+                        help="only print this process's first calls and binaries, as JSON")
     return parser.parse_args(arguments)
 
 
@@ -413,8 +472,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     execute(run, cells, options.commit)
     document = run.document()
     write_json(run.path, document)
+    run.path.with_suffix(".md").write_text(markdown(document), encoding="utf-8")
     print("\n" + table(document["rows"]) + "\n\n" + summary(document) + "\n")
-    print(f"wrote {run.path}: {len(run.rows)} rows, {len(run.failures)} failures, "
+    print(f"wrote {run.path} and .md: {len(run.rows)} rows, {len(run.failures)} failures, "
           f"{len(run.left)} cells left, {time.monotonic() - began:.0f} s")
     return 1 if run.failures else 0
 

@@ -9,14 +9,16 @@ into CUDA graphs and replayed in turns. The JSON is whole after every cell; --re
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,19 @@ import _checkout
 import torch
 
 import cells as plan
+from ceilings import SUSTAINED_US, WARMUP, idle_seconds, make_meta, measure_ceilings, num_repeats
 from cells import ACTIVATION_FORMATS, MODELS, STAGES, Cell, Inputs, Model
 from document import Document, Key, make_row
+from estimate import estimate
 from mxpert.cli.measure import GateError, RunWeights
-from mxpert.cli.report import environment
 from mxpert.errors import message, require
 from mxpert.ops.route import route_topk
-from mxpert.testing.timing import Timing, Work, matmul_rate, read_bandwidth, time_graph
+from mxpert.testing.timing import Timing, Work, time_graph
 from ours import Ours, Truth, random_weights
 from peers import Marlin, Peer, TritonKernels, add_to_path
 
 DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/moe.json"
 DRY_OUTPUT = _checkout.ROOT / "reports/compare-dry-run.json"
-BUDGET_US = 30_000
-"""Device time of one variant's replays: long cells get fewer, 5 at least and 20 at most."""
-IDLE_SECONDS = 0.05
-SUSTAINED_US = 500_000
 GPU_BYTES_FREE = 40 << 30
 """Below this, weights of models that were measured before are dropped."""
 COMPILE_SECONDS = 45.0
@@ -47,8 +46,8 @@ COMPILE_SECONDS = 45.0
 NO_GEMM = "absent: only the hopper backend has a GEMM that starts from encoded rows"
 FATAL = 3
 PEERS = ("triton_kernels", "marlin", "humming")
-IDLE = f"idle {1000 * IDLE_SECONDS:.0f} ms, three warm-up replays, then timed replays"
-SUSTAINED = f"{SUSTAINED_US / 1e6} s of replays, then timed replays"
+PEER_KEYS = (("triton_kernels", "bf16"), ("marlin", "bf16"), ("humming", "bf16"),
+             ("humming", "fp8_token"))
 
 Timed = dict[str, list[Callable[[], object]]]
 
@@ -72,6 +71,17 @@ class Run:
     sustained: bool
     compiler: Any = None
     models: dict[str, ModelRun] = field(default_factory=dict)
+    seconds: Counter[str] = field(default_factory=Counter)
+    """Where the time of this invocation went."""
+
+    @contextlib.contextmanager
+    def clock(self, what: str) -> Iterator[None]:
+        """Add the time of a block to `seconds`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.monotonic() - began
 
 
 @dataclass
@@ -82,50 +92,6 @@ class ModelRun:
     ours: list[Ours]
     peers: dict[tuple[str, str], Peer | str]
     """(impl, activation) → the peer, or why it is absent."""
-
-
-def copy_rate(device: torch.device, size: int) -> float:
-    """Bytes per second, read and written, of a copy of `size` bytes."""
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-
-    def copy() -> None:  # a kernel: captured, copy_() is a memcpy node, 2.8 TB/s on an H200
-        torch.bitwise_not(source, out=target)
-
-    timing = time_graph({"copy": [copy]}, device=device, repeats=10)
-    return 2 * size / timing["copy"].us * 1e6
-
-
-def measure_ceilings(device: torch.device) -> dict[str, float]:
-    """What this GPU can do at most, in this run: TB/s and TFLOP/s."""
-    on_gpu = device.type == "cuda"
-    ceilings = {"read_tbs": read_bandwidth(device) / 1e12}
-    ceilings["copy_tbs"] = copy_rate(device, (1 << 32) if on_gpu else (1 << 26)) / 1e12
-    for name, format in (("bf16", "bf16"), ("fp8", "mxfp8")):
-        rates = {size: matmul_rate(device, format, size) / 1e12
-                 for size in ((4096, 8192) if on_gpu else (256, 512))}
-        ceilings |= {f"{name}_{size}_tflops": rate for size, rate in rates.items()}
-        ceilings[f"{name}_tflops"] = max(rates.values())
-    return ceilings
-
-
-def make_meta(device: torch.device, commit: str | None, sustained: bool) -> dict[str, Any]:
-    """Everything but the ceilings."""
-    facts = environment(device)
-    versions = facts["versions"] | {"driver": facts.get("gpu", {}).get("driver_version")}
-    return {"device": facts["device"], "clocks": facts.get("gpu", {}), "versions": versions,
-            "commit": commit or facts["commit"], "date": facts["date"], "ceilings": {},
-            "peers": {}, "protocol": {
-                "power": SUSTAINED if sustained else IDLE,
-                "timing": "CUDA-graph replays, implementations in turns, L2 swept before each; "
-                          "us is the median, us_spread the width of the 10-90 % band; T < 8 "
-                          "rotates among 8 // T routings",
-                "data": "normal x, uniformly random codes, scales with a deviation of one binade, "
-                        "SwiGLU with interleaved gate and up, no biases; marlin: own random codes",
-                "stages": "*_gemm: GEMM kernel with its epilogue; gate_up, down: whole stage on a "
-                          "ready routing; layer: from logits, top-k and sort included",
-                "rel_l2": "sampled tokens; mxpert: to float64 on the same quantised operands; "
-                          "peers (layer): to float64 with bf16 activations"}}
 
 
 def check_alive(device: torch.device) -> None:
@@ -149,7 +115,8 @@ def build_model(run: Run, model: Model) -> ModelRun:
     if run.device.type == "cuda" and torch.cuda.mem_get_info()[0] < GPU_BYTES_FREE:
         run.models.clear()
         torch.cuda.empty_cache()
-    weights = random_weights(model, run.device)
+    with run.clock("our weights"):
+        weights = random_weights(model, run.device)
     ours = [Ours(model, weights, name) for name in run.formats]
     built = run.models[model.name] = ModelRun(weights, ours, {})
     return built
@@ -157,11 +124,15 @@ def build_model(run: Run, model: Model) -> ModelRun:
 
 def peer_keys(run: Run) -> list[tuple[str, str]]:
     """(impl, activation) of every peer that was asked for and has a requested width."""
-    found = [("triton_kernels", "bf16"), ("marlin", "bf16"), ("humming", "bf16"),
-             ("humming", "fp8_token")]
-    widths = {plan.WIDTHS[name] for name in run.formats}
-    return [key for key in found if run.folder is not None and key[0] in run.peer_names
-            and plan.WIDTHS[key[1]] in widths]
+    if run.folder is None:
+        return []
+    return asked_peers(run.formats, run.peer_names)
+
+
+def asked_peers(formats: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Those of `PEER_KEYS` with such a name and the width of one of our formats."""
+    widths = {plan.WIDTHS[name] for name in formats}
+    return [key for key in PEER_KEYS if key[0] in names and plan.WIDTHS[key[1]] in widths]
 
 
 def make_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
@@ -189,7 +160,8 @@ def get_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
     known = run.models[model.name].peers
     if key not in known:
         try:
-            known[key] = make_peer(run, model, key)
+            with run.clock(f"of which {key[0]}'s weights"):
+                known[key] = make_peer(run, model, key)
             run.document.meta["peers"].setdefault("/".join(key), "present")
         except Exception as error:
             check_alive(run.device)
@@ -230,16 +202,18 @@ def time_stage(run: Run, cell: Cell, stage: str, hit: float, timed: Timed,
                          intermediate_size=model.F)
     floor = work.floor_us(ceilings["read_tbs"] * 1e12, ceilings["bf16_tflops"] * 1e12)
     floor *= cell.rotations
-    repeats = min(20, max(5, int(BUDGET_US / floor))) if run.device.type == "cuda" else 1
-    warmup = max(3, int(SUSTAINED_US / floor / len(timed))) if run.sustained else 3
-    if run.device.type == "cuda":
+    on_gpu = run.device.type == "cuda"
+    warmup = max(WARMUP, int(SUSTAINED_US / floor / len(timed))) if run.sustained else WARMUP
+    if on_gpu:
         torch.cuda.synchronize()
-        time.sleep(IDLE_SECONDS)
+        time.sleep(idle_seconds(cell.tokens))
     failed: dict[str, Exception] = {}
     try:
-        timings = time_graph(timed, device=run.device, repeats=repeats, failures=failed,
-                             warmup=warmup if run.device.type == "cuda" else 0)
-        check_alive(run.device)
+        with run.clock("capture and replay"):
+            timings = time_graph(timed, device=run.device, failures=failed,
+                                 repeats=num_repeats(floor) if on_gpu else 1,
+                                 warmup=warmup if on_gpu else 0)
+            check_alive(run.device)
     except Exception as error:
         blame(run, cell, stage, timed, failed, error)
         check_alive(run.device)
@@ -262,8 +236,9 @@ def attempt_one(run: Run, cell: Cell, impl: str, activation: str, stages: Sequen
                 prepare: Callable[[], None]) -> None:
     """Prepare one implementation; what goes wrong is noted for each of its stages."""
     try:
-        prepare()
-        check_alive(run.device)
+        with run.clock(f"compile and check {impl}/{activation}"):
+            prepare()
+            check_alive(run.device)
     except Exception as error:
         fatal = isinstance(error, FatalError)
         if not isinstance(error, (GateError, RuntimeError)) or fatal:
@@ -286,11 +261,11 @@ def collect(run: Run, cell: Cell, batches: list[Inputs],
     errors: dict[str, dict[tuple[str, str], float]] = {stage: {} for stage in run.stages}
 
     @functools.cache
-    def truth() -> Truth:
-        return Truth.of(built.weights.plain, batches[0], cell.model.k, "bf16")
+    def truth(activation: str) -> Truth:
+        return Truth.of(built.weights.plain, batches[0], cell.model.k, activation)
 
     def add_ours(ours: Ours, stages: list[str]) -> None:
-        calls, found = ours.prepare(cell, batches, stages)
+        calls, found = ours.prepare(cell, batches, stages, truth(ours.activation))
         for stage in set(stages) - set(calls):
             run.document.fail(cell_key(cell, ours.impl, ours.activation, stage), NO_GEMM)
         for stage, each in calls.items():
@@ -305,7 +280,7 @@ def collect(run: Run, cell: Cell, batches: list[Inputs],
                 timed[stage]["/".join((*key, variant))] = calls[stage]
         if "layer" in stages and peer.same_weights:
             y = next(iter(variants.values()))["layer"][0]()
-            errors["layer"][key] = truth().layer_error(y)
+            errors["layer"][key] = truth("bf16").layer_error(y)
 
     by_key = {(ours.impl, ours.activation): ours for ours in built.ours}
     for key, stages in wanted.items():
@@ -316,13 +291,16 @@ def collect(run: Run, cell: Cell, batches: list[Inputs],
 
 
 def wanted_stages(run: Run, cell: Cell) -> dict[tuple[str, str], list[str]]:
-    """(impl, activation) → stages of a cell that are neither measured nor failed."""
+    """(impl, activation) → stages to measure: those of the cell in which something is neither
+    measured nor failed, with all that did not fail, so that it is timed in the same turns."""
     keys = [(Ours.impl, name) for name in run.formats]
     if time.monotonic() < run.peer_deadline:
         keys += peer_keys(run)
-    left = {key: [stage for stage in run.stages
-                  if not run.document.is_done(cell_key(cell, *key, stage))] for key in keys}
-    return {key: stages for key, stages in left.items() if stages}
+    missing = [stage for stage in run.stages if not all(
+        run.document.is_done(cell_key(cell, *key, stage)) for key in keys)]
+    wanted = {key: [stage for stage in missing
+                    if cell_key(cell, *key, stage) not in run.document.failures] for key in keys}
+    return {key: stages for key, stages in wanted.items() if stages}
 
 
 def run_cell(run: Run, cell: Cell) -> None:
@@ -372,11 +350,14 @@ def run_cells(run: Run, cells: Sequence[Cell]) -> None:
     for index, cell in enumerate([*cells, *cells]):
         began = time.monotonic()
         if began + longest > run.deadline:
-            left = sum(bool(wanted_stages(run, each)) for each in cells)
-            print(f"time limit: {left} cells left; continue with --resume", flush=True)
             break
         run_cell(run, cell)
         longest = max(longest, time.monotonic() - began) if index else 0.0  # the first compiles
+    left = [str(cell) for cell in cells if wanted_stages(run, cell)]
+    run.document.meta["left"] = left
+    if left:
+        print(f"time limit: {len(left)} cells left: {', '.join(left)}; continue with --resume",
+              flush=True)
     if hasattr(run.compiler, "stop"):
         run.compiler.stop()
 
@@ -415,8 +396,9 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
     models = [plan.tiny(MODELS[name]) if options.dry_run else MODELS[name] for name in names]
     cells = plan.ordered_cells(models, plan.parse_tokens(options.tokens),
                                plan.parse_list(options.routings, plan.ROUTINGS, "--routings"))
-    formats = [ACTIVATION_FORMATS[name] for name in plan.parse_list(
-        options.activations, list(ACTIVATION_FORMATS), "--activations")]
+    formats = [name for width in plan.parse_list(options.activations, list(ACTIVATION_FORMATS),
+                                                 "--activations")
+               for name in ACTIVATION_FORMATS[width]]
     chosen = plan.parse_list(options.stages, STAGES, "--stages")
     stages = [stage for stage in STAGES if stage in chosen]
     peer_names = plan.parse_list(options.only_peers, PEERS, "--only-peers")
@@ -433,6 +415,16 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
     return Run(device, document, stages, formats, options.peers, peer_names,
                began + options.time_limit, began + options.peer_time_limit,
                options.sustained), cells
+
+
+def print_estimate(run: Run, cells: Sequence[Cell]) -> None:
+    """What a dry run would have taken on a GPU, with every peer that was asked for."""
+    real = [replace(cell, model=MODELS[cell.model.name]) for cell in cells]
+    variants = len(run.formats) + len(asked_peers(run.formats, run.peer_names))
+    found = estimate(real, run.stages, variants)
+    parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found.items())
+    print(f"estimate for an H200, {len(real)} cells, {variants} variants: "
+          f"{sum(found.values()):.0f} s ({parts})", flush=True)
 
 
 def restart(options: argparse.Namespace, seconds: float) -> None:
@@ -458,6 +450,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"{run.document.meta['device']}: {run.document.meta['ceilings']}", flush=True)
+    if options.dry_run:
+        print_estimate(run, cells)
     try:
         run_cells(run, cells)
     except FatalError as error:
@@ -466,6 +460,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return FATAL
         restart(options, time.monotonic() - began)
     run.document.save()
+    print("seconds: " + ", ".join(f"{what} {seconds:.1f}"
+                                  for what, seconds in run.seconds.most_common()))
     red = [key for key, error in run.document.failures.items()
            if key[3] == Ours.impl and error != NO_GEMM]
     for key in red:

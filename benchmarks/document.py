@@ -16,7 +16,7 @@ from mxpert.testing.timing import Timing, Work
 
 Row = dict[str, Any]
 META_KEYS = ("device", "clocks", "versions", "commit", "date", "protocol", "ceilings")
-OPTIONAL_META_KEYS = ("peers", "failures")
+OPTIONAL_META_KEYS = ("peers", "failures", "left")
 ROW_TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,), "E": (int,), "k": (int,), "H": (int,), "F": (int,), "T": (int,),
     "hit": (int, float), "routing": (str,), "impl": (str,), "activation": (str,), "stage": (str,),

@@ -22,7 +22,8 @@ from typing import Any
 import _checkout
 import torch
 
-from compare import FATAL, FatalError, check_alive, measure_ceilings
+from ceilings import measure_ceilings
+from compare import FATAL, FatalError, check_alive
 from grouped_cells import BALANCES, MODES, SHAPES, Operands, Part, Shape, parse_shapes, sample, tiny
 from grouped_document import Document, make_row
 from grouped_ours import OURS, Ours, Variant, check

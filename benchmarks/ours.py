@@ -66,7 +66,8 @@ class Truth:
                                             num_experts=weights.num_experts, routing_block_m=16)
             h = mxpert.moe_gate_up(inputs.x[tokens], weights, plan, activation=ACTIVATION,
                                    activation_format=activation_format)
-            return cls(tokens, plan, h, mxpert.moe_down(h, weights, plan))
+            return cls(tokens, plan, h, mxpert.moe_down(h, weights, plan,
+                                                        activation_format=activation_format))
 
     def rows_of(self, h: torch.Tensor | MXTensor, plan: RoutingPlan) -> torch.Tensor | MXTensor:
         """Rows of the sampled tokens, taken from a whole intermediate, in this plan's order."""
@@ -89,10 +90,11 @@ class Truth:
         return relative_l2(mine[rows], right[rows])
 
     def down_error(self, y: torch.Tensor, h: torch.Tensor | MXTensor, plan: RoutingPlan,
-                   weights: MoEWeights) -> float:
+                   weights: MoEWeights, activation_format: str) -> float:
         """Relative L2 of stage 2 that was given h."""
         with float64_reference():
-            right = mxpert.moe_down(self.rows_of(h, plan), weights, self.plan)
+            right = mxpert.moe_down(self.rows_of(h, plan), weights, self.plan,
+                                    activation_format=activation_format)
         return relative_l2(y[self.tokens], right)
 
     def layer_error(self, y: torch.Tensor) -> float:
@@ -119,9 +121,12 @@ class Ours:
         self.options: dict[str, Any] = {"activation": ACTIVATION,
                                         "activation_format": activation_format}
 
-    def prepare(self, cell: Cell, batches: Sequence[Inputs],
-                stages: Sequence[str]) -> tuple[dict[str, list[Call]], dict[str, float]]:
+    def prepare(self, cell: Cell, batches: Sequence[Inputs], stages: Sequence[str],
+                truth: Truth | None = None) -> tuple[dict[str, list[Call]], dict[str, float]]:
         """Calls by stage, one for each batch, and the relative L2 to float64 of those that passed.
+
+        Args:
+            truth: of the first batch in this activation format; None computes it.
 
         Raises:
             GateError: a stage is wrong; nothing of this cell is timed then.
@@ -136,7 +141,7 @@ class Ours:
                     calls[stage] = [self._gemm(stage, weights, batch) for batch in ready]
                 except (AttributeError, TypeError, ValueError) as error:
                     print(f"  {stage}: not found in the Hopper backend: {error}", flush=True)
-        truth = Truth.of(self.weights.plain, batches[0], self.model.k, self.activation)
+        truth = truth or Truth.of(self.weights.plain, batches[0], self.model.k, self.activation)
         errors = self._errors(truth, weights, ready[0])
         for stage, error in errors.items():
             check_gate(f"{cell} {self.activation} {stage}", error, stage, self.activation)
@@ -163,7 +168,8 @@ class Ours:
                 return functools.partial(mxpert.moe_gate_up, batch.inputs.x, weights, batch.plan,
                                          **self.options)
             case "down":
-                return functools.partial(mxpert.moe_down, batch.h, weights, batch.plan)
+                return functools.partial(mxpert.moe_down, batch.h, weights, batch.plan,
+                                         activation_format=self.activation)
         return functools.partial(self._layer, weights, batch.inputs)
 
     def _layer(self, weights: MoEWeights, inputs: Inputs) -> torch.Tensor:
@@ -171,9 +177,10 @@ class Ours:
         return mxpert.fused_moe(inputs.x, weights, topk_ids, topk_weights, **self.options)
 
     def _errors(self, truth: Truth, weights: MoEWeights, batch: Batch) -> dict[str, float]:
-        y = mxpert.moe_down(batch.h, weights, batch.plan)
+        y = mxpert.moe_down(batch.h, weights, batch.plan, activation_format=self.activation)
         return {"gate_up": truth.gate_up_error(batch.h, batch.plan),
-                "down": truth.down_error(y, batch.h, batch.plan, self.weights.plain),
+                "down": truth.down_error(y, batch.h, batch.plan, self.weights.plain,
+                                         self.activation),
                 "layer": truth.layer_error(self._layer(weights, batch.inputs))}
 
     def _gemm(self, stage: str, weights: MoEWeights, batch: Batch) -> Call:

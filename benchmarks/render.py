@@ -10,92 +10,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 import _checkout  # noqa: F401 - finds the library
-from cells import DECODE_TOKENS, MODELS, STAGES, WIDTHS
+from cells import DECODE_TOKENS, GEMM_STAGES, STAGES, WIDTHS
 from document import Row, load
+from figures import (
+    BOTH_STAGES, OURS, Ratio, Roof, format_rank, geometric_means, layer_overheads, model_rank,
+    our_rows, ratios, scale_ratios, slower_cells,
+)
+from goals import NOTES, goals
 
-OURS = "mxpert"
 SUMMARY_TOKENS = (1, 16, 128, 1024, 8192)
 COLORS = {"mxpert": "tab:red", "triton_kernels": "tab:blue", "marlin": "tab:green",
           "humming": "tab:purple"}
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Our time over the best peer's of the same activation width, in one cell."""
-
-    model: str
-    tokens: int
-    routing: str
-    stage: str
-    width: str
-    us: float
-    peer: str
-    peer_us: float
-
-    @property
-    def value(self) -> float:
-        return self.us / self.peer_us
-
-    @property
-    def regime(self) -> str:
-        return "decode" if self.tokens <= DECODE_TOKENS else "prefill"
-
-    def __str__(self) -> str:
-        return (f"{self.model} T={self.tokens} {self.routing} {self.width} {self.stage}: "
-                f"{self.us:.1f} µs, {self.peer} {self.peer_us:.1f} µs, {self.value:.2f}×")
-
-
-def model_rank(name: str) -> tuple[int, str]:
-    """Models in the order of importance, unknown ones last."""
-    return (list(MODELS).index(name) if name in MODELS else len(MODELS)), name
-
-
-def ratios(rows: Iterable[Mapping[str, Any]]) -> list[Ratio]:
-    """One Ratio for each (model, T, routing, stage, width) that both we and a peer have."""
-    best: dict[tuple[Any, ...], dict[bool, Mapping[str, Any]]] = {}
-    for row in rows:
-        key = (row["model"], row["T"], row["routing"], row["stage"], WIDTHS[row["activation"]])
-        sides = best.setdefault(key, {})
-        is_ours = row["impl"] == OURS
-        if is_ours not in sides or row["us"] < sides[is_ours]["us"]:
-            sides[is_ours] = row
-    found = [Ratio(*key, sides[True]["us"], sides[False]["impl"], sides[False]["us"])
-             for key, sides in best.items() if len(sides) == 2]
-    return sorted(found, key=lambda each: (model_rank(each.model), each.routing, each.width,
-                                           STAGES.index(each.stage), each.tokens))
-
-
-def geometric_means(found: Iterable[Ratio]) -> dict[tuple[str, str, str], tuple[float, int, float]]:
-    """(width, stage, regime) → geometric mean, number of cells, worst ratio."""
-    groups: dict[tuple[str, str, str], list[float]] = {}
-    for each in found:
-        groups.setdefault((each.width, each.stage, each.regime), []).append(each.value)
-    order = sorted(groups, key=lambda key: (key[0], STAGES.index(key[1]), key[2]))
-    return {key: (geometric_mean(groups[key]), len(groups[key]), max(groups[key]))
-            for key in order}
-
-
-def slower_cells(found: Iterable[Ratio]) -> list[Ratio]:
-    """Cells in which a peer is faster, the worst first."""
-    return sorted((each for each in found if each.value > 1), key=lambda each: -each.value)
-
-
-def layer_overheads(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int, str, str], float]:
-    """(model, T, routing, activation) → our layer's time over the sum of its two GEMMs'."""
-    times: dict[tuple[str, int, str, str], dict[str, float]] = {}
-    for row in rows:
-        if row["impl"] == OURS:
-            key = (row["model"], row["T"], row["routing"], row["activation"])
-            times.setdefault(key, {})[row["stage"]] = row["us"]
-    return {key: each["layer"] / (each["gate_up_gemm"] + each["down_gemm"])
-            for key, each in times.items()
-            if {"layer", "gate_up_gemm", "down_gemm"} <= set(each)}
+LINES = {"bf16": "-", "fp8_token": "--", "mxfp8": "-.", "mxfp4": ":"}
+OPEN_ROWS = 12
+"""What a reader sees of a long list before unfolding it."""
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -121,79 +54,193 @@ def conditions(meta: Mapping[str, Any]) -> str:
             f"Power: {meta['protocol']['power']}.")
 
 
+def folded(title: str, text: str) -> str:
+    """Text that a reader unfolds."""
+    return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
+
+
+def pivot(corner: str, cells: Mapping[tuple[str, str], str], columns: Sequence[str]) -> str:
+    """(line, column) → text as a table; the lines in their order."""
+    body = [[line, *(cells.get((line, column), "–") for column in columns)]
+            for line in dict.fromkeys(line for line, _ in cells)]
+    return markdown_table([corner, *columns], body)
+
+
+def line_name(row: Mapping[str, Any]) -> str:
+    """Model and activation, and the routing where it is not uniform."""
+    return " ".join([row["model"], row["activation"],
+                     *([] if row["routing"] == "uniform" else [row["routing"]])])
+
+
+def token_columns(counts: Iterable[int]) -> list[str]:
+    return [f"T = {count}" for count in sorted(set(counts))]
+
+
 def means_table(found: Sequence[Ratio]) -> str:
-    """Geometric means by width, stage and regime."""
-    rows = [(f"{width} {stage}", regime, f"{mean:.2f}", f"{worst:.2f}", str(count))
-            for (width, stage, regime), (mean, count, worst) in geometric_means(found).items()]
-    return markdown_table(("our time / best peer's", "regime", "geometric mean", "worst", "cells"),
-                          rows)
+    """Geometric means by our format, stage and regime."""
+    cells = {}
+    for (activation, stage, regime), (mean, count, worst) in geometric_means(found).items():
+        line = f"{activation} ({WIDTHS[activation]}) {stage}"
+        cells |= {(line, regime): f"{mean:.2f}", (line, f"worst {regime}"): f"{worst:.2f}",
+                  (line, f"{regime} cells"): str(count)}
+    return pivot("our time / best peer's", cells, [
+        text for regime in ("decode", "prefill")
+        for text in (regime, f"worst {regime}", f"{regime} cells")])
 
 
 def summary(document: Mapping[str, Any]) -> str:
     """The short form: whole layers at a few token counts, and the geometric means."""
-    rows = document["rows"]
-    found = {(each.model, each.width, each.tokens): each.value for each in ratios(rows)
-             if each.stage == "layer" and each.routing == "uniform"}
-    times = {(row["model"], WIDTHS[row["activation"]], row["T"]): row["us"] for row in rows
-             if (row["impl"], row["stage"], row["routing"]) == (OURS, "layer", "uniform")}
-    columns = [count for count in SUMMARY_TOKENS if any(key[2] == count for key in times)]
-    names = sorted({key[:2] for key in times}, key=lambda name: (model_rank(name[0]), name[1]))
-    body = []
-    for name in names:
-        line = [f"{name[0]} {name[1]}w4"]
-        for count in columns:
-            us, value = times.get((*name, count)), found.get((*name, count))
+    rows = [row for row in document["rows"] if row["routing"] == "uniform"]
+    found = {(each.ours["model"], each.activation, each.ours["T"]): each.value
+             for each in ratios(rows) if each.ours["stage"] == "layer"}
+    cells = {}
+    for row in our_rows(rows):
+        if row["stage"] == "layer" and row["T"] in SUMMARY_TOKENS:
+            value = found.get((row["model"], row["activation"], row["T"]))
             ratio = f" ({value:.2f}×)" if value else ""
-            line.append(f"{us:.0f}{ratio}" if us else "–")
-        body.append(line)
-    table = markdown_table(["whole layer, µs (× best peer)", *(f"T = {n}" for n in columns)], body)
-    return "\n\n".join([conditions(document["meta"]), table, means_table(ratios(rows))]) + "\n"
+            cells[line_name(row), f"T = {row['T']}"] = f"{row['us']:.0f}{ratio}"
+    counts = {row["T"] for row in rows} & set(SUMMARY_TOKENS)
+    table = pivot("whole layer, µs (× best peer)", cells, token_columns(counts))
+    return "\n\n".join([conditions(document["meta"]), table,
+                        means_table(ratios(document["rows"]))]) + "\n"
 
 
-def detail_table(rows: Sequence[Row]) -> str:
+def slower_table(found: Sequence[Ratio], ceilings: Mapping[str, float]) -> str:
+    """Cells with both sides' share of the roof, and what bounds them."""
+    lines = [(str(each), f"{each.ours['us']:.1f}", str(Roof.of(each.ours, ceilings)),
+              f"{each.peer['impl']} {each.peer['us']:.1f}", str(Roof.of(each.peer, ceilings)),
+              f"{each.value:.2f}") for each in found]
+    return markdown_table(("cell", "our µs", "our share of the roof", "peer's µs",
+                           "its share", "ratio"), lines)
+
+
+def slower_part(found: Sequence[Ratio], ceilings: Mapping[str, float]) -> str:
+    """How many cells a peer wins, the worst of them, the rest folded."""
+    slower = slower_cells(found)
+    parts = [f"{len(slower)} of {len(found)} cells."]
+    if slower:
+        parts.append(slower_table(slower[:OPEN_ROWS], ceilings))
+    if slower[OPEN_ROWS:]:
+        parts.append(folded(f"the other {len(slower) - OPEN_ROWS}",
+                            slower_table(slower[OPEN_ROWS:], ceilings)))
+    return "\n\n".join(parts)
+
+
+def roof_part(rows: Sequence[Row], ceilings: Mapping[str, float]) -> str:
+    """Our GEMMs: weight traffic in decode, arithmetic in prefill, each with its share."""
+    mine = [row for row in our_rows(rows) if row["stage"] in GEMM_STAGES]
+    decode = [row for row in mine if row["T"] <= DECODE_TOKENS]
+    prefill = [row for row in mine if row["T"] > DECODE_TOKENS]
+    parts = []
+    for stage in GEMM_STAGES:
+        cells = {}
+        for row in decode:
+            if row["stage"] == stage:
+                mark = "" if Roof.of(row, ceilings).bound == "read" else "*"
+                share = 100 * row["tbs"] / ceilings["read_tbs"]
+                cells[line_name(row), f"T = {row['T']}"] = f"{row['tbs']:.2f} ({share:.0f} %){mark}"
+        if cells:
+            parts.append(pivot(f"{stage}, TB/s of weights (of read ceiling)", cells,
+                               token_columns(row["T"] for row in decode)))
+    if decode:
+        parts.append("\\* multiplying takes longer than reading: the read ceiling is out of reach.")
+    if prefill:
+        cells = {(line_name(row), f"{row['stage']} T = {row['T']}"):
+                 f"{row['tflops']:.0f} ({Roof.of(row, ceilings)})" for row in prefill}
+        columns = [f"{stage} {text}" for stage in GEMM_STAGES
+                   for text in token_columns(row["T"] for row in prefill)]
+        parts.append(pivot("TFLOP/s (of roof, and what bounds it)", cells, columns))
+    return "\n\n".join(parts) or "No GEMMs of ours were measured."
+
+
+def scales_part(rows: Sequence[Row]) -> str:
+    """Goal 3: what 1×32 scales cost over one scale per token."""
+    found = scale_ratios(rows)
+    if not found:
+        return "Not measured: needs rows of mxpert with mxfp8 and with fp8_token."
+    lines = []
+    for stage in (*STAGES, BOTH_STAGES):
+        values = {key: value for key, value in found.items() if key[3] == stage}
+        if values:
+            worst = max(values, key=lambda key: values[key])
+            lines.append((stage, f"{geometric_mean(values.values()):.2f}",
+                          f"{values[worst]:.2f} ({worst[0]} T={worst[1]})", str(len(values))))
+    return markdown_table(("mxfp8 / fp8_token", "geometric mean", "worst", "cells"), lines)
+
+
+def overhead_table(rows: Sequence[Row]) -> str:
+    """Goal 4, by model, format and T."""
+    found = layer_overheads(rows)
+    cells = {(line_name({"model": model, "routing": routing, "activation": activation}),
+              f"T = {tokens}"): f"{value:.2f}"
+             for (model, routing, activation, tokens), value in found.items()}
+    return pivot("layer / (gate_up_gemm + down_gemm)", cells,
+                 token_columns(key[3] for key in found))
+
+
+def ratio_table(found: Sequence[Ratio]) -> str:
+    """Every cell that a peer has, too."""
+    lines = [(str(each), f"{each.ours['us']:.1f}", each.peer["impl"], f"{each.peer['us']:.1f}",
+              f"{each.value:.2f}") for each in found]
+    return markdown_table(("cell", "our µs", "best peer", "its µs", "ratio"), lines)
+
+
+def detail_table(rows: Sequence[Row], ceilings: Mapping[str, float]) -> str:
     """Every measurement of one model."""
     order = sorted(rows, key=lambda row: (row["routing"], STAGES.index(row["stage"]), row["T"],
                                           WIDTHS[row["activation"]], row["us"]))
     body = [(row["stage"], row["routing"], str(row["T"]), f"{row['hit']:.0f}", row["impl"],
              row["activation"], f"{row['us']:.1f}", f"{row['us_spread']:.1f}",
-             f"{row['tbs']:.2f}", f"{row['tflops']:.0f}", f"{row['percent_of_roof']:.0f} %",
+             f"{row['tbs']:.2f}", f"{row['tflops']:.0f}", str(Roof.of(row, ceilings)),
              "–" if row["rel_l2"] is None else f"{row['rel_l2']:.1e}") for row in order]
     return markdown_table(("stage", "routing", "T", "hit", "impl", "activation", "µs",
                            "10–90 %", "TB/s", "TFLOP/s", "of roof", "rel L2"), body)
 
 
+def absence_part(meta: Mapping[str, Any]) -> list[str]:
+    """Peers that were absent, failures alike but for T and stage in one line, cells left."""
+    lines = [f"- {name}: {text}" for name, text in meta.get("peers", {}).items()
+             if text != "present"]
+    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for each in meta.get("failures", []):
+        what = f"{each['impl']}/{each['activation']} {each['model']}"
+        alike.setdefault((what, each["error"]), []).append(each)
+    for (what, error), found in alike.items():
+        counts = ", ".join(str(count) for count in sorted({each["T"] for each in found}))
+        stages = [stage for stage in STAGES if stage in {each["stage"] for each in found}]
+        names = "every stage" if stages == list(STAGES) else ", ".join(stages)
+        lines.append(f"- {what}, T = {counts}, {names}: `{error}`")
+    if meta.get("left"):
+        lines.append("- out of time: " + ", ".join(meta["left"]))
+    return ["## Not measured", "\n".join(lines)] if lines else []
+
+
 def full(document: Mapping[str, Any]) -> str:
-    """Everything: means, slower cells, layer overheads, ratios, measurements, absences."""
+    """Everything: goals, ratios, slower cells, roofs, overheads, measurements, absences."""
     meta, rows = document["meta"], document["rows"]
-    found = ratios(rows)
-    slower = [f"- {each}" for each in slower_cells(found)] or ["None."]
-    overheads = [(model, routing, activation, str(tokens), f"{value:.2f}")
-                 for (model, tokens, routing, activation), value in layer_overheads(rows).items()]
-    ratio_rows = [(each.model, each.width, each.stage, each.routing, str(each.tokens),
-                   f"{each.us:.1f}", each.peer, f"{each.peer_us:.1f}", f"{each.value:.2f}")
-                  for each in found]
+    limits, found = meta["ceilings"], ratios(rows)
+    claims = markdown_table(("goal", "wanted", "geometric mean", "worst cell",
+                             "cells that meet it", "verdict"),
+                            [goal.columns() for goal in goals(document)])
     parts = [
         "# MoE with MXFP4 weights: measurements", conditions(meta),
         "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
+        "## Goals", claims, "\n".join(f"- {note}" for note in NOTES),
         "## Against the best peer of the same activation width", means_table(found),
-        "### Cells slower than a peer", "\n".join(slower),
-        "## Whole layer over the sum of its two GEMMs",
-        markdown_table(("model", "routing", "activation", "T", "ratio"), overheads),
-        "## Ratios", markdown_table(("model", "width", "stage", "routing", "T", "µs", "best peer",
-                                     "its µs", "ratio"), ratio_rows)]
+        "### Cells slower than a peer", slower_part(found, limits),
+        folded("every ratio", ratio_table(found)),
+        "## Our GEMMs and the roof of this run",
+        "The roof is the time that reading the weights of the experts hit takes at the read "
+        "ceiling, or the arithmetic at the cuBLAS rate of the width, whichever is longer.",
+        roof_part(rows, limits),
+        "## 1×32 scales over one scale per token", scales_part(rows),
+        "## Whole layer over the sum of its two GEMMs", overhead_table(rows),
+        "## Every measurement"]
     for model in sorted({row["model"] for row in rows}, key=model_rank):
         mine = [row for row in rows if row["model"] == model]
-        first = mine[0]
-        parts += [f"## {model} (E {first['E']}, k {first['k']}, H {first['H']}, F {first['F']})",
-                  detail_table(mine)]
-    absent = [f"- {name}: {text}" for name, text in meta.get("peers", {}).items()
-              if text != "present"]
-    failures = dict.fromkeys(f"- {each['impl']}/{each['activation']} {each['model']} "
-                             f"T={each['T']} {each['stage']}: {each['error']}"
-                             for each in meta.get("failures", []))
-    if absent or failures:
-        parts += ["## Not measured", "\n".join([*absent, *failures])]
-    return "\n\n".join(parts) + "\n"
+        sizes = ", ".join(f"{name} {mine[0][name]}" for name in "EkHF")
+        parts.append(folded(f"{model} ({sizes})", detail_table(mine, limits)))
+    return "\n\n".join([*parts, *absence_part(meta)]) + "\n"
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
@@ -238,12 +285,13 @@ def save_figure(figure: Any, panels: Iterable[Any], document: Mapping[str, Any],
 
 def draw(axes: Any, rows: Sequence[Row], rate: str, limits: Mapping[str, float]) -> None:
     """One panel: a line for each implementation and activation, and the roof."""
-    for impl, activation in dict.fromkeys((row["impl"], row["activation"]) for row in rows):
+    kinds = dict.fromkeys((row["impl"], row["activation"]) for row in rows)
+    for impl, activation in sorted(kinds, key=lambda kind: (kind[0] != OURS, format_rank(kind[1]))):
         points = sorted((row["T"], row[rate]) for row in rows
                         if (row["impl"], row["activation"]) == (impl, activation))
         axes.plot([x for x, _ in points], [y for _, y in points], marker=".",
                   color=COLORS.get(impl), label=f"{impl} {activation}",
-                  linestyle="-" if WIDTHS[activation] == "a16" else "--")
+                  linestyle=LINES[activation])
     if rate == "tbs":
         axes.axhline(limits["read_tbs"], color="gray", label="read ceiling")
     else:

@@ -18,7 +18,7 @@ import _checkout
 import torch
 
 import mxpert
-from compare import copy_rate
+from ceilings import copy_rate
 from grouped_timing import time_calls
 from mxpert.cli.report import environment, write_json
 from mxpert.errors import message

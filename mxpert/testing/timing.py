@@ -2,15 +2,16 @@
 
 On a GPU each variant is captured once; the graph holds one call per routing, so that the weights of
 one call have left the L2 cache before the next replay reads them, and a read-only sweep larger than
-L2 precedes each replay. Variants take turns, so that clock drift hits all of them alike. On a CPU
-the same interface times plain calls.
+L2 precedes each replay. Variants take turns in changing order: clock drift hits all of them alike,
+and so does what ran before. On a CPU the same interface times plain calls.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -54,7 +55,7 @@ class Timing:
 def time_graph(variants: Mapping[str, Sequence[Call]], *, device: torch.device | str,
                repeats: int = 20, warmup: int = 3,
                failures: dict[str, Exception] | None = None) -> dict[str, Timing]:
-    """Time each variant, interleaved: CUDA-graph replays on a GPU, plain calls on a CPU.
+    """Time variants in turns of changing order: CUDA-graph replays on a GPU, plain calls on a CPU.
 
     Args:
         variants: name → calls, one for each routing (or other input) to rotate through. On a GPU
@@ -84,6 +85,16 @@ def time_graph(variants: Mapping[str, Sequence[Call]], *, device: torch.device |
     return _time_calls(variants, repeats, warmup, failures)
 
 
+def _turns(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
+    """The order of each round: names take the first place in turn, the others follow shuffled, so
+    that what runs first and what runs before whom is spread evenly even over few rounds."""
+    order = random.Random(0)
+    for first in range(rounds if names else 0):
+        lead = names[first % len(names)]
+        others = [name for name in names if name != lead]
+        yield [lead, *order.sample(others, len(others))]
+
+
 def _try_each(variants: Mapping[str, Sequence[Call]], attempt: Callable[[Sequence[Call]], Result],
               failures: dict[str, Exception] | None) -> dict[str, Result]:
     """name → attempt(calls); a variant that raises goes to `failures`."""
@@ -103,12 +114,12 @@ def _time_graphs(variants: Mapping[str, Sequence[Call]], repeats: int, warmup: i
     graphs = _try_each(variants, _capture, failures)
     sweep = _l2_sweep()
     samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for repeat in range(warmup + repeats):
-        for name, graph in graphs.items():
+    for repeat, names in enumerate(_turns(list(graphs), warmup + repeats)):
+        for name in names:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             sweep.sum()
             start.record()
-            graph.replay()
+            graphs[name].replay()
             end.record()
             end.synchronize()
             if repeat >= warmup:
@@ -145,13 +156,14 @@ def _time_calls(variants: Mapping[str, Sequence[Call]], repeats: int, warmup: in
         sound = _try_each(variants, lambda calls: [call() for call in calls], failures)
         variants = {name: variants[name] for name in sound}
     samples: dict[str, list[float]] = {name: [] for name in variants}
-    for repeat in range(warmup + repeats):
-        for name, calls in variants.items():
+    for repeat, names in enumerate(_turns(list(variants), warmup + repeats)):
+        for name in names:
             start = time.perf_counter()
-            for call in calls:
+            for call in variants[name]:
                 call()
             if repeat >= warmup:
-                samples[name].append((time.perf_counter() - start) * 1e6 / len(calls))
+                us = (time.perf_counter() - start) * 1e6
+                samples[name].append(us / len(variants[name]))
     return {name: Timing.of(values) for name, values in samples.items()}
 
 

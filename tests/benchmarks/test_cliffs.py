@@ -18,7 +18,9 @@ SHAPE = "E128-k8-H2048-F384"
 @pytest.fixture
 def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """First calls without new processes."""
-    monkeypatch.setattr(cliffs, "start_first_calls", lambda dry: {"bf16 T=17": 0.5})
+    monkeypatch.setattr(cliffs, "start_first_calls", lambda dry: {
+        "seconds": {"bf16 T=17": 0.5, "mxfp8 T=17": 30.25}, "binaries": {"bf16": 2, "mxfp8": 3},
+        "by_kernel": {"_planted_kernel": 2, "_other_kernel": 1}})
 
 
 def run(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -102,12 +104,44 @@ def test_a_dry_run_measures_shape_and_neighbour(tmp_path: Path,
     assert {each["ratio"] for each in found["rows"] if each["model"] == "kimi-k2-tp4"} == {1.0}
     assert found["meta"]["commit"] == "abc"
     assert found["meta"]["left"] == []
-    calls = found["binaries"]["first_call_s"]
-    assert set(calls) == {"empty_cache", "kept_cache"}
-    assert list(calls["kept_cache"]) == ["bf16 T=17", "bf16 T=2053", "mxfp8 T=17", "mxfp8 T=2053"]
+    calls = found["first_calls"]
+    assert set(calls) == {"empty_cache", "kept_cache", "most_s", "most_binaries"}
+    assert list(calls["kept_cache"]["seconds"]) == [
+        "bf16 T=17", "bf16 T=2053", "mxfp8 T=17", "mxfp8 T=2053"]
+    assert calls["empty_cache"]["binaries"] == {"bf16": 0, "mxfp8": 0}
     text = capsys.readouterr().out
     assert f"| {SHAPE} | 5 | hot | kimi-k2-tp4 |" in text
-    assert "first calls, kept cache" in text
+    assert "| first call, s | empty cache | kept cache |" in text
+    page = (tmp_path / "x.md").read_text("utf-8")
+    assert f"| {SHAPE} | 5 | hot | kimi-k2-tp4 |" in page
+    assert page.count("<details>") == page.count("</details>") >= 1
+    assert "## Not measured" not in page
+
+
+@pytest.mark.usefixtures("no_children")
+def test_binaries_of_one_model_are_those_of_its_own_process(tmp_path: Path) -> None:
+    _, found = run(tmp_path / "x.json", "--time-limit", "0")
+    assert found["binaries"]["by_kernel"] == cliffs.count_binaries()
+    page = (tmp_path / "x.md").read_text("utf-8")
+    assert "| _planted_kernel | 2 | 0 |" in page
+    assert "| all (of one model at most 12) | 3 | " in page
+    assert "One model: 2 after bf16, 3 after mxfp8." in page
+    assert "| longest (at most 20) | 30.25 | 30.25 |" in page
+    assert f"out of time: kimi-k2-tp4 T=5 uniform, {SHAPE} T=5 uniform" in page
+
+
+def test_cliffs_are_listed_the_worst_first_and_folded() -> None:
+    columns = {"config": "c", "config_source": "heuristic"}
+    rows = [row("qwen3-235b", 0.5, **columns),
+            *(row(f"m{index}", 0.39 - index / 100, **columns) for index in range(15))]
+    meta = {"device": "d", "date": "now", "commit": "abc", "versions": {}, "failures": [],
+            "left": [], "protocol": {"power": "idle"},
+            "ceilings": {"read_tbs": 4.0, "bf16_tflops": 700.0, "fp8_tflops": 1300.0}}
+    page = cliffs.markdown({"meta": meta, "rows": cliffs.with_neighbours(rows), "first_calls": {},
+                            "binaries": {"total": 0, "by_kernel": {}}})
+    assert "## Cliffs: 15 of 16" in page
+    first = page.index("| m14 T=17 uniform layer bf16 | 25 | qwen3-235b | 50 | 2.00 | c |")
+    assert first < page.index("| m3 T=17") < page.index("the others") < page.index("| m2 T=17")
 
 
 @pytest.mark.usefixtures("no_children")

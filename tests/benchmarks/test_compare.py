@@ -10,6 +10,9 @@ from typing import Any
 import cells
 import compare
 import document
+import estimate
+import figures
+import goals
 import ours
 import peers
 import pytest
@@ -116,45 +119,151 @@ def test_inputs_are_the_same_on_every_run(name: str) -> None:
         assert (once[0].logits.argmax(1)[::2] == 0).all()
 
 
-def test_ratios_compare_equal_widths_with_the_best_peer() -> None:
+def test_ratios_compare_each_of_our_formats_with_the_best_peer_of_its_width() -> None:
     rows = [row(us=10), row("marlin", 40), row("triton_kernels", 20),
-            row(us=30, activation="mxfp8"), row("humming", 15, activation="fp8_token"),
-            row(us=5, tokens=1024), row(us=7, stage="down")]
-    found = {(each.width, each.tokens): each for each in render.ratios(rows)}
-    assert set(found) == {("a16", 16), ("a8", 16)}
-    assert (found["a16", 16].peer, found["a16", 16].value) == ("triton_kernels", 0.5)
-    assert found["a8", 16].value == 2.0
-    assert [each.width for each in render.slower_cells(found.values())] == ["a8"]
+            row(us=30, activation="mxfp8"), row(us=12, activation="fp8_token"),
+            row("humming", 15, activation="fp8_token"), row(us=5, tokens=1024),
+            row(us=7, stage="down")]
+    found = {each.activation: each for each in figures.ratios(rows)}
+    assert list(found) == ["bf16", "mxfp8", "fp8_token"]
+    assert (found["bf16"].peer["impl"], found["bf16"].value) == ("triton_kernels", 0.5)
+    assert (found["mxfp8"].value, found["fp8_token"].value) == (2.0, 0.8)
+    assert [each.activation for each in figures.slower_cells(found.values())] == ["mxfp8"]
 
 
 def test_geometric_means_by_stage_and_regime() -> None:
     rows = [row(us=10, tokens=1), row("marlin", 40, tokens=1), row(us=10, tokens=256),
             row("marlin", 10, tokens=256), row(us=30, tokens=1024), row("marlin", 10, tokens=1024)]
-    assert render.geometric_means(render.ratios(rows)) == {
-        ("a16", "layer", "decode"): (pytest.approx(0.5), 2, 1.0),
-        ("a16", "layer", "prefill"): (pytest.approx(3.0), 1, 3.0)}
+    assert figures.geometric_means(figures.ratios(rows)) == {
+        ("bf16", "layer", "decode"): (pytest.approx(0.5), 2, 1.0),
+        ("bf16", "layer", "prefill"): (pytest.approx(3.0), 1, 3.0)}
 
 
 def test_layer_overhead_needs_all_three_times() -> None:
     rows = [row(us=13), row(us=8, stage="gate_up_gemm"), row(us=4, stage="down_gemm"),
             row(us=9, tokens=64)]
-    assert render.layer_overheads(rows) == {("dsv3-ep8", 16, "uniform", "bf16"): 13 / 12}
+    assert figures.layer_overheads(rows) == {("dsv3-ep8", "uniform", "bf16", 16): 13 / 12}
+
+
+def test_scale_ratios_need_both_formats_and_sum_the_stages() -> None:
+    rows = [row(us=11, activation="mxfp8"), row(us=10, activation="fp8_token"),
+            row("humming", 1, activation="fp8_token"), row(us=5, activation="mxfp8", tokens=1)]
+    for stage, blocks, token in (("gate_up", 9, 4), ("down", 3, 6)):
+        rows += [row(us=blocks, activation="mxfp8", stage=stage),
+                 row(us=token, activation="fp8_token", stage=stage)]
+    found = {stage: value for (_, _, _, stage), value in figures.scale_ratios(rows).items()}
+    assert found == {"layer": 1.1, "gate_up": 9 / 4, "down": 0.5, "gate_up + down": 1.2}
+
+
+@pytest.mark.parametrize("activation, tokens, bound", [
+    ("bf16", 16, "read"), ("mxfp8", 16, "read"), ("bf16", 8192, "bf16"), ("mxfp8", 8192, "fp8")])
+def test_the_roof_names_what_bounds_a_cell(activation: str, tokens: int, bound: str) -> None:
+    found = row(us=1e4, activation=activation, tokens=tokens)
+    roof = figures.Roof.of(found, CEILINGS)
+    assert roof.bound == bound
+    assert 100 * roof.share == pytest.approx(found["percent_of_roof"])
+
+
+def goal(rows: list[dict[str, Any]], what: str, *, of_mean: bool = False) -> goals.Goal:
+    found = goals.goals({"meta": META, "rows": rows})
+    return next(each for each in found if what in each.what and each.of_mean == of_mean)
+
+
+def test_every_goal_is_there_for_every_format() -> None:
+    rows = [row(activation=name) for name in ("bf16", "mxfp8", "fp8_token")]
+    found = goals.goals({"meta": META, "rows": rows})
+    assert [each.number for each in found] == [1] * 12 + [2] * 9 + [3] + [4] * 3
+    assert found[-4].columns()[0] == "3. mxfp8 / fp8_token"
+    assert found[-1].columns()[-1] == "not measured"
+
+
+def test_a_goal_of_every_cell_and_one_of_the_mean() -> None:
+    rows = [row(us=10), row("marlin", 40), row(us=11, tokens=4), row("marlin", 10, tokens=4)]
+    each, mean = (goal(rows, "bf16 decode / best", of_mean=of_mean) for of_mean in (False, True))
+    assert (each.num_met, each.is_met, each.worst) == (1, False, "dsv3-ep8 T=4 layer")
+    assert mean.is_met
+    assert mean.mean == pytest.approx((0.25 * 1.1) ** 0.5)
+    assert mean.columns()[1:] == ("mean ≤ 0.60", "0.52", "1.10 (dsv3-ep8 T=4 layer)", "1 of 2",
+                                  "met")
+
+
+def test_a_goal_with_a_least_figure() -> None:
+    read, missed = 62.0, 80.0  # µs; at the read ceiling it would be 61.4
+    rows = [row(us=us, tokens=tokens, stage="down_gemm", activation="mxfp8")
+            for us, tokens in ((read, 64), (missed, 128), (read, 16))]
+    found = goal(rows, "read ceiling")
+    assert list(found.values) == ["dsv3-ep8 T=64 down_gemm", "dsv3-ep8 T=128 down_gemm"]
+    assert found.worst == "dsv3-ep8 T=128 down_gemm"
+    assert not found.is_met
+    assert found.keeps(0.95)
+    assert not found.keeps(0.94)
+
+
+def test_goals_speak_of_the_cells_that_they_name() -> None:
+    few = row(us=10, model="kimi-k2-tp4", tokens=64, stage="down_gemm")  # 31.5 of 384 experts
+    late = row(us=30, model="dsv3-ep8", tokens=1)  # cannot be read in 30 µs
+    prompt = row(us=30, model="gpt-oss-20b", tokens=1)
+    rows = [few, late, prompt | {"tbs": 1.0}]
+    assert goal(rows, "read ceiling").values == {}
+    assert goal(rows, "layer at T = 1").values == {"gpt-oss-20b T=1 layer": 30.0}
+    dense, sparse = (row(us=1e3, model=name, tokens=1024, stage="down_gemm")
+                     for name in ("dsv3-ep8", "kimi-k2-tp4"))
+    assert list(goal([dense, sparse], "cuBLAS").values) == ["dsv3-ep8 T=1024 down_gemm"]
+    rates = goal([row(us=1e3, model=name, tokens=8192, stage="down_gemm")
+                  for name in ("gpt-oss-120b", "gpt-oss-20b")], "TFLOP/s at T")
+    assert list(rates.values) == ["gpt-oss-120b T=8192 down_gemm"]
+    layers = [row(us=us, tokens=tokens, stage=stage) for tokens in (16, 64)
+              for us, stage in ((12, "layer"), (8, "gate_up_gemm"), (4, "down_gemm"))]
+    assert goal(layers, "two GEMMs").values == {"dsv3-ep8 T=64": 1.0}
 
 
 def test_everything_is_rendered_from_the_json_alone(tmp_path: Path) -> None:
     rows = [row(us=10), row("marlin", 8), row(us=8, stage="gate_up_gemm"),
-            row("marlin", 9, stage="gate_up_gemm")]
-    failure = dict(zip(document.KEY_COLUMNS, row_key(row("humming")), strict=True))
+            row("marlin", 9, stage="gate_up_gemm"), row(us=30, activation="mxfp8"),
+            row(us=20, activation="fp8_token"),
+            row(us=900, tokens=8192, stage="down_gemm", activation="mxfp8")]
+    failures = [dict(zip(document.KEY_COLUMNS, row_key(row("humming", tokens=tokens)),
+                         strict=True)) | {"error": "no nvcc"} for tokens in (64, 16)]
     text = json.dumps({"meta": META | {"peers": {"humming/bf16": "absent: no nvcc"},
-                                       "failures": [failure | {"error": "no nvcc"}]},
+                                       "failures": failures, "left": ["dsv3-ep8 T=4 uniform"]},
                        "rows": rows})
     (tmp_path / "moe.json").write_text(text)
     assert render.main([str(tmp_path / "moe.json")]) == 0
     full = (tmp_path / "moe.md").read_text()
-    assert "10.0 µs, marlin 8.0 µs, 1.25×" in full
+    assert "| dsv3-ep8 T=16 layer bf16 | 10.0 |" in full
+    assert "| marlin 8.0 |" in full
+    assert "1 of 2 cells." in full
+    assert "| layer | 1.50 | 1.50 (dsv3-ep8 T=16) | 1 |" in full
+    assert "| 3. mxfp8 / fp8_token | ≤ 1.10 | 1.50 |" in full
     assert "absent: no nvcc" in full
+    assert "- humming/bf16 dsv3-ep8, T = 16, 64, layer: `no nvcc`" in full
+    assert "out of time: dsv3-ep8 T=4 uniform" in full
+    assert full.count("<details>") == full.count("</details>") == 2
     assert "10 (1.25×)" in (tmp_path / "moe-summary.md").read_text()
     assert (tmp_path / "moe.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_long_list_of_slower_cells_is_folded() -> None:
+    rows = [made for model in cells.MODELS for tokens in (1, 4, 16)
+            for made in (row(us=20, model=model, tokens=tokens),
+                         row("marlin", 10, model=model, tokens=tokens))]
+    text = render.slower_part(figures.ratios(rows), CEILINGS)
+    assert text.startswith("18 of 18 cells.")
+    assert "<summary>the other 6</summary>" in text
+    shown = figures.Roof.of(rows[0], CEILINGS), figures.Roof.of(rows[1], CEILINGS)
+    assert f"| 20.0 | {shown[0]} | marlin 10.0 | {shown[1]} | 2.00 |" in text
+
+
+def test_a_comparison_without_fp8_token_still_renders(tmp_path: Path) -> None:
+    text = render.full({"meta": META, "rows": [row(us=10), row(us=9, activation="mxfp8")]})
+    assert "Not measured: needs rows of mxpert with mxfp8 and with fp8_token." in text
+    assert "| 3. mxfp8 / fp8_token | ≤ 1.10 | – | – | – | not measured |" in text
+
+
+def test_the_committed_comparison_renders(tmp_path: Path) -> None:
+    committed = Path(__file__).resolve().parents[2] / "benchmarks/results/nvidia-h200/moe.json"
+    text = render.full(document.load(committed))
+    assert text.count("<details>") == text.count("</details>")
 
 
 def test_render_refuses_what_is_no_comparison(tmp_path: Path) -> None:
@@ -179,7 +288,7 @@ def test_a_dry_run_walks_all_cells(tmp_path: Path) -> None:
     found = dry_run(tmp_path / "x.json", "--routings", "uniform,hot", "--commit", "abc")
     assert {row_key(each) for each in found["rows"]} == {
         ("dsv3-ep8", tokens, name, "mxpert", activation, stage) for tokens in (1, 16)
-        for name in ("uniform", "hot") for activation in ("bf16", "mxfp8")
+        for name in ("uniform", "hot") for activation in ("bf16", "mxfp8", "fp8_token")
         for stage in ("gate_up", "down", "layer")}
     assert found["meta"]["commit"] == "abc"
     assert {each["error"] for each in found["meta"]["failures"]} == {compare.NO_GEMM}
@@ -270,7 +379,29 @@ def test_after_the_time_limit_nothing_is_measured(tmp_path: Path,
                                                   capsys: pytest.CaptureFixture[str]) -> None:
     found = dry_run(tmp_path / "x.json", "--time-limit", "0")
     assert found["rows"] == []
-    assert "2 cells left" in capsys.readouterr().out
+    assert found["meta"]["left"] == ["dsv3-ep8 T=1 uniform", "dsv3-ep8 T=16 uniform"]
+    text = capsys.readouterr().out
+    assert "2 cells left: dsv3-ep8 T=1 uniform, dsv3-ep8 T=16 uniform" in text
+    assert "estimate for an H200, 2 cells, 7 variants: " in text
+
+
+def test_a_whole_comparison_is_estimated_to_fit() -> None:
+    every = cells.ordered_cells(list(cells.MODELS.values()), cells.TOKENS)
+    found = estimate.estimate(every, cells.STAGES, len(cells.FORMATS) + len(compare.PEER_KEYS))
+    assert len(every) == 54
+    assert sum(found.values()) < 300
+
+
+def test_a_cell_with_a_gap_is_measured_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    first = dry_run(path, "--tokens", "1", "--stages", "down", "--commit", "abc")
+    gap = [each for each in first["rows"] if each["activation"] != "mxfp8"]
+    path.write_text(json.dumps({**first, "rows": gap}))
+    again = dry_run(path, "--tokens", "1", "--stages", "down", "--resume", "--commit", "abc")
+    assert {row_key(each) for each in again["rows"]} == {row_key(each) for each in first["rows"]}
+    before = {row_key(each): each["us"] for each in gap}
+    assert all(each["us"] != before[row_key(each)] for each in again["rows"]
+               if row_key(each) in before)
 
 
 @pytest.mark.parametrize("arguments", [

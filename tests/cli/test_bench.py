@@ -93,12 +93,15 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], part: str) 
     assert not list(tmp_path.iterdir())
 
 
-def test_variants_take_turns() -> None:
+def test_variants_take_turns_in_changing_order() -> None:
     order: list[str] = []
-    timings = time_graph({name: [lambda name=name: order.append(name)] for name in "ab"},
-                         device="cpu", repeats=3, warmup=1)
-    assert order == ["a", "b"] * 4
-    assert all(timing.samples == 3 for timing in timings.values())
+    timings = time_graph({name: [lambda name=name: order.append(name)] for name in "abc"},
+                         device="cpu", repeats=9, warmup=1)
+    rounds = [tuple(order[first:first + 3]) for first in range(0, 30, 3)]
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert [each[0] for each in rounds] == list("abcabcabca")
+    assert {each[1] for each in rounds} == {"a", "b", "c"}
+    assert all(timing.samples == 9 for timing in timings.values())
 
 
 @pytest.mark.parametrize(("variants", "repeats"), [({"a": []}, 1), ({"a": [list]}, 0)],
