@@ -103,10 +103,12 @@ class MXTensor:
 
     @classmethod
     def unchecked(cls, qdata: torch.Tensor, scale: torch.Tensor, format: MXFormat,
-                  axis: int = -1) -> MXTensor:
+                  axis: int = -1, scale_span: ScaleSpan = ScaleSpan.BLOCK,
+                  wide_blocks: torch.Tensor | None = None) -> MXTensor:
         """A ROW_MAJOR tensor of parts that a kernel has just made, without looking at them."""
         tensor = object.__new__(cls)
-        tensor.__dict__.update(qdata=qdata, scale=scale, format=format, axis=axis)
+        tensor.__dict__.update(qdata=qdata, scale=scale, format=format, axis=axis,
+                               scale_span=scale_span, wide_blocks=wide_blocks)
         return tensor
 
     @property

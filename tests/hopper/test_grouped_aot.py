@@ -283,7 +283,7 @@ def test_few_binaries_quantise_all_shapes(mode: str) -> None:
     seen: dict[tuple[str, ...], set[str]] = {}
     for m, groups, _, k in SHAPES:
         for launch in dual((m, k), torch.bfloat16, DUAL_SPANS[mode], groups):
-            parts = [str(launch.arguments[key]) for key in ("CHOOSE", "ENCODE", "WHOLE")
+            parts = [str(launch.arguments[key]) for key in ("CHOOSE", "ENCODE", "ROW_WHOLE")
                      if key in launch.arguments]
             seen.setdefault((launch.name, *parts), set()).add(binary(launch))
     counts = {key: len(binaries) for key, binaries in seen.items()}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
 from ...formats.spans import FREE_BINADES, few_blocks
-from ...formats.spec import MX_BLOCK_SIZE, ScaleSpan
+from ...formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleSpan
 from ...formats.tensor import MXTensor
 from ...problem import Config, DualProblem, Op
 from ...routing import padded_capacity
@@ -22,11 +23,15 @@ from ..triton.quantize_kernels import scale_rule_constants
 from .dual_kernel import _quantize_dual_hopper_kernel
 from .span_kernels import (
     MAX_SPREAD_BLOCKS, SPREAD_ROWS, TABLE_BLOCKS, _block_table_kernel, _count_wide_blocks_kernel,
-    _spread_scales_kernel,
+    _spread_scales_kernel, _start_counts_kernel,
 )
 
 _TILE_BLOCKS = 4
 """A tile is 4 × 4 blocks of 32: 128 places × 128 columns."""
+
+AUTO = frozenset((ScaleSpan.AUTO,))
+LONG = frozenset(ScaleSpan) - {ScaleSpan.BLOCK}
+"""Spans whose wide blocks are counted; spans whose blocks share a scale."""
 
 
 class _QuantizeDual:
@@ -60,97 +65,153 @@ class _QuantizeDual:
         group_offsets: torch.Tensor | None,
     ) -> tuple[MXTensor, MXTensor]:
         """Row copy of the shape of x; column copy [K, M], [K, padded capacity] or [G, K, N]."""
-        *leading, num_rows, width = problem.shape
-        length = padded_capacity(num_rows, problem.num_groups) if problem.grouped_rows else num_rows
-        row = _allocate(problem, (*leading, num_rows, width), problem.row_span, x)
-        column = _allocate(problem, (*leading, width, length), problem.column_span, x)
-        if row.qdata.numel() == 0 and column.qdata.numel() == 0:
-            return row, column
-        rows = _dense_rows(x)
-        matrices = leading[0] if leading else 1
-        num_blocks = matrices * length // MX_BLOCK_SIZE
-        table = starts = None
-        if group_offsets is not None:
-            table = x.new_empty((num_blocks, 2), dtype=torch.int32)
-            starts = x.new_empty(problem.num_groups + 1, dtype=torch.int32)
-            _table_launch(num_rows, problem.num_groups, num_blocks)(
-                table_ptr=table, starts_ptr=starts, group_offsets_ptr=group_offsets)
+        rows, stride = _dense_rows(x)
         if x.dtype is torch.bfloat16:
-            rows = rows.view(torch.int32)  # pairs of values
+            rows, stride = rows.view(torch.int32), stride // 2  # pairs of values
+        plan = _plan(problem, stride)
+        row, column = _allocate(plan.row, x), _allocate(plan.column, x)
+        table = starts = None
+        if plan.table is not None:
+            table = x.new_empty((plan.num_blocks, 2), dtype=torch.int32)
+            starts = x.new_empty(problem.num_groups + 1, dtype=torch.int32)
+            plan.table(table_ptr=table, starts_ptr=starts, row_wide_ptr=row.wide_blocks,
+                       column_wide_ptr=column.wide_blocks, group_offsets_ptr=group_offsets)
+        elif plan.start is not None:
+            plan.start(row_wide_ptr=row.wide_blocks, column_wide_ptr=column.wide_blocks)
+        if plan.first is None:
+            return row, column
         tensors = dict(row=row.qdata, row_scale=row.scale, column=column.qdata,
                        column_scale=column.scale, x=rows, table=table)
-        sizes = (num_blocks, length // MX_BLOCK_SIZE, width, rows.stride(0))
-        if {problem.row_span, problem.column_span} == {ScaleSpan.BLOCK}:
-            _quantize_launch(problem, *sizes, True, True)(**tensors)
-        else:
-            _quantize_launch(problem, *sizes, True, False)(**tensors)
-            _choose_spans(row, None)
-            _choose_spans(column, starts)
-            _quantize_launch(problem, *sizes, False, True)(**tensors)
+        plan.first(**tensors)
+        for launch, chosen in ((plan.count, AUTO), (plan.spread, LONG)):
+            if launch is not None:
+                launch(**_scales_of("row", row, chosen), **_scales_of("column", column, chosen),
+                       starts_ptr=starts)
+        if plan.last is not None:
+            plan.last(**tensors)
         return row, column
 
 
-def _allocate(problem: DualProblem, shape: tuple[int, ...], span: ScaleSpan,
-              x: torch.Tensor) -> MXTensor:
-    """An MXTensor of this shape, quantised along its last axis, not yet written."""
-    scale_shape = (*shape[:-1], shape[-1] // MX_BLOCK_SIZE)
-    qdata, scale = (x.new_empty(size, dtype=torch.uint8) for size in (shape, scale_shape))
-    count = None
-    if span is ScaleSpan.AUTO:
-        count = x.new_full((1,), -few_blocks(qdata.numel()), dtype=torch.int32)
-    return MXTensor(qdata, scale, problem.format, scale_span=span, wide_blocks=count)
+@dataclass(frozen=True)
+class _Copy:
+    """Sizes of one copy. few: how many wide blocks AUTO lets pass."""
+
+    shape: tuple[int, ...]
+    span: ScaleSpan
+    format: MXFormat
+
+    @functools.cached_property
+    def scale_shape(self) -> tuple[int, ...]:
+        return (*self.shape[:-1], self.shape[-1] // MX_BLOCK_SIZE)
+
+    @property
+    def few(self) -> int:
+        return few_blocks(math.prod(self.shape))
 
 
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """[rows, K] whose rows are dense and begin at multiples of 16 bytes."""
-    if x.dim() == 3:
-        x = x.view(-1, x.shape[-1]) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
-    aligned = x.stride(-1) == 1 and x.stride(0) * x.element_size() % 16 == 0
-    return x if aligned and x.data_ptr() % 16 == 0 else x.clone(
-        memory_format=torch.contiguous_format)
+@dataclass(frozen=True)
+class _Plan:
+    """All that quantising takes beside tensors; None for launches that it does without.
 
+    table: where groups' blocks begin; it starts the counts of wide blocks, too, which `start` does
+    where rows are not grouped. first: scales of blocks, and codes where spans are no longer.
+    count, spread: the scales of longer spans. last: codes with those.
+    """
 
-def _choose_spans(copy: MXTensor, starts: torch.Tensor | None) -> None:
-    """One scale for each span of a copy whose blocks have theirs."""
-    span = copy.scale_span
-    if span is ScaleSpan.BLOCK:
-        return
-    scale = copy.scale.view(-1, copy.scale.shape[-1])
-    sizes = (*scale.shape, 1 if starts is None else starts.shape[0] - 1)
-    if copy.wide_blocks is not None:
-        _count_launch(*sizes, FREE_BINADES[copy.format.element.name])(
-            scale_ptr=scale, starts_ptr=starts, wide_ptr=copy.wide_blocks)
-    _spread_launch(*sizes, span is not ScaleSpan.SPAN128)(
-        scale_ptr=scale, starts_ptr=starts, wide_ptr=copy.wide_blocks)
+    row: _Copy
+    column: _Copy
+    num_blocks: int
+    table: Launch | None
+    start: Launch | None
+    first: Launch | None
+    count: Launch | None
+    spread: Launch | None
+    last: Launch | None
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _table_launch(num_rows: int, num_groups: int, num_blocks: int) -> Launch:
+def _plan(problem: DualProblem, stride: int) -> _Plan:
+    """`stride` of the rows in elements, of bfloat16 in pairs."""
+    *leading, num_rows, width = problem.shape
+    length = padded_capacity(num_rows, problem.num_groups) if problem.grouped_rows else num_rows
+    row = _Copy((*leading, num_rows, width), problem.row_span, problem.format)
+    column = _Copy((*leading, width, length), problem.column_span, problem.format)
+    num_blocks = math.prod(leading) * length // MX_BLOCK_SIZE
+    spans = {row.span, column.span}
+    counts = dict(row_few=row.few, column_few=column.few)
+    table = start = first = count = spread = last = None
+    if problem.grouped_rows:
+        table = _table_launch(num_rows, problem.num_groups, num_blocks, counts)
+    elif AUTO & spans:
+        start = Launch(_start_counts_kernel, (1,), **counts, num_warps=1)
+    if math.prod(row.shape) + math.prod(column.shape) > 0:
+        sizes = (num_blocks, length // MX_BLOCK_SIZE, width, stride)
+        whole = not LONG & spans
+        first = _quantize_launch(problem, *sizes, True, whole)
+        if not whole:
+            segments = problem.num_groups if problem.grouped_rows else 1
+            if AUTO & spans:
+                count = _scales_launch(_count_wide_blocks_kernel, row, column, segments, AUTO,
+                                       FREE=FREE_BINADES[problem.format.element.name])
+            spread = _scales_launch(
+                _spread_scales_kernel, row, column, segments, LONG,
+                ROW_WHOLE=row.span is not ScaleSpan.SPAN128,
+                COLUMN_WHOLE=column.span is not ScaleSpan.SPAN128)
+            last = _quantize_launch(problem, *sizes, False, True)
+    return _Plan(row, column, num_blocks, table, start, first, count, spread, last)
+
+
+def _allocate(copy: _Copy, x: torch.Tensor) -> MXTensor:
+    """An MXTensor, quantised along its last axis, not yet written."""
+    wide = x.new_empty(1, dtype=torch.int32) if copy.span is ScaleSpan.AUTO else None
+    return MXTensor.unchecked(
+        x.new_empty(copy.shape, dtype=torch.uint8), x.new_empty(copy.scale_shape,
+                                                                dtype=torch.uint8),
+        copy.format, scale_span=copy.span, wide_blocks=wide)
+
+
+def _dense_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """x, whose rows are dense, lie evenly and begin at multiples of 16 bytes; their stride."""
+    stride = x.stride(-2)
+    if (x.stride(-1) == 1 and stride * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+            and (x.dim() == 2 or x.is_contiguous())):
+        return x, stride
+    return x.clone(memory_format=torch.contiguous_format), x.shape[-1]
+
+
+def _scales_of(name: str, copy: MXTensor,
+               spans: frozenset[ScaleSpan]) -> dict[str, torch.Tensor | None]:
+    """Arguments for a copy with one of these spans."""
+    chosen = copy.scale_span in spans
+    return {f"{name}_scale_ptr": copy.scale if chosen else None,
+            f"{name}_wide_ptr": copy.wide_blocks if chosen else None}
+
+
+def _table_launch(num_rows: int, num_groups: int, num_blocks: int,
+                  counts: dict[str, int]) -> Launch:
     return Launch(_block_table_kernel, (triton.cdiv(num_blocks, TABLE_BLOCKS),), num_rows=num_rows,
-                  num_groups=num_groups, num_blocks=num_blocks, BLOCKS=TABLE_BLOCKS,
+                  num_groups=num_groups, num_blocks=num_blocks, **counts, BLOCKS=TABLE_BLOCKS,
                   BLOCK_G=max(32, triton.next_power_of_2(num_groups + 1)), num_warps=2)
 
 
-@functools.lru_cache(CACHED_LAUNCHES)
-def _count_launch(num_rows: int, pitch: int, segments: int, free: int) -> Launch:
-    return _scales_launch(_count_wide_blocks_kernel, num_rows, pitch, segments, FREE=free)
+def _scales_launch(kernel: Any, row: _Copy, column: _Copy, segments: int,
+                   spans: frozenset[ScaleSpan], **constants: Any) -> Launch:
+    """A kernel over the segments of scale rows of the copies with these spans.
+
+    A step is as wide as the wider average segment (four widths).
+    """
+    sizes, programs, average = {}, [], 32
+    for name, copy, parts in (("row", row, 1), ("column", column, segments)):
+        *leading, pitch = copy.scale_shape
+        num_rows, chosen = math.prod(leading), copy.span in spans
+        sizes |= {f"{name}_rows": num_rows, f"{name}_pitch": pitch}
+        programs.append(triton.cdiv(num_rows, SPREAD_ROWS) * parts if chosen else 0)
+        average = max(average, triton.next_power_of_2(triton.cdiv(pitch, parts)) if chosen else 0)
+    return Launch(kernel, (sum(programs),), **sizes, row_programs=programs[0],
+                  num_segments=segments, ROWS=SPREAD_ROWS, BLOCKS=min(MAX_SPREAD_BLOCKS, average),
+                  num_warps=2, **constants)
 
 
-@functools.lru_cache(CACHED_LAUNCHES)
-def _spread_launch(num_rows: int, pitch: int, segments: int, whole: bool) -> Launch:
-    return _scales_launch(_spread_scales_kernel, num_rows, pitch, segments, WHOLE=whole)
-
-
-def _scales_launch(kernel: Any, num_rows: int, pitch: int, segments: int,
-                   **constants: Any) -> Launch:
-    """A kernel over the segments of scale rows, as wide as an average segment (four widths)."""
-    average = max(32, triton.next_power_of_2(triton.cdiv(pitch, segments)))
-    return Launch(kernel, (triton.cdiv(num_rows, SPREAD_ROWS) * segments,), num_rows=num_rows,
-                  pitch=pitch, num_segments=segments, ROWS=SPREAD_ROWS,
-                  BLOCKS=min(MAX_SPREAD_BLOCKS, average), num_warps=2, **constants)
-
-
-@functools.lru_cache(CACHED_LAUNCHES)
 def _quantize_launch(problem: DualProblem, num_blocks: int, blocks_per_matrix: int, width: int,
                      stride: int, choose: bool, encode: bool) -> Launch:
     num_k_blocks = width // MX_BLOCK_SIZE

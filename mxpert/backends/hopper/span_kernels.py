@@ -15,15 +15,35 @@ MAX_SPREAD_BLOCKS = 256
 """Rows and blocks a step of the kernel that spreads scales."""
 
 
-@triton.jit(do_not_specialize=("num_rows", "num_groups", "num_blocks"),
-            do_not_specialize_on_alignment=("group_offsets_ptr",))
-def _block_table_kernel(table_ptr, starts_ptr, group_offsets_ptr, num_rows, num_groups, num_blocks,
+@triton.jit
+def start_counts(row_wide_ptr, column_wide_ptr, row_few, column_few):
+    """Counts of wide blocks [1] of copies with AUTO begin below 0, by how many may pass."""
+    if row_wide_ptr is not None:
+        tl.store(row_wide_ptr, -row_few)
+    if column_wide_ptr is not None:
+        tl.store(column_wide_ptr, -column_few)
+
+
+@triton.jit(do_not_specialize=("row_few", "column_few"),
+            do_not_specialize_on_alignment=("row_wide_ptr", "column_wide_ptr"))
+def _start_counts_kernel(row_wide_ptr, column_wide_ptr, row_few, column_few):
+    """`start_counts` where there is no table."""
+    start_counts(row_wide_ptr, column_wide_ptr, row_few, column_few)
+
+
+@triton.jit(do_not_specialize=("num_rows", "num_groups", "num_blocks", "row_few", "column_few"),
+            do_not_specialize_on_alignment=("group_offsets_ptr", "row_wide_ptr", "column_wide_ptr"))
+def _block_table_kernel(table_ptr, starts_ptr, row_wide_ptr, column_wide_ptr, group_offsets_ptr,
+                        num_rows, num_groups, num_blocks, row_few, column_few,
                         BLOCKS: tl.constexpr, BLOCK_G: tl.constexpr):
     """For each block of the padded columnwise copy: its first row, and how many rows it has.
 
     table [num_blocks, 2]: the row, and rows + 256 × (rows that count), where rows behind the last
     group do not count. starts [num_groups + 1]: the first place of each group, and the end.
+    `start_counts` on the way.
     """
+    if tl.program_id(0) == 0:
+        start_counts(row_wide_ptr, column_wide_ptr, row_few, column_few)
     starts, stops, sizes = group_extents(group_offsets_ptr, num_groups, num_rows, 32, BLOCK_G)
     ends = tl.cumsum(sizes, axis=0)
     begins = ends - sizes
@@ -52,10 +72,10 @@ def _largest(scale, BLOCKS_OF_SPAN: tl.constexpr):
 
 
 @triton.jit
-def _segment(starts_ptr, pitch, num_segments, ROWS: tl.constexpr):
-    """Rows of this program, and the first and last block of its segment of each."""
-    segment = tl.program_id(0) % num_segments
-    rows = tl.program_id(0) // num_segments * ROWS + tl.arange(0, ROWS)
+def _segment(program, starts_ptr, pitch, num_segments, ROWS: tl.constexpr):
+    """Rows of a program, and the first and last block of its segment of each."""
+    segment = program % num_segments
+    rows = program // num_segments * ROWS + tl.arange(0, ROWS)
     first, end = 0, pitch
     if starts_ptr is not None:
         first = tl.load(starts_ptr + segment) // 32
@@ -81,15 +101,14 @@ def _largest_of_segment(row_ptrs, rows, first, end, num_rows, BLOCKS: tl.constex
     return top
 
 
-@triton.jit(do_not_specialize=("num_rows", "pitch", "num_segments"),
-            do_not_specialize_on_alignment=("scale_ptr", "starts_ptr", "wide_ptr"))
-def _count_wide_blocks_kernel(scale_ptr, starts_ptr, wide_ptr, num_rows, pitch, num_segments,
-                              FREE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+@triton.jit
+def _count_segment(program, scale_ptr, wide_ptr, starts_ptr, num_rows, pitch, num_segments,
+                   FREE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """Add to wide [1] how many blocks lie more than FREE binades below their segment's largest.
 
-    Rows with a NaN (scale 255) have no such blocks. Arguments as `_spread_scales_kernel`.
+    Rows with a NaN (scale 255) have no such blocks. Arguments as `_spread_segment`.
     """
-    rows, first, end = _segment(starts_ptr, pitch, num_segments, ROWS)
+    rows, first, end = _segment(program, starts_ptr, pitch, num_segments, ROWS)
     row_ptrs = scale_ptr + rows.to(tl.int64) * pitch
     top = _largest_of_segment(row_ptrs, rows, first, end, num_rows, BLOCKS)
     count = 0
@@ -101,17 +120,16 @@ def _count_wide_blocks_kernel(scale_ptr, starts_ptr, wide_ptr, num_rows, pitch, 
         tl.atomic_add(wide_ptr, count)
 
 
-@triton.jit(do_not_specialize=("num_rows", "pitch", "num_segments"),
-            do_not_specialize_on_alignment=("scale_ptr", "starts_ptr", "wide_ptr"))
-def _spread_scales_kernel(scale_ptr, starts_ptr, wide_ptr, num_rows, pitch, num_segments,
-                          WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+@triton.jit
+def _spread_segment(program, scale_ptr, wide_ptr, starts_ptr, num_rows, pitch, num_segments,
+                    WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """Give the blocks of each span the largest of their scales, in place; see `_scale_byte`'s mark.
 
     scale [num_rows, pitch] bytes. A program has ROWS rows of one segment: segment s is the blocks
     starts[s] / 32 … starts[s + 1] / 32 of each row, or all of them. WHOLE: a span is a segment,
     else four blocks from the segment's start on. Where wide [1] is above 0, blocks keep their own.
     """
-    rows, first, end = _segment(starts_ptr, pitch, num_segments, ROWS)
+    rows, first, end = _segment(program, starts_ptr, pitch, num_segments, ROWS)
     row_ptrs = scale_ptr + rows.to(tl.int64) * pitch
     top = tl.zeros((ROWS,), tl.int32)
     if WHOLE:
@@ -128,3 +146,47 @@ def _spread_scales_kernel(scale_ptr, starts_ptr, wide_ptr, num_rows, pitch, num_
             spread = _largest(scale, 4)
         spread = tl.where(own, tl.where(scale == 0, 127, scale), spread)
         tl.store(ptrs, spread.to(tl.uint8), mask=mask)
+
+
+@triton.jit(do_not_specialize=("row_programs", "row_rows", "row_pitch", "column_rows",
+                               "column_pitch", "num_segments"),
+            do_not_specialize_on_alignment=("row_scale_ptr", "row_wide_ptr", "column_scale_ptr",
+                                            "column_wide_ptr", "starts_ptr"))
+def _count_wide_blocks_kernel(
+    row_scale_ptr, row_wide_ptr, column_scale_ptr, column_wide_ptr, starts_ptr, row_programs,
+    row_rows, row_pitch, column_rows, column_pitch, num_segments,
+    FREE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):
+    """`_count_segment` of the row-wise copy in the first row_programs, of the other in the rest.
+
+    A copy without a count has no scales here. `starts` holds for the columnwise copy.
+    """
+    program = tl.program_id(0)
+    if row_scale_ptr is not None and program < row_programs:
+        _count_segment(program, row_scale_ptr, row_wide_ptr, None, row_rows, row_pitch, 1, FREE,
+                       ROWS, BLOCKS)
+    if column_scale_ptr is not None and program >= row_programs:
+        _count_segment(program - row_programs, column_scale_ptr, column_wide_ptr, starts_ptr,
+                       column_rows, column_pitch, num_segments, FREE, ROWS, BLOCKS)
+
+
+@triton.jit(do_not_specialize=("row_programs", "row_rows", "row_pitch", "column_rows",
+                               "column_pitch", "num_segments"),
+            do_not_specialize_on_alignment=("row_scale_ptr", "row_wide_ptr", "column_scale_ptr",
+                                            "column_wide_ptr", "starts_ptr"))
+def _spread_scales_kernel(
+    row_scale_ptr, row_wide_ptr, column_scale_ptr, column_wide_ptr, starts_ptr, row_programs,
+    row_rows, row_pitch, column_rows, column_pitch, num_segments,
+    ROW_WHOLE: tl.constexpr, COLUMN_WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):
+    """`_spread_segment` of both copies, or of the one whose spans are longer than a block.
+
+    Programs and arguments as `_count_wide_blocks_kernel`.
+    """
+    program = tl.program_id(0)
+    if row_scale_ptr is not None and program < row_programs:
+        _spread_segment(program, row_scale_ptr, row_wide_ptr, None, row_rows, row_pitch, 1,
+                        ROW_WHOLE, ROWS, BLOCKS)
+    if column_scale_ptr is not None and program >= row_programs:
+        _spread_segment(program - row_programs, column_scale_ptr, column_wide_ptr, starts_ptr,
+                        column_rows, column_pitch, num_segments, COLUMN_WHOLE, ROWS, BLOCKS)
