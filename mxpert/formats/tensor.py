@@ -116,6 +116,8 @@ class MXTensor:
         """Logical shape (codes, not bytes)."""
         if self.logical_shape is not None:
             return torch.Size(self.logical_shape)
+        if self.format.codes_per_byte == 1:
+            return self.qdata.shape
         sizes = list(self.qdata.shape)
         sizes[self.axis] *= self.format.codes_per_byte
         return torch.Size(sizes)

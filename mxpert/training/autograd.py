@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
 import torch
 
 from ..errors import message, require, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan, get_format
+from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan
 from ..formats.tensor import MXTensor
 from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
+from ..ops.library import rebuild_mx
 from ..ops.quantize import FLOAT_DTYPES, quantize
 from ..ops.quantize_dual import quantize_dual
 from .recipe import MXFP8Recipe, Spans
@@ -102,6 +104,13 @@ def check_grouped_linear(
                     remedy="pad the layer, or pass MXFP8Recipe(enabled=False)")
 
 
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which autocast does nothing."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 class _GroupedLinear(torch.autograd.Function):
     """Autograd of `grouped_linear`; arguments are checked by then."""
 
@@ -119,7 +128,7 @@ class _GroupedLinear(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         need_x, need_weight = grad_enabled and need_x, grad_enabled and need_weight
         # The recipe says what is computed in which format: autocast has no part in it.
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             if recipe.enabled:
                 y, saved = _forward_mx(x, weight, group_offsets, recipe, need_x, need_weight)
             else:
@@ -137,7 +146,7 @@ class _GroupedLinear(torch.autograd.Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad = grad.contiguous()
         backward = _backward_mx if ctx.recipe.enabled else _backward_plain
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad.device):
             dx, dweight = backward(ctx, grad, saved, group_offsets, need_x, need_weight)
         dbias = None
         if need_bias:
@@ -194,8 +203,7 @@ def _backward_mx(
     recipe: MXFP8Recipe = ctx.recipe
     x, x_scale, x_wide, weight, weight_scale, weight_wide = saved
     rule, high_precision = recipe.scale_rule, recipe.high_precision_wgrad
-    forward, backward = get_format(recipe.forward_format), get_format(recipe.backward_format)
-    spans = recipe.spans(grad.device)
+    backward, spans = recipe.backward_format, recipe.spans(grad.device)
     dx = dweight = grad_row = None
     if need_weight and high_precision:
         dweight = grouped_wgrad(grad.to(torch.bfloat16), x, group_offsets,
@@ -203,14 +211,14 @@ def _backward_mx(
     elif need_weight:
         grad_row, grad_col = quantize_dual(grad, backward, group_offsets=group_offsets,
                                            scale_rule=rule, scale_span=spans.grad)
-        x_col = MXTensor(x, x_scale, forward, scale_span=spans.x[1], wide_blocks=x_wide)
+        x_col = rebuild_mx(x, x_scale, recipe.forward_format, span=spans.x[1], wide=x_wide)
         dweight = grouped_wgrad(grad_col, x_col, group_offsets, out_dtype=ctx.weight_dtype,
                                 accumulate_into=ctx.main_grad)
     if need_x:
         if grad_row is None:
             grad_row = quantize_rows(grad, backward, rule, spans.grad, group_offsets)
-        weight_col = MXTensor(weight, weight_scale, forward, scale_span=spans.weight[1],
-                              wide_blocks=weight_wide)
+        weight_col = rebuild_mx(weight, weight_scale, recipe.forward_format,
+                                span=spans.weight[1], wide=weight_wide)
         dx = grouped_gemm(grad_row, weight_col, group_offsets, out_dtype=ctx.x_dtype)
     return dx, dweight
 

@@ -8,8 +8,8 @@ import torch
 
 from ..errors import UnsupportedError, message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
-from ..formats.tensor import MXTensor
 from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
+from ..ops.library import rebuild_mx
 from ..ops.quantize import FLOAT_DTYPES
 from ..ops.quantize_dual import quantize_dual
 from .autograd import grouped_linear, multiply_groups, multiply_rows, quantize_rows
@@ -114,7 +114,7 @@ class _GroupedOuter(torch.autograd.Function):
             quantize_dual(rows, recipe.forward_format, group_offsets=group_offsets,
                           scale_rule=recipe.scale_rule, scale_span=span)
             for rows, span in ((a, spans.grad), (b, spans.x)))
-        ctx.format, ctx.span = a_row.format, spans.x[0]
+        ctx.span = spans.x[0]
         ctx.save_for_backward(a_row.qdata, a_row.scale, a_row.wide_blocks, b_row.qdata,
                               b_row.scale, b_row.wide_blocks, group_offsets)
         return grouped_wgrad(a_col, b_col, group_offsets, out_dtype=a.dtype)
@@ -131,10 +131,12 @@ class _GroupedOuter(torch.autograd.Function):
             da = multiply_rows(b, grad, group_offsets, trans_b=True) if need_a else None
             db = multiply_rows(a, grad, group_offsets, trans_b=False) if need_b else None
             return da, db, None, None
-        a_row, b_row = (MXTensor(qdata, scale, ctx.format, scale_span=ctx.span, wide_blocks=wide)
-                        for qdata, scale, wide in (operands[:3], operands[3:]))
-        fmt, rule = ctx.recipe.backward_format, ctx.recipe.scale_rule
-        spans = ctx.recipe.spans(grad.device).weight
+        recipe: MXFP8Recipe = ctx.recipe
+        a_row, b_row = (
+            rebuild_mx(qdata, scale, recipe.forward_format, span=ctx.span, wide=wide)
+            for qdata, scale, wide in (operands[:3], operands[3:]))
+        fmt, rule = recipe.backward_format, recipe.scale_rule
+        spans = recipe.spans(grad.device).weight
         if need_b:
             grad_row, grad_col = quantize_dual(grad, fmt, scale_rule=rule, scale_span=spans)
             db = grouped_gemm(a_row, grad_col, group_offsets, out_dtype=ctx.dtype)

@@ -200,7 +200,8 @@ def _scales_launch(kernel: Any, row: _Copy, column: _Copy, segments: int,
 
     A step is as wide as the wider average segment (four widths).
     """
-    sizes, programs, average = {}, [], 32
+    sizes: dict[str, int] = {}
+    programs, average = [], 32
     for name, copy, parts in (("row", row, 1), ("column", column, segments)):
         *leading, pitch = copy.scale_shape
         num_rows, chosen = math.prod(leading), copy.span in spans
