@@ -13,6 +13,7 @@ import contextlib
 import functools
 import math
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -26,6 +27,7 @@ import _checkout
 import torch
 
 import cells as plan
+import warm_up
 from ceilings import SUSTAINED_US, WARMUP, idle_seconds, make_meta, measure_ceilings, num_repeats
 from cells import ACTIVATION_FORMATS, MODELS, STAGES, Cell, Inputs, Model
 from document import Document, Key, make_row
@@ -70,6 +72,7 @@ class Run:
     peer_deadline: float
     sustained: bool
     compiler: Any = None
+    warming: list[subprocess.Popen[str]] = field(default_factory=list)
     models: dict[str, ModelRun] = field(default_factory=dict)
     seconds: Counter[str] = field(default_factory=Counter)
     """Where the time of this invocation went."""
@@ -346,6 +349,8 @@ def run_cells(run: Run, cells: Sequence[Cell]) -> None:
     """All cells until the time limit, which a cell as long as the longest so far must still fit;
     then what had to wait for a compiler."""
     start_compiler(run, cells)
+    with run.clock("warm-up"):
+        warm_up.wait(run.warming)
     longest = 0.0
     for index, cell in enumerate([*cells, *cells]):
         began = time.monotonic()
@@ -405,6 +410,8 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
     if options.peers is not None:
         add_to_path(options.peers)
     path = options.output or (DRY_OUTPUT if options.dry_run else DEFAULT_OUTPUT)
+    on_hopper = device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    warming = warm_up.start(cells, formats) if on_hopper else []
     meta = make_meta(device, options.commit, options.sustained)
     if options.resume and path.is_file():
         document = Document.resume(path, meta)
@@ -414,7 +421,7 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
             document.meta["peers"] = dict.fromkeys(PEERS, "absent: no --peers directory")
     return Run(device, document, stages, formats, options.peers, peer_names,
                began + options.time_limit, began + options.peer_time_limit,
-               options.sustained), cells
+               options.sustained, warming=warming), cells
 
 
 def print_estimate(run: Run, cells: Sequence[Cell]) -> None:

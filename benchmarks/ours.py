@@ -27,6 +27,7 @@ ACTIVATION = mxpert.SwiGLU()
 differs between implementations is then their kernels alone."""
 
 SAMPLED_TOKENS = 4
+GEMM_KERNELS, SCHEDULE_KERNEL = "_moe_gemm_", "_moe_tile_schedule_"
 
 
 def random_weights(model: Model, device: torch.device) -> RunWeights:
@@ -185,17 +186,28 @@ class Ours:
 
     def _gemm(self, stage: str, weights: MoEWeights, batch: Batch) -> Call:
         """The Hopper GEMM kernel with its epilogue, as the stage itself launched it: its rows are
-        encoded already, as the peers' kernels are given quantised rows."""
-        from mxpert.backends.hopper import moe as hopper
+        encoded already, as the peers' kernels are given quantised rows. The schedule of its tiles,
+        where it has one, is made anew each time."""
+        from mxpert.backends.launch import Launch
 
+        launch = Launch.__call__
         launches: list[Call] = []
+        gemms: list[str] = []
 
-        def record(*args: Any, **kwargs: Any) -> None:
-            launches.append(functools.partial(multiply, *args, **kwargs))
-            multiply(*args, **kwargs)
+        def record(made: Launch, **tensors: torch.Tensor | None) -> None:
+            name = made.kernel.__name__
+            if name.startswith(GEMM_KERNELS):
+                gemms.append(name)
+            if name.startswith((GEMM_KERNELS, SCHEDULE_KERNEL)):
+                launches.append(functools.partial(launch, made, **tensors))
+            launch(made, **tensors)
 
-        multiply = hopper.multiply
-        with mock.patch.object(hopper, "multiply", record):
+        with mock.patch.object(Launch, "__call__", record):
             self._call(stage.removesuffix("_gemm"), weights, batch)()
-        require(len(launches) == 1, "compare", stage, need="one GEMM launch", got=len(launches))
-        return launches[0]
+        require(len(gemms) == 1, "compare", stage, need="one GEMM launch", got=len(gemms))
+        return functools.partial(_call_each, launches)
+
+
+def _call_each(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()

@@ -19,10 +19,17 @@ import pytest
 import render
 import routing
 import torch
+import warm_up
 from document import Document, make_row, row_key, validate
 
 import mxpert
+from mxpert.cli.measure import RunWeights
+from mxpert.formats.tensor import Layout
+from mxpert.testing.launches import as_if_on_h200, without_device
 from mxpert.testing.timing import Timing, time_graph
+
+FUNCTION = 4
+"""Where Triton's C launcher takes the kernel; without a device that is its name."""
 
 CEILINGS = {"read_tbs": 4.0, "bf16_tflops": 700.0, "fp8_tflops": 1300.0}
 META: dict[str, Any] = {"device": "a GPU", "clocks": {}, "versions": {}, "commit": "abc",
@@ -423,14 +430,63 @@ def test_routing_times_every_router_and_op(tmp_path: Path,
     assert "| both E=384 k=8 |" in capsys.readouterr().out
 
 
-def test_a_gemm_is_the_launch_that_the_stage_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper = pytest.importorskip("mxpert.backends.hopper.moe")
-    launched = []
-    monkeypatch.setattr(hopper, "multiply", lambda *args, **kwargs: launched.append((args, kwargs)))
-    model = cells.tiny(cells.MODELS["dsv3-ep8"])
-    implementation = ours.Ours(model, ours.random_weights(model, torch.device("cpu")), "bf16")
-    monkeypatch.setattr(implementation, "_call", lambda stage, weights, batch: (
-        lambda: hopper.multiply(stage, weighted=False)))
-    call = implementation._gemm("down_gemm", None, None)
-    call()
-    assert launched == [(("down",), {"weighted": False})] * 2
+@pytest.mark.parametrize("activation", cells.FORMATS)
+@pytest.mark.parametrize("tokens, kernels", [
+    pytest.param(16, ["_moe_gemm_decode_kernel"], id="decode"),
+    pytest.param(2048, ["_moe_tile_schedule_kernel", "_moe_gemm_prefill_kernel"], id="prefill")])
+def test_a_gemm_is_what_the_stage_launches(activation: str, tokens: int,
+                                           kernels: list[str]) -> None:
+    model = cells.Model("small", 8, 2, 256, 256)
+    weights = ours.random_weights(model, torch.device("cpu"))
+    packed = RunWeights(weights.plain, weights.plain.prepare(device="cpu",
+                                                             layout=Layout.HOPPER_FRAGMENT))
+    batch = cells.random_inputs(cells.Cell(model, tokens), torch.device("cpu"))[0]
+    with without_device() as launches, as_if_on_h200():
+        def launched_by(call: Any) -> list[str]:
+            launches.clear()
+            call()
+            return [arguments[FUNCTION] for arguments in launches]
+
+        mine = ours.Ours(model, packed, activation)
+        ready = mine._batch(packed.prepared, batch)
+        for stage in cells.GEMM_STAGES:
+            whole = mine._call(stage.removesuffix("_gemm"), packed.prepared, ready)
+            warm = [launched_by(whole) for _ in range(3)][-1]
+            call = mine._gemm(stage, packed.prepared, ready)
+            assert launched_by(call) == launched_by(call) == kernels
+            assert set(kernels) < set(warm)
+
+
+def test_warming_up_launches_every_stage_of_every_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    call = ours.Ours._call
+    monkeypatch.setattr(ours.Ours, "_call", lambda self, stage, weights, batch: (
+        called.append((self.model.name, batch.inputs.x.shape[0], stage)),
+        call(self, stage, weights, batch))[1])
+    assert warm_up.main(["--models", "gpt-oss-20b,dsv3-ep8", "--tokens", "1,16",
+                         "--activation", "bf16"]) == 0
+    assert called == [(model, tokens, stage) for model in ("gpt-oss-20b", "dsv3-ep8")
+                      for tokens in (1, 16) for stage in warm_up.STAGES]
+
+
+def test_warming_up_takes_a_process_for_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+    monkeypatch.setattr(warm_up.subprocess, "Popen", lambda command, **_: commands.append(command))
+    every = cells.ordered_cells(list(cells.MODELS.values()), cells.TOKENS)
+    warm_up.start(every, cells.FORMATS)
+    found = {(command[5], command[7]) for command in commands}
+    assert found == {(counts, name) for counts in ("1,4,16,64,128,256", "1024,4096,8192")
+                     for name in cells.FORMATS}
+    assert {command[3] for command in commands} == {",".join(cells.MODELS)}
+
+
+def test_a_warm_up_that_fails_or_is_late_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    processes = [warm_up.subprocess.Popen([sys.executable, "-c", code], text=True,
+                                          stdout=warm_up.subprocess.DEVNULL,
+                                          stderr=warm_up.subprocess.PIPE)
+                 for code in ("raise ValueError('no such kernel')", "import time; time.sleep(60)")]
+    warm_up.wait(processes, seconds=2.0)
+    text = capsys.readouterr().out
+    assert "no such kernel" in text
+    assert "a process is late" in text
+    assert all(process.poll() is not None for process in processes)

@@ -1,0 +1,104 @@
+"""Compile the kernels that cells will launch, in processes that use no GPU.
+
+    python benchmarks/warm_up.py --models gpt-oss-120b --tokens 1,16 --activation mxfp8
+
+Triton compiles in one thread; several processes fill its cache at once, while a comparison measures
+the ceilings and a peer's compiler runs. Weights are never written, so that they take no memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import _checkout  # noqa: F401 - finds the library
+import torch
+
+from cells import DECODE_TOKENS, FORMATS, MODELS, Cell, Inputs, Model, parse_list, parse_tokens
+from mxpert.cli.measure import RunWeights
+from mxpert.formats import MXFP4, MXTensor
+from mxpert.formats.tensor import Layout
+from mxpert.testing.launches import as_if_on_h200, without_device
+from mxpert.weights import GateUpOrder, MoEWeights
+from ours import Ours
+
+STAGES = ("gate_up", "down", "layer")
+SECONDS = 60.0
+"""How long a comparison waits for these processes."""
+
+
+def unwritten_weights(model: Model) -> MoEWeights:
+    """Weights in the Hopper layout whose codes are whatever memory holds."""
+    def projection(rows: int, depth: int) -> MXTensor:
+        units, steps = -(-rows // 64), -(-depth // 128)
+        codes, shifts = (torch.empty(model.E, units, steps, size, dtype=torch.uint8)
+                         for size in (4096, 256))
+        reference = torch.empty(model.E, units * 64, dtype=torch.uint8)
+        return MXTensor(codes, shifts, MXFP4, -1, Layout.HOPPER_FRAGMENT, reference,
+                        (model.E, rows, depth))
+
+    return MoEWeights(projection(2 * model.F, model.H), projection(model.H, model.F),
+                      gate_up_order=GateUpOrder.INTERLEAVED)
+
+
+def compile_cells(cells: Sequence[Cell], activation: str) -> None:
+    """Launch every stage of the cells where launches do nothing."""
+    with without_device(record=False), as_if_on_h200():
+        for cell in cells:
+            weights = unwritten_weights(cell.model)
+            mine = Ours(cell.model, RunWeights(weights, weights), activation)
+            batch = mine._batch(weights, Inputs(
+                torch.empty(cell.tokens, cell.model.H, dtype=torch.bfloat16),
+                torch.empty(cell.tokens, cell.model.E)))
+            for stage in STAGES:
+                mine._call(stage, weights, batch)()
+
+
+def start(cells: Sequence[Cell], formats: Sequence[str]) -> list[subprocess.Popen[str]]:
+    """A process for each format, decode and prefill apart: they share few kernels."""
+    models = list(dict.fromkeys(cell.model.name for cell in cells))
+    counts = sorted({cell.tokens for cell in cells})
+    few = [count for count in counts if count <= DECODE_TOKENS]
+    many = [count for count in counts if count > DECODE_TOKENS]
+    return [subprocess.Popen(
+        [sys.executable, str(Path(__file__).resolve()), "--models", ",".join(models), "--tokens",
+         ",".join(map(str, part)), "--activation", activation],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for part in (many, few) if part for activation in formats]
+
+
+def wait(processes: Sequence[subprocess.Popen[str]], seconds: float = SECONDS) -> None:
+    """Until they have ended or are late; what they leave undone is compiled when it is needed."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        try:
+            _, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            print("warm-up: a process is late", flush=True)
+        else:
+            if process.returncode:
+                print(f"warm-up: {errors[-300:]}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile; 0 if every cell was launched."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--tokens", required=True)
+    parser.add_argument("--activation", choices=FORMATS, required=True)
+    options = parser.parse_args(arguments)
+    models = [MODELS[name] for name in parse_list(options.models, list(MODELS), "--models")]
+    compile_cells([Cell(model, count) for model in models
+                   for count in parse_tokens(options.tokens)], options.activation)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
