@@ -53,7 +53,7 @@ SM_SHARED = 228 * 1024
 SM_REGISTERS = 65536
 WARP_REGISTERS = 32
 
-MOST_SPILLS = {"decode": {8: 0, 16: 0, 32: 8, 64: 80}, "prefill": {64: 24}}
+MOST_SPILLS = {"decode": {8: 0, 16: 0, 32: 8, 64: 80}, "prefill": {32: 0, 64: 24}}
 """Local memory instructions by kernel and block_m; those of large tiles are in the epilogue."""
 
 MOST_LOOP_SPILLS = 2

@@ -20,6 +20,9 @@ DECODE_WORKER_REGISTERS = 104
 PREFILL = GemmConfig(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=4)
 """The prefill kernel: tiles of up to four blocks of 64 rows (two for hi and lo)."""
 
+NARROW_PREFILL = GemmConfig(block_m=32, block_n=128, block_k=128, num_warps=4, num_stages=8)
+"""The prefill kernel in FP8 with tiles of up to four blocks of 32 rows and a deeper ring."""
+
 _DECODE_DEPTH = 256
 _DECODE_SHARED = 113 * 1024
 """Bytes a CTA may use so that two fit on an SM; one kilobyte of it is the system's."""
@@ -39,6 +42,11 @@ gpt-oss-120b, kimi-k2 TP4, deepseek-v3 EP8, qwen3-235b and dsv4-flash at T = 64.
 def is_prefill(config: GemmConfig) -> bool:
     """Whether a config names the prefill kernel."""
     return config.block_k == PREFILL.block_k
+
+
+def blocks_of_tile(split: bool) -> int:
+    """Blocks that a tile of the prefill kernel holds at most."""
+    return 2 if split else 4
 
 
 def splits(problem: MoEProblem) -> bool:
@@ -87,7 +95,8 @@ def with_split_k(config: GemmConfig, problem: MoEProblem, op: Op) -> GemmConfig:
 
 
 def _all_configs(problem: MoEProblem) -> list[GemmConfig]:
-    return [*(decode_config(b, splits(problem)) for b in _decode_blocks(problem)), PREFILL]
+    prefill = [PREFILL] if splits(problem) else [NARROW_PREFILL, PREFILL]
+    return [*(decode_config(b, splits(problem)) for b in _decode_blocks(problem)), *prefill]
 
 
 def _layer(problem: MoEProblem, config: GemmConfig) -> MoEConfig:

@@ -175,7 +175,7 @@ def multiply(
         block_expert_ids=plan.block_expert_ids)
     launch = _gemm_launch(problem, config, gemm)
     if heuristics.is_prefill(config):
-        schedule = tile_schedule(plan, config.block_m, 2 if rows.split else 4)
+        schedule = tile_schedule(plan, config.block_m, heuristics.blocks_of_tile(rows.split))
         launch(tile_first_block=schedule.first_block, tile_blocks=schedule.blocks,
                num_groups=schedule.count, **tensors)
     else:
@@ -213,7 +213,9 @@ def _gemm_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Launch
         STAGES=config.num_stages, SPLIT=gemm.split, KIND=gemm.kind, HAS_BIAS=gemm.has_bias,
         WEIGHTED=gemm.weighted, num_warps=config.num_warps, **FOLLOWS)
     if heuristics.is_prefill(config):
-        return Launch(_moe_gemm_prefill_kernel, (problem.target.num_sms,), tiles, **constants)
+        return Launch(_moe_gemm_prefill_kernel, (problem.target.num_sms,), tiles,
+                      BLOCK_M=config.block_m, BLOCKS=heuristics.blocks_of_tile(gemm.split),
+                      **constants)
     return Launch(
         _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), tiles, splits=config.split_k,
         num_rows=gemm.num_rows, TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,

@@ -2,9 +2,12 @@
 
 A persistent CTA (one per SM) has one producer warp (TMA) and two consumer warpgroups, each with its
 own 64 weight rows, so that they drift apart: one decodes while the other's wgmma runs. CTA tile:
-128 weight rows × up to 256 columns of activations, which is 256 tokens in FP8, or 128 tokens as hi
-and lo parts. The width follows the tile's own blocks of 64 rows. Every 256 codes of depth the sums
-are promoted to float32; a low part weighs 1/16, so its accumulation needs no promotion.
+128 weight rows × up to BLOCKS blocks of BLOCK_M activation rows of one expert, four in FP8, two as
+hi and lo parts; the width follows the tile's own blocks. Every 256 codes of depth the sums are
+promoted to float32; a low part weighs 1/16, so its accumulation needs no promotion.
+
+Blocks of 32 rows waste less where an expert has about a hundred rows, and leave room for a ring
+twice as deep, for there the weights' way from memory still counts.
 """
 
 from __future__ import annotations
@@ -31,11 +34,11 @@ def _coalesced(OUTPUTS):
 @gluon.jit
 def _produce(ring, code_desc, shift_desc, x_desc, tile_first_block, tile_blocks, block_expert_ids,
              blocks_per_unit, num_tiles, tiles_per_block, row_units, depth_units, low_rows,
-             STAGES: gl.constexpr, SPLIT: gl.constexpr):
+             BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+             SPLIT: gl.constexpr):
     codes, shifts, x, ready, free = ring
     WEIGHT_BYTES: gl.constexpr = 64 * 128 + 16 * 32
-    ROW_BYTES: gl.constexpr = 64 * 128 * (2 if SPLIT else 1)
-    BLOCKS: gl.constexpr = 2 if SPLIT else 4
+    ROW_BYTES: gl.constexpr = BLOCK_M * 128 * (2 if SPLIT else 1)
     slot = 0
     phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -52,13 +55,14 @@ def _produce(ring, code_desc, shift_desc, x_desc, tile_first_block, tile_blocks,
             arrived = ready.index(slot)
             for q in gl.static_range(BLOCKS):
                 mbarrier.expect(arrived, WEIGHT_BYTES + (q + 1) * ROW_BYTES, pred=width == q + 1)
-                row = (block + q) * 64
-                tma.async_copy_global_to_shared(x_desc, [row, step * 128], arrived,
-                                                x.index(slot).slice(q * 64, 64, 0), pred=width > q)
+                row = (block + q) * BLOCK_M
+                rows = x.index(slot).slice(q * BLOCK_M, BLOCK_M, 0)
+                tma.async_copy_global_to_shared(x_desc, [row, step * 128], arrived, rows,
+                                                pred=width > q)
                 if SPLIT:
-                    tma.async_copy_global_to_shared(
-                        x_desc, [low_rows + row, step * 128], arrived,
-                        x.index(slot).slice(128 + q * 64, 64, 0), pred=width > q)
+                    rows = x.index(slot).slice((BLOCKS + q) * BLOCK_M, BLOCK_M, 0)
+                    tma.async_copy_global_to_shared(x_desc, [low_rows + row, step * 128], arrived,
+                                                    rows, pred=width > q)
             # An odd last step reads on into the next unit: finite weights that meet x = 0.
             tma.async_copy_global_to_shared(code_desc, [(first + step) * 32, 0], arrived,
                                             codes.index(slot).slice(0, 32, 0))
@@ -75,54 +79,67 @@ def _produce(ring, code_desc, shift_desc, x_desc, tile_first_block, tile_blocks,
 
 
 @gluon.jit
-def _accumulate(ring, slot, phase, depth_units, PARTITION: gl.constexpr, STAGES: gl.constexpr,
-                FIRST: gl.constexpr, SECOND: gl.constexpr, SPLIT: gl.constexpr):
-    """Sums of one tile: columns [0, FIRST) and, if SECOND > 0, [128, 128 + SECOND).
+def _multiply(weights, x, partial, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
+              USE_ACC: gl.constexpr):
+    """Start the products of decoded weights with columns [FIRST, FIRST + COLUMNS) of a stage."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(4, COLUMNS), 4)
+    return warpgroup_mma(gl.convert_layout(weights, OPERAND, assert_trivial=True),
+                         x.slice(FIRST, COLUMNS, 0).permute((1, 0)), partial, use_acc=USE_ACC,
+                         is_async=True)
 
-    With SPLIT the second columns are the low parts of the first.
+
+@gluon.jit
+def _accumulate(ring, slot, phase, depth_units, PARTITION: gl.constexpr, STAGES: gl.constexpr,
+                LEFT: gl.constexpr, RIGHT: gl.constexpr, RIGHT_AT: gl.constexpr,
+                SPLIT: gl.constexpr):
+    """Sums of one tile: columns [0, LEFT) and, if RIGHT > 0, [RIGHT_AT, RIGHT_AT + RIGHT).
+
+    With SPLIT the right columns are the low parts of the left ones.
     """
     codes, shifts, x, ready, free = ring
-    LEFT: gl.constexpr = accumulator_layout(4, FIRST)
-    WIDTH: gl.constexpr = SECOND if SECOND > 0 else 64
-    RIGHT: gl.constexpr = accumulator_layout(4, WIDTH)
-    left = gl.zeros((64, FIRST), gl.float32, LEFT)
-    right = gl.zeros((64, WIDTH), gl.float32, RIGHT)
+    LAYOUT: gl.constexpr = accumulator_layout(4, LEFT)
+    WIDTH: gl.constexpr = RIGHT if RIGHT > 0 else 32
+    RIGHT_LAYOUT: gl.constexpr = accumulator_layout(4, WIDTH)
+    BOTH: gl.constexpr = RIGHT > 0 and not SPLIT and LEFT + RIGHT < 128  # partial sums at once
+    left = gl.zeros((64, LEFT), gl.float32, LAYOUT)
+    right = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
     for _ in range(gl.cdiv(depth_units, 2)):
         mbarrier.wait(ready.index(slot), phase)
         a = decode_weights(codes.index(slot).slice(PARTITION * 32, 32, 0),
-                           shifts.index(slot).slice(PARTITION * 8, 8, 0), LEFT, 1, 1)
+                           shifts.index(slot).slice(PARTITION * 8, 8, 0), LAYOUT, 1, 1)
         xa = x.index(slot)
-        partial = warpgroup_mma(a, xa.slice(0, FIRST, 0).permute((1, 0)),
-                                gl.zeros((64, FIRST), gl.float32, LEFT), use_acc=False,
-                                is_async=True)
+        unused = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
+        partial = _multiply(a, xa, gl.zeros((64, LEFT), gl.float32, LAYOUT), 0, LEFT, False)
+        if BOTH:
+            other = _multiply(a, xa, unused, RIGHT_AT, RIGHT, False)
         mbarrier.wait(ready.index(slot + 1), phase)
         b = decode_weights(codes.index(slot + 1).slice(PARTITION * 32, 32, 0),
-                           shifts.index(slot + 1).slice(PARTITION * 8, 8, 0), LEFT, 1, 1)
+                           shifts.index(slot + 1).slice(PARTITION * 8, 8, 0), LAYOUT, 1, 1)
         xb = x.index(slot + 1)
-        partial = warpgroup_mma(b, xb.slice(0, FIRST, 0).permute((1, 0)), partial, is_async=True)
-        if SECOND == 0:
+        partial = _multiply(b, xb, partial, 0, LEFT, True)
+        if SPLIT:  # the adds of the high sum run under the wgmma of the low parts
+            low = _multiply(a, xa, right, RIGHT_AT, RIGHT, True)
+            low = _multiply(b, xb, low, RIGHT_AT, RIGHT, True)
+            left += warpgroup_mma_wait(2, deps=(partial,))
+            right = warpgroup_mma_wait(0, deps=(low,))
+            mbarrier.arrive(free.index(slot), count=1)
+        elif BOTH:
+            other = _multiply(b, xb, other, RIGHT_AT, RIGHT, True)
+            partial, other = warpgroup_mma_wait(0, deps=(partial, other))
+            mbarrier.arrive(free.index(slot), count=1)
+            left += partial
+            right += other
+        elif RIGHT > 0:
+            left += warpgroup_mma_wait(0, deps=(partial,))
+            other = _multiply(a, xa, unused, RIGHT_AT, RIGHT, False)
+            other = _multiply(b, xb, other, RIGHT_AT, RIGHT, True)
+            other = warpgroup_mma_wait(0, deps=(other,))
+            mbarrier.arrive(free.index(slot), count=1)
+            right += other
+        else:
             partial = warpgroup_mma_wait(0, deps=(partial,))
             mbarrier.arrive(free.index(slot), count=1)
             left += partial
-        else:
-            a2 = gl.convert_layout(a, gl.DotOperandLayout(0, RIGHT, 4), assert_trivial=True)
-            b2 = gl.convert_layout(b, gl.DotOperandLayout(0, RIGHT, 4), assert_trivial=True)
-            xa2 = xa.slice(128, SECOND, 0).permute((1, 0))
-            xb2 = xb.slice(128, SECOND, 0).permute((1, 0))
-            if SPLIT:  # the adds of the high sum run under the wgmma of the low parts
-                low = warpgroup_mma(a2, xa2, right, is_async=True)
-                low = warpgroup_mma(b2, xb2, low, is_async=True)
-                left += warpgroup_mma_wait(2, deps=(partial,))
-                right = warpgroup_mma_wait(0, deps=(low,))
-                mbarrier.arrive(free.index(slot), count=1)
-            else:
-                left += warpgroup_mma_wait(0, deps=(partial,))
-                other = warpgroup_mma(a2, xa2, gl.zeros((64, SECOND), gl.float32, RIGHT),
-                                      use_acc=False, is_async=True)
-                other = warpgroup_mma(b2, xb2, other, is_async=True)
-                other = warpgroup_mma_wait(0, deps=(other,))
-                mbarrier.arrive(free.index(slot), count=1)
-                right += other
         slot += 2
         if slot == STAGES:
             slot = 0
@@ -147,24 +164,37 @@ def _store(total, first_row, unit, expert, operands, KIND: gl.constexpr, HAS_BIA
                           num_outputs, _coalesced(OUTPUTS))
 
 
+@gluon.constexpr_function
+def _columns(ROWS, CAPACITY, SPLIT):
+    """Columns of a tile of ROWS rows: left ones, right ones, and where these begin."""
+    if SPLIT:
+        return ROWS, ROWS, CAPACITY
+    left = min(128, 1 << (ROWS.bit_length() - 1))  # a tensor's sizes are powers of two
+    return left, ROWS - left, left
+
+
 @gluon.jit
-def _tile(ring, slot, phase, depth_units, block, unit, expert, operands, PARTITION: gl.constexpr,
-          STAGES: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, SPLIT: gl.constexpr,
-          KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
-    """One tile of a given width; returns the ring position after it."""
+def _tile(ring, slot, phase, depth_units, first_row, unit, expert, operands,
+          PARTITION: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+          CAPACITY: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
+          WEIGHTED: gl.constexpr):
+    """One tile of ROWS of at most CAPACITY rows; returns the ring position after it."""
+    COLUMNS: gl.constexpr = _columns(ROWS, CAPACITY, SPLIT)
+    RIGHT: gl.constexpr = COLUMNS[1]
     left, right, slot, phase = _accumulate(ring, slot, phase, depth_units, PARTITION, STAGES,
-                                           FIRST, SECOND, SPLIT)
+                                           COLUMNS[0], RIGHT, COLUMNS[2], SPLIT)
     if SPLIT:
         left += right * 0.0625
-    _store(left, block * 64, unit, expert, operands, KIND, HAS_BIAS, WEIGHTED)
-    if SECOND > 0 and not SPLIT:
-        _store(right, block * 64 + 128, unit, expert, operands, KIND, HAS_BIAS, WEIGHTED)
+    _store(left, first_row, unit, expert, operands, KIND, HAS_BIAS, WEIGHTED)
+    if RIGHT > 0 and not SPLIT:
+        _store(right, first_row + COLUMNS[2], unit, expert, operands, KIND, HAS_BIAS, WEIGHTED)
     return slot, phase
 
 
 @gluon.jit
 def _consume(ring, operands, tile_first_block, tile_blocks, block_expert_ids, blocks_per_unit,
-             num_tiles, tiles_per_block, depth_units, PARTITION: gl.constexpr, STAGES: gl.constexpr,
+             num_tiles, tiles_per_block, depth_units, PARTITION: gl.constexpr,
+             BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
              SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
              WEIGHTED: gl.constexpr):
     slot = 0
@@ -175,25 +205,11 @@ def _consume(ring, operands, tile_first_block, tile_blocks, block_expert_ids, bl
         block = gl.load(tile_first_block + group)
         width = gl.load(tile_blocks + group)
         expert = gl.load(block_expert_ids + block // blocks_per_unit)
-        if SPLIT:
-            if width == 2:
-                slot, phase = _tile(ring, slot, phase, depth_units, block, unit, expert, operands,
-                                    PARTITION, STAGES, 128, 128, True, KIND, HAS_BIAS, WEIGHTED)
-            else:
-                slot, phase = _tile(ring, slot, phase, depth_units, block, unit, expert, operands,
-                                    PARTITION, STAGES, 64, 64, True, KIND, HAS_BIAS, WEIGHTED)
-        elif width == 4:
-            slot, phase = _tile(ring, slot, phase, depth_units, block, unit, expert, operands,
-                                PARTITION, STAGES, 128, 128, False, KIND, HAS_BIAS, WEIGHTED)
-        elif width == 3:
-            slot, phase = _tile(ring, slot, phase, depth_units, block, unit, expert, operands,
-                                PARTITION, STAGES, 128, 64, False, KIND, HAS_BIAS, WEIGHTED)
-        elif width == 2:
-            slot, phase = _tile(ring, slot, phase, depth_units, block, unit, expert, operands,
-                                PARTITION, STAGES, 128, 0, False, KIND, HAS_BIAS, WEIGHTED)
-        else:
-            slot, phase = _tile(ring, slot, phase, depth_units, block, unit, expert, operands,
-                                PARTITION, STAGES, 64, 0, False, KIND, HAS_BIAS, WEIGHTED)
+        for q in gl.static_range(1, BLOCKS + 1):
+            if width == q:
+                slot, phase = _tile(ring, slot, phase, depth_units, block * BLOCK_M, unit, expert,
+                                    operands, PARTITION, STAGES, q * BLOCK_M, BLOCKS * BLOCK_M,
+                                    SPLIT, KIND, HAS_BIAS, WEIGHTED)
 
 
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "num_tokens",
@@ -202,8 +218,9 @@ def _moe_gemm_prefill_kernel(
         out, code_desc, shift_desc, x_desc, reference, bias, x_scale, routed_weights,
         sorted_token_ids, block_expert_ids, tile_first_block, tile_blocks, num_groups, param_first,
         param_second, num_tokens, low_rows, num_outputs, tiles_per_block, row_units, depth_units,
-        blocks_per_unit, STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
-        HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, num_warps: gl.constexpr):
+        blocks_per_unit, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+        SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+        num_warps: gl.constexpr):
     """out [P, num_outputs] for every tile; see the module docstring for the schedule.
 
     tile_first_block, tile_blocks [groups] and num_groups [1] come from `schedule`; KIND and
@@ -211,7 +228,8 @@ def _moe_gemm_prefill_kernel(
     """
     codes = gl.allocate_shared_memory(gl.uint8, [STAGES, 64, 128], code_desc.layout)
     shifts = gl.allocate_shared_memory(gl.uint8, [STAGES, 16, 32], shift_desc.layout)
-    x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 256, 128], x_desc.layout)
+    ROWS: gl.constexpr = BLOCKS * BLOCK_M * (2 if SPLIT else 1)
+    x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -224,11 +242,11 @@ def _moe_gemm_prefill_kernel(
                 num_outputs, row_units, param_first, param_second)
     gl.warp_specialize(
         [(_consume, (ring, operands, tile_first_block, tile_blocks, block_expert_ids,
-                     blocks_per_unit, num_tiles, tiles_per_block, depth_units, 0, STAGES,
-                     SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+                     blocks_per_unit, num_tiles, tiles_per_block, depth_units, 0, BLOCK_M, BLOCKS,
+                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
          (_consume, (ring, operands, tile_first_block, tile_blocks, block_expert_ids,
-                     blocks_per_unit, num_tiles, tiles_per_block, depth_units, 1, STAGES,
-                     SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+                     blocks_per_unit, num_tiles, tiles_per_block, depth_units, 1, BLOCK_M, BLOCKS,
+                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
          (_produce, (ring, code_desc, shift_desc, x_desc, tile_first_block, tile_blocks,
                      block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block, row_units,
-                     depth_units, low_rows, STAGES, SPLIT))], [4, 1], [240, 24])
+                     depth_units, low_rows, BLOCK_M, BLOCKS, STAGES, SPLIT))], [4, 1], [240, 24])
