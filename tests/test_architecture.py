@@ -24,10 +24,11 @@ SOURCES = FILES + [path for folder in ("tests", "examples", "benchmarks")
                    for path in sorted((ROOT / folder).rglob("*.py"))]
 
 # Higher layers import lower ones, never the other way; a layer may import itself.
-LAYERS = {"errors": 0, "formats": 1, "problem": 2, "routing": 2, "weights": 2, "dispatch": 3,
+LAYERS = {"errors": 0, "formats": 1, "problem": 2, "routing": 2, "weights": 2, "geometry": 2,
+          "dispatch": 3,
           "ops": 4, "training": 5, "distributed": 5, "integrations": 6, "cli": 7}
-BACKENDS_MAY_IMPORT = {"errors", "formats", "problem", "routing", "weights"}
-SHARED_BY_BACKENDS = {"dependent", "launch"}
+BACKENDS_MAY_IMPORT = {"errors", "formats", "geometry", "problem", "routing", "weights"}
+SHARED_BY_BACKENDS = {"dependent", "launch", "replay"}
 MAY_IMPORT_TESTING = {"cli", "testing"}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80

@@ -11,11 +11,13 @@ every call in the interpreter, under launch hooks, on other targets and with ano
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -67,14 +69,15 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class _Binary:
-    """A compiled kernel as the C launcher takes it; `maps` keeps encoded descriptors."""
+class Binary:
+    """A compiled kernel as the C launcher takes it.
+
+    `fixed` stands between the stream and the kernel's own arguments; `maps` keeps encoded
+    descriptors.
+    """
 
     launcher: Callable[..., None]
-    function: int
-    cooperative: bool
-    dependent: bool
-    metadata: tuple[int, ...]
+    fixed: tuple[Any, ...]
     tile_metadata: dict[str, Any]
     maps: dict[tuple[Any, ...], list[Any]]
 
@@ -93,7 +96,7 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...],
                  tiles: Mapping[str, Tile] = MappingProxyType({}), /, **constants: Any) -> None:
         self.kernel, self.grid, self.tiles, self.constants = kernel, grid, tiles, constants
-        self._binaries: dict[tuple[Any, ...], _Binary] | None = None
+        self._binaries: dict[tuple[Any, ...], Binary] | None = None
         if _DIRECT and isinstance(kernel, JITFunction):
             self._grid3 = (*grid, 1, 1)[:3]
             self._template, self._positions = _template(kernel, tiles, constants)
@@ -107,9 +110,10 @@ class Launch:
 
     def __call__(self, **tensors: torch.Tensor | None) -> None:
         """Enqueue the kernel on the current stream of the tensors' device."""
-        if self._binaries is None or _is_observed(self.kernel):
+        if self._binaries is None or has_hooks() or self.kernel.pre_run_hooks:
             with torch.cuda.device_of(_first(tensors)):  # Triton launches on the current device
                 self.kernel[self.grid](**self.arguments(tensors))
+            _note(self, tensors, None)
             return
         active = driver.active
         device = active.get_current_device()
@@ -117,6 +121,21 @@ class Launch:
             with torch.cuda.device_of(_first(tensors)):
                 self(**tensors)
             return
+        key, arguments = self._bind(tensors, device)
+        binary = self._binaries.get(key)
+        if binary is None:
+            _note(self, tensors, self._learn(key, tensors))
+            return
+        _note(self, tensors, binary)
+        for name in self.tiles:
+            first = self._positions[name]
+            arguments[first:first + _TILE_ARGUMENTS] = self._map(
+                binary, name, tensors[name], arguments[first])  # type: ignore[arg-type]
+        binary.launcher(*self._grid3, active.get_current_stream(device), *binary.fixed, *arguments)
+
+    def _bind(self, tensors: Mapping[str, torch.Tensor | None],
+              device: int) -> tuple[tuple[Any, ...], list[Any]]:
+        """The key of the binary for these tensors, and arguments with pointers."""
         arguments, positions = self._template.copy(), self._positions
         dtypes: list[torch.dtype | None] = []
         bits = 0
@@ -129,26 +148,18 @@ class Launch:
                 bits |= pointer
         key = (device, knobs.runtime.debug, knobs.compilation.instrumentation_mode,
                bits % 16 and _misaligned(tensors), *tensors, *dtypes)
-        binary = self._binaries.get(key)
-        if binary is None:
-            self._learn(key, tensors)
-            return
-        for name in self.tiles:
-            first = positions[name]
-            arguments[first:first + _TILE_ARGUMENTS] = self._map(
-                binary, name, tensors[name], arguments[first])  # type: ignore[arg-type]
-        binary.launcher(*self._grid3, active.get_current_stream(device), binary.function,
-                        binary.cooperative, binary.dependent, None, None, binary.metadata, None,
-                        None, None, *arguments)
+        return key, arguments
 
-    def _learn(self, key: tuple[Any, ...], tensors: Mapping[str, torch.Tensor | None]) -> None:
+    def _learn(self, key: tuple[Any, ...],
+               tensors: Mapping[str, torch.Tensor | None]) -> Binary | None:
         """Launch through Triton and keep the binary that it found or compiled."""
         compiled = self.kernel[self.grid](**self.arguments(tensors))
         binary = _binary(compiled, self.kernel, self.tiles)
         if binary is not None and self._binaries is not None:
             self._binaries[key] = binary
+        return binary
 
-    def _map(self, binary: _Binary, name: str, tensor: torch.Tensor, pointer: int) -> list[Any]:
+    def _map(self, binary: Binary, name: str, tensor: torch.Tensor, pointer: int) -> list[Any]:
         """Encoded descriptor, sizes and strides: a function of pointer and shape alone."""
         key = (name, pointer, tensor.shape)
         found = binary.maps.get(key)
@@ -162,7 +173,111 @@ class Launch:
         return found
 
 
-_BINARIES: dict[tuple[Any, ...], dict[tuple[Any, ...], _Binary]] = {}
+class NotedLaunch(NamedTuple):
+    """A launch that has happened; `binary` is None if it went through Triton and has to."""
+
+    launch: Launch
+    tensors: dict[str, torch.Tensor | None]
+    binary: Binary | None
+
+
+_notes: contextvars.ContextVar[list[NotedLaunch] | None] = contextvars.ContextVar(
+    "mxpert_noted_launches", default=None)
+
+
+@contextlib.contextmanager
+def noted_launches() -> Iterator[list[NotedLaunch]]:
+    """The launches inside the block, in order (this thread or task)."""
+    notes: list[NotedLaunch] = []
+    token = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
+def _note(launch: Launch, tensors: dict[str, torch.Tensor | None], binary: Binary | None) -> None:
+    notes = _notes.get()
+    if notes is not None:
+        notes.append(NotedLaunch(launch, tensors, binary))
+
+
+class PreparedLaunch:
+    """A launch whose binary is known, for pointers that come from numbered places.
+
+    Args:
+        noted: the launch, with its binary.
+        places: index of the place and offset in bytes of each tensor.
+    """
+
+    def __init__(self, noted: NotedLaunch, places: Mapping[str, tuple[int, int]]) -> None:
+        launch, binary = noted.launch, noted.binary
+        assert binary is not None  # checked by whoever prepares
+        self.kernel = launch.kernel
+        self._grid, self._template = launch._grid3, launch._template
+        self._launcher, self._fixed = binary.launcher, binary.fixed
+        self._pointers = tuple((launch._positions[name], *place)
+                               for name, place in places.items())
+        self._tiles = tuple(
+            _PlacedTile.of(launch._positions[name],
+                           tile.descriptor(noted.tensors[name]),  # type: ignore[arg-type]
+                           binary.tile_metadata[name])
+            for name, tile in launch.tiles.items())
+
+    def __call__(self, stream: int, places: list[int]) -> None:
+        """Enqueue the kernel; `places` are addresses."""
+        arguments = self._template.copy()
+        for position, place, offset in self._pointers:
+            arguments[position] = places[place] + offset
+        for tile in self._tiles:
+            first = tile.position
+            address = arguments[first]
+            arguments[first:first + _TILE_ARGUMENTS] = (tile.maps.get(address)
+                                                        or tile.encode(address))
+        self._launcher(*self._grid, stream, *self._fixed, *arguments)
+
+
+class _Address(NamedTuple):
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Moved(NamedTuple):
+    """A descriptor of a tensor that lies at some address."""
+
+    base: _Address
+    shape: Any
+    strides: Any
+    padding: str
+
+
+class _PlacedTile(NamedTuple):
+    """TMA descriptors of tensors of one shape, by address, as the C launcher takes them."""
+
+    position: int
+    described: tuple[Any, Any, str]
+    metadata: Any
+    maps: dict[int, list[Any]]
+
+    @staticmethod
+    def of(position: int, descriptor: Any, metadata: Any) -> _PlacedTile:
+        """Without the descriptor's tensor, which is not to be held."""
+        described = descriptor.shape, descriptor.strides, descriptor.padding
+        return _PlacedTile(position, described, metadata, {})
+
+    def encode(self, address: int) -> list[Any]:
+        """The C launcher's arguments for the tensor at `address`."""
+        if len(self.maps) >= _MAX_MAPS:
+            self.maps.clear()
+        found: list[Any] = nvidia.make_tensordesc_arg(
+            _Moved(_Address(address), *self.described), self.metadata)
+        self.maps[address] = found
+        return found
+
+
+_BINARIES: dict[tuple[Any, ...], dict[tuple[Any, ...], Binary]] = {}
 """Binaries by signature: launches that differ in sizes alone share them."""
 
 
@@ -173,11 +288,16 @@ def _first(tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
     raise ValueError(message("Launch", "tensors", "a tensor", "none"))
 
 
-def _is_observed(kernel: Any) -> bool:
+def is_direct() -> bool:
+    """Whether launches can go past Triton: not in its interpreter, not with another C launcher."""
+    return _DIRECT and not knobs.runtime.interpret
+
+
+def has_hooks() -> bool:
     """Whether a profiler or a test wants to see launches: Triton's own path calls its hooks."""
     try:
-        return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
-                    or kernel.pre_run_hooks)
+        runtime = knobs.runtime
+        return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
     except AttributeError:  # a hook in place of Triton's chain of hooks
         return True
 
@@ -223,7 +343,7 @@ def _signature(kernel: Any, tiles: Mapping[str, Tile],
     return tuple(parts)
 
 
-def _binary(compiled: Any, kernel: Any, tiles: Mapping[str, Tile]) -> _Binary | None:
+def _binary(compiled: Any, kernel: Any, tiles: Mapping[str, Tile]) -> Binary | None:
     """The parts of a compiled kernel for the C launcher; None if it has to go through Triton."""
     if not isinstance(compiled.run, nvidia.CudaLauncher):
         return None
@@ -238,5 +358,6 @@ def _binary(compiled: Any, kernel: Any, tiles: Mapping[str, Tile]) -> _Binary | 
         launcher = inspect.getclosurevars(launcher).nonlocals.get("launcher")
         if launcher is None:
             return None
-    return _Binary(launcher, compiled.function, run.launch_cooperative_grid, run.launch_pdl,
-                   compiled.packed_metadata, dict(zip(names, described, strict=True)), {})
+    fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None,
+             compiled.packed_metadata, None, None, None)
+    return Binary(launcher, fixed, dict(zip(names, described, strict=True)), {})

@@ -1,6 +1,8 @@
 """Choosing a kernel: device facts, the registry of backends, tuned tables."""
 
+from .calls import Calls, without_grad
 from .registry import Explanation, Resolution, explain_problem, override, resolve
 from .target import detect_target
 
-__all__ = ["Explanation", "Resolution", "detect_target", "explain_problem", "override", "resolve"]
+__all__ = ["Calls", "Explanation", "Resolution", "detect_target", "explain_problem", "override",
+           "resolve", "without_grad"]

@@ -7,17 +7,18 @@ without a second validation (the public op has done it).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from ..dispatch import without_grad
 from ..formats.spec import MXFP4, ScaleRule, ScaleSpan, get_format
 from ..formats.tensor import Layout, MXTensor
 from ..problem import Combine, MoEOptions, activation_from
 from ..routing import RoutingPlan
 from ..weights import GateUpOrder, MoEWeights
+from .moe_checks import moe_options
 
 _LIBRARY = torch.library.Library("mxpert", "FRAGMENT")
 _T = TypeVar("_T")
@@ -41,22 +42,6 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
         return (run if is_unobserved(first) else leaf)(first, *arguments)
 
     return call
-
-
-def without_grad(function: Callable[..., _T]) -> Callable[..., _T]:
-    """`function` under no_grad, which is entered only where gradients are recorded."""
-
-    @functools.wraps(function)
-    def run(*arguments: Any) -> _T:
-        if not torch.is_grad_enabled():
-            return function(*arguments)
-        torch.set_grad_enabled(False)  # takes half the time of no_grad
-        try:
-            return function(*arguments)
-        finally:
-            torch.set_grad_enabled(True)
-
-    return run
 
 
 def _observers() -> tuple[Callable[[], object], ...] | None:
@@ -169,11 +154,11 @@ def flatten_options(options: MoEOptions) -> tuple[Any, ...]:
             options.apply_router_weight_on_input, options.combine.value, options.out_dtype)
 
 
-def rebuild_options(arguments: tuple[Any, ...]) -> MoEOptions:
-    """The inverse of `flatten_options`."""
+def rebuild_options(op: str, arguments: tuple[Any, ...]) -> MoEOptions:
+    """The inverse of `flatten_options`; the object that the op itself has for these choices."""
     name, parameters, activation_format, rule, on_input, combine, out_dtype = arguments
-    return MoEOptions(activation_from(name, parameters), activation_format, ScaleRule(rule),
-                      on_input, Combine(combine), out_dtype)
+    return moe_options(op, activation_from(name, parameters), activation_format, ScaleRule(rule),
+                       on_input, Combine(combine), out_dtype)
 
 
 NUM_WEIGHT_ARGUMENTS = 13

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch import detect_target, resolve
+from ..dispatch import Calls, detect_target
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
 from ..problem import Activation, Combine, MoEOptions, MoEProblem, Op, SiLU, activation_mx_format
@@ -23,6 +23,8 @@ from .library import NUM_OPTION_ARGUMENTS, NUM_PLAN_ARGUMENTS, NUM_WEIGHT_ARGUME
 
 _NO_ACTIVATION = SiLU
 """Stage 2 has none."""
+
+_FUSED_MOE, _GATE_UP, _DOWN = Calls(), Calls(), Calls()
 
 _kept_problem = functools.lru_cache(8192)(MoEProblem)
 """One object for one problem: the caches below find it by identity."""
@@ -77,10 +79,10 @@ def fused_moe(
     """
     options = moe_options("fused_moe", activation, activation_format, scale_rule,
                           apply_router_weight_on_input, combine, out_dtype)
-    check_fused_moe(x, weights, topk_ids, topk_weights, options, expert_map, num_local_tokens)
     if library.is_unobserved(topk_weights):
-        return _compute_fused_moe(x, topk_ids, topk_weights, expert_map, num_local_tokens, weights,
-                                  options)
+        return _call_fused_moe(x, topk_ids, topk_weights, expert_map, num_local_tokens, weights,
+                               options)
+    check_fused_moe(x, weights, topk_ids, topk_weights, options, expert_map, num_local_tokens)
     return _fused_moe_op(*_flatten_rows(x), topk_ids, topk_weights, expert_map, num_local_tokens,
                          *library.flatten_weights(weights), *library.flatten_options(options))
 
@@ -124,9 +126,9 @@ def moe_gate_up(
     """
     options = moe_options("moe_gate_up", activation, activation_format, scale_rule,
                           apply_router_weight_on_input)
+    if _is_unobserved(plan):
+        return _call_gate_up(x, weights, plan, options)
     check_gate_up(x, weights, plan, options)
-    if library.is_unobserved(plan.sorted_weights):
-        return _compute_gate_up(x, weights, plan, options)
     h, h_scale = _gate_up_op(*_flatten_rows(x), *library.flatten_weights(weights),
                              *library.flatten_plan(plan), *library.flatten_options(options))
     format = activation_mx_format(activation_format, "moe_gate_up")
@@ -172,9 +174,9 @@ def moe_down(
     """
     options = moe_options("moe_down", _NO_ACTIVATION(), _rows_format(h, activation_format),
                           ScaleRule.RCEIL, apply_router_weight_on_input, combine, out_dtype)
+    if _is_unobserved(plan):
+        return _call_down(h, weights, plan, options)
     check_down(h, weights, plan, options)
-    if library.is_unobserved(plan.sorted_weights):
-        return _compute_down(h, weights, plan, options)
     return _down_op(*_flatten_rows(h), *library.flatten_weights(weights),
                     *library.flatten_plan(plan), *library.flatten_options(options))
 
@@ -185,19 +187,14 @@ def describe_fused_moe(
     num_local_tokens: torch.Tensor | None = None, **options: Any,
 ) -> MoEProblem:
     """The problem that `fused_moe` resolves for the same arguments."""
-    chosen = moe_options("fused_moe", **options)
-    check_fused_moe(x, weights, topk_ids, topk_weights, chosen, expert_map, num_local_tokens)
-    num_tokens, top_k = topk_ids.shape
-    return _problem(Op.FUSED_MOE, weights, num_tokens, top_k, chosen)
+    return _fused_moe_problem(x, weights, topk_ids, topk_weights,
+                              moe_options("fused_moe", **options), expert_map, num_local_tokens)
 
 
 def describe_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
                      **options: Any) -> MoEProblem:
     """The problem that `moe_gate_up` resolves for the same arguments."""
-    chosen = moe_options("moe_gate_up", **options)
-    check_gate_up(x, weights, plan, chosen)
-    return _problem(Op.MOE_GATE_UP, weights, plan.num_tokens, plan.top_k, chosen,
-                    plan.routing_block_m)
+    return _gate_up_problem(x, weights, plan, moe_options("moe_gate_up", **options))
 
 
 def describe_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
@@ -205,8 +202,30 @@ def describe_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: Routing
     """The problem that `moe_down` resolves for the same arguments."""
     chosen = moe_options("moe_down", _NO_ACTIVATION(), _rows_format(h, activation_format),
                          **options)
-    check_down(h, weights, plan, chosen)
-    return _problem(Op.MOE_DOWN, weights, plan.num_tokens, plan.top_k, chosen,
+    return _down_problem(h, weights, plan, chosen)
+
+
+def _fused_moe_problem(
+    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor, options: MoEOptions, expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None,
+) -> MoEProblem:
+    check_fused_moe(x, weights, topk_ids, topk_weights, options, expert_map, num_local_tokens)
+    num_tokens, top_k = topk_ids.shape
+    return _problem(Op.FUSED_MOE, weights, num_tokens, top_k, options)
+
+
+def _gate_up_problem(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
+                     options: MoEOptions) -> MoEProblem:
+    check_gate_up(x, weights, plan, options)
+    return _problem(Op.MOE_GATE_UP, weights, plan.num_tokens, plan.top_k, options,
+                    plan.routing_block_m)
+
+
+def _down_problem(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
+                  options: MoEOptions) -> MoEProblem:
+    check_down(h, weights, plan, options)
+    return _problem(Op.MOE_DOWN, weights, plan.num_tokens, plan.top_k, options,
                     plan.routing_block_m)
 
 
@@ -215,6 +234,10 @@ def _problem(op: Op, weights: MoEWeights, num_tokens: int, top_k: int, options: 
     experts, hidden, intermediate = weights.down_proj.shape
     return _kept_problem(op, detect_target(weights.device), num_tokens, top_k, experts, hidden,
                          intermediate, options, weights.layout, routing_block_m)
+
+
+def _is_unobserved(plan: RoutingPlan) -> bool:
+    return isinstance(plan, RoutingPlan) and library.is_unobserved(plan.sorted_weights)
 
 
 def _rows_format(rows: torch.Tensor | MXTensor, named: str | None) -> str:
@@ -236,18 +259,17 @@ def _rebuild_rows(data: torch.Tensor, scale: torch.Tensor | None,
         data, scale, {"mxfp8": "mxfp8_e4m3"}.get(options.activation_format, "mxfp4"))
 
 
-@library.without_grad
-def _compute_fused_moe(
+def _call_fused_moe(
     x: torch.Tensor | MXTensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None, weights: MoEWeights,
     options: MoEOptions,
 ) -> torch.Tensor:
-    num_tokens, top_k = topk_ids.shape
-    problem = _problem(Op.FUSED_MOE, weights, num_tokens, top_k, options)
-    kernel, config = resolve(problem)
-    y: torch.Tensor = kernel.launch(
-        problem, config, x=x, weights=weights, topk_ids=topk_ids, topk_weights=topk_weights,
-        expert_map=expert_map, num_local_tokens=num_local_tokens)
+    y: torch.Tensor = _FUSED_MOE.launch(
+        options, (), dict(
+            x=x, weights=weights, topk_ids=topk_ids, topk_weights=topk_weights,
+            expert_map=expert_map, num_local_tokens=num_local_tokens),
+        lambda: _fused_moe_problem(x, weights, topk_ids, topk_weights, options, expert_map,
+                                   num_local_tokens))
     return y
 
 
@@ -255,8 +277,8 @@ def _run_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_ids: torc
                    topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
                    num_local_tokens: torch.Tensor | None, *flat: Any) -> torch.Tensor:
     weights = library.rebuild_weights(flat[:NUM_WEIGHT_ARGUMENTS])
-    options = library.rebuild_options(flat[NUM_WEIGHT_ARGUMENTS:])
-    return _compute_fused_moe(_rebuild_rows(x, x_scale, options), topk_ids, topk_weights,
+    options = library.rebuild_options("fused_moe", flat[NUM_WEIGHT_ARGUMENTS:])
+    return _call_fused_moe(_rebuild_rows(x, x_scale, options), topk_ids, topk_weights,
                               expert_map, num_local_tokens, weights, options)
 
 
@@ -267,33 +289,32 @@ def _fake_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_ids: tor
     return x.new_empty((topk_ids.shape[0], hidden_size), dtype=out_dtype)
 
 
-def _stage_arguments(flat: tuple[Any, ...]) -> tuple[MoEWeights, RoutingPlan, MoEOptions]:
+def _stage_arguments(op: str,
+                     flat: tuple[Any, ...]) -> tuple[MoEWeights, RoutingPlan, MoEOptions]:
     plan_end = NUM_WEIGHT_ARGUMENTS + NUM_PLAN_ARGUMENTS
     return (library.rebuild_weights(flat[:NUM_WEIGHT_ARGUMENTS]),
             library.rebuild_plan(flat[NUM_WEIGHT_ARGUMENTS:plan_end]),
-            library.rebuild_options(flat[plan_end:plan_end + NUM_OPTION_ARGUMENTS]))
+            library.rebuild_options(op, flat[plan_end:plan_end + NUM_OPTION_ARGUMENTS]))
 
 
-@library.without_grad
-def _compute_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
-                     options: MoEOptions) -> torch.Tensor | MXTensor:
-    problem = _problem(Op.MOE_GATE_UP, weights, plan.num_tokens, plan.top_k, options,
-                       plan.routing_block_m)
-    kernel, config = resolve(problem)
-    h: torch.Tensor | MXTensor = kernel.launch(problem, config, x=x, weights=weights, plan=plan)
+def _call_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
+                  options: MoEOptions) -> torch.Tensor | MXTensor:
+    h: torch.Tensor | MXTensor = _GATE_UP.launch(
+        options, (), dict(x=x, weights=weights, plan=plan),
+        lambda: _gate_up_problem(x, weights, plan, options))
     return h
 
 
 def _run_gate_up(x: torch.Tensor, x_scale: torch.Tensor | None,
                  *flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, plan, options = _stage_arguments(flat)
-    h = _compute_gate_up(_rebuild_rows(x, x_scale, options), weights, plan, options)
+    weights, plan, options = _stage_arguments("moe_gate_up", flat)
+    h = _call_gate_up(_rebuild_rows(x, x_scale, options), weights, plan, options)
     return (h.qdata, h.scale) if isinstance(h, MXTensor) else (h, h.new_empty(0))
 
 
 def _fake_gate_up(x: torch.Tensor, x_scale: torch.Tensor | None,
                   *flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, plan, options = _stage_arguments(flat)
+    weights, plan, options = _stage_arguments("moe_gate_up", flat)
     rows, features = plan.sorted_token_ids.shape[0], weights.intermediate_size
     format = activation_mx_format(options.activation_format, "moe_gate_up")
     if format is None:
@@ -303,23 +324,21 @@ def _fake_gate_up(x: torch.Tensor, x_scale: torch.Tensor | None,
             x.new_empty((rows, features // format.block_size), dtype=torch.uint8))
 
 
-@library.without_grad
-def _compute_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
-                  options: MoEOptions) -> torch.Tensor:
-    problem = _problem(Op.MOE_DOWN, weights, plan.num_tokens, plan.top_k, options,
-                       plan.routing_block_m)
-    kernel, config = resolve(problem)
-    y: torch.Tensor = kernel.launch(problem, config, h=h, weights=weights, plan=plan)
+def _call_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
+               options: MoEOptions) -> torch.Tensor:
+    y: torch.Tensor = _DOWN.launch(
+        options, (), dict(h=h, weights=weights, plan=plan),
+        lambda: _down_problem(h, weights, plan, options))
     return y
 
 
 def _run_down(h: torch.Tensor, h_scale: torch.Tensor | None, *flat: Any) -> torch.Tensor:
-    weights, plan, options = _stage_arguments(flat)
-    return _compute_down(_rebuild_rows(h, h_scale, options), weights, plan, options)
+    weights, plan, options = _stage_arguments("moe_down", flat)
+    return _call_down(_rebuild_rows(h, h_scale, options), weights, plan, options)
 
 
 def _fake_down(h: torch.Tensor, h_scale: torch.Tensor | None, *flat: Any) -> torch.Tensor:
-    weights, plan, options = _stage_arguments(flat)
+    weights, plan, options = _stage_arguments("moe_down", flat)
     rows = h.shape[0] if options.combine is Combine.FLAT else plan.num_tokens
     return h.new_empty((rows, weights.hidden_size), dtype=options.out_dtype)
 

@@ -6,15 +6,16 @@ import functools
 
 import torch
 
-from ..dispatch import detect_target, resolve
+from ..dispatch import Calls, detect_target
 from ..errors import message, require, require_tensor
 from ..formats.spec import MXFormat, ScaleRule, get_format
 from ..formats.tensor import Layout, MXTensor
 from ..problem import Op, QuantizeProblem
-from .library import rebuild_mx, register
+from .library import is_unobserved, rebuild_mx, register
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+_QUANTIZE, _DEQUANTIZE = Calls(), Calls()
 _kept_problem = functools.lru_cache(8192)(QuantizeProblem)
 """One object for one problem: the caches below find it by identity."""
 
@@ -45,6 +46,8 @@ def quantize(x: torch.Tensor, format: str | MXFormat, *, axis: int = -1,
         >>> q.scale.item(), mxpert.dequantize(q)[0, 0].item()
         (126, 3.0)
     """
+    if is_unobserved(x):
+        return _call_quantize(x, format, axis, scale_rule)
     check_quantize(x, axis, scale_rule)
     axis = axis if axis < 0 else axis - x.dim()
     element = get_format(format)
@@ -71,6 +74,8 @@ def dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> torch
         >>> mxpert.dequantize(mxpert.quantize(torch.ones(2, 32), "mxfp8")).sum().item()
         64.0
     """
+    if isinstance(tensor, MXTensor) and is_unobserved(tensor.qdata):
+        return _call_dequantize(tensor, dtype)
     check_dequantize(tensor, dtype)
     return _dequantize_op(tensor.qdata, tensor.scale, tensor.format.name, tensor.axis, dtype)
 
@@ -124,11 +129,17 @@ def describe_dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32)
                              tensor.format.name)
 
 
+def _call_quantize(x: torch.Tensor, format: str | MXFormat, axis: int,
+                   scale_rule: ScaleRule) -> MXTensor:
+    result: MXTensor = _QUANTIZE.launch(
+        scale_rule, (format, axis), dict(x=x),
+        lambda: describe_quantize(x, format, axis=axis, scale_rule=scale_rule))
+    return result
+
+
 def _run_quantize(x: torch.Tensor, format: str, axis: int,
                   scale_rule: str) -> tuple[torch.Tensor, torch.Tensor]:
-    problem = _quantize_problem(Op.QUANTIZE, x.device, x.shape, axis, x.dtype, format, scale_rule)
-    kernel, config = resolve(problem)
-    result = kernel.launch(problem, config, x=x)
+    result = _call_quantize(x, format, axis, ScaleRule(scale_rule))
     return result.qdata, result.scale
 
 
@@ -141,12 +152,15 @@ def _fake_quantize(x: torch.Tensor, format: str, axis: int,
     return (x.new_empty(codes, dtype=torch.uint8), x.new_empty(scales, dtype=torch.uint8))
 
 
+def _call_dequantize(tensor: MXTensor, dtype: torch.dtype) -> torch.Tensor:
+    result: torch.Tensor = _DEQUANTIZE.launch(
+        dtype, (), dict(tensor=tensor), lambda: describe_dequantize(tensor, dtype=dtype))
+    return result
+
+
 def _run_dequantize(qdata: torch.Tensor, scale: torch.Tensor, format: str, axis: int,
                     dtype: torch.dtype) -> torch.Tensor:
-    tensor = rebuild_mx(qdata, scale, format, axis=axis)
-    problem = _quantize_problem(Op.DEQUANTIZE, tensor.device, tensor.shape, axis, dtype, format)
-    kernel, config = resolve(problem)
-    return kernel.launch(problem, config, tensor=tensor)
+    return _call_dequantize(rebuild_mx(qdata, scale, format, axis=axis), dtype)
 
 
 def _fake_dequantize(qdata: torch.Tensor, scale: torch.Tensor, format: str, axis: int,

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..dispatch import detect_target, resolve
+from ..dispatch import Calls, detect_target
 from ..errors import message, require, require_tensor
 from ..problem import Op, RoutingProblem, Scoring, TopKOptions, TopKProblem
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, plan_capacity
-from .library import is_unobserved, register, without_grad
+from .library import is_unobserved, register
 
 PlanTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,6 +19,7 @@ TOP_K_LIMIT = f"at most {MAX_TOP_K} and the number of experts"
 MAX_SORTED_ROWS = 1 << 30
 """Kernels step past the last row in int32 before they mask; this leaves them room."""
 
+_ROUTE_TOPK, _ROUTING_PLAN = Calls(), Calls()
 _kept_topk_problem = functools.lru_cache(8192)(TopKProblem)
 _kept_plan_problem = functools.lru_cache(8192)(RoutingProblem)
 """One object for one problem: the caches below find it by identity."""
@@ -69,10 +70,11 @@ def route_topk(
         >>> ids.tolist(), weights.tolist()
         ([[1, 2]], [[0.5, 0.5]])
     """
+    if is_unobserved(logits):
+        return _call_topk(logits, correction_bias, top_k, scoring, normalize, num_groups,
+                          top_groups, routed_scaling_factor)
     options = TopKOptions(scoring, normalize, num_groups, top_groups, routed_scaling_factor)
     check_route_topk(logits, top_k, options, correction_bias)
-    if is_unobserved(logits):
-        return _compute_topk(logits, correction_bias, top_k, options)
     return _topk_op(logits, correction_bias, top_k, scoring.value, normalize, num_groups,
                     top_groups, routed_scaling_factor)
 
@@ -117,12 +119,12 @@ def make_routing_plan(
         [(1, 0), (2, 2), (0, 0), (0, 1)]
     """
     local = num_experts if num_local_experts is None else num_local_experts
-    check_routing_plan(topk_ids, topk_weights, num_experts, local, routing_block_m, expert_map,
-                       num_local_tokens)
     arguments = (topk_ids, topk_weights, expert_map, num_local_tokens, num_experts, local,
                  routing_block_m)
     if is_unobserved(topk_ids):
-        return _compute_plan(*arguments)
+        return _call_plan(*arguments)
+    check_routing_plan(topk_ids, topk_weights, num_experts, local, routing_block_m, expert_map,
+                       num_local_tokens)
     tensors: PlanTensors = _plan_op(*arguments)
     return RoutingPlan(*tensors, topk_ids.shape[0], topk_ids.shape[1], local, routing_block_m)
 
@@ -134,8 +136,7 @@ def describe_route_topk(
 ) -> TopKProblem:
     """The problem that `route_topk` resolves for the same arguments."""
     options = TopKOptions(scoring, normalize, num_groups, top_groups, routed_scaling_factor)
-    check_route_topk(logits, top_k, options, correction_bias)
-    return _topk_problem(logits, top_k, options)
+    return _topk_problem(logits, correction_bias, top_k, options)
 
 
 def describe_routing_plan(
@@ -145,9 +146,8 @@ def describe_routing_plan(
 ) -> RoutingProblem:
     """The problem that `make_routing_plan` resolves for the same arguments."""
     local = num_experts if num_local_experts is None else num_local_experts
-    check_routing_plan(topk_ids, topk_weights, num_experts, local, routing_block_m, expert_map,
-                       num_local_tokens)
-    return _plan_problem(topk_ids, num_experts, local, routing_block_m)
+    return _plan_problem(topk_ids, topk_weights, expert_map, num_local_tokens, num_experts, local,
+                         routing_block_m)
 
 
 def check_route_topk(logits: torch.Tensor, top_k: int, options: TopKOptions,
@@ -224,34 +224,41 @@ def _require_count(op: str, name: str, value: int, most: int, of: str) -> None:
     require(1 <= value <= most, op, name, need=f"1 … {most} ({of})", got=value)
 
 
-def _topk_problem(logits: torch.Tensor, top_k: int, options: TopKOptions) -> TopKProblem:
+def _topk_problem(logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int,
+                  options: TopKOptions) -> TopKProblem:
+    check_route_topk(logits, top_k, options, correction_bias)
     return _kept_topk_problem(Op.ROUTE_TOPK, detect_target(logits.device), logits.shape[0],
                               top_k, logits.shape[1], options)
 
 
-def _plan_problem(topk_ids: torch.Tensor, num_experts: int, num_local_experts: int,
-                  routing_block_m: int) -> RoutingProblem:
+def _plan_problem(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None, num_experts: int, num_local_experts: int,
+    routing_block_m: int,
+) -> RoutingProblem:
+    check_routing_plan(topk_ids, topk_weights, num_experts, num_local_experts, routing_block_m,
+                       expert_map, num_local_tokens)
     return _kept_plan_problem(Op.ROUTING_PLAN, detect_target(topk_ids.device), topk_ids.shape[0],
                               topk_ids.shape[1], num_experts, num_local_experts, routing_block_m)
 
 
-def _run_topk(
-    logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int, scoring: str,
+def _call_topk(
+    logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int, scoring: Scoring,
     normalize: bool, num_groups: int, top_groups: int, routed_scaling_factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = TopKOptions(Scoring(scoring), normalize, num_groups, top_groups,
-                          routed_scaling_factor)
-    return _compute_topk(logits, correction_bias, top_k, options)
-
-
-@without_grad
-def _compute_topk(logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int,
-                  options: TopKOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    problem = _topk_problem(logits, top_k, options)
-    kernel, config = resolve(problem)
-    chosen: tuple[torch.Tensor, torch.Tensor] = kernel.launch(
-        problem, config, logits=logits, correction_bias=correction_bias)
+    chosen: tuple[torch.Tensor, torch.Tensor] = _ROUTE_TOPK.launch(
+        scoring, (top_k, normalize, num_groups, top_groups, routed_scaling_factor),
+        dict(logits=logits, correction_bias=correction_bias),
+        lambda: _topk_problem(logits, correction_bias, top_k, TopKOptions(
+            scoring, normalize, num_groups, top_groups, routed_scaling_factor)))
     return chosen
+
+
+def _run_topk(
+    logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int, scoring: str,
+    *choices: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _call_topk(logits, correction_bias, top_k, Scoring(scoring), *choices)
 
 
 def _fake_topk(
@@ -269,22 +276,21 @@ _topk_op = register(
     _run_topk, _fake_topk)
 
 
-@without_grad
-def _compute_plan(
+def _call_plan(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None, num_experts: int, num_local_experts: int,
-    routing_block_m: int,
+    num_local_tokens: torch.Tensor | None, *sizes: int,
 ) -> RoutingPlan:
-    problem = _plan_problem(topk_ids, num_experts, num_local_experts, routing_block_m)
-    kernel, config = resolve(problem)
-    plan: RoutingPlan = kernel.launch(
-        problem, config, topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map,
-        num_local_tokens=num_local_tokens)
+    """`sizes`: num_experts, num_local_experts, routing_block_m."""
+    plan: RoutingPlan = _ROUTING_PLAN.launch(
+        None, sizes,
+        dict(topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map,
+             num_local_tokens=num_local_tokens),
+        lambda: _plan_problem(topk_ids, topk_weights, expert_map, num_local_tokens, *sizes))
     return plan
 
 
 def _run_plan(*arguments: Any) -> PlanTensors:
-    plan = _compute_plan(*arguments)
+    plan = _call_plan(*arguments)
     return (plan.sorted_token_ids, plan.sorted_weights, plan.block_expert_ids, plan.num_valid,
             plan.slot_rows)
 

@@ -1,0 +1,397 @@
+"""Replayed calls against the ones they repeat: the same launches, wherever tensors lie.
+
+Kernels are launched into a list by a driver that has no device (mxpert.testing.launches).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from triton import knobs
+
+import mxpert
+from mxpert import Combine, GemmConfig, MoEConfig, Scoring
+from mxpert.backends import replay
+from mxpert.backends.replay import Replayed
+from mxpert.dispatch import tables
+from mxpert.formats.tensor import Layout, MXTensor
+from mxpert.ops import moe, quantize, route
+from mxpert.problem import ACTIVATION_FORMATS
+from mxpert.routing import RoutingPlan
+from mxpert.testing.launches import as_if_on_h200, count_launches, without_device
+from mxpert.testing.problems import MoEShape, random_moe_problem
+
+SHAPE = MoEShape(hidden_size=256, intermediate_size=256, num_experts=8, top_k=2,
+                 activation=mxpert.SwiGLU())
+LOWEST_ADDRESS = 1 << 32
+"""No size of a kernel is as large, no tensor lies as low."""
+
+Launches = list[tuple[Any, ...]]
+
+
+@pytest.fixture(autouse=True)
+def launches() -> Iterator[Launches]:
+    with without_device() as made, as_if_on_h200():
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No op has seen any arguments."""
+    for calls in (moe._FUSED_MOE, moe._GATE_UP, moe._DOWN, route._ROUTE_TOPK, route._ROUTING_PLAN,
+                  quantize._QUANTIZE, quantize._DEQUANTIZE):
+        monkeypatch.setattr(calls, "_known", {})
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Calls that were replayed."""
+    seen: list[object] = []
+    run = replay._Call.replay
+
+    def counted(call: replay._Call, *arguments: Any) -> Any:
+        seen.append(call)
+        return run(call, *arguments)
+
+    monkeypatch.setattr(replay._Call, "replay", counted)
+    return seen
+
+
+class Layer:
+    """Arguments of the ops, in memory of their own."""
+
+    def __init__(self, num_tokens: int, *, layout: Layout = Layout.HOPPER_FRAGMENT,
+                 has_bias: bool = False) -> None:
+        shape = replace(SHAPE, has_bias=has_bias)
+        problem = random_moe_problem(shape, num_tokens, device=torch.device("cpu"))
+        self.weights = problem.weights.prepare(device="cpu", layout=layout)
+        self.x, self.ids, self.routing = problem.x, problem.topk_ids, problem.topk_weights
+        self.logits = torch.randn(num_tokens, SHAPE.num_experts)
+        self.bias = torch.randn(SHAPE.num_experts)
+        self.expert_map = torch.arange(SHAPE.num_experts, dtype=torch.int32)
+        self.num_local = torch.tensor([num_tokens], dtype=torch.int32)
+        self.rows: dict[str, torch.Tensor | MXTensor] = {}
+        self.square = torch.randn(64, 64)
+
+    def fused(self, name: str = "bf16", **options: Any) -> Any:
+        return mxpert.fused_moe(self.x, self.weights, self.ids, self.routing,
+                                activation=SHAPE.activation, activation_format=name, **options)
+
+    def topk(self, **options: Any) -> Any:
+        return mxpert.route_topk(self.logits, SHAPE.top_k, **options)
+
+    def plan(self, **options: Any) -> Any:
+        return mxpert.make_routing_plan(self.ids, self.routing, num_experts=SHAPE.num_experts,
+                                        routing_block_m=16, **options)
+
+    def gate_up(self, name: str) -> Any:
+        return mxpert.moe_gate_up(self.x, self.weights, self.own_plan, activation=SHAPE.activation,
+                                  activation_format=name)
+
+    def down(self, name: str) -> Any:
+        return mxpert.moe_down(self.h(name), self.weights, self.own_plan, activation_format=name)
+
+    @functools.cached_property
+    def own_plan(self) -> RoutingPlan:
+        return self.plan()
+
+    def h(self, name: str) -> torch.Tensor | MXTensor:
+        if name not in self.rows:
+            self.rows[name] = self.gate_up(name)
+        return self.rows[name]
+
+    @functools.cached_property
+    def codes(self) -> MXTensor:
+        return mxpert.quantize(self.x, "mxfp8")
+
+
+CASES: dict[str, tuple[Callable[[], Layer], Callable[[Layer], Any]]] = {
+    "topk": (lambda: Layer(5), Layer.topk),
+    "topk-groups": (lambda: Layer(5), lambda layer: layer.topk(
+        scoring=Scoring.SIGMOID, num_groups=2, top_groups=1, correction_bias=layer.bias)),
+    "plan": (lambda: Layer(5), Layer.plan),
+    "plan-two-launches": (lambda: Layer(3000), Layer.plan),
+    "plan-of-a-rank": (lambda: Layer(5), lambda layer: layer.plan(
+        expert_map=layer.expert_map, num_local_tokens=layer.num_local)),
+    "quantize": (lambda: Layer(5), lambda layer: mxpert.quantize(layer.x, "mxfp4")),
+    "quantize-columns": (lambda: Layer(32), lambda layer: mxpert.quantize(layer.x, "mxfp8",
+                                                                         axis=0)),
+    "dequantize": (lambda: Layer(5), lambda layer: mxpert.dequantize(layer.codes)),
+    "layer-of-codes": (lambda: Layer(4), lambda layer: mxpert.fused_moe(
+        layer.codes, layer.weights, layer.ids, layer.routing, activation=SHAPE.activation,
+        activation_format="mxfp8")),
+    "layer-prefill": (lambda: Layer(700), Layer.fused),
+    "layer-bias": (lambda: Layer(4, has_bias=True), Layer.fused),
+    "layer-of-a-rank": (lambda: Layer(4), lambda layer: layer.fused(
+        expert_map=layer.expert_map, num_local_tokens=layer.num_local)),
+    "layer-portable": (lambda: Layer(4, layout=Layout.ROW_MAJOR), Layer.fused),
+    "layer-portable-mxfp8": (lambda: Layer(4, layout=Layout.ROW_MAJOR),
+                             lambda layer: layer.fused("mxfp8")),
+    **{f"layer-{name}": (lambda: Layer(4), lambda layer, name=name: layer.fused(name))
+       for name in ACTIVATION_FORMATS},
+    **{f"{stage.__name__}-{name}": (lambda: Layer(20), lambda layer, stage=stage, name=name:
+                                    stage(layer, name))
+       for stage in (Layer.gate_up, Layer.down) for name in ACTIVATION_FORMATS},
+}
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors of a result or of arguments, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from tensors_of(part)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """Numbers and names of launches, descriptors taken apart."""
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            yield from flat(part)
+    else:
+        yield value
+
+
+def check_same(layer: Layer, ordinary: tuple[Launches, Any],
+               repeated: tuple[Launches, Any]) -> None:
+    """Equal but for addresses; those of arguments too, others consistently."""
+    inputs = [tensor for value in (*vars(layer).values(), *layer.rows.values())
+              for tensor in tensors_of(value)]
+    ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in inputs]
+    moved: dict[int, int] = {}
+    assert len(ordinary[0]) == len(repeated[0]) > 0
+    for want, have in zip(flat(ordinary[0]), flat(repeated[0]), strict=True):
+        if not isinstance(want, int) or want < LOWEST_ADDRESS:
+            assert have == want
+        elif any(start <= want < end for start, end in ranges):
+            assert have == want, "an argument"
+        else:
+            assert moved.setdefault(have, want) == want, "two buffers became one"
+    for want, have in zip(tensors_of(ordinary[1]), tensors_of(repeated[1]), strict=True):
+        assert (have.shape, have.stride(), have.dtype) == (want.shape, want.stride(), want.dtype)
+        if want.numel():
+            assert moved[have.data_ptr()] == want.data_ptr()
+
+
+def ordinary(launches: Launches, call: Callable[[], Any]) -> tuple[Launches, Any]:
+    """Launches and result of a call that is not replayed."""
+    with mock.patch.object(Replayed, "replay", return_value=None):
+        call()
+        launches.clear()
+        result = call()
+    return launches.copy(), result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_replay_launches_what_the_call_does(name: str, launches: Launches,
+                                              replays: list[object]) -> None:
+    make, run = CASES[name]
+    first = make()
+    for _ in range(2):
+        run(first)
+    assert not replays
+    for layer in (first, make()):  # new arguments, the same geometry
+        want = ordinary(launches, lambda layer=layer: run(layer))
+        replays.clear()
+        launches.clear()
+        result = run(layer)
+        assert replays
+        check_same(layer, want, (launches.copy(), result))
+
+
+def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) -> None:
+    """Interleaved, so that a key that is too coarse would answer with another call's launches."""
+    layer, other = Layer(4), Layer(4, has_bias=True)
+    more = Layer(5)
+    strided = Layer(4)
+    strided.x = torch.zeros(4, 512, dtype=torch.bfloat16)[:, :256]
+    pinned = MoEConfig(32, *[GemmConfig(32, 128, 256, 4, 3)] * 2)
+    calls: list[tuple[Layer, Callable[[], Any]]] = [
+        *((one, lambda one=one: one.fused()) for one in (layer, other, more, strided)),
+        *((layer, lambda options=options: layer.fused("mxfp8", **options)) for options in (
+            {}, {"out_dtype": torch.float32}, {"apply_router_weight_on_input": True},
+            {"scale_rule": mxpert.ScaleRule.FLOOR}, {"expert_map": layer.expert_map})),
+        (layer, lambda: pin(pinned, layer.fused)),
+        *((layer, lambda options=options: layer.topk(**options)) for options in (
+            {}, {"normalize": False}, {"routed_scaling_factor": 2.0},
+            {"correction_bias": layer.bias}, {"scoring": Scoring.SIGMOID})),
+        *((layer, lambda axis=axis, name=name: mxpert.quantize(layer.square, name, axis=axis))
+          for axis in (-1, 0) for name in ("mxfp4", "mxfp8"))]
+    for _ in range(3):
+        for _, call in calls:
+            call()
+    assert replays
+    for owner, call in calls:
+        want = ordinary(launches, call)
+        launches.clear()
+        result = call()
+        check_same(owner, want, (launches.copy(), result))
+
+
+def pin(config: MoEConfig, call: Callable[[], Any]) -> Any:
+    with mxpert.override(config=config):
+        return call()
+
+
+def test_a_pinned_config_and_a_new_table_are_not_answered_from_before(
+    replays: list[object], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = Layer(4)
+    for _ in range(3):
+        layer.fused()
+    pin(MoEConfig(32, *[GemmConfig(32, 128, 256, 4, 3)] * 2), layer.fused)
+    assert len(replays) == 1
+    layer.fused()
+    assert len(replays) == 2
+    row = mock.Mock(config=MoEConfig(8, *[GemmConfig(8, 128, 256, 4, 2)] * 2), place="a row")
+    monkeypatch.setattr(tables, "tuned_row", lambda problem, backend: row)
+    tables.reload_tables()
+    layer.fused()
+    assert len(replays) == 2, "another config, for the first time"
+    monkeypatch.undo()
+    tables.reload_tables()
+
+
+def test_unaligned_arguments_are_launched_as_they_are(launches: Launches,
+                                                      replays: list[object]) -> None:
+    layer = Layer(4)
+    for _ in range(3):
+        layer.topk()
+    layer.logits = torch.zeros(33)[1:].view(4, 8)
+    replays.clear()
+    want = ordinary(launches, layer.topk)
+    launches.clear()
+    check_same(layer, want, (launches, layer.topk()))
+    assert not replays
+
+
+def test_watched_launches_are_not_replayed(launches: Launches, replays: list[object]) -> None:
+    layer = Layer(4)
+    for _ in range(3):
+        layer.topk()
+    replays.clear()
+    hook = lambda metadata: None  # noqa: E731
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        layer.topk()
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert launches[-1][11] is not None, "the hook"
+    assert count_launches(layer.topk) == 1
+    assert not replays
+
+
+def test_the_fill_of_the_deterministic_mode_reaches_every_buffer(replays: list[object]) -> None:
+    layer = Layer(4)
+    for _ in range(3):
+        layer.topk()
+    replays.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert all(weight.isnan().all() for weight in layer.topk()[0])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not replays
+
+
+def test_other_operators_among_the_launches_are_kept(replays: list[object]) -> None:
+    """ATOMIC zeroes its output and converts it: nothing that a replay could repeat."""
+    layer = Layer(4, layout=Layout.ROW_MAJOR)
+    for _ in range(4):
+        y = layer.fused(combine=Combine.ATOMIC, out_dtype=torch.bfloat16)
+    assert not replays
+    assert not y.any(), "zeroed, and the kernels here do nothing"
+
+
+def test_one_tensor_twice_says_nothing_about_two(launches: Launches,
+                                                 replays: list[object]) -> None:
+    layer = Layer(4)
+    own = layer.num_local
+    layer.expert_map = layer.num_local = torch.zeros(1, dtype=torch.int32)
+    run = lambda: mxpert.make_routing_plan(  # noqa: E731
+        layer.ids[:, :1].contiguous(), layer.routing[:, :1].contiguous(), num_experts=1,
+        routing_block_m=16, expert_map=layer.expert_map, num_local_tokens=layer.num_local)
+    for _ in range(3):
+        run()
+    layer.num_local = own
+    launches.clear()
+    run()
+    assert {layer.expert_map.data_ptr(), own.data_ptr()} <= set(flat(launches))
+
+
+def test_results_carry_no_gradient_and_the_mode_is_kept() -> None:
+    layer = Layer(4)
+    layer.x.requires_grad_()
+    for enabled in (True, False, True):
+        with torch.set_grad_enabled(enabled):
+            for _ in range(3):
+                assert not layer.fused().requires_grad
+            assert torch.is_grad_enabled() is enabled
+
+
+def test_nothing_holds_the_tensors_of_a_call() -> None:
+    layer = Layer(4)
+    for _ in range(3):
+        y = layer.fused()
+    held = [weakref.ref(value) for value in (layer.x, layer.weights, y)]
+    del layer, y
+    assert not any(reference() for reference in held)
+
+
+WRONG: dict[str, Callable[[Layer], Any]] = {
+    "top-k-bool": lambda layer: mxpert.route_topk(layer.logits, True),
+    "top-k-list": lambda layer: mxpert.route_topk(layer.logits, [2]),
+    "normalize-int": lambda layer: layer.topk(normalize=1),
+    "scoring-name": lambda layer: layer.topk(scoring="softmax"),
+    "logits-double": lambda layer: mxpert.route_topk(layer.logits.double(), 2),
+    "logits-sparse": lambda layer: mxpert.route_topk(layer.logits.to_sparse(), 2),
+    "logits-list": lambda layer: mxpert.route_topk(layer.logits.tolist(), 2),
+    "unit-bool": lambda layer: mxpert.make_routing_plan(layer.ids, layer.routing, num_experts=8,
+                                                        routing_block_m=True),
+    "ids-long": lambda layer: mxpert.make_routing_plan(layer.ids.long(), layer.routing,
+                                                       num_experts=8, routing_block_m=16),
+    "axis-bool": lambda layer: mxpert.quantize(layer.x, "mxfp8", axis=True),
+    "axis-float": lambda layer: mxpert.quantize(layer.x, "mxfp8", axis=-1.0),
+    "format-list": lambda layer: mxpert.quantize(layer.x, ["mxfp8"]),
+    "format-unknown": lambda layer: mxpert.quantize(layer.x, "mxfp9"),
+    "rule-name": lambda layer: mxpert.quantize(layer.x, "mxfp8", scale_rule="rceil"),
+    "weight-on-input-int": lambda layer: layer.fused(apply_router_weight_on_input=0),
+    "x-float": lambda layer: mxpert.fused_moe(layer.x.float(), layer.weights, layer.ids,
+                                              layer.routing, activation=SHAPE.activation),
+    "x-transposed": lambda layer: mxpert.fused_moe(
+        layer.x.t().contiguous().t(), layer.weights, layer.ids, layer.routing,
+        activation=SHAPE.activation),
+    "weights-none": lambda layer: mxpert.fused_moe(layer.x, None, layer.ids, layer.routing,
+                                                   activation=SHAPE.activation),
+    "x-meta": lambda layer: mxpert.fused_moe(layer.x.to("meta"), layer.weights, layer.ids,
+                                             layer.routing, activation=SHAPE.activation),
+    "activation-name": lambda layer: mxpert.fused_moe(layer.x, layer.weights, layer.ids,
+                                                      layer.routing, activation="silu"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused_as_on_the_first_call(name: str) -> None:
+    layer = Layer(4)
+    with pytest.raises((TypeError, ValueError)) as cold:
+        WRONG[name](layer)
+    for _ in range(3):
+        mxpert.route_topk(layer.logits, 1)
+        layer.topk(), layer.plan(), layer.fused()
+        mxpert.quantize(layer.x, "mxfp8")
+        mxpert.make_routing_plan(layer.ids, layer.routing, num_experts=8, routing_block_m=1)
+    with pytest.raises(type(cold.value)) as warm:
+        WRONG[name](layer)
+    assert str(warm.value) == str(cold.value)
+    assert " — need " in str(warm.value)
