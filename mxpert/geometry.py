@@ -48,13 +48,14 @@ class Known:
     Args:
         problem: what they ask for. choice: an object that a key has the id of, to be held.
 
-    `calls` is what a backend keeps for them.
+    `resolved` is what dispatch keeps for them, `calls` what a backend does.
     """
 
-    __slots__ = ("calls", "choice", "problem")
+    __slots__ = ("calls", "choice", "problem", "resolved")
 
     def __init__(self, problem: Problem, choice: object) -> None:
         self.problem, self.choice = problem, choice
+        self.resolved: tuple[Any, ...] | None = None
         self.calls: dict[tuple[Any, ...], Any] = {}
 
 

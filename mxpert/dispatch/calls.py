@@ -10,7 +10,7 @@ import torch
 
 from ..geometry import Known, describe
 from ..problem import KernelSpec, Problem
-from .registry import resolve
+from .registry import resolve, resolve_known
 
 _MAX_KNOWN = 8192
 _T = TypeVar("_T")
@@ -55,7 +55,7 @@ class Calls:
         tensors, geometry = found
         key = (id(choice), *values, *map(type, values), *geometry)
         known = self._find(key, choice, describe_problem)
-        kernel, config = resolve(known.problem)
+        kernel, config = resolve_known(known)
         replay = getattr(kernel, "replay", None)
         if replay is not None:
             result = replay(known, config, tensors, arguments)

@@ -65,11 +65,14 @@ class MXExperts(torch.nn.Module):
             raise UnsupportedError(message("MXExperts", "training", "evaluation mode",
                                            "training mode: MXFP4 weights have no gradient",
                                            _NO_GRADIENT))
+        rows = (hidden_states if hidden_states.dim() == 2
+                else hidden_states.reshape(-1, self.weights.hidden_size))
         out = fused_moe(
-            hidden_states.reshape(-1, self.weights.hidden_size).to(torch.bfloat16), self.weights,
-            topk_ids.to(torch.int32), topk_weights.to(torch.float32), activation=self.activation,
+            _as(rows, torch.bfloat16), self.weights, _as(topk_ids, torch.int32),
+            _as(topk_weights, torch.float32), activation=self.activation,
             activation_format=self.activation_format, out_dtype=hidden_states.dtype)
-        out = out.view(hidden_states.shape)
+        if hidden_states.dim() != 2:
+            out = out.view(hidden_states.shape)
         if needs_grad and not torch.compiler.is_compiling():
             return _WithoutBackward.apply(out, hidden_states)
         return out
@@ -131,6 +134,11 @@ class MXExperts(torch.nn.Module):
         return (f"num_experts={weights.num_experts}, hidden_size={weights.hidden_size}, "
                 f"intermediate_size={weights.intermediate_size}, activation={self.activation}, "
                 f"activation_format={self.activation_format!r}, layout={weights.layout.name}")
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` in `dtype`; a call of `to` that changes nothing takes as long as an allocation."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 class _WithoutBackward(torch.autograd.Function):
