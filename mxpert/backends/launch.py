@@ -79,7 +79,17 @@ class Binary:
     launcher: Callable[..., None]
     fixed: tuple[Any, ...]
     tile_metadata: dict[str, Any]
-    maps: dict[tuple[Any, ...], list[Any]]
+    maps: dict[tuple[Any, ...], dict[int, list[Any]]]
+
+    def maps_of(self, name: str, tensor: torch.Tensor) -> dict[int, list[Any]]:
+        """Descriptors of tensors of this shape, by address, as the C launcher takes them."""
+        key = name, tensor.shape, tensor.stride()
+        found = self.maps.get(key)
+        if found is None:
+            if len(self.maps) >= _MAX_MAPS:
+                self.maps.clear()
+            found = self.maps[key] = {}
+        return found
 
 
 class Launch:
@@ -160,16 +170,10 @@ class Launch:
         return binary
 
     def _map(self, binary: Binary, name: str, tensor: torch.Tensor, pointer: int) -> list[Any]:
-        """Encoded descriptor, sizes and strides: a function of pointer and shape alone."""
-        key = (name, pointer, tensor.shape)
-        found = binary.maps.get(key)
-        if found is None or not tensor.is_contiguous():  # refused where it cannot be viewed
-            found = nvidia.make_tensordesc_arg(self.tiles[name].descriptor(tensor),
-                                               binary.tile_metadata[name])
-            if len(binary.maps) >= _MAX_MAPS:
-                binary.maps.clear()
-            if tensor.is_contiguous():
-                binary.maps[key] = found
+        """Encoded descriptor, sizes and strides: a function of pointer, shape and strides."""
+        found = binary.maps_of(name, tensor).get(pointer)
+        if found is None:
+            found = _PlacedTile.of(self, binary, name, tensor).encode(pointer)
         return found
 
 
@@ -219,10 +223,8 @@ class PreparedLaunch:
         self._pointers = tuple((launch._positions[name], *place)
                                for name, place in places.items())
         self._tiles = tuple(
-            _PlacedTile.of(launch._positions[name],
-                           tile.descriptor(noted.tensors[name]),  # type: ignore[arg-type]
-                           binary.tile_metadata[name])
-            for name, tile in launch.tiles.items())
+            _PlacedTile.of(launch, binary, name, noted.tensors[name])  # type: ignore[arg-type]
+            for name in launch.tiles)
 
     def __call__(self, stream: int, places: list[int]) -> None:
         """Enqueue the kernel; `places` are addresses."""
@@ -254,7 +256,7 @@ class _Moved(NamedTuple):
 
 
 class _PlacedTile(NamedTuple):
-    """TMA descriptors of tensors of one shape, by address, as the C launcher takes them."""
+    """TMA descriptors of tensors of one shape; `described` holds no tensor."""
 
     position: int
     described: tuple[Any, Any, str]
@@ -262,10 +264,11 @@ class _PlacedTile(NamedTuple):
     maps: dict[int, list[Any]]
 
     @staticmethod
-    def of(position: int, descriptor: Any, metadata: Any) -> _PlacedTile:
-        """Without the descriptor's tensor, which is not to be held."""
-        described = descriptor.shape, descriptor.strides, descriptor.padding
-        return _PlacedTile(position, described, metadata, {})
+    def of(launch: Launch, binary: Binary, name: str, tensor: torch.Tensor) -> _PlacedTile:
+        """For tensors like `tensor`, as a parameter of `launch`."""
+        made = launch.tiles[name].descriptor(tensor)
+        return _PlacedTile(launch._positions[name], (made.shape, made.strides, made.padding),
+                           binary.tile_metadata[name], binary.maps_of(name, tensor))
 
     def encode(self, address: int) -> list[Any]:
         """The C launcher's arguments for the tensor at `address`."""

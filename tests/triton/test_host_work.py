@@ -1,4 +1,5 @@
-"""What a warm call may not do again: resolve, build launches, go through Triton, encode maps.
+"""What a warm call may not do again: check, describe, resolve, build launches, go through Triton,
+encode maps. It allocates its results and one block of scratch.
 
 Times depend on the machine; these counts do not. Kernels are launched into nothing.
 """
@@ -10,12 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxpert
+from mxpert import geometry
 from mxpert.backends import launch
-from mxpert.backends.launch import Launch
+from mxpert.backends.launch import Launch, PreparedLaunch
 from mxpert.dispatch import registry
 from mxpert.formats.tensor import Layout
+from mxpert.ops import library, moe, quantize, route
+from mxpert.problem import (
+    MoEOptions, MoEProblem, QuantizeProblem, RoutingProblem, TopKOptions, TopKProblem,
+)
 from mxpert.testing.launches import as_if_on_h200, count_launches, without_device
 from mxpert.testing.problems import MoEShape, random_moe_problem
 
@@ -23,7 +30,13 @@ SHAPE = MoEShape(hidden_size=256, intermediate_size=256, num_experts=8, top_k=2,
                  activation=mxpert.SwiGLU())
 TOKENS = (16, 17, 15, 16, 13)
 """The same tiles and splits serve them all: a binary more would be one for a token count."""
-MOST_LAUNCHES = {"route_topk": 1, "make_routing_plan": 1, "quantize": 1, "fused_moe": 6}
+MOST_LAUNCHES = {"route_topk": 1, "make_routing_plan": 1, "quantize": 1, "fused_moe": 6,
+                 "moe_gate_up": 3, "moe_down": 3}
+MOST_ALLOCATIONS = {"route_topk": 2, "make_routing_plan": 5, "quantize": 2, "fused_moe": 2,
+                    "moe_gate_up": 3, "moe_down": 2}
+"""With two outputs for codes and scales, five for a plan."""
+CHECKS = {route: ("check_route_topk", "check_routing_plan"), quantize: ("check_quantize",),
+          moe: ("check_fused_moe", "check_gate_up", "check_down")}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +48,8 @@ def no_device() -> Iterator[None]:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Counts of what warm calls leave out, from here on."""
-    counts = {"learn": 0, "build": 0, "encode": 0}
+    counts = {"learn": 0, "build": 0, "encode": 0, "launch": 0, "check": 0, "allocate": 0,
+              "take apart": 0, "problem": 0}
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
@@ -47,7 +61,26 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(Launch, "__init__", counted("build", Launch.__init__))
     monkeypatch.setattr(launch.nvidia, "make_tensordesc_arg",
                         counted("encode", launch.nvidia.make_tensordesc_arg))
+    monkeypatch.setattr(PreparedLaunch, "__call__", counted("launch", PreparedLaunch.__call__))
+    for module, names in CHECKS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, counted("check", getattr(module, name)))
+    monkeypatch.setattr(geometry, "_take_apart", counted("take apart", geometry._take_apart))
+    for cls in (MoEProblem, TopKProblem, RoutingProblem, QuantizeProblem, MoEOptions, TopKOptions):
+        monkeypatch.setattr(cls, "__init__", counted("problem", cls.__init__))
     return counts
+
+
+class Allocations(TorchDispatchMode):
+    """Counts every operator: a warm call has no other ones than allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
@@ -56,14 +89,18 @@ def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
     weights = problem.weights.prepare(device="cpu", layout=Layout.HOPPER_FRAGMENT)
     logits = torch.randn(num_tokens, SHAPE.num_experts)
     ids, routing = problem.topk_ids, problem.topk_weights
+    options = {"activation": problem.activation, "activation_format": "mxfp8"}
+    plan = mxpert.make_routing_plan(ids, routing, num_experts=SHAPE.num_experts, routing_block_m=16)
+    h = mxpert.moe_gate_up(problem.x, weights, plan, **options)
     return {
+        "moe_gate_up": lambda: mxpert.moe_gate_up(problem.x, weights, plan, **options),
+        "moe_down": lambda: mxpert.moe_down(h, weights, plan),
         "route_topk": lambda: mxpert.route_topk(logits, SHAPE.top_k),
         "make_routing_plan": lambda: mxpert.make_routing_plan(
             ids, routing, num_experts=SHAPE.num_experts, routing_block_m=16),
         "quantize": lambda: mxpert.quantize(problem.x, "mxfp8"),
         "fused_moe": lambda: mxpert.fused_moe(problem.x, weights, ids, routing,
-                                              activation=problem.activation,
-                                              activation_format="mxfp8")}
+                                              **options)}
 
 
 @pytest.mark.parametrize("op", MOST_LAUNCHES)
@@ -71,12 +108,30 @@ def test_a_warm_call_only_launches(op: str, work: dict[str, int]) -> None:
     call = calls(16)[op]
     kept = [call() for _ in range(2)]  # the second call's tensors lie elsewhere
     misses = registry._resolve.cache_info().misses
-    work.update(learn=0, build=0, encode=0)
+    for name in work:
+        work[name] = 0
     for _ in range(3):
         kept.append(call())
-    assert (work["learn"], work["build"]) == (0, 0)
+    done = work.copy()
+    launches = done.pop("launch")
+    assert 0 < launches <= 3 * MOST_LAUNCHES[op]
+    assert done.pop("encode") <= 3 * 2, "rows of both stages may lie elsewhere, weights do not"
+    assert set(done.values()) == {0}, done
     assert registry._resolve.cache_info().misses == misses
-    assert count_launches(call) <= MOST_LAUNCHES[op]
+    assert count_launches(call) * 3 == launches, "as many as a call that is not replayed"
+
+
+@pytest.mark.parametrize("op", MOST_ALLOCATIONS)
+def test_a_warm_call_allocates_results_and_one_scratch(op: str, monkeypatch) -> None:
+    call = calls(16)[op]
+    for _ in range(3):
+        call()
+    seen = Allocations()
+    with monkeypatch.context() as patch, seen:
+        for module in (moe, route, quantize, library):
+            patch.setattr(module, "is_unobserved", lambda tensor: True, raising=False)
+        call()
+    assert seen.count <= MOST_ALLOCATIONS[op]
 
 
 def test_weights_are_described_to_tma_once(work: dict[str, int]) -> None:
