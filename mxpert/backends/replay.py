@@ -71,7 +71,7 @@ class Replayed:
         call = known.calls.get(key)
         if type(call) is _Call:
             places = call.places(tensors)
-            return None if places is None else call.replay(places, tensors[0].device, device)
+            return None if places is None else call.replay(places, tensors, device)
         if call is None:
             known.calls[key] = _Once(config)
         elif call.is_new:
@@ -104,7 +104,7 @@ class _Call:
     """Everything that a warm call does.
 
     Places of pointers are the arguments' tensors, then the scratch if there is any, then the
-    outputs, by index.
+    outputs, by index. `build` takes the outputs, followed by the arguments' tensors.
     """
 
     config: Any
@@ -127,8 +127,9 @@ class _Call:
                 return None
         return places
 
-    def replay(self, places: list[int], place: torch.device, device: int) -> Any:
+    def replay(self, places: list[int], tensors: list[torch.Tensor], device: int) -> Any:
         """Allocate, launch, and return what the kernel's `launch` would."""
+        place = tensors[0].device
         made = [torch.empty_strided(shape, stride, dtype=dtype, device=place)
                 for shape, stride, dtype in self.outputs]
         if self.scratch:
@@ -139,7 +140,7 @@ class _Call:
         stream = driver.active.get_current_stream(device)
         for launch in self.launches:
             launch(stream, places)
-        return self.build(made)
+        return self.build(made + tensors)
 
 
 class _Allocations(TorchDispatchMode):
@@ -186,7 +187,11 @@ def _call(config: Any, launches: list[NotedLaunch], tensors: list[torch.Tensor],
     returned: list[torch.Tensor] = []
 
     def output(tensor: torch.Tensor) -> int:
-        """Number of the output that `tensor` is; a whole allocation."""
+        """Number of the output that `tensor` is, a whole allocation; from the end, of an argument
+        (`accumulate_into`)."""
+        for place, argument in enumerate(tensors):
+            if tensor is argument:
+                return place - len(tensors)
         if not any(tensor is other for other in returned):
             if tensor.storage_offset() or _memory(tensor) in map(_memory, returned):
                 raise _UnplacedError
@@ -256,7 +261,10 @@ def _builder(result: Any, output: Callable[[torch.Tensor], int],
     if isinstance(result, torch.Tensor):
         return operator.itemgetter(output(result))
     if isinstance(result, tuple) and len(result) > 1:
-        return operator.itemgetter(*map(output, result))
+        if all(isinstance(part, torch.Tensor) for part in result):
+            return operator.itemgetter(*map(output, result))
+        builders = [_builder(part, output) for part in result]
+        return lambda tensors: tuple([build(tensors) for build in builders])
     build = assembler(result, output)
     if build is None:
         raise _UnplacedError

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch import detect_target, resolve
+from ..dispatch import Calls, detect_target
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, ScaleSpan
 from ..formats.tensor import Layout, MXTensor
 from ..problem import GroupedProblem, Op
-from .library import rebuild_mx, register
+from .library import is_unobserved, rebuild_mx, register
 from .moe_checks import OUT_DTYPES
 from .quantize_dual import check_group_offsets
 
 Operand = torch.Tensor | MXTensor
 FlatOperand = tuple[torch.Tensor, torch.Tensor | None, str, str, torch.Tensor | None]
+
+_GEMM, _WGRAD = Calls(), Calls()
 
 
 def grouped_gemm(
@@ -61,6 +63,8 @@ def grouped_gemm(
         >>> mxpert.grouped_gemm(a, b, torch.tensor([0, 1, 2]), out_dtype=torch.float32)[:, 0]
         tensor([32., 32.,  0.])
     """
+    if _is_unobserved(a):
+        return _call_gemm(a, b, group_offsets, trans_b, out_dtype)
     check_grouped_gemm(a, b, group_offsets, trans_b, out_dtype)
     return _gemm_op(*_flatten(a), *_flatten(b), group_offsets, trans_b, out_dtype)
 
@@ -99,6 +103,8 @@ def grouped_wgrad(
         >>> mxpert.grouped_wgrad(grad_col, a_col, offsets, out_dtype=torch.float32)[:, 0, 0]
         tensor([1., 2.])
     """
+    if _is_unobserved(grad):
+        return _call_wgrad(grad, a, group_offsets, out_dtype, accumulate_into)
     check_grouped_wgrad(grad, a, group_offsets, out_dtype, accumulate_into)
     operands = (*_flatten(grad), *_flatten(a), group_offsets)
     if accumulate_into is None:
@@ -216,6 +222,10 @@ def _wgrad_problem(grad: Operand, a: Operand, group_offsets: torch.Tensor, out_d
         accumulate, _span(grad), _span(a))
 
 
+def _is_unobserved(first: Operand) -> bool:
+    return is_unobserved(first.qdata if isinstance(first, MXTensor) else first)
+
+
 def _format_name(value: Operand) -> str:
     return value.format.name if isinstance(value, MXTensor) else "bf16"
 
@@ -238,6 +248,14 @@ def _rebuild(data: torch.Tensor, scale: torch.Tensor | None, format: str, span: 
     return rebuild_mx(data, scale, format, axis=axis, span=ScaleSpan(span), wide=wide)
 
 
+def _call_gemm(a: Operand, b: Operand, group_offsets: torch.Tensor, trans_b: bool,
+               out_dtype: torch.dtype) -> torch.Tensor:
+    c: torch.Tensor = _GEMM.launch(
+        None, (trans_b, out_dtype), dict(a=a, b=b, group_offsets=group_offsets),
+        lambda: describe_grouped_gemm(a, b, group_offsets, trans_b=trans_b, out_dtype=out_dtype))
+    return c
+
+
 def _run_gemm(
     a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str, a_span: str,
     a_wide: torch.Tensor | None, b: torch.Tensor, b_scale: torch.Tensor | None, b_format: str,
@@ -246,9 +264,7 @@ def _run_gemm(
 ) -> torch.Tensor:
     left = _rebuild(a, a_scale, a_format, a_span, a_wide)
     right = _rebuild(b, b_scale, b_format, b_span, b_wide, -1 if trans_b else -2)
-    problem = _gemm_problem(left, right, trans_b, out_dtype)
-    kernel, config = resolve(problem)
-    return kernel.launch(problem, config, a=left, b=right, group_offsets=group_offsets)
+    return _call_gemm(left, right, group_offsets, trans_b, out_dtype)
 
 
 def _fake_gemm(
@@ -260,12 +276,14 @@ def _fake_gemm(
     return a.new_empty((a.shape[0], b.shape[1 if trans_b else 2]), dtype=out_dtype)
 
 
-def _launch_wgrad(grad: Operand, a: Operand, group_offsets: torch.Tensor, out_dtype: torch.dtype,
-                  accumulate_into: torch.Tensor | None) -> torch.Tensor:
-    problem = _wgrad_problem(grad, a, group_offsets, out_dtype, accumulate_into is not None)
-    kernel, config = resolve(problem)
-    return kernel.launch(problem, config, grad=grad, a=a, group_offsets=group_offsets,
-                         accumulate_into=accumulate_into)
+def _call_wgrad(grad: Operand, a: Operand, group_offsets: torch.Tensor, out_dtype: torch.dtype,
+                accumulate_into: torch.Tensor | None) -> torch.Tensor:
+    out: torch.Tensor = _WGRAD.launch(
+        None, (out_dtype,), dict(grad=grad, a=a, group_offsets=group_offsets,
+                                 accumulate_into=accumulate_into),
+        lambda: describe_grouped_wgrad(grad, a, group_offsets, out_dtype=out_dtype,
+                                       accumulate_into=accumulate_into))
+    return out
 
 
 def _run_wgrad(
@@ -274,9 +292,9 @@ def _run_wgrad(
     a_span: str, a_wide: torch.Tensor | None, group_offsets: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    return _launch_wgrad(_rebuild(grad, grad_scale, grad_format, grad_span, grad_wide),
-                         _rebuild(a, a_scale, a_format, a_span, a_wide), group_offsets, out_dtype,
-                         None)
+    return _call_wgrad(_rebuild(grad, grad_scale, grad_format, grad_span, grad_wide),
+                       _rebuild(a, a_scale, a_format, a_span, a_wide), group_offsets, out_dtype,
+                       None)
 
 
 def _fake_wgrad(
@@ -296,9 +314,9 @@ def _run_accumulate(
     a_span: str, a_wide: torch.Tensor | None, group_offsets: torch.Tensor,
     accumulate_into: torch.Tensor,
 ) -> None:
-    _launch_wgrad(_rebuild(grad, grad_scale, grad_format, grad_span, grad_wide),
-                  _rebuild(a, a_scale, a_format, a_span, a_wide), group_offsets, torch.float32,
-                  accumulate_into)
+    _call_wgrad(_rebuild(grad, grad_scale, grad_format, grad_span, grad_wide),
+                _rebuild(a, a_scale, a_format, a_span, a_wide), group_offsets, torch.float32,
+                accumulate_into)
 
 
 def _fake_accumulate(

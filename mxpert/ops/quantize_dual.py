@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch import detect_target, resolve
+from ..dispatch import Calls, detect_target
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan, get_format
 from ..formats.tensor import MXTensor
 from ..problem import DualProblem, Op
 from ..routing import GROUP_OFFSET_DTYPES, padded_capacity
-from .library import rebuild_mx, register
+from .library import is_unobserved, rebuild_mx, register
 from .quantize import FLOAT_DTYPES
 
 Spans = ScaleSpan | tuple[ScaleSpan, ScaleSpan]
 DualTensors = tuple[torch.Tensor, ...]
 """Codes, scales and, with AUTO, count of wide blocks: of the row-wise copy, then of the other."""
+
+_DUAL = Calls()
 
 MAX_GROUPED_ROWS = 1 << 30
 """Padded columns are counted in int32, and kernels step past the last one before they mask."""
@@ -65,6 +67,8 @@ def quantize_dual(
         >>> mxpert.dequantize(col)[0].nonzero().flatten().tolist()
         [0, 32, 33]
     """
+    if is_unobserved(x):
+        return _call_dual(x, format, group_offsets, scale_rule, scale_span)
     element = check_quantize_dual(x, format, group_offsets, scale_rule)
     row_span, col_span = check_spans(scale_span)
     row, row_scale, row_wide, col, col_scale, col_wide = _dual_op(
@@ -149,13 +153,20 @@ def _problem(x: torch.Tensor, group_offsets: torch.Tensor | None, format: MXForm
                        scale_rule, num_groups, group_offsets is not None, row_span, column_span)
 
 
+def _call_dual(x: torch.Tensor, format: str | MXFormat, group_offsets: torch.Tensor | None,
+               scale_rule: ScaleRule, scale_span: Spans) -> tuple[MXTensor, MXTensor]:
+    copies: tuple[MXTensor, MXTensor] = _DUAL.launch(
+        scale_rule, (format, scale_span), dict(x=x, group_offsets=group_offsets),
+        lambda: describe_quantize_dual(x, format, group_offsets=group_offsets,
+                                       scale_rule=scale_rule, scale_span=scale_span))
+    return copies
+
+
 def _run_dual(x: torch.Tensor, group_offsets: torch.Tensor | None, format: str,
               scale_rule: str, row_span: str, column_span: str) -> DualTensors:
-    problem = _problem(x, group_offsets, get_format(format), ScaleRule(scale_rule),
-                       ScaleSpan(row_span), ScaleSpan(column_span))
-    kernel, config = resolve(problem)
-    row, col = kernel.launch(problem, config, x=x, group_offsets=group_offsets)
-    return tuple(part for copy in (row, col) for part in (
+    copies = _call_dual(x, format, group_offsets, ScaleRule(scale_rule),
+                        (ScaleSpan(row_span), ScaleSpan(column_span)))
+    return tuple(part for copy in copies for part in (
         copy.qdata, copy.scale, x.new_empty(0, dtype=torch.int32) if copy.wide_blocks is None
         else copy.wide_blocks))
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch import detect_target, resolve
+from ..dispatch import Calls, detect_target
 from ..errors import require, require_tensor
 from ..problem import Activation, Op, RowsProblem, activation_from
 from .library import register
 from .quantize import FLOAT_DTYPES
 
 ROW_DTYPES = (*FLOAT_DTYPES, torch.float64)
+
+_ACTIVATE, _ACTIVATE_BACKWARD, _COMBINE, _COMBINE_BACKWARD = Calls(), Calls(), Calls(), Calls()
 
 
 def activate_rows(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -135,9 +137,10 @@ def _combine_problem(op: Op, rows: torch.Tensor, row_ids: torch.Tensor) -> RowsP
 
 
 def _run_activate(gate_up: torch.Tensor, name: str, parameters: list[float]) -> torch.Tensor:
-    problem = _activation_problem(Op.ACTIVATE_ROWS, gate_up, name, parameters)
-    kernel, config = resolve(problem)
-    return kernel.launch(problem, config, gate_up=gate_up)
+    out: torch.Tensor = _ACTIVATE.launch(
+        None, (name, *parameters), dict(gate_up=gate_up),
+        lambda: _activation_problem(Op.ACTIVATE_ROWS, gate_up, name, parameters))
+    return out
 
 
 def _fake_activate(gate_up: torch.Tensor, name: str, parameters: list[float]) -> torch.Tensor:
@@ -146,9 +149,10 @@ def _fake_activate(gate_up: torch.Tensor, name: str, parameters: list[float]) ->
 
 def _run_activate_backward(grad: torch.Tensor, gate_up: torch.Tensor, name: str,
                            parameters: list[float]) -> torch.Tensor:
-    problem = _activation_problem(Op.ACTIVATE_ROWS_BACKWARD, gate_up, name, parameters)
-    kernel, config = resolve(problem)
-    return kernel.launch(problem, config, grad=grad, gate_up=gate_up)
+    by_row: torch.Tensor = _ACTIVATE_BACKWARD.launch(
+        None, (name, *parameters), dict(grad=grad, gate_up=gate_up),
+        lambda: _activation_problem(Op.ACTIVATE_ROWS_BACKWARD, gate_up, name, parameters))
+    return by_row
 
 
 def _fake_activate_backward(grad: torch.Tensor, gate_up: torch.Tensor, name: str,
@@ -158,10 +162,10 @@ def _fake_activate_backward(grad: torch.Tensor, gate_up: torch.Tensor, name: str
 
 def _run_combine(rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor | None,
                  out_dtype: torch.dtype) -> torch.Tensor:
-    problem = _combine_problem(Op.COMBINE_ROWS, rows, row_ids)
-    kernel, config = resolve(problem)
-    return kernel.launch(problem, config, rows=rows, row_ids=row_ids, weights=weights,
-                         out_dtype=out_dtype)
+    out: torch.Tensor = _COMBINE.launch(
+        None, (), dict(rows=rows, row_ids=row_ids, weights=weights, out_dtype=out_dtype),
+        lambda: _combine_problem(Op.COMBINE_ROWS, rows, row_ids))
+    return out
 
 
 def _fake_combine(rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor | None,
@@ -172,9 +176,10 @@ def _fake_combine(rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tens
 def _run_combine_backward(
     grad: torch.Tensor, rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    problem = _combine_problem(Op.COMBINE_ROWS_BACKWARD, rows, row_ids)
-    kernel, config = resolve(problem)
-    return kernel.launch(problem, config, grad=grad, rows=rows, row_ids=row_ids, weights=weights)
+    by_row, by_weight = _COMBINE_BACKWARD.launch(
+        None, (), dict(grad=grad, rows=rows, row_ids=row_ids, weights=weights),
+        lambda: _combine_problem(Op.COMBINE_ROWS_BACKWARD, rows, row_ids))
+    return by_row, by_weight
 
 
 def _fake_combine_backward(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,6 @@ from triton import knobs
 import mxpert
 from mxpert import Combine, GemmConfig, MoEConfig, Scoring
 from mxpert.backends import replay
-from mxpert.backends.replay import Replayed
 from mxpert.dispatch import tables
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.ops import moe, quantize, route
@@ -27,13 +26,10 @@ from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.routing import RoutingPlan
 from mxpert.testing.launches import as_if_on_h200, count_launches, without_device
 from mxpert.testing.problems import MoEShape, random_moe_problem
+from mxpert.testing.replays import Launches, check_same, flat, ordinary
 
 SHAPE = MoEShape(hidden_size=256, intermediate_size=256, num_experts=8, top_k=2,
                  activation=mxpert.SwiGLU())
-LOWEST_ADDRESS = 1 << 32
-"""No size of a kernel is as large, no tensor lies as low."""
-
-Launches = list[tuple[Any, ...]]
 
 
 @pytest.fixture(autouse=True)
@@ -140,57 +136,6 @@ CASES: dict[str, tuple[Callable[[], Layer], Callable[[Layer], Any]]] = {
                                     stage(layer, name))
        for stage in (Layer.gate_up, Layer.down) for name in ACTIVATION_FORMATS},
 }
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors of a result or of arguments, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from tensors_of(part)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from tensors_of(getattr(value, field.name))
-
-
-def flat(value: Any) -> Iterator[Any]:
-    """Numbers and names of launches, descriptors taken apart."""
-    if isinstance(value, (tuple, list)):
-        for part in value:
-            yield from flat(part)
-    else:
-        yield value
-
-
-def check_same(layer: Layer, ordinary: tuple[Launches, Any],
-               repeated: tuple[Launches, Any]) -> None:
-    """Equal but for addresses; those of arguments too, others consistently."""
-    inputs = [tensor for value in (*vars(layer).values(), *layer.rows.values())
-              for tensor in tensors_of(value)]
-    ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in inputs]
-    moved: dict[int, int] = {}
-    assert len(ordinary[0]) == len(repeated[0]) > 0
-    for want, have in zip(flat(ordinary[0]), flat(repeated[0]), strict=True):
-        if not isinstance(want, int) or want < LOWEST_ADDRESS:
-            assert have == want
-        elif any(start <= want < end for start, end in ranges):
-            assert have == want, "an argument"
-        else:
-            assert moved.setdefault(have, want) == want, "two buffers became one"
-    for want, have in zip(tensors_of(ordinary[1]), tensors_of(repeated[1]), strict=True):
-        assert (have.shape, have.stride(), have.dtype) == (want.shape, want.stride(), want.dtype)
-        if want.numel():
-            assert moved[have.data_ptr()] == want.data_ptr()
-
-
-def ordinary(launches: Launches, call: Callable[[], Any]) -> tuple[Launches, Any]:
-    """Launches and result of a call that is not replayed."""
-    with mock.patch.object(Replayed, "replay", return_value=None):
-        call()
-        launches.clear()
-        result = call()
-    return launches.copy(), result
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,78 @@
+"""Replayed calls of a kernel beside ordinary ones, launched into a list (`testing.launches`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ..backends.replay import Replayed
+
+LOWEST_ADDRESS = 1 << 32
+"""No size of a kernel is as large, no tensor lies as low."""
+
+Launches = list[tuple[Any, ...]]
+"""Arguments of Triton's C launcher."""
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors of a result or of arguments, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(part)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """Numbers and names of launches, descriptors taken apart."""
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            yield from flat(part)
+    else:
+        yield value
+
+
+def check_same(owner: object, ordinary: tuple[Launches, Any],
+               repeated: tuple[Launches, Any]) -> None:
+    """Launches and results are equal but for addresses; those of arguments, which are `owner`'s
+    attributes, too, others consistently."""
+    ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+              for tensor in tensors_of(vars(owner))]
+    moved: dict[int, int] = {}
+    counts = len(ordinary[0]), len(repeated[0])
+    _check(counts[0] == counts[1] > 0, "launches", *counts)
+    for want, have in zip(flat(ordinary[0]), flat(repeated[0]), strict=True):
+        if not isinstance(want, int) or want < LOWEST_ADDRESS:
+            _check(have == want, "a number or name", want, have)
+        elif any(start <= want < end for start, end in ranges):
+            _check(have == want, "the address of an argument", want, have)
+        else:
+            _check(moved.setdefault(have, want) == want, "a buffer of its own", want, have)
+    for result, repeat in zip(tensors_of(ordinary[1]), tensors_of(repeated[1]), strict=True):
+        facts = [(each.shape, each.stride(), each.dtype) for each in (result, repeat)]
+        _check(facts[0] == facts[1], "a result", *facts)
+        if result.numel():
+            place = repeat.data_ptr()
+            _check(moved.get(place, place) == result.data_ptr(), "where a result lies",
+                   result.data_ptr(), place)
+
+
+def _check(holds: bool, what: str, want: object, have: object) -> None:
+    if not holds:
+        raise AssertionError(f"{what}: {want} in the ordinary call, {have} in the replay")
+
+
+def ordinary(launches: Launches, call: Callable[[], Any]) -> tuple[Launches, Any]:
+    """Launches and result of a call that is not replayed."""
+    with mock.patch.object(Replayed, "replay", return_value=None):
+        call()
+        launches.clear()
+        result = call()
+    return launches.copy(), result
