@@ -1,0 +1,75 @@
+"""Time what one grouped linear, forward and backward, costs the host.
+
+    python benchmarks/training_host.py [--dry-run]
+
+Each line is one recipe: kernels of ours that are launched, and the median host time of a warm eager
+forward and backward. The layer is small, so that the device keeps up. With --dry-run kernels are
+compiled for sm_90 (a minute, the first time) and launched into nothing: the host time of a machine
+without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+
+import _checkout  # noqa: F401
+import torch
+
+from mxpert import ScaleSpan
+from mxpert.errors import message
+from mxpert.testing.launches import as_if_on_h200, count_launches, without_device
+from mxpert.training import MXFP8Recipe, grouped_linear
+from render import markdown_table
+from routing import host_us
+
+ROWS, GROUPS, IN, OUT = 256, 8, 512, 256
+CALLS = 400
+RECIPES = {
+    "bf16": MXFP8Recipe(enabled=False),
+    **{span.name: MXFP8Recipe(scale_span=span) for span in ScaleSpan},
+}
+
+
+def step_of(recipe: MXFP8Recipe, device: torch.device) -> Callable[[], object]:
+    """Forward and backward of one layer."""
+    x = torch.randn(ROWS, IN, dtype=torch.bfloat16, device=device, requires_grad=True)
+    weight = torch.randn(GROUPS, OUT, IN, dtype=torch.bfloat16, device=device, requires_grad=True)
+    grad = torch.randn(ROWS, OUT, dtype=torch.bfloat16, device=device)
+    offsets = torch.arange(0, ROWS + 1, ROWS // GROUPS, dtype=torch.int32, device=device)
+
+    def step() -> object:
+        y = grouped_linear(x, weight, offsets, recipe=recipe)
+        return torch.autograd.grad(y, (x, weight), grad)
+
+    return step
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="launch into nothing, on the CPU")
+    options = parser.parse_args(arguments)
+    device = torch.device("cpu" if options.dry_run else "cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print(message("training_host", "device", "a GPU", "none", "run with --dry-run"),
+              file=sys.stderr)
+        return 2
+    lines = []
+    with contextlib.ExitStack() as stack:
+        if options.dry_run:
+            stack.enter_context(without_device(record=False))
+            stack.enter_context(as_if_on_h200())
+        for name, recipe in RECIPES.items():
+            step = step_of(recipe, device)
+            step()
+            lines.append([name, str(count_launches(step)), f"{host_us(step, device, CALLS):.0f}"])
+    print(markdown_table(["forward and backward", "launches", "host µs"], lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
