@@ -266,8 +266,9 @@ def test_bad_scale_rule_raises() -> None:
         MXFP8Recipe(scale_rule="rceil")
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("name", ["e4m3", "high-precision-wgrad", "bf16"])
-def test_compiles_without_a_graph_break(name: str) -> None:
+def test_compiles_without_a_graph_break(name: str, autocast: bool) -> None:
     """Group sizes change from call to call, the graph stays."""
     _, x, weight, _ = snr_operands()
     grad = torch.randn(len(x), weight.shape[1]).bfloat16()
@@ -280,4 +281,6 @@ def test_compiles_without_a_graph_break(name: str) -> None:
                          weight)
 
     for sizes in (SNR_SIZES, SNR_SIZES[::-1]):
-        assert all(map(is_exact, run(compiled, sizes), run(grouped_linear, sizes)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            actual = run(compiled, sizes)
+        assert all(map(is_exact, actual, run(grouped_linear, sizes)))
