@@ -19,6 +19,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 from ..backends.launch import Launch
+from ..dispatch import Calls
 from ..ops import grouped_gemm, moe, quantize, quantize_dual, route, rows
 from ..problem import Target
 
@@ -153,10 +154,12 @@ def _h200(device: object) -> Target:
 
 @contextlib.contextmanager
 def as_if_on_h200() -> Iterator[None]:
-    """Resolve problems of CPU tensors as if they lay on an H200."""
+    """Resolve problems of CPU tensors as if they lay on an H200, in ops that know no arguments."""
     with contextlib.ExitStack() as stack:
         for module in _OPS:
             stack.enter_context(mock.patch.object(module, "detect_target", _h200))
+            for calls in [each for each in vars(module).values() if isinstance(each, Calls)]:
+                stack.enter_context(mock.patch.object(calls, "_known", {}))
         yield
 
 

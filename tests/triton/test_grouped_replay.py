@@ -14,7 +14,7 @@ from mxpert import MXTensor, ScaleRule, ScaleSpan
 from mxpert.backends import replay
 from mxpert.backends.launch import Launch
 from mxpert.dispatch import registry
-from mxpert.ops import grouped_gemm, quantize, quantize_dual, rows
+from mxpert.ops import rows
 from mxpert.testing.launches import as_if_on_h200, count_launches, without_device
 from mxpert.testing.replays import Launches, check_same, ordinary
 from mxpert.training import MXFP8Recipe, grouped_linear
@@ -31,14 +31,6 @@ offsets, and 3 quantisations, of which 2 need a table."""
 def launches() -> Iterator[Launches]:
     with without_device() as made, as_if_on_h200():
         yield made
-
-
-@pytest.fixture(autouse=True)
-def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No op has seen any arguments."""
-    for calls in (grouped_gemm._GEMM, grouped_gemm._WGRAD, quantize_dual._DUAL, quantize._QUANTIZE,
-                  rows._ACTIVATE, rows._ACTIVATE_BACKWARD, rows._COMBINE, rows._COMBINE_BACKWARD):
-        monkeypatch.setattr(calls, "_known", {})
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from mxpert import Combine, GemmConfig, MoEConfig, Scoring
 from mxpert.backends import replay
 from mxpert.dispatch import tables
 from mxpert.formats.tensor import Layout, MXTensor
-from mxpert.ops import moe, quantize, route
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.routing import RoutingPlan
 from mxpert.testing.launches import as_if_on_h200, count_launches, without_device
@@ -36,14 +35,6 @@ SHAPE = MoEShape(hidden_size=256, intermediate_size=256, num_experts=8, top_k=2,
 def launches() -> Iterator[Launches]:
     with without_device() as made, as_if_on_h200():
         yield made
-
-
-@pytest.fixture(autouse=True)
-def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No op has seen any arguments."""
-    for calls in (moe._FUSED_MOE, moe._GATE_UP, moe._DOWN, route._ROUTE_TOPK, route._ROUTING_PLAN,
-                  quantize._QUANTIZE, quantize._DEQUANTIZE):
-        monkeypatch.setattr(calls, "_known", {})
 
 
 @pytest.fixture
