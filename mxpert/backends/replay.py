@@ -12,6 +12,7 @@ that go through Triton (in its interpreter, under hooks, on other targets), unal
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -93,6 +94,25 @@ class _Once(NamedTuple):
     is_new: bool = True
 
 
+def _empty(place: torch.device, shape: tuple[int, ...], stride: tuple[int, ...],
+           dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=place)
+
+
+_Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def _allocators() -> dict[str, _Allocate]:
+    """What the code that torch.compile generates allocates with on the current device, in half the
+    time of `torch.empty_strided`; nothing where this torch has no such functions."""
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    names = {"cpu": "_empty_strided_cpu", "cuda": "_empty_strided_cuda"}
+    return {kind: getattr(guards, name) for kind, name in names.items() if hasattr(guards, name)}
+
+
+_ALLOCATE = _allocators()
+
+
 class _Output(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -130,10 +150,10 @@ class _Call:
     def replay(self, places: list[int], tensors: list[torch.Tensor], device: int) -> Any:
         """Allocate, launch, and return what the kernel's `launch` would."""
         place = tensors[0].device
-        made = [torch.empty_strided(shape, stride, dtype=dtype, device=place)
-                for shape, stride, dtype in self.outputs]
+        allocate = _ALLOCATE.get(place.type) or functools.partial(_empty, place)
+        made = [allocate(shape, stride, dtype) for shape, stride, dtype in self.outputs]
         if self.scratch:
-            scratch = torch.empty_strided((self.scratch,), (1,), dtype=torch.uint8, device=place)
+            scratch = allocate((self.scratch,), (1,), torch.uint8)
             places.append(scratch.data_ptr())
         for tensor in made:
             places.append(tensor.data_ptr())

@@ -12,7 +12,9 @@ from ..geometry import Known, describe
 from ..problem import KernelSpec, Problem
 from .registry import resolve, resolve_known
 
-_MAX_KNOWN = 8192
+_MAX_KNOWN = 1024
+"""Geometries of an op, each with some ten kilobytes of noted launches."""
+
 _T = TypeVar("_T")
 
 

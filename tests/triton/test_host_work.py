@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxpert
 from mxpert import geometry
-from mxpert.backends import launch
+from mxpert.backends import launch, replay
 from mxpert.backends.launch import Launch, PreparedLaunch
 from mxpert.dispatch import registry
 from mxpert.formats.tensor import Layout
@@ -48,7 +48,7 @@ def no_device() -> Iterator[None]:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Counts of what warm calls leave out, from here on."""
-    counts = {"learn": 0, "build": 0, "encode": 0, "launch": 0, "check": 0, "allocate": 0,
+    counts = {"learn": 0, "build": 0, "encode": 0, "launch": 0, "check": 0,
               "take apart": 0, "problem": 0}
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,15 +71,15 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-class Allocations(TorchDispatchMode):
-    """Counts every operator: a warm call has no other ones than allocations."""
+class Operators(TorchDispatchMode):
+    """Names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
+        self.names.append(func.name().split(".")[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -122,16 +122,37 @@ def test_a_warm_call_only_launches(op: str, work: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("op", MOST_ALLOCATIONS)
-def test_a_warm_call_allocates_results_and_one_scratch(op: str, monkeypatch) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["torch-empty", "as-compiled-code"])
+def test_a_warm_call_allocates_results_and_one_scratch(
+    op: str, own: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:
     call = calls(16)[op]
     for _ in range(3):
         call()
-    seen = Allocations()
-    with monkeypatch.context() as patch, seen:
-        for module in (moe, route, quantize, library):
-            patch.setattr(module, "is_unobserved", lambda tensor: True, raising=False)
+    made: list[object] = []
+    allocate = torch.empty_strided if own else replay._ALLOCATE["cpu"]
+
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+        made.append(allocate(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(replay, "_ALLOCATE", {} if own else {"cpu": counted})
+    monkeypatch.setattr(torch, "empty_strided", counted)
+    call()
+    assert 0 < len(made) <= MOST_ALLOCATIONS[op]
+
+
+@pytest.mark.parametrize("op", MOST_ALLOCATIONS)
+def test_a_warm_call_runs_no_other_operator(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = calls(16)[op]
+    for _ in range(3):
         call()
-    assert seen.count <= MOST_ALLOCATIONS[op]
+    for module in (moe, route, quantize, library):
+        monkeypatch.setattr(module, "is_unobserved", lambda tensor: True, raising=False)
+    monkeypatch.setattr(replay, "_ALLOCATE", {})
+    with Operators() as seen:
+        call()
+    assert set(seen.names) == {"aten::empty_strided"}
 
 
 def test_weights_are_described_to_tma_once(work: dict[str, int]) -> None:
