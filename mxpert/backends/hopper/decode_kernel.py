@@ -115,7 +115,6 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
     ACCUMULATOR: gl.constexpr = accumulator_layout(4, COLUMNS)
     OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
     LAYOUT: gl.constexpr = output_layout(4, TOKENS, KIND)
-    UNITS: gl.constexpr = 1 if COLUMNS <= 32 else 2  # decoded at once; wide tiles lack registers
     TERMS_FIRST: gl.constexpr = COLUMNS <= 16  # more would not fit in registers through the loop
     wait_for_previous()
     if PARTITION == 0:
@@ -139,15 +138,12 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
         accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
         for _ in range(first_step, last_step):
             mbarrier.wait(ready.index(slot), phase)
-            partial = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
-            for part in gl.static_range(2 // UNITS):  # decoded while the one before multiplies
-                weights = decode_weights(
-                    codes.index(slot).slice(PARTITION * 64 + part * 32, 32 * UNITS, 0),
-                    shifts.index(slot).slice(PARTITION * 16 + part * 8, 8 * UNITS, 0),
-                    ACCUMULATOR, 1, UNITS)
-                rows = x.index(slot).slice(part * 128, 128 * UNITS, 1)
-                partial = warpgroup_mma(weights, rows.permute((1, 0)), partial, use_acc=part > 0,
-                                        is_async=True)
+            weights = decode_weights(codes.index(slot).slice(PARTITION * 64, 64, 0),
+                                     shifts.index(slot).slice(PARTITION * 16, 16, 0),
+                                     ACCUMULATOR, 1, 2)
+            partial = warpgroup_mma(weights, x.index(slot).permute((1, 0)),
+                                    gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR),
+                                    use_acc=False, is_async=True)
             partial = warpgroup_mma_wait(0, deps=(partial,))
             mbarrier.arrive(free.index(slot), count=1)
             accumulator += partial

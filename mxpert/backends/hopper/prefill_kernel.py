@@ -89,13 +89,6 @@ def _multiply(weights, x, partial, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
 
 
 @gluon.jit
-def _decode_stage(ring, slot, PARTITION: gl.constexpr, LAYOUT: gl.constexpr):
-    """This consumer's weights of one stage, the register operand of products laid out as LAYOUT."""
-    return decode_weights(ring[0].index(slot).slice(PARTITION * 32, 32, 0),
-                          ring[1].index(slot).slice(PARTITION * 8, 8, 0), LAYOUT, 1, 1)
-
-
-@gluon.jit
 def _accumulate(ring, slot, phase, depth_units, PARTITION: gl.constexpr, STAGES: gl.constexpr,
                 LEFT: gl.constexpr, RIGHT: gl.constexpr, RIGHT_AT: gl.constexpr,
                 SPLIT: gl.constexpr):
@@ -103,65 +96,54 @@ def _accumulate(ring, slot, phase, depth_units, PARTITION: gl.constexpr, STAGES:
 
     With SPLIT the right columns are the low parts of the left ones.
     """
-    x, ready, free = ring[2], ring[3], ring[4]
+    codes, shifts, x, ready, free = ring
     LAYOUT: gl.constexpr = accumulator_layout(4, LEFT)
     WIDTH: gl.constexpr = RIGHT if RIGHT > 0 else 32
     RIGHT_LAYOUT: gl.constexpr = accumulator_layout(4, WIDTH)
-    # Registers for both partial sums at once, and for weights of the next step under the wgmma.
-    AHEAD: gl.constexpr = LEFT + RIGHT <= 128 and not SPLIT
+    BOTH: gl.constexpr = RIGHT > 0 and not SPLIT and LEFT + RIGHT < 128  # partial sums at once
     left = gl.zeros((64, LEFT), gl.float32, LAYOUT)
     right = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
-    pairs = gl.cdiv(depth_units, 2)
-    if AHEAD:
+    for _ in range(gl.cdiv(depth_units, 2)):
         mbarrier.wait(ready.index(slot), phase)
-        following = _decode_stage(ring, slot, PARTITION, LAYOUT)
-    for pair in range(pairs):
-        if AHEAD:
-            a = following
-        else:
-            mbarrier.wait(ready.index(slot), phase)
-            a = _decode_stage(ring, slot, PARTITION, LAYOUT)
+        a = decode_weights(codes.index(slot).slice(PARTITION * 32, 32, 0),
+                           shifts.index(slot).slice(PARTITION * 8, 8, 0), LAYOUT, 1, 1)
         xa = x.index(slot)
         unused = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
         partial = _multiply(a, xa, gl.zeros((64, LEFT), gl.float32, LAYOUT), 0, LEFT, False)
-        if AHEAD and RIGHT > 0:
+        if BOTH:
             other = _multiply(a, xa, unused, RIGHT_AT, RIGHT, False)
         mbarrier.wait(ready.index(slot + 1), phase)
-        b = _decode_stage(ring, slot + 1, PARTITION, LAYOUT)
+        b = decode_weights(codes.index(slot + 1).slice(PARTITION * 32, 32, 0),
+                           shifts.index(slot + 1).slice(PARTITION * 8, 8, 0), LAYOUT, 1, 1)
         xb = x.index(slot + 1)
         partial = _multiply(b, xb, partial, 0, LEFT, True)
-        used = slot
-        slot += 2
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
-        if AHEAD:
-            if RIGHT > 0:
-                other = _multiply(b, xb, other, RIGHT_AT, RIGHT, True)
-            # After the last step nothing waits, and what is decoded there is not used.
-            mbarrier.wait(ready.index(slot), phase, pred=pair + 1 < pairs)
-            following = _decode_stage(ring, slot, PARTITION, LAYOUT)
-            if RIGHT > 0:
-                partial, other = warpgroup_mma_wait(0, deps=(partial, other))
-            else:
-                partial = warpgroup_mma_wait(0, deps=(partial,))
-            mbarrier.arrive(free.index(used), count=1)
-            left += partial
-            if RIGHT > 0:
-                right += other
-        elif SPLIT:  # the adds of the high sum run under the wgmma of the low parts
+        if SPLIT:  # the adds of the high sum run under the wgmma of the low parts
             low = _multiply(a, xa, right, RIGHT_AT, RIGHT, True)
             low = _multiply(b, xb, low, RIGHT_AT, RIGHT, True)
             left += warpgroup_mma_wait(2, deps=(partial,))
             right = warpgroup_mma_wait(0, deps=(low,))
-            mbarrier.arrive(free.index(used), count=1)
-        else:
+            mbarrier.arrive(free.index(slot), count=1)
+        elif BOTH:
+            other = _multiply(b, xb, other, RIGHT_AT, RIGHT, True)
+            partial, other = warpgroup_mma_wait(0, deps=(partial, other))
+            mbarrier.arrive(free.index(slot), count=1)
+            left += partial
+            right += other
+        elif RIGHT > 0:
             left += warpgroup_mma_wait(0, deps=(partial,))
             other = _multiply(a, xa, unused, RIGHT_AT, RIGHT, False)
             other = _multiply(b, xb, other, RIGHT_AT, RIGHT, True)
             other = warpgroup_mma_wait(0, deps=(other,))
-            mbarrier.arrive(free.index(used), count=1)
+            mbarrier.arrive(free.index(slot), count=1)
             right += other
+        else:
+            partial = warpgroup_mma_wait(0, deps=(partial,))
+            mbarrier.arrive(free.index(slot), count=1)
+            left += partial
+        slot += 2
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
     return left, right, slot, phase
 
 
