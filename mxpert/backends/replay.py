@@ -68,7 +68,8 @@ class Replayed:
         if own not in (device, _NO_DEVICE):
             with torch.cuda.device(own):
                 return self.replay(known, config, tensors, arguments)
-        key = (id(config), device, knobs.runtime.debug, knobs.compilation.instrumentation_mode)
+        key = (self, id(config), device, knobs.runtime.debug,
+               knobs.compilation.instrumentation_mode)
         call = known.calls.get(key)
         if type(call) is _Call:
             places = call.places(tensors)

@@ -199,6 +199,27 @@ def test_a_pinned_config_and_a_new_table_are_not_answered_from_before(
     tables.reload_tables()
 
 
+def test_one_config_on_two_backends(launches: Launches, replays: list[object]) -> None:
+    """Training ops have no config: what two backends resolve to differs in the kernel alone."""
+    x = torch.randn(64, 256).bfloat16()
+    calls = {}
+    for backend in ("hopper", "triton"):
+        def call(backend: str = backend) -> Any:
+            with mxpert.override(backend=backend):
+                return mxpert.quantize_dual(x, "mxfp8")
+        calls[backend] = call
+    for _ in range(3):
+        for call in calls.values():
+            call()
+    assert replays
+    names = {}
+    for backend, call in calls.items():
+        launches.clear()
+        call()
+        names[backend] = [launch[4] for launch in launches]
+    assert names["hopper"] != names["triton"]
+
+
 def test_unaligned_arguments_are_launched_as_they_are(launches: Launches,
                                                       replays: list[object]) -> None:
     layer = Layer(4)
