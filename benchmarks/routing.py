@@ -3,9 +3,10 @@
     python benchmarks/routing.py --output benchmarks/results/nvidia-h200/routing.json [--sweep]
     python benchmarks/routing.py --host-only [--dry-run]
 
-Host times come with the number of launches and with what the same call costs where every launch
-goes through Triton's own path. With --dry-run they are those of a machine without a GPU: kernels
-are compiled for sm_90 (a minute, the first time) and launched into nothing.
+Host times come with the number of launches, with what the same call costs where nothing is replayed
+(mxpert/backends/replay.py), and where every launch goes through Triton's own path, too. With
+--dry-run they are those of a machine without a GPU: kernels are compiled for sm_90 (a minute, the
+first time) and launched into nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mxpert.errors import message
 from mxpert.formats.tensor import Layout
 from mxpert.ops.route import describe_routing_plan
 from mxpert.testing.launches import (
-    as_if_on_h200, count_launches, through_triton, without_device,
+    as_if_on_h200, count_launches, through_triton, without_device, without_replay,
 )
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from mxpert.testing.timing import time_graph
@@ -114,6 +115,8 @@ def host_rows(device: torch.device, calls: int) -> list[dict[str, Any]]:
         for name, call in host_calls(problem, weights).items():
             row = {"op": name, "launches": count_launches(call),
                    "host_us": host_us(call, device, calls)}
+            with without_replay():
+                row["not_replayed_us"] = host_us(call, device, calls)
             with through_triton():
                 row["through_triton_us"] = host_us(call, device, calls)
             rows.append(row)
@@ -152,10 +155,12 @@ def tables(document: dict[str, Any]) -> str:
               *(f"{times[op, experts, top_k, count]:.1f}"
                 if (op, experts, top_k, count) in times else "–" for count in columns)]
              for op, experts, top_k in dict.fromkeys(key[:3] for key in times)]
-    host = [[row["op"], str(row["launches"]), f"{row['host_us']:.1f}",
-             f"{row['through_triton_us']:.1f}"] for row in document["host_rows"]]
+    host = [[row["op"], str(row["launches"]),
+             *(f"{row[name]:.1f}" for name in ("host_us", "not_replayed_us", "through_triton_us"))]
+            for row in document["host_rows"]]
     parts = [markdown_table(["device µs", *(f"T = {count}" for count in columns)], lines)]
-    parts.append(markdown_table(["warm eager call", "launches", "host µs", "through Triton"], host))
+    parts.append(markdown_table(
+        ["warm eager call", "launches", "host µs", "not replayed", "through Triton"], host))
     return "\n\n".join(parts if lines else parts[1:])
 
 
