@@ -34,9 +34,12 @@ _MAX_STAGES = 8
 _MAX_COLUMNS = 64
 """Accumulator columns that fit under DECODE_REGISTERS."""
 
-_DECODE_LIMITS = {True: ((8, 6), (16, 12), (32, 40)), False: ((8, 6), (16, 12), (32, 28), (64, 70))}
+_DECODE_LIMITS = {True: ((8, 6), (16, 12), (32, 40)), False: ((8, 6), (16, 12), (32, 28), (64, 56))}
 """Rows per hit expert up to which each decode tile wins, by hi and lo split (H200, 2026-11-21:
-gpt-oss-120b, kimi-k2 TP4, deepseek-v3 EP8, qwen3-235b and dsv4-flash at T = 64..4096)."""
+gpt-oss-120b, kimi-k2 TP4, deepseek-v3 EP8, qwen3-235b and dsv4-flash at T = 64..8192)."""
+
+_NARROW_LIMIT = 112
+"""As above, for NARROW_PREFILL; more go to PREFILL."""
 
 
 def is_prefill(config: GemmConfig) -> bool:
@@ -74,7 +77,8 @@ def _preferred(problem: MoEProblem) -> GemmConfig:
     for block_m, limit in _DECODE_LIMITS[splits(problem)]:
         if average <= limit:
             return decode_config(block_m, splits(problem))
-    return PREFILL
+    narrow = average <= _NARROW_LIMIT and not splits(problem)
+    return NARROW_PREFILL if narrow else PREFILL
 
 
 def _tiles_and_steps(problem: MoEProblem, op: Op) -> tuple[int, int]:
