@@ -171,15 +171,14 @@ def multiply(
     tensors = dict(
         out=out, code_desc=weight.qdata, shift_desc=weight.scale, x_desc=rows.codes,
         reference=weight.reference, bias=rows.scale if bias is None else bias, x_scale=rows.scale,
-        routed_weights=plan.sorted_weights, sorted_token_ids=plan.sorted_token_ids,
-        block_expert_ids=plan.block_expert_ids)
+        routed_weights=plan.sorted_weights, sorted_token_ids=plan.sorted_token_ids)
     launch = _gemm_launch(problem, config, gemm)
     if heuristics.is_prefill(config):
         schedule = tile_schedule(plan, config.block_m, heuristics.blocks_of_tile(rows.split))
         launch(tile_first_block=schedule.first_block, tile_blocks=schedule.blocks,
-               num_groups=schedule.count, **tensors)
+               tile_expert=schedule.expert, num_groups=schedule.count, **tensors)
     else:
-        launch(num_valid=plan.num_valid, **tensors)
+        launch(block_expert_ids=plan.block_expert_ids, num_valid=plan.num_valid, **tensors)
 
 
 class _Gemm(NamedTuple):
@@ -209,16 +208,16 @@ def _gemm_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Launch
         param_first=float(gemm.parameters[0]), param_second=float(gemm.parameters[1]),
         num_tokens=problem.num_tokens, low_rows=gemm.low_rows, num_outputs=gemm.num_outputs,
         tiles_per_block=-(-gemm.row_units // 2) * config.split_k, row_units=gemm.row_units,
-        depth_units=gemm.depth_units, blocks_per_unit=gemm.routing_block_m // config.block_m,
-        STAGES=config.num_stages, SPLIT=gemm.split, KIND=gemm.kind, HAS_BIAS=gemm.has_bias,
-        WEIGHTED=gemm.weighted, num_warps=config.num_warps, **FOLLOWS)
+        depth_units=gemm.depth_units, STAGES=config.num_stages, SPLIT=gemm.split, KIND=gemm.kind,
+        HAS_BIAS=gemm.has_bias, WEIGHTED=gemm.weighted, num_warps=config.num_warps, **FOLLOWS)
     if heuristics.is_prefill(config):
         return Launch(_moe_gemm_prefill_kernel, (problem.target.num_sms,), tiles,
                       BLOCK_M=config.block_m, BLOCKS=heuristics.blocks_of_tile(gemm.split),
                       **constants)
     return Launch(
         _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), tiles, splits=config.split_k,
-        num_rows=gemm.num_rows, TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,
+        blocks_per_unit=gemm.routing_block_m // config.block_m, num_rows=gemm.num_rows,
+        TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,
         WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS, **constants)
 
 

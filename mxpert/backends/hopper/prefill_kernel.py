@@ -32,21 +32,32 @@ def _coalesced(OUTPUTS):
 
 
 @gluon.jit
-def _produce(ring, code_desc, shift_desc, x_desc, tile_first_block, tile_blocks, block_expert_ids,
-             blocks_per_unit, num_tiles, tiles_per_block, row_units, depth_units, low_rows,
-             BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
-             SPLIT: gl.constexpr):
+def _place(schedule, tile, num_tiles, tiles_per_block):
+    """First block, number of blocks and expert of a tile, asked for one tile ahead so that nobody
+    waits for them."""
+    first_block, blocks, expert = schedule
+    group = tile // tiles_per_block
+    known = tile < num_tiles
+    return (gl.load(first_block + group, mask=known, other=0),
+            gl.load(blocks + group, mask=known, other=0),
+            gl.load(expert + group, mask=known, other=0))
+
+
+@gluon.jit
+def _produce(ring, code_desc, shift_desc, x_desc, schedule, num_tiles, tiles_per_block, row_units,
+             depth_units, low_rows, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
+             STAGES: gl.constexpr, SPLIT: gl.constexpr):
     codes, shifts, x, ready, free = ring
     WEIGHT_BYTES: gl.constexpr = 64 * 128 + 16 * 32
     ROW_BYTES: gl.constexpr = BLOCK_M * 128 * (2 if SPLIT else 1)
     slot = 0
     phase = 1
+    following = _place(schedule, gl.program_id(0), num_tiles, tiles_per_block)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        group = tile // tiles_per_block
+        block, width, expert = following
+        following = _place(schedule, tile + gl.num_programs(0), num_tiles, tiles_per_block)
         unit = 2 * (tile % tiles_per_block)
-        block = gl.load(tile_first_block + group)
-        width = gl.load(tile_blocks + group)
-        base = gl.load(block_expert_ids + block // blocks_per_unit) * row_units
+        base = expert * row_units
         first = (base + unit) * depth_units
         second = (base + gl.minimum(unit + 1, row_units - 1)) * depth_units
         for step in range(gl.cdiv(depth_units, 2) * 2):
@@ -148,17 +159,30 @@ def _accumulate(ring, slot, phase, depth_units, PARTITION: gl.constexpr, STAGES:
 
 
 @gluon.jit
-def _store(total, first_row, unit, expert, operands, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
+def _outputs(unit, expert, factors, TOKENS: gl.constexpr, KIND: gl.constexpr,
+             HAS_BIAS: gl.constexpr):
+    """Row factors and biases of one row unit."""
+    reference, bias, num_outputs, row_units = factors
+    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    return output_terms(reference, bias, expert, unit * OUTPUTS, num_outputs, row_units * 64,
+                        OUTPUTS, output_layout(4, TOKENS, KIND), KIND, HAS_BIAS)
+
+
+@gluon.jit
+def _tokens(first_row, rows, TOKENS: gl.constexpr, KIND: gl.constexpr, WEIGHTED: gl.constexpr):
+    """Scales and routing weights of a tile's rows."""
+    x_scale, routed_weights = rows
+    return token_terms(x_scale, routed_weights, first_row, TOKENS, output_layout(4, TOKENS, KIND),
+                       WEIGHTED)
+
+
+@gluon.jit
+def _store(total, outputs, tokens, first_row, unit, target, KIND: gl.constexpr,
            WEIGHTED: gl.constexpr):
     """Epilogue of one row unit and its columns, into rows from `first_row`."""
-    (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens, num_outputs,
-     row_units, param_first, param_second) = operands
-    TOKENS: gl.constexpr = total.shape[1]
+    out, sorted_token_ids, num_tokens, num_outputs, param_first, param_second = target
     OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
-    LAYOUT: gl.constexpr = output_layout(4, TOKENS, KIND)
-    outputs = output_terms(reference, bias, expert, unit * OUTPUTS, num_outputs, row_units * 64,
-                           OUTPUTS, LAYOUT, KIND, HAS_BIAS)
-    tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, LAYOUT, WEIGHTED)
+    LAYOUT: gl.constexpr = output_layout(4, total.shape[1], KIND)
     value = finish(total, outputs, tokens, param_first, param_second, LAYOUT, KIND, WEIGHTED)
     store_outputs_through(value, out, sorted_token_ids, first_row, unit * OUTPUTS, num_tokens,
                           num_outputs, _coalesced(OUTPUTS))
@@ -180,31 +204,45 @@ def _tile(ring, slot, phase, depth_units, first_row, unit, expert, operands,
           WEIGHTED: gl.constexpr):
     """One tile of ROWS of at most CAPACITY rows; returns the ring position after it."""
     COLUMNS: gl.constexpr = _columns(ROWS, CAPACITY, SPLIT)
+    LEFT: gl.constexpr = COLUMNS[0]
     RIGHT: gl.constexpr = COLUMNS[1]
-    left, right, slot, phase = _accumulate(ring, slot, phase, depth_units, PARTITION, STAGES,
-                                           COLUMNS[0], RIGHT, COLUMNS[2], SPLIT)
+    # What has room in registers through the loop is loaded before it.
+    OUTPUTS_FIRST: gl.constexpr = LEFT + RIGHT <= 128
+    TOKENS_FIRST: gl.constexpr = LEFT + RIGHT < 128
+    factors, rows, target = operands
+    if OUTPUTS_FIRST:
+        outputs = _outputs(unit, expert, factors, LEFT, KIND, HAS_BIAS)
+    if TOKENS_FIRST:
+        tokens = _tokens(first_row, rows, LEFT, KIND, WEIGHTED)
+    left, right, slot, phase = _accumulate(ring, slot, phase, depth_units, PARTITION, STAGES, LEFT,
+                                           RIGHT, COLUMNS[2], SPLIT)
     if SPLIT:
         left += right * 0.0625
-    _store(left, first_row, unit, expert, operands, KIND, HAS_BIAS, WEIGHTED)
+    if not OUTPUTS_FIRST:
+        outputs = _outputs(unit, expert, factors, LEFT, KIND, HAS_BIAS)
+    if not TOKENS_FIRST:
+        tokens = _tokens(first_row, rows, LEFT, KIND, WEIGHTED)
+    _store(left, outputs, tokens, first_row, unit, target, KIND, WEIGHTED)
     if RIGHT > 0 and not SPLIT:
-        _store(right, first_row + COLUMNS[2], unit, expert, operands, KIND, HAS_BIAS, WEIGHTED)
+        first_row += COLUMNS[2]
+        outputs = _outputs(unit, expert, factors, RIGHT, KIND, HAS_BIAS)
+        tokens = _tokens(first_row, rows, RIGHT, KIND, WEIGHTED)
+        _store(right, outputs, tokens, first_row, unit, target, KIND, WEIGHTED)
     return slot, phase
 
 
 @gluon.jit
-def _consume(ring, operands, tile_first_block, tile_blocks, block_expert_ids, blocks_per_unit,
-             num_tiles, tiles_per_block, depth_units, PARTITION: gl.constexpr,
-             BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
-             SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
+def _consume(ring, operands, schedule, num_tiles, tiles_per_block, depth_units,
+             PARTITION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
+             STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
              WEIGHTED: gl.constexpr):
     slot = 0
     phase = 0
+    following = _place(schedule, gl.program_id(0), num_tiles, tiles_per_block)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        group = tile // tiles_per_block
+        block, width, expert = following
+        following = _place(schedule, tile + gl.num_programs(0), num_tiles, tiles_per_block)
         unit = 2 * (tile % tiles_per_block) + PARTITION
-        block = gl.load(tile_first_block + group)
-        width = gl.load(tile_blocks + group)
-        expert = gl.load(block_expert_ids + block // blocks_per_unit)
         for q in gl.static_range(1, BLOCKS + 1):
             if width == q:
                 slot, phase = _tile(ring, slot, phase, depth_units, block * BLOCK_M, unit, expert,
@@ -213,18 +251,18 @@ def _consume(ring, operands, tile_first_block, tile_blocks, block_expert_ids, bl
 
 
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "num_tokens",
-                              "low_rows", "blocks_per_unit"])
+                              "low_rows"])
 def _moe_gemm_prefill_kernel(
         out, code_desc, shift_desc, x_desc, reference, bias, x_scale, routed_weights,
-        sorted_token_ids, block_expert_ids, tile_first_block, tile_blocks, num_groups, param_first,
+        sorted_token_ids, tile_first_block, tile_blocks, tile_expert, num_groups, param_first,
         param_second, num_tokens, low_rows, num_outputs, tiles_per_block, row_units, depth_units,
-        blocks_per_unit, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
-        SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+        BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+        KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
         num_warps: gl.constexpr):
     """out [P, num_outputs] for every tile; see the module docstring for the schedule.
 
-    tile_first_block, tile_blocks [groups] and num_groups [1] come from `schedule`; KIND and
-    low_rows as in the decode kernel.
+    tile_first_block, tile_blocks, tile_expert [groups] and num_groups [1] come from `schedule`;
+    KIND and low_rows as in the decode kernel.
     """
     codes = gl.allocate_shared_memory(gl.uint8, [STAGES, 64, 128], code_desc.layout)
     shifts = gl.allocate_shared_memory(gl.uint8, [STAGES, 16, 32], shift_desc.layout)
@@ -238,15 +276,15 @@ def _moe_gemm_prefill_kernel(
     wait_then_release()
     num_tiles = gl.load(num_groups) * tiles_per_block
     ring = (codes, shifts, x, ready, free)
-    operands = (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens,
-                num_outputs, row_units, param_first, param_second)
+    factors = (reference, bias, num_outputs, row_units)
+    target = (out, sorted_token_ids, num_tokens, num_outputs, param_first, param_second)
+    operands = (factors, (x_scale, routed_weights), target)
+    schedule = (tile_first_block, tile_blocks, tile_expert)
     gl.warp_specialize(
-        [(_consume, (ring, operands, tile_first_block, tile_blocks, block_expert_ids,
-                     blocks_per_unit, num_tiles, tiles_per_block, depth_units, 0, BLOCK_M, BLOCKS,
-                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
-         (_consume, (ring, operands, tile_first_block, tile_blocks, block_expert_ids,
-                     blocks_per_unit, num_tiles, tiles_per_block, depth_units, 1, BLOCK_M, BLOCKS,
-                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
-         (_produce, (ring, code_desc, shift_desc, x_desc, tile_first_block, tile_blocks,
-                     block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block, row_units,
-                     depth_units, low_rows, BLOCK_M, BLOCKS, STAGES, SPLIT))], [4, 1], [240, 24])
+        [(_consume, (ring, operands, schedule, num_tiles, tiles_per_block, depth_units, 0, BLOCK_M,
+                     BLOCKS, STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+         (_consume, (ring, operands, schedule, num_tiles, tiles_per_block, depth_units, 1, BLOCK_M,
+                     BLOCKS, STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+         (_produce, (ring, code_desc, shift_desc, x_desc, schedule, num_tiles, tiles_per_block,
+                     row_units, depth_units, low_rows, BLOCK_M, BLOCKS, STAGES, SPLIT))],
+        [4, 1], [240, 24])

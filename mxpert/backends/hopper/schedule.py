@@ -19,10 +19,11 @@ _NUM_WARPS = 4
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """int32 first block and number of blocks of each tile, and the number of tiles [1]."""
+    """int32 first block, number of blocks and expert of each tile, and the number of tiles [1]."""
 
     first_block: torch.Tensor
     blocks: torch.Tensor
+    expert: torch.Tensor
     count: torch.Tensor
 
 
@@ -32,9 +33,9 @@ def _later(left, right):
 
 
 @triton.jit(do_not_specialize=["blocks_per_unit"])
-def _moe_tile_schedule_kernel(first_block_ptr, blocks_ptr, count_ptr, block_expert_ids_ptr,
-                              num_valid_ptr, blocks_per_unit, BLOCK_M: tl.constexpr,
-                              WIDTH: tl.constexpr):
+def _moe_tile_schedule_kernel(first_block_ptr, blocks_ptr, expert_ptr, count_ptr,
+                              block_expert_ids_ptr, num_valid_ptr, blocks_per_unit,
+                              BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
     """One program walks the plan's blocks of BLOCK_M rows; each WIDTH-th of a run starts a tile."""
     follow_previous()
     num_blocks = tl.load(num_valid_ptr) // BLOCK_M
@@ -58,6 +59,7 @@ def _moe_tile_schedule_kernel(first_block_ptr, blocks_ptr, count_ptr, block_expe
         position = count + tl.cumsum(head.to(tl.int32), 0) - 1
         tl.store(first_block_ptr + position, block, mask=head)
         tl.store(blocks_ptr + position, length, mask=head)
+        tl.store(expert_ptr + position, expert, mask=head)
         count += tl.sum(head.to(tl.int32), 0)
     tl.store(count_ptr, count)
 
@@ -66,13 +68,13 @@ def tile_schedule(plan: RoutingPlan, block_m: int, width: int) -> TileSchedule:
     """Group the plan's blocks of `block_m` rows into tiles of up to `width` blocks."""
     per_unit = plan.routing_block_m // block_m
     limit = plan.max_blocks * per_unit
-    # Padded so that both halves are 16-byte aligned: alignment would specialise the kernels.
-    first_block, blocks = plan.num_valid.new_empty((2, -(-limit // 4) * 4)).unbind()
+    # Padded so that all parts are 16-byte aligned: alignment would specialise the kernels.
+    first_block, blocks, expert = plan.num_valid.new_empty((3, -(-limit // 4) * 4)).unbind()
     count = plan.num_valid.new_empty(1)
     _launch(per_unit, block_m, width)(
-        first_block_ptr=first_block, blocks_ptr=blocks, count_ptr=count,
+        first_block_ptr=first_block, blocks_ptr=blocks, expert_ptr=expert, count_ptr=count,
         block_expert_ids_ptr=plan.block_expert_ids, num_valid_ptr=plan.num_valid)
-    return TileSchedule(first_block, blocks, count)
+    return TileSchedule(first_block, blocks, expert, count)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
