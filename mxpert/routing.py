@@ -15,6 +15,7 @@ import torch
 
 from .errors import message, require_tensor
 from .formats.spec import MX_BLOCK_SIZE
+from .formats.tensor import Aggregate
 
 TOKEN_BITS = 24
 TOKEN_MASK = (1 << TOKEN_BITS) - 1
@@ -38,7 +39,7 @@ def plan_capacity(num_tokens: int, top_k: int, num_experts: int, routing_block_m
 
 
 @dataclass(frozen=True)
-class RoutingPlan:
+class RoutingPlan(Aggregate):
     """Sorted, padded routed rows; every tensor lives on the device and no size depends on the data.
 
     Args:

@@ -11,7 +11,7 @@ from .errors import message, require, require_device, require_tensor
 from .formats.folding import FoldCertificate, fold_certificate
 from .formats.layouts import hopper_can_hold, pack_hopper, unpack_hopper
 from .formats.spec import MXFP4
-from .formats.tensor import Layout, MXTensor
+from .formats.tensor import Aggregate, Layout, MXTensor
 
 
 class GateUpOrder(enum.Enum):
@@ -50,7 +50,7 @@ def gate_up_rows(order: GateUpOrder, intermediate_size: int,
 
 
 @dataclass(frozen=True)
-class MoEWeights:
+class MoEWeights(Aggregate):
     """MXFP4 expert weights of one layer.
 
     Args:

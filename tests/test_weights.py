@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import mxpert
 import mxpert.weights as weights_module
 from mxpert import GateUpOrder, MoEWeights
 from mxpert.formats import (
@@ -16,6 +20,7 @@ from mxpert.formats import (
 )
 from mxpert.formats.layouts import pack_hopper
 from mxpert.formats.tensor import Layout
+from mxpert.geometry import parts_of
 from mxpert.testing.poison import poison_weights
 from mxpert.weights import gate_up_rows
 
@@ -284,3 +289,17 @@ def test_indexing_prepared_weights_is_refused() -> None:
     prepared = make_weights().prepare(device="cpu", layout=FRAGMENT)
     with pytest.raises(ValueError, match="index before preparing"):
         prepared.gate_up_proj[0]
+
+
+def test_copies_and_pickles_take_the_fields_alone() -> None:
+    """What ops keep beside the fields stays where it is."""
+    plan = mxpert.make_routing_plan(torch.tensor([[0, 1]], dtype=torch.int32), torch.ones(1, 2),
+                                    num_experts=2, routing_block_m=16)
+    tensor = mxpert.quantize(torch.randn(2, 64), "mxfp8")
+    for original in (plan, tensor):
+        assert parts_of(original) is not None
+        names = {field.name for field in dataclasses.fields(original)}
+        for other in (pickle.loads(pickle.dumps(original)), copy.deepcopy(original)):
+            assert vars(other).keys() == names < vars(original).keys()
+            assert parts_of(other) is not None
+    assert torch.equal(pickle.loads(pickle.dumps(tensor)).qdata, tensor.qdata)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -22,8 +23,17 @@ class Layout(enum.Enum):
     HOPPER_FRAGMENT = "hopper_fragment"
 
 
+class Aggregate:
+    """Base of the frozen dataclasses that hold tensors: copies and pickles take their fields alone,
+    not what ops keep beside them."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name)
+                for field in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
+
+
 @dataclass(frozen=True)
-class MXTensor:
+class MXTensor(Aggregate):
     """A tensor in an MX format.
 
     ``value[..., i] = decode(qdata)[..., i] * 2^(scale[..., i // 32] - 127)``.
