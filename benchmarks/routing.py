@@ -31,10 +31,9 @@ from mxpert.dispatch import resolve
 from mxpert.errors import message
 from mxpert.formats.tensor import Layout
 from mxpert.ops.route import describe_routing_plan
-from mxpert.testing.launches import (
-    as_if_on_h200, count_launches, through_triton, without_device, without_replay,
-)
+from mxpert.testing.launches import as_if_on_h200, count_launches, through_triton, without_device
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from mxpert.testing.replays import without_replay
 from mxpert.testing.timing import time_graph
 from mxpert.weights import MoEWeights
 from render import markdown_table

@@ -74,14 +74,15 @@ def require_tensor(
                 got=f"strides {value.stride()}", remedy="call .contiguous()")
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""Types whose data are all there is to them; subclasses may mean anything."""
 
 
 def _fits(value: object, dtype: torch.dtype | Sequence[torch.dtype] | None,
           shape: Sequence[int | None] | None, device: torch.device | None,
           contiguous: bool) -> bool:
     """The answer of `require_tensor` for a plain tensor in order: ops ask on every call."""
-    if (not isinstance(value, torch.Tensor) or type(value) not in _PLAIN
+    if (not isinstance(value, torch.Tensor) or type(value) not in PLAIN_TENSORS
             or value.layout is not torch.strided or value.is_nested
             or (device is not None and value.device != device)
             or (contiguous and not value.is_contiguous())):

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from .errors import PLAIN_TENSORS
 from .formats.tensor import MXTensor
 from .problem import Problem
 from .routing import RoutingPlan
 from .weights import MoEWeights
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _TENSORS: dict[type, tuple[str, ...]] = {
     MXTensor: ("qdata", "scale", "reference", "wide_blocks"),
     MoEWeights: ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"),
@@ -76,7 +76,7 @@ def describe(arguments: Iterable[object]) -> tuple[list[torch.Tensor], tuple[Any
     key: list[Any] = []
     for value in arguments:
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN_TENSORS:
             tensor: Any = value
             try:
                 key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

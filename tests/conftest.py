@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,12 @@ def device() -> torch.device:
     """The device that kernels of this run work on: the GPU, or the CPU under the interpreter."""
     on_gpu = torch.cuda.is_available() and not INTERPRETED
     return torch.device("cuda" if on_gpu else "cpu")
+
+
+@pytest.fixture
+def replays() -> Iterator[list[object]]:
+    """Calls of kernels that were replayed."""
+    from mxpert.testing.replays import watched_replays  # needs Triton
+
+    with watched_replays() as seen:
+        yield seen

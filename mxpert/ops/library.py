@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..dispatch import without_grad
+from ..errors import PLAIN_TENSORS
 from ..formats.spec import MXFP4, ScaleRule, ScaleSpan, get_format
 from ..formats.tensor import Layout, MXTensor
 from ..problem import Combine, MoEOptions, activation_from
@@ -56,12 +57,11 @@ def _observers() -> tuple[Callable[[], object], ...] | None:
 
 
 _OBSERVERS = _observers()
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_unobserved(tensor: torch.Tensor) -> bool:
     """Whether a call on `tensor` is eager and need not be a registered op for anybody."""
-    if torch.compiler.is_compiling() or _OBSERVERS is None or type(tensor) not in _PLAIN:
+    if torch.compiler.is_compiling() or _OBSERVERS is None or type(tensor) not in PLAIN_TENSORS:
         return False
     dispatch_modes, function_modes, transforms, tracing, profiler = _OBSERVERS
     return not (dispatch_modes() or function_modes() or transforms() or tracing() or profiler())

@@ -19,7 +19,6 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 from ..backends.launch import Launch
-from ..backends.replay import Replayed
 from ..dispatch import Calls
 from ..ops import grouped_gemm, moe, quantize, quantize_dual, route, rows
 from ..problem import Target
@@ -46,16 +45,6 @@ def through_triton() -> Iterator[None]:
         made.kernel[made.grid](**made.arguments(tensors))
 
     with mock.patch.object(Launch, "__call__", launch):
-        yield
-
-
-@contextlib.contextmanager
-def without_replay() -> Iterator[None]:
-    """Let every call run its kernel's own host code, as a ruler for replayed calls."""
-    def decline(kernel: Replayed, *_: Any) -> None:
-        """A function: a mock would be timed with the ops."""
-
-    with mock.patch.object(Replayed, "replay", decline):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from ..backends import replay
 from ..backends.replay import Replayed
 
 LOWEST_ADDRESS = 1 << 32
@@ -16,6 +18,30 @@ LOWEST_ADDRESS = 1 << 32
 
 Launches = list[tuple[Any, ...]]
 """Arguments of Triton's C launcher."""
+
+
+@contextlib.contextmanager
+def without_replay() -> Iterator[None]:
+    """Let every call run its kernel's own host code, as a ruler for replayed calls."""
+    def decline(kernel: Replayed, *_: Any) -> None:
+        """A function: a mock would be timed with the ops."""
+
+    with mock.patch.object(Replayed, "replay", decline):
+        yield
+
+
+@contextlib.contextmanager
+def watched_replays() -> Iterator[list[object]]:
+    """The calls that are replayed inside the block."""
+    seen: list[object] = []
+    run = replay._Call.replay
+
+    def counted(call: replay._Call, *arguments: Any) -> Any:
+        seen.append(call)
+        return run(call, *arguments)
+
+    with mock.patch.object(replay._Call, "replay", counted):
+        yield seen
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -71,7 +97,7 @@ def _check(holds: bool, what: str, want: object, have: object) -> None:
 
 def ordinary(launches: Launches, call: Callable[[], Any]) -> tuple[Launches, Any]:
     """Launches and result of a call that is not replayed."""
-    with mock.patch.object(Replayed, "replay", return_value=None):
+    with without_replay():
         call()
         launches.clear()
         result = call()

@@ -6,20 +6,18 @@ lies where something else does, shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import mxpert
-from mxpert.backends import replay
-from mxpert.backends.replay import Replayed
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from mxpert.testing.replays import tensors_of, without_replay
 
 pytestmark = pytest.mark.gpu
 
@@ -28,20 +26,6 @@ SHAPE = MoEShape(hidden_size=768, intermediate_size=512, num_experts=16, top_k=4
 TOKENS = (1, 5, 64, 300)
 formats = pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 tokens = pytest.mark.parametrize("num_tokens", TOKENS)
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Calls that were replayed."""
-    seen: list[object] = []
-    run = replay._Call.replay
-
-    def counted(call: replay._Call, *arguments: Any) -> Any:
-        seen.append(call)
-        return run(call, *arguments)
-
-    monkeypatch.setattr(replay._Call, "replay", counted)
-    return seen
 
 
 def make(num_tokens: int, device: torch.device, seed: int = 0, *,
@@ -74,17 +58,6 @@ def quantised(inputs: MoEInputs) -> Any:
     return codes, mxpert.dequantize(codes)
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from tensors_of(part)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from tensors_of(getattr(value, field.name))
-
-
 def poison(device: torch.device) -> None:
     """Leave NaN in what the allocator hands out next, and shift what it takes."""
     held = [torch.full((1 << size,), -1, dtype=torch.int32, device=device)
@@ -94,7 +67,7 @@ def poison(device: torch.device) -> None:
 
 def check(call: Callable[[MoEInputs], Any], *inputs: MoEInputs) -> None:
     """A replay for each of `inputs` in turn, against calls that are not replayed."""
-    with mock.patch.object(Replayed, "replay", return_value=None):
+    with without_replay():
         expected = [call(one) for one in inputs]
     for _ in range(4):
         for one, want in zip(inputs, expected, strict=True):

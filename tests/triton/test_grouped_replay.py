@@ -11,7 +11,6 @@ import torch
 
 import mxpert
 from mxpert import MXTensor, ScaleRule, ScaleSpan
-from mxpert.backends import replay
 from mxpert.backends.launch import Launch
 from mxpert.dispatch import registry
 from mxpert.ops import rows
@@ -31,20 +30,6 @@ offsets, and 3 quantisations, of which 2 need a table."""
 def launches() -> Iterator[Launches]:
     with without_device() as made, as_if_on_h200():
         yield made
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Calls that were replayed."""
-    seen: list[object] = []
-    run = replay._Call.replay
-
-    def counted(call: replay._Call, *arguments: Any) -> Any:
-        seen.append(call)
-        return run(call, *arguments)
-
-    monkeypatch.setattr(replay._Call, "replay", counted)
-    return seen
 
 
 class Linear:

@@ -18,7 +18,6 @@ from triton import knobs
 
 import mxpert
 from mxpert import Combine, GemmConfig, MoEConfig, Scoring
-from mxpert.backends import replay
 from mxpert.dispatch import tables
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.problem import ACTIVATION_FORMATS
@@ -35,20 +34,6 @@ SHAPE = MoEShape(hidden_size=256, intermediate_size=256, num_experts=8, top_k=2,
 def launches() -> Iterator[Launches]:
     with without_device() as made, as_if_on_h200():
         yield made
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Calls that were replayed."""
-    seen: list[object] = []
-    run = replay._Call.replay
-
-    def counted(call: replay._Call, *arguments: Any) -> Any:
-        seen.append(call)
-        return run(call, *arguments)
-
-    monkeypatch.setattr(replay._Call, "replay", counted)
-    return seen
 
 
 class Layer:
