@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import triton
+from triton.experimental.gluon import language as gl
 
 from ...formats.spans import FREE_BINADES, few_blocks
 from ...formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleSpan
 from ...formats.tensor import MXTensor
 from ...problem import Config, DualProblem, Op
 from ...routing import padded_capacity
-from ..launch import CACHED_LAUNCHES, Launch
+from ..launch import CACHED_LAUNCHES, Launch, Tile
 from ..triton.grouped import MAX_GROUPS
 from ..triton.quantize import DTYPES
 from ..triton.quantize_kernels import scale_rule_constants
@@ -28,6 +29,15 @@ from .span_kernels import (
 
 _TILE_BLOCKS = 4
 """A tile is 4 × 4 blocks of 32: 128 places × 128 columns."""
+
+_WORDS: Any = gl.NVMMASharedLayout.get_default_for([32, 32], gl.int32)
+_BLOCK_TILE, _FULL_TILE = Tile((32, 32), _WORDS), Tile((128, 32), _WORDS)
+"""Copies of x as int32: groups may begin at every block; without groups rows follow each other."""
+
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+_REGISTERS = 96
+"""Of a thread: five CTAs a multiprocessor. Compiled without a limit some modes take 128."""
 
 AUTO = frozenset((ScaleSpan.AUTO,))
 LONG = frozenset(ScaleSpan) - {ScaleSpan.BLOCK}
@@ -65,10 +75,7 @@ class _QuantizeDual:
         group_offsets: torch.Tensor | None,
     ) -> tuple[MXTensor, MXTensor]:
         """Row copy of the shape of x; column copy [K, M], [K, padded capacity] or [G, K, N]."""
-        rows, stride = _dense_rows(x)
-        if x.dtype is torch.bfloat16:
-            rows, stride = rows.view(torch.int32), stride // 2  # pairs of values
-        plan = _plan(problem, stride)
+        plan = _plan(problem)
         row, column = _allocate(plan.row, x), _allocate(plan.column, x)
         table = starts = None
         if plan.table is not None:
@@ -81,7 +88,7 @@ class _QuantizeDual:
         if plan.first is None:
             return row, column
         tensors = dict(row=row.qdata, row_scale=row.scale, column=column.qdata,
-                       column_scale=column.scale, x=rows, table=table)
+                       column_scale=column.scale, x_desc=_words(x), table=table)
         plan.first(**tensors)
         for launch, chosen in ((plan.count, AUTO), (plan.spread, LONG)):
             if launch is not None:
@@ -130,8 +137,7 @@ class _Plan:
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _plan(problem: DualProblem, stride: int) -> _Plan:
-    """`stride` of the rows in elements, of bfloat16 in pairs."""
+def _plan(problem: DualProblem) -> _Plan:
     *leading, num_rows, width = problem.shape
     length = padded_capacity(num_rows, problem.num_groups) if problem.grouped_rows else num_rows
     row = _Copy((*leading, num_rows, width), problem.row_span, problem.format)
@@ -145,7 +151,7 @@ def _plan(problem: DualProblem, stride: int) -> _Plan:
     elif AUTO & spans:
         start = Launch(_start_counts_kernel, (1,), **counts, num_warps=1)
     if math.prod(row.shape) + math.prod(column.shape) > 0:
-        sizes = (num_blocks, length // MX_BLOCK_SIZE, width, stride)
+        sizes = (num_blocks, length // MX_BLOCK_SIZE, width)
         whole = not LONG & spans
         first = _quantize_launch(problem, *sizes, True, whole)
         if not whole:
@@ -170,13 +176,14 @@ def _allocate(copy: _Copy, x: torch.Tensor) -> MXTensor:
         copy.format, scale_span=copy.span, wide_blocks=wide)
 
 
-def _dense_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """x, whose rows are dense, lie evenly and begin at multiples of 16 bytes; their stride."""
-    stride = x.stride(-2)
-    if (x.stride(-1) == 1 and stride * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-            and (x.dim() == 2 or x.is_contiguous())):
-        return x, stride
-    return x.clone(memory_format=torch.contiguous_format), x.shape[-1]
+def _words(x: torch.Tensor) -> torch.Tensor:
+    """x as int32, in rows as TMA reads them: dense, evenly, from multiples of 16 bytes on."""
+    if x.numel() == 0:  # columns may be wanted of no rows: no descriptor is of nothing
+        x = x.new_empty((1, x.shape[-1]))
+    if (x.stride(-1) != 1 or x.stride(-2) < x.shape[-1] or x.stride(-2) * x.element_size() % 16
+            or x.data_ptr() % 16 or (x.dim() > 2 and not x.is_contiguous())):
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.int32)
 
 
 def _scales_of(name: str, copy: MXTensor,
@@ -214,19 +221,21 @@ def _scales_launch(kernel: Any, row: _Copy, column: _Copy, segments: int,
 
 
 def _quantize_launch(problem: DualProblem, num_blocks: int, blocks_per_matrix: int, width: int,
-                     stride: int, choose: bool, encode: bool) -> Launch:
+                     choose: bool, encode: bool) -> Launch:
     num_k_blocks = width // MX_BLOCK_SIZE
     grid = triton.cdiv(num_blocks, _TILE_BLOCKS) * triton.cdiv(num_k_blocks, _TILE_BLOCKS)
     return Launch(
-        _quantize_dual_hopper_kernel, (grid,), num_blocks=num_blocks,
-        blocks_per_matrix=blocks_per_matrix, num_k_blocks=num_k_blocks,
-        x_stride_row=stride, FORMAT=problem.format.element.name,
+        _quantize_dual_hopper_kernel, (grid,),
+        {"x_desc": _BLOCK_TILE if problem.grouped_rows else _FULL_TILE},
+        num_blocks=num_blocks, blocks_per_matrix=blocks_per_matrix, num_k_blocks=num_k_blocks,
+        FORMAT=problem.format.element.name,
         **scale_rule_constants(problem.format, problem.scale_rule),
-        PAIRS=problem.dtype is torch.bfloat16, CHOOSE=choose, ENCODE=encode,
+        DTYPE=_DTYPE_NAMES[problem.dtype], CHOOSE=choose, ENCODE=encode,
         MARK_ROWS=choose and problem.row_span is not ScaleSpan.BLOCK,
         MARK_COLUMNS=choose and problem.column_span is not ScaleSpan.BLOCK,
-        ROW_ALIGNMENT=math.gcd(num_k_blocks, _TILE_BLOCKS) if choose else 1,
-        WIDE_COLUMNS=choose and blocks_per_matrix % _TILE_BLOCKS == 0, num_warps=4)
+        ROW_ALIGNMENT=math.gcd(num_k_blocks, _TILE_BLOCKS),
+        WIDE_COLUMNS=blocks_per_matrix % _TILE_BLOCKS == 0, num_warps=4,
+        maxnreg=_REGISTERS)
 
 
 QUANTIZE_DUAL = _QuantizeDual()

@@ -1,284 +1,457 @@
 """Both MXFP8 copies of a tensor from one read.
 
-A CTA quantises 128 places × 128 columns in steps of 32 columns; a warp owns 32 places, so that MX
-blocks of rows (1 × 32) and of columns (32 × 1) lie inside a warp. A thread owns 4 rows × 8 columns:
-16-byte loads, and in the columnwise copy, where its 4 rows are adjacent, 4-byte stores; eight lanes
-fill a sector. Maxima of bfloat16 values are taken two at a time (u16x2), and each thread derives
-one scale of each kind, which the others then read.
+A CTA quantises 128 places × 128 columns; a warp owns 32 places, so that MX blocks of rows (1 × 32)
+and of columns (32 × 1) lie inside a warp. The tile comes by TMA, all of it at once, as 32-bit
+words. A stage is 128 places × 32 words (64 columns of 16 bits, or 32 of float32): lines of 128
+bytes whose 16-byte chunks are swizzled, chunk c of line r at c ^ (r % 8). Each side reads a stage
+in its own layout, with 16 values of a block in a thread and the others in its neighbour: one
+shuffle completes a maximum, both threads derive the scale, and a thread's codes leave in stores of
+16 bytes, of which neighbours fill a sector.
+
+Rows: a thread has 16 columns of some rows. Eight lanes read 16 bytes each at once: 4 chunks of 2
+adjacent lines, or of float32 2 chunks of 4 lines. The chunks of a line lie 2 (4) apart, so that
+swizzles of adjacent lines fill the gaps, and no two lanes share a bank.
+
+Columns: a thread has 16 rows × 2 words. Sixteen lanes read 8 bytes each at once: half of line r,
+and the same half of line r + 16, whose swizzle is the same. So lanes of the second half of a block
+read its rows in the order r ^ 4: there the half lies in the other banks. Their codes, 4 rows a
+word, then trade places within pairs of words.
 
 A block is 32 places of the columnwise copy. Groups begin at whole blocks there, so that the rows of
-a block follow each other in the source; a table made on the device says where they begin.
+a block follow each other in the source; a table made on the device says where they begin. Blocks of
+which no row counts are read behind the end of the source, where TMA gives zeros; in others the rows
+that do not count are cleared in shared memory.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .tiles import encode_fp8, larger_halves
+from .dual_scales import (
+    bytes_of_stages, column_codes_layout, in_matrix, inverse_scale, load_column_scales,
+    load_row_scales, mark_groups, scale_byte, scales_of_columns, store_column_scales,
+    store_row_scales, words_of_columns,
+)
+from .tiles import encode_fp8_words, larger_halves, multiply_bfloat16_pairs
+
+_NOWHERE = gl.constexpr(1 << 30)
+"""A row behind the end of every source."""
+
+
+# --- layouts: 32-bit words of a stage [128, 32], codes as words of four -------------------------
 
 
 @gluon.constexpr_function
-def _values_layout(FIRST_ROWS):
-    """[128, 32]: a thread's values in the order of columns, or of rows: the same values."""
-    rows, columns = [[1, 0], [2, 0]], [[0, 1], [0, 2], [0, 4]]
+def _row_words_layout(BLOCKS):
+    """[128, 32] words, BLOCKS (1, 2) blocks in a row: a thread has half a block of some rows."""
+    registers = [[0, 1], [0, 2], [0, 4], *([[8, 0]] if BLOCKS == 2 else [[0, 8]]), [16, 0]]
+    lanes = [*([[0, 8], [0, 16]] if BLOCKS == 2 else [[0, 16]]), [1, 0], [2, 0], [4, 0],
+             *([] if BLOCKS == 2 else [[8, 0]])]
+    return gl.DistributedLinearLayout(registers, lanes, [[32, 0], [64, 0]], [], [128, 32])
+
+
+@gluon.constexpr_function
+def _row_codes_layout(BLOCKS):
+    """[128, BLOCKS, 8] words of codes, where `_row_words_layout` has the values."""
+    registers = [[0, 0, 1], [0, 0, 2], *([[8, 0, 0]] if BLOCKS == 2 else []), [16, 0, 0]]
+    lanes = [[0, 0, 4], *([[0, 1, 0]] if BLOCKS == 2 else []), [1, 0, 0], [2, 0, 0], [4, 0, 0],
+             *([] if BLOCKS == 2 else [[8, 0, 0]])]
+    return gl.DistributedLinearLayout(registers, lanes, [[32, 0, 0], [64, 0, 0]], [],
+                                      [128, BLOCKS, 8])
+
+
+@gluon.constexpr_function
+def _column_words_layout():
+    """[128, 32] words: a thread has 16 rows × 2 words, its neighbour the block's other rows."""
     return gl.DistributedLinearLayout(
-        rows + columns if FIRST_ROWS else columns + rows,
-        [[0, 8], [0, 16], [4, 0], [8, 0], [16, 0]], [[32, 0], [64, 0]], [], [128, 32])
+        [[1, 0], [2, 0], [4, 0], [8, 0], [0, 1]], [[16, 0], [0, 2], [0, 4], [0, 8], [0, 16]],
+        [[32, 0], [64, 0]], [], [128, 32])
 
 
 @gluon.constexpr_function
-def _pairs_layout():
-    """[128, 16] pairs of adjacent columns, where `_values_layout` has the values."""
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], [2, 0]], [[0, 4], [0, 8], [4, 0], [8, 0], [16, 0]],
-        [[32, 0], [64, 0]], [], [128, 16])
+def _exchanged_halves():
+    """Shared memory of a stage with rows 16 … 31 of each block in the order r ^ 4."""
+    return gl.SharedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4], [2, 8], [4, 16], [8, 0], [20, 0],
+         [32, 0], [64, 0]], [], 1024)
 
 
-@gluon.constexpr_function
-def _one_row_each():
-    return gl.BlockedLayout([1], [32], [4], [0])
-
-
-@gluon.constexpr_function
-def _one_block_each():
-    """[4, 32] blocks of columns: a warp has those of its own places."""
-    return gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+# --- values and scales --------------------------------------------------------------------------
 
 
 @gluon.jit
-def _row_maxima(data, PAIRS: gl.constexpr):
-    """Bits of the largest magnitude of each of 128 rows, one a thread; NaN is the largest."""
-    if PAIRS:
-        both = gl.reduce(data & 0x7FFF7FFF, 1, larger_halves)
-        both = gl.convert_layout(both, _one_row_each())
-        return gl.maximum(both & 0xFFFF, both >> 16) << 16
+def _magnitudes(words, DTYPE: gl.constexpr):
+    return words & (0x7FFFFFFF if DTYPE == "fp32" else 0x7FFF7FFF)
+
+
+@gluon.jit
+def _larger(left, right, DTYPE: gl.constexpr):
+    """The larger of two magnitudes, half by half where a word is a pair; NaN is the largest."""
+    return gl.maximum(left, right) if DTYPE == "fp32" else larger_halves(left, right)
+
+
+@gluon.jit
+def _largest(words, AXIS: gl.constexpr, DTYPE: gl.constexpr):
+    """`_larger` of all along an axis."""
+    return gl.max(words, AXIS) if DTYPE == "fp32" else gl.reduce(words, AXIS, larger_halves)
+
+
+@gluon.jit
+def _largest_of(words, AXIS: gl.constexpr, DTYPE: gl.constexpr):
+    """Largest magnitudes of four tensors along an axis."""
+    first, second, third, fourth = words
+    left = _larger(_magnitudes(first, DTYPE), _magnitudes(second, DTYPE), DTYPE)
+    right = _larger(_magnitudes(third, DTYPE), _magnitudes(fourth, DTYPE), DTYPE)
+    return _largest(_larger(left, right, DTYPE), AXIS, DTYPE)
+
+
+@gluon.jit
+def _values(words, HALF: gl.constexpr, DTYPE: gl.constexpr):
+    """float32 of the first or second value of each word."""
+    if DTYPE == "fp16":
+        half = (words >> (16 * HALF)).to(gl.int16)
+        return half.to(gl.float16, bitcast=True).to(gl.float32)
+    elif DTYPE == "fp32":
+        return words.to(gl.float32, bitcast=True)
+    elif HALF == 0:
+        return (words << 16).to(gl.float32, bitcast=True)
     else:
-        bits = gl.max(data.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-        return gl.convert_layout(bits, _one_row_each())
+        return (words & -65536).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _column_maxima(data, PAIRS: gl.constexpr):
-    """Bits of the largest magnitude of each [4, 32] blocks of columns, one a thread."""
-    if PAIRS:
-        both = gl.reduce((data & 0x7FFF7FFF).reshape([4, 32, 16]), 1, larger_halves)
-        both = gl.convert_layout(both, gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0]))
-        bits = gl.join(both << 16, both & 0x7FFF0000).reshape([4, 32])
-    else:
-        bits = gl.max((data.to(gl.int32, bitcast=True) & 0x7FFFFFFF).reshape([4, 32, 32]), 1)
-    return gl.convert_layout(bits, _one_block_each())
+def _bits(words, HALF: gl.constexpr, DTYPE: gl.constexpr):
+    return _values(words, HALF, DTYPE).to(gl.int32, bitcast=True)
+
+
+# --- where blocks come from and go --------------------------------------------------------------
 
 
 @gluon.jit
-def _values(data, PAIRS: gl.constexpr):
-    """float32 [128, 32]."""
-    if PAIRS:
-        low = (data << 16).to(gl.float32, bitcast=True)
-        high = (data & -65536).to(gl.float32, bitcast=True)
-        data = gl.join(low, high).reshape([128, 32])
-    return gl.convert_layout(data, _values_layout(False), assert_trivial=True)
-
-
-@gluon.jit
-def _scale_byte(bits, EMAX: gl.constexpr, THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr,
-                MARK: gl.constexpr):
-    """E8M0 byte of blocks with these bits of the maximum; see triton.quantize_kernels.e8m0_scale.
-
-    With MARK blocks of zeros have byte 0 and no other block has.
-    """
-    byte = gl.maximum(((bits + (0x800000 - THRESHOLD)) >> 23) - EMAX, 1 if MARK else 0)
-    byte = gl.where(bits == 0x7F800000, INF_BYTE, byte)
-    byte = gl.where(bits == 0, 0 if MARK else 127, byte)
-    return gl.where(bits > 0x7F800000, 255, byte)
-
-
-@gluon.jit
-def _inverse_scale(byte):
-    """``2^(127 - byte)``; NaN for 255, so that every value of the block becomes NaN."""
-    bits = gl.where(byte == 254, 1 << 22, (254 - byte) << 23)
-    return gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _source(places, table, num_blocks):
-    """For each place its row, whether it has one, and whether that counts."""
-    block = places // 32
+def _source(block, table, num_blocks):
+    """First row of a block, how many rows it has, and how many of them count."""
     in_copy = block < num_blocks
     if table is None:
-        rows = places
-        present = in_copy
-        counts = in_copy
+        rows = gl.where(in_copy, 32, 0)
+        return block * 32, rows, rows
     else:
-        step = places % 32
-        rows = gl.load(table + 2 * block, mask=in_copy, other=0) + step
+        first = gl.load(table + 2 * block, mask=in_copy, other=0)
         sizes = gl.load(table + 2 * block + 1, mask=in_copy, other=0)
-        present = step < (sizes & 255)
-        counts = step < (sizes >> 8)
-    return rows, present, counts
+        return first, sizes & 255, sizes >> 8
 
 
 @gluon.jit
-def _in_matrix(block, blocks_per_matrix, width):
-    """Offset of column block `block` among the blocks of columnwise copies [width, blocks]."""
-    matrix = (block // blocks_per_matrix).to(gl.int64)
-    return matrix * width * blocks_per_matrix + (block - matrix * blocks_per_matrix)
+def _of_block(index, values):
+    """For each index (0 … 3) the value of that block."""
+    return gl.where(index < 2, gl.where(index == 0, values[0], values[1]),
+                    gl.where(index == 2, values[2], values[3]))
 
 
 @gluon.jit
-def _load(x, rows, counts, k, num_k_blocks, x_stride_row, PAIRS: gl.constexpr):
-    """The step of 32 columns from `k` on, in pairs if PAIRS."""
-    LAYOUT: gl.constexpr = _pairs_layout() if PAIRS else _values_layout(False)
-    PER: gl.constexpr = 2 if PAIRS else 1
-    columns = gl.arange(0, 32 // PER, gl.SliceLayout(0, LAYOUT))
-    ptrs = x + k // PER + rows.to(gl.int64) * x_stride_row
-    data = gl.load(gl.expand_dims(ptrs, 1) + gl.expand_dims(columns, 0),
-                   mask=gl.expand_dims(counts & (k // 32 < num_k_blocks), 1), other=0)
-    return data if PAIRS else data.to(gl.float32)
+def _tile_source(first_block, table, num_blocks):
+    """`_source` of four blocks: first rows, numbers of rows, numbers of rows that count."""
+    row0, size0, count0 = _source(first_block, table, num_blocks)
+    row1, size1, count1 = _source(first_block + 1, table, num_blocks)
+    row2, size2, count2 = _source(first_block + 2, table, num_blocks)
+    row3, size3, count3 = _source(first_block + 3, table, num_blocks)
+    return ((row0, row1, row2, row3), (size0, size1, size2, size3),
+            (count0, count1, count2, count3))
 
 
 @gluon.jit
-def _store_row_codes(values, inverse, row_ptrs, present, FORMAT: gl.constexpr):
-    LAYOUT: gl.constexpr = _values_layout(False)
-    by_row = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, LAYOUT)), 1)
-    columns = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
-    gl.store(gl.expand_dims(row_ptrs, 1) + gl.expand_dims(columns, 0),
-             encode_fp8(values * by_row, FORMAT), mask=gl.expand_dims(present, 1))
+def _start_copies(x_desc, staged, ready, source, first_word, STAGES: gl.constexpr):
+    """Ask for the tile, a copy for each stage and x_desc's rows; zeros behind the last column."""
+    first_rows, _, counts = source
+    BLOCKS: gl.constexpr = x_desc.block_type.shape[0] // 32
+    mbarrier.init(ready, count=1)
+    mbarrier.expect(ready, STAGES * 128 * 128)
+    for stage in gl.static_range(STAGES):
+        for block in gl.static_range(0, 4, BLOCKS):
+            row = gl.where(counts[block] > 0, first_rows[block], _NOWHERE)
+            tma.async_copy_global_to_shared(x_desc, [row, first_word + 32 * stage], ready,
+                                            staged.index((4 * stage + block) // BLOCKS))
 
 
 @gluon.jit
-def _store_column_codes(values, inverse, place_ptrs, present, length, FORMAT: gl.constexpr):
-    LAYOUT: gl.constexpr = _values_layout(True)
-    by_block = values.reshape([4, 32, 32])
-    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, by_block.type.layout))
-    scaled = (by_block * gl.expand_dims(inverse, 1)).reshape([128, 32])
-    codes = encode_fp8(gl.convert_layout(scaled, LAYOUT, assert_trivial=True), FORMAT)
-    columns = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT)) * length
-    gl.store(gl.expand_dims(place_ptrs, 1) + gl.expand_dims(columns, 0), codes,
-             mask=gl.expand_dims(present, 1))
+def _is_ragged(source):
+    """Whether a block of the tile has rows that count, and others."""
+    counts = source[2]
+    ragged = (counts[0] > 0) & (counts[0] < 32)
+    for block in gl.static_range(1, 4):
+        ragged = ragged | ((counts[block] > 0) & (counts[block] < 32))
+    return ragged
 
 
 @gluon.jit
-def _store_row_scales(pointers, word, mask, count, ALIGNMENT: gl.constexpr):
-    """The `count` bytes of each row's word; both are multiples of ALIGNMENT (1, 2 or 4)."""
-    TYPE: gl.constexpr = (None, gl.int8, gl.int16, None, gl.int32)[ALIGNMENT]
-    for index in range(0, count, ALIGNMENT):
-        gl.store((pointers + index).to(gl.pointer_type(TYPE)), (word >> (8 * index)).to(TYPE),
-                 mask=mask)
+def _clear_rows(tile, source, stages, LAYOUT: gl.constexpr):
+    """Zeros in shared memory where rows of a block do not count, if the tile has such rows."""
+    if _is_ragged(source):
+        row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+        keep = gl.expand_dims(row % 32 < _of_block(row // 32, source[2]), 1)
+        for stage in range(stages):
+            words = tile.index(stage).load(LAYOUT)
+            tile.index(stage).store(gl.where(keep, words, 0))
+        gl.thread_barrier()  # here, and not where every tile would have to wait
+
+
+# --- both sides of a stage ----------------------------------------------------------------------
 
 
 @gluon.jit
-def _row_side(row, row_scale, table, first_place, first, num_blocks, num_k_blocks,
-              SOURCE: gl.constexpr):
-    """Of the rows of a tile: where they come from, which count, where codes and scales go.
+def _quarters(words, LAYOUT: gl.constexpr):
+    """The four words along the last two dimensions [2, 2], in LAYOUT."""
+    even, odd = words.split()
+    first, third = even.split()
+    second, fourth = odd.split()
+    return (gl.convert_layout(first, LAYOUT, assert_trivial=True),
+            gl.convert_layout(second, LAYOUT, assert_trivial=True),
+            gl.convert_layout(third, LAYOUT, assert_trivial=True),
+            gl.convert_layout(fourth, LAYOUT, assert_trivial=True))
 
-    SOURCE: the layout in which rows are loaded; scales are one a thread.
+
+@gluon.jit
+def _scaled(words, low, high, DTYPE: gl.constexpr):
+    """bfloat16 values times the inverse scales of first and second halves; others as they are."""
+    if DTYPE == "bf16":
+        pair = (low.to(gl.int32, bitcast=True) >> 16) | high.to(gl.int32, bitcast=True)
+        return multiply_bfloat16_pairs(words, pair)
+    else:
+        return words
+
+
+@gluon.jit
+def _product(words, inverse, HALF: gl.constexpr, DTYPE: gl.constexpr):
+    """float32 products of halves of what `_scaled` gave."""
+    values = _values(words, HALF, DTYPE)
+    return values if DTYPE == "bf16" else values * inverse
+
+
+@gluon.jit
+def _encode(words, inverse, HALF: gl.constexpr, DTYPE: gl.constexpr, FORMAT: gl.constexpr):
+    """Codes of one half of each of four words."""
+    first, second, third, fourth = words
+    return encode_fp8_words(
+        _product(first, inverse, HALF, DTYPE), _product(second, inverse, HALF, DTYPE),
+        _product(third, inverse, HALF, DTYPE), _product(fourth, inverse, HALF, DTYPE), FORMAT)
+
+
+@gluon.jit
+def _row_words(tile, DTYPE: gl.constexpr):
+    """Words whose codes make one: [128, 2 blocks, 8] left and right ones, or four [128, 1, 8]."""
+    if DTYPE == "fp32":
+        LAYOUT: gl.constexpr = _row_codes_layout(1)
+        words = tile.load(_row_words_layout(1)).reshape([128, 1, 8, 2, 2])
+        return _quarters(words, LAYOUT)
+    else:
+        PAIRS: gl.constexpr = _row_codes_layout(2)
+        left, right = tile.load(_row_words_layout(2)).reshape([128, 2, 8, 2]).split()
+        return (gl.convert_layout(left, PAIRS, assert_trivial=True),
+                gl.convert_layout(right, PAIRS, assert_trivial=True))
+
+
+@gluon.jit
+def _row_maxima(words, DTYPE: gl.constexpr):
+    """float32 bits of the largest magnitude of each block [128, BLOCKS]."""
+    if DTYPE == "fp32":
+        return _largest_of(words, 2, DTYPE)
+    else:
+        left, right = words
+        larger = _larger(_magnitudes(left, DTYPE), _magnitudes(right, DTYPE), DTYPE)
+        both = _largest(larger, 2, DTYPE)
+        return _bits(gl.maximum(both & 0xFFFF, both >> 16), 0, DTYPE)
+
+
+@gluon.jit
+def _row_codes(words, byte, DTYPE: gl.constexpr, FORMAT: gl.constexpr):
+    """Codes of a stage's rows, four columns a word [128, BLOCKS, 8]."""
+    inverse = gl.expand_dims(inverse_scale(byte), 2)
+    if DTYPE == "fp32":
+        return _encode(words, inverse, 0, DTYPE, FORMAT)
+    else:
+        left = _scaled(words[0], inverse, inverse, DTYPE)
+        right = _scaled(words[1], inverse, inverse, DTYPE)
+        return encode_fp8_words(
+            _product(left, inverse, 0, DTYPE), _product(left, inverse, 1, DTYPE),
+            _product(right, inverse, 0, DTYPE), _product(right, inverse, 1, DTYPE), FORMAT)
+
+
+@gluon.jit
+def _row_stage(tile, stage, scales, codes, mask, DTYPE: gl.constexpr, FORMAT: gl.constexpr,
+               RULE: gl.constexpr, CHOOSE: gl.constexpr, ENCODE: gl.constexpr,
+               MARK: gl.constexpr):
+    """Scales and codes of the rows of a stage; `scales` holds the bytes of all stages."""
+    BLOCKS: gl.constexpr = 1 if DTYPE == "fp32" else 2
+    words = _row_words(tile, DTYPE)
+    if CHOOSE:
+        byte = scale_byte(_row_maxima(words, DTYPE), RULE, MARK)
+        scales = scales | (byte << (8 * BLOCKS * stage))
+    else:
+        byte = (scales >> (8 * BLOCKS * stage)) & 255
+    if ENCODE:
+        gl.store(codes + 8 * BLOCKS * stage, _row_codes(words, byte, DTYPE, FORMAT), mask=mask)
+    return scales
+
+
+@gluon.jit
+def _in_place(codes):
+    """Words of codes of the second halves of blocks from the order r ^ 4 of rows to r."""
+    even, odd = codes.reshape([4, 2, 2, 2, 32]).permute((0, 1, 2, 4, 3)).split()
+    LAYOUT: gl.constexpr = even.type.layout
+    half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    second = gl.expand_dims(gl.expand_dims(gl.expand_dims(half == 1, 0), 2), 3)
+    both = gl.join(gl.where(second, odd, even), gl.where(second, even, odd))
+    return gl.convert_layout(both.permute((0, 1, 2, 4, 3)).reshape([4, 8, 32]),
+                             column_codes_layout(), assert_trivial=True)
+
+
+@gluon.jit
+def _column_byte(largest, scales, index, HALF: gl.constexpr, DTYPE: gl.constexpr,
+                 RULE: gl.constexpr, CHOOSE: gl.constexpr, MARK: gl.constexpr):
+    """Scales of the first or second columns of words, and all scales with byte `index` filled."""
+    if CHOOSE:
+        byte = scale_byte(_bits(largest, HALF, DTYPE), RULE, MARK)
+        scales = scales | (byte << (8 * index))
+    else:
+        byte = (scales >> (8 * index)) & 255
+    return byte, scales
+
+
+@gluon.jit
+def _column_stage(tile, stage, scales, codes, pitch, columns, width, in_copy,
+                  DTYPE: gl.constexpr, FORMAT: gl.constexpr, RULE: gl.constexpr,
+                  CHOOSE: gl.constexpr, ENCODE: gl.constexpr, MARK: gl.constexpr):
+    """Scales and codes of the columns of a stage; `scales` holds the bytes of all stages.
+
+    codes, columns: of the tile's first stage; pitch: words of codes from a column to the next.
     """
-    OUT: gl.constexpr = gl.SliceLayout(1, _values_layout(False))
-    EACH: gl.constexpr = _one_row_each()
-    rows, present, counts = _source(first_place + gl.arange(0, 128, SOURCE), table, num_blocks)
-    codes = row + (rows.to(gl.int64) * num_k_blocks + first) * 32
-    each, scaled, _ = _source(first_place + gl.arange(0, 128, EACH), table, num_blocks)
-    scales = row_scale + each.to(gl.int64) * num_k_blocks + first
-    return (rows, counts, gl.convert_layout(codes, OUT), gl.convert_layout(present, OUT), scales,
-            scaled)
+    HALVES: gl.constexpr = 1 if DTYPE == "fp32" else 2
+    view = tile._reinterpret(gl.int32, [128, 32], _exchanged_halves())
+    rows = view.load(_column_words_layout()).reshape([4, 8, 2, 2, 32]).permute((0, 1, 4, 2, 3))
+    rows = _quarters(rows, column_codes_layout())
+    largest = rows[0]
+    if CHOOSE:
+        largest = _largest_of(rows, 1, DTYPE)
+    first = HALVES * stage
+    low, scales = _column_byte(largest, scales, first, 0, DTYPE, RULE, CHOOSE, MARK)
+    high = low
+    if HALVES == 2:
+        high, scales = _column_byte(largest, scales, first + 1, 1, DTYPE, RULE, CHOOSE, MARK)
+    if ENCODE:
+        step = 32 * first
+        low = gl.expand_dims(inverse_scale(low), 1)
+        high = gl.expand_dims(inverse_scale(high), 1)
+        rows = (_scaled(rows[0], low, high, DTYPE), _scaled(rows[1], low, high, DTYPE),
+                _scaled(rows[2], low, high, DTYPE), _scaled(rows[3], low, high, DTYPE))
+        gl.store(codes + step * pitch, _in_place(_encode(rows, low, 0, DTYPE, FORMAT)),
+                 mask=in_copy & (columns + step < width))
+        if HALVES == 2:
+            gl.store(codes + (step + 1) * pitch, _in_place(_encode(rows, high, 1, DTYPE, FORMAT)),
+                     mask=in_copy & (columns + step < width))
+    return scales
 
 
 @gluon.jit
-def _block_side(column, column_scale, table, first_place, first, num_blocks, blocks_per_matrix,
-                width):
-    """Of the places of a tile: where codes, scales and words of four scales go, and masks.
-
-    The last says which blocks belong to a group.
-    """
-    PLACES: gl.constexpr = gl.SliceLayout(1, _values_layout(True))
-    EACH: gl.constexpr = _one_block_each()
-    places = first_place + gl.arange(0, 128, PLACES)
-    first_column = (first * 32).to(gl.int64) * blocks_per_matrix
-    codes = column + first_column * 32 + (
-        _in_matrix(places // 32, blocks_per_matrix, width) * 32 + places % 32)
-    block = first_place // 32 + gl.arange(0, 4, gl.SliceLayout(1, EACH))
-    columns = gl.arange(0, 32, gl.SliceLayout(0, EACH)) * blocks_per_matrix
-    first_scale = column_scale + first_column
-    scales = (gl.expand_dims(first_scale + _in_matrix(block, blocks_per_matrix, width), 1)
-              + gl.expand_dims(columns, 0))
-    words = first_scale + _in_matrix(first_place // 32, blocks_per_matrix, width) + columns
-    counts = gl.full((4,), 1, gl.int32, gl.SliceLayout(1, EACH))
-    if table is not None:
-        counts = gl.load(table + 2 * block + 1, mask=block < num_blocks, other=0) >> 8
-    return (codes, places // 32 < num_blocks, scales, gl.expand_dims(block < num_blocks, 1), words,
-            gl.expand_dims(counts > 0, 1))
+def _present(present, blocks):
+    """Masks [128] of rows and [1, BLOCKS] of blocks as [128, BLOCKS, 1]."""
+    return gl.expand_dims(gl.expand_dims(present, 1) & blocks, 2)
 
 
 @gluon.jit
-def _store_words(words, byte, EACH: gl.constexpr):
-    """The scales of the four blocks of each column as one word."""
-    shift = 8 * gl.arange(0, 4, gl.SliceLayout(1, EACH))
-    word = gl.sum(byte << gl.expand_dims(shift, 1), 0)
-    gl.store(words.to(gl.pointer_type(gl.int32)), word)
+def _row_side(row, row_scale, source, first, num_k_blocks, BLOCKS: gl.constexpr):
+    """Of the rows of a tile: where words of codes and where scales go, and which rows there are."""
+    LAYOUT: gl.constexpr = _row_codes_layout(BLOCKS)
+    first_rows, sizes, _ = source
+    place = gl.arange(0, 128, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    present = place % 32 < _of_block(place // 32, sizes)
+    scales = (_of_block(place // 32, first_rows) + place % 32).to(gl.int64) * num_k_blocks + first
+    block = gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
+    word = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    offsets = (gl.expand_dims(gl.expand_dims(scales * 8, 1) + block * 8, 2)
+               + gl.expand_dims(gl.expand_dims(word, 0), 0))
+    return row.to(gl.pointer_type(gl.int32)) + offsets, row_scale + scales, present, block
+
+
+@gluon.jit
+def _column_side(column, first_block, first, num_blocks, blocks_per_matrix, width,
+                 HALVES: gl.constexpr):
+    """Of the columns of a stage: where words of codes go, the columns, which blocks there are."""
+    LAYOUT: gl.constexpr = column_codes_layout()
+    block = first_block + gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    word = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    columns = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))) * HALVES + first * 32
+    columns = gl.expand_dims(gl.expand_dims(columns, 0), 1)
+    places = in_matrix(block, blocks_per_matrix, width) * 8
+    offsets = (gl.expand_dims(gl.expand_dims(places, 1) + gl.expand_dims(word, 0), 2)
+               + columns.to(gl.int64) * (blocks_per_matrix * 8))
+    in_copy = gl.expand_dims(gl.expand_dims(block < num_blocks, 1), 2)
+    return column.to(gl.pointer_type(gl.int32)) + offsets, columns, in_copy
 
 
 @gluon.jit(do_not_specialize=["num_blocks", "blocks_per_matrix", "num_k_blocks"],
            do_not_specialize_on_alignment=["table"])
 def _quantize_dual_hopper_kernel(
-        row, row_scale, column, column_scale, x, table, num_blocks, blocks_per_matrix, num_k_blocks,
-        x_stride_row, FORMAT: gl.constexpr, EMAX: gl.constexpr, THRESHOLD: gl.constexpr,
-        INF_BYTE: gl.constexpr, PAIRS: gl.constexpr, CHOOSE: gl.constexpr, ENCODE: gl.constexpr,
+        row, row_scale, column, column_scale, x_desc, table, num_blocks, blocks_per_matrix,
+        num_k_blocks, FORMAT: gl.constexpr, EMAX: gl.constexpr, THRESHOLD: gl.constexpr,
+        INF_BYTE: gl.constexpr, DTYPE: gl.constexpr, CHOOSE: gl.constexpr, ENCODE: gl.constexpr,
         MARK_ROWS: gl.constexpr, MARK_COLUMNS: gl.constexpr, ROW_ALIGNMENT: gl.constexpr,
         WIDE_COLUMNS: gl.constexpr, num_warps: gl.constexpr):
     """x [rows, K] to codes [rows, K] and, transposed, [matrices, K, 32 blocks_per_matrix].
 
-    PAIRS: x is bfloat16, passed as int32. CHOOSE: find and store each block's scale. ENCODE: store
-    codes, with the scales found, or, with CHOOSE off, with the scales that are in memory.
+    x comes as int32 words of values of DTYPE. CHOOSE: find and store each block's scale. ENCODE:
+    store codes, with the scales found, or, with CHOOSE off, with the scales that are in memory.
     MARK_ROWS, MARK_COLUMNS: blocks of zeros have byte 0, and no other block has, for what chooses
     the scales of spans. ROW_ALIGNMENT (1, 2, 4) divides a row's number of scales; WIDE_COLUMNS: 4
     divides a column's.
     """
-    SOURCE: gl.constexpr = gl.SliceLayout(1, _pairs_layout() if PAIRS else _values_layout(False))
+    HALVES: gl.constexpr = 1 if DTYPE == "fp32" else 2  # values a word, and blocks a stage's row
+    STAGES: gl.constexpr = 4 // HALVES
+    RULE: gl.constexpr = (EMAX, THRESHOLD, INF_BYTE)
     tiles_k = gl.cdiv(num_k_blocks, 4)
-    first_place = gl.program_id(0) // tiles_k * 128
+    first_block = gl.program_id(0) // tiles_k * 4
     first = gl.program_id(0) % tiles_k * 4
-    rows, counts, row_codes, present, row_scales, scaled = _row_side(
-        row, row_scale, table, first_place, first, num_blocks, num_k_blocks, SOURCE)
-    column_codes, in_copy, block_scales, block_mask, words, grouped = _block_side(
-        column, column_scale, table, first_place, first, num_blocks, blocks_per_matrix,
-        num_k_blocks * 32)
-    row_word = gl.zeros((128,), gl.int32, _one_row_each())
-    steps = gl.minimum(num_k_blocks - first, 4)
-    data = _load(x, rows, counts, first * 32, num_k_blocks, x_stride_row, PAIRS)
-    if not CHOOSE:
-        row_ahead = gl.load(row_scales, mask=scaled, other=127)
-        block_ahead = gl.load(block_scales, mask=block_mask, other=127)
-    for step in range(steps):
-        more = step + 1 < steps
-        following = _load(x, rows, counts & more, (first + step + 1) * 32, num_k_blocks,
-                          x_stride_row, PAIRS)
-        if CHOOSE:
-            row_byte = _scale_byte(_row_maxima(data, PAIRS), EMAX, THRESHOLD, INF_BYTE, MARK_ROWS)
-            block_byte = _scale_byte(_column_maxima(data, PAIRS), EMAX, THRESHOLD, INF_BYTE,
-                                     MARK_COLUMNS)
-            if MARK_COLUMNS:  # no span holds the blocks behind the last group
-                block_byte = gl.where((block_byte == 0) & (grouped == 0), 127, block_byte)
-            row_word = row_word | (row_byte << (8 * step))
-            if WIDE_COLUMNS:
-                _store_words(words, block_byte, _one_block_each())
-            else:
-                gl.store(block_scales, block_byte.to(gl.uint8), mask=block_mask)
-        else:
-            row_byte = row_ahead.to(gl.int32)
-            block_byte = block_ahead.to(gl.int32)
-            row_ahead = gl.load(row_scales + step + 1, mask=scaled & more, other=127)
-            block_ahead = gl.load(block_scales + 32 * blocks_per_matrix, mask=block_mask & more,
-                                  other=127)
-        if ENCODE:
-            values = _values(data, PAIRS)
-            _store_row_codes(values, _inverse_scale(row_byte), row_codes, present, FORMAT)
-            _store_column_codes(values, _inverse_scale(block_byte), column_codes, in_copy,
-                                blocks_per_matrix * 32, FORMAT)
-        row_codes += 32
-        column_codes += 1024 * blocks_per_matrix
-        words += 32 * blocks_per_matrix
-        block_scales += 32 * blocks_per_matrix
-        data = following
+    blocks = gl.minimum(num_k_blocks - first, 4)
+    stages = gl.cdiv(blocks, HALVES)
+    gl.assume(stages > 0)
+    width = num_k_blocks * 32
+    COPY: gl.constexpr = x_desc.block_type.shape[0]
+    staged = gl.allocate_shared_memory(gl.int32, [STAGES * 128 // COPY, COPY, 32], x_desc.layout)
+    tile = staged._reinterpret(gl.int32, [STAGES, 128, 32], x_desc.layout)
+    exchanged = gl.allocate_shared_memory(gl.uint8, [128, 4],
+                                          gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    source = _tile_source(first_block, table, num_blocks)
+    _start_copies(x_desc, staged, ready, source, first * (32 // HALVES), STAGES)
+    row_codes, row_ptrs, present, block = _row_side(row, row_scale, source, first, num_k_blocks,
+                                                    HALVES)
+    column_codes, columns, in_copy = _column_side(column, first_block, first, num_blocks,
+                                                  blocks_per_matrix, width, HALVES)
+    column_ptrs, in_width = scales_of_columns(column_scale, first, blocks_per_matrix, width, HALVES)
+    copy = (column_ptrs, in_width, first_block, num_blocks, blocks_per_matrix, width)
     if CHOOSE:
-        _store_row_scales(row_scales, row_word, scaled, steps, ROW_ALIGNMENT)
+        row_scales = gl.zeros([128, HALVES], gl.int32,
+                              gl.SliceLayout(2, _row_codes_layout(HALVES)))
+        column_scales = gl.zeros([4, 32], gl.int32, gl.SliceLayout(1, column_codes_layout()))
+    else:
+        row_scales = gl.expand_dims(
+            load_row_scales(row_ptrs, present, blocks, ROW_ALIGNMENT), 1) >> (8 * block)
+        column_scales = bytes_of_stages(exchanged, load_column_scales(copy, WIDE_COLUMNS))
+    mbarrier.wait(ready, 0)
+    if table is not None:
+        _clear_rows(tile, source, stages, _row_words_layout(HALVES))
+    for stage in range(stages):
+        mask = _present(present, block + first + HALVES * stage < num_k_blocks)
+        row_scales = _row_stage(tile.index(stage), stage, row_scales, row_codes, mask, DTYPE,
+                                FORMAT, RULE, CHOOSE, ENCODE, MARK_ROWS)
+        column_scales = _column_stage(
+            tile.index(stage), stage, column_scales, column_codes,
+            (blocks_per_matrix * 8).to(gl.int64), columns, width, in_copy, DTYPE, FORMAT, RULE,
+            CHOOSE, ENCODE, MARK_COLUMNS)
+    if CHOOSE:
+        store_row_scales(row_ptrs, gl.sum(row_scales << (8 * block), 1), present, blocks,
+                          ROW_ALIGNMENT)
+        words = words_of_columns(exchanged, column_scales)
+        if MARK_COLUMNS and table is not None:
+            words = mark_groups(words, source[2])
+        store_column_scales(copy, words, WIDE_COLUMNS)

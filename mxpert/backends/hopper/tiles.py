@@ -167,14 +167,21 @@ def _fp8_conversion(FORMAT):
 
 
 @gluon.jit
-def encode_fp8(values, FORMAT: gl.constexpr):
-    """uint8 codes of float32 values, nearest even, saturating; NaN becomes 0x7F.
+def encode_fp8_words(first, second, third, fourth, FORMAT: gl.constexpr):
+    """Codes of four float32 values in one int32, the first lowest.
 
-    Four values that follow each other in a thread's registers are one instruction's result.
+    Nearest even, saturating; NaN becomes 0x7F.
     """
     ASSEMBLY: gl.constexpr = _fp8_conversion(FORMAT)
-    return gl.inline_asm_elementwise(ASSEMBLY, "=r,f,f,f,f", [values], dtype=gl.uint8,
-                                     is_pure=True, pack=4)
+    return gl.inline_asm_elementwise(ASSEMBLY, "=r,f,f,f,f", [first, second, third, fourth],
+                                     dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def multiply_bfloat16_pairs(left, right):
+    """Products of the bfloat16 halves of int32 values, subnormal ones included."""
+    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right],
+                                     dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
