@@ -233,7 +233,7 @@ def test_dual(mode: str, groups: int, dtype: torch.dtype) -> None:
         metrics = launch.compile().metrics
         assert metrics.instructions["UTMALDG.2D"] == stages * (4 if groups else 1)
         assert metrics.global_loads.keys() <= {16, 32}, "scales and the table alone"
-        assert metrics.registers <= 96, "five CTAs of four warps a multiprocessor"
+        assert metrics.registers <= 128, "four CTAs of four warps a multiprocessor"
         codes = metrics.global_stores.get(128, 0)
         assert codes == (16 // stages if launch.arguments["ENCODE"] else 0), "one stage's"
         assert metrics.global_stores.keys() <= {16, 32, 128}
