@@ -53,7 +53,7 @@ SM_SHARED = 228 * 1024
 SM_REGISTERS = 65536
 WARP_REGISTERS = 32
 
-MOST_SPILLS = {"decode": {8: 0, 16: 0, 32: 8, 64: 80}, "prefill": {32: 0, 64: 24}}
+MOST_SPILLS = {"decode": {8: 0, 16: 0, 32: 8, 64: 80}, "prefill": {32: 0, 64: 80}}
 """Local memory instructions by kernel and block_m; those of large tiles are in the epilogue."""
 
 MOST_LOOP_SPILLS = 2
@@ -120,7 +120,8 @@ def check_gemm(kernel: CompiledKernel, config: GemmConfig) -> None:
         assert 2 * (metrics.shared_memory + RESERVED_SHARED) <= SM_SHARED, "two CTAs per SM"
     else:
         assert metrics.shared_memory <= SHARED_MEMORY_LIMIT["sm_90"]
-        assert metrics.global_stores.keys() == {128}, "outputs go out 16 bytes at a time"
+        assert not metrics.global_stores
+        assert kernel.count(r"\bUTMASTG\.2D") > 0
 
 
 @activations

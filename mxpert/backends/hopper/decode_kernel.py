@@ -133,7 +133,8 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
         if TERMS_FIRST:  # the latency of these loads passes under the main loop
             outputs = output_terms(reference, bias, expert, first_output, num_outputs,
                                    row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
-            tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, LAYOUT, WEIGHTED)
+            tokens = token_terms(x_scale, routed_weights, first_row, TOKENS,
+                                 gl.SliceLayout(0, LAYOUT), WEIGHTED)
             real = real_rows(sorted_token_ids, first_row, num_tokens, TOKENS, LAYOUT)
         accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
         for _ in range(first_step, last_step):
@@ -154,7 +155,8 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
         if not TERMS_FIRST:
             outputs = output_terms(reference, bias, expert, first_output, num_outputs,
                                    row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
-            tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, LAYOUT, WEIGHTED)
+            tokens = token_terms(x_scale, routed_weights, first_row, TOKENS,
+                                 gl.SliceLayout(0, LAYOUT), WEIGHTED)
             real = real_rows(sorted_token_ids, first_row, num_tokens, TOKENS, LAYOUT)
         value = finish(join_halves(accumulator, SPLIT), outputs, tokens, param_first, param_second,
                        LAYOUT, KIND, WEIGHTED)

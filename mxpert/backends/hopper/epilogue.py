@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from .tiles import feature_layout, gate_and_up, row_pair_layout, row_pairs
 
@@ -99,8 +100,9 @@ def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows
 @gluon.jit
 def token_terms(x_scale, routed_weights, first_row, TOKENS: gl.constexpr, LAYOUT: gl.constexpr,
                 WEIGHTED: gl.constexpr):
-    """Scales and routing weights of a tile's sorted rows; padding rows have any values."""
-    row = first_row + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LAYOUT))
+    """Scales and routing weights of a tile's sorted rows, in the 1-D LAYOUT; padding rows have any
+    values."""
+    row = first_row + gl.arange(0, TOKENS, layout=LAYOUT)
     scale = gl.load(x_scale + row)
     weight = gl.load(routed_weights + row) if WEIGHTED else scale
     return scale, weight
@@ -151,9 +153,47 @@ def store_outputs(value, real, out, first_row, first_output, num_outputs):
 
 
 @gluon.jit
-def store_outputs_through(value, out, sorted_token_ids, first_row, first_output, num_tokens,
-                          num_outputs, STORE: gl.constexpr):
-    """`store_outputs` by way of shared memory, from the layout `STORE` (wide stores)."""
-    value = gl.convert_layout(value.to(out.dtype.element_ty), STORE)
-    real = real_rows(sorted_token_ids, first_row, num_tokens, value.shape[1], STORE)
-    store_outputs(value, real, out, first_row, first_output, num_outputs)
+def _token_halves(value):
+    """The first and the second half of the tokens of a value [OUTPUTS, TOKENS]."""
+    OUTPUTS: gl.constexpr = value.shape[0]
+    TOKENS: gl.constexpr = value.shape[1]
+    return value.reshape([OUTPUTS, 2, TOKENS // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _copy_out(value, out_desc, staging, first_row, first_output, PIECE: gl.constexpr):
+    """Start the copy of value [OUTPUTS, rows of a piece] to `out`; PIECE counts a tile's pieces."""
+    PIECES: gl.constexpr = staging.shape[0]
+    if PIECE == 0 or PIECE >= PIECES:  # until what lay in this piece's place has been read
+        tma.store_wait(0 if PIECE == 0 else PIECES - 1)
+        gl.thread_barrier()  # one thread starts all copies and alone can wait for them
+    rows = staging.index(PIECE % PIECES)
+    rows.store(value.to(out_desc.dtype).permute((1, 0)))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [first_row, first_output], rows)
+
+
+@gluon.jit
+def copy_outputs(value, out_desc, staging, first_row, first_output, PIECE: gl.constexpr):
+    """value [OUTPUTS, TOKENS] → rows of `out` from first_row on, by TMA through `staging`.
+
+    A piece has the rows that one copy takes. Rows of padding are written like others; what lies
+    behind the last output is not. PIECE: pieces of the same tile before these.
+    """
+    ROWS: gl.constexpr = staging.shape[1]
+    COPIES: gl.constexpr = value.shape[1] // ROWS
+    if COPIES == 1:
+        _copy_out(value, out_desc, staging, first_row, first_output, PIECE)
+    else:
+        left, right = _token_halves(value)
+        if COPIES == 2:
+            _copy_out(left, out_desc, staging, first_row, first_output, PIECE)
+            _copy_out(right, out_desc, staging, first_row + ROWS, first_output, PIECE + 1)
+        else:
+            gl.static_assert(COPIES == 4, "values of up to four pieces")
+            first, second = _token_halves(left)
+            third, fourth = _token_halves(right)
+            _copy_out(first, out_desc, staging, first_row, first_output, PIECE)
+            _copy_out(second, out_desc, staging, first_row + ROWS, first_output, PIECE + 1)
+            _copy_out(third, out_desc, staging, first_row + 2 * ROWS, first_output, PIECE + 2)
+            _copy_out(fourth, out_desc, staging, first_row + 3 * ROWS, first_output, PIECE + 3)

@@ -64,6 +64,7 @@ def _store_piece(value, out, out_desc, staging, row, row_end, column, num_column
     COLUMNS: gl.constexpr = value.shape[1]
     LAYOUT: gl.constexpr = _coalesced(COLUMNS, out.dtype.element_ty.primitive_bitwidth)
     tma.store_wait(0)
+    gl.thread_barrier()  # one thread starts all copies and alone can wait for them
     staging.store(value)
     if (not ACCUMULATE) & (row + 64 <= row_end):
         fence_async_shared()

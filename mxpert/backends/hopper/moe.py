@@ -32,6 +32,8 @@ _ROWS_KIND = 0
 
 _NO_PARAMETERS = (0.0, 0.0)
 
+_GL_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
 
 class _Stage:
     """What both stages share: validity, choice of tiles, the GEMM launch."""
@@ -169,16 +171,18 @@ def multiply(
         out.shape[-2], out.shape[-1], row_units, depth_units, plan.routing_block_m, rows.low_rows,
         rows.split, bias is not None, weighted, kind, parameters)
     tensors = dict(
-        out=out, code_desc=weight.qdata, shift_desc=weight.scale, x_desc=rows.codes,
+        code_desc=weight.qdata, shift_desc=weight.scale, x_desc=rows.codes,
         reference=weight.reference, bias=rows.scale if bias is None else bias, x_scale=rows.scale,
-        routed_weights=plan.sorted_weights, sorted_token_ids=plan.sorted_token_ids)
-    launch = _gemm_launch(problem, config, gemm)
+        routed_weights=plan.sorted_weights)
     if heuristics.is_prefill(config):
         schedule = tile_schedule(plan, config.block_m, heuristics.blocks_of_tile(rows.split))
-        launch(tile_first_block=schedule.first_block, tile_blocks=schedule.blocks,
-               tile_expert=schedule.expert, num_groups=schedule.count, **tensors)
+        _prefill_launch(problem, config, gemm, out.dtype)(
+            out_desc=out, tile_first_block=schedule.first_block, tile_blocks=schedule.blocks,
+            tile_expert=schedule.expert, num_groups=schedule.count, **tensors)
     else:
-        launch(block_expert_ids=plan.block_expert_ids, num_valid=plan.num_valid, **tensors)
+        _decode_launch(problem, config, gemm)(
+            out=out, sorted_token_ids=plan.sorted_token_ids,
+            block_expert_ids=plan.block_expert_ids, num_valid=plan.num_valid, **tensors)
 
 
 class _Gemm(NamedTuple):
@@ -198,27 +202,45 @@ class _Gemm(NamedTuple):
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _gemm_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Launch:
-    heuristics.require_valid(config, problem)
+def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Launch:
+    return Launch(
+        _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), _operand_tiles(config),
+        num_tokens=problem.num_tokens, splits=config.split_k,
+        blocks_per_unit=gemm.routing_block_m // config.block_m, num_rows=gemm.num_rows,
+        TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,
+        WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS,
+        **_gemm_constants(problem, config, gemm))
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _prefill_launch(
+    problem: MoEProblem, config: GemmConfig, gemm: _Gemm, out_dtype: torch.dtype,
+) -> Launch:
+    # Two pieces of bfloat16 fill what the narrow tile's ring leaves; of float32 that is one.
+    pieces, rows = (1, 32) if out_dtype.itemsize > 2 else (2, config.block_m)
+    outputs = 64 if gemm.kind == _ROWS_KIND else 32
+    tiles = _operand_tiles(config) | {"out_desc": _tile(rows, outputs, _GL_TYPES[out_dtype])}
+    return Launch(
+        _moe_gemm_prefill_kernel, (problem.target.num_sms,), tiles, BLOCK_M=config.block_m,
+        BLOCKS=heuristics.blocks_of_tile(gemm.split), PIECES=pieces,
+        **_gemm_constants(problem, config, gemm))
+
+
+def _operand_tiles(config: GemmConfig) -> dict[str, Tile]:
     depth = config.block_k // 128
-    tiles = {"code_desc": _tile(32 * depth, 128, gl.uint8, width=128),
-             "shift_desc": _tile(8 * depth, 32, gl.uint8, width=32),
-             "x_desc": _tile(config.block_m, config.block_k, gl.float8e4nv)}
-    constants: dict[str, Any] = dict(
+    return {"code_desc": _tile(32 * depth, 128, gl.uint8, width=128),
+            "shift_desc": _tile(8 * depth, 32, gl.uint8, width=32),
+            "x_desc": _tile(config.block_m, config.block_k, gl.float8e4nv)}
+
+
+def _gemm_constants(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> dict[str, Any]:
+    """What the kernels of both tiles take alike."""
+    return dict(
         param_first=float(gemm.parameters[0]), param_second=float(gemm.parameters[1]),
-        num_tokens=problem.num_tokens, low_rows=gemm.low_rows, num_outputs=gemm.num_outputs,
+        low_rows=gemm.low_rows, num_outputs=gemm.num_outputs,
         tiles_per_block=-(-gemm.row_units // 2) * config.split_k, row_units=gemm.row_units,
         depth_units=gemm.depth_units, STAGES=config.num_stages, SPLIT=gemm.split, KIND=gemm.kind,
         HAS_BIAS=gemm.has_bias, WEIGHTED=gemm.weighted, num_warps=config.num_warps, **FOLLOWS)
-    if heuristics.is_prefill(config):
-        return Launch(_moe_gemm_prefill_kernel, (problem.target.num_sms,), tiles,
-                      BLOCK_M=config.block_m, BLOCKS=heuristics.blocks_of_tile(gemm.split),
-                      **constants)
-    return Launch(
-        _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), tiles, splits=config.split_k,
-        blocks_per_unit=gemm.routing_block_m // config.block_m, num_rows=gemm.num_rows,
-        TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,
-        WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS, **constants)
 
 
 def _tile(rows: int, columns: int, dtype: Any, width: int | None = None) -> Tile:

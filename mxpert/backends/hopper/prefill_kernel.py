@@ -19,16 +19,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..dependent import wait_then_release
-from .epilogue import (
-    finish, output_layout, output_terms, store_outputs_through, token_terms,
-)
+from .epilogue import copy_outputs, finish, output_layout, output_terms, token_terms
 from .tiles import accumulator_layout, decode_weights
 
 
+_AT_WILL = gl.constexpr(0)
+_WHEN_ISSUED = gl.constexpr(1)
+_WHEN_DONE = gl.constexpr(2)
+"""When a consumer passes the tensor cores on: never, with its last wgmma of a step under way, or
+with all of them done."""
+
+
 @gluon.constexpr_function
-def _coalesced(OUTPUTS):
-    """Store layout: 16 bytes of adjacent outputs a thread."""
-    return gl.BlockedLayout([8, 1], [OUTPUTS // 8, 256 // OUTPUTS], [1, 4], [0, 1])
+def _order(STAGES, SPLIT):
+    """Turns keep one consumer decoding while the other multiplies. Measured: FP8 tiles of more than
+    128 columns, which need two turns a step, lose by them."""
+    return _WHEN_ISSUED if SPLIT else _WHEN_DONE if STAGES > 4 else _AT_WILL
+
+
+@gluon.constexpr_function
+def _one_each():
+    """A tile's rows, one for each thread of a warpgroup."""
+    return gl.BlockedLayout([1], [32], [4], [0])
 
 
 @gluon.jit
@@ -100,14 +112,54 @@ def _multiply(weights, x, partial, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
 
 
 @gluon.jit
-def _accumulate(ring, slot, phase, depth_units, PARTITION: gl.constexpr, STAGES: gl.constexpr,
+def _make_turns():
+    """A barrier for each consumer, through which the other one passes the turn to it.
+
+    Only where turns are taken: what nobody uses later shares its memory with other data, and a
+    barrier's memory must hold nothing else (figures change where several processes share a GPU).
+    """
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
+    return turns.index(0), turns.index(1)
+
+
+@gluon.jit
+def _take_turn(turns, turn, ORDER: gl.constexpr):
+    """Wait until the tensor cores are this warpgroup's; returns the next turn's phase."""
+    if ORDER != _AT_WILL:
+        mbarrier.wait(turns[0], turn)
+        turn ^= 1
+    return turn
+
+
+@gluon.jit
+def _pass_turn(turns, MOMENT: gl.constexpr, ORDER: gl.constexpr):
+    if ORDER == MOMENT:
+        mbarrier.arrive(turns[1], count=1)
+
+
+@gluon.jit
+def _decode(ring, slot, phase, PARTITION: gl.constexpr, LAYOUT: gl.constexpr):
+    """The partition's weights of a stage, when they are there."""
+    codes, shifts, _, ready, _ = ring
+    mbarrier.wait(ready.index(slot), phase)
+    return decode_weights(codes.index(slot).slice(PARTITION * 32, 32, 0),
+                          shifts.index(slot).slice(PARTITION * 8, 8, 0), LAYOUT, 1, 1)
+
+
+@gluon.jit
+def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr, STAGES: gl.constexpr,
                 LEFT: gl.constexpr, RIGHT: gl.constexpr, RIGHT_AT: gl.constexpr,
-                SPLIT: gl.constexpr):
+                SPLIT: gl.constexpr, ORDER: gl.constexpr):
     """Sums of one tile: columns [0, LEFT) and, if RIGHT > 0, [RIGHT_AT, RIGHT_AT + RIGHT).
 
-    With SPLIT the right columns are the low parts of the left ones.
+    With SPLIT the right columns are the low parts of the left ones. state: ring position, its
+    phase, and the phase of the next turn.
     """
-    codes, shifts, x, ready, free = ring
+    slot, phase, turn = state
+    x = ring[2]
+    free = ring[4]
     LAYOUT: gl.constexpr = accumulator_layout(4, LEFT)
     WIDTH: gl.constexpr = RIGHT if RIGHT > 0 else 32
     RIGHT_LAYOUT: gl.constexpr = accumulator_layout(4, WIDTH)
@@ -115,32 +167,37 @@ def _accumulate(ring, slot, phase, depth_units, PARTITION: gl.constexpr, STAGES:
     left = gl.zeros((64, LEFT), gl.float32, LAYOUT)
     right = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
     for _ in range(gl.cdiv(depth_units, 2)):
-        mbarrier.wait(ready.index(slot), phase)
-        a = decode_weights(codes.index(slot).slice(PARTITION * 32, 32, 0),
-                           shifts.index(slot).slice(PARTITION * 8, 8, 0), LAYOUT, 1, 1)
+        a = _decode(ring, slot, phase, PARTITION, LAYOUT)
+        if ORDER != _AT_WILL:
+            b = _decode(ring, slot + 1, phase, PARTITION, LAYOUT)
+            turn = _take_turn(turns, turn, ORDER)
         xa = x.index(slot)
+        xb = x.index(slot + 1)
         unused = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
         partial = _multiply(a, xa, gl.zeros((64, LEFT), gl.float32, LAYOUT), 0, LEFT, False)
         if BOTH:
             other = _multiply(a, xa, unused, RIGHT_AT, RIGHT, False)
-        mbarrier.wait(ready.index(slot + 1), phase)
-        b = decode_weights(codes.index(slot + 1).slice(PARTITION * 32, 32, 0),
-                           shifts.index(slot + 1).slice(PARTITION * 8, 8, 0), LAYOUT, 1, 1)
-        xb = x.index(slot + 1)
+        if ORDER == _AT_WILL:
+            b = _decode(ring, slot + 1, phase, PARTITION, LAYOUT)
         partial = _multiply(b, xb, partial, 0, LEFT, True)
         if SPLIT:  # the adds of the high sum run under the wgmma of the low parts
             low = _multiply(a, xa, right, RIGHT_AT, RIGHT, True)
             low = _multiply(b, xb, low, RIGHT_AT, RIGHT, True)
+            _pass_turn(turns, _WHEN_ISSUED, ORDER)
             left += warpgroup_mma_wait(2, deps=(partial,))
             right = warpgroup_mma_wait(0, deps=(low,))
+            _pass_turn(turns, _WHEN_DONE, ORDER)
             mbarrier.arrive(free.index(slot), count=1)
         elif BOTH:
             other = _multiply(b, xb, other, RIGHT_AT, RIGHT, True)
+            _pass_turn(turns, _WHEN_ISSUED, ORDER)
             partial, other = warpgroup_mma_wait(0, deps=(partial, other))
+            _pass_turn(turns, _WHEN_DONE, ORDER)
             mbarrier.arrive(free.index(slot), count=1)
             left += partial
             right += other
         elif RIGHT > 0:
+            gl.static_assert(ORDER == _AT_WILL, "two turns a step")
             left += warpgroup_mma_wait(0, deps=(partial,))
             other = _multiply(a, xa, unused, RIGHT_AT, RIGHT, False)
             other = _multiply(b, xb, other, RIGHT_AT, RIGHT, True)
@@ -148,14 +205,16 @@ def _accumulate(ring, slot, phase, depth_units, PARTITION: gl.constexpr, STAGES:
             mbarrier.arrive(free.index(slot), count=1)
             right += other
         else:
+            _pass_turn(turns, _WHEN_ISSUED, ORDER)
             partial = warpgroup_mma_wait(0, deps=(partial,))
+            _pass_turn(turns, _WHEN_DONE, ORDER)
             mbarrier.arrive(free.index(slot), count=1)
             left += partial
         slot += 2
         if slot == STAGES:
             slot = 0
             phase ^= 1
-    return left, right, slot, phase
+    return left, right, (slot, phase, turn)
 
 
 @gluon.jit
@@ -169,23 +228,23 @@ def _outputs(unit, expert, factors, TOKENS: gl.constexpr, KIND: gl.constexpr,
 
 
 @gluon.jit
-def _tokens(first_row, rows, TOKENS: gl.constexpr, KIND: gl.constexpr, WEIGHTED: gl.constexpr):
-    """Scales and routing weights of a tile's rows."""
-    x_scale, routed_weights = rows
-    return token_terms(x_scale, routed_weights, first_row, TOKENS, output_layout(4, TOKENS, KIND),
-                       WEIGHTED)
+def _spread(tokens, LAYOUT: gl.constexpr):
+    """Terms of rows from one a thread to where `finish` needs them."""
+    scale, weight = tokens
+    ROWS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    return gl.convert_layout(scale, ROWS), gl.convert_layout(weight, ROWS)
 
 
 @gluon.jit
-def _store(total, outputs, tokens, first_row, unit, target, KIND: gl.constexpr,
-           WEIGHTED: gl.constexpr):
+def _store(total, outputs, tokens, first_row, unit, target, PIECE: gl.constexpr,
+           KIND: gl.constexpr, WEIGHTED: gl.constexpr):
     """Epilogue of one row unit and its columns, into rows from `first_row`."""
-    out, sorted_token_ids, num_tokens, num_outputs, param_first, param_second = target
+    out_desc, staging, param_first, param_second = target
     OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
     LAYOUT: gl.constexpr = output_layout(4, total.shape[1], KIND)
-    value = finish(total, outputs, tokens, param_first, param_second, LAYOUT, KIND, WEIGHTED)
-    store_outputs_through(value, out, sorted_token_ids, first_row, unit * OUTPUTS, num_tokens,
-                          num_outputs, _coalesced(OUTPUTS))
+    value = finish(total, outputs, _spread(tokens, LAYOUT), param_first, param_second, LAYOUT,
+                   KIND, WEIGHTED)
+    copy_outputs(value, out_desc, staging, first_row, unit * OUTPUTS, PIECE)
 
 
 @gluon.constexpr_function
@@ -198,46 +257,41 @@ def _columns(ROWS, CAPACITY, SPLIT):
 
 
 @gluon.jit
-def _tile(ring, slot, phase, depth_units, first_row, unit, expert, operands,
+def _tile(ring, turns, state, depth_units, first_row, unit, expert, operands,
           PARTITION: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
           CAPACITY: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
-          WEIGHTED: gl.constexpr):
-    """One tile of ROWS of at most CAPACITY rows; returns the ring position after it."""
+          WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
+    """One tile of ROWS of at most CAPACITY rows; returns the state after it."""
     COLUMNS: gl.constexpr = _columns(ROWS, CAPACITY, SPLIT)
     LEFT: gl.constexpr = COLUMNS[0]
     RIGHT: gl.constexpr = COLUMNS[1]
-    # What has room in registers through the loop is loaded before it.
-    OUTPUTS_FIRST: gl.constexpr = LEFT + RIGHT <= 128
-    TOKENS_FIRST: gl.constexpr = LEFT + RIGHT < 128
+    BOTH: gl.constexpr = RIGHT > 0 and not SPLIT
     factors, rows, target = operands
-    if OUTPUTS_FIRST:
-        outputs = _outputs(unit, expert, factors, LEFT, KIND, HAS_BIAS)
-    if TOKENS_FIRST:
-        tokens = _tokens(first_row, rows, LEFT, KIND, WEIGHTED)
-    left, right, slot, phase = _accumulate(ring, slot, phase, depth_units, PARTITION, STAGES, LEFT,
-                                           RIGHT, COLUMNS[2], SPLIT)
+    x_scale, routed_weights = rows
+    # Asked for before the main loop, under which their latency passes.
+    outputs = _outputs(unit, expert, factors, LEFT, KIND, HAS_BIAS)
+    tokens = token_terms(x_scale, routed_weights, first_row, LEFT, _one_each(), WEIGHTED)
+    if BOTH:
+        others = token_terms(x_scale, routed_weights, first_row + LEFT, RIGHT, _one_each(),
+                             WEIGHTED)
+    left, right, state = _accumulate(ring, turns, state, depth_units, PARTITION, STAGES, LEFT,
+                                     RIGHT, COLUMNS[2], SPLIT, ORDER)
     if SPLIT:
         left += right * 0.0625
-    if not OUTPUTS_FIRST:
-        outputs = _outputs(unit, expert, factors, LEFT, KIND, HAS_BIAS)
-    if not TOKENS_FIRST:
-        tokens = _tokens(first_row, rows, LEFT, KIND, WEIGHTED)
-    _store(left, outputs, tokens, first_row, unit, target, KIND, WEIGHTED)
-    if RIGHT > 0 and not SPLIT:
-        first_row += COLUMNS[2]
+    _store(left, outputs, tokens, first_row, unit, target, 0, KIND, WEIGHTED)
+    if BOTH:
         outputs = _outputs(unit, expert, factors, RIGHT, KIND, HAS_BIAS)
-        tokens = _tokens(first_row, rows, RIGHT, KIND, WEIGHTED)
-        _store(right, outputs, tokens, first_row, unit, target, KIND, WEIGHTED)
-    return slot, phase
+        _store(right, outputs, others, first_row + LEFT, unit, target, LEFT // target[1].shape[1],
+               KIND, WEIGHTED)
+    return state
 
 
 @gluon.jit
-def _consume(ring, operands, schedule, num_tiles, tiles_per_block, depth_units,
+def _consume(ring, turns, operands, schedule, num_tiles, tiles_per_block, depth_units,
              PARTITION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
              STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
-             WEIGHTED: gl.constexpr):
-    slot = 0
-    phase = 0
+             WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
+    state = (0, 0, 1 if PARTITION == 0 else 0)  # the first partition has the first turn
     following = _place(schedule, gl.program_id(0), num_tiles, tiles_per_block)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         block, width, expert = following
@@ -245,46 +299,57 @@ def _consume(ring, operands, schedule, num_tiles, tiles_per_block, depth_units,
         unit = 2 * (tile % tiles_per_block) + PARTITION
         for q in gl.static_range(1, BLOCKS + 1):
             if width == q:
-                slot, phase = _tile(ring, slot, phase, depth_units, block * BLOCK_M, unit, expert,
-                                    operands, PARTITION, STAGES, q * BLOCK_M, BLOCKS * BLOCK_M,
-                                    SPLIT, KIND, HAS_BIAS, WEIGHTED)
+                state = _tile(ring, turns, state, depth_units, block * BLOCK_M, unit, expert,
+                              operands, PARTITION, STAGES, q * BLOCK_M, BLOCKS * BLOCK_M, SPLIT,
+                              KIND, HAS_BIAS, WEIGHTED, ORDER)
+    tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "num_tokens",
-                              "low_rows"])
+@gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "low_rows"])
 def _moe_gemm_prefill_kernel(
-        out, code_desc, shift_desc, x_desc, reference, bias, x_scale, routed_weights,
-        sorted_token_ids, tile_first_block, tile_blocks, tile_expert, num_groups, param_first,
-        param_second, num_tokens, low_rows, num_outputs, tiles_per_block, row_units, depth_units,
-        BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+        out_desc, code_desc, shift_desc, x_desc, reference, bias, x_scale, routed_weights,
+        tile_first_block, tile_blocks, tile_expert, num_groups, param_first, param_second, low_rows,
+        num_outputs, tiles_per_block, row_units, depth_units, BLOCK_M: gl.constexpr,
+        BLOCKS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr,
         KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
         num_warps: gl.constexpr):
     """out [P, num_outputs] for every tile; see the module docstring for the schedule.
 
     tile_first_block, tile_blocks, tile_expert [groups] and num_groups [1] come from `schedule`;
-    KIND and low_rows as in the decode kernel.
+    KIND and low_rows as in the decode kernel. PIECES: copies to `out` that a consumer may have
+    under way.
     """
     codes = gl.allocate_shared_memory(gl.uint8, [STAGES, 64, 128], code_desc.layout)
     shifts = gl.allocate_shared_memory(gl.uint8, [STAGES, 16, 32], shift_desc.layout)
     ROWS: gl.constexpr = BLOCKS * BLOCK_M * (2 if SPLIT else 1)
     x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], x_desc.layout)
+    PIECE: gl.constexpr = [PIECES, out_desc.block_type.shape[0], out_desc.block_type.shape[1]]
+    staging = (gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout),
+               gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
+    ORDER: gl.constexpr = _order(STAGES, SPLIT)
+    turns = (free.index(0), free.index(1))  # where there are none
+    if ORDER != _AT_WILL:
+        turns = _make_turns()
     wait_then_release()
     num_tiles = gl.load(num_groups) * tiles_per_block
     ring = (codes, shifts, x, ready, free)
     factors = (reference, bias, num_outputs, row_units)
-    target = (out, sorted_token_ids, num_tokens, num_outputs, param_first, param_second)
-    operands = (factors, (x_scale, routed_weights), target)
+    rows = (x_scale, routed_weights)
     schedule = (tile_first_block, tile_blocks, tile_expert)
     gl.warp_specialize(
-        [(_consume, (ring, operands, schedule, num_tiles, tiles_per_block, depth_units, 0, BLOCK_M,
-                     BLOCKS, STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
-         (_consume, (ring, operands, schedule, num_tiles, tiles_per_block, depth_units, 1, BLOCK_M,
-                     BLOCKS, STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+        [(_consume, (ring, turns,
+                     (factors, rows, (out_desc, staging[0], param_first, param_second)),
+                     schedule, num_tiles, tiles_per_block, depth_units, 0, BLOCK_M, BLOCKS,
+                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
+         (_consume, (ring, (turns[1], turns[0]),
+                     (factors, rows, (out_desc, staging[1], param_first, param_second)),
+                     schedule, num_tiles, tiles_per_block, depth_units, 1, BLOCK_M, BLOCKS,
+                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
          (_produce, (ring, code_desc, shift_desc, x_desc, schedule, num_tiles, tiles_per_block,
                      row_units, depth_units, low_rows, BLOCK_M, BLOCKS, STAGES, SPLIT))],
         [4, 1], [240, 24])
