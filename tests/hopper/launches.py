@@ -13,6 +13,7 @@ from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (
     GemmConfig,
+    MoEConfig,
     MoEOptions,
     MoEProblem,
     Op,
@@ -99,22 +100,41 @@ class Recorder:
         """Launches of both stages of `problem`, each with the same config; `quantised` rows come
         and go as an MXTensor, as between the separate ops."""
         self.launches.clear()
-        experts, unit, tokens = problem.num_experts, config.block_m, problem.num_tokens
-        hidden, inner = problem.hidden_size, problem.intermediate_size
-        weights = MoEWeights(
-            packed(experts, 2 * inner, hidden), packed(experts, hidden, inner),
-            empty(experts, 2 * inner, dtype=torch.float32) if has_bias else None,
-            empty(experts, hidden, dtype=torch.float32) if has_bias else None,
-            GateUpOrder.INTERLEAVED)
-        capacity = plan_capacity(tokens, problem.top_k, experts, unit)
-        plan = RoutingPlan(
-            empty(capacity, dtype=torch.int32), empty(capacity, dtype=torch.float32),
-            empty(capacity // unit, dtype=torch.int32), empty(2, dtype=torch.int32),
-            empty(tokens, problem.top_k, dtype=torch.int32), tokens, problem.top_k, experts, unit)
+        weights, plan = weights_of(problem, has_bias), plan_of(problem, config.block_m)
         a_format = problem.options.activation_format
-        num_rows = plan.max_blocks * unit
-        moe.GATE_UP.run(problem, config, x=rows_of(tokens, hidden, a_format, quantised),
-                        weights=weights, plan=plan, num_rows=num_rows)
-        moe.DOWN.launch(problem, config, h=rows_of(num_rows, inner, a_format, quantised),
-                        weights=weights, plan=plan)
+        num_rows = plan.max_blocks * plan.routing_block_m
+        moe.GATE_UP.run(
+            problem, config, weights=weights, plan=plan, num_rows=num_rows,
+            x=rows_of(problem.num_tokens, problem.hidden_size, a_format, quantised))
+        moe.DOWN.launch(
+            problem, config, weights=weights, plan=plan,
+            h=rows_of(num_rows, problem.intermediate_size, a_format, quantised))
         return list(self.launches)
+
+    def run_layer(self, problem: MoEProblem, config: GemmConfig) -> list[Launch]:
+        """Launches of both stages as a layer runs them."""
+        self.launches.clear()
+        moe.FUSED_MOE.stages(
+            problem, MoEConfig(config.block_m, config, config),
+            rows_of(problem.num_tokens, problem.hidden_size, "bf16", False),
+            weights_of(problem, has_bias=False), plan_of(problem, config.block_m))
+        return list(self.launches)
+
+
+def weights_of(problem: MoEProblem, has_bias: bool) -> MoEWeights:
+    experts, hidden, inner = (problem.num_experts, problem.hidden_size,
+                              problem.intermediate_size)
+    return MoEWeights(
+        packed(experts, 2 * inner, hidden), packed(experts, hidden, inner),
+        empty(experts, 2 * inner, dtype=torch.float32) if has_bias else None,
+        empty(experts, hidden, dtype=torch.float32) if has_bias else None,
+        GateUpOrder.INTERLEAVED)
+
+
+def plan_of(problem: MoEProblem, unit: int) -> RoutingPlan:
+    experts, tokens = problem.num_experts, problem.num_tokens
+    capacity = plan_capacity(tokens, problem.top_k, experts, unit)
+    return RoutingPlan(
+        empty(capacity, dtype=torch.int32), empty(capacity, dtype=torch.float32),
+        empty(capacity // unit, dtype=torch.int32), empty(2, dtype=torch.int32),
+        empty(tokens, problem.top_k, dtype=torch.int32), tokens, problem.top_k, experts, unit)

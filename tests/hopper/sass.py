@@ -173,3 +173,19 @@ def overwritten_operands(listing: str, *, most_groups: int = 64) -> list[str]:
 def register_operands(listing: str) -> int:
     """How many wgmma read operand A from registers."""
     return sum(1 for block in parse(listing) for one in block.instructions if one.register_operand)
+
+
+_BARRIER = re.compile(r"\bSYNCS\.EXCH\.64 URZ, \[UR\d+\+(0x[0-9a-f]+)\]")
+_SHARED_DATA = re.compile(r"\bSTS[.\w]* [^;]*\+(0x[0-9a-f]+)\]")
+_BARRIER_BYTES = 8
+
+
+def reused_barriers(listing: str) -> list[int]:
+    """Shared addresses of mbarriers at which other data is stored, too.
+
+    A barrier's memory must hold nothing else while the kernel runs, unless it is invalidated.
+    """
+    barriers = {int(found, 16) for found in _BARRIER.findall(listing)}
+    data = {int(found, 16) for found in _SHARED_DATA.findall(listing)}
+    return sorted(place for place in barriers
+                  if any(place <= used < place + _BARRIER_BYTES for used in data))

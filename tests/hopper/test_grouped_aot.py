@@ -23,7 +23,7 @@ from mxpert.testing.aot import SHARED_MEMORY_LIMIT, CompiledKernel, specialize
 from mxpert.testing.launches import recorded_launches
 
 from .launches import H200, Launch, empty
-from .sass import register_operands
+from .sass import register_operands, reused_barriers
 
 KERNEL_OF = {kernel.op: kernel for kernel in KERNELS}
 BLOCK, SPAN128, ROW = ScaleSpan.BLOCK, ScaleSpan.SPAN128, ScaleSpan.ROW
@@ -122,6 +122,7 @@ def check_gemm(kernel: CompiledKernel, types: str, *, spills: int = 0) -> None:
     assert metrics.spills <= spills
     assert metrics.shared_memory <= SHARED_MEMORY_LIMIT["sm_90"] == 227 * 1024
     assert metrics.registers * THREADS <= SM_REGISTERS
+    assert not reused_barriers(kernel.listing)
     assert set(metrics.global_stores) == {128}, "ragged rows in whole 16 bytes"
 
 
@@ -230,7 +231,9 @@ def test_dual(mode: str, groups: int, dtype: torch.dtype) -> None:
         assert metrics.shared_memory <= tile + 1024
     stages = dtype.itemsize  # of 128 bytes in 128 columns
     for launch in passes:
-        metrics = launch.compile().metrics
+        kernel = launch.compile()
+        metrics = kernel.metrics
+        assert not reused_barriers(kernel.listing)
         assert metrics.instructions["UTMALDG.2D"] == stages * (4 if groups else 1)
         assert metrics.global_loads.keys() <= {16, 32}, "scales and the table alone"
         assert metrics.registers <= 128, "four CTAs of four warps a multiprocessor"

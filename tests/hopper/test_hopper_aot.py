@@ -32,7 +32,7 @@ from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from mxpert.testing.toolchain import toolchain
 
 from .launches import Launch, Recorder, describe
-from .sass import overwritten_operands, parse, register_operands
+from .sass import overwritten_operands, parse, register_operands, reused_barriers
 
 ACTIVATIONS = (SiLU(), SwiGLU(), ClampedSiLU(), SiTUv2())
 GEMM_FORMATS = ("bf16", "mxfp8")
@@ -115,6 +115,7 @@ def check_gemm(kernel: CompiledKernel, config: GemmConfig) -> None:
             local = [n for n in names if n.startswith(("STL", "LDL"))]
             assert len(local) <= MOST_LOOP_SPILLS, "spills in the main loop"
     assert not overwritten_operands(kernel.listing)
+    assert not reused_barriers(kernel.listing)
     if kind == "decode":
         assert metrics.registers <= heuristics.DECODE_REGISTERS
         assert 2 * (metrics.shared_memory + RESERVED_SHARED) <= SM_SHARED, "two CTAs per SM"
@@ -285,6 +286,19 @@ def binary(launch: Launch) -> str:
 
 
 @pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+def test_a_layer_schedules_its_tiles_once(recorder: Recorder, a_format: str) -> None:
+    """Both stages of a layer multiply the tiles of one schedule; stages by themselves make it."""
+    problem = describe(shape_of(SiLU()), 2048, a_format)
+    for config in configs(a_format):
+        stages = [launch.name for launch in recorder.run(problem, config, has_bias=False)]
+        layer = [launch.name for launch in recorder.run_layer(problem, config)]
+        expected = 2 if heuristics.is_prefill(config) else 0
+        assert stages.count("_moe_tile_schedule_kernel") == expected
+        assert layer.count("_moe_tile_schedule_kernel") == expected // 2
+        assert len(gemms(recorder.launches)) == 2
+
+
+@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 def test_one_binary_serves_all_models(recorder: Recorder, a_format: str) -> None:
     """H, F, E, k and T are run-time values: per kernel, tile and epilogue one specialisation."""
     seen: dict[tuple[str, ...], dict[str, str]] = {}
@@ -424,6 +438,17 @@ def test_scan_follows_branches_and_groups() -> None:
 """
     assert overwritten_operands(loop.format(left="0x0")) == []
     assert len(overwritten_operands(loop.format(left="0x1"))) == 1
+
+
+def test_a_barrier_that_shares_its_memory_is_found() -> None:
+    """As ptxas printed it for a barrier that nobody used, under the scratch of a conversion."""
+    barriers = """
+        /*13c70*/                   SYNCS.EXCH.64 URZ, [UR5+0x30c00], UR6 ;
+        /*14060*/             @!UP0 SYNCS.EXCH.64 URZ, [UR5+0x30800], UR8 ;
+"""
+    scratch = "        /*1fb00*/                   STS [R230+0x30800], R229 ;\n"
+    assert reused_barriers(barriers + scratch) == [0x30800]
+    assert reused_barriers(barriers + scratch.replace("0x30800", "0x30810")) == []
 
 
 def test_scan_fails_without_the_waits(recorder: Recorder) -> None:

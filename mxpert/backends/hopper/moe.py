@@ -11,7 +11,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from ...formats.tensor import Layout, MXTensor
-from ...problem import Combine, GemmConfig, MoEProblem, Op
+from ...problem import Combine, GemmConfig, MoEConfig, MoEProblem, Op
 from ...routing import RoutingPlan
 from ...weights import MoEWeights
 from ..dependent import FOLLOWS
@@ -25,7 +25,7 @@ from .epilogue import ACTIVATION_KINDS
 from .finish import finish_gate_up, finish_rows
 from .prefill_kernel import _moe_gemm_prefill_kernel
 from .rows import SortedRows, fits_one_step, sorted_rows
-from .schedule import tile_schedule
+from .schedule import Schedules, tile_schedule
 
 _ROWS_KIND = 0
 """KIND of stage 2 and of split sums; stage 1 has its activation's."""
@@ -77,8 +77,8 @@ class _GateUp(_Stage):
         self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
         weights: MoEWeights, plan: RoutingPlan,
     ) -> torch.Tensor | MXTensor:
-        """The intermediate [P, F] in sorted order; padding rows are left as allocated."""
-        h = self._multiply(problem, config, x, weights, plan, plan.capacity)
+        """The intermediate [P, F] in sorted order; padding rows are undefined."""
+        h = self._multiply(problem, config, x, weights, plan, plan.capacity, {})
         if h.dim() == 3:
             h = finish_gate_up(h, weights.gate_up_bias, plan, problem.options)
         return quantize_rows(problem, h)
@@ -86,10 +86,12 @@ class _GateUp(_Stage):
     def run(
         self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
         weights: MoEWeights, plan: RoutingPlan, num_rows: int,
+        schedules: Schedules | None = None,
     ) -> torch.Tensor | SortedRows:
         """What stage 2 starts from, `num_rows` of them: bfloat16 rows, which it quantises as it
         encodes them, or where the depth was split its encoded rows."""
-        h = self._multiply(problem, config, x, weights, plan, num_rows)
+        h = self._multiply(problem, config, x, weights, plan, num_rows,
+                           {} if schedules is None else schedules)
         if h.dim() == 2:
             return h
         finish = finish_rows if fits_one_step(problem.intermediate_size) else finish_gate_up
@@ -97,7 +99,8 @@ class _GateUp(_Stage):
 
     @staticmethod
     def _multiply(problem: MoEProblem, config: GemmConfig, x: torch.Tensor | MXTensor,
-                  weights: MoEWeights, plan: RoutingPlan, num_rows: int) -> torch.Tensor:
+                  weights: MoEWeights, plan: RoutingPlan, num_rows: int,
+                  schedules: Schedules) -> torch.Tensor:
         """bfloat16 [P, F], or where the depth is split float32 sums [split_k, P, 2F]."""
         options, features = problem.options, problem.intermediate_size
         h = plan.sorted_weights.new_empty((num_rows, features), dtype=torch.bfloat16)
@@ -106,11 +109,11 @@ class _GateUp(_Stage):
         rows = sorted_rows(x, plan, num_rows, options, scatter=True)
         if config.split_k > 1:
             parts = _parts(num_rows, 2 * features, config, weights.device)
-            multiply(parts, rows, weights.gate_up_proj, None, plan, problem, config,
+            multiply(parts, rows, weights.gate_up_proj, None, plan, problem, config, schedules,
                      kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
             return parts
         multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, plan, problem, config,
-                 kind=ACTIVATION_KINDS[options.activation.name],
+                 schedules, kind=ACTIVATION_KINDS[options.activation.name],
                  parameters=options.activation.parameters,
                  weighted=options.apply_router_weight_on_input)
         return h
@@ -123,9 +126,9 @@ class _Down(_Stage):
 
     def launch(
         self, problem: MoEProblem, config: GemmConfig, *, h: torch.Tensor | MXTensor | SortedRows,
-        weights: MoEWeights, plan: RoutingPlan,
+        weights: MoEWeights, plan: RoutingPlan, schedules: Schedules | None = None,
     ) -> torch.Tensor:
-        """[T, H], or for FLAT [P, H] whose padding rows are left as allocated.
+        """[T, H], or for FLAT [P, H] whose padding rows are undefined.
 
         ATOMIC leaves the order of additions open; this backend's is the slot order of REDUCE.
         """
@@ -139,13 +142,13 @@ class _Down(_Stage):
                 else sorted_rows(h, plan, num_rows, options, scatter=False))
         if config.split_k > 1 and not flat:
             parts = _parts(num_rows, weights.hidden_size, config, weights.device)
-            multiply(parts, rows, weights.down_proj, None, plan, problem, config,
+            multiply(parts, rows, weights.down_proj, None, plan, problem, config, {},
                      kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
             return combine_parts(parts, weights.down_bias, plan, options)
         out = rows.scale.new_empty((num_rows, problem.hidden_size), dtype=options.out_dtype)
         multiply(out, rows, weights.down_proj, weights.down_bias, plan, problem,
-                 _unsplit(config), kind=_ROWS_KIND, parameters=_NO_PARAMETERS,
-                 weighted=not options.apply_router_weight_on_input)
+                 _unsplit(config), {} if schedules is None else schedules, kind=_ROWS_KIND,
+                 parameters=_NO_PARAMETERS, weighted=not options.apply_router_weight_on_input)
         return out if flat else combine_rows(out, plan.slot_rows, problem.target)
 
 
@@ -161,8 +164,8 @@ def _unsplit(config: GemmConfig) -> GemmConfig:
 
 def multiply(
     out: torch.Tensor, rows: SortedRows, weight: MXTensor, bias: torch.Tensor | None,
-    plan: RoutingPlan, problem: MoEProblem, config: GemmConfig, *, kind: int,
-    parameters: tuple[float, float], weighted: bool,
+    plan: RoutingPlan, problem: MoEProblem, config: GemmConfig, schedules: Schedules, *,
+    kind: int, parameters: tuple[float, float], weighted: bool,
 ) -> None:
     """One GEMM with its epilogue over the plan's blocks, into `out` [P, F or H] or, for splits,
     [split_k, P, 2F or H]."""
@@ -175,7 +178,8 @@ def multiply(
         reference=weight.reference, bias=rows.scale if bias is None else bias, x_scale=rows.scale,
         routed_weights=plan.sorted_weights)
     if heuristics.is_prefill(config):
-        schedule = tile_schedule(plan, config.block_m, heuristics.blocks_of_tile(rows.split))
+        schedule = tile_schedule(plan, config.block_m, heuristics.blocks_of_tile(rows.split),
+                                 schedules)
         _prefill_launch(problem, config, gemm, out.dtype)(
             out_desc=out, tile_first_block=schedule.first_block, tile_blocks=schedule.blocks,
             tile_expert=schedule.expert, num_groups=schedule.count, **tensors)
@@ -248,6 +252,17 @@ def _tile(rows: int, columns: int, dtype: Any, width: int | None = None) -> Tile
                 width)
 
 
+class _Layer(TwoStageLayer):
+    def stages(self, problem: MoEProblem, config: MoEConfig, x: torch.Tensor | MXTensor,
+               weights: MoEWeights, plan: RoutingPlan) -> torch.Tensor:
+        """Both stages on one schedule of tiles."""
+        schedules: Schedules = {}
+        h = GATE_UP.run(problem, config.gate_up, x=x, weights=weights, plan=plan,
+                        num_rows=plan.max_blocks * plan.routing_block_m, schedules=schedules)
+        return DOWN.launch(problem, config.down, h=h, weights=weights, plan=plan,
+                           schedules=schedules)
+
+
 GATE_UP = _GateUp()
 DOWN = _Down()
-FUSED_MOE = TwoStageLayer(GATE_UP, DOWN, heuristics)
+FUSED_MOE = _Layer(GATE_UP, DOWN, heuristics)

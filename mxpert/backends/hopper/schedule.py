@@ -64,8 +64,20 @@ def _moe_tile_schedule_kernel(first_block_ptr, blocks_ptr, expert_ptr, count_ptr
     tl.store(count_ptr, count)
 
 
-def tile_schedule(plan: RoutingPlan, block_m: int, width: int) -> TileSchedule:
-    """Group the plan's blocks of `block_m` rows into tiles of up to `width` blocks."""
+Schedules = dict[tuple[int, int], TileSchedule]
+"""What one call has made of its plan so far, by block_m and width: stages share their tiles."""
+
+
+def tile_schedule(plan: RoutingPlan, block_m: int, width: int, made: Schedules) -> TileSchedule:
+    """Group the plan's blocks of `block_m` rows into tiles of up to `width` blocks, unless that is
+    among `made`."""
+    schedule = made.get((block_m, width))
+    if schedule is None:
+        schedule = made[block_m, width] = _make_schedule(plan, block_m, width)
+    return schedule
+
+
+def _make_schedule(plan: RoutingPlan, block_m: int, width: int) -> TileSchedule:
     per_unit = plan.routing_block_m // block_m
     limit = plan.max_blocks * per_unit
     # Padded so that all parts are 16-byte aligned: alignment would specialise the kernels.

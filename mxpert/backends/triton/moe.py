@@ -325,6 +325,11 @@ class TwoStageLayer:
         plan = PLAN.launch(*_layer_routing(problem, num_global, config.routing_block_m),
                            topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map,
                            num_local_tokens=num_local_tokens)
+        return self.stages(problem, config, x, weights, plan)
+
+    def stages(self, problem: MoEProblem, config: MoEConfig, x: torch.Tensor | MXTensor,
+               weights: MoEWeights, plan: RoutingPlan) -> torch.Tensor:
+        """[T, H] of sorted tokens."""
         h = self._gate_up.run(problem, config.gate_up, x=x, weights=weights, plan=plan,
                               num_rows=plan.max_blocks * plan.routing_block_m)
         y: torch.Tensor = self._down.launch(problem, config.down, h=h, weights=weights, plan=plan)
