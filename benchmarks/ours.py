@@ -144,8 +144,11 @@ class Ours:
                     print(f"  {stage}: not found in the Hopper backend: {error}", flush=True)
         truth = truth or Truth.of(self.weights.plain, batches[0], self.model.k, self.activation)
         errors = self._errors(truth, weights, ready[0])
+        row = weights.intermediate_size
+        compared = truth.tokens.numel() * self.model.k * row
         for stage, error in errors.items():
-            check_gate(f"{cell} {self.activation} {stage}", error, stage, self.activation)
+            check_gate(f"{cell} {self.activation} {stage}", error, stage, self.activation,
+                       (compared, row))
         by_stage = {stage: errors[stage.removesuffix("_gemm")] for stage in calls}
         return calls, by_stage
 

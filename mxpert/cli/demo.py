@@ -62,7 +62,6 @@ from .report import (
     write_json,
 )
 
-
 Noise = tuple[float, float]
 
 

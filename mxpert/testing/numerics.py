@@ -243,6 +243,18 @@ def accumulation_error(
     return 2.0 ** -significant_bits * max(math.sqrt(k / 6), 2 * k / (3 * terms_per_rounding))
 
 
+FP8_SUM_TERMS = 256
+"""Products that Hopper's FP8 kernels leave to the tensor cores before they add to float32."""
+
+FP8_SUM_BITS = 14
+"""Significant bits of those sums."""
+
+INTERMEDIATE_NOISE = 2 * accumulation_error(FP8_SUM_TERMS, significant_bits=FP8_SUM_BITS,
+                                            terms_per_rounding=32)
+"""Relative error of an FP8 kernel's activation output before it is rounded (an instruction adds 32
+products; the activation at most doubles relative errors)."""
+
+
 def requantisation_error(
     fmt: MXFormat | str | None, value_error: float, numel: int = 8192, *, row: int = 32,
 ) -> float:

@@ -75,6 +75,17 @@ def test_the_gate_refuses(error: float) -> None:
         measure.check_gate("case", error, "down", "bf16")
 
 
+def test_the_gate_of_few_rows_with_one_scale_each() -> None:
+    """Where the scale of "fp8_token" moves, a whole row moves; power-of-two scales keep rows."""
+    def gate(activation_format: str, tokens: int) -> float:
+        return measure.error_gate("layer", activation_format, (tokens * 8 * 2048, 2048))
+
+    assert gate("fp8_token", 4) > gate("fp8_token", 64) > measure.END_TO_END_GATE
+    assert gate("fp8_token", 4) < 0.025
+    assert gate("mxfp8", 4) == measure.error_gate("layer", "fp8_token") == 1e-2
+    assert measure.error_gate("down", "fp8_token", (1, 1)) == measure.STAGE_GATE
+
+
 @pytest.mark.parametrize(("arguments", "part"), [
     pytest.param(["--model", "gpt-5"], "gpt-oss-120b", id="unknown-model"),
     pytest.param(["--tokens", "1,,2"], "--tokens", id="empty-token-count"),

@@ -17,7 +17,10 @@ from mxpert.formats.spans import quantize_spans
 from mxpert.problem import DualProblem, GroupedProblem, Op, ReferenceConfig
 from mxpert.routing import padded_group_offsets
 from mxpert.testing.numerics import (
-    assert_close_relative, assert_exact, effective_numel, stage_tolerance,
+    assert_close_relative,
+    assert_exact,
+    effective_numel,
+    stage_tolerance,
 )
 from mxpert.testing.poison import nan_filled_scratch
 

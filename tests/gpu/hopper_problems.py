@@ -31,7 +31,9 @@ from mxpert.problem import (
 )
 from mxpert.testing.numerics import (
     END_TO_END_GATE,
-    accumulation_error,
+    FP8_SUM_BITS,
+    FP8_SUM_TERMS,
+    INTERMEDIATE_NOISE,
     assert_close_relative,
     requantisation_error,
     stage_tolerance,
@@ -42,12 +44,6 @@ heuristics = pytest.importorskip("mxpert.backends.hopper.heuristics", reason="ne
 
 TOKENS = (1, 2, 7, 17, 33, 65, 129, 300, 777, 2049)
 FLOAT64 = ReferenceConfig(torch.float64)
-PROMOTED = 256
-"""FP8 tensor cores sum this many products with 14 bits, then add to float32."""
-TENSOR_CORE_BITS = 14
-NOISE = 2 * accumulation_error(PROMOTED, significant_bits=TENSOR_CORE_BITS, terms_per_rounding=32)
-"""Relative error of the activation's output before it is rounded (an instruction adds 32 products;
-the activation at most doubles relative errors)."""
 FEW = 1 << 14
 """Intermediate values below which single flips decide."""
 
@@ -128,9 +124,9 @@ def intermediate_tolerance(a_format: str, numel: int) -> float:
     fp8_token is bfloat16.
     """
     if a_format in ("bf16", FP8_TOKEN):
-        return stage_tolerance(a_format, torch.bfloat16, PROMOTED, numel=numel,
-                               accumulator_bits=TENSOR_CORE_BITS)
-    derived = requantisation_error(a_format, NOISE, numel)
+        return stage_tolerance(a_format, torch.bfloat16, FP8_SUM_TERMS, numel=numel,
+                               accumulator_bits=FP8_SUM_BITS)
+    derived = requantisation_error(a_format, INTERMEDIATE_NOISE, numel)
     return derived if a_format == "mxfp4" or numel < FEW else min(END_TO_END_GATE, derived)
 
 
@@ -140,11 +136,11 @@ def layer_tolerance(a_format: str, out_dtype: torch.dtype, inputs: MoEInputs,
     (twice that where the rows of a token cancel)."""
     top_k, weights = inputs.topk_ids.shape[1], inputs.weights
     numel = num_tokens * top_k * weights.intermediate_size
-    stage_two = stage_tolerance(a_format, out_dtype, PROMOTED, top_k=top_k, cancellation=2.0,
+    stage_two = stage_tolerance(a_format, out_dtype, FP8_SUM_TERMS, top_k=top_k, cancellation=2.0,
                                 numel=num_tokens * weights.hidden_size,
-                                accumulator_bits=TENSOR_CORE_BITS)
-    flips = requantisation_error(None if a_format == "bf16" else a_format, NOISE, numel,
-                                 row=weights.intermediate_size)
+                                accumulator_bits=FP8_SUM_BITS)
+    flips = requantisation_error(None if a_format == "bf16" else a_format, INTERMEDIATE_NOISE,
+                                 numel, row=weights.intermediate_size)
     derived = math.hypot(stage_two, 2 * flips)
     return derived if a_format == "mxfp4" or numel < FEW else min(END_TO_END_GATE, derived)
 

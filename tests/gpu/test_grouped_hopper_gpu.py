@@ -21,13 +21,38 @@ from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, Op
 from mxpert.testing.numerics import (
-    assert_close_relative, assert_exact, is_exact, rounding_rms, sampling_margin, sqnr_db,
+    assert_close_relative,
+    assert_exact,
+    is_exact,
+    rounding_rms,
+    sampling_margin,
+    sqnr_db,
 )
 from mxpert.training import MXFP8Recipe, grouped_linear
 
 from .grouped_hopper_problems import (
-    BLOCK, DUAL, FLOAT64, GEMM, HOPPER, PAIRS, REFERENCE, ROW, SIZES, SPAN128, SPANS, TAIL, WGRAD,
-    Case, adder_error, check, expect, make, offsets_of, poison, run, values,
+    BLOCK,
+    DUAL,
+    FLOAT64,
+    GEMM,
+    HOPPER,
+    PAIRS,
+    REFERENCE,
+    ROW,
+    SIZES,
+    SPAN128,
+    SPANS,
+    TAIL,
+    WGRAD,
+    Case,
+    adder_error,
+    check,
+    expect,
+    make,
+    offsets_of,
+    poison,
+    run,
+    values,
 )
 from .hopper_problems import require_hopper
 from .test_hopper_races import hunt

@@ -21,6 +21,8 @@ from mxpert.problem import SwiGLU
 from mxpert.routing import RoutingPlan
 from mxpert.testing.exact import exact_moe_problem
 from mxpert.testing.numerics import (
+    FP8_SUM_BITS,
+    FP8_SUM_TERMS,
     STAGE_GATE,
     assert_close_relative,
     assert_exact,
@@ -33,9 +35,7 @@ from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_pro
 from .hopper_problems import (
     CASES,
     FLOAT64,
-    PROMOTED,
     SMALL,
-    TENSOR_CORE_BITS,
     TOKENS,
     Case,
     cases,
@@ -230,8 +230,8 @@ def check_stages(inputs: MoEInputs, row_major: MoEWeights, a_format: str, unit: 
         expected = mxpert.moe_down(h, row_major, plan, out_dtype=torch.float64, **stage_two)[places]
     assert_close_relative(
         y[places], expected, stage_tolerance(
-            a_format, torch.bfloat16, PROMOTED, numel=effective_numel(expected),
-            accumulator_bits=TENSOR_CORE_BITS), f"stage 2, {what}")
+            a_format, torch.bfloat16, FP8_SUM_TERMS, numel=effective_numel(expected),
+            accumulator_bits=FP8_SUM_BITS), f"stage 2, {what}")
     assert_close_relative(summed, expected.unflatten(0, (-1, plan.top_k)).sum(1), STAGE_GATE,
                           f"stage 2 summed, {what}")
 
@@ -264,8 +264,8 @@ def largest_window(x: torch.Tensor, weights: MXTensor) -> float:
     w = dequantize_blocks(weights, torch.float64).abs()
     x = x.double().abs()
     unit = x[x > 0].min() * w[w > 0].min()
-    windows = torch.nn.functional.pad(w, (0, -w.shape[-1] % PROMOTED)).unflatten(
-        -1, (-1, PROMOTED)).sum(-1)
+    windows = torch.nn.functional.pad(w, (0, -w.shape[-1] % FP8_SUM_TERMS)).unflatten(
+        -1, (-1, FP8_SUM_TERMS)).sum(-1)
     return (x.max() * windows.max() / unit).item()
 
 

@@ -15,7 +15,10 @@ from mxpert.backends.triton.routing import PLAN
 from mxpert.ops.route import describe_routing_plan
 from mxpert.problem import TopKOptions
 from mxpert.testing.routing import (
-    CONTRACT_EXPERTS, random_topk_ids, topk_decision_gap, topk_weight_tolerance,
+    CONTRACT_EXPERTS,
+    random_topk_ids,
+    topk_decision_gap,
+    topk_weight_tolerance,
     validate_routing_plan,
 )
 

@@ -10,7 +10,10 @@ import torch
 
 import mxpert
 from mxpert.ops.rows import (
-    activate_rows, activate_rows_backward, combine_rows, combine_rows_backward,
+    activate_rows,
+    activate_rows_backward,
+    combine_rows,
+    combine_rows_backward,
 )
 from mxpert.problem import Activation
 from mxpert.testing.numerics import assert_close_relative, is_exact, sqnr_db
