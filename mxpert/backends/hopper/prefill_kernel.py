@@ -1,10 +1,15 @@
 """Many tokens per expert: FP8 tensor cores at the power limit.
 
 A persistent CTA (one per SM) has one producer warp (TMA) and two consumer warpgroups, each with its
-own 64 weight rows, so that they drift apart: one decodes while the other's wgmma runs. CTA tile:
-128 weight rows × up to BLOCKS blocks of BLOCK_M activation rows of one expert, four in FP8, two as
-hi and lo parts; the width follows the tile's own blocks. Every 256 codes of depth the sums are
-promoted to float32; a low part weighs 1/16, so its accumulation needs no promotion.
+own 64 weight rows. CTA tile: 128 weight rows × up to BLOCKS blocks of BLOCK_M activation rows of
+one expert, four in FP8, two as hi and lo parts; the width follows the tile's own blocks. Every 256
+codes of depth the sums are promoted to float32; a low part weighs 1/16, so its accumulation needs
+no promotion.
+
+Both consumers wait for the same stages, so left alone they decode at the same time, and multiply at
+the same time. Where a step is one run of wgmma (`_order`) they take turns at the tensor cores: one
+decodes and promotes while the other multiplies. Outputs leave by TMA, so that the next tile's first
+stages are multiplied while the last one's outputs are on their way.
 
 Blocks of 32 rows waste less where an expert has about a hundred rows, and leave room for a ring
 twice as deep, for there the weights' way from memory still counts.
