@@ -384,6 +384,16 @@ def test_prefill_has_no_split() -> None:
                                  describe(shape_of(), 64, "bf16"))
 
 
+@pytest.mark.parametrize("config", [
+    pytest.param(replace(heuristics.decode_config(16, False), num_stages=9), id="decode"),
+    pytest.param(replace(heuristics.PREFILL, num_stages=5), id="prefill"),
+])
+def test_a_launch_refuses_other_tiles(recorder: Recorder, config: GemmConfig) -> None:
+    with pytest.raises(ValueError, match="config — need one of"):
+        recorder.run(describe(shape_of(), 2048, "mxfp8"), config, has_bias=False)
+    assert not gemms(recorder.launches)
+
+
 # --- the register-A hazard ----------------------------------------------------------------------
 
 LISTING = """

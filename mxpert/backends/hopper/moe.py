@@ -238,7 +238,8 @@ def _operand_tiles(config: GemmConfig) -> dict[str, Tile]:
 
 
 def _gemm_constants(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> dict[str, Any]:
-    """What the kernels of both tiles take alike."""
+    """What the kernels of both tiles take alike, of a config that they implement."""
+    heuristics.require_valid(config, problem)
     return dict(
         param_first=float(gemm.parameters[0]), param_second=float(gemm.parameters[1]),
         low_rows=gemm.low_rows, num_outputs=gemm.num_outputs,
