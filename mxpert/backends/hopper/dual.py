@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 import triton
-from triton.experimental.gluon import language as gl
 
 from ...formats.spans import FREE_BINADES, few_blocks
 from ...formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleSpan
 from ...formats.tensor import MXTensor
 from ...problem import Config, DualProblem, Op
 from ...routing import padded_capacity
-from ..launch import CACHED_LAUNCHES, Launch, Tile
+from ..launch import CACHED_LAUNCHES, Launch
 from ..triton.grouped import MAX_GROUPS
 from ..triton.quantize import DTYPES
 from ..triton.quantize_kernels import scale_rule_constants
+from .copies import copied
 from .dual_kernel import _quantize_dual_hopper_kernel
 from .span_kernels import (
     MAX_SPREAD_BLOCKS, SPREAD_ROWS, TABLE_BLOCKS, _block_table_kernel, _count_wide_blocks_kernel,
@@ -30,8 +30,7 @@ from .span_kernels import (
 _TILE_BLOCKS = 4
 """A tile is 4 × 4 blocks of 32: 128 places × 128 columns."""
 
-_WORDS: Any = gl.NVMMASharedLayout.get_default_for([32, 32], gl.int32)
-_BLOCK_TILE, _FULL_TILE = Tile((32, 32), _WORDS), Tile((128, 32), _WORDS)
+_BLOCK_TILE, _FULL_TILE = copied(32, 32, torch.int32), copied(128, 32, torch.int32)
 """Copies of x as int32: groups may begin at every block; without groups rows follow each other."""
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

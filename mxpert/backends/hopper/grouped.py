@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from triton.experimental.gluon import language as gl
 
 from ...errors import require
 from ...formats.spec import MXFP8_E5M2, ScaleSpan
 from ...formats.tensor import MXTensor
 from ...problem import GemmConfig, GroupedProblem, Op, QuantizeProblem, Target
-from ..launch import CACHED_LAUNCHES, Launch, Tile
+from ..launch import CACHED_LAUNCHES, Launch
 from ..triton import grouped as portable
 from ..triton.quantize import DEQUANTIZE
+from .copies import copied
 from .grouped_kernel import _grouped_gemm_hopper_kernel
 
 BLOCK_M, BLOCK_N = 128, 256
@@ -28,9 +27,6 @@ _BANDS = (16, 8, 32)
 UNPROMOTED_DEPTH = 8192
 """Up to this reduction fp8 sums stay in the tensor core: its adder drops bits below 2^-13 of the
 sum, 2e-3 of the result at this depth; beyond, sums are promoted to float32 every 256 values."""
-
-_GLUON_TYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5,
-                torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 class _Grouped:
@@ -167,8 +163,8 @@ def _gemm_launch(problem: GroupedProblem, band: int, mode: str, first: torch.dty
     pitch = 0 if mode == "exact" else reduction // 32
     depth = _STAGE_BYTES // first.itemsize
     piece = 64 if problem.out_dtype is torch.float32 else 128
-    tiles = {"out_desc": _tile(64, piece, problem.out_dtype),
-             "a_desc": _tile(BLOCK_M, depth, first), "b_desc": _tile(BLOCK_N, depth, second)}
+    tiles = {"out_desc": copied(64, piece, problem.out_dtype),
+             "a_desc": copied(BLOCK_M, depth, first), "b_desc": copied(BLOCK_N, depth, second)}
     return Launch(
         _grouped_gemm_hopper_kernel, (problem.target.num_sms,), tiles,
         num_groups=problem.num_groups, num_rows=problem.num_rows, num_outer=num_outer,
@@ -185,12 +181,6 @@ def _promotion(problem: GroupedProblem, mode: str) -> int:
     if problem.op is Op.GROUPED_WGRAD:
         depth = problem.num_rows // max(1, problem.num_groups)
     return 0 if depth <= UNPROMOTED_DEPTH else 256
-
-
-@functools.lru_cache
-def _tile(rows: int, columns: int, dtype: torch.dtype) -> Tile:
-    layout: Any = gl.NVMMASharedLayout.get_default_for([rows, columns], _GLUON_TYPES[dtype])
-    return Tile((rows, columns), layout)
 
 
 GROUPED_GEMM = _GroupedGemm()

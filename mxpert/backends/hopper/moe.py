@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from ...formats.tensor import Layout, MXTensor
 from ...problem import Combine, GemmConfig, MoEConfig, MoEProblem, Op
@@ -20,6 +19,7 @@ from ..triton.combine import combine_rows
 from ..triton.moe import TwoStageLayer, quantize_rows
 from . import heuristics
 from .combine_parts import combine_parts
+from .copies import copied
 from .decode_kernel import _moe_gemm_decode_kernel
 from .epilogue import ACTIVATION_KINDS
 from .finish import finish_gate_up, finish_rows
@@ -31,8 +31,6 @@ _ROWS_KIND = 0
 """KIND of stage 2 and of split sums; stage 1 has its activation's."""
 
 _NO_PARAMETERS = (0.0, 0.0)
-
-_GL_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 class _Stage:
@@ -78,7 +76,7 @@ class _GateUp(_Stage):
         weights: MoEWeights, plan: RoutingPlan,
     ) -> torch.Tensor | MXTensor:
         """The intermediate [P, F] in sorted order; padding rows are undefined."""
-        h = self._multiply(problem, config, x, weights, plan, plan.capacity, {})
+        h = self._multiply(problem, config, x, weights, plan, plan.capacity)
         if h.dim() == 3:
             h = finish_gate_up(h, weights.gate_up_bias, plan, problem.options)
         return quantize_rows(problem, h)
@@ -90,8 +88,7 @@ class _GateUp(_Stage):
     ) -> torch.Tensor | SortedRows:
         """What stage 2 starts from, `num_rows` of them: bfloat16 rows, which it quantises as it
         encodes them, or where the depth was split its encoded rows."""
-        h = self._multiply(problem, config, x, weights, plan, num_rows,
-                           {} if schedules is None else schedules)
+        h = self._multiply(problem, config, x, weights, plan, num_rows, schedules)
         if h.dim() == 2:
             return h
         finish = finish_rows if fits_one_step(problem.intermediate_size) else finish_gate_up
@@ -100,7 +97,7 @@ class _GateUp(_Stage):
     @staticmethod
     def _multiply(problem: MoEProblem, config: GemmConfig, x: torch.Tensor | MXTensor,
                   weights: MoEWeights, plan: RoutingPlan, num_rows: int,
-                  schedules: Schedules) -> torch.Tensor:
+                  schedules: Schedules | None = None) -> torch.Tensor:
         """bfloat16 [P, F], or where the depth is split float32 sums [split_k, P, 2F]."""
         options, features = problem.options, problem.intermediate_size
         h = plan.sorted_weights.new_empty((num_rows, features), dtype=torch.bfloat16)
@@ -109,13 +106,13 @@ class _GateUp(_Stage):
         rows = sorted_rows(x, plan, num_rows, options, scatter=True)
         if config.split_k > 1:
             parts = _parts(num_rows, 2 * features, config, weights.device)
-            multiply(parts, rows, weights.gate_up_proj, None, plan, problem, config, schedules,
+            multiply(parts, rows, weights.gate_up_proj, None, plan, problem, config,
                      kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
             return parts
         multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, plan, problem, config,
-                 schedules, kind=ACTIVATION_KINDS[options.activation.name],
+                 kind=ACTIVATION_KINDS[options.activation.name],
                  parameters=options.activation.parameters,
-                 weighted=options.apply_router_weight_on_input)
+                 weighted=options.apply_router_weight_on_input, schedules=schedules)
         return h
 
 
@@ -142,13 +139,13 @@ class _Down(_Stage):
                 else sorted_rows(h, plan, num_rows, options, scatter=False))
         if config.split_k > 1 and not flat:
             parts = _parts(num_rows, weights.hidden_size, config, weights.device)
-            multiply(parts, rows, weights.down_proj, None, plan, problem, config, {},
+            multiply(parts, rows, weights.down_proj, None, plan, problem, config,
                      kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
             return combine_parts(parts, weights.down_bias, plan, options)
         out = rows.scale.new_empty((num_rows, problem.hidden_size), dtype=options.out_dtype)
         multiply(out, rows, weights.down_proj, weights.down_bias, plan, problem,
-                 _unsplit(config), {} if schedules is None else schedules, kind=_ROWS_KIND,
-                 parameters=_NO_PARAMETERS, weighted=not options.apply_router_weight_on_input)
+                 _unsplit(config), kind=_ROWS_KIND, parameters=_NO_PARAMETERS,
+                 weighted=not options.apply_router_weight_on_input, schedules=schedules)
         return out if flat else combine_rows(out, plan.slot_rows, problem.target)
 
 
@@ -164,8 +161,8 @@ def _unsplit(config: GemmConfig) -> GemmConfig:
 
 def multiply(
     out: torch.Tensor, rows: SortedRows, weight: MXTensor, bias: torch.Tensor | None,
-    plan: RoutingPlan, problem: MoEProblem, config: GemmConfig, schedules: Schedules, *,
-    kind: int, parameters: tuple[float, float], weighted: bool,
+    plan: RoutingPlan, problem: MoEProblem, config: GemmConfig, *, kind: int,
+    parameters: tuple[float, float], weighted: bool, schedules: Schedules | None = None,
 ) -> None:
     """One GEMM with its epilogue over the plan's blocks, into `out` [P, F or H] or, for splits,
     [split_k, P, 2F or H]."""
@@ -223,7 +220,7 @@ def _prefill_launch(
     # Two pieces of bfloat16 fill what the narrow tile's ring leaves; of float32 that is one.
     pieces, rows = (1, 32) if out_dtype.itemsize > 2 else (2, config.block_m)
     outputs = 64 if gemm.kind == _ROWS_KIND else 32
-    tiles = _operand_tiles(config) | {"out_desc": _tile(rows, outputs, _GL_TYPES[out_dtype])}
+    tiles = _operand_tiles(config) | {"out_desc": copied(rows, outputs, out_dtype)}
     return Launch(
         _moe_gemm_prefill_kernel, (problem.target.num_sms,), tiles, BLOCK_M=config.block_m,
         BLOCKS=heuristics.blocks_of_tile(gemm.split), PIECES=pieces,
@@ -232,9 +229,9 @@ def _prefill_launch(
 
 def _operand_tiles(config: GemmConfig) -> dict[str, Tile]:
     depth = config.block_k // 128
-    return {"code_desc": _tile(32 * depth, 128, gl.uint8, width=128),
-            "shift_desc": _tile(8 * depth, 32, gl.uint8, width=32),
-            "x_desc": _tile(config.block_m, config.block_k, gl.float8e4nv)}
+    return {"code_desc": copied(32 * depth, 128, torch.uint8, width=128),
+            "shift_desc": copied(8 * depth, 32, torch.uint8, width=32),
+            "x_desc": copied(config.block_m, config.block_k, torch.float8_e4m3fn)}
 
 
 def _gemm_constants(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> dict[str, Any]:
@@ -246,11 +243,6 @@ def _gemm_constants(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> dic
         tiles_per_block=-(-gemm.row_units // 2) * config.split_k, row_units=gemm.row_units,
         depth_units=gemm.depth_units, STAGES=config.num_stages, SPLIT=gemm.split, KIND=gemm.kind,
         HAS_BIAS=gemm.has_bias, WEIGHTED=gemm.weighted, num_warps=config.num_warps, **FOLLOWS)
-
-
-def _tile(rows: int, columns: int, dtype: Any, width: int | None = None) -> Tile:
-    return Tile((rows, columns), gl.NVMMASharedLayout.get_default_for([rows, columns], dtype),
-                width)
 
 
 class _Layer(TwoStageLayer):

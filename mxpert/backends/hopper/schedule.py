@@ -68,13 +68,15 @@ Schedules = dict[tuple[int, int], TileSchedule]
 """What one call has made of its plan so far, by block_m and width: stages share their tiles."""
 
 
-def tile_schedule(plan: RoutingPlan, block_m: int, width: int, made: Schedules) -> TileSchedule:
+def tile_schedule(plan: RoutingPlan, block_m: int, width: int,
+                  made: Schedules | None) -> TileSchedule:
     """Group the plan's blocks of `block_m` rows into tiles of up to `width` blocks, unless that is
     among `made`."""
-    schedule = made.get((block_m, width))
-    if schedule is None:
-        schedule = made[block_m, width] = _make_schedule(plan, block_m, width)
-    return schedule
+    if made is None:
+        return _make_schedule(plan, block_m, width)
+    if (block_m, width) not in made:
+        made[block_m, width] = _make_schedule(plan, block_m, width)
+    return made[block_m, width]
 
 
 def _make_schedule(plan: RoutingPlan, block_m: int, width: int) -> TileSchedule:

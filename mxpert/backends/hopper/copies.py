@@ -1,0 +1,22 @@
+"""TMA descriptors of the Hopper kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from ..launch import Tile
+
+_GLUON_TYPES = {torch.uint8: gl.uint8, torch.int32: gl.int32, torch.float8_e4m3fn: gl.float8e4nv,
+                torch.float8_e5m2: gl.float8e5, torch.bfloat16: gl.bfloat16,
+                torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@functools.lru_cache
+def copied(rows: int, columns: int, dtype: torch.dtype, width: int | None = None) -> Tile:
+    """Copies of rows × columns of `dtype` with the widest swizzle that fits; `width` as in Tile."""
+    layout: Any = gl.NVMMASharedLayout.get_default_for([rows, columns], _GLUON_TYPES[dtype])
+    return Tile((rows, columns), layout, width)
