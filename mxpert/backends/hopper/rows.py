@@ -32,6 +32,9 @@ _MAX_CHUNKS = 64
 
 _CHUNKS_PER_WARP = 4
 
+_ROW_VALUES = 4096
+"""Values that a program encodes where rows are many: its rows are asked for one ahead."""
+
 _PARALLEL_TOKENS = 32
 """Up to this many tokens each slot has a program of its own: the GPU is idle, latency counts."""
 
@@ -118,10 +121,20 @@ class _Sizes(NamedTuple):
     def padded_depth(self) -> int:
         return padded(self.depth)
 
+    @property
+    def rows(self) -> int:
+        """Sorted rows of one program."""
+        if self.scatter or self.num_tokens <= _PARALLEL_TOKENS:
+            return 1
+        return max(1, _ROW_VALUES // (step_options(self.depth)["CHUNKS"] * UNIT_CODES))
+
     def launch(self, kernel: Any, **constants: Any) -> Launch:
         """A launch of `kernel`, which takes `constants` beside the sizes."""
         slots = 1 if self.num_tokens <= _PARALLEL_TOKENS else self.top_k
-        programs = (self.num_tokens * (self.top_k // slots) if self.scatter else self.num_rows)
+        programs = self.num_tokens * (self.top_k // slots)
+        if not self.scatter:
+            rows = constants.get("rows", 1)
+            programs = -(-self.num_rows // rows)
         return Launch(
             kernel, (programs,), num_tokens=self.num_tokens, top_k=self.top_k, slots=slots,
             depth=self.depth, padded_depth=self.padded_depth, SCATTER=self.scatter,
@@ -141,7 +154,8 @@ def _split_launch(sizes: _Sizes, x_stride: int) -> Launch:
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _quantize_launch(sizes: _Sizes, x_stride: int, options: MoEOptions) -> Launch:
-    return sizes.launch(_moe_quantize_rows_kernel, x_stride=x_stride, **format_constants(options))
+    return sizes.launch(_moe_quantize_rows_kernel, x_stride=x_stride, rows=sizes.rows,
+                        **format_constants(options))
 
 
 def format_constants(options: MoEOptions) -> dict[str, Any]:

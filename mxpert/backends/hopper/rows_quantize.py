@@ -99,14 +99,15 @@ def _encode(values, encoding, FORMAT: gl.constexpr, HEADROOM: gl.constexpr, EMAX
 
 
 @gluon.jit
-def _quantize_row(codes, scale, x, slot_rows, first_slot, num_slots, row, depth, padded_depth,
-                  SCATTER: gl.constexpr, SINGLE: gl.constexpr, FORMAT: gl.constexpr,
+def _quantize_row(codes, scale, x, first, slot_rows, first_slot, num_slots, row, depth,
+                  padded_depth, SCATTER: gl.constexpr, SINGLE: gl.constexpr, FORMAT: gl.constexpr,
                   EMAX: gl.constexpr, THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr,
                   CHUNKS: gl.constexpr, WARPS: gl.constexpr):
-    """One bf16 row; SINGLE: it fits in one step, whose values stay in registers."""
+    """One bf16 row, whose `first` step is loaded; SINGLE: it is all there is, and stays in
+    registers."""
     HEADROOM: gl.constexpr = 6 if FORMAT == "e2m1" else 0  # as in `_encode_rebased`
     source, block, target = _step_offsets(0, CHUNKS, WARPS)
-    values = _load_words(x, source, block * 32 < depth, WARPS).to(gl.float32)
+    values = first.to(gl.float32)
     statistic = _row_statistic(values, FORMAT, EMAX, THRESHOLD, INF_BYTE)
     steps = gl.cdiv(padded_depth, CHUNKS * 128)
     if not SINGLE:
@@ -129,26 +130,37 @@ def _quantize_row(codes, scale, x, slot_rows, first_slot, num_slots, row, depth,
                          CHUNKS)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "top_k", "slots", "depth"])
+@gluon.jit(do_not_specialize=["num_tokens", "top_k", "slots", "depth", "rows"])
 def _moe_quantize_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_valid, num_tokens,
-                              top_k, slots, depth, padded_depth, x_stride, SCATTER: gl.constexpr,
-                              SINGLE: gl.constexpr, FORMAT: gl.constexpr, EMAX: gl.constexpr,
-                              THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr,
+                              top_k, slots, depth, padded_depth, x_stride, rows,
+                              SCATTER: gl.constexpr, SINGLE: gl.constexpr, FORMAT: gl.constexpr,
+                              EMAX: gl.constexpr, THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr,
                               CHUNKS: gl.constexpr, num_warps: gl.constexpr):
     """bf16 row → e4m3 row with one scale.
 
     FORMAT "token": ``scale = amax / 448``. "e4m3", "e2m1": MX blocks by a scale rule, whose codes
-    shift by their block's scale deficit; a power of two. SCATTER as in `_moe_split_rows_kernel`.
+    shift by their block's scale deficit; a power of two. SCATTER as in `_moe_split_rows_kernel`;
+    without it a program encodes `rows` sorted rows, and asks for each while it encodes the one
+    before.
     """
     wait_then_release()
     program = gl.program_id(0)
+    source, block, _target = _step_offsets(0, CHUNKS, num_warps)
+    mask = block * 32 < depth
     if SCATTER:
         x += (program * slots // top_k).to(gl.int64) * x_stride
-        _quantize_row(codes, scale, x, slot_rows, program * slots, slots, program, depth,
-                      padded_depth, True, SINGLE, FORMAT, EMAX, THRESHOLD, INF_BYTE, CHUNKS,
-                      num_warps)
-    elif program < gl.load(num_valid):
-        x += program.to(gl.int64) * x_stride
-        row = _kept_row(program, sorted_token_ids, num_tokens)
-        _quantize_row(codes, scale, x, slot_rows, 0, 1, row, depth, padded_depth, False, SINGLE,
-                      FORMAT, EMAX, THRESHOLD, INF_BYTE, CHUNKS, num_warps)
+        _quantize_row(codes, scale, x, _load_words(x, source, mask, num_warps), slot_rows,
+                      program * slots, slots, program, depth, padded_depth, True, SINGLE, FORMAT,
+                      EMAX, THRESHOLD, INF_BYTE, CHUNKS, num_warps)
+    else:
+        first = program * rows
+        count = gl.minimum(gl.load(num_valid) - first, rows)
+        x += first.to(gl.int64) * x_stride
+        following = _load_words(x, source, mask & (count > 0), num_warps)
+        for index in range(count):
+            row = _kept_row(first + index, sorted_token_ids, num_tokens)
+            values = following
+            following = _load_words(x + x_stride, source, mask & (index + 1 < count), num_warps)
+            _quantize_row(codes, scale, x, values, slot_rows, 0, 1, row, depth, padded_depth,
+                          False, SINGLE, FORMAT, EMAX, THRESHOLD, INF_BYTE, CHUNKS, num_warps)
+            x += x_stride
