@@ -149,7 +149,8 @@ def _rebase_launch(sizes: _Sizes, x_stride: int, x_scale_stride: int, packed: bo
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _split_launch(sizes: _Sizes, x_stride: int) -> Launch:
-    return sizes.launch(_moe_split_rows_kernel, num_rows=sizes.num_rows, x_stride=x_stride)
+    return sizes.launch(_moe_split_rows_kernel, num_rows=sizes.num_rows, x_stride=x_stride,
+                        rows=sizes.rows)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)

@@ -124,12 +124,13 @@ def _store_split(codes, scale, factor, inverse, values, target, slot_rows, first
 
 
 @gluon.jit
-def _encode_split(codes, scale, x, slot_rows, first_slot, num_slots, row, depth, padded_depth,
-                  num_rows, SCATTER: gl.constexpr, SINGLE: gl.constexpr, CHUNKS: gl.constexpr,
-                  WARPS: gl.constexpr):
-    """One bf16 row; SINGLE: it fits in one step, whose values stay in registers."""
+def _encode_split(codes, scale, x, first, slot_rows, first_slot, num_slots, row, depth,
+                  padded_depth, num_rows, SCATTER: gl.constexpr, SINGLE: gl.constexpr,
+                  CHUNKS: gl.constexpr, WARPS: gl.constexpr):
+    """One bf16 row, whose `first` step is loaded; SINGLE: it is all there is, and stays in
+    registers."""
     source, block, target = _step_offsets(0, CHUNKS, WARPS)
-    values = _load_words(x, source, block * 32 < depth, WARPS).to(gl.float32)
+    values = first.to(gl.float32)
     bits = _largest_bits(values)
     steps = gl.cdiv(padded_depth, CHUNKS * 128)
     if not SINGLE:
@@ -157,27 +158,37 @@ def _kept_row(program, sorted_token_ids, num_tokens):
     return gl.where(token < num_tokens, program, -1)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "top_k", "slots", "depth", "num_rows"])
+@gluon.jit(do_not_specialize=["num_tokens", "top_k", "slots", "depth", "num_rows", "rows"])
 def _moe_split_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_valid, num_tokens,
-                           top_k, slots, depth, padded_depth, num_rows, x_stride,
+                           top_k, slots, depth, padded_depth, num_rows, x_stride, rows,
                            SCATTER: gl.constexpr, SINGLE: gl.constexpr, CHUNKS: gl.constexpr,
                            num_warps: gl.constexpr):
     """bf16 row → hi and lo e4m3 rows with ``x = scale * (hi + lo / 16)``, 448 the largest hi.
 
-    SCATTER: a program encodes one token for `slots` of its top_k slots, else one sorted row. NaN
-    and infinity give a NaN scale.
+    SCATTER: a program encodes one token for `slots` of its top_k slots, else `rows` sorted rows,
+    and asks for each while it encodes the one before. NaN and infinity give a NaN scale.
     """
     wait_then_release()
     program = gl.program_id(0)
+    source, block, _target = _step_offsets(0, CHUNKS, num_warps)
+    mask = block * 32 < depth
     if SCATTER:
         x += (program * slots // top_k).to(gl.int64) * x_stride
-        _encode_split(codes, scale, x, slot_rows, program * slots, slots, program, depth,
-                      padded_depth, num_rows, True, SINGLE, CHUNKS, num_warps)
-    elif program < gl.load(num_valid):
-        x += program.to(gl.int64) * x_stride
-        row = _kept_row(program, sorted_token_ids, num_tokens)
-        _encode_split(codes, scale, x, slot_rows, 0, 1, row, depth, padded_depth, num_rows, False,
-                      SINGLE, CHUNKS, num_warps)
+        _encode_split(codes, scale, x, _load_words(x, source, mask, num_warps), slot_rows,
+                      program * slots, slots, program, depth, padded_depth, num_rows, True, SINGLE,
+                      CHUNKS, num_warps)
+    else:
+        first_row = program * rows
+        count = gl.minimum(gl.load(num_valid) - first_row, rows)
+        x += first_row.to(gl.int64) * x_stride
+        following = _load_words(x, source, mask & (count > 0), num_warps)
+        for index in range(count):
+            row = _kept_row(first_row + index, sorted_token_ids, num_tokens)
+            values = following
+            following = _load_words(x + x_stride, source, mask & (index + 1 < count), num_warps)
+            _encode_split(codes, scale, x, values, slot_rows, 0, 1, row, depth, padded_depth,
+                          num_rows, False, SINGLE, CHUNKS, num_warps)
+            x += x_stride
 
 
 @gluon.jit
