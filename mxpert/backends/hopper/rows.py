@@ -35,6 +35,9 @@ _CHUNKS_PER_WARP = 4
 _ROW_VALUES = 4096
 """Values that a program encodes where rows are many: its rows are asked for one ahead."""
 
+_MANY_PROGRAMS = 4096
+"""Programs that fill the GPU; where rows are fewer, each has its own."""
+
 _PARALLEL_TOKENS = 32
 """Up to this many tokens each slot has a program of its own: the GPU is idle, latency counts."""
 
@@ -124,17 +127,16 @@ class _Sizes(NamedTuple):
     @property
     def rows(self) -> int:
         """Sorted rows of one program."""
-        if self.scatter or self.num_tokens <= _PARALLEL_TOKENS:
+        if self.scatter:
             return 1
-        return max(1, _ROW_VALUES // (step_options(self.depth)["CHUNKS"] * UNIT_CODES))
+        most = _ROW_VALUES // (step_options(self.depth)["CHUNKS"] * UNIT_CODES)
+        return max(1, min(most, self.num_rows // _MANY_PROGRAMS))
 
     def launch(self, kernel: Any, **constants: Any) -> Launch:
         """A launch of `kernel`, which takes `constants` beside the sizes."""
         slots = 1 if self.num_tokens <= _PARALLEL_TOKENS else self.top_k
-        programs = self.num_tokens * (self.top_k // slots)
-        if not self.scatter:
-            rows = constants.get("rows", 1)
-            programs = -(-self.num_rows // rows)
+        programs = (self.num_tokens * (self.top_k // slots) if self.scatter
+                    else -(-self.num_rows // constants.get("rows", 1)))
         return Launch(
             kernel, (programs,), num_tokens=self.num_tokens, top_k=self.top_k, slots=slots,
             depth=self.depth, padded_depth=self.padded_depth, SCATTER=self.scatter,
