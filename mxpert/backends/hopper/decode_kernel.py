@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..dependent import EARLY, release_next, wait_for_previous
 from .epilogue import (
-    finish, output_layout, output_terms, real_rows, store_outputs, token_terms,
+    finish, one_each, output_layout, output_terms, real_rows, spread, store_outputs, token_terms,
 )
 from .tiles import accumulator_layout, decode_weights, join_halves
 
@@ -115,7 +115,9 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
     ACCUMULATOR: gl.constexpr = accumulator_layout(4, COLUMNS)
     OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
     LAYOUT: gl.constexpr = output_layout(4, TOKENS, KIND)
-    TERMS_FIRST: gl.constexpr = COLUMNS <= 16  # more would not fit in registers through the loop
+    TERMS_FIRST: gl.constexpr = COLUMNS <= 32  # beside more they would not fit in registers,
+    SPREAD: gl.constexpr = COLUMNS == 32  # nor beside 32 in their final places
+    TOKEN_LAYOUT: gl.constexpr = one_each() if SPREAD else gl.SliceLayout(0, LAYOUT)
     wait_for_previous()
     if PARTITION == 0:
         release_next()
@@ -133,9 +135,9 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
         if TERMS_FIRST:  # the latency of these loads passes under the main loop
             outputs = output_terms(reference, bias, expert, first_output, num_outputs,
                                    row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
-            tokens = token_terms(x_scale, routed_weights, first_row, TOKENS,
-                                 gl.SliceLayout(0, LAYOUT), WEIGHTED)
-            real = real_rows(sorted_token_ids, first_row, num_tokens, TOKENS, LAYOUT)
+            tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, TOKEN_LAYOUT,
+                                 WEIGHTED)
+            real = real_rows(sorted_token_ids, first_row, num_tokens, TOKENS, TOKEN_LAYOUT)
         accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
         for _ in range(first_step, last_step):
             mbarrier.wait(ready.index(slot), phase)
@@ -155,9 +157,12 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
         if not TERMS_FIRST:
             outputs = output_terms(reference, bias, expert, first_output, num_outputs,
                                    row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
-            tokens = token_terms(x_scale, routed_weights, first_row, TOKENS,
-                                 gl.SliceLayout(0, LAYOUT), WEIGHTED)
-            real = real_rows(sorted_token_ids, first_row, num_tokens, TOKENS, LAYOUT)
+            tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, TOKEN_LAYOUT,
+                                 WEIGHTED)
+            real = real_rows(sorted_token_ids, first_row, num_tokens, TOKENS, TOKEN_LAYOUT)
+        if SPREAD:
+            tokens = spread(tokens, LAYOUT)
+            real = gl.convert_layout(real, gl.SliceLayout(0, LAYOUT))
         value = finish(join_halves(accumulator, SPLIT), outputs, tokens, param_first, param_second,
                        LAYOUT, KIND, WEIGHTED)
         store_outputs(value, real, out, first_row + tile % splits * num_rows, first_output,

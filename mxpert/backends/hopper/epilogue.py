@@ -97,6 +97,20 @@ def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows
                 _load_rows(bias, gate + 1, 2 * num_outputs, HAS_BIAS))
 
 
+@gluon.constexpr_function
+def one_each():
+    """A tile's rows, one for each thread of a warpgroup."""
+    return gl.BlockedLayout([1], [32], [4], [0])
+
+
+@gluon.jit
+def spread(tokens, LAYOUT: gl.constexpr):
+    """Terms of rows from one a thread to where `finish` needs them."""
+    scale, weight = tokens
+    ROWS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    return gl.convert_layout(scale, ROWS), gl.convert_layout(weight, ROWS)
+
+
 @gluon.jit
 def token_terms(x_scale, routed_weights, first_row, TOKENS: gl.constexpr, LAYOUT: gl.constexpr,
                 WEIGHTED: gl.constexpr):
@@ -111,8 +125,8 @@ def token_terms(x_scale, routed_weights, first_row, TOKENS: gl.constexpr, LAYOUT
 @gluon.jit
 def real_rows(sorted_token_ids, first_row, num_tokens, TOKENS: gl.constexpr,
               LAYOUT: gl.constexpr):
-    """Which of a tile's sorted rows belong to a token."""
-    row = first_row + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LAYOUT))
+    """Which of a tile's sorted rows belong to a token, in the 1-D LAYOUT."""
+    row = first_row + gl.arange(0, TOKENS, layout=LAYOUT)
     return (gl.load(sorted_token_ids + row) & _TOKEN_MASK) < num_tokens
 
 

@@ -24,7 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..dependent import wait_then_release
-from .epilogue import copy_outputs, finish, output_layout, output_terms, token_terms
+from .epilogue import (
+    copy_outputs, finish, one_each, output_layout, output_terms, spread, token_terms,
+)
 from .tiles import accumulator_layout, decode_weights
 
 
@@ -40,12 +42,6 @@ def _order(STAGES, SPLIT):
     """Turns keep one consumer decoding while the other multiplies. Measured: FP8 tiles of more than
     128 columns, which need two turns a step, lose by them."""
     return _WHEN_ISSUED if SPLIT else _WHEN_DONE if STAGES > 4 else _AT_WILL
-
-
-@gluon.constexpr_function
-def _one_each():
-    """A tile's rows, one for each thread of a warpgroup."""
-    return gl.BlockedLayout([1], [32], [4], [0])
 
 
 @gluon.jit
@@ -233,21 +229,13 @@ def _outputs(unit, expert, factors, TOKENS: gl.constexpr, KIND: gl.constexpr,
 
 
 @gluon.jit
-def _spread(tokens, LAYOUT: gl.constexpr):
-    """Terms of rows from one a thread to where `finish` needs them."""
-    scale, weight = tokens
-    ROWS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    return gl.convert_layout(scale, ROWS), gl.convert_layout(weight, ROWS)
-
-
-@gluon.jit
 def _store(total, outputs, tokens, first_row, unit, target, PIECE: gl.constexpr,
            KIND: gl.constexpr, WEIGHTED: gl.constexpr):
     """Epilogue of one row unit and its columns, into rows from `first_row`."""
     out_desc, staging, param_first, param_second = target
     OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
     LAYOUT: gl.constexpr = output_layout(4, total.shape[1], KIND)
-    value = finish(total, outputs, _spread(tokens, LAYOUT), param_first, param_second, LAYOUT,
+    value = finish(total, outputs, spread(tokens, LAYOUT), param_first, param_second, LAYOUT,
                    KIND, WEIGHTED)
     copy_outputs(value, out_desc, staging, first_row, unit * OUTPUTS, PIECE)
 
@@ -275,9 +263,9 @@ def _tile(ring, turns, state, depth_units, first_row, unit, expert, operands,
     x_scale, routed_weights = rows
     # Asked for before the main loop, under which their latency passes.
     outputs = _outputs(unit, expert, factors, LEFT, KIND, HAS_BIAS)
-    tokens = token_terms(x_scale, routed_weights, first_row, LEFT, _one_each(), WEIGHTED)
+    tokens = token_terms(x_scale, routed_weights, first_row, LEFT, one_each(), WEIGHTED)
     if BOTH:
-        others = token_terms(x_scale, routed_weights, first_row + LEFT, RIGHT, _one_each(),
+        others = token_terms(x_scale, routed_weights, first_row + LEFT, RIGHT, one_each(),
                              WEIGHTED)
     left, right, state = _accumulate(ring, turns, state, depth_units, PARTITION, STAGES, LEFT,
                                      RIGHT, COLUMNS[2], SPLIT, ORDER)
