@@ -175,7 +175,7 @@ def multiply(
         reference=weight.reference, bias=rows.scale if bias is None else bias, x_scale=rows.scale,
         routed_weights=plan.sorted_weights)
     if heuristics.is_prefill(config):
-        schedule = tile_schedule(plan, config.block_m, heuristics.blocks_of_tile(rows.split),
+        schedule = tile_schedule(plan, config.block_m, heuristics.blocks_of_tile(rows.split, config),
                                  schedules)
         _prefill_launch(problem, config, gemm, out.dtype)(
             out_desc=out, tile_first_block=schedule.first_block, tile_blocks=schedule.blocks,
@@ -223,8 +223,15 @@ def _prefill_launch(
     tiles = _operand_tiles(config) | {"out_desc": copied(rows, outputs, out_dtype)}
     return Launch(
         _moe_gemm_prefill_kernel, (problem.target.num_sms,), tiles, BLOCK_M=config.block_m,
-        BLOCKS=heuristics.blocks_of_tile(gemm.split), PIECES=pieces,
+        BLOCKS=heuristics.blocks_of_tile(gemm.split, config), PIECES=pieces,
+        CONSUMERS=config.block_n // 64, ORDER=_order(config, gemm.split),
         **_gemm_constants(problem, config, gemm))
+
+
+def _order(config, split):
+    if config.group_m > 1:
+        return config.group_m - 2
+    return 2 if config.num_stages > 4 else 1 if split else 0
 
 
 def _operand_tiles(config: GemmConfig) -> dict[str, Tile]:
@@ -240,7 +247,7 @@ def _gemm_constants(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> dic
     return dict(
         param_first=float(gemm.parameters[0]), param_second=float(gemm.parameters[1]),
         low_rows=gemm.low_rows, num_outputs=gemm.num_outputs,
-        tiles_per_block=-(-gemm.row_units // 2) * config.split_k, row_units=gemm.row_units,
+        tiles_per_block=-(-gemm.row_units // (config.block_n // 64)) * config.split_k, row_units=gemm.row_units,
         depth_units=gemm.depth_units, STAGES=config.num_stages, SPLIT=gemm.split, KIND=gemm.kind,
         HAS_BIAS=gemm.has_bias, WEIGHTED=gemm.weighted, num_warps=config.num_warps, **FOLLOWS)
 

@@ -57,11 +57,12 @@ def _place(schedule, tile, num_tiles, tiles_per_block):
 
 
 @gluon.jit
-def _produce(ring, code_desc, shift_desc, x_desc, schedule, num_tiles, tiles_per_block, row_units,
-             depth_units, low_rows, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
+def _produce(ring, code_desc, shift_desc, x_desc, schedule, sizes, row_units, low_rows,
+             CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
              STAGES: gl.constexpr, SPLIT: gl.constexpr):
     codes, shifts, x, ready, free = ring
-    WEIGHT_BYTES: gl.constexpr = 64 * 128 + 16 * 32
+    num_tiles, tiles_per_block, depth_units = sizes
+    WEIGHT_BYTES: gl.constexpr = CONSUMERS * (32 * 128 + 8 * 32)
     ROW_BYTES: gl.constexpr = BLOCK_M * 128 * (2 if SPLIT else 1)
     slot = 0
     phase = 1
@@ -69,10 +70,7 @@ def _produce(ring, code_desc, shift_desc, x_desc, schedule, num_tiles, tiles_per
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         block, width, expert = following
         following = _place(schedule, tile + gl.num_programs(0), num_tiles, tiles_per_block)
-        unit = 2 * (tile % tiles_per_block)
-        base = expert * row_units
-        first = (base + unit) * depth_units
-        second = (base + gl.minimum(unit + 1, row_units - 1)) * depth_units
+        unit = CONSUMERS * (tile % tiles_per_block)
         for step in range(gl.cdiv(depth_units, 2) * 2):
             if step % 2 == 0:  # consumers free two stages at once
                 mbarrier.wait(free.index(slot), phase)
@@ -88,14 +86,13 @@ def _produce(ring, code_desc, shift_desc, x_desc, schedule, num_tiles, tiles_per
                     tma.async_copy_global_to_shared(x_desc, [low_rows + row, step * 128], arrived,
                                                     rows, pred=width > q)
             # An odd last step reads on into the next unit: finite weights that meet x = 0.
-            tma.async_copy_global_to_shared(code_desc, [(first + step) * 32, 0], arrived,
-                                            codes.index(slot).slice(0, 32, 0))
-            tma.async_copy_global_to_shared(code_desc, [(second + step) * 32, 0], arrived,
-                                            codes.index(slot).slice(32, 32, 0))
-            tma.async_copy_global_to_shared(shift_desc, [(first + step) * 8, 0], arrived,
-                                            shifts.index(slot).slice(0, 8, 0))
-            tma.async_copy_global_to_shared(shift_desc, [(second + step) * 8, 0], arrived,
-                                            shifts.index(slot).slice(8, 8, 0))
+            for c in gl.static_range(CONSUMERS):
+                row_unit = expert * row_units + gl.minimum(unit + c, row_units - 1)
+                place = row_unit * depth_units + step
+                tma.async_copy_global_to_shared(code_desc, [place * 32, 0], arrived,
+                                                codes.index(slot * CONSUMERS + c))
+                tma.async_copy_global_to_shared(shift_desc, [place * 8, 0], arrived,
+                                                shifts.index(slot * CONSUMERS + c))
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -113,16 +110,16 @@ def _multiply(weights, x, partial, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
 
 
 @gluon.jit
-def _make_turns():
+def _make_turns(CONSUMERS: gl.constexpr):
     """A barrier for each consumer, through which the other one passes the turn to it.
 
     Only where turns are taken: what nobody uses later shares its memory with other data, and a
     barrier's memory must hold nothing else (figures change where several processes share a GPU).
     """
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
-    return turns.index(0), turns.index(1)
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for consumer in gl.static_range(CONSUMERS):
+        mbarrier.init(turns.index(consumer), count=1)
+    return turns
 
 
 @gluon.jit
@@ -141,17 +138,18 @@ def _pass_turn(turns, MOMENT: gl.constexpr, ORDER: gl.constexpr):
 
 
 @gluon.jit
-def _decode(ring, slot, phase, PARTITION: gl.constexpr, LAYOUT: gl.constexpr):
+def _decode(ring, slot, phase, PARTITION: gl.constexpr, CONSUMERS: gl.constexpr,
+            LAYOUT: gl.constexpr):
     """The partition's weights of a stage, when they are there."""
     codes, shifts, _, ready, _ = ring
     mbarrier.wait(ready.index(slot), phase)
-    return decode_weights(codes.index(slot).slice(PARTITION * 32, 32, 0),
-                          shifts.index(slot).slice(PARTITION * 8, 8, 0), LAYOUT, 1, 1)
+    place = slot * CONSUMERS + PARTITION
+    return decode_weights(codes.index(place), shifts.index(place), LAYOUT, 1, 1)
 
 
 @gluon.jit
-def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr, STAGES: gl.constexpr,
-                LEFT: gl.constexpr, RIGHT: gl.constexpr, RIGHT_AT: gl.constexpr,
+def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr,
+                CONSUMERS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RIGHT_AT: gl.constexpr,
                 SPLIT: gl.constexpr, ORDER: gl.constexpr):
     """Sums of one tile: columns [0, LEFT) and, if RIGHT > 0, [RIGHT_AT, RIGHT_AT + RIGHT).
 
@@ -168,9 +166,9 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr, STAGES
     left = gl.zeros((64, LEFT), gl.float32, LAYOUT)
     right = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
     for _ in range(gl.cdiv(depth_units, 2)):
-        a = _decode(ring, slot, phase, PARTITION, LAYOUT)
+        a = _decode(ring, slot, phase, PARTITION, CONSUMERS, LAYOUT)
         if ORDER != _AT_WILL:
-            b = _decode(ring, slot + 1, phase, PARTITION, LAYOUT)
+            b = _decode(ring, slot + 1, phase, PARTITION, CONSUMERS, LAYOUT)
             turn = _take_turn(turns, turn, ORDER)
         xa = x.index(slot)
         xb = x.index(slot + 1)
@@ -179,7 +177,7 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr, STAGES
         if BOTH:
             other = _multiply(a, xa, unused, RIGHT_AT, RIGHT, False)
         if ORDER == _AT_WILL:
-            b = _decode(ring, slot + 1, phase, PARTITION, LAYOUT)
+            b = _decode(ring, slot + 1, phase, PARTITION, CONSUMERS, LAYOUT)
         partial = _multiply(b, xb, partial, 0, LEFT, True)
         if SPLIT:  # the adds of the high sum run under the wgmma of the low parts
             low = _multiply(a, xa, right, RIGHT_AT, RIGHT, True)
@@ -250,16 +248,17 @@ def _columns(ROWS, CAPACITY, SPLIT):
 
 
 @gluon.jit
-def _tile(ring, turns, state, depth_units, first_row, unit, expert, operands,
-          PARTITION: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-          CAPACITY: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
+def _tile(ring, turns, state, depth_units, first_row, unit, expert, staging, operands,
+          PARTITION: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+          ROWS: gl.constexpr, CAPACITY: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
           WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
     """One tile of ROWS of at most CAPACITY rows; returns the state after it."""
     COLUMNS: gl.constexpr = _columns(ROWS, CAPACITY, SPLIT)
     LEFT: gl.constexpr = COLUMNS[0]
     RIGHT: gl.constexpr = COLUMNS[1]
     BOTH: gl.constexpr = RIGHT > 0 and not SPLIT
-    factors, rows, target = operands
+    factors, rows, out_desc, parameters = operands
+    target = (out_desc, staging, parameters[0], parameters[1])
     x_scale, routed_weights = rows
     # Asked for before the main loop, under which their latency passes.
     outputs = _outputs(unit, expert, factors, LEFT, KIND, HAS_BIAS)
@@ -267,7 +266,7 @@ def _tile(ring, turns, state, depth_units, first_row, unit, expert, operands,
     if BOTH:
         others = token_terms(x_scale, routed_weights, first_row + LEFT, RIGHT, one_each(),
                              WEIGHTED)
-    left, right, state = _accumulate(ring, turns, state, depth_units, PARTITION, STAGES, LEFT,
+    left, right, state = _accumulate(ring, turns, state, depth_units, PARTITION, CONSUMERS, STAGES, LEFT,
                                      RIGHT, COLUMNS[2], SPLIT, ORDER)
     if SPLIT:
         left += right * 0.0625
@@ -280,20 +279,21 @@ def _tile(ring, turns, state, depth_units, first_row, unit, expert, operands,
 
 
 @gluon.jit
-def _consume(ring, turns, operands, schedule, num_tiles, tiles_per_block, depth_units,
-             PARTITION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
-             STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
-             WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
+def _consume(ring, turns, staging, operands, schedule, sizes, PARTITION: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr,
+             BLOCKS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
+             HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
+    num_tiles, tiles_per_block, depth_units = sizes
+    turns = (turns.index(PARTITION), turns.index((PARTITION + 1) % CONSUMERS))
     state = (0, 0, 1 if PARTITION == 0 else 0)  # the first partition has the first turn
     following = _place(schedule, gl.program_id(0), num_tiles, tiles_per_block)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         block, width, expert = following
         following = _place(schedule, tile + gl.num_programs(0), num_tiles, tiles_per_block)
-        unit = 2 * (tile % tiles_per_block) + PARTITION
+        unit = CONSUMERS * (tile % tiles_per_block) + PARTITION
         for q in gl.static_range(1, BLOCKS + 1):
             if width == q:
                 state = _tile(ring, turns, state, depth_units, block * BLOCK_M, unit, expert,
-                              operands, PARTITION, STAGES, q * BLOCK_M, BLOCKS * BLOCK_M, SPLIT,
+                              staging, operands, PARTITION, CONSUMERS, STAGES, q * BLOCK_M, BLOCKS * BLOCK_M, SPLIT,
                               KIND, HAS_BIAS, WEIGHTED, ORDER)
     tma.store_wait(0)
 
@@ -302,19 +302,19 @@ def _consume(ring, turns, operands, schedule, num_tiles, tiles_per_block, depth_
 def _moe_gemm_prefill_kernel(
         out_desc, code_desc, shift_desc, x_desc, reference, bias, x_scale, routed_weights,
         tile_first_block, tile_blocks, tile_expert, num_groups, param_first, param_second, low_rows,
-        num_outputs, tiles_per_block, row_units, depth_units, BLOCK_M: gl.constexpr,
-        BLOCKS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr,
-        KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
-        num_warps: gl.constexpr):
+        num_outputs, tiles_per_block, row_units, depth_units, CONSUMERS: gl.constexpr,
+        BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
+        SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+        ORDER: gl.constexpr, num_warps: gl.constexpr):
     """out [P, num_outputs] for every tile; see the module docstring for the schedule.
 
     tile_first_block, tile_blocks, tile_expert [groups] and num_groups [1] come from `schedule`;
     KIND and low_rows as in the decode kernel. PIECES: copies to `out` that a consumer may have
     under way.
     """
-    codes = gl.allocate_shared_memory(gl.uint8, [STAGES, 64, 128], code_desc.layout)
-    shifts = gl.allocate_shared_memory(gl.uint8, [STAGES, 16, 32], shift_desc.layout)
-    ROWS: gl.constexpr = BLOCKS * BLOCK_M * (2 if SPLIT else 1)
+    codes = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 32, 128], code_desc.layout)
+    shifts = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 8, 32], shift_desc.layout)
+    ROWS: gl.constexpr = (4 if BLOCKS == 3 else BLOCKS) * BLOCK_M * (2 if SPLIT else 1)
     x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], x_desc.layout)
     PIECE: gl.constexpr = [PIECES, out_desc.block_type.shape[0], out_desc.block_type.shape[1]]
     staging = (gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout),
@@ -323,26 +323,33 @@ def _moe_gemm_prefill_kernel(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
-    ORDER: gl.constexpr = _order(STAGES, SPLIT)
-    turns = (free.index(0), free.index(1))  # where there are none
+        mbarrier.init(free.index(stage), count=CONSUMERS)
+    turns = free  # where there are none
     if ORDER != _AT_WILL:
-        turns = _make_turns()
+        turns = _make_turns(CONSUMERS)
     wait_then_release()
     num_tiles = gl.load(num_groups) * tiles_per_block
     ring = (codes, shifts, x, ready, free)
-    factors = (reference, bias, num_outputs, row_units)
-    rows = (x_scale, routed_weights)
     schedule = (tile_first_block, tile_blocks, tile_expert)
-    gl.warp_specialize(
-        [(_consume, (ring, turns,
-                     (factors, rows, (out_desc, staging[0], param_first, param_second)),
-                     schedule, num_tiles, tiles_per_block, depth_units, 0, BLOCK_M, BLOCKS,
-                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
-         (_consume, (ring, (turns[1], turns[0]),
-                     (factors, rows, (out_desc, staging[1], param_first, param_second)),
-                     schedule, num_tiles, tiles_per_block, depth_units, 1, BLOCK_M, BLOCKS,
-                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
-         (_produce, (ring, code_desc, shift_desc, x_desc, schedule, num_tiles, tiles_per_block,
-                     row_units, depth_units, low_rows, BLOCK_M, BLOCKS, STAGES, SPLIT))],
-        [4, 1], [240, 24])
+    sizes = (num_tiles, tiles_per_block, depth_units)
+    operands = ((reference, bias, num_outputs, row_units), (x_scale, routed_weights), out_desc,
+                (param_first, param_second))
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [(_consume, (ring, turns, staging[0], operands, schedule, sizes, 0, 2, BLOCK_M, BLOCKS,
+                         STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
+             (_consume, (ring, turns, staging[1], operands, schedule, sizes, 1, 2, BLOCK_M, BLOCKS,
+                         STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
+             (_produce, (ring, code_desc, shift_desc, x_desc, schedule, sizes, row_units, low_rows,
+                         2, BLOCK_M, BLOCKS, STAGES, SPLIT))], [4, 1], [240, 24])
+    else:
+        last = gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout)
+        gl.warp_specialize(
+            [(_consume, (ring, turns, staging[0], operands, schedule, sizes, 0, 3, BLOCK_M, BLOCKS,
+                         STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
+             (_consume, (ring, turns, staging[1], operands, schedule, sizes, 1, 3, BLOCK_M, BLOCKS,
+                         STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
+             (_consume, (ring, turns, last, operands, schedule, sizes, 2, 3, BLOCK_M, BLOCKS,
+                         STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
+             (_produce, (ring, code_desc, shift_desc, x_desc, schedule, sizes, row_units, low_rows,
+                         3, BLOCK_M, BLOCKS, STAGES, SPLIT))], [4, 4, 1], [160, 160, 24])
