@@ -27,7 +27,7 @@ from ..dependent import wait_then_release
 from .epilogue import (
     copy_outputs, finish, one_each, output_layout, output_terms, spread, token_terms,
 )
-from .tiles import accumulator_layout, decode_weights
+from .tiles import accumulator_layout, decode_tables, decode_weights
 
 
 _AT_WILL = gl.constexpr(0)
@@ -143,10 +143,11 @@ def _pass_turn(turns, MOMENT: gl.constexpr, ORDER: gl.constexpr):
 @gluon.jit
 def _decode(ring, slot, phase, PARTITION: gl.constexpr, LAYOUT: gl.constexpr):
     """The partition's weights of a stage, when they are there."""
-    codes, shifts, _, ready, _ = ring
+    codes, shifts, _, ready, _, tables = ring
     mbarrier.wait(ready.index(slot), phase)
     return decode_weights(codes.index(slot).slice(PARTITION * 32, 32, 0),
-                          shifts.index(slot).slice(PARTITION * 8, 8, 0), LAYOUT, 1, 1)
+                          shifts.index(slot).slice(PARTITION * 8, 8, 0), tables, LAYOUT,
+                          1, 1)
 
 
 @gluon.jit
@@ -284,6 +285,7 @@ def _consume(ring, turns, operands, schedule, num_tiles, tiles_per_block, depth_
              PARTITION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
              STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
              WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
+    ring += (decode_tables(),)
     state = (0, 0, 1 if PARTITION == 0 else 0)  # the first partition has the first turn
     following = _place(schedule, gl.program_id(0), num_tiles, tiles_per_block)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
