@@ -19,7 +19,7 @@ from ..dependent import EARLY, release_next, wait_for_previous
 from .epilogue import (
     finish, one_each, output_layout, output_terms, real_rows, spread, store_outputs, token_terms,
 )
-from .tiles import accumulator_layout, decode_weights, join_halves
+from .tiles import accumulator_layout, decode_tables, decode_weights, join_halves
 
 
 @gluon.jit
@@ -118,6 +118,7 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
     TERMS_FIRST: gl.constexpr = COLUMNS <= 32  # beside more they would not fit in registers,
     SPREAD: gl.constexpr = COLUMNS == 32  # nor beside 32 in their final places
     TOKEN_LAYOUT: gl.constexpr = one_each() if SPREAD else gl.SliceLayout(0, LAYOUT)
+    tables = decode_tables()
     wait_for_previous()
     if PARTITION == 0:
         release_next()
@@ -143,7 +144,7 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
             mbarrier.wait(ready.index(slot), phase)
             weights = decode_weights(codes.index(slot).slice(PARTITION * 64, 64, 0),
                                      shifts.index(slot).slice(PARTITION * 16, 16, 0),
-                                     ACCUMULATOR, 1, 2)
+                                     tables, ACCUMULATOR, 1, 2)
             partial = warpgroup_mma(weights, x.index(slot).permute((1, 0)),
                                     gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR),
                                     use_acc=False, is_async=True)

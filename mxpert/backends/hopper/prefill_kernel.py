@@ -27,7 +27,7 @@ from ..dependent import wait_then_release
 from .epilogue import (
     copy_outputs, finish, one_each, output_layout, output_terms, spread, token_terms,
 )
-from .tiles import accumulator_layout, decode_weights
+from .tiles import accumulator_layout, decode_tables, decode_weights
 
 
 _AT_WILL = gl.constexpr(0)
@@ -141,10 +141,10 @@ def _pass_turn(turns, MOMENT: gl.constexpr, ORDER: gl.constexpr):
 def _decode(ring, slot, phase, PARTITION: gl.constexpr, CONSUMERS: gl.constexpr,
             LAYOUT: gl.constexpr):
     """The partition's weights of a stage, when they are there."""
-    codes, shifts, _, ready, _ = ring
+    codes, shifts, _, ready, _, tables = ring
     mbarrier.wait(ready.index(slot), phase)
     place = slot * CONSUMERS + PARTITION
-    return decode_weights(codes.index(place), shifts.index(place), LAYOUT, 1, 1)
+    return decode_weights(codes.index(place), shifts.index(place), tables, LAYOUT, 1, 1)
 
 
 @gluon.jit
@@ -284,6 +284,7 @@ def _consume(ring, turns, staging, operands, schedule, sizes, PARTITION: gl.cons
              HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
     num_tiles, tiles_per_block, depth_units = sizes
     turns = (turns.index(PARTITION), turns.index((PARTITION + 1) % CONSUMERS))
+    ring += (decode_tables(),)
     state = (0, 0, 1 if PARTITION == 0 else 0)  # the first partition has the first turn
     following = _place(schedule, gl.program_id(0), num_tiles, tiles_per_block)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):

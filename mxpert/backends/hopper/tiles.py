@@ -64,26 +64,40 @@ def feature_layout(WARPS, TOKENS):
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [8 * WARPS, TOKENS])
 
 
+def _table_assembly() -> str:
+    """PTX that gives lane s the eight e4m3 magnitudes of blocks with shift s, lowest code first.
+
+    A shift subtracts from every exponent, zero stays zero. Shifts 12 to 14 have subnormal entries.
+    Larger ones belong to blocks of zeros alone.
+    """
+    return "\n".join([
+        "{ .reg .b32 lane, by, late; .reg .pred small, last, none;",
+        "mov.u32 lane, %laneid;",
+        "mul.lo.u32 by, lane, 0x08080808;",
+        "sub.u32 $1, 0x7C787470, by;",  # 6 4 3 2, times 2^6
+        "and.b32 by, by, 0xFFFFFF00;",
+        "sub.u32 $0, 0x6C686000, by;",  # 1.5 1 0.5 0, times 2^6
+        "sub.u32 late, lane, 12;",
+        "setp.lt.u32 small, late, 3;",
+        "setp.eq.u32 last, lane, 14;",
+        "setp.gt.u32 none, lane, 14;",
+        "@small shr.u32 $0, 0x0C080400, late;",
+        "@last mov.b32 $1, 0x0C080604;",
+        "@none mov.b32 $0, 0;",
+        "}"])
+
+
 def _decode_assembly() -> str:
-    """PTX that turns 32 codes of one row and MX block into e4m3, about 9 instructions per 8 codes.
+    """PTX that turns 32 codes of one row and MX block into e4m3, about 8 instructions per 8 codes.
 
     $0..$3 take the first halves (k 0..15 of four k32 steps), $4..$7 the second halves; $8..$11 are
-    the packed words, $12 the block's shift (the broadcast's other copies are the same register).
-    The table of eight e4m3 magnitudes lives in lo and hi; a shift subtracts from every exponent,
-    zero stays zero, and shifts 12..14, whose small entries are subnormal, get their own tables.
+    the packed words, $12 the block's shift, $28 and $44 the lane's part of `decode_tables` (other
+    copies of these three, from broadcasting, are the same registers).
     """
     lines = [
-        "{ .reg .b32 lo, hi, by, a, b; .reg .pred small, last;",
-        "shl.b32 by, $12, 3;",
-        "prmt.b32 by, by, 0, 0x0000;",
-        "sub.u32 hi, 0x7C787470, by;",  # 6 4 3 2, times 2^6
-        "and.b32 by, by, 0xFFFFFF00;",
-        "sub.u32 lo, 0x6C686000, by;",  # 1.5 1 0.5 0, times 2^6
-        "add.u32 a, $12, -12;",
-        "setp.lt.u32 small, a, 3;",  # 12..14 alone: zeros under larger shifts must stay zeros
-        "setp.eq.u32 last, $12, 14;",
-        "@small shr.u32 lo, 0x0C080400, a;",
-        "@last mov.b32 hi, 0x0C080604;",
+        "{ .reg .b32 lo, hi, a, b;",
+        "shfl.sync.idx.b32 lo, $28, $12, 31, 0xFFFFFFFF;",
+        "shfl.sync.idx.b32 hi, $44, $12, 31, 0xFFFFFFFF;",
     ]
     for step in range(4):
         first, second, word = f"${step}", f"${4 + step}", f"${8 + step}"
@@ -99,13 +113,22 @@ def _decode_assembly() -> str:
     return "\n".join(lines) + " }"
 
 
+_TABLE_ASSEMBLY = gl.constexpr(_table_assembly())
 _DECODE_ASSEMBLY = gl.constexpr(_decode_assembly())
-_DECODE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 20))
+_DECODE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 52))
 
 
 @gluon.jit
-def decode_weights(codes_smem, shifts_smem, ACCUMULATOR: gl.constexpr, UNITS: gl.constexpr,
-                   STEPS: gl.constexpr):
+def decode_tables():
+    """What `decode_weights` looks codes up in: each lane holds the table of one shift, in two words
+    (no tensor: the value differs by lane). A shuffle is cheaper than building tables anew."""
+    return gl.inline_asm_elementwise(_TABLE_ASSEMBLY, "=&r,=&r,r", [0],
+                                     dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def decode_weights(codes_smem, shifts_smem, tables, ACCUMULATOR: gl.constexpr,
+                   UNITS: gl.constexpr, STEPS: gl.constexpr):
     """Shared codes and shifts → e4m3 register operand A [UNITS * 64, STEPS * 128]."""
     CODES: gl.constexpr = code_layout(UNITS, STEPS)
     SHIFTS: gl.constexpr = shift_layout(UNITS, STEPS)
@@ -117,7 +140,7 @@ def decode_weights(codes_smem, shifts_smem, ACCUMULATOR: gl.constexpr, UNITS: gl
                                assert_trivial=True)
     shifts = gl.expand_dims(gl.expand_dims(shifts, 6), 7)
     first, second = gl.inline_asm_elementwise(
-        _DECODE_ASSEMBLY, _DECODE_CONSTRAINTS, [codes, shifts],
+        _DECODE_ASSEMBLY, _DECODE_CONSTRAINTS, [codes, shifts, tables[0], tables[1]],
         dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=True, pack=16)
     weights = gl.join(first, second)  # u k r w g t q j h
     weights = weights.permute((0, 3, 2, 4, 1, 6, 8, 5, 7))  # rows u w r g, depth k q h t j
