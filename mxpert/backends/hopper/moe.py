@@ -235,9 +235,8 @@ def _order(config, split):
 
 
 def _operand_tiles(config: GemmConfig) -> dict[str, Tile]:
-    depth = config.block_k // 128
-    return {"code_desc": copied(32 * depth, 128, torch.uint8, width=128),
-            "shift_desc": copied(8 * depth, 32, torch.uint8, width=32),
+    return {"code_desc": copied(64, 128, torch.uint8, width=128),
+            "shift_desc": copied(16, 32, torch.uint8, width=32),
             "x_desc": copied(config.block_m, config.block_k, torch.float8_e4m3fn)}
 
 
@@ -248,7 +247,7 @@ def _gemm_constants(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> dic
         param_first=float(gemm.parameters[0]), param_second=float(gemm.parameters[1]),
         low_rows=gemm.low_rows, num_outputs=gemm.num_outputs,
         tiles_per_block=-(-gemm.row_units // (config.block_n // 64)) * config.split_k, row_units=gemm.row_units,
-        depth_units=gemm.depth_units, STAGES=config.num_stages, SPLIT=gemm.split, KIND=gemm.kind,
+        depth_units=gemm.depth_units, STAGES=config.num_stages * config.block_k // 256, SPLIT=gemm.split, KIND=gemm.kind,
         HAS_BIAS=gemm.has_bias, WEIGHTED=gemm.weighted, num_warps=config.num_warps, **FOLLOWS)
 
 

@@ -62,8 +62,8 @@ def _produce(ring, code_desc, shift_desc, x_desc, schedule, sizes, row_units, lo
              STAGES: gl.constexpr, SPLIT: gl.constexpr):
     codes, shifts, x, ready, free = ring
     num_tiles, tiles_per_block, depth_units = sizes
-    WEIGHT_BYTES: gl.constexpr = CONSUMERS * (32 * 128 + 8 * 32)
-    ROW_BYTES: gl.constexpr = BLOCK_M * 128 * (2 if SPLIT else 1)
+    WEIGHT_BYTES: gl.constexpr = CONSUMERS * (64 * 128 + 16 * 32)
+    ROW_BYTES: gl.constexpr = BLOCK_M * 256 * (2 if SPLIT else 1)
     slot = 0
     phase = 1
     following = _place(schedule, gl.program_id(0), num_tiles, tiles_per_block)
@@ -71,27 +71,29 @@ def _produce(ring, code_desc, shift_desc, x_desc, schedule, sizes, row_units, lo
         block, width, expert = following
         following = _place(schedule, tile + gl.num_programs(0), num_tiles, tiles_per_block)
         unit = CONSUMERS * (tile % tiles_per_block)
-        for step in range(gl.cdiv(depth_units, 2) * 2):
-            if step % 2 == 0:  # consumers free two stages at once
-                mbarrier.wait(free.index(slot), phase)
+        for step in range(gl.cdiv(depth_units, 2)):
+            mbarrier.wait(free.index(slot), phase)
             arrived = ready.index(slot)
             for q in gl.static_range(BLOCKS):
                 mbarrier.expect(arrived, WEIGHT_BYTES + (q + 1) * ROW_BYTES, pred=width == q + 1)
                 row = (block + q) * BLOCK_M
-                rows = x.index(slot).slice(q * BLOCK_M, BLOCK_M, 0)
-                tma.async_copy_global_to_shared(x_desc, [row, step * 128], arrived, rows,
-                                                pred=width > q)
-                if SPLIT:
-                    rows = x.index(slot).slice((BLOCKS + q) * BLOCK_M, BLOCK_M, 0)
-                    tma.async_copy_global_to_shared(x_desc, [low_rows + row, step * 128], arrived,
-                                                    rows, pred=width > q)
-            # An odd last step reads on into the next unit: finite weights that meet x = 0.
+                for half in gl.static_range(2):
+                    place = 2 * slot + half
+                    depth = step * 256 + half * 128
+                    rows = x.index(place).slice(q * BLOCK_M, BLOCK_M, 0)
+                    tma.async_copy_global_to_shared(x_desc, [row, depth], arrived, rows,
+                                                    pred=width > q)
+                    if SPLIT:
+                        rows = x.index(place).slice((BLOCKS + q) * BLOCK_M, BLOCK_M, 0)
+                        tma.async_copy_global_to_shared(x_desc, [low_rows + row, depth], arrived,
+                                                        rows, pred=width > q)
+            # An odd last unit reads on into the next one: finite weights that meet x = 0.
             for c in gl.static_range(CONSUMERS):
                 row_unit = expert * row_units + gl.minimum(unit + c, row_units - 1)
-                place = row_unit * depth_units + step
-                tma.async_copy_global_to_shared(code_desc, [place * 32, 0], arrived,
+                first = row_unit * depth_units + 2 * step
+                tma.async_copy_global_to_shared(code_desc, [first * 32, 0], arrived,
                                                 codes.index(slot * CONSUMERS + c))
-                tma.async_copy_global_to_shared(shift_desc, [place * 8, 0], arrived,
+                tma.async_copy_global_to_shared(shift_desc, [first * 8, 0], arrived,
                                                 shifts.index(slot * CONSUMERS + c))
             slot += 1
             if slot == STAGES:
@@ -138,13 +140,11 @@ def _pass_turn(turns, MOMENT: gl.constexpr, ORDER: gl.constexpr):
 
 
 @gluon.jit
-def _decode(ring, slot, phase, PARTITION: gl.constexpr, CONSUMERS: gl.constexpr,
-            LAYOUT: gl.constexpr):
-    """The partition's weights of a stage, when they are there."""
-    codes, shifts, _, ready, _, tables = ring
-    mbarrier.wait(ready.index(slot), phase)
-    place = slot * CONSUMERS + PARTITION
-    return decode_weights(codes.index(place), shifts.index(place), tables, LAYOUT, 1, 1)
+def _decode(ring, place, HALF: gl.constexpr, LAYOUT: gl.constexpr):
+    """One half of a partition's weights of a stage."""
+    codes, shifts, _, _, _, tables = ring
+    return decode_weights(codes.index(place).slice(32 * HALF, 32, 0),
+                          shifts.index(place).slice(8 * HALF, 8, 0), tables, LAYOUT, 1, 1)
 
 
 @gluon.jit
@@ -158,6 +158,7 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr,
     """
     slot, phase, turn = state
     x = ring[2]
+    ready = ring[3]
     free = ring[4]
     LAYOUT: gl.constexpr = accumulator_layout(4, LEFT)
     WIDTH: gl.constexpr = RIGHT if RIGHT > 0 else 32
@@ -166,18 +167,20 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr,
     left = gl.zeros((64, LEFT), gl.float32, LAYOUT)
     right = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
     for _ in range(gl.cdiv(depth_units, 2)):
-        a = _decode(ring, slot, phase, PARTITION, CONSUMERS, LAYOUT)
+        place = slot * CONSUMERS + PARTITION
+        mbarrier.wait(ready.index(slot), phase)
+        a = _decode(ring, place, 0, LAYOUT)
         if ORDER != _AT_WILL:
-            b = _decode(ring, slot + 1, phase, PARTITION, CONSUMERS, LAYOUT)
+            b = _decode(ring, place, 1, LAYOUT)
             turn = _take_turn(turns, turn, ORDER)
-        xa = x.index(slot)
-        xb = x.index(slot + 1)
+        xa = x.index(2 * slot)
+        xb = x.index(2 * slot + 1)
         unused = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
         partial = _multiply(a, xa, gl.zeros((64, LEFT), gl.float32, LAYOUT), 0, LEFT, False)
         if BOTH:
             other = _multiply(a, xa, unused, RIGHT_AT, RIGHT, False)
         if ORDER == _AT_WILL:
-            b = _decode(ring, slot + 1, phase, PARTITION, CONSUMERS, LAYOUT)
+            b = _decode(ring, place, 1, LAYOUT)
         partial = _multiply(b, xb, partial, 0, LEFT, True)
         if SPLIT:  # the adds of the high sum run under the wgmma of the low parts
             low = _multiply(a, xa, right, RIGHT_AT, RIGHT, True)
@@ -209,7 +212,7 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr,
             _pass_turn(turns, _WHEN_DONE, ORDER)
             mbarrier.arrive(free.index(slot), count=1)
             left += partial
-        slot += 2
+        slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
@@ -313,10 +316,10 @@ def _moe_gemm_prefill_kernel(
     KIND and low_rows as in the decode kernel. PIECES: copies to `out` that a consumer may have
     under way.
     """
-    codes = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 32, 128], code_desc.layout)
-    shifts = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 8, 32], shift_desc.layout)
+    codes = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 64, 128], code_desc.layout)
+    shifts = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 16, 32], shift_desc.layout)
     ROWS: gl.constexpr = (4 if BLOCKS == 3 else BLOCKS) * BLOCK_M * (2 if SPLIT else 1)
-    x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], x_desc.layout)
+    x = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, ROWS, 128], x_desc.layout)
     PIECE: gl.constexpr = [PIECES, out_desc.block_type.shape[0], out_desc.block_type.shape[1]]
     staging = (gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout),
                gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout))
