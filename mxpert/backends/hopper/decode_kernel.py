@@ -17,23 +17,52 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..dependent import EARLY, release_next, wait_for_previous
 from .epilogue import (
-    finish, one_each, output_layout, output_terms, real_rows, spread, store_outputs, token_terms,
+    finish, is_real, one_each, output_layout, output_terms, row_ids, spread, store_outputs,
+    token_terms,
 )
 from .tiles import accumulator_layout, decode_tables, decode_weights, join_halves
 
 
 @gluon.jit
-def _expert_of(block_expert_ids, tile, num_tiles, tiles_per_block, blocks_per_unit):
-    """Expert of a tile, asked for one tile ahead so that nobody waits for it."""
-    unit = tile // tiles_per_block // blocks_per_unit
+def _place_of(tile, pairs, splits):
+    """Row block, pair of row units and split of a tile; the split runs fastest."""
+    unsplit = tile // splits
+    return unsplit // pairs, unsplit % pairs, tile % splits
+
+
+@gluon.jit
+def _advance(place, stride, pairs, splits):
+    """The place `stride` further on. Divisions would take longer than a step of the depth."""
+    block, pair, split = place
+    blocks, more_pairs, more_splits = stride
+    split += more_splits
+    carry = (split >= splits).to(gl.int32)
+    split -= carry * splits
+    pair += more_pairs + carry
+    carry = (pair >= pairs).to(gl.int32)
+    pair -= carry * pairs
+    return block + blocks + carry, pair, split
+
+
+@gluon.jit
+def _expert_of(block_expert_ids, block, tile, num_tiles, blocks_per_unit):
+    """Expert of a tile's block, asked for one tile ahead so that nobody waits for it."""
+    unit = block
+    if blocks_per_unit > 1:
+        unit = block // blocks_per_unit
     return gl.load(block_expert_ids + unit, mask=tile < num_tiles, other=0, cache_modifier=EARLY)
 
 
 @gluon.jit
 def _split_steps(split, depth_units, splits):
     """Steps of one of `splits` nearly equal parts of the depth."""
-    steps = gl.cdiv(depth_units, 2)
-    return split * steps // splits, (split + 1) * steps // splits
+    first = 0
+    last = gl.cdiv(depth_units, 2)
+    if splits > 1:
+        steps = last
+        first = split * steps // splits
+        last = (split + 1) * steps // splits
+    return first, last
 
 
 @gluon.jit
@@ -63,19 +92,24 @@ def _load_activations(ring, x_desc, slot, first_row, step, low_rows, TOKENS: gl.
 
 @gluon.jit
 def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_unit, num_tiles,
-             tiles_per_block, row_units, depth_units, splits, low_rows, TOKENS: gl.constexpr,
-             STAGES: gl.constexpr, SPLIT: gl.constexpr):
+             row_units, depth_units, splits, low_rows, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+             SPLIT: gl.constexpr):
     free = ring[4]
     BYTES: gl.constexpr = 128 * 128 + 32 * 32 + TOKENS * 256 * (2 if SPLIT else 1)
     slot = 0
     phase = 1
     early = 0  # steps of the first tile whose weights are on their way before activations exist
-    next_expert = _expert_of(block_expert_ids, gl.program_id(0), num_tiles, tiles_per_block,
+    pairs = gl.cdiv(row_units, 2)
+    stride = _place_of(gl.num_programs(0), pairs, splits)
+    following = _place_of(gl.program_id(0), pairs, splits)
+    next_expert = _expert_of(block_expert_ids, following[0], gl.program_id(0), num_tiles,
                              blocks_per_unit)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        first_row = tile // tiles_per_block * TOKENS
-        unit = tile % tiles_per_block // splits * 2
-        first_step, last_step = _split_steps(tile % splits, depth_units, splits)
+        block, pair, split = following
+        following = _advance(following, stride, pairs, splits)
+        first_row = block * TOKENS
+        unit = pair * 2
+        first_step, last_step = _split_steps(split, depth_units, splits)
         base = next_expert * row_units
         # An odd last step reads on into the next unit: finite weights that meet x = 0.
         first = (base + unit) * depth_units
@@ -87,8 +121,8 @@ def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_u
                 _load_weights(ring, code_desc, shift_desc, ahead, first + 2 * step,
                               second + 2 * step, BYTES)
             wait_for_previous()
-        next_expert = _expert_of(block_expert_ids, tile + gl.num_programs(0), num_tiles,
-                                 tiles_per_block, blocks_per_unit)
+        next_expert = _expert_of(block_expert_ids, following[0], tile + gl.num_programs(0),
+                                 num_tiles, blocks_per_unit)
         for step in range(first_step, last_step):
             if early > 0:
                 early -= 1
@@ -104,8 +138,8 @@ def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_u
 
 
 @gluon.jit
-def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block,
-             depth_units, splits, num_rows, PARTITION: gl.constexpr, TOKENS: gl.constexpr,
+def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, depth_units, splits,
+             num_rows, PARTITION: gl.constexpr, TOKENS: gl.constexpr,
              STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
              HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
     codes, shifts, x, ready, free = ring
@@ -124,21 +158,26 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
         release_next()
     slot = 0
     phase = 0
-    next_expert = _expert_of(block_expert_ids, gl.program_id(0), num_tiles, tiles_per_block,
+    pairs = gl.cdiv(row_units, 2)
+    stride = _place_of(gl.num_programs(0), pairs, splits)
+    following = _place_of(gl.program_id(0), pairs, splits)
+    next_expert = _expert_of(block_expert_ids, following[0], gl.program_id(0), num_tiles,
                              blocks_per_unit)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        first_row = tile // tiles_per_block * TOKENS
-        first_output = (tile % tiles_per_block // splits * 2 + PARTITION) * OUTPUTS
-        first_step, last_step = _split_steps(tile % splits, depth_units, splits)
+        block, pair, split = following
+        following = _advance(following, stride, pairs, splits)
+        first_row = block * TOKENS
+        first_output = (pair * 2 + PARTITION) * OUTPUTS
+        first_step, last_step = _split_steps(split, depth_units, splits)
         expert = next_expert
-        next_expert = _expert_of(block_expert_ids, tile + gl.num_programs(0), num_tiles,
-                                 tiles_per_block, blocks_per_unit)
+        next_expert = _expert_of(block_expert_ids, following[0], tile + gl.num_programs(0),
+                                 num_tiles, blocks_per_unit)
         if TERMS_FIRST:  # the latency of these loads passes under the main loop
             outputs = output_terms(reference, bias, expert, first_output, num_outputs,
                                    row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
             tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, TOKEN_LAYOUT,
                                  WEIGHTED)
-            real = real_rows(sorted_token_ids, first_row, num_tokens, TOKENS, TOKEN_LAYOUT)
+            ids = row_ids(sorted_token_ids, first_row, TOKENS, TOKEN_LAYOUT)
         accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
         for _ in range(first_step, last_step):
             mbarrier.wait(ready.index(slot), phase)
@@ -160,14 +199,14 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles
                                    row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
             tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, TOKEN_LAYOUT,
                                  WEIGHTED)
-            real = real_rows(sorted_token_ids, first_row, num_tokens, TOKENS, TOKEN_LAYOUT)
+            ids = row_ids(sorted_token_ids, first_row, TOKENS, TOKEN_LAYOUT)
         if SPREAD:
             tokens = spread(tokens, LAYOUT)
-            real = gl.convert_layout(real, gl.SliceLayout(0, LAYOUT))
+            ids = gl.convert_layout(ids, gl.SliceLayout(0, LAYOUT))
         value = finish(join_halves(accumulator, SPLIT), outputs, tokens, param_first, param_second,
                        LAYOUT, KIND, WEIGHTED)
-        store_outputs(value, real, out, first_row + tile % splits * num_rows, first_output,
-                      num_outputs)
+        store_outputs(value, is_real(ids, num_tokens), out, first_row + split * num_rows,
+                      first_output, num_outputs)
 
 
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "num_tokens",
@@ -199,12 +238,12 @@ def _moe_gemm_decode_kernel(
     operands = (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens,
                 num_outputs, row_units, param_first, param_second)
     gl.warp_specialize(
-        [(_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block,
-                     depth_units, splits, num_rows, 0, TOKENS, STAGES, SPLIT, KIND, HAS_BIAS,
+        [(_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_tiles, depth_units,
+                     splits, num_rows, 0, TOKENS, STAGES, SPLIT, KIND, HAS_BIAS,
                      WEIGHTED)),
-         (_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_tiles, tiles_per_block,
-                     depth_units, splits, num_rows, 1, TOKENS, STAGES, SPLIT, KIND, HAS_BIAS,
+         (_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_tiles, depth_units,
+                     splits, num_rows, 1, TOKENS, STAGES, SPLIT, KIND, HAS_BIAS,
                      WEIGHTED)),
          (_produce, (ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_unit,
-                     num_tiles, tiles_per_block, row_units, depth_units, splits, low_rows, TOKENS,
+                     num_tiles, row_units, depth_units, splits, low_rows, TOKENS,
                      STAGES, SPLIT))], [4, 1], [WORKER_REGISTERS, 24])

@@ -80,19 +80,22 @@ def output_layout(WARPS, TOKENS, KIND):
 def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows,
                  OUTPUTS: gl.constexpr, LAYOUT: gl.constexpr, KIND: gl.constexpr,
                  HAS_BIAS: gl.constexpr):
-    """Row factors and biases of a tile's outputs: of the rows, or of gate and up rows."""
+    """Row references and biases of a tile's outputs: of the rows, or of gate and up rows.
+
+    As they are loaded: what is computed from them, in `finish`, would wait for the loads.
+    """
     output = first_output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, LAYOUT))
     reference += expert * padded_rows
     inside = output < num_outputs
     if KIND == 0:
-        factor = _row_factor(gl.load(reference + output, mask=inside, other=127))
+        rows = gl.load(reference + output, mask=inside, other=127)
         shift = _load_rows(bias + expert * num_outputs, output, num_outputs, HAS_BIAS)
-        return factor, factor, shift, shift
+        return rows, rows, shift, shift
     else:
         bias += expert * num_outputs * 2
         gate = 2 * output
-        return (_row_factor(gl.load(reference + gate, mask=inside, other=127)),
-                _row_factor(gl.load(reference + gate + 1, mask=inside, other=127)),
+        return (gl.load(reference + gate, mask=inside, other=127),
+                gl.load(reference + gate + 1, mask=inside, other=127),
                 _load_rows(bias, gate, 2 * num_outputs, HAS_BIAS),
                 _load_rows(bias, gate + 1, 2 * num_outputs, HAS_BIAS))
 
@@ -123,11 +126,15 @@ def token_terms(x_scale, routed_weights, first_row, TOKENS: gl.constexpr, LAYOUT
 
 
 @gluon.jit
-def real_rows(sorted_token_ids, first_row, num_tokens, TOKENS: gl.constexpr,
-              LAYOUT: gl.constexpr):
-    """Which of a tile's sorted rows belong to a token, in the 1-D LAYOUT."""
-    row = first_row + gl.arange(0, TOKENS, layout=LAYOUT)
-    return (gl.load(sorted_token_ids + row) & _TOKEN_MASK) < num_tokens
+def row_ids(sorted_token_ids, first_row, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Ids of a tile's sorted rows, in the 1-D LAYOUT."""
+    return gl.load(sorted_token_ids + first_row + gl.arange(0, TOKENS, layout=LAYOUT))
+
+
+@gluon.jit
+def is_real(ids, num_tokens):
+    """Which sorted rows belong to a token."""
+    return (ids & _TOKEN_MASK) < num_tokens
 
 
 @gluon.jit
@@ -138,8 +145,10 @@ def finish(accumulator, outputs, tokens, first, second, LAYOUT: gl.constexpr,
     KIND 0: ``weight * (sum * factors + bias)``. Otherwise the activation, where a routing weight
     scales its input.
     """
-    gate_factor, up_factor, gate_bias, up_bias = outputs
+    gate_reference, up_reference, gate_bias, up_bias = outputs
     scale, weight = tokens
+    gate_factor = _row_factor(gate_reference)
+    up_factor = _row_factor(up_reference)
     if KIND == 0:
         value = row_pairs(accumulator, LAYOUT)
         value = value * gate_factor[:, None] * scale[None, :] + gate_bias[:, None]
