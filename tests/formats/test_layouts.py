@@ -356,6 +356,10 @@ class Machine:
                 return a
             case ["prmt", _], [a, b, c]:
                 return prmt(a, b, c)
+            case ["mul", "lo", "u32"], [a, b]:
+                return (a * b) & MASK
+            case ["shfl", "sync", "idx", "b32"], [lanes, lane, _, _]:
+                return lanes[lane & 31]
             case ["lop3", _], [a, b, c, table]:
                 return lop3(a, b, c, int(table.flatten()[0]))
             case ["setp", compare, "u32"], [a, b]:
@@ -364,11 +368,22 @@ class Machine:
         raise NotImplementedError(".".join(name))
 
 
-def run_decoder(words: torch.Tensor, shift: torch.Tensor, assembly: str) -> torch.Tensor:
-    """int64 codes [..., 4 steps, 2 halves, 4 bytes] for words [..., 4] and shifts [...]."""
-    machine = Machine(**{f"${8 + step}": words[..., step] for step in range(4)},
-                      **{f"${12 + copy}": shift for copy in range(16)})
+def lane_tables(assembly: str) -> list[torch.Tensor]:
+    """Both words of the decode table, of 32 lanes."""
+    machine = Machine(**{"%laneid": torch.arange(32)})
     machine.run(assembly)
+    return [machine.registers["$0"], machine.registers["$1"]]
+
+
+def run_decoder(words: torch.Tensor, shift: torch.Tensor,
+                assembly: tuple[str, str]) -> torch.Tensor:
+    """int64 codes [..., 4 steps, 2 halves, 4 bytes] for words [..., 4] and shifts [...]."""
+    first, second = lane_tables(assembly[0])
+    machine = Machine(**{f"${8 + step}": words[..., step] for step in range(4)},
+                      **{f"${12 + copy}": shift for copy in range(16)},
+                      **{f"${28 + copy}": first for copy in range(16)},
+                      **{f"${44 + copy}": second for copy in range(16)})
+    machine.run(assembly[1])
     outputs = torch.stack([machine.registers[f"${i}"] for i in range(8)], -1)
     outputs = outputs.unflatten(-1, (2, 4)).transpose(-1, -2)
     return torch.stack([outputs >> 8 * j & 255 for j in range(4)], -1)
@@ -384,9 +399,10 @@ def pack_words(codes: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def decoder_assembly() -> str:
+def decoder_assembly() -> tuple[str, str]:
+    """PTX of the tables, and of the decoding."""
     tiles = pytest.importorskip("mxpert.backends.hopper.tiles", reason="needs Triton with Gluon")
-    return tiles._decode_assembly()
+    return tiles._table_assembly(), tiles._decode_assembly()
 
 
 def decoder_cases(shifts: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -419,10 +435,11 @@ def test_decoder_keeps_zero_blocks_zero() -> None:
 ], ids=["low_table", "high_table", "last_table", "sign_logic", "second_half", "zero_mask"])
 def test_planted_decoder_errors_are_caught(old: str, new: str) -> None:
     assembly = decoder_assembly()
-    assert old in assembly
+    assert old in "".join(assembly)
     codes, shift = decoder_cases(range(SPAN))
     good = run_decoder(pack_words(codes), shift, assembly)
-    bad = run_decoder(pack_words(codes), shift, assembly.replace(old, new))
+    table, decoder = (text.replace(old, new) for text in assembly)
+    bad = run_decoder(pack_words(codes), shift, (table, decoder))
     assert not torch.equal(good, bad)
 
 

@@ -71,7 +71,7 @@ def tiles_of(a_format: str) -> dict[str, MoEConfig]:
                                 for layer in heuristics.layer_configs(problem)
                                 for stage in (layer.gate_up, layer.down)):
         prefill, block_m = heuristics.is_prefill(config), config.block_m
-        name = f"{'prefill' if prefill else 'decode'}{block_m}"
+        name = f"{'prefill' if prefill else 'decode'}{block_m}" + "x192" * (config.block_n == 192)
         found[name] = MoEConfig(block_m, config, config)
         if not prefill and block_m <= 16:
             found[name + "_split"] = MoEConfig(block_m, replace(config, split_k=3),

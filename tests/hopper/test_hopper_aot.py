@@ -53,11 +53,12 @@ SM_SHARED = 228 * 1024
 SM_REGISTERS = 65536
 WARP_REGISTERS = 32
 
-MOST_SPILLS = {"decode": {8: 0, 16: 0, 32: 8, 64: 80}, "prefill": {32: 0, 64: 80}}
-"""Local memory instructions by kernel and block_m; those of large tiles are in the epilogue."""
+MOST_SPILLS = {"decode8": 0, "decode16": 0, "decode32": 8, "decode64": 90, "prefill32": 8,
+               "prefill32x192": 60, "prefill64": 140}
+"""Local memory instructions by tile; those of large tiles are in the epilogue."""
 
-MOST_LOOP_SPILLS = 2
-"""Local memory instructions among the wgmma: one reload of a scalar is hidden by memory."""
+MOST_LOOP_SPILLS = 3
+"""Local memory instructions among the wgmma: reloads of a few scalars are hidden by memory."""
 
 MOST_ROW_REGISTERS = 128
 """Of the row kernels on bfloat16: two CTAs of eight warps fill an SM's registers."""
@@ -82,7 +83,7 @@ def configs(a_format: str) -> list[GemmConfig]:
 
 def name(config: GemmConfig) -> str:
     kind = "prefill" if heuristics.is_prefill(config) else "decode"
-    return f"{kind}{config.block_m}"
+    return f"{kind}{config.block_m}" + "x192" * (config.block_n == 192)
 
 
 TILES = [(a_format, config) for a_format in GEMM_FORMATS for config in configs(a_format)]
@@ -108,7 +109,7 @@ def check_gemm(kernel: CompiledKernel, config: GemmConfig) -> None:
     assert kernel.count(r"\bUTMALDG\.2D") > 0
     assert register_operands(kernel.listing) == kernel.count(r"\bQGMMA")
     assert metrics.instructions.get("LDS.128", 0) > 0, "codes must come 16 bytes at a time"
-    assert metrics.spills <= MOST_SPILLS[kind][config.block_m]
+    assert metrics.spills <= MOST_SPILLS[name(config)]
     for block in parse(kernel.listing):
         names = [one.name for one in block.instructions]
         if any(n.startswith("QGMMA") for n in names):

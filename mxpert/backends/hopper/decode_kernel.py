@@ -24,33 +24,32 @@ from .tiles import accumulator_layout, decode_tables, decode_weights, join_halve
 
 
 @gluon.jit
-def _place_of(tile, pairs, splits):
-    """Row block, pair of row units and split of a tile; the split runs fastest."""
-    unsplit = tile // splits
-    return unsplit // pairs, unsplit % pairs, tile % splits
+def _advance(block, inner, blocks, inners, tiles_per_block):
+    """A tile's block, and its place among this block's tiles, one stride of (blocks, inners) on.
+    Divisions would take longer than a step of the depth."""
+    inner += inners
+    carry = (inner >= tiles_per_block).to(gl.int32)
+    return block + blocks + carry, inner - carry * tiles_per_block
 
 
 @gluon.jit
-def _advance(place, stride, pairs, splits):
-    """The place `stride` further on. Divisions would take longer than a step of the depth."""
-    block, pair, split = place
-    blocks, more_pairs, more_splits = stride
-    split += more_splits
-    carry = (split >= splits).to(gl.int32)
-    split -= carry * splits
-    pair += more_pairs + carry
-    carry = (pair >= pairs).to(gl.int32)
-    pair -= carry * pairs
-    return block + blocks + carry, pair, split
+def _pair_and_split(inner, splits):
+    """Pair of row units and split of a tile; the split runs fastest."""
+    pair = inner
+    split = 0
+    if splits > 1:
+        pair = inner // splits
+        split = inner % splits
+    return pair, split
 
 
 @gluon.jit
-def _expert_of(block_expert_ids, block, tile, num_tiles, blocks_per_unit):
-    """Expert of a tile's block, asked for one tile ahead so that nobody waits for it."""
+def _expert_of(block_expert_ids, block, num_blocks, blocks_per_unit):
+    """Expert of a block, asked for one tile ahead so that nobody waits for it."""
     unit = block
     if blocks_per_unit > 1:
         unit = block // blocks_per_unit
-    return gl.load(block_expert_ids + unit, mask=tile < num_tiles, other=0, cache_modifier=EARLY)
+    return gl.load(block_expert_ids + unit, mask=block < num_blocks, other=0, cache_modifier=EARLY)
 
 
 @gluon.jit
@@ -91,38 +90,39 @@ def _load_activations(ring, x_desc, slot, first_row, step, low_rows, TOKENS: gl.
 
 
 @gluon.jit
-def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_unit, num_tiles,
-             row_units, depth_units, splits, low_rows, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-             SPLIT: gl.constexpr):
+def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_unit, num_blocks,
+             tiles_per_block, row_units, depth_units, splits, low_rows, TOKENS: gl.constexpr,
+             STAGES: gl.constexpr, SPLIT: gl.constexpr):
     free = ring[4]
     BYTES: gl.constexpr = 128 * 128 + 32 * 32 + TOKENS * 256 * (2 if SPLIT else 1)
     slot = 0
     phase = 1
+    first_tile = True
     early = 0  # steps of the first tile whose weights are on their way before activations exist
-    pairs = gl.cdiv(row_units, 2)
-    stride = _place_of(gl.num_programs(0), pairs, splits)
-    following = _place_of(gl.program_id(0), pairs, splits)
-    next_expert = _expert_of(block_expert_ids, following[0], gl.program_id(0), num_tiles,
-                             blocks_per_unit)
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        block, pair, split = following
-        following = _advance(following, stride, pairs, splits)
+    blocks = gl.num_programs(0) // tiles_per_block
+    inners = gl.num_programs(0) % tiles_per_block
+    block = gl.program_id(0) // tiles_per_block
+    inner = gl.program_id(0) % tiles_per_block
+    next_expert = _expert_of(block_expert_ids, block, num_blocks, blocks_per_unit)
+    while block < num_blocks:
         first_row = block * TOKENS
+        pair, split = _pair_and_split(inner, splits)
         unit = pair * 2
         first_step, last_step = _split_steps(split, depth_units, splits)
         base = next_expert * row_units
         # An odd last step reads on into the next unit: finite weights that meet x = 0.
         first = (base + unit) * depth_units
         second = (base + gl.minimum(unit + 1, row_units - 1)) * depth_units
-        if tile == gl.program_id(0):
+        if first_tile:
+            first_tile = False
             early = gl.minimum(last_step - first_step, STAGES)
             for ahead in range(early):
                 step = first_step + ahead
                 _load_weights(ring, code_desc, shift_desc, ahead, first + 2 * step,
                               second + 2 * step, BYTES)
             wait_for_previous()
-        next_expert = _expert_of(block_expert_ids, following[0], tile + gl.num_programs(0),
-                                 num_tiles, blocks_per_unit)
+        block, inner = _advance(block, inner, blocks, inners, tiles_per_block)
+        next_expert = _expert_of(block_expert_ids, block, num_blocks, blocks_per_unit)
         for step in range(first_step, last_step):
             if early > 0:
                 early -= 1
@@ -138,8 +138,8 @@ def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_u
 
 
 @gluon.jit
-def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, depth_units, splits,
-             num_rows, PARTITION: gl.constexpr, TOKENS: gl.constexpr,
+def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_blocks, tiles_per_block,
+             depth_units, splits, num_rows, PARTITION: gl.constexpr, TOKENS: gl.constexpr,
              STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
              HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
     codes, shifts, x, ready, free = ring
@@ -158,20 +158,19 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_tiles, depth
         release_next()
     slot = 0
     phase = 0
-    pairs = gl.cdiv(row_units, 2)
-    stride = _place_of(gl.num_programs(0), pairs, splits)
-    following = _place_of(gl.program_id(0), pairs, splits)
-    next_expert = _expert_of(block_expert_ids, following[0], gl.program_id(0), num_tiles,
-                             blocks_per_unit)
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        block, pair, split = following
-        following = _advance(following, stride, pairs, splits)
+    blocks = gl.num_programs(0) // tiles_per_block
+    inners = gl.num_programs(0) % tiles_per_block
+    block = gl.program_id(0) // tiles_per_block
+    inner = gl.program_id(0) % tiles_per_block
+    next_expert = _expert_of(block_expert_ids, block, num_blocks, blocks_per_unit)
+    while block < num_blocks:
         first_row = block * TOKENS
+        pair, split = _pair_and_split(inner, splits)
         first_output = (pair * 2 + PARTITION) * OUTPUTS
         first_step, last_step = _split_steps(split, depth_units, splits)
         expert = next_expert
-        next_expert = _expert_of(block_expert_ids, following[0], tile + gl.num_programs(0),
-                                 num_tiles, blocks_per_unit)
+        block, inner = _advance(block, inner, blocks, inners, tiles_per_block)
+        next_expert = _expert_of(block_expert_ids, block, num_blocks, blocks_per_unit)
         if TERMS_FIRST:  # the latency of these loads passes under the main loop
             outputs = output_terms(reference, bias, expert, first_output, num_outputs,
                                    row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
@@ -233,17 +232,17 @@ def _moe_gemm_decode_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
-    num_tiles = gl.load(num_valid, cache_modifier=EARLY) // TOKENS * tiles_per_block
+    num_blocks = gl.load(num_valid, cache_modifier=EARLY) // TOKENS
     ring = (codes, shifts, x, ready, free)
     operands = (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens,
                 num_outputs, row_units, param_first, param_second)
     gl.warp_specialize(
-        [(_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_tiles, depth_units,
-                     splits, num_rows, 0, TOKENS, STAGES, SPLIT, KIND, HAS_BIAS,
-                     WEIGHTED)),
-         (_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_tiles, depth_units,
-                     splits, num_rows, 1, TOKENS, STAGES, SPLIT, KIND, HAS_BIAS,
-                     WEIGHTED)),
+        [(_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_blocks,
+                     tiles_per_block, depth_units, splits, num_rows, 0, TOKENS, STAGES, SPLIT,
+                     KIND, HAS_BIAS, WEIGHTED)),
+         (_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_blocks,
+                     tiles_per_block, depth_units, splits, num_rows, 1, TOKENS, STAGES, SPLIT,
+                     KIND, HAS_BIAS, WEIGHTED)),
          (_produce, (ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_unit,
-                     num_tiles, row_units, depth_units, splits, low_rows, TOKENS,
+                     num_blocks, tiles_per_block, row_units, depth_units, splits, low_rows, TOKENS,
                      STAGES, SPLIT))], [4, 1], [WORKER_REGISTERS, 24])

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...errors import require
+from ...formats.layouts import UNIT_ROWS
 from ...problem import GemmConfig, MoEConfig, MoEProblem, Op
 
+STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
+
 BLOCKS_M = (8, 16, 32, 64)
-"""Rows of a decode tile, and of a prefill tile's routing block (64)."""
+"""Rows of a decode tile. The routing blocks of prefill tiles are 32 or 64."""
 
 DECODE_REGISTERS = 80
 """Register cap: two CTAs of twelve warps' worth of registers share an SM."""
@@ -24,6 +27,7 @@ NARROW_PREFILL = GemmConfig(block_m=32, block_n=128, block_k=128, num_warps=4, n
 """The prefill kernel in FP8 with tiles of up to four blocks of 32 rows and a deeper ring."""
 
 TRIPLE_PREFILL = GemmConfig(block_m=32, block_n=192, block_k=128, num_warps=4, num_stages=6)
+"""NARROW_PREFILL with three consumers, whose registers hold three blocks."""
 
 _DECODE_DEPTH = 256
 _DECODE_SHARED = 113 * 1024
@@ -36,12 +40,23 @@ _MAX_STAGES = 8
 _MAX_COLUMNS = 64
 """Accumulator columns that fit under DECODE_REGISTERS."""
 
-_DECODE_LIMITS = {True: ((8, 6), (16, 12), (32, 40)), False: ((8, 6), (16, 12), (32, 28), (64, 56))}
+_DECODE_LIMITS = {True: ((8, 6), (16, 12), (32, 40)), False: ((8, 6), (16, 12), (32, 28))}
 """Rows per hit expert up to which each decode tile wins, by hi and lo split (H200, 2026-11-21:
 gpt-oss-120b, kimi-k2 TP4, deepseek-v3 EP8, qwen3-235b and dsv4-flash at T = 64..8192)."""
 
+_WIDE_DECODE_LIMIT = 56
+"""As above, for the decode tile of 64 FP8 rows, where `_time` prefers it to narrow prefill tiles."""
+
 _NARROW_LIMIT = 112
-"""As above, for NARROW_PREFILL; more go to PREFILL."""
+"""As above, for narrow prefill tiles in FP8; more go to PREFILL."""
+
+_TRIPLE_LIMIT = 80
+"""As above, for TRIPLE_PREFILL: some experts need a second tile for their last rows."""
+
+_DECODE_TIME = 0.99
+_TRIPLE_TIME = 0.92
+"""Time of a row unit in tiles of 64 decode rows and of TRIPLE_PREFILL, in NARROW_PREFILL's (H200:
+qwen3-235b and gpt-oss-120b at 32 to 80 rows an expert)."""
 
 
 def is_prefill(config: GemmConfig) -> bool:
@@ -49,9 +64,16 @@ def is_prefill(config: GemmConfig) -> bool:
     return config.block_k == PREFILL.block_k
 
 
-def blocks_of_tile(split: bool, config) -> int:
+def consumers(config: GemmConfig) -> int:
+    """Warpgroups of a tile, each with its own 64 weight rows."""
+    return config.block_n // UNIT_ROWS
+
+
+def blocks_of_tile(config: GemmConfig, split: bool) -> int:
     """Blocks that a tile of the prefill kernel holds at most."""
-    return 2 if split else 3 if config.block_n == 192 else 4
+    if split:
+        return 2
+    return 3 if config.block_n == TRIPLE_PREFILL.block_n else 4
 
 
 def splits(problem: MoEProblem) -> bool:
@@ -72,22 +94,46 @@ def _decode_blocks(problem: MoEProblem) -> list[int]:
     return [block_m for block_m in BLOCKS_M if block_m * columns <= _MAX_COLUMNS]
 
 
-def _preferred(problem: MoEProblem) -> GemmConfig:
-    """Rows per hit expert, if tokens spread evenly, decide the tile."""
+def _time(config: GemmConfig, problem: MoEProblem, op: Op, hit: int) -> float:
+    """Of a stage whose hit experts have one tile's rows each: what the busiest SM multiplies, in
+    row units of NARROW_PREFILL."""
+    units = _row_units(problem, op)
+    if not is_prefill(config):
+        return _DECODE_TIME * units * hit / problem.target.num_sms
+    tiles = -(-units // consumers(config)) * hit
+    time = -(-tiles // problem.target.num_sms) * consumers(config)
+    return time * _TRIPLE_TIME if config == TRIPLE_PREFILL else time
+
+
+def _preferred(problem: MoEProblem) -> dict[Op, GemmConfig]:
+    """Tiles of both stages. Rows per hit expert, if tokens spread evenly, decide; between narrow
+    ones how well the stages' tiles fill the SMs."""
     routed = problem.num_tokens * problem.top_k
-    average = routed / max(1, min(problem.num_experts, routed))
+    hit = max(1, min(problem.num_experts, routed))
+    average = routed / hit
     for block_m, limit in _DECODE_LIMITS[splits(problem)]:
         if average <= limit:
-            return decode_config(block_m, splits(problem))
-    narrow = average <= _NARROW_LIMIT and not splits(problem)
-    return NARROW_PREFILL if narrow else PREFILL
+            return dict.fromkeys(STAGE_OPS, decode_config(block_m, splits(problem)))
+    if splits(problem) or average > _NARROW_LIMIT:
+        return dict.fromkeys(STAGE_OPS, PREFILL)
+    narrow = [NARROW_PREFILL, TRIPLE_PREFILL] if average <= _TRIPLE_LIMIT else [NARROW_PREFILL]
+    best = {op: min(narrow, key=lambda config: _time(config, problem, op, hit))
+            for op in STAGE_OPS}
+    decode = dict.fromkeys(STAGE_OPS, decode_config(64, split=False))
+    times = [sum(_time(tiles[op], problem, op, hit) for op in STAGE_OPS)
+             for tiles in (best, decode)]
+    return decode if average <= _WIDE_DECODE_LIMIT and times[1] < times[0] else best
+
+
+def _row_units(problem: MoEProblem, op: Op) -> int:
+    rows = 2 * problem.intermediate_size if op is Op.MOE_GATE_UP else problem.hidden_size
+    return -(-rows // UNIT_ROWS)
 
 
 def _tiles_and_steps(problem: MoEProblem, op: Op) -> tuple[int, int]:
-    """Tiles of one block's rows of output, and steps of depth, of a stage."""
-    rows, depth = ((2 * problem.intermediate_size, problem.hidden_size) if op is Op.MOE_GATE_UP
-                   else (problem.hidden_size, problem.intermediate_size))
-    return -(-rows // 128), -(-depth // _DECODE_DEPTH)
+    """Decode tiles of one block's rows of output, and steps of depth, of a stage."""
+    depth = problem.hidden_size if op is Op.MOE_GATE_UP else problem.intermediate_size
+    return -(-_row_units(problem, op) // 2), -(-depth // _DECODE_DEPTH)
 
 
 def with_split_k(config: GemmConfig, problem: MoEProblem, op: Op) -> GemmConfig:
@@ -101,17 +147,17 @@ def with_split_k(config: GemmConfig, problem: MoEProblem, op: Op) -> GemmConfig:
 
 
 def _all_configs(problem: MoEProblem) -> list[GemmConfig]:
-    prefill = [PREFILL] if splits(problem) else [NARROW_PREFILL, PREFILL]
+    prefill = [PREFILL] if splits(problem) else [NARROW_PREFILL, TRIPLE_PREFILL, PREFILL]
     return [*(decode_config(b, splits(problem)) for b in _decode_blocks(problem)), *prefill]
 
 
-def _layer(problem: MoEProblem, config: GemmConfig) -> MoEConfig:
-    return MoEConfig(config.block_m, with_split_k(config, problem, Op.MOE_GATE_UP),
-                     with_split_k(config, problem, Op.MOE_DOWN))
+def _layer(problem: MoEProblem, tiles: dict[Op, GemmConfig]) -> MoEConfig:
+    gate_up, down = (with_split_k(tiles[op], problem, op) for op in STAGE_OPS)
+    return MoEConfig(gate_up.block_m, gate_up, down)
 
 
 def layer_heuristic(problem: MoEProblem) -> MoEConfig:
-    """Both stages with the preferred tile."""
+    """Both stages with their preferred tiles, which share their routing blocks."""
     return _layer(problem, _preferred(problem))
 
 
@@ -120,8 +166,9 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     first = layer_heuristic(problem)
     yield first
     for config in _all_configs(problem):
-        if (config.block_m, config.block_k) != (first.gate_up.block_m, first.gate_up.block_k):
-            yield _layer(problem, config)
+        layer = _layer(problem, dict.fromkeys(STAGE_OPS, config))
+        if layer != first:
+            yield layer
     if not is_prefill(first.gate_up):
         for gate_up, down in _split_choices(problem, first):
             if (gate_up, down) != (first.gate_up.split_k, first.down.split_k):
@@ -148,7 +195,7 @@ def stage_configs(problem: MoEProblem) -> Iterator[GemmConfig]:
 
 def stage_heuristic(problem: MoEProblem) -> GemmConfig:
     """The preferred tile, or the largest decode tile that divides the plan's unit."""
-    preferred = _preferred(problem)
+    preferred = _preferred(problem)[problem.op]
     if problem.routing_block_m % preferred.block_m:
         fitting = [b for b in _decode_blocks(problem) if problem.routing_block_m % b == 0]
         preferred = decode_config(max(fitting), splits(problem))
@@ -157,9 +204,9 @@ def stage_heuristic(problem: MoEProblem) -> GemmConfig:
 
 def require_valid(config: GemmConfig, problem: MoEProblem) -> None:
     """Refuse a pinned or tuned config that no kernel of this backend implements."""
-    return
     known = [c for c in _all_configs(problem)
-             if (c.block_m, c.block_k) == (config.block_m, config.block_k)]
+             if (c.block_m, c.block_n, c.block_k) == (config.block_m, config.block_n,
+                                                      config.block_k)]
     step = 2 if is_prefill(config) else 1
     valid = (bool(known) and 1 < config.num_stages <= known[0].num_stages
              and config.num_stages % step == 0 and config.split_k >= 1

@@ -32,6 +32,9 @@ _ROWS_KIND = 0
 
 _NO_PARAMETERS = (0.0, 0.0)
 
+_STAGE_DEPTH = 256
+"""Codes of depth in a stage of either kernel's ring."""
+
 
 class _Stage:
     """What both stages share: validity, choice of tiles, the GEMM launch."""
@@ -175,8 +178,8 @@ def multiply(
         reference=weight.reference, bias=rows.scale if bias is None else bias, x_scale=rows.scale,
         routed_weights=plan.sorted_weights)
     if heuristics.is_prefill(config):
-        schedule = tile_schedule(plan, config.block_m, heuristics.blocks_of_tile(rows.split, config),
-                                 schedules)
+        width = heuristics.blocks_of_tile(config, rows.split)
+        schedule = tile_schedule(plan, config.block_m, width, schedules)
         _prefill_launch(problem, config, gemm, out.dtype)(
             out_desc=out, tile_first_block=schedule.first_block, tile_blocks=schedule.blocks,
             tile_expert=schedule.expert, num_groups=schedule.count, **tensors)
@@ -205,7 +208,7 @@ class _Gemm(NamedTuple):
 @functools.lru_cache(CACHED_LAUNCHES)
 def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Launch:
     return Launch(
-        _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), _operand_tiles(config),
+        _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), _operand_tiles(config, 64),
         num_tokens=problem.num_tokens, splits=config.split_k,
         blocks_per_unit=gemm.routing_block_m // config.block_m, num_rows=gemm.num_rows,
         TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,
@@ -220,23 +223,19 @@ def _prefill_launch(
     # Two pieces of bfloat16 fill what the narrow tile's ring leaves; of float32 that is one.
     pieces, rows = (1, 32) if out_dtype.itemsize > 2 else (2, config.block_m)
     outputs = 64 if gemm.kind == _ROWS_KIND else 32
-    tiles = _operand_tiles(config) | {"out_desc": copied(rows, outputs, out_dtype)}
+    # Half a stage at a time where the ring has but two: decoding then starts earlier.
+    operands = _operand_tiles(config, 32 if gemm.split else 64)
+    tiles = operands | {"out_desc": copied(rows, outputs, out_dtype)}
     return Launch(
         _moe_gemm_prefill_kernel, (problem.target.num_sms,), tiles, BLOCK_M=config.block_m,
-        BLOCKS=heuristics.blocks_of_tile(gemm.split, config), PIECES=pieces,
-        CONSUMERS=config.block_n // 64, ORDER=_order(config, gemm.split),
-        **_gemm_constants(problem, config, gemm))
+        BLOCKS=heuristics.blocks_of_tile(config, gemm.split), PIECES=pieces,
+        CONSUMERS=heuristics.consumers(config), **_gemm_constants(problem, config, gemm))
 
 
-def _order(config, split):
-    if config.group_m > 1:
-        return config.group_m - 2
-    return 2 if config.num_stages > 4 else 1 if split else 0
-
-
-def _operand_tiles(config: GemmConfig) -> dict[str, Tile]:
-    return {"code_desc": copied(64, 128, torch.uint8, width=128),
-            "shift_desc": copied(16, 32, torch.uint8, width=32),
+def _operand_tiles(config: GemmConfig, code_rows: int) -> dict[str, Tile]:
+    """Boxes of the copies: of codes, 32 rows are 128 of depth."""
+    return {"code_desc": copied(code_rows, 128, torch.uint8, width=128),
+            "shift_desc": copied(code_rows // 4, 32, torch.uint8, width=32),
             "x_desc": copied(config.block_m, config.block_k, torch.float8_e4m3fn)}
 
 
@@ -246,9 +245,11 @@ def _gemm_constants(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> dic
     return dict(
         param_first=float(gemm.parameters[0]), param_second=float(gemm.parameters[1]),
         low_rows=gemm.low_rows, num_outputs=gemm.num_outputs,
-        tiles_per_block=-(-gemm.row_units // (config.block_n // 64)) * config.split_k, row_units=gemm.row_units,
-        depth_units=gemm.depth_units, STAGES=config.num_stages * config.block_k // 256, SPLIT=gemm.split, KIND=gemm.kind,
-        HAS_BIAS=gemm.has_bias, WEIGHTED=gemm.weighted, num_warps=config.num_warps, **FOLLOWS)
+        tiles_per_block=-(-gemm.row_units // heuristics.consumers(config)) * config.split_k,
+        row_units=gemm.row_units, depth_units=gemm.depth_units,
+        STAGES=config.num_stages * config.block_k // _STAGE_DEPTH, SPLIT=gemm.split,
+        KIND=gemm.kind, HAS_BIAS=gemm.has_bias, WEIGHTED=gemm.weighted,
+        num_warps=config.num_warps, **FOLLOWS)
 
 
 class _Layer(TwoStageLayer):

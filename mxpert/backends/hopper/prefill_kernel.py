@@ -1,18 +1,18 @@
 """Many tokens per expert: FP8 tensor cores at the power limit.
 
-A persistent CTA (one per SM) has one producer warp (TMA) and two consumer warpgroups, each with its
-own 64 weight rows. CTA tile: 128 weight rows × up to BLOCKS blocks of BLOCK_M activation rows of
-one expert, four in FP8, two as hi and lo parts; the width follows the tile's own blocks. Every 256
-codes of depth the sums are promoted to float32; a low part weighs 1/16, so its accumulation needs
-no promotion.
+A persistent CTA (one per SM) has one producer warp (TMA) and two or three consumer warpgroups, each
+with its own 64 weight rows. CTA tile: these rows × up to BLOCKS blocks of BLOCK_M activation rows of
+one expert (hi and lo parts of each with SPLIT); the width follows the tile's own blocks. A stage of
+the ring is 256 codes of depth, after which the sums are promoted to float32; a low part weighs 1/16,
+so its accumulation needs no promotion.
 
-Both consumers wait for the same stages, so left alone they decode at the same time, and multiply at
+The consumers wait for the same stages, so left alone they decode at the same time, and multiply at
 the same time. Where a step is one run of wgmma (`_order`) they take turns at the tensor cores: one
-decodes and promotes while the other multiplies. Outputs leave by TMA, so that the next tile's first
+multiplies while the others decode and promote. Outputs leave by TMA, so that the next tile's first
 stages are multiplied while the last one's outputs are on their way.
 
-Blocks of 32 rows waste less where an expert has about a hundred rows, and leave room for a ring
-twice as deep, for there the weights' way from memory still counts.
+Blocks of 32 rows waste less where an expert has about a hundred rows. Decoding counts most there: a
+third consumer, which registers allow up to 96 rows, hides more of its latency.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from .epilogue import (
 )
 from .tiles import accumulator_layout, decode_tables, decode_weights
 
-
 _AT_WILL = gl.constexpr(0)
 _WHEN_ISSUED = gl.constexpr(1)
 _WHEN_DONE = gl.constexpr(2)
@@ -38,10 +37,25 @@ with all of them done."""
 
 
 @gluon.constexpr_function
-def _order(STAGES, SPLIT):
-    """Turns keep one consumer decoding while the other multiplies. Measured: FP8 tiles of more than
+def _order(CONSUMERS, CAPACITY, SPLIT):
+    """Turns keep some consumers decoding while another multiplies. Measured: FP8 tiles of more than
     128 columns, which need two turns a step, lose by them."""
-    return _WHEN_ISSUED if SPLIT else _WHEN_DONE if STAGES > 4 else _AT_WILL
+    if SPLIT or CONSUMERS > 2:
+        return _WHEN_ISSUED
+    return _WHEN_DONE if CAPACITY <= 128 else _AT_WILL
+
+
+@gluon.constexpr_function
+def _arrivals(code_desc):
+    """Barriers of a stage: one, or one for each 128 codes where few stages fit and the first half
+    should not wait for the second."""
+    return 64 // code_desc.block_type.shape[0]
+
+
+@gluon.constexpr_function
+def _power_of_two(number):
+    """The least one that is no smaller."""
+    return 1 << (number - 1).bit_length()
 
 
 @gluon.jit
@@ -57,13 +71,29 @@ def _place(schedule, tile, num_tiles, tiles_per_block):
 
 
 @gluon.jit
+def _load_rows(x, x_desc, arrived, first_row, width, depth, low_rows, BLOCK_M: gl.constexpr,
+               BLOCKS: gl.constexpr, SPLIT: gl.constexpr):
+    """Start 128 codes of a tile's rows on their way into x."""
+    for q in gl.static_range(BLOCKS):
+        row = first_row + q * BLOCK_M
+        tma.async_copy_global_to_shared(x_desc, [row, depth], arrived,
+                                        x.slice(q * BLOCK_M, BLOCK_M, 0), pred=width > q)
+        if SPLIT:
+            tma.async_copy_global_to_shared(x_desc, [low_rows + row, depth], arrived,
+                                            x.slice((BLOCKS + q) * BLOCK_M, BLOCK_M, 0),
+                                            pred=width > q)
+
+
+@gluon.jit
 def _produce(ring, code_desc, shift_desc, x_desc, schedule, sizes, row_units, low_rows,
              CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
              STAGES: gl.constexpr, SPLIT: gl.constexpr):
     codes, shifts, x, ready, free = ring
     num_tiles, tiles_per_block, depth_units = sizes
-    WEIGHT_BYTES: gl.constexpr = CONSUMERS * (64 * 128 + 16 * 32)
-    ROW_BYTES: gl.constexpr = BLOCK_M * 256 * (2 if SPLIT else 1)
+    ARRIVALS: gl.constexpr = _arrivals(code_desc)
+    UNITS: gl.constexpr = 2 // ARRIVALS  # depth units of 128 codes that arrive together
+    WEIGHT_BYTES: gl.constexpr = CONSUMERS * (32 * 128 + 8 * 32) * UNITS
+    ROW_BYTES: gl.constexpr = BLOCK_M * 128 * (2 if SPLIT else 1) * UNITS
     slot = 0
     phase = 1
     following = _place(schedule, gl.program_id(0), num_tiles, tiles_per_block)
@@ -73,28 +103,25 @@ def _produce(ring, code_desc, shift_desc, x_desc, schedule, sizes, row_units, lo
         unit = CONSUMERS * (tile % tiles_per_block)
         for step in range(gl.cdiv(depth_units, 2)):
             mbarrier.wait(free.index(slot), phase)
-            arrived = ready.index(slot)
-            for q in gl.static_range(BLOCKS):
-                mbarrier.expect(arrived, WEIGHT_BYTES + (q + 1) * ROW_BYTES, pred=width == q + 1)
-                row = (block + q) * BLOCK_M
-                for half in gl.static_range(2):
-                    place = 2 * slot + half
-                    depth = step * 256 + half * 128
-                    rows = x.index(place).slice(q * BLOCK_M, BLOCK_M, 0)
-                    tma.async_copy_global_to_shared(x_desc, [row, depth], arrived, rows,
-                                                    pred=width > q)
-                    if SPLIT:
-                        rows = x.index(place).slice((BLOCKS + q) * BLOCK_M, BLOCK_M, 0)
-                        tma.async_copy_global_to_shared(x_desc, [low_rows + row, depth], arrived,
-                                                        rows, pred=width > q)
-            # An odd last unit reads on into the next one: finite weights that meet x = 0.
-            for c in gl.static_range(CONSUMERS):
-                row_unit = expert * row_units + gl.minimum(unit + c, row_units - 1)
-                first = row_unit * depth_units + 2 * step
-                tma.async_copy_global_to_shared(code_desc, [first * 32, 0], arrived,
-                                                codes.index(slot * CONSUMERS + c))
-                tma.async_copy_global_to_shared(shift_desc, [first * 8, 0], arrived,
-                                                shifts.index(slot * CONSUMERS + c))
+            for part in gl.static_range(ARRIVALS):
+                arrived = ready.index(slot * ARRIVALS + part)
+                for q in gl.static_range(BLOCKS):
+                    mbarrier.expect(arrived, WEIGHT_BYTES + (q + 1) * ROW_BYTES,
+                                    pred=width == q + 1)
+                for half in gl.static_range(part * UNITS, (part + 1) * UNITS):
+                    _load_rows(x.index(2 * slot + half), x_desc, arrived, block * BLOCK_M, width,
+                               step * 256 + half * 128, low_rows, BLOCK_M, BLOCKS, SPLIT)
+                # An odd last unit reads on into the next one: finite weights that meet x = 0.
+                for c in gl.static_range(CONSUMERS):
+                    row_unit = expert * row_units + gl.minimum(unit + c, row_units - 1)
+                    first = row_unit * depth_units + 2 * step + part
+                    own = slot * CONSUMERS + c
+                    tma.async_copy_global_to_shared(
+                        code_desc, [first * 32, 0], arrived,
+                        codes.index(own).slice(part * 32, 32 * UNITS, 0))
+                    tma.async_copy_global_to_shared(
+                        shift_desc, [first * 8, 0], arrived,
+                        shifts.index(own).slice(part * 8, 8 * UNITS, 0))
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -113,7 +140,7 @@ def _multiply(weights, x, partial, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
 
 @gluon.jit
 def _make_turns(CONSUMERS: gl.constexpr):
-    """A barrier for each consumer, through which the other one passes the turn to it.
+    """A barrier for each consumer, through which the one before it passes the turn to it.
 
     Only where turns are taken: what nobody uses later shares its memory with other data, and a
     barrier's memory must hold nothing else (figures change where several processes share a GPU).
@@ -141,16 +168,16 @@ def _pass_turn(turns, MOMENT: gl.constexpr, ORDER: gl.constexpr):
 
 @gluon.jit
 def _decode(ring, place, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """One half of a partition's weights of a stage."""
+    """128 codes of depth of a consumer's weights of a stage."""
     codes, shifts, _, _, _, tables = ring
     return decode_weights(codes.index(place).slice(32 * HALF, 32, 0),
                           shifts.index(place).slice(8 * HALF, 8, 0), tables, LAYOUT, 1, 1)
 
 
 @gluon.jit
-def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr,
-                CONSUMERS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RIGHT_AT: gl.constexpr,
-                SPLIT: gl.constexpr, ORDER: gl.constexpr):
+def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr, CONSUMERS: gl.constexpr,
+                STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                RIGHT_AT: gl.constexpr, SPLIT: gl.constexpr, ORDER: gl.constexpr):
     """Sums of one tile: columns [0, LEFT) and, if RIGHT > 0, [RIGHT_AT, RIGHT_AT + RIGHT).
 
     With SPLIT the right columns are the low parts of the left ones. state: ring position, its
@@ -160,6 +187,7 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr,
     x = ring[2]
     ready = ring[3]
     free = ring[4]
+    ARRIVALS: gl.constexpr = ready.shape[0] // STAGES
     LAYOUT: gl.constexpr = accumulator_layout(4, LEFT)
     WIDTH: gl.constexpr = RIGHT if RIGHT > 0 else 32
     RIGHT_LAYOUT: gl.constexpr = accumulator_layout(4, WIDTH)
@@ -168,8 +196,10 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr,
     right = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
     for _ in range(gl.cdiv(depth_units, 2)):
         place = slot * CONSUMERS + PARTITION
-        mbarrier.wait(ready.index(slot), phase)
+        mbarrier.wait(ready.index(slot * ARRIVALS), phase)
         a = _decode(ring, place, 0, LAYOUT)
+        if ARRIVALS == 2:
+            mbarrier.wait(ready.index(slot * ARRIVALS + 1), phase)
         if ORDER != _AT_WILL:
             b = _decode(ring, place, 1, LAYOUT)
             turn = _take_turn(turns, turn, ORDER)
@@ -253,8 +283,8 @@ def _columns(ROWS, CAPACITY, SPLIT):
 @gluon.jit
 def _tile(ring, turns, state, depth_units, first_row, unit, expert, staging, operands,
           PARTITION: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-          ROWS: gl.constexpr, CAPACITY: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
-          WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
+          ROWS: gl.constexpr, CAPACITY: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
+          HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
     """One tile of ROWS of at most CAPACITY rows; returns the state after it."""
     COLUMNS: gl.constexpr = _columns(ROWS, CAPACITY, SPLIT)
     LEFT: gl.constexpr = COLUMNS[0]
@@ -269,8 +299,8 @@ def _tile(ring, turns, state, depth_units, first_row, unit, expert, staging, ope
     if BOTH:
         others = token_terms(x_scale, routed_weights, first_row + LEFT, RIGHT, one_each(),
                              WEIGHTED)
-    left, right, state = _accumulate(ring, turns, state, depth_units, PARTITION, CONSUMERS, STAGES, LEFT,
-                                     RIGHT, COLUMNS[2], SPLIT, ORDER)
+    left, right, state = _accumulate(ring, turns, state, depth_units, PARTITION, CONSUMERS, STAGES,
+                                     LEFT, RIGHT, COLUMNS[2], SPLIT, ORDER)
     if SPLIT:
         left += right * 0.0625
     _store(left, outputs, tokens, first_row, unit, target, 0, KIND, WEIGHTED)
@@ -282,9 +312,10 @@ def _tile(ring, turns, state, depth_units, first_row, unit, expert, staging, ope
 
 
 @gluon.jit
-def _consume(ring, turns, staging, operands, schedule, sizes, PARTITION: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr,
-             BLOCKS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
-             HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
+def _consume(ring, turns, staging, operands, schedule, sizes, PARTITION: gl.constexpr,
+             CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
+             STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
+             WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
     num_tiles, tiles_per_block, depth_units = sizes
     turns = (turns.index(PARTITION), turns.index((PARTITION + 1) % CONSUMERS))
     ring += (decode_tables(),)
@@ -297,8 +328,8 @@ def _consume(ring, turns, staging, operands, schedule, sizes, PARTITION: gl.cons
         for q in gl.static_range(1, BLOCKS + 1):
             if width == q:
                 state = _tile(ring, turns, state, depth_units, block * BLOCK_M, unit, expert,
-                              staging, operands, PARTITION, CONSUMERS, STAGES, q * BLOCK_M, BLOCKS * BLOCK_M, SPLIT,
-                              KIND, HAS_BIAS, WEIGHTED, ORDER)
+                              staging, operands, PARTITION, CONSUMERS, STAGES, q * BLOCK_M,
+                              BLOCKS * BLOCK_M, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)
     tma.store_wait(0)
 
 
@@ -309,25 +340,28 @@ def _moe_gemm_prefill_kernel(
         num_outputs, tiles_per_block, row_units, depth_units, CONSUMERS: gl.constexpr,
         BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
         SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
-        ORDER: gl.constexpr, num_warps: gl.constexpr):
+        num_warps: gl.constexpr):
     """out [P, num_outputs] for every tile; see the module docstring for the schedule.
 
     tile_first_block, tile_blocks, tile_expert [groups] and num_groups [1] come from `schedule`;
-    KIND and low_rows as in the decode kernel. PIECES: copies to `out` that a consumer may have
-    under way.
+    KIND and low_rows as in the decode kernel. CONSUMERS: 2 or 3. PIECES: copies to `out` that a
+    consumer may have under way.
     """
     codes = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 64, 128], code_desc.layout)
     shifts = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 16, 32], shift_desc.layout)
-    ROWS: gl.constexpr = (4 if BLOCKS == 3 else BLOCKS) * BLOCK_M * (2 if SPLIT else 1)
+    ROWS: gl.constexpr = _power_of_two(BLOCKS * BLOCK_M * (2 if SPLIT else 1))
     x = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, ROWS, 128], x_desc.layout)
     PIECE: gl.constexpr = [PIECES, out_desc.block_type.shape[0], out_desc.block_type.shape[1]]
     staging = (gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout),
                gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout))
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ARRIVALS: gl.constexpr = STAGES * _arrivals(code_desc)
+    ready = gl.allocate_shared_memory(gl.int64, [ARRIVALS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for arrival in gl.static_range(ARRIVALS):
+        mbarrier.init(ready.index(arrival), count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=CONSUMERS)
+    ORDER: gl.constexpr = _order(CONSUMERS, BLOCKS * BLOCK_M, SPLIT)
     turns = free  # where there are none
     if ORDER != _AT_WILL:
         turns = _make_turns(CONSUMERS)
