@@ -17,6 +17,7 @@ import torch
 
 import mxpert
 from mxpert import GateUpOrder, MoEConfig, MoEWeights, SiLU, SwiGLU
+from mxpert.backends.hopper import heuristics
 from mxpert.formats import MXTensor
 from mxpert.routing import RoutingPlan
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
@@ -35,6 +36,9 @@ SHAPES: dict[str, MoEShape] = {
 ROWS_PER_EXPERT = {8: 5, 16: 12, 32: 30, 64: 150}
 """By block_m: tiles of several blocks, the last of them not full."""
 
+NARROW_ROWS = 90
+"""For tiles of up to three and four blocks of 32 rows."""
+
 
 VARIANTS = {f"{a_format}-{name}": (a_format, config) for a_format in ("bf16", "mxfp8")
             for name, config in tiles_of(a_format).items()}
@@ -52,7 +56,9 @@ class Hunt:
 
     @classmethod
     def of(cls, shape: MoEShape, a_format: str, config: MoEConfig, device: torch.device) -> Hunt:
-        num_tokens = ROWS_PER_EXPERT[config.routing_block_m] * shape.num_experts // shape.top_k + 1
+        narrow = config.gate_up in (heuristics.NARROW_PREFILL, heuristics.TRIPLE_PREFILL)
+        rows = NARROW_ROWS if narrow else ROWS_PER_EXPERT[config.routing_block_m]
+        num_tokens = rows * shape.num_experts // shape.top_k + 1
         inputs = random_moe_problem(shape, num_tokens, device=device)
         inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
         with mxpert.override():

@@ -53,9 +53,10 @@ SM_SHARED = 228 * 1024
 SM_REGISTERS = 65536
 WARP_REGISTERS = 32
 
-MOST_SPILLS = {"decode8": 0, "decode16": 0, "decode32": 8, "decode64": 90, "prefill32": 8,
+MOST_SPILLS = {"decode8": 0, "decode16": 8, "decode32": 12, "decode64": 90, "prefill32": 8,
                "prefill32x192": 60, "prefill64": 140}
-"""Local memory instructions by tile; those of large tiles are in the epilogue."""
+"""Local memory instructions by tile; those of large tiles are in the epilogue, those of decode
+tiles between two tiles."""
 
 MOST_LOOP_SPILLS = 3
 """Local memory instructions among the wgmma: reloads of a few scalars are hidden by memory."""
