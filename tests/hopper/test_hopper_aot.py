@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
-from mxpert.backends.hopper import heuristics
+from mxpert.backends.hopper import heuristics, schedule
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (
     ACTIVATION_FORMATS,
@@ -285,6 +285,11 @@ def binary(launch: Launch) -> str:
     signature, constexprs, divisible = specialize(launch.kernel, launch.specialised)
     return repr((sorted(signature.items()), sorted(constexprs.items(), key=str),
                  sorted(divisible)))
+
+
+@pytest.mark.parametrize("a_format, config", TILES)
+def test_schedules_reach_as_far_as_tiles(a_format: str, config: GemmConfig) -> None:
+    assert heuristics.blocks_of_tile(config, a_format == "bf16") <= schedule._MOST_BLOCKS.value
 
 
 @pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)

@@ -24,10 +24,11 @@ PREFILL = GemmConfig(block_m=64, block_n=128, block_k=128, num_warps=4, num_stag
 """The prefill kernel: tiles of up to four blocks of 64 rows (two for hi and lo)."""
 
 NARROW_PREFILL = GemmConfig(block_m=32, block_n=128, block_k=128, num_warps=4, num_stages=8)
-"""The prefill kernel in FP8 with tiles of up to four blocks of 32 rows and a deeper ring."""
+"""The prefill kernel with tiles of up to four blocks of 32 rows (two for hi and lo) and a deeper
+ring."""
 
 TRIPLE_PREFILL = GemmConfig(block_m=32, block_n=192, block_k=128, num_warps=4, num_stages=6)
-"""NARROW_PREFILL with three consumers, whose registers hold three blocks."""
+"""NARROW_PREFILL with three consumers, whose registers hold three blocks (two for hi and lo)."""
 
 _DECODE_DEPTH = 256
 _DECODE_SHARED = 113 * 1024
@@ -40,18 +41,19 @@ _MAX_STAGES = 8
 _MAX_COLUMNS = 64
 """Accumulator columns that fit under DECODE_REGISTERS."""
 
-_DECODE_LIMITS = {True: ((8, 6), (16, 12), (32, 40)), False: ((8, 6), (16, 12), (32, 28))}
-"""Rows per hit expert up to which each decode tile wins, by hi and lo split (H200, 2026-11-21:
-gpt-oss-120b, kimi-k2 TP4, deepseek-v3 EP8, qwen3-235b and dsv4-flash at T = 64..8192)."""
+_DECODE_LIMITS = ((8, 6), (16, 12), (32, 28))
+"""Rows per hit expert up to which each decode tile wins (H200: gpt-oss-120b, kimi-k2 TP4,
+deepseek-v3 EP8, qwen3-235b and dsv4-flash at T = 64..8192)."""
 
 _WIDE_DECODE_LIMIT = 56
 """As above, for the decode tile of 64 FP8 rows, where `_time` prefers it to narrow prefill tiles."""
 
-_NARROW_LIMIT = 112
-"""As above, for narrow prefill tiles in FP8; more go to PREFILL."""
+_NARROW_LIMITS = {True: 72, False: 112}
+"""As above, for narrow prefill tiles, by hi and lo split; more go to PREFILL."""
 
-_TRIPLE_LIMIT = 80
-"""As above, for TRIPLE_PREFILL: some experts need a second tile for their last rows."""
+_TRIPLE_LIMITS = {True: 72, False: 80}
+"""As above, for TRIPLE_PREFILL, where `_time` prefers it: more experts would need a second tile for
+their last rows."""
 
 _DECODE_TIME = 0.99
 _TRIPLE_TIME = 0.92
@@ -108,21 +110,22 @@ def _time(config: GemmConfig, problem: MoEProblem, op: Op, hit: int) -> float:
 def _preferred(problem: MoEProblem) -> dict[Op, GemmConfig]:
     """Tiles of both stages. Rows per hit expert, if tokens spread evenly, decide; between narrow
     ones how well the stages' tiles fill the SMs."""
-    routed = problem.num_tokens * problem.top_k
+    routed, split = problem.num_tokens * problem.top_k, splits(problem)
     hit = max(1, min(problem.num_experts, routed))
     average = routed / hit
-    for block_m, limit in _DECODE_LIMITS[splits(problem)]:
+    for block_m, limit in _DECODE_LIMITS:
         if average <= limit:
-            return dict.fromkeys(STAGE_OPS, decode_config(block_m, splits(problem)))
-    if splits(problem) or average > _NARROW_LIMIT:
+            return dict.fromkeys(STAGE_OPS, decode_config(block_m, split))
+    if average > _NARROW_LIMITS[split]:
         return dict.fromkeys(STAGE_OPS, PREFILL)
-    narrow = [NARROW_PREFILL, TRIPLE_PREFILL] if average <= _TRIPLE_LIMIT else [NARROW_PREFILL]
-    best = {op: min(narrow, key=lambda config: _time(config, problem, op, hit))
-            for op in STAGE_OPS}
-    decode = dict.fromkeys(STAGE_OPS, decode_config(64, split=False))
-    times = [sum(_time(tiles[op], problem, op, hit) for op in STAGE_OPS)
-             for tiles in (best, decode)]
-    return decode if average <= _WIDE_DECODE_LIMIT and times[1] < times[0] else best
+    choices = [NARROW_PREFILL, *([TRIPLE_PREFILL] if average <= _TRIPLE_LIMITS[split] else [])]
+    narrow = {op: min(choices, key=lambda config: _time(config, problem, op, hit))
+              for op in STAGE_OPS}
+    if split or average > _WIDE_DECODE_LIMIT:
+        return narrow
+    decode = dict.fromkeys(STAGE_OPS, decode_config(64, split))
+    return min((narrow, decode), key=lambda tiles: sum(
+        _time(tiles[op], problem, op, hit) for op in STAGE_OPS))
 
 
 def _row_units(problem: MoEProblem, op: Op) -> int:
@@ -147,8 +150,8 @@ def with_split_k(config: GemmConfig, problem: MoEProblem, op: Op) -> GemmConfig:
 
 
 def _all_configs(problem: MoEProblem) -> list[GemmConfig]:
-    prefill = [PREFILL] if splits(problem) else [NARROW_PREFILL, TRIPLE_PREFILL, PREFILL]
-    return [*(decode_config(b, splits(problem)) for b in _decode_blocks(problem)), *prefill]
+    return [*(decode_config(b, splits(problem)) for b in _decode_blocks(problem)),
+            NARROW_PREFILL, TRIPLE_PREFILL, PREFILL]
 
 
 def _layer(problem: MoEProblem, tiles: dict[Op, GemmConfig]) -> MoEConfig:

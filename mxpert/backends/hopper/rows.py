@@ -132,11 +132,12 @@ class _Sizes(NamedTuple):
         most = _ROW_VALUES // (step_options(self.depth)["CHUNKS"] * UNIT_CODES)
         return max(1, min(most, self.num_rows // _MANY_PROGRAMS))
 
-    def launch(self, kernel: Any, **constants: Any) -> Launch:
-        """A launch of `kernel`, which takes `constants` beside the sizes."""
+    def launch(self, kernel: Any, each: int = 1, **constants: Any) -> Launch:
+        """A launch of `kernel`, which takes `constants` beside the sizes; without scatter, a
+        program for `each` sorted rows."""
         slots = 1 if self.num_tokens <= _PARALLEL_TOKENS else self.top_k
         programs = (self.num_tokens * (self.top_k // slots) if self.scatter
-                    else -(-self.num_rows // constants.get("rows", 1)))
+                    else -(-self.num_rows // each))
         return Launch(
             kernel, (programs,), num_tokens=self.num_tokens, top_k=self.top_k, slots=slots,
             depth=self.depth, padded_depth=self.padded_depth, SCATTER=self.scatter,
@@ -151,13 +152,13 @@ def _rebase_launch(sizes: _Sizes, x_stride: int, x_scale_stride: int, packed: bo
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _split_launch(sizes: _Sizes, x_stride: int) -> Launch:
-    return sizes.launch(_moe_split_rows_kernel, num_rows=sizes.num_rows, x_stride=x_stride,
-                        rows=sizes.rows)
+    return sizes.launch(_moe_split_rows_kernel, sizes.rows, rows=sizes.rows,
+                        num_rows=sizes.num_rows, x_stride=x_stride)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _quantize_launch(sizes: _Sizes, x_stride: int, options: MoEOptions) -> Launch:
-    return sizes.launch(_moe_quantize_rows_kernel, x_stride=x_stride, rows=sizes.rows,
+    return sizes.launch(_moe_quantize_rows_kernel, sizes.rows, rows=sizes.rows, x_stride=x_stride,
                         **format_constants(options))
 
 

@@ -14,6 +14,10 @@ from ..dependent import FOLLOWS, follow_previous
 from ..launch import CACHED_LAUNCHES, Launch
 
 _CHUNK = tl.constexpr(1024)
+_MOST_BLOCKS = tl.constexpr(4)
+"""Largest width: run-time widths up to here share a binary, and their loads are on their way
+together."""
+
 _NUM_WARPS = 4
 
 
@@ -32,13 +36,13 @@ def _later(left, right):
     return tl.maximum(left, right)
 
 
-@triton.jit(do_not_specialize=["blocks_per_unit"])
+@triton.jit(do_not_specialize=["blocks_per_unit", "block_m", "width"])
 def _moe_tile_schedule_kernel(first_block_ptr, blocks_ptr, expert_ptr, count_ptr,
-                              block_expert_ids_ptr, num_valid_ptr, blocks_per_unit,
-                              BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """One program walks the plan's blocks of BLOCK_M rows; each WIDTH-th of a run starts a tile."""
+                              block_expert_ids_ptr, num_valid_ptr, blocks_per_unit, block_m,
+                              width):
+    """One program walks the plan's blocks of block_m rows; each width-th of a run starts a tile."""
     follow_previous()
-    num_blocks = tl.load(num_valid_ptr) // BLOCK_M
+    num_blocks = tl.load(num_valid_ptr) // block_m
     count = 0
     run_start = 0
     for base in range(0, num_blocks, _CHUNK):
@@ -50,11 +54,12 @@ def _moe_tile_schedule_kernel(first_block_ptr, blocks_ptr, expert_ptr, count_ptr
         starts = tl.where(used & (expert != before), block, 0)
         starts = tl.maximum(tl.associative_scan(starts, 0, _later), run_start)
         run_start = tl.max(starts, 0)
-        head = used & ((block - starts) % WIDTH == 0)
+        head = used & ((block - starts) % width == 0)
         length = tl.full([_CHUNK], 1, tl.int32)
-        for ahead in tl.static_range(1, WIDTH):
+        for ahead in tl.static_range(1, _MOST_BLOCKS):
+            inside = (ahead < width) & (block + ahead < num_blocks)
             after = tl.load(block_expert_ids_ptr + (block + ahead) // blocks_per_unit,
-                            mask=head & (block + ahead < num_blocks), other=-1)
+                            mask=head & inside, other=-1)
             length += (after == expert).to(tl.int32)
         position = count + tl.cumsum(head.to(tl.int32), 0) - 1
         tl.store(first_block_ptr + position, block, mask=head)
@@ -94,4 +99,4 @@ def _make_schedule(plan: RoutingPlan, block_m: int, width: int) -> TileSchedule:
 @functools.lru_cache(CACHED_LAUNCHES)
 def _launch(blocks_per_unit: int, block_m: int, width: int) -> Launch:
     return Launch(_moe_tile_schedule_kernel, (1,), blocks_per_unit=blocks_per_unit,
-                  BLOCK_M=block_m, WIDTH=width, num_warps=_NUM_WARPS, **FOLLOWS)
+                  block_m=block_m, width=width, num_warps=_NUM_WARPS, **FOLLOWS)
