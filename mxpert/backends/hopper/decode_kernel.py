@@ -24,9 +24,15 @@ from .tiles import accumulator_layout, decode_tables, decode_weights, join_halve
 
 
 @gluon.jit
+def _place_of(tile, tiles_per_block):
+    """A tile's block, and which one it is of the block's tiles."""
+    return tile // tiles_per_block, tile % tiles_per_block
+
+
+@gluon.jit
 def _advance(block, inner, blocks, inners, tiles_per_block):
-    """A tile's block, and its place among this block's tiles, one stride of (blocks, inners) on.
-    Divisions would take longer than a step of the depth."""
+    """The place that is `blocks` and `inners` further on. Divisions, as in `_place_of`, would take
+    longer than a step of the depth."""
     inner += inners
     carry = (inner >= tiles_per_block).to(gl.int32)
     return block + blocks + carry, inner - carry * tiles_per_block
@@ -99,10 +105,8 @@ def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_u
     phase = 1
     first_tile = True
     early = 0  # steps of the first tile whose weights are on their way before activations exist
-    blocks = gl.num_programs(0) // tiles_per_block
-    inners = gl.num_programs(0) % tiles_per_block
-    block = gl.program_id(0) // tiles_per_block
-    inner = gl.program_id(0) % tiles_per_block
+    blocks, inners = _place_of(gl.num_programs(0), tiles_per_block)
+    block, inner = _place_of(gl.program_id(0), tiles_per_block)
     next_expert = _expert_of(block_expert_ids, block, num_blocks, blocks_per_unit)
     while block < num_blocks:
         first_row = block * TOKENS
@@ -138,19 +142,33 @@ def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_u
 
 
 @gluon.jit
+def _terms(factors, rows, expert, first_row, first_output, OUTPUTS: gl.constexpr,
+           TOKENS: gl.constexpr, TOKEN_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr,
+           KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
+    """What the epilogue needs of a tile's outputs and rows, and the ids of its rows."""
+    reference, bias, num_outputs, row_units = factors
+    x_scale, routed_weights, sorted_token_ids = rows
+    outputs = output_terms(reference, bias, expert, first_output, num_outputs, row_units * 64,
+                           OUTPUTS, LAYOUT, KIND, HAS_BIAS)
+    tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, TOKEN_LAYOUT, WEIGHTED)
+    return outputs, tokens, row_ids(sorted_token_ids, first_row, TOKENS, TOKEN_LAYOUT)
+
+
+@gluon.jit
 def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_blocks, tiles_per_block,
              depth_units, splits, num_rows, PARTITION: gl.constexpr, TOKENS: gl.constexpr,
              STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
              HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
     codes, shifts, x, ready, free = ring
-    (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens, num_outputs,
-     row_units, param_first, param_second) = operands
+    factors, rows, target = operands
+    out, num_outputs, num_tokens, param_first, param_second = target
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
     ACCUMULATOR: gl.constexpr = accumulator_layout(4, COLUMNS)
     OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
     LAYOUT: gl.constexpr = output_layout(4, TOKENS, KIND)
-    TERMS_FIRST: gl.constexpr = COLUMNS <= 32  # beside more they would not fit in registers,
-    SPREAD: gl.constexpr = COLUMNS == 32  # nor beside 32 in their final places
+    # Registers hold terms through the main loop beside 32 columns, if rows' are one a thread.
+    TERMS_FIRST: gl.constexpr = COLUMNS <= 32
+    SPREAD: gl.constexpr = COLUMNS == 32
     TOKEN_LAYOUT: gl.constexpr = one_each() if SPREAD else gl.SliceLayout(0, LAYOUT)
     tables = decode_tables()
     wait_for_previous()
@@ -158,10 +176,8 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_blocks, tile
         release_next()
     slot = 0
     phase = 0
-    blocks = gl.num_programs(0) // tiles_per_block
-    inners = gl.num_programs(0) % tiles_per_block
-    block = gl.program_id(0) // tiles_per_block
-    inner = gl.program_id(0) % tiles_per_block
+    blocks, inners = _place_of(gl.num_programs(0), tiles_per_block)
+    block, inner = _place_of(gl.program_id(0), tiles_per_block)
     next_expert = _expert_of(block_expert_ids, block, num_blocks, blocks_per_unit)
     while block < num_blocks:
         first_row = block * TOKENS
@@ -172,11 +188,8 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_blocks, tile
         block, inner = _advance(block, inner, blocks, inners, tiles_per_block)
         next_expert = _expert_of(block_expert_ids, block, num_blocks, blocks_per_unit)
         if TERMS_FIRST:  # the latency of these loads passes under the main loop
-            outputs = output_terms(reference, bias, expert, first_output, num_outputs,
-                                   row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
-            tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, TOKEN_LAYOUT,
-                                 WEIGHTED)
-            ids = row_ids(sorted_token_ids, first_row, TOKENS, TOKEN_LAYOUT)
+            outputs, tokens, ids = _terms(factors, rows, expert, first_row, first_output, OUTPUTS,
+                                          TOKENS, TOKEN_LAYOUT, LAYOUT, KIND, HAS_BIAS, WEIGHTED)
         accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
         for _ in range(first_step, last_step):
             mbarrier.wait(ready.index(slot), phase)
@@ -194,11 +207,8 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_blocks, tile
                 slot = 0
                 phase ^= 1
         if not TERMS_FIRST:
-            outputs = output_terms(reference, bias, expert, first_output, num_outputs,
-                                   row_units * 64, OUTPUTS, LAYOUT, KIND, HAS_BIAS)
-            tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, TOKEN_LAYOUT,
-                                 WEIGHTED)
-            ids = row_ids(sorted_token_ids, first_row, TOKENS, TOKEN_LAYOUT)
+            outputs, tokens, ids = _terms(factors, rows, expert, first_row, first_output, OUTPUTS,
+                                          TOKENS, TOKEN_LAYOUT, LAYOUT, KIND, HAS_BIAS, WEIGHTED)
         if SPREAD:
             tokens = spread(tokens, LAYOUT)
             ids = gl.convert_layout(ids, gl.SliceLayout(0, LAYOUT))
@@ -234,8 +244,9 @@ def _moe_gemm_decode_kernel(
         mbarrier.init(free.index(stage), count=2)
     num_blocks = gl.load(num_valid, cache_modifier=EARLY) // TOKENS
     ring = (codes, shifts, x, ready, free)
-    operands = (out, reference, bias, x_scale, routed_weights, sorted_token_ids, num_tokens,
-                num_outputs, row_units, param_first, param_second)
+    operands = ((reference, bias, num_outputs, row_units),
+                (x_scale, routed_weights, sorted_token_ids),
+                (out, num_outputs, num_tokens, param_first, param_second))
     gl.warp_specialize(
         [(_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_blocks,
                      tiles_per_block, depth_units, splits, num_rows, 0, TOKENS, STAGES, SPLIT,

@@ -10,6 +10,7 @@ from ...formats.layouts import UNIT_ROWS
 from ...problem import GemmConfig, MoEConfig, MoEProblem, Op
 
 STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
+"""Both stages of a layer."""
 
 BLOCKS_M = (8, 16, 32, 64)
 """Rows of a decode tile. The routing blocks of prefill tiles are 32 or 64."""
@@ -46,7 +47,7 @@ _DECODE_LIMITS = ((8, 6), (16, 12), (32, 28))
 deepseek-v3 EP8, qwen3-235b and dsv4-flash at T = 64..8192)."""
 
 _WIDE_DECODE_LIMIT = 56
-"""As above, for the decode tile of 64 FP8 rows, where `_time` prefers it to narrow prefill tiles."""
+"""As above, for the decode tile of 64 FP8 rows, where `_time` prefers it to narrow ones."""
 
 _NARROW_LIMITS = {True: 72, False: 112}
 """As above, for narrow prefill tiles, by hi and lo split; more go to PREFILL."""
