@@ -374,6 +374,32 @@ def test_the_heuristic_takes_a_tested_tile(a_format: str, model: str, num_tokens
     assert layer in list(heuristics.layer_configs(problem))
 
 
+EP8 = replace(MODEL_SHAPES["deepseek-v3"], num_experts=32)
+
+
+@pytest.mark.parametrize("shape, num_tokens, a_format, consumers", [
+    pytest.param(MODEL_SHAPES["qwen3-235b"], 1024, "mxfp8", (3, 3), id="qwen3"),
+    pytest.param(MODEL_SHAPES["qwen3-235b"], 768, "bf16", (3, 3), id="qwen3_bf16"),
+    pytest.param(EP8, 256, "mxfp8", (2, 3), id="few_experts"),  # 8 rounds of 2 units, 6 of 3
+    pytest.param(MoEShape(7168, 512, 384, 8), 2048, "mxfp8", (2, 3), id="sixteen_units"),
+    pytest.param(MODEL_SHAPES["qwen3-235b"], 1536, "mxfp8", (2, 2), id="many_rows"),
+])
+def test_narrow_tiles_have_the_consumers_that_fill_the_gpu(
+    shape: MoEShape, num_tokens: int, a_format: str, consumers: tuple[int, int],
+) -> None:
+    """Measured beside the other choice on an H200, see docs/performance.md."""
+    layer = heuristics.layer_heuristic(describe(shape, num_tokens, a_format))
+    assert (layer.gate_up.block_m, layer.down.block_m) == (32, 32)
+    assert heuristics.is_prefill(layer.gate_up)
+    assert heuristics.is_prefill(layer.down)
+    assert (heuristics.consumers(layer.gate_up), heuristics.consumers(layer.down)) == consumers
+
+
+def test_few_experts_keep_the_decode_tile_of_64_rows() -> None:
+    layer = heuristics.layer_heuristic(describe(EP8, 160, "mxfp8"))
+    assert layer.gate_up == layer.down == heuristics.decode_config(64, split=False)
+
+
 @pytest.mark.parametrize("change", [
     {"block_m": 24}, {"block_n": 64}, {"block_k": 64}, {"num_warps": 16}, {"num_stages": 1},
     {"num_stages": 9}, {"split_k": 0}, {"group_m": 2},
