@@ -419,6 +419,8 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
         document = Document(path, meta | {"ceilings": measure_ceilings(device)})
         if options.peers is None:
             document.meta["peers"] = dict.fromkeys(PEERS, "absent: no --peers directory")
+    if on_hopper and options.peers is not None and TritonKernels.impl in peer_names:
+        warming += warm_up.start_peer(cells, options.peers)  # the ceilings had the GPU alone
     return Run(device, document, stages, formats, options.peers, peer_names,
                began + options.time_limit, began + options.peer_time_limit,
                options.sustained, warming=warming), cells

@@ -1,9 +1,11 @@
-"""Compile the kernels that cells will launch, in processes that use no GPU.
+"""Compile the kernels that cells will launch, in processes of their own.
 
     python benchmarks/warm_up.py --models gpt-oss-120b --tokens 1,16 --activation mxfp8
+    python benchmarks/warm_up.py --models gpt-oss-120b --tokens 1,16 --peers DIR
 
-Triton compiles in one thread; several processes fill its cache at once, while a comparison measures
-the ceilings and a peer's compiler runs. Weights are never written, so that they take no memory.
+Triton compiles in one thread; several processes fill its cache at once. Ours use no GPU, while a
+comparison measures the ceilings and a peer's compiler runs; weights are never written, so that they
+take no memory. With --peers, those of triton_kernels, which are launched on the GPU.
 """
 
 from __future__ import annotations
@@ -18,13 +20,24 @@ from pathlib import Path
 import _checkout  # noqa: F401 - finds the library
 import torch
 
-from cells import DECODE_TOKENS, FORMATS, MODELS, Cell, Inputs, Model, parse_list, parse_tokens
+from cells import (
+    DECODE_TOKENS,
+    FORMATS,
+    MODELS,
+    Cell,
+    Inputs,
+    Model,
+    parse_list,
+    parse_tokens,
+    random_inputs,
+)
 from mxpert.cli.measure import RunWeights
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.testing.launches import as_if_on_h200, without_device
 from mxpert.weights import GateUpOrder, MoEWeights
-from ours import Ours
+from ours import Ours, random_weights
+from peers import TritonKernels, add_to_path
 
 STAGES = ("gate_up", "down", "layer")
 SECONDS = 60.0
@@ -58,17 +71,42 @@ def compile_cells(cells: Sequence[Cell], activation: str) -> None:
                 mine._call(stage, weights, batch)()
 
 
+def compile_peer(cells: Sequence[Cell], device: torch.device) -> None:
+    """Call every stage of triton_kernels; a cell that fails leaves the others, and is the
+    comparison's to report."""
+    for model in dict.fromkeys(cell.model for cell in cells):
+        peer = TritonKernels(model, random_weights(model, device).plain)
+        for cell in cells:
+            if cell.model != model:
+                continue
+            try:
+                for calls in peer.prepare(cell, random_inputs(cell, device)[:1])[""].values():
+                    calls[0]()
+            except Exception as error:
+                print(f"{cell}: {error}")
+
+
+def start_peer(cells: Sequence[Cell], folder: Path) -> list[subprocess.Popen[str]]:
+    """A process for each model; they use the GPU."""
+    return [_start("--models", name, "--peers", str(folder), "--tokens", ",".join(
+        str(cell.tokens) for cell in cells if cell.model.name == name))
+        for name in dict.fromkeys(cell.model.name for cell in cells)]
+
+
 def start(cells: Sequence[Cell], formats: Sequence[str]) -> list[subprocess.Popen[str]]:
     """A process for each format, decode and prefill apart: they share few kernels."""
     models = list(dict.fromkeys(cell.model.name for cell in cells))
     counts = sorted({cell.tokens for cell in cells})
     few = [count for count in counts if count <= DECODE_TOKENS]
     many = [count for count in counts if count > DECODE_TOKENS]
-    return [subprocess.Popen(
-        [sys.executable, str(Path(__file__).resolve()), "--models", ",".join(models), "--tokens",
-         ",".join(map(str, part)), "--activation", activation],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for part in (many, few) if part for activation in formats]
+    return [_start("--models", ",".join(models), "--tokens", ",".join(map(str, part)),
+                   "--activation", activation)
+            for part in (many, few) if part for activation in formats]
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, str(Path(__file__).resolve()), *arguments],
+                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def wait(processes: Sequence[subprocess.Popen[str]], seconds: float = SECONDS) -> None:
@@ -92,11 +130,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", required=True)
-    parser.add_argument("--activation", choices=FORMATS, required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--activation", choices=FORMATS, help="our kernels of this format")
+    what.add_argument("--peers", type=Path, help="those of triton_kernels in this directory")
     options = parser.parse_args(arguments)
     models = [MODELS[name] for name in parse_list(options.models, list(MODELS), "--models")]
-    compile_cells([Cell(model, count) for model in models
-                   for count in parse_tokens(options.tokens)], options.activation)
+    cells = [Cell(model, count) for model in models for count in parse_tokens(options.tokens)]
+    if options.peers is None:
+        compile_cells(cells, options.activation)
+    else:
+        add_to_path(options.peers)
+        compile_peer(cells, torch.device("cuda"))
     return 0
 
 

@@ -480,6 +480,43 @@ def test_warming_up_takes_a_process_for_each_format(monkeypatch: pytest.MonkeyPa
     assert {command[3] for command in commands} == {",".join(cells.MODELS)}
 
 
+def test_warming_up_a_peer_takes_a_process_for_each_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:
+    commands = []
+    monkeypatch.setattr(warm_up.subprocess, "Popen", lambda command, **_: commands.append(command))
+    some = [cells.Cell(cells.MODELS[name], tokens) for tokens in (1, 64)
+            for name in ("gpt-oss-20b", "dsv3-ep8")]
+    warm_up.start_peer(some, tmp_path)
+    assert [command[2:] for command in commands] == [
+        ["--models", name, "--peers", str(tmp_path), "--tokens", "1,64"]
+        for name in ("gpt-oss-20b", "dsv3-ep8")]
+
+
+def test_warming_up_a_peer_calls_every_stage_and_goes_on_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    called: list[tuple[str, int, str]] = []
+
+    class Peer:
+        def __init__(self, model: Any, weights: Any) -> None:
+            self.model = model
+
+        def prepare(self, cell: Any, batches: Any) -> dict[str, dict[str, list[Any]]]:
+            if cell.tokens == 1:
+                raise RuntimeError("no such kernel")
+            assert len(batches) == 1
+            return {"": {stage: [lambda stage=stage: called.append(
+                (self.model.name, cell.tokens, stage))] for stage in cells.STAGES}}
+
+    monkeypatch.setattr(warm_up, "TritonKernels", Peer)
+    models = [cells.tiny(cells.MODELS[name]) for name in ("gpt-oss-20b", "dsv3-ep8")]
+    warm_up.compile_peer([cells.Cell(model, tokens) for tokens in (1, 4) for model in models],
+                         torch.device("cpu"))
+    assert called == [(model.name, 4, stage) for model in models for stage in cells.STAGES]
+    assert capsys.readouterr().out.count("no such kernel") == 2
+
+
 def test_a_warm_up_that_fails_or_is_late_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     processes = [warm_up.subprocess.Popen([sys.executable, "-c", code], text=True,
                                           stdout=warm_up.subprocess.DEVNULL,
