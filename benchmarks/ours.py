@@ -12,7 +12,12 @@ import torch
 
 import mxpert
 from cells import GEMM_STAGES, Cell, Inputs, Model
-from mxpert.cli.measure import RunWeights, check_gate, float64_reference
+from mxpert.cli.measure import (
+    RunWeights,
+    check_gate,
+    float64_reference,
+    intermediate_sizes,
+)
 from mxpert.dispatch import Resolution
 from mxpert.errors import require
 from mxpert.formats.tensor import MXTensor
@@ -144,11 +149,9 @@ class Ours:
                     print(f"  {stage}: not found in the Hopper backend: {error}", flush=True)
         truth = truth or Truth.of(self.weights.plain, batches[0], self.model.k, self.activation)
         errors = self._errors(truth, weights, ready[0])
-        row = weights.intermediate_size
-        compared = truth.tokens.numel() * self.model.k * row
+        sizes = intermediate_sizes(truth.tokens.numel(), self.model.k, weights.intermediate_size)
         for stage, error in errors.items():
-            check_gate(f"{cell} {self.activation} {stage}", error, stage, self.activation,
-                       (compared, row))
+            check_gate(f"{cell} {self.activation} {stage}", error, stage, self.activation, sizes)
         by_stage = {stage: errors[stage.removesuffix("_gemm")] for stage in calls}
         return calls, by_stage
 

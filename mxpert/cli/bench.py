@@ -40,6 +40,7 @@ from .measure import (
     RunWeights,
     check_gate,
     float64_reference,
+    intermediate_sizes,
     time_calls,
     timing_columns,
 )
@@ -170,7 +171,8 @@ def bench_case(model: Model, weights: RunWeights, num_tokens: int, options: MoEO
                  for each, h in zip(inputs, rows, strict=True)]
         with override(backend=request.backend):
             error = relative_l2(plain_rows(stage, calls[0](), first.plan), truths[stage])
-            check_gate(f"{model.name} T={num_tokens} {name} {stage}", error, stage, name)
+            check_gate(f"{model.name} T={num_tokens} {name} {stage}", error, stage, name,
+                       intermediate_sizes(num_tokens, shape.top_k, shape.intermediate_size))
             timing = time_calls(calls, device)
         work = Work.of_stage(stage, hit_experts=hit, routed_rows=num_tokens * shape.top_k,
                              hidden_size=shape.hidden_size,

@@ -41,6 +41,7 @@ from .measure import (
     cosine_gate,
     error_gate,
     float64_reference,
+    intermediate_sizes,
     time_calls,
     timing_columns,
 )
@@ -156,7 +157,9 @@ def run_case(case: LayerCase, num_tokens: int, activation_format: str, ceilings:
     work = Work.of_stage("layer", hit_experts=hit, routed_rows=num_tokens * layer.top_k,
                          hidden_size=weights.hidden_size,
                          intermediate_size=weights.intermediate_size)
-    error, error_limit = relative_l2(output, truth), error_gate("layer", activation_format)
+    error = relative_l2(output, truth)
+    error_limit = error_gate("layer", activation_format, intermediate_sizes(
+        num_tokens, layer.top_k, weights.intermediate_size))
     likeness = cosine(output, case.oracle[:num_tokens])
     least = cosine_gate(activation_format,
                         *quantisation_noise(case, num_tokens, activation_format))
@@ -239,7 +242,8 @@ def plot(document: Row, path: Path) -> None:
         counts, label = [row["T"] for row in rows], ACTIVATION_NAMES[name]
         times.plot(counts, [row["us"] for row in rows], marker="o", label=label)
         (line,) = errors.plot(counts, [row["rel_l2"] for row in rows], marker="o", label=label)
-        errors.axhline(rows[0]["rel_l2_gate"], color=line.get_color(), linestyle=":", alpha=0.6)
+        errors.plot(counts, [row["rel_l2_gate"] for row in rows], color=line.get_color(),
+                    linestyle=":", alpha=0.6)
     times.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs per layer")
     errors.set(xscale="log", yscale="log", xlabel="tokens",
                ylabel="relative L2 to float64 (dotted: gate)")

@@ -133,6 +133,11 @@ def error_gate(stage: str, activation_format: str,
                requantisation_error(FP8_TOKEN, INTERMEDIATE_NOISE, values, row=row))
 
 
+def intermediate_sizes(num_tokens: int, top_k: int, intermediate_size: int) -> tuple[int, int]:
+    """`intermediate` of `error_gate` where the outputs of so many tokens are compared."""
+    return num_tokens * top_k * intermediate_size, intermediate_size
+
+
 def cosine_gate(activation_format: str, rows_noise: float, intermediate_noise: float) -> float:
     """Least cosine to the model with unquantised activations.
 

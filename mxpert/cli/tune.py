@@ -25,7 +25,7 @@ from ..problem import ACTIVATION_FORMATS, Target
 from ..testing.problems import random_moe_problem
 from ..testing.timing import read_bandwidth
 from ..testing.toolchain import toolchain
-from .measure import RunWeights, error_gate
+from .measure import RunWeights
 from .report import (
     ACTIVATION_NAMES,
     FORMATS_HELP,
@@ -203,10 +203,10 @@ class _Tuner:
                   else weights.plain)
         configs = in_order(choice.kernel.heuristic(choice.problem),
                            choice.kernel.configs(choice.problem))
+        trial = DeviceTrial(choice, cell.shape, chosen, probes)
         now = time.monotonic()
         outcome = search(
-            configs, DeviceTrial(choice, cell.shape, chosen, probes),
-            limit=error_gate("layer", cell.activation_format), end=self.end,
+            configs, trial, limit=trial.limit, end=self.end,
             deadline=now + (self.end - now) / len(report.unfinished),
             batch_size=BATCH_SIZE if cell.num_tokens <= LARGE_BATCH_TOKENS else BATCH_SIZE // 2)
         _tell(self.console, name, choice, outcome)

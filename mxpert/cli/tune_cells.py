@@ -20,7 +20,7 @@ from ..testing.numerics import relative_l2
 from ..testing.problems import MODEL_SHAPES, MoEShape, random_routing
 from ..testing.timing import Timing, time_graph
 from ..weights import MoEWeights
-from .measure import error_gate, float64_reference
+from .measure import error_gate, float64_reference, intermediate_sizes
 from .report import parse_numbers
 from .tune_search import DeviceLostError
 
@@ -214,7 +214,8 @@ class DeviceTrial:
                         for seed in range(1, rotations + 1)]
         self.places = self.batches[0].plant(probes.batch)
         self.truth = probes.truth[:len(self.places)]
-        self.limit = error_gate("layer", choice.problem.options.activation_format)
+        sizes = intermediate_sizes(len(self.places), shape.top_k, shape.intermediate_size)
+        self.limit = error_gate("layer", choice.problem.options.activation_format, sizes)
         self.sound: torch.Tensor | None = None
         """The first right result, of all tokens."""
 

@@ -78,12 +78,25 @@ def test_the_gate_refuses(error: float) -> None:
 def test_the_gate_of_few_rows_with_one_scale_each() -> None:
     """Where the scale of "fp8_token" moves, a whole row moves; power-of-two scales keep rows."""
     def gate(activation_format: str, tokens: int) -> float:
-        return measure.error_gate("layer", activation_format, (tokens * 8 * 2048, 2048))
+        return measure.error_gate("layer", activation_format,
+                                  measure.intermediate_sizes(tokens, 8, 2048))
 
     assert gate("fp8_token", 4) > gate("fp8_token", 64) > measure.END_TO_END_GATE
     assert gate("fp8_token", 4) < 0.025
     assert gate("mxfp8", 4) == measure.error_gate("layer", "fp8_token") == 1e-2
     assert measure.error_gate("down", "fp8_token", (1, 1)) == measure.STAGE_GATE
+
+
+def test_every_stage_is_gated_by_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gated = []
+    monkeypatch.setattr(bench, "check_gate", lambda case, error, *rest: gated.append(rest))
+    outcome = run(tmp_path, "--model", "gpt-oss-20b", "--tokens", "1,17", "--format", "fp8_token")
+    assert outcome.exit_code == 0, outcome.output
+    features = json.loads((tmp_path / "bench.json").read_text())["rows"][0]["F"]
+    assert gated == [(stage, "fp8_token", (tokens * 4 * features, features))
+                     for tokens in (1, 17) for stage in ("gate_up", "down", "layer")]
 
 
 @pytest.mark.parametrize(("arguments", "part"), [

@@ -217,6 +217,13 @@ def test_probes_know_their_result_in_every_batch(num_tokens: int, name: str) -> 
     assert all(timings[each].samples == 2 for each in (FIRST, SECOND))
 
 
+def test_the_gate_knows_how_many_rows_are_compared() -> None:
+    def limit(name: str, num_tokens: int) -> float:
+        return device_trial(FakeKernel(), num_tokens, name).limit
+
+    assert limit("fp8_token", 1) > limit("fp8_token", 45) > limit("mxfp8", 1) == LIMIT
+
+
 def zero_last(result: torch.Tensor) -> torch.Tensor:
     result[-1] = 0
     return result
