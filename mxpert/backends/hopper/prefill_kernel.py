@@ -71,8 +71,8 @@ def _place(schedule, tile, num_tiles, tiles_per_block):
 
 
 @gluon.jit
-def _load_rows(x, x_desc, arrived, first_row, width, depth, low_rows, BLOCK_M: gl.constexpr,
-               BLOCKS: gl.constexpr, SPLIT: gl.constexpr):
+def _load_activations(x, x_desc, arrived, first_row, width, depth, low_rows,
+                      BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr):
     """Start 128 codes of a tile's rows on their way into x."""
     for q in gl.static_range(BLOCKS):
         row = first_row + q * BLOCK_M
@@ -109,8 +109,9 @@ def _produce(ring, code_desc, shift_desc, x_desc, schedule, sizes, row_units, lo
                     mbarrier.expect(arrived, WEIGHT_BYTES + (q + 1) * ROW_BYTES,
                                     pred=width == q + 1)
                 for half in gl.static_range(part * UNITS, (part + 1) * UNITS):
-                    _load_rows(x.index(2 * slot + half), x_desc, arrived, block * BLOCK_M, width,
-                               step * 256 + half * 128, low_rows, BLOCK_M, BLOCKS, SPLIT)
+                    _load_activations(x.index(2 * slot + half), x_desc, arrived, block * BLOCK_M,
+                                      width, step * 256 + half * 128, low_rows, BLOCK_M, BLOCKS,
+                                      SPLIT)
                 # An odd last unit reads on into the next one: finite weights that meet x = 0.
                 for c in gl.static_range(CONSUMERS):
                     row_unit = expert * row_units + gl.minimum(unit + c, row_units - 1)
@@ -372,7 +373,7 @@ def _moe_gemm_prefill_kernel(
     sizes = (num_tiles, tiles_per_block, depth_units)
     operands = ((reference, bias, num_outputs, row_units), (x_scale, routed_weights), out_desc,
                 (param_first, param_second))
-    if CONSUMERS == 2:
+    if CONSUMERS == 2:  # last, registers a thread: consumers share what the producer leaves
         gl.warp_specialize(
             [(_consume, (ring, turns, staging[0], operands, schedule, sizes, 0, 2, BLOCK_M, BLOCKS,
                          STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
