@@ -1,0 +1,85 @@
+"""Compiling ahead of a comparison: what is launched, by how many processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cells
+import ours
+import pytest
+import torch
+import warm_up
+
+
+def test_warming_up_launches_every_stage_of_every_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    call = ours.Ours._call
+    monkeypatch.setattr(ours.Ours, "_call", lambda self, stage, weights, batch: (
+        called.append((self.model.name, batch.inputs.x.shape[0], stage)),
+        call(self, stage, weights, batch))[1])
+    assert warm_up.main(["--models", "gpt-oss-20b,dsv3-ep8", "--tokens", "1,16",
+                         "--activation", "bf16"]) == 0
+    assert called == [(model, tokens, stage) for model in ("gpt-oss-20b", "dsv3-ep8")
+                      for tokens in (1, 16) for stage in warm_up.STAGES]
+
+
+def test_warming_up_takes_a_process_for_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+    monkeypatch.setattr(warm_up.subprocess, "Popen", lambda command, **_: commands.append(command))
+    every = cells.ordered_cells(list(cells.MODELS.values()), cells.TOKENS)
+    warm_up.start(every, cells.FORMATS)
+    found = {(command[5], command[7]) for command in commands}
+    assert found == {(counts, name) for counts in ("1,4,16,64,128,256", "1024,4096,8192")
+                     for name in cells.FORMATS}
+    assert {command[3] for command in commands} == {",".join(cells.MODELS)}
+
+
+def test_warming_up_a_peer_takes_a_process_for_each_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:
+    commands = []
+    monkeypatch.setattr(warm_up.subprocess, "Popen", lambda command, **_: commands.append(command))
+    some = [cells.Cell(cells.MODELS[name], tokens) for tokens in (1, 64)
+            for name in ("gpt-oss-20b", "dsv3-ep8")]
+    warm_up.start_peer(some, tmp_path)
+    assert [command[2:] for command in commands] == [
+        ["--models", name, "--peers", str(tmp_path), "--tokens", "1,64"]
+        for name in ("gpt-oss-20b", "dsv3-ep8")]
+
+
+def test_warming_up_a_peer_calls_every_stage_and_goes_on_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    called: list[tuple[str, int, str]] = []
+
+    class Peer:
+        def __init__(self, model: Any, weights: Any) -> None:
+            self.model = model
+
+        def prepare(self, cell: Any, batches: Any) -> dict[str, dict[str, list[Any]]]:
+            if cell.tokens == 1:
+                raise RuntimeError("no such kernel")
+            assert len(batches) == 1
+            return {"": {stage: [lambda stage=stage: called.append(
+                (self.model.name, cell.tokens, stage))] for stage in cells.STAGES}}
+
+    monkeypatch.setattr(warm_up, "TritonKernels", Peer)
+    models = [cells.tiny(cells.MODELS[name]) for name in ("gpt-oss-20b", "dsv3-ep8")]
+    warm_up.compile_peer([cells.Cell(model, tokens) for tokens in (1, 4) for model in models],
+                         torch.device("cpu"))
+    assert called == [(model.name, 4, stage) for model in models for stage in cells.STAGES]
+    assert capsys.readouterr().out.count("no such kernel") == 2
+
+
+def test_a_warm_up_that_fails_or_is_late_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    processes = [warm_up.subprocess.Popen([sys.executable, "-c", code], text=True,
+                                          stdout=warm_up.subprocess.DEVNULL,
+                                          stderr=warm_up.subprocess.PIPE)
+                 for code in ("raise ValueError('no such kernel')", "import time; time.sleep(60)")]
+    warm_up.wait(processes, seconds=2.0)
+    text = capsys.readouterr().out
+    assert "no such kernel" in text
+    assert "a process is late" in text
+    assert all(process.poll() is not None for process in processes)
