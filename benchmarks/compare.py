@@ -329,6 +329,11 @@ def run_cell(run: Run, cell: Cell) -> None:
     print(f"{cell}: {time.monotonic() - began:.1f} s; layer us: {', '.join(layer)}", flush=True)
 
 
+def wanted_cells(run: Run, cells: Sequence[Cell], impl: str) -> list[Cell]:
+    """Cells in which this implementation is still to be measured."""
+    return [cell for cell in cells if any(key[0] == impl for key in wanted_stages(run, cell))]
+
+
 def start_compiler(run: Run, cells: Sequence[Cell]) -> None:
     """Begin to compile the kernels of the peer that compiles at run time."""
     activations = [activation for impl, activation in peer_keys(run) if impl == "humming"]
@@ -338,8 +343,7 @@ def start_compiler(run: Run, cells: Sequence[Cell]) -> None:
         from humming_peer import Compiler
 
         run.compiler = Compiler(activations)
-        run.compiler.start([cell for cell in cells
-                            if any(key[0] == "humming" for key in wanted_stages(run, cell))])
+        run.compiler.start(wanted_cells(run, cells, "humming"))
     except Exception as error:
         run.compiler = describe(error)
         traceback.print_exc()
@@ -349,6 +353,8 @@ def run_cells(run: Run, cells: Sequence[Cell]) -> None:
     """All cells until the time limit, which a cell as long as the longest so far must still fit;
     then what had to wait for a compiler."""
     start_compiler(run, cells)
+    if run.device.type == "cuda" and run.folder is not None:  # the ceilings had the GPU alone
+        run.warming += warm_up.start_peer(wanted_cells(run, cells, TritonKernels.impl), run.folder)
     with run.clock("warm-up"):
         warm_up.wait(run.warming)
     longest = 0.0
@@ -419,8 +425,6 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
         document = Document(path, meta | {"ceilings": measure_ceilings(device)})
         if options.peers is None:
             document.meta["peers"] = dict.fromkeys(PEERS, "absent: no --peers directory")
-    if on_hopper and options.peers is not None and TritonKernels.impl in peer_names:
-        warming += warm_up.start_peer(cells, options.peers)  # the ceilings had the GPU alone
     return Run(device, document, stages, formats, options.peers, peer_names,
                began + options.time_limit, began + options.peer_time_limit,
                options.sustained, warming=warming), cells

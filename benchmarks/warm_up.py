@@ -76,9 +76,7 @@ def compile_peer(cells: Sequence[Cell], device: torch.device) -> None:
     comparison's to report."""
     for model in dict.fromkeys(cell.model for cell in cells):
         peer = TritonKernels(model, random_weights(model, device).plain)
-        for cell in cells:
-            if cell.model != model:
-                continue
+        for cell in (each for each in cells if each.model == model):
             try:
                 for calls in peer.prepare(cell, random_inputs(cell, device)[:1])[""].values():
                     calls[0]()

@@ -53,13 +53,13 @@ SM_SHARED = 228 * 1024
 SM_REGISTERS = 65536
 WARP_REGISTERS = 32
 
-MOST_SPILLS = {"decode8": 0, "decode16": 8, "decode32": 12, "decode64": 90, "prefill32": 8,
-               "prefill32x192": 60, "prefill64": 140}
+MOST_SPILLS = {"decode8": 0, "decode16": 8, "decode32": 12, "decode64": 24, "prefill32": 4,
+               "prefill32x192": 48, "prefill64": 136}
 """Local memory instructions by tile; those of large tiles are in the epilogue, those of decode
 tiles between two tiles."""
 
-MOST_LOOP_SPILLS = 3
-"""Local memory instructions among the wgmma: reloads of a few scalars are hidden by memory."""
+MOST_LOOP_SPILLS = {"decode32": 3, "decode64": 3, "prefill64": 1}
+"""Of these among the wgmma, where not 0: reloads of a few scalars are hidden by memory."""
 
 MOST_ROW_REGISTERS = 128
 """Of the row kernels on bfloat16: two CTAs of eight warps fill an SM's registers."""
@@ -115,7 +115,7 @@ def check_gemm(kernel: CompiledKernel, config: GemmConfig) -> None:
         names = [one.name for one in block.instructions]
         if any(n.startswith("QGMMA") for n in names):
             local = [n for n in names if n.startswith(("STL", "LDL"))]
-            assert len(local) <= MOST_LOOP_SPILLS, "spills in the main loop"
+            assert len(local) <= MOST_LOOP_SPILLS.get(name(config), 0), "spills in the main loop"
     assert not overwritten_operands(kernel.listing)
     assert not reused_barriers(kernel.listing)
     if kind == "decode":

@@ -52,7 +52,7 @@ _WIDE_DECODE_LIMIT = 56
 _NARROW_LIMITS = {True: 72, False: 112}
 """As above, for narrow prefill tiles, by hi and lo split; more go to PREFILL."""
 
-_TRIPLE_LIMITS = {True: 72, False: 80}
+_TRIPLE_LIMIT = 80
 """As above, for TRIPLE_PREFILL, where `_time` prefers it: more experts would need a second tile for
 their last rows."""
 
@@ -119,7 +119,7 @@ def _preferred(problem: MoEProblem) -> dict[Op, GemmConfig]:
             return dict.fromkeys(STAGE_OPS, decode_config(block_m, split))
     if average > _NARROW_LIMITS[split]:
         return dict.fromkeys(STAGE_OPS, PREFILL)
-    choices = [NARROW_PREFILL, *([TRIPLE_PREFILL] if average <= _TRIPLE_LIMITS[split] else [])]
+    choices = [NARROW_PREFILL, *([TRIPLE_PREFILL] if average <= _TRIPLE_LIMIT else [])]
     narrow = {op: min(choices, key=lambda config: _time(config, problem, op, hit))
               for op in STAGE_OPS}
     if split or average > _WIDE_DECODE_LIMIT:
@@ -187,7 +187,7 @@ def _split_choices(problem: MoEProblem, config: MoEConfig) -> Iterator[tuple[int
     for gate_up in (1, 2, 3, 4, 6):
         for down in (1, 2, 3):
             if all(split == 1 or split <= _tiles_and_steps(problem, op)[1]
-                   for split, op in ((gate_up, Op.MOE_GATE_UP), (down, Op.MOE_DOWN))):
+                   for split, op in zip((gate_up, down), STAGE_OPS, strict=True)):
                 yield gate_up, down
 
 
