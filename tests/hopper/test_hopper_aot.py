@@ -53,7 +53,7 @@ SM_SHARED = 228 * 1024
 SM_REGISTERS = 65536
 WARP_REGISTERS = 32
 
-MOST_SPILLS = {"decode8": 0, "decode16": 8, "decode32": 12, "decode64": 24, "prefill32": 4,
+MOST_SPILLS = {"decode8": 0, "decode16": 10, "decode32": 20, "decode64": 25, "prefill32": 20,
                "prefill32x192": 48, "prefill64": 136}
 """Local memory instructions by tile; those of large tiles are in the epilogue, those of decode
 tiles between two tiles."""
@@ -123,7 +123,7 @@ def check_gemm(kernel: CompiledKernel, config: GemmConfig) -> None:
         assert 2 * (metrics.shared_memory + RESERVED_SHARED) <= SM_SHARED, "two CTAs per SM"
     else:
         assert metrics.shared_memory <= SHARED_MEMORY_LIMIT["sm_90"]
-        assert not metrics.global_stores
+        assert sum(metrics.global_stores.values()) == 1, "the counter of claims; outputs go by TMA"
         assert kernel.count(r"\bUTMASTG\.2D") > 0
 
 
@@ -380,7 +380,7 @@ EP8 = replace(MODEL_SHAPES["deepseek-v3"], num_experts=32)
 @pytest.mark.parametrize("shape, num_tokens, a_format, consumers", [
     pytest.param(MODEL_SHAPES["qwen3-235b"], 1024, "mxfp8", (3, 3), id="qwen3"),
     pytest.param(MODEL_SHAPES["qwen3-235b"], 768, "bf16", (3, 3), id="qwen3_bf16"),
-    pytest.param(EP8, 256, "mxfp8", (2, 3), id="few_experts"),  # 8 rounds of 2 units, 6 of 3
+    pytest.param(EP8, 256, "mxfp8", (3, 3), id="few_experts"),
     pytest.param(MoEShape(7168, 512, 384, 8), 2048, "mxfp8", (2, 3), id="sixteen_units"),
     pytest.param(MODEL_SHAPES["qwen3-235b"], 1536, "mxfp8", (2, 2), id="many_rows"),
 ])

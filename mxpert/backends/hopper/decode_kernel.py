@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..dependent import EARLY, release_next, wait_for_previous
+from .claims import LEAD, make_labels, next_tile, read_label, write_label
 from .epilogue import (
     finish, is_real, one_each, output_layout, output_terms, row_ids, spread, store_outputs,
     token_terms,
@@ -24,38 +25,22 @@ from .tiles import accumulator_layout, decode_tables, decode_weights, join_halve
 
 
 @gluon.jit
-def _place_of(tile, tiles_per_block):
-    """A tile's block, and which one it is of the block's tiles."""
-    return tile // tiles_per_block, tile % tiles_per_block
-
-
-@gluon.jit
-def _advance(block, inner, blocks, inners, tiles_per_block):
-    """The place that is `blocks` and `inners` further on. Divisions, as in `_place_of`, would take
-    longer than a step of the depth."""
-    inner += inners
-    carry = (inner >= tiles_per_block).to(gl.int32)
-    return block + blocks + carry, inner - carry * tiles_per_block
-
-
-@gluon.jit
-def _pair_and_split(inner, splits):
-    """Pair of row units and split of a tile; the split runs fastest."""
-    pair = inner
+def _describe(tile, block_expert_ids, sizes):
+    """Block, expert, pair of row units and split of a tile, of whose block's tiles the split runs
+    fastest; the expert is asked for as soon as the tile is known, so that nobody waits for it."""
+    num_blocks, blocks_per_unit, tiles_per_block, splits = sizes
+    block = tile // tiles_per_block
+    pair = tile % tiles_per_block
     split = 0
     if splits > 1:
-        pair = inner // splits
-        split = inner % splits
-    return pair, split
-
-
-@gluon.jit
-def _expert_of(block_expert_ids, block, num_blocks, blocks_per_unit):
-    """Expert of a block, asked for one tile ahead so that nobody waits for it."""
+        split = pair % splits
+        pair = pair // splits
     unit = block
     if blocks_per_unit > 1:
         unit = block // blocks_per_unit
-    return gl.load(block_expert_ids + unit, mask=block < num_blocks, other=0, cache_modifier=EARLY)
+    expert = gl.load(block_expert_ids + unit, mask=block < num_blocks, other=0,
+                     cache_modifier=EARLY)
+    return block, expert, pair, split
 
 
 @gluon.jit
@@ -71,21 +56,28 @@ def _split_steps(split, depth_units, splits):
 
 
 @gluon.jit
-def _load_weights(ring, code_desc, shift_desc, slot, first, second, BYTES: gl.constexpr):
+def _load_weights(ring, descriptors, slot, step, units, TOKENS: gl.constexpr, SPLIT: gl.constexpr):
     """Start a step's weights on their way; its barrier expects the activations, too."""
+    BYTES: gl.constexpr = 128 * 128 + 32 * 32 + TOKENS * 256 * (2 if SPLIT else 1)
+    code_desc, shift_desc, _ = descriptors
     codes = ring[0].index(slot)
     shifts = ring[1].index(slot)
     arrived = ring[3].index(slot)
     mbarrier.expect(arrived, BYTES)
-    tma.async_copy_global_to_shared(code_desc, [first * 32, 0], arrived, codes.slice(0, 64, 0))
-    tma.async_copy_global_to_shared(code_desc, [second * 32, 0], arrived, codes.slice(64, 64, 0))
-    tma.async_copy_global_to_shared(shift_desc, [first * 8, 0], arrived, shifts.slice(0, 16, 0))
-    tma.async_copy_global_to_shared(shift_desc, [second * 8, 0], arrived, shifts.slice(16, 16, 0))
+    for half in gl.static_range(2):
+        first = units[half] + 2 * step
+        tma.async_copy_global_to_shared(code_desc, [first * 32, 0], arrived,
+                                        codes.slice(half * 64, 64, 0))
+    for half in gl.static_range(2):
+        first = units[half] + 2 * step
+        tma.async_copy_global_to_shared(shift_desc, [first * 8, 0], arrived,
+                                        shifts.slice(half * 16, 16, 0))
 
 
 @gluon.jit
-def _load_activations(ring, x_desc, slot, first_row, step, low_rows, TOKENS: gl.constexpr,
+def _load_activations(ring, descriptors, slot, step, first_row, low_rows, TOKENS: gl.constexpr,
                       SPLIT: gl.constexpr):
+    x_desc = descriptors[2]
     rows = ring[2].index(slot)
     arrived = ring[3].index(slot)
     tma.async_copy_global_to_shared(x_desc, [first_row, step * 256], arrived,
@@ -96,49 +88,64 @@ def _load_activations(ring, x_desc, slot, first_row, step, low_rows, TOKENS: gl.
 
 
 @gluon.jit
-def _produce(ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_unit, num_blocks,
-             tiles_per_block, row_units, depth_units, splits, low_rows, TOKENS: gl.constexpr,
-             STAGES: gl.constexpr, SPLIT: gl.constexpr):
-    free = ring[4]
-    BYTES: gl.constexpr = 128 * 128 + 32 * 32 + TOKENS * 256 * (2 if SPLIT else 1)
+def _fill_stage(ring, descriptors, state, step, tile, units, low_rows, TOKENS: gl.constexpr,
+                STAGES: gl.constexpr, SPLIT: gl.constexpr):
+    """Start one step of a tile on its way once its stage is free; returns the state after it.
+
+    state: ring position, its phase, and steps whose weights are on their way already.
+    """
+    slot, phase, early = state
+    if early > 0:
+        early -= 1
+    else:
+        mbarrier.wait(ring[4].index(slot), phase)
+        write_label(ring[5], slot, tile)
+        _load_weights(ring, descriptors, slot, step, units, TOKENS, SPLIT)
+    _load_activations(ring, descriptors, slot, step, tile[0] * TOKENS, low_rows, TOKENS, SPLIT)
+    slot += 1
+    if slot == STAGES:
+        slot = 0
+        phase ^= 1
+    return slot, phase, early
+
+
+@gluon.jit
+def _produce(ring, claimed, descriptors, block_expert_ids, sizes, row_units, depth_units, low_rows,
+             TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr):
+    _, _, _, ready, free, labels = ring
+    num_blocks, _, tiles_per_block, splits = sizes
     slot = 0
     phase = 1
+    early = 0
     first_tile = True
-    early = 0  # steps of the first tile whose weights are on their way before activations exist
-    blocks, inners = _place_of(gl.num_programs(0), tiles_per_block)
-    block, inner = _place_of(gl.program_id(0), tiles_per_block)
-    next_expert = _expert_of(block_expert_ids, block, num_blocks, blocks_per_unit)
-    while block < num_blocks:
-        first_row = block * TOKENS
-        pair, split = _pair_and_split(inner, splits)
-        unit = pair * 2
+    number = gl.program_id(0)
+    following = _describe(number, block_expert_ids, sizes)
+    while following[0] < num_blocks:
+        tile = following
+        _, expert, pair, split = tile
         first_step, last_step = _split_steps(split, depth_units, splits)
-        base = next_expert * row_units
         # An odd last step reads on into the next unit: finite weights that meet x = 0.
-        first = (base + unit) * depth_units
-        second = (base + gl.minimum(unit + 1, row_units - 1)) * depth_units
-        if first_tile:
+        unit = expert * row_units + pair * 2
+        last_unit = expert * row_units + row_units - 1
+        units = (unit * depth_units, gl.minimum(unit + 1, last_unit) * depth_units)
+        if first_tile:  # its weights are on their way before activations exist
             first_tile = False
             early = gl.minimum(last_step - first_step, STAGES)
             for ahead in range(early):
-                step = first_step + ahead
-                _load_weights(ring, code_desc, shift_desc, ahead, first + 2 * step,
-                              second + 2 * step, BYTES)
+                _load_weights(ring, descriptors, ahead, first_step + ahead, units, TOKENS, SPLIT)
             wait_for_previous()
-        block, inner = _advance(block, inner, blocks, inners, tiles_per_block)
-        next_expert = _expert_of(block_expert_ids, block, num_blocks, blocks_per_unit)
-        for step in range(first_step, last_step):
-            if early > 0:
-                early -= 1
-            else:
-                mbarrier.wait(free.index(slot), phase)
-                _load_weights(ring, code_desc, shift_desc, slot, first + 2 * step,
-                              second + 2 * step, BYTES)
-            _load_activations(ring, x_desc, slot, first_row, step, low_rows, TOKENS, SPLIT)
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
+        claim_at = gl.maximum(last_step - LEAD, first_step + 1)
+        for step in range(first_step, claim_at):
+            slot, phase, early = _fill_stage(ring, descriptors, (slot, phase, early), step, tile,
+                                             units, low_rows, TOKENS, STAGES, SPLIT)
+        number = next_tile(number, claimed, num_blocks * tiles_per_block)
+        following = _describe(number, block_expert_ids, sizes)
+        for step in range(claim_at, last_step):
+            slot, phase, early = _fill_stage(ring, descriptors, (slot, phase, early), step, tile,
+                                             units, low_rows, TOKENS, STAGES, SPLIT)
+    mbarrier.wait(free.index(slot), phase)
+    write_label(labels, slot, following)
+    mbarrier.arrive(ready.index(slot), count=1)
 
 
 @gluon.jit
@@ -155,11 +162,11 @@ def _terms(factors, rows, expert, first_row, first_output, OUTPUTS: gl.constexpr
 
 
 @gluon.jit
-def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_blocks, tiles_per_block,
-             depth_units, splits, num_rows, PARTITION: gl.constexpr, TOKENS: gl.constexpr,
-             STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
-             HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
-    codes, shifts, x, ready, free = ring
+def _consume(ring, operands, block_expert_ids, sizes, depth_units, num_rows,
+             PARTITION: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+             SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
+             WEIGHTED: gl.constexpr):
+    codes, shifts, x, ready, free, labels = ring
     factors, rows, target = operands
     out, num_outputs, num_tokens, param_first, param_second = target
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
@@ -176,17 +183,12 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_blocks, tile
         release_next()
     slot = 0
     phase = 0
-    blocks, inners = _place_of(gl.num_programs(0), tiles_per_block)
-    block, inner = _place_of(gl.program_id(0), tiles_per_block)
-    next_expert = _expert_of(block_expert_ids, block, num_blocks, blocks_per_unit)
+    num_blocks, _, _, splits = sizes
+    block, expert, pair, split = _describe(gl.program_id(0), block_expert_ids, sizes)
     while block < num_blocks:
         first_row = block * TOKENS
-        pair, split = _pair_and_split(inner, splits)
         first_output = (pair * 2 + PARTITION) * OUTPUTS
         first_step, last_step = _split_steps(split, depth_units, splits)
-        expert = next_expert
-        block, inner = _advance(block, inner, blocks, inners, tiles_per_block)
-        next_expert = _expert_of(block_expert_ids, block, num_blocks, blocks_per_unit)
         if TERMS_FIRST:  # the latency of these loads passes under the main loop
             outputs, tokens, ids = _terms(factors, rows, expert, first_row, first_output, OUTPUTS,
                                           TOKENS, TOKEN_LAYOUT, LAYOUT, KIND, HAS_BIAS, WEIGHTED)
@@ -216,16 +218,17 @@ def _consume(ring, operands, block_expert_ids, blocks_per_unit, num_blocks, tile
                        LAYOUT, KIND, WEIGHTED)
         store_outputs(value, is_real(ids, num_tokens), out, first_row + split * num_rows,
                       first_output, num_outputs)
+        block, expert, pair, split = read_label(labels, slot, ready.index(slot), phase)
 
 
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "num_tokens",
                               "low_rows", "blocks_per_unit", "splits", "num_rows"])
 def _moe_gemm_decode_kernel(
         out, code_desc, shift_desc, x_desc, reference, bias, x_scale, routed_weights,
-        sorted_token_ids, block_expert_ids, num_valid, param_first, param_second, num_tokens,
-        low_rows, num_outputs, tiles_per_block, row_units, depth_units, blocks_per_unit,
-        splits, num_rows, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-        KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+        sorted_token_ids, block_expert_ids, num_valid, claimed, param_first, param_second,
+        num_tokens, low_rows, num_outputs, tiles_per_block, row_units, depth_units,
+        blocks_per_unit, splits, num_rows, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+        SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
         WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr):
     """out [P, num_outputs] for every block in use; see the module docstring for the schedule.
 
@@ -243,17 +246,16 @@ def _moe_gemm_decode_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
     num_blocks = gl.load(num_valid, cache_modifier=EARLY) // TOKENS
-    ring = (codes, shifts, x, ready, free)
+    ring = (codes, shifts, x, ready, free, make_labels(STAGES))
     operands = ((reference, bias, num_outputs, row_units),
                 (x_scale, routed_weights, sorted_token_ids),
                 (out, num_outputs, num_tokens, param_first, param_second))
+    sizes = (num_blocks, blocks_per_unit, tiles_per_block, splits)
     gl.warp_specialize(
-        [(_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_blocks,
-                     tiles_per_block, depth_units, splits, num_rows, 0, TOKENS, STAGES, SPLIT,
-                     KIND, HAS_BIAS, WEIGHTED)),
-         (_consume, (ring, operands, block_expert_ids, blocks_per_unit, num_blocks,
-                     tiles_per_block, depth_units, splits, num_rows, 1, TOKENS, STAGES, SPLIT,
-                     KIND, HAS_BIAS, WEIGHTED)),
-         (_produce, (ring, code_desc, shift_desc, x_desc, block_expert_ids, blocks_per_unit,
-                     num_blocks, tiles_per_block, row_units, depth_units, splits, low_rows, TOKENS,
-                     STAGES, SPLIT))], [4, 1], [WORKER_REGISTERS, 24])
+        [(_consume, (ring, operands, block_expert_ids, sizes, depth_units, num_rows, 0, TOKENS,
+                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+         (_consume, (ring, operands, block_expert_ids, sizes, depth_units, num_rows, 1, TOKENS,
+                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
+         (_produce, (ring, claimed, (code_desc, shift_desc, x_desc), block_expert_ids, sizes,
+                     row_units, depth_units, low_rows, TOKENS, STAGES, SPLIT))],
+        [4, 1], [WORKER_REGISTERS, 24])

@@ -100,7 +100,8 @@ def finish_rows(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPla
     rows = empty_rows(plan, num_rows, width // 2, options)
     _finish_rows_launch(splits, num_rows, width // 2, plan.num_tokens, plan.routing_block_m,
                         bias is not None, options)(
-        codes=rows.codes, scale=rows.scale, parts=parts, bias=parts if bias is None else bias,
+        codes=rows.codes, scale=rows.scale, claimed=rows.claimed, parts=parts,
+        bias=parts if bias is None else bias,
         sorted_weights=plan.sorted_weights, sorted_token_ids=plan.sorted_token_ids,
         block_expert_ids=plan.block_expert_ids, num_valid=plan.num_valid)
     return rows

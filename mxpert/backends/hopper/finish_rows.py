@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ..dependent import EARLY, release_next, wait_for_previous
 from ..triton.epilogue import gated_activation
+from .claims import reset_claims
 from .rows_kernels import (
     _kept_row, _largest_bits, _power_of_two, _split_exponent, _step_layout, _step_offsets,
     _store_slots, _store_split,
@@ -55,7 +56,7 @@ def _finished_row(parts, biases, weight, part_stride, splits, source, mask, p0, 
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "depth", "routing_block_m", "splits", "num_rows"])
-def _moe_finish_rows_kernel(codes, scale, parts, bias, sorted_weights, sorted_token_ids,
+def _moe_finish_rows_kernel(codes, scale, claimed, parts, bias, sorted_weights, sorted_token_ids,
                             block_expert_ids, num_valid, p0, p1, num_tokens, depth, padded_depth,
                             parts_stride, routing_block_m, splits, num_rows, FORMAT: gl.constexpr,
                             EMAX: gl.constexpr, THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr,
@@ -80,6 +81,7 @@ def _moe_finish_rows_kernel(codes, scale, parts, bias, sorted_weights, sorted_to
     if HAS_BIAS:
         biases = _load_pairs(bias + expert.to(gl.int64) * parts_stride, source, mask, num_warps)
     wait_for_previous()
+    reset_claims(claimed)
     if used:
         values = _finished_row(parts + row.to(gl.int64) * parts_stride, biases, weight,
                                num_rows.to(gl.int64) * parts_stride, splits, source, mask, p0, p1,

@@ -46,13 +46,13 @@ _DECODE_LIMITS = ((8, 6), (16, 12), (32, 28))
 """Rows per hit expert up to which each decode tile wins (H200: gpt-oss-120b, kimi-k2 TP4,
 deepseek-v3 EP8, qwen3-235b and dsv4-flash at T = 64..8192)."""
 
-_WIDE_DECODE_LIMIT = 56
-"""As above, for the decode tile of 64 FP8 rows, where `_time` prefers it to narrow ones."""
+_WIDE_DECODE_LIMITS = (36, 56)
+"""Between these, the decode tile of 64 FP8 rows, where `_time` prefers it to narrow ones."""
 
-_NARROW_LIMITS = {True: 72, False: 112}
+_NARROW_LIMITS = {True: 72, False: 128}
 """As above, for narrow prefill tiles, by hi and lo split; more go to PREFILL."""
 
-_TRIPLE_LIMIT = 80
+_TRIPLE_LIMIT = 88
 """As above, for TRIPLE_PREFILL, where `_time` prefers it: more experts would need a second tile for
 their last rows."""
 
@@ -98,13 +98,13 @@ def _decode_blocks(problem: MoEProblem) -> list[int]:
 
 
 def _time(config: GemmConfig, problem: MoEProblem, op: Op, hit: int) -> float:
-    """Of a stage whose hit experts have one tile's rows each: what the busiest SM multiplies, in
-    row units of NARROW_PREFILL."""
+    """Of a stage whose hit experts have one tile's rows each: what an SM multiplies, in row units
+    of NARROW_PREFILL. SMs claim tiles, so that they end within a tile of each other."""
     units = _row_units(problem, op)
     if not is_prefill(config):
         return _DECODE_TIME * units * hit / problem.target.num_sms
     tiles = -(-units // consumers(config)) * hit
-    time = -(-tiles // problem.target.num_sms) * consumers(config)
+    time = (tiles / problem.target.num_sms + 0.5) * consumers(config)
     return time * _TRIPLE_TIME if config == TRIPLE_PREFILL else time
 
 
@@ -122,7 +122,8 @@ def _preferred(problem: MoEProblem) -> dict[Op, GemmConfig]:
     choices = [NARROW_PREFILL, *([TRIPLE_PREFILL] if average <= _TRIPLE_LIMIT else [])]
     narrow = {op: min(choices, key=lambda config: _time(config, problem, op, hit))
               for op in STAGE_OPS}
-    if split or average > _WIDE_DECODE_LIMIT:
+    least, most = _WIDE_DECODE_LIMITS
+    if split or not least < average <= most:
         return narrow
     decode = dict.fromkeys(STAGE_OPS, decode_config(64, split))
     return min((narrow, decode), key=lambda tiles: sum(

@@ -176,7 +176,7 @@ def multiply(
     tensors = dict(
         code_desc=weight.qdata, shift_desc=weight.scale, x_desc=rows.codes,
         reference=weight.reference, bias=rows.scale if bias is None else bias, x_scale=rows.scale,
-        routed_weights=plan.sorted_weights)
+        routed_weights=plan.sorted_weights, claimed=rows.claimed)
     if heuristics.is_prefill(config):
         width = heuristics.blocks_of_tile(config, rows.split)
         schedule = tile_schedule(plan, config.block_m, width, schedules)

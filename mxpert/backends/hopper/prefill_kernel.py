@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..dependent import wait_then_release
+from .claims import LEAD, make_labels, next_tile, read_label, write_label
 from .epilogue import (
     copy_outputs, finish, one_each, output_layout, output_terms, spread, token_terms,
 )
@@ -59,15 +60,16 @@ def _power_of_two(number):
 
 
 @gluon.jit
-def _place(schedule, tile, num_tiles, tiles_per_block):
-    """First block, number of blocks and expert of a tile, asked for one tile ahead so that nobody
-    waits for them."""
+def _describe(schedule, tile, sizes):
+    """First block, number of blocks, expert, and which of its group's tiles: of a tile, if there is
+    one; no blocks say that there is none."""
     first_block, blocks, expert = schedule
+    num_groups, tiles_per_block, _ = sizes
     group = tile // tiles_per_block
-    known = tile < num_tiles
+    known = group < num_groups
     return (gl.load(first_block + group, mask=known, other=0),
             gl.load(blocks + group, mask=known, other=0),
-            gl.load(expert + group, mask=known, other=0))
+            gl.load(expert + group, mask=known, other=0), tile % tiles_per_block)
 
 
 @gluon.jit
@@ -85,48 +87,69 @@ def _load_activations(x, x_desc, arrived, first_row, width, depth, low_rows,
 
 
 @gluon.jit
-def _produce(ring, code_desc, shift_desc, x_desc, schedule, sizes, row_units, low_rows,
-             CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
-             STAGES: gl.constexpr, SPLIT: gl.constexpr):
-    codes, shifts, x, ready, free = ring
-    num_tiles, tiles_per_block, depth_units = sizes
+def _fill_stage(ring, descriptors, state, step, tile, row_units, depth_units, low_rows,
+                CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
+                STAGES: gl.constexpr, SPLIT: gl.constexpr):
+    """Start one step of a tile on its way once its stage is free; returns the state after it."""
+    codes, shifts, x, ready, free, labels = ring
+    code_desc, shift_desc, x_desc = descriptors
+    slot, phase = state
+    block, width, expert, inner = tile
+    unit = CONSUMERS * inner
     ARRIVALS: gl.constexpr = _arrivals(code_desc)
     UNITS: gl.constexpr = 2 // ARRIVALS  # depth units of 128 codes that arrive together
     WEIGHT_BYTES: gl.constexpr = CONSUMERS * (32 * 128 + 8 * 32) * UNITS
     ROW_BYTES: gl.constexpr = BLOCK_M * 128 * (2 if SPLIT else 1) * UNITS
-    slot = 0
-    phase = 1
-    following = _place(schedule, gl.program_id(0), num_tiles, tiles_per_block)
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        block, width, expert = following
-        following = _place(schedule, tile + gl.num_programs(0), num_tiles, tiles_per_block)
-        unit = CONSUMERS * (tile % tiles_per_block)
-        for step in range(gl.cdiv(depth_units, 2)):
-            mbarrier.wait(free.index(slot), phase)
-            for part in gl.static_range(ARRIVALS):
-                arrived = ready.index(slot * ARRIVALS + part)
-                for q in gl.static_range(BLOCKS):
-                    mbarrier.expect(arrived, WEIGHT_BYTES + (q + 1) * ROW_BYTES,
-                                    pred=width == q + 1)
-                for half in gl.static_range(part * UNITS, (part + 1) * UNITS):
-                    _load_activations(x.index(2 * slot + half), x_desc, arrived, block * BLOCK_M,
-                                      width, step * 256 + half * 128, low_rows, BLOCK_M, BLOCKS,
-                                      SPLIT)
-                # An odd last unit reads on into the next one: finite weights that meet x = 0.
-                for c in gl.static_range(CONSUMERS):
-                    row_unit = expert * row_units + gl.minimum(unit + c, row_units - 1)
-                    first = row_unit * depth_units + 2 * step + part
-                    own = slot * CONSUMERS + c
-                    tma.async_copy_global_to_shared(
-                        code_desc, [first * 32, 0], arrived,
-                        codes.index(own).slice(part * 32, 32 * UNITS, 0))
-                    tma.async_copy_global_to_shared(
-                        shift_desc, [first * 8, 0], arrived,
-                        shifts.index(own).slice(part * 8, 8 * UNITS, 0))
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
+    mbarrier.wait(free.index(slot), phase)
+    write_label(labels, slot, tile)
+    for part in gl.static_range(ARRIVALS):
+        arrived = ready.index(slot * ARRIVALS + part)
+        for q in gl.static_range(BLOCKS):
+            mbarrier.expect(arrived, WEIGHT_BYTES + (q + 1) * ROW_BYTES, pred=width == q + 1)
+        for half in gl.static_range(part * UNITS, (part + 1) * UNITS):
+            _load_activations(x.index(2 * slot + half), x_desc, arrived, block * BLOCK_M, width,
+                              step * 256 + half * 128, low_rows, BLOCK_M, BLOCKS, SPLIT)
+        # An odd last unit reads on into the next one: finite weights that meet x = 0.
+        for c in gl.static_range(CONSUMERS):
+            row_unit = expert * row_units + gl.minimum(unit + c, row_units - 1)
+            first = row_unit * depth_units + 2 * step + part
+            own = slot * CONSUMERS + c
+            tma.async_copy_global_to_shared(code_desc, [first * 32, 0], arrived,
+                                            codes.index(own).slice(part * 32, 32 * UNITS, 0))
+            tma.async_copy_global_to_shared(shift_desc, [first * 8, 0], arrived,
+                                            shifts.index(own).slice(part * 8, 8 * UNITS, 0))
+    slot += 1
+    if slot == STAGES:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
+def _produce(ring, claimed, descriptors, schedule, sizes, row_units, low_rows,
+             CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
+             STAGES: gl.constexpr, SPLIT: gl.constexpr):
+    _, _, _, ready, free, labels = ring
+    num_groups, tiles_per_block, depth_units = sizes
+    steps = gl.cdiv(depth_units, 2)
+    claim_at = gl.maximum(steps - LEAD, 1)
+    state = (0, 1)
+    number = gl.program_id(0)
+    following = _describe(schedule, number, sizes)
+    while following[1] > 0:
+        tile = following
+        for step in range(claim_at):
+            state = _fill_stage(ring, descriptors, state, step, tile, row_units, depth_units,
+                                low_rows, CONSUMERS, BLOCK_M, BLOCKS, STAGES, SPLIT)
+        number = next_tile(number, claimed, num_groups * tiles_per_block)
+        following = _describe(schedule, number, sizes)
+        for step in range(claim_at, steps):
+            state = _fill_stage(ring, descriptors, state, step, tile, row_units, depth_units,
+                                low_rows, CONSUMERS, BLOCK_M, BLOCKS, STAGES, SPLIT)
+    slot, phase = state
+    mbarrier.wait(free.index(slot), phase)
+    write_label(labels, slot, following)
+    mbarrier.arrive(ready.index(slot * _arrivals(descriptors[0])), count=1)
 
 
 @gluon.jit
@@ -170,7 +193,7 @@ def _pass_turn(turns, MOMENT: gl.constexpr, ORDER: gl.constexpr):
 @gluon.jit
 def _decode(ring, place, HALF: gl.constexpr, LAYOUT: gl.constexpr):
     """128 codes of depth of a consumer's weights of a stage."""
-    codes, shifts, _, _, _, tables = ring
+    codes, shifts, _, _, _, _, tables = ring
     return decode_weights(codes.index(place).slice(32 * HALF, 32, 0),
                           shifts.index(place).slice(8 * HALF, 8, 0), tables, LAYOUT, 1, 1)
 
@@ -317,28 +340,29 @@ def _consume(ring, turns, staging, operands, schedule, sizes, PARTITION: gl.cons
              CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
              STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
              WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
-    num_tiles, tiles_per_block, depth_units = sizes
     turns = (turns.index(PARTITION), turns.index((PARTITION + 1) % CONSUMERS))
     ring += (decode_tables(),)
     state = (0, 0, 1 if PARTITION == 0 else 0)  # the first partition has the first turn
-    following = _place(schedule, gl.program_id(0), num_tiles, tiles_per_block)
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        block, width, expert = following
-        following = _place(schedule, tile + gl.num_programs(0), num_tiles, tiles_per_block)
-        unit = CONSUMERS * (tile % tiles_per_block) + PARTITION
+    ARRIVALS: gl.constexpr = ring[3].shape[0] // STAGES
+    block, width, expert, inner = _describe(schedule, gl.program_id(0), sizes)
+    while width > 0:
+        unit = CONSUMERS * inner + PARTITION
         for q in gl.static_range(1, BLOCKS + 1):
             if width == q:
-                state = _tile(ring, turns, state, depth_units, block * BLOCK_M, unit, expert,
+                state = _tile(ring, turns, state, sizes[2], block * BLOCK_M, unit, expert,
                               staging, operands, PARTITION, CONSUMERS, STAGES, q * BLOCK_M,
                               BLOCKS * BLOCK_M, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)
+        slot = state[0]
+        block, width, expert, inner = read_label(ring[5], slot, ring[3].index(slot * ARRIVALS),
+                                                 state[1])
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "low_rows"])
 def _moe_gemm_prefill_kernel(
         out_desc, code_desc, shift_desc, x_desc, reference, bias, x_scale, routed_weights,
-        tile_first_block, tile_blocks, tile_expert, num_groups, param_first, param_second, low_rows,
-        num_outputs, tiles_per_block, row_units, depth_units, CONSUMERS: gl.constexpr,
+        tile_first_block, tile_blocks, tile_expert, num_groups, claimed, param_first, param_second,
+        low_rows, num_outputs, tiles_per_block, row_units, depth_units, CONSUMERS: gl.constexpr,
         BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
         SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
         num_warps: gl.constexpr):
@@ -367,10 +391,10 @@ def _moe_gemm_prefill_kernel(
     if ORDER != _AT_WILL:
         turns = _make_turns(CONSUMERS)
     wait_then_release()
-    num_tiles = gl.load(num_groups) * tiles_per_block
-    ring = (codes, shifts, x, ready, free)
+    ring = (codes, shifts, x, ready, free, make_labels(STAGES))
+    descriptors = (code_desc, shift_desc, x_desc)
     schedule = (tile_first_block, tile_blocks, tile_expert)
-    sizes = (num_tiles, tiles_per_block, depth_units)
+    sizes = (gl.load(num_groups), tiles_per_block, depth_units)
     operands = ((reference, bias, num_outputs, row_units), (x_scale, routed_weights), out_desc,
                 (param_first, param_second))
     if CONSUMERS == 2:  # last, registers a thread: consumers share what the producer leaves
@@ -379,7 +403,7 @@ def _moe_gemm_prefill_kernel(
                          STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
              (_consume, (ring, turns, staging[1], operands, schedule, sizes, 1, 2, BLOCK_M, BLOCKS,
                          STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
-             (_produce, (ring, code_desc, shift_desc, x_desc, schedule, sizes, row_units, low_rows,
+             (_produce, (ring, claimed, descriptors, schedule, sizes, row_units, low_rows,
                          2, BLOCK_M, BLOCKS, STAGES, SPLIT))], [4, 1], [240, 24])
     else:
         last = gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout)
@@ -390,5 +414,5 @@ def _moe_gemm_prefill_kernel(
                          STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
              (_consume, (ring, turns, last, operands, schedule, sizes, 2, 3, BLOCK_M, BLOCKS,
                          STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
-             (_produce, (ring, code_desc, shift_desc, x_desc, schedule, sizes, row_units, low_rows,
+             (_produce, (ring, claimed, descriptors, schedule, sizes, row_units, low_rows,
                          3, BLOCK_M, BLOCKS, STAGES, SPLIT))], [4, 4, 1], [160, 160, 24])

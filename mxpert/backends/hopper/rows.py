@@ -44,10 +44,12 @@ _PARALLEL_TOKENS = 32
 
 @dataclass(frozen=True)
 class SortedRows:
-    """e4m3 rows [P, K padded to 128] (twice as many for hi and lo) and float32 row scales [P]."""
+    """e4m3 rows [P, K padded to 128] (twice as many for hi and lo) and float32 row scales [P], and
+    the int32 counter [1] of the tiles that the GEMM of these rows has claimed."""
 
     codes: torch.Tensor
     scale: torch.Tensor
+    claimed: torch.Tensor
     split: bool
 
     @property
@@ -79,7 +81,7 @@ def empty_rows(plan: RoutingPlan, num_rows: int, depth: int, options: MoEOptions
     scale = plan.sorted_weights.new_empty(num_rows)
     codes = scale.new_empty((num_rows * (2 if split else 1), padded(depth)),
                             dtype=torch.float8_e4m3fn)
-    return SortedRows(codes, scale, split)
+    return SortedRows(codes, scale, plan.num_valid.new_empty(1), split)
 
 
 def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
@@ -97,8 +99,9 @@ def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
     """
     rows = empty_rows(plan, num_rows, x.shape[1], options)
     sizes = _Sizes(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter)
-    tensors = dict(codes=rows.codes, scale=rows.scale, sorted_token_ids=plan.sorted_token_ids,
-                   num_valid=plan.num_valid, slot_rows=plan.slot_rows)
+    tensors = dict(
+        codes=rows.codes, scale=rows.scale, claimed=rows.claimed, num_valid=plan.num_valid,
+        sorted_token_ids=plan.sorted_token_ids, slot_rows=plan.slot_rows)
     if isinstance(x, MXTensor):
         packed = x.format.codes_per_byte == 2
         data = x.qdata if packed else x.qdata.view(torch.float8_e4m3fn)
@@ -146,8 +149,8 @@ class _Sizes(NamedTuple):
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _rebase_launch(sizes: _Sizes, x_stride: int, x_scale_stride: int, packed: bool) -> Launch:
-    return sizes.launch(_moe_rebase_rows_kernel, x_stride=x_stride, x_scale_stride=x_scale_stride,
-                        PACKED=packed)
+    return sizes.launch(_moe_rebase_rows_kernel, sizes.rows, rows=sizes.rows, x_stride=x_stride,
+                        x_scale_stride=x_scale_stride, PACKED=packed)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)

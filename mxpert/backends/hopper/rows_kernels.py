@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..dependent import EARLY, wait_then_release
+from .claims import reset_claims
 
 _TOKEN_MASK = gl.constexpr((1 << 24) - 1)
 
@@ -159,8 +160,8 @@ def _kept_row(program, sorted_token_ids, num_tokens):
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "top_k", "slots", "depth", "num_rows", "rows"])
-def _moe_split_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_valid, num_tokens,
-                           top_k, slots, depth, padded_depth, num_rows, x_stride, rows,
+def _moe_split_rows_kernel(codes, scale, claimed, x, slot_rows, sorted_token_ids, num_valid,
+                           num_tokens, top_k, slots, depth, padded_depth, num_rows, x_stride, rows,
                            SCATTER: gl.constexpr, SINGLE: gl.constexpr, CHUNKS: gl.constexpr,
                            num_warps: gl.constexpr):
     """bf16 row → hi and lo e4m3 rows with ``x = scale * (hi + lo / 16)``, 448 the largest hi.
@@ -169,6 +170,7 @@ def _moe_split_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_val
     and asks for each while it encodes the one before. NaN and infinity give a NaN scale.
     """
     wait_then_release()
+    reset_claims(claimed)
     program = gl.program_id(0)
     source, block, _target = _step_offsets(0, CHUNKS, num_warps)
     mask = block * 32 < depth
@@ -192,24 +194,31 @@ def _moe_split_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_val
 
 
 @gluon.jit
-def _load_codes(x, x_scale, step, depth, PACKED: gl.constexpr, CHUNKS: gl.constexpr,
+def _load_codes(x, x_scale, step, mask, PACKED: gl.constexpr, CHUNKS: gl.constexpr,
                 WARPS: gl.constexpr):
-    """One step of MX values, decoded without their scales, the scale bytes, and the target."""
-    source, block, target = _step_offsets(step, CHUNKS, WARPS)
-    mask = block * 32 < depth
-    scales = gl.load(x_scale + block, mask=mask, other=0).to(gl.int32)[:, :, :, None]
+    """One step of MX codes and their scale bytes, as they are loaded."""
+    source, block, _ = _step_offsets(step, CHUNKS, WARPS)
+    scales = gl.load(x_scale + block, mask=mask, other=0)
     if PACKED:  # four codes in two bytes, low nibble first
+        pairs = (x + source // 2).cast(gl.pointer_type(gl.uint16))
+        return gl.load(pairs, mask=mask, other=0), scales
+    else:
+        return _load_words(x, source, mask, WARPS), scales
+
+
+@gluon.jit
+def _values_of(codes, PACKED: gl.constexpr, WARPS: gl.constexpr):
+    """Loaded codes [CHUNKS, 8, 4, 4] as float32, without their scales."""
+    if PACKED:
         LAYOUT: gl.constexpr = _step_layout(WARPS)
         place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
-        pair = gl.load((x + source // 2).cast(gl.pointer_type(gl.uint16)), mask=mask, other=0)
-        code = pair.to(gl.int32)[:, :, :, None] >> (place * 4)[None, None, None, :]
+        code = codes.to(gl.int32)[:, :, :, None] >> (place * 4)[None, None, None, :]
         magnitude = code & 7
         normal = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
         bits = gl.where(magnitude > 1, normal, magnitude * 0x3F000000)
-        values = (bits | ((code & 8) << 28)).to(gl.float32, bitcast=True)
+        return (bits | ((code & 8) << 28)).to(gl.float32, bitcast=True)
     else:
-        values = _load_words(x, source, mask, WARPS).to(gl.float32)
-    return values, scales, target
+        return codes.to(gl.float32)
 
 
 @gluon.jit
@@ -232,49 +241,72 @@ def _store_rebased(codes, scale, factor, base, values, scales, target, slot_rows
 
 
 @gluon.jit
-def _encode_rebased(codes, scale, x, x_scale, slot_rows, first_slot, num_slots, row, depth,
+def _encode_rebased(codes, scale, x, x_scale, first, slot_rows, first_slot, num_slots, row, depth,
                     padded_depth, SCATTER: gl.constexpr, SINGLE: gl.constexpr,
                     PACKED: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
-    """One MX row; SINGLE as in `_encode_split`."""
+    """One MX row, whose `first` step is loaded; SINGLE as in `_encode_split`."""
     HEADROOM: gl.constexpr = 6 if PACKED else 0  # e2m1 reaches 6: 6 * 2^6 uses e4m3's range
-    values, scales, target = _load_codes(x, x_scale, 0, depth, PACKED, CHUNKS, WARPS)
+    _source, block, target = _step_offsets(0, CHUNKS, WARPS)
+    values = _values_of(first[0], PACKED, WARPS)
+    scales = first[1].to(gl.int32)[:, :, :, None]
     reference = _largest_scale(values, scales)
     steps = gl.cdiv(padded_depth, CHUNKS * 128)
     if not SINGLE:
         for step in range(1, steps):
-            more, more_scales, _ = _load_codes(x, x_scale, step, depth, PACKED, CHUNKS, WARPS)
-            reference = gl.maximum(reference, _largest_scale(more, more_scales))
+            _source, block, _target = _step_offsets(step, CHUNKS, WARPS)
+            more, more_scales = _load_codes(x, x_scale, step, block * 32 < depth, PACKED, CHUNKS,
+                                            WARPS)
+            reference = gl.maximum(reference, _largest_scale(
+                _values_of(more, PACKED, WARPS), more_scales.to(gl.int32)[:, :, :, None]))
     base = gl.maximum(reference, 1 + HEADROOM)
     factor = gl.where(reference == 255, float("nan"), _power_of_two(base - HEADROOM))
     _store_rebased(codes, scale, factor, base, values, scales, target, slot_rows, first_slot,
                    num_slots, row, padded_depth, SCATTER, HEADROOM, CHUNKS)
     if not SINGLE:
         for step in range(1, steps):
-            values, scales, target = _load_codes(x, x_scale, step, depth, PACKED, CHUNKS, WARPS)
-            _store_rebased(codes, scale, factor, base, values, scales, target, slot_rows,
-                           first_slot, num_slots, row, padded_depth, SCATTER, HEADROOM, CHUNKS)
+            _source, block, target = _step_offsets(step, CHUNKS, WARPS)
+            more, more_scales = _load_codes(x, x_scale, step, block * 32 < depth, PACKED, CHUNKS,
+                                            WARPS)
+            _store_rebased(codes, scale, factor, base, _values_of(more, PACKED, WARPS),
+                           more_scales.to(gl.int32)[:, :, :, None], target, slot_rows, first_slot,
+                           num_slots, row, padded_depth, SCATTER, HEADROOM, CHUNKS)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "top_k", "slots", "depth", "x_scale_stride"])
-def _moe_rebase_rows_kernel(codes, scale, x, x_scale, slot_rows, sorted_token_ids, num_valid,
-                            num_tokens, top_k, slots, depth, padded_depth, x_stride,
-                            x_scale_stride, SCATTER: gl.constexpr, SINGLE: gl.constexpr,
+@gluon.jit(do_not_specialize=["num_tokens", "top_k", "slots", "depth", "x_scale_stride", "rows"])
+def _moe_rebase_rows_kernel(codes, scale, claimed, x, x_scale, slot_rows, sorted_token_ids,
+                            num_valid, num_tokens, top_k, slots, depth, padded_depth, x_stride,
+                            x_scale_stride, rows, SCATTER: gl.constexpr, SINGLE: gl.constexpr,
                             PACKED: gl.constexpr, CHUNKS: gl.constexpr,
                             num_warps: gl.constexpr):
     """MX row → e4m3 row with one power of two: codes shift by their block's scale deficit.
 
-    SCATTER as in `_moe_split_rows_kernel`.
+    SCATTER and `rows` as in `_moe_split_rows_kernel`.
     """
     wait_then_release()
+    reset_claims(claimed)
     program = gl.program_id(0)
+    _, block, _ = _step_offsets(0, CHUNKS, num_warps)
+    mask = block * 32 < depth
     if SCATTER:
         token = (program * slots // top_k).to(gl.int64)
-        _encode_rebased(codes, scale, x + token * x_stride, x_scale + token * x_scale_stride,
-                        slot_rows, program * slots, slots, program, depth, padded_depth, True,
-                        SINGLE, PACKED, CHUNKS, num_warps)
-    elif program < gl.load(num_valid):
-        x += program.to(gl.int64) * x_stride
-        x_scale += program.to(gl.int64) * x_scale_stride
-        row = _kept_row(program, sorted_token_ids, num_tokens)
-        _encode_rebased(codes, scale, x, x_scale, slot_rows, 0, 1, row, depth, padded_depth,
-                        False, SINGLE, PACKED, CHUNKS, num_warps)
+        x += token * x_stride
+        x_scale += token * x_scale_stride
+        _encode_rebased(codes, scale, x, x_scale,
+                        _load_codes(x, x_scale, 0, mask, PACKED, CHUNKS, num_warps), slot_rows,
+                        program * slots, slots, program, depth, padded_depth, True, SINGLE, PACKED,
+                        CHUNKS, num_warps)
+    else:
+        first = program * rows
+        count = gl.minimum(gl.load(num_valid) - first, rows)
+        x += first.to(gl.int64) * x_stride
+        x_scale += first.to(gl.int64) * x_scale_stride
+        following = _load_codes(x, x_scale, 0, mask & (count > 0), PACKED, CHUNKS, num_warps)
+        for index in range(count):
+            row = _kept_row(first + index, sorted_token_ids, num_tokens)
+            values, scales = following
+            following = _load_codes(x + x_stride, x_scale + x_scale_stride, 0,
+                                    mask & (index + 1 < count), PACKED, CHUNKS, num_warps)
+            _encode_rebased(codes, scale, x, x_scale, (values, scales), slot_rows, 0, 1, row, depth,
+                            padded_depth, False, SINGLE, PACKED, CHUNKS, num_warps)
+            x += x_stride
+            x_scale += x_scale_stride

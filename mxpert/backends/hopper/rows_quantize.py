@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from ..dependent import wait_then_release
 from ..triton.quantize_kernels import e8m0_scale, inverse_scale
+from .claims import reset_claims
 from .rows_kernels import (
     _kept_row, _largest_bits, _load_words, _maximum, _power_of_two, _step_offsets, _store_slots,
 )
@@ -131,8 +132,8 @@ def _quantize_row(codes, scale, x, first, slot_rows, first_slot, num_slots, row,
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "top_k", "slots", "depth", "rows"])
-def _moe_quantize_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_valid, num_tokens,
-                              top_k, slots, depth, padded_depth, x_stride, rows,
+def _moe_quantize_rows_kernel(codes, scale, claimed, x, slot_rows, sorted_token_ids, num_valid,
+                              num_tokens, top_k, slots, depth, padded_depth, x_stride, rows,
                               SCATTER: gl.constexpr, SINGLE: gl.constexpr, FORMAT: gl.constexpr,
                               EMAX: gl.constexpr, THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr,
                               CHUNKS: gl.constexpr, num_warps: gl.constexpr):
@@ -144,6 +145,7 @@ def _moe_quantize_rows_kernel(codes, scale, x, slot_rows, sorted_token_ids, num_
     before.
     """
     wait_then_release()
+    reset_claims(claimed)
     program = gl.program_id(0)
     source, block, _target = _step_offsets(0, CHUNKS, num_warps)
     mask = block * 32 < depth
