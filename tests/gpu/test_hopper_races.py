@@ -30,9 +30,11 @@ FRESH = 100
 """Repeats on the same data."""
 
 SHAPES: dict[str, MoEShape] = {
-    "swiglu_bias": MoEShape(1472, 704, 16, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True),
-    "silu": MoEShape(1472, 704, 16, 4, SiLU()),
+    "swiglu_bias": MoEShape(1472, 704, 32, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True),
+    "silu": MoEShape(1472, 704, 32, 4, SiLU()),
 }
+"""Both stages have more tiles than CTAs, in every tile: some are claimed."""
+
 ROWS_PER_EXPERT = {8: 5, 16: 12, 32: 30, 64: 150}
 """By block_m: tiles of several blocks, the last of them not full."""
 
