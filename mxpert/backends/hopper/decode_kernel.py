@@ -3,8 +3,8 @@
 A persistent CTA has one producer warp (TMA) and two consumer warpgroups, each with its own 64
 weight rows, so that neither waits at the other's barriers; two CTAs share an SM. CTA tile: 128
 weight rows × TOKENS rows of one routing block, depth in steps of 256 codes, every step promoted to
-the float32 accumulator. The first weights are on their way before the kernel that encodes the
-activations has ended.
+the float32 accumulator; CTAs claim their tiles (`claims`). The first weights are on their way
+before the kernel that encodes the activations has ended.
 """
 
 from __future__ import annotations

@@ -50,11 +50,12 @@ _WIDE_DECODE_LIMITS = (36, 56)
 """Between these, the decode tile of 64 FP8 rows, where `_time` prefers it to narrow ones."""
 
 _NARROW_LIMITS = {True: 72, False: 128}
-"""As above, for narrow prefill tiles, by hi and lo split; more go to PREFILL."""
+"""Rows per hit expert up to which narrow prefill tiles win, by hi and lo split; more go to
+PREFILL."""
 
 _TRIPLE_LIMIT = 88
-"""As above, for TRIPLE_PREFILL, where `_time` prefers it: more experts would need a second tile for
-their last rows."""
+"""Rows per hit expert up to which TRIPLE_PREFILL may win: with more, more experts need a second
+tile for their last rows."""
 
 _DECODE_TIME = 0.99
 _TRIPLE_TIME = 0.92

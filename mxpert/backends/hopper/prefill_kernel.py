@@ -2,9 +2,9 @@
 
 A persistent CTA (one per SM) has one producer warp (TMA) and two or three consumer warpgroups,
 each with its own 64 weight rows. CTA tile: these rows × up to BLOCKS blocks of BLOCK_M activation
-rows of one expert (hi and lo parts of each with SPLIT); the width follows the tile's own blocks. A
-stage of the ring is 256 codes of depth, after which the sums are promoted to float32; a low part
-weighs 1/16, so its accumulation needs no promotion.
+rows of one expert (hi and lo parts of each with SPLIT); the width follows the tile's own blocks,
+and CTAs claim their tiles (`claims`). A stage of the ring is 256 codes of depth, after which the
+sums are promoted to float32; a low part weighs 1/16, so its accumulation needs no promotion.
 
 The consumers wait for the same stages, so left alone they decode at the same time, and multiply at
 the same time. Where a step is one run of wgmma (`_order`) they take turns at the tensor cores: one

@@ -1,4 +1,4 @@
-"""Encoding of activations for the FP8 GEMMs: one CTA a row, K permuted as the weights' is.
+"""Encoding of activations for the FP8 GEMMs: a CTA holds a row, K permuted as the weights' is.
 
 A step covers CHUNKS * 128 values as [chunk, q h, t, j]: source order is (t, q h, j), storage
 order (q h, t, j), see `formats.layouts`. A thread owns 16 stored bytes, gathered by four loads.
