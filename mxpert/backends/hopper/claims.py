@@ -66,6 +66,15 @@ def write_label(labels, slot, tile):
 
 
 @gluon.jit
+def write_last_label(labels, slot, phase, tile, ready, free, ARRIVALS: gl.constexpr):
+    """Label the stage after the last one, which holds nothing: `tile` is none. ARRIVALS: barriers
+    in `ready` for each stage."""
+    mbarrier.wait(free.index(slot), phase)
+    write_label(labels, slot, tile)
+    mbarrier.arrive(ready.index(slot * ARRIVALS), count=1)
+
+
+@gluon.jit
 def _number(labels, index):
     return gl.max(labels.index(index).load(_everywhere(4)), 0)
 

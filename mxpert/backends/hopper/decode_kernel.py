@@ -16,11 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..dependent import EARLY, release_next, wait_for_previous
-from .claims import LEAD, make_labels, next_tile, read_label, write_label
+from .claims import LEAD, make_labels, next_tile, read_label, write_label, write_last_label
 from .epilogue import (
     finish, is_real, one_each, output_layout, output_terms, row_ids, spread, store_outputs,
     token_terms,
 )
+from .ring import next_slot
 from .tiles import accumulator_layout, decode_tables, decode_weights, join_halves
 
 
@@ -102,10 +103,7 @@ def _fill_stage(ring, descriptors, state, step, tile, units, low_rows, TOKENS: g
         write_label(ring[5], slot, tile)
         _load_weights(ring, descriptors, slot, step, units, TOKENS, SPLIT)
     _load_activations(ring, descriptors, slot, step, tile[0] * TOKENS, low_rows, TOKENS, SPLIT)
-    slot += 1
-    if slot == STAGES:
-        slot = 0
-        phase ^= 1
+    slot, phase = next_slot(slot, phase, STAGES)
     return slot, phase, early
 
 
@@ -143,9 +141,7 @@ def _produce(ring, claimed, descriptors, block_expert_ids, sizes, row_units, dep
         for step in range(claim_at, last_step):
             slot, phase, early = _fill_stage(ring, descriptors, (slot, phase, early), step, tile,
                                              units, low_rows, TOKENS, STAGES, SPLIT)
-    mbarrier.wait(free.index(slot), phase)
-    write_label(labels, slot, following)
-    mbarrier.arrive(ready.index(slot), count=1)
+    write_last_label(labels, slot, phase, following, ready, free, 1)
 
 
 @gluon.jit
@@ -204,10 +200,7 @@ def _consume(ring, operands, block_expert_ids, sizes, depth_units, num_rows,
             partial = warpgroup_mma_wait(0, deps=(partial,))
             mbarrier.arrive(free.index(slot), count=1)
             accumulator += partial
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
+            slot, phase = next_slot(slot, phase, STAGES)
         if not TERMS_FIRST:
             outputs, tokens, ids = _terms(factors, rows, expert, first_row, first_output, OUTPUTS,
                                           TOKENS, TOKEN_LAYOUT, LAYOUT, KIND, HAS_BIAS, WEIGHTED)

@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .grouped_epilogue import apply_scales, load_scales, store_tile
 from .grouped_schedule import rows_tile, weights_tile
-from .grouped_sums import accumulate, accumulate_promoted, accumulate_scaled, next_slot, sums_layout
+from .grouped_sums import accumulate, accumulate_promoted, accumulate_scaled, sums_layout
+from .ring import next_slot
 
 
 @gluon.jit

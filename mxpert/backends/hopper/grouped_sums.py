@@ -14,22 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .grouped_epilogue import scale_value
+from .ring import next_slot
 
 
 @gluon.constexpr_function
 def sums_layout(COLUMNS, DEPTH):
     """wgmma accumulator [64, COLUMNS]; an instruction takes a quarter of a stage's depth."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, DEPTH // 4])
-
-
-@gluon.jit
-def next_slot(slot, phase, STAGES: gl.constexpr):
-    """The ring's place after `slot`, and the phase that its barriers have there."""
-    slot += 1
-    if slot == STAGES:
-        slot = 0
-        phase ^= 1
-    return slot, phase
 
 
 @gluon.jit

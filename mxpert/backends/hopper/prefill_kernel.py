@@ -24,10 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..dependent import wait_then_release
-from .claims import LEAD, make_labels, next_tile, read_label, write_label
+from .claims import LEAD, make_labels, next_tile, read_label, write_label, write_last_label
 from .epilogue import (
     copy_outputs, finish, one_each, output_layout, output_terms, spread, token_terms,
 )
+from .ring import next_slot
 from .tiles import accumulator_layout, decode_tables, decode_weights
 
 _AT_WILL = gl.constexpr(0)
@@ -118,11 +119,7 @@ def _fill_stage(ring, descriptors, state, step, tile, row_units, depth_units, lo
                                             codes.index(own).slice(part * 32, 32 * UNITS, 0))
             tma.async_copy_global_to_shared(shift_desc, [first * 8, 0], arrived,
                                             shifts.index(own).slice(part * 8, 8 * UNITS, 0))
-    slot += 1
-    if slot == STAGES:
-        slot = 0
-        phase ^= 1
-    return slot, phase
+    return next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -146,10 +143,8 @@ def _produce(ring, claimed, descriptors, schedule, sizes, row_units, low_rows,
         for step in range(claim_at, steps):
             state = _fill_stage(ring, descriptors, state, step, tile, row_units, depth_units,
                                 low_rows, CONSUMERS, BLOCK_M, BLOCKS, STAGES, SPLIT)
-    slot, phase = state
-    mbarrier.wait(free.index(slot), phase)
-    write_label(labels, slot, following)
-    mbarrier.arrive(ready.index(slot * _arrivals(descriptors[0])), count=1)
+    write_last_label(labels, state[0], state[1], following, ready, free,
+                     _arrivals(descriptors[0]))
 
 
 @gluon.jit
@@ -266,10 +261,7 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr, CONSUM
             _pass_turn(turns, _WHEN_DONE, ORDER)
             mbarrier.arrive(free.index(slot), count=1)
             left += partial
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_slot(slot, phase, STAGES)
     return left, right, (slot, phase, turn)
 
 

@@ -1,0 +1,16 @@
+"""Rings of stages in shared memory, which a producer fills and consumers empty."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def next_slot(slot, phase, STAGES: gl.constexpr):
+    """The ring's place after `slot`, and the phase that its barriers have there."""
+    slot += 1
+    if slot == STAGES:
+        slot = 0
+        phase ^= 1
+    return slot, phase
