@@ -45,7 +45,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "Hopper's own, and a copy would have to be kept equal",
     ("import_directions", "mxpert/backends/hopper/rows.py"):
         "scale rules are the portable quantiser's",
-    ("import_directions", "mxpert/backends/hopper/rows_quantize.py"):
+    ("import_directions", "mxpert/backends/hopper/rows_codes.py"):
         "scale rules are the portable quantiser's: a fused and a separate quantiser must agree",
     ("import_directions", "mxpert/backends/hopper/finish_rows.py"):
         "the activation after split-K is the portable epilogue's",

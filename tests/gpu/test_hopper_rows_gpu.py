@@ -24,7 +24,10 @@ pytestmark = pytest.mark.gpu
 
 EXPERTS, TOP_K, UNIT = 9, 3, 16
 DEPTHS = (96, 384, 2880, 7168, 8224)
-"""Less than a unit; one, eight and 16 values a thread; two steps, the second almost empty."""
+"""Less than a unit; steps of one and several units, full and not; more than one step can hold."""
+
+TOKENS = (1, 16, 333, 4999)
+"""A row a program and, from 4096 rows on, several, each held in few threads."""
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +74,7 @@ def stored(codes: torch.Tensor) -> torch.Tensor:
     return codes.unflatten(1, (-1, 4, 8, 4)).transpose(2, 3).flatten(1)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 16, 333])
+@pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("scatter", [True, False], ids=["tokens", "sorted"])
 @pytest.mark.parametrize("rule", ScaleRule, ids=lambda rule: rule.name.lower())
@@ -91,7 +94,7 @@ def test_one_pass_equals_quantise_then_rebase(
     assert_exact(codes, expected_codes, "codes")
 
 
-@pytest.mark.parametrize("num_tokens", [1, 16, 333])
+@pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("scatter", [True, False], ids=["tokens", "sorted"])
 def test_token_rows_are_the_oracles(
@@ -105,6 +108,28 @@ def test_token_rows_are_the_oracles(
     expected = quantize_token_rows(x[source])
     assert_exact(scale, expected.scale, "scale")
     assert_exact(codes, stored(expected.qdata), "codes")
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("scatter", [True, False], ids=["tokens", "sorted"])
+def test_split_rows_are_hi_and_lo(
+    scatter: bool, depth: int, num_tokens: int, device: torch.device,
+) -> None:
+    plan, options = plan_of(num_tokens, device), MoEOptions(SiLU(), "bf16")
+    x = values(num_tokens if scatter else plan.capacity, depth, device)
+    found = rows.sorted_rows(x, plan, plan.capacity, options, scatter=scatter)
+    places = plan.slot_rows.flatten().long()
+    source = (plan.sorted_token_ids[places] & TOKEN_MASK).long() if scatter else places
+    scale = found.scale[places]
+    scaled = x[source].float() / scale[:, None]
+    hi = scaled.to(torch.float8_e4m3fn)
+    lo = ((scaled - hi.float()) * 16).to(torch.float8_e4m3fn)
+    assert (scaled.abs().amax(1) <= 448).all(), "hi saturates"
+    assert (torch.frexp(scale).mantissa == 0.5).all(), "scales are powers of two"
+    codes = found.codes.unflatten(0, (2, -1))[:, places].float()
+    assert_exact(codes[0], stored(hi.float()), "hi", ignore_zero_sign=True)
+    assert_exact(codes[1], stored(lo.float()), "lo", ignore_zero_sign=True)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)

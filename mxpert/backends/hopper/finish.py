@@ -111,13 +111,10 @@ def finish_rows(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPla
 def _finish_rows_launch(splits: int, num_rows: int, depth: int, num_tokens: int,
                         routing_block_m: int, has_bias: bool, options: MoEOptions) -> Launch:
     first, second = options.activation.parameters
-    constants = format_constants(options)
-    if options.activation_format == "bf16":
-        constants["FORMAT"] = "split"
     return Launch(
         _moe_finish_rows_kernel, (num_rows,), p0=float(first), p1=float(second),
         num_tokens=num_tokens, depth=depth, padded_depth=padded(depth), parts_stride=2 * depth,
         routing_block_m=routing_block_m, splits=splits, num_rows=num_rows,
         ACTIVATION=options.activation.name, HAS_BIAS=has_bias,
-        WEIGHTED=options.apply_router_weight_on_input, **constants, **step_options(depth),
-        **FOLLOWS)
+        WEIGHTED=options.apply_router_weight_on_input, **format_constants(options),
+        **step_options(depth), **FOLLOWS)

@@ -12,16 +12,14 @@ from triton.experimental.gluon import language as gl
 from ..dependent import EARLY, release_next, wait_for_previous
 from ..triton.epilogue import gated_activation
 from .claims import reset_claims
-from .rows_kernels import (
-    _kept_row, _largest_bits, _power_of_two, _split_exponent, _step_layout, _step_offsets,
-    _store_slots, _store_split,
-)
-from .rows_quantize import _encode, _row_scale, _row_statistic
+from .rows_codes import encode, row_maximum, row_scale, statistic_of
+from .rows_kernels import kept_row
+from .rows_steps import step_layout, step_offsets, store_step
 
 
 @gluon.constexpr_function
 def _pair_layout(WARPS):
-    """`_step_layout` with gate and up of four features, eight adjacent values."""
+    """`step_layout` with gate and up of four features, eight adjacent values."""
     return gl.BlockedLayout([1, 1, 4, 8], [4, 8, 1, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
 
 
@@ -52,7 +50,7 @@ def _finished_row(parts, biases, weight, part_stride, splits, source, mask, p0, 
         pairs += biases
     gate, up = pairs.reshape([CHUNKS, 8, 4, 4, 2]).split()
     values = gated_activation(gate, up, p0, p1, ACTIVATION).to(gl.bfloat16).to(gl.float32)
-    return gl.convert_layout(values, _step_layout(WARPS), assert_trivial=True)
+    return gl.convert_layout(values, step_layout(WARPS), assert_trivial=True)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "depth", "routing_block_m", "splits", "num_rows"])
@@ -64,15 +62,14 @@ def _moe_finish_rows_kernel(codes, scale, claimed, parts, bias, sorted_weights, 
                             WEIGHTED: gl.constexpr, CHUNKS: gl.constexpr, num_warps: gl.constexpr):
     """Row of interleaved gate and up parts → e4m3 row with its scale, one program a sorted row.
 
-    parts float32 [splits, num_rows, parts_stride = 2 depth]. FORMAT "split": hi and lo as in
-    `_moe_split_rows_kernel`, else as in `_moe_quantize_rows_kernel`. Follows a GEMM: the plan and
-    the bias are read before its sums are there.
+    parts float32 [splits, num_rows, parts_stride = 2 depth]. FORMAT as in `rows_codes`. Follows a
+    GEMM: the plan and the bias are read before its sums are there.
     """
     release_next()
     row = gl.program_id(0)
-    kept = _kept_row(row, sorted_token_ids, num_tokens)
+    kept = kept_row(row, sorted_token_ids, num_tokens)
     used = (kept >= 0) & (row < gl.load(num_valid, cache_modifier=EARLY))
-    source, block, target = _step_offsets(0, CHUNKS, num_warps)
+    source, block, target = step_offsets(0, CHUNKS, num_warps)
     mask = block * 32 < gl.where(used, depth, 0)
     weight = gl.load(sorted_weights + row, cache_modifier=EARLY)
     expert = gl.load(block_expert_ids + row // routing_block_m, mask=used, other=0,
@@ -86,16 +83,7 @@ def _moe_finish_rows_kernel(codes, scale, claimed, parts, bias, sorted_weights, 
         values = _finished_row(parts + row.to(gl.int64) * parts_stride, biases, weight,
                                num_rows.to(gl.int64) * parts_stride, splits, source, mask, p0, p1,
                                ACTIVATION, HAS_BIAS, WEIGHTED, CHUNKS, num_warps)
-        if FORMAT == "split":
-            bits = _largest_bits(values)
-            exponent = _split_exponent(bits)
-            factor = gl.where(bits >= 0x7F800000, float("nan"), _power_of_two(exponent))
-            _store_split(codes, scale, factor, _power_of_two(254 - exponent), values, target,
-                         codes, 0, 1, row, padded_depth, num_rows, False, CHUNKS)
-        else:
-            HEADROOM: gl.constexpr = 6 if FORMAT == "e2m1" else 0
-            statistic = _row_statistic(values, FORMAT, EMAX, THRESHOLD, INF_BYTE)
-            factor, encoding = _row_scale(statistic, FORMAT, HEADROOM)
-            _store_slots(codes, scale, factor, _encode(values, encoding, FORMAT, HEADROOM, EMAX,
-                                                       THRESHOLD, INF_BYTE),
-                         target, codes, 0, 1, row, padded_depth, False, CHUNKS)
+        numbers = statistic_of((values,), FORMAT, False, EMAX, THRESHOLD, INF_BYTE)
+        factor, encoding = row_scale(row_maximum(numbers), FORMAT)
+        encoded = encode((values,), encoding, FORMAT, False, EMAX, THRESHOLD, INF_BYTE, num_warps)
+        store_step(codes, scale, factor, encoded, target, row, padded_depth, num_rows, CHUNKS)

@@ -18,25 +18,28 @@ from typing import Any, NamedTuple
 import torch
 
 from ...formats.layouts import UNIT_CODES
+from ...formats.spec import E2M1
 from ...formats.tensor import MXTensor
 from ...problem import MoEOptions, activation_mx_format
 from ...routing import RoutingPlan
 from ..dependent import FOLLOWS
 from ..launch import CACHED_LAUNCHES, Launch
 from ..triton.quantize_kernels import scale_rule_constants
-from .rows_kernels import _moe_rebase_rows_kernel, _moe_split_rows_kernel
-from .rows_quantize import _moe_quantize_rows_kernel
+from .rows_kernels import _moe_encode_rows_kernel
 
 _MAX_CHUNKS = 64
 """Depth units of 128 values in one step: 8192 values, 32 a thread."""
 
 _CHUNKS_PER_WARP = 4
 
-_ROW_VALUES = 4096
+_ROW_VALUES = 16384
 """Values that a program encodes where rows are many: its rows are asked for one ahead."""
 
 _MANY_PROGRAMS = 4096
 """Programs that fill the GPU; where rows are fewer, each has its own."""
+
+_MOST_STEPS = 4
+"""Steps of a row that a program holds: 16 values a thread and step, and those of the next row."""
 
 _PARALLEL_TOKENS = 32
 """Up to this many tokens each slot has a program of its own: the GPU is idle, latency counts."""
@@ -75,6 +78,21 @@ def step_options(depth: int) -> dict[str, int]:
     return {"CHUNKS": chunks, "num_warps": min(8, chunks // _CHUNKS_PER_WARP)}
 
 
+def held_options(depth: int, many: bool) -> dict[str, int | bool]:
+    """STEPS of a row that stay in registers, whether these are the WHOLE row, and a step's size.
+
+    Few rows: one step and many threads, for latency. `many`: few threads with several steps, which
+    shares the work of a row out over more values and fits depths that are no powers of two.
+    """
+    units = padded(depth) // UNIT_CODES
+    if not many or units > _MAX_CHUNKS:
+        return {"STEPS": 1, "WHOLE": fits_one_step(depth), **step_options(depth)}
+    sizes = [chunks for chunks in (4, 8, 16) if -(-units // chunks) <= _MOST_STEPS]
+    chunks = min(sizes, key=lambda size: (-(-units // size) * size, size))
+    return {"STEPS": -(-units // chunks), "WHOLE": True, "CHUNKS": chunks,
+            "num_warps": chunks // _CHUNKS_PER_WARP}
+
+
 def empty_rows(plan: RoutingPlan, num_rows: int, depth: int, options: MoEOptions) -> SortedRows:
     """Rows without values."""
     split = options.activation_format == "bf16"
@@ -103,19 +121,17 @@ def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
         codes=rows.codes, scale=rows.scale, claimed=rows.claimed, num_valid=plan.num_valid,
         sorted_token_ids=plan.sorted_token_ids, slot_rows=plan.slot_rows)
     if isinstance(x, MXTensor):
-        packed = x.format.codes_per_byte == 2
-        data = x.qdata if packed else x.qdata.view(torch.float8_e4m3fn)
-        _rebase_launch(sizes, data.stride(0), x.scale.stride(0), packed)(
+        element = x.format.element
+        data = x.qdata if element is E2M1 else x.qdata.view(torch.float8_e4m3fn)
+        _encode_launch(sizes, data.stride(0), x.scale.stride(0), element.name, options)(
             x=data, x_scale=x.scale, **tensors)
-    elif rows.split:
-        _split_launch(sizes, x.stride(0))(x=x, **tensors)
     else:
-        _quantize_launch(sizes, x.stride(0), options)(x=x, **tensors)
+        _encode_launch(sizes, x.stride(0), 0, None, options)(x=x, x_scale=None, **tensors)
     return rows
 
 
 class _Sizes(NamedTuple):
-    """What every kernel of this module depends on."""
+    """Sizes that the launch depends on."""
 
     num_tokens: int
     top_k: int
@@ -124,50 +140,48 @@ class _Sizes(NamedTuple):
     scatter: bool
 
     @property
-    def padded_depth(self) -> int:
-        return padded(self.depth)
+    def many(self) -> bool:
+        """Whether rows alone fill the GPU."""
+        return (self.num_tokens if self.scatter else self.num_rows) >= _MANY_PROGRAMS
 
     @property
     def rows(self) -> int:
         """Sorted rows of one program."""
-        if self.scatter:
-            return 1
-        most = _ROW_VALUES // (step_options(self.depth)["CHUNKS"] * UNIT_CODES)
+        most = _ROW_VALUES // padded(self.depth)
         return max(1, min(most, self.num_rows // _MANY_PROGRAMS))
 
-    def launch(self, kernel: Any, each: int = 1, **constants: Any) -> Launch:
-        """A launch of `kernel`, which takes `constants` beside the sizes; without scatter, a
-        program for `each` sorted rows."""
-        slots = 1 if self.num_tokens <= _PARALLEL_TOKENS else self.top_k
-        programs = (self.num_tokens * (self.top_k // slots) if self.scatter
-                    else -(-self.num_rows // each))
-        return Launch(
-            kernel, (programs,), num_tokens=self.num_tokens, top_k=self.top_k, slots=slots,
-            depth=self.depth, padded_depth=self.padded_depth, SCATTER=self.scatter,
-            SINGLE=fits_one_step(self.depth), **step_options(self.depth), **FOLLOWS, **constants)
+    @property
+    def slots(self) -> int:
+        """A token's slots that one program serves; 0: rows are sorted."""
+        if not self.scatter:
+            return 0
+        return 1 if self.num_tokens <= _PARALLEL_TOKENS else self.top_k
+
+    @property
+    def programs(self) -> int:
+        """Programs in all."""
+        if self.scatter:
+            return self.num_tokens * (self.top_k // self.slots)
+        return -(-self.num_rows // self.rows)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _rebase_launch(sizes: _Sizes, x_stride: int, x_scale_stride: int, packed: bool) -> Launch:
-    return sizes.launch(_moe_rebase_rows_kernel, sizes.rows, rows=sizes.rows, x_stride=x_stride,
-                        x_scale_stride=x_scale_stride, PACKED=packed)
-
-
-@functools.lru_cache(CACHED_LAUNCHES)
-def _split_launch(sizes: _Sizes, x_stride: int) -> Launch:
-    return sizes.launch(_moe_split_rows_kernel, sizes.rows, rows=sizes.rows,
-                        num_rows=sizes.num_rows, x_stride=x_stride)
-
-
-@functools.lru_cache(CACHED_LAUNCHES)
-def _quantize_launch(sizes: _Sizes, x_stride: int, options: MoEOptions) -> Launch:
-    return sizes.launch(_moe_quantize_rows_kernel, sizes.rows, rows=sizes.rows, x_stride=x_stride,
-                        **format_constants(options))
+def _encode_launch(sizes: _Sizes, x_stride: int, x_scale_stride: int, coded: str | None,
+                   options: MoEOptions) -> Launch:
+    """coded: element of the MX rows; None: bfloat16 rows."""
+    format = (dict(FORMAT=coded, EMAX=0, THRESHOLD=0, INF_BYTE=0) if coded
+              else format_constants(options))
+    return Launch(
+        _moe_encode_rows_kernel, (sizes.programs,), num_tokens=sizes.num_tokens,
+        top_k=sizes.top_k, slots=sizes.slots, depth=sizes.depth, padded_depth=padded(sizes.depth),
+        num_rows=sizes.num_rows, x_stride=x_stride, x_scale_stride=x_scale_stride, rows=sizes.rows,
+        CODED=coded is not None, **format, **held_options(sizes.depth, sizes.many), **FOLLOWS)
 
 
 def format_constants(options: MoEOptions) -> dict[str, Any]:
-    """What kernels need to know of a quantised activation format and its scale rule."""
+    """What kernels need to know of an activation format and its scale rule (`rows_codes`)."""
     format = activation_mx_format(options.activation_format, "sorted_rows")
     if format is None:
-        return dict(FORMAT="token", EMAX=0, THRESHOLD=0, INF_BYTE=0)
+        name = "split" if options.activation_format == "bf16" else "token"
+        return dict(FORMAT=name, EMAX=0, THRESHOLD=0, INF_BYTE=0)
     return dict(FORMAT=format.element.name, **scale_rule_constants(format, options.scale_rule))

@@ -1,0 +1,261 @@
+"""What a row's values become: e4m3 codes with one scale, by the row's FORMAT.
+
+- "split": bfloat16 → hi and lo with ``x = scale * (hi + lo / 16)``, 448 the largest hi.
+- "token": bfloat16 → ``scale = amax / 448``.
+- "e4m3", "e2m1": MX blocks, whose codes shift by their block's scale deficit against the row's
+  largest scale, a power of two. CODED: x is an MX row; else bfloat16 is quantised first, to the
+  bits that `quantize` makes.
+
+NaN gives a row a NaN scale, infinity in "split" and "token"; in MX formats it saturates. Codes are
+made by the hardware's conversions in PTX: a conversion to e4m3 and back in one expression of Triton
+is miscompiled.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..triton.quantize_kernels import e8m0_scale, inverse_scale
+from .rows_steps import step_layout
+
+_SMALLEST_AMAX = gl.constexpr(0x04E00000)
+"""Bits of 448 * 2^-126: a smaller maximum has the smallest scale that is a normal float32."""
+
+
+@gluon.constexpr_function
+def _headroom(FORMAT):
+    """e2m1 reaches 6: 6 * 2^6 uses e4m3's range."""
+    return 6 if FORMAT == "e2m1" else 0
+
+
+@gluon.jit
+def _power_of_two(exponent_byte):
+    """2^(byte - 127) for bytes 1..254."""
+    return (exponent_byte << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _maximum(left, right):
+    return gl.maximum(left, right)
+
+
+@gluon.jit
+def _block_bytes(values, EMAX: gl.constexpr, THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr):
+    """E8M0 bytes of one step's blocks, [CHUNKS, 1, 4, 1], and those that count for the row: blocks
+    of zeros do not, NaN does."""
+    bits = values.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    bits = gl.reduce(gl.reduce(bits, 3, _maximum), 1, _maximum)
+    bits = gl.expand_dims(gl.expand_dims(bits, 1), 3)
+    scales = e8m0_scale(bits, EMAX, THRESHOLD, INF_BYTE)
+    return scales, gl.where(bits == 0, 0, scales)
+
+
+@gluon.jit
+def statistic_of(step, FORMAT: gl.constexpr, CODED: gl.constexpr, EMAX: gl.constexpr,
+                 THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr):
+    """Numbers of a step, the row's largest of which gives its scale.
+
+    Bits of magnitudes, which order as those do, infinity and NaN last; or scale bytes of blocks.
+    """
+    if CODED:
+        MAGNITUDES: gl.constexpr = 0x7777 if FORMAT == "e2m1" else 0x7F7F7F7F
+        words, scales = step
+        return gl.where(((words & MAGNITUDES) != 0) | (scales == 255), scales, 0)
+    elif FORMAT == "split" or FORMAT == "token":
+        return step[0].to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        _, counts = _block_bytes(step[0].to(gl.float32), EMAX, THRESHOLD, INF_BYTE)
+        return counts
+
+
+@gluon.jit
+def row_maximum(numbers):
+    """Largest of a step's numbers, of three or four dimensions."""
+    if len(numbers.shape) == 4:
+        numbers = gl.reduce(numbers, 3, _maximum)
+    return gl.reduce(gl.reduce(gl.reduce(numbers, 2, _maximum), 1, _maximum), 0, _maximum)
+
+
+@gluon.jit
+def _split_scale(bits):
+    """Scale of a row whose largest magnitude has these float32 bits, and the factor of its values:
+    powers of two, which make that at most 448 = 1.75 * 2^8."""
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
+    exponent = gl.minimum(gl.maximum(exponent, 1), 253)
+    scale = gl.where(bits >= 0x7F800000, float("nan"), _power_of_two(exponent))
+    return scale, _power_of_two(254 - exponent)
+
+
+@gluon.jit
+def _token_scale(bits):
+    """Scale of a row whose largest magnitude has these float32 bits, and the factor of its values;
+    see `formats.token`."""
+    amax = gl.maximum(bits, _SMALLEST_AMAX).to(gl.float32, bitcast=True)
+    largest = gl.to_tensor(448.0)
+    scale = gl.where(bits == 0, 1.0, gl.div_rn(amax, largest))
+    return gl.where(bits >= 0x7F800000, float("nan"), scale), gl.div_rn(largest, amax)
+
+
+@gluon.jit
+def row_scale(statistic, FORMAT: gl.constexpr):
+    """The row's scale, and what its values are encoded by: a factor, or a base for block bytes."""
+    HEADROOM: gl.constexpr = _headroom(FORMAT)
+    if FORMAT == "split":
+        return _split_scale(statistic)
+    elif FORMAT == "token":
+        return _token_scale(statistic)
+    else:
+        base = gl.maximum(statistic, 1 + HEADROOM)
+        return gl.where(statistic == 255, float("nan"), _power_of_two(base - HEADROOM)), base
+
+
+_SPLIT_CODES = gl.constexpr("""{
+.reg .b16 hi01, hi23, lo01, lo23;
+.reg .b32 v01, v23, h01, h23, sixteen;
+mov.b32 sixteen, 0x4C004C00;
+cvt.rn.f16x2.f32 v01, $3, $2;
+cvt.rn.f16x2.f32 v23, $5, $4;
+cvt.rn.satfinite.e4m3x2.f32 hi01, $3, $2;
+cvt.rn.satfinite.e4m3x2.f32 hi23, $5, $4;
+cvt.rn.f16x2.e4m3x2 h01, hi01;
+cvt.rn.f16x2.e4m3x2 h23, hi23;
+cvt.rn.satfinite.e4m3x2.f16x2 hi01, v01;
+cvt.rn.satfinite.e4m3x2.f16x2 hi23, v23;
+mov.b32 $0, {hi01, hi23};
+sub.rn.f16x2 v01, v01, h01;
+sub.rn.f16x2 v23, v23, h23;
+mul.rn.f16x2 v01, v01, sixteen;
+mul.rn.f16x2 v23, v23, sixteen;
+cvt.rn.satfinite.e4m3x2.f16x2 lo01, v01;
+cvt.rn.satfinite.e4m3x2.f16x2 lo23, v23;
+mov.b32 $1, {lo01, lo23};
+}""")
+"""hi is converted twice: codes that are packed and converted back are miscompiled (ptxas 12.8 takes
+a register that was never written)."""
+
+
+@gluon.jit
+def _split_codes(values):
+    """e4m3 codes hi and lo with ``values = hi + lo / 16``, four values at a time.
+
+    values: bfloat16 numbers of at most 448 in float32. float16 holds all of them that lo can tell.
+    """
+    hi, lo = gl.inline_asm_elementwise(_SPLIT_CODES, "=&r,=r,f,f,f,f", [values],
+                                       (gl.int8, gl.int8), is_pure=True, pack=4)
+    return hi.to(gl.float8e4nv, bitcast=True), lo.to(gl.float8e4nv, bitcast=True)
+
+
+_SCALE_CODES = gl.constexpr("""{
+.reg .b16 low, high;
+.reg .b32 first, second, power;
+mov.b32 {low, high}, $1;
+cvt.rn.f16x2.e4m3x2 first, low;
+cvt.rn.f16x2.e4m3x2 second, high;
+cvt.rn.f16x2.f32 power, $2, $2;
+mul.rn.f16x2 first, first, power;
+mul.rn.f16x2 second, second, power;
+cvt.rn.satfinite.e4m3x2.f16x2 low, first;
+cvt.rn.satfinite.e4m3x2.f16x2 high, second;
+mov.b32 $0, {low, high};
+}""")
+
+
+@gluon.jit
+def _scaled_words(words, power):
+    """Four e4m3 codes a word times a power of two of at most 1. Exact in float16: a code has four
+    significant bits, and what a power below 2^-24 leaves of it is no e4m3 number."""
+    return gl.inline_asm_elementwise(_SCALE_CODES, "=r,r,f", [words, power], gl.int32,
+                                     is_pure=True, pack=1)
+
+
+_QUANTIZE_CODES = gl.constexpr("""{
+.reg .b16 low, high;
+.reg .b32 first, second, power;
+.reg .f32 a, b, c, d;
+mul.f32 a, $1, $5;
+mul.f32 b, $2, $5;
+mul.f32 c, $3, $5;
+mul.f32 d, $4, $5;
+cvt.rn.satfinite.e4m3x2.f32 low, b, a;
+cvt.rn.satfinite.e4m3x2.f32 high, d, c;
+cvt.rn.f16x2.e4m3x2 first, low;
+cvt.rn.f16x2.e4m3x2 second, high;
+cvt.rn.f16x2.f32 power, $9, $9;
+mul.rn.f16x2 first, first, power;
+mul.rn.f16x2 second, second, power;
+cvt.rn.satfinite.e4m3x2.f16x2 low, first;
+cvt.rn.satfinite.e4m3x2.f16x2 high, second;
+mov.b32 $0, {low, high};
+}""")
+
+
+@gluon.jit
+def _quantized_codes(values, inverse, power):
+    """e4m3 codes of values by their block's inverse scale, then those times a power of two as in
+    `_scaled_words`: four values of a block at a time."""
+    values, inverse = gl.broadcast(values, inverse)
+    values, power = gl.broadcast(values, power)
+    codes = gl.inline_asm_elementwise(_QUANTIZE_CODES, "=r,f,f,f,f,f,f,f,f,f,f,f,f",
+                                      [values, inverse, power], gl.int8, is_pure=True, pack=4)
+    return codes.to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def _round_to_e2m1(values):
+    """float32 values of the nearest e2m1 numbers, ties to even, saturating."""
+    size = gl.minimum(gl.abs(values), 6.0)
+    binade = gl.maximum(size.to(gl.int32, bitcast=True) & 0x7F800000, 127 << 23)
+    # A float32 of this size has just the element's mantissa bit for what is added to it.
+    offset = (binade + (22 << 23)).to(gl.float32, bitcast=True)
+    bits = ((size + offset) - offset).to(gl.int32, bitcast=True)
+    return (bits | (values.to(gl.int32, bitcast=True) & -0x80000000)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _e2m1_values(words, WARPS: gl.constexpr):
+    """Four e2m1 codes of each word as float32, [CHUNKS, 8, 4, 4]."""
+    LAYOUT: gl.constexpr = step_layout(WARPS)
+    place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    code = words[:, :, :, None] >> (place * 4)[None, None, None, :]
+    magnitude = code & 7
+    normal = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
+    bits = gl.where(magnitude > 1, normal, magnitude * 0x3F000000)
+    return (bits | ((code & 8) << 28)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _block_power(scales, base, FORMAT: gl.constexpr):
+    """What a block's codes are multiplied by.
+
+    Clamped where every code vanishes, and in blocks of zeros, whose scale may be above the base.
+    """
+    HEADROOM: gl.constexpr = _headroom(FORMAT)
+    return _power_of_two(gl.minimum(gl.maximum(127 + HEADROOM + scales - base, 1), 127 + HEADROOM))
+
+
+@gluon.jit
+def encode(step, encoding, FORMAT: gl.constexpr, CODED: gl.constexpr, EMAX: gl.constexpr,
+           THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr, WARPS: gl.constexpr):
+    """e4m3 codes of one step as a tuple, hi and lo for "split"; `encoding` is the second result of
+    `row_scale`."""
+    if CODED:
+        words, scales = step
+        power = _block_power(scales, encoding, FORMAT)
+        if FORMAT == "e2m1":
+            values = _e2m1_values(words, WARPS) * power[:, :, :, None]
+            return (values.to(gl.float8e4nv),)
+        else:
+            return (_scaled_words(words, power),)
+    elif FORMAT == "split":
+        return _split_codes(step[0].to(gl.float32) * encoding)
+    elif FORMAT == "token":
+        return ((step[0].to(gl.float32) * encoding).to(gl.float8e4nv),)
+    else:
+        values = step[0].to(gl.float32)
+        scales, _ = _block_bytes(values, EMAX, THRESHOLD, INF_BYTE)
+        power, inverse = _block_power(scales, encoding, FORMAT), inverse_scale(scales)
+        if FORMAT == "e2m1":
+            return ((_round_to_e2m1(values * inverse) * power).to(gl.float8e4nv),)
+        else:
+            return (_quantized_codes(values, inverse, power),)
