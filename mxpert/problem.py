@@ -295,7 +295,7 @@ class GemmConfig:
         block_m: sorted rows of a tile. block_n: output columns (for stage 1: features).
         block_k: elements of the contracted dimension in one step of the loop.
         num_warps, num_stages: warps of a thread block, buffers of its pipeline.
-        group_m: row blocks that run side by side, to share weights in L2.
+        group_m: row blocks that share weights, in L2 or decoded in one tile.
         split_k: thread blocks that share the contracted dimension of a tile.
 
     Raises:

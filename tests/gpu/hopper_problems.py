@@ -16,15 +16,11 @@ import torch
 
 import mxpert
 from mxpert import Combine, GateUpOrder, MoEConfig, MoEWeights, ReferenceConfig
-from mxpert.dispatch import detect_target
 from mxpert.formats.tensor import Layout
 from mxpert.formats.token import FP8_TOKEN
 from mxpert.problem import (
     ACTIVATION_FORMATS,
     ClampedSiLU,
-    MoEOptions,
-    MoEProblem,
-    Op,
     SiLU,
     SiTUv2,
     SwiGLU,
@@ -63,18 +59,11 @@ CASES: dict[str, tuple[MoEShape, bool]] = {
 def tiles_of(a_format: str) -> dict[str, MoEConfig]:
     """Every tile that the dispatcher can choose for a format, by name; the smallest ones with their
     depth split, too."""
-    target = replace(detect_target("cpu"), kind="cuda", arch="sm_90", num_sms=132)
-    problem = MoEProblem(Op.FUSED_MOE, target, 64, 4, 32, 2880, 2880,
-                         MoEOptions(SwiGLU(), a_format), Layout.HOPPER_FRAGMENT)
     found = {}
-    for config in dict.fromkeys(replace(stage, split_k=1)
-                                for layer in heuristics.layer_configs(problem)
-                                for stage in (layer.gate_up, layer.down)):
-        prefill, block_m = heuristics.is_prefill(config), config.block_m
-        name = f"{'prefill' if prefill else 'decode'}{block_m}" + "x192" * (config.block_n == 192)
-        found[name] = MoEConfig(block_m, config, config)
-        if not prefill and block_m <= 16:
-            found[name + "_split"] = MoEConfig(block_m, replace(config, split_k=3),
+    for name, config in heuristics.tiles(split=a_format == "bf16").items():
+        found[name] = MoEConfig(config.block_m, config, config)
+        if not heuristics.is_prefill(config) and config.block_m <= 16:
+            found[name + "_split"] = MoEConfig(config.block_m, replace(config, split_k=3),
                                                replace(config, split_k=2))
     return found
 

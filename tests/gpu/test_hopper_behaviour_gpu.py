@@ -52,7 +52,7 @@ def hopper_only(device: torch.device) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
-@pytest.mark.parametrize("tile", ["decode8", "prefill64"])
+@pytest.mark.parametrize("tile", ["decode8", "wide"])
 @cases
 @formats
 def test_a_bad_token_spoils_itself_alone(

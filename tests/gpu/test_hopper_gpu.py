@@ -94,7 +94,7 @@ def test_the_chosen_tile_at_every_token_count(
 
 @pytest.mark.parametrize("combine", [Combine.REDUCE, Combine.ATOMIC], ids=lambda c: c.value)
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("tile", ["decode16", "prefill64"])
+@pytest.mark.parametrize("tile", ["decode16", "wide"])
 @pytest.mark.parametrize("a_format", ["bf16", "mxfp8"])
 def test_output_dtypes_and_combines(
     a_format: str, tile: str, out_dtype: torch.dtype, combine: Combine, device: torch.device,
@@ -157,7 +157,7 @@ def test_no_tokens(a_format: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("num_local", [0, 100, 333, 5000])
-@pytest.mark.parametrize("tile", ["decode8", "prefill64"])
+@pytest.mark.parametrize("tile", ["decode8", "wide"])
 @formats
 def test_expert_map_and_local_tokens(
     a_format: str, tile: str, num_local: int, device: torch.device,
@@ -295,7 +295,7 @@ def test_exact_problem_is_bit_identical(a_format: str, tile: str, device: torch.
                              expected[:num_tokens], tile, ignore_zero_sign=True)
 
 
-@pytest.mark.parametrize("tile", ["decode8", "prefill64"])
+@pytest.mark.parametrize("tile", ["decode8", "wide"])
 @formats
 def test_zero_blocks_under_any_scale(a_format: str, tile: str, device: torch.device) -> None:
     """A block of zeros may carry any scale byte; the layer must not see which."""

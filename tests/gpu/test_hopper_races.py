@@ -17,7 +17,6 @@ import torch
 
 import mxpert
 from mxpert import GateUpOrder, MoEConfig, MoEWeights, SiLU, SwiGLU
-from mxpert.backends.hopper import heuristics
 from mxpert.formats import MXTensor
 from mxpert.routing import RoutingPlan
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
@@ -35,12 +34,8 @@ SHAPES: dict[str, MoEShape] = {
 }
 """Both stages have more tiles than CTAs, in every tile: some are claimed."""
 
-ROWS_PER_EXPERT = {8: 5, 16: 12, 32: 30, 64: 150}
-"""By block_m: tiles of several blocks, the last of them not full."""
-
-NARROW_ROWS = 90
-"""For tiles of up to three and four blocks of 32 rows."""
-
+FILLED = 0.7
+"""Of the rows that a tile holds, in the mean: several blocks, the last of them not full."""
 
 VARIANTS = {f"{a_format}-{name}": (a_format, config) for a_format in ("bf16", "mxfp8")
             for name, config in tiles_of(a_format).items()}
@@ -58,8 +53,7 @@ class Hunt:
 
     @classmethod
     def of(cls, shape: MoEShape, a_format: str, config: MoEConfig, device: torch.device) -> Hunt:
-        narrow = config.gate_up in (heuristics.NARROW_PREFILL, heuristics.TRIPLE_PREFILL)
-        rows = NARROW_ROWS if narrow else ROWS_PER_EXPERT[config.routing_block_m]
+        rows = int(FILLED * config.gate_up.block_m * config.gate_up.group_m)
         num_tokens = rows * shape.num_experts // shape.top_k + 1
         inputs = random_moe_problem(shape, num_tokens, device=device)
         inputs = replace(inputs, weights=inputs.weights.prepare(device=device))

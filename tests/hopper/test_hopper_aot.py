@@ -52,16 +52,17 @@ SM_SHARED = 228 * 1024
 SM_REGISTERS = 65536
 WARP_REGISTERS = 32
 
-MOST_SPILLS = {"decode8": 0, "decode16": 10, "decode32": 20, "decode64": 25, "prefill32": 20,
-               "prefill32x192": 48, "prefill64": 136}
+MOST_SPILLS = {"decode8": 0, "decode16": 10, "decode32": 20, "short": 10, "triple": 48,
+               "narrow": 20, "middle": 96, "wide": 136}
 """Local memory instructions by tile; those of large tiles are in the epilogue, those of decode
 tiles between two tiles."""
 
-MOST_LOOP_SPILLS = {"decode32": 3, "decode64": 3, "prefill64": 1}
+MOST_LOOP_SPILLS = {"decode32": 3, "wide": 1}
 """Of these among the wgmma, where not 0: reloads of a few scalars are hidden by memory."""
 
 MOST_ROW_REGISTERS = 128
-"""Of the row kernels on bfloat16: two CTAs of eight warps fill an SM's registers."""
+"""Of the row kernels on bfloat16 with eight warps, and as much more as they have fewer: two CTAs
+fill an SM's registers."""
 
 MOST_BINARIES = {"_moe_encode_rows_kernel": 10}
 """For one config and epilogue, over all models, where not 1. The row kernel holds a row in
@@ -72,22 +73,9 @@ def shape_of(activation: Activation = SwiGLU()) -> MoEShape:
     return MoEShape(2880, 2880, 128, 4, activation)
 
 
-def configs(a_format: str) -> list[GemmConfig]:
-    """Every tile that the layer's configs name; splits of the depth change no GEMM binary."""
-    problem = describe(shape_of(), 64, a_format)
-    return list(dict.fromkeys(replace(stage, split_k=1)
-                              for layer in heuristics.layer_configs(problem)
-                              for stage in (layer.gate_up, layer.down)))
-
-
-def name(config: GemmConfig) -> str:
-    kind = "prefill" if heuristics.is_prefill(config) else "decode"
-    return f"{kind}{config.block_m}" + "x192" * (config.block_n == 192)
-
-
-TILES = [(a_format, config) for a_format in GEMM_FORMATS for config in configs(a_format)]
-tiles = pytest.mark.parametrize("a_format, config", TILES,
-                                ids=[f"{a_format}-{name(config)}" for a_format, config in TILES])
+TILES = [pytest.param(a_format, name, id=f"{a_format}-{name}") for a_format in GEMM_FORMATS
+         for name in heuristics.tiles(a_format == "bf16")]
+tiles = pytest.mark.parametrize("a_format, tile", TILES)
 activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.name)
 
 
@@ -96,27 +84,30 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
 
 
+def config_of(a_format: str, tile: str) -> GemmConfig:
+    return heuristics.tiles(a_format == "bf16")[tile]
+
+
 def gemms(launches: list[Launch]) -> list[Launch]:
     return [launch for launch in launches if "gemm" in launch.name]
 
 
-def check_gemm(kernel: CompiledKernel, config: GemmConfig) -> None:
+def check_gemm(kernel: CompiledKernel, tile: str) -> None:
     """The gates of every GEMM variant."""
     metrics = kernel.metrics
-    kind = "prefill" if heuristics.is_prefill(config) else "decode"
     assert kernel.count(r"\bQGMMA\.64x\d+x32\.F32\.E4M3\.E4M3") > 0
     assert kernel.count(r"\bUTMALDG\.2D") > 0
     assert register_operands(kernel.listing) == kernel.count(r"\bQGMMA")
     assert metrics.instructions.get("LDS.128", 0) > 0, "codes must come 16 bytes at a time"
-    assert metrics.spills <= MOST_SPILLS[name(config)]
+    assert metrics.spills <= MOST_SPILLS[tile]
     for block in parse(kernel.listing):
         names = [one.name for one in block.instructions]
         if any(n.startswith("QGMMA") for n in names):
             local = [n for n in names if n.startswith(("STL", "LDL"))]
-            assert len(local) <= MOST_LOOP_SPILLS.get(name(config), 0), "spills in the main loop"
+            assert len(local) <= MOST_LOOP_SPILLS.get(tile, 0), "spills in the main loop"
     assert not overwritten_operands(kernel.listing)
     assert not reused_barriers(kernel.listing)
-    if kind == "decode":
+    if tile.startswith("decode"):
         assert metrics.registers <= heuristics.DECODE_REGISTERS
         assert 2 * (metrics.shared_memory + RESERVED_SHARED) <= SM_SHARED, "two CTAs per SM"
     else:
@@ -128,30 +119,30 @@ def check_gemm(kernel: CompiledKernel, config: GemmConfig) -> None:
 @activations
 @tiles
 def test_gemms(
-    recorder: Recorder, a_format: str, config: GemmConfig, activation: Activation,
+    recorder: Recorder, a_format: str, tile: str, activation: Activation,
 ) -> None:
     """Both stages: FP8 wgmma on register operands, TMA, no spills, two decode CTAs per SM."""
-    launches = gemms(recorder.run(describe(shape_of(activation), 64, a_format), config,
-                                  has_bias=True))
+    launches = gemms(recorder.run(describe(shape_of(activation), 64, a_format),
+                                  config_of(a_format, tile), has_bias=True))
     assert len(launches) == 2
     for launch in launches:
-        check_gemm(launch.compile(), config)
+        check_gemm(launch.compile(), tile)
 
 
 @tiles
-def test_gemms_without_bias(recorder: Recorder, a_format: str, config: GemmConfig) -> None:
+def test_gemms_without_bias(recorder: Recorder, a_format: str, tile: str) -> None:
     """The other epilogues: SiLU without biases (DeepSeek, Kimi, Qwen); for every other tile another
     activation, and the routing weight on the input."""
-    index = TILES.index((a_format, config))
+    index = list(heuristics.tiles(a_format == "bf16")).index(tile)
     activation = ACTIVATIONS[index % 4] if index % 2 else SiLU()
     problem = describe(shape_of(activation), 64, a_format,
                        apply_router_weight_on_input=bool(index % 2))
-    launches = gemms(recorder.run(problem, config, has_bias=False))
+    launches = gemms(recorder.run(problem, config_of(a_format, tile), has_bias=False))
     assert [launch.arguments["HAS_BIAS"] for launch in launches] == [False, False]
     assert [launch.arguments["WEIGHTED"] for launch in launches] == [index % 2 == 1,
                                                                      index % 2 == 0]
     for launch in launches:
-        check_gemm(launch.compile(), config)
+        check_gemm(launch.compile(), tile)
 
 
 @pytest.mark.parametrize("num_tokens", [64, 8192], ids=["few", "many"])
@@ -165,7 +156,7 @@ def test_row_kernels(recorder: Recorder, quantised: bool, a_format: str, hidden:
         pytest.skip("travels as bfloat16")
     shape = MoEShape(hidden, hidden, 128, 4)
     launches = [launch for launch in recorder.run(
-        describe(shape, num_tokens, a_format), heuristics.decode_config(8, a_format == "bf16"),
+        describe(shape, num_tokens, a_format), config_of(a_format, "decode8"),
         has_bias=True, quantised=quantised) if "rows" in launch.name]
     assert len(launches) == 2
     for launch in launches:
@@ -178,8 +169,8 @@ def test_row_kernels(recorder: Recorder, quantised: bool, a_format: str, hidden:
         if not quantised:
             assert metrics.global_loads.get(64, 0) > 0
             assert not metrics.global_loads.keys() & {8, 16}
-            # Eight warps of the longest row must leave room for a second CTA beside them.
-            assert metrics.registers <= MOST_ROW_REGISTERS
+            warps = launch.arguments["num_warps"]
+            assert metrics.registers * warps <= MOST_ROW_REGISTERS * 8
             if a_format == "fp8_token":  # float32 product, then one conversion of two values
                 assert kernel.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32", "ptx") > 0
         else:  # one byte, the scale, for each of the places where values are loaded
@@ -188,8 +179,9 @@ def test_row_kernels(recorder: Recorder, quantised: bool, a_format: str, hidden:
 
 
 @tiles
-def test_split_depth(recorder: Recorder, a_format: str, config: GemmConfig) -> None:
+def test_split_depth(recorder: Recorder, a_format: str, tile: str) -> None:
     """Partial sums: rows in float32 for both stages, then kernels that finish them."""
+    config = config_of(a_format, tile)
     if heuristics.is_prefill(config) or config.block_m > 16:
         pytest.skip("few tokens alone leave CTAs idle")
     launches = recorder.run(describe(shape_of(), 4, a_format), replace(config, split_k=3),
@@ -197,7 +189,7 @@ def test_split_depth(recorder: Recorder, a_format: str, config: GemmConfig) -> N
     parts = gemms(launches)
     assert [launch.arguments["KIND"] for launch in parts] == [0, 0]
     for launch in parts:
-        check_gemm(launch.compile(), config)
+        check_gemm(launch.compile(), tile)
     finishing = [launch for launch in launches if "finish" in launch.name or "parts" in launch.name]
     assert [launch.name for launch in finishing] == ["_moe_finish_rows_kernel",
                                                      "_moe_combine_parts_kernel"]
@@ -215,7 +207,7 @@ def test_finish_of_stage_one(
     on_input = inner == 512
     problem = describe(MoEShape(2880, inner, 128, 4, activation), 1, a_format,
                        apply_router_weight_on_input=on_input)
-    config = replace(heuristics.decode_config(8, a_format == "bf16"), split_k=3)
+    config = replace(config_of(a_format, "decode8"), split_k=3)
     launches = recorder.run(problem, config, has_bias=not on_input)
     (finish,) = (launch for launch in launches if "finish" in launch.name)
     assert finish.name == ("_moe_finish_rows_kernel" if inner <= 8192
@@ -230,8 +222,8 @@ def test_finish_of_stage_one(
 
 def test_schedule_kernel(recorder: Recorder) -> None:
     for a_format in GEMM_FORMATS:
-        launches = recorder.run(describe(shape_of(), 8192, a_format), heuristics.PREFILL,
-                                has_bias=True)
+        launches = recorder.run(describe(shape_of(), 8192, a_format),
+                                config_of(a_format, "wide"), has_bias=True)
         schedules = [launch for launch in launches if "schedule" in launch.name]
         assert schedules
         for launch in schedules:
@@ -241,7 +233,7 @@ def test_schedule_kernel(recorder: Recorder) -> None:
 
 
 @pytest.mark.parametrize("split_k", [1, 3])
-@pytest.mark.parametrize("tile", ["decode8", "prefill64"])
+@pytest.mark.parametrize("tile", ["decode8", "wide"])
 @pytest.mark.parametrize("a_format", GEMM_FORMATS)
 def test_kernels_wait_for_the_one_before(
     recorder: Recorder, a_format: str, tile: str, split_k: int,
@@ -250,7 +242,7 @@ def test_kernels_wait_for_the_one_before(
 
     Early readers rely on the order: GEMMs and what encodes their rows wait, then release.
     """
-    config = next(each for each in configs(a_format) if name(each) == tile)
+    config = config_of(a_format, tile)
     if heuristics.is_prefill(config) and split_k > 1:
         pytest.skip("has no split")
     launches = recorder.run(describe(shape_of(), 4, a_format), replace(config, split_k=split_k),
@@ -287,16 +279,16 @@ def binary(launch: Launch) -> str:
                  sorted(divisible)))
 
 
-@pytest.mark.parametrize("a_format, config", TILES)
-def test_schedules_reach_as_far_as_tiles(a_format: str, config: GemmConfig) -> None:
-    assert heuristics.blocks_of_tile(config, a_format == "bf16") <= schedule._MOST_BLOCKS.value
+@tiles
+def test_schedules_reach_as_far_as_tiles(a_format: str, tile: str) -> None:
+    assert config_of(a_format, tile).group_m <= schedule._MOST_BLOCKS.value
 
 
 @pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 def test_a_layer_schedules_its_tiles_once(recorder: Recorder, a_format: str) -> None:
     """Both stages of a layer multiply the tiles of one schedule; stages by themselves make it."""
     problem = describe(shape_of(SiLU()), 2048, a_format)
-    for config in configs(a_format):
+    for config in heuristics.tiles(a_format == "bf16").values():
         stages = [launch.name for launch in recorder.run(problem, config, has_bias=False)]
         layer = [launch.name for launch in recorder.run_layer(problem, config)]
         expected = 2 if heuristics.is_prefill(config) else 0
@@ -309,8 +301,7 @@ def test_a_layer_schedules_its_tiles_once(recorder: Recorder, a_format: str) -> 
 def test_one_binary_serves_all_models(recorder: Recorder, a_format: str) -> None:
     """H, F, E, k and T are run-time values: per kernel, tile and epilogue one specialisation."""
     seen: dict[tuple[str, ...], dict[str, str]] = {}
-    split = a_format == "bf16"
-    for config in (heuristics.decode_config(16, split), heuristics.PREFILL):
+    for config in (config_of(a_format, "decode16"), config_of(a_format, "wide")):
         for (model, shape), num_tokens in itertools.product(MODELS.items(), TOKENS):
             same = MoEShape(shape.hidden_size, shape.intermediate_size, shape.num_experts,
                             shape.top_k, SwiGLU())
@@ -331,7 +322,7 @@ def test_few_binaries_finish_the_first_stage(recorder: Recorder, a_format: str) 
     for split_k, shape in itertools.product((2, 5), MODELS.values()):
         same = MoEShape(shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k,
                         SwiGLU())
-        config = replace(heuristics.decode_config(8, a_format == "bf16"), split_k=split_k)
+        config = replace(config_of(a_format, "decode8"), split_k=split_k)
         for launch in recorder.run(describe(same, 1, a_format), config, has_bias=True):
             if "finish" in launch.name or "parts" in launch.name:
                 seen.setdefault(launch.name, set()).add(binary(launch))
@@ -346,7 +337,7 @@ def test_a_specialised_argument_is_caught(
     """Control: were row_units specialised, models would differ in their binaries."""
     found = set()
     for shape in (MoEShape(64, 64, 4, 2), MoEShape(1024, 1024, 4, 2)):
-        config = heuristics.decode_config(16, True)
+        config = config_of("bf16", "decode16")
         launch = gemms(recorder.run(describe(shape, 5, "bf16"), config, has_bias=True))[1]
         parameter = next(p for p in launch.kernel.params if p.name == "row_units")
         monkeypatch.setattr(parameter, "__dict__", parameter.__dict__ | {
@@ -365,7 +356,7 @@ def test_the_heuristic_takes_a_tested_tile(a_format: str, model: str, num_tokens
     problem: MoEProblem = describe(MODEL_SHAPES[model], num_tokens, a_format)
     assert problem.weight_layout is Layout.HOPPER_FRAGMENT
     layer = heuristics.layer_heuristic(problem)
-    tested = configs("bf16" if a_format == "bf16" else "mxfp8")
+    tested = heuristics.tiles(a_format == "bf16").values()
     assert {replace(layer.gate_up, split_k=1), replace(layer.down, split_k=1)} <= set(tested)
     for config in (layer.gate_up, layer.down):
         heuristics.require_valid(config, problem)
@@ -375,27 +366,18 @@ def test_the_heuristic_takes_a_tested_tile(a_format: str, model: str, num_tokens
 EP8 = replace(MODEL_SHAPES["deepseek-v3"], num_experts=32)
 
 
-@pytest.mark.parametrize("shape, num_tokens, a_format, consumers", [
-    pytest.param(MODEL_SHAPES["qwen3-235b"], 1024, "mxfp8", (3, 3), id="qwen3"),
-    pytest.param(MODEL_SHAPES["qwen3-235b"], 768, "bf16", (3, 3), id="qwen3_bf16"),
-    pytest.param(EP8, 256, "mxfp8", (3, 3), id="few_experts"),
-    pytest.param(MoEShape(7168, 512, 384, 8), 2048, "mxfp8", (2, 3), id="sixteen_units"),
-    pytest.param(MODEL_SHAPES["qwen3-235b"], 1536, "mxfp8", (2, 2), id="many_rows"),
+@pytest.mark.parametrize("shape, num_tokens, a_format, tile", [
+    pytest.param(EP8, 64, "mxfp8", "decode32", id="decode"),
+    pytest.param(EP8, 128, "mxfp8", "short", id="few_experts"),
+    pytest.param(MODEL_SHAPES["qwen3-235b"], 1024, "mxfp8", "triple", id="qwen3"),
+    pytest.param(MODEL_SHAPES["qwen3-235b"], 768, "bf16", "triple", id="qwen3_bf16"),
 ])
-def test_narrow_tiles_have_the_consumers_that_fill_the_gpu(
-    shape: MoEShape, num_tokens: int, a_format: str, consumers: tuple[int, int],
+def test_rows_of_an_expert_choose_the_tile(
+    shape: MoEShape, num_tokens: int, a_format: str, tile: str,
 ) -> None:
-    """Measured beside the other choice on an H200, see docs/performance.md."""
+    """Measured beside the other tiles on an H200, see docs/performance.md."""
     layer = heuristics.layer_heuristic(describe(shape, num_tokens, a_format))
-    assert (layer.gate_up.block_m, layer.down.block_m) == (32, 32)
-    assert heuristics.is_prefill(layer.gate_up)
-    assert heuristics.is_prefill(layer.down)
-    assert (heuristics.consumers(layer.gate_up), heuristics.consumers(layer.down)) == consumers
-
-
-def test_few_experts_keep_the_decode_tile_of_64_rows() -> None:
-    layer = heuristics.layer_heuristic(describe(EP8, 160, "mxfp8"))
-    assert layer.gate_up == layer.down == heuristics.decode_config(64, split=False)
+    assert layer.gate_up == layer.down == config_of(a_format, tile)
 
 
 @pytest.mark.parametrize("change", [
@@ -403,7 +385,7 @@ def test_few_experts_keep_the_decode_tile_of_64_rows() -> None:
     {"num_stages": 9}, {"split_k": 0}, {"group_m": 2},
 ], ids=lambda c: "_".join(f"{k}{v}" for k, v in c.items()))
 def test_other_tiles_are_refused(change: dict[str, int]) -> None:
-    config = heuristics.decode_config(16, True)
+    config = config_of("bf16", "decode16")
     fields = {f: getattr(config, f) for f in config.__dataclass_fields__}
     with pytest.raises(ValueError, match="config — need one of"):
         heuristics.require_valid(GemmConfig(**fields | change), describe(shape_of(), 64, "bf16"))
@@ -411,13 +393,13 @@ def test_other_tiles_are_refused(change: dict[str, int]) -> None:
 
 def test_prefill_has_no_split() -> None:
     with pytest.raises(ValueError, match="config — need one of"):
-        heuristics.require_valid(replace(heuristics.PREFILL, split_k=2),
+        heuristics.require_valid(replace(config_of("bf16", "wide"), split_k=2),
                                  describe(shape_of(), 64, "bf16"))
 
 
 @pytest.mark.parametrize("config", [
-    pytest.param(replace(heuristics.decode_config(16, False), num_stages=9), id="decode"),
-    pytest.param(replace(heuristics.PREFILL, num_stages=5), id="prefill"),
+    pytest.param(replace(config_of("mxfp8", "decode16"), num_stages=9), id="decode"),
+    pytest.param(replace(config_of("mxfp8", "wide"), num_stages=5), id="prefill"),
 ])
 def test_a_launch_refuses_other_tiles(recorder: Recorder, config: GemmConfig) -> None:
     with pytest.raises(ValueError, match="config — need one of"):
@@ -430,7 +412,7 @@ def test_a_launch_refuses_other_tiles(recorder: Recorder, config: GemmConfig) ->
 
 def test_scan_fails_without_the_waits(recorder: Recorder) -> None:
     """Control on real code: the same kernels with their waits taken out."""
-    for config in (heuristics.decode_config(16, True), heuristics.PREFILL):
+    for config in (config_of("bf16", "decode16"), config_of("bf16", "wide")):
         launch = gemms(recorder.run(describe(shape_of(), 64, "bf16"), config, has_bias=True))[0]
         lines = launch.compile().listing.splitlines()
         blind = "\n".join(line for line in lines if "WARPGROUP.DEPBAR" not in line)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +14,7 @@ from ...problem import GemmConfig, MoEConfig, MoEProblem, Op
 STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
 """Both stages of a layer."""
 
-BLOCKS_M = (8, 16, 32, 64)
+BLOCKS_M = (8, 16, 32)
 """Rows of a decode tile. The routing blocks of prefill tiles are 32 or 64."""
 
 DECODE_REGISTERS = 80
@@ -21,51 +23,30 @@ DECODE_REGISTERS = 80
 DECODE_WORKER_REGISTERS = 104
 """What a consumer may use: the producer's four warps give theirs up (80 → 24)."""
 
-PREFILL = GemmConfig(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=4)
-"""The prefill kernel: tiles of up to four blocks of 64 rows (two for hi and lo)."""
-
-NARROW_PREFILL = GemmConfig(block_m=32, block_n=128, block_k=128, num_warps=4, num_stages=8)
-"""The prefill kernel with tiles of up to four blocks of 32 rows (two for hi and lo) and a deeper
-ring."""
-
-TRIPLE_PREFILL = GemmConfig(block_m=32, block_n=192, block_k=128, num_warps=4, num_stages=6)
-"""NARROW_PREFILL with three consumers, whose registers hold three blocks (two for hi and lo)."""
-
 _DECODE_DEPTH = 256
+_PREFILL_DEPTH = 128
 _DECODE_SHARED = 113 * 1024
 """Bytes a CTA may use so that two fit on an SM; one kilobyte of it is the system's."""
+
+_PREFILL_SHARED = 227 * 1024
+"""Bytes that one CTA may use."""
 
 _BARRIER_BYTES = 2048
 _MIN_SPLIT_STEPS = 2
 _MAX_SPLIT_ROWS = 64
 _MAX_STAGES = 8
-_MAX_COLUMNS = 64
-"""Accumulator columns that fit under DECODE_REGISTERS."""
-
-_DECODE_LIMITS = ((8, 6), (16, 12), (32, 28))
-"""Rows per hit expert up to which each decode tile wins (H200: gpt-oss-120b, kimi-k2 TP4,
-deepseek-v3 EP8, qwen3-235b and dsv4-flash at T = 64..8192)."""
-
-_WIDE_DECODE_LIMITS = (36, 56)
-"""Between these, the decode tile of 64 FP8 rows, where `_time` prefers it to narrow ones."""
-
-_NARROW_LIMITS = {True: 72, False: 128}
-"""Rows per hit expert up to which narrow prefill tiles win, by hi and lo split; more go to
-PREFILL."""
-
-_TRIPLE_LIMIT = 88
-"""Rows per hit expert up to which TRIPLE_PREFILL may win: with more, more experts need a second
-tile for their last rows."""
-
-_DECODE_TIME = 0.99
-_TRIPLE_TIME = 0.92
-"""Time of a row unit in tiles of 64 decode rows and of TRIPLE_PREFILL, in NARROW_PREFILL's (H200:
-qwen3-235b and gpt-oss-120b at 32 to 80 rows an expert)."""
+_DECODE_LIMITS = (("decode8", 6), ("decode16", 12), ("decode32", 28))
+_LIMITS: dict[bool, tuple[tuple[str, float], ...]] = {
+    True: (*_DECODE_LIMITS, ("triple", 72), ("wide", math.inf)),
+    False: (*_DECODE_LIMITS, ("short", 56), ("triple", 88), ("narrow", 112), ("middle", 192),
+            ("wide", math.inf))}
+"""Rows per hit expert up to which each tile wins, by hi and lo split: somewhat fewer than it holds,
+since experts with more than the average need a second tile for their last rows."""
 
 
 def is_prefill(config: GemmConfig) -> bool:
     """Whether a config names the prefill kernel."""
-    return config.block_k == PREFILL.block_k
+    return config.block_k == _PREFILL_DEPTH
 
 
 def consumers(config: GemmConfig) -> int:
@@ -73,11 +54,57 @@ def consumers(config: GemmConfig) -> int:
     return config.block_n // UNIT_ROWS
 
 
-def blocks_of_tile(config: GemmConfig, split: bool) -> int:
-    """Blocks that a tile of the prefill kernel holds at most."""
-    if split:
-        return 2
-    return 3 if config.block_n == TRIPLE_PREFILL.block_n else 4
+def _prefill_stage_bytes(num_consumers: int, rows: int) -> int:
+    """Of codes, shifts and activation rows (hi and lo counted) in a stage of 256 codes."""
+    return num_consumers * (64 * 128 + 16 * 32) + rows * 256
+
+
+def _staging_bytes(config: GemmConfig, rows: int, row_bytes: int) -> int:
+    """Of what the consumers copy out at once, each `rows` times `row_bytes`."""
+    return consumers(config) * rows * row_bytes
+
+
+@functools.cache
+def _prefill_config(block_m: int, num_consumers: int, blocks: int, split: bool) -> GemmConfig:
+    """The prefill kernel with tiles of up to `blocks` blocks of activation rows, and the deepest
+    ring that leaves room for outputs.
+
+    What is on its way into the ring has to cover the latency of memory: two stages more made the
+    short tile up to 11 % faster than the triple one on the same rows.
+    """
+    config = GemmConfig(block_m, UNIT_ROWS * num_consumers, _PREFILL_DEPTH, group_m=blocks)
+    room = _PREFILL_SHARED - _BARRIER_BYTES - _staging_bytes(config, block_m, UNIT_ROWS * 2)
+    stage = _prefill_stage_bytes(num_consumers, block_m * blocks * (2 if split else 1))
+    return replace(config, num_stages=2 * (room // stage))
+
+
+def output_pieces(config: GemmConfig, split: bool, row_bytes: int) -> tuple[int, int]:
+    """Copies of a prefill tile's outputs that a consumer may have under way, and rows of each.
+
+    row_bytes: of the outputs that a consumer has of a row.
+    """
+    rows = config.block_m * config.group_m * (2 if split else 1)
+    room = _PREFILL_SHARED - _BARRIER_BYTES - (
+        config.num_stages // 2 * _prefill_stage_bytes(consumers(config), rows))
+    for pieces, piece_rows in ((2, config.block_m), (1, config.block_m), (1, 32), (1, 16)):
+        if pieces * _staging_bytes(config, piece_rows, row_bytes) <= room:
+            return pieces, piece_rows
+    raise AssertionError("a ring leaves room for one piece")  # for the type checker
+
+
+@functools.cache
+def tiles(split: bool) -> dict[str, GemmConfig]:
+    """Every tile by name, from few activation rows to many; of hi and lo it holds half as many.
+
+    The more rows share decoded weights, the less an SM decodes; the fewer, the deeper the ring is.
+    Registers of a prefill tile hold 128 columns of hi and lo, 256 of FP8; with three consumers two
+    thirds as many.
+    """
+    prefill = {"triple": (32, 3, 2), "narrow": (32, 2, 2), "wide": (64, 2, 2)} if split else {
+        "short": (32, 3, 2), "triple": (32, 3, 3), "narrow": (32, 2, 4), "middle": (64, 2, 3),
+        "wide": (64, 2, 4)}
+    return ({f"decode{rows}": _decode_config(rows, split) for rows in BLOCKS_M}
+            | {name: _prefill_config(*shape, split) for name, shape in prefill.items()})
 
 
 def splits(problem: MoEProblem) -> bool:
@@ -85,7 +112,7 @@ def splits(problem: MoEProblem) -> bool:
     return problem.options.activation_format == "bf16"
 
 
-def decode_config(block_m: int, split: bool) -> GemmConfig:
+def _decode_config(block_m: int, split: bool) -> GemmConfig:
     """The deepest pipeline that leaves room for two CTAs per SM."""
     columns = block_m * (2 if split else 1)
     stage = 128 * 128 + 32 * 32 + columns * _DECODE_DEPTH
@@ -93,42 +120,12 @@ def decode_config(block_m: int, split: bool) -> GemmConfig:
     return GemmConfig(block_m, 128, _DECODE_DEPTH, num_warps=4, num_stages=stages)
 
 
-def _decode_blocks(problem: MoEProblem) -> list[int]:
-    columns = 2 if splits(problem) else 1
-    return [block_m for block_m in BLOCKS_M if block_m * columns <= _MAX_COLUMNS]
-
-
-def _time(config: GemmConfig, problem: MoEProblem, op: Op, hit: int) -> float:
-    """Of a stage whose hit experts have one tile's rows each: what an SM multiplies, in row units
-    of NARROW_PREFILL. SMs claim tiles, so that they end within a tile of each other."""
-    units = _row_units(problem, op)
-    if not is_prefill(config):
-        return _DECODE_TIME * units * hit / problem.target.num_sms
-    tiles = -(-units // consumers(config)) * hit
-    time = (tiles / problem.target.num_sms + 0.5) * consumers(config)
-    return time * _TRIPLE_TIME if config == TRIPLE_PREFILL else time
-
-
-def _preferred(problem: MoEProblem) -> dict[Op, GemmConfig]:
-    """Tiles of both stages. Rows per hit expert, if tokens spread evenly, decide; between narrow
-    ones how well the stages' tiles fill the SMs."""
+def _preferred(problem: MoEProblem) -> GemmConfig:
+    """The tile of both stages: rows per hit expert, if tokens spread evenly, decide."""
     routed, split = problem.num_tokens * problem.top_k, splits(problem)
-    hit = max(1, min(problem.num_experts, routed))
-    average = routed / hit
-    for block_m, limit in _DECODE_LIMITS:
-        if average <= limit:
-            return dict.fromkeys(STAGE_OPS, decode_config(block_m, split))
-    if average > _NARROW_LIMITS[split]:
-        return dict.fromkeys(STAGE_OPS, PREFILL)
-    choices = [NARROW_PREFILL, *([TRIPLE_PREFILL] if average <= _TRIPLE_LIMIT else [])]
-    narrow = {op: min(choices, key=lambda config: _time(config, problem, op, hit))
-              for op in STAGE_OPS}
-    least, most = _WIDE_DECODE_LIMITS
-    if split or not least < average <= most:
-        return narrow
-    decode = dict.fromkeys(STAGE_OPS, decode_config(64, split))
-    return min((narrow, decode), key=lambda tiles: sum(
-        _time(tiles[op], problem, op, hit) for op in STAGE_OPS))
+    average = routed / max(1, min(problem.num_experts, routed))
+    name = next(name for name, limit in _LIMITS[split] if average <= limit)
+    return tiles(split)[name]
 
 
 def _row_units(problem: MoEProblem, op: Op) -> int:
@@ -152,18 +149,13 @@ def with_split_k(config: GemmConfig, problem: MoEProblem, op: Op) -> GemmConfig:
     return replace(config, split_k=max(1, min(idle_factor, steps // _MIN_SPLIT_STEPS)))
 
 
-def _all_configs(problem: MoEProblem) -> list[GemmConfig]:
-    return [*(decode_config(b, splits(problem)) for b in _decode_blocks(problem)),
-            NARROW_PREFILL, TRIPLE_PREFILL, PREFILL]
-
-
-def _layer(problem: MoEProblem, tiles: dict[Op, GemmConfig]) -> MoEConfig:
-    gate_up, down = (with_split_k(tiles[op], problem, op) for op in STAGE_OPS)
+def _layer(problem: MoEProblem, tile: GemmConfig) -> MoEConfig:
+    gate_up, down = (with_split_k(tile, problem, op) for op in STAGE_OPS)
     return MoEConfig(gate_up.block_m, gate_up, down)
 
 
 def layer_heuristic(problem: MoEProblem) -> MoEConfig:
-    """Both stages with their preferred tiles, which share their routing blocks."""
+    """Both stages with the preferred tile."""
     return _layer(problem, _preferred(problem))
 
 
@@ -171,8 +163,8 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     """The heuristic's choice first, then other tiles for both stages, then other splits."""
     first = layer_heuristic(problem)
     yield first
-    for config in _all_configs(problem):
-        layer = _layer(problem, dict.fromkeys(STAGE_OPS, config))
+    for config in tiles(splits(problem)).values():
+        layer = _layer(problem, config)
         if layer != first:
             yield layer
     if not is_prefill(first.gate_up):
@@ -195,30 +187,28 @@ def _split_choices(problem: MoEProblem, config: MoEConfig) -> Iterator[tuple[int
 
 def stage_configs(problem: MoEProblem) -> Iterator[GemmConfig]:
     """Every tile that divides the plan's unit."""
-    yield from (with_split_k(c, problem, problem.op) for c in _all_configs(problem)
+    yield from (with_split_k(c, problem, problem.op) for c in tiles(splits(problem)).values()
                 if problem.routing_block_m % c.block_m == 0)
 
 
 def stage_heuristic(problem: MoEProblem) -> GemmConfig:
     """The preferred tile, or the largest decode tile that divides the plan's unit."""
-    preferred = _preferred(problem)[problem.op]
+    preferred = _preferred(problem)
     if problem.routing_block_m % preferred.block_m:
-        fitting = [b for b in _decode_blocks(problem) if problem.routing_block_m % b == 0]
-        preferred = decode_config(max(fitting), splits(problem))
+        rows = max(rows for rows in BLOCKS_M if problem.routing_block_m % rows == 0)
+        preferred = tiles(splits(problem))[f"decode{rows}"]
     return with_split_k(preferred, problem, problem.op)
 
 
 def require_valid(config: GemmConfig, problem: MoEProblem) -> None:
     """Refuse a pinned or tuned config that no kernel of this backend implements."""
-    known = [c for c in _all_configs(problem)
-             if (c.block_m, c.block_n, c.block_k) == (config.block_m, config.block_n,
-                                                      config.block_k)]
-    step = 2 if is_prefill(config) else 1
-    valid = (bool(known) and 1 < config.num_stages <= known[0].num_stages
-             and config.num_stages % step == 0 and config.split_k >= 1
+    known_tiles, step = list(tiles(splits(problem)).values()), 2 if is_prefill(config) else 1
+    valid = (config.num_stages > 1 and config.num_stages % step == 0 and config.split_k >= 1
              and (config.split_k == 1 or not is_prefill(config))
-             and config == replace(known[0], num_stages=config.num_stages,
-                                   split_k=config.split_k))
+             and any(config.num_stages <= known.num_stages
+                     and config == replace(known, num_stages=config.num_stages,
+                                           split_k=config.split_k)
+                     for known in known_tiles))
     require(valid, problem.op.value, "config", got=config,
-            need=f"one of {_all_configs(problem)}, with split_k in decode tiles, or fewer stages",
+            need=f"one of {known_tiles}, with split_k in decode tiles, or fewer stages",
             remedy="take one from the kernel's configs()")

@@ -178,8 +178,7 @@ def multiply(
         reference=weight.reference, bias=rows.scale if bias is None else bias, x_scale=rows.scale,
         routed_weights=plan.sorted_weights, claimed=rows.claimed)
     if heuristics.is_prefill(config):
-        width = heuristics.blocks_of_tile(config, rows.split)
-        schedule = tile_schedule(plan, config.block_m, width, schedules)
+        schedule = tile_schedule(plan, config.block_m, config.group_m, schedules)
         _prefill_launch(problem, config, gemm, out.dtype)(
             out_desc=out, tile_first_block=schedule.first_block, tile_blocks=schedule.blocks,
             tile_expert=schedule.expert, num_groups=schedule.count, **tensors)
@@ -220,16 +219,15 @@ def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Laun
 def _prefill_launch(
     problem: MoEProblem, config: GemmConfig, gemm: _Gemm, out_dtype: torch.dtype,
 ) -> Launch:
-    # Two pieces of bfloat16 fill what the narrow tile's ring leaves; of float32 that is one.
-    pieces, rows = (1, 32) if out_dtype.itemsize > 2 else (2, config.block_m)
     outputs = 64 if gemm.kind == _ROWS_KIND else 32
+    pieces, rows = heuristics.output_pieces(config, gemm.split, outputs * out_dtype.itemsize)
     # Half a stage at a time where the ring has but two: decoding then starts earlier.
     operands = _operand_tiles(config, 32 if gemm.split else 64)
     tiles = operands | {"out_desc": copied(rows, outputs, out_dtype)}
     return Launch(
         _moe_gemm_prefill_kernel, (problem.target.num_sms,), tiles, BLOCK_M=config.block_m,
-        BLOCKS=heuristics.blocks_of_tile(config, gemm.split), PIECES=pieces,
-        CONSUMERS=heuristics.consumers(config), **_gemm_constants(problem, config, gemm))
+        BLOCKS=config.group_m, PIECES=pieces, CONSUMERS=heuristics.consumers(config),
+        **_gemm_constants(problem, config, gemm))
 
 
 def _operand_tiles(config: GemmConfig, code_rows: int) -> dict[str, Tile]:

@@ -55,9 +55,33 @@ def _arrivals(code_desc):
 
 
 @gluon.constexpr_function
-def _power_of_two(number):
-    """The least one that is no smaller."""
-    return 1 << (number - 1).bit_length()
+def _largest_power(number):
+    """Of two, and no larger than number."""
+    return 1 << (number.bit_length() - 1)
+
+
+@gluon.jit
+def _make_rows(x_desc, STAGES: gl.constexpr, ROWS: gl.constexpr):
+    """Room for ROWS activation rows in each half of a stage: one tensor, or two where their number
+    is no power of two, as a tensor's sizes are."""
+    FIRST: gl.constexpr = _largest_power(ROWS)
+    x = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, FIRST, 128], x_desc.layout)
+    if ROWS == FIRST:
+        return (x,)
+    else:
+        rest = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, ROWS - FIRST, 128],
+                                         x_desc.layout)
+        return (x, rest)
+
+
+@gluon.jit
+def _rows(x, half, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Rows [FIRST, FIRST + COUNT) of half a stage."""
+    FITTING: gl.constexpr = x[0].shape[1]
+    if FIRST < FITTING:
+        return x[0].index(half).slice(FIRST, COUNT, 0)
+    else:
+        return x[1].index(half).slice(FIRST - FITTING, COUNT, 0)
 
 
 @gluon.jit
@@ -74,16 +98,16 @@ def _describe(schedule, tile, sizes):
 
 
 @gluon.jit
-def _load_activations(x, x_desc, arrived, first_row, width, depth, low_rows,
+def _load_activations(x, half, x_desc, arrived, first_row, width, depth, low_rows,
                       BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr):
-    """Start 128 codes of a tile's rows on their way into x."""
+    """Start 128 codes of a tile's rows on their way into half a stage of x."""
     for q in gl.static_range(BLOCKS):
         row = first_row + q * BLOCK_M
         tma.async_copy_global_to_shared(x_desc, [row, depth], arrived,
-                                        x.slice(q * BLOCK_M, BLOCK_M, 0), pred=width > q)
+                                        _rows(x, half, q * BLOCK_M, BLOCK_M), pred=width > q)
         if SPLIT:
             tma.async_copy_global_to_shared(x_desc, [low_rows + row, depth], arrived,
-                                            x.slice((BLOCKS + q) * BLOCK_M, BLOCK_M, 0),
+                                            _rows(x, half, (BLOCKS + q) * BLOCK_M, BLOCK_M),
                                             pred=width > q)
 
 
@@ -108,7 +132,7 @@ def _fill_stage(ring, descriptors, state, step, tile, row_units, depth_units, lo
         for q in gl.static_range(BLOCKS):
             mbarrier.expect(arrived, WEIGHT_BYTES + (q + 1) * ROW_BYTES, pred=width == q + 1)
         for half in gl.static_range(part * UNITS, (part + 1) * UNITS):
-            _load_activations(x.index(2 * slot + half), x_desc, arrived, block * BLOCK_M, width,
+            _load_activations(x, 2 * slot + half, x_desc, arrived, block * BLOCK_M, width,
                               step * 256 + half * 128, low_rows, BLOCK_M, BLOCKS, SPLIT)
         # An odd last unit reads on into the next one: finite weights that meet x = 0.
         for c in gl.static_range(CONSUMERS):
@@ -148,13 +172,14 @@ def _produce(ring, claimed, descriptors, schedule, sizes, row_units, low_rows,
 
 
 @gluon.jit
-def _multiply(weights, x, partial, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
+def _multiply(weights, x, half, partial, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
               USE_ACC: gl.constexpr):
-    """Start the products of decoded weights with columns [FIRST, FIRST + COLUMNS) of a stage."""
+    """Start the products of decoded weights with columns [FIRST, FIRST + COLUMNS) of half a
+    stage."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(4, COLUMNS), 4)
     return warpgroup_mma(gl.convert_layout(weights, OPERAND, assert_trivial=True),
-                         x.slice(FIRST, COLUMNS, 0).permute((1, 0)), partial, use_acc=USE_ACC,
-                         is_async=True)
+                         _rows(x, half, FIRST, COLUMNS).permute((1, 0)), partial,
+                         use_acc=USE_ACC, is_async=True)
 
 
 @gluon.jit
@@ -222,25 +247,24 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr, CONSUM
         if ORDER != _AT_WILL:
             b = _decode(ring, place, 1, LAYOUT)
             turn = _take_turn(turns, turn, ORDER)
-        xa = x.index(2 * slot)
-        xb = x.index(2 * slot + 1)
+        first, second = 2 * slot, 2 * slot + 1
         unused = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
-        partial = _multiply(a, xa, gl.zeros((64, LEFT), gl.float32, LAYOUT), 0, LEFT, False)
+        partial = _multiply(a, x, first, gl.zeros((64, LEFT), gl.float32, LAYOUT), 0, LEFT, False)
         if BOTH:
-            other = _multiply(a, xa, unused, RIGHT_AT, RIGHT, False)
+            other = _multiply(a, x, first, unused, RIGHT_AT, RIGHT, False)
         if ORDER == _AT_WILL:
             b = _decode(ring, place, 1, LAYOUT)
-        partial = _multiply(b, xb, partial, 0, LEFT, True)
+        partial = _multiply(b, x, second, partial, 0, LEFT, True)
         if SPLIT:  # the adds of the high sum run under the wgmma of the low parts
-            low = _multiply(a, xa, right, RIGHT_AT, RIGHT, True)
-            low = _multiply(b, xb, low, RIGHT_AT, RIGHT, True)
+            low = _multiply(a, x, first, right, RIGHT_AT, RIGHT, True)
+            low = _multiply(b, x, second, low, RIGHT_AT, RIGHT, True)
             _pass_turn(turns, _WHEN_ISSUED, ORDER)
             left += warpgroup_mma_wait(2, deps=(partial,))
             right = warpgroup_mma_wait(0, deps=(low,))
             _pass_turn(turns, _WHEN_DONE, ORDER)
             mbarrier.arrive(free.index(slot), count=1)
         elif BOTH:
-            other = _multiply(b, xb, other, RIGHT_AT, RIGHT, True)
+            other = _multiply(b, x, second, other, RIGHT_AT, RIGHT, True)
             _pass_turn(turns, _WHEN_ISSUED, ORDER)
             partial, other = warpgroup_mma_wait(0, deps=(partial, other))
             _pass_turn(turns, _WHEN_DONE, ORDER)
@@ -250,8 +274,8 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr, CONSUM
         elif RIGHT > 0:
             gl.static_assert(ORDER == _AT_WILL, "two turns a step")
             left += warpgroup_mma_wait(0, deps=(partial,))
-            other = _multiply(a, xa, unused, RIGHT_AT, RIGHT, False)
-            other = _multiply(b, xb, other, RIGHT_AT, RIGHT, True)
+            other = _multiply(a, x, first, unused, RIGHT_AT, RIGHT, False)
+            other = _multiply(b, x, second, other, RIGHT_AT, RIGHT, True)
             other = warpgroup_mma_wait(0, deps=(other,))
             mbarrier.arrive(free.index(slot), count=1)
             right += other
@@ -292,7 +316,7 @@ def _columns(ROWS, CAPACITY, SPLIT):
     """Columns of a tile of ROWS rows: left ones, right ones, and where these begin."""
     if SPLIT:
         return ROWS, ROWS, CAPACITY
-    left = min(128, 1 << (ROWS.bit_length() - 1))  # a tensor's sizes are powers of two
+    left = min(128, _largest_power(ROWS))  # a tensor's sizes are powers of two
     return left, ROWS - left, left
 
 
@@ -366,8 +390,7 @@ def _moe_gemm_prefill_kernel(
     """
     codes = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 64, 128], code_desc.layout)
     shifts = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 16, 32], shift_desc.layout)
-    ROWS: gl.constexpr = _power_of_two(BLOCKS * BLOCK_M * (2 if SPLIT else 1))
-    x = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, ROWS, 128], x_desc.layout)
+    x = _make_rows(x_desc, STAGES, BLOCKS * BLOCK_M * (2 if SPLIT else 1))
     PIECE: gl.constexpr = [PIECES, out_desc.block_type.shape[0], out_desc.block_type.shape[1]]
     staging = (gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout),
                gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout))
