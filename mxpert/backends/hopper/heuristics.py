@@ -35,10 +35,10 @@ _BARRIER_BYTES = 2048
 _MIN_SPLIT_STEPS = 2
 _MAX_SPLIT_ROWS = 64
 _MAX_STAGES = 8
-_DECODE_LIMITS = (("decode8", 6), ("decode16", 12), ("decode32", 28))
+_DECODE_LIMITS = (("decode8", 6), ("decode16", 12), ("decode32", 26))
 _LIMITS: dict[bool, tuple[tuple[str, float], ...]] = {
-    True: (*_DECODE_LIMITS, ("triple", 72), ("wide", math.inf)),
-    False: (*_DECODE_LIMITS, ("short", 56), ("triple", 88), ("narrow", 112), ("middle", 192),
+    True: (*_DECODE_LIMITS, ("triple", 84), ("wide", math.inf)),
+    False: (*_DECODE_LIMITS, ("short", 56), ("triple", 88), ("narrow", 104), ("middle", 192),
             ("wide", math.inf))}
 """Rows per hit expert up to which each tile wins, by hi and lo split: somewhat fewer than it holds,
 since experts with more than the average need a second tile for their last rows."""
@@ -94,13 +94,13 @@ def output_pieces(config: GemmConfig, split: bool, row_bytes: int) -> tuple[int,
 
 @functools.cache
 def tiles(split: bool) -> dict[str, GemmConfig]:
-    """Every tile by name, from few activation rows to many; of hi and lo it holds half as many.
+    """Every tile by name, from few activation rows to many.
 
     The more rows share decoded weights, the less an SM decodes; the fewer, the deeper the ring is.
-    Registers of a prefill tile hold 128 columns of hi and lo, 256 of FP8; with three consumers two
-    thirds as many.
+    Registers of two prefill consumers hold the sums of 256 rows, of three those of 96; of hi and lo
+    128 and 64.
     """
-    prefill = {"triple": (32, 3, 2), "narrow": (32, 2, 2), "wide": (64, 2, 2)} if split else {
+    prefill = {"triple": (32, 3, 2), "wide": (64, 2, 2)} if split else {
         "short": (32, 3, 2), "triple": (32, 3, 3), "narrow": (32, 2, 4), "middle": (64, 2, 3),
         "wide": (64, 2, 4)}
     return ({f"decode{rows}": _decode_config(rows, split) for rows in BLOCKS_M}

@@ -221,8 +221,8 @@ def _prefill_launch(
 ) -> Launch:
     outputs = 64 if gemm.kind == _ROWS_KIND else 32
     pieces, rows = heuristics.output_pieces(config, gemm.split, outputs * out_dtype.itemsize)
-    # Half a stage at a time where the ring has but two: decoding then starts earlier.
-    operands = _operand_tiles(config, 32 if gemm.split else 64)
+    # Half a stage at a time where a ring of hi and lo has but two: decoding then starts earlier.
+    operands = _operand_tiles(config, 32 if gemm.split and config.num_stages <= 4 else 64)
     tiles = operands | {"out_desc": copied(rows, outputs, out_dtype)}
     return Launch(
         _moe_gemm_prefill_kernel, (problem.target.num_sms,), tiles, BLOCK_M=config.block_m,
