@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,9 @@ from ours import ACTIVATION
 Call = Callable[[], object]
 Variants = dict[str, dict[str, list[Call]]]
 """variant → stage → calls; where a peer offers several, its fastest counts."""
+
+_PROGRAMS = "humming/_native/*/nvrtc_compile"
+"""What a peer runs as a process of its own; looked at first, not minutes into a comparison."""
 
 
 class Peer(Protocol):
@@ -238,4 +242,8 @@ def add_to_path(folder: Path) -> None:
     """Let `folder` answer imports first."""
     require(folder.is_dir(), "compare", "--peers", need="a directory of unpacked peers",
             got=str(folder))
+    for program in folder.glob(_PROGRAMS):
+        require(os.access(program, os.X_OK), "compare", "--peers", need=f"an executable {program}",
+                got="one that may not run (some unpackers forget it)",
+                remedy=f"chmod +x {program}")
     sys.path.insert(0, str(folder.resolve()))

@@ -410,6 +410,22 @@ def test_a_cell_with_a_gap_is_measured_whole(tmp_path: Path) -> None:
                if row_key(each) in before)
 
 
+def test_a_compiler_that_may_not_run_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Wheels unpacked as zip files lose the permission: the peer would be missing in every row."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    program = tmp_path / "humming/_native/x86_64/nvrtc_compile"
+    program.parent.mkdir(parents=True)
+    program.touch(0o644)
+    arguments = ["--dry-run", "--tokens", "1", "--time-limit", "0", "--peers", str(tmp_path),
+                 "--output", str(tmp_path / "x.json")]
+    assert compare.main(arguments) == 2
+    assert f"chmod +x {program}" in capsys.readouterr().err
+    program.chmod(0o755)
+    assert compare.main(arguments) == 0
+
+
 @pytest.mark.parametrize("arguments", [
     pytest.param(["--models", "gpt-5"], id="model"), pytest.param(["--tokens", "0"], id="tokens"),
     pytest.param(["--activations", "a7"], id="activation"),

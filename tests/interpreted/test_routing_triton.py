@@ -75,13 +75,15 @@ def test_plan_with_many_experts(num_experts):
                num_experts=num_experts, unit=16)
 
 
-def test_heuristic_covers_all_rows_with_bounded_chunks():
-    for tokens in (1, 512, 513, 16384, 32768, (1 << 24) // 8 - 1):
+@pytest.mark.parametrize("num_experts, most_tokens", [(128, 256), (384, 128), (1000, 128)])
+def test_heuristic_covers_all_rows_with_bounded_chunks(num_experts, most_tokens):
+    """One launch for few rows; fewer among more experts, for each of which a program reads them."""
+    for tokens in (1, 128, 129, 256, 257, 16384, 32768, (1 << 24) // 8 - 1):
         problem = describe_routing_plan(
             torch.empty(1, 8, dtype=torch.int32).expand(tokens, 8),
-            torch.empty(1, 8).expand(tokens, 8), num_experts=384, routing_block_m=64)
+            torch.empty(1, 8).expand(tokens, 8), num_experts=num_experts, routing_block_m=64)
         config = PLAN.heuristic(problem)
-        assert (config.num_chunks == 0) == (tokens <= 512)
+        assert (config.num_chunks == 0) == (tokens <= most_tokens)
         assert config.num_chunks <= 128
         assert config in PLAN.configs(problem)
 
