@@ -142,9 +142,9 @@ def no_assert(text: str, path: Path) -> Iterator[str]:
 
 
 def inline_assembly(text: str, path: Path) -> Iterator[str]:
-    """Inline assembly lives in a backend's tiles.py."""
-    if "inline_asm" in text and path.name != "tiles.py":
-        yield "uses inline assembly outside tiles.py"
+    """Inline assembly lives in a backend's assembly.py."""
+    if "inline_asm" in text and path.name != "assembly.py":
+        yield "uses inline assembly outside assembly.py"
 
 
 def reads_environment(text: str, path: Path) -> Iterator[str]:

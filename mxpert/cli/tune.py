@@ -47,6 +47,7 @@ from .tune_cells import (
     Probes,
     choose,
     expected_layouts,
+    invalid_row,
     make_cells,
 )
 from .tune_search import BATCH_SIZE, Candidate, Outcome, State, in_order, search
@@ -159,7 +160,8 @@ class _Tuner:
         self.end = time.monotonic() + request.seconds
         self.report = Report(environment(device), request.output)
         rows = read_rows(request.output, self.target.name)
-        self.finished = set() if request.force else {row.key for row in rows}
+        self.finished = set() if request.force else {
+            row.key for row in rows if invalid_row(row, self.target) is None}
         self.head: Row = {}
 
     def run(self, progress: Progress) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ..dispatch import explain_problem, override
+from ..dispatch.registry import offers_row
 from ..dispatch.tables import TunedRow, problem_key, table_name
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import MX_BLOCK_SIZE
@@ -106,17 +107,11 @@ def invalid_row(row: TunedRow, target: Target) -> str | None:
     cell = Cell(row.place, shape, row.num_tokens, row.formats.partition("x")[0])
     try:
         choice = choose(cell, target, expected_layouts(target), row.backend)
-        if row.config in set(choice.kernel.configs(choice.problem)):
-            return None
-        for op, config in ((Op.MOE_GATE_UP, row.config.gate_up), (Op.MOE_DOWN, row.config.down)):
-            stage = replace(choice.problem, op=op, routing_block_m=row.config.routing_block_m)
-            with override(backend=row.backend):
-                kernel = explain_problem(stage).resolution.kernel
-            if config not in set(kernel.configs(stage)):
-                return f"{row.place}: {config} is no config of {row.backend} {op.value}"
     except (UnsupportedError, ValueError) as error:
         return f"{row.place}: {error}"
-    return None
+    if offers_row(choice.problem, row):
+        return None
+    return f"{row.place}: {row.config} is no config of {row.backend}"
 
 
 def parse_shape(text: str) -> tuple[str, MoEShape]:

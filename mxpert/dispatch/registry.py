@@ -13,7 +13,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import UnsupportedError, message, require
@@ -148,11 +148,26 @@ def _choose_config(kernel: KernelSpec, problem: Problem, config: Config) -> tupl
         return pinned, "override", "config pinned by override()"
     if isinstance(problem, MoEProblem) and kernel.backend != "reference":
         row = tables.tuned_row(problem, kernel.backend)
-        if row is not None:
+        if row is not None and offers_row(problem, row):
             tuned = _stage_config(problem, row.config)
             if _block_fits(problem, tuned):
                 return tuned, "table", row.place
+        elif row is not None:
+            _warn_outdated(row.place)
     return kernel.heuristic(problem), "heuristic", f"{kernel.backend} backend"
+
+
+def offers_row(problem: MoEProblem, row: tables.TunedRow) -> bool:
+    """Whether the row's backend offers its config to this problem's layer, as a whole or to each
+    stage by itself. A table of another version may name tiles that are no more."""
+    def offers(op: Op, config: Config, unit: int) -> bool:
+        layer = replace(problem, op=op, num_tokens=row.num_tokens, routing_block_m=unit)
+        kernel = _candidate(row.backend, layer)
+        return not isinstance(kernel, str) and config in kernel.configs(layer)
+
+    whole, unit = row.config, row.config.routing_block_m
+    return offers(Op.FUSED_MOE, whole, 0) or (
+        offers(Op.MOE_GATE_UP, whole.gate_up, unit) and offers(Op.MOE_DOWN, whole.down, unit))
 
 
 def _block_fits(problem: Problem, config: Any) -> bool:
@@ -171,6 +186,12 @@ def _check_block(problem: Problem, config: Any) -> None:
 def _warn_fallback(op: Op, backend: str, arch: str, reasons: str) -> None:
     warnings.warn(f"mxpert: {op.value} on {arch} runs on the {backend} backend: {reasons}",
                   RuntimeWarning, stacklevel=4)
+
+
+@functools.cache
+def _warn_outdated(place: str) -> None:
+    warnings.warn(f"mxpert: {place} names tiles that this version does not have, so the heuristic "
+                  "chooses; run mxpert tune again", RuntimeWarning, stacklevel=5)
 
 
 @functools.lru_cache(_CACHED_RESOLUTIONS)

@@ -91,6 +91,21 @@ def test_dispatch_takes_the_row_of_the_chosen_backend(shipped: Path) -> None:
         "table" if 8 % config.down.block_m == 0 else "heuristic")
 
 
+def test_a_row_of_another_version_is_passed_over(shipped: Path) -> None:
+    """Tiles come and go; a table must not stop a layer that ran before."""
+    pytest.importorskip("triton")
+    kernel = registry._kernels("hopper")[Op.FUSED_MOE]
+    chosen = kernel.heuristic(problem(4))
+    gone = replace(chosen, down=replace(chosen.down, block_n=7))
+    tables.add_rows(shipped, HEAD, [row(4, gone)])
+    registry._warn_outdated.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"rows\[0\] names tiles .* run mxpert tune again"):
+        found = explain_problem(problem(4)).resolution
+    assert (found.source, found.config) == ("heuristic", chosen)
+    stage = problem(4, Op.MOE_GATE_UP, chosen.routing_block_m)
+    assert explain_problem(stage).resolution.source == "heuristic"
+
+
 def test_no_home_means_no_user_table(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -186,7 +201,7 @@ def test_shipped_tables_are_valid() -> None:
     pytest.param({}, "hopper", None, id="valid"),
     pytest.param({"num_warps": 3}, "hopper", "is no config", id="warps"),
     pytest.param({"block_n": 7}, "hopper", "is no config", id="tile"),
-    pytest.param({}, "triton", "multiples of 16", id="other-backends-tile"),
+    pytest.param({}, "triton", "is no config", id="other-backends-tile"),
     pytest.param({}, "cutlass", "override", id="unknown-backend"),
 ])
 def test_an_invalid_row_is_found(changes: dict, backend: str, part: str | None) -> None:

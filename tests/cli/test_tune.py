@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -269,6 +270,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeKernel:
     monkeypatch.setattr(tune, "environment", lambda _: facts)
     monkeypatch.setattr(tune, "choose", lambda cell, target, layouts, backend: Choice(
         kernel, cell.problem(target, Layout.ROW_MAJOR)))
+    monkeypatch.setattr(tune, "invalid_row", lambda row, _: None if row.config in (
+        FIRST, SECOND, THIRD) else "is no config")
     monkeypatch.setattr(tune, "read_bandwidth", lambda _: 4.2e12)
     monkeypatch.setattr(DeviceTrial, "times", lambda self, *rest: fake.times(*rest))
     monkeypatch.setenv("MXPERT_CACHE_DIR", str(tmp_path / "cache"))
@@ -312,6 +315,18 @@ def test_finished_cells_are_skipped(machine: FakeKernel, tmp_path: Path) -> None
     assert [row.measured.commit for row in tables.read_rows(path, H200.name)] == ["one", "two"]
     assert "2 tuned, 0 kept" in invoke("--tokens", "1,4", *arguments, "four", "--force").output
     assert {row.measured.commit for row in tables.read_rows(path, H200.name)} == {"four"}
+
+
+def test_cells_of_another_version_are_tuned_again(machine: FakeKernel, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    arguments = ("--tokens", "1", "--format", "bf16", "--output", str(path), "--commit")
+    invoke(*arguments, "one")
+    (row,) = tables.read_rows(path, H200.name)
+    gone = replace(row.config, down=replace(row.config.down, block_n=7))
+    tables.add_rows(path, HEAD, [replace(row, config=gone)])
+    assert "1 tuned, 0 kept" in invoke(*arguments, "two").output
+    (again,) = tables.read_rows(path, H200.name)
+    assert (again.config, again.measured.commit) == (row.config, "two")
 
 
 def test_an_interrupt_keeps_finished_cells(machine: FakeKernel, tmp_path: Path,

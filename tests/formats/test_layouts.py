@@ -401,8 +401,9 @@ def pack_words(codes: torch.Tensor) -> torch.Tensor:
 
 def decoder_assembly() -> tuple[str, str]:
     """PTX of the tables, and of the decoding."""
-    tiles = pytest.importorskip("mxpert.backends.hopper.tiles", reason="needs Triton with Gluon")
-    return tiles._table_assembly(), tiles._decode_assembly()
+    assembly = pytest.importorskip("mxpert.backends.hopper.assembly",
+                                   reason="needs Triton with Gluon")
+    return assembly._table_assembly(), assembly._decode_assembly()
 
 
 def decoder_cases(shifts: range) -> tuple[torch.Tensor, torch.Tensor]:

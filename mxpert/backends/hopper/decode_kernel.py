@@ -16,13 +16,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..dependent import EARLY, release_next, wait_for_previous
+from .assembly import decode_tables
 from .claims import LEAD, make_labels, next_tile, read_label, write_label, write_last_label
 from .epilogue import (
     finish, is_real, one_each, output_layout, output_terms, row_ids, spread, store_outputs,
     token_terms,
 )
 from .ring import next_slot
-from .tiles import accumulator_layout, decode_tables, decode_weights, join_halves
+from .tiles import accumulator_layout, decode_weights, join_halves
 
 
 @gluon.jit

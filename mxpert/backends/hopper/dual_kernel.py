@@ -29,12 +29,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .assembly import encode_fp8_words, larger_halves, multiply_bfloat16_pairs
 from .dual_scales import (
     bytes_of_stages, column_codes_layout, in_matrix, inverse_scale, load_column_scales,
     load_row_scales, mark_groups, scale_byte, scales_of_columns, store_column_scales,
     store_row_scales, words_of_columns,
 )
-from .tiles import encode_fp8_words, larger_halves, multiply_bfloat16_pairs
 
 _NOWHERE = gl.constexpr(1 << 30)
 """A row behind the end of every source."""

@@ -24,12 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..dependent import wait_then_release
+from .assembly import decode_tables
 from .claims import LEAD, make_labels, next_tile, read_label, write_label, write_last_label
 from .epilogue import (
     copy_outputs, finish, one_each, output_layout, output_terms, spread, token_terms,
 )
 from .ring import next_slot
-from .tiles import accumulator_layout, decode_tables, decode_weights
+from .tiles import accumulator_layout, decode_weights
 
 _AT_WILL = gl.constexpr(0)
 _WHEN_ISSUED = gl.constexpr(1)

@@ -6,9 +6,7 @@
   largest scale, a power of two. CODED: x is an MX row; else bfloat16 is quantised first, to the
   bits that `quantize` makes.
 
-NaN gives a row a NaN scale, infinity in "split" and "token"; in MX formats it saturates. Codes are
-made by the hardware's conversions in PTX: a conversion to e4m3 and back in one expression of Triton
-is miscompiled.
+NaN gives a row a NaN scale, infinity in "split" and "token"; in MX formats it saturates.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..triton.quantize_kernels import e8m0_scale, inverse_scale
+from .assembly import quantized_codes, scaled_words, split_codes
 from .rows_steps import step_layout
 
 _SMALLEST_AMAX = gl.constexpr(0x04E00000)
@@ -110,97 +109,6 @@ def row_scale(statistic, FORMAT: gl.constexpr):
         return gl.where(statistic == 255, float("nan"), _power_of_two(base - HEADROOM)), base
 
 
-_SPLIT_CODES = gl.constexpr("""{
-.reg .b16 hi01, hi23, lo01, lo23;
-.reg .b32 v01, v23, h01, h23, sixteen;
-mov.b32 sixteen, 0x4C004C00;
-cvt.rn.f16x2.f32 v01, $3, $2;
-cvt.rn.f16x2.f32 v23, $5, $4;
-cvt.rn.satfinite.e4m3x2.f32 hi01, $3, $2;
-cvt.rn.satfinite.e4m3x2.f32 hi23, $5, $4;
-cvt.rn.f16x2.e4m3x2 h01, hi01;
-cvt.rn.f16x2.e4m3x2 h23, hi23;
-cvt.rn.satfinite.e4m3x2.f16x2 hi01, v01;
-cvt.rn.satfinite.e4m3x2.f16x2 hi23, v23;
-mov.b32 $0, {hi01, hi23};
-sub.rn.f16x2 v01, v01, h01;
-sub.rn.f16x2 v23, v23, h23;
-mul.rn.f16x2 v01, v01, sixteen;
-mul.rn.f16x2 v23, v23, sixteen;
-cvt.rn.satfinite.e4m3x2.f16x2 lo01, v01;
-cvt.rn.satfinite.e4m3x2.f16x2 lo23, v23;
-mov.b32 $1, {lo01, lo23};
-}""")
-"""hi is converted twice: codes that are packed and converted back are miscompiled (ptxas 12.8 takes
-a register that was never written)."""
-
-
-@gluon.jit
-def _split_codes(values):
-    """e4m3 codes hi and lo with ``values = hi + lo / 16``, four values at a time.
-
-    values: bfloat16 numbers of at most 448 in float32. float16 holds all of them that lo can tell.
-    """
-    hi, lo = gl.inline_asm_elementwise(_SPLIT_CODES, "=&r,=r,f,f,f,f", [values],
-                                       (gl.int8, gl.int8), is_pure=True, pack=4)
-    return hi.to(gl.float8e4nv, bitcast=True), lo.to(gl.float8e4nv, bitcast=True)
-
-
-_SCALE_CODES = gl.constexpr("""{
-.reg .b16 low, high;
-.reg .b32 first, second, power;
-mov.b32 {low, high}, $1;
-cvt.rn.f16x2.e4m3x2 first, low;
-cvt.rn.f16x2.e4m3x2 second, high;
-cvt.rn.f16x2.f32 power, $2, $2;
-mul.rn.f16x2 first, first, power;
-mul.rn.f16x2 second, second, power;
-cvt.rn.satfinite.e4m3x2.f16x2 low, first;
-cvt.rn.satfinite.e4m3x2.f16x2 high, second;
-mov.b32 $0, {low, high};
-}""")
-
-
-@gluon.jit
-def _scaled_words(words, power):
-    """Four e4m3 codes a word times a power of two of at most 1. Exact in float16: a code has four
-    significant bits, and what a power below 2^-24 leaves of it is no e4m3 number."""
-    return gl.inline_asm_elementwise(_SCALE_CODES, "=r,r,f", [words, power], gl.int32,
-                                     is_pure=True, pack=1)
-
-
-_QUANTIZE_CODES = gl.constexpr("""{
-.reg .b16 low, high;
-.reg .b32 first, second, power;
-.reg .f32 a, b, c, d;
-mul.f32 a, $1, $5;
-mul.f32 b, $2, $5;
-mul.f32 c, $3, $5;
-mul.f32 d, $4, $5;
-cvt.rn.satfinite.e4m3x2.f32 low, b, a;
-cvt.rn.satfinite.e4m3x2.f32 high, d, c;
-cvt.rn.f16x2.e4m3x2 first, low;
-cvt.rn.f16x2.e4m3x2 second, high;
-cvt.rn.f16x2.f32 power, $9, $9;
-mul.rn.f16x2 first, first, power;
-mul.rn.f16x2 second, second, power;
-cvt.rn.satfinite.e4m3x2.f16x2 low, first;
-cvt.rn.satfinite.e4m3x2.f16x2 high, second;
-mov.b32 $0, {low, high};
-}""")
-
-
-@gluon.jit
-def _quantized_codes(values, inverse, power):
-    """e4m3 codes of values by their block's inverse scale, then those times a power of two as in
-    `_scaled_words`: four values of a block at a time."""
-    values, inverse = gl.broadcast(values, inverse)
-    values, power = gl.broadcast(values, power)
-    codes = gl.inline_asm_elementwise(_QUANTIZE_CODES, "=r,f,f,f,f,f,f,f,f,f,f,f,f",
-                                      [values, inverse, power], gl.int8, is_pure=True, pack=4)
-    return codes.to(gl.float8e4nv, bitcast=True)
-
-
 @gluon.jit
 def _round_to_e2m1(values):
     """float32 values of the nearest e2m1 numbers, ties to even, saturating."""
@@ -246,9 +154,9 @@ def encode(step, encoding, FORMAT: gl.constexpr, CODED: gl.constexpr, EMAX: gl.c
             values = _e2m1_values(words, WARPS) * power[:, :, :, None]
             return (values.to(gl.float8e4nv),)
         else:
-            return (_scaled_words(words, power),)
+            return (scaled_words(words, power),)
     elif FORMAT == "split":
-        return _split_codes(step[0].to(gl.float32) * encoding)
+        return split_codes(step[0].to(gl.float32) * encoding)
     elif FORMAT == "token":
         return ((step[0].to(gl.float32) * encoding).to(gl.float8e4nv),)
     else:
@@ -258,4 +166,4 @@ def encode(step, encoding, FORMAT: gl.constexpr, CODED: gl.constexpr, EMAX: gl.c
         if FORMAT == "e2m1":
             return ((_round_to_e2m1(values * inverse) * power).to(gl.float8e4nv),)
         else:
-            return (_quantized_codes(values, inverse, power),)
+            return (quantized_codes(values, inverse, power),)
