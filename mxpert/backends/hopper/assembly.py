@@ -150,30 +150,26 @@ def split_codes(values):
     return hi.to(gl.float8e4nv, bitcast=True), lo.to(gl.float8e4nv, bitcast=True)
 
 
-_SCALE_CODES = gl.constexpr("""{
-.reg .b16 low, high;
-.reg .b32 first, second, power;
-mov.b32 {low, high}, $1;
-cvt.rn.f16x2.e4m3x2 first, low;
+def _rescaling(power: str) -> str:
+    """PTX that multiplies the e4m3 codes of low and high by `power` and packs them: $0."""
+    return f"""cvt.rn.f16x2.e4m3x2 first, low;
 cvt.rn.f16x2.e4m3x2 second, high;
-cvt.rn.f16x2.f32 power, $2, $2;
+cvt.rn.f16x2.f32 power, {power}, {power};
 mul.rn.f16x2 first, first, power;
 mul.rn.f16x2 second, second, power;
 cvt.rn.satfinite.e4m3x2.f16x2 low, first;
 cvt.rn.satfinite.e4m3x2.f16x2 high, second;
-mov.b32 $0, {low, high};
-}""")
+mov.b32 $0, {{low, high}};"""
 
 
-@gluon.jit
-def scaled_words(words, power):
-    """Four e4m3 codes a word times a power of two of at most 1. Exact in float16: a code has four
-    significant bits, and what a power below 2^-24 leaves of it is no e4m3 number."""
-    return gl.inline_asm_elementwise(_SCALE_CODES, "=r,r,f", [words, power], gl.int32,
-                                     is_pure=True, pack=1)
+_SCALE_CODES = gl.constexpr(f"""{{
+.reg .b16 low, high;
+.reg .b32 first, second, power;
+mov.b32 {{low, high}}, $1;
+{_rescaling("$2")}
+}}""")
 
-
-_QUANTIZE_CODES = gl.constexpr("""{
+_QUANTIZE_CODES = gl.constexpr(f"""{{
 .reg .b16 low, high;
 .reg .b32 first, second, power;
 .reg .f32 a, b, c, d;
@@ -183,15 +179,16 @@ mul.f32 c, $3, $5;
 mul.f32 d, $4, $5;
 cvt.rn.satfinite.e4m3x2.f32 low, b, a;
 cvt.rn.satfinite.e4m3x2.f32 high, d, c;
-cvt.rn.f16x2.e4m3x2 first, low;
-cvt.rn.f16x2.e4m3x2 second, high;
-cvt.rn.f16x2.f32 power, $9, $9;
-mul.rn.f16x2 first, first, power;
-mul.rn.f16x2 second, second, power;
-cvt.rn.satfinite.e4m3x2.f16x2 low, first;
-cvt.rn.satfinite.e4m3x2.f16x2 high, second;
-mov.b32 $0, {low, high};
-}""")
+{_rescaling("$9")}
+}}""")
+
+
+@gluon.jit
+def scaled_words(words, power):
+    """Four e4m3 codes a word times a power of two of at most 1. Exact in float16: a code has four
+    significant bits, and what a power below 2^-24 leaves of it is no e4m3 number."""
+    return gl.inline_asm_elementwise(_SCALE_CODES, "=r,r,f", [words, power], gl.int32,
+                                     is_pure=True, pack=1)
 
 
 @gluon.jit
