@@ -35,13 +35,18 @@ _BARRIER_BYTES = 2048
 _MIN_SPLIT_STEPS = 2
 _MAX_SPLIT_ROWS = 64
 _MAX_STAGES = 8
+
 _DECODE_LIMITS = (("decode8", 6), ("decode16", 12), ("decode32", 26))
 _LIMITS: dict[bool, tuple[tuple[str, float], ...]] = {
     True: (*_DECODE_LIMITS, ("triple", 84), ("wide", math.inf)),
     False: (*_DECODE_LIMITS, ("short", 56), ("triple", 88), ("narrow", 104), ("middle", 192),
             ("wide", math.inf))}
 """Rows per hit expert up to which each tile wins, by hi and lo split: somewhat fewer than it holds,
-since experts with more than the average need a second tile for their last rows."""
+since experts with more than the average need a second tile for their last rows.
+
+Measured on an H200 with 8 to 2000 rows an expert, on gpt-oss-120b, kimi-k2 TP4, deepseek-v3 EP8 and
+qwen3-235b.
+"""
 
 
 def is_prefill(config: GemmConfig) -> bool:
@@ -143,9 +148,9 @@ def with_split_k(config: GemmConfig, problem: MoEProblem, op: Op) -> GemmConfig:
     """Split the depth where the tiles of the routed rows leave more than half of the CTAs idle."""
     if is_prefill(config):
         return config
-    tiles, steps = _tiles_and_steps(problem, op)
+    num_tiles, steps = _tiles_and_steps(problem, op)
     blocks = min(problem.num_tokens * problem.top_k, problem.num_experts)
-    idle_factor = 2 * problem.target.num_sms // max(1, blocks * tiles)
+    idle_factor = 2 * problem.target.num_sms // max(1, blocks * num_tiles)
     return replace(config, split_k=max(1, min(idle_factor, steps // _MIN_SPLIT_STEPS)))
 
 
@@ -202,7 +207,8 @@ def stage_heuristic(problem: MoEProblem) -> GemmConfig:
 
 def require_valid(config: GemmConfig, problem: MoEProblem) -> None:
     """Refuse a pinned or tuned config that no kernel of this backend implements."""
-    known_tiles, step = list(tiles(splits(problem)).values()), 2 if is_prefill(config) else 1
+    known_tiles = list(tiles(splits(problem)).values())
+    step = 2 if is_prefill(config) else 1
     valid = (config.num_stages > 1 and config.num_stages % step == 0 and config.split_k >= 1
              and (config.split_k == 1 or not is_prefill(config))
              and any(config.num_stages <= known.num_stages
