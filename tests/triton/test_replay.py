@@ -18,6 +18,7 @@ from triton import knobs
 
 import mxpert
 from mxpert import Combine, GemmConfig, MoEConfig, Scoring
+from mxpert.backends.hopper.moe import FUSED_MOE
 from mxpert.dispatch import tables
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.problem import ACTIVATION_FORMATS
@@ -175,8 +176,9 @@ def test_a_pinned_config_and_a_new_table_are_not_answered_from_before(
     assert len(replays) == 1
     layer.fused()
     assert len(replays) == 2
-    row = mock.Mock(config=MoEConfig(8, *[GemmConfig(8, 128, 256, 4, 2)] * 2), place="a row")
-    monkeypatch.setattr(tables, "tuned_row", lambda problem, backend: row)
+    monkeypatch.setattr(tables, "tuned_row", lambda problem, backend: mock.Mock(
+        config=[*FUSED_MOE.configs(problem)][1], place="a row", backend=backend,
+        num_tokens=problem.num_tokens))
     tables.reload_tables()
     layer.fused()
     assert len(replays) == 2, "another config, for the first time"
