@@ -74,6 +74,12 @@ def stored(codes: torch.Tensor) -> torch.Tensor:
     return codes.unflatten(1, (-1, 4, 8, 4)).transpose(2, 3).flatten(1)
 
 
+def source_rows(plan: RoutingPlan, scatter: bool) -> torch.Tensor:
+    """Row of x that each of the rows in use holds."""
+    places = plan.slot_rows.flatten().long()
+    return (plan.sorted_token_ids[places] & TOKEN_MASK).long() if scatter else places
+
+
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("scatter", [True, False], ids=["tokens", "sorted"])
@@ -103,9 +109,7 @@ def test_token_rows_are_the_oracles(
     plan, options = plan_of(num_tokens, device), MoEOptions(SiLU(), FP8_TOKEN)
     x = values(num_tokens if scatter else plan.capacity, depth, device)
     codes, scale = encode(x, plan, options, scatter)
-    places = plan.slot_rows.flatten().long()
-    source = (plan.sorted_token_ids[places] & TOKEN_MASK).long() if scatter else places
-    expected = quantize_token_rows(x[source])
+    expected = quantize_token_rows(x[source_rows(plan, scatter)])
     assert_exact(scale, expected.scale, "scale")
     assert_exact(codes, stored(expected.qdata), "codes")
 
@@ -120,9 +124,8 @@ def test_split_rows_are_hi_and_lo(
     x = values(num_tokens if scatter else plan.capacity, depth, device)
     found = rows.sorted_rows(x, plan, plan.capacity, options, scatter=scatter)
     places = plan.slot_rows.flatten().long()
-    source = (plan.sorted_token_ids[places] & TOKEN_MASK).long() if scatter else places
     scale = found.scale[places]
-    scaled = x[source].float() / scale[:, None]
+    scaled = x[source_rows(plan, scatter)].float() / scale[:, None]
     hi = scaled.to(torch.float8_e4m3fn)
     lo = ((scaled - hi.float()) * 16).to(torch.float8_e4m3fn)
     assert (scaled.abs().amax(1) <= 448).all(), "hi saturates"

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+
 from ...errors import require
 from ...formats.layouts import UNIT_ROWS
 from ...problem import GemmConfig, MoEConfig, MoEProblem, Op
@@ -59,14 +61,10 @@ def consumers(config: GemmConfig) -> int:
     return config.block_n // UNIT_ROWS
 
 
-def _prefill_stage_bytes(num_consumers: int, rows: int) -> int:
-    """Of codes, shifts and activation rows (hi and lo counted) in a stage of 256 codes."""
-    return num_consumers * (64 * 128 + 16 * 32) + rows * 256
-
-
-def _staging_bytes(config: GemmConfig, rows: int, row_bytes: int) -> int:
-    """Of what the consumers copy out at once, each `rows` times `row_bytes`."""
-    return consumers(config) * rows * row_bytes
+def _prefill_stage_bytes(config: GemmConfig, split: bool) -> int:
+    """Of codes, shifts and activation rows, hi and lo of each, in a stage of 256 codes."""
+    rows = config.block_m * config.group_m * (2 if split else 1)
+    return consumers(config) * (64 * 128 + 16 * 32) + rows * 256
 
 
 @functools.cache
@@ -78,9 +76,9 @@ def _prefill_config(block_m: int, num_consumers: int, blocks: int, split: bool) 
     short tile up to 11 % faster than the triple one on the same rows.
     """
     config = GemmConfig(block_m, UNIT_ROWS * num_consumers, _PREFILL_DEPTH, group_m=blocks)
-    room = _PREFILL_SHARED - _BARRIER_BYTES - _staging_bytes(config, block_m, UNIT_ROWS * 2)
-    stage = _prefill_stage_bytes(num_consumers, block_m * blocks * (2 if split else 1))
-    return replace(config, num_stages=2 * (room // stage))
+    piece = num_consumers * block_m * UNIT_ROWS * torch.bfloat16.itemsize
+    room = _PREFILL_SHARED - _BARRIER_BYTES - piece
+    return replace(config, num_stages=2 * (room // _prefill_stage_bytes(config, split)))
 
 
 def output_pieces(config: GemmConfig, split: bool, row_bytes: int) -> tuple[int, int]:
@@ -88,13 +86,11 @@ def output_pieces(config: GemmConfig, split: bool, row_bytes: int) -> tuple[int,
 
     row_bytes: of the outputs that a consumer has of a row.
     """
-    rows = config.block_m * config.group_m * (2 if split else 1)
-    room = _PREFILL_SHARED - _BARRIER_BYTES - (
-        config.num_stages // 2 * _prefill_stage_bytes(consumers(config), rows))
-    for pieces, piece_rows in ((2, config.block_m), (1, config.block_m), (1, 32), (1, 16)):
-        if pieces * _staging_bytes(config, piece_rows, row_bytes) <= room:
-            return pieces, piece_rows
-    raise AssertionError("a ring leaves room for one piece")  # for the type checker
+    ring = config.num_stages // 2 * _prefill_stage_bytes(config, split)
+    room = _PREFILL_SHARED - _BARRIER_BYTES - ring
+    return next((pieces, rows) for pieces, rows in (
+        (2, config.block_m), (1, config.block_m), (1, 32), (1, 16))
+        if consumers(config) * pieces * rows * row_bytes <= room)
 
 
 @functools.cache
