@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -38,8 +39,6 @@ _CALLING_CONVENTION = "iiiKKppOOOOOO"
 dependent launch, two scratch buffers, metadata, launch metadata, two hooks."""
 
 _DIRECT = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == _CALLING_CONVENTION
-_TILE_ARGUMENTS = 5
-"""What the C launcher takes for a 2-D descriptor: the map, two sizes, two strides."""
 _MAX_MAPS = 4096
 
 CACHED_LAUNCHES = 4096
@@ -51,18 +50,26 @@ class Tile:
     """How a kernel reads a contiguous tensor through a TMA descriptor.
 
     Args:
-        block: rows and columns of a copy. layout: how Gluon lays it out in shared memory; None for
-            a Triton kernel. width: columns that the tensor is viewed with; None takes its last
-            dimension.
+        block: rows and columns of a copy; with a 1 ahead, of one matrix of many. layout: how Gluon
+            lays it out in shared memory; None for a Triton kernel. width: columns that the tensor
+            is viewed with; None takes its last dimension.
     """
 
-    block: tuple[int, int]
+    block: tuple[int, ...]
     layout: Any = None
     width: int | None = None
 
+    @property
+    def num_arguments(self) -> int:
+        """What the C launcher takes for a descriptor: the map, sizes and strides."""
+        return 1 + 2 * len(self.block)
+
     def descriptor(self, tensor: torch.Tensor) -> Any:
-        """The descriptor of `tensor` in rows of `width`; reads past its end give zeros."""
-        rows, block = tensor.view(-1, self.width or tensor.shape[-1]), list(self.block)
+        """The descriptor of `tensor` in rows of `width`, all its rows or a matrix for each of its
+        leading dimensions; reads past the end of rows or columns give zeros."""
+        width, block = self.width or tensor.shape[-1], list(self.block)
+        size = math.prod(tensor.shape[-2:])
+        rows = tensor.view(-1, *((size // width,) if len(block) == 3 else ()), width)
         if self.layout is None:
             return TensorDescriptor.from_tensor(rows, block)
         return gluon.TensorDescriptor.from_tensor(rows, block, self.layout)
@@ -137,9 +144,9 @@ class Launch:
             _note(self, tensors, self._learn(key, tensors))
             return
         _note(self, tensors, binary)
-        for name in self.tiles:
+        for name, tile in self.tiles.items():
             first = self._positions[name]
-            arguments[first:first + _TILE_ARGUMENTS] = self._map(
+            arguments[first:first + tile.num_arguments] = self._map(
                 binary, name, tensors[name], arguments[first])  # type: ignore[arg-type]
         binary.launcher(*self._grid3, active.get_current_stream(device), *binary.fixed, *arguments)
 
@@ -234,8 +241,8 @@ class PreparedLaunch:
         for tile in self._tiles:
             first = tile.position
             address = arguments[first]
-            arguments[first:first + _TILE_ARGUMENTS] = (tile.maps.get(address)
-                                                        or tile.encode(address))
+            arguments[first:first + tile.num_arguments] = (tile.maps.get(address)
+                                                           or tile.encode(address))
         self._launcher(*self._grid, stream, *self._fixed, *arguments)
 
 
@@ -259,6 +266,7 @@ class _PlacedTile(NamedTuple):
     """TMA descriptors of tensors of one shape; `described` holds no tensor."""
 
     position: int
+    num_arguments: int
     described: tuple[Any, Any, str]
     metadata: Any
     maps: dict[int, list[Any]]
@@ -266,9 +274,11 @@ class _PlacedTile(NamedTuple):
     @staticmethod
     def of(launch: Launch, binary: Binary, name: str, tensor: torch.Tensor) -> _PlacedTile:
         """For tensors like `tensor`, as a parameter of `launch`."""
-        made = launch.tiles[name].descriptor(tensor)
-        return _PlacedTile(launch._positions[name], (made.shape, made.strides, made.padding),
-                           binary.tile_metadata[name], binary.maps_of(name, tensor))
+        tile = launch.tiles[name]
+        made = tile.descriptor(tensor)
+        return _PlacedTile(launch._positions[name], tile.num_arguments,
+                           (made.shape, made.strides, made.padding), binary.tile_metadata[name],
+                           binary.maps_of(name, tensor))
 
     def encode(self, address: int) -> list[Any]:
         """The C launcher's arguments for the tensor at `address`."""
@@ -319,7 +329,8 @@ def _template(kernel: Any, tiles: Mapping[str, Tile],
     for name, parameter in kernel.signature.parameters.items():
         positions[name] = len(template)
         default = None if parameter.default is inspect.Parameter.empty else parameter.default
-        template += [constants.get(name, default)] * (_TILE_ARGUMENTS if name in tiles else 1)
+        count = tiles[name].num_arguments if name in tiles else 1
+        template += [constants.get(name, default)] * count
     return template, positions
 
 

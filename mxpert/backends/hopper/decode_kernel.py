@@ -62,18 +62,14 @@ def _load_weights(ring, descriptors, slot, step, units, TOKENS: gl.constexpr, SP
     """Start a step's weights on their way; its barrier expects the activations, too."""
     BYTES: gl.constexpr = 128 * 128 + 32 * 32 + TOKENS * 256 * (2 if SPLIT else 1)
     code_desc, shift_desc, _ = descriptors
-    codes = ring[0].index(slot)
-    shifts = ring[1].index(slot)
     arrived = ring[3].index(slot)
     mbarrier.expect(arrived, BYTES)
     for half in gl.static_range(2):
-        first = units[half] + 2 * step
-        tma.async_copy_global_to_shared(code_desc, [first * 32, 0], arrived,
-                                        codes.slice(half * 64, 64, 0))
+        tma.async_copy_global_to_shared(code_desc, [units[half], step * 64, 0], arrived,
+                                        ring[0].index(2 * slot + half))
     for half in gl.static_range(2):
-        first = units[half] + 2 * step
-        tma.async_copy_global_to_shared(shift_desc, [first * 8, 0], arrived,
-                                        shifts.slice(half * 16, 16, 0))
+        tma.async_copy_global_to_shared(shift_desc, [units[half], step * 16, 0], arrived,
+                                        ring[1].index(2 * slot + half))
 
 
 @gluon.jit
@@ -123,10 +119,8 @@ def _produce(ring, claimed, descriptors, block_expert_ids, sizes, row_units, dep
         tile = following
         _, expert, pair, split = tile
         first_step, last_step = _split_steps(split, depth_units, splits)
-        # An odd last step reads on into the next unit: finite weights that meet x = 0.
         unit = expert * row_units + pair * 2
-        last_unit = expert * row_units + row_units - 1
-        units = (unit * depth_units, gl.minimum(unit + 1, last_unit) * depth_units)
+        units = (unit, gl.minimum(unit + 1, expert * row_units + row_units - 1))
         if first_tile:  # its weights are on their way before activations exist
             first_tile = False
             early = gl.minimum(last_step - first_step, STAGES)
@@ -192,8 +186,9 @@ def _consume(ring, operands, block_expert_ids, sizes, depth_units, num_rows,
         accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
         for _ in range(first_step, last_step):
             mbarrier.wait(ready.index(slot), phase)
-            weights = decode_weights(codes.index(slot).slice(PARTITION * 64, 64, 0),
-                                     shifts.index(slot).slice(PARTITION * 16, 16, 0),
+            place = 2 * slot + PARTITION
+            weights = decode_weights(codes.index(place).reshape([64, 128]),
+                                     shifts.index(place).reshape([16, 32]),
                                      tables, ACCUMULATOR, 1, 2)
             partial = warpgroup_mma(weights, x.index(slot).permute((1, 0)),
                                     gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR),
@@ -231,8 +226,8 @@ def _moe_gemm_decode_kernel(
     num_rows rows of out of its own; tiles_per_block counts them.
     """
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
-    codes = gl.allocate_shared_memory(gl.uint8, [STAGES, 128, 128], code_desc.layout)
-    shifts = gl.allocate_shared_memory(gl.uint8, [STAGES, 32, 32], shift_desc.layout)
+    codes = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 64, 128], code_desc.layout)
+    shifts = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 16, 32], shift_desc.layout)
     x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, 256], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -14,12 +14,12 @@ from ...problem import Combine, GemmConfig, MoEConfig, MoEProblem, Op
 from ...routing import RoutingPlan
 from ...weights import MoEWeights
 from ..dependent import FOLLOWS
-from ..launch import CACHED_LAUNCHES, Launch, Tile
+from ..launch import CACHED_LAUNCHES, Launch
 from ..triton.combine import combine_rows
 from ..triton.moe import TwoStageLayer, quantize_rows
 from . import heuristics
 from .combine_parts import combine_parts
-from .copies import copied
+from .copies import copied, copied_matrix
 from .decode_kernel import _moe_gemm_decode_kernel
 from .epilogue import ACTIVATION_KINDS
 from .finish import finish_gate_up, finish_rows
@@ -206,8 +206,12 @@ class _Gemm(NamedTuple):
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Launch:
+    # An odd last step must not read the next unit: memory is what decode waits for.
+    tiles = {"code_desc": copied_matrix(64, 128, torch.uint8),
+             "shift_desc": copied_matrix(16, 32, torch.uint8),
+             "x_desc": copied(config.block_m, config.block_k, torch.float8_e4m3fn)}
     return Launch(
-        _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), _operand_tiles(config, 64),
+        _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), tiles,
         num_tokens=problem.num_tokens, splits=config.split_k,
         blocks_per_unit=gemm.routing_block_m // config.block_m, num_rows=gemm.num_rows,
         TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,
@@ -222,19 +226,15 @@ def _prefill_launch(
     outputs = 64 if gemm.kind == _ROWS_KIND else 32
     pieces, rows = heuristics.output_pieces(config, gemm.split, outputs * out_dtype.itemsize)
     # Half a stage at a time where a ring of hi and lo has but two: decoding then starts earlier.
-    operands = _operand_tiles(config, 32 if gemm.split and config.num_stages <= 4 else 64)
-    tiles = operands | {"out_desc": copied(rows, outputs, out_dtype)}
+    code_rows = 32 if gemm.split and config.num_stages <= 4 else 64  # 32 are 128 of depth
+    tiles = {"code_desc": copied(code_rows, 128, torch.uint8, width=128),
+             "shift_desc": copied(code_rows // 4, 32, torch.uint8, width=32),
+             "x_desc": copied(config.block_m, config.block_k, torch.float8_e4m3fn),
+             "out_desc": copied(rows, outputs, out_dtype)}
     return Launch(
         _moe_gemm_prefill_kernel, (problem.target.num_sms,), tiles, BLOCK_M=config.block_m,
         BLOCKS=config.group_m, PIECES=pieces, CONSUMERS=heuristics.consumers(config),
         **_gemm_constants(problem, config, gemm))
-
-
-def _operand_tiles(config: GemmConfig, code_rows: int) -> dict[str, Tile]:
-    """Boxes of the copies: of codes, 32 rows are 128 of depth."""
-    return {"code_desc": copied(code_rows, 128, torch.uint8, width=128),
-            "shift_desc": copied(code_rows // 4, 32, torch.uint8, width=32),
-            "x_desc": copied(config.block_m, config.block_k, torch.float8_e4m3fn)}
 
 
 def _gemm_constants(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> dict[str, Any]:
