@@ -26,10 +26,18 @@ from .ring import next_slot
 from .tiles import accumulator_layout, decode_weights, join_halves
 
 
+@gluon.constexpr_function
+def _num_widths(TOKENS):
+    """Widths of a tile: 8, 16, … TOKENS rows."""
+    return (TOKENS // 8).bit_length()
+
+
 @gluon.jit
-def _describe(tile, block_expert_ids, sizes):
-    """Block, expert, pair of row units and split of a tile, of whose block's tiles the split runs
-    fastest; the expert is asked for as soon as the tile is known, so that nobody waits for it."""
+def _describe(tile, plan, sizes, TOKENS: gl.constexpr):
+    """Block, expert, pair of row units, and split * 4 + width of a tile, of whose block's tiles the
+    split runs fastest: width w is 8 << w rows, which hold all that is not padding. The plan is
+    asked as soon as the tile is known, so that nobody waits for it."""
+    block_expert_ids, sorted_token_ids, num_tokens = plan
     num_blocks, blocks_per_unit, tiles_per_block, splits = sizes
     block = tile // tiles_per_block
     pair = tile % tiles_per_block
@@ -42,7 +50,12 @@ def _describe(tile, block_expert_ids, sizes):
         unit = block // blocks_per_unit
     expert = gl.load(block_expert_ids + unit, mask=block < num_blocks, other=0,
                      cache_modifier=EARLY)
-    return block, expert, pair, split
+    part = split * 4
+    for width in gl.static_range(1, _num_widths(TOKENS)):
+        middle = gl.load(sorted_token_ids + block * TOKENS + (4 << width), mask=block < num_blocks,
+                         other=-1, cache_modifier=EARLY)
+        part += is_real(middle, num_tokens).to(gl.int32)
+    return block, expert, pair, part
 
 
 @gluon.jit
@@ -58,12 +71,15 @@ def _split_steps(split, depth_units, splits):
 
 
 @gluon.jit
-def _load_weights(ring, descriptors, slot, step, units, TOKENS: gl.constexpr, SPLIT: gl.constexpr):
+def _load_weights(ring, descriptors, slot, step, units, part, TOKENS: gl.constexpr,
+                  SPLIT: gl.constexpr):
     """Start a step's weights on their way; its barrier expects the activations, too."""
-    BYTES: gl.constexpr = 128 * 128 + 32 * 32 + TOKENS * 256 * (2 if SPLIT else 1)
+    WEIGHT_BYTES: gl.constexpr = 128 * 128 + 32 * 32
+    ROW_BYTES: gl.constexpr = 256 * (2 if SPLIT else 1)
     code_desc, shift_desc, _ = descriptors
     arrived = ring[3].index(slot)
-    mbarrier.expect(arrived, BYTES)
+    for width in gl.static_range(_num_widths(TOKENS)):
+        mbarrier.expect(arrived, WEIGHT_BYTES + (8 << width) * ROW_BYTES, pred=part % 4 == width)
     for half in gl.static_range(2):
         tma.async_copy_global_to_shared(code_desc, [units[half], step * 64, 0], arrived,
                                         ring[0].index(2 * slot + half))
@@ -73,16 +89,20 @@ def _load_weights(ring, descriptors, slot, step, units, TOKENS: gl.constexpr, SP
 
 
 @gluon.jit
-def _load_activations(ring, descriptors, slot, step, first_row, low_rows, TOKENS: gl.constexpr,
-                      SPLIT: gl.constexpr):
+def _load_activations(ring, descriptors, slot, step, first_row, part, low_rows,
+                      TOKENS: gl.constexpr, SPLIT: gl.constexpr):
     x_desc = descriptors[2]
     rows = ring[2].index(slot)
     arrived = ring[3].index(slot)
-    tma.async_copy_global_to_shared(x_desc, [first_row, step * 256], arrived,
-                                    rows.slice(0, TOKENS, 0))
-    if SPLIT:
-        tma.async_copy_global_to_shared(x_desc, [low_rows + first_row, step * 256], arrived,
-                                        rows.slice(TOKENS, TOKENS, 0))
+    for width in gl.static_range(_num_widths(TOKENS)):
+        if part % 4 == width:
+            for row in gl.static_range(0, 8 << width, 8):
+                tma.async_copy_global_to_shared(x_desc, [first_row + row, step * 256], arrived,
+                                                rows.slice(row, 8, 0))
+                if SPLIT:
+                    tma.async_copy_global_to_shared(
+                        x_desc, [low_rows + first_row + row, step * 256], arrived,
+                        rows.slice((8 << width) + row, 8, 0))
 
 
 @gluon.jit
@@ -98,14 +118,15 @@ def _fill_stage(ring, descriptors, state, step, tile, units, low_rows, TOKENS: g
     else:
         mbarrier.wait(ring[4].index(slot), phase)
         write_label(ring[5], slot, tile)
-        _load_weights(ring, descriptors, slot, step, units, TOKENS, SPLIT)
-    _load_activations(ring, descriptors, slot, step, tile[0] * TOKENS, low_rows, TOKENS, SPLIT)
+        _load_weights(ring, descriptors, slot, step, units, tile[3], TOKENS, SPLIT)
+    _load_activations(ring, descriptors, slot, step, tile[0] * TOKENS, tile[3], low_rows, TOKENS,
+                      SPLIT)
     slot, phase = next_slot(slot, phase, STAGES)
     return slot, phase, early
 
 
 @gluon.jit
-def _produce(ring, claimed, descriptors, block_expert_ids, sizes, row_units, depth_units, low_rows,
+def _produce(ring, claimed, descriptors, plan, sizes, row_units, depth_units, low_rows,
              TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr):
     _, _, _, ready, free, labels = ring
     num_blocks, _, tiles_per_block, splits = sizes
@@ -114,25 +135,26 @@ def _produce(ring, claimed, descriptors, block_expert_ids, sizes, row_units, dep
     early = 0
     first_tile = True
     number = gl.program_id(0)
-    following = _describe(number, block_expert_ids, sizes)
+    following = _describe(number, plan, sizes, TOKENS)
     while following[0] < num_blocks:
         tile = following
-        _, expert, pair, split = tile
-        first_step, last_step = _split_steps(split, depth_units, splits)
+        _, expert, pair, part = tile
+        first_step, last_step = _split_steps(part // 4, depth_units, splits)
         unit = expert * row_units + pair * 2
         units = (unit, gl.minimum(unit + 1, expert * row_units + row_units - 1))
         if first_tile:  # its weights are on their way before activations exist
             first_tile = False
             early = gl.minimum(last_step - first_step, STAGES)
             for ahead in range(early):
-                _load_weights(ring, descriptors, ahead, first_step + ahead, units, TOKENS, SPLIT)
+                _load_weights(ring, descriptors, ahead, first_step + ahead, units, part, TOKENS,
+                              SPLIT)
             wait_for_previous()
         claim_at = gl.maximum(last_step - LEAD, first_step + 1)
         for step in range(first_step, claim_at):
             slot, phase, early = _fill_stage(ring, descriptors, (slot, phase, early), step, tile,
                                              units, low_rows, TOKENS, STAGES, SPLIT)
         number = next_tile(number, claimed, num_blocks * tiles_per_block)
-        following = _describe(number, block_expert_ids, sizes)
+        following = _describe(number, plan, sizes, TOKENS)
         for step in range(claim_at, last_step):
             slot, phase, early = _fill_stage(ring, descriptors, (slot, phase, early), step, tile,
                                              units, low_rows, TOKENS, STAGES, SPLIT)
@@ -153,13 +175,15 @@ def _terms(factors, rows, expert, first_row, first_output, OUTPUTS: gl.constexpr
 
 
 @gluon.jit
-def _consume(ring, operands, block_expert_ids, sizes, depth_units, num_rows,
-             PARTITION: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-             SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
-             WEIGHTED: gl.constexpr):
-    codes, shifts, x, ready, free, labels = ring
+def _tile(ring, operands, state, steps, expert, first_row, first_output, first_sum,
+          PARTITION: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+          KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
+    """One tile of TOKENS rows, whose outputs go to rows `first_sum` on; returns the state after it:
+    ring position and its phase."""
+    codes, shifts, x, ready, free, _ = ring
     factors, rows, target = operands
     out, num_outputs, num_tokens, param_first, param_second = target
+    slot, phase = state
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
     ACCUMULATOR: gl.constexpr = accumulator_layout(4, COLUMNS)
     OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
@@ -169,45 +193,58 @@ def _consume(ring, operands, block_expert_ids, sizes, depth_units, num_rows,
     SPREAD: gl.constexpr = COLUMNS == 32
     TOKEN_LAYOUT: gl.constexpr = one_each() if SPREAD else gl.SliceLayout(0, LAYOUT)
     tables = decode_tables()
+    if TERMS_FIRST:  # the latency of these loads passes under the main loop
+        outputs, tokens, ids = _terms(factors, rows, expert, first_row, first_output, OUTPUTS,
+                                      TOKENS, TOKEN_LAYOUT, LAYOUT, KIND, HAS_BIAS, WEIGHTED)
+    accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
+    for _ in range(steps):
+        mbarrier.wait(ready.index(slot), phase)
+        place = 2 * slot + PARTITION
+        weights = decode_weights(codes.index(place).reshape([64, 128]),
+                                 shifts.index(place).reshape([16, 32]),
+                                 tables, ACCUMULATOR, 1, 2)
+        partial = warpgroup_mma(weights, x.index(slot).slice(0, COLUMNS, 0).permute((1, 0)),
+                                gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR),
+                                use_acc=False, is_async=True)
+        partial = warpgroup_mma_wait(0, deps=(partial,))
+        mbarrier.arrive(free.index(slot), count=1)
+        accumulator += partial
+        slot, phase = next_slot(slot, phase, STAGES)
+    if not TERMS_FIRST:
+        outputs, tokens, ids = _terms(factors, rows, expert, first_row, first_output, OUTPUTS,
+                                      TOKENS, TOKEN_LAYOUT, LAYOUT, KIND, HAS_BIAS, WEIGHTED)
+    if SPREAD:
+        tokens = spread(tokens, LAYOUT)
+        ids = gl.convert_layout(ids, gl.SliceLayout(0, LAYOUT))
+    value = finish(join_halves(accumulator, SPLIT), outputs, tokens, param_first, param_second,
+                   LAYOUT, KIND, WEIGHTED)
+    store_outputs(value, is_real(ids, num_tokens), out, first_sum, first_output, num_outputs)
+    return slot, phase
+
+
+@gluon.jit
+def _consume(ring, operands, plan, sizes, depth_units, num_rows, PARTITION: gl.constexpr,
+             TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
+             HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
+    ready = ring[3]
+    labels = ring[5]
+    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
     wait_for_previous()
     if PARTITION == 0:
         release_next()
-    slot = 0
-    phase = 0
+    state = (0, 0)
     num_blocks, _, _, splits = sizes
-    block, expert, pair, split = _describe(gl.program_id(0), block_expert_ids, sizes)
+    block, expert, pair, part = _describe(gl.program_id(0), plan, sizes, TOKENS)
     while block < num_blocks:
         first_row = block * TOKENS
-        first_output = (pair * 2 + PARTITION) * OUTPUTS
-        first_step, last_step = _split_steps(split, depth_units, splits)
-        if TERMS_FIRST:  # the latency of these loads passes under the main loop
-            outputs, tokens, ids = _terms(factors, rows, expert, first_row, first_output, OUTPUTS,
-                                          TOKENS, TOKEN_LAYOUT, LAYOUT, KIND, HAS_BIAS, WEIGHTED)
-        accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
-        for _ in range(first_step, last_step):
-            mbarrier.wait(ready.index(slot), phase)
-            place = 2 * slot + PARTITION
-            weights = decode_weights(codes.index(place).reshape([64, 128]),
-                                     shifts.index(place).reshape([16, 32]),
-                                     tables, ACCUMULATOR, 1, 2)
-            partial = warpgroup_mma(weights, x.index(slot).permute((1, 0)),
-                                    gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR),
-                                    use_acc=False, is_async=True)
-            partial = warpgroup_mma_wait(0, deps=(partial,))
-            mbarrier.arrive(free.index(slot), count=1)
-            accumulator += partial
-            slot, phase = next_slot(slot, phase, STAGES)
-        if not TERMS_FIRST:
-            outputs, tokens, ids = _terms(factors, rows, expert, first_row, first_output, OUTPUTS,
-                                          TOKENS, TOKEN_LAYOUT, LAYOUT, KIND, HAS_BIAS, WEIGHTED)
-        if SPREAD:
-            tokens = spread(tokens, LAYOUT)
-            ids = gl.convert_layout(ids, gl.SliceLayout(0, LAYOUT))
-        value = finish(join_halves(accumulator, SPLIT), outputs, tokens, param_first, param_second,
-                       LAYOUT, KIND, WEIGHTED)
-        store_outputs(value, is_real(ids, num_tokens), out, first_row + split * num_rows,
-                      first_output, num_outputs)
-        block, expert, pair, split = read_label(labels, slot, ready.index(slot), phase)
+        first_step, last_step = _split_steps(part // 4, depth_units, splits)
+        for width in gl.static_range(_num_widths(TOKENS)):
+            if part % 4 == width:
+                state = _tile(ring, operands, state, last_step - first_step, expert, first_row,
+                              (pair * 2 + PARTITION) * OUTPUTS, first_row + part // 4 * num_rows,
+                              PARTITION, 8 << width, STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)
+        slot, phase = state
+        block, expert, pair, part = read_label(labels, slot, ready.index(slot), phase)
 
 
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "num_tokens",
@@ -236,15 +273,16 @@ def _moe_gemm_decode_kernel(
         mbarrier.init(free.index(stage), count=2)
     num_blocks = gl.load(num_valid, cache_modifier=EARLY) // TOKENS
     ring = (codes, shifts, x, ready, free, make_labels(STAGES))
+    plan = (block_expert_ids, sorted_token_ids, num_tokens)
     operands = ((reference, bias, num_outputs, row_units),
                 (x_scale, routed_weights, sorted_token_ids),
                 (out, num_outputs, num_tokens, param_first, param_second))
     sizes = (num_blocks, blocks_per_unit, tiles_per_block, splits)
     gl.warp_specialize(
-        [(_consume, (ring, operands, block_expert_ids, sizes, depth_units, num_rows, 0, TOKENS,
-                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
-         (_consume, (ring, operands, block_expert_ids, sizes, depth_units, num_rows, 1, TOKENS,
-                     STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)),
-         (_produce, (ring, claimed, (code_desc, shift_desc, x_desc), block_expert_ids, sizes,
-                     row_units, depth_units, low_rows, TOKENS, STAGES, SPLIT))],
+        [(_consume, (ring, operands, plan, sizes, depth_units, num_rows, 0, TOKENS, STAGES, SPLIT,
+                     KIND, HAS_BIAS, WEIGHTED)),
+         (_consume, (ring, operands, plan, sizes, depth_units, num_rows, 1, TOKENS, STAGES, SPLIT,
+                     KIND, HAS_BIAS, WEIGHTED)),
+         (_produce, (ring, claimed, (code_desc, shift_desc, x_desc), plan, sizes, row_units,
+                     depth_units, low_rows, TOKENS, STAGES, SPLIT))],
         [4, 1], [WORKER_REGISTERS, 24])

@@ -209,7 +209,7 @@ def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Laun
     # An odd last step must not read the next unit: memory is what decode waits for.
     tiles = {"code_desc": copied_matrix(64, 128, torch.uint8),
              "shift_desc": copied_matrix(16, 32, torch.uint8),
-             "x_desc": copied(config.block_m, config.block_k, torch.float8_e4m3fn)}
+             "x_desc": copied(8, config.block_k, torch.float8_e4m3fn)}
     return Launch(
         _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), tiles,
         num_tokens=problem.num_tokens, splits=config.split_k,

@@ -118,8 +118,7 @@ def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
     rows = empty_rows(plan, num_rows, x.shape[1], options)
     sizes = _Sizes(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter)
     tensors = dict(
-        codes=rows.codes, scale=rows.scale, claimed=rows.claimed, num_valid=plan.num_valid,
-        sorted_token_ids=plan.sorted_token_ids, slot_rows=plan.slot_rows)
+        codes=rows.codes, scale=rows.scale, claimed=rows.claimed, slot_rows=plan.slot_rows)
     if isinstance(x, MXTensor):
         element = x.format.element
         data = x.qdata if element is E2M1 else x.qdata.view(torch.float8_e4m3fn)
@@ -140,19 +139,24 @@ class _Sizes(NamedTuple):
     scatter: bool
 
     @property
+    def num_slots(self) -> int:
+        """Slots of all tokens."""
+        return self.num_tokens * self.top_k
+
+    @property
     def many(self) -> bool:
         """Whether rows alone fill the GPU."""
-        return (self.num_tokens if self.scatter else self.num_rows) >= _MANY_PROGRAMS
+        return (self.num_tokens if self.scatter else self.num_slots) >= _MANY_PROGRAMS
 
     @property
     def rows(self) -> int:
-        """Sorted rows of one program."""
+        """Slots of one program whose rows are sorted already."""
         most = _ROW_VALUES // padded(self.depth)
-        return max(1, min(most, self.num_rows // _MANY_PROGRAMS))
+        return max(1, min(most, self.num_slots // _MANY_PROGRAMS))
 
     @property
     def slots(self) -> int:
-        """A token's slots that one program serves; 0: rows are sorted."""
+        """A token's slots that one program serves; 0: rows are sorted already."""
         if not self.scatter:
             return 0
         return 1 if self.num_tokens <= _PARALLEL_TOKENS else self.top_k
@@ -162,7 +166,7 @@ class _Sizes(NamedTuple):
         """Programs in all."""
         if self.scatter:
             return self.num_tokens * (self.top_k // self.slots)
-        return -(-self.num_rows // self.rows)
+        return -(-self.num_slots // self.rows)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -172,7 +176,7 @@ def _encode_launch(sizes: _Sizes, x_stride: int, x_scale_stride: int, coded: str
     format = (dict(FORMAT=coded, EMAX=0, THRESHOLD=0, INF_BYTE=0) if coded
               else format_constants(options))
     return Launch(
-        _moe_encode_rows_kernel, (sizes.programs,), num_tokens=sizes.num_tokens,
+        _moe_encode_rows_kernel, (sizes.programs,), num_slots=sizes.num_slots,
         top_k=sizes.top_k, slots=sizes.slots, depth=sizes.depth, padded_depth=padded(sizes.depth),
         num_rows=sizes.num_rows, x_stride=x_stride, x_scale_stride=x_scale_stride, rows=sizes.rows,
         CODED=coded is not None, **format, **held_options(sizes.depth, sizes.many), **FOLLOWS)

@@ -73,45 +73,53 @@ def _encode_row(codes, scale, x, x_scale, held, places, depth, padded_depth, num
                          CHUNKS)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "top_k", "slots", "depth", "num_rows",
+@gluon.jit
+def _load_source(x, x_scale, row, depth, x_stride, x_scale_stride, CODED: gl.constexpr,
+                 PACKED: gl.constexpr, STEPS: gl.constexpr, CHUNKS: gl.constexpr,
+                 WARPS: gl.constexpr):
+    """The first steps of row `row` of x; of no row (-1), nothing is read."""
+    start = gl.maximum(row, 0).to(gl.int64)
+    if CODED:
+        x_scale += start * x_scale_stride
+    return load_row(x + start * x_stride, x_scale, gl.where(row >= 0, depth, 0), CODED, PACKED,
+                    STEPS, CHUNKS, WARPS)
+
+
+@gluon.jit(do_not_specialize=["num_slots", "top_k", "slots", "depth", "num_rows",
                               "x_scale_stride", "rows"])
-def _moe_encode_rows_kernel(codes, scale, claimed, x, x_scale, slot_rows, sorted_token_ids,
-                            num_valid, num_tokens, top_k, slots, depth, padded_depth, num_rows,
-                            x_stride, x_scale_stride, rows, STEPS: gl.constexpr,
-                            WHOLE: gl.constexpr, FORMAT: gl.constexpr, CODED: gl.constexpr,
-                            EMAX: gl.constexpr, THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr,
-                            CHUNKS: gl.constexpr, num_warps: gl.constexpr):
+def _moe_encode_rows_kernel(codes, scale, claimed, x, x_scale, slot_rows, num_slots, top_k, slots,
+                            depth, padded_depth, num_rows, x_stride, x_scale_stride, rows,
+                            STEPS: gl.constexpr, WHOLE: gl.constexpr, FORMAT: gl.constexpr,
+                            CODED: gl.constexpr, EMAX: gl.constexpr, THRESHOLD: gl.constexpr,
+                            INF_BYTE: gl.constexpr, CHUNKS: gl.constexpr, num_warps: gl.constexpr):
     """Rows x, bfloat16 or (CODED) MX codes with x_scale, → e4m3 rows as `rows_codes` describes.
 
     slots > 0: a program encodes one token for so many of its top_k slots. Else x is sorted, and a
-    program encodes `rows` rows, asking for each while it encodes the one before.
+    program encodes the rows of `rows` of the num_slots slots, asking for each while it encodes the
+    one before: padding has no slot, and is neither read nor written.
     """
     wait_then_release()
     reset_claims(claimed)
     PACKED: gl.constexpr = FORMAT == "e2m1"
     program = gl.program_id(0)
-    first_slot = program * slots
     first = program * rows
-    count = gl.minimum(gl.load(num_valid, mask=slots == 0, other=1) - first, rows)
-    if slots > 0:
-        first = first_slot // top_k
-        count = 1
-    x += first.to(gl.int64) * x_stride
-    if CODED:
-        x_scale += first.to(gl.int64) * x_scale_stride
-    following = load_row(x, x_scale, gl.where(count > 0, depth, 0), CODED, PACKED, STEPS, CHUNKS,
-                         num_warps)
+    first_slot = program * slots
+    count = gl.where(slots > 0, 1, gl.minimum(num_slots - first, rows))
+    row = gl.load(slot_rows + first, mask=slots == 0, other=first_slot // gl.maximum(top_k, 1))
+    next_row = gl.load(slot_rows + first + 1, mask=count > 1, other=-1)
+    following = _load_source(x, x_scale, row, depth, x_stride, x_scale_stride, CODED, PACKED,
+                             STEPS, CHUNKS, num_warps)
     for index in range(count):
         held = following
-        row = first
-        if slots == 0:
-            row = kept_row(first + index, sorted_token_ids, num_tokens)
-        own, own_scale = x, x_scale
-        x += x_stride
+        source = row
+        row = next_row
+        next_row = gl.load(slot_rows + first + index + 2, mask=index + 2 < count, other=-1)
+        following = _load_source(x, x_scale, row, depth, x_stride, x_scale_stride, CODED, PACKED,
+                                 STEPS, CHUNKS, num_warps)
+        start = gl.maximum(source, 0).to(gl.int64)
+        own_scale = x_scale
         if CODED:
-            x_scale += x_scale_stride
-        following = load_row(x, x_scale, gl.where(index + 1 < count, depth, 0), CODED, PACKED,
-                             STEPS, CHUNKS, num_warps)
-        _encode_row(codes, scale, own, own_scale, held, (row, slot_rows, first_slot, slots), depth,
-                    padded_depth, num_rows, STEPS, WHOLE, FORMAT, CODED, EMAX, THRESHOLD, INF_BYTE,
-                    CHUNKS, num_warps)
+            own_scale += start * x_scale_stride
+        _encode_row(codes, scale, x + start * x_stride, own_scale, held,
+                    (source, slot_rows, first_slot, slots), depth, padded_depth, num_rows, STEPS,
+                    WHOLE, FORMAT, CODED, EMAX, THRESHOLD, INF_BYTE, CHUNKS, num_warps)
