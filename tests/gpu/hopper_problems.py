@@ -57,12 +57,12 @@ CASES: dict[str, tuple[MoEShape, bool]] = {
 """Layers that cover activations, orders, biases and both places of the routing weight."""
 
 def tiles_of(a_format: str) -> dict[str, MoEConfig]:
-    """Every tile that the dispatcher can choose for a format, by name; the smallest ones with their
+    """Every tile that the dispatcher can choose for a format, by name; those of decode with their
     depth split, too."""
     found = {}
     for name, config in heuristics.tiles(split=a_format == "bf16").items():
         found[name] = MoEConfig(config.block_m, config, config)
-        if not heuristics.is_prefill(config) and config.block_m <= 16:
+        if not heuristics.is_prefill(config):
             found[name + "_split"] = MoEConfig(config.block_m, replace(config, split_k=3),
                                                replace(config, split_k=2))
     return found

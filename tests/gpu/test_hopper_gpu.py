@@ -143,6 +143,23 @@ def test_routing(
     Case(inputs, a_format).check(num_tokens, str(routing))
 
 
+ROWS_OF_EXPERTS = (1, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 40, 41, 49, 64, 65, 0, 97)
+"""Around every width of a tile, and around two blocks of it."""
+
+
+@tiles
+def test_every_width_of_a_tile(a_format: str, tile: str, device: torch.device) -> None:
+    """A tile is as wide as its block's real rows: none is left out, no padding is touched."""
+    shape = MoEShape(704, 384, len(ROWS_OF_EXPERTS), 1, SwiGLU(), GateUpOrder.INTERLEAVED, True)
+    inputs = random_moe_problem(shape, sum(ROWS_OF_EXPERTS), device=device)
+    experts = torch.arange(len(ROWS_OF_EXPERTS), device=device)
+    ids = experts.repeat_interleave(torch.tensor(ROWS_OF_EXPERTS, device=device))
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0)).to(device)
+    problem = Case(replace(inputs, topk_ids=ids[order, None].to(inputs.topk_ids.dtype)), a_format)
+    with mxpert.override(config=tiles_of(a_format)[tile], backend="hopper"):
+        problem.check(len(ids), tile)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 65, 777])
 @formats
 def test_one_expert_and_one_slot(a_format: str, num_tokens: int, device: torch.device) -> None:

@@ -52,12 +52,12 @@ SM_SHARED = 228 * 1024
 SM_REGISTERS = 65536
 WARP_REGISTERS = 32
 
-MOST_SPILLS = {"decode8": 0, "decode16": 10, "decode32": 20, "short": 10, "triple": 48,
+MOST_SPILLS = {"decode8": 0, "decode16": 10, "decode32": 44, "short": 10, "triple": 48,
                "narrow": 20, "middle": 96, "wide": 136}
 """Local memory instructions by tile; those of large tiles are in the epilogue, those of decode
 tiles between two tiles."""
 
-MOST_LOOP_SPILLS = {"decode32": 3, "wide": 1}
+MOST_LOOP_SPILLS = {"decode32": 6, "wide": 1}
 """Of these among the wgmma, where not 0: reloads of a few scalars are hidden by memory."""
 
 MOST_ROW_REGISTERS = 128

@@ -2,9 +2,13 @@
 
 A persistent CTA has one producer warp (TMA) and two consumer warpgroups, each with its own 64
 weight rows, so that neither waits at the other's barriers; two CTAs share an SM. CTA tile: 128
-weight rows × TOKENS rows of one routing block, depth in steps of 256 codes, every step promoted to
-the float32 accumulator; CTAs claim their tiles (`claims`). The first weights are on their way
+weight rows × the real rows of one routing block, depth in steps of 256 codes, every step promoted
+to the float32 accumulator; CTAs claim their tiles (`claims`). The first weights are on their way
 before the kernel that encodes the activations has ended.
+
+Blocks have TOKENS rows, of which an expert's last one fills a few: a tile takes as many columns of
+the tensor cores and as much of L2 as 8, 16 or 32 rows need, so that one width of block serves
+experts with few tokens and with many.
 """
 
 from __future__ import annotations
@@ -76,7 +80,8 @@ def _load_weights(ring, descriptors, slot, step, units, part, TOKENS: gl.constex
     """Start a step's weights on their way; its barrier expects the activations, too."""
     WEIGHT_BYTES: gl.constexpr = 128 * 128 + 32 * 32
     ROW_BYTES: gl.constexpr = 256 * (2 if SPLIT else 1)
-    code_desc, shift_desc, _ = descriptors
+    code_desc = descriptors[0]
+    shift_desc = descriptors[1]
     arrived = ring[3].index(slot)
     for width in gl.static_range(_num_widths(TOKENS)):
         mbarrier.expect(arrived, WEIGHT_BYTES + (8 << width) * ROW_BYTES, pred=part % 4 == width)
@@ -89,20 +94,22 @@ def _load_weights(ring, descriptors, slot, step, units, part, TOKENS: gl.constex
 
 
 @gluon.jit
+def _load_rows(rows, x_desc, arrived, first_row, depth, low_rows, SPLIT: gl.constexpr):
+    """Start the rows of one width on their way, low parts after the high ones."""
+    ROWS: gl.constexpr = x_desc.block_type.shape[0]
+    tma.async_copy_global_to_shared(x_desc, [first_row, depth], arrived, rows.slice(0, ROWS, 0))
+    if SPLIT:
+        tma.async_copy_global_to_shared(x_desc, [low_rows + first_row, depth], arrived,
+                                        rows.slice(ROWS, ROWS, 0))
+
+
+@gluon.jit
 def _load_activations(ring, descriptors, slot, step, first_row, part, low_rows,
                       TOKENS: gl.constexpr, SPLIT: gl.constexpr):
-    x_desc = descriptors[2]
-    rows = ring[2].index(slot)
-    arrived = ring[3].index(slot)
     for width in gl.static_range(_num_widths(TOKENS)):
         if part % 4 == width:
-            for row in gl.static_range(0, 8 << width, 8):
-                tma.async_copy_global_to_shared(x_desc, [first_row + row, step * 256], arrived,
-                                                rows.slice(row, 8, 0))
-                if SPLIT:
-                    tma.async_copy_global_to_shared(
-                        x_desc, [low_rows + first_row + row, step * 256], arrived,
-                        rows.slice((8 << width) + row, 8, 0))
+            _load_rows(ring[2].index(slot), descriptors[2 + width], ring[3].index(slot), first_row,
+                       step * 256, low_rows, SPLIT)
 
 
 @gluon.jit
@@ -250,14 +257,15 @@ def _consume(ring, operands, plan, sizes, depth_units, num_rows, PARTITION: gl.c
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "num_tokens",
                               "low_rows", "blocks_per_unit", "splits", "num_rows"])
 def _moe_gemm_decode_kernel(
-        out, code_desc, shift_desc, x_desc, reference, bias, x_scale, routed_weights,
-        sorted_token_ids, block_expert_ids, num_valid, claimed, param_first, param_second,
-        num_tokens, low_rows, num_outputs, tiles_per_block, row_units, depth_units,
+        out, code_desc, shift_desc, x8_desc, x16_desc, x32_desc, reference, bias, x_scale,
+        routed_weights, sorted_token_ids, block_expert_ids, num_valid, claimed, param_first,
+        param_second, num_tokens, low_rows, num_outputs, tiles_per_block, row_units, depth_units,
         blocks_per_unit, splits, num_rows, TOKENS: gl.constexpr, STAGES: gl.constexpr,
         SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
         WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr):
     """out [P, num_outputs] for every block in use; see the module docstring for the schedule.
 
+    x8_desc, x16_desc, x32_desc: copies of so many rows of x; those above TOKENS are not used.
     KIND 0 is stage 2 (rows), above 0 the activation of stage 1 (features, two weight rows each).
     low_rows: row of x where the low parts begin (SPLIT). splits: parts of the depth, each with
     num_rows rows of out of its own; tiles_per_block counts them.
@@ -265,7 +273,7 @@ def _moe_gemm_decode_kernel(
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
     codes = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 64, 128], code_desc.layout)
     shifts = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 16, 32], shift_desc.layout)
-    x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, 256], x_desc.layout)
+    x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, 256], x8_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -273,6 +281,7 @@ def _moe_gemm_decode_kernel(
         mbarrier.init(free.index(stage), count=2)
     num_blocks = gl.load(num_valid, cache_modifier=EARLY) // TOKENS
     ring = (codes, shifts, x, ready, free, make_labels(STAGES))
+    descriptors = (code_desc, shift_desc, x8_desc, x16_desc, x32_desc)
     plan = (block_expert_ids, sorted_token_ids, num_tokens)
     operands = ((reference, bias, num_outputs, row_units),
                 (x_scale, routed_weights, sorted_token_ids),
@@ -283,6 +292,6 @@ def _moe_gemm_decode_kernel(
                      KIND, HAS_BIAS, WEIGHTED)),
          (_consume, (ring, operands, plan, sizes, depth_units, num_rows, 1, TOKENS, STAGES, SPLIT,
                      KIND, HAS_BIAS, WEIGHTED)),
-         (_produce, (ring, claimed, (code_desc, shift_desc, x_desc), plan, sizes, row_units,
-                     depth_units, low_rows, TOKENS, STAGES, SPLIT))],
+         (_produce, (ring, claimed, descriptors, plan, sizes, row_units, depth_units, low_rows,
+                     TOKENS, STAGES, SPLIT))],
         [4, 1], [WORKER_REGISTERS, 24])

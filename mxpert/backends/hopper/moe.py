@@ -174,18 +174,20 @@ def multiply(
         out.shape[-2], out.shape[-1], row_units, depth_units, plan.routing_block_m, rows.low_rows,
         rows.split, bias is not None, weighted, kind, parameters)
     tensors = dict(
-        code_desc=weight.qdata, shift_desc=weight.scale, x_desc=rows.codes,
-        reference=weight.reference, bias=rows.scale if bias is None else bias, x_scale=rows.scale,
+        code_desc=weight.qdata, shift_desc=weight.scale, reference=weight.reference,
+        bias=rows.scale if bias is None else bias, x_scale=rows.scale,
         routed_weights=plan.sorted_weights, claimed=rows.claimed)
     if heuristics.is_prefill(config):
         schedule = tile_schedule(plan, config.block_m, config.group_m, schedules)
         _prefill_launch(problem, config, gemm, out.dtype)(
-            out_desc=out, tile_first_block=schedule.first_block, tile_blocks=schedule.blocks,
-            tile_expert=schedule.expert, num_groups=schedule.count, **tensors)
+            out_desc=out, x_desc=rows.codes, tile_first_block=schedule.first_block,
+            tile_blocks=schedule.blocks, tile_expert=schedule.expert, num_groups=schedule.count,
+            **tensors)
     else:
         _decode_launch(problem, config, gemm)(
-            out=out, sorted_token_ids=plan.sorted_token_ids,
-            block_expert_ids=plan.block_expert_ids, num_valid=plan.num_valid, **tensors)
+            out=out, x8_desc=rows.codes, x16_desc=rows.codes, x32_desc=rows.codes,
+            sorted_token_ids=plan.sorted_token_ids, block_expert_ids=plan.block_expert_ids,
+            num_valid=plan.num_valid, **tensors)
 
 
 class _Gemm(NamedTuple):
@@ -209,7 +211,8 @@ def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Laun
     # An odd last step must not read the next unit: memory is what decode waits for.
     tiles = {"code_desc": copied_matrix(64, 128, torch.uint8),
              "shift_desc": copied_matrix(16, 32, torch.uint8),
-             "x_desc": copied(8, config.block_k, torch.float8_e4m3fn)}
+             **{f"x{rows}_desc": copied(rows, config.block_k, torch.float8_e4m3fn)
+                for rows in heuristics.BLOCKS_M}}
     return Launch(
         _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), tiles,
         num_tokens=problem.num_tokens, splits=config.split_k,
