@@ -25,7 +25,9 @@ DECODE_REGISTERS = 80
 DECODE_WORKER_REGISTERS = 104
 """What a consumer may use: the producer's four warps give theirs up (80 → 24)."""
 
-_DECODE_DEPTH = 256
+DECODE_DEPTH = 256
+"""Codes of a step of the decode kernel."""
+
 _PREFILL_DEPTH = 128
 _DECODE_SHARED = 113 * 1024
 """Bytes a CTA may use so that two fit on an SM; one kilobyte of it is the system's."""
@@ -120,9 +122,9 @@ def splits(problem: MoEProblem) -> bool:
 def _decode_config(block_m: int, split: bool) -> GemmConfig:
     """The deepest pipeline that leaves room for two CTAs per SM."""
     columns = block_m * (2 if split else 1)
-    stage = 128 * 128 + 32 * 32 + columns * _DECODE_DEPTH
+    stage = 128 * 128 + 32 * 32 + columns * DECODE_DEPTH
     stages = min(_MAX_STAGES, (_DECODE_SHARED - _BARRIER_BYTES) // stage)
-    return GemmConfig(block_m, 128, _DECODE_DEPTH, num_warps=4, num_stages=stages)
+    return GemmConfig(block_m, 128, DECODE_DEPTH, num_warps=4, num_stages=stages)
 
 
 def _preferred(problem: MoEProblem) -> GemmConfig:
@@ -141,7 +143,7 @@ def _row_units(problem: MoEProblem, op: Op) -> int:
 def _tiles_and_steps(problem: MoEProblem, op: Op) -> tuple[int, int]:
     """Decode tiles of one block's rows of output, and steps of depth, of a stage."""
     depth = problem.hidden_size if op is Op.MOE_GATE_UP else problem.intermediate_size
-    return -(-_row_units(problem, op) // 2), -(-depth // _DECODE_DEPTH)
+    return -(-_row_units(problem, op) // 2), -(-depth // DECODE_DEPTH)
 
 
 def with_split_k(config: GemmConfig, problem: MoEProblem, op: Op) -> GemmConfig:

@@ -14,7 +14,7 @@ from ...problem import Combine, GemmConfig, MoEConfig, MoEProblem, Op
 from ...routing import RoutingPlan
 from ...weights import MoEWeights
 from ..dependent import FOLLOWS
-from ..launch import CACHED_LAUNCHES, Launch
+from ..launch import CACHED_LAUNCHES, Launch, Tile
 from ..triton.combine import combine_rows
 from ..triton.moe import TwoStageLayer, quantize_rows
 from . import heuristics
@@ -185,7 +185,7 @@ def multiply(
             **tensors)
     else:
         _decode_launch(problem, config, gemm)(
-            out=out, x8_desc=rows.codes, x16_desc=rows.codes, x32_desc=rows.codes,
+            out=out, **dict.fromkeys(_decode_copies(config.block_m), rows.codes),
             sorted_token_ids=plan.sorted_token_ids, block_expert_ids=plan.block_expert_ids,
             num_valid=plan.num_valid, **tensors)
 
@@ -206,19 +206,29 @@ class _Gemm(NamedTuple):
     parameters: tuple[float, float]
 
 
+_X_DESCRIPTORS = {rows: f"x{rows}_desc" for rows in heuristics.BLOCKS_M}
+"""Parameters that copy so many rows of x for a decode tile; None above a config's block_m."""
+
+
+@functools.cache
+def _decode_copies(block_m: int) -> dict[str, Tile]:
+    return {name: copied(rows, heuristics.DECODE_DEPTH, torch.float8_e4m3fn)
+            for rows, name in _X_DESCRIPTORS.items() if rows <= block_m}
+
+
 @functools.lru_cache(CACHED_LAUNCHES)
 def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Launch:
     # An odd last step must not read the next unit: memory is what decode waits for.
     tiles = {"code_desc": copied_matrix(64, 128, torch.uint8),
              "shift_desc": copied_matrix(16, 32, torch.uint8),
-             **{f"x{rows}_desc": copied(rows, config.block_k, torch.float8_e4m3fn)
-                for rows in heuristics.BLOCKS_M}}
+             **_decode_copies(config.block_m)}
+    unused = {name: None for name in _X_DESCRIPTORS.values() if name not in tiles}
     return Launch(
         _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), tiles,
         num_tokens=problem.num_tokens, splits=config.split_k,
         blocks_per_unit=gemm.routing_block_m // config.block_m, num_rows=gemm.num_rows,
         TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,
-        WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS,
+        WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS, **unused,
         **_gemm_constants(problem, config, gemm))
 
 
