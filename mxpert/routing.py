@@ -43,7 +43,8 @@ class RoutingPlan(Aggregate):
     """Sorted, padded routed rows; every tensor lives on the device and no size depends on the data.
 
     Args:
-        sorted_token_ids: int32 [P], ``slot << 24 | token``; padding rows hold ``top_k << 24 | T``.
+        sorted_token_ids: int32 [P], ``slot << 24 | token``; padding rows hold ``top_k << 24 | T``
+            and follow their expert's rows.
         sorted_weights: float32 [P], the routing weight of each row; 0 in padding rows.
         block_expert_ids: int32 [P / routing_block_m], the local expert of each block; −1 past
             the end.
@@ -54,7 +55,7 @@ class RoutingPlan(Aggregate):
 
     Ops check a plan's shapes, not its data, which would cost a synchronisation. Plans of
     `make_routing_plan` are safe for any ids; check a plan from elsewhere once with
-    `mxpert.testing.validate.validate_routing_plan`, for wrong rows in it are read as they stand.
+    `mxpert.testing.validate.validate_plan`, for wrong rows in it are read as they stand.
 
     Example:
         >>> import mxpert

@@ -174,7 +174,7 @@ def test_no_tokens(a_format: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("num_local", [0, 100, 333, 5000])
-@pytest.mark.parametrize("tile", ["decode8", "wide"])
+@pytest.mark.parametrize("tile", ["decode8", "decode32", "wide"])
 @formats
 def test_expert_map_and_local_tokens(
     a_format: str, tile: str, num_local: int, device: torch.device,

@@ -58,7 +58,7 @@ MOST_SPILLS = {"decode8": 0, "decode16": 10, "decode32": 44, "short": 10, "tripl
 tiles between two tiles."""
 
 MOST_LOOP_SPILLS = {"decode32": 6, "wide": 1}
-"""Of these among the wgmma, where not 0: reloads of a few scalars are hidden by memory."""
+"""Of these among the wgmma, where not 0: a few scalars or sums, hidden by memory."""
 
 MOST_ROW_REGISTERS = 128
 """Of the row kernels on bfloat16 with eight warps, and as much more as they have fewer: two CTAs

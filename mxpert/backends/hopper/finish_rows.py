@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from ..dependent import EARLY, release_next, wait_for_previous
 from ..triton.epilogue import gated_activation
 from .claims import reset_claims
+from .epilogue import is_real
 from .rows_codes import encode, row_maximum, row_scale, statistic_of
-from .rows_kernels import kept_row
 from .rows_steps import step_layout, step_offsets, store_step
 
 
@@ -67,8 +67,8 @@ def _moe_finish_rows_kernel(codes, scale, claimed, parts, bias, sorted_weights, 
     """
     release_next()
     row = gl.program_id(0)
-    kept = kept_row(row, sorted_token_ids, num_tokens)
-    used = (kept >= 0) & (row < gl.load(num_valid, cache_modifier=EARLY))
+    real = is_real(gl.load(sorted_token_ids + row, cache_modifier=EARLY), num_tokens)
+    used = real & (row < gl.load(num_valid, cache_modifier=EARLY))
     source, block, target = step_offsets(0, CHUNKS, num_warps)
     mask = block * 32 < gl.where(used, depth, 0)
     weight = gl.load(sorted_weights + row, cache_modifier=EARLY)

@@ -5,19 +5,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..dependent import EARLY, wait_then_release
+from ..dependent import wait_then_release
 from .claims import reset_claims
 from .rows_codes import encode, row_maximum, row_scale, statistic_of
 from .rows_steps import load_row, load_step, step_offsets, store_step
-
-_TOKEN_MASK = gl.constexpr((1 << 24) - 1)
-
-
-@gluon.jit
-def kept_row(row, sorted_token_ids, num_tokens):
-    """The sorted row, or -1 where it is padding."""
-    token = gl.load(sorted_token_ids + row, cache_modifier=EARLY) & _TOKEN_MASK
-    return gl.where(token < num_tokens, row, -1)
 
 
 @gluon.jit
