@@ -49,6 +49,20 @@ def _copy_kernel(out, x_desc, rows, COLUMNS: gl.constexpr):
     gl.store(out + row * COLUMNS + column, tile.load(layout), mask=row < rows)
 
 
+@gluon.jit
+def _copy_matrix_kernel(out, x_desc, first, COLUMNS: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    tile = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    mbarrier.expect(ready, x_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(x_desc, [0, first, 0], ready, tile)
+    mbarrier.wait(ready, 0)
+    row = gl.arange(0, 8, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    gl.store(out + row * COLUMNS + column, tile.reshape([8, COLUMNS]).load(layout))
+
+
 @pytest.fixture
 def calls() -> Iterator[list[tuple[Any, ...]]]:
     with without_device() as launches:
@@ -127,6 +141,20 @@ def test_sizes_share_a_binary(calls, learned):
             scale(size, factor=factor)(**TENSORS["aligned"])
             assert calls[-1][-4:-1] == (size, 1, factor)
     assert len(learned) == 1
+
+
+def test_copies_of_matrices(calls):
+    """A matrix for each of a tensor's leading dimensions: 3-D, where a matrix ends in zeros."""
+    layout = gl.NVMMASharedLayout.get_default_for([1, 8, 64], gl.float32)
+    tile = Tile((1, 8, 64), layout, width=64)
+    small = STORAGE[:1920].view(2, 3, 5, 64)
+    described = tile.descriptor(small)
+    assert [*described.shape] == [6, 5, 64]
+    assert [*described.strides] == [320, 64, 1]
+    assert [*tile.descriptor(STORAGE.view(2, 4, 2, 256)).shape] == [8, 8, 64]
+    made = Launch(_copy_matrix_kernel, (1,), {"x_desc": tile}, first=3, COLUMNS=64, num_warps=4)
+    for x in (small, STORAGE[960:2880].view(2, 3, 5, 64), STORAGE.view(8, 8, 64)):
+        check_like_triton(calls, made, out=torch.empty(512), x_desc=x)
 
 
 def test_descriptors_are_encoded_once_for_each_tensor(calls, learned, monkeypatch):

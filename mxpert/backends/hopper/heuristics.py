@@ -49,8 +49,8 @@ _LIMITS: dict[bool, tuple[tuple[str, float], ...]] = {
 since experts with more than the average need a second tile for their last rows.
 
 A decode tile of 32 rows is as narrow as its block's real rows, and within 1 % (a8w4) or 3 % (a16w4)
-of narrower tiles where tokens spread evenly; where they do not it wins by 3 to 20 %. The tile of 16
-rows is for plans whose unit it is.
+of narrower tiles where tokens spread evenly; where they do not it wins by up to 20 %. The tile of
+16 rows is for plans whose unit it is.
 
 Measured on an H200 with 1 to 2000 rows an expert, on gpt-oss-120b, kimi-k2 TP4, deepseek-v3 EP8 and
 qwen3-235b.
