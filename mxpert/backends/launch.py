@@ -68,8 +68,10 @@ class Tile:
         """The descriptor of `tensor` in rows of `width`, all its rows or a matrix for each of its
         leading dimensions; reads past the end of rows or columns give zeros."""
         width, block = self.width or tensor.shape[-1], list(self.block)
-        size = math.prod(tensor.shape[-2:])
-        rows = tensor.view(-1, *((size // width,) if len(block) == 3 else ()), width)
+        if len(block) == 2:
+            rows = tensor.view(-1, width)
+        else:
+            rows = tensor.view(-1, math.prod(tensor.shape[-2:]) // width, width)
         if self.layout is None:
             return TensorDescriptor.from_tensor(rows, block)
         return gluon.TensorDescriptor.from_tensor(rows, block, self.layout)

@@ -37,30 +37,18 @@ def _scale_kernel(out, x, bias, count, stride, factor, BLOCK: tl.constexpr):
 
 @gluon.jit
 def _copy_kernel(out, x_desc, rows, COLUMNS: gl.constexpr):
+    """The first 8 rows of a tensor, or of the first of its matrices."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     tile = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     mbarrier.expect(ready, x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, [0, 0], ready, tile)
+    tma.async_copy_global_to_shared(x_desc, [0] * len(x_desc.block_type.shape), ready, tile)
     mbarrier.wait(ready, 0)
     row = gl.arange(0, 8, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
-    gl.store(out + row * COLUMNS + column, tile.load(layout), mask=row < rows)
-
-
-@gluon.jit
-def _copy_matrix_kernel(out, x_desc, first, COLUMNS: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    tile = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-    mbarrier.expect(ready, x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, [0, first, 0], ready, tile)
-    mbarrier.wait(ready, 0)
-    row = gl.arange(0, 8, gl.SliceLayout(1, layout))[:, None]
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
-    gl.store(out + row * COLUMNS + column, tile.reshape([8, COLUMNS]).load(layout))
+    values = tile.reshape([8, COLUMNS]).load(layout)
+    gl.store(out + row * COLUMNS + column, values, mask=row < rows)
 
 
 @pytest.fixture
@@ -152,7 +140,7 @@ def test_copies_of_matrices(calls):
     assert [*described.shape] == [6, 5, 64]
     assert [*described.strides] == [320, 64, 1]
     assert [*tile.descriptor(STORAGE.view(2, 4, 2, 256)).shape] == [8, 8, 64]
-    made = Launch(_copy_matrix_kernel, (1,), {"x_desc": tile}, first=3, COLUMNS=64, num_warps=4)
+    made = Launch(_copy_kernel, (1,), {"x_desc": tile}, rows=3, COLUMNS=64, num_warps=4)
     for x in (small, STORAGE[960:2880].view(2, 3, 5, 64), STORAGE.view(8, 8, 64)):
         check_like_triton(calls, made, out=torch.empty(512), x_desc=x)
 

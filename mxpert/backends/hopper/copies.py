@@ -16,16 +16,18 @@ _GLUON_TYPES = {torch.uint8: gl.uint8, torch.int32: gl.int32, torch.float8_e4m3f
 
 
 @functools.lru_cache
+def _tile(block: tuple[int, ...], dtype: torch.dtype, width: int | None) -> Tile:
+    """The widest swizzle that fits."""
+    layout: Any = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])
+    return Tile(block, layout, width)
+
+
+def copied(rows: int, columns: int, dtype: torch.dtype, width: int | None = None) -> Tile:
+    """Copies of rows × columns of `dtype`; `width` as in Tile."""
+    return _tile((rows, columns), dtype, width)
+
+
 def copied_matrix(rows: int, columns: int, dtype: torch.dtype) -> Tile:
     """Copies of rows × columns of one of a tensor's matrices, which are `columns` wide and end each
     in zeros."""
-    block = (1, rows, columns)
-    layout: Any = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])
-    return Tile(block, layout, columns)
-
-
-@functools.lru_cache
-def copied(rows: int, columns: int, dtype: torch.dtype, width: int | None = None) -> Tile:
-    """Copies of rows × columns of `dtype` with the widest swizzle that fits; `width` as in Tile."""
-    layout: Any = gl.NVMMASharedLayout.get_default_for([rows, columns], _GLUON_TYPES[dtype])
-    return Tile((rows, columns), layout, width)
+    return _tile((1, rows, columns), dtype, columns)
