@@ -18,6 +18,11 @@ release. A kernel after one of those starts when that one's wait has ended, so i
 what the kernel before that one wrote, or an earlier one: weights, biases and the routing plan,
 which is made at least two kernels before a GEMM or a combine. It reads them past L1 (`EARLY`), in
 which older lines may lie.
+
+Inside a layer the kernel that encodes rows of stage 2 releases first. It has started by then, so
+the GEMM of stage 1 before it has waited for the rows of stage 1, which are younger than the plan.
+The GEMM of stage 2 thus starts on SMs that stage 1 has left, and its first weights are on their way
+while the last tiles of stage 1 are computed and their rows encoded.
 """
 
 from __future__ import annotations

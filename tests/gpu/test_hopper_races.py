@@ -148,6 +148,65 @@ def test_repeats_give_the_same_bits(
     assert differing == 0, f"{differing} values differed in {repeats} repeats"
 
 
+@dataclass(frozen=True)
+class Layers:
+    """Layers one after the other, each with a routing of its own, on weights they share.
+
+    Memory of one layer's plan and rows is the next one's: who reads them before they are written
+    finds those of another routing.
+    """
+
+    inputs: MoEInputs
+    a_format: str
+    batches: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    generator: torch.Generator
+
+    @classmethod
+    def of(cls, shape: MoEShape, a_format: str, device: torch.device) -> Layers:
+        """Layers that leave most CTAs of a GEMM idle, and layers that do not."""
+        inputs = random_moe_problem(shape, 1, device=device)
+        inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
+        batches = tuple((
+            torch.empty(count, shape.hidden_size, dtype=torch.bfloat16, device=device),
+            torch.empty(count, shape.num_experts, device=device)) for count in (1, 1, 2, 24, 24, 2))
+        layers = cls(inputs, a_format, batches, torch.Generator(device).manual_seed(1))
+        layers.renew()
+        return layers
+
+    def renew(self) -> None:
+        """Other activations and other routings."""
+        for each in (tensor for batch in self.batches for tensor in batch):
+            each.normal_(generator=self.generator)
+
+    def run(self) -> tuple[torch.Tensor, ...]:
+        """Every layer's result, as bits."""
+        results = []
+        for x, logits in self.batches:
+            weights, ids = mxpert.route_topk(logits, self.inputs.topk_ids.shape[1])
+            results.append(mxpert.fused_moe(
+                x, self.inputs.weights, ids, weights, activation=self.inputs.activation,
+                activation_format=self.a_format).view(torch.int16))
+        return tuple(results)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("a_format, config", VARIANTS.values(), ids=VARIANTS)
+def test_layers_wait_for_what_they_read(
+    a_format: str, config: MoEConfig, device: torch.device, pytestconfig: pytest.Config,
+) -> None:
+    """Kernels of a layer start while those before them still run."""
+    layers = Layers.of(SHAPES["swiglu_bias"], a_format, device)
+    with mxpert.override(backend="hopper", config=config):
+        alone = []
+        for index in range(len(layers.batches)):
+            torch.cuda.synchronize(device)
+            alone.append(replace(layers, batches=layers.batches[index:index + 1]).run()[0].clone())
+        for result, expected in zip(layers.run(), alone, strict=True):
+            assert torch.equal(result, expected)
+        differing = hunt(layers.run, layers.renew, pytestconfig.getoption("--race-repeats"), device)
+    assert differing == 0
+
+
 def test_the_hunt_catches_a_race(device: torch.device) -> None:
     """Control: an operand that changes from one repeat to the next."""
     counter = torch.zeros(8, dtype=torch.int32, device=device)

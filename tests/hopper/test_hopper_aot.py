@@ -253,6 +253,9 @@ def test_kernels_wait_for_the_one_before(
         steps = STEPS.findall(launch.compile().asm["ptx"])
         waits = [place for place, step in enumerate(steps) if step == "griddepcontrol.wait"]
         release = steps.index("griddepcontrol.launch_dependents")
+        if launch.name == "_moe_encode_rows_kernel":  # ahead of it one that is asked for
+            assert launch.arguments["release_first"] == 0
+            release = steps.index("griddepcontrol.launch_dependents", release + 1)
         assert (waits[0] < release) is (launch.name in WAIT_FIRST), launch.name
         before = {step for step in steps[:waits[0]] if not step.startswith("griddepcontrol")}
         early = {"ld.global.cg"} if launch.name in READ_EARLY else set()
@@ -264,6 +267,17 @@ def test_kernels_wait_for_the_one_before(
         assert len(waits) == 3  # one in each partition, the producer's the last
         assert sum(place < waits[-1] for place in copies) == 4  # a step's weights
         assert all(place > waits[1] for place in copies)
+
+
+@pytest.mark.parametrize("tile", ["decode8", "wide"])
+@pytest.mark.parametrize("a_format", GEMM_FORMATS)
+def test_rows_of_stage_2_release_first_in_a_layer(
+    recorder: Recorder, a_format: str, tile: str,
+) -> None:
+    """There alone: what their GEMM reads early is older than stage 1 then."""
+    launches = recorder.run_layer(describe(shape_of(), 16, a_format), config_of(a_format, tile))
+    assert [launch.arguments["release_first"] for launch in launches
+            if launch.name == "_moe_encode_rows_kernel"] == [0, 1]
 
 
 # --- one binary for all models ------------------------------------------------------------------

@@ -84,15 +84,23 @@ def test_dependent_launch_waits_first(launches, monkeypatch):
     launch_topk(64, 256, 8)
     launch_plan(128, 384, 8, 64, expert_parallel=True)
     launch_plan(16384, 384, 8, 64, expert_parallel=True)
-    combine_rows(torch.zeros(64, 2880), torch.zeros(16, 4, dtype=torch.int32), H200)
-    assert len(launches) == 5
+    for early in (False, True):
+        combine_rows(torch.zeros(64, 2880), torch.zeros(16, 4, dtype=torch.int32), H200,
+                     early_plan=early)
+    assert len(launches) == 6
     for launch in launches:
         assert launch.arguments["launch_pdl"] is True
         ptx = compile_for(launch.kernel, arguments_of(launch), target="sm_90",
                           num_warps=launch.arguments["num_warps"], launch_pdl=True).asm["ptx"]
-        access = re.search(r"\b(ld|st)\.global", ptx)
         assert ptx.count("griddepcontrol.wait") == 1
-        assert ptx.index("griddepcontrol.wait") < access.start(), launch.kernel.__name__
+        ahead, after = ptx.split("griddepcontrol.wait")
+        early = re.findall(r"\b(?:ld|st)\.global[.\w]*", ahead)
+        if launch.arguments.get("EARLY_PLAN"):  # rows of four slots, past L1
+            assert len(early) == 4
+            assert all(access.startswith("ld.global.cg") for access in early)
+        else:
+            assert not early, launch.kernel.__name__
+        assert "st.global" in after
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -106,9 +114,9 @@ def test_topk_kernel_compiles(launches, options, target):
 
 
 def test_binaries_do_not_depend_on_the_model(launches):
-    """Ten models at seven token counts and two units: binaries follow from the padded sizes."""
+    """Ten models at nine token counts and two units: binaries follow from the padded sizes."""
     for experts, top_k in MODELS:
-        for tokens in (1, 3, 16, 17, 128, 777, 16384):
+        for tokens in (1, 3, 16, 17, 128, 250, 777, 4096, 16384):
             launch_topk(tokens, experts, top_k)
             for unit in (16, 48):
                 launch_plan(tokens, experts, top_k, unit)
@@ -117,6 +125,6 @@ def test_binaries_do_not_depend_on_the_model(launches):
         parts = specialize(launch.kernel, arguments_of(launch))
         binaries.setdefault(launch.kernel.__name__, set()).add(repr(parts))
     counts = {name: len(variants) for name, variants in binaries.items()}
-    # E ≤ 128 and E ≤ 512; the two-launch sort at either tile size on top.
-    assert counts == {"_route_topk_kernel": 2, "_routing_plan_expert_kernel": 2,
-                      "_routing_plan_count_kernel": 4, "_routing_plan_scatter_kernel": 4}
+    # E ≤ 128 and E ≤ 512, each with three sizes of tiles.
+    assert counts == {"_route_topk_kernel": 2, "_routing_plan_expert_kernel": 6,
+                      "_routing_plan_count_kernel": 6, "_routing_plan_scatter_kernel": 6}

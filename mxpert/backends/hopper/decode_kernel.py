@@ -41,8 +41,8 @@ def _describe(tile, plan, sizes, TOKENS: gl.constexpr):
     """Block, expert, pair of row units, and split * 4 + width of a tile, of whose block's tiles the
     split runs fastest: width w is 8 << w rows, which hold all that is not padding. The plan is
     asked as soon as the tile is known, so that nobody waits for it."""
-    block_expert_ids, sorted_token_ids, num_tokens = plan
-    num_blocks, blocks_per_unit, tiles_per_block, splits = sizes
+    block_expert_ids, sorted_token_ids, _, num_tokens = plan
+    max_blocks, blocks_per_unit, tiles_per_block, splits = sizes
     block = tile // tiles_per_block
     pair = tile % tiles_per_block
     split = 0
@@ -52,14 +52,21 @@ def _describe(tile, plan, sizes, TOKENS: gl.constexpr):
     unit = block
     if blocks_per_unit > 1:
         unit = block // blocks_per_unit
-    expert = gl.load(block_expert_ids + unit, mask=block < num_blocks, other=0,
+    expert = gl.load(block_expert_ids + unit, mask=block < max_blocks, other=0,
                      cache_modifier=EARLY)
     part = split * 4
     for width in gl.static_range(1, _num_widths(TOKENS)):
-        middle = gl.load(sorted_token_ids + block * TOKENS + (4 << width), mask=block < num_blocks,
+        middle = gl.load(sorted_token_ids + block * TOKENS + (4 << width), mask=block < max_blocks,
                          other=-1, cache_modifier=EARLY)
         part += is_real(middle, num_tokens).to(gl.int32)
     return block, expert, pair, part
+
+
+@gluon.jit
+def _first_tile(plan, sizes, TOKENS: gl.constexpr):
+    """This CTA's first tile, and blocks in use: asked for together."""
+    tile = _describe(gl.program_id(0), plan, sizes, TOKENS)
+    return tile, gl.load(plan[2], cache_modifier=EARLY) // TOKENS
 
 
 @gluon.jit
@@ -88,7 +95,6 @@ def _load_weights(ring, descriptors, slot, step, units, part, TOKENS: gl.constex
     for half in gl.static_range(2):
         tma.async_copy_global_to_shared(code_desc, [units[half], step * 64, 0], arrived,
                                         ring[0].index(2 * slot + half))
-    for half in gl.static_range(2):
         tma.async_copy_global_to_shared(shift_desc, [units[half], step * 16, 0], arrived,
                                         ring[1].index(2 * slot + half))
 
@@ -134,15 +140,15 @@ def _fill_stage(ring, descriptors, state, step, tile, units, low_rows, TOKENS: g
 
 @gluon.jit
 def _produce(ring, claimed, descriptors, plan, sizes, row_units, depth_units, low_rows,
-             TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr):
+             early_stages, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr):
     _, _, _, ready, free, labels = ring
-    num_blocks, _, tiles_per_block, splits = sizes
+    _, _, tiles_per_block, splits = sizes
     slot = 0
     phase = 1
     early = 0
     first_tile = True
     number = gl.program_id(0)
-    following = _describe(number, plan, sizes, TOKENS)
+    following, num_blocks = _first_tile(plan, sizes, TOKENS)
     while following[0] < num_blocks:
         tile = following
         _, expert, pair, part = tile
@@ -151,7 +157,7 @@ def _produce(ring, claimed, descriptors, plan, sizes, row_units, depth_units, lo
         units = (unit, gl.minimum(unit + 1, expert * row_units + row_units - 1))
         if first_tile:  # its weights are on their way before activations exist
             first_tile = False
-            early = gl.minimum(last_step - first_step, STAGES)
+            early = gl.minimum(last_step - first_step, early_stages)
             for ahead in range(early):
                 _load_weights(ring, descriptors, ahead, first_step + ahead, units, part, TOKENS,
                               SPLIT)
@@ -199,7 +205,7 @@ def _tile(ring, operands, state, steps, expert, first_row, first_output, first_s
     TERMS_FIRST: gl.constexpr = COLUMNS <= 32
     SPREAD: gl.constexpr = COLUMNS == 32
     TOKEN_LAYOUT: gl.constexpr = one_each() if SPREAD else gl.SliceLayout(0, LAYOUT)
-    tables = decode_tables()
+    tables = decode_tables()  # registers that outlive the tile would be spilled
     if TERMS_FIRST:  # the latency of these loads passes under the main loop
         outputs, tokens, ids = _terms(factors, rows, expert, first_row, first_output, OUTPUTS,
                                       TOKENS, TOKEN_LAYOUT, LAYOUT, KIND, HAS_BIAS, WEIGHTED)
@@ -240,8 +246,9 @@ def _consume(ring, operands, plan, sizes, depth_units, num_rows, PARTITION: gl.c
     if PARTITION == 0:
         release_next()
     state = (0, 0)
-    num_blocks, _, _, splits = sizes
-    block, expert, pair, part = _describe(gl.program_id(0), plan, sizes, TOKENS)
+    first_tile, num_blocks = _first_tile(plan, sizes, TOKENS)
+    block, expert, pair, part = first_tile
+    splits = sizes[3]
     while block < num_blocks:
         first_row = block * TOKENS
         first_step, last_step = _split_steps(part // 4, depth_units, splits)
@@ -255,12 +262,12 @@ def _consume(ring, operands, plan, sizes, depth_units, num_rows, PARTITION: gl.c
 
 
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "num_tokens",
-                              "low_rows", "blocks_per_unit", "splits", "num_rows"])
+                              "low_rows", "blocks_per_unit", "splits", "num_rows", "early_stages"])
 def _moe_gemm_decode_kernel(
         out, code_desc, shift_desc, x8_desc, x16_desc, x32_desc, reference, bias, x_scale,
         routed_weights, sorted_token_ids, block_expert_ids, num_valid, claimed, param_first,
         param_second, num_tokens, low_rows, num_outputs, tiles_per_block, row_units, depth_units,
-        blocks_per_unit, splits, num_rows, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+        blocks_per_unit, splits, num_rows, early_stages, TOKENS: gl.constexpr, STAGES: gl.constexpr,
         SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
         WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr):
     """out [P, num_outputs] for every block in use; see the module docstring for the schedule.
@@ -268,7 +275,8 @@ def _moe_gemm_decode_kernel(
     x8_desc, x16_desc, x32_desc: copies of so many rows of x; those above TOKENS are not used.
     KIND 0 is stage 2 (rows), above 0 the activation of stage 1 (features, two weight rows each).
     low_rows: row of x where the low parts begin (SPLIT). splits: parts of the depth, each with
-    num_rows rows of out of its own; tiles_per_block counts them.
+    num_rows rows of out of its own; tiles_per_block counts them. early_stages: weights of so many
+    stages are asked for ahead of all activations.
     """
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
     codes = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 64, 128], code_desc.layout)
@@ -279,19 +287,18 @@ def _moe_gemm_decode_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
-    num_blocks = gl.load(num_valid, cache_modifier=EARLY) // TOKENS
     ring = (codes, shifts, x, ready, free, make_labels(STAGES))
     descriptors = (code_desc, shift_desc, x8_desc, x16_desc, x32_desc)
-    plan = (block_expert_ids, sorted_token_ids, num_tokens)
+    plan = (block_expert_ids, sorted_token_ids, num_valid, num_tokens)
     operands = ((reference, bias, num_outputs, row_units),
                 (x_scale, routed_weights, sorted_token_ids),
                 (out, num_outputs, num_tokens, param_first, param_second))
-    sizes = (num_blocks, blocks_per_unit, tiles_per_block, splits)
+    sizes = (num_rows // TOKENS, blocks_per_unit, tiles_per_block, splits)
     gl.warp_specialize(
         [(_consume, (ring, operands, plan, sizes, depth_units, num_rows, 0, TOKENS, STAGES, SPLIT,
                      KIND, HAS_BIAS, WEIGHTED)),
          (_consume, (ring, operands, plan, sizes, depth_units, num_rows, 1, TOKENS, STAGES, SPLIT,
                      KIND, HAS_BIAS, WEIGHTED)),
          (_produce, (ring, claimed, descriptors, plan, sizes, row_units, depth_units, low_rows,
-                     TOKENS, STAGES, SPLIT))],
+                     early_stages, TOKENS, STAGES, SPLIT))],
         [4, 1], [WORKER_REGISTERS, 24])

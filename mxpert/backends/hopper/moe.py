@@ -130,6 +130,7 @@ class _Down(_Stage):
     ) -> torch.Tensor:
         """[T, H], or for FLAT [P, H] whose padding rows are undefined.
 
+        schedules: of the layer, whose stage 1 made h; None where h comes from anywhere.
         ATOMIC leaves the order of additions open; this backend's is the slot order of REDUCE.
         """
         options = problem.options
@@ -139,7 +140,8 @@ class _Down(_Stage):
             return torch.empty((num_rows if flat else 0, weights.hidden_size),
                                device=weights.device, dtype=options.out_dtype)
         rows = (h if isinstance(h, SortedRows)
-                else sorted_rows(h, plan, num_rows, options, scatter=False))
+                else sorted_rows(h, plan, num_rows, options, scatter=False,
+                                 release_first=schedules is not None))
         if config.split_k > 1 and not flat:
             parts = _parts(num_rows, weights.hidden_size, config, weights.device)
             multiply(parts, rows, weights.down_proj, None, plan, problem, config,
@@ -149,7 +151,7 @@ class _Down(_Stage):
         multiply(out, rows, weights.down_proj, weights.down_bias, plan, problem,
                  _unsplit(config), kind=_ROWS_KIND, parameters=_NO_PARAMETERS,
                  weighted=not options.apply_router_weight_on_input, schedules=schedules)
-        return out if flat else combine_rows(out, plan.slot_rows, problem.target)
+        return out if flat else combine_rows(out, plan.slot_rows, problem.target, early_plan=True)
 
 
 def _parts(num_rows: int, width: int, config: GemmConfig, device: torch.device) -> torch.Tensor:
@@ -223,13 +225,16 @@ def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Laun
              "shift_desc": copied_matrix(16, 32, torch.uint8),
              **_decode_copies(config.block_m)}
     unused = {name: None for name in _X_DESCRIPTORS.values() if name not in tiles}
+    constants = _gemm_constants(problem, config, gemm)
+    early_stages = config.num_stages  # stage 2 starts under the last tiles of stage 1
+    if gemm.kind != _ROWS_KIND:
+        early_stages = heuristics.early_stages(config, problem, constants["tiles_per_block"])
     return Launch(
         _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), tiles,
         num_tokens=problem.num_tokens, splits=config.split_k,
         blocks_per_unit=gemm.routing_block_m // config.block_m, num_rows=gemm.num_rows,
-        TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,
-        WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS, **unused,
-        **_gemm_constants(problem, config, gemm))
+        early_stages=early_stages, TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,
+        WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS, **unused, **constants)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)

@@ -103,7 +103,7 @@ def empty_rows(plan: RoutingPlan, num_rows: int, depth: int, options: MoEOptions
 
 
 def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
-                options: MoEOptions, *, scatter: bool) -> SortedRows:
+                options: MoEOptions, *, scatter: bool, release_first: bool = False) -> SortedRows:
     """Encode the plan's rows for the FP8 GEMMs.
 
     Args:
@@ -111,12 +111,14 @@ def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
         plan: the routing plan. num_rows: rows to allocate, at least the rows in use.
         options: the activation format, which bfloat16 rows are quantised to, by the scale rule.
         scatter: x holds tokens, each of which goes to the rows of all its slots.
+        release_first: let the GEMM of these rows start before x is there. Its plan must be older
+            than the GEMM that x comes from (see `dependent`).
 
     Returns:
         SortedRows; padding rows are left as allocated, their outputs are dropped.
     """
     rows = empty_rows(plan, num_rows, x.shape[1], options)
-    sizes = _Sizes(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter)
+    sizes = _Sizes(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter, release_first)
     tensors = dict(
         codes=rows.codes, scale=rows.scale, claimed=rows.claimed, slot_rows=plan.slot_rows)
     if isinstance(x, MXTensor):
@@ -137,6 +139,7 @@ class _Sizes(NamedTuple):
     num_rows: int
     depth: int
     scatter: bool
+    release_first: bool
 
     @property
     def num_slots(self) -> int:
@@ -179,6 +182,7 @@ def _encode_launch(sizes: _Sizes, x_stride: int, x_scale_stride: int, coded: str
         _moe_encode_rows_kernel, (sizes.programs,), num_slots=sizes.num_slots,
         top_k=sizes.top_k, slots=sizes.slots, depth=sizes.depth, padded_depth=padded(sizes.depth),
         num_rows=sizes.num_rows, x_stride=x_stride, x_scale_stride=x_scale_stride, rows=sizes.rows,
+        release_first=int(sizes.release_first),
         CODED=coded is not None, **format, **held_options(sizes.depth, sizes.many), **FOLLOWS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..dependent import wait_then_release
+from ..dependent import release_next, wait_then_release
 from .claims import reset_claims
 from .rows_codes import encode, row_maximum, row_scale, statistic_of
 from .rows_steps import load_row, load_step, step_offsets, store_step
@@ -77,18 +77,23 @@ def _load_source(x, x_scale, row, depth, x_stride, x_scale_stride, CODED: gl.con
 
 
 @gluon.jit(do_not_specialize=["num_slots", "top_k", "slots", "depth", "num_rows",
-                              "x_scale_stride", "rows"])
+                              "x_scale_stride", "rows", "release_first"])
 def _moe_encode_rows_kernel(codes, scale, claimed, x, x_scale, slot_rows, num_slots, top_k, slots,
                             depth, padded_depth, num_rows, x_stride, x_scale_stride, rows,
-                            STEPS: gl.constexpr, WHOLE: gl.constexpr, FORMAT: gl.constexpr,
-                            CODED: gl.constexpr, EMAX: gl.constexpr, THRESHOLD: gl.constexpr,
-                            INF_BYTE: gl.constexpr, CHUNKS: gl.constexpr, num_warps: gl.constexpr):
+                            release_first, STEPS: gl.constexpr, WHOLE: gl.constexpr,
+                            FORMAT: gl.constexpr, CODED: gl.constexpr, EMAX: gl.constexpr,
+                            THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr, CHUNKS: gl.constexpr,
+                            num_warps: gl.constexpr):
     """Rows x, bfloat16 or (CODED) MX codes with x_scale, → e4m3 rows as `rows_codes` describes.
 
     slots > 0: a program encodes one token for so many of its top_k slots. Else x is sorted, and a
     program encodes the rows of `rows` of the num_slots slots, asking for each while it encodes the
     one before: padding has no slot, and is neither read nor written.
+
+    release_first: the GEMM of these rows may start at once (see `dependent`).
     """
+    if release_first:
+        release_next()
     wait_then_release()
     reset_claims(claimed)
     PACKED: gl.constexpr = FORMAT == "e2m1"
@@ -96,7 +101,7 @@ def _moe_encode_rows_kernel(codes, scale, claimed, x, x_scale, slot_rows, num_sl
     first = program * rows
     first_slot = program * slots
     count = gl.where(slots > 0, 1, gl.minimum(num_slots - first, rows))
-    row = gl.load(slot_rows + first, mask=slots == 0, other=first_slot // gl.maximum(top_k, 1))
+    row = gl.load(slot_rows + first, mask=slots == 0, other=first_slot // top_k)
     next_row = gl.load(slot_rows + first + 1, mask=count > 1, other=-1)
     following = _load_source(x, x_scale, row, depth, x_stride, x_scale_stride, CODED, PACKED,
                              STEPS, CHUNKS, num_warps)

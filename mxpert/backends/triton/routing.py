@@ -27,11 +27,21 @@ _TOPK_TILE = 512
 MAX_CHUNKS = 128
 """Chunks of rows in the two-launch sort: about the multiprocessors of a large GPU, and as many
 count vectors as each program of the second launch reads (512 kB of L2 at 1024 experts)."""
-_CHUNK_TILES = (256, 1024)
+_SINGLE_TILES = ((64, 64, 1), (128, 128, 2))
+"""Rows up to which one launch sorts with a smaller tile, the tile, and its warps: what a program
+does with a tile is straight code, which every multiprocessor has to fetch first."""
 _SINGLE_LAUNCH_ROWS = {128: 2048, 512: 1024, 1024: 1024}
-"""By padded experts: rows up to which one launch sorts, each of whose programs reads all ids.
-(H200: 2048 rows among 128 experts take 6 µs, 4096 11; 1024 rows among 384 experts 8, 2048 15, 4096
-27; two launches take 8 to 9 for 8192 rows among either.)"""
+"""By padded experts: rows up to which one launch sorts, each of whose programs reads all ids."""
+_MANY_EXPERTS = ((2048, 256, 8), (65536, 512, 4))
+_CHUNK_TILES = {128: ((8192, 256, 4), (32768, 512, 4)), 512: _MANY_EXPERTS, 1024: _MANY_EXPERTS}
+"""By padded experts: rows up to which two launches sort in chunks of a smaller tile, the tile, and
+its warps. (All limits from an H200, each sort behind the top-k that it follows: alone and repeated,
+its code stays where it runs, and 4096 rows among 384 experts take 8 µs instead of 11 to 17.)"""
+_LARGE_TILE = 1024
+
+
+def _bins(problem: RoutingProblem) -> int:
+    return _padded(problem.num_local_experts, _EXPERT_TILES)
 
 
 def _padded(size: int, tiles: tuple[int, ...]) -> int:
@@ -56,7 +66,7 @@ class TopKConfig:
 
 
 class TopKKernel:
-    """route_topk: repeated maximum of keys that hold score and expert id."""
+    """route_topk: repeated maximum of scores."""
 
     op = Op.ROUTE_TOPK
     backend = "triton"
@@ -126,15 +136,21 @@ class PlanKernel:
         return _cannot_run(problem.target, problem.num_local_experts)
 
     def configs(self, problem: RoutingProblem) -> Iterable[PlanConfig]:
-        return PlanConfig(0), *(_chunked(problem, tile) for tile in _CHUNK_TILES)
+        smaller = (PlanConfig(0, tile, warps) for _, tile, warps in _SINGLE_TILES)
+        chunked = (_chunked(problem, *shape) for _, *shape in _CHUNK_TILES[_bins(problem)])
+        return (*smaller, PlanConfig(0), *chunked, _chunked(problem, _LARGE_TILE))
 
     def heuristic(self, problem: RoutingProblem) -> PlanConfig:
         rows = problem.num_tokens * problem.top_k
-        if rows <= _SINGLE_LAUNCH_ROWS[_padded(problem.num_local_experts, _EXPERT_TILES)]:
+        for limit, tile, warps in _SINGLE_TILES:
+            if rows <= limit:
+                return PlanConfig(0, tile, warps)
+        if rows <= _SINGLE_LAUNCH_ROWS[_bins(problem)]:
             return PlanConfig(0)
-        # Small tiles sort faster and spread over more programs; large ones need fewer chunks.
-        small, large = _CHUNK_TILES
-        return _chunked(problem, small if rows <= small * MAX_CHUNKS else large)
+        for limit, tile, warps in _CHUNK_TILES[_bins(problem)]:
+            if rows <= limit:
+                return _chunked(problem, tile, warps)
+        return _chunked(problem, _LARGE_TILE)
 
     def launch(
         self, problem: RoutingProblem, config: PlanConfig, *, topk_ids: torch.Tensor,
@@ -161,7 +177,7 @@ def _sizes(problem: RoutingProblem, config: PlanConfig) -> dict[str, int]:
     """What every kernel of the sort takes."""
     return {"num_tokens": problem.num_tokens, "top_k": problem.top_k,
             "num_experts": problem.num_experts, "num_local_experts": problem.num_local_experts,
-            "NUM_BINS": _padded(problem.num_local_experts, _EXPERT_TILES), "TILE": config.tile,
+            "NUM_BINS": _bins(problem), "TILE": config.tile,
             "num_warps": config.num_warps, **follow_options(problem.target)}
 
 
@@ -188,10 +204,10 @@ def _chunk_launches(problem: RoutingProblem, config: PlanConfig) -> tuple[Launch
                    **_output_sizes(problem), **sizes))
 
 
-def _chunked(problem: RoutingProblem, tile: int) -> PlanConfig:
+def _chunked(problem: RoutingProblem, tile: int, num_warps: int = 4) -> PlanConfig:
     """One tile per chunk, or more where that would make more than MAX_CHUNKS chunks."""
     rows = problem.num_tokens * problem.top_k
-    return PlanConfig(min(MAX_CHUNKS, max(1, triton.cdiv(rows, tile))), tile)
+    return PlanConfig(min(MAX_CHUNKS, max(1, triton.cdiv(rows, tile))), tile, num_warps)
 
 
 def _capacity(problem: RoutingProblem) -> int:

@@ -30,7 +30,8 @@ _FILL: tl.constexpr = tl.constexpr(512)
 _PAD_EXPERTS: tl.constexpr = tl.constexpr(16)
 _PAD_ROWS: tl.constexpr = tl.constexpr(32)
 _BLOCKS: tl.constexpr = tl.constexpr(32)
-_EXCLUDED: tl.constexpr = tl.constexpr(-(1 << 63))
+_EXCLUDED: tl.constexpr = tl.constexpr(-(1 << 31))
+_NO_INDEX: tl.constexpr = tl.constexpr((1 << 31) - 1)
 _DEEPSEEK_EPSILON: tl.constexpr = tl.constexpr(1e-20)
 
 # Sizes of the model and the batch: never a reason for another binary.
@@ -258,39 +259,45 @@ def _routing_plan_scatter_kernel(
 
 
 @triton.jit
-def _rank_key(value, index, COUNT: tl.constexpr):
-    """int64 keys that order by value, then by lower index; NaN ranks as −inf, −0 equals 0."""
+def _rank(value):
+    """int32 that orders as the value does; NaN ranks as −inf, −0 equals 0."""
     value = tl.where(value == value, value, float("-inf"))
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (bits.to(tl.int64) << 32) + (COUNT - 1 - index)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
-def _rank_value(key):
-    """The value that `_rank_key` packed."""
-    bits = (key >> 32).to(tl.int32)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+def _rank_value(rank):
+    """The value that `_rank` ordered."""
+    return tl.where(rank < 0, rank ^ 0x7FFFFFFF, rank).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _limit_to_groups(key, group, num_groups, top_groups, EXPERTS: tl.constexpr):
+def _best(rank, index):
+    """The highest rank of each row, and the lowest index that has it: two 32-bit reductions take
+    less time than one of 64-bit keys."""
+    best = tl.max(rank, 1)
+    return best, tl.min(tl.where(rank == best[:, None], index, _NO_INDEX), 1)
+
+
+@triton.jit
+def _limit_to_groups(rank, index, group, num_groups, top_groups):
     """Exclude the experts of all but the `top_groups` groups with the best sum of two."""
-    group_key = tl.full(key.shape, _EXCLUDED, tl.int64)
+    group_rank = tl.full(rank.shape, _EXCLUDED, tl.int32)
     for current in range(num_groups):
         inside = (group == current)[None, :]
-        members = tl.where(inside, key, _EXCLUDED)
-        best = tl.max(members, 1)
-        second = tl.max(tl.where(members == best[:, None], _EXCLUDED, members), 1)
+        members = tl.where(inside, rank, _EXCLUDED)
+        best, first = _best(members, index)
+        second = tl.max(tl.where(index == first[:, None], _EXCLUDED, members), 1)
         score = _rank_value(best) + _rank_value(second)
-        group_key = tl.where(inside, _rank_key(score, current, EXPERTS)[:, None], group_key)
-    allowed = key != key
+        group_rank = tl.where(inside, _rank(score)[:, None], group_rank)
+    allowed = rank != rank
     for _ in range(top_groups):
-        best = tl.max(group_key, 1)
-        chosen = group_key == best[:, None]
+        _rank_of_group, first = _best(group_rank, group[None, :])
+        chosen = group[None, :] == first[:, None]
         allowed |= chosen
-        group_key = tl.where(chosen, _EXCLUDED, group_key)
-    return tl.where(allowed, key, _EXCLUDED)
+        group_rank = tl.where(chosen, _EXCLUDED, group_rank)
+    return tl.where(allowed, rank, _EXCLUDED)
 
 
 @triton.jit
@@ -347,18 +354,17 @@ def _route_topk_kernel(
     logit = tl.load(logits + token[:, None] * row_stride + expert[None, :], mask=in_row,
                     other=0.0).to(tl.float32)
     score = _choice_scores(logit, correction_bias, expert[None, :], real, SIGMOID, BY_PROBABILITY)
-    key = tl.where(real, _rank_key(score, expert[None, :], EXPERTS), _EXCLUDED)
+    rank = tl.where(real, _rank(score), _EXCLUDED)
     if GROUPED:
-        key = _limit_to_groups(key, expert // (num_experts // num_groups), num_groups, top_groups,
-                               EXPERTS)
+        rank = _limit_to_groups(rank, expert[None, :], expert // (num_experts // num_groups),
+                                num_groups, top_groups)
 
     slot = tl.arange(0, SLOTS)[None, :]
     chosen = tl.zeros([ROWS, SLOTS], tl.int32)
     for current in range(top_k):
-        best = tl.max(key, 1)
-        index = (EXPERTS - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
+        _rank_of_best, index = _best(rank, expert[None, :])
         chosen = tl.where(slot == current, index[:, None], chosen)
-        key = tl.where(key == best[:, None], _EXCLUDED, key)
+        rank = tl.where(expert[None, :] == index[:, None], _EXCLUDED, rank)
 
     # The chosen logits are read again (from L1) instead of being carried through the reductions.
     filled = (slot < top_k) & (token < num_tokens)[:, None]
