@@ -182,7 +182,8 @@ class Layers:
         """Every layer's result, as bits."""
         results = []
         for x, logits in self.batches:
-            weights, ids = mxpert.route_topk(logits, self.inputs.topk_ids.shape[1])
+            with mxpert.override():  # the tile is the GEMMs'
+                weights, ids = mxpert.route_topk(logits, self.inputs.topk_ids.shape[1])
             results.append(mxpert.fused_moe(
                 x, self.inputs.weights, ids, weights, activation=self.inputs.activation,
                 activation_format=self.a_format).view(torch.int16))

@@ -394,6 +394,26 @@ def test_rows_of_an_expert_choose_the_tile(
     assert layer.gate_up == layer.down == config_of(a_format, tile)
 
 
+def test_stages_with_few_weight_rows_take_two_consumers() -> None:
+    """1024 weight rows (kimi-k2, TP4) are 16 units of 64: a sixth tile of three would have one."""
+    layer = heuristics.layer_heuristic(describe(MoEShape(7168, 512, 384, 8), 4096, "mxfp8"))
+    assert layer.gate_up == config_of("mxfp8", "narrow")
+    assert layer.down == config_of("mxfp8", "triple")
+    assert layer.routing_block_m == layer.gate_up.block_m == layer.down.block_m
+
+
+def test_stages_ask_for_few_weights_ahead_where_ctas_are_idle(recorder: Recorder) -> None:
+    """Stage 1 of one token; of more tokens, and stage 2, a whole ring."""
+    def early(num_tokens: int) -> list[int]:
+        return [gemm.arguments["early_stages"] for gemm in gemms(recorder.run(
+            describe(MODEL_SHAPES["qwen3-235b"], num_tokens, "mxfp8"),
+            config_of("mxfp8", "decode8"), has_bias=False))]
+
+    stages = config_of("mxfp8", "decode8").num_stages
+    assert early(1) == [3, stages]
+    assert early(2) == [stages, stages]
+
+
 @pytest.mark.parametrize("change", [
     {"block_m": 24}, {"block_n": 64}, {"block_k": 64}, {"num_warps": 16}, {"num_stages": 1},
     {"num_stages": 9}, {"split_k": 0}, {"group_m": 2},
