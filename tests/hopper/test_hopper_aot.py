@@ -404,14 +404,15 @@ def test_stages_with_few_weight_rows_take_two_consumers() -> None:
 
 def test_stages_ask_for_few_weights_ahead_where_ctas_are_idle(recorder: Recorder) -> None:
     """Stage 1 of one token; of more tokens, and stage 2, a whole ring."""
-    def early(num_tokens: int) -> list[int]:
-        return [gemm.arguments["early_stages"] for gemm in gemms(recorder.run(
-            describe(MODEL_SHAPES["qwen3-235b"], num_tokens, "mxfp8"),
-            config_of("mxfp8", "decode8"), has_bias=False))]
+    def early(num_tokens: int, stages: int) -> list[int]:
+        config = replace(config_of("mxfp8", "decode8"), num_stages=stages)
+        problem = describe(MODEL_SHAPES["qwen3-235b"], num_tokens, "mxfp8")
+        return [gemm.arguments["early_stages"]
+                for gemm in gemms(recorder.run(problem, config, has_bias=False))]
 
-    stages = config_of("mxfp8", "decode8").num_stages
-    assert early(1) == [3, stages]
-    assert early(2) == [stages, stages]
+    assert early(1, 5) == [3, 5]
+    assert early(2, 5) == [5, 5]
+    assert early(1, 2) == [2, 2]  # never more than the ring has
 
 
 @pytest.mark.parametrize("change", [

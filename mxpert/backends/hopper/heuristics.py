@@ -172,7 +172,8 @@ def early_stages(config: GemmConfig, problem: MoEProblem, num_tiles: int) -> int
     with three stages, T = 2 and more up to 5 % more.
     """
     blocks = min(problem.num_tokens * problem.top_k, problem.num_experts)
-    return _FEW_STAGES if blocks * num_tiles <= 2 * problem.target.num_sms else config.num_stages
+    stages = config.num_stages
+    return min(_FEW_STAGES, stages) if blocks * num_tiles <= 2 * problem.target.num_sms else stages
 
 
 def _layer(problem: MoEProblem, tile: GemmConfig) -> MoEConfig:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,17 +28,19 @@ _TOPK_TILE = 512
 MAX_CHUNKS = 128
 """Chunks of rows in the two-launch sort: about the multiprocessors of a large GPU, and as many
 count vectors as each program of the second launch reads (512 kB of L2 at 1024 experts)."""
-_SINGLE_TILES = ((64, 64, 1), (128, 128, 2))
-"""Rows up to which one launch sorts with a smaller tile, the tile, and its warps: what a program
-does with a tile is straight code, which every multiprocessor has to fetch first."""
-_SINGLE_LAUNCH_ROWS = {128: 2048, 512: 1024, 1024: 1024}
-"""By padded experts: rows up to which one launch sorts, each of whose programs reads all ids."""
-_MANY_EXPERTS = ((2048, 256, 8), (65536, 512, 4))
-_CHUNK_TILES = {128: ((8192, 256, 4), (32768, 512, 4)), 512: _MANY_EXPERTS, 1024: _MANY_EXPERTS}
-"""By padded experts: rows up to which two launches sort in chunks of a smaller tile, the tile, and
-its warps. (All limits from an H200, each sort behind the top-k that it follows: alone and repeated,
-its code stays where it runs, and 4096 rows among 384 experts take 8 µs instead of 11 to 17.)"""
-_LARGE_TILE = 1024
+_FEW_EXPERTS = (
+    (64, 1, 64, 1), (128, 1, 128, 2), (2048, 1, 1024, 4), (8192, 2, 256, 4), (32768, 2, 512, 4),
+    (math.inf, 2, 1024, 4))
+_MANY_EXPERTS = (
+    (64, 1, 64, 1), (128, 1, 128, 2), (1024, 1, 1024, 4), (2048, 2, 256, 8), (65536, 2, 512, 4),
+    (math.inf, 2, 1024, 4))
+_SORTS = {128: _FEW_EXPERTS, 512: _MANY_EXPERTS, 1024: _MANY_EXPERTS}
+"""By padded experts: rows up to which a sort is the best, its launches, rows of a tile and warps.
+
+Measured on an H200 behind the top-k that a sort follows. Alone and repeated, the code of a tile
+stays where it runs: 4096 rows among 384 experts take 8 µs in tiles of 256 then, but 17 instead of
+the 11 that tiles of 512 take.
+"""
 
 
 def _bins(problem: RoutingProblem) -> int:
@@ -136,21 +139,11 @@ class PlanKernel:
         return _cannot_run(problem.target, problem.num_local_experts)
 
     def configs(self, problem: RoutingProblem) -> Iterable[PlanConfig]:
-        smaller = (PlanConfig(0, tile, warps) for _, tile, warps in _SINGLE_TILES)
-        chunked = (_chunked(problem, *shape) for _, *shape in _CHUNK_TILES[_bins(problem)])
-        return (*smaller, PlanConfig(0), *chunked, _chunked(problem, _LARGE_TILE))
+        return tuple(config for _, config in _sorts(problem))
 
     def heuristic(self, problem: RoutingProblem) -> PlanConfig:
         rows = problem.num_tokens * problem.top_k
-        for limit, tile, warps in _SINGLE_TILES:
-            if rows <= limit:
-                return PlanConfig(0, tile, warps)
-        if rows <= _SINGLE_LAUNCH_ROWS[_bins(problem)]:
-            return PlanConfig(0)
-        for limit, tile, warps in _CHUNK_TILES[_bins(problem)]:
-            if rows <= limit:
-                return _chunked(problem, tile, warps)
-        return _chunked(problem, _LARGE_TILE)
+        return next(config for limit, config in _sorts(problem) if rows <= limit)
 
     def launch(
         self, problem: RoutingProblem, config: PlanConfig, *, topk_ids: torch.Tensor,
@@ -204,10 +197,13 @@ def _chunk_launches(problem: RoutingProblem, config: PlanConfig) -> tuple[Launch
                    **_output_sizes(problem), **sizes))
 
 
-def _chunked(problem: RoutingProblem, tile: int, num_warps: int = 4) -> PlanConfig:
-    """One tile per chunk, or more where that would make more than MAX_CHUNKS chunks."""
+def _sorts(problem: RoutingProblem) -> Iterator[tuple[float, PlanConfig]]:
+    """Every sort, with the rows up to which it is the best; of two launches, chunks have one tile
+    or more where that would make more than MAX_CHUNKS chunks."""
     rows = problem.num_tokens * problem.top_k
-    return PlanConfig(min(MAX_CHUNKS, max(1, triton.cdiv(rows, tile))), tile, num_warps)
+    for limit, launches, tile, num_warps in _SORTS[_bins(problem)]:
+        chunks = min(MAX_CHUNKS, max(1, triton.cdiv(rows, tile))) if launches == 2 else 0
+        yield limit, PlanConfig(chunks, tile, num_warps)
 
 
 def _capacity(problem: RoutingProblem) -> int:
