@@ -205,7 +205,7 @@ def _tile(ring, operands, state, steps, expert, first_row, first_output, first_s
     TERMS_FIRST: gl.constexpr = COLUMNS <= 32
     SPREAD: gl.constexpr = COLUMNS == 32
     TOKEN_LAYOUT: gl.constexpr = one_each() if SPREAD else gl.SliceLayout(0, LAYOUT)
-    tables = decode_tables()  # registers that outlive the tile would be spilled
+    tables = decode_tables()
     if TERMS_FIRST:  # the latency of these loads passes under the main loop
         outputs, tokens, ids = _terms(factors, rows, expert, first_row, first_output, OUTPUTS,
                                       TOKENS, TOKEN_LAYOUT, LAYOUT, KIND, HAS_BIAS, WEIGHTED)
