@@ -250,11 +250,13 @@ def test_kernels_wait_for_the_one_before(
     assert len(launches) >= 4
     for launch in launches:
         assert launch.arguments["launch_pdl"] is True, launch.name
-        steps = STEPS.findall(launch.compile().asm["ptx"])
+        ptx = launch.compile().asm["ptx"]
+        steps = STEPS.findall(ptx)
         waits = [place for place, step in enumerate(steps) if step == "griddepcontrol.wait"]
         release = steps.index("griddepcontrol.launch_dependents")
         if launch.name == "_moe_encode_rows_kernel":  # ahead of it one that is asked for
             assert launch.arguments["release_first"] == 0
+            assert re.search(r"@!?%p\d+ bra", ptx.split("griddepcontrol.launch_dependents")[0])
             release = steps.index("griddepcontrol.launch_dependents", release + 1)
         assert (waits[0] < release) is (launch.name in WAIT_FIRST), launch.name
         before = {step for step in steps[:waits[0]] if not step.startswith("griddepcontrol")}

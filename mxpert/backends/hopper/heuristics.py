@@ -131,11 +131,21 @@ def _decode_config(block_m: int, split: bool) -> GemmConfig:
     return GemmConfig(block_m, 128, DECODE_DEPTH, num_warps=4, num_stages=stages)
 
 
+def decode_ctas(problem: MoEProblem) -> int:
+    """CTAs of the decode kernel, which are all resident."""
+    return 2 * problem.target.num_sms
+
+
+def _hit_experts(problem: MoEProblem) -> int:
+    """Experts that the routed rows hit if they spread evenly."""
+    return max(1, min(problem.num_experts, problem.num_tokens * problem.top_k))
+
+
 def _preferred(problem: MoEProblem, op: Op) -> GemmConfig:
     """The tile of a stage: rows per hit expert, if tokens spread evenly, decide; blocks of both
     stages have as many rows."""
-    routed, split = problem.num_tokens * problem.top_k, splits(problem)
-    average = routed / max(1, min(problem.num_experts, routed))
+    split = splits(problem)
+    average = problem.num_tokens * problem.top_k / _hit_experts(problem)
     name = next(name for name, limit in _LIMITS[split] if average <= limit)
     units = _row_units(problem, op)
     if name == "triple" and not split and -(-units // 3) * 3 > _MOST_IDLE * units:
@@ -159,8 +169,7 @@ def with_split_k(config: GemmConfig, problem: MoEProblem, op: Op) -> GemmConfig:
     if is_prefill(config):
         return config
     num_tiles, steps = _tiles_and_steps(problem, op)
-    blocks = min(problem.num_tokens * problem.top_k, problem.num_experts)
-    idle_factor = 2 * problem.target.num_sms // max(1, blocks * num_tiles)
+    idle_factor = decode_ctas(problem) // (_hit_experts(problem) * num_tiles)
     return replace(config, split_k=max(1, min(idle_factor, steps // _MIN_SPLIT_STEPS)))
 
 
@@ -171,20 +180,21 @@ def early_stages(config: GemmConfig, problem: MoEProblem, num_tiles: int) -> int
     tile has a CTA of its own, rows are there before a ring of weights is: T = 1 takes 1 to 4 % less
     with three stages, T = 2 and more up to 5 % more.
     """
-    blocks = min(problem.num_tokens * problem.top_k, problem.num_experts)
-    stages = config.num_stages
-    return min(_FEW_STAGES, stages) if blocks * num_tiles <= 2 * problem.target.num_sms else stages
+    if _hit_experts(problem) * num_tiles <= decode_ctas(problem):
+        return min(_FEW_STAGES, config.num_stages)
+    return config.num_stages
 
 
-def _layer(problem: MoEProblem, tile: GemmConfig) -> MoEConfig:
-    gate_up, down = (with_split_k(tile, problem, op) for op in STAGE_OPS)
+def _layer(problem: MoEProblem, gate_up: GemmConfig, down: GemmConfig) -> MoEConfig:
+    """Both stages with these tiles, their depth split where CTAs would be idle."""
+    gate_up, down = (with_split_k(tile, problem, op)
+                     for tile, op in zip((gate_up, down), STAGE_OPS, strict=True))
     return MoEConfig(gate_up.block_m, gate_up, down)
 
 
 def layer_heuristic(problem: MoEProblem) -> MoEConfig:
     """Both stages with their preferred tiles."""
-    gate_up, down = (with_split_k(_preferred(problem, op), problem, op) for op in STAGE_OPS)
-    return MoEConfig(gate_up.block_m, gate_up, down)
+    return _layer(problem, *(_preferred(problem, op) for op in STAGE_OPS))
 
 
 def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
@@ -192,7 +202,7 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     first = layer_heuristic(problem)
     yield first
     for config in tiles(splits(problem)).values():
-        layer = _layer(problem, config)
+        layer = _layer(problem, config, config)
         if layer != first:
             yield layer
     if not is_prefill(first.gate_up):

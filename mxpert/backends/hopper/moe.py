@@ -230,7 +230,7 @@ def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Laun
     if gemm.kind != _ROWS_KIND:
         early_stages = heuristics.early_stages(config, problem, constants["tiles_per_block"])
     return Launch(
-        _moe_gemm_decode_kernel, (2 * problem.target.num_sms,), tiles,
+        _moe_gemm_decode_kernel, (heuristics.decode_ctas(problem),), tiles,
         num_tokens=problem.num_tokens, splits=config.split_k,
         blocks_per_unit=gemm.routing_block_m // config.block_m, num_rows=gemm.num_rows,
         early_stages=early_stages, TOKENS=config.block_m, maxnreg=heuristics.DECODE_REGISTERS,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ...problem import Target
-from ..dependent import EARLY, follow_options, follow_previous, maybe_follow_previous
+from ..dependent import EARLY, follow_options, maybe_follow_previous
 from ..launch import CACHED_LAUNCHES, Launch
 
 BLOCK_N = 512
@@ -57,12 +57,11 @@ def _moe_combine_kernel(
     columns = tl.program_id(0) % num_tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     num_columns = num_blocks * 32
     slot_rows = slot_rows_ptr + token * top_k
-    if EARLY_PLAN:
-        rows = _rows_of_slots(slot_rows, 0, top_k)
-        follow_previous()
-    else:
+    if not EARLY_PLAN:
         maybe_follow_previous(FOLLOW)
-        rows = _rows_of_slots(slot_rows, 0, top_k)
+    rows = _rows_of_slots(slot_rows, 0, top_k)
+    if EARLY_PLAN:
+        maybe_follow_previous(FOLLOW)
     total = _add_rows(tl.zeros((BLOCK_N,), tl.float32), rows_ptr, rows, columns, num_columns)
     for first in range(_SLOTS, top_k, _SLOTS):
         rows = _rows_of_slots(slot_rows, first, top_k)

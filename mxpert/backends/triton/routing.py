@@ -121,11 +121,11 @@ class PlanConfig:
 
     Args:
         num_chunks: chunks of rows of the two-launch sort; 0 sorts in one launch, a program per
-            expert. tile: rows that a program handles at once, a power of two.
+            expert. tile: rows that a program handles at once, a power of two. num_warps: of each.
     """
 
     num_chunks: int
-    tile: int = 1024
+    tile: int
     num_warps: int = 4
 
 
