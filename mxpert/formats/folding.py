@@ -24,7 +24,8 @@ FOLD_SPAN = 15
 """Number of such exponents: from 6 down to -8, where 0.5 * 2^-8 = 2^-9 is e4m3's smallest."""
 
 _ROWS_PER_CHUNK = 1 << 14
-"""Rows whose 256-bin histograms are held at once (16 MiB)."""
+"""Rows certified at once: what is computed from their codes and scales, and 256-bin histograms of
+16 MiB, are small beside a layer's weights."""
 
 
 @dataclass(frozen=True)
@@ -87,23 +88,16 @@ def fold_certificate(t: MXTensor) -> FoldCertificate:
         (False, 15, [False, True])
     """
     _require_weights(t, "fold_certificate")
-    scale = t.scale.to(torch.int32)
-    nan = scale == E8M0_NAN
-    counted = ~_zero_blocks(t) & ~nan
-    largest = scale.masked_fill(~counted, -1).amax(-1) if scale.shape[-1] else scale.sum(-1) - 1
-    smallest = scale.masked_fill(~counted, 256).amin(-1) if scale.shape[-1] else largest
-    span = torch.where(largest >= 0, largest - smallest, 0)
-    reference = torch.where(largest >= 0, largest, E8M0_BIAS)
-    wide = span >= FOLD_SPAN
-    if bool(wide.any()):
-        reference[wide] = _best_reference(scale[wide], counted[wide])
-    shift = reference.unsqueeze(-1) - scale
-    outside = nan | (counted & ((shift < 0) | (shift >= FOLD_SPAN)))
+    chunks = zip(t.qdata.flatten(0, -2).split(_ROWS_PER_CHUNK),
+                 t.scale.flatten(0, -2).split(_ROWS_PER_CHUNK), strict=True)
+    parts = [_certify_rows(codes, scale.to(torch.int32)) for codes, scale in chunks]
+    reference, outside, span = (torch.cat(part).view(t.scale.shape[:-1])
+                                for part in zip(*parts, strict=True))
     return FoldCertificate(
-        reference=reference.to(torch.uint8),
-        rows_outside=outside.any(-1),
-        blocks_outside=outside.sum((-2, -1)),
-        num_blocks=scale.numel(),
+        reference=reference,
+        rows_outside=outside > 0,
+        blocks_outside=outside.sum(-1),
+        num_blocks=t.scale.numel(),
         widest_span=int(span.max()) if span.numel() else 0,
     )
 
@@ -184,30 +178,48 @@ def unfold(
     return decode(codes, E4M3, dtype) * factor.unsqueeze(-1)
 
 
-def _zero_blocks(t: MXTensor) -> torch.Tensor:
-    """Blocks [..., N, K/32] whose 32 codes are all zeros of either sign."""
-    magnitudes = t.qdata & 0x77
-    bytes_per_block = t.format.block_size // t.format.codes_per_byte
-    return (magnitudes.unflatten(-1, (t.scale.shape[-1], bytes_per_block)) == 0).all(-1)
+def _certify_rows(
+    codes: torch.Tensor, scale: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reference (uint8), blocks outside and span of each row.
+
+    Args:
+        codes: packed e2m1 [rows, K/2]. scale: int32 [rows, K/32].
+    """
+    nan = scale == E8M0_NAN
+    counted = ~_zero_blocks(codes, scale.shape[-1]) & ~nan
+    largest = scale.masked_fill(~counted, -1).amax(-1) if scale.shape[-1] else scale.sum(-1) - 1
+    smallest = scale.masked_fill(~counted, 256).amin(-1) if scale.shape[-1] else largest
+    span = torch.where(largest >= 0, largest - smallest, 0)
+    reference = torch.where(largest >= 0, largest, E8M0_BIAS)
+    wide = span >= FOLD_SPAN
+    if bool(wide.any()):
+        reference[wide] = _best_reference(scale[wide], counted[wide])
+    shift = reference.unsqueeze(-1) - scale
+    outside = nan | (counted & ((shift < 0) | (shift >= FOLD_SPAN)))
+    return reference.to(torch.uint8), outside.sum(-1), span
+
+
+def _zero_blocks(codes: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Blocks [rows, K/32] whose 32 codes are all zeros of either sign."""
+    bytes_per_block = MXFP4.block_size // MXFP4.codes_per_byte
+    return ((codes & 0x77).unflatten(-1, (num_blocks, bytes_per_block)) == 0).all(-1)
 
 
 def _best_reference(scale: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     """References [rows] with the most counted blocks in ``reference - 14 .. reference``.
 
     Only scales of the row compete: lowering any other reference to the next scale below it loses
-    no block. Rows go through in chunks to bound the memory of their histograms.
+    no block.
     """
-    best = []
-    for rows, weights in zip(scale.split(_ROWS_PER_CHUNK), counted.split(_ROWS_PER_CHUNK),
-                             strict=True):
-        histogram = torch.zeros(len(rows), 256, dtype=torch.int32, device=scale.device)
-        histogram.scatter_add_(1, rows.to(torch.int64), weights.to(torch.int32))
-        below = histogram.cumsum(1)
-        inside = below.clone()
-        inside[:, FOLD_SPAN:] -= below[:, :-FOLD_SPAN]
-        inside.masked_fill_(histogram == 0, 0)
-        best.append(255 - inside.flip(1).argmax(1))  # flipped: the largest of equals comes first
-    return torch.cat(best).to(scale.dtype)
+    histogram = torch.zeros(len(scale), 256, dtype=torch.int32, device=scale.device)
+    histogram.scatter_add_(1, scale.to(torch.int64), counted.to(torch.int32))
+    below = histogram.cumsum(1)
+    inside = below.clone()
+    inside[:, FOLD_SPAN:] -= below[:, :-FOLD_SPAN]
+    inside.masked_fill_(histogram == 0, 0)
+    best = 255 - inside.flip(1).argmax(1)  # flipped: the largest of equals comes first
+    return best.to(scale.dtype)
 
 
 def _require_weights(t: object, op: str) -> None:

@@ -212,9 +212,12 @@ def test_a_large_layer_is_prepared_in_two_seconds(device: torch.device) -> None:
                          down_proj=weights.down_proj[:2], gate_up_bias=None, down_bias=None))
     torch.use_deterministic_algorithms(False)  # no filling of scratch while the clock runs
     torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
     start = time.perf_counter()
     result = weights.prepare(device=device)
     torch.cuda.synchronize(device)
     assert time.perf_counter() - start < 2.0
+    assert torch.cuda.max_memory_allocated(device) - before < 1.15 * weights.nbytes
     assert result.layout is Layout.HOPPER_FRAGMENT
     assert result.nbytes <= 1.03 * weights.nbytes
