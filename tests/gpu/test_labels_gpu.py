@@ -46,6 +46,7 @@ def _read(ring, num_wrong, steps, PARTITION: gl.constexpr, STAGES: gl.constexpr)
         label = read_label(labels, slot, ready.index(slot), phase)
         for index in gl.static_range(4):
             wrong += (label[index] != step + index).to(gl.int32)
+        mbarrier.wait(ready.index(slot), phase)  # as the first step of a tile does
         mbarrier.arrive(free.index(slot), count=1)
         slot, phase = next_slot(slot, phase, STAGES)
     gl.store(num_wrong + 2 * gl.program_id(0) + PARTITION, wrong)
