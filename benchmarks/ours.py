@@ -68,7 +68,7 @@ class Truth:
         tokens = tokens.to(inputs.x.device)
         topk_weights, topk_ids = mxpert.route_topk(inputs.logits, top_k)
         with float64_reference():
-            plan = mxpert.make_routing_plan(topk_ids[tokens], topk_weights[tokens],
+            plan = mxpert.make_routing_plan(topk_weights[tokens], topk_ids[tokens],
                                             num_experts=weights.num_experts, routing_block_m=16)
             h = mxpert.moe_gate_up(inputs.x[tokens], weights, plan, activation=ACTIVATION,
                                    activation_format=activation_format)
@@ -158,13 +158,13 @@ class Ours:
     def _chosen_weights(self, inputs: Inputs) -> tuple[MoEWeights, Resolution]:
         routed = mxpert.route_topk(inputs.logits, self.model.k)
         return self.weights.resolve(lambda each: mxpert.explain(
-            mxpert.fused_moe, inputs.x, each, routed[1], routed[0], **self.options), None)
+            mxpert.fused_moe, inputs.x, each, routed[0], routed[1], **self.options), None)
 
     def _batch(self, weights: MoEWeights, inputs: Inputs) -> Batch:
         """The plan has the padding unit that the layer itself would choose for these tokens."""
         resolution = self._chosen_weights(inputs)[1]
         topk_weights, topk_ids = mxpert.route_topk(inputs.logits, self.model.k)
-        plan = mxpert.make_routing_plan(topk_ids, topk_weights, num_experts=self.model.E,
+        plan = mxpert.make_routing_plan(topk_weights, topk_ids, num_experts=self.model.E,
                                         routing_block_m=resolution.config.routing_block_m)
         h = mxpert.moe_gate_up(inputs.x, weights, plan, **self.options)
         return Batch(inputs, plan, h)
@@ -181,7 +181,7 @@ class Ours:
 
     def _layer(self, weights: MoEWeights, inputs: Inputs) -> torch.Tensor:
         topk_weights, topk_ids = mxpert.route_topk(inputs.logits, self.model.k)
-        return mxpert.fused_moe(inputs.x, weights, topk_ids, topk_weights, **self.options)
+        return mxpert.fused_moe(inputs.x, weights, topk_weights, topk_ids, **self.options)
 
     def _errors(self, truth: Truth, weights: MoEWeights, batch: Batch) -> dict[str, float]:
         y = mxpert.moe_down(batch.h, weights, batch.plan, activation_format=self.activation)

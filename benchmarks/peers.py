@@ -228,7 +228,7 @@ def aligned_rows(logits: torch.Tensor, model: Model, block: int) -> tuple[torch.
     """Sorted ids ``token · k + slot`` (T · k for padding), expert of each block, rows in use: the
     form of an indexed GEMM, without spare capacity."""
     topk_weights, topk_ids = mxpert.route_topk(logits, model.k)
-    plan = mxpert.make_routing_plan(topk_ids, topk_weights, num_experts=model.E,
+    plan = mxpert.make_routing_plan(topk_weights, topk_ids, num_experts=model.E,
                                     routing_block_m=block)
     used = plan.num_valid[:1].clone()
     count = int(used)

@@ -60,18 +60,18 @@ def device_rows(experts: int, top_k: int, tokens: int, device: torch.device,
     weights, ids = mxpert.route_topk(logits, top_k)
 
     def make_plan() -> object:
-        return mxpert.make_routing_plan(ids, weights, num_experts=experts, routing_block_m=UNIT)
+        return mxpert.make_routing_plan(weights, ids, num_experts=experts, routing_block_m=UNIT)
 
     def both() -> object:
         chosen = mxpert.route_topk(logits, top_k)
-        return mxpert.make_routing_plan(chosen[1], chosen[0], num_experts=experts,
+        return mxpert.make_routing_plan(chosen[0], chosen[1], num_experts=experts,
                                         routing_block_m=UNIT)
 
     calls: dict[str, Callable[[], object]] = {
         "route_topk": lambda: mxpert.route_topk(logits, top_k), "make_routing_plan": make_plan,
         "both": both}
     if sweep:
-        problem = describe_routing_plan(ids, weights, num_experts=experts, routing_block_m=UNIT)
+        problem = describe_routing_plan(weights, ids, num_experts=experts, routing_block_m=UNIT)
         kernel = resolve(problem)[0]
         for config in kernel.configs(problem):
             calls[f"make_routing_plan {config}"] = lambda config=config: kernel.launch(
@@ -128,11 +128,11 @@ def host_calls(problem: MoEInputs, weights: MoEWeights) -> dict[str, Callable[[]
     experts, top_k = HOST_SHAPE.num_experts, HOST_SHAPE.top_k
     logits = torch.randn(16, experts, device=device)
     x, ids, routing_weights = problem.x, problem.topk_ids, problem.topk_weights
-    plan = mxpert.make_routing_plan(ids, routing_weights, num_experts=experts, routing_block_m=UNIT)
+    plan = mxpert.make_routing_plan(routing_weights, ids, num_experts=experts, routing_block_m=UNIT)
     ops: dict[str, Callable[[], object]] = {
         "route_topk": lambda: mxpert.route_topk(logits, top_k),
         "make_routing_plan": lambda: mxpert.make_routing_plan(
-            ids, routing_weights, num_experts=experts, routing_block_m=UNIT),
+            routing_weights, ids, num_experts=experts, routing_block_m=UNIT),
         "quantize mxfp8": lambda: mxpert.quantize(x, "mxfp8")}
     for name in ("bf16", "mxfp8"):
         options: dict[str, Any] = {"activation": problem.activation, "activation_format": name}
@@ -141,7 +141,7 @@ def host_calls(problem: MoEInputs, weights: MoEWeights) -> dict[str, Callable[[]
             x, weights, plan, **options)
         ops[f"moe_down {name}"] = lambda h=h: mxpert.moe_down(h, weights, plan)
         ops[f"fused_moe {name}"] = lambda options=options: mxpert.fused_moe(
-            x, weights, ids, routing_weights, **options)
+            x, weights, routing_weights, ids, **options)
     return ops
 
 

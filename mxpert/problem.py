@@ -381,11 +381,11 @@ class KernelSpec(Protocol):
     Arguments of `launch` after (problem, config), all keyword-only, by operation:
         quantize: x → MXTensor. dequantize: tensor → Tensor of problem.dtype.
         route_topk: logits, correction_bias (or None) → (topk_weights, topk_ids).
-        make_routing_plan: topk_ids, topk_weights, expert_map, num_local_tokens (or None)
+        make_routing_plan: topk_weights, topk_ids, expert_map, num_local_tokens (or None)
             → RoutingPlan.
         moe_gate_up: x (Tensor or MXTensor [T, H]), weights, plan → Tensor or MXTensor [P, F].
         moe_down: h (Tensor or MXTensor [P, F]), weights, plan → [T, H] ([P, H] for FLAT).
-        fused_moe: x, weights, topk_ids, topk_weights, expert_map, num_local_tokens → [T, H].
+        fused_moe: x, weights, topk_weights, topk_ids, expert_map, num_local_tokens → [T, H].
         quantize_dual: x (any strides), group_offsets (or None) → (row, col), two MXTensors.
         grouped_gemm: a, b (bf16 Tensors or MXTensors, any strides), group_offsets → [M, n].
         grouped_wgrad: grad, a (as above), group_offsets, accumulate_into (or None) → [G, n, k];

@@ -60,7 +60,7 @@ class RoutingPlan(Aggregate):
     Example:
         >>> import mxpert
         >>> ids = torch.tensor([[1], [0]], dtype=torch.int32)
-        >>> plan = mxpert.make_routing_plan(ids, torch.ones(2, 1), num_experts=2, routing_block_m=4)
+        >>> plan = mxpert.make_routing_plan(torch.ones(2, 1), ids, num_experts=2, routing_block_m=4)
         >>> plan.capacity, plan.max_blocks, plan.slot_rows.tolist()
         (12, 2, [[4], [0]])
     """
@@ -109,6 +109,30 @@ def check_plan_shapes(plan: RoutingPlan, op: str) -> None:
             ("plan.num_valid", plan.num_valid, torch.int32, (2,)),
             ("plan.slot_rows", plan.slot_rows, torch.int32, (plan.num_tokens, plan.top_k))):
         require_tensor(tensor, op, name, dtype=dtype, shape=shape, device=device, contiguous=True)
+
+
+def require_topk(topk_weights: torch.Tensor, topk_ids: torch.Tensor, op: str, *,
+                 num_tokens: int | None = None, device: torch.device | None = None) -> None:
+    """Check a router's output: float32 weights and int32 ids, both [T, top_k], on one device.
+
+    Raises:
+        TypeError: wrong type or dtype; ids of a floating dtype are reported as swapped arguments.
+        ValueError: wrong shape or device.
+    """
+    require_ids(topk_ids, op, num_tokens=num_tokens, device=device)
+    require_tensor(topk_weights, op, "topk_weights", dtype=torch.float32,
+                   shape=tuple(topk_ids.shape), device=topk_ids.device)
+
+
+def require_ids(topk_ids: torch.Tensor, op: str, *, num_tokens: int | None = None,
+                device: torch.device | None = None) -> None:
+    """Check a router's expert ids alone: int32 [T, top_k]."""
+    if isinstance(topk_ids, torch.Tensor) and topk_ids.is_floating_point():
+        raise TypeError(message(
+            op, "topk_ids.dtype", "int32", str(topk_ids.dtype).removeprefix("torch."),
+            "this looks swapped: topk_weights stand before topk_ids, as route_topk returns them"))
+    require_tensor(topk_ids, op, "topk_ids", dtype=torch.int32, shape=(num_tokens, None),
+                   device=device)
 
 
 def padded_capacity(num_rows: int, num_groups: int) -> int:

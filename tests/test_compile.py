@@ -50,10 +50,10 @@ class Layer:
         topk_weights, topk_ids = mxpert.route_topk(logits, TOP_K)
         options = {"activation": SwiGLU(), "activation_format": self.activation_format}
         if not self.staged:
-            return mxpert.fused_moe(x, WEIGHTS, topk_ids, topk_weights, **options)
+            return mxpert.fused_moe(x, WEIGHTS, topk_weights, topk_ids, **options)
         rows = (x if self.activation_format in ("bf16", "fp8_token")
                 else mxpert.quantize(x, self.activation_format))
-        plan = mxpert.make_routing_plan(topk_ids, topk_weights, num_experts=EXPERTS,
+        plan = mxpert.make_routing_plan(topk_weights, topk_ids, num_experts=EXPERTS,
                                         routing_block_m=BLOCK)
         h = mxpert.moe_gate_up(rows, WEIGHTS, plan, **options)
         return mxpert.moe_down(h, WEIGHTS, plan, activation_format=self.activation_format)

@@ -293,7 +293,7 @@ def test_indexing_prepared_weights_is_refused() -> None:
 
 def test_copies_and_pickles_take_the_fields_alone() -> None:
     """What ops keep beside the fields stays where it is."""
-    plan = mxpert.make_routing_plan(torch.tensor([[0, 1]], dtype=torch.int32), torch.ones(1, 2),
+    plan = mxpert.make_routing_plan(torch.ones(1, 2), torch.tensor([[0, 1]], dtype=torch.int32),
                                     num_experts=2, routing_block_m=16)
     tensor = mxpert.quantize(torch.randn(2, 64), "mxfp8")
     for original in (plan, tensor):

@@ -96,8 +96,8 @@ class Inputs:
     """One routing of T tokens, and the weights and kernel that serve it."""
 
     x: torch.Tensor
-    topk_ids: torch.Tensor
     topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
     plan: RoutingPlan
     weights: MoEWeights
     resolution: Resolution
@@ -125,11 +125,11 @@ def random_inputs(model: Model, weights: RunWeights, num_tokens: int, routing: s
     topk_weights, topk_ids = random_routing(num_tokens, shape.num_experts, shape.top_k,
                                             generator=generator, routing=routing)
     chosen, resolution = weights.resolve(lambda each: explain(
-        fused_moe, x, each, topk_ids, topk_weights, activation=options.activation,
+        fused_moe, x, each, topk_weights, topk_ids, activation=options.activation,
         activation_format=options.activation_format), backend)
-    plan = make_routing_plan(topk_ids, topk_weights, num_experts=shape.num_experts,
+    plan = make_routing_plan(topk_weights, topk_ids, num_experts=shape.num_experts,
                              routing_block_m=resolution.config.routing_block_m)
-    return Inputs(x, topk_ids, topk_weights, plan, chosen, resolution)
+    return Inputs(x, topk_weights, topk_ids, plan, chosen, resolution)
 
 
 def run_stage(stage: str, weights: MoEWeights, inputs: Inputs, h: torch.Tensor | MXTensor,
@@ -141,7 +141,7 @@ def run_stage(stage: str, weights: MoEWeights, inputs: Inputs, h: torch.Tensor |
                                activation_format=options.activation_format)
         case "down":
             return moe_down(h, weights, inputs.plan, activation_format=options.activation_format)
-    return fused_moe(inputs.x, weights, inputs.topk_ids, inputs.topk_weights,
+    return fused_moe(inputs.x, weights, inputs.topk_weights, inputs.topk_ids,
                      activation=options.activation, activation_format=options.activation_format)
 
 

@@ -117,7 +117,7 @@ def quantisation_noise(case: LayerCase, num_tokens: int, activation_format: str)
     weights, x = case.weights.plain, case.rows(num_tokens)
     topk_weights, topk_ids = route(case, num_tokens)
     with override(backend="reference"):
-        plan = make_routing_plan(topk_ids, topk_weights, num_experts=weights.num_experts,
+        plan = make_routing_plan(topk_weights, topk_ids, num_experts=weights.num_experts,
                                  routing_block_m=16)
         h = moe_gate_up(x, weights, plan, activation=case.layer.activation)
         assert isinstance(h, torch.Tensor)  # for the type checker: bf16 in, bf16 out
@@ -142,16 +142,16 @@ def run_case(case: LayerCase, num_tokens: int, activation_format: str, ceilings:
     options: dict[str, Any] = {"activation": layer.activation,
                                "activation_format": activation_format}
     weights, chosen = case.weights.resolve(
-        lambda weights: explain(fused_moe, x, weights, topk_ids, topk_weights, **options), backend)
+        lambda weights: explain(fused_moe, x, weights, topk_weights, topk_ids, **options), backend)
 
     def call() -> torch.Tensor:
-        return fused_moe(x, weights, topk_ids, topk_weights, **options)
+        return fused_moe(x, weights, topk_weights, topk_ids, **options)
 
     with override(backend=backend):
         output = call()
         timing = time_calls([call], weights.device)
     with float64_reference():
-        truth = fused_moe(x, case.weights.plain, topk_ids, topk_weights, **options,
+        truth = fused_moe(x, case.weights.plain, topk_weights, topk_ids, **options,
                           out_dtype=torch.float64)
     hit = topk_ids.unique().numel()
     work = Work.of_stage("layer", hit_experts=hit, routed_rows=num_tokens * layer.top_k,

@@ -153,11 +153,11 @@ def make_cells(models: Sequence[str], shapes: Sequence[str], tokens: Sequence[in
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens and their routing: x bfloat16 [T, H], ids int32 [T, k], weights float32 [T, k]."""
+    """Tokens and their routing: x bfloat16 [T, H], weights float32 [T, k], ids int32 [T, k]."""
 
     x: torch.Tensor
-    topk_ids: torch.Tensor
     topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
 
     @classmethod
     def random(cls, shape: MoEShape, num_tokens: int, device: torch.device, seed: int) -> Batch:
@@ -166,7 +166,7 @@ class Batch:
         x = torch.randn(num_tokens, shape.hidden_size, device=device, generator=generator)
         weights, ids = random_routing(num_tokens, shape.num_experts, shape.top_k,
                                       generator=generator)
-        return cls(x.to(torch.bfloat16), ids, weights)
+        return cls(x.to(torch.bfloat16), weights, ids)
 
     def plant(self, probes: Batch) -> torch.Tensor:
         """Put probes at evenly spaced places, first and last included; the places, int64."""
@@ -191,7 +191,7 @@ class Probes:
         """Run the reference on NUM_PROBES tokens of ROW_MAJOR weights."""
         batch = Batch.random(shape, NUM_PROBES, weights.device, seed=0)
         with float64_reference():
-            truth = fused_moe(batch.x, weights, batch.topk_ids, batch.topk_weights,
+            truth = fused_moe(batch.x, weights, batch.topk_weights, batch.topk_ids,
                               activation=options.activation,
                               activation_format=options.activation_format)
         return cls(batch, truth)

@@ -68,8 +68,8 @@ class MXExperts(torch.nn.Module):
         rows = (hidden_states if hidden_states.dim() == 2
                 else hidden_states.reshape(-1, self.weights.hidden_size))
         out = fused_moe(
-            _as(rows, torch.bfloat16), self.weights, _as(topk_ids, torch.int32),
-            _as(topk_weights, torch.float32), activation=self.activation,
+            _as(rows, torch.bfloat16), self.weights, _as(topk_weights, torch.float32),
+            _as(topk_ids, torch.int32), activation=self.activation,
             activation_format=self.activation_format, out_dtype=hidden_states.dtype)
         if hidden_states.dim() != 2:
             out = out.view(hidden_states.shape)

@@ -57,13 +57,13 @@ class MoECapture:
     Args:
         hidden: [T, H], the hidden states that entered the MoE module.
         output: [T, H], what the module returned for them.
-        topk_ids: int64 [T, top_k], its router's choice; topk_weights: [T, top_k], its weights.
+        topk_weights: [T, top_k], its router's weights; topk_ids: int64 [T, top_k], its choice.
     """
 
     hidden: torch.Tensor
     output: torch.Tensor
-    topk_ids: torch.Tensor
     topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
 
 
 def write_demo_checkpoint(

@@ -31,8 +31,8 @@ _kept_problem = functools.lru_cache(8192)(MoEProblem)
 
 
 def fused_moe(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor, *, activation: Activation, activation_format: str = "bf16",
+    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor, *, activation: Activation, activation_format: str = "bf16",
     combine: Combine = Combine.REDUCE, scale_rule: ScaleRule = ScaleRule.RCEIL,
     apply_router_weight_on_input: bool = False, expert_map: torch.Tensor | None = None,
     num_local_tokens: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
@@ -47,8 +47,8 @@ def fused_moe(
     Args:
         x: bfloat16 [T, H], or an MXTensor [T, H] in the format of `activation_format`.
         weights: MoEWeights for the local experts, on the device of `x`.
-        topk_ids: int32 [T, k], expert ids; negative and foreign ids are skipped.
         topk_weights: float32 [T, k], routing weights.
+        topk_ids: int32 [T, k], expert ids; negative and foreign ids are skipped.
         activation: SiLU(), SwiGLU(alpha, limit), ClampedSiLU(limit) or SiTUv2(beta, beta_up).
         activation_format: "bf16" (a16w4), "mxfp8" (a8w4) or "mxfp4" (a4w4); MX formats quantise x
             and the intermediate with 1×32 scales. "fp8_token" is a8w4 with e4m3 rows and one
@@ -74,16 +74,16 @@ def fused_moe(
         ...                             gate_up_order=mxpert.GateUpOrder.INTERLEAVED)
         >>> topk_weights, topk_ids = mxpert.route_topk(torch.randn(3, 4), top_k=2)
         >>> x = torch.randn(3, 32, dtype=torch.bfloat16)
-        >>> mxpert.fused_moe(x, weights, topk_ids, topk_weights, activation=mxpert.SiLU()).shape
+        >>> mxpert.fused_moe(x, weights, topk_weights, topk_ids, activation=mxpert.SiLU()).shape
         torch.Size([3, 32])
     """
     options = moe_options("fused_moe", activation, activation_format, scale_rule,
                           apply_router_weight_on_input, combine, out_dtype)
     if library.is_unobserved(topk_weights):
-        return _call_fused_moe(x, topk_ids, topk_weights, expert_map, num_local_tokens, weights,
+        return _call_fused_moe(x, topk_weights, topk_ids, expert_map, num_local_tokens, weights,
                                options)
-    check_fused_moe(x, weights, topk_ids, topk_weights, options, expert_map, num_local_tokens)
-    return _fused_moe_op(*_flatten_rows(x), topk_ids, topk_weights, expert_map, num_local_tokens,
+    check_fused_moe(x, weights, topk_weights, topk_ids, options, expert_map, num_local_tokens)
+    return _fused_moe_op(*_flatten_rows(x), topk_weights, topk_ids, expert_map, num_local_tokens,
                          *library.flatten_weights(weights), *library.flatten_options(options))
 
 
@@ -117,7 +117,7 @@ def moe_gate_up(
         >>> weights = mxpert.MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
         ...                             gate_up_order=mxpert.GateUpOrder.CONCATENATED)
         >>> topk_weights, topk_ids = mxpert.route_topk(torch.randn(3, 4), top_k=2)
-        >>> plan = mxpert.make_routing_plan(topk_ids, topk_weights, num_experts=4,
+        >>> plan = mxpert.make_routing_plan(topk_weights, topk_ids, num_experts=4,
         ...                                 routing_block_m=16)
         >>> x = torch.randn(3, 32, dtype=torch.bfloat16)
         >>> h = mxpert.moe_gate_up(x, weights, plan, activation=mxpert.SiLU())
@@ -166,8 +166,9 @@ def moe_down(
         >>> w = lambda *s: mxpert.quantize(torch.randn(*s), "mxfp4")
         >>> weights = mxpert.MoEWeights(gate_up_proj=w(2, 64, 32), down_proj=w(2, 32, 32),
         ...                             gate_up_order=mxpert.GateUpOrder.CONCATENATED)
-        >>> plan = mxpert.make_routing_plan(torch.tensor([[1]], dtype=torch.int32),
-        ...                                 torch.ones(1, 1), num_experts=2, routing_block_m=16)
+        >>> topk_ids = torch.tensor([[1]], dtype=torch.int32)
+        >>> plan = mxpert.make_routing_plan(torch.ones(1, 1), topk_ids, num_experts=2,
+        ...                                 routing_block_m=16)
         >>> h = torch.zeros(plan.capacity, 32, dtype=torch.bfloat16)
         >>> mxpert.moe_down(h, weights, plan, combine=mxpert.Combine.FLAT).shape
         torch.Size([32, 32])
@@ -182,12 +183,12 @@ def moe_down(
 
 
 def describe_fused_moe(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor, *, expert_map: torch.Tensor | None = None,
+    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor, *, expert_map: torch.Tensor | None = None,
     num_local_tokens: torch.Tensor | None = None, **options: Any,
 ) -> MoEProblem:
     """The problem that `fused_moe` resolves for the same arguments."""
-    return _fused_moe_problem(x, weights, topk_ids, topk_weights,
+    return _fused_moe_problem(x, weights, topk_weights, topk_ids,
                               moe_options("fused_moe", **options), expert_map, num_local_tokens)
 
 
@@ -206,11 +207,11 @@ def describe_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: Routing
 
 
 def _fused_moe_problem(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor, options: MoEOptions, expert_map: torch.Tensor | None,
+    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor, options: MoEOptions, expert_map: torch.Tensor | None,
     num_local_tokens: torch.Tensor | None,
 ) -> MoEProblem:
-    check_fused_moe(x, weights, topk_ids, topk_weights, options, expert_map, num_local_tokens)
+    check_fused_moe(x, weights, topk_weights, topk_ids, options, expert_map, num_local_tokens)
     num_tokens, top_k = topk_ids.shape
     return _problem(Op.FUSED_MOE, weights, num_tokens, top_k, options)
 
@@ -260,30 +261,30 @@ def _rebuild_rows(data: torch.Tensor, scale: torch.Tensor | None,
 
 
 def _call_fused_moe(
-    x: torch.Tensor | MXTensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+    x: torch.Tensor | MXTensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None, weights: MoEWeights,
     options: MoEOptions,
 ) -> torch.Tensor:
     y: torch.Tensor = _FUSED_MOE.launch(
         options, (), dict(
-            x=x, weights=weights, topk_ids=topk_ids, topk_weights=topk_weights,
+            x=x, weights=weights, topk_weights=topk_weights, topk_ids=topk_ids,
             expert_map=expert_map, num_local_tokens=num_local_tokens),
-        lambda: _fused_moe_problem(x, weights, topk_ids, topk_weights, options, expert_map,
+        lambda: _fused_moe_problem(x, weights, topk_weights, topk_ids, options, expert_map,
                                    num_local_tokens))
     return y
 
 
-def _run_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_ids: torch.Tensor,
-                   topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+def _run_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_weights: torch.Tensor,
+                   topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
                    num_local_tokens: torch.Tensor | None, *flat: Any) -> torch.Tensor:
     weights = library.rebuild_weights(flat[:NUM_WEIGHT_ARGUMENTS])
     options = library.rebuild_options("fused_moe", flat[NUM_WEIGHT_ARGUMENTS:])
-    return _call_fused_moe(_rebuild_rows(x, x_scale, options), topk_ids, topk_weights,
+    return _call_fused_moe(_rebuild_rows(x, x_scale, options), topk_weights, topk_ids,
                               expert_map, num_local_tokens, weights, options)
 
 
-def _fake_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_ids: torch.Tensor,
-                    topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+def _fake_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_weights: torch.Tensor,
+                    topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
                     num_local_tokens: torch.Tensor | None, *flat: Any) -> torch.Tensor:
     hidden_size, out_dtype = flat[NUM_WEIGHT_ARGUMENTS - 2], flat[-1]
     return x.new_empty((topk_ids.shape[0], hidden_size), dtype=out_dtype)
@@ -345,7 +346,7 @@ def _fake_down(h: torch.Tensor, h_scale: torch.Tensor | None, *flat: Any) -> tor
 
 _STAGE_SCHEMA = f"{library.WEIGHTS_SCHEMA}, {library.PLAN_SCHEMA}, {library.OPTIONS_SCHEMA}"
 _fused_moe_op = library.register(
-    "fused_moe(Tensor x, Tensor? x_scale, Tensor topk_ids, Tensor topk_weights, "
+    "fused_moe(Tensor x, Tensor? x_scale, Tensor topk_weights, Tensor topk_ids, "
     "Tensor? expert_map, Tensor? num_local_tokens, "
     f"{library.WEIGHTS_SCHEMA}, {library.OPTIONS_SCHEMA}) -> Tensor",
     _run_fused_moe, _fake_fused_moe)

@@ -14,7 +14,9 @@ from ..errors import message, require, require_tensor
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
 from ..problem import ACTIVATIONS, Activation, Combine, MoEOptions, activation_mx_format
-from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, check_plan_shapes
+from ..routing import (
+    MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, check_plan_shapes, require_topk,
+)
 from ..weights import MoEWeights
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -22,8 +24,8 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_fused_moe(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor, options: MoEOptions, expert_map: torch.Tensor | None,
+    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor, options: MoEOptions, expert_map: torch.Tensor | None,
     num_local_tokens: torch.Tensor | None,
 ) -> None:
     """Checks of `fused_moe`."""
@@ -31,7 +33,7 @@ def check_fused_moe(
     _check_weights(weights, op)
     _check_rows(x, "x", weights, weights.hidden_size, options, op)
     tokens = x.shape[0]
-    check_topk(topk_ids, topk_weights, tokens, weights.device, op)
+    check_topk(topk_weights, topk_ids, tokens, weights.device, op)
     num_global = weights.num_experts
     if expert_map is not None:
         require_tensor(expert_map, op, "expert_map", dtype=torch.int32, shape=(None,),
@@ -69,13 +71,10 @@ def check_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPla
                                  h.shape[0], "pass what moe_gate_up returned for the same plan"))
 
 
-def check_topk(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_tokens: int | None,
+def check_topk(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_tokens: int | None,
                device: torch.device, op: str) -> None:
     """Router output: int32 [T, k] and float32 [T, k] on one device, within the packing limits."""
-    require_tensor(topk_ids, op, "topk_ids", dtype=torch.int32, shape=(num_tokens, None),
-                   device=device)
-    require_tensor(topk_weights, op, "topk_weights", dtype=torch.float32,
-                   shape=tuple(topk_ids.shape), device=device)
+    require_topk(topk_weights, topk_ids, op, num_tokens=num_tokens, device=device)
     top_k = topk_ids.shape[1]
     if not 1 <= top_k <= MAX_TOP_K:
         raise ValueError(message(op, "topk_ids.shape[1]", f"1 to {MAX_TOP_K} experts per token",

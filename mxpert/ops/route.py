@@ -10,7 +10,7 @@ import torch
 from ..dispatch import Calls, detect_target
 from ..errors import message, require, require_tensor
 from ..problem import Op, RoutingProblem, Scoring, TopKOptions, TopKProblem
-from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, plan_capacity
+from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, plan_capacity, require_topk
 from .library import is_unobserved, register
 
 PlanTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -80,7 +80,7 @@ def route_topk(
 
 
 def make_routing_plan(
-    topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, num_experts: int, routing_block_m: int,
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, num_experts: int, routing_block_m: int,
     expert_map: torch.Tensor | None = None, num_local_experts: int | None = None,
     num_local_tokens: torch.Tensor | None = None,
 ) -> RoutingPlan:
@@ -94,8 +94,8 @@ def make_routing_plan(
     a token gets two rows.
 
     Args:
-        topk_ids: int32 [T, top_k], global expert ids.
         topk_weights: float32 [T, top_k]; copied bit for bit.
+        topk_ids: int32 [T, top_k], global expert ids.
         num_experts: global ids range over 0 … num_experts − 1.
         routing_block_m: rows per block, a multiple of the block_m of each GEMM that uses the plan.
         expert_map: int32 [num_experts], global id → local id, or −1 if the expert lives elsewhere.
@@ -112,18 +112,18 @@ def make_routing_plan(
     Example:
         >>> import torch, mxpert
         >>> ids = torch.tensor([[1, 0], [1, 2]], dtype=torch.int32)
-        >>> plan = mxpert.make_routing_plan(ids, torch.ones(2, 2), num_experts=3, routing_block_m=2)
+        >>> plan = mxpert.make_routing_plan(torch.ones(2, 2), ids, num_experts=3, routing_block_m=2)
         >>> plan.block_expert_ids.tolist(), plan.num_valid.tolist(), plan.slot_rows.tolist()
         ([0, 1, 2, -1], [6, 2], [[2, 0], [3, 4]])
         >>> [(row >> 24, row & 0xFFFFFF) for row in plan.sorted_token_ids.tolist()[:4]]
         [(1, 0), (2, 2), (0, 0), (0, 1)]
     """
     local = num_experts if num_local_experts is None else num_local_experts
-    arguments = (topk_ids, topk_weights, expert_map, num_local_tokens, num_experts, local,
+    arguments = (topk_weights, topk_ids, expert_map, num_local_tokens, num_experts, local,
                  routing_block_m)
     if is_unobserved(topk_ids):
         return _call_plan(*arguments)
-    check_routing_plan(topk_ids, topk_weights, num_experts, local, routing_block_m, expert_map,
+    check_routing_plan(topk_weights, topk_ids, num_experts, local, routing_block_m, expert_map,
                        num_local_tokens)
     tensors: PlanTensors = _plan_op(*arguments)
     return RoutingPlan(*tensors, topk_ids.shape[0], topk_ids.shape[1], local, routing_block_m)
@@ -140,13 +140,13 @@ def describe_route_topk(
 
 
 def describe_routing_plan(
-    topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, num_experts: int, routing_block_m: int,
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, num_experts: int, routing_block_m: int,
     expert_map: torch.Tensor | None = None, num_local_experts: int | None = None,
     num_local_tokens: torch.Tensor | None = None,
 ) -> RoutingProblem:
     """The problem that `make_routing_plan` resolves for the same arguments."""
     local = num_experts if num_local_experts is None else num_local_experts
-    return _plan_problem(topk_ids, topk_weights, expert_map, num_local_tokens, num_experts, local,
+    return _plan_problem(topk_weights, topk_ids, expert_map, num_local_tokens, num_experts, local,
                          routing_block_m)
 
 
@@ -185,15 +185,13 @@ def _check_groups(op: str, num_experts: int, top_k: int, num_groups: int, top_gr
 
 
 def check_routing_plan(
-    topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, num_local_experts: int,
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, num_local_experts: int,
     routing_block_m: int, expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None,
 ) -> None:
     """Argument checks of `make_routing_plan`."""
     op = "make_routing_plan"
-    require_tensor(topk_ids, op, "topk_ids", dtype=torch.int32, shape=(None, None))
+    require_topk(topk_weights, topk_ids, op)
     num_tokens, top_k = topk_ids.shape
-    require_tensor(topk_weights, op, "topk_weights", dtype=torch.float32, shape=(num_tokens, top_k),
-                   device=topk_ids.device)
     for name, value in (("num_experts", num_experts), ("num_local_experts", num_local_experts),
                         ("routing_block_m", routing_block_m)):
         _require_count(op, name, value, MAX_SORTED_ROWS, "rows of a plan")
@@ -232,11 +230,11 @@ def _topk_problem(logits: torch.Tensor, correction_bias: torch.Tensor | None, to
 
 
 def _plan_problem(
-    topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
     num_local_tokens: torch.Tensor | None, num_experts: int, num_local_experts: int,
     routing_block_m: int,
 ) -> RoutingProblem:
-    check_routing_plan(topk_ids, topk_weights, num_experts, num_local_experts, routing_block_m,
+    check_routing_plan(topk_weights, topk_ids, num_experts, num_local_experts, routing_block_m,
                        expert_map, num_local_tokens)
     return _kept_plan_problem(Op.ROUTING_PLAN, detect_target(topk_ids.device), topk_ids.shape[0],
                               topk_ids.shape[1], num_experts, num_local_experts, routing_block_m)
@@ -277,15 +275,15 @@ _topk_op = register(
 
 
 def _call_plan(
-    topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
     num_local_tokens: torch.Tensor | None, *sizes: int,
 ) -> RoutingPlan:
     """`sizes`: num_experts, num_local_experts, routing_block_m."""
     plan: RoutingPlan = _ROUTING_PLAN.launch(
         None, sizes,
-        dict(topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map,
+        dict(topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map,
              num_local_tokens=num_local_tokens),
-        lambda: _plan_problem(topk_ids, topk_weights, expert_map, num_local_tokens, *sizes))
+        lambda: _plan_problem(topk_weights, topk_ids, expert_map, num_local_tokens, *sizes))
     return plan
 
 
@@ -296,7 +294,7 @@ def _run_plan(*arguments: Any) -> PlanTensors:
 
 
 def _fake_plan(
-    topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
     num_local_tokens: torch.Tensor | None, num_experts: int, num_local_experts: int,
     routing_block_m: int,
 ) -> PlanTensors:
@@ -308,7 +306,7 @@ def _fake_plan(
 
 
 _plan_op = register(
-    "make_routing_plan(Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, "
+    "make_routing_plan(Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, "
     "Tensor? num_local_tokens, SymInt num_experts, SymInt num_local_experts, "
     "SymInt routing_block_m) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run_plan, _fake_plan)

@@ -100,7 +100,7 @@ def exact_moe_problem(
     topk_weights, topk_ids = random_routing(num_tokens, shape.num_experts, shape.top_k,
                                             generator=generator, routing=routing)
     halves = draw.choice(topk_weights.shape, (0.5, 1.0))
-    return MoEInputs(_tokens(num_tokens, channels, draw), weights, topk_ids, halves, activation)
+    return MoEInputs(_tokens(num_tokens, channels, draw), weights, halves, topk_ids, activation)
 
 
 class _Draw:

@@ -64,12 +64,12 @@ class Routing(enum.Enum):
 
 @dataclass(frozen=True)
 class MoEInputs:
-    """Arguments of `mxpert.fused_moe`: x bfloat16 [T, H], weights, ids int32 and weights [T, k]."""
+    """Arguments of `mxpert.fused_moe`: x bfloat16 [T, H]; routing weights and ids [T, k]."""
 
     x: torch.Tensor
     weights: MoEWeights
-    topk_ids: torch.Tensor
     topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
     activation: Activation
 
 
@@ -171,7 +171,7 @@ def random_moe_problem(
     x = torch.randn((num_tokens, hidden), generator=generator, device=device).to(torch.bfloat16)
     topk_weights, topk_ids = random_routing(num_tokens, experts, shape.top_k, generator=generator,
                                             routing=routing)
-    return MoEInputs(x, weights, topk_ids, topk_weights, shape.activation)
+    return MoEInputs(x, weights, topk_weights, topk_ids, shape.activation)
 
 
 def scaled_shape(shape: str | MoEShape, *, hidden_size: int, intermediate_size: int,

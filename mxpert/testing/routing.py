@@ -21,7 +21,7 @@ def random_topk_ids(num_tokens: int, top_k: int, num_experts: int, *,
 
 
 def validate_routing_plan(
-    plan: RoutingPlan, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, num_experts: int,
+    plan: RoutingPlan, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, num_experts: int,
     expert_map: torch.Tensor | None = None, num_local_tokens: int | None = None,
 ) -> None:
     """Check every invariant of a plan against the routing that it was made from.
@@ -30,7 +30,7 @@ def validate_routing_plan(
     to the CPU.
 
     Args:
-        plan: the plan. topk_ids, topk_weights, num_experts, expert_map, num_local_tokens: what it
+        plan: the plan. topk_weights, topk_ids, num_experts, expert_map, num_local_tokens: what it
             was made from, as in make_routing_plan (num_local_tokens as a number).
 
     Raises:

@@ -13,28 +13,29 @@ from ..formats.spec import E8M0_NAN
 from ..formats.tensor import MXTensor
 from ..routing import (
     GROUP_OFFSET_DTYPES, TOKEN_BITS, TOKEN_MASK, RoutingPlan, check_plan_shapes,
+    require_ids, require_topk,
 )
 from ..weights import MoEWeights
 
 
 def validate_routing(
-    topk_ids: torch.Tensor, topk_weights: torch.Tensor | None = None, *, num_experts: int,
+    topk_weights: torch.Tensor | None, topk_ids: torch.Tensor, *, num_experts: int,
     allow_skipped: bool = False,
 ) -> None:
     """Ids in range and distinct per token, weights finite.
 
     Args:
-        topk_ids: int32 [T, k]. topk_weights: float32 [T, k], or None.
+        topk_weights: float32 [T, k], or None. topk_ids: int32 [T, k].
         num_experts: global number of experts. allow_skipped: let −1 stand for "no expert".
 
     Raises:
         ValueError: the first offending token and its ids or weight.
 
     Example:
-        >>> validate_routing(torch.tensor([[0, 3]], dtype=torch.int32), num_experts=4)
+        >>> validate_routing(None, torch.tensor([[0, 3]], dtype=torch.int32), num_experts=4)
     """
     op = "validate_routing"
-    require_tensor(topk_ids, op, "topk_ids", dtype=torch.int32, shape=(None, None))
+    require_ids(topk_ids, op)
     skipped = (topk_ids == -1) if allow_skipped else torch.zeros_like(topk_ids, dtype=torch.bool)
     bad = ((topk_ids < 0) | (topk_ids >= num_experts)) & ~skipped
     _require_none(bad, op, "topk_ids", f"ids from 0 to {num_experts - 1}", topk_ids,
@@ -45,8 +46,7 @@ def validate_routing(
     _require_none(equal, op, "topk_ids", "distinct experts per token", ordered,
                   "a router's top-k never chooses an expert twice")
     if topk_weights is not None:
-        require_tensor(topk_weights, op, "topk_weights", dtype=torch.float32,
-                       shape=tuple(topk_ids.shape), device=topk_ids.device)
+        require_topk(topk_weights, topk_ids, op)
         _require_none(~topk_weights.isfinite(), op, "topk_weights", "finite weights", topk_weights,
                       "look for NaN or infinity in the router's logits")
 

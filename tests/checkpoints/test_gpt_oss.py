@@ -55,7 +55,7 @@ def test_captured_output_is_the_moe_of_the_captured_input(
     # bf16 inputs, intermediate and output against float32: a relative error of 2^-9 each, so the
     # cosine falls short of one by about 3 * 2^-18 / 2 < 1e-5; the gate leaves a factor of ten.
     ours = fused_moe(capture.hidden.to(torch.bfloat16), loaded.weights,
-                     capture.topk_ids.to(torch.int32), capture.topk_weights,
+                     capture.topk_weights, capture.topk_ids.to(torch.int32),
                      activation=loaded.activation)
     cosine = torch.nn.functional.cosine_similarity(
         ours.double().flatten(), capture.output.double().flatten(), dim=0)

@@ -191,10 +191,10 @@ class FakeKernel:
         return FIRST
 
     def launch(self, problem: MoEProblem, config: MoEConfig, *, x: torch.Tensor, weights: object,
-               topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: None,
+               topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: None,
                num_local_tokens: None) -> torch.Tensor:
         with override(backend="reference"):
-            result = fused_moe(x, weights, topk_ids, topk_weights,
+            result = fused_moe(x, weights, topk_weights, topk_ids,
                                activation=problem.options.activation,
                                activation_format=problem.options.activation_format)
         return self.spoil(result) if self.spoil and config == self.spoilt else result

@@ -93,7 +93,7 @@ def first_tokens(inputs: MoEInputs, count: int) -> MoEInputs:
 
 
 def run(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:
-    return mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_ids, inputs.topk_weights,
+    return mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
                             activation=inputs.activation, activation_format=a_format, **options)
 
 

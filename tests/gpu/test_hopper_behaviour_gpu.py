@@ -89,8 +89,8 @@ def test_wide_range_rows_fall_back(device: torch.device) -> None:
         run(packed, "bf16")
     expected = reference(wide, "bf16")
     with mxpert.override():
-        chosen = mxpert.explain(mxpert.fused_moe, packed.x, weights, packed.topk_ids,
-                                packed.topk_weights, activation=packed.activation)
+        chosen = mxpert.explain(mxpert.fused_moe, packed.x, weights, packed.topk_weights,
+                                packed.topk_ids, activation=packed.activation)
         assert "backend: triton" in str(chosen)
         assert_close_relative(run(packed, "bf16"), expected, END_TO_END_GATE, "fallback")
 
@@ -181,7 +181,7 @@ def test_torch_compile_equals_eager(a_format: str, device: torch.device) -> None
     activation = inputs.activation
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        return mxpert.fused_moe(x * 2, weights, ids, topk_weights, activation=activation,
+        return mxpert.fused_moe(x * 2, weights, topk_weights, ids, activation=activation,
                                 activation_format=a_format) + 1
 
     compiled = torch.compile(step, fullgraph=True)

@@ -85,8 +85,8 @@ def test_the_chosen_tile_at_every_token_count(
     for num_tokens in TOKENS:
         with mxpert.override():
             tokens = first_tokens(problem.prepared, num_tokens)
-            chosen = mxpert.explain(mxpert.fused_moe, tokens.x, tokens.weights, tokens.topk_ids,
-                                    tokens.topk_weights, activation=tokens.activation,
+            chosen = mxpert.explain(mxpert.fused_moe, tokens.x, tokens.weights, tokens.topk_weights,
+                                    tokens.topk_ids, activation=tokens.activation,
                                     activation_format=a_format)
             assert "backend: hopper" in str(chosen)
             problem.check(num_tokens, str(chosen))
@@ -200,7 +200,7 @@ def test_expert_map_and_local_tokens(
 
 def make_plan(inputs: MoEInputs, unit: int) -> RoutingPlan:
     with mxpert.override():  # this backend has no kernel for it
-        return mxpert.make_routing_plan(inputs.topk_ids, inputs.topk_weights,
+        return mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids,
                                         routing_block_m=unit,
                                         num_experts=inputs.weights.num_experts)
 

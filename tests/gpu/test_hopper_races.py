@@ -59,7 +59,7 @@ class Hunt:
         inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
         with mxpert.override():
             plan = mxpert.make_routing_plan(
-                inputs.topk_ids, inputs.topk_weights, num_experts=shape.num_experts,
+                inputs.topk_weights, inputs.topk_ids, num_experts=shape.num_experts,
                 routing_block_m=config.routing_block_m)
         return cls(inputs, plan, a_format, torch.Generator(device).manual_seed(1))
 
@@ -185,7 +185,7 @@ class Layers:
             with mxpert.override():  # the tile is the GEMMs'
                 weights, ids = mxpert.route_topk(logits, self.inputs.topk_ids.shape[1])
             results.append(mxpert.fused_moe(
-                x, self.inputs.weights, ids, weights, activation=self.inputs.activation,
+                x, self.inputs.weights, weights, ids, activation=self.inputs.activation,
                 activation_format=self.a_format).view(torch.int16))
         return tuple(results)
 

@@ -56,7 +56,7 @@ def plan_of(num_tokens: int, device: torch.device) -> RoutingPlan:
     generator = torch.Generator(device).manual_seed(num_tokens)
     logits = torch.randn(num_tokens, EXPERTS, generator=generator, device=device)
     topk_weights, topk_ids = mxpert.route_topk(logits, TOP_K)
-    return mxpert.make_routing_plan(topk_ids, topk_weights, num_experts=EXPERTS,
+    return mxpert.make_routing_plan(topk_weights, topk_ids, num_experts=EXPERTS,
                                     routing_block_m=UNIT)
 
 

@@ -83,7 +83,7 @@ def choose(inputs: MoEInputs, tokens: slice | torch.Tensor) -> MoEInputs:
 
 
 def make_plan(inputs: MoEInputs, routing_block_m: int) -> RoutingPlan:
-    return mxpert.make_routing_plan(inputs.topk_ids, inputs.topk_weights,
+    return mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids,
                                     num_experts=inputs.weights.num_experts,
                                     routing_block_m=routing_block_m)
 
@@ -127,7 +127,7 @@ def run_layer(inputs: MoEInputs, a_format: str, *, config: MoEConfig | None = No
               combine: Combine = Combine.REDUCE, on_input: bool = False) -> torch.Tensor:
     with mxpert.override(backend="triton", config=config):
         return mxpert.fused_moe(
-            inputs.x, inputs.weights, inputs.topk_ids, inputs.topk_weights, combine=combine,
+            inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids, combine=combine,
             activation=inputs.activation, activation_format=a_format,
             apply_router_weight_on_input=on_input)
 
@@ -135,7 +135,7 @@ def run_layer(inputs: MoEInputs, a_format: str, *, config: MoEConfig | None = No
 def chosen_config(inputs: MoEInputs, a_format: str) -> MoEConfig:
     """What the dispatcher takes for the layer."""
     return mxpert.explain(
-        mxpert.fused_moe, inputs.x, inputs.weights, inputs.topk_ids, inputs.topk_weights,
+        mxpert.fused_moe, inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
         activation=inputs.activation, activation_format=a_format).resolution.config
 
 
@@ -304,7 +304,7 @@ def test_exact_problem_is_bit_identical(tiles: str, activation: str, a_format: s
                     gate_up_order=list(GateUpOrder)[seed % 3])
     inputs = exact_moe_problem(shape, 333, seed=seed, device=device)
     with mxpert.override(backend="reference", config=FLOAT64):
-        expected = mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_ids, inputs.topk_weights,
+        expected = mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
                                     activation=inputs.activation, activation_format=a_format)
     for combine in (Combine.REDUCE, Combine.ATOMIC):
         for _ in range(20):  # also hunts races: any of them changes bits

@@ -36,14 +36,14 @@ def make(num_tokens: int, device: torch.device, seed: int = 0, *,
 
 
 def fused(inputs: MoEInputs, a_format: str) -> torch.Tensor:
-    return mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_ids, inputs.topk_weights,
+    return mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
                             activation=inputs.activation, activation_format=a_format)
 
 
 def routed(inputs: MoEInputs) -> Any:
     weights, ids = mxpert.route_topk(inputs.x[:, :SHAPE.num_experts].float(), SHAPE.top_k)
     return weights, ids, mxpert.make_routing_plan(
-        ids, weights, num_experts=SHAPE.num_experts, routing_block_m=16)
+        weights, ids, num_experts=SHAPE.num_experts, routing_block_m=16)
 
 
 def staged(inputs: MoEInputs, a_format: str) -> torch.Tensor:

@@ -55,10 +55,10 @@ def check_plan(ids: torch.Tensor, weights: torch.Tensor, device: torch.device, *
     poison(device)
     on_device = {name: value.to(device) if isinstance(value, torch.Tensor) else value
                  for name, value in options.items()}
-    plan = mxpert.make_routing_plan(ids.to(device), weights.to(device), num_experts=num_experts,
+    plan = mxpert.make_routing_plan(weights.to(device), ids.to(device), num_experts=num_experts,
                                     routing_block_m=unit, **on_device)
     tokens = options.get("num_local_tokens")
-    validate_routing_plan(plan, ids, weights, num_experts=num_experts,
+    validate_routing_plan(plan, weights, ids, num_experts=num_experts,
                           expert_map=options.get("expert_map"),
                           num_local_tokens=None if tokens is None else int(tokens))
 
@@ -74,12 +74,12 @@ def test_sorting_contract(device, num_experts, top_k):
 @pytest.mark.parametrize("num_tokens", [1, 17, 300, 4096, MAX_TOKENS])
 def test_every_geometry_gives_the_same_plan(device, num_tokens):
     ids, weights = (tensor[:num_tokens].to(device) for tensor in routing(257, 9))
-    problem = describe_routing_plan(ids, weights, num_experts=257, routing_block_m=48)
+    problem = describe_routing_plan(weights, ids, num_experts=257, routing_block_m=48)
     for config in PLAN.configs(problem):
         poison(device)
         plan = PLAN.launch(problem, config, topk_ids=ids, topk_weights=weights, expert_map=None,
                            num_local_tokens=None)
-        validate_routing_plan(plan, ids, weights, num_experts=257)
+        validate_routing_plan(plan, weights, ids, num_experts=257)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 33, 500, 3000])
@@ -118,7 +118,7 @@ def test_graph_replay_with_changed_routing_equals_eager(device, num_tokens):
 
     def route() -> tuple[torch.Tensor, ...]:
         weights, ids = mxpert.route_topk(logits, 8, correction_bias=bias, **DEEPSEEK)
-        plan = mxpert.make_routing_plan(ids, weights, num_experts=256, routing_block_m=16,
+        plan = mxpert.make_routing_plan(weights, ids, num_experts=256, routing_block_m=16,
                                         expert_map=expert_map, num_local_tokens=tokens)
         return (weights, ids, *(getattr(plan, field) for field in FIELDS))
 
@@ -143,11 +143,11 @@ def test_no_host_synchronisation(device):
     ids, weights = (tensor[:3000].to(device) for tensor in routing(128, 4))
     logits = torch.randn(3000, 128, device=device)
     mxpert.route_topk(logits, 4)
-    mxpert.make_routing_plan(ids, weights, num_experts=128, routing_block_m=16)
+    mxpert.make_routing_plan(weights, ids, num_experts=128, routing_block_m=16)
     torch.cuda.set_sync_debug_mode("error")
     try:
         mxpert.route_topk(logits, 4)
-        mxpert.make_routing_plan(ids, weights, num_experts=128, routing_block_m=16)
+        mxpert.make_routing_plan(weights, ids, num_experts=128, routing_block_m=16)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -155,9 +155,9 @@ def test_no_host_synchronisation(device):
 @pytest.mark.parametrize("num_tokens", [300, 4096])
 def test_plans_repeat_bit_for_bit(device, num_tokens):
     ids, weights = (tensor[:num_tokens].to(device) for tensor in routing(256, 8))
-    first = mxpert.make_routing_plan(ids, weights, num_experts=256, routing_block_m=32)
+    first = mxpert.make_routing_plan(weights, ids, num_experts=256, routing_block_m=32)
     for _ in range(200):
-        again = mxpert.make_routing_plan(ids, weights, num_experts=256, routing_block_m=32)
+        again = mxpert.make_routing_plan(weights, ids, num_experts=256, routing_block_m=32)
         assert all(torch.equal(getattr(again, field), getattr(first, field)) for field in FIELDS)
 
 

@@ -84,7 +84,7 @@ def test_narrow_activations_are_those_of_fused_moe(family, activation_format, ta
     for experts, (arguments, _) in zip(mx_experts(narrow), capture(oracle, sequence), strict=True):
         hidden, topk_ids, topk_weights = arguments
         expected = mxpert.fused_moe(
-            hidden.bfloat16(), experts.weights, topk_ids.int(), topk_weights.float(),
+            hidden.bfloat16(), experts.weights, topk_weights.float(), topk_ids.int(),
             activation=experts.activation, activation_format=activation_format,
             out_dtype=hidden.dtype)
         assert_exact(experts(*arguments), expected, "experts")

@@ -27,13 +27,13 @@ def check_plan(config: PlanConfig, ids: torch.Tensor, *, num_experts: int, unit:
                **options: Any) -> None:
     generator = torch.Generator().manual_seed(1)
     weights = torch.rand(ids.shape, generator=generator)
-    problem = describe_routing_plan(ids, weights, num_experts=num_experts, routing_block_m=unit,
+    problem = describe_routing_plan(weights, ids, num_experts=num_experts, routing_block_m=unit,
                                     **options)
     plan = PLAN.launch(problem, config, topk_ids=ids, topk_weights=weights,
                        expert_map=options.get("expert_map"),
                        num_local_tokens=options.get("num_local_tokens"))
     tokens = options.get("num_local_tokens")
-    validate_routing_plan(plan, ids, weights, num_experts=num_experts,
+    validate_routing_plan(plan, weights, ids, num_experts=num_experts,
                           expert_map=options.get("expert_map"),
                           num_local_tokens=None if tokens is None else int(tokens))
 
@@ -80,8 +80,9 @@ def test_heuristic_covers_all_rows_with_bounded_chunks(num_experts, most_tokens)
     """One launch for few rows; fewer among more experts, for each of which a program reads them."""
     for tokens in (1, 128, 129, 256, 257, 16384, 32768, (1 << 24) // 8 - 1):
         problem = describe_routing_plan(
-            torch.empty(1, 8, dtype=torch.int32).expand(tokens, 8),
-            torch.empty(1, 8).expand(tokens, 8), num_experts=num_experts, routing_block_m=64)
+            torch.empty(1, 8).expand(tokens, 8),
+            torch.empty(1, 8, dtype=torch.int32).expand(tokens, 8), num_experts=num_experts,
+            routing_block_m=64)
         config = PLAN.heuristic(problem)
         assert (config.num_chunks == 0) == (tokens <= most_tokens)
         assert config.num_chunks <= 128
@@ -176,8 +177,8 @@ def test_public_ops_reach_the_kernels():
     with mxpert.override(backend="triton"):
         assert "triton" in str(mxpert.explain(mxpert.route_topk, logits, 3))
         weights, ids = mxpert.route_topk(logits, 3)
-        plan = mxpert.make_routing_plan(ids, weights, num_experts=12, routing_block_m=4)
-    validate_routing_plan(plan, ids, weights, num_experts=12)
+        plan = mxpert.make_routing_plan(weights, ids, num_experts=12, routing_block_m=4)
+    validate_routing_plan(plan, weights, ids, num_experts=12)
 
 
 def test_more_experts_than_the_kernels_hold_are_refused():

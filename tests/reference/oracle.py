@@ -58,8 +58,8 @@ def activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> t
 
 
 def moe_layer(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor, *, activation: Activation, activation_format: str = "bf16",
+    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor, *, activation: Activation, activation_format: str = "bf16",
     scale_rule: ScaleRule = ScaleRule.RCEIL, apply_router_weight_on_input: bool = False,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:

@@ -22,7 +22,7 @@ from mxpert.testing.problems import MoEShape, random_moe_problem
 
 LAYER = random_moe_problem(MoEShape(64, 32, 4, 2, has_bias=True), 5)
 X, WEIGHTS, IDS, TOPK_WEIGHTS = LAYER.x, LAYER.weights, LAYER.topk_ids, LAYER.topk_weights
-PLAN = mxpert.make_routing_plan(IDS, TOPK_WEIGHTS, num_experts=4, routing_block_m=16)
+PLAN = mxpert.make_routing_plan(TOPK_WEIGHTS, IDS, num_experts=4, routing_block_m=16)
 H = mxpert.moe_gate_up(X, WEIGHTS, PLAN, activation=SiLU())
 Q4, Q8 = mxpert.quantize(X, "mxfp4"), mxpert.quantize(X, "mxfp8")
 ON_META = replace(WEIGHTS, gate_up_proj=WEIGHTS.gate_up_proj.to("meta"),
@@ -33,7 +33,7 @@ STRIDED = replace(DOWN, qdata=DOWN.qdata.mT.contiguous().mT)
 
 def fused(x: Any = X, weights: Any = WEIGHTS, ids: Any = IDS, topk_weights: Any = TOPK_WEIGHTS,
           **options: Any) -> Callable[[], Any]:
-    return lambda: mxpert.fused_moe(x, weights, ids, topk_weights,
+    return lambda: mxpert.fused_moe(x, weights, topk_weights, ids,
                                     **{"activation": SiLU(), **options})
 
 
@@ -111,7 +111,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "plan-type": (gate_up(plan=None), TypeError, "moe_gate_up: plan — need a RoutingPlan"),
     "plan-other-tokens": (gate_up(X[:3]), ValueError, "x.shape.* — need the plan's 5 tokens,"),
     "plan-other-experts": (gate_up(plan=mxpert.make_routing_plan(
-        IDS, TOPK_WEIGHTS, num_experts=8, routing_block_m=16)), ValueError,
+        TOPK_WEIGHTS, IDS, num_experts=8, routing_block_m=16)), ValueError,
         "plan.num_experts — need the weights' 4 experts, got 8"),
     "plan-ids-none": (with_plan(sorted_token_ids=None), TypeError, "plan.sorted_token_ids"),
     "plan-ids-int64": (with_plan(sorted_token_ids=PLAN.sorted_token_ids.long()), TypeError,
@@ -168,7 +168,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "reference-block": (lambda: ReferenceConfig(routing_block_m=0), ValueError,
                         "ReferenceConfig: routing_block_m — need an int of at least 1"),
     "explain-op": (lambda: mxpert.explain([1]), ValueError, "explain: op — need one of"),
-    "explain-missing": (lambda: mxpert.explain(mxpert.fused_moe, X, WEIGHTS, IDS, TOPK_WEIGHTS),
+    "explain-missing": (lambda: mxpert.explain(mxpert.fused_moe, X, WEIGHTS, TOPK_WEIGHTS, IDS),
                         TypeError, "explain: arguments — need those of fused_moe, got others:"),
     "explain-extra": (lambda: mxpert.explain(mxpert.moe_down, H, WEIGHTS, PLAN, activation=SiLU()),
                       TypeError, "explain: arguments — need those of moe_down, got others: got an"),

@@ -30,7 +30,7 @@ def shape_of(case, top_k: int = 3) -> MoEShape:
 
 def run(inputs: MoEInputs, accumulate: torch.dtype, **options) -> torch.Tensor:
     with mxpert.override(backend="reference", config=ReferenceConfig(accumulate)):
-        return mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_ids, inputs.topk_weights,
+        return mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
                                 activation=inputs.activation, **options)
 
 
@@ -54,7 +54,7 @@ def test_every_option_gives_the_float64_result(case, on_input) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
 def test_the_oracle_agrees(case) -> None:
     inputs = exact_moe_problem(shape_of(case), 3, seed=2)
-    expected = moe_layer(inputs.x, inputs.weights, inputs.topk_ids, inputs.topk_weights,
+    expected = moe_layer(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
                          activation=inputs.activation)
     assert_exact(run(inputs, torch.float32), expected.bfloat16(), "oracle", ignore_zero_sign=True)
 

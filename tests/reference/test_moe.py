@@ -44,12 +44,12 @@ def reference():
 
 
 def run(inputs: MoEInputs, **options) -> torch.Tensor:
-    return mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_ids, inputs.topk_weights,
+    return mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
                             activation=options.pop("activation", inputs.activation), **options)
 
 
 def oracle(inputs: MoEInputs, **options) -> torch.Tensor:
-    return moe_layer(inputs.x, inputs.weights, inputs.topk_ids, inputs.topk_weights,
+    return moe_layer(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
                      activation=options.pop("activation", inputs.activation), **options)
 
 
@@ -122,7 +122,7 @@ def test_stages_ignore_padding_and_equal_the_oracle(
     combine, block, activation_format, float64,
 ) -> None:
     inputs = random_moe_problem(SHAPE, 5)
-    plan = mxpert.make_routing_plan(inputs.topk_ids, inputs.topk_weights, num_experts=5,
+    plan = mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids, num_experts=5,
                                     routing_block_m=block)
     h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, activation=SwiGLU(),
                            activation_format=activation_format)
@@ -142,7 +142,7 @@ def test_stages_ignore_padding_and_equal_the_oracle(
 
 def test_blocks_without_an_expert_and_past_the_end_are_not_computed(float64) -> None:
     inputs = random_moe_problem(replace(SHAPE, top_k=1), 6)
-    plan = mxpert.make_routing_plan(inputs.topk_ids, inputs.topk_weights, num_experts=5,
+    plan = mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids, num_experts=5,
                                     routing_block_m=2)
     blocks = plan.block_expert_ids.clone()
     blocks[0] = -1
@@ -178,7 +178,7 @@ def test_float32_with_bfloat16_output_meets_the_gate(activation_format, combine)
 @pytest.mark.parametrize("activation_format", MX_FORMATS)
 def test_stage_one_codes_meet_the_flip_tolerance(activation_format) -> None:
     inputs = random_moe_problem(replace(SHAPE, hidden_size=512, intermediate_size=256), 64)
-    plan = mxpert.make_routing_plan(inputs.topk_ids, inputs.topk_weights, num_experts=5,
+    plan = mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids, num_experts=5,
                                     routing_block_m=16)
     results = []
     for accumulate in (torch.float32, torch.float64):

@@ -57,7 +57,7 @@ def test_gpt_oss_layer_in_float64_differs_by_the_intermediate_rounding_alone() -
     theirs = layer(inputs.x.double()[None])[0][0]
     logits = layer.router(inputs.x.double())[0]
     topk_weights, topk_ids = mxpert.route_topk(logits.float(), top_k=3)
-    ours = mxpert.fused_moe(inputs.x, inputs.weights, topk_ids, topk_weights,
+    ours = mxpert.fused_moe(inputs.x, inputs.weights, topk_weights, topk_ids,
                             activation=SwiGLU(), out_dtype=torch.float64)
     # bfloat16 h costs rounding_rms(8) = 1.7e-3, float32 routing weights 1e-7.
     assert 5e-4 < relative_l2(ours, theirs) < 2.1e-3
@@ -68,7 +68,7 @@ def test_gpt_oss_layer_keeps_the_sqnr_floor(activation_format) -> None:
     inputs = random_moe_problem(GPT_OSS, 64)
     layer = gpt_oss_layer(inputs, torch.float64)
     theirs = layer.experts(inputs.x.double(), inputs.topk_ids.long(), inputs.topk_weights.double())
-    ours = mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_ids, inputs.topk_weights,
+    ours = mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
                             activation=SwiGLU(), activation_format=activation_format)
     found, floor = sqnr_db(ours, theirs), sqnr_floor_db(activation_format)
     assert floor <= found <= floor + 6, f"{found:.2f} dB against a floor of {floor:.2f} dB"
@@ -79,7 +79,7 @@ def test_gpt_oss_layer_in_bfloat16() -> None:
     layer = gpt_oss_layer(inputs, torch.bfloat16)
     # Weights of 4 bits and a power-of-two scale survive bfloat16; transformers' sums do not.
     theirs = layer.experts(inputs.x, inputs.topk_ids.long(), inputs.topk_weights.bfloat16())
-    ours = mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_ids, inputs.topk_weights,
+    ours = mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
                             activation=SwiGLU())
     assert cosine(ours, theirs) >= 0.9999
 
@@ -93,11 +93,11 @@ def test_mixtral_experts() -> None:
         theirs.down_proj.copy_(mxpert.dequantize(inputs.weights.down_proj))
     expected = theirs.double()(inputs.x.double(), inputs.topk_ids.long(),
                                inputs.topk_weights.double())
-    actual = mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_ids, inputs.topk_weights,
+    actual = mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
                               activation=SiLU(), out_dtype=torch.float64)
     assert 5e-4 < relative_l2(actual, expected) < 2.1e-3  # bfloat16 h alone
     wrong = replace(inputs.weights, gate_up_order=GateUpOrder.INTERLEAVED)
-    other = mxpert.fused_moe(inputs.x, wrong, inputs.topk_ids, inputs.topk_weights,
+    other = mxpert.fused_moe(inputs.x, wrong, inputs.topk_weights, inputs.topk_ids,
                              activation=SiLU(), out_dtype=torch.float64)
     with pytest.raises(AssertionError, match="relative L2"):
         assert_close_relative(other, expected, 0.5, "wrong order")
@@ -113,6 +113,6 @@ def test_the_order_of_rows_changes_nothing_once_declared(order) -> None:
         weights, gate_up_order=order, gate_up_bias=weights.gate_up_bias[:, rows].contiguous(),
         gate_up_proj=replace(weights.gate_up_proj, qdata=weights.gate_up_proj.qdata[:, rows],
                              scale=weights.gate_up_proj.scale[:, rows]))
-    results = [mxpert.fused_moe(inputs.x, w, inputs.topk_ids, inputs.topk_weights,
+    results = [mxpert.fused_moe(inputs.x, w, inputs.topk_weights, inputs.topk_ids,
                                 activation=SwiGLU()) for w in (weights, moved)]
     assert_exact(*results, "fused_moe")

@@ -45,7 +45,7 @@ def loop_plan(ids: list[list[int]], experts: int, unit: int, capacity: int) -> t
     (1, 1, 1, 1), (5, 2, 3, 4), (17, 4, 9, 8), (33, 6, 20, 16)])
 def test_matches_the_contract_written_as_loops(num_tokens, top_k, num_experts, unit):
     ids, weights = routing(num_tokens, top_k, num_experts)
-    plan = mxpert.make_routing_plan(ids, weights, num_experts=num_experts, routing_block_m=unit)
+    plan = mxpert.make_routing_plan(weights, ids, num_experts=num_experts, routing_block_m=unit)
     want = loop_plan(ids.tolist(), num_experts, unit, plan.capacity)
     have = (plan.sorted_token_ids, plan.block_expert_ids, plan.slot_rows, plan.num_valid)
     assert tuple(tensor.tolist() for tensor in have) == want
@@ -58,9 +58,9 @@ def test_matches_the_contract_written_as_loops(num_tokens, top_k, num_experts, u
 def test_contract_sizes(num_experts, top_k):
     for num_tokens, unit in ((1, 16), (3, 64), (128, 16), (2000, 128)):
         ids, weights = routing(num_tokens, top_k, num_experts, seed=num_tokens)
-        plan = mxpert.make_routing_plan(ids, weights, num_experts=num_experts, routing_block_m=unit)
+        plan = mxpert.make_routing_plan(weights, ids, num_experts=num_experts, routing_block_m=unit)
         assert plan.capacity == -(-(num_tokens * top_k + num_experts * unit - top_k) // unit) * unit
-        validate_routing_plan(plan, ids, weights, num_experts=num_experts)
+        validate_routing_plan(plan, weights, ids, num_experts=num_experts)
 
 
 @st.composite
@@ -86,15 +86,15 @@ def test_invariants_hold_for_any_ids(inputs):
     weights = torch.rand(ids.shape)
     expert_map = None if entries is None else torch.tensor(entries, dtype=torch.int32)
     plan = mxpert.make_routing_plan(
-        ids, weights, num_experts=num_experts, routing_block_m=unit, expert_map=expert_map,
+        weights, ids, num_experts=num_experts, routing_block_m=unit, expert_map=expert_map,
         num_local_experts=local, num_local_tokens=None if local_tokens is None else
         torch.tensor([local_tokens], dtype=torch.int32))
-    validate_routing_plan(plan, ids, weights, num_experts=num_experts, expert_map=expert_map,
+    validate_routing_plan(plan, weights, ids, num_experts=num_experts, expert_map=expert_map,
                           num_local_tokens=local_tokens)
 
 
 def test_no_tokens_gives_an_empty_plan():
-    plan = mxpert.make_routing_plan(torch.empty(0, 4, dtype=torch.int32), torch.empty(0, 4),
+    plan = mxpert.make_routing_plan(torch.empty(0, 4), torch.empty(0, 4, dtype=torch.int32),
                                     num_experts=8, routing_block_m=16)
     assert plan.num_valid.tolist() == [0, 0]
     assert plan.block_expert_ids.eq(-1).all()
@@ -104,7 +104,7 @@ def test_no_tokens_gives_an_empty_plan():
 
 def test_all_tokens_to_one_expert_uses_its_blocks_only():
     ids = torch.full((40, 1), 5, dtype=torch.int32)
-    plan = mxpert.make_routing_plan(ids, torch.ones(40, 1), num_experts=7, routing_block_m=16)
+    plan = mxpert.make_routing_plan(torch.ones(40, 1), ids, num_experts=7, routing_block_m=16)
     assert plan.num_valid.tolist() == [48, 40]
     assert plan.block_expert_ids.tolist()[:4] == [5, 5, 5, -1]
 
@@ -112,16 +112,16 @@ def test_all_tokens_to_one_expert_uses_its_blocks_only():
 def test_repeated_ids_fit_where_local_experts_are_fewer_than_top_k():
     """The worst case of the capacity: every slot of every token at one local expert."""
     ids = torch.zeros(3, 8, dtype=torch.int32)
-    plan = mxpert.make_routing_plan(ids, torch.ones(3, 8), num_experts=64, num_local_experts=2,
+    plan = mxpert.make_routing_plan(torch.ones(3, 8), ids, num_experts=64, num_local_experts=2,
                                     routing_block_m=1)
     assert plan.capacity == plan_capacity(3, 8, 2, 1) >= 24
-    validate_routing_plan(plan, ids, torch.ones(3, 8), num_experts=64)
+    validate_routing_plan(plan, torch.ones(3, 8), ids, num_experts=64)
 
 
 def test_weights_are_copied_bit_for_bit():
     weights = torch.tensor([[float("nan"), -0.0], [float("inf"), 1e-45]])
     ids = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
-    plan = mxpert.make_routing_plan(ids, weights, num_experts=2, routing_block_m=2)
+    plan = mxpert.make_routing_plan(weights, ids, num_experts=2, routing_block_m=2)
     have = plan.sorted_weights[plan.slot_rows.long()].view(torch.int32)
     assert torch.equal(have, weights.view(torch.int32))
 
@@ -131,15 +131,15 @@ def test_inputs_may_be_views():
     wide_ids, wide_weights = torch.zeros(16, 9, dtype=torch.int32), torch.zeros(4, 16).T
     wide_ids[:, 2:6] = ids
     wide_weights.copy_(weights)
-    plan = mxpert.make_routing_plan(wide_ids[:, 2:6], wide_weights, num_experts=8,
+    plan = mxpert.make_routing_plan(wide_weights, wide_ids[:, 2:6], num_experts=8,
                                     routing_block_m=4)
-    validate_routing_plan(plan, ids, weights, num_experts=8)
+    validate_routing_plan(plan, weights, ids, num_experts=8)
 
 
 def broken_plans():
     """A valid plan with one planted error each."""
     ids, weights = routing(9, 2, 4)
-    plan = mxpert.make_routing_plan(ids, weights, num_experts=4, routing_block_m=4)
+    plan = mxpert.make_routing_plan(weights, ids, num_experts=4, routing_block_m=4)
     row = int(plan.slot_rows[0, 0])
     padding_row = int((plan.sorted_token_ids >> 24 == 2).nonzero()[0])
     last_block = int(plan.num_valid[0]) // 4 - 1
@@ -168,7 +168,7 @@ def broken_plans():
 @pytest.mark.parametrize("plan, ids, weights", list(broken_plans()))
 def test_validator_catches_planted_errors(plan, ids, weights):
     with pytest.raises(ValueError, match="validate_routing_plan: plan"):
-        validate_routing_plan(plan, ids, weights, num_experts=4)
+        validate_routing_plan(plan, weights, ids, num_experts=4)
 
 
 IDS, WEIGHTS = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
@@ -205,4 +205,4 @@ BAD = {
 def test_bad_arguments_are_named(ids, weights, changes, error, match):
     arguments = {"num_experts": 8, "routing_block_m": 16} | changes
     with pytest.raises(error, match=r"^make_routing_plan: .*" + match):
-        mxpert.make_routing_plan(ids, weights, **arguments)
+        mxpert.make_routing_plan(weights, ids, **arguments)

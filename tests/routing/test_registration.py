@@ -29,14 +29,14 @@ def test_make_routing_plan_opcheck(tokens, local):
     expert_map = torch.arange(-4, 12, dtype=torch.int32) if local else None
     num_local = torch.tensor([7], dtype=torch.int32) if local else None
     torch.library.opcheck(torch.ops.mxpert.make_routing_plan, (
-        ids, weights, expert_map, num_local, 16, 12 if local else 16, 8))
+        weights, ids, expert_map, num_local, 16, 12 if local else 16, 8))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_both_ops_compile_into_one_graph(dynamic):
     def route(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weights, ids = mxpert.route_topk(logits, 4, scoring=Scoring.SIGMOID)
-        plan = mxpert.make_routing_plan(ids, weights, num_experts=16, routing_block_m=8)
+        plan = mxpert.make_routing_plan(weights, ids, num_experts=16, routing_block_m=8)
         return tuple(getattr(plan, field) for field in FIELDS)
 
     compiled = torch.compile(route, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -48,8 +48,8 @@ def test_both_ops_compile_into_one_graph(dynamic):
 def test_fake_tensors_carry_the_plan_shapes():
     with torch._subclasses.FakeTensorMode():
         ids = torch.empty(12, 4, dtype=torch.int32)
-        plan = mxpert.make_routing_plan(ids, torch.empty(12, 4), num_experts=16, routing_block_m=8)
-    real = mxpert.make_routing_plan(torch.zeros(12, 4, dtype=torch.int32), torch.zeros(12, 4),
+        plan = mxpert.make_routing_plan(torch.empty(12, 4), ids, num_experts=16, routing_block_m=8)
+    real = mxpert.make_routing_plan(torch.zeros(12, 4), torch.zeros(12, 4, dtype=torch.int32),
                                     num_experts=16, routing_block_m=8)
     for field in FIELDS:
         fake, tensor = getattr(plan, field), getattr(real, field)
@@ -61,7 +61,7 @@ def test_problems_describe_the_arguments():
     assert (topk.op, topk.num_tokens, topk.top_k, topk.num_experts) == (Op.ROUTE_TOPK, 12, 4, 16)
     assert topk.options.num_groups == 4
     weights, ids = mxpert.route_topk(LOGITS, 4)
-    plan = describe_routing_plan(ids, weights, num_experts=16, routing_block_m=8,
+    plan = describe_routing_plan(weights, ids, num_experts=16, routing_block_m=8,
                                  num_local_experts=4)
     assert (plan.op, plan.num_experts, plan.num_local_experts) == (Op.ROUTING_PLAN, 16, 4)
     assert {hash(topk), hash(plan)}  # hashable: they key caches
@@ -71,5 +71,5 @@ def test_problems_describe_the_arguments():
 def test_explain_names_the_backend():
     weights, ids = mxpert.route_topk(LOGITS, 4)
     assert "reference" in str(mxpert.explain(mxpert.route_topk, LOGITS, 4))
-    assert "reference" in str(mxpert.explain(mxpert.make_routing_plan, ids, weights, num_experts=16,
+    assert "reference" in str(mxpert.explain(mxpert.make_routing_plan, weights, ids, num_experts=16,
                                              routing_block_m=8))

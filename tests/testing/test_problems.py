@@ -55,7 +55,7 @@ def test_problems_are_reproducible(make) -> None:
     assert torch.equal(first.weights.down_proj.qdata, same.weights.down_proj.qdata)
     assert not torch.equal(first.weights.down_proj.qdata, other.weights.down_proj.qdata)
     validate_weights(first.weights)
-    validate_routing(first.topk_ids, first.topk_weights, num_experts=6)
+    validate_routing(first.topk_weights, first.topk_ids, num_experts=6)
 
 
 def test_random_weights_have_the_asked_size_and_spread() -> None:
@@ -70,7 +70,7 @@ def test_random_weights_have_the_asked_size_and_spread() -> None:
 @pytest.mark.parametrize("routing", Routing, ids=lambda routing: routing.value)
 def test_routing_kinds(routing) -> None:
     weights, ids = random_routing(400, 16, 3, generator=generator(), routing=routing)
-    validate_routing(ids, weights, num_experts=16)
+    validate_routing(weights, ids, num_experts=16)
     assert torch.allclose(weights.sum(1), torch.ones(400))
     counts = torch.bincount(ids.flatten(), minlength=16)
     expected = {Routing.UNIFORM: 16, Routing.ZIPF: 16, Routing.HALF: 8, Routing.ONE_EXPERT: 3}
@@ -142,17 +142,17 @@ def test_bad_routing_is_named(ids, weights, match) -> None:
     ids = torch.tensor(ids, dtype=torch.int32)
     weights = None if weights is None else torch.tensor(weights)
     with pytest.raises(ValueError, match=match):
-        validate_routing(ids, weights, num_experts=6)
+        validate_routing(weights, ids, num_experts=6)
 
 
 def test_skipped_ids_may_be_allowed() -> None:
     ids = torch.tensor([[-1, 2, -1]], dtype=torch.int32)
-    validate_routing(ids, num_experts=6, allow_skipped=True)
+    validate_routing(None, ids, num_experts=6, allow_skipped=True)
 
 
 def plan(tokens: int = 9, **options) -> mxpert.RoutingPlan:
     weights, ids = random_routing(tokens, 6, 3, generator=generator())
-    return mxpert.make_routing_plan(ids, weights, num_experts=6, routing_block_m=4, **options)
+    return mxpert.make_routing_plan(weights, ids, num_experts=6, routing_block_m=4, **options)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 9])

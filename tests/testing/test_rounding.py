@@ -23,7 +23,7 @@ formats = pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 def stage_one(inputs: MoEInputs, a_format: str, *, accumulate: torch.dtype = torch.float32,
               on_input: bool = False, rule: ScaleRule = ScaleRule.RCEIL) -> torch.Tensor | MXTensor:
     """The reference backend's stage 1 by (token, slot)."""
-    plan = mxpert.make_routing_plan(inputs.topk_ids, inputs.topk_weights, routing_block_m=16,
+    plan = mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids, routing_block_m=16,
                                     num_experts=inputs.weights.num_experts)
     rows = plan.slot_rows.flatten().long()
     with mxpert.override(backend="reference", config=ReferenceConfig(accumulate)):

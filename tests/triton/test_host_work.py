@@ -93,16 +93,16 @@ def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
     logits = torch.randn(num_tokens, SHAPE.num_experts)
     ids, routing = problem.topk_ids, problem.topk_weights
     options = {"activation": problem.activation, "activation_format": "mxfp8"}
-    plan = mxpert.make_routing_plan(ids, routing, num_experts=SHAPE.num_experts, routing_block_m=16)
+    plan = mxpert.make_routing_plan(routing, ids, num_experts=SHAPE.num_experts, routing_block_m=16)
     h = mxpert.moe_gate_up(problem.x, weights, plan, **options)
     return {
         "moe_gate_up": lambda: mxpert.moe_gate_up(problem.x, weights, plan, **options),
         "moe_down": lambda: mxpert.moe_down(h, weights, plan),
         "route_topk": lambda: mxpert.route_topk(logits, SHAPE.top_k),
         "make_routing_plan": lambda: mxpert.make_routing_plan(
-            ids, routing, num_experts=SHAPE.num_experts, routing_block_m=16),
+            routing, ids, num_experts=SHAPE.num_experts, routing_block_m=16),
         "quantize": lambda: mxpert.quantize(problem.x, "mxfp8"),
-        "fused_moe": lambda: mxpert.fused_moe(problem.x, weights, ids, routing,
+        "fused_moe": lambda: mxpert.fused_moe(problem.x, weights, routing, ids,
                                               **options)}
 
 

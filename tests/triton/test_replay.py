@@ -54,14 +54,14 @@ class Layer:
         self.square = torch.randn(64, 64)
 
     def fused(self, name: str = "bf16", **options: Any) -> Any:
-        return mxpert.fused_moe(self.x, self.weights, self.ids, self.routing,
+        return mxpert.fused_moe(self.x, self.weights, self.routing, self.ids,
                                 activation=SHAPE.activation, activation_format=name, **options)
 
     def topk(self, **options: Any) -> Any:
         return mxpert.route_topk(self.logits, SHAPE.top_k, **options)
 
     def plan(self, **options: Any) -> Any:
-        return mxpert.make_routing_plan(self.ids, self.routing, num_experts=SHAPE.num_experts,
+        return mxpert.make_routing_plan(self.routing, self.ids, num_experts=SHAPE.num_experts,
                                         routing_block_m=16, **options)
 
     def gate_up(self, name: str) -> Any:
@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Callable[[], Layer], Callable[[Layer], Any]]] = {
                                                                          axis=0)),
     "dequantize": (lambda: Layer(5), lambda layer: mxpert.dequantize(layer.codes)),
     "layer-of-codes": (lambda: Layer(4), lambda layer: mxpert.fused_moe(
-        layer.codes, layer.weights, layer.ids, layer.routing, activation=SHAPE.activation,
+        layer.codes, layer.weights, layer.routing, layer.ids, activation=SHAPE.activation,
         activation_format="mxfp8")),
     "layer-prefill": (lambda: Layer(700), Layer.fused),
     "layer-bias": (lambda: Layer(4, has_bias=True), Layer.fused),
@@ -264,7 +264,7 @@ def test_one_tensor_twice_says_nothing_about_two(launches: Launches,
     own = layer.num_local
     layer.expert_map = layer.num_local = torch.zeros(1, dtype=torch.int32)
     run = lambda: mxpert.make_routing_plan(  # noqa: E731
-        layer.ids[:, :1].contiguous(), layer.routing[:, :1].contiguous(), num_experts=1,
+        layer.routing[:, :1].contiguous(), layer.ids[:, :1].contiguous(), num_experts=1,
         routing_block_m=16, expert_map=layer.expert_map, num_local_tokens=layer.num_local)
     for _ in range(3):
         run()
@@ -301,9 +301,9 @@ WRONG: dict[str, Callable[[Layer], Any]] = {
     "logits-double": lambda layer: mxpert.route_topk(layer.logits.double(), 2),
     "logits-sparse": lambda layer: mxpert.route_topk(layer.logits.to_sparse(), 2),
     "logits-list": lambda layer: mxpert.route_topk(layer.logits.tolist(), 2),
-    "unit-bool": lambda layer: mxpert.make_routing_plan(layer.ids, layer.routing, num_experts=8,
+    "unit-bool": lambda layer: mxpert.make_routing_plan(layer.routing, layer.ids, num_experts=8,
                                                         routing_block_m=True),
-    "ids-long": lambda layer: mxpert.make_routing_plan(layer.ids.long(), layer.routing,
+    "ids-long": lambda layer: mxpert.make_routing_plan(layer.routing, layer.ids.long(),
                                                        num_experts=8, routing_block_m=16),
     "axis-bool": lambda layer: mxpert.quantize(layer.x, "mxfp8", axis=True),
     "axis-float": lambda layer: mxpert.quantize(layer.x, "mxfp8", axis=-1.0),
@@ -311,17 +311,17 @@ WRONG: dict[str, Callable[[Layer], Any]] = {
     "format-unknown": lambda layer: mxpert.quantize(layer.x, "mxfp9"),
     "rule-name": lambda layer: mxpert.quantize(layer.x, "mxfp8", scale_rule="rceil"),
     "weight-on-input-int": lambda layer: layer.fused(apply_router_weight_on_input=0),
-    "x-float": lambda layer: mxpert.fused_moe(layer.x.float(), layer.weights, layer.ids,
-                                              layer.routing, activation=SHAPE.activation),
+    "x-float": lambda layer: mxpert.fused_moe(layer.x.float(), layer.weights, layer.routing,
+                                              layer.ids, activation=SHAPE.activation),
     "x-transposed": lambda layer: mxpert.fused_moe(
-        layer.x.t().contiguous().t(), layer.weights, layer.ids, layer.routing,
+        layer.x.t().contiguous().t(), layer.weights, layer.routing, layer.ids,
         activation=SHAPE.activation),
-    "weights-none": lambda layer: mxpert.fused_moe(layer.x, None, layer.ids, layer.routing,
+    "weights-none": lambda layer: mxpert.fused_moe(layer.x, None, layer.routing, layer.ids,
                                                    activation=SHAPE.activation),
-    "x-meta": lambda layer: mxpert.fused_moe(layer.x.to("meta"), layer.weights, layer.ids,
-                                             layer.routing, activation=SHAPE.activation),
-    "activation-name": lambda layer: mxpert.fused_moe(layer.x, layer.weights, layer.ids,
-                                                      layer.routing, activation="silu"),
+    "x-meta": lambda layer: mxpert.fused_moe(layer.x.to("meta"), layer.weights, layer.routing,
+                                             layer.ids, activation=SHAPE.activation),
+    "activation-name": lambda layer: mxpert.fused_moe(layer.x, layer.weights, layer.routing,
+                                                      layer.ids, activation="silu"),
 }
 
 
@@ -334,7 +334,7 @@ def test_wrong_arguments_are_refused_as_on_the_first_call(name: str) -> None:
         mxpert.route_topk(layer.logits, 1)
         layer.topk(), layer.plan(), layer.fused()
         mxpert.quantize(layer.x, "mxfp8")
-        mxpert.make_routing_plan(layer.ids, layer.routing, num_experts=8, routing_block_m=1)
+        mxpert.make_routing_plan(layer.routing, layer.ids, num_experts=8, routing_block_m=1)
     with pytest.raises(type(cold.value)) as warm:
         WRONG[name](layer)
     assert str(warm.value) == str(cold.value)

@@ -44,7 +44,7 @@ def launch_topk(num_tokens: int, num_experts: int, top_k: int, **options: Any) -
 def launch_plan(num_tokens: int, num_experts: int, top_k: int, unit: int,
                 expert_parallel: bool = False) -> None:
     ids = torch.zeros(num_tokens, top_k, dtype=torch.int32)
-    problem = describe_routing_plan(ids, ids.float(), num_experts=num_experts, routing_block_m=unit)
+    problem = describe_routing_plan(ids.float(), ids, num_experts=num_experts, routing_block_m=unit)
     routing.PLAN.launch(
         problem, routing.PLAN.heuristic(problem), topk_ids=ids, topk_weights=ids.float(),
         expert_map=torch.zeros(num_experts, dtype=torch.int32) if expert_parallel else None,

@@ -264,7 +264,7 @@ class FusedMoE(_MoEKernel):
 
     def launch(
         self, problem: MoEProblem, config: ReferenceConfig, *, x: torch.Tensor | MXTensor,
-        weights: MoEWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+        weights: MoEWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None = None, num_local_tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
@@ -272,7 +272,7 @@ class FusedMoE(_MoEKernel):
             Op.ROUTING_PLAN, problem.target, problem.num_tokens, problem.top_k, num_global,
             weights.num_experts, config.routing_block_m)
         plan = PLAN.launch(
-            routing, PLAN.heuristic(routing), topk_ids=topk_ids, topk_weights=topk_weights,
+            routing, PLAN.heuristic(routing), topk_weights=topk_weights, topk_ids=topk_ids,
             expert_map=expert_map, num_local_tokens=num_local_tokens)
         h = gate_up(x, weights, plan, problem.options, config.accumulate)
         return down(h, weights, plan, problem.options, config.accumulate)

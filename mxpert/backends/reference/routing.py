@@ -74,8 +74,8 @@ class PlanKernel(ReferenceKernel):
     op = Op.ROUTING_PLAN
 
     def launch(
-        self, problem: RoutingProblem, config: Config, *, topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+        self, problem: RoutingProblem, config: Config, *, topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
         num_local_tokens: torch.Tensor | None,
     ) -> RoutingPlan:
         experts, unit = problem.num_local_experts, problem.routing_block_m

@@ -314,7 +314,7 @@ class TwoStageLayer:
 
     def launch(
         self, problem: MoEProblem, config: MoEConfig, *, x: torch.Tensor | MXTensor,
-        weights: MoEWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+        weights: MoEWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
         """[T, H] in ``options.out_dtype``; nothing is launched for T = 0."""
@@ -323,7 +323,7 @@ class TwoStageLayer:
                                device=weights.device)
         num_global = problem.num_experts if expert_map is None else expert_map.shape[0]
         plan = PLAN.launch(*_layer_routing(problem, num_global, config.routing_block_m),
-                           topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map,
+                           topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map,
                            num_local_tokens=num_local_tokens)
         return self.stages(problem, config, x, weights, plan)
 

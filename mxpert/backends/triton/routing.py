@@ -146,8 +146,8 @@ class PlanKernel:
         return next(config for limit, config in _sorts(problem) if rows <= limit)
 
     def launch(
-        self, problem: RoutingProblem, config: PlanConfig, *, topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+        self, problem: RoutingProblem, config: PlanConfig, *, topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
         num_local_tokens: torch.Tensor | None,
     ) -> RoutingPlan:
         plan = _allocate(problem, topk_ids)
