@@ -28,7 +28,7 @@ LAYERS = {"errors": 0, "formats": 1, "problem": 2, "routing": 2, "weights": 2, "
           "dispatch": 3,
           "ops": 4, "training": 5, "distributed": 5, "integrations": 6, "cli": 7}
 BACKENDS_MAY_IMPORT = {"errors", "formats", "geometry", "problem", "routing", "weights"}
-SHARED_BY_BACKENDS = {"dependent", "launch", "replay"}
+SHARED_BY_BACKENDS = {"compat", "dependent", "launch", "replay"}
 MAY_IMPORT_TESTING = {"cli", "testing"}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80

@@ -16,9 +16,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
+    mbarrier, warpgroup_mma, warpgroup_mma_wait,
 )
 
+from ..compat import async_load
 from ..dependent import EARLY, release_next, wait_for_previous
 from .assembly import decode_tables
 from .claims import LEAD, make_labels, next_tile, read_label, write_label, write_last_label
@@ -93,20 +94,17 @@ def _load_weights(ring, descriptors, slot, step, units, part, TOKENS: gl.constex
     for width in gl.static_range(_num_widths(TOKENS)):
         mbarrier.expect(arrived, WEIGHT_BYTES + (8 << width) * ROW_BYTES, pred=part % 4 == width)
     for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(code_desc, [units[half], step * 64, 0], arrived,
-                                        ring[0].index(2 * slot + half))
-        tma.async_copy_global_to_shared(shift_desc, [units[half], step * 16, 0], arrived,
-                                        ring[1].index(2 * slot + half))
+        async_load(code_desc, [units[half], step * 64, 0], arrived, ring[0].index(2 * slot + half))
+        async_load(shift_desc, [units[half], step * 16, 0], arrived, ring[1].index(2 * slot + half))
 
 
 @gluon.jit
 def _load_rows(rows, x_desc, arrived, first_row, depth, low_rows, SPLIT: gl.constexpr):
     """Start the rows of one width on their way, low parts after the high ones."""
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
-    tma.async_copy_global_to_shared(x_desc, [first_row, depth], arrived, rows.slice(0, ROWS, 0))
+    async_load(x_desc, [first_row, depth], arrived, rows.slice(0, ROWS, 0))
     if SPLIT:
-        tma.async_copy_global_to_shared(x_desc, [low_rows + first_row, depth], arrived,
-                                        rows.slice(ROWS, ROWS, 0))
+        async_load(x_desc, [low_rows + first_row, depth], arrived, rows.slice(ROWS, ROWS, 0))
 
 
 @gluon.jit

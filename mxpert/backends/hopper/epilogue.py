@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ..compat import async_store, barrier
 from .tiles import feature_layout, gate_and_up, row_pair_layout, row_pairs
 
 ACTIVATION_KINDS = {"silu": 1, "swiglu": 2, "clamped_silu": 3, "situ_v2": 4}
@@ -189,11 +190,11 @@ def _copy_out(value, out_desc, staging, first_row, first_output, PIECE: gl.const
     PIECES: gl.constexpr = staging.shape[0]
     if PIECE == 0 or PIECE >= PIECES:  # until what lay in this piece's place has been read
         tma.store_wait(0 if PIECE == 0 else PIECES - 1)
-        gl.thread_barrier()  # one thread starts all copies and alone can wait for them
+        barrier()  # one thread starts all copies and alone can wait for them
     rows = staging.index(PIECE % PIECES)
     rows.store(value.to(out_desc.dtype).permute((1, 0)))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [first_row, first_output], rows)
+    async_store(out_desc, [first_row, first_output], rows)
 
 
 @gluon.jit
