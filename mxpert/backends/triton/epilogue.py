@@ -1,7 +1,7 @@
-"""Device functions after the GEMMs: activation, requantisation to MX formats, stores, combine.
+"""Epilogues of the portable GEMMs: activation, requantisation to MX formats, stores, combine.
 
-Both the GEMM kernels and the kernels that finish a split-K GEMM call these, so that the number of
-splits never changes what follows the accumulator. Tiles here are [BLOCK_M rows, BLOCK_N columns].
+The GEMM kernels and the kernels that finish a split-K GEMM call the same functions. The number of
+splits therefore changes nothing but the summation order. Tiles are [BLOCK_M rows, BLOCK_N columns].
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def clamp_both(x, limit):
 
 @triton.jit
 def gated_activation(gate, up, p0, p1, ACTIVATION: tl.constexpr):
-    """The gated activations of `mxpert.problem`, their two parameters given at run time."""
+    """Apply a gated activation of `mxpert.problem`; p0 and p1 are its parameters."""
     if ACTIVATION == "silu":
         return gate * sigmoid(gate) * up
     elif ACTIVATION == "swiglu":  # p0 alpha, p1 limit
@@ -61,7 +61,7 @@ def store_quantized(
     qdata_ptr, scale_ptr, values, rows, row_mask, first_feature, num_features,
     FORMAT: tl.constexpr, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr,
 ):
-    """Quantise a tile and store it into contiguous codes [P, F(/2)] and scales [P, F/32]."""
+    """Quantise a tile; store codes [P, F] (e2m1: [P, F/2]) and scales [P, F/32], contiguous."""
     BLOCK_N: tl.constexpr = values.shape[1]
     PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
     codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE)
@@ -76,7 +76,7 @@ def store_quantized(
 
 @triton.jit
 def gate_up_row(feature, gate_up_group):
-    """Weight row of a feature's gate; its up row lies `gate_up_group` further, in every order."""
+    """Weight row of a feature's gate; the up row is `gate_up_group` rows later in either order."""
     return feature // gate_up_group * (2 * gate_up_group) + feature % gate_up_group
 
 
@@ -87,7 +87,7 @@ def finish_gate_up(
     ACTIVATION: tl.constexpr, H_FORMAT: tl.constexpr, EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr,
 ):
-    """Routing weight (if given), bias (if given), activation, store as bf16 or in an MX format."""
+    """Apply routing weight and bias (if given) and the activation; store bf16 or an MX format."""
     BLOCK_N: tl.constexpr = gate.shape[1]
     features = first_feature + tl.arange(0, BLOCK_N)
     feature_mask = features < num_features
@@ -101,7 +101,7 @@ def finish_gate_up(
         gate += tl.load(bias_row_ptr + gate_rows, mask=feature_mask, other=0.0)[None, :]
         up += tl.load(bias_row_ptr + gate_rows + gate_up_group, mask=feature_mask,
                       other=0.0)[None, :]
-    # Rounded to bf16 whatever follows: MX stage 1 is bf16 stage 1 followed by quantize.
+    # Always round to bf16: stage 1 with MX output equals bf16 stage 1 followed by `quantize`.
     values = gated_activation(gate, up, p0, p1, ACTIVATION).to(tl.bfloat16)  # [BLOCK_M, BLOCK_N]
     if H_FORMAT == "bf16":
         offsets = rows.to(tl.int64)[:, None] * num_features + features[None, :]
@@ -116,7 +116,7 @@ def finish_down(
     out_ptr, values, bias_ptr, sorted_weights_ptr, expert, rows, tokens, row_mask, first_column,
     num_columns, ATOMIC: tl.constexpr,
 ):
-    """``weight * (acc + bias)``, stored by sorted row, or added by token into float32 (ATOMIC)."""
+    """Store ``weight * (acc + bias)`` by sorted row, or add it to float32 tokens (ATOMIC)."""
     BLOCK_N: tl.constexpr = values.shape[1]
     columns = first_column + tl.arange(0, BLOCK_N)
     column_mask = columns < num_columns
