@@ -135,9 +135,8 @@ def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
     128 weight rows a tile in both stages: the height of Blackwell's block-scaled MMA and of two
     Hopper warpgroups. Eight warps on NVIDIA keep the decoded weights in registers without spills
     (sm_90, compiled: 98 to 255 registers over all formats; four warps spill from 64 rows on), with
-    half the K step at 128 rows. One row block an expert means that no weight is read twice:
-    group_m 1, and weight loads that leave the cache first. Otherwise eight row blocks share each
-    weight tile in L2.
+    half the K step at 128 rows. group_m is 1 where an expert has one row block, so that no weight
+    is read twice. Otherwise eight row blocks share each weight tile in L2.
     """
     target, name = problem.target, problem.options.activation_format
     columns, depth = stage_dimensions(problem, op)
