@@ -187,7 +187,7 @@ def test_split_depth(recorder: Recorder, a_format: str, tile: str) -> None:
     launches = recorder.run(describe(shape_of(), 4, a_format), replace(config, split_k=3),
                             has_bias=True)
     parts = gemms(launches)
-    assert [launch.arguments["KIND"] for launch in parts] == [0, 0]
+    assert [launch.arguments["KIND"] for launch in parts] == ["rows", "rows"]
     for launch in parts:
         check_gemm(launch.compile(), tile)
     finishing = [launch for launch in launches if "finish" in launch.name or "parts" in launch.name]

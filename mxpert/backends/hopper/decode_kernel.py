@@ -197,7 +197,7 @@ def _tile(ring, operands, state, steps, expert, first_row, first_output, first_s
     slot, phase = state
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
     ACCUMULATOR: gl.constexpr = accumulator_layout(4, COLUMNS)
-    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
     LAYOUT: gl.constexpr = output_layout(4, TOKENS, KIND)
     # Registers hold terms through the main loop beside 32 columns, if rows' are one a thread.
     TERMS_FIRST: gl.constexpr = COLUMNS <= 32
@@ -239,7 +239,7 @@ def _consume(ring, operands, plan, sizes, depth_units, num_rows, PARTITION: gl.c
              HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
     ready = ring[3]
     labels = ring[5]
-    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
     wait_for_previous()
     if PARTITION == 0:
         release_next()
@@ -271,7 +271,7 @@ def _moe_gemm_decode_kernel(
     """out [P, num_outputs] for every block in use; see the module docstring for the schedule.
 
     x8_desc, x16_desc, x32_desc: copies of so many rows of x; those above TOKENS are not used.
-    KIND 0 is stage 2 (rows), above 0 the activation of stage 1 (features, two weight rows each).
+    KIND is "rows" in stage 2, the name of the activation in stage 1 (two weight rows a feature).
     low_rows: row of x where the low parts begin (SPLIT). splits: parts of the depth, each with
     num_rows rows of out of its own; tiles_per_block counts them. early_stages: weights of so many
     stages are asked for ahead of all activations.

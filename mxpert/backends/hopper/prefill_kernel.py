@@ -295,7 +295,7 @@ def _outputs(unit, expert, factors, TOKENS: gl.constexpr, KIND: gl.constexpr,
              HAS_BIAS: gl.constexpr):
     """Row factors and biases of one row unit."""
     reference, bias, num_outputs, row_units = factors
-    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
     return output_terms(reference, bias, expert, unit * OUTPUTS, num_outputs, row_units * 64,
                         OUTPUTS, output_layout(4, TOKENS, KIND), KIND, HAS_BIAS)
 
@@ -305,7 +305,7 @@ def _store(total, outputs, tokens, first_row, unit, target, PIECE: gl.constexpr,
            KIND: gl.constexpr, WEIGHTED: gl.constexpr):
     """Epilogue of one row unit and its columns, into rows from `first_row`."""
     out_desc, staging, param_first, param_second = target
-    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
     LAYOUT: gl.constexpr = output_layout(4, total.shape[1], KIND)
     value = finish(total, outputs, spread(tokens, LAYOUT), param_first, param_second, LAYOUT,
                    KIND, WEIGHTED)
