@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 
 import cells as named
 from ceilings import IDLE_SECONDS, make_meta, measure_ceilings
-from cells import MODELS, ROUTINGS, Cell, Model, parse_list, parse_tokens, random_inputs, tiny
+from cells import NAMED, ROUTINGS, Cell, Model, parse_list, parse_tokens, random_inputs, tiny
 from compare import FatalError, check_alive, describe
 from document import Row, make_row
 from mxpert.cli.measure import RunWeights
@@ -46,7 +46,7 @@ from render import OPEN_ROWS, conditions, folded, markdown_table
 DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/cliffs.json"
 DRY_OUTPUT = _checkout.ROOT / "reports/cliffs-dry-run.json"
 STAGES = ("gate_up", "down", "layer")
-FORMATS = ("bf16", "mxfp8")
+FORMATS = ("bf16", "mxfp8", "mxfp4")
 TOKENS = (17, 131, 2053)
 FEATURES = (384, 704, 1408, 1536)
 HIDDEN = (2048, 4096, 5120)
@@ -78,7 +78,7 @@ def _shape(num_experts: int, hidden_size: int, intermediate_size: int) -> Model:
     """A layer with k = 8, under its model's name if it has one."""
     shape = Model(f"E{num_experts}-k8-H{hidden_size}-F{intermediate_size}", num_experts, 8,
                   hidden_size, intermediate_size)
-    return next((named for named in MODELS.values()
+    return next((named for named in NAMED.values()
                  if (named.E, named.k, named.H, named.F) == (
                      shape.E, shape.k, shape.H, shape.F)), shape)
 
@@ -104,7 +104,7 @@ def neighbour_of(model: Model) -> Model:
         return (math.hypot(math.log(named.H / model.H), math.log(named.F / model.F)),
                 abs(math.log(named.E / model.E)))
 
-    return min(MODELS.values(), key=distance)
+    return min(NAMED.values(), key=distance)
 
 
 def plan(shapes: Iterable[Model], tokens: Sequence[int],
