@@ -59,14 +59,18 @@ lint: $(VENV)/.tested  ## ruff and mypy
 test: lint  ## install the test extra, lint, run the whole suite; the last line is pytest's
 	@$(BIN)/python tests/run_suite.py $(PYTEST_ARGS) </dev/null
 
-# Reference, formats, routing, checks and dispatch: what a change breaks first. No compilation.
-FAST_TESTS := $(addprefix tests/,edges formats routing reference grouped testing \
-	test_architecture.py test_docs.py test_site.py test_weights.py)
+# What a change breaks first: formats, routing, reference, checks, training, documents; then the
+# logic of the quantisation kernels. No kernel is compiled.
+FAST_TESTS := $(addprefix tests/,edges formats grouped reference routing testing training \
+	triton/test_launch.py triton/test_moe_heuristics.py \
+	test_architecture.py test_docs.py test_packaging.py test_site.py test_weights.py)
+FAST_PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(PYTEST_ARGS)
 
-test-fast: $(VENV)/.tested  ## lint and the quick tests: 90 s on 2 cores
+test-fast: $(VENV)/.tested  ## ruff and the quick tests, below 90 s on 2 cores
 	$(BIN)/ruff check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -k 'not code_blocks' \
-		$(FAST_TESTS) $(PYTEST_ARGS) </dev/null
+	$(FAST_PYTEST) -k 'not compile and not toy_lm and not code_blocks and not example' \
+		$(FAST_TESTS) </dev/null
+	TRITON_INTERPRET=1 $(FAST_PYTEST) tests/interpreted/test_quantize_triton.py </dev/null
 
 DOCS_VENV := .venv-docs
 
