@@ -15,14 +15,12 @@ def check_checkpoint(directory: Path, command: str) -> None:
     """Refuse a checkpoint directory that is damaged, by its headers; reads no weights.
 
     Raises:
-        ValueError: no directory, an entry that is a pipe or a device (reading it could wait
-            forever), a config.json or index that cannot be read, or a missing or truncated shard.
+        ValueError: no directory, a pipe or a device in it, a config.json or index that cannot be
+            read, or a missing or truncated shard.
     """
     require(directory.is_dir(), command, str(directory), need="a checkpoint directory",
             got="none" if not directory.exists() else "a file")
-    for entry in sorted(directory.iterdir()):
-        if not entry.is_dir() and entry.exists():
-            require_regular(entry, command, "regular files in a checkpoint")
+    refuse_pipes(directory, command)
     config = read_json(directory / CONFIG_FILE, command)
     quantization = config.get("quantization_config")
     require(quantization is None or isinstance(quantization, dict), command,
@@ -32,6 +30,16 @@ def check_checkpoint(directory: Path, command: str) -> None:
         reader = CheckpointReader(directory, command)
         for name in reader.names:
             reader.info(name)
+
+
+def refuse_pipes(path: Path, command: str) -> None:
+    """Refuse a pipe or a device, alone or in a checkpoint directory: reading it could wait forever.
+
+    A path that does not exist passes: who reads it says so better.
+    """
+    for entry in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if entry.exists() and not entry.is_dir():
+            require_regular(entry, command, "regular files")
 
 
 @contextmanager

@@ -158,10 +158,11 @@ def run_case(case: LayerCase, num_tokens: int, activation_format: str,
     likeness = cosine(output, case.oracle[:num_tokens])
     least = cosine_gate(activation_format,
                         *quantisation_noise(case, num_tokens, activation_format))
-    row = {"layer": layer.layer, "backend": chosen.kernel.backend, "config": str(chosen.config),
-           "T": num_tokens, "activation": activation_format, "hit": hit,
-           "rel_l2": error, "rel_l2_gate": error_limit, "cosine": likeness, "cosine_gate": least,
-           "passed": error <= error_limit and likeness >= least}
+    row: Row = {
+        "layer": layer.layer, "backend": chosen.kernel.backend, "config": str(chosen.config),
+        "T": num_tokens, "activation": activation_format, "hit": hit,
+        "rel_l2": error, "rel_l2_gate": error_limit, "cosine": likeness, "cosine_gate": least,
+        "passed": error <= error_limit and likeness >= least}
     if ceilings is None or timing is None:
         return row
     work = Work.of_stage("layer", hit_experts=hit, routed_rows=num_tokens * layer.top_k,
@@ -206,10 +207,11 @@ def summarise(rows: list[Row]) -> list[Row]:
         mean = {key: sum(row[key] for row in group) / len(group)
                 for key in ("us", "tbs", "tflops", "percent_of_roof") if key in group[0]}
         closest = min(group, key=lambda row: row["cosine"] - row["cosine_gate"])
-        summary.append({**group[0], **mean, "layers": [row["layer"] for row in group],
-                        "rel_l2": max((row["rel_l2"] for row in group), key=_nan_last),
-                        "cosine": closest["cosine"], "cosine_gate": closest["cosine_gate"],
-                        "passed": all(row["passed"] for row in group)})
+        worst: Row = {"layers": [row["layer"] for row in group],
+                      "rel_l2": max((row["rel_l2"] for row in group), key=_nan_last),
+                      "cosine": closest["cosine"], "cosine_gate": closest["cosine_gate"],
+                      "passed": all(row["passed"] for row in group)}
+        summary.append({**group[0], **mean, **worst})
     return summary
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -137,9 +138,9 @@ def _plain(value: Any) -> Any:
 def make_console(*, stderr: bool = False) -> Console:
     """A console. A log file or pipe gets PLAIN_WIDTH columns, unless $COLUMNS says otherwise."""
     console = Console(stderr=stderr)
-    if console.is_terminal or "COLUMNS" in os.environ:
+    if console.is_terminal:
         return console
-    return Console(stderr=stderr, width=PLAIN_WIDTH)
+    return Console(stderr=stderr, width=shutil.get_terminal_size((PLAIN_WIDTH, 25)).columns)
 
 
 def result_console(json_target: str | None) -> Console:
