@@ -41,6 +41,10 @@ dependent launch, two scratch buffers, metadata, launch metadata, two hooks."""
 _DIRECT = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == _CALLING_CONVENTION
 _MAX_MAPS = 4096
 
+LAUNCH_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
+"""Compile options of every kernel, where its launch says nothing else: a product and a sum become
+one instruction. Triton's own default changes in 3.10."""
+
 CACHED_LAUNCHES = 4096
 """Bound of the caches that hold `Launch` objects: one for each problem, config and stride."""
 
@@ -114,6 +118,7 @@ class Launch:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...],
                  tiles: Mapping[str, Tile] = MappingProxyType({}), /, **constants: Any) -> None:
+        constants = {**LAUNCH_OPTIONS, **constants}
         self.kernel, self.grid, self.tiles, self.constants = kernel, grid, tiles, constants
         self._binaries: dict[tuple[Any, ...], Binary] | None = None
         if _DIRECT and isinstance(kernel, JITFunction):

@@ -204,14 +204,14 @@ def summarise(rows: list[Row]) -> list[Row]:
         groups.setdefault((row["T"], row["activation"]), []).append(row)
     summary = []
     for group in groups.values():
-        mean = {key: sum(row[key] for row in group) / len(group)
-                for key in ("us", "tbs", "tflops", "percent_of_roof") if key in group[0]}
+        mean: Row = {key: sum(row[key] for row in group) / len(group)
+                     for key in ("us", "tbs", "tflops", "percent_of_roof") if key in group[0]}
         closest = min(group, key=lambda row: row["cosine"] - row["cosine_gate"])
         worst: Row = {"layers": [row["layer"] for row in group],
                       "rel_l2": max((row["rel_l2"] for row in group), key=_nan_last),
                       "cosine": closest["cosine"], "cosine_gate": closest["cosine_gate"],
                       "passed": all(row["passed"] for row in group)}
-        summary.append({**group[0], **mean, **worst})
+        summary.append(group[0] | mean | worst)
     return summary
 
 

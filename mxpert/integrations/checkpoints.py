@@ -8,18 +8,19 @@ Per layer the format holds, below ``model.layers.N.mlp.experts``, ``gate_up_proj
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import message, require, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE, MXFP4
-from ..formats.tensor import Layout, MXTensor
+from ..formats.spec import MX_BLOCK_SIZE
+from ..formats.tensor import Layout
 from ..problem import Activation, SwiGLU
-from ..weights import GateUpOrder, MoEWeights, gate_up_rows
+from ..published import BLOCK_BYTES, expert_weights_from, published_expert_tensors
+from ..weights import GateUpOrder, MoEWeights
 from .safetensors_files import (
     CONFIG_FILE,
     CheckpointReader,
@@ -30,9 +31,6 @@ from .safetensors_files import (
 
 GPT_OSS_ALPHA = 1.702
 GPT_OSS_LIMIT = 7.0
-BLOCK_BYTES = MX_BLOCK_SIZE // MXFP4.codes_per_byte
-"""Bytes of one block's codes: the last dimension of ``*_blocks``."""
-
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 _REMEDY = "download the file again, or convert the checkpoint with `mxpert quantize`"
 _BLOCKS = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.gate_up_proj_blocks$")
@@ -255,50 +253,6 @@ def save_gpt_oss_layer_tensors(
     return tensors
 
 
-def published_expert_tensors(
-    weights: MoEWeights, *, dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, torch.Tensor]:
-    """The tensors of one experts module as gpt-oss publishes them, names below ``experts.``.
-
-    Args:
-        weights: ROW_MAJOR, in any gate/up order; rows (and bias) come out interleaved.
-        dtype: dtype of the biases.
-
-    Returns:
-        ``gate_up_proj_blocks`` uint8 [E, 2F, H/32, 16], ``gate_up_proj_scales`` uint8 [E, 2F,
-        H/32], the same for ``down_proj``, and ``*_bias`` where there are biases; contiguous.
-    """
-    weights = _interleaved(weights)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, projection, bias in (
-            ("gate_up_proj", weights.gate_up_proj, weights.gate_up_bias),
-            ("down_proj", weights.down_proj, weights.down_bias)):
-        scale = projection.scale.contiguous()
-        tensors[f"{name}_blocks"] = projection.qdata.contiguous().view(*scale.shape, BLOCK_BYTES)
-        tensors[f"{name}_scales"] = scale
-        if bias is not None:
-            tensors[f"{name}_bias"] = bias.to(dtype).contiguous()
-    return tensors
-
-
-def expert_weights_from(tensors: Mapping[str, torch.Tensor], order: GateUpOrder) -> MoEWeights:
-    """The inverse of `published_expert_tensors`: codes as they are, biases in float32.
-
-    Args:
-        tensors: by names below ``experts.``; biases may be absent.
-        order: order of gate and up rows as stored; published checkpoints are INTERLEAVED.
-    """
-    def projection(name: str) -> MXTensor:
-        return MXTensor(tensors[f"{name}_blocks"].flatten(-2), tensors[f"{name}_scales"], MXFP4)
-
-    def bias(name: str) -> torch.Tensor | None:
-        stored = tensors.get(f"{name}_bias")
-        return None if stored is None else stored.to(torch.float32).contiguous()
-
-    return MoEWeights(projection("gate_up_proj"), projection("down_proj"), bias("gate_up_proj"),
-                      bias("down_proj"), gate_up_order=order)
-
-
 def _gpt_oss_sizes(reader: CheckpointReader) -> _GptOssSizes:
     """Sizes from a gpt-oss config; a ValueError where it is another model's or not MXFP4."""
     config, op = reader.config(), reader.op
@@ -351,19 +305,3 @@ def _read_experts(
     return expert_weights_from(
         {kind: reader.read(f"{prefix}.{kind}").to(device) for kind in kinds
          if not kind.endswith("bias") or f"{prefix}.{kind}" in reader.names}, order)
-
-
-def _interleaved(weights: MoEWeights) -> MoEWeights:
-    """The same weights with rows in the order gate, up, gate, up, …"""
-    if weights.gate_up_order is GateUpOrder.INTERLEAVED:
-        return weights
-    assert weights.gate_up_order is not None  # checked by MoEWeights
-    gate, up = gate_up_rows(weights.gate_up_order, weights.intermediate_size, weights.device)
-    rows = torch.stack((gate, up), dim=1).flatten()
-    projection, bias = weights.gate_up_proj, weights.gate_up_bias
-    return replace(
-        weights,
-        gate_up_proj=replace(projection, qdata=projection.qdata[:, rows],
-                             scale=projection.scale[:, rows]),
-        gate_up_bias=None if bias is None else bias[:, rows].contiguous(),
-        gate_up_order=GateUpOrder.INTERLEAVED, fold_certificates=None)

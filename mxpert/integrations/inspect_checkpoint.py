@@ -16,8 +16,9 @@ from ..formats.codec import dequantize_blocks
 from ..formats.folding import fold_certificate
 from ..formats.spec import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE, MXFP4
 from ..formats.tensor import MXTensor
+from ..published import BLOCK_BYTES
 from ..weights import GateUpOrder, gate_up_rows
-from .checkpoints import BLOCK_BYTES, stored_gate_up_order
+from .checkpoints import stored_gate_up_order
 from .expert_sources import PROJECTIONS, ExpertLayer, find_expert_layers
 from .quantize_plan import CHUNK_ELEMENTS
 from .safetensors_files import CONFIG_FILE, CheckpointReader, layer_number

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from .. import __version__
 from ..errors import require
 from ..formats.spec import MX_BLOCK_SIZE, ScaleRule
+from ..published import BLOCK_BYTES
 from ..weights import GateUpOrder
-from .checkpoints import BLOCK_BYTES
 from .expert_sources import PROJECTIONS, ExpertLayer, source_directory_files
 from .quantize_plan import OP, OutputShard, QuantizePlan, plan_quantization, quantize_expert
 from .safetensors_files import (

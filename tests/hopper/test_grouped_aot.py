@@ -19,7 +19,7 @@ from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GemmConfig, GroupedProblem, Op
 from mxpert.routing import padded_capacity
-from mxpert.testing.aot import SHARED_MEMORY_LIMIT, CompiledKernel, specialize
+from mxpert.testing.aot import SHARED_MEMORY_LIMIT, CompiledKernel
 from mxpert.testing.launches import recorded_launches
 
 from .launches import H200, Launch, empty
@@ -101,12 +101,6 @@ def dual(shape: tuple[int, ...], dtype: torch.dtype, pair_spans: tuple[ScaleSpan
     return [Launch(*each) for each in launches]
 
 
-def binary(launch: Launch) -> str:
-    signature, constexprs, divisible = specialize(launch.kernel, launch.specialised)
-    return repr((sorted(signature.items()), sorted(constexprs.items(), key=str),
-                 sorted(divisible)))
-
-
 def multiplications(kernel: CompiledKernel) -> dict[str, int]:
     return {name: count for name, count in kernel.metrics.instructions.items() if "GMMA" in name}
 
@@ -174,7 +168,7 @@ def test_long_sums_are_promoted(op: Op, out_dtype: torch.dtype) -> None:
     short = gemm(op, FORMATS["e4m3"], SPANS["row"], out_dtype)
     sizes = Sizes(k=8448) if op is Op.GROUPED_GEMM else Sizes(m=8448 * 8)
     long = gemm(op, FORMATS["e4m3"], SPANS["row"], out_dtype, sizes)
-    assert binary(short) != binary(long)
+    assert short.binary != long.binary
     kernel = long.compile()
     check_gemm(kernel, "E4M3.E4M3")
     assert {int(name.split("x")[1]) for name in multiplications(kernel)} == {LAST_COLUMNS}
@@ -280,7 +274,7 @@ def test_one_binary_serves_all_shapes(op: Op, mode: str) -> None:
     seen: dict[str, Sizes] = {}
     for sizes in SHAPES:
         launch = gemm(op, FORMATS["e4m3"], SPANS[mode], sizes=sizes)
-        seen.setdefault(binary(launch), sizes)
+        seen.setdefault(launch.binary, sizes)
     assert len(seen) == 1, f"several binaries, the first user of each: {list(seen.values())}"
 
 
@@ -291,7 +285,7 @@ def test_few_binaries_quantise_all_shapes(mode: str) -> None:
         for launch in dual((m, k), torch.bfloat16, DUAL_SPANS[mode], groups):
             parts = [str(launch.arguments[key]) for key in ("CHOOSE", "ENCODE", "ROW_WHOLE")
                      if key in launch.arguments]
-            seen.setdefault((launch.name, *parts), set()).add(binary(launch))
+            seen.setdefault((launch.name, *parts), set()).add(launch.binary)
     counts = {key: len(binaries) for key, binaries in seen.items()}
     assert all(count <= MOST_DUAL_BINARIES[key[0]] for key, count in counts.items()), counts
 
@@ -302,7 +296,7 @@ def test_changing_rows_keep_the_binaries(mode: str) -> None:
     seen: dict[tuple[object, ...], set[str]] = {}
     for rows in (1, 31, 777, 8191, 8192):
         for place, launch in enumerate(dual((rows, 2880), torch.bfloat16, DUAL_SPANS[mode], 8)):
-            seen.setdefault((place, launch.name), set()).add(binary(launch))
+            seen.setdefault((place, launch.name), set()).add(launch.binary)
     counts = {key: len(binaries) for key, binaries in seen.items()}
     assert max(counts.values()) <= 4, counts  # 1, 2 or 4 scales of a column in a store; widths
 
@@ -315,5 +309,5 @@ def test_a_specialised_argument_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
         parameter = next(p for p in launch.kernel.params if p.name == "num_n")
         monkeypatch.setattr(parameter, "__dict__", parameter.__dict__ | {
             "do_not_specialize": False, "do_not_specialize_on_alignment": False})
-        found.add(binary(launch))
+        found.add(launch.binary)
     assert len(found) == 2

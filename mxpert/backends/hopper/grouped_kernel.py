@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ..compat import async_load
 from .grouped_epilogue import apply_scales, load_scales, store_tile
 from .grouped_schedule import rows_tile, weights_tile
 from .grouped_sums import accumulate, accumulate_promoted, accumulate_scaled, sums_layout
@@ -70,8 +71,8 @@ def _produce(ring, a_desc, b_desc, offsets, sizes, shape, num_tiles, BLOCK_M: gl
             mbarrier.wait(free.index(slot), phase)
             arrived = ready.index(slot)
             mbarrier.expect(arrived, (BLOCK_M + BLOCK_N) * 128)
-            tma.async_copy_global_to_shared(a_desc, [a_row, k], arrived, a_ring.index(slot))
-            tma.async_copy_global_to_shared(b_desc, [b_row, k], arrived, b_ring.index(slot))
+            async_load(a_desc, [a_row, k], arrived, a_ring.index(slot))
+            async_load(b_desc, [b_row, k], arrived, b_ring.index(slot))
             slot, phase = next_slot(slot, phase, STAGES)
 
 
