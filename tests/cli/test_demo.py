@@ -111,7 +111,9 @@ def test_a_wrong_result_fails_the_run(checkpoint: Path, tmp_path: Path,
 @pytest.mark.parametrize("name", ACTIVATION_FORMATS)
 def test_the_error_gate_sees_a_wrong_kernel(checkpoint: Path, name: str,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token of sixteen, off by a quarter, as one bad tile would leave it."""
+    """One token of sixteen, off by a quarter, as one bad tile would leave it. Off by a factor of
+    two for mxfp4, whose gate for so few values is wider: a flipped code is half of a value."""
+    factor = 2.0 if name == "mxfp4" else 1.25
     case = next(demo.load_cases(checkpoint, [0], 16, torch.device("cpu")))
     ceilings = measure.Ceilings.measure(torch.device("cpu"), [name])
     assert demo.run_case(case, 16, name, ceilings)["passed"]
@@ -120,7 +122,7 @@ def test_the_error_gate_sees_a_wrong_kernel(checkpoint: Path, name: str,
     def wrong(*arguments: object, **options: object) -> torch.Tensor:
         y = right(*arguments, **options)
         if y.dtype is torch.bfloat16:
-            y[3] *= 1.25
+            y[3] *= factor
         return y
 
     monkeypatch.setattr(demo, "fused_moe", wrong)
