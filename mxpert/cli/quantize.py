@@ -23,7 +23,8 @@ from rich.table import Table
 from ..errors import require
 from ..formats.spec import ScaleRule
 from ..integrations.quantize_checkpoint import QuantizeReport, quantize_checkpoint
-from ..integrations.safetensors_files import layer_number, write_json
+from ..integrations.module_paths import layer_number
+from ..integrations.safetensors_files import write_json
 
 EXIT_NOT_VERIFIED = 1
 
