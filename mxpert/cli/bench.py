@@ -16,6 +16,7 @@ from ..dispatch import Resolution, override
 from ..errors import require
 from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import MXTensor
+from ..integrations.safetensors_files import short
 from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_down, moe_gate_up
 from ..ops.quantize import dequantize
@@ -241,7 +242,7 @@ def _chosen_models(names: list[str] | None, scale: int) -> list[Model]:
     names = names or ["gpt-oss-120b"]
     for name in names:
         require(name in MODEL_SHAPES, "bench", "--model", need=f"one of {', '.join(MODEL_SHAPES)}",
-                got=repr(name[:60]))
+                got=short(name))
     return [Model.named(name, scale) for name in names]
 
 
@@ -283,7 +284,7 @@ def bench(
     require(0 <= scale <= MAX_SCALE, "bench", "--scale", need=f"1 to {MAX_SCALE}", got=scale)
     routings = [each.value for each in Routing]
     require(routing in routings, "bench", "--routing", need=f"one of {routings}",
-            got=repr(routing[:60]))
+            got=short(routing))
     counts = parse_numbers(tokens, "bench", "--tokens")
     names = parse_formats(formats, "bench", "--format")
     stages = parse_choices(stage, STAGES, "bench", "--stage")

@@ -7,8 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import UnsupportedError, message, require
-from ..integrations.safetensors_files import CONFIG_FILE, CheckpointReader, read_json
-from .options import require_regular
+from ..integrations.safetensors_files import (
+    CONFIG_FILE,
+    CheckpointReader,
+    is_file,
+    read_json,
+    what_is_at,
+)
 
 
 def check_checkpoint(directory: Path, command: str) -> None:
@@ -20,7 +25,9 @@ def check_checkpoint(directory: Path, command: str) -> None:
     """
     require(directory.is_dir(), command, str(directory), need="a checkpoint directory",
             got="none" if not directory.exists() else "a file")
-    refuse_pipes(directory, command)
+    for entry in sorted(directory.iterdir()):
+        require(is_file(entry) or entry.is_dir() or not entry.exists(), command, str(entry),
+                need="regular files in a checkpoint", got=what_is_at(entry))
     config = read_json(directory / CONFIG_FILE, command)
     quantization = config.get("quantization_config")
     require(quantization is None or isinstance(quantization, dict), command,
@@ -30,16 +37,6 @@ def check_checkpoint(directory: Path, command: str) -> None:
         reader = CheckpointReader(directory, command)
         for name in reader.names:
             reader.info(name)
-
-
-def refuse_pipes(path: Path, command: str) -> None:
-    """Refuse a pipe or a device, alone or in a checkpoint directory: reading it could wait forever.
-
-    A path that does not exist passes: who reads it says so better.
-    """
-    for entry in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if entry.exists() and not entry.is_dir():
-            require_regular(entry, command, "regular files")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from ..integrations.gpt_oss import (
     load_transformers_oracle,
     write_demo_checkpoint,
 )
-from ..integrations.safetensors_files import CONFIG_FILE, positive_int, read_json
+from ..integrations.safetensors_files import CONFIG_FILE, positive_int, read_json, short
 from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_gate_up
 from ..ops.quantize import dequantize, quantize
@@ -192,7 +192,7 @@ def chosen_layers(text: str | None, checkpoint: Path) -> list[int]:
         return sorted({0, last})
     parts = [part.strip() for part in text.split(",")]
     require(all(part.isascii() and part.isdigit() and len(part) <= MOST_DIGITS for part in parts),
-            "demo", "--layers", need="layer numbers separated by commas", got=repr(text[:60]),
+            "demo", "--layers", need="layer numbers separated by commas", got=short(text),
             remedy="for example --layers 0,11")
     return sorted({int(part) for part in parts})
 

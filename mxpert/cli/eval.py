@@ -13,17 +13,11 @@ from transformers.utils import logging
 from ..errors import message, require, require_device
 from ..integrations.convert import restore
 from ..integrations.evaluation import DEFAULT_FORMATS, FORMATS, EvalReport, evaluate
-from ..integrations.safetensors_files import CONFIG_FILE
+from ..integrations.safetensors_files import CONFIG_FILE, is_file, what_is_at
 from ..integrations.transformers import NAME
 from .checkpoint import check_checkpoint, reading
 from .main import quiet_imports
-from .options import (
-    FORMATS_HELP,
-    JSON_HELP,
-    check_target,
-    parse_formats,
-    require_regular,
-)
+from .options import FORMATS_HELP, JSON_HELP, check_target, parse_formats
 from .progress import progress
 from .report import (
     Column,
@@ -85,7 +79,7 @@ def evaluate_checkpoint(
     by_format = {activation: name for name, activation in FORMATS.items()}
     names = [by_format[each] for each in parse_formats(formats, "eval", "--format")]
     check_target(json_to, "eval")
-    require_regular(text, "eval", "a text file")
+    require(is_file(text), "eval", str(text), need="a text file", got=what_is_at(text))
     if plot is not None:
         require(has_matplotlib(), "eval", "--plot", need="matplotlib", got="no such package",
                 remedy="pip install 'mxpert[plot]'")

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from ..integrations.inspect_checkpoint import ProjectionStatistics, inspect_checkpoint
-from .checkpoint import refuse_pipes
 from .options import JSON_HELP, check_target
 from .progress import progress
 from .quantize import short_name
@@ -41,9 +40,6 @@ def inspect(
         mxpert inspect ./mixtral-mxfp4 --source ./mixtral-bf16 --json report.json
     """
     check_target(json_to, "inspect")
-    for each in (path, source):
-        if each is not None:
-            refuse_pipes(each, "inspect")
     with progress(make_console(stderr=True), "inspect") as advance:
         found = inspect_checkpoint(path, source=source, layer=layer, on_progress=advance)
     columns, rows = _cells(found, with_source=source is not None)

@@ -110,6 +110,15 @@ class _LazyGroup(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if command is None else _load(str(name)), rest
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:  # of the help and of errors in options: they come before `invoke`
+            with contextlib.suppress(OSError):
+                typer.echo(f"error: {one_line(error, '--help')}", err=True)
+            _drop_unwritten_output()
+            sys.exit(EXIT_USER_ERROR)
+
     def invoke(self, ctx: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..dispatch.registry import BACKENDS
 from ..errors import message, require
+from ..integrations.safetensors_files import short
 from ..problem import parse_activation_format
 from ..routing import TOKEN_MASK
 
@@ -30,7 +31,7 @@ def parse_numbers(text: str, command: str, option: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     valid = all(part.isascii() and part.isdigit() and len(part) <= len(str(TOKEN_MASK))
                 and 0 < int(part) <= TOKEN_MASK for part in parts)
-    require(valid, command, option, got=_short(text),
+    require(valid, command, option, got=short(text),
             need=f"integers from 1 to {TOKEN_MASK}, separated by commas",
             remedy=f"for example {option} 1,16,128")
     return [int(part) for part in parts]
@@ -45,7 +46,7 @@ def parse_choices(text: str, allowed: Sequence[str], command: str, option: str) 
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         require(part in allowed, command, option, need=f"some of {','.join(allowed)}",
-                got=_short(part))
+                got=short(part))
     return list(dict.fromkeys(parts))
 
 
@@ -63,19 +64,14 @@ def parse_formats(text: str, command: str, option: str) -> list[str]:
             raise ValueError(message(
                 command, option,
                 f"some of {','.join(FORMAT_NAMES.values())} or {','.join(FORMAT_NAMES)}",
-                _short(part))) from error
+                short(part))) from error
     return list(dict.fromkeys(found))
-
-
-def _short(text: str) -> str:
-    """The text in quotes, cut where a message would become unreadable."""
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def check_backend(backend: str | None, command: str) -> None:
     """Refuse an unknown --backend."""
     require(backend is None or backend in BACKENDS, command, "--backend",
-            need=f"one of {', '.join(BACKENDS)}", got=_short(str(backend)))
+            need=f"one of {', '.join(BACKENDS)}", got=short(str(backend)))
 
 
 def open_folder(folder: Path, command: str, option: str) -> None:
@@ -97,13 +93,6 @@ def check_target(target: str | Path | None, command: str, option: str = "--json"
     usable = path.parent.is_dir() and not path.is_dir()
     hint = ", or -" if option == "--json" else ""
     require(usable, command, option, need=f"a file in an existing directory{hint}",
-            got=_short(str(target)))
+            got=short(str(target)))
     require(os.access(path if path.exists() else path.parent, os.W_OK), command, option,
-            need=f"a file that can be written{hint}", got=_short(str(target)))
-
-
-def require_regular(path: Path, command: str, need: str) -> None:
-    """Refuse an input that is no regular file: reading a pipe could wait forever."""
-    require(path.is_file(), command, str(path), need=need,
-            got=("none" if not path.exists() else "a directory" if path.is_dir() else
-                 "a pipe or a device"), remedy="" if not path.exists() else "name a regular file")
+            need=f"a file that can be written{hint}", got=short(str(target)))

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from ..formats.spec import ScaleRule
 from ..integrations.quantize_checkpoint import QuantizeReport, quantize_checkpoint
-from ..integrations.safetensors_files import layer_number
-from .checkpoint import refuse_pipes
+from ..integrations.module_paths import layer_number
 from .options import JSON_HELP, check_target
 from .progress import progress
 from .report import Column, make_console, print_table, result_console, write_report
@@ -46,8 +45,6 @@ def quantize(
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4 --scale-rule floor --json report.json
     """
     check_target(json_to, "quantize")
-    for each in (source, destination):
-        refuse_pipes(each, "quantize")
     with progress(make_console(stderr=True), "quantize") as advance:
         report = quantize_checkpoint(source, destination, scale_rule=scale_rule, device=device,
                                      on_progress=advance)

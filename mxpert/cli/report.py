@@ -24,6 +24,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..dispatch import detect_target
+from ..errors import message
 from ..integrations.safetensors_files import write_atomically
 from .options import FORMAT_NAMES
 
@@ -106,10 +107,14 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     if path.is_file() or not path.exists():
         write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
         return
-    handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # fails where a pipe has no reader
-    os.set_blocking(handle, True)
-    with open(handle, "w", encoding="utf-8") as stream:
-        stream.write(text)
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # fails where a pipe has no reader
+        os.set_blocking(handle, True)
+        with open(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise ValueError(message("write_json", str(path), "a file that can be written",
+                                 error.strerror)) from error
 
 
 def write_report(target: str | None, document: Mapping[str, Any]) -> None:
