@@ -46,6 +46,23 @@ class Combine(enum.Enum):
 
 
 ACTIVATION_FORMATS = ("bf16", "mxfp8", "mxfp4", FP8_TOKEN)
+ACTIVATION_FORMAT_ALIASES = {"a16w4": "bf16", "a8w4": "mxfp8", "a4w4": "mxfp4"}
+"""Names of a layer with MXFP4 weights, by the width of its activations → activation format."""
+
+
+def parse_activation_format(name: str, op: str) -> str:
+    """The activation format that a name of either vocabulary stands for.
+
+    >>> parse_activation_format("a8w4", "fused_moe"), parse_activation_format("mxfp8", "fused_moe")
+    ('mxfp8', 'mxfp8')
+
+    Raises:
+        ValueError: the name is in neither vocabulary.
+    """
+    known = isinstance(name, str) and name in (*ACTIVATION_FORMATS, *ACTIVATION_FORMAT_ALIASES)
+    require(known, op, "activation_format", got=repr(name),
+            need=f"one of {list(ACTIVATION_FORMATS)} or {list(ACTIVATION_FORMAT_ALIASES)}")
+    return ACTIVATION_FORMAT_ALIASES.get(name, name)
 
 
 def activation_mx_format(name: str, op: str) -> MXFormat | None:
