@@ -85,6 +85,7 @@ def test_the_gate_of_few_rows_with_one_scale_each() -> None:
 
     assert gate("fp8_token", 4) > gate("fp8_token", 64) > measure.END_TO_END_GATE
     assert gate("fp8_token", 4) < 0.025
+    assert gate("mxfp4", 4) > gate("mxfp4", 64) > 4 * measure.END_TO_END_GATE  # one flip: half
     assert gate("mxfp8", 4) == measure.error_gate("layer", "fp8_token") == 1e-2
     assert measure.error_gate("down", "fp8_token", (1, 1)) == measure.STAGE_GATE
 
