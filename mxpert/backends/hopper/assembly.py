@@ -139,8 +139,8 @@ cvt.rn.satfinite.e4m3x2.f16x2 lo01, v01;
 cvt.rn.satfinite.e4m3x2.f16x2 lo23, v23;
 mov.b32 $1, {lo01, lo23};
 }""")
-"""hi is converted twice: ptxas 12.8 miscompiles codes that are packed and converted back (it reads a
-register that was never written)."""
+"""hi is converted twice: ptxas 12.8 miscompiles codes that are packed and converted back (it reads
+a register that was never written)."""
 
 
 @gluon.jit
