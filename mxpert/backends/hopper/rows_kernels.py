@@ -36,7 +36,7 @@ def _encode_row(codes, scale, x, x_scale, held, places, depth, padded_depth, num
                 STEPS: gl.constexpr, WHOLE: gl.constexpr, FORMAT: gl.constexpr,
                 CODED: gl.constexpr, EMAX: gl.constexpr, THRESHOLD: gl.constexpr,
                 INF_BYTE: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
-    """Encode and store one row. `held` has its first STEPS steps; with WHOLE there are no others."""
+    """Encode and store one row. `held` has its first STEPS steps; WHOLE: there are no others."""
     PACKED: gl.constexpr = FORMAT == "e2m1"
     steps = gl.cdiv(padded_depth, CHUNKS * 128)
     numbers = statistic_of(_step_of(held, 0, CODED), FORMAT, CODED, EMAX, THRESHOLD, INF_BYTE)
