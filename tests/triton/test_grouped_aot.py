@@ -16,7 +16,7 @@ import torch
 
 from mxpert.backends.triton import grouped
 from mxpert.backends.triton.grouped_kernels import _padded_offsets_kernel
-from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
+from mxpert.formats import MXTensor, ScaleRule
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GroupedProblem, Op, Target
 from mxpert.routing import padded_capacity
@@ -154,37 +154,6 @@ def test_wgrad_accumulates_without_spills(record: Recorder, target: str) -> None
     launch = record(launch_wgrad, target, FORMATS["e4m3"], accumulate=True)
     assert launch.arguments["ACCUMULATE"] is True
     assert metrics_of(launch, target).spills == 0
-
-
-def launch_if_wide(target: str, op: Op, groups: int, *, accumulate: bool = False) -> None:
-    """Launch the kernel that runs only if an operand has wide blocks."""
-    m, n, k = 8192, 2880, 2880
-    gemm = op is Op.GROUPED_GEMM
-    length = m if gemm else padded_capacity(m, groups)
-    out_dtype = torch.float32 if accumulate else torch.bfloat16
-    problem = GroupedProblem(op, TARGETS[target], length, groups, n, k, *FORMATS["e4m3"], gemm,
-                             out_dtype, accumulate, ScaleSpan.AUTO, ScaleSpan.AUTO)
-    shapes = ((m, k), (groups, n, k)) if gemm else ((n, length), (k, length))
-    first, second = (
-        MXTensor(empty(*shape), empty(*shape[:-1], shape[-1] // 32), get_format("mxfp8_e4m3"),
-                 scale_span=ScaleSpan.AUTO, wide_blocks=empty(1, dtype=torch.int32))
-        for shape in shapes)
-    kernel = grouped.GROUPED_GEMM if gemm else grouped.GROUPED_WGRAD
-    out = empty(*((m, n) if gemm else (groups, n, k)), dtype=out_dtype)
-    kernel.launch_if_wide(problem, first, second, empty(groups + 1, dtype=torch.int32), out)
-
-
-@pytest.mark.parametrize("groups", [8, grouped.MAX_GROUPS])
-@pytest.mark.parametrize("op, accumulate", [
-    (Op.GROUPED_GEMM, False), (Op.GROUPED_WGRAD, False), (Op.GROUPED_WGRAD, True)],
-    ids=["gemm", "wgrad", "accumulate"])
-def test_idle_launches_are_small(record: Recorder, op: Op, accumulate: bool, groups: int) -> None:
-    """The grid has two programs per SM; their loop over tiles does not slow down the GEMM."""
-    launch = record(launch_if_wide, "sm_90", op, groups, accumulate=accumulate)
-    assert launch.grid == (2 * TARGETS["sm_90"].num_sms,)
-    metrics = metrics_of(launch, "sm_90")
-    assert metrics.matrix_instruction == "wgmma"
-    assert metrics.spills == 0
 
 
 @targets

@@ -106,8 +106,8 @@ def finish(accumulator, outputs, tokens, first, second, LAYOUT: gl.constexpr,
            KIND: gl.constexpr, WEIGHTED: gl.constexpr):
     """Compute the outputs [OUTPUTS, TOKENS] in `LAYOUT` from the accumulator in fragment order.
 
-    KIND "rows": ``weight * (sum * factors + bias)``. Otherwise the activation KIND of gate and up; a
-    routing weight multiplies the activation's input.
+    KIND "rows": ``weight * (sum * factors + bias)``. Otherwise the activation KIND of gate and
+    up, whose inputs the routing weight multiplies.
     """
     gate_reference, up_reference, gate_bias, up_bias = outputs
     scale, weight = tokens
