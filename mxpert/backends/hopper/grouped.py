@@ -103,8 +103,8 @@ class _Grouped:
         if mode == "auto":
             assert isinstance(first, MXTensor)  # for the type checker
             assert isinstance(second, MXTensor)
-            _multiply(problem, config, "wide", *decode_if_wide(first, second, target), out=out,
-                      offsets=offsets, **wide)
+            first, second = decode_if_wide(first, second, target)
+            _multiply(problem, config, "wide", first, second, out=out, offsets=offsets, **wide)
 
 
 class _GroupedGemm(_Grouped):
