@@ -4,7 +4,7 @@
 
 writes cliffs.json and cliffs.md beside it. mxpert alone. A cell's efficiency is the time that the
 ceilings of this run allow over the time taken. Its neighbour is the named model nearest in log H
-and log F, with uniform routing at the same T and activation format. `of_neighbour` is the cell's
+and log F, with uniform routing at the same T and activation format. `relative` is the cell's
 efficiency over the neighbour's; below 0.8 the cell is a cliff. Processes of their own time first
 calls and count the GPU binaries of one model, with an empty and with a filled cache. --render FILE
 writes the tables of an earlier run again.
@@ -164,7 +164,7 @@ def count_binaries() -> dict[str, int]:
 
 
 def with_neighbours(rows: Sequence[Row]) -> list[Row]:
-    """Rows with `neighbour_efficiency`, `of_neighbour` and `cliff`; None where the neighbour has no
+    """Rows with `neighbour_efficiency`, `relative` and `cliff`; None where the neighbour has no
     time."""
     uniform = {(row["model"], row["T"], row["activation"], row["stage"]): row["efficiency"]
                for row in rows if row["routing"] == "uniform"}
@@ -172,7 +172,7 @@ def with_neighbours(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         best = uniform.get((row["neighbour"], row["T"], row["activation"], row["stage"]))
         share = None if best is None else row["efficiency"] / best
-        found.append({**row, "neighbour_efficiency": best, "of_neighbour": share,
+        found.append({**row, "neighbour_efficiency": best, "relative": share,
                       "cliff": None if share is None else share < LEAST})
     return found
 
@@ -327,7 +327,7 @@ def table(rows: Sequence[Row]) -> str:
     def text(row: Row | None) -> str:
         if row is None:
             return "–"
-        share = "–" if row["of_neighbour"] is None else f"{row['of_neighbour']:.2f}"
+        share = "–" if row["relative"] is None else f"{row['relative']:.2f}"
         found = f"{100 * row['efficiency']:.0f} ({share})"
         return f"**{found}**" if row["cliff"] else found
 
@@ -342,12 +342,12 @@ def summary(document: Row) -> str:
     lines = []
     for activation in FORMATS:
         for stage in STAGES:
-            found = [row for row in document["rows"] if row["of_neighbour"] is not None
+            found = [row for row in document["rows"] if row["relative"] is not None
                      and (row["activation"], row["stage"]) == (activation, stage)]
             if found:
-                worst = min(found, key=lambda row: row["of_neighbour"])
+                worst = min(found, key=lambda row: row["relative"])
                 lines.append([f"{stage} {activation}", str(len(found)),
-                              str(sum(row["cliff"] for row in found)), f"{worst['of_neighbour']:.2f}",
+                              str(sum(row["cliff"] for row in found)), f"{worst['relative']:.2f}",
                               f"{worst['model']} T={worst['T']} {worst['routing']}"])
     return "\n\n".join((
         markdown_table(["efficiency over the neighbour's", "cells", f"< {LEAST}", "worst", "where"],
@@ -388,10 +388,10 @@ def markdown(document: Row) -> str:
     """Everything: summary, cliffs, all efficiencies, what has no time."""
     meta = document["meta"]
     steep = sorted((row for row in document["rows"] if row["cliff"]),
-                   key=lambda row: row["of_neighbour"])
+                   key=lambda row: row["relative"])
     lines = [[f"{row['model']} T={row['T']} {row['routing']} {row['stage']} {row['activation']}",
               f"{100 * row['efficiency']:.0f}", row["neighbour"],
-              f"{100 * row['neighbour_efficiency']:.0f}", f"{row['of_neighbour']:.2f}", row["config"]]
+              f"{100 * row['neighbour_efficiency']:.0f}", f"{row['relative']:.2f}", row["config"]]
              for row in steep]
     columns = ["cell", "% of roof", "neighbour", "its %", "over its", "config"]
     parts = ["# Cliffs: untuned shapes, odd T and skewed routings", conditions(meta),
@@ -400,7 +400,8 @@ def markdown(document: Row) -> str:
              markdown_table(columns, lines[:OPEN_ROWS])]
     if lines[OPEN_ROWS:]:
         parts.append(folded("the others", markdown_table(columns, lines[OPEN_ROWS:])))
-    parts.append(folded("every efficiency in % of the roof (over the neighbour's)", table(document["rows"])))
+    parts.append(folded("every efficiency in % of the roof (over the neighbour's)",
+                        table(document["rows"])))
     absent = [f"- {each['cell']}: `{each['error']}`" for each in meta["failures"]]
     absent += [f"- out of time: {', '.join(meta['left'])}"] if meta["left"] else []
     if absent:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
@@ -113,7 +113,9 @@ def speed_ups(rows: Iterable[Row]) -> list[SpeedUp]:
     return [SpeedUp(row, peer) for row, peer in best if peer is not None]
 
 
-def geometric_means(found: Iterable[SpeedUp]) -> dict[tuple[str, str, str], tuple[float, int, float]]:
+def geometric_means(
+    found: Iterable[SpeedUp],
+) -> dict[tuple[str, str, str], tuple[float, int, float]]:
     """(our activation, stage, regime) → geometric mean, number of cells, least speed-up."""
     groups: dict[tuple[str, str, str], list[float]] = {}
     for each in found:

@@ -106,7 +106,8 @@ def claims_table(found: Sequence[Claim]) -> str:
                       f"{geometric_mean(claim.value for claim in same):.2f}",
                       f"{worst.value:.2f} ({worst.cell})",
                       f"{sum(claim.is_met for claim in same)} of {len(same)}"))
-    return markdown_table(("rate / the other's rate", "goal", "geometric mean", "worst", "cells that meet it"), lines)
+    return markdown_table(("rate / the other's rate", "goal", "geometric mean", "worst",
+                           "cells that meet it"), lines)
 
 
 def present(rows: Sequence[Row]) -> list[Column]:

@@ -343,12 +343,12 @@ def plot_layers(document: Mapping[str, Any], path: Path) -> None:
             if row["stage"] == "layer" and row["routing"] == "uniform"]
     times = {(row["model"], row["T"], row["impl"], row["activation"]): row["us"] for row in rows}
     models = [name for name in NAMED if any(row["model"] == name for row in rows)]
-    figure = Figure(figsize=(8, 3.4), dpi=200, layout="constrained")
+    figure = Figure(figsize=(8, 3.8), dpi=200, layout="constrained")
     panels = figure.subplots(1, len(CHART_TOKENS), sharex=True, sharey=True)
     for axes, tokens in zip(panels, CHART_TOKENS, strict=True):
         for place, (impl, activation, ours, marker) in enumerate(CHART_PEERS):
             found = [(times[model, tokens, impl, activation] / times[model, tokens, OURS, ours],
-                      line + 0.17 * (place - 1.5)) for line, model in enumerate(models)
+                      line + 0.2 * (place - 1.5)) for line, model in enumerate(models)
                      if {(model, tokens, impl, activation), (model, tokens, OURS, ours)}
                      <= set(times)]
             kind = "a16w4" if activation == "bf16" else "a8w4"
@@ -367,8 +367,9 @@ def plot_layers(document: Mapping[str, Any], path: Path) -> None:
         axes.spines[["top", "right", "left"]].set_visible(False)
     panels[0].set_ylim(len(models) - 0.5, -0.5)
     panels[0].set_xlim(left=0.9)
-    panels[len(panels) // 2].set_xlabel("peer's time / mxpert's time, whole MoE layer "
-                                        "(right of 1: mxpert is faster)", fontsize=9)
+    panels[len(panels) // 2].set_xlabel(
+        "peer's time / mxpert's time, whole MoE layer (right of 1: mxpert is faster)\n"
+        "no mark: the peer does not run this model", fontsize=9)
     handles = {label: handle for axes in panels
                for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", fontsize=9,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 import sys
 import warnings
@@ -37,14 +36,16 @@ from ..problem import (
     TopKProblem,
 )
 from ..testing.toolchain import toolchain
+from .options import JSON_HELP, check_target
 from .report import (
     ACTIVATION_NAMES,
     Row,
     best_device,
     environment,
-    make_console,
     package_version,
     print_table,
+    result_console,
+    write_report,
 )
 
 MINIMUM_VERSIONS = {"torch": "2.11", "triton": "3.6", "numpy": "1.26", "safetensors": "0.5"}
@@ -259,7 +260,7 @@ def _print(console: Console, facts: Row, findings: list[Finding], operations: li
 
 
 def doctor(
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead."),
+    json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
 ) -> None:
     """Say what works on this machine, what does not, and why.
 
@@ -271,8 +272,9 @@ def doctor(
 
         mxpert doctor
 
-        mxpert doctor --json | jq .operations
+        mxpert doctor --json - | jq .operations
     """
+    check_target(json_to, "doctor")
     device = best_device()
     target = detect_target(device)
     facts = environment(device)
@@ -281,10 +283,8 @@ def doctor(
     operations = examine_operations(target)
     broken = (any(finding.state == BROKEN for finding in findings)
               or any(row["chosen"] is None for row in operations))
-    if as_json:
-        typer.echo(json.dumps({**facts, "findings": [asdict(f) for f in findings],
-                               "operations": operations, "healthy": not broken}, indent=1))
-    else:
-        _print(make_console(), facts, findings, operations)
+    _print(result_console(json_to), facts, findings, operations)
+    write_report(json_to, {**facts, "findings": [asdict(f) for f in findings],
+                           "operations": operations, "healthy": not broken})
     if broken:
         raise typer.Exit(1)

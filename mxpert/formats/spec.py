@@ -134,18 +134,32 @@ FORMATS: dict[str, MXFormat] = {f.name: f for f in (MXFP4, MXFP8_E4M3, MXFP8_E5M
 _ALIASES = {"mxfp8": "mxfp8_e4m3"}
 
 
-def get_format(name: str | MXFormat) -> MXFormat:
-    """The format of that name (an MXFormat passes through); ``"mxfp8"`` means ``"mxfp8_e4m3"``.
+def get_format(name: str | MXFormat, op: str = "get_format", argument: str = "name") -> MXFormat:
+    """Return the MX format of that name; an MXFormat passes through.
+
+    Args:
+        name: "mxfp4", "mxfp8_e4m3" or "mxfp8_e5m2"; "mxfp8" means "mxfp8_e4m3".
+        op: the function that reports an unknown name.
+        argument: the name that the error gives to the argument.
+
+    Returns:
+        The MXFormat, one object for each format.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or an MXFormat that is not one of OCP's.
 
-    >>> get_format("mxfp4").codes_per_byte
-    2
+    Source: OCP Microscaling Formats (MX) 1.0, table 1.
+
+    Example:
+        >>> get_format("mxfp4").codes_per_byte
+        2
     """
     if isinstance(name, MXFormat):
-        return name
-    found = FORMATS.get(_ALIASES.get(name, name)) if isinstance(name, str) else None
-    if found is None:
-        raise ValueError(message("get_format", "name", f"one of {sorted(FORMATS)}", repr(name)))
+        known: object = name.name
+    else:
+        known = _ALIASES.get(name, name) if isinstance(name, str) else None
+    found = FORMATS.get(known) if isinstance(known, str) else None
+    if found is None or (isinstance(name, MXFormat) and name != found):
+        raise ValueError(message(op, argument, f"one of {sorted((*FORMATS, *_ALIASES))}",
+                                 repr(name)))
     return found

@@ -1,4 +1,4 @@
-"""What the Hopper backend would launch: both stages run on meta tensors, launches recorded."""
+"""Recorder of the Hopper backend's launches: both stages run on meta tensors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def packed(experts: int, num_rows: int, depth: int) -> MXTensor:
 
 def rows_of(num_rows: int, depth: int, a_format: str,
             quantised: bool) -> torch.Tensor | MXTensor:
-    """bfloat16 rows, or rows quantised beforehand if it is an MX format."""
+    """Rows without data: bfloat16, or an MXTensor if `a_format` is an MX format."""
     format = activation_mx_format(a_format, "rows_of") if quantised else None
     if format is None:
         return empty(num_rows, depth, dtype=torch.bfloat16)
@@ -78,7 +78,7 @@ def describe(shape: MoEShape, num_tokens: int, a_format: str, **options: Any) ->
 
 
 class Recorder:
-    """Notes what the backend launches, and makes its neighbours do nothing."""
+    """Records the backend's launches and replaces the functions around them by stubs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[Launch] = []
@@ -93,8 +93,10 @@ class Recorder:
 
     def run(self, problem: MoEProblem, config: GemmConfig, *, has_bias: bool,
             quantised: bool = False) -> list[Launch]:
-        """Launches of both stages of `problem`, each with the same config; `quantised` rows come
-        and go as an MXTensor, as between the separate ops."""
+        """Launches of both stages of `problem` with the same config.
+
+        With `quantised`, rows are passed as an MXTensor, as between the separate ops.
+        """
         self.launches.clear()
         weights, plan = weights_of(problem, has_bias), plan_of(problem, config.block_m)
         a_format = problem.options.activation_format
@@ -108,7 +110,7 @@ class Recorder:
         return list(self.launches)
 
     def run_layer(self, problem: MoEProblem, config: GemmConfig) -> list[Launch]:
-        """Launches of both stages as a layer runs them."""
+        """Launches of both stages in a layer."""
         self.launches.clear()
         moe.FUSED_MOE.stages(
             problem, MoEConfig(config.block_m, config, config),

@@ -1,4 +1,4 @@
-"""The ahead-of-time harness: kernels with known contents must show them on every target."""
+"""Tests of the ahead-of-time harness on kernels with known instructions, on every target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing kernels compiled for every target, with the arguments that the host code launches.
+"""Routing kernels compiled for every target with the arguments of the host code's launches.
 
 The launches are recorded, not run.
 """
@@ -52,7 +52,7 @@ def launch_plan(num_tokens: int, num_experts: int, top_k: int, unit: int,
 
 
 def gate(launch: RecordedLaunch, target: str) -> None:
-    """Compiles, keeps its values in registers and fits into the chip's shared memory."""
+    """Check that a launch compiles without spills and fits in the chip's shared memory."""
     name = launch.kernel.__name__
     assert all(size > 0 for size in launch.grid)
     metrics = compile_for(launch.kernel, launch.arguments, target=target).metrics
@@ -78,7 +78,7 @@ def test_plan_kernels_compile(launches, tokens, target):
 
 
 def test_dependent_launch_waits_first(launches, monkeypatch):
-    """On Hopper and later: the wait comes before any access to global memory."""
+    """On Hopper and later, grid_dependency_wait comes before any access to global memory."""
     monkeypatch.setattr(route, "detect_target", lambda device: H200)
     launch_topk(64, 256, 8)
     launch_plan(128, 384, 8, 64, expert_parallel=True)
@@ -93,7 +93,7 @@ def test_dependent_launch_waits_first(launches, monkeypatch):
         assert ptx.count("griddepcontrol.wait") == 1
         ahead, after = ptx.split("griddepcontrol.wait")
         early = re.findall(r"\b(?:ld|st)\.global[.\w]*", ahead)
-        if launch.arguments.get("EARLY_PLAN"):  # rows of four slots, past L1
+        if launch.arguments.get("EARLY_PLAN"):  # loads of four slots' rows bypass L1
             assert len(early) == 4
             assert all(access.startswith("ld.global.cg") for access in early)
         else:
@@ -112,7 +112,7 @@ def test_topk_kernel_compiles(launches, options, target):
 
 
 def test_binaries_do_not_depend_on_the_model(launches):
-    """Ten models at nine token counts and two units: binaries follow from the padded sizes."""
+    """Binaries depend on padded sizes only: ten models, nine token counts, two block sizes."""
     for experts, top_k in MODELS:
         for tokens in (1, 3, 16, 17, 128, 250, 777, 4096, 16384):
             launch_topk(tokens, experts, top_k)

@@ -29,7 +29,7 @@ def launches() -> Iterator[list[RecordedLaunch]]:
 
 def metrics_of(launches: list[RecordedLaunch], target: str, op: Op,
                activation: Activation | None = None, **tensors: Any) -> Metrics:
-    """What the launch of one op compiles to."""
+    """Compile the launch of one op and return its metrics."""
     problem = RowsProblem(op, H200, ROWS, WIDTH, torch.bfloat16,
                           1 if activation else TOP_K, activation)
     TRITON[op].launch(problem, None, **tensors)
@@ -68,7 +68,7 @@ def test_combine(launches: list[RecordedLaunch], target: str) -> None:
 
 
 def test_one_binary_serves_every_size(launches: list[RecordedLaunch]) -> None:
-    """Sizes are run-time values: nothing but the activation and the tile is compiled in."""
+    """Sizes are run-time values: binaries depend only on the activation and the tile."""
     problem = RowsProblem(Op.ACTIVATE_ROWS, H200, 2, 64, torch.bfloat16,
                           activation=mxpert.SwiGLU())
     for width, alpha in ((64, 1.702), (2880, 1.0)):

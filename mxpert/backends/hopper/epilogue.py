@@ -1,4 +1,4 @@
-"""Epilogues of the Hopper GEMMs: factors, bias, activation, routing weight, masked stores."""
+"""Epilogues of the Hopper MoE GEMMs: scales, bias, activation, routing weight, stores."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _TOKEN_MASK = gl.constexpr((1 << 24) - 1)
 
 @gluon.jit
 def _row_factor(reference):
-    """2^(reference - 127 - 6) from its bits; layouts are packed only where reference >= 7."""
+    """2^(reference - 127 - 6) as float32; HOPPER_FRAGMENT weights always have reference >= 7."""
     return ((reference.to(gl.int32) - 6) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _load_rows(pointer, rows, limit, HAS: gl.constexpr):
-    """Per-row values (bias), zero past the end or where there is none."""
+    """Load a bias value per row; 0 past the end or without a bias."""
     if HAS:
         return gl.load(pointer + rows, mask=rows < limit, other=0.0)
     else:
@@ -34,7 +34,7 @@ def _load_rows(pointer, rows, limit, HAS: gl.constexpr):
 
 @gluon.constexpr_function
 def output_layout(WARPS, TOKENS, KIND):
-    """Layout of what the epilogue computes: rows in pairs, or features."""
+    """Register layout of the epilogue's outputs: row pairs (KIND "rows") or gated features."""
     return row_pair_layout(WARPS, TOKENS) if KIND == "rows" else feature_layout(WARPS, TOKENS)
 
 
@@ -42,9 +42,9 @@ def output_layout(WARPS, TOKENS, KIND):
 def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows,
                  OUTPUTS: gl.constexpr, LAYOUT: gl.constexpr, KIND: gl.constexpr,
                  HAS_BIAS: gl.constexpr):
-    """Row references and biases of a tile's outputs: of the rows, or of gate and up rows.
+    """Load row references and biases of a tile's outputs (KIND "rows"), or of its gate and up rows.
 
-    As they are loaded: what is computed from them, in `finish`, would wait for the loads.
+    Raw values are returned; `finish` computes with them, so that nothing waits for the loads here.
     """
     output = first_output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, LAYOUT))
     reference += expert * padded_rows
@@ -64,13 +64,13 @@ def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows
 
 @gluon.constexpr_function
 def one_each():
-    """A tile's rows, one for each thread of a warpgroup."""
+    """1-D layout of a tile's rows with one row per thread of a warpgroup."""
     return gl.BlockedLayout([1], [32], [4], [0])
 
 
 @gluon.jit
 def spread(tokens, LAYOUT: gl.constexpr):
-    """Terms of rows from one a thread to where `finish` needs them."""
+    """Convert row terms from `one_each` to the layout that `finish` uses."""
     scale, weight = tokens
     ROWS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     return gl.convert_layout(scale, ROWS), gl.convert_layout(weight, ROWS)
@@ -79,8 +79,10 @@ def spread(tokens, LAYOUT: gl.constexpr):
 @gluon.jit
 def token_terms(x_scale, routed_weights, first_row, TOKENS: gl.constexpr, LAYOUT: gl.constexpr,
                 WEIGHTED: gl.constexpr):
-    """Scales and routing weights of a tile's sorted rows, in the 1-D LAYOUT; padding rows have any
-    values."""
+    """Load scales and routing weights of a tile's sorted rows, in the 1-D LAYOUT.
+
+    Values of padding rows are undefined.
+    """
     row = first_row + gl.arange(0, TOKENS, layout=LAYOUT)
     scale = gl.load(x_scale + row)
     weight = gl.load(routed_weights + row) if WEIGHTED else scale
@@ -89,23 +91,23 @@ def token_terms(x_scale, routed_weights, first_row, TOKENS: gl.constexpr, LAYOUT
 
 @gluon.jit
 def row_ids(sorted_token_ids, first_row, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Ids of a tile's sorted rows, in the 1-D LAYOUT."""
+    """Load the sorted_token_ids of a tile's rows, in the 1-D LAYOUT."""
     return gl.load(sorted_token_ids + first_row + gl.arange(0, TOKENS, layout=LAYOUT))
 
 
 @gluon.jit
 def is_real(ids, num_tokens):
-    """Which sorted rows belong to a token."""
+    """Mask of the sorted rows that belong to a token, not to padding."""
     return (ids & _TOKEN_MASK) < num_tokens
 
 
 @gluon.jit
 def finish(accumulator, outputs, tokens, first, second, LAYOUT: gl.constexpr,
            KIND: gl.constexpr, WEIGHTED: gl.constexpr):
-    """Accumulator in fragment order → values [OUTPUTS, TOKENS] in `LAYOUT`.
+    """Compute the outputs [OUTPUTS, TOKENS] in `LAYOUT` from the accumulator in fragment order.
 
-    KIND "rows": ``weight * (sum * factors + bias)``. Any other KIND: the activation of that name,
-    whose input the routing weight scales.
+    KIND "rows": ``weight * (sum * factors + bias)``. Otherwise the activation KIND of gate and
+    up, whose inputs the routing weight multiplies.
     """
     gate_reference, up_reference, gate_bias, up_bias = outputs
     scale, weight = tokens
@@ -128,7 +130,7 @@ def finish(accumulator, outputs, tokens, first, second, LAYOUT: gl.constexpr,
 
 @gluon.jit
 def store_outputs(value, real, out, first_row, first_output, num_outputs):
-    """value [OUTPUTS, TOKENS] → out[row, output] where the row is `real`, from its own layout."""
+    """Store value [OUTPUTS, TOKENS] to out[row, output] for rows that are `real`."""
     LAYOUT: gl.constexpr = value.type.layout
     output = first_output + gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     row = first_row + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, LAYOUT))
@@ -139,7 +141,7 @@ def store_outputs(value, real, out, first_row, first_output, num_outputs):
 
 @gluon.jit
 def _token_halves(value):
-    """The first and the second half of the tokens of a value [OUTPUTS, TOKENS]."""
+    """Split a value [OUTPUTS, TOKENS] into the first and the second half of the tokens."""
     OUTPUTS: gl.constexpr = value.shape[0]
     TOKENS: gl.constexpr = value.shape[1]
     return value.reshape([OUTPUTS, 2, TOKENS // 2]).permute((0, 2, 1)).split()
@@ -147,11 +149,11 @@ def _token_halves(value):
 
 @gluon.jit
 def _copy_out(value, out_desc, staging, first_row, first_output, PIECE: gl.constexpr):
-    """Start the copy of value [OUTPUTS, rows of a piece] to `out`; PIECE counts a tile's pieces."""
+    """Start the TMA store of value [OUTPUTS, rows of a piece] as piece number PIECE of a tile."""
     PIECES: gl.constexpr = staging.shape[0]
-    if PIECE == 0 or PIECE >= PIECES:  # until what lay in this piece's place has been read
+    if PIECE == 0 or PIECE >= PIECES:  # wait until TMA has read the previous data of this buffer
         tma.store_wait(0 if PIECE == 0 else PIECES - 1)
-        barrier()  # one thread starts all copies and alone can wait for them
+        barrier()  # only the thread that starts the copies can wait for them
     rows = staging.index(PIECE % PIECES)
     rows.store(value.to(out_desc.dtype).permute((1, 0)))
     fence_async_shared()
@@ -160,10 +162,10 @@ def _copy_out(value, out_desc, staging, first_row, first_output, PIECE: gl.const
 
 @gluon.jit
 def copy_outputs(value, out_desc, staging, first_row, first_output, PIECE: gl.constexpr):
-    """value [OUTPUTS, TOKENS] → rows of `out` from first_row on, by TMA through `staging`.
+    """Store value [OUTPUTS, TOKENS] to rows of `out` from first_row on, by TMA through `staging`.
 
-    A piece has the rows that one copy takes. Rows of padding are written like others; what lies
-    behind the last output is not. PIECE: pieces of the same tile before these.
+    A piece holds the rows of one copy. PIECE: number of pieces of the same tile stored before.
+    Padding rows are written, too. TMA clips outputs past the last one.
     """
     ROWS: gl.constexpr = staging.shape[1]
     COPIES: gl.constexpr = value.shape[1] // ROWS
