@@ -388,7 +388,7 @@ EP8 = replace(MODEL_SHAPES["deepseek-v3"], num_experts=32)
 def test_rows_of_an_expert_choose_the_tile(
     shape: MoEShape, num_tokens: int, a_format: str, tile: str,
 ) -> None:
-    """The limits were measured against the other tiles on an H200, see docs/performance.md."""
+    """The limits were measured beside the other tiles on an H200: docs/dev/performance-log.md."""
     layer = heuristics.layer_heuristic(describe(shape, num_tokens, a_format))
     assert layer.gate_up == layer.down == config_of(a_format, tile)
 
