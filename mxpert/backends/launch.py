@@ -41,6 +41,10 @@ cooperative, dependent launch, two scratch buffers, metadata, launch metadata, t
 _DIRECT = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == _CALLING_CONVENTION
 _MAX_MAPS = 4096
 
+LAUNCH_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
+"""Compile options of every kernel, where its launch says nothing else: a product and a sum become
+one instruction. Triton's own default changes in 3.10."""
+
 CACHED_LAUNCHES = 4096
 """Size of the caches of `Launch` objects; each problem, config and stride has its own object."""
 
@@ -117,6 +121,7 @@ class Launch:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...],
                  tiles: Mapping[str, Tile] = MappingProxyType({}), /, **constants: Any) -> None:
+        constants = {**LAUNCH_OPTIONS, **constants}
         self.kernel, self.grid, self.tiles, self.constants = kernel, grid, tiles, constants
         self._binaries: dict[tuple[Any, ...], Binary] | None = None
         if _DIRECT and isinstance(kernel, JITFunction):

@@ -21,12 +21,11 @@ from mxpert.problem import (
     activation_mx_format,
 )
 from mxpert.routing import RoutingPlan, plan_capacity
-from mxpert.testing.aot import CompiledKernel, compile_for
+from mxpert.testing.aot import CompiledKernel, compile_for, specialize
 from mxpert.testing.problems import MoEShape
 from mxpert.weights import GateUpOrder, MoEWeights
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
-_LAUNCH_OPTIONS = ("launch_pdl", "maxnreg", "num_stages")
 
 
 class Launch(NamedTuple):
@@ -41,16 +40,13 @@ class Launch(NamedTuple):
         return self.kernel.__name__
 
     @property
-    def specialised(self) -> dict[str, Any]:
-        """Arguments of the kernel itself, without launch options."""
-        return {key: value for key, value in self.arguments.items()
-                if key in self.kernel.arg_names}
+    def binary(self) -> str:
+        """Names the binary that this launch would run."""
+        return specialize(self.kernel, self.arguments, "sm_90").key
 
     def compile(self) -> CompiledKernel:
-        """Compile the binary of this launch."""
-        options = {key: self.arguments[key] for key in _LAUNCH_OPTIONS if key in self.arguments}
-        return compile_for(self.kernel, self.specialised, target="sm_90",
-                           num_warps=self.arguments["num_warps"], **options)
+        """The binary that this launch would run."""
+        return compile_for(self.kernel, self.arguments, target="sm_90")
 
 
 def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

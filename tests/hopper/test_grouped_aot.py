@@ -7,7 +7,7 @@ does, and compile them.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,14 +19,14 @@ from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GemmConfig, GroupedProblem, Op
 from mxpert.routing import padded_capacity
-from mxpert.testing.aot import SHARED_MEMORY_LIMIT, CompiledKernel, specialize
+from mxpert.testing.aot import SHARED_MEMORY_LIMIT, CompiledKernel
 from mxpert.testing.launches import recorded_launches
 
 from .launches import H200, Launch, empty
 from .sass import register_operands, reused_barriers
 
 KERNEL_OF = {kernel.op: kernel for kernel in KERNELS}
-BLOCK, SPAN128, ROW = ScaleSpan.BLOCK, ScaleSpan.SPAN128, ScaleSpan.ROW
+BLOCK, SPAN128, ROW, AUTO = ScaleSpan.BLOCK, ScaleSpan.SPAN128, ScaleSpan.ROW, ScaleSpan.AUTO
 FORMATS = {"e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"), "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
            "mixed": ("mxfp8_e4m3", "mxfp8_e5m2"), "e5m2": ("mxfp8_e5m2", "mxfp8_e5m2")}
 SPANS = {"row": (ROW, ROW), "span128": (SPAN128, ROW), "exact": (BLOCK, BLOCK)}
@@ -35,6 +35,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_SPILLS = 4
 """Local-memory instructions allowed with ACCUMULATE into float32, which keeps old and new values in
 registers at once. All other variants have none."""
+
+COPIES = {"UTMALDG.2D": 2}
+"""TMA loads of a stage: one of each operand."""
 
 THREADS = 384
 """Threads of two consumer warpgroups and the producer's warpgroup."""
@@ -56,25 +59,30 @@ class Sizes(NamedTuple):
     k: int = 2880
 
 
-def operand(fmt: str, span: ScaleSpan, *size: int) -> torch.Tensor | MXTensor:
+def operand(fmt: str, span: ScaleSpan, *size: int, axis: int = -1) -> torch.Tensor | MXTensor:
     if fmt == "bf16":
         return empty(*size, dtype=torch.bfloat16)
-    return MXTensor(empty(*size), empty(*size[:-1], size[-1] // 32), get_format(fmt),
-                    scale_span=span)
+    scales = list(size)
+    scales[axis] //= 32
+    wide = empty(1, dtype=torch.int32) if span is AUTO else None
+    return MXTensor(empty(*size), empty(*scales), get_format(fmt), axis, scale_span=span,
+                    wide_blocks=wide)
 
 
-def gemm(op: Op, pair: tuple[str, str], pair_spans: tuple[ScaleSpan, ScaleSpan],
-         out_dtype: torch.dtype = torch.bfloat16, sizes: Sizes = Sizes(), *,
-         accumulate: bool = False, config: GemmConfig | None = None) -> Launch:
-    """The launch of one grouped GEMM, without those that convert operands to bfloat16."""
+def launches_of(op: Op, pair: tuple[str, str], pair_spans: tuple[ScaleSpan, ScaleSpan],
+                out_dtype: torch.dtype = torch.bfloat16, sizes: Sizes = Sizes(), *,
+                accumulate: bool = False, config: GemmConfig | None = None,
+                trans_b: bool = True) -> list[Launch]:
+    """All launches of one grouped GEMM."""
     m, groups, n, k = sizes
     forward = op is Op.GROUPED_GEMM
     length = m if forward else padded_capacity(m, groups)
-    shapes = ((m, k), (groups, n, k)) if forward else ((n, length), (k, length))
-    first, second = (operand(fmt, span, *shape)
-                     for fmt, span, shape in zip(pair, pair_spans, shapes, strict=True))
-    problem = GroupedProblem(op, H200, length, groups, n, k, *pair, forward, out_dtype, accumulate,
-                             *pair_spans)
+    b_shape = (groups, n, k) if trans_b else (groups, k, n)
+    shapes = ((m, k), b_shape) if forward else ((n, length), (k, length))
+    first, second = (operand(fmt, span, *shape, axis=axis) for fmt, span, shape, axis in zip(
+        pair, pair_spans, shapes, (-1, -1 if trans_b else -2), strict=True))
+    problem = GroupedProblem(op, H200, length, groups, n, k, *pair, forward and trans_b, out_dtype,
+                             accumulate, *pair_spans)
     kernel = KERNEL_OF[op]
     assert kernel.unsupported(problem) is None
     offsets = empty(groups + 1, dtype=torch.int32)
@@ -84,7 +92,12 @@ def gemm(op: Op, pair: tuple[str, str], pair_spans: tuple[ScaleSpan, ScaleSpan],
     with recorded_launches() as launches:
         kernel.launch(problem, config or kernel.heuristic(problem), group_offsets=offsets,
                       **arguments)
-    (only,) = (Launch(*each) for each in launches if "grouped_gemm" in each.kernel.__name__)
+    return [Launch(*each) for each in launches]
+
+
+def gemm(*request: Any, **options: Any) -> Launch:
+    """The one GEMM among `launches_of`; operands may be turned into bfloat16 before."""
+    (only,) = (each for each in launches_of(*request, **options) if "grouped_gemm" in each.name)
     return only
 
 
@@ -101,24 +114,20 @@ def dual(shape: tuple[int, ...], dtype: torch.dtype, pair_spans: tuple[ScaleSpan
     return [Launch(*each) for each in launches]
 
 
-def binary(launch: Launch) -> str:
-    signature, constexprs, divisible = specialize(launch.kernel, launch.specialised)
-    return repr((sorted(signature.items()), sorted(constexprs.items(), key=str),
-                 sorted(divisible)))
-
-
 def multiplications(kernel: CompiledKernel) -> dict[str, int]:
     return {name: count for name, count in kernel.metrics.instructions.items() if "GMMA" in name}
 
 
-def check_gemm(kernel: CompiledKernel, types: str, *, spills: int = 0) -> None:
-    """Check that operands are loaded by TMA, all wgmma have the given types, and resources fit."""
+def check_gemm(kernel: CompiledKernel, types: str, *, spills: int = 0,
+               copies: dict[str, int] = COPIES) -> None:
+    """Operands by TMA into shared memory, wgmma of the named types alone, and it fits."""
     metrics = kernel.metrics
     names = multiplications(kernel)
     assert names
     assert all(name.endswith(types) for name in names), names
     assert register_operands(kernel.listing) == 0, "both operands are read from shared memory"
-    assert metrics.instructions["UTMALDG.2D"] == 2
+    assert {name: count for name, count in metrics.instructions.items()
+            if name.startswith("UTMALDG")} == copies
     assert metrics.spills <= spills
     assert metrics.shared_memory <= SHARED_MEMORY_LIMIT["sm_90"] == 227 * 1024
     assert metrics.registers * THREADS <= SM_REGISTERS
@@ -174,7 +183,7 @@ def test_long_sums_are_promoted(op: Op, out_dtype: torch.dtype) -> None:
     short = gemm(op, FORMATS["e4m3"], SPANS["row"], out_dtype)
     sizes = Sizes(k=8448) if op is Op.GROUPED_GEMM else Sizes(m=8448 * 8)
     long = gemm(op, FORMATS["e4m3"], SPANS["row"], out_dtype, sizes)
-    assert binary(short) != binary(long)
+    assert short.binary != long.binary
     kernel = long.compile()
     check_gemm(kernel, "E4M3.E4M3")
     assert {int(name.split("x")[1]) for name in multiplications(kernel)} == {LAST_COLUMNS}
@@ -202,12 +211,52 @@ def test_what_is_refused() -> None:
     for bad, reason in ((replace(problem, target=replace(H200, arch="sm_80")), "sm_90"),
                         (replace(problem, out_dtype=torch.float64), "float64"),
                         (replace(problem, n=36), "36 columns"),
-                        (replace(problem, k=36), "K = 36"),
-                        (replace(problem, trans_b=False), "contiguous"), (wgrad, "contiguous")):
+                        (replace(problem, k=36), "K = 36"), (wgrad, "contiguous")):
         said = KERNEL_OF[bad.op].unsupported(bad)
         assert said is not None
         assert reason in said
     assert KERNEL_OF[Op.GROUPED_GEMM].unsupported(problem) is None
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pair", [*FORMATS, "bf16"])
+def test_b_that_is_not_transposed(pair: str, out_dtype: torch.dtype) -> None:
+    """[G, K, N] is read as it lies, 64 columns a copy, and transposed by the tensor core."""
+    launch = gemm(Op.GROUPED_GEMM, FORMATS.get(pair, ("bf16", "bf16")), SPANS["exact"], out_dtype,
+                  trans_b=False)
+    kernel = launch.compile()
+    check_gemm(kernel, "x16.F32.BF16", copies={"UTMALDG.2D": 1, "UTMALDG.3D": 4})
+    assert kernel.count(r"\bHGMMA\S* .*\.tnspB") == kernel.count(r"\bHGMMA") > 0
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["new", "into"])
+@pytest.mark.parametrize("pair", ["e4m3", "hybrid"])
+@pytest.mark.parametrize("pair_spans", [(AUTO, AUTO), (ROW, AUTO), (AUTO, ROW)], ids=str)
+@ops
+def test_auto_has_an_fp8_and_a_bf16_gemm(
+    op: Op, pair_spans: tuple[ScaleSpan, ScaleSpan], pair: str, accumulate: bool,
+) -> None:
+    """Both of this backend: nothing falls to the portable kernel, whatever the device finds."""
+    if accumulate and op is Op.GROUPED_GEMM:
+        pytest.skip("adds to nothing")
+    dtype = torch.float32 if accumulate else torch.bfloat16
+    request: tuple[Any, ...] = (op, FORMATS[pair], pair_spans, dtype)
+    launches = [launch for launch in launches_of(*request, accumulate=accumulate)
+                if "padded_offsets" not in launch.name]
+    assert [launch.name for launch in launches] == [
+        "_grouped_gemm_hopper_kernel", "_grouped_decode_if_wide_kernel",
+        "_grouped_gemm_hopper_kernel"]
+    narrow, decode, wide = launches
+    assert [narrow.arguments["IF_WIDE"], wide.arguments["IF_WIDE"]] == [False, True]
+    for name in ("a_wide", "b_wide"):
+        assert narrow.arguments[name] is wide.arguments[name]
+    check_gemm(narrow.compile(), "F32." + ".".join(name[-4:].upper() for name in FORMATS[pair]),
+               spills=MOST_SPILLS * accumulate)
+    check_gemm(wide.compile(), "x16.F32.BF16", spills=MOST_SPILLS * accumulate)
+    metrics = decode.compile().metrics
+    assert metrics.spills == metrics.scratch == 0
+    assert metrics.global_stores.keys() == {128}
+    assert metrics.global_loads.keys() <= {8, 32, 128}, "scales are bytes, counts words"
 
 
 # --- quantize_dual ------------------------------------------------------------------------------
@@ -273,15 +322,22 @@ column per store (1, 2 or 4), by the groups rounded up to a power of two (32 …
 step widths, with or without groups."""
 
 
-@spans
+@pytest.mark.parametrize("mode", [*SPANS, "auto", "not_transposed"])
 @ops
 def test_one_binary_serves_all_shapes(op: Op, mode: str) -> None:
     """Rows, groups, N and K are run-time values: nothing recompiles from step to step."""
-    seen: dict[str, Sizes] = {}
+    if mode == "not_transposed" and op is Op.GROUPED_WGRAD:
+        pytest.skip("both operands of wgrad have one order")
+    seen: dict[tuple[str, bool], dict[str, Sizes]] = {}
     for sizes in SHAPES:
-        launch = gemm(op, FORMATS["e4m3"], SPANS[mode], sizes=sizes)
-        seen.setdefault(binary(launch), sizes)
-    assert len(seen) == 1, f"several binaries, the first user of each: {list(seen.values())}"
+        for launch in launches_of(op, FORMATS["e4m3"], SPANS.get(mode, (AUTO, AUTO)), sizes=sizes,
+                                  trans_b=mode != "not_transposed"):
+            if "grouped" in launch.name:
+                key = launch.name, launch.arguments.get("IF_WIDE", False)
+                seen.setdefault(key, {}).setdefault(launch.binary, sizes)
+    assert len(seen) == (3 if mode == "auto" else 1)
+    for users in seen.values():
+        assert len(users) == 1, f"several binaries, the first user of each: {list(users.values())}"
 
 
 @pytest.mark.parametrize("mode", DUAL_SPANS)
@@ -291,7 +347,7 @@ def test_few_binaries_quantise_all_shapes(mode: str) -> None:
         for launch in dual((m, k), torch.bfloat16, DUAL_SPANS[mode], groups):
             parts = [str(launch.arguments[key]) for key in ("CHOOSE", "ENCODE", "ROW_WHOLE")
                      if key in launch.arguments]
-            seen.setdefault((launch.name, *parts), set()).add(binary(launch))
+            seen.setdefault((launch.name, *parts), set()).add(launch.binary)
     counts = {key: len(binaries) for key, binaries in seen.items()}
     assert all(count <= MOST_DUAL_BINARIES[key[0]] for key, count in counts.items()), counts
 
@@ -302,7 +358,7 @@ def test_changing_rows_keep_the_binaries(mode: str) -> None:
     seen: dict[tuple[object, ...], set[str]] = {}
     for rows in (1, 31, 777, 8191, 8192):
         for place, launch in enumerate(dual((rows, 2880), torch.bfloat16, DUAL_SPANS[mode], 8)):
-            seen.setdefault((place, launch.name), set()).add(binary(launch))
+            seen.setdefault((place, launch.name), set()).add(launch.binary)
     counts = {key: len(binaries) for key, binaries in seen.items()}
     assert max(counts.values()) <= 4, counts  # 1, 2 or 4 scales of a column in a store; widths
 
@@ -315,5 +371,5 @@ def test_a_specialised_argument_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
         parameter = next(p for p in launch.kernel.params if p.name == "num_n")
         monkeypatch.setattr(parameter, "__dict__", parameter.__dict__ | {
             "do_not_specialize": False, "do_not_specialize_on_alignment": False})
-        found.add(binary(launch))
+        found.add(launch.binary)
     assert len(found) == 2

@@ -27,7 +27,7 @@ from mxpert.problem import (
     SwiGLU,
     activation_mx_format,
 )
-from mxpert.testing.aot import SHARED_MEMORY_LIMIT, CompiledKernel, specialize
+from mxpert.testing.aot import SHARED_MEMORY_LIMIT, CompiledKernel
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from mxpert.testing.toolchain import toolchain
 
@@ -188,7 +188,7 @@ def test_split_depth(recorder: Recorder, a_format: str, tile: str) -> None:
     launches = recorder.run(describe(shape_of(), 4, a_format), replace(config, split_k=3),
                             has_bias=True)
     parts = gemms(launches)
-    assert [launch.arguments["KIND"] for launch in parts] == [0, 0]
+    assert [launch.arguments["KIND"] for launch in parts] == ["rows", "rows"]
     for launch in parts:
         check_gemm(launch.compile(), tile)
     finishing = [launch for launch in launches if "finish" in launch.name or "parts" in launch.name]
@@ -292,12 +292,6 @@ MODELS = {**MODEL_SHAPES, "one_of_everything": MoEShape(128, 128, 1, 1),
 TOKENS = (1, 3, 16, 333, 1024, 8192)
 
 
-def binary(launch: Launch) -> str:
-    signature, constexprs, divisible = specialize(launch.kernel, launch.specialised)
-    return repr((sorted(signature.items()), sorted(constexprs.items(), key=str),
-                 sorted(divisible)))
-
-
 @tiles
 def test_schedules_reach_as_far_as_tiles(a_format: str, tile: str) -> None:
     assert config_of(a_format, tile).group_m <= schedule._MOST_BLOCKS.value
@@ -327,7 +321,7 @@ def test_one_binary_serves_all_models(recorder: Recorder, a_format: str) -> None
             for launch in recorder.run(describe(same, num_tokens, a_format), config,
                                        has_bias=True):
                 key = (launch.name, str(launch.arguments.get("KIND")))
-                seen.setdefault(key, {}).setdefault(binary(launch), f"{model}, T = {num_tokens}")
+                seen.setdefault(key, {}).setdefault(launch.binary, f"{model}, T = {num_tokens}")
     many = {key: list(models.values()) for key, models in seen.items()
             if len(models) > MOST_BINARIES.get(key[0], 1)}
     assert not many, f"several binaries, the first user of each: {many}"
@@ -344,7 +338,7 @@ def test_few_binaries_finish_the_first_stage(recorder: Recorder, a_format: str) 
         config = replace(config_of(a_format, "decode8"), split_k=split_k)
         for launch in recorder.run(describe(same, 1, a_format), config, has_bias=True):
             if "finish" in launch.name or "parts" in launch.name:
-                seen.setdefault(launch.name, set()).add(binary(launch))
+                seen.setdefault(launch.name, set()).add(launch.binary)
     counts = {name: len(binaries) for name, binaries in seen.items()}
     assert counts["_moe_combine_parts_kernel"] == 1
     assert counts["_moe_finish_rows_kernel"] <= 5
@@ -361,7 +355,7 @@ def test_a_specialised_argument_is_caught(
         parameter = next(p for p in launch.kernel.params if p.name == "row_units")
         monkeypatch.setattr(parameter, "__dict__", parameter.__dict__ | {
             "do_not_specialize": False, "do_not_specialize_on_alignment": False})
-        found.add(binary(launch))
+        found.add(launch.binary)
     assert len(found) == 2
 
 

@@ -31,7 +31,7 @@ from mxpert.problem import (
     activation_mx_format,
 )
 from mxpert.routing import RoutingPlan, plan_capacity
-from mxpert.testing.aot import compile_for, specialize
+from mxpert.testing.aot import Metrics, compile_for, specialize
 from mxpert.testing.launches import RecordedLaunch, recorded_launches
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from mxpert.weights import MoEWeights
@@ -103,12 +103,8 @@ def describe(target: str, a_format: str, num_tokens: int, shape: MoEShape,
                       MoEOptions(shape.activation, a_format, **options), Layout.ROW_MAJOR)
 
 
-def compile_launch(launch: RecordedLaunch, target: str) -> Any:
-    arguments = dict(launch.arguments)
-    num_warps, num_stages = arguments.pop("num_warps"), arguments.pop("num_stages", 3)
-    options = {"launch_pdl": True} if arguments.pop("launch_pdl", False) else {}
-    return compile_for(launch.kernel, arguments, target=target, num_warps=num_warps,
-                       num_stages=num_stages, **options).metrics
+def compile_launch(launch: RecordedLaunch, target: str) -> Metrics:
+    return compile_for(launch.kernel, launch.arguments, target=target).metrics
 
 
 def scale_loads(arguments: dict[str, Any], target: str) -> int:
@@ -196,11 +192,7 @@ def test_one_binary_serves_all_models(record: Recorder, a_format: str) -> None:
                         SwiGLU(), shape.gate_up_order, has_bias=True)
         problem = describe("sm_90", a_format, num_tokens, same)
         for kernel, _grid, arguments in record(problem, config, same):
-            arguments = {key: value for key, value in arguments.items()
-                         if key in kernel.arg_names}
-            signature, constexprs, divisible = specialize(kernel, arguments)
-            key = repr((sorted(signature.items()), sorted(constexprs.items(), key=str),
-                        sorted(divisible)))
+            key = specialize(kernel, arguments, "sm_90").key
             seen.setdefault(kernel.__name__, set()).add(key)
         assert {kernel: len(keys) for kernel, keys in seen.items()} == dict.fromkeys(seen, 1), name
     # Both GEMMs, the finishing kernel of stage 1 after split-K, the combine; the quantiser of rows.

@@ -55,8 +55,7 @@ def gate(launch: RecordedLaunch, target: str) -> None:
     """Check that a launch compiles without spills and fits in the chip's shared memory."""
     name = launch.kernel.__name__
     assert all(size > 0 for size in launch.grid)
-    metrics = compile_for(launch.kernel, arguments_of(launch), target=target,
-                          num_warps=launch.arguments["num_warps"]).metrics
+    metrics = compile_for(launch.kernel, launch.arguments, target=target).metrics
     assert metrics.spills == 0, f"{name} spills {metrics.spills}"
     assert metrics.scratch == 0, f"{name} uses {metrics.scratch} bytes of stack"
     assert metrics.shared_memory <= SHARED_MEMORY_LIMIT[target]
@@ -90,8 +89,7 @@ def test_dependent_launch_waits_first(launches, monkeypatch):
     assert len(launches) == 6
     for launch in launches:
         assert launch.arguments["launch_pdl"] is True
-        ptx = compile_for(launch.kernel, arguments_of(launch), target="sm_90",
-                          num_warps=launch.arguments["num_warps"], launch_pdl=True).asm["ptx"]
+        ptx = compile_for(launch.kernel, launch.arguments, target="sm_90").asm["ptx"]
         assert ptx.count("griddepcontrol.wait") == 1
         ahead, after = ptx.split("griddepcontrol.wait")
         early = re.findall(r"\b(?:ld|st)\.global[.\w]*", ahead)
@@ -122,8 +120,8 @@ def test_binaries_do_not_depend_on_the_model(launches):
                 launch_plan(tokens, experts, top_k, unit)
     binaries = {}
     for launch in launches:
-        parts = specialize(launch.kernel, arguments_of(launch))
-        binaries.setdefault(launch.kernel.__name__, set()).add(repr(parts))
+        call = specialize(launch.kernel, arguments_of(launch), "sm_90")
+        binaries.setdefault(launch.kernel.__name__, set()).add(call.key)
     counts = {name: len(variants) for name, variants in binaries.items()}
     # E ≤ 128 and E ≤ 512, each with three sizes of tiles.
     assert counts == {"_route_topk_kernel": 2, "_routing_plan_expert_kernel": 6,

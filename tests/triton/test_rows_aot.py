@@ -34,9 +34,7 @@ def metrics_of(launches: list[RecordedLaunch], target: str, op: Op,
                           1 if activation else TOP_K, activation)
     TRITON[op].launch(problem, None, **tensors)
     (launch,) = launches
-    arguments = {name: value for name, value in launch.arguments.items() if name != "num_warps"}
-    return compile_for(launch.kernel, arguments, target=target,
-                       num_warps=launch.arguments["num_warps"]).metrics
+    return compile_for(launch.kernel, launch.arguments, target=target).metrics
 
 
 def check(metrics: Metrics) -> None:

@@ -33,3 +33,9 @@ def copied_matrix(rows: int, columns: int, dtype: torch.dtype) -> Tile:
     Reads past the end of a matrix give zeros.
     """
     return _tile((1, rows, columns), dtype, columns)
+
+
+def copied_of_each(rows: int, columns: int, dtype: torch.dtype) -> Tile:
+    """Copies of rows × columns of one of a tensor's matrices [..., all rows, all columns], beyond
+    whose rows and columns a copy has zeros."""
+    return _tile((1, rows, columns), dtype, None)

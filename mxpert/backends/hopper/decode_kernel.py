@@ -16,9 +16,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
+    mbarrier, warpgroup_mma, warpgroup_mma_wait,
 )
 
+from ..compat import async_load
 from ..dependent import EARLY, release_next, wait_for_previous
 from .assembly import decode_tables
 from .claims import LEAD, make_labels, next_tile, read_label, write_label, write_last_label
@@ -96,20 +97,17 @@ def _load_weights(ring, descriptors, slot, step, units, part, TOKENS: gl.constex
     for width in gl.static_range(_num_widths(TOKENS)):
         mbarrier.expect(arrived, WEIGHT_BYTES + (8 << width) * ROW_BYTES, pred=part % 4 == width)
     for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(code_desc, [units[half], step * 64, 0], arrived,
-                                        ring[0].index(2 * slot + half))
-        tma.async_copy_global_to_shared(shift_desc, [units[half], step * 16, 0], arrived,
-                                        ring[1].index(2 * slot + half))
+        async_load(code_desc, [units[half], step * 64, 0], arrived, ring[0].index(2 * slot + half))
+        async_load(shift_desc, [units[half], step * 16, 0], arrived, ring[1].index(2 * slot + half))
 
 
 @gluon.jit
 def _load_rows(rows, x_desc, arrived, first_row, depth, low_rows, SPLIT: gl.constexpr):
     """Start the TMA loads of activation rows of one width; with SPLIT also of their low parts."""
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
-    tma.async_copy_global_to_shared(x_desc, [first_row, depth], arrived, rows.slice(0, ROWS, 0))
+    async_load(x_desc, [first_row, depth], arrived, rows.slice(0, ROWS, 0))
     if SPLIT:
-        tma.async_copy_global_to_shared(x_desc, [low_rows + first_row, depth], arrived,
-                                        rows.slice(ROWS, ROWS, 0))
+        async_load(x_desc, [low_rows + first_row, depth], arrived, rows.slice(ROWS, ROWS, 0))
 
 
 @gluon.jit
@@ -204,7 +202,7 @@ def _tile(ring, operands, state, steps, expert, first_row, first_output, first_s
     slot, phase = state
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
     ACCUMULATOR: gl.constexpr = accumulator_layout(4, COLUMNS)
-    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
     LAYOUT: gl.constexpr = output_layout(4, TOKENS, KIND)
     # Up to 32 columns there are registers to load the terms before the main loop. With exactly 32
     # columns each thread must hold the terms of one row only.
@@ -247,7 +245,7 @@ def _consume(ring, operands, plan, sizes, depth_units, num_rows, PARTITION: gl.c
              HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
     ready = ring[3]
     labels = ring[5]
-    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
     wait_for_previous()
     if PARTITION == 0:
         release_next()
@@ -279,7 +277,7 @@ def _moe_gemm_decode_kernel(
     """Compute out [P, num_outputs] for all blocks in use; the module docstring has the schedule.
 
     x8_desc, x16_desc, x32_desc: TMA descriptors of 8, 16 and 32 rows of x; None above TOKENS.
-    KIND: 0 is stage 2 (rows); above 0 the activation of stage 1 (features, two weight rows each).
+    KIND: "rows" in stage 2; in stage 1 the name of the activation (two weight rows a feature).
     low_rows: row of x where the low parts begin (SPLIT).
     splits: parts of the depth; each has its own num_rows rows of out. tiles_per_block counts them.
     early_stages: stages whose weights the producer loads before it waits for the activations.

@@ -28,8 +28,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..compat import async_load, barrier
 from .assembly import encode_fp8_words, larger_halves, multiply_bfloat16_pairs
 from .dual_scales import (
     bytes_of_stages, column_codes_layout, in_matrix, inverse_scale, load_column_scales,
@@ -171,8 +172,8 @@ def _start_copies(x_desc, staged, ready, source, first_word, STAGES: gl.constexp
     for stage in gl.static_range(STAGES):
         for block in gl.static_range(0, 4, BLOCKS):
             row = gl.where(counts[block] > 0, first_rows[block], _NOWHERE)
-            tma.async_copy_global_to_shared(x_desc, [row, first_word + 32 * stage], ready,
-                                            staged.index((4 * stage + block) // BLOCKS))
+            async_load(x_desc, [row, first_word + 32 * stage], ready,
+                       staged.index((4 * stage + block) // BLOCKS))
 
 
 @gluon.jit
@@ -194,7 +195,7 @@ def _clear_rows(tile, source, stages, LAYOUT: gl.constexpr):
         for stage in range(stages):
             words = tile.index(stage).load(LAYOUT)
             tile.index(stage).store(gl.where(keep, words, 0))
-        gl.thread_barrier()  # inside the branch: only tiles with ragged blocks need it
+        barrier()  # inside the branch: only tiles with ragged blocks need it
 
 
 # --- both sides of a stage ----------------------------------------------------------------------

@@ -6,52 +6,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ..compat import async_store, barrier
+from ..triton.epilogue import gated_activation
 from .tiles import feature_layout, gate_and_up, row_pair_layout, row_pairs
 
-ACTIVATION_KINDS = {"silu": 1, "swiglu": 2, "clamped_silu": 3, "situ_v2": 4}
-"""KIND of stage 1 by activation name; KIND 0 is stage 2 (no activation)."""
+ROWS = "rows"
+"""KIND of stage 2's epilogue, which has no activation; in stage 1 KIND is the activation's name."""
 
 _TOKEN_MASK = gl.constexpr((1 << 24) - 1)
-
-
-@gluon.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + gl.exp(-x))
-
-
-@gluon.jit
-def _tanh(x):
-    return 2.0 * _sigmoid(2.0 * x) - 1.0
-
-
-@gluon.jit
-def _clamp_above(x, limit):
-    """``min(x, limit)``; NaN stays NaN, as in the reference."""
-    return gl.where(x > limit, limit, x)
-
-
-@gluon.jit
-def _clamp_both(x, limit):
-    """``clamp(x, -limit, limit)``; NaN stays NaN."""
-    return gl.where(x < -limit, -limit, _clamp_above(x, limit))
-
-
-@gluon.jit
-def activate(gate, up, first, second, KIND: gl.constexpr):
-    """Apply the gated activation KIND with parameters first and second (see `mxpert.problem`)."""
-    if KIND == 1:
-        return gate * _sigmoid(gate) * up
-    elif KIND == 2:
-        gate = _clamp_above(gate, second)
-        up = _clamp_both(up, second)
-        return gate * _sigmoid(first * gate) * (up + 1.0)
-    elif KIND == 3:
-        gate = _clamp_above(gate, first)
-        up = _clamp_both(up, first)
-        return gate * _sigmoid(gate) * up
-    else:
-        gl.static_assert(KIND == 4, "unknown activation")
-        return first * _tanh(gate / first) * _sigmoid(gate) * second * _tanh(up / second)
 
 
 @gluon.jit
@@ -72,22 +34,22 @@ def _load_rows(pointer, rows, limit, HAS: gl.constexpr):
 
 @gluon.constexpr_function
 def output_layout(WARPS, TOKENS, KIND):
-    """Register layout of the epilogue's outputs: row pairs (KIND 0) or gated features."""
-    return row_pair_layout(WARPS, TOKENS) if KIND == 0 else feature_layout(WARPS, TOKENS)
+    """Register layout of the epilogue's outputs: row pairs (KIND "rows") or gated features."""
+    return row_pair_layout(WARPS, TOKENS) if KIND == "rows" else feature_layout(WARPS, TOKENS)
 
 
 @gluon.jit
 def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows,
                  OUTPUTS: gl.constexpr, LAYOUT: gl.constexpr, KIND: gl.constexpr,
                  HAS_BIAS: gl.constexpr):
-    """Load row references and biases of a tile's outputs (KIND 0), or of its gate and up rows.
+    """Load row references and biases of a tile's outputs (KIND "rows"), or of its gate and up rows.
 
     Raw values are returned; `finish` computes with them, so that nothing waits for the loads here.
     """
     output = first_output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, LAYOUT))
     reference += expert * padded_rows
     inside = output < num_outputs
-    if KIND == 0:
+    if KIND == "rows":
         rows = gl.load(reference + output, mask=inside, other=127)
         shift = _load_rows(bias + expert * num_outputs, output, num_outputs, HAS_BIAS)
         return rows, rows, shift, shift
@@ -144,14 +106,14 @@ def finish(accumulator, outputs, tokens, first, second, LAYOUT: gl.constexpr,
            KIND: gl.constexpr, WEIGHTED: gl.constexpr):
     """Compute the outputs [OUTPUTS, TOKENS] in `LAYOUT` from the accumulator in fragment order.
 
-    KIND 0: ``weight * (sum * factors + bias)``. Otherwise the activation of gate and up; a routing
-    weight multiplies the activation's input.
+    KIND "rows": ``weight * (sum * factors + bias)``. Otherwise the activation KIND of gate and
+    up, whose inputs the routing weight multiplies.
     """
     gate_reference, up_reference, gate_bias, up_bias = outputs
     scale, weight = tokens
     gate_factor = _row_factor(gate_reference)
     up_factor = _row_factor(up_reference)
-    if KIND == 0:
+    if KIND == "rows":
         value = row_pairs(accumulator, LAYOUT)
         value = value * gate_factor[:, None] * scale[None, :] + gate_bias[:, None]
         if WEIGHTED:
@@ -163,7 +125,7 @@ def finish(accumulator, outputs, tokens, first, second, LAYOUT: gl.constexpr,
             scale = scale * weight
         gate = gate * gate_factor[:, None] * scale[None, :] + gate_bias[:, None]
         up = up * up_factor[:, None] * scale[None, :] + up_bias[:, None]
-        return activate(gate, up, first, second, KIND)
+        return gated_activation(gate, up, first, second, KIND)
 
 
 @gluon.jit
@@ -191,11 +153,11 @@ def _copy_out(value, out_desc, staging, first_row, first_output, PIECE: gl.const
     PIECES: gl.constexpr = staging.shape[0]
     if PIECE == 0 or PIECE >= PIECES:  # wait until TMA has read the previous data of this buffer
         tma.store_wait(0 if PIECE == 0 else PIECES - 1)
-        gl.thread_barrier()  # only the thread that starts the copies can wait for them
+        barrier()  # only the thread that starts the copies can wait for them
     rows = staging.index(PIECE % PIECES)
     rows.store(value.to(out_desc.dtype).permute((1, 0)))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [first_row, first_output], rows)
+    async_store(out_desc, [first_row, first_output], rows)
 
 
 @gluon.jit

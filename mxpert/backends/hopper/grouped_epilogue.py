@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ..compat import async_store, barrier
+
 
 @gluon.jit
 def scale_value(byte):
@@ -65,11 +67,11 @@ def _store_piece(value, out, out_desc, staging, row, row_end, column, num_column
     COLUMNS: gl.constexpr = value.shape[1]
     LAYOUT: gl.constexpr = _coalesced(COLUMNS, out.dtype.element_ty.primitive_bitwidth)
     tma.store_wait(0)
-    gl.thread_barrier()  # only the thread that starts the copies can wait for them
+    barrier()  # only the thread that starts the copies can wait for them
     staging.store(value)
     if (not ACCUMULATE) & (row + 64 <= row_end):
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row, column], staging)
+        async_store(out_desc, [row, column], staging)
     else:
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))

@@ -21,6 +21,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ..compat import async_load
+from .grouped_decode import is_wide
 from .grouped_epilogue import apply_scales, load_scales, store_tile
 from .grouped_schedule import rows_tile, weights_tile
 from .grouped_sums import accumulate, accumulate_promoted, accumulate_scaled, sums_layout
@@ -66,13 +68,16 @@ def _produce(ring, a_desc, b_desc, offsets, sizes, shape, num_tiles, BLOCK_M: gl
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         group, first_tile, end_tile, place = _locate(
             tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M, BLOCK_N, BAND, WGRAD)
-        a_row, b_row, start, end, _, _, _ = place
+        a_row, b_row, start, end, _, _, column = place
         for k in range(start, end, DEPTH):
             mbarrier.wait(free.index(slot), phase)
             arrived = ready.index(slot)
             mbarrier.expect(arrived, (BLOCK_M + BLOCK_N) * 128)
-            tma.async_copy_global_to_shared(a_desc, [a_row, k], arrived, a_ring.index(slot))
-            tma.async_copy_global_to_shared(b_desc, [b_row, k], arrived, b_ring.index(slot))
+            async_load(a_desc, [a_row, k], arrived, a_ring.index(slot))
+            if b_ring.rank == 3:
+                async_load(b_desc, [b_row, k], arrived, b_ring.index(slot))
+            else:
+                async_load(b_desc, [group, k, column], arrived, b_ring.index(slot))
             slot, phase = next_slot(slot, phase, STAGES)
 
 
@@ -172,15 +177,18 @@ def _grouped_gemm_hopper_kernel(
         out, out_desc, a_desc, b_desc, a_scale, b_scale, a_wide, b_wide, offsets, num_groups,
         num_rows, num_outer, num_n, num_k, a_pitch, b_pitch, BLOCK_M: gl.constexpr,
         BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
-        WGRAD: gl.constexpr, SPAN: gl.constexpr, ACCUMULATE: gl.constexpr, num_warps: gl.constexpr):
-    """out[r] = a[r] b[g].T for rows r of group g, [num_rows, num_n]; zeros in rows without a group.
+        WGRAD: gl.constexpr, SPAN: gl.constexpr, ACCUMULATE: gl.constexpr, IF_WIDE: gl.constexpr,
+        num_warps: gl.constexpr):
+    """Groups of rows: out[r] = a[r] b[g].T, [num_rows, num_n], zeros in rows without a group.
 
-    WGRAD: out[g] = a_g b_g.T, [num_groups, num_outer, num_n], summed over the group's part of the
-    reduction; group offsets are multiples of 32. a_pitch, b_pitch: bytes of scales per row.
-    a_wide, b_wide [1]: counts of wide blocks; the kernel does nothing if one is above 0.
+    WGRAD: out[g] = a_g b_g.T, [num_groups, num_outer, num_n], over each group's part of the
+    reduction, whose offsets are multiples of 32. Scales have pitches of `a_pitch` and `b_pitch`
+    bytes a row. a_wide, b_wide [1]: counts of wide blocks, of which one may be missing; with them
+    the output is computed only if one is above 0 (IF_WIDE), or only if none is.
     """
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, DEPTH], a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, DEPTH], b_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape,
+                                       b_desc.layout)
     PIECE: gl.constexpr = out_desc.block_type.shape[1]
     staging = gl.allocate_shared_memory(out_desc.dtype, [2, 64, PIECE], out_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -195,10 +203,8 @@ def _grouped_gemm_hopper_kernel(
         num_tiles = num_groups * row_tiles * column_tiles
     else:  # upper bound: each group, and the rows without one, may have a ragged tile
         num_tiles = (num_rows // BLOCK_M + num_groups + 1) * column_tiles
-    if a_wide is not None:
-        num_tiles = gl.where(gl.load(a_wide) > 0, 0, num_tiles)
-    if b_wide is not None:
-        num_tiles = gl.where(gl.load(b_wide) > 0, 0, num_tiles)
+    if (a_wide is not None) | (b_wide is not None):
+        num_tiles = gl.where(is_wide(a_wide, b_wide) == IF_WIDE, num_tiles, 0)
     ring = (a_ring, b_ring, ready, free)
     sizes = (num_groups, num_rows, column_tiles)
     shape = (num_n, num_k, row_tiles, num_outer)

@@ -30,9 +30,17 @@ def _slot_before(slot, STAGES: gl.constexpr):
 
 @gluon.jit
 def _operands(ring, slot, PARTITION: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
-    """Operands of a stage: this consumer's rows of a, and COLUMNS columns of b from FIRST on."""
+    """This consumer's rows of a stage, and COLUMNS columns from FIRST on.
+
+    The columns' operand lies in memory as [columns, depth], or of rank 3 as [1, depth, columns].
+    """
     a = ring[0].index(slot).slice(PARTITION * 64, 64, 0)
-    return a, ring[1].index(slot).slice(FIRST, COLUMNS, 0).permute((1, 0))
+    b = ring[1].index(slot)
+    if b.rank == 3:
+        b = b.reshape([b.shape[1], b.shape[2]]).slice(FIRST, COLUMNS, 1)
+    else:
+        b = b.slice(FIRST, COLUMNS, 0).permute((1, 0))
+    return a, b
 
 
 @gluon.constexpr_function

@@ -21,14 +21,11 @@ from . import heuristics
 from .combine_parts import combine_parts
 from .copies import copied, copied_matrix
 from .decode_kernel import _moe_gemm_decode_kernel
-from .epilogue import ACTIVATION_KINDS
+from .epilogue import ROWS
 from .finish import finish_gate_up, finish_rows
 from .prefill_kernel import _moe_gemm_prefill_kernel
 from .rows import SortedRows, fits_one_step, sorted_rows
 from .schedule import Schedules, tile_schedule
-
-_ROWS_KIND = 0
-"""KIND of stage 2 and of split-K GEMMs. Stage 1 without split-K uses ACTIVATION_KINDS."""
 
 _NO_PARAMETERS = (0.0, 0.0)
 
@@ -113,10 +110,10 @@ class _GateUp(_Stage):
         if config.split_k > 1:
             parts = _parts(num_rows, 2 * features, config, weights.device)
             multiply(parts, rows, weights.gate_up_proj, None, plan, problem, config,
-                     kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
+                     kind=ROWS, parameters=_NO_PARAMETERS, weighted=False)
             return parts
         multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, plan, problem, config,
-                 kind=ACTIVATION_KINDS[options.activation.name],
+                 kind=options.activation.name,
                  parameters=options.activation.parameters,
                  weighted=options.apply_router_weight_on_input, schedules=schedules)
         return h
@@ -148,11 +145,11 @@ class _Down(_Stage):
         if config.split_k > 1 and not flat:
             parts = _parts(num_rows, weights.hidden_size, config, weights.device)
             multiply(parts, rows, weights.down_proj, None, plan, problem, config,
-                     kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
+                     kind=ROWS, parameters=_NO_PARAMETERS, weighted=False)
             return combine_parts(parts, weights.down_bias, plan, options)
         out = rows.scale.new_empty((num_rows, problem.hidden_size), dtype=options.out_dtype)
         multiply(out, rows, weights.down_proj, weights.down_bias, plan, problem,
-                 _unsplit(config), kind=_ROWS_KIND, parameters=_NO_PARAMETERS,
+                 _unsplit(config), kind=ROWS, parameters=_NO_PARAMETERS,
                  weighted=not options.apply_router_weight_on_input, schedules=schedules)
         return out if flat else combine_rows(out, plan.slot_rows, problem.target, early_plan=True)
 
@@ -169,7 +166,7 @@ def _unsplit(config: GemmConfig) -> GemmConfig:
 
 def multiply(
     out: torch.Tensor, rows: SortedRows, weight: MXTensor, bias: torch.Tensor | None,
-    plan: RoutingPlan, problem: MoEProblem, config: GemmConfig, *, kind: int,
+    plan: RoutingPlan, problem: MoEProblem, config: GemmConfig, *, kind: str,
     parameters: tuple[float, float], weighted: bool, schedules: Schedules | None = None,
 ) -> None:
     """Run one GEMM with its epilogue over the plan's blocks.
@@ -209,7 +206,7 @@ class _Gemm(NamedTuple):
     split: bool
     has_bias: bool
     weighted: bool
-    kind: int
+    kind: str
     parameters: tuple[float, float]
 
 
@@ -232,7 +229,7 @@ def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Laun
     unused = {name: None for name in _X_DESCRIPTORS.values() if name not in tiles}
     constants = _gemm_constants(problem, config, gemm)
     early_stages = config.num_stages  # stage 2 starts while the last tiles of stage 1 still run
-    if gemm.kind != _ROWS_KIND:
+    if gemm.kind != ROWS:
         early_stages = heuristics.early_stages(config, problem, constants["tiles_per_block"])
     return Launch(
         _moe_gemm_decode_kernel, (heuristics.decode_ctas(problem),), tiles,
@@ -246,7 +243,7 @@ def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Laun
 def _prefill_launch(
     problem: MoEProblem, config: GemmConfig, gemm: _Gemm, out_dtype: torch.dtype,
 ) -> Launch:
-    outputs = 64 if gemm.kind == _ROWS_KIND else 32
+    outputs = 64 if gemm.kind == ROWS else 32
     pieces, rows = heuristics.output_pieces(config, gemm.split, outputs * out_dtype.itemsize)
     # With hi and lo and only two stages of 256 codes, copy half a stage at a time (32 rows are 128
     # codes of depth): decoding then starts earlier.

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
 
+from ..compat import async_load
 from ..dependent import wait_then_release
 from .assembly import decode_tables
 from .claims import LEAD, make_labels, next_tile, read_label, write_label, write_last_label
@@ -112,12 +113,11 @@ def _load_activations(x, half, x_desc, arrived, first_row, width, depth, low_row
     """Start the TMA loads of 128 codes of a tile's activation rows into half a stage."""
     for q in gl.static_range(BLOCKS):
         row = first_row + q * BLOCK_M
-        tma.async_copy_global_to_shared(x_desc, [row, depth], arrived,
-                                        _rows(x, half, q * BLOCK_M, BLOCK_M), pred=width > q)
+        async_load(x_desc, [row, depth], arrived, _rows(x, half, q * BLOCK_M, BLOCK_M),
+                   pred=width > q)
         if SPLIT:
-            tma.async_copy_global_to_shared(x_desc, [low_rows + row, depth], arrived,
-                                            _rows(x, half, (BLOCKS + q) * BLOCK_M, BLOCK_M),
-                                            pred=width > q)
+            async_load(x_desc, [low_rows + row, depth], arrived,
+                       _rows(x, half, (BLOCKS + q) * BLOCK_M, BLOCK_M), pred=width > q)
 
 
 @gluon.jit
@@ -149,10 +149,10 @@ def _fill_stage(ring, descriptors, state, step, tile, row_units, depth_units, lo
             row_unit = expert * row_units + gl.minimum(unit + c, row_units - 1)
             first = row_unit * depth_units + 2 * step + part
             own = slot * CONSUMERS + c
-            tma.async_copy_global_to_shared(code_desc, [first * 32, 0], arrived,
-                                            codes.index(own).slice(part * 32, 32 * UNITS, 0))
-            tma.async_copy_global_to_shared(shift_desc, [first * 8, 0], arrived,
-                                            shifts.index(own).slice(part * 8, 8 * UNITS, 0))
+            async_load(code_desc, [first * 32, 0], arrived,
+                       codes.index(own).slice(part * 32, 32 * UNITS, 0))
+            async_load(shift_desc, [first * 8, 0], arrived,
+                       shifts.index(own).slice(part * 8, 8 * UNITS, 0))
     return next_slot(slot, phase, STAGES)
 
 
@@ -304,7 +304,7 @@ def _outputs(unit, expert, factors, TOKENS: gl.constexpr, KIND: gl.constexpr,
              HAS_BIAS: gl.constexpr):
     """Load row references and biases of one row unit."""
     reference, bias, num_outputs, row_units = factors
-    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
     return output_terms(reference, bias, expert, unit * OUTPUTS, num_outputs, row_units * 64,
                         OUTPUTS, output_layout(4, TOKENS, KIND), KIND, HAS_BIAS)
 
@@ -314,7 +314,7 @@ def _store(total, outputs, tokens, first_row, unit, target, PIECE: gl.constexpr,
            KIND: gl.constexpr, WEIGHTED: gl.constexpr):
     """Run the epilogue for one row unit and store its outputs to rows from `first_row` on."""
     out_desc, staging, param_first, param_second = target
-    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
     LAYOUT: gl.constexpr = output_layout(4, total.shape[1], KIND)
     value = finish(total, outputs, spread(tokens, LAYOUT), param_first, param_second, LAYOUT,
                    KIND, WEIGHTED)

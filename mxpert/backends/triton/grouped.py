@@ -20,8 +20,7 @@ from ...routing import padded_capacity
 from ..launch import CACHED_LAUNCHES, Launch
 from .dual_kernels import _quantize_dual_kernel
 from .grouped_kernels import (
-    _grouped_gemm_if_wide_kernel, _grouped_gemm_kernel, _grouped_wgrad_if_wide_kernel,
-    _grouped_wgrad_kernel, _padded_offsets_kernel,
+    _grouped_gemm_kernel, _grouped_wgrad_kernel, _padded_offsets_kernel,
 )
 from .heuristics import OUT_DTYPES, compute_capability
 from .quantize import DTYPES
@@ -41,9 +40,6 @@ SCALED_MMA_ROWS = 128
 
 OFFSETS_BLOCK = 128
 """Groups that `_padded_offsets_kernel` handles per iteration."""
-
-IF_WIDE_PROGRAMS = 2
-"""Programs per SM of AUTO's exact kernel, which returns at once unless a wide block was counted."""
 
 
 def _unsupported(target: Target, num_groups: int) -> str | None:
@@ -250,17 +246,6 @@ class _GroupedGemm(_Grouped):
                    group_offsets_ptr=group_offsets)
         return c
 
-    def launch_if_wide(self, problem: GroupedProblem, a: torch.Tensor | MXTensor,
-                       b: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
-                       c: torch.Tensor) -> None:
-        """Fill c if an operand has wide blocks; the kernel reads the counts on the device."""
-        a_data, a_scale, a_strides = _parts(a)
-        b_data, b_scale, b_strides = _parts(b)
-        _gemm_if_wide_launch(problem, a_strides, b_strides)(
-            c_ptr=c, a_ptr=a_data, a_scale_ptr=a_scale, b_ptr=b_data, b_scale_ptr=b_scale,
-            group_offsets_ptr=group_offsets, a_wide_ptr=wide_blocks(a),
-            b_wide_ptr=wide_blocks(b))
-
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _gemm_launch(problem: GroupedProblem, config: GemmConfig, a_strides: tuple[int, ...],
@@ -268,15 +253,6 @@ def _gemm_launch(problem: GroupedProblem, config: GemmConfig, a_strides: tuple[i
     require_valid(problem, config)
     return Launch(_grouped_gemm_kernel, (_gemm_tiles(problem, config),),
                   **_gemm_constants(problem, config, a_strides, b_strides))
-
-
-@functools.lru_cache(CACHED_LAUNCHES)
-def _gemm_if_wide_launch(problem: GroupedProblem, a_strides: tuple[int, ...],
-                         b_strides: tuple[int, ...]) -> Launch:
-    config = GROUPED_GEMM.heuristic(problem)
-    num_tiles = _gemm_tiles(problem, config)
-    return Launch(_grouped_gemm_if_wide_kernel, _if_wide_grid(problem.target, num_tiles),
-                  num_tiles=num_tiles, **_gemm_constants(problem, config, a_strides, b_strides))
 
 
 def _gemm_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
@@ -290,7 +266,7 @@ def _gemm_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
 
 def _gemm_constants(problem: GroupedProblem, config: GemmConfig, a_strides: tuple[int, ...],
                     b_strides: tuple[int, ...]) -> dict[str, Any]:
-    """Scalar and constexpr arguments of the plain and the if-wide kernel."""
+    """Every argument of the kernel but the tensors."""
     order = (0, 1, 2) if problem.trans_b else (0, 2, 1)
     b_stride, b_scale_stride = ([strides[axis] for axis in order]
                                 for strides in (b_strides[:3], b_strides[3:]))
@@ -331,36 +307,12 @@ class _GroupedWgrad(_Grouped):
                    a_scale_ptr=a_scale, offsets_ptr=offsets)
         return out
 
-    def launch_if_wide(self, problem: GroupedProblem, grad: torch.Tensor | MXTensor,
-                       a: torch.Tensor | MXTensor, offsets: torch.Tensor,
-                       out: torch.Tensor) -> None:
-        """Fill (or add to) out if an operand has wide blocks; the kernel reads the counts.
-
-        `offsets` comes from `padded_offsets`.
-        """
-        grad_data, grad_scale, grad_strides = _parts(grad)
-        a_data, a_scale, a_strides = _parts(a)
-        _wgrad_if_wide_launch(problem, grad_strides, a_strides, out.stride())(
-            out_ptr=out, grad_ptr=grad_data, grad_scale_ptr=grad_scale, a_ptr=a_data,
-            a_scale_ptr=a_scale, offsets_ptr=offsets, grad_wide_ptr=wide_blocks(grad),
-            a_wide_ptr=wide_blocks(a))
-
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _wgrad_launch(problem: GroupedProblem, config: GemmConfig, grad_strides: tuple[int, ...],
                   a_strides: tuple[int, ...], out_strides: tuple[int, ...]) -> Launch:
     require_valid(problem, config)
     return Launch(_grouped_wgrad_kernel, (_wgrad_tiles(problem, config),),
-                  **_wgrad_constants(problem, config, grad_strides, a_strides, out_strides))
-
-
-@functools.lru_cache(CACHED_LAUNCHES)
-def _wgrad_if_wide_launch(problem: GroupedProblem, grad_strides: tuple[int, ...],
-                          a_strides: tuple[int, ...], out_strides: tuple[int, ...]) -> Launch:
-    config = GROUPED_WGRAD.heuristic(problem)
-    num_tiles = _wgrad_tiles(problem, config)
-    return Launch(_grouped_wgrad_if_wide_kernel, _if_wide_grid(problem.target, num_tiles),
-                  num_tiles=num_tiles,
                   **_wgrad_constants(problem, config, grad_strides, a_strides, out_strides))
 
 
@@ -371,8 +323,8 @@ def _wgrad_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
 
 def _wgrad_constants(problem: GroupedProblem, config: GemmConfig, grad_strides: tuple[int, ...],
                      a_strides: tuple[int, ...], out_strides: tuple[int, ...]) -> dict[str, Any]:
-    """Scalar and constexpr arguments of the plain and the if-wide kernel."""
-    # The reduction runs along the last axis of MX copies, and along the first of bf16 [M, n].
+    """Every argument of the kernel but the tensors."""
+    # The reduction is the last axis of copies, and of bf16 [M, n] and [M, k] the leading one.
     row, step = (1, 0) if problem.a_format == "bf16" else (0, 1)
     return dict(
         reduction=problem.num_rows, num_n=problem.n, num_k=problem.k,
@@ -397,10 +349,6 @@ def _element(format_name: str) -> str:
     return "bf16" if format_name == "bf16" else get_format(format_name).element.name
 
 
-def _if_wide_grid(target: Target, num_tiles: int) -> tuple[int]:
-    return (min(num_tiles, IF_WIDE_PROGRAMS * target.num_sms),)
-
-
 def _parts(value: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None,
                                                     tuple[int, ...]]:
     """Return values, scales (None for bf16) and the strides of both (0 for absent scales)."""
@@ -421,11 +369,6 @@ def padded_offsets(problem: GroupedProblem, group_offsets: torch.Tensor) -> torc
 def _padded_offsets_launch(num_groups: int, reduction: int) -> Launch:
     return Launch(_padded_offsets_kernel, (1,), num_groups=num_groups, reduction=reduction,
                   BLOCK=OFFSETS_BLOCK, num_warps=OFFSETS_BLOCK // 32)
-
-
-def wide_blocks(value: torch.Tensor | MXTensor) -> torch.Tensor | None:
-    """The device count of wide blocks [1] of an operand with ScaleSpan.AUTO; None for others."""
-    return value.wide_blocks if isinstance(value, MXTensor) else None
 
 
 def _prefetch_scales(target: Target, *strides: int) -> bool:

@@ -87,17 +87,6 @@ def schedule_groups(tile, group_offsets_ptr, num_groups, num_rows, num_tiles_n,
 
 
 @triton.jit
-def is_wide(a_wide_ptr, b_wide_ptr):
-    """Whether an operand has wide blocks: one of the counts [1] is above 0 (None counts as 0)."""
-    count = 0
-    if a_wide_ptr is not None:
-        count = tl.maximum(count, tl.load(a_wide_ptr))
-    if b_wide_ptr is not None:
-        count = tl.maximum(count, tl.load(b_wide_ptr))
-    return count > 0
-
-
-@triton.jit
 def load_tile(row_ptrs, row_mask, k, last, stride_k, BLOCK_K: tl.constexpr):
     """Load [rows, BLOCK_K] from position k of the reduction; 0 from position `last` on."""
     steps = tl.arange(0, BLOCK_K)
@@ -148,35 +137,6 @@ def multiply_rows(
     return acc
 
 
-@triton.jit
-def multiply_group_tile(
-    c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group, first_row, stop, tile_n,
-    num_groups, num_n, num_k,
-    a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k,
-    b_stride_g, b_stride_n, b_stride_k, b_scale_stride_g, b_scale_stride_n, b_scale_stride_k,
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PREFETCH_SCALES: tl.constexpr,
-):
-    """Compute and store one output tile at the place that `schedule_groups` returned."""
-    rows = first_row + tl.arange(0, BLOCK_M)
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_mask, column_mask = rows < stop, columns < num_n
-    # Rows without a group get zeros: their reduction is empty.
-    last = tl.where(group == num_groups, 0, num_k)
-    b_group = group.to(tl.int64)
-    b_scale_ptrs = b_scale_ptr
-    if b_scale_ptr is not None:
-        b_scale_ptrs = b_scale_ptr + b_group * b_scale_stride_g
-    acc = multiply_rows(
-        a_ptr, a_scale_ptr, b_ptr + b_group * b_stride_g, b_scale_ptrs, rows, row_mask, columns,
-        column_mask, 0, last, a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k,
-        b_stride_n, b_stride_k, b_scale_stride_n, b_scale_stride_k, A_FORMAT, B_FORMAT, BLOCK_K,
-        PREFETCH_SCALES)
-    offsets = rows.to(tl.int64)[:, None] * num_n + columns[None, :]
-    tl.store(c_ptr + offsets, acc.to(c_ptr.dtype.element_ty),
-             mask=row_mask[:, None] & column_mask[None, :])
-
-
 @triton.jit(do_not_specialize=("num_rows", "num_groups", "a_scale_stride_m", "b_scale_stride_g",
                                "b_scale_stride_n"),
             do_not_specialize_on_alignment=("a_scale_ptr", "b_scale_ptr", "group_offsets_ptr"))
@@ -199,48 +159,29 @@ def _grouped_gemm_kernel(
         GROUP_M, BLOCK_G)
     if stop == 0:
         return
-    multiply_group_tile(
-        c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group, first_row, stop, tile_n, num_groups,
-        num_n, num_k, a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k, b_stride_g,
-        b_stride_n, b_stride_k, b_scale_stride_g, b_scale_stride_n, b_scale_stride_k, A_FORMAT,
-        B_FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCH_SCALES)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, column_mask = rows < stop, columns < num_n
+    # Rows without a group have nothing to multiply: their reduction is empty.
+    last = tl.where(group == num_groups, 0, num_k)
+    b_group = group.to(tl.int64)
+    b_scale_ptrs = b_scale_ptr
+    if b_scale_ptr is not None:
+        b_scale_ptrs = b_scale_ptr + b_group * b_scale_stride_g
+    acc = multiply_rows(
+        a_ptr, a_scale_ptr, b_ptr + b_group * b_stride_g, b_scale_ptrs, rows, row_mask, columns,
+        column_mask, 0, last, a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k,
+        b_stride_n, b_stride_k, b_scale_stride_n, b_scale_stride_k, A_FORMAT, B_FORMAT, BLOCK_K,
+        PREFETCH_SCALES)
+    offsets = rows.to(tl.int64)[:, None] * num_n + columns[None, :]
+    tl.store(c_ptr + offsets, acc.to(c_ptr.dtype.element_ty),
+             mask=row_mask[:, None] & column_mask[None, :])
 
 
-@triton.jit(do_not_specialize=("num_tiles", "num_rows", "num_groups", "a_scale_stride_m",
-                               "b_scale_stride_g", "b_scale_stride_n"),
-            do_not_specialize_on_alignment=("a_scale_ptr", "b_scale_ptr", "group_offsets_ptr",
-                                            "a_wide_ptr", "b_wide_ptr"))
-def _grouped_gemm_if_wide_kernel(
-    c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group_offsets_ptr, a_wide_ptr, b_wide_ptr,
-    num_tiles, num_rows, num_groups, num_n, num_k,
-    a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k,
-    b_stride_g, b_stride_n, b_stride_k, b_scale_stride_g, b_scale_stride_n, b_scale_stride_k,
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_G: tl.constexpr,
-    PREFETCH_SCALES: tl.constexpr,
-):
-    """As `_grouped_gemm_kernel` if a count of wide blocks is above 0; otherwise return at once.
-
-    Counts are mostly 0, so the grid is small: each program loops over tiles with the grid's stride.
-    """
-    if not is_wide(a_wide_ptr, b_wide_ptr):
-        return
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        group, first_row, stop, tile_n = schedule_groups(
-            tile, group_offsets_ptr, num_groups, num_rows, tl.cdiv(num_n, BLOCK_N), BLOCK_M,
-            GROUP_M, BLOCK_G)
-        if stop > 0:
-            multiply_group_tile(
-                c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group, first_row, stop, tile_n,
-                num_groups, num_n, num_k, a_stride_m, a_stride_k, a_scale_stride_m,
-                a_scale_stride_k, b_stride_g, b_stride_n, b_stride_k, b_scale_stride_g,
-                b_scale_stride_n, b_scale_stride_k, A_FORMAT, B_FORMAT, BLOCK_M, BLOCK_N, BLOCK_K,
-                PREFETCH_SCALES)
-
-
-@triton.jit
-def multiply_columns_tile(
-    tile, out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr,
+@triton.jit(do_not_specialize=("reduction", "grad_scale_stride_n", "a_scale_stride_k"),
+            do_not_specialize_on_alignment=("grad_scale_ptr", "a_scale_ptr", "offsets_ptr"))
+def _grouped_wgrad_kernel(
+    out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr,
     reduction, num_n, num_k,
     out_stride_g, out_stride_n, out_stride_k,
     grad_stride_n, grad_stride_r, grad_scale_stride_n, grad_scale_stride_r,
@@ -249,7 +190,12 @@ def multiply_columns_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
 ):
-    """Compute and store output tile `tile` of `_grouped_wgrad_kernel`."""
+    """out[g] (+)= grad_g.T @ a_g, the reduction over offsets[g] … offsets[g + 1] of `reduction`.
+
+    MX operands come with padded offsets, multiples of 32; what lies outside the range is not read.
+    A program has one tile.
+    """
+    tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(num_n, BLOCK_M), tl.cdiv(num_k, BLOCK_N)
     group, tile = tile // (tiles_m * tiles_n), tile % (tiles_m * tiles_n)
     band, place = tile // (GROUP_M * tiles_n), tile % (GROUP_M * tiles_n)
@@ -273,56 +219,3 @@ def multiply_columns_tile(
     if ACCUMULATE:
         acc += tl.load(out_ptrs, mask=mask, other=0.0)
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=("reduction", "grad_scale_stride_n", "a_scale_stride_k"),
-            do_not_specialize_on_alignment=("grad_scale_ptr", "a_scale_ptr", "offsets_ptr"))
-def _grouped_wgrad_kernel(
-    out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr,
-    reduction, num_n, num_k,
-    out_stride_g, out_stride_n, out_stride_k,
-    grad_stride_n, grad_stride_r, grad_scale_stride_n, grad_scale_stride_r,
-    a_stride_k, a_stride_r, a_scale_stride_k, a_scale_stride_r,
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PREFETCH_SCALES: tl.constexpr,
-):
-    """out[g] (+)= grad_g.T @ a_g, summed over positions offsets[g] … offsets[g + 1] of `reduction`.
-
-    Each program computes one tile. With MX operands the offsets are padded ones, multiples of 32.
-    Positions outside a group's range are not read.
-    """
-    multiply_columns_tile(
-        tl.program_id(0), out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr,
-        reduction, num_n, num_k, out_stride_g, out_stride_n, out_stride_k, grad_stride_n,
-        grad_stride_r, grad_scale_stride_n, grad_scale_stride_r, a_stride_k, a_stride_r,
-        a_scale_stride_k, a_scale_stride_r, A_FORMAT, B_FORMAT, ACCUMULATE, BLOCK_M, BLOCK_N,
-        BLOCK_K, GROUP_M, PREFETCH_SCALES)
-
-
-@triton.jit(do_not_specialize=("num_tiles", "reduction", "grad_scale_stride_n", "a_scale_stride_k"),
-            do_not_specialize_on_alignment=("grad_scale_ptr", "a_scale_ptr", "offsets_ptr",
-                                            "grad_wide_ptr", "a_wide_ptr"))
-def _grouped_wgrad_if_wide_kernel(
-    out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr, grad_wide_ptr, a_wide_ptr,
-    num_tiles, reduction, num_n, num_k,
-    out_stride_g, out_stride_n, out_stride_k,
-    grad_stride_n, grad_stride_r, grad_scale_stride_n, grad_scale_stride_r,
-    a_stride_k, a_stride_r, a_scale_stride_k, a_scale_stride_r,
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PREFETCH_SCALES: tl.constexpr,
-):
-    """As `_grouped_wgrad_kernel` if a count of wide blocks is above 0; otherwise return at once.
-
-    The grid is small, as in `_grouped_gemm_if_wide_kernel`.
-    """
-    if not is_wide(grad_wide_ptr, a_wide_ptr):
-        return
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        multiply_columns_tile(
-            tile, out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr, reduction,
-            num_n, num_k, out_stride_g, out_stride_n, out_stride_k, grad_stride_n, grad_stride_r,
-            grad_scale_stride_n, grad_scale_stride_r, a_stride_k, a_stride_r, a_scale_stride_k,
-            a_scale_stride_r, A_FORMAT, B_FORMAT, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-            PREFETCH_SCALES)

@@ -132,12 +132,11 @@ def stage_dimensions(problem: MoEProblem, op: Op) -> tuple[int, int]:
 def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
     """Config of one stage for a given row block.
 
-    A tile has 128 weight rows in both stages: the rows of Blackwell's block-scaled MMA and of two
-    Hopper warpgroups. On NVIDIA eight warps keep the decoded weights in registers without spills
-    (compiled for sm_90: 98 to 255 registers over all formats; four warps spill from 64 rows on).
-    128 rows take half the K step. If every expert has one row block, no weight is read twice:
-    group_m is 1 and weight loads are evict_first. Otherwise eight row blocks share each weight
-    tile in L2.
+    128 weight rows a tile in both stages: the height of Blackwell's block-scaled MMA and of two
+    Hopper warpgroups. Eight warps on NVIDIA keep the decoded weights in registers without spills
+    (sm_90, compiled: 98 to 255 registers over all formats; four warps spill from 64 rows on), with
+    half the K step at 128 rows. group_m is 1 where an expert has one row block, so that no weight
+    is read twice. Otherwise eight row blocks share each weight tile in L2.
     """
     target, name = problem.target, problem.options.activation_format
     columns, depth = stage_dimensions(problem, op)

@@ -136,8 +136,6 @@ class _Sizes(NamedTuple):
             **dict(zip(names, self.weight_strides, strict=True)),
             "X_FORMAT": self.x_format, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
-            # With group_m 1 no other row block reads these weights: see gemm_heuristic.
-            "STREAM_WEIGHTS": config.group_m == 1,
             "PREFETCH_SCALES": target.kind != "hip",
             "num_warps": config.num_warps, "num_stages": config.num_stages}
 

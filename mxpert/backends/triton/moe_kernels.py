@@ -61,14 +61,14 @@ def load_scales(row_ptrs, row_mask, k_block, num_k_blocks, BLOCK_K: tl.constexpr
 
 @triton.jit
 def load_rows(row_ptrs, row_mask, k_block, num_k_blocks, FORMAT: tl.constexpr,
-              BLOCK_K: tl.constexpr, POLICY: tl.constexpr):
+              BLOCK_K: tl.constexpr):
     """Load codes or bf16 values, [rows, BLOCK_K] (e2m1: [rows, BLOCK_K/2] uint8, two codes a byte).
 
     Elements outside the matrix are 0.
     """
     PER_BLOCK: tl.constexpr = 16 if FORMAT == "e2m1" else 32
     k = k_block * PER_BLOCK + tl.arange(0, BLOCK_K // 32 * PER_BLOCK)
-    return tl.load(row_ptrs[:, None] + k[None, :], other=0, eviction_policy=POLICY,
+    return tl.load(row_ptrs[:, None] + k[None, :], other=0,
                    mask=row_mask[:, None] & (k < num_k_blocks * PER_BLOCK)[None, :])
 
 
@@ -77,8 +77,7 @@ def multiply_tile(
     x_ptr, x_scale_ptr, x_row_scale_ptr, weight_ptr, weight_scale_ptr, x_rows, x_mask, expert,
     weight_rows, weight_mask, x_stride, x_scale_stride, weight_stride_e, weight_stride_n,
     weight_scale_stride_e, weight_scale_stride_n, first_block, last_block, num_k_blocks,
-    X_FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, STREAM_WEIGHTS: tl.constexpr,
-    PREFETCH_SCALES: tl.constexpr,
+    X_FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH_SCALES: tl.constexpr,
 ):
     """``x[x_rows] @ w[expert, weight_rows].T`` over blocks `first_block` to `last_block` of K.
 
@@ -88,7 +87,6 @@ def multiply_tile(
     tl.static_assert(BLOCK_K % 32 == 0, "BLOCK_K must hold whole blocks of 32")
     ROWS: tl.constexpr = x_rows.shape[0]
     WEIGHT_ROWS: tl.constexpr = weight_rows.shape[0]
-    W_POLICY: tl.constexpr = "evict_first" if STREAM_WEIGHTS else ""
     x_ptrs = x_ptr + x_rows.to(tl.int64) * x_stride
     weight_rows = weight_rows.to(tl.int64)
     w_ptrs = weight_ptr + expert.to(tl.int64) * weight_stride_e + weight_rows * weight_stride_n
@@ -102,8 +100,8 @@ def multiply_tile(
     if X_FORMAT == "bf16":
         acc = tl.zeros((ROWS, WEIGHT_ROWS), tl.float32)
         for k_block in range(first_block, last_block, STEP):
-            x = load_rows(x_ptrs, x_mask, k_block, num_k_blocks, "bf16", BLOCK_K, "")
-            w = load_rows(w_ptrs, weight_mask, k_block, num_k_blocks, "e2m1", BLOCK_K, W_POLICY)
+            x = load_rows(x_ptrs, x_mask, k_block, num_k_blocks, "bf16", BLOCK_K)
+            w = load_rows(w_ptrs, weight_mask, k_block, num_k_blocks, "e2m1", BLOCK_K)
             next_w_scale = load_scales(w_scale_ptrs, weight_mask, k_block + AHEAD, num_k_blocks,
                                        BLOCK_K)
             acc = tl.dot_scaled(x, None, "bf16", w.T,
@@ -115,8 +113,8 @@ def multiply_tile(
         x_scale = load_scales(x_scale_ptrs, x_mask, first_block, num_k_blocks, BLOCK_K)
         acc = tl.zeros((WEIGHT_ROWS, ROWS), tl.float32)
         for k_block in range(first_block, last_block, STEP):
-            x = load_rows(x_ptrs, x_mask, k_block, num_k_blocks, X_FORMAT, BLOCK_K, "")
-            w = load_rows(w_ptrs, weight_mask, k_block, num_k_blocks, "e2m1", BLOCK_K, W_POLICY)
+            x = load_rows(x_ptrs, x_mask, k_block, num_k_blocks, X_FORMAT, BLOCK_K)
+            w = load_rows(w_ptrs, weight_mask, k_block, num_k_blocks, "e2m1", BLOCK_K)
             next_x_scale = load_scales(x_scale_ptrs, x_mask, k_block + AHEAD, num_k_blocks, BLOCK_K)
             next_w_scale = load_scales(w_scale_ptrs, weight_mask, k_block + AHEAD, num_k_blocks,
                                        BLOCK_K)
@@ -177,7 +175,7 @@ def _moe_gate_up_kernel(
     X_FORMAT: tl.constexpr, H_FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    STREAM_WEIGHTS: tl.constexpr, PREFETCH_SCALES: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
 ):
     """Stage 1: gather tokens, multiply gate and up, then run the epilogue `finish_gate_up`.
 
@@ -204,7 +202,7 @@ def _moe_gate_up_kernel(
         x_ptr, x_scale_ptr, x_row_scale_ptr, weight_ptr, weight_scale_ptr, tokens, row_mask, expert,
         weight_rows, both < num_features, x_stride, x_scale_stride, weight_stride_e,
         weight_stride_n, weight_scale_stride_e, weight_scale_stride_n, first, last, num_k_blocks,
-        X_FORMAT, BLOCK_K, STREAM_WEIGHTS, PREFETCH_SCALES)
+        X_FORMAT, BLOCK_K, PREFETCH_SCALES)
     gate, up = split_gate_up(acc)  # [BLOCK_M, BLOCK_N] each
     features = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     feature_mask = features < num_features
@@ -262,8 +260,7 @@ def _moe_down_kernel(
     x_stride, x_scale_stride, weight_stride_e, weight_stride_n, weight_scale_stride_e,
     weight_scale_stride_n,
     X_FORMAT: tl.constexpr, ATOMIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STREAM_WEIGHTS: tl.constexpr,
-    PREFETCH_SCALES: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PREFETCH_SCALES: tl.constexpr,
 ):
     """Stage 2: multiply sorted rows by the down projection, then run the epilogue `finish_down`.
 
@@ -288,7 +285,7 @@ def _moe_down_kernel(
         x_ptr, x_scale_ptr, x_row_scale_ptr, weight_ptr, weight_scale_ptr, rows, row_mask, expert,
         columns, column_mask, x_stride, x_scale_stride, weight_stride_e, weight_stride_n,
         weight_scale_stride_e, weight_scale_stride_n, first, last, num_k_blocks, X_FORMAT,
-        BLOCK_K, STREAM_WEIGHTS, PREFETCH_SCALES)
+        BLOCK_K, PREFETCH_SCALES)
     if partial_ptr is not None:
         store_partial(partial_ptr, acc, split, partial_rows, rows, row_mask, columns, column_mask,
                       num_columns)
