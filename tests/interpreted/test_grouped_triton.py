@@ -235,7 +235,7 @@ def test_gemm_of_integers_is_exact(pair: str, case: str, trans_b: bool) -> None:
 
 @pytest.mark.parametrize("op", ["nt", "nn", "wgrad"])
 def test_loops_of_amd_are_exact(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They load scales in the step that multiplies them, those of other targets a step ahead."""
+    """On AMD kernels load scales in the step that multiplies them, elsewhere one step ahead."""
     monkeypatch.setitem(globals(), "detect_target", lambda device: GFX950)
     with noted_launches() as notes:
         if op == "wgrad":

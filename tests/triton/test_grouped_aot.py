@@ -203,7 +203,7 @@ def test_changing_rows_share_a_binary(record: Recorder, op: str) -> None:
             "wgrad": lambda m=m, groups=groups: record(
                 launch_wgrad, "sm_90", FORMATS["e4m3"], m=m, groups=groups),
         }[op]()
-        # What follows the rows on purpose: lower tiles for small groups, with fewer warps.
+        # Only the tile depends on the rows: small groups have lower tiles with fewer warps.
         same = {"BLOCK_M": 128, "num_warps": 8}
         arguments = {name: same.get(name, value) for name, value in launch.arguments.items()}
         seen.add(specialize(launch.kernel, arguments, "sm_90").key)
