@@ -219,8 +219,8 @@ def test_a_large_layer_is_prepared_in_two_seconds(device: torch.device) -> None:
     result = weights.prepare(device=device)
     torch.cuda.synchronize(device)
     assert time.perf_counter() - start < 2.0
-    # Beside the result: of gate and up of one expert, 2/3 of its weights, eight tensors of a byte a
-    # code, two of which are one packed weight.
+    # Scratch beside the result, for gate and up of one expert (2/3 of its weights): eight tensors
+    # with one byte a code; two such bytes are one byte of packed weights.
     unpacked = 8 * 2 * (2 / 3) / weights.num_experts
     assert torch.cuda.max_memory_allocated(device) - before < (1.03 + unpacked) * weights.nbytes
     assert result.layout is Layout.HOPPER_FRAGMENT

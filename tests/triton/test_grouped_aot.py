@@ -177,7 +177,7 @@ def test_dual(record: Recorder, groups: int, dtype: torch.dtype, target: str) ->
     data_loads = 64 * 128 * dtype.itemsize // 16 // threads
     assert metrics.global_loads[128] >= data_loads  # offsets may come in wide loads too
     assert metrics.global_stores[128] == 2 * 64 * 128 // 16 // threads
-    assert metrics.registers <= 168  # three programs of four warps a multiprocessor on NVIDIA
+    assert metrics.registers <= 168  # three programs of four warps per SM on NVIDIA
 
 
 @targets
