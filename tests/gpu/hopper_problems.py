@@ -1,7 +1,7 @@
-"""Problems of the Hopper GPU tests: layers with their float64 reference, tiles, tolerances.
+"""MoE problems of the Hopper GPU tests: layers with float64 reference, tiles, tolerances.
 
-The reference runs on the GPU on identically quantised operands, once per problem: a token's result
-does not depend on the others, so that smaller batches are compared with its first rows.
+The reference runs on the GPU on the same quantised operands, once per problem. A token's result
+does not depend on other tokens, so smaller batches are compared with its first rows.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ heuristics = pytest.importorskip("mxpert.backends.hopper.heuristics", reason="ne
 TOKENS = (1, 2, 7, 17, 33, 65, 129, 300, 777, 2049)
 FLOAT64 = ReferenceConfig(torch.float64)
 FEW = 1 << 14
-"""Intermediate values below which single flips decide."""
+"""Below this number of intermediate values, single flipped codes dominate the error."""
 
 SMALL = MoEShape(hidden_size=704, intermediate_size=384, num_experts=9, top_k=3)
-"""Odd numbers of row units (11) and of depth units (3), depths that are no whole units (5.5)."""
+"""Odd numbers of row units (11) and depth units (3), and a depth of 5.5 units."""
 
 CASES: dict[str, tuple[MoEShape, bool]] = {
     "gpt_oss": (replace(SMALL, activation=SwiGLU(), gate_up_order=GateUpOrder.INTERLEAVED,
@@ -54,11 +54,11 @@ CASES: dict[str, tuple[MoEShape, bool]] = {
                                  gate_up_order=GateUpOrder.INTERLEAVED_16), True),
     "situ": (replace(SMALL, activation=SiTUv2(), gate_up_order=GateUpOrder.INTERLEAVED), False),
 }
-"""Layers that cover activations, orders, biases and both places of the routing weight."""
+"""Layers for all activations, gate/up orders, biases, and both places of the routing weight."""
 
 def tiles_of(a_format: str) -> dict[str, MoEConfig]:
-    """Every tile that the dispatcher can choose for a format, by name; those of decode with their
-    depth split, too."""
+    """Every tile that the dispatcher can choose for a format, by name; decode tiles also split-K.
+    """
     found = {}
     for name, config in heuristics.tiles(split=a_format == "bf16").items():
         found[name] = MoEConfig(config.block_m, config, config)
@@ -76,7 +76,7 @@ tiles = pytest.mark.parametrize("a_format, tile", TILES, ids=["-".join(t) for t 
 
 
 def require_hopper(device: torch.device) -> None:
-    """Skip where these kernels cannot run."""
+    """Skip the test unless the device can run the Hopper kernels."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs compute capability 9.0")
 
@@ -98,19 +98,18 @@ def run(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:
 
 
 def reference(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:
-    """float64 [T, H] of ROW_MAJOR weights."""
+    """Reference result [T, H] in float64, from ROW_MAJOR weights."""
     with mxpert.override(backend="reference", config=FLOAT64):
         return run(inputs, a_format, out_dtype=torch.float64, **options)
 
 
 def intermediate_tolerance(a_format: str, numel: int) -> float:
-    """Relative L2 of stage 1's output: rounding, and codes that accumulator noise pushes over a
-    boundary.
+    """Relative L2 allowed for stage 1's output: rounding, and codes flipped by accumulator noise.
 
-    The gate holds where flips average out. A single flip of an e2m1 code is half of a value: among
-    a thousand values that alone is above the gate, and over many the FP8 accumulator's 14 bits
-    flip more than a float32 accumulator's, so that mxfp4 is held to the derivation itself. That of
-    fp8_token is bfloat16.
+    The gate applies if there are enough values for flips to average out. A flipped e2m1 code is
+    half of a value: among a thousand values a single flip exceeds the gate. With many values the
+    FP8 accumulator's 14 bits cause more flips than a float32 accumulator. mxfp4 therefore uses the
+    derived tolerance without the gate. The output of fp8_token is bfloat16.
     """
     if a_format in ("bf16", FP8_TOKEN):
         return stage_tolerance(a_format, torch.bfloat16, FP8_SUM_TERMS, numel=numel,
@@ -121,8 +120,10 @@ def intermediate_tolerance(a_format: str, numel: int) -> float:
 
 def layer_tolerance(a_format: str, out_dtype: torch.dtype, inputs: MoEInputs,
                     num_tokens: int) -> float:
-    """Stage 2's rounding and the flips of the intermediate, which arrive with their relative size
-    (twice that where the rows of a token cancel)."""
+    """Relative L2 allowed for a layer: stage 2's rounding, and flipped codes of the intermediate.
+
+    Stage 2 keeps the relative size of flips, or doubles it if the rows of a token cancel.
+    """
     top_k, weights = inputs.topk_ids.shape[1], inputs.weights
     numel = num_tokens * top_k * weights.intermediate_size
     stage_two = stage_tolerance(a_format, out_dtype, FP8_SUM_TERMS, top_k=top_k, cancellation=2.0,

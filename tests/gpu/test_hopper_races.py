@@ -1,9 +1,8 @@
-"""Race hunt for the kernels that feed wgmma's operand A from registers.
+"""Race tests for kernels with wgmma's operand A in registers.
 
-Every variant runs again and again on the same data and must give the same bits, with other work on
-the GPU at the same time; then the data are replaced. Repeats come from ``--race-repeats`` (20000
-for the long hunt). A graph holds both stages and the comparison, so that repeats cost little and
-nothing waits for the host.
+Every variant runs repeatedly on the same data, next to other work on the GPU, and must return the
+same bits. Then the data are replaced. ``--race-repeats`` sets the number of repeats (20000 for a
+long run). A CUDA graph holds both stages and the comparison, so repeats have little host work.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from .hopper_problems import require_hopper, tiles_of
 pytestmark = pytest.mark.gpu
 
 FRESH = 100
-"""Repeats on the same data."""
+"""Number of repeats on the same data."""
 
 SHAPES: dict[str, MoEShape] = {
     "swiglu_bias": MoEShape(1472, 704, 32, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True),
     "silu": MoEShape(1472, 704, 32, 4, SiLU()),
 }
-"""Both stages have more tiles than CTAs, in every tile: some are claimed."""
+"""With every tile size both stages have more tiles than CTAs, so the tile scheduler is used."""
 
 FILLED = 0.7
-"""Of the rows that a tile holds, in the mean: several blocks, the last of them not full."""
+"""Mean fraction of a tile's rows that are used: several blocks, the last of them not full."""
 
 VARIANTS = {f"{a_format}-{name}": (a_format, config) for a_format in ("bf16", "mxfp8")
             for name, config in tiles_of(a_format).items()}
@@ -44,7 +43,7 @@ VARIANTS = {f"{a_format}-{name}": (a_format, config) for a_format in ("bf16", "m
 
 @dataclass(frozen=True)
 class Hunt:
-    """Fixed buffers of one variant, and what runs on them."""
+    """Fixed buffers of one variant, and the stages that run on them."""
 
     inputs: MoEInputs
     plan: RoutingPlan
@@ -64,7 +63,7 @@ class Hunt:
         return cls(inputs, plan, a_format, torch.Generator(device).manual_seed(1))
 
     def renew(self) -> None:
-        """Other activations, and other weights, drawn in their packed form."""
+        """Redraw activations, and weights in packed form."""
         self.inputs.x.normal_(generator=self.generator)
         for part in projections(self.inputs.weights):
             part.qdata.random_(0, 256, generator=self.generator)
@@ -73,7 +72,7 @@ class Hunt:
             part.reference.random_(119, 123, generator=self.generator)
 
     def run(self) -> tuple[torch.Tensor, ...]:
-        """Both stages; h of real tokens only, and y, as bits. (FLAT rows are never split.)"""
+        """Run both stages; return h of real tokens and y as bits. (FLAT rows never use split-K.)"""
         places = self.plan.slot_rows.flatten().long()
         h = mxpert.moe_gate_up(self.inputs.x, self.inputs.weights, self.plan,
                                activation=self.inputs.activation,
@@ -88,7 +87,7 @@ def projections(weights: MoEWeights) -> tuple[MXTensor, MXTensor]:
 
 
 class Load:
-    """Matrix products and copies on another stream, which compete for SMs, caches and memory."""
+    """Load on another stream: matrix products and copies compete for SMs, caches and memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -111,7 +110,7 @@ def hopper_only(device: torch.device) -> Iterator[None]:
 
 def hunt(run: Callable[[], tuple[torch.Tensor, ...]], renew: Callable[[], None], repeats: int,
          device: torch.device) -> int:
-    """Values that ever differed from the first result on the same data."""
+    """Number of values that differed from the first result on the same data."""
     load = Load(device)
     first = [result.clone() for result in run()]
     torch.cuda.synchronize(device)
@@ -150,10 +149,10 @@ def test_repeats_give_the_same_bits(
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers one after the other, each with a routing of its own, on weights they share.
+    """Layers in sequence with shared weights and different routings.
 
-    Memory of one layer's plan and rows is the next one's: who reads them before they are written
-    finds those of another routing.
+    The layers reuse the memory of plans and rows: a kernel that reads them too early gets data of
+    another routing.
     """
 
     inputs: MoEInputs
@@ -163,7 +162,7 @@ class Layers:
 
     @classmethod
     def of(cls, shape: MoEShape, a_format: str, device: torch.device) -> Layers:
-        """Layers that leave most CTAs of a GEMM idle, and layers that do not."""
+        """Make layers that leave most CTAs of a GEMM idle, and layers that do not."""
         inputs = random_moe_problem(shape, 1, device=device)
         inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
         batches = tuple((
@@ -174,12 +173,12 @@ class Layers:
         return layers
 
     def renew(self) -> None:
-        """Other activations and other routings."""
+        """Redraw activations and routings."""
         for each in (tensor for batch in self.batches for tensor in batch):
             each.normal_(generator=self.generator)
 
     def run(self) -> tuple[torch.Tensor, ...]:
-        """Every layer's result, as bits."""
+        """Run all layers; return their results as bits."""
         results = []
         for x, logits in self.batches:
             with mxpert.override():  # the tile is the GEMMs'
@@ -195,7 +194,7 @@ class Layers:
 def test_layers_wait_for_what_they_read(
     a_format: str, config: MoEConfig, device: torch.device, pytestconfig: pytest.Config,
 ) -> None:
-    """Kernels of a layer start while those before them still run."""
+    """Kernels of a layer start while earlier kernels still run; results must not change."""
     layers = Layers.of(SHAPES["swiglu_bias"], a_format, device)
     with mxpert.override(backend="hopper", config=config):
         alone = []
@@ -209,7 +208,7 @@ def test_layers_wait_for_what_they_read(
 
 
 def test_the_hunt_catches_a_race(device: torch.device) -> None:
-    """Control: an operand that changes from one repeat to the next."""
+    """Control: an operand that changes between repeats is reported."""
     counter = torch.zeros(8, dtype=torch.int32, device=device)
     x = torch.zeros(1000, dtype=torch.int32, device=device)
 

@@ -256,7 +256,7 @@ def test_kernels_wait_for_the_one_before(
         steps = STEPS.findall(ptx)
         waits = [place for place, step in enumerate(steps) if step == "griddepcontrol.wait"]
         release = steps.index("griddepcontrol.launch_dependents")
-        if launch.name == "_moe_encode_rows_kernel":  # ahead of it one that is asked for
+        if launch.name == "_moe_encode_rows_kernel":  # one more before the wait, if release_first
             assert launch.arguments["release_first"] == 0
             assert re.search(r"@!?%p\d+ bra", ptx.split("griddepcontrol.launch_dependents")[0])
             release = steps.index("griddepcontrol.launch_dependents", release + 1)
@@ -411,7 +411,7 @@ def test_stages_ask_for_few_weights_ahead_where_ctas_are_idle(recorder: Recorder
 
     assert early(1, 5) == [3, 5]
     assert early(2, 5) == [5, 5]
-    assert early(1, 2) == [2, 2]  # never more than the ring has
+    assert early(1, 2) == [2, 2]  # never more than the number of stages
 
 
 @pytest.mark.parametrize("change", [

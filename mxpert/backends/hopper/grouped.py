@@ -74,8 +74,8 @@ class _Grouped:
           "exact".
         - "span128": FP8 products; a has one scale per 128 values, b one per row.
         - "exact": bf16 products of bf16 operands, or of the exact values of MX operands with any
-          scales. MX operands with ``trans_b=False`` too: FP8 tensor cores need the reduction
-          contiguous.
+          scales. Also MX operands with ``trans_b=False``: FP8 wgmma needs a contiguous reduction
+          axis.
         """
         spans = problem.a_span, problem.b_span
         contiguous = problem.trans_b or problem.op is Op.GROUPED_WGRAD
@@ -146,8 +146,10 @@ def _multiply(problem: GroupedProblem, config: GemmConfig, mode: str,
               first: torch.Tensor | MXTensor, second: torch.Tensor | MXTensor, *,
               out: torch.Tensor, offsets: torch.Tensor, a_wide: torch.Tensor | None = None,
               b_wide: torch.Tensor | None = None) -> None:
-    """One launch of the GEMM; mode as in `_Grouped.mode`, or "wide": exact products if a count of
-    wide blocks is above 0, else nothing."""
+    """Launch the GEMM once. mode: as in `_Grouped.mode`, or "wide".
+
+    "wide" computes exact products if a count of wide blocks is above 0, and nothing otherwise.
+    """
     first_data, first_scale = _operand(first)
     second_data, second_scale = _operand(second)
     _gemm_launch(problem, config.group_m, mode, first_data.dtype, second_data.dtype)(
@@ -156,7 +158,7 @@ def _multiply(problem: GroupedProblem, config: GemmConfig, mode: str,
 
 
 def _wide_blocks(value: torch.Tensor | MXTensor) -> torch.Tensor | None:
-    """The count that an operand of ScaleSpan.AUTO carries."""
+    """The device count of wide blocks [1] of an operand with ScaleSpan.AUTO; None for others."""
     return value.wide_blocks if isinstance(value, MXTensor) else None
 
 
