@@ -57,6 +57,7 @@ class Case:
     k: int = 1056
     offsets_dtype: torch.dtype = torch.int32
     accumulate: bool = False
+    trans_b: bool = True
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -104,6 +105,14 @@ def operand(x: torch.Tensor, fmt: str, span: ScaleSpan,
     return quantize_spans(x, fmt, ScaleRule.RCEIL, span, group_starts=starts)
 
 
+def transposed(value: torch.Tensor | MXTensor) -> torch.Tensor | MXTensor:
+    """The same values as [G, K, N], in memory too."""
+    if isinstance(value, torch.Tensor):
+        return value.mT.contiguous()
+    return MXTensor(value.qdata.mT.contiguous(), value.scale.mT.contiguous(), value.format, -2,
+                    scale_span=value.scale_span)
+
+
 def poison(value: torch.Tensor | MXTensor, place: Any) -> None:
     """Write NaN at `place`: an index of rows, or a pair that selects columns of codes."""
     if isinstance(value, torch.Tensor):
@@ -134,11 +143,14 @@ def make(case: Case, device: torch.device, *, whole: bool = False, seed: int = 0
         end = int(starts[-1])
     first, second = (operand(x, fmt, span, starts) for x, fmt, span in zip(
         dense, case.formats, SPANS[case.mode], strict=True))
+    if not (wgrad or case.trans_b):
+        second = transposed(second)
     for value in (first, second) if wgrad else (first,):
         poison(value, (slice(None), slice(end, None)) if wgrad else slice(end, None))
     problem = GroupedProblem(
         case.op, detect_target(device), first.shape[1 if wgrad else 0], groups, case.n, case.k,
-        *case.formats, not wgrad, case.out_dtype, case.accumulate, *SPANS[case.mode])
+        *case.formats, case.trans_b and not wgrad, case.out_dtype, case.accumulate,
+        *SPANS[case.mode])
     if not wgrad:
         return problem, {"a": first, "b": second, "group_offsets": offsets}
     into = values(groups, case.n, case.k, device=device, whole=whole, seed=3 * seed + 2)

@@ -346,6 +346,7 @@ def dual_case(device: torch.device, spans: tuple[ScaleSpan, ScaleSpan],
 VARIANTS: dict[str, Case | tuple[tuple[ScaleSpan, ScaleSpan], torch.dtype]] = {
     **{f"{case.op.value}-{case.mode}": case for case in EVERY_MODE},
     "hybrid": Case(GEMM, pair="hybrid", out_dtype=torch.float32, n=2880, k=416),
+    "not-transposed": Case(GEMM, "bf16", trans_b=False),
     "promoted": LONG["gemm-odd"], "into": replace(LONG["wgrad-into"], sizes=(1, 2, 3, 4, 5, 700)),
     "wgrad-promoted": Case(WGRAD, sizes=(1, 2, 3, 4, 5, 50000), n=264, k=352),
     "dual-block": ((BLOCK, BLOCK), torch.bfloat16), "dual-row": ((ROW, ROW), torch.bfloat16),
