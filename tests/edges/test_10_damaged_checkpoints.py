@@ -205,13 +205,13 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda m, key=key, value=value: m | {"shards": {
             name: entry | {"projections": [entry["projections"][0] | {key: value}]}
             for name, entry in m["shards"].items()}},
-        rf"projections\[0\] — need an object with") for key, value in (
+        r"projections\[0\] — need an object with") for key, value in (
             ("shape", [1, 2]), ("shape", ["a", 2, 3]), ("signal", "1"), ("more", 1),
             ("noise", None), ("module", 3))},
     "a projection as a number": (
         lambda m: m | {"shards": {name: entry | {"projections": [1]}
                                   for name, entry in m["shards"].items()}},
-        rf"projections\[0\] — need an object with"),
+        r"projections\[0\] — need an object with"),
 }
 
 
