@@ -1,10 +1,33 @@
-"""mxpert: microscaling (OCP MX) kernels for Mixture-of-Experts layers."""
+"""Kernels in the OCP microscaling formats (MXFP4, MXFP8) for Mixture-of-Experts layers.
+
+A layer in ten lines: quantise the experts, prepare them for a device, route tokens, run.
+
+    >>> import torch, mxpert
+    >>> E, H, F, T = 8, 64, 32, 5                     # experts, hidden, intermediate, tokens
+    >>> gate_up, down = torch.randn(E, 2 * F, H) / 8, torch.randn(E, H, F) / 6
+    >>> weights = mxpert.MoEWeights(
+    ...     mxpert.quantize(gate_up, "mxfp4"), mxpert.quantize(down, "mxfp4"),
+    ...     gate_up_order=mxpert.GateUpOrder.CONCATENATED).prepare(device="cpu")
+    >>> x, logits = torch.randn(T, H, dtype=torch.bfloat16), torch.randn(T, E)
+    >>> topk_weights, topk_ids = mxpert.route_topk(logits, top_k=2)
+    >>> y = mxpert.fused_moe(x, weights, topk_weights, topk_ids, activation=mxpert.SiLU(),
+    ...                      activation_format="a8w4")
+    >>> y.shape, y.dtype
+    (torch.Size([5, 64]), torch.bfloat16)
+
+`mxpert.explain` shows which kernel answers a call, `mxpert.training` holds layers that train in
+MXFP8, and `mxpert.convert` puts these kernels under a model of Transformers.
+"""
+
+import torch
 
 from .dispatch import override
 from .errors import UnsupportedError
 from .formats.spans import rebase
-from .formats.spec import ScaleRule, ScaleSpan
-from .formats.tensor import MXTensor
+from .formats.folding import FoldCertificate
+from .formats.spec import ElementFormat, MXFormat, ScaleRule, ScaleSpan
+from .formats.tensor import Layout, MXTensor
+from .formats.token import TokenRows
 from .integrations.convert import convert
 from .modules import MoE
 from .ops.explain import explain
@@ -19,7 +42,7 @@ from .problem import (
 from .routing import RoutingPlan, padded_capacity, padded_group_offsets
 from .weights import GateUpOrder, MoEWeights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ClampedSiLU", "Combine", "GateUpOrder", "GemmConfig", "MXTensor", "MoE", "MoEConfig",
@@ -29,3 +52,12 @@ __all__ = [
     "grouped_wgrad", "make_routing_plan", "moe_down", "moe_gate_up", "override", "padded_capacity",
     "padded_group_offsets", "quantize", "quantize_dual", "rebase", "route_topk",
 ]
+
+# torch.load(weights_only=True) makes these objects; each checks itself as it is made.
+torch.serialization.add_safe_globals([
+    ElementFormat, FoldCertificate, GateUpOrder, Layout, MXFormat, MXTensor, MoEWeights,
+    RoutingPlan, ScaleSpan, TokenRows])
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .errors import message, require
+from .errors import message, require, require_number
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,31 @@ class SiTUv2:
 
 
 def _require_number(op: str, name: str, value: object, *, limit: bool = False) -> None:
-    """`value` is a finite number or, for a limit, above zero; an infinite limit clamps nothing."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(message(op, name, "a number", repr(value)))
-    need = "a number above zero" if limit else "a finite number"
-    require(value > 0 if limit else math.isfinite(value), op, name, need=need, got=value)
+    """`value` is a float32 number or, for a limit, above zero; an infinite limit clamps nothing."""
+    if limit and value == math.inf:
+        return
+    require_number(value, op, name)
+    require(not limit or value > 0, op, name, need="a number above zero",  # type: ignore[operator]
+            got=value)
 
 
 Activation = SiLU | SwiGLU | ClampedSiLU | SiTUv2
 ACTIVATIONS: dict[str, type] = {a.name: a for a in (SiLU, SwiGLU, ClampedSiLU, SiTUv2)}
+
+
+def require_activation(value: object, op: str) -> None:
+    """Check that `value` is one of the activations; the error says which object to pass.
+
+    Raises:
+        TypeError: anything else, a name or a class included.
+    """
+    if isinstance(value, tuple(ACTIVATIONS.values())):
+        return
+    named = value if isinstance(value, type) else ACTIVATIONS.get(str(value), SwiGLU)
+    known = named in ACTIVATIONS.values()
+    calls = ", ".join(f"{kind.__name__}()" for kind in ACTIVATIONS.values())
+    raise TypeError(message(op, "activation", f"an activation object: {calls}", repr(value),
+                            f"pass mxpert.{(named if known else SwiGLU).__name__}()"))
 
 
 def activation_from(name: str, parameters: Iterable[float]) -> Activation:

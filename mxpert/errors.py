@@ -74,6 +74,8 @@ def require_tensor(
                 got=f"strides {value.stride()}", remedy="call .contiguous()")
 
 
+MAX_FLOAT32 = torch.finfo(torch.float32).max
+
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 """Types whose data are all there is to them; subclasses may mean anything."""
 
@@ -100,17 +102,49 @@ def _fits(value: object, dtype: torch.dtype | Sequence[torch.dtype] | None,
     return True
 
 
+def require_number(value: object, op: str, argument: str) -> None:
+    """Check that `value` is an int or a float that float32 holds as a finite number."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(message(op, argument, "a number", repr(value)))
+    require(abs(value) <= MAX_FLOAT32, op, argument, need="a finite float32 number", got=value)
+
+
+def require_int(value: object, op: str, argument: str, *, least: int = 0) -> None:
+    """Check that `value` is an int (under torch.compile a symbol) of at least `least`."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(message(op, argument, "an int", repr(value)))
+    if value < least:
+        raise ValueError(message(op, argument, f"at least {least}", value))
+
+
 def require_device(device: object, op: str, argument: str = "device") -> torch.device:
-    """The torch.device that `device` names, which must be there; "meta" always is."""
+    """Return the torch.device that `device` names; it must exist. "meta" always does.
+
+    Args:
+        device: a name, an index or a torch.device.
+        op: the function that reports an error.
+        argument: the name that the error gives to `device`.
+
+    Raises:
+        ValueError: no device of that name, or none that this machine and this torch can use.
+
+    Example:
+        >>> require_device("cpu", "prepare")
+        device(type='cpu')
+    """
     try:
         named = torch.device(device)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError):
-        named = None
-    if named is None:
+    except (RuntimeError, TypeError, ValueError, OverflowError):
         raise ValueError(message(op, argument, "a device", repr(device),
-                                 "for example 'cuda' or 'cpu'"))
+                                 "for example 'cuda' or 'cpu'")) from None
     if named.type == "cuda":
         count = torch.cuda.device_count()
         require((named.index or 0) < count, op, argument, need="a GPU of this machine",
                 got=f"'{named}', and there are {count}", remedy="mxpert doctor tells what is here")
+    elif named.type not in ("cpu", "meta"):
+        try:
+            torch.empty(0, device=named)
+        except (RuntimeError, AssertionError, ImportError, NotImplementedError):
+            raise ValueError(message(op, argument, "a device that this torch can use",
+                                     f"'{named}'", "for example 'cuda' or 'cpu'")) from None
     return named

@@ -20,6 +20,7 @@ from .activations import SiLU as SiLU
 from .activations import SiTUv2 as SiTUv2
 from .activations import SwiGLU as SwiGLU
 from .activations import activation_from as activation_from
+from .activations import require_activation as require_activation
 from .errors import UnsupportedError, message, require
 from .formats.spec import MXFormat, ScaleRule, ScaleSpan, get_format
 from .formats.tensor import Layout
@@ -46,12 +47,42 @@ class Combine(enum.Enum):
 
 
 ACTIVATION_FORMATS = ("bf16", "mxfp8", "mxfp4", FP8_TOKEN)
+"""Names of the activation formats, as options, tuned tables and reports hold them."""
+
+ACTIVATION_FORMAT_ALIASES = {"a16w4": "bf16", "a8w4": "mxfp8", "a4w4": "mxfp4"}
+"""Names of activation and weight width together; every argument takes them too."""
+
+
+def parse_activation_format(name: str, op: str) -> str:
+    """Return the member of ACTIVATION_FORMATS that `name` or its alias stands for.
+
+    Args:
+        name: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4", or "fp8_token".
+        op: the function that reports a wrong name.
+
+    Returns:
+        "bf16", "mxfp8", "mxfp4" or "fp8_token".
+
+    Raises:
+        ValueError: any other name.
+
+    Example:
+        >>> parse_activation_format("a8w4", "fused_moe")
+        'mxfp8'
+    """
+    known = ACTIVATION_FORMAT_ALIASES.get(name, name) if isinstance(name, str) else None
+    if known not in ACTIVATION_FORMATS:
+        aliases = {full: alias for alias, full in ACTIVATION_FORMAT_ALIASES.items()}
+        names = [f"{full!r} ({aliases[full]!r})" if full in aliases else repr(full)
+                 for full in ACTIVATION_FORMATS]
+        raise ValueError(message(op, "activation_format", f"one of {', '.join(names)}",
+                                 repr(name)))
+    return known
 
 
 def activation_mx_format(name: str, op: str) -> MXFormat | None:
     """The MX format that `name` stands for ("mxfp8" is e4m3); None where ops exchange bfloat16."""
-    require(isinstance(name, str) and name in ACTIVATION_FORMATS, op, "activation_format",
-            need=f"one of {list(ACTIVATION_FORMATS)}", got=repr(name))
+    name = parse_activation_format(name, op)
     return None if name in ("bf16", FP8_TOKEN) else get_format(name)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import message, require_tensor
+from .errors import message, require_int, require_tensor
 from .formats.spec import MX_BLOCK_SIZE
 from .formats.tensor import Aggregate
 
@@ -38,7 +38,7 @@ def plan_capacity(num_tokens: int, top_k: int, num_experts: int, routing_block_m
     return -(-rows // routing_block_m) * routing_block_m
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class RoutingPlan(Aggregate):
     """Sorted, padded routed rows; every tensor lives on the device and no size depends on the data.
 
@@ -87,7 +87,14 @@ class RoutingPlan(Aggregate):
 
     @property
     def device(self) -> torch.device:
+        """Device of the plan's tensors."""
         return self.sorted_token_ids.device
+
+    def __repr__(self) -> str:
+        return (f"RoutingPlan(num_tokens={self.num_tokens}, top_k={self.top_k}, "
+                f"num_experts={self.num_experts},\n            "
+                f"routing_block_m={self.routing_block_m}, capacity={self.capacity}, "
+                f"device='{self.device}')")
 
 
 def check_plan_shapes(plan: RoutingPlan, op: str) -> None:
@@ -143,6 +150,8 @@ def padded_capacity(num_rows: int, num_groups: int) -> int:
     >>> padded_capacity(100, 3)
     224
     """
+    require_int(num_rows, "padded_capacity", "num_rows")
+    require_int(num_groups, "padded_capacity", "num_groups")
     return -(-num_rows // MX_BLOCK_SIZE) * MX_BLOCK_SIZE + MX_BLOCK_SIZE * num_groups
 
 

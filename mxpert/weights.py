@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from . import weights_state
 from .errors import message, require, require_device, require_tensor
 from .formats.folding import FoldCertificate, fold_certificate
-from .formats.layouts import hopper_can_hold, pack_hopper, unpack_hopper
+from .formats.layouts import check_hopper, hopper_can_hold, pack_hopper, unpack_hopper
 from .formats.spec import MXFP4
 from .formats.tensor import Aggregate, Layout, MXTensor
 
@@ -49,7 +53,7 @@ def gate_up_rows(order: GateUpOrder, intermediate_size: int,
     return gate, gate + group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class MoEWeights(Aggregate):
     """MXFP4 expert weights of one layer.
 
@@ -105,6 +109,9 @@ class MoEWeights(Aggregate):
                     remedy="quantise along the last axis")
         require(self.down_proj.layout is self.layout, op, "down_proj.layout", need=self.layout,
                 got=self.down_proj.layout, remedy="bring both projections into one layout")
+        for projection in (self.gate_up_proj, self.down_proj):
+            if self.layout is Layout.HOPPER_FRAGMENT:
+                check_hopper(projection, op)
         require(self.layout is Layout.ROW_MAJOR or self.gate_up_order is GateUpOrder.INTERLEAVED,
                 op, "gate_up_order", need=f"{GateUpOrder.INTERLEAVED} in {self.layout}",
                 got=self.gate_up_order, remedy="call prepare on ROW_MAJOR weights")
@@ -128,28 +135,218 @@ class MoEWeights(Aggregate):
 
     @property
     def num_experts(self) -> int:
+        """E, the number of (local) experts."""
         return self.down_proj.shape[0]
 
     @property
     def hidden_size(self) -> int:
+        """H, the width of the layer's input and output."""
         return self.down_proj.shape[1]
 
     @property
     def intermediate_size(self) -> int:
+        """F, the width between the two projections."""
         return self.down_proj.shape[2]
 
     @property
     def device(self) -> torch.device:
+        """Device of all tensors."""
         return self.gate_up_proj.device
 
     @property
     def layout(self) -> Layout:
+        """Memory order of both projections."""
         return self.gate_up_proj.layout
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales of both projections."""
         return self.gate_up_proj.nbytes + self.down_proj.nbytes
+
+    def __repr__(self) -> str:
+        biases = [name for name in weights_state.BIASES if getattr(self, name) is not None]
+        order = self.gate_up_order.name if self.gate_up_order is not None else None
+        return (f"MoEWeights(num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+                f"intermediate_size={self.intermediate_size},\n"
+                f"           gate_up_order={order}, layout={self.layout.name}, biases={biases},\n"
+                f"           device='{self.device}', nbytes={self.nbytes})")
+
+    def to(self, device: torch.device | str) -> MoEWeights:
+        """Return these weights on `device`, in the layout that they have.
+
+        `prepare` moves weights too, and brings them into the device's fastest layout.
+
+        Args:
+            device: where the result lives; tensors that are there already are not copied.
+
+        Returns:
+            MoEWeights on `device`.
+
+        Raises:
+            ValueError: there is no such device.
+
+        Example:
+            >>> import mxpert
+            >>> w = lambda *shape: mxpert.quantize(torch.ones(*shape), "mxfp4")
+            >>> weights = MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
+            ...                      gate_up_order=GateUpOrder.CONCATENATED)
+            >>> weights.to("meta").device
+            device(type='meta')
+        """
+        device = require_device(device, "MoEWeights.to")
+        certificates = self.fold_certificates
+        if certificates is not None:
+            certificates = (certificates[0].to(device), certificates[1].to(device))
+        gate_up_bias, down_bias = (bias if bias is None else bias.to(device)
+                                   for bias in (self.gate_up_bias, self.down_bias))
+        return replace(self, gate_up_proj=self.gate_up_proj.to(device),
+                       down_proj=self.down_proj.to(device), gate_up_bias=gate_up_bias,
+                       down_bias=down_bias, fold_certificates=certificates)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tensors of these weights by name, and their facts under "_extra_state".
+
+        The tensors are the weights' own, not copies. `torch.save` and `torch.load` take the
+        dictionary, with ``weights_only=True`` too.
+
+        Returns:
+            A dictionary that `from_state_dict` and `load_state_dict` accept: "gate_up_proj.qdata",
+            "gate_up_proj.scale", the same of "down_proj", the biases that there are, what a
+            prepared layout adds; and "_extra_state" with sizes, layout and gate/up order.
+
+        Example:
+            >>> import mxpert
+            >>> w = lambda *shape: mxpert.quantize(torch.ones(*shape), "mxfp4")
+            >>> weights = MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
+            ...                      gate_up_order=GateUpOrder.CONCATENATED)
+            >>> state = weights.state_dict()
+            >>> state["down_proj.scale"].shape, state["_extra_state"]["layout"]
+            (torch.Size([4, 32, 1]), 'row_major')
+        """
+        return weights_state.flatten(self)
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> MoEWeights:
+        """Return the weights that `state_dict` described; they share its tensors.
+
+        Args:
+            state: what `state_dict` returned.
+
+        Returns:
+            MoEWeights.
+
+        Raises:
+            TypeError: an entry of the wrong type or dtype.
+            ValueError: entries that are missing, unknown, or do not fit together.
+
+        Example:
+            >>> import mxpert
+            >>> w = lambda *shape: mxpert.quantize(torch.ones(*shape), "mxfp4")
+            >>> weights = MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
+            ...                      gate_up_order=GateUpOrder.CONCATENATED)
+            >>> MoEWeights.from_state_dict(weights.state_dict()).num_experts
+            4
+        """
+        return cls._from_state(state, "MoEWeights.from_state_dict")
+
+    @classmethod
+    def _from_state(cls, state: Mapping[str, Any], op: str) -> MoEWeights:
+        fields = weights_state.build(state, op)
+        for name in ("gate_up_order", "source_order"):
+            values = [order.value for order in GateUpOrder] + [None] * (name == "source_order")
+            require(fields[name] in values, op, name, need=f"one of {values}",
+                    got=repr(fields[name]))
+            fields[name] = None if fields[name] is None else GateUpOrder(fields[name])
+        return cls(**fields)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy `state` into these weights in place; CUDA graphs that read them stay valid.
+
+        Args:
+            state: the `state_dict` of weights with the same sizes, layout, gate/up order and
+                biases, on any device.
+
+        Raises:
+            TypeError: an entry of the wrong type or dtype.
+            ValueError: another size, layout or order, missing or unknown entries, or weights whose
+                tensors cannot be written to.
+
+        Example:
+            >>> import mxpert
+            >>> w = lambda value, *shape: mxpert.quantize(torch.full(shape, value), "mxfp4")
+            >>> a, b = (MoEWeights(gate_up_proj=w(value, 4, 64, 32), down_proj=w(value, 4, 32, 32),
+            ...                    gate_up_order=GateUpOrder.CONCATENATED) for value in (1.0, 3.0))
+            >>> a.load_state_dict(b.state_dict())
+            >>> a.down_proj.dequantize().unique().item()
+            3.0
+        """
+        op = "MoEWeights.load_state_dict"
+        new = self._from_state(state, op)
+        mine, theirs = ([*weights.state_dict()["_extra_state"].items()][:5]
+                        for weights in (self, new))
+        require(mine == theirs, op, "state", need=f"weights of {dict(mine)}", got=dict(theirs),
+                remedy="MoEWeights.from_state_dict makes new weights of any kind")
+        for name in weights_state.BIASES:
+            ours, given = (getattr(weights, name) is not None for weights in (self, new))
+            require(ours == given, op, name, need="a tensor" if ours else "None",
+                    got="a tensor" if given else "None")
+        require(self.device.type != "meta", op, "weights.device", need="a device that holds data",
+                got="'meta'", remedy="MoEWeights.from_state_dict makes new weights")
+        weights_state.copy_into(self.state_dict(), new.state_dict(), op)
+        certificates = new.fold_certificates
+        if certificates is not None:
+            certificates = (certificates[0].to(self.device), certificates[1].to(self.device))
+        self.__dict__.update(fold_certificates=certificates, source_order=new.source_order)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write these weights, prepared or not, to one safetensors file.
+
+        The file holds the tensors of `state_dict`, and sizes, layout and gate/up order in its
+        header. An existing file is replaced as a whole.
+
+        Args:
+            path: the file to write.
+
+        Raises:
+            TypeError: `path` is no path.
+            ValueError: weights on "meta", or a path that cannot be written.
+
+        Example:
+            >>> import mxpert, pathlib, tempfile
+            >>> w = lambda *shape: mxpert.quantize(torch.ones(*shape), "mxfp4")
+            >>> weights = MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
+            ...                      gate_up_order=GateUpOrder.CONCATENATED)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     weights.save(pathlib.Path(folder, "layer.safetensors"))
+            ...     MoEWeights.load(pathlib.Path(folder, "layer.safetensors")).gate_up_order
+            <GateUpOrder.CONCATENATED: 'concatenated'>
+        """
+        weights_state.write(path, self.state_dict(), "MoEWeights.save")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *,
+             device: torch.device | str = "cpu") -> MoEWeights:
+        """Read weights that `save` wrote, in the layout that they were saved in.
+
+        Args:
+            path: a file of `save`.
+            device: where the weights will live.
+
+        Returns:
+            MoEWeights on `device`. Prepared weights need no `prepare`.
+
+        Raises:
+            TypeError: `path` is no path.
+            ValueError: no such file or device, a file of something else, or a damaged file.
+
+        Example:
+            >>> MoEWeights.load("no.safetensors")  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            ValueError: MoEWeights.load: path — need a file, got 'no.safetensors'; ...
+        """
+        op = "MoEWeights.load"
+        device = require_device(device, op)
+        return cls._from_state(weights_state.read(path, op), op).to(device)
 
     def prepare(self, *, device: torch.device | str, layout: Layout | None = None) -> MoEWeights:
         """Move to `device` and bring the weights into the layout that its fastest kernels read.

@@ -225,8 +225,8 @@ def block_scale(amax: torch.Tensor, fmt: MXFormat | str, rule: ScaleRule) -> tor
     """
     op = "block_scale"
     require_tensor(amax, op, "amax", dtype=FLOAT_DTYPES)
-    element = get_format(fmt).element
-    _require_rule(rule, op)
+    element = get_format(fmt, op, "fmt").element
+    require_rule(rule, op)
     amax = _working(amax).abs()
     int_dtype, mantissa_bits, bias = _BITS[amax.dtype]
     bits = amax.view(int_dtype)
@@ -321,8 +321,8 @@ def quantize_blocks(
     """
     op = "quantize_blocks"
     require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
-    fmt = get_format(fmt)
-    _require_rule(rule, op)
+    fmt = get_format(fmt, op, "fmt")
+    require_rule(rule, op)
     axis = _negative_axis(x, axis, op)
     size, block = x.shape[axis], fmt.block_size
     require(size % block == 0, op, f"x.shape[{axis}]", need=f"a multiple of {block}", got=size,
@@ -433,6 +433,7 @@ def _require_element(element: object, op: str) -> None:
             error=TypeError)
 
 
-def _require_rule(rule: object, op: str) -> None:
+def require_rule(rule: object, op: str) -> None:
+    """Check that `rule` is a ScaleRule."""
     require(isinstance(rule, ScaleRule), op, "rule", need="a ScaleRule", got=repr(rule),
             remedy="pass for example ScaleRule.RCEIL", error=TypeError)

@@ -8,14 +8,14 @@ no multiplication per weight and no error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..errors import message, require, require_tensor
 from .codec import decode, encode, exact_power_of_two, unpack_codes
 from .spec import E2M1, E4M3, E8M0_BIAS, E8M0_NAN, MXFP4
-from .tensor import Layout, MXTensor
+from .tensor import Aggregate, Layout, MXTensor
 
 FOLD_TOP = 6
 """Largest s with every e2m1 * 2^s an e4m3 number: 6 * 2^6 = 384 <= 448."""
@@ -28,8 +28,8 @@ _ROWS_PER_CHUNK = 1 << 14
 16 MiB, are small beside a layer's weights."""
 
 
-@dataclass(frozen=True)
-class FoldCertificate:
+@dataclass(frozen=True, eq=False, repr=False)
+class FoldCertificate(Aggregate):
     """What an exact fold of a weight tensor [..., N, K] needs, and where it is impossible.
 
     Args:
@@ -40,6 +40,12 @@ class FoldCertificate:
         num_blocks: number of blocks in the tensor.
         widest_span: the largest spread of a row in binades, largest minus smallest scale byte of
             the blocks with a non-zero code; up to 14 folds.
+
+    Example:
+        >>> from mxpert import quantize
+        >>> certificate = fold_certificate(quantize(torch.ones(1, 64), "mxfp4"))
+        >>> certificate.exact, certificate.num_blocks, certificate.widest_span
+        (True, 2, 0)
     """
 
     reference: torch.Tensor
@@ -47,6 +53,16 @@ class FoldCertificate:
     blocks_outside: torch.Tensor
     num_blocks: int
     widest_span: int
+
+    def __repr__(self) -> str:
+        return (f"FoldCertificate(rows={self.reference.numel()}, blocks={self.num_blocks}, "
+                f"widest_span={self.widest_span})")
+
+    def to(self, device: torch.device | str) -> FoldCertificate:
+        """Return the same certificate with its tensors on `device`."""
+        return replace(self, reference=self.reference.to(device),
+                       rows_outside=self.rows_outside.to(device),
+                       blocks_outside=self.blocks_outside.to(device))
 
     @property
     def total_outside(self) -> int:

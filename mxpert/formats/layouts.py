@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import message, require
+from ..errors import message, require, require_tensor
 from .codec import pack_codes, unpack_codes
 from .folding import FOLD_TOP, FoldCertificate, fold_certificate
 from .spec import E8M0_BIAS, MX_BLOCK_SIZE
@@ -37,6 +37,18 @@ def hopper_can_hold(certificate: FoldCertificate) -> bool:
     Every block folds, and every row factor 2^(reference - 133) is a normal float32.
     """
     return certificate.exact and bool((certificate.reference > FOLD_TOP).all())
+
+
+def check_hopper(t: MXTensor, op: str) -> None:
+    """Check that codes, shifts and references of a HOPPER_FRAGMENT tensor fit its logical shape."""
+    require(t.logical_shape is not None and len(t.logical_shape) == 3, op, "logical_shape",
+            need="[E, N, K]", got=t.logical_shape)
+    experts, num_rows, depth = t.shape
+    units = (experts, -(-num_rows // UNIT_ROWS), -(-depth // UNIT_CODES))
+    for name, tensor, shape in (("qdata", t.qdata, (*units, UNIT_CODE_BYTES)),
+                                ("scale", t.scale, (*units, UNIT_SHIFT_BYTES)),
+                                ("reference", t.reference, (experts, units[1] * UNIT_ROWS))):
+        require_tensor(tensor, op, name, dtype=torch.uint8, shape=shape, device=t.device)
 
 
 def pack_hopper(t: MXTensor, certificate: FoldCertificate | None = None,

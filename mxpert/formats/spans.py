@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import message, require
+from ..errors import message, require, require_tensor
 from .codec import (
-    ZERO_BLOCK_SCALE, block_scale, decode, encode, exact_power_of_two, quantize_blocks,
+    FLOAT_DTYPES, ZERO_BLOCK_SCALE, block_scale, decode, encode, exact_power_of_two,
+    quantize_blocks, require_rule,
 )
 from .spec import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan, get_format
 from .tensor import Layout, MXTensor
@@ -34,8 +35,9 @@ def quantize_spans(
     Args:
         x: [..., K], K a multiple of 32; dtypes as `quantize_blocks`.
         fmt: an MXFP8 format. rule: scale rule. span: which blocks share a scale.
-        group_starts: int [G + 1] on the device of x: positions along the last axis, multiples of
-            32, where groups start (and the last ends); no span crosses them.
+        group_starts: int32 or int64 [G + 1] on the device of x: positions along the last axis,
+            multiples of 32, where groups start (and the last ends); no span crosses them. They are
+            not read on the host: positions that decrease or lie outside are clamped.
 
     Returns:
         MXTensor of axis -1 with `scale_span` span.
@@ -48,10 +50,16 @@ def quantize_spans(
         >>> quantize_spans(x, "mxfp8", ScaleRule.RCEIL, ScaleSpan.ROW).scale.tolist()
         [[127, 127]]
     """
-    fmt = get_format(fmt)
-    _require_span(span, "quantize_spans")
-    require(fmt.codes_per_byte == 1, "quantize_spans", "fmt", need="mxfp8_e4m3 or mxfp8_e5m2",
-            got=fmt.name)
+    op = "quantize_spans"
+    require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
+    fmt = get_format(fmt, op, "fmt")
+    require_rule(rule, op)
+    _require_span(span, op)
+    require(fmt.codes_per_byte == 1, op, "fmt", need="mxfp8_e4m3 or mxfp8_e5m2", got=fmt.name)
+    require(x.dim() > 0 and x.shape[-1] % MX_BLOCK_SIZE == 0, op, "x.shape", got=list(x.shape),
+            need="[..., K] with K a multiple of 32",
+            remedy="pad with zeros (torch.nn.functional.pad)")
+    _check_group_starts(group_starts, x.device, op)
     count = None
     if span is ScaleSpan.AUTO:
         count = x.new_full((1,), -few_blocks(x.numel()), dtype=torch.int32)
@@ -95,16 +103,8 @@ def rebase(tensor: MXTensor, span: ScaleSpan, *,
         >>> t.scale.tolist(), rebase(t, ScaleSpan.ROW).scale.tolist()
         ([[119, 127]], [[127, 127]])
     """
-    op = "rebase"
-    if not isinstance(tensor, MXTensor):
-        raise TypeError(message(op, "tensor", "an MXTensor", type(tensor).__name__))
-    _require_span(span, op)
-    require(tensor.format.codes_per_byte == 1, op, "tensor.format", got=tensor.format.name,
-            need="mxfp8_e4m3 or mxfp8_e5m2")
-    require(tensor.layout is Layout.ROW_MAJOR and tensor.axis == -1, op, "tensor",
-            need="axis -1 in ROW_MAJOR", got=f"axis {tensor.axis} in {tensor.layout}")
-    require(span is not ScaleSpan.AUTO, op, "span", need="BLOCK, SPAN128 or ROW", got=span,
-            remedy="quantise with AUTO: quantize_dual(…, scale_span=ScaleSpan.AUTO)")
+    _check_spanned(tensor, span, group_starts, "rebase",
+                   "quantise with AUTO: quantize_dual(…, scale_span=ScaleSpan.AUTO)")
     if span is ScaleSpan.BLOCK or tensor.qdata.numel() == 0:
         return replace(tensor, scale_span=span, wide_blocks=None)
     by_block = tensor.qdata.unflatten(-1, (-1, MX_BLOCK_SIZE))
@@ -147,6 +147,8 @@ def count_wide_blocks(tensor: MXTensor, span: ScaleSpan = ScaleSpan.ROW, *,
         >>> int(count_wide_blocks(t))
         1
     """
+    _check_spanned(tensor, span, group_starts, "count_wide_blocks",
+                   "AUTO itself chooses between BLOCK and ROW")
     present = _have_values(tensor)
     scale = torch.where(present, tensor.scale.float(), -1.0)
     deficit = _span_maximum(scale, span, group_starts) - scale
@@ -175,10 +177,35 @@ def _span_ids(num_blocks: int, span: ScaleSpan, group_starts: torch.Tensor | Non
     block = torch.arange(num_blocks, device=device)
     first = torch.zeros_like(block)
     if group_starts is not None:
-        starts = group_starts.long() // MX_BLOCK_SIZE
-        first = starts[torch.searchsorted(starts, block, right=True) - 1]
-    length = BLOCKS_OF_SPAN128 if span is ScaleSpan.SPAN128 else num_blocks + 1
+        starts = group_starts.long().div(MX_BLOCK_SIZE, rounding_mode="floor")
+        starts = starts.clamp(0, num_blocks).cummax(0).values
+        group = torch.searchsorted(starts, block, right=True) - 1
+        first = torch.where(group < 0, 0, starts[group])
+    length = {ScaleSpan.BLOCK: 1, ScaleSpan.SPAN128: BLOCKS_OF_SPAN128}.get(span, num_blocks + 1)
     return first + (block - first) // length
+
+
+def _check_spanned(tensor: MXTensor, span: ScaleSpan, group_starts: torch.Tensor | None, op: str,
+                   remedy: str) -> None:
+    """Check an MXFP8 tensor along its last axis, a span that is not AUTO, and group starts."""
+    if not isinstance(tensor, MXTensor):
+        raise TypeError(message(op, "tensor", "an MXTensor", type(tensor).__name__,
+                                "make one with mxpert.quantize"))
+    _require_span(span, op)
+    require(tensor.format.codes_per_byte == 1, op, "tensor.format", got=tensor.format.name,
+            need="mxfp8_e4m3 or mxfp8_e5m2")
+    require(tensor.layout is Layout.ROW_MAJOR and tensor.axis == -1, op, "tensor",
+            need="axis -1 in ROW_MAJOR", got=f"axis {tensor.axis} in {tensor.layout}")
+    require(span is not ScaleSpan.AUTO, op, "span", need="BLOCK, SPAN128 or ROW", got=span,
+            remedy=remedy)
+    _check_group_starts(group_starts, tensor.device, op)
+
+
+def _check_group_starts(group_starts: torch.Tensor | None, device: torch.device, op: str) -> None:
+    if group_starts is not None:
+        require_tensor(group_starts, op, "group_starts", dtype=(torch.int32, torch.int64),
+                       shape=(None,), device=device)
+        require(group_starts.numel() > 0, op, "group_starts.shape", need="[G + 1]", got=[0])
 
 
 def _require_span(span: object, op: str) -> None:

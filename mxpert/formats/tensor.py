@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import message, require, require_device, require_tensor
-from .spec import MXFormat, ScaleSpan
+from .spec import MXFormat, ScaleSpan, get_format
 
 
 class Layout(enum.Enum):
@@ -17,6 +17,10 @@ class Layout(enum.Enum):
 
     ROW_MAJOR is the logical order (checkpoints' order). HOPPER_FRAGMENT is the order in which a
     Hopper warpgroup reads its matrix fragments, with folded scales; see `formats.layouts`.
+
+    Example:
+        >>> Layout("row_major") is Layout.ROW_MAJOR
+        True
     """
 
     ROW_MAJOR = "row_major"
@@ -24,15 +28,33 @@ class Layout(enum.Enum):
 
 
 class Aggregate:
-    """Base of the frozen dataclasses that hold tensors: copies and pickles take their fields alone,
-    not what ops keep beside them."""
+    """Base of the frozen dataclasses that hold tensors.
+
+    Copies and pickles hold the fields alone, without what ops cache beside them, and are checked
+    like new objects. Two objects are equal only where they are one, as modules are.
+    """
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name)
                 for field in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        names = {field.name for field in fields(self)}  # type: ignore[arg-type]
+        require(isinstance(state, dict) and set(state) == names, type(self).__name__, "state",
+                need=f"the fields {sorted(names)}", got=repr(state)[:80],
+                remedy="save the object again with this version")
+        self.__dict__.update(state)
+        check = getattr(self, "__post_init__", None)
+        if check is not None:
+            check()
 
-@dataclass(frozen=True)
+
+TORCH_DTYPES = {"e2m1": torch.float4_e2m1fn_x2, "e4m3": torch.float8_e4m3fn,
+                "e5m2": torch.float8_e5m2}
+"""Torch's dtype for the bytes of each element format."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class MXTensor(Aggregate):
     """A tensor in an MX format.
 
@@ -83,6 +105,7 @@ class MXTensor(Aggregate):
         if not isinstance(self.format, MXFormat):
             raise TypeError(message(op, "format", "an MXFormat", type(self.format).__name__,
                                     "use mxpert.formats.get_format(name)"))
+        get_format(self.format, op, "format")
         require_tensor(self.qdata, op, "qdata", dtype=torch.uint8)
         require_tensor(self.scale, op, "scale", dtype=torch.uint8, device=self.qdata.device)
         if type(self.axis) is not int:
@@ -102,6 +125,12 @@ class MXTensor(Aggregate):
                     need="a value" if packed else "None", got=repr(getattr(self, name)),
                     remedy=f"the layout is {self.layout}; MoEWeights.prepare makes packed tensors")
         if packed:
+            require_tensor(self.reference, op, "reference", dtype=torch.uint8,
+                           device=self.qdata.device)
+            sizes = self.logical_shape
+            require(isinstance(sizes, tuple) and all(
+                isinstance(size, int) and size >= 0 for size in sizes), op, "logical_shape",
+                need="a tuple of sizes", got=repr(sizes))
             return
         size = self.qdata.shape[self.axis] * self.format.codes_per_byte
         require(size % self.format.block_size == 0, op, f"qdata.shape[{self.axis}]",
@@ -133,8 +162,44 @@ class MXTensor(Aggregate):
         return torch.Size(sizes)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Torch's dtype of the codes: ``qdata.view(dtype)`` shows them (MXFP4: pairs of values)."""
+        return TORCH_DTYPES[self.format.element.name]
+
+    @property
     def device(self) -> torch.device:
+        """Device of codes and scales."""
         return self.qdata.device
+
+    def __repr__(self) -> str:
+        span = "" if self.scale_span is ScaleSpan.BLOCK else f", scale_span={self.scale_span.name}"
+        return (f"MXTensor({self.format.name}, shape={list(self.shape)}, axis={self.axis}, "
+                f"layout={self.layout.name}{span}, device='{self.device}')")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Decode to a dense tensor: ``decode(code) * 2^(scale - 127)``; scale byte 255 gives NaN.
+
+        Computed in torch operations on any device; `mxpert.dequantize` gives the same values with
+        one kernel.
+
+        Args:
+            dtype: float32, bfloat16, float16 or float64.
+
+        Returns:
+            A contiguous tensor of the logical shape.
+
+        Raises:
+            TypeError: another dtype.
+            ValueError: a prepared layout.
+
+        Example:
+            >>> import mxpert
+            >>> mxpert.quantize(torch.full((1, 32), 3.0), "mxfp4").dequantize()[0, 0].item()
+            3.0
+        """
+        from .codec import dequantize_blocks  # the codecs import this module
+
+        return dequantize_blocks(self, dtype)
 
     @property
     def nbytes(self) -> int:

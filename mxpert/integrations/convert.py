@@ -106,6 +106,16 @@ def restore(model: Any) -> Any:
 
     Raises:
         ValueError: nothing in it is converted.
+
+    Example:
+        >>> import torch, transformers, mxpert
+        >>> config = transformers.MixtralConfig(
+        ...     vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        >>> model = transformers.MixtralForCausalLM(config).eval()
+        >>> restored = restore(mxpert.convert(model, progress=False))
+        >>> restored.model.layers[0].mlp.experts.gate_up_proj.shape
+        torch.Size([4, 64, 64])
     """
     trained = [module for module in model.modules() if isinstance(module, TrainableExperts)]
     converted = mx_experts(model)

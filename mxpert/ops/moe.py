@@ -21,9 +21,6 @@ from . import library
 from .moe_checks import check_down, check_fused_moe, check_gate_up, moe_options
 from .library import NUM_OPTION_ARGUMENTS, NUM_PLAN_ARGUMENTS, NUM_WEIGHT_ARGUMENTS
 
-_NO_ACTIVATION = SiLU
-"""Stage 2 has none."""
-
 _FUSED_MOE, _GATE_UP, _DOWN = Calls(), Calls(), Calls()
 
 _kept_problem = functools.lru_cache(8192)(MoEProblem)
@@ -131,7 +128,7 @@ def moe_gate_up(
     check_gate_up(x, weights, plan, options)
     h, h_scale = _gate_up_op(*_flatten_rows(x), *library.flatten_weights(weights),
                              *library.flatten_plan(plan), *library.flatten_options(options))
-    format = activation_mx_format(activation_format, "moe_gate_up")
+    format = activation_mx_format(options.activation_format, "moe_gate_up")
     return h if format is None else library.rebuild_mx(h, h_scale, format.name)
 
 
@@ -173,7 +170,8 @@ def moe_down(
         >>> mxpert.moe_down(h, weights, plan, combine=mxpert.Combine.FLAT).shape
         torch.Size([32, 32])
     """
-    options = moe_options("moe_down", _NO_ACTIVATION(), _rows_format(h, activation_format),
+    # Stage 2 applies no activation; its options hold one all the same.
+    options = moe_options("moe_down", SiLU(), _rows_format(h, activation_format),
                           ScaleRule.RCEIL, apply_router_weight_on_input, combine, out_dtype)
     if _is_unobserved(plan):
         return _call_down(h, weights, plan, options)
@@ -201,8 +199,7 @@ def describe_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: Rout
 def describe_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
                   *, activation_format: str | None = None, **options: Any) -> MoEProblem:
     """The problem that `moe_down` resolves for the same arguments."""
-    chosen = moe_options("moe_down", _NO_ACTIVATION(), _rows_format(h, activation_format),
-                         **options)
+    chosen = moe_options("moe_down", SiLU(), _rows_format(h, activation_format), **options)
     return _down_problem(h, weights, plan, chosen)
 
 

@@ -13,7 +13,10 @@ import torch
 from ..errors import message, require, require_tensor
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
-from ..problem import ACTIVATIONS, Activation, Combine, MoEOptions, activation_mx_format
+from ..problem import (
+    Activation, Combine, MoEOptions, activation_mx_format, parse_activation_format,
+    require_activation,
+)
 from ..routing import (
     MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, check_plan_shapes, require_topk,
 )
@@ -100,30 +103,38 @@ def moe_options(
     scale_rule: ScaleRule = ScaleRule.RCEIL, apply_router_weight_on_input: bool = False,
     combine: Combine = Combine.REDUCE, out_dtype: torch.dtype = torch.bfloat16,
 ) -> MoEOptions:
-    """Checked options: one object for one choice, so that later caches find it by identity."""
+    """Check options; equal choices give the same object, by whose identity later caches look up.
+
+    Aliases of the activation format become its own name here, and nowhere else.
+    """
     choice = (op, activation, activation_format, scale_rule, apply_router_weight_on_input, combine,
               out_dtype)
     if torch.compiler.is_compiling():
         return _checked_options(*choice)
     try:
         return _kept_options(*choice)
-    except TypeError:  # a choice that cannot be hashed is wrong in a way that the check names
+    except TypeError:  # a choice without a hash: the check raises an error that names it
         return _checked_options(*choice)
 
 
-def _checked_options(op: str, *choice: Any) -> MoEOptions:
-    options = MoEOptions(*choice)
+def _checked_options(op: str, activation: Activation, activation_format: str,
+                     *choice: Any) -> MoEOptions:
+    options = MoEOptions(activation, parse_activation_format(activation_format, op), *choice)
     _check_options(options, op)
     return options
 
 
-_kept_options = functools.lru_cache(1024, typed=True)(_checked_options)
+@functools.lru_cache(1024, typed=True)
+def _kept_options(op: str, activation: Activation, activation_format: str,
+                  *choice: Any) -> MoEOptions:
+    name = parse_activation_format(activation_format, op)
+    if name != activation_format:
+        return _kept_options(op, activation, name, *choice)
+    return _checked_options(op, activation, name, *choice)
 
 
 def _check_options(options: MoEOptions, op: str) -> None:
-    if not isinstance(options.activation, tuple(ACTIVATIONS.values())):
-        raise TypeError(message(op, "activation", f"one of {sorted(ACTIVATIONS)}",
-                                repr(options.activation), "for example mxpert.SwiGLU()"))
+    require_activation(options.activation, op)
     if not isinstance(options.combine, Combine):
         raise TypeError(message(op, "combine", "a Combine", repr(options.combine)))
     if not isinstance(options.scale_rule, ScaleRule):
@@ -131,7 +142,6 @@ def _check_options(options: MoEOptions, op: str) -> None:
     if not isinstance(options.apply_router_weight_on_input, bool):
         raise TypeError(message(op, "apply_router_weight_on_input", "a bool",
                                 repr(options.apply_router_weight_on_input)))
-    activation_mx_format(options.activation_format, op)
     require(options.out_dtype in OUT_DTYPES, op, "out_dtype", need=[str(d) for d in OUT_DTYPES],
             got=options.out_dtype, error=TypeError)
     require(op != "fused_moe" or options.combine is not Combine.FLAT, op, "combine",

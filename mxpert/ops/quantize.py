@@ -48,9 +48,8 @@ def quantize(x: torch.Tensor, format: str | MXFormat, *, axis: int = -1,
     """
     if is_unobserved(x):
         return _call_quantize(x, format, axis, scale_rule)
-    check_quantize(x, axis, scale_rule)
+    element = check_quantize(x, format, axis, scale_rule)
     axis = axis if axis < 0 else axis - x.dim()
-    element = get_format(format)
     qdata, scale = _quantize_op(x, element.name, axis, scale_rule.value)
     return rebuild_mx(qdata, scale, element.name, axis=axis)
 
@@ -80,8 +79,9 @@ def dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> torch
     return _dequantize_op(tensor.qdata, tensor.scale, tensor.format.name, tensor.axis, dtype)
 
 
-def check_quantize(x: torch.Tensor, axis: int, scale_rule: ScaleRule) -> None:
-    """Argument checks of `quantize`."""
+def check_quantize(x: torch.Tensor, format: str | MXFormat, axis: int,
+                   scale_rule: ScaleRule) -> MXFormat:
+    """Check the arguments of `quantize` and return the format."""
     op = "quantize"
     require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
     if not isinstance(axis, int) or isinstance(axis, bool):
@@ -94,6 +94,7 @@ def check_quantize(x: torch.Tensor, axis: int, scale_rule: ScaleRule) -> None:
     if not isinstance(scale_rule, ScaleRule):
         raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(scale_rule),
                                 "for example mxpert.ScaleRule.RCEIL"))
+    return get_format(format, op, "format")
 
 
 def check_dequantize(tensor: MXTensor, dtype: torch.dtype) -> None:
@@ -117,9 +118,9 @@ def _quantize_problem(op: Op, device: torch.device, shape: torch.Size, axis: int
 def describe_quantize(x: torch.Tensor, format: str | MXFormat, *, axis: int = -1,
                       scale_rule: ScaleRule = ScaleRule.RCEIL) -> QuantizeProblem:
     """The problem that `quantize` resolves for the same arguments."""
-    check_quantize(x, axis, scale_rule)
+    element = check_quantize(x, format, axis, scale_rule)
     return _quantize_problem(Op.QUANTIZE, x.device, x.shape, axis if axis < 0 else axis - x.dim(),
-                             x.dtype, get_format(format).name, scale_rule.value)
+                             x.dtype, element.name, scale_rule.value)
 
 
 def describe_dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> QuantizeProblem:

@@ -100,7 +100,7 @@ def check_quantize_dual(x: torch.Tensor, format: str | MXFormat,
     require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
     require(x.dim() in (2, 3), op, "x.dim()", need="2 for [M, K] or 3 for weights [G, N, K]",
             got=x.dim())
-    element = get_format(format)
+    element = get_format(format, op, "format")
     require(element.codes_per_byte == 1, op, "format", need="mxfp8_e4m3 or mxfp8_e5m2",
             got=repr(element.name), remedy="quantise mxfp4 with mxpert.quantize, axis by axis")
     if not isinstance(scale_rule, ScaleRule):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..dispatch import Calls, detect_target
-from ..errors import message, require, require_tensor
+from ..errors import message, require, require_number, require_tensor
 from ..problem import Op, RoutingProblem, Scoring, TopKOptions, TopKProblem
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, plan_capacity, require_topk
 from .library import is_unobserved, register
@@ -162,9 +162,7 @@ def check_route_topk(logits: torch.Tensor, top_k: int, options: TopKOptions,
                                 "for example mxpert.Scoring.SIGMOID"))
     if not isinstance(options.normalize, bool):
         raise TypeError(message(op, "normalize", "a bool", repr(options.normalize)))
-    factor = options.routed_scaling_factor
-    if not isinstance(factor, (int, float)):
-        raise TypeError(message(op, "routed_scaling_factor", "a number", repr(factor)))
+    require_number(options.routed_scaling_factor, op, "routed_scaling_factor")
     if options.num_groups != 1 or options.top_groups != 1:
         _check_groups(op, num_experts, top_k, options.num_groups, options.top_groups)
     if correction_bias is not None:

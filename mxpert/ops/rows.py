@@ -9,7 +9,7 @@ import torch
 
 from ..dispatch import Calls, detect_target
 from ..errors import require, require_tensor
-from ..problem import Activation, Op, RowsProblem, activation_from
+from ..problem import Activation, Op, RowsProblem, activation_from, require_activation
 from .library import register
 from .quantize import FLOAT_DTYPES
 
@@ -32,7 +32,7 @@ def activate_rows(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor
         >>> activate_rows(torch.tensor([[0.0, 20.0, 3.0, 3.0]]), mxpert.SiLU())
         tensor([[ 0., 60.]])
     """
-    _check_gate_up(gate_up, "activate_rows")
+    _check_gate_up(gate_up, activation, "activate_rows")
     result: torch.Tensor = _activate_op(gate_up.contiguous(), activation.name,
                                         list(activation.parameters))
     return result
@@ -49,7 +49,7 @@ def activate_rows_backward(grad: torch.Tensor, gate_up: torch.Tensor,
         tensor([[1., 0.]])
     """
     op = "activate_rows_backward"
-    _check_gate_up(gate_up, op)
+    _check_gate_up(gate_up, activation, op)
     rows, width = gate_up.shape
     require_tensor(grad, op, "grad", dtype=gate_up.dtype, shape=(rows, width // 2),
                    device=gate_up.device)
@@ -106,7 +106,8 @@ def combine_rows_backward(
     return by_row, by_weight
 
 
-def _check_gate_up(gate_up: torch.Tensor, op: str) -> None:
+def _check_gate_up(gate_up: torch.Tensor, activation: Activation, op: str) -> None:
+    require_activation(activation, op)
     require_tensor(gate_up, op, "gate_up", dtype=ROW_DTYPES, shape=(None, None))
     require(gate_up.shape[1] % 2 == 0, op, "gate_up.shape[1]", need="an even number",
             got=gate_up.shape[1], remedy="gate first, then up")

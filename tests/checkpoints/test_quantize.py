@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mxpert import GateUpOrder, MoEWeights, ScaleRule, UnsupportedError
+from mxpert import GateUpOrder, MoEWeights, ScaleRule, UnsupportedError, __version__
 from mxpert.formats import MXTensor, decode_scale, dequantize_blocks, quantize_blocks
 from mxpert.integrations import safetensors_files
 from mxpert.integrations.checkpoints import load_expert_weights, load_gpt_oss_layers
@@ -81,7 +81,7 @@ def test_every_naming_round_trips(
     config = json.loads((out / "config.json").read_text("utf-8"))
     assert config["quantization_config"]["quant_method"] == "mxfp4"
     assert config["quantization_config"]["mxpert"] == {
-        "gate_up_order": "interleaved", "scale_rule": "rceil", "version": "0.1.0"}
+        "gate_up_order": "interleaved", "scale_rule": "rceil", "version": __version__}
     original = json.loads((source / "config.json").read_text("utf-8"))
     assert {k: v for k, v in config.items() if k != "quantization_config"} == original
     assert (out / "tokenizer.json").read_text("utf-8") == "{}"

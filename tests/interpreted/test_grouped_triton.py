@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mxpert.backends.launch import noted_launches
 from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
 from mxpert.backends.triton import KERNELS as TRITON_KERNELS
 from mxpert.backends.triton.grouped import MAX_GROUPS, padded_offsets
@@ -27,6 +28,7 @@ from mxpert.testing.quantize_cases import block_cases
 REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}
 TRITON = {kernel.op: kernel for kernel in TRITON_KERNELS}
 FLOAT64 = ReferenceConfig(torch.float64)
+GFX950 = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
 CONFIG = GemmConfig(64, 64, 64, group_m=2)
 WGRAD_TILES = GemmConfig(64, 128, 64, group_m=2)
 WHOLE = GemmConfig(128, 256, 64)
@@ -228,6 +230,22 @@ def test_gemm_of_integers_is_exact(pair: str, case: str, trans_b: bool) -> None:
     """Sums of 160 products of integers up to 3 are float32 numbers in any order."""
     actual, expected = forward(case, PAIRS[pair], torch.float32, trans_b=trans_b, values=integers)
     assert_exact(actual, expected.float(), "grouped_gemm", ignore_zero_sign=True)
+
+
+@pytest.mark.parametrize("op", ["nt", "nn", "wgrad"])
+def test_loops_of_amd_are_exact(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They load scales in the step that multiplies them, those of other targets a step ahead."""
+    monkeypatch.setitem(globals(), "detect_target", lambda device: GFX950)
+    with noted_launches() as notes:
+        if op == "wgrad":
+            actual, expected = wgrad("ragged", PAIRS["e4m3"], torch.float32, values=integers)
+        else:
+            actual, expected = forward("ragged", PAIRS["e4m3"], torch.float32, values=integers,
+                                       trans_b=op == "nt")
+    assert_exact(actual, expected.float(), op, ignore_zero_sign=True)
+    ahead = [note.launch.constants["PREFETCH_SCALES"] for note in notes
+             if "PREFETCH_SCALES" in note.launch.constants]
+    assert ahead == [False]
 
 
 @pytest.mark.parametrize("trans_b", [True, False], ids=["nt", "nn"])

@@ -1,4 +1,4 @@
-"""GROUPED_GEMM and GROUPED_WGRAD on Hopper: what runs in FP8, what in bf16, and the launches."""
+"""Host side of GROUPED_GEMM and GROUPED_WGRAD on Hopper: choice of FP8 or bf16, launches."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ BLOCK_M, BLOCK_N = 128, 256
 _STAGE_BYTES = 128
 _STAGES = 4
 _BANDS = (16, 8, 32)
-"""Row tiles that share the columns' operand in L2, the default first."""
+"""Choices for the row tiles that share a column tile's operand in L2; the first is the default."""
 
 UNPROMOTED_DEPTH = 8192
-"""Up to this reduction fp8 sums stay in the tensor core: its adder drops bits below 2^-13 of the
-sum, 2e-3 of the result at this depth; beyond, sums are promoted to float32 every 256 values."""
+"""Longest reduction whose fp8 sums stay in the tensor core. Its adder drops bits below 2^-13 of the
+sum: an error of 2e-3 at this depth. Longer sums are promoted to float32 every 256 values."""
 
 
 class _Grouped:
-    """What both GEMMs share."""
+    """Base class of both GEMMs: supported problems, configs, and the launch."""
 
     op: Op
     backend = "hopper"
@@ -55,22 +55,24 @@ class _Grouped:
         return None
 
     def configs(self, problem: GroupedProblem) -> Iterator[GemmConfig]:
-        """One tile, with different numbers of rows that share columns in L2."""
+        """One tile size, with each of the choices for group_m."""
         for band in _BANDS:
             yield GemmConfig(BLOCK_M, BLOCK_N, _STAGE_BYTES, num_warps=4, num_stages=_STAGES,
                              group_m=band)
 
     def heuristic(self, problem: GroupedProblem) -> GemmConfig:
-        """The config used where none is pinned."""
+        """The config used if none is pinned."""
         return next(self.configs(problem))
 
     def mode(self, problem: GroupedProblem) -> str:
-        """How scales are honoured; `explain` shows it.
+        """How the kernel applies scales; `explain` shows it.
 
-        "row": FP8 products, both operands with one scale a row. "auto": the same where the device
-        finds that they have, else the portable kernel's bf16 products. "span128": FP8 products, a
-        with one scale per 128, b with one a row. "exact": bf16 products of bf16 operands or of the
-        exact values of MX operands, whatever their scales.
+        - "row": FP8 products; both operands have one scale per row.
+        - "auto": as "row" if neither operand has wide blocks (read on the device); otherwise the
+          portable kernel computes exact bf16 products.
+        - "span128": FP8 products; a has one scale per 128 values, b one per row.
+        - "exact": bf16 products of bf16 operands, or of the exact values of MX operands with any
+          scales.
         """
         spans = problem.a_span, problem.b_span
         if problem.a_format != "bf16" and spans == (ScaleSpan.ROW, ScaleSpan.ROW):
@@ -99,13 +101,13 @@ class _Grouped:
 
 
 class _GroupedGemm(_Grouped):
-    """c[r] = a[r] @ b[group of r].T, zeros in rows without a group."""
+    """GROUPED_GEMM: ``c[r] = a[r] @ b[group of r].T``; zeros in rows without a group."""
 
     op = Op.GROUPED_GEMM
 
     def launch(self, problem: GroupedProblem, config: GemmConfig, *, a: torch.Tensor | MXTensor,
                b: torch.Tensor | MXTensor, group_offsets: torch.Tensor) -> torch.Tensor:
-        """[M, n], contiguous, in `problem.out_dtype`."""
+        """Return c [M, n], contiguous, in `problem.out_dtype`."""
         out = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
         if problem.k == 0:
             return out.zero_()
@@ -117,14 +119,14 @@ class _GroupedGemm(_Grouped):
 
 
 class _GroupedWgrad(_Grouped):
-    """out[g] = grad_g.T @ a_g over the rows of each group; zeros for empty groups."""
+    """GROUPED_WGRAD: ``out[g] = grad_g.T @ a_g`` over the rows of group g; zeros if it is empty."""
 
     op = Op.GROUPED_WGRAD
 
     def launch(self, problem: GroupedProblem, config: GemmConfig, *, grad: torch.Tensor | MXTensor,
                a: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
                accumulate_into: torch.Tensor | None) -> torch.Tensor:
-        """[G, n, k] in `problem.out_dtype`, or `accumulate_into` with the result added."""
+        """Return out [G, n, k] in `problem.out_dtype`, or add the result to `accumulate_into`."""
         out = accumulate_into
         if out is None:
             out = group_offsets.new_empty((problem.num_groups, problem.n, problem.k),
@@ -138,7 +140,7 @@ class _GroupedWgrad(_Grouped):
 
 
 def _operand(value: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Dense values and, of MX tensors, scale bytes."""
+    """Contiguous values, and the scale bytes of an MX tensor (None for bf16)."""
     if not isinstance(value, MXTensor):
         return value.contiguous(), None
     dtype = torch.float8_e5m2 if value.format is MXFP8_E5M2 else torch.float8_e4m3fn
@@ -146,7 +148,8 @@ def _operand(value: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _as_bf16(value: torch.Tensor | MXTensor, target: Target) -> torch.Tensor:
-    """The exact values of an MX tensor: at most 4 significant bits, times a power of two."""
+    """Dequantise an MX tensor to bf16; this is exact, since values have at most 4 significant bits.
+    """
     if not isinstance(value, MXTensor):
         return value
     problem = QuantizeProblem(Op.DEQUANTIZE, target, tuple(value.shape), value.axis,
@@ -174,7 +177,7 @@ def _gemm_launch(problem: GroupedProblem, band: int, mode: str, first: torch.dty
 
 
 def _promotion(problem: GroupedProblem, mode: str) -> int:
-    """The kernel's SPAN: how many values are summed before float32, 0 for all."""
+    """The kernel's SPAN: number of values per promotion to float32; 0 never promotes."""
     if mode not in ("row", "auto"):
         return 128 if mode == "span128" else 0
     depth = problem.k
