@@ -268,6 +268,11 @@ def published_expert_tensors(
         ``gate_up_proj_blocks`` uint8 [E, 2F, H/32, 16], ``gate_up_proj_scales`` uint8 [E, 2F,
         H/32], the same for ``down_proj``, and ``*_bias`` where there are biases; contiguous.
     """
+    op = "published_expert_tensors"
+    if not isinstance(weights, MoEWeights):
+        raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
+    require(isinstance(dtype, torch.dtype) and dtype.is_floating_point, op, "dtype",
+            need="a float dtype", got=repr(dtype), error=TypeError)
     weights = _interleaved(weights)
     tensors: dict[str, torch.Tensor] = {}
     for name, projection, bias in (
@@ -288,6 +293,14 @@ def expert_weights_from(tensors: Mapping[str, torch.Tensor], order: GateUpOrder)
         tensors: by names below ``experts.``; biases may be absent.
         order: order of gate and up rows as stored; published checkpoints are INTERLEAVED.
     """
+    op = "expert_weights_from"
+    if not isinstance(tensors, Mapping):
+        raise TypeError(message(op, "tensors", "tensors by name", type(tensors).__name__))
+    for part in ("blocks", "scales"):
+        for name in (f"gate_up_proj_{part}", f"down_proj_{part}"):
+            require_tensor(tensors.get(name), op, name, dtype=torch.uint8,
+                           shape=(None,) * (4 if part == "blocks" else 3))
+
     def projection(name: str) -> MXTensor:
         return MXTensor(tensors[f"{name}_blocks"].flatten(-2), tensors[f"{name}_scales"], MXFP4)
 
