@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-fast lint docs clean
 
 # The first Python >= 3.11; one that already has torch lends it to the environment.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
@@ -17,7 +17,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */make \1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */make \1\t/' | expand -t 16
 
 $(VENV)/.created:
 	@if [ -z "$(PYTHON)" ]; then echo "make: python — need Python 3.11 or newer on PATH, got none;" \
@@ -59,6 +59,29 @@ lint: $(VENV)/.tested  ## ruff and mypy
 test: lint  ## install the test extra, lint, run the whole suite; the last line is pytest's
 	@$(BIN)/python tests/run_suite.py $(PYTEST_ARGS) </dev/null
 
+# What a change breaks first: formats, routing, reference, checks, training, documents; then the
+# logic of the quantisation kernels. No kernel is compiled.
+FAST_TESTS := $(addprefix tests/,edges formats grouped reference routing testing training \
+	triton/test_launch.py triton/test_moe_heuristics.py \
+	test_architecture.py test_docs.py test_packaging.py test_site.py test_weights.py)
+FAST_PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.tested  ## ruff and the quick tests, below 90 s on 2 cores
+	$(BIN)/ruff check .
+	$(FAST_PYTEST) -k 'not compile and not toy_lm and not code_blocks and not example' \
+		$(FAST_TESTS) </dev/null
+	TRITON_INTERPRET=1 $(FAST_PYTEST) tests/interpreted/test_quantize_triton.py </dev/null
+
+DOCS_VENV := .venv-docs
+
+$(DOCS_VENV)/.installed: docs/requirements.txt
+	$(or $(PYTHON),python3) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -q -r $<
+	@touch $@
+
+docs: $(DOCS_VENV)/.installed  ## build the documentation site strictly into build/site
+	PATH="$(DOCS_VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+
 clean:  ## remove the environment, caches and reports
-	rm -rf $(VENV) build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -75,7 +75,7 @@ def make_meta(device: torch.device, commit: str | None, sustained: bool) -> dict
                         "SwiGLU with interleaved gate and up, no biases; marlin: own random codes",
                 "stages": "*_gemm: GEMM kernel with its epilogue; gate_up, down: whole stage on a "
                           "ready routing; layer: from logits, top-k and sort included. The "
-                          "intermediate is quantised in gate_up by mxpert/mxfp8 and "
+                          "intermediate is quantised in gate_up by mxpert/mxfp8, mxpert/mxfp4 and "
                           "humming/fp8_token, in down by mxpert/fp8_token",
                 "rel_l2": "sampled tokens; mxpert: to float64 on the same quantised operands; "
                           "peers (layer): to float64 with bf16 activations"}}

@@ -14,12 +14,15 @@ STAGES = (*GEMM_STAGES, "gate_up", "down", "layer")
 """`*_gemm` is the GEMM kernel with its epilogue on ready operands; gate_up and down are the whole
 stage on a ready routing; layer goes from router logits and x to y."""
 
-ACTIVATION_FORMATS = {"a16": ("bf16",), "a8": ("mxfp8", "fp8_token")}
+ACTIVATION_FORMATS = {"a16": ("bf16",), "a8": ("mxfp8", "fp8_token"), "a4": ("mxfp4",)}
 """Width of the activations → our formats of that width. Peers' a8 is "fp8_token"."""
 
 FORMATS = tuple(name for names in ACTIVATION_FORMATS.values() for name in names)
 WIDTHS = {"bf16": "a16", "fp8_token": "a8", "mxfp8": "a8", "mxfp4": "a4"}
-"""Activation as it stands in the rows → the width in which implementations compare."""
+"""Activation as it stands in the rows → the width of the activations."""
+
+PEER_WIDTHS = {"a16": "a16", "a8": "a8", "a4": "a8"}
+"""Width of ours → width of the peers that it is compared with: no peer multiplies a4."""
 
 ROUTINGS = ("uniform", "zipf", "hot")
 DECODE_TOKENS = 256
@@ -37,13 +40,19 @@ class Model:
     F: int
 
 
-MODELS = {model.name: model for model in (
+NAMED = {model.name: model for model in (
     Model("gpt-oss-120b", 128, 4, 2880, 2880), Model("kimi-k2-tp4", 384, 8, 7168, 512),
     Model("dsv3-ep8", 32, 8, 7168, 2048), Model("gpt-oss-20b", 32, 4, 2880, 2880),
     Model("qwen3-235b", 128, 8, 4096, 1536), Model("dsv4-flash", 256, 6, 4096, 2048))}
 """In order of importance."""
 
+REFERENCE = {model.name: model for model in (
+    Model("kimi-e385", 385, 9, 7168, 256), Model("r1-e384", 384, 8, 7168, 1024))}
+"""Shapes that the reference systems publish; their third is gpt-oss-120b."""
+
+MODELS = NAMED | REFERENCE
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
+REFERENCE_TOKENS = (4, 16, 64, 256, 16384)
 _FIRST_TOKENS = (1, 16, 128, 256, 1024, 8192)
 
 
@@ -61,22 +70,46 @@ class Cell:
         and its time among launch gaps."""
         return max(1, 8 // self.tokens)
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is measured for the reference systems' sake."""
+        return self.model.name in REFERENCE or self.tokens == REFERENCE_TOKENS[-1]
+
+    def stages(self, asked: Sequence[str]) -> list[str]:
+        """Those of the stages asked for that are measured; of reference cells whole stages only."""
+        return [stage for stage in asked if not (self.is_reference and stage in GEMM_STAGES)]
+
     def __str__(self) -> str:
         return f"{self.model.name} T={self.tokens} {self.routing}"
 
 
-def ordered_cells(models: Sequence[Model], tokens: Sequence[int],
+def tokens_of(model: Model) -> tuple[int, ...]:
+    """Token counts that a comparison measures of a model unless told otherwise."""
+    if model.name in REFERENCE:
+        return REFERENCE_TOKENS
+    return (*TOKENS, REFERENCE_TOKENS[-1]) if model.name == "gpt-oss-120b" else TOKENS
+
+
+def ordered_cells(models: Sequence[Model], tokens: Sequence[int] | None = None,
                   routings: Sequence[str] = ("uniform",)) -> list[Cell]:
-    """Cells with the most telling ones first, so that a run cut short is still useful.
+    """The most telling cells first: named models at six token counts, the reference systems'
+    shapes, the rest.
+
+    Args:
+        tokens: None takes `tokens_of` each model.
 
     >>> [cell.tokens for cell in ordered_cells([MODELS["dsv3-ep8"]], [1, 4, 8192])]
     [1, 8192, 4]
     """
     cells = [Cell(model, count, routing) for routing in routings for model in models
-             for count in tokens]
+             for count in tokens or tokens_of(model)]
     importance = {name: rank for rank, name in enumerate(MODELS)}
+
+    def tier(cell: Cell) -> int:
+        return 1 if cell.is_reference else 0 if cell.tokens in _FIRST_TOKENS else 2
+
     return sorted(cells, key=lambda cell: (
-        ROUTINGS.index(cell.routing), cell.tokens not in _FIRST_TOKENS,
+        ROUTINGS.index(cell.routing), tier(cell),
         importance.get(cell.model.name, len(importance)), cell.tokens))
 
 

@@ -4,9 +4,10 @@
 
 writes cliffs.json and cliffs.md beside it. mxpert alone. A cell's efficiency is the time that the
 ceilings of this run allow over the time taken. Its neighbour is the named model nearest in log H
-and log F, with uniform routing at the same T and activation format; a cell is a cliff where the
-neighbour is more than 1.25 times as efficient. Processes of their own time first calls and count
-the GPU binaries of one model, with an empty and with a filled cache.
+and log F, with uniform routing at the same T and activation format. `relative` is the cell's
+efficiency over the neighbour's; below 0.8 the cell is a cliff. Processes of their own time first
+calls and count the GPU binaries of one model, with an empty and with a filled cache. --render FILE
+writes the tables of an earlier run again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 import cells as named
 from ceilings import IDLE_SECONDS, make_meta, measure_ceilings
-from cells import MODELS, ROUTINGS, Cell, Model, parse_list, parse_tokens, random_inputs, tiny
+from cells import NAMED, ROUTINGS, Cell, Model, parse_list, parse_tokens, random_inputs, tiny
 from compare import FatalError, check_alive, describe
 from document import Row, make_row
 from mxpert.cli.measure import RunWeights
@@ -46,12 +47,12 @@ from render import OPEN_ROWS, conditions, folded, markdown_table
 DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/cliffs.json"
 DRY_OUTPUT = _checkout.ROOT / "reports/cliffs-dry-run.json"
 STAGES = ("gate_up", "down", "layer")
-FORMATS = ("bf16", "mxfp8")
+FORMATS = ("bf16", "mxfp8", "mxfp4")
 TOKENS = (17, 131, 2053)
 FEATURES = (384, 704, 1408, 1536)
 HIDDEN = (2048, 4096, 5120)
-MOST = 1.25
-"""Neighbour's efficiency over a cell's, above which the cell is a cliff."""
+LEAST = 0.8
+"""A cell's efficiency over its neighbour's, below which the cell is a cliff."""
 
 MOST_BINARIES = 12
 MOST_SECONDS = 20.0
@@ -70,15 +71,15 @@ PROTOCOL = {
                  "format and stage",
     "first_call": "seconds of fused_moe from logits until its result is there, weights prepared, "
                   "in the order listed, in a process of its own",
-    "binaries": "GPU binaries that this process has loaded after the layers of one model, both "
-                "formats, at every T of this script and of compare.py"}
+    "binaries": "GPU binaries that this process has loaded after the layers of one model, every "
+                "format, at every T of this script and of compare.py"}
 
 
 def _shape(num_experts: int, hidden_size: int, intermediate_size: int) -> Model:
     """A layer with k = 8, under its model's name if it has one."""
     shape = Model(f"E{num_experts}-k8-H{hidden_size}-F{intermediate_size}", num_experts, 8,
                   hidden_size, intermediate_size)
-    return next((named for named in MODELS.values()
+    return next((named for named in NAMED.values()
                  if (named.E, named.k, named.H, named.F) == (
                      shape.E, shape.k, shape.H, shape.F)), shape)
 
@@ -104,7 +105,7 @@ def neighbour_of(model: Model) -> Model:
         return (math.hypot(math.log(named.H / model.H), math.log(named.F / model.F)),
                 abs(math.log(named.E / model.E)))
 
-    return min(MODELS.values(), key=distance)
+    return min(NAMED.values(), key=distance)
 
 
 def plan(shapes: Iterable[Model], tokens: Sequence[int],
@@ -163,16 +164,16 @@ def count_binaries() -> dict[str, int]:
 
 
 def with_neighbours(rows: Sequence[Row]) -> list[Row]:
-    """Rows with `neighbour_efficiency`, `ratio` and `cliff`; None where the neighbour has no
+    """Rows with `neighbour_efficiency`, `relative` and `cliff`; None where the neighbour has no
     time."""
     uniform = {(row["model"], row["T"], row["activation"], row["stage"]): row["efficiency"]
                for row in rows if row["routing"] == "uniform"}
     found = []
     for row in rows:
         best = uniform.get((row["neighbour"], row["T"], row["activation"], row["stage"]))
-        ratio = None if best is None else best / row["efficiency"]
-        found.append({**row, "neighbour_efficiency": best, "ratio": ratio,
-                      "cliff": None if ratio is None else ratio > MOST})
+        share = None if best is None else row["efficiency"] / best
+        found.append({**row, "neighbour_efficiency": best, "relative": share,
+                      "cliff": None if share is None else share < LEAST})
     return found
 
 
@@ -180,7 +181,7 @@ def with_neighbours(rows: Sequence[Row]) -> list[Row]:
 
 
 def measure_cell(run: Run, cell: Cell, full: Model, weights: RunWeights) -> None:
-    """Gate both formats, then time what passed; a failure leaves the others.
+    """Gate every format, then time what passed; a failure leaves the others.
 
     Args:
         full: the model before a dry run shrank it; names the neighbour.
@@ -261,7 +262,7 @@ def measure(run: Run, cells: dict[Model, list[Cell]]) -> None:
 
 
 def time_first_calls(device: torch.device, dry: bool) -> Row:
-    """Seconds of this process's first layers, few and many tokens in both formats, and the binaries
+    """Seconds of this process's first layers, few and many tokens in each format, and the binaries
     that it has loaded once the layer has run at every T."""
     model = tiny(_shape(32, 5120, 1408)) if dry else _shape(32, 5120, 1408)
     weights = random_weights(model, device)
@@ -313,9 +314,11 @@ def compare_first_calls(run: Run) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line for each model, T and routing: efficiency in %, ratio to the neighbour in brackets,
+    """One line for each model, T and routing: efficiency in %, in brackets over the neighbour's,
     cliffs in bold."""
-    columns = [(activation, stage) for activation in FORMATS for stage in STAGES]
+    present = {row["activation"] for row in rows}
+    columns = [(activation, stage) for activation in FORMATS if activation in present
+               for stage in STAGES]
     by_cell: dict[tuple[Any, ...], dict[tuple[str, str], Row]] = {}
     for row in rows:
         key = row["model"], row["T"], row["routing"], row["neighbour"]
@@ -324,8 +327,8 @@ def table(rows: Sequence[Row]) -> str:
     def text(row: Row | None) -> str:
         if row is None:
             return "–"
-        ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        found = f"{100 * row['efficiency']:.0f} ({ratio})"
+        share = "–" if row["relative"] is None else f"{row['relative']:.2f}"
+        found = f"{100 * row['efficiency']:.0f} ({share})"
         return f"**{found}**" if row["cliff"] else found
 
     lines = [[model, str(tokens), routing, neighbour, *(text(found.get(each)) for each in columns)]
@@ -339,15 +342,16 @@ def summary(document: Row) -> str:
     lines = []
     for activation in FORMATS:
         for stage in STAGES:
-            found = [row for row in document["rows"] if row["ratio"] is not None
+            found = [row for row in document["rows"] if row["relative"] is not None
                      and (row["activation"], row["stage"]) == (activation, stage)]
             if found:
-                worst = max(found, key=lambda row: row["ratio"])
+                worst = min(found, key=lambda row: row["relative"])
                 lines.append([f"{stage} {activation}", str(len(found)),
-                              str(sum(row["cliff"] for row in found)), f"{worst['ratio']:.2f}",
+                              str(sum(row["cliff"] for row in found)), f"{worst['relative']:.2f}",
                               f"{worst['model']} T={worst['T']} {worst['routing']}"])
     return "\n\n".join((
-        markdown_table(["stage", "cells", f"> {MOST}", "worst", "where"], lines),
+        markdown_table(["efficiency over the neighbour's", "cells", f"< {LEAST}", "worst", "where"],
+                       lines),
         first_calls_table(document["first_calls"]), binaries_table(document)))
 
 
@@ -384,19 +388,20 @@ def markdown(document: Row) -> str:
     """Everything: summary, cliffs, all efficiencies, what has no time."""
     meta = document["meta"]
     steep = sorted((row for row in document["rows"] if row["cliff"]),
-                   key=lambda row: -row["ratio"])
+                   key=lambda row: row["relative"])
     lines = [[f"{row['model']} T={row['T']} {row['routing']} {row['stage']} {row['activation']}",
               f"{100 * row['efficiency']:.0f}", row["neighbour"],
-              f"{100 * row['neighbour_efficiency']:.0f}", f"{row['ratio']:.2f}", row["config"]]
+              f"{100 * row['neighbour_efficiency']:.0f}", f"{row['relative']:.2f}", row["config"]]
              for row in steep]
-    columns = ["cell", "% of roof", "neighbour", "its %", "ratio", "config"]
+    columns = ["cell", "% of roof", "neighbour", "its %", "over its", "config"]
     parts = ["# Cliffs: untuned shapes, odd T and skewed routings", conditions(meta),
              "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
              "## Summary", summary(document), f"## Cliffs: {len(steep)} of {len(document['rows'])}",
              markdown_table(columns, lines[:OPEN_ROWS])]
     if lines[OPEN_ROWS:]:
         parts.append(folded("the others", markdown_table(columns, lines[OPEN_ROWS:])))
-    parts.append(folded("every efficiency in % of the roof (ratio)", table(document["rows"])))
+    parts.append(folded("every efficiency in % of the roof (over the neighbour's)",
+                        table(document["rows"])))
     absent = [f"- {each['cell']}: `{each['error']}`" for each in meta["failures"]]
     absent += [f"- out of time: {', '.join(meta['left'])}"] if meta["left"] else []
     if absent:
@@ -418,6 +423,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--time-limit", type=float, default=150.0, metavar="SECONDS",
                         help="of the whole run, first calls and ceilings included; cells that do "
                              "not fit are listed as left; default: %(default)s")
+    parser.add_argument("--render", type=Path, metavar="FILE",
+                        help="only write FILE's .md again, from the JSON alone")
     parser.add_argument("--commit", help="where the checkout has no history")
     parser.add_argument("--dry-run", action="store_true",
                         help="tiny shapes on the CPU: proves that everything runs")
@@ -454,11 +461,22 @@ def execute(run: Run, cells: dict[Model, list[Cell]], commit: str | None) -> Non
             run.fail("the CUDA context is lost", error)
 
 
+def render_again(path: Path) -> int:
+    """The tables of a JSON that this script wrote, in whatever order it counted ratios then."""
+    document = json.loads(path.read_text("utf-8"))
+    document["rows"] = with_neighbours(document["rows"])
+    path.with_suffix(".md").write_text(markdown(document), encoding="utf-8")
+    print(summary(document))
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 0 if every cell that was started passed its gate and has a time."""
     options, began = parse_arguments(arguments), time.monotonic()
     device = torch.device("cpu" if options.dry_run else "cuda")
     try:
+        if options.render is not None:
+            return render_again(options.render)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(message("cliffs", "device", "a GPU", "none",
                                      "run with --dry-run to try the script"))

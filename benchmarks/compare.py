@@ -35,14 +35,16 @@ from estimate import estimate
 from mxpert.cli.measure import GateError, RunWeights
 from mxpert.errors import message, require
 from mxpert.ops.route import route_topk
-from mxpert.testing.timing import Timing, Work, time_graph
+from mxpert.testing.timing import BYTES_PER_MX_WEIGHT, Timing, Work, time_graph
 from ours import Ours, Truth, random_weights
 from peers import Marlin, Peer, TritonKernels, add_to_path
 
 DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/moe.json"
 DRY_OUTPUT = _checkout.ROOT / "reports/compare-dry-run.json"
 GPU_BYTES_FREE = 40 << 30
-"""Below this, weights of models that were measured before are dropped."""
+"""What results and graphs of a cell may take."""
+WEIGHT_COPIES = 6
+"""Ours as stored and as prepared, and one for each peer."""
 COMPILE_SECONDS = 45.0
 """A cell waits so long for a peer's compiler; the peer is then left to the second pass."""
 NO_GEMM = "absent: only the hopper backend has a GEMM that starts from encoded rows"
@@ -111,13 +113,21 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
+def make_room(run: Run, model: Model) -> None:
+    """Drop weights of other models, the newest first, until those of this one fit."""
+    stored = WEIGHT_COPIES * 3 * model.E * model.H * model.F * BYTES_PER_MX_WEIGHT
+    while run.device.type == "cuda" and run.models:
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] >= GPU_BYTES_FREE + stored:
+            break
+        run.models.popitem()
+
+
 def build_model(run: Run, model: Model) -> ModelRun:
     """Weights and implementations of a model, made once."""
     if model.name in run.models:
         return run.models[model.name]
-    if run.device.type == "cuda" and torch.cuda.mem_get_info()[0] < GPU_BYTES_FREE:
-        run.models.clear()
-        torch.cuda.empty_cache()
+    make_room(run, model)
     with run.clock("our weights"):
         weights = random_weights(model, run.device)
     ours = [Ours(model, weights, name) for name in run.formats]
@@ -134,7 +144,7 @@ def peer_keys(run: Run) -> list[tuple[str, str]]:
 
 def asked_peers(formats: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
     """Those of `PEER_KEYS` with such a name and the width of one of our formats."""
-    widths = {plan.WIDTHS[name] for name in formats}
+    widths = {plan.PEER_WIDTHS[plan.WIDTHS[name]] for name in formats}
     return [key for key in PEER_KEYS if key[0] in names and plan.WIDTHS[key[1]] in widths]
 
 
@@ -260,8 +270,8 @@ def collect(run: Run, cell: Cell, batches: list[Inputs],
             ) -> tuple[dict[str, Timed], dict[str, dict[tuple[str, str], float]]]:
     """Calls by stage and variant, and relative L2 by stage and implementation."""
     built = build_model(run, cell.model)
-    timed: dict[str, Timed] = {stage: {} for stage in run.stages}
-    errors: dict[str, dict[tuple[str, str], float]] = {stage: {} for stage in run.stages}
+    timed: dict[str, Timed] = {stage: {} for stage in cell.stages(run.stages)}
+    errors: dict[str, dict[tuple[str, str], float]] = {stage: {} for stage in timed}
 
     @functools.cache
     def truth(activation: str) -> Truth:
@@ -299,7 +309,7 @@ def wanted_stages(run: Run, cell: Cell) -> dict[tuple[str, str], list[str]]:
     keys = [(Ours.impl, name) for name in run.formats]
     if time.monotonic() < run.peer_deadline:
         keys += peer_keys(run)
-    missing = [stage for stage in run.stages if not all(
+    missing = [stage for stage in cell.stages(run.stages) if not all(
         run.document.is_done(cell_key(cell, *key, stage)) for key in keys)]
     wanted = {key: [stage for stage in missing
                     if cell_key(cell, *key, stage) not in run.document.failures] for key in keys}
@@ -317,8 +327,8 @@ def run_cell(run: Run, cell: Cell) -> None:
         ids = [route_topk(each.logits, cell.model.k)[1] for each in batches]
         hit = sum(each.unique().numel() for each in ids) / len(ids)
         timed, errors = collect(run, cell, batches, wanted)
-        for stage in run.stages:
-            time_stage(run, cell, stage, hit, timed[stage], errors[stage])
+        for stage, variants in timed.items():
+            time_stage(run, cell, stage, hit, variants, errors[stage])
     finally:
         run.document.save()
     if run.device.type == "cuda" and cell.tokens >= 1024:
@@ -364,6 +374,8 @@ def run_cells(run: Run, cells: Sequence[Cell]) -> None:
             break
         run_cell(run, cell)
         longest = max(longest, time.monotonic() - began) if index else 0.0  # the first compiles
+        if all(cell.model != other.model for other in cells[index + 1:]):
+            run.models.pop(cell.model.name, None)
     left = [str(cell) for cell in cells if wanted_stages(run, cell)]
     run.document.meta["left"] = left
     if left:
@@ -378,7 +390,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
-    parser.add_argument("--tokens", default=",".join(map(str, plan.TOKENS)))
+    parser.add_argument("--tokens", help="default: " + ",".join(map(str, plan.TOKENS)) + ", of the "
+                        "reference systems' shapes " + ",".join(map(str, plan.REFERENCE_TOKENS)))
     parser.add_argument("--activations", default=",".join(ACTIVATION_FORMATS))
     parser.add_argument("--stages", default=",".join(STAGES), help="default: %(default)s")
     parser.add_argument("--routings", default="uniform", help="some of " + ", ".join(plan.ROUTINGS))
@@ -405,7 +418,8 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
                                  "run with --dry-run to try the script"))
     names = plan.parse_list(options.models, list(MODELS), "--models")
     models = [plan.tiny(MODELS[name]) if options.dry_run else MODELS[name] for name in names]
-    cells = plan.ordered_cells(models, plan.parse_tokens(options.tokens),
+    tokens = None if options.tokens is None else plan.parse_tokens(options.tokens)
+    cells = plan.ordered_cells(models, tokens,
                                plan.parse_list(options.routings, plan.ROUTINGS, "--routings"))
     formats = [name for width in plan.parse_list(options.activations, list(ACTIVATION_FORMATS),
                                                  "--activations")

@@ -29,11 +29,12 @@ def estimate(cells: Sequence[Cell], stages: Sequence[str], num_variants: int) ->
     >>> sorted(estimate([Cell(MODELS["dsv3-ep8"], 1)], ["layer"], 7))
     ['host', 'idle', 'replays']
     """
-    idle, replays = 0.0, 0.0
+    idle = replays = num_stages = 0.0
     for cell in cells:
         model = cell.model
         hit = model.E * (1 - (1 - model.k / model.E) ** cell.tokens)
-        for stage in stages:
+        num_stages += len(cell.stages(stages))
+        for stage in cell.stages(stages):
             work = Work.of_stage(stage.removesuffix("_gemm"), hit_experts=round(hit),
                                  routed_rows=cell.tokens * model.k, hidden_size=model.H,
                                  intermediate_size=model.F)
@@ -41,5 +42,5 @@ def estimate(cells: Sequence[Cell], stages: Sequence[str], num_variants: int) ->
             us = cell.rotations * (floor / ROOF_SHARE + LAUNCH_US) + SWEEP_US
             replays += num_variants * (WARMUP + num_repeats(cell.rotations * floor)) * us / 1e6
             idle += idle_seconds(cell.tokens)
-    host = START_SECONDS + HOST_SECONDS * num_variants * len(cells) * len(stages)
+    host = START_SECONDS + HOST_SECONDS * num_variants * num_stages
     return {"host": host, "replays": replays, "idle": idle}

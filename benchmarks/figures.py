@@ -1,13 +1,13 @@
-"""What the rows of a comparison say: ratios to peers and among ours, shares of the roof."""
+"""Figures from the rows of a comparison: speed-ups over peers, shares of the roof."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
-from cells import DECODE_TOKENS, FORMATS, GEMM_STAGES, MODELS, STAGES, WIDTHS
+from cells import DECODE_TOKENS, FORMATS, GEMM_STAGES, MODELS, PEER_WIDTHS, STAGES, WIDTHS
 from document import Row
 
 OURS = "mxpert"
@@ -55,15 +55,15 @@ class Roof:
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """The time of one of our formats over the best peer's of the same width, in one cell."""
+class SpeedUp:
+    """The best peer's time over that of one of our formats, in one cell; above 1 ours is faster."""
 
     ours: Row
     peer: Row
 
     @property
     def value(self) -> float:
-        return float(self.ours["us"] / self.peer["us"])
+        return float(self.peer["us"] / self.ours["us"])
 
     @property
     def activation(self) -> str:
@@ -95,47 +95,56 @@ def our_rows(rows: Iterable[Row]) -> list[Row]:
         STAGES.index(row["stage"]), row["T"]))
 
 
-def ratios(rows: Sequence[Row]) -> list[Ratio]:
-    """One Ratio for each of our rows whose width a peer has in the same cell."""
+def peer_width(activation: str) -> str:
+    """Width of the peers that one of our formats is compared with."""
+    return PEER_WIDTHS[WIDTHS[activation]]
+
+
+def speed_ups(rows: Iterable[Row]) -> list[SpeedUp]:
+    """One for each of our rows that has a peer of its `peer_width` in the same cell."""
+    rows = list(rows)
     peers: dict[tuple[CellKey, str], Row] = {}
     for row in rows:
         key = cell_of(row), WIDTHS[row["activation"]]
         if row["impl"] != OURS and (key not in peers or row["us"] < peers[key]["us"]):
             peers[key] = row
-    best = ((row, peers.get((cell_of(row), WIDTHS[row["activation"]]))) for row in our_rows(rows))
-    return [Ratio(row, peer) for row, peer in best if peer is not None]
+    best = ((row, peers.get((cell_of(row), peer_width(row["activation"]))))
+            for row in our_rows(rows))
+    return [SpeedUp(row, peer) for row, peer in best if peer is not None]
 
 
-def geometric_means(found: Iterable[Ratio]) -> dict[tuple[str, str, str], tuple[float, int, float]]:
-    """(our activation, stage, regime) → geometric mean, number of cells, worst ratio."""
+def geometric_means(
+    found: Iterable[SpeedUp],
+) -> dict[tuple[str, str, str], tuple[float, int, float]]:
+    """(our activation, stage, regime) → geometric mean, number of cells, least speed-up."""
     groups: dict[tuple[str, str, str], list[float]] = {}
     for each in found:
         key = each.activation, each.ours["stage"], each.regime
         groups.setdefault(key, []).append(each.value)
     order = sorted(groups, key=lambda key: (format_rank(key[0]), STAGES.index(key[1]), key[2]))
-    return {key: (geometric_mean(groups[key]), len(groups[key]), max(groups[key]))
+    return {key: (geometric_mean(groups[key]), len(groups[key]), min(groups[key]))
             for key in order}
 
 
-def slower_cells(found: Iterable[Ratio]) -> list[Ratio]:
+def slower_cells(found: Iterable[SpeedUp]) -> list[SpeedUp]:
     """Cells in which a peer is faster, the worst first."""
-    return sorted((each for each in found if each.value > 1), key=lambda each: -each.value)
+    return sorted((each for each in found if each.value < 1), key=lambda each: each.value)
 
 
-def layer_overheads(rows: Iterable[Row]) -> dict[tuple[str, str, str, int], float]:
-    """(model, routing, activation, T) → our layer's time over the sum of its two GEMMs'."""
+def gemm_shares(rows: Iterable[Row]) -> dict[tuple[str, str, str, int], float]:
+    """(model, routing, activation, T) → time of our two GEMMs over that of our layer."""
     times: dict[tuple[str, str, str, int], dict[str, float]] = {}
     for row in our_rows(rows):
         key = row["model"], row["routing"], row["activation"], row["T"]
         times.setdefault(key, {})[row["stage"]] = row["us"]
-    return {key: each["layer"] / sum(each[stage] for stage in GEMM_STAGES)
+    return {key: sum(each[stage] for stage in GEMM_STAGES) / each["layer"]
             for key, each in times.items() if {"layer", *GEMM_STAGES} <= set(each)}
 
 
-def scale_ratios(rows: Iterable[Row]) -> dict[CellKey, float]:
-    """Cell → time with 1×32 scales (mxfp8) over that with one scale per token (fp8_token), for
-    every stage and for `BOTH_STAGES`."""
-    times: dict[str, dict[CellKey, float]] = {"mxfp8": {}, "fp8_token": {}}
+def format_speed_ups(rows: Iterable[Row], activation: str, other: str) -> dict[CellKey, float]:
+    """Cell → our time with the format `other` over that with `activation`, for every stage and for
+    `BOTH_STAGES`."""
+    times: dict[str, dict[CellKey, float]] = {activation: {}, other: {}}
     for row in our_rows(rows):
         if row["activation"] in times:
             times[row["activation"]][cell_of(row)] = row["us"]
@@ -145,5 +154,5 @@ def scale_ratios(rows: Iterable[Row]) -> dict[CellKey, float]:
             if stage == "gate_up" and down is not None:
                 both = model, tokens, routing, BOTH_STAGES
                 each[both] = each[model, tokens, routing, stage] + down
-    blocks, tokens_scaled = times["mxfp8"], times["fp8_token"]
-    return {key: blocks[key] / tokens_scaled[key] for key in blocks if key in tokens_scaled}
+    mine, theirs = times[activation], times[other]
+    return {key: theirs[key] / mine[key] for key in mine if key in theirs}

@@ -106,7 +106,8 @@ def claims_table(found: Sequence[Claim]) -> str:
                       f"{geometric_mean(claim.value for claim in same):.2f}",
                       f"{worst.value:.2f} ({worst.cell})",
                       f"{sum(claim.is_met for claim in same)} of {len(same)}"))
-    return markdown_table(("ratio", "goal", "geometric mean", "worst", "cells that meet it"), lines)
+    return markdown_table(("rate / the other's rate", "goal", "geometric mean", "worst",
+                           "cells that meet it"), lines)
 
 
 def present(rows: Sequence[Row]) -> list[Column]:
@@ -258,7 +259,8 @@ def draw(axes: Any, rows: Sequence[Row], shapes: Sequence[str], op: str) -> None
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the three files; 2 if the JSON is not what grouped_gemm.py writes."""
-    return render(arguments, __doc__, load=load, full=full, plot=plot, summary=summary)
+    return render(arguments, __doc__, load=load, full=full, plots={"": plot},
+                  summary=summary)
 
 
 if __name__ == "__main__":

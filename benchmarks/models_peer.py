@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.integrations import mxfp4
 
-from mxpert.integrations.checkpoints import published_expert_tensors
+from mxpert.published import published_expert_tensors
 from mxpert.integrations.expert_modules import MXExperts
 
 HUB = "kernels-community/gpt-oss-triton-kernels"

@@ -105,7 +105,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write both files; 2 if the JSON is not one of models.py."""
-    return render(arguments, __doc__, load=load, full=full, plot=plot)
+    return render(arguments, __doc__, load=load, full=full, plots={"": plot})
 
 
 if __name__ == "__main__":

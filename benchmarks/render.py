@@ -2,7 +2,9 @@
 
     python benchmarks/render.py benchmarks/results/nvidia-h200/moe.json
 
-writes moe.md (everything), moe-summary.md (for a README) and moe.png beside the JSON.
+writes moe.md (everything), moe-summary.md, moe.png and layers.png beside the JSON. --readme FILE
+replaces the block of that file between its "measured" markers. Ratios are speed-ups: a peer's time
+over ours, so that above 1 ours is faster.
 """
 
 from __future__ import annotations
@@ -15,18 +17,28 @@ from statistics import geometric_mean
 from typing import Any
 
 import _checkout  # noqa: F401 - finds the library
-from cells import DECODE_TOKENS, GEMM_STAGES, STAGES, WIDTHS
+from cells import (
+    DECODE_TOKENS, GEMM_STAGES, NAMED, REFERENCE, REFERENCE_TOKENS, STAGES, WIDTHS,
+)
 from document import Row, load
 from figures import (
-    BOTH_STAGES, OURS, Ratio, Roof, format_rank, geometric_means, layer_overheads, model_rank,
-    our_rows, ratios, scale_ratios, slower_cells,
+    BOTH_STAGES, OURS, Roof, SpeedUp, format_rank, format_speed_ups, gemm_shares, geometric_means,
+    model_rank, our_rows, peer_width, slower_cells, speed_ups,
 )
 from goals import NOTES, goals
+from mxpert.errors import require
 
 SUMMARY_TOKENS = (1, 16, 128, 1024, 8192)
 COLORS = {"mxpert": "tab:red", "triton_kernels": "tab:blue", "marlin": "tab:green",
           "humming": "tab:purple"}
 LINES = {"bf16": "-", "fp8_token": "--", "mxfp8": "-.", "mxfp4": ":"}
+NAMES = {"bf16": "a16w4", "mxfp8": "a8w4", "mxfp4": "a4w4"}
+"""Our formats in a README."""
+OPEN_MODELS = 3
+CHART_TOKENS = (1, 128, 8192)
+CHART_PEERS = (("triton_kernels", "bf16", "bf16", "o"), ("marlin", "bf16", "bf16", "s"),
+               ("humming", "bf16", "bf16", "D"), ("humming", "fp8_token", "mxfp8", "D"))
+"""Peer, its activations, ours of the same width, marker."""
 OPEN_ROWS = 12
 """What a reader sees of a long list before unfolding it."""
 
@@ -76,45 +88,93 @@ def token_columns(counts: Iterable[int]) -> list[str]:
     return [f"T = {count}" for count in sorted(set(counts))]
 
 
-def means_table(found: Sequence[Ratio]) -> str:
+def means_table(found: Sequence[SpeedUp]) -> str:
     """Geometric means by our format, stage and regime."""
     cells = {}
     for (activation, stage, regime), (mean, count, worst) in geometric_means(found).items():
-        line = f"{activation} ({WIDTHS[activation]}) {stage}"
+        line = f"{activation}, {peer_width(activation)} peers, {stage}"
         cells |= {(line, regime): f"{mean:.2f}", (line, f"worst {regime}"): f"{worst:.2f}",
                   (line, f"{regime} cells"): str(count)}
-    return pivot("our time / best peer's", cells, [
+    return pivot("speed-up: best peer's time / ours", cells, [
         text for regime in ("decode", "prefill")
         for text in (regime, f"worst {regime}", f"{regime} cells")])
 
 
 def summary(document: Mapping[str, Any]) -> str:
     """The short form: whole layers at a few token counts, and the geometric means."""
-    rows = [row for row in document["rows"] if row["routing"] == "uniform"]
-    found = {(each.ours["model"], each.activation, each.ours["T"]): each.value
-             for each in ratios(rows) if each.ours["stage"] == "layer"}
-    cells = {}
-    for row in our_rows(rows):
-        if row["stage"] == "layer" and row["T"] in SUMMARY_TOKENS:
-            value = found.get((row["model"], row["activation"], row["T"]))
-            ratio = f" ({value:.2f}×)" if value else ""
-            cells[line_name(row), f"T = {row['T']}"] = f"{row['us']:.0f}{ratio}"
-    counts = {row["T"] for row in rows} & set(SUMMARY_TOKENS)
-    table = pivot("whole layer, µs (× best peer)", cells, token_columns(counts))
-    return "\n\n".join([conditions(document["meta"]), table,
-                        means_table(ratios(document["rows"]))]) + "\n"
+    rows = document["rows"]
+    tables = [layer_table([row for row in rows if (row["model"] in REFERENCE) == reference],
+                          REFERENCE_TOKENS if reference else SUMMARY_TOKENS, line_name)
+              for reference in (False, True)]
+    return "\n\n".join([conditions(document["meta"]), *filter(None, tables),
+                        means_table(speed_ups(rows))]) + "\n"
 
 
-def slower_table(found: Sequence[Ratio], ceilings: Mapping[str, float]) -> str:
+def layer_table(rows: Iterable[Row], tokens: Sequence[int], name: Callable[[Row], str]) -> str:
+    """Times and speed-ups of whole layers under uniform routing; empty if there are none.
+
+    Args:
+        tokens: the columns. name: the first column of a row.
+    """
+    rows = [row for row in rows if row["routing"] == "uniform" and row["stage"] == "layer"
+            and row["T"] in tokens]
+    found = {id(each.ours): f" ({each.value:.2f}×)" for each in speed_ups(rows)}
+    cells = {(name(row), f"T = {row['T']}"): f"{row['us']:.0f}{found.get(id(row), '')}"
+             for row in our_rows(rows)}
+    return pivot("whole layer, µs (speed-up over the best peer)", cells,
+                 token_columns(row["T"] for row in rows)) if cells else ""
+
+
+def readme_block(document: Mapping[str, Any]) -> str:
+    """Layers of the named models and of the reference systems' shapes, all but three folded."""
+    rows = [row for row in document["rows"] if row["activation"] in NAMES or row["impl"] != OURS]
+
+    def name(row: Row) -> str:
+        return f"{row['model']} {NAMES[row['activation']]}"
+
+    def table(models: Iterable[str], tokens: Sequence[int]) -> str:
+        chosen = set(models)
+        return layer_table([row for row in rows if row["model"] in chosen], tokens, name)
+
+    folder = "benchmarks/results/nvidia-h200"
+    first = table(list(NAMED)[:OPEN_MODELS], SUMMARY_TOKENS)
+    others = [table(list(NAMED)[OPEN_MODELS:], SUMMARY_TOKENS),
+              table([*REFERENCE, "gpt-oss-120b"], REFERENCE_TOKENS)]
+    others = [text for text in others if text]
+    return "\n\n".join([
+        "Whole MoE layer from logits on one NVIDIA H200, µs. In brackets the speed-up, the best "
+        "peer's time over ours: above 1 mxpert is faster. a16w4 is compared with a16 peers, a8w4 "
+        "and a4w4 with a8 peers (theirs has one scale per token, ours 1×32; no peer multiplies "
+        f"a4). [JSON]({folder}/moe.json), [all cells]({folder}/moe.md), "
+        f"[plot]({folder}/moe.png), [what limits it](docs/performance.md).", first,
+        *([folded("other models and the reference systems' shapes", "\n\n".join(others))]
+          if others else [])])
+
+
+def write_readme(document: Mapping[str, Any], path: Path) -> None:
+    """Replace the block between the markers of a file.
+
+    Raises:
+        ValueError: the file does not have both markers.
+    """
+    begin, end = (f"<!-- measured: {name} -->" for name in ("begin", "end"))
+    text = path.read_text(encoding="utf-8")
+    require(text.count(begin) == text.count(end) == 1, "render", f"--readme {path}",
+            need=f"one {begin} and one {end}", got="another number")
+    head, tail = text.split(begin)[0], text.split(end)[1]
+    path.write_text(f"{head}{begin}\n{readme_block(document)}\n{end}{tail}", encoding="utf-8")
+
+
+def slower_table(found: Sequence[SpeedUp], ceilings: Mapping[str, float]) -> str:
     """Cells with both sides' share of the roof, and what bounds them."""
     lines = [(str(each), f"{each.ours['us']:.1f}", str(Roof.of(each.ours, ceilings)),
               f"{each.peer['impl']} {each.peer['us']:.1f}", str(Roof.of(each.peer, ceilings)),
               f"{each.value:.2f}") for each in found]
     return markdown_table(("cell", "our µs", "our share of the roof", "peer's µs",
-                           "its share", "ratio"), lines)
+                           "its share", "speed-up"), lines)
 
 
-def slower_part(found: Sequence[Ratio], ceilings: Mapping[str, float]) -> str:
+def slower_part(found: Sequence[SpeedUp], ceilings: Mapping[str, float]) -> str:
     """How many cells a peer wins, the worst of them, the rest folded."""
     slower = slower_cells(found)
     parts = [f"{len(slower)} of {len(found)} cells."]
@@ -153,36 +213,37 @@ def roof_part(rows: Sequence[Row], ceilings: Mapping[str, float]) -> str:
     return "\n\n".join(parts) or "No GEMMs of ours were measured."
 
 
-def scales_part(rows: Sequence[Row]) -> str:
-    """Goal 3: what 1×32 scales cost over one scale per token."""
-    found = scale_ratios(rows)
+def formats_part(rows: Sequence[Row], activation: str, other: str) -> str:
+    """Goal 3: the speed of one of our formats against another."""
+    found = format_speed_ups(rows, activation, other)
     if not found:
-        return "Not measured: needs rows of mxpert with mxfp8 and with fp8_token."
+        return f"Not measured: needs rows of mxpert with {activation} and with {other}."
     lines = []
     for stage in (*STAGES, BOTH_STAGES):
         values = {key: value for key, value in found.items() if key[3] == stage}
         if values:
-            worst = max(values, key=lambda key: values[key])
+            worst = min(values, key=lambda key: values[key])
             lines.append((stage, f"{geometric_mean(values.values()):.2f}",
                           f"{values[worst]:.2f} ({worst[0]} T={worst[1]})", str(len(values))))
-    return markdown_table(("mxfp8 / fp8_token", "geometric mean", "worst", "cells"), lines)
+    return markdown_table((f"speed-up of {activation} over {other}", "geometric mean", "worst",
+                           "cells"), lines)
 
 
-def overhead_table(rows: Sequence[Row]) -> str:
+def gemm_share_table(rows: Sequence[Row]) -> str:
     """Goal 4, by model, format and T."""
-    found = layer_overheads(rows)
+    found = gemm_shares(rows)
     cells = {(line_name({"model": model, "routing": routing, "activation": activation}),
               f"T = {tokens}"): f"{value:.2f}"
              for (model, routing, activation, tokens), value in found.items()}
-    return pivot("layer / (gate_up_gemm + down_gemm)", cells,
+    return pivot("(gate_up_gemm + down_gemm) / layer", cells,
                  token_columns(key[3] for key in found))
 
 
-def ratio_table(found: Sequence[Ratio]) -> str:
+def speed_up_table(found: Sequence[SpeedUp]) -> str:
     """Every cell that a peer has, too."""
     lines = [(str(each), f"{each.ours['us']:.1f}", each.peer["impl"], f"{each.peer['us']:.1f}",
               f"{each.value:.2f}") for each in found]
-    return markdown_table(("cell", "our µs", "best peer", "its µs", "ratio"), lines)
+    return markdown_table(("cell", "our µs", "best peer", "its µs", "speed-up"), lines)
 
 
 def detail_table(rows: Sequence[Row], ceilings: Mapping[str, float]) -> str:
@@ -216,9 +277,9 @@ def absence_part(meta: Mapping[str, Any]) -> list[str]:
 
 
 def full(document: Mapping[str, Any]) -> str:
-    """Everything: goals, ratios, slower cells, roofs, overheads, measurements, absences."""
+    """Everything: goals, speed-ups, slower cells, roofs, measurements, absences."""
     meta, rows = document["meta"], document["rows"]
-    limits, found = meta["ceilings"], ratios(rows)
+    limits, found = meta["ceilings"], speed_ups(rows)
     claims = markdown_table(("goal", "wanted", "geometric mean", "worst cell",
                              "cells that meet it", "verdict"),
                             [goal.columns() for goal in goals(document)])
@@ -226,15 +287,19 @@ def full(document: Mapping[str, Any]) -> str:
         "# MoE with MXFP4 weights: measurements", conditions(meta),
         "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
         "## Goals", claims, "\n".join(f"- {note}" for note in NOTES),
-        "## Against the best peer of the same activation width", means_table(found),
+        "## Against the best peer of the same activation width",
+        "Speed-up is the best peer's time over ours: above 1 ours is faster. No peer multiplies "
+        "a4: mxfp4 is compared with a8 peers.", means_table(found),
         "### Cells slower than a peer", slower_part(found, limits),
-        folded("every ratio", ratio_table(found)),
+        folded("every speed-up", speed_up_table(found)),
         "## Our GEMMs and the roof of this run",
         "The roof is the time that reading the weights of the experts hit takes at the read "
         "ceiling, or the arithmetic at the cuBLAS rate of the width, whichever is longer.",
         roof_part(rows, limits),
-        "## 1×32 scales over one scale per token", scales_part(rows),
-        "## Whole layer over the sum of its two GEMMs", overhead_table(rows),
+        "## Our formats against each other",
+        "mxfp8 has 1×32 scales, fp8_token one scale per token.",
+        formats_part(rows, "mxfp8", "fp8_token"), formats_part(rows, "mxfp4", "mxfp8"),
+        "## The two GEMMs' share of a whole layer", gemm_share_table(rows),
         "## Every measurement"]
     for model in sorted({row["model"] for row in rows}, key=model_rank):
         mine = [row for row in rows if row["model"] == model]
@@ -267,6 +332,50 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
             axes.set_ylabel("TB/s of weights" if rate == "tbs" else "TFLOP/s")
             axes.set_xlabel("tokens")
     save_figure(figure, panels.flat, document, path, columns=4)
+
+
+def plot_layers(document: Mapping[str, Any], path: Path) -> None:
+    """Speed-up of the whole layer over each peer: a panel for each T, a line for each model."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in document["rows"]
+            if row["stage"] == "layer" and row["routing"] == "uniform"]
+    times = {(row["model"], row["T"], row["impl"], row["activation"]): row["us"] for row in rows}
+    models = [name for name in NAMED if any(row["model"] == name for row in rows)]
+    figure = Figure(figsize=(8, 3.8), dpi=200, layout="constrained")
+    panels = figure.subplots(1, len(CHART_TOKENS), sharex=True, sharey=True)
+    for axes, tokens in zip(panels, CHART_TOKENS, strict=True):
+        for place, (impl, activation, ours, marker) in enumerate(CHART_PEERS):
+            found = [(times[model, tokens, impl, activation] / times[model, tokens, OURS, ours],
+                      line + 0.2 * (place - 1.5)) for line, model in enumerate(models)
+                     if {(model, tokens, impl, activation), (model, tokens, OURS, ours)}
+                     <= set(times)]
+            kind = "a16w4" if activation == "bf16" else "a8w4"
+            filled = activation == "bf16"
+            axes.scatter(*zip(*found, strict=True), s=26, marker=marker, color=COLORS[impl],
+                         facecolor=COLORS[impl] if filled else "white", linewidths=1.3, zorder=3,
+                         label=f"{impl} ({kind})") if found else None
+        axes.axvline(1, color="black", linewidth=1)
+        for line in range(1, len(models)):
+            axes.axhline(line - 0.5, color="lightgray", linewidth=0.6)
+        axes.set_title(f"{tokens} token{'s' * (tokens > 1)}", fontsize=10)
+        axes.grid(axis="x", color="lightgray", linewidth=0.6)
+        axes.set_yticks(range(len(models)), models, fontsize=9)
+        axes.tick_params(axis="y", length=0)
+        axes.tick_params(axis="x", labelsize=9)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    panels[0].set_ylim(len(models) - 0.5, -0.5)
+    panels[0].set_xlim(left=0.9)
+    panels[len(panels) // 2].set_xlabel(
+        "peer's time / mxpert's time, whole MoE layer (right of 1: mxpert is faster)\n"
+        "no mark: the peer does not run this model", fontsize=9)
+    handles = {label: handle for axes in panels
+               for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", fontsize=9,
+                  ncols=len(CHART_PEERS), frameon=False, handletextpad=0.1,
+                  title=f"Speed-up of mxpert on {document['meta']['device']} over",
+                  title_fontsize=10)
+    figure.savefig(path)
 
 
 def save_figure(figure: Any, panels: Iterable[Any], document: Mapping[str, Any], path: Path, *,
@@ -303,14 +412,16 @@ def draw(axes: Any, rows: Sequence[Row], rate: str, limits: Mapping[str, float])
 
 def render(arguments: Sequence[str] | None, description: str | None, *,
            load: Callable[[Path], Any], full: Callable[[Any], str],
-           plot: Callable[[Any, Path], None],
-           summary: Callable[[Any], str] | None = None) -> int:
+           plots: Mapping[str, Callable[[Any, Path], None]],
+           summary: Callable[[Any], str] | None = None,
+           readme: Callable[[Any, Path], None] | None = None) -> int:
     """The command line of a render script: Markdown, a summary if there is one, and a plot.
 
     Args:
         arguments: None for those of the process. description: for --help.
         load: JSON file → document, ValueError if it is another script's.
-        full, summary, plot: what the document becomes; without `summary` all of it is printed.
+        full, summary: what the document becomes; without `summary` all of it is printed.
+        plots: file name → what draws it; an empty name takes the JSON's.
 
     Returns:
         The exit code: 2 if the file is not the document.
@@ -319,9 +430,13 @@ def render(arguments: Sequence[str] | None, description: str | None, *,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json_file", type=Path)
     parser.add_argument("--folder", type=Path, help="write there (default: beside the JSON)")
+    parser.add_argument("--readme", type=Path, help=argparse.SUPPRESS if readme is None else
+                        "replace the measured block of this file")
     options = parser.parse_args(arguments)
     try:
         document = load(options.json_file)
+        if options.readme is not None and readme is not None:
+            readme(document, options.readme)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -334,8 +449,9 @@ def render(arguments: Sequence[str] | None, description: str | None, *,
         (folder / name).write_text(text, encoding="utf-8")
     written = list(texts)
     try:
-        plot(document, folder / f"{stem}.png")
-        written.append(f"{stem}.png")
+        for name, plot_one in plots.items():
+            written.append(f"{name or stem}.png")
+            plot_one(document, folder / written[-1])
     except ImportError:
         print("no plot: matplotlib is not installed; pip install 'mxpert[plot]'", file=sys.stderr)
     print(text)  # the last: the shortest
@@ -344,8 +460,9 @@ def render(arguments: Sequence[str] | None, description: str | None, *,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the three files; 2 if the JSON is not a comparison."""
-    return render(arguments, __doc__, load=load, full=full, plot=plot, summary=summary)
+    """Write the four files; 2 if the JSON is not a comparison."""
+    return render(arguments, __doc__, load=load, full=full, summary=summary, readme=write_readme,
+                  plots={"": plot, "layers": plot_layers})
 
 
 if __name__ == "__main__":

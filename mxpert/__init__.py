@@ -41,7 +41,7 @@ from .problem import (
 from .routing import RoutingPlan, padded_capacity, padded_group_offsets
 from .weights import GateUpOrder, MoEWeights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ClampedSiLU", "Combine", "GateUpOrder", "GemmConfig", "MXTensor", "MoEConfig", "MoEWeights",

@@ -1,7 +1,8 @@
-"""Tiers of the suite and the fixtures that every folder shares.
+"""Tiers of the test suite, and fixtures for all folders.
 
-`cpu` (default) runs anywhere, `gpu` needs one device (everything under tests/gpu has it), and
-`multi_gpu` needs two. Under TRITON_INTERPRET=1 kernels cannot be compiled: tests that compile skip.
+`cpu` (default) runs anywhere. `gpu` needs one device; everything under tests/gpu has this marker.
+`multi_gpu` needs two devices. Under TRITON_INTERPRET=1 kernels cannot be compiled, and tests that
+compile are skipped.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    """The device that kernels of this run work on: the GPU, or the CPU under the interpreter."""
+    """The device of this run's kernels: the GPU, or the CPU under the interpreter."""
     on_gpu = torch.cuda.is_available() and not INTERPRETED
     return torch.device("cuda" if on_gpu else "cpu")
 
 
 @pytest.fixture
 def replays() -> Iterator[list[object]]:
-    """Calls of kernels that were replayed."""
+    """List of the kernel calls that were replayed."""
     from mxpert.testing.replays import watched_replays  # needs Triton
 
     with watched_replays() as seen:

@@ -1,7 +1,7 @@
-"""Run the suite in its two processes and close with one line for both.
+"""Run the test suite in two processes and print one summary line.
 
-Triton reads TRITON_INTERPRET when a kernel is defined, so the interpreted tier needs a process of
-its own. Arguments go to both pytest runs. The exit status is 0 only where both are green.
+Triton reads TRITON_INTERPRET when a kernel is defined, so the interpreted tier needs its own
+process. Both pytest runs get the same arguments. The exit status is 0 only if both pass.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ NO_TESTS_COLLECTED = 5
 
 
 def gpu_memory() -> int:
-    """Free GiB of the first GPU, 0 without one; asked in a process of its own so that this one
-    holds no context."""
+    """Free memory of the first GPU in GiB, 0 without a GPU.
+
+    A separate process reads it, so that this one creates no CUDA context.
+    """
     answer = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.cuda.is_available() "
          "and torch.cuda.mem_get_info()[0] >> 30)"],
@@ -31,14 +33,17 @@ def gpu_memory() -> int:
 
 
 def workers(memory: int) -> int:
-    """One a core; on a GPU, where compiling takes most of the time, as many as 24 GiB each allow
-    (the largest model's layer and the float64 copies of its experts), four at most."""
+    """Number of pytest workers: one per core, or on a GPU one per 24 GiB and at most four.
+
+    24 GiB hold the largest model's layer and float64 copies of its experts. On a GPU most of the
+    time is compilation.
+    """
     cores = os.cpu_count() or 1
     return cores if memory == 0 else max(1, min(4, cores, memory // 24))
 
 
 def run(arguments: list[str], environment: dict[str, str]) -> tuple[int, Counter[str]]:
-    """One pytest process: its lines pass through, its status and its counts come back."""
+    """Run one pytest process and print its lines; return its status and its counts."""
     command = [sys.executable, "-m", "pytest", "--color=no", *arguments]
     print("$", *command[1:], flush=True)
     counts: Counter[str] = Counter()
@@ -55,11 +60,11 @@ def run(arguments: list[str], environment: dict[str, str]) -> tuple[int, Counter
 
 
 def main(arguments: list[str]) -> int:
-    """Both runs, then ``==== 12 passed, 1 skipped in 3.45s ====``."""
+    """Run both processes, then print ``==== 12 passed, 1 skipped in 3.45s ====``."""
     started = time.monotonic()
     memory = gpu_memory()
     spread = ["-n", str(workers(memory)), "--dist", "worksteal"]
-    # Without a GPU each worker computes on one thread, or two workers would fight for two cores.
+    # Without a GPU each worker uses one thread; otherwise the workers compete for the cores.
     threads = {} if memory else {"OMP_NUM_THREADS": "1"}
     status, total = run([*spread, f"--ignore={INTERPRETED}", "tests", *arguments], threads)
     if (ROOT / INTERPRETED).is_dir():

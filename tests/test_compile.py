@@ -1,4 +1,4 @@
-"""The ops as leaves of traced programs: fake tensors, torch.compile, torch.export, autograd."""
+"""The ops in traced programs: fake tensors, torch.compile, torch.export, autograd."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def inputs(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Layer:
-    """A router and a layer, whole or in stages, as a user would write it."""
+    """A router and an MoE layer, fused or in stages, as in user code."""
 
     activation_format: str
     staged: bool
@@ -189,7 +189,8 @@ def test_a_tensor_subclass_sees_the_ops() -> None:
 
 
 def test_nothing_else_goes_through_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rebuilding arguments from a schema costs as much as a launch: eager calls do without."""
+    """Eager calls bypass the dispatcher: rebuilding arguments from a schema costs as much as a
+    launch."""
     for name in ("flatten_weights", "rebuild_weights", "flatten_plan", "rebuild_plan"):
         monkeypatch.setattr(library, name, None)
     with torch.inference_mode():

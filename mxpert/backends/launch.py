@@ -1,11 +1,11 @@
-"""Kernel launches with the host work done once: what Triton derives anew at each launch is kept.
+"""Kernel launches with little host work: the results of Triton's launch code are cached.
 
 ``kernel[grid](...)`` binds and specialises every argument, builds a cache key of strings and calls
-hooks: 30 µs and more with thirty arguments. A `Launch` holds all arguments but the tensors. A call
-looks at what tensors can change about the binary (dtype, absence, 16-byte alignment, device), finds
-the binary that Triton made for the same, and hands the pointers to Triton's own C launcher.
+hooks: 30 µs and more with thirty arguments. A `Launch` holds all arguments except the tensors. A
+call builds a key from those properties of the tensors that select the binary (dtype, None, 16-byte
+alignment, device), looks up the binary, and passes the pointers to Triton's own C launcher.
 
-The key is never coarser than Triton's. The first call of each key goes through Triton, and so does
+The key is at least as fine as Triton's. The first call with each key goes through Triton. So does
 every call in the interpreter, under launch hooks, on other targets and with another C launcher.
 """
 
@@ -35,24 +35,28 @@ except ImportError:  # a build of Triton for other devices
     nvidia = None
 
 _CALLING_CONVENTION = "iiiKKppOOOOOO"
-"""Leading arguments of the C launcher that `Launch` calls: grid, stream, function, cooperative,
-dependent launch, two scratch buffers, metadata, launch metadata, two hooks."""
+"""Format of the C launcher's leading arguments, which `Launch` relies on: grid, stream, function,
+cooperative, dependent launch, two scratch buffers, metadata, launch metadata, two hooks."""
 
 _DIRECT = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == _CALLING_CONVENTION
 _MAX_MAPS = 4096
 
+LAUNCH_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
+"""Compile options of every kernel, where its launch says nothing else: a product and a sum become
+one instruction. Triton's own default changes in 3.10."""
+
 CACHED_LAUNCHES = 4096
-"""Bound of the caches that hold `Launch` objects: one for each problem, config and stride."""
+"""Size of the caches of `Launch` objects; each problem, config and stride has its own object."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel reads a contiguous tensor through a TMA descriptor.
+    """Parameters of a TMA descriptor for a contiguous tensor.
 
     Args:
-        block: rows and columns of a copy; with a 1 ahead, of one matrix of many. layout: how Gluon
-            lays it out in shared memory; None for a Triton kernel. width: columns that the tensor
-            is viewed with; None takes its last dimension.
+        block: (rows, columns) of a copy, or (1, rows, columns) for tensors of several matrices.
+        layout: Gluon's shared-memory layout; None for a Triton kernel.
+        width: columns of the 2-D view of the tensor; None takes its last dimension.
     """
 
     block: tuple[int, ...]
@@ -61,12 +65,15 @@ class Tile:
 
     @property
     def num_arguments(self) -> int:
-        """What the C launcher takes for a descriptor: the map, sizes and strides."""
+        """Number of C launcher arguments per descriptor: the map, the sizes and the strides."""
         return 1 + 2 * len(self.block)
 
     def descriptor(self, tensor: torch.Tensor) -> Any:
-        """The descriptor of `tensor` in rows of `width`, all its rows or a matrix for each of its
-        leading dimensions; reads past the end of rows or columns give zeros."""
+        """Make the descriptor of `tensor`, viewed as rows of `width`.
+
+        With a 2-D block it covers all rows, with a 3-D block one matrix per leading index. Reads
+        past the last row or column give zeros.
+        """
         width, block = self.width or tensor.shape[-1], list(self.block)
         if len(block) == 2:
             rows = tensor.view(-1, width)
@@ -79,10 +86,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel as the C launcher takes it.
+    """A compiled kernel with everything that the C launcher needs.
 
-    `fixed` stands between the stream and the kernel's own arguments; `maps` keeps encoded
-    descriptors.
+    `fixed`: the launcher's arguments between the stream and the kernel's own arguments.
+    `maps`: cache of encoded TMA descriptors.
     """
 
     launcher: Callable[..., None]
@@ -91,7 +98,7 @@ class Binary:
     maps: dict[tuple[Any, ...], dict[int, list[Any]]]
 
     def maps_of(self, name: str, tensor: torch.Tensor) -> dict[int, list[Any]]:
-        """Descriptors of tensors of this shape, by address, as the C launcher takes them."""
+        """Encoded descriptors for tensors with this shape and these strides, by address."""
         key = name, tensor.shape, tensor.stride()
         found = self.maps.get(key)
         if found is None:
@@ -102,18 +109,19 @@ class Binary:
 
 
 class Launch:
-    """A kernel with its grid and every argument that is no tensor.
+    """A kernel with its grid and all arguments except the tensors.
 
-    Make one with a cached function of all that it depends on; call it with the tensors.
+    Create it in a cached function of everything it depends on. Call it with the tensors by keyword.
 
     Args:
         kernel: a Triton or Gluon kernel. grid: one to three sizes.
-        tiles: parameters that are TMA descriptors of their tensors.
+        tiles: parameters that the kernel takes as TMA descriptors.
         constants: scalars, constexprs and launch options (num_warps, maxnreg, …) by keyword.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...],
                  tiles: Mapping[str, Tile] = MappingProxyType({}), /, **constants: Any) -> None:
+        constants = {**LAUNCH_OPTIONS, **constants}
         self.kernel, self.grid, self.tiles, self.constants = kernel, grid, tiles, constants
         self._binaries: dict[tuple[Any, ...], Binary] | None = None
         if _DIRECT and isinstance(kernel, JITFunction):
@@ -122,7 +130,7 @@ class Launch:
             self._binaries = _BINARIES.setdefault(_signature(kernel, tiles, constants), {})
 
     def arguments(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
-        """Everything by keyword, as ``kernel[grid]`` takes it."""
+        """All arguments by keyword, for ``kernel[grid](...)``."""
         made = {name: tile.descriptor(tensors[name])  # type: ignore[arg-type]
                 for name, tile in self.tiles.items()}
         return {**tensors, **made, **self.constants}
@@ -154,7 +162,7 @@ class Launch:
 
     def _bind(self, tensors: Mapping[str, torch.Tensor | None],
               device: int) -> tuple[tuple[Any, ...], list[Any]]:
-        """The key of the binary for these tensors, and arguments with pointers."""
+        """Return the key of the binary for these tensors, and the arguments with pointers."""
         arguments, positions = self._template.copy(), self._positions
         dtypes: list[torch.dtype | None] = []
         bits = 0
@@ -171,7 +179,7 @@ class Launch:
 
     def _learn(self, key: tuple[Any, ...],
                tensors: Mapping[str, torch.Tensor | None]) -> Binary | None:
-        """Launch through Triton and keep the binary that it found or compiled."""
+        """Launch through Triton and store the binary that it found or compiled."""
         compiled = self.kernel[self.grid](**self.arguments(tensors))
         binary = _binary(compiled, self.kernel, self.tiles)
         if binary is not None and self._binaries is not None:
@@ -179,7 +187,8 @@ class Launch:
         return binary
 
     def _map(self, binary: Binary, name: str, tensor: torch.Tensor, pointer: int) -> list[Any]:
-        """Encoded descriptor, sizes and strides: a function of pointer, shape and strides."""
+        """Return the encoded descriptor, sizes and strides for a tensor, from the cache if there.
+        """
         found = binary.maps_of(name, tensor).get(pointer)
         if found is None:
             found = _PlacedTile.of(self, binary, name, tensor).encode(pointer)
@@ -187,7 +196,7 @@ class Launch:
 
 
 class NotedLaunch(NamedTuple):
-    """A launch that has happened; `binary` is None if it went through Triton and has to."""
+    """A launch that was made. `binary` is None if the launch has to go through Triton."""
 
     launch: Launch
     tensors: dict[str, torch.Tensor | None]
@@ -200,7 +209,7 @@ _notes: contextvars.ContextVar[list[NotedLaunch] | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def noted_launches() -> Iterator[list[NotedLaunch]]:
-    """The launches inside the block, in order (this thread or task)."""
+    """Record the launches of this thread or task inside the block, in order."""
     notes: list[NotedLaunch] = []
     token = _notes.set(notes)
     try:
@@ -216,11 +225,11 @@ def _note(launch: Launch, tensors: dict[str, torch.Tensor | None], binary: Binar
 
 
 class PreparedLaunch:
-    """A launch whose binary is known, for pointers that come from numbered places.
+    """A launch with a known binary, whose tensors are given as addresses in a list.
 
     Args:
         noted: the launch, with its binary.
-        places: index of the place and offset in bytes of each tensor.
+        places: for each tensor, the index in the list of addresses and an offset in bytes.
     """
 
     def __init__(self, noted: NotedLaunch, places: Mapping[str, tuple[int, int]]) -> None:
@@ -236,7 +245,7 @@ class PreparedLaunch:
             for name in launch.tiles)
 
     def __call__(self, stream: int, places: list[int]) -> None:
-        """Enqueue the kernel; `places` are addresses."""
+        """Enqueue the kernel on `stream`; `places` is the list of addresses."""
         arguments = self._template.copy()
         for position, place, offset in self._pointers:
             arguments[position] = places[place] + offset
@@ -256,7 +265,7 @@ class _Address(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """A descriptor of a tensor that lies at some address."""
+    """Stand-in for a tensor descriptor whose tensor is at a given address."""
 
     base: _Address
     shape: Any
@@ -265,7 +274,7 @@ class _Moved(NamedTuple):
 
 
 class _PlacedTile(NamedTuple):
-    """TMA descriptors of tensors of one shape; `described` holds no tensor."""
+    """Encoder of TMA descriptors for tensors with one shape and strides; holds no tensor."""
 
     position: int
     num_arguments: int
@@ -275,7 +284,7 @@ class _PlacedTile(NamedTuple):
 
     @staticmethod
     def of(launch: Launch, binary: Binary, name: str, tensor: torch.Tensor) -> _PlacedTile:
-        """For tensors like `tensor`, as a parameter of `launch`."""
+        """Make the encoder for parameter `name` of `launch` and tensors like `tensor`."""
         tile = launch.tiles[name]
         made = tile.descriptor(tensor)
         return _PlacedTile(launch._positions[name], tile.num_arguments,
@@ -283,7 +292,7 @@ class _PlacedTile(NamedTuple):
                            binary.maps_of(name, tensor))
 
     def encode(self, address: int) -> list[Any]:
-        """The C launcher's arguments for the tensor at `address`."""
+        """Encode, cache and return the C launcher's arguments for a tensor at `address`."""
         if len(self.maps) >= _MAX_MAPS:
             self.maps.clear()
         found: list[Any] = nvidia.make_tensordesc_arg(
@@ -293,7 +302,7 @@ class _PlacedTile(NamedTuple):
 
 
 _BINARIES: dict[tuple[Any, ...], dict[tuple[Any, ...], Binary]] = {}
-"""Binaries by signature: launches that differ in sizes alone share them."""
+"""Binaries by `_signature` and key. Launches that differ only in sizes share them."""
 
 
 def _first(tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
@@ -304,12 +313,12 @@ def _first(tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
 
 
 def is_direct() -> bool:
-    """Whether launches can go past Triton: not in its interpreter, not with another C launcher."""
+    """Whether launches can bypass Triton: not in its interpreter, not with another C launcher."""
     return _DIRECT and not knobs.runtime.interpret
 
 
 def has_hooks() -> bool:
-    """Whether a profiler or a test wants to see launches: Triton's own path calls its hooks."""
+    """Whether launch hooks are set (by a profiler or a test); only Triton's own path calls them."""
     try:
         runtime = knobs.runtime
         return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
@@ -318,14 +327,14 @@ def has_hooks() -> bool:
 
 
 def _misaligned(tensors: Mapping[str, torch.Tensor | None]) -> tuple[str, ...]:
-    """Names of the tensors that do not begin at a multiple of 16 bytes."""
+    """Names of the tensors whose address is not a multiple of 16 bytes."""
     return tuple(name for name, tensor in tensors.items()
                  if tensor is not None and tensor.data_ptr() % 16)
 
 
 def _template(kernel: Any, tiles: Mapping[str, Tile],
               constants: Mapping[str, Any]) -> tuple[list[Any], dict[str, int]]:
-    """Arguments in the C launcher's order, None for tensors, and where each parameter stands."""
+    """Arguments in the C launcher's order, with None for tensors, and each parameter's position."""
     template: list[Any] = []
     positions = {}
     for name, parameter in kernel.signature.parameters.items():
@@ -338,10 +347,11 @@ def _template(kernel: Any, tiles: Mapping[str, Tile],
 
 def _signature(kernel: Any, tiles: Mapping[str, Tile],
                constants: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What Triton's choice of a binary can depend on, apart from tensors.
+    """Key of everything except tensors that can change Triton's choice of a binary.
 
-    Of an unspecialised integer that is its width; of another also whether it is 1 or a multiple of
-    16; of a float its type; of constexprs and launch options the value.
+    Integers contribute their width, and if Triton specialises on them, whether they are 1 or a
+    multiple of 16. Floats contribute their type. Constexprs and launch options contribute their
+    value.
     """
     parameters = {parameter.name: parameter for parameter in kernel.params}
     parts: list[Any] = [kernel, tuple(tiles.items())]
@@ -360,7 +370,7 @@ def _signature(kernel: Any, tiles: Mapping[str, Tile],
 
 
 def _binary(compiled: Any, kernel: Any, tiles: Mapping[str, Tile]) -> Binary | None:
-    """The parts of a compiled kernel for the C launcher; None if it has to go through Triton."""
+    """Make the Binary of a compiled kernel; None if its launches have to go through Triton."""
     if not isinstance(compiled.run, nvidia.CudaLauncher):
         return None
     run, launcher = compiled.run, compiled.run.launch
@@ -370,7 +380,7 @@ def _binary(compiled: Any, kernel: Any, tiles: Mapping[str, Tile]) -> Binary | N
     names = [name for name in kernel.arg_names if name in tiles]
     if len(described) != len(names) or None in described:
         return None
-    if names:  # below the wrapper that encodes descriptors anew at each launch
+    if names:  # take the inner launcher: the outer one encodes descriptors at each launch
         launcher = inspect.getclosurevars(launcher).nonlocals.get("launcher")
         if launcher is None:
             return None

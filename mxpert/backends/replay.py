@@ -1,13 +1,13 @@
-"""Warm calls of a kernel: allocate, fill in the pointers, launch.
+"""Replay of kernel calls: repeat the allocations and launches of an earlier call.
 
-A kernel's `launch` is Python that sizes grids, allocates and starts `Launch`es. It sees geometry
-alone (no op looks at data on the host), so for the same problem, config and geometry it does the
-same again. Its second call for them is noted: which buffers were allocated, what was launched, and
-where each pointer came from. From the third call on `Replayed` does only that, with one allocation
-for all scratch.
+A kernel's `launch` is Python code that sizes grids, allocates and makes `Launch` calls. It never
+reads data on the host, so it does the same for the same problem, config and geometry. The second
+such call is recorded: the allocated buffers, the launches, and the origin of each pointer. From the
+third call on `Replayed` repeats the recording, with one allocation for all scratch.
 
-What cannot be noted runs as it is written: other operators of torch among the launches, launches
-that go through Triton (in its interpreter, under hooks, on other targets), unaligned arguments.
+A call is not recorded, and always runs its own code, if it uses other torch operators, if its
+launches go through Triton (in the interpreter, under hooks, on other targets), or if an argument is
+not 16-byte aligned.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..problem import KernelSpec
 from .launch import Launch, NotedLaunch, PreparedLaunch, has_hooks, is_direct, noted_launches
 
 _MAX_SCRATCH = 128 << 20
-"""Bytes. Scratch of a replayed call does not share memory as it is freed; a call with more of it
-keeps the device busy for longer than the host."""
+"""Largest scratch of a replayed call in bytes. Replay allocates all scratch buffers side by side,
+which takes more memory. Calls with more scratch are limited by the device, not by host time."""
 
 _ALIGNMENT = 256
 _NO_DEVICE = -1
-"""What tensors of a CPU say."""
+"""Device index of CPU tensors."""
 
 _LAUNCH = Launch.__call__
 
@@ -44,7 +44,7 @@ _ALLOCATIONS = frozenset((
 
 
 class Replayed:
-    """A kernel (see KernelSpec) that can also replay its `launch`."""
+    """Wraps a kernel (see KernelSpec) and can replay its `launch`."""
 
     def __init__(self, kernel: KernelSpec) -> None:
         self._kernel = kernel
@@ -55,15 +55,17 @@ class Replayed:
 
     def replay(self, known: Known, config: Any, tensors: list[torch.Tensor],
                arguments: dict[str, Any]) -> Any:
-        """What `launch` returns for `known.problem`, `config` and `arguments`; None if it has to be
-        called for that.
+        """Return the result of `launch`, by replay or while recording it; None if the caller has to
+        call `launch`.
 
         Args:
-            known: stands for the problem and the geometry of the arguments.
+            known: the problem and the geometry of the arguments, with its recorded calls.
+            config: the kernel's config.
             tensors: all tensors of the arguments, in order.
+            arguments: the keyword arguments of `launch`.
         """
         if Launch.__call__ is not _LAUNCH or torch.are_deterministic_algorithms_enabled():
-            return None  # launches are watched, or torch fills what is allocated
+            return None  # a test patches launches, or torch fills new memory
         device, own = driver.active.get_current_device(), tensors[0].get_device()
         if own not in (device, _NO_DEVICE):
             with torch.cuda.device(own):
@@ -84,12 +86,15 @@ class Replayed:
 
 
 def replayed(*kernels: KernelSpec) -> tuple[Any, ...]:
-    """Each of `kernels`, replayed where launches need not go through Triton."""
+    """Wrap each kernel in `Replayed`, unless launches have to go through Triton."""
     return tuple(map(Replayed, kernels)) if is_direct() else kernels
 
 
 class _Once(NamedTuple):
-    """A call that has happened once, or cannot be replayed; holds what the key has the id of."""
+    """State of a call that was made once (is_new) or cannot be replayed.
+
+    It holds the config, because the key contains the config's id.
+    """
 
     config: Any
     is_new: bool = True
@@ -104,8 +109,10 @@ _Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tens
 
 
 def _allocators() -> dict[str, _Allocate]:
-    """What the code that torch.compile generates allocates with on the current device, in half the
-    time of `torch.empty_strided`; nothing where this torch has no such functions."""
+    """Allocation functions of torch.compile's generated code, by device type.
+
+    They take half the time of `torch.empty_strided`. Empty if this torch version has none.
+    """
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     names = {"cpu": "_empty_strided_cpu", "cuda": "_empty_strided_cuda"}
     return {kind: getattr(guards, name) for kind, name in names.items() if hasattr(guards, name)}
@@ -122,10 +129,11 @@ class _Output(NamedTuple):
 
 @dataclass(frozen=True)
 class _Call:
-    """Everything that a warm call does.
+    """A recorded call.
 
-    Places of pointers are the arguments' tensors, then the scratch if there is any, then the
-    outputs, by index. `build` takes the outputs, followed by the arguments' tensors.
+    The launches index a list of addresses: the arguments' tensors, then the scratch buffer if there
+    is one, then the outputs. `build` makes the result from the outputs followed by the arguments'
+    tensors.
     """
 
     config: Any
@@ -135,7 +143,7 @@ class _Call:
     build: Callable[[list[torch.Tensor]], Any]
 
     def places(self, tensors: list[torch.Tensor]) -> list[int] | None:
-        """Addresses of the arguments; None where these need other binaries or a hook is set."""
+        """Addresses of the arguments; None if they need other binaries or a hook is set."""
         places, bits = [], 0
         for tensor in tensors:
             address = tensor.data_ptr()
@@ -149,7 +157,7 @@ class _Call:
         return places
 
     def replay(self, places: list[int], tensors: list[torch.Tensor], device: int) -> Any:
-        """Allocate, launch, and return what the kernel's `launch` would."""
+        """Allocate, launch, and return the result that the kernel's `launch` would return."""
         place = tensors[0].device
         allocate = _ALLOCATE.get(place.type) or functools.partial(_empty, place)
         made = [allocate(shape, stride, dtype) for shape, stride, dtype in self.outputs]
@@ -165,8 +173,10 @@ class _Call:
 
 
 class _Allocations(TorchDispatchMode):
-    """Keeps what is allocated, so that no two tensors share an address, and tells of operators that
-    are no allocations and no views."""
+    """Records allocations, and whether other operators than allocations and views ran.
+
+    It keeps the tensors alive, so that no two of them have the same address.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +194,7 @@ class _Allocations(TorchDispatchMode):
 
 def _note(kernel: KernelSpec, problem: Any, config: Any, arguments: Mapping[str, Any],
           tensors: list[torch.Tensor]) -> tuple[Any, _Call | _Once]:
-    """Run the kernel's `launch`; its result, and the call if it can be replayed."""
+    """Run the kernel's `launch`; return its result, and the recorded call if it can be replayed."""
     never = _Once(config, is_new=False)
     with torch.no_grad(), noted_launches() as launches, _Allocations() as allocations:
         result = kernel.launch(problem, config, **arguments)
@@ -200,7 +210,7 @@ def _note(kernel: KernelSpec, problem: Any, config: Any, arguments: Mapping[str,
 
 
 class _UnplacedError(Exception):
-    """A tensor that is not known to come from an argument or an allocation of the call."""
+    """Raised for a tensor that comes neither from an argument nor from a recorded allocation."""
 
 
 def _call(config: Any, launches: list[NotedLaunch], tensors: list[torch.Tensor],
@@ -208,8 +218,11 @@ def _call(config: Any, launches: list[NotedLaunch], tensors: list[torch.Tensor],
     returned: list[torch.Tensor] = []
 
     def output(tensor: torch.Tensor) -> int:
-        """Number of the output that `tensor` is, a whole allocation; from the end, of an argument
-        (`accumulate_into`)."""
+        """Index of `tensor` in the list that `build` takes.
+
+        An output has to be a whole allocation. An argument that is returned (`accumulate_into`) has
+        a negative index.
+        """
         for place, argument in enumerate(tensors):
             if tensor is argument:
                 return place - len(tensors)
@@ -244,17 +257,19 @@ def _call(config: Any, launches: list[NotedLaunch], tensors: list[torch.Tensor],
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """What tensors have in common that share memory."""
+    """Identity of a tensor's storage: equal for tensors that share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _finder(tensors: list[torch.Tensor], made: list[torch.Tensor],
             places: dict[int, tuple[int, int]]) -> Callable[[torch.Tensor], tuple[int, int]]:
-    """Where a tensor begins (place, offset in bytes).
+    """Return a function from a tensor to its (place, offset in bytes).
 
     Args:
-        tensors: the arguments, known by identity; views of them by memory, where that is not
-            shared among arguments. made: allocations, which lie at `places` by memory.
+        tensors: the arguments. They are found by identity; views of them by storage, unless several
+            arguments share it.
+        made: the allocations.
+        places: place of each allocation, by storage.
     """
     by_identity = {id(tensor): (index, 0) for index, tensor in enumerate(tensors)}
     wholes: dict[int, tuple[torch.Tensor, tuple[int, int]] | None] = {}
@@ -278,7 +293,10 @@ def _finder(tensors: list[torch.Tensor], made: list[torch.Tensor],
 
 def _builder(result: Any, output: Callable[[torch.Tensor], int],
              ) -> Callable[[list[torch.Tensor]], Any]:
-    """What makes the call's result of its outputs; `output` numbers them."""
+    """Return a function that makes the call's result from the list of outputs and arguments.
+
+    `output` gives the index of a tensor in that list.
+    """
     if isinstance(result, torch.Tensor):
         return operator.itemgetter(output(result))
     if isinstance(result, tuple) and len(result) > 1:

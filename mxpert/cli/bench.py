@@ -11,17 +11,17 @@ from typing import Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from ..dispatch import Resolution, override
 from ..errors import require
 from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import MXTensor
+from ..integrations.safetensors_files import short
 from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_down, moe_gate_up
 from ..ops.quantize import dequantize
 from ..ops.route import make_routing_plan
-from ..problem import ACTIVATION_FORMATS, MoEOptions
+from ..problem import MoEOptions
 from ..routing import TOKEN_MASK, RoutingPlan
 from ..testing.numerics import relative_l2
 from ..testing.problems import (
@@ -37,6 +37,7 @@ from ..testing.timing import Work
 from ..weights import MoEWeights
 from .measure import (
     Ceilings,
+    GateError,
     RunWeights,
     check_gate,
     float64_reference,
@@ -44,28 +45,38 @@ from .measure import (
     time_calls,
     timing_columns,
 )
+from .options import (
+    FORMATS_HELP,
+    JSON_HELP,
+    check_backend,
+    check_target,
+    open_folder,
+    parse_choices,
+    parse_formats,
+    parse_numbers,
+)
+from .progress import progress
 from .report import (
     ACTIVATION_NAMES,
-    FORMATS_HELP,
     PLOT_HINT,
+    Column,
     Row,
     best_device,
-    check_backend,
     environment,
     format_rate,
     format_time,
     has_matplotlib,
     make_console,
-    open_folder,
-    parse_choices,
-    parse_numbers,
     plot_roofline,
     print_table,
+    result_console,
     write_json,
+    write_report,
 )
 
 STAGES = ("gate_up", "down", "layer")
-CPU_SCALE = 8
+CPU_SCALE, MAX_SCALE = 8, 1 << 20
+EXIT_WRONG_RESULT = 1
 
 
 @dataclass(frozen=True)
@@ -189,19 +200,19 @@ def run_bench(request: Request, device: torch.device, console: Console) -> Row:
     """The whole document: environment, ceilings, rows."""
     rows: list[Row] = []
     cases = [(tokens, name) for tokens in request.tokens for name in request.formats]
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("ceilings", total=1 + len(request.models) * len(cases))
+    total, done = len(request.models) * len(cases), 0
+    with progress(console, "bench") as advance:
+        advance(done, total, "measuring the ceilings")
         ceilings = Ceilings.measure(device, request.formats)
-        progress.advance(task)
         for model in request.models:
-            progress.update(task, description=f"{model.name}: weights")
+            advance(done, total, f"{model.name}: making weights")
             weights = RunWeights.of(random_moe_problem(model.shape, 1, device=device).weights,
                                     device)
             for num_tokens, name in cases:
-                progress.update(task, description=f"{model.name} T={num_tokens} {name}")
+                advance(done, total, f"{model.name} T={num_tokens} {ACTIVATION_NAMES[name]}")
                 options = MoEOptions(model.shape.activation, name)
                 rows += bench_case(model, weights, num_tokens, options, request, ceilings)
-                progress.advance(task)
+                done += 1
             del weights  # before the next model's are made
     return {"kind": "bench", "environment": environment(device), "ceilings": ceilings.as_row(),
             "rows": rows}
@@ -210,80 +221,93 @@ def run_bench(request: Request, device: torch.device, console: Console) -> Row:
 def show(document: Row, console: Console) -> None:
     """The table of a bench document."""
     limits = document["ceilings"]
-    console.print(f"{document['environment']['device']}: reads {limits['read_tbs']:.3g} TB/s, " +
-                  ", ".join(f"{name} GEMM {rate:.3g} TFLOP/s"
-                            for name, rate in limits["matmul_tflops"].items()))
+    console.print(f"{document['environment']['device']}: reads {limits['read_tbs']:.3g} TB/s; "
+                  "GEMM " + ", ".join(f"{ACTIVATION_NAMES[name]} {rate:.3g} TFLOP/s"
+                                      for name, rate in limits["matmul_tflops"].items()),
+                  highlight=False, soft_wrap=True)
     print_table(
         console, "mxpert bench",
-        ("model", "T", "hit", "format", "stage", "time", "10–90 %", "rate", "of roof", "rel L2"),
+        ("model", "T", Column("hit", 3), "format", "stage", "time", Column("10–90 %", 2), "rate",
+         Column("of roof", 1), Column("rel. L2", 4)),
         [(row["model"], str(row["T"]), f"{row['hit']:.0f}", ACTIVATION_NAMES[row["activation"]],
           row["stage"], format_time(row["us"]),
           f"{100 * (row['high_us'] - row['low_us']) / row['us']:.0f} %", format_rate(row),
           f"{row['percent_of_roof']:.0f} %", f"{row['rel_l2']:.1e}") for row in document["rows"]])
+    if document["environment"]["kind"] == "cpu":
+        console.print("A CPU's times say nothing about the kernels: the reference backend answers, "
+                      "on a\nscaled-down model.", highlight=False)
 
 
 def _chosen_models(names: list[str] | None, scale: int) -> list[Model]:
     names = names or ["gpt-oss-120b"]
     for name in names:
         require(name in MODEL_SHAPES, "bench", "--model", need=f"one of {', '.join(MODEL_SHAPES)}",
-                got=repr(name))
+                got=short(name))
     return [Model.named(name, scale) for name in names]
 
 
 def bench(
-    model: list[str] = typer.Option(None, help="A named model; repeat for several. "
-                                    "Default: gpt-oss-120b."),
+    model: list[str] = typer.Option(None, help="A named model; repeat for several. Default: "
+                                    f"gpt-oss-120b. Known: {', '.join(MODEL_SHAPES)}."),
     tokens: str = typer.Option("1,16,64,128,256,1024", help="Token counts, comma-separated."),
-    formats: str = typer.Option("bf16,mxfp8,mxfp4", "--format", help=FORMATS_HELP),
-    stage: str = typer.Option("gate_up,down,layer", help="Stages to time."),
+    formats: str = typer.Option("a16w4,a8w4,a4w4", "--format", "--formats", help=FORMATS_HELP),
+    stage: str = typer.Option(",".join(STAGES), help="Stages to time, comma-separated."),
     routing: str = typer.Option("uniform", help="uniform, zipf, half or one_expert."),
-    backend: str = typer.Option(None, help="Pin a backend instead of the best one."),
+    backend: str = typer.Option(None, help="Time this backend instead of the best one."),
     scale: int = typer.Option(0, help="Divide E, H and F by this. Default: 1 on a GPU, "
                               f"{CPU_SCALE} on a CPU."),
-    output: Path = typer.Option(Path("reports/bench"), help="Folder for bench.json, roofline.png."),
-    json_file: Path = typer.Option(None, "--json", help="Write the JSON here instead."),
+    output: Path = typer.Option(Path("reports/bench"),
+                                help="Folder for bench.json and roofline.png; made if absent."),
+    json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
 ) -> None:
     """Time named models against the ceilings of this machine.
 
-    Each case is compared with the float64 reference on the same quantised operands first; a case
-    that is wrong stops the run. Then it is timed with a cold L2 cache: CUDA-graph replays that
-    rotate among several routings. Read bandwidth and dense GEMM rate are measured in the same run;
-    "of roof" is the time that they allow over the time taken. TB/s counts weight bytes of the
-    experts that were hit. A CPU runs the reference backend on a scaled-down model: its figures
-    prove that the command works, not how fast the library is. "10–90 %" is the width between those
-    percentiles of the time, as a share of the median.
+    Each case is first compared with the float64 reference on the same quantised operands; a wrong
+    result ends the run with exit code 1. Then the case is timed with a cold L2 cache, in CUDA-graph
+    replays that rotate among several routings. Read bandwidth and dense GEMM rate are measured in
+    the same run. "of roof" is the time that they allow, as a share of the time taken. TB/s counts
+    the weight bytes of the experts that were hit. "10–90 %" is the width between these percentiles
+    of the time, as a share of the median.
+
+    A CPU runs the reference backend on a scaled-down model. Its times show that the command works,
+    not how fast the library is.
 
     Examples:
 
-        mxpert bench --model gpt-oss-120b --tokens 1,64,1024 --format bf16
+        mxpert bench --model gpt-oss-120b --tokens 1,64,1024 --format a16w4
 
         mxpert bench --model kimi-k2 --model deepseek-v3 --stage layer --routing zipf
+
+        mxpert bench --tokens 1 --json - | jq '.rows[].us'
     """
     console, device = make_console(stderr=True), best_device()
-    require(scale >= 0, "bench", "--scale", need="a positive number", got=scale)
+    require(0 <= scale <= MAX_SCALE, "bench", "--scale", need=f"1 to {MAX_SCALE}", got=scale)
     routings = [each.value for each in Routing]
-    require(routing in routings, "bench", "--routing", need=f"one of {routings}", got=repr(routing))
+    require(routing in routings, "bench", "--routing", need=f"one of {routings}",
+            got=short(routing))
     counts = parse_numbers(tokens, "bench", "--tokens")
-    names = parse_choices(formats, ACTIVATION_FORMATS, "bench", "--format")
+    names = parse_formats(formats, "bench", "--format")
     stages = parse_choices(stage, STAGES, "bench", "--stage")
     check_backend(backend, "bench")
-    path = json_file or output / "bench.json"
-    require(not path.is_dir(), "bench", "--json", need="a file", got=str(path))
-    open_folder(path.parent, "bench", "--json" if json_file else "--output")
+    check_target(json_to, "bench")
     models = _chosen_models(model, scale or (1 if device.type == "cuda" else CPU_SCALE))
-    if device.type == "cpu":
-        console.print(f"no GPU: {backend or 'reference'} backend, models scaled down by "
-                      f"{scale or CPU_SCALE}")
-    document = run_bench(Request(models, counts, names, stages, routing, backend), device, console)
-    show(document, make_console())
-    write_json(path, document)
-    console.print(f"wrote {path}")
-    if not has_matplotlib():
+    open_folder(output, "bench", "--output")
+    try:
+        document = run_bench(Request(models, counts, names, stages, routing, backend), device,
+                             console)
+    except GateError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_WRONG_RESULT) from error
+    show(document, result_console(json_to))
+    write_json(output / "bench.json", document)
+    written = [str(output / "bench.json")]
+    write_report(json_to, document)
+    if has_matplotlib():
+        limits = document["ceilings"]
+        plot_roofline(output / "roofline.png", f"mxpert on {document['environment']['device']}",
+                      document["rows"], limits["read_tbs"] * 1e12,
+                      {name: rate * 1e12 for name, rate in limits["matmul_tflops"].items()})
+        written.append(str(output / "roofline.png"))
+    else:
         console.print(PLOT_HINT, markup=False)
-        return
-    limits = document["ceilings"]
-    plot = path.with_name("roofline.png") if json_file is None else path.with_suffix(".png")
-    plot_roofline(plot, f"mxpert on {document['environment']['device']}", document["rows"],
-                  limits["read_tbs"] * 1e12,
-                  {name: rate * 1e12 for name, rate in limits["matmul_tflops"].items()})
-    console.print(f"wrote {plot}")
+    console.print(f"wrote {', '.join(written)}", markup=False, highlight=False, soft_wrap=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import importlib.metadata
 import platform
 import sys
 import warnings
@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.text import Text
 
 from ..dispatch import detect_target, explain_problem, override
 from ..dispatch.registry import BACKENDS
@@ -33,21 +36,28 @@ from ..problem import (
     TopKProblem,
 )
 from ..testing.toolchain import toolchain
+from .options import JSON_HELP, check_target
 from .report import (
     ACTIVATION_NAMES,
     Row,
     best_device,
     environment,
-    make_console,
     package_version,
     print_table,
+    result_console,
+    write_report,
 )
 
 MINIMUM_VERSIONS = {"torch": "2.11", "triton": "3.6", "numpy": "1.26", "safetensors": "0.5"}
 """As in pyproject.toml; a test compares the two."""
+TESTED_UP_TO = {"torch": "2.15", "triton": "3.9"}
+"""Newest release series that the kernels were compiled with; pyproject.toml admits no later one."""
 OPTIONAL = {"transformers": "5", "matplotlib": "3.8"}
 MINIMUM_PYTHON = (3, 11)
 OK, WARNING, BROKEN = "ok", "warning", "broken"
+PACKAGES, COMPILER, DEVICE = "Packages", "Compiler", "Device"
+NARROW = 80
+"""Columns of the narrowest terminal that the report fits."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class Finding:
     value: str
     state: str
     note: str = ""
+    section: str = PACKAGES
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -74,14 +85,43 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def examine_version(name: str, minimum: str, *, needed: bool, remedy: str) -> Finding:
-    """Whether a package is there and new enough."""
+def installed_version(name: str) -> str | None:
+    """Version of a package, or of the distribution that brings its module under another name, as
+    the ROCm build of torch brings Triton; None if neither is there."""
     found = package_version(name)
+    if found is None:
+        others = importlib.metadata.packages_distributions().get(name, ())
+        found = next((package_version(other) for other in others), None)
+    return found
+
+
+def examine_version(name: str, minimum: str, *, needed: bool, remedy: str) -> Finding:
+    """Whether a package is there, new enough, and not newer than what was tested."""
+    found = installed_version(name)
     if found is None:
         return Finding(name, "absent", BROKEN if needed else WARNING, remedy)
     if release(found) < release(minimum):
         return Finding(name, found, BROKEN if needed else WARNING, f"need {minimum} or newer")
-    return Finding(name, found, OK)
+    if name not in TESTED_UP_TO:
+        return Finding(name, found, OK)
+    newest = TESTED_UP_TO[name]
+    if release(found)[:2] > release(newest):
+        return Finding(name, found, WARNING, f"newer than the tested {minimum} to {newest}; "
+                       f"pip install '{requirement(name)}'")
+    return Finding(name, found, OK, f"tested: {minimum} to {newest}")
+
+
+def requirement(name: str) -> str:
+    """What pip is asked for, as in pyproject.toml.
+
+    >>> requirement("triton"), requirement("numpy")
+    ('triton>=3.6,<3.10', 'numpy>=1.26')
+    """
+    minimum = f"{name}>={MINIMUM_VERSIONS[name]}"
+    if name not in TESTED_UP_TO:
+        return minimum
+    major, minor = release(TESTED_UP_TO[name])
+    return f"{minimum},<{major}.{minor + 1}"
 
 
 def examine_versions(target: Target) -> list[Finding]:
@@ -90,10 +130,11 @@ def examine_versions(target: Target) -> list[Finding]:
     findings = [Finding("python", platform.python_version(), OK if fits else BROKEN,
                         "" if fits else "need 3.11 or newer")]
     for name, minimum in MINIMUM_VERSIONS.items():
-        # ROCm builds of torch bring Triton under another distribution name.
-        needed = name != "triton" or target.kind == "cuda"
-        findings.append(examine_version(name, minimum, needed=needed,
-                                        remedy=f"pip install '{name}>={minimum}'"))
+        needed = name != "triton" or target.kind != "cpu"
+        remedy = f"pip install '{requirement(name)}'"
+        if name == "triton" and target.kind == "hip":
+            remedy = "install the ROCm build of torch again: it brings Triton"
+        findings.append(examine_version(name, minimum, needed=needed, remedy=remedy))
     for name, minimum in OPTIONAL.items():
         findings.append(examine_version(name, minimum, needed=False,
                                         remedy=f"optional: pip install '{name}>={minimum}'"))
@@ -106,13 +147,21 @@ def examine_toolchain(target: Target) -> list[Finding]:
         tools = toolchain()
     except ImportError as error:
         state = BROKEN if target.kind != "cpu" else WARNING
-        return [Finding("triton", "cannot be imported", state, str(error))]
+        return [Finding("triton", "cannot be imported", state, str(error), COMPILER)]
     note = ("may reuse the registers of a wgmma A operand before they are read (fixed in CUDA "
             "13.3); kernels that feed A from registers are race-tested" if
             tools.register_operand_hazard and target.arch == "sm_90" else "")
     state = WARNING if note else OK
-    return [Finding("ptxas", tools.ptxas or "absent", state if tools.ptxas else OK, note),
-            Finding("triton cache", tools.cache_directory, OK)]
+    return [Finding("ptxas", tools.ptxas or "absent", state if tools.ptxas else OK, note, COMPILER),
+            Finding("triton cache", tools.cache_directory, OK, section=COMPILER)]
+
+
+def examine_device(target: Target, facts: Row) -> Finding:
+    """GPUs that torch sees, and their driver."""
+    if target.kind == "cpu":
+        return Finding("gpu", "none", OK, "every operation runs on the CPU", DEVICE)
+    driver = facts.get("gpu", {}).get("driver_version", "unknown")
+    return Finding("gpu", f"{torch.cuda.device_count()} visible", OK, f"driver {driver}", DEVICE)
 
 
 def small_problems(target: Target) -> list[Problem]:
@@ -173,13 +222,26 @@ def examine_operations(target: Target) -> list[Row]:
     return rows
 
 
-def _print(console: Console, facts: Row, findings: list[Finding], operations: list[Row]) -> None:
+def _print_findings(console: Console, findings: list[Finding]) -> None:
+    """A section each; a note that does not fit beside its finding goes below it, whole."""
     marks = {OK: "[green]ok[/]", WARNING: "[yellow]warning[/]", BROKEN: "[red]broken[/]"}
+    for section in dict.fromkeys(finding.section for finding in findings):
+        console.print(f"\n[bold]{section}[/]")
+        for finding in [each for each in findings if each.section == section]:
+            name, note = finding.name, finding.note
+            line = f"  {name:13} {finding.value:16} {marks[finding.state]}"
+            if note and len(Text.from_markup(line)) + 2 + len(note) <= NARROW:
+                line, note = f"{line}  {escape(note)}", ""
+            console.print(line, highlight=False, soft_wrap=True)
+            if note:
+                console.print(Padding(Text(note), (0, 0, 0, 16), expand=False), width=NARROW)
+
+
+def _print(console: Console, facts: Row, findings: list[Finding], operations: list[Row]) -> None:
     console.print(f"[bold]{facts['device']}[/] ({facts['arch']}, {facts['num_sms']} "
                   f"{'threads' if facts['kind'] == 'cpu' else 'multiprocessors'})")
-    for finding in findings:
-        console.print(f"  {finding.name:14} {finding.value:18} {marks[finding.state]}  "
-                      f"{finding.note}", soft_wrap=True)
+    _print_findings(console, findings)
+    console.print()
     print_table(console, "Operations", ("operation", "runs on", "can also run on"), [
         (row["op"], row["chosen"] or "[red]nothing[/]",
          ", ".join(b for b in row["served_by"] if b != row["chosen"]) or "–")
@@ -189,42 +251,40 @@ def _print(console: Console, facts: Row, findings: list[Finding], operations: li
         for backend, reason in row["refused"].items():
             if not reason.startswith("has no "):  # what a backend never had is no news
                 reasons.setdefault(f"{backend} {reason}", []).append(row["op"])
+    if reasons:
+        console.print("\n[bold]Backends that are not used[/]")
     for reason, names in reasons.items():
         which = "any operation" if len(names) == len(operations) else ", ".join(names)
-        console.print(f"  not {which}: {reason}", style="dim", soft_wrap=True, highlight=False)
+        text = Text(f"{reason}: not {which}", style="dim")
+        console.print(Padding(text, (0, 0, 0, 2), expand=False), width=NARROW)
 
 
 def doctor(
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead."),
+    json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
 ) -> None:
     """Say what works on this machine, what does not, and why.
 
-    Versions against the supported ranges, the GPU and its driver, the compiler and its known
-    hazard, and for every operation which backends can serve it here.
+    Compares versions with the tested ranges, and names the GPU and its driver, the compiler and
+    its known hazard, and the backends that can serve each operation here.
     The exit code is 1 if something needed is broken.
 
     Examples:
 
         mxpert doctor
 
-        mxpert doctor --json | jq .operations
+        mxpert doctor --json - | jq .operations
     """
+    check_target(json_to, "doctor")
     device = best_device()
     target = detect_target(device)
     facts = environment(device)
-    findings = examine_versions(target) + examine_toolchain(target)
-    if target.kind == "cpu":
-        findings.append(Finding("gpu", "none", OK, "every operation runs on the CPU"))
-    else:
-        findings.append(Finding("gpu", f"{torch.cuda.device_count()} visible", OK,
-                                f"driver {facts.get('gpu', {}).get('driver_version', 'unknown')}"))
+    findings = [examine_device(target, facts), *examine_versions(target),
+                *examine_toolchain(target)]
     operations = examine_operations(target)
     broken = (any(finding.state == BROKEN for finding in findings)
               or any(row["chosen"] is None for row in operations))
-    if as_json:
-        typer.echo(json.dumps({**facts, "findings": [asdict(f) for f in findings],
-                               "operations": operations, "healthy": not broken}, indent=1))
-    else:
-        _print(make_console(), facts, findings, operations)
+    _print(result_console(json_to), facts, findings, operations)
+    write_report(json_to, {**facts, "findings": [asdict(f) for f in findings],
+                           "operations": operations, "healthy": not broken})
     if broken:
         raise typer.Exit(1)

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from ..errors import message, require, require_device
 from ..integrations.convert import restore
 from ..integrations.evaluation import DEFAULT_FORMATS, FORMATS, EvalReport, evaluate
-from ..integrations.safetensors_files import CONFIG_FILE
+from ..integrations.safetensors_files import CONFIG_FILE, is_file, what_is_at
 from ..integrations.transformers import NAME
-from .quantize import check_summary_target, write_summary
-from .report import environment, figure, has_matplotlib, make_console, parse_choices, print_table
+from .checkpoint import check_checkpoint, reading
+from .main import quiet_imports
+from .options import FORMATS_HELP, JSON_HELP, check_target, parse_formats
+from .progress import progress
+from .report import (
+    Column,
+    environment,
+    figure,
+    has_matplotlib,
+    make_console,
+    print_table,
+    result_console,
+    write_report,
+)
 
 NUM_BYTES = 256
+MAX_SIZE = 1 << 40
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
                     "spiece.model", "tekken.json")
 
@@ -38,72 +42,64 @@ def evaluate_checkpoint(
              "mxpert wrote.", show_default=False)],
     text: Annotated[Path, typer.Option(help="UTF-8 text to read.", show_default=False)],
     formats: Annotated[str, typer.Option(
-        help=f"Formats beside bf16, some of {','.join(FORMATS)}.")] = ",".join(DEFAULT_FORMATS),
+        "--format", "--formats",
+        help=f"{FORMATS_HELP} The unquantised model is always there to compare with.",
+    )] = ",".join(DEFAULT_FORMATS),
     context: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
     max_tokens: Annotated[int, typer.Option(
-        min=2, help="Read at most so many tokens of the text.")] = 32768,
-    batch: Annotated[int, typer.Option(min=1, help="Windows per forward pass.")] = 8,
+        min=2, max=MAX_SIZE, help="Read at most so many tokens of the text.")] = 32768,
+    batch: Annotated[int, typer.Option(
+        min=1, max=MAX_SIZE, help="Windows per forward pass.")] = 8,
     device: Annotated[str, typer.Option(
         help="Where to run; 'auto' is the GPU where there is one.")] = "auto",
     as_bytes: Annotated[bool, typer.Option(
         "--bytes", help="Bytes are the token ids. Default for a checkpoint without a tokenizer.",
     )] = False,
-    json: Annotated[str | None, typer.Option(
-        metavar="FILE", help="Write everything as JSON to FILE, or to standard output for '-'.",
-    )] = None,
+    json_to: Annotated[str | None, typer.Option(
+        "--json", metavar="FILE", help=JSON_HELP)] = None,
     plot: Annotated[Path | None, typer.Option(
-        metavar="FILE", help="Draw losses and SQNR per layer into a PNG.")] = None,
+        metavar="FILE", help="Write a PNG here: loss by format, SQNR by layer.")] = None,
 ) -> None:
     """Compare loss and perplexity of a checkpoint in bf16, a16w4, a8w4 and a4w4 on one text.
 
-    'Δ loss' is against bf16 on the same windows, with its standard error; below twice that error a
-    format is as good as bf16 on this text. 'SQNR' is the worst layer's signal to quantisation
-    noise. Of an MXFP4 checkpoint, 'bf16' is the model with dequantised weights. Exit code 2 on bad
-    input.
+    'Δ loss' is the loss minus bf16's on the same windows, with its standard error. Where it is
+    below twice that error, the format is as good as bf16 on this text. 'SQNR' is the ratio of
+    signal to quantisation noise in the worst layer. For an MXFP4 checkpoint 'bf16' means the
+    dequantised weights. The table goes to standard output; files are written for --json and --plot
+    only.
 
     Examples:
 
         mxpert eval ./mixtral-bf16 --text wiki.txt
 
-        mxpert eval ./gpt-oss-20b --text wiki.txt --formats a8w4,a4w4 --json eval.json --plot e.png
+        mxpert eval ./gpt-oss-20b --text wiki.txt --format a8w4,a4w4
+
+        mxpert eval ./mixtral-bf16 --text wiki.txt --json eval.json --plot eval.png
     """
-    names = parse_choices(formats, list(FORMATS), "eval", "--formats")
-    check_summary_target(json, "eval")
-    require(checkpoint.is_dir(), "eval", str(checkpoint), need="a checkpoint directory",
-            got="none" if not checkpoint.exists() else "a file")
-    require(text.is_file(), "eval", str(text), need="a text file", got="none")
+    by_format = {activation: name for name, activation in FORMATS.items()}
+    names = [by_format[each] for each in parse_formats(formats, "eval", "--format")]
+    check_target(json_to, "eval")
+    require(is_file(text), "eval", str(text), need="a text file", got=what_is_at(text))
     if plot is not None:
         require(has_matplotlib(), "eval", "--plot", need="matplotlib", got="no such package",
                 remedy="pip install 'mxpert[plot]'")
-        require(plot.parent.is_dir(), "eval", "--plot", need="a file in an existing directory",
-                got=str(plot))
+        check_target(plot, "eval", "--plot")
     target = require_device(device if device != "auto" else
                             "cuda" if torch.cuda.is_available() else "cpu", "eval", "--device")
-    ids = read_tokens(checkpoint, text, as_bytes=as_bytes, limit=max_tokens)
-    require(len(ids) >= context, "eval", str(text), need=f"at least {context} tokens",
-            got=len(ids), remedy="give a longer text or a smaller --context")
-    model = load_dense(checkpoint).to(target)
-    with token_progress() as advance:
-        report = evaluate(model, ids.to(target), formats=names, context=context, batch=batch,
-                          on_progress=advance)
-    if json != "-":
-        print_report(report, checkpoint.name)
-    if json is not None:
-        write_summary(json, {"checkpoint": checkpoint.name, "text": text.name,
-                             "environment": environment(target), **report.as_json()})
+    check_checkpoint(checkpoint, "eval")
+    with reading(checkpoint, "eval"), quiet_imports():
+        ids = read_tokens(checkpoint, text, as_bytes=as_bytes, limit=max_tokens)
+        require(len(ids) >= context, "eval", str(text), need=f"at least {context} tokens",
+                got=len(ids), remedy="give a longer text or a smaller --context")
+        model = load_dense(checkpoint)
+    with progress(make_console(stderr=True), "eval") as advance:
+        report = evaluate(model.to(target), ids.to(target), formats=names, context=context,
+                          batch=batch, on_progress=advance)
+    print_report(report, checkpoint.name, json_to)
+    write_report(json_to, {"kind": "eval", "checkpoint": checkpoint.name, "text": text.name,
+                           "environment": environment(target), **report.as_json()})
     if plot is not None:
         draw(plot, report, checkpoint.name)
-
-
-@contextmanager
-def token_progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on standard error, moved by calls of (tokens done, tokens in all, what)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TextColumn("tokens"), TimeRemainingColumn())
-    with Progress(*columns, console=make_console(stderr=True), transient=True) as progress:
-        task = progress.add_task("evaluating", total=None)
-        yield lambda done, total, what: progress.update(
-            task, completed=done, total=total, description=what)
 
 
 def read_tokens(checkpoint: Path, text: Path, *, as_bytes: bool, limit: int) -> torch.Tensor:
@@ -122,6 +118,10 @@ def read_tokens(checkpoint: Path, text: Path, *, as_bytes: bool, limit: int) -> 
             :limit].to(torch.int64)
     # A token has one character at least, bar a few special ones: more text would be cut off anyway.
     tokens = AutoTokenizer.from_pretrained(checkpoint)(content[:16 * limit])["input_ids"]
+    largest = max(tokens, default=0)
+    require(largest < vocabulary, "eval", str(checkpoint), got=f"token {largest}",
+            need=f"a tokenizer of the model's {vocabulary} tokens",
+            remedy="put the model's own tokenizer files beside its weights")
     return torch.tensor(tokens[:limit], dtype=torch.int64)
 
 
@@ -146,7 +146,7 @@ def _vocabulary(checkpoint: Path) -> int:
     return int(_config(checkpoint).get_text_config().vocab_size)
 
 
-def print_report(report: EvalReport, title: str) -> None:
+def print_report(report: EvalReport, title: str, json_to: str | None) -> None:
     """The table."""
     rows = []
     for result in report.formats:
@@ -156,9 +156,10 @@ def print_report(report: EvalReport, title: str) -> None:
         rows.append([result.name, f"{result.loss:.4f}", f"{result.perplexity:.3f}",
                      "–" if result.name == "bf16" else f"{result.delta:+.4f}{error}",
                      "–" if worst is None else f"{worst:.1f} dB"])
-    print_table(make_console(),
+    print_table(result_console(json_to),
                 f"{title}: {report.tokens} tokens in {report.windows} windows of {report.context}",
-                ["format", "loss", "perplexity", "Δ loss", "worst layer's SQNR"], rows)
+                ["format", "loss", Column("perplexity", 1), "Δ loss",
+                 Column("worst layer's SQNR", 2)], rows)
 
 
 def draw(path: Path, report: EvalReport, title: str) -> None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from ..errors import UnsupportedError, message
 
-EXIT_USER_ERROR = 2
-_MESSAGE_MARK = " — "  # only messages in the library's own form are shown without a traceback
+EXIT_USER_ERROR, EXIT_DEFECT, EXIT_INTERRUPTED = 2, 3, 130
+EXIT_CODES = """Exit codes: 0 success; 1 a check failed; 2 bad input, or something this machine
+lacks, said in one line; 3 a defect of mxpert, with its traceback; 130 interrupted."""
+_MESSAGE_MARK = " — "  # the library's own messages have it, and say all there is to say
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,8 @@ def _load(name: str) -> Any:
     """Import a subcommand and build its parser."""
     entry = COMMANDS[name]
     try:
-        module = importlib.import_module(f"mxpert.cli.{entry.module}")
+        with quiet_imports():
+            module = importlib.import_module(f"mxpert.cli.{entry.module}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("mxpert"):
             raise
@@ -53,12 +64,39 @@ def _load(name: str) -> Any:
             f"pip install 'mxpert[{entry.extra}]'") from error
     single = typer.Typer(add_completion=False, rich_markup_mode="markdown",
                          pretty_exceptions_enable=False)
-    single.command(name)(getattr(module, entry.function))
+    single.command(name, epilog=EXIT_CODES)(getattr(module, entry.function))
     return typer.main.get_command(single)
 
 
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Mute what optional packages log about their own extensions when they are imported."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def one_line(error: Exception, command: str) -> str | None:
+    """What the user has to know of an error; None where it is a defect of mxpert."""
+    text = " ".join(str(error).split())
+    if _MESSAGE_MARK in text and isinstance(error, ValueError | TypeError | OSError
+                                            | UnsupportedError):
+        return text
+    if isinstance(error, OSError) and error.strerror is not None:
+        where, need = ("output", "room to write") if error.filename is None else (
+            str(error.filename), "a path that can be used")
+        return message(f"mxpert {command}", where, need, error.strerror)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return message(f"mxpert {command}", "memory", "enough for this problem",
+                       text[:200] or "too little", "choose fewer tokens or a smaller model")
+    return None
+
+
 class _LazyGroup(TyperGroup):
-    """Lists every command without importing one; turns the library's errors into one line."""
+    """Lists every command without importing one; turns errors into exit codes."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -72,18 +110,46 @@ class _LazyGroup(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if command is None else _load(str(name)), rest
 
-    def invoke(self, ctx: Any) -> Any:
+    def main(self, *args: Any, **extra: Any) -> Any:
         try:
-            return super().invoke(ctx)
-        except (ValueError, TypeError, OSError, UnsupportedError) as error:
-            text = str(error)
-            if _MESSAGE_MARK not in text:
-                if not isinstance(error, OSError) or error.filename is None:
-                    raise
-                text = message(f"mxpert {ctx.invoked_subcommand}", str(error.filename),
-                               "a path that can be used", error.strerror)
-            typer.echo(f"error: {text}", err=True)
-            raise typer.Exit(EXIT_USER_ERROR) from error
+            return super().main(*args, **extra)
+        except OSError as error:  # of the help and of errors in options: they come before `invoke`
+            with contextlib.suppress(OSError):
+                typer.echo(f"error: {one_line(error, '--help')}", err=True)
+            _drop_unwritten_output()
+            sys.exit(EXIT_USER_ERROR)
+
+    def invoke(self, ctx: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except typer.Abort:
+            raise
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(EXIT_INTERRUPTED) from error
+        except Exception as error:
+            if hasattr(error, "exit_code") or getattr(error, "errno", None) == errno.EPIPE:
+                raise  # typer's own, or the reader of the output has gone
+            text = one_line(error, str(ctx.invoked_subcommand))
+            with contextlib.suppress(OSError):  # standard error may be full, too
+                if text is None:
+                    traceback.print_exc()
+                typer.echo(f"error: {text or 'a defect of mxpert; please report it'}", err=True)
+            _drop_unwritten_output()
+            raise typer.Exit(EXIT_DEFECT if text is None else EXIT_USER_ERROR) from error
+
+
+def _drop_unwritten_output() -> None:
+    """Forget output that cannot be written: Python would try again on exit and change the code."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
 
 
 app = typer.Typer(cls=_LazyGroup, add_completion=False, no_args_is_help=True,
@@ -96,20 +162,24 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog="Start with `mxpert doctor`, then `mxpert demo`.")
+@app.callback(epilog=f"Start with `mxpert doctor`, then `mxpert demo`. {EXIT_CODES}")
 def main(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True,
                                  help="Print the version and exit."),
 ) -> None:
     """Microscaling (MXFP4, MXFP8) kernels for Mixture-of-Experts layers.
 
+    `mxpert COMMAND --help` has examples and says what is written where. Results go to standard
+    output, progress to standard error; `--json FILE` writes the machine-readable report of every
+    command, `--json -` to standard output.
+
     Examples:
 
-        mxpert doctor                                   what works on this machine
+        mxpert doctor
 
-        mxpert demo                                     a checked run of a small gpt-oss
+        mxpert demo
 
-        mxpert demo --checkpoint ./gpt-oss-20b          the same on real weights
+        mxpert demo --checkpoint ./gpt-oss-20b
 
         mxpert bench --model gpt-oss-120b --tokens 1,64,1024
 

@@ -115,8 +115,8 @@ def error_gate(stage: str, activation_format: str,
 
     A stage with bfloat16 output is held to the rounding of that output; where an MX intermediate
     is rounded, accumulator noise flips codes at rounding boundaries, and the wider gate applies.
-    The scale of "fp8_token" is no power of two: where it moves, a whole row moves, so that few rows
-    may be above that gate by what `numerics.requantisation_error` derives.
+    Two formats may exceed that gate by what `numerics.requantisation_error` derives: a flip of an
+    "mxfp4" code is half of a value, and where the scale of "fp8_token" moves, a whole row moves.
 
     Args:
         intermediate: values of the intermediate behind the compared outputs, and of one of its
@@ -126,11 +126,11 @@ def error_gate(stage: str, activation_format: str,
         stage == "gate_up" and activation_format in ("mxfp8", "mxfp4"))
     if not flips:
         return STAGE_GATE
-    if activation_format != FP8_TOKEN or intermediate is None:
+    if activation_format not in (FP8_TOKEN, "mxfp4") or intermediate is None:
         return END_TO_END_GATE
     values, row = intermediate
     return max(END_TO_END_GATE,
-               requantisation_error(FP8_TOKEN, INTERMEDIATE_NOISE, values, row=row))
+               requantisation_error(activation_format, INTERMEDIATE_NOISE, values, row=row))
 
 
 def intermediate_sizes(num_tokens: int, top_k: int, intermediate_size: int) -> tuple[int, int]:

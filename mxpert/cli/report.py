@@ -9,27 +9,31 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
-import tempfile
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from .. import __version__
 from ..dispatch import detect_target
-from ..dispatch.registry import BACKENDS
-from ..errors import message, require
+from ..errors import message
+from ..integrations.safetensors_files import write_atomically
+from .options import FORMAT_NAMES
 
 Row = dict[str, Any]
 PLAIN_WIDTH = 120
+UNBOUNDED_WIDTH = 10_000
 PLOT_HINT = "no plot: matplotlib is not installed; pip install 'mxpert[plot]'"
-ACTIVATION_NAMES = {"bf16": "a16w4", "mxfp8": "a8w4", "mxfp4": "a4w4",
-                    "fp8_token": "a8w4 per token"}
-FORMATS_HELP = f"Activation formats, out of {', '.join(ACTIVATION_NAMES)}."
+ACTIVATION_NAMES = FORMAT_NAMES
+"""Activation format → its name in tables and plots."""
 _NVIDIA_SMI = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
 
 
@@ -93,35 +97,37 @@ def environment(device: torch.device) -> Row:
     return facts
 
 
-def open_folder(folder: Path, command: str, option: str) -> None:
-    """Make the folder that reports go to, before the work whose report could not be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(message(command, option, "a folder that can be written",
-                                 f"{str(folder)!r}: {error.strerror}")) from error
-
-
-def check_backend(backend: str | None, command: str) -> None:
-    """Refuse an unknown --backend before the work starts."""
-    require(backend is None or backend in BACKENDS, command, "--backend",
-            need=f"one of {', '.join(BACKENDS)}", got=repr(backend))
-
-
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a document whole or not at all; NaN and infinity become null."""
+    """Write a document whole or not at all; NaN and infinity become null.
+
+    The file's mode follows the umask. A pipe or a device is written to, never replaced.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_plain(document), indent=1, allow_nan=False) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False,
-                                     encoding="utf-8") as handle:
-        handle.write(text)
+    text = _as_text(document)
+    if path.is_file() or not path.exists():
+        write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+        return
     try:
-        os.replace(handle.name, path)
-    except OSError:
-        os.unlink(handle.name)
-        raise
+        handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # fails where a pipe has no reader
+        os.set_blocking(handle, True)
+        with open(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise ValueError(message("write_json", str(path), "a file that can be written",
+                                 error.strerror)) from error
+
+
+def write_report(target: str | None, document: Mapping[str, Any]) -> None:
+    """What --json asks for: nothing for None, standard output for "-", else a file."""
+    if target == "-":
+        sys.stdout.write(_as_text(document))
+        sys.stdout.flush()
+    elif target is not None:
+        write_json(Path(target), document)
+
+
+def _as_text(document: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(document), indent=1, allow_nan=False, default=str) + "\n"
 
 
 def _plain(value: Any) -> Any:
@@ -135,20 +141,61 @@ def _plain(value: Any) -> Any:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console; a log file or pipe gets lines wide enough for every table."""
+    """A console. A log file or pipe gets PLAIN_WIDTH columns, unless $COLUMNS says otherwise."""
     console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH)
+    if console.is_terminal:
+        return console
+    return Console(stderr=stderr, width=shutil.get_terminal_size((PLAIN_WIDTH, 25)).columns)
 
 
-def print_table(console: Console, title: str, columns: Sequence[str],
+def result_console(json_target: str | None) -> Console:
+    """Where tables and verdicts go: standard error where standard output is for JSON."""
+    return make_console(stderr=json_target == "-")
+
+
+class Column(NamedTuple):
+    """A table's column. rank: columns of the highest rank go first where space is short; those of
+    rank 0 stay."""
+
+    name: str
+    rank: int = 0
+
+
+def print_table(console: Console, title: str, columns: Sequence[str | Column],
                 rows: Sequence[Sequence[str]]) -> None:
-    """One table; numbers right-aligned by convention of the caller's formatting."""
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
+    """Print a table: first column left-aligned, the others right-aligned.
+
+    On a narrow console columns are left out, by rank, and named below the table. No cell is cut.
+    Cells are rich markup; the title is plain text.
+    """
+    named = [column if isinstance(column, Column) else Column(column) for column in columns]
+    shown = list(range(len(named)))
+    table = _table(named, rows, shown)
+    while _width(console, table) > console.width and any(named[index].rank for index in shown):
+        shown.remove(max(reversed(shown), key=lambda index: named[index].rank))
+        table = _table(named, rows, shown)
+    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
     console.print(table)
+    left_out = [column.name for index, column in enumerate(named) if index not in shown]
+    if left_out:
+        console.print(f"left out at {console.width} columns: {', '.join(left_out)}",
+                      style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]], shown: Sequence[int]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for index in shown:
+        table.add_column(columns[index].name, justify="right" if index else "left",
+                         overflow="fold")
+    for row in rows:
+        table.add_row(*(row[index] for index in shown))
+    return table
+
+
+def _width(console: Console, table: Table) -> int:
+    """Columns that a table needs to show each cell on one line."""
+    options = console.options.update(width=UNBOUNDED_WIDTH)
+    return Measurement.get(console, options, table).maximum
 
 
 def format_time(us: float) -> str:
@@ -168,32 +215,6 @@ def format_rate(row: Mapping[str, Any]) -> str:
     """
     value, unit = (row["tbs"], "B/s") if row["memory_bound"] else (row["tflops"], "FLOP/s")
     return f"{value:.2f} T{unit}" if value >= 1 else f"{value * 1e3:.3g} G{unit}"
-
-
-def parse_numbers(text: str, command: str, option: str) -> list[int]:
-    """A comma-separated list of positive integers.
-
-    >>> parse_numbers("1,16", "demo", "--tokens")
-    [1, 16]
-    """
-    parts = [part.strip() for part in text.split(",")]
-    valid = all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts)
-    require(valid, command, option, need="positive integers separated by commas", got=repr(text),
-            remedy=f"for example {option} 1,16,128")
-    return [int(part) for part in parts]
-
-
-def parse_choices(text: str, allowed: Sequence[str], command: str, option: str) -> list[str]:
-    """A comma-separated list of names, each one of `allowed`.
-
-    >>> parse_choices("bf16,mxfp8", ["bf16", "mxfp8", "mxfp4"], "bench", "--format")
-    ['bf16', 'mxfp8']
-    """
-    parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        require(part in allowed, command, option, need=f"some of {','.join(allowed)}",
-                got=repr(part))
-    return parts
 
 
 def has_matplotlib() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -14,30 +13,30 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .. import __version__
 from ..dispatch import detect_target
 from ..dispatch.registry import BACKENDS
 from ..dispatch.tables import Measured, TunedRow, add_rows, read_rows, user_table
 from ..errors import UnsupportedError, message, require
-from ..problem import ACTIVATION_FORMATS, Target
+from ..problem import Target
 from ..testing.problems import random_moe_problem
 from ..testing.timing import read_bandwidth
 from ..testing.toolchain import toolchain
 from .measure import RunWeights
+from .options import FORMATS_HELP, JSON_HELP, check_target, parse_formats, parse_numbers
+from .progress import Advance, progress
 from .report import (
     ACTIVATION_NAMES,
-    FORMATS_HELP,
+    Column,
     Row,
     best_device,
     environment,
     format_time,
     make_console,
-    parse_choices,
-    parse_numbers,
     print_table,
-    write_json,
+    result_console,
+    write_report,
 )
 from .tune_cells import (
     TARGETS,
@@ -164,7 +163,7 @@ class _Tuner:
             row.key for row in rows if invalid_row(row, self.target) is None}
         self.head: Row = {}
 
-    def run(self, progress: Progress) -> None:
+    def run(self, advance: Advance) -> None:
         """Tune every cell that the table lacks, while time lasts."""
         request, layouts = self.request, expected_layouts(self.target)
         pending = [cell for cell in request.cells if choose(
@@ -173,23 +172,24 @@ class _Tuner:
         self.report.unfinished = [name_cell(cell) for cell in pending]
         if not pending:
             return
-        task = progress.add_task("read bandwidth", total=len(pending))
+        done, total = 0, len(pending)
+        advance(done, total, "measuring the read bandwidth")
         self.report.read_tbs = read_bandwidth(self.device) / 1e12
         self.head = provenance(self.report.environment, self.report.read_tbs, request.commit)
         for cells in by_shape(pending):
-            progress.update(task, description=f"{cells[0].model}: weights")
+            advance(done, total, f"{cells[0].model}: making weights")
             weights = RunWeights.of(
                 random_moe_problem(cells[0].shape, 1, device=self.device).weights, self.device)
             probes: dict[str, Probes] = {}
             for cell in cells:
                 if time.monotonic() >= self.end and self.report.cells:
                     return
-                progress.update(task, description=name_cell(cell))
+                advance(done, total, name_cell(cell))
                 if cell.activation_format not in probes:
                     probes[cell.activation_format] = Probes.of(cell.shape, weights.plain,
                                                                cell.options)
                 self._tune(cell, weights, probes[cell.activation_format])
-                progress.advance(task)
+                done += 1
             del weights  # before the next shape's are made
 
     def _tune(self, cell: Cell, weights: RunWeights, probes: Probes) -> None:
@@ -227,11 +227,9 @@ class _Tuner:
 def run_tune(request: Request, device: torch.device, console: Console) -> Report:
     """Tune; an interrupt ends the run and keeps what is finished."""
     tuner = _Tuner(request, device, console)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn())
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
-            tuner.run(progress)
+        with progress(console, "tune") as advance:
+            tuner.run(advance)
     except KeyboardInterrupt:
         tuner.report.interrupted = True
     return tuner.report
@@ -259,18 +257,10 @@ def _short(config: Row) -> str:
 
 def _show_plan(document: Row, console: Console) -> None:
     print_table(console, f"mxpert tune --dry-run on {document['target']['name']}",
-                ("cell", "backend", "candidates", "heuristic: unit | gate_up | down"),
-                [(row["cell"], row["backend"], str(len(row["candidates"])),
+                ("cell", Column("backend", 1), "candidates",
+                 Column("heuristic: unit | gate_up | down", 2)),
+                [(escape(row["cell"]), row["backend"], str(len(row["candidates"])),
                   _short(row["candidates"][0])) for row in document["cells"]])
-
-
-def _emit(document: Row, place: str, console: Console) -> None:
-    """Write a document to a file, or with "-" to standard output."""
-    if place == "-":
-        typer.echo(json.dumps(document, indent=1, default=str))
-        return
-    write_json(Path(place), document)
-    console.print(f"wrote {place}", markup=False)
 
 
 def _writable(output: Path | None, target: Target) -> Path:
@@ -281,8 +271,9 @@ def _writable(output: Path | None, target: Target) -> Path:
                                        "no home directory", "name one with --output"))
     folder = next(each for each in (path.absolute().parent, *path.absolute().parents)
                   if each.exists())
-    require(not path.is_dir() and folder.is_dir() and os.access(folder, os.W_OK), "tune",
-            "--output", need="a file in a folder that can be written", got=str(path))
+    usable = (path.is_file() or not path.exists()) and folder.is_dir()
+    require(usable and os.access(folder, os.W_OK), "tune", "--output",
+            need="a file in a folder that can be written", got=str(path))
     return path
 
 
@@ -305,38 +296,45 @@ def _named_target(name: str | None, dry: bool) -> Target:
 def tune(
     model: list[str] = typer.Option(None, help="A named model; repeat for several. Default: "
                                     "gpt-oss-120b, unless --shape is given."),
-    shape: list[str] = typer.Option(None, help="E,k,H,F of another layer; repeat for several."),
-    tokens: str = typer.Option(DEFAULT_TOKENS, help="Token counts, comma-separated."),
-    formats: str = typer.Option("bf16,mxfp8,mxfp4", "--format", help=FORMATS_HELP),
+    shape: list[str] = typer.Option(None, help="E,k,H,F of another layer: experts, experts per "
+                                    "token, hidden and intermediate size; repeat for several."),
+    tokens: str = typer.Option(DEFAULT_TOKENS, show_default=False, help="Token counts, "
+                               "comma-separated. Default: the powers of two up to 8192."),
+    formats: str = typer.Option("a16w4,a8w4,a4w4", "--format", "--formats", help=FORMATS_HELP),
     time_budget: float = typer.Option(DEFAULT_SECONDS, help="Seconds for the whole run; cells left "
                                       "are tuned when it is run again."),
-    output: Path = typer.Option(None, help="The table. Default: this user's for this device."),
+    output: Path = typer.Option(None, help="The table to write. Default: tables/DEVICE.json in "
+                                "$MXPERT_CACHE_DIR or ~/.cache/mxpert."),
     backend: str = typer.Option(None, help="Tune this backend instead of the one that would run."),
     force: bool = typer.Option(False, "--force", help="Tune finished cells again."),
     commit: str = typer.Option(None, help="The commit to record, for a copy without history."),
     dry: bool = typer.Option(False, "--dry-run", help="List cells and candidates; run nothing."),
     target: str = typer.Option(None, help="With --dry-run: a device that need not be here: "
                                f"{', '.join(TARGETS)}."),
-    json_file: str = typer.Option(None, "--json", help="Write every candidate here; - prints."),
+    json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
 ) -> None:
     """Search the tiles that are fastest on this GPU.
 
-    For each format, shape and token count, the configs of the kernel that serves it are compared
-    with the float64 reference first; a wrong one is reported and never wins. Right ones are timed
-    with a cold L2 cache, taking turns. The heuristic's choice stays unless another is faster by
-    more than the spread of the two. Each finished cell is written at once; run the command again
-    to go on where it stopped. The table in your cache directory overrides the shipped one.
+    A cell is one format, one layer shape and one token count. For each cell every config of the
+    kernel that serves it is compared with the float64 reference; a wrong config is reported and
+    never wins. The right ones take turns being timed with a cold L2 cache. The heuristic's choice
+    stays unless another config is faster by more than the spread of the two.
+
+    The row of each finished cell is written to the table at once; run the command again to go on
+    where it stopped. Rows in your cache directory replace the shipped ones. The report for --json
+    has every candidate. Exit code 1 means that a cell has no right config.
 
     Examples:
 
         mxpert tune --model gpt-oss-120b --time-budget 300
 
-        mxpert tune --shape 64,8,2048,1024 --tokens 1,16,256 --format bf16
+        mxpert tune --shape 64,8,2048,1024 --tokens 1,16,256 --format a16w4
 
         mxpert tune --dry-run --target nvidia-h200
     """
     counts = parse_numbers(tokens, "tune", "--tokens")
-    names = parse_choices(formats, ACTIVATION_FORMATS, "tune", "--format")
+    names = parse_formats(formats, "tune", "--format")
+    check_target(json_to, "tune")
     tunable = sorted(set(BACKENDS) - {"reference"})
     require(backend is None or backend in tunable, "tune", "--backend", need=f"one of {tunable}",
             got=repr(backend), remedy="the reference has no tiles to tune")
@@ -347,15 +345,12 @@ def tune(
     here, console = _named_target(target, dry), make_console(stderr=True)
     if dry:
         plan = dry_run(cells, here, backend)
-        if json_file != "-":
-            _show_plan(plan, make_console())
-        if json_file:
-            _emit(plan, json_file, console)
+        _show_plan(plan, result_console(json_to))
+        write_report(json_to, plan)
         return
     request = Request(cells, backend, _writable(output, here), time_budget, force, commit)
     report = run_tune(request, best_device(), console)
-    if json_file:
-        _emit(report.document(), json_file, console)
+    write_report(json_to, report.document())
     raise typer.Exit(_close(report, console))
 
 

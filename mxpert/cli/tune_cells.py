@@ -22,7 +22,7 @@ from ..testing.problems import MODEL_SHAPES, MoEShape, random_routing
 from ..testing.timing import Timing, time_graph
 from ..weights import MoEWeights
 from .measure import error_gate, float64_reference, intermediate_sizes
-from .report import parse_numbers
+from .options import parse_numbers
 from .tune_search import DeviceLostError
 
 NUM_PROBES = 16

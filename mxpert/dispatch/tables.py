@@ -127,7 +127,7 @@ def parse_provenance(text: str, source: str) -> dict[str, Any]:
 def _document(text: str, source: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers of 5000 digits
         raise ValueError(f"{_OP}: {source} — need JSON, got {error}; {_REMEDY}") from error
     _check_keys(document, source, ("provenance", "rows"))
     provenance, rows = document["provenance"], document["rows"]

@@ -40,6 +40,12 @@ class FoldCertificate(Aggregate):
         num_blocks: number of blocks in the tensor.
         widest_span: the largest spread of a row in binades, largest minus smallest scale byte of
             the blocks with a non-zero code; up to 14 folds.
+
+    Example:
+        >>> from mxpert import quantize
+        >>> certificate = fold_certificate(quantize(torch.ones(1, 64), "mxfp4"))
+        >>> certificate.exact, certificate.num_blocks, certificate.widest_span
+        (True, 2, 0)
     """
 
     reference: torch.Tensor

@@ -14,7 +14,9 @@ MX_BLOCK_SIZE = 32
 """Elements that share one scale (OCP MX 1.0, table 1)."""
 
 E8M0_BIAS = 127
+"""A scale byte s means 2^(s - 127)."""
 E8M0_NAN = 255
+"""The scale byte that makes its whole block NaN."""
 E8M0_MAX = 254
 """Largest finite scale byte: 2^127."""
 
@@ -69,7 +71,12 @@ class ScaleSpan(enum.Enum):
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """A small float: sign, `exponent_bits`, `mantissa_bits`; bias and range follow the OCP text."""
+    """A small float: sign, `exponent_bits`, `mantissa_bits`; bias and range follow the OCP text.
+
+    Example:
+        >>> E4M3.bits, E4M3.max_value, E4M3.has_inf
+        (8, 448.0, False)
+    """
 
     name: str
     exponent_bits: int
@@ -86,13 +93,21 @@ class ElementFormat:
 
 
 E2M1 = ElementFormat("e2m1", 2, 1, 1, 6.0, 2, has_inf=False, has_nan=False)
+"""FP4: magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
 E4M3 = ElementFormat("e4m3", 4, 3, 7, 448.0, 8, has_inf=False, has_nan=True)
+"""FP8 with three mantissa bits, up to 448; one NaN code, no infinity."""
 E5M2 = ElementFormat("e5m2", 5, 2, 15, 57344.0, 15, has_inf=True, has_nan=True)
+"""FP8 with two mantissa bits, up to 57344; infinity and NaN as in IEEE 754."""
 
 
 @dataclass(frozen=True)
 class MXFormat:
-    """One MX format: an element format and a block of 32 elements per E8M0 scale."""
+    """One MX format: an element format and a block of 32 elements per E8M0 scale.
+
+    Example:
+        >>> MXFP4.element.name, MXFP4.block_size, MXFP4.codes_per_byte
+        ('e2m1', 32, 2)
+    """
 
     name: str
     element: ElementFormat = field(hash=False)
@@ -108,10 +123,14 @@ class MXFormat:
 
 
 MXFP4 = MXFormat("mxfp4", E2M1)
+"""e2m1 codes, two a byte."""
 MXFP8_E4M3 = MXFormat("mxfp8_e4m3", E4M3)
+"""e4m3 codes; also called "mxfp8"."""
 MXFP8_E5M2 = MXFormat("mxfp8_e5m2", E5M2)
+"""e5m2 codes, for gradients."""
 
 FORMATS: dict[str, MXFormat] = {f.name: f for f in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)}
+"""Every MX format by its name."""
 _ALIASES = {"mxfp8": "mxfp8_e4m3"}
 
 

@@ -17,6 +17,10 @@ class Layout(enum.Enum):
 
     ROW_MAJOR is the logical order (checkpoints' order). HOPPER_FRAGMENT is the order in which a
     Hopper warpgroup reads its matrix fragments, with folded scales; see `formats.layouts`.
+
+    Example:
+        >>> Layout("row_major") is Layout.ROW_MAJOR
+        True
     """
 
     ROW_MAJOR = "row_major"

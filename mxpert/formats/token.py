@@ -25,7 +25,13 @@ class TokenRows:
     """Codes and scales of quantised rows.
 
     Args:
-        qdata: uint8 [M, K], e4m3 codes. scale: float32 [M].
+        qdata: uint8 [M, K], e4m3 codes.
+        scale: float32 [M].
+
+    Example:
+        >>> rows = quantize_token_rows(torch.tensor([[448.0, 1.0]]))
+        >>> rows.scale.tolist()
+        [1.0]
     """
 
     qdata: torch.Tensor

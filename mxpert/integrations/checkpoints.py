@@ -7,35 +7,36 @@ Per layer the format holds, below ``model.layers.N.mlp.experts``, ``gate_up_proj
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import message, require, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE, MXFP4
-from ..formats.tensor import Layout, MXTensor
+from ..formats.spec import MX_BLOCK_SIZE
+from ..formats.tensor import Layout
 from ..problem import Activation, SwiGLU
-from ..weights import GateUpOrder, MoEWeights, gate_up_rows
+from ..published import BLOCK_BYTES, expert_weights_from, published_expert_tensors
+from ..weights import GateUpOrder, MoEWeights
+from .module_paths import choose_modules, module_order
 from .safetensors_files import (
     CONFIG_FILE,
     CheckpointReader,
-    layer_number,
     positive_int,
     quantization_method,
+    short,
 )
 
 GPT_OSS_ALPHA = 1.702
 GPT_OSS_LIMIT = 7.0
-BLOCK_BYTES = MX_BLOCK_SIZE // MXFP4.codes_per_byte
-"""Bytes of one block's codes: the last dimension of ``*_blocks``."""
-
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 _REMEDY = "download the file again, or convert the checkpoint with `mxpert quantize`"
-_BLOCKS = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.gate_up_proj_blocks$")
+_BLOCKS = re.compile(r"^(?P<experts>.+)\.gate_up_proj_blocks$")
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,10 @@ got no such file or directory
     op = "load_gpt_oss_layers"
     reader = CheckpointReader(directory, op)
     sizes = _gpt_oss_sizes(reader)
-    chosen = list(range(sizes.num_layers)) if layers is None else list(layers)
+    chosen = range(sizes.num_layers) if layers is None else list(layers)
     for layer in chosen:
-        require(0 <= layer < sizes.num_layers, op, "layers",
-                need=f"layers 0 to {sizes.num_layers - 1}", got=layer)
+        require(isinstance(layer, int) and 0 <= layer < sizes.num_layers, op, "layers",
+                need=f"layers 0 to {sizes.num_layers - 1}", got=repr(layer))
         _check_layer(reader, layer, sizes)
 
     def read() -> Iterator[LoadedMoELayer]:
@@ -121,21 +122,23 @@ got no such file or directory
 
 
 def load_expert_weights(
-    directory: Path | str, layers: Iterable[int] | None = None,
+    directory: Path | str, layers: Iterable[int | str] | None = None,
     device: torch.device | str = "cpu",
-) -> Iterator[tuple[int, MoEWeights]]:
+) -> Iterator[tuple[str, MoEWeights]]:
     """Read the expert weights of any MXFP4 checkpoint that `mxpert quantize` wrote, or gpt-oss.
 
     Args:
         directory: checkpoint directory; ``config.json`` states the gate/up order.
-        layers: layer indices; None is every layer with quantised experts.
+        layers: full module paths (``model.layers.3.mlp.experts``), or numbers of layers that have
+            one experts module; None is every module with quantised experts.
         device: where the tensors shall live.
 
     Returns:
-        Iterator of (layer index, MoEWeights). Shapes are checked before this returns.
+        Iterator of (full module path, MoEWeights). Shapes are checked before this returns.
 
     Raises:
-        ValueError: no such checkpoint or layer, no stated gate/up order, or bad tensors.
+        ValueError: no such checkpoint or module, a layer number that fits several modules, no
+            stated gate/up order, or bad tensors. TypeError: neither a path nor a number.
 
     Example:
         >>> load_expert_weights("/nowhere")
@@ -146,28 +149,29 @@ got no such file or directory
     op = "load_expert_weights"
     reader = CheckpointReader(directory, op)
     order = stored_gate_up_order(reader.config(), reader.directory / CONFIG_FILE, op)
-    prefixes = {layer_number(prefix): prefix for prefix in expert_prefixes(reader)}
-    require(bool(prefixes), op, str(reader.path), got="none",
-            need="tensors named *.experts.gate_up_proj_blocks",
+    modules = expert_modules_of(reader)
+    require(bool(modules), op, str(reader.path), got="none",
+            need="tensors named *.gate_up_proj_blocks",
             remedy="convert the checkpoint with `mxpert quantize`")
-    chosen = sorted(prefixes) if layers is None else list(layers)
-    for layer in chosen:
-        require(layer in prefixes, op, "layers", need=f"layers among {sorted(prefixes)}", got=layer)
-        check_experts(reader, prefixes[layer])
-    return ((layer, _read_experts(reader, prefixes[layer], order, device)) for layer in chosen)
+    chosen = modules if layers is None else choose_modules(modules, layers, op)
+    for module in chosen:
+        check_experts(reader, module)
+    return ((module, _read_experts(reader, module, order, device)) for module in chosen)
 
 
-def expert_prefixes(reader: CheckpointReader) -> list[str]:
-    """Module names (``….experts``) of all layers whose experts are stored in MXFP4, in order."""
-    found = [match["experts"] for name in reader.names if (match := _BLOCKS.match(name))]
-    return sorted(found, key=lambda prefix: (layer_number(prefix), prefix))
+def expert_modules_of(reader: CheckpointReader) -> list[str]:
+    """Full paths (``….experts``) of all modules whose experts are stored in MXFP4, in order."""
+    return sorted((match["experts"] for name in reader.names if (match := _BLOCKS.match(name))),
+                  key=module_order)
 
 
 def stored_gate_up_order(config: dict[str, Any], where: object, op: str) -> GateUpOrder:
     """The gate/up order that a quantised checkpoint's config states; gpt-oss's is INTERLEAVED."""
-    method = quantization_method(config)
-    require(method == "mxfp4", op, f"{where}: quantization_config.quant_method", need='"mxfp4"',
-            got=method, remedy="convert the checkpoint with `mxpert quantize`")
+    quantization = config.get("quantization_config")
+    valid = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+    require(valid, op, f"{where}: quantization_config.quant_method", need='"mxfp4"',
+            got=quantization_method(config),
+            remedy="convert the checkpoint with `mxpert quantize`")
     stated = config["quantization_config"].get("mxpert")
     if stated is None and config.get("model_type") == "gpt_oss":
         return GateUpOrder.INTERLEAVED
@@ -255,63 +259,6 @@ def save_gpt_oss_layer_tensors(
     return tensors
 
 
-def published_expert_tensors(
-    weights: MoEWeights, *, dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, torch.Tensor]:
-    """The tensors of one experts module as gpt-oss publishes them, names below ``experts.``.
-
-    Args:
-        weights: ROW_MAJOR, in any gate/up order; rows (and bias) come out interleaved.
-        dtype: dtype of the biases.
-
-    Returns:
-        ``gate_up_proj_blocks`` uint8 [E, 2F, H/32, 16], ``gate_up_proj_scales`` uint8 [E, 2F,
-        H/32], the same for ``down_proj``, and ``*_bias`` where there are biases; contiguous.
-    """
-    op = "published_expert_tensors"
-    if not isinstance(weights, MoEWeights):
-        raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
-    require(isinstance(dtype, torch.dtype) and dtype.is_floating_point, op, "dtype",
-            need="a float dtype", got=repr(dtype), error=TypeError)
-    weights = _interleaved(weights)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, projection, bias in (
-            ("gate_up_proj", weights.gate_up_proj, weights.gate_up_bias),
-            ("down_proj", weights.down_proj, weights.down_bias)):
-        scale = projection.scale.contiguous()
-        tensors[f"{name}_blocks"] = projection.qdata.contiguous().view(*scale.shape, BLOCK_BYTES)
-        tensors[f"{name}_scales"] = scale
-        if bias is not None:
-            tensors[f"{name}_bias"] = bias.to(dtype).contiguous()
-    return tensors
-
-
-def expert_weights_from(tensors: Mapping[str, torch.Tensor], order: GateUpOrder) -> MoEWeights:
-    """The inverse of `published_expert_tensors`: codes as they are, biases in float32.
-
-    Args:
-        tensors: by names below ``experts.``; biases may be absent.
-        order: order of gate and up rows as stored; published checkpoints are INTERLEAVED.
-    """
-    op = "expert_weights_from"
-    if not isinstance(tensors, Mapping):
-        raise TypeError(message(op, "tensors", "tensors by name", type(tensors).__name__))
-    for part in ("blocks", "scales"):
-        for name in (f"gate_up_proj_{part}", f"down_proj_{part}"):
-            require_tensor(tensors.get(name), op, name, dtype=torch.uint8,
-                           shape=(None,) * (4 if part == "blocks" else 3))
-
-    def projection(name: str) -> MXTensor:
-        return MXTensor(tensors[f"{name}_blocks"].flatten(-2), tensors[f"{name}_scales"], MXFP4)
-
-    def bias(name: str) -> torch.Tensor | None:
-        stored = tensors.get(f"{name}_bias")
-        return None if stored is None else stored.to(torch.float32).contiguous()
-
-    return MoEWeights(projection("gate_up_proj"), projection("down_proj"), bias("gate_up_proj"),
-                      bias("down_proj"), gate_up_order=order)
-
-
 def _gpt_oss_sizes(reader: CheckpointReader) -> _GptOssSizes:
     """Sizes from a gpt-oss config; a ValueError where it is another model's or not MXFP4."""
     config, op = reader.config(), reader.op
@@ -339,8 +286,9 @@ def _gpt_oss_sizes(reader: CheckpointReader) -> _GptOssSizes:
 
 def _swiglu_limit(config: dict[str, Any], where: object, op: str) -> float:
     limit = config.get("swiglu_limit", GPT_OSS_LIMIT)
-    valid = isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0
-    require(valid, op, f"{where}: swiglu_limit", need="a positive number", got=limit)
+    valid = isinstance(limit, int | float) and not isinstance(limit, bool) and (
+        0 < limit <= sys.float_info.max or limit == math.inf)
+    require(valid, op, f"{where}: swiglu_limit", need="a positive number", got=short(limit))
     return float(limit)
 
 
@@ -364,19 +312,3 @@ def _read_experts(
     return expert_weights_from(
         {kind: reader.read(f"{prefix}.{kind}").to(device) for kind in kinds
          if not kind.endswith("bias") or f"{prefix}.{kind}" in reader.names}, order)
-
-
-def _interleaved(weights: MoEWeights) -> MoEWeights:
-    """The same weights with rows in the order gate, up, gate, up, …"""
-    if weights.gate_up_order is GateUpOrder.INTERLEAVED:
-        return weights
-    assert weights.gate_up_order is not None  # checked by MoEWeights
-    gate, up = gate_up_rows(weights.gate_up_order, weights.intermediate_size, weights.device)
-    rows = torch.stack((gate, up), dim=1).flatten()
-    projection, bias = weights.gate_up_proj, weights.gate_up_bias
-    return replace(
-        weights,
-        gate_up_proj=replace(projection, qdata=projection.qdata[:, rows],
-                             scale=projection.scale[:, rows]),
-        gate_up_bias=None if bias is None else bias[:, rows].contiguous(),
-        gate_up_order=GateUpOrder.INTERLEAVED, fold_certificates=None)

@@ -2,80 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
-from ..errors import UnsupportedError, message
-from ..formats.tensor import Layout
-from ..ops.moe import fused_moe
+from ..modules import PreparedExperts
 from ..ops.quantize import dequantize
 from ..problem import Activation
+from ..published import expert_weights_from, published_shapes
 from ..training.activation import gated_activation
 from ..training.autograd import grouped_linear
 from ..training.moe import CombineRows, PermuteRows, sort_by_expert
 from ..training.recipe import MXFP8Recipe
 from ..weights import GateUpOrder, MoEWeights, gate_up_rows
-from .checkpoints import BLOCK_BYTES, expert_weights_from, published_expert_tensors
-from .experts import PROJECTIONS, FoundExperts
-
-_NO_GRADIENT = ("restore(model) for bfloat16 experts, or convert(model, "
-                "recipe=mxpert.training.MXFP8Recipe()) to train in MXFP8")
+from .experts import FoundExperts
 
 
-class MXExperts(torch.nn.Module):
-    """The experts of one layer in MXFP4, prepared for the device that they are on.
+class MXExperts(PreparedExperts):
+    """The experts of one layer of a Transformers model in MXFP4.
 
     Called as the module that it replaces: ``experts(hidden_states, topk_ids, topk_weights)``.
-    ``state_dict`` holds the published tensors (``gate_up_proj_blocks``, …), whatever layout the
-    kernels read, and loads them. ``.to(device)`` prepares the weights anew. Holds no state that a
-    call changes, so that threads may share it.
 
     Args:
         weights: prepared MoEWeights.
-        activation: what stage 1 applies.
+        activation: what stands between the two GEMMs.
         activation_format: "bf16", "mxfp8", "mxfp4" or "fp8_token"; may be assigned later.
-        source: the module that was replaced, without its weights; `restore` hangs it back.
-        dtype: dtype of the biases on disk, and of restored weights.
+        source: the module that was replaced, without its weights; `restore` puts it back.
+        dtype: dtype of the biases in the state dict, and of restored weights.
     """
 
-    weights: MoEWeights
+    no_gradient = ("restore(model) for bfloat16 experts, or restore(model) and then "
+                   "convert(model, recipe=mxpert.training.MXFP8Recipe()) to train in MXFP8")
 
     def __init__(self, weights: MoEWeights, activation: Activation, *, activation_format: str,
                  source: FoundExperts, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.activation, self.activation_format, self.dtype = activation, activation_format, dtype
+        super().__init__(weights, activation, activation_format=activation_format, dtype=dtype)
         self._source = source
-        self._hold(weights)
 
-    def _hold(self, weights: MoEWeights) -> None:
-        """Keep `weights`; as buffers too, so that memory footprints count them."""
-        self.weights = weights
-        for name, projection in zip(PROJECTIONS, (weights.gate_up_proj, weights.down_proj),
-                                    strict=True):
-            self.register_buffer(f"{name}_qdata", projection.qdata, persistent=False)
-            self.register_buffer(f"{name}_scale", projection.scale, persistent=False)
-
-    def forward(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor,
-                topk_weights: torch.Tensor) -> torch.Tensor:
+    def forward(  # type: ignore[override]  # in Transformers' order
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+    ) -> torch.Tensor:
         """hidden_states [..., H], ids and weights [T, top_k] → the shape and dtype of the first."""
-        needs_grad = torch.is_grad_enabled() and hidden_states.requires_grad
-        if needs_grad and self.training:
-            raise UnsupportedError(message("MXExperts", "training", "evaluation mode",
-                                           "training mode: MXFP4 weights have no gradient",
-                                           _NO_GRADIENT))
-        rows = (hidden_states if hidden_states.dim() == 2
-                else hidden_states.reshape(-1, self.weights.hidden_size))
-        out = fused_moe(
-            _as(rows, torch.bfloat16), self.weights, _as(topk_weights, torch.float32),
-            _as(topk_ids, torch.int32), activation=self.activation,
-            activation_format=self.activation_format, out_dtype=hidden_states.dtype)
-        if hidden_states.dim() != 2:
-            out = out.view(hidden_states.shape)
-        if needs_grad and not torch.compiler.is_compiling():
-            return _WithoutBackward.apply(out, hidden_states)
-        return out
+        return super().forward(hidden_states, topk_weights, topk_ids)
 
     def restored(self) -> dict[str, torch.nn.Parameter]:
         """Dequantised parameters in the names, shapes and order of the module that was replaced."""
@@ -97,76 +63,24 @@ class MXExperts(torch.nn.Module):
 
     @property
     def source(self) -> FoundExperts:
-        """Where this module hangs and what it replaced."""
+        """What this module replaced, and where."""
         return self._source
-
-    def _apply(self, fn: Any, recurse: bool = True) -> MXExperts:
-        """`to`, `cuda` and `cpu` prepare the weights for the new device; dtypes are left alone."""
-        moved = fn(torch.empty(0, dtype=torch.uint8, device=self.weights.device)).device
-        if moved != self.weights.device:
-            self._hold(self.weights.unprepare().prepare(device=moved))
-        return self
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str,
-                            keep_vars: bool) -> None:
-        """The published tensors. Unpacking a layout goes to the CPU: it would double GPU memory."""
-        weights = self.weights
-        tensors = published_expert_tensors(weights.unprepare(), dtype=self.dtype)
-        packed = weights.layout is not Layout.ROW_MAJOR
-        for name, tensor in tensors.items():
-            destination[prefix + name] = tensor.cpu() if packed else tensor
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, torch.Tensor], prefix: str, local_metadata: object,
-        strict: bool, missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:
-        wanted = published_shapes(self._source)
-        given = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()
-                 if name.startswith(prefix)}
-        missing_keys += [prefix + name for name in wanted if name not in given]
-        unexpected_keys += [prefix + name for name in given if name not in wanted]
-        if wanted.keys() <= given.keys():
-            weights = expert_weights_from(given, GateUpOrder.INTERLEAVED)
-            self._hold(weights.prepare(device=self.weights.device))
-
-    def extra_repr(self) -> str:
-        weights = self.weights
-        return (f"num_experts={weights.num_experts}, hidden_size={weights.hidden_size}, "
-                f"intermediate_size={weights.intermediate_size}, activation={self.activation}, "
-                f"activation_format={self.activation_format!r}, layout={weights.layout.name}")
-
-
-def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` in `dtype`; a call of `to` that changes nothing takes as long as an allocation."""
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
-class _WithoutBackward(torch.autograd.Function):
-    """Pass a result on; a gradient that is asked of it is an error, not a silent zero."""
-
-    @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
-        raise UnsupportedError(message("MXExperts", "backward", "an inference pass", "a gradient",
-                                       _NO_GRADIENT))
 
 
 class StoredExperts(torch.nn.Module):
-    """Empty places, on the meta device, for the published tensors of one layer: what a loader
-    fills before `prepared` makes MXExperts of them."""
+    """Meta tensors in the published shapes: a loader fills them, `prepared` makes MXExperts."""
 
     def __init__(self, found: FoundExperts, order: GateUpOrder, dtype: torch.dtype) -> None:
         super().__init__()
         self.order, self.dtype, self._source = order, dtype, found
-        for name, shape in published_shapes(found).items():
+        shapes = published_shapes(found.num_experts, found.hidden_size, found.intermediate_size,
+                                  has_bias=found.has_bias)
+        for name, shape in shapes.items():
             stored = dtype if name.endswith("_bias") else torch.uint8
             self.register_buffer(name, torch.empty(shape, dtype=stored, device="meta"))
 
     def prepared(self, activation_format: str) -> MXExperts:
-        """Prepare what was loaded on the device that it was loaded to, without dequantising."""
+        """The loaded tensors, prepared for the device that they were loaded to."""
         tensors = dict(self.named_buffers())
         weights = expert_weights_from(tensors, self.order)
         return MXExperts(weights.prepare(device=weights.device), self._source.activation,
@@ -181,7 +95,8 @@ class StoredExperts(torch.nn.Module):
 class TrainableExperts(torch.nn.Module):
     """The experts of one layer with the same parameters, their three GEMMs in MXFP8.
 
-    Parameters keep names, shapes and identity: optimisers and checkpoints see no difference.
+    Parameters keep names, shapes and identity, so optimisers and checkpoints see no difference.
+    The replaced module gives its parameters away: this module is their only owner.
     """
 
     def __init__(self, found: FoundExperts, recipe: MXFP8Recipe) -> None:
@@ -189,6 +104,16 @@ class TrainableExperts(torch.nn.Module):
         self.recipe, self._source = recipe, found
         for name, parameter in found.module.named_parameters():
             self.register_parameter(name, parameter)
+        empty(found.module)
+        self.train(found.module.training)
+
+    def give_back(self) -> None:
+        """Put the replaced module back, with the parameters and the mode that this one has now."""
+        module = self._source.module
+        for name, parameter in self.named_parameters():
+            module.register_parameter(name, parameter)
+        empty(self)
+        self._source.replace_by(module.train(self.training))
 
     def forward(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor,
                 topk_weights: torch.Tensor) -> torch.Tensor:
@@ -220,23 +145,9 @@ class TrainableExperts(torch.nn.Module):
                 f"recipe={self.recipe}")
 
 
-def published_shapes(found: FoundExperts) -> dict[str, tuple[int, ...]]:
-    """Shapes of one layer's published tensors, by names below ``experts.``."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, rows, columns in (
-            ("gate_up_proj", 2 * found.intermediate_size, found.hidden_size),
-            ("down_proj", found.hidden_size, found.intermediate_size)):
-        blocks = (found.num_experts, rows, columns // (2 * BLOCK_BYTES))
-        shapes |= {f"{name}_blocks": (*blocks, BLOCK_BYTES), f"{name}_scales": blocks}
-        if found.has_bias:
-            shapes[f"{name}_bias"] = (found.num_experts, rows)
-    return shapes
-
-
-def empty(found: FoundExperts) -> None:
-    """Take the weights out of the module that is replaced, so that they can be freed."""
-    for name in list(found.module._parameters):
-        del found.module._parameters[name]
+def empty(module: torch.nn.Module) -> None:
+    """Drop the parameters of a module, so that they can be freed."""
+    module._parameters.clear()
 
 
 def _reordered_rows(weights: MoEWeights, order: GateUpOrder) -> torch.Tensor:

@@ -18,11 +18,12 @@ import torch
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import MX_BLOCK_SIZE
 from ..weights import GateUpOrder
+from .module_paths import module_order
 from .safetensors_files import (
     CONFIG_FILE,
     CheckpointReader,
     TensorInfo,
-    layer_number,
+    is_file,
     quantization_method,
 )
 
@@ -32,7 +33,7 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 _PARTS = {"w1": "gate", "gate_proj": "gate", "w3": "up", "up_proj": "up",
           "w2": "down", "down_proj": "down"}
 _EXPERT = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<tail>.+)$")
-_MATRIX = re.compile(r"^(?P<expert>\d+)\.(?P<part>w[123]|(?:gate|up|down)_proj)\.weight$")
+_MATRIX = re.compile(r"^(?P<expert>\d{1,9})\.(?P<part>w[123]|(?:gate|up|down)_proj)\.weight$")
 
 STACKED_ORDERS = {"gpt_oss": GateUpOrder.INTERLEAVED} | dict.fromkeys((
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe",
@@ -49,7 +50,7 @@ class ExpertLayer:
     """The experts of one layer of an unquantised checkpoint.
 
     Args:
-        prefix: module name, ``….experts``.
+        prefix: full module path, ``model.layers.3.mlp.experts``.
         num_experts, hidden_size, intermediate_size: E, H, F.
         tensors: names of the weights that quantisation replaces.
         biases: names of bias tensors below the prefix; the gate/up one has its rows interleaved.
@@ -69,10 +70,6 @@ class ExpertLayer:
     order: GateUpOrder
     transposed: bool
     source_bytes: int
-
-    @property
-    def layer(self) -> int:
-        return layer_number(self.prefix)
 
     def shape(self, projection: str) -> tuple[int, int, int]:
         """[E, N, K] of a projection."""
@@ -115,7 +112,7 @@ def find_expert_layers(reader: CheckpointReader, config: dict[str, Any]) -> list
         config: its ``config.json``.
 
     Returns:
-        One ExpertLayer per layer, by layer number.
+        One ExpertLayer per experts module, in the order of their paths.
 
     Raises:
         ValueError: no experts, quantised weights, missing experts or parts, shapes that do not fit
@@ -134,7 +131,7 @@ def find_expert_layers(reader: CheckpointReader, config: dict[str, Any]) -> list
             need="MoE experts (*.experts.N.w1|gate_proj…weight or *.experts.gate_up_proj)",
             got="none", remedy="mxpert quantises the experts of MoE models; this one is dense")
     layers = [_expert_layer(reader, config, prefix, tails) for prefix, tails in groups.items()]
-    return sorted(layers, key=lambda found: (found.layer, found.prefix))
+    return sorted(layers, key=lambda found: module_order(found.prefix))
 
 
 def _expert_layer(
@@ -251,7 +248,7 @@ def _model_types(config: dict[str, Any]) -> list[str]:
 def _num_experts(config: dict[str, Any], default: int) -> int:
     for part in _text_configs(config):
         for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-            if isinstance(part.get(key), int):
+            if type(part.get(key)) is int:
                 return int(part[key])
     return default
 
@@ -260,7 +257,7 @@ def _check_hidden(
     reader: CheckpointReader, config: dict[str, Any], hidden: int, info: TensorInfo,
 ) -> None:
     stated = [part["hidden_size"] for part in _text_configs(config)
-              if isinstance(part.get("hidden_size"), int)]
+              if type(part.get("hidden_size")) is int]
     require(not stated or hidden in stated, reader.op, f"{info.file}: {info.name}.shape",
             need=f"hidden_size {stated and stated[0]}, as {reader.directory / CONFIG_FILE} states",
             got=list(info.shape), remedy="config and tensors belong to different models")
@@ -271,5 +268,5 @@ def source_directory_files(directory: Path) -> list[Path]:
     weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
     return sorted(
         path for path in directory.iterdir()
-        if path.is_file() and path.suffix not in weights and path.name != CONFIG_FILE
+        if is_file(path) and path.suffix not in weights and path.name != CONFIG_FILE
         and not path.name.startswith(".") and not path.name.endswith(".index.json"))

@@ -35,11 +35,12 @@ _SAMPLE_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class FoundExperts:
-    """One experts module of a model, and everything that its conversion needs to know.
+    """One experts module of a model and what its conversion needs to know.
 
     Args:
-        name: module name, ``model.layers.3.mlp.experts``.
-        parent, attribute: where the module hangs: ``getattr(parent, attribute) is module``.
+        name: full module path, ``model.layers.3.mlp.experts``; the first one of a shared module.
+        places: every (parent, attribute) with ``getattr(parent, attribute) is module``. A module
+            that several layers share has several.
         module: the experts module itself.
         num_experts, hidden_size, intermediate_size: E, H, F.
         activation: what stage 1 applies.
@@ -49,8 +50,7 @@ class FoundExperts:
     """
 
     name: str
-    parent: torch.nn.Module
-    attribute: str
+    places: tuple[tuple[torch.nn.Module, str], ...]
     module: torch.nn.Module
     num_experts: int
     hidden_size: int
@@ -60,9 +60,17 @@ class FoundExperts:
     transposed: bool
     has_bias: bool
 
+    @property
+    def current(self) -> torch.nn.Module:
+        """The module that stands in the first of the places now."""
+        parent, attribute = self.places[0]
+        module: torch.nn.Module = getattr(parent, attribute)
+        return module
+
     def replace_by(self, module: torch.nn.Module) -> None:
-        """Hang another module where this one was."""
-        setattr(self.parent, self.attribute, module)
+        """Put `module` in all of the places."""
+        for parent, attribute in self.places:
+            setattr(parent, attribute, module)
 
 
 def find_experts(model: torch.nn.Module, op: str) -> list[FoundExperts]:
@@ -80,8 +88,8 @@ def find_experts(model: torch.nn.Module, op: str) -> list[FoundExperts]:
         ValueError: no experts, or sizes that are no multiples of 32.
         UnsupportedError: experts without a gate, or with an activation or tensors of their own.
     """
-    found = [_describe(name, parent, attribute, module, op)
-             for name, parent, attribute, module in _experts_modules(model)]
+    found = [_describe(name, tuple(places), places[0][0]._modules[places[0][1]], op)
+             for name, places in _experts_places(model).items()]
     require(bool(found), op, type(model).__name__, got="none",
             need="experts modules of transformers >= 5 (stacked gate_up_proj and down_proj)",
             remedy="mxpert converts the experts of MoE models; this one is dense, converted "
@@ -96,7 +104,7 @@ def check_loaded(found: list[FoundExperts], op: str) -> None:
         ValueError: a weight on the meta device, or NaN or infinity. TypeError: a wrong dtype.
     """
     for experts in found:
-        for name, parameter in experts.module.named_parameters():
+        for name, parameter in experts.current.named_parameters():
             where = f"{experts.name}.{name}"
             require(not parameter.is_meta, op, where, need="loaded weights", got="a meta tensor",
                     remedy="load the model first, without offloading")
@@ -108,18 +116,15 @@ def check_loaded(found: list[FoundExperts], op: str) -> None:
                     remedy="repair the model; a NaN would blank its whole block")
 
 
-def unconverted_modules(model: torch.nn.Module, expert_names: list[str]) -> list[str]:
-    """Modules with parameters of their own besides the experts; layer numbers as ``*``.
+def unconverted_modules(model: torch.nn.Module) -> list[str]:
+    """Modules that have parameters of their own, numbers in their paths as ``*``.
 
     Example:
-        >>> unconverted_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)), [])
+        >>> unconverted_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)))
         ['*']
     """
     names = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    kept = (name for name in names
-            if not any(name == experts or name.startswith(f"{experts}.")
-                       for experts in expert_names))
-    return sorted({re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", name) for name in kept})
+    return sorted({re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", name) for name in names})
 
 
 def is_experts(module: torch.nn.Module) -> bool:
@@ -127,16 +132,21 @@ def is_experts(module: torch.nn.Module) -> bool:
     return all(hasattr(module, flag) for flag in _FLAGS)
 
 
-def _experts_modules(
+def _experts_places(
     model: torch.nn.Module,
-) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
-    for name, parent in model.named_modules():
-        for attribute, module in parent.named_children():
-            if is_experts(module):
-                yield f"{name}.{attribute}".removeprefix("."), parent, attribute, module
+) -> dict[str, list[tuple[torch.nn.Module, str]]]:
+    """The (parent, attribute) pairs of each experts module, by the path of the first pair."""
+    names: dict[torch.nn.Module, str] = {}
+    places: dict[str, list[tuple[torch.nn.Module, str]]] = {}
+    for path, parent in model.named_modules():
+        for attribute, module in parent._modules.items():
+            if module is not None and is_experts(module):
+                name = names.setdefault(module, f"{path}.{attribute}".removeprefix("."))
+                places.setdefault(name, []).append((parent, attribute))
+    return places
 
 
-def _describe(name: str, parent: torch.nn.Module, attribute: str, module: Any,
+def _describe(name: str, places: tuple[tuple[torch.nn.Module, str], ...], module: Any,
               op: str) -> FoundExperts:
     if not getattr(module, "has_gate", True):
         raise UnsupportedError(message(op, name, "gated experts (gate_up_proj)",
@@ -161,7 +171,7 @@ def _describe(name: str, parent: torch.nn.Module, attribute: str, module: Any,
             require(tuple(bias.shape) == (experts, rows), op, f"{name}.{projection}_bias.shape",
                     need=[experts, rows], got=list(bias.shape))
     activation, order = recognise_gate(module, name, op)
-    return FoundExperts(name, parent, attribute, module, experts, hidden, intermediate, activation,
+    return FoundExperts(name, places, module, experts, hidden, intermediate, activation,
                         order, transposed, bool(module.has_bias))
 
 

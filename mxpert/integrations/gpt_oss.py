@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from ..errors import UnsupportedError, message, require, require_tensor
 from ..formats.codec import quantize_blocks
 from ..formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
 from ..weights import GateUpOrder, MoEWeights
-from .checkpoints import GPT_OSS_LIMIT, save_gpt_oss_layer_tensors
+from .checkpoints import GPT_OSS_LIMIT, save_gpt_oss_layer_tensors, stored_gate_up_order
+from .module_paths import layer_number
 from .safetensors_files import (
     CONFIG_FILE,
     INDEX_FILE,
     SINGLE_FILE,
-    layer_number,
+    CheckpointReader,
+    is_file,
     partial_name,
     write_json,
+    write_tensors,
 )
 from .saved_config import GPT_OSS_UNCONVERTED
 
@@ -143,12 +145,15 @@ def load_transformers_oracle(
         experts ("eager").
 
     Raises:
-        ValueError: no directory, or more layers than there are.
+        ValueError: no directory, a missing or damaged file in it, or more layers than there are.
         UnsupportedError: transformers is not installed.
     """
     op, directory = "load_transformers_oracle", Path(directory)
-    require((directory / CONFIG_FILE).is_file(), op, str(directory),
+    require(is_file(directory / CONFIG_FILE), op, str(directory),
             need=f"a checkpoint directory with {CONFIG_FILE}", got="none")
+    reader = CheckpointReader(directory, op)
+    stored_gate_up_order(reader.config(), directory / CONFIG_FILE, op)
+    reader.check_files()
     transformers = _transformers(op)
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
     if num_layers is not None:
@@ -274,9 +279,8 @@ def _spread(
 
 def _save(tensors: dict[str, torch.Tensor], directory: Path, *, sharded: bool) -> None:
     """Write the tensors as one file, or as one file per layer and one for the rest."""
-    metadata = {"format": "pt"}
     if not sharded:
-        save_file(tensors, directory / SINGLE_FILE, metadata=metadata)
+        write_tensors(directory / SINGLE_FILE, tensors)
         return
     groups: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -284,7 +288,7 @@ def _save(tensors: dict[str, torch.Tensor], directory: Path, *, sharded: bool) -
     weight_map = {}
     for position, layer in enumerate(sorted(groups), start=1):
         file = f"model-{position:05d}-of-{len(groups):05d}.safetensors"
-        save_file(groups[layer], directory / file, metadata=metadata)
+        write_tensors(directory / file, groups[layer])
         weight_map.update(dict.fromkeys(groups[layer], file))
     write_json(directory / INDEX_FILE, {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},

@@ -16,11 +16,13 @@ from ..formats.codec import dequantize_blocks
 from ..formats.folding import fold_certificate
 from ..formats.spec import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE, MXFP4
 from ..formats.tensor import MXTensor
+from ..published import BLOCK_BYTES
 from ..weights import GateUpOrder, gate_up_rows
-from .checkpoints import BLOCK_BYTES, stored_gate_up_order
+from .checkpoints import stored_gate_up_order
 from .expert_sources import PROJECTIONS, ExpertLayer, find_expert_layers
 from .quantize_plan import CHUNK_ELEMENTS
-from .safetensors_files import CONFIG_FILE, CheckpointReader, layer_number
+from .module_paths import choose_modules, layer_number, match_modules, module_order
+from .safetensors_files import CONFIG_FILE, CheckpointReader
 
 OP = "inspect_checkpoint"
 _BLOCKS = re.compile(r"^(?P<module>.+)\.(?P<projection>[^.]+)_blocks$")
@@ -33,7 +35,8 @@ class ProjectionStatistics:
     """MX statistics of one quantised tensor [E, N, K].
 
     Args:
-        module, projection: name of the tensor, without ``_blocks``; layer: -1 where it has none.
+        module: full module path. projection: name of the tensor below it, without ``_blocks``.
+        layer: number of the layer, -1 where the path has none; several modules may share it.
         shape: [E, N, K]; bytes: codes and scales; blocks: number of blocks.
         zero_blocks: blocks whose codes are all zero; nan_scales: scale bytes of 255.
         scale_histogram: blocks by scale exponent (byte - 127), zero blocks and NaN left out.
@@ -72,19 +75,20 @@ class ProjectionStatistics:
 
 
 def inspect_checkpoint(
-    path: Path | str, *, source: Path | str | None = None, layer: int | None = None,
+    path: Path | str, *, source: Path | str | None = None, layer: int | str | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> list[ProjectionStatistics]:
     """Read every MXFP4 tensor of a checkpoint and describe it, expert by expert.
 
     Args:
         path: checkpoint directory in gpt-oss's format, or one safetensors file of it.
-        source: the unquantised checkpoint that it came from, for SQNR.
-        layer: only this decoder layer.
+        source: the unquantised checkpoint that it came from, for SQNR. Modules are matched by
+            their full paths, or by layer number where that fits one module in both checkpoints.
+        layer: only this module, by full path, or all modules of this layer, by number.
         on_progress: called with (bytes done, bytes in all, tensor name) after every expert.
 
     Returns:
-        One ProjectionStatistics per tensor, by layer.
+        One ProjectionStatistics per tensor, in the order of the modules' paths.
 
     Raises:
         ValueError: no MXFP4 tensors, no such layer, bad shapes, or a source that does not fit.
@@ -100,11 +104,14 @@ got no such file or directory
              for name in reader.names if (match := _BLOCKS.match(name))]
     require(bool(found), OP, str(path), need="tensors named *_blocks with *_scales", got="none",
             remedy="convert a bf16 checkpoint with `mxpert quantize`")
-    if layer is not None:
+    if isinstance(layer, str):
+        modules = choose_modules(sorted({module for module, _ in found}), [layer], OP)
+        found = [entry for entry in found if entry[0] in modules]
+    elif layer is not None:
         layers = sorted({layer_number(module) for module, _ in found})
         require(layer in layers, OP, "layer", need=f"one of {layers}", got=layer)
         found = [entry for entry in found if layer_number(entry[0]) == layer]
-    found.sort(key=lambda entry: (layer_number(entry[0]), entry[0], entry[1] != PROJECTIONS[0]))
+    found.sort(key=lambda entry: (module_order(entry[0]), entry[1] != PROJECTIONS[0]))
     shapes = {entry: _check(reader, *entry) for entry in found}
     comparison = _Comparison.open(reader, source, shapes) if source is not None else None
     progress = on_progress or (lambda done, total, what: None)
@@ -186,10 +193,13 @@ class _Collector:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The unquantised checkpoint, layer by layer, and the row order of the quantised one."""
+    """The unquantised checkpoint and the row order of the quantised one.
+
+    `layers` has the source's experts by module path of the quantised checkpoint.
+    """
 
     reader: CheckpointReader
-    layers: dict[int, ExpertLayer]
+    layers: dict[str, ExpertLayer]
     order: GateUpOrder
 
     @classmethod
@@ -199,13 +209,14 @@ class _Comparison:
     ) -> _Comparison:
         order = stored_gate_up_order(quantized.config(), quantized.directory / CONFIG_FILE, OP)
         reader = CheckpointReader(source, OP)
-        layers = {found.layer: found for found in find_expert_layers(reader, reader.config())}
+        found = {layer.prefix: layer for layer in find_expert_layers(reader, reader.config())}
+        matched = match_modules(sorted({module for module, _ in shapes}), list(found))
+        layers = {module: found[prefix] for module, prefix in matched.items()}
         for (module, projection), shape in shapes.items():
-            number = layer_number(module)
-            require(number in layers and projection in PROJECTIONS, OP, f"source {source}",
-                    need=f"the experts of layer {number}, {projection}", got="none",
+            require(module in layers and projection in PROJECTIONS, OP, f"source {source}",
+                    need=f"the experts of {module}, {projection}", got=f"{sorted(found)}",
                     remedy="give the checkpoint that was quantised")
-            wanted = layers[number].shape(projection)
+            wanted = layers[module].shape(projection)
             require(wanted == shape, OP, f"{module}.{projection}", need=f"the source's {wanted}",
                     got=shape, remedy="give the checkpoint that was quantised")
         return cls(reader, layers, order)
@@ -214,7 +225,7 @@ class _Comparison:
         self, module: str, projection: str, expert: int, quantized: MXTensor,
     ) -> tuple[torch.Tensor, MXTensor]:
         """Source and quantised matrix of one expert, the rows of both INTERLEAVED."""
-        layer = self.layers[layer_number(module)]
+        layer = self.layers[module]
         if projection == "gate_up_proj" and self.order is not GateUpOrder.INTERLEAVED:
             rows = torch.stack(gate_up_rows(self.order, layer.intermediate_size), dim=1).flatten()
             quantized = replace(quantized, qdata=quantized.qdata[rows],

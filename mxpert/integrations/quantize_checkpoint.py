@@ -11,19 +11,18 @@ import math
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from .. import __version__
 from ..errors import require
 from ..formats.spec import MX_BLOCK_SIZE, ScaleRule
+from ..published import BLOCK_BYTES
 from ..weights import GateUpOrder
-from .checkpoints import BLOCK_BYTES
 from .expert_sources import PROJECTIONS, ExpertLayer, source_directory_files
 from .quantize_plan import OP, OutputShard, QuantizePlan, plan_quantization, quantize_expert
 from .safetensors_files import (
@@ -32,8 +31,10 @@ from .safetensors_files import (
     partial_name,
     read_json,
     sha256_of,
+    short,
     write_atomically,
     write_json,
+    write_tensors,
 )
 from .saved_config import GPT_OSS_UNCONVERTED, quantization_config
 from .verify_checkpoint import verify_quantized
@@ -200,7 +201,7 @@ def _write_shard(
     else:
         tensors, reports = _quantize_layer(plan, shard.layer, advance)
     path = plan.destination / shard.name
-    write_atomically(path, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
+    write_tensors(path, tensors)
     manifest["shards"][shard.name] = {
         "sha256": sha256_of(path),
         "bytes": sum(tensor.nbytes for tensor in tensors.values()),
@@ -242,10 +243,10 @@ def _prepare_destination(plan: QuantizePlan) -> dict[str, Any]:
         manifest = read_json(path, OP)
         found = {key: manifest.get(key) for key in identity}
         differs = sorted(key for key in identity if found[key] != identity[key])
-        require(not differs and isinstance(manifest.get("shards"), dict), OP, str(destination),
+        require(not differs, OP, str(destination),
                 need="the unfinished output of the same source, settings and version",
-                got=f"another run's ({', '.join(differs) or 'unreadable manifest'} differ)",
-                remedy=remedy)
+                got=f"another run's ({', '.join(differs)} differ)", remedy=remedy)
+        _check_manifest(manifest, path)
     else:
         manifest = {**identity, "shards": {}}
         destination.mkdir(parents=True, exist_ok=True)
@@ -253,6 +254,36 @@ def _prepare_destination(plan: QuantizePlan) -> dict[str, Any]:
     for leftover in own_partials:
         leftover.unlink(missing_ok=True)
     return manifest
+
+
+def _check_manifest(manifest: dict[str, Any], path: Path) -> None:
+    """Every entry of a manifest has what `_write_shard` writes."""
+    remedy = "empty the destination and run again"
+    shards = manifest.get("shards")
+    require(isinstance(shards, dict), OP, f"{path}: shards", need="an object", got=short(shards),
+            remedy=remedy)
+    assert isinstance(shards, dict)  # for the type checker
+    for name, entry in shards.items():
+        where = f"{path}: shards.{name}"
+        require(isinstance(entry, dict), OP, where, need="an object", got=short(entry),
+                remedy=remedy)
+        for key, kind in (("sha256", str), ("bytes", int), ("projections", list)):
+            require(type(entry.get(key)) is kind, OP, f"{where}.{key}", remedy=remedy,
+                    need=f"a value of type {kind.__name__}", got=short(entry.get(key)))
+        for index, projection in enumerate(entry["projections"]):
+            require(_is_report(projection), OP, f"{where}.projections[{index}]", remedy=remedy,
+                    need=f"an object with {[entry.name for entry in fields(ProjectionReport)]}",
+                    got=short(projection))
+
+
+def _is_report(content: object) -> bool:
+    """Whether parsed JSON has the fields of a ProjectionReport, each of the right type."""
+    kinds = {"module": str, "projection": str, "shape": list, "source_bytes": int, "bytes": int,
+             "signal": float, "noise": float}
+    return (isinstance(content, dict) and content.keys() == kinds.keys()
+            and all(type(content[key]) is kind for key, kind in kinds.items())
+            and len(content["shape"]) == 3 and all(type(size) is int for size in content["shape"])
+            and all(math.isfinite(content[key]) for key in ("signal", "noise")))
 
 
 def _output_names(plan: QuantizePlan) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from ..errors import UnsupportedError, message, require
 from ..formats.codec import dequantize_blocks, quantize_blocks
 from ..formats.spec import MXFP4, ScaleRule
-from .checkpoints import BLOCK_BYTES
+from ..published import BLOCK_BYTES
 from .expert_sources import PROJECTIONS, ExpertLayer, find_expert_layers
 from .safetensors_files import CheckpointReader
 

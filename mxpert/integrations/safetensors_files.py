@@ -7,13 +7,15 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from ..errors import message, require
 
@@ -58,16 +60,16 @@ class CheckpointReader:
         self.path = Path(path)
         self.op = op
         self._handles: dict[Path, Any] = {}
-        require(self.path.exists(), op, str(self.path), need="an existing checkpoint",
+        require(_exists(self.path), op, str(self.path), need="an existing checkpoint",
                 got="no such file or directory")
         self.directory = self.path if self.path.is_dir() else self.path.parent
         self._files = self._from_directory() if self.path.is_dir() else self._from_file(self.path)
 
     def _from_directory(self) -> dict[str, Path]:
         index_path = self.directory / INDEX_FILE
-        if not index_path.exists():
+        if not _exists(index_path):
             single = self.directory / SINGLE_FILE
-            require(single.exists(), self.op, str(self.directory),
+            require(_exists(single), self.op, str(self.directory),
                     need=f"{INDEX_FILE} or {SINGLE_FILE} in it", got="neither",
                     remedy="give the directory of a checkpoint in safetensors format")
             return self._from_file(single)
@@ -87,15 +89,21 @@ class CheckpointReader:
 
     def _open(self, path: Path) -> Any:
         if path not in self._handles:
-            require(path.exists(), self.op, str(path), need="an existing safetensors file",
-                    got="no such file", remedy="download the missing shard")
-            try:
+            require(is_file(path), self.op, str(path), need="an existing safetensors file",
+                    got=what_is_at(path), remedy="download the missing shard")
+            with self._damage(path):
                 self._handles[path] = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(message(
-                    self.op, str(path), "a complete safetensors file", error,
-                    "it is truncated or damaged: download it again")) from error
         return self._handles[path]
+
+    @contextmanager
+    def _damage(self, path: Path) -> Iterator[None]:
+        """Report what safetensors finds wrong with a file as a ValueError that names the file."""
+        try:
+            yield
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ValueError(message(
+                self.op, str(path), "a complete safetensors file", error,
+                "it is truncated or damaged: download it again")) from error
 
     @property
     def names(self) -> Collection[str]:
@@ -116,12 +124,23 @@ class CheckpointReader:
         require(name in self._files, self.op, name, need="this tensor in the checkpoint",
                 got=f"no such name in {self.path}", remedy="the checkpoint is incomplete")
         file = self._files[name]
+        handle = self._open(file)
         try:
-            view = self._open(file).get_slice(name)
+            view = handle.get_slice(name)
         except SafetensorError as error:
             raise ValueError(message(self.op, f"{file}: {name}", "the tensor that the index names",
                                      error, "index and shards do not belong together")) from error
         return TensorInfo(name, file, view.get_dtype(), tuple(view.get_shape()))
+
+    def check_files(self) -> None:
+        """Open every file and find every tensor in it, reading headers alone.
+
+        Raises:
+            ValueError: a missing, truncated or damaged file, or one without a tensor that the
+                index puts into it.
+        """
+        for name in self.names:
+            self.info(name)
 
     def require(
         self, name: str, *, dtypes: Sequence[str], shape: Sequence[int], remedy: str,
@@ -138,27 +157,68 @@ class CheckpointReader:
     def read(self, name: str) -> torch.Tensor:
         """One whole tensor on the CPU."""
         file = self.info(name).file
-        tensor: torch.Tensor = self._open(file).get_tensor(name)
+        with self._damage(file):
+            tensor: torch.Tensor = self._open(file).get_tensor(name)
         return tensor
 
     def read_row(self, name: str, row: int) -> torch.Tensor:
         """``tensor[row]`` along the first dimension, without reading the rest."""
         file = self.info(name).file
-        rows: torch.Tensor = self._open(file).get_slice(name)[row : row + 1]
+        with self._damage(file):
+            rows: torch.Tensor = self._open(file).get_slice(name)[row : row + 1]
         return rows[0]
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is anything at `path`; False for a name that the file system refuses."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_file(path: Path) -> bool:
+    """Whether `path` is a regular file: opening a FIFO would wait for a writer."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def what_is_at(path: Path) -> str:
+    """What stands in the place of a regular file, for an error message."""
+    if not _exists(path):
+        return "no such file"
+    return "a directory" if path.is_dir() else "no regular file (a pipe, socket or device)"
 
 
 def read_json(path: Path, op: str) -> dict[str, Any]:
     """Parse a JSON object; a ValueError of the library's form where it is missing or malformed."""
-    require(path.is_file(), op, str(path), need="an existing JSON file", got="no such file")
+    require(is_file(path), op, str(path), need="an existing JSON file", got=what_is_at(path))
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except RecursionError as error:
+        raise ValueError(message(op, str(path), "JSON", "lists or objects nested too deeply",
+                                 "download the file again")) from error
+    except ValueError as error:  # not UTF-8, not JSON, or an integer of thousands of digits
         raise ValueError(message(op, str(path), "valid JSON", error)) from error
     require(isinstance(parsed, dict), op, str(path), need="a JSON object",
             got=type(parsed).__name__)
     assert isinstance(parsed, dict)  # for the type checker
     return parsed
+
+
+def short(value: object) -> str:
+    """`value` for an error message, cut where it is long.
+
+    Example:
+        >>> short(10 ** 5000), short([1])
+        ('an integer of 16610 bits', '[1]')
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def sha256_of(path: Path) -> str:
@@ -175,17 +235,37 @@ def partial_name(path: Path) -> Path:
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, flush it to disk, then rename it.
 
-    Under its final name the file is absent or complete, whatever happens in between.
+    Under its final name the file is absent or complete, whatever happens in between. Its mode is
+    what the umask gives to a new file, whatever mode `write` leaves it with.
     """
     partial = partial_name(path)
     try:
+        partial.unlink(missing_ok=True)
+        partial.touch()
+        mode = partial.stat().st_mode
         write(partial)
+        partial.chmod(mode)
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file atomically.
+
+    Raises:
+        OSError: the file cannot be written, for example on a full disk.
+    """
+    def write(partial: Path) -> None:
+        try:
+            save_file(tensors, partial, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}") from error
+
+    write_atomically(path, write)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -198,18 +278,15 @@ def positive_int(config: dict[str, Any], keys: Sequence[str], where: object, op:
     """The first of `keys` that a config holds, which must be a positive integer."""
     found = next((config[key] for key in keys if config.get(key) is not None), None)
     valid = isinstance(found, int) and not isinstance(found, bool) and found > 0
-    require(valid, op, f"{where}: {' or '.join(keys)}", need="a positive integer", got=repr(found))
+    require(valid, op, f"{where}: {' or '.join(keys)}", need="a positive integer",
+            got=short(found))
     assert isinstance(found, int)  # for the type checker
     return found
 
 
 def quantization_method(config: dict[str, Any]) -> object:
-    """``quantization_config.quant_method`` of a config; None without one."""
+    """``quantization_config.quant_method`` of a config, for messages; None without one."""
     quantization = config.get("quantization_config")
-    return quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-
-
-def layer_number(name: str) -> int:
-    """The layer that a tensor's name states (``model.layers.7.mlp…`` is 7); -1 without one."""
-    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name + ".")
-    return int(found[1]) if found else -1
+    if isinstance(quantization, dict):
+        return quantization.get("quant_method")
+    return None if quantization is None else f"no object but {short(quantization)}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..formats.spec import ScaleRule
 from ..weights import GateUpOrder
 from .experts import FoundExperts, unconverted_modules
@@ -13,28 +15,50 @@ GPT_OSS_UNCONVERTED = ["model.layers.*.self_attn", "model.layers.*.mlp.router",
 """``modules_to_not_convert`` of the published gpt-oss configs."""
 
 
+def configured_models(model: torch.nn.Module) -> list[Any]:
+    """The models with a config in `model`, itself included, outermost first.
+
+    A wrapper without a config (a trainer's module, torch.compile's) is not one of them, the
+    Transformers model inside of it is. Of models that share one config, all are listed.
+    """
+    found = [module for module in model.modules()
+             if hasattr(type(module), "save_pretrained") and hasattr(module, "config")]
+    return found if found or not hasattr(model, "config") else [model]
+
+
 def mark_quantized(model: Any, found: list[FoundExperts], scale_rule: ScaleRule | None) -> None:
-    """Write ``config.quantization_config`` as `mxpert quantize` and gpt-oss do, and keep
-    Transformers from splitting the published tensors when it saves; a model without a config is
-    left alone."""
-    config = getattr(model, "config", None)
-    if config is not None:
-        names = ([*GPT_OSS_UNCONVERTED] if getattr(config, "model_type", None) == "gpt_oss" else
-                 unconverted_modules(model, [experts.name for experts in found]))
-        config.quantization_config = quantization_config(names, scale_rule)
-        _hide_expert_conversions(model)
+    """Make every Transformers model that holds the experts `found` save a checkpoint that loads.
+
+    Its ``config.quantization_config`` is written as `mxpert quantize` and gpt-oss do, and
+    Transformers no longer splits the published tensors when it saves. Models without a config are
+    left alone.
+    """
+    marked = set()
+    parents = {parent for experts in found for parent, _ in experts.places}
+    for holder in configured_models(model):
+        if parents.isdisjoint(holder.modules()):
+            continue
+        if id(holder.config) not in marked:
+            marked.add(id(holder.config))
+            names = ([*GPT_OSS_UNCONVERTED] if getattr(holder.config, "model_type", "") == "gpt_oss"
+                     else unconverted_modules(holder))
+            holder.config.quantization_config = quantization_config(names, scale_rule)
+        _hide_expert_conversions(holder)
 
 
 def _hide_expert_conversions(model: Any) -> None:
-    """Saving undoes what loading did to each name; it would cut ``gate_up_proj_blocks`` into
-    ``w1.weight_blocks`` and the like, by the rule for dense ``gate_up_proj``."""
+    """Drop the weight conversions of experts, which Transformers undoes when it saves.
+
+    They are made for dense ``gate_up_proj`` and would cut ``gate_up_proj_blocks`` into
+    ``w1.weight_blocks`` and the like.
+    """
     if not hasattr(model, "save_pretrained"):
         return
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter
 
     dense = getattr(model, "_weight_conversions", None)
-    if dense is None:  # not loaded but built: what Transformers itself would then undo
+    if dense is None:  # built, not loaded: the conversions that Transformers would choose itself
         dense = [entry for entry in get_model_conversion_mapping(model, add_legacy=False)
                  if not isinstance(entry, PrefixChange)]
     model._dense_weight_conversions = dense
@@ -44,16 +68,17 @@ def _hide_expert_conversions(model: Any) -> None:
 
 
 def unmark_quantized(model: Any) -> None:
-    """Take the entry away again."""
-    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
-        del model.config.quantization_config
-    if hasattr(model, "_dense_weight_conversions"):
-        model._weight_conversions = model._dense_weight_conversions
-        del model._dense_weight_conversions
+    """Undo `mark_quantized`."""
+    for holder in configured_models(model):
+        if getattr(holder.config, "quantization_config", None) is not None:
+            del holder.config.quantization_config
+        if hasattr(holder, "_dense_weight_conversions"):
+            holder._weight_conversions = holder._dense_weight_conversions
+            del holder._dense_weight_conversions
 
 
 def quantization_config(unconverted: list[str], scale_rule: ScaleRule | None) -> dict[str, Any]:
-    """The entry itself; without a scale rule where the codes are another's.
+    """The entry; without a scale rule for codes that mxpert did not make.
 
     Example:
         >>> quantization_config(["lm_head"], None)["quant_method"]

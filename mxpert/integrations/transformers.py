@@ -14,6 +14,7 @@ the table of experts functions, the reader of MXFP4 checkpoints, and
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ class MXQuantizer(Mxfp4HfQuantizer):
         if self.activation_format is None:
             return super()._process_model_before_weight_loading(model, **kwargs)
         order = _stored_order(kwargs.get("checkpoint_files"))
+        self._dtypes = _wanted_dtypes(model)
         for found in find_experts(model, _OP):
             dtype = next(found.module.parameters()).dtype
             found.replace_by(StoredExperts(found, order, dtype))
@@ -96,6 +98,7 @@ class MXQuantizer(Mxfp4HfQuantizer):
         for experts in stored:
             experts.source.replace_by(experts.prepared(self.activation_format).eval())
         mark_quantized(model, [experts.source for experts in stored], None)
+        _cast(model, self._dtypes)
         return model
 
     def get_weight_conversions(self) -> list[Any]:
@@ -109,6 +112,29 @@ class MXQuantizer(Mxfp4HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return self.activation_format is not None or super().is_compileable
+
+
+def _wanted_dtypes(model: Any) -> dict[str, torch.dtype]:
+    """The dtype that each float tensor of a model on the meta device shall be loaded in."""
+    plan: dict[str, torch.dtype] = getattr(model, "_get_dtype_plan", lambda dtype: {})(model.dtype)
+    wanted = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        kept = [dtype for pattern, dtype in plan.items()
+                if re.search(pattern.replace("*", ".*"), name)]
+        if tensor.is_floating_point():
+            wanted[name] = kept[-1] if kept else tensor.dtype
+    return wanted
+
+
+def _cast(model: torch.nn.Module, wanted: dict[str, torch.dtype]) -> None:
+    """Bring loaded tensors into the dtype that was asked for.
+
+    Transformers leaves tensors of a quantised checkpoint in their stored dtype where the model has
+    another name for them, such as the routers of Mixtral, MiniMax, PhiMoE and GraniteMoE.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in wanted and tensor.dtype != wanted[name]:
+            tensor.data = tensor.data.to(wanted[name])
 
 
 def register() -> None:

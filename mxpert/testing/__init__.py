@@ -1,5 +1,6 @@
-"""What tests, benchmarks and the CLI share: comparators, problems, poison, validation, timing.
+"""Support for tests, benchmarks and the CLI.
 
-`numerics` compares and derives tolerances; `problems` and `exact` make layers; `poison` makes them
-wrong or dangerous; `validate` looks at data. Import the module that you need.
+`numerics` has comparators and derived tolerances. `problems` and `exact` make MoE layers and
+batches. `poison` plants errors and surrounds tensors with NaN. `validate` checks data on the host.
+`timing` measures. Import the module that you need.
 """

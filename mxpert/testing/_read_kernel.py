@@ -1,4 +1,4 @@
-"""A read-only stream in Triton, for `timing.read_bandwidth`; imported on GPU machines only."""
+"""Triton kernel that reads memory for `timing.read_bandwidth`; imported on GPU machines only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _read_stream_kernel(
     num_elements,
     BLOCK: tl.constexpr,
 ):
-    """Each program strides through the data; the sum keeps the loads alive."""
+    """Read the data in a grid-stride loop and sum it, so that the loads are not optimised away."""
     total = tl.zeros((BLOCK,), tl.int32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, step):
@@ -25,7 +25,7 @@ def _read_stream_kernel(
 
 
 def stream_calls(data: torch.Tensor) -> dict[str, list[Callable[[], object]]]:
-    """One variant for each grid and block size; the caller takes the fastest.
+    """One timing variant for each grid size and block size; the caller takes the fastest.
 
     Args:
         data: int32, contiguous, a multiple of 8192 elements.

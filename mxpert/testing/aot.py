@@ -12,19 +12,19 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.runtime.jit import JITFunction, mangle_type
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from ..backends.launch import LAUNCH_OPTIONS
 from ..errors import message, require
 
 TARGETS: Mapping[str, GPUTarget] = MappingProxyType({
@@ -40,7 +40,6 @@ SHARED_MEMORY_LIMIT: Mapping[str, int] = MappingProxyType({
 })
 """Bytes of shared memory (LDS) that one block may use."""
 
-_ALIGNMENT = 16  # what "tt.divisibility" promises: bytes of a pointer, units of an integer
 _NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 # The first pattern found names the kernel's matrix instruction; listed strongest first.
@@ -114,114 +113,79 @@ class CompiledKernel:
         return sum(1 for line in text.splitlines() if re.search(pattern, line))
 
 
-def compile_kernel(
-    fn: Any, *, signature: Mapping[str, str], constexprs: Mapping[str, Any], target: str,
-    num_warps: int = 4, num_stages: int = 3, divisible: Iterable[str] = (), **options: Any,
-) -> CompiledKernel:
-    """Compile a ``@triton.jit`` or ``@gluon.jit`` function for a named target.
+@dataclass(frozen=True)
+class Specialization:
+    """How Triton's launcher sees one call: everything that its choice of a binary depends on.
 
     Args:
-        fn: the jitted function.
-        signature: Triton type of each run-time argument ("*bf16", "i32", "tensordesc<…>").
-        constexprs: value of each compile-time argument.
-        target: key of `TARGETS`.
-        divisible: arguments that are multiples of 16 (pointers: 16-byte aligned). Leaving aligned
-            pointers out makes every load a byte load, and the figures meaningless.
-        options: further compile options of the target, such as `num_ctas`, `maxnreg` or
-            `matrix_instr_nonkdim`.
+        signature: Triton type by argument, "constexpr" for what is compiled in.
+        constexprs: value by place; None and integers equal to 1 are compiled in, too.
+        attributes: what is promised of other arguments by place, such as "tt.divisibility" or, on
+            AMD for tensors below 2 GiB, "tt.pointer_range".
+        options: num_warps and all other compile options of the target.
+    """
 
-    Returns:
-        CompiledKernel; the same object for the same arguments.
+    signature: Mapping[str, str]
+    constexprs: Mapping[tuple[int, ...], Any]
+    attributes: Mapping[tuple[int, ...], list[list[Any]]]
+    options: Any
+
+    @property
+    def key(self) -> str:
+        """Equal for two calls exactly if they run the same binary."""
+        return repr((self.signature, self.constexprs, self.attributes, vars(self.options)))
+
+
+def specialize(fn: Any, arguments: Mapping[str, Any], target: str) -> Specialization:
+    """What the launcher of a target derives from a call, computed by Triton's own functions.
+
+    Args:
+        fn: a ``@triton.jit`` or ``@gluon.jit`` function.
+        arguments: arguments and launch options by keyword, as ``fn[grid](**arguments)`` takes them.
+            Tensors may lie on the meta device, whose storage counts as aligned.
+        target: key of `TARGETS`.
 
     Raises:
-        TypeError: `fn` is not jitted, or is interpreted.
-        ValueError: unknown target; arguments missing, unknown or given twice.
+        TypeError: `fn` is not jitted, or is interpreted; an argument is missing.
+        ValueError: unknown target, argument or option.
     """
-    op = "compile_kernel"
+    op = "specialize"
     if not isinstance(fn, JITFunction):
         raise TypeError(message(op, "fn", "a @triton.jit or @gluon.jit function", type(fn).__name__,
                                 "unset TRITON_INTERPRET before Triton is imported"))
     require(target in TARGETS, op, "target", need=f"one of {list(TARGETS)}", got=repr(target))
-    divisible = frozenset(divisible)
-    expected = sorted(fn.arg_names)
-    given = sorted([*signature, *constexprs])
-    require(given == expected, op, "signature and constexprs", need=expected, got=given,
-            remedy="name every argument once")
-    require(divisible <= set(signature), op, "divisible", need=f"names out of {sorted(signature)}",
-            got=sorted(divisible))
-    all_options = {"num_warps": num_warps, "num_stages": num_stages, **options}
-    key = (fn, target, repr(sorted(signature.items())), repr(sorted(constexprs.items())),
-           divisible, repr(sorted(all_options.items())))
+    backend = make_backend(TARGETS[target])
+    given = {**LAUNCH_OPTIONS, **arguments}
+    bind = create_function_from_signature(fn.signature, fn.params, backend)
+    bound, parts, options = bind(**given)
+    try:
+        options, signature, constexprs, attributes = fn._pack_args(
+            backend, given, bound, parts, options)
+    except KeyError as error:
+        raise ValueError(message(op, "arguments", f"names out of {fn.arg_names} or an option of "
+                                 f"{target}", sorted(given))) from error
+    return Specialization(signature, constexprs, attributes, options)
+
+
+def compile_for(fn: Any, arguments: Mapping[str, Any], *, target: str) -> CompiledKernel:
+    """Compile the binary that ``fn[grid](**arguments)`` would run on a target.
+
+    Arguments and errors are those of `specialize`. The same binary is the same object.
+    """
+    call = specialize(fn, arguments, target)
+    key = (fn, target, call.key)
     if key not in _compiled:
-        _compiled[key] = _compile(fn, signature, constexprs, target, divisible, all_options)
+        _compiled[key] = _compile(fn, call, target)
     return _compiled[key]
 
 
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
 
-def compile_for(
-    fn: Any, arguments: Mapping[str, Any], *, target: str, num_warps: int = 4,
-    num_stages: int = 3, **options: Any,
-) -> CompiledKernel:
-    """Compile for sample arguments, specialised as a launch with them would be.
-
-    Tensors may lie on the meta device; they count as 16-byte aligned where their storage offset is.
-    """
-    signature, constexprs, divisible = specialize(fn, arguments)
-    return compile_kernel(fn, signature=signature, constexprs=constexprs, target=target,
-                          num_warps=num_warps, num_stages=num_stages, divisible=divisible,
-                          **options)
-
-
-def specialize(
-    fn: Any, arguments: Mapping[str, Any],
-) -> tuple[dict[str, str], dict[str, Any], frozenset[str]]:
-    """Signature, constexprs and divisible names that the JIT derives from sample arguments.
-
-    Integers equal to 1 and None become compile-time constants and integers divisible by 16 are
-    marked so, both unless the function says `do_not_specialize`. Missing arguments take their
-    defaults.
-    """
-    signature: dict[str, str] = {}
-    constexprs: dict[str, Any] = {}
-    divisible = set()
-    unknown = set(arguments) - set(fn.arg_names)
-    require(not unknown, "specialize", "arguments", need=f"names out of {fn.arg_names}",
-            got=sorted(unknown))
-    for parameter in fn.params:
-        name = parameter.name
-        require(name in arguments or parameter.has_default, "specialize", "arguments",
-                need=f"a value for {name}", got=sorted(arguments))
-        value = arguments.get(name, parameter.default)
-        fixed = not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (
-                fixed and isinstance(value, int) and value == 1 and value is not True):
-            constexprs[name] = value
-            continue
-        signature[name] = parameter.annotation_type or mangle_type(value)
-        aligned = not parameter.do_not_specialize_on_alignment
-        if fixed and aligned and _is_divisible(value):
-            divisible.add(name)
-    return signature, constexprs, frozenset(divisible)
-
-
-def _is_divisible(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.storage_offset() * value.element_size() % _ALIGNMENT == 0
-    return isinstance(value, int) and not isinstance(value, bool) and value % _ALIGNMENT == 0
-
-
-def _compile(
-    fn: Any, signature: Mapping[str, str], constexprs: Mapping[str, Any], target: str,
-    divisible: frozenset[str], options: Mapping[str, Any],
-) -> CompiledKernel:
-    gluon = isinstance(fn, GluonJITFunction)
-    types = {name: signature.get(name, "constexpr") for name in fn.arg_names}
-    attributes = {(fn.arg_names.index(name),): [["tt.divisibility", _ALIGNMENT]]
-                  for name in sorted(divisible)}
-    source = (GluonASTSource if gluon else ASTSource)(fn, types, dict(constexprs), attributes)
-    kernel = triton.compile(source, target=TARGETS[target], options=dict(options))
+def _compile(fn: Any, call: Specialization, target: str) -> CompiledKernel:
+    source = (GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource)(
+        fn, dict(call.signature), dict(call.constexprs), dict(call.attributes))
+    kernel = triton.compile(source, target=TARGETS[target], options=vars(call.options))
     asm = {stage: text for stage, text in kernel.asm.items() if isinstance(text, str)}
     if TARGETS[target].backend == "cuda":
         asm["sass"], usage = _disassemble(kernel.asm["cubin"])

@@ -1,22 +1,22 @@
 """MoE problems in exact arithmetic: every product and partial sum is a float32 number.
 
-Any correct kernel, in any order of summation, tile shape, combine or split of K, must then return
-the float64 result bit for bit (up to the sign of zeros). How it is arranged:
+Every correct kernel must return the float64 result bit for bit (up to the sign of zeros), whatever
+its summation order, tile shape, combine mode or split-K. The data is built as follows.
 
-*x* holds integers in −4 … 4, exact in bfloat16, MXFP8 and MXFP4 under every scale rule. Channels
-of one *anchor* block are sparse: a constant 4 that makes the gates, and one ±1 per token that
-chooses what the ups are. All other channels are dense but come in random pairs ``x_i = −x_j`` that
-meet equal weights, so that they cancel exactly; each weight value is stored with a random block
-scale out of three, hence by different codes. A kernel that mixes up a nibble, a scale or a row
+*x* holds integers in −4 … 4, which are exact in bfloat16, MXFP8 and MXFP4 under every scale rule.
+One *anchor* block of channels is sparse: a constant 4, which sets the gates, and one ±1 per token,
+which selects the ups. All other channels are dense and come in random pairs ``x_i = −x_j`` with
+equal weights, so each pair cancels exactly. The block scale of each weight is one of three at
+random, so equal weights have different codes. A kernel that uses a wrong nibble, scale or row
 breaks the cancellation.
 
-*Gates* are 64 or more, where ``sigmoid(g)`` rounds to 1 in float32, so that ``silu(g) = g``; the
-limits and slopes of `exact_activation` keep the clamped and saturating activations exact, too.
-Gates are powers of two and ups small integers (or halves): ``g · u`` fits bfloat16, e4m3 and e2m1.
+*Gates* are at least 64. There ``sigmoid(g)`` rounds to 1 in float32, hence ``silu(g) = g``. The
+parameters from `exact_activation` keep the clamped and saturating activations exact, too. Gates are
+powers of two and ups are small integers (or halves): ``g · u`` fits bfloat16, e4m3 and e2m1.
 
-*Down weights* repeat the idea: the features of one anchor block have one non-zero weight per
-output, the others come in pairs of equal features with opposite weights. Routing weights are 1 or
-1/2. Outputs and all partial sums of rows stay below 256 units, so they are exact in bfloat16.
+*Down weights* use the same idea. The features of one anchor block have one non-zero weight per
+output; the others are pairs of equal features with opposite weights. Routing weights are 1 or 1/2.
+Outputs and all partial sums of rows stay below 256 units, so they are exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..weights import MoEWeights, gate_up_rows
 from .problems import MoEInputs, MoEShape, Routing, model_shape, random_routing
 
 GATE = 128.0
-"""Gates are GATE or 2 GATE before a routing weight on the input halves them."""
+"""Gates are GATE or 2 · GATE. A routing weight of 1/2 on the input halves them."""
 
 MAX_EXACT_TOP_K = 12
 
@@ -62,14 +62,14 @@ def exact_moe_problem(
     shape: str | MoEShape, num_tokens: int, *, seed: int = 0, device: torch.device | str = "cpu",
     routing: Routing | str = Routing.UNIFORM, apply_router_weight_on_input: bool = False,
 ) -> MoEInputs:
-    """A problem whose every intermediate value is exact; see the module's text for how.
+    """An MoE problem in which every intermediate value is exact (see the module docstring).
 
     Args:
         shape: a name of MODEL_SHAPES or explicit dimensions; its activation gets exact parameters
             (`MoEInputs.activation`), its bias and gate/up order are kept. num_tokens: T.
         seed, device, routing: as `random_moe_problem`.
-        apply_router_weight_on_input: the option that the problem will be run with. Gate biases are
-            then 0, since ``w · g + b`` would not be a power of two.
+        apply_router_weight_on_input: the option that the kernel is run with. If True, gate biases
+            are 0, since ``w · g + b`` would not be a power of two.
 
     Returns:
         MoEInputs. The layer's float64 result is a bfloat16 number in every element.
@@ -104,7 +104,7 @@ def exact_moe_problem(
 
 
 class _Draw:
-    """Random choices from short lists, on the generator's device."""
+    """Random draws from short lists of values, on the generator's device."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator, self.device = generator, generator.device
@@ -119,7 +119,7 @@ class _Draw:
 
 @dataclass(frozen=True)
 class _Pairing:
-    """An axis of `size` elements: one anchor block, all others in random pairs (left, right)."""
+    """Partition of an axis of `size` elements: one anchor block, and random pairs (left, right)."""
 
     size: int
     anchor: int
@@ -139,7 +139,7 @@ class _Pairing:
         return slice(self.anchor, self.anchor + MX_BLOCK_SIZE)
 
     def fill(self, rows: int, draw: _Draw, sign: float) -> torch.Tensor:
-        """[rows, size] integers −3 … 3 with ``value[right] = sign · value[left]``, anchors 0."""
+        """Integers −3 … 3 [rows, size]: ``value[right] = sign · value[left]``, anchors 0."""
         values = torch.zeros((rows, self.size), device=draw.device)
         pairs = draw.choice((rows, len(self.left)), (-3, -2, -1, 0, 1, 2, 3))
         values[:, self.left], values[:, self.right] = pairs, sign * pairs
@@ -147,7 +147,7 @@ class _Pairing:
 
 
 def _tokens(num_tokens: int, channels: _Pairing, draw: _Draw) -> torch.Tensor:
-    """x: pairs that cancel, 4 in the first anchor channel, ±1 in one of the others."""
+    """x [T, H]: cancelling pairs, 4 in the first anchor channel, ±1 in one other anchor channel."""
     x = channels.fill(num_tokens, draw, sign=-1)
     x[:, channels.anchor] = 4
     chosen = channels.anchor + 1 + draw.index((num_tokens, 1), MX_BLOCK_SIZE - 1)
@@ -157,10 +157,10 @@ def _tokens(num_tokens: int, channels: _Pairing, draw: _Draw) -> torch.Tensor:
 
 def _gate_up_expert(shape: MoEShape, channels: _Pairing, features: _Pairing,
                     draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales [2F, H] of one expert: paired features have equal values."""
+    """Codes and scales [2F, H] of one expert's gate and up rows; paired features are equal."""
     inner = shape.intermediate_size
     gate, up = channels.fill(inner, draw, sign=1), channels.fill(inner, draw, sign=1)
-    # Times x = 4 in the anchor channel: gates of 128 or 256 (only 128 where a bias may add 128).
+    # Times x = 4 in the anchor channel: gates of 128 or 256 (only 128 if a bias may add 128).
     gate[:, channels.anchor] = (draw.choice((inner,), (GATE / 4,)) if shape.has_bias
                                 else draw.choice((inner,), (GATE / 4, GATE / 2)))
     up[:, channels.anchor + 1:channels.anchor + MX_BLOCK_SIZE] = draw.choice(
@@ -178,7 +178,8 @@ def _gate_up_expert(shape: MoEShape, channels: _Pairing, features: _Pairing,
 
 def _down_expert(shape: MoEShape, features: _Pairing,
                  draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales [H, F]: equal features meet opposite weights; one anchor weight of ±1."""
+    """Codes and scales [H, F] of one expert: paired features have opposite weights, and one
+    feature of the anchor block has a weight of ±1."""
     values = features.fill(shape.hidden_size, draw, sign=-1)
     chosen = features.anchor + draw.index((shape.hidden_size, 1), MX_BLOCK_SIZE)
     values.scatter_(1, chosen, draw.choice((shape.hidden_size, 1), (-1, 1)))
@@ -187,7 +188,11 @@ def _down_expert(shape: MoEShape, features: _Pairing,
 
 def _biases(shape: MoEShape, activation: Activation, features: _Pairing, draw: _Draw, *,
             gates: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate 0 or 128, up −1 or 0 (equal for paired features), down one unit of h or nothing."""
+    """Random biases [E, 2F] and [E, H].
+
+    Gate biases are 0 or 128 and up biases −1 or 0, equal for paired features. Down biases are 0 or
+    plus or minus one unit of h.
+    """
     size = (shape.num_experts, shape.intermediate_size)
     gate, up = draw.choice(size, (0, GATE if gates else 0)), draw.choice(size, (-1, 0))
     for bias in (gate, up):
@@ -200,7 +205,7 @@ def _biases(shape: MoEShape, activation: Activation, features: _Pairing, draw: _
 
 
 def _codes(values: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """MXFP4 codes and scales of integers [N, K] with given block exponents [N, K / 32]; exact."""
+    """Exact MXFP4 codes and scales of integers [N, K] for given block exponents [N, K / 32]."""
     inverse = exact_power_of_two(-exponent, torch.float32).unsqueeze(-1)
     blocks = values.unflatten(-1, (-1, MX_BLOCK_SIZE)) * inverse
     return (pack_codes(encode(blocks.flatten(-2), E2M1)),

@@ -1,10 +1,10 @@
 """Correct low-precision numerics for Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
 
 The stock interpreter (Triton 3.6) keeps bf16 and fp8 values as raw integers and computes on those
-integers. `install` replaces the affected builder methods, so that a kernel run on CPU tensors gives
-what the GPU instructions give. Each replacement says in one line what was wrong.
+integers. `install` replaces the affected builder methods, so that a kernel on CPU tensors gives the
+same results as the GPU instructions. A comment at each replacement says what the stock one does.
 
-Still not covered, as in the stock interpreter: inline assembly, bf16 atomics, grid barriers.
+Not covered, as in the stock interpreter: inline assembly, bf16 atomics, grid barriers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..formats.spec import E2M1, E8M0_BIAS, E8M0_NAN
 TensorHandle = stock.TensorHandle
 
 # Types that the interpreter stores as integers: Triton type → torch type and largest finite value
-# (None: overflow goes to infinity). GPU conversions to fp8 saturate, infinities included.
+# (None: overflow gives infinity). GPU conversions to fp8 saturate; infinity becomes the largest
+# finite value too.
 _STORED_AS_BITS: dict[tl.dtype, tuple[torch.dtype, float | None]] = {
     tl.bfloat16: (torch.bfloat16, None),
     tl.float8e4nv: (torch.float8_e4m3fn, 448.0),
@@ -37,7 +38,7 @@ _QUIET = functools.partial(np.errstate, all="ignore")  # NaN and overflow are da
 
 
 def _is_bits(handle: Any) -> bool:
-    """Whether the handle's array holds codes; a bool array is a comparison's result instead."""
+    """Whether the array holds bf16 or fp8 codes; a bool array is the result of a comparison."""
     return handle.dtype.scalar in _STORED_AS_BITS and handle.data.dtype != np.bool_
 
 
@@ -57,7 +58,8 @@ def decode(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
 
 
 def encode(values: np.ndarray, dtype: tl.dtype, rounding: object = None) -> np.ndarray:
-    """Codes of `values` in `dtype`: nearest even, or towards zero where `rounding` is RTZ."""
+    """Codes of `values` in `dtype`, rounded to nearest even, or towards zero if `rounding` is RTZ.
+    """
     if dtype not in _STORED_AS_BITS:
         codes = values.astype(stock._get_np_dtype(dtype))
         bits = codes.view(f"u{codes.itemsize}")
@@ -70,7 +72,7 @@ def encode(values: np.ndarray, dtype: tl.dtype, rounding: object = None) -> np.n
         if largest is not None:
             bits[np.isnan(values)] = _FP8_NAN
     if rounding == ir.ROUNDING_MODE.RTZ:
-        # Codes ascend with the magnitude, so that one less is the next value towards zero.
+        # Codes ascend with the magnitude: the code minus one is the next value towards zero.
         bits -= (np.abs(decode(codes, dtype)) > np.abs(values)).astype(bits.dtype)
     return codes
 
@@ -87,7 +89,7 @@ def _convert(handle: Any, dtype: tl.dtype, rounding: object = None) -> Any:
 
 
 def _narrow(values: np.ndarray, dtype: tl.dtype) -> Any:
-    """The result of an operation on decoded operands: a mask, or codes rounded once."""
+    """Wrap the result of an operation: a bool array stays a mask, values are rounded to codes."""
     if values.dtype == np.bool_:
         return TensorHandle(values, tl.int1)
     return TensorHandle(encode(values, dtype), dtype)
@@ -113,7 +115,7 @@ def _unary_op(original: Callable[..., Any]) -> Callable[..., Any]:
     return unary_op
 
 
-# Stock: clamping bf16 compares integer codes, so that every negative value is a large one.
+# Stock: clamping bf16 compares integer codes, in which every negative value is large.
 def _create_clampf(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_clampf(self: Any, arg: Any, low: Any, high: Any, propagate_nans: Any) -> Any:
         if not _is_bits(arg):
@@ -123,8 +125,8 @@ def _create_clampf(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_clampf
 
 
-# Stock: fma rounds twice and takes bf16 codes for integers; the instruction rounds once. The
-# product of two float32 is exact in float64.
+# Stock: fma rounds twice and reads bf16 codes as integers; the instruction rounds once. The product
+# of two float32 is exact in float64.
 def _create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
     with _QUIET():
         a, b, c = (decode(h.data, h.dtype.scalar).astype(np.float64) for h in (x, y, z))
@@ -155,7 +157,7 @@ def _create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: object) 
     return _convert(src, dst_type.scalar, rounding_mode)
 
 
-# Stock: absent, so that bf16 constants (tl.full) fail.
+# Stock: absent; bf16 constants (tl.full) fail.
 def _get_bf16(self: Any, value: float) -> Any:
     return TensorHandle(encode(np.array([value], dtype=np.float32), tl.bfloat16), tl.bfloat16)
 
@@ -170,7 +172,7 @@ def _create_dot(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unpack_e2m1(packed: np.ndarray, axis: int) -> np.ndarray:
-    """Values of two codes a byte along `axis`, low nibble first."""
+    """Values of e2m1 codes packed two a byte along `axis`, low nibble first."""
     magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, E2M1.max_value]
     table = np.array(magnitudes + [-m for m in magnitudes])
     moved = np.moveaxis(packed.view(np.uint8), axis, -1)
@@ -179,7 +181,7 @@ def _unpack_e2m1(packed: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _operand(handle: Any, fmt: object, scale: Any, k_axis: int, k_pack: bool) -> np.ndarray:
-    """Float64 values of one dot_scaled operand; every code times every scale is exact there."""
+    """Float64 values of one dot_scaled operand; code times scale is exact in float64."""
     if fmt == ir.ScaleDotElemTypeTY.E2M1:
         packed_axis = k_axis if k_pack else (-1 if k_axis == -2 else -2)
         values = _unpack_e2m1(handle.data, packed_axis)
@@ -192,12 +194,12 @@ def _operand(handle: Any, fmt: object, scale: Any, k_axis: int, k_pack: bool) ->
         factor = np.where(byte == E8M0_NAN, np.nan, np.ldexp(1.0, byte - E8M0_BIAS))
     else:
         factor = decode(scale.data, scale.dtype.scalar).astype(np.float64)
-    # Scales are [rows, K/group] for both operands; the right one's values are [K, columns].
+    # Scales are [rows, K/group] for both operands; values of the right operand are [K, columns].
     factor = np.repeat(factor, values.shape[k_axis] // factor.shape[-1], axis=-1)
     return values * (factor if k_axis == -1 else np.swapaxes(factor, -1, -2))
 
 
-# Stock: absent before Triton 3.8. Accumulates in float64 and rounds to float32 once.
+# Stock: absent before Triton 3.8. This one accumulates in float64 and rounds to float32 once.
 def _create_dot_scaled(
     self: Any, lhs: Any, lhs_scale: Any, lhs_format: object, rhs: Any, rhs_scale: Any,
     rhs_format: object, fast_math: bool, lhs_k_pack: bool, rhs_k_pack: bool, acc: Any,
@@ -208,7 +210,7 @@ def _create_dot_scaled(
         return TensorHandle((a @ b + acc.data).astype(np.float32), tl.float32)
 
 
-# Stock: the interpreter passes formats as plain strings, the semantic reads `.value` of them.
+# Stock: the interpreter passes formats as plain strings, but the semantic reads their `.value`.
 def _dot_scaled(original: Callable[..., Any]) -> Callable[..., Any]:
     def dot_scaled(
         self: Any, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any,
@@ -243,8 +245,8 @@ def _reduction(original: Callable[..., Any]) -> Callable[..., Any]:
 def install() -> None:
     """Patch Triton's interpreter in this process; a second call does nothing.
 
-    Only the interpreter's own classes change (and the semantic's `dot_scaled` accepts plain
-    strings), so that compiled kernels are not affected.
+    Compiled kernels are not affected: only the interpreter's classes change, and
+    `TritonSemantic.dot_scaled` accepts plain strings.
     """
     builder = stock.InterpreterBuilder
     if getattr(builder, "_mxpert_installed", False):

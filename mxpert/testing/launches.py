@@ -1,8 +1,7 @@
-"""A CUDA driver without a GPU: kernels are compiled for sm_90 and launched into a list.
+"""A mock CUDA driver: kernels are compiled for sm_90, and launches are recorded in a list.
 
-Everything above the driver's C functions runs as it does on a device, so that what the library
-would launch can be looked at, and what a launch costs the host can be timed, on any machine. The
-launched kernels do nothing: results hold whatever memory held.
+All host code above the driver's C functions runs as on a device. Tests can therefore inspect the
+launches and time their host work on any machine. No kernel is executed: outputs are uninitialised.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from ..problem import Target
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
 _DEVICE = 1 << 20
-"""No real device: Triton keeps binaries by device, and these have no function."""
+"""Device index that no real device has: Triton caches binaries by device, and these cannot run."""
 
 _OPS = (grouped_gemm, moe, quantize, quantize_dual, route, rows)
 
 
 class RecordedLaunch(NamedTuple):
-    """A kernel, its grid, and all its arguments and launch options by keyword."""
+    """A launch: the kernel, its grid, and its arguments and launch options by keyword."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -40,7 +39,7 @@ class RecordedLaunch(NamedTuple):
 
 @contextlib.contextmanager
 def through_triton() -> Iterator[None]:
-    """Let every launch take Triton's own path, as a ruler for `Launch`."""
+    """Launch through Triton's own ``kernel[grid](...)`` inside the block, to compare `Launch`."""
     def launch(made: Launch, **tensors: Any) -> None:
         made.kernel[made.grid](**made.arguments(tensors))
 
@@ -49,7 +48,7 @@ def through_triton() -> Iterator[None]:
 
 
 def count_launches(call: Callable[[], object]) -> int:
-    """Kernels that `call` launches."""
+    """Number of kernels that `call` launches."""
     launch, count = Launch.__call__, itertools.count()
 
     def counted(made: Launch, **tensors: Any) -> None:
@@ -63,7 +62,7 @@ def count_launches(call: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[RecordedLaunch]]:
-    """Note what would be launched, for tensors of any device, and launch nothing."""
+    """Record launches instead of running them, for tensors on any device."""
     launches: list[RecordedLaunch] = []
 
     def record(launch: Launch, **tensors: Any) -> None:
@@ -74,13 +73,13 @@ def recorded_launches() -> Iterator[list[RecordedLaunch]]:
 
 
 class _Utilities:
-    """The functions of Triton's C module for the driver, without a driver."""
+    """Stand-in for Triton's C driver module; needs no CUDA driver."""
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": H200.shared_memory, "multiprocessor_count": H200.num_sms}
 
     def load_binary(self, name: str, *_: object) -> tuple[object, str, int, int, int]:
-        """Module, function, registers, spills, threads that a block may have."""
+        """Return module, function, registers, spills and the largest number of threads."""
         return object(), name, 0, 0, 1024
 
     def fill_tma_descriptor(self, *arguments: Any) -> tuple[Any, ...]:
@@ -118,7 +117,8 @@ class _Driver(GPUDriver):
 
 
 class _Sink:
-    """Where launches go: binaries outlive the block that compiled them."""
+    """Stand-in for the C launcher module. A class attribute holds the list, because compiled
+    binaries are used after the block that compiled them."""
 
     launches: list[tuple[Any, ...]] | None = None
 
@@ -130,10 +130,10 @@ class _Sink:
 
 @contextlib.contextmanager
 def without_device(*, record: bool = True) -> Iterator[list[tuple[Any, ...]]]:
-    """Launch Triton's kernels into the list that this yields: arguments of its C launcher.
+    """Use the mock driver inside the block; yield a list of the C launcher's arguments.
 
     Args:
-        record: False drops them, for timing.
+        record: False does not store the arguments, for timing.
     """
     launches: list[tuple[Any, ...]] = []
     before = driver._active
@@ -148,13 +148,13 @@ def without_device(*, record: bool = True) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def _h200(device: object) -> Target:
-    """Cheaper than a mock, which would be timed with the ops."""
+    """Return H200. A plain function, because a mock would add its own time to the ops' time."""
     return H200
 
 
 @contextlib.contextmanager
 def as_if_on_h200() -> Iterator[None]:
-    """Resolve problems of CPU tensors as if they lay on an H200, in ops that know no arguments."""
+    """Resolve problems of CPU tensors for an H200, starting with empty call caches in the ops."""
     with contextlib.ExitStack() as stack:
         for module in _OPS:
             stack.enter_context(mock.patch.object(module, "detect_target", _h200))

@@ -1,8 +1,8 @@
-"""Comparators that raise, and tolerances that are derived rather than tuned.
+"""Comparators that raise, and tolerances that are derived, not tuned.
 
-A kernel is judged against the float64 reference on identically quantised operands. What may then
-differ is the rounding of its outputs, the rounding of its accumulator, and quantised values that
-accumulator noise pushes over a rounding boundary. Each has a function here with its derivation;
+A kernel is compared with the float64 reference on the same quantised operands. Three errors are
+allowed: rounding of the output, rounding in the accumulator, and codes that flip because
+accumulator noise crosses a rounding boundary. Each has a function here with its derivation.
 `stage_tolerance` and `end_to_end_tolerance` add them in squares and never exceed the gates.
 """
 
@@ -29,10 +29,10 @@ from ..formats.tensor import MXTensor
 from ..formats.token import FP8_TOKEN
 
 STAGE_GATE = 2.5e-3
-"""Largest relative L2 that any stage with bfloat16 output may show."""
+"""Largest relative L2 allowed for any stage with bfloat16 output."""
 
 END_TO_END_GATE = 1e-2
-"""Largest relative L2 of a whole layer, and of a stage with MX output."""
+"""Largest relative L2 allowed for a whole layer, and for a stage with MX output."""
 
 _SIGNIFICANT_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 
@@ -87,12 +87,12 @@ def sqnr_db(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor) 
 
 def is_exact(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor, *,
              ignore_zero_sign: bool = False) -> bool:
-    """Whether two tensors agree bit for bit: dtype, shape, every code, NaN payloads too.
+    """Whether two tensors agree bit for bit: dtype, shape, every code, NaN payloads included.
 
     Args:
         actual, expected: two tensors, or two MXTensors (codes and scales are compared).
-        ignore_zero_sign: let −0 equal 0. The sign of a zero sum depends on whether an accumulator
-            starts at 0 or at the first product, which IEEE arithmetic leaves to the kernel.
+        ignore_zero_sign: treat −0 as equal to 0. The sign of a zero sum depends on whether the
+            accumulator starts at 0 or at the first product; both are correct.
 
     Example:
         >>> is_exact(torch.tensor([0.0]), torch.tensor([-0.0]))
@@ -115,10 +115,10 @@ def is_exact(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor,
 
 def assert_exact(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor, what: str, *,
                  ignore_zero_sign: bool = False) -> None:
-    """Raise unless `is_exact`, saying how many values differ and where the first one is.
+    """Raise unless `is_exact`.
 
     Raises:
-        AssertionError: with the numbers.
+        AssertionError: gives the number of differing values and the place of the first.
     """
     if is_exact(actual, expected, ignore_zero_sign=ignore_zero_sign):
         return
@@ -144,14 +144,14 @@ def assert_close_relative(actual: torch.Tensor | MXTensor, expected: torch.Tenso
     """Raise unless ``relative_l2(actual, expected) ≤ tolerance``; NaN never passes.
 
     Args:
-        actual, expected: same logical shape. tolerance: from this module, not from experience.
-        what: names the comparison in the message.
+        actual, expected: same logical shape. tolerance: derived by a function of this module.
+        what: name of the comparison in the message.
 
     Returns:
-        The relative L2 that was found.
+        The measured relative L2.
 
     Raises:
-        AssertionError: with relative L2, SQNR, cosine and the largest single error.
+        AssertionError: gives relative L2, cosine and the largest single error.
 
     Example:
         >>> assert_close_relative(torch.ones(3), torch.ones(3), 1e-3, "ones")
@@ -175,10 +175,10 @@ def assert_close_relative(actual: torch.Tensor | MXTensor, expected: torch.Tenso
 def rounding_rms(significant_bits: int) -> float:
     """Expected relative L2 of rounding to nearest with p bits: ``2^(1−p) / √(32 ln 2)``.
 
-    The error of a value ``2^e m``, 1 ≤ m < 2, is uniform over one unit ``2^(e + 1 − p)``: relative
-    to the value's energy its variance is ``4^(1−p) / (12 m²)``. With logarithmically uniform
-    mantissas ``E[1 / m²] = 3 / (8 ln 2)``. (The worst case, every value just above a power of two
-    and half a unit off, is ``2^−p``: 2.4 times as much.)
+    The error of a value ``2^e m``, 1 ≤ m < 2, is uniform over one unit ``2^(e + 1 − p)``. Relative
+    to the value's energy its variance is ``4^(1−p) / (12 m²)``. For logarithmically uniform
+    mantissas ``E[1 / m²] = 3 / (8 ln 2)``. (The worst case is ``2^−p``, 2.4 times as much: every
+    value just above a power of two, with an error of half a unit.)
 
     >>> round(rounding_rms(8), 6)
     0.001659
@@ -187,13 +187,13 @@ def rounding_rms(significant_bits: int) -> float:
 
 
 def sampling_margin(numel: int) -> float:
-    """How far the relative L2 of `numel` roundings may lie above its expectation.
+    """Factor by which the relative L2 of `numel` roundings may exceed its expectation.
 
     Squared errors e² and values v² of Gaussian data, scaled to mean 1, have ``E[e⁴] ≤ 9/5 · 3.6``
-    (U uniform, times ``E[16^e] / E[4^e]²``), ``E[e² v²] ≈ E[v⁴] = 3``. The ratio of their means
-    then has relative variance ``(E[e⁴] − 2 E[e² v²] + E[v⁴]) / N ≤ 3.5 / N``, its root half the
-    deviation; five of these are allowed. Half a percent more covers the place of a Gaussian's
-    deviation within a binade.
+    (U uniform, times ``E[16^e] / E[4^e]²``) and ``E[e² v²] ≈ E[v⁴] = 3``. The ratio of their means
+    has relative variance ``(E[e⁴] − 2 E[e² v²] + E[v⁴]) / N ≤ 3.5 / N``; its square root has half
+    the relative deviation. Five deviations are allowed. Another half percent covers where the
+    Gaussian's standard deviation lies within a binade.
 
     >>> round(sampling_margin(8192), 3)
     1.057
@@ -202,11 +202,11 @@ def sampling_margin(numel: int) -> float:
 
 
 def effective_numel(rows: torch.Tensor) -> int:
-    """How many equally strong values would vary as much as these rows [R, N] do.
+    """Effective number of values in rows [R, N] of unequal energy, to pass as `numel`.
 
-    The relative L2 of a tensor weighs each row's squared error by the row's energy ‖r‖². Of R rows
-    of N values, ``(Σ‖r‖²)² / Σ‖r‖⁴`` count: with eight rows of one token, whose strongest holds
-    most of the energy, hardly more than one. For `numel` in `sampling_margin` and the tolerances.
+    The relative L2 of a tensor weights each row's squared error by the row's energy ‖r‖². The
+    effective number of rows is ``(Σ‖r‖²)² / Σ‖r‖⁴``: hardly more than one if one row has most of
+    the energy. Use the result as `numel` in `sampling_margin` and in the tolerances.
 
     >>> effective_numel(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
     2
@@ -219,7 +219,7 @@ def effective_numel(rows: torch.Tensor) -> int:
 
 
 def bf16_output_tolerance(numel: int = 8192) -> float:
-    """Relative L2 that rounding a result once to bfloat16 may cost: 1.75e-3 for 8192 values."""
+    """Relative L2 allowed for one rounding to bfloat16: 1.75e-3 for 8192 values."""
     return min(STAGE_GATE, rounding_rms(8) * sampling_margin(numel))
 
 
@@ -230,29 +230,29 @@ def accumulation_error(
 
     Partial sums of n roundings grow as ``|S_i| ~ √(i/n) |S|``. Rounding to nearest adds
     independent errors of variance ``≤ (2^−p |S_i|)² / 3``: in total ``|S| 2^−p √(n / 6)`` with
-    n = k (one rounding per term). An accumulator that truncates is biased by up to ``2^−p |S_i|``
-    on average each time: ``|S| 2^−p Σ √(i/n) = |S| 2^−p · 2n/3``, with ``n = k /
-    terms_per_rounding``, since tensor cores add a whole instruction's products at once. The larger
-    of the two is returned, so that it holds for both.
+    n = k (one rounding per term). A truncating accumulator adds a bias of up to ``2^−p |S_i|`` at
+    each rounding: in total ``|S| 2^−p Σ √(i/n) = |S| 2^−p · 2n/3``, with ``n = k /
+    terms_per_rounding``, since tensor cores add all products of an instruction at once. The
+    function returns the larger of the two, which holds for both kinds.
 
     Args:
         k: number of products.
-        significant_bits: of the accumulator; 24 for float32. Hopper's fp8 tensor cores keep 14.
-        terms_per_rounding: products that one matrix instruction adds, at least 16.
+        significant_bits: of the accumulator; 24 for float32, 14 for Hopper's fp8 tensor cores.
+        terms_per_rounding: products added by one matrix instruction, at least 16.
     """
     return 2.0 ** -significant_bits * max(math.sqrt(k / 6), 2 * k / (3 * terms_per_rounding))
 
 
 FP8_SUM_TERMS = 256
-"""Products that Hopper's FP8 kernels leave to the tensor cores before they add to float32."""
+"""Products that Hopper's FP8 kernels sum in the tensor cores before they add to float32."""
 
 FP8_SUM_BITS = 14
-"""Significant bits of those sums."""
+"""Significant bits of the sums in Hopper's FP8 tensor cores."""
 
 INTERMEDIATE_NOISE = 2 * accumulation_error(FP8_SUM_TERMS, significant_bits=FP8_SUM_BITS,
                                             terms_per_rounding=32)
-"""Relative error of an FP8 kernel's activation output before it is rounded (an instruction adds 32
-products; the activation at most doubles relative errors)."""
+"""Relative error of an FP8 kernel's activation output before rounding. An instruction adds 32
+products; the activation at most doubles relative errors."""
 
 
 def requantisation_error(
@@ -260,27 +260,27 @@ def requantisation_error(
 ) -> float:
     """Relative L2 between two roundings of values that differ by `value_error` before rounding.
 
-    A value v with error e changes its code with probability ``|e| / step`` and then by one step:
-    expected squared error ``|e| · step``. With errors independent of the values, its mean over
-    rms² is ``E = √(2/π) value_error · s``, s the mean step over rms. A step is at most ``2^−m |v|``
-    above the smallest exponent and one subnormal unit times the scale below; the scale is less than
-    ``4 amax / max`` under every rule (half of that except under CEIL), and amax at most ``√32`` of
-    a block's rms. Changes are rare events: with ``q = s² / N`` for a single one, five deviations
-    of their sum are ``5 √(E q)``, and one event is always allowed: ``√(E + 5 √(E q) + q)``.
-    A block's scale changes more rarely still, by the ratio of the noise to amax. An MX value is
-    rounded to bfloat16 first, which the noise crosses with probability ``|e| / ulp``, and that
-    changes the code with probability ``ulp / step``: the product is the same.
+    A value v with error e changes its code with probability ``|e| / step``, by one step: expected
+    squared error ``|e| · step``. If errors are independent of the values, its mean over rms² is
+    ``E = √(2/π) value_error · s``, where s is the mean step over rms. A step is at most
+    ``2^−m |v|`` above the smallest exponent, and one subnormal unit times the scale below it. The
+    scale is less than ``4 amax / max`` under every rule (half of that except under CEIL), and amax
+    is at most ``√32`` times a block's rms. Flips are rare. One flip adds ``q = s² / N``, five
+    deviations of their sum are ``5 √(E q)``, and one flip is always allowed: the result is
+    ``√(E + 5 √(E q) + q)``. A block's scale flips more rarely, by the ratio of noise to amax.
+    Rounding an MX value to bfloat16 first flips with probability ``|e| / ulp``, and the code then
+    flips with probability ``ulp / step``: the product is the same.
 
-    The scale of "fp8_token" is proportional to its row's maximum, rounded to bfloat16 too: with
-    probability ``|e| / ulp`` it moves by an ulp u ≤ 2^−7, and every value of the row with it, by u
-    or with probability ``u / step`` by a step. In the mean that is E once more; the single event is
-    then a whole row, ``q = u (u + s) row / N``.
+    The scale of "fp8_token" is proportional to the row's maximum, which is also rounded to
+    bfloat16. It moves by one ulp u ≤ 2^−7 with probability ``|e| / ulp``. Every value of the row
+    then moves by u, or with probability ``u / step`` by a step. The mean is E once more, and one
+    such event adds ``q = u (u + s) row / N``.
 
     Args:
-        fmt: an MX format or "fp8_token"; None is bfloat16 (m = 7, no subnormals in reach).
+        fmt: an MX format or "fp8_token"; None is bfloat16 (m = 7; subnormals do not occur).
         value_error: relative L2 before rounding.
-        numel: N, the values compared.
-        row: values that a scale of "fp8_token" spans; amax is at most ``√row`` of their rms.
+        numel: N, the number of values compared.
+        row: values per "fp8_token" scale; amax is at most ``√row`` times their rms.
     """
     changes, single = 1, 0.0
     if fmt is None:
@@ -298,9 +298,9 @@ def requantisation_error(
 
 
 _ACTIVATION_GAIN = 2.0
-"""Factor by which gate and up errors reach the activation's output, relative to its size: both
-carry the accumulator's error (√2), and f'(g) of a gated activation exceeds f(g)/g by less than √2
-in the mean square."""
+"""Factor from the relative error of gate and up to that of the activation's output: both have the
+accumulator's error (√2), and f'(g) of a gated activation exceeds f(g)/g by less than √2 in the
+mean square."""
 
 
 def stage_tolerance(
@@ -309,28 +309,27 @@ def stage_tolerance(
 ) -> float:
     """Relative L2 allowed for one stage against the float64 reference on the same operands.
 
-    Three errors, added in squares since they are independent:
+    Three independent errors are added in squares and multiplied by `sampling_margin`:
         the output's rounding, `rounding_rms` (an MX output: `requantisation_error`);
         with ``top_k > 1`` under REDUCE the rounding of the rows before the sum, `rounding_rms`
         times ``√Σ‖row‖² / ‖Σ row‖``, which is 1 for rows of independent experts. Sums of rounded
-        rows lie on a lattice, so that ties are frequent: with spacing ``ulp / 2^j`` the output's
-        error has variance ``(1 + 2 / 4^j) / 12`` ulp². j is 1 for two rows of one binade; one more
-        is counted for each further row;
-        the accumulator's, `accumulation_error`, times the gain of an activation;
-    with the `sampling_margin` of the number of values compared.
+        rows lie on a lattice, so ties are frequent: with spacing ``ulp / 2^j`` the output's error
+        has variance ``(1 + 2 / 4^j) / 12`` ulp². j is 1 for two rows of one binade and grows by
+        one with each further row;
+        the accumulator's, `accumulation_error`, times the gain of an activation.
 
     Args:
-        a_format: "bf16", "mxfp8" or "mxfp4": the format that an MX output has.
+        a_format: "bf16", "mxfp8" or "mxfp4": the activation format, also of an MX output.
         out_dtype: dtype of a plain output; None for stage 1's MX output in `a_format`.
         k: length of the reduction. top_k: rows summed by REDUCE; 1 for anything else.
-        numel: values compared. Under REDUCE with bfloat16 output the expected 2.35e-3 (2.46e-3 for
-            two rows) leaves little room below the gate: compare ten thousand values and more, or
-            fewer with a float32 output.
-        cancellation: the ratio above, from the reference's rows where they are not independent.
+        numel: number of values compared. Under REDUCE with bfloat16 output the expected error is
+            2.35e-3 (2.46e-3 for two rows), close to the gate: compare at least ten thousand
+            values, or use a float32 output.
+        cancellation: ``√Σ‖row‖² / ‖Σ row‖`` of the reference's rows if they are not independent.
         accumulator_bits: significant bits of the kernel's accumulator.
 
     Returns:
-        At most STAGE_GATE, for an MX output END_TO_END_GATE.
+        The tolerance, at most STAGE_GATE (END_TO_END_GATE for an MX output).
 
     Example:
         >>> round(stage_tolerance("bf16", torch.bfloat16, 2880), 5)
@@ -355,11 +354,11 @@ def end_to_end_tolerance(
     a_format: str, out_dtype: torch.dtype, hidden_size: int, intermediate_size: int, *,
     top_k: int = 1, numel: int = 8192, cancellation: float = 1.0, accumulator_bits: int = 24,
 ) -> float:
-    """Relative L2 allowed for a layer: stage 2's tolerance and the intermediate's flipped codes.
+    """Relative L2 allowed for a layer: stage 2's tolerance plus flipped codes of the intermediate.
 
-    Both sides round the intermediate at the same place; it differs by `requantisation_error` of
-    stage 1's accumulator noise. The down projection maps that error and the values alike, so it
-    arrives with its relative size. Args as `stage_tolerance`; at most END_TO_END_GATE.
+    Kernel and reference round the intermediate at the same place. Accumulator noise of stage 1
+    makes it differ by `requantisation_error`. The down projection keeps the relative size of that
+    error. Arguments as in `stage_tolerance`; the result is at most END_TO_END_GATE.
     """
     fmt: MXFormat | str | None = None
     if a_format != "bf16":
@@ -372,7 +371,7 @@ def end_to_end_tolerance(
 
 
 def gaussian_magnitudes(count: int = 2048) -> torch.Tensor:
-    """|x| of a standard normal at `count` equally likely quantiles, ascending, float64."""
+    """|x| of a standard normal at `count` equally spaced quantiles, ascending, float64."""
     level = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     return torch.special.ndtri(0.5 + level / 2)
 
@@ -388,10 +387,10 @@ def gated_magnitudes(count: int = 64) -> torch.Tensor:
 def quantisation_noise(fmt: MXFormat | str, rule: ScaleRule, magnitudes: torch.Tensor) -> float:
     """Expected noise over signal when independent values are quantised in blocks of 32.
 
-    With magnitudes ``a_1 ≤ … ≤ a_N`` equally likely, the block's maximum is a_i with probability
-    ``(i^32 − (i−1)^32) / N^32``; that fixes the scale, the maximum's own error, and the mean
-    squared error of the other 31 values, which are uniform over ``a_1 … a_i``. Where the values lie
-    within a binade changes the result, so eight positions are taken and the worst is returned.
+    If the magnitudes ``a_1 ≤ … ≤ a_N`` are equally likely, the block's maximum is a_i with
+    probability ``(i^32 − (i−1)^32) / N^32``. It determines the scale, its own error, and the mean
+    squared error of the other 31 values, which are uniform over ``a_1 … a_i``. The result depends
+    on the position of the values within a binade: the worst of eight positions is returned.
 
     Args:
         fmt: MX format. rule: scale rule. magnitudes: ascending, float64 [N].
@@ -404,8 +403,8 @@ def quantisation_noise(fmt: MXFormat | str, rule: ScaleRule, magnitudes: torch.T
 
 
 def token_noise(magnitudes: torch.Tensor) -> float:
-    """`quantisation_noise` of "fp8_token": the largest magnitude of a row lies anywhere in e4m3's
-    last binade, the others relative to it."""
+    """`quantisation_noise` of "fp8_token". The largest magnitude of a row is placed at eight
+    positions in e4m3's last binade; the worst result is returned."""
     noise = 0.0
     for step in range(8):
         values = magnitudes * (E4M3.max_value * 2 ** (-step / 8) / magnitudes.max())
@@ -431,25 +430,25 @@ def _block_noise(fmt: MXFormat, rule: ScaleRule, values: torch.Tensor) -> float:
 @functools.cache
 def sqnr_floor_db(a_format: str, *, rule: ScaleRule = ScaleRule.RCEIL,
                   quantised_weights: bool = False) -> float:
-    """Least SQNR of a layer's output against the same layer without the named quantisation.
+    """Least SQNR of a layer's output against the same layer without the given quantisation.
 
-    For Gaussian x and weights, with n_x the noise over signal of x, n_h that of the gated
-    intermediate, n_w that of MXFP4 weights (0 if they count as given):
+    x and weights are Gaussian. n_x is the noise over signal of x, n_h that of the gated
+    intermediate, n_w that of MXFP4 weights (0 if both layers use the same weights):
 
         ``floor = −10 log10( G (n_x + n_w) + (n_h + n_w) + 2 r² )``
 
     A linear map keeps noise over signal, since noise and signal are independent of its weights.
-    The activation multiplies gate by up, both noisy: G = 2, with a further 10 % because f'(g)² can
-    exceed (f(g)/g)² in the mean. r = `rounding_rms(8)` counts the rows' and the output's bfloat16
-    rounding; n_h has another r², since the intermediate is rounded to bfloat16 before it is
-    quantised. For bf16 n_x is 0 (x is bfloat16 on both sides).
+    The activation multiplies two noisy values, gate and up: G = 2, plus 10 % because f'(g)² can
+    exceed (f(g)/g)² in the mean. r = `rounding_rms(8)` is the bfloat16 rounding of the rows and of
+    the output. n_h has another r², since the intermediate is rounded to bfloat16 before it is
+    quantised. For bf16 n_x is 0 (x is bfloat16 in both layers).
 
     Args:
-        a_format: "bf16", "mxfp8", "mxfp4" or "fp8_token". rule: of MX activations.
-        quantised_weights: compare with unquantised weights, too (MXFP4 with RCEIL).
+        a_format: "bf16", "mxfp8", "mxfp4" or "fp8_token". rule: scale rule of MX activations.
+        quantised_weights: the other layer has unquantised weights (MXFP4 uses RCEIL).
 
     Returns:
-        dB.
+        The floor in dB.
     """
     rounding = rounding_rms(8) ** 2
     noise_x, noise_h = 0.0, rounding
@@ -474,7 +473,7 @@ def _mx_format(a_format: str) -> MXFormat:
 
 def _pair(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor,
           op: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as float64 on the device of `expected`."""
+    """Both tensors as float64 on the device of `expected`."""
     values = [dequantize_blocks(t, torch.float64) if isinstance(t, MXTensor)
               else t.detach().double() for t in (actual, expected)]
     require(values[0].shape == values[1].shape, op, "actual.shape", need=list(values[1].shape),

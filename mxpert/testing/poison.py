@@ -1,8 +1,8 @@
-"""Memory that must not be read, and errors that a comparator must catch.
+"""Poisoned memory that kernels must not read, and planted errors that comparators must catch.
 
-Poisoned storage: weights as views into larger storage whose other bytes decode to 6 · 2^127 or NaN,
-and uninitialised memory filled with NaN. Planted errors: transforms that make a problem subtly
-wrong in the ways that real kernels were; each must fail the gate it is held against.
+Poisoned storage: weights are views into larger storage whose other bytes decode to 6 · 2^127 or
+NaN. Uninitialised memory is filled with NaN. Planted errors: transforms of a problem that imitate
+real kernel bugs. A comparison with such a problem must fail.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..weights import MoEWeights, gate_up_rows
 from .problems import MoEInputs
 
 POISON_CODES = 0x77
-"""Two e2m1 codes of 6: with scale byte 254 about 1e39, more than float32 holds."""
+"""Two e2m1 codes of 6: with scale byte 254 about 1e39, beyond the range of float32."""
 
 
 def poison_tensor(tensor: MXTensor, *, extra_rows: int = 16, extra_columns: int = 128,
                   scale: int = E8M0_NAN) -> MXTensor:
-    """The same values as a view into storage that is poisoned outside the logical shape.
+    """Copy a tensor into larger storage that is poisoned outside the logical shape.
 
     Args:
         tensor: quantised along its last axis, at least two dimensions.
@@ -61,7 +61,7 @@ def poison_weights(weights: MoEWeights, *, extra_rows: int = 16, extra_columns: 
 
 
 def poison_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same kind full of NaN, or of the largest value for integers."""
+    """A tensor of the same shape and dtype, filled with NaN (integers: the largest value)."""
     if tensor.dtype.is_floating_point:
         return torch.full_like(tensor, float("nan"))
     return torch.full_like(tensor, torch.iinfo(tensor.dtype).max)
@@ -71,9 +71,9 @@ def poison_like(tensor: torch.Tensor) -> torch.Tensor:
 def nan_filled_scratch() -> Iterator[None]:
     """Fill every `torch.empty` inside the block with NaN (integers: their largest value).
 
-    Torch does this for its deterministic mode, which is switched on for the block (operations
-    without a deterministic form warn). A kernel that reads an output or scratch before writing it
-    then shows NaN instead of whatever the allocator left.
+    Torch's deterministic mode does this; it is switched on inside the block, and operations without
+    a deterministic form warn. A kernel that reads an output or scratch before writing it then
+    returns NaN instead of old memory.
     """
     deterministic: Any = torch.utils.deterministic  # its one property is set on the module's class
     mode = torch.are_deterministic_algorithms_enabled()
@@ -89,27 +89,27 @@ def nan_filled_scratch() -> Iterator[None]:
 
 
 def swap_nibbles(tensor: MXTensor) -> MXTensor:
-    """MXFP4 codes packed high nibble first."""
+    """Swap the two MXFP4 codes of every byte."""
     return replace(tensor, qdata=tensor.qdata << 4 | tensor.qdata >> 4)
 
 
 def shift_scales(tensor: MXTensor) -> MXTensor:
-    """Every block takes the scale of its left neighbour (the first one that of the last)."""
+    """Give every block the scale of its left neighbour; the first gets that of the last."""
     return replace(tensor, scale=tensor.scale.roll(1, dims=-1))
 
 
 def plant_swapped_nibbles(inputs: MoEInputs) -> MoEInputs:
-    """Both projections read high nibble first."""
+    """Swap the nibbles of both projections."""
     return _with_projections(inputs, swap_nibbles)
 
 
 def plant_shifted_scales(inputs: MoEInputs) -> MoEInputs:
-    """Both projections take each scale one block too early."""
+    """Shift the scales of both projections by one block."""
     return _with_projections(inputs, shift_scales)
 
 
 def plant_exchanged_gate_up(inputs: MoEInputs) -> MoEInputs:
-    """Gate rows and up rows (and their biases) change places."""
+    """Exchange gate rows and up rows, and their biases."""
     weights = inputs.weights
     assert weights.gate_up_order is not None  # for the type checker; MoEWeights has refused None
     gate, up = gate_up_rows(weights.gate_up_order, weights.intermediate_size, weights.device)
@@ -123,19 +123,19 @@ def plant_exchanged_gate_up(inputs: MoEInputs) -> MoEInputs:
 
 
 def plant_dropped_expert(inputs: MoEInputs) -> MoEInputs:
-    """Rows of the most used expert are dropped: its ids become −1."""
+    """Drop the rows of the most used expert: its ids become −1."""
     ids = inputs.topk_ids.clone()
     ids[ids == ids.flatten().mode().values] = -1
     return replace(inputs, topk_ids=ids)
 
 
 def plant_double_weight(inputs: MoEInputs) -> MoEInputs:
-    """The routing weight is applied twice."""
+    """Square the routing weights, as if they were applied twice."""
     return replace(inputs, topk_weights=inputs.topk_weights ** 2)
 
 
 def plant_ignored_bias(inputs: MoEInputs) -> MoEInputs:
-    """Both biases are left out."""
+    """Remove both biases."""
     return replace(inputs, weights=replace(inputs.weights, gate_up_bias=None, down_bias=None))
 
 
@@ -147,8 +147,8 @@ PLANTED_ERRORS: dict[str, Callable[[MoEInputs], MoEInputs]] = {
     "double_weight": plant_double_weight,
     "ignored_bias": plant_ignored_bias,
 }
-"""Controls by name. `ignored_bias` changes nothing without biases, `double_weight` nothing where
-all weights are 1: give them a problem that has the feature."""
+"""Planted errors by name. `ignored_bias` needs a problem with biases, and `double_weight` needs
+weights other than 1; without them these change nothing."""
 
 
 def _with_projections(

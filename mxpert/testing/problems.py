@@ -1,6 +1,6 @@
-"""Random MoE problems at model shapes, made directly as MX codes and scales on the device.
+"""Random MoE problems at model shapes, generated on the device as MX codes and scales.
 
-Exact-arithmetic problems are in `exact.py`; poisoned storage and planted errors in `poison.py`.
+Problems in exact arithmetic are in `exact.py`; poisoned storage and planted errors in `poison.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..weights import GateUpOrder, MoEWeights
 
 @dataclass(frozen=True)
 class MoEShape:
-    """Dimensions and choices of one model's MoE layer."""
+    """Dimensions, activation, gate/up order and bias of one model's MoE layer."""
 
     hidden_size: int
     intermediate_size: int
@@ -45,15 +45,15 @@ MODEL_SHAPES: dict[str, MoEShape] = {
     "qwen3-235b": MoEShape(4096, 1536, 128, 8),
     "qwen3-next": MoEShape(2048, 512, 512, 10),
 }
-"""The reference shapes: what the tests, the benchmarks and `mxpert bench --model` know by name."""
+"""Named model shapes for the tests, the benchmarks and `mxpert bench --model`."""
 
 
 class Routing(enum.Enum):
-    """How tokens spread over experts.
+    """Distribution of tokens over experts.
 
-    UNIFORM: every set of experts equally likely. ZIPF: expert e with weight 1 / (e + 1).
-    ONE_EXPERT: every token takes the same top_k experts (with top_k = 1: one). HALF: only the
-    first half of the experts (but at least top_k) is ever chosen.
+    UNIFORM: every set of experts is equally likely. ZIPF: expert e has weight 1 / (e + 1).
+    ONE_EXPERT: every token takes the same top_k experts (with top_k = 1: one expert). HALF: only
+    the first half of the experts (but at least top_k) is chosen.
     """
 
     UNIFORM = "uniform"
@@ -92,7 +92,7 @@ def random_routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax weights float32 [T, k] and distinct ids int32 [T, k] on the generator's device.
 
-    The k largest of ``log weight + Gumbel noise`` are a sample without replacement.
+    The ids are the k largest of ``log weight + Gumbel noise``: a sample without replacement.
     """
     routing, device = Routing(routing), generator.device
     require(1 <= top_k <= num_experts, "random_routing", "top_k", need=f"1 to {num_experts}",
@@ -119,9 +119,9 @@ def random_mxfp4(
 
     Args:
         shape: logical shape.
-        rms: root mean square of the values, met to within a factor √2 (scales are powers of two).
-        scale_spread: standard deviation of log2 of the block scales; trained weights show about 1.
-        generator: fixes the values and the device.
+        rms: root mean square of the values, accurate to a factor of √2 (scales are powers of two).
+        scale_spread: standard deviation of log2 of the block scales; about 1 in trained weights.
+        generator: source of the random numbers; its device is used.
     """
     *leading, size = shape
     require(size % MX_BLOCK_SIZE == 0, "random_mxfp4", "shape[-1]",
@@ -129,8 +129,8 @@ def random_mxfp4(
     device = generator.device
     qdata = torch.randint(0, 256, (*leading, size // 2), dtype=torch.uint8, generator=generator,
                           device=device)
-    # Mean square of the 16 codes: (0 + .25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8. A log-normal spread
-    # of s binades multiplies the mean square of the scales by 2^(2 s² ln 2).
+    # Mean square of the 16 codes: (0 + .25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8. If log2 of the scales
+    # has standard deviation s, their mean square grows by a factor of 2^(2 s² ln 2).
     code_rms = math.sqrt(68.5 / 8)
     center = math.log2(rms / code_rms) - scale_spread ** 2 * math.log(2)
     noise = torch.randn((*leading, size // MX_BLOCK_SIZE), generator=generator, device=device)
@@ -142,14 +142,14 @@ def random_moe_problem(
     shape: str | MoEShape, num_tokens: int, *, seed: int = 0, device: torch.device | str = "cpu",
     scale_spread: float = 1.0, routing: Routing | str = Routing.UNIFORM,
 ) -> MoEInputs:
-    """A reproducible MoE layer and batch; weights never exist in bfloat16.
+    """A reproducible MoE layer and batch. Weights are generated as MXFP4, without a bf16 copy.
 
-    x is standard normal; weights are scaled so that gate, up and the layer's output are of order 1,
-    where activations bend.
+    x is standard normal. Weights are scaled so that gate, up and the layer's output are of order 1,
+    where the activations are not linear.
 
     Args:
         shape: a name of MODEL_SHAPES or explicit dimensions. num_tokens: T.
-        seed: of every random number. device: where the tensors are made.
+        seed: seed of the generator. device: device of the tensors.
         scale_spread: see `random_mxfp4`. routing: see `Routing`.
 
     Example:
@@ -176,7 +176,7 @@ def random_moe_problem(
 
 def scaled_shape(shape: str | MoEShape, *, hidden_size: int, intermediate_size: int,
                  num_experts: int, top_k: int | None = None) -> MoEShape:
-    """A model's layer with other dimensions and all its other choices, for tests on small machines.
+    """A model's shape with other dimensions, for tests on small machines; the rest is unchanged.
 
     >>> scaled_shape("gpt-oss-20b", hidden_size=64, intermediate_size=96, num_experts=5).has_bias
     True

@@ -1,6 +1,6 @@
-"""Data that reaches every branch of block quantisation, and the comparison with the exact codec.
+"""Data that reaches every branch of block quantisation, and a comparison with the exact codec.
 
-The same bodies run in Triton's interpreter and on a GPU.
+Tests in Triton's interpreter and tests on a GPU use the same functions.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..formats.tensor import MXTensor
 
 
 def _uniform_bits(blocks: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Any bit pattern of float32 that is a number; exponents over the whole range."""
+    """Random float32 bit patterns without NaN: exponents over the whole range."""
     bits = torch.randint(-2**31, 2**31, blocks.shape, generator=generator).to(torch.int32)
     return torch.nan_to_num(bits.view(torch.float32), nan=1.0)
 
 
 def _near_ties(blocks: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Multiples of 1/32 up to 8, some an ulp to either side: ties of e2m1 at every scale."""
+    """Multiples of 1/32 up to 8, some moved by one ulp: ties of e2m1 at every scale."""
     exact = torch.randint(-256, 257, blocks.shape, generator=generator).float() / 32
     step = torch.randint(-1, 2, blocks.shape, generator=generator).float()
     return torch.nextafter(exact, exact + step)
@@ -54,7 +54,7 @@ _KINDS: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
 def block_cases(
     shape: tuple[int, ...], axis: int, dtype: torch.dtype, *, seed: int = 0,
 ) -> torch.Tensor:
-    """A CPU tensor whose blocks of 32 along `axis` go through every kind of data in turn."""
+    """CPU tensor whose blocks of 32 along `axis` cycle through every kind of data in `_KINDS`."""
     generator = torch.Generator().manual_seed(seed)
     moved = list(shape)
     moved.append(moved.pop(axis))
@@ -65,7 +65,7 @@ def block_cases(
 
 
 def every_bfloat16_amax() -> torch.Tensor:
-    """[65536, 32] bf16: each bf16 value once as the first of a block of values no larger."""
+    """[65536, 32] bf16: each bf16 value once, as the first and largest of its block."""
     first = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     generator = torch.Generator().manual_seed(1)
     ratio = torch.rand(1 << 16, MX_BLOCK_SIZE, generator=generator).bfloat16()
@@ -76,7 +76,7 @@ def every_bfloat16_amax() -> torch.Tensor:
 def assert_quantizes_exactly(
     actual: MXTensor, x: torch.Tensor, fmt: MXFormat, axis: int, rule: ScaleRule,
 ) -> None:
-    """Codes and scales equal those of the codec, byte for byte."""
+    """Check that codes and scales equal those of the codec, byte for byte."""
     expected = quantize_blocks(x, fmt, axis, rule)
     if actual.axis != expected.axis or actual.format != expected.format:
         raise AssertionError(message("quantize", "result", (expected.format, expected.axis),
@@ -86,7 +86,7 @@ def assert_quantizes_exactly(
 
 
 def every_code_and_scale(fmt: MXFormat, axis: int) -> MXTensor:
-    """[256, 256] for axis -1 (or transposed for -2): code bytes against scale bytes."""
+    """[256, 256] MX tensor with every code byte under every scale byte; transposed for axis -2."""
     byte = torch.arange(256, dtype=torch.uint8)
     groups = 256 // (MX_BLOCK_SIZE // fmt.codes_per_byte)  # scale bytes beside 256 code bytes
     qdata, scale = byte.expand(256, 256), byte[:, None].expand(256, groups)
@@ -96,7 +96,7 @@ def every_code_and_scale(fmt: MXFormat, axis: int) -> MXTensor:
 
 
 def assert_dequantizes_exactly(actual: torch.Tensor, tensor: MXTensor) -> None:
-    """Equal to the codec bit for bit, except that every NaN equals every other."""
+    """Check that values equal the codec's bit for bit; any two NaN count as equal."""
     expected = dequantize_blocks(tensor, actual.dtype).cpu()
     actual = actual.cpu()
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)

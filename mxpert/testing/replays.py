@@ -1,4 +1,4 @@
-"""Replayed calls of a kernel beside ordinary ones, launched into a list (`testing.launches`)."""
+"""Comparison of replayed calls with ordinary ones, on the mock driver of `testing.launches`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..backends import replay
 from ..backends.replay import Replayed
 
 LOWEST_ADDRESS = 1 << 32
-"""No size of a kernel is as large, no tensor lies as low."""
+"""Integers from here on are addresses: kernel sizes are smaller, and tensors lie higher."""
 
 Launches = list[tuple[Any, ...]]
 """Arguments of Triton's C launcher."""
@@ -22,9 +22,9 @@ Launches = list[tuple[Any, ...]]
 
 @contextlib.contextmanager
 def without_replay() -> Iterator[None]:
-    """Let every call run its kernel's own host code, as a ruler for replayed calls."""
+    """Switch off replay inside the block: every call runs the kernel's own host code."""
     def decline(kernel: Replayed, *_: Any) -> None:
-        """A function: a mock would be timed with the ops."""
+        """A plain function, because a mock would add its own time to the ops' time."""
 
     with mock.patch.object(Replayed, "replay", decline):
         yield
@@ -32,7 +32,7 @@ def without_replay() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched_replays() -> Iterator[list[object]]:
-    """The calls that are replayed inside the block."""
+    """Yield a list of the calls that are replayed inside the block."""
     seen: list[object] = []
     run = replay._Call.replay
 
@@ -45,7 +45,7 @@ def watched_replays() -> Iterator[list[object]]:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors of a result or of arguments, in order."""
+    """All tensors in a result or in arguments, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, dict)):
@@ -57,7 +57,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def flat(value: Any) -> Iterator[Any]:
-    """Numbers and names of launches, descriptors taken apart."""
+    """All leaves of nested launch arguments: descriptors are expanded into their parts."""
     if isinstance(value, (tuple, list)):
         for part in value:
             yield from flat(part)
@@ -67,8 +67,11 @@ def flat(value: Any) -> Iterator[Any]:
 
 def check_same(owner: object, ordinary: tuple[Launches, Any],
                repeated: tuple[Launches, Any]) -> None:
-    """Launches and results are equal but for addresses; those of arguments, which are `owner`'s
-    attributes, too, others consistently."""
+    """Check that two calls made the same launches and returned equal results.
+
+    Addresses of the arguments (attributes of `owner`) must be equal. Addresses of other buffers may
+    differ, but the mapping between them must be consistent.
+    """
     ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
               for tensor in tensors_of(vars(owner))]
     moved: dict[int, int] = {}
@@ -96,7 +99,7 @@ def _check(holds: bool, what: str, want: object, have: object) -> None:
 
 
 def ordinary(launches: Launches, call: Callable[[], Any]) -> tuple[Launches, Any]:
-    """Launches and result of a call that is not replayed."""
+    """Launches and result of a call that runs its ordinary host code."""
     with without_replay():
         call()
         launches.clear()

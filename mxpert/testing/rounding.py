@@ -1,10 +1,10 @@
-"""Which codes of a stage-1 output may differ from the oracle's, value by value.
+"""Check of a stage-1 output code by code: which codes may differ from the oracle's.
 
-Relative L2 (`numerics`) speaks of many values. Among the few of a small batch one flipped e2m1 code
-is half a value and may carry the whole norm, so here every code is judged on its own: a kernel's
-value lies within `slack` of the float64 one, rounding to bfloat16, the block's scale and the code
-are monotone, and hence scale and code lie between those of ``value − slack`` and ``value + slack``.
-A code that differs from the oracle's is right only where a rounding boundary lies in between.
+Relative L2 (`numerics`) needs many values. In a small batch one flipped e2m1 code can be half of a
+value and dominate the norm. This module therefore checks every code. A correct kernel's value lies
+within `slack` of the float64 value. Rounding to bfloat16, the block's scale and the code are
+monotone, so scale and code must lie between those of ``value − slack`` and ``value + slack``. A
+code may differ from the oracle's only if a rounding boundary lies in that interval.
 """
 
 from __future__ import annotations
@@ -34,22 +34,25 @@ from .numerics import accumulation_error
 from .problems import MoEInputs
 
 DEVIATIONS = 6.0
-"""Standard deviations of accumulator noise that a value may be off by: one in 10⁹ Gaussian errors
-is larger, and that one would have to lie at a rounding boundary to be seen."""
+"""Allowed error of a value, in standard deviations of accumulator noise. One in 10⁹ Gaussian errors
+is larger, and it shows only at a rounding boundary."""
 
 _ULP = 2.0 ** -24
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """Stage 1 before its rounding: `values` float64 [T·k, F] by (token, slot), and the `slack` of
-    the same shape within which a correct kernel's float32 values lie."""
+    """Stage-1 output before rounding.
+
+    `values`: float64 [T·k, F] by (token, slot). `slack`: largest difference of a correct kernel's
+    float32 values from them, same shape.
+    """
 
     values: torch.Tensor
     slack: torch.Tensor
 
     def round(self, a_format: str, rule: ScaleRule = ScaleRule.RCEIL) -> torch.Tensor | MXTensor:
-        """What the oracle stores: bfloat16, then the MX format if `a_format` names one."""
+        """Round to bfloat16, then quantise if `a_format` is an MX format."""
         fmt = activation_mx_format(a_format, "Rounded.round")
         values = self.values.to(torch.bfloat16)
         return values if fmt is None else quantize_blocks(values, fmt, -1, rule)
@@ -59,19 +62,18 @@ def gate_up_oracle(
     inputs: MoEInputs, a_format: str, *, apply_router_weight_on_input: bool = False,
     scale_rule: ScaleRule = ScaleRule.RCEIL, accumulation: float | None = None,
 ) -> Rounded:
-    """Stage 1 of every (token, slot) in float64, and how far a kernel's float32 may be from it.
+    """Stage 1 of every (token, slot) in float64, with the slack allowed for a float32 kernel.
 
-    The rounding errors of a sum grow with its partial sums, whose size is ``√Σ (x_j w_j)²`` for
-    independent products, or the sum itself where that is larger; `accumulation_error` is their
-    standard deviation relative to that, `DEVIATIONS` of which are allowed, and two roundings for
-    routing weight and bias. The largest change of the activation over the corners of the box that
-    gate and up then span is the slack, since gated activations are monotone across so small a box.
-    The activation's own float32 arithmetic adds ``2 |α g| + 64`` half-units: the exponential's
-    argument is rounded twice, and dividing, multiplying and a tanh from an exponential cost less
-    than the rest.
+    The rounding errors of a sum are proportional to its partial sums: ``√Σ (x_j w_j)²`` for
+    independent products, or the sum itself if that is larger. `accumulation_error` is the relative
+    standard deviation. `DEVIATIONS` of them are allowed, plus two roundings for routing weight and
+    bias. This gives an interval each for gate and up. The slack is the largest change of the
+    activation over the four corners, since gated activations are monotone over so small a range.
+    The activation's own float32 arithmetic adds ``2 |α g| + 64`` half-units: ``2 |α g|`` for the
+    argument of the exponential, which is rounded twice, and 64 for division, products and tanh.
 
     Args:
-        inputs: the batch; every id names an expert. Only experts that are hit are dequantised.
+        inputs: the batch; all ids must be valid. Experts without rows are not dequantised.
         a_format, apply_router_weight_on_input, scale_rule: as in `mxpert.fused_moe`.
         accumulation: relative error of the kernel's accumulator; None: float32 over all of H.
     """
@@ -119,20 +121,19 @@ def assert_rounded(
     actual: torch.Tensor | MXTensor, expected: Rounded, what: str, *,
     rule: ScaleRule = ScaleRule.RCEIL,
 ) -> None:
-    """Raise unless every scale and code of `actual` is one that noise within the slack explains,
-    and no more of them differ from the oracle's than noise flips.
+    """Raise unless every scale and code lies within the slack and few differ from the oracle's.
 
-    A value whose slack spans n boundaries crosses one with probability ``n E|e| / (2 slack)``, at
-    most ``min(1, n / (2 DEVIATIONS))`` for an error e of one standard deviation, biased or not.
-    Their sum over all values (and over the scales of all blocks) is the number of flips to expect;
-    five deviations of a Poisson count and one are added.
+    A value whose interval contains n rounding boundaries flips with probability
+    ``n E|e| / (2 slack)``. For an error e of one standard deviation, biased or not, that is at most
+    ``min(1, n / (2 DEVIATIONS))``. The sum over all values and all block scales is the expected
+    number of flips. The limit adds five deviations of a Poisson count, and one.
 
     Args:
         actual: [T·k, F] by (token, slot), bfloat16 or MXTensor along its last axis.
-        expected: from `gate_up_oracle`. what: names the comparison. rule: of an MXTensor.
+        expected: from `gate_up_oracle`. what: name of the comparison. rule: of an MXTensor.
 
     Raises:
-        AssertionError: with the first offender, or with the number of flips.
+        AssertionError: names the first wrong code, or the number of flips.
 
     Example:
         >>> exact = torch.tensor([[1.0, 1.0 + 2**-8]], dtype=torch.float64)
@@ -168,7 +169,7 @@ def assert_rounded(
 
 
 def _ordinal(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Sign-magnitude codes as integers in the order of their values; both zeros are 0."""
+    """Map sign-magnitude codes to integers in the order of their values; both zeros give 0."""
     magnitude = codes & ((1 << (bits - 1)) - 1)
     return torch.where(codes >> (bits - 1) & 1 == 1, -magnitude, magnitude)
 
@@ -181,7 +182,7 @@ def _bfloat16_ordinal(values: torch.Tensor) -> torch.Tensor:
 
 
 def _code_at(values: torch.Tensor, scale: torch.Tensor, fmt: MXFormat) -> torch.Tensor:
-    """Ordinals of the codes that `values` get in blocks of the given scales."""
+    """Ordinals of the codes of `values` under the given block scales."""
     inverse = exact_power_of_two(E8M0_BIAS - scale.int(), torch.float64).unsqueeze(-1)
     blocks = values.double().unflatten(-1, (-1, fmt.block_size)) * inverse
     return _ordinal(encode(blocks.flatten(-2), fmt.element).int(), fmt.element.bits)
@@ -189,8 +190,10 @@ def _code_at(values: torch.Tensor, scale: torch.Tensor, fmt: MXFormat) -> torch.
 
 def _scale_span(points: list[torch.Tensor], scale: torch.Tensor, fmt: MXFormat,
                 rule: ScaleRule) -> list[torch.Tensor]:
-    """Smallest, exact and largest scale byte of each block; a block that may be all zeros may also
-    have the byte of zero blocks."""
+    """Smallest, exact and largest allowed scale byte of each block.
+
+    If a block may be all zeros, the scale byte of zero blocks is allowed, too.
+    """
     low, middle, high = (point.unflatten(-1, (-1, fmt.block_size)) for point in points)
     least = torch.minimum(low.abs(), high.abs()).masked_fill(low * high <= 0, 0)
     amax = [part.amax(-1) for part in (least, middle.abs(), torch.maximum(low.abs(), high.abs()))]

@@ -1,4 +1,4 @@
-"""Data-dependent checks of routing, which need a host synchronisation and so are not in the ops."""
+"""Checks of routing data. They synchronise with the host, so the ops do not run them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..routing import TOKEN_BITS, TOKEN_MASK, RoutingPlan, check_plan_shapes
 
 CONTRACT_EXPERTS = ((256, 8), (257, 9), (385, 7), (513, 9), (128, 4), (129, 7), (161, 7), (33, 5),
                     (100, 3), (1, 1))
-"""(number of experts, top_k) that sorting is tested with: powers of two, odd numbers, one."""
+"""(number of experts, top_k) pairs for tests of the sort: powers of two, odd numbers, one."""
 
 
 def random_topk_ids(num_tokens: int, top_k: int, num_experts: int, *,
                     generator: torch.Generator) -> torch.Tensor:
-    """int32 [T, top_k]: for each token distinct experts, all equally likely."""
+    """Uniformly random distinct expert ids for each token, int32 [T, top_k]."""
     noise = torch.rand(num_tokens, num_experts, generator=generator)
     return noise.argsort(dim=1)[:, :top_k].to(torch.int32)
 
@@ -26,15 +26,15 @@ def validate_routing_plan(
 ) -> None:
     """Check every invariant of a plan against the routing that it was made from.
 
-    Together the invariants leave exactly one plan, so this is a bit-exact test. It copies the plan
-    to the CPU.
+    Only one plan satisfies all invariants, so this is a bit-exact test. It copies the plan to the
+    CPU.
 
     Args:
-        plan: the plan. topk_weights, topk_ids, num_experts, expert_map, num_local_tokens: what it
-            was made from, as in make_routing_plan (num_local_tokens as a number).
+        plan: the plan. topk_weights, topk_ids, num_experts, expert_map, num_local_tokens: the
+            arguments that make_routing_plan received (num_local_tokens as an int).
 
     Raises:
-        ValueError: names the first invariant that does not hold.
+        ValueError: an invariant does not hold; the message names the first.
     """
     check_plan_shapes(plan, "validate_routing_plan")
     tokens = plan.num_tokens if num_local_tokens is None else num_local_tokens
@@ -46,7 +46,7 @@ def validate_routing_plan(
 
 def _expected_experts(plan: RoutingPlan, ids: torch.Tensor, num_experts: int,
                       expert_map: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """int64 [T, top_k]: local expert of each (token, slot), −1 where it has none."""
+    """Local expert of each (token, slot), int64 [T, top_k]; −1 for dropped slots."""
     known = (ids >= 0) & (ids < num_experts)
     local = ids if expert_map is None else expert_map.cpu().long()[torch.where(known, ids, 0)]
     known &= (local >= 0) & (local < plan.num_experts)
@@ -55,7 +55,7 @@ def _expected_experts(plan: RoutingPlan, ids: torch.Tensor, num_experts: int,
 
 
 def _require_equal(name: str, have: torch.Tensor, want: torch.Tensor) -> None:
-    """Raise with the first place where an int tensor of the plan is wrong."""
+    """Raise if two int tensors differ; the message gives the first differing element."""
     wrong = (have != want).flatten().nonzero()
     if wrong.numel():
         place = int(wrong[0])
@@ -64,7 +64,7 @@ def _require_equal(name: str, have: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def _check_blocks(plan: RoutingPlan, expert: torch.Tensor, tokens: int) -> int:
-    """num_valid and block_expert_ids; returns the padded rows in use."""
+    """Check num_valid and block_expert_ids; return the number of padded rows in use."""
     unit = plan.routing_block_m
     counts = torch.bincount(expert[expert >= 0], minlength=plan.num_experts)
     blocks = (counts + unit - 1) // unit
@@ -77,7 +77,7 @@ def _check_blocks(plan: RoutingPlan, expert: torch.Tensor, tokens: int) -> int:
 
 
 def _check_rows(plan: RoutingPlan, expert: torch.Tensor, weights: torch.Tensor, used: int) -> None:
-    """sorted_token_ids, sorted_weights, slot_rows."""
+    """Check sorted_token_ids, sorted_weights and slot_rows."""
     op, top_k = "validate_routing_plan", plan.top_k
     codes, slot_rows = plan.sorted_token_ids.cpu().long(), plan.slot_rows.cpu().long()
     slot, token = codes >> TOKEN_BITS, codes & TOKEN_MASK
@@ -95,14 +95,14 @@ def _check_rows(plan: RoutingPlan, expert: torch.Tensor, weights: torch.Tensor, 
     source = token * top_k + slot
     block_expert = plan.block_expert_ids.cpu().long()[rows // plan.routing_block_m]
     _require_equal("block_expert_ids by row", block_expert, expert.flatten()[source])
-    # Ascending (expert, token, slot) without repetition, and as many rows as were to be kept.
+    # Rows ascend strictly in (expert, token, slot), and no routed row is missing.
     order = block_expert * (plan.num_tokens * top_k) + source
     require(bool((order[1:] > order[:-1]).all()), op, "plan.sorted_token_ids",
             need="rows ascending in expert, token, slot", got="rows out of order or twice")
     kept = int((expert >= 0).sum())
     require(rows.numel() == kept, op, "plan.sorted_token_ids", need=f"{kept} routed rows",
             got=rows.numel())
-    # Padding closes an expert's rows: a row that follows another of its expert follows directly.
+    # Padding comes after all rows of an expert: rows of one expert are contiguous.
     same = block_expert[1:] == block_expert[:-1]
     require(bool((rows[1:] - rows[:-1])[same].eq(1).all()), op, "plan.sorted_token_ids",
             need="padding behind an expert's rows", got="padding between them")
@@ -118,13 +118,13 @@ def _check_rows(plan: RoutingPlan, expert: torch.Tensor, weights: torch.Tensor, 
 
 def topk_decision_gap(logits: torch.Tensor, top_k: int, options: TopKOptions,
                       correction_bias: torch.Tensor | None = None) -> torch.Tensor:
-    """float64 [T]: the smallest difference of scores that decides a token's expert ids, relative.
+    """Smallest relative score difference that decides the expert ids of each token, float64 [T].
 
-    It is divided by the token's largest |score| + |bias|. Two implementations whose float32 scores
-    differ by a relative error below a quarter of it choose the same ids (a group's score adds two
-    scores, and both sides of a comparison move). Exact ties, which go to the lower id in every
-    implementation, do not count. Logits that are themselves the ranked scores have no rounding, so
-    the gap is infinite there.
+    The difference is divided by the token's largest |score| + |bias|. If the float32 scores of two
+    implementations differ by a relative error below a quarter of this gap, they choose the same
+    ids. (A group's score is the sum of two scores, and both sides of a comparison have an error:
+    a factor of four.) Exact ties do not count: every implementation takes the lower id. If the
+    logits themselves are ranked, nothing is rounded and the gap is infinite.
 
     Args:
         logits: [T, E]. top_k, options, correction_bias: as given to route_topk.
@@ -152,19 +152,20 @@ def topk_decision_gap(logits: torch.Tensor, top_k: int, options: TopKOptions,
 
 
 def _smallest_step(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Smallest non-zero difference of neighbours among the `count` + 1 largest of each row."""
+    """Smallest non-zero difference between neighbours in the sorted top `count` + 1 of each row."""
     best = values.topk(min(count + 1, values.shape[1]), dim=-1).values
     steps = torch.nn.functional.pad(best[:, :-1] - best[:, 1:], (0, 1), value=float("inf"))
     return torch.where(steps == 0, float("inf"), steps).amin(dim=1)
 
 
 def topk_weight_tolerance(span: float, terms: int) -> float:
-    """Relative error that two float32 implementations of the weights may differ by.
+    """Largest relative difference between two correct float32 implementations of the weights.
 
-    A weight is a quotient of an exponential and a sum of at most `terms` positive exponentials with
-    arguments within ±`span`. On a GPU ``exp(x) = 2^(x·log2 e)``: rounding the product costs
-    ``|x|·2⁻²⁴``, the instruction 2 ulp. Numerator and denominator each bring that; both sums bring
-    ``terms − 1`` roundings; division, ``1 + …``, factor and the libm of the other side at most
-    12 half-ulps more: ``(2·span + 2·terms + 20)·2⁻²⁴``.
+    A weight is an exponential divided by a sum of at most `terms` positive exponentials, whose
+    arguments lie within ±`span`. A GPU computes ``exp(x) = 2^(x·log2 e)``: rounding the product
+    adds a relative error of ``|x|·2⁻²⁴``, the instruction adds 2 ulp. Numerator and denominator
+    both have this error. Each implementation's sum has ``terms − 1`` roundings. The division,
+    ``1 + …``, the scaling factor and the other side's libm add at most 12 half-ulps. The total is
+    ``(2·span + 2·terms + 20)·2⁻²⁴``.
     """
     return (2 * span + 2 * terms + 20) * 2.0**-24

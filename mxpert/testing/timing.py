@@ -1,9 +1,9 @@
-"""Timing that can be compared: cold L2, graph replays, interleaved variants, measured ceilings.
+"""Comparable timing: cold L2, graph replays, interleaved variants, measured ceilings.
 
-On a GPU each variant is captured once; the graph holds one call per routing, so that the weights of
-one call have left the L2 cache before the next replay reads them, and a read-only sweep larger than
-L2 precedes each replay. Variants take turns in changing order: clock drift hits all of them alike,
-and so does what ran before. On a CPU the same interface times plain calls.
+On a GPU each variant is captured once into a graph with one call per routing. A read-only sweep
+larger than L2 runs before each replay, so weights are not in L2. Variants are interleaved in
+changing order, so clock drift and preceding kernels affect all of them equally. On a CPU the same
+interface times plain calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import require
 Call = Callable[[], object]
 Result = TypeVar("Result")
 BYTES_PER_MX_WEIGHT = 4.25 / 8
-"""MXFP4: four bits a code, and one scale byte for 32 codes."""
+"""MXFP4 bytes per weight: four bits a code, and one scale byte for 32 codes."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,18 @@ class Timing:
 def time_graph(variants: Mapping[str, Sequence[Call]], *, device: torch.device | str,
                repeats: int = 20, warmup: int = 3,
                failures: dict[str, Exception] | None = None) -> dict[str, Timing]:
-    """Time variants in turns of changing order: CUDA-graph replays on a GPU, plain calls on a CPU.
+    """Time variants, interleaved: CUDA-graph replays on a GPU, plain calls on a CPU.
 
     Args:
-        variants: name → calls, one for each routing (or other input) to rotate through. On a GPU
-            a call must be capturable; no call may depend on another.
-        device: where the calls run.
-        repeats: timed replays of each variant. warmup: untimed ones before.
-        failures: takes the error of a variant that cannot run, and the others are timed without
-            it; None lets the error out.
+        variants: name → calls, one for each routing (or other input). On a GPU a call must be
+            capturable. Calls must not depend on each other.
+        device: device of the calls.
+        repeats: timed replays of each variant. warmup: untimed replays before them.
+        failures: receives the error of each variant that cannot run, and the others are timed;
+            with None the error is raised.
 
     Returns:
-        name → Timing of one call (a replay divided by the calls that it holds).
+        name → Timing of one call (time of a replay divided by its number of calls).
 
     Raises:
         ValueError: a variant without calls, or fewer than one repeat.
@@ -86,8 +86,10 @@ def time_graph(variants: Mapping[str, Sequence[Call]], *, device: torch.device |
 
 
 def _turns(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
-    """The order of each round: names take the first place in turn, the others follow shuffled, so
-    that what runs first and what runs before whom is spread evenly even over few rounds."""
+    """Order of the variants in each round: each is first in turn, the others are shuffled.
+
+    Few rounds are enough to spread first places and predecessors evenly.
+    """
     order = random.Random(0)
     for first in range(rounds if names else 0):
         lead = names[first % len(names)]
@@ -97,7 +99,7 @@ def _turns(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
 
 def _try_each(variants: Mapping[str, Sequence[Call]], attempt: Callable[[Sequence[Call]], Result],
               failures: dict[str, Exception] | None) -> dict[str, Result]:
-    """name → attempt(calls); a variant that raises goes to `failures`."""
+    """name → attempt(calls); errors are stored in `failures`, or raised if that is None."""
     results = {}
     for name, calls in variants.items():
         try:
@@ -128,7 +130,7 @@ def _time_graphs(variants: Mapping[str, Sequence[Call]], repeats: int, warmup: i
 
 
 def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """One graph with every call; run eagerly first, so that nothing compiles during capture."""
+    """Capture all calls in one graph, after an eager run that compiles the kernels."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -144,8 +146,8 @@ def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 
 
 def _l2_sweep() -> torch.Tensor:
-    """A buffer twice as large as L2; reading it leaves clean lines, so nothing is written back
-    while the clock runs."""
+    """A buffer twice as large as L2. It is only read, so L2 has no dirty lines to write back during
+    the timed replay."""
     l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return torch.zeros(max(2 * l2_bytes, 1 << 20) // 4, dtype=torch.int32, device="cuda")
 
@@ -170,8 +172,8 @@ def _time_calls(variants: Mapping[str, Sequence[Call]], repeats: int, warmup: in
 def read_bandwidth(device: torch.device | str) -> float:
     """Bytes per second of a read-only stream: the ceiling of a memory-bound kernel.
 
-    On a GPU the best of a few grids of a summing Triton kernel over 4 GiB; on a CPU a torch sum
-    over 256 MiB.
+    On a GPU: a Triton sum over 4 GiB, the fastest of a few grids. On a CPU: a torch sum over
+    256 MiB.
     """
     if torch.device(device).type == "cuda":
         from ._read_kernel import stream_calls
@@ -190,9 +192,9 @@ def matmul_rate(device: torch.device | str, activation_format: str = "bf16",
     """Floating-point operations per second of the vendor's dense GEMM: the compute ceiling.
 
     Args:
-        device: where to measure.
-        activation_format: "bf16" measures bfloat16 (float32 on a CPU, where the reference computes
-            in it); the others measure e4m3 with fast accumulation, where the GPU has it.
+        device: the device to measure.
+        activation_format: "bf16" measures bfloat16 (float32 on a CPU, as the reference computes).
+            Other formats measure e4m3 with fast accumulation if the GPU supports it.
         size: rows and columns of the square matrices; by default 8192, on a CPU 1024.
     """
     on_gpu = torch.device(device).type == "cuda"
@@ -216,10 +218,11 @@ def matmul_rate(device: torch.device | str, activation_format: str = "bf16",
 
 @dataclass(frozen=True)
 class Work:
-    """What one call must at least move and compute, to set a time against the ceilings.
+    """Least memory traffic and arithmetic of one call, to compare its time with the ceilings.
 
     Args:
-        weight_bytes: codes and scales of the experts that were hit. flops: multiply-adds, twice.
+        weight_bytes: bytes of codes and scales of the experts that have rows.
+        flops: floating-point operations, two for each multiply-add.
     """
 
     weight_bytes: float
@@ -240,5 +243,5 @@ class Work:
         return cls(hit_experts * elements * BYTES_PER_MX_WEIGHT, 2 * routed_rows * elements)
 
     def floor_us(self, bandwidth: float, rate: float) -> float:
-        """Microseconds below which no kernel can end: the slower of reading and computing."""
+        """Lower bound of the time in microseconds: the slower of reading and computing."""
         return max(self.weight_bytes / bandwidth, self.flops / rate) * 1e6

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FIXED_PTXAS = (13, 3)
-"""First CUDA release whose ptxas keeps the registers of a wgmma A operand until it was read."""
+"""First CUDA release whose ptxas does not reuse the registers of a wgmma A operand too early."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What Triton compiles with here.
+    """Versions and paths of the installed compiler.
 
     Args:
-        triton: version. ptxas_path, ptxas: the assembler for Hopper and its release, or None.
-        cache_directory: where compiled kernels are kept.
+        triton: version of Triton. ptxas_path, ptxas: path and release of the assembler, or None.
+        cache_directory: Triton's cache of compiled kernels.
     """
 
     triton: str
@@ -25,14 +25,14 @@ class Toolchain:
     @property
     def register_operand_hazard(self) -> bool:
         """Whether this ptxas may reuse the registers of a wgmma A operand before the asynchronous
-        read ends; kernels that feed A from registers are then race-tested, not trusted."""
+        read ends. With such a ptxas, kernels with A in registers are tested for races."""
         if self.ptxas is None:
             return False
         return tuple(int(part) for part in self.ptxas.split(".")[:2]) < FIXED_PTXAS
 
 
 def toolchain() -> Toolchain:
-    """Read the facts from Triton.
+    """Read versions and paths from Triton.
 
     Raises:
         ImportError: Triton is not installed.

@@ -1,7 +1,8 @@
-"""Checks that look at data: slow (each copies a tensor to the host), for debugging and tests.
+"""Checks of tensor data for debugging and tests. They are slow: each copies a tensor to the host.
 
-The ops check everything that is known without a synchronisation and guard memory against the rest;
-ids out of range are skipped there, duplicates and NaN go through. These functions name them.
+The ops check shapes, dtypes and devices, but never data, since that needs a synchronisation. They
+skip ids out of range and stay inside memory; duplicate ids and NaN are computed with. These
+functions raise for such data.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ def validate_routing(
     topk_weights: torch.Tensor | None, topk_ids: torch.Tensor, *, num_experts: int,
     allow_skipped: bool = False,
 ) -> None:
-    """Ids in range and distinct per token, weights finite.
+    """Check that ids are in range and distinct per token, and that weights are finite.
 
     Args:
         topk_weights: float32 [T, k], or None. topk_ids: int32 [T, k].
         num_experts: global number of experts. allow_skipped: let −1 stand for "no expert".
 
     Raises:
-        ValueError: the first offending token and its ids or weight.
+        ValueError: the message names the first wrong id or weight.
 
     Example:
         >>> validate_routing(None, torch.tensor([[0, 3]], dtype=torch.int32), num_experts=4)
@@ -52,14 +53,15 @@ def validate_routing(
 
 
 def validate_plan(plan: RoutingPlan) -> None:
-    """The invariants of the sorting contract.
+    """Check the invariants of a routing plan.
 
-    Blocks in use hold experts in ascending order, a contiguous run each, and −1 follows; rows past
-    ``num_valid[0]`` and padding rows hold ``top_k << 24 | T`` and weight 0, each expert's padding
-    last; tokens ascend within an expert; `slot_rows` is the inverse of `sorted_token_ids`.
+    - Blocks in use hold experts in ascending order; all other blocks hold −1.
+    - Padding rows and rows past ``num_valid[0]`` hold ``top_k << 24 | T`` and weight 0.
+    - The padding of an expert comes after its rows, and tokens ascend within an expert.
+    - `slot_rows` is the inverse of `sorted_token_ids`.
 
     Raises:
-        ValueError: the first row or block that breaks one of them.
+        ValueError: the message names the first wrong row or block.
     """
     op, unit = "validate_plan", plan.routing_block_m
     check_plan_shapes(plan, op)
@@ -78,7 +80,7 @@ def validate_plan(plan: RoutingPlan) -> None:
 
 
 def _validate_rows(plan: RoutingPlan, used: int, tokens: int, op: str) -> None:
-    """Row by row: padding, order, and the inverse."""
+    """Check the rows: padding, ascending tokens, and `slot_rows` as the inverse."""
     rows, top_k = torch.arange(plan.capacity, device=plan.device), plan.top_k
     token, slot = plan.sorted_token_ids & TOKEN_MASK, plan.sorted_token_ids >> TOKEN_BITS
     padding = plan.sorted_token_ids == (top_k << TOKEN_BITS | plan.num_tokens)
@@ -103,13 +105,13 @@ def _validate_rows(plan: RoutingPlan, used: int, tokens: int, op: str) -> None:
 
 
 def validate_group_offsets(group_offsets: torch.Tensor, num_rows: int) -> None:
-    """Offsets of grouped rows: first 0, not decreasing, last at most `num_rows`.
+    """Check group offsets: the first is 0, they do not decrease, the last is at most `num_rows`.
 
     Args:
         group_offsets: int32 or int64 [G + 1]. num_rows: M, rows of the grouped operand.
 
     Raises:
-        ValueError: the first offset that breaks this.
+        ValueError: the message names the first wrong offset.
 
     Example:
         >>> validate_group_offsets(torch.tensor([0, 3, 3, 5]), num_rows=8)
@@ -127,10 +129,10 @@ def validate_group_offsets(group_offsets: torch.Tensor, num_rows: int) -> None:
 
 
 def validate_weights(weights: MoEWeights) -> None:
-    """No NaN scale, no scale whose values leave float32, finite biases.
+    """Check that scales are no NaN and keep values within float32, and that biases are finite.
 
     Raises:
-        ValueError: the first offending block or bias.
+        ValueError: the message names the first wrong scale or bias.
     """
     op = "validate_weights"
     for name in ("gate_up_proj", "down_proj"):
@@ -151,7 +153,7 @@ def _validate_scales(tensor: MXTensor, op: str, argument: str) -> None:
 
 def _require_none(bad: torch.Tensor, op: str, argument: str, need: str, got: torch.Tensor,
                   remedy: str = "") -> None:
-    """Raise for the first element where `bad` holds, showing it."""
+    """Raise if any element of `bad` is true; the message shows the first."""
     found = bad.nonzero()
     if len(found):
         at = tuple(found[0].tolist())

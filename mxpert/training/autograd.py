@@ -15,6 +15,7 @@ from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
 from ..ops.library import rebuild_mx
 from ..ops.quantize import FLOAT_DTYPES, quantize
 from ..ops.quantize_dual import quantize_dual
+from ..routing import group_bounds
 from .recipe import MXFP8Recipe, Spans
 
 OFFSET_DTYPES = (torch.int32, torch.int64)
@@ -29,7 +30,8 @@ def grouped_linear(
     Forward ``y[r] = x[r] @ weight[g(r)].T + bias[g(r)]``, dgrad ``dx[r] = dy[r] @ weight[g(r)]``,
     wgrad ``dweight[g] = dy_g.T @ x_g``, where g(r) is the group with ``group_offsets[g] ≤ r <
     group_offsets[g + 1]``. Rows at or beyond ``group_offsets[-1]`` are not read: their outputs and
-    gradients are 0. Empty groups have zero gradients.
+    gradients are 0. Empty groups have zero gradients. Offsets outside of [0, M] are clamped, and an
+    offset below an earlier one counts as the earlier one, so that its group is empty.
 
     For backward only quantised column-wise copies are kept: x [K, P] and weight [G, K, N], codes
     and scales (33 bytes for 32 values), with P = ``padded_capacity(M, G)``, and the offsets. Under
@@ -43,9 +45,8 @@ def grouped_linear(
         x: [M, K], bfloat16, float16 or float32; also float64 where the recipe is not enabled.
         weight: [G, N, K], any of these dtypes: quantised as it is (float32 master weights lose
             nothing on the way), or cast to the dtype of x where the recipe is not enabled.
-        group_offsets: int32 or int64 [G + 1] on the device of x; [0] is 0, non-decreasing, the last
-            at most M. Never read back to the host, except for float16, float32 and float64 with
-            ``enabled=False``.
+        group_offsets: int32 or int64 [G + 1] on the device of x; the first is 0. Never read back to
+            the host, except for float16, float32 and float64 with ``enabled=False``.
         bias: [G, N], added to the rounded product in the dtype of x. Its gradient is summed in
             float32 (float64 for float64).
         recipe: formats, scale rule and switches. With MXFP8, K and N are multiples of 32.
@@ -120,6 +121,7 @@ class _GroupedLinear(torch.autograd.Function):
         group_offsets: torch.Tensor, main_grad: torch.Tensor | None, recipe: MXFP8Recipe,
         grad_enabled: bool,
     ) -> torch.Tensor:
+        group_offsets = group_bounds(group_offsets, x.shape[0])
         # main_grad is no saved tensor: backward writes it, which autograd would take for an error
         # where one weight is used twice.
         ctx.recipe, ctx.main_grad = recipe, main_grad
@@ -269,14 +271,20 @@ def _parts(group_offsets: torch.Tensor) -> list[slice]:
 
 
 def _add_bias(y: torch.Tensor, bias: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
-    """Add to each row its group's bias; rows beyond the last group get a row of zeros."""
+    """Add to each row its group's bias; rows outside of every group get zeros.
+
+    group_offsets: as `group_bounds` returns them.
+    """
     rows = torch.arange(y.shape[0], dtype=group_offsets.dtype, device=y.device)
-    group = torch.searchsorted(group_offsets[1:].contiguous(), rows, right=True)
-    padded = torch.nn.functional.pad(bias.to(y.dtype), (0, 0, 0, 1))  # [G + 1, N]
+    group = torch.searchsorted(group_offsets, rows, right=True)
+    padded = torch.nn.functional.pad(bias.to(y.dtype), (0, 0, 1, 1))  # [G + 2, N]
     return y + padded[group]
 
 
 def _sum_groups(grad: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
-    """Sum of each group's rows [G, N], in float32 or wider, in a fixed order."""
+    """Sum of each group's rows [G, N], in float32 or wider, in a fixed order.
+
+    group_offsets: as `group_bounds` returns them; `segment_reduce` does not check them.
+    """
     wide = grad if grad.dtype == torch.float64 else grad.float()
     return torch.segment_reduce(wide, "sum", offsets=group_offsets, axis=0, unsafe=True, initial=0)

@@ -12,6 +12,7 @@ from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
 from ..ops.library import rebuild_mx
 from ..ops.quantize import FLOAT_DTYPES
 from ..ops.quantize_dual import quantize_dual
+from ..routing import group_bounds
 from .autograd import grouped_linear, multiply_groups, multiply_rows, quantize_rows
 from .recipe import MXFP8Recipe
 
@@ -31,7 +32,8 @@ def grouped_mm(
     Args:
         a, b: bfloat16, float16 or float32, of one dtype. A b [G, K, N] that is the transpose of a
             contiguous [G, N, K] (as torchtitan passes it) is used without a copy.
-        offs: int32 [G] on the device of a: where each group ends.
+        offs: int32 [G] on the device of a: where each group ends; clamped as the offsets of
+            `grouped_linear`.
         bias: None, as torch requires; for 2D × 3D also [G, N].
         out_dtype: None or the dtype of a, as torch requires.
         recipe: formats and switches. With MXFP8, K and N (2D × 2D: M and N) are multiples of 32;
@@ -105,6 +107,7 @@ class _GroupedOuter(torch.autograd.Function):
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, group_offsets: torch.Tensor,
                 recipe: MXFP8Recipe) -> torch.Tensor:
         ctx.recipe, ctx.dtype = recipe, a.dtype
+        group_offsets = group_bounds(group_offsets, a.shape[0])
         if not recipe.enabled:
             ctx.save_for_backward(a, b, group_offsets)
             return multiply_groups(a, b, group_offsets, out_dtype=a.dtype)

@@ -67,10 +67,10 @@ def test_a_cell_is_a_cliff_above_the_limit() -> None:
         row("qwen3-235b", 0.5), row("qwen3-235b", 0.25, routing="hot"), row("even", 0.41),
         row("cliff", 0.39), row("faster", 0.6), row("alone", 0.6, T=131)])
     assert [each["cliff"] for each in found] == [False, True, False, True, False, None]
-    assert found[1]["ratio"] == 2.0
-    assert found[-1]["ratio"] is None
+    assert found[1]["relative"] == 0.5
+    assert found[-1]["relative"] is None
     text = cliffs.table(found)
-    assert "**25 (2.00)**" in text
+    assert "**25 (0.50)**" in text
     assert "| 60 (–) |" in text
 
 
@@ -100,15 +100,15 @@ def test_a_dry_run_measures_shape_and_neighbour(tmp_path: Path,
         for model, routing in (("kimi-k2-tp4", "uniform"), *((SHAPE, name)
                                                              for name in cliffs.ROUTINGS))
         for activation in cliffs.FORMATS for stage in cliffs.STAGES}
-    assert all(each["rel_l2"] < 1e-2 and each["ratio"] > 0 for each in found["rows"])
-    assert {each["ratio"] for each in found["rows"] if each["model"] == "kimi-k2-tp4"} == {1.0}
+    assert all(each["rel_l2"] < 1e-2 and each["relative"] > 0 for each in found["rows"])
+    assert {each["relative"] for each in found["rows"] if each["model"] == "kimi-k2-tp4"} == {1.0}
     assert found["meta"]["commit"] == "abc"
     assert found["meta"]["left"] == []
     calls = found["first_calls"]
     assert set(calls) == {"empty_cache", "kept_cache", "most_s", "most_binaries"}
     assert list(calls["kept_cache"]["seconds"]) == [
-        "bf16 T=17", "bf16 T=2053", "mxfp8 T=17", "mxfp8 T=2053"]
-    assert calls["empty_cache"]["binaries"] == {"bf16": 0, "mxfp8": 0}
+        f"{name} T={tokens}" for name in cliffs.FORMATS for tokens in (17, 2053)]
+    assert calls["empty_cache"]["binaries"] == dict.fromkeys(cliffs.FORMATS, 0)
     text = capsys.readouterr().out
     assert f"| {SHAPE} | 5 | hot | kimi-k2-tp4 |" in text
     assert "| first call, s | empty cache | kept cache |" in text
@@ -140,7 +140,7 @@ def test_cliffs_are_listed_the_worst_first_and_folded() -> None:
     page = cliffs.markdown({"meta": meta, "rows": cliffs.with_neighbours(rows), "first_calls": {},
                             "binaries": {"total": 0, "by_kernel": {}}})
     assert "## Cliffs: 15 of 16" in page
-    first = page.index("| m14 T=17 uniform layer bf16 | 25 | qwen3-235b | 50 | 2.00 | c |")
+    first = page.index("| m14 T=17 uniform layer bf16 | 25 | qwen3-235b | 50 | 0.50 | c |")
     assert first < page.index("| m3 T=17") < page.index("the others") < page.index("| m2 T=17")
 
 
@@ -151,7 +151,7 @@ def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         1.1 if self.activation == "mxfp8" else 1.0))
     code, found = run(tmp_path / "x.json", "--routings", "uniform")
     assert code == 1
-    assert {each["activation"] for each in found["rows"]} == {"bf16"}
+    assert {each["activation"] for each in found["rows"]} == {"bf16", "mxfp4"}
     errors = [each["error"] for each in found["meta"]["failures"]]
     assert len(errors) == 2
     assert all(error.startswith("GateError") and "relative L2" in error for error in errors)

@@ -105,12 +105,22 @@ def test_resume_refuses_another_run(tmp_path: Path, name: str) -> None:
 
 def test_important_cells_come_first() -> None:
     found = cells.ordered_cells(list(cells.MODELS.values())[::-1], cells.TOKENS)
-    assert len(set(found)) == 6 * 9
+    assert len(set(found)) == 8 * 9
     assert [str(cell) for cell in found[:2]] == ["gpt-oss-120b T=1 uniform",
                                                 "gpt-oss-120b T=16 uniform"]
-    tokens = [cell.tokens for cell in found]
+    names, tokens = [cell.model.name for cell in found], [cell.tokens for cell in found]
+    assert set(names[:36]) == set(cells.NAMED)
     assert {4, 64, 4096}.isdisjoint(tokens[:36])
-    assert set(tokens[36:]) == {4, 64, 4096}
+    assert set(names[36:54]) == set(cells.REFERENCE)
+    assert set(tokens[54:]) == {4, 64, 4096}
+
+
+def test_the_reference_systems_shapes_have_their_own_token_counts() -> None:
+    found = [cell for cell in cells.ordered_cells(list(cells.MODELS.values())) if cell.is_reference]
+    assert [(cell.model.name, cell.tokens) for cell in found] == [("gpt-oss-120b", 16384), *(
+        (name, tokens) for name in ("kimi-e385", "r1-e384") for tokens in (4, 16, 64, 256, 16384))]
+    assert found[1].stages(cells.STAGES) == ["gate_up", "down", "layer"]
+    assert cells.Cell(cells.MODELS["dsv3-ep8"], 16).stages(cells.STAGES) == list(cells.STAGES)
 
 
 @pytest.mark.parametrize("name", cells.ROUTINGS)
@@ -125,40 +135,42 @@ def test_inputs_are_the_same_on_every_run(name: str) -> None:
         assert (once[0].logits.argmax(1)[::2] == 0).all()
 
 
-def test_ratios_compare_each_of_our_formats_with_the_best_peer_of_its_width() -> None:
+def test_each_of_our_formats_is_compared_with_the_best_peer_of_its_width() -> None:
     rows = [row(us=10), row("marlin", 40), row("triton_kernels", 20),
             row(us=30, activation="mxfp8"), row(us=12, activation="fp8_token"),
             row("humming", 15, activation="fp8_token"), row(us=5, tokens=1024),
-            row(us=7, stage="down")]
-    found = {each.activation: each for each in figures.ratios(rows)}
-    assert list(found) == ["bf16", "mxfp8", "fp8_token"]
-    assert (found["bf16"].peer["impl"], found["bf16"].value) == ("triton_kernels", 0.5)
-    assert (found["mxfp8"].value, found["fp8_token"].value) == (2.0, 0.8)
+            row(us=7, stage="down"), row(us=6, activation="mxfp4")]
+    found = {each.activation: each for each in figures.speed_ups(rows)}
+    assert list(found) == ["bf16", "mxfp8", "fp8_token", "mxfp4"]
+    assert (found["bf16"].peer["impl"], found["bf16"].value) == ("triton_kernels", 2.0)
+    assert (found["mxfp8"].value, found["fp8_token"].value) == (0.5, 1.25)
+    assert (found["mxfp4"].peer["activation"], found["mxfp4"].value) == ("fp8_token", 2.5)
     assert [each.activation for each in figures.slower_cells(found.values())] == ["mxfp8"]
 
 
 def test_geometric_means_by_stage_and_regime() -> None:
     rows = [row(us=10, tokens=1), row("marlin", 40, tokens=1), row(us=10, tokens=256),
             row("marlin", 10, tokens=256), row(us=30, tokens=1024), row("marlin", 10, tokens=1024)]
-    assert figures.geometric_means(figures.ratios(rows)) == {
-        ("bf16", "layer", "decode"): (pytest.approx(0.5), 2, 1.0),
-        ("bf16", "layer", "prefill"): (pytest.approx(3.0), 1, 3.0)}
+    assert figures.geometric_means(figures.speed_ups(rows)) == {
+        ("bf16", "layer", "decode"): (pytest.approx(2.0), 2, 1.0),
+        ("bf16", "layer", "prefill"): (pytest.approx(1 / 3), 1, 1 / 3)}
 
 
-def test_layer_overhead_needs_all_three_times() -> None:
+def test_the_gemms_share_needs_all_three_times() -> None:
     rows = [row(us=13), row(us=8, stage="gate_up_gemm"), row(us=4, stage="down_gemm"),
             row(us=9, tokens=64)]
-    assert figures.layer_overheads(rows) == {("dsv3-ep8", "uniform", "bf16", 16): 13 / 12}
+    assert figures.gemm_shares(rows) == {("dsv3-ep8", "uniform", "bf16", 16): 12 / 13}
 
 
-def test_scale_ratios_need_both_formats_and_sum_the_stages() -> None:
-    rows = [row(us=11, activation="mxfp8"), row(us=10, activation="fp8_token"),
+def test_formats_compare_where_both_are_and_by_the_sum_of_the_stages() -> None:
+    rows = [row(us=10, activation="mxfp8"), row(us=11, activation="fp8_token"),
             row("humming", 1, activation="fp8_token"), row(us=5, activation="mxfp8", tokens=1)]
     for stage, blocks, token in (("gate_up", 9, 4), ("down", 3, 6)):
         rows += [row(us=blocks, activation="mxfp8", stage=stage),
                  row(us=token, activation="fp8_token", stage=stage)]
-    found = {stage: value for (_, _, _, stage), value in figures.scale_ratios(rows).items()}
-    assert found == {"layer": 1.1, "gate_up": 9 / 4, "down": 0.5, "gate_up + down": 1.2}
+    found = {stage: value for (_, _, _, stage), value in figures.format_speed_ups(
+        rows, "mxfp8", "fp8_token").items()}
+    assert found == {"layer": 1.1, "gate_up": 4 / 9, "down": 2.0, "gate_up + down": 10 / 12}
 
 
 @pytest.mark.parametrize("activation, tokens, bound", [
@@ -176,20 +188,21 @@ def goal(rows: list[dict[str, Any]], what: str, *, of_mean: bool = False) -> goa
 
 
 def test_every_goal_is_there_for_every_format() -> None:
-    rows = [row(activation=name) for name in ("bf16", "mxfp8", "fp8_token")]
+    rows = [row(activation=name) for name in ("bf16", "mxfp8", "fp8_token", "mxfp4")]
     found = goals.goals({"meta": META, "rows": rows})
-    assert [each.number for each in found] == [1] * 12 + [2] * 9 + [3] + [4] * 3
-    assert found[-4].columns()[0] == "3. mxfp8 / fp8_token"
+    assert [each.number for each in found] == [1] * 16 + [2] * 12 + [3] * 2 + [4] * 4
+    assert found[-6].columns()[0] == "3. speed of mxfp8 over fp8_token"
+    assert found[-5].values == {"dsv3-ep8 T=16 layer": 1.0}
     assert found[-1].columns()[-1] == "not measured"
 
 
 def test_a_goal_of_every_cell_and_one_of_the_mean() -> None:
     rows = [row(us=10), row("marlin", 40), row(us=11, tokens=4), row("marlin", 10, tokens=4)]
-    each, mean = (goal(rows, "bf16 decode / best", of_mean=of_mean) for of_mean in (False, True))
+    each, mean = (goal(rows, "bf16 decode, speed", of_mean=of_mean) for of_mean in (False, True))
     assert (each.num_met, each.is_met, each.worst) == (1, False, "dsv3-ep8 T=4 layer")
     assert mean.is_met
-    assert mean.mean == pytest.approx((0.25 * 1.1) ** 0.5)
-    assert mean.columns()[1:] == ("mean ≤ 0.60", "0.52", "1.10 (dsv3-ep8 T=4 layer)", "1 of 2",
+    assert mean.mean == pytest.approx((4 / 1.1) ** 0.5)
+    assert mean.columns()[1:] == ("mean ≥ 1.67", "1.91", "0.91 (dsv3-ep8 T=4 layer)", "1 of 2",
                                   "met")
 
 
@@ -220,13 +233,14 @@ def test_goals_speak_of_the_cells_that_they_name() -> None:
     assert list(rates.values) == ["gpt-oss-120b T=8192 down_gemm"]
     layers = [row(us=us, tokens=tokens, stage=stage) for tokens in (16, 64)
               for us, stage in ((12, "layer"), (8, "gate_up_gemm"), (4, "down_gemm"))]
-    assert goal(layers, "two GEMMs").values == {"dsv3-ep8 T=64": 1.0}
+    assert goal(layers, "two GEMMs /").values == {"dsv3-ep8 T=64": 1.0}
 
 
 def test_everything_is_rendered_from_the_json_alone(tmp_path: Path) -> None:
     rows = [row(us=10), row("marlin", 8), row(us=8, stage="gate_up_gemm"),
             row("marlin", 9, stage="gate_up_gemm"), row(us=30, activation="mxfp8"),
-            row(us=20, activation="fp8_token"),
+            row(us=20, activation="fp8_token"), row(us=15, activation="mxfp4"),
+            row("humming", 30, activation="fp8_token"), row(us=7, model="r1-e384", tokens=64),
             row(us=900, tokens=8192, stage="down_gemm", activation="mxfp8")]
     failures = [dict(zip(document.KEY_COLUMNS, row_key(row("humming", tokens=tokens)),
                          strict=True)) | {"error": "no nvcc"} for tokens in (64, 16)]
@@ -238,32 +252,60 @@ def test_everything_is_rendered_from_the_json_alone(tmp_path: Path) -> None:
     full = (tmp_path / "moe.md").read_text()
     assert "| dsv3-ep8 T=16 layer bf16 | 10.0 |" in full
     assert "| marlin 8.0 |" in full
-    assert "1 of 2 cells." in full
-    assert "| layer | 1.50 | 1.50 (dsv3-ep8 T=16) | 1 |" in full
-    assert "| 3. mxfp8 / fp8_token | ≤ 1.10 | 1.50 |" in full
+    assert "1 of 5 cells." in full
+    assert "| layer | 0.67 | 0.67 (dsv3-ep8 T=16) | 1 |" in full
+    assert "| layer | 2.00 | 2.00 (dsv3-ep8 T=16) | 1 |" in full
+    assert "| 3. speed of mxfp8 over fp8_token | ≥ 0.91 | 0.67 |" in full
     assert "absent: no nvcc" in full
     assert "- humming/bf16 dsv3-ep8, T = 16, 64, layer: `no nvcc`" in full
     assert "out of time: dsv3-ep8 T=4 uniform" in full
-    assert full.count("<details>") == full.count("</details>") == 2
-    assert "10 (1.25×)" in (tmp_path / "moe-summary.md").read_text()
-    assert (tmp_path / "moe.png").read_bytes().startswith(b"\x89PNG")
+    assert full.count("<details>") == full.count("</details>") == 3
+    assert "10 (0.80×)" in (tmp_path / "moe-summary.md").read_text()
+    for name in ("moe.png", "layers.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_has_the_block_of_the_json(tmp_path: Path) -> None:
+    rows = [row(us=10), row("marlin", 8), row(us=15, activation="mxfp4"),
+            row("humming", 30, activation="fp8_token"), row(us=9, activation="fp8_token"),
+            row(us=7, model="r1-e384", tokens=64)]
+    (tmp_path / "moe.json").write_text(json.dumps({"meta": META, "rows": rows}))
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- measured: begin -->\nold\n<!-- measured: end -->\nafter\n")
+    assert render.main([str(tmp_path / "moe.json"), "--readme", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!--")
+    assert text.endswith("-->\nafter\n")
+    assert "old" not in text
+    assert "| dsv3-ep8 a16w4 | 10 (0.80×) |\n| dsv3-ep8 a4w4 | 15 (2.00×) |" in text
+    assert "| r1-e384 a16w4 | 7 |" in text
+    assert "fp8_token" not in text
+    page.write_text("no markers")
+    assert render.main([str(tmp_path / "moe.json"), "--readme", str(page)]) == 2
+    assert page.read_text() == "no markers"
+
+
+def test_the_committed_readme_block_is_that_of_the_json() -> None:
+    root = Path(__file__).resolve().parents[2]
+    block = render.readme_block(document.load(root / "benchmarks/results/nvidia-h200/moe.json"))
+    assert block in (root / "README.md").read_text("utf-8")
 
 
 def test_a_long_list_of_slower_cells_is_folded() -> None:
     rows = [made for model in cells.MODELS for tokens in (1, 4, 16)
             for made in (row(us=20, model=model, tokens=tokens),
                          row("marlin", 10, model=model, tokens=tokens))]
-    text = render.slower_part(figures.ratios(rows), CEILINGS)
-    assert text.startswith("18 of 18 cells.")
-    assert "<summary>the other 6</summary>" in text
+    text = render.slower_part(figures.speed_ups(rows), CEILINGS)
+    assert text.startswith("24 of 24 cells.")
+    assert "<summary>the other 12</summary>" in text
     shown = figures.Roof.of(rows[0], CEILINGS), figures.Roof.of(rows[1], CEILINGS)
-    assert f"| 20.0 | {shown[0]} | marlin 10.0 | {shown[1]} | 2.00 |" in text
+    assert f"| 20.0 | {shown[0]} | marlin 10.0 | {shown[1]} | 0.50 |" in text
 
 
 def test_a_comparison_without_fp8_token_still_renders(tmp_path: Path) -> None:
     text = render.full({"meta": META, "rows": [row(us=10), row(us=9, activation="mxfp8")]})
     assert "Not measured: needs rows of mxpert with mxfp8 and with fp8_token." in text
-    assert "| 3. mxfp8 / fp8_token | ≤ 1.10 | – | – | – | not measured |" in text
+    assert "| 3. speed of mxfp8 over fp8_token | ≥ 0.91 | – | – | – | not measured |" in text
 
 
 def test_the_committed_comparison_renders(tmp_path: Path) -> None:
@@ -294,11 +336,15 @@ def test_a_dry_run_walks_all_cells(tmp_path: Path) -> None:
     found = dry_run(tmp_path / "x.json", "--routings", "uniform,hot", "--commit", "abc")
     assert {row_key(each) for each in found["rows"]} == {
         ("dsv3-ep8", tokens, name, "mxpert", activation, stage) for tokens in (1, 16)
-        for name in ("uniform", "hot") for activation in ("bf16", "mxfp8", "fp8_token")
+        for name in ("uniform", "hot") for activation in ("bf16", "mxfp8", "fp8_token", "mxfp4")
         for stage in ("gate_up", "down", "layer")}
     assert found["meta"]["commit"] == "abc"
     assert {each["error"] for each in found["meta"]["failures"]} == {compare.NO_GEMM}
     assert all(each["rel_l2"] < 1e-2 for each in found["rows"])
+
+
+def test_mxfp4_is_measured_beside_the_a8_peers() -> None:
+    assert compare.asked_peers(["mxfp4"], compare.PEERS) == [("humming", "fp8_token")]
 
 
 def test_a_resumed_run_measures_what_is_missing(tmp_path: Path,
@@ -388,14 +434,18 @@ def test_after_the_time_limit_nothing_is_measured(tmp_path: Path,
     assert found["meta"]["left"] == ["dsv3-ep8 T=1 uniform", "dsv3-ep8 T=16 uniform"]
     text = capsys.readouterr().out
     assert "2 cells left: dsv3-ep8 T=1 uniform, dsv3-ep8 T=16 uniform" in text
-    assert "estimate for an H200, 2 cells, 7 variants: " in text
+    assert "estimate for an H200, 2 cells, 8 variants: " in text
 
 
 def test_a_whole_comparison_is_estimated_to_fit() -> None:
-    every = cells.ordered_cells(list(cells.MODELS.values()), cells.TOKENS)
-    found = estimate.estimate(every, cells.STAGES, len(cells.FORMATS) + len(compare.PEER_KEYS))
-    assert len(every) == 54
-    assert sum(found.values()) < 300
+    named = cells.ordered_cells(list(cells.NAMED.values()), cells.TOKENS)
+    every = cells.ordered_cells(list(cells.MODELS.values()))
+    variants = len(cells.FORMATS) + len(compare.PEER_KEYS)
+    before, now = (sum(estimate.estimate(found, cells.STAGES, number).values())
+                   for found, number in ((named, variants - 1), (every, variants)))
+    assert (len(named), len(every)) == (54, 65)
+    assert before < now < 1.35 * before
+    assert now < 360
 
 
 def test_a_cell_with_a_gap_is_measured_whole(tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ def test_warming_up_launches_every_stage_of_every_cell(monkeypatch: pytest.Monke
 def test_warming_up_takes_a_process_for_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
     monkeypatch.setattr(warm_up.subprocess, "Popen", lambda command, **_: commands.append(command))
-    every = cells.ordered_cells(list(cells.MODELS.values()), cells.TOKENS)
+    every = cells.ordered_cells(list(cells.MODELS.values()))
     warm_up.start(every, cells.FORMATS)
     found = {(command[5], command[7]) for command in commands}
-    assert found == {(counts, name) for counts in ("1,4,16,64,128,256", "1024,4096,8192")
+    assert found == {(counts, name) for counts in ("1,4,16,64,128,256", "1024,4096,8192,16384")
                      for name in cells.FORMATS}
     assert {command[3] for command in commands} == {",".join(cells.MODELS)}
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from mxpert.cli.inspect import sparkline
 from mxpert.cli.main import app
-from mxpert.integrations import quantize_checkpoint as module
+from mxpert.integrations import safetensors_files
 
 runner = CliRunner()
 
@@ -102,7 +102,7 @@ def test_failed_verification_is_exit_code_1(
         save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, path,
                   metadata=metadata)
 
-    monkeypatch.setattr(module, "save_file", save_zeros)
+    monkeypatch.setattr(safetensors_files, "save_file", save_zeros)
     failed = run("quantize", sources["mixtral"], tmp_path / "out")
     assert failed.exit_code == 1
     assert "verification FAILED" in failed.stdout

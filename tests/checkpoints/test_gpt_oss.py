@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from mxpert.integrations.gpt_oss import (
     load_transformers_oracle,
     write_demo_checkpoint,
 )
-from mxpert.integrations.safetensors_files import CheckpointReader, sha256_of
+from mxpert.integrations.safetensors_files import INDEX_FILE, CheckpointReader, sha256_of
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,13 @@ def test_a_missing_tensor_is_not_filled_with_random_numbers(
     demo: Path, copy_of: Any, rewrite: Any,
 ) -> None:
     directory = copy_of(demo)
-    rewrite(directory, "model.layers.0.self_attn.q_proj.weight", lambda tensor: None)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rewrite(directory, name, lambda tensor: None)
+    with pytest.raises(ValueError, match="need the tensor that the index names"):
+        load_transformers_oracle(directory)
+    index = json.loads((directory / INDEX_FILE).read_text("utf-8"))
+    del index["weight_map"][name]
+    (directory / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(ValueError, match="need every tensor of the model, got 1 missing"):
         load_transformers_oracle(directory)
 

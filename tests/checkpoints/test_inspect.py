@@ -95,9 +95,9 @@ def test_a_representable_source_has_no_error(
 ) -> None:
     quantize_checkpoint(sources["mixtral_stacked"], tmp_path / "out")
     source = copy_of(sources["mixtral_stacked"])
-    for layer, weights in load_expert_weights(tmp_path / "out"):
+    for path, weights in load_expert_weights(tmp_path / "out"):
         down = dequantize_blocks(weights.down_proj, torch.bfloat16)
-        rewrite(source, f"model.layers.{layer}.mlp.experts.down_proj", lambda _, d=down: d)
+        rewrite(source, f"{path}.down_proj", lambda _, d=down: d)
     entries = inspect_checkpoint(tmp_path / "out", source=source)
     exact = [entry for entry in entries if entry.projection == "down_proj"]
     assert [(entry.sqnr_db, entry.relative_l2) for entry in exact] == [(None, 0.0)] * 2

@@ -17,11 +17,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mxpert import GateUpOrder, MoEWeights, ScaleRule, UnsupportedError
+from mxpert import GateUpOrder, MoEWeights, ScaleRule, UnsupportedError, __version__
 from mxpert.formats import MXTensor, decode_scale, dequantize_blocks, quantize_blocks
-from mxpert.integrations import quantize_checkpoint as module
+from mxpert.integrations import safetensors_files
 from mxpert.integrations.checkpoints import load_expert_weights, load_gpt_oss_layers
 from mxpert.integrations.gpt_oss import load_transformers_oracle
+from mxpert.integrations.module_paths import layer_number
 from mxpert.integrations.quantize_checkpoint import MANIFEST_FILE, quantize_checkpoint
 from mxpert.integrations.quantize_plan import plan_quantization
 from mxpert.integrations.safetensors_files import CheckpointReader, sha256_of
@@ -63,12 +64,14 @@ def test_every_naming_round_trips(
     assert report.verified, report.failures
     moe_layers = [1] if family == "deepseek_v3" else [0, 1]
     loaded = dict(load_expert_weights(out))
-    assert sorted(loaded) == moe_layers
-    assert loaded[1].gate_up_order is GateUpOrder.INTERLEAVED
+    assert list(loaded) == [entry.module for entry in report.projections[::2]]
+    assert [layer_number(name) for name in loaded] == moe_layers
+    last = list(loaded.values())[-1]
+    assert last.gate_up_order is GateUpOrder.INTERLEAVED
     truth = expert_truth(family)
-    assert matches(loaded[1], truth)
-    assert not matches(loaded[1], truth | {"gate": truth["up"], "up": truth["gate"]})  # can fail
-    assert not matches(loaded[1], truth | {"down": truth["down"].roll(1, dims=0)})
+    assert matches(last, truth)
+    assert not matches(last, truth | {"gate": truth["up"], "up": truth["gate"]})  # can fail
+    assert not matches(last, truth | {"down": truth["down"].roll(1, dims=0)})
     before, after = state_of(source), state_of(out)
     replaced = re.compile(r"\.experts\.(\d+\.|gate_up_proj$|down_proj$)")
     copied = {name for name in before if not replaced.search(name)}
@@ -78,7 +81,7 @@ def test_every_naming_round_trips(
     config = json.loads((out / "config.json").read_text("utf-8"))
     assert config["quantization_config"]["quant_method"] == "mxfp4"
     assert config["quantization_config"]["mxpert"] == {
-        "gate_up_order": "interleaved", "scale_rule": "rceil", "version": "0.1.0"}
+        "gate_up_order": "interleaved", "scale_rule": "rceil", "version": __version__}
     original = json.loads((source / "config.json").read_text("utf-8"))
     assert {k: v for k, v in config.items() if k != "quantization_config"} == original
     assert (out / "tokenizer.json").read_text("utf-8") == "{}"
@@ -102,7 +105,7 @@ def test_codes_and_sqnr_are_those_of_the_rule(
     rule: ScaleRule, sources: dict[str, Path], expert_truth: Any, tmp_path: Path,
 ) -> None:
     report = quantize_checkpoint(sources["mixtral"], tmp_path / "out", scale_rule=rule)
-    (weights,) = (w for layer, w in load_expert_weights(tmp_path / "out") if layer == 1)
+    ((_, weights),) = load_expert_weights(tmp_path / "out", layers=[1])
     down = expert_truth("mixtral")["down"]
     wanted = quantize_blocks(down, "mxfp4", rule=rule)
     assert torch.equal(weights.down_proj.qdata, wanted.qdata)
@@ -126,15 +129,17 @@ def test_a_stacked_gate_up_bias_is_interleaved(
     index["weight_map"][f"{name}_bias"] = file.name
     (source / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     quantize_checkpoint(source, tmp_path / "out")
-    (weights,) = load_expert_weights(tmp_path / "out", layers=[1])
-    assert torch.equal(weights[1].gate_up_bias[:, 0::2], bias[:, :32].float())
-    assert torch.equal(weights[1].gate_up_bias[:, 1::2], bias[:, 32:].float())
+    ((path, weights),) = load_expert_weights(tmp_path / "out", layers=[1])
+    assert f"{path}.gate_up_proj" == name
+    assert torch.equal(weights.gate_up_bias[:, 0::2], bias[:, :32].float())
+    assert torch.equal(weights.gate_up_bias[:, 1::2], bias[:, 32:].float())
 
 
 KILLED_RUN = """
 import os, signal, sys
-from mxpert.integrations import quantize_checkpoint as module
-save, calls = module.save_file, []
+from mxpert.integrations import safetensors_files as files
+from mxpert.integrations.quantize_checkpoint import quantize_checkpoint
+save, calls = files.save_file, []
 def save_file(tensors, path, metadata):
     calls.append(path)
     if len(calls) == 3:  # leave half a shard and die without a goodbye
@@ -142,8 +147,8 @@ def save_file(tensors, path, metadata):
         os.truncate(path, os.path.getsize(path) // 2)
         os.kill(os.getpid(), signal.SIGKILL)
     save(tensors, path, metadata=metadata)
-module.save_file = save_file
-module.quantize_checkpoint(sys.argv[1], sys.argv[2])
+files.save_file = save_file
+quantize_checkpoint(sys.argv[1], sys.argv[2])
 """
 
 
@@ -180,7 +185,7 @@ def test_a_failed_write_leaves_no_trace_and_a_damaged_shard_is_redone(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "save_file", fail)
+        patched.setattr(safetensors_files, "save_file", fail)
         with pytest.raises(OSError, match="No space left"):
             quantize_checkpoint(source, out)
     assert [path.name for path in out.iterdir()] == [MANIFEST_FILE]
@@ -209,7 +214,7 @@ def test_verification_finds(
                 tensors = tensors | {name: tensor}
         save_file(tensors, path, metadata=metadata)
 
-    monkeypatch.setattr(module, "save_file", save_damaged)
+    monkeypatch.setattr(safetensors_files, "save_file", save_damaged)
     report = quantize_checkpoint(sources["mixtral"], tmp_path / "out")
     assert len(report.failures) == 2  # in both layers
     assert all(suffix in failure and "model-" in failure for failure in report.failures)

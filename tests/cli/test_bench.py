@@ -46,12 +46,14 @@ def test_rows_tell_all_that_is_needed_to_judge_them(tmp_path: Path) -> None:
 
 
 def test_json_goes_where_it_is_asked_to(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "h200.json"
-    outcome = run(tmp_path, "--tokens", "1", "--format", "bf16", "--stage", "layer", "--json",
-                  str(target))
+    target = tmp_path / "h200.json"
+    outcome = run(tmp_path / "new", "--tokens", "1", "--format", "a16w4", "--stage", "layer",
+                  "--json", str(target))
     assert outcome.exit_code == 0, outcome.output
-    assert [row["stage"] for row in json.loads(target.read_text())["rows"]] == ["layer"]
-    assert target.with_suffix(".png").is_file()
+    document = json.loads(target.read_text())
+    assert [row["stage"] for row in document["rows"]] == ["layer"]
+    assert document == json.loads((tmp_path / "new" / "bench.json").read_text())
+    assert (tmp_path / "new" / "roofline.png").is_file()
 
 
 def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +66,7 @@ def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(bench, "moe_down", wrong)
     outcome = run(tmp_path, "--tokens", "4", "--format", "bf16", "--stage", "down")
-    assert outcome.exit_code == 2
+    assert outcome.exit_code == 1
     assert "nothing is timed on a wrong result" in outcome.output
     assert not (tmp_path / "bench.json").exists()
 
@@ -83,6 +85,7 @@ def test_the_gate_of_few_rows_with_one_scale_each() -> None:
 
     assert gate("fp8_token", 4) > gate("fp8_token", 64) > measure.END_TO_END_GATE
     assert gate("fp8_token", 4) < 0.025
+    assert gate("mxfp4", 4) > gate("mxfp4", 64) > 4 * measure.END_TO_END_GATE  # one flip: half
     assert gate("mxfp8", 4) == measure.error_gate("layer", "fp8_token") == 1e-2
     assert measure.error_gate("down", "fp8_token", (1, 1)) == measure.STAGE_GATE
 

@@ -132,7 +132,7 @@ def test_a_tokenizer_is_used_where_there_is_one(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
-    (["--formats", "a2w2"], "--formats — need some of a16w4"),
+    (["--formats", "a2w2"], "--format — need some of a16w4,a8w4,a4w4,a8w4-token or bf16,mxfp8"),
     (["--context", 100000], "need at least 100000 tokens, got 5022"),
     (["--device", "cuda:99"], "--device — need a GPU of this machine"),
     (["--text", "/nowhere.txt"], "/nowhere.txt — need a text file"),
@@ -149,7 +149,7 @@ def test_bad_checkpoints_are_one_line(tmp_path) -> None:
     missing = run(tmp_path / "none", "--text", TEXT)
     assert (missing.exit_code, "need a checkpoint directory" in missing.stderr) == (2, True)
     empty = run(tmp_path, "--text", TEXT)
-    assert (empty.exit_code, "need a checkpoint with config.json" in empty.stderr) == (2, True)
+    assert (empty.exit_code, "need an existing JSON file" in empty.stderr) == (2, True)
     model_of(100).save_pretrained(tmp_path / "small")
     small = run(tmp_path / "small", "--text", TEXT, "--device", "cpu")
     assert (small.exit_code, "need a tokenizer" in small.stderr) == (2, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 import mxpert
 from mxpert.cli import doctor, main
 from mxpert.dispatch import detect_target
 from mxpert.errors import UnsupportedError, message
+from mxpert.problem import Target
 from mxpert.testing.toolchain import Toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +90,12 @@ def test_a_path_that_cannot_be_used_is_named(failing_command: str) -> None:
 UNUSABLE = {
     "demo-output": (["demo", "--output", "FILE"], "demo: --output — need a folder"),
     "bench-output": (["bench", "--output", "FILE/deeper"], "bench: --output — need a folder"),
-    "bench-json": (["bench", "--json", "FOLDER"], "bench: --json — need a file"),
+    **{f"{name}-json": ([*call, "--json", "FOLDER"], f"{call[0]}: --json — need a file")
+       for name, call in {
+           "bench": ["bench"], "demo": ["demo"], "doctor": ["doctor"],
+           "tune": ["tune", "--dry-run"], "inspect": ["inspect", "FILE"],
+           "quantize": ["quantize", "FILE", "FOLDER/new"],
+           "eval": ["eval", "FOLDER", "--text", "FILE"]}.items()},
     "demo-backend": (["demo", "--backend", "cuda"], "demo: --backend — need one of hopper, "),
     "bench-backend": (["bench", "--backend", "cuda"], "bench: --backend — need one of hopper, "),
 }
@@ -108,8 +116,10 @@ def test_unusable_options_are_refused_before_the_work(arguments: list[str], matc
 @pytest.mark.parametrize("failing_command", [ValueError("a bug"), KeyError("a bug")], indirect=True)
 def test_other_errors_keep_their_traceback(failing_command: str) -> None:
     outcome = runner.invoke(main.app, ["doctor"])
-    assert isinstance(outcome.exception, (ValueError, KeyError))
-    assert "error:" not in outcome.output
+    assert outcome.exit_code == main.EXIT_DEFECT
+    assert "Traceback" in outcome.stderr
+    assert "Error: " in outcome.stderr.splitlines()[-2]
+    assert outcome.stderr.splitlines()[-1] == "error: a defect of mxpert; please report it"
 
 
 def test_a_missing_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +135,7 @@ def test_a_missing_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_doctor_reports_every_operation_as_json() -> None:
-    outcome = runner.invoke(main.app, ["doctor", "--json"])
+    outcome = runner.invoke(main.app, ["doctor", "--json", "-"])
     report = json.loads(outcome.stdout)
     assert outcome.exit_code == 0, report
     assert report["healthy"]
@@ -150,6 +160,68 @@ def test_doctor_fails_when_a_needed_package_is_too_old(monkeypatch: pytest.Monke
     assert "need 99.0 or newer" in outcome.output
 
 
+@pytest.mark.parametrize("name, inside, outside", [
+    ("torch", ("2.11.0", "2.15.3+cu130"), "2.16.0"), ("triton", ("3.6.0", "3.9.1"), "3.10.0")])
+def test_doctor_warns_outside_of_the_tested_range(
+    name: str, inside: tuple[str, ...], outside: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = doctor.package_version
+    for version in (*inside, outside):
+        monkeypatch.setattr(doctor, "package_version", lambda asked, version=version: (
+            version if asked == name else real(asked)))
+        (found,) = (each for each in doctor.examine_versions(detect_target("cpu"))
+                    if each.name == name)
+        tested = f"{doctor.MINIMUM_VERSIONS[name]} to {doctor.TESTED_UP_TO[name]}"
+        assert found.state == (doctor.WARNING if version == outside else doctor.OK)
+        assert tested in found.note
+    assert doctor.requirement(name) in found.note
+    assert runner.invoke(main.app, ["doctor"]).exit_code == 0, "a warning breaks nothing"
+
+
+ROCM = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
+
+
+def triton_on_rocm(monkeypatch: pytest.MonkeyPatch, brought_by: list[str]) -> doctor.Finding:
+    """What doctor says of Triton where no distribution of that name is installed."""
+    versions = {"triton": None, "triton-rocm": "3.7.1"}
+    real = doctor.package_version
+    monkeypatch.setattr(doctor, "package_version",
+                        lambda name: versions[name] if name in versions else real(name))
+    monkeypatch.setattr(doctor.importlib.metadata, "packages_distributions",
+                        lambda: {"triton": brought_by} if brought_by else {})
+    (found,) = (each for each in doctor.examine_versions(ROCM) if each.name == "triton")
+    return found
+
+
+def test_doctor_finds_the_triton_of_a_rocm_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = triton_on_rocm(monkeypatch, ["triton-rocm"])
+    assert (found.value, found.state) == ("3.7.1", doctor.OK)
+
+
+def test_doctor_never_advises_another_triton_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = triton_on_rocm(monkeypatch, [])
+    assert found.state == doctor.BROKEN
+    assert "ROCm build of torch" in found.note
+    assert "pip install" not in found.note
+
+
+def test_doctor_fits_80_columns_in_sections() -> None:
+    text = io.StringIO()
+    note = "a note that does not fit beside its finding, " * 3
+    findings = [doctor.Finding("torch", "2.13.0", doctor.OK, "tested: 2.11 to 2.15"),
+                doctor.Finding("ptxas", "12.8", doctor.WARNING, note.strip(), doctor.COMPILER)]
+    target = detect_target("cpu")
+    facts = {"device": target.name, "arch": target.arch, "kind": target.kind, "num_sms": 2}
+    operations = [{"op": "fused_moe", "chosen": "reference", "served_by": ["reference"],
+                   "refused": {"hopper": "needs a GPU " * 20}}]
+    doctor._print(Console(width=200, file=text), facts, findings, operations)
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    assert max(map(len, lines)) <= doctor.NARROW == 80
+    sections = [line for line in lines if line[:1].isalpha() and "  " not in line][1:]
+    assert sections == ["Packages", "Compiler", "Operations", "Backends that are not used"]
+    assert " ".join(" ".join(lines).split()).count("does not fit beside") == 3, "notes are whole"
+
+
 def test_doctor_fails_when_nothing_serves_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(problem: object) -> None:
         raise UnsupportedError(message("op", "backend", "a kernel", "a reason", "a remedy"))
@@ -171,5 +243,7 @@ def test_minimum_versions_are_those_of_pyproject() -> None:
     stated = project["dependencies"] + [line for lines in project["optional-dependencies"].values()
                                         for line in lines]
     for name, minimum in (doctor.MINIMUM_VERSIONS | doctor.OPTIONAL).items():
-        assert any(line.split(";")[0].strip() == f"{name}>={minimum}" for line in stated), name
+        wanted = doctor.requirement(name) if name in doctor.MINIMUM_VERSIONS else (
+            f"{name}>={minimum}")
+        assert any(line.split(";")[0].strip() == wanted for line in stated), name
     assert project["requires-python"] == f">={'.'.join(map(str, doctor.MINIMUM_PYTHON))}"

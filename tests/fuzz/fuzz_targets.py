@@ -16,9 +16,9 @@ from fuzz_values import PLAN, WEIGHTS
 import mxpert
 from mxpert import Combine, GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan, Scoring
 from mxpert import formats as mx
-from mxpert.integrations.checkpoints import expert_weights_from, published_expert_tensors
 from mxpert.ops import rows
 from mxpert.problem import ACTIVATION_FORMAT_ALIASES, ACTIVATION_FORMATS, parse_activation_format
+from mxpert.published import expert_weights_from, published_expert_tensors
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE, grouped_linear, grouped_mm
 from mxpert.training.activation import gated_activation
 

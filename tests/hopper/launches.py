@@ -1,4 +1,4 @@
-"""What the Hopper backend would launch: both stages run on meta tensors, launches recorded."""
+"""Recorder of the Hopper backend's launches: both stages run on meta tensors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from mxpert.problem import (
     activation_mx_format,
 )
 from mxpert.routing import RoutingPlan, plan_capacity
-from mxpert.testing.aot import CompiledKernel, compile_for
+from mxpert.testing.aot import CompiledKernel, compile_for, specialize
 from mxpert.testing.problems import MoEShape
 from mxpert.weights import GateUpOrder, MoEWeights
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
-_LAUNCH_OPTIONS = ("launch_pdl", "maxnreg", "num_stages")
 
 
 class Launch(NamedTuple):
@@ -41,16 +40,13 @@ class Launch(NamedTuple):
         return self.kernel.__name__
 
     @property
-    def specialised(self) -> dict[str, Any]:
-        """Arguments of the kernel itself, without launch options."""
-        return {key: value for key, value in self.arguments.items()
-                if key in self.kernel.arg_names}
+    def binary(self) -> str:
+        """Names the binary that this launch would run."""
+        return specialize(self.kernel, self.arguments, "sm_90").key
 
     def compile(self) -> CompiledKernel:
         """The binary that this launch would run."""
-        options = {key: self.arguments[key] for key in _LAUNCH_OPTIONS if key in self.arguments}
-        return compile_for(self.kernel, self.specialised, target="sm_90",
-                           num_warps=self.arguments["num_warps"], **options)
+        return compile_for(self.kernel, self.arguments, target="sm_90")
 
 
 def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -67,7 +63,7 @@ def packed(experts: int, num_rows: int, depth: int) -> MXTensor:
 
 def rows_of(num_rows: int, depth: int, a_format: str,
             quantised: bool) -> torch.Tensor | MXTensor:
-    """bfloat16 rows, or rows quantised beforehand if it is an MX format."""
+    """Rows without data: bfloat16, or an MXTensor if `a_format` is an MX format."""
     format = activation_mx_format(a_format, "rows_of") if quantised else None
     if format is None:
         return empty(num_rows, depth, dtype=torch.bfloat16)
@@ -82,7 +78,7 @@ def describe(shape: MoEShape, num_tokens: int, a_format: str, **options: Any) ->
 
 
 class Recorder:
-    """Notes what the backend launches, and makes its neighbours do nothing."""
+    """Records the backend's launches and replaces the functions around them by stubs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[Launch] = []
@@ -97,8 +93,10 @@ class Recorder:
 
     def run(self, problem: MoEProblem, config: GemmConfig, *, has_bias: bool,
             quantised: bool = False) -> list[Launch]:
-        """Launches of both stages of `problem`, each with the same config; `quantised` rows come
-        and go as an MXTensor, as between the separate ops."""
+        """Launches of both stages of `problem` with the same config.
+
+        With `quantised`, rows are passed as an MXTensor, as between the separate ops.
+        """
         self.launches.clear()
         weights, plan = weights_of(problem, has_bias), plan_of(problem, config.block_m)
         a_format = problem.options.activation_format
@@ -112,7 +110,7 @@ class Recorder:
         return list(self.launches)
 
     def run_layer(self, problem: MoEProblem, config: GemmConfig) -> list[Launch]:
-        """Launches of both stages as a layer runs them."""
+        """Launches of both stages in a layer."""
         self.launches.clear()
         moe.FUSED_MOE.stages(
             problem, MoEConfig(config.block_m, config, config),

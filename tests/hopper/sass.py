@@ -1,8 +1,8 @@
-"""Reading SASS: which registers wgmma reads asynchronously, and who writes them too early.
+"""SASS scanner: finds writes to registers that a wgmma still reads.
 
-A wgmma with operand A in registers goes on reading them after it was issued, until a wait
-(``WARPGROUP.DEPBAR``) covers its group. ptxas before CUDA 13.3 may give such a register away in
-between. `overwritten_operands` follows every path of the program and reports such writes.
+A wgmma with operand A in registers reads them asynchronously, until a wait (``WARPGROUP.DEPBAR``)
+covers its group. ptxas before CUDA 13.3 may reuse such a register before the wait.
+`overwritten_operands` follows every path of the program and reports such writes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 A_REGISTERS = 4
-"""Of a thread, for 64 × 32 bytes of operand A in a warpgroup of 128."""
+"""Registers per thread of operand A: 64 × 32 bytes in a warpgroup of 128 threads."""
 
 _INSTRUCTION = re.compile(
     r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?P<guard>@!?U?P\w+\s+)?(?P<op>[A-Z][\w.]*)(?P<rest>[^;]*);")
@@ -26,7 +26,7 @@ _WITHOUT_RESULT = re.compile(
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line: its text, mnemonic, whether it is predicated, and the registers it writes."""
+    """One line of SASS: text, mnemonic, predicate, operands."""
 
     text: str
     name: str
@@ -35,7 +35,8 @@ class Instruction:
 
     @property
     def writes(self) -> frozenset[int]:
-        """General registers that it writes; those of wide results all."""
+        """General registers that the instruction writes, including all registers of wide results.
+        """
         if _WITHOUT_RESULT.match(self.name):
             return frozenset()
         first = next((o for o in self.operands if not re.fullmatch(r"!?U?P\w+", o)), "")
@@ -57,7 +58,7 @@ class Instruction:
 
     @property
     def register_operand(self) -> frozenset[int]:
-        """Registers of an operand A that this wgmma reads asynchronously."""
+        """Registers of operand A that this wgmma reads asynchronously; empty for others."""
         if not _MATRIX.match(self.name):
             return frozenset()
         found = re.match(r"R(\d+)\b", self.operands[1])
@@ -71,7 +72,7 @@ class Instruction:
 
     @property
     def waits_for(self) -> int | None:
-        """How many groups may still be in flight after this wait; None if it is no wait."""
+        """Number of groups that may be in flight after this wait; None if it is no wait."""
         if not self.name.startswith("WARPGROUP.DEPBAR"):
             return None
         return int(self.operands[-1], 16)
@@ -79,7 +80,7 @@ class Instruction:
 
 @dataclass
 class Block:
-    """Straight-line code and the labels where it may go on; None is the next block."""
+    """Basic block: straight-line code, and the labels of its successors (None: the next block)."""
 
     instructions: list[Instruction] = field(default_factory=list)
     successors: set[int] = field(default_factory=set)
@@ -126,11 +127,11 @@ def parse(listing: str) -> list[Block]:
 
 
 State = tuple[tuple[frozenset[int], ...], frozenset[int]]
-"""Operand registers of the closed groups in flight, oldest first, and of the open group."""
+"""Operand registers of the committed groups in flight, oldest first, and of the open group."""
 
 
 def _run(block: Block, state: State) -> Iterator[tuple[Instruction, frozenset[int]] | State]:
-    """Writes to registers in flight; at last the state after the block."""
+    """Yield writes to registers in flight, then the state after the block."""
     closed, current = state
     for one in block.instructions:
         left = one.waits_for
@@ -148,8 +149,8 @@ def _run(block: Block, state: State) -> Iterator[tuple[Instruction, frozenset[in
 def overwritten_operands(listing: str, *, most_groups: int = 64) -> list[str]:
     """Instructions that write a register which an unfinished wgmma may still read as operand A.
 
-    Every block starts once with nothing in flight, and once with each state in which some path
-    reaches it (so jumps through registers, which start warp partitions, need no target).
+    Every block is analysed with nothing in flight, and with each state in which a path reaches it.
+    Warp partitions start by jumps through registers; the first case covers them without targets.
     """
     blocks = parse(listing)
     nothing: State = ((), frozenset())
@@ -171,7 +172,7 @@ def overwritten_operands(listing: str, *, most_groups: int = 64) -> list[str]:
 
 
 def register_operands(listing: str) -> int:
-    """How many wgmma read operand A from registers."""
+    """Number of wgmma instructions with operand A in registers."""
     return sum(1 for block in parse(listing) for one in block.instructions if one.register_operand)
 
 
@@ -181,9 +182,9 @@ _BARRIER_BYTES = 8
 
 
 def reused_barriers(listing: str) -> list[int]:
-    """Shared addresses of mbarriers at which other data is stored, too.
+    """Shared-memory addresses of mbarriers to which the kernel also stores other data.
 
-    A barrier's memory must hold nothing else while the kernel runs, unless it is invalidated.
+    Memory of an mbarrier must hold nothing else until the mbarrier is invalidated.
     """
     barriers = {int(found, 16) for found in _BARRIER.findall(listing)}
     data = {int(found, 16) for found in _SHARED_DATA.findall(listing)}

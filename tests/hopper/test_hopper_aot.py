@@ -1,7 +1,7 @@
 """The Hopper kernels compiled without a GPU: every variant that the dispatcher can choose.
 
-What is compiled is what a launch would compile: launches on meta tensors are recorded with the
-heuristic's tiles and specialised as the JIT would.
+The tests record launches on meta tensors with the heuristic's tiles, specialise them as the JIT
+does, and compile them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mxpert.problem import (
     SwiGLU,
     activation_mx_format,
 )
-from mxpert.testing.aot import SHARED_MEMORY_LIMIT, CompiledKernel, specialize
+from mxpert.testing.aot import SHARED_MEMORY_LIMIT, CompiledKernel
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from mxpert.testing.toolchain import toolchain
 
@@ -36,17 +36,17 @@ from .sass import overwritten_operands, parse, register_operands, reused_barrier
 
 ACTIVATIONS = (SiLU(), SwiGLU(), ClampedSiLU(), SiTUv2())
 GEMM_FORMATS = ("bf16", "mxfp8")
-"""Formats with GEMM binaries of their own: mxfp4 and fp8_token rows reach the GEMMs as mxfp8 rows
-do, e4m3 with one scale each."""
+"""Activation formats with their own GEMM binaries. mxfp4 and fp8_token rows use those of mxfp8: all
+are encoded as e4m3 rows with one scale each."""
 
 STEPS = re.compile(r"griddepcontrol\.\w+|\b(?:ld|st|red|atom)\.global(?:\.cg)?|\bcp\.async[.\w]*")
-"""Dependent launch and every access to global memory, in the order of the program's text."""
+"""Dependent-launch instructions and all accesses to global memory, in the order of the PTX text."""
 
 WAIT_FIRST = ("_moe_encode_rows_kernel", "_moe_gemm_decode_kernel", "_moe_gemm_prefill_kernel")
 READ_EARLY = ("_moe_gemm_decode_kernel", "_moe_finish_rows_kernel", "_moe_combine_parts_kernel")
 
 RESERVED_SHARED = 1024
-"""Bytes that the driver takes of each CTA's shared memory."""
+"""Bytes of each CTA's shared memory that the driver reserves."""
 
 SM_SHARED = 228 * 1024
 SM_REGISTERS = 65536
@@ -54,19 +54,20 @@ WARP_REGISTERS = 32
 
 MOST_SPILLS = {"decode8": 0, "decode16": 10, "decode32": 44, "short": 10, "triple": 48,
                "narrow": 20, "middle": 96, "wide": 136}
-"""Local memory instructions by tile; those of large tiles are in the epilogue, those of decode
+"""Local-memory instructions allowed per tile. In large tiles they are in the epilogue, in decode
 tiles between two tiles."""
 
 MOST_LOOP_SPILLS = {"decode32": 6, "wide": 1}
-"""Of these among the wgmma, where not 0: a few scalars or sums, hidden by memory."""
+"""How many of these may be in the main loop, if not 0: a few scalars or sums, hidden by memory
+latency."""
 
 MOST_ROW_REGISTERS = 128
-"""Of the row kernels on bfloat16 with eight warps, and as much more as they have fewer: two CTAs
-fill an SM's registers."""
+"""Registers per thread of the row kernels on bfloat16 with eight warps, so that two CTAs fit on an
+SM; in proportion more with fewer warps."""
 
 MOST_BINARIES = {"_moe_encode_rows_kernel": 10}
-"""For one config and epilogue, over all models, where not 1. The row kernel holds a row in
-registers: few rows in one step, a power of two of 512 values up to 8192, many in several."""
+"""Binaries per config and epilogue over all models, if not 1. The row kernel holds a row in
+registers: with few rows in one step of 512 to 8192 values (powers of two), with many in several."""
 
 
 def shape_of(activation: Activation = SwiGLU()) -> MoEShape:
@@ -93,7 +94,7 @@ def gemms(launches: list[Launch]) -> list[Launch]:
 
 
 def check_gemm(kernel: CompiledKernel, tile: str) -> None:
-    """The gates of every GEMM variant."""
+    """Check the limits that hold for every GEMM variant."""
     metrics = kernel.metrics
     assert kernel.count(r"\bQGMMA\.64x\d+x32\.F32\.E4M3\.E4M3") > 0
     assert kernel.count(r"\bUTMALDG\.[23]D") > 0
@@ -121,7 +122,7 @@ def check_gemm(kernel: CompiledKernel, tile: str) -> None:
 def test_gemms(
     recorder: Recorder, a_format: str, tile: str, activation: Activation,
 ) -> None:
-    """Both stages: FP8 wgmma on register operands, TMA, no spills, two decode CTAs per SM."""
+    """Both stages use FP8 wgmma with A in registers and TMA; two decode CTAs fit on an SM."""
     launches = gemms(recorder.run(describe(shape_of(activation), 64, a_format),
                                   config_of(a_format, tile), has_bias=True))
     assert len(launches) == 2
@@ -131,8 +132,8 @@ def test_gemms(
 
 @tiles
 def test_gemms_without_bias(recorder: Recorder, a_format: str, tile: str) -> None:
-    """The other epilogues: SiLU without biases (DeepSeek, Kimi, Qwen); for every other tile another
-    activation, and the routing weight on the input."""
+    """Other epilogues: SiLU without biases (DeepSeek, Kimi, Qwen). Every second tile has another
+    activation and the routing weight on the input."""
     index = list(heuristics.tiles(a_format == "bf16")).index(tile)
     activation = ACTIVATIONS[index % 4] if index % 2 else SiLU()
     problem = describe(shape_of(activation), 64, a_format,
@@ -151,7 +152,7 @@ def test_gemms_without_bias(recorder: Recorder, a_format: str, tile: str) -> Non
 @pytest.mark.parametrize("quantised", [False, True], ids=["bf16_rows", "mx_rows"])
 def test_row_kernels(recorder: Recorder, quantised: bool, a_format: str, hidden: int,
                      num_tokens: int) -> None:
-    """No spills, whole 16-byte stores of codes, no byte loads but those of scales."""
+    """No spills; codes are stored in 16 bytes; only scales are loaded as bytes."""
     if quantised and activation_mx_format(a_format, "test") is None:
         pytest.skip("travels as bfloat16")
     shape = MoEShape(hidden, hidden, 128, 4)
@@ -180,14 +181,14 @@ def test_row_kernels(recorder: Recorder, quantised: bool, a_format: str, hidden:
 
 @tiles
 def test_split_depth(recorder: Recorder, a_format: str, tile: str) -> None:
-    """Partial sums: rows in float32 for both stages, then kernels that finish them."""
+    """With split-K both stages store float32 partial sums, and finishing kernels follow."""
     config = config_of(a_format, tile)
     if heuristics.is_prefill(config) or config.block_m > 16:
         pytest.skip("few tokens alone leave CTAs idle")
     launches = recorder.run(describe(shape_of(), 4, a_format), replace(config, split_k=3),
                             has_bias=True)
     parts = gemms(launches)
-    assert [launch.arguments["KIND"] for launch in parts] == [0, 0]
+    assert [launch.arguments["KIND"] for launch in parts] == ["rows", "rows"]
     for launch in parts:
         check_gemm(launch.compile(), tile)
     finishing = [launch for launch in launches if "finish" in launch.name or "parts" in launch.name]
@@ -203,7 +204,7 @@ def test_split_depth(recorder: Recorder, a_format: str, tile: str) -> None:
 def test_finish_of_stage_one(
     recorder: Recorder, a_format: str, inner: int, activation: Activation,
 ) -> None:
-    """One launch up to the encoded rows of stage 2 where a row fits into registers, wide loads."""
+    """If a row fits in registers, one kernel with wide loads makes the encoded rows of stage 2."""
     on_input = inner == 512
     problem = describe(MoEShape(2880, inner, 128, 4, activation), 1, a_format,
                        apply_router_weight_on_input=on_input)
@@ -238,9 +239,10 @@ def test_schedule_kernel(recorder: Recorder) -> None:
 def test_kernels_wait_for_the_one_before(
     recorder: Recorder, a_format: str, tile: str, split_k: int,
 ) -> None:
-    """Every kernel waits before it touches global memory, but for early loads past L1.
+    """Every kernel waits before it accesses global memory, except for early loads that bypass L1.
 
-    Early readers rely on the order: GEMMs and what encodes their rows wait, then release.
+    Early loads rely on this order: GEMMs and row-encoding kernels wait, then call
+    launch_dependents.
     """
     config = config_of(a_format, tile)
     if heuristics.is_prefill(config) and split_k > 1:
@@ -276,7 +278,8 @@ def test_kernels_wait_for_the_one_before(
 def test_rows_of_stage_2_release_first_in_a_layer(
     recorder: Recorder, a_format: str, tile: str,
 ) -> None:
-    """There alone: what their GEMM reads early is older than stage 1 then."""
+    """Only in a layer does the row kernel of stage 2 call launch_dependents first: the data that
+    its GEMM reads early are older than stage 1 there."""
     launches = recorder.run_layer(describe(shape_of(), 16, a_format), config_of(a_format, tile))
     assert [launch.arguments["release_first"] for launch in launches
             if launch.name == "_moe_encode_rows_kernel"] == [0, 1]
@@ -289,12 +292,6 @@ MODELS = {**MODEL_SHAPES, "one_of_everything": MoEShape(128, 128, 1, 1),
 TOKENS = (1, 3, 16, 333, 1024, 8192)
 
 
-def binary(launch: Launch) -> str:
-    signature, constexprs, divisible = specialize(launch.kernel, launch.specialised)
-    return repr((sorted(signature.items()), sorted(constexprs.items(), key=str),
-                 sorted(divisible)))
-
-
 @tiles
 def test_schedules_reach_as_far_as_tiles(a_format: str, tile: str) -> None:
     assert config_of(a_format, tile).group_m <= schedule._MOST_BLOCKS.value
@@ -302,7 +299,7 @@ def test_schedules_reach_as_far_as_tiles(a_format: str, tile: str) -> None:
 
 @pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 def test_a_layer_schedules_its_tiles_once(recorder: Recorder, a_format: str) -> None:
-    """Both stages of a layer multiply the tiles of one schedule; stages by themselves make it."""
+    """Both stages of a layer share one tile list; separate stages make their own."""
     problem = describe(shape_of(SiLU()), 2048, a_format)
     for config in heuristics.tiles(a_format == "bf16").values():
         stages = [launch.name for launch in recorder.run(problem, config, has_bias=False)]
@@ -324,7 +321,7 @@ def test_one_binary_serves_all_models(recorder: Recorder, a_format: str) -> None
             for launch in recorder.run(describe(same, num_tokens, a_format), config,
                                        has_bias=True):
                 key = (launch.name, str(launch.arguments.get("KIND")))
-                seen.setdefault(key, {}).setdefault(binary(launch), f"{model}, T = {num_tokens}")
+                seen.setdefault(key, {}).setdefault(launch.binary, f"{model}, T = {num_tokens}")
     many = {key: list(models.values()) for key, models in seen.items()
             if len(models) > MOST_BINARIES.get(key[0], 1)}
     assert not many, f"several binaries, the first user of each: {many}"
@@ -341,7 +338,7 @@ def test_few_binaries_finish_the_first_stage(recorder: Recorder, a_format: str) 
         config = replace(config_of(a_format, "decode8"), split_k=split_k)
         for launch in recorder.run(describe(same, 1, a_format), config, has_bias=True):
             if "finish" in launch.name or "parts" in launch.name:
-                seen.setdefault(launch.name, set()).add(binary(launch))
+                seen.setdefault(launch.name, set()).add(launch.binary)
     counts = {name: len(binaries) for name, binaries in seen.items()}
     assert counts["_moe_combine_parts_kernel"] == 1
     assert counts["_moe_finish_rows_kernel"] <= 5
@@ -350,7 +347,7 @@ def test_few_binaries_finish_the_first_stage(recorder: Recorder, a_format: str) 
 def test_a_specialised_argument_is_caught(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Control: were row_units specialised, models would differ in their binaries."""
+    """Control: if row_units is specialised, models have different binaries."""
     found = set()
     for shape in (MoEShape(64, 64, 4, 2), MoEShape(1024, 1024, 4, 2)):
         config = config_of("bf16", "decode16")
@@ -358,7 +355,7 @@ def test_a_specialised_argument_is_caught(
         parameter = next(p for p in launch.kernel.params if p.name == "row_units")
         monkeypatch.setattr(parameter, "__dict__", parameter.__dict__ | {
             "do_not_specialize": False, "do_not_specialize_on_alignment": False})
-        found.add(binary(launch))
+        found.add(launch.binary)
     assert len(found) == 2
 
 
@@ -391,13 +388,13 @@ EP8 = replace(MODEL_SHAPES["deepseek-v3"], num_experts=32)
 def test_rows_of_an_expert_choose_the_tile(
     shape: MoEShape, num_tokens: int, a_format: str, tile: str,
 ) -> None:
-    """Measured beside the other tiles on an H200, see docs/performance.md."""
+    """The limits were measured against the other tiles on an H200, see docs/performance.md."""
     layer = heuristics.layer_heuristic(describe(shape, num_tokens, a_format))
     assert layer.gate_up == layer.down == config_of(a_format, tile)
 
 
 def test_stages_with_few_weight_rows_take_two_consumers() -> None:
-    """1024 weight rows (kimi-k2, TP4) are 16 units of 64: a sixth tile of three would have one."""
+    """1024 weight rows (kimi-k2, TP4) are 16 units of 64: the sixth tile of three has one unit."""
     layer = heuristics.layer_heuristic(describe(MoEShape(7168, 512, 384, 8), 4096, "mxfp8"))
     assert layer.gate_up == config_of("mxfp8", "narrow")
     assert layer.down == config_of("mxfp8", "triple")
@@ -405,7 +402,7 @@ def test_stages_with_few_weight_rows_take_two_consumers() -> None:
 
 
 def test_stages_ask_for_few_weights_ahead_where_ctas_are_idle(recorder: Recorder) -> None:
-    """Stage 1 of one token; of more tokens, and stage 2, a whole ring."""
+    """Stage 1 of one token loads few stages of weights early; others load all stages."""
     def early(num_tokens: int, stages: int) -> list[int]:
         config = replace(config_of("mxfp8", "decode8"), num_stages=stages)
         problem = describe(MODEL_SHAPES["qwen3-235b"], num_tokens, "mxfp8")
@@ -448,7 +445,7 @@ def test_a_launch_refuses_other_tiles(recorder: Recorder, config: GemmConfig) ->
 
 
 def test_scan_fails_without_the_waits(recorder: Recorder) -> None:
-    """Control on real code: the same kernels with their waits taken out."""
+    """Control on real code: the scan fails if the waits are removed."""
     for config in (config_of("bf16", "decode16"), config_of("bf16", "wide")):
         launch = gemms(recorder.run(describe(shape_of(), 64, "bf16"), config, has_bias=True))[0]
         lines = launch.compile().listing.splitlines()
@@ -457,5 +454,5 @@ def test_scan_fails_without_the_waits(recorder: Recorder) -> None:
 
 
 def test_a_ptxas_is_bundled() -> None:
-    """The scan stands for this compiler; `doctor` reports it."""
+    """The scan is valid for the bundled ptxas; `doctor` reports its version."""
     assert toolchain().ptxas is not None

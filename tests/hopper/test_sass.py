@@ -1,4 +1,4 @@
-"""What the scans of compiled code find, and what they accept."""
+"""Tests of the SASS scanner: what it reports, and what it accepts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_scan_follows_branches_and_groups() -> None:
 
 
 def test_a_barrier_that_shares_its_memory_is_found() -> None:
-    """As ptxas printed it for a barrier that nobody used, under the scratch of a conversion."""
+    """SASS from ptxas: an unused mbarrier shares its memory with the scratch of a conversion."""
     barriers = """
         /*13c70*/                   SYNCS.EXCH.64 URZ, [UR5+0x30c00], UR6 ;
         /*14060*/             @!UP0 SYNCS.EXCH.64 URZ, [UR5+0x30800], UR8 ;

@@ -12,11 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mxpert.backends.launch import noted_launches
 from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
 from mxpert.backends.triton import KERNELS as TRITON_KERNELS
 from mxpert.backends.triton.grouped import MAX_GROUPS, padded_offsets
 from mxpert.dispatch import detect_target
-from mxpert.formats import MXTensor, ScaleRule, ScaleSpan, quantize_blocks
+from mxpert.formats import MXTensor, ScaleRule, quantize_blocks
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GemmConfig, GroupedProblem, Op, ReferenceConfig, Target
 from mxpert.routing import padded_capacity, padded_group_offsets
@@ -27,6 +28,7 @@ from mxpert.testing.quantize_cases import block_cases
 REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}
 TRITON = {kernel.op: kernel for kernel in TRITON_KERNELS}
 FLOAT64 = ReferenceConfig(torch.float64)
+GFX950 = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
 CONFIG = GemmConfig(64, 64, 64, group_m=2)
 WGRAD_TILES = GemmConfig(64, 128, 64, group_m=2)
 WHOLE = GemmConfig(128, 256, 64)
@@ -230,6 +232,22 @@ def test_gemm_of_integers_is_exact(pair: str, case: str, trans_b: bool) -> None:
     assert_exact(actual, expected.float(), "grouped_gemm", ignore_zero_sign=True)
 
 
+@pytest.mark.parametrize("op", ["nt", "nn", "wgrad"])
+def test_loops_of_amd_are_exact(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They load scales in the step that multiplies them, those of other targets a step ahead."""
+    monkeypatch.setitem(globals(), "detect_target", lambda device: GFX950)
+    with noted_launches() as notes:
+        if op == "wgrad":
+            actual, expected = wgrad("ragged", PAIRS["e4m3"], torch.float32, values=integers)
+        else:
+            actual, expected = forward("ragged", PAIRS["e4m3"], torch.float32, values=integers,
+                                       trans_b=op == "nt")
+    assert_exact(actual, expected.float(), op, ignore_zero_sign=True)
+    ahead = [note.launch.constants["PREFETCH_SCALES"] for note in notes
+             if "PREFETCH_SCALES" in note.launch.constants]
+    assert ahead == [False]
+
+
 @pytest.mark.parametrize("trans_b", [True, False], ids=["nt", "nn"])
 def test_bf16_needs_no_multiples_of_32(trans_b: bool) -> None:
     actual, expected = forward("ragged", PAIRS["bf16"], torch.float32, trans_b=trans_b,
@@ -282,61 +300,6 @@ def test_padded_offsets(groups: int, dtype: torch.dtype) -> None:
                                   torch.float32, trans_b=False)
         actual = padded_offsets(problem, offsets)
         assert_exact(actual, expected.clamp(max=length), "padded offsets")
-
-
-COUNTS = {"first": (1, 0), "second": (-3, 2), "both": (5, 7), "alone": (1, None),
-          "neither": (0, -4), "not_alone": (None, 0)}
-"""Counts of wide blocks of both operands: above 0 the kernels run. None: an operand without one."""
-
-
-def counted(operand: torch.Tensor | MXTensor, count: int | None) -> MXTensor:
-    assert isinstance(operand, MXTensor)
-    if count is None:
-        return operand
-    return replace(operand, scale_span=ScaleSpan.AUTO,
-                   wide_blocks=torch.tensor([count], dtype=torch.int32))
-
-
-def check_if_wide(problem: GroupedProblem, counts: str, first: MXTensor, second: MXTensor,
-                  offsets: torch.Tensor, expected: torch.Tensor, out: torch.Tensor) -> None:
-    """With a count above 0 the bits of the unconditional kernel, else what was there before.
-
-    One multiprocessor: each of two programs has several tiles.
-    """
-    expected = expected if any(count and count > 0 for count in COUNTS[counts]) else out.clone()
-    problem = replace(problem, target=replace(problem.target, num_sms=1))
-    first, second = (counted(*each) for each in zip((first, second), COUNTS[counts], strict=True))
-    TRITON[problem.op].launch_if_wide(problem, first, second, offsets, out)
-    assert_exact(out, expected, "if wide")
-
-
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("case", ["ragged", "empty"])
-def test_gemm_if_wide(case: str, counts: str) -> None:
-    offsets, (n, k) = offsets_of(case), (160, 96)
-    groups = len(offsets) - 1
-    a, b = encoded(normal(NUM_ROWS, k), "mxfp8_e5m2"), encoded(normal(groups, n, k), "mxfp8_e4m3")
-    problem = grouped_problem(Op.GROUPED_GEMM, NUM_ROWS, groups, n, k, PAIRS["hybrid"],
-                              torch.float32)
-    kernel = TRITON[problem.op]
-    expected = kernel.launch(problem, kernel.heuristic(problem), a=a, b=b, group_offsets=offsets)
-    check_if_wide(problem, counts, a, b, offsets, expected, torch.full_like(expected, 7))
-
-
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("accumulate", [False, True], ids=["new", "added"])
-def test_wgrad_if_wide(accumulate: bool, counts: str) -> None:
-    offsets, (n, k) = offsets_of("ragged"), (160, 192)
-    groups, padded = len(offsets) - 1, padded_group_offsets(offsets)
-    grad, a = (dual(normal(NUM_ROWS, width, seed=width), offsets, kernels=REFERENCE)[1]
-               for width in (n, k))
-    problem = grouped_problem(Op.GROUPED_WGRAD, grad.shape[1], groups, n, k, PAIRS["e4m3"],
-                              torch.float32, trans_b=False, accumulate=accumulate)
-    kernel, into = TRITON[problem.op], torch.full((groups, n, k), 7.0)
-    expected = kernel.launch(
-        problem, kernel.heuristic(problem), grad=grad, a=a, group_offsets=offsets,
-        accumulate_into=into.clone() if accumulate else None)
-    check_if_wide(problem, counts, grad, a, padded, expected, into)
 
 
 def test_many_groups() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from mxpert.backends.launch import noted_launches
 from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
 from mxpert.backends.triton import KERNELS as TRITON_KERNELS
 from mxpert.backends.triton.token_rows import quantize_tokens
@@ -27,6 +28,7 @@ from mxpert.problem import (
     Op,
     ReferenceConfig,
     RoutingProblem,
+    Target,
     activation_mx_format,
 )
 from mxpert.routing import TOKEN_MASK, RoutingPlan
@@ -51,6 +53,7 @@ TRITON = {kernel.op: kernel for kernel in TRITON_KERNELS}
 FLOAT64 = ReferenceConfig(torch.float64)
 SHAPE = MoEShape(hidden_size=160, intermediate_size=96, num_experts=5, top_k=2, has_bias=True)
 NUM_TOKENS = 64
+GFX950 = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
 TILES = MoEConfig(32, GemmConfig(32, 64, 128), GemmConfig(16, 128, 64))
 
 
@@ -211,10 +214,16 @@ EXACT_TILES = {
 }
 
 
-@pytest.mark.parametrize("tiles", EXACT_TILES)
+@pytest.mark.parametrize("target, tiles", [
+    *((detect_target("cpu"), tiles) for tiles in EXACT_TILES), (GFX950, "split_k")],
+    ids=lambda value: getattr(value, "arch", value))
 @pytest.mark.parametrize("a_format", ["bf16", "mxfp8", "mxfp4"])
-def test_exact_problem_is_bit_identical(a_format: str, tiles: str) -> None:
-    """In every tile config, with either combine: exact sums leave nothing to rounding."""
+def test_exact_problem_is_bit_identical(
+    a_format: str, tiles: str, target: Target, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In every tile config, with either combine: exact sums leave nothing to rounding. On AMD the
+    loops load scales in the step that multiplies them, elsewhere a step ahead."""
+    monkeypatch.setitem(globals(), "detect_target", lambda device: target)
     index = list(EXACT_TILES).index(tiles)
     activation = list(ACTIVATIONS.values())[index]()
     order = list(GateUpOrder)[index % 3]
@@ -224,8 +233,12 @@ def test_exact_problem_is_bit_identical(a_format: str, tiles: str) -> None:
     options = MoEOptions(inputs.activation, a_format, combine=combine,
                          apply_router_weight_on_input=index == 1)
     expected = layer(REFERENCE, FLOAT64, inputs, options)
-    actual = layer(TRITON, EXACT_TILES[tiles], inputs, options)
+    with noted_launches() as notes:
+        actual = layer(TRITON, EXACT_TILES[tiles], inputs, options)
     assert_exact(actual, expected, combine.value, ignore_zero_sign=True)
+    ahead = [note.launch.constants["PREFETCH_SCALES"] for note in notes
+             if "PREFETCH_SCALES" in note.launch.constants]
+    assert ahead == [target.kind != "hip"] * 2
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])

@@ -1,4 +1,4 @@
-"""The ahead-of-time harness: kernels with known contents must show them on every target."""
+"""Tests of the ahead-of-time harness on kernels with known instructions, on every target."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mxpert.backends.launch import Launch
 from mxpert.testing.aot import (
     SHARED_MEMORY_LIMIT,
     TARGETS,
+    Specialization,
     compile_for,
-    compile_kernel,
     specialize,
 )
 
@@ -77,9 +78,9 @@ def test_copy_of_aligned_rows_uses_128_bit_accesses(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_copy_without_alignment_uses_narrow_accesses(target: str) -> None:
-    kernel = compile_kernel(
-        _copy_kernel, signature={"out_ptr": "*fp32", "x_ptr": "*fp32", "size": "i32"},
-        constexprs={"BLOCK": 1024}, target=target)
+    x = meta(4097, dtype=torch.float32)[1:]
+    kernel = compile_for(_copy_kernel, {"out_ptr": x, "x_ptr": x, "size": 4095, "BLOCK": 1024},
+                         target=target)
     assert set(kernel.metrics.global_loads) == {32}
 
 
@@ -89,7 +90,7 @@ def test_spills_are_seen(target: str) -> None:
     half = meta(1 << 20, dtype=torch.bfloat16)
     kernel = compile_for(_matmul_kernel, {
         "out_ptr": meta(1 << 16, dtype=torch.float32), "a_ptr": half, "b_ptr": half,
-        "M": 256, "N": 256, "K": 32}, target=target, num_warps=1)
+        "M": 256, "N": 256, "K": 32, "num_warps": 1}, target=target)
     assert kernel.metrics.spills > 0
 
 
@@ -126,15 +127,52 @@ def test_gluon_kernel_keeps_its_layout(target: str) -> None:
 
 def test_specialize_follows_the_jit() -> None:
     x = torch.empty(64, dtype=torch.float8_e4m3fn)
-    signature, constexprs, divisible = specialize(_sizes_kernel, {
-        "out_ptr": x, "rows": 1, "columns": 48, "scale": 2**40, "bias": None})
-    assert signature == {"out_ptr": "*fp8e4nv", "rows": "i32", "columns": "i32", "scale": "i64"}
-    assert constexprs == {"bias": None, "BLOCK": 32}
-    assert divisible == {"out_ptr", "columns", "scale"}
-    _, constexprs, divisible = specialize(_sizes_kernel, {
-        "out_ptr": x[4:], "rows": 16, "columns": 1, "scale": 1.5, "bias": 3})
-    assert constexprs == {"columns": 1, "BLOCK": 32}
-    assert divisible == set()
+    call = specialize(_sizes_kernel, {
+        "out_ptr": x, "rows": 1, "columns": 48, "scale": 2**40, "bias": None}, "sm_90")
+    assert call.signature == {"out_ptr": "*fp8e4nv", "rows": "i32", "columns": "i32",
+                              "scale": "i64", "bias": "constexpr", "BLOCK": "constexpr"}
+    assert call.constexprs == {(4,): None, (5,): 32}
+    assert promised(call) == {(0,): ALIGNED, (2,): ALIGNED, (3,): ALIGNED}
+    call = specialize(_sizes_kernel, {
+        "out_ptr": x[4:], "rows": 16, "columns": 1, "scale": 1.5, "bias": 3}, "sm_90")
+    assert call.constexprs == {(2,): 1, (5,): 32}
+    assert promised(call) == {}
+
+
+ALIGNED = [["tt.divisibility", 16]]
+SHORT = [["tt.pointer_range", 32]]
+
+
+def promised(call: Specialization) -> dict[tuple[int, ...], list[list[object]]]:
+    return {place: attributes for place, attributes in call.attributes.items() if attributes}
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("gibibytes, loads", [(1, "buffer_load"), (3, "global_load")])
+def test_amd_addresses_small_tensors_through_buffers(
+    gibibytes: int, loads: str, offset: int,
+) -> None:
+    """Below 2 GiB its launcher promises offsets of 32 bits, for which other loads are compiled."""
+    x = meta(gibibytes << 30, dtype=torch.uint8)[offset:]
+    arguments = {"out_ptr": x, "x_ptr": x, "size": 4096, "BLOCK": 1024}
+    expected = ([] if offset else ALIGNED) + (SHORT if gibibytes < 2 else [])
+    call = specialize(_copy_kernel, arguments, "gfx950")
+    assert call.attributes[0,] == call.attributes[1,] == expected
+    assert call.options.num_stages == 2, "the backend's own default"
+    kernel = compile_for(_copy_kernel, arguments, target="gfx950")
+    found = {name.rpartition("_")[0] for name in kernel.metrics.instructions if "_load_" in name}
+    assert {name for name in found if name.startswith(("buffer", "global"))} == {loads}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_fusion_of_products_and_sums_is_asked_for(target: str) -> None:
+    """By every launch and every compilation alike, whatever Triton's default is."""
+    x = meta(64, dtype=torch.int32)
+    call = {"out_ptr": x, "x_ptr": x, "size": 64, "BLOCK": 64}
+    assert Launch(_copy_kernel, (1,), size=64, BLOCK=64).constants["enable_fp_fusion"] is True
+    assert specialize(_copy_kernel, call, target).options.enable_fp_fusion is True
+    unfused = specialize(_copy_kernel, {**call, "enable_fp_fusion": False}, target)
+    assert unfused.options.enable_fp_fusion is False
 
 
 def test_same_arguments_give_the_same_object() -> None:
@@ -142,18 +180,19 @@ def test_same_arguments_give_the_same_object() -> None:
                  "size": 64, "BLOCK": 64}
     first = compile_for(_copy_kernel, arguments, target="sm_90")
     assert compile_for(_copy_kernel, arguments, target="sm_90") is first
-    assert compile_for(_copy_kernel, arguments, target="sm_90", num_warps=1) is not first
+    assert compile_for(_copy_kernel, {**arguments, "num_warps": 1}, target="sm_90") is not first
 
 
 @pytest.mark.parametrize("change, error, text", [
     ({"target": "sm_70"}, ValueError, "target — need one of"),
-    ({"signature": {"x_ptr": "*fp32"}}, ValueError, "name every argument once"),
-    ({"divisible": ["y_ptr"]}, ValueError, "divisible — need names out of"),
+    ({"y_ptr": 3}, ValueError, r"arguments — need names out of \['out_ptr'"),
     ({"fn": len}, TypeError, "need a @triton.jit"),
-], ids=["target", "signature", "divisible", "function"])
+    ({"x_ptr": ...}, TypeError, "missing .* 'x_ptr'"),
+], ids=["target", "unknown", "function", "missing"])
 def test_bad_input(change: dict, error: type[Exception], text: str) -> None:
-    arguments = {
-        "fn": _copy_kernel, "signature": {"out_ptr": "*fp32", "x_ptr": "*fp32", "size": "i32"},
-        "constexprs": {"BLOCK": 1024}, "target": "sm_90", **change}
+    x = meta(64, dtype=torch.int32)
+    arguments = {"fn": _copy_kernel, "target": "sm_90", "out_ptr": x, "x_ptr": x, "size": 64,
+                 "BLOCK": 64, **change}
+    given = {name: value for name, value in arguments.items() if value is not ...}
     with pytest.raises(error, match=text):
-        compile_kernel(arguments.pop("fn"), **arguments)
+        compile_for(given.pop("fn"), target=given.pop("target"), arguments=given)

@@ -1,7 +1,7 @@
 """The grouped kernels compiled for three targets without a GPU: instructions, spills, memory.
 
-What is compiled is what a launch would compile: launches on meta tensors are recorded, with the
-heuristic's tiles, and specialised as the JIT would.
+The tests record launches on meta tensors with the heuristic's tiles, specialise them as the JIT
+does, and compile them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from mxpert.backends.triton import grouped
 from mxpert.backends.triton.grouped_kernels import _padded_offsets_kernel
-from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
+from mxpert.formats import MXTensor, ScaleRule
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GroupedProblem, Op, Target
 from mxpert.routing import padded_capacity
@@ -32,7 +32,7 @@ INSTRUCTIONS = {
     "bf16": {"sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx950": "mfma"},
     "mx": {"sm_90": "wgmma", "sm_100": "tcgen05.mma.block_scale", "gfx950": "mfma_scale"},
 }
-"""What the operands must reach; Hopper has no MX instruction and multiplies exact bf16 values."""
+"""Required matrix instruction; Hopper has no MX instruction and multiplies exact bf16 values."""
 FORMATS = {"bf16": ("bf16", "bf16"), "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
            "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3")}
 targets = pytest.mark.parametrize("target", TARGETS)
@@ -43,7 +43,7 @@ Recorder = Callable[..., RecordedLaunch]
 
 @pytest.fixture
 def record() -> Recorder:
-    """A function that launches on meta tensors and returns what was launched."""
+    """A function that launches on meta tensors and returns the recorded launches."""
     def run(launch: Callable[..., object], *arguments: Any, **options: Any) -> RecordedLaunch:
         with recorded_launches() as launches:
             launch(*arguments, **options)
@@ -108,16 +108,13 @@ def launch_dual(target: str, shape: tuple[int, ...], dtype: torch.dtype, *, grou
 
 
 def metrics_of(launch: RecordedLaunch, target: str) -> Metrics:
-    arguments = dict(launch.arguments)
-    num_warps, num_stages = arguments.pop("num_warps"), arguments.pop("num_stages", 3)
-    return compile_for(launch.kernel, arguments, target=target, num_warps=num_warps,
-                       num_stages=num_stages).metrics
+    return compile_for(launch.kernel, launch.arguments, target=target).metrics
 
 
 def assert_uses_the_chip(metrics: Metrics, problem: GroupedProblem, config: Any) -> None:
-    """The strongest instruction, nothing spilled, shared memory as estimated, wide loads.
+    """Check the matrix instruction, spills, the estimate of shared memory, and wide loads.
 
-    Operands come in 64 bits and more; single bytes are scales, 32 bits group offsets.
+    Operands are loaded in 64 bits or more. Single bytes are scales, 32 bits are group offsets.
     """
     kind = "bf16" if problem.a_format == "bf16" else "mx"
     assert metrics.matrix_instruction == INSTRUCTIONS[kind][problem.target.arch]
@@ -159,37 +156,6 @@ def test_wgrad_accumulates_without_spills(record: Recorder, target: str) -> None
     assert metrics_of(launch, target).spills == 0
 
 
-def launch_if_wide(target: str, op: Op, groups: int, *, accumulate: bool = False) -> None:
-    """What follows a launch that left wide operands alone."""
-    m, n, k = 8192, 2880, 2880
-    gemm = op is Op.GROUPED_GEMM
-    length = m if gemm else padded_capacity(m, groups)
-    out_dtype = torch.float32 if accumulate else torch.bfloat16
-    problem = GroupedProblem(op, TARGETS[target], length, groups, n, k, *FORMATS["e4m3"], gemm,
-                             out_dtype, accumulate, ScaleSpan.AUTO, ScaleSpan.AUTO)
-    shapes = ((m, k), (groups, n, k)) if gemm else ((n, length), (k, length))
-    first, second = (
-        MXTensor(empty(*shape), empty(*shape[:-1], shape[-1] // 32), get_format("mxfp8_e4m3"),
-                 scale_span=ScaleSpan.AUTO, wide_blocks=empty(1, dtype=torch.int32))
-        for shape in shapes)
-    kernel = grouped.GROUPED_GEMM if gemm else grouped.GROUPED_WGRAD
-    out = empty(*((m, n) if gemm else (groups, n, k)), dtype=out_dtype)
-    kernel.launch_if_wide(problem, first, second, empty(groups + 1, dtype=torch.int32), out)
-
-
-@pytest.mark.parametrize("groups", [8, grouped.MAX_GROUPS])
-@pytest.mark.parametrize("op, accumulate", [
-    (Op.GROUPED_GEMM, False), (Op.GROUPED_WGRAD, False), (Op.GROUPED_WGRAD, True)],
-    ids=["gemm", "wgrad", "accumulate"])
-def test_idle_launches_are_small(record: Recorder, op: Op, accumulate: bool, groups: int) -> None:
-    """Two programs a multiprocessor, whose loops over tiles cost the products nothing."""
-    launch = record(launch_if_wide, "sm_90", op, groups, accumulate=accumulate)
-    assert launch.grid == (2 * TARGETS["sm_90"].num_sms,)
-    metrics = metrics_of(launch, "sm_90")
-    assert metrics.matrix_instruction == "wgmma"
-    assert metrics.spills == 0
-
-
 @targets
 def test_padded_offsets(target: str) -> None:
     with recorded_launches() as launches:
@@ -203,7 +169,7 @@ def test_padded_offsets(target: str) -> None:
 @pytest.mark.parametrize("groups, dtype", [
     (0, torch.bfloat16), (8, torch.bfloat16), (8, torch.float32), (1024, torch.bfloat16)], ids=str)
 def test_dual(record: Recorder, groups: int, dtype: torch.dtype, target: str) -> None:
-    """Wide loads of the data and wide stores of both copies."""
+    """The kernel loads the data and stores both copies with wide accesses."""
     launch = record(launch_dual, target, (8192, 2880), dtype, groups=groups)
     metrics = metrics_of(launch, target)
     assert metrics.spills == metrics.scratch == 0
@@ -216,7 +182,7 @@ def test_dual(record: Recorder, groups: int, dtype: torch.dtype, target: str) ->
 
 @targets
 def test_most_groups_fit(record: Recorder, target: str) -> None:
-    """The search among 1024 groups costs no spills in the GEMM."""
+    """The search among 1024 groups causes no spills in the GEMM."""
     launch = record(launch_gemm, target, FORMATS["e4m3"], groups=grouped.MAX_GROUPS)
     assert launch.arguments["BLOCK_G"] == 2048
     assert metrics_of(launch, target).spills == 0
@@ -224,7 +190,7 @@ def test_most_groups_fit(record: Recorder, target: str) -> None:
 
 @pytest.mark.parametrize("op", ["dual", "e4m3", "bf16", "wgrad"])
 def test_changing_rows_share_a_binary(record: Recorder, op: str) -> None:
-    """Row and group counts, odd or one, do not recompile: they change from step to step."""
+    """Changing numbers of rows and groups, also odd or 1, do not recompile a kernel."""
     seen = set()
     for m, groups in itertools.product((1, 777, 8192), (1, 3, 16)):
         launch = {
@@ -237,21 +203,16 @@ def test_changing_rows_share_a_binary(record: Recorder, op: str) -> None:
             "wgrad": lambda m=m, groups=groups: record(
                 launch_wgrad, "sm_90", FORMATS["e4m3"], m=m, groups=groups),
         }[op]()
-        arguments = {key: value for key, value in launch.arguments.items()
-                     if key not in ("num_warps", "num_stages")}
-        # The one thing that follows the rows on purpose: lower tiles for small groups.
-        arguments["BLOCK_M"] = 128
-        arguments = {key: value for key, value in arguments.items()
-                     if key in launch.kernel.arg_names}
-        signature, constexprs, divisible = specialize(launch.kernel, arguments)
-        seen.add(repr((sorted(signature.items()), sorted(constexprs.items(), key=str),
-                       sorted(divisible))))
+        # What follows the rows on purpose: lower tiles for small groups, with fewer warps.
+        same = {"BLOCK_M": 128, "num_warps": 8}
+        arguments = {name: same.get(name, value) for name, value in launch.arguments.items()}
+        seen.add(specialize(launch.kernel, arguments, "sm_90").key)
     assert len(seen) == 1
 
 
 @targets
 def test_choices_are_valid(target: str) -> None:
-    """The heuristic's config is valid and the first of configs(), and there is a choice."""
+    """The heuristic's config is valid and the first of configs(), which has several entries."""
     for op, pair, m, trans_b in itertools.product(
             (grouped.GROUPED_GEMM, grouped.GROUPED_WGRAD), FORMATS, (1, 256, 65536), (True, False)):
         problem = GroupedProblem(op.op, TARGETS[target], m, 8, 2880, 2880, *FORMATS[pair], trans_b,
@@ -273,7 +234,8 @@ def test_older_chips_are_refused(arch: str, kind: str) -> None:
 
 
 def test_grids_fit_the_work(record: Recorder) -> None:
-    """Row tiles: one a row at most, else full tiles and one ragged tile a group; below 2^31."""
+    """Row tiles are at most one per row, or full tiles plus one ragged tile per group; below 2^31.
+    """
     config = grouped.GROUPED_GEMM.heuristic(
         GroupedProblem(Op.GROUPED_GEMM, TARGETS["sm_90"], 8192, 8, 2880, 2880, "bf16", "bf16",
                        True, torch.bfloat16))

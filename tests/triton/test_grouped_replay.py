@@ -1,4 +1,4 @@
-"""Replayed calls of the training ops against the ones they repeat, and what a warm step may do."""
+"""Replayed calls of the training ops: equal to ordinary calls, and limits on their host work."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ WIDTH, OUT, GROUPS = 256, 160, 5
 SPANS = {"block": (ScaleSpan.BLOCK,) * 2, "row": (ScaleSpan.ROW,) * 2,
          "auto": (ScaleSpan.AUTO,) * 2, "span128": (ScaleSpan.SPAN128, ScaleSpan.ROW)}
 MOST_LAUNCHES = {"block": 15, "row": 15, "auto": 22, "span128": 15}
-"""Of forward and backward: 3 GEMMs (with AUTO 2 kernels each, with BLOCK 3), one kernel that pads
-offsets, and 3 quantisations, of which 2 need a table."""
+"""Launches of forward and backward: 3 GEMMs (2 kernels each with AUTO, 3 with BLOCK), one kernel
+that pads offsets, and 3 quantisations, 2 of them with a block table."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def launches() -> Iterator[Launches]:
 
 
 class Linear:
-    """Arguments of the ops, in memory of their own."""
+    """Arguments of the ops, in newly allocated memory."""
 
     def __init__(self, mode: str = "row", num_rows: int = 200) -> None:
         self.spans = SPANS[mode]
@@ -113,7 +113,7 @@ def test_a_replay_launches_what_the_call_does(name: str, launches: Launches,
 
 
 def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) -> None:
-    """Interleaved, so that a key that is too coarse would answer with another call's launches."""
+    """Different calls are interleaved: a key that is too coarse would replay the wrong call."""
     layers = [Linear(mode) for mode in SPANS]
     row, more = layers[1], Linear("row", 202)
     strided, wide = Linear("row"), Linear("row")
@@ -144,8 +144,8 @@ def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) ->
 @pytest.mark.parametrize("mode", SPANS)
 def test_a_warm_step_only_replays(mode: str, replays: list[object],
                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward: six calls of ops, not one launch that is looked up, nothing resolved
-    anew, and no more kernels than their number says."""
+    """A warm forward and backward replays all six op calls: nothing is resolved or looked up, and
+    there are no more kernels than MOST_LAUNCHES."""
     layer, recipe = Linear(mode), MXFP8Recipe(scale_span=SPANS[mode][0])
     x, weight = layer.x.requires_grad_(), layer.weight.requires_grad_()
 

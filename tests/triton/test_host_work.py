@@ -1,7 +1,8 @@
-"""What a warm call may not do again: check, describe, resolve, build launches, go through Triton,
-encode maps. It allocates its results and one block of scratch.
+"""Host work of warm calls, as counts.
 
-Times depend on the machine; these counts do not. Kernels are launched into nothing.
+A warm call must not check, describe, resolve, build launches, go through Triton or encode TMA
+descriptors again. It allocates its results and one block of scratch. Counts do not depend on the
+machine, unlike times. A mock driver records the launches; no kernel runs.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from mxpert.testing.problems import MoEShape, random_moe_problem
 SHAPE = MoEShape(hidden_size=256, intermediate_size=256, num_experts=8, top_k=2,
                  activation=mxpert.SwiGLU())
 TOKENS = (16, 17, 15, 16, 13)
-"""The same tiles and splits serve them all: a binary more would be one for a token count."""
+"""Token counts with the same tiles and splits: they must share binaries."""
 MOST_LAUNCHES = {"route_topk": 1, "make_routing_plan": 1, "quantize": 1, "fused_moe": 6,
                  "moe_gate_up": 3, "moe_down": 3}
 MOST_ALLOCATIONS = {"route_topk": 2, "make_routing_plan": 5, "quantize": 2, "fused_moe": 2,
                     "moe_gate_up": 3, "moe_down": 2}
-"""With two outputs for codes and scales, five for a plan."""
+"""Allocations per op: two outputs for codes and scales, five for a plan."""
 MOST_COPIES = 3
-"""TMA descriptors of a GEMM's rows: one for each width of a decode tile."""
+"""TMA descriptors of a decode GEMM's activation rows: one for each tile width."""
 
 CHECKS = {route: ("check_route_topk", "check_routing_plan"), quantize: ("check_quantize",),
           moe: ("check_fused_moe", "check_gate_up", "check_down")}
@@ -50,7 +51,7 @@ def no_device() -> Iterator[None]:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Counts of what warm calls leave out, from here on."""
+    """Counters of the steps that warm calls must skip."""
     counts = {"learn": 0, "build": 0, "encode": 0, "launch": 0, "check": 0,
               "take apart": 0, "problem": 0}
 
@@ -75,7 +76,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 class Operators(TorchDispatchMode):
-    """Names of the operators that run."""
+    """Records the names of the torch operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class Operators(TorchDispatchMode):
 
 
 def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
-    """Single-kernel ops and a layer, on fixed tensors."""
+    """Calls of single-kernel ops and of a layer on fixed tensors."""
     problem = random_moe_problem(SHAPE, num_tokens, device=torch.device("cpu"))
     weights = problem.weights.prepare(device="cpu", layout=Layout.HOPPER_FRAGMENT)
     logits = torch.randn(num_tokens, SHAPE.num_experts)
@@ -109,7 +110,7 @@ def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
 @pytest.mark.parametrize("op", MOST_LAUNCHES)
 def test_a_warm_call_only_launches(op: str, work: dict[str, int]) -> None:
     call = calls(16)[op]
-    kept = [call() for _ in range(2)]  # the second call's tensors lie elsewhere
+    kept = [call() for _ in range(2)]  # the second call's tensors have other addresses
     misses = registry._resolve.cache_info().misses
     for name in work:
         work[name] = 0

@@ -1,7 +1,7 @@
-"""`Launch` against Triton's own launches: same binary, same arguments, for whatever tensors do.
+"""`Launch` against Triton's own launches: both use the same binary and the same arguments.
 
-Kernels are compiled and launched by a driver that has no device and notes the C launcher's
-arguments, so that both ways can be compared on any machine.
+A mock driver without a device records the C launcher's arguments, so the comparison runs on any
+machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mxpert.backends.launch import Launch, Tile
 from mxpert.testing.launches import without_device
 
 _HOOKS = slice(9, 13)
-"""Metadata for hooks and the hooks themselves: what a direct launch leaves out."""
+"""Metadata for hooks and the hooks themselves, which a direct launch does not pass."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -37,7 +37,7 @@ def _scale_kernel(out, x, bias, count, stride, factor, BLOCK: tl.constexpr):
 
 @gluon.jit
 def _copy_kernel(out, x_desc, rows, COLUMNS: gl.constexpr):
-    """The first 8 rows of a tensor, or of the first of its matrices."""
+    """Copy the first 8 rows of a tensor, or of the first of its matrices."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     tile = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -59,7 +59,7 @@ def calls() -> Iterator[list[tuple[Any, ...]]]:
 
 @pytest.fixture
 def learned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Keys that had to go through Triton."""
+    """Keys whose launches went through Triton."""
     keys: list[tuple[Any, ...]] = []
     learn = Launch._learn
 
@@ -73,7 +73,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def plain(arguments: tuple[Any, ...]) -> list[Any]:
-    """Arguments of a C launcher, pointers as numbers."""
+    """Arguments of a C launcher, with pointers as integers."""
     kept = [value for index, value in enumerate(arguments)
             if index not in range(_HOOKS.start + 1, _HOOKS.stop)]
     return [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in kept]
@@ -85,7 +85,7 @@ def scale(size: int, *, stride: int = 1, factor: float = 2.0, block: int = 64) -
 
 
 def check_like_triton(calls: list[tuple[Any, ...]], made: Launch, **tensors: Any) -> None:
-    """Two launches of ours, of which the second is direct, and Triton's own: all the same."""
+    """Check that two `Launch` calls, the second direct, and Triton's launch are all equal."""
     for _ in range(2):
         made(**tensors)
     made.kernel[made.grid](**made.arguments(tensors))
@@ -110,7 +110,7 @@ def test_a_direct_launch_is_tritons(calls, learned, tensors, stride):
 
 
 def test_what_changes_the_binary_is_looked_at(calls, learned):
-    """Interleaved, so that a key that is too coarse would answer with the wrong binary."""
+    """Different calls are interleaved: a key that is too coarse would find the wrong binary."""
     for _ in range(2):
         for tensors in TENSORS.values():
             for made in (scale(40), scale(48), scale(1), scale(40, stride=2),
@@ -123,7 +123,7 @@ def test_what_changes_the_binary_is_looked_at(calls, learned):
 
 
 def test_sizes_share_a_binary(calls, learned):
-    """A new token count or factor costs no launch through Triton."""
+    """A new token count or factor needs no launch through Triton."""
     for size in (40, 41, 1, 48, 1000):
         for factor in (2.0, 0.5):
             scale(size, factor=factor)(**TENSORS["aligned"])
@@ -132,7 +132,7 @@ def test_sizes_share_a_binary(calls, learned):
 
 
 def test_copies_of_matrices(calls):
-    """A matrix for each of a tensor's leading dimensions: 3-D, where a matrix ends in zeros."""
+    """3-D descriptors with one matrix per leading index; reads past a matrix give zeros."""
     layout = gl.NVMMASharedLayout.get_default_for([1, 8, 64], gl.float32)
     tile = Tile((1, 8, 64), layout, width=64)
     small = STORAGE[:1920].view(2, 3, 5, 64)

@@ -1,7 +1,7 @@
 """The MoE kernels compiled for three targets without a GPU: instructions, spills, shared memory.
 
-What is compiled is what a launch would compile: launches on meta tensors are recorded, with the
-heuristic's tiles, and specialised as the JIT would.
+The tests record launches on meta tensors with the heuristic's tiles, specialise them as the JIT
+does, and compile them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mxpert.problem import (
     activation_mx_format,
 )
 from mxpert.routing import RoutingPlan, plan_capacity
-from mxpert.testing.aot import compile_for, specialize
+from mxpert.testing.aot import Metrics, compile_for, specialize
 from mxpert.testing.launches import RecordedLaunch, recorded_launches
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from mxpert.weights import MoEWeights
@@ -42,20 +42,20 @@ TARGETS = {
     "gfx950": Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024),
 }
 NATIVE = {"sm_90": "wgmma", "sm_100": "tcgen05.mma.block_scale", "gfx950": "mfma_scale"}
-"""The matrix instruction that MX activations must reach; Hopper decodes them to bf16."""
+"""Required matrix instruction for MX activations; Hopper decodes them to bf16."""
 WITH_BF16 = {"sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx950": "mfma"}
 FORMATS = tuple(heuristics.VALUE_BYTES)
-"""Activation formats that the kernels read."""
+"""Activation formats of the kernels."""
 GEMMS = {"_moe_gate_up_kernel": Op.MOE_GATE_UP, "_moe_down_kernel": Op.MOE_DOWN}
 TOKENS = {16: 64, 64: 2048, 128: 8192}
-"""Row block of the heuristic for 4 of 128 experts → a token count that leads to it."""
+"""Row block of the heuristic (4 of 128 experts) → a token count for which it is chosen."""
 
 Recorder = Callable[..., list[RecordedLaunch]]
 
 
 @pytest.fixture
 def record() -> Iterator[Recorder]:
-    """A function that runs both stages on meta tensors and returns what they would launch."""
+    """A function that runs both stages on meta tensors and returns the recorded launches."""
     with recorded_launches() as launches:
 
         def run(problem: MoEProblem, config: MoEConfig, shape: MoEShape) -> list[RecordedLaunch]:
@@ -67,7 +67,7 @@ def record() -> Iterator[Recorder]:
 
 
 def launch_stages(problem: MoEProblem, config: MoEConfig, shape: MoEShape) -> None:
-    """Both stages on meta tensors of a problem's sizes."""
+    """Run both stages on meta tensors with a problem's sizes."""
     experts, hidden, inner = shape.num_experts, shape.hidden_size, shape.intermediate_size
 
     def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -103,17 +103,13 @@ def describe(target: str, a_format: str, num_tokens: int, shape: MoEShape,
                       MoEOptions(shape.activation, a_format, **options), Layout.ROW_MAJOR)
 
 
-def compile_launch(launch: RecordedLaunch, target: str) -> Any:
-    arguments = dict(launch.arguments)
-    num_warps, num_stages = arguments.pop("num_warps"), arguments.pop("num_stages", 3)
-    options = {"launch_pdl": True} if arguments.pop("launch_pdl", False) else {}
-    return compile_for(launch.kernel, arguments, target=target, num_warps=num_warps,
-                       num_stages=num_stages, **options).metrics
+def compile_launch(launch: RecordedLaunch, target: str) -> Metrics:
+    return compile_for(launch.kernel, launch.arguments, target=target).metrics
 
 
 def scale_loads(arguments: dict[str, Any], target: str) -> int:
-    """Most byte loads that scales need (values need none): a tile's for each pipeline stage and the
-    loop, twice where the matrix layout holds a scale in two threads."""
+    """Largest number of byte loads. Only scales need them: one tile for each pipeline stage and the
+    loop, twice if the matrix layout holds a scale in two threads."""
     threads = arguments["num_warps"] * (64 if TARGETS[target].kind == "hip" else 32)
     per_row = arguments["BLOCK_K"] // 32
     loads = sum(-(-rows * per_row // threads) for rows in (128, arguments["BLOCK_M"]))
@@ -124,7 +120,7 @@ def scale_loads(arguments: dict[str, Any], target: str) -> int:
 @pytest.mark.parametrize("block_m", TOKENS)
 @pytest.mark.parametrize("a_format", FORMATS)
 def test_gemms_use_the_chip(record: Recorder, a_format: str, block_m: int, target: str) -> None:
-    """Native matrix instruction, nothing spilled, memory within the chip and the estimate."""
+    """Native matrix instruction, no spills, shared memory within the chip's and the estimate."""
     shape = MODEL_SHAPES["gpt-oss-120b"]
     problem = describe(target, a_format, TOKENS[block_m], shape)
     config = heuristics.layer_heuristic(problem)
@@ -168,7 +164,7 @@ VARIANTS = {
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_epilogue_compiles(record: Recorder, variant: str, target: str) -> None:
-    """Split and unsplit, with and without bias, each activation, on every target."""
+    """With and without split-K and bias, each activation, on every target."""
     index = list(VARIANTS).index(variant)
     shape = MoEShape(2880, 2880, 128, 4, (SiLU(), SiTUv2(), SwiGLU())[index], has_bias=index == 0,
                      gate_up_order=MODEL_SHAPES["gpt-oss-20b"].gate_up_order)
@@ -196,19 +192,15 @@ def test_one_binary_serves_all_models(record: Recorder, a_format: str) -> None:
                         SwiGLU(), shape.gate_up_order, has_bias=True)
         problem = describe("sm_90", a_format, num_tokens, same)
         for kernel, _grid, arguments in record(problem, config, same):
-            arguments = {key: value for key, value in arguments.items()
-                         if key in kernel.arg_names}
-            signature, constexprs, divisible = specialize(kernel, arguments)
-            key = repr((sorted(signature.items()), sorted(constexprs.items(), key=str),
-                        sorted(divisible)))
+            key = specialize(kernel, arguments, "sm_90").key
             seen.setdefault(kernel.__name__, set()).add(key)
         assert {kernel: len(keys) for kernel, keys in seen.items()} == dict.fromkeys(seen, 1), name
-    # Both GEMMs, stage 1's finish after its split, the combine; the quantiser of rows.
+    # Both GEMMs, the finishing kernel of stage 1 after split-K, the combine; the quantiser of rows.
     assert len(seen) == (5 if a_format == "fp8_token" else 4)
 
 
 def test_grids_fit_the_work(record: Recorder) -> None:
-    """At most one row block per routed row, for few tokens; below 2^31 for the most."""
+    """Few tokens: at most one row block per routed row. Most tokens: a grid below 2^31."""
     shape = MODEL_SHAPES["kimi-k2"]
     few = describe("sm_90", "bf16", 1, shape)
     config = MoEConfig(16, GemmConfig(16, 64, 128), GemmConfig(16, 128, 128))

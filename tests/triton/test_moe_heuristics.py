@@ -1,4 +1,4 @@
-"""Tile choice: the heuristic is valid everywhere, the tuner's space keeps the one validity rule."""
+"""Tile choice: the heuristic's configs and all configs of the tuner's grid are valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the quantise and dequantise kernels become on each target, read from the binaries."""
+"""The quantise and dequantise kernels compiled for each target: instructions and registers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_unaligned_rows_still_compile(target: str) -> None:
     ("sm_90", r"F2FP\.SATFINITE\.E4M3"), ("sm_100", r"F2FP\.SATFINITE\.E4M3"),
     ("gfx950", r"v_cvt_(scalef32_)?pk_fp8_f32")])
 def test_float32_becomes_fp8_in_one_rounding(target: str, instruction: str) -> None:
-    """Never through float16, which would round twice."""
+    """The conversion does not go through float16, which would round twice."""
     kernel = quantize(target, MXFP8_E4M3, torch.float32, across_rows=False)
     assert kernel.count(instruction) > 0
     assert kernel.count(r"F2FP\.F16|v_cvt_(pkrtz_)?f16_f32") == 0

@@ -1,6 +1,6 @@
-"""Replayed calls against the ones they repeat: the same launches, wherever tensors lie.
+"""Replayed calls make the same launches as ordinary calls, at any tensor addresses.
 
-Kernels are launched into a list by a driver that has no device (mxpert.testing.launches).
+A mock driver records the launches (mxpert.testing.launches).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def launches() -> Iterator[Launches]:
 
 
 class Layer:
-    """Arguments of the ops, in memory of their own."""
+    """Arguments of the ops, in newly allocated memory."""
 
     def __init__(self, num_tokens: int, *, layout: Layout = Layout.HOPPER_FRAGMENT,
                  has_bias: bool = False) -> None:
@@ -133,7 +133,7 @@ def test_a_replay_launches_what_the_call_does(name: str, launches: Launches,
 
 
 def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) -> None:
-    """Interleaved, so that a key that is too coarse would answer with another call's launches."""
+    """Different calls are interleaved: a key that is too coarse would replay the wrong call."""
     layer, other = Layer(4), Layer(4, has_bias=True)
     more = Layer(5)
     strided = Layer(4)
@@ -187,7 +187,8 @@ def test_a_pinned_config_and_a_new_table_are_not_answered_from_before(
 
 
 def test_one_config_on_two_backends(launches: Launches, replays: list[object]) -> None:
-    """Training ops have no config: what two backends resolve to differs in the kernel alone."""
+    """Training ops have no config: the results of two backends' resolve differ only in the kernel.
+    """
     x = torch.randn(64, 256).bfloat16()
     calls = {}
     for backend in ("hopper", "triton"):
@@ -250,7 +251,7 @@ def test_the_fill_of_the_deterministic_mode_reaches_every_buffer(replays: list[o
 
 
 def test_other_operators_among_the_launches_are_kept(replays: list[object]) -> None:
-    """ATOMIC zeroes its output and converts it: nothing that a replay could repeat."""
+    """ATOMIC clears and converts its output with torch operators, so it is not replayed."""
     layer = Layer(4, layout=Layout.ROW_MAJOR)
     for _ in range(4):
         y = layer.fused(combine=Combine.ATOMIC, out_dtype=torch.bfloat16)

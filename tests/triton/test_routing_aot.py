@@ -1,4 +1,4 @@
-"""Routing kernels compiled for every target, with the arguments that the host code launches.
+"""Routing kernels compiled for every target with the arguments of the host code's launches.
 
 The launches are recorded, not run.
 """
@@ -52,11 +52,10 @@ def launch_plan(num_tokens: int, num_experts: int, top_k: int, unit: int,
 
 
 def gate(launch: RecordedLaunch, target: str) -> None:
-    """Compiles, keeps its values in registers and fits into the chip's shared memory."""
+    """Check that a launch compiles without spills and fits in the chip's shared memory."""
     name = launch.kernel.__name__
     assert all(size > 0 for size in launch.grid)
-    metrics = compile_for(launch.kernel, arguments_of(launch), target=target,
-                          num_warps=launch.arguments["num_warps"]).metrics
+    metrics = compile_for(launch.kernel, launch.arguments, target=target).metrics
     assert metrics.spills == 0, f"{name} spills {metrics.spills}"
     assert metrics.scratch == 0, f"{name} uses {metrics.scratch} bytes of stack"
     assert metrics.shared_memory <= SHARED_MEMORY_LIMIT[target]
@@ -79,7 +78,7 @@ def test_plan_kernels_compile(launches, tokens, target):
 
 
 def test_dependent_launch_waits_first(launches, monkeypatch):
-    """On Hopper and later: the wait comes before any access to global memory."""
+    """On Hopper and later, grid_dependency_wait comes before any access to global memory."""
     monkeypatch.setattr(route, "detect_target", lambda device: H200)
     launch_topk(64, 256, 8)
     launch_plan(128, 384, 8, 64, expert_parallel=True)
@@ -90,12 +89,11 @@ def test_dependent_launch_waits_first(launches, monkeypatch):
     assert len(launches) == 6
     for launch in launches:
         assert launch.arguments["launch_pdl"] is True
-        ptx = compile_for(launch.kernel, arguments_of(launch), target="sm_90",
-                          num_warps=launch.arguments["num_warps"], launch_pdl=True).asm["ptx"]
+        ptx = compile_for(launch.kernel, launch.arguments, target="sm_90").asm["ptx"]
         assert ptx.count("griddepcontrol.wait") == 1
         ahead, after = ptx.split("griddepcontrol.wait")
         early = re.findall(r"\b(?:ld|st)\.global[.\w]*", ahead)
-        if launch.arguments.get("EARLY_PLAN"):  # rows of four slots, past L1
+        if launch.arguments.get("EARLY_PLAN"):  # loads of four slots' rows bypass L1
             assert len(early) == 4
             assert all(access.startswith("ld.global.cg") for access in early)
         else:
@@ -114,7 +112,7 @@ def test_topk_kernel_compiles(launches, options, target):
 
 
 def test_binaries_do_not_depend_on_the_model(launches):
-    """Ten models at nine token counts and two units: binaries follow from the padded sizes."""
+    """Binaries depend on padded sizes only: ten models, nine token counts, two block sizes."""
     for experts, top_k in MODELS:
         for tokens in (1, 3, 16, 17, 128, 250, 777, 4096, 16384):
             launch_topk(tokens, experts, top_k)
@@ -122,8 +120,8 @@ def test_binaries_do_not_depend_on_the_model(launches):
                 launch_plan(tokens, experts, top_k, unit)
     binaries = {}
     for launch in launches:
-        parts = specialize(launch.kernel, arguments_of(launch))
-        binaries.setdefault(launch.kernel.__name__, set()).add(repr(parts))
+        call = specialize(launch.kernel, arguments_of(launch), "sm_90")
+        binaries.setdefault(launch.kernel.__name__, set()).add(call.key)
     counts = {name: len(variants) for name, variants in binaries.items()}
     # E ≤ 128 and E ≤ 512, each with three sizes of tiles.
     assert counts == {"_route_topk_kernel": 2, "_routing_plan_expert_kernel": 6,

@@ -29,14 +29,12 @@ def launches() -> Iterator[list[RecordedLaunch]]:
 
 def metrics_of(launches: list[RecordedLaunch], target: str, op: Op,
                activation: Activation | None = None, **tensors: Any) -> Metrics:
-    """What the launch of one op compiles to."""
+    """Compile the launch of one op and return its metrics."""
     problem = RowsProblem(op, H200, ROWS, WIDTH, torch.bfloat16,
                           1 if activation else TOP_K, activation)
     TRITON[op].launch(problem, None, **tensors)
     (launch,) = launches
-    arguments = {name: value for name, value in launch.arguments.items() if name != "num_warps"}
-    return compile_for(launch.kernel, arguments, target=target,
-                       num_warps=launch.arguments["num_warps"]).metrics
+    return compile_for(launch.kernel, launch.arguments, target=target).metrics
 
 
 def check(metrics: Metrics) -> None:
@@ -70,7 +68,7 @@ def test_combine(launches: list[RecordedLaunch], target: str) -> None:
 
 
 def test_one_binary_serves_every_size(launches: list[RecordedLaunch]) -> None:
-    """Sizes are run-time values: nothing but the activation and the tile is compiled in."""
+    """Sizes are run-time values: binaries depend only on the activation and the tile."""
     problem = RowsProblem(Op.ACTIVATE_ROWS, H200, 2, 64, torch.bfloat16,
                           activation=mxpert.SwiGLU())
     for width, alpha in ((64, 1.702), (2880, 1.0)):

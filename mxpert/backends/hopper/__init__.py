@@ -1,4 +1,4 @@
-"""Hopper (sm_90): FP4 weights decoded into FP8 wgmma fragments, TMA, warp roles."""
+"""Hopper kernels (sm_90): TMA, warp specialisation, FP4 weights decoded to FP8 wgmma fragments."""
 
 from ..replay import replayed
 from .dual import QUANTIZE_DUAL

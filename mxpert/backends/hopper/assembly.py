@@ -1,7 +1,6 @@
-"""What the kernels write in PTX: decoding of weights by table, conversions that Triton has no
-operation for, or compiles wrongly.
+"""Inline PTX: table-based decoding of weights, and conversions that Triton lacks or miscompiles.
 
-A conversion to e4m3 and back in one expression of Triton is miscompiled, so rows are encoded here.
+Triton miscompiles a conversion to e4m3 and back in one expression, so rows are encoded in PTX.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from triton.experimental.gluon import language as gl
 
 
 def _table_assembly() -> str:
-    """PTX that gives lane s the eight e4m3 magnitudes of blocks with shift s, lowest code first.
+    """PTX that puts the eight e4m3 magnitudes for shift s into lane s, lowest code first.
 
-    A shift subtracts from every exponent, zero stays zero. Shifts 12 to 14 have subnormal entries.
-    Larger ones belong to blocks of zeros alone.
+    A shift is subtracted from the exponent of every non-zero entry. Shifts 12 to 14 have subnormal
+    entries. Larger shifts occur only in blocks of zeros.
     """
     return "\n".join([
         "{ .reg .b32 lane, by, late; .reg .pred small, last, none;",
@@ -34,11 +33,11 @@ def _table_assembly() -> str:
 
 
 def _decode_assembly() -> str:
-    """PTX that turns 32 codes of one row and MX block into e4m3, about 8 instructions per 8 codes.
+    """PTX that converts 32 codes of one row and MX block to e4m3, about 8 instructions per 8 codes.
 
-    $0..$3 take the first halves (k 0..15 of four k32 steps), $4..$7 the second halves; $8..$11 are
-    the packed words, $12 the block's shift, $28 and $44 the lane's part of `decode_tables` (other
-    copies of these three, from broadcasting, are the same registers).
+    Outputs: $0..$3 are the first halves (k 0..15 of four k32 steps), $4..$7 the second halves.
+    Inputs: $8..$11 are the packed words, $12 the block's shift, $28 and $44 the lane's two words of
+    `decode_tables`. Broadcasting copies the last three; all copies are the same register.
     """
     lines = [
         "{ .reg .b32 lo, hi, a, b;",
@@ -66,16 +65,21 @@ _DECODE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 52))
 
 @gluon.jit
 def decode_tables():
-    """What `decode_words` looks codes up in: each lane holds the table of one shift, in two words
-    (no tensor: the value differs by lane). A shuffle is cheaper than building tables anew."""
+    """Build the look-up tables of `decode_words`: lane s holds the table of shift s in two words.
+
+    The words differ between lanes, so they are not tensors. A shuffle from the lane that has the
+    table is cheaper than building it for each block.
+    """
     return gl.inline_asm_elementwise(_TABLE_ASSEMBLY, "=&r,=&r,r", [0],
                                      dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
 
 
 @gluon.jit
 def decode_words(codes, shifts, tables):
-    """Packed words of codes, 16 bytes of a block at a time, and its shift → e4m3 codes: the first
-    halves of four k32 steps, and the second."""
+    """Decode packed codes, 16 bytes of a block at a time, with the block's shift.
+
+    Returns e4m3 codes of the first and of the second halves of four k32 steps.
+    """
     return gl.inline_asm_elementwise(
         _DECODE_ASSEMBLY, _DECODE_CONSTRAINTS, [codes, shifts, tables[0], tables[1]],
         dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=True, pack=16)
@@ -91,9 +95,9 @@ def _fp8_conversion(FORMAT):
 
 @gluon.jit
 def encode_fp8_words(first, second, third, fourth, FORMAT: gl.constexpr):
-    """Codes of four float32 values in one int32, the first lowest.
+    """Pack the codes of four float32 values into an int32, the first in the lowest byte.
 
-    Nearest even, saturating; NaN becomes 0x7F.
+    Rounds to nearest even, saturates; NaN becomes 0x7F.
     """
     ASSEMBLY: gl.constexpr = _fp8_conversion(FORMAT)
     return gl.inline_asm_elementwise(ASSEMBLY, "=r,f,f,f,f", [first, second, third, fourth],
@@ -102,7 +106,7 @@ def encode_fp8_words(first, second, third, fourth, FORMAT: gl.constexpr):
 
 @gluon.jit
 def multiply_bfloat16_pairs(left, right):
-    """Products of the bfloat16 halves of int32 values, subnormal ones included."""
+    """Multiply the bfloat16 halves of int32 values pairwise; subnormals are kept."""
     return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right],
                                      dtype=gl.int32, is_pure=True, pack=1)
 
@@ -135,15 +139,16 @@ cvt.rn.satfinite.e4m3x2.f16x2 lo01, v01;
 cvt.rn.satfinite.e4m3x2.f16x2 lo23, v23;
 mov.b32 $1, {lo01, lo23};
 }""")
-"""hi is converted twice: codes that are packed and converted back are miscompiled (ptxas 12.8 takes
+"""hi is converted twice: ptxas 12.8 miscompiles codes that are packed and converted back (it reads
 a register that was never written)."""
 
 
 @gluon.jit
 def split_codes(values):
-    """e4m3 codes hi and lo with ``values = hi + lo / 16``, four values at a time.
+    """Return e4m3 codes hi and lo with ``values = hi + lo / 16``, four values at a time.
 
-    values: bfloat16 numbers of at most 448 in float32. float16 holds all of them that lo can tell.
+    values: float32 tensor of bfloat16 numbers with magnitudes up to 448. Conversion through float16
+    is exact for all values that lo can represent.
     """
     hi, lo = gl.inline_asm_elementwise(_SPLIT_CODES, "=&r,=r,f,f,f,f", [values],
                                        (gl.int8, gl.int8), is_pure=True, pack=4)
@@ -151,7 +156,7 @@ def split_codes(values):
 
 
 def _rescaling(power: str) -> str:
-    """PTX that multiplies the e4m3 codes of low and high by `power` and packs them: $0."""
+    """PTX that multiplies the e4m3 codes in low and high by `power` and packs them into $0."""
     return f"""cvt.rn.f16x2.e4m3x2 first, low;
 cvt.rn.f16x2.e4m3x2 second, high;
 cvt.rn.f16x2.f32 power, {power}, {power};
@@ -185,16 +190,21 @@ cvt.rn.satfinite.e4m3x2.f32 high, d, c;
 
 @gluon.jit
 def scaled_words(words, power):
-    """Four e4m3 codes a word times a power of two of at most 1. Exact in float16: a code has four
-    significant bits, and what a power below 2^-24 leaves of it is no e4m3 number."""
+    """Multiply words of four e4m3 codes by a power of two of at most 1.
+
+    The product is exact in float16: a code has four significant bits, and products with powers
+    below 2^-24 round to zero in e4m3 anyway.
+    """
     return gl.inline_asm_elementwise(_SCALE_CODES, "=r,r,f", [words, power], gl.int32,
                                      is_pure=True, pack=1)
 
 
 @gluon.jit
 def quantized_codes(values, inverse, power):
-    """e4m3 codes of values by their block's inverse scale, then those times a power of two as in
-    `scaled_words`: four values of a block at a time."""
+    """Quantise values with their block's inverse scale to e4m3, then multiply by a power of two.
+
+    The power is applied as in `scaled_words`. Four values of a block at a time.
+    """
     values, inverse = gl.broadcast(values, inverse)
     values, power = gl.broadcast(values, power)
     codes = gl.inline_asm_elementwise(_QUANTIZE_CODES, "=r,f,f,f,f,f,f,f,f,f,f,f,f",

@@ -1,14 +1,14 @@
-"""Tiles that CTAs claim as they go, instead of tiles dealt out beforehand.
+"""Dynamic tile scheduler of the persistent GEMMs.
 
-Tiles differ in width and SMs in speed: dealt out in turns, the busiest CTA has up to 10 % more to
-do than the mean (gpt-oss-120b at T = 8192). The first tile of a CTA is its own. Its producer claims
-each further one from a counter in memory, shortly before it has loaded the one before, and labels
-every stage of the operands' ring with the tile that the stage is of, where consumers read it.
-Results do not depend on who computes a tile.
+Tiles differ in width and SMs in speed. With a static schedule the busiest CTA has up to 10 % more
+work than the mean (gpt-oss-120b at T = 8192, H200). The first tile of a CTA is its program id. Its
+producer warp takes each further tile from an atomic counter in global memory, shortly before the
+loads of the current tile end. It tags each pipeline stage with its tile; consumer warps read the
+tag. Results do not depend on which CTA computes a tile.
 
-The kernel that encodes a GEMM's rows sets the GEMM's counter to 0 (`reset_claims`). It is 0 again
-at the end, so that the GEMM alone can be repeated: every CTA goes on claiming until it gets
-nothing, which makes one claim for each tile, and the last of them starts the counter anew.
+The kernel that encodes a GEMM's rows sets the GEMM's counter to 0 (`reset_claims`). Every CTA
+claims until no tile is left, so there are as many claims as tiles. The last claim resets the
+counter to 0, so that the GEMM can be launched again on its own.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 LEAD = gl.constexpr(2)
-"""Steps before the end of a tile at which the next one is claimed. Later is fairer, but a claim and
-what is then asked for take as long as a step or two."""
+"""The producer claims the next tile this many steps before the end of the current one. Later claims
+balance better, but the atomic and the loads that depend on it take one or two steps."""
 
 _NUMBERS = gl.constexpr(4)
 
 
 @gluon.jit
 def reset_claims(claimed):
-    """Set the counter of the GEMM that follows this kernel."""
+    """Set the tile counter of the next GEMM to 0."""
     if gl.program_id(0) == 0:
         gl.store(claimed, 0)
 
 
 @gluon.jit
 def next_tile(tile, claimed, num_tiles):
-    """The CTA's tile after `tile`; there is none if it is num_tiles or more."""
+    """Claim the CTA's next tile after `tile`. No tile is left if the result is >= num_tiles."""
     programs = gl.num_programs(0)
     tile += programs
     if num_tiles > programs:
@@ -46,20 +46,20 @@ def next_tile(tile, claimed, num_tiles):
 
 @gluon.constexpr_function
 def _everywhere(WARPS):
-    """One element, held by every thread."""
+    """Layout of one element that every thread holds."""
     return gl.BlockedLayout([1], [32], [WARPS], [0])
 
 
 @gluon.jit
 def make_labels(STAGES: gl.constexpr):
-    """Room for four numbers that describe the tile of each stage."""
+    """Allocate the tags: four int32 in shared memory for each pipeline stage."""
     return gl.allocate_shared_memory(gl.int32, [_NUMBERS * STAGES, 1],
                                      gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def write_label(labels, slot, tile):
-    """Label a stage that is free, before anything arrives at its barrier, with four numbers."""
+    """Tag a free stage with the four numbers of its tile, before any arrival at its mbarrier."""
     for index in gl.static_range(_NUMBERS):
         value = gl.full([1], 0, gl.int32, _everywhere(1)) + tile[index]
         labels.index(_NUMBERS * slot + index).store(value)
@@ -67,8 +67,10 @@ def write_label(labels, slot, tile):
 
 @gluon.jit
 def write_last_label(labels, slot, phase, tile, ready, free, ARRIVALS: gl.constexpr):
-    """Label the stage after the last one, which holds nothing: `tile` is none. ARRIVALS: barriers
-    in `ready` for each stage."""
+    """Tag the stage after the last one with a tile number that tells consumers to stop.
+
+    ARRIVALS: mbarriers in `ready` per stage.
+    """
     mbarrier.wait(free.index(slot), phase)
     write_label(labels, slot, tile)
     mbarrier.arrive(ready.index(slot * ARRIVALS), count=1)
@@ -81,7 +83,7 @@ def _number(labels, index):
 
 @gluon.jit
 def read_label(labels, slot, ready, phase):
-    """The four numbers of a stage, once it is `ready`; for a warpgroup."""
+    """Wait on the mbarrier `ready`, then return the four numbers of a stage's tag (a warpgroup)."""
     mbarrier.wait(ready, phase)
     first = _NUMBERS * slot
     return (_number(labels, first), _number(labels, first + 1), _number(labels, first + 2),

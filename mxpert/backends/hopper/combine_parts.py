@@ -1,4 +1,4 @@
-"""Split-K of stage 2: parts are summed, completed and combined in one launch."""
+"""Stage 2 after split-K: sum the splits, run the epilogue and combine, in one launch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..launch import CACHED_LAUNCHES, Launch
 _BLOCK = 256
 _NUM_WARPS = 2
 _SLOTS = gl.constexpr(4)
-"""Slots whose loads overlap: all of them lie in one thread, which adds them in order."""
+"""Slots whose loads are issued together. One thread holds all of them and adds them in order."""
 
 
 @gluon.jit
 def _slot_terms(slot_rows, sorted_weights, bias, block_expert_ids, slot, top_k, routing_block_m,
                 column, num_columns):
-    """Rows (-1: absent), weights and biases of a few slots: known before their sums are."""
+    """Load rows (−1: absent), weights and biases of `_SLOTS` slots; needs no sums of the GEMM."""
     row = gl.load(slot_rows + slot, mask=slot < top_k, other=-1, cache_modifier=EARLY)
     present = row >= 0
     weight = gl.where(present, 1.0, 0.0)
@@ -43,7 +43,7 @@ def _slot_terms(slot_rows, sorted_weights, bias, block_expert_ids, slot, top_k, 
 @gluon.jit
 def _add_slots(total, terms, parts, part_stride, splits, column, num_columns,
                DTYPE: gl.constexpr):
-    """total + ``round(weight * (Σ_parts + bias))``, slot by slot."""
+    """Add ``round(weight * (Σ_parts + bias))`` of `_SLOTS` slots to total, in slot order."""
     row, weight, bias = terms
     start = (row.to(gl.int64) * num_columns)[:, None]
     mask = (row >= 0)[:, None] & (column < num_columns)[None, :]
@@ -64,8 +64,8 @@ def _moe_combine_parts_kernel(out, parts, bias, sorted_weights, slot_rows, block
                               num_warps: gl.constexpr):
     """``out[t] = Σ_slot round(weight * (Σ_parts + bias))``, rows rounded as REDUCE rounds them.
 
-    parts float32 [splits, num_rows, num_columns]. Follows a GEMM: what belongs to the first slots
-    is read before its sums are there.
+    parts: float32 [splits, num_rows, num_columns]. The kernel is launched after a GEMM. It reads
+    rows, weights and biases of the first slots before grid_dependency_wait.
     """
     release_next()
     TILE: gl.constexpr = gl.BlockedLayout([_SLOTS, 4], [1, 32], [1, num_warps], [1, 0])
@@ -89,7 +89,7 @@ def _moe_combine_parts_kernel(out, parts, bias, sorted_weights, slot_rows, block
 
 def combine_parts(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan,
                   options: MoEOptions) -> torch.Tensor:
-    """Complete stage 2 and combine: `parts` float32 [splits, P, H] → [T, H] in out_dtype."""
+    """Finish stage 2 and combine: partial sums float32 [splits, P, H] to [T, H] in out_dtype."""
     splits, num_rows, num_columns = parts.shape
     out = parts.new_empty((plan.num_tokens, num_columns), dtype=options.out_dtype)
     weighted = not options.apply_router_weight_on_input

@@ -17,17 +17,25 @@ _GLUON_TYPES = {torch.uint8: gl.uint8, torch.int32: gl.int32, torch.float8_e4m3f
 
 @functools.lru_cache
 def _tile(block: tuple[int, ...], dtype: torch.dtype, width: int | None) -> Tile:
-    """The widest swizzle that fits."""
+    """Tile with the widest shared-memory swizzle that fits the block."""
     layout: Any = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])
     return Tile(block, layout, width)
 
 
 def copied(rows: int, columns: int, dtype: torch.dtype, width: int | None = None) -> Tile:
-    """Copies of rows × columns of `dtype`; `width` as in Tile."""
+    """TMA tile of rows × columns of `dtype`; `width` as in Tile."""
     return _tile((rows, columns), dtype, width)
 
 
 def copied_matrix(rows: int, columns: int, dtype: torch.dtype) -> Tile:
-    """Copies of rows × columns of one of a tensor's matrices, which are `columns` wide and end each
-    in zeros."""
+    """TMA tile of rows × columns of one matrix of a tensor of matrices, each `columns` wide.
+
+    Reads past the end of a matrix give zeros.
+    """
     return _tile((1, rows, columns), dtype, columns)
+
+
+def copied_of_each(rows: int, columns: int, dtype: torch.dtype) -> Tile:
+    """Copies of rows × columns of one of a tensor's matrices [..., all rows, all columns], beyond
+    whose rows and columns a copy has zeros."""
+    return _tile((1, rows, columns), dtype, None)

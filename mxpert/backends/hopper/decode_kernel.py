@@ -1,14 +1,14 @@
-"""Few tokens per expert: weights stream from memory once, the kernel lives at the read bandwidth.
+"""MoE GEMM for few tokens per expert: it reads weights once and is limited by memory bandwidth.
 
-A persistent CTA has one producer warp (TMA) and two consumer warpgroups, each with its own 64
-weight rows, so that neither waits at the other's barriers; two CTAs share an SM. CTA tile: 128
-weight rows × the real rows of one routing block, depth in steps of 256 codes, every step promoted
-to the float32 accumulator; CTAs claim their tiles (`claims`). The first weights are on their way
-before the kernel that encodes the activations has ended.
+A persistent CTA has one producer warp (TMA) and two consumer warpgroups. Each consumer computes its
+own 64 weight rows and does not wait for the other. Two CTAs share an SM. The CTA tile is 128 weight
+rows × the real rows of one routing block. The depth is processed in steps of 256 codes; the sums of
+each step are added to a float32 accumulator. `claims` is the tile scheduler. The producer loads the
+first weights before the kernel that encodes the activations has ended.
 
-Blocks have TOKENS rows, of which an expert's last one fills a few: a tile takes as many columns of
-the tensor cores and as much of L2 as 8, 16 or 32 rows need, so that one width of block serves
-experts with few tokens and with many.
+Blocks have TOKENS rows, but the last block of an expert may have fewer real rows. A tile therefore
+loads and multiplies 8, 16 or 32 rows, whichever is enough. One block size thus serves experts with
+few tokens and with many.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
+    mbarrier, warpgroup_mma, warpgroup_mma_wait,
 )
 
+from ..compat import async_load
 from ..dependent import EARLY, release_next, wait_for_previous
 from .assembly import decode_tables
 from .claims import LEAD, make_labels, next_tile, read_label, write_label, write_last_label
@@ -32,15 +33,18 @@ from .tiles import accumulator_layout, decode_weights, join_halves
 
 @gluon.constexpr_function
 def _num_widths(TOKENS):
-    """Widths of a tile: 8, 16, … TOKENS rows."""
+    """Number of tile widths: 8, 16, … TOKENS rows."""
     return (TOKENS // 8).bit_length()
 
 
 @gluon.jit
 def _describe(tile, plan, sizes, TOKENS: gl.constexpr):
-    """Block, expert, pair of row units, and split * 4 + width of a tile, of whose block's tiles the
-    split runs fastest: width w is 8 << w rows, which hold all that is not padding. The plan is
-    asked as soon as the tile is known, so that nobody waits for it."""
+    """Return (block, expert, pair of row units, split * 4 + width) of a tile.
+
+    Within a block the split is the fastest tile index. Width w stands for 8 << w rows, enough for
+    all real rows of the block. The producer calls this right after it claims a tile, to hide the
+    latency of these loads of the plan.
+    """
     block_expert_ids, sorted_token_ids, _, num_tokens = plan
     max_blocks, blocks_per_unit, tiles_per_block, splits = sizes
     block = tile // tiles_per_block
@@ -64,14 +68,14 @@ def _describe(tile, plan, sizes, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _first_tile(plan, sizes, TOKENS: gl.constexpr):
-    """This CTA's first tile, and blocks in use: asked for together."""
+    """Load the first tile of this CTA and the number of blocks in use."""
     tile = _describe(gl.program_id(0), plan, sizes, TOKENS)
     return tile, gl.load(plan[2], cache_modifier=EARLY) // TOKENS
 
 
 @gluon.jit
 def _split_steps(split, depth_units, splits):
-    """Steps of one of `splits` nearly equal parts of the depth."""
+    """First and end step of one of `splits` nearly equal parts of the depth."""
     first = 0
     last = gl.cdiv(depth_units, 2)
     if splits > 1:
@@ -84,7 +88,7 @@ def _split_steps(split, depth_units, splits):
 @gluon.jit
 def _load_weights(ring, descriptors, slot, step, units, part, TOKENS: gl.constexpr,
                   SPLIT: gl.constexpr):
-    """Start a step's weights on their way; its barrier expects the activations, too."""
+    """Start the TMA loads of a step's weights; its mbarrier also expects the activations' bytes."""
     WEIGHT_BYTES: gl.constexpr = 128 * 128 + 32 * 32
     ROW_BYTES: gl.constexpr = 256 * (2 if SPLIT else 1)
     code_desc = descriptors[0]
@@ -93,20 +97,17 @@ def _load_weights(ring, descriptors, slot, step, units, part, TOKENS: gl.constex
     for width in gl.static_range(_num_widths(TOKENS)):
         mbarrier.expect(arrived, WEIGHT_BYTES + (8 << width) * ROW_BYTES, pred=part % 4 == width)
     for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(code_desc, [units[half], step * 64, 0], arrived,
-                                        ring[0].index(2 * slot + half))
-        tma.async_copy_global_to_shared(shift_desc, [units[half], step * 16, 0], arrived,
-                                        ring[1].index(2 * slot + half))
+        async_load(code_desc, [units[half], step * 64, 0], arrived, ring[0].index(2 * slot + half))
+        async_load(shift_desc, [units[half], step * 16, 0], arrived, ring[1].index(2 * slot + half))
 
 
 @gluon.jit
 def _load_rows(rows, x_desc, arrived, first_row, depth, low_rows, SPLIT: gl.constexpr):
-    """Start the rows of one width on their way, low parts after the high ones."""
+    """Start the TMA loads of activation rows of one width; with SPLIT also of their low parts."""
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
-    tma.async_copy_global_to_shared(x_desc, [first_row, depth], arrived, rows.slice(0, ROWS, 0))
+    async_load(x_desc, [first_row, depth], arrived, rows.slice(0, ROWS, 0))
     if SPLIT:
-        tma.async_copy_global_to_shared(x_desc, [low_rows + first_row, depth], arrived,
-                                        rows.slice(ROWS, ROWS, 0))
+        async_load(x_desc, [low_rows + first_row, depth], arrived, rows.slice(ROWS, ROWS, 0))
 
 
 @gluon.jit
@@ -121,9 +122,9 @@ def _load_activations(ring, descriptors, slot, step, first_row, part, low_rows,
 @gluon.jit
 def _fill_stage(ring, descriptors, state, step, tile, units, low_rows, TOKENS: gl.constexpr,
                 STAGES: gl.constexpr, SPLIT: gl.constexpr):
-    """Start one step of a tile on its way once its stage is free; returns the state after it.
+    """Wait for a free stage and start the TMA loads of one step; return the next state.
 
-    state: ring position, its phase, and steps whose weights are on their way already.
+    state: stage, phase, and the number of steps whose weight loads have already been started.
     """
     slot, phase, early = state
     if early > 0:
@@ -155,7 +156,7 @@ def _produce(ring, claimed, descriptors, plan, sizes, row_units, depth_units, lo
         first_step, last_step = _split_steps(part // 4, depth_units, splits)
         unit = expert * row_units + pair * 2
         units = (unit, gl.minimum(unit + 1, expert * row_units + row_units - 1))
-        if first_tile:  # its weights are on their way before activations exist
+        if first_tile:  # start loading its weights before grid_dependency_wait
             first_tile = False
             early = gl.minimum(last_step - first_step, early_stages)
             for ahead in range(early):
@@ -178,7 +179,7 @@ def _produce(ring, claimed, descriptors, plan, sizes, row_units, depth_units, lo
 def _terms(factors, rows, expert, first_row, first_output, OUTPUTS: gl.constexpr,
            TOKENS: gl.constexpr, TOKEN_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr,
            KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
-    """What the epilogue needs of a tile's outputs and rows, and the ids of its rows."""
+    """Load the epilogue's terms of a tile's outputs and rows, and the ids of the rows."""
     reference, bias, num_outputs, row_units = factors
     x_scale, routed_weights, sorted_token_ids = rows
     outputs = output_terms(reference, bias, expert, first_output, num_outputs, row_units * 64,
@@ -191,22 +192,25 @@ def _terms(factors, rows, expert, first_row, first_output, OUTPUTS: gl.constexpr
 def _tile(ring, operands, state, steps, expert, first_row, first_output, first_sum,
           PARTITION: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
           KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
-    """One tile of TOKENS rows, whose outputs go to rows `first_sum` on; returns the state after it:
-    ring position and its phase."""
+    """Compute one tile of TOKENS rows and store it to `out` from row `first_sum` on.
+
+    Returns the next state: stage and phase.
+    """
     codes, shifts, x, ready, free, _ = ring
     factors, rows, target = operands
     out, num_outputs, num_tokens, param_first, param_second = target
     slot, phase = state
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
     ACCUMULATOR: gl.constexpr = accumulator_layout(4, COLUMNS)
-    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
     LAYOUT: gl.constexpr = output_layout(4, TOKENS, KIND)
-    # Registers hold terms through the main loop beside 32 columns, if rows' are one a thread.
+    # Up to 32 columns there are registers to load the terms before the main loop. With exactly 32
+    # columns each thread must hold the terms of one row only.
     TERMS_FIRST: gl.constexpr = COLUMNS <= 32
     SPREAD: gl.constexpr = COLUMNS == 32
     TOKEN_LAYOUT: gl.constexpr = one_each() if SPREAD else gl.SliceLayout(0, LAYOUT)
     tables = decode_tables()
-    if TERMS_FIRST:  # the latency of these loads passes under the main loop
+    if TERMS_FIRST:  # the main loop hides the latency of these loads
         outputs, tokens, ids = _terms(factors, rows, expert, first_row, first_output, OUTPUTS,
                                       TOKENS, TOKEN_LAYOUT, LAYOUT, KIND, HAS_BIAS, WEIGHTED)
     accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
@@ -241,7 +245,7 @@ def _consume(ring, operands, plan, sizes, depth_units, num_rows, PARTITION: gl.c
              HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
     ready = ring[3]
     labels = ring[5]
-    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
     wait_for_previous()
     if PARTITION == 0:
         release_next()
@@ -270,13 +274,13 @@ def _moe_gemm_decode_kernel(
         blocks_per_unit, splits, num_rows, early_stages, TOKENS: gl.constexpr, STAGES: gl.constexpr,
         SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
         WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr):
-    """out [P, num_outputs] for every block in use; see the module docstring for the schedule.
+    """Compute out [P, num_outputs] for all blocks in use; the module docstring has the schedule.
 
-    x8_desc, x16_desc, x32_desc: copies of so many rows of x; those above TOKENS are not used.
-    KIND 0 is stage 2 (rows), above 0 the activation of stage 1 (features, two weight rows each).
-    low_rows: row of x where the low parts begin (SPLIT). splits: parts of the depth, each with
-    num_rows rows of out of its own; tiles_per_block counts them. early_stages: weights of so many
-    stages are asked for ahead of all activations.
+    x8_desc, x16_desc, x32_desc: TMA descriptors of 8, 16 and 32 rows of x; None above TOKENS.
+    KIND: "rows" in stage 2; in stage 1 the name of the activation (two weight rows a feature).
+    low_rows: row of x where the low parts begin (SPLIT).
+    splits: parts of the depth; each has its own num_rows rows of out. tiles_per_block counts them.
+    early_stages: stages whose weights the producer loads before it waits for the activations.
     """
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
     codes = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 64, 128], code_desc.layout)

@@ -1,4 +1,4 @@
-"""QUANTIZE_DUAL on Hopper: the table of blocks, the scales of spans, both copies; no host sync."""
+"""Host side of QUANTIZE_DUAL on Hopper: block table, scales of spans, both copies; no host sync."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ from .span_kernels import (
 )
 
 _TILE_BLOCKS = 4
-"""A tile is 4 × 4 blocks of 32: 128 places × 128 columns."""
+"""A tile is 4 × 4 blocks of 32: 128 positions × 128 columns."""
 
 _BLOCK_TILE, _FULL_TILE = copied(32, 32, torch.int32), copied(128, 32, torch.int32)
-"""Copies of x as int32: groups may begin at every block; without groups rows follow each other."""
+"""TMA tiles of x as int32. With groups, the rows of each block are copied separately; without
+groups, 128 rows are contiguous."""
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 _REGISTERS = 128
-"""Of a thread: four CTAs a multiprocessor. With 96 and five the kernel is 2 % slower (H200)."""
+"""Registers per thread, for four CTAs per SM. With 96 registers and five CTAs the kernel is 2 %
+slower (H200)."""
 
 AUTO = frozenset((ScaleSpan.AUTO,))
 LONG = frozenset(ScaleSpan) - {ScaleSpan.BLOCK}
-"""Spans whose wide blocks are counted; spans whose blocks share a scale."""
+"""AUTO: spans whose wide blocks are counted. LONG: spans in which several blocks share a scale."""
 
 
 class _QuantizeDual:
-    """x → its row-wise and column-wise copies, bit-exact to `formats.spans.quantize_spans`.
+    """x → rowwise and columnwise MX copies, bit-exact to `formats.spans.quantize_spans`.
 
-    Spans longer than a block take two passes over x: the first chooses the scales.
+    Spans longer than a block need two passes over x. The first pass finds the scales.
     """
 
     op = Op.QUANTIZE_DUAL
@@ -73,7 +75,10 @@ class _QuantizeDual:
         self, problem: DualProblem, config: Config, *, x: torch.Tensor,
         group_offsets: torch.Tensor | None,
     ) -> tuple[MXTensor, MXTensor]:
-        """Row copy of the shape of x; column copy [K, M], [K, padded capacity] or [G, K, N]."""
+        """Return the rowwise copy (shape of x) and the columnwise copy.
+
+        The columnwise copy is [K, M], [K, padded capacity] with group offsets, or [G, K, N].
+        """
         plan = _plan(problem)
         row, column = _allocate(plan.row, x), _allocate(plan.column, x)
         table = starts = None
@@ -100,7 +105,7 @@ class _QuantizeDual:
 
 @dataclass(frozen=True)
 class _Copy:
-    """Sizes of one copy. few: how many wide blocks AUTO lets pass."""
+    """Shape, span and format of one copy. few: number of wide blocks that AUTO tolerates."""
 
     shape: tuple[int, ...]
     span: ScaleSpan
@@ -117,11 +122,13 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Plan:
-    """All that quantising takes beside tensors; None for launches that it does without.
+    """Sizes and launches of a dual quantisation; launches that are not needed are None.
 
-    table: where groups' blocks begin; it starts the counts of wide blocks, too, which `start` does
-    where rows are not grouped. first: scales of blocks, and codes where spans are no longer.
-    count, spread: the scales of longer spans. last: codes with those.
+    table: writes the block table of groups, and initialises the counts of wide blocks.
+    start: initialises the counts if rows are not grouped.
+    first: finds the scales of blocks; also writes codes if no span is longer than a block.
+    count, spread: count wide blocks, and write the scales of longer spans.
+    last: writes codes with the scales of longer spans.
     """
 
     row: _Copy
@@ -167,7 +174,7 @@ def _plan(problem: DualProblem) -> _Plan:
 
 
 def _allocate(copy: _Copy, x: torch.Tensor) -> MXTensor:
-    """An MXTensor, quantised along its last axis, not yet written."""
+    """An uninitialised MXTensor, quantised along its last axis."""
     wide = x.new_empty(1, dtype=torch.int32) if copy.span is ScaleSpan.AUTO else None
     return MXTensor.unchecked(
         x.new_empty(copy.shape, dtype=torch.uint8), x.new_empty(copy.scale_shape,
@@ -176,8 +183,8 @@ def _allocate(copy: _Copy, x: torch.Tensor) -> MXTensor:
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
-    """x as int32, in rows as TMA reads them: dense, evenly, from multiples of 16 bytes on."""
-    if x.numel() == 0:  # columns may be wanted of no rows: no descriptor is of nothing
+    """View x as int32 for TMA; copy it unless rows are dense, evenly spaced and 16-byte aligned."""
+    if x.numel() == 0:  # a TMA descriptor cannot be empty, but the copies may have columns
         x = x.new_empty((1, x.shape[-1]))
     if (x.stride(-1) != 1 or x.stride(-2) < x.shape[-1] or x.stride(-2) * x.element_size() % 16
             or x.data_ptr() % 16 or (x.dim() > 2 and not x.is_contiguous())):
@@ -187,7 +194,7 @@ def _words(x: torch.Tensor) -> torch.Tensor:
 
 def _scales_of(name: str, copy: MXTensor,
                spans: frozenset[ScaleSpan]) -> dict[str, torch.Tensor | None]:
-    """Arguments for a copy with one of these spans."""
+    """Scale and count arguments of a copy; None unless its span is one of `spans`."""
     chosen = copy.scale_span in spans
     return {f"{name}_scale_ptr": copy.scale if chosen else None,
             f"{name}_wide_ptr": copy.wide_blocks if chosen else None}
@@ -202,9 +209,9 @@ def _table_launch(num_rows: int, num_groups: int, num_blocks: int,
 
 def _scales_launch(kernel: Any, row: _Copy, column: _Copy, segments: int,
                    spans: frozenset[ScaleSpan], **constants: Any) -> Launch:
-    """A kernel over the segments of scale rows of the copies with these spans.
+    """Launch of a kernel over the segments of scale rows of the copies with these spans.
 
-    A step is as wide as the wider average segment (four widths).
+    BLOCKS is the larger average segment length of both copies, rounded up to a power of two.
     """
     sizes: dict[str, int] = {}
     programs, average = [], 32

@@ -1,34 +1,36 @@
-"""Both MXFP8 copies of a tensor from one read.
+"""Dual quantisation: rowwise and columnwise MXFP8 copies of a tensor from one read.
 
-A CTA quantises 128 places × 128 columns; a warp owns 32 places, so that MX blocks of rows (1 × 32)
-and of columns (32 × 1) lie inside a warp. The tile comes by TMA, all of it at once, as 32-bit
-words. A stage is 128 places × 32 words (64 columns of 16 bits, or 32 of float32): lines of 128
-bytes whose 16-byte chunks are swizzled, chunk c of line r at c ^ (r % 8). Each side reads a stage
-in its own layout, with 16 values of a block in a thread and the others in its neighbour: one
-shuffle completes a maximum, both threads derive the scale, and a thread's codes leave in stores of
-16 bytes, of which neighbours fill a sector.
+A CTA quantises a tile of 128 positions × 128 columns. A warp has 32 positions, so MX blocks of rows
+(1 × 32) and of columns (32 × 1) lie inside a warp. TMA loads the whole tile at once as 32-bit
+words. A stage is 128 positions × 32 words (64 columns of 16 bits, or 32 of float32). Its lines of
+128 bytes are swizzled: 16-byte chunk c of line r lies at c ^ (r % 8). The rowwise and the
+columnwise side read a stage in different layouts. In both, two neighbouring threads have 16 values
+of a block each: one shuffle completes the maximum, and both threads compute the scale. A thread
+stores its codes in 16 bytes; two neighbours fill a sector.
 
-Rows: a thread has 16 columns of some rows. Eight lanes read 16 bytes each at once: 4 chunks of 2
-adjacent lines, or of float32 2 chunks of 4 lines. The chunks of a line lie 2 (4) apart, so that
-swizzles of adjacent lines fill the gaps, and no two lanes share a bank.
+Rowwise side: a thread has 16 columns of some rows. In one access eight lanes read 16 bytes each: 4
+chunks of 2 adjacent lines, or with float32 2 chunks of 4 lines. The chunks of a line are 2 (4)
+apart. The swizzles of adjacent lines differ such that there are no bank conflicts.
 
-Columns: a thread has 16 rows × 2 words. Sixteen lanes read 8 bytes each at once: half of line r,
-and the same half of line r + 16, whose swizzle is the same. So lanes of the second half of a block
-read its rows in the order r ^ 4: there the half lies in the other banks. Their codes, 4 rows a
-word, then trade places within pairs of words.
+Columnwise side: a thread has 16 rows × 2 words. In one access sixteen lanes read 8 bytes each: half
+of line r and the same half of line r + 16, which has the same swizzle. To avoid bank conflicts,
+lanes of the second half of a block read rows in the order r ^ 4. Their words of codes (4 rows each)
+are then exchanged within pairs of words.
 
-A block is 32 places of the columnwise copy. Groups begin at whole blocks there, so that the rows of
-a block follow each other in the source; a table made on the device says where they begin. Blocks of
-which no row counts are read behind the end of the source, where TMA gives zeros; in others the rows
-that do not count are cleared in shared memory.
+A block is 32 positions of the columnwise copy. Groups start at whole blocks there, so the rows of a
+block are contiguous in the source; a table made on the device gives the first row of each block.
+Rows outside the groups do not count: they quantise as zeros. Blocks without rows that count are
+read past the end of the source, where TMA gives zeros. In other blocks, rows that do not count are
+cleared in shared memory.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..compat import async_load, barrier
 from .assembly import encode_fp8_words, larger_halves, multiply_bfloat16_pairs
 from .dual_scales import (
     bytes_of_stages, column_codes_layout, in_matrix, inverse_scale, load_column_scales,
@@ -37,7 +39,7 @@ from .dual_scales import (
 )
 
 _NOWHERE = gl.constexpr(1 << 30)
-"""A row behind the end of every source."""
+"""Row index past the end of every source."""
 
 
 # --- layouts: 32-bit words of a stage [128, 32], codes as words of four -------------------------
@@ -45,7 +47,7 @@ _NOWHERE = gl.constexpr(1 << 30)
 
 @gluon.constexpr_function
 def _row_words_layout(BLOCKS):
-    """[128, 32] words, BLOCKS (1, 2) blocks in a row: a thread has half a block of some rows."""
+    """Layout of a stage [128, 32] words, BLOCKS (1, 2) blocks a row; a thread has half blocks."""
     registers = [[0, 1], [0, 2], [0, 4], *([[8, 0]] if BLOCKS == 2 else [[0, 8]]), [16, 0]]
     lanes = [*([[0, 8], [0, 16]] if BLOCKS == 2 else [[0, 16]]), [1, 0], [2, 0], [4, 0],
              *([] if BLOCKS == 2 else [[8, 0]])]
@@ -54,7 +56,7 @@ def _row_words_layout(BLOCKS):
 
 @gluon.constexpr_function
 def _row_codes_layout(BLOCKS):
-    """[128, BLOCKS, 8] words of codes, where `_row_words_layout` has the values."""
+    """Layout of words of codes [128, BLOCKS, 8], in the threads that have the values."""
     registers = [[0, 0, 1], [0, 0, 2], *([[8, 0, 0]] if BLOCKS == 2 else []), [16, 0, 0]]
     lanes = [[0, 0, 4], *([[0, 1, 0]] if BLOCKS == 2 else []), [1, 0, 0], [2, 0, 0], [4, 0, 0],
              *([] if BLOCKS == 2 else [[8, 0, 0]])]
@@ -64,7 +66,7 @@ def _row_codes_layout(BLOCKS):
 
 @gluon.constexpr_function
 def _column_words_layout():
-    """[128, 32] words: a thread has 16 rows × 2 words, its neighbour the block's other rows."""
+    """Layout of a stage [128, 32] words: 16 rows × 2 words a thread, a block in two threads."""
     return gl.DistributedLinearLayout(
         [[1, 0], [2, 0], [4, 0], [8, 0], [0, 1]], [[16, 0], [0, 2], [0, 4], [0, 8], [0, 16]],
         [[32, 0], [64, 0]], [], [128, 32])
@@ -72,7 +74,7 @@ def _column_words_layout():
 
 @gluon.constexpr_function
 def _exchanged_halves():
-    """Shared memory of a stage with rows 16 … 31 of each block in the order r ^ 4."""
+    """Shared-memory layout of a stage with rows 16 … 31 of each block in the order r ^ 4."""
     return gl.SharedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4], [2, 8], [4, 16], [8, 0], [20, 0],
          [32, 0], [64, 0]], [], 1024)
@@ -88,19 +90,19 @@ def _magnitudes(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _larger(left, right, DTYPE: gl.constexpr):
-    """The larger of two magnitudes, half by half where a word is a pair; NaN is the largest."""
+    """The larger of two magnitudes; words of 16-bit pairs are compared per half. NaN is largest."""
     return gl.maximum(left, right) if DTYPE == "fp32" else larger_halves(left, right)
 
 
 @gluon.jit
 def _largest(words, AXIS: gl.constexpr, DTYPE: gl.constexpr):
-    """`_larger` of all along an axis."""
+    """Largest magnitude along an axis, per half for 16-bit pairs."""
     return gl.max(words, AXIS) if DTYPE == "fp32" else gl.reduce(words, AXIS, larger_halves)
 
 
 @gluon.jit
 def _largest_of(words, AXIS: gl.constexpr, DTYPE: gl.constexpr):
-    """Largest magnitudes of four tensors along an axis."""
+    """Largest magnitude of four tensors of words along an axis."""
     first, second, third, fourth = words
     left = _larger(_magnitudes(first, DTYPE), _magnitudes(second, DTYPE), DTYPE)
     right = _larger(_magnitudes(third, DTYPE), _magnitudes(fourth, DTYPE), DTYPE)
@@ -109,7 +111,7 @@ def _largest_of(words, AXIS: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _values(words, HALF: gl.constexpr, DTYPE: gl.constexpr):
-    """float32 of the first or second value of each word."""
+    """The first or second value of each word as float32."""
     if DTYPE == "fp16":
         half = (words >> (16 * HALF)).to(gl.int16)
         return half.to(gl.float16, bitcast=True).to(gl.float32)
@@ -131,7 +133,7 @@ def _bits(words, HALF: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _source(block, table, num_blocks):
-    """First row of a block, how many rows it has, and how many of them count."""
+    """First row of a block, number of its rows, and number of those that count."""
     in_copy = block < num_blocks
     if table is None:
         rows = gl.where(in_copy, 32, 0)
@@ -144,14 +146,14 @@ def _source(block, table, num_blocks):
 
 @gluon.jit
 def _of_block(index, values):
-    """For each index (0 … 3) the value of that block."""
+    """Select values[index] for each index (0 … 3)."""
     return gl.where(index < 2, gl.where(index == 0, values[0], values[1]),
                     gl.where(index == 2, values[2], values[3]))
 
 
 @gluon.jit
 def _tile_source(first_block, table, num_blocks):
-    """`_source` of four blocks: first rows, numbers of rows, numbers of rows that count."""
+    """`_source` of four blocks: tuples of first rows, numbers of rows, and of rows that count."""
     row0, size0, count0 = _source(first_block, table, num_blocks)
     row1, size1, count1 = _source(first_block + 1, table, num_blocks)
     row2, size2, count2 = _source(first_block + 2, table, num_blocks)
@@ -162,7 +164,7 @@ def _tile_source(first_block, table, num_blocks):
 
 @gluon.jit
 def _start_copies(x_desc, staged, ready, source, first_word, STAGES: gl.constexpr):
-    """Ask for the tile, a copy for each stage and x_desc's rows; zeros behind the last column."""
+    """Start the TMA loads of the tile, one copy per stage and block of x_desc; 0 past the end."""
     first_rows, _, counts = source
     BLOCKS: gl.constexpr = x_desc.block_type.shape[0] // 32
     mbarrier.init(ready, count=1)
@@ -170,13 +172,13 @@ def _start_copies(x_desc, staged, ready, source, first_word, STAGES: gl.constexp
     for stage in gl.static_range(STAGES):
         for block in gl.static_range(0, 4, BLOCKS):
             row = gl.where(counts[block] > 0, first_rows[block], _NOWHERE)
-            tma.async_copy_global_to_shared(x_desc, [row, first_word + 32 * stage], ready,
-                                            staged.index((4 * stage + block) // BLOCKS))
+            async_load(x_desc, [row, first_word + 32 * stage], ready,
+                       staged.index((4 * stage + block) // BLOCKS))
 
 
 @gluon.jit
 def _is_ragged(source):
-    """Whether a block of the tile has rows that count, and others."""
+    """Whether a block of the tile has both rows that count and rows that do not."""
     counts = source[2]
     ragged = (counts[0] > 0) & (counts[0] < 32)
     for block in gl.static_range(1, 4):
@@ -186,14 +188,14 @@ def _is_ragged(source):
 
 @gluon.jit
 def _clear_rows(tile, source, stages, LAYOUT: gl.constexpr):
-    """Zeros in shared memory where rows of a block do not count, if the tile has such rows."""
+    """Clear rows that do not count in shared memory, if the tile has ragged blocks."""
     if _is_ragged(source):
         row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
         keep = gl.expand_dims(row % 32 < _of_block(row // 32, source[2]), 1)
         for stage in range(stages):
             words = tile.index(stage).load(LAYOUT)
             tile.index(stage).store(gl.where(keep, words, 0))
-        gl.thread_barrier()  # here, and not where every tile would have to wait
+        barrier()  # inside the branch: only tiles with ragged blocks need it
 
 
 # --- both sides of a stage ----------------------------------------------------------------------
@@ -201,7 +203,7 @@ def _clear_rows(tile, source, stages, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _quarters(words, LAYOUT: gl.constexpr):
-    """The four words along the last two dimensions [2, 2], in LAYOUT."""
+    """Split the last two dimensions [2, 2] into four tensors, converted to LAYOUT."""
     even, odd = words.split()
     first, third = even.split()
     second, fourth = odd.split()
@@ -213,7 +215,7 @@ def _quarters(words, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _scaled(words, low, high, DTYPE: gl.constexpr):
-    """bfloat16 values times the inverse scales of first and second halves; others as they are."""
+    """Multiply words of bfloat16 pairs by the inverse scales of both halves; others unchanged."""
     if DTYPE == "bf16":
         pair = (low.to(gl.int32, bitcast=True) >> 16) | high.to(gl.int32, bitcast=True)
         return multiply_bfloat16_pairs(words, pair)
@@ -223,14 +225,14 @@ def _scaled(words, low, high, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _product(words, inverse, HALF: gl.constexpr, DTYPE: gl.constexpr):
-    """float32 products of halves of what `_scaled` gave."""
+    """Scaled float32 values of one half of words from `_scaled`."""
     values = _values(words, HALF, DTYPE)
     return values if DTYPE == "bf16" else values * inverse
 
 
 @gluon.jit
 def _encode(words, inverse, HALF: gl.constexpr, DTYPE: gl.constexpr, FORMAT: gl.constexpr):
-    """Codes of one half of each of four words."""
+    """Codes of one half of each of four words, packed into int32."""
     first, second, third, fourth = words
     return encode_fp8_words(
         _product(first, inverse, HALF, DTYPE), _product(second, inverse, HALF, DTYPE),
@@ -239,7 +241,10 @@ def _encode(words, inverse, HALF: gl.constexpr, DTYPE: gl.constexpr, FORMAT: gl.
 
 @gluon.jit
 def _row_words(tile, DTYPE: gl.constexpr):
-    """Words whose codes make one: [128, 2 blocks, 8] left and right ones, or four [128, 1, 8]."""
+    """Load the words of a stage, grouped such that each group's codes fill one output word.
+
+    Returns two tensors [128, 2 blocks, 8] for 16-bit values, or four [128, 1, 8] for float32.
+    """
     if DTYPE == "fp32":
         LAYOUT: gl.constexpr = _row_codes_layout(1)
         words = tile.load(_row_words_layout(1)).reshape([128, 1, 8, 2, 2])
@@ -253,7 +258,7 @@ def _row_words(tile, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _row_maxima(words, DTYPE: gl.constexpr):
-    """float32 bits of the largest magnitude of each block [128, BLOCKS]."""
+    """float32 bits of the largest magnitude of each block, [128, BLOCKS]."""
     if DTYPE == "fp32":
         return _largest_of(words, 2, DTYPE)
     else:
@@ -265,7 +270,7 @@ def _row_maxima(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _row_codes(words, byte, DTYPE: gl.constexpr, FORMAT: gl.constexpr):
-    """Codes of a stage's rows, four columns a word [128, BLOCKS, 8]."""
+    """Codes of a stage's rows, four columns a word: int32 [128, BLOCKS, 8]."""
     inverse = gl.expand_dims(inverse_scale(byte), 2)
     if DTYPE == "fp32":
         return _encode(words, inverse, 0, DTYPE, FORMAT)
@@ -281,7 +286,10 @@ def _row_codes(words, byte, DTYPE: gl.constexpr, FORMAT: gl.constexpr):
 def _row_stage(tile, stage, scales, codes, mask, DTYPE: gl.constexpr, FORMAT: gl.constexpr,
                RULE: gl.constexpr, CHOOSE: gl.constexpr, ENCODE: gl.constexpr,
                MARK: gl.constexpr):
-    """Scales and codes of the rows of a stage; `scales` holds the bytes of all stages."""
+    """Rowwise side of a stage: find scales (CHOOSE), store codes (ENCODE).
+
+    Returns `scales`, whose words hold the scale bytes of all stages.
+    """
     BLOCKS: gl.constexpr = 1 if DTYPE == "fp32" else 2
     words = _row_words(tile, DTYPE)
     if CHOOSE:
@@ -296,7 +304,7 @@ def _row_stage(tile, stage, scales, codes, mask, DTYPE: gl.constexpr, FORMAT: gl
 
 @gluon.jit
 def _in_place(codes):
-    """Words of codes of the second halves of blocks from the order r ^ 4 of rows to r."""
+    """Reorder words of codes of the second halves of blocks from row order r ^ 4 to r."""
     even, odd = codes.reshape([4, 2, 2, 2, 32]).permute((0, 1, 2, 4, 3)).split()
     LAYOUT: gl.constexpr = even.type.layout
     half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
@@ -309,7 +317,7 @@ def _in_place(codes):
 @gluon.jit
 def _column_byte(largest, scales, index, HALF: gl.constexpr, DTYPE: gl.constexpr,
                  RULE: gl.constexpr, CHOOSE: gl.constexpr, MARK: gl.constexpr):
-    """Scales of the first or second columns of words, and all scales with byte `index` filled."""
+    """Scale byte of the first or second columns of words; `scales` with byte `index` set."""
     if CHOOSE:
         byte = scale_byte(_bits(largest, HALF, DTYPE), RULE, MARK)
         scales = scales | (byte << (8 * index))
@@ -322,9 +330,10 @@ def _column_byte(largest, scales, index, HALF: gl.constexpr, DTYPE: gl.constexpr
 def _column_stage(tile, stage, scales, codes, pitch, columns, width, in_copy,
                   DTYPE: gl.constexpr, FORMAT: gl.constexpr, RULE: gl.constexpr,
                   CHOOSE: gl.constexpr, ENCODE: gl.constexpr, MARK: gl.constexpr):
-    """Scales and codes of the columns of a stage; `scales` holds the bytes of all stages.
+    """Columnwise side of a stage: find scales (CHOOSE), store codes (ENCODE).
 
-    codes, columns: of the tile's first stage; pitch: words of codes from a column to the next.
+    codes, columns: pointers and indices of the tile's first stage. pitch: words of codes per
+    column. Returns `scales`, whose words hold the scale bytes of all stages.
     """
     HALVES: gl.constexpr = 1 if DTYPE == "fp32" else 2
     view = tile._reinterpret(gl.int32, [128, 32], _exchanged_halves())
@@ -354,13 +363,13 @@ def _column_stage(tile, stage, scales, codes, pitch, columns, width, in_copy,
 
 @gluon.jit
 def _present(present, blocks):
-    """Masks [128] of rows and [1, BLOCKS] of blocks as [128, BLOCKS, 1]."""
+    """Combine masks of rows [128] and of blocks [1, BLOCKS] to [128, BLOCKS, 1]."""
     return gl.expand_dims(gl.expand_dims(present, 1) & blocks, 2)
 
 
 @gluon.jit
 def _row_side(row, row_scale, source, first, num_k_blocks, BLOCKS: gl.constexpr):
-    """Of the rows of a tile: where words of codes and where scales go, and which rows there are."""
+    """Rowwise targets of a tile: pointers to codes and to scales, mask of rows, block indices."""
     LAYOUT: gl.constexpr = _row_codes_layout(BLOCKS)
     first_rows, sizes, _ = source
     place = gl.arange(0, 128, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
@@ -376,7 +385,7 @@ def _row_side(row, row_scale, source, first, num_k_blocks, BLOCKS: gl.constexpr)
 @gluon.jit
 def _column_side(column, first_block, first, num_blocks, blocks_per_matrix, width,
                  HALVES: gl.constexpr):
-    """Of the columns of a stage: where words of codes go, the columns, which blocks there are."""
+    """Columnwise targets of a stage: pointers to codes, column indices, mask of blocks."""
     LAYOUT: gl.constexpr = column_codes_layout()
     block = first_block + gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     word = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
@@ -397,13 +406,13 @@ def _quantize_dual_hopper_kernel(
         INF_BYTE: gl.constexpr, DTYPE: gl.constexpr, CHOOSE: gl.constexpr, ENCODE: gl.constexpr,
         MARK_ROWS: gl.constexpr, MARK_COLUMNS: gl.constexpr, ROW_ALIGNMENT: gl.constexpr,
         WIDE_COLUMNS: gl.constexpr, num_warps: gl.constexpr):
-    """x [rows, K] to codes [rows, K] and, transposed, [matrices, K, 32 blocks_per_matrix].
+    """Quantise x [rows, K] to codes [rows, K] and, transposed, [matrices, K, 32 blocks_per_matrix].
 
-    x comes as int32 words of values of DTYPE. CHOOSE: find and store each block's scale. ENCODE:
-    store codes, with the scales found, or, with CHOOSE off, with the scales that are in memory.
-    MARK_ROWS, MARK_COLUMNS: blocks of zeros have byte 0, and no other block has, for what chooses
-    the scales of spans. ROW_ALIGNMENT (1, 2, 4) divides a row's number of scales; WIDE_COLUMNS: 4
-    divides a column's.
+    x is passed as int32 words of values of DTYPE. CHOOSE: find and store the scale of each block.
+    ENCODE: store codes, with the scales just found, or without CHOOSE with the scales in memory.
+    MARK_ROWS, MARK_COLUMNS: store scale byte 0 for blocks of zeros and for no others, as the
+    kernels that choose the scales of spans expect. ROW_ALIGNMENT (1, 2, 4) divides the number of
+    scales per row. WIDE_COLUMNS: 4 divides the number of scales per column.
     """
     HALVES: gl.constexpr = 1 if DTYPE == "fp32" else 2  # values a word, and blocks a stage's row
     STAGES: gl.constexpr = 4 // HALVES

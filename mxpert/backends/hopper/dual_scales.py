@@ -1,8 +1,8 @@
-"""Scales of the dual quantiser: from maxima to bytes, and between threads and memory.
+"""Scales of the dual quantiser: computation from maxima, loads and stores.
 
-A thread keeps the scales of all stages of a tile as bytes of one word for each row, or for each
-word of columns. In memory bytes that follow each other belong to the blocks of a row, or of a
-column; those of a column lie in the four warps, and go through shared memory.
+A thread keeps the scale bytes of all stages of a tile in one int32 per row, or per word of columns.
+In memory, scales of adjacent blocks of a row or of a column are adjacent. The scales of a column
+are spread over the four warps, so they are exchanged through shared memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def column_codes_layout():
-    """[4, 8, 32]: words of codes of 4 rows, 8 to each of 4 blocks, where the values are."""
+    """Layout of columnwise words of codes [4 blocks, 8 words of 4 rows, 32 columns]."""
     return gl.DistributedLinearLayout(
         [[0, 1, 0], [0, 2, 0], [0, 0, 1]],
         [[0, 4, 0], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
@@ -22,7 +22,7 @@ def column_codes_layout():
 
 @gluon.constexpr_function
 def _exchanged_layout():
-    """[4 steps × 32 words, 4 blocks]: a thread has the 4 steps of its words and its block."""
+    """Layout [4 steps × 32 words, 4 blocks]: a thread has all 4 steps of its words and block."""
     return gl.DistributedLinearLayout(
         [[32, 0], [64, 0], [1, 0]], [[0, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [[0, 1], [0, 2]],
         [], [128, 4])
@@ -35,9 +35,9 @@ def _one_each():
 
 @gluon.jit
 def scale_byte(bits, RULE: gl.constexpr, MARK: gl.constexpr):
-    """E8M0 byte of blocks with these bits of the maximum; see triton.quantize_kernels.e8m0_scale.
+    """E8M0 byte (int32) from the bits of a block's maximum, as `e8m0_scale` of the Triton backend.
 
-    RULE: (EMAX, THRESHOLD, INF_BYTE). With MARK blocks of zeros have byte 0 and no other block has.
+    RULE: (EMAX, THRESHOLD, INF_BYTE). MARK: blocks of zeros get byte 0, all others at least 1.
     """
     EMAX: gl.constexpr = RULE[0]
     THRESHOLD: gl.constexpr = RULE[1]
@@ -50,21 +50,21 @@ def scale_byte(bits, RULE: gl.constexpr, MARK: gl.constexpr):
 
 @gluon.jit
 def inverse_scale(byte):
-    """``2^(127 - byte)``; NaN for 255, so that every value of the block becomes NaN."""
+    """``2^(127 - byte)`` as float32; NaN for 255, which makes all values of the block NaN."""
     bits = gl.where(byte == 254, 1 << 22, (254 - byte) << 23)
     return gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def in_matrix(block, blocks_per_matrix, width):
-    """Offset of column block `block` among the blocks of columnwise copies [width, blocks]."""
+    """Offset of the scale of block `block` in columnwise copies [matrices, width, blocks]."""
     matrix = (block // blocks_per_matrix).to(gl.int64)
     return matrix * width * blocks_per_matrix + (block - matrix * blocks_per_matrix)
 
 
 @gluon.jit
 def load_row_scales(pointers, mask, count, ALIGNMENT: gl.constexpr):
-    """`count` bytes (at most 4) of each row as a word; both are multiples of ALIGNMENT."""
+    """Load `count` bytes (at most 4) per row into a word; ALIGNMENT divides count and addresses."""
     TYPE: gl.constexpr = (None, gl.uint8, gl.uint16, None, gl.int32)[ALIGNMENT]
     LAYOUT: gl.constexpr = pointers.type.layout
     word = gl.zeros([128], gl.int32, LAYOUT)
@@ -77,7 +77,7 @@ def load_row_scales(pointers, mask, count, ALIGNMENT: gl.constexpr):
 
 @gluon.jit
 def store_row_scales(pointers, word, mask, count, ALIGNMENT: gl.constexpr):
-    """The `count` bytes (at most 4) of each row's word; both are multiples of ALIGNMENT."""
+    """Store `count` bytes (at most 4) of each row's word; ALIGNMENT divides count and addresses."""
     TYPE: gl.constexpr = (None, gl.int8, gl.int16, None, gl.int32)[ALIGNMENT]
     for index in gl.static_range(0, 4, ALIGNMENT):
         gl.store((pointers + index).to(gl.pointer_type(TYPE)), (word >> (8 * index)).to(TYPE),
@@ -86,9 +86,9 @@ def store_row_scales(pointers, word, mask, count, ALIGNMENT: gl.constexpr):
 
 @gluon.jit
 def scales_of_columns(column_scale, first, blocks_per_matrix, width, HALVES: gl.constexpr):
-    """Where the scales of 128 columns begin, one a thread, and which columns there are.
+    """Pointers to the scales of 128 columns, one column a thread, and a mask of existing columns.
 
-    Their order is that in which they lie in shared memory, that of `words_of_columns`.
+    The columns are in the order of `words_of_columns` in shared memory.
     """
     index = gl.arange(0, 128, _one_each())
     column = first * 32 + index // 32 // HALVES * (32 * HALVES)
@@ -98,7 +98,7 @@ def scales_of_columns(column_scale, first, blocks_per_matrix, width, HALVES: gl.
 
 @gluon.jit
 def load_column_scales(copy, WIDE: gl.constexpr):
-    """Scales of 4 blocks as a word."""
+    """Load the scales of 4 blocks of each column as a word; `copy` as in the dual kernel."""
     pointers, mask, first_block, num_blocks, blocks_per_matrix, width = copy
     if WIDE:
         offset = in_matrix(first_block, blocks_per_matrix, width)
@@ -115,7 +115,7 @@ def load_column_scales(copy, WIDE: gl.constexpr):
 
 @gluon.jit
 def store_column_scales(copy, word, WIDE: gl.constexpr):
-    """Scales of 4 blocks from a word."""
+    """Store a word of the scales of 4 blocks of each column."""
     pointers, mask, first_block, num_blocks, blocks_per_matrix, width = copy
     if WIDE:
         offset = in_matrix(first_block, blocks_per_matrix, width)
@@ -129,9 +129,10 @@ def store_column_scales(copy, word, WIDE: gl.constexpr):
 
 @gluon.jit
 def words_of_columns(exchanged, column_bytes):
-    """From words of a column's scales in 4 steps, to the scales of 4 blocks, through shared memory.
+    """Transpose scales through shared memory: from 4 steps per word to 4 blocks per word.
 
-    A step is one of the columns of a stage's words [4 blocks, 32 words]; out: [4 steps × 32].
+    Input [4 blocks, 32 words]: byte i of a word is the scale in step i, one of the column sets of
+    the stages. Output [4 steps × 32]: the word of a column has the scales of its 4 blocks.
     """
     even = gl.join(column_bytes, column_bytes >> 16)
     odd = gl.join(column_bytes >> 8, column_bytes >> 24)
@@ -160,7 +161,7 @@ def _as_words(exchanged):
 
 @gluon.jit
 def mark_groups(word, counts):
-    """Byte 127 instead of 0 for blocks of no group: no span holds them."""
+    """Replace byte 0 by 127 for blocks outside the groups, which belong to no span."""
     for block in gl.static_range(4):
         lost = ((word >> (8 * block)) & 255) == 0
         word = gl.where(lost & (counts[block] == 0), word | (127 << (8 * block)), word)

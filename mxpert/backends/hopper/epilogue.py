@@ -1,4 +1,4 @@
-"""Epilogues of the Hopper GEMMs: factors, bias, activation, routing weight, masked stores."""
+"""Epilogues of the Hopper MoE GEMMs: scales, bias, activation, routing weight, stores."""
 
 from __future__ import annotations
 
@@ -6,63 +6,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ..compat import async_store, barrier
+from ..triton.epilogue import gated_activation
 from .tiles import feature_layout, gate_and_up, row_pair_layout, row_pairs
 
-ACTIVATION_KINDS = {"silu": 1, "swiglu": 2, "clamped_silu": 3, "situ_v2": 4}
-"""EPILOGUE values of stage 1; 0 is stage 2 (plain rows)."""
+ROWS = "rows"
+"""KIND of stage 2's epilogue, which has no activation; in stage 1 KIND is the activation's name."""
 
 _TOKEN_MASK = gl.constexpr((1 << 24) - 1)
 
 
 @gluon.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + gl.exp(-x))
-
-
-@gluon.jit
-def _tanh(x):
-    return 2.0 * _sigmoid(2.0 * x) - 1.0
-
-
-@gluon.jit
-def _clamp_above(x, limit):
-    """``min(x, limit)``; NaN stays NaN, as in the reference."""
-    return gl.where(x > limit, limit, x)
-
-
-@gluon.jit
-def _clamp_both(x, limit):
-    """``clamp(x, -limit, limit)``; NaN stays NaN."""
-    return gl.where(x < -limit, -limit, _clamp_above(x, limit))
-
-
-@gluon.jit
-def activate(gate, up, first, second, KIND: gl.constexpr):
-    """The gated activation; formulas in `mxpert.problem`, parameters at run time."""
-    if KIND == 1:
-        return gate * _sigmoid(gate) * up
-    elif KIND == 2:
-        gate = _clamp_above(gate, second)
-        up = _clamp_both(up, second)
-        return gate * _sigmoid(first * gate) * (up + 1.0)
-    elif KIND == 3:
-        gate = _clamp_above(gate, first)
-        up = _clamp_both(up, first)
-        return gate * _sigmoid(gate) * up
-    else:
-        gl.static_assert(KIND == 4, "unknown activation")
-        return first * _tanh(gate / first) * _sigmoid(gate) * second * _tanh(up / second)
-
-
-@gluon.jit
 def _row_factor(reference):
-    """2^(reference - 127 - 6) from its bits; layouts are packed only where reference >= 7."""
+    """2^(reference - 127 - 6) as float32; HOPPER_FRAGMENT weights always have reference >= 7."""
     return ((reference.to(gl.int32) - 6) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _load_rows(pointer, rows, limit, HAS: gl.constexpr):
-    """Per-row values (bias), zero past the end or where there is none."""
+    """Load a bias value per row; 0 past the end or without a bias."""
     if HAS:
         return gl.load(pointer + rows, mask=rows < limit, other=0.0)
     else:
@@ -72,22 +34,22 @@ def _load_rows(pointer, rows, limit, HAS: gl.constexpr):
 
 @gluon.constexpr_function
 def output_layout(WARPS, TOKENS, KIND):
-    """Layout of what the epilogue computes: rows in pairs, or features."""
-    return row_pair_layout(WARPS, TOKENS) if KIND == 0 else feature_layout(WARPS, TOKENS)
+    """Register layout of the epilogue's outputs: row pairs (KIND "rows") or gated features."""
+    return row_pair_layout(WARPS, TOKENS) if KIND == "rows" else feature_layout(WARPS, TOKENS)
 
 
 @gluon.jit
 def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows,
                  OUTPUTS: gl.constexpr, LAYOUT: gl.constexpr, KIND: gl.constexpr,
                  HAS_BIAS: gl.constexpr):
-    """Row references and biases of a tile's outputs: of the rows, or of gate and up rows.
+    """Load row references and biases of a tile's outputs (KIND "rows"), or of its gate and up rows.
 
-    As they are loaded: what is computed from them, in `finish`, would wait for the loads.
+    Raw values are returned; `finish` computes with them, so that nothing waits for the loads here.
     """
     output = first_output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, LAYOUT))
     reference += expert * padded_rows
     inside = output < num_outputs
-    if KIND == 0:
+    if KIND == "rows":
         rows = gl.load(reference + output, mask=inside, other=127)
         shift = _load_rows(bias + expert * num_outputs, output, num_outputs, HAS_BIAS)
         return rows, rows, shift, shift
@@ -102,13 +64,13 @@ def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows
 
 @gluon.constexpr_function
 def one_each():
-    """A tile's rows, one for each thread of a warpgroup."""
+    """1-D layout of a tile's rows with one row per thread of a warpgroup."""
     return gl.BlockedLayout([1], [32], [4], [0])
 
 
 @gluon.jit
 def spread(tokens, LAYOUT: gl.constexpr):
-    """Terms of rows from one a thread to where `finish` needs them."""
+    """Convert row terms from `one_each` to the layout that `finish` uses."""
     scale, weight = tokens
     ROWS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     return gl.convert_layout(scale, ROWS), gl.convert_layout(weight, ROWS)
@@ -117,8 +79,10 @@ def spread(tokens, LAYOUT: gl.constexpr):
 @gluon.jit
 def token_terms(x_scale, routed_weights, first_row, TOKENS: gl.constexpr, LAYOUT: gl.constexpr,
                 WEIGHTED: gl.constexpr):
-    """Scales and routing weights of a tile's sorted rows, in the 1-D LAYOUT; padding rows have any
-    values."""
+    """Load scales and routing weights of a tile's sorted rows, in the 1-D LAYOUT.
+
+    Values of padding rows are undefined.
+    """
     row = first_row + gl.arange(0, TOKENS, layout=LAYOUT)
     scale = gl.load(x_scale + row)
     weight = gl.load(routed_weights + row) if WEIGHTED else scale
@@ -127,29 +91,29 @@ def token_terms(x_scale, routed_weights, first_row, TOKENS: gl.constexpr, LAYOUT
 
 @gluon.jit
 def row_ids(sorted_token_ids, first_row, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Ids of a tile's sorted rows, in the 1-D LAYOUT."""
+    """Load the sorted_token_ids of a tile's rows, in the 1-D LAYOUT."""
     return gl.load(sorted_token_ids + first_row + gl.arange(0, TOKENS, layout=LAYOUT))
 
 
 @gluon.jit
 def is_real(ids, num_tokens):
-    """Which sorted rows belong to a token."""
+    """Mask of the sorted rows that belong to a token, not to padding."""
     return (ids & _TOKEN_MASK) < num_tokens
 
 
 @gluon.jit
 def finish(accumulator, outputs, tokens, first, second, LAYOUT: gl.constexpr,
            KIND: gl.constexpr, WEIGHTED: gl.constexpr):
-    """Accumulator in fragment order → values [OUTPUTS, TOKENS] in `LAYOUT`.
+    """Compute the outputs [OUTPUTS, TOKENS] in `LAYOUT` from the accumulator in fragment order.
 
-    KIND 0: ``weight * (sum * factors + bias)``. Otherwise the activation, where a routing weight
-    scales its input.
+    KIND "rows": ``weight * (sum * factors + bias)``. Otherwise the activation KIND of gate and
+    up, whose inputs the routing weight multiplies.
     """
     gate_reference, up_reference, gate_bias, up_bias = outputs
     scale, weight = tokens
     gate_factor = _row_factor(gate_reference)
     up_factor = _row_factor(up_reference)
-    if KIND == 0:
+    if KIND == "rows":
         value = row_pairs(accumulator, LAYOUT)
         value = value * gate_factor[:, None] * scale[None, :] + gate_bias[:, None]
         if WEIGHTED:
@@ -161,12 +125,12 @@ def finish(accumulator, outputs, tokens, first, second, LAYOUT: gl.constexpr,
             scale = scale * weight
         gate = gate * gate_factor[:, None] * scale[None, :] + gate_bias[:, None]
         up = up * up_factor[:, None] * scale[None, :] + up_bias[:, None]
-        return activate(gate, up, first, second, KIND)
+        return gated_activation(gate, up, first, second, KIND)
 
 
 @gluon.jit
 def store_outputs(value, real, out, first_row, first_output, num_outputs):
-    """value [OUTPUTS, TOKENS] → out[row, output] where the row is `real`, from its own layout."""
+    """Store value [OUTPUTS, TOKENS] to out[row, output] for rows that are `real`."""
     LAYOUT: gl.constexpr = value.type.layout
     output = first_output + gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     row = first_row + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, LAYOUT))
@@ -177,7 +141,7 @@ def store_outputs(value, real, out, first_row, first_output, num_outputs):
 
 @gluon.jit
 def _token_halves(value):
-    """The first and the second half of the tokens of a value [OUTPUTS, TOKENS]."""
+    """Split a value [OUTPUTS, TOKENS] into the first and the second half of the tokens."""
     OUTPUTS: gl.constexpr = value.shape[0]
     TOKENS: gl.constexpr = value.shape[1]
     return value.reshape([OUTPUTS, 2, TOKENS // 2]).permute((0, 2, 1)).split()
@@ -185,23 +149,23 @@ def _token_halves(value):
 
 @gluon.jit
 def _copy_out(value, out_desc, staging, first_row, first_output, PIECE: gl.constexpr):
-    """Start the copy of value [OUTPUTS, rows of a piece] to `out`; PIECE counts a tile's pieces."""
+    """Start the TMA store of value [OUTPUTS, rows of a piece] as piece number PIECE of a tile."""
     PIECES: gl.constexpr = staging.shape[0]
-    if PIECE == 0 or PIECE >= PIECES:  # until what lay in this piece's place has been read
+    if PIECE == 0 or PIECE >= PIECES:  # wait until TMA has read the previous data of this buffer
         tma.store_wait(0 if PIECE == 0 else PIECES - 1)
-        gl.thread_barrier()  # one thread starts all copies and alone can wait for them
+        barrier()  # only the thread that starts the copies can wait for them
     rows = staging.index(PIECE % PIECES)
     rows.store(value.to(out_desc.dtype).permute((1, 0)))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [first_row, first_output], rows)
+    async_store(out_desc, [first_row, first_output], rows)
 
 
 @gluon.jit
 def copy_outputs(value, out_desc, staging, first_row, first_output, PIECE: gl.constexpr):
-    """value [OUTPUTS, TOKENS] → rows of `out` from first_row on, by TMA through `staging`.
+    """Store value [OUTPUTS, TOKENS] to rows of `out` from first_row on, by TMA through `staging`.
 
-    A piece has the rows that one copy takes. Rows of padding are written like others; what lies
-    behind the last output is not. PIECE: pieces of the same tile before these.
+    A piece holds the rows of one copy. PIECE: number of pieces of the same tile stored before.
+    Padding rows are written, too. TMA clips outputs past the last one.
     """
     ROWS: gl.constexpr = staging.shape[1]
     COPIES: gl.constexpr = value.shape[1] // ROWS

@@ -1,7 +1,7 @@
-"""Split-K: the parts of a sum, added in order, and the epilogue that had to wait for them.
+"""Stage 1 after split-K: sum the splits in order, then run the epilogue.
 
-Used where a few tokens hit so few tiles that the GPU would idle. Plain Triton; the parts are
-float32 [splits, P, rows] with row factors and activation scales applied.
+Split-K is used if the tiles of a few tokens would leave SMs idle. The kernel is plain Triton. The
+partial sums are float32 [splits, P, rows], with row factors and activation scales applied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOKEN_MASK = tl.constexpr((1 << 24) - 1)
 
 @triton.jit
 def _sum_parts(part_ptr, part_stride, splits, mask):
-    """Σ over parts of the values at the pointers, first part first."""
+    """Sum the values at `part_ptr` over the splits, in ascending order."""
     total = tl.load(part_ptr, mask=mask, other=0.0)
     for split in range(1, splits):
         total += tl.load(part_ptr + split * part_stride, mask=mask, other=0.0)
@@ -40,7 +40,7 @@ def _moe_gate_up_finish_kernel(
     num_valid_ptr, p0, p1, num_tokens, num_features, routing_block_m, splits, num_rows,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Row of interleaved gate and up parts → activated features (bf16)."""
+    """Finish one sorted row per program: interleaved gate and up partial sums to bf16 features."""
     follow_previous()
     row = tl.program_id(0)
     if row >= tl.load(num_valid_ptr):
@@ -68,7 +68,7 @@ def _moe_gate_up_finish_kernel(
 
 def finish_gate_up(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan,
                    options: MoEOptions) -> torch.Tensor:
-    """Complete stage 1: `parts` float32 [splits, P, 2F], interleaved → bf16 [P, F]."""
+    """Finish stage 1: interleaved partial sums float32 [splits, P, 2F] to bf16 [P, F]."""
     splits, num_rows, width = parts.shape
     h = parts.new_empty((num_rows, width // 2), dtype=torch.bfloat16)
     _finish_launch(splits, num_rows, width // 2, plan.num_tokens, plan.routing_block_m, options)(
@@ -92,9 +92,9 @@ def _finish_launch(splits: int, num_rows: int, num_features: int, num_tokens: in
 
 def finish_rows(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan,
                 options: MoEOptions) -> SortedRows:
-    """`finish_gate_up`, then `sorted_rows`: `parts` → rows of stage 2 in one launch.
+    """Finish stage 1 and encode the rows for stage 2 in one launch.
 
-    A row has to fit one step (`fits_one_step`).
+    Equals `finish_gate_up` followed by `sorted_rows`. Requires `fits_one_step`.
     """
     splits, num_rows, width = parts.shape
     rows = empty_rows(plan, num_rows, width // 2, options)

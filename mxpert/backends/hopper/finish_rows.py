@@ -1,7 +1,7 @@
-"""Split-K of stage 1 inside a layer: the parts of a row become the row that stage 2 multiplies.
+"""Split-K of stage 1 inside a layer: sum the splits, activate, and encode the rows for stage 2.
 
-The kernel of `finish` that sums and activates, and the row kernel after it, in one launch and
-without the intermediate in memory. A program holds a row in registers, as the row kernels do.
+One kernel does the work of `finish`'s kernel and of the row-encoding kernel, without storing the
+bf16 intermediate. A program holds a row in registers, as the row-encoding kernel does.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .rows_steps import step_layout, step_offsets, store_step
 
 @gluon.constexpr_function
 def _pair_layout(WARPS):
-    """`step_layout` with gate and up of four features, eight adjacent values."""
+    """As `step_layout`, but a thread has gate and up of four features: eight adjacent values."""
     return gl.BlockedLayout([1, 1, 4, 8], [4, 8, 1, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
 
 
 @gluon.jit
 def _load_pairs(pointer, source, mask, WARPS: gl.constexpr):
-    """Interleaved gates and ups, [CHUNKS, 8, 4, 8]; zero where masked."""
+    """Load interleaved gates and ups, [CHUNKS, 8, 4, 8] float32; 0 where masked."""
     LAYOUT: gl.constexpr = _pair_layout(WARPS)
     WORDS: gl.constexpr = gl.SliceLayout(3, LAYOUT)
     source = gl.convert_layout(source, WORDS, assert_trivial=True)
@@ -39,8 +39,10 @@ def _load_pairs(pointer, source, mask, WARPS: gl.constexpr):
 def _finished_row(parts, biases, weight, part_stride, splits, source, mask, p0, p1,
                   ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
                   CHUNKS: gl.constexpr, WARPS: gl.constexpr):
-    """Activated features [CHUNKS, 8, 4, 4] of one row, rounded to bfloat16; parts are added in
-    order."""
+    """Sum the splits of one row in order; return activated features [CHUNKS, 8, 4, 4].
+
+    The features are rounded to bfloat16 and returned as float32.
+    """
     pairs = _load_pairs(parts, source, mask, WARPS)
     for split in range(1, splits):
         pairs += _load_pairs(parts + split * part_stride, source, mask, WARPS)
@@ -60,10 +62,10 @@ def _moe_finish_rows_kernel(codes, scale, claimed, parts, bias, sorted_weights, 
                             EMAX: gl.constexpr, THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr,
                             ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
                             WEIGHTED: gl.constexpr, CHUNKS: gl.constexpr, num_warps: gl.constexpr):
-    """Row of interleaved gate and up parts → e4m3 row with its scale, one program a sorted row.
+    """One sorted row per program: interleaved gate and up partial sums to an e4m3 row with a scale.
 
-    parts float32 [splits, num_rows, parts_stride = 2 depth]. FORMAT as in `rows_codes`. Follows a
-    GEMM: the plan and the bias are read before its sums are there.
+    parts: float32 [splits, num_rows, parts_stride = 2 depth]. FORMAT as in `rows_codes`. The kernel
+    is launched after a GEMM. It reads plan and bias before grid_dependency_wait.
     """
     release_next()
     row = gl.program_id(0)

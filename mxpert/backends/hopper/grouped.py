@@ -1,4 +1,4 @@
-"""GROUPED_GEMM and GROUPED_WGRAD on Hopper: what runs in FP8, what in bf16, and the launches."""
+"""Host side of GROUPED_GEMM and GROUPED_WGRAD on Hopper: choice of FP8 or bf16, launches."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from ...problem import GemmConfig, GroupedProblem, Op, QuantizeProblem, Target
 from ..launch import CACHED_LAUNCHES, Launch
 from ..triton import grouped as portable
 from ..triton.quantize import DEQUANTIZE
-from .copies import copied
+from .copies import copied, copied_of_each
+from .grouped_decode import decode_if_wide
 from .grouped_kernel import _grouped_gemm_hopper_kernel
 
 BLOCK_M, BLOCK_N = 128, 256
 _STAGE_BYTES = 128
 _STAGES = 4
 _BANDS = (16, 8, 32)
-"""Row tiles that share the columns' operand in L2, the default first."""
+"""Choices for the row tiles that share a column tile's operand in L2; the first is the default."""
 
 UNPROMOTED_DEPTH = 8192
-"""Up to this reduction fp8 sums stay in the tensor core: its adder drops bits below 2^-13 of the
-sum, 2e-3 of the result at this depth; beyond, sums are promoted to float32 every 256 values."""
+"""Longest reduction whose fp8 sums stay in the tensor core. Its adder drops bits below 2^-13 of the
+sum: an error of 2e-3 at this depth. Longer sums are promoted to float32 every 256 values."""
 
 
 class _Grouped:
-    """What both GEMMs share."""
+    """Base class of both GEMMs: supported problems, configs, and the launch."""
 
     op: Op
     backend = "hopper"
@@ -44,42 +45,47 @@ class _Grouped:
         wgrad = problem.op is Op.GROUPED_WGRAD
         columns = problem.k if wgrad else problem.n
         if columns % 8:
-            return f"writes rows of whole 16 bytes, got {columns} columns"
+            return (f"writes rows of whole 16 bytes, got {columns} columns; "
+                    "pad the operand to a multiple of 8")
         if problem.a_format == "bf16":
-            if wgrad or not problem.trans_b:
-                return "reads operands with the reduction contiguous"
+            if wgrad:
+                return ("reads operands with the reduction contiguous, as quantize_dual(…, "
+                        "group_offsets=…) makes them; quantise both")
             if problem.k % 8:
-                return f"reads rows of whole 16 bytes, got K = {problem.k}"
-        elif not (wgrad or problem.trans_b):
-            return "reads operands with the reduction contiguous"
+                return (f"reads rows of whole 16 bytes, got K = {problem.k}; "
+                        "pad K to a multiple of 8")
         return None
 
     def configs(self, problem: GroupedProblem) -> Iterator[GemmConfig]:
-        """One tile, with different numbers of rows that share columns in L2."""
+        """One tile size, with each of the choices for group_m."""
         for band in _BANDS:
             yield GemmConfig(BLOCK_M, BLOCK_N, _STAGE_BYTES, num_warps=4, num_stages=_STAGES,
                              group_m=band)
 
     def heuristic(self, problem: GroupedProblem) -> GemmConfig:
-        """The config used where none is pinned."""
+        """The config used if none is pinned."""
         return next(self.configs(problem))
 
     def mode(self, problem: GroupedProblem) -> str:
-        """How scales are honoured; `explain` shows it.
+        """How the kernel applies scales; `explain` shows it.
 
-        "row": FP8 products, both operands with one scale a row. "auto": the same where the device
-        finds that they have, else the portable kernel's bf16 products. "span128": FP8 products, a
-        with one scale per 128, b with one a row. "exact": bf16 products of bf16 operands or of the
-        exact values of MX operands, whatever their scales.
+        - "row": FP8 products; both operands have one scale per row.
+        - "auto": as "row" if neither operand has wide blocks (counted on the device), else as
+          "exact".
+        - "span128": FP8 products; a has one scale per 128 values, b one per row.
+        - "exact": bf16 products of bf16 operands, or of the exact values of MX operands with any
+          scales. MX operands with ``trans_b=False`` too: FP8 tensor cores need the reduction
+          contiguous.
         """
         spans = problem.a_span, problem.b_span
-        if problem.a_format != "bf16" and spans == (ScaleSpan.ROW, ScaleSpan.ROW):
+        contiguous = problem.trans_b or problem.op is Op.GROUPED_WGRAD
+        if problem.a_format == "bf16" or not contiguous:
+            return "exact"
+        if spans == (ScaleSpan.ROW, ScaleSpan.ROW):
             return "row"
-        if problem.a_format != "bf16" and set(spans) <= {ScaleSpan.ROW, ScaleSpan.AUTO}:
+        if set(spans) <= {ScaleSpan.ROW, ScaleSpan.AUTO}:
             return "auto"
-        if problem.a_format != "bf16" and spans == (ScaleSpan.SPAN128, ScaleSpan.ROW):
-            return "span128"
-        return "exact"
+        return "span128" if spans == (ScaleSpan.SPAN128, ScaleSpan.ROW) else "exact"
 
     def _launch(self, problem: GroupedProblem, config: GemmConfig, first: torch.Tensor | MXTensor,
                 second: torch.Tensor | MXTensor, out: torch.Tensor,
@@ -87,44 +93,45 @@ class _Grouped:
         require(config in tuple(self.configs(problem)), problem.op.value, "config",
                 need="a config of this backend", got=config,
                 remedy="see configs() of the kernel for valid ones")
-        if self.mode(problem) == "exact":
-            first, second = (_as_bf16(x, problem.target) for x in (first, second))
-        first_data, first_scale = _operand(first)
-        second_data, second_scale = _operand(second)
-        _gemm_launch(problem, config.group_m, self.mode(problem), first_data.dtype,
-                     second_data.dtype)(
-            out=out, out_desc=out, a_desc=first_data, b_desc=second_data, a_scale=first_scale,
-            b_scale=second_scale, a_wide=portable.wide_blocks(first),
-            b_wide=portable.wide_blocks(second), offsets=offsets)
+        mode, target = self.mode(problem), problem.target
+        wide = {"a_wide": _wide_blocks(first), "b_wide": _wide_blocks(second)}
+        if mode == "exact":
+            _multiply(problem, config, mode, _as_bf16(first, target), _as_bf16(second, target),
+                      out=out, offsets=offsets)
+            return
+        _multiply(problem, config, mode, first, second, out=out, offsets=offsets, **wide)
+        if mode == "auto":
+            assert isinstance(first, MXTensor)  # for the type checker
+            assert isinstance(second, MXTensor)
+            first, second = decode_if_wide(first, second, target)
+            _multiply(problem, config, "wide", first, second, out=out, offsets=offsets, **wide)
 
 
 class _GroupedGemm(_Grouped):
-    """c[r] = a[r] @ b[group of r].T, zeros in rows without a group."""
+    """GROUPED_GEMM: ``c[r] = a[r] @ b[group of r].T``; zeros in rows without a group."""
 
     op = Op.GROUPED_GEMM
 
     def launch(self, problem: GroupedProblem, config: GemmConfig, *, a: torch.Tensor | MXTensor,
                b: torch.Tensor | MXTensor, group_offsets: torch.Tensor) -> torch.Tensor:
-        """[M, n], contiguous, in `problem.out_dtype`."""
+        """Return c [M, n], contiguous, in `problem.out_dtype`."""
         out = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
         if problem.k == 0:
             return out.zero_()
         if out.numel() > 0:
             self._launch(problem, config, a, b, out, group_offsets)
-            if self.mode(problem) == "auto":
-                portable.GROUPED_GEMM.launch_if_wide(problem, a, b, group_offsets, out)
         return out
 
 
 class _GroupedWgrad(_Grouped):
-    """out[g] = grad_g.T @ a_g over the rows of each group; zeros for empty groups."""
+    """GROUPED_WGRAD: ``out[g] = grad_g.T @ a_g`` over the rows of group g; zeros if it is empty."""
 
     op = Op.GROUPED_WGRAD
 
     def launch(self, problem: GroupedProblem, config: GemmConfig, *, grad: torch.Tensor | MXTensor,
                a: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
                accumulate_into: torch.Tensor | None) -> torch.Tensor:
-        """[G, n, k] in `problem.out_dtype`, or `accumulate_into` with the result added."""
+        """Return out [G, n, k] in `problem.out_dtype`, or add the result to `accumulate_into`."""
         out = accumulate_into
         if out is None:
             out = group_offsets.new_empty((problem.num_groups, problem.n, problem.k),
@@ -132,13 +139,29 @@ class _GroupedWgrad(_Grouped):
         if out.numel() > 0:
             offsets = portable.padded_offsets(problem, group_offsets)
             self._launch(problem, config, grad, a, out, offsets)
-            if self.mode(problem) == "auto":
-                portable.GROUPED_WGRAD.launch_if_wide(problem, grad, a, offsets, out)
         return out
 
 
+def _multiply(problem: GroupedProblem, config: GemmConfig, mode: str,
+              first: torch.Tensor | MXTensor, second: torch.Tensor | MXTensor, *,
+              out: torch.Tensor, offsets: torch.Tensor, a_wide: torch.Tensor | None = None,
+              b_wide: torch.Tensor | None = None) -> None:
+    """One launch of the GEMM; mode as in `_Grouped.mode`, or "wide": exact products if a count of
+    wide blocks is above 0, else nothing."""
+    first_data, first_scale = _operand(first)
+    second_data, second_scale = _operand(second)
+    _gemm_launch(problem, config.group_m, mode, first_data.dtype, second_data.dtype)(
+        out=out, out_desc=out, a_desc=first_data, b_desc=second_data, a_scale=first_scale,
+        b_scale=second_scale, a_wide=a_wide, b_wide=b_wide, offsets=offsets)
+
+
+def _wide_blocks(value: torch.Tensor | MXTensor) -> torch.Tensor | None:
+    """The count that an operand of ScaleSpan.AUTO carries."""
+    return value.wide_blocks if isinstance(value, MXTensor) else None
+
+
 def _operand(value: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Dense values and, of MX tensors, scale bytes."""
+    """Contiguous values, and the scale bytes of an MX tensor (None for bf16)."""
     if not isinstance(value, MXTensor):
         return value.contiguous(), None
     dtype = torch.float8_e5m2 if value.format is MXFP8_E5M2 else torch.float8_e4m3fn
@@ -146,7 +169,8 @@ def _operand(value: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _as_bf16(value: torch.Tensor | MXTensor, target: Target) -> torch.Tensor:
-    """The exact values of an MX tensor: at most 4 significant bits, times a power of two."""
+    """Dequantise an MX tensor to bf16; this is exact, since values have at most 4 significant bits.
+    """
     if not isinstance(value, MXTensor):
         return value
     problem = QuantizeProblem(Op.DEQUANTIZE, target, tuple(value.shape), value.axis,
@@ -160,21 +184,24 @@ def _gemm_launch(problem: GroupedProblem, band: int, mode: str, first: torch.dty
     wgrad = problem.op is Op.GROUPED_WGRAD
     num_outer, columns = (problem.n, problem.k) if wgrad else (0, problem.n)
     reduction = problem.num_rows if wgrad else problem.k
-    pitch = 0 if mode == "exact" else reduction // 32
+    pitch = 0 if mode in ("exact", "wide") else reduction // 32
     depth = _STAGE_BYTES // first.itemsize
     piece = 64 if problem.out_dtype is torch.float32 else 128
+    b_tile = (copied(BLOCK_N, depth, second) if wgrad or problem.trans_b
+              else copied_of_each(depth, BLOCK_N, second))
     tiles = {"out_desc": copied(64, piece, problem.out_dtype),
-             "a_desc": copied(BLOCK_M, depth, first), "b_desc": copied(BLOCK_N, depth, second)}
+             "a_desc": copied(BLOCK_M, depth, first), "b_desc": b_tile}
     return Launch(
         _grouped_gemm_hopper_kernel, (problem.target.num_sms,), tiles,
         num_groups=problem.num_groups, num_rows=problem.num_rows, num_outer=num_outer,
         num_n=columns, num_k=0 if wgrad else problem.k, a_pitch=pitch, b_pitch=pitch,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DEPTH=depth, STAGES=_STAGES, BAND=band, WGRAD=wgrad,
-        SPAN=_promotion(problem, mode), ACCUMULATE=problem.accumulate, num_warps=4)
+        SPAN=_promotion(problem, mode), ACCUMULATE=problem.accumulate,
+        IF_WIDE=mode == "wide", num_warps=4)
 
 
 def _promotion(problem: GroupedProblem, mode: str) -> int:
-    """The kernel's SPAN: how many values are summed before float32, 0 for all."""
+    """The kernel's SPAN: number of values per promotion to float32; 0 never promotes."""
     if mode not in ("row", "auto"):
         return 128 if mode == "span128" else 0
     depth = problem.k

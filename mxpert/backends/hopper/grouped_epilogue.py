@@ -1,4 +1,4 @@
-"""From the sums of a grouped GEMM to its output: scales, rounding, stores of ragged tiles."""
+"""Epilogue of the grouped GEMM: scales, rounding, stores of full and ragged tiles."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ..compat import async_store, barrier
+
 
 @gluon.jit
 def scale_value(byte):
-    """E8M0 bytes from 1 to 254, which is all that rebased operands have, as float32."""
+    """E8M0 bytes 1 to 254 as float32; operands with one scale per row have no other bytes."""
     return (byte.to(gl.int32) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.constexpr_function
 def _one_each():
-    """128 columns, one for each thread of a warpgroup."""
+    """Layout of 128 columns with one column per thread of a warpgroup."""
     return gl.BlockedLayout([1], [32], [4], [0])
 
 
 @gluon.jit
 def load_scales(scales, multiplied, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scale bytes of 64 rows and of each half of the columns, before they are needed.
+    """Load scale bytes of 64 rows and of each half of the columns, ahead of their use.
 
-    127 where nothing is multiplied: the bytes that are read then may be anything, NaN included.
+    If the reduction is empty, return 127: the loaded bytes are arbitrary then, NaN included.
     """
     a_bytes, b_bytes, a_pitch, b_pitch, num_rows, num_columns = scales
     rows = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), num_rows - 1)
@@ -39,7 +41,7 @@ def load_scales(scales, multiplied, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def apply_scales(total, by_row, by_column, LAYOUT: gl.constexpr, ROW_SCALED: gl.constexpr):
-    """Multiply [64, 128] sums by the one scale of each column and, if ROW_SCALED, of each row."""
+    """Multiply [64, 128] sums by the scale of each column and, if ROW_SCALED, of each row."""
     factors = gl.convert_layout(scale_value(by_column), gl.SliceLayout(0, LAYOUT))
     if ROW_SCALED:
         total = total * gl.expand_dims(scale_value(by_row), 1)
@@ -48,7 +50,7 @@ def apply_scales(total, by_row, by_column, LAYOUT: gl.constexpr, ROW_SCALED: gl.
 
 @gluon.constexpr_function
 def _coalesced(COLUMNS, BITS):
-    """[64, COLUMNS] values: 16 bytes a thread, whole rows."""
+    """Layout of [64, COLUMNS] values for coalesced accesses of 16 bytes a thread."""
     vector = 128 // BITS
     return gl.BlockedLayout([1, vector], [32 * vector // COLUMNS, COLUMNS // vector], [4, 1],
                             [1, 0])
@@ -57,18 +59,19 @@ def _coalesced(COLUMNS, BITS):
 @gluon.jit
 def _store_piece(value, out, out_desc, staging, row, row_end, column, num_columns,
                  ACCUMULATE: gl.constexpr):
-    """Through shared memory: TMA, which clips the last columns, or masked rows.
+    """Store [64, columns] values through shared memory.
 
-    Masked where the tile is ragged, or what `out` holds is added (ACCUMULATE).
+    Full tiles use TMA, which clips the last columns. Ragged tiles and ACCUMULATE (out += value) use
+    masked accesses.
     """
     COLUMNS: gl.constexpr = value.shape[1]
     LAYOUT: gl.constexpr = _coalesced(COLUMNS, out.dtype.element_ty.primitive_bitwidth)
     tma.store_wait(0)
-    gl.thread_barrier()  # one thread starts all copies and alone can wait for them
+    barrier()  # only the thread that starts the copies can wait for them
     staging.store(value)
     if (not ACCUMULATE) & (row + 64 <= row_end):
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row, column], staging)
+        async_store(out_desc, [row, column], staging)
     else:
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
@@ -83,7 +86,7 @@ def _store_piece(value, out, out_desc, staging, row, row_end, column, num_column
 
 @gluon.jit
 def store_tile(total, output, row, row_end, column, num_columns, ACCUMULATE: gl.constexpr):
-    """Write [64, 128] sums to `out` at (row, column), 128 or 2 × 64 columns at once."""
+    """Store [64, 128] sums to `out` at (row, column), in pieces of 128 or 64 columns."""
     out, out_desc, staging = output
     value = total.to(out.dtype.element_ty)
     if staging.shape[1] == 128:

@@ -1,17 +1,18 @@
 """Grouped GEMM on wgmma: MXFP8 operands with few scales per row, or bf16.
 
-A persistent CTA (one per SM) computes 128 × 256 tiles: a producer warp (TMA) and two consumer
-warpgroups of 64 rows each, whose epilogues fall under the other's products. Both operands lie with
-the reduction contiguous. SPAN says how far a scale of the first operand reaches:
+A persistent CTA (one per SM) computes 128 × 256 tiles. It has a producer warp (TMA) and two
+consumer warpgroups of 64 rows each; the epilogue of one overlaps the wgmma of the other. In both
+operands the reduction axis is contiguous. SPAN says how the scales of the first operand are
+applied:
 
-0: over the whole row (of a group, where groups divide the reduction). Sums stay in the tensor core;
-   the scales of both rows meet them in the epilogue.
-128: along 128 values. Every 128 the sums are scaled and promoted to float32; the second operand has
-   one scale a row.
+0: one scale per row (per row and group in wgrad). Sums stay in the tensor core accumulator. The
+   epilogue multiplies them by the scales of both operands.
+128: one scale per 128 values. Every 128 values the sums are scaled and promoted to float32. The
+   second operand has one scale per row.
 256: as 0, but sums are promoted to float32 every 256 values.
 
-A stage of the ring is 128 bytes deep: 128 fp8 or 64 bf16 values. A group of the reduction ends at
-any multiple of 32, so that its last stage may be used in part (`tail` slices of 32 values).
+A pipeline stage is 128 bytes deep: 128 fp8 or 64 bf16 values. In wgrad the reduction of a group
+ends at any multiple of 32, so the last stage of a group may be partly used.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ..compat import async_load
+from .grouped_decode import is_wide
 from .grouped_epilogue import apply_scales, load_scales, store_tile
 from .grouped_schedule import rows_tile, weights_tile
 from .grouped_sums import accumulate, accumulate_promoted, accumulate_scaled, sums_layout
@@ -29,10 +32,10 @@ from .ring import next_slot
 @gluon.jit
 def _locate(tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M: gl.constexpr,
             BLOCK_N: gl.constexpr, BAND: gl.constexpr, WGRAD: gl.constexpr):
-    """Where `tile` reads and writes.
+    """Tile scheduler: source and target of `tile`.
 
-    Returns the walk's state (group and its tiles) and (row of a, row of b, first and last value of
-    the reduction, row of the output, end of the output rows, column).
+    Returns the state of the scheduler (group, its first tile and end tile) and a place (row of a,
+    row of b, start and end of the reduction, output row, end of the output rows, output column).
     """
     num_n, num_k, row_tiles, num_outer = shape
     if WGRAD:
@@ -65,22 +68,25 @@ def _produce(ring, a_desc, b_desc, offsets, sizes, shape, num_tiles, BLOCK_M: gl
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         group, first_tile, end_tile, place = _locate(
             tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M, BLOCK_N, BAND, WGRAD)
-        a_row, b_row, start, end, _, _, _ = place
+        a_row, b_row, start, end, _, _, column = place
         for k in range(start, end, DEPTH):
             mbarrier.wait(free.index(slot), phase)
             arrived = ready.index(slot)
             mbarrier.expect(arrived, (BLOCK_M + BLOCK_N) * 128)
-            tma.async_copy_global_to_shared(a_desc, [a_row, k], arrived, a_ring.index(slot))
-            tma.async_copy_global_to_shared(b_desc, [b_row, k], arrived, b_ring.index(slot))
+            async_load(a_desc, [a_row, k], arrived, a_ring.index(slot))
+            if b_ring.rank == 3:
+                async_load(b_desc, [b_row, k], arrived, b_ring.index(slot))
+            else:
+                async_load(b_desc, [group, k, column], arrived, b_ring.index(slot))
             slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
 def _tile_scales(scales, place, num_n, PARTITION: gl.constexpr):
-    """(scale bytes of this consumer's rows, of the columns, both pitches, how many there are).
+    """Pointers to the scales of this consumer's rows and of the columns, pitches, and counts.
 
-    Rows past the last may be negative: those of the other consumer. Where nothing is multiplied,
-    there may be no scales: then the tensors' first are read, and not used.
+    The count of rows may be negative: all rows then belong to the other consumer. If the reduction
+    is empty there may be no scales; the pointers then address the first scale, which is not used.
     """
     a_scale, b_scale, a_pitch, b_pitch = scales
     a_row, b_row, start, end, out_row, row_end, column = place
@@ -96,7 +102,7 @@ def _tile_scales(scales, place, num_n, PARTITION: gl.constexpr):
 def _accumulate_halves(ring, slot, phase, depth, scales, HALVES: gl.constexpr,
                        DEPTH: gl.constexpr, PARTITION: gl.constexpr, STAGES: gl.constexpr,
                        WGRAD: gl.constexpr, SPAN: gl.constexpr):
-    """Sums of a tile as one or two halves [64, 128]; with one, both are the same."""
+    """Sums of a tile as two halves [64, 128] float32; with HALVES = 1 both are the same."""
     HALF: gl.constexpr = sums_layout(128, DEPTH)
     if SPAN == 128:
         left, right, slot, phase = accumulate_scaled(ring, slot, phase, depth, scales, HALVES,
@@ -107,7 +113,7 @@ def _accumulate_halves(ring, slot, phase, depth, scales, HALVES: gl.constexpr,
     elif HALVES == 2:
         total, slot, phase = accumulate(ring, slot, phase, depth, DEPTH, 256, PARTITION, STAGES,
                                         WGRAD)
-        # The same registers as two halves.
+        # Split into two halves; the registers stay the same.
         left, right = total.reshape([64, 2, 128]).permute((0, 2, 1)).split()
         left = gl.convert_layout(left, HALF, assert_trivial=True)
         right = gl.convert_layout(right, HALF, assert_trivial=True)
@@ -122,7 +128,7 @@ def _accumulate_halves(ring, slot, phase, depth, scales, HALVES: gl.constexpr,
 def _compute_halves(ring, slot, phase, place, scales, output, num_n, HALVES: gl.constexpr,
                     PARTITION: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
                     WGRAD: gl.constexpr, SPAN: gl.constexpr, ACCUMULATE: gl.constexpr):
-    """Multiply, scale and store a tile of HALVES × 128 columns; returns the ring's place."""
+    """Multiply, scale and store a tile of HALVES × 128 columns; return the next stage and phase."""
     _, _, start, end, out_row, row_end, column = place
     SCALED: gl.constexpr = DEPTH == 128
     HALF: gl.constexpr = sums_layout(128, DEPTH)
@@ -171,15 +177,18 @@ def _grouped_gemm_hopper_kernel(
         out, out_desc, a_desc, b_desc, a_scale, b_scale, a_wide, b_wide, offsets, num_groups,
         num_rows, num_outer, num_n, num_k, a_pitch, b_pitch, BLOCK_M: gl.constexpr,
         BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
-        WGRAD: gl.constexpr, SPAN: gl.constexpr, ACCUMULATE: gl.constexpr, num_warps: gl.constexpr):
+        WGRAD: gl.constexpr, SPAN: gl.constexpr, ACCUMULATE: gl.constexpr, IF_WIDE: gl.constexpr,
+        num_warps: gl.constexpr):
     """Groups of rows: out[r] = a[r] b[g].T, [num_rows, num_n], zeros in rows without a group.
 
     WGRAD: out[g] = a_g b_g.T, [num_groups, num_outer, num_n], over each group's part of the
     reduction, whose offsets are multiples of 32. Scales have pitches of `a_pitch` and `b_pitch`
-    bytes a row. a_wide, b_wide [1]: nothing is computed if one is above 0.
+    bytes a row. a_wide, b_wide [1]: counts of wide blocks, of which one may be missing; with them
+    the output is computed only if one is above 0 (IF_WIDE), or only if none is.
     """
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, DEPTH], a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, DEPTH], b_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape,
+                                       b_desc.layout)
     PIECE: gl.constexpr = out_desc.block_type.shape[1]
     staging = gl.allocate_shared_memory(out_desc.dtype, [2, 64, PIECE], out_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -187,17 +196,15 @@ def _grouped_gemm_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
-    num_n = num_n // 8 * 8  # it is a multiple of 8, which lets masked accesses be 16 bytes wide
+    num_n = num_n // 8 * 8  # tells the compiler that 8 divides it: masked accesses of 16 bytes
     column_tiles = gl.cdiv(num_n, BLOCK_N)
     row_tiles = gl.cdiv(num_outer, BLOCK_M)
     if WGRAD:
         num_tiles = num_groups * row_tiles * column_tiles
-    else:  # at most: every group, and the rows without one, may have a ragged tile
+    else:  # upper bound: each group, and the rows without one, may have a ragged tile
         num_tiles = (num_rows // BLOCK_M + num_groups + 1) * column_tiles
-    if a_wide is not None:
-        num_tiles = gl.where(gl.load(a_wide) > 0, 0, num_tiles)
-    if b_wide is not None:
-        num_tiles = gl.where(gl.load(b_wide) > 0, 0, num_tiles)
+    if (a_wide is not None) | (b_wide is not None):
+        num_tiles = gl.where(is_wide(a_wide, b_wide) == IF_WIDE, num_tiles, 0)
     ring = (a_ring, b_ring, ready, free)
     sizes = (num_groups, num_rows, column_tiles)
     shape = (num_n, num_k, row_tiles, num_outer)

@@ -1,8 +1,8 @@
-"""Which output tile a persistent thread block of the grouped GEMM computes next.
+"""Tile scheduler of the persistent grouped GEMM.
 
-Group boundaries are read on the device; the host knows an upper bound of the number of tiles. Tiles
-are numbered group by group; within a group, bands of `BAND` row tiles share the operand of each
-column tile while it is in L2.
+The kernel reads group bounds on the device; the host computes only an upper bound of the number of
+tiles. Tiles are numbered group by group. Within a group, bands of `BAND` row tiles of the same
+column tile run together and share its operand in L2.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def _offset(offsets, index, limit):
-    """Group offset `index`, whatever its integer type, in [0, limit]."""
+    """Load group offset `index` (int32 or int64), clamp it to [0, limit], return int32."""
     return gl.minimum(gl.maximum(gl.load(offsets + index), 0), limit).to(gl.int32)
 
 
 @gluon.jit
 def group_bounds(offsets, group, num_groups, num_rows):
-    """First row and end of a group; group `num_groups` is the rows that belong to none."""
+    """First row and end row of a group; group `num_groups` stands for rows without a group."""
     start = _offset(offsets, group, num_rows)
     end = num_rows
     if group < num_groups:
@@ -29,7 +29,7 @@ def group_bounds(offsets, group, num_groups, num_rows):
 
 @gluon.jit
 def _in_band(place, rows_of_tiles, columns_of_tiles, BAND: gl.constexpr):
-    """Row tile and column tile at `place` of a group's raster."""
+    """Row tile and column tile of tile number `place` within a group."""
     band = place // (BAND * columns_of_tiles)
     inside = place - band * BAND * columns_of_tiles
     height = gl.maximum(gl.minimum(BAND, rows_of_tiles - band * BAND), 1)
@@ -39,9 +39,9 @@ def _in_band(place, rows_of_tiles, columns_of_tiles, BAND: gl.constexpr):
 @gluon.jit
 def rows_tile(tile, group, first_tile, end_tile, offsets, sizes, BLOCK_M: gl.constexpr,
               BAND: gl.constexpr):
-    """Place of `tile` where groups are groups of rows; the walk begins at group -1.
+    """Locate `tile` for groups of rows; pass the returned state to the next call (group −1 first).
 
-    Returns the group, its first and last tile (to go on from), the row, the rows' end (0 past the
+    Returns the state (group, its first tile and end tile), the first row, the end row (0 past the
     last tile) and the column tile.
     """
     num_groups, num_rows, column_tiles = sizes
@@ -59,9 +59,9 @@ def rows_tile(tile, group, first_tile, end_tile, offsets, sizes, BLOCK_M: gl.con
 
 @gluon.jit
 def weights_tile(tile, offsets, sizes, row_tiles, BAND: gl.constexpr):
-    """Place of `tile` where groups are groups of the reduction and each has the whole output.
+    """Locate `tile` for wgrad, where groups divide the reduction and each has its own output.
 
-    Returns the group, the row tile, the column tile and the group's range of the reduction.
+    Returns the group, the row tile, the column tile, and start and end of the group's reduction.
     """
     num_groups, num_rows, column_tiles = sizes
     group = tile // (row_tiles * column_tiles)

@@ -1,8 +1,8 @@
-"""The sums of one tile of the grouped GEMM: how wgmma results are accumulated, scaled, promoted.
+"""Main loops of the grouped GEMM: wgmma, scaling, and promotion to float32.
 
-The tensor core adds fp8 products with about 14 bits; whatever is promoted to float32 is exact from
-there on. A consumer owns 64 rows; 256 columns in the tensor core's own accumulator, or two halves
-of 128 that take turns in one set of registers and are promoted from there.
+The tensor core adds fp8 products with about 14 bits. Sums that are promoted are added in float32
+from there on. A consumer has 64 rows. It keeps 256 columns in the wgmma accumulator, or computes
+two halves of 128 one after the other in the same registers and promotes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .ring import next_slot
 
 @gluon.constexpr_function
 def sums_layout(COLUMNS, DEPTH):
-    """wgmma accumulator [64, COLUMNS]; an instruction takes a quarter of a stage's depth."""
+    """wgmma accumulator [64, COLUMNS]; an instruction covers a quarter of a stage's depth."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, DEPTH // 4])
 
 
@@ -30,20 +30,28 @@ def _slot_before(slot, STAGES: gl.constexpr):
 
 @gluon.jit
 def _operands(ring, slot, PARTITION: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
-    """This consumer's rows of a stage, and COLUMNS columns from FIRST on."""
+    """This consumer's rows of a stage, and COLUMNS columns from FIRST on.
+
+    The columns' operand lies in memory as [columns, depth], or of rank 3 as [1, depth, columns].
+    """
     a = ring[0].index(slot).slice(PARTITION * 64, 64, 0)
-    return a, ring[1].index(slot).slice(FIRST, COLUMNS, 0).permute((1, 0))
+    b = ring[1].index(slot)
+    if b.rank == 3:
+        b = b.reshape([b.shape[1], b.shape[2]]).slice(FIRST, COLUMNS, 1)
+    else:
+        b = b.slice(FIRST, COLUMNS, 0).permute((1, 0))
+    return a, b
 
 
 @gluon.constexpr_function
 def _slice_layout(BYTES):
-    """[rows, 32 values of `BYTES` bytes]: 16 bytes a thread."""
+    """Layout of [rows, 32] values of `BYTES` bytes each, 16 bytes a thread."""
     return gl.BlockedLayout([1, 16 // BYTES], [16 // BYTES, 2 * BYTES], [4, 1], [1, 0])
 
 
 @gluon.jit
 def _clear_from(stage, first):
-    """Zeros from slice `first` of 32 values on: the next group begins there."""
+    """Clear slices of 32 values from slice `first` on; they belong to the next group."""
     BYTES: gl.constexpr = stage.dtype.primitive_bitwidth // 8
     LAYOUT: gl.constexpr = _slice_layout(BYTES)
     ROWS: gl.constexpr = stage.shape[0]
@@ -56,11 +64,11 @@ def _clear_from(stage, first):
 @gluon.jit
 def _await_stage(ring, slot, phase, left, DEPTH: gl.constexpr, PARTITION: gl.constexpr,
                  WGRAD: gl.constexpr):
-    """Wait for a stage, of which `left` values belong to the group."""
+    """Wait for a stage, of which the first `left` values belong to the group."""
     mbarrier.wait(ring[2].index(slot), phase)
-    # Elsewhere than in wgrad the tensor ends there, and TMA has filled up with zeros.
+    # Without WGRAD the tensor ends at `left`, and TMA fills the rest with zeros.
     if WGRAD and left < DEPTH:
-        # Both consumers clear what they share: the same zeros, each before its own products.
+        # Both consumers clear the shared operand b, each before its own wgmma; both write zeros.
         _clear_from(ring[0].index(slot).slice(PARTITION * 64, 64, 0), left // 32)
         _clear_from(ring[1].index(slot), left // 32)
         fence_async_shared()
@@ -69,7 +77,7 @@ def _await_stage(ring, slot, phase, left, DEPTH: gl.constexpr, PARTITION: gl.con
 @gluon.jit
 def accumulate(ring, slot, phase, depth, DEPTH: gl.constexpr, COLUMNS: gl.constexpr,
                PARTITION: gl.constexpr, STAGES: gl.constexpr, WGRAD: gl.constexpr):
-    """Sums [64, COLUMNS], in the tensor core throughout, and the ring's place after them."""
+    """Sum [64, COLUMNS] in the wgmma accumulator; return it with the next stage and phase."""
     free = ring[3]
     total = gl.zeros((64, COLUMNS), gl.float32, sums_layout(COLUMNS, DEPTH))
     for k in range(0, depth, DEPTH):
@@ -89,9 +97,9 @@ def accumulate(ring, slot, phase, depth, DEPTH: gl.constexpr, COLUMNS: gl.conste
 @gluon.jit
 def accumulate_scaled(ring, slot, phase, depth, scales, HALVES: gl.constexpr,
                       PARTITION: gl.constexpr, STAGES: gl.constexpr, WGRAD: gl.constexpr):
-    """Sums of one or two halves [64, 128] of fp8 products, each 128 values with their row's scale.
+    """Sums of one or two halves [64, 128] of fp8 products, scaled every 128 values.
 
-    The scale bytes of a row follow every 4 bytes.
+    Each row has one scale byte per 128 values, 4 bytes apart in memory.
     """
     free = ring[3]
     LAYOUT: gl.constexpr = sums_layout(128, 128)
@@ -104,7 +112,7 @@ def accumulate_scaled(ring, slot, phase, depth, scales, HALVES: gl.constexpr,
     for k in range(0, depth, 128):
         _await_stage(ring, slot, phase, depth - k, 128, PARTITION, WGRAD)
         a, b = _operands(ring, slot, PARTITION, 0, 128)
-        # The old partial sums, not zeros, as the unused addend: one set of registers.
+        # Pass the old partial sums as the unused addend: zeros would take more registers.
         partial = warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
         scale = gl.expand_dims(scale_value(byte), 1)
         byte = gl.load(scale_ptrs + gl.minimum(k + 128, (depth - 1) // 128 * 128) // 32)
@@ -124,7 +132,7 @@ def accumulate_scaled(ring, slot, phase, depth, scales, HALVES: gl.constexpr,
 @gluon.jit
 def accumulate_promoted(ring, slot, phase, depth, HALVES: gl.constexpr, PARTITION: gl.constexpr,
                         STAGES: gl.constexpr, WGRAD: gl.constexpr):
-    """Sums of one or two halves [64, 128] of fp8 products, promoted every two stages."""
+    """Sums of one or two halves [64, 128] of fp8 products, promoted to float32 every two stages."""
     free = ring[3]
     left = gl.zeros((64, 128), gl.float32, sums_layout(128, 128))
     right = left

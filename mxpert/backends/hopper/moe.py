@@ -1,4 +1,4 @@
-"""Host side of the Hopper MoE kernels: encode rows, size the grid, launch; no synchronisation."""
+"""Host side of the Hopper MoE kernels: row encoding, grid sizes, launches; no synchronisation."""
 
 from __future__ import annotations
 
@@ -21,23 +21,20 @@ from . import heuristics
 from .combine_parts import combine_parts
 from .copies import copied, copied_matrix
 from .decode_kernel import _moe_gemm_decode_kernel
-from .epilogue import ACTIVATION_KINDS
+from .epilogue import ROWS
 from .finish import finish_gate_up, finish_rows
 from .prefill_kernel import _moe_gemm_prefill_kernel
 from .rows import SortedRows, fits_one_step, sorted_rows
 from .schedule import Schedules, tile_schedule
 
-_ROWS_KIND = 0
-"""KIND of stage 2 and of split sums; stage 1 has its activation's."""
-
 _NO_PARAMETERS = (0.0, 0.0)
 
 _STAGE_DEPTH = 256
-"""Codes of depth in a stage of either kernel's ring."""
+"""Codes of depth in a pipeline stage of both kernels."""
 
 
 class _Stage:
-    """What both stages share: validity, choice of tiles, the GEMM launch."""
+    """Base class of both stages: supported problems and choice of tiles."""
 
     op: Op
     backend = "hopper"
@@ -47,16 +44,16 @@ class _Stage:
         return unsupported(problem)
 
     def configs(self, problem: MoEProblem) -> Iterator[GemmConfig]:
-        """Every tile whose block_m divides the plan's unit."""
+        """Every tile whose block_m divides the plan's routing_block_m."""
         return heuristics.stage_configs(problem)
 
     def heuristic(self, problem: MoEProblem) -> GemmConfig:
-        """The config used where no tuned row answers."""
+        """The config used if the tuned table has no row for `problem`."""
         return heuristics.stage_heuristic(problem)
 
 
 def unsupported(problem: MoEProblem) -> str | None:
-    """What the kernels of this backend need."""
+    """Why this backend cannot serve `problem`, as a phrase; None if it can."""
     if problem.target.arch != "sm_90":
         return f"needs sm_90, not {problem.target.arch}"
     if problem.weight_layout is not Layout.HOPPER_FRAGMENT:
@@ -78,7 +75,7 @@ class _GateUp(_Stage):
         self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
         weights: MoEWeights, plan: RoutingPlan,
     ) -> torch.Tensor | MXTensor:
-        """The intermediate [P, F] in sorted order; padding rows are undefined."""
+        """Return the intermediate [P, F] in sorted order; padding rows are undefined."""
         h = self._multiply(problem, config, x, weights, plan, plan.capacity)
         if h.dim() == 3:
             h = finish_gate_up(h, weights.gate_up_bias, plan, problem.options)
@@ -89,8 +86,11 @@ class _GateUp(_Stage):
         weights: MoEWeights, plan: RoutingPlan, num_rows: int,
         schedules: Schedules | None = None,
     ) -> torch.Tensor | SortedRows:
-        """What stage 2 starts from, `num_rows` of them: bfloat16 rows, which it quantises as it
-        encodes them, or where the depth was split its encoded rows."""
+        """Return `num_rows` rows as input of stage 2.
+
+        These are bfloat16 rows, which stage 2 quantises and encodes, or after split-K rows that are
+        already encoded.
+        """
         h = self._multiply(problem, config, x, weights, plan, num_rows, schedules)
         if h.dim() == 2:
             return h
@@ -101,7 +101,7 @@ class _GateUp(_Stage):
     def _multiply(problem: MoEProblem, config: GemmConfig, x: torch.Tensor | MXTensor,
                   weights: MoEWeights, plan: RoutingPlan, num_rows: int,
                   schedules: Schedules | None = None) -> torch.Tensor:
-        """bfloat16 [P, F], or where the depth is split float32 sums [split_k, P, 2F]."""
+        """Run the GEMM: bfloat16 [P, F], or with split-K partial sums float32 [split_k, P, 2F]."""
         options, features = problem.options, problem.intermediate_size
         h = plan.sorted_weights.new_empty((num_rows, features), dtype=torch.bfloat16)
         if not plan.max_blocks:
@@ -110,10 +110,10 @@ class _GateUp(_Stage):
         if config.split_k > 1:
             parts = _parts(num_rows, 2 * features, config, weights.device)
             multiply(parts, rows, weights.gate_up_proj, None, plan, problem, config,
-                     kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
+                     kind=ROWS, parameters=_NO_PARAMETERS, weighted=False)
             return parts
         multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, plan, problem, config,
-                 kind=ACTIVATION_KINDS[options.activation.name],
+                 kind=options.activation.name,
                  parameters=options.activation.parameters,
                  weighted=options.apply_router_weight_on_input, schedules=schedules)
         return h
@@ -128,10 +128,10 @@ class _Down(_Stage):
         self, problem: MoEProblem, config: GemmConfig, *, h: torch.Tensor | MXTensor | SortedRows,
         weights: MoEWeights, plan: RoutingPlan, schedules: Schedules | None = None,
     ) -> torch.Tensor:
-        """[T, H], or for FLAT [P, H] whose padding rows are undefined.
+        """Return [T, H], or with FLAT [P, H] whose padding rows are undefined.
 
-        schedules: of the layer, whose stage 1 made h; None where h comes from anywhere.
-        ATOMIC leaves the order of additions open; this backend's is the slot order of REDUCE.
+        schedules: tile lists of the layer if its stage 1 computed h; None otherwise.
+        ATOMIC allows any summation order; this backend sums in slot order, as REDUCE does.
         """
         options = problem.options
         flat = options.combine is Combine.FLAT
@@ -145,17 +145,17 @@ class _Down(_Stage):
         if config.split_k > 1 and not flat:
             parts = _parts(num_rows, weights.hidden_size, config, weights.device)
             multiply(parts, rows, weights.down_proj, None, plan, problem, config,
-                     kind=_ROWS_KIND, parameters=_NO_PARAMETERS, weighted=False)
+                     kind=ROWS, parameters=_NO_PARAMETERS, weighted=False)
             return combine_parts(parts, weights.down_bias, plan, options)
         out = rows.scale.new_empty((num_rows, problem.hidden_size), dtype=options.out_dtype)
         multiply(out, rows, weights.down_proj, weights.down_bias, plan, problem,
-                 _unsplit(config), kind=_ROWS_KIND, parameters=_NO_PARAMETERS,
+                 _unsplit(config), kind=ROWS, parameters=_NO_PARAMETERS,
                  weighted=not options.apply_router_weight_on_input, schedules=schedules)
         return out if flat else combine_rows(out, plan.slot_rows, problem.target, early_plan=True)
 
 
 def _parts(num_rows: int, width: int, config: GemmConfig, device: torch.device) -> torch.Tensor:
-    """float32 sums of each split."""
+    """Allocate the partial sums, float32 [split_k, num_rows, width]."""
     return torch.empty((config.split_k, num_rows, width), dtype=torch.float32, device=device)
 
 
@@ -166,11 +166,13 @@ def _unsplit(config: GemmConfig) -> GemmConfig:
 
 def multiply(
     out: torch.Tensor, rows: SortedRows, weight: MXTensor, bias: torch.Tensor | None,
-    plan: RoutingPlan, problem: MoEProblem, config: GemmConfig, *, kind: int,
+    plan: RoutingPlan, problem: MoEProblem, config: GemmConfig, *, kind: str,
     parameters: tuple[float, float], weighted: bool, schedules: Schedules | None = None,
 ) -> None:
-    """One GEMM with its epilogue over the plan's blocks, into `out` [P, F or H] or, for splits,
-    [split_k, P, 2F or H]."""
+    """Run one GEMM with its epilogue over the plan's blocks.
+
+    `out` is [P, F or H], or with split-K [split_k, P, 2F or H].
+    """
     _, row_units, depth_units, _ = weight.qdata.shape
     gemm = _Gemm(
         out.shape[-2], out.shape[-1], row_units, depth_units, plan.routing_block_m, rows.low_rows,
@@ -193,7 +195,7 @@ def multiply(
 
 
 class _Gemm(NamedTuple):
-    """What a GEMM's launch depends on beside problem and config."""
+    """Sizes and flags that a GEMM's launch needs beside problem and config."""
 
     num_rows: int
     num_outputs: int
@@ -204,12 +206,12 @@ class _Gemm(NamedTuple):
     split: bool
     has_bias: bool
     weighted: bool
-    kind: int
+    kind: str
     parameters: tuple[float, float]
 
 
 _X_DESCRIPTORS = {rows: f"x{rows}_desc" for rows in heuristics.BLOCKS_M}
-"""Parameters that copy so many rows of x for a decode tile; None above a config's block_m."""
+"""The decode kernel's descriptor parameters by rows of x; None above a config's block_m."""
 
 
 @functools.cache
@@ -220,14 +222,14 @@ def _decode_copies(block_m: int) -> dict[str, Tile]:
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Launch:
-    # An odd last step must not read the next unit: memory is what decode waits for.
+    # The last step of an odd depth must not read the next unit: decode is limited by bandwidth.
     tiles = {"code_desc": copied_matrix(64, 128, torch.uint8),
              "shift_desc": copied_matrix(16, 32, torch.uint8),
              **_decode_copies(config.block_m)}
     unused = {name: None for name in _X_DESCRIPTORS.values() if name not in tiles}
     constants = _gemm_constants(problem, config, gemm)
-    early_stages = config.num_stages  # stage 2 starts under the last tiles of stage 1
-    if gemm.kind != _ROWS_KIND:
+    early_stages = config.num_stages  # stage 2 starts while the last tiles of stage 1 still run
+    if gemm.kind != ROWS:
         early_stages = heuristics.early_stages(config, problem, constants["tiles_per_block"])
     return Launch(
         _moe_gemm_decode_kernel, (heuristics.decode_ctas(problem),), tiles,
@@ -241,10 +243,11 @@ def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Laun
 def _prefill_launch(
     problem: MoEProblem, config: GemmConfig, gemm: _Gemm, out_dtype: torch.dtype,
 ) -> Launch:
-    outputs = 64 if gemm.kind == _ROWS_KIND else 32
+    outputs = 64 if gemm.kind == ROWS else 32
     pieces, rows = heuristics.output_pieces(config, gemm.split, outputs * out_dtype.itemsize)
-    # Half a stage at a time where a ring of hi and lo has but two: decoding then starts earlier.
-    code_rows = 32 if gemm.split and config.num_stages <= 4 else 64  # 32 are 128 of depth
+    # With hi and lo and only two stages of 256 codes, copy half a stage at a time (32 rows are 128
+    # codes of depth): decoding then starts earlier.
+    code_rows = 32 if gemm.split and config.num_stages <= 4 else 64
     tiles = {"code_desc": copied(code_rows, 128, torch.uint8, width=128),
              "shift_desc": copied(code_rows // 4, 32, torch.uint8, width=32),
              "x_desc": copied(config.block_m, config.block_k, torch.float8_e4m3fn),
@@ -256,7 +259,7 @@ def _prefill_launch(
 
 
 def _gemm_constants(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> dict[str, Any]:
-    """What the kernels of both tiles take alike, of a config that they implement."""
+    """Arguments common to the decode and the prefill kernel, for a valid config."""
     heuristics.require_valid(config, problem)
     return dict(
         param_first=float(gemm.parameters[0]), param_second=float(gemm.parameters[1]),
@@ -271,7 +274,7 @@ def _gemm_constants(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> dic
 class _Layer(TwoStageLayer):
     def stages(self, problem: MoEProblem, config: MoEConfig, x: torch.Tensor | MXTensor,
                weights: MoEWeights, plan: RoutingPlan) -> torch.Tensor:
-        """Both stages on one schedule of tiles."""
+        """Run both stages; they share the tile lists."""
         schedules: Schedules = {}
         h = GATE_UP.run(problem, config.gate_up, x=x, weights=weights, plan=plan,
                         num_rows=plan.max_blocks * plan.routing_block_m, schedules=schedules)

@@ -1,18 +1,19 @@
-"""Many tokens per expert: FP8 tensor cores at the power limit.
+"""MoE GEMM for many tokens per expert: FP8 tensor cores at the power limit.
 
-A persistent CTA (one per SM) has one producer warp (TMA) and two or three consumer warpgroups,
-each with its own 64 weight rows. CTA tile: these rows × up to BLOCKS blocks of BLOCK_M activation
-rows of one expert (hi and lo parts of each with SPLIT); the width follows the tile's own blocks,
-and CTAs claim their tiles (`claims`). A stage of the ring is 256 codes of depth, after which the
-sums are promoted to float32; a low part weighs 1/16, so its accumulation needs no promotion.
+A persistent CTA (one per SM) has one producer warp (TMA) and two or three consumer warpgroups.
+Each consumer computes its own 64 weight rows. The CTA tile is these rows × up to BLOCKS blocks of
+BLOCK_M activation rows of one expert (with SPLIT: hi and lo parts). Its width depends on the number
+of blocks in the tile. `claims` is the tile scheduler. A pipeline stage holds 256 codes of depth.
+After each stage the sums are promoted to float32. Sums of low parts are not promoted: they are
+multiplied by 1/16.
 
-The consumers wait for the same stages, so left alone they decode at the same time, and multiply at
-the same time. Where a step is one run of wgmma (`_order`) they take turns at the tensor cores: one
-multiplies while the others decode and promote. Outputs leave by TMA, so that the next tile's first
-stages are multiplied while the last one's outputs are on their way.
+Without ordering, all consumers would decode weights at the same time and then multiply at the same
+time, since they wait for the same stages. If a step is one run of wgmma (`_order`), a ping-pong
+order barrier serialises their wgmma: one consumer multiplies while the others decode and promote.
+Outputs are stored by TMA, so the next tile starts while the stores of the last one are in flight.
 
-Blocks of 32 rows waste less where an expert has about a hundred rows. Decoding counts most there: a
-third consumer, which registers allow up to 96 rows, hides more of its latency.
+Blocks of 32 rows waste less padding if experts have about a hundred rows. Decoding takes most of
+the time there. A third consumer hides more of it; registers suffice for that up to 96 rows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
 
+from ..compat import async_load
 from ..dependent import wait_then_release
 from .assembly import decode_tables
 from .claims import LEAD, make_labels, next_tile, read_label, write_label, write_last_label
@@ -35,14 +37,15 @@ from .tiles import accumulator_layout, decode_weights
 _AT_WILL = gl.constexpr(0)
 _WHEN_ISSUED = gl.constexpr(1)
 _WHEN_DONE = gl.constexpr(2)
-"""When a consumer passes the tensor cores on: never, with its last wgmma of a step under way, or
-with all of them done."""
+"""Ping-pong order: when a consumer lets the next one start its wgmma. _AT_WILL: no order barrier;
+_WHEN_ISSUED: after it has issued its last wgmma of a step; _WHEN_DONE: after these have completed.
+"""
 
 
 @gluon.constexpr_function
 def _order(CONSUMERS, CAPACITY, SPLIT):
-    """Turns keep some consumers decoding while another multiplies. Measured: FP8 tiles of more than
-    128 columns, which need two turns a step, lose by them."""
+    """Choose the ping-pong order. FP8 tiles of more than 128 columns would pass the order barrier
+    twice per step, which made them 4 to 8 % slower on an H200."""
     if SPLIT or CONSUMERS > 2:
         return _WHEN_ISSUED
     return _WHEN_DONE if CAPACITY <= 128 else _AT_WILL
@@ -50,21 +53,25 @@ def _order(CONSUMERS, CAPACITY, SPLIT):
 
 @gluon.constexpr_function
 def _arrivals(code_desc):
-    """Barriers of a stage: one, or one for each 128 codes where few stages fit and the first half
-    should not wait for the second."""
+    """Number of `ready` mbarriers per stage: 1, or 2 (one for each 128 codes).
+
+    Two are used if few stages fit, so that consumers can start with the first half of a stage.
+    """
     return 64 // code_desc.block_type.shape[0]
 
 
 @gluon.constexpr_function
 def _largest_power(number):
-    """Of two, and no larger than number."""
+    """Largest power of two that is at most `number`."""
     return 1 << (number.bit_length() - 1)
 
 
 @gluon.jit
 def _make_rows(x_desc, STAGES: gl.constexpr, ROWS: gl.constexpr):
-    """Room for ROWS activation rows in each half of a stage: one tensor, or two where their number
-    is no power of two, as a tensor's sizes are."""
+    """Allocate ROWS activation rows for each half of each stage.
+
+    Tensor sizes are powers of two, so other numbers of rows take two tensors.
+    """
     FIRST: gl.constexpr = _largest_power(ROWS)
     x = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, FIRST, 128], x_desc.layout)
     if ROWS == FIRST:
@@ -77,7 +84,7 @@ def _make_rows(x_desc, STAGES: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _rows(x, half, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Rows [FIRST, FIRST + COUNT) of half a stage."""
+    """Shared-memory view of rows [FIRST, FIRST + COUNT) of half a stage."""
     FITTING: gl.constexpr = x[0].shape[1]
     if FIRST < FITTING:
         return x[0].index(half).slice(FIRST, COUNT, 0)
@@ -87,8 +94,10 @@ def _rows(x, half, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def _describe(schedule, tile, sizes):
-    """First block, number of blocks, expert, and which of its group's tiles: of a tile, if there is
-    one; no blocks say that there is none."""
+    """Return (first block, number of blocks, expert, index among the group's tiles) of a tile.
+
+    A group is an entry of the tile list (`schedule`). Returns 0 blocks when no tile is left.
+    """
     first_block, blocks, expert = schedule
     num_groups, tiles_per_block, _ = sizes
     group = tile // tiles_per_block
@@ -101,22 +110,21 @@ def _describe(schedule, tile, sizes):
 @gluon.jit
 def _load_activations(x, half, x_desc, arrived, first_row, width, depth, low_rows,
                       BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr):
-    """Start 128 codes of a tile's rows on their way into half a stage of x."""
+    """Start the TMA loads of 128 codes of a tile's activation rows into half a stage."""
     for q in gl.static_range(BLOCKS):
         row = first_row + q * BLOCK_M
-        tma.async_copy_global_to_shared(x_desc, [row, depth], arrived,
-                                        _rows(x, half, q * BLOCK_M, BLOCK_M), pred=width > q)
+        async_load(x_desc, [row, depth], arrived, _rows(x, half, q * BLOCK_M, BLOCK_M),
+                   pred=width > q)
         if SPLIT:
-            tma.async_copy_global_to_shared(x_desc, [low_rows + row, depth], arrived,
-                                            _rows(x, half, (BLOCKS + q) * BLOCK_M, BLOCK_M),
-                                            pred=width > q)
+            async_load(x_desc, [low_rows + row, depth], arrived,
+                       _rows(x, half, (BLOCKS + q) * BLOCK_M, BLOCK_M), pred=width > q)
 
 
 @gluon.jit
 def _fill_stage(ring, descriptors, state, step, tile, row_units, depth_units, low_rows,
                 CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
                 STAGES: gl.constexpr, SPLIT: gl.constexpr):
-    """Start one step of a tile on its way once its stage is free; returns the state after it."""
+    """Wait for a free stage and start the TMA loads of one step; return the next state."""
     codes, shifts, x, ready, free, labels = ring
     code_desc, shift_desc, x_desc = descriptors
     slot, phase = state
@@ -135,15 +143,16 @@ def _fill_stage(ring, descriptors, state, step, tile, row_units, depth_units, lo
         for half in gl.static_range(part * UNITS, (part + 1) * UNITS):
             _load_activations(x, 2 * slot + half, x_desc, arrived, block * BLOCK_M, width,
                               step * 256 + half * 128, low_rows, BLOCK_M, BLOCKS, SPLIT)
-        # An odd last unit reads on into the next one: finite weights that meet x = 0.
+        # For an odd number of units, the last step also reads the next unit's weights. They are
+        # finite and are multiplied by x = 0.
         for c in gl.static_range(CONSUMERS):
             row_unit = expert * row_units + gl.minimum(unit + c, row_units - 1)
             first = row_unit * depth_units + 2 * step + part
             own = slot * CONSUMERS + c
-            tma.async_copy_global_to_shared(code_desc, [first * 32, 0], arrived,
-                                            codes.index(own).slice(part * 32, 32 * UNITS, 0))
-            tma.async_copy_global_to_shared(shift_desc, [first * 8, 0], arrived,
-                                            shifts.index(own).slice(part * 8, 8 * UNITS, 0))
+            async_load(code_desc, [first * 32, 0], arrived,
+                       codes.index(own).slice(part * 32, 32 * UNITS, 0))
+            async_load(shift_desc, [first * 8, 0], arrived,
+                       shifts.index(own).slice(part * 8, 8 * UNITS, 0))
     return next_slot(slot, phase, STAGES)
 
 
@@ -175,8 +184,7 @@ def _produce(ring, claimed, descriptors, schedule, sizes, row_units, low_rows,
 @gluon.jit
 def _multiply(weights, x, half, partial, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
               USE_ACC: gl.constexpr):
-    """Start the products of decoded weights with columns [FIRST, FIRST + COLUMNS) of half a
-    stage."""
+    """Issue the wgmma of decoded weights with columns [FIRST, FIRST + COLUMNS) of half a stage."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(4, COLUMNS), 4)
     return warpgroup_mma(gl.convert_layout(weights, OPERAND, assert_trivial=True),
                          _rows(x, half, FIRST, COLUMNS).permute((1, 0)), partial,
@@ -185,10 +193,11 @@ def _multiply(weights, x, half, partial, FIRST: gl.constexpr, COLUMNS: gl.conste
 
 @gluon.jit
 def _make_turns(CONSUMERS: gl.constexpr):
-    """A barrier for each consumer, through which the one before it passes the turn to it.
+    """Make the ping-pong order barriers, one for each consumer.
 
-    Only where turns are taken: what nobody uses later shares its memory with other data, and a
-    barrier's memory must hold nothing else (figures change where several processes share a GPU).
+    They are allocated only if used. The compiler reuses shared memory of buffers without later
+    uses, and an initialised mbarrier must not share memory with other data: results changed when
+    several processes shared a GPU.
     """
     turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for consumer in gl.static_range(CONSUMERS):
@@ -198,7 +207,7 @@ def _make_turns(CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def _take_turn(turns, turn, ORDER: gl.constexpr):
-    """Wait until the tensor cores are this warpgroup's; returns the next turn's phase."""
+    """Wait at this consumer's order barrier; return the phase of the next wait."""
     if ORDER != _AT_WILL:
         mbarrier.wait(turns[0], turn)
         turn ^= 1
@@ -213,7 +222,7 @@ def _pass_turn(turns, MOMENT: gl.constexpr, ORDER: gl.constexpr):
 
 @gluon.jit
 def _decode(ring, place, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """128 codes of depth of a consumer's weights of a stage."""
+    """Decode one half (128 codes of depth) of a consumer's weights in a stage."""
     codes, shifts, _, _, _, _, tables = ring
     return decode_weights(codes.index(place).slice(32 * HALF, 32, 0),
                           shifts.index(place).slice(8 * HALF, 8, 0), tables, LAYOUT, 1, 1)
@@ -225,8 +234,8 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr, CONSUM
                 RIGHT_AT: gl.constexpr, SPLIT: gl.constexpr, ORDER: gl.constexpr):
     """Sums of one tile: columns [0, LEFT) and, if RIGHT > 0, [RIGHT_AT, RIGHT_AT + RIGHT).
 
-    With SPLIT the right columns are the low parts of the left ones. state: ring position, its
-    phase, and the phase of the next turn.
+    With SPLIT the right columns are the low parts of the left ones. state: stage, phase, and the
+    phase of the order barrier. Returns both sums, float32 [64, columns], and the next state.
     """
     slot, phase, turn = state
     x = ring[2]
@@ -256,7 +265,7 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr, CONSUM
         if ORDER == _AT_WILL:
             b = _decode(ring, place, 1, LAYOUT)
         partial = _multiply(b, x, second, partial, 0, LEFT, True)
-        if SPLIT:  # the adds of the high sum run under the wgmma of the low parts
+        if SPLIT:  # the additions of the high sums overlap the wgmma of the low parts
             low = _multiply(a, x, first, right, RIGHT_AT, RIGHT, True)
             low = _multiply(b, x, second, low, RIGHT_AT, RIGHT, True)
             _pass_turn(turns, _WHEN_ISSUED, ORDER)
@@ -293,9 +302,9 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr, CONSUM
 @gluon.jit
 def _outputs(unit, expert, factors, TOKENS: gl.constexpr, KIND: gl.constexpr,
              HAS_BIAS: gl.constexpr):
-    """Row factors and biases of one row unit."""
+    """Load row references and biases of one row unit."""
     reference, bias, num_outputs, row_units = factors
-    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
     return output_terms(reference, bias, expert, unit * OUTPUTS, num_outputs, row_units * 64,
                         OUTPUTS, output_layout(4, TOKENS, KIND), KIND, HAS_BIAS)
 
@@ -303,9 +312,9 @@ def _outputs(unit, expert, factors, TOKENS: gl.constexpr, KIND: gl.constexpr,
 @gluon.jit
 def _store(total, outputs, tokens, first_row, unit, target, PIECE: gl.constexpr,
            KIND: gl.constexpr, WEIGHTED: gl.constexpr):
-    """Epilogue of one row unit and its columns, into rows from `first_row`."""
+    """Run the epilogue for one row unit and store its outputs to rows from `first_row` on."""
     out_desc, staging, param_first, param_second = target
-    OUTPUTS: gl.constexpr = 64 if KIND == 0 else 32
+    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
     LAYOUT: gl.constexpr = output_layout(4, total.shape[1], KIND)
     value = finish(total, outputs, spread(tokens, LAYOUT), param_first, param_second, LAYOUT,
                    KIND, WEIGHTED)
@@ -314,7 +323,8 @@ def _store(total, outputs, tokens, first_row, unit, target, PIECE: gl.constexpr,
 
 @gluon.constexpr_function
 def _columns(ROWS, CAPACITY, SPLIT):
-    """Columns of a tile of ROWS rows: left ones, right ones, and where these begin."""
+    """Split the columns of a tile of ROWS rows: (left columns, right columns, start of the right).
+    """
     if SPLIT:
         return ROWS, ROWS, CAPACITY
     left = min(128, _largest_power(ROWS))  # a tensor's sizes are powers of two
@@ -326,7 +336,7 @@ def _tile(ring, turns, state, depth_units, first_row, unit, expert, staging, ope
           PARTITION: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
           ROWS: gl.constexpr, CAPACITY: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
           HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
-    """One tile of ROWS of at most CAPACITY rows; returns the state after it."""
+    """Compute and store one tile of ROWS rows (at most CAPACITY); return the next state."""
     COLUMNS: gl.constexpr = _columns(ROWS, CAPACITY, SPLIT)
     LEFT: gl.constexpr = COLUMNS[0]
     RIGHT: gl.constexpr = COLUMNS[1]
@@ -334,7 +344,7 @@ def _tile(ring, turns, state, depth_units, first_row, unit, expert, staging, ope
     factors, rows, out_desc, parameters = operands
     target = (out_desc, staging, parameters[0], parameters[1])
     x_scale, routed_weights = rows
-    # Asked for before the main loop, under which their latency passes.
+    # Issue these loads before the main loop, which hides their latency.
     outputs = _outputs(unit, expert, factors, LEFT, KIND, HAS_BIAS)
     tokens = token_terms(x_scale, routed_weights, first_row, LEFT, one_each(), WEIGHTED)
     if BOTH:
@@ -359,7 +369,7 @@ def _consume(ring, turns, staging, operands, schedule, sizes, PARTITION: gl.cons
              WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
     turns = (turns.index(PARTITION), turns.index((PARTITION + 1) % CONSUMERS))
     ring += (decode_tables(),)
-    state = (0, 0, 1 if PARTITION == 0 else 0)  # the first partition has the first turn
+    state = (0, 0, 1 if PARTITION == 0 else 0)  # partition 0 passes its order barrier first
     ARRIVALS: gl.constexpr = ring[3].shape[0] // STAGES
     block, width, expert, inner = _describe(schedule, gl.program_id(0), sizes)
     while width > 0:
@@ -383,11 +393,11 @@ def _moe_gemm_prefill_kernel(
         BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
         SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
         num_warps: gl.constexpr):
-    """out [P, num_outputs] for every tile; see the module docstring for the schedule.
+    """Compute out [P, num_outputs] for all tiles; the module docstring has the schedule.
 
-    tile_first_block, tile_blocks, tile_expert [groups] and num_groups [1] come from `schedule`;
-    KIND and low_rows as in the decode kernel. CONSUMERS: 2 or 3. PIECES: copies to `out` that a
-    consumer may have under way.
+    tile_first_block, tile_blocks, tile_expert [groups] and num_groups [1] come from `schedule`.
+    KIND and low_rows are as in the decode kernel. CONSUMERS: 2 or 3. PIECES: output buffers per
+    consumer, hence TMA stores in flight.
     """
     codes = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 64, 128], code_desc.layout)
     shifts = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 16, 32], shift_desc.layout)
@@ -403,7 +413,7 @@ def _moe_gemm_prefill_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(free.index(stage), count=CONSUMERS)
     ORDER: gl.constexpr = _order(CONSUMERS, BLOCKS * BLOCK_M, SPLIT)
-    turns = free  # where there are none
+    turns = free  # a placeholder if there are no order barriers
     if ORDER != _AT_WILL:
         turns = _make_turns(CONSUMERS)
     wait_then_release()
@@ -413,7 +423,7 @@ def _moe_gemm_prefill_kernel(
     sizes = (gl.load(num_groups), tiles_per_block, depth_units)
     operands = ((reference, bias, num_outputs, row_units), (x_scale, routed_weights), out_desc,
                 (param_first, param_second))
-    if CONSUMERS == 2:  # last, registers a thread: consumers share what the producer leaves
+    if CONSUMERS == 2:  # the last list has the registers per thread of consumer 1 and producer
         gl.warp_specialize(
             [(_consume, (ring, turns, staging[0], operands, schedule, sizes, 0, 2, BLOCK_M, BLOCKS,
                          STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),

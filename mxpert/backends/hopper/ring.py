@@ -1,4 +1,4 @@
-"""Rings of stages in shared memory, which a producer fills and consumers empty."""
+"""Position in a ring of pipeline stages, which a producer fills and consumers empty."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def next_slot(slot, phase, STAGES: gl.constexpr):
-    """The ring's place after `slot`, and the phase that its barriers have there."""
+    """Return the stage after `slot`, and the phase of its mbarriers."""
     slot += 1
     if slot == STAGES:
         slot = 0

@@ -1,12 +1,12 @@
-"""Activations for the FP8 GEMMs: gathered into sorted rows, scaled per row, K permuted.
+"""Host side of row encoding: activations become sorted e4m3 rows for the FP8 GEMMs, K permuted.
 
-Three encodings of a row, each with one scale per row:
+There are three encodings. Each row has one scale:
 
-- bf16 as hi + lo / 16, two e4m3 rows: exact for values within 14 binades of the row maximum.
-- MX codes, each 32-block rebased from its own scale to the row's largest, a power of two: exact as
-  long as a code stays an e4m3 number, an absolute error of at most 2^-10 of the row's scale below
-  that. bf16 rows are quantised and rebased in one pass.
-- fp8_token: bf16 rows quantised to e4m3 by the row's own float32 scale.
+- bf16 as hi + lo / 16 in two e4m3 rows: exact for values within 14 binades of the row maximum.
+- MX codes: each block of 32 is rebased from its own scale to the largest scale of the row, a power
+  of two. This is exact if the code is still an e4m3 number; otherwise the absolute error is at most
+  2^-10 of the row's scale. bf16 rows are quantised and rebased in one pass.
+- fp8_token: bf16 rows are quantised to e4m3 with one float32 scale per row.
 """
 
 from __future__ import annotations
@@ -28,27 +28,30 @@ from ..triton.quantize_kernels import scale_rule_constants
 from .rows_kernels import _moe_encode_rows_kernel
 
 _MAX_CHUNKS = 64
-"""Depth units of 128 values in one step: 8192 values, 32 a thread."""
+"""Most depth units of 128 values per step: 8192 values, 32 a thread."""
 
 _CHUNKS_PER_WARP = 4
 
 _ROW_VALUES = 16384
-"""Values that a program encodes where rows are many: its rows are asked for one ahead."""
+"""Values that a program encodes if there are many rows; it prefetches its next row."""
 
 _MANY_PROGRAMS = 4096
-"""Programs that fill the GPU; where rows are fewer, each has its own."""
+"""Programs that fill the GPU; with fewer rows than this, each row has its own program."""
 
 _MOST_STEPS = 4
-"""Steps of a row that a program holds: 16 values a thread and step, and those of the next row."""
+"""Most steps of a row in registers: 16 values a thread and step, and as many for the next row."""
 
 _PARALLEL_TOKENS = 32
-"""Up to this many tokens each slot has a program of its own: the GPU is idle, latency counts."""
+"""Up to this many tokens each slot has its own program: SMs are free, and latency is the limit."""
 
 
 @dataclass(frozen=True)
 class SortedRows:
-    """e4m3 rows [P, K padded to 128] (twice as many for hi and lo) and float32 row scales [P], and
-    the int32 counter [1] of the tiles that the GEMM of these rows has claimed."""
+    """Encoded rows for an FP8 GEMM.
+
+    codes: e4m3 [P, K padded to 128], or [2P, …] for hi and lo (split). scale: float32 [P], one per
+    row. claimed: int32 [1], the tile counter of the GEMM that reads these rows.
+    """
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -62,27 +65,28 @@ class SortedRows:
 
 
 def padded(depth: int) -> int:
-    """Depth of a stored row: whole units."""
+    """Depth of a stored row: `depth` rounded up to a multiple of 128."""
     return -(-depth // UNIT_CODES) * UNIT_CODES
 
 
 def fits_one_step(depth: int) -> bool:
-    """Whether a program holds a whole row in registers."""
+    """Whether one step covers a whole row, so that a program can hold it in registers."""
     return padded(depth) <= _MAX_CHUNKS * UNIT_CODES
 
 
 def step_options(depth: int) -> dict[str, int]:
-    """CHUNKS of a step, and warps: a power of two, which holds a row or else the most."""
+    """CHUNKS per step (a power of two that covers a row, at most _MAX_CHUNKS), and warps."""
     units = padded(depth) // UNIT_CODES
     chunks = min(_MAX_CHUNKS, max(_CHUNKS_PER_WARP, 1 << (units - 1).bit_length()))
     return {"CHUNKS": chunks, "num_warps": min(8, chunks // _CHUNKS_PER_WARP)}
 
 
 def held_options(depth: int, many: bool) -> dict[str, int | bool]:
-    """STEPS of a row that stay in registers, whether these are the WHOLE row, and a step's size.
+    """STEPS of a row that stay in registers, whether they are the WHOLE row, and the step's size.
 
-    Few rows: one step and many threads, for latency. `many`: few threads with several steps, which
-    shares the work of a row out over more values and fits depths that are no powers of two.
+    With few rows: one step with many threads, for low latency. With `many` rows: several steps with
+    few threads. This amortises the work per row over more values, and wastes less if the depth is
+    no power of two.
     """
     units = padded(depth) // UNIT_CODES
     if not many or units > _MAX_CHUNKS:
@@ -94,7 +98,7 @@ def held_options(depth: int, many: bool) -> dict[str, int | bool]:
 
 
 def empty_rows(plan: RoutingPlan, num_rows: int, depth: int, options: MoEOptions) -> SortedRows:
-    """Rows without values."""
+    """Allocate SortedRows without initialising them."""
     split = options.activation_format == "bf16"
     scale = plan.sorted_weights.new_empty(num_rows)
     codes = scale.new_empty((num_rows * (2 if split else 1), padded(depth)),
@@ -109,13 +113,13 @@ def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
     Args:
         x: bfloat16 or MXTensor, [T, K] (scatter) or [P, K] in sorted order.
         plan: the routing plan. num_rows: rows to allocate, at least the rows in use.
-        options: the activation format, which bfloat16 rows are quantised to, by the scale rule.
-        scatter: x holds tokens, each of which goes to the rows of all its slots.
-        release_first: let the GEMM of these rows start before x is there. Its plan must be older
-            than the GEMM that x comes from (see `dependent`).
+        options: activation format and scale rule for bfloat16 rows.
+        scatter: x holds tokens; each token is written to the rows of all its slots.
+        release_first: call launch_dependents before x is complete, so that the GEMM of these rows
+            starts early. The plan must be older than the GEMM that computes x (see `dependent`).
 
     Returns:
-        SortedRows; padding rows are left as allocated, their outputs are dropped.
+        SortedRows; padding rows are uninitialised. The GEMM's outputs of these rows are not used.
     """
     rows = empty_rows(plan, num_rows, x.shape[1], options)
     sizes = _Sizes(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter, release_first)
@@ -132,7 +136,7 @@ def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
 
 
 class _Sizes(NamedTuple):
-    """Sizes that the launch depends on."""
+    """Sizes and flags that determine the launch."""
 
     num_tokens: int
     top_k: int
@@ -143,30 +147,30 @@ class _Sizes(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """Slots of all tokens."""
+        """Number of slots of all tokens."""
         return self.num_tokens * self.top_k
 
     @property
     def many(self) -> bool:
-        """Whether rows alone fill the GPU."""
+        """Whether one program per row fills the GPU."""
         return (self.num_tokens if self.scatter else self.num_slots) >= _MANY_PROGRAMS
 
     @property
     def rows(self) -> int:
-        """Slots of one program whose rows are sorted already."""
+        """Slots per program if the rows are sorted already."""
         most = _ROW_VALUES // padded(self.depth)
         return max(1, min(most, self.num_slots // _MANY_PROGRAMS))
 
     @property
     def slots(self) -> int:
-        """A token's slots that one program serves; 0: rows are sorted already."""
+        """Slots of a token per program; 0 if the rows are sorted already."""
         if not self.scatter:
             return 0
         return 1 if self.num_tokens <= _PARALLEL_TOKENS else self.top_k
 
     @property
     def programs(self) -> int:
-        """Programs in all."""
+        """Number of programs."""
         if self.scatter:
             return self.num_tokens * (self.top_k // self.slots)
         return -(-self.num_slots // self.rows)
@@ -175,7 +179,7 @@ class _Sizes(NamedTuple):
 @functools.lru_cache(CACHED_LAUNCHES)
 def _encode_launch(sizes: _Sizes, x_stride: int, x_scale_stride: int, coded: str | None,
                    options: MoEOptions) -> Launch:
-    """coded: element of the MX rows; None: bfloat16 rows."""
+    """Launch of the row-encoding kernel. coded: element format of MX rows, None for bfloat16."""
     format = (dict(FORMAT=coded, EMAX=0, THRESHOLD=0, INF_BYTE=0) if coded
               else format_constants(options))
     return Launch(
@@ -187,7 +191,7 @@ def _encode_launch(sizes: _Sizes, x_stride: int, x_scale_stride: int, coded: str
 
 
 def format_constants(options: MoEOptions) -> dict[str, Any]:
-    """What kernels need to know of an activation format and its scale rule (`rows_codes`)."""
+    """FORMAT and scale-rule constants of the kernels (see `rows_codes`) for these options."""
     format = activation_mx_format(options.activation_format, "sorted_rows")
     if format is None:
         name = "split" if options.activation_format == "bf16" else "token"

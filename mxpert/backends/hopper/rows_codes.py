@@ -1,12 +1,13 @@
-"""What a row's values become: e4m3 codes with one scale, by the row's FORMAT.
+"""Encoding of a row as e4m3 codes with one scale, by FORMAT.
 
-- "split": bfloat16 → hi and lo with ``x = scale * (hi + lo / 16)``, 448 the largest hi.
-- "token": bfloat16 → ``scale = amax / 448``.
-- "e4m3", "e2m1": MX blocks, whose codes shift by their block's scale deficit against the row's
-  largest scale, a power of two. CODED: x is an MX row; else bfloat16 is quantised first, to the
-  bits that `quantize` makes.
+- "split": bfloat16 to hi and lo with ``x = scale * (hi + lo / 16)``; the largest hi is 448.
+- "token": bfloat16 with ``scale = amax / 448``.
+- "e4m3", "e2m1": MX blocks. The codes of a block are multiplied by the ratio of its scale to the
+  row's largest scale, a power of two. CODED: x is an MX row. Otherwise bfloat16 values are
+  quantised first, bit-exact to `quantize`.
 
-NaN gives a row a NaN scale, infinity in "split" and "token"; in MX formats it saturates.
+A NaN in a row makes its scale NaN. So does an infinity in "split" and "token"; in MX formats it
+saturates.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from .assembly import quantized_codes, scaled_words, split_codes
 from .rows_steps import step_layout
 
 _SMALLEST_AMAX = gl.constexpr(0x04E00000)
-"""Bits of 448 * 2^-126: a smaller maximum has the smallest scale that is a normal float32."""
+"""Bits of 448 * 2^-126. Smaller maxima are raised to it, so that the scale is a normal float32."""
 
 
 @gluon.constexpr_function
 def _headroom(FORMAT):
-    """e2m1 reaches 6: 6 * 2^6 uses e4m3's range."""
+    """Exponent added to codes: the largest e2m1 value is 6, and 6 * 2^6 uses e4m3's range."""
     return 6 if FORMAT == "e2m1" else 0
 
 
 @gluon.jit
 def _power_of_two(exponent_byte):
-    """2^(byte - 127) for bytes 1..254."""
+    """2^(byte - 127) as float32 for bytes 1 … 254."""
     return (exponent_byte << 23).to(gl.float32, bitcast=True)
 
 
@@ -41,8 +42,10 @@ def _maximum(left, right):
 
 @gluon.jit
 def _block_bytes(values, EMAX: gl.constexpr, THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr):
-    """E8M0 bytes of one step's blocks, [CHUNKS, 1, 4, 1], and those that count for the row: blocks
-    of zeros do not, NaN does."""
+    """E8M0 bytes of one step's blocks, [CHUNKS, 1, 4, 1].
+
+    Returns them twice: unchanged, and with 0 for blocks of zeros, for the row's maximum.
+    """
     bits = values.to(gl.int32, bitcast=True) & 0x7FFFFFFF
     bits = gl.reduce(gl.reduce(bits, 3, _maximum), 1, _maximum)
     bits = gl.expand_dims(gl.expand_dims(bits, 1), 3)
@@ -53,9 +56,10 @@ def _block_bytes(values, EMAX: gl.constexpr, THRESHOLD: gl.constexpr, INF_BYTE: 
 @gluon.jit
 def statistic_of(step, FORMAT: gl.constexpr, CODED: gl.constexpr, EMAX: gl.constexpr,
                  THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr):
-    """Numbers of a step, the row's largest of which gives its scale.
+    """Integers of a step whose maximum over the row determines the row's scale.
 
-    Bits of magnitudes, which order as those do, infinity and NaN last; or scale bytes of blocks.
+    For "split" and "token" these are the bits of magnitudes, which order like the magnitudes, with
+    infinity and NaN last. For MX formats they are the scale bytes of blocks.
     """
     if CODED:
         MAGNITUDES: gl.constexpr = 0x7777 if FORMAT == "e2m1" else 0x7F7F7F7F
@@ -70,7 +74,7 @@ def statistic_of(step, FORMAT: gl.constexpr, CODED: gl.constexpr, EMAX: gl.const
 
 @gluon.jit
 def row_maximum(numbers):
-    """Largest of a step's numbers, of three or four dimensions."""
+    """Maximum of a 3-D or 4-D tensor, as a scalar."""
     if len(numbers.shape) == 4:
         numbers = gl.reduce(numbers, 3, _maximum)
     return gl.reduce(gl.reduce(gl.reduce(numbers, 2, _maximum), 1, _maximum), 0, _maximum)
@@ -78,8 +82,10 @@ def row_maximum(numbers):
 
 @gluon.jit
 def _split_scale(bits):
-    """Scale of a row whose largest magnitude has these float32 bits, and the factor of its values:
-    powers of two, which make that at most 448 = 1.75 * 2^8."""
+    """Scale of a row and its inverse, from the float32 bits of the row's largest magnitude.
+
+    Both are powers of two. The scaled maximum is at most 448 = 1.75 * 2^8.
+    """
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
     exponent = gl.minimum(gl.maximum(exponent, 1), 253)
     scale = gl.where(bits >= 0x7F800000, float("nan"), _power_of_two(exponent))
@@ -88,8 +94,8 @@ def _split_scale(bits):
 
 @gluon.jit
 def _token_scale(bits):
-    """Scale of a row whose largest magnitude has these float32 bits, and the factor of its values;
-    see `formats.token`."""
+    """Scale of a row and the factor of its values, from the float32 bits of the row's largest
+    magnitude; see `formats.token`."""
     amax = gl.maximum(bits, _SMALLEST_AMAX).to(gl.float32, bitcast=True)
     largest = gl.to_tensor(448.0)
     scale = gl.where(bits == 0, 1.0, gl.div_rn(amax, largest))
@@ -98,7 +104,7 @@ def _token_scale(bits):
 
 @gluon.jit
 def row_scale(statistic, FORMAT: gl.constexpr):
-    """The row's scale, and what its values are encoded by: a factor, or a base for block bytes."""
+    """The row's scale, and the parameter of `encode`: a factor, or for MX the base scale byte."""
     HEADROOM: gl.constexpr = _headroom(FORMAT)
     if FORMAT == "split":
         return _split_scale(statistic)
@@ -111,10 +117,10 @@ def row_scale(statistic, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _round_to_e2m1(values):
-    """float32 values of the nearest e2m1 numbers, ties to even, saturating."""
+    """Round float32 values to the nearest e2m1 values, ties to even, saturating."""
     size = gl.minimum(gl.abs(values), 6.0)
     binade = gl.maximum(size.to(gl.int32, bitcast=True) & 0x7F800000, 127 << 23)
-    # A float32 of this size has just the element's mantissa bit for what is added to it.
+    # Adding this offset leaves one mantissa bit of `size`, and subtracting it restores the value.
     offset = (binade + (22 << 23)).to(gl.float32, bitcast=True)
     bits = ((size + offset) - offset).to(gl.int32, bitcast=True)
     return (bits | (values.to(gl.int32, bitcast=True) & -0x80000000)).to(gl.float32, bitcast=True)
@@ -122,7 +128,7 @@ def _round_to_e2m1(values):
 
 @gluon.jit
 def _e2m1_values(words, WARPS: gl.constexpr):
-    """Four e2m1 codes of each word as float32, [CHUNKS, 8, 4, 4]."""
+    """Decode four e2m1 codes of each word to float32, [CHUNKS, 8, 4, 4]."""
     LAYOUT: gl.constexpr = step_layout(WARPS)
     place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
     code = words[:, :, :, None] >> (place * 4)[None, None, None, :]
@@ -134,9 +140,10 @@ def _e2m1_values(words, WARPS: gl.constexpr):
 
 @gluon.jit
 def _block_power(scales, base, FORMAT: gl.constexpr):
-    """What a block's codes are multiplied by.
+    """Power of two that multiplies the codes of a block.
 
-    Clamped where every code vanishes, and in blocks of zeros, whose scale may be above the base.
+    It is clamped below if all codes become zero, and above for blocks of zeros, whose scale may be
+    larger than the base.
     """
     HEADROOM: gl.constexpr = _headroom(FORMAT)
     return _power_of_two(gl.minimum(gl.maximum(127 + HEADROOM + scales - base, 1), 127 + HEADROOM))
@@ -145,8 +152,10 @@ def _block_power(scales, base, FORMAT: gl.constexpr):
 @gluon.jit
 def encode(step, encoding, FORMAT: gl.constexpr, CODED: gl.constexpr, EMAX: gl.constexpr,
            THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr, WARPS: gl.constexpr):
-    """e4m3 codes of one step as a tuple, hi and lo for "split"; `encoding` is the second result of
-    `row_scale`."""
+    """Encode one step: a tuple of e4m3 codes, (hi, lo) for "split".
+
+    `encoding` is the second result of `row_scale`.
+    """
     if CODED:
         words, scales = step
         power = _block_power(scales, encoding, FORMAT)

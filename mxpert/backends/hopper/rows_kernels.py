@@ -1,4 +1,4 @@
-"""The kernel that encodes activations for the FP8 GEMMs: into sorted rows, each with one scale."""
+"""Kernel that encodes activations as sorted e4m3 rows for the FP8 GEMMs, with one scale per row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _step_of(row, step: gl.constexpr, CODED: gl.constexpr):
 @gluon.jit
 def _store_slots(codes, scale, factor, encoded, target, places, padded_depth, num_rows,
                  CHUNKS: gl.constexpr):
-    """One step into its sorted row, or into the rows of all slots of a token."""
+    """Store one encoded step to its sorted row, or to the rows of all slots of a token."""
     row, slot_rows, first_slot, num_slots = places
     for slot in range(gl.maximum(num_slots, 1)):
         if num_slots > 0:
@@ -36,7 +36,7 @@ def _encode_row(codes, scale, x, x_scale, held, places, depth, padded_depth, num
                 STEPS: gl.constexpr, WHOLE: gl.constexpr, FORMAT: gl.constexpr,
                 CODED: gl.constexpr, EMAX: gl.constexpr, THRESHOLD: gl.constexpr,
                 INF_BYTE: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
-    """One row, of which `held` has the first STEPS steps; WHOLE: they are all there is."""
+    """Encode and store one row. `held` has its first STEPS steps; WHOLE: there are no others."""
     PACKED: gl.constexpr = FORMAT == "e2m1"
     steps = gl.cdiv(padded_depth, CHUNKS * 128)
     numbers = statistic_of(_step_of(held, 0, CODED), FORMAT, CODED, EMAX, THRESHOLD, INF_BYTE)
@@ -68,7 +68,7 @@ def _encode_row(codes, scale, x, x_scale, held, places, depth, padded_depth, num
 def _load_source(x, x_scale, row, depth, x_stride, x_scale_stride, CODED: gl.constexpr,
                  PACKED: gl.constexpr, STEPS: gl.constexpr, CHUNKS: gl.constexpr,
                  WARPS: gl.constexpr):
-    """The first steps of row `row` of x; of no row (-1), nothing is read."""
+    """Load the first STEPS steps of row `row` of x; nothing is read if `row` is −1."""
     start = gl.maximum(row, 0).to(gl.int64)
     if CODED:
         x_scale += start * x_scale_stride
@@ -84,13 +84,14 @@ def _moe_encode_rows_kernel(codes, scale, claimed, x, x_scale, slot_rows, num_sl
                             FORMAT: gl.constexpr, CODED: gl.constexpr, EMAX: gl.constexpr,
                             THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr, CHUNKS: gl.constexpr,
                             num_warps: gl.constexpr):
-    """Rows x, bfloat16 or (CODED) MX codes with x_scale, → e4m3 rows as `rows_codes` describes.
+    """Encode rows x, bfloat16 or (CODED) MX codes with x_scale, to e4m3 rows (see `rows_codes`).
 
-    slots > 0: a program encodes one token for so many of its top_k slots. Else x is sorted, and a
-    program encodes the rows of `rows` of the num_slots slots, asking for each while it encodes the
-    one before: padding has no slot, and is neither read nor written.
+    slots > 0: a program encodes one token and stores it for `slots` of its top_k slots. slots = 0:
+    x is sorted; a program encodes the rows of `rows` of the num_slots slots, and prefetches the
+    next row while it encodes the current one. Padding rows have no slot: they are neither read nor
+    written.
 
-    release_first: the GEMM of these rows may start at once (see `dependent`).
+    release_first: call launch_dependents at once (see `dependent`).
     """
     if release_first:
         release_next()

@@ -1,8 +1,9 @@
-"""Rows in steps of CHUNKS * 128 values: where their values lie, and how they are loaded and stored.
+"""Layout, loads and stores of rows in steps of CHUNKS * 128 values.
 
-A step is [chunk, q h, t, j]: source order is (t, q h, j), storage order (q h, t, j), K permuted as
-the weights' is, see `formats.layouts`. A thread owns 16 stored bytes, gathered by four loads. A row
-is a tuple of its steps, MX rows of words and scales in turns.
+A step is a tensor [chunk, q h, t, j]. In the source the order is (t, q h, j), in storage
+(q h, t, j): K is permuted as in the weights (see `formats.layouts`). A thread has 16 stored bytes,
+which it gathers by four loads. A row is a tuple of steps; of MX rows each step is two elements,
+words and scales.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ def step_layout(WARPS):
 
 @gluon.jit
 def step_offsets(step, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
-    """Offsets of one step: of each block's word [CHUNKS, 8, 4] in the source with the block itself,
-    and of each thread's 16 bytes [CHUNKS, 8] in the target."""
+    """Offsets of one step.
+
+    Returns source offsets of words [CHUNKS, 8, 4], their block indices (same shape), and target
+    offsets of each thread's 16 bytes [CHUNKS, 8].
+    """
     LAYOUT: gl.constexpr = step_layout(WARPS)
     NO_BYTE: gl.constexpr = gl.SliceLayout(3, LAYOUT)
     NO_BLOCK: gl.constexpr = gl.SliceLayout(2, NO_BYTE)
@@ -32,7 +36,7 @@ def step_offsets(step, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _load_values(x, source, mask, WARPS: gl.constexpr):
-    """Four adjacent bfloat16 values per word, [CHUNKS, 8, 4, 4]; zero where masked."""
+    """Load four adjacent bfloat16 values per word, [CHUNKS, 8, 4, 4]; 0 where masked."""
     LAYOUT: gl.constexpr = step_layout(WARPS)
     byte = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
     offsets = source[:, :, :, None] + byte[None, None, None, :]
@@ -41,7 +45,7 @@ def _load_values(x, source, mask, WARPS: gl.constexpr):
 
 @gluon.jit
 def _load_codes(x, x_scale, source, block, mask, PACKED: gl.constexpr):
-    """MX codes, four to a word [CHUNKS, 8, 4], and their scale bytes; zeros where masked."""
+    """Load MX codes, four a word [CHUNKS, 8, 4] int32, and their scale bytes; 0 where masked."""
     scales = gl.load(x_scale + block, mask=mask, other=0).to(gl.int32)
     if PACKED:  # four codes in two bytes, low nibble first
         pairs = (x + source // 2).cast(gl.pointer_type(gl.uint16))
@@ -54,7 +58,7 @@ def _load_codes(x, x_scale, source, block, mask, PACKED: gl.constexpr):
 @gluon.jit
 def load_step(x, x_scale, step, depth, CODED: gl.constexpr, PACKED: gl.constexpr,
               CHUNKS: gl.constexpr, WARPS: gl.constexpr):
-    """One step as a tuple: bfloat16 values, or (CODED) MX words and scales; zeros past `depth`."""
+    """Load one step as a tuple: bfloat16 values, or (CODED) MX words and scales; 0 past `depth`."""
     source, block, _target = step_offsets(step, CHUNKS, WARPS)
     mask = block * 32 < depth
     if CODED:
@@ -66,7 +70,7 @@ def load_step(x, x_scale, step, depth, CODED: gl.constexpr, PACKED: gl.constexpr
 @gluon.jit
 def load_row(x, x_scale, depth, CODED: gl.constexpr, PACKED: gl.constexpr, STEPS: gl.constexpr,
              CHUNKS: gl.constexpr, WARPS: gl.constexpr):
-    """The first STEPS steps of a row, one after the other in a tuple."""
+    """Load the first STEPS steps of a row into one flat tuple."""
     row = ()
     for step in gl.static_range(STEPS):
         row += load_step(x, x_scale, step, depth, CODED, PACKED, CHUNKS, WARPS)
@@ -75,7 +79,7 @@ def load_row(x, x_scale, depth, CODED: gl.constexpr, PACKED: gl.constexpr, STEPS
 
 @gluon.jit
 def _store_bytes(codes, values, target, padded_depth, CHUNKS: gl.constexpr):
-    """e4m3 codes of one step [CHUNKS, 8, 4, 4], 16 bytes a thread."""
+    """Store e4m3 codes of one step [CHUNKS, 8, 4, 4], 16 bytes a thread."""
     flat = values.reshape([CHUNKS, 8, 16])
     offsets = gl.convert_layout(target, gl.SliceLayout(2, flat.type.layout), assert_trivial=True)
     byte = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, flat.type.layout)))
@@ -85,7 +89,7 @@ def _store_bytes(codes, values, target, padded_depth, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def _store_words(codes, words, target, padded_depth):
-    """e4m3 codes of one step, four to a word [CHUNKS, 8, 4], 16 bytes a thread."""
+    """Store e4m3 codes of one step, four a word [CHUNKS, 8, 4] int32, 16 bytes a thread."""
     offsets = gl.convert_layout(target, gl.SliceLayout(2, words.type.layout), assert_trivial=True)
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, words.type.layout)))
     pointers = (codes + offsets).cast(gl.pointer_type(gl.int32))[:, :, None] + word[None, None, :]
@@ -95,7 +99,7 @@ def _store_words(codes, words, target, padded_depth):
 @gluon.jit
 def store_step(codes, scale, factor, encoded, target, row, padded_depth, num_rows,
                CHUNKS: gl.constexpr):
-    """One step of sorted row `row` and its scale: e4m3 codes, or hi and lo, `num_rows` apart."""
+    """Store one step of sorted row `row` and its scale; lo codes are `num_rows` rows after hi."""
     gl.store(scale + row, factor)
     for part in gl.static_range(len(encoded)):
         own = codes + (row + part * num_rows).to(gl.int64) * padded_depth

@@ -1,4 +1,7 @@
-"""Tiles of the prefill kernel, made on the device: up to `width` routing blocks of one expert."""
+"""List of tiles for the prefill kernel, made on the device.
+
+A tile is a run of up to `width` routing blocks of one expert.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,14 @@ from ..launch import CACHED_LAUNCHES, Launch
 
 _CHUNK = tl.constexpr(1024)
 _MOST_BLOCKS = tl.constexpr(4)
-"""Largest width: run-time widths up to here share a binary, and their loads are on their way
-together."""
+"""Largest width. All widths share one binary, which issues a tile's loads together."""
 
 _NUM_WARPS = 4
 
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """int32 first block, number of blocks and expert of each tile, and the number of tiles [1]."""
+    """First block, number of blocks and expert of each tile, and the number of tiles [1]; int32."""
 
     first_block: torch.Tensor
     blocks: torch.Tensor
@@ -40,7 +42,10 @@ def _later(left, right):
 def _moe_tile_schedule_kernel(first_block_ptr, blocks_ptr, expert_ptr, count_ptr,
                               block_expert_ids_ptr, num_valid_ptr, blocks_per_unit, block_m,
                               width):
-    """One program walks the plan's blocks of block_m rows; each width-th of a run starts a tile."""
+    """One program scans the plan's blocks of block_m rows.
+
+    Within a run of blocks of one expert, every width-th block starts a tile.
+    """
     follow_previous()
     num_blocks = tl.load(num_valid_ptr) // block_m
     count = 0
@@ -70,13 +75,15 @@ def _moe_tile_schedule_kernel(first_block_ptr, blocks_ptr, expert_ptr, count_ptr
 
 
 Schedules = dict[tuple[int, int], TileSchedule]
-"""What one call has made of its plan so far, by block_m and width: stages share their tiles."""
+"""Tile lists of a call by (block_m, width). Both stages of a layer share them."""
 
 
 def tile_schedule(plan: RoutingPlan, block_m: int, width: int,
                   made: Schedules | None) -> TileSchedule:
-    """Group the plan's blocks of `block_m` rows into tiles of up to `width` blocks, unless that is
-    among `made`."""
+    """Group the plan's blocks of `block_m` rows into tiles of up to `width` blocks.
+
+    `made` caches the lists of a call; None makes a new list.
+    """
     if made is None:
         return _make_schedule(plan, block_m, width)
     if (block_m, width) not in made:
@@ -87,7 +94,7 @@ def tile_schedule(plan: RoutingPlan, block_m: int, width: int,
 def _make_schedule(plan: RoutingPlan, block_m: int, width: int) -> TileSchedule:
     per_unit = plan.routing_block_m // block_m
     limit = plan.max_blocks * per_unit
-    # Padded so that all parts are 16-byte aligned: alignment would specialise the kernels.
+    # Pad so that all three rows are 16-byte aligned: Triton specialises kernels on alignment.
     first_block, blocks, expert = plan.num_valid.new_empty((3, -(-limit // 4) * 4)).unbind()
     count = plan.num_valid.new_empty(1)
     _launch(per_unit, block_m, width)(

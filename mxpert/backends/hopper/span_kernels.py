@@ -1,4 +1,4 @@
-"""Around dual quantisation: where the blocks of groups begin, and one scale for several blocks."""
+"""Kernels around dual quantisation: block table of groups, scales of spans of several blocks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import triton.language as tl
 from ..triton.grouped_kernels import group_extents, pick
 
 TABLE_BLOCKS = 8
-"""Blocks of 32 places that a program of the table kernel describes."""
+"""Blocks of 32 positions per program of the table kernel."""
 
 SPREAD_ROWS = 8
 MAX_SPREAD_BLOCKS = 256
-"""Rows and blocks a step of the kernel that spreads scales."""
+"""Rows per program, and largest number of blocks per step, of the kernels over scales."""
 
 
 @triton.jit
 def start_counts(row_wide_ptr, column_wide_ptr, row_few, column_few):
-    """Counts of wide blocks [1] of copies with AUTO begin below 0, by how many may pass."""
+    """Initialise the counts of wide blocks [1] of AUTO copies to minus the tolerated number."""
     if row_wide_ptr is not None:
         tl.store(row_wide_ptr, -row_few)
     if column_wide_ptr is not None:
@@ -27,7 +27,7 @@ def start_counts(row_wide_ptr, column_wide_ptr, row_few, column_few):
 @triton.jit(do_not_specialize=("row_few", "column_few"),
             do_not_specialize_on_alignment=("row_wide_ptr", "column_wide_ptr"))
 def _start_counts_kernel(row_wide_ptr, column_wide_ptr, row_few, column_few):
-    """`start_counts` where there is no table."""
+    """`start_counts` as a kernel, for calls without a block table."""
     start_counts(row_wide_ptr, column_wide_ptr, row_few, column_few)
 
 
@@ -36,11 +36,10 @@ def _start_counts_kernel(row_wide_ptr, column_wide_ptr, row_few, column_few):
 def _block_table_kernel(table_ptr, starts_ptr, row_wide_ptr, column_wide_ptr, group_offsets_ptr,
                         num_rows, num_groups, num_blocks, row_few, column_few,
                         BLOCKS: tl.constexpr, BLOCK_G: tl.constexpr):
-    """For each block of the padded columnwise copy: its first row, and how many rows it has.
+    """Write the block table of the padded columnwise copy; also run `start_counts`.
 
-    table [num_blocks, 2]: the row, and rows + 256 × (rows that count), where rows behind the last
-    group do not count. starts [num_groups + 1]: the first place of each group, and the end.
-    `start_counts` on the way.
+    table [num_blocks, 2]: first row of the block, and rows + 256 × (rows that count). Rows after
+    the last group do not count. starts [num_groups + 1]: first position of each group, and the end.
     """
     if tl.program_id(0) == 0:
         start_counts(row_wide_ptr, column_wide_ptr, row_few, column_few)
@@ -62,7 +61,7 @@ def _block_table_kernel(table_ptr, starts_ptr, row_wide_ptr, column_wide_ptr, gr
 
 @triton.jit
 def _largest(scale, BLOCKS_OF_SPAN: tl.constexpr):
-    """Scale [rows, blocks] of the spans of BLOCKS_OF_SPAN blocks; where all are 0, 127."""
+    """Largest scale of each span of BLOCKS_OF_SPAN blocks, [rows, blocks]; 127 if all are 0."""
     ROWS: tl.constexpr = scale.shape[0]
     BLOCKS: tl.constexpr = scale.shape[1]
     spans = tl.reshape(scale, (ROWS, BLOCKS // BLOCKS_OF_SPAN, BLOCKS_OF_SPAN))
@@ -73,7 +72,7 @@ def _largest(scale, BLOCKS_OF_SPAN: tl.constexpr):
 
 @triton.jit
 def _segment(program, starts_ptr, pitch, num_segments, ROWS: tl.constexpr):
-    """Rows of a program, and the first and last block of its segment of each."""
+    """Rows of a program, and first and end block of its segment in each row."""
     segment = program % num_segments
     rows = program // num_segments * ROWS + tl.arange(0, ROWS)
     first, end = 0, pitch
@@ -85,7 +84,7 @@ def _segment(program, starts_ptr, pitch, num_segments, ROWS: tl.constexpr):
 
 @triton.jit
 def _load_scales(row_ptrs, rows, block, end, num_rows, BLOCKS: tl.constexpr):
-    """Scales [rows, BLOCKS] from `block` on as int32, and where they are."""
+    """Load scales [rows, BLOCKS] from `block` on as int32; return them, pointers and mask."""
     step = block + tl.arange(0, BLOCKS)
     ptrs = row_ptrs[:, None] + step[None, :]
     mask = (rows < num_rows)[:, None] & (step < end)[None, :]
@@ -104,9 +103,10 @@ def _largest_of_segment(row_ptrs, rows, first, end, num_rows, BLOCKS: tl.constex
 @triton.jit
 def _count_segment(program, scale_ptr, wide_ptr, starts_ptr, num_rows, pitch, num_segments,
                    FREE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Add to wide [1] how many blocks lie more than FREE binades below their segment's largest.
+    """Add the number of wide blocks to wide [1].
 
-    Rows with a NaN (scale 255) have no such blocks. Arguments as `_spread_segment`.
+    A block is wide if its scale is more than FREE binades below the largest of its segment. Rows
+    with a NaN (scale 255) are not counted. Arguments as `_spread_segment`.
     """
     rows, first, end = _segment(program, starts_ptr, pitch, num_segments, ROWS)
     row_ptrs = scale_ptr + rows.to(tl.int64) * pitch
@@ -123,11 +123,12 @@ def _count_segment(program, scale_ptr, wide_ptr, starts_ptr, num_rows, pitch, nu
 @triton.jit
 def _spread_segment(program, scale_ptr, wide_ptr, starts_ptr, num_rows, pitch, num_segments,
                     WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Give the blocks of each span the largest of their scales, in place; see `_scale_byte`'s mark.
+    """Give all blocks of a span the largest of their scales, in place; byte 0 marks zero blocks.
 
-    scale [num_rows, pitch] bytes. A program has ROWS rows of one segment: segment s is the blocks
-    starts[s] / 32 … starts[s + 1] / 32 of each row, or all of them. WHOLE: a span is a segment,
-    else four blocks from the segment's start on. Where wide [1] is above 0, blocks keep their own.
+    scale [num_rows, pitch] uint8. A program handles one segment of ROWS rows. Segment s is blocks
+    starts[s] / 32 … starts[s + 1] / 32 of each row; without starts it is the whole row. WHOLE: a
+    span is a segment; otherwise four blocks, counted from the segment's start. If wide [1] is above
+    0, blocks keep their own scales.
     """
     rows, first, end = _segment(program, starts_ptr, pitch, num_segments, ROWS)
     row_ptrs = scale_ptr + rows.to(tl.int64) * pitch
@@ -157,9 +158,9 @@ def _count_wide_blocks_kernel(
     row_rows, row_pitch, column_rows, column_pitch, num_segments,
     FREE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):
-    """`_count_segment` of the row-wise copy in the first row_programs, of the other in the rest.
+    """`_count_segment`: the first row_programs handle the rowwise copy, the others the columnwise.
 
-    A copy without a count has no scales here. `starts` holds for the columnwise copy.
+    Pointers of a copy without a count are None. `starts` applies to the columnwise copy only.
     """
     program = tl.program_id(0)
     if row_scale_ptr is not None and program < row_programs:
@@ -179,7 +180,7 @@ def _spread_scales_kernel(
     row_rows, row_pitch, column_rows, column_pitch, num_segments,
     ROW_WHOLE: tl.constexpr, COLUMN_WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):
-    """`_spread_segment` of both copies, or of the one whose spans are longer than a block.
+    """`_spread_segment` for each copy whose spans are longer than a block.
 
     Programs and arguments as `_count_wide_blocks_kernel`.
     """

@@ -1,7 +1,7 @@
 """Register layouts of folded MXFP4 weights, and their decoding into FP8 fragments.
 
-The memory order is `formats.layouts` (HOPPER_FRAGMENT). A tile is UNITS row units of 64 rows by
-STEPS depth units of 128 codes; four warps own a row unit.
+The memory order is HOPPER_FRAGMENT of `formats.layouts`. A tile is UNITS row units of 64 rows by
+STEPS depth units of 128 codes. Four warps hold a row unit.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from .assembly import decode_words
 
 @gluon.constexpr_function
 def _split(flat_bits: list[int], columns: int) -> list[list[int]]:
-    """Bits of a flat byte address as [row, column] of a tile with `columns` bytes a row."""
+    """Map bits of a flat byte address to [row, column] of a tile with `columns` bytes a row."""
     return [[0, bit] if bit < columns else [bit // columns, 0] for bit in flat_bits]
 
 
 @gluon.constexpr_function
 def _powers(start: int, count: int) -> list[int]:
-    """`start`, 2 `start`, … for an extent of `count` (a power of two)."""
+    """[start, 2 start, 4 start, …], one bit for each doubling up to `count` (a power of two)."""
     return [start << i for i in range(count.bit_length() - 1)]
 
 
 @gluon.constexpr_function
 def code_layout(UNITS, STEPS):
-    """Codes [UNITS * STEPS * 32, 128]: a thread's 16-byte loads are its own fragments."""
+    """Codes [UNITS * STEPS * 32, 128] uint8: each thread's 16-byte loads are its own fragments."""
     registers = [1, 2, 4, 8, 2048, *_powers(4096, STEPS)]
     warps = [512, 1024, *_powers(4096 * STEPS, UNITS)]
     return gl.DistributedLinearLayout(_split(registers, 128), _split(_powers(16, 32), 128),
@@ -35,7 +35,7 @@ def code_layout(UNITS, STEPS):
 
 @gluon.constexpr_function
 def shift_layout(UNITS, STEPS):
-    """Scale shifts [UNITS * STEPS * 8, 32]."""
+    """Scale shifts [UNITS * STEPS * 8, 32] uint8, in the threads that hold the codes."""
     registers = [1, *_powers(256, STEPS)]
     warps = [64, 128, *_powers(256 * STEPS, UNITS)]
     return gl.DistributedLinearLayout(_split(registers, 32), _split(_powers(2, 32), 32),
@@ -44,13 +44,13 @@ def shift_layout(UNITS, STEPS):
 
 @gluon.constexpr_function
 def accumulator_layout(WARPS, COLUMNS):
-    """wgmma accumulator [16 * WARPS, COLUMNS]: each warp owns 16 weight rows."""
+    """wgmma accumulator [16 * WARPS, COLUMNS] float32: each warp holds 16 weight rows."""
     return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 32])
 
 
 @gluon.constexpr_function
 def row_pair_layout(WARPS, TOKENS):
-    """Outputs [16 * WARPS, TOKENS] in weight-row order: a thread owns two adjacent rows."""
+    """Outputs [16 * WARPS, TOKENS] in weight-row order: a thread holds two adjacent rows."""
     registers = [[1, 0], [0, 1], *[[0, bit] for bit in _powers(8, TOKENS // 8)]]
     lanes = [[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]]
     warps = [[bit, 0] for bit in _powers(16, WARPS)]
@@ -59,7 +59,7 @@ def row_pair_layout(WARPS, TOKENS):
 
 @gluon.constexpr_function
 def feature_layout(WARPS, TOKENS):
-    """Gated features [8 * WARPS, TOKENS]: a thread owns gate and up of one feature."""
+    """Gated features [8 * WARPS, TOKENS]: a thread holds gate and up of a feature."""
     registers = [[0, 1], *[[0, bit] for bit in _powers(8, TOKENS // 8)]]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     warps = [[bit, 0] for bit in _powers(8, WARPS)]
@@ -69,7 +69,10 @@ def feature_layout(WARPS, TOKENS):
 @gluon.jit
 def decode_weights(codes_smem, shifts_smem, tables, ACCUMULATOR: gl.constexpr,
                    UNITS: gl.constexpr, STEPS: gl.constexpr):
-    """Shared codes and shifts → e4m3 register operand A [UNITS * 64, STEPS * 128]."""
+    """Decode codes and shifts in shared memory into wgmma's register operand A.
+
+    Returns e4m3 [UNITS * 64, STEPS * 128]. No data moves between threads.
+    """
     CODES: gl.constexpr = code_layout(UNITS, STEPS)
     SHIFTS: gl.constexpr = shift_layout(UNITS, STEPS)
     codes = codes_smem.load(CODES).reshape([UNITS, STEPS, 2, 4, 8, 4, 4, 4])  # u k r w g t q j
@@ -88,7 +91,7 @@ def decode_weights(codes_smem, shifts_smem, tables, ACCUMULATOR: gl.constexpr,
 
 @gluon.jit
 def join_halves(accumulator, SPLIT: gl.constexpr):
-    """hi + lo / 16 where the right half of the columns holds the low parts of the same tokens."""
+    """With SPLIT return hi + lo / 16: the right half of the columns holds the tokens' low parts."""
     if SPLIT:
         ROWS: gl.constexpr = accumulator.shape[0]
         TOKENS: gl.constexpr = accumulator.shape[1] // 2
@@ -100,7 +103,7 @@ def join_halves(accumulator, SPLIT: gl.constexpr):
 
 @gluon.jit
 def row_pairs(accumulator, LAYOUT: gl.constexpr):
-    """Accumulator rows (fragment order) → weight-row order, without moving a value."""
+    """Relabel accumulator rows from fragment order to weight-row order; no data moves."""
     ROWS: gl.constexpr = accumulator.shape[0]
     TOKENS: gl.constexpr = accumulator.shape[1]
     rows = accumulator.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 1, 3))
@@ -109,7 +112,10 @@ def row_pairs(accumulator, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def gate_and_up(accumulator, LAYOUT: gl.constexpr):
-    """Accumulator rows (gate 2j, up 2j + 1) → gate [ROWS / 2, TOKENS] and up, in one thread."""
+    """Split accumulator rows (gate 2j, up 2j + 1) into gate and up, [ROWS / 2, TOKENS] each.
+
+    Gate and up of a feature are in the same thread; no data moves.
+    """
     ROWS: gl.constexpr = accumulator.shape[0]
     TOKENS: gl.constexpr = accumulator.shape[1]
     pairs = accumulator.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1))

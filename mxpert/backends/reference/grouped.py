@@ -1,8 +1,9 @@
 """Reference dual quantisation and grouped GEMMs: float32 or float64 torch on any device.
 
-Groups are taken one at a time; finding their bounds synchronises with the device, which a kernel
-must not do. Products are of dequantised values (at most 8 significant bits, so that torch's float32
-matmul precision settings leave them exact), summed in the accumulation type and rounded once.
+Each group is one torch matmul. Reading the group bounds synchronises with the device, which a real
+kernel must not do. The operands are dequantised values with at most 8 significant bits, so torch's
+float32 matmul precision settings (TF32, bfloat16) do not change the products. Sums are kept in the
+accumulation type and rounded once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .kernel import ReferenceKernel
 
 
 class QuantizeDual(ReferenceKernel):
-    """Two calls of `quantize_spans`, the second on the transposed and padded groups."""
+    """Quantise the rows, and the transpose of the rows with each group padded to 32."""
 
     op = Op.QUANTIZE_DUAL
 
@@ -36,13 +37,13 @@ class QuantizeDual(ReferenceKernel):
 
 def pad_groups(x: torch.Tensor,
                group_offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of groups alone, and the same with each group padded to a multiple of 32.
+    """Zero the rows that belong to no group; also return the rows with each group padded to 32.
 
     Args:
         x: [M, K]. group_offsets: int32 or int64 [G + 1].
 
     Returns:
-        x with zeros in rows of no group, and [padded_capacity(M, G), K].
+        x [M, K] with zeros in the rows of no group, and the padded rows [padded_capacity(M, G), K].
     """
     num_rows, num_groups = x.shape[0], group_offsets.shape[0] - 1
     bounds = group_bounds(group_offsets, num_rows).long()
@@ -52,13 +53,13 @@ def pad_groups(x: torch.Tensor,
     group = torch.searchsorted(bounds[1:], row, right=True).clamp(max=num_groups - 1)
     target = row + (padded_group_offsets(bounds)[:-1] - bounds[:-1])[group]
     capacity = padded_capacity(num_rows, num_groups)
-    padded = x.new_zeros(capacity + 1, x.shape[1])  # rows of no group go to the last, cut off
+    padded = x.new_zeros(capacity + 1, x.shape[1])  # the extra last row takes rows of no group
     padded[torch.where(inside, target, capacity)] = x
     return x, padded[:capacity]
 
 
 class GroupedGemm(ReferenceKernel):
-    """grouped_gemm, a matmul per group that has rows."""
+    """grouped_gemm as one torch matmul per non-empty group."""
 
     op = Op.GROUPED_GEMM
 
@@ -84,7 +85,7 @@ class GroupedGemm(ReferenceKernel):
 
 
 class GroupedWgrad(ReferenceKernel):
-    """grouped_wgrad, a matmul per group that has rows."""
+    """grouped_wgrad as one torch matmul per non-empty group."""
 
     op = Op.GROUPED_WGRAD
 
@@ -124,7 +125,7 @@ def _values(operand: torch.Tensor | MXTensor, dtype: torch.dtype) -> torch.Tenso
 
 
 def _columns(operand: torch.Tensor | MXTensor, part: slice, dtype: torch.dtype) -> torch.Tensor:
-    """One group's rows as columns [width, rows]: of a columnwise copy, or of a plain [M, width]."""
+    """Values [width, rows] of one group, from a columnwise MX copy or from a plain [M, width]."""
     if not isinstance(operand, MXTensor):
         return operand[part].mT.to(dtype)
     block = operand.format.block_size

@@ -1,4 +1,4 @@
-"""What the reference kernels without a choice share."""
+"""Base class of the reference kernels that have nothing to tune."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...problem import Config
 
 
 class ReferenceKernel:
-    """Serves every problem of its op on any device, in the one way there is."""
+    """Supports every problem of its op on any device, with a single config (None)."""
 
     backend = "reference"
 

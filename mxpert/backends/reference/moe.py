@@ -1,13 +1,13 @@
 """Reference MoE layer: float32 or float64 torch on any device, the oracle and the CPU default.
 
 It rounds where the kernels round (quantised x, intermediate, rows before REDUCE, output) and
-nowhere else. Experts are taken one at a time: only those that are hit are dequantised, and only
-their valid rows are computed. Finding those rows synchronises with the device, which a kernel must
-not do; output sizes follow from the plan's capacity alone, so callers see no difference.
+nowhere else. It computes one expert at a time. Experts without rows are not dequantised, and
+padding rows are not computed. Finding the valid rows synchronises with the device, which a real
+kernel must not do. Output sizes depend on the plan's capacity alone, as in the kernels.
 
 Operands have at most 8 significant bits (bfloat16, decoded MX values, or e4m3 codes whose row scale
-multiplies the product), so that torch's float32 matmul precision settings (TF32, bfloat16) leave
-every product exact.
+multiplies the product). Torch's float32 matmul precision settings (TF32, bfloat16) therefore do not
+change any product.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class RoutedRows:
     """The valid rows of a plan, grouped by expert.
 
     Args:
-        rows: int64 [R], positions in the plan's sorted order. tokens: int64 [R], their tokens.
-        experts: (expert, part of [0, R)) for every expert that has a row.
+        rows: int64 [R], positions in the plan's sorted order.
+        tokens: int64 [R], the token of each row.
+        experts: one (expert, slice of [0, R)) for every expert that has rows.
     """
 
     rows: torch.Tensor
@@ -72,7 +73,7 @@ class RoutedRows:
 
     @classmethod
     def of(cls, plan: RoutingPlan) -> RoutedRows:
-        """Leave out padding rows, blocks of expert −1 and rows past ``num_valid[0]``."""
+        """Collect the valid rows: no padding, no block of expert −1, no row past `num_valid[0]`."""
         row = torch.arange(plan.capacity, device=plan.device)
         token = (plan.sorted_token_ids & TOKEN_MASK).long()
         expert = plan.block_expert_ids.long().repeat_interleave(plan.routing_block_m)
@@ -99,8 +100,8 @@ def gate_up(
         accumulate: torch.float32 or torch.float64.
 
     Returns:
-        [P, F] in sorted order, bfloat16 ("bf16" and "fp8_token") or MXTensor; zeros in rows that
-        are padding.
+        [P, F] in sorted order, bfloat16 ("bf16" and "fp8_token") or MXTensor. Padding rows are
+        zero.
     """
     fmt = activation_mx_format(options.activation_format, "moe_gate_up")
     if fmt is not None and not isinstance(x, MXTensor):
@@ -137,7 +138,7 @@ def down(
         h: bfloat16 or MX [P, F] in sorted order. weights, plan, options, accumulate: as `gate_up`.
 
     Returns:
-        [T, H] in ``options.out_dtype``; FLAT: [P, H], zeros in rows that are padding.
+        [T, H] in ``options.out_dtype``. With FLAT: [P, H], where padding rows are zero.
     """
     atomic = options.combine is Combine.ATOMIC
     shape = (plan.num_tokens if atomic else plan.capacity, weights.hidden_size)
@@ -162,7 +163,7 @@ def down(
 
 
 def _reduce(flat: torch.Tensor, plan: RoutingPlan, accumulate: torch.dtype) -> torch.Tensor:
-    """Sum each token's rows in slot order; slots without a row add nothing."""
+    """Sum the rows of each token in slot order; skip slots that have no row (−1)."""
     total = torch.zeros((plan.num_tokens, flat.shape[1]), dtype=accumulate, device=flat.device)
     for row in plan.slot_rows.long().unbind(1):
         total += flat[row.clamp(min=0)].to(accumulate).masked_fill_((row < 0)[:, None], 0)
@@ -175,8 +176,8 @@ def _scatter_rows(
 ) -> torch.Tensor | MXTensor:
     """Round float32 values [R, F] to bfloat16, then to `fmt`; place them in [capacity, F] zeros.
 
-    MX intermediates too are rounded to bfloat16 first: stage 1 in an MX format is stage 1 in
-    bfloat16 followed by `quantize`, on every backend.
+    On every backend, stage 1 with MX output equals stage 1 with bfloat16 output followed by
+    `quantize`. MX outputs are therefore rounded to bfloat16 first.
     """
     width = values.shape[1]
     values = values.to(torch.bfloat16)
@@ -192,7 +193,7 @@ def _scatter_rows(
 
 
 def _take_rows(source: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor | MXTensor:
-    """Some rows of activations; no other row is read."""
+    """Select rows of the activations without reading the others."""
     if not isinstance(source, MXTensor):
         return source[rows]
     return replace(source, qdata=source.qdata[rows], scale=source.scale[rows])
@@ -201,8 +202,11 @@ def _take_rows(source: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Ten
 def _row_values(
     rows: torch.Tensor | MXTensor, options: MoEOptions, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the GEMM multiplies: bfloat16 rows (as they are), MX rows (decoded), or for fp8_token
-    the e4m3 codes' values with the factor [R, 1] of each row's products."""
+    """Values to multiply, and a factor [R, 1] for each row's products or None.
+
+    bfloat16 rows are returned unchanged, MX rows are decoded. With fp8_token the values are those
+    of the e4m3 codes, and the factor is the row's scale.
+    """
     if isinstance(rows, MXTensor):
         return dequantize_blocks(rows, dtype), None
     if options.activation_format != FP8_TOKEN:
@@ -212,7 +216,7 @@ def _row_values(
 
 
 class _MoEKernel:
-    """What the three MoE operations share: they serve any ROW_MAJOR weights on any device."""
+    """Base class of the three MoE kernels: any device, ROW_MAJOR weights only."""
 
     backend = "reference"
 

@@ -1,4 +1,4 @@
-"""Routing in torch on any device: the oracle of the device kernels; no host synchronisation."""
+"""Reference routing in torch on any device, without host synchronisation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .kernel import ReferenceKernel
 DEEPSEEK_EPSILON = 1e-20
 """Added to the sum of sigmoid scores before the division, as DeepSeek-V3 does."""
 _EXCLUDED = -(1 << 31)
-"""Rank key below that of −inf: an expert of a group that does not compete."""
+"""Rank key of experts outside the chosen groups; lower than the key of −inf."""
 
 
 class TopKKernel(ReferenceKernel):
@@ -30,7 +30,7 @@ class TopKKernel(ReferenceKernel):
             scores = logits.softmax(dim=-1)
         else:
             scores = logits
-        # The softmax is monotone, so its argument ranks experts without the softmax's rounding.
+        # Softmax is monotone: ranking by logits gives the same order without its rounding error.
         ranked = scores if limited or options.scoring is Scoring.SIGMOID else logits
         if correction_bias is not None:
             ranked = scores + correction_bias
@@ -48,7 +48,7 @@ class TopKKernel(ReferenceKernel):
 
 
 def rank_keys(values: torch.Tensor) -> torch.Tensor:
-    """int32 keys that order as the float32 values do, with NaN as −inf and −0 equal to 0."""
+    """int32 keys with the same order as the float32 values; NaN counts as −inf, −0 equals 0."""
     values = torch.where(values.isnan(), float("-inf"), values)
     bits = torch.where(values == 0, 0.0, values).view(torch.int32)
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -56,7 +56,10 @@ def rank_keys(values: torch.Tensor) -> torch.Tensor:
 
 def _limit_to_groups(rank: torch.Tensor, ranked: torch.Tensor, num_groups: int,
                      top_groups: int) -> torch.Tensor:
-    """Exclude the experts of all but the `top_groups` groups with the best sum of two."""
+    """Exclude experts outside the `top_groups` best groups.
+
+    A group's score is the sum of its two largest expert scores.
+    """
     num_tokens, num_experts = ranked.shape
     numbers = torch.where(ranked.isnan(), float("-inf"), ranked)
     size = num_experts // num_groups
@@ -88,7 +91,7 @@ class PlanKernel(ReferenceKernel):
         token = torch.arange(num_tokens, device=device).repeat_interleave(top_k)          # [R]
         slot = torch.arange(top_k, device=device).repeat(num_tokens)                      # [R]
         expert = local_experts(topk_ids.reshape(-1), expert_map, problem.num_experts, experts)
-        expert = torch.where(token < tokens, expert, experts)   # [R]; `experts` marks dropped rows
+        expert = torch.where(token < tokens, expert, experts)   # [R]; `experts`: a dropped row
         order = expert.argsort(stable=True)                     # ascending (expert, token, slot)
         counts = torch.zeros(experts + 1, dtype=torch.int64, device=device)
         counts.scatter_add_(0, expert, torch.ones_like(expert))
@@ -96,8 +99,8 @@ class PlanKernel(ReferenceKernel):
         ends = padded.cumsum(0)
         used = padded.sum()
 
-        # Row of the i-th sorted row: where its expert starts, plus its rank within the expert.
-        # Dropped rows all go to a last row, which is cut off.
+        # Position of the i-th sorted row: start of its expert plus its rank within the expert.
+        # Dropped rows are written to an extra last row, which is cut off.
         shift = torch.zeros_like(counts)
         shift[:experts] = ends - padded - (counts.cumsum(0) - counts)[:experts]
         sorted_expert = expert[order]
@@ -124,7 +127,7 @@ class PlanKernel(ReferenceKernel):
 
 def local_experts(ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int,
                   num_local_experts: int) -> torch.Tensor:
-    """int64 local expert of each global id; `num_local_experts` where there is none."""
+    """Local expert of each global id, int64; `num_local_experts` for ids without one."""
     ids = ids.long()
     known = (ids >= 0) & (ids < num_experts)
     if expert_map is not None:

@@ -1,4 +1,7 @@
-"""Reference passes between the grouped GEMMs of training, in float32 (float64 for float64)."""
+"""Reference activation and combine of training, forward and backward.
+
+They compute in float32, or in float64 for float64 inputs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class ActivateRows(ReferenceKernel):
-    """``act(gate, up)`` of rows with gate first."""
+    """``act(gate, up)`` of rows [R, 2F] that hold gate, then up."""
 
     op = Op.ACTIVATE_ROWS
 
@@ -23,7 +26,7 @@ class ActivateRows(ReferenceKernel):
 
 
 class ActivateRowsBackward(ReferenceKernel):
-    """The gradient of gate and up."""
+    """Gradients of gate and up, as rows [R, 2F]."""
 
     op = Op.ACTIVATE_ROWS_BACKWARD
 
@@ -34,7 +37,7 @@ class ActivateRowsBackward(ReferenceKernel):
 
 
 class CombineRows(ReferenceKernel):
-    """The weighted sum of each token's rows, in slot order."""
+    """Weighted sum of the rows of each token, in slot order."""
 
     op = Op.COMBINE_ROWS
 
@@ -48,7 +51,7 @@ class CombineRows(ReferenceKernel):
 
 
 class CombineRowsBackward(ReferenceKernel):
-    """The gradients of the rows and of the weights."""
+    """Gradients of the rows and of the routing weights."""
 
     op = Op.COMBINE_ROWS_BACKWARD
 
@@ -72,7 +75,7 @@ def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def with_derivatives(activation: Activation | None, gate: torch.Tensor,
                      up: torch.Tensor) -> Triple:
-    """Value, derivative by gate, derivative by up."""
+    """Value of the activation, its derivative by gate, its derivative by up."""
     match activation:
         case SiLU():
             return _swish(gate, up, 1.0)
@@ -92,7 +95,7 @@ def with_derivatives(activation: Activation | None, gate: torch.Tensor,
 
 
 def _swish(gate: torch.Tensor, factor: torch.Tensor, alpha: float) -> Triple:
-    """``g σ(αg) · factor``, its derivatives by g and by factor."""
+    """``g σ(αg) · factor`` and its derivatives by g and by factor."""
     s = torch.sigmoid(alpha * gate)
     return gate * s * factor, s * (1 + alpha * gate * (1 - s)) * factor, gate * s
 

@@ -1,4 +1,4 @@
-"""Portable Triton kernels for Hopper, Blackwell and gfx950; run by the interpreter in tests."""
+"""Portable Triton kernels for Hopper, Blackwell and gfx950; tests also run them interpreted."""
 
 from __future__ import annotations
 

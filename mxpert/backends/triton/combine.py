@@ -13,17 +13,17 @@ from ..dependent import EARLY, follow_options, maybe_follow_previous
 from ..launch import CACHED_LAUNCHES, Launch
 
 BLOCK_N = 512
-"""Columns of one program: one 16-byte access a thread for 2-byte rows at two warps."""
+"""Columns per program: one 16-byte access per thread for 2-byte rows with two warps."""
 
 NUM_WARPS = 2
 
 _SLOTS = tl.constexpr(4)
-"""Slots whose loads overlap."""
+"""Slots whose loads are issued together."""
 
 
 @triton.jit
 def _rows_of_slots(slot_rows, first, top_k):
-    """Rows of a few slots from `first` on, as a tuple; −1 past the last."""
+    """Rows of `_SLOTS` slots from `first` on, as a tuple of scalars; −1 past the last slot."""
     rows = ()
     for place in tl.static_range(_SLOTS):
         slot = first + place
@@ -33,7 +33,7 @@ def _rows_of_slots(slot_rows, first, top_k):
 
 @triton.jit
 def _add_rows(total, source, rows, columns, num_columns):
-    """total + Σ source[rows], in order; all of them are asked for before the first is added."""
+    """total + Σ source[rows], in order. All loads are issued before the first addition."""
     values = ()
     for place in tl.static_range(_SLOTS):
         mask = (columns < num_columns) & (rows[place] >= 0)
@@ -49,9 +49,10 @@ def _moe_combine_kernel(
     out_ptr, rows_ptr, slot_rows_ptr, top_k, num_blocks, num_tiles_n, BLOCK_N: tl.constexpr,
     FOLLOW: tl.constexpr, EARLY_PLAN: tl.constexpr,
 ):
-    """``out[t] = Σ_slot rows[slot_rows[t, slot]]`` in float32; slots at -1 are absent.
+    """``out[t] = Σ_slot rows[slot_rows[t, slot]]``, summed in float32; slots at −1 are skipped.
 
-    EARLY_PLAN: follows a GEMM that waits before it releases, so that the plan may be read at once.
+    EARLY_PLAN: read the plan before grid_dependency_wait. This is safe after a GEMM that waits for
+    its predecessor before it calls launch_dependents.
     """
     token = (tl.program_id(0) // num_tiles_n).to(tl.int64)
     columns = tl.program_id(0) % num_tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -74,8 +75,8 @@ def combine_rows(rows: torch.Tensor, slot_rows: torch.Tensor, target: Target, *,
                  early_plan: bool = False) -> torch.Tensor:
     """Sum ``rows`` [P, H] by ``slot_rows`` int32 [T, k] into [T, H] of the same dtype.
 
-    early_plan: the kernel before is a GEMM that waits for its own predecessor before it releases
-    this one, and `slot_rows` are older than that GEMM (see `dependent`).
+    early_plan: the previous kernel is a GEMM that waits for its own predecessor before it launches
+    this kernel, and `slot_rows` were written before that GEMM (see `backends.dependent`).
     """
     num_tokens, top_k = slot_rows.shape
     width = rows.shape[1]

@@ -1,4 +1,4 @@
-"""Device code of dual quantisation: row-wise and column-wise MX copies of one read of the data."""
+"""Device code of dual quantisation: rowwise and columnwise MX copies from one read of the data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ def source_rows(
     first_block, group_offsets_ptr, num_rows, num_groups, BLOCK_ROWS: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Rows that stand at BLOCK_ROWS places of the padded column copy, from block `first_block` on.
+    """Source rows of BLOCK_ROWS positions in the padded columnwise copy, from `first_block` on.
 
-    Returns rows, whether a row stands at each place, and whether it has a group. Rows without one
-    take places behind the last group, where the copy holds nothing: groups are padded by less than
-    32 rows each, so the copy, 32 places a group longer than the rows, always has as many.
+    Returns three vectors [BLOCK_ROWS]: the row at each position, whether there is one, and whether
+    it belongs to a group. Rows without a group are assigned to positions after the last group; the
+    columnwise copy holds zeros there. There is always room: each group is padded by less than 32
+    rows, and the copy has 32 positions per group more than there are rows.
     """
     BLOCKS: tl.constexpr = BLOCK_ROWS // 32
     starts, stops, sizes = group_extents(group_offsets_ptr, num_groups, num_rows, 32, BLOCK_G)
@@ -31,7 +32,7 @@ def source_rows(
     group = tl.sum(tl.where(chosen, tl.arange(0, BLOCK_G)[None, :], 0), axis=1)
     step = tl.arange(0, 32)[None, :]
     rows = first[:, None] + step
-    present = rows < stop[:, None]  # where no group is, stop is 0
+    present = rows < stop[:, None]  # stop is 0 for blocks without a group
     grouped = present & (group < num_groups)[:, None]
     return (tl.reshape(rows, (BLOCK_ROWS,)), tl.reshape(present, (BLOCK_ROWS,)),
             tl.reshape(grouped, (BLOCK_ROWS,)))
@@ -46,9 +47,10 @@ def _quantize_dual_kernel(
     FORMAT: tl.constexpr, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
-    """x [batch, num_rows, K] to codes [batch, num_rows, K] and, transposed, [batch, K, P].
+    """Quantise x [batch, num_rows, K] to codes [batch, num_rows, K] and, transposed, [batch, K, P].
 
-    P is 32 num_column_blocks: num_rows, or with group offsets (one batch) their padded capacity.
+    P = 32 · num_column_blocks. It equals num_rows, or with group offsets (batch 1) the padded
+    capacity.
     """
     width, length = num_k_blocks * 32, num_column_blocks * 32
     tiles_k, tiles_p = tl.cdiv(width, BLOCK_COLUMNS), tl.cdiv(length, BLOCK_ROWS)

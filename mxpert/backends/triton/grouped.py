@@ -1,4 +1,4 @@
-"""QUANTIZE_DUAL, GROUPED_GEMM and GROUPED_WGRAD on Triton: tiles, grids, launches; no host sync."""
+"""Host side of QUANTIZE_DUAL, GROUPED_GEMM and GROUPED_WGRAD on Triton; no synchronisation."""
 
 from __future__ import annotations
 
@@ -20,34 +20,30 @@ from ...routing import padded_capacity
 from ..launch import CACHED_LAUNCHES, Launch
 from .dual_kernels import _quantize_dual_kernel
 from .grouped_kernels import (
-    _grouped_gemm_if_wide_kernel, _grouped_gemm_kernel, _grouped_wgrad_if_wide_kernel,
-    _grouped_wgrad_kernel, _padded_offsets_kernel,
+    _grouped_gemm_kernel, _grouped_wgrad_kernel, _padded_offsets_kernel,
 )
 from .heuristics import OUT_DTYPES, compute_capability
 from .quantize import DTYPES
 from .quantize_kernels import scale_rule_constants
 
 MAX_GROUPS = 1024
-"""Every program holds the offsets of all groups in registers: sixteen a thread."""
+"""Every program keeps the offsets of all groups in registers: at most sixteen a thread."""
 
 DUAL_TILE = (64, 128)
-"""Rows and columns a program: runs of 64 bytes, two sectors, in the transposed copy's rows."""
+"""Rows and columns per program: stores of 64 bytes (two sectors) in rows of the columnwise copy."""
 
 MAX_ACCUMULATORS = 128
 """Float32 accumulators per thread: half of the registers."""
 
 SCALED_MMA_ROWS = 128
-"""Height of Blackwell's block-scaled MMA; lower tiles would be decoded instead."""
+"""Rows of Blackwell's block-scaled MMA; tiles with fewer rows would be decoded to bf16 instead."""
 
 OFFSETS_BLOCK = 128
-"""Groups that are padded at a time."""
-
-IF_WIDE_PROGRAMS = 2
-"""Programs a multiprocessor of a launch that mostly finds nothing to do."""
+"""Groups that `_padded_offsets_kernel` handles per iteration."""
 
 
 def _unsupported(target: Target, num_groups: int) -> str | None:
-    """Why none of the kernels runs on this target or with this many groups; None if they can."""
+    """Why the kernels cannot run on this target or with this many groups; None if they can."""
     if target.kind == "cpu" and not isinstance(_grouped_gemm_kernel, InterpretedFunction):
         return "runs on a CPU only in Triton's interpreter (TRITON_INTERPRET=1)"
     if target.kind == "hip" and target.arch != "gfx950":
@@ -64,12 +60,12 @@ def _is_blackwell(target: Target) -> bool:
 
 
 def _group_block(num_groups: int) -> int:
-    """Length of the vector of groups in a kernel, with one entry for the rows without a group."""
+    """Length of the group vector in a kernel; one more entry stands for rows without a group."""
     return max(32, triton.next_power_of_2(num_groups + 1))
 
 
 class _QuantizeDual:
-    """x → its row-wise and column-wise copies, bit-exact to `formats.codec.quantize_blocks`."""
+    """x → rowwise and columnwise MX copies, bit-exact to `formats.codec.quantize_blocks`."""
 
     op = Op.QUANTIZE_DUAL
     backend = "triton"
@@ -94,9 +90,12 @@ class _QuantizeDual:
         self, problem: DualProblem, config: Config, *, x: torch.Tensor,
         group_offsets: torch.Tensor | None,
     ) -> tuple[MXTensor, MXTensor]:
-        """Row copy of the shape of x; column copy [K, M], [K, padded capacity] or [G, K, N]."""
+        """Return the rowwise copy (shape of x) and the columnwise copy.
+
+        The columnwise copy is [K, M], [K, padded capacity] with group offsets, or [G, K, N].
+        """
         if x.stride(-1) != 1:
-            x = x.contiguous()  # dense rows, whatever their distance, are read in place
+            x = x.contiguous()  # dense rows are read in place at any row stride
         *leading, num_rows, width = x.shape
         num_groups = 0 if group_offsets is None else group_offsets.shape[0] - 1
         length = padded_capacity(num_rows, num_groups) if num_groups else num_rows
@@ -112,7 +111,7 @@ class _QuantizeDual:
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _dual_launch(problem: DualProblem, length: int, strides: tuple[int, int]) -> Launch:
-    """`length` positions along the rows of each columnwise copy; strides of matrices and rows."""
+    """Launch for columnwise copies of `length` positions a row; strides: matrix and row of x."""
     *leading, num_rows, width = problem.shape
     num_groups = problem.num_groups if problem.grouped_rows else 0
     block_rows, block_columns = DUAL_TILE
@@ -129,7 +128,7 @@ def _dual_launch(problem: DualProblem, length: int, strides: tuple[int, int]) ->
 
 
 def _allocate(problem: DualProblem, shape: tuple[int, ...], device: torch.device) -> MXTensor:
-    """An MXTensor of this shape, quantised along its last axis, not yet written."""
+    """An uninitialised MXTensor of this shape, quantised along its last axis."""
     scale_shape = (*shape[:-1], shape[-1] // MX_BLOCK_SIZE)
     qdata, scale = (torch.empty(size, dtype=torch.uint8, device=device)
                     for size in (shape, scale_shape))
@@ -139,9 +138,9 @@ def _allocate(problem: DualProblem, shape: tuple[int, ...], device: torch.device
 def shared_memory(problem: GroupedProblem, config: GemmConfig) -> int:
     """Upper estimate of the shared memory of one program, in bytes.
 
-    Every pipeline stage holds both operands' tiles as they lie in memory, and their scales. On
-    Hopper MX tiles pass through shared memory once more, as bf16. The epilogue may rearrange the
-    float32 accumulator there, after the loop.
+    A pipeline stage holds the tiles of both operands in their memory format, and their scales. On
+    Hopper MX tiles are also stored in shared memory as bf16. After the loop the epilogue may use
+    shared memory to change the layout of the float32 accumulator.
     """
     target, (rows, depth) = problem.target, (config.block_m + config.block_n, config.block_k)
     if problem.a_format == "bf16":
@@ -155,7 +154,7 @@ def shared_memory(problem: GroupedProblem, config: GemmConfig) -> int:
 
 
 def invalid(problem: GroupedProblem, config: GemmConfig) -> str | None:
-    """Why `config` cannot run, as a phrase; None if it can. The one rule for every chooser."""
+    """Why `config` cannot run, as a phrase; None if it can. Tuner and heuristic both use this."""
     for name, low in (("block_m", 16), ("block_n", 32), ("block_k", 64)):
         value = getattr(config, name)
         if not low <= value <= 256 or value & (value - 1):
@@ -189,7 +188,7 @@ def require_valid(problem: GroupedProblem, config: GemmConfig) -> None:
 
 
 class _Grouped:
-    """What both GEMMs share: which problems they serve and the choice of tiles."""
+    """Base class of both GEMMs: supported problems and choice of tiles."""
 
     op: Op
     backend = "triton"
@@ -198,7 +197,7 @@ class _Grouped:
         """Why the kernel cannot serve `problem`; None if it can."""
         if problem.out_dtype not in OUT_DTYPES:
             return f"writes bfloat16, float16 or float32, not {problem.out_dtype}"
-        # wgrad reads no more than two offsets a program.
+        # The number of groups does not limit wgrad: a program reads two offsets only.
         searched = problem.num_groups if problem.op is Op.GROUPED_GEMM else 0
         return _unsupported(problem.target, searched)
 
@@ -212,10 +211,10 @@ class _Grouped:
                 yield config
 
     def heuristic(self, problem: GroupedProblem) -> GemmConfig:
-        """128 × 128 tiles with 8 warps, 128 bytes deep: a full row of a swizzled shared tile.
+        """Tiles of 128 × 128 with 8 warps and a K step of 128 bytes, a row of a swizzled tile.
 
-        64 rows a tile where an average group has no more, except on Blackwell: its block-scaled
-        MMA is 128 rows high.
+        The tile has 64 rows if an average group has at most 64, except with MX operands on
+        Blackwell, whose block-scaled MMA has 128 rows.
         """
         target, mx = problem.target, problem.a_format != "bf16"
         average = problem.num_rows / max(1, problem.num_groups)
@@ -229,7 +228,7 @@ class _Grouped:
 
 
 class _GroupedGemm(_Grouped):
-    """c[r] = a[r] @ b[group of r].T, zeros in rows without a group."""
+    """GROUPED_GEMM: ``c[r] = a[r] @ b[group of r].T``; zeros in rows without a group."""
 
     op = Op.GROUPED_GEMM
 
@@ -237,7 +236,7 @@ class _GroupedGemm(_Grouped):
         self, problem: GroupedProblem, config: GemmConfig, *, a: torch.Tensor | MXTensor,
         b: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
     ) -> torch.Tensor:
-        """[M, n], contiguous, in `problem.out_dtype`."""
+        """Return c [M, n], contiguous, in `problem.out_dtype`."""
         c = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
         a_data, a_scale, a_strides = _parts(a)
         b_data, b_scale, b_strides = _parts(b)
@@ -246,17 +245,6 @@ class _GroupedGemm(_Grouped):
             launch(c_ptr=c, a_ptr=a_data, a_scale_ptr=a_scale, b_ptr=b_data, b_scale_ptr=b_scale,
                    group_offsets_ptr=group_offsets)
         return c
-
-    def launch_if_wide(self, problem: GroupedProblem, a: torch.Tensor | MXTensor,
-                       b: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
-                       c: torch.Tensor) -> None:
-        """Fill c if one of the operands has wide blocks; the device looks."""
-        a_data, a_scale, a_strides = _parts(a)
-        b_data, b_scale, b_strides = _parts(b)
-        _gemm_if_wide_launch(problem, a_strides, b_strides)(
-            c_ptr=c, a_ptr=a_data, a_scale_ptr=a_scale, b_ptr=b_data, b_scale_ptr=b_scale,
-            group_offsets_ptr=group_offsets, a_wide_ptr=wide_blocks(a),
-            b_wide_ptr=wide_blocks(b))
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -267,19 +255,10 @@ def _gemm_launch(problem: GroupedProblem, config: GemmConfig, a_strides: tuple[i
                   **_gemm_constants(problem, config, a_strides, b_strides))
 
 
-@functools.lru_cache(CACHED_LAUNCHES)
-def _gemm_if_wide_launch(problem: GroupedProblem, a_strides: tuple[int, ...],
-                         b_strides: tuple[int, ...]) -> Launch:
-    config = GROUPED_GEMM.heuristic(problem)
-    num_tiles = _gemm_tiles(problem, config)
-    return Launch(_grouped_gemm_if_wide_kernel, _if_wide_grid(problem.target, num_tiles),
-                  num_tiles=num_tiles, **_gemm_constants(problem, config, a_strides, b_strides))
-
-
 def _gemm_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
-    """Tiles that may be needed, known without the groups' sizes."""
-    # Rows without a group form one more; each group has one ragged tile at most, and a tile has at
-    # least one row.
+    """Upper bound of the number of tiles, computed without the groups' sizes."""
+    # Each group, and the rows without a group, add at most one ragged tile; a tile has at least
+    # one row.
     num_rows = problem.num_rows
     row_tiles = min(triton.cdiv(num_rows, config.block_m) + problem.num_groups, num_rows)
     return row_tiles * triton.cdiv(problem.n, config.block_n)
@@ -287,7 +266,7 @@ def _gemm_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
 
 def _gemm_constants(problem: GroupedProblem, config: GemmConfig, a_strides: tuple[int, ...],
                     b_strides: tuple[int, ...]) -> dict[str, Any]:
-    """Everything but tensors and tiles, for both kernels."""
+    """Every argument of the kernel but the tensors."""
     order = (0, 1, 2) if problem.trans_b else (0, 2, 1)
     b_stride, b_scale_stride = ([strides[axis] for axis in order]
                                 for strides in (b_strides[:3], b_strides[3:]))
@@ -303,7 +282,7 @@ def _gemm_constants(problem: GroupedProblem, config: GemmConfig, a_strides: tupl
 
 
 class _GroupedWgrad(_Grouped):
-    """out[g] = grad_g.T @ a_g over the rows of each group; zeros for empty groups."""
+    """GROUPED_WGRAD: ``out[g] = grad_g.T @ a_g`` over the rows of group g; zeros if it is empty."""
 
     op = Op.GROUPED_WGRAD
 
@@ -312,7 +291,7 @@ class _GroupedWgrad(_Grouped):
         a: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
         accumulate_into: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[G, n, k] in `problem.out_dtype`, or `accumulate_into` with the result added."""
+        """Return out [G, n, k] in `problem.out_dtype`, or add the result to `accumulate_into`."""
         out = accumulate_into
         if out is None:
             out = group_offsets.new_empty((problem.num_groups, problem.n, problem.k),
@@ -328,36 +307,12 @@ class _GroupedWgrad(_Grouped):
                    a_scale_ptr=a_scale, offsets_ptr=offsets)
         return out
 
-    def launch_if_wide(self, problem: GroupedProblem, grad: torch.Tensor | MXTensor,
-                       a: torch.Tensor | MXTensor, offsets: torch.Tensor,
-                       out: torch.Tensor) -> None:
-        """Fill (or add to) out if one of the operands has wide blocks; the device looks.
-
-        `offsets` are those of `padded_offsets`.
-        """
-        grad_data, grad_scale, grad_strides = _parts(grad)
-        a_data, a_scale, a_strides = _parts(a)
-        _wgrad_if_wide_launch(problem, grad_strides, a_strides, out.stride())(
-            out_ptr=out, grad_ptr=grad_data, grad_scale_ptr=grad_scale, a_ptr=a_data,
-            a_scale_ptr=a_scale, offsets_ptr=offsets, grad_wide_ptr=wide_blocks(grad),
-            a_wide_ptr=wide_blocks(a))
-
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _wgrad_launch(problem: GroupedProblem, config: GemmConfig, grad_strides: tuple[int, ...],
                   a_strides: tuple[int, ...], out_strides: tuple[int, ...]) -> Launch:
     require_valid(problem, config)
     return Launch(_grouped_wgrad_kernel, (_wgrad_tiles(problem, config),),
-                  **_wgrad_constants(problem, config, grad_strides, a_strides, out_strides))
-
-
-@functools.lru_cache(CACHED_LAUNCHES)
-def _wgrad_if_wide_launch(problem: GroupedProblem, grad_strides: tuple[int, ...],
-                          a_strides: tuple[int, ...], out_strides: tuple[int, ...]) -> Launch:
-    config = GROUPED_WGRAD.heuristic(problem)
-    num_tiles = _wgrad_tiles(problem, config)
-    return Launch(_grouped_wgrad_if_wide_kernel, _if_wide_grid(problem.target, num_tiles),
-                  num_tiles=num_tiles,
                   **_wgrad_constants(problem, config, grad_strides, a_strides, out_strides))
 
 
@@ -368,7 +323,7 @@ def _wgrad_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
 
 def _wgrad_constants(problem: GroupedProblem, config: GemmConfig, grad_strides: tuple[int, ...],
                      a_strides: tuple[int, ...], out_strides: tuple[int, ...]) -> dict[str, Any]:
-    """Everything but tensors and tiles, for both kernels."""
+    """Every argument of the kernel but the tensors."""
     # The reduction is the last axis of copies, and of bf16 [M, n] and [M, k] the leading one.
     row, step = (1, 0) if problem.a_format == "bf16" else (0, 1)
     return dict(
@@ -390,24 +345,20 @@ def _tile_constants(problem: GroupedProblem, config: GemmConfig) -> dict[str, An
 
 
 def _element(format_name: str) -> str:
-    """The kernels' name of an operand's elements."""
+    """The kernels' element format name of an operand."""
     return "bf16" if format_name == "bf16" else get_format(format_name).element.name
-
-
-def _if_wide_grid(target: Target, num_tiles: int) -> tuple[int]:
-    return (min(num_tiles, IF_WIDE_PROGRAMS * target.num_sms),)
 
 
 def _parts(value: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None,
                                                     tuple[int, ...]]:
-    """Values, scales, and the strides of both; those of the scales are 0 for bf16."""
+    """Return values, scales (None for bf16) and the strides of both (0 for absent scales)."""
     if isinstance(value, MXTensor):
         return value.qdata, value.scale, value.qdata.stride() + value.scale.stride()
     return value, None, value.stride() + (0,) * value.dim()
 
 
 def padded_offsets(problem: GroupedProblem, group_offsets: torch.Tensor) -> torch.Tensor:
-    """`mxpert.padded_group_offsets` in one launch, none beyond the end of the copies."""
+    """Compute `mxpert.padded_group_offsets` in one launch, clamped to the length of the copies."""
     padded = group_offsets.new_empty(problem.num_groups + 1, dtype=torch.int32)
     _padded_offsets_launch(problem.num_groups, problem.num_rows)(
         padded_ptr=padded, group_offsets_ptr=group_offsets)
@@ -420,15 +371,11 @@ def _padded_offsets_launch(num_groups: int, reduction: int) -> Launch:
                   BLOCK=OFFSETS_BLOCK, num_warps=OFFSETS_BLOCK // 32)
 
 
-def wide_blocks(value: torch.Tensor | MXTensor) -> torch.Tensor | None:
-    """The count that an operand of ScaleSpan.AUTO carries."""
-    return value.wide_blocks if isinstance(value, MXTensor) else None
-
-
 def _prefetch_scales(target: Target, *strides: int) -> bool:
-    """Whether scales are fetched a step ahead: on NVIDIA, where nothing else hides their latency.
+    """Whether the kernel loads scales one step ahead.
 
-    Not on Blackwell with strided scales (``trans_b=False``): Triton 3.6 fails to lower those.
+    True on NVIDIA, where the pipeliner does not hide their latency. False on Blackwell with strided
+    scales (``trans_b=False``), which Triton 3.6 fails to lower.
     """
     dense = all(stride <= 1 for stride in strides)
     return target.kind != "hip" and (dense or not _is_blackwell(target))

@@ -1,11 +1,11 @@
 """Device code of the grouped GEMMs: one matrix product per group of rows, groups of any size.
 
-MX operands multiply inside `tl.dot_scaled`: natively where the chip multiplies MX formats (gfx950,
-Blackwell), as bf16 in registers before wgmma on Hopper. That honours every scale exactly: an fp8
-value times a power of two is a bf16 number, as far as the range of float32 goes.
+`tl.dot_scaled` multiplies MX operands natively on gfx950 and Blackwell. On Hopper it converts them
+to bf16 in registers before wgmma. The conversion is exact: within float32's range, an fp8 value
+times a power of two is a bf16 number.
 
-Groups are found on the device. The rows past the last group count as one more group, whose
-programs store zeros, so that no output is cleared beforehand.
+The kernels read group bounds on the device. Rows past the last group are handled as one more group,
+whose programs store zeros. The output therefore needs no clearing.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import triton.language as tl
 
 @triton.jit
 def clamp_rows(offsets, num_rows):
-    """Group offsets as int32 in [0, num_rows]."""
+    """Clamp group offsets to [0, num_rows]; return int32."""
     return tl.minimum(tl.maximum(offsets, 0), num_rows).to(tl.int32)
 
 
 @triton.jit
 def group_extents(group_offsets_ptr, num_groups, num_rows, UNIT: tl.constexpr,
                   BLOCK_G: tl.constexpr):
-    """First row, end and size in units of UNIT rows (rounded up) of every group, int32 [BLOCK_G].
+    """First row, end row and number of UNIT-row blocks (rounded up) of every group.
 
-    Entry `num_groups` is the group of the rows that belong to none; all later ones are empty.
+    Three int32 vectors [BLOCK_G]. Entry `num_groups` stands for the rows past the last group; later
+    entries are empty.
     """
     index = tl.arange(0, BLOCK_G)
     starts = tl.load(group_offsets_ptr + index, mask=index <= num_groups, other=0)
@@ -39,9 +40,10 @@ def group_extents(group_offsets_ptr, num_groups, num_rows, UNIT: tl.constexpr,
             do_not_specialize_on_alignment=("group_offsets_ptr",))
 def _padded_offsets_kernel(padded_ptr, group_offsets_ptr, num_groups, reduction,
                            BLOCK: tl.constexpr):
-    """padded [num_groups + 1]: where groups start in a columnwise copy, all of whole blocks.
+    """Write padded [num_groups + 1]: offsets of the groups in a columnwise copy, multiples of 32.
 
-    At most `reduction`, the length of the copy. One program, BLOCK groups at a time.
+    Offsets are clamped to `reduction`, the length of the copy. One program handles all groups,
+    BLOCK per iteration.
     """
     before = tl.full((), 0, tl.int64)
     for first in range(0, num_groups + 1, BLOCK):
@@ -58,16 +60,17 @@ def _padded_offsets_kernel(padded_ptr, group_offsets_ptr, num_groups, reduction,
 
 @triton.jit
 def pick(chosen, values):
-    """The value of the chosen entry; 0 where none is."""
+    """The entry of `values` that is chosen; 0 if none is."""
     return tl.sum(tl.where(chosen, values, 0), axis=0)
 
 
 @triton.jit
 def schedule_groups(tile, group_offsets_ptr, num_groups, num_rows, num_tiles_n,
                     BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Group, first row, end of the group's rows and column tile of a tile of the output.
+    """Tile scheduler: group, first row, end row of the group and column tile of output tile `tile`.
 
-    GROUP_M row tiles share each column tile's operand in L2. Past the last tile, end is 0.
+    GROUP_M row tiles of the same column tile run together and share its operand in L2. The end row
+    is 0 if there is no such tile.
     """
     starts, stops, tiles = group_extents(group_offsets_ptr, num_groups, num_rows, BLOCK_M, BLOCK_G)
     ends = tl.cumsum(tiles, axis=0)
@@ -84,19 +87,8 @@ def schedule_groups(tile, group_offsets_ptr, num_groups, num_rows, num_tiles_n,
 
 
 @triton.jit
-def is_wide(a_wide_ptr, b_wide_ptr):
-    """Whether one of the counts [1], of which one may be missing, is above 0."""
-    count = 0
-    if a_wide_ptr is not None:
-        count = tl.maximum(count, tl.load(a_wide_ptr))
-    if b_wide_ptr is not None:
-        count = tl.maximum(count, tl.load(b_wide_ptr))
-    return count > 0
-
-
-@triton.jit
 def load_tile(row_ptrs, row_mask, k, last, stride_k, BLOCK_K: tl.constexpr):
-    """[rows, BLOCK_K] from position k of the reduction; zero from `last` on."""
+    """Load [rows, BLOCK_K] from position k of the reduction; 0 from position `last` on."""
     steps = tl.arange(0, BLOCK_K)
     ptrs = row_ptrs + tl.cast(k, tl.int64) * stride_k
     return tl.load(ptrs[:, None] + (steps * stride_k)[None, :], other=0,
@@ -111,7 +103,7 @@ def multiply_rows(
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, BLOCK_K: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
 ):
-    """``a[a_rows, first:last] @ b[b_rows, first:last].T``, float32; masked rows count as zeros.
+    """``a[a_rows, first:last] @ b[b_rows, first:last].T`` in float32; masked rows count as zeros.
 
     With MX formats `first` and `last` are multiples of 32.
     """
@@ -129,8 +121,8 @@ def multiply_rows(
         a_scale_ptrs = a_scale_ptr + a_rows.to(tl.int64) * a_scale_stride_row
         b_scale_ptrs = b_scale_ptr + b_rows.to(tl.int64) * b_scale_stride_row
         end = last // 32
-        # On NVIDIA scales are too narrow for asynchronous copies, and the pipeliner would wait for
-        # them in the step that needs them: they are fetched one step ahead.
+        # On NVIDIA scales are too narrow for asynchronous copies, so the pipeliner would load them
+        # in the step that uses them. They are loaded one step ahead here.
         AHEAD: tl.constexpr = STEP if PREFETCH_SCALES else 0
         a_scale = load_tile(a_scale_ptrs, a_mask, first // 32, end, a_scale_stride_k, STEP)
         b_scale = load_tile(b_scale_ptrs, b_mask, first // 32, end, b_scale_stride_k, STEP)
@@ -145,16 +137,28 @@ def multiply_rows(
     return acc
 
 
-@triton.jit
-def multiply_group_tile(
-    c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group, first_row, stop, tile_n,
-    num_groups, num_n, num_k,
+@triton.jit(do_not_specialize=("num_rows", "num_groups", "a_scale_stride_m", "b_scale_stride_g",
+                               "b_scale_stride_n"),
+            do_not_specialize_on_alignment=("a_scale_ptr", "b_scale_ptr", "group_offsets_ptr"))
+def _grouped_gemm_kernel(
+    c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group_offsets_ptr,
+    num_rows, num_groups, num_n, num_k,
     a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k,
     b_stride_g, b_stride_n, b_stride_k, b_scale_stride_g, b_scale_stride_n, b_scale_stride_k,
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PREFETCH_SCALES: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_G: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
 ):
-    """One tile of `_grouped_gemm_kernel`, where `schedule_groups` places it."""
+    """c[rows of g] = a[rows of g] @ b[g].T, c contiguous [num_rows, num_n]; zeros past the groups.
+
+    Each program computes one tile. The strides of b are those of its logical dimensions g, n and k,
+    so b may have either memory order.
+    """
+    group, first_row, stop, tile_n = schedule_groups(
+        tl.program_id(0), group_offsets_ptr, num_groups, num_rows, tl.cdiv(num_n, BLOCK_N), BLOCK_M,
+        GROUP_M, BLOCK_G)
+    if stop == 0:
+        return
     rows = first_row + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, column_mask = rows < stop, columns < num_n
@@ -174,104 +178,6 @@ def multiply_group_tile(
              mask=row_mask[:, None] & column_mask[None, :])
 
 
-@triton.jit(do_not_specialize=("num_rows", "num_groups", "a_scale_stride_m", "b_scale_stride_g",
-                               "b_scale_stride_n"),
-            do_not_specialize_on_alignment=("a_scale_ptr", "b_scale_ptr", "group_offsets_ptr"))
-def _grouped_gemm_kernel(
-    c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group_offsets_ptr,
-    num_rows, num_groups, num_n, num_k,
-    a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k,
-    b_stride_g, b_stride_n, b_stride_k, b_scale_stride_g, b_scale_stride_n, b_scale_stride_k,
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_G: tl.constexpr,
-    PREFETCH_SCALES: tl.constexpr,
-):
-    """c[rows of g] = a[rows of g] @ b[g].T, c contiguous [num_rows, num_n]; zeros past the groups.
-
-    The strides of b name its logical dimensions, so that either order in memory serves. A program
-    has one tile.
-    """
-    group, first_row, stop, tile_n = schedule_groups(
-        tl.program_id(0), group_offsets_ptr, num_groups, num_rows, tl.cdiv(num_n, BLOCK_N), BLOCK_M,
-        GROUP_M, BLOCK_G)
-    if stop == 0:
-        return
-    multiply_group_tile(
-        c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group, first_row, stop, tile_n, num_groups,
-        num_n, num_k, a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k, b_stride_g,
-        b_stride_n, b_stride_k, b_scale_stride_g, b_scale_stride_n, b_scale_stride_k, A_FORMAT,
-        B_FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCH_SCALES)
-
-
-@triton.jit(do_not_specialize=("num_tiles", "num_rows", "num_groups", "a_scale_stride_m",
-                               "b_scale_stride_g", "b_scale_stride_n"),
-            do_not_specialize_on_alignment=("a_scale_ptr", "b_scale_ptr", "group_offsets_ptr",
-                                            "a_wide_ptr", "b_wide_ptr"))
-def _grouped_gemm_if_wide_kernel(
-    c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group_offsets_ptr, a_wide_ptr, b_wide_ptr,
-    num_tiles, num_rows, num_groups, num_n, num_k,
-    a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k,
-    b_stride_g, b_stride_n, b_stride_k, b_scale_stride_g, b_scale_stride_n, b_scale_stride_k,
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_G: tl.constexpr,
-    PREFETCH_SCALES: tl.constexpr,
-):
-    """`_grouped_gemm_kernel` if a count of wide blocks is above 0, else nothing.
-
-    Mostly nothing is to be done, so that there are few programs: each has every so many-th tile.
-    """
-    if not is_wide(a_wide_ptr, b_wide_ptr):
-        return
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        group, first_row, stop, tile_n = schedule_groups(
-            tile, group_offsets_ptr, num_groups, num_rows, tl.cdiv(num_n, BLOCK_N), BLOCK_M,
-            GROUP_M, BLOCK_G)
-        if stop > 0:
-            multiply_group_tile(
-                c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group, first_row, stop, tile_n,
-                num_groups, num_n, num_k, a_stride_m, a_stride_k, a_scale_stride_m,
-                a_scale_stride_k, b_stride_g, b_stride_n, b_stride_k, b_scale_stride_g,
-                b_scale_stride_n, b_scale_stride_k, A_FORMAT, B_FORMAT, BLOCK_M, BLOCK_N, BLOCK_K,
-                PREFETCH_SCALES)
-
-
-@triton.jit
-def multiply_columns_tile(
-    tile, out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr,
-    reduction, num_n, num_k,
-    out_stride_g, out_stride_n, out_stride_k,
-    grad_stride_n, grad_stride_r, grad_scale_stride_n, grad_scale_stride_r,
-    a_stride_k, a_stride_r, a_scale_stride_k, a_scale_stride_r,
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PREFETCH_SCALES: tl.constexpr,
-):
-    """Tile number `tile` of `_grouped_wgrad_kernel`."""
-    tiles_m, tiles_n = tl.cdiv(num_n, BLOCK_M), tl.cdiv(num_k, BLOCK_N)
-    group, tile = tile // (tiles_m * tiles_n), tile % (tiles_m * tiles_n)
-    band, place = tile // (GROUP_M * tiles_n), tile % (GROUP_M * tiles_n)
-    height = tl.minimum(tiles_m - band * GROUP_M, GROUP_M)
-    first = clamp_rows(tl.load(offsets_ptr + group), reduction)
-    last = clamp_rows(tl.load(offsets_ptr + group + 1), reduction)
-    if A_FORMAT != "bf16":  # what the compiler cannot know of a loaded value
-        first, last = first // 32 * 32, last // 32 * 32
-    rows = (band * GROUP_M + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_mask, column_mask = rows < num_n, columns < num_k
-    acc = multiply_rows(
-        grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, rows, row_mask, columns, column_mask, first,
-        last, grad_stride_n, grad_stride_r, grad_scale_stride_n, grad_scale_stride_r, a_stride_k,
-        a_stride_r, a_scale_stride_k, a_scale_stride_r, A_FORMAT, B_FORMAT, BLOCK_K,
-        PREFETCH_SCALES)
-    out_ptrs = (out_ptr + group.to(tl.int64) * out_stride_g
-                + rows.to(tl.int64)[:, None] * out_stride_n
-                + columns.to(tl.int64)[None, :] * out_stride_k)
-    mask = row_mask[:, None] & column_mask[None, :]
-    if ACCUMULATE:
-        acc += tl.load(out_ptrs, mask=mask, other=0.0)
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=("reduction", "grad_scale_stride_n", "a_scale_stride_k"),
             do_not_specialize_on_alignment=("grad_scale_ptr", "a_scale_ptr", "offsets_ptr"))
 def _grouped_wgrad_kernel(
@@ -289,37 +195,27 @@ def _grouped_wgrad_kernel(
     MX operands come with padded offsets, multiples of 32; what lies outside the range is not read.
     A program has one tile.
     """
-    multiply_columns_tile(
-        tl.program_id(0), out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr,
-        reduction, num_n, num_k, out_stride_g, out_stride_n, out_stride_k, grad_stride_n,
-        grad_stride_r, grad_scale_stride_n, grad_scale_stride_r, a_stride_k, a_stride_r,
-        a_scale_stride_k, a_scale_stride_r, A_FORMAT, B_FORMAT, ACCUMULATE, BLOCK_M, BLOCK_N,
-        BLOCK_K, GROUP_M, PREFETCH_SCALES)
-
-
-@triton.jit(do_not_specialize=("num_tiles", "reduction", "grad_scale_stride_n", "a_scale_stride_k"),
-            do_not_specialize_on_alignment=("grad_scale_ptr", "a_scale_ptr", "offsets_ptr",
-                                            "grad_wide_ptr", "a_wide_ptr"))
-def _grouped_wgrad_if_wide_kernel(
-    out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr, grad_wide_ptr, a_wide_ptr,
-    num_tiles, reduction, num_n, num_k,
-    out_stride_g, out_stride_n, out_stride_k,
-    grad_stride_n, grad_stride_r, grad_scale_stride_n, grad_scale_stride_r,
-    a_stride_k, a_stride_r, a_scale_stride_k, a_scale_stride_r,
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PREFETCH_SCALES: tl.constexpr,
-):
-    """`_grouped_wgrad_kernel` if a count of wide blocks is above 0, else nothing.
-
-    Few programs, as `_grouped_gemm_if_wide_kernel`.
-    """
-    if not is_wide(grad_wide_ptr, a_wide_ptr):
-        return
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        multiply_columns_tile(
-            tile, out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr, reduction,
-            num_n, num_k, out_stride_g, out_stride_n, out_stride_k, grad_stride_n, grad_stride_r,
-            grad_scale_stride_n, grad_scale_stride_r, a_stride_k, a_stride_r, a_scale_stride_k,
-            a_scale_stride_r, A_FORMAT, B_FORMAT, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-            PREFETCH_SCALES)
+    tile = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(num_n, BLOCK_M), tl.cdiv(num_k, BLOCK_N)
+    group, tile = tile // (tiles_m * tiles_n), tile % (tiles_m * tiles_n)
+    band, place = tile // (GROUP_M * tiles_n), tile % (GROUP_M * tiles_n)
+    height = tl.minimum(tiles_m - band * GROUP_M, GROUP_M)
+    first = clamp_rows(tl.load(offsets_ptr + group), reduction)
+    last = clamp_rows(tl.load(offsets_ptr + group + 1), reduction)
+    if A_FORMAT != "bf16":  # tell the compiler that the loaded offsets are multiples of 32
+        first, last = first // 32 * 32, last // 32 * 32
+    rows = (band * GROUP_M + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, column_mask = rows < num_n, columns < num_k
+    acc = multiply_rows(
+        grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, rows, row_mask, columns, column_mask, first,
+        last, grad_stride_n, grad_stride_r, grad_scale_stride_n, grad_scale_stride_r, a_stride_k,
+        a_stride_r, a_scale_stride_k, a_scale_stride_r, A_FORMAT, B_FORMAT, BLOCK_K,
+        PREFETCH_SCALES)
+    out_ptrs = (out_ptr + group.to(tl.int64) * out_stride_g
+                + rows.to(tl.int64)[:, None] * out_stride_n
+                + columns.to(tl.int64)[None, :] * out_stride_k)
+    mask = row_mask[:, None] & column_mask[None, :]
+    if ACCUMULATE:
+        acc += tl.load(out_ptrs, mask=mask, other=0.0)
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)

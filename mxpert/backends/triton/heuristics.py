@@ -1,4 +1,4 @@
-"""Tile choice for the portable MoE kernels: one validity rule for the heuristic and the tuner."""
+"""Tile choice for the portable MoE kernels; heuristic and tuner share one validity rule."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .moe_kernels import _moe_down_kernel
 
 BLOCKS_M = (16, 32, 64, 128)
 MIN_BLOCK_M = BLOCKS_M[0]
-"""Rows that the narrowest matrix instruction of every target covers."""
+"""Smallest row block that every target's matrix instructions support."""
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SPLITS = (1, 2, 4, 8)
 PROJECTIONS = {Op.MOE_GATE_UP: 2, Op.MOE_DOWN: 1}
-"""Weight rows per output column: stage 1 multiplies gate and up."""
+"""Weight rows per output column: two in stage 1 (gate and up), one in stage 2."""
 
 VALUE_BYTES = {"bf16": 2.0, "mxfp8": 1.0, "mxfp4": 0.5, FP8_TOKEN: 1.0}
 MAX_ACCUMULATORS = 128
-"""Float32 accumulators per thread: half of the registers, the decoded weights need the rest."""
+"""Float32 accumulators per thread: half of the registers; decoded weights need the other half."""
 
 
 def unsupported(problem: MoEProblem) -> str | None:
@@ -58,10 +58,10 @@ def compute_capability(target: Target) -> int:
 def shared_memory(target: Target, op: Op, activation_format: str, config: GemmConfig) -> int:
     """Upper estimate of the shared memory of one program, in bytes.
 
-    Every pipeline stage holds the tiles of activations and weights as they lie in memory, and their
-    scales; Blackwell widens e2m1 weights beside e4m3 activations to one byte a code. On Hopper MX
-    activations pass through shared memory once more, as bf16. The epilogue may transpose the
-    float32 accumulator there, after the loop.
+    A pipeline stage holds the tiles of activations and weights in their memory format, and their
+    scales. On Blackwell e2m1 weights with e4m3 activations take one byte a code. On Hopper MX
+    activations are also stored in shared memory as bf16. After the loop the epilogue may use shared
+    memory to transpose the float32 accumulator.
     """
     rows, depth = config.block_m, config.block_k
     weight_rows = PROJECTIONS[op] * config.block_n
@@ -75,7 +75,7 @@ def shared_memory(target: Target, op: Op, activation_format: str, config: GemmCo
 
 
 def invalid(target: Target, op: Op, activation_format: str, config: GemmConfig) -> str | None:
-    """Why `config` cannot run, as a phrase; None if it can. The one rule for every chooser."""
+    """Why `config` cannot run, as a phrase; None if it can. Tuner and heuristic both use this."""
     for name, low, high in (("block_m", MIN_BLOCK_M, 256), ("block_n", 32, 256),
                             ("block_k", 64, 256)):
         value = getattr(config, name)
@@ -110,21 +110,21 @@ def require_valid(target: Target, op: Op, activation_format: str, config: GemmCo
 
 
 def block_m_for(rows_per_expert: float) -> int:
-    """Smallest row block that holds an average expert's rows; 128 beyond.
+    """Smallest row block that holds the rows of an average expert, at most 128.
 
-    A block that is half empty costs the MMA of the padding, a second block the expert's weights.
+    A half-empty block wastes MMA on padding; a second block reads the expert's weights again.
     """
     return next((block for block in BLOCKS_M if rows_per_expert <= block), BLOCKS_M[-1])
 
 
 def rows_per_expert(problem: MoEProblem) -> float:
-    """Average routed rows of an expert that is hit."""
+    """Average number of routed rows of an expert that has rows."""
     routed = problem.num_tokens * problem.top_k
     return routed / max(1, min(problem.num_experts, routed))
 
 
 def stage_dimensions(problem: MoEProblem, op: Op) -> tuple[int, int]:
-    """Output columns (features in stage 1) and reduction length of a stage."""
+    """Output columns (stage 1: features, not gate and up rows) and reduction length of a stage."""
     sizes = (problem.intermediate_size, problem.hidden_size)
     return sizes if op is Op.MOE_GATE_UP else sizes[::-1]
 
@@ -135,9 +135,8 @@ def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
     128 weight rows a tile in both stages: the height of Blackwell's block-scaled MMA and of two
     Hopper warpgroups. Eight warps on NVIDIA keep the decoded weights in registers without spills
     (sm_90, compiled: 98 to 255 registers over all formats; four warps spill from 64 rows on), with
-    half the K step at 128 rows. One row block an expert means that no weight is read twice:
-    group_m 1, and weight loads that leave the cache first. Otherwise eight row blocks share each
-    weight tile in L2.
+    half the K step at 128 rows. group_m is 1 where an expert has one row block, so that no weight
+    is read twice. Otherwise eight row blocks share each weight tile in L2.
     """
     target, name = problem.target, problem.options.activation_format
     columns, depth = stage_dimensions(problem, op)
@@ -154,7 +153,10 @@ def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
 
 
 def split_k_for(problem: MoEProblem, block_m: int, block_n: int, columns: int, depth: int) -> int:
-    """Splits where tiles underfill the multiprocessors: up to two each, of four K steps or more."""
+    """Splits of K if there are fewer tiles than SMs.
+
+    There are at most two programs per SM, and each split has at least four K steps.
+    """
     num_sms, routed = problem.target.num_sms, problem.num_tokens * problem.top_k
     hit = max(1, min(problem.num_experts, routed))
     tiles = hit * max(1, round(routed / hit / block_m)) * triton.cdiv(columns, block_n)
@@ -164,13 +166,14 @@ def split_k_for(problem: MoEProblem, block_m: int, block_n: int, columns: int, d
 
 
 def stage_block_m(problem: MoEProblem) -> int:
-    """Row block of a stage on its own: the wanted one, or the largest that divides the plan's."""
+    """Row block of a separate stage: the largest that divides routing_block_m and is not above the
+    one that `block_m_for` chooses."""
     wanted = block_m_for(rows_per_expert(problem))
     return max(b for b in BLOCKS_M if problem.routing_block_m % b == 0 and b <= max(wanted, 16))
 
 
 def stage_configs(problem: MoEProblem, op: Op, blocks_m: Iterable[int]) -> Iterator[GemmConfig]:
-    """Every valid config of a stage over the tuner's grid, the heuristic's included."""
+    """Every valid config of a stage in the tuner's grid."""
     target, name = problem.target, problem.options.activation_format
     _, depth = stage_dimensions(problem, op)
     grid = itertools.product(blocks_m, (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5),
@@ -190,7 +193,7 @@ def layer_heuristic(problem: MoEProblem) -> MoEConfig:
 
 
 def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
-    """Configs of a layer, one stage varied at a time: the stages' times add up."""
+    """Configs of a layer, varying one stage at a time, since the times of the stages add up."""
     yield layer_heuristic(problem)
     for block_m in BLOCKS_M:
         gate_up = gemm_heuristic(problem, Op.MOE_GATE_UP, block_m)

@@ -1,4 +1,4 @@
-"""Host side of the portable MoE kernels: allocate, size the grid, launch; no synchronisation."""
+"""Host side of the portable MoE kernels: allocation, grid sizes, launches; no synchronisation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Rows = torch.Tensor | MXTensor | CodedRows
 
 
 def operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, str]:
-    """Codes (or bf16 values), block scales and the kernels' name of the element format."""
+    """Return codes (or bf16 values), block scales (or None) and the name of the element format."""
     if isinstance(rows, MXTensor):
         return rows.qdata, rows.scale, rows.format.element.name
     if isinstance(rows, CodedRows):
@@ -57,7 +57,7 @@ def operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, str]:
 
 
 class _Stage:
-    """What both stages share: validity, choice of tiles, and the launch arguments of a GEMM."""
+    """Base class of both stages: supported problems, choice of tiles, arguments of the plan."""
 
     op: Op
     backend = "triton"
@@ -67,34 +67,34 @@ class _Stage:
         return heuristics.unsupported(problem)
 
     def configs(self, problem: MoEProblem) -> Iterator[GemmConfig]:
-        """Valid configs whose block_m divides the plan's unit, the heuristic's among them."""
+        """Valid configs whose block_m divides the plan's routing_block_m, the heuristic's first."""
         blocks = [b for b in heuristics.BLOCKS_M if problem.routing_block_m % b == 0]
         yield self.heuristic(problem)
         yield from heuristics.stage_configs(problem, self.op, blocks)
 
     def heuristic(self, problem: MoEProblem) -> GemmConfig:
-        """The config used where no tuned row answers."""
+        """The config used if the tuned table has no row for `problem`."""
         return heuristics.gemm_heuristic(problem, self.op, heuristics.stage_block_m(problem))
 
     def check(self, problem: MoEProblem, config: GemmConfig) -> None:
-        """Refuse a pinned or tuned config that the device cannot run."""
+        """Raise ValueError for a pinned or tuned config that the device cannot run."""
         heuristics.require_valid(problem.target, self.op, problem.options.activation_format, config)
 
     @staticmethod
     def row_blocks(plan: RoutingPlan, config: GemmConfig) -> int:
-        """Row blocks that can be in use; with at most 2^24 routed rows no grid reaches 2^31."""
+        """Largest number of row blocks in use. At most 2^24 routed rows keep grids below 2^31."""
         return plan.max_blocks * (plan.routing_block_m // config.block_m)
 
     @staticmethod
     def plan_tensors(plan: RoutingPlan, weighted: bool) -> dict[str, torch.Tensor | None]:
-        """Tensors that GEMM and finishing kernels read the plan by."""
+        """Arguments of the plan's tensors for GEMM and finishing kernels."""
         return {"sorted_token_ids_ptr": plan.sorted_token_ids,
                 "sorted_weights_ptr": plan.sorted_weights if weighted else None,
                 "block_expert_ids_ptr": plan.block_expert_ids, "num_valid_ptr": plan.num_valid}
 
 
 def _operands(rows: Rows, weight: MXTensor) -> dict[str, torch.Tensor | None]:
-    """Tensors that a GEMM multiplies."""
+    """Arguments of the operands of a GEMM."""
     x, x_scale, _ = operand(rows)
     row_scale = rows.scale if isinstance(rows, CodedRows) else None
     return {"x_ptr": x, "x_scale_ptr": x_scale, "x_row_scale_ptr": row_scale,
@@ -102,7 +102,7 @@ def _operands(rows: Rows, weight: MXTensor) -> dict[str, torch.Tensor | None]:
 
 
 class _Sizes(NamedTuple):
-    """What launches depend on beside problem and config: the plan's unit, row blocks, strides."""
+    """Sizes that a launch needs beside problem and config: plan, formats and strides."""
 
     routing_block_m: int
     row_blocks: int
@@ -119,12 +119,12 @@ class _Sizes(NamedTuple):
                       (*weight.qdata.stride()[:2], *weight.scale.stride()[:2]))
 
     def plan_arguments(self, problem: MoEProblem) -> dict[str, int]:
-        """Sizes of the plan, of GEMM and finishing kernels."""
+        """Size arguments of the plan for GEMM and finishing kernels."""
         return {"num_tokens": problem.num_tokens, "num_experts": problem.num_experts,
                 "routing_block_m": self.routing_block_m}
 
     def gemm_arguments(self, depth: int, config: GemmConfig, target: Target) -> dict[str, Any]:
-        """Strides and tile of a GEMM; K splits are whole multiples of block_k."""
+        """Stride and tile arguments of a GEMM; every K split is a multiple of block_k."""
         k_blocks = depth // MX_BLOCK_SIZE
         k_steps = triton.cdiv(k_blocks * MX_BLOCK_SIZE, config.block_k)
         per_split = triton.cdiv(k_steps, config.split_k) * (config.block_k // MX_BLOCK_SIZE)
@@ -136,14 +136,12 @@ class _Sizes(NamedTuple):
             **dict(zip(names, self.weight_strides, strict=True)),
             "X_FORMAT": self.x_format, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
-            # group_m 1 says that no other row block wants these weights: see gemm_heuristic.
-            "STREAM_WEIGHTS": config.group_m == 1,
             "PREFETCH_SCALES": target.kind != "hip",
             "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def _finish(kernel: Any, tiles: int, config: GemmConfig, epilogue: dict[str, Any]) -> Launch:
-    """The kernel that adds the splits and completes a stage."""
+    """Launch of the kernel that sums the splits and runs the epilogue."""
     return Launch(kernel, (tiles,), **epilogue, split_k=config.split_k, BLOCK_M=config.block_m,
                   BLOCK_N=config.block_n, num_warps=FINISH_NUM_WARPS)
 
@@ -151,7 +149,7 @@ def _finish(kernel: Any, tiles: int, config: GemmConfig, epilogue: dict[str, Any
 @functools.lru_cache(CACHED_LAUNCHES)
 def _gate_up_launches(problem: MoEProblem, config: GemmConfig, sizes: _Sizes,
                       order: GateUpOrder) -> tuple[Launch, Launch]:
-    """GEMM, and what completes it where it is split."""
+    """Launches of the stage-1 GEMM and of its finishing kernel, used if split_k > 1."""
     features, options = problem.intermediate_size, problem.options
     h_format = activation_mx_format(options.activation_format, problem.op.value)
     constants = {"EMAX": 0, "THRESHOLD": 0, "INF_BYTE": 0}
@@ -172,7 +170,7 @@ def _gate_up_launches(problem: MoEProblem, config: GemmConfig, sizes: _Sizes,
 @functools.lru_cache(CACHED_LAUNCHES)
 def _down_launches(problem: MoEProblem, config: GemmConfig,
                    sizes: _Sizes) -> tuple[Launch, Launch]:
-    """GEMM, and what completes it where it is split."""
+    """Launches of the stage-2 GEMM and of its finishing kernel, used if split_k > 1."""
     columns = problem.hidden_size
     epilogue: dict[str, Any] = dict(
         num_n_blocks=columns // MX_BLOCK_SIZE, partial_rows=sizes.row_blocks * config.block_m,
@@ -192,14 +190,14 @@ class _GateUp(_Stage):
         self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
         weights: MoEWeights, plan: RoutingPlan,
     ) -> torch.Tensor | MXTensor:
-        """The intermediate [P, F] in sorted order; padding rows are left as allocated."""
+        """Return the intermediate [P, F] in sorted order; padding rows are uninitialised."""
         return self.run(problem, config, x=x, weights=weights, plan=plan, num_rows=plan.capacity)
 
     def run(
         self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
         weights: MoEWeights, plan: RoutingPlan, num_rows: int,
     ) -> torch.Tensor | MXTensor:
-        """`launch` into `num_rows` rows."""
+        """As `launch`, but allocate `num_rows` rows."""
         self.check(problem, config)
         rows = _gemm_rows(problem, x)
         h = self._allocate(problem.options, num_rows, weights)
@@ -243,7 +241,7 @@ class _Down(_Stage):
         self, problem: MoEProblem, config: GemmConfig, *, h: torch.Tensor | MXTensor,
         weights: MoEWeights, plan: RoutingPlan,
     ) -> torch.Tensor:
-        """[T, H], or for FLAT [P, H] whose padding rows are left as allocated."""
+        """Return [T, H], or with FLAT [P, H] whose padding rows are uninitialised."""
         self.check(problem, config)
         options = problem.options
         flat, atomic = options.combine is Combine.FLAT, options.combine is Combine.ATOMIC
@@ -268,7 +266,7 @@ class _Down(_Stage):
         self, out: torch.Tensor, problem: MoEProblem, config: GemmConfig,
         h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, row_blocks: int,
     ) -> None:
-        """The GEMM with its epilogue, into rows or, for ATOMIC, tokens of `out`."""
+        """Run the GEMM and its epilogue into `out`: by sorted row, or by token for ATOMIC."""
         partial = None
         if config.split_k > 1:
             partial = out.new_empty((config.split_k, row_blocks * config.block_m, out.shape[1]),
@@ -285,11 +283,11 @@ class _Down(_Stage):
 
 
 class TwoStageLayer:
-    """The whole layer on a backend's own stages: sort, stage 1, stage 2.
+    """FUSED_MOE from a backend's two stages: routing plan, stage 1, stage 2.
 
     Args:
-        gate_up, down: the stages; `gate_up.run` takes the rows to allocate.
-        choice: the backend's heuristics (layer_configs, layer_heuristic).
+        gate_up, down: the stages; `gate_up.run` takes the number of rows to allocate.
+        choice: the backend's heuristics module (layer_configs, layer_heuristic).
     """
 
     op = Op.FUSED_MOE
@@ -304,11 +302,11 @@ class TwoStageLayer:
         return reason
 
     def configs(self, problem: MoEProblem) -> Iterator[MoEConfig]:
-        """Valid configs, the heuristic's among them."""
+        """Valid configs, including the heuristic's."""
         yield from self._choice.layer_configs(problem)
 
     def heuristic(self, problem: MoEProblem) -> MoEConfig:
-        """The config used where no tuned row answers."""
+        """The config used if the tuned table has no row for `problem`."""
         config: MoEConfig = self._choice.layer_heuristic(problem)
         return config
 
@@ -317,7 +315,7 @@ class TwoStageLayer:
         weights: MoEWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T, H] in ``options.out_dtype``; nothing is launched for T = 0."""
+        """Return [T, H] in ``options.out_dtype``; launch nothing if T = 0."""
         if problem.num_tokens == 0:
             return torch.empty((0, weights.hidden_size), dtype=problem.options.out_dtype,
                                device=weights.device)
@@ -329,7 +327,7 @@ class TwoStageLayer:
 
     def stages(self, problem: MoEProblem, config: MoEConfig, x: torch.Tensor | MXTensor,
                weights: MoEWeights, plan: RoutingPlan) -> torch.Tensor:
-        """[T, H] of sorted tokens."""
+        """Run both stages with a given plan; return [T, H]."""
         h = self._gate_up.run(problem, config.gate_up, x=x, weights=weights, plan=plan,
                               num_rows=plan.max_blocks * plan.routing_block_m)
         y: torch.Tensor = self._down.launch(problem, config.down, h=h, weights=weights, plan=plan)
@@ -339,22 +337,24 @@ class TwoStageLayer:
 @functools.lru_cache(CACHED_LAUNCHES)
 def _layer_routing(problem: MoEProblem, num_global: int,
                    routing_block_m: int) -> tuple[RoutingProblem, PlanConfig]:
-    """The sort of a layer's tokens, and its geometry."""
+    """Problem and config of the routing plan of a layer."""
     routing = RoutingProblem(Op.ROUTING_PLAN, problem.target, problem.num_tokens, problem.top_k,
                              num_global, problem.num_experts, routing_block_m)
     return routing, PLAN.heuristic(routing)
 
 
 def _gemm_rows(problem: MoEProblem, rows: torch.Tensor | MXTensor) -> Rows:
-    """What a GEMM multiplies: `rows` in the layer's activation format."""
+    """Convert `rows` to the layer's activation format, if they are not in it."""
     if problem.options.activation_format == FP8_TOKEN and isinstance(rows, torch.Tensor):
         return quantize_tokens(rows)
     return quantize_rows(problem, rows)
 
 
 def quantize_rows(problem: MoEProblem, x: torch.Tensor | MXTensor) -> torch.Tensor | MXTensor:
-    """`x` in the layer's MX format, quantised by the scale rule unless it is already; bfloat16 rows
-    as they are where it has none."""
+    """Quantise `x` to the layer's MX activation format.
+
+    Return `x` unchanged if it is quantised already or if the layer has no MX activation format.
+    """
     format = activation_mx_format(problem.options.activation_format, problem.op.value)
     if format is None or isinstance(x, MXTensor):
         return x

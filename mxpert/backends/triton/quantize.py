@@ -30,7 +30,7 @@ _MAX_COLUMNS = 256  # columns per program across rows: a 16-byte load for each l
 
 
 class _Spec:
-    """What both operations share: they serve any shape and have nothing to tune."""
+    """Base class of both kernels: any shape, nothing to tune."""
 
     op: Op
     backend = "triton"
@@ -87,10 +87,10 @@ def _code_shapes(problem: QuantizeProblem) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _dense_rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """Rows of blocks along the innermost dimension: a tensor, their number, width and stride.
+    """View x as rows of blocks along its last dimension: (tensor, rows, width, row stride).
 
-    Dense rows with any stride are read in place. Contiguous memory is a sequence of blocks: one
-    block a row, whatever the shape.
+    Contiguous memory of any shape is viewed as one block per row. Dense rows with a larger stride
+    are read in place. Other tensors are copied first.
     """
     if not x.is_contiguous():
         rows = x.flatten(0, -2) if x.dim() > 1 and x.stride(-1) == 1 else x.contiguous()
@@ -121,7 +121,7 @@ def _quantize_columns(fmt: MXFormat, rule: ScaleRule, numel: int, inner: int) ->
 
 
 def _column_tiles(numel: int, num_columns: int) -> tuple[tuple[int], int]:
-    """Grid and tile width of the kernels that work across contiguous rows of `num_columns`."""
+    """Grid and tile width of the column kernels, for contiguous rows of `num_columns`."""
     block_columns = min(_MAX_COLUMNS, max(16, triton.next_power_of_2(num_columns)))
     block_rows = numel // (MX_BLOCK_SIZE * num_columns)
     return (block_rows * triton.cdiv(num_columns, block_columns),), block_columns

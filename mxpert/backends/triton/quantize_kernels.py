@@ -4,14 +4,14 @@ For the epilogues of other kernels:
 
     quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE, AXIS=1) -> codes, scale
 
-takes a float32 tile [M, N] whose blocks of 32 lie along AXIS (0 or 1) and returns uint8 codes
+takes a float32 tile [M, N] whose blocks of 32 lie along AXIS (0 or 1). It returns uint8 codes
 (FORMAT "e4m3", "e5m2", or "e2m1", packed two a byte along AXIS, low nibble first) and uint8 E8M0
-bytes (AXIS divided by 32). ``scale_rule_constants(format, rule)`` on the host gives the three
-numbers that stand for a scale rule, as keyword arguments.
+scales (AXIS divided by 32). On the host ``scale_rule_constants(format, rule)`` returns EMAX,
+THRESHOLD and INF_BYTE of a scale rule.
 
-Scales come from the bits of the block maximum and e2m1 codes from one exact float32 addition.
-Codes of 8 bits use the chip's conversion (round to nearest even) on values clamped beforehand,
-because not every chip's conversion saturates.
+Scales are computed from the bits of the block maximum, e2m1 codes by one exact float32 addition.
+Codes of 8 bits use the chip's conversion (round to nearest even). Values are clamped first, because
+not every chip's conversion saturates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ...formats.spec import E8M0_MAX, MXFormat, ScaleRule
 
-_MANTISSA = 1 << 23  # one more than the largest mantissa field of a float32
+_MANTISSA = 1 << 23  # largest mantissa field of a float32, plus one
 
 
 def scale_rule_constants(fmt: MXFormat, rule: ScaleRule) -> dict[str, int]:
@@ -30,7 +30,7 @@ def scale_rule_constants(fmt: MXFormat, rule: ScaleRule) -> dict[str, int]:
     threshold = {
         ScaleRule.FLOOR: _MANTISSA,  # never reached
         ScaleRule.CEIL: 1,
-        # Halfway between the last mantissa of the element, which is odd, and 2: the tie goes to 2.
+        # Halfway between the element's largest mantissa, which is odd, and 2: ties round up to 2.
         ScaleRule.EVEN: _MANTISSA - (_MANTISSA >> (element.mantissa_bits + 1)),
         ScaleRule.RCEIL: int((element.max_value / 2**element.emax - 1) * _MANTISSA) + 1,
     }[rule]
@@ -40,16 +40,16 @@ def scale_rule_constants(fmt: MXFormat, rule: ScaleRule) -> dict[str, int]:
 
 @triton.jit
 def magnitude_bits(values):
-    """Bits of ``|values|``: as integers they order like the floats, and every NaN is larger."""
+    """Bits of ``|values|`` as int32; they order like the floats, with NaN above infinity."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def e8m0_scale(amax_bits, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr):
-    """E8M0 byte (int32) of blocks with these bits of the maximum: its exponent minus EMAX.
+    """E8M0 byte (int32) of a block: exponent of its maximum minus EMAX.
 
-    A mantissa of THRESHOLD or more carries into the exponent. Zero gives 127, infinity INF_BYTE,
-    NaN 255. Only the lower end needs a clamp: the largest finite result is 255 - EMAX.
+    A mantissa of THRESHOLD or more increments the exponent. A maximum of zero gives 127, infinity
+    INF_BYTE, NaN 255. Only the lower end is clamped: the largest finite result is 255 - EMAX.
     """
     byte = tl.maximum(((amax_bits + (0x800000 - THRESHOLD)) >> 23) - EMAX, 0)
     byte = tl.where(amax_bits == 0x7F800000, INF_BYTE, byte)
@@ -59,23 +59,26 @@ def e8m0_scale(amax_bits, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE:
 
 @triton.jit
 def inverse_scale(byte):
-    """``2^(127 - byte)`` as float32; 2^-127 for byte 254 is subnormal. Any number for 255."""
+    """``2^(127 - byte)`` as float32; byte 254 gives the subnormal 2^-127. Undefined for 255."""
     return tl.where(byte >= 254, 1 << 22, (254 - byte) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scale_value(byte):
-    """``2^(byte - 127)`` as float32; 2^-127 for byte 0 is subnormal, 255 is NaN."""
+    """``2^(byte - 127)`` as float32; byte 0 gives the subnormal 2^-127, byte 255 NaN."""
     bits = tl.where(byte == 0, 1 << 22, byte << 23)
     return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def encode(values, is_nan, FORMAT: tl.constexpr):
-    """Codes (int32) of scaled float32 values, saturating, nearest even; `is_nan` forces NaN."""
+    """Codes (int32) of scaled float32 values, rounded to nearest even, saturating.
+
+    Elements with `is_nan` get the NaN code (e2m1 has none: 7).
+    """
     if FORMAT == "e2m1":
-        # Adding 2^22 times the value's power of two rounds to one mantissa bit. The sum's exponent
-        # then tells the binade and its last bits count half binades: together, the code.
+        # Adding 2^22 times the value's power of two rounds to one mantissa bit. The exponent of the
+        # sum gives the binade, its last bits count half binades. Their sum is the code.
         size = tl.minimum(tl.abs(values), 6.0)
         power = tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
         total = (power.to(tl.float32, bitcast=True) * 4194304.0 + size).to(tl.int32, bitcast=True)
@@ -95,7 +98,7 @@ def encode(values, is_nan, FORMAT: tl.constexpr):
 def decode(codes, FORMAT: tl.constexpr):
     """Float32 values of codes (uint8, one a byte), without their scale."""
     if FORMAT == "e2m1":
-        # The magnitude bits are those of a float32 whose exponent bias is 126 larger.
+        # Shifted to float32's place, the magnitude bits give the value times 2^-126.
         magnitude = ((codes & 7).to(tl.int32) << 22).to(tl.float32, bitcast=True)
         sign = tl.where((codes & 8) != 0, -1.0, 1.0)
         return magnitude * 8.507059173023462e37 * sign  # 2^126
@@ -111,7 +114,7 @@ def quantize_tile(
     values, FORMAT: tl.constexpr, EMAX: tl.constexpr, THRESHOLD: tl.constexpr,
     INF_BYTE: tl.constexpr, AXIS: tl.constexpr = 1,
 ):
-    """Codes and scales of a float32 tile [M, N]; see the head of this file."""
+    """Codes and scales of a float32 tile [M, N]; see the module docstring."""
     M: tl.constexpr = values.shape[0]
     N: tl.constexpr = values.shape[1]
     tl.static_assert(values.shape[AXIS] % 32 == 0, "a tile holds whole blocks of 32 values")
@@ -130,7 +133,7 @@ def quantize_tile(
             low, high = tl.split(tl.reshape(codes, (M, N // 2, 2)))
         else:
             low, high = tl.split(tl.permute(tl.reshape(codes, (M // 2, 2, N)), (0, 2, 1)))
-        codes = low + (high << 4)  # one instruction, unlike a shift and an or
+        codes = low + (high << 4)  # shift and add compile to one instruction, shift and or do not
     else:
         codes = tl.reshape(codes, (M, N))
     return codes.to(tl.uint8), byte.to(tl.uint8)
@@ -142,7 +145,7 @@ def _quantize_rows_kernel(
     FORMAT: tl.constexpr, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Blocks along dense rows: x [num_rows, 32 num_blocks] to contiguous codes and scales."""
+    """Quantise x [num_rows, 32 · num_blocks] along its dense rows; outputs are contiguous."""
     PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
     tiles = tl.cdiv(num_blocks, BLOCK_COLUMNS // 32)
     rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -166,9 +169,10 @@ def _quantize_columns_kernel(
     FORMAT: tl.constexpr, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Blocks across contiguous rows: x [32 blocks, num_columns]; one block row a program.
+    """Quantise contiguous x [32 · blocks, num_columns] with blocks along columns.
 
-    Even and odd rows are loaded apart, so that the two e2m1 codes of a byte meet in one thread.
+    A program handles 32 rows. It loads even and odd rows separately, so that the two e2m1 codes of
+    a byte are in the same thread.
     """
     PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
     tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
@@ -198,7 +202,7 @@ def _quantize_columns_kernel(
 def _dequantize_rows_kernel(
     out_ptr, qdata_ptr, scale_ptr, num_blocks, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Contiguous blocks of 32 along the last axis, BLOCK of them a program."""
+    """Dequantise contiguous blocks of 32 along the last axis, BLOCK blocks per program."""
     BYTES: tl.constexpr = 16 if FORMAT == "e2m1" else 32
     blocks = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = blocks < num_blocks
@@ -216,7 +220,7 @@ def _dequantize_rows_kernel(
 def _dequantize_columns_kernel(
     out_ptr, qdata_ptr, scale_ptr, num_columns, FORMAT: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):
-    """The inverse of `_quantize_columns_kernel`, with the same tiles."""
+    """Dequantise blocks along columns: the inverse of `_quantize_columns_kernel`, same tiles."""
     PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
     tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
     block = (tl.program_id(0) // tiles).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Host side of routing on the device: geometry of the launches, allocation, no synchronisation."""
+"""Host side of the routing kernels: grids, allocation, launches; no synchronisation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .routing_kernels import (
 
 MAX_EXPERTS = 1024
 _EXPERT_TILES = (128, 512, 1024)
-"""Powers of two that experts are padded to; few, so that models share binaries."""
+"""Expert counts are padded to one of these; few values, so that models share binaries."""
 _SLOT_TILES = (16, 128)
 _TOPK_TILE = 512
-"""Logits per program of route_topk, 16 a thread; one row where a row is longer."""
+"""Logits per program of route_topk, 16 a thread; a program has one row if the row is longer."""
 MAX_CHUNKS = 128
-"""Chunks of rows in the two-launch sort: about the multiprocessors of a large GPU, and as many
-count vectors as each program of the second launch reads (512 kB of L2 at 1024 experts)."""
+"""Most chunks of rows in the two-launch sort: about the number of SMs of a large GPU. Each program
+of the second launch reads one count vector per chunk (512 kB from L2 at 1024 experts)."""
 _FEW_EXPERTS = (
     (64, 1, 64, 1), (128, 1, 128, 2), (2048, 1, 1024, 4), (8192, 2, 256, 4), (32768, 2, 512, 4),
     (math.inf, 2, 1024, 4))
@@ -35,11 +35,11 @@ _MANY_EXPERTS = (
     (64, 1, 64, 1), (128, 1, 128, 2), (1024, 1, 1024, 4), (2048, 2, 256, 8), (65536, 2, 512, 4),
     (math.inf, 2, 1024, 4))
 _SORTS = {128: _FEW_EXPERTS, 512: _MANY_EXPERTS, 1024: _MANY_EXPERTS}
-"""By padded experts: rows up to which a sort is the best, its launches, rows of a tile and warps.
+"""By padded number of experts: (largest number of rows, launches, rows per tile, warps).
 
-Measured on an H200 behind the top-k that a sort follows. Alone and repeated, the code of a tile
-stays where it runs: 4096 rows among 384 experts take 8 µs in tiles of 256 then, but 17 instead of
-the 11 that tiles of 512 take.
+Measured on an H200, each sort after a top-k kernel as in a layer. Repeating the sort alone gives
+misleading times, because its code then stays in the instruction cache: 4096 rows among 384 experts
+take 8 µs alone with tiles of 256, but 17 µs after a top-k, where tiles of 512 take 11 µs.
 """
 
 
@@ -62,14 +62,14 @@ def _cannot_run(target: Target, num_experts: int) -> str | None:
 
 @dataclass(frozen=True)
 class TopKConfig:
-    """Tokens per program. One warp each: reductions over experts then are shuffles only."""
+    """Tokens per program. With one warp, reductions over experts use shuffles only."""
 
     rows: int
     num_warps: int = 1
 
 
 class TopKKernel:
-    """route_topk: repeated maximum of scores."""
+    """route_topk by repeated maximum of the scores."""
 
     op = Op.ROUTE_TOPK
     backend = "triton"
@@ -117,11 +117,13 @@ def _topk_launch(problem: TopKProblem, config: TopKConfig, row_stride: int,
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Geometry of the sort.
+    """Config of the sort.
 
     Args:
-        num_chunks: chunks of rows of the two-launch sort; 0 sorts in one launch, a program per
-            expert. tile: rows that a program handles at once, a power of two. num_warps: of each.
+        num_chunks: chunks of rows of the two-launch sort; 0 sorts in one launch with one program
+            per expert.
+        tile: rows that a program handles per iteration, a power of two.
+        num_warps: warps per program.
     """
 
     num_chunks: int
@@ -130,7 +132,7 @@ class PlanConfig:
 
 
 class PlanKernel:
-    """make_routing_plan in one launch (few rows) or two."""
+    """make_routing_plan in one launch (few rows) or two (many rows)."""
 
     op = Op.ROUTING_PLAN
     backend = "triton"
@@ -167,7 +169,7 @@ class PlanKernel:
 
 
 def _sizes(problem: RoutingProblem, config: PlanConfig) -> dict[str, int]:
-    """What every kernel of the sort takes."""
+    """Arguments and launch options common to all kernels of the sort."""
     return {"num_tokens": problem.num_tokens, "top_k": problem.top_k,
             "num_experts": problem.num_experts, "num_local_experts": problem.num_local_experts,
             "NUM_BINS": _bins(problem), "TILE": config.tile,
@@ -175,7 +177,7 @@ def _sizes(problem: RoutingProblem, config: PlanConfig) -> dict[str, int]:
 
 
 def _output_sizes(problem: RoutingProblem) -> dict[str, int]:
-    """What the kernels that write the plan take."""
+    """Further arguments of the kernels that write the plan."""
     return {"routing_block_m": problem.routing_block_m, "capacity": _capacity(problem)}
 
 
@@ -187,7 +189,7 @@ def _single_launch(problem: RoutingProblem, config: PlanConfig) -> Launch:
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _chunk_launches(problem: RoutingProblem, config: PlanConfig) -> tuple[Launch, Launch]:
-    """Count, then scatter."""
+    """Launches of the two-launch sort: count, scatter."""
     chunks = config.num_chunks
     tiles = triton.cdiv(problem.num_tokens * problem.top_k, chunks * config.tile)
     sizes = _sizes(problem, config)
@@ -198,8 +200,10 @@ def _chunk_launches(problem: RoutingProblem, config: PlanConfig) -> tuple[Launch
 
 
 def _sorts(problem: RoutingProblem) -> Iterator[tuple[float, PlanConfig]]:
-    """Every sort, with the rows up to which it is the best; of two launches, chunks have one tile
-    or more where that would make more than MAX_CHUNKS chunks."""
+    """All configs of the sort, each with the largest number of rows for which it is the fastest.
+
+    A chunk of the two-launch sort has one tile, or more if there were more than MAX_CHUNKS chunks.
+    """
     rows = problem.num_tokens * problem.top_k
     for limit, launches, tile, num_warps in _SORTS[_bins(problem)]:
         chunks = min(MAX_CHUNKS, max(1, triton.cdiv(rows, tile))) if launches == 2 else 0
@@ -212,7 +216,7 @@ def _capacity(problem: RoutingProblem) -> int:
 
 
 def _allocate(problem: RoutingProblem, topk_ids: torch.Tensor) -> RoutingPlan:
-    """A plan of uninitialised tensors; the kernels write every element."""
+    """Allocate a plan without initialising it; the kernels write every element."""
     unit, capacity, empty = problem.routing_block_m, _capacity(problem), topk_ids.new_empty
     return RoutingPlan(
         sorted_token_ids=empty(capacity), sorted_weights=empty(capacity, dtype=torch.float32),

@@ -1,19 +1,19 @@
-"""Device side of routing: choice of experts, and the sort into padded blocks of one expert.
+"""Device code of routing: choice of experts, and the sort into padded blocks of one expert.
 
-Integer results are exact and do not depend on the order of execution: there is no global atomic,
-and every output element is written by exactly one program, so no buffer is cleared beforehand.
+Results are exact and do not depend on the order of execution. There is no global atomic, and
+exactly one program writes each output element, so no buffer needs clearing.
 
 The sort has two forms, chosen by the number of routed rows R = T·k (see routing.py):
 
-* one launch, a program per expert. Each program counts all experts itself (ids are few and stay in
-  L2), which costs less than a second launch or a grid barrier, and ranks its own rows by a prefix
-  sum over a match mask. Work grows as E·R, so this is for small R.
-* two launches over chunks of rows. The first counts experts per chunk; the second adds up the
-  counts (at most MAX_CHUNKS vectors, read from L2 by each program, instead of a third launch that
-  scans them), then ranks the rows of a chunk by sorting ``expert << log2(TILE) | position`` in
-  registers and scatters them. A sort of 1024 keys takes 55 compare steps, 52 of them inside a warp;
-  a prefix sum over a one-hot [TILE, E] tile would take E / 55 times as many operations, and a
-  comparison of all pairs of rows TILE / 55 times as many. Sorted rows also store in runs.
+* One launch with one program per expert, for small R: work grows as E·R. Each program counts the
+  rows of all experts itself (the ids stay in L2), which costs less than a second launch or a grid
+  barrier. It ranks its own rows by a prefix sum over a match mask.
+* Two launches with one program per chunk of rows. The first counts the rows of each expert per
+  chunk. The second adds the counts (each program reads at most MAX_CHUNKS vectors from L2, which
+  saves a third launch). It then sorts ``expert << log2(TILE) | position`` of its rows in registers
+  and scatters them. A sort of 1024 keys takes 55 compare steps, 52 of them inside a warp. A prefix
+  sum over a one-hot [TILE, E] tile would take E / 55 times as many operations, a comparison of all
+  pairs of rows TILE / 55 times as many. Stores of sorted rows are also contiguous in runs.
 
 Shapes: R routed rows, P sorted rows, E local experts, B = NUM_BINS ≥ E a power of two.
 """
@@ -34,7 +34,7 @@ _EXCLUDED: tl.constexpr = tl.constexpr(-(1 << 31))
 _NO_INDEX: tl.constexpr = tl.constexpr((1 << 31) - 1)
 _DEEPSEEK_EPSILON: tl.constexpr = tl.constexpr(1e-20)
 
-# Sizes of the model and the batch: never a reason for another binary.
+# Sizes of the model and the batch, which Triton must not specialise on.
 PLAN_SIZES = ("num_tokens", "top_k", "num_experts", "num_local_experts", "routing_block_m",
               "capacity", "num_chunks", "tiles_per_chunk")
 TOPK_SIZES = ("num_tokens", "top_k", "num_experts", "num_groups", "top_groups", "row_stride",
@@ -43,7 +43,7 @@ TOPK_SIZES = ("num_tokens", "top_k", "num_experts", "num_groups", "top_groups", 
 
 @triton.jit
 def _load_local_experts(topk_ids, expert_map, row, used_rows, num_experts, num_local_experts):
-    """Local expert of each routed row, −1 where it has none; foreign ids are never dereferenced."""
+    """Local expert of each routed row, −1 if it has none; ids out of range never index memory."""
     expert = tl.load(topk_ids + row, mask=row < used_rows, other=-1)
     if expert_map is not None:
         known = (expert >= 0) & (expert < num_experts)
@@ -55,7 +55,7 @@ def _load_local_experts(topk_ids, expert_map, row, used_rows, num_experts, num_l
 
 @triton.jit
 def _used_tokens(num_local_tokens, num_tokens):
-    """Tokens that take part: `num_local_tokens` kept within 0 … T, or T."""
+    """Number of tokens to route: `num_local_tokens` clamped to 0 … T, or T if it is None."""
     used = num_tokens
     if num_local_tokens is not None:
         used = tl.minimum(tl.maximum(tl.load(num_local_tokens), 0), num_tokens)
@@ -65,7 +65,8 @@ def _used_tokens(num_local_tokens, num_tokens):
 @triton.jit
 def _store_rows(sorted_token_ids, sorted_weights, slot_rows, topk_weights, row, position, top_k,
                 kept):
-    """Place routed rows at their sorted positions, and note the positions for the combine."""
+    """Store routed rows at their sorted positions, and the positions in slot_rows for the combine.
+    """
     code = ((row % top_k) << _TOKEN_BITS) | (row // top_k)
     weight = tl.load(topk_weights + row, mask=kept, other=0.0)
     tl.store(sorted_token_ids + position, code, mask=kept)
@@ -75,7 +76,7 @@ def _store_rows(sorted_token_ids, sorted_weights, slot_rows, topk_weights, row, 
 
 @triton.jit
 def _store_padding(sorted_token_ids, sorted_weights, row, num_tokens, top_k, mask):
-    """Padding rows: slot `top_k` of token T, weight 0."""
+    """Store padding rows: slot `top_k` of token T, weight 0."""
     code = tl.zeros_like(row) + ((top_k << _TOKEN_BITS) | num_tokens)
     tl.store(sorted_token_ids + row, code, mask=mask)
     tl.store(sorted_weights + row, tl.zeros_like(row).to(tl.float32), mask=mask)
@@ -83,7 +84,7 @@ def _store_padding(sorted_token_ids, sorted_weights, row, num_tokens, top_k, mas
 
 @triton.jit
 def _store_tail(sorted_token_ids, sorted_weights, total, capacity, num_tokens, top_k):
-    """This program's share of the rows behind the last block in use."""
+    """Store padding in this program's share of the rows after the last block in use."""
     first = total + tl.program_id(0) * _FILL
     for start in range(first, capacity, tl.num_programs(0) * _FILL):
         row = start + tl.arange(0, _FILL)
@@ -97,7 +98,7 @@ def _routing_plan_expert_kernel(
     num_tokens, top_k, num_experts, num_local_experts, routing_block_m, capacity,
     NUM_BINS: tl.constexpr, TILE: tl.constexpr, FOLLOW: tl.constexpr,
 ):
-    """The whole plan in one launch: program e writes what belongs to local expert e."""
+    """The whole plan in one launch: program e writes the rows and blocks of local expert e."""
     maybe_follow_previous(FOLLOW)
     own = tl.program_id(0)
     used_tokens = _used_tokens(num_local_tokens, num_tokens)
@@ -115,7 +116,7 @@ def _routing_plan_expert_kernel(
     start = tl.sum(tl.where(bins < own, padded, 0), 0)
     end = start + tl.sum(tl.where(bins == own, padded, 0), 0)
 
-    # Rows in (token, slot) order keep that order: their rank is a prefix sum over the matches.
+    # A row's rank within the expert is a prefix sum over matches, in (token, slot) order.
     position = start
     for first in range(0, num_tokens * top_k, TILE):
         row = first + lane
@@ -154,7 +155,7 @@ def _routing_plan_count_kernel(
     num_tokens, top_k, num_experts, num_local_experts, tiles_per_chunk,
     NUM_BINS: tl.constexpr, TILE: tl.constexpr, FOLLOW: tl.constexpr,
 ):
-    """Rows of each local expert in each chunk: chunk_counts int32 [num_chunks, NUM_BINS]."""
+    """Count the rows of each local expert per chunk: chunk_counts int32 [num_chunks, NUM_BINS]."""
     maybe_follow_previous(FOLLOW)
     chunk = tl.program_id(0)
     used_rows = _used_tokens(num_local_tokens, num_tokens) * top_k
@@ -169,7 +170,7 @@ def _routing_plan_count_kernel(
 
 @triton.jit
 def _sum_chunks(chunk_counts, num_chunks, NUM_BINS: tl.constexpr):
-    """Counts of all chunks, and of the chunks before this program's: int32 [NUM_BINS] each."""
+    """Sums of counts over all chunks and over the chunks before this one, int32 [NUM_BINS] each."""
     bins = tl.arange(0, NUM_BINS)
     counts = tl.zeros([NUM_BINS], tl.int32)
     before = tl.zeros([NUM_BINS], tl.int32)
@@ -185,7 +186,7 @@ def _sum_chunks(chunk_counts, num_chunks, NUM_BINS: tl.constexpr):
 @triton.jit
 def _pad_experts(sorted_token_ids, sorted_weights, pad_starts, pad_ends, num_tokens, top_k,
                  num_local_experts, routing_block_m):
-    """Fill the last blocks of this program's share of the experts."""
+    """Store the padding rows of this program's share of the experts."""
     step = tl.num_programs(0) * _PAD_EXPERTS
     for first in range(tl.program_id(0) * _PAD_EXPERTS, num_local_experts, step):
         expert = first + tl.arange(0, _PAD_EXPERTS)
@@ -200,7 +201,7 @@ def _pad_experts(sorted_token_ids, sorted_weights, pad_starts, pad_ends, num_tok
 
 @triton.jit
 def _store_block_experts(block_expert_ids, ends, total, routing_block_m, capacity):
-    """The expert of each block is the number of experts that end at or before the block's start."""
+    """Store the expert of each block: the number of experts that end at or before its start."""
     num_blocks = capacity // routing_block_m
     for first in range(tl.program_id(0) * _BLOCKS, num_blocks, tl.num_programs(0) * _BLOCKS):
         block = first + tl.arange(0, _BLOCKS)
@@ -219,7 +220,10 @@ def _routing_plan_scatter_kernel(
     NUM_BINS: tl.constexpr, TILE: tl.constexpr, LOG2_TILE: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
-    """Rows of one chunk to their sorted positions, and a share of padding, tail and blocks."""
+    """Store the rows of one chunk at their sorted positions.
+
+    Each program also stores a share of the padding rows, unused rows and block experts.
+    """
     maybe_follow_previous(FOLLOW)
     used_tokens = _used_tokens(num_local_tokens, num_tokens)
     counts, before = _sum_chunks(chunk_counts, num_chunks, NUM_BINS)
@@ -242,12 +246,12 @@ def _routing_plan_scatter_kernel(
         expert = _load_local_experts(topk_ids, expert_map, first + lane, used_tokens * top_k,
                                      num_experts, num_local_experts)
         in_tile = tl.histogram(tl.maximum(expert, 0), NUM_BINS, mask=expert >= 0)
-        # Distinct keys, ascending in expert, then in row; rows without an expert come last.
+        # Keys are distinct and ascend in expert, then in row. Rows without an expert are last.
         key = (tl.where(expert >= 0, expert, NUM_BINS) << LOG2_TILE) | lane
         key = tl.sort(key)
         expert = key >> LOG2_TILE
         row = first + (key & (TILE - 1))
-        # The i-th sorted row of the tile is row i − (rows of lower experts) of its expert's rows.
+        # Rank within the expert: index in the sorted tile minus the tile's rows of lower experts.
         shift = next_row - (tl.cumsum(in_tile, 0) - in_tile)
         kept = expert < NUM_BINS
         position = tl.gather(shift, tl.where(kept, expert, 0), 0) + lane
@@ -260,7 +264,7 @@ def _routing_plan_scatter_kernel(
 
 @triton.jit
 def _rank(value):
-    """int32 that orders as the value does; NaN ranks as −inf, −0 equals 0."""
+    """int32 key with the same order as the float32 value; NaN counts as −inf, −0 equals 0."""
     value = tl.where(value == value, value, float("-inf"))
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -268,21 +272,26 @@ def _rank(value):
 
 @triton.jit
 def _rank_value(rank):
-    """The value that `_rank` ordered."""
+    """Inverse of `_rank`: the float32 value of a key."""
     return tl.where(rank < 0, rank ^ 0x7FFFFFFF, rank).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _best(rank, index):
-    """The highest rank of each row, and the lowest index that has it: two 32-bit reductions take
-    less time than one of 64-bit keys."""
+    """The highest rank of each row and the lowest index that has it.
+
+    Two 32-bit reductions are faster than one of 64-bit keys.
+    """
     best = tl.max(rank, 1)
     return best, tl.min(tl.where(rank == best[:, None], index, _NO_INDEX), 1)
 
 
 @triton.jit
 def _limit_to_groups(rank, index, group, num_groups, top_groups):
-    """Exclude the experts of all but the `top_groups` groups with the best sum of two."""
+    """Exclude experts outside the `top_groups` best groups.
+
+    A group's score is the sum of its two largest expert scores.
+    """
     group_rank = tl.full(rank.shape, _EXCLUDED, tl.int32)
     for current in range(num_groups):
         inside = (group == current)[None, :]
@@ -303,7 +312,7 @@ def _limit_to_groups(rank, index, group, num_groups, top_groups):
 @triton.jit
 def _chosen_weights(logit, chosen_logit, filled, in_row, routed_scaling_factor,
                     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr):
-    """float32 [ROWS, SLOTS] weights of the chosen experts."""
+    """Routing weights of the chosen experts, float32 [ROWS, SLOTS]."""
     if SIGMOID:
         weight = tl.where(filled, 1.0 / (1.0 + tl.exp(-chosen_logit)), 0.0)
         if NORMALIZE:
@@ -324,7 +333,7 @@ def _chosen_weights(logit, chosen_logit, filled, in_row, routed_scaling_factor,
 @triton.jit
 def _choice_scores(logit, correction_bias, expert, in_row, SIGMOID: tl.constexpr,
                    BY_PROBABILITY: tl.constexpr):
-    """What experts are ranked by, float32 [ROWS, EXPERTS]."""
+    """Scores that rank the experts, float32 [ROWS, EXPERTS]."""
     score = logit
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-logit))
@@ -345,7 +354,7 @@ def _route_topk_kernel(
     BY_PROBABILITY: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
-    """Each program: ROWS tokens, one warp, so that no reduction leaves the warp."""
+    """Route ROWS tokens per program. One warp per program: reductions need no shared memory."""
     maybe_follow_previous(FOLLOW)
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
@@ -366,7 +375,7 @@ def _route_topk_kernel(
         chosen = tl.where(slot == current, index[:, None], chosen)
         rank = tl.where(expert[None, :] == index[:, None], _EXCLUDED, rank)
 
-    # The chosen logits are read again (from L1) instead of being carried through the reductions.
+    # Read the chosen logits again (from L1) instead of carrying them through the reductions.
     filled = (slot < top_k) & (token < num_tokens)[:, None]
     chosen_logit = tl.load(logits + token[:, None] * row_stride + chosen, mask=filled,
                            other=0.0).to(tl.float32)

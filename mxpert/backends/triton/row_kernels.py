@@ -1,8 +1,7 @@
-"""Device side of the passes between the grouped GEMMs of training: each reads and writes once.
+"""Device code of activation and combine in training; each kernel reads and writes memory once.
 
-As torch operations, activation and combine pass every value through memory in float32 several
-times; here a pass moves what it must: 6 bytes for a value of the activation in bfloat16, 10 bytes
-backward.
+Torch operations would move every value through memory in float32 several times. The activation
+kernel moves 6 bytes per value in bfloat16, its backward 10 bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def _swish_derivatives(gate, factor, alpha):
 
 @triton.jit
 def _derivatives(gate, up, p0, p1, ACTIVATION: tl.constexpr):
-    """Derivatives of `gated_activation` by gate and by up; 0 where a clamp holds."""
+    """Derivatives of `gated_activation` by gate and by up; 0 where the value is clamped."""
     if ACTIVATION == "silu":
         by_gate, by_up = _swish_derivatives(gate, up, 1.0)
     elif ACTIVATION == "swiglu":  # p0 alpha, p1 limit
@@ -74,7 +73,7 @@ def _activate_rows_backward_kernel(
     out_ptr, grad_ptr, gate_up_ptr, num_rows, width, p0, p1, ACTIVATION: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """Gradients of gate and up [R, 2F] from that of the activation."""
+    """Gradients of gate and up, out [R, 2F], from the gradient of the activation [R, F]."""
     rows, columns, mask = _tile(num_rows, width, BLOCK_R, BLOCK_N)
     offsets = rows * (2 * width) + columns
     gate = tl.load(gate_up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -110,7 +109,7 @@ def _combine_rows_backward_kernel(
     by_row_ptr, by_weight_ptr, grad_ptr, rows_ptr, row_ids_ptr, weights_ptr, top_k, width,
     BLOCK_N: tl.constexpr,
 ):
-    """One (token, slot) a program: ``by_row = weight · grad``, ``by_weight = grad · row``."""
+    """One (token, slot) per program: ``by_row = weight · grad``, ``by_weight = grad · row``."""
     pair = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ids_ptr + pair)
     weight = tl.load(weights_ptr + pair)

@@ -1,4 +1,4 @@
-"""ACTIVATE_ROWS and COMBINE_ROWS on Triton, forward and backward: grids and launches."""
+"""Host side of ACTIVATE_ROWS and COMBINE_ROWS on Triton, forward and backward."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from .row_kernels import (
 )
 
 ACTIVATION_TILE = (4, 512)
-"""Rows and columns of a program of four warps: sixteen values a thread, two loads of 16 bytes."""
+"""Rows and columns per program of four warps: sixteen values a thread, two loads of 16 bytes."""
 
 COMBINE_BLOCK = 1024
 COMBINE_WARPS = 2
-"""Sixteen columns a thread, eight where a warp has 64 of them: accesses of 16 bytes."""
+"""Columns and warps per program: sixteen columns a thread on 32-lane warps, eight on 64-lane ones;
+each access has 16 bytes."""
 
 
 class _Rows:
-    """What the four kernels share."""
+    """Base class of the four kernels: supported problems and their single config."""
 
     backend = "triton"
 
@@ -49,7 +50,7 @@ class _Rows:
 
 
 class _ActivateRows(_Rows):
-    """``act(gate, up)``."""
+    """ACTIVATE_ROWS: ``act(gate, up)``."""
 
     op = Op.ACTIVATE_ROWS
 
@@ -62,7 +63,7 @@ class _ActivateRows(_Rows):
 
 
 class _ActivateRowsBackward(_Rows):
-    """The gradient of gate and up."""
+    """ACTIVATE_ROWS_BACKWARD: gradients of gate and up."""
 
     op = Op.ACTIVATE_ROWS_BACKWARD
 
@@ -76,7 +77,7 @@ class _ActivateRowsBackward(_Rows):
 
 
 class _CombineRows(_Rows):
-    """The weighted sum of each token's rows."""
+    """COMBINE_ROWS: weighted sum of the rows of each token."""
 
     op = Op.COMBINE_ROWS
 
@@ -91,7 +92,7 @@ class _CombineRows(_Rows):
 
 
 class _CombineRowsBackward(_Rows):
-    """The gradients of the rows and of the weights."""
+    """COMBINE_ROWS_BACKWARD: gradients of the rows and of the routing weights."""
 
     op = Op.COMBINE_ROWS_BACKWARD
 

@@ -1,6 +1,7 @@
 """fp8_token activations for the portable GEMMs: e4m3 rows with one float32 scale each.
 
-To the GEMMs they are MXFP8 rows whose block scales are all 1; the row's scale multiplies the sum.
+The GEMMs read them as MXFP8 rows whose block scales are all 1, and multiply the sum by the row's
+scale.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .quantize_kernels import encode, magnitude_bits
 _BLOCK = 2048
 _NUM_WARPS = 4
 _SMALLEST_AMAX = tl.constexpr(0x04E00000)
-"""Bits of 448 * 2^-126: a smaller maximum has the smallest scale that is a normal float32."""
+"""Bits of 448 * 2^-126. Smaller maxima are raised to it, so that the scale is a normal float32."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,10 @@ class CodedRows:
 @triton.jit(do_not_specialize=["num_blocks"])
 def _moe_quantize_tokens_kernel(qdata_ptr, scale_ptr, block_scale_ptr, x_ptr, num_blocks, x_stride,
                                 BLOCK: tl.constexpr):
-    """One row a program, `mxpert.formats.quantize_token_rows` bit for bit; the first program also
-    writes the block scales."""
+    """Quantise one row per program, bit-exact to `mxpert.formats.quantize_token_rows`.
+
+    The first program also writes the block scales.
+    """
     row = tl.program_id(0).to(tl.int64)
     width = num_blocks * 32
     x_ptr += row * x_stride
@@ -69,7 +72,7 @@ def _launch(num_rows: int, num_blocks: int, stride: int) -> Launch:
 
 
 def quantize_tokens(x: torch.Tensor) -> CodedRows:
-    """Quantise bfloat16 rows [M, K], K a multiple of 32; nothing is launched for no rows."""
+    """Quantise bfloat16 rows [M, K], K a multiple of 32; launch nothing if M is 0."""
     num_rows, width = x.shape
     rows = CodedRows(x.new_empty((num_rows, width), dtype=torch.uint8),
                      x.new_empty(num_rows, dtype=torch.float32),

@@ -1,0 +1,16 @@
+"""What differs between the supported releases of Triton (3.6 to 3.9), under the newest names."""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# Triton 3.9 keeps the old names of the copies, which raise: look for the new ones first.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+"""Start a TMA copy to shared memory: (descriptor, coordinates, barrier, destination)."""
+
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+"""Start a TMA copy from shared memory: (descriptor, coordinates, source)."""
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""Wait for the other threads of this warp partition."""

@@ -1,0 +1,98 @@
+"""Values of command-line options: parse them, and refuse bad ones before any work starts."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..dispatch.registry import BACKENDS
+from ..errors import message, require
+from ..integrations.safetensors_files import short
+from ..problem import parse_activation_format
+from ..routing import TOKEN_MASK
+
+FORMAT_NAMES = {"bf16": "a16w4", "mxfp8": "a8w4", "mxfp4": "a4w4", "fp8_token": "a8w4-token"}
+"""Activation format → the name that tables show and that options take."""
+_FORMATS_BY_NAME = {name: activation for activation, name in FORMAT_NAMES.items()}
+FORMATS_HELP = (f"Activation formats, comma-separated: {', '.join(FORMAT_NAMES.values())}; the "
+                f"names {', '.join(FORMAT_NAMES)} mean the same.")
+JSON_HELP = ("Write the machine-readable report to this file. With '-' it goes to standard output, "
+             "and everything else to standard error.")
+
+
+def parse_numbers(text: str, command: str, option: str) -> list[int]:
+    """A comma-separated list of positive integers, each at most the largest token count.
+
+    >>> parse_numbers("1,16", "demo", "--tokens")
+    [1, 16]
+    """
+    parts = [part.strip() for part in text.split(",")]
+    valid = all(part.isascii() and part.isdigit() and len(part) <= len(str(TOKEN_MASK))
+                and 0 < int(part) <= TOKEN_MASK for part in parts)
+    require(valid, command, option, got=short(text),
+            need=f"integers from 1 to {TOKEN_MASK}, separated by commas",
+            remedy=f"for example {option} 1,16,128")
+    return [int(part) for part in parts]
+
+
+def parse_choices(text: str, allowed: Sequence[str], command: str, option: str) -> list[str]:
+    """A comma-separated list of names, each one of `allowed`.
+
+    >>> parse_choices("gate_up,down", ["gate_up", "down", "layer"], "bench", "--stage")
+    ['gate_up', 'down']
+    """
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        require(part in allowed, command, option, need=f"some of {','.join(allowed)}",
+                got=short(part))
+    return list(dict.fromkeys(parts))
+
+
+def parse_formats(text: str, command: str, option: str) -> list[str]:
+    """A comma-separated list of activation formats in either vocabulary, each once.
+
+    >>> parse_formats("a16w4,mxfp8,a8w4-token", "bench", "--format")
+    ['bf16', 'mxfp8', 'fp8_token']
+    """
+    found = []
+    for part in (part.strip() for part in text.split(",")):
+        try:
+            found.append(_FORMATS_BY_NAME.get(part) or parse_activation_format(part, command))
+        except ValueError as error:
+            raise ValueError(message(
+                command, option,
+                f"some of {','.join(FORMAT_NAMES.values())} or {','.join(FORMAT_NAMES)}",
+                short(part))) from error
+    return list(dict.fromkeys(found))
+
+
+def check_backend(backend: str | None, command: str) -> None:
+    """Refuse an unknown --backend."""
+    require(backend is None or backend in BACKENDS, command, "--backend",
+            need=f"one of {', '.join(BACKENDS)}", got=short(str(backend)))
+
+
+def open_folder(folder: Path, command: str, option: str) -> None:
+    """Make the folder for reports, and refuse one that cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(message(command, option, "a folder that can be written",
+                                 f"{str(folder)!r}: {error.strerror}")) from error
+
+
+def check_target(target: str | Path | None, command: str, option: str = "--json") -> None:
+    """Refuse a file that could not be written; None and "-" are no files."""
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    usable = path.parent.is_dir() and not path.is_dir()
+    hint = ", or -" if option == "--json" else ""
+    require(usable, command, option, need=f"a file in an existing directory{hint}",
+            got=short(str(target)))
+    require(os.access(path if path.exists() else path.parent, os.W_OK), command, option,
+            need=f"a file that can be written{hint}", got=short(str(target)))

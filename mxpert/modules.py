@@ -1,0 +1,330 @@
+"""Inference modules: `MoE`, a whole MoE layer, and `PreparedExperts`, its experts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .errors import UnsupportedError, message, require, require_device, require_tensor
+from .formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
+from .formats.tensor import Layout, MXTensor
+from .ops.moe import fused_moe
+from .ops.quantize import FLOAT_DTYPES, quantize
+from .ops.route import LOGIT_DTYPES, TOP_K_LIMIT, route_topk
+from .problem import ACTIVATIONS, Activation, SiLU, TopKOptions, activation_mx_format
+from .published import expert_weights_from, published_expert_tensors, published_shapes
+from .routing import MAX_TOP_K
+from .weights import GateUpOrder, MoEWeights
+
+PROJECTIONS = ("gate_up_proj", "down_proj")
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Weights quantised at a time: temporaries that stay in a CPU's cache; few launches on a GPU."""
+
+
+class PreparedExperts(torch.nn.Module):
+    """The MXFP4 experts of one layer, prepared for the device that they are on.
+
+    ``state_dict`` holds the published tensors (``gate_up_proj_blocks``, ``gate_up_proj_scales``,
+    …), whatever layout the kernels read. ``load_state_dict`` takes them back and checks their
+    sizes. ``.to(device)`` prepares the weights for the new device; a dtype given to ``.to`` changes
+    nothing. A call changes no state, so threads may share the module.
+
+    Args:
+        weights: MoEWeights, ROW_MAJOR or prepared.
+        activation: what stands between the two GEMMs.
+        activation_format: "bf16", "mxfp8", "mxfp4" or "fp8_token"; may be assigned later.
+        dtype: dtype of the biases in the state dict.
+    """
+
+    weights: MoEWeights
+    no_gradient = "train with mxpert.training.MXMoE"
+    """What to do instead, for the error that a gradient raises."""
+
+    def __init__(self, weights: MoEWeights, activation: Activation, *,
+                 activation_format: str = "bf16", dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.activation, self.activation_format, self.dtype = activation, activation_format, dtype
+        self._hold(weights)
+
+    def _hold(self, weights: MoEWeights) -> None:
+        """Keep `weights`, and register them as buffers so that memory footprints count them."""
+        self.weights = weights
+        for name, projection in zip(PROJECTIONS, (weights.gate_up_proj, weights.down_proj),
+                                    strict=True):
+            self.register_buffer(f"{name}_qdata", projection.qdata, persistent=False)
+            self.register_buffer(f"{name}_scale", projection.scale, persistent=False)
+
+    def forward(self, x: torch.Tensor, topk_weights: torch.Tensor,
+                topk_ids: torch.Tensor) -> torch.Tensor:
+        """x [..., H], weights and ids [T, top_k] → the shape and dtype of x.
+
+        Raises:
+            UnsupportedError: x requires a gradient and the module is in training mode. In
+                evaluation mode the error comes with the backward pass.
+        """
+        needs_grad = torch.is_grad_enabled() and x.requires_grad
+        if needs_grad and self.training:
+            raise UnsupportedError(message(
+                type(self).__name__, "training", "evaluation mode",
+                "training mode: MXFP4 weights have no gradient", self.no_gradient))
+        rows = x if x.dim() == 2 else x.reshape(-1, self.weights.hidden_size)
+        out = fused_moe(
+            _as(rows, torch.bfloat16), self.weights, _as(topk_weights, torch.float32),
+            _as(topk_ids, torch.int32), activation=self.activation,
+            activation_format=self.activation_format, out_dtype=x.dtype)
+        if x.dim() != 2:
+            out = out.view(x.shape)
+        if needs_grad and not torch.compiler.is_compiling():
+            return _WithoutBackward.apply(out, x, type(self).__name__, self.no_gradient)
+        return out
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PreparedExperts:
+        """`to`, `cuda` and `cpu` prepare the weights for the new device and keep their dtypes."""
+        moved = fn(torch.empty(0, dtype=torch.uint8, device=self.weights.device)).device
+        if moved != self.weights.device:
+            self._hold(self.weights.unprepare().prepare(device=moved))
+        return self
+
+    def _published(self) -> dict[str, torch.Tensor]:
+        return published_expert_tensors(self.weights.unprepare(), dtype=self.dtype)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str,
+                            keep_vars: bool) -> None:
+        """The published tensors; those of a packed layout are on the CPU, to save GPU memory."""
+        packed = self.weights.layout is not Layout.ROW_MAJOR
+        for name, tensor in self._published().items():
+            destination[prefix + name] = tensor.cpu() if packed else tensor
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, torch.Tensor], prefix: str,
+        local_metadata: dict[str, Any], strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:
+        weights = self.weights
+        wanted = published_shapes(weights.num_experts, weights.hidden_size,
+                                  weights.intermediate_size,
+                                  has_bias=weights.gate_up_bias is not None)
+        given = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()
+                 if name.startswith(prefix)}
+        missing_keys += [prefix + name for name in wanted if name not in given]
+        unexpected_keys += [prefix + name for name in given if name not in wanted]
+        given = {name: tensor for name, tensor in given.items() if name in wanted}
+        errors = [error for name, tensor in given.items()
+                  if (error := _mismatch(prefix + name, tensor, wanted[name]))]
+        error_msgs += errors
+        if errors or not given:
+            return
+        if not local_metadata.get("assign_to_params_buffers", False):
+            given = {name: tensor.clone() for name, tensor in given.items()}
+        kept = {} if given.keys() == wanted.keys() else self._published()
+        loaded = expert_weights_from({name: tensor.to(weights.device)
+                                      for name, tensor in (kept | given).items()},
+                                     GateUpOrder.INTERLEAVED)
+        self._hold(loaded.prepare(device=weights.device))
+
+    def extra_repr(self) -> str:
+        weights = self.weights
+        return (f"num_experts={weights.num_experts}, hidden_size={weights.hidden_size}, "
+                f"intermediate_size={weights.intermediate_size}, activation={self.activation}, "
+                f"activation_format={self.activation_format!r}, layout={weights.layout.name}")
+
+
+class MoE(torch.nn.Module):
+    """An MoE layer for inference: router, MXFP4 experts, activation.
+
+    ``y[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`` over the `top_k` experts that
+    `route_topk` chooses by ``x · router_weightᵀ + router_bias``. The router computes in the dtype
+    of its weight.
+
+    The state dict holds ``router.weight``, ``router.bias``, ``correction_bias`` and, below
+    ``experts.``, the published MXFP4 tensors: the names of gpt-oss's layers. ``.to(device)``
+    prepares the experts for the new device.
+
+    Args:
+        weights: MoEWeights, from a checkpoint or from `quantize_weights`; prepared or not.
+        router_weight: bfloat16, float16 or float32 [E, H], on the device of `weights`.
+        top_k: experts per token.
+        activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2().
+        activation_format: "bf16", "mxfp8", "mxfp4" or "fp8_token", see `fused_moe`.
+        router_bias: [E] in the dtype of `router_weight`, added to the logits, or None.
+        correction_bias: float32 [E], added to the scores for the choice only, or None.
+        routing: scoring, groups and scaling, see `route_topk`.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
+        UnsupportedError: a call in training mode whose input requires a gradient.
+
+    Example:
+        >>> import torch, mxpert
+        >>> from mxpert.modules import quantize_weights
+        >>> weights = quantize_weights(torch.randn(4, 64, 32), torch.randn(4, 32, 32),
+        ...                            gate_up_order=mxpert.GateUpOrder.CONCATENATED)
+        >>> moe = mxpert.MoE(weights, torch.randn(4, 32), top_k=2).eval()
+        >>> moe(torch.randn(2, 5, 32, dtype=torch.bfloat16)).shape
+        torch.Size([2, 5, 32])
+        >>> sorted(moe.state_dict())[-2:]
+        ['experts.gate_up_proj_scales', 'router.weight']
+    """
+
+    def __init__(
+        self, weights: MoEWeights, router_weight: torch.Tensor, *, top_k: int,
+        activation: Activation = SiLU(), activation_format: str = "bf16",
+        router_bias: torch.Tensor | None = None, correction_bias: torch.Tensor | None = None,
+        routing: TopKOptions = TopKOptions(),
+    ) -> None:
+        super().__init__()
+        op = "MoE"
+        activation_mx_format(activation_format, op)
+        for name, value, kinds in (("weights", weights, MoEWeights), ("top_k", top_k, int),
+                                   ("activation", activation, tuple(ACTIVATIONS.values())),
+                                   ("routing", routing, TopKOptions)):
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                wanted = "an activation of mxpert" if name == "activation" else kinds
+                raise TypeError(message(op, name, getattr(wanted, "__name__", wanted),
+                                        repr(value)))
+        experts = weights.num_experts
+        require(0 < top_k <= min(experts, MAX_TOP_K), op, "top_k", got=top_k,
+                need=f"at least 1, {TOP_K_LIMIT} ({experts})")
+        require_tensor(router_weight, op, "router_weight", dtype=LOGIT_DTYPES,
+                       shape=(experts, weights.hidden_size), device=weights.device)
+        if router_bias is not None:
+            require_tensor(router_bias, op, "router_bias", dtype=router_weight.dtype,
+                           shape=(experts,), device=weights.device)
+        if correction_bias is not None:
+            require_tensor(correction_bias, op, "correction_bias", dtype=torch.float32,
+                           shape=(experts,), device=weights.device)
+        self.top_k, self.routing = top_k, routing
+        self.router = torch.nn.Linear(weights.hidden_size, experts, device="meta",
+                                      bias=router_bias is not None)
+        self.router.weight = torch.nn.Parameter(router_weight.detach(), requires_grad=False)
+        if router_bias is not None:
+            self.router.bias = torch.nn.Parameter(router_bias.detach(), requires_grad=False)
+        self.register_buffer("correction_bias", correction_bias)
+        if weights.fold_certificates is None:
+            weights = weights.prepare(device=weights.device)
+        self.experts = PreparedExperts(weights, activation, activation_format=activation_format)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., H], bfloat16, float16 or float32 → the shape and dtype of x."""
+        hidden_size = self.router.in_features
+        require_tensor(x, "MoE", "x", dtype=FLOAT_DTYPES, device=self.router.weight.device)
+        require(x.dim() > 0 and x.shape[-1] == hidden_size, "MoE", "x.shape",
+                need=f"[..., {hidden_size}]", got=list(x.shape))
+        rows = x.reshape(-1, hidden_size)
+        options, correction = self.routing, self._buffers["correction_bias"]
+        with torch.no_grad():  # the choice of experts has no gradient
+            logits = self.router(_as(rows, self.router.weight.dtype))
+        topk_weights, topk_ids = route_topk(
+            logits, self.top_k, normalize=options.normalize, scoring=options.scoring,
+            num_groups=options.num_groups, top_groups=options.top_groups,
+            correction_bias=None if correction is None else _as(correction, torch.float32),
+            routed_scaling_factor=options.routed_scaling_factor)
+        out: torch.Tensor = self.experts(rows, topk_weights, topk_ids)
+        return out.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"top_k={self.top_k}, routing={self.routing}"
+
+
+def quantize_weights(
+    gate_up_proj: torch.Tensor, down_proj: torch.Tensor, *, gate_up_order: GateUpOrder,
+    gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
+    scale_rule: ScaleRule = ScaleRule.RCEIL, device: torch.device | str | None = None,
+) -> MoEWeights:
+    """Quantise the dense experts of one layer to MXFP4.
+
+    Each projection becomes ``quantize(w, "mxfp4", axis=-1)``, a few rows at a time.
+
+    Args:
+        gate_up_proj: bfloat16, float16 or float32 [E, 2F, H].
+        down_proj: the same dtypes, [E, H, F].
+        gate_up_order: how gate and up rows are arranged.
+        gate_up_bias: [E, 2F] in that order, or None. down_bias: [E, H], or None.
+        scale_rule: how a block's scale follows from its maximum.
+        device: where the result goes; None is the device of `gate_up_proj`.
+
+    Returns:
+        MoEWeights, not prepared.
+
+    Raises:
+        TypeError, ValueError: a wrong type, dtype, shape or device.
+
+    Example:
+        >>> quantize_weights(torch.ones(4, 64, 32), torch.ones(4, 32, 32),
+        ...                  gate_up_order=GateUpOrder.CONCATENATED).num_experts
+        4
+    """
+    op = "quantize_weights"
+    if not isinstance(scale_rule, ScaleRule):
+        raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(scale_rule)))
+    for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+        require_tensor(weight, op, name, dtype=FLOAT_DTYPES, shape=(None, None, None))
+        require(weight.shape[-1] % MX_BLOCK_SIZE == 0, op, f"{name}.shape[-1]",
+                need=f"a multiple of {MX_BLOCK_SIZE}", got=weight.shape[-1],
+                remedy="MXFP4 has no partial blocks; pad the layer first")
+    for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
+        if bias is not None:
+            require_tensor(bias, op, name, dtype=FLOAT_DTYPES)
+    target = gate_up_proj.device if device is None else require_device(device, op)
+    gate_up, down = (quantize_stacked(weight, transposed=False, scale_rule=scale_rule,
+                                      device=target) for weight in (gate_up_proj, down_proj))
+    biases = [None if bias is None else bias.detach().to(target, torch.float32).contiguous()
+              for bias in (gate_up_bias, down_bias)]
+    return MoEWeights(gate_up, down, biases[0], biases[1], gate_up_order=gate_up_order)
+
+
+def quantize_stacked(weight: torch.Tensor, *, transposed: bool, scale_rule: ScaleRule,
+                     device: torch.device) -> MXTensor:
+    """Quantise stacked weights along their reduction, a part at a time.
+
+    Args:
+        weight: [E, N, K], or [E, K, N] if `transposed`.
+        device: where to quantise and leave the result.
+
+    Returns:
+        MXFP4 [E, N, K].
+    """
+    rows = weight.detach().transpose(1, 2) if transposed else weight.detach()
+    experts, count, columns = rows.shape
+    qdata = torch.empty(experts, count, columns // 2, dtype=torch.uint8, device=device)
+    scale = torch.empty(experts, count, columns // MX_BLOCK_SIZE, dtype=torch.uint8, device=device)
+    limit = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
+    step = max(1, limit // max(1, columns))
+    for expert in range(experts):
+        for start in range(0, count, step):
+            part = rows[expert, start:start + step].to(device).contiguous()
+            quantized = quantize(part, MXFP4, scale_rule=scale_rule)
+            qdata[expert, start:start + step] = quantized.qdata
+            scale[expert, start:start + step] = quantized.scale
+    return MXTensor(qdata, scale, MXFP4)
+
+
+def _mismatch(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> str:
+    """torch's message for a tensor of the wrong size, or one for the wrong dtype; else nothing."""
+    if tuple(tensor.shape) != shape:
+        return (f"size mismatch for {name}: copying a param with shape {tensor.shape} from "
+                f"checkpoint, the shape in current model is {torch.Size(shape)}.")
+    fits = tensor.is_floating_point() if name.endswith("_bias") else tensor.dtype == torch.uint8
+    return "" if fits else f"dtype mismatch for {name}: {tensor.dtype} is not the published dtype."
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` in `dtype`; a call of `to` that changes nothing takes as long as an allocation."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """Pass a result on; asking for its gradient is an error, not a silent zero."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, x: torch.Tensor, name: str,
+                remedy: str) -> torch.Tensor:
+        ctx.name, ctx.remedy = name, remedy
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        raise UnsupportedError(message(ctx.name, "backward", "an inference pass", "a gradient",
+                                       ctx.remedy))

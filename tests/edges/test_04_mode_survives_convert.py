@@ -1,0 +1,44 @@
+"""train → `eval()` → `convert` gives experts in evaluation mode (§2.4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import mxpert
+from mxpert.integrations.convert import restore
+from mxpert.training import MXFP8Recipe
+
+IDS = torch.arange(12)[None]
+
+
+def trained() -> Any:
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4))
+    model = mxpert.convert(model.train(), recipe=MXFP8Recipe())
+    model(IDS, labels=IDS).loss.backward()
+    return model
+
+
+@pytest.mark.parametrize("back", ["convert", "restore", "recipe"])
+@pytest.mark.parametrize("training", [False, True])
+def test_the_experts_keep_the_models_mode(back: str, training: bool) -> None:
+    model = trained().train(training)
+    match back:
+        case "convert":
+            mxpert.convert(model, progress=False)
+        case "restore":
+            restore(model)
+        case _:
+            mxpert.convert(model, recipe=MXFP8Recipe.hybrid())
+    assert {module.training for module in model.modules()} == {training}
+
+
+def test_forward_runs_where_a_gradient_could_be_asked_for() -> None:
+    model = mxpert.convert(trained().eval(), progress=False)
+    assert torch.is_grad_enabled()
+    assert model(IDS, labels=IDS).loss.isfinite()

@@ -1,0 +1,81 @@
+"""`convert(wrapper)` marks the Transformers model inside, so that it loads again (§2.8)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import mxpert
+import mxpert.integrations.transformers  # registers "mxpert"
+from mxpert import UnsupportedError
+from mxpert.integrations.convert import mx_experts, restore
+from mxpert.testing.numerics import assert_exact
+
+IDS = torch.arange(12)[None]
+
+
+class Wrapper(torch.nn.Module):
+    """A trainer's module: holds a model and has no config."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.inner(ids)
+
+
+class WrapperWithConfig(Wrapper):
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.config = model.config
+
+
+def mixtral() -> Any:
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)).eval()
+
+
+@pytest.mark.parametrize("wrap", [
+    Wrapper, WrapperWithConfig, torch.nn.DataParallel, torch.compile,
+    lambda model: Wrapper(Wrapper(model))], ids=["plain", "config", "parallel", "compile", "twice"])
+def test_the_inner_model_saves_a_checkpoint_that_loads(wrap: Any, tmp_path: Path) -> None:
+    model = mixtral()
+    wrapper = mxpert.convert(wrap(model), progress=False)
+    model.save_pretrained(tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_text("utf-8"))["quantization_config"]
+    assert stated["quant_method"] == "mxfp4"
+    assert "lm_head" in stated["modules_to_not_convert"]
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, experts_implementation="mxpert", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert_exact(again(IDS).logits, model(IDS).logits, "logits")
+    restore(wrapper)
+    assert not mx_experts(model)
+    model.save_pretrained(tmp_path / "dense")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert_exact(plain(IDS).logits, model(IDS).logits, "logits")
+
+
+def test_the_base_model_inside_can_be_saved(tmp_path: Path) -> None:
+    model = mxpert.convert(mixtral(), progress=False)
+    model.model.save_pretrained(tmp_path)
+    base, info = transformers.AutoModel.from_pretrained(
+        tmp_path, experts_implementation="mxpert", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert_exact(base(IDS).last_hidden_state, model.model(IDS).last_hidden_state, "states")
+
+
+def test_a_wrapped_model_of_another_quantiser_is_refused() -> None:
+    model = mixtral()
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(UnsupportedError, match="load the model dequantised"):
+        mxpert.convert(Wrapper(model), progress=False)

@@ -1,0 +1,162 @@
+"""The documentation site: every public name with its example, and no dead link in any document."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.util
+import inspect
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import mxpert
+import mxpert.formats
+import mxpert.training
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLIC = (mxpert, mxpert.training, mxpert.formats)
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix() for path in
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SITE = load(ROOT / "docs" / "_site.py")
+
+
+@cache
+def text_of(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+@cache
+def anchors(path: str) -> frozenset[str]:
+    """Anchors of a document: its headings as GitHub names them, and names of the API reference."""
+    text = CODE.sub("", text_of(path))
+    found: Counter[str] = Counter()
+    names = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    for heading in re.findall(r"^#+ +(.+)$", text, re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        name = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        names.add(f"{name}-{found[name]}" if found[name] else name)
+        found[name] += 1
+    return frozenset(names)
+
+
+def dead_links(path: str, text: str) -> list[str]:
+    """Links to files of the repository that are not there, or to anchors that they lack."""
+    dead = []
+    for target in SITE.links(text):
+        local = SITE.local_target(target, path)
+        if local is None:
+            continue
+        file, anchor = local
+        if not (ROOT / file).exists() or (anchor and file.endswith(".md")
+                                          and anchor not in anchors(file)):
+            dead.append(target)
+    return dead
+
+
+def listed() -> list[str]:
+    """Every name of the API reference."""
+    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
+    return [name for page in pages
+            for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
+
+
+def resolved(name: str) -> object:
+    """The object with a dotted name."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def public_names() -> list[str]:
+    """`mxpert.fused_moe`, …; what two modules export is listed under the first."""
+    names = {}
+    for module in PUBLIC:
+        for name in module.__all__:
+            if module is mxpert or name not in mxpert.__all__:
+                names[f"{module.__name__}.{name}"] = None
+    return list(names)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_links_lead_somewhere(path: str) -> None:
+    assert not dead_links(path, text_of(path))
+
+
+@pytest.mark.parametrize("text", [
+    "[a](docs/nowhere.md)", "[`a`](CHANGELOG.md#nowhere)", "![a](docs/figures/nowhere.png)",
+    "[a](#nowhere)", "[a](https://github.com/mxpert/mxpert/blob/main/docs/nowhere.md)",
+    "[a](https://github.com/mxpert/mxpert/blob/main/CONTRIBUTING.md#nowhere)",
+    "![a](https://raw.githubusercontent.com/mxpert/mxpert/main/docs/figures/nowhere.png)",
+])
+def test_dead_links_are_found(text: str) -> None:
+    assert len(dead_links("README.md", text)) == 1
+
+
+def test_links_in_code_are_none() -> None:
+    text = "`kernel[grid](args)` and\n\n```python\nkernel[grid](args)\n```\n\n[`x`](README.md)\n"
+    assert SITE.links(text) == ["README.md"]
+
+
+@pytest.mark.parametrize("source", SITE.documents())
+def test_pages_of_the_site_link_to_pages_or_to_the_repository(source: str) -> None:
+    """After rewriting, no relative link leaves the site."""
+    page = SITE.PAGES.get(source, source.removeprefix("docs/"))
+    kept = {SITE.PAGES.get(each, each.removeprefix("docs/")) for each in SITE.documents()}
+    kept |= SITE.outside_images()
+    kept |= {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.png")}
+    for target in SITE.links(SITE.rewritten(text_of(source), source)):
+        local = None if "://" in target else SITE.local_target(target, page)
+        assert local is None or local[0] in kept, target
+
+
+def test_readme_links_follow_it_to_the_site() -> None:
+    repository = SITE.REPOSITORY
+    assert SITE.rewritten(f"[a]({repository}/blob/main/docs/training.md#x)", "README.md") \
+        == "[a](training.md#x)"
+    assert SITE.rewritten("[a](../mxpert/problem.py)", "docs/tuning.md") \
+        == f"[a]({repository}/blob/main/mxpert/problem.py)"
+    assert SITE.rewritten("[a](../../CONTRIBUTING.md)", "docs/dev/architecture.md") \
+        == "[a](../contributing.md)"
+    assert SITE.rewritten("`[a](../x.py)`", "docs/tuning.md") == "`[a](../x.py)`"
+
+
+def test_navigation_names_every_page() -> None:
+    entries = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", text_of("mkdocs.yml"), re.MULTILINE)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert Counter(entries) == Counter(pages | set(SITE.PAGES.values()))
+
+
+def test_api_reference_lists_every_public_name() -> None:
+    missing = sorted(set(public_names()) - set(listed()))
+    assert not missing, f"add these to a page of docs/api: {missing}"
+
+
+def test_api_reference_lists_names_once_and_none_that_is_gone() -> None:
+    assert [name for name, count in Counter(listed()).items() if count > 1] == []
+    for name in listed():
+        resolved(name)
+
+
+@pytest.mark.parametrize("name", [name for name in listed()
+                                  if inspect.isroutine(resolved(name))
+                                  or inspect.isclass(resolved(name))])
+def test_functions_and_classes_of_the_reference_have_an_example(name: str) -> None:
+    tests = doctest.DocTestFinder().find(resolved(name), name)
+    assert any(test.examples for test in tests), f"{name}: its docstring needs an example"
