@@ -101,7 +101,7 @@ class SiTUv2:
 
 def _require_number(op: str, name: str, value: object, *, limit: bool = False) -> None:
     """`value` is a float32 number or, for a limit, above zero; an infinite limit clamps nothing."""
-    if limit and value == math.inf:
+    if limit and isinstance(value, float) and value == math.inf:
         return
     require_number(value, op, name)
     require(not limit or value > 0, op, name, need="a number above zero",  # type: ignore[operator]

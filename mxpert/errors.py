@@ -114,6 +114,18 @@ def _fits(value: object, dtype: torch.dtype | Sequence[torch.dtype] | None,
     return True
 
 
+def require_dtype(value: object, allowed: Sequence[torch.dtype], op: str,
+                  argument: str = "dtype") -> None:
+    """Check that `value` is one of the dtypes `allowed`.
+
+    Raises:
+        TypeError: another dtype, or no dtype at all.
+    """
+    if not (isinstance(value, torch.dtype) and value in allowed):
+        names = " or ".join(str(dtype) for dtype in allowed)
+        raise TypeError(message(op, argument, names, repr(value)))
+
+
 def require_number(value: object, op: str, argument: str) -> None:
     """Check that `value` is an int or a float that float32 holds as a finite number."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):

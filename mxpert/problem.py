@@ -21,7 +21,7 @@ from .activations import SiTUv2 as SiTUv2
 from .activations import SwiGLU as SwiGLU
 from .activations import activation_from as activation_from
 from .activations import require_activation as require_activation
-from .errors import UnsupportedError, message, require
+from .errors import UnsupportedError, message, require, require_dtype
 from .formats.spec import MXFormat, ScaleRule, ScaleSpan, get_format
 from .formats.tensor import Layout
 from .formats.token import FP8_TOKEN
@@ -396,8 +396,8 @@ class ReferenceConfig:
     routing_block_m: int = 16
 
     def __post_init__(self) -> None:
-        require(self.accumulate in (torch.float32, torch.float64), "ReferenceConfig", "accumulate",
-                need="torch.float32 or torch.float64", got=repr(self.accumulate), error=TypeError)
+        require_dtype(self.accumulate, (torch.float32, torch.float64), "ReferenceConfig",
+                      "accumulate")
         if type(self.routing_block_m) is not int or self.routing_block_m < 1:
             raise ValueError(message("ReferenceConfig", "routing_block_m", "an int of at least 1",
                                      repr(self.routing_block_m)))

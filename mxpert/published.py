@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import torch
 
+from .errors import message, require, require_dtype, require_tensor
 from .formats.spec import MX_BLOCK_SIZE, MXFP4
-from .formats.tensor import MXTensor
+from .formats.tensor import Layout, MXTensor
 from .weights import GateUpOrder, MoEWeights, gate_up_rows
 
 BLOCK_BYTES = MX_BLOCK_SIZE // MXFP4.codes_per_byte
@@ -51,6 +52,12 @@ def published_expert_tensors(
         ``gate_up_proj_blocks`` uint8 [E, 2F, H/32, 16], ``gate_up_proj_scales`` uint8 [E, 2F,
         H/32], the same for ``down_proj``, and ``*_bias`` where there are biases; contiguous.
     """
+    op = "published_expert_tensors"
+    if not isinstance(weights, MoEWeights):
+        raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
+    require(weights.layout is Layout.ROW_MAJOR, op, "weights.layout", need=Layout.ROW_MAJOR,
+            got=weights.layout, remedy="call weights.unprepare() first")
+    require_dtype(dtype, (torch.bfloat16, torch.float16, torch.float32, torch.float64), op)
     weights = _interleaved(weights)
     tensors: dict[str, torch.Tensor] = {}
     for name, projection, bias in (
@@ -77,6 +84,16 @@ def expert_weights_from(tensors: Mapping[str, torch.Tensor], order: GateUpOrder)
         >>> expert_weights_from(tensors, GateUpOrder.INTERLEAVED).hidden_size
         64
     """
+    op = "expert_weights_from"
+    if not isinstance(tensors, Mapping):
+        raise TypeError(message(op, "tensors", "tensors by name", type(tensors).__name__))
+    for part, dims in (("blocks", 4), ("scales", 3)):
+        for name in (f"gate_up_proj_{part}", f"down_proj_{part}"):
+            require_tensor(tensors.get(name), op, name, dtype=torch.uint8, shape=(None,) * dims)
+    for name in ("gate_up_proj_bias", "down_proj_bias"):
+        if tensors.get(name) is not None:
+            require_tensor(tensors[name], op, name, shape=(None, None))
+
     def projection(name: str) -> MXTensor:
         return MXTensor(tensors[f"{name}_blocks"].flatten(-2), tensors[f"{name}_scales"], MXFP4)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import message, require, require_tensor
+from ..errors import message, require, require_dtype, require_tensor
 from .spec import (
     E2M1,
     E8M0_BIAS,
@@ -51,8 +51,7 @@ def exact_power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tens
         >>> exact_power_of_two(torch.tensor([-127, 3]), torch.float32).tolist()
         [5.877471754111438e-39, 8.0]
     """
-    require(dtype in _BITS, "exact_power_of_two", "dtype", need="float32 or float64", got=dtype,
-            error=TypeError)
+    require_dtype(dtype, tuple(_BITS), "exact_power_of_two")
     int_dtype, mantissa_bits, bias = _BITS[dtype]
     biased = exponent.to(int_dtype) + bias
     subnormal = torch.ones_like(biased) << (biased + mantissa_bits - 1).clamp(0, mantissa_bits)
@@ -134,7 +133,7 @@ def decode(
     """
     _require_element(element, "decode")
     require_tensor(codes, "decode", "codes", dtype=torch.uint8)
-    _require_float_dtype(dtype, "decode")
+    require_dtype(dtype, FLOAT_DTYPES, "decode")
     if element.bits < 8:
         codes = codes & ((1 << element.bits) - 1)
     table = _value_table(element, codes.device).to(dtype)
@@ -273,9 +272,7 @@ def decode_scale(scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> tor
     """
     op = "decode_scale"
     require_tensor(scale, op, "scale", dtype=torch.uint8)
-    require(dtype in (torch.float32, torch.bfloat16, torch.float64), op, "dtype",
-            need="float32, bfloat16 or float64", got=dtype, error=TypeError,
-            remedy="decode to float32 and convert the product")
+    require_dtype(dtype, (torch.float32, torch.bfloat16, torch.float64), op)
     value = _scale_power(scale, sign=1, dtype=_working_dtype(dtype))
     return value.to(dtype)
 
@@ -369,7 +366,7 @@ def dequantize_blocks(t: MXTensor, dtype: torch.dtype = torch.float32) -> torch.
         raise TypeError(message(op, "t", "an MXTensor", type(t).__name__, "quantise it first"))
     require(t.layout is Layout.ROW_MAJOR, op, "t.layout", need=Layout.ROW_MAJOR, got=t.layout,
             remedy="invert the layout first")
-    _require_float_dtype(dtype, op)
+    require_dtype(dtype, FLOAT_DTYPES, op)
     working = _working_dtype(dtype)
     axis, block = t.axis, t.format.block_size
     codes = unpack_codes(t.qdata, axis) if t.format.codes_per_byte == 2 else t.qdata
@@ -420,11 +417,6 @@ def _negative_axis(x: torch.Tensor, axis: int, op: str) -> int:
     require(isinstance(axis, int) and -dims <= axis < dims, op, "axis",
             need=f"an axis of a {dims}-dimensional tensor", got=axis)
     return axis - dims if axis >= 0 else axis
-
-
-def _require_float_dtype(dtype: torch.dtype, op: str) -> None:
-    require(dtype in FLOAT_DTYPES, op, "dtype", need="float32, bfloat16, float16 or float64",
-            got=dtype, error=TypeError)
 
 
 def _require_element(element: object, op: str) -> None:

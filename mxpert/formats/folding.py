@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..errors import message, require, require_tensor
+from ..errors import message, require, require_dtype, require_int, require_tensor
 from .codec import decode, encode, exact_power_of_two, unpack_codes
 from .spec import E2M1, E4M3, E8M0_BIAS, E8M0_NAN, MXFP4
 from .tensor import Aggregate, Layout, MXTensor
@@ -53,6 +53,16 @@ class FoldCertificate(Aggregate):
     blocks_outside: torch.Tensor
     num_blocks: int
     widest_span: int
+
+    def __post_init__(self) -> None:
+        op = "FoldCertificate"
+        require_tensor(self.reference, op, "reference", dtype=torch.uint8)
+        require_tensor(self.rows_outside, op, "rows_outside", dtype=torch.bool,
+                       shape=tuple(self.reference.shape), device=self.reference.device)
+        require_tensor(self.blocks_outside, op, "blocks_outside", dtype=torch.int64,
+                       shape=tuple(self.reference.shape[:-1]), device=self.reference.device)
+        require_int(self.num_blocks, op, "num_blocks")
+        require_int(self.widest_span, op, "widest_span")
 
     def __repr__(self) -> str:
         return (f"FoldCertificate(rows={self.reference.numel()}, blocks={self.num_blocks}, "
@@ -146,6 +156,9 @@ def fold(
     """
     _require_weights(t, "fold")
     certificate = fold_certificate(t) if certificate is None else certificate
+    if not isinstance(certificate, FoldCertificate):
+        raise TypeError(message("fold", "certificate", "a FoldCertificate or None",
+                                type(certificate).__name__, "make it with fold_certificate(t)"))
     reference = certificate.reference
     require(reference.shape == t.scale.shape[:-1], "fold", "certificate.reference",
             need=list(t.scale.shape[:-1]), got=list(reference.shape),
@@ -187,8 +200,7 @@ def unfold(
     require(codes.dim() > 1, "unfold", "codes.shape", need="[..., N, K]", got=list(codes.shape))
     require_tensor(reference, "unfold", "reference", dtype=torch.uint8, shape=codes.shape[:-1],
                    device=codes.device)
-    require(dtype in (torch.float32, torch.float64), "unfold", "dtype", need="float32 or float64",
-            got=dtype, remedy="convert the result", error=TypeError)
+    require_dtype(dtype, (torch.float32, torch.float64), "unfold")
     exponent = reference.to(torch.int32) - E8M0_BIAS - FOLD_TOP
     factor = exact_power_of_two(exponent, dtype)
     return decode(codes, E4M3, dtype) * factor.unsqueeze(-1)

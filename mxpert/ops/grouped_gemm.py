@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import Calls, detect_target
-from ..errors import message, require, require_tensor
+from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, ScaleSpan
 from ..formats.tensor import Layout, MXTensor
 from ..problem import GroupedProblem, Op
@@ -160,8 +160,7 @@ def check_grouped_wgrad(grad: Operand, a: Operand, group_offsets: torch.Tensor,
 
 
 def _check_out_dtype(out_dtype: torch.dtype, op: str) -> None:
-    require(out_dtype in OUT_DTYPES, op, "out_dtype", need=[str(d) for d in OUT_DTYPES],
-            got=out_dtype, error=TypeError)
+    require_dtype(out_dtype, OUT_DTYPES, op, "out_dtype")
 
 
 def _check_operand(value: Operand, name: str, dims: int, axis: int, op: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import message, require, require_tensor
+from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
 from ..problem import (
@@ -142,8 +142,7 @@ def _check_options(options: MoEOptions, op: str) -> None:
     if not isinstance(options.apply_router_weight_on_input, bool):
         raise TypeError(message(op, "apply_router_weight_on_input", "a bool",
                                 repr(options.apply_router_weight_on_input)))
-    require(options.out_dtype in OUT_DTYPES, op, "out_dtype", need=[str(d) for d in OUT_DTYPES],
-            got=options.out_dtype, error=TypeError)
+    require_dtype(options.out_dtype, OUT_DTYPES, op, "out_dtype")
     require(op != "fused_moe" or options.combine is not Combine.FLAT, op, "combine",
             need="REDUCE or ATOMIC", got="FLAT",
             remedy="call make_routing_plan, moe_gate_up and moe_down: FLAT rows need the plan")

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from ..dispatch import Calls, detect_target
-from ..errors import message, require, require_tensor
+from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import MXFormat, ScaleRule, get_format
 from ..formats.tensor import Layout, MXTensor
 from ..problem import Op, QuantizeProblem
@@ -103,8 +103,7 @@ def check_dequantize(tensor: MXTensor, dtype: torch.dtype) -> None:
     if not isinstance(tensor, MXTensor):
         raise TypeError(message(op, "tensor", "an MXTensor", type(tensor).__name__,
                                 "make one with mxpert.quantize"))
-    require(dtype in FLOAT_DTYPES, op, "dtype", need=[str(d) for d in FLOAT_DTYPES], got=dtype,
-            error=TypeError)
+    require_dtype(dtype, FLOAT_DTYPES, op)
     require(tensor.layout is Layout.ROW_MAJOR, op, "tensor.layout", need=Layout.ROW_MAJOR,
             got=tensor.layout)
 

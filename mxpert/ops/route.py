@@ -163,11 +163,15 @@ def check_route_topk(logits: torch.Tensor, top_k: int, options: TopKOptions,
     if not isinstance(options.normalize, bool):
         raise TypeError(message(op, "normalize", "a bool", repr(options.normalize)))
     require_number(options.routed_scaling_factor, op, "routed_scaling_factor")
-    if options.num_groups != 1 or options.top_groups != 1:
+    if not (_is_one(options.num_groups) and _is_one(options.top_groups)):
         _check_groups(op, num_experts, top_k, options.num_groups, options.top_groups)
     if correction_bias is not None:
         require_tensor(correction_bias, op, "correction_bias", dtype=torch.float32,
                        shape=(num_experts,), device=logits.device, contiguous=True)
+
+
+def _is_one(value: object) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and value == 1
 
 
 def _check_groups(op: str, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:

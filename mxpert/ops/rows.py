@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import Calls, detect_target
-from ..errors import require, require_tensor
+from ..errors import require, require_dtype, require_tensor
 from ..problem import Activation, Op, RowsProblem, activation_from, require_activation
 from .library import register
 from .quantize import FLOAT_DTYPES
@@ -78,7 +78,10 @@ def combine_rows(
         >>> combine_rows(rows, torch.tensor([[3, 0], [1, 2]])).flatten().tolist()
         [9.0, 6.0]
     """
-    _check_combine(rows, row_ids, weights, "combine_rows")
+    op = "combine_rows"
+    _check_combine(rows, row_ids, weights, op)
+    if out_dtype is not None:
+        require_dtype(out_dtype, ROW_DTYPES, op, "out_dtype")
     result: torch.Tensor = _combine_op(rows.contiguous(), row_ids.contiguous(),
                                        None if weights is None else weights.contiguous(),
                                        out_dtype or rows.dtype)
