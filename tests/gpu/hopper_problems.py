@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import Combine, GateUpOrder, MoEConfig, MoEWeights, ReferenceConfig
+from mxpert import Combine, GateUpOrder, MoEWeights, ReferenceConfig
 from mxpert.formats.tensor import Layout
 from mxpert.formats.token import FP8_TOKEN
 from mxpert.problem import (
@@ -35,6 +35,7 @@ from mxpert.testing.numerics import (
     stage_tolerance,
 )
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from mxpert.testing.races import hopper_tiles
 
 heuristics = pytest.importorskip("mxpert.backends.hopper.heuristics", reason="needs Gluon")
 
@@ -56,18 +57,7 @@ CASES: dict[str, tuple[MoEShape, bool]] = {
 }
 """Layers that cover activations, orders, biases and both places of the routing weight."""
 
-def tiles_of(a_format: str) -> dict[str, MoEConfig]:
-    """Every tile that the dispatcher can choose for a format, by name; those of decode with their
-    depth split, too."""
-    found = {}
-    for name, config in heuristics.tiles(split=a_format == "bf16").items():
-        found[name] = MoEConfig(config.block_m, config, config)
-        if not heuristics.is_prefill(config):
-            found[name + "_split"] = MoEConfig(config.block_m, replace(config, split_k=3),
-                                               replace(config, split_k=2))
-    return found
-
-
+tiles_of = hopper_tiles
 TILES = [(a_format, name) for a_format in ACTIVATION_FORMATS for name in tiles_of(a_format)]
 
 cases = pytest.mark.parametrize("case", CASES)
