@@ -7,7 +7,6 @@ does not depend on the others, so that smaller batches are compared with its fir
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 import mxpert
 from mxpert import Combine, GateUpOrder, MoEWeights, ReferenceConfig
 from mxpert.formats.tensor import Layout
-from mxpert.formats.token import FP8_TOKEN
 from mxpert.problem import (
     ACTIVATION_FORMATS,
     ClampedSiLU,
@@ -25,15 +23,8 @@ from mxpert.problem import (
     SiTUv2,
     SwiGLU,
 )
-from mxpert.testing.numerics import (
-    END_TO_END_GATE,
-    FP8_SUM_BITS,
-    FP8_SUM_TERMS,
-    INTERMEDIATE_NOISE,
-    assert_close_relative,
-    requantisation_error,
-    stage_tolerance,
-)
+from mxpert.testing.hopper import layer_tolerance
+from mxpert.testing.numerics import assert_close_relative
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from mxpert.testing.races import hopper_tiles
 
@@ -41,8 +32,6 @@ heuristics = pytest.importorskip("mxpert.backends.hopper.heuristics", reason="ne
 
 TOKENS = (1, 2, 7, 17, 33, 65, 129, 300, 777, 2049)
 FLOAT64 = ReferenceConfig(torch.float64)
-FEW = 1 << 14
-"""Intermediate values below which single flips decide."""
 
 SMALL = MoEShape(hidden_size=704, intermediate_size=384, num_experts=9, top_k=3)
 """Odd numbers of row units (11) and of depth units (3), depths that are no whole units (5.5)."""
@@ -91,37 +80,6 @@ def reference(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:
     """float64 [T, H] of ROW_MAJOR weights."""
     with mxpert.override(backend="reference", config=FLOAT64):
         return run(inputs, a_format, out_dtype=torch.float64, **options)
-
-
-def intermediate_tolerance(a_format: str, numel: int) -> float:
-    """Relative L2 of stage 1's output: rounding, and codes that accumulator noise pushes over a
-    boundary.
-
-    The gate holds where flips average out. A single flip of an e2m1 code is half of a value: among
-    a thousand values that alone is above the gate, and over many the FP8 accumulator's 14 bits
-    flip more than a float32 accumulator's, so that mxfp4 is held to the derivation itself. That of
-    fp8_token is bfloat16.
-    """
-    if a_format in ("bf16", FP8_TOKEN):
-        return stage_tolerance(a_format, torch.bfloat16, FP8_SUM_TERMS, numel=numel,
-                               accumulator_bits=FP8_SUM_BITS)
-    derived = requantisation_error(a_format, INTERMEDIATE_NOISE, numel)
-    return derived if a_format == "mxfp4" or numel < FEW else min(END_TO_END_GATE, derived)
-
-
-def layer_tolerance(a_format: str, out_dtype: torch.dtype, inputs: MoEInputs,
-                    num_tokens: int) -> float:
-    """Stage 2's rounding and the flips of the intermediate, which arrive with their relative size
-    (twice that where the rows of a token cancel)."""
-    top_k, weights = inputs.topk_ids.shape[1], inputs.weights
-    numel = num_tokens * top_k * weights.intermediate_size
-    stage_two = stage_tolerance(a_format, out_dtype, FP8_SUM_TERMS, top_k=top_k, cancellation=2.0,
-                                numel=num_tokens * weights.hidden_size,
-                                accumulator_bits=FP8_SUM_BITS)
-    flips = requantisation_error(None if a_format == "bf16" else a_format, INTERMEDIATE_NOISE,
-                                 numel, row=weights.intermediate_size)
-    derived = math.hypot(stage_two, 2 * flips)
-    return derived if a_format == "mxfp4" or numel < FEW else min(END_TO_END_GATE, derived)
 
 
 class Case:
