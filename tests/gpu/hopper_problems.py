@@ -7,7 +7,6 @@ does not depend on other tokens, so smaller batches are compared with its first 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +14,8 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import Combine, GateUpOrder, MoEConfig, MoEWeights, ReferenceConfig
+from mxpert import Combine, GateUpOrder, MoEWeights, ReferenceConfig
 from mxpert.formats.tensor import Layout
-from mxpert.formats.token import FP8_TOKEN
 from mxpert.problem import (
     ACTIVATION_FORMATS,
     ClampedSiLU,
@@ -25,23 +23,15 @@ from mxpert.problem import (
     SiTUv2,
     SwiGLU,
 )
-from mxpert.testing.numerics import (
-    END_TO_END_GATE,
-    FP8_SUM_BITS,
-    FP8_SUM_TERMS,
-    INTERMEDIATE_NOISE,
-    assert_close_relative,
-    requantisation_error,
-    stage_tolerance,
-)
+from mxpert.testing.hopper import layer_tolerance
+from mxpert.testing.numerics import assert_close_relative
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from mxpert.testing.races import hopper_tiles
 
 heuristics = pytest.importorskip("mxpert.backends.hopper.heuristics", reason="needs Gluon")
 
 TOKENS = (1, 2, 7, 17, 33, 65, 129, 300, 777, 2049)
 FLOAT64 = ReferenceConfig(torch.float64)
-FEW = 1 << 14
-"""Below this number of intermediate values, single flipped codes dominate the error."""
 
 SMALL = MoEShape(hidden_size=704, intermediate_size=384, num_experts=9, top_k=3)
 """Odd numbers of row units (11) and depth units (3), and a depth of 5.5 units."""
@@ -56,18 +46,7 @@ CASES: dict[str, tuple[MoEShape, bool]] = {
 }
 """Layers for all activations, gate/up orders, biases, and both places of the routing weight."""
 
-def tiles_of(a_format: str) -> dict[str, MoEConfig]:
-    """Every tile that the dispatcher can choose for a format, by name; decode tiles also split-K.
-    """
-    found = {}
-    for name, config in heuristics.tiles(split=a_format == "bf16").items():
-        found[name] = MoEConfig(config.block_m, config, config)
-        if not heuristics.is_prefill(config):
-            found[name + "_split"] = MoEConfig(config.block_m, replace(config, split_k=3),
-                                               replace(config, split_k=2))
-    return found
-
-
+tiles_of = hopper_tiles
 TILES = [(a_format, name) for a_format in ACTIVATION_FORMATS for name in tiles_of(a_format)]
 
 cases = pytest.mark.parametrize("case", CASES)
@@ -101,38 +80,6 @@ def reference(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:
     """Reference result [T, H] in float64, from ROW_MAJOR weights."""
     with mxpert.override(backend="reference", config=FLOAT64):
         return run(inputs, a_format, out_dtype=torch.float64, **options)
-
-
-def intermediate_tolerance(a_format: str, numel: int) -> float:
-    """Relative L2 allowed for stage 1's output: rounding, and codes flipped by accumulator noise.
-
-    The gate applies if there are enough values for flips to average out. A flipped e2m1 code is
-    half of a value: among a thousand values a single flip exceeds the gate. With many values the
-    FP8 accumulator's 14 bits cause more flips than a float32 accumulator. mxfp4 therefore uses the
-    derived tolerance without the gate. The output of fp8_token is bfloat16.
-    """
-    if a_format in ("bf16", FP8_TOKEN):
-        return stage_tolerance(a_format, torch.bfloat16, FP8_SUM_TERMS, numel=numel,
-                               accumulator_bits=FP8_SUM_BITS)
-    derived = requantisation_error(a_format, INTERMEDIATE_NOISE, numel)
-    return derived if a_format == "mxfp4" or numel < FEW else min(END_TO_END_GATE, derived)
-
-
-def layer_tolerance(a_format: str, out_dtype: torch.dtype, inputs: MoEInputs,
-                    num_tokens: int) -> float:
-    """Relative L2 allowed for a layer: stage 2's rounding, and flipped codes of the intermediate.
-
-    Stage 2 keeps the relative size of flips, or doubles it if the rows of a token cancel.
-    """
-    top_k, weights = inputs.topk_ids.shape[1], inputs.weights
-    numel = num_tokens * top_k * weights.intermediate_size
-    stage_two = stage_tolerance(a_format, out_dtype, FP8_SUM_TERMS, top_k=top_k, cancellation=2.0,
-                                numel=num_tokens * weights.hidden_size,
-                                accumulator_bits=FP8_SUM_BITS)
-    flips = requantisation_error(None if a_format == "bf16" else a_format, INTERMEDIATE_NOISE,
-                                 numel, row=weights.intermediate_size)
-    derived = math.hypot(stage_two, 2 * flips)
-    return derived if a_format == "mxfp4" or numel < FEW else min(END_TO_END_GATE, derived)
 
 
 class Case:

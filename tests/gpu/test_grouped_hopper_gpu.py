@@ -28,6 +28,7 @@ from mxpert.testing.numerics import (
     sampling_margin,
     sqnr_db,
 )
+from mxpert.testing.races import hunt
 from mxpert.training import MXFP8Recipe, grouped_linear
 
 from .grouped_hopper_problems import (
@@ -55,7 +56,6 @@ from .grouped_hopper_problems import (
     values,
 )
 from .hopper_problems import require_hopper
-from .test_hopper_races import hunt
 
 OUT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 SHAPES = ((736, 1056), (2880, 160), (8, 2880), (96, 32), (264, 416), (1056, 736), (128, 256))
@@ -367,7 +367,8 @@ def test_repeats_give_the_same_bits(name: str, device: torch.device,
     """Repeats run next to other work, with new values and group sizes after every hundred."""
     repeats, each = pytestconfig.getoption("--race-repeats"), variant(name, device)
     assert any(result.any() for result in each.run())
-    assert (differing := hunt(each.run, each.renew, repeats, device)) == 0, f"{differing} values"
+    found = hunt(each.run, each.renew, repeats, device)
+    assert found.mismatches == 0, f"{found.mismatches} values"
 
 
 @variants
