@@ -2,22 +2,24 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint docs clean
+.PHONY: help demo test test-fast test-newest lint docs clean
 
 # The first Python >= 3.11; one that already has torch lends it to the environment.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+NEWEST := .venv-newest
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # A Python that lives in an environment of its own lends its packages through a .pth file.
 SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 REPORT := reports/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+AOT_TESTS := tests/hopper tests/triton/test_*aot*.py
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */make \1\t/' | expand -t 20
 
 $(VENV)/.created:
 	@if [ -z "$(PYTHON)" ]; then echo "make: python — need Python 3.11 or newer on PATH, got none;" \
@@ -82,6 +84,22 @@ $(DOCS_VENV)/.installed: docs/requirements.txt
 docs: $(DOCS_VENV)/.installed  ## build the documentation site strictly into build/site
 	PATH="$(DOCS_VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
+# Torch and tools as pinned, then the newest Triton that pyproject.toml admits, whatever torch asks
+# for: nothing runs on a GPU here, and the kernels see Triton alone.
+$(NEWEST)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check --no-input \
+		"$$(grep -E '^torch=' constraints.txt)" "$$(grep -E '^numpy' constraints.txt)" \
+		safetensors typer rich pytest pytest-timeout pytest-xdist
+	$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check --no-input --no-deps \
+		--upgrade "$$(sed -nE 's/.*"(triton[^;"]*).*/\1/p' pyproject.toml)"
+	@touch $@
+
+test-newest: $(NEWEST)/.installed  ## compile every kernel ahead of time on the newest supported Triton
+	@$(NEWEST)/bin/python -c 'import triton; print("Triton", triton.__version__)'
+	@$(NEWEST)/bin/python -m pytest --color=no -n "$$(nproc)" --dist worksteal $(AOT_TESTS) \
+		$(PYTEST_ARGS) </dev/null
+
 clean:  ## remove the environment, caches and reports
-	rm -rf $(VENV) $(DOCS_VENV) build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) $(NEWEST) build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

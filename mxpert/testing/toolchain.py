@@ -41,8 +41,10 @@ def toolchain() -> Toolchain:
     from triton import knobs
 
     try:
-        tool = knobs.nvidia.ptxas
-    except RuntimeError:  # a Triton built without the NVIDIA backend has no ptxas
+        from triton.backends.nvidia.compiler import get_ptxas
+
+        tool = get_ptxas(90)  # one of the two that Triton bundles: which one changed in 3.9
+    except (ImportError, RuntimeError):  # a Triton built without the NVIDIA backend has no ptxas
         tool = None
     return Toolchain(triton.__version__, tool.path if tool else None,
                      tool.version if tool else None, str(knobs.cache.dir))

@@ -140,6 +140,29 @@ def test_gemms_use_the_chip(record: Recorder, a_format: str, block_m: int, targe
         assert metrics.global_loads.get(8, 0) <= scale_loads(launch.arguments, target)
 
 
+@pytest.mark.parametrize("model, loads", [("gpt-oss-120b", "buffer"), ("kimi-k2", "global")])
+@pytest.mark.parametrize("a_format", FORMATS)
+def test_amd_loads_weights_by_their_size(
+    record: Recorder, a_format: str, model: str, loads: str,
+) -> None:
+    """Codes come 16 bytes at a time: through a buffer descriptor below 2 GiB, by 64-bit address
+    above. Neither spills."""
+    shape = MODEL_SHAPES[model]
+    problem = describe("gfx950", a_format, 64, shape)
+    launches = record(problem, heuristics.layer_heuristic(problem), shape)
+    (gate_up,) = (each for each in launches if each.kernel.__name__ == "_moe_gate_up_kernel")
+    size = gate_up.arguments["weight_ptr"].untyped_storage().size()
+    assert (size < 2**31) is (loads == "buffer")
+    metrics = compile_launch(gate_up, "gfx950")
+    wide = {name.partition("_")[0]: count for name, count in metrics.instructions.items()
+            if name.endswith("_load_dwordx4")}
+    assert wide.get(loads, 0) >= gate_up.arguments["num_stages"], wide
+    assert loads == "global" or "global" not in wide, "nothing else is that large"
+    assert metrics.spills == 0
+    assert metrics.matrix_instruction == (WITH_BF16 if a_format == "bf16" else NATIVE)["gfx950"]
+    assert metrics.global_loads.get(8, 0) <= scale_loads(gate_up.arguments, "gfx950")
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_token_quantiser_moves_whole_vectors(record: Recorder, target: str) -> None:
     shape = MODEL_SHAPES["gpt-oss-120b"]
