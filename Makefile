@@ -66,12 +66,14 @@ test: lint  ## install the test extra, lint, run the whole suite; the last line 
 FAST_TESTS := $(addprefix tests/,edges formats grouped reference routing testing training \
 	triton/test_launch.py triton/test_moe_heuristics.py \
 	test_architecture.py test_docs.py test_packaging.py test_site.py test_weights.py)
+# Of these, what compiles, trains or starts processes.
+FAST_SKIPS := not compile and not evict_first and not toy_lm and not example_runs and not code_blocks \
+	and not figures and not command_line and not fuzz
 FAST_PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.tested  ## ruff and the quick tests, below 90 s on 2 cores
 	$(BIN)/ruff check .
-	$(FAST_PYTEST) -k 'not compile and not toy_lm and not code_blocks and not example' \
-		$(FAST_TESTS) </dev/null
+	$(FAST_PYTEST) -k '$(FAST_SKIPS)' $(FAST_TESTS) </dev/null
 	TRITON_INTERPRET=1 $(FAST_PYTEST) tests/interpreted/test_quantize_triton.py </dev/null
 
 DOCS_VENV := .venv-docs
