@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..integrations.inspect_checkpoint import ProjectionStatistics, inspect_checkpoint
+from ..integrations.module_paths import short_names
 from .options import JSON_HELP, check_target
 from .progress import progress
 from .quantize import short_name
@@ -77,10 +78,12 @@ def _cells(found: list[ProjectionStatistics], *,
                *([Column("NaN")] if has_nan else []), Column("folds"), Column("span", 3),
                *([Column("SQNR dB")] if with_source else [])]
     rows = []
+    names = short_names(entry.module for entry in found)
     for entry in found:
         scales = (entry.min_exponent, entry.median_exponent, entry.max_exponent)
         rows.append([
-            short_name(entry.layer, entry.projection), "×".join(str(size) for size in entry.shape),
+            short_name(names[entry.module], entry.projection),
+            "×".join(str(size) for size in entry.shape),
             f"{entry.bytes / 2**20:.2f}",
             "/".join("–" if value is None else f"{value:d}" for value in scales),
             sparkline(entry.scale_histogram), str(entry.zero_blocks),

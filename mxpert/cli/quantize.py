@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..formats.spec import ScaleRule
 from ..integrations.quantize_checkpoint import QuantizeReport, quantize_checkpoint
-from ..integrations.module_paths import layer_number
+from ..integrations.module_paths import short_names
 from .options import JSON_HELP, check_target
 from .progress import progress
 from .report import Column, make_console, print_table, result_console, write_report
@@ -56,22 +56,23 @@ def quantize(
         raise typer.Exit(EXIT_NOT_VERIFIED)
 
 
-def short_name(layer: int, projection: str) -> str:
-    """Layer and projection for a table row.
+def short_name(module: str, projection: str) -> str:
+    """Module and projection for a table row.
 
     Example:
-        >>> short_name(3, "gate_up_proj")
+        >>> short_name("3", "gate_up_proj")
         '3 gate_up'
     """
-    return f"{'–' if layer < 0 else layer} {projection.removesuffix('_proj')}"
+    return f"{module} {projection.removesuffix('_proj')}"
 
 
 def _print_report(console: Console, report: QuantizeReport) -> None:
     rows = []
+    names = short_names(entry.module for entry in report.projections)
     for entry in report.projections:
         sqnr = "–" if entry.signal == 0 else "exact" if entry.sqnr_db is None else (
             f"{entry.sqnr_db:.2f}")
-        rows.append((short_name(layer_number(entry.module), entry.projection),
+        rows.append((short_name(names[entry.module], entry.projection),
                      "×".join(str(size) for size in entry.shape),
                      f"{entry.source_bytes / 2**20:.2f}", f"{entry.bytes / 2**20:.2f}", sqnr))
     print_table(console, "Quantised to MXFP4", (

@@ -1,4 +1,4 @@
-"""Checkpoints in gpt-oss's published MXFP4 format: read their MoE layers, name tensors for writing.
+"""Checkpoints in gpt-oss's published MXFP4 format: read their MoE layers, name tensors to write.
 
 Per layer the format holds, below ``model.layers.N.mlp.experts``, ``gate_up_proj_blocks`` uint8
 [E, 2F, H/32, 16] and ``gate_up_proj_scales`` uint8 [E, 2F, H/32], the same for ``down_proj``
@@ -49,7 +49,7 @@ class LoadedMoELayer:
         router_weight: [E, H] in the checkpoint's dtype.
         router_bias: [E] in the checkpoint's dtype.
         top_k: experts per token.
-        activation: what stage 1 applies.
+        activation: what stands between the two GEMMs.
     """
 
     layer: int
@@ -74,15 +74,15 @@ def load_gpt_oss_layers(
     directory: Path | str, layers: Iterable[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[LoadedMoELayer]:
-    """Read MoE layers of a gpt-oss checkpoint, codes as they are, one layer at a time.
+    """Read the MoE layers of a gpt-oss checkpoint one at a time, with the stored codes.
 
     Names, shapes and dtypes of every requested layer are checked against ``config.json`` before
-    this returns; the tensors of a layer are read when the iterator comes to it, and no others.
+    this function returns. The iterator then reads the tensors of one layer at a time.
 
     Args:
         directory: checkpoint directory with ``config.json`` and safetensors, sharded or not.
         layers: layer indices, in the wanted order; None is all of them.
-        device: where the tensors shall live.
+        device: device of the tensors.
 
     Returns:
         Iterator of LoadedMoELayer, its weights GateUpOrder.INTERLEAVED.
@@ -131,7 +131,7 @@ def load_expert_weights(
         directory: checkpoint directory; ``config.json`` states the gate/up order.
         layers: full module paths (``model.layers.3.mlp.experts``), or numbers of layers that have
             one experts module; None is every module with quantised experts.
-        device: where the tensors shall live.
+        device: device of the tensors.
 
     Returns:
         Iterator of (full module path, MoEWeights). Shapes are checked before this returns.
@@ -260,7 +260,7 @@ def save_gpt_oss_layer_tensors(
 
 
 def _gpt_oss_sizes(reader: CheckpointReader) -> _GptOssSizes:
-    """Sizes from a gpt-oss config; a ValueError where it is another model's or not MXFP4."""
+    """Sizes from a gpt-oss config; a ValueError if it is another model's or not MXFP4."""
     config, op = reader.config(), reader.op
     where = reader.directory / CONFIG_FILE
     require(config.get("model_type") == "gpt_oss", op, f"{where}: model_type", need='"gpt_oss"',

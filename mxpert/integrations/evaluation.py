@@ -1,4 +1,4 @@
-"""How much a format costs: the same text through one model in bf16, a16w4, a8w4 and a4w4."""
+"""Loss of one model on the same text in bf16, a16w4, a8w4 and a4w4."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .experts import find_experts
 
 BASELINE = "bf16"
 FORMATS = {"a16w4": "bf16", "a8w4": "mxfp8", "a8w4-token": "fp8_token", "a4w4": "mxfp4"}
-"""Name → activation format of fused_moe; weights are MXFP4 in all of them."""
+"""Name → activation format of fused_moe. Weights are MXFP4 in each."""
 
 DEFAULT_FORMATS = ("a16w4", "a8w4", "a4w4")
 
@@ -30,7 +30,7 @@ _Call = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 @dataclass(frozen=True)
 class FormatResult:
-    """What one format makes of the text.
+    """Loss of the text in one format.
 
     Args:
         name: "bf16", "a16w4", …
@@ -38,7 +38,7 @@ class FormatResult:
         delta: loss minus the loss in bf16; 0 for bf16 itself.
         delta_error: standard error of `delta` over windows, of the paired differences; None for a
             single window.
-        tokens_per_second: of the forward passes, as a by-product: nothing was warmed up.
+        tokens_per_second: of the forward passes, without warm-up.
     """
 
     name: str
@@ -54,7 +54,7 @@ class FormatResult:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """Signal to quantisation noise of one layer's experts, by format, in dB; None where exact."""
+    """Signal-to-quantisation-noise ratio of one layer's experts by format, in dB; None if exact."""
 
     name: str
     sqnr_db: dict[str, float | None]
@@ -65,8 +65,9 @@ class EvalReport:
     """Outcome of `evaluate`.
 
     Args:
-        tokens: predicted tokens. windows, context: how the text was cut.
-        formats: bf16 first. layers: in the model's order.
+        tokens: number of predicted tokens.
+        windows: number of windows. context: tokens per window.
+        formats: results by format, bf16 first. layers: in the model's order.
     """
 
     tokens: int
@@ -88,14 +89,14 @@ def evaluate(
 ) -> EvalReport:
     """Loss and per-layer SQNR of a causal language model in bf16 and in MXFP4 formats.
 
-    The text is cut into windows of `context` tokens without overlap (what does not fill one is
-    left out); in each, every token but the first is predicted. Each format reads the same windows.
-    A layer's SQNR compares its experts' output with bf16's *for the same input and routing*, that
-    of the first window, so that it is not mixed up with the errors of the layers before.
+    The text is cut into windows of `context` tokens without overlap; a rest that does not fill a
+    window is left out. In each window every token but the first is predicted. All formats read the
+    same windows. A layer's SQNR compares its experts' output with bf16's for the same input and
+    routing (those of the first window), so that it leaves out the errors of earlier layers.
 
     Args:
-        model: an unconverted model with dense experts; it is converted in place, and is left in
-            the last of `formats`.
+        model: an unconverted model with dense experts. It is converted in place and stays in the
+            last of `formats`.
         token_ids: int64 [S] on the device of the model.
         formats: names among FORMATS, or the activation formats that they stand for ("mxfp8" is
             "a8w4", "bf16" is "a16w4"); the report uses the names.
@@ -177,8 +178,10 @@ def _windows(token_ids: torch.Tensor, context: int, op: str) -> torch.Tensor:
 
 @torch.no_grad()
 def _window_losses(model: Any, windows: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of each window, float64 [W] on the CPU; one window's logits at a time are
-    widened to float32."""
+    """Mean cross entropy of each window, float64 [W] on the CPU.
+
+    Only one window's logits are in float32 at a time.
+    """
     logits = _forward(model, windows)
     losses = [torch.nn.functional.cross_entropy(rows[:-1].float(), ids[1:])
               for rows, ids in zip(logits, windows, strict=True)]
@@ -221,7 +224,7 @@ def _capture(model: torch.nn.Module, names: list[str], windows: torch.Tensor) ->
 
 @torch.no_grad()
 def _sqnr_db(experts: torch.nn.Module, call: _Call) -> float | None:
-    """``10 log10(sum y^2 / sum (y - y')^2)``; None where nothing differs or there is no signal."""
+    """``10 log10(sum y^2 / sum (y - y')^2)``; None without noise or signal."""
     arguments, expected = call
     expected = expected.double()
     noise = float((experts(*arguments).double() - expected).square().sum())

@@ -1,4 +1,4 @@
-"""Experts of unquantised MoE checkpoints: find them by name, check them, read them one by one.
+"""Experts of unquantised MoE checkpoints, found by name, checked, and read one by one.
 
 Three namings exist: one matrix per expert as ``w1`` (gate), ``w3`` (up), ``w2`` (down), as Mixtral
 publishes; the same as ``gate_proj``, ``up_proj``, ``down_proj`` (Qwen-MoE, DeepSeek and most
@@ -41,8 +41,9 @@ STACKED_ORDERS = {"gpt_oss": GateUpOrder.INTERLEAVED} | dict.fromkeys((
     "minimax", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe",
     "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_text",
 ), GateUpOrder.CONCATENATED)
-"""Gate/up order of stacked ``gate_up_proj`` by model_type, from transformers' model classes. Names
-do not tell it, so that other model types are refused when stacked."""
+"""Gate/up order of stacked ``gate_up_proj`` by model_type, from transformers' model classes.
+
+Tensor names do not show the order, so stacked experts of other model types are refused."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class ExpertLayer:
 
 
 def find_expert_layers(reader: CheckpointReader, config: dict[str, Any]) -> list[ExpertLayer]:
-    """Find and check the experts of every MoE layer, reading headers alone.
+    """Find and check the experts of every MoE layer; reads headers only.
 
     Args:
         reader: an unquantised checkpoint.
@@ -117,7 +118,7 @@ def find_expert_layers(reader: CheckpointReader, config: dict[str, Any]) -> list
     Raises:
         ValueError: no experts, quantised weights, missing experts or parts, shapes that do not fit
             each other or MX blocks. UnsupportedError: stacked experts of an unknown model type, or
-            tensors among the experts that this format has no place for.
+            other tensors among the experts.
     """
     op, where = reader.op, reader.directory / CONFIG_FILE
     require(config.get("quantization_config") is None, op, f"{where}: quantization_config",
@@ -195,7 +196,7 @@ def _stacked(
             "save it with one matrix per expert (transformers: save_original_format=True)"))
     gate_up = _float_matrix(reader, f"{prefix}.gate_up_proj", dims=3)
     down = _float_matrix(reader, f"{prefix}.down_proj", dims=3)
-    # [E, 2F, H] with [E, H, F], or both transposed; the factor 2 makes the two cases exclusive.
+    # [E, 2F, H] with [E, H, F], or both transposed. Because of the factor 2 one case alone fits.
     experts, hidden, intermediate = down.shape
     transposed = gate_up.shape == (experts, intermediate, 2 * hidden)
     if transposed:
@@ -264,7 +265,7 @@ def _check_hidden(
 
 
 def source_directory_files(directory: Path) -> list[Path]:
-    """Tokenizer, template and other small files that travel with a checkpoint unchanged."""
+    """Tokenizer, template and other small files, which are copied unchanged."""
     weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
     return sorted(
         path for path in directory.iterdir()

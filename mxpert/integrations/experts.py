@@ -1,10 +1,9 @@
-"""The experts modules of a model in memory: found by their attributes, described, checked.
+"""Find, describe and check the experts modules of a model in memory.
 
 Transformers (5 and later) stacks the experts of a layer in one module, decorated with
-``use_experts_implementation``: parameters ``gate_up_proj`` and ``down_proj``, flags that say how
-they are laid out, and a method ``_apply_gate``. What stage 1 applies is found by calling that
-method on sample values, so that a model's own gate counts, not its name. Nothing here needs
-transformers itself.
+``use_experts_implementation``: parameters ``gate_up_proj`` and ``down_proj``, flags for their
+layout, and a method ``_apply_gate``. The activation is recognised by calling that method on sample
+values, not by its name. This module does not import transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _LIMITS = ("limit", "swiglu_limit")
 _ALPHAS = ("alpha", "swiglu_alpha")
 _SAMPLE_FEATURES = 64
 _SAMPLE_TOLERANCE = 1e-5
-"""float32 values of a few tens, computed in two orders; a wrong gate differs by whole units."""
+"""Rounding of float32 values up to a few tens; a wrong gate differs by whole units."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class FoundExperts:
             that several layers share has several.
         module: the experts module itself.
         num_experts, hidden_size, intermediate_size: E, H, F.
-        activation: what stage 1 applies.
+        activation: what stands between the two GEMMs.
         order: order of gate and up rows.
         transposed: projections are [E, K, N] instead of [E, N, K].
         has_bias: whether there are ``gate_up_proj_bias`` [E, 2F] and ``down_proj_bias`` [E, H].
@@ -74,7 +73,7 @@ class FoundExperts:
 
 
 def find_experts(model: torch.nn.Module, op: str) -> list[FoundExperts]:
-    """Find and check every experts module of a model; nothing is changed.
+    """Find and check every experts module of a model without changing it.
 
     Args:
         model: a model of transformers 5 or later (or modules with the same attributes); weights
@@ -98,7 +97,7 @@ def find_experts(model: torch.nn.Module, op: str) -> list[FoundExperts]:
 
 
 def check_loaded(found: list[FoundExperts], op: str) -> None:
-    """Every weight is there, of a float dtype, and finite.
+    """Check that every weight is loaded, of a float dtype, and finite.
 
     Raises:
         ValueError: a weight on the meta device, or NaN or infinity. TypeError: a wrong dtype.
@@ -192,10 +191,11 @@ def _check_tensors(name: str, module: torch.nn.Module, op: str) -> None:
 
 
 def recognise_gate(module: Any, name: str, op: str) -> tuple[Activation, GateUpOrder]:
-    """Which activation and row order a module's ``_apply_gate`` has, from its answers.
+    """Recognise the activation and row order of a module's ``_apply_gate`` by its results.
 
-    Gate and up values from −16 to 16 (limits are at 7 or 10 in published models) go through the
-    module's own method and through every activation of mxpert, with the module's parameters.
+    The method and every activation of mxpert, with the module's parameters, get the same gate and
+    up values from −16 to 16 (published models clamp at 7 or 10). The activation with equal results
+    is the module's.
 
     Args:
         module: an experts module; ``_apply_gate`` takes [R, 2F] and returns [R, F].
@@ -205,9 +205,9 @@ def recognise_gate(module: Any, name: str, op: str) -> tuple[Activation, GateUpO
         The activation and the order that the module's ``is_concatenated`` states.
 
     Raises:
-        UnsupportedError: no activation gives these answers in this order.
+        UnsupportedError: no activation gives these results in this order.
     """
-    # Models are built under default dtypes and devices of their own: both are stated here.
+    # Models may be built under another default dtype and device, so both are stated here.
     values = 32 * torch.rand(8, 2 * _SAMPLE_FEATURES, generator=torch.Generator().manual_seed(0),
                              dtype=torch.float32, device="cpu") - 16
     with torch.no_grad():

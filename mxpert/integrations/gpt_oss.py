@@ -1,5 +1,7 @@
-"""gpt-oss through transformers: write a small checkpoint in the published layout, and read any such
-checkpoint back with transformers' own classes, which then define what its MoE layers compute."""
+"""gpt-oss with transformers: write a small checkpoint in the published layout, and load one.
+
+A checkpoint that transformers loads defines what its MoE layers compute.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from .safetensors_files import (
 from .saved_config import GPT_OSS_UNCONVERTED
 
 DEMO_VOCABULARY = 256
-"""Token ids of the demo model are bytes, so that text needs no tokenizer."""
+"""Token ids of the demo model are bytes, so it needs no tokenizer."""
 
 DEMO_TEXT = (
     "A mixture-of-experts layer asks one small question for every token that passes: who should "
@@ -54,12 +56,12 @@ DEMO_TEXT = (
 
 @dataclass(frozen=True)
 class MoECapture:
-    """What one MoE layer saw and answered while a model ran.
+    """Input, routing and output of one MoE layer while a model ran.
 
     Args:
         hidden: [T, H], the hidden states that entered the MoE module.
         output: [T, H], what the module returned for them.
-        topk_weights: [T, top_k], its router's weights; topk_ids: int64 [T, top_k], its choice.
+        topk_weights: [T, top_k], its router's weights. topk_ids: int64 [T, top_k], its choice.
     """
 
     hidden: torch.Tensor
@@ -77,11 +79,11 @@ def write_demo_checkpoint(
 
     The model is transformers' GptOssForCausalLM; its vocabulary is the 256 bytes. Expert weights
     are normal times a log-normal factor per row (sigma 0.75 binades) and per block of 32 (sigma 1
-    binade), so that their scales spread over about ten binades; they are quantised to MXFP4 (RCEIL)
-    and saved as blocks, scales and bf16 biases. The same arguments give the same bytes.
+    binade), so their scales spread over about ten binades. They are quantised to MXFP4 (RCEIL) and
+    saved as blocks, scales and bf16 biases. The same arguments give the same bytes.
 
     Args:
-        directory: absent or empty; appears complete or not at all.
+        directory: absent or empty. After an error it is as before.
         hidden_size, intermediate_size: H and F, multiples of 32 (H of 64, the head size).
         num_experts, top_k, num_layers: sizes of the model.
         seed: of all random weights.
@@ -137,8 +139,8 @@ def load_transformers_oracle(
 
     Args:
         directory: a published checkpoint, or one of ours; nothing is downloaded.
-        dtype: parameters and arithmetic; dequantised weights are exact in bfloat16 already.
-        num_layers: load only the first so many decoder layers; None is all.
+        dtype: of parameters and arithmetic; dequantised weights are exact in bfloat16.
+        num_layers: load only this many decoder layers; None is all.
 
     Returns:
         ``transformers.GptOssForCausalLM`` on the CPU, in evaluation mode, with the plain loop over

@@ -40,10 +40,10 @@ class ProjectionStatistics:
         shape: [E, N, K]; bytes: codes and scales; blocks: number of blocks.
         zero_blocks: blocks whose codes are all zero; nan_scales: scale bytes of 255.
         scale_histogram: blocks by scale exponent (byte - 127), zero blocks and NaN left out.
-        min_exponent, median_exponent, max_exponent: of that histogram; None where it is empty.
+        min_exponent, median_exponent, max_exponent: of that histogram; None if it is empty.
         blocks_outside: blocks outside the 15 binades of their row; widest_span: in binades.
         rows_outside: rows with such a block, of E·N.
-        sqnr_db: to the source; None without a source, or where the error is zero.
+        sqnr_db: to the source; None without a source, or if the error is zero.
         relative_l2: ``|w - dequantised| / |w|`` to the source; None without one.
     """
 
@@ -78,7 +78,7 @@ def inspect_checkpoint(
     path: Path | str, *, source: Path | str | None = None, layer: int | str | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> list[ProjectionStatistics]:
-    """Read every MXFP4 tensor of a checkpoint and describe it, expert by expert.
+    """Compute the MX statistics of every MXFP4 tensor of a checkpoint.
 
     Args:
         path: checkpoint directory in gpt-oss's format, or one safetensors file of it.

@@ -32,6 +32,20 @@ def module_order(path: str) -> list[tuple[bool, int, str]]:
             for part in path.split(".")]
 
 
+def short_names(paths: Iterable[str]) -> dict[str, str]:
+    """A name for each module path in a table: its layer number if no other has it, else the path.
+
+    Example:
+        >>> short_names(["layers.0.mlp.experts", "layers.1.a.experts", "layers.1.b.experts"])
+        {'layers.0.mlp.experts': '0', 'layers.1.a.experts': 'layers.1.a.experts', \
+'layers.1.b.experts': 'layers.1.b.experts'}
+    """
+    unique = list(dict.fromkeys(paths))
+    numbers = [layer_number(path) for path in unique]
+    return {path: str(number) if number >= 0 and numbers.count(number) == 1 else path
+            for path, number in zip(unique, numbers, strict=True)}
+
+
 def choose_modules(paths: Sequence[str], wanted: Iterable[int | str], op: str) -> list[str]:
     """The module paths that `wanted` names.
 

@@ -1,8 +1,8 @@
 """Quantise the experts of a bf16 MoE checkpoint to MXFP4, in the format that gpt-oss publishes.
 
-Shard by shard: one output shard per MoE layer holds its quantised experts, further shards hold all
-other tensors unchanged. A manifest in the destination records the checksum of each finished shard,
-so that an interrupted run continues where it stopped.
+One output shard per experts module holds its quantised weights; further shards hold all other
+tensors unchanged. A manifest in the destination records the checksum of each finished shard, so an
+interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ ProgressCallback = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class ProjectionReport:
-    """What quantisation made of one projection of one layer.
+    """Sizes and error of one quantised projection.
 
     Args:
-        module: ``….experts``; projection: "gate_up_proj" or "down_proj"; shape: [E, N, K].
-        source_bytes, bytes: before and after (codes and scales).
+        module: full module path. projection: "gate_up_proj" or "down_proj". shape: [E, N, K].
+        source_bytes: bytes before. bytes: bytes of codes and scales.
         signal, noise: ``sum w^2`` and ``sum (w - dequantised)^2``.
     """
 
@@ -64,7 +64,7 @@ class ProjectionReport:
 
     @property
     def sqnr_db(self) -> float | None:
-        """``10 log10(signal / noise)``; None where either is zero (no error, or no signal)."""
+        """``10 log10(signal / noise)``; None if either is zero (no error, or no signal)."""
         return 10 * math.log10(self.signal / self.noise) if self.signal and self.noise else None
 
     def as_json(self) -> dict[str, Any]:
@@ -103,19 +103,20 @@ def quantize_checkpoint(
     """Quantise the experts of a bf16 MoE checkpoint to MXFP4 and verify what was written.
 
     Every expert matrix becomes ``quantize_blocks(w, "mxfp4", axis=-1, rule=scale_rule)``; gate and
-    up rows alternate in the output, as in gpt-oss. All other tensors are copied bit for bit, side
-    files (tokenizer, templates) too. Memory: one quantised layer and one expert of the source.
+    up rows alternate in the output, as in gpt-oss. All other tensors and side files (tokenizer,
+    templates) are copied bit for bit. Memory holds one quantised layer and one expert of the source
+    at a time.
 
-    A run that was interrupted continues when called again with the same arguments. Under their
-    final names files are complete or absent; ``config.json`` comes last, so that an unfinished
-    destination does not load.
+    An interrupted run continues when it is called again with the same arguments. A file under its
+    final name is complete. ``config.json`` is written last, so an unfinished destination does not
+    load.
 
     Args:
         source: directory with ``config.json`` and safetensors in Mixtral's, Qwen-MoE's or
             DeepSeek's naming, or stacked as transformers 5 and gpt-oss do.
         destination: directory to write; absent, empty, or left by an interrupted run.
         scale_rule: how a block's scale follows from its maximum.
-        device: where quantisation runs.
+        device: device that quantises.
         on_progress: called after every expert and every copied shard.
 
     Returns:
@@ -181,7 +182,7 @@ def _quantize_layer(
             advance(layer.source_bytes * step // steps, f"{layer.prefix}.{projection}")
         tensors[f"{layer.prefix}.{projection}_blocks"] = blocks
         tensors[f"{layer.prefix}.{projection}_scales"] = scales
-        # The projections' elements are as 2 to 1, so are their bytes.
+        # gate_up_proj has two thirds of the elements, down_proj one third.
         share = layer.source_bytes * (2 - index) // 3
         reports.append(ProjectionReport(layer.prefix, projection, (experts, rows, columns), share,
                                         blocks.numel() + scales.numel(), signal, noise))
@@ -217,7 +218,7 @@ def _is_finished(plan: QuantizePlan, shard: OutputShard, manifest: dict[str, Any
 
 
 def _identity(plan: QuantizePlan) -> dict[str, Any]:
-    """What must be equal for a run to continue another: source files, settings, version."""
+    """Source files, settings and version; a run continues another one if they are equal."""
     files = [plan.reader.directory / CONFIG_FILE, *plan.reader.files]
     return {
         "version": __version__,

@@ -1,4 +1,4 @@
-"""What quantising a checkpoint will do: sources checked, tensors assigned to output shards."""
+"""Plan how a checkpoint is quantised: check the source, assign tensors to output shards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .safetensors_files import CheckpointReader
 
 OP = "quantize_checkpoint"
 MAX_COPY_BYTES = 4 << 30
-"""Largest shard of unchanged tensors; a bound on memory, and lower where layers are smaller."""
+"""Largest shard of unchanged tensors, to bound memory; lower for smaller layers."""
 
 CHUNK_ELEMENTS = 1 << 20
-"""Weights quantised at a time: float32 temporaries of 4 MB stay in cache, which takes a sixth of
-the time of whole 4096 × 4096 matrices (one x86 core, torch 2.13)."""
+"""Weights quantised at a time: float32 temporaries of 4 MB stay in cache. This is six times as fast
+as whole 4096 × 4096 matrices (one x86 core, torch 2.13)."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class OutputShard:
 
 @dataclass(frozen=True)
 class QuantizePlan:
-    """Everything that is decided before the first byte is written."""
+    """All decisions, made before the first byte is written."""
 
     reader: CheckpointReader
     destination: Path

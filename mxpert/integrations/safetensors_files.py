@@ -1,4 +1,4 @@
-"""Safetensors checkpoints on disk: find, check and read single tensors; write files atomically."""
+"""Read single tensors of safetensors checkpoints, and write files atomically."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARTIAL_SUFFIX = ".partial"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a safetensors header says of one tensor; `dtype` in its own words ("BF16", "U8")."""
+    """Header entry of one tensor; `dtype` as safetensors writes it ("BF16", "U8")."""
 
     name: str
     file: Path
@@ -43,8 +43,7 @@ class TensorInfo:
 class CheckpointReader:
     """The tensors of a safetensors checkpoint, read one at a time.
 
-    Nothing but headers is read until a tensor is asked for, and a shard is opened only when one of
-    its tensors is.
+    A shard is opened when one of its tensors is needed; until a tensor is read, only headers are.
 
     Args:
         path: a directory with ``model.safetensors.index.json`` and its shards or with one
@@ -116,11 +115,11 @@ class CheckpointReader:
         return sorted(set(self._files.values()))
 
     def config(self) -> dict[str, Any]:
-        """The parsed ``config.json`` beside the tensors; a ValueError where it is missing."""
+        """The parsed ``config.json`` beside the tensors; a ValueError if it is missing."""
         return read_json(self.directory / CONFIG_FILE, self.op)
 
     def info(self, name: str) -> TensorInfo:
-        """Header entry of one tensor; a ValueError naming file and tensor where it is missing."""
+        """Header entry of one tensor; a ValueError that names file and tensor if it is missing."""
         require(name in self._files, self.op, name, need="this tensor in the checkpoint",
                 got=f"no such name in {self.path}", remedy="the checkpoint is incomplete")
         file = self._files[name]
@@ -133,7 +132,7 @@ class CheckpointReader:
         return TensorInfo(name, file, view.get_dtype(), tuple(view.get_shape()))
 
     def check_files(self) -> None:
-        """Open every file and find every tensor in it, reading headers alone.
+        """Open every file and find every tensor in it; reads headers only.
 
         Raises:
             ValueError: a missing, truncated or damaged file, or one without a tensor that the
@@ -193,7 +192,7 @@ def what_is_at(path: Path) -> str:
 
 
 def read_json(path: Path, op: str) -> dict[str, Any]:
-    """Parse a JSON object; a ValueError of the library's form where it is missing or malformed."""
+    """Parse a JSON object; a ValueError of the library's form if it is missing or malformed."""
     require(is_file(path), op, str(path), need="an existing JSON file", got=what_is_at(path))
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
@@ -235,8 +234,8 @@ def partial_name(path: Path) -> Path:
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, flush it to disk, then rename it.
 
-    Under its final name the file is absent or complete, whatever happens in between. Its mode is
-    what the umask gives to a new file, whatever mode `write` leaves it with.
+    A file at `path` is complete, even after a crash. Its mode follows the umask, also if `write`
+    makes a private file.
     """
     partial = partial_name(path)
     try:

@@ -55,16 +55,22 @@ def _hide_expert_conversions(model: Any) -> None:
     if not hasattr(model, "save_pretrained"):
         return
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, WeightConverter
+    from transformers.core_model_loading import PrefixChange
 
     dense = getattr(model, "_weight_conversions", None)
     if dense is None:  # built, not loaded: the conversions that Transformers would choose itself
         dense = [entry for entry in get_model_conversion_mapping(model, add_legacy=False)
                  if not isinstance(entry, PrefixChange)]
     model._dense_weight_conversions = dense
-    model._weight_conversions = [
-        entry for entry in dense if not (isinstance(entry, WeightConverter) and any(
-            "experts" in pattern for pattern in entry.target_patterns))]
+    model._weight_conversions = without_expert_conversions(dense)
+
+
+def without_expert_conversions(conversions: list[Any]) -> list[Any]:
+    """Weight conversions of Transformers, less those that compute dense experts."""
+    from transformers.core_model_loading import WeightConverter
+
+    return [entry for entry in conversions if not (isinstance(entry, WeightConverter) and any(
+        "experts" in pattern for pattern in entry.target_patterns))]
 
 
 def unmark_quantized(model: Any) -> None:

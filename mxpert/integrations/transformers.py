@@ -29,7 +29,7 @@ from .convert import convert, mx_experts
 from .expert_modules import MXExperts, StoredExperts
 from .experts import find_experts
 from .safetensors_files import CONFIG_FILE, read_json
-from .saved_config import mark_quantized
+from .saved_config import mark_quantized, without_expert_conversions
 
 try:
     from transformers import PreTrainedModel
@@ -107,6 +107,12 @@ class MXQuantizer(Mxfp4HfQuantizer):
 
     def get_weight_conversions(self) -> list[Any]:
         return super().get_weight_conversions() if self.activation_format is None else []
+
+    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+        """Drop conversions of dense experts, whose patterns fit the published tensors too."""
+        if self.activation_format is None:
+            return super().update_weight_conversions(weight_conversions)
+        return without_expert_conversions(weight_conversions)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, Any]]:
         if self.activation_format is None:

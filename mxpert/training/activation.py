@@ -1,4 +1,4 @@
-"""Gated activations for training: only gate and up are kept for backward, in their own dtype.
+"""Gated activations for training, which keep only gate and up for backward, in their own dtype.
 
 Plain autograd would keep every intermediate, in float32: six times as much for SiLU. Forward and
 backward are one pass over memory each.

@@ -1,4 +1,4 @@
-"""grouped_mm: torch's grouped matmul, signature and all, on MXFP8."""
+"""grouped_mm: torch's grouped matmul in MXFP8, with the same signature."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def _check_grouped_mm(
 class _GroupedOuter(torch.autograd.Function):
     """``out[g] = a_g.T @ b_g`` for rows a [R, M] and b [R, N]; both gradients are M-grouped.
 
-    Each operand is reduced along its rows here and along its columns in the other's gradient, so
-    that the row-wise copies are what backward keeps.
+    Forward sums each operand over its rows; the other operand's gradient sums it over its columns.
+    Backward therefore keeps the row-wise copies.
     """
 
     @staticmethod
@@ -111,7 +111,7 @@ class _GroupedOuter(torch.autograd.Function):
         if not recipe.enabled:
             ctx.save_for_backward(a, b, group_offsets)
             return multiply_groups(a, b, group_offsets, out_dtype=a.dtype)
-        # Backward multiplies rows of a and b by copies of the gradient, as forward does x by w.
+        # In backward the gradient is the second operand, as the weight is in grouped_linear.
         spans = recipe.spans(a.device)
         (a_row, a_col), (b_row, b_col) = (
             quantize_dual(rows, recipe.forward_format, group_offsets=group_offsets,

@@ -23,13 +23,13 @@ class MXMoE(torch.nn.Module):
     ``y[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`` over the chosen e, with w the
     softmax over all experts in float32, divided by its sum over the chosen ones.
 
-    Rows are sorted by expert on the device (stable, tokens ascending within an expert); gate and
+    Rows are sorted by expert on the device (stable, tokens ascending within an expert). Gate and
     up are one grouped linear layer with CONCATENATED rows (gate first). Nothing is read back to the
     host, no token is dropped, and repeated runs give the same bits.
 
-    For backward it keeps, beside what the two grouped layers keep (`grouped_linear`), the gate/up
-    product [R, 2 F] and the down product [R, H] in the dtype of x, with R = T·top_k; x itself, for
-    the router; and per token a few numbers for each expert and slot.
+    The two grouped layers keep for backward what `grouped_linear` says. The module also keeps the
+    gate/up product [R, 2 F] and the down product [R, H] in the dtype of x, with R = T·top_k; x
+    itself, for the router; and a few numbers for each token, expert and slot.
 
     Args:
         hidden_size: H. intermediate_size: F. Multiples of 32 with MXFP8.
@@ -41,10 +41,10 @@ class MXMoE(torch.nn.Module):
         device: of the parameters. dtype: bfloat16, float16 or float32; without MXFP8 float64 too.
 
     Attributes:
-        aux_loss: after a forward pass the scalar ``aux_loss_coef · E · Σ_e f_e p_e`` (float32, with
-            its graph; add it to the loss), f_e the fraction of (token, slot) pairs that went to
-            expert e, p_e its mean probability. It is `aux_loss_coef` in perfect balance; None
-            before the first pass, and 0 without tokens.
+        aux_loss: the scalar ``aux_loss_coef · E · Σ_e f_e p_e`` of the last forward pass, float32
+            and differentiable; add it to the loss. f_e is the fraction of (token, slot) pairs that
+            went to expert e, p_e its mean probability. In perfect balance it is `aux_loss_coef`. It
+            is None before the first pass, and 0 without tokens.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or value.
@@ -140,14 +140,14 @@ class MXMoE(torch.nn.Module):
                 f"activation={self.activation}, aux_loss_coef={self.aux_loss_coef}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the loss of the last pass: its graph can be neither copied nor pickled."""
+        """Leave out the loss of the last pass: its graph cannot be copied or pickled."""
         return self.__dict__ | {"aux_loss": None}
 
 
 def sort_by_expert(
     topk_ids: torch.Tensor, num_experts: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The permutation that sorts (token, slot) pairs by expert, stable, without a host sync.
+    """Sort (token, slot) pairs by expert, stable, without a host sync.
 
     Args:
         topk_ids: integers [T, top_k] in 0 … num_experts − 1.
@@ -171,7 +171,7 @@ def sort_by_expert(
 class _WideLinear(torch.autograd.Function):
     """``x @ weight.T`` in float32 (float64 for float64), under autocast too.
 
-    It keeps x as it is, not a wide copy.
+    Backward keeps x in its own dtype, not a wide copy.
     """
 
     @staticmethod
@@ -193,7 +193,7 @@ class _WideLinear(torch.autograd.Function):
 class PermuteRows(torch.autograd.Function):
     """Token rows [T, H] → sorted rows [R, H]; backward adds each token's rows in slot order.
 
-    Autograd of indexing would scatter with atomics or a sort; the inverse is at hand.
+    Autograd of indexing would scatter with atomics or sort again; the inverse permutation is known.
     """
 
     @staticmethod
@@ -213,7 +213,7 @@ class PermuteRows(torch.autograd.Function):
 class CombineRows(torch.autograd.Function):
     """Sorted rows [R, H] → token rows [T, H]: each token's rows times their weights, summed.
 
-    It keeps the rows as they are and nothing in float32 but the weights [T, top_k].
+    Backward keeps the rows in their own dtype, and only the weights [T, top_k] in float32.
     """
 
     @staticmethod

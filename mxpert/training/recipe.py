@@ -1,4 +1,4 @@
-"""MXFP8Recipe: every choice that changes the numbers of a training GEMM."""
+"""MXFP8Recipe: the choices that change the numbers of a training GEMM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Spans = tuple[ScaleSpan, ScaleSpan]
 
 
 class OperandSpans(NamedTuple):
-    """How far scales reach in the (row-wise, column-wise) copies of each operand."""
+    """Scale spans of the (row-wise, column-wise) copies of each operand."""
 
     x: Spans
     weight: Spans
@@ -34,20 +34,20 @@ def _architecture(device: torch.device) -> str:
 class MXFP8Recipe:
     """How forward, dgrad and wgrad quantise their operands.
 
-    Each of x, weight and the incoming gradient is quantised once, in both orientations: along the
-    reduction of its first GEMM and of its second one.
+    x, weight and the incoming gradient are each quantised once for two GEMMs: along the dimension
+    that the first one sums over, and along the dimension that the second one sums over.
 
     Args:
         forward_format: "mxfp8_e4m3" or "mxfp8_e5m2", of x and weight.
         backward_format: the same choice for the incoming gradient.
         scale_rule: of all three; RCEIL never saturates.
-        scale_span: how far a scale reaches. BLOCK: 1×32 scales, every one honoured exactly; on
-            Hopper the products are bf16 then. ROW: one power of two per row (per group in wgrad),
-            full FP8 speed on Hopper. AUTO: ROW for data to which it does no harm, BLOCK for other,
-            tensor by tensor, decided on the device. SPAN128: 1×128 on the activations' side. None,
-            the default: AUTO on Hopper, BLOCK elsewhere. See docs/training.md for what each costs.
-        high_precision_wgrad: wgrad from the bfloat16 values of x and gradient; x itself is then
-            kept for backward (2 bytes a value instead of 1.03).
+        scale_span: how many values share a scale. BLOCK: 32; on Hopper the products are bf16 then.
+            ROW: a row (of one group in wgrad), at full FP8 speed on Hopper. AUTO: the device
+            chooses ROW for tensors that lose nothing by it, and BLOCK for the others. SPAN128: 128
+            of x and gradient. None, the default: AUTO on Hopper, BLOCK elsewhere. docs/training.md
+            says what each costs.
+        high_precision_wgrad: compute wgrad from the bfloat16 values of x and gradient; backward
+            then keeps x itself (2 bytes a value instead of 1.03).
         enabled: False computes without quantisation, in the dtype of x: bfloat16 on the same
             kernels, any other float dtype as one torch matmul per group.
 
@@ -89,7 +89,7 @@ class MXFP8Recipe:
                 raise TypeError(message(op, name, "True or False", repr(value)))
 
     def spans(self, device: torch.device) -> OperandSpans:
-        """Spans of all copies on a device: what its GEMMs multiply together.
+        """Spans of all copies on a device.
 
         >>> MXFP8Recipe().spans(torch.device("cpu")).x[0].name
         'BLOCK'
@@ -97,7 +97,7 @@ class MXFP8Recipe:
         span = self.scale_span
         if span is None:
             span = ScaleSpan.AUTO if _architecture(device) == "sm_90" else ScaleSpan.BLOCK
-        # Beside 1×128 scales the second operand has one a row: w in forward and dgrad, x in wgrad.
+        # With SPAN128 the second operand has one scale a row: w in forward and dgrad, x in wgrad.
         other = ScaleSpan.ROW if span is ScaleSpan.SPAN128 else span
         return OperandSpans(x=(span, other), weight=(other, other), grad=(span, span))
 

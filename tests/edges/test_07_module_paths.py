@@ -15,7 +15,7 @@ import mxpert
 from mxpert.formats import dequantize_blocks, quantize_blocks
 from mxpert.integrations.checkpoints import load_expert_weights
 from mxpert.integrations.inspect_checkpoint import inspect_checkpoint
-from mxpert.integrations.module_paths import choose_modules, match_modules
+from mxpert.integrations.module_paths import choose_modules, match_modules, short_names
 from mxpert.integrations.quantize_checkpoint import quantize_checkpoint
 from mxpert.testing.numerics import assert_exact
 
@@ -119,3 +119,9 @@ def test_a_model_with_two_experts_modules_in_a_layer_converts(tmp_path: Path) ->
     assert len(loaded) == 2
     for path, weights in loaded.items():
         assert_exact(weights.down_proj.qdata, stored[f"{path}.down_proj_blocks"].flatten(-2), path)
+
+
+def test_rows_of_a_table_have_names_of_their_own() -> None:
+    assert short_names(GPT_STYLE) == dict(zip(GPT_STYLE, ["0", "1", "10", "9"], strict=True))
+    assert list(short_names(TWO_IN_A_LAYER).values()) == [*TWO_IN_A_LAYER[:2], "1"]
+    assert short_names(["experts"]) == {"experts": "experts"}

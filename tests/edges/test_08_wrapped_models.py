@@ -79,3 +79,23 @@ def test_a_wrapped_model_of_another_quantiser_is_refused() -> None:
     model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(UnsupportedError, match="load the model dequantised"):
         mxpert.convert(Wrapper(model), progress=False)
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["whole", "language model alone"])
+def test_a_multimodal_model_and_the_model_inside_load_again(inner: bool, tmp_path: Path) -> None:
+    model: Any = transformers.Qwen3VLMoeForConditionalGeneration(transformers.Qwen3VLMoeConfig(
+        text_config=dict(
+            vocab_size=64, hidden_size=64, moe_intermediate_size=32, intermediate_size=64,
+            head_dim=32, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1,
+            num_experts=4, num_experts_per_tok=2,
+            rope_scaling={"rope_type": "default", "mrope_section": [4, 4, 8]}),
+        vision_config=dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2,
+                           out_hidden_size=64, deepstack_visual_indexes=[0]))).eval()
+    mxpert.convert(model, progress=False)
+    saved = model.model.language_model if inner else model
+    saved.save_pretrained(tmp_path)
+    again, info = type(saved).from_pretrained(
+        tmp_path, experts_implementation="mxpert", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert_exact(again(IDS)[0], saved(IDS)[0], "output")
