@@ -1,9 +1,13 @@
 """Switch a model from torch._grouped_mm to MXFP8 by changing one function.
 
-The experts below are written against torch's op, as in torchtitan. The same module runs on
-`mxpert.training.grouped_mm`, which has the same signature.
+    python examples/grouped_mm_drop_in.py
+
+The experts below call torch's op, as those of torchtitan do. The same module runs on
+`mxpert.training.grouped_mm`, which has the same signature. Prints the SQNR of the output and of
+every gradient of the MXFP8 run against the bf16 run. Takes seconds on a CPU.
 """
 
+import argparse
 from collections.abc import Callable
 
 import torch
@@ -46,7 +50,11 @@ def run(multiply: Callable[..., torch.Tensor], device: str) -> dict[str, torch.T
 
 
 def main() -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="where to run (default: the GPU where there is one)")
+    device = parser.parse_args().device
     plain, quantised = run(torch._grouped_mm, device), run(grouped_mm, device)
     for name, wanted in plain.items():
         noise = (quantised[name].double() - wanted.double()).norm() / wanted.double().norm()

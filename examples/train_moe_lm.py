@@ -1,11 +1,13 @@
 """Train a byte-level MoE language model in bf16 and in MXFP8 from one seed and compare the losses.
 
-    python examples/train_moe_lm.py --steps 300 --formats bf16,mxfp8 --size small --output runs
+    python examples/train_moe_lm.py                              a short run of a tiny model
+    python examples/train_moe_lm.py --size small --steps 300 --output runs
 
-writes loss.json and loss.png there, and ends with exit code 1 if the final loss of a format is more
-than 2 % above the first one's. `--save DIR` writes the model of the last format as a Mixtral
-checkpoint, which transformers loads. Without `--text FILE` the text is the Python source of this
-installation's standard library: about 30 MB, more than a run reads.
+Prints the final and the held-out loss of each format. --output writes loss.json and loss.png;
+--save writes the model of the last format as a Mixtral checkpoint, which transformers loads.
+Without --text the text is the Python source of this installation's standard library: about 30 MB,
+more than a run reads. The exit code is 1 if the final loss of a format is more than 2 % above the
+first format's.
 """
 
 import argparse
@@ -273,15 +275,21 @@ def smooth(losses: Sequence[float]) -> list[float]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    gpu = torch.cuda.is_available()
+    parser.add_argument("--steps", type=int, default=300 if gpu else 15,
+                        help="training steps (default: 300, on a CPU 15)")
     parser.add_argument("--formats", default="bf16,mxfp8", type=lambda text: text.split(","),
-                        help="some of " + ", ".join(RECIPES) + "; the first is what others are "
-                             "compared with")
-    parser.add_argument("--size", choices=SIZES, default="small")
+                        help="comma-separated, some of " + ", ".join(RECIPES) + "; the others are "
+                             "compared with the first (default: bf16,mxfp8)")
+    parser.add_argument("--size", choices=SIZES, default="small" if gpu else "tiny",
+                        help="tiny: seconds on a CPU; small: minutes on a CPU; full: 82 million "
+                             "parameters, for a GPU (default: small, on a CPU tiny)")
     parser.add_argument("--text", type=Path, help="a file to train on")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="write loss.json and loss.png there")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--device", default="cuda" if gpu else "cpu",
+                        help="where to run (default: the GPU where there is one)")
+    parser.add_argument("--output", type=Path, metavar="DIR",
+                        help="write loss.json and loss.png there")
     parser.add_argument("--save", type=Path, metavar="DIR",
                         help="write the last format's model there as a Mixtral checkpoint")
     options = parser.parse_args(arguments)
