@@ -136,7 +136,8 @@ def readme_block(document: Mapping[str, Any]) -> str:
         chosen = set(models)
         return layer_table([row for row in rows if row["model"] in chosen], tokens, name)
 
-    folder = "benchmarks/results/nvidia-h200"
+    repository = "https://github.com/mxpert/mxpert/blob/main"  # the package index shows it, too
+    folder = f"{repository}/benchmarks/results/nvidia-h200"
     first = table(list(NAMED)[:OPEN_MODELS], SUMMARY_TOKENS)
     others = [table(list(NAMED)[OPEN_MODELS:], SUMMARY_TOKENS),
               table([*REFERENCE, "gpt-oss-120b"], REFERENCE_TOKENS)]
@@ -146,7 +147,7 @@ def readme_block(document: Mapping[str, Any]) -> str:
         "peer's time over ours: above 1 mxpert is faster. a16w4 is compared with a16 peers, a8w4 "
         "and a4w4 with a8 peers (theirs has one scale per token, ours 1×32; no peer multiplies "
         f"a4). [JSON]({folder}/moe.json), [all cells]({folder}/moe.md), "
-        f"[plot]({folder}/moe.png), [what limits it](docs/performance.md).", first,
+        f"[plot]({folder}/moe.png), [what limits it]({repository}/docs/performance.md).", first,
         *([folded("other models and the reference systems' shapes", "\n\n".join(others))]
           if others else [])])
 

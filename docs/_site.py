@@ -121,4 +121,5 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     del config, files
     name = page.file.src_uri
     source = next((source for source, known in PAGES.items() if known == name), f"docs/{name}")
-    return rewritten(markdown, source)
+    # Markdown inside HTML blocks is read where the block asks for it.
+    return rewritten(markdown, source).replace("<details>", '<details markdown="1">')

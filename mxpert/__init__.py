@@ -29,6 +29,7 @@ from .formats.spec import ElementFormat, MXFormat, ScaleRule, ScaleSpan
 from .formats.tensor import Layout, MXTensor
 from .formats.token import TokenRows
 from .integrations.convert import convert
+from .modules import MoE
 from .ops.explain import explain
 from .ops.grouped_gemm import grouped_gemm, grouped_wgrad
 from .ops.moe import fused_moe, moe_down, moe_gate_up
@@ -44,7 +45,8 @@ from .weights import GateUpOrder, MoEWeights
 __version__ = "0.2.0"
 
 __all__ = [
-    "ClampedSiLU", "Combine", "GateUpOrder", "GemmConfig", "MXTensor", "MoEConfig", "MoEWeights",
+    "ClampedSiLU", "Combine", "GateUpOrder", "GemmConfig", "MXTensor", "MoE", "MoEConfig",
+    "MoEWeights",
     "ReferenceConfig", "RoutingPlan", "ScaleRule", "ScaleSpan", "Scoring", "SiLU", "SiTUv2",
     "SwiGLU", "UnsupportedError", "convert", "dequantize", "explain", "fused_moe", "grouped_gemm",
     "grouped_wgrad", "make_routing_plan", "moe_down", "moe_gate_up", "override", "padded_capacity",

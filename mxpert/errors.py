@@ -20,6 +20,18 @@ class UnsupportedError(RuntimeError):
     """
 
 
+class PerformanceWarning(RuntimeWarning):
+    """A request is served by something slower than what this device has for others like it.
+
+    Given once for each reason; `mxpert.explain` says the same of a single call.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", PerformanceWarning)  # make slow requests fail
+    """
+
+
 def message(op: str, argument: str, need: object, got: object, remedy: str = "") -> str:
     """Compose ``op: argument — need X, got Y; remedy``."""
     text = f"{op}: {argument} — need {need}, got {got}"

@@ -13,7 +13,7 @@ from .formats.tensor import Layout, MXTensor
 from .ops.moe import fused_moe
 from .ops.quantize import FLOAT_DTYPES, quantize
 from .ops.route import LOGIT_DTYPES, TOP_K_LIMIT, route_topk
-from .problem import ACTIVATIONS, Activation, SiLU, TopKOptions, activation_mx_format
+from .problem import ACTIVATIONS, Activation, SiLU, TopKOptions, parse_activation_format
 from .published import expert_weights_from, published_expert_tensors, published_shapes
 from .routing import MAX_TOP_K
 from .weights import GateUpOrder, MoEWeights
@@ -45,7 +45,8 @@ class PreparedExperts(torch.nn.Module):
     def __init__(self, weights: MoEWeights, activation: Activation, *,
                  activation_format: str = "bf16", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.activation, self.activation_format, self.dtype = activation, activation_format, dtype
+        self.activation, self.dtype = activation, dtype
+        self.activation_format = parse_activation_format(activation_format, type(self).__name__)
         self._hold(weights)
 
     def _hold(self, weights: MoEWeights) -> None:
@@ -147,7 +148,8 @@ class MoE(torch.nn.Module):
         router_weight: bfloat16, float16 or float32 [E, H], on the device of `weights`.
         top_k: experts per token.
         activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2().
-        activation_format: "bf16", "mxfp8", "mxfp4" or "fp8_token", see `fused_moe`.
+        activation_format: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4", or "fp8_token";
+            see `fused_moe`.
         router_bias: [E] in the dtype of `router_weight`, added to the logits, or None.
         correction_bias: float32 [E], added to the scores for the choice only, or None.
         routing: scoring, groups and scaling, see `route_topk`.
@@ -176,7 +178,7 @@ class MoE(torch.nn.Module):
     ) -> None:
         super().__init__()
         op = "MoE"
-        activation_mx_format(activation_format, op)
+        activation_format = parse_activation_format(activation_format, op)
         for name, value, kinds in (("weights", weights, MoEWeights), ("top_k", top_k, int),
                                    ("activation", activation, tuple(ACTIVATIONS.values())),
                                    ("routing", routing, TopKOptions)):

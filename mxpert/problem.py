@@ -473,6 +473,9 @@ class KernelSpec(Protocol):
     def launch(self, problem: Any, config: Any, *_: Any, **arguments: Any) -> Any:
         """Run it: allocates outputs, enqueues work on the current stream, returns the result."""
 
+    # A kernel may also have ``slower(problem) -> str``: why it serves this problem more slowly than
+    # others like it, with the remedy, as a phrase after the op's name; "" if it does not.
+
 
 def refuse(problem: Problem, reasons: Iterable[str]) -> UnsupportedError:
     """The error for a problem that no kernel can serve."""

@@ -55,6 +55,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "groups are found as the portable grouped kernels find them",
     ("import_directions", "mxpert/backends/hopper/grouped.py"):
         "the exact mode multiplies what the portable DEQUANTIZE makes of MX operands",
+    ("import_directions", "mxpert/backends/hopper/grouped_decode.py"):
+        "codes and scales are decoded as the portable DEQUANTIZE decodes them",
+    ("import_directions", "mxpert/backends/hopper/epilogue.py"):
+        "the activation is the portable epilogue's, as it is after split-K",
     ("import_directions", "mxpert/backends/hopper/finish.py"):
         "the activation after split-K is the portable epilogue's",
 }

@@ -109,6 +109,12 @@ def test_dead_links_are_found(text: str) -> None:
     assert len(dead_links("README.md", text)) == 1
 
 
+def test_examples_of_the_hooks_hold() -> None:
+    outcome = doctest.testmod(SITE)
+    assert outcome.attempted
+    assert not outcome.failed
+
+
 def test_links_in_code_are_none() -> None:
     text = "`kernel[grid](args)` and\n\n```python\nkernel[grid](args)\n```\n\n[`x`](README.md)\n"
     assert SITE.links(text) == ["README.md"]

@@ -1,11 +1,14 @@
-"""What differs between the supported releases of Triton (3.6 to 3.9), under the newest names."""
+"""Functions that have different names in the supported releases of Triton (3.6 to 3.9).
+
+They have their newest names here.
+"""
 
 from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Triton 3.9 keeps the old names of the copies, which raise: look for the new ones first.
+# Look for the new names first: Triton 3.9 keeps the old ones as functions that raise.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """Start a TMA copy to shared memory: (descriptor, coordinates, barrier, destination)."""
 
@@ -13,4 +16,4 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 """Start a TMA copy from shared memory: (descriptor, coordinates, source)."""
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-"""Wait for the other threads of this warp partition."""
+"""Synchronise the threads of this warp partition."""

@@ -42,8 +42,8 @@ _DIRECT = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == _CALLING_CONVENTION
 _MAX_MAPS = 4096
 
 LAUNCH_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
-"""Compile options of every kernel, where its launch says nothing else: a product and a sum become
-one instruction. Triton's own default changes in 3.10."""
+"""Default compile options of every launch. With FP fusion a multiplication and an addition compile
+to one fma. It is set explicitly because Triton's default changes in 3.10."""
 
 CACHED_LAUNCHES = 4096
 """Size of the caches of `Launch` objects; each problem, config and stride has its own object."""
@@ -234,7 +234,7 @@ class PreparedLaunch:
 
     def __init__(self, noted: NotedLaunch, places: Mapping[str, tuple[int, int]]) -> None:
         launch, binary = noted.launch, noted.binary
-        assert binary is not None  # checked by whoever prepares
+        assert binary is not None  # the caller has checked this
         self.kernel = launch.kernel
         self._grid, self._template = launch._grid3, launch._template
         self._launcher, self._fixed = binary.launcher, binary.fixed

@@ -1,8 +1,9 @@
 """resolve(): which kernel and which config serve a problem, and why.
 
-Looked at in order: an explicit `override()`, the tuned row for exactly this device and shape, the
-backend's heuristic. A backend asked for by name that cannot serve raises; an automatic fallback is
-told by `explain()` and warned about once.
+The order is: an explicit `override()`, the tuned row for exactly this device and shape, the
+backend's heuristic. A backend asked for by name that cannot serve a problem raises. Where something
+about the request rules out the fast kernel of its device, `resolve` gives a PerformanceWarning once
+for each reason, and `explain()` shows the same phrase.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import contextvars
 import functools
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import UnsupportedError, message, require
+from ..errors import PerformanceWarning, UnsupportedError, message, require
 from ..geometry import Known
 from ..problem import (
     Config, GemmConfig, GroupedProblem, KernelSpec, MoEConfig, MoEProblem, Op, Problem,
@@ -28,6 +29,9 @@ BACKENDS = {"hopper": "mxpert.backends.hopper", "reference": "mxpert.backends.re
             "triton": "mxpert.backends.triton"}
 _GPU_ORDER = ("hopper", "triton", "reference")
 _CPU_ORDER = ("reference", "triton")
+_MADE_FOR = {"sm_90": "hopper"}
+"""Architectures with a backend of their own; elsewhere the portable one is the fast one."""
+
 _CACHED_RESOLUTIONS = 8192
 
 
@@ -81,12 +85,18 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
 
 @dataclass(frozen=True)
 class Resolution:
-    """The chosen kernel and config; `source` is "override", "table" or "heuristic"."""
+    """The chosen kernel and config.
+
+    Args:
+        source: "override", "table" or "heuristic". detail: which override, row or backend.
+        slower: why this is not the device's fast kernel, and the remedy; "" if it is.
+    """
 
     kernel: KernelSpec
     config: Any
     source: str
     detail: str
+    slower: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,8 @@ class Explanation:
         mode = getattr(chosen.kernel, "mode", None)
         if mode is not None:
             lines.append(f"  mode:    {mode(self.problem)}")
+        if chosen.slower:
+            lines.append(f"  slower:  {chosen.slower}")
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
         return "\n".join(lines)
 
@@ -187,10 +199,28 @@ def _check_block(problem: Problem, config: Any) -> None:
             remedy="build the plan with a larger routing_block_m or pin a smaller block_m")
 
 
+def _slower(problem: Problem, kernel: KernelSpec, rejected: list[tuple[str, str]]) -> str:
+    """Why `kernel` is not the fast one of the problem's device, as a phrase; "" if it is."""
+    if problem.target.kind == "cpu":
+        return ""
+    reasons = [f"{name} {reason}" for name, reason in rejected
+               if kernel.backend == "reference"
+               or (name == _MADE_FOR.get(problem.target.arch) and _has(name, problem.op))]
+    if reasons:
+        return f"runs on the {kernel.backend} backend: {'; '.join(reasons)}"
+    say: Callable[[Problem], str] = getattr(kernel, "slower", lambda _: "")
+    return say(problem)
+
+
+def _has(backend: str, op: Op) -> bool:
+    """Whether the backend serves `op` at all; one that cannot be imported should."""
+    kernels = _kernels(backend)
+    return isinstance(kernels, str) or op in kernels
+
+
 @functools.cache
-def _warn_fallback(op: Op, backend: str, arch: str, reasons: str) -> None:
-    warnings.warn(f"mxpert: {op.value} on {arch} runs on the {backend} backend: {reasons}",
-                  RuntimeWarning, stacklevel=4)
+def _warn_slower(op: Op, arch: str, slower: str) -> None:
+    warnings.warn(f"mxpert: {op.value} on {arch} {slower}", PerformanceWarning, stacklevel=4)
 
 
 @functools.cache
@@ -211,13 +241,11 @@ def _resolve(problem: Problem, pins: Override,
         if isinstance(found, str):
             rejected.append((backend, found))
             continue
-        if backend == "reference" and on_gpu and not pinned:
-            _warn_fallback(problem.op, backend, problem.target.arch, "; ".join(
-                f"{name} {reason}" for name, reason in rejected))
         config, source, detail = _choose_config(found, problem, pins.config)
         if pinned and source == "heuristic":
             detail += ", pinned by override()"
-        return Resolution(found, config, source, detail), tuple(rejected)
+        slower = "" if pinned else _slower(problem, found, rejected)
+        return Resolution(found, config, source, detail, slower), tuple(rejected)
     if pinned:
         raise UnsupportedError(message(
             problem.op.value, "backend", f"a problem that {pinned!r} can serve", rejected[0][1],
@@ -226,12 +254,14 @@ def _resolve(problem: Problem, pins: Override,
 
 
 def resolve(problem: Problem) -> tuple[KernelSpec, Any]:
-    """The kernel and the config for `problem`.
+    """The kernel and the config for `problem`; warns once of each reason for a slow choice.
 
     Raises:
         UnsupportedError: no backend, or not the pinned one, can serve it.
     """
     resolution, _ = _resolve(problem, _override.get(), tables.generation())
+    if resolution.slower:
+        _warn_slower(problem.op, problem.target.arch, resolution.slower)
     return resolution.kernel, resolution.config
 
 

@@ -11,7 +11,7 @@ from rich.progress import track
 from ..errors import UnsupportedError, message, require, require_device
 from ..formats.spec import ScaleRule
 from ..modules import PROJECTIONS, quantize_stacked
-from ..problem import activation_mx_format
+from ..problem import parse_activation_format
 from ..training.recipe import MXFP8Recipe
 from ..weights import MoEWeights
 from .expert_modules import MXExperts, TrainableExperts, empty
@@ -35,8 +35,8 @@ def convert(
     Args:
         model: a model in memory, or a module that contains one. A model in MXFP4 only changes its
             `activation_format`; a model that was trained with a recipe is converted as it stands.
-        activation_format: "bf16" (a16w4), "mxfp8" (a8w4), "mxfp4" (a4w4) or "fp8_token"; see
-            fused_moe.
+        activation_format: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4", or "fp8_token";
+            see fused_moe.
         device: where the whole model shall run; its experts go there layer by layer, quantised.
             None leaves each layer where it is, so that layers may be on different devices.
         scale_rule: rule for the scales of the weights; None is RCEIL.
@@ -65,7 +65,8 @@ def convert(
         torch.Size([1, 3, 64])
     """
     op = "convert"
-    _check_arguments(model, activation_format, scale_rule, recipe)
+    activation_format = parse_activation_format(activation_format, op)
+    _check_arguments(model, scale_rule, recipe)
     target = None if device is None else require_device(device, op)
     if converted := mx_experts(model):
         for name, value in (("recipe", recipe), ("scale_rule", scale_rule)):
@@ -146,15 +147,15 @@ def mx_experts(model: torch.nn.Module) -> list[MXExperts]:
     return [module for module in model.modules() if isinstance(module, MXExperts)]
 
 
-def _check_arguments(model: Any, activation_format: str, scale_rule: ScaleRule | None,
+def _check_arguments(model: Any, scale_rule: ScaleRule | None,
                      recipe: MXFP8Recipe | None) -> None:
     op = "convert"
-    activation_mx_format(activation_format, op)
-    for name, value, kind in (("model", model, torch.nn.Module),
-                              ("scale_rule", scale_rule, ScaleRule),
-                              ("recipe", recipe, MXFP8Recipe)):
-        valid = isinstance(value, kind) or (value is None and name != "model")
-        require(valid, op, name, need=f"a {kind.__name__}", got=repr(value), error=TypeError)
+    require(isinstance(model, torch.nn.Module), op, "model", need="a Module", got=repr(model),
+            error=TypeError)
+    require(scale_rule is None or isinstance(scale_rule, ScaleRule), op, "scale_rule",
+            need="a ScaleRule", got=repr(scale_rule), error=TypeError)
+    require(recipe is None or isinstance(recipe, MXFP8Recipe), op, "recipe",
+            need="an MXFP8Recipe", got=repr(recipe), error=TypeError)
     if mx_experts(model):
         return
     for holder in configured_models(model):

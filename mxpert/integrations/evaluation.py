@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import message, require, require_tensor
+from ..problem import parse_activation_format
 from .convert import convert, mx_experts
 from .experts import find_experts
 
@@ -96,7 +97,8 @@ def evaluate(
         model: an unconverted model with dense experts; it is converted in place, and is left in
             the last of `formats`.
         token_ids: int64 [S] on the device of the model.
-        formats: names among FORMATS.
+        formats: names among FORMATS, or the activation formats that they stand for ("mxfp8" is
+            "a8w4", "bf16" is "a16w4"); the report uses the names.
         context: tokens per window. batch: windows per forward pass.
         on_progress: called after each forward pass.
 
@@ -119,9 +121,7 @@ def evaluate(
     """
     op = "evaluate"
     windows = _windows(token_ids, context, op)
-    for name in formats:
-        require(name in FORMATS, op, "formats", need=f"names among {list(FORMATS)}",
-                got=repr(name))
+    formats = parse_formats(formats, op)
     require(batch > 0, op, "batch", need="at least 1", got=batch)
     names = [found.name for found in find_experts(model, op)]
     total, done = windows.numel() * (1 + len(formats)), 0
@@ -147,6 +147,22 @@ def evaluate(
     results = [_result(name, losses, windows.numel() / seconds[name]) for name in losses]
     layers = [LayerResult(name, entry) for name, entry in zip(names, sqnr, strict=True)]
     return EvalReport(windows.shape[0] * (context - 1), len(windows), context, results, layers)
+
+
+def parse_formats(formats: Sequence[str], op: str) -> list[str]:
+    """The names among FORMATS that `formats` stand for, each once.
+
+    Raises:
+        ValueError: an unknown name.
+
+    Example:
+        >>> parse_formats(["mxfp8", "a4w4", "a8w4"], "evaluate")
+        ['a8w4', 'a4w4']
+    """
+    require(not isinstance(formats, str), op, "formats", need="a list of names", got=repr(formats))
+    names = {full: name for name, full in FORMATS.items()}
+    return list(dict.fromkeys(
+        name if name in FORMATS else names[parse_activation_format(name, op)] for name in formats))
 
 
 def _windows(token_ids: torch.Tensor, context: int, op: str) -> torch.Tensor:

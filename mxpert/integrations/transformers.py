@@ -1,14 +1,15 @@
-"""mxpert inside Transformers: importing this module registers it there.
+"""mxpert as an experts implementation of Transformers; importing this module registers it.
 
-``AutoModelForCausalLM.from_pretrained(path, experts_implementation="mxpert")`` then gives a
-converted model (see mxpert.convert): bf16 experts are quantised layer by layer once they are
-loaded; MXFP4 checkpoints (gpt-oss, or written by ``mxpert quantize`` or by a converted model) go
-from blocks and scales to prepared weights and are dequantised at no point. "mxpert" computes with
-bf16 activations (a16w4), "mxpert_mxfp8", "mxpert_mxfp4" and "mxpert_fp8_token" with narrower ones.
+``AutoModelForCausalLM.from_pretrained(path, experts_implementation="mxpert")`` gives a converted
+model (see mxpert.convert). bf16 experts are quantised layer by layer after they are loaded. MXFP4
+checkpoints (gpt-oss, or written by ``mxpert quantize`` or by a converted model) go from blocks and
+scales to prepared weights without being dequantised. "mxpert" computes with bf16 activations
+(a16w4); "mxpert_mxfp8" or "mxpert_a8w4", "mxpert_mxfp4" or "mxpert_a4w4", and "mxpert_fp8_token"
+with narrower ones.
 
-Three things of Transformers are extended, and behave as before for every other implementation:
-the table of experts functions, the reader of MXFP4 checkpoints, and
-``PreTrainedModel.from_pretrained``.
+The module extends three things of Transformers: the table of experts functions, the reader of MXFP4
+checkpoints, and ``PreTrainedModel.from_pretrained``. They behave as before for every other
+implementation.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError, message, require
-from ..problem import ACTIVATION_FORMATS
+from ..problem import ACTIVATION_FORMAT_ALIASES, ACTIVATION_FORMATS, parse_activation_format
 from ..weights import GateUpOrder
 from .checkpoints import stored_gate_up_order
 from .convert import convert, mx_experts
@@ -41,16 +42,17 @@ except ImportError as error:
                                    "pip install 'mxpert[transformers]'")) from error
 
 NAME = "mxpert"
-IMPLEMENTATIONS = {NAME if name == "bf16" else f"{NAME}_{name}": name
-                   for name in ACTIVATION_FORMATS}
-"""Value of ``experts_implementation`` → activation format."""
+IMPLEMENTATIONS = {NAME: "bf16"} | {
+    f"{NAME}_{name}": parse_activation_format(name, "experts_implementation")
+    for name in (*ACTIVATION_FORMATS, *ACTIVATION_FORMAT_ALIASES)}
+"""Value of ``experts_implementation`` → activation format: "mxpert_mxfp8" and "mxpert_a8w4"."""
 
 _OP = "from_pretrained"
 
 
 def experts_forward(self: torch.nn.Module, hidden_states: torch.Tensor, topk_ids: torch.Tensor,
                     topk_weights: torch.Tensor) -> torch.Tensor:
-    """What the table of experts functions holds: reached by experts that are not converted.
+    """The entry in the table of experts functions, which only unconverted experts call.
 
     Raises:
         UnsupportedError: always; it says how to convert them.
@@ -62,17 +64,19 @@ def experts_forward(self: torch.nn.Module, hidden_states: torch.Tensor, topk_ids
 
 
 class MXQuantizer(Mxfp4HfQuantizer):
-    """Transformers' reader of MXFP4 checkpoints, which hands blocks and scales to mxpert as they
-    are where the model asks for one of its implementations."""
+    """Transformers' reader of MXFP4 checkpoints, extended by the implementations of mxpert.
+
+    A model that asks for one of them gets blocks and scales as they are stored.
+    """
 
     activation_format: str | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Postponed: what is needed depends on the implementation, which the config tells."""
+        """Wait for the config: what the environment needs depends on the implementation."""
         self._environment = (args, kwargs)
 
     def update_tp_plan(self, config: Any) -> Any:
-        """The first hook that sees the config; a request to dequantise goes before ours."""
+        """Read the implementation from the config. A request to dequantise takes precedence."""
         asked = IMPLEMENTATIONS.get(getattr(config, "_experts_implementation", None) or "")
         if asked is not None and not self.quantization_config.dequantize:
             self.activation_format = asked

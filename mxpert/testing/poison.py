@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
-from ..errors import require
+from ..errors import message, require
+from ..formats import layouts
+from ..formats.layouts import UNIT_CODES, UNIT_ROWS
 from ..formats.spec import E8M0_MAX, E8M0_NAN, MX_BLOCK_SIZE
-from ..formats.tensor import MXTensor
+from ..formats.tensor import Layout, MXTensor
 from ..weights import MoEWeights, gate_up_rows
 from .problems import MoEInputs
 
@@ -65,6 +67,40 @@ def poison_like(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype.is_floating_point:
         return torch.full_like(tensor, float("nan"))
     return torch.full_like(tensor, torch.iinfo(tensor.dtype).max)
+
+
+def poison_prepared(tensor: MXTensor) -> None:
+    """Fill what pads a prepared tensor, in place; its values stay as they are.
+
+    Rows get NaN scales and codes that decode to anything. Depth gets the largest weights there are:
+    activations are zero there, so that finite weights add nothing.
+
+    Args:
+        tensor: of `Layout.HOPPER_FRAGMENT`.
+    """
+    if tensor.layout is not Layout.HOPPER_FRAGMENT or tensor.reference is None:
+        raise ValueError(message("poison_prepared", "tensor.layout", Layout.HOPPER_FRAGMENT,
+                                 tensor.layout))
+    _, num_rows, depth = tensor.shape
+    rows, codes = num_rows % UNIT_ROWS, depth % UNIT_CODES
+    tensor.reference[:, num_rows:] = E8M0_NAN
+    if codes:
+        _fill_units(tensor, (slice(None), slice(None), slice(-1, None)), (0, codes), shift=0)
+    if rows:
+        _fill_units(tensor, (slice(None), slice(-1, None)), (rows, 0), shift=E8M0_NAN)
+
+
+def _fill_units(tensor: MXTensor, units: tuple[slice, ...], first: tuple[int, int],
+                shift: int) -> None:
+    """Give units the code 6 with `shift`, from the first (row, code) on in each."""
+    qdata, scale = tensor.qdata[units], tensor.scale[units]
+    for packed, place, fill, unpack, pack in (
+            (qdata, first[1], POISON_CODES & 0xF, layouts._unpack_codes, layouts._pack_codes),
+            (scale, first[1] // MX_BLOCK_SIZE, shift, layouts._unpack_shifts,
+             layouts._pack_shifts)):
+        flat = unpack(packed.flatten(0, 1)).contiguous()
+        flat.view(-1, UNIT_ROWS, flat.shape[1])[:, first[0]:, place:] = fill
+        packed.copy_(pack(flat).view_as(packed))
 
 
 @contextlib.contextmanager

@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from ..errors import message, require
+from ..errors import message, require, require_device
 from ..formats.spec import MX_BLOCK_SIZE
+from ..ops.quantize import FLOAT_DTYPES
 from .autograd import grouped_linear
 from .recipe import MXFP8Recipe
 
@@ -15,17 +16,19 @@ from .recipe import MXFP8Recipe
 class MXGroupedLinear(torch.nn.Module):
     """One linear layer per group: ``y[r] = x[r] @ weight[g(r)].T + bias[g(r)]``, in MXFP8.
 
-    Parameters keep the dtype that they are given (float32 by default) and are quantised on each
-    call, so any optimiser works. See `grouped_linear` for gradients, memory and ``main_grad``.
+    Parameters keep their dtype (float32 by default) and are quantised on each call, so any
+    optimiser works. See `grouped_linear` for gradients, memory and ``main_grad``.
 
     Args:
         num_groups: G, for example experts. in_features: K. out_features: N. With MXFP8, K and N
             are multiples of 32.
         bias: whether there is a bias [G, N].
-        recipe: formats and switches. device, dtype: of the parameters.
+        recipe: formats and switches.
+        device: of the parameters. dtype: bfloat16, float16 or float32; without MXFP8 float64 too.
 
     Raises:
-        TypeError, ValueError: a size that is not a positive int, or not a multiple of 32.
+        TypeError, ValueError: a size that is not a positive int, or not a multiple of 32; a
+            `bias`, `recipe`, `device` or `dtype` of the wrong type or value.
 
     Example:
         >>> import torch
@@ -44,8 +47,7 @@ class MXGroupedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         op = "MXGroupedLinear"
-        if not isinstance(recipe, MXFP8Recipe):
-            raise TypeError(message(op, "recipe", "an MXFP8Recipe", type(recipe).__name__))
+        device = check_options(op, recipe, bias, device, dtype)
         unit = MX_BLOCK_SIZE if recipe.enabled else 1
         for name, size, multiple in (("num_groups", num_groups, 1),
                                      ("in_features", in_features, unit),
@@ -75,8 +77,39 @@ class MXGroupedLinear(torch.nn.Module):
                 f"recipe={self.recipe}")
 
 
+def check_options(
+    op: str, recipe: object, bias: object, device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> torch.device | None:
+    """Check what the modules of this package have in common; returns the device.
+
+    Raises:
+        TypeError: a wrong type, or parameters of a dtype that the GEMMs do not take.
+        ValueError: no such device.
+    """
+    if not isinstance(recipe, MXFP8Recipe):
+        raise TypeError(message(op, "recipe", "an MXFP8Recipe", repr(recipe)))
+    if not isinstance(bias, bool):
+        raise TypeError(message(op, "bias", "True or False", _kind(bias)))
+    allowed = float_dtypes(recipe)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if dtype not in allowed:
+        names = " or ".join(str(each).removeprefix("torch.") for each in allowed)
+        raise TypeError(message(op, "dtype", names, repr(dtype)))
+    return None if device is None else require_device(device, op)
+
+
+def float_dtypes(recipe: MXFP8Recipe) -> tuple[torch.dtype, ...]:
+    """The dtypes of inputs and parameters under a recipe; float64 without MXFP8 alone."""
+    return FLOAT_DTYPES if recipe.enabled else (*FLOAT_DTYPES, torch.float64)
+
+
+def _kind(value: object) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
+
+
 def require_size(op: str, name: str, value: int, multiple: int = 1) -> None:
-    """A module's size is a positive int and a multiple of `multiple`."""
+    """Check that a size is a positive int and a multiple of `multiple`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(message(op, name, "an int", repr(value)))
     require(value > 0 and value % multiple == 0, op, name, got=value,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
 
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
-from ..ops.quantize import FLOAT_DTYPES
 from ..ops.rows import combine_rows, combine_rows_backward
 from ..problem import ACTIVATIONS, Activation, SiLU
 from .activation import gated_activation
-from .module import MXGroupedLinear, require_size
+from .module import MXGroupedLinear, check_options, float_dtypes, require_size
 from .recipe import MXFP8Recipe
 
 
@@ -36,8 +36,9 @@ class MXMoE(torch.nn.Module):
         num_experts: E. top_k: experts per token.
         activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2().
         recipe: of both grouped layers.
-        aux_loss_coef: factor of the load-balancing loss.
-        bias: whether the experts have biases. device, dtype: of the parameters.
+        aux_loss_coef: factor of the load-balancing loss, at least 0.
+        bias: whether the experts have biases.
+        device: of the parameters. dtype: bfloat16, float16 or float32; without MXFP8 float64 too.
 
     Attributes:
         aux_loss: after a forward pass the scalar ``aux_loss_coef · E · Σ_e f_e p_e`` (float32, with
@@ -46,7 +47,7 @@ class MXMoE(torch.nn.Module):
             before the first pass, and 0 without tokens.
 
     Raises:
-        TypeError, ValueError: a size of the wrong type or value.
+        TypeError, ValueError: an argument of the wrong type or value.
 
     Source:
         Switch Transformers (arXiv 2101.03961, section 2.2), GShard (arXiv 2006.16668, section 2.2).
@@ -71,8 +72,7 @@ class MXMoE(torch.nn.Module):
     ) -> None:
         super().__init__()
         op = "MXMoE"
-        if not isinstance(recipe, MXFP8Recipe):
-            raise TypeError(message(op, "recipe", "an MXFP8Recipe", type(recipe).__name__))
+        device = check_options(op, recipe, bias, device, dtype)
         unit = MX_BLOCK_SIZE if recipe.enabled else 1
         for name, size, multiple in (
                 ("hidden_size", hidden_size, unit), ("intermediate_size", intermediate_size, unit),
@@ -83,7 +83,10 @@ class MXMoE(torch.nn.Module):
         if not isinstance(activation, tuple(ACTIVATIONS.values())):
             raise TypeError(message(op, "activation", "an activation of mxpert", repr(activation),
                                     "for example mxpert.SiLU()"))
-        require(aux_loss_coef >= 0, op, "aux_loss_coef", need="at least 0", got=aux_loss_coef)
+        if not isinstance(aux_loss_coef, (int, float)) or isinstance(aux_loss_coef, bool):
+            raise TypeError(message(op, "aux_loss_coef", "a number", repr(aux_loss_coef)))
+        require(0 <= aux_loss_coef <= sys.float_info.max, op, "aux_loss_coef",
+                need="a finite number of at least 0", got=aux_loss_coef)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
         self.activation, self.aux_loss_coef = activation, aux_loss_coef
@@ -108,9 +111,8 @@ class MXMoE(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., H], bfloat16, float16 or float32 (float64 without MXFP8) → the same shape."""
-        dtypes = FLOAT_DTYPES if self.gate_up_proj.recipe.enabled else (
-            *FLOAT_DTYPES, torch.float64)
-        require_tensor(x, "MXMoE", "x", dtype=dtypes, device=self.router.device)
+        require_tensor(x, "MXMoE", "x", dtype=float_dtypes(self.gate_up_proj.recipe),
+                       device=self.router.device)
         require(x.dim() > 0 and x.shape[-1] == self.hidden_size, "MXMoE", "x.shape",
                 need=f"[..., {self.hidden_size}]", got=list(x.shape))
         tokens = x.reshape(-1, self.hidden_size)

@@ -52,7 +52,8 @@ class MXFP8Recipe:
             kernels, any other float dtype as one torch matmul per group.
 
     Raises:
-        ValueError: a format that is not one of the two. TypeError: not a ScaleRule.
+        ValueError: a format that is not one of the two. TypeError: a rule, span or switch of
+            another type.
 
     Source:
         FP8 formats for deep learning (arXiv 2209.05433, section 3) for HYBRID; Recipes for
@@ -74,14 +75,18 @@ class MXFP8Recipe:
         op = "MXFP8Recipe"
         for name in ("forward_format", "backward_format"):
             value = getattr(self, name)
-            require(value in TRAINING_FORMATS, op, name, need=f"one of {list(TRAINING_FORMATS)}",
-                    got=repr(value))
+            require(isinstance(value, str) and value in TRAINING_FORMATS, op, name,
+                    need=f"one of {list(TRAINING_FORMATS)}", got=repr(value))
         if not isinstance(self.scale_rule, ScaleRule):
             raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(self.scale_rule),
                                     "for example mxpert.ScaleRule.RCEIL"))
         if self.scale_span is not None and not isinstance(self.scale_span, ScaleSpan):
             raise TypeError(message(op, "scale_span", "a ScaleSpan or None",
                                     repr(self.scale_span), "for example mxpert.ScaleSpan.ROW"))
+        for name in ("high_precision_wgrad", "enabled"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(message(op, name, "True or False", repr(value)))
 
     def spans(self, device: torch.device) -> OperandSpans:
         """Spans of all copies on a device: what its GEMMs multiply together.

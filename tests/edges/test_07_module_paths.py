@@ -73,7 +73,7 @@ def test_a_number_is_short_for_the_only_module_of_its_layer(tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"need a layer with one experts module, got 0 with "
                        r"\['model.layers.0.mlp.experts', .*name a module by its full path"):
         load_expert_weights(tmp_path / "mxfp4", layers=[0])
-    with pytest.raises(ValueError, match=r"need modules among .* got 'model.layers.2.mlp.experts'"):
+    with pytest.raises(ValueError, match=r"need modules among .* got 'model\.layers\.2\.mlp"):
         load_expert_weights(tmp_path / "mxfp4", layers=["model.layers.2.mlp.experts"])
     with pytest.raises(TypeError, match=r"need module paths or layer numbers, got 1\.0"):
         choose_modules(TWO_IN_A_LAYER, [1.0], "test")  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""Grouped GEMMs of the Hopper tests: operands, poison, the float64 reference, tolerances."""
+"""Grouped GEMM problems of the Hopper tests: operands, poison, float64 reference, tolerances."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ GEMM, WGRAD, DUAL = Op.GROUPED_GEMM, Op.GROUPED_WGRAD, Op.QUANTIZE_DUAL
 
 NAN_CODE, NAN_SCALE = 0x7F, 255
 TAIL = 45
-"""Rows behind the last group."""
+"""Rows after the last group."""
 
 SIZES = {"ragged": [0, 1, 31, 63, 130, 257], "many": [5, 0, 33, 64] * 12, "one_group": [777],
          "all_in_last": [0, 0, 0, 1000], "empty": [0, 0, 0]}
 SPANS = {"row": (ROW, ROW), "span128": (SPAN128, ROW), "exact": (BLOCK, BLOCK),
          "exact-mixed": (ROW, BLOCK), "bf16": (BLOCK, BLOCK)}
-"""Modes of the GEMMs: rows scaled at the end, spans on the way, everything else in bfloat16."""
+"""Spans for each mode of the GEMMs: scales in the epilogue, in the main loop, or exact bfloat16."""
 PAIRS = {"e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"), "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
          "mixed": ("mxfp8_e4m3", "mxfp8_e5m2"), "e5m2": ("mxfp8_e5m2", "mxfp8_e5m2")}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One grouped GEMM but for its values and offsets."""
+    """Parameters of one grouped GEMM, without values and offsets."""
 
     op: Op
     mode: str = "row"
@@ -57,6 +57,7 @@ class Case:
     k: int = 1056
     offsets_dtype: torch.dtype = torch.int32
     accumulate: bool = False
+    trans_b: bool = True
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -68,7 +69,7 @@ class Case:
 
     @property
     def depth(self) -> int:
-        """Products that one result sums in the tensor core, before float32 takes over."""
+        """Products per result that are summed in the tensor core before promotion to float32."""
         depth, average = self.k, self.k
         if self.op is WGRAD:
             depth = max(self.sizes)
@@ -84,8 +85,10 @@ def offsets_of(sizes: tuple[int, ...] | list[int], device: torch.device,
 
 
 def values(*size: int, device: torch.device, whole: bool, seed: int) -> torch.Tensor:
-    """Normal, times a power of two of each row and of each 64 columns; or integers up to 3, which
-    every format holds exactly."""
+    """Normal values times a power of two for each row and for each 64 columns.
+
+    With `whole`: integers up to 3, which are exact in every format.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     if whole:
         return torch.randint(-3, 4, size, generator=generator, device=device).float()
@@ -102,8 +105,16 @@ def operand(x: torch.Tensor, fmt: str, span: ScaleSpan,
     return quantize_spans(x, fmt, ScaleRule.RCEIL, span, group_starts=starts)
 
 
+def transposed(value: torch.Tensor | MXTensor) -> torch.Tensor | MXTensor:
+    """The same values as [G, K, N], in memory too."""
+    if isinstance(value, torch.Tensor):
+        return value.mT.contiguous()
+    return MXTensor(value.qdata.mT.contiguous(), value.scale.mT.contiguous(), value.format, -2,
+                    scale_span=value.scale_span)
+
+
 def poison(value: torch.Tensor | MXTensor, place: Any) -> None:
-    """NaN at `place`: an index of rows, or a pair that selects columns of codes."""
+    """Write NaN at `place`: an index of rows, or a pair that selects columns of codes."""
     if isinstance(value, torch.Tensor):
         value[place] = torch.nan
         return
@@ -117,7 +128,7 @@ def poison(value: torch.Tensor | MXTensor, place: Any) -> None:
 
 def make(case: Case, device: torch.device, *, whole: bool = False, seed: int = 0,
          offsets: torch.Tensor | None = None) -> tuple[GroupedProblem, dict[str, Any]]:
-    """Problem and arguments; whatever belongs to no group is NaN."""
+    """Problem and arguments; rows outside the groups are NaN."""
     if offsets is None:
         offsets = offsets_of(case.sizes, device, case.offsets_dtype)
     wgrad, groups = case.op is WGRAD, len(case.sizes)
@@ -132,11 +143,14 @@ def make(case: Case, device: torch.device, *, whole: bool = False, seed: int = 0
         end = int(starts[-1])
     first, second = (operand(x, fmt, span, starts) for x, fmt, span in zip(
         dense, case.formats, SPANS[case.mode], strict=True))
+    if not (wgrad or case.trans_b):
+        second = transposed(second)
     for value in (first, second) if wgrad else (first,):
         poison(value, (slice(None), slice(end, None)) if wgrad else slice(end, None))
     problem = GroupedProblem(
         case.op, detect_target(device), first.shape[1 if wgrad else 0], groups, case.n, case.k,
-        *case.formats, not wgrad, case.out_dtype, case.accumulate, *SPANS[case.mode])
+        *case.formats, case.trans_b and not wgrad, case.out_dtype, case.accumulate,
+        *SPANS[case.mode])
     if not wgrad:
         return problem, {"a": first, "b": second, "group_offsets": offsets}
     into = values(groups, case.n, case.k, device=device, whole=whole, seed=3 * seed + 2)
@@ -145,7 +159,7 @@ def make(case: Case, device: torch.device, *, whole: bool = False, seed: int = 0
 
 
 def run(problem: GroupedProblem | DualProblem, **arguments: Any) -> Any:
-    """On Hopper; scratch and results start as NaN."""
+    """Run on the Hopper backend; scratch and results start as NaN."""
     kernel = HOPPER[problem.op]
     assert kernel.unsupported(problem) is None
     with nan_filled_scratch():
@@ -153,7 +167,7 @@ def run(problem: GroupedProblem | DualProblem, **arguments: Any) -> Any:
 
 
 def expect(problem: GroupedProblem, **arguments: Any) -> torch.Tensor:
-    """float64, with what was in `accumulate_into`, which stays as it is."""
+    """Reference result in float64; `accumulate_into` is added but not modified."""
     into = arguments.get("accumulate_into")
     if into is not None:
         arguments["accumulate_into"] = into.double()
@@ -164,19 +178,21 @@ def expect(problem: GroupedProblem, **arguments: Any) -> torch.Tensor:
 def adder_error(depth: int) -> float:
     """Relative L2 of a sum of `depth` fp8 products in Hopper's tensor core: ``2^-13 √(depth / 6)``.
 
-    An instruction aligns 32 products and the sum so far to the largest exponent among them and
-    drops what lies below 2^-13 of that. The sum so far has lost these bits already; each product
-    loses less than a unit ``2^-13 |S_i|``, of its own sign: a variance of ``(2^-13 |S_i|)² / 3``.
-    With ``|S_i|² = (i / depth) |S|²`` they add up to ``(2^-13 |S|)² depth / 6``. This is an upper
-    bound, since products with few bits lose nothing: the same adder in float64 arithmetic gives
-    1.0e-3 at 2880 values and 2.0e-3 at 8192, 0.4 of it.
+    An instruction aligns 32 products and the partial sum to the largest exponent among them, and
+    drops bits below 2^-13 of it. The partial sum has no such bits left. Each product loses less
+    than one unit ``2^-13 |S_i|``, with its own sign: a variance of ``(2^-13 |S_i|)² / 3``. With
+    ``|S_i|² = (i / depth) |S|²`` the total is ``(2^-13 |S|)² depth / 6``. This is an upper bound,
+    since products with few bits lose nothing: a float64 simulation of the adder gives 1.0e-3 at
+    2880 values and 2.0e-3 at 8192, which is 0.4 of the bound.
     """
     return 2.0 ** -13 * math.sqrt(depth / 6)
 
 
 def tolerance(case: Case, expected: torch.Tensor) -> float:
-    """The result's rounding and the adder, in squares; powers of two in b's rows (in a's columns)
-    leave a fourth of the values to count."""
+    """Rounding of the result and error of the adder, added in squares.
+
+    Powers of two in b's rows (a's columns) reduce the effective number of values to a quarter.
+    """
     numel = effective_numel(expected.flatten(0, -2)) // 4
     rounding = stage_tolerance("bf16", case.out_dtype, max(case.k, *case.sizes), numel=numel)
     fp8 = case.mode in ("row", "span128")
@@ -185,7 +201,7 @@ def tolerance(case: Case, expected: torch.Tensor) -> float:
 
 def check(case: Case, actual: torch.Tensor, expected: torch.Tensor, *, whole: bool = False) -> None:
     assert actual.dtype == case.out_dtype
-    if whole:  # no sum has lost a bit: one rounding
+    if whole:  # sums are exact: one rounding
         assert_exact(actual, expected.to(actual.dtype), str(case), ignore_zero_sign=True)
     else:
         assert_close_relative(actual, expected, tolerance(case, expected), str(case))

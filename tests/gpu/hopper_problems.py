@@ -1,13 +1,12 @@
-"""Problems of the Hopper GPU tests: layers with their float64 reference, tiles, tolerances.
+"""MoE problems of the Hopper GPU tests: layers with float64 reference, tiles, tolerances.
 
-The reference runs on the GPU on identically quantised operands, once per problem: a token's result
-does not depend on the others, so that smaller batches are compared with its first rows.
+The reference runs on the GPU on the same quantised operands, once per problem. A token's result
+does not depend on other tokens, so smaller batches are compared with its first rows.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +14,8 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import Combine, GateUpOrder, MoEConfig, MoEWeights, ReferenceConfig
+from mxpert import Combine, GateUpOrder, MoEWeights, ReferenceConfig
 from mxpert.formats.tensor import Layout
-from mxpert.formats.token import FP8_TOKEN
 from mxpert.problem import (
     ACTIVATION_FORMATS,
     ClampedSiLU,
@@ -25,26 +23,18 @@ from mxpert.problem import (
     SiTUv2,
     SwiGLU,
 )
-from mxpert.testing.numerics import (
-    END_TO_END_GATE,
-    FP8_SUM_BITS,
-    FP8_SUM_TERMS,
-    INTERMEDIATE_NOISE,
-    assert_close_relative,
-    requantisation_error,
-    stage_tolerance,
-)
+from mxpert.testing.hopper import layer_tolerance
+from mxpert.testing.numerics import assert_close_relative
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from mxpert.testing.races import hopper_tiles
 
 heuristics = pytest.importorskip("mxpert.backends.hopper.heuristics", reason="needs Gluon")
 
 TOKENS = (1, 2, 7, 17, 33, 65, 129, 300, 777, 2049)
 FLOAT64 = ReferenceConfig(torch.float64)
-FEW = 1 << 14
-"""Intermediate values below which single flips decide."""
 
 SMALL = MoEShape(hidden_size=704, intermediate_size=384, num_experts=9, top_k=3)
-"""Odd numbers of row units (11) and of depth units (3), depths that are no whole units (5.5)."""
+"""Odd numbers of row units (11) and depth units (3), and a depth of 5.5 units."""
 
 CASES: dict[str, tuple[MoEShape, bool]] = {
     "gpt_oss": (replace(SMALL, activation=SwiGLU(), gate_up_order=GateUpOrder.INTERLEAVED,
@@ -54,20 +44,9 @@ CASES: dict[str, tuple[MoEShape, bool]] = {
                                  gate_up_order=GateUpOrder.INTERLEAVED_16), True),
     "situ": (replace(SMALL, activation=SiTUv2(), gate_up_order=GateUpOrder.INTERLEAVED), False),
 }
-"""Layers that cover activations, orders, biases and both places of the routing weight."""
+"""Layers for all activations, gate/up orders, biases, and both places of the routing weight."""
 
-def tiles_of(a_format: str) -> dict[str, MoEConfig]:
-    """Every tile that the dispatcher can choose for a format, by name; those of decode with their
-    depth split, too."""
-    found = {}
-    for name, config in heuristics.tiles(split=a_format == "bf16").items():
-        found[name] = MoEConfig(config.block_m, config, config)
-        if not heuristics.is_prefill(config):
-            found[name + "_split"] = MoEConfig(config.block_m, replace(config, split_k=3),
-                                               replace(config, split_k=2))
-    return found
-
-
+tiles_of = hopper_tiles
 TILES = [(a_format, name) for a_format in ACTIVATION_FORMATS for name in tiles_of(a_format)]
 
 cases = pytest.mark.parametrize("case", CASES)
@@ -76,7 +55,7 @@ tiles = pytest.mark.parametrize("a_format, tile", TILES, ids=["-".join(t) for t 
 
 
 def require_hopper(device: torch.device) -> None:
-    """Skip where these kernels cannot run."""
+    """Skip the test unless the device can run the Hopper kernels."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs compute capability 9.0")
 
@@ -98,40 +77,9 @@ def run(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:
 
 
 def reference(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:
-    """float64 [T, H] of ROW_MAJOR weights."""
+    """Reference result [T, H] in float64, from ROW_MAJOR weights."""
     with mxpert.override(backend="reference", config=FLOAT64):
         return run(inputs, a_format, out_dtype=torch.float64, **options)
-
-
-def intermediate_tolerance(a_format: str, numel: int) -> float:
-    """Relative L2 of stage 1's output: rounding, and codes that accumulator noise pushes over a
-    boundary.
-
-    The gate holds where flips average out. A single flip of an e2m1 code is half of a value: among
-    a thousand values that alone is above the gate, and over many the FP8 accumulator's 14 bits
-    flip more than a float32 accumulator's, so that mxfp4 is held to the derivation itself. That of
-    fp8_token is bfloat16.
-    """
-    if a_format in ("bf16", FP8_TOKEN):
-        return stage_tolerance(a_format, torch.bfloat16, FP8_SUM_TERMS, numel=numel,
-                               accumulator_bits=FP8_SUM_BITS)
-    derived = requantisation_error(a_format, INTERMEDIATE_NOISE, numel)
-    return derived if a_format == "mxfp4" or numel < FEW else min(END_TO_END_GATE, derived)
-
-
-def layer_tolerance(a_format: str, out_dtype: torch.dtype, inputs: MoEInputs,
-                    num_tokens: int) -> float:
-    """Stage 2's rounding and the flips of the intermediate, which arrive with their relative size
-    (twice that where the rows of a token cancel)."""
-    top_k, weights = inputs.topk_ids.shape[1], inputs.weights
-    numel = num_tokens * top_k * weights.intermediate_size
-    stage_two = stage_tolerance(a_format, out_dtype, FP8_SUM_TERMS, top_k=top_k, cancellation=2.0,
-                                numel=num_tokens * weights.hidden_size,
-                                accumulator_bits=FP8_SUM_BITS)
-    flips = requantisation_error(None if a_format == "bf16" else a_format, INTERMEDIATE_NOISE,
-                                 numel, row=weights.intermediate_size)
-    derived = math.hypot(stage_two, 2 * flips)
-    return derived if a_format == "mxfp4" or numel < FEW else min(END_TO_END_GATE, derived)
 
 
 class Case:

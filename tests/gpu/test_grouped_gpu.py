@@ -25,7 +25,7 @@ SIZES = {
     "all_in_last": [0, 0, 0, 1000], "empty": [0, 0, 0], "many": [5, 0, 33, 64] * 256,
 }
 TAIL = 45
-"""Rows behind the last group."""
+"""Rows after the last group."""
 
 PAIRS = {"bf16": ("bf16", "bf16"), "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
          "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3")}
@@ -39,7 +39,7 @@ def offsets_of(case: str, device: torch.device) -> torch.Tensor:
 
 
 def values(*size: int, device: torch.device, whole: bool, seed: int = 0) -> torch.Tensor:
-    """Normal, or whole numbers up to 3, which every format holds exactly."""
+    """Normal values, or integers up to 3, which are exact in every format."""
     generator = torch.Generator(device).manual_seed(seed)
     if whole:
         return torch.randint(-3, 4, size, generator=generator, device=device).float()
@@ -81,7 +81,7 @@ def gemm_case(
     case: str, pair: str, device: torch.device, *, trans_b: bool, whole: bool, n: int, k: int,
     seed: int = 0,
 ) -> tuple[GroupedProblem, dict[str, object]]:
-    """A grouped_gemm whose rows behind the last group are poison."""
+    """A grouped_gemm problem with NaN in the rows after the last group."""
     offsets = offsets_of(case, device)
     groups, used = len(SIZES[case]), sum(SIZES[case])
     a = values(used + TAIL, k, device=device, whole=whole, seed=2 * seed)
@@ -115,7 +115,7 @@ def test_gemm(pair: str, case: str, trans_b: bool, whole: bool, device: torch.de
 @sizes
 @pairs
 def test_wgrad(pair: str, case: str, whole: bool, device: torch.device) -> None:
-    """With and without an accumulator; the poison behind the last group is not read."""
+    """With and without accumulation; NaN after the last group is not read."""
     n, k = (96, 160) if case == "many" else (736, 1056)
     offsets, used = offsets_of(case, device), sum(SIZES[case])
     grad = values(used + TAIL, n, device=device, whole=whole)
@@ -167,7 +167,7 @@ def test_grouped_dual(case: str, device: torch.device) -> None:
 
 
 def test_every_config_computes_the_same(device: torch.device) -> None:
-    """The tuner may take any of them: the integer problem is exact whatever the tiles."""
+    """The tuner may choose any config; the integer problem is exact with all tiles."""
     problem, arguments = gemm_case("skewed", "e4m3", device, trans_b=True, whole=True, n=352, k=416)
     expected = expect(problem, **arguments).float()
     kernel = TRITON[Op.GROUPED_GEMM]
@@ -178,8 +178,8 @@ def test_every_config_computes_the_same(device: torch.device) -> None:
 
 @pairs
 def test_repeats_are_exact(pair: str, device: torch.device, request: pytest.FixtureRequest) -> None:
-    """Fresh integers each time: on Hopper decoded operands lie in registers that a wgmma reads
-    asynchronously, and a compiler that reuses them too early shows only now and then."""
+    """Race test with new integers each time: on Hopper wgmma reads decoded operands from registers
+    asynchronously, and early reuse by the compiler shows only in some runs."""
     for seed in range(request.config.getoption("--race-repeats")):
         problem, arguments = gemm_case("skewed", pair, device, trans_b=True, whole=True, n=736,
                                        k=1056, seed=seed)
@@ -192,7 +192,7 @@ def test_repeats_are_exact(pair: str, device: torch.device, request: pytest.Fixt
 @pytest.mark.parametrize("op", [Op.QUANTIZE_DUAL, Op.GROUPED_GEMM, Op.GROUPED_WGRAD],
                          ids=lambda op: op.value)
 def test_captured_graph_follows_the_group_sizes(op: Op, device: torch.device) -> None:
-    """One graph, replayed with other offsets: nothing of the sizes is known on the host."""
+    """One graph is replayed with other offsets: the host does not know the group sizes."""
     rows, n, k, groups = 900, 320, 416, 8
     static = torch.zeros(groups + 1, dtype=torch.int32, device=device)
     x = values(rows, k, device=device, whole=True)
@@ -226,7 +226,7 @@ def test_captured_graph_follows_the_group_sizes(op: Op, device: torch.device) ->
 
 
 def test_more_than_2_to_the_31_values(device: torch.device) -> None:
-    """Offsets of rows need 64 bits from here on, in data, both copies and results."""
+    """Row offsets need 64 bits in data, both copies and results."""
     rows, k, n = (1 << 20) + 64, 2080, 32
     if torch.cuda.mem_get_info(device)[0] < 40 << 30:
         pytest.skip("needs 40 GiB of free device memory")

@@ -1,7 +1,7 @@
 """The training kernels of the Hopper backend: dual quantisation, grouped_gemm, grouped_wgrad.
 
-Cases are numbered; case i takes entry ``i % len`` of each list. Lists of coprime lengths p and q
-then meet in all p q pairs within the first p q cases, without the full product.
+Cases are numbered; case i uses entry ``i % len`` of each list. For lists with coprime lengths p and
+q, the first p q cases contain all pairs, without the full product of all lists.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from mxpert.testing.numerics import (
     sampling_margin,
     sqnr_db,
 )
+from mxpert.testing.races import hunt
 from mxpert.training import MXFP8Recipe, grouped_linear
 
 from .grouped_hopper_problems import (
@@ -55,11 +56,10 @@ from .grouped_hopper_problems import (
     values,
 )
 from .hopper_problems import require_hopper
-from .test_hopper_races import hunt
 
 OUT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 SHAPES = ((736, 1056), (2880, 160), (8, 2880), (96, 32), (264, 416), (1056, 736), (128, 256))
-"""(N, K) of whole tiles and of ragged ones, down to one vector of columns and one block."""
+"""(N, K) with full and ragged tiles, down to one vector of columns and one block."""
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def check_both(case: Case, device: torch.device) -> None:
 
 
 def numbered(op: Op, index: int) -> Case:
-    """Case `index` of the pairwise ones."""
+    """The pairwise case number `index`."""
     modes = list(SPANS) if op is GEMM else ["row", "span128", "exact"]
     sizes, dtypes = list(SIZES.values()), OUT_DTYPES
     if op is GEMM:  # 5 modes, 3 types, 4 sizes, 7 shapes
@@ -123,7 +123,7 @@ LONG = {"gemm-odd": Case(GEMM, out_dtype=torch.float32, n=264, k=8224),
 
 @pytest.mark.parametrize("case", LONG.values(), ids=LONG)
 def test_long_sums(case: Case, device: torch.device) -> None:
-    """Past 8192 values sums are promoted to float32 on the way."""
+    """Sums of more than 8192 values are promoted to float32 in the main loop."""
     check_both(case, device)
 
 
@@ -154,7 +154,8 @@ def test_every_config_computes_the_same(case: Case, device: torch.device) -> Non
 
 @every_mode
 def test_a_bad_group_spoils_itself_alone(case: Case, device: torch.device) -> None:
-    """Tiles and stages reach into the next group's rows; nothing of them may be used."""
+    """NaN in one group does not affect others, although tiles and stages read into the next group.
+    """
     problem, arguments = make(case, device)
     clean = run(problem, **arguments)
     ends = arguments["group_offsets"]
@@ -213,12 +214,12 @@ SOURCES: dict[str, tuple[list[int] | None, tuple[int, ...]]] = {
     "weights": (None, (3, 160, 736)),
     "transposed": ([777], (777 + TAIL, 256)),
 }
-"""Group sizes and the shape of x."""
+"""Group sizes (None: no groups) and the shape of x."""
 
 
 def dual_values(name: str, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
-    """Values of many magnitudes, blocks of zeros, NaN of both signs, infinities; poison behind the
-    last group."""
+    """Values of many magnitudes, blocks of zeros, NaN of both signs, infinities; NaN after the last
+    group."""
     sizes, shape = SOURCES[name]
     generator = torch.Generator(device).manual_seed(seed)
     exponents = torch.randint(-9, 5, [-(-size // 32) for size in shape[-2:]], device=device,
@@ -231,7 +232,7 @@ def dual_values(name: str, dtype: torch.dtype, device: torch.device, seed: int) 
     if len(rows) > 400:
         rows[32:96, :32] = 0
         rows[5] = 0
-        if dtype is not torch.float16:  # beyond what scales can make up for
+        if dtype is not torch.float16:  # values outside the range of scales
             rows[200] *= 2.0 ** 100
             rows[240] *= 2.0 ** -110
         rows[7, 3], rows[311, 33 % shape[-1]] = torch.nan, -torch.nan
@@ -274,7 +275,7 @@ def test_dual_is_exact(index: int, device: torch.device) -> None:
 
 
 def test_what_the_gemms_multiply_is_what_dual_made(device: torch.device) -> None:
-    """Both together, scales of spans as one kernel leaves them and the other reads them."""
+    """The GEMMs read the scales of spans in the form that the dual quantiser writes."""
     offsets = offsets_of(SIZES["ragged"], device)
     x, grad, weight = (values(*shape, device=device, whole=False, seed=seed).bfloat16()
                        for seed, shape in enumerate(((527, 416), (527, 352), (6, 352, 416))))
@@ -298,7 +299,7 @@ def test_what_the_gemms_multiply_is_what_dual_made(device: torch.device) -> None
 
 
 class Variant:
-    """One op on fixed buffers whose contents and group sizes are drawn anew; results as bits."""
+    """One op on fixed buffers; their contents and group sizes can be redrawn. Results are bits."""
 
     def __init__(self, case: Case | DualProblem, device: torch.device) -> None:
         self.case, self.device, self.seed = case, device, 0
@@ -345,6 +346,7 @@ def dual_case(device: torch.device, spans: tuple[ScaleSpan, ScaleSpan],
 VARIANTS: dict[str, Case | tuple[tuple[ScaleSpan, ScaleSpan], torch.dtype]] = {
     **{f"{case.op.value}-{case.mode}": case for case in EVERY_MODE},
     "hybrid": Case(GEMM, pair="hybrid", out_dtype=torch.float32, n=2880, k=416),
+    "not-transposed": Case(GEMM, "bf16", trans_b=False),
     "promoted": LONG["gemm-odd"], "into": replace(LONG["wgrad-into"], sizes=(1, 2, 3, 4, 5, 700)),
     "wgrad-promoted": Case(WGRAD, sizes=(1, 2, 3, 4, 5, 50000), n=264, k=352),
     "dual-block": ((BLOCK, BLOCK), torch.bfloat16), "dual-row": ((ROW, ROW), torch.bfloat16),
@@ -362,15 +364,16 @@ def variant(name: str, device: torch.device) -> Variant:
 @variants
 def test_repeats_give_the_same_bits(name: str, device: torch.device,
                                     pytestconfig: pytest.Config) -> None:
-    """Beside other work, with fresh values and group sizes after every hundred."""
+    """Repeats run next to other work, with new values and group sizes after every hundred."""
     repeats, each = pytestconfig.getoption("--race-repeats"), variant(name, device)
     assert any(result.any() for result in each.run())
-    assert (differing := hunt(each.run, each.renew, repeats, device)) == 0, f"{differing} values"
+    found = hunt(each.run, each.renew, repeats, device)
+    assert found.mismatches == 0, f"{found.mismatches} values"
 
 
 @variants
 def test_captured_graph_follows_the_group_sizes(name: str, device: torch.device) -> None:
-    """One graph, replayed with other offsets; and a call never waits for the device."""
+    """One graph is replayed with other offsets, and a call does not synchronise with the device."""
     each = variant(name, device)
     each.run()  # compiles
     torch.cuda.synchronize()
@@ -430,7 +433,7 @@ def test_snr_against_unquantised_operands(name: str, device: torch.device) -> No
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_autograd_equals_the_reference(name: str, device: torch.device) -> None:
-    """The same codes are multiplied: what differs is one rounding on either side, and the adder."""
+    """Both multiply the same codes; they differ by one rounding each, and by the adder."""
     (x, weight, grad, offsets), recipe = leaves(device), RECIPES[name][0]
     with mxpert.override(backend="reference", config=FLOAT64):
         expected = step(x, weight, grad, offsets, recipe)

@@ -1,4 +1,5 @@
-"""The Hopper backend on a GPU: faults stay local, fallback, graphs, repeats, preparation."""
+"""The Hopper backend on a GPU: local effect of bad values, fallback, graphs, repeats, preparation.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def hopper_only(device: torch.device) -> Iterator[None]:
-    """The Hopper kernels answer, or nobody; scratch and outputs start as NaN."""
+    """Only the Hopper backend may serve calls; scratch and outputs start as NaN."""
     require_hopper(device)
     with mxpert.override(backend="hopper"), nan_filled_scratch():
         yield
@@ -72,7 +73,7 @@ def test_a_bad_token_spoils_itself_alone(
 
 
 def test_wide_range_rows_fall_back(device: torch.device) -> None:
-    """Weights that do not fold keep their layout, and another backend serves them."""
+    """Weights that cannot be folded keep ROW_MAJOR layout, and another backend serves them."""
     inputs = random_moe_problem(SMALL, 65, device=device)
     part = inputs.weights.gate_up_proj
     codes, scale = unpack_codes(part.qdata), part.scale.clone()
@@ -111,7 +112,7 @@ def test_repeats_are_bit_identical(a_format: str, tile: str, device: torch.devic
 def test_a_gemm_can_be_repeated_alone(
     a_format: str, tile: str, device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its tiles are claimed from a counter that is 0 again at the end."""
+    """The GEMM resets the counter of its tile scheduler to 0 at the end."""
     inputs, launched = layer("gpt_oss", a_format, device).prepared, []
     launch = Launch.__call__
 
@@ -131,7 +132,7 @@ def test_a_gemm_can_be_repeated_alone(
         for _ in range(3):
             out.fill_(float("nan"))
             launch(made, **tensors)
-            same = (out == first) | out.isnan()  # rows of padding are not written, or anything
+            same = (out == first) | out.isnan()  # padding rows are unwritten or arbitrary
             assert int(tensors["claimed"]) == 0
             assert same.all()
             assert (out.isnan() <= first.isnan()).all()
@@ -140,7 +141,7 @@ def test_a_gemm_can_be_repeated_alone(
 @pytest.mark.parametrize("num_tokens", [1, 33, 777])
 @formats
 def test_graph_replay_equals_eager(a_format: str, num_tokens: int, device: torch.device) -> None:
-    """Captured once, replayed with other tokens and other routing."""
+    """A graph is captured once and replayed with other tokens and other routing."""
     weights = layer("gpt_oss", a_format, device).prepared.weights
     shape = CASES["gpt_oss"][0]
     batches = [random_moe_problem(shape, num_tokens, seed=seed, routing=routing, device=device)
@@ -210,7 +211,7 @@ def test_a_large_layer_is_prepared_in_two_seconds(device: torch.device) -> None:
     with nan_filled_scratch():
         prepared(replace(weights, gate_up_proj=weights.gate_up_proj[:2],
                          down_proj=weights.down_proj[:2], gate_up_bias=None, down_bias=None))
-    torch.use_deterministic_algorithms(False)  # no filling of scratch while the clock runs
+    torch.use_deterministic_algorithms(False)  # do not time the filling of scratch
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -218,8 +219,8 @@ def test_a_large_layer_is_prepared_in_two_seconds(device: torch.device) -> None:
     result = weights.prepare(device=device)
     torch.cuda.synchronize(device)
     assert time.perf_counter() - start < 2.0
-    # Beside the result: of gate and up of one expert, 2/3 of its weights, eight tensors of a byte a
-    # code, two of which are one packed weight.
+    # Scratch beside the result, for gate and up of one expert (2/3 of its weights): eight tensors
+    # with one byte a code; two such bytes are one byte of packed weights.
     unpacked = 8 * 2 * (2 / 3) / weights.num_experts
     assert torch.cuda.max_memory_allocated(device) - before < (1.03 + unpacked) * weights.nbytes
     assert result.layout is Layout.HOPPER_FRAGMENT

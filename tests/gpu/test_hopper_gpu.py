@@ -1,4 +1,4 @@
-"""The Hopper kernels' numbers on a Hopper GPU: every tile at every token count."""
+"""Numerics of the Hopper MoE kernels on a GPU: every tile at every token count."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def hopper_only(device: torch.device) -> Iterator[None]:
-    """The Hopper kernels answer, or nobody; scratch and outputs start as NaN."""
+    """Only the Hopper backend may serve calls; scratch and outputs start as NaN."""
     require_hopper(device)
     with mxpert.override(backend="hopper"), nan_filled_scratch():
         yield
@@ -80,7 +80,7 @@ def test_every_tile_at_every_token_count(
 def test_the_chosen_tile_at_every_token_count(
     a_format: str, case: str, device: torch.device,
 ) -> None:
-    """What the dispatcher takes by itself, and that it takes this backend."""
+    """The dispatcher chooses this backend; its choice of tile is correct at every token count."""
     problem = layer(case, a_format, device)
     for num_tokens in TOKENS:
         with mxpert.override():
@@ -118,7 +118,7 @@ def test_shapes_never_tuned(a_format: str, hidden: int, inner: int, device: torc
 
 
 def half_to_one(inputs: MoEInputs) -> MoEInputs:
-    """Every other token has expert 2 in its first slot."""
+    """Route every second token to expert 2 in its first slot."""
     ids = inputs.topk_ids.clone()
     tokens = ids[::2]
     swap = tokens == 2  # ids stay distinct
@@ -134,7 +134,7 @@ def half_to_one(inputs: MoEInputs) -> MoEInputs:
 def test_routing(
     a_format: str, routing: Routing | str, num_tokens: int, device: torch.device,
 ) -> None:
-    """Skewed, with empty experts, everything to the same experts."""
+    """Skewed routing, empty experts, and all tokens to the same experts."""
     kind = routing if isinstance(routing, Routing) else Routing.UNIFORM
     inputs = random_moe_problem(SMALL, num_tokens, routing=kind, device=device)
     if routing == "half_to_one":
@@ -144,12 +144,12 @@ def test_routing(
 
 
 ROWS_OF_EXPERTS = (1, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 40, 41, 49, 64, 65, 0, 97)
-"""Around every width of a tile, and around two blocks of it."""
+"""Rows per expert around every tile width, and around two blocks."""
 
 
 @tiles
 def test_every_width_of_a_tile(a_format: str, tile: str, device: torch.device) -> None:
-    """A tile is as wide as its block's real rows: none is left out, no padding is touched."""
+    """A tile is as wide as its block's real rows: no row is missing, and padding is not touched."""
     shape = MoEShape(704, 384, len(ROWS_OF_EXPERTS), 1, SwiGLU(), GateUpOrder.INTERLEAVED, True)
     inputs = random_moe_problem(shape, sum(ROWS_OF_EXPERTS), device=device)
     experts = torch.arange(len(ROWS_OF_EXPERTS), device=device)
@@ -179,7 +179,8 @@ def test_no_tokens(a_format: str, device: torch.device) -> None:
 def test_expert_map_and_local_tokens(
     a_format: str, tile: str, num_local: int, device: torch.device,
 ) -> None:
-    """Foreign, negative and absurd ids; a map with −1; a token count on the device."""
+    """Ids of other ranks, negative and very large ids; a map with −1; a token count on the device.
+    """
     inputs = random_moe_problem(SMALL, 333, device=device)
     generator = torch.Generator(device).manual_seed(4)
     ids = torch.randint(-3, 40, (333, 3), generator=generator, device=device).int()
@@ -215,7 +216,7 @@ def take(h: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor | MXTen
 @pytest.mark.parametrize("case", ["gpt_oss", "clamped_on_input"])
 @formats
 def test_stages(a_format: str, case: str, unit: int, device: torch.device) -> None:
-    """Each stage against the reference of that stage, for every tile that divides the unit."""
+    """Each stage against its reference, for every tile whose block_m divides routing_block_m."""
     problem = layer(case, a_format, device)
     on_input = CASES[case][1]
     for name, config in tiles_of(a_format).items():
@@ -259,8 +260,8 @@ def check_stages(inputs: MoEInputs, row_major: MoEWeights, a_format: str, unit: 
 def test_a_layer_equals_its_stages(
     a_format: str, tile: str, case: str, num_tokens: int, device: torch.device,
 ) -> None:
-    """Bit for bit, although between the stages of a layer nothing is quantised separately, and
-    rows of a split depth never lie in memory as bfloat16."""
+    """A layer equals its separate stages bit for bit, although a layer quantises inside the row
+    kernel, and after split-K never stores bfloat16 rows."""
     inputs = first_tokens(layer(case, a_format, device).prepared, num_tokens)
     config, on_input = tiles_of(a_format)[tile], CASES[case][1]
     plan = make_plan(inputs, config.routing_block_m)
@@ -277,7 +278,7 @@ def test_a_layer_equals_its_stages(
 
 
 def largest_window(x: torch.Tensor, weights: MXTensor) -> float:
-    """The most that 256 products of any row can sum to, in units of the smallest product."""
+    """Largest possible sum of 256 products of a row, in units of the smallest product."""
     w = dequantize_blocks(weights, torch.float64).abs()
     x = x.double().abs()
     unit = x[x > 0].min() * w[w > 0].min()
@@ -288,13 +289,13 @@ def largest_window(x: torch.Tensor, weights: MXTensor) -> float:
 
 @tiles
 def test_exact_problem_is_bit_identical(a_format: str, tile: str, device: torch.device) -> None:
-    """The formats with power-of-two scales are exact here, FP8 tensor cores included.
+    """Formats with power-of-two scales are exact here, FP8 tensor cores included.
 
-    x holds integers up to 4, h a few powers of two: both are e4m3 numbers under one scale per row,
-    so the low parts are zero, and no 32-block is rebased out of e4m3's range. Tensor cores align
-    the products of an instruction and the accumulator to the largest one and keep 13 bits below
-    it: nothing is lost while 256 products, after which the sum goes to float32, cannot exceed 2^13
-    units. That is asserted; float32 does the rest exactly.
+    x holds integers up to 4, h a few powers of two. Both are e4m3 numbers under one scale per row:
+    the low parts are zero, and no block of 32 is rebased out of e4m3's range. Tensor cores align
+    the products of an instruction and the accumulator to the largest of them and keep 13 bits
+    below it. Sums are promoted to float32 after 256 products, so nothing is lost if 256 products
+    cannot exceed 2^13 units, which the test asserts. The float32 sums are exact.
     """
     if a_format == FP8_TOKEN:
         pytest.skip("its scales are no powers of two")
@@ -315,7 +316,7 @@ def test_exact_problem_is_bit_identical(a_format: str, tile: str, device: torch.
 @pytest.mark.parametrize("tile", ["decode8", "wide"])
 @formats
 def test_zero_blocks_under_any_scale(a_format: str, tile: str, device: torch.device) -> None:
-    """A block of zeros may carry any scale byte; the layer must not see which."""
+    """A block of zeros may have any scale byte; the result must not depend on it."""
     inputs = random_moe_problem(SMALL, 33, device=device)
     plain, odd = [], []
     for part in (inputs.weights.gate_up_proj, inputs.weights.down_proj):

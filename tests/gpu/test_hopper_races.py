@@ -1,14 +1,13 @@
-"""Race hunt for the kernels that feed wgmma's operand A from registers.
+"""Race tests for kernels with wgmma's operand A in registers.
 
-Every variant runs again and again on the same data and must give the same bits, with other work on
-the GPU at the same time; then the data are replaced. Repeats come from ``--race-repeats`` (20000
-for the long hunt). A graph holds both stages and the comparison, so that repeats cost little and
-nothing waits for the host.
+Every variant runs repeatedly on the same data, next to other work on the GPU, and must return the
+same bits. Then the data are replaced. ``--race-repeats`` sets the number of repeats (20000 for a
+long run). A CUDA graph holds both stages and the comparison, so repeats have little host work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,90 +15,24 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import GateUpOrder, MoEConfig, MoEWeights, SiLU, SwiGLU
-from mxpert.formats import MXTensor
-from mxpert.routing import RoutingPlan
+from mxpert import GateUpOrder, MoEConfig, SiLU, SwiGLU
+from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from mxpert.testing.races import MoEHunt, hunt
 
 from .hopper_problems import require_hopper, tiles_of
 
 pytestmark = pytest.mark.gpu
 
-FRESH = 100
-"""Repeats on the same data."""
-
 SHAPES: dict[str, MoEShape] = {
     "swiglu_bias": MoEShape(1472, 704, 32, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True),
     "silu": MoEShape(1472, 704, 32, 4, SiLU()),
 }
-"""Both stages have more tiles than CTAs, in every tile: some are claimed."""
+"""With every tile size both stages have more tiles than CTAs, so the tile scheduler is used."""
 
-FILLED = 0.7
-"""Of the rows that a tile holds, in the mean: several blocks, the last of them not full."""
-
-VARIANTS = {f"{a_format}-{name}": (a_format, config) for a_format in ("bf16", "mxfp8")
+VARIANTS = {f"{a_format}-{name}": (a_format, config) for a_format in ACTIVATION_FORMATS
             for name, config in tiles_of(a_format).items()}
-"""Format and tile of every GEMM binary; mxfp4 rows share those of mxfp8 rows."""
-
-
-@dataclass(frozen=True)
-class Hunt:
-    """Fixed buffers of one variant, and what runs on them."""
-
-    inputs: MoEInputs
-    plan: RoutingPlan
-    a_format: str
-    generator: torch.Generator
-
-    @classmethod
-    def of(cls, shape: MoEShape, a_format: str, config: MoEConfig, device: torch.device) -> Hunt:
-        rows = int(FILLED * config.gate_up.block_m * config.gate_up.group_m)
-        num_tokens = rows * shape.num_experts // shape.top_k + 1
-        inputs = random_moe_problem(shape, num_tokens, device=device)
-        inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
-        with mxpert.override():
-            plan = mxpert.make_routing_plan(
-                inputs.topk_weights, inputs.topk_ids, num_experts=shape.num_experts,
-                routing_block_m=config.routing_block_m)
-        return cls(inputs, plan, a_format, torch.Generator(device).manual_seed(1))
-
-    def renew(self) -> None:
-        """Other activations, and other weights, drawn in their packed form."""
-        self.inputs.x.normal_(generator=self.generator)
-        for part in projections(self.inputs.weights):
-            part.qdata.random_(0, 256, generator=self.generator)
-            part.scale.random_(0, 15, generator=self.generator)
-            assert part.reference is not None
-            part.reference.random_(119, 123, generator=self.generator)
-
-    def run(self) -> tuple[torch.Tensor, ...]:
-        """Both stages; h of real tokens only, and y, as bits. (FLAT rows are never split.)"""
-        places = self.plan.slot_rows.flatten().long()
-        h = mxpert.moe_gate_up(self.inputs.x, self.inputs.weights, self.plan,
-                               activation=self.inputs.activation,
-                               activation_format=self.a_format)
-        y = mxpert.moe_down(h, self.inputs.weights, self.plan, out_dtype=torch.float32)
-        rows = (h.qdata, h.scale) if isinstance(h, MXTensor) else (h.view(torch.int16),)
-        return *(tensor[places] for tensor in rows), y.view(torch.int32)
-
-
-def projections(weights: MoEWeights) -> tuple[MXTensor, MXTensor]:
-    return weights.gate_up_proj, weights.down_proj
-
-
-class Load:
-    """Matrix products and copies on another stream, which compete for SMs, caches and memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.matrix = torch.randn(2048, 2048, dtype=torch.bfloat16, device=device)
-        self.memory = torch.empty(1 << 26, dtype=torch.uint8, device=device)
-
-    def start(self, rounds: int) -> None:
-        with torch.cuda.stream(self.stream):
-            for _ in range(rounds):
-                torch.mm(self.matrix, self.matrix)
-                self.memory.add_(1)
+"""Every activation format with every tile."""
 
 
 @pytest.fixture(autouse=True)
@@ -107,29 +40,6 @@ def hopper_only(device: torch.device) -> Iterator[None]:
     require_hopper(device)
     yield
     torch.cuda.synchronize(device)
-
-
-def hunt(run: Callable[[], tuple[torch.Tensor, ...]], renew: Callable[[], None], repeats: int,
-         device: torch.device) -> int:
-    """Values that ever differed from the first result on the same data."""
-    load = Load(device)
-    first = [result.clone() for result in run()]
-    torch.cuda.synchronize(device)
-    differing = torch.zeros((), dtype=torch.int64, device=device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for result, expected in zip(run(), first, strict=True):
-            differing.add_((result != expected).sum())
-    for _ in range(-(-repeats // FRESH)):
-        renew()
-        for expected, result in zip(first, run(), strict=True):
-            expected.copy_(result)
-        torch.cuda.synchronize(device)
-        load.start(20)
-        for _ in range(min(FRESH, repeats)):
-            graph.replay()
-    torch.cuda.synchronize(device)
-    return int(differing)
 
 
 @pytest.mark.timeout(3600)
@@ -140,20 +50,20 @@ def test_repeats_give_the_same_bits(
     pytestconfig: pytest.Config,
 ) -> None:
     repeats = pytestconfig.getoption("--race-repeats")
-    variant = Hunt.of(SHAPES[shape], a_format, config, device)
+    variant = MoEHunt.of(SHAPES[shape], a_format, config, device)
     with mxpert.override(backend="hopper", config=config):
-        results = variant.run()
+        results = variant.run_stages()
         assert any(result.any() for result in results)
-        differing = hunt(variant.run, variant.renew, repeats, device)
-    assert differing == 0, f"{differing} values differed in {repeats} repeats"
+        found = hunt(variant.run_stages, variant.renew, repeats, device)
+    assert found.mismatches == 0, f"{found.mismatches} values differed in {repeats} repeats"
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers one after the other, each with a routing of its own, on weights they share.
+    """Layers in sequence with shared weights and different routings.
 
-    Memory of one layer's plan and rows is the next one's: who reads them before they are written
-    finds those of another routing.
+    The layers reuse the memory of plans and rows: a kernel that reads them too early gets data of
+    another routing.
     """
 
     inputs: MoEInputs
@@ -163,7 +73,7 @@ class Layers:
 
     @classmethod
     def of(cls, shape: MoEShape, a_format: str, device: torch.device) -> Layers:
-        """Layers that leave most CTAs of a GEMM idle, and layers that do not."""
+        """Make layers that leave most CTAs of a GEMM idle, and layers that do not."""
         inputs = random_moe_problem(shape, 1, device=device)
         inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
         batches = tuple((
@@ -174,12 +84,12 @@ class Layers:
         return layers
 
     def renew(self) -> None:
-        """Other activations and other routings."""
+        """Redraw activations and routings."""
         for each in (tensor for batch in self.batches for tensor in batch):
             each.normal_(generator=self.generator)
 
     def run(self) -> tuple[torch.Tensor, ...]:
-        """Every layer's result, as bits."""
+        """Run all layers; return their results as bits."""
         results = []
         for x, logits in self.batches:
             with mxpert.override():  # the tile is the GEMMs'
@@ -195,7 +105,7 @@ class Layers:
 def test_layers_wait_for_what_they_read(
     a_format: str, config: MoEConfig, device: torch.device, pytestconfig: pytest.Config,
 ) -> None:
-    """Kernels of a layer start while those before them still run."""
+    """Kernels of a layer start while earlier kernels still run; results must not change."""
     layers = Layers.of(SHAPES["swiglu_bias"], a_format, device)
     with mxpert.override(backend="hopper", config=config):
         alone = []
@@ -204,12 +114,12 @@ def test_layers_wait_for_what_they_read(
             alone.append(replace(layers, batches=layers.batches[index:index + 1]).run()[0].clone())
         for result, expected in zip(layers.run(), alone, strict=True):
             assert torch.equal(result, expected)
-        differing = hunt(layers.run, layers.renew, pytestconfig.getoption("--race-repeats"), device)
-    assert differing == 0
+        found = hunt(layers.run, layers.renew, pytestconfig.getoption("--race-repeats"), device)
+    assert found.mismatches == 0
 
 
 def test_the_hunt_catches_a_race(device: torch.device) -> None:
-    """Control: an operand that changes from one repeat to the next."""
+    """Control: an operand that changes between repeats is reported."""
     counter = torch.zeros(8, dtype=torch.int32, device=device)
     x = torch.zeros(1000, dtype=torch.int32, device=device)
 
@@ -217,4 +127,4 @@ def test_the_hunt_catches_a_race(device: torch.device) -> None:
         counter.add_(1)
         return ((x + (counter[0] % 50 == 0)).clone(),)
 
-    assert hunt(racy, x.zero_, 200, device) > 0
+    assert hunt(racy, x.zero_, 200, device).mismatches > 0

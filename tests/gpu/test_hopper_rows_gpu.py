@@ -1,4 +1,4 @@
-"""Rows that the Hopper GEMMs read, bit by bit: one pass against two, and against the oracle."""
+"""Encoded rows of the Hopper GEMMs, bit for bit: one pass against two, and against the oracle."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.gpu
 
 EXPERTS, TOP_K, UNIT = 9, 3, 16
 DEPTHS = (96, 384, 2880, 7168, 8224)
-"""Less than a unit; steps of one and several units, full and not; more than one step can hold."""
+"""Less than a unit; steps of one and of several units, full and partial; more than one step."""
 
 TOKENS = (1, 16, 333, 4999)
-"""A row a program and, from 4096 rows on, several, each held in few threads."""
+"""Few tokens: one row per program. From 4096 rows on a program has several, in few threads."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,20 +62,20 @@ def plan_of(num_tokens: int, device: torch.device) -> RoutingPlan:
 
 def encode(x: torch.Tensor | mxpert.MXTensor, plan: RoutingPlan, options: MoEOptions,
            scatter: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Code bytes and scales of the rows in use, [T * k, K padded] and [T * k]."""
+    """Encode the rows in use; return code bytes [T * k, K padded] and scales [T * k]."""
     found = rows.sorted_rows(x, plan, plan.capacity, options, scatter=scatter)
     places = plan.slot_rows.flatten().long()
     return found.codes.view(torch.uint8)[places], found.scale[places]
 
 
 def stored(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [M, K] in the order of the GEMMs' depth, padded with zeros."""
+    """Permute codes [M, K] to the K order of the GEMMs, padded with zeros."""
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 128))
     return codes.unflatten(1, (-1, 4, 8, 4)).transpose(2, 3).flatten(1)
 
 
 def source_rows(plan: RoutingPlan, scatter: bool) -> torch.Tensor:
-    """Row of x that each of the rows in use holds."""
+    """Index in x of each row in use."""
     places = plan.slot_rows.flatten().long()
     return (plan.sorted_token_ids[places] & TOKEN_MASK).long() if scatter else places
 
@@ -138,7 +138,7 @@ def test_split_rows_are_hi_and_lo(
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("a_format", [FP8_TOKEN, "mxfp8", "mxfp4"])
 def test_bad_values_spoil_their_row(a_format: str, bad: float, device: torch.device) -> None:
-    """NaN makes the row's scale NaN; infinity does in fp8_token and saturates in MX formats."""
+    """NaN makes the row's scale NaN. So does infinity in fp8_token; in MX formats it saturates."""
     plan, options = plan_of(16, device), MoEOptions(SiLU(), a_format)
     x = values(16, 2880, device)
     clean, clean_scale = encode(x, plan, options, True)

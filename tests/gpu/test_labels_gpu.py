@@ -1,4 +1,4 @@
-"""Labels alone: one warp writes them, two warpgroups read them, as in the persistent GEMMs."""
+"""Stage tags of the tile scheduler alone: one warp writes, two warpgroups read, as in the GEMMs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _read(ring, num_wrong, steps, PARTITION: gl.constexpr, STAGES: gl.constexpr)
         label = read_label(labels, slot, ready.index(slot), phase)
         for index in gl.static_range(4):
             wrong += (label[index] != step + index).to(gl.int32)
-        mbarrier.wait(ready.index(slot), phase)  # as the first step of a tile does
+        mbarrier.wait(ready.index(slot), phase)  # as in the first step of a tile
         mbarrier.arrive(free.index(slot), count=1)
         slot, phase = next_slot(slot, phase, STAGES)
     gl.store(num_wrong + 2 * gl.program_id(0) + PARTITION, wrong)
@@ -67,7 +67,7 @@ def _labels_kernel(num_wrong, steps, STAGES: gl.constexpr, num_warps: gl.constex
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
 def test_every_label_is_read_as_it_was_written(stages: int, device: torch.device) -> None:
-    """By both warpgroups of every program."""
+    """Both warpgroups of every program read every tag as it was written."""
     require_hopper(device)
     num_wrong = torch.full((PROGRAMS, 2), -1, dtype=torch.int32, device=device)
     _labels_kernel[(PROGRAMS,)](num_wrong, STEPS, stages, num_warps=4)

@@ -1,12 +1,12 @@
 """The MoE kernels on a GPU: model shapes, every combination of options, graphs, repeats.
 
-The float64 oracle runs on the GPU too, on a sample of tokens (a token's result does not depend on
-the others, whatever blocks it shares with them) and on the experts that these hit.
+The float64 oracle runs on the GPU, too, on a sample of tokens and on the experts of these tokens. A
+token's result does not depend on other tokens in its blocks.
 
-A layer is judged in three steps that leave nothing out: stage 1 against the oracle value by value,
-stage 2 against the oracle on the rows that stage 1 stored, and the fused layer against the sum of
-stage 2's rows, bit by bit. Where the sample is large enough for the noise of flipped codes to
-average out, the whole layer also meets the end-to-end gate.
+A layer is checked in three steps: stage 1 against the oracle value by value, stage 2 against the
+oracle on the rows that stage 1 stored, and the fused layer against the sum of stage 2's rows bit by
+bit. If the sample is large enough for flipped codes to average out, the whole layer must also meet
+the end-to-end gate.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ pytestmark = pytest.mark.gpu
 
 TOKENS = (1, 3, 17, 128, 777, 4096)
 SAMPLE = (0, 1, 2, 9, 16, 90, 127, 400, 776, 1500, 3000, 4095)
-"""Tokens that are compared: the first and last of every batch and some between."""
+"""Tokens that are compared: the first and the last of every batch, and some between."""
 ENOUGH = 7
-"""Tokens of a model's shape (100,000 values and more) among which flips average out."""
+"""Number of tokens of a model's shape (at least 100,000 values) from which flips average out."""
 FLOAT64 = ReferenceConfig(torch.float64)
 SMALL = MoEShape(hidden_size=704, intermediate_size=384, num_experts=9, top_k=3, has_bias=True)
 
 EXACT_FORMATS = ("bf16", "mxfp8", "mxfp4")
-"""Formats whose scales are powers of two: an exact problem stays exact in them."""
+"""Formats with power-of-two scales, in which an exact problem stays exact."""
 
 formats = pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 
 
 @pytest.fixture(autouse=True)
 def triton_only() -> Iterator[None]:
-    """The kernels answer, or nobody; scratch and outputs start as NaN."""
+    """Only the Triton backend may serve calls; scratch and outputs start as NaN."""
     with mxpert.override(backend="triton"), nan_filled_scratch():
         yield
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _free_models() -> Iterator[None]:
-    """Leave no model behind for the next file."""
+    """Free the cached model after this file's tests."""
     yield
     model_inputs.cache_clear()
     torch.cuda.empty_cache()
@@ -71,7 +71,7 @@ def _free_models() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def model_inputs(name: str, device: torch.device) -> MoEInputs:
-    """A model's largest batch; smaller ones are its first tokens. One model stays in memory."""
+    """A model's largest batch; smaller batches are its first tokens. One model is cached."""
     model_inputs.cache_clear()  # the last one goes before the next one comes
     return random_moe_problem(name, max(TOKENS), device=device)
 
@@ -95,7 +95,7 @@ def take(h: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor | MXTen
 
 
 def place(h: torch.Tensor | MXTensor, rows: torch.Tensor, size: int) -> torch.Tensor | MXTensor:
-    """The rows of `h` at `rows` of `size` rows, zeros elsewhere."""
+    """Place the rows of `h` at indices `rows` of `size` rows; other rows are zero."""
     if isinstance(h, MXTensor):
         return replace(h, qdata=place(h.qdata, rows, size), scale=place(h.scale, rows, size))
     placed = h.new_zeros((size, h.shape[1]))
@@ -113,7 +113,7 @@ def join(parts: list[torch.Tensor | MXTensor]) -> torch.Tensor | MXTensor:
 
 def down_oracle(inputs: MoEInputs, h: torch.Tensor | MXTensor, a_format: str, *,
                 on_input: bool = False) -> torch.Tensor:
-    """float64 [T · k, H]: stage 2's weighted rows by (token, slot), from `h` [T · k, F]."""
+    """Stage 2's weighted rows by (token, slot) from `h` [T · k, F], float64 [T · k, H]."""
     with mxpert.override(backend="reference", config=FLOAT64):
         plan = make_plan(inputs, 1)
         places = plan.slot_rows.flatten().long()
@@ -133,7 +133,7 @@ def run_layer(inputs: MoEInputs, a_format: str, *, config: MoEConfig | None = No
 
 
 def chosen_config(inputs: MoEInputs, a_format: str) -> MoEConfig:
-    """What the dispatcher takes for the layer."""
+    """The config that the dispatcher chooses for the layer."""
     return mxpert.explain(
         mxpert.fused_moe, inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
         activation=inputs.activation, activation_format=a_format).resolution.config
@@ -141,7 +141,7 @@ def chosen_config(inputs: MoEInputs, a_format: str) -> MoEConfig:
 
 def run_stages(inputs: MoEInputs, a_format: str, config: MoEConfig, *, on_input: bool = False,
                ) -> tuple[torch.Tensor | MXTensor, torch.Tensor, RoutingPlan]:
-    """Stage 1's rows and stage 2's FLAT rows in sorted order, as the layer computes them."""
+    """Run both stages as the layer does; return stage 1's and stage 2's FLAT rows, sorted."""
     with mxpert.override(backend="triton", config=config):
         plan = make_plan(inputs, config.routing_block_m)
         h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, activation=inputs.activation,
@@ -152,7 +152,7 @@ def run_stages(inputs: MoEInputs, a_format: str, config: MoEConfig, *, on_input:
 
 
 def summed(flat: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    """REDUCE of FLAT rows: float32 in slot order, then rounded."""
+    """REDUCE of FLAT rows: sum in float32 in slot order, then round."""
     total = torch.zeros((plan.num_tokens, flat.shape[1]), device=flat.device)
     for rows in plan.slot_rows.long().unbind(1):
         total += flat[rows].float()
@@ -160,13 +160,13 @@ def summed(flat: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
 
 
 def cancellation(rows: torch.Tensor, top_k: int) -> float:
-    """``√Σ‖row‖² / ‖Σ row‖``, at least 1: how much larger than the sum its summands are."""
+    """``√Σ‖row‖² / ‖Σ row‖``, at least 1: size of the summands relative to the sum."""
     return max(1.0, (rows.norm() / rows.unflatten(0, (-1, top_k)).sum(1).norm()).item())
 
 
 def check_stage_one(h: torch.Tensor | MXTensor, oracle: Rounded, a_format: str,
                     hidden_size: int, what: str, *, gate: bool) -> None:
-    """Value by value, and where `gate` says that there are enough values, in relative L2."""
+    """Check stage 1 value by value, and with `gate` (enough values) also in relative L2."""
     assert_rounded(h, oracle, f"{what}, stage 1")
     if gate:
         h_dtype = None if isinstance(h, MXTensor) else torch.bfloat16
@@ -184,7 +184,7 @@ def check_stage_two(flat: torch.Tensor, expected: torch.Tensor, a_format: str,
 
 def check_end_to_end(y: torch.Tensor, rows: torch.Tensor, a_format: str, weights: MoEWeights,
                      what: str, *, combine: Combine = Combine.REDUCE) -> None:
-    """A layer's output against the oracle's weighted rows [T · k, H]."""
+    """Check a layer's output against the oracle's weighted rows [T · k, H]."""
     top_k = len(rows) // len(y)
     tolerance = end_to_end_tolerance(
         a_format, y.dtype, weights.hidden_size, weights.intermediate_size,
@@ -197,7 +197,7 @@ def check_end_to_end(y: torch.Tensor, rows: torch.Tensor, a_format: str, weights
 @formats
 @pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_model_shape(name: str, a_format: str, device: torch.device) -> None:
-    """Every batch size runs; the oracle takes each expert's weights once for all of them."""
+    """Runs every batch size; the oracle dequantises each expert once for all of them."""
     everything = model_inputs(name, device)
     weights, top_k = everything.weights, everything.topk_ids.shape[1]
     sample = choose(everything, torch.tensor(SAMPLE, device=device))
@@ -233,7 +233,7 @@ def test_model_shape(name: str, a_format: str, device: torch.device) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @formats
 def test_every_option(a_format: str, activation: str, device: torch.device) -> None:
-    """Every order and combine, routing weight on either stage, with and without bias."""
+    """Every gate/up order and combine, routing weight on either stage, with and without bias."""
     second_pair = list(ACTIVATIONS).index(activation) % 2 == 1
     for on_input in (False, True):
         for order in GateUpOrder:
@@ -244,7 +244,7 @@ def test_every_option(a_format: str, activation: str, device: torch.device) -> N
 
 
 def check_options(inputs: MoEInputs, a_format: str, on_input: bool, what: str) -> None:
-    """Both stages and every combine of one layer."""
+    """Check both stages and every combine of one layer."""
     config, weights = chosen_config(inputs, a_format), inputs.weights
     h, flat, plan = run_stages(inputs, a_format, config, on_input=on_input)
     rows = plan.slot_rows.flatten().long()
@@ -298,7 +298,7 @@ EXACT_CASES += [("heuristic", activation) for activation in ACTIVATIONS]
 @pytest.mark.parametrize("tiles, activation", EXACT_CASES)
 def test_exact_problem_is_bit_identical(tiles: str, activation: str, a_format: str,
                                         device: torch.device) -> None:
-    """Every tile (an activation is the same code in all of them), every activation, combine."""
+    """Every tile, every activation and every combine; activation code is the same in all tiles."""
     seed = list(ACTIVATIONS).index(activation)
     shape = replace(SMALL, activation=ACTIVATIONS[activation](), has_bias=seed % 2 == 0,
                     gate_up_order=list(GateUpOrder)[seed % 3])
@@ -307,7 +307,7 @@ def test_exact_problem_is_bit_identical(tiles: str, activation: str, a_format: s
         expected = mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
                                     activation=inputs.activation, activation_format=a_format)
     for combine in (Combine.REDUCE, Combine.ATOMIC):
-        for _ in range(20):  # also hunts races: any of them changes bits
+        for _ in range(20):  # repeats also find races, which change bits
             y = run_layer(inputs, a_format, config=TILES.get(tiles), combine=combine)
             assert_exact(y, expected, f"{tiles}, {combine.value}", ignore_zero_sign=True)
 
@@ -324,7 +324,7 @@ def test_padded_weight_storage_is_never_read(a_format: str, device: torch.device
 
 @formats
 def test_graph_replay_equals_eager(a_format: str, device: torch.device) -> None:
-    """Captured once, replayed with other tokens and other routing: REDUCE gives the same bits."""
+    """A graph is captured once and replayed with other tokens and routing; REDUCE is bit-exact."""
     shape = replace(MODEL_SHAPES["gpt-oss-20b"], num_experts=16)
     for num_tokens in (1, 17, 777):
         first, second = (random_moe_problem(shape, num_tokens, seed=seed, device=device)
@@ -347,7 +347,7 @@ def test_graph_replay_equals_eager(a_format: str, device: torch.device) -> None:
 
 
 def test_weights_beyond_4_gib(device: torch.device) -> None:
-    """The last expert of a tensor above 2^32 bytes answers like a copy of it alone."""
+    """The last expert of a tensor above 2^32 bytes gives the same result as a copy of it."""
     shape = MoEShape(4096, 2048, 600, 1)  # gate/up codes: 600 · 4096 · 2048 bytes = 4.7 GiB
     inputs = random_moe_problem(shape, 8, device=device)
     weights = inputs.weights
@@ -355,7 +355,7 @@ def test_weights_beyond_4_gib(device: torch.device) -> None:
     last = replace(weights, gate_up_proj=weights.gate_up_proj[-1:],
                    down_proj=weights.down_proj[-1:])
     ids = torch.zeros_like(inputs.topk_ids)
-    # One config for both: fewer experts would get more K splits, which round otherwise.
+    # One config for both: fewer experts would get more K splits and another summation order.
     config = MoEConfig(16, GemmConfig(16, 64, 128, 8, 4), GemmConfig(16, 128, 128, 8, 4))
     alone, among = (run_layer(replace(inputs, weights=w, topk_ids=i), "bf16", config=config)
                     for w, i in ((last, ids), (weights, ids + 599)))
@@ -363,7 +363,7 @@ def test_weights_beyond_4_gib(device: torch.device) -> None:
 
 
 def test_compile_count_is_constant(device: torch.device) -> None:
-    """After the first model, launches of others compile nothing."""
+    """After the first model, launches for other models compile nothing."""
     config = MoEConfig(16, GemmConfig(16, 64, 128, 8, 4), GemmConfig(16, 128, 128, 8, 4))
     kernels = (moe_kernels._moe_gate_up_kernel, moe_kernels._moe_down_kernel)
     counts = []

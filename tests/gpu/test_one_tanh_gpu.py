@@ -1,4 +1,4 @@
-"""SiTUv2's numbers do not depend on the tile or on how the depth is split."""
+"""SiTUv2's results do not depend on the tile or on split-K."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mxpert.testing.numerics import assert_exact
 from .hopper_problems import CASES, FLOAT64, prepared, require_hopper, tiles_of
 
 SMALL = 2.0 ** -18
-"""Gates of 2^-11 and ups of 2^-18: ``2 sigmoid(2 x) - 1`` has lost bits of bfloat16 there."""
+"""With gates of 2^-11 and ups of 2^-18, ``2 sigmoid(2 x) - 1`` loses bits that bfloat16 has."""
 NUM_TOKENS, UNIT = 333, 128
 
 
 @pytest.mark.parametrize("a_format", ["bf16", "mxfp8"])
 def test_tiles_and_splits_agree(a_format: str, device: torch.device) -> None:
-    """Sums are exact here whatever their order, so that only the activation can differ."""
+    """Sums are exact in any order, so only the activation can differ."""
     require_hopper(device)
     inputs = exact_moe_problem(CASES["situ"][0], NUM_TOKENS, device=device)
     x, weights, options = inputs.x * SMALL, inputs.weights, dict(activation=SiTUv2())

@@ -23,7 +23,7 @@ from mxpert.testing.quantize_cases import (
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = [((1, 2880), -1), ((515, 2880), -1), ((3, 5, 320), -1), ((2880, 257), -2),
            ((512, 1088), -2), ((4, 288, 3, 31), -3), ((96,), -1)]
-"""More blocks than one wave of programs holds, odd and ragged sizes; beyond 2^31 elements below."""
+"""More blocks than one wave of programs, odd and ragged sizes. A test below has 2^31 elements."""
 
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
 rules = pytest.mark.parametrize("rule", ScaleRule, ids=lambda r: r.name)
@@ -46,7 +46,7 @@ def dequantize(tensor: MXTensor, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def cases(shape: tuple[int, ...], axis: int) -> torch.Tensor:
-    """float32 on the CPU; narrower dtypes are roundings of it."""
+    """Test data in float32 on the CPU; narrower dtypes are rounded from it."""
     return block_cases(shape, axis, torch.float32)
 
 
@@ -100,7 +100,7 @@ def test_dequantize_shapes(fmt: MXFormat, device: torch.device) -> None:
 @pytest.mark.parametrize("axis", [-1, -2])
 @formats
 def test_more_than_2_to_the_31_elements(fmt: MXFormat, axis: int, device: torch.device) -> None:
-    """Copies of one matrix, so that every copy must quantise alike, those past 2^31 included."""
+    """The tensor repeats one matrix: all copies must quantise alike, also those past 2^31."""
     if torch.cuda.mem_get_info(device)[0] < 24 << 30:
         pytest.skip("needs 24 GiB of free device memory")
     part = block_cases((8192, 2048), axis, torch.bfloat16).to(device)

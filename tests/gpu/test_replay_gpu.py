@@ -1,7 +1,7 @@
-"""Replayed calls on a GPU: the bits of calls that are not, wherever tensors lie.
+"""Replayed calls on a GPU return the same bits as ordinary calls, at any tensor addresses.
 
-Free memory is full of NaN before each call, so that scratch that is read before it is written, or
-lies where something else does, shows.
+Free memory is filled with NaN before each call. Scratch that is read before it is written, or that
+overlaps other buffers, then changes results.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def quantised(inputs: MoEInputs) -> Any:
 
 
 def poison(device: torch.device) -> None:
-    """Leave NaN in what the allocator hands out next, and shift what it takes."""
+    """Fill memory that the allocator returns next with NaN, and shift its addresses."""
     held = [torch.full((1 << size,), -1, dtype=torch.int32, device=device)
             for size in (6, 10, 14, 18, 20, 21, 22, 23, 24)]
     del held
 
 
 def check(call: Callable[[MoEInputs], Any], *inputs: MoEInputs) -> None:
-    """A replay for each of `inputs` in turn, against calls that are not replayed."""
+    """Compare replayed calls on each of `inputs` in turn with calls that are not replayed."""
     with without_replay():
         expected = [call(one) for one in inputs]
     for _ in range(4):

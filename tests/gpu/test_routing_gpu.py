@@ -1,4 +1,4 @@
-"""Routing on a GPU: the sorting contract's whole list, bit for bit, and graph capture."""
+"""Routing on a GPU: all cases of the sorting contract, bit for bit, and graph capture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEEPSEEK = {"scoring": Scoring.SIGMOID, "num_groups": 8, "top_groups": 4,
 
 @pytest.fixture(autouse=True)
 def triton_only() -> Iterator[None]:
-    """The kernels answer, or nobody."""
+    """Only the Triton backend may serve calls."""
     with mxpert.override(backend="triton"):
         yield
 
@@ -46,7 +46,7 @@ def routing(num_experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def poison(device: torch.device, num_bytes: int = 1 << 26) -> None:
-    """Leave freed memory full of ones behind: NaN, and no valid row, expert or position."""
+    """Fill freed memory with one bits: NaN, and no valid row, expert or position."""
     torch.full((num_bytes,), 255, dtype=torch.uint8, device=device)
 
 
@@ -85,7 +85,7 @@ def test_every_geometry_gives_the_same_plan(device, num_tokens):
 @pytest.mark.parametrize("num_tokens", [1, 33, 500, 3000])
 @pytest.mark.parametrize("local_share", [0.0, 0.3, 1.5])
 def test_foreign_ids_maps_and_local_tokens(device, num_tokens, local_share):
-    """Ids far outside, repeated ids, maps to −1 and beyond the local experts."""
+    """Ids far out of range, repeated ids, maps to −1 and beyond the local experts."""
     generator = torch.Generator().manual_seed(num_tokens)
     ids = torch.randint(-5, 140, (num_tokens, 8), generator=generator).int()
     ids[0, :3] = torch.tensor([(1 << 31) - 1, -(1 << 31), 1 << 28])
@@ -109,7 +109,7 @@ def test_more_rows_than_chunks_hold_in_one_tile(device):
 
 @pytest.mark.parametrize("num_tokens", [4, 128, 2048])
 def test_graph_replay_with_changed_routing_equals_eager(device, num_tokens):
-    """Capture once, then replay on other logits, another map and fewer tokens."""
+    """A graph is captured once and replayed with other logits, another map and fewer tokens."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(num_tokens, 256, generator=generator).to(device)
     bias = torch.randn(256, generator=generator).to(device)
@@ -177,7 +177,7 @@ def test_topk_matches_the_reference(device, dtype, options):
 
 
 def check_topk(device, num_tokens, dtype, options):
-    """Ids are equal wherever float32 rounding cannot decide; weights within the derived bound."""
+    """Ids are equal unless float32 rounding decides; weights are within the derived bound."""
     generator = torch.Generator().manual_seed(num_tokens)
     logits = torch.randn(num_tokens, 256, generator=generator).to(dtype)
     bias = options.get("correction_bias")
@@ -197,7 +197,7 @@ def check_topk(device, num_tokens, dtype, options):
 
 @pytest.mark.parametrize("num_experts, top_k", CONTRACT_EXPERTS)
 def test_topk_of_ties_is_exact(device, num_experts, top_k):
-    """Few distinct logits, NaN and −inf among them: ids follow from value and id alone."""
+    """Few distinct logits with NaN and −inf: the chosen ids depend only on value and id."""
     generator = torch.Generator().manual_seed(num_experts)
     logits = torch.randint(-3, 3, (500, num_experts), generator=generator).float()
     logits[::7, ::3], logits[::5, 1::4] = float("nan"), float("-inf")

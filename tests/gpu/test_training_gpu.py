@@ -1,4 +1,4 @@
-"""A whole training block on a GPU: no synchronisation, CUDA graphs, the row passes' kernels."""
+"""A whole training block on a GPU: no synchronisation, CUDA graphs, activation and combine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECIPES = {"mxfp8": MXFP8Recipe(), "hybrid": MXFP8Recipe.hybrid(),
            "high-precision": MXFP8Recipe(high_precision_wgrad=True),
            "bf16": MXFP8Recipe(enabled=False)}
 ROUNDING = 2.0 ** -8 + 32 * 2.0 ** -24
-"""Half a unit of bfloat16, and the float32 steps before it."""
+"""Half a unit of bfloat16, plus the float32 roundings before it."""
 
 recipes = pytest.mark.parametrize("name", RECIPES)
 
@@ -92,7 +92,7 @@ def test_a_step_never_waits_for_the_device(name: str, device: torch.device) -> N
 
 @recipes
 def test_a_captured_step_follows_the_routing(name: str, device: torch.device) -> None:
-    """One graph of forward and backward, replayed on tokens that go to other experts."""
+    """One graph of forward and backward is replayed on tokens with other experts."""
     moe, (x, grad) = block(name, device), operands(device)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -124,7 +124,7 @@ def test_a_step_repeats_bit_for_bit(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name, floor", [("mxfp8", 28.0), ("hybrid", 20.0)])
 def test_snr_of_the_three_gemms(name: str, floor: float, device: torch.device) -> None:
-    """The contract's gates, on unquantised operands in float64."""
+    """The contract's SQNR floors, against unquantised operands in float64."""
     torch.manual_seed(1)
     sizes = [700, 0, 320, 1027]
     offsets = torch.tensor([0, *sizes], device=device).cumsum(0).to(torch.int32)

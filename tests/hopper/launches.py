@@ -41,11 +41,11 @@ class Launch(NamedTuple):
 
     @property
     def binary(self) -> str:
-        """Names the binary that this launch would run."""
+        """Name of the binary of this launch."""
         return specialize(self.kernel, self.arguments, "sm_90").key
 
     def compile(self) -> CompiledKernel:
-        """The binary that this launch would run."""
+        """Compile the binary of this launch."""
         return compile_for(self.kernel, self.arguments, target="sm_90")
 
 

@@ -96,7 +96,7 @@ def launches_of(op: Op, pair: tuple[str, str], pair_spans: tuple[ScaleSpan, Scal
 
 
 def gemm(*request: Any, **options: Any) -> Launch:
-    """The one GEMM among `launches_of`; operands may be turned into bfloat16 before."""
+    """The GEMM launch among `launches_of`, which may also convert operands to bfloat16."""
     (only,) = (each for each in launches_of(*request, **options) if "grouped_gemm" in each.name)
     return only
 
@@ -120,7 +120,7 @@ def multiplications(kernel: CompiledKernel) -> dict[str, int]:
 
 def check_gemm(kernel: CompiledKernel, types: str, *, spills: int = 0,
                copies: dict[str, int] = COPIES) -> None:
-    """Operands by TMA into shared memory, wgmma of the named types alone, and it fits."""
+    """Check that operands are loaded by TMA, all wgmma have the given types, and resources fit."""
     metrics = kernel.metrics
     names = multiplications(kernel)
     assert names
@@ -221,7 +221,7 @@ def test_what_is_refused() -> None:
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pair", [*FORMATS, "bf16"])
 def test_b_that_is_not_transposed(pair: str, out_dtype: torch.dtype) -> None:
-    """[G, K, N] is read as it lies, 64 columns a copy, and transposed by the tensor core."""
+    """TMA reads [G, K, N] in copies of 64 columns, and the tensor core transposes it."""
     launch = gemm(Op.GROUPED_GEMM, FORMATS.get(pair, ("bf16", "bf16")), SPANS["exact"], out_dtype,
                   trans_b=False)
     kernel = launch.compile()
@@ -236,7 +236,7 @@ def test_b_that_is_not_transposed(pair: str, out_dtype: torch.dtype) -> None:
 def test_auto_has_an_fp8_and_a_bf16_gemm(
     op: Op, pair_spans: tuple[ScaleSpan, ScaleSpan], pair: str, accumulate: bool,
 ) -> None:
-    """Both of this backend: nothing falls to the portable kernel, whatever the device finds."""
+    """Both GEMMs are this backend's: the portable kernel is not used for wide data."""
     if accumulate and op is Op.GROUPED_GEMM:
         pytest.skip("adds to nothing")
     dtype = torch.float32 if accumulate else torch.bfloat16

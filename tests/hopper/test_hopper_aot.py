@@ -256,7 +256,7 @@ def test_kernels_wait_for_the_one_before(
         steps = STEPS.findall(ptx)
         waits = [place for place, step in enumerate(steps) if step == "griddepcontrol.wait"]
         release = steps.index("griddepcontrol.launch_dependents")
-        if launch.name == "_moe_encode_rows_kernel":  # ahead of it one that is asked for
+        if launch.name == "_moe_encode_rows_kernel":  # one more before the wait, if release_first
             assert launch.arguments["release_first"] == 0
             assert re.search(r"@!?%p\d+ bra", ptx.split("griddepcontrol.launch_dependents")[0])
             release = steps.index("griddepcontrol.launch_dependents", release + 1)
@@ -388,7 +388,7 @@ EP8 = replace(MODEL_SHAPES["deepseek-v3"], num_experts=32)
 def test_rows_of_an_expert_choose_the_tile(
     shape: MoEShape, num_tokens: int, a_format: str, tile: str,
 ) -> None:
-    """The limits were measured against the other tiles on an H200, see docs/performance.md."""
+    """The limits were measured beside the other tiles on an H200: docs/dev/performance-log.md."""
     layer = heuristics.layer_heuristic(describe(shape, num_tokens, a_format))
     assert layer.gate_up == layer.down == config_of(a_format, tile)
 
@@ -411,7 +411,7 @@ def test_stages_ask_for_few_weights_ahead_where_ctas_are_idle(recorder: Recorder
 
     assert early(1, 5) == [3, 5]
     assert early(2, 5) == [5, 5]
-    assert early(1, 2) == [2, 2]  # never more than the ring has
+    assert early(1, 2) == [2, 2]  # never more than the number of stages
 
 
 @pytest.mark.parametrize("change", [

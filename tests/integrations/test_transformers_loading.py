@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import mxpert
 import mxpert.integrations.transformers as integration
+from mxpert import modules
 from mxpert.integrations import convert as convert_module
 from mxpert.integrations.convert import convert, mx_experts, restore
 from mxpert.integrations.expert_modules import StoredExperts
@@ -138,7 +139,7 @@ def test_published_gpt_oss_blocks_are_taken_as_they_are(tmp_path, monkeypatch) -
     for name in ("transformers.integrations.mxfp4._convert_moe_packed_tensors",
                  "mxpert.formats.codec.dequantize_blocks", "mxpert.formats.codec.quantize_blocks"):
         monkeypatch.setattr(name, refuse)
-    monkeypatch.setattr(convert_module, "quantize_experts", refuse)
+    monkeypatch.setattr(convert_module, "quantize_stacked", refuse)
     model = load(path)
     stored, held = tensors_of(path), model.state_dict()
     for name in (name for name in stored if ".experts." in name):
@@ -185,7 +186,7 @@ def dense_layer_bytes(model: Any) -> int:
 
 
 def test_conversion_holds_one_layer_twice_at_most(monkeypatch) -> None:
-    monkeypatch.setitem(convert_module.CHUNK_ELEMENTS, "cpu", 1 << 14)  # small as the layers are
+    monkeypatch.setitem(modules.CHUNK_ELEMENTS, "cpu", 1 << 14)  # small as the layers are
     layer = dense_layer_bytes(build("mixtral", **SIZES)) // 2
     peak = peak_bytes(lambda: build("mixtral", dtype=torch.bfloat16, **SIZES),
                       lambda model: convert(model, progress=False))
@@ -231,4 +232,5 @@ def test_registration_happens_once() -> None:
     integration.register()
     assert transformers.PreTrainedModel.from_pretrained.__func__ is first
     assert set(integration.IMPLEMENTATIONS) == {
-        "mxpert", "mxpert_mxfp8", "mxpert_mxfp4", "mxpert_fp8_token"}
+        "mxpert", *(f"mxpert_{name}" for name in (
+            "bf16", "mxfp8", "mxfp4", "fp8_token", "a16w4", "a8w4", "a4w4"))}

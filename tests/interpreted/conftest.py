@@ -1,6 +1,6 @@
-"""Tests of kernels in Triton's interpreter, with its numerics put right before the first one.
+"""Kernel tests in Triton's interpreter, whose numerics are patched before the first test.
 
-The variable must be set before Triton is imported, hence by the caller:
+The caller must set the variable before Triton is imported:
 ``TRITON_INTERPRET=1 pytest tests/interpreted``.
 """
 

@@ -1,7 +1,8 @@
 """Dual quantisation and the grouped GEMMs in Triton's interpreter, against codec and reference.
 
-Few, large tiles: the interpreter pays per operation, not per element. Sizes are no multiples of the
-tiles, groups are ragged and some are empty, and what no group owns is poison.
+Tiles are few and large, since the interpreter's time depends on operations, not on elements. Sizes
+are no multiples of the tiles, groups are ragged, some are empty, and rows outside the groups are
+NaN.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ GFX950 = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
 CONFIG = GemmConfig(64, 64, 64, group_m=2)
 WGRAD_TILES = GemmConfig(64, 128, 64, group_m=2)
 WHOLE = GemmConfig(128, 256, 64)
-"""One tile for all of wgrad's output: several tiles are `test_wgrad`'s part."""
+"""One tile for all of wgrad's output; `test_wgrad` uses several tiles."""
 OFFSETS = {
     "ragged": (0, 0, 37, 38, 38, 150, 190),
     "one_group": (0, 190),
@@ -47,7 +48,7 @@ offset_cases = pytest.mark.parametrize("case", OFFSETS)
 
 @pytest.fixture(autouse=True)
 def _uninitialised_memory_is_nan() -> Iterator[None]:
-    """No result may lean on what an allocation happened to hold."""
+    """Fill new memory with NaN, so that results cannot depend on its contents."""
     with nan_filled_scratch():
         yield
 
@@ -86,7 +87,7 @@ def assert_dual_exact(actual: tuple[MXTensor, MXTensor], expected: tuple[MXTenso
 @pytest.mark.parametrize("fmt", FORMATS[1:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dual_is_the_codec_twice(dtype: torch.dtype, fmt: str, rule: ScaleRule) -> None:
-    """Ties, infinities, NaN and subnormals too, along either axis."""
+    """Includes ties, infinities, NaN and subnormals, along either axis."""
     x = torch.cat([block_cases((64, 160), -1, torch.float32),
                    block_cases((96, 160), -2, torch.float32)]).to(dtype)
     row, column = dual(x, None, fmt, rule)
@@ -112,7 +113,7 @@ def test_dual_of_any_strides(view: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @offset_cases
 def test_grouped_dual(case: str, dtype: torch.dtype) -> None:
-    """Groups padded apart, zeros elsewhere; NaN in rows of no group is not read."""
+    """Groups are padded separately, other positions are zero; rows of no group are not read."""
     x, offsets = normal(NUM_ROWS, 160).to(torch.bfloat16), offsets_of(case, dtype)
     x[OFFSETS[case][-1]:] = torch.nan
     actual = dual(x, offsets)
@@ -127,7 +128,7 @@ def test_grouped_dual_of_no_rows() -> None:
 
 
 def test_grouped_dual_of_many_groups() -> None:
-    """A longer vector of groups than a program's rows, empty ones and single rows among them."""
+    """More groups than a program has rows, including empty groups and single rows."""
     sizes = torch.randint(0, 3, (130,), generator=torch.Generator().manual_seed(1))
     offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
     x = normal(int(offsets[-1]) + 5, 32)
@@ -147,14 +148,14 @@ def encoded(values: torch.Tensor, fmt: str, axis: int = -1) -> torch.Tensor | MX
 
 
 def poison_rows(operand: torch.Tensor | MXTensor, first: int) -> None:
-    """NaN in all rows from `first` on."""
+    """Write NaN to all rows from `first` on."""
     (operand.scale if isinstance(operand, MXTensor) else operand)[first:] = (
         255 if isinstance(operand, MXTensor) else torch.nan)
 
 
 def gemm(problem: GroupedProblem, config: GemmConfig = CONFIG, **arguments: object,
          ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Result of the kernel, and of the reference in float64."""
+    """Results of the kernel and of the reference in float64."""
     kernel, oracle = TRITON[problem.op], REFERENCE[problem.op]
     assert kernel.unsupported(problem) is None
     expected = oracle.launch(replace(problem, out_dtype=torch.float64), FLOAT64, **{
@@ -194,7 +195,7 @@ def wgrad(
     else:
         grad, a = (dual(rows, offsets, fmt, kernels=REFERENCE)[1]
                    for rows, fmt in zip((grad, a), formats, strict=True))
-        for operand in (grad, a):  # nothing behind the last group is read
+        for operand in (grad, a):  # rows after the last group are not read
             operand.scale[:, int(padded_group_offsets(offsets)[-1]) // 32:] = 255
         num_rows = grad.shape[1]
     problem = grouped_problem(Op.GROUPED_WGRAD, num_rows, groups, n, k, formats, out_dtype,
@@ -227,14 +228,14 @@ def test_gemm(pair: str, trans_b: bool, out_dtype: torch.dtype) -> None:
 @offset_cases
 @pairs
 def test_gemm_of_integers_is_exact(pair: str, case: str, trans_b: bool) -> None:
-    """Sums of 160 products of integers up to 3 are float32 numbers in any order."""
+    """Sums of 160 products of integers up to 3 are exact in float32 in any order."""
     actual, expected = forward(case, PAIRS[pair], torch.float32, trans_b=trans_b, values=integers)
     assert_exact(actual, expected.float(), "grouped_gemm", ignore_zero_sign=True)
 
 
 @pytest.mark.parametrize("op", ["nt", "nn", "wgrad"])
 def test_loops_of_amd_are_exact(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They load scales in the step that multiplies them, those of other targets a step ahead."""
+    """On AMD kernels load scales in the step that multiplies them, elsewhere one step ahead."""
     monkeypatch.setitem(globals(), "detect_target", lambda device: GFX950)
     with noted_launches() as notes:
         if op == "wgrad":
@@ -290,7 +291,7 @@ def test_wgrad_accumulates_in_place(pair: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("groups", [1, 127, 128, 129, 1000])
 def test_padded_offsets(groups: int, dtype: torch.dtype) -> None:
-    """More groups than are padded at a time; none beyond the end of the copies."""
+    """More groups than the kernel handles per iteration; offsets are clamped to the copies' end."""
     sizes = torch.randint(0, 70, (groups,), generator=torch.Generator().manual_seed(groups))
     sizes[::3] = 0
     offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(dtype)
@@ -303,7 +304,7 @@ def test_padded_offsets(groups: int, dtype: torch.dtype) -> None:
 
 
 def test_many_groups() -> None:
-    """The most groups that a program can search, and no more."""
+    """The largest supported number of groups works; one more is refused."""
     sizes = torch.zeros(MAX_GROUPS, dtype=torch.int32)
     sizes[[3, 500, MAX_GROUPS - 1]] = torch.tensor([5, 70, 2], dtype=torch.int32)
     offsets = torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
@@ -319,7 +320,7 @@ def test_many_groups() -> None:
 
 
 def test_offsets_out_of_range_stay_inside() -> None:
-    """Rows that do not exist are never touched, whatever the offsets say."""
+    """Offsets out of range never access rows that do not exist."""
     offsets = torch.tensor([0, 30, 10**6], dtype=torch.int64)
     a, b = encoded(integers(40, 32), "bf16"), encoded(integers(2, 32, 32), "bf16")
     problem = grouped_problem(Op.GROUPED_GEMM, 40, 2, 32, 32, PAIRS["bf16"], torch.float32)

@@ -37,14 +37,14 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_codes(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal bit for bit, except that every NaN equals every other."""
+    """Check equality bit for bit; any two NaN count as equal."""
     nan = expected.float().isnan()
     torch.testing.assert_close(actual.float().isnan(), nan)
     torch.testing.assert_close(bits(actual)[~nan], bits(expected)[~nan], rtol=0, atol=0)
 
 
 def float32_near_bfloat16() -> torch.Tensor:
-    """Every bf16 value, with bits below it that make it a tie, a near tie or nothing at all."""
+    """float32 values around every bf16 value: exact, ties, and near ties."""
     low = torch.tensor([0, 0x7FFF, 0x8000, 0x8001], dtype=torch.int32)
     high = (torch.arange(1 << 16, dtype=torch.int64) << 16).to(torch.int32)
     return (high[:, None] | low).view(torch.float32).flatten()
@@ -115,7 +115,7 @@ def test_bfloat16_arithmetic_and_comparisons() -> None:
     n = 1 << 14
     a, b, c = (torch.randint(0, 1 << 16, (n,), generator=generator).to(torch.int16)
                .view(torch.bfloat16) for _ in range(3))
-    # torch.fmin passes signalling NaN on; the instructions and the patch know one NaN only.
+    # torch.fmin keeps signalling NaN; the instructions and the patch return one NaN only.
     a, b, c = (torch.where(x.isnan(), float("nan"), x) for x in (a, b, c))
     a[:6] = torch.tensor([float("nan"), 1.0, float("inf"), -0.0, 1.0, 2.0])
     b[:6] = torch.tensor([1.0, float("nan"), float("-inf"), 0.0, 1.0, -2.0])
@@ -180,7 +180,7 @@ def _dot_kernel(out_ptr, a_ptr, b_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.c
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *FP8], ids=str)
 def test_dot(dtype: torch.dtype) -> None:
-    """Small integers over 8: every product and partial sum is exact, so the order is free."""
+    """Small integers over 8: every product and partial sum is exact in any order."""
     generator = torch.Generator().manual_seed(2)
     a = (torch.randint(-8, 9, (32, 64), generator=generator) / 8).to(dtype)
     b = (torch.randint(-8, 9, (64, 16), generator=generator) / 8).to(dtype)
@@ -246,7 +246,7 @@ def test_dot_scaled(a_format: str, b_format: str, scaled: tuple[bool, bool]) -> 
         a_values = a_values * decode_scale(a_scale, torch.float64).repeat_interleave(32, 1)
     if scaled[1]:
         b_values = b_values * decode_scale(b_scale, torch.float64).repeat_interleave(32, 1)
-    # Sums of 64 products in another order differ by 64 eps of the sum of magnitudes at most.
+    # Sums of 64 products in another order differ by at most 64 eps of the sum of magnitudes.
     order = 64 * torch.finfo(torch.float64).eps * (a_values.abs() @ b_values.abs().T)
     exact = a_values @ b_values.T + 0.25
     error = (out.double() - exact).abs()

@@ -1,7 +1,8 @@
 """The two-stage MoE kernels in Triton's interpreter, against the float64 reference.
 
-Few, large tiles: the interpreter pays per operation, not per element. Sizes are no multiples of the
-tiles (H = 160 and F = 96, K steps of 128 and 64, 64 features a tile), so that every mask works.
+Tiles are few and large, since the interpreter's time depends on operations, not on elements. Sizes
+are no multiples of the tiles (H = 160 and F = 96, K steps of 128 and 64, 64 features a tile), so
+every mask is tested.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ TILES = MoEConfig(32, GemmConfig(32, 64, 128), GemmConfig(16, 128, 64))
 
 @pytest.fixture(autouse=True)
 def _uninitialised_memory_is_nan() -> Iterator[None]:
-    """No result may lean on what an allocation happened to hold."""
+    """Fill new memory with NaN, so that results cannot depend on its contents."""
     with nan_filled_scratch():
         yield
 
@@ -95,8 +96,8 @@ class Case:
 
 
 def pairwise() -> list[Case]:
-    """Every format with every activation, order, combine and number of splits, and each order and
-    combine with each activation; the full product runs on a GPU."""
+    """Pairwise cases: every format with every activation, order, combine and split_k, and every
+    order and combine with every activation. The full product runs on a GPU."""
     orders, combines = list(GateUpOrder), (Combine.REDUCE, Combine.ATOMIC, Combine.FLAT)
     rules = list(ScaleRule)
     cases = []
@@ -175,7 +176,7 @@ def test_each_stage_matches_float64(case: Case) -> None:
                           stage_tolerance(case.a_format, h_dtype, shape.hidden_size,
                                           numel=len(rows) * shape.intermediate_size), "stage 1")
 
-    # REDUCE rounds every row: compared in float32, where the tolerance is the accumulator's.
+    # REDUCE rounds every row. Compare in float32, where the tolerance is the accumulator's.
     out_dtype = torch.float32 if case.combine is Combine.REDUCE else torch.bfloat16
     down = problem_of(Op.MOE_DOWN, inputs, replace(options, out_dtype=out_dtype), unit)
     exact = replace(down, options=replace(options, out_dtype=torch.float64))
@@ -221,8 +222,8 @@ EXACT_TILES = {
 def test_exact_problem_is_bit_identical(
     a_format: str, tiles: str, target: Target, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In every tile config, with either combine: exact sums leave nothing to rounding. On AMD the
-    loops load scales in the step that multiplies them, elsewhere a step ahead."""
+    """Exact sums: every tile config and combine returns the same bits. On AMD the kernels load
+    scales in the step that multiplies them, on other targets one step ahead."""
     monkeypatch.setitem(globals(), "detect_target", lambda device: target)
     index = list(EXACT_TILES).index(tiles)
     activation = list(ACTIVATIONS.values())[index]()
@@ -316,7 +317,7 @@ def test_padding_rows_of_the_intermediate_are_never_read() -> None:
     y = TRITON[Op.MOE_DOWN].launch(problem, TILES.down, h=h, weights=inputs.weights, plan=plan)
     assert y[rows].isfinite().all()
     padding = torch.ones(plan.capacity, dtype=torch.bool).index_fill(0, rows, False)
-    assert y[padding].isnan().all()  # stores of padding rows are dropped: still uninitialised
+    assert y[padding].isnan().all()  # padding rows are not stored: still uninitialised
 
 
 def test_x_may_arrive_quantised_or_strided() -> None:
@@ -335,7 +336,7 @@ def test_x_may_arrive_quantised_or_strided() -> None:
 
 @pytest.mark.parametrize("width", [32, 160, 2880])
 def test_token_rows_equal_the_oracle(width: int) -> None:
-    """Codes and scales bit for bit: strided rows, zeros, tiny values, NaN, infinity."""
+    """Codes and scales are bit-exact: strided rows, zeros, tiny values, NaN, infinity."""
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(9, 2 * width, generator=generator).bfloat16()[:, :width]
     x[1], x[2] = 0, x[2] * 2.0**-125
@@ -351,7 +352,7 @@ def test_token_rows_equal_the_oracle(width: int) -> None:
 
 @pytest.mark.parametrize("name", PLANTED_ERRORS)
 def test_a_planted_error_is_seen(name: str) -> None:
-    """With the tolerance of the layer test above, on the same kind of problem."""
+    """The layer test's tolerance, on the same kind of problem, catches every planted error."""
     inputs = random_moe_problem(SHAPE, 20)
     options = MoEOptions(inputs.activation, out_dtype=torch.float32)
     wrong = layer(TRITON, TILES, PLANTED_ERRORS[name](inputs), options)

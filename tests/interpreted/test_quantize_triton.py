@@ -70,7 +70,7 @@ def test_quantize(
 @pytest.mark.parametrize("rule", ScaleRule, ids=lambda r: r.name)
 @formats
 def test_quantize_bfloat16_amax(fmt: MXFormat, rule: ScaleRule) -> None:
-    """Every mantissa of the block maximum, at exponents low, middle and high (GPU: at all)."""
+    """Every mantissa of the block maximum at low, middle and high exponents (GPU tests: all)."""
     exponents = torch.cat([torch.arange(n, n + 12) for n in (0, 120, 244)])
     x = every_bfloat16_amax().view(2, 256, 128, 32)[:, exponents].reshape(-1, 32)
     assert_quantizes_exactly(quantize(x, fmt, -1, rule), x, fmt, -1, rule)
@@ -89,7 +89,7 @@ def test_quantize_bfloat16_amax(fmt: MXFormat, rule: ScaleRule) -> None:
 def test_quantize_strided(
     fmt: MXFormat, view: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Storage between the elements holds NaN, which must not be read."""
+    """Memory between the elements is NaN and must not be read."""
     base = block_cases((96, 384), -1, torch.bfloat16)
     unused = torch.ones(base.numel(), dtype=torch.bool)
     unused[view(torch.arange(base.numel()).view(96, 384)).flatten()] = False
@@ -116,7 +116,7 @@ def _tile_kernel(
 @pytest.mark.parametrize("rule", ScaleRule, ids=lambda r: r.name)
 @formats
 def test_quantize_tile(fmt: MXFormat, rule: ScaleRule, axis: int) -> None:
-    """The device function that epilogues share, along either axis of a tile."""
+    """`quantize_tile`, which epilogues call, along either axis of a tile."""
     x = block_cases((64, 128), axis - 2, torch.float32)
     shapes = {name: [size // (by if i == axis else 1) for i, size in enumerate(x.shape)]
               for name, by in (("CODES", fmt.codes_per_byte), ("SCALE", 32))}

@@ -54,7 +54,7 @@ def test_plan_is_exact(config, num_tokens, top_k, num_experts, unit):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_plan_ignores_foreign_ids_and_tokens_beyond_the_local_ones(config):
-    """Ids that would index far outside the map, repeated ids, a map to −1 and beyond the end."""
+    """Ids far outside the map, repeated ids, a map to −1 and beyond the local experts."""
     ids = torch.randint(-3, 27, (30, 5), generator=torch.Generator().manual_seed(2)).int()
     ids[3, 1], ids[4, 0], ids[5] = (1 << 31) - 1, -(1 << 31), 7
     expert_map = torch.arange(24, dtype=torch.int32) - 8
@@ -77,7 +77,8 @@ def test_plan_with_many_experts(num_experts):
 
 @pytest.mark.parametrize("num_experts, most_tokens", [(128, 256), (384, 128), (1000, 128)])
 def test_heuristic_covers_all_rows_with_bounded_chunks(num_experts, most_tokens):
-    """One launch for few rows; fewer among more experts, for each of which a program reads them."""
+    """One launch for few rows; its limit is lower with more experts, since each program reads all
+    rows."""
     for tokens in (1, 128, 129, 256, 257, 16384, 32768, (1 << 24) // 8 - 1):
         problem = describe_routing_plan(
             torch.empty(1, 8).expand(tokens, 8),

@@ -22,7 +22,7 @@ TRITON = {kernel.op: kernel for kernel in TRITON_KERNELS}
 ACTIVATIONS = (mxpert.SiLU(), mxpert.SwiGLU(limit=1.0), mxpert.ClampedSiLU(1.0), mxpert.SiTUv2())
 DTYPES = (torch.bfloat16, torch.float32)
 STEPS = 16
-"""Float32 operations on the way to one value: more than any of these has."""
+"""Upper bound of the float32 operations per value in these kernels."""
 
 activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.name)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -35,8 +35,10 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
 
 
 def tolerance(value: torch.Tensor, terms: int = 1) -> float:
-    """One rounding to the dtype, at worst half a unit (clamped values are all off by the same), and
-    the float32 steps before it."""
+    """Half a unit of the dtype for the final rounding, plus the float32 roundings before it.
+
+    The worst case is used, since all clamped values have the same error.
+    """
     steps = (STEPS + terms) * rounding_rms(24)
     return steps + (2.0 ** -8 if value.dtype == torch.bfloat16 else 0)
 
@@ -72,7 +74,7 @@ def compare(op: Op, width: int, dtype: torch.dtype, top_k: int = 1, terms: int =
 @activations
 @pytest.mark.parametrize("rows, width", [(5, 96), (3, 700), (1, 1), (0, 64)])
 def test_activation(activation: Activation, dtype: torch.dtype, rows: int, width: int) -> None:
-    """Rows and columns are no multiples of the tile; gates lie on both sides of each clamp."""
+    """Rows and columns are no multiples of the tile; gates are on both sides of each clamp."""
     torch.manual_seed(rows)
     gate_up = (2 * torch.randn(rows, 2 * width)).to(dtype)
     grad = torch.randn(rows, width).to(dtype)
@@ -120,7 +122,7 @@ def test_combine(dtype: torch.dtype, tokens: int, top_k: int, width: int) -> Non
 
 
 def test_a_whole_block_trains_on_the_kernels() -> None:
-    """MXMoE with the portable backend against the reference: the same permutation and weights."""
+    """MXMoE on the portable backend against the reference, with equal permutation and weights."""
     torch.manual_seed(0)
     moe = mxpert.training.MXMoE(32, 32, 3, 2, recipe=mxpert.training.MXFP8Recipe(enabled=False))
     x, grad = torch.randn(2, 5, 32)

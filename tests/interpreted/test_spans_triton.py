@@ -1,7 +1,7 @@
-"""The passes around Hopper's dual quantisation in Triton's interpreter, against the reference.
+"""The kernels around Hopper's dual quantisation in Triton's interpreter, against the reference.
 
-The kernels that quantise are Gluon and run on a GPU alone; a stand-in stores the scales of blocks
-with their mark, and the passes in between turn them into those of spans.
+The quantising kernels are Gluon and run only on a GPU. A stand-in stores the marked scales of
+blocks, and the kernels under test turn them into scales of spans.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
 SIZES = (0, 37, 1, 0, 200, 34)
 TAIL, WIDTH = 9, 352
 FREE, ONE_TOO_FAR = 2.0**-9, 2.0**-10
-"""Of a block beside others of size 1 … 1.5: costs nothing in one row with them, or does."""
+"""Size of a block next to blocks of 1 … 1.5: exact under the row's scale (FREE), or not."""
 SPANS = {"auto": (ScaleSpan.AUTO, ScaleSpan.AUTO), "row": (ScaleSpan.ROW, ScaleSpan.ROW),
          "span128": (ScaleSpan.SPAN128, ScaleSpan.ROW), "one": (ScaleSpan.BLOCK, ScaleSpan.AUTO),
          "other": (ScaleSpan.AUTO, ScaleSpan.BLOCK)}
@@ -49,9 +49,9 @@ def quantized(x: torch.Tensor, offsets: torch.Tensor | None, span: ScaleSpan,
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run Hopper's launches, of which the Gluon kernel's store the reference's scales of blocks.
+    """Run Hopper's launches, with a stand-in for the Gluon kernel that stores reference scales.
 
-    Blocks of zeros are marked as that kernel marks them: where a span has them.
+    It marks blocks of zeros inside spans, as the Gluon kernel does.
     """
     def run(x: torch.Tensor, offsets: torch.Tensor | None, spans: tuple[ScaleSpan, ScaleSpan],
             ) -> tuple[MXTensor, MXTensor]:
@@ -78,7 +78,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def data(small: float, *, grouped: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Values around 1 with blocks of zeros, and one block of each copy of size `small`."""
+    """Values around 1 with blocks of zeros, and one block of size `small` in each copy."""
     generator = torch.Generator().manual_seed(1)
     if not grouped:
         x = torch.empty(3, 96, WIDTH).uniform_(1, 1.5, generator=generator)

@@ -1,4 +1,4 @@
-"""The one tanh of the device code, in Triton's interpreter, against float64."""
+"""`tanh` of the device code in Triton's interpreter, against float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def apply(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_magnitude() -> None:
-    """From the smallest normal numbers to saturation, and densely around the change of formula."""
+    """From the smallest normal numbers to saturation, with many values around 1/4, where the
+    formula changes."""
     exponents = torch.linspace(-126, 6, 1 << 14)
     x = torch.cat([torch.exp2(exponents), torch.linspace(0.2, 0.3, 1 << 14),
                    torch.linspace(0.25, 12, 1 << 14)])

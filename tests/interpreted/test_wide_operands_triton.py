@@ -1,4 +1,4 @@
-"""Decoding of operands that the device found too wide for one scale a row, interpreted."""
+"""Decoding of operands with wide blocks to bfloat16, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNTS = {"first": (1, 0), "second": (-3, 2), "both": (5, 7), "alone": (1, None)
 
 
 def operand(shape: tuple[int, ...], fmt: str, count: int | None) -> MXTensor:
-    """Blocks of many magnitudes, a block of NaN and one of zeros."""
+    """Operand with blocks of many magnitudes, a block of NaN and one of zeros."""
     generator = torch.Generator().manual_seed(len(shape))
     exponents = torch.randint(-60, 60, (*shape[:-1], shape[-1] // 32), generator=generator)
     x = torch.randn(shape, generator=generator) * exponents.float().exp2().repeat_interleave(32, -1)
@@ -37,7 +37,7 @@ def operand(shape: tuple[int, ...], fmt: str, count: int | None) -> MXTensor:
 def test_values_are_exact_or_untouched(
     sizes: tuple[tuple[int, ...], tuple[int, ...]], counts: str,
 ) -> None:
-    """One multiprocessor: each of its programs has several tiles, or none."""
+    """The target has one SM, so each of its programs has several tiles, or none."""
     first, second = (operand(size, fmt, count) for size, fmt, count in zip(
         sizes, ("mxfp8_e5m2", "mxfp8_e4m3"), COUNTS[counts], strict=True))
     target = replace(detect_target("cpu"), num_sms=1)

@@ -1,4 +1,4 @@
-"""Comparators catch what they must, and derived tolerances agree with simulation."""
+"""Comparators catch wrong results, and derived tolerances agree with simulation."""
 
 from __future__ import annotations
 

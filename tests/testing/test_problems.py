@@ -1,4 +1,4 @@
-"""Problems are reproducible and what they say, poison is in place, validation names faults."""
+"""Problems are reproducible and as documented, poison is in place, validation names errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The value-wise criterion passes what float32 does to a layer and catches what it cannot do."""
+"""The value-by-value check accepts float32 results of a layer and rejects other differences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ formats = pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 
 def stage_one(inputs: MoEInputs, a_format: str, *, accumulate: torch.dtype = torch.float32,
               on_input: bool = False, rule: ScaleRule = ScaleRule.RCEIL) -> torch.Tensor | MXTensor:
-    """The reference backend's stage 1 by (token, slot)."""
+    """Stage 1 of the reference backend by (token, slot)."""
     plan = mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids, routing_block_m=16,
                                     num_experts=inputs.weights.num_experts)
     rows = plan.slot_rows.flatten().long()
@@ -55,7 +55,7 @@ def test_float32_passes_and_float64_is_the_oracle(a_format, order, activation) -
 def test_planted_errors_are_caught(a_format, error) -> None:
     inputs = random_moe_problem(SHAPE, 3)
     planted = PLANTED_ERRORS[error](inputs)
-    if error == "dropped_expert":  # its rows are whatever memory held
+    if error == "dropped_expert":  # its rows are uninitialised
         actual = gate_up_oracle(inputs, a_format).round(a_format)
         kept = (planted.topk_ids.flatten() >= 0)
         data = actual.qdata if isinstance(actual, MXTensor) else actual
@@ -68,7 +68,7 @@ def test_planted_errors_are_caught(a_format, error) -> None:
 
 @formats
 def test_one_code_beside_the_right_one_is_caught(a_format) -> None:
-    """The last bit of the values farthest from any boundary."""
+    """Changes the last bit of the values that are farthest from any rounding boundary."""
     oracle = gate_up_oracle(random_moe_problem(SHAPE, 1), a_format)
     actual = oracle.round(a_format)
     assert_rounded(actual, oracle, "itself")
@@ -91,7 +91,7 @@ def test_a_scale_beside_the_right_one_is_caught(step) -> None:
 
 @pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 def test_more_flips_than_noise_makes_are_caught(a_format) -> None:
-    """Each value at the edge of its slack passes the interval, all of them together do not."""
+    """Values at the edge of the slack pass one by one, but all of them together fail."""
     oracle = gate_up_oracle(random_moe_problem(SHAPE, 100), a_format, accumulation=1e-4)
     pushed = replace(oracle, values=oracle.values + 0.99 * oracle.slack)
     with pytest.raises(AssertionError, match=r"pushed: codes — need about \d+ that differ"):
@@ -99,7 +99,7 @@ def test_more_flips_than_noise_makes_are_caught(a_format) -> None:
 
 
 def test_a_flip_at_a_tie_passes_whatever_share_of_the_norm_it_is() -> None:
-    """A lone value between two e2m1 codes: relative L2 a quarter, and right all the same."""
+    """A single value halfway between two e2m1 codes: relative L2 is 1/4, yet the code is right."""
     values = torch.zeros(1, 32, dtype=torch.float64)
     values[0, 0], values[0, 1] = 4.0, 2.5
     expected = Rounded(values, torch.full_like(values, 2.0 ** -6).masked_fill(values == 0, 0))

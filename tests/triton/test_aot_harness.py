@@ -152,7 +152,8 @@ def promised(call: Specialization) -> dict[tuple[int, ...], list[list[object]]]:
 def test_amd_addresses_small_tensors_through_buffers(
     gibibytes: int, loads: str, offset: int,
 ) -> None:
-    """Below 2 GiB its launcher promises offsets of 32 bits, for which other loads are compiled."""
+    """AMD's launcher marks tensors below 2 GiB with 32-bit offsets; the compiler then uses buffer
+    loads."""
     x = meta(gibibytes << 30, dtype=torch.uint8)[offset:]
     arguments = {"out_ptr": x, "x_ptr": x, "size": 4096, "BLOCK": 1024}
     expected = ([] if offset else ALIGNED) + (SHORT if gibibytes < 2 else [])
@@ -166,7 +167,7 @@ def test_amd_addresses_small_tensors_through_buffers(
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_fusion_of_products_and_sums_is_asked_for(target: str) -> None:
-    """By every launch and every compilation alike, whatever Triton's default is."""
+    """Every launch and every ahead-of-time compilation sets FP fusion explicitly."""
     x = meta(64, dtype=torch.int32)
     call = {"out_ptr": x, "x_ptr": x, "size": 64, "BLOCK": 64}
     assert Launch(_copy_kernel, (1,), size=64, BLOCK=64).constants["enable_fp_fusion"] is True

@@ -177,7 +177,7 @@ def test_dual(record: Recorder, groups: int, dtype: torch.dtype, target: str) ->
     data_loads = 64 * 128 * dtype.itemsize // 16 // threads
     assert metrics.global_loads[128] >= data_loads  # offsets may come in wide loads too
     assert metrics.global_stores[128] == 2 * 64 * 128 // 16 // threads
-    assert metrics.registers <= 168  # three programs of four warps a multiprocessor on NVIDIA
+    assert metrics.registers <= 168  # three programs of four warps per SM on NVIDIA
 
 
 @targets
@@ -203,7 +203,7 @@ def test_changing_rows_share_a_binary(record: Recorder, op: str) -> None:
             "wgrad": lambda m=m, groups=groups: record(
                 launch_wgrad, "sm_90", FORMATS["e4m3"], m=m, groups=groups),
         }[op]()
-        # What follows the rows on purpose: lower tiles for small groups, with fewer warps.
+        # Only the tile depends on the rows: small groups have lower tiles with fewer warps.
         same = {"BLOCK_M": 128, "num_warps": 8}
         arguments = {name: same.get(name, value) for name, value in launch.arguments.items()}
         seen.add(specialize(launch.kernel, arguments, "sm_90").key)

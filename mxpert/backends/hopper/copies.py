@@ -36,6 +36,8 @@ def copied_matrix(rows: int, columns: int, dtype: torch.dtype) -> Tile:
 
 
 def copied_of_each(rows: int, columns: int, dtype: torch.dtype) -> Tile:
-    """Copies of rows × columns of one of a tensor's matrices [..., all rows, all columns], beyond
-    whose rows and columns a copy has zeros."""
+    """TMA tile of rows × columns of one matrix of a tensor [..., all rows, all columns].
+
+    Reads past the last row or column of a matrix give zeros.
+    """
     return _tile((1, rows, columns), dtype, None)

@@ -283,6 +283,8 @@ def _moe_gemm_decode_kernel(
     early_stages: stages whose weights the producer loads before it waits for the activations.
     """
     COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
+    # Per stage: two row units of weights (64 rows × 256 codes, two a byte) and their shifts, and
+    # 256 codes of TOKENS activation rows (with SPLIT: hi rows, then lo rows).
     codes = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 64, 128], code_desc.layout)
     shifts = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 16, 32], shift_desc.layout)
     x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, 256], x8_desc.layout)

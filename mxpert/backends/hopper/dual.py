@@ -61,7 +61,8 @@ class _QuantizeDual:
         if problem.dtype not in DTYPES:
             return f"reads float32, bfloat16 or float16, not {problem.dtype}"
         if problem.grouped_rows and problem.num_groups > MAX_GROUPS:
-            return f"holds at most {MAX_GROUPS} groups, got {problem.num_groups}"
+            return (f"holds at most {MAX_GROUPS} groups, got {problem.num_groups}; "
+                    "quantise fewer experts at a time")
         return None
 
     def configs(self, problem: DualProblem) -> Iterator[Config]:

@@ -74,8 +74,8 @@ class _Grouped:
           "exact".
         - "span128": FP8 products; a has one scale per 128 values, b one per row.
         - "exact": bf16 products of bf16 operands, or of the exact values of MX operands with any
-          scales. MX operands with ``trans_b=False`` too: FP8 tensor cores need the reduction
-          contiguous.
+          scales. Also MX operands with ``trans_b=False``: FP8 wgmma needs a contiguous reduction
+          axis.
         """
         spans = problem.a_span, problem.b_span
         contiguous = problem.trans_b or problem.op is Op.GROUPED_WGRAD
@@ -87,6 +87,14 @@ class _Grouped:
             return "auto"
         return "span128" if spans == (ScaleSpan.SPAN128, ScaleSpan.ROW) else "exact"
 
+    def slower(self, problem: GroupedProblem) -> str:
+        """Why MX operands are multiplied in bf16 although their scales allow FP8; "" if not."""
+        spans = {problem.a_span, problem.b_span}
+        if problem.op is Op.GROUPED_WGRAD or problem.trans_b or spans & {ScaleSpan.BLOCK}:
+            return ""
+        return ("multiplies in bf16: FP8 tensor cores need the reduction contiguous; pass b as "
+                "[G, N, K], the other copy of quantize_dual, with trans_b=True")
+
     def _launch(self, problem: GroupedProblem, config: GemmConfig, first: torch.Tensor | MXTensor,
                 second: torch.Tensor | MXTensor, out: torch.Tensor,
                 offsets: torch.Tensor) -> None:
@@ -94,17 +102,15 @@ class _Grouped:
                 need="a config of this backend", got=config,
                 remedy="see configs() of the kernel for valid ones")
         mode, target = self.mode(problem), problem.target
-        wide = {"a_wide": _wide_blocks(first), "b_wide": _wide_blocks(second)}
         if mode == "exact":
-            _multiply(problem, config, mode, _as_bf16(first, target), _as_bf16(second, target),
-                      out=out, offsets=offsets)
+            _multiply(problem, config, mode, (_as_bf16(first, target), _as_bf16(second, target)),
+                      (None, None), out, offsets)
             return
-        _multiply(problem, config, mode, first, second, out=out, offsets=offsets, **wide)
-        if mode == "auto":
-            assert isinstance(first, MXTensor)  # for the type checker
-            assert isinstance(second, MXTensor)
-            first, second = decode_if_wide(first, second, target)
-            _multiply(problem, config, "wide", first, second, out=out, offsets=offsets, **wide)
+        wide = _wide_blocks(first), _wide_blocks(second)
+        _multiply(problem, config, mode, (first, second), wide, out, offsets)
+        if mode == "auto" and isinstance(first, MXTensor) and isinstance(second, MXTensor):
+            copies = decode_if_wide(first, second, target)
+            _multiply(problem, config, "wide", copies, wide, out, offsets)
 
 
 class _GroupedGemm(_Grouped):
@@ -143,20 +149,24 @@ class _GroupedWgrad(_Grouped):
 
 
 def _multiply(problem: GroupedProblem, config: GemmConfig, mode: str,
-              first: torch.Tensor | MXTensor, second: torch.Tensor | MXTensor, *,
-              out: torch.Tensor, offsets: torch.Tensor, a_wide: torch.Tensor | None = None,
-              b_wide: torch.Tensor | None = None) -> None:
-    """One launch of the GEMM; mode as in `_Grouped.mode`, or "wide": exact products if a count of
-    wide blocks is above 0, else nothing."""
-    first_data, first_scale = _operand(first)
-    second_data, second_scale = _operand(second)
-    _gemm_launch(problem, config.group_m, mode, first_data.dtype, second_data.dtype)(
-        out=out, out_desc=out, a_desc=first_data, b_desc=second_data, a_scale=first_scale,
-        b_scale=second_scale, a_wide=a_wide, b_wide=b_wide, offsets=offsets)
+              operands: tuple[torch.Tensor | MXTensor, torch.Tensor | MXTensor],
+              wide: tuple[torch.Tensor | None, torch.Tensor | None], out: torch.Tensor,
+              offsets: torch.Tensor) -> None:
+    """One launch of the GEMM.
+
+    Args:
+        mode: as in `_Grouped.mode`, or "wide": exact products if a count of wide blocks is above 0,
+            else nothing.
+        wide: the counts of both operands.
+    """
+    (first, first_scale), (second, second_scale) = map(_operand, operands)
+    _gemm_launch(problem, config.group_m, mode, first.dtype, second.dtype)(
+        out=out, out_desc=out, a_desc=first, b_desc=second, a_scale=first_scale,
+        b_scale=second_scale, a_wide=wide[0], b_wide=wide[1], offsets=offsets)
 
 
 def _wide_blocks(value: torch.Tensor | MXTensor) -> torch.Tensor | None:
-    """The count that an operand of ScaleSpan.AUTO carries."""
+    """The device count of wide blocks [1] of an operand with ScaleSpan.AUTO; None for others."""
     return value.wide_blocks if isinstance(value, MXTensor) else None
 
 

@@ -1,7 +1,7 @@
-"""Operands of ScaleSpan.AUTO as bfloat16, decoded only where the device found wide blocks.
+"""Decoding of ScaleSpan.AUTO operands to bfloat16 if the device has counted wide blocks.
 
-The host does not know whether it did: memory for the copies is always there, and the kernel ends at
-once where they are not needed.
+The host does not read the count. It always allocates memory for the decoded copies and launches the
+kernel, which returns at once if no copy is needed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..launch import CACHED_LAUNCHES, Launch
 from ..triton.quantize_kernels import decode, scale_value
 
 _BLOCKS = 128
-"""Blocks that a program decodes at a time: 32 values a thread."""
+"""Blocks that a program decodes per iteration: 32 values a thread."""
 
 _NUM_WARPS = 4
 
 _PROGRAMS = 8
-"""Per multiprocessor: 32 KiB of loads in flight, which the memory's latency and bandwidth take."""
+"""Programs per SM: 32 KiB of loads in flight cover the latency of memory at full bandwidth."""
 
 
 @triton.jit
 def is_wide(first_wide_ptr, second_wide_ptr):
-    """Whether one of the counts [1], of which one may be missing, is above 0."""
+    """Whether an operand has wide blocks: one of the counts [1] is above 0 (None counts as 0)."""
     count = 0
     if first_wide_ptr is not None:
         count = tl.maximum(count, tl.load(first_wide_ptr))
@@ -40,7 +40,7 @@ def is_wide(first_wide_ptr, second_wide_ptr):
 @triton.jit
 def _decode_blocks(out_ptr, qdata_ptr, scale_ptr, num_blocks, FORMAT: tl.constexpr,
                    BLOCK: tl.constexpr):
-    """Contiguous blocks of 32 values, BLOCK of them at a time, shared among all programs."""
+    """Decode contiguous blocks of 32 values in a grid-stride loop, BLOCK blocks per iteration."""
     for tile in range(tl.program_id(0), tl.cdiv(num_blocks, BLOCK), tl.num_programs(0)):
         blocks = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = blocks < num_blocks
@@ -58,7 +58,7 @@ def _grouped_decode_if_wide_kernel(
     first_wide_ptr, second_wide_ptr, first_blocks, second_blocks, FIRST_FORMAT: tl.constexpr,
     SECOND_FORMAT: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Both operands' exact values, if a count of wide blocks is above 0; else nothing."""
+    """Decode both operands exactly if a count of wide blocks is above 0; otherwise return."""
     if is_wide(first_wide_ptr, second_wide_ptr):
         _decode_blocks(first_out_ptr, first_ptr, first_scale_ptr, first_blocks, FIRST_FORMAT,
                        BLOCK)
@@ -68,9 +68,9 @@ def _grouped_decode_if_wide_kernel(
 
 def decode_if_wide(first: MXTensor, second: MXTensor,
                    target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    """bfloat16 copies, which hold anything unless one of the counts of wide blocks is above 0.
+    """Return bfloat16 copies of both operands; uninitialised unless one has wide blocks.
 
-    first, second: MXFP8 along their last axis, of which at least one has a count.
+    first, second: MXFP8 along their last axis; at least one has a count of wide blocks.
     """
     copies = tuple(torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
                    for tensor in (first, second))

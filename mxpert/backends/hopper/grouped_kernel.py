@@ -1,9 +1,9 @@
 """Grouped GEMM on wgmma: MXFP8 operands with few scales per row, or bf16.
 
 A persistent CTA (one per SM) computes 128 × 256 tiles. It has a producer warp (TMA) and two
-consumer warpgroups of 64 rows each; the epilogue of one overlaps the wgmma of the other. In both
-operands the reduction axis is contiguous. SPAN says how the scales of the first operand are
-applied:
+consumer warpgroups of 64 rows each; the epilogue of one overlaps the wgmma of the other. The
+reduction axis is contiguous in both operands, except in a bf16 b of shape [G, K, N]. SPAN says how
+the scales of the first operand are applied:
 
 0: one scale per row (per row and group in wgrad). Sums stay in the tensor core accumulator. The
    epilogue multiplies them by the scales of both operands.
@@ -179,12 +179,12 @@ def _grouped_gemm_hopper_kernel(
         BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
         WGRAD: gl.constexpr, SPAN: gl.constexpr, ACCUMULATE: gl.constexpr, IF_WIDE: gl.constexpr,
         num_warps: gl.constexpr):
-    """Groups of rows: out[r] = a[r] b[g].T, [num_rows, num_n], zeros in rows without a group.
+    """out[r] = a[r] b[g].T for rows r of group g, [num_rows, num_n]; zeros in rows without a group.
 
-    WGRAD: out[g] = a_g b_g.T, [num_groups, num_outer, num_n], over each group's part of the
-    reduction, whose offsets are multiples of 32. Scales have pitches of `a_pitch` and `b_pitch`
-    bytes a row. a_wide, b_wide [1]: counts of wide blocks, of which one may be missing; with them
-    the output is computed only if one is above 0 (IF_WIDE), or only if none is.
+    WGRAD: out[g] = a_g b_g.T, [num_groups, num_outer, num_n], summed over the group's part of the
+    reduction; group offsets are multiples of 32. a_pitch, b_pitch: bytes of scales per row.
+    a_wide, b_wide [1]: counts of wide blocks, or None. If there is a count, the kernel computes
+    only if one is above 0 (IF_WIDE), or only if none is (without IF_WIDE).
     """
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, DEPTH], a_desc.layout)
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape,

@@ -30,9 +30,9 @@ def _slot_before(slot, STAGES: gl.constexpr):
 
 @gluon.jit
 def _operands(ring, slot, PARTITION: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
-    """This consumer's rows of a stage, and COLUMNS columns from FIRST on.
+    """Operands of a stage: this consumer's rows of a, and COLUMNS columns of b from FIRST on.
 
-    The columns' operand lies in memory as [columns, depth], or of rank 3 as [1, depth, columns].
+    b is stored as [columns, depth], or with rank 3 as [1, depth, columns].
     """
     a = ring[0].index(slot).slice(PARTITION * 64, 64, 0)
     b = ring[1].index(slot)

@@ -399,6 +399,8 @@ def _moe_gemm_prefill_kernel(
     KIND and low_rows are as in the decode kernel. CONSUMERS: 2 or 3. PIECES: output buffers per
     consumer, hence TMA stores in flight.
     """
+    # Per stage: one row unit of weights per consumer (64 rows × 256 codes, two a byte) and its
+    # shifts, and two halves of 128 codes of the activation rows.
     codes = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 64, 128], code_desc.layout)
     shifts = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 16, 32], shift_desc.layout)
     x = _make_rows(x_desc, STAGES, BLOCKS * BLOCK_M * (2 if SPLIT else 1))

@@ -1,8 +1,8 @@
 """Epilogues of the portable GEMMs: activation, requantisation to MX formats, stores, combine.
 
-The GEMM kernels, the kernels that finish a split-K GEMM and Hopper's epilogues call
-`gated_activation`, so that neither the tile nor the number of splits changes the activation's
-arithmetic. Tiles here are [BLOCK_M rows, BLOCK_N columns].
+The GEMM kernels, the kernels that finish a split-K GEMM and Hopper's epilogues all call
+`gated_activation`. Tiles and the number of splits therefore do not change the activation's
+arithmetic. Tiles are [BLOCK_M rows, BLOCK_N columns].
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def sigmoid(x):
 def tanh(x):
     """tanh in float32, relative error at most 2^-20; every device kernel uses this form.
 
-    Below 1/4 the Taylor series up to x^9, which leaves out 9e-9 of the result. Above,
-    ``(1 - d) / (1 + d)`` with ``d = e^(-2|x|)``. In units of 2^-22, an exponential and a division
-    may each be off by one, and rounding the exponential's argument costs |x| more: 3.9 units of the
-    result at 1/4, where the error is largest.
+    Below 1/4 it is the Taylor series up to x^9; the other terms are 9e-9 of the result. Above it is
+    ``(1 - d) / (1 + d)`` with ``d = e^(-2|x|)``. In units of 2^-22, the exponential and the
+    division have errors of at most 1 each, and rounding the exponential's argument adds |x|. The
+    error is largest at 1/4: 3.9 units of the result.
     """
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (

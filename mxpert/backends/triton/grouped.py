@@ -266,7 +266,7 @@ def _gemm_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
 
 def _gemm_constants(problem: GroupedProblem, config: GemmConfig, a_strides: tuple[int, ...],
                     b_strides: tuple[int, ...]) -> dict[str, Any]:
-    """Every argument of the kernel but the tensors."""
+    """All scalar and constexpr arguments of the kernel."""
     order = (0, 1, 2) if problem.trans_b else (0, 2, 1)
     b_stride, b_scale_stride = ([strides[axis] for axis in order]
                                 for strides in (b_strides[:3], b_strides[3:]))
@@ -323,8 +323,8 @@ def _wgrad_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
 
 def _wgrad_constants(problem: GroupedProblem, config: GemmConfig, grad_strides: tuple[int, ...],
                      a_strides: tuple[int, ...], out_strides: tuple[int, ...]) -> dict[str, Any]:
-    """Every argument of the kernel but the tensors."""
-    # The reduction is the last axis of copies, and of bf16 [M, n] and [M, k] the leading one.
+    """All scalar and constexpr arguments of the kernel."""
+    # The reduction runs along the last axis of MX copies, and along the first of bf16 [M, n].
     row, step = (1, 0) if problem.a_format == "bf16" else (0, 1)
     return dict(
         reduction=problem.num_rows, num_n=problem.n, num_k=problem.k,

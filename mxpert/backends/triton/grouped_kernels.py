@@ -113,6 +113,7 @@ def multiply_rows(
     if A_FORMAT == "bf16":
         tl.static_assert(B_FORMAT == "bf16", "operands are both bf16 or both MX")
         for k in range(first, last, BLOCK_K):
+            # a [a rows, BLOCK_K] bf16, b [b rows, BLOCK_K] bf16
             a = load_tile(a_ptrs, a_mask, k, last, a_stride_k, BLOCK_K)
             b = load_tile(b_ptrs, b_mask, k, last, b_stride_k, BLOCK_K)
             acc = tl.dot(a, b.T, acc)
@@ -127,6 +128,7 @@ def multiply_rows(
         a_scale = load_tile(a_scale_ptrs, a_mask, first // 32, end, a_scale_stride_k, STEP)
         b_scale = load_tile(b_scale_ptrs, b_mask, first // 32, end, b_scale_stride_k, STEP)
         for block in range(first // 32, end, STEP):
+            # a [a rows, BLOCK_K], b [b rows, BLOCK_K] uint8 codes; scales [rows, STEP] uint8 E8M0
             a = load_tile(a_ptrs, a_mask, block * 32, last, a_stride_k, BLOCK_K)
             b = load_tile(b_ptrs, b_mask, block * 32, last, b_stride_k, BLOCK_K)
             next_a = load_tile(a_scale_ptrs, a_mask, block + AHEAD, end, a_scale_stride_k, STEP)
@@ -162,7 +164,7 @@ def _grouped_gemm_kernel(
     rows = first_row + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, column_mask = rows < stop, columns < num_n
-    # Rows without a group have nothing to multiply: their reduction is empty.
+    # Rows without a group get zeros: their reduction is empty.
     last = tl.where(group == num_groups, 0, num_k)
     b_group = group.to(tl.int64)
     b_scale_ptrs = b_scale_ptr
@@ -190,10 +192,10 @@ def _grouped_wgrad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
 ):
-    """out[g] (+)= grad_g.T @ a_g, the reduction over offsets[g] … offsets[g + 1] of `reduction`.
+    """out[g] (+)= grad_g.T @ a_g, summed over positions offsets[g] … offsets[g + 1] of `reduction`.
 
-    MX operands come with padded offsets, multiples of 32; what lies outside the range is not read.
-    A program has one tile.
+    Each program computes one tile. With MX operands the offsets are padded ones, multiples of 32.
+    Positions outside a group's range are not read.
     """
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(num_n, BLOCK_M), tl.cdiv(num_k, BLOCK_N)

@@ -100,6 +100,8 @@ def multiply_tile(
     if X_FORMAT == "bf16":
         acc = tl.zeros((ROWS, WEIGHT_ROWS), tl.float32)
         for k_block in range(first_block, last_block, STEP):
+            # x [ROWS, BLOCK_K] bf16; w [WEIGHT_ROWS, BLOCK_K/2] uint8, two e2m1 codes a byte;
+            # w_scale [WEIGHT_ROWS, STEP] uint8 E8M0
             x = load_rows(x_ptrs, x_mask, k_block, num_k_blocks, "bf16", BLOCK_K)
             w = load_rows(w_ptrs, weight_mask, k_block, num_k_blocks, "e2m1", BLOCK_K)
             next_w_scale = load_scales(w_scale_ptrs, weight_mask, k_block + AHEAD, num_k_blocks,
@@ -113,6 +115,8 @@ def multiply_tile(
         x_scale = load_scales(x_scale_ptrs, x_mask, first_block, num_k_blocks, BLOCK_K)
         acc = tl.zeros((WEIGHT_ROWS, ROWS), tl.float32)
         for k_block in range(first_block, last_block, STEP):
+            # x [ROWS, BLOCK_K] uint8 codes (e2m1: BLOCK_K/2, two a byte), x_scale [ROWS, STEP];
+            # w [WEIGHT_ROWS, BLOCK_K/2] uint8, two e2m1 codes a byte, w_scale [WEIGHT_ROWS, STEP]
             x = load_rows(x_ptrs, x_mask, k_block, num_k_blocks, X_FORMAT, BLOCK_K)
             w = load_rows(w_ptrs, weight_mask, k_block, num_k_blocks, "e2m1", BLOCK_K)
             next_x_scale = load_scales(x_scale_ptrs, x_mask, k_block + AHEAD, num_k_blocks, BLOCK_K)

@@ -1,0 +1,102 @@
+"""The proof at size: every format and bucket is judged, wrong results are seen, models are left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import at_size
+import pytest
+
+import mxpert
+from mxpert.problem import ACTIVATION_FORMATS
+
+
+def run(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = at_size.main(["--dry-run", "--commit", "abc", "--models", "gpt-oss-20b,padded",
+                         "--output", str(path), *arguments])
+    return code, json.loads(path.read_text("utf-8"))
+
+
+def test_every_model_format_and_bucket_is_judged(tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = run(tmp_path / "a.json")
+    assert code == 0
+    assert [(row["model"], row["activation"], row["T"]) for row in found["rows"]] == [
+        (name, a_format, tokens) for name in ("gpt-oss-20b", "padded")
+        for a_format in ACTIVATION_FORMATS for tokens in at_size.DRY_TOKENS]
+    assert [row["compared"] for row in found["rows"][:3]] == [1, 3, 4]
+    assert all(0 < row["limits"][stage] < 1 for row in found["rows"] for stage in at_size.STAGES)
+    assert all(row["ok"] and row["finite"] for row in found["rows"])
+    assert "| padded mxfp4 | 0.0 | 1 … 16 |" in capsys.readouterr().out
+    assert "## Not proven" not in (tmp_path / "a.md").read_text("utf-8")
+
+
+def test_two_projections_are_larger_than_4_gib() -> None:
+    large = [name for name, shape in at_size.SHAPES.items()
+             if shape.num_experts * 2 * shape.intermediate_size * shape.hidden_size / 2 > 2**32]
+    assert large == ["kimi-k2", "dsv4-pro"]
+    assert at_size.TOKENS == (1, 4, 16, 64, 128, 256, 1024, 4096, 8192, 32768)
+    assert {count - 1 for count in at_size.TOKENS} <= set(at_size.SAMPLE)
+
+
+@pytest.mark.parametrize("stage, op, factor", [
+    pytest.param("gate_up", "moe_gate_up", 1.01, id="stage-1"),
+    pytest.param("down", "moe_down", 1.01, id="stage-2"),
+    pytest.param("layer", "fused_moe", 1.03, id="layer"),
+    pytest.param("layer", "fused_moe", float("nan"), id="nan")])
+def test_a_wrong_result_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str,
+                                op: str, factor: float) -> None:
+    right, explain = getattr(mxpert, op), mxpert.explain
+
+    def wrong(x: Any, weights: Any, *rest: Any, **options: Any) -> Any:
+        result = right(x, weights, *rest, **options)
+        exact = str(options.get("out_dtype")) == "torch.float64"
+        return result if exact else result * factor
+
+    monkeypatch.setattr(mxpert, op, wrong)
+    monkeypatch.setattr(mxpert, "explain", lambda called, *rest, **options: explain(
+        right if called is wrong else called, *rest, **options))
+    code, found = run(tmp_path / "a.json", "--formats", "bf16", "--models", "gpt-oss-20b")
+    assert code == 1
+    assert len(found["rows"]) == 3
+    for row in found["rows"]:
+        assert not row["ok"]
+        assert at_size.share_of_limit([row], stage) > 1
+
+
+def test_a_format_that_fails_leaves_the_others(tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    run_batch = at_size.run_batch
+
+    def fail(inputs: Any, a_format: str) -> Any:
+        if a_format == "mxfp8":
+            raise RuntimeError("no such kernel")
+        return run_batch(inputs, a_format)
+
+    monkeypatch.setattr(at_size, "run_batch", fail)
+    code, found = run(tmp_path / "a.json", "--formats", "mxfp8,mxfp4")
+    assert code == 1
+    assert {row["activation"] for row in found["rows"]} == {"mxfp4"}
+    assert [each["error"] for each in found["meta"]["failures"]] == [
+        "RuntimeError: no such kernel"] * 2
+
+
+def test_what_is_left_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    code, found = run(path, "--time-limit", "0")
+    assert (code, found["rows"]) == (0, [])
+    assert found["meta"]["left"] == ["gpt-oss-20b", "padded"]
+    _, first = run(path, "--models", "gpt-oss-20b", "--formats", "bf16")
+    code, found = run(path, "--formats", "bf16", "--resume")
+    assert code == 0
+    assert found["rows"][:3] == first["rows"]
+    assert [row["model"] for row in found["rows"]] == ["gpt-oss-20b"] * 3 + ["padded"] * 3
+    assert at_size.main(["--dry-run", "--commit", "other", "--output", str(path),
+                         "--resume"]) == 2
+
+
+def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert at_size.main(["--dry-run", "--models", "gpt-5"]) == 2
+    assert "need" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""Race hunts: every variant is named once, a planted bit is found, a run goes on where it ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import hunt_variants
+import hunts
+import pytest
+
+from mxpert.problem import ACTIVATION_FORMATS
+from mxpert.testing.races import hopper_tiles
+
+
+def run(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = hunts.main(["--dry-run", "--processes", "1", "--commit", "abc", "--output", str(path),
+                       *arguments])
+    return code, json.loads(path.read_text("utf-8"))
+
+
+def test_every_kernel_variant_is_hunted() -> None:
+    names = [each.name for each in hunt_variants.variants()]
+    assert len(set(names)) == len(names)
+    for a_format in ACTIVATION_FORMATS:
+        for tile in hopper_tiles(a_format):
+            assert f"hopper moe/{a_format}/{tile}" in names
+        for kind in ("triton moe", "large layer"):
+            assert any(name.startswith(f"{kind}/{a_format}/") for name in names)
+    for part in ("grouped/auto/forward", "grouped/exact/dgrad", "grouped/row/wgrad", "hopper dual/",
+                 "routing/plan", "routing/topk", "combine/forward", "combine/backward"):
+        assert any(part in name for name in names)
+    large = [name.startswith("large") for name in names]
+    assert large == sorted(large)
+
+
+def test_a_dry_run_repeats_every_variant(tmp_path: Path,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = run(tmp_path / "h.json")
+    assert code == 0
+    assert [row["name"] for row in found["rows"]] == [
+        each.name for each in hunt_variants.variants()]
+    assert all((row["repeats"], row["mismatches"]) == (hunts.DRY_REPEATS, 0)
+               for row in found["rows"])
+    assert (found["meta"]["left"], found["meta"]["failures"]) == ([], {})
+    assert "| hopper moe | 41 | 6 | 246 | 0 |" in capsys.readouterr().out
+    page = (tmp_path / "h.md").read_text("utf-8")
+    assert "| hopper moe/mxfp4/wide | E64 k4 H640 F384" in page
+    assert "## Not finished" not in page
+
+
+def test_a_planted_bit_is_found_in_every_variant(tmp_path: Path) -> None:
+    code, found = run(tmp_path / "h.json", "--plant", "4", "--variants", "[rhc]*/*[d8kt]*")
+    assert code == 0
+    assert len(found["rows"]) > 30
+    assert {row["mismatches"] for row in found["rows"]} == {1}
+    assert "**Control: one bit of repeat 4" in (tmp_path / "h.md").read_text("utf-8")
+
+
+def test_a_bit_that_is_not_found_fails_the_control(tmp_path: Path) -> None:
+    code, _ = run(tmp_path / "h.json", "--plant", "1000", "--variants", "combine/*")
+    assert code == 1
+
+
+def test_a_value_that_differs_fails_the_hunt(tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    combine, calls = hunt_variants.mxpert.ops.rows.combine_rows, [0]
+
+    def racy(*arguments: Any) -> Any:
+        calls[0] += 1
+        return combine(*arguments) + (calls[0] == 4)
+
+    monkeypatch.setattr(hunt_variants.mxpert.ops.rows, "combine_rows", racy)
+    code, found = run(tmp_path / "h.json", "--variants", "combine/*")
+    assert code == 1
+    assert {row["name"]: row["mismatches"] > 0 for row in found["rows"]} == {
+        "combine/forward": True, "combine/backward": False}
+
+
+def test_what_is_left_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "h.json"
+    code, found = run(path, "--variants", "combine/*", "--time-limit", "0")
+    assert (code, found["rows"]) == (0, [])
+    assert found["meta"]["left"] == ["combine/forward", "combine/backward"]
+    assert "out of time: combine/forward" in path.with_suffix(".md").read_text("utf-8")
+    _, first = run(path, "--variants", "combine/forward")
+    code, found = run(path, "--variants", "combine/*", "--resume")
+    assert code == 0
+    assert found["rows"][0] == first["rows"][0]
+    assert [row["name"] for row in found["rows"]] == ["combine/forward", "combine/backward"]
+    assert run_refused(path, "--resume", "--plant", "1") == 2
+
+
+def run_refused(path: Path, *arguments: str) -> int:
+    return hunts.main(["--dry-run", "--commit", "abc", "--output", str(path), *arguments])
+
+
+def test_a_variant_that_fails_leaves_the_others(tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(hunt_variants.mxpert.ops.rows, "combine_rows_backward", fail)
+    code, found = run(tmp_path / "h.json", "--variants", "combine/*")
+    assert code == 1
+    assert found["meta"]["failures"] == {"combine/backward": "RuntimeError: no such kernel"}
+    assert [row["name"] for row in found["rows"]] == ["combine/forward"]
+
+
+def test_several_processes_share_the_variants(tmp_path: Path) -> None:
+    path = tmp_path / "h.json"
+    assert hunts.main(["--dry-run", "--processes", "2", "--variants", "combine/*", "--output",
+                       str(path)]) == 0
+    found = json.loads(path.read_text("utf-8"))
+    assert {row["name"] for row in found["rows"]} == {"combine/forward", "combine/backward"}
+    assert {row["processes"] for row in found["rows"]} == {2}
+
+
+@pytest.mark.parametrize("arguments", [["--variants", "none"], ["--processes", "0"]])
+def test_bad_options_are_refused(tmp_path: Path, arguments: list[str],
+                                 capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_refused(tmp_path / "h.json", *arguments) == 2
+    assert "need" in capsys.readouterr().err
