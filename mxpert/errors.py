@@ -122,8 +122,9 @@ def require_dtype(value: object, allowed: Sequence[torch.dtype], op: str,
         TypeError: another dtype, or no dtype at all.
     """
     if not (isinstance(value, torch.dtype) and value in allowed):
-        names = " or ".join(str(dtype) for dtype in allowed)
-        raise TypeError(message(op, argument, names, repr(value)))
+        names = [str(dtype).removeprefix("torch.") for dtype in allowed]
+        raise TypeError(message(op, argument, " or ".join(filter(None, (
+            ", ".join(names[:-1]), names[-1]))), repr(value).removeprefix("torch.")))
 
 
 def require_number(value: object, op: str, argument: str) -> None:

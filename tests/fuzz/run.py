@@ -256,7 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="the call in progress")
+    parser.add_argument("--log", type=Path, default=FOLDER / "log", help="the call in progress")
     parser.add_argument("--only", help="this target alone, with --one its seed")
     parser.add_argument("--one", type=int)
     parser.add_argument("--plant", choices=PLANTED, help="a fault to be found")
