@@ -124,7 +124,7 @@ def require_dtype(value: object, allowed: Sequence[torch.dtype], op: str,
     if not (isinstance(value, torch.dtype) and value in allowed):
         names = [str(dtype).removeprefix("torch.") for dtype in allowed]
         raise TypeError(message(op, argument, " or ".join(filter(None, (
-            ", ".join(names[:-1]), names[-1]))), repr(value).removeprefix("torch.")))
+            ", ".join(names[:-1]), names[-1]))), repr(value)))
 
 
 def require_number(value: object, op: str, argument: str) -> None:

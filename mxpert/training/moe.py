@@ -87,7 +87,7 @@ class MXMoE(torch.nn.Module):
                 need="a finite number of at least 0", got=aux_loss_coef)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
-        self.activation, self.aux_loss_coef = activation, aux_loss_coef
+        self.activation, self.aux_loss_coef = activation, float(aux_loss_coef)
         self.router = torch.nn.Parameter(
             torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         options: dict[str, Any] = dict(bias=bias, recipe=recipe, device=device, dtype=dtype)
