@@ -11,7 +11,10 @@ from .errors import message, require, require_number
 
 @dataclass(frozen=True)
 class SiLU:
-    """``silu(gate) * up``; gate and up are the float32 accumulators of stage 1, after the bias.
+    """``silu(gate) * up``, computed in float32 from the outputs of stage 1 after the bias.
+
+    Source:
+        GLU variants improve transformer (arXiv 2002.05202), there SwiGLU.
 
     Example:
         >>> SiLU().parameters
@@ -22,6 +25,7 @@ class SiLU:
 
     @property
     def parameters(self) -> tuple[float, float]:
+        """The two numbers that kernels take; 0 where there is none."""
         return 0.0, 0.0
 
 
@@ -29,8 +33,16 @@ class SiLU:
 class SwiGLU:
     """gpt-oss: ``g * sigmoid(alpha g) * (u + 1)``, g = min(gate, limit), u = clamp(up, ±limit).
 
+    Args:
+        alpha: factor inside the sigmoid.
+        limit: bound of gate and up; infinity means none.
+
     Raises:
-        TypeError: not a number. ValueError: `alpha` is not finite, `limit` is not above zero.
+        TypeError: a parameter that is no number.
+        ValueError: `alpha` is not finite, or `limit` is not above zero.
+
+    Source:
+        gpt-oss (arXiv 2508.10925).
 
     Example:
         >>> SwiGLU(limit=float("inf"))  # clamps nothing
@@ -47,6 +59,7 @@ class SwiGLU:
 
     @property
     def parameters(self) -> tuple[float, float]:
+        """The two numbers that kernels take; 0 where there is none."""
         return self.alpha, self.limit
 
 
@@ -54,8 +67,15 @@ class SwiGLU:
 class ClampedSiLU:
     """DeepSeek-V4: ``silu(min(gate, limit)) * clamp(up, ±limit)``.
 
+    Args:
+        limit: bound of gate and up; infinity means none.
+
     Raises:
-        TypeError: not a number. ValueError: `limit` is not above zero.
+        TypeError: `limit` is no number.
+        ValueError: `limit` is not above zero.
+
+    Source:
+        DeepSeek-V4's experts.
 
     Example:
         >>> ClampedSiLU().limit
@@ -70,6 +90,7 @@ class ClampedSiLU:
 
     @property
     def parameters(self) -> tuple[float, float]:
+        """The two numbers that kernels take; 0 where there is none."""
         return self.limit, 0.0
 
 
@@ -77,8 +98,16 @@ class ClampedSiLU:
 class SiTUv2:
     """``beta tanh(gate / beta) sigmoid(gate) * beta_up tanh(up / beta_up)``.
 
+    Args:
+        beta: bound of gate.
+        beta_up: bound of up.
+
     Raises:
-        TypeError: not a number. ValueError: not finite, or not above zero.
+        TypeError: a parameter that is no number.
+        ValueError: a parameter that is not finite or not above zero.
+
+    Source:
+        The two-stage MoE kernels of FlyDSL (pull request 753).
 
     Example:
         >>> SiTUv2(beta=2.0).parameters
@@ -96,6 +125,7 @@ class SiTUv2:
 
     @property
     def parameters(self) -> tuple[float, float]:
+        """The two numbers that kernels take; 0 where there is none."""
         return self.beta, self.beta_up
 
 

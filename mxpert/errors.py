@@ -1,6 +1,6 @@
-"""Exception types and the one message form that every op uses.
+"""Exception types, the message form that every op uses, and checks of common arguments.
 
-A message reads ``op: argument — need X, got Y; remedy``, so that the fix is in the last words.
+A message reads ``op: argument — need X, got Y; remedy``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 class UnsupportedError(RuntimeError):
-    """The request is meaningful, but no kernel on this machine can serve it.
+    """Raised where a request makes sense, but no kernel on this machine can serve it.
 
     Example:
         >>> raise UnsupportedError(message("fused_moe", "backend", "a GPU", "none"))
@@ -54,7 +54,7 @@ def require_tensor(
     device: torch.device | None = None,
     contiguous: bool = False,
 ) -> None:
-    """Check type, dense layout, dtype, shape (None is any size), device, contiguity of a tensor."""
+    """Check that `value` is a dense tensor of this dtype, shape (None: any size) and device."""
     if not torch.compiler.is_compiling() and _fits(value, dtype, shape, device, contiguous):
         return
     if not isinstance(value, torch.Tensor):
@@ -89,13 +89,13 @@ def require_tensor(
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-"""Types whose data are all there is to them; subclasses may mean anything."""
+"""Types of plain tensors; a subclass may give its data another meaning."""
 
 
 def _fits(value: object, dtype: torch.dtype | Sequence[torch.dtype] | None,
           shape: Sequence[int | None] | None, device: torch.device | None,
           contiguous: bool) -> bool:
-    """The answer of `require_tensor` for a plain tensor in order: ops ask on every call."""
+    """Return whether a plain tensor passes `require_tensor`; the fast path of that check."""
     if (not isinstance(value, torch.Tensor) or type(value) not in PLAIN_TENSORS
             or value.layout is not torch.strided or value.is_nested
             or (device is not None and value.device != device)
@@ -122,8 +122,9 @@ def require_dtype(value: object, allowed: Sequence[torch.dtype], op: str,
         TypeError: another dtype, or no dtype at all.
     """
     if not (isinstance(value, torch.dtype) and value in allowed):
-        names = " or ".join(str(dtype) for dtype in allowed)
-        raise TypeError(message(op, argument, names, repr(value)))
+        names = [str(dtype).removeprefix("torch.") for dtype in allowed]
+        raise TypeError(message(op, argument, " or ".join(filter(None, (
+            ", ".join(names[:-1]), names[-1]))), repr(value)))
 
 
 def require_number(value: object, op: str, argument: str) -> None:

@@ -1,7 +1,8 @@
-"""All that arguments are beside their data: shapes, strides, dtypes, devices, formats.
+"""The geometry of arguments: everything but their data, that is shapes, strides, dtypes, devices
+and formats.
 
-Ops look at nothing else on the host. Two calls with the same geometry are therefore checked,
-resolved and launched alike, and a cache may answer the second one.
+On the host, ops look at the geometry only. Two calls of the same geometry therefore pass the same
+checks and use the same kernel, so that the second call can take both from a cache.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _FACTS: dict[type, tuple[str, ...]] = {
     MoEWeights: ("gate_up_order",),
     RoutingPlan: ("num_tokens", "top_k", "num_experts", "routing_block_m"),
 }
-"""Fields of the aggregates; others (the certificates of a fold, say) no op reads."""
+"""Fields of the aggregates that ops read; fold certificates, for example, are not among them."""
 
 _MAX_GEOMETRIES = 8192
 _KEPT = "_parts"
 
 
 class Geometry:
-    """The geometry of an aggregate. Equal ones are one object, which hashes by identity."""
+    """The geometry of an aggregate; equal geometries are the same object."""
 
 
 Parts = tuple[tuple[torch.Tensor, ...], Geometry]
@@ -46,9 +47,10 @@ class Known:
     """Arguments of one op and geometry that have passed its checks.
 
     Args:
-        problem: what they ask for. choice: an object that a key has the id of, to be held.
+        problem: the descriptor of the call.
+        choice: an object whose id is part of the cache key; held so that the id stays its own.
 
-    `resolved` is what dispatch keeps for them, `calls` what a backend does.
+    Dispatch stores its choice of kernel in `resolved`, a backend its recorded launches in `calls`.
     """
 
     __slots__ = ("calls", "choice", "problem", "resolved")
@@ -63,10 +65,10 @@ _GEOMETRIES: dict[tuple[Any, ...], Geometry] = {}
 
 
 def describe(arguments: Iterable[object]) -> tuple[list[torch.Tensor], tuple[Any, ...]] | None:
-    """The tensors of tensors, aggregates of them, dtypes and Nones; and the geometry of it all.
+    """Return the tensors in `arguments`, and the geometry of all of them.
 
-    None where that is not all there is to them: subclasses of tensors, other layouts than strided
-    ones, other objects.
+    Arguments may be tensors, aggregates of tensors, dtypes and None. The result is None for
+    anything else: subclasses of tensors, layouts that are not strided, other objects.
 
     >>> tensors, key = describe([torch.zeros(2, 3), None])
     >>> len(tensors), key
@@ -99,9 +101,9 @@ def describe(arguments: Iterable[object]) -> tuple[list[torch.Tensor], tuple[Any
 
 
 def parts_of(value: Any) -> Parts | None:
-    """Tensors and geometry of an MXTensor, MoEWeights or RoutingPlan.
+    """Return tensors and geometry of an MXTensor, MoEWeights or RoutingPlan.
 
-    Kept in the (frozen) object: weights and plans serve many calls.
+    They are cached in the object, because weights and plans are used by many calls.
     """
     kept: Parts | None = value.__dict__.get(_KEPT)
     if kept is None:
@@ -113,8 +115,12 @@ def parts_of(value: Any) -> Parts | None:
 
 def assembler(made: Any, order: Callable[[torch.Tensor], int],
               ) -> Callable[[list[torch.Tensor]], Any] | None:
-    """What puts an MXTensor or a RoutingPlan of the geometry of `made` together, unchecked, from
-    tensors that stand in `order`; None for anything else."""
+    """Return a function that builds objects like `made` from a list of tensors, without checks.
+
+    Args:
+        made: an MXTensor or a RoutingPlan; for anything else the result is None.
+        order: the position of each tensor of `made` in that list.
+    """
     cls = type(made)
     parts = None if cls is MoEWeights or cls not in _TENSORS else parts_of(made)
     if parts is None:

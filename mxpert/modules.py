@@ -13,7 +13,9 @@ from .formats.tensor import Layout, MXTensor
 from .ops.moe import fused_moe
 from .ops.quantize import FLOAT_DTYPES, quantize
 from .ops.route import LOGIT_DTYPES, TOP_K_LIMIT, route_topk
-from .problem import ACTIVATIONS, Activation, SiLU, TopKOptions, parse_activation_format
+from .problem import (
+    Activation, SiLU, TopKOptions, parse_activation_format, require_activation,
+)
 from .published import expert_weights_from, published_expert_tensors, published_shapes
 from .routing import MAX_TOP_K
 from .weights import GateUpOrder, MoEWeights
@@ -180,12 +182,10 @@ class MoE(torch.nn.Module):
         op = "MoE"
         activation_format = parse_activation_format(activation_format, op)
         for name, value, kinds in (("weights", weights, MoEWeights), ("top_k", top_k, int),
-                                   ("activation", activation, tuple(ACTIVATIONS.values())),
                                    ("routing", routing, TopKOptions)):
             if not isinstance(value, kinds) or isinstance(value, bool):
-                wanted = "an activation of mxpert" if name == "activation" else kinds
-                raise TypeError(message(op, name, getattr(wanted, "__name__", wanted),
-                                        repr(value)))
+                raise TypeError(message(op, name, kinds.__name__, repr(value)))
+        require_activation(activation, op)
         experts = weights.num_experts
         require(0 < top_k <= min(experts, MAX_TOP_K), op, "top_k", got=top_k,
                 need=f"at least 1, {TOP_K_LIMIT} ({experts})")

@@ -1,7 +1,7 @@
-"""What a kernel is asked to do: frozen problem descriptors, options, and what a kernel offers.
+"""Problem descriptors, options and configs of the ops, and the interface of a kernel.
 
-Nothing here looks at data or launches anything. A descriptor is hashable, so that it can key tuned
-tables and caches; every number in it is known on the host without a synchronisation.
+Nothing here reads data or launches anything. Descriptors are frozen and hashable: they are keys of
+tuned tables and caches. Every number in them is known on the host without a synchronisation.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ from .formats.token import FP8_TOKEN
 class Combine(enum.Enum):
     """How stage 2 turns the top-k rows of a token into one.
 
-    REDUCE: one row per (token, slot), then a sum in slot order; bit-exact from run to run (the
+    REDUCE: one row per (token, slot), then a sum in slot order; the same bits in every run (the
         default).
-    ATOMIC: adds into a zeroed [T, H] output; the order of additions is not fixed.
-    FLAT: the sorted rows [P, H] themselves, for a combine elsewhere (expert parallelism). Rows that
-        are padding are undefined; `RoutingPlan.slot_rows` says where each (token, slot) lies.
+    ATOMIC: atomic additions into a zeroed [T, H] output; their order is not fixed.
+    FLAT: no sum: the sorted rows [P, H], for expert parallelism. `RoutingPlan.slot_rows` holds the
+        row of each (token, slot); padding rows are undefined.
+
+    Source:
+        The two stage-2 epilogues of FlyDSL's MoE kernels (pull request 753).
 
     Example:
         >>> Combine("reduce") is Combine.REDUCE
@@ -50,7 +53,7 @@ ACTIVATION_FORMATS = ("bf16", "mxfp8", "mxfp4", FP8_TOKEN)
 """Names of the activation formats, as options, tuned tables and reports hold them."""
 
 ACTIVATION_FORMAT_ALIASES = {"a16w4": "bf16", "a8w4": "mxfp8", "a4w4": "mxfp4"}
-"""Names of activation and weight width together; every argument takes them too."""
+"""Other names of three of them; every argument accepts both."""
 
 
 def parse_activation_format(name: str, op: str) -> str:
@@ -88,9 +91,9 @@ def activation_mx_format(name: str, op: str) -> MXFormat | None:
 
 @dataclass(frozen=True)
 class MoEOptions:
-    """Every choice that changes the numbers of an MoE layer.
+    """Every option that changes the numbers of an MoE layer.
 
-    `activation` has no default: torch.compile (2.11) cannot build a default that is an object.
+    `activation` has no default, because torch.compile of torch 2.11 cannot build one.
     """
 
     activation: Activation
@@ -106,8 +109,10 @@ class Target:
     """The device that a kernel is chosen for.
 
     Args:
-        kind: "cuda", "hip" or "cpu". arch: "sm_90", "sm_100", "gfx950", … or "cpu".
-        name: what the driver calls the device. num_sms: multiprocessors or compute units.
+        kind: "cuda", "hip" or "cpu".
+        arch: "sm_90", "sm_100", "gfx950", … or "cpu".
+        name: the driver's name of the device.
+        num_sms: multiprocessors or compute units.
         shared_memory: bytes that one block may use.
     """
 
@@ -151,7 +156,10 @@ class QuantizeProblem:
 
 
 class Scoring(enum.Enum):
-    """What turns router logits into scores: a softmax over experts, or a sigmoid of each logit.
+    """How router logits become scores: by a softmax over experts, or a sigmoid of each logit.
+
+    Source:
+        Mixtral and gpt-oss (softmax), DeepSeek-V3 (sigmoid, arXiv 2412.19437).
 
     Example:
         >>> Scoring("sigmoid") is Scoring.SIGMOID
@@ -170,8 +178,8 @@ class TopKOptions:
         scoring: SOFTMAX or SIGMOID.
         normalize: divide the chosen scores by their sum; with SOFTMAX this is the softmax over the
             chosen experts alone.
-        num_groups, top_groups: group-limited choice (DeepSeek-V3): experts in `num_groups` equal
-            groups, only the best `top_groups` groups (by the sum of their two best scores) compete.
+        num_groups: equal groups of experts; 1 means no groups.
+        top_groups: groups that experts are chosen from, best first.
         routed_scaling_factor: multiplies the weights, after normalisation.
     """
 
@@ -237,12 +245,15 @@ class DualProblem:
     """Quantise one tensor rowwise and columnwise in one read.
 
     Args:
-        shape: [M, K], or [G, N, K] for weights. dtype: of the tensor.
-        format: an MXFP8 format, of both copies.
+        shape: [M, K], or [G, N, K] for weights.
+        dtype: dtype of the tensor.
+        format: the MXFP8 format of both copies.
+        scale_rule: how scales follow from each block's maximum.
         num_groups: groups of rows, or G of the weights; 0 for [M, K] without groups.
-        row_span, column_span: how far a scale reaches in each copy.
-        grouped_rows: True where `group_offsets` splits the rows of [M, K] (M, K need no multiple
-            of 32 along M then: each group of the columnwise copy is padded by itself).
+        grouped_rows: whether `group_offsets` splits the rows of [M, K]; M is then any number,
+            because each group of the columnwise copy is padded by itself.
+        row_span: how many blocks share a scale in the rowwise copy.
+        column_span: the same in the columnwise copy.
     """
 
     op: Op
@@ -266,12 +277,16 @@ class GroupedProblem:
 
     Args:
         num_rows: M; for GROUPED_WGRAD with MX operands P, the columns of the columnwise copies.
-        num_groups: G. n, k: as in the formulas above (for GROUPED_WGRAD both are output sizes).
-        a_format, b_format: "bf16" or the MX format's name, of the first and the second operand
-            (for GROUPED_WGRAD those are grad and a).
-        trans_b: b is [G, n, k]; else [G, k, n]. Always False for GROUPED_WGRAD.
-        a_span, b_span: how far a scale of each MX operand reaches.
-        out_dtype: of the result. accumulate: add it to a given float32 tensor instead.
+        num_groups: G.
+        n: as in the formulas above.
+        k: as in the formulas above; for GROUPED_WGRAD a size of the output too.
+        a_format: "bf16" or the name of the first operand's MX format (GROUPED_WGRAD: of grad).
+        b_format: the same of the second operand (GROUPED_WGRAD: of a).
+        trans_b: whether b is [G, n, k] and not [G, k, n]; False for GROUPED_WGRAD.
+        out_dtype: dtype of the result.
+        accumulate: add the result to a given float32 tensor.
+        a_span: how many blocks share a scale in the first MX operand.
+        b_span: the same in the second.
     """
 
     op: Op
@@ -301,8 +316,11 @@ class RowsProblem:
     ACTIVATE_ROWS: [R, 2F] → [R, F]. COMBINE_ROWS: [R, H] → [T, H], the sum of each token's rows.
 
     Args:
-        num_rows: R. width: F, or H. dtype: of the rows.
-        top_k: rows of a token, for COMBINE_ROWS. activation: for ACTIVATE_ROWS.
+        num_rows: R.
+        width: F for ACTIVATE_ROWS, H for COMBINE_ROWS.
+        dtype: dtype of the rows.
+        top_k: rows of a token, for COMBINE_ROWS.
+        activation: for ACTIVATE_ROWS.
     """
 
     op: Op
@@ -323,15 +341,17 @@ class GemmConfig:
     """Tile and schedule of one stage, to pin with `override`.
 
     Args:
-        block_m: sorted rows of a tile. block_n: output columns (for stage 1: features).
+        block_m: sorted rows of a tile.
+        block_n: output columns of a tile (stage 1: features).
         block_k: elements of the contracted dimension in one step of the loop.
-        num_warps, num_stages: warps of a thread block, buffers of its pipeline.
+        num_warps: warps of a thread block.
+        num_stages: buffers of its pipeline.
         group_m: row blocks that share weights, in L2 or decoded in one tile.
         split_k: thread blocks that share the contracted dimension of a tile.
 
     Raises:
-        TypeError: not an int. ValueError: `block_m` below 1. Ops raise ValueError for a tile that
-        the chosen kernel cannot run.
+        TypeError: a value that is no int.
+        ValueError: `block_m` below 1. An op raises it too for a tile that its kernel cannot run.
 
     Example:
         >>> GemmConfig(16, 64, 128).num_stages
@@ -355,10 +375,16 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Configs of both stages and the padding unit, a multiple of each stage's block_m.
+    """Configs of both stages of a layer, to pin with `override`.
+
+    Args:
+        routing_block_m: rows per block of the plan, a multiple of each stage's `block_m`.
+        gate_up: config of stage 1.
+        down: config of stage 2.
 
     Raises:
-        TypeError: a stage that is no GemmConfig. ValueError: a unit that does not fit.
+        TypeError: a stage that is no GemmConfig.
+        ValueError: a `routing_block_m` that is no multiple of each stage's `block_m`.
 
     Example:
         >>> MoEConfig(32, GemmConfig(16, 64, 128), GemmConfig(32, 64, 128)).routing_block_m
@@ -382,10 +408,15 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """Accumulation type of the reference backend (float32, or float64 for an oracle), padding unit.
+    """Config of the reference backend.
+
+    Args:
+        accumulate: dtype of sums: float32, or float64 for comparisons.
+        routing_block_m: rows per block of the plan that `fused_moe` makes.
 
     Raises:
-        TypeError: another accumulation type. ValueError: `routing_block_m` is no positive int.
+        TypeError: another dtype.
+        ValueError: `routing_block_m` is no positive int.
 
     Example:
         >>> ReferenceConfig(torch.float64).routing_block_m

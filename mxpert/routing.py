@@ -1,10 +1,8 @@
-"""How rows are grouped: routing plans for the MoE ops, group offsets for the grouped GEMMs.
+"""Routing plans for the MoE ops, and group offsets for the grouped GEMMs.
 
-RoutingPlan holds rows sorted by expert and padded to blocks: the contract of router and GEMMs.
-
-The layout is the sorting contract of the systems that this library implements, so that plans can be
-exchanged with other stacks: token id and top-k slot packed into one int32, experts in ascending
-order, tokens ascending within an expert, one expert per block of `routing_block_m` rows.
+A RoutingPlan holds rows sorted by expert and padded to blocks. Its layout is that of other MoE
+stacks: token id and top-k slot packed into one int32, experts in ascending order, tokens ascending
+within an expert, one expert per block of `routing_block_m` rows.
 """
 
 from __future__ import annotations
@@ -26,13 +24,14 @@ GROUP_OFFSET_DTYPES = (torch.int32, torch.int64)
 
 
 def plan_capacity(num_tokens: int, top_k: int, num_experts: int, routing_block_m: int) -> int:
-    """Rows that a plan can need at most, a multiple of `routing_block_m`.
+    """Return the largest number of rows that a plan can need, a multiple of `routing_block_m`.
 
-    ``T·k + E·unit − min(k, E)`` rounded up: every expert may waste up to ``unit − 1`` rows. With
-    fewer (local) experts than k, ids that appear twice in a token still find room.
+    ``T·k + E·unit − min(k, E)`` rounded up: each expert's padding is at most ``unit − 1`` rows. The
+    formula leaves room for ids that appear twice in a token.
 
-    >>> plan_capacity(1, 4, 128, 16)
-    2048
+    Example:
+        >>> plan_capacity(1, 4, 128, 16)
+        2048
     """
     rows = num_tokens * top_k + num_experts * routing_block_m - min(top_k, num_experts)
     return -(-rows // routing_block_m) * routing_block_m
@@ -40,7 +39,7 @@ def plan_capacity(num_tokens: int, top_k: int, num_experts: int, routing_block_m
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RoutingPlan(Aggregate):
-    """Sorted, padded routed rows; every tensor lives on the device and no size depends on the data.
+    """Routed rows sorted by expert and padded to blocks; all tensors are on the device.
 
     Args:
         sorted_token_ids: int32 [P], ``slot << 24 | token``; padding rows hold ``top_k << 24 | T``
@@ -51,11 +50,17 @@ class RoutingPlan(Aggregate):
         num_valid: int32 [2], {padded rows in use, tokens}.
         slot_rows: int32 [T, top_k], the sorted row of each (token, slot); −1 where its expert is
             not local (or its id is invalid). The inverse of `sorted_token_ids`, for REDUCE.
-        num_tokens: T. top_k: k. num_experts: local experts E. routing_block_m: padding unit.
+        num_tokens: T.
+        top_k: k.
+        num_experts: E, the local experts.
+        routing_block_m: rows per block.
 
-    Ops check a plan's shapes, not its data, which would cost a synchronisation. Plans of
-    `make_routing_plan` are safe for any ids; check a plan from elsewhere once with
-    `mxpert.testing.validate.validate_plan`, for wrong rows in it are read as they stand.
+    Ops check a plan's shapes, not its data, because that would need a synchronisation. Plans of
+    `make_routing_plan` are safe for any ids. Check a plan from elsewhere with
+    `mxpert.testing.validate.validate_plan`: its row indices are used without a check.
+
+    Source:
+        The sorted token ids of vLLM's ``moe_align_block_size`` and AITER's ``moe_sorting``.
 
     Example:
         >>> import mxpert
@@ -77,12 +82,12 @@ class RoutingPlan(Aggregate):
 
     @property
     def capacity(self) -> int:
-        """P: allocated rows, at least the rows in use (`num_valid[0]`, known on the device)."""
+        """P, the allocated rows. Only the device knows the rows in use, `num_valid[0]`."""
         return self.sorted_token_ids.shape[0]
 
     @property
     def max_blocks(self) -> int:
-        """Blocks that can be in use: at most one started block per routed row, or the capacity."""
+        """Largest number of blocks in use: one for each routed row, or the capacity."""
         return min(self.capacity // self.routing_block_m, self.num_tokens * self.top_k)
 
     @property
@@ -98,7 +103,7 @@ class RoutingPlan(Aggregate):
 
 
 def check_plan_shapes(plan: RoutingPlan, op: str) -> None:
-    """Shapes and dtypes of a plan (hand-made plans are allowed); data is not looked at."""
+    """Check shapes and dtypes of a plan, not its data."""
     for name in ("num_tokens", "top_k", "num_experts", "routing_block_m"):
         value = getattr(plan, name)
         if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
@@ -143,12 +148,28 @@ def require_ids(topk_ids: torch.Tensor, op: str, *, num_tokens: int | None = Non
 
 
 def padded_capacity(num_rows: int, num_groups: int) -> int:
-    """Columns of a columnwise copy: what groups padded to 32 can need, known without their sizes.
+    """Return the columns that M rows in G groups can need once each group is padded to 32.
 
-    ``round_up(M, 32) + 32 G``: every group may waste up to 31.
+    ``round_up(M, 32) + 32 G``: each group's padding is at most 31. It is known on the host without
+    the groups' sizes.
 
-    >>> padded_capacity(100, 3)
-    224
+    Args:
+        num_rows: M, at least 0.
+        num_groups: G, at least 0.
+
+    Returns:
+        The number of columns P of a columnwise copy.
+
+    Raises:
+        TypeError: an argument that is no int.
+        ValueError: a negative number.
+
+    Source:
+        The grouped layout of Primus-Turbo's MXFP8 grouped GEMM.
+
+    Example:
+        >>> padded_capacity(100, 3)
+        224
     """
     require_int(num_rows, "padded_capacity", "num_rows")
     require_int(num_groups, "padded_capacity", "num_groups")
@@ -156,7 +177,7 @@ def padded_capacity(num_rows: int, num_groups: int) -> int:
 
 
 def padded_group_offsets(group_offsets: torch.Tensor) -> torch.Tensor:
-    """Where each group starts once every group is padded to a multiple of 32; on the device.
+    """Return where each group starts once every group is padded to a multiple of 32.
 
     ``padded[g] = Σ_{i < g} round_up(offsets[i + 1] − offsets[i], 32)``.
 
@@ -167,7 +188,11 @@ def padded_group_offsets(group_offsets: torch.Tensor) -> torch.Tensor:
         int32 [G + 1] on the same device; the last is the number of columns in use.
 
     Raises:
-        TypeError, ValueError: wrong dtype or shape.
+        TypeError: another dtype.
+        ValueError: another number of dimensions.
+
+    Source:
+        The grouped layout of Primus-Turbo's MXFP8 grouped GEMM.
 
     Example:
         >>> padded_group_offsets(torch.tensor([0, 1, 1, 34])).tolist()
@@ -182,12 +207,12 @@ def padded_group_offsets(group_offsets: torch.Tensor) -> torch.Tensor:
 
 
 def group_bounds(group_offsets: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Group offsets as int32 that cannot lead outside [0, M]: clamped, and never decreasing.
+    """Return group offsets as int32, clamped to 0 … M and made non-decreasing.
 
-    Valid offsets come back unchanged. With the bounds of anything else the padded groups still fit
-    `padded_capacity`.
+    Valid offsets are unchanged. Padded groups of any result fit `padded_capacity`.
 
-    >>> group_bounds(torch.tensor([0, 7, 3, 99]), 8).tolist()
-    [0, 7, 7, 8]
+    Example:
+        >>> group_bounds(torch.tensor([0, 7, 3, 99]), 8).tolist()
+        [0, 7, 7, 8]
     """
     return group_offsets.clamp(0, num_rows).cummax(0).values.to(torch.int32)

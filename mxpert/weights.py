@@ -19,12 +19,16 @@ from .formats.tensor import Aggregate, Layout, MXTensor
 
 
 class GateUpOrder(enum.Enum):
-    """Order of the 2F rows of `gate_up_proj`; a wrong order gives wrong answers silently, so it is
-    never guessed.
+    """Order of the 2F rows of `gate_up_proj`.
+
+    The library never guesses it, because a wrong order gives wrong answers without an error.
 
     CONCATENATED: F gate rows, then F up rows (DeepSeek, Qwen, Mixtral once stacked).
     INTERLEAVED: gate, up, gate, up, … row by row (gpt-oss checkpoints).
-    INTERLEAVED_16: 16 gate rows, 16 up rows, … (the reference systems' kernels).
+    INTERLEAVED_16: 16 gate rows, 16 up rows, … (as AITER and FlyDSL kernels read them).
+
+    Source:
+        The checkpoints of the models that are named above.
 
     Example:
         >>> gate, up = gate_up_rows(GateUpOrder.INTERLEAVED, 3)
@@ -37,8 +41,11 @@ class GateUpOrder(enum.Enum):
     INTERLEAVED_16 = "interleaved_16"
 
     def group(self, intermediate_size: int) -> int:
-        """Rows that stay together: feature j has its gate at ``(j // g) * 2g + j % g`` and its up
-        row g further; one formula serves every order."""
+        """Return g, the number of gate rows before the first up row.
+
+        In every order feature j has its gate at row ``(j // g) * 2g + j % g``, and its up row g
+        rows further.
+        """
         groups = {GateUpOrder.CONCATENATED: intermediate_size, GateUpOrder.INTERLEAVED: 1,
                   GateUpOrder.INTERLEAVED_16: 16}
         return groups[self]
@@ -46,7 +53,7 @@ class GateUpOrder(enum.Enum):
 
 def gate_up_rows(order: GateUpOrder, intermediate_size: int,
                  device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Row indices of gate and of up, int64 [F] each, for weights in `order`."""
+    """Return the row indices of gate and of up, int64 [F] each, for weights in `order`."""
     feature = torch.arange(intermediate_size, device=device)
     group = order.group(intermediate_size)
     gate = feature // group * (2 * group) + feature % group
@@ -55,22 +62,26 @@ def gate_up_rows(order: GateUpOrder, intermediate_size: int,
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MoEWeights(Aggregate):
-    """MXFP4 expert weights of one layer.
+    """MXFP4 weights of one layer's experts.
 
     Args:
         gate_up_proj: MXFP4 [E, 2F, H], blocks of 32 along H; row order given by `gate_up_order`.
         down_proj: MXFP4 [E, H, F], blocks of 32 along F.
         gate_up_bias: float32 [E, 2F] in the row order of `gate_up_proj`, or None.
         down_bias: float32 [E, H], or None.
-        gate_up_order: how gate and up rows are arranged; required, a GateUpOrder.
-        fold_certificates: exact-fold certificates of the two projections, set by `prepare`.
-        source_order: the order before `prepare` rearranged rows, set by `prepare`.
+        gate_up_order: the order of gate and up rows; required.
+        fold_certificates: set by `prepare`: whether each projection folds into e4m3 exactly.
+        source_order: set by `prepare`: the order before it rearranged the rows.
 
-    `qdata` and `scale` may be strided views into padded storage; what lies outside the logical
-    shape is never read.
+    `qdata` and `scale` may be strided views into padded storage; kernels never read outside of the
+    logical shape.
 
     Raises:
-        TypeError: a wrong type, dtype, or no gate/up order. ValueError: shapes that do not fit.
+        TypeError: a wrong type or dtype, or no gate/up order.
+        ValueError: shapes, formats or devices that do not fit together.
+
+    Source:
+        The experts of gpt-oss checkpoints (arXiv 2508.10925).
 
     Example:
         >>> import mxpert
@@ -349,23 +360,32 @@ class MoEWeights(Aggregate):
         return cls._from_state(weights_state.read(path, op), op).to(device)
 
     def prepare(self, *, device: torch.device | str, layout: Layout | None = None) -> MoEWeights:
-        """Move to `device` and bring the weights into the layout that its fastest kernels read.
+        """Return the weights on `device`, in the layout that its fastest kernels read.
 
-        Done once, offline. The result computes the same function; `unprepare` gives back these
-        weights bit for bit. On Hopper this is HOPPER_FRAGMENT (gate and up rows interleaved, block
-        scales folded) where every block folds exactly, else ROW_MAJOR.
+        Call it once, when the model is loaded. The result computes the same function, and
+        `unprepare` returns these weights bit for bit. On Hopper the layout is HOPPER_FRAGMENT if
+        every block folds into e4m3 exactly; everywhere else it is ROW_MAJOR.
 
         Args:
             device: where the layer will run.
-            layout: ask for this layout; None chooses.
+            layout: the layout to use; None chooses.
 
         Returns:
-            MoEWeights on `device` with `fold_certificates` set; a prepared layout runs on the
-            kernels that read it and no others.
+            MoEWeights on `device` with `fold_certificates` set. Only the kernels of a prepared
+            layout can read it.
 
         Raises:
-            TypeError: `layout` is no Layout. ValueError: these weights are prepared already,
-            `layout` cannot hold them exactly, or there is no such device.
+            TypeError: `layout` is no Layout.
+            ValueError: weights that are prepared already, a layout that cannot hold them exactly,
+                or a device that does not exist.
+
+        Example:
+            >>> import mxpert
+            >>> w = lambda *shape: mxpert.quantize(torch.ones(*shape), "mxfp4")
+            >>> weights = MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
+            ...                      gate_up_order=GateUpOrder.CONCATENATED)
+            >>> weights.prepare(device="cpu").layout.name
+            'ROW_MAJOR'
         """
         device = require_device(device, "prepare")
         require(device.type != "meta", "prepare", "device", need="a device that holds data",
@@ -393,13 +413,13 @@ class MoEWeights(Aggregate):
                        gate_up_order=GateUpOrder.INTERLEAVED, source_order=self.gate_up_order)
 
     def _interleaved_rows(self, order: GateUpOrder | None = None) -> torch.Tensor:
-        """Row indices [2F] that bring rows in `order` (default: this order) to gate, up, gate, …"""
+        """Return row indices [2F] that bring rows in `order` to the order gate, up, gate, up, …"""
         order = self.gate_up_order if order is None else order
         assert order is not None  # checked at construction
         return torch.stack(gate_up_rows(order, self.intermediate_size, self.device), 1).flatten()
 
     def unprepare(self) -> MoEWeights:
-        """The ROW_MAJOR weights that `prepare` was given, bit for bit, on the present device."""
+        """Return the ROW_MAJOR weights that `prepare` was called on, on the present device."""
         if self.layout is Layout.ROW_MAJOR:
             return replace(self, fold_certificates=None)
         rows = self._interleaved_rows(self.source_order)

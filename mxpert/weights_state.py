@@ -150,6 +150,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], op: str) -> None:
         ValueError: weights without data, or a path that cannot be written.
     """
     target = _path(path, op)
+    require(bool(target.name), op, "path", need="the name of a file", got=repr(str(path)))
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in state.items():

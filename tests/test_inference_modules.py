@@ -157,7 +157,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "top_k large": ({"top_k": E + 1}, ValueError, r"top_k — need at least 1, at most"),
     "top_k float": ({"top_k": 2.0}, TypeError, "top_k — need int"),
     "top_k bool": ({"top_k": True}, TypeError, "top_k — need int"),
-    "activation": ({"activation": "silu"}, TypeError, "activation — need an activation of mxpert"),
+    "activation": ({"activation": "silu"}, TypeError, "activation — need an activation object"),
     "format": ({"activation_format": "int8"}, ValueError, "activation_format — need one of"),
     "routing": ({"routing": "softmax"}, TypeError, "routing — need TopKOptions"),
     "device": ({"router_weight": torch.zeros(E, H, device="meta")}, ValueError, "device"),

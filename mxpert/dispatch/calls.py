@@ -1,4 +1,4 @@
-"""Warm calls of an op: arguments of a geometry that was seen before are not checked again."""
+"""Warm calls of an op: arguments of a known geometry are not checked again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 def without_grad(function: Callable[..., _T]) -> Callable[..., _T]:
-    """`function` under no_grad, which is entered only where gradients are recorded."""
+    """Return `function` with gradient recording off."""
 
     @functools.wraps(function)
     def run(*arguments: Any) -> _T:
@@ -35,20 +35,21 @@ def without_grad(function: Callable[..., _T]) -> Callable[..., _T]:
 
 
 class Calls:
-    """Calls of one op: check, describe, resolve and launch, the first two once for a geometry."""
+    """The calls of one op: check and describe once for each geometry, then resolve and launch."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Known] = {}
 
     def launch(self, choice: object, values: tuple[Any, ...], arguments: dict[str, Any],
                describe_problem: Callable[[], Problem]) -> Any:
-        """The op's result, which carries no gradient.
+        """Return the op's result, which has no gradient.
 
         Args:
-            choice: known by its identity. values: numbers and names, known by type and value. Both
-                decide the problem, together with the geometry of `arguments`.
-            arguments: of the kernel's `launch`.
-            describe_problem: checks all of it and describes it, or raises.
+            choice: an option object; the cache key holds its identity.
+            values: numbers and names; the cache key holds their types and values. `choice`,
+                `values` and the geometry of `arguments` together decide the problem.
+            arguments: the keyword arguments of the kernel's `launch`.
+            describe_problem: checks everything and returns the problem, or raises.
         """
         found = describe(arguments.values())
         if found is None:

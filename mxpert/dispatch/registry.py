@@ -49,17 +49,22 @@ _override: contextvars.ContextVar[Override] = contextvars.ContextVar("mxpert_ove
 
 @contextlib.contextmanager
 def override(*, backend: str | None = None, config: Config = None) -> Iterator[None]:
-    """Pin the backend, the config or both for every op inside the block (this thread or task).
+    """Pin the backend, the config or both for every op inside a with block.
+
+    It holds for the current thread or task.
 
     Args:
-        backend: "hopper", "triton" or "reference"; a problem that it cannot serve raises
-            UnsupportedError.
-        config: a GemmConfig for one stage, a MoEConfig for a layer (its parts serve the stages
-            too), a ReferenceConfig for the reference backend. Ops that take no such config
-            ignore it.
+        backend: "hopper", "triton" or "reference"; an op that it cannot serve raises
+            UnsupportedError. None leaves the choice to the library.
+        config: a GemmConfig for one stage, a MoEConfig for a layer or its stages, or a
+            ReferenceConfig for the reference backend. Ops that take no such config ignore it.
+
+    Returns:
+        A context manager.
 
     Raises:
-        ValueError: an unknown backend. TypeError: a config of another type.
+        ValueError: an unknown backend.
+        TypeError: a config of another type.
 
     Example:
         >>> with override(backend="reference"):

@@ -383,7 +383,8 @@ def _working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _working(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().to(_working_dtype(values.dtype))
+    # The bits are read below: a view that torch negates lazily must be negated now.
+    return values.detach().to(_working_dtype(values.dtype)).resolve_neg()
 
 
 def _scale_power(scale: torch.Tensor, *, sign: int, dtype: torch.dtype) -> torch.Tensor:

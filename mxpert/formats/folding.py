@@ -24,8 +24,7 @@ FOLD_SPAN = 15
 """Number of such exponents: from 6 down to -8, where 0.5 * 2^-8 = 2^-9 is e4m3's smallest."""
 
 _ROWS_PER_CHUNK = 1 << 14
-"""Rows certified at once: what is computed from their codes and scales, and 256-bin histograms of
-16 MiB, are small beside a layer's weights."""
+"""Rows certified at once, to bound memory: histograms of 256 bins take 16 MiB."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -212,7 +211,8 @@ def _certify_rows(
     """Reference (uint8), blocks outside and span of each row.
 
     Args:
-        codes: packed e2m1 [rows, K/2]. scale: int32 [rows, K/32].
+        codes: packed e2m1 [rows, K/2].
+        scale: int32 [rows, K/32].
     """
     nan = scale == E8M0_NAN
     counted = ~_zero_blocks(codes, scale.shape[-1]) & ~nan

@@ -32,9 +32,9 @@ _WARPS, _LANE_ROWS, _PAIR, _BLOCKS, _WORDS, _HALVES, _BYTES = 4, 8, 2, 4, 4, 2, 
 
 
 def hopper_can_hold(certificate: FoldCertificate) -> bool:
-    """Whether HOPPER_FRAGMENT is exact for these weights.
+    """Return whether HOPPER_FRAGMENT is exact for these weights.
 
-    Every block folds, and every row factor 2^(reference - 133) is a normal float32.
+    It is where every block folds and every row factor 2^(reference - 133) is a normal float32.
     """
     return certificate.exact and bool((certificate.reference > FOLD_TOP).all())
 
@@ -57,7 +57,8 @@ def pack_hopper(t: MXTensor, certificate: FoldCertificate | None = None,
 
     Args:
         t: MXFP4, ROW_MAJOR, axis -1. N is padded to 64 rows and K to 128 codes, with zeros.
-        certificate: of `t`, if known. rows: int64 [N], the row order to store (default as is).
+        certificate: the fold certificate of `t`; None computes it.
+        rows: int64 [N], the order in which rows are stored; None keeps theirs.
 
     Returns:
         MXTensor with qdata uint8 [E, N/64, K/128, 4096], scale uint8 [E, N/64, K/128, 256]
@@ -93,7 +94,7 @@ def pack_hopper(t: MXTensor, certificate: FoldCertificate | None = None,
 
 
 def unpack_hopper(t: MXTensor, rows: torch.Tensor | None = None) -> MXTensor:
-    """The ROW_MAJOR tensor that `pack_hopper(…, rows=rows)` was given, bit for bit."""
+    """Return the ROW_MAJOR tensor that `pack_hopper(…, rows=rows)` packed, bit for bit."""
     if t.layout is not Layout.HOPPER_FRAGMENT or t.reference is None:
         raise ValueError(message("unpack_hopper", "t.layout", Layout.HOPPER_FRAGMENT, t.layout))
     experts, num_rows, depth = t.shape

@@ -1,4 +1,4 @@
-"""MX tensors whose scale reaches further than a block: quantised so, or rebased from blocks."""
+"""MX tensors in which several blocks share a scale: quantising to them, and rebasing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from .tensor import Layout, MXTensor
 BLOCKS_OF_SPAN128 = 4
 
 FREE_BINADES = {"e4m3": 9, "e5m2": 25}
-"""How far a block's scale may lie below its span's at no cost to speak of: a block's largest value
-then still stands 2^5 (e5m2: 2^6) subnormal steps high, so that the error that a longer span adds,
-half a step at most, is an eighth of the 2^-4 (2^-3) that rounding to the element costs anyway."""
+"""Binades that a block's scale may lie below its span's scale at negligible cost.
+
+A block's largest value is then at least 2^5 (e5m2: 2^6) subnormal steps. The longer span adds an
+error of at most half a step: an eighth of the error 2^-4 (2^-3) of rounding to the element."""
 
 
 def quantize_spans(
@@ -28,13 +29,14 @@ def quantize_spans(
 ) -> MXTensor:
     """Quantise along the last axis with one scale per span.
 
-    As `quantize_blocks`, with a span in place of a block: ``scale = block_scale(max |x| over the
-    span)``, at least 1 so that 0 may stand for "none"; a span of zeros has 127. A NaN makes its
-    whole span NaN.
+    ``scale = block_scale(max |x| over the span)``, but at least byte 1; codes as in
+    `quantize_blocks`. A span of zeros has scale byte 127. A NaN makes its whole span NaN.
 
     Args:
-        x: [..., K], K a multiple of 32; dtypes as `quantize_blocks`.
-        fmt: an MXFP8 format. rule: scale rule. span: which blocks share a scale.
+        x: float32, bfloat16, float16 or float64 [..., K], K a multiple of 32.
+        fmt: an MXFP8 format or its name.
+        rule: how the scale follows from the span's maximum.
+        span: which blocks share a scale.
         group_starts: int32 or int64 [G + 1] on the device of x: positions along the last axis,
             multiples of 32, where groups start (and the last ends); no span crosses them. They are
             not read on the host: positions that decrease or lie outside are clamped.
@@ -43,7 +45,11 @@ def quantize_spans(
         MXTensor of axis -1 with `scale_span` span.
 
     Raises:
-        TypeError, ValueError: as `quantize_blocks`; a format that packs codes.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a shape that does not fit, an unknown format, or mxfp4.
+
+    Source:
+        OCP MX 1.0, section 6.3, with the maximum of a span in place of a block's.
 
     Example:
         >>> x = torch.tensor([[1.0] * 32 + [256.0] * 32])
@@ -65,7 +71,8 @@ def quantize_spans(
         count = x.new_full((1,), -few_blocks(x.numel()), dtype=torch.int32)
     if span is ScaleSpan.BLOCK or x.numel() == 0:
         return replace(quantize_blocks(x, fmt, -1, rule), scale_span=span, wide_blocks=count)
-    working = x.detach().to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+    working = x.detach().to(
+        torch.float64 if x.dtype is torch.float64 else torch.float32).resolve_neg()
     by_block = working.unflatten(-1, (-1, MX_BLOCK_SIZE))
     amax = by_block.abs().amax(-1)
     scale = block_scale(_span_maximum(amax, span, group_starts), fmt, rule).clamp(min=1)
@@ -84,19 +91,26 @@ def quantize_spans(
 
 def rebase(tensor: MXTensor, span: ScaleSpan, *,
            group_starts: torch.Tensor | None = None) -> MXTensor:
-    """Give the blocks of each span one scale: the largest that a block with values has.
+    """Give all blocks of a span the same scale: the largest of its blocks that have values.
 
-    Values are rounded once more (to nearest even) where they move below the smallest normal number
-    of the element; all others stay as they are. A block of NaN stays NaN by its codes.
+    Values that become subnormal are rounded to nearest even; all others keep their value. A block
+    of NaN stays NaN: its codes become NaN.
 
     Args:
-        tensor: an MXFP8 MXTensor of axis -1, ROW_MAJOR. span, group_starts: as `quantize_spans`.
+        tensor: an MXFP8 MXTensor of axis -1, ROW_MAJOR.
+        span: which blocks share a scale: BLOCK, SPAN128 or ROW.
+        group_starts: int32 or int64 [G + 1] on the device of the tensor: positions along the last
+            axis where groups start, multiples of 32; no span crosses them.
 
     Returns:
         MXTensor with `scale_span` span.
 
     Raises:
-        ValueError: another format, layout or axis. TypeError: not an MXTensor or a ScaleSpan.
+        TypeError: `tensor` is no MXTensor, `span` no ScaleSpan, or `group_starts` not of ints.
+        ValueError: another format, layout or axis, or ScaleSpan.AUTO.
+
+    Source:
+        OCP MX 1.0, section 6.3, applied to values that are quantised already.
 
     Example:
         >>> t = quantize_blocks(torch.tensor([[1.0] * 32 + [256.0] * 32]), "mxfp8")
@@ -120,7 +134,7 @@ def rebase(tensor: MXTensor, span: ScaleSpan, *,
 
 
 def few_blocks(numel: int) -> int:
-    """How many wide blocks ScaleSpan.AUTO lets pass in a tensor of this size: one in 1024.
+    """Return how many wide blocks ScaleSpan.AUTO tolerates in a tensor: one in 1024.
 
     >>> few_blocks(4096 * 4096)
     512
@@ -130,17 +144,22 @@ def few_blocks(numel: int) -> int:
 
 def count_wide_blocks(tensor: MXTensor, span: ScaleSpan = ScaleSpan.ROW, *,
                       group_starts: torch.Tensor | None = None) -> torch.Tensor:
-    """How many blocks lie more than `FREE_BINADES` below their span's largest scale.
+    """Count the blocks whose scale lies more than 9 binades (e5m2: 25) below their span's largest.
 
-    The certificate of a span: 0 says that quantising these data with `span` costs nothing to speak
-    of (SNR of a product within 0.1 dB); many say that they need BLOCK. Stays on the device.
+    A count of 0 means that `span` costs these data less than 0.1 dB of a product's SNR; a large
+    count means that they need BLOCK.
 
     Args:
-        tensor: MXFP8 MXTensor of axis -1 with its own scale for each block.
-        span, group_starts: as `quantize_spans`.
+        tensor: an MXFP8 MXTensor of axis -1, ROW_MAJOR, with a scale for each block.
+        span: BLOCK, SPAN128 or ROW.
+        group_starts: as in `rebase`.
 
     Returns:
         int64 [] on the device of the tensor. Blocks of zeros and of NaN do not count.
+
+    Raises:
+        TypeError: `tensor` is no MXTensor, `span` no ScaleSpan, or `group_starts` not of ints.
+        ValueError: another format, layout or axis, or ScaleSpan.AUTO.
 
     Example:
         >>> t = quantize_blocks(torch.tensor([[1.0] * 32 + [2.0**12] * 32]), "mxfp8")
@@ -156,7 +175,7 @@ def count_wide_blocks(tensor: MXTensor, span: ScaleSpan = ScaleSpan.ROW, *,
 
 
 def _have_values(tensor: MXTensor) -> torch.Tensor:
-    """Which blocks [..., B] are neither zeros throughout nor NaN."""
+    """Return which blocks [..., B] hold a value that is neither zero nor NaN."""
     by_block = tensor.qdata.unflatten(-1, (-1, MX_BLOCK_SIZE))
     return ((by_block & 0x7F) != 0).any(-1) & (tensor.scale != E8M0_NAN)
 

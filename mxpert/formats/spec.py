@@ -29,7 +29,8 @@ class ScaleRule(enum.Enum):
     RCEIL rounds ``amax / max`` up to a power of two (never saturates; the default); CEIL is
     ``ceil(log2 amax) - emax``; EVEN rounds amax to the element's mantissa width first, then FLOOR.
 
-    Source: OCP Microscaling Formats (MX) 1.0, section 6.3 (FLOOR); the names are torchao's.
+    Source:
+        OCP Microscaling Formats (MX) 1.0, section 6.3 (FLOOR); the names are torchao's.
 
     Example:
         >>> ScaleRule("rceil") is ScaleRule.RCEIL
@@ -43,20 +44,20 @@ class ScaleRule(enum.Enum):
 
 
 class ScaleSpan(enum.Enum):
-    """How many values along the quantised axis share a scale, in whole blocks of 32.
+    """How many blocks of 32 along the quantised axis share a scale.
 
-    BLOCK: each block of 32 has its own, the OCP format. SPAN128: four blocks in a row (of a group,
-    where groups divide the axis). ROW: a whole row (of a group). The scale follows from the span's
-    maximum by the same ScaleRule; it is stored for every block, so that the tensor is a valid MX
-    tensor and every kernel reads it. FP8 tensor cores without block scaling (Hopper) multiply spans
-    of a ROW at full speed, SPAN128 nearly so, and BLOCK only as bf16.
+    BLOCK: each block has its own, as in the OCP format. SPAN128: four neighbouring blocks share
+    one. ROW: all blocks of a row share one. Where groups divide the axis, no span crosses them. The
+    scale follows from the span's maximum by the same ScaleRule. It is stored for every block, so
+    that the tensor is a valid MX tensor. On Hopper, whose tensor cores have no block scales, ROW
+    runs at full FP8 speed, SPAN128 almost, and BLOCK in bf16.
 
-    AUTO: ROW for a tensor in which at most one block of 1024 lies so far below its row's maximum
-    that it costs something (`spans.FREE_BINADES`), BLOCK with scales of at least 1 for any other.
-    Decided on the device; kernels for both are launched, and one of them does the work.
+    AUTO: ROW where at most one block of 1024 loses accuracy by it (`count_wide_blocks`), otherwise
+    BLOCK with scale bytes of at least 1. The choice is made on the device: kernels for both are
+    launched, and one of them returns at once.
 
-    What a longer span costs: a value more than 14 binades below its span's maximum is rounded to
-    fewer bits than it would have in its own block (e4m3; e5m2 has 30).
+    Cost of a longer span: a value more than 14 binades (e5m2: 30) below its span's maximum is
+    rounded to fewer bits than in a block of its own.
 
     Example:
         >>> ScaleSpan("row") is ScaleSpan.ROW
@@ -89,6 +90,7 @@ class ElementFormat:
 
     @property
     def bits(self) -> int:
+        """Width of a code."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
 
@@ -148,7 +150,8 @@ def get_format(name: str | MXFormat, op: str = "get_format", argument: str = "na
     Raises:
         ValueError: an unknown name, or an MXFormat that is not one of OCP's.
 
-    Source: OCP Microscaling Formats (MX) 1.0, table 1.
+    Source:
+        OCP Microscaling Formats (MX) 1.0, table 1.
 
     Example:
         >>> get_format("mxfp4").codes_per_byte

@@ -70,17 +70,20 @@ class MXTensor(Aggregate):
         layout: memory order; kernels refuse a layout that is not theirs.
         reference: uint8 [..., N], the reference exponent of each row, in folded layouts only.
         logical_shape: the logical shape, in layouts whose storage does not show it.
-        scale_span: a promise that all scales of a span are equal (blocks of zeros included) and
-            from 1 to 254, or 255 over a span of NaN codes; see ScaleSpan.
-        wide_blocks: int32 [1], with AUTO alone: by how many blocks too many lie far below their
-            row's maximum; above 0 each block has its own scale, else each row.
+        scale_span: the caller guarantees that all blocks of a span have the same scale, 1 to 254,
+            or 255 over a span of NaN codes; see ScaleSpan.
+        wide_blocks: int32 [1], with AUTO only: the number of wide blocks beyond what AUTO
+            tolerates. Above 0 each block has its own scale, otherwise each row.
 
-    `qdata` and `scale` may be strided views into larger (padded) storage; only the innermost
-    quantised dimension of a ROW_MAJOR tensor has to be dense for the kernels.
+    `qdata` and `scale` may be strided views into larger storage; kernels need the innermost
+    quantised dimension of a ROW_MAJOR tensor to be dense.
 
     Raises:
-        TypeError: a wrong type or dtype. ValueError: an axis, a scale shape or a device that does
-        not fit the codes.
+        TypeError: a part of the wrong type or dtype.
+        ValueError: an axis, a scale shape or a device that does not fit the codes.
+
+    Source:
+        OCP Microscaling Formats (MX) 1.0, section 5.1.
 
     Example:
         >>> from mxpert.formats import MXFP4
@@ -144,7 +147,7 @@ class MXTensor(Aggregate):
     def unchecked(cls, qdata: torch.Tensor, scale: torch.Tensor, format: MXFormat,
                   axis: int = -1, scale_span: ScaleSpan = ScaleSpan.BLOCK,
                   wide_blocks: torch.Tensor | None = None) -> MXTensor:
-        """A ROW_MAJOR tensor of parts that a kernel has just made, without looking at them."""
+        """Return a ROW_MAJOR tensor of parts that a kernel has just made, without checks."""
         tensor = object.__new__(cls)
         tensor.__dict__.update(qdata=qdata, scale=scale, format=format, axis=axis,
                                scale_span=scale_span, wide_blocks=wide_blocks)
@@ -208,7 +211,17 @@ class MXTensor(Aggregate):
         return self.qdata.numel() + self.scale.numel() + reference
 
     def to(self, device: torch.device | str) -> MXTensor:
-        """The same tensor on `device` (no copy where it is there already)."""
+        """Return this tensor on `device`, without a copy if it is there already.
+
+        Args:
+            device: where codes and scales will live.
+
+        Returns:
+            MXTensor on `device`.
+
+        Raises:
+            ValueError: there is no such device.
+        """
         device = require_device(device, "MXTensor.to")
         reference, wide_blocks = (None if part is None else part.to(device)
                                   for part in (self.reference, self.wide_blocks))

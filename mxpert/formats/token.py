@@ -17,7 +17,7 @@ FP8_TOKEN = "fp8_token"
 """Name of the format, as ``activation_format=`` takes it."""
 
 SMALLEST_SCALE = 2.0 ** -126
-"""The smallest normal float32: no row has a smaller scale, so that its inverse is finite."""
+"""Smallest scale of a row, the smallest normal float32: its inverse is finite."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,11 @@ def quantize_token_rows(x: torch.Tensor) -> TokenRows:
         TokenRows.
 
     Raises:
-        TypeError, ValueError: `x` is no such tensor.
+        TypeError: `x` is no tensor of these dtypes.
+        ValueError: `x` has no columns, or not two dimensions.
+
+    Source:
+        The per-token FP8 quantisation of vLLM (``scaled_fp8_quant`` with per-token scales).
 
     Example:
         >>> rows = quantize_token_rows(torch.tensor([[-2.0, 0.5], [0.0, 0.0]]))

@@ -1,8 +1,8 @@
-"""The torch.library side of the ops: one namespace, and dataclasses flattened to schema arguments.
+"""Registration of the ops with torch.library, and dataclasses as arguments of their schemas.
 
-Ops are registered so that torch.compile, export and FakeTensor see them as leaves. A schema knows
-tensors and numbers only, so weights, plans and options travel flattened and are rebuilt inside
-without a second validation (the public op has done it).
+Ops are registered so that torch.compile, export and FakeTensor see them as leaves. A schema holds
+tensors and numbers only. Weights, plans and options are therefore flattened to them and rebuilt
+inside, without a second check.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _T = TypeVar("_T")
 def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define ``mxpert::<schema>`` for every device and return a function that calls it.
 
-    Kernels have no derivative, so no backend may grow one by accident: outputs carry no gradient.
-    Eager calls that nothing observes skip the dispatcher, which costs as much as a launch.
+    Outputs have no gradient, on any backend. Eager calls that nothing observes skip the dispatcher,
+    which costs as much host time as a launch.
     """
     name = schema.split("(")[0]
     run = without_grad(implementation)
@@ -46,8 +46,11 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
 
 
 def _observers() -> tuple[Callable[[], object], ...] | None:
-    """What tells that somebody wants to see ops: modes (fake tensors, export, counters), functorch,
-    tracing, the profiler. None where this torch has no such functions."""
+    """Return torch's functions that tell whether something observes ops.
+
+    Observers are modes (fake tensors, export, counters), functorch, tracing and the profiler. The
+    result is None if this torch lacks such functions.
+    """
     try:
         return (torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack,
                 torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state,
@@ -60,15 +63,19 @@ _OBSERVERS = _observers()
 
 
 def is_unobserved(tensor: torch.Tensor) -> bool:
-    """Whether a call on `tensor` is eager and need not be a registered op for anybody."""
-    if torch.compiler.is_compiling() or _OBSERVERS is None or type(tensor) not in PLAIN_TENSORS:
+    """Return whether a call on `tensor` is eager and may skip torch's dispatcher.
+
+    It may not where something observes ops, and where the dispatcher has to negate a lazy view.
+    """
+    if (torch.compiler.is_compiling() or _OBSERVERS is None or type(tensor) not in PLAIN_TENSORS
+            or tensor.is_neg()):
         return False
     dispatch_modes, function_modes, transforms, tracing, profiler = _OBSERVERS
     return not (dispatch_modes() or function_modes() or transforms() or tracing() or profiler())
 
 
 def rebuild(cls: type[_T], **fields: Any) -> _T:
-    """An instance of a frozen dataclass whose fields were validated before they were flattened."""
+    """Return an instance of a frozen dataclass without checking its fields again."""
     instance = object.__new__(cls)
     if torch.compiler.is_compiling():  # dynamo of torch 2.11 cannot trace the faster way
         for name, value in fields.items():

@@ -34,25 +34,29 @@ def fused_moe(
     apply_router_weight_on_input: bool = False, expert_map: torch.Tensor | None = None,
     num_local_tokens: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """A whole MoE layer with MXFP4 weights: sort, gate/up GEMM, activation, down GEMM, combine.
+    """Compute a whole MoE layer with MXFP4 weights.
+
+    The op sorts tokens by expert, runs the gate/up GEMM, the activation and the down GEMM, and
+    adds each token's rows:
 
     ``y[t] = Σ_slot w[t, slot] · (act(x[t] · Wgu[e]ᵀ + bgu[e]) · Wd[e]ᵀ + bd[e])`` with
     ``e = ids[t, slot]``.
 
-    Inference only: the result carries no gradient, whatever its inputs require.
+    For inference: the result has no gradient, even where inputs require one.
 
     Args:
         x: bfloat16 [T, H], or an MXTensor [T, H] in the format of `activation_format`.
-        weights: MoEWeights for the local experts, on the device of `x`.
+        weights: MoEWeights of the local experts, on the device of `x`.
         topk_weights: float32 [T, k], routing weights.
         topk_ids: int32 [T, k], expert ids; negative and foreign ids are skipped.
         activation: SiLU(), SwiGLU(alpha, limit), ClampedSiLU(limit) or SiTUv2(beta, beta_up).
-        activation_format: "bf16" (a16w4), "mxfp8" (a8w4) or "mxfp4" (a4w4); MX formats quantise x
-            and the intermediate with 1×32 scales. "fp8_token" is a8w4 with e4m3 rows and one
-            float32 scale each (amax / 448, see mxpert.formats.quantize_token_rows); x is bfloat16.
+        activation_format: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4". The MX formats
+            quantise x and the intermediate with 1×32 scales. "fp8_token" quantises each row to e4m3
+            with one float32 scale (amax / 448, see mxpert.formats.quantize_token_rows); x is then
+            bfloat16.
         combine: REDUCE (deterministic) or ATOMIC.
-        scale_rule: rule for activations in MX formats.
-        apply_router_weight_on_input: weigh x instead of the result.
+        scale_rule: how scales of activations in MX formats follow from each block's maximum.
+        apply_router_weight_on_input: multiply x by the routing weight, instead of the result.
         expert_map: int32 [E_global], global id to local id or −1 (expert parallelism).
         num_local_tokens: int32 [1] on the device; tokens at or beyond it are skipped.
         out_dtype: bfloat16, float16 or float32.
@@ -61,8 +65,12 @@ def fused_moe(
         [T, H] in `out_dtype`; zero where no local expert was chosen.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape, device or value.
         UnsupportedError: no backend serves the problem here; see mxpert.explain.
+
+    Source:
+        The fused MoE layers of vLLM and AITER; gpt-oss (arXiv 2508.10925) for MXFP4 experts.
 
     Example:
         >>> import torch, mxpert
@@ -89,24 +97,33 @@ def moe_gate_up(
     activation_format: str = "bf16", scale_rule: ScaleRule = ScaleRule.RCEIL,
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor | MXTensor:
-    """Stage 1: gather rows by plan, gate/up GEMM, bias, activation, requantisation.
+    """Compute stage 1 of an MoE layer: gate/up GEMM, bias, activation, quantisation.
 
     ``h[r] = act(x[token(r)] · Wgu[e]ᵀ + bgu[e])`` for each sorted row r of expert e.
 
-    Inference only: the result carries no gradient, whatever its inputs require.
+    For inference: the result has no gradient, even where inputs require one.
 
     Args:
         x: bfloat16 [T, H], or an MXTensor [T, H] in the format of `activation_format`.
-        weights: MoEWeights. plan: from make_routing_plan, for T tokens.
-        activation, activation_format, scale_rule, apply_router_weight_on_input: as in fused_moe.
+        weights: MoEWeights of the local experts, on the device of `x`.
+        plan: the RoutingPlan of these T tokens.
+        activation: SiLU(), SwiGLU(alpha, limit), ClampedSiLU(limit) or SiTUv2(beta, beta_up).
+        activation_format: format of the GEMM's inputs and of the result, as in `fused_moe`.
+        scale_rule: how scales of activations in MX formats follow from each block's maximum.
+        apply_router_weight_on_input: multiply x by the routing weight here; tell `moe_down` too.
 
     Returns:
-        The intermediate in sorted order, [P, F]: an MXTensor in `activation_format`, or bfloat16
-        for "bf16" and "fp8_token" (no MXTensor has row scales: pass the format to moe_down, too,
-        which quantises the rows as it reads them). Rows that are padding are undefined.
+        The intermediate [P, F] in sorted order: an MXTensor in an MX `activation_format`, bfloat16
+        for "bf16" and "fp8_token" (`moe_down` quantises the rows then, given the same format).
+        Padding rows are undefined.
 
     Raises:
-        TypeError, ValueError, UnsupportedError: as fused_moe.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape, device or value.
+        UnsupportedError: no backend serves the problem here; see mxpert.explain.
+
+    Source:
+        Stage 1 of AITER's two-stage fused MoE.
 
     Example:
         >>> import torch, mxpert
@@ -137,28 +154,34 @@ def moe_down(
     activation_format: str | None = None, combine: Combine = Combine.REDUCE,
     apply_router_weight_on_input: bool = False, out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Stage 2: down GEMM, bias, routing weight, combine.
+    """Compute stage 2 of an MoE layer: down GEMM, bias, routing weight, combine.
 
     ``y[t] = Σ_slot w[t, slot] · (h[row(t, slot)] · Wd[e]ᵀ + bd[e])``.
 
-    Inference only: the result carries no gradient, whatever its inputs require.
+    For inference: the result has no gradient, even where inputs require one.
 
     Args:
-        h: what moe_gate_up returned: [P, F] in sorted order, bfloat16 or MXTensor.
-        weights: MoEWeights. plan: the plan of stage 1.
-        activation_format: None takes `h` as it is. "fp8_token" quantises bfloat16 rows to e4m3
-            with one float32 scale each.
+        h: the result of `moe_gate_up`: [P, F] in sorted order, bfloat16 or an MXTensor.
+        weights: MoEWeights of the local experts, on the device of `h`.
+        plan: the RoutingPlan that stage 1 used.
+        activation_format: None takes the format of `h`. "fp8_token" quantises bfloat16 rows to
+            e4m3 with one float32 scale each.
         combine: REDUCE, ATOMIC, or FLAT for the weighted rows [P, H] in sorted order.
-        apply_router_weight_on_input: True if stage 1 applied the routing weight.
+        apply_router_weight_on_input: True if stage 1 has applied the routing weight.
         out_dtype: bfloat16, float16 or float32.
 
     Returns:
         [T, H]; for FLAT [P, H], whose padding rows are undefined.
 
     Raises:
-        TypeError, ValueError, UnsupportedError: as fused_moe.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape, device or value.
+        UnsupportedError: no backend serves the problem here; see mxpert.explain.
 
-    Example: both stages, with the rows left as they lie (see moe_gate_up for a layer).
+    Source:
+        Stage 2 of AITER's two-stage fused MoE.
+
+    Example:
         >>> import torch, mxpert
         >>> w = lambda *s: mxpert.quantize(torch.randn(*s), "mxfp4")
         >>> weights = mxpert.MoEWeights(gate_up_proj=w(2, 64, 32), down_proj=w(2, 32, 32),

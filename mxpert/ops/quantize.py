@@ -36,9 +36,11 @@ def quantize(x: torch.Tensor, format: str | MXFormat, *, axis: int = -1,
         MXTensor with uint8 codes (two per byte for mxfp4, low nibble first) and uint8 E8M0 scales.
 
     Raises:
-        TypeError: not a floating tensor. ValueError: unknown format, bad axis or ragged last block.
+        TypeError: `x` is no tensor of these dtypes, or `scale_rule` no ScaleRule.
+        ValueError: an unknown format, an axis that `x` lacks, or a size that is no multiple of 32.
 
-    Source: OCP Microscaling Formats (MX) 1.0, section 6.3.
+    Source:
+        OCP Microscaling Formats (MX) 1.0, section 6.3.
 
     Example:
         >>> import torch, mxpert
@@ -66,7 +68,11 @@ def dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> torch
         A dense tensor of the logical shape.
 
     Raises:
-        TypeError: not an MXTensor, or `dtype` is not one of these. ValueError: a prepared layout.
+        TypeError: `tensor` is no MXTensor, or `dtype` is another one.
+        ValueError: a prepared layout.
+
+    Source:
+        OCP Microscaling Formats (MX) 1.0, section 6.1.
 
     Example:
         >>> import torch, mxpert

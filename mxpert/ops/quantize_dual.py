@@ -20,7 +20,7 @@ DualTensors = tuple[torch.Tensor, ...]
 _DUAL = Calls()
 
 MAX_GROUPED_ROWS = 1 << 30
-"""Padded columns are counted in int32, and kernels step past the last one before they mask."""
+"""Kernels count padded columns in int32 and add one tile before they mask."""
 
 
 def quantize_dual(
@@ -28,35 +28,39 @@ def quantize_dual(
     group_offsets: torch.Tensor | None = None, scale_rule: ScaleRule = ScaleRule.RCEIL,
     scale_span: Spans = ScaleSpan.BLOCK,
 ) -> tuple[MXTensor, MXTensor]:
-    """Quantise a tensor along its rows and along its columns: both operands that training needs.
+    """Quantise a tensor along its rows and along its columns, in one read.
 
-    ``row = quantize(x, axis=-1)`` and ``col = quantize(x.mT, axis=-1)``: the forward GEMM (weights:
-    also dgrad) reduces along the one, wgrad (weights: dgrad) along the other.
+    ``row = quantize(x, axis=-1)`` and ``col = quantize(x.mT, axis=-1)``. Training needs both: one
+    GEMM sums along the rows of x, another along its columns.
 
-    With `group_offsets`, group g is the rows ``offsets[g] … offsets[g + 1]``; in the columnwise
+    With `group_offsets`, group g is the rows ``offsets[g] … offsets[g + 1]``. In the columnwise
     copy each group starts at a multiple of 32 (`padded_group_offsets`) and is padded with zeros, so
-    that no block crosses groups. Rows at or beyond ``offsets[-1]`` count as zero whatever they
-    hold. A block of zeros has codes 0 and scale byte 127.
+    that no block crosses groups. Rows at or beyond ``offsets[-1]`` count as zero. A block of zeros
+    has codes 0 and scale byte 127.
 
     Args:
         x: float32, bfloat16 or float16, any strides. [M, K], K a multiple of 32 (and M too without
             `group_offsets`), or weights [G, N, K], N and K multiples of 32.
         format: "mxfp8_e4m3" (or "mxfp8") or "mxfp8_e5m2", of both copies.
         group_offsets: int32 or int64 [G + 1] on the device of `x`: 0, then not decreasing, at most
-            M. Not looked at on the host; `mxpert.testing.validate.validate_group_offsets` does.
+            M. They are not read on the host; `mxpert.testing.validate.validate_group_offsets`
+            checks them.
         scale_rule: how a scale follows from its block's maximum; see ScaleRule.
-        scale_span: how far a scale reaches, in both copies or (row, col); see ScaleSpan. Hopper
-            multiplies ROW fastest; chips with block-scaled tensor cores need BLOCK alone. In a
-            grouped columnwise copy no span crosses groups.
+        scale_span: how many blocks share a scale, for both copies or as a pair (row, col); see
+            ScaleSpan. Hopper is fastest with ROW; GPUs with block-scaled tensor cores use BLOCK. In
+            a grouped columnwise copy no span crosses groups.
 
     Returns:
-        row: MXTensor of the shape of `x`, axis −1. col: MXTensor, axis −1, contiguous: [K, M], with
-        groups [K, P], P = `padded_capacity(M, G)`; weights [G, K, N].
+        Two MXTensors of axis −1: the rowwise copy in the shape of `x`, and the columnwise copy,
+        contiguous: [K, M], with groups [K, P] where P is ``padded_capacity(M, G)``, for weights
+        [G, K, N].
 
     Raises:
-        TypeError: wrong dtype or type. ValueError: shape, format or device that does not fit.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a shape, format or device that does not fit.
 
-    Source: OCP Microscaling Formats (MX) 1.0, section 6.3.
+    Source:
+        OCP Microscaling Formats (MX) 1.0, section 6.3.
 
     Example:
         >>> import torch, mxpert
@@ -84,7 +88,7 @@ def _rebuild(qdata: torch.Tensor, scale: torch.Tensor, wide: torch.Tensor, forma
 
 
 def check_spans(scale_span: Spans) -> tuple[ScaleSpan, ScaleSpan]:
-    """The spans of the row-wise and of the column-wise copy."""
+    """Return the spans of the rowwise and of the columnwise copy."""
     spans = (scale_span, scale_span) if isinstance(scale_span, ScaleSpan) else scale_span
     if not (isinstance(spans, tuple) and len(spans) == 2
             and all(isinstance(span, ScaleSpan) for span in spans)):
@@ -95,7 +99,7 @@ def check_spans(scale_span: Spans) -> tuple[ScaleSpan, ScaleSpan]:
 
 def check_quantize_dual(x: torch.Tensor, format: str | MXFormat,
                         group_offsets: torch.Tensor | None, scale_rule: ScaleRule) -> MXFormat:
-    """Argument checks of `quantize_dual`; the format."""
+    """Check the arguments of `quantize_dual` and return the format."""
     op = "quantize_dual"
     require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
     require(x.dim() in (2, 3), op, "x.dim()", need="2 for [M, K] or 3 for weights [G, N, K]",
@@ -120,7 +124,7 @@ def check_quantize_dual(x: torch.Tensor, format: str | MXFormat,
 
 def check_group_offsets(group_offsets: torch.Tensor, op: str, device: torch.device, num_rows: int,
                         num_groups: int | None = None) -> None:
-    """What is known of group offsets without looking at them; `num_groups` where it is fixed."""
+    """Check dtype, shape and device of group offsets, not their values."""
     require_tensor(group_offsets, op, "group_offsets", dtype=GROUP_OFFSET_DTYPES, shape=(None,),
                    device=device, contiguous=True)
     groups = group_offsets.shape[0] - 1

@@ -30,20 +30,21 @@ def route_topk(
     num_groups: int = 1, top_groups: int = 1, correction_bias: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose `top_k` experts for each token and weigh them; everything is computed in float32.
+    """Choose `top_k` experts for each token and compute their weights, in float32.
 
-    ``score = softmax(logits)`` over all experts, or ``sigmoid(logits)``; the choice is by
-    ``score + correction_bias``, highest first, ties to the lower expert id. The weights are the
-    *unbiased* scores of the chosen, divided by their sum if `normalize` (with SOFTMAX that is the
-    softmax over the chosen logits; with SIGMOID the divisor is ``sum + 1e-20``), times
-    `routed_scaling_factor`. SOFTMAX without groups and bias chooses by the logits themselves, so
-    that logits whose probabilities round to the same number still keep their order.
+    ``score = softmax(logits)`` over all experts, or ``sigmoid(logits)``. The experts with the
+    highest ``score + correction_bias`` are chosen; of equal ones the lower id comes first. The
+    weights are the scores without the bias, divided by their sum if `normalize` (with SOFTMAX this
+    is the softmax over the chosen logits; with SIGMOID the divisor is ``sum + 1e-20``), times
+    `routed_scaling_factor`. SOFTMAX without groups and without bias compares the logits themselves,
+    because different logits can round to the same probability.
 
-    With ``num_groups > 1`` the experts stand in that many equal groups, a group's score is the sum
-    of its two best ``score + correction_bias``, and only the best `top_groups` groups compete.
+    With ``num_groups > 1`` the experts are split into that many equal groups. The score of a group
+    is the sum of its two highest ``score + correction_bias``, and experts are chosen from the best
+    `top_groups` groups only.
 
-    A NaN logit ranks as −inf, so ids are valid and distinct whatever the logits hold; weights
-    computed from a NaN are NaN. Not differentiable.
+    A NaN logit ranks as −inf, so that ids are always valid and distinct. Weights computed from a
+    NaN are NaN. The op has no gradient.
 
     Args:
         logits: float32, bfloat16 or float16 [T, E].
@@ -53,16 +54,18 @@ def route_topk(
         num_groups: equal groups of at least two experts; 1 is no groups.
         top_groups: groups that compete; they must hold at least `top_k` experts.
         correction_bias: float32 [E], added for the choice only.
-        routed_scaling_factor: multiplies the weights, after normalisation.
+        routed_scaling_factor: a finite factor of the weights, applied after normalisation.
 
     Returns:
         topk_weights float32 [T, top_k] and topk_ids int32 [T, top_k], best expert first.
 
     Raises:
-        TypeError: wrong dtype or type. ValueError: wrong shape, device, or impossible choice.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape or device, or more experts than the groups hold.
 
-    Source: gpt-oss (softmax over the chosen), Mixtral (softmax, renormalised), DeepSeek-V3
-        (arXiv 2412.19437, section 2.1.2; sigmoid, groups, correction bias, scaling factor).
+    Source:
+        gpt-oss (softmax over the chosen), Mixtral (softmax, renormalised), DeepSeek-V3 (arXiv
+        2412.19437, section 2.1.2: sigmoid, groups, correction bias, scaling factor).
 
     Example:
         >>> import torch, mxpert
@@ -86,12 +89,11 @@ def make_routing_plan(
 ) -> RoutingPlan:
     """Sort (token, slot) rows by expert and pad each expert to blocks of `routing_block_m` rows.
 
-    The layout is RoutingPlan's: ``slot << 24 | token`` in ascending (expert, token, slot), padding
-    rows ``top_k << 24 | T``. Sizes depend on shapes only; nothing is read back from the device.
+    See RoutingPlan for the layout. Its sizes depend on shapes only, and nothing is read back from
+    the device.
 
-    An id that is negative, at least `num_experts`, mapped to a negative number or mapped outside
-    the local experts is ignored: it gets no row, and −1 in `slot_rows`. An id that appears twice in
-    a token gets two rows.
+    An id is ignored if it is negative, at least `num_experts`, or mapped to no local expert: it
+    gets no row, and −1 in `slot_rows`. An id that appears twice in a token gets two rows.
 
     Args:
         topk_weights: float32 [T, top_k]; copied bit for bit.
@@ -99,15 +101,20 @@ def make_routing_plan(
         num_experts: global ids range over 0 … num_experts − 1.
         routing_block_m: rows per block, a multiple of the block_m of each GEMM that uses the plan.
         expert_map: int32 [num_experts], global id → local id, or −1 if the expert lives elsewhere.
-        num_local_experts: experts that the plan is sized for (default: num_experts).
-        num_local_tokens: int32 [1] on the device; tokens from this one on are ignored (default: T).
+        num_local_experts: experts of this process; None means `num_experts`.
+        num_local_tokens: int32 [1] on the device; tokens at or beyond it are ignored. None means T.
 
     Returns:
         RoutingPlan on the device of `topk_ids`; T = 0 gives a valid plan without rows.
-        `num_valid[1]` is `num_local_tokens`, kept within 0 … T.
+        `num_valid[1]` is `num_local_tokens`, clamped to 0 … T.
 
     Raises:
-        TypeError: wrong dtype or type. ValueError: wrong shape, device or size.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape, device or size.
+
+    Source:
+        The sorted, padded rows of vLLM's and SGLang's ``moe_align_block_size``, and of AITER's
+        ``moe_sorting``.
 
     Example:
         >>> import torch, mxpert
@@ -216,7 +223,7 @@ def check_routing_plan(
 
 
 def _require_count(op: str, name: str, value: int, most: int, of: str) -> None:
-    """`value` is an integer in 1 … `most`; cheap where it is, for it runs on every call."""
+    """Check that `value` is an int in 1 … `most`; the common case returns at once."""
     if type(value) is int and 1 <= value <= most:
         return
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):

@@ -108,10 +108,15 @@ def _kind(value: object) -> str:
     return f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
 
 
+MAX_SIZE = 1 << 20
+"""Bound of every size of a layer, so that the product of three is an int64."""
+
+
 def require_size(op: str, name: str, value: int, multiple: int = 1) -> None:
     """Check that a size is a positive int and a multiple of `multiple`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(message(op, name, "an int", repr(value)))
+    require(value < MAX_SIZE, op, name, need=f"less than {MAX_SIZE}", got=value)
     require(value > 0 and value % multiple == 0, op, name, got=value,
             need=f"a positive multiple of {multiple}" if multiple > 1 else "at least 1",
             remedy="pad the layer, or pass MXFP8Recipe(enabled=False)" if multiple > 1 else "")

@@ -11,7 +11,7 @@ import torch
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
 from ..ops.rows import combine_rows, combine_rows_backward
-from ..problem import ACTIVATIONS, Activation, SiLU
+from ..problem import Activation, SiLU, require_activation
 from .activation import gated_activation
 from .module import MXGroupedLinear, check_options, float_dtypes, require_size
 from .recipe import MXFP8Recipe
@@ -80,16 +80,14 @@ class MXMoE(torch.nn.Module):
             require_size(op, name, size, multiple)
         require(top_k <= num_experts, op, "top_k", need=f"at most num_experts = {num_experts}",
                 got=top_k)
-        if not isinstance(activation, tuple(ACTIVATIONS.values())):
-            raise TypeError(message(op, "activation", "an activation of mxpert", repr(activation),
-                                    "for example mxpert.SiLU()"))
+        require_activation(activation, op)
         if not isinstance(aux_loss_coef, (int, float)) or isinstance(aux_loss_coef, bool):
             raise TypeError(message(op, "aux_loss_coef", "a number", repr(aux_loss_coef)))
         require(0 <= aux_loss_coef <= sys.float_info.max, op, "aux_loss_coef",
                 need="a finite number of at least 0", got=aux_loss_coef)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
-        self.activation, self.aux_loss_coef = activation, aux_loss_coef
+        self.activation, self.aux_loss_coef = activation, float(aux_loss_coef)
         self.router = torch.nn.Parameter(
             torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         options: dict[str, Any] = dict(bias=bias, recipe=recipe, device=device, dtype=dtype)

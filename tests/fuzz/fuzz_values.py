@@ -127,10 +127,9 @@ VALUES: tuple[Any, ...] = (
     torch.device("meta"), torch.Size([2]), torch.strided, *mxpert.Combine, *mxpert.ScaleRule,
     *mxpert.ScaleSpan, *mxpert.Scoring, *mxpert.GateUpOrder, *Layout, mxpert.SiLU(),
     mxpert.SwiGLU(), mxpert.SiLU, mxpert.SiTUv2(), MXFP4, Q4, Q8, AUTO, WEIGHTS,
-    PLAN, mxpert.GemmConfig(16, 16, 32),
-    mxpert.ReferenceConfig(), numpy.float32(1.0), numpy.int64(3), numpy.ones(3),
-    torch.ones(3), torch.zeros(2, 2, dtype=torch.int32), torch.nn.Linear(2, 2),
-    replace(Q8, axis=-1),
+    PLAN, mxpert.GemmConfig(16, 16, 32), mxpert.ReferenceConfig(), numpy.float32(1.0),
+    numpy.int64(3), numpy.ones(3), torch.ones(3), torch.zeros(2, 2, dtype=torch.int32),
+    torch.nn.Linear(2, 2), replace(Q8, axis=-1),
 )
 """Values for any argument. Sizes are small or absurd: those between would only take memory."""
 
