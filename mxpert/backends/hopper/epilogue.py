@@ -43,7 +43,7 @@ def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows
                  HAS_BIAS: gl.constexpr):
     """Row references and biases of a tile's outputs: of the rows, or of gate and up rows.
 
-    As they are loaded: what is computed from them, in `finish`, would wait for the loads.
+    They are returned as loaded; `finish` computes with them, so that this does not wait for loads.
     """
     output = first_output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, LAYOUT))
     reference += expert * padded_rows
@@ -69,7 +69,7 @@ def one_each():
 
 @gluon.jit
 def spread(tokens, LAYOUT: gl.constexpr):
-    """Terms of rows from one a thread to where `finish` needs them."""
+    """Scales and weights of rows, from one a thread to the layout that `finish` needs."""
     scale, weight = tokens
     ROWS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     return gl.convert_layout(scale, ROWS), gl.convert_layout(weight, ROWS)
@@ -161,8 +161,8 @@ def _copy_out(value, out_desc, staging, first_row, first_output, PIECE: gl.const
 def copy_outputs(value, out_desc, staging, first_row, first_output, PIECE: gl.constexpr):
     """value [OUTPUTS, TOKENS] → rows of `out` from first_row on, by TMA through `staging`.
 
-    A piece has the rows that one copy takes. Rows of padding are written like others; what lies
-    behind the last output is not. PIECE: pieces of the same tile before these.
+    A piece is the rows of one copy. Padding rows are written like others; columns past the last
+    output are not. PIECE: pieces of the same tile before these.
     """
     ROWS: gl.constexpr = staging.shape[1]
     COPIES: gl.constexpr = value.shape[1] // ROWS

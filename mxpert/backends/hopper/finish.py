@@ -1,7 +1,7 @@
-"""Split-K: the parts of a sum, added in order, and the epilogue that had to wait for them.
+"""Split-K: adds the parts of each sum in order and applies the epilogue of stage 1.
 
-Used where a few tokens hit so few tiles that the GPU would idle. Plain Triton; the parts are
-float32 [splits, P, rows] with row factors and activation scales applied.
+The depth is split where a few tokens need too few tiles to fill the GPU. The parts are float32
+[splits, P, rows] with row factors and activation scales applied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Split-K of stage 1 inside a layer: the parts of a row become the row that stage 2 multiplies.
+"""Split-K of stage 1 inside a layer: from the parts of a row to the row that stage 2 multiplies.
 
-The kernel of `finish` that sums and activates, and the row kernel after it, in one launch and
-without the intermediate in memory. A program holds a row in registers, as the row kernels do.
+One launch does the work of the kernel in `finish` (sum and activation) and of the row kernel
+(quantisation), without writing the intermediate to memory. A program holds a row in registers.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _moe_finish_rows_kernel(codes, scale, claimed, parts, bias, sorted_weights, 
                             WEIGHTED: gl.constexpr, CHUNKS: gl.constexpr, num_warps: gl.constexpr):
     """Row of interleaved gate and up parts → e4m3 row with its scale, one program a sorted row.
 
-    parts float32 [splits, num_rows, parts_stride = 2 depth]. FORMAT as in `rows_codes`. Follows a
-    GEMM: the plan and the bias are read before its sums are there.
+    parts float32 [splits, num_rows, parts_stride = 2 depth]. FORMAT as in `rows_codes`. The
+    plan and the bias are read before the kernel waits for the GEMM's sums.
     """
     release_next()
     row = gl.program_id(0)

@@ -1,4 +1,4 @@
-"""GROUPED_GEMM and GROUPED_WGRAD on Hopper: what runs in FP8, what in bf16, and the launches."""
+"""GROUPED_GEMM and GROUPED_WGRAD on Hopper: the choice between FP8 and bf16, and the launches."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _BANDS = (16, 8, 32)
 """Row tiles that share the columns' operand in L2, the default first."""
 
 UNPROMOTED_DEPTH = 8192
-"""Up to this reduction fp8 sums stay in the tensor core: its adder drops bits below 2^-13 of the
-sum, 2e-3 of the result at this depth; beyond, sums are promoted to float32 every 256 values."""
+"""Longest reduction whose fp8 sums stay in the tensor core. Its adder drops bits below 2^-13 of the
+sum, 2e-3 of the result at this depth. Longer sums are promoted to float32 every 256 values."""
 
 
 class _Grouped:
@@ -57,7 +57,7 @@ class _Grouped:
         return None
 
     def configs(self, problem: GroupedProblem) -> Iterator[GemmConfig]:
-        """One tile, with different numbers of rows that share columns in L2."""
+        """One tile, with different numbers of row tiles that share a column tile in L2."""
         for band in _BANDS:
             yield GemmConfig(BLOCK_M, BLOCK_N, _STAGE_BYTES, num_warps=4, num_stages=_STAGES,
                              group_m=band)

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 @gluon.jit
 def scale_value(byte):
-    """E8M0 bytes from 1 to 254, which is all that rebased operands have, as float32."""
+    """E8M0 bytes from 1 to 254 as float32; rebased operands have no others."""
     return (byte.to(gl.int32) << 23).to(gl.float32, bitcast=True)
 
 
@@ -21,9 +21,9 @@ def _one_each():
 
 @gluon.jit
 def load_scales(scales, multiplied, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scale bytes of 64 rows and of each half of the columns, before they are needed.
+    """Scale bytes of 64 rows and of each half of the columns, loaded before the products.
 
-    127 where nothing is multiplied: the bytes that are read then may be anything, NaN included.
+    127 where nothing is multiplied, because the bytes that are read then are arbitrary.
     """
     a_bytes, b_bytes, a_pitch, b_pitch, num_rows, num_columns = scales
     rows = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), num_rows - 1)

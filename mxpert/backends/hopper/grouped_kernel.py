@@ -1,17 +1,19 @@
 """Grouped GEMM on wgmma: MXFP8 operands with few scales per row, or bf16.
 
-A persistent CTA (one per SM) computes 128 × 256 tiles: a producer warp (TMA) and two consumer
-warpgroups of 64 rows each, whose epilogues fall under the other's products. Both operands lie with
-the reduction contiguous. SPAN says how far a scale of the first operand reaches:
+A persistent CTA (one per SM) computes 128 × 256 tiles. It has a producer warp, which issues TMA
+copies, and two consumer warpgroups of 64 rows each; the epilogue of one overlaps the products of
+the other. The reduction is the contiguous dimension of both operands, except that b in bf16 may
+also be [G, K, N] (a descriptor of rank 3), which the tensor core transposes. SPAN is the number of
+values that a scale of the first operand covers:
 
-0: over the whole row (of a group, where groups divide the reduction). Sums stay in the tensor core;
-   the scales of both rows meet them in the epilogue.
-128: along 128 values. Every 128 the sums are scaled and promoted to float32; the second operand has
-   one scale a row.
+0: the whole row (of a group, where groups divide the reduction). Sums stay in the tensor core, and
+   the epilogue applies the scales of both operands.
+128: 128 values. After every 128 values sums are scaled and promoted to float32. The second operand
+   has one scale a row.
 256: as 0, but sums are promoted to float32 every 256 values.
 
-A stage of the ring is 128 bytes deep: 128 fp8 or 64 bf16 values. A group of the reduction ends at
-any multiple of 32, so that its last stage may be used in part (`tail` slices of 32 values).
+A pipeline stage is 128 bytes deep: 128 fp8 or 64 bf16 values. A group of the reduction ends at any
+multiple of 32, so that its last stage may be used in part.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ def _locate(tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M: g
             BLOCK_N: gl.constexpr, BAND: gl.constexpr, WGRAD: gl.constexpr):
     """Where `tile` reads and writes.
 
-    Returns the walk's state (group and its tiles) and (row of a, row of b, first and last value of
-    the reduction, row of the output, end of the output rows, column).
+    Returns the state of the walk over groups (group, its first and end tile) and (row of a, row of
+    b, first and last value of the reduction, row of the output, end of the output rows, column).
     """
     num_n, num_k, row_tiles, num_outer = shape
     if WGRAD:
@@ -84,8 +86,9 @@ def _produce(ring, a_desc, b_desc, offsets, sizes, shape, num_tiles, BLOCK_M: gl
 def _tile_scales(scales, place, num_n, PARTITION: gl.constexpr):
     """(scale bytes of this consumer's rows, of the columns, both pitches, how many there are).
 
-    Rows past the last may be negative: those of the other consumer. Where nothing is multiplied,
-    there may be no scales: then the tensors' first are read, and not used.
+    The number of rows is negative where only the other consumer has rows. Where nothing is
+    multiplied there may be no scales: the pointers are then those of the tensors' first bytes,
+    whose values are not used.
     """
     a_scale, b_scale, a_pitch, b_pitch = scales
     a_row, b_row, start, end, out_row, row_end, column = place

@@ -4,8 +4,8 @@ MX operands multiply inside `tl.dot_scaled`: natively where the chip multiplies 
 Blackwell), as bf16 in registers before wgmma on Hopper. That honours every scale exactly: an fp8
 value times a power of two is a bf16 number, as far as the range of float32 goes.
 
-Groups are found on the device. The rows past the last group count as one more group, whose
-programs store zeros, so that no output is cleared beforehand.
+The device reads the group offsets. Rows past the last group count as one more group, whose programs
+store zeros, so that the output needs no clearing.
 """
 
 from __future__ import annotations
