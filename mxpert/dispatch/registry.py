@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -144,7 +145,7 @@ def _candidate(backend: str, problem: Problem) -> KernelSpec | str:
 
 
 def _stage_config(problem: Problem, config: Config) -> Config:
-    """The part of `config` that fits the problem's op; None where it holds nothing for it."""
+    """The part of `config` that applies to the problem's op; None if there is none."""
     if isinstance(config, MoEConfig) and problem.op is not Op.FUSED_MOE:
         return {Op.MOE_GATE_UP: config.gate_up, Op.MOE_DOWN: config.down}.get(problem.op)
     if isinstance(config, GemmConfig) and problem.op is Op.FUSED_MOE:
@@ -175,8 +176,8 @@ def _choose_config(kernel: KernelSpec, problem: Problem, config: Config) -> tupl
 
 
 def offers_row(problem: MoEProblem, row: tables.TunedRow) -> bool:
-    """Whether the row's backend offers its config to this problem's layer, as a whole or to each
-    stage by itself. A table of another version may name tiles that are no more."""
+    """Whether the row's backend has the row's config for this problem's layer, as a whole or for
+    each stage. A table of another version may name tiles that no longer exist."""
     def offers(op: Op, config: Config, unit: int) -> bool:
         layer = replace(problem, op=op, num_tokens=row.num_tokens, routing_block_m=unit)
         kernel = _candidate(row.backend, layer)
@@ -220,19 +221,30 @@ def _has(backend: str, op: Op) -> bool:
 
 @functools.cache
 def _warn_slower(op: Op, arch: str, slower: str) -> None:
-    warnings.warn(f"mxpert: {op.value} on {arch} {slower}", PerformanceWarning, stacklevel=4)
+    warnings.warn(f"mxpert: {op.value} on {arch} {slower}", PerformanceWarning,
+                  stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """The `stacklevel` with which the function that calls this one warns about the line outside of
+    this package that it was reached from."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("mxpert."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @functools.cache
 def _warn_outdated(place: str) -> None:
     warnings.warn(f"mxpert: {place} names tiles that this version does not have, so the heuristic "
-                  "chooses; run mxpert tune again", RuntimeWarning, stacklevel=5)
+                  "chooses; run mxpert tune again", RuntimeWarning, stacklevel=_callers_level())
 
 
 @functools.lru_cache(_CACHED_RESOLUTIONS)
 def _resolve(problem: Problem, pins: Override,
              generation: int) -> tuple[Resolution, tuple[tuple[str, str], ...]]:
-    """The choice and what it passed over; kept until tables change (`generation` counts that)."""
+    """The choice, and each rejected backend with its reason; cached until tables change, which
+    `generation` counts."""
     rejected: list[tuple[str, str]] = []
     pinned = pins.backend
     on_gpu = problem.target.kind != "cpu"
@@ -266,7 +278,7 @@ def resolve(problem: Problem) -> tuple[KernelSpec, Any]:
 
 
 def resolve_known(known: Known) -> tuple[KernelSpec, Any]:
-    """`resolve` for a problem that comes again: not even its hash is taken."""
+    """`resolve` for a problem that was seen before, without hashing it."""
     pins, generation = _override.get(), tables.generation()
     kept = known.resolved
     if kept is None or kept[0] is not pins or kept[1] != generation:
@@ -276,6 +288,6 @@ def resolve_known(known: Known) -> tuple[KernelSpec, Any]:
 
 
 def explain_problem(problem: Problem) -> Explanation:
-    """What `resolve` would choose, from where, and what it passed over."""
+    """What `resolve` would choose, the source of the choice, and the rejected backends."""
     resolution, rejected = _resolve(problem, _override.get(), tables.generation())
     return Explanation(problem, resolution, rejected)

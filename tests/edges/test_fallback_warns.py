@@ -97,6 +97,12 @@ def test_a_slow_request_is_told_once(name: str, on_h200: None) -> None:
     assert f"  slower:  {told.split('sm_90 ', 1)[1]}" in shown.splitlines()
 
 
+def test_the_warning_names_the_callers_line(on_h200: None) -> None:
+    with pytest.warns(PerformanceWarning) as caught:
+        mxpert.grouped_gemm(A, B[:, :4], OFFSETS)
+    assert [each.filename for each in caught] == [__file__]
+
+
 @pytest.mark.parametrize("name", SLOW)
 def test_explain_does_not_use_the_warning_up(name: str, on_h200: None) -> None:
     call, explain, *_ = request_of(name)
