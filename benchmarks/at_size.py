@@ -28,7 +28,7 @@ import torch
 import mxpert
 import warm_up
 from cells import NAMED, Cell, parse_list
-from compare import describe
+from faults import describe
 from mxpert import GateUpOrder
 from mxpert.cli.measure import float64_reference
 from mxpert.cli.report import environment, write_json

@@ -33,8 +33,8 @@ from triton.runtime.jit import JITFunction
 import cells as named
 from ceilings import IDLE_SECONDS, make_meta, measure_ceilings
 from cells import NAMED, ROUTINGS, Cell, Model, parse_list, parse_tokens, random_inputs, tiny
-from compare import FatalError, check_alive, describe
 from document import Row, make_row
+from faults import FatalError, check_alive, describe
 from mxpert.cli.measure import RunWeights
 from mxpert.cli.report import write_json
 from mxpert.errors import message, require
@@ -462,11 +462,10 @@ def execute(run: Run, cells: dict[Model, list[Cell]], commit: str | None) -> Non
 
 
 def render_again(path: Path) -> int:
-    """The tables of a JSON that this script wrote, in whatever order it counted ratios then."""
+    """The tables of a JSON that this script wrote earlier."""
     document = json.loads(path.read_text("utf-8"))
     document["rows"] = with_neighbours(document["rows"])
     path.with_suffix(".md").write_text(markdown(document), encoding="utf-8")
-    print(summary(document))
     return 0
 
 

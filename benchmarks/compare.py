@@ -32,12 +32,14 @@ from ceilings import SUSTAINED_US, WARMUP, idle_seconds, make_meta, measure_ceil
 from cells import ACTIVATION_FORMATS, MODELS, STAGES, Cell, Inputs, Model
 from document import Document, Key, make_row
 from estimate import estimate
+from faults import FatalError, check_alive, describe
 from mxpert.cli.measure import GateError, RunWeights
 from mxpert.errors import message, require
 from mxpert.ops.route import route_topk
 from mxpert.testing.timing import BYTES_PER_MX_WEIGHT, Timing, Work, time_graph
 from ours import Ours, Truth, random_weights
 from peers import Marlin, Peer, TritonKernels, add_to_path
+from render import SUMMARY_TOKENS, layer_table, line_name
 
 DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/moe.json"
 DRY_OUTPUT = _checkout.ROOT / "reports/compare-dry-run.json"
@@ -54,10 +56,6 @@ PEER_KEYS = (("triton_kernels", "bf16"), ("marlin", "bf16"), ("humming", "bf16")
              ("humming", "fp8_token"))
 
 Timed = dict[str, list[Callable[[], object]]]
-
-
-class FatalError(RuntimeError):
-    """The CUDA context is gone; only a new process can go on."""
 
 
 @dataclass
@@ -97,20 +95,6 @@ class ModelRun:
     ours: list[Ours]
     peers: dict[tuple[str, str], Peer | str]
     """(impl, activation) → the peer, or why it is absent."""
-
-
-def check_alive(device: torch.device) -> None:
-    """A kernel's illegal access shows at the next synchronisation and ends every later one."""
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize()
-        except Exception as error:
-            raise FatalError(str(error)) from error
-
-
-def describe(error: BaseException) -> str:
-    """One line of an error."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
 def make_room(run: Run, model: Model) -> None:
@@ -487,6 +471,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return FATAL
         restart(options, time.monotonic() - began)
     run.document.save()
+    print("\n" + layer_table(run.document.rows.values(), SUMMARY_TOKENS, line_name) + "\n")
     print("seconds: " + ", ".join(f"{what} {seconds:.1f}"
                                   for what, seconds in run.seconds.most_common()))
     red = [key for key, error in run.document.failures.items()

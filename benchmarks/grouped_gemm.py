@@ -23,7 +23,8 @@ import _checkout
 import torch
 
 from ceilings import measure_ceilings
-from compare import FATAL, FatalError, check_alive
+from compare import FATAL
+from faults import FatalError, check_alive
 from grouped_cells import BALANCES, MODES, SHAPES, Operands, Part, Shape, parse_shapes, sample, tiny
 from grouped_document import Document, make_row
 from grouped_ours import OURS, Ours, Variant, check

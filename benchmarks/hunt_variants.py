@@ -107,7 +107,9 @@ def text_of(shape: MoEShape, tokens: str) -> str:
 def stages(a_format: str, config: MoEConfig) -> Callable[[torch.device, bool], Hunted]:
     """Both stages with one tile of the Hopper kernels."""
     def make(device: torch.device, dry: bool) -> Hunted:
-        made = MoEHunt.of(TINY if dry else SMALL, a_format, config, device)
+        smallest = next(iter(hopper_tiles(a_format).values()))  # has few tokens
+        made = MoEHunt.of(*((TINY, a_format, smallest) if dry else (SMALL, a_format, config)),
+                          device)
         return Hunted(made.run, made.renew, str(config))
 
     return make

@@ -25,7 +25,7 @@ from typing import Any
 import _checkout
 import torch
 
-from compare import describe
+from faults import describe
 from hunt_variants import Variant, variants
 from mxpert.cli.report import environment, write_json
 from mxpert.errors import message, require
@@ -225,7 +225,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--variants", default="*", metavar="PATTERN",
                         help="shell pattern of names; default: all")
     parser.add_argument("--repeats", type=int, help="of each variant (default: its own number)")
-    parser.add_argument("--processes", type=int, default=6, help="default: %(default)s")
+    parser.add_argument("--processes", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--plant", type=int, metavar="REPEAT",
                         help="control: flip one bit in this repeat of every variant")
     parser.add_argument("--output", type=Path, help=f"default: {DEFAULT_OUTPUT.name}")

@@ -1,8 +1,10 @@
-"""The benchmark scripts import each other by plain names, as they do when run."""
+"""The benchmark scripts import each other by plain names, as they do when run; so do the helpers of
+these tests."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER.parents[1] / "benchmarks"), str(FOLDER)]

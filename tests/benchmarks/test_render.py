@@ -1,0 +1,199 @@
+"""What is said of a comparison: speed-ups, goals, tables, the README's block."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import cells
+import document
+import figures
+import goals
+import pytest
+import render
+from comparison_rows import CEILINGS, META, row
+from document import row_key
+
+
+def test_each_of_our_formats_is_compared_with_the_best_peer_of_its_width() -> None:
+    rows = [row(us=10), row("marlin", 40), row("triton_kernels", 20),
+            row(us=30, activation="mxfp8"), row(us=12, activation="fp8_token"),
+            row("humming", 15, activation="fp8_token"), row(us=5, tokens=1024),
+            row(us=7, stage="down"), row(us=6, activation="mxfp4")]
+    found = {each.activation: each for each in figures.speed_ups(rows)}
+    assert list(found) == ["bf16", "mxfp8", "fp8_token", "mxfp4"]
+    assert (found["bf16"].peer["impl"], found["bf16"].value) == ("triton_kernels", 2.0)
+    assert (found["mxfp8"].value, found["fp8_token"].value) == (0.5, 1.25)
+    assert (found["mxfp4"].peer["activation"], found["mxfp4"].value) == ("fp8_token", 2.5)
+    assert [each.activation for each in figures.slower_cells(found.values())] == ["mxfp8"]
+
+
+def test_geometric_means_by_stage_and_regime() -> None:
+    rows = [row(us=10, tokens=1), row("marlin", 40, tokens=1), row(us=10, tokens=256),
+            row("marlin", 10, tokens=256), row(us=30, tokens=1024), row("marlin", 10, tokens=1024)]
+    assert figures.geometric_means(figures.speed_ups(rows)) == {
+        ("bf16", "layer", "decode"): (pytest.approx(2.0), 2, 1.0),
+        ("bf16", "layer", "prefill"): (pytest.approx(1 / 3), 1, 1 / 3)}
+
+
+def test_the_gemms_share_needs_all_three_times() -> None:
+    rows = [row(us=13), row(us=8, stage="gate_up_gemm"), row(us=4, stage="down_gemm"),
+            row(us=9, tokens=64)]
+    assert figures.gemm_shares(rows) == {("dsv3-ep8", "uniform", "bf16", 16): 12 / 13}
+
+
+def test_formats_compare_where_both_are_and_by_the_sum_of_the_stages() -> None:
+    rows = [row(us=10, activation="mxfp8"), row(us=11, activation="fp8_token"),
+            row("humming", 1, activation="fp8_token"), row(us=5, activation="mxfp8", tokens=1)]
+    for stage, blocks, token in (("gate_up", 9, 4), ("down", 3, 6)):
+        rows += [row(us=blocks, activation="mxfp8", stage=stage),
+                 row(us=token, activation="fp8_token", stage=stage)]
+    found = {stage: value for (_, _, _, stage), value in figures.format_speed_ups(
+        rows, "mxfp8", "fp8_token").items()}
+    assert found == {"layer": 1.1, "gate_up": 4 / 9, "down": 2.0, "gate_up + down": 10 / 12}
+
+
+@pytest.mark.parametrize("activation, tokens, bound", [
+    ("bf16", 16, "read"), ("mxfp8", 16, "read"), ("bf16", 8192, "bf16"), ("mxfp8", 8192, "fp8")])
+def test_the_roof_names_what_bounds_a_cell(activation: str, tokens: int, bound: str) -> None:
+    found = row(us=1e4, activation=activation, tokens=tokens)
+    roof = figures.Roof.of(found, CEILINGS)
+    assert roof.bound == bound
+    assert 100 * roof.share == pytest.approx(found["percent_of_roof"])
+
+
+def goal(rows: list[dict[str, Any]], what: str, *, of_mean: bool = False) -> goals.Goal:
+    found = goals.goals({"meta": META, "rows": rows})
+    return next(each for each in found if what in each.what and each.of_mean == of_mean)
+
+
+def test_every_goal_is_there_for_every_format() -> None:
+    rows = [row(activation=name) for name in ("bf16", "mxfp8", "fp8_token", "mxfp4")]
+    found = goals.goals({"meta": META, "rows": rows})
+    assert [each.number for each in found] == [1] * 16 + [2] * 12 + [3] * 2 + [4] * 4
+    assert found[-6].columns()[0] == "3. speed of mxfp8 over fp8_token"
+    assert found[-5].values == {"dsv3-ep8 T=16 layer": 1.0}
+    assert found[-1].columns()[-1] == "not measured"
+
+
+def test_a_goal_of_every_cell_and_one_of_the_mean() -> None:
+    rows = [row(us=10), row("marlin", 40), row(us=11, tokens=4), row("marlin", 10, tokens=4)]
+    each, mean = (goal(rows, "bf16 decode, speed", of_mean=of_mean) for of_mean in (False, True))
+    assert (each.num_met, each.is_met, each.worst) == (1, False, "dsv3-ep8 T=4 layer")
+    assert mean.is_met
+    assert mean.mean == pytest.approx((4 / 1.1) ** 0.5)
+    assert mean.columns()[1:] == ("mean ≥ 1.67", "1.91", "0.91 (dsv3-ep8 T=4 layer)", "1 of 2",
+                                  "met")
+
+
+def test_a_goal_with_a_least_figure() -> None:
+    read, missed = 62.0, 80.0  # µs; at the read ceiling it would be 61.4
+    rows = [row(us=us, tokens=tokens, stage="down_gemm", activation="mxfp8")
+            for us, tokens in ((read, 64), (missed, 128), (read, 16))]
+    found = goal(rows, "read ceiling")
+    assert list(found.values) == ["dsv3-ep8 T=64 down_gemm", "dsv3-ep8 T=128 down_gemm"]
+    assert found.worst == "dsv3-ep8 T=128 down_gemm"
+    assert not found.is_met
+    assert found.keeps(0.95)
+    assert not found.keeps(0.94)
+
+
+def test_goals_speak_of_the_cells_that_they_name() -> None:
+    few = row(us=10, model="kimi-k2-tp4", tokens=64, stage="down_gemm")  # 31.5 of 384 experts
+    late = row(us=30, model="dsv3-ep8", tokens=1)  # cannot be read in 30 µs
+    prompt = row(us=30, model="gpt-oss-20b", tokens=1)
+    rows = [few, late, prompt | {"tbs": 1.0}]
+    assert goal(rows, "read ceiling").values == {}
+    assert goal(rows, "layer at T = 1").values == {"gpt-oss-20b T=1 layer": 30.0}
+    dense, sparse = (row(us=1e3, model=name, tokens=1024, stage="down_gemm")
+                     for name in ("dsv3-ep8", "kimi-k2-tp4"))
+    assert list(goal([dense, sparse], "cuBLAS").values) == ["dsv3-ep8 T=1024 down_gemm"]
+    rates = goal([row(us=1e3, model=name, tokens=8192, stage="down_gemm")
+                  for name in ("gpt-oss-120b", "gpt-oss-20b")], "TFLOP/s at T")
+    assert list(rates.values) == ["gpt-oss-120b T=8192 down_gemm"]
+    layers = [row(us=us, tokens=tokens, stage=stage) for tokens in (16, 64)
+              for us, stage in ((12, "layer"), (8, "gate_up_gemm"), (4, "down_gemm"))]
+    assert goal(layers, "two GEMMs /").values == {"dsv3-ep8 T=64": 1.0}
+
+
+def test_everything_is_rendered_from_the_json_alone(tmp_path: Path) -> None:
+    rows = [row(us=10), row("marlin", 8), row(us=8, stage="gate_up_gemm"),
+            row("marlin", 9, stage="gate_up_gemm"), row(us=30, activation="mxfp8"),
+            row(us=20, activation="fp8_token"), row(us=15, activation="mxfp4"),
+            row("humming", 30, activation="fp8_token"), row(us=7, model="r1-e384", tokens=64),
+            row(us=900, tokens=8192, stage="down_gemm", activation="mxfp8")]
+    failures = [dict(zip(document.KEY_COLUMNS, row_key(row("humming", tokens=tokens)),
+                         strict=True)) | {"error": "no nvcc"} for tokens in (64, 16)]
+    text = json.dumps({"meta": META | {"peers": {"humming/bf16": "absent: no nvcc"},
+                                       "failures": failures, "left": ["dsv3-ep8 T=4 uniform"]},
+                       "rows": rows})
+    (tmp_path / "moe.json").write_text(text)
+    assert render.main([str(tmp_path / "moe.json")]) == 0
+    full = (tmp_path / "moe.md").read_text()
+    assert "| dsv3-ep8 T=16 layer bf16 | 10.0 |" in full
+    assert "| marlin 8.0 |" in full
+    assert "1 of 5 cells." in full
+    assert "| layer | 0.67 | 0.67 (dsv3-ep8 T=16) | 1 |" in full
+    assert "| layer | 2.00 | 2.00 (dsv3-ep8 T=16) | 1 |" in full
+    assert "| 3. speed of mxfp8 over fp8_token | ≥ 0.91 | 0.67 |" in full
+    assert "absent: no nvcc" in full
+    assert "- humming/bf16 dsv3-ep8, T = 16, 64, layer: `no nvcc`" in full
+    assert "out of time: dsv3-ep8 T=4 uniform" in full
+    assert full.count("<details>") == full.count("</details>") == 3
+    assert "10 (0.80×)" in (tmp_path / "moe-summary.md").read_text()
+    for name in ("moe.png", "layers.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_has_the_block_of_the_json(tmp_path: Path) -> None:
+    rows = [row(us=10), row("marlin", 8), row(us=15, activation="mxfp4"),
+            row("humming", 30, activation="fp8_token"), row(us=9, activation="fp8_token"),
+            row(us=7, model="r1-e384", tokens=64)]
+    (tmp_path / "moe.json").write_text(json.dumps({"meta": META, "rows": rows}))
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- measured: begin -->\nold\n<!-- measured: end -->\nafter\n")
+    assert render.main([str(tmp_path / "moe.json"), "--readme", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!--")
+    assert text.endswith("-->\nafter\n")
+    assert "old" not in text
+    assert "| dsv3-ep8 a16w4 | 10 (0.80×) |\n| dsv3-ep8 a4w4 | 15 (2.00×) |" in text
+    assert "| r1-e384 a16w4 | 7 |" in text
+    assert "fp8_token" not in text
+    page.write_text("no markers")
+    assert render.main([str(tmp_path / "moe.json"), "--readme", str(page)]) == 2
+    assert page.read_text() == "no markers"
+
+
+def test_the_committed_readme_block_is_that_of_the_json() -> None:
+    root = Path(__file__).resolve().parents[2]
+    block = render.readme_block(document.load(root / "benchmarks/results/nvidia-h200/moe.json"))
+    assert block in (root / "README.md").read_text("utf-8")
+
+
+def test_a_long_list_of_slower_cells_is_folded() -> None:
+    rows = [made for model in cells.MODELS for tokens in (1, 4, 16)
+            for made in (row(us=20, model=model, tokens=tokens),
+                         row("marlin", 10, model=model, tokens=tokens))]
+    text = render.slower_part(figures.speed_ups(rows), CEILINGS)
+    assert text.startswith("24 of 24 cells.")
+    assert "<summary>the other 12</summary>" in text
+    shown = figures.Roof.of(rows[0], CEILINGS), figures.Roof.of(rows[1], CEILINGS)
+    assert f"| 20.0 | {shown[0]} | marlin 10.0 | {shown[1]} | 0.50 |" in text
+
+
+def test_a_comparison_without_fp8_token_still_renders(tmp_path: Path) -> None:
+    text = render.full({"meta": META, "rows": [row(us=10), row(us=9, activation="mxfp8")]})
+    assert "Not measured: needs rows of mxpert with mxfp8 and with fp8_token." in text
+    assert "| 3. speed of mxfp8 over fp8_token | ≥ 0.91 | – | – | – | not measured |" in text
+
+
+def test_the_committed_comparison_renders(tmp_path: Path) -> None:
+    committed = Path(__file__).resolve().parents[2] / "benchmarks/results/nvidia-h200/moe.json"
+    text = render.full(document.load(committed))
+    assert text.count("<details>") == text.count("</details>")
+
+
+def test_render_refuses_what_is_no_comparison(tmp_path: Path) -> None:
+    assert render.main([str(tmp_path / "absent.json")]) == 2
