@@ -463,7 +463,7 @@ def test_scan_fails_without_the_waits(recorder: Recorder) -> None:
 
 
 def test_the_assembler_for_hopper_is_named() -> None:
-    """The scan is valid for the ptxas that compiles for Hopper; `doctor` reports this one of two."""
+    """The scan is valid for the ptxas that compiles for Hopper; `doctor` reports it, one of two."""
     tools = toolchain()
     assert tools.ptxas_path == get_ptxas(90).path
     assert tools.register_operand_hazard is (TRITON < (3, 9)), "3.9 assembles with CUDA 13.4"
