@@ -94,7 +94,7 @@ $(NEWEST)/.installed: pyproject.toml constraints.txt
 		"$$(grep -E '^torch=' constraints.txt)" "$$(grep -E '^numpy' constraints.txt)" \
 		safetensors typer rich pytest pytest-timeout pytest-xdist
 	$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check --no-input --no-deps \
-		--upgrade "$$(sed -nE 's/.*"(triton[^;"]*).*/\1/p' pyproject.toml)"
+		--upgrade "$$(sed -nE 's/.*"(triton>[^;"]*).*/\1/p' pyproject.toml)"
 	@touch $@
 
 test-newest: $(NEWEST)/.installed  ## compile every kernel ahead of time on the newest supported Triton

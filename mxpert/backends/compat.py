@@ -15,5 +15,9 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 """Start a TMA copy from shared memory: (descriptor, coordinates, source)."""
 
+_memory = gl.shared_memory_descriptor
+reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+"""View shared memory as another type, shape and layout: (memory, type, shape, layout)."""
+
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Synchronise the threads of this warp partition."""

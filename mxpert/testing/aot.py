@@ -40,6 +40,9 @@ SHARED_MEMORY_LIMIT: Mapping[str, int] = MappingProxyType({
 })
 """Bytes of shared memory (LDS) that one block may use."""
 
+TRITON_RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
+"""As (3, 6): what compilers make of a kernel differs between releases in exact figures."""
+
 _NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 # The first pattern found names the kernel's matrix instruction; listed strongest first.

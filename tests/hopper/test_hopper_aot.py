@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
-import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
 from mxpert.backends.hopper import heuristics, schedule
@@ -30,7 +29,7 @@ from mxpert.problem import (
     SwiGLU,
     activation_mx_format,
 )
-from mxpert.testing.aot import SHARED_MEMORY_LIMIT, CompiledKernel
+from mxpert.testing.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from mxpert.testing.toolchain import toolchain
 
@@ -64,10 +63,9 @@ MOST_LOOP_SPILLS = {"decode32": 6, "wide": 1}
 """How many of these may be in the main loop, if not 0: a few scalars or sums, hidden by memory
 latency."""
 
-TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-
-if TRITON >= (3, 9):  # its LLVM copies sums between the two halves of the main loop
-    MOST_SPILLS |= {"decode16": 41, "decode32": 90, "short": 22, "triple": 343, "wide": 451}
+if TRITON_RELEASE >= (3, 9):  # as measured: its PTX needs more registers, in three main loops too
+    MOST_SPILLS |= {"decode16": 41, "decode32": 90, "short": 22, "triple": 343, "narrow": 28,
+                    "wide": 451}
     MOST_LOOP_SPILLS |= {"triple": 46, "wide": 72}
 
 MOST_ROW_REGISTERS = 128
@@ -466,4 +464,4 @@ def test_the_assembler_for_hopper_is_named() -> None:
     """The scan is valid for the ptxas that compiles for Hopper; `doctor` reports it, one of two."""
     tools = toolchain()
     assert tools.ptxas_path == get_ptxas(90).path
-    assert tools.register_operand_hazard is (TRITON < (3, 9)), "3.9 assembles with CUDA 13.4"
+    assert tools.register_operand_hazard is (TRITON_RELEASE < (3, 9)), "3.9 brings CUDA 13.4"

@@ -40,6 +40,17 @@ def _matmul_kernel(out_ptr, a_ptr, b_ptr, M: tl.constexpr, N: tl.constexpr, K: t
 
 
 @triton.jit
+def _shares_kernel(out_ptr, a_ptr, b_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """A product divided by its sum: all of it is held until the last value is there."""
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    a = tl.load(a_ptr + m[:, None] * K + k[None, :])
+    b = tl.load(b_ptr + n[None, :] * K + k[:, None])
+    product = tl.dot(a, b)
+    total = tl.sum(tl.sum(product, axis=1), axis=0)
+    tl.store(out_ptr + m[:, None] * N + n[None, :], product / total)
+
+
+@triton.jit
 def _matmul_scaled_kernel(
     out_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
@@ -84,13 +95,15 @@ def test_copy_without_alignment_uses_narrow_accesses(target: str) -> None:
     assert set(kernel.metrics.global_loads) == {32}
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx950"])
-def test_spills_are_seen(target: str) -> None:
-    """A 256x256 float32 accumulator in one warp needs 1024 or 2048 registers a lane."""
+@pytest.mark.parametrize("target, options", [("sm_90", {}), ("gfx950", {"waves_per_eu": 4})],
+                         ids=["sm_90", "gfx950"])
+def test_spills_are_seen(target: str, options: dict[str, int]) -> None:
+    """A 128x128 float32 accumulator in one warp needs 512 registers of 255 a lane, or 256 of the
+    128 that four waves leave each other."""
     half = meta(1 << 20, dtype=torch.bfloat16)
-    kernel = compile_for(_matmul_kernel, {
-        "out_ptr": meta(1 << 16, dtype=torch.float32), "a_ptr": half, "b_ptr": half,
-        "M": 256, "N": 256, "K": 32, "num_warps": 1}, target=target)
+    kernel = compile_for(_shares_kernel, {
+        "out_ptr": meta(1 << 14, dtype=torch.float32), "a_ptr": half, "b_ptr": half,
+        "M": 128, "N": 128, "K": 32, "num_warps": 1, **options}, target=target)
     assert kernel.metrics.spills > 0
 
 

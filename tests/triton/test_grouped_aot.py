@@ -20,7 +20,7 @@ from mxpert.formats import MXTensor, ScaleRule
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GroupedProblem, Op, Target
 from mxpert.routing import padded_capacity
-from mxpert.testing.aot import Metrics, compile_for, specialize
+from mxpert.testing.aot import TRITON_RELEASE, Metrics, compile_for, specialize
 from mxpert.testing.launches import RecordedLaunch, recorded_launches
 
 TARGETS = {
@@ -120,7 +120,8 @@ def assert_uses_the_chip(metrics: Metrics, problem: GroupedProblem, config: Any)
     assert metrics.matrix_instruction == INSTRUCTIONS[kind][problem.target.arch]
     assert metrics.spills == 0
     estimate = grouped.shared_memory(problem, config)
-    assert metrics.shared_memory <= estimate <= problem.target.shared_memory
+    padding = estimate // 32 if TRITON_RELEASE >= (3, 9) and problem.target.kind == "hip" else 0
+    assert metrics.shared_memory <= estimate + padding <= problem.target.shared_memory
     assert set(metrics.global_loads) <= ({8, 32, 64, 128} if kind == "mx" else {32, 128})
     assert set(metrics.global_stores) == {128}
 

@@ -17,7 +17,13 @@ from mxpert.backends.triton.combine import combine_rows
 from mxpert.ops import route
 from mxpert.ops.route import describe_route_topk, describe_routing_plan
 from mxpert.problem import Scoring
-from mxpert.testing.aot import SHARED_MEMORY_LIMIT, TARGETS, compile_for, specialize
+from mxpert.testing.aot import (
+    SHARED_MEMORY_LIMIT,
+    TARGETS,
+    TRITON_RELEASE,
+    compile_for,
+    specialize,
+)
 from mxpert.testing.launches import H200, RecordedLaunch, recorded_launches
 
 # (E, k) of the reference models: gpt-oss-120b and -20b, DeepSeek-V3 without and with its shared
@@ -26,6 +32,11 @@ MODELS = ((128, 4), (32, 4), (256, 8), (257, 9), (384, 8), (385, 9), (384, 6), (
           (512, 10))
 DEEPSEEK = {"scoring": Scoring.SIGMOID, "num_groups": 8, "top_groups": 4,
             "correction_bias": torch.zeros(256), "routed_scaling_factor": 2.5}
+
+
+MOST_SPILLS = ({("_routing_plan_scatter_kernel", "gfx950"): 56} if TRITON_RELEASE >= (3, 9)
+               else {})
+"""Scalar registers kept in vector registers, as measured; no memory is used."""
 
 
 @pytest.fixture
@@ -56,7 +67,8 @@ def gate(launch: RecordedLaunch, target: str) -> None:
     name = launch.kernel.__name__
     assert all(size > 0 for size in launch.grid)
     metrics = compile_for(launch.kernel, launch.arguments, target=target).metrics
-    assert metrics.spills == 0, f"{name} spills {metrics.spills}"
+    most = MOST_SPILLS.get((name, target), 0)
+    assert metrics.spills <= most, f"{name} spills {metrics.spills}"
     assert metrics.scratch == 0, f"{name} uses {metrics.scratch} bytes of stack"
     assert metrics.shared_memory <= SHARED_MEMORY_LIMIT[target]
 

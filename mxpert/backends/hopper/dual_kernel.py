@@ -30,7 +30,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..compat import async_load, barrier
+from ..compat import async_load, barrier, reinterpret
 from .assembly import encode_fp8_words, larger_halves, multiply_bfloat16_pairs
 from .dual_scales import (
     bytes_of_stages, column_codes_layout, in_matrix, inverse_scale, load_column_scales,
@@ -336,7 +336,7 @@ def _column_stage(tile, stage, scales, codes, pitch, columns, width, in_copy,
     column. Returns `scales`, whose words hold the scale bytes of all stages.
     """
     HALVES: gl.constexpr = 1 if DTYPE == "fp32" else 2
-    view = tile._reinterpret(gl.int32, [128, 32], _exchanged_halves())
+    view = reinterpret(tile, gl.int32, [128, 32], _exchanged_halves())
     rows = view.load(_column_words_layout()).reshape([4, 8, 2, 2, 32]).permute((0, 1, 4, 2, 3))
     rows = _quarters(rows, column_codes_layout())
     largest = rows[0]
@@ -426,7 +426,7 @@ def _quantize_dual_hopper_kernel(
     width = num_k_blocks * 32
     COPY: gl.constexpr = x_desc.block_type.shape[0]
     staged = gl.allocate_shared_memory(gl.int32, [STAGES * 128 // COPY, COPY, 32], x_desc.layout)
-    tile = staged._reinterpret(gl.int32, [STAGES, 128, 32], x_desc.layout)
+    tile = reinterpret(staged, gl.int32, [STAGES, 128, 32], x_desc.layout)
     exchanged = gl.allocate_shared_memory(gl.uint8, [128, 4],
                                           gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

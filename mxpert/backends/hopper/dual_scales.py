@@ -10,6 +10,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..compat import reinterpret
+
 
 @gluon.constexpr_function
 def column_codes_layout():
@@ -156,7 +158,7 @@ def bytes_of_stages(exchanged, column_word):
 
 @gluon.jit
 def _as_words(exchanged):
-    return exchanged._reinterpret(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return reinterpret(exchanged, gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
