@@ -22,7 +22,7 @@ MXFP8, and `mxpert.convert` puts these kernels under a model of Transformers.
 import torch
 
 from .dispatch import override
-from .errors import UnsupportedError
+from .errors import PerformanceWarning, UnsupportedError
 from .formats.spans import rebase
 from .formats.folding import FoldCertificate
 from .formats.spec import ElementFormat, MXFormat, ScaleRule, ScaleSpan
@@ -46,9 +46,8 @@ __version__ = "0.2.0"
 
 __all__ = [
     "ClampedSiLU", "Combine", "GateUpOrder", "GemmConfig", "MXTensor", "MoE", "MoEConfig",
-    "MoEWeights",
-    "ReferenceConfig", "RoutingPlan", "ScaleRule", "ScaleSpan", "Scoring", "SiLU", "SiTUv2",
-    "SwiGLU", "UnsupportedError", "convert", "dequantize", "explain", "fused_moe", "grouped_gemm",
+    "MoEWeights", "PerformanceWarning", "ReferenceConfig", "RoutingPlan", "ScaleRule", "ScaleSpan",
+    "Scoring", "SiLU", "SiTUv2", "SwiGLU", "UnsupportedError", "convert", "dequantize", "explain", "fused_moe", "grouped_gemm",
     "grouped_wgrad", "make_routing_plan", "moe_down", "moe_gate_up", "override", "padded_capacity",
     "padded_group_offsets", "quantize", "quantize_dual", "rebase", "route_topk",
 ]

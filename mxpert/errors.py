@@ -21,9 +21,10 @@ class UnsupportedError(RuntimeError):
 
 
 class PerformanceWarning(RuntimeWarning):
-    """A request is served by something slower than what this device has for others like it.
+    """A request runs on a slower kernel than this device has for similar requests.
 
-    Given once for each reason; `mxpert.explain` says the same of a single call.
+    It is given once per reason and names the reason and the remedy. `mxpert.explain` shows the same
+    for a single call.
 
     Example:
         >>> import warnings
