@@ -19,8 +19,8 @@ from .problem import (
 from .published import expert_weights_from, published_expert_tensors, published_shapes
 from .routing import MAX_TOP_K
 from .weights import GateUpOrder, MoEWeights
+from .weights_state import PROJECTIONS
 
-PROJECTIONS = ("gate_up_proj", "down_proj")
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Weights quantised at a time: temporaries that stay in a CPU's cache; few launches on a GPU."""
 
@@ -119,12 +119,11 @@ class PreparedExperts(torch.nn.Module):
         error_msgs += errors
         if errors or not given:
             return
-        if not local_metadata.get("assign_to_params_buffers", False):
-            given = {name: tensor.clone() for name, tensor in given.items()}
+        assign = local_metadata.get("assign_to_params_buffers", False)
         kept = {} if given.keys() == wanted.keys() else self._published()
-        loaded = expert_weights_from({name: tensor.to(weights.device)
-                                      for name, tensor in (kept | given).items()},
-                                     GateUpOrder.INTERLEAVED)
+        loaded = expert_weights_from(kept | {
+            name: tensor.to(weights.device, copy=not assign) for name, tensor in given.items()
+        }, GateUpOrder.INTERLEAVED)
         self._hold(loaded.prepare(device=weights.device))
 
     def extra_repr(self) -> str:
@@ -212,8 +211,8 @@ class MoE(torch.nn.Module):
         """x [..., H], bfloat16, float16 or float32 → the shape and dtype of x."""
         hidden_size = self.router.in_features
         require_tensor(x, "MoE", "x", dtype=FLOAT_DTYPES, device=self.router.weight.device)
-        require(x.dim() > 0 and x.shape[-1] == hidden_size, "MoE", "x.shape",
-                need=f"[..., {hidden_size}]", got=list(x.shape))
+        if x.dim() == 0 or x.shape[-1] != hidden_size:
+            raise ValueError(message("MoE", "x.shape", f"[..., {hidden_size}]", list(x.shape)))
         rows = x.reshape(-1, hidden_size)
         options, correction = self.routing, self._buffers["correction_bias"]
         with torch.no_grad():  # the choice of experts has no gradient

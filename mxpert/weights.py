@@ -293,9 +293,8 @@ class MoEWeights(Aggregate):
         """
         op = "MoEWeights.load_state_dict"
         new = self._from_state(state, op)
-        mine, theirs = ([*weights.state_dict()["_extra_state"].items()][:5]
-                        for weights in (self, new))
-        require(mine == theirs, op, "state", need=f"weights of {dict(mine)}", got=dict(theirs),
+        mine, theirs = map(weights_state.identity, (self, new))
+        require(mine == theirs, op, "state", need=f"weights of {mine}", got=theirs,
                 remedy="MoEWeights.from_state_dict makes new weights of any kind")
         for name in weights_state.BIASES:
             ours, given = (getattr(weights, name) is not None for weights in (self, new))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import safetensors.torch
 import torch
 
 from .errors import message, require, require_tensor
+from .files import is_file, parse_json, write_atomically
 from .formats.folding import FoldCertificate
 from .formats.spec import MXFP4
 from .formats.tensor import Layout, MXTensor
@@ -42,14 +42,19 @@ def flatten(weights: Any) -> dict[str, Any]:
                       for part in _CERTIFICATE_PARTS}
     state |= {name: getattr(weights, name) for name in BIASES}
     state = {name: tensor for name, tensor in state.items() if tensor is not None}
-    facts: dict[str, Any] = {name: getattr(weights, name) for name in _SIZES}
-    facts |= {"layout": weights.layout.value, "gate_up_order": weights.gate_up_order.value}
+    facts = identity(weights)
     if weights.source_order is not None:
         facts["source_order"] = weights.source_order.value
     if certificates is not None:
         facts["num_blocks"] = [certificate.num_blocks for certificate in certificates]
         facts["widest_span"] = [certificate.widest_span for certificate in certificates]
     return state | {FACTS: facts}
+
+
+def identity(weights: Any) -> dict[str, Any]:
+    """Return the facts in which MoEWeights must agree for one to be copied into the other."""
+    return {**{name: getattr(weights, name) for name in _SIZES},
+            "layout": weights.layout.value, "gate_up_order": weights.gate_up_order.value}
 
 
 def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
@@ -165,15 +170,12 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], op: str) -> None:
         seen.add(tensor.untyped_storage().data_ptr())
         tensors[name] = tensor
     header = {"format": _FILE_FORMAT, "version": _FILE_VERSION, "facts": json.dumps(state[FACTS])}
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
-        safetensors.torch.save_file(tensors, partial, header)
-        os.replace(partial, target)
+        write_atomically(target, lambda partial: safetensors.torch.save_file(
+            tensors, partial, header), shared=True)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(message(op, "path", "a path that can be written", repr(str(target)),
                                  str(error))) from None
-    finally:
-        _remove(partial)
 
 
 def read(path: str | os.PathLike[str], op: str) -> dict[str, Any]:
@@ -184,12 +186,8 @@ def read(path: str | os.PathLike[str], op: str) -> dict[str, Any]:
         ValueError: no such file, or a file of something else.
     """
     source = _path(path, op)
-    remedy = ("MoEWeights.save writes such files; load_expert_weights reads a model's checkpoint")
-    try:
-        is_file = source.is_file()  # a FIFO would block
-    except ValueError:  # a null byte in the name
-        is_file = False
-    require(is_file, op, "path", need="a file", got=repr(str(source)), remedy=remedy)
+    remedy = "MoEWeights.save writes such files; load_expert_weights reads a model's checkpoint"
+    require(is_file(source), op, "path", need="a file", got=repr(str(source)), remedy=remedy)
     try:
         with safetensors.safe_open(source, framework="pt") as file:
             header = file.metadata() or {}
@@ -197,12 +195,16 @@ def read(path: str | os.PathLike[str], op: str) -> dict[str, Any]:
                     need=f"a safetensors file of {_FILE_FORMAT}", got=f"another: '{source}'")
             require(header.get("version") == _FILE_VERSION, op, "path", got=header.get("version"),
                     need=f"version {_FILE_VERSION} of the format", remedy="update mxpert")
-            facts = json.loads(header.get("facts", "null"))
-            return {name: file.get_tensor(name) for name in file.keys()} | {  # noqa: SIM118
-                FACTS: facts}
-    except (OSError, RecursionError, json.JSONDecodeError, safetensors.SafetensorError) as error:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(message(op, "path", "a safetensors file", repr(str(source)),
                                  f"it cannot be read: {error}")) from None
+    try:
+        facts = parse_json(header.get("facts", "null"))
+    except ValueError as error:
+        raise ValueError(message(op, "path", "a safetensors file with JSON as facts",
+                                 repr(str(source)), f"it cannot be read: {error}")) from None
+    return {**tensors, FACTS: facts}
 
 
 def _path(path: object, op: str) -> Path:
@@ -210,7 +212,3 @@ def _path(path: object, op: str) -> Path:
         raise TypeError(message(op, "path", "a path", repr(path)))
     return Path(os.fsdecode(path))
 
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        path.unlink(missing_ok=True)

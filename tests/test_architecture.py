@@ -24,8 +24,8 @@ SOURCES = FILES + [path for folder in ("tests", "examples", "benchmarks")
                    for path in sorted((ROOT / folder).rglob("*.py"))]
 
 # Higher layers import lower ones, never the other way; a layer may import itself.
-LAYERS = {"errors": 0, "formats": 1, "problem": 2, "routing": 2, "weights": 2, "geometry": 2,
-          "published": 2, "dispatch": 3,
+LAYERS = {"errors": 0, "files": 1, "formats": 1, "problem": 2, "routing": 2, "weights": 2,
+          "weights_state": 2, "geometry": 2, "published": 2, "dispatch": 3,
           "ops": 4, "modules": 5, "training": 5, "distributed": 5, "integrations": 6, "cli": 7}
 BACKENDS_MAY_IMPORT = {"errors", "formats", "geometry", "problem", "routing", "weights"}
 SHARED_BY_BACKENDS = {"compat", "dependent", "launch", "replay"}

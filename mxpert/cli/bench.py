@@ -46,6 +46,7 @@ from .measure import (
     timing_columns,
 )
 from .options import (
+    FORMAT_NAMES,
     FORMATS_HELP,
     JSON_HELP,
     check_backend,
@@ -57,7 +58,6 @@ from .options import (
 )
 from .progress import progress
 from .report import (
-    ACTIVATION_NAMES,
     PLOT_HINT,
     Column,
     Row,
@@ -209,7 +209,7 @@ def run_bench(request: Request, device: torch.device, console: Console) -> Row:
             weights = RunWeights.of(random_moe_problem(model.shape, 1, device=device).weights,
                                     device)
             for num_tokens, name in cases:
-                advance(done, total, f"{model.name} T={num_tokens} {ACTIVATION_NAMES[name]}")
+                advance(done, total, f"{model.name} T={num_tokens} {FORMAT_NAMES[name]}")
                 options = MoEOptions(model.shape.activation, name)
                 rows += bench_case(model, weights, num_tokens, options, request, ceilings)
                 done += 1
@@ -222,14 +222,14 @@ def show(document: Row, console: Console) -> None:
     """The table of a bench document."""
     limits = document["ceilings"]
     console.print(f"{document['environment']['device']}: reads {limits['read_tbs']:.3g} TB/s; "
-                  "GEMM " + ", ".join(f"{ACTIVATION_NAMES[name]} {rate:.3g} TFLOP/s"
+                  "GEMM " + ", ".join(f"{FORMAT_NAMES[name]} {rate:.3g} TFLOP/s"
                                       for name, rate in limits["matmul_tflops"].items()),
                   highlight=False, soft_wrap=True)
     print_table(
         console, "mxpert bench",
         ("model", "T", Column("hit", 3), "format", "stage", "time", Column("10–90 %", 2), "rate",
          Column("of roof", 1), Column("rel. L2", 4)),
-        [(row["model"], str(row["T"]), f"{row['hit']:.0f}", ACTIVATION_NAMES[row["activation"]],
+        [(row["model"], str(row["T"]), f"{row['hit']:.0f}", FORMAT_NAMES[row["activation"]],
           row["stage"], format_time(row["us"]),
           f"{100 * (row['high_us'] - row['low_us']) / row['us']:.0f} %", format_rate(row),
           f"{row['percent_of_roof']:.0f} %", f"{row['rel_l2']:.1e}") for row in document["rows"]])

@@ -7,13 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import UnsupportedError, message, require
-from ..integrations.safetensors_files import (
-    CONFIG_FILE,
-    CheckpointReader,
-    is_file,
-    read_json,
-    what_is_at,
-)
+from ..files import is_file, what_is_at
+from ..integrations.safetensors_files import CONFIG_FILE, CheckpointReader, read_json, short
 
 
 def check_checkpoint(directory: Path, command: str) -> None:
@@ -32,11 +27,9 @@ def check_checkpoint(directory: Path, command: str) -> None:
     quantization = config.get("quantization_config")
     require(quantization is None or isinstance(quantization, dict), command,
             f"{directory / CONFIG_FILE}: quantization_config", need="a JSON object",
-            got=repr(quantization)[:60])
+            got=short(quantization))
     if any(directory.glob("*.safetensors*")):
-        reader = CheckpointReader(directory, command)
-        for name in reader.names:
-            reader.info(name)
+        CheckpointReader(directory, command).check_files()
 
 
 @contextmanager

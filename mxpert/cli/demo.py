@@ -44,10 +44,16 @@ from .measure import (
     time_calls,
     timing_columns,
 )
-from .options import JSON_HELP, check_backend, check_target, open_folder, parse_numbers
+from .options import (
+    FORMAT_NAMES,
+    JSON_HELP,
+    check_backend,
+    check_target,
+    open_folder,
+    parse_numbers,
+)
 from .progress import progress
 from .report import (
-    ACTIVATION_NAMES,
     PLOT_HINT,
     Column,
     Row,
@@ -230,7 +236,7 @@ def show(document: Row, console: Console) -> None:
     cells = []
     for row in rows:
         times = [format_time(row["us"]), format_rate(row)] if timed else []
-        cells.append([str(row["T"]), ACTIVATION_NAMES[row["activation"]], row["backend"], *times,
+        cells.append([str(row["T"]), FORMAT_NAMES[row["activation"]], row["backend"], *times,
                       f"{row['rel_l2']:.1e} ≤ {row['rel_l2_gate']:.1e}",
                       f"{row['cosine']:.6f} ≥ {row['cosine_gate']:.4f}",
                       "[green]ok[/]" if row["passed"] else "[red]FAILED[/]"])
@@ -243,7 +249,7 @@ def show(document: Row, console: Console) -> None:
     for row in document["rows"]:
         if not row["passed"]:
             console.print(
-                f"[red]layer {row['layer']} T={row['T']} {ACTIVATION_NAMES[row['activation']]}[/]: "
+                f"[red]layer {row['layer']} T={row['T']} {FORMAT_NAMES[row['activation']]}[/]: "
                 f"relative L2 error {row['rel_l2']:.3e} (at most {row['rel_l2_gate']:.1e}), cosine "
                 f"{row['cosine']:.6f} (at least {row['cosine_gate']:.4f})", soft_wrap=True)
 
@@ -262,7 +268,7 @@ def plot(document: Row, path: Path) -> None:
     errors = panels[-1]
     for name in ACTIVATION_FORMATS:
         rows = [row for row in document["summary"] if row["activation"] == name]
-        counts, label = [row["T"] for row in rows], ACTIVATION_NAMES[name]
+        counts, label = [row["T"] for row in rows], FORMAT_NAMES[name]
         if document["timed"]:
             panels[0].plot(counts, [row["us"] for row in rows], marker="o", label=label)
         (line,) = errors.plot(counts, [row["rel_l2"] for row in rows], marker="o", label=label)
@@ -298,7 +304,7 @@ def run_demo(checkpoint: Path, layers: list[int], tokens: list[int],
             for num_tokens in tokens:
                 for name in ACTIVATION_FORMATS:
                     advance(done, total, f"layer {case.layer.layer} T={num_tokens} "
-                                         f"{ACTIVATION_NAMES[name]}")
+                                         f"{FORMAT_NAMES[name]}")
                     rows.append(run_case(case, num_tokens, name, ceilings, backend))
                     done += num_tokens + CASE_OVERHEAD
     summary = summarise(rows)

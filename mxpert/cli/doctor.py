@@ -36,9 +36,8 @@ from ..problem import (
     TopKProblem,
 )
 from ..testing.toolchain import toolchain
-from .options import JSON_HELP, check_target
+from .options import FORMAT_NAMES, JSON_HELP, check_target
 from .report import (
-    ACTIVATION_NAMES,
     Row,
     best_device,
     environment,
@@ -187,7 +186,7 @@ def problem_name(problem: Problem) -> str:
     """ "fused_moe a16w4", "quantize", …"""
     if not isinstance(problem, MoEProblem):
         return problem.op.value
-    return f"{problem.op.value} {ACTIVATION_NAMES[problem.options.activation_format]}"
+    return f"{problem.op.value} {FORMAT_NAMES[problem.options.activation_format]}"
 
 
 def variants(problem: Problem) -> list[Problem]:

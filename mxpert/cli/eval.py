@@ -11,9 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from ..errors import message, require, require_device
+from ..files import is_file, what_is_at
 from ..integrations.convert import restore
-from ..integrations.evaluation import DEFAULT_FORMATS, FORMATS, EvalReport, evaluate
-from ..integrations.safetensors_files import CONFIG_FILE, is_file, what_is_at
+from ..integrations.evaluation import DEFAULT_FORMATS, EvalReport, evaluate
+from ..integrations.safetensors_files import CONFIG_FILE
 from ..integrations.transformers import NAME
 from .checkpoint import check_checkpoint, reading
 from .main import quiet_imports
@@ -76,8 +77,7 @@ def evaluate_checkpoint(
 
         mxpert eval ./mixtral-bf16 --text wiki.txt --json eval.json --plot eval.png
     """
-    by_format = {activation: name for name, activation in FORMATS.items()}
-    names = [by_format[each] for each in parse_formats(formats, "eval", "--format")]
+    names = parse_formats(formats, "eval", "--format")
     check_target(json_to, "eval")
     require(is_file(text), "eval", str(text), need="a text file", got=what_is_at(text))
     if plot is not None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from ..dispatch.registry import BACKENDS
 from ..errors import message, require
+from ..integrations.evaluation import FORMATS
 from ..integrations.safetensors_files import short
 from ..problem import parse_activation_format
 from ..routing import TOKEN_MASK
 
-FORMAT_NAMES = {"bf16": "a16w4", "mxfp8": "a8w4", "mxfp4": "a4w4", "fp8_token": "a8w4-token"}
+FORMAT_NAMES = {activation: name for name, activation in FORMATS.items()}
 """Activation format → the name that tables show and that options take."""
-_FORMATS_BY_NAME = {name: activation for activation, name in FORMAT_NAMES.items()}
 FORMATS_HELP = (f"Activation formats, comma-separated: {', '.join(FORMAT_NAMES.values())}; the "
                 f"names {', '.join(FORMAT_NAMES)} mean the same.")
 JSON_HELP = ("Write the machine-readable report to this file. With '-' it goes to standard output, "
@@ -59,7 +59,7 @@ def parse_formats(text: str, command: str, option: str) -> list[str]:
     found = []
     for part in (part.strip() for part in text.split(",")):
         try:
-            found.append(_FORMATS_BY_NAME.get(part) or parse_activation_format(part, command))
+            found.append(FORMATS.get(part) or parse_activation_format(part, command))
         except ValueError as error:
             raise ValueError(message(
                 command, option,

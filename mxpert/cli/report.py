@@ -25,15 +25,13 @@ from rich.table import Table
 from .. import __version__
 from ..dispatch import detect_target
 from ..errors import message
-from ..integrations.safetensors_files import write_atomically
+from ..files import write_atomically
 from .options import FORMAT_NAMES
 
 Row = dict[str, Any]
 PLAIN_WIDTH = 120
 UNBOUNDED_WIDTH = 10_000
 PLOT_HINT = "no plot: matplotlib is not installed; pip install 'mxpert[plot]'"
-ACTIVATION_NAMES = FORMAT_NAMES
-"""Activation format → its name in tables and plots."""
 _NVIDIA_SMI = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
 
 
@@ -242,14 +240,14 @@ def plot_roofline(path: Path, title: str, rows: Sequence[Row], bandwidth: float,
     """
     drawing, (axes,) = figure(title, 1)
     points = [(row["flops"] / row["weight_bytes"], row["flops"] / row["us"] / 1e6,
-               f"{ACTIVATION_NAMES[row['activation']]} {row['stage']}") for row in rows]
+               f"{FORMAT_NAMES[row['activation']]} {row['stage']}") for row in rows]
     intensities = [point[0] for point in points] or [1.0]
     xs = [min(intensities) / 2 * (4 * max(intensities) / min(intensities)) ** (i / 99)
           for i in range(100)]
     for name, rate in rates.items():
         axes.plot(xs, [min(x * bandwidth, rate) / 1e12 for x in xs], color="gray",
                   linestyle="-" if name == "bf16" else "--",
-                  label=f"roof {ACTIVATION_NAMES[name]}: {bandwidth / 1e12:.2f} TB/s, "
+                  label=f"roof {FORMAT_NAMES[name]}: {bandwidth / 1e12:.2f} TB/s, "
                         f"{rate / 1e12:.3g} TFLOP/s")
     for label in dict.fromkeys(point[2] for point in points):
         chosen = [point for point in points if point[2] == label]

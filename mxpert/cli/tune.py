@@ -24,10 +24,16 @@ from ..testing.problems import random_moe_problem
 from ..testing.timing import read_bandwidth
 from ..testing.toolchain import toolchain
 from .measure import RunWeights
-from .options import FORMATS_HELP, JSON_HELP, check_target, parse_formats, parse_numbers
+from .options import (
+    FORMAT_NAMES,
+    FORMATS_HELP,
+    JSON_HELP,
+    check_target,
+    parse_formats,
+    parse_numbers,
+)
 from .progress import Advance, progress
 from .report import (
-    ACTIVATION_NAMES,
     Column,
     Row,
     best_device,
@@ -115,7 +121,7 @@ def make_row(choice: Choice, outcome: Outcome, winner: Candidate, head: Row) -> 
 
 def name_cell(cell: Cell) -> str:
     """"gpt-oss-120b T=64 a16w4"."""
-    return f"{cell.model} T={cell.num_tokens} {ACTIVATION_NAMES[cell.activation_format]}"
+    return f"{cell.model} T={cell.num_tokens} {FORMAT_NAMES[cell.activation_format]}"
 
 
 def _cell_row(cell: Cell, choice: Choice, outcome: Outcome) -> Row:

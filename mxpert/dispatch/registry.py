@@ -226,10 +226,10 @@ def _warn_slower(op: Op, arch: str, slower: str) -> None:
 
 
 def _callers_level() -> int:
-    """The `stacklevel` with which the function that calls this one warns about the line outside of
-    this package that it was reached from."""
+    """Return the `stacklevel` for which a warning of the calling function names the line outside of
+    this package that led to it."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("mxpert."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mxpert."):
         frame, level = frame.f_back, level + 1
     return level
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
@@ -18,6 +17,7 @@ from typing import Any
 
 from ..environment import cache_directory
 from ..errors import require
+from ..files import is_file, parse_json, write_atomically
 from ..problem import ACTIVATION_FORMATS, GemmConfig, MoEConfig, MoEProblem, Op, Target
 
 REQUIRED_PROVENANCE = ("device", "date", "commit", "torch", "triton")
@@ -126,8 +126,8 @@ def parse_provenance(text: str, source: str) -> dict[str, Any]:
 
 def _document(text: str, source: str) -> dict[str, Any]:
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:  # also numbers of 5000 digits
+        document = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"{_OP}: {source} — need JSON, got {error}; {_REMEDY}") from error
     _check_keys(document, source, ("provenance", "rows"))
     provenance, rows = document["provenance"], document["rows"]
@@ -247,12 +247,8 @@ def add_rows(path: Path, provenance: Mapping[str, Any], rows: Iterable[TunedRow]
     text = format_table(provenance, merged.values())
     parse_table(text, str(path))  # nothing is written that could not be read
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"),
+                     shared=True)
     reload_tables()
 
 
@@ -292,7 +288,7 @@ def _rows_by_shape(target: Target) -> dict[tuple[str, str, int, int, int, int], 
     rows: dict[tuple[object, ...], TunedRow] = {}
     if shipped.is_file():
         rows.update({row.key: row for row in parse_table(shipped.read_text("utf-8"), name)})
-    if own is not None and os.path.isfile(own):  # False, no error, for a home that is closed to us
+    if own is not None and is_file(own):
         rows.update({row.key: row for row in parse_table(own.read_text("utf-8"), str(own))})
     table: dict[tuple[str, str, int, int, int, int], list[TunedRow]] = {}
     for row in sorted(rows.values(), key=lambda row: row.key):

@@ -32,8 +32,7 @@ from .safetensors_files import (
     short,
 )
 
-GPT_OSS_ALPHA = 1.702
-GPT_OSS_LIMIT = 7.0
+GPT_OSS_LIMIT = SwiGLU.limit
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 _REMEDY = "download the file again, or convert the checkpoint with `mxpert quantize`"
 _BLOCKS = re.compile(r"^(?P<experts>.+)\.gate_up_proj_blocks$")
@@ -116,7 +115,7 @@ got no such file or directory
             yield LoadedMoELayer(
                 layer, weights, reader.read(f"{prefix}.router.weight").to(device),
                 reader.read(f"{prefix}.router.bias").to(device), sizes.top_k,
-                SwiGLU(GPT_OSS_ALPHA, sizes.limit))
+                SwiGLU(limit=sizes.limit))
 
     return read()
 

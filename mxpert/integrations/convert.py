@@ -10,13 +10,15 @@ from rich.progress import track
 
 from ..errors import UnsupportedError, message, require, require_device
 from ..formats.spec import ScaleRule
-from ..modules import PROJECTIONS, quantize_stacked
+from ..modules import quantize_stacked
 from ..problem import parse_activation_format
 from ..training.recipe import MXFP8Recipe
 from ..weights import MoEWeights
+from ..weights_state import PROJECTIONS
 from .expert_modules import MXExperts, TrainableExperts, empty
 from .experts import FoundExperts, check_loaded, find_experts
 from .saved_config import configured_models, mark_quantized, unmark_quantized
+
 
 def convert(
     model: Any, activation_format: str = "bf16", *, device: torch.device | str | None = None,
@@ -50,8 +52,9 @@ def convert(
     Raises:
         ValueError: no experts, sizes that are not multiples of 32, weights that are not loaded or
             not finite; a `recipe` or `scale_rule` for a model that is in MXFP4 already.
-            TypeError: wrong types. UnsupportedError: an activation or tensors that mxpert does not
-            know, or a model quantised by another library. In every case the model is unchanged.
+        TypeError: wrong types.
+        UnsupportedError: an activation or tensors that mxpert does not know, or a model quantised
+            by another library. In every case the model is unchanged.
 
     Example:
         >>> import torch, transformers, mxpert

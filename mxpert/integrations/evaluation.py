@@ -17,7 +17,7 @@ from .convert import convert, mx_experts
 from .experts import find_experts
 
 BASELINE = "bf16"
-FORMATS = {"a16w4": "bf16", "a8w4": "mxfp8", "a8w4-token": "fp8_token", "a4w4": "mxfp4"}
+FORMATS = {"a16w4": "bf16", "a8w4": "mxfp8", "a4w4": "mxfp4", "a8w4-token": "fp8_token"}
 """Name → activation format of fused_moe. Weights are MXFP4 in each."""
 
 DEFAULT_FORMATS = ("a16w4", "a8w4", "a4w4")

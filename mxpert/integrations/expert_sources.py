@@ -16,19 +16,19 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError, message, require
+from ..files import is_file
 from ..formats.spec import MX_BLOCK_SIZE
 from ..weights import GateUpOrder
+from ..weights_state import PROJECTIONS
 from .module_paths import module_order
 from .safetensors_files import (
     CONFIG_FILE,
     CheckpointReader,
     TensorInfo,
-    is_file,
     quantization_method,
 )
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
-PROJECTIONS = ("gate_up_proj", "down_proj")
 
 _PARTS = {"w1": "gate", "gate_proj": "gate", "w3": "up", "up_proj": "up",
           "w2": "down", "down_proj": "down"}

@@ -21,9 +21,8 @@ from ..ops.quantize import FLOAT_DTYPES
 from ..problem import Activation, ClampedSiLU, SiLU, SwiGLU
 from ..training.activation import gated_activation
 from ..weights import GateUpOrder, gate_up_rows
+from ..weights_state import PROJECTIONS
 
-PROJECTIONS = ("gate_up_proj", "down_proj")
-GPT_OSS_ALPHA = 1.702
 _FLAGS = ("is_transposed", "has_bias", "_apply_gate")
 _LIMITS = ("limit", "swiglu_limit")
 _ALPHAS = ("alpha", "swiglu_alpha")
@@ -234,7 +233,7 @@ def _candidates(module: Any) -> Iterator[Activation]:
     yield SiLU()
     for limit in limits:
         yield ClampedSiLU(limit)
-        for alpha in _numbers(module, _ALPHAS) or [GPT_OSS_ALPHA]:
+        for alpha in _numbers(module, _ALPHAS) or [SwiGLU.alpha]:
             yield SwiGLU(alpha, limit)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError, message, require, require_tensor
+from ..files import is_file, partial_name
 from ..formats.codec import quantize_blocks
 from ..formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
 from ..weights import GateUpOrder, MoEWeights
@@ -28,8 +29,6 @@ from .safetensors_files import (
     INDEX_FILE,
     SINGLE_FILE,
     CheckpointReader,
-    is_file,
-    partial_name,
     write_json,
     write_tensors,
 )

@@ -18,8 +18,9 @@ from ..formats.spec import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE, MXFP4
 from ..formats.tensor import MXTensor
 from ..published import BLOCK_BYTES
 from ..weights import GateUpOrder, gate_up_rows
+from ..weights_state import PROJECTIONS
 from .checkpoints import stored_gate_up_order
-from .expert_sources import PROJECTIONS, ExpertLayer, find_expert_layers
+from .expert_sources import ExpertLayer, find_expert_layers
 from .quantize_plan import CHUNK_ELEMENTS
 from .module_paths import choose_modules, layer_number, match_modules, module_order
 from .safetensors_files import CONFIG_FILE, CheckpointReader

@@ -20,19 +20,19 @@ import torch
 
 from .. import __version__
 from ..errors import require
+from ..files import partial_name, write_atomically
 from ..formats.spec import MX_BLOCK_SIZE, ScaleRule
 from ..published import BLOCK_BYTES
 from ..weights import GateUpOrder
-from .expert_sources import PROJECTIONS, ExpertLayer, source_directory_files
+from ..weights_state import PROJECTIONS
+from .expert_sources import ExpertLayer, source_directory_files
 from .quantize_plan import OP, OutputShard, QuantizePlan, plan_quantization, quantize_expert
 from .safetensors_files import (
     CONFIG_FILE,
     INDEX_FILE,
-    partial_name,
     read_json,
     sha256_of,
     short,
-    write_atomically,
     write_json,
     write_tensors,
 )

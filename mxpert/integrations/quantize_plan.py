@@ -13,7 +13,8 @@ from ..errors import UnsupportedError, message, require
 from ..formats.codec import dequantize_blocks, quantize_blocks
 from ..formats.spec import MXFP4, ScaleRule
 from ..published import BLOCK_BYTES
-from .expert_sources import PROJECTIONS, ExpertLayer, find_expert_layers
+from ..weights_state import PROJECTIONS
+from .expert_sources import ExpertLayer, find_expert_layers
 from .safetensors_files import CheckpointReader
 
 OP = "quantize_checkpoint"

@@ -1,13 +1,12 @@
-"""Read single tensors of safetensors checkpoints, and write files atomically."""
+"""Read single tensors of safetensors checkpoints, and write tensors and JSON atomically."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import message, require
+from ..files import exists, is_file, parse_json, what_is_at, write_atomically
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-PARTIAL_SUFFIX = ".partial"
 
 
 @dataclass(frozen=True)
@@ -59,16 +58,16 @@ class CheckpointReader:
         self.path = Path(path)
         self.op = op
         self._handles: dict[Path, Any] = {}
-        require(_exists(self.path), op, str(self.path), need="an existing checkpoint",
+        require(exists(self.path), op, str(self.path), need="an existing checkpoint",
                 got="no such file or directory")
         self.directory = self.path if self.path.is_dir() else self.path.parent
         self._files = self._from_directory() if self.path.is_dir() else self._from_file(self.path)
 
     def _from_directory(self) -> dict[str, Path]:
         index_path = self.directory / INDEX_FILE
-        if not _exists(index_path):
+        if not exists(index_path):
             single = self.directory / SINGLE_FILE
-            require(_exists(single), self.op, str(self.directory),
+            require(exists(single), self.op, str(self.directory),
                     need=f"{INDEX_FILE} or {SINGLE_FILE} in it", got="neither",
                     remedy="give the directory of a checkpoint in safetensors format")
             return self._from_file(single)
@@ -168,38 +167,12 @@ class CheckpointReader:
         return rows[0]
 
 
-def _exists(path: Path) -> bool:
-    """Whether there is anything at `path`; False for a name that the file system refuses."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
-
-
-def is_file(path: Path) -> bool:
-    """Whether `path` is a regular file: opening a FIFO would wait for a writer."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def what_is_at(path: Path) -> str:
-    """What stands in the place of a regular file, for an error message."""
-    if not _exists(path):
-        return "no such file"
-    return "a directory" if path.is_dir() else "no regular file (a pipe, socket or device)"
-
-
 def read_json(path: Path, op: str) -> dict[str, Any]:
     """Parse a JSON object; a ValueError of the library's form if it is missing or malformed."""
     require(is_file(path), op, str(path), need="an existing JSON file", got=what_is_at(path))
     try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError(message(op, str(path), "JSON", "lists or objects nested too deeply",
-                                 "download the file again")) from error
-    except ValueError as error:  # not UTF-8, not JSON, or an integer of thousands of digits
+        parsed = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, or no JSON
         raise ValueError(message(op, str(path), "valid JSON", error)) from error
     require(isinstance(parsed, dict), op, str(path), need="a JSON object",
             got=type(parsed).__name__)
@@ -224,32 +197,6 @@ def sha256_of(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def partial_name(path: Path) -> Path:
-    """Temporary name under which `write_atomically` fills a file."""
-    return path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file beside `path`, flush it to disk, then rename it.
-
-    A file at `path` is complete, even after a crash. Its mode follows the umask, also if `write`
-    makes a private file.
-    """
-    partial = partial_name(path)
-    try:
-        partial.unlink(missing_ok=True)
-        partial.touch()
-        mode = partial.stat().st_mode
-        write(partial)
-        partial.chmod(mode)
-        with partial.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

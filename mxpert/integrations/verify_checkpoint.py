@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from .expert_sources import PROJECTIONS, ExpertLayer
+from ..weights_state import PROJECTIONS
+from .expert_sources import ExpertLayer
 from .quantize_plan import OutputShard, QuantizePlan, quantize_expert
 from .safetensors_files import CheckpointReader, sha256_of
 

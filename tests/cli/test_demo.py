@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mxpert.cli import demo, measure, report
+from mxpert.cli import demo, measure, options, report
 from mxpert.cli.main import app
 from mxpert.problem import ACTIVATION_FORMATS
 
@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No repeats and no measured ceilings: these tests are about the path, not the figures."""
-    ceilings = measure.Ceilings(1e10, dict.fromkeys(report.ACTIVATION_NAMES, 1e11))
+    ceilings = measure.Ceilings(1e10, dict.fromkeys(options.FORMAT_NAMES, 1e11))
     monkeypatch.setattr(measure, "CPU_SECONDS_PER_CASE", 0.0)
     monkeypatch.setattr(measure.Ceilings, "measure", classmethod(lambda *_: ceilings))
 
@@ -119,8 +119,8 @@ def test_the_error_gate_sees_a_wrong_kernel(checkpoint: Path, name: str,
     assert demo.run_case(case, 16, name, ceilings)["passed"]
     right = demo.fused_moe
 
-    def wrong(*arguments: object, **options: object) -> torch.Tensor:
-        y = right(*arguments, **options)
+    def wrong(*arguments: object, **chosen: object) -> torch.Tensor:
+        y = right(*arguments, **chosen)
         if y.dtype is torch.bfloat16:
             y[3] *= factor
         return y

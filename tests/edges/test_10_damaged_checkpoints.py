@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mxpert.files import partial_name, write_atomically
 from mxpert.integrations import safetensors_files
 from mxpert.integrations.checkpoints import load_expert_weights, load_gpt_oss_layers
 from mxpert.integrations.gpt_oss import load_transformers_oracle, write_demo_checkpoint
@@ -22,7 +23,6 @@ from mxpert.integrations.safetensors_files import (
     INDEX_FILE,
     CheckpointReader,
     read_json,
-    write_atomically,
     write_json,
     write_tensors,
 )
@@ -268,7 +268,7 @@ def test_a_full_disk_is_an_oserror_that_names_the_file(
 
 
 def test_a_leftover_of_an_interrupted_write_does_not_stay(tmp_path: Path) -> None:
-    safetensors_files.partial_name(tmp_path / "a.json").write_text("half", encoding="utf-8")
+    partial_name(tmp_path / "a.json").write_text("half", encoding="utf-8")
     write_atomically(tmp_path / "a.json", lambda path: path.write_text("{}", encoding="utf-8"))
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     assert read_json(tmp_path / "a.json", "read") == {}

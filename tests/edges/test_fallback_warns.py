@@ -103,6 +103,14 @@ def test_the_warning_names_the_callers_line(on_h200: None) -> None:
     assert [each.filename for each in caught] == [__file__]
 
 
+def test_generated_code_without_a_module_name_is_warned(on_h200: None) -> None:
+    """exec'd code, such as that of torch.fx, may run in globals without ``__name__``."""
+    scope = {"op": mxpert.grouped_gemm, "a": A, "b": B[:, :4],
+             "offsets": OFFSETS}
+    with pytest.warns(PerformanceWarning):
+        exec(compile("op(a, b, offsets)", "generated", "exec"), scope)
+
+
 @pytest.mark.parametrize("name", SLOW)
 def test_explain_does_not_use_the_warning_up(name: str, on_h200: None) -> None:
     call, explain, *_ = request_of(name)

@@ -125,6 +125,8 @@ def test_foreign_and_damaged_files_are_named(tmp_path: Path) -> None:
         "no-facts": safetensors.torch.save({"weight": torch.zeros(2)}, header),
         "deep": safetensors.torch.save({"weight": torch.zeros(2)},
                                        header | {"facts": "[" * 100_000}),
+        "digits": safetensors.torch.save({"weight": torch.zeros(2)},
+                                         header | {"facts": "1" * 5000}),
         "version": safetensors.torch.save({"weight": torch.zeros(2)}, header | {"version": "9"}),
         "sizes": safetensors.torch.save(
             tensors(PLAIN), header | {"facts": json.dumps(
@@ -146,6 +148,17 @@ def test_foreign_and_damaged_files_are_named(tmp_path: Path) -> None:
         PLAIN.save(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on 'meta'"):
         PLAIN.to("meta").save(path)
+
+
+def test_saved_files_respect_the_umask(tmp_path: Path) -> None:
+    path = tmp_path / "layer.safetensors"
+    before = os.umask(0o027)
+    try:
+        PLAIN.save(path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_views_and_shared_tensors_can_be_saved(tmp_path: Path) -> None:
