@@ -38,6 +38,7 @@ from .ops.quantize_dual import quantize_dual
 from .ops.route import make_routing_plan, route_topk
 from .problem import (
     ClampedSiLU, Combine, GemmConfig, MoEConfig, ReferenceConfig, Scoring, SiLU, SiTUv2, SwiGLU,
+    TopKOptions,
 )
 from .routing import RoutingPlan, padded_capacity, padded_group_offsets
 from .weights import GateUpOrder, MoEWeights
@@ -47,10 +48,10 @@ __version__ = "0.2.0"
 __all__ = [
     "ClampedSiLU", "Combine", "GateUpOrder", "GemmConfig", "MXTensor", "MoE", "MoEConfig",
     "MoEWeights", "PerformanceWarning", "ReferenceConfig", "RoutingPlan", "ScaleRule", "ScaleSpan",
-    "Scoring", "SiLU", "SiTUv2", "SwiGLU", "UnsupportedError", "convert", "dequantize", "explain",
-    "fused_moe", "grouped_gemm", "grouped_wgrad", "make_routing_plan", "moe_down", "moe_gate_up",
-    "override", "padded_capacity", "padded_group_offsets", "quantize", "quantize_dual", "rebase",
-    "route_topk",
+    "Scoring", "SiLU", "SiTUv2", "SwiGLU", "TopKOptions", "UnsupportedError", "convert",
+    "dequantize", "explain", "fused_moe", "grouped_gemm", "grouped_wgrad", "make_routing_plan",
+    "moe_down", "moe_gate_up", "override", "padded_capacity", "padded_group_offsets", "quantize",
+    "quantize_dual", "rebase", "route_topk",
 ]
 
 # torch.load(weights_only=True) makes these objects; each checks itself as it is made.

@@ -12,12 +12,11 @@ from .formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
 from .formats.tensor import Layout, MXTensor
 from .ops.moe import fused_moe
 from .ops.quantize import FLOAT_DTYPES, quantize
-from .ops.route import LOGIT_DTYPES, TOP_K_LIMIT, route_topk
+from .ops.route import LOGIT_DTYPES, check_route_topk, route_topk
 from .problem import (
     Activation, SiLU, TopKOptions, parse_activation_format, require_activation,
 )
 from .published import expert_weights_from, published_expert_tensors, published_shapes
-from .routing import MAX_TOP_K
 from .weights import GateUpOrder, MoEWeights
 from .weights_state import PROJECTIONS
 
@@ -73,6 +72,8 @@ class PreparedExperts(torch.nn.Module):
                 type(self).__name__, "training", "evaluation mode",
                 "training mode: MXFP4 weights have no gradient", self.no_gradient))
         rows = x if x.dim() == 2 else x.reshape(-1, self.weights.hidden_size)
+        if rows.stride(-1) != 1:  # the kernels read rows whose values are adjacent
+            rows = rows.contiguous()
         out = fused_moe(
             _as(rows, torch.bfloat16), self.weights, _as(topk_weights, torch.float32),
             _as(topk_ids, torch.int32), activation=self.activation,
@@ -153,7 +154,7 @@ class MoE(torch.nn.Module):
             see `fused_moe`.
         router_bias: [E] in the dtype of `router_weight`, added to the logits, or None.
         correction_bias: float32 [E], added to the scores for the choice only, or None.
-        routing: scoring, groups and scaling, see `route_topk`.
+        routing: mxpert.TopKOptions: scoring, groups and scaling, as for `route_topk`.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
@@ -180,22 +181,18 @@ class MoE(torch.nn.Module):
         super().__init__()
         op = "MoE"
         activation_format = parse_activation_format(activation_format, op)
-        for name, value, kinds in (("weights", weights, MoEWeights), ("top_k", top_k, int),
-                                   ("routing", routing, TopKOptions)):
-            if not isinstance(value, kinds) or isinstance(value, bool):
-                raise TypeError(message(op, name, kinds.__name__, repr(value)))
+        for name, value, kind in (("weights", weights, MoEWeights),
+                                  ("routing", routing, TopKOptions)):
+            if not isinstance(value, kind):
+                raise TypeError(message(op, name, kind.__name__, repr(value)))
         require_activation(activation, op)
         experts = weights.num_experts
-        require(0 < top_k <= min(experts, MAX_TOP_K), op, "top_k", got=top_k,
-                need=f"at least 1, {TOP_K_LIMIT} ({experts})")
         require_tensor(router_weight, op, "router_weight", dtype=LOGIT_DTYPES,
                        shape=(experts, weights.hidden_size), device=weights.device)
         if router_bias is not None:
             require_tensor(router_bias, op, "router_bias", dtype=router_weight.dtype,
                            shape=(experts,), device=weights.device)
-        if correction_bias is not None:
-            require_tensor(correction_bias, op, "correction_bias", dtype=torch.float32,
-                           shape=(experts,), device=weights.device)
+        check_route_topk(router_weight.new_empty(0, experts), top_k, routing, correction_bias, op)
         self.top_k, self.routing = top_k, routing
         self.router = torch.nn.Linear(weights.hidden_size, experts, device="meta",
                                       bias=router_bias is not None)
@@ -203,7 +200,7 @@ class MoE(torch.nn.Module):
         if router_bias is not None:
             self.router.bias = torch.nn.Parameter(router_bias.detach(), requires_grad=False)
         self.register_buffer("correction_bias", correction_bias)
-        if weights.fold_certificates is None:
+        if weights.layout is Layout.ROW_MAJOR and weights.fold_certificates is None:
             weights = weights.prepare(device=weights.device)
         self.experts = PreparedExperts(weights, activation, activation_format=activation_format)
 
@@ -302,8 +299,10 @@ def quantize_stacked(weight: torch.Tensor, *, transposed: bool, scale_rule: Scal
     return MXTensor(qdata, scale, MXFP4)
 
 
-def _mismatch(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> str:
-    """torch's message for a tensor of the wrong size, or one for the wrong dtype; else nothing."""
+def _mismatch(name: str, tensor: object, shape: tuple[int, ...]) -> str:
+    """torch's message for a tensor of the wrong size, or one for the wrong type; else nothing."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"type mismatch for {name}: {type(tensor).__name__} is not a tensor."
     if tuple(tensor.shape) != shape:
         return (f"size mismatch for {name}: copying a param with shape {tensor.shape} from "
                 f"checkpoint, the shape in current model is {torch.Size(shape)}.")

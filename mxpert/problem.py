@@ -181,6 +181,13 @@ class TopKOptions:
         num_groups: equal groups of experts; 1 means no groups.
         top_groups: groups that experts are chosen from, best first.
         routed_scaling_factor: multiplies the weights, after normalisation.
+
+    Source:
+        The options of `route_topk`, which checks them.
+
+    Example:
+        >>> TopKOptions(Scoring.SIGMOID, num_groups=8, top_groups=4).normalize  # DeepSeek-V3
+        True
     """
 
     scoring: Scoring = Scoring.SOFTMAX

@@ -427,7 +427,8 @@ class MoEWeights(Aggregate):
             bias = torch.empty_like(bias).index_copy_(1, rows, bias)
         return replace(self, gate_up_proj=unpack_hopper(self.gate_up_proj, rows),
                        down_proj=unpack_hopper(self.down_proj), gate_up_bias=bias,
-                       gate_up_order=self.source_order, source_order=None, fold_certificates=None)
+                       gate_up_order=self.source_order or self.gate_up_order, source_order=None,
+                       fold_certificates=None)
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -158,9 +158,8 @@ def describe_routing_plan(
 
 
 def check_route_topk(logits: torch.Tensor, top_k: int, options: TopKOptions,
-                     correction_bias: torch.Tensor | None) -> None:
-    """Argument checks of `route_topk`."""
-    op = "route_topk"
+                     correction_bias: torch.Tensor | None, op: str = "route_topk") -> None:
+    """Argument checks of `route_topk`, and of layers that will call it."""
     require_tensor(logits, op, "logits", dtype=LOGIT_DTYPES, shape=(None, None))
     num_experts = logits.shape[1]
     _require_count(op, "top_k", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)

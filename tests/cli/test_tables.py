@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mxpert import files
 from mxpert.cli import tune_cells
 from mxpert.cli.tune_cells import TARGETS, Cell
 from mxpert.dispatch import explain_problem, registry, tables
@@ -171,7 +172,7 @@ def test_a_table_is_replaced_whole_or_not_at_all(tmp_path: Path,
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(tables.os, "replace", fail)
+    monkeypatch.setattr(files.os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         tables.add_rows(path, HEAD, [row(8, FIRST)])
     assert path.read_text() == before
