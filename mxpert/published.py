@@ -14,7 +14,7 @@ import torch
 from .errors import message, require, require_dtype, require_tensor
 from .formats.spec import MX_BLOCK_SIZE, MXFP4
 from .formats.tensor import Layout, MXTensor
-from .weights import GateUpOrder, MoEWeights, gate_up_rows
+from .weights import GateUpOrder, MoEWeights, interleaved_rows
 
 BLOCK_BYTES = MX_BLOCK_SIZE // MXFP4.codes_per_byte
 """Bytes of one block's codes: the last dimension of ``*_blocks``."""
@@ -110,8 +110,7 @@ def _interleaved(weights: MoEWeights) -> MoEWeights:
     if weights.gate_up_order is GateUpOrder.INTERLEAVED:
         return weights
     assert weights.gate_up_order is not None  # checked by MoEWeights
-    gate, up = gate_up_rows(weights.gate_up_order, weights.intermediate_size, weights.device)
-    rows = torch.stack((gate, up), dim=1).flatten()
+    rows = interleaved_rows(weights.gate_up_order, weights.intermediate_size, weights.device)
     projection, bias = weights.gate_up_proj, weights.gate_up_bias
     return replace(
         weights,

@@ -60,6 +60,12 @@ def gate_up_rows(order: GateUpOrder, intermediate_size: int,
     return gate, gate + group
 
 
+def interleaved_rows(order: GateUpOrder, intermediate_size: int,
+                     device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return row indices [2F] that bring rows in `order` to the order gate, up, gate, up, …"""
+    return torch.stack(gate_up_rows(order, intermediate_size, device), 1).flatten()
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class MoEWeights(Aggregate):
     """MXFP4 weights of one layer's experts.
@@ -405,30 +411,25 @@ class MoEWeights(Aggregate):
         return moved if layout is Layout.ROW_MAJOR else moved._pack_hopper(certificates)
 
     def _pack_hopper(self, certificates: tuple[FoldCertificate, FoldCertificate]) -> MoEWeights:
-        rows = self._interleaved_rows()
+        assert self.gate_up_order is not None  # checked at construction
+        rows = interleaved_rows(self.gate_up_order, self.intermediate_size, self.device)
         bias = None if self.gate_up_bias is None else self.gate_up_bias[:, rows].contiguous()
         return replace(self, gate_up_proj=pack_hopper(self.gate_up_proj, certificates[0], rows),
                        down_proj=pack_hopper(self.down_proj, certificates[1]), gate_up_bias=bias,
                        gate_up_order=GateUpOrder.INTERLEAVED, source_order=self.gate_up_order)
 
-    def _interleaved_rows(self, order: GateUpOrder | None = None) -> torch.Tensor:
-        """Return row indices [2F] that bring rows in `order` to the order gate, up, gate, up, …"""
-        order = self.gate_up_order if order is None else order
-        assert order is not None  # checked at construction
-        return torch.stack(gate_up_rows(order, self.intermediate_size, self.device), 1).flatten()
-
     def unprepare(self) -> MoEWeights:
         """Return the ROW_MAJOR weights that `prepare` was called on, on the present device."""
         if self.layout is Layout.ROW_MAJOR:
             return replace(self, fold_certificates=None)
-        rows = self._interleaved_rows(self.source_order)
+        order = self.source_order or GateUpOrder.INTERLEAVED
+        rows = interleaved_rows(order, self.intermediate_size, self.device)
         bias = self.gate_up_bias
         if bias is not None:
             bias = torch.empty_like(bias).index_copy_(1, rows, bias)
         return replace(self, gate_up_proj=unpack_hopper(self.gate_up_proj, rows),
                        down_proj=unpack_hopper(self.down_proj), gate_up_bias=bias,
-                       gate_up_order=self.source_order or self.gate_up_order, source_order=None,
-                       fold_certificates=None)
+                       gate_up_order=order, source_order=None, fold_certificates=None)
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ from ..formats.folding import fold_certificate
 from ..formats.spec import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE, MXFP4
 from ..formats.tensor import MXTensor
 from ..published import BLOCK_BYTES
-from ..weights import GateUpOrder, gate_up_rows
+from ..weights import GateUpOrder, interleaved_rows
 from ..weights_state import PROJECTIONS
 from .checkpoints import stored_gate_up_order
 from .expert_sources import ExpertLayer, find_expert_layers
@@ -228,7 +228,7 @@ class _Comparison:
         """Source and quantised matrix of one expert, the rows of both INTERLEAVED."""
         layer = self.layers[module]
         if projection == "gate_up_proj" and self.order is not GateUpOrder.INTERLEAVED:
-            rows = torch.stack(gate_up_rows(self.order, layer.intermediate_size), dim=1).flatten()
+            rows = interleaved_rows(self.order, layer.intermediate_size)
             quantized = replace(quantized, qdata=quantized.qdata[rows],
                                 scale=quantized.scale[rows])
         return layer.read(self.reader, projection, expert), quantized
