@@ -28,9 +28,10 @@ class PreparedExperts(torch.nn.Module):
     """The MXFP4 experts of one layer, prepared for the device that they are on.
 
     ``state_dict`` holds the published tensors (``gate_up_proj_blocks``, ``gate_up_proj_scales``,
-    …), whatever layout the kernels read. ``load_state_dict`` takes them back and checks their
-    sizes. ``.to(device)`` prepares the weights for the new device; a dtype given to ``.to`` changes
-    nothing. A call changes no state, so threads may share the module.
+    …), whatever layout the kernels read. ``load_state_dict`` checks their sizes and prepares them
+    in new memory: capture CUDA graphs again after it. ``.to(device)`` prepares the weights for the
+    new device; a dtype given to ``.to`` changes nothing. A call changes no state, so threads may
+    share the module.
 
     Args:
         weights: MoEWeights, ROW_MAJOR or prepared.
