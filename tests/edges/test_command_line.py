@@ -321,7 +321,7 @@ def test_eval_takes_both_vocabularies(quantised: Path, text: Path,
     monkeypatch.setattr(eval_module, "evaluate", note)
     for option, names in (("--format", "mxfp8,fp8_token"), ("--formats", "a8w4,a8w4-token")):
         run("eval", quantised, "--text", text, "--context", 16, "--device", "cpu", option, names)
-    assert asked == [["a8w4", "a8w4-token"]] * 2
+    assert asked == [["mxfp8", "fp8_token"]] * 2
 
 
 @pytest.mark.parametrize("command", ["bench", "tune", "eval"])
