@@ -86,7 +86,7 @@ class Bench:
     @property
     def blocks(self) -> list[torch.nn.Module]:
         """The MoE blocks: router and experts."""
-        return [experts.source.parent for experts in self.converted]
+        return [experts.source.places[0][0] for experts in self.converted]
 
     def save(self) -> None:
         document = {"meta": self.meta | {"failures": self.failures}, "rows": self.rows}
@@ -188,8 +188,7 @@ def gate(bench: Bench, variant: Variant, truth: Truth) -> dict[str, float | None
         if logits < 0.99:
             raise RuntimeError(f"red: logits cosine {logits:.6f}")
         return {"layer_cosine": None, "logits_cosine": logits}
-    modules = [getattr(experts.source.parent, experts.source.attribute)
-               for experts in bench.converted]
+    modules = [experts.source.current for experts in bench.converted]
     layer = min(cosine(module(*given), result)
                 for module, (given, result) in zip(modules, truth.calls, strict=True))
     least = LAYER_COSINE

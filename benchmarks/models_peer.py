@@ -49,7 +49,8 @@ class TransformersMXFP4:
             if index == len(self.modules):
                 self.modules.append(self._experts(experts))
             experts.source.replace_by(self.modules[index])
-            experts.source.parent.forward = MethodType(mxfp4.mlp_forward, experts.source.parent)
+            (block, _), = experts.source.places
+            block.forward = MethodType(mxfp4.mlp_forward, block)
 
     def _experts(self, experts: MXExperts) -> torch.nn.Module:
         weights, config = experts.weights, experts.source.module.config

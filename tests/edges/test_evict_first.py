@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import torch
+
 import mxpert
 from mxpert.testing._read_kernel import _read_stream_kernel
-from mxpert.testing.aot import compile_kernel
+from mxpert.testing.aot import compile_for
 
 PACKAGE = Path(mxpert.__file__).parent
 
@@ -22,10 +24,10 @@ def test_only_the_bandwidth_kernel_names_a_policy() -> None:
 
 
 def test_the_bandwidth_kernel_has_it() -> None:
-    kernel = compile_kernel(
-        _read_stream_kernel, target="sm_90", num_warps=8, constexprs={"BLOCK": 4096},
-        signature={"sums_ptr": "*i32", "data_ptr": "*i32", "num_elements": "i64"},
-        divisible=("sums_ptr", "data_ptr", "num_elements"))
+    data = torch.empty(1 << 32, dtype=torch.int32, device="meta")
+    kernel = compile_for(_read_stream_kernel, {
+        "sums_ptr": data, "data_ptr": data, "num_elements": data.numel(), "BLOCK": 4096,
+        "num_warps": 8}, target="sm_90")
     loads = kernel.count(r"ld\.global\S*evict_first\S*v4", "ptx")
     assert loads == kernel.count(r"ld\.global", "ptx") > 0
     assert kernel.count(r"\bLDG\.E\.EF\.128") == loads, "in the machine code too"

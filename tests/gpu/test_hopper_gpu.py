@@ -20,6 +20,7 @@ from mxpert.formats import (
 from mxpert.problem import SwiGLU
 from mxpert.routing import RoutingPlan
 from mxpert.testing.exact import exact_moe_problem
+from mxpert.testing.hopper import intermediate_tolerance
 from mxpert.testing.numerics import (
     FP8_SUM_BITS,
     FP8_SUM_TERMS,
@@ -41,7 +42,6 @@ from .hopper_problems import (
     cases,
     first_tokens,
     formats,
-    intermediate_tolerance,
     layer,
     prepared,
     require_hopper,

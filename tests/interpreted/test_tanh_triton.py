@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeW
                                         "ignore:invalid value encountered in:RuntimeWarning")
 
 RELATIVE_ERROR = 2.0 ** -20
-"""Derived in tests/edges/test_one_tanh.py."""
+"""Derived in tests/edges/test_13_one_tanh.py."""
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from mxpert import ScaleRule
 from mxpert.formats import quantize_blocks
 from mxpert.testing.numerics import (
     END_TO_END_GATE,
+    INTERMEDIATE_NOISE,
     STAGE_GATE,
     accumulation_error,
     assert_close_relative,
@@ -120,7 +121,7 @@ def test_accumulation_error_covers_sequential_float32_sums(k) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", None], ids=str)
-@pytest.mark.parametrize("noise", [1e-7, 1e-4])
+@pytest.mark.parametrize("noise", [1e-7, 1e-4, INTERMEDIATE_NOISE])
 def test_requantisation_error_covers_simulated_flips(noise, fmt) -> None:
     values = normal(2048, 256)
     moved = values + noise * normal(2048, 256, seed=1)
@@ -130,7 +131,7 @@ def test_requantisation_error_covers_simulated_flips(noise, fmt) -> None:
         error = relative_l2(quantize_blocks(moved, fmt), quantize_blocks(values, fmt))
     bound = requantisation_error(fmt, noise, values.numel())
     assert error < bound
-    if noise == 1e-4:  # enough events for their sum to be near its expectation
+    if noise >= 1e-4:  # enough events for their sum to be near its expectation
         assert bound / 4 < error
 
 

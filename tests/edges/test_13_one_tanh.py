@@ -31,7 +31,6 @@ from mxpert.backends.triton.rows import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD
 BACKENDS = Path(mxpert.__file__).parent / "backends"
 SERIES = (-1 / 3, 2 / 15, -17 / 315, 62 / 2835)
 """Coefficients that no other device code has."""
-LAUNCH_OPTIONS = ("launch_pdl", "maxnreg", "num_stages")
 EXPERTS, HIDDEN, INNER, TOKENS, TOP_K, UNIT = 8, 2880, 2880, 16, 2, 16
 
 
@@ -85,11 +84,7 @@ def row_launches() -> list[RecordedLaunch]:
 
 def constants(launch: RecordedLaunch) -> list[float]:
     """Float32 constants of a kernel as the compiler reads it."""
-    arguments = {name: value for name, value in launch.arguments.items()
-                 if name in launch.kernel.arg_names}
-    options = {name: launch.arguments[name] for name in LAUNCH_OPTIONS if name in launch.arguments}
-    compiled = compile_for(launch.kernel, arguments, target="sm_90",
-                           num_warps=launch.arguments["num_warps"], **options)
+    compiled = compile_for(launch.kernel, launch.arguments, target="sm_90")
     text = compiled.asm.get("ttir") or compiled.asm["ttgir"]
     number = r"-?\d+\.\d+(?:E[+-]?\d+)?"
     found = re.findall(rf"arith\.constant (?:dense<)?({number})>? : .*f32", text)
