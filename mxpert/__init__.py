@@ -47,9 +47,10 @@ __version__ = "0.2.0"
 __all__ = [
     "ClampedSiLU", "Combine", "GateUpOrder", "GemmConfig", "MXTensor", "MoE", "MoEConfig",
     "MoEWeights", "PerformanceWarning", "ReferenceConfig", "RoutingPlan", "ScaleRule", "ScaleSpan",
-    "Scoring", "SiLU", "SiTUv2", "SwiGLU", "UnsupportedError", "convert", "dequantize", "explain", "fused_moe", "grouped_gemm",
-    "grouped_wgrad", "make_routing_plan", "moe_down", "moe_gate_up", "override", "padded_capacity",
-    "padded_group_offsets", "quantize", "quantize_dual", "rebase", "route_topk",
+    "Scoring", "SiLU", "SiTUv2", "SwiGLU", "UnsupportedError", "convert", "dequantize", "explain",
+    "fused_moe", "grouped_gemm", "grouped_wgrad", "make_routing_plan", "moe_down", "moe_gate_up",
+    "override", "padded_capacity", "padded_group_offsets", "quantize", "quantize_dual", "rebase",
+    "route_topk",
 ]
 
 # torch.load(weights_only=True) makes these objects; each checks itself as it is made.
