@@ -43,7 +43,7 @@ from mxpert.testing.poison import nan_filled_scratch, poison_prepared
 from mxpert.testing.problems import MODEL_SHAPES, MoEInputs, MoEShape, random_moe_problem
 from mxpert.testing.rounding import gate_up_oracle
 from ours import ACTIVATION
-from render import folded, markdown_table
+from render import add_render_option, folded, markdown_table, render_again
 
 Row = dict[str, Any]
 Rows = torch.Tensor | MXTensor
@@ -331,6 +331,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
                         help="models that do not fit are listed as left; default: %(default)s")
     parser.add_argument("--resume", action="store_true",
                         help="keep what --output holds, and prove what it left")
+    add_render_option(parser)
     parser.add_argument("--commit", help="where the checkout has no history")
     parser.add_argument("--dry-run", action="store_true",
                         help="tiny shapes on the CPU's reference kernels")
@@ -357,6 +358,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, began = parse_arguments(arguments), time.monotonic()
     device = torch.device("cpu" if options.dry_run else "cuda")
     try:
+        if options.render is not None:
+            return render_again(options.render, markdown)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(message("at_size", "device", "a GPU", "none",
                                      "run with --dry-run to try the script"))

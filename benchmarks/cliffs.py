@@ -42,7 +42,9 @@ from mxpert.formats.tensor import Layout
 from mxpert.ops.route import route_topk
 from mxpert.testing.timing import time_graph
 from ours import Call, Ours, random_weights
-from render import OPEN_ROWS, conditions, folded, markdown_table
+from render import (
+    OPEN_ROWS, add_render_option, conditions, folded, markdown_table, render_again,
+)
 
 DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/cliffs.json"
 DRY_OUTPUT = _checkout.ROOT / "reports/cliffs-dry-run.json"
@@ -423,8 +425,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--time-limit", type=float, default=150.0, metavar="SECONDS",
                         help="of the whole run, first calls and ceilings included; cells that do "
                              "not fit are listed as left; default: %(default)s")
-    parser.add_argument("--render", type=Path, metavar="FILE",
-                        help="only write FILE's .md again, from the JSON alone")
+    add_render_option(parser)
     parser.add_argument("--commit", help="where the checkout has no history")
     parser.add_argument("--dry-run", action="store_true",
                         help="tiny shapes on the CPU: proves that everything runs")
@@ -461,21 +462,14 @@ def execute(run: Run, cells: dict[Model, list[Cell]], commit: str | None) -> Non
             run.fail("the CUDA context is lost", error)
 
 
-def render_again(path: Path) -> int:
-    """The tables of a JSON that this script wrote earlier."""
-    document = json.loads(path.read_text("utf-8"))
-    document["rows"] = with_neighbours(document["rows"])
-    path.with_suffix(".md").write_text(markdown(document), encoding="utf-8")
-    return 0
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 0 if every cell that was started passed its gate and has a time."""
     options, began = parse_arguments(arguments), time.monotonic()
     device = torch.device("cpu" if options.dry_run else "cuda")
     try:
         if options.render is not None:
-            return render_again(options.render)
+            return render_again(options.render, lambda found: markdown(
+                {**found, "rows": with_neighbours(found["rows"])}))
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(message("cliffs", "device", "a GPU", "none",
                                      "run with --dry-run to try the script"))

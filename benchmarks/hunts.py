@@ -5,7 +5,7 @@
 
 Several processes share the GPU; each takes the next variant and repeats it in CUDA graphs beside
 other work on a second stream, with fresh data after each batch. Differing values are counted on the
-device. writes hunts.json and hunts.md; --resume hunts what an earlier run left.
+device. Writes hunts.json and hunts.md; --resume hunts what an earlier run left.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hunt_variants import Variant, variants
 from mxpert.cli.report import environment, write_json
 from mxpert.errors import message, require
 from mxpert.testing.races import LOAD_ROUNDS, hunt
-from render import folded, markdown_table
+from render import add_render_option, folded, markdown_table, render_again
 
 Row = dict[str, Any]
 DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/hunts.json"
@@ -189,7 +189,7 @@ def summary(document: Row) -> str:
               f"{sum(row['seconds'] for row in rows):.0f}",
               f"{sum(row['setup_seconds'] for row in rows):.0f}"] for kind, rows in kinds.items()]
     return markdown_table(["kernels", "variants", "fewest repeats", "repeats in all",
-                           "values that differed", "seconds", "of setup"], lines)
+                           "values that differed", "seconds", "seconds of setup"], lines)
 
 
 def markdown(document: Row) -> str:
@@ -232,6 +232,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--time-limit", type=float, default=240.0, metavar="SECONDS",
                         help="variants that do not fit are listed as left; default: %(default)s")
     parser.add_argument("--resume", action="store_true", help="keep what --output holds")
+    add_render_option(parser)
     parser.add_argument("--commit", help="where the checkout has no history")
     parser.add_argument("--dry-run", action="store_true",
                         help="tiny problems on the CPU's reference kernels, in one process unless "
@@ -272,6 +273,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found the planted bit and nothing else."""
     options, began = parse_arguments(arguments), time.monotonic()
     try:
+        if options.render is not None:
+            return render_again(options.render, markdown)
         hunts, every, order = prepare(options, began)
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -10,6 +10,7 @@ over ours, so that above 1 ours is faster.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -69,6 +70,24 @@ def conditions(meta: Mapping[str, Any]) -> str:
 def folded(title: str, text: str) -> str:
     """Text that a reader unfolds."""
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
+
+
+def add_render_option(parser: argparse.ArgumentParser) -> None:
+    """`--render FILE`, for scripts that measure and write their own tables."""
+    parser.add_argument("--render", type=Path, metavar="FILE",
+                        help="only write FILE's .md again, from the JSON alone")
+
+
+def render_again(path: Path, markdown: Callable[[Row], str]) -> int:
+    """Write the tables of a JSON that a script wrote earlier beside it; the exit code.
+
+    Raises:
+        ValueError: `path` is not a JSON file.
+    """
+    require(path.is_file(), "render", "--render", need="a JSON file", got=str(path))
+    text = markdown(json.loads(path.read_text("utf-8")))
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    return 0
 
 
 def pivot(corner: str, cells: Mapping[tuple[str, str], str], columns: Sequence[str]) -> str:
@@ -318,9 +337,9 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
 
     rows = [row for row in document["rows"] if row["routing"] == "uniform"]
     limits = document["meta"]["ceilings"]
-    models = sorted({row["model"] for row in rows}, key=model_rank)
     stages = [stage for stage in ("gate_up_gemm", "down_gemm")
               if any(row["stage"] == stage for row in rows)] or ["layer"]
+    models = sorted({row["model"] for row in rows if row["stage"] in stages}, key=model_rank)
     columns = [(stage, rate) for stage in stages for rate in ("tbs", "tflops")]
     figure, panels = pyplot.subplots(
         max(1, len(models)), len(columns), squeeze=False, layout="constrained",

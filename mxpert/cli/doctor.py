@@ -6,6 +6,8 @@ import importlib.metadata
 import platform
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -221,6 +223,50 @@ def examine_operations(target: Target) -> list[Row]:
     return rows
 
 
+def short_names(names: Sequence[str], every: Sequence[str]) -> list[str]:
+    """Operations by name; formats only of those that are named in part.
+
+    >>> short_names(["a x", "a y", "b x"], ["a x", "a y", "b x", "b y", "c"])
+    ['a', 'b (x)']
+    """
+    formats: dict[str, list[str]] = {}
+    for name in names:
+        op, _, a_format = name.partition(" ")
+        formats.setdefault(op, []).append(a_format)
+    counts = Counter(name.partition(" ")[0] for name in every)
+    return [op if len(found) == counts[op] else f"{op} ({', '.join(found)})"
+            for op, found in formats.items()]
+
+
+def unused_backends(operations: Sequence[Row]) -> list[str]:
+    """A sentence for each reason why a backend serves no operation, or not all that it has."""
+    found: dict[tuple[str, str], list[str]] = {}
+    has: dict[str, list[str]] = {}
+    for row in operations:
+        for backend in (*row["served_by"], *row["refused"]):
+            reason = row["refused"].get(backend, "")
+            if reason.startswith("has no "):  # what a backend never had is no news
+                continue
+            has.setdefault(backend, []).append(row["op"])
+            if reason:
+                found.setdefault((backend, reason), []).append(row["op"])
+    return [f"{backend} {reason}" + ("" if names == has[backend] else
+                                     f": not {', '.join(short_names(names, has[backend]))}")
+            for (backend, reason), names in found.items()]
+
+
+def _operation_lines(operations: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Lines of the table: formats of an operation with the same answer share one."""
+    answers: dict[tuple[str, str, str], list[str]] = {}
+    for row in operations:
+        others = ", ".join(each for each in row["served_by"] if each != row["chosen"]) or "–"
+        key = row["op"].partition(" ")[0], row["chosen"] or "[red]nothing[/]", others
+        answers.setdefault(key, []).append(row["op"])
+    every = [row["op"] for row in operations]
+    return [(short_names(names, every)[0], chosen, others)
+            for (_, chosen, others), names in answers.items()]
+
+
 def _print_findings(console: Console, findings: list[Finding]) -> None:
     """A section each; a note that does not fit beside its finding goes below it, whole."""
     marks = {OK: "[green]ok[/]", WARNING: "[yellow]warning[/]", BROKEN: "[red]broken[/]"}
@@ -241,21 +287,13 @@ def _print(console: Console, facts: Row, findings: list[Finding], operations: li
                   f"{'threads' if facts['kind'] == 'cpu' else 'multiprocessors'})")
     _print_findings(console, findings)
     console.print()
-    print_table(console, "Operations", ("operation", "runs on", "can also run on"), [
-        (row["op"], row["chosen"] or "[red]nothing[/]",
-         ", ".join(b for b in row["served_by"] if b != row["chosen"]) or "–")
-        for row in operations])
-    reasons: dict[str, list[str]] = {}
-    for row in operations:
-        for backend, reason in row["refused"].items():
-            if not reason.startswith("has no "):  # what a backend never had is no news
-                reasons.setdefault(f"{backend} {reason}", []).append(row["op"])
+    print_table(console, "Operations", ("operation", "runs on", "can also run on"),
+                _operation_lines(operations))
+    reasons = unused_backends(operations)
     if reasons:
         console.print("\n[bold]Backends that are not used[/]")
-    for reason, names in reasons.items():
-        which = "any operation" if len(names) == len(operations) else ", ".join(names)
-        text = Text(f"{reason}: not {which}", style="dim")
-        console.print(Padding(text, (0, 0, 0, 2), expand=False), width=NARROW)
+    for reason in reasons:
+        console.print(Padding(Text(reason, style="dim"), (0, 0, 0, 2), expand=False), width=NARROW)
 
 
 def doctor(

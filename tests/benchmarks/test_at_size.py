@@ -30,7 +30,11 @@ def test_every_model_format_and_bucket_is_judged(tmp_path: Path,
     assert all(0 < row["limits"][stage] < 1 for row in found["rows"] for stage in at_size.STAGES)
     assert all(row["ok"] and row["finite"] for row in found["rows"])
     assert "| padded mxfp4 | 0.0 | 1 … 16 |" in capsys.readouterr().out
-    assert "## Not proven" not in (tmp_path / "a.md").read_text("utf-8")
+    written = (tmp_path / "a.md").read_text("utf-8")
+    assert "## Not proven" not in written
+    (tmp_path / "a.md").unlink()
+    assert at_size.main(["--render", str(tmp_path / "a.json")]) == 0
+    assert (tmp_path / "a.md").read_text("utf-8") == written
 
 
 def test_two_projections_are_larger_than_4_gib() -> None:

@@ -122,3 +122,15 @@ def test_bad_options_are_refused(tmp_path: Path, arguments: list[str],
                                  capsys: pytest.CaptureFixture[str]) -> None:
     assert run_refused(tmp_path / "h.json", *arguments) == 2
     assert "need" in capsys.readouterr().err
+
+
+def test_tables_are_rendered_from_the_json_alone(tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "h.json"
+    run(path, "--variants", "combine/*")
+    written = path.with_suffix(".md").read_text("utf-8")
+    path.with_suffix(".md").unlink()
+    assert hunts.main(["--render", str(path)]) == 0
+    assert path.with_suffix(".md").read_text("utf-8") == written
+    assert hunts.main(["--render", str(tmp_path / "none.json")]) == 2
+    assert "--render — need a JSON file" in capsys.readouterr().err

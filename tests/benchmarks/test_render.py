@@ -197,3 +197,13 @@ def test_the_committed_comparison_renders(tmp_path: Path) -> None:
 
 def test_render_refuses_what_is_no_comparison(tmp_path: Path) -> None:
     assert render.main([str(tmp_path / "absent.json")]) == 2
+
+
+def test_the_plot_has_no_panel_without_a_line(tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(render, "save_figure", lambda figure, panels, *_, **__: titles.extend(
+        axes.get_title() for axes in panels))
+    rows = [row(stage="gate_up_gemm"), row(stage="layer", model="kimi-e385")]
+    render.plot({"meta": META, "rows": rows}, tmp_path / "moe.png")
+    assert titles == ["dsv3-ep8, gate_up_gemm"] * 2

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -149,8 +150,24 @@ def test_doctor_reports_every_operation_as_json() -> None:
 def test_doctor_prints_tables_and_reasons() -> None:
     outcome = runner.invoke(main.app, ["doctor"])
     assert outcome.exit_code == 0, outcome.output
-    for part in ("torch", "fused_moe a8w4", "triton cache"):
+    for part in ("torch", "fused_moe", "triton cache", "hopper needs sm_90, not cpu"):
         assert part in outcome.output
+    assert outcome.output.count("fused_moe") == 1, "formats with one answer share a line"
+
+
+def test_doctor_names_formats_where_their_answers_differ() -> None:
+    def row(op: str, served: bool) -> dict[str, Any]:
+        return {"op": op, "chosen": "triton" if served else "reference",
+                "served_by": ["triton"] * served + ["reference"],
+                "refused": {"hopper": "has no " + op} | (
+                    {} if served else {"triton": "lacks it"})}
+
+    rows = [row("a x", True), row("a y", False), row("b x", False), row("b y", False),
+            row("c", False)]
+    assert doctor.unused_backends(rows) == ["triton lacks it: not a (y), b, c"]
+    assert doctor._operation_lines(rows) == [
+        ("a (x)", "triton", "reference"), ("a (y)", "reference", "–"), ("b", "reference", "–"),
+        ("c", "reference", "–")]
 
 
 def test_doctor_fails_when_a_needed_package_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
