@@ -260,8 +260,9 @@ def _resolve(problem: Problem, pins: Override,
         return Resolution(found, config, source, detail, slower), tuple(rejected)
     if pinned:
         raise UnsupportedError(message(
-            problem.op.value, "backend", f"a problem that {pinned!r} can serve", rejected[0][1],
-            "leave the override() block or pin another backend"))
+            problem.op.value, "backend", "one that serves this problem",
+            f"{pinned!r}, which {rejected[0][1]}",
+            "name another backend or none; mxpert doctor lists them"))
     raise refuse(problem, (f"{name} {reason}" for name, reason in rejected))
 
 
