@@ -112,7 +112,8 @@ class Explanation:
         chosen = self.resolution
         target = self.problem.target
         lines = [f"{self.problem.op.value} on {target.name} ({target.arch})",
-                 f"  backend: {chosen.kernel.backend}", f"  config:  {chosen.config}",
+                 f"  backend: {chosen.kernel.backend}",
+                 f"  config:  {'none needed' if chosen.config is None else chosen.config}",
                  f"  source:  {chosen.source} ({chosen.detail})"]
         mode = getattr(chosen.kernel, "mode", None)
         if mode is not None:
