@@ -68,8 +68,11 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
         TypeError: a config of another type.
 
     Example:
-        >>> with override(backend="reference"):
-        ...     pass
+        >>> import torch, mxpert
+        >>> with mxpert.override(backend="reference"):
+        ...     why = mxpert.explain(mxpert.quantize, torch.zeros(1, 32), "mxfp4")
+        >>> why.resolution.kernel.backend
+        'reference'
     """
     known = backend is None or (isinstance(backend, str) and backend in BACKENDS)
     require(known, "override", "backend",
