@@ -166,7 +166,7 @@ def require_device(device: object, op: str, argument: str = "device") -> torch.d
     if named.type == "cuda":
         count = torch.cuda.device_count()
         require((named.index or 0) < count, op, argument, need="a GPU of this machine",
-                got=f"'{named}', and there are {count}", remedy="mxpert doctor tells what is here")
+                got=f"'{named}' and {count} GPUs", remedy="run mxpert doctor to see what is here")
     elif named.type not in ("cpu", "meta"):
         try:
             torch.empty(0, device=named)

@@ -254,8 +254,8 @@ def bench(
     stage: str = typer.Option(",".join(STAGES), help="Stages to time, comma-separated."),
     routing: str = typer.Option("uniform", help="uniform, zipf, half or one_expert."),
     backend: str = typer.Option(None, help="Time this backend instead of the best one."),
-    scale: int = typer.Option(0, help="Divide E, H and F by this. Default: 1 on a GPU, "
-                              f"{CPU_SCALE} on a CPU."),
+    scale: int = typer.Option(0, show_default=False, help="Divide E, H and F by this. Default: 1 "
+                              f"on a GPU, {CPU_SCALE} on a CPU."),
     output: Path = typer.Option(Path("reports/bench"),
                                 help="Folder for bench.json and roofline.png; made if absent."),
     json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),

@@ -293,8 +293,9 @@ def run_demo(checkpoint: Path, layers: list[int], tokens: list[int],
     rows: list[Row] = []
     timed = device.type != "cpu"
     checks = len(tokens) * len(ACTIVATION_FORMATS)
-    console.print(f"{checks} checks ({len(tokens)} token counts × {len(ACTIVATION_FORMATS)} "
-                  f"formats), each on {len(layers)} layer(s); loading the model",
+    which = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+    console.print(f"{checks} checks: {len(tokens)} token counts × {len(ACTIVATION_FORMATS)} "
+                  f"formats, each on {which}; loading the model",
                   markup=False, highlight=False)
     ceilings = Ceilings.measure(device, ACTIVATION_FORMATS) if timed else None
     total = (sum(tokens) + CASE_OVERHEAD * len(tokens)) * len(ACTIVATION_FORMATS) * len(layers)

@@ -206,8 +206,9 @@ def serving_backend(problem: Problem, backend: str | None) -> tuple[str | None, 
             with override(backend=backend), warnings.catch_warnings(action="ignore"):
                 return explain_problem(variant).resolution.kernel.backend, ""
         except UnsupportedError as error:
-            # "op: backend — need …, got REASON; remedy": the remedy is for override() blocks
-            reasons.append(str(error).partition(", got ")[2].rpartition("; ")[0])
+            # "op: backend — need …, got 'BACKEND', which REASON; remedy"
+            got = str(error).partition(", got ")[2].rpartition("; ")[0]
+            reasons.append(got.removeprefix(f"{backend!r}, which "))
     return None, "; ".join(dict.fromkeys(reasons))
 
 

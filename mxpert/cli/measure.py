@@ -1,4 +1,4 @@
-"""What demo and bench share: a case, its float64 truth, its time, its rate against the ceilings."""
+"""Shared by demo, bench and tune: float64 references, gates, timings, rates against ceilings."""
 
 from __future__ import annotations
 
@@ -32,19 +32,24 @@ relative, that is a cosine of 0.99999; ten times that is an error."""
 
 
 class GateError(ValueError):
-    """A result that is too far from the float64 reference to be worth timing."""
+    """A result whose error to the float64 reference is above its gate; it is not timed."""
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured in the same run: bytes/s of a read stream, FLOP/s of a dense GEMM by format."""
+    """Limits of the device, measured in the same run.
+
+    Args:
+        bandwidth: bytes/s of a read stream.
+        rates: activation format → FLOP/s of a dense GEMM.
+    """
 
     bandwidth: float
     rates: dict[str, float]
 
     @classmethod
     def measure(cls, device: torch.device, formats: Sequence[str]) -> Ceilings:
-        """Measure what the given activation formats need."""
+        """Measure the bandwidth, and the GEMM rate of each activation format."""
         return cls(read_bandwidth(device), {name: matmul_rate(device, name) for name in formats})
 
     def as_row(self) -> Row:
@@ -52,7 +57,7 @@ class Ceilings:
                 "matmul_tflops": {name: rate / 1e12 for name, rate in self.rates.items()}}
 
     def judge(self, work: Work, us: float, activation_format: str) -> Row:
-        """Rates of one timed call, and its share of the time that the ceilings allow."""
+        """Rates of one timed call, and the time that the ceilings allow as a share of its time."""
         rate = self.rates[activation_format]
         return {"weight_bytes": work.weight_bytes, "flops": work.flops,
                 "tbs": work.weight_bytes / us / 1e6, "tflops": work.flops / us / 1e6,
@@ -62,7 +67,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class RunWeights:
-    """The same weights twice: as stored, for the reference, and as `prepare` lays them out here."""
+    """The same weights as stored, for the reference, and as prepared for the device."""
 
     plain: MoEWeights
     prepared: MoEWeights
@@ -75,10 +80,14 @@ class RunWeights:
 
     def resolve(self, explain_with: Callable[[MoEWeights], Explanation],
                 backend: str | None) -> tuple[MoEWeights, Resolution]:
-        """The weights to run with, and what runs: prepared ones where a kernel reads them.
+        """Choose prepared weights if a kernel reads them, else the stored ones.
 
         Args:
-            explain_with: explains the op under test for given weights. backend: pinned, or None.
+            explain_with: explains the op under test for given weights.
+            backend: pinned, or None.
+
+        Returns:
+            The chosen weights, and the kernel and config that run with them.
         """
         with override(backend=backend):
             if self.prepared.layout is not self.plain.layout:
@@ -88,12 +97,12 @@ class RunWeights:
 
 
 def float64_reference() -> AbstractContextManager[None]:
-    """Inside: every op runs on the reference backend and accumulates in float64."""
+    """A context in which every op runs on the reference backend and accumulates in float64."""
     return override(backend="reference", config=ReferenceConfig(accumulate=torch.float64))
 
 
 def time_calls(calls: Sequence[Callable[[], object]], device: torch.device) -> Timing:
-    """Time calls; on a CPU with as many repeats as fit into a fraction of a second."""
+    """Time calls. On a CPU the number of repeats is limited by CPU_SECONDS_PER_CASE."""
     if device.type == "cuda":
         return time_graph({"case": calls}, device=device)["case"]
     first = time_graph({"case": calls}, device=device, repeats=1, warmup=0)["case"]
@@ -111,16 +120,18 @@ def timing_columns(timing: Timing) -> Row:
 
 def error_gate(stage: str, activation_format: str,
                intermediate: tuple[int, int] | None = None) -> float:
-    """Largest relative L2 to float64 of "gate_up", "down" or "layer".
+    """Largest relative L2 error to float64 that a right result of a stage may have.
 
-    A stage with bfloat16 output is held to the rounding of that output; where an MX intermediate
-    is rounded, accumulator noise flips codes at rounding boundaries, and the wider gate applies.
-    Two formats may exceed that gate by what `numerics.requantisation_error` derives: a flip of an
-    "mxfp4" code is half of a value, and where the scale of "fp8_token" moves, a whole row moves.
+    The gate of a stage with bfloat16 output follows from the rounding of that output. If an
+    intermediate is quantised, accumulation noise can move values across rounding boundaries, so a
+    wider gate applies. "mxfp4" and "fp8_token" can need more than that, as derived in
+    `numerics.requantisation_error`: one "mxfp4" step is up to half of a value, and a changed
+    "fp8_token" scale changes a whole row.
 
     Args:
-        intermediate: values of the intermediate behind the compared outputs, and of one of its
-            rows; None: so many that rows average out.
+        stage: "gate_up", "down" or "layer".
+        intermediate: number of intermediate values behind the compared outputs, and number in one
+            row. None means so many that the differences of rows average out.
     """
     flips = stage == "layer" or (
         stage == "gate_up" and activation_format in ("mxfp8", "mxfp4"))
@@ -134,20 +145,19 @@ def error_gate(stage: str, activation_format: str,
 
 
 def intermediate_sizes(num_tokens: int, top_k: int, intermediate_size: int) -> tuple[int, int]:
-    """`intermediate` of `error_gate` where the outputs of so many tokens are compared."""
+    """`intermediate` of `error_gate` for a comparison of `num_tokens` outputs."""
     return num_tokens * top_k * intermediate_size, intermediate_size
 
 
 def cosine_gate(activation_format: str, rows_noise: float, intermediate_noise: float) -> float:
-    """Least cosine to the model with unquantised activations.
+    """Smallest cosine to the model with unquantised activations that passes.
 
     An error of relative size r turns a vector by at most ``asin r``, so its cosine is at least
     ``sqrt(1 - r²)``. As in `numerics.sqnr_floor_db`, noise that is independent of the weights gives
-    r² = 2.2 n_x + n_h + 2 · (bfloat16 rounding)², here with n_x and n_h measured on the data at
-    hand instead of on a Gaussian. In one layer it is not independent: few tokens, experts and
-    rows carry most of the output, and all of it may fall on noisy ones. Twice the amplitude is
-    allowed. The sharp gates are the error to float64 and the cosine of a16w4; this one is to see
-    a quantiser that both sides share and that is wrong.
+    r² = 2.2 n_x + n_h + 2 · (bfloat16 rounding)², with n_x and n_h measured on the given data. In
+    one layer the noise is not independent, because few tokens, experts and rows carry most of the
+    output. Twice the amplitude is therefore allowed. The strict gates are the error to float64
+    and the cosine of a16w4; this one detects a wrong quantiser that both sides share.
 
     Args:
         activation_format: a name of `mxpert.problem.ACTIVATION_FORMATS`.
@@ -162,7 +172,7 @@ def cosine_gate(activation_format: str, rows_noise: float, intermediate_noise: f
 
 def check_gate(case: str, error: float, stage: str, activation_format: str,
                intermediate: tuple[int, int] | None = None) -> None:
-    """No time without a correct result. Args as `error_gate`.
+    """Refuse to time a wrong result. Args as `error_gate`.
 
     Raises:
         GateError: the error is above the gate, or NaN.

@@ -61,12 +61,12 @@ DEFAULT_TOKENS = ",".join(str(2**power) for power in range(14))
 DEFAULT_SECONDS = 600.0
 EXIT_NO_WINNER, EXIT_INTERRUPTED = 1, 130
 LARGE_BATCH_TOKENS = 1024
-"""Above this many tokens fewer configs are timed together: each holds its buffers."""
+"""Above this many tokens half as many configs are timed together, to limit their buffers."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asked for. backend: pinned, or None. seconds: for all cells."""
+    """The checked options. backend: pinned, or None. seconds: time budget of all cells."""
 
     cells: list[Cell]
     backend: str | None
@@ -78,7 +78,7 @@ class Request:
 
 @dataclass
 class Report:
-    """What a run did, for --json and for the closing lines."""
+    """What a run did: the source of --json and of the last lines."""
 
     environment: Row
     output: Path
@@ -95,7 +95,7 @@ class Report:
 
 
 def provenance(facts: Row, read_tbs: float, commit: str | None) -> Row:
-    """The head of a table. A copy without history is named by its version."""
+    """The head of a table. Without a git history the commit is the version."""
     versions = facts["versions"]
     return {"device": facts["device"], "arch": facts["arch"], "date": facts["date"],
             "commit": commit or facts["commit"] or f"v{__version__}",
@@ -107,7 +107,7 @@ def provenance(facts: Row, read_tbs: float, commit: str | None) -> Row:
 
 
 def make_row(choice: Choice, outcome: Outcome, winner: Candidate, head: Row) -> TunedRow:
-    """The table's row for a finished cell."""
+    """The table row of a finished cell."""
     problem, before = choice.problem, outcome.heuristic_us
     measured = Measured(
         us=round(winner.us, 3), heuristic_us=None if before is None else round(before, 3),
@@ -125,7 +125,7 @@ def name_cell(cell: Cell) -> str:
 
 
 def _cell_row(cell: Cell, choice: Choice, outcome: Outcome) -> Row:
-    """A cell with all of its candidates, for --json."""
+    """A cell and all its candidates, for --json."""
     return {"cell": name_cell(cell), "backend": choice.kernel.backend, "valid": outcome.valid,
             "source": outcome.source, "note": outcome.note,
             "winner": asdict(outcome.winner.config) if outcome.winner else None,
@@ -144,20 +144,20 @@ def _tell(console: Console, name: str, choice: Choice, outcome: Outcome) -> None
                           f"{choice.kernel.backend} {escape(str(each.config))}: "
                           f"{escape(each.reason)}")
     winner = outcome.winner
-    us = "no sound config" if winner is None else format_time(winner.us)
+    us = "no right config" if winner is None else format_time(winner.us)
     console.print(f"{escape(name)} {choice.kernel.backend}: {us}, {outcome.source} "
                   f"({escape(outcome.note)}; {len(outcome.tried)} of {outcome.valid} tried)",
                   highlight=False)
 
 
 def by_shape(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
-    """Cells that share weights."""
+    """Groups of cells with the same shape, which share weights."""
     for shape in dict.fromkeys(cell.shape for cell in cells):
         yield [cell for cell in cells if cell.shape == shape]
 
 
 class _Tuner:
-    """A run over all cells; each finished cell is in the table before the next begins."""
+    """A run over all cells. Each cell's row is written before the next cell starts."""
 
     def __init__(self, request: Request, device: torch.device, console: Console) -> None:
         self.request, self.device, self.console = request, device, console
@@ -170,7 +170,7 @@ class _Tuner:
         self.head: Row = {}
 
     def run(self, advance: Advance) -> None:
-        """Tune every cell that the table lacks, while time lasts."""
+        """Tune the cells without a row until the time is over."""
         request, layouts = self.request, expected_layouts(self.target)
         pending = [cell for cell in request.cells if choose(
             cell, self.target, layouts, request.backend).key not in self.finished]
@@ -199,7 +199,7 @@ class _Tuner:
             del weights  # before the next shape's are made
 
     def _tune(self, cell: Cell, weights: RunWeights, probes: Probes) -> None:
-        """Search one cell within its share of the time left, and write its row."""
+        """Search one cell within its share of the remaining time and write its row."""
         report, name = self.report, name_cell(cell)
         choice = choose(cell, self.target, (weights.prepared.layout, weights.plain.layout),
                         self.request.backend)
@@ -231,7 +231,7 @@ class _Tuner:
 
 
 def run_tune(request: Request, device: torch.device, console: Console) -> Report:
-    """Tune; an interrupt ends the run and keeps what is finished."""
+    """Tune all cells. An interrupt ends the run; finished cells are kept."""
     tuner = _Tuner(request, device, console)
     try:
         with progress(console, "tune") as advance:
@@ -242,7 +242,7 @@ def run_tune(request: Request, device: torch.device, console: Console) -> Report
 
 
 def dry_run(cells: Sequence[Cell], target: Target, backend: str | None) -> Row:
-    """Cells and their candidates for a target; runs nothing."""
+    """The cells and their candidates on a target, without running any."""
     rows = []
     for cell in cells:
         choice = choose(cell, target, expected_layouts(target), backend)
@@ -254,7 +254,10 @@ def dry_run(cells: Sequence[Cell], target: Target, backend: str | None) -> Row:
 
 
 def _short(config: Row) -> str:
-    """A config as "m16 | 64x256 s4 | 128x128 s4 /2": unit, then tile, stages, split of a stage."""
+    """A config as "m16 | 16x64x256 w4 s4 | 16x128x128 w4 s4 /2".
+
+    Routing unit, then for gate_up and down: tile, warps, pipeline stages, and split-K if above 1.
+    """
     stages = [f"{c['block_m']}x{c['block_n']}x{c['block_k']} w{c['num_warps']} s{c['num_stages']}"
               + (f" /{c['split_k']}" if c["split_k"] > 1 else "")
               for c in (config["gate_up"], config["down"])]
@@ -270,7 +273,7 @@ def _show_plan(document: Row, console: Console) -> None:
 
 
 def _writable(output: Path | None, target: Target) -> Path:
-    """The table to write: `output`, or this user's."""
+    """The table to write: `output`, else the user's table of this target."""
     path = output or user_table(target)
     if path is None:
         raise UnsupportedError(message("tune", "--output", "a file to write",
@@ -326,7 +329,7 @@ def tune(
     never wins. The right ones take turns being timed with a cold L2 cache. The heuristic's choice
     stays unless another config is faster by more than the spread of the two.
 
-    The row of each finished cell is written to the table at once; run the command again to go on
+    The row of each finished cell is written to the table at once; run the command again to continue
     where it stopped. Rows in your cache directory replace the shipped ones. The report for --json
     has every candidate. Exit code 1 means that a cell has no right config.
 
@@ -361,16 +364,16 @@ def tune(
 
 
 def _close(report: Report, console: Console) -> int:
-    """The last lines and the exit code."""
+    """Print the last lines; return the exit code."""
     console.print(f"{report.output}: {report.tuned} tuned, {report.kept} kept, "
                   f"{len(report.unfinished)} left", markup=False, highlight=False)
     for name in report.unsound:
-        console.print(f"no sound config: {name}", markup=False)
+        console.print(f"no right config: {name}", markup=False)
     if report.interrupted:
-        console.print("interrupted; run the same command again to go on")
+        console.print("interrupted; run the same command again to continue")
         return EXIT_INTERRUPTED
     if report.unsound:
         return EXIT_NO_WINNER
     if report.unfinished:
-        console.print("out of time; run the same command again to go on")
+        console.print("out of time; run the same command again to continue")
     return 0

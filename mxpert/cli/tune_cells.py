@@ -32,12 +32,12 @@ TARGETS = {table_name(target).removesuffix(".json"): target for target in (
     Target("cuda", "sm_100", "NVIDIA B200", 148, 232448),
     Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024),
 )}
-"""Devices that can be named without being there: for --dry-run, and to check shipped tables."""
+"""Known devices by table name, for --dry-run without a GPU and for checking shipped tables."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem to tune. model: the name to show."""
+    """One problem to tune: a layer shape, a token count and a format. model: its displayed name."""
 
     model: str
     shape: MoEShape
@@ -57,7 +57,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that serves a cell, and the problem that it is asked."""
+    """The kernel that serves a cell, and the problem as it is described to that kernel."""
 
     kernel: KernelSpec
     problem: MoEProblem
@@ -69,10 +69,10 @@ class Choice:
 
 
 def choose(cell: Cell, target: Target, layouts: Sequence[Layout], backend: str | None) -> Choice:
-    """The kernel that would serve `cell`, in the first of `layouts` that one reads.
+    """The kernel that would serve `cell`, with the first weight layout that a kernel reads.
 
     Raises:
-        UnsupportedError: none, or only the reference, which has no tiles to tune.
+        UnsupportedError: no kernel serves it, or only the reference, which has no tiles to tune.
     """
     reason = ""
     for layout in layouts:
@@ -92,16 +92,16 @@ def choose(cell: Cell, target: Target, layouts: Sequence[Layout], backend: str |
 
 
 def expected_layouts(target: Target) -> list[Layout]:
-    """Layouts that `MoEWeights.prepare` tries for a target, in its order."""
+    """Weight layouts that `MoEWeights.prepare` tries for a target, in order."""
     prepared = [Layout.HOPPER_FRAGMENT] if target.arch == "sm_90" else []
     return [*prepared, Layout.ROW_MAJOR]
 
 
 def invalid_row(row: TunedRow, target: Target) -> str | None:
-    """Why a table's row cannot run on its device, as a phrase; None if it can.
+    """Why a row of a tuned table cannot run on its device, None if it can.
 
-    Its config must be one that the layer's kernel offers, or each stage's one that the stage's
-    kernel offers for the row's routing unit.
+    The layer's kernel must offer the row's config, or the kernels of both stages must offer their
+    part of it for the row's routing unit.
     """
     shape = MoEShape(row.hidden_size, row.intermediate_size, row.num_experts, row.top_k)
     cell = Cell(row.place, shape, row.num_tokens, row.formats.partition("x")[0])
@@ -115,7 +115,7 @@ def invalid_row(row: TunedRow, target: Target) -> str | None:
 
 
 def parse_shape(text: str) -> tuple[str, MoEShape]:
-    """"E,k,H,F" as a name and a shape, with SiLU and without bias: neither keys a table.
+    """Parse "E,k,H,F" to a name and a shape with SiLU and no bias (tables depend on neither).
 
     >>> parse_shape("8,2,64,96")[1].intermediate_size
     96
@@ -133,7 +133,7 @@ def parse_shape(text: str) -> tuple[str, MoEShape]:
 
 def make_cells(models: Sequence[str], shapes: Sequence[str], tokens: Sequence[int],
                formats: Sequence[str]) -> list[Cell]:
-    """Every cell once, shape by shape, so that weights are made once a shape."""
+    """All cells without duplicates, ordered by shape so that each shape's weights are made once."""
     for name in models:
         require(name in MODEL_SHAPES, "tune", "--model", got=repr(name),
                 need=f"one of {', '.join(MODEL_SHAPES)}")
@@ -153,7 +153,7 @@ def make_cells(models: Sequence[str], shapes: Sequence[str], tokens: Sequence[in
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens and their routing: x bfloat16 [T, H], weights float32 [T, k], ids int32 [T, k]."""
+    """Tokens and routing: x bfloat16 [T, H], topk_weights float32 and topk_ids int32 [T, k]."""
 
     x: torch.Tensor
     topk_weights: torch.Tensor
@@ -161,7 +161,7 @@ class Batch:
 
     @classmethod
     def random(cls, shape: MoEShape, num_tokens: int, device: torch.device, seed: int) -> Batch:
-        """Uniform routing of standard normal tokens."""
+        """Standard normal tokens with uniform routing."""
         generator = torch.Generator(device).manual_seed(seed)
         x = torch.randn(num_tokens, shape.hidden_size, device=device, generator=generator)
         weights, ids = random_routing(num_tokens, shape.num_experts, shape.top_k,
@@ -169,7 +169,11 @@ class Batch:
         return cls(x.to(torch.bfloat16), weights, ids)
 
     def plant(self, probes: Batch) -> torch.Tensor:
-        """Put probes at evenly spaced places, first and last included; the places, int64."""
+        """Overwrite evenly spaced tokens, first and last included, with probes.
+
+        Returns:
+            The indices of the overwritten tokens, int64.
+        """
         count = min(len(self.x), len(probes.x))
         places = torch.linspace(0, len(self.x) - 1, count, dtype=torch.float64).round().long()
         places = places.to(self.x.device)
@@ -181,7 +185,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Probes:
-    """Tokens whose float64 result is known: the same ones stand in every batch of a shape."""
+    """Tokens with their float64 result; every batch of a shape contains the same ones."""
 
     batch: Batch
     truth: torch.Tensor
@@ -198,7 +202,7 @@ class Probes:
 
 
 class DeviceTrial:
-    """Runs configs of one cell on a device; see `tune_search.Trial`."""
+    """Runs configs of one cell on a device; implements `tune_search.Trial`."""
 
     def __init__(self, choice: Choice, shape: MoEShape, weights: MoEWeights,
                  probes: Probes) -> None:
@@ -212,7 +216,7 @@ class DeviceTrial:
         sizes = intermediate_sizes(len(self.places), shape.top_k, shape.intermediate_size)
         self.limit = error_gate("layer", choice.problem.options.activation_format, sizes)
         self.sound: torch.Tensor | None = None
-        """The first right result, of all tokens."""
+        """Result of the first config that passed the gate, for all tokens."""
 
     def run(self, config: MoEConfig, batch: Batch) -> torch.Tensor:
         """The layer's output for one batch."""
@@ -222,8 +226,8 @@ class DeviceTrial:
         return result
 
     def error(self, config: MoEConfig) -> float:
-        """The larger of two errors: the probes' to float64, and half of all tokens' to the first
-        right result, as two results within the gate may differ by twice the gate."""
+        """The larger of two errors: of the probes to float64, and of all tokens to the first right
+        result. The second is halved: two right results may differ by twice the gate."""
         try:
             result = self.run(config, self.batches[0])
             error = relative_l2(result[self.places], self.truth)
@@ -241,7 +245,7 @@ class DeviceTrial:
 
     def times(self, configs: Sequence[MoEConfig], repeats: int,
               failures: dict[MoEConfig, Exception]) -> dict[MoEConfig, Timing]:
-        """Cold timings through `time_graph`, all configs taking turns."""
+        """Time the configs in turns with a cold L2 cache, through `time_graph`."""
         names = {str(index): config for index, config in enumerate(configs)}
         failed: dict[str, Exception] = {}
         timings = time_graph(

@@ -1,6 +1,6 @@
-"""How `mxpert tune` searches one cell: gate, screen, final, and the rule that picks the winner.
+"""The search of `mxpert tune` for one cell: correctness gate, screening, final, choice of winner.
 
-Nothing here knows about devices: a `Trial` runs and times configs, so that tests can play one.
+This module is independent of devices. A `Trial` runs and times the configs; tests replace it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ SCREEN_REPEATS = 3
 FINAL_REPEATS = 30
 FINALISTS = 6
 PRUNE_RATIO = 1.5
-"""A candidate this much slower than the fastest after SCREEN_REPEATS replays is dropped."""
+"""A candidate is dropped if its screening time exceeds the fastest one's by this factor."""
 SHORT_LIST = 32
-"""Up to so many configs are tried in the order in which their kernel lists them."""
+"""Shorter lists of configs keep their kernel's order; longer ones are sorted by distance."""
 
 
 class DeviceLostError(ValueError):
-    """A candidate's fault has ended the device context: nothing more can run in this process."""
+    """A config's fault destroyed the device context; this process cannot use the device again."""
 
 
 class State(enum.Enum):
-    """What became of a candidate.
+    """How far a candidate got in the search.
 
-    WRONG: too far from the float64 reference. FAILED: raised. SLOW: dropped after few replays.
-    SCREENED: timed with few replays. TIMED: timed in the final.
+    WRONG: its error to the float64 reference is too large. FAILED: it raised an exception.
+    SLOW: dropped after screening. SCREENED: timed with few replays. TIMED: timed in the final.
     """
 
     WRONG = "wrong"
@@ -45,7 +45,7 @@ class State(enum.Enum):
 
 @dataclass
 class Candidate:
-    """One config on its way through the search."""
+    """A config, with its state, error and timing so far."""
 
     config: MoEConfig
     state: State = State.SCREENED
@@ -60,31 +60,33 @@ class Candidate:
 
     @property
     def sound(self) -> bool:
-        """Right, and able to run."""
+        """Whether the config runs and its result passed the gate."""
         return self.state not in (State.WRONG, State.FAILED)
 
 
 class Trial(Protocol):
-    """Runs configs of one cell."""
+    """What a search needs from a device: the error and the time of configs of one cell."""
 
     def error(self, config: MoEConfig) -> float:
-        """Relative L2 to the float64 reference; raises what the kernel raises."""
+        """The config's relative L2 error to the float64 reference. Passes on kernel exceptions."""
 
     def times(self, configs: Sequence[MoEConfig], repeats: int,
               failures: dict[MoEConfig, Exception]) -> dict[MoEConfig, Timing]:
-        """Timings, the configs taking turns; a config that cannot run goes to `failures`."""
+        """Time the configs in turns; exceptions of configs that fail go to `failures`."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search found.
+    """The result of a search.
 
     Args:
-        tried: candidates in the order of their trial. valid: how many configs there were.
-        winner: None where no candidate was sound. heuristic_us: None if the heuristic's was not.
-        spread: relative, the wider band of the two that were compared.
+        tried: the candidates in the order in which they were tried.
+        valid: number of configs that the kernel offers.
+        winner: the fastest candidate, None if none is sound.
+        heuristic_us: time of the heuristic's choice, None if it is not sound.
+        spread: wider 10–90 % band of the two compared candidates, relative to the median.
         source: "heuristic" or "search". note: the comparison in words.
-        cut_short: time ran out before the first batch was through.
+        cut_short: time ran out before the first batch was finished.
     """
 
     tried: tuple[Candidate, ...]
@@ -98,7 +100,7 @@ class Outcome:
 
 
 def distance(config: MoEConfig, other: MoEConfig) -> int:
-    """Settings that differ; the row block, which plan and stages share, counts once."""
+    """Number of settings that differ. The row block, shared by both stages, counts once."""
     settings = [field.name for field in fields(GemmConfig) if field.name != "block_m"]
     stages = ((config.gate_up, other.gate_up), (config.down, other.down))
     return (config.routing_block_m != other.routing_block_m) + sum(
@@ -106,8 +108,11 @@ def distance(config: MoEConfig, other: MoEConfig) -> int:
 
 
 def in_order(heuristic: MoEConfig, configs: Iterable[MoEConfig]) -> list[MoEConfig]:
-    """The heuristic's choice, then each other config once: a short list as the kernel gives it, of
-    a grid the least different first, so that a budget leaves out what lies far away."""
+    """The heuristic's choice first, then every other config once.
+
+    A list of SHORT_LIST or more is sorted by distance from the heuristic's choice, so that a short
+    time budget tries the most similar configs.
+    """
     others = [config for config in dict.fromkeys(configs) if config != heuristic]
     if len(others) >= SHORT_LIST:
         others.sort(key=lambda config: distance(config, heuristic))
@@ -119,16 +124,19 @@ def search(configs: Sequence[MoEConfig], trial: Trial, *, limit: float, deadline
            clock: Callable[[], float] = time.monotonic) -> Outcome:
     """Find the fastest sound config.
 
-    Batches pass the gate, then a few replays in which the fastest so far takes part, so that each
-    comparison is within one run; the best of all batches and the heuristic's choice meet in a final
-    of many replays. The first batch may exceed the deadline but not the end; the heuristic's choice
-    is always tried.
+    Configs are tried in batches. Each config of a batch runs once and must pass the gate. The batch
+    is then screened: timed with few replays together with the fastest config so far, so that only
+    times of the same run are compared. The fastest of all batches and the heuristic's choice are
+    timed with many replays in a final.
+
+    The heuristic's choice is always tried. The first batch may exceed `deadline` but not `end`.
 
     Args:
-        configs: the heuristic's choice first. trial: runs them.
-        limit: largest relative L2 of a sound config.
-        deadline: of this cell, and end: of all, on `clock`, in seconds.
-        batch_size: configs timed together; each holds its buffers meanwhile.
+        configs: the heuristic's choice first.
+        trial: runs and times them.
+        limit: largest relative L2 error of a sound config.
+        deadline: when to stop this cell. end: when to stop the run. Seconds on `clock`.
+        batch_size: configs timed together; each keeps its buffers during that time.
     """
     tried: list[Candidate] = []
     best: Candidate | None = None
@@ -147,7 +155,7 @@ def search(configs: Sequence[MoEConfig], trial: Trial, *, limit: float, deadline
 
 
 def _gated(config: MoEConfig, trial: Trial, limit: float) -> Candidate:
-    """Run a config once and hold its result to the gate; NaN never passes."""
+    """Run a config once and compare its error with the gate; NaN never passes."""
     try:
         error = trial.error(config)
     except DeviceLostError:
@@ -166,7 +174,7 @@ def _one_line(failure: Exception) -> str:
 
 
 def _time(candidates: Sequence[Candidate], repeats: int, trial: Trial, state: State) -> None:
-    """Time candidates together; those that fail now are failed."""
+    """Time candidates together and set their state; those that raise become FAILED."""
     failures: dict[MoEConfig, Exception] = {}
     timings = trial.times([each.config for each in candidates], repeats, failures)
     for each in candidates:
@@ -177,7 +185,7 @@ def _time(candidates: Sequence[Candidate], repeats: int, trial: Trial, state: St
 
 
 def _screen(batch: Sequence[Candidate], best: Candidate | None, trial: Trial) -> Candidate | None:
-    """Time a batch beside the fastest so far; drop what is far behind; the fastest of all."""
+    """Time a batch together with the fastest so far, drop slow candidates, return the fastest."""
     entrants = [each for each in batch if each.sound] + ([best] if best else [])
     if not entrants:
         return None
@@ -194,7 +202,7 @@ def _screen(batch: Sequence[Candidate], best: Candidate | None, trial: Trial) ->
 
 
 def _decide(tried: Sequence[Candidate], valid: int, trial: Trial) -> Outcome:
-    """The final: a rival must beat the heuristic's choice by more than the spread."""
+    """Run the final. A rival wins if it beats the heuristic's choice by more than the spread."""
     heuristic = tried[0]
     rivals = sorted((each for each in tried[1:] if each.state is State.SCREENED),
                     key=lambda each: each.us)[:FINALISTS - 1]

@@ -68,8 +68,11 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
         TypeError: a config of another type.
 
     Example:
-        >>> with override(backend="reference"):
-        ...     pass
+        >>> import torch, mxpert
+        >>> with mxpert.override(backend="reference"):
+        ...     why = mxpert.explain(mxpert.quantize, torch.zeros(1, 32), "mxfp4")
+        >>> why.resolution.kernel.backend
+        'reference'
     """
     known = backend is None or (isinstance(backend, str) and backend in BACKENDS)
     require(known, "override", "backend",
@@ -112,7 +115,8 @@ class Explanation:
         chosen = self.resolution
         target = self.problem.target
         lines = [f"{self.problem.op.value} on {target.name} ({target.arch})",
-                 f"  backend: {chosen.kernel.backend}", f"  config:  {chosen.config}",
+                 f"  backend: {chosen.kernel.backend}",
+                 f"  config:  {'none needed' if chosen.config is None else chosen.config}",
                  f"  source:  {chosen.source} ({chosen.detail})"]
         mode = getattr(chosen.kernel, "mode", None)
         if mode is not None:
@@ -260,8 +264,9 @@ def _resolve(problem: Problem, pins: Override,
         return Resolution(found, config, source, detail, slower), tuple(rejected)
     if pinned:
         raise UnsupportedError(message(
-            problem.op.value, "backend", f"a problem that {pinned!r} can serve", rejected[0][1],
-            "leave the override() block or pin another backend"))
+            problem.op.value, "backend", "one that serves this problem",
+            f"{pinned!r}, which {rejected[0][1]}",
+            "name another backend or none; mxpert doctor lists them"))
     raise refuse(problem, (f"{name} {reason}" for name, reason in rejected))
 
 

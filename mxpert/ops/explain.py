@@ -34,15 +34,17 @@ _DESCRIBERS: dict[Callable[..., Any], Callable[..., Problem]] = {
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """What `op(*args, **kwargs)` would run: backend, config, where the choice came from.
+    """Say which backend and config `op(*args, **kwargs)` would run with, and why.
 
     Nothing is launched. `override()` blocks are honoured.
 
     Args:
-        op: a public op, for example mxpert.fused_moe. args, kwargs: its arguments.
+        op: a public op, for example mxpert.fused_moe.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
 
     Returns:
-        Explanation; print it, or read `.resolution` and `.rejected`.
+        An Explanation. Print it, or read `.resolution` and `.rejected`.
 
     Raises:
         ValueError: `op` is not an op of this library; and whatever `op` itself would raise.

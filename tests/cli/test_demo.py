@@ -65,7 +65,7 @@ def test_the_run_ends_with_a_verdict_and_shows_each_gate(checkpoint: Path, tmp_p
     assert f"{row['rel_l2']:.1e} ≤ {row['rel_l2_gate']:.1e}" in outcome.stdout
     assert f"{row['cosine']:.6f} ≥ {row['cosine_gate']:.4f}" in outcome.stdout
     assert "Times are left out" in outcome.stdout
-    assert "8 checks (2 token counts × 4 formats)" in outcome.stderr
+    assert "8 checks: 2 token counts × 4 formats, each on layer 1;" in outcome.stderr
     assert "demo: 0 %, layer 1 T=1 a16w4" in outcome.stderr  # progress off a terminal
 
 

@@ -361,7 +361,7 @@ def test_a_cell_without_sound_config_has_no_row(machine: FakeKernel, tmp_path: P
     monkeypatch.setattr(DeviceTrial, "error", lambda self, config: float("nan"))
     outcome = invoke("--tokens", "1", "--format", "bf16", "--output", str(tmp_path / "t.json"))
     assert outcome.exit_code == tune.EXIT_NO_WINNER
-    assert "no sound config" in outcome.output
+    assert "no right config" in outcome.output
     assert not (tmp_path / "t.json").exists()
 
 
