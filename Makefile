@@ -68,7 +68,7 @@ FAST_TESTS := $(addprefix tests/,edges formats grouped reference routing testing
 	test_architecture.py test_docs.py test_packaging.py test_site.py test_weights.py)
 # Of these, what compiles, trains or starts processes.
 FAST_SKIPS := not compile and not evict_first and not toy_lm and not code_blocks \
-	and not figures and not command_line and not fuzz
+	and not figures and not command_line and not fsdp2
 FAST_PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.tested  ## ruff and the quick tests, below 90 s on 2 cores

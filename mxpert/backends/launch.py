@@ -234,7 +234,7 @@ class PreparedLaunch:
 
     def __init__(self, noted: NotedLaunch, places: Mapping[str, tuple[int, int]]) -> None:
         launch, binary = noted.launch, noted.binary
-        assert binary is not None  # checked by the caller
+        assert binary is not None  # for the type checker; the caller has checked it
         self.kernel = launch.kernel
         self._grid, self._template = launch._grid3, launch._template
         self._launcher, self._fixed = binary.launcher, binary.fixed
