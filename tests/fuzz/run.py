@@ -158,6 +158,7 @@ class Fuzz:
     def one(self, target: Target, seed: int) -> None:
         """Make a call from a seed, judge it, count it."""
         rng = random.Random(seed)
+        torch.manual_seed(seed)
         right = target.arguments(rng)
         kind, change, arguments = mutate(rng, right, target.skip)
         if kind == "other" and rng.random() < 0.3:

@@ -80,7 +80,7 @@ def runner() -> Any:
 def test_a_planted_bug_is_found(runner: Any, tmp_path: Path, fault: str, text: str) -> None:
     target = next(target for target in runner.TARGETS if target.name == "dequantize")
     calls = runner.Fuzz(tmp_path / "log")
-    calls.many(replace(target, call=runner.planted(target.call, fault)), 150, 0)
+    calls.many(replace(target, call=runner.planted(target.call, fault)), 300, 0)
     assert any(text in bug for bug in calls.report.bugs)
     sound = runner.Fuzz(tmp_path / "log")
     sound.many(target, 150, 0)
