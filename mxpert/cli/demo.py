@@ -1,10 +1,15 @@
-"""`mxpert demo`: a gpt-oss checkpoint's MoE layers on real hidden states, every number checked."""
+"""`mxpert demo`: a gpt-oss checkpoint's MoE layers on real hidden states, every number checked.
+
+Without Transformers the layers and hidden states are random, and a loop over experts in torch takes
+the place of Transformers' MoE layer.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +33,12 @@ from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_gate_up
 from ..ops.quantize import dequantize, quantize
 from ..ops.route import make_routing_plan, route_topk
-from ..problem import ACTIVATION_FORMATS
+from ..problem import ACTIVATION_FORMATS, SwiGLU
 from ..routing import TOKEN_MASK
 from ..testing.numerics import cosine, relative_l2
+from ..testing.problems import MoEShape, random_moe_problem
 from ..testing.timing import Work
+from ..weights import GateUpOrder
 from .checkpoint import check_checkpoint, reading
 from .main import quiet_imports
 from .measure import (
@@ -73,12 +80,17 @@ from .report import (
 CASE_OVERHEAD = 64
 """Time of a case that does not depend on T, in tokens: for the time left."""
 MOST_DIGITS = 9
+RANDOM_SHAPE = MoEShape(hidden_size=512, intermediate_size=512, num_experts=16, top_k=4,
+                        activation=SwiGLU(), gate_up_order=GateUpOrder.INTERLEAVED, has_bias=True)
+"""The layers of a demo without Transformers: gpt-oss, scaled down."""
+WITHOUT_TRANSFORMERS = ("Transformers is not installed: random layers, compared with a loop over "
+                        "experts in torch.\npip install transformers runs a whole model instead.")
 Noise = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One layer with what flows into it and what transformers makes of it."""
+    """One layer with what flows into it and what another implementation makes of it."""
 
     layer: LoadedMoELayer
     weights: RunWeights
@@ -190,9 +202,57 @@ def load_cases(checkpoint: Path, layers: list[int], num_tokens: int,
                         capture.output.to(device))
 
 
-def chosen_layers(text: str | None, checkpoint: Path) -> list[int]:
-    """--layers as numbers; by default the first and the last."""
+def has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+def random_cases(layers: list[int], num_tokens: int, device: torch.device) -> Iterator[LayerCase]:
+    """Layers with random weights, router and hidden states; the layer's number is the seed."""
+    shape = RANDOM_SHAPE
+    for number in layers:
+        problem = random_moe_problem(shape, num_tokens, seed=number)
+        draw = torch.Generator().manual_seed(number)
+        # Logits of standard deviation 2 route decisively.
+        router = torch.randn(shape.num_experts, shape.hidden_size, generator=draw)
+        layer = LoadedMoELayer(number, problem.weights, 2 / math.sqrt(shape.hidden_size) * router,
+                               torch.randn(shape.num_experts, generator=draw) / 10, shape.top_k,
+                               shape.activation)
+        oracle = loop_over_experts(layer, problem.x)
+        layer = replace(layer, weights=layer.weights.to(device),
+                        router_weight=layer.router_weight.to(device),
+                        router_bias=layer.router_bias.to(device))
+        yield LayerCase(layer, RunWeights.of(layer.weights, device), problem.x.to(device),
+                        oracle.to(device))
+
+
+def loop_over_experts(layer: LoadedMoELayer, hidden: torch.Tensor) -> torch.Tensor:
+    """A gpt-oss MoE layer in plain torch, float64 [T, H]; hidden is [T, H], biases are needed."""
+    weights, act = layer.weights, layer.activation
+    assert isinstance(act, SwiGLU)  # for the type checker: RANDOM_SHAPE's
+    assert weights.gate_up_bias is not None  # for the type checker: RANDOM_SHAPE has biases
+    assert weights.down_bias is not None  # for the type checker: RANDOM_SHAPE has biases
+    logits = torch.nn.functional.linear(hidden.float(), layer.router_weight, layer.router_bias)
+    chosen, ids = logits.topk(layer.top_k)
+    shares = chosen.double().softmax(-1)
+    gate_up, down = (dequantize(part).double()
+                     for part in (weights.gate_up_proj, weights.down_proj))
+    out = torch.zeros(hidden.shape, dtype=torch.float64)
+    for expert in ids.unique().tolist():
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        both = hidden[token].double() @ gate_up[expert].T + weights.gate_up_bias[expert]
+        gate, up = both[:, 0::2].clamp(max=act.limit), both[:, 1::2].clamp(-act.limit, act.limit)
+        inner = gate * torch.sigmoid(act.alpha * gate) * (up + 1)
+        rows = inner @ down[expert].T + weights.down_bias[expert]
+        out.index_add_(0, token, shares[token, slot, None] * rows)
+    return out
+
+
+def chosen_layers(text: str | None, checkpoint: Path | None) -> list[int]:
+    """--layers as numbers; by default the first and the last, without a checkpoint 0 and 1."""
+    if text is None and checkpoint is None:
+        return [0, 1]
     if text is None:
+        assert checkpoint is not None  # for the type checker: the case above
         config = read_json(checkpoint / CONFIG_FILE, "demo")
         last = positive_int(config, ["num_hidden_layers"], checkpoint / CONFIG_FILE, "demo") - 1
         return sorted({0, last})
@@ -232,7 +292,7 @@ def show(document: Row, console: Console) -> None:
     columns: list[str | Column] = ["T", "format", Column("backend", 2)]
     if timed:
         columns += ["time/layer", Column("rate", 1)]
-    columns += ["rel. L2 error\nto float64", "cosine to\ntransformers", "check"]
+    columns += ["rel. L2 error\nto float64", f"cosine to\n{document['oracle']}", "check"]
     cells = []
     for row in rows:
         times = [format_time(row["us"]), format_rate(row)] if timed else []
@@ -284,24 +344,26 @@ def plot(document: Row, path: Path) -> None:
     drawing.savefig(path)
 
 
-def run_demo(checkpoint: Path, layers: list[int], tokens: list[int],
+def run_demo(checkpoint: Path | None, layers: list[int], tokens: list[int],
              device: torch.device, console: Console, backend: str | None = None) -> Row:
     """The whole document: environment, ceilings, a row for each layer, T and format.
 
-    On a CPU nothing is timed.
+    On a CPU nothing is timed. Without a checkpoint the layers are random.
     """
     rows: list[Row] = []
     timed = device.type != "cpu"
     checks = len(tokens) * len(ACTIVATION_FORMATS)
     which = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
     console.print(f"{checks} checks: {len(tokens)} token counts × {len(ACTIVATION_FORMATS)} "
-                  f"formats, each on {which}; loading the model",
+                  f"formats, each on {which}" + ("; loading the model" if checkpoint else ""),
                   markup=False, highlight=False)
     ceilings = Ceilings.measure(device, ACTIVATION_FORMATS) if timed else None
     total = (sum(tokens) + CASE_OVERHEAD * len(tokens)) * len(ACTIVATION_FORMATS) * len(layers)
     done = 0
+    cases = (load_cases(checkpoint, layers, max(tokens), device) if checkpoint
+             else random_cases(layers, max(tokens), device))
     with progress(console, "demo") as advance:
-        for case in load_cases(checkpoint, layers, max(tokens), device):
+        for case in cases:
             for num_tokens in tokens:
                 for name in ACTIVATION_FORMATS:
                     advance(done, total, f"layer {case.layer.layer} T={num_tokens} "
@@ -309,8 +371,9 @@ def run_demo(checkpoint: Path, layers: list[int], tokens: list[int],
                     rows.append(run_case(case, num_tokens, name, ceilings, backend))
                     done += num_tokens + CASE_OVERHEAD
     summary = summarise(rows)
-    return {"kind": "demo", "environment": environment(device), "checkpoint": str(checkpoint),
-            "layers": layers, "timed": timed,
+    return {"kind": "demo", "environment": environment(device),
+            "checkpoint": str(checkpoint) if checkpoint else None, "layers": layers, "timed": timed,
+            "oracle": "transformers" if checkpoint else "torch",
             "ceilings": None if ceilings is None else ceilings.as_row(),
             "rows": rows, "summary": summary, "passed": all(row["passed"] for row in summary)}
 
@@ -333,9 +396,10 @@ def demo(
     Text goes through the model. mxpert runs each MoE layer on the hidden states that reach it, with
     bf16, MXFP8 and MXFP4 activations (a16w4, a8w4, a4w4), on the best backend of this machine.
     Every output is compared twice: with the same quantised layer in float64, and with the MoE
-    output of Transformers. The table shows each value beside its gate; the last line counts the
-    checks that passed. A GPU is timed as well; a CPU is not, as its speed says nothing about the
-    kernels. Without options it takes about a minute on two CPU cores.
+    output of Transformers. If Transformers is not installed, the layers are random and a loop over
+    experts in torch takes its place. The table shows each value beside its gate; the last line
+    counts the checks that passed. A GPU is timed as well; a CPU is not, as its speed says nothing
+    about the kernels. Without options it takes about a minute on two CPU cores.
 
     Examples:
 
@@ -352,7 +416,9 @@ def demo(
     if checkpoint is not None:
         check_checkpoint(checkpoint, "demo")
     open_folder(output, "demo", "--output")
-    if checkpoint is None:
+    if checkpoint is None and not has_transformers():
+        console.print(WITHOUT_TRANSFORMERS, highlight=False)
+    elif checkpoint is None:
         checkpoint = output / "checkpoint"
         if not (checkpoint / CONFIG_FILE).is_file():
             with quiet_imports():
