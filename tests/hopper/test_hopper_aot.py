@@ -64,7 +64,7 @@ MOST_LOOP_SPILLS = {"decode32": 6, "wide": 1}
 latency."""
 
 if TRITON_RELEASE >= (3, 9):  # as measured: its PTX needs more registers, in three main loops too
-    MOST_SPILLS |= {"decode16": 41, "decode32": 90, "short": 22, "triple": 343, "narrow": 28,
+    MOST_SPILLS |= {"decode16": 45, "decode32": 90, "short": 22, "triple": 343, "narrow": 28,
                     "wide": 451}
     MOST_LOOP_SPILLS |= {"triple": 46, "wide": 72}
 
