@@ -54,8 +54,9 @@ $(VENV)/.tested: $(VENV)/.installed
 demo: $(VENV)/.installed  ## install, run the MoE layers of a gpt-oss checkpoint on the best backend, check every number
 	$(BIN)/mxpert demo --output $(REPORT) $(DEMO_ARGS) </dev/null
 
-lint: $(VENV)/.tested  ## ruff and mypy
+lint: $(VENV)/.tested  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 test: lint  ## install the test extra, lint, run the whole suite; the last line is pytest's

@@ -54,22 +54,43 @@ DRY_TOKENS = (1, 4, 16)
 SAMPLE = (0, 1, 3, 15, 63, 127, 255, 1023, 4095, 8191, 32767)
 """Tokens that are compared: the first, and the last of every bucket."""
 
-ORDER = ("kimi-k2", "dsv4-pro", "gpt-oss-120b", "deepseek-v3", "qwen3-235b", "kimi-k2-tp4",
-         "dsv4-flash", "gpt-oss-20b", "glm-5.1", "minimax-m2.7", "qwen3-next")
-SHAPES = {**{name: replace(MODEL_SHAPES[name], activation=ACTIVATION, has_bias=False,
-                           gate_up_order=GateUpOrder.INTERLEAVED) for name in ORDER},
-          "padded": MoEShape(2912, 1440, 32, 4, ACTIVATION, GateUpOrder.INTERLEAVED)}
+ORDER = (
+    "kimi-k2",
+    "dsv4-pro",
+    "gpt-oss-120b",
+    "deepseek-v3",
+    "qwen3-235b",
+    "kimi-k2-tp4",
+    "dsv4-flash",
+    "gpt-oss-20b",
+    "glm-5.1",
+    "minimax-m2.7",
+    "qwen3-next",
+)
+SHAPES = {
+    **{
+        name: replace(
+            MODEL_SHAPES[name],
+            activation=ACTIVATION,
+            has_bias=False,
+            gate_up_order=GateUpOrder.INTERLEAVED,
+        )
+        for name in ORDER
+    },
+    "padded": MoEShape(2912, 1440, 32, 4, ACTIVATION, GateUpOrder.INTERLEAVED),
+}
 """The models' sizes with the activation that compare.py measures: the binaries are the same."""
 
 STAGES = ("gate_up", "down", "layer")
 PROTOCOL = {
     "data": "normal x, uniformly random codes, scales with a deviation of one binade, uniform "
-            "routing; SwiGLU with interleaved gate and up, no biases",
+    "routing; SwiGLU with interleaved gate and up, no biases",
     "poison": "rows that pad prepared weights have NaN scales, depth that pads them the largest "
-              "codes; outputs and scratch start as NaN",
+    "codes; outputs and scratch start as NaN",
     "error": "relative L2 over the sampled tokens, to float64 on the same quantised operands: "
-             "gate_up, down in float32 on the stored rows, layer in bfloat16",
-    "limit": "derived from formats, sums and the number of values (mxpert/testing/hopper.py)"}
+    "gate_up, down in float32 on the stored rows, layer in bfloat16",
+    "limit": "derived from formats, sums and the number of values (mxpert/testing/hopper.py)",
+}
 
 
 @dataclass
@@ -87,8 +108,11 @@ class Proof:
     seconds: Counter[str] = field(default_factory=Counter)
 
     def document(self) -> Row:
-        return {"meta": self.meta | {"failures": self.failures, "left": self.left,
-                                     "seconds": dict(self.seconds)}, "rows": self.rows}
+        return {
+            "meta": self.meta
+            | {"failures": self.failures, "left": self.left, "seconds": dict(self.seconds)},
+            "rows": self.rows,
+        }
 
     def spent(self, what: str, since: float) -> float:
         """Add the time since then to `seconds`; the time now."""
@@ -120,9 +144,12 @@ class Batch:
 
 def choose(inputs: MoEInputs, tokens: slice | torch.Tensor) -> MoEInputs:
     """Some tokens of a batch."""
-    return replace(inputs, x=inputs.x[tokens].contiguous(),
-                   topk_ids=inputs.topk_ids[tokens].contiguous(),
-                   topk_weights=inputs.topk_weights[tokens].contiguous())
+    return replace(
+        inputs,
+        x=inputs.x[tokens].contiguous(),
+        topk_ids=inputs.topk_ids[tokens].contiguous(),
+        topk_weights=inputs.topk_weights[tokens].contiguous(),
+    )
 
 
 def take(h: Rows, rows: torch.Tensor) -> Rows:
@@ -136,19 +163,26 @@ def join(parts: Sequence[Rows]) -> Rows:
     """Rows of several batches."""
     first = parts[0]
     if isinstance(first, MXTensor):
-        return replace(first, qdata=torch.cat([part.qdata for part in parts]),
-                       scale=torch.cat([part.scale for part in parts]))
+        return replace(
+            first,
+            qdata=torch.cat([part.qdata for part in parts]),
+            scale=torch.cat([part.scale for part in parts]),
+        )
     return torch.cat(list(parts))
 
 
 def make_plan(inputs: MoEInputs, routing_block_m: int) -> RoutingPlan:
-    return mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids,
-                                    num_experts=inputs.weights.num_experts,
-                                    routing_block_m=routing_block_m)
+    return mxpert.make_routing_plan(
+        inputs.topk_weights,
+        inputs.topk_ids,
+        num_experts=inputs.weights.num_experts,
+        routing_block_m=routing_block_m,
+    )
 
 
-def make_problem(shape: MoEShape, num_tokens: int,
-                 device: torch.device) -> tuple[MoEInputs, MoEInputs]:
+def make_problem(
+    shape: MoEShape, num_tokens: int, device: torch.device
+) -> tuple[MoEInputs, MoEInputs]:
     """The largest batch, with plain and with prepared and poisoned weights; token 0 takes the last
     expert."""
     plain = random_moe_problem(shape, num_tokens, device=device)
@@ -164,19 +198,29 @@ def run_batch(inputs: MoEInputs, a_format: str) -> Batch:
     """Both stages and the layer of one batch on kernels, with NaN where nothing was written."""
     options: dict[str, Any] = {"activation": inputs.activation, "activation_format": a_format}
     routed = inputs.topk_weights, inputs.topk_ids
-    chosen = mxpert.explain(mxpert.fused_moe, inputs.x, inputs.weights, *routed,
-                            **options).resolution
+    chosen = mxpert.explain(
+        mxpert.fused_moe, inputs.x, inputs.weights, *routed, **options
+    ).resolution
     plan = make_plan(inputs, chosen.config.routing_block_m)
     with nan_filled_scratch():
         h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, **options)
-        down = mxpert.moe_down(h, inputs.weights, plan, activation_format=a_format,
-                               out_dtype=torch.float32)
+        down = mxpert.moe_down(
+            h, inputs.weights, plan, activation_format=a_format, out_dtype=torch.float32
+        )
         layer = mxpert.fused_moe(inputs.x, inputs.weights, *routed, **options)
     count = len(inputs.x)
     tokens = torch.tensor([token for token in SAMPLE if token < count], device=inputs.x.device)
     finite = bool(down.isfinite().all() & layer.isfinite().all())
-    return Batch(count, tokens, take(h, plan.slot_rows[tokens].flatten().long()), down[tokens],
-                 layer[tokens], finite, chosen.kernel.backend, str(chosen.config))
+    return Batch(
+        count,
+        tokens,
+        take(h, plan.slot_rows[tokens].flatten().long()),
+        down[tokens],
+        layer[tokens],
+        finite,
+        chosen.kernel.backend,
+        str(chosen.config),
+    )
 
 
 def true_down(inputs: MoEInputs, h: Rows, a_format: str) -> torch.Tensor:
@@ -186,8 +230,13 @@ def true_down(inputs: MoEInputs, h: Rows, a_format: str) -> torch.Tensor:
         order = plan.sorted_token_ids.new_zeros(plan.capacity, dtype=torch.int64)
         places = plan.slot_rows.flatten().long()
         order[places] = torch.arange(len(places), device=places.device)
-        return mxpert.moe_down(take(h, order), inputs.weights, plan, activation_format=a_format,
-                               out_dtype=torch.float64)
+        return mxpert.moe_down(
+            take(h, order),
+            inputs.weights,
+            plan,
+            activation_format=a_format,
+            out_dtype=torch.float64,
+        )
 
 
 def judge(name: str, plain: MoEInputs, a_format: str, batches: Sequence[Batch]) -> list[Row]:
@@ -197,43 +246,64 @@ def judge(name: str, plain: MoEInputs, a_format: str, batches: Sequence[Batch]) 
     oracle = gate_up_oracle(choose(plain, sampled), a_format)
     exact_h = oracle.round(a_format)
     tokens = torch.cat([*(batch.tokens for batch in batches), sampled])
-    truths = true_down(choose(plain, tokens), join([*(batch.h for batch in batches), exact_h]),
-                       a_format).split([len(batch.tokens) for batch in (*batches, batches[-1])])
+    truths = true_down(
+        choose(plain, tokens), join([*(batch.h for batch in batches), exact_h]), a_format
+    ).split([len(batch.tokens) for batch in (*batches, batches[-1])])
     weights, rows = plain.weights, []
     for batch, down in zip(batches, truths[:-1], strict=True):
         count = len(batch.tokens)
         first = torch.arange(count * top_k, device=sampled.device)
-        errors = {"gate_up": relative_l2(batch.h, take(exact_h, first)),
-                  "down": relative_l2(batch.down, down),
-                  "layer": relative_l2(batch.layer, truths[-1][:count])}
+        errors = {
+            "gate_up": relative_l2(batch.h, take(exact_h, first)),
+            "down": relative_l2(batch.down, down),
+            "layer": relative_l2(batch.layer, truths[-1][:count]),
+        }
         limits = {
             "gate_up": intermediate_tolerance(a_format, len(first) * weights.intermediate_size),
             "down": down_tolerance(a_format, torch.float32, plain, count),
-            "layer": layer_tolerance(a_format, torch.bfloat16, plain, count)}
-        rows.append({
-            "model": name, "E": weights.num_experts, "k": top_k, "H": weights.hidden_size,
-            "F": weights.intermediate_size, "T": batch.num_tokens, "activation": a_format,
-            "compared": count, "gate_up_gib": weights.gate_up_proj.qdata.numel() / 2**30,
-            "backend": batch.backend, "config": batch.config, "finite": batch.finite,
-            "limits": limits, "errors": {stage: error if math.isfinite(error) else None
-                                         for stage, error in errors.items()},
-            "ok": batch.finite and all(errors[stage] <= limits[stage] for stage in STAGES)})
+            "layer": layer_tolerance(a_format, torch.bfloat16, plain, count),
+        }
+        rows.append(
+            {
+                "model": name,
+                "E": weights.num_experts,
+                "k": top_k,
+                "H": weights.hidden_size,
+                "F": weights.intermediate_size,
+                "T": batch.num_tokens,
+                "activation": a_format,
+                "compared": count,
+                "gate_up_gib": weights.gate_up_proj.qdata.numel() / 2**30,
+                "backend": batch.backend,
+                "config": batch.config,
+                "finite": batch.finite,
+                "limits": limits,
+                "errors": {
+                    stage: error if math.isfinite(error) else None
+                    for stage, error in errors.items()
+                },
+                "ok": batch.finite and all(errors[stage] <= limits[stage] for stage in STAGES),
+            }
+        )
     return rows
 
 
 def share_of_limit(rows: Sequence[Row], *stages: str) -> float:
     """The largest error over its limit; infinite for an error that is no number."""
-    return max(math.inf if row["errors"][stage] is None
-               else row["errors"][stage] / row["limits"][stage]
-               for row in rows for stage in stages)
+    return max(
+        math.inf if row["errors"][stage] is None else row["errors"][stage] / row["limits"][stage]
+        for row in rows
+        for stage in stages
+    )
 
 
 def prove_model(proof: Proof, name: str, formats: Sequence[str], tokens: Sequence[int]) -> None:
     """Every format and batch of one model; a format that fails leaves the others."""
     shape = SHAPES[name]
     if proof.dry:
-        shape = replace(shape, hidden_size=64, intermediate_size=32,
-                        num_experts=max(8, shape.top_k))
+        shape = replace(
+            shape, hidden_size=64, intermediate_size=32, num_experts=max(8, shape.top_k)
+        )
     now = time.monotonic()
     plain, prepared = make_problem(shape, max(tokens), proof.device)
     now = proof.spent("weights", now)
@@ -244,22 +314,30 @@ def prove_model(proof: Proof, name: str, formats: Sequence[str], tokens: Sequenc
             found = judge(name, plain, a_format, batches)
             now = proof.spent("float64", now)
             wrong = {row["backend"] for row in found} - {"hopper"}
-            require(proof.dry or not wrong, "at_size", f"{name} {a_format}", got=sorted(wrong),
-                    need="the hopper backend")
+            require(
+                proof.dry or not wrong,
+                "at_size",
+                f"{name} {a_format}",
+                got=sorted(wrong),
+                need="the hopper backend",
+            )
         except Exception as error:
-            proof.failures.append({"model": name, "activation": a_format,
-                                   "error": describe(error)})
+            proof.failures.append({"model": name, "activation": a_format, "error": describe(error)})
             print(f"{name} {a_format}: {describe(error)}", file=sys.stderr, flush=True)
             if proof.device.type == "cuda":
                 torch.cuda.synchronize()
             continue
         proof.rows += found
-        print(f"{name} {a_format}: {len(found)} batches, worst error "
-              f"{share_of_limit(found, *STAGES):.2f} of its limit", flush=True)
+        print(
+            f"{name} {a_format}: {len(found)} batches, worst error "
+            f"{share_of_limit(found, *STAGES):.2f} of its limit",
+            flush=True,
+        )
 
 
-def prove(proof: Proof, names: Sequence[str], formats: Sequence[str],
-          tokens: Sequence[int]) -> None:
+def prove(
+    proof: Proof, names: Sequence[str], formats: Sequence[str], tokens: Sequence[int]
+) -> None:
     """All models until the time limit, which one as long as the longest so far must still fit."""
     longest = 0.0
     for name in names:
@@ -284,12 +362,25 @@ def summary(document: Row) -> str:
         groups.setdefault((row["model"], row["activation"]), []).append(row)
     lines = []
     for (name, a_format), rows in groups.items():
-        lines.append([f"{name} {a_format}", f"{rows[0]['gate_up_gib']:.1f}",
-                      f"{min(row['T'] for row in rows)} … {max(row['T'] for row in rows)}",
-                      *(f"{share_of_limit(rows, stage):.2f}" for stage in STAGES),
-                      f"{sum(row['ok'] for row in rows)} of {len(rows)}"])
-    return markdown_table(["model", "GiB of gate and up", "T", *(
-        f"{stage}: error / limit" for stage in STAGES), "batches right"], lines)
+        lines.append(
+            [
+                f"{name} {a_format}",
+                f"{rows[0]['gate_up_gib']:.1f}",
+                f"{min(row['T'] for row in rows)} … {max(row['T'] for row in rows)}",
+                *(f"{share_of_limit(rows, stage):.2f}" for stage in STAGES),
+                f"{sum(row['ok'] for row in rows)} of {len(rows)}",
+            ]
+        )
+    return markdown_table(
+        [
+            "model",
+            "GiB of gate and up",
+            "T",
+            *(f"{stage}: error / limit" for stage in STAGES),
+            "batches right",
+        ],
+        lines,
+    )
 
 
 def markdown(document: Row) -> str:
@@ -301,16 +392,33 @@ def markdown(document: Row) -> str:
         error = row["errors"][stage]
         return f"{'none' if error is None else f'{error:.1e}'} ({row['limits'][stage]:.1e})"
 
-    body = [[row["model"], row["activation"], str(row["T"]), str(row["compared"]),
-             *(text(row, stage) for stage in STAGES),
-             "yes" if row["finite"] else "no", row["config"]] for row in document["rows"]]
-    parts = ["# Proof at size", f"{meta['device']}, {meta['date']}, commit "
-             f"`{str(meta['commit'])[:12]}`, {versions}.",
-             "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
-             summary(document), folded("every batch, error (limit)", markdown_table(
-                 ["model", "format", "T", "tokens compared", *STAGES, "finite", "config"], body))]
-    absent = [f"- {each['model']} {each['activation']}: `{each['error']}`"
-              for each in meta["failures"]]
+    body = [
+        [
+            row["model"],
+            row["activation"],
+            str(row["T"]),
+            str(row["compared"]),
+            *(text(row, stage) for stage in STAGES),
+            "yes" if row["finite"] else "no",
+            row["config"],
+        ]
+        for row in document["rows"]
+    ]
+    parts = [
+        "# Proof at size",
+        f"{meta['device']}, {meta['date']}, commit `{str(meta['commit'])[:12]}`, {versions}.",
+        "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
+        summary(document),
+        folded(
+            "every batch, error (limit)",
+            markdown_table(
+                ["model", "format", "T", "tokens compared", *STAGES, "finite", "config"], body
+            ),
+        ),
+    ]
+    absent = [
+        f"- {each['model']} {each['activation']}: `{each['error']}`" for each in meta["failures"]
+    ]
     absent += [f"- out of time: {', '.join(meta['left'])}"] if meta["left"] else []
     if absent:
         parts += ["## Not proven", "\n".join(absent)]
@@ -322,19 +430,27 @@ def markdown(document: Row) -> str:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default=",".join(SHAPES), help="default: %(default)s")
     parser.add_argument("--formats", default=",".join(ACTIVATION_FORMATS))
     parser.add_argument("--output", type=Path, help=f"default: {DEFAULT_OUTPUT.name}")
-    parser.add_argument("--time-limit", type=float, default=150.0, metavar="SECONDS",
-                        help="models that do not fit are listed as left; default: %(default)s")
-    parser.add_argument("--resume", action="store_true",
-                        help="keep what --output holds, and prove what it left")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=150.0,
+        metavar="SECONDS",
+        help="models that do not fit are listed as left; default: %(default)s",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what --output holds, and prove what it left"
+    )
     add_render_option(parser)
     parser.add_argument("--commit", help="where the checkout has no history")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="tiny shapes on the CPU's reference kernels")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny shapes on the CPU's reference kernels"
+    )
     return parser.parse_args(arguments)
 
 
@@ -346,8 +462,14 @@ def resume(proof: Proof, names: Sequence[str]) -> list[str]:
     """
     old = json.loads(proof.path.read_text("utf-8"))
     for name in ("device", "commit", "protocol"):
-        require(old["meta"][name] == proof.meta[name], "at_size", f"--resume {proof.path}: {name}",
-                need=proof.meta[name], got=old["meta"][name], remedy="start a new run")
+        require(
+            old["meta"][name] == proof.meta[name],
+            "at_size",
+            f"--resume {proof.path}: {name}",
+            need=proof.meta[name],
+            got=old["meta"][name],
+            remedy="start a new run",
+        )
     proof.rows, proof.seconds = old["rows"], Counter(old["meta"]["seconds"])
     done = {row["model"] for row in proof.rows}
     return [name for name in names if name not in done]
@@ -361,8 +483,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.render is not None:
             return render_again(options.render, markdown)
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(message("at_size", "device", "a GPU", "none",
-                                     "run with --dry-run to try the script"))
+            raise ValueError(
+                message(
+                    "at_size", "device", "a GPU", "none", "run with --dry-run to try the script"
+                )
+            )
         names = parse_list(options.models, list(SHAPES), "--models")
         formats = parse_list(options.formats, list(ACTIVATION_FORMATS), "--formats")
     except ValueError as error:
@@ -370,8 +495,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     tokens = DRY_TOKENS if options.dry_run else TOKENS
     facts = environment(device)
-    meta = {"device": facts["device"], "versions": facts["versions"], "date": facts["date"],
-            "commit": options.commit or facts["commit"], "protocol": PROTOCOL}
+    meta = {
+        "device": facts["device"],
+        "versions": facts["versions"],
+        "date": facts["date"],
+        "commit": options.commit or facts["commit"],
+        "protocol": PROTOCOL,
+    }
     path = options.output or (DRY_OUTPUT if options.dry_run else DEFAULT_OUTPUT)
     proof = Proof(device, options.dry_run, path, meta, began + options.time_limit)
     try:
@@ -380,8 +510,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if not options.dry_run:
-        warm_up.wait(warm_up.start([Cell(model, count) for model in NAMED.values()
-                                    for count in tokens], formats))
+        warm_up.wait(
+            warm_up.start(
+                [Cell(model, count) for model in NAMED.values() for count in tokens], formats
+            )
+        )
         proof.spent("compilers", began)
     prove(proof, names, formats, tokens)
     document = proof.document()
@@ -390,13 +523,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = [row for row in proof.rows if not row["ok"]]
     print("\n" + summary(document) + "\n")
     for row in wrong:
-        print(f"wrong: {row['model']} T={row['T']} {row['activation']}: {row['errors']}, limits "
-              f"{row['limits']}, finite {row['finite']}", file=sys.stderr)
-    print("seconds: " + ", ".join(f"{what} {seconds:.1f}"
-                                  for what, seconds in proof.seconds.most_common()))
-    print(f"wrote {path} and .md: {len(proof.rows)} batches, {len(wrong)} wrong, "
-          f"{len(proof.failures)} failures, {len(proof.left)} models left, "
-          f"{time.monotonic() - began:.0f} s")
+        print(
+            f"wrong: {row['model']} T={row['T']} {row['activation']}: {row['errors']}, limits "
+            f"{row['limits']}, finite {row['finite']}",
+            file=sys.stderr,
+        )
+    print(
+        "seconds: "
+        + ", ".join(f"{what} {seconds:.1f}" for what, seconds in proof.seconds.most_common())
+    )
+    print(
+        f"wrote {path} and .md: {len(proof.rows)} batches, {len(wrong)} wrong, "
+        f"{len(proof.failures)} failures, {len(proof.left)} models left, "
+        f"{time.monotonic() - began:.0f} s"
+    )
     return 1 if wrong or proof.failures else 0
 
 

@@ -40,14 +40,23 @@ class Model:
     F: int
 
 
-NAMED = {model.name: model for model in (
-    Model("gpt-oss-120b", 128, 4, 2880, 2880), Model("kimi-k2-tp4", 384, 8, 7168, 512),
-    Model("dsv3-ep8", 32, 8, 7168, 2048), Model("gpt-oss-20b", 32, 4, 2880, 2880),
-    Model("qwen3-235b", 128, 8, 4096, 1536), Model("dsv4-flash", 256, 6, 4096, 2048))}
+NAMED = {
+    model.name: model
+    for model in (
+        Model("gpt-oss-120b", 128, 4, 2880, 2880),
+        Model("kimi-k2-tp4", 384, 8, 7168, 512),
+        Model("dsv3-ep8", 32, 8, 7168, 2048),
+        Model("gpt-oss-20b", 32, 4, 2880, 2880),
+        Model("qwen3-235b", 128, 8, 4096, 1536),
+        Model("dsv4-flash", 256, 6, 4096, 2048),
+    )
+}
 """In order of importance."""
 
-REFERENCE = {model.name: model for model in (
-    Model("kimi-e385", 385, 9, 7168, 256), Model("r1-e384", 384, 8, 7168, 1024))}
+REFERENCE = {
+    model.name: model
+    for model in (Model("kimi-e385", 385, 9, 7168, 256), Model("r1-e384", 384, 8, 7168, 1024))
+}
 """Shapes that the reference systems publish; their third is gpt-oss-120b."""
 
 MODELS = NAMED | REFERENCE
@@ -90,8 +99,11 @@ def tokens_of(model: Model) -> tuple[int, ...]:
     return (*TOKENS, REFERENCE_TOKENS[-1]) if model.name == "gpt-oss-120b" else TOKENS
 
 
-def ordered_cells(models: Sequence[Model], tokens: Sequence[int] | None = None,
-                  routings: Sequence[str] = ("uniform",)) -> list[Cell]:
+def ordered_cells(
+    models: Sequence[Model],
+    tokens: Sequence[int] | None = None,
+    routings: Sequence[str] = ("uniform",),
+) -> list[Cell]:
     """The most telling cells first: named models at six token counts, the reference systems'
     shapes, the rest.
 
@@ -101,16 +113,26 @@ def ordered_cells(models: Sequence[Model], tokens: Sequence[int] | None = None,
     >>> [cell.tokens for cell in ordered_cells([MODELS["dsv3-ep8"]], [1, 4, 8192])]
     [1, 8192, 4]
     """
-    cells = [Cell(model, count, routing) for routing in routings for model in models
-             for count in tokens or tokens_of(model)]
+    cells = [
+        Cell(model, count, routing)
+        for routing in routings
+        for model in models
+        for count in tokens or tokens_of(model)
+    ]
     importance = {name: rank for rank, name in enumerate(MODELS)}
 
     def tier(cell: Cell) -> int:
         return 1 if cell.is_reference else 0 if cell.tokens in _FIRST_TOKENS else 2
 
-    return sorted(cells, key=lambda cell: (
-        ROUTINGS.index(cell.routing), tier(cell),
-        importance.get(cell.model.name, len(importance)), cell.tokens))
+    return sorted(
+        cells,
+        key=lambda cell: (
+            ROUTINGS.index(cell.routing),
+            tier(cell),
+            importance.get(cell.model.name, len(importance)),
+            cell.tokens,
+        ),
+    )
 
 
 def tiny(model: Model) -> Model:
@@ -132,8 +154,13 @@ def random_inputs(cell: Cell, device: torch.device) -> list[Inputs]:
     The k largest logits choose: normal logits hit all experts alike ("uniform"); "zipf" weighs
     expert e by 1 / (e + 1); "hot" sends half of the tokens to expert 0.
     """
-    require(cell.routing in ROUTINGS, "random_inputs", "routing", need=f"one of {ROUTINGS}",
-            got=repr(cell.routing))
+    require(
+        cell.routing in ROUTINGS,
+        "random_inputs",
+        "routing",
+        need=f"one of {ROUTINGS}",
+        got=repr(cell.routing),
+    )
     model, batches = cell.model, []
     for rotation in range(cell.rotations):
         generator = torch.Generator(device).manual_seed(1000 * cell.tokens + rotation)
@@ -157,8 +184,9 @@ def parse_list(text: str, allowed: Sequence[str], option: str) -> list[str]:
     """
     chosen = [part.strip() for part in text.split(",") if part.strip()]
     for name in chosen:
-        require(name in allowed, "compare", option, need=f"some of {', '.join(allowed)}",
-                got=repr(name))
+        require(
+            name in allowed, "compare", option, need=f"some of {', '.join(allowed)}", got=repr(name)
+        )
     require(bool(chosen), "compare", option, need=f"some of {', '.join(allowed)}", got=repr(text))
     return list(dict.fromkeys(chosen))
 
@@ -170,6 +198,11 @@ def parse_tokens(text: str) -> list[int]:
     [1, 16]
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    require(bool(parts) and all(part.isdecimal() and int(part) > 0 for part in parts), "compare",
-            "--tokens", need="positive numbers, comma-separated", got=repr(text))
+    require(
+        bool(parts) and all(part.isdecimal() and int(part) > 0 for part in parts),
+        "compare",
+        "--tokens",
+        need="positive numbers, comma-separated",
+        got=repr(text),
+    )
     return list(dict.fromkeys(map(int, parts)))

@@ -42,9 +42,7 @@ from mxpert.formats.tensor import Layout
 from mxpert.ops.route import route_topk
 from mxpert.testing.timing import time_graph
 from ours import Call, Ours, random_weights
-from render import (
-    OPEN_ROWS, add_render_option, conditions, folded, markdown_table, render_again,
-)
+from render import OPEN_ROWS, add_render_option, conditions, folded, markdown_table, render_again
 
 DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/cliffs.json"
 DRY_OUTPUT = _checkout.ROOT / "reports/cliffs-dry-run.json"
@@ -62,34 +60,48 @@ CHILD_SECONDS = 120
 REPEATS = 10
 PROTOCOL = {
     "power": f"idle {1000 * IDLE_SECONDS:.0f} ms before each cell, three warm-up replays, then "
-             f"{REPEATS} timed replays",
+    f"{REPEATS} timed replays",
     "timing": "CUDA-graph replays, stages and formats of a cell in turns, L2 swept before each; "
-              "us is the median, us_spread the width of the 10-90 % band",
+    "us is the median, us_spread the width of the 10-90 % band",
     "stages": "gate_up, down: whole stage on a ready routing; layer: from logits, top-k and sort "
-              "included",
+    "included",
     "efficiency": "max(weight bytes of the experts hit / read_tbs, flops / bf16_tflops or "
-                  "fp8_tflops) over the time taken",
+    "fp8_tflops) over the time taken",
     "neighbour": "named model nearest in log H and log F, then in log E; uniform routing, same T, "
-                 "format and stage",
+    "format and stage",
     "first_call": "seconds of fused_moe from logits until its result is there, weights prepared, "
-                  "in the order listed, in a process of its own",
+    "in the order listed, in a process of its own",
     "binaries": "GPU binaries that this process has loaded after the layers of one model, every "
-                "format, at every T of this script and of compare.py"}
+    "format, at every T of this script and of compare.py",
+}
 
 
 def _shape(num_experts: int, hidden_size: int, intermediate_size: int) -> Model:
     """A layer with k = 8, under its model's name if it has one."""
-    shape = Model(f"E{num_experts}-k8-H{hidden_size}-F{intermediate_size}", num_experts, 8,
-                  hidden_size, intermediate_size)
-    return next((named for named in NAMED.values()
-                 if (named.E, named.k, named.H, named.F) == (
-                     shape.E, shape.k, shape.H, shape.F)), shape)
+    shape = Model(
+        f"E{num_experts}-k8-H{hidden_size}-F{intermediate_size}",
+        num_experts,
+        8,
+        hidden_size,
+        intermediate_size,
+    )
+    return next(
+        (
+            named
+            for named in NAMED.values()
+            if (named.E, named.k, named.H, named.F) == (shape.E, shape.k, shape.H, shape.F)
+        ),
+        shape,
+    )
 
 
 def _shapes() -> dict[str, Model]:
     """Every F with every H, so ordered that the first four show every F and every H."""
-    crossed = [_shape(128, HIDDEN[(index + shift) % len(HIDDEN)], features)
-               for shift in range(len(HIDDEN)) for index, features in enumerate(FEATURES)]
+    crossed = [
+        _shape(128, HIDDEN[(index + shift) % len(HIDDEN)], features)
+        for shift in range(len(HIDDEN))
+        for index, features in enumerate(FEATURES)
+    ]
     few_experts = _shape(32, 5120, 1408)
     return {model.name: model for model in (*crossed[:4], few_experts, *crossed[4:])}
 
@@ -103,22 +115,30 @@ def neighbour_of(model: Model) -> Model:
     >>> neighbour_of(Model("mine", 64, 8, 5120, 384)).name
     'kimi-k2-tp4'
     """
+
     def distance(named: Model) -> tuple[float, float]:
-        return (math.hypot(math.log(named.H / model.H), math.log(named.F / model.F)),
-                abs(math.log(named.E / model.E)))
+        return (
+            math.hypot(math.log(named.H / model.H), math.log(named.F / model.F)),
+            abs(math.log(named.E / model.E)),
+        )
 
     return min(NAMED.values(), key=distance)
 
 
-def plan(shapes: Iterable[Model], tokens: Sequence[int],
-         routings: Sequence[str]) -> dict[Model, list[Cell]]:
+def plan(
+    shapes: Iterable[Model], tokens: Sequence[int], routings: Sequence[str]
+) -> dict[Model, list[Cell]]:
     """Cells by model: the neighbours' uniform ones, then those of the shapes."""
-    wanted = {model: [Cell(model, count, routing) for routing in routings for count in tokens]
-              for model in shapes}
+    wanted = {
+        model: [Cell(model, count, routing) for routing in routings for count in tokens]
+        for model in shapes
+    }
     neighbours = dict.fromkeys(map(neighbour_of, wanted))
     uniform = {model: [Cell(model, count) for count in tokens] for model in neighbours}
-    return {model: list(dict.fromkeys([*uniform.get(model, ()), *wanted.get(model, ())]))
-            for model in (*neighbours, *wanted)}
+    return {
+        model: list(dict.fromkeys([*uniform.get(model, ()), *wanted.get(model, ())]))
+        for model in (*neighbours, *wanted)
+    }
 
 
 @dataclass
@@ -143,11 +163,13 @@ class Run:
     def document(self) -> Row:
         """Everything so far as JSON."""
         every = count_binaries()
-        return {"meta": self.meta | {"failures": self.failures, "left": self.left},
-                "rows": with_neighbours(self.rows),
-                "first_calls": self.first_calls | {"most_s": MOST_SECONDS,
-                                                   "most_binaries": MOST_BINARIES},
-                "binaries": {"total": sum(every.values()), "by_kernel": every}}
+        return {
+            "meta": self.meta | {"failures": self.failures, "left": self.left},
+            "rows": with_neighbours(self.rows),
+            "first_calls": self.first_calls
+            | {"most_s": MOST_SECONDS, "most_binaries": MOST_BINARIES},
+            "binaries": {"total": sum(every.values()), "by_kernel": every},
+        }
 
 
 def count_binaries() -> dict[str, int]:
@@ -158,8 +180,11 @@ def count_binaries() -> dict[str, int]:
             continue
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
-                hashes = {compiled.hash for caches in kernel.device_caches.values()
-                          for compiled in caches[0].values()}
+                hashes = {
+                    compiled.hash
+                    for caches in kernel.device_caches.values()
+                    for compiled in caches[0].values()
+                }
                 if hashes:
                     found.setdefault(kernel.__name__, set()).update(hashes)
     return {name: len(hashes) for name, hashes in sorted(found.items())}
@@ -168,14 +193,23 @@ def count_binaries() -> dict[str, int]:
 def with_neighbours(rows: Sequence[Row]) -> list[Row]:
     """Rows with `neighbour_efficiency`, `relative` and `cliff`; None where the neighbour has no
     time."""
-    uniform = {(row["model"], row["T"], row["activation"], row["stage"]): row["efficiency"]
-               for row in rows if row["routing"] == "uniform"}
+    uniform = {
+        (row["model"], row["T"], row["activation"], row["stage"]): row["efficiency"]
+        for row in rows
+        if row["routing"] == "uniform"
+    }
     found = []
     for row in rows:
         best = uniform.get((row["neighbour"], row["T"], row["activation"], row["stage"]))
         share = None if best is None else row["efficiency"] / best
-        found.append({**row, "neighbour_efficiency": best, "relative": share,
-                      "cliff": None if share is None else share < LEAST})
+        found.append(
+            {
+                **row,
+                "neighbour_efficiency": best,
+                "relative": share,
+                "cliff": None if share is None else share < LEAST,
+            }
+        )
     return found
 
 
@@ -198,8 +232,13 @@ def measure_cell(run: Run, cell: Cell, full: Model, weights: RunWeights) -> None
         try:
             resolution = ours._chosen_weights(batches[0])[1]
             backend, config = resolution.kernel.backend, resolution.config
-            require(run.dry or backend == "hopper", "cliffs", str(cell), need="the hopper backend",
-                    got=backend)
+            require(
+                run.dry or backend == "hopper",
+                "cliffs",
+                str(cell),
+                need="the hopper backend",
+                got=backend,
+            )
             calls, errors = ours.prepare(cell, batches, STAGES)
             check_alive(run.device)
         except FatalError:
@@ -216,8 +255,13 @@ def measure_cell(run: Run, cell: Cell, full: Model, weights: RunWeights) -> None
         torch.cuda.synchronize()
         time.sleep(IDLE_SECONDS)
     failed: dict[str, Exception] = {}
-    timings = time_graph(timed, device=run.device, repeats=1 if run.dry else REPEATS,
-                         warmup=0 if run.dry else 3, failures=failed)
+    timings = time_graph(
+        timed,
+        device=run.device,
+        repeats=1 if run.dry else REPEATS,
+        warmup=0 if run.dry else 3,
+        failures=failed,
+    )
     check_alive(run.device)
     for name, error in failed.items():
         run.fail(f"{cell} {name}", error)
@@ -225,8 +269,14 @@ def measure_cell(run: Run, cell: Cell, full: Model, weights: RunWeights) -> None
         activation, stage = name.split("/")
         error, choice = facts[name]
         row = make_row(cell, hit, Ours.impl, activation, stage, timing, error, run.meta["ceilings"])
-        run.rows.append({**row, **choice, "efficiency": row["percent_of_roof"] / 100,
-                         "neighbour": neighbour_of(full).name})
+        run.rows.append(
+            {
+                **row,
+                **choice,
+                "efficiency": row["percent_of_roof"] / 100,
+                "neighbour": neighbour_of(full).name,
+            }
+        )
 
 
 def measure(run: Run, cells: dict[Model, list[Cell]]) -> None:
@@ -268,8 +318,13 @@ def time_first_calls(device: torch.device, dry: bool) -> Row:
     that it has loaded once the layer has run at every T."""
     model = tiny(_shape(32, 5120, 1408)) if dry else _shape(32, 5120, 1408)
     weights = random_weights(model, device)
-    require(dry or weights.prepared.layout is Layout.HOPPER_FRAGMENT, "cliffs", "weights",
-            need="the layout of the hopper backend", got=weights.prepared.layout.name)
+    require(
+        dry or weights.prepared.layout is Layout.HOPPER_FRAGMENT,
+        "cliffs",
+        "weights",
+        need="the layout of the hopper backend",
+        got=weights.prepared.layout.name,
+    )
     first = TOKENS[0], TOKENS[-1]
     others = sorted({*TOKENS, *(() if dry else named.TOKENS)} - set(first))
     seconds, after = {}, {}
@@ -296,8 +351,13 @@ def start_first_calls(dry: bool) -> Row:
         RuntimeError: it failed; the end of what it printed.
     """
     command = [sys.executable, str(Path(__file__).resolve()), "--first-calls"]
-    done = subprocess.run(command + ["--dry-run"] * dry, capture_output=True, text=True,
-                          timeout=CHILD_SECONDS, check=False)
+    done = subprocess.run(
+        command + ["--dry-run"] * dry,
+        capture_output=True,
+        text=True,
+        timeout=CHILD_SECONDS,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError((done.stdout + done.stderr)[-300:])
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -319,8 +379,9 @@ def table(rows: Sequence[Row]) -> str:
     """One line for each model, T and routing: efficiency in %, in brackets over the neighbour's,
     cliffs in bold."""
     present = {row["activation"] for row in rows}
-    columns = [(activation, stage) for activation in FORMATS if activation in present
-               for stage in STAGES]
+    columns = [
+        (activation, stage) for activation in FORMATS if activation in present for stage in STAGES
+    ]
     by_cell: dict[tuple[Any, ...], dict[tuple[str, str], Row]] = {}
     for row in rows:
         key = row["model"], row["T"], row["routing"], row["neighbour"]
@@ -333,8 +394,10 @@ def table(rows: Sequence[Row]) -> str:
         found = f"{100 * row['efficiency']:.0f} ({share})"
         return f"**{found}**" if row["cliff"] else found
 
-    lines = [[model, str(tokens), routing, neighbour, *(text(found.get(each)) for each in columns)]
-             for (model, tokens, routing, neighbour), found in by_cell.items()]
+    lines = [
+        [model, str(tokens), routing, neighbour, *(text(found.get(each)) for each in columns)]
+        for (model, tokens, routing, neighbour), found in by_cell.items()
+    ]
     names = [f"{stage} {activation}" for activation, stage in columns]
     return markdown_table(["model", "T", "routing", "neighbour", *names], lines)
 
@@ -344,17 +407,32 @@ def summary(document: Row) -> str:
     lines = []
     for activation in FORMATS:
         for stage in STAGES:
-            found = [row for row in document["rows"] if row["relative"] is not None
-                     and (row["activation"], row["stage"]) == (activation, stage)]
+            found = [
+                row
+                for row in document["rows"]
+                if row["relative"] is not None
+                and (row["activation"], row["stage"]) == (activation, stage)
+            ]
             if found:
                 worst = min(found, key=lambda row: row["relative"])
-                lines.append([f"{stage} {activation}", str(len(found)),
-                              str(sum(row["cliff"] for row in found)), f"{worst['relative']:.2f}",
-                              f"{worst['model']} T={worst['T']} {worst['routing']}"])
-    return "\n\n".join((
-        markdown_table(["efficiency over the neighbour's", "cells", f"< {LEAST}", "worst", "where"],
-                       lines),
-        first_calls_table(document["first_calls"]), binaries_table(document)))
+                lines.append(
+                    [
+                        f"{stage} {activation}",
+                        str(len(found)),
+                        str(sum(row["cliff"] for row in found)),
+                        f"{worst['relative']:.2f}",
+                        f"{worst['model']} T={worst['T']} {worst['routing']}",
+                    ]
+                )
+    return "\n\n".join(
+        (
+            markdown_table(
+                ["efficiency over the neighbour's", "cells", f"< {LEAST}", "worst", "where"], lines
+            ),
+            first_calls_table(document["first_calls"]),
+            binaries_table(document),
+        )
+    )
 
 
 STATES = {"empty_cache": "empty cache", "kept_cache": "kept cache"}
@@ -364,46 +442,76 @@ def first_calls_table(found: Row) -> str:
     """Seconds of each first call, and the longest against its limit."""
     states = [state for state in STATES if state in found]
     names = list(dict.fromkeys(name for state in states for name in found[state]["seconds"]))
-    lines = [[name, *(f"{found[state]['seconds'][name]:.2f}" for state in states)]
-             for name in names]
-    lines.append([f"longest (at most {MOST_SECONDS:.0f})",
-                  *(f"{max(found[state]['seconds'].values()):.2f}" for state in states)])
-    return markdown_table(["first call, s", *(STATES[state] for state in states)],
-                          lines if states else [])
+    lines = [
+        [name, *(f"{found[state]['seconds'][name]:.2f}" for state in states)] for name in names
+    ]
+    lines.append(
+        [
+            f"longest (at most {MOST_SECONDS:.0f})",
+            *(f"{max(found[state]['seconds'].values()):.2f}" for state in states),
+        ]
+    )
+    return markdown_table(
+        ["first call, s", *(STATES[state] for state in states)], lines if states else []
+    )
 
 
 def binaries_table(document: Row) -> str:
     """By kernel: one model's, and those of every shape of this run."""
-    one = next((document["first_calls"][state] for state in STATES
-                if state in document["first_calls"]), {"by_kernel": {}, "binaries": {}})
+    one = next(
+        (document["first_calls"][state] for state in STATES if state in document["first_calls"]),
+        {"by_kernel": {}, "binaries": {}},
+    )
     every = document["binaries"]["by_kernel"]
-    lines = [[name, str(one["by_kernel"].get(name, 0)), str(every.get(name, 0))]
-             for name in sorted({*every, *one["by_kernel"]})]
-    lines.append([f"all (of one model at most {MOST_BINARIES})",
-                  str(sum(one["by_kernel"].values())), str(document["binaries"]["total"])])
+    lines = [
+        [name, str(one["by_kernel"].get(name, 0)), str(every.get(name, 0))]
+        for name in sorted({*every, *one["by_kernel"]})
+    ]
+    lines.append(
+        [
+            f"all (of one model at most {MOST_BINARIES})",
+            str(sum(one["by_kernel"].values())),
+            str(document["binaries"]["total"]),
+        ]
+    )
     so_far = ", ".join(f"{count} after {name}" for name, count in one["binaries"].items())
     return markdown_table(["kernel", "binaries of one model", "of all shapes"], lines) + (
-        f"\n\nOne model: {so_far}." if so_far else "")
+        f"\n\nOne model: {so_far}." if so_far else ""
+    )
 
 
 def markdown(document: Row) -> str:
     """Everything: summary, cliffs, all efficiencies, what has no time."""
     meta = document["meta"]
-    steep = sorted((row for row in document["rows"] if row["cliff"]),
-                   key=lambda row: row["relative"])
-    lines = [[f"{row['model']} T={row['T']} {row['routing']} {row['stage']} {row['activation']}",
-              f"{100 * row['efficiency']:.0f}", row["neighbour"],
-              f"{100 * row['neighbour_efficiency']:.0f}", f"{row['relative']:.2f}", row["config"]]
-             for row in steep]
+    steep = sorted(
+        (row for row in document["rows"] if row["cliff"]), key=lambda row: row["relative"]
+    )
+    lines = [
+        [
+            f"{row['model']} T={row['T']} {row['routing']} {row['stage']} {row['activation']}",
+            f"{100 * row['efficiency']:.0f}",
+            row["neighbour"],
+            f"{100 * row['neighbour_efficiency']:.0f}",
+            f"{row['relative']:.2f}",
+            row["config"],
+        ]
+        for row in steep
+    ]
     columns = ["cell", "% of roof", "neighbour", "its %", "over its", "config"]
-    parts = ["# Cliffs: untuned shapes, odd T and skewed routings", conditions(meta),
-             "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
-             "## Summary", summary(document), f"## Cliffs: {len(steep)} of {len(document['rows'])}",
-             markdown_table(columns, lines[:OPEN_ROWS])]
+    parts = [
+        "# Cliffs: untuned shapes, odd T and skewed routings",
+        conditions(meta),
+        "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
+        "## Summary",
+        summary(document),
+        f"## Cliffs: {len(steep)} of {len(document['rows'])}",
+        markdown_table(columns, lines[:OPEN_ROWS]),
+    ]
     if lines[OPEN_ROWS:]:
         parts.append(folded("the others", markdown_table(columns, lines[OPEN_ROWS:])))
-    parts.append(folded("every efficiency in % of the roof (over the neighbour's)",
-                        table(document["rows"])))
+    parts.append(
+        folded("every efficiency in % of the roof (over the neighbour's)", table(document["rows"]))
+    )
     absent = [f"- {each['cell']}: `{each['error']}`" for each in meta["failures"]]
     absent += [f"- out of time: {', '.join(meta['left'])}"] if meta["left"] else []
     if absent:
@@ -416,30 +524,42 @@ def markdown(document: Row) -> str:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", default=",".join(SHAPES), help="default: %(default)s")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--routings", default=",".join(ROUTINGS), help="default: %(default)s")
     parser.add_argument("--output", type=Path, help=f"default: {DEFAULT_OUTPUT.name}")
-    parser.add_argument("--time-limit", type=float, default=150.0, metavar="SECONDS",
-                        help="of the whole run, first calls and ceilings included; cells that do "
-                             "not fit are listed as left; default: %(default)s")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=150.0,
+        metavar="SECONDS",
+        help="of the whole run, first calls and ceilings included; cells that do "
+        "not fit are listed as left; default: %(default)s",
+    )
     add_render_option(parser)
     parser.add_argument("--commit", help="where the checkout has no history")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="tiny shapes on the CPU: proves that everything runs")
-    parser.add_argument("--first-calls", action="store_true",
-                        help="only print this process's first calls and binaries, as JSON")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny shapes on the CPU: proves that everything runs"
+    )
+    parser.add_argument(
+        "--first-calls",
+        action="store_true",
+        help="only print this process's first calls and binaries, as JSON",
+    )
     return parser.parse_args(arguments)
 
 
-def prepare_run(options: argparse.Namespace, device: torch.device) -> tuple[
-        Run, dict[Model, list[Cell]]]:
+def prepare_run(
+    options: argparse.Namespace, device: torch.device
+) -> tuple[Run, dict[Model, list[Cell]]]:
     """Checked options, and the cells."""
     shapes = [SHAPES[name] for name in parse_list(options.shapes, list(SHAPES), "--shapes")]
-    cells = plan(shapes, parse_tokens(options.tokens),
-                 parse_list(options.routings, ROUTINGS, "--routings"))
+    cells = plan(
+        shapes, parse_tokens(options.tokens), parse_list(options.routings, ROUTINGS, "--routings")
+    )
     path = options.output or (DRY_OUTPUT if options.dry_run else DEFAULT_OUTPUT)
     deadline = time.monotonic() + options.time_limit
     return Run(device, options.dry_run, path, {}, deadline), cells
@@ -448,8 +568,10 @@ def prepare_run(options: argparse.Namespace, device: torch.device) -> tuple[
 def execute(run: Run, cells: dict[Model, list[Cell]], commit: str | None) -> None:
     """First calls in other processes, then the cells in this one, which finds their binaries in
     the same folder."""
-    with (tempfile.TemporaryDirectory() as folder,
-          mock.patch.dict(os.environ, {"TRITON_CACHE_DIR": folder})):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, {"TRITON_CACHE_DIR": folder}),
+    ):
         compare_first_calls(run)
         run.meta = make_meta(run.device, commit, sustained=False)
         del run.meta["peers"]
@@ -468,11 +590,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cpu" if options.dry_run else "cuda")
     try:
         if options.render is not None:
-            return render_again(options.render, lambda found: markdown(
-                {**found, "rows": with_neighbours(found["rows"])}))
+            return render_again(
+                options.render,
+                lambda found: markdown({**found, "rows": with_neighbours(found["rows"])}),
+            )
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(message("cliffs", "device", "a GPU", "none",
-                                     "run with --dry-run to try the script"))
+            raise ValueError(
+                message("cliffs", "device", "a GPU", "none", "run with --dry-run to try the script")
+            )
         if options.first_calls:
             print(json.dumps(time_first_calls(device, options.dry_run)))
             return 0
@@ -485,8 +610,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_json(run.path, document)
     run.path.with_suffix(".md").write_text(markdown(document), encoding="utf-8")
     print("\n" + table(document["rows"]) + "\n\n" + summary(document) + "\n")
-    print(f"wrote {run.path} and .md: {len(run.rows)} rows, {len(run.failures)} failures, "
-          f"{len(run.left)} cells left, {time.monotonic() - began:.0f} s")
+    print(
+        f"wrote {run.path} and .md: {len(run.rows)} rows, {len(run.failures)} failures, "
+        f"{len(run.left)} cells left, {time.monotonic() - began:.0f} s"
+    )
     return 1 if run.failures else 0
 
 

@@ -52,8 +52,12 @@ COMPILE_SECONDS = 45.0
 NO_GEMM = "absent: only the hopper backend has a GEMM that starts from encoded rows"
 FATAL = 3
 PEERS = ("triton_kernels", "marlin", "humming")
-PEER_KEYS = (("triton_kernels", "bf16"), ("marlin", "bf16"), ("humming", "bf16"),
-             ("humming", "fp8_token"))
+PEER_KEYS = (
+    ("triton_kernels", "bf16"),
+    ("marlin", "bf16"),
+    ("humming", "bf16"),
+    ("humming", "fp8_token"),
+)
 
 Timed = dict[str, list[Callable[[], object]]]
 
@@ -144,8 +148,14 @@ def make_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
 
     if isinstance(run.compiler, str):
         raise RuntimeError(run.compiler)
-    return Humming(folder, model, weights, key[1], run.compiler,
-                   lambda: min(COMPILE_SECONDS, run.deadline - time.monotonic()))
+    return Humming(
+        folder,
+        model,
+        weights,
+        key[1],
+        run.compiler,
+        lambda: min(COMPILE_SECONDS, run.deadline - time.monotonic()),
+    )
 
 
 def get_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
@@ -175,8 +185,9 @@ def cell_key(cell: Cell, impl: str, activation: str, stage: str) -> Key:
     return cell.model.name, cell.tokens, cell.routing, impl, activation, stage
 
 
-def blame(run: Run, cell: Cell, stage: str, timed: Timed, failed: dict[str, Exception],
-          error: Exception) -> None:
+def blame(
+    run: Run, cell: Cell, stage: str, timed: Timed, failed: dict[str, Exception], error: Exception
+) -> None:
     """Note who may have stopped a whole stage, so that a restarted run goes on without them: the
     variants that failed, else every peer, else ours."""
     peers = [name for name in timed if not name.startswith(Ours.impl + "/")]
@@ -185,8 +196,9 @@ def blame(run: Run, cell: Cell, stage: str, timed: Timed, failed: dict[str, Exce
         run.document.fail(cell_key(cell, impl, activation, stage), describe(error))
 
 
-def time_stage(run: Run, cell: Cell, stage: str, hit: float, timed: Timed,
-               errors: dict[tuple[str, str], float]) -> None:
+def time_stage(
+    run: Run, cell: Cell, stage: str, hit: float, timed: Timed, errors: dict[tuple[str, str], float]
+) -> None:
     """Rows of one stage: all variants interleaved, the fastest of an implementation counts.
 
     Names of variants are ``impl/activation/variant``.
@@ -194,9 +206,13 @@ def time_stage(run: Run, cell: Cell, stage: str, hit: float, timed: Timed,
     if not timed:
         return
     model, ceilings = cell.model, run.document.meta["ceilings"]
-    work = Work.of_stage(stage.removesuffix("_gemm"), hit_experts=math.ceil(hit),
-                         routed_rows=cell.tokens * model.k, hidden_size=model.H,
-                         intermediate_size=model.F)
+    work = Work.of_stage(
+        stage.removesuffix("_gemm"),
+        hit_experts=math.ceil(hit),
+        routed_rows=cell.tokens * model.k,
+        hidden_size=model.H,
+        intermediate_size=model.F,
+    )
     floor = work.floor_us(ceilings["read_tbs"] * 1e12, ceilings["bf16_tflops"] * 1e12)
     floor *= cell.rotations
     on_gpu = run.device.type == "cuda"
@@ -207,9 +223,13 @@ def time_stage(run: Run, cell: Cell, stage: str, hit: float, timed: Timed,
     failed: dict[str, Exception] = {}
     try:
         with run.clock("capture and replay"):
-            timings = time_graph(timed, device=run.device, failures=failed,
-                                 repeats=num_repeats(floor) if on_gpu else 1,
-                                 warmup=warmup if on_gpu else 0)
+            timings = time_graph(
+                timed,
+                device=run.device,
+                failures=failed,
+                repeats=num_repeats(floor) if on_gpu else 1,
+                warmup=warmup if on_gpu else 0,
+            )
             check_alive(run.device)
     except Exception as error:
         blame(run, cell, stage, timed, failed, error)
@@ -221,16 +241,25 @@ def time_stage(run: Run, cell: Cell, stage: str, hit: float, timed: Timed,
         if (impl, activation) not in best or timing.us < best[impl, activation].us:
             best[impl, activation] = timing
     for (impl, activation), timing in best.items():
-        run.document.add(make_row(cell, hit, impl, activation, stage, timing,
-                                  errors.get((impl, activation)), ceilings))
+        run.document.add(
+            make_row(
+                cell, hit, impl, activation, stage, timing, errors.get((impl, activation)), ceilings
+            )
+        )
     for name, error in failed.items():
         impl, activation, _ = name.split("/")
         if (impl, activation) not in best:
             run.document.fail(cell_key(cell, impl, activation, stage), describe(error))
 
 
-def attempt_one(run: Run, cell: Cell, impl: str, activation: str, stages: Sequence[str],
-                prepare: Callable[[], None]) -> None:
+def attempt_one(
+    run: Run,
+    cell: Cell,
+    impl: str,
+    activation: str,
+    stages: Sequence[str],
+    prepare: Callable[[], None],
+) -> None:
     """Prepare one implementation; what goes wrong is noted for each of its stages."""
     try:
         with run.clock(f"compile and check {impl}/{activation}"):
@@ -249,9 +278,9 @@ def attempt_one(run: Run, cell: Cell, impl: str, activation: str, stages: Sequen
         check_alive(run.device)
 
 
-def collect(run: Run, cell: Cell, batches: list[Inputs],
-            wanted: dict[tuple[str, str], list[str]],
-            ) -> tuple[dict[str, Timed], dict[str, dict[tuple[str, str], float]]]:
+def collect(
+    run: Run, cell: Cell, batches: list[Inputs], wanted: dict[tuple[str, str], list[str]]
+) -> tuple[dict[str, Timed], dict[str, dict[tuple[str, str], float]]]:
     """Calls by stage and variant, and relative L2 by stage and implementation."""
     built = build_model(run, cell.model)
     timed: dict[str, Timed] = {stage: {} for stage in cell.stages(run.stages)}
@@ -281,8 +310,11 @@ def collect(run: Run, cell: Cell, batches: list[Inputs],
 
     by_key = {(ours.impl, ours.activation): ours for ours in built.ours}
     for key, stages in wanted.items():
-        prepare = ((lambda key=key, stages=stages: add_ours(by_key[key], stages))
-                   if key in by_key else (lambda key=key, stages=stages: add_peer(key, stages)))
+        prepare = (
+            (lambda key=key, stages=stages: add_ours(by_key[key], stages))
+            if key in by_key
+            else (lambda key=key, stages=stages: add_peer(key, stages))
+        )
         attempt_one(run, cell, *key, stages, prepare)
     return timed, errors
 
@@ -293,10 +325,17 @@ def wanted_stages(run: Run, cell: Cell) -> dict[tuple[str, str], list[str]]:
     keys = [(Ours.impl, name) for name in run.formats]
     if time.monotonic() < run.peer_deadline:
         keys += peer_keys(run)
-    missing = [stage for stage in cell.stages(run.stages) if not all(
-        run.document.is_done(cell_key(cell, *key, stage)) for key in keys)]
-    wanted = {key: [stage for stage in missing
-                    if cell_key(cell, *key, stage) not in run.document.failures] for key in keys}
+    missing = [
+        stage
+        for stage in cell.stages(run.stages)
+        if not all(run.document.is_done(cell_key(cell, *key, stage)) for key in keys)
+    ]
+    wanted = {
+        key: [
+            stage for stage in missing if cell_key(cell, *key, stage) not in run.document.failures
+        ]
+        for key in keys
+    }
     return {key: stages for key, stages in wanted.items() if stages}
 
 
@@ -317,9 +356,11 @@ def run_cell(run: Run, cell: Cell) -> None:
         run.document.save()
     if run.device.type == "cuda" and cell.tokens >= 1024:
         torch.cuda.empty_cache()
-    layer = [f"{row['impl']}/{row['activation']} {row['us']:.0f}"
-             for key, row in run.document.rows.items()
-             if key[:3] == cell_key(cell, "", "", "")[:3] and key[5] == "layer"]
+    layer = [
+        f"{row['impl']}/{row['activation']} {row['us']:.0f}"
+        for key, row in run.document.rows.items()
+        if key[:3] == cell_key(cell, "", "", "")[:3] and key[5] == "layer"
+    ]
     print(f"{cell}: {time.monotonic() - began:.1f} s; layer us: {', '.join(layer)}", flush=True)
 
 
@@ -358,24 +399,30 @@ def run_cells(run: Run, cells: Sequence[Cell]) -> None:
             break
         run_cell(run, cell)
         longest = max(longest, time.monotonic() - began) if index else 0.0  # the first compiles
-        if all(cell.model != other.model for other in cells[index + 1:]):
+        if all(cell.model != other.model for other in cells[index + 1 :]):
             run.models.pop(cell.model.name, None)
     left = [str(cell) for cell in cells if wanted_stages(run, cell)]
     run.document.meta["left"] = left
     if left:
-        print(f"time limit: {len(left)} cells left: {', '.join(left)}; continue with --resume",
-              flush=True)
+        print(
+            f"time limit: {len(left)} cells left: {', '.join(left)}; continue with --resume",
+            flush=True,
+        )
     if hasattr(run.compiler, "stop"):
         run.compiler.stop()
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
-    parser.add_argument("--tokens", help="default: " + ",".join(map(str, plan.TOKENS)) + ", of the "
-                        "reference systems' shapes " + ",".join(map(str, plan.REFERENCE_TOKENS)))
+    parser.add_argument(
+        "--tokens",
+        help="default: " + ",".join(map(str, plan.TOKENS)) + ", of the "
+        "reference systems' shapes " + ",".join(map(str, plan.REFERENCE_TOKENS)),
+    )
     parser.add_argument("--activations", default=",".join(ACTIVATION_FORMATS))
     parser.add_argument("--stages", default=",".join(STAGES), help="default: %(default)s")
     parser.add_argument("--routings", default="uniform", help="some of " + ", ".join(plan.ROUTINGS))
@@ -383,13 +430,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--only-peers", default=",".join(PEERS), help="default: %(default)s")
     parser.add_argument("--output", type=Path, help=f"default: {DEFAULT_OUTPUT.name}")
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
-    parser.add_argument("--peer-time-limit", type=float, default=math.inf, metavar="SECONDS",
-                        help="after this, measure mxpert alone")
+    parser.add_argument(
+        "--peer-time-limit",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="after this, measure mxpert alone",
+    )
     parser.add_argument("--resume", action="store_true", help="keep what --output holds")
     parser.add_argument("--sustained", action="store_true", help="time after half a second of load")
     parser.add_argument("--commit", help="where the checkout has no history")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="tiny models on the CPU: proves that everything runs")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny models on the CPU: proves that everything runs"
+    )
     return parser.parse_args(arguments)
 
 
@@ -398,16 +451,20 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
     began = time.monotonic()
     device = torch.device("cpu" if options.dry_run else "cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(message("compare", "device", "a GPU", "none",
-                                 "run with --dry-run to try the script"))
+        raise ValueError(
+            message("compare", "device", "a GPU", "none", "run with --dry-run to try the script")
+        )
     names = plan.parse_list(options.models, list(MODELS), "--models")
     models = [plan.tiny(MODELS[name]) if options.dry_run else MODELS[name] for name in names]
     tokens = None if options.tokens is None else plan.parse_tokens(options.tokens)
-    cells = plan.ordered_cells(models, tokens,
-                               plan.parse_list(options.routings, plan.ROUTINGS, "--routings"))
-    formats = [name for width in plan.parse_list(options.activations, list(ACTIVATION_FORMATS),
-                                                 "--activations")
-               for name in ACTIVATION_FORMATS[width]]
+    cells = plan.ordered_cells(
+        models, tokens, plan.parse_list(options.routings, plan.ROUTINGS, "--routings")
+    )
+    formats = [
+        name
+        for width in plan.parse_list(options.activations, list(ACTIVATION_FORMATS), "--activations")
+        for name in ACTIVATION_FORMATS[width]
+    ]
     chosen = plan.parse_list(options.stages, STAGES, "--stages")
     stages = [stage for stage in STAGES if stage in chosen]
     peer_names = plan.parse_list(options.only_peers, PEERS, "--only-peers")
@@ -423,9 +480,18 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
         document = Document(path, meta | {"ceilings": measure_ceilings(device)})
         if options.peers is None:
             document.meta["peers"] = dict.fromkeys(PEERS, "absent: no --peers directory")
-    return Run(device, document, stages, formats, options.peers, peer_names,
-               began + options.time_limit, began + options.peer_time_limit,
-               options.sustained, warming=warming), cells
+    return Run(
+        device,
+        document,
+        stages,
+        formats,
+        options.peers,
+        peer_names,
+        began + options.time_limit,
+        began + options.peer_time_limit,
+        options.sustained,
+        warming=warming,
+    ), cells
 
 
 def print_estimate(run: Run, cells: Sequence[Cell]) -> None:
@@ -434,18 +500,26 @@ def print_estimate(run: Run, cells: Sequence[Cell]) -> None:
     variants = len(run.formats) + len(asked_peers(run.formats, run.peer_names))
     found = estimate(real, run.stages, variants)
     parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found.items())
-    print(f"estimate for an H200, {len(real)} cells, {variants} variants: "
-          f"{sum(found.values()):.0f} s ({parts})", flush=True)
+    print(
+        f"estimate for an H200, {len(real)} cells, {variants} variants: "
+        f"{sum(found.values()):.0f} s ({parts})",
+        flush=True,
+    )
 
 
 def restart(options: argparse.Namespace, seconds: float) -> None:
     """Go on in a new process where this one's CUDA context is lost; what failed is on record."""
     skipped = ("--time-limit", "--peer-time-limit")
-    rest = [word for index, word in enumerate(sys.argv[1:])
-            if not word.startswith(skipped) and sys.argv[index] not in skipped]
-    limits = [f"{name}={max(0.0, value - seconds):.0f}" for name, value in zip(
-        skipped, (options.time_limit, options.peer_time_limit), strict=True)
-        if math.isfinite(value)]
+    rest = [
+        word
+        for index, word in enumerate(sys.argv[1:])
+        if not word.startswith(skipped) and sys.argv[index] not in skipped
+    ]
+    limits = [
+        f"{name}={max(0.0, value - seconds):.0f}"
+        for name, value in zip(skipped, (options.time_limit, options.peer_time_limit), strict=True)
+        if math.isfinite(value)
+    ]
     resume = [] if options.resume else ["--resume"]
     print("the CUDA context is lost; going on in a new process", flush=True)
     sys.stdout.flush()
@@ -472,14 +546,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         restart(options, time.monotonic() - began)
     run.document.save()
     print("\n" + layer_table(run.document.rows.values(), SUMMARY_TOKENS, line_name) + "\n")
-    print("seconds: " + ", ".join(f"{what} {seconds:.1f}"
-                                  for what, seconds in run.seconds.most_common()))
-    red = [key for key, error in run.document.failures.items()
-           if key[3] == Ours.impl and error != NO_GEMM]
+    print(
+        "seconds: "
+        + ", ".join(f"{what} {seconds:.1f}" for what, seconds in run.seconds.most_common())
+    )
+    red = [
+        key
+        for key, error in run.document.failures.items()
+        if key[3] == Ours.impl and error != NO_GEMM
+    ]
     for key in red:
         print(f"no time for {key}: {run.document.failures[key]}", file=sys.stderr)
-    print(f"wrote {run.document.path}: {len(run.document.rows)} rows, "
-          f"{len(run.document.failures)} failures, {time.monotonic() - began:.0f} s")
+    print(
+        f"wrote {run.document.path}: {len(run.document.rows)} rows, "
+        f"{len(run.document.failures)} failures, {time.monotonic() - began:.0f} s"
+    )
     return 1 if red else 0
 
 

@@ -18,10 +18,24 @@ Row = dict[str, Any]
 META_KEYS = ("device", "clocks", "versions", "commit", "date", "protocol", "ceilings")
 OPTIONAL_META_KEYS = ("peers", "failures", "left")
 ROW_TYPES: dict[str, tuple[type, ...]] = {
-    "model": (str,), "E": (int,), "k": (int,), "H": (int,), "F": (int,), "T": (int,),
-    "hit": (int, float), "routing": (str,), "impl": (str,), "activation": (str,), "stage": (str,),
-    "us": (int, float), "us_spread": (int, float), "rel_l2": (int, float, type(None)),
-    "tbs": (int, float), "tflops": (int, float), "percent_of_roof": (int, float)}
+    "model": (str,),
+    "E": (int,),
+    "k": (int,),
+    "H": (int,),
+    "F": (int,),
+    "T": (int,),
+    "hit": (int, float),
+    "routing": (str,),
+    "impl": (str,),
+    "activation": (str,),
+    "stage": (str,),
+    "us": (int, float),
+    "us_spread": (int, float),
+    "rel_l2": (int, float, type(None)),
+    "tbs": (int, float),
+    "tflops": (int, float),
+    "percent_of_roof": (int, float),
+}
 KEY_COLUMNS = ("model", "T", "routing", "impl", "activation", "stage")
 
 Key = tuple[str, int, str, str, str, str]
@@ -39,27 +53,52 @@ def validate(document: Any, source: str = "document") -> None:
     Raises:
         ValueError: names the first key or row that is missing, unknown or of the wrong kind.
     """
-    require(isinstance(document, dict) and set(document) == {"meta", "rows"}, source, "keys",
-            need="meta and rows", got=sorted(document) if isinstance(document, dict)
-            else type(document).__name__)
+    require(
+        isinstance(document, dict) and set(document) == {"meta", "rows"},
+        source,
+        "keys",
+        need="meta and rows",
+        got=sorted(document) if isinstance(document, dict) else type(document).__name__,
+    )
     keys = set(document["meta"])
-    require(set(META_KEYS) <= keys <= {*META_KEYS, *OPTIONAL_META_KEYS}, source, "meta",
-            need=", ".join(META_KEYS), got=", ".join(sorted(keys)))
+    require(
+        set(META_KEYS) <= keys <= {*META_KEYS, *OPTIONAL_META_KEYS},
+        source,
+        "meta",
+        need=", ".join(META_KEYS),
+        got=", ".join(sorted(keys)),
+    )
     seen: set[Key] = set()
     for index, row in enumerate(document["rows"]):
         place = f"rows[{index}]"
-        require(set(row) == set(ROW_TYPES), source, place, need=", ".join(ROW_TYPES),
-                got=", ".join(row))
+        require(
+            set(row) == set(ROW_TYPES), source, place, need=", ".join(ROW_TYPES), got=", ".join(row)
+        )
         for name, types in ROW_TYPES.items():
             good = isinstance(row[name], types) and not isinstance(row[name], bool)
-            require(good, source, f"{place}.{name}", got=repr(row[name]),
-                    need=" or ".join(kind.__name__ for kind in types))
+            require(
+                good,
+                source,
+                f"{place}.{name}",
+                got=repr(row[name]),
+                need=" or ".join(kind.__name__ for kind in types),
+            )
         for name, allowed in (("stage", STAGES), ("activation", WIDTHS), ("routing", ROUTINGS)):
-            require(row[name] in allowed, source, f"{place}.{name}", need=f"one of {list(allowed)}",
-                    got=repr(row[name]))
+            require(
+                row[name] in allowed,
+                source,
+                f"{place}.{name}",
+                need=f"one of {list(allowed)}",
+                got=repr(row[name]),
+            )
         require(row["us"] > 0, source, f"{place}.us", need="more than 0", got=row["us"])
-        require(row_key(row) not in seen, source, place, need="one row for each cell",
-                got=f"{row_key(row)} twice")
+        require(
+            row_key(row) not in seen,
+            source,
+            place,
+            need="one row for each cell",
+            got=f"{row_key(row)} twice",
+        )
         seen.add(row_key(row))
 
 
@@ -82,22 +121,48 @@ def read(path: Path, script: str, check: Callable[[Any, str], None]) -> dict[str
     return document
 
 
-def make_row(cell: Cell, hit: float, impl: str, activation: str, stage: str, timing: Timing,
-             rel_l2: float | None, ceilings: Mapping[str, float]) -> Row:
+def make_row(
+    cell: Cell,
+    hit: float,
+    impl: str,
+    activation: str,
+    stage: str,
+    timing: Timing,
+    rel_l2: float | None,
+    ceilings: Mapping[str, float],
+) -> Row:
     """One measurement set against the ceilings of its run; times in µs, `us_spread` the width of
     the band from the 10th to the 90th percentile."""
     model = cell.model
-    work = Work.of_stage(stage.removesuffix("_gemm"), hit_experts=hit, hidden_size=model.H,
-                         routed_rows=cell.tokens * model.k, intermediate_size=model.F)
+    work = Work.of_stage(
+        stage.removesuffix("_gemm"),
+        hit_experts=hit,
+        hidden_size=model.H,
+        routed_rows=cell.tokens * model.k,
+        intermediate_size=model.F,
+    )
     rate = ceilings["bf16_tflops" if WIDTHS[activation] == "a16" else "fp8_tflops"]
     floor = work.floor_us(ceilings["read_tbs"] * 1e12, rate * 1e12)
     finite = rel_l2 is not None and math.isfinite(rel_l2)
-    return {"model": model.name, "E": model.E, "k": model.k, "H": model.H, "F": model.F,
-            "T": cell.tokens, "hit": hit, "routing": cell.routing, "impl": impl,
-            "activation": activation, "stage": stage, "us": timing.us,
-            "us_spread": timing.high_us - timing.low_us, "rel_l2": rel_l2 if finite else None,
-            "tbs": work.weight_bytes / timing.us / 1e6, "tflops": work.flops / timing.us / 1e6,
-            "percent_of_roof": 100 * floor / timing.us}
+    return {
+        "model": model.name,
+        "E": model.E,
+        "k": model.k,
+        "H": model.H,
+        "F": model.F,
+        "T": cell.tokens,
+        "hit": hit,
+        "routing": cell.routing,
+        "impl": impl,
+        "activation": activation,
+        "stage": stage,
+        "us": timing.us,
+        "us_spread": timing.high_us - timing.low_us,
+        "rel_l2": rel_l2 if finite else None,
+        "tbs": work.weight_bytes / timing.us / 1e6,
+        "tflops": work.flops / timing.us / 1e6,
+        "percent_of_roof": 100 * floor / timing.us,
+    }
 
 
 @dataclass
@@ -119,8 +184,14 @@ class Document:
         """
         old = load(path)
         for name in ("device", "commit", "protocol"):
-            require(old["meta"][name] == meta[name], "compare", f"--resume {path}: {name}",
-                    need=meta[name], got=old["meta"][name], remedy="start a new run")
+            require(
+                old["meta"][name] == meta[name],
+                "compare",
+                f"--resume {path}: {name}",
+                need=meta[name],
+                got=old["meta"][name],
+                remedy="start a new run",
+            )
         failures = {row_key(each): each["error"] for each in old["meta"].get("failures", [])}
         return cls(path, old["meta"], {row_key(row): row for row in old["rows"]}, failures)
 
@@ -137,7 +208,11 @@ class Document:
 
     def save(self) -> None:
         """Write everything so far; the file is whole at any moment."""
-        failures = [dict(zip(KEY_COLUMNS, key, strict=True)) | {"error": error}
-                    for key, error in self.failures.items()]
-        write_json(self.path, {"meta": self.meta | {"failures": failures},
-                               "rows": list(self.rows.values())})
+        failures = [
+            dict(zip(KEY_COLUMNS, key, strict=True)) | {"error": error}
+            for key, error in self.failures.items()
+        ]
+        write_json(
+            self.path,
+            {"meta": self.meta | {"failures": failures}, "rows": list(self.rows.values())},
+        )

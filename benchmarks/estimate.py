@@ -35,9 +35,13 @@ def estimate(cells: Sequence[Cell], stages: Sequence[str], num_variants: int) ->
         hit = model.E * (1 - (1 - model.k / model.E) ** cell.tokens)
         num_stages += len(cell.stages(stages))
         for stage in cell.stages(stages):
-            work = Work.of_stage(stage.removesuffix("_gemm"), hit_experts=round(hit),
-                                 routed_rows=cell.tokens * model.k, hidden_size=model.H,
-                                 intermediate_size=model.F)
+            work = Work.of_stage(
+                stage.removesuffix("_gemm"),
+                hit_experts=round(hit),
+                routed_rows=cell.tokens * model.k,
+                hidden_size=model.H,
+                intermediate_size=model.F,
+            )
             floor = work.floor_us(READ_RATE, MULTIPLY_RATE)
             us = cell.rotations * (floor / ROOF_SHARE + LAUNCH_US) + SWEEP_US
             replays += num_variants * (WARMUP + num_repeats(cell.rotations * floor)) * us / 1e6

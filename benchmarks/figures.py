@@ -90,9 +90,16 @@ def cell_of(row: Mapping[str, Any]) -> CellKey:
 
 def our_rows(rows: Iterable[Row]) -> list[Row]:
     """Ours, in the order of the tables."""
-    return sorted((row for row in rows if row["impl"] == OURS), key=lambda row: (
-        model_rank(row["model"]), row["routing"], format_rank(row["activation"]),
-        STAGES.index(row["stage"]), row["T"]))
+    return sorted(
+        (row for row in rows if row["impl"] == OURS),
+        key=lambda row: (
+            model_rank(row["model"]),
+            row["routing"],
+            format_rank(row["activation"]),
+            STAGES.index(row["stage"]),
+            row["T"],
+        ),
+    )
 
 
 def peer_width(activation: str) -> str:
@@ -108,8 +115,9 @@ def speed_ups(rows: Iterable[Row]) -> list[SpeedUp]:
         key = cell_of(row), WIDTHS[row["activation"]]
         if row["impl"] != OURS and (key not in peers or row["us"] < peers[key]["us"]):
             peers[key] = row
-    best = ((row, peers.get((cell_of(row), peer_width(row["activation"]))))
-            for row in our_rows(rows))
+    best = (
+        (row, peers.get((cell_of(row), peer_width(row["activation"])))) for row in our_rows(rows)
+    )
     return [SpeedUp(row, peer) for row, peer in best if peer is not None]
 
 
@@ -122,8 +130,7 @@ def geometric_means(
         key = each.activation, each.ours["stage"], each.regime
         groups.setdefault(key, []).append(each.value)
     order = sorted(groups, key=lambda key: (format_rank(key[0]), STAGES.index(key[1]), key[2]))
-    return {key: (geometric_mean(groups[key]), len(groups[key]), min(groups[key]))
-            for key in order}
+    return {key: (geometric_mean(groups[key]), len(groups[key]), min(groups[key])) for key in order}
 
 
 def slower_cells(found: Iterable[SpeedUp]) -> list[SpeedUp]:
@@ -137,8 +144,11 @@ def gemm_shares(rows: Iterable[Row]) -> dict[tuple[str, str, str, int], float]:
     for row in our_rows(rows):
         key = row["model"], row["routing"], row["activation"], row["T"]
         times.setdefault(key, {})[row["stage"]] = row["us"]
-    return {key: sum(each[stage] for stage in GEMM_STAGES) / each["layer"]
-            for key, each in times.items() if {"layer", *GEMM_STAGES} <= set(each)}
+    return {
+        key: sum(each[stage] for stage in GEMM_STAGES) / each["layer"]
+        for key, each in times.items()
+        if {"layer", *GEMM_STAGES} <= set(each)
+    }
 
 
 def format_speed_ups(rows: Iterable[Row], activation: str, other: str) -> dict[CellKey, float]:

@@ -23,8 +23,9 @@ def _swiglu_rows_kernel(out_ptr, rows_ptr, num_features, alpha, limit, BLOCK: tl
 
 
 @triton.jit
-def _sum_slots_kernel(out_ptr, rows_ptr, slot_weights_ptr, width, top_k, WEIGHTED: tl.constexpr,
-                      BLOCK: tl.constexpr):
+def _sum_slots_kernel(
+    out_ptr, rows_ptr, slot_weights_ptr, width, top_k, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -42,12 +43,19 @@ def swiglu_rows(out: torch.Tensor, rows: torch.Tensor, *, alpha: float, limit: f
     """SwiGLU of interleaved gate and up, bfloat16 [R, 2F] → [R, F]."""
     count, features = out.shape
     _swiglu_rows_kernel[(count, triton.cdiv(features, _BLOCK))](
-        out_ptr=out, rows_ptr=rows, num_features=features, alpha=alpha, limit=limit, BLOCK=_BLOCK)
+        out_ptr=out, rows_ptr=rows, num_features=features, alpha=alpha, limit=limit, BLOCK=_BLOCK
+    )
 
 
 def sum_slots(out: torch.Tensor, rows: torch.Tensor, slot_weights: torch.Tensor | None) -> None:
     """Sum of a token's rows, bfloat16 [T · k, H] → [T, H], with float32 weights [T, k] or none."""
     tokens, width = out.shape
     _sum_slots_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-        out_ptr=out, rows_ptr=rows, slot_weights_ptr=slot_weights, width=width,
-        top_k=rows.shape[0] // tokens, WEIGHTED=slot_weights is not None, BLOCK=_BLOCK)
+        out_ptr=out,
+        rows_ptr=rows,
+        slot_weights_ptr=slot_weights,
+        width=width,
+        top_k=rows.shape[0] // tokens,
+        WEIGHTED=slot_weights is not None,
+        BLOCK=_BLOCK,
+    )

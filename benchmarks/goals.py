@@ -10,8 +10,16 @@ from typing import Any
 from cells import DECODE_TOKENS, GEMM_STAGES, WIDTHS
 from document import Row
 from figures import (
-    BOTH_STAGES, CellKey, Roof, cell_name, format_rank, format_speed_ups, gemm_shares, our_rows,
-    peer_width, speed_ups,
+    BOTH_STAGES,
+    CellKey,
+    Roof,
+    cell_name,
+    format_rank,
+    format_speed_ups,
+    gemm_shares,
+    our_rows,
+    peer_width,
+    speed_ups,
 )
 
 PEER_MEAN = {"a16": 1 / 0.60, "a8": 1 / 0.80, "a4": 1 / 0.80}
@@ -41,7 +49,8 @@ NOTES = (
     f"{FIRST_TOKEN_US:.0f} µs: models whose weights can be read in that time.",
     f"cuBLAS: prefill GEMMs with T · k / E ≥ {ROWS_PER_EXPERT}.",
     f"Speed of mxfp8 over fp8_token: GEMMs, {BOTH_STAGES}, layer. The formats quantise the "
-    "intermediate in different stages, so that single stages do not compare.")
+    "intermediate in different stages, so that single stages do not compare.",
+)
 
 
 @dataclass(frozen=True)
@@ -89,47 +98,87 @@ class Goal:
         head = f"{self.number}. {self.what}", f"mean {limit}" if self.of_mean else limit
         if not self.values:
             return *head, "–", "–", "–", "not measured"
-        return (*head, f"{self.mean:{form}}", f"{self.values[self.worst]:{form}} ({self.worst})",
-                f"{self.num_met} of {len(self.values)}", "met" if self.is_met else "missed")
+        return (
+            *head,
+            f"{self.mean:{form}}",
+            f"{self.values[self.worst]:{form}} ({self.worst})",
+            f"{self.num_met} of {len(self.values)}",
+            "met" if self.is_met else "missed",
+        )
 
 
-def _decode_goals(rows: Sequence[Row], activation: str,
-                  ceilings: Mapping[str, float]) -> Iterator[Goal]:
+def _decode_goals(
+    rows: Sequence[Row], activation: str, ceilings: Mapping[str, float]
+) -> Iterator[Goal]:
     """Goal 1."""
     width, peers = WIDTHS[activation], peer_width(activation)
-    against = {cell_name(each.ours): each.value for each in speed_ups(rows)
-               if each.activation == activation and each.regime == "decode"}
+    against = {
+        cell_name(each.ours): each.value
+        for each in speed_ups(rows)
+        if each.activation == activation and each.regime == "decode"
+    }
     mine = [row for row in our_rows(rows) if row["activation"] == activation]
-    reading = {cell_name(row): row["tbs"] / ceilings["read_tbs"] for row in mine
-               if row["stage"] in GEMM_STAGES and row["T"] in READ_TOKENS
-               and row["hit"] >= NEARLY_ALL * row["E"] and Roof.of(row, ceilings).bound == "read"}
-    single = {cell_name(row): row["us"] for row in mine
-              if row["T"] == 1 and row["stage"] == "layer"
-              and row["tbs"] * row["us"] <= ceilings["read_tbs"] * FIRST_TOKEN_US}
+    reading = {
+        cell_name(row): row["tbs"] / ceilings["read_tbs"]
+        for row in mine
+        if row["stage"] in GEMM_STAGES
+        and row["T"] in READ_TOKENS
+        and row["hit"] >= NEARLY_ALL * row["E"]
+        and Roof.of(row, ceilings).bound == "read"
+    }
+    single = {
+        cell_name(row): row["us"]
+        for row in mine
+        if row["T"] == 1
+        and row["stage"] == "layer"
+        and row["tbs"] * row["us"] <= ceilings["read_tbs"] * FIRST_TOKEN_US
+    }
     yield Goal(1, f"{activation} decode, speed-up over the best {peers} peer", 1.0, against)
-    yield Goal(1, f"{activation} decode, speed-up over the best {peers} peer", PEER_MEAN[width],
-               against, of_mean=True)
+    yield Goal(
+        1,
+        f"{activation} decode, speed-up over the best {peers} peer",
+        PEER_MEAN[width],
+        against,
+        of_mean=True,
+    )
     yield Goal(1, f"{activation} decode weight traffic / read ceiling", READ_SHARE[width], reading)
     yield Goal(1, f"{activation} layer at T = 1, µs", FIRST_TOKEN_US, single, at_most=True)
 
 
-def _prefill_goals(rows: Sequence[Row], activation: str,
-                   ceilings: Mapping[str, float]) -> Iterator[Goal]:
+def _prefill_goals(
+    rows: Sequence[Row], activation: str, ceilings: Mapping[str, float]
+) -> Iterator[Goal]:
     """Goal 2."""
     width = WIDTHS[activation]
     rate = "bf16" if width == "a16" else "fp8"
-    gemms = [row for row in our_rows(rows)
-             if row["activation"] == activation and row["stage"] in GEMM_STAGES]
-    shares = {cell_name(row): row["tflops"] / ceilings[f"{rate}_tflops"] for row in gemms
-              if row["T"] > DECODE_TOKENS and row["T"] * row["k"] >= ROWS_PER_EXPERT * row["E"]}
-    rates = {cell_name(row): row["tflops"] for row in gemms
-             if row["T"] == PREFILL_TOKENS and row["model"] in PREFILL_MODELS}
-    against = {cell_name(each.ours): each.value for each in speed_ups(rows)
-               if each.activation == activation and each.regime == "prefill"}
+    gemms = [
+        row
+        for row in our_rows(rows)
+        if row["activation"] == activation and row["stage"] in GEMM_STAGES
+    ]
+    shares = {
+        cell_name(row): row["tflops"] / ceilings[f"{rate}_tflops"]
+        for row in gemms
+        if row["T"] > DECODE_TOKENS and row["T"] * row["k"] >= ROWS_PER_EXPERT * row["E"]
+    }
+    rates = {
+        cell_name(row): row["tflops"]
+        for row in gemms
+        if row["T"] == PREFILL_TOKENS and row["model"] in PREFILL_MODELS
+    }
+    against = {
+        cell_name(each.ours): each.value
+        for each in speed_ups(rows)
+        if each.activation == activation and each.regime == "prefill"
+    }
     yield Goal(2, f"{activation} prefill / cuBLAS {rate}", CUBLAS_SHARE, shares)
     yield Goal(2, f"{activation} TFLOP/s at T = {PREFILL_TOKENS}", PREFILL_TFLOPS[width], rates)
-    yield Goal(2, f"{activation} prefill, speed-up over the best {peer_width(activation)} peer",
-               1.0, against)
+    yield Goal(
+        2,
+        f"{activation} prefill, speed-up over the best {peer_width(activation)} peer",
+        1.0,
+        against,
+    )
 
 
 def _name(key: CellKey) -> str:
@@ -140,21 +189,39 @@ def _name(key: CellKey) -> str:
 def goals(document: Mapping[str, Any]) -> list[Goal]:
     """Every numeric goal that a comparison can speak of, for each of our activation formats."""
     rows, ceilings = document["rows"], document["meta"]["ceilings"]
-    formats = sorted({row["activation"] for row in our_rows(rows)
-                      if WIDTHS[row["activation"]] in PEER_MEAN}, key=format_rank)
-    found = [goal for activation in formats
-             for goal in _decode_goals(rows, activation, ceilings)]
-    found += [goal for activation in formats
-              for goal in _prefill_goals(rows, activation, ceilings)]
-    found.append(Goal(3, "speed of mxfp8 over fp8_token", SCALES_SPEED, {
-        _name(key): value for key, value in format_speed_ups(rows, "mxfp8", "fp8_token").items()
-        if key[3] not in ("gate_up", "down")}))
-    found.append(Goal(3, "speed-up of mxfp4 over mxfp8", 1.0, {
-        _name(key): value for key, value in format_speed_ups(rows, "mxfp4", "mxfp8").items()}))
+    formats = sorted(
+        {row["activation"] for row in our_rows(rows) if WIDTHS[row["activation"]] in PEER_MEAN},
+        key=format_rank,
+    )
+    found = [goal for activation in formats for goal in _decode_goals(rows, activation, ceilings)]
+    found += [goal for activation in formats for goal in _prefill_goals(rows, activation, ceilings)]
+    found.append(
+        Goal(
+            3,
+            "speed of mxfp8 over fp8_token",
+            SCALES_SPEED,
+            {
+                _name(key): value
+                for key, value in format_speed_ups(rows, "mxfp8", "fp8_token").items()
+                if key[3] not in ("gate_up", "down")
+            },
+        )
+    )
+    found.append(
+        Goal(
+            3,
+            "speed-up of mxfp4 over mxfp8",
+            1.0,
+            {_name(key): value for key, value in format_speed_ups(rows, "mxfp4", "mxfp8").items()},
+        )
+    )
     for activation in formats:
-        layers = {f"{model} T={tokens}" + ("" if routing == "uniform" else f" {routing}"): value
-                  for (model, routing, name, tokens), value in gemm_shares(rows).items()
-                  if name == activation and tokens >= LAYER_TOKENS}
-        found.append(Goal(4, f"{activation} two GEMMs / layer, T ≥ {LAYER_TOKENS}", GEMM_SHARE,
-                          layers))
+        layers = {
+            f"{model} T={tokens}" + ("" if routing == "uniform" else f" {routing}"): value
+            for (model, routing, name, tokens), value in gemm_shares(rows).items()
+            if name == activation and tokens >= LAYER_TOKENS
+        }
+        found.append(
+            Goal(4, f"{activation} two GEMMs / layer, T ≥ {LAYER_TOKENS}", GEMM_SHARE, layers)
+        )
     return found

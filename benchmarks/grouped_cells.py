@@ -15,8 +15,12 @@ OPS = ("forward", "dgrad", "wgrad", "wgrad_accumulate", "forward+backward")
 """wgrad_accumulate adds to a float32 gradient; forward+backward is all three GEMMs of a layer."""
 
 BALANCES = ("balanced", "skewed")
-MODES = {"auto": mxpert.ScaleSpan.AUTO, "row": mxpert.ScaleSpan.ROW,
-         "block128": mxpert.ScaleSpan.SPAN128, "exact": mxpert.ScaleSpan.BLOCK}
+MODES = {
+    "auto": mxpert.ScaleSpan.AUTO,
+    "row": mxpert.ScaleSpan.ROW,
+    "block128": mxpert.ScaleSpan.SPAN128,
+    "exact": mxpert.ScaleSpan.BLOCK,
+}
 """Name in the results → the recipe's span: how many values share a power of two."""
 
 SAMPLED_GROUPS, SAMPLED_ROWS = 3, 16
@@ -43,9 +47,15 @@ class Shape:
         return 2 * self.G * self.rows * self.N * self.K * (3 if op == "forward+backward" else 1)
 
 
-SHAPES = (Shape(16, 2048, 4096, 7168), Shape(32, 2048, 4096, 7168), Shape(16, 4096, 7168, 2048),
-          Shape(32, 4096, 7168, 2048), Shape(4, 4096, 5760, 2880), Shape(32, 2048, 5760, 2880),
-          Shape(32, 4096, 2880, 2880))
+SHAPES = (
+    Shape(16, 2048, 4096, 7168),
+    Shape(32, 2048, 4096, 7168),
+    Shape(16, 4096, 7168, 2048),
+    Shape(32, 4096, 7168, 2048),
+    Shape(4, 4096, 5760, 2880),
+    Shape(32, 2048, 5760, 2880),
+    Shape(32, 4096, 2880, 2880),
+)
 """Gate/up and down of DeepSeek-V3, then of gpt-oss-20b."""
 
 
@@ -66,8 +76,9 @@ def group_sizes(shape: Shape, balance: str) -> list[int]:
     >>> sum(sizes) == 16 * 2048, sizes.count(0), sum(size % 8 > 0 for size in sizes) > 8
     (True, 1, True)
     """
-    require(balance in BALANCES, "group_sizes", "balance", need=f"one of {BALANCES}",
-            got=repr(balance))
+    require(
+        balance in BALANCES, "group_sizes", "balance", need=f"one of {BALANCES}", got=repr(balance)
+    )
     if balance == "balanced":
         return [shape.rows] * shape.G
     total, filled = shape.G * shape.rows, shape.G - 1
@@ -100,8 +111,14 @@ class Operands:
 
         rows = sum(sizes)
         offsets = torch.tensor([0, *sizes], device=device).cumsum(0).to(torch.int32)
-        return cls(shape, sizes, normal(rows, shape.K), normal(shape.G, shape.N, shape.K),
-                   normal(rows, shape.N), offsets)
+        return cls(
+            shape,
+            sizes,
+            normal(rows, shape.K),
+            normal(shape.G, shape.N, shape.K),
+            normal(rows, shape.N),
+            offsets,
+        )
 
 
 @dataclass(frozen=True)
@@ -126,11 +143,20 @@ def sample(data: Operands) -> list[Part]:
     padded = mxpert.padded_group_offsets(data.group_offsets).tolist()
     parts = []
     for group in sorted({filled[0], largest, filled[-1]})[:SAMPLED_GROUPS]:
-        rows, features = (torch.linspace(first, last - 1, SAMPLED_ROWS).round().long().unique()
-                          for first, last in ((starts[group], starts[group + 1]),
-                                              (0, data.shape.N)))
-        parts.append(Part(group, starts[group], starts[group + 1], padded[group],
-                          rows.to(device), features.to(device)))
+        rows, features = (
+            torch.linspace(first, last - 1, SAMPLED_ROWS).round().long().unique()
+            for first, last in ((starts[group], starts[group + 1]), (0, data.shape.N))
+        )
+        parts.append(
+            Part(
+                group,
+                starts[group],
+                starts[group + 1],
+                padded[group],
+                rows.to(device),
+                features.to(device),
+            )
+        )
     return parts
 
 
@@ -145,8 +171,10 @@ def plain_operands(data: Operands, op: str) -> tuple[Rows, Rows]:
             return lambda p: data.x[p.rows].double(), lambda p: data.weight[p.group].double()
         case "dgrad":
             return lambda p: data.grad[p.rows].double(), lambda p: data.weight[p.group].double().T
-    return (lambda p: data.grad[p.start:p.end, p.features].double().T,
-            lambda p: data.x[p.start:p.end].double().T)
+    return (
+        lambda p: data.grad[p.start : p.end, p.features].double().T,
+        lambda p: data.x[p.start : p.end].double().T,
+    )
 
 
 def expected(parts: Sequence[Part], operands: tuple[Rows, Rows]) -> torch.Tensor:
@@ -171,6 +199,7 @@ def parse_shapes(text: str) -> list[Shape]:
     chosen = [part.strip() for part in text.split(",") if part.strip()]
     allowed = [str(number) for number in range(1, len(SHAPES) + 1)]
     if not chosen or not set(chosen) <= set(allowed):
-        raise ValueError(message("grouped_gemm", "--shapes", f"some of {', '.join(allowed)}",
-                                 repr(text)))
+        raise ValueError(
+            message("grouped_gemm", "--shapes", f"some of {', '.join(allowed)}", repr(text))
+        )
     return [SHAPES[int(number) - 1] for number in dict.fromkeys(chosen)]

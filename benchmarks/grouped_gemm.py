@@ -78,8 +78,9 @@ def attempt(run: Run, place: str, name: str, step: Callable[[], Any]) -> Any:
         return None
 
 
-def our_variants(run: Run, data: Operands, mode: str, main_grad: torch.Tensor,
-                 backend: str | None = None) -> list[Variant]:
+def our_variants(
+    run: Run, data: Operands, mode: str, main_grad: torch.Tensor, backend: str | None = None
+) -> list[Variant]:
     """The kernels and the layer of one mode; the portable backend's kernels alone."""
     ours = Ours(data, mode, backend)
     found = ours.kernels(main_grad)
@@ -94,14 +95,21 @@ def makers(run: Run, data: Operands, balance: str) -> Makers:
     main_grad = torch.zeros(shape.G, shape.N, shape.K, device=run.device)
     found: Makers = [
         (f"{OURS}/{mode}", lambda mode=mode: our_variants(run, data, mode, main_grad))
-        for mode in run.modes]
+        for mode in run.modes
+    ]
     if shape == run.shapes[0] and balance == BALANCES[0] and run.device.type == "cuda":
-        found.append((f"{OURS}_triton/{PORTABLE_MODE}", lambda: our_variants(
-            run, data, PORTABLE_MODE, main_grad, "triton")))
+        found.append(
+            (
+                f"{OURS}_triton/{PORTABLE_MODE}",
+                lambda: our_variants(run, data, PORTABLE_MODE, main_grad, "triton"),
+            )
+        )
     found += [(name, lambda make=make: [make()]) for name, make in torch_variants(data).items()]
     if run.has_deepgemm:
-        found += [(name, lambda make=make: [make()])
-                  for name, make in DeepGemm(data).variants(run.jobs).items()]
+        found += [
+            (name, lambda make=make: [make()])
+            for name, make in DeepGemm(data).variants(run.jobs).items()
+        ]
     return found
 
 
@@ -117,9 +125,13 @@ def run_cell(run: Run, shape: Shape, balance: str) -> None:
             if found is not None:
                 checked[variant.name] = variant, found
     failures: dict[str, Exception] = {}
-    timings = time_calls({name: each[0].call for name, each in checked.items()},
-                         device=run.device, repeats=repeats(run), pause=run.pause,
-                         failures=failures)
+    timings = time_calls(
+        {name: each[0].call for name, each in checked.items()},
+        device=run.device,
+        repeats=repeats(run),
+        pause=run.pause,
+        failures=failures,
+    )
     check_alive(run.device)
     for name, timing in timings.items():
         variant, (rel_l2, snr_db) = checked[name]
@@ -140,11 +152,16 @@ def measure_quantisers(run: Run, data: Operands, parts: Sequence[Part]) -> None:
     for case in cases(data, run.modes):
         if attempt(run, place, case.name, lambda case=case: (check_case(case, parts), True)):
             sound[case.name] = case
-    timings = time_calls({name: case.call for name, case in sound.items()}, device=run.device,
-                         repeats=repeats(run), pause=run.pause)
+    timings = time_calls(
+        {name: case.call for name, case in sound.items()},
+        device=run.device,
+        repeats=repeats(run),
+        pause=run.pause,
+    )
     run.document.quantiser += [
         make_quantiser_row(data, sound[name], timing, run.document.meta["ceilings"])
-        for name, timing in timings.items()]
+        for name, timing in timings.items()
+    ]
 
 
 def repeats(run: Run) -> int:
@@ -176,16 +193,23 @@ def warm_up(run: Run) -> None:
     data = Operands.random(run.shapes[0], BALANCES[0], run.device)
     main_grad = torch.zeros(data.weight.shape, device=run.device)
     for mode in run.modes:
-        for variant in attempt(run, "warm-up", mode, lambda mode=mode: our_variants(
-                run, data, mode, main_grad)) or []:
+        for variant in (
+            attempt(
+                run, "warm-up", mode, lambda mode=mode: our_variants(run, data, mode, main_grad)
+            )
+            or []
+        ):
             attempt(run, "warm-up", variant.name, variant.call)
 
 
 def summary(jobs: Jobs) -> str:
     """How many of DeepGEMM's kernels were compiled, and why not all."""
     missing = sorted({job.error for job in jobs.values() if job.error})
-    padded = sorted(f"{shape} {op}: depth padded to 128" for (shape, _, op), job in jobs.items()
-                    if job.pad_depth)
+    padded = sorted(
+        f"{shape} {op}: depth padded to 128"
+        for (shape, _, op), job in jobs.items()
+        if job.pad_depth
+    )
     counted = f"{sum(not job.error for job in jobs.values())} of {len(jobs)} variants compiled"
     return "; ".join([counted, *padded, *missing])
 
@@ -195,29 +219,42 @@ def make_meta(device: torch.device, commit: str | None, sustained: bool) -> dict
     facts = environment(device)
     versions = facts["versions"] | {"driver": facts.get("gpu", {}).get("driver_version")}
     pause = "none: sustained load" if sustained else f"{PAUSE:g} times a call's duration after it"
-    return {"device": facts["device"], "clocks": facts.get("gpu", {}), "versions": versions,
-            "commit": commit or facts["commit"], "date": facts["date"], "ceilings": {},
-            "kernels": {}, "peers": {"torch": "present"}, "protocol": {
-                "pause": pause,
-                "timing": f"eager calls in turns between events, host time hidden by a spinning "
-                          f"kernel; median of {REPEATS}; operands larger than L2",
-                "data": "normal values; skewed: Zipf sizes in shuffled order, one group empty",
-                "work": "TFLOP/s of real rows; DeepGEMM's groups are padded to 128 rows before the "
-                        "clock runs, those of torch's wgrad to 16",
-                "with_quant": "mxpert: grouped_linear and its autograd, bfloat16 to bfloat16, both "
-                              "copies made; forward+backward: everything, torch: its three GEMMs",
-                "wgrad": "wgrad: bfloat16 result; wgrad_accumulate: added to float32",
-                "snr_db": "sampled rows, to float64 on unquantised operands; rel_l2: to float64 on "
-                          "the dequantised operands, ours alone"}}
+    return {
+        "device": facts["device"],
+        "clocks": facts.get("gpu", {}),
+        "versions": versions,
+        "commit": commit or facts["commit"],
+        "date": facts["date"],
+        "ceilings": {},
+        "kernels": {},
+        "peers": {"torch": "present"},
+        "protocol": {
+            "pause": pause,
+            "timing": f"eager calls in turns between events, host time hidden by a spinning "
+            f"kernel; median of {REPEATS}; operands larger than L2",
+            "data": "normal values; skewed: Zipf sizes in shuffled order, one group empty",
+            "work": "TFLOP/s of real rows; DeepGEMM's groups are padded to 128 rows before the "
+            "clock runs, those of torch's wgrad to 16",
+            "with_quant": "mxpert: grouped_linear and its autograd, bfloat16 to bfloat16, both "
+            "copies made; forward+backward: everything, torch: its three GEMMs",
+            "wgrad": "wgrad: bfloat16 result; wgrad_accumulate: added to float32",
+            "snr_db": "sampled rows, to float64 on unquantised operands; rel_l2: to float64 on "
+            "the dequantised operands, ours alone",
+        },
+    }
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(map(str, range(1, len(SHAPES) + 1))),
-                        help="numbers of shapes: " + ", ".join(
-                            f"{index} = {shape}" for index, shape in enumerate(SHAPES, 1)))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes",
+        default=",".join(map(str, range(1, len(SHAPES) + 1))),
+        help="numbers of shapes: "
+        + ", ".join(f"{index} = {shape}" for index, shape in enumerate(SHAPES, 1)),
+    )
     parser.add_argument("--balances", nargs="+", choices=BALANCES, default=list(BALANCES))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--peers", type=Path, help="directory that holds deep_gemm")
@@ -225,8 +262,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--sustained", action="store_true", help="no pauses between calls")
     parser.add_argument("--commit", help="where the checkout has no history")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="tiny shapes on the CPU: proves that everything runs")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny shapes on the CPU: proves that everything runs"
+    )
     return parser.parse_args(arguments)
 
 
@@ -235,8 +273,11 @@ def prepare_run(options: argparse.Namespace) -> Run:
     began = time.monotonic()
     device = torch.device("cpu" if options.dry_run else "cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(message("grouped_gemm", "device", "a GPU", "none",
-                                 "run with --dry-run to try the script"))
+        raise ValueError(
+            message(
+                "grouped_gemm", "device", "a GPU", "none", "run with --dry-run to try the script"
+            )
+        )
     shapes = [tiny(shape) if options.dry_run else shape for shape in parse_shapes(options.shapes)]
     if options.peers is not None:
         add_to_path(options.peers)
@@ -247,8 +288,16 @@ def prepare_run(options: argparse.Namespace) -> Run:
     has_deepgemm = options.peers is not None and (options.peers / "deep_gemm").is_dir()
     if not has_deepgemm:
         meta["peers"]["deepgemm"] = "absent: no --peers directory with deep_gemm"
-    run = Run(device, document, shapes, options.balances, options.modes,
-              began + options.time_limit, 0.0 if options.sustained else PAUSE, has_deepgemm)
+    run = Run(
+        device,
+        document,
+        shapes,
+        options.balances,
+        options.modes,
+        began + options.time_limit,
+        0.0 if options.sustained else PAUSE,
+        has_deepgemm,
+    )
     if has_deepgemm and device.type == "cuda":
         run.compiler = Compiler(options.peers, shapes)
     return run
@@ -270,13 +319,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.document.save()
         return FATAL
     run.document.save()
-    red = [each for each in run.document.failures if each["variant"].startswith(OURS)
-           or "quantiser" in each["cell"]]
+    red = [
+        each
+        for each in run.document.failures
+        if each["variant"].startswith(OURS) or "quantiser" in each["cell"]
+    ]
     for each in red:
         print(f"no time for {each['cell']} {each['variant']}: {each['error']}", file=sys.stderr)
-    print(f"wrote {run.document.path}: {len(run.document.rows)} rows, "
-          f"{len(run.document.quantiser)} of quantisers, {len(run.document.failures)} failures, "
-          f"{time.monotonic() - began:.0f} s")
+    print(
+        f"wrote {run.document.path}: {len(run.document.rows)} rows, "
+        f"{len(run.document.quantiser)} of quantisers, {len(run.document.failures)} failures, "
+        f"{time.monotonic() - began:.0f} s"
+    )
     return 1 if red else 0
 
 

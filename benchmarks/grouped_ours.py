@@ -78,13 +78,24 @@ class Ours:
         (x_row, x_col), (g_row, g_col) = self.x, self.grad
         w_row, w_col = self.weight
         wgrad = functools.partial(mxpert.grouped_wgrad, g_col, x_col, offsets)
-        calls = {"forward": functools.partial(mxpert.grouped_gemm, x_row, w_row, offsets),
-                 "dgrad": functools.partial(mxpert.grouped_gemm, g_row, w_col, offsets),
-                 "wgrad": wgrad,
-                 "wgrad_accumulate": functools.partial(wgrad, accumulate_into=main_grad)}
-        return [Variant(self.impl, self.mode, op, False, self._run(call), self.exact(op),
-                        main_grad if op == "wgrad_accumulate" else None)
-                for op, call in calls.items()]
+        calls = {
+            "forward": functools.partial(mxpert.grouped_gemm, x_row, w_row, offsets),
+            "dgrad": functools.partial(mxpert.grouped_gemm, g_row, w_col, offsets),
+            "wgrad": wgrad,
+            "wgrad_accumulate": functools.partial(wgrad, accumulate_into=main_grad),
+        }
+        return [
+            Variant(
+                self.impl,
+                self.mode,
+                op,
+                False,
+                self._run(call),
+                self.exact(op),
+                main_grad if op == "wgrad_accumulate" else None,
+            )
+            for op, call in calls.items()
+        ]
 
     def layer(self) -> list[Variant]:
         """`grouped_linear` from bfloat16 to bfloat16, as training runs it: forward makes both
@@ -105,11 +116,22 @@ class Ours:
             return (out, *torch.autograd.grad(out, (x, weight), grad))
 
         calls: dict[str, Callable[[], Any]] = {
-            "forward": forward, "dgrad": functools.partial(backward, x),
-            "wgrad": functools.partial(backward, weight), "forward+backward": both}
-        return [Variant(self.impl, self.mode, op, True, self._run(call),
-                        None if op == "forward+backward" else self.exact(op))
-                for op, call in calls.items()]
+            "forward": forward,
+            "dgrad": functools.partial(backward, x),
+            "wgrad": functools.partial(backward, weight),
+            "forward+backward": both,
+        }
+        return [
+            Variant(
+                self.impl,
+                self.mode,
+                op,
+                True,
+                self._run(call),
+                None if op == "forward+backward" else self.exact(op),
+            )
+            for op, call in calls.items()
+        ]
 
     def exact(self, op: str) -> tuple[Rows, Rows]:
         """What the op multiplies, dequantised."""
@@ -119,8 +141,10 @@ class Ours:
                 return (lambda p: rows_of(self.x[0], p), lambda p: wide(weight_row[p.group]))
             case "dgrad":
                 return (lambda p: rows_of(self.grad[0], p), lambda p: wide(weight_col[p.group]))
-        return (lambda p: columns_of(self.grad[1], p, p.features),
-                lambda p: columns_of(self.x[1], p, slice(None)))
+        return (
+            lambda p: columns_of(self.grad[1], p, p.features),
+            lambda p: columns_of(self.x[1], p, slice(None)),
+        )
 
     def explain(self) -> dict[str, str]:
         """Backend and config of each GEMM."""
@@ -128,9 +152,12 @@ class Ours:
         cases: dict[str, tuple[Any, ...]] = {
             "forward": (mxpert.grouped_gemm, self.x[0], self.weight[0], offsets),
             "dgrad": (mxpert.grouped_gemm, self.grad[0], self.weight[1], offsets),
-            "wgrad": (mxpert.grouped_wgrad, self.grad[1], self.x[1], offsets)}
-        chosen = {op: self._run(functools.partial(mxpert.explain, *case))().resolution
-                  for op, case in cases.items()}
+            "wgrad": (mxpert.grouped_wgrad, self.grad[1], self.x[1], offsets),
+        }
+        chosen = {
+            op: self._run(functools.partial(mxpert.explain, *case))().resolution
+            for op, case in cases.items()
+        }
         return {op: f"{each.kernel.backend}: {each.config}" for op, each in chosen.items()}
 
     def _run(self, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -159,8 +186,13 @@ def columns_of(tensor: MXTensor, part: Part, features: torch.Tensor | slice) -> 
     """One group's columns of a columnwise copy, its padding included: zeros add nothing."""
     first = part.padded_start
     size = -(-(part.end - part.start) // 32) * 32
-    return wide(MXTensor(tensor.qdata[features, first:first + size],
-                          tensor.scale[features, first // 32:(first + size) // 32], tensor.format))
+    return wide(
+        MXTensor(
+            tensor.qdata[features, first : first + size],
+            tensor.scale[features, first // 32 : (first + size) // 32],
+            tensor.format,
+        )
+    )
 
 
 def check(variant: Variant, data: Operands, parts: Sequence[Part]) -> tuple[float | None, float]:
@@ -180,8 +212,9 @@ def check(variant: Variant, data: Operands, parts: Sequence[Part]) -> tuple[floa
         snr = min(snr, sqnr_db(found, expected(parts, plain_operands(data, op))))
     error = None
     if variant.exact is not None:
-        error = relative_l2(variant.pick(parts, variant.op, result).double(),
-                            expected(parts, variant.exact))
+        error = relative_l2(
+            variant.pick(parts, variant.op, result).double(), expected(parts, variant.exact)
+        )
         depth = max(part.end - part.start for part in parts) if "wgrad" in variant.op else 0
         gate = math.hypot(GATE, UNPROMOTED_ERROR * math.sqrt(depth))
         if not error <= gate:

@@ -89,10 +89,16 @@ def torch_variants(data: Operands) -> dict[str, Callable[[], Variant]]:
     def wgrad() -> torch.Tensor:
         return torch._grouped_mm(grad_columns, rows, offs=padded.ends)
 
-    calls = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad,
-             "forward+backward": lambda: (forward(), dgrad(), wgrad())}
-    made = {f"torch/bf16/{op}": functools.partial(Variant, "torch", "bf16", op, False, call)
-            for op, call in calls.items()}
+    calls = {
+        "forward": forward,
+        "dgrad": dgrad,
+        "wgrad": wgrad,
+        "forward+backward": lambda: (forward(), dgrad(), wgrad()),
+    }
+    made = {
+        f"torch/bf16/{op}": functools.partial(Variant, "torch", "bf16", op, False, call)
+        for op, call in calls.items()
+    }
     return made | {"torch/fp8_row/forward": lambda: _torch_fp8(data)}
 
 
@@ -100,8 +106,15 @@ def _torch_fp8(data: Operands) -> Variant:
     x, x_scale = scaled(data.x, data.x.abs().amax(-1, keepdim=True))
     weight, weight_scale = scaled(data.weight, data.weight.abs().amax(-1, keepdim=True))
     call = functools.partial(
-        torch._scaled_grouped_mm, x, weight.mT, x_scale[:, 0], weight_scale[..., 0],
-        offs=data.group_offsets[1:], out_dtype=torch.bfloat16, use_fast_accum=True)
+        torch._scaled_grouped_mm,
+        x,
+        weight.mT,
+        x_scale[:, 0],
+        weight_scale[..., 0],
+        offs=data.group_offsets[1:],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
     return Variant("torch", "fp8_row", "forward", False, call)
 
 
@@ -116,8 +129,7 @@ def scaled(x: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 
-def scaled_blocks(x: torch.Tensor, rows: int,
-                  columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def scaled_blocks(x: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of x [M, K] and scales of blocks of rows × columns; ragged blocks count as padded.
 
     >>> codes, scale = scaled_blocks(torch.ones(2, 130), 1, 128)
@@ -146,8 +158,11 @@ class DeepGemm:
 
     def variants(self, jobs: Jobs) -> dict[str, Callable[[], Variant]]:
         """Those that were compiled; the others say why they were not."""
-        return {f"deepgemm/{mode}/{op}": functools.partial(self._compiled, mode, op, jobs)
-                for mode, ops in DEEPGEMM_OPS.items() for op in ops}
+        return {
+            f"deepgemm/{mode}/{op}": functools.partial(self._compiled, mode, op, jobs)
+            for mode, ops in DEEPGEMM_OPS.items()
+            for op in ops
+        }
 
     def _compiled(self, mode: str, op: str, jobs: Jobs) -> Variant:
         job = jobs.get((self.data.shape, mode, op), Job(error="it was not compiled"))
@@ -164,8 +179,9 @@ class DeepGemm:
             call = self._bf16_forward()
         else:
             call = self._fp8_rows(op, pad_depth)
-        return Variant("deepgemm", mode, op, False, call, accumulator=accumulator,
-                       pick=self.padded.pick)
+        return Variant(
+            "deepgemm", mode, op, False, call, accumulator=accumulator, pick=self.padded.pick
+        )
 
     def _fp8_rows(self, op: str, pad_depth: bool) -> Callable[[], Any]:
         """Forward and dgrad: 1×128 scales on the rows, 128×128 on the weights."""
@@ -179,16 +195,31 @@ class DeepGemm:
         align = getattr(self.library, "get_mn_major_tma_aligned_tensor", torch.Tensor.contiguous)
         aligned = align(a_scale)
         out = torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16, device=a.device)
-        return self._into(out, functools.partial(
-            self.library.m_grouped_fp8_gemm_nt_contiguous, (a, aligned), (b, b_scale), out,
-            self.padded.group, disable_ue8m0_cast=True))
+        return self._into(
+            out,
+            functools.partial(
+                self.library.m_grouped_fp8_gemm_nt_contiguous,
+                (a, aligned),
+                (b, b_scale),
+                out,
+                self.padded.group,
+                disable_ue8m0_cast=True,
+            ),
+        )
 
     def _bf16_forward(self) -> Callable[[], Any]:
         a = self.padded.rows(self.data.x)
         out = a.new_empty(a.shape[0], self.data.shape.N)
-        return self._into(out, functools.partial(
-            self.library.m_grouped_bf16_gemm_nt_contiguous, a, self.data.weight, out,
-            self.padded.group))
+        return self._into(
+            out,
+            functools.partial(
+                self.library.m_grouped_bf16_gemm_nt_contiguous,
+                a,
+                self.data.weight,
+                out,
+                self.padded.group,
+            ),
+        )
 
     def _wgrad(self) -> tuple[Callable[[], Any], torch.Tensor]:
         """128×1 scales on both sides, added to float32 [G, N, K], the one form that there is."""
@@ -200,8 +231,9 @@ class DeepGemm:
         shape, sizes = self.data.shape, self.padded.sizes
         out = torch.zeros(shape.G, shape.N, shape.K, device=self.data.x.device)
         on_device = torch.tensor(sizes, dtype=torch.int32, device=out.device)
-        call = functools.partial(self.library.k_grouped_fp8_gemm_nt_contiguous, *operands, out,
-                                 sizes, on_device, out)
+        call = functools.partial(
+            self.library.k_grouped_fp8_gemm_nt_contiguous, *operands, out, sizes, on_device, out
+        )
         return self._into(out, call), out
 
     @staticmethod
@@ -249,7 +281,10 @@ class Compiler:
         self.pool = concurrent.futures.ProcessPoolExecutor(COMPILE_WORKERS, mp_context=context)
         self.futures = {
             (shape, mode, op): self.pool.submit(compile_one, folder, shape, mode, op)
-            for shape in shapes for mode, ops in DEEPGEMM_OPS.items() for op in ops}
+            for shape in shapes
+            for mode, ops in DEEPGEMM_OPS.items()
+            for op in ops
+        }
 
     def wait(self, deadline: float) -> Jobs:
         """What is ready by then; the rest is given up."""

@@ -48,8 +48,9 @@ class Case:
     @property
     def bytes_ideal(self) -> int:
         """Each value read once, each copy written once."""
-        per_value = (2 * MX_BYTES if self.op == "rebase"
-                     else self.source.element_size() + 2 * MX_BYTES)
+        per_value = (
+            2 * MX_BYTES if self.op == "rebase" else self.source.element_size() + 2 * MX_BYTES
+        )
         return round(self.source.numel() * per_value)
 
 
@@ -61,12 +62,26 @@ def cases(data: Operands, modes: Sequence[str]) -> Iterator[Case]:
         offsets = None if operand == "weight" else data.group_offsets
         for mode in modes:
             if (operand, mode) != ("weight", "block128"):
-                yield Case(operand, "quantize_dual", mode, source, functools.partial(
-                    mxpert.quantize_dual, source, group_offsets=offsets,
-                    scale_span=getattr(recipe_of(mode).spans(source.device), operand)))
+                yield Case(
+                    operand,
+                    "quantize_dual",
+                    mode,
+                    source,
+                    functools.partial(
+                        mxpert.quantize_dual,
+                        source,
+                        group_offsets=offsets,
+                        scale_span=getattr(recipe_of(mode).spans(source.device), operand),
+                    ),
+                )
     if "row" in modes:  # torch operations: one case shows what they cost
-        yield Case("x", "rebase", "row", data.x, functools.partial(
-            mxpert.rebase, mxpert.quantize(data.x, "mxfp8_e4m3"), MODES["row"]))
+        yield Case(
+            "x",
+            "rebase",
+            "row",
+            data.x,
+            functools.partial(mxpert.rebase, mxpert.quantize(data.x, "mxfp8_e4m3"), MODES["row"]),
+        )
 
 
 def check_case(case: Case, parts: Sequence[Part]) -> None:
@@ -93,16 +108,27 @@ def check_case(case: Case, parts: Sequence[Part]) -> None:
                 raise GateError(f"{case.name}: SNR {snr:.1f} dB, gate {SNR_GATE_DB:.0f} dB")
 
 
-def _column_pair(col: MXTensor, part: Part,
-                 source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    wanted = source[part.start:part.end, FEATURES].T.double()
-    return columns_of(col, part, FEATURES)[:, :wanted.shape[1]], wanted
+def _column_pair(
+    col: MXTensor, part: Part, source: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wanted = source[part.start : part.end, FEATURES].T.double()
+    return columns_of(col, part, FEATURES)[:, : wanted.shape[1]], wanted
 
 
-def make_quantiser_row(data: Operands, case: Case, timing: Timing,
-                       ceilings: Mapping[str, float]) -> Row:
+def make_quantiser_row(
+    data: Operands, case: Case, timing: Timing, ceilings: Mapping[str, float]
+) -> Row:
     """One measurement against the copy rate of the same run."""
     tbs = case.bytes_ideal / timing.us / 1e6
-    return {"shape": str(data.shape), "operand": case.operand, "op": case.op, "mode": case.mode,
-            "dtype": case.dtype, "width": case.source.shape[-1], "bytes_ideal": case.bytes_ideal,
-            "us": timing.us, "tbs": tbs, "of_copy": tbs / ceilings["copy_tbs"]}
+    return {
+        "shape": str(data.shape),
+        "operand": case.operand,
+        "op": case.op,
+        "mode": case.mode,
+        "dtype": case.dtype,
+        "width": case.source.shape[-1],
+        "bytes_ideal": case.bytes_ideal,
+        "us": timing.us,
+        "tbs": tbs,
+        "of_copy": tbs / ceilings["copy_tbs"],
+    }

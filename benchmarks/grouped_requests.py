@@ -22,7 +22,16 @@ import torch
 
 import mxpert
 from grouped_cells import (
-    BALANCES, Operands, Part, Rows, Shape, expected, parse_shapes, pick, sample, tiny,
+    BALANCES,
+    Operands,
+    Part,
+    Rows,
+    Shape,
+    expected,
+    parse_shapes,
+    pick,
+    sample,
+    tiny,
 )
 from grouped_ours import GATE, UNPROMOTED_ERROR, columns_of, rows_of, wide
 from grouped_timing import time_calls
@@ -36,8 +45,11 @@ RESULTS = _checkout.ROOT / "benchmarks/results/nvidia-h200/grouped_requests.json
 DRY_OUTPUT = _checkout.ROOT / "reports/grouped-requests-dry-run.json"
 REPEATS = 7
 BINADES = 10
-SPANS = {"row": mxpert.ScaleSpan.ROW, "auto": mxpert.ScaleSpan.AUTO,
-         "exact": mxpert.ScaleSpan.BLOCK}
+SPANS = {
+    "row": mxpert.ScaleSpan.ROW,
+    "auto": mxpert.ScaleSpan.AUTO,
+    "exact": mxpert.ScaleSpan.BLOCK,
+}
 
 
 @dataclass(frozen=True)
@@ -66,8 +78,9 @@ def widened(data: Operands) -> Operands:
         return exponents.float().exp2().repeat_interleave(32)[:count].to(data.x)
 
     columns, rows = powers(data.shape.K), powers(len(data.x))[:, None]
-    return replace(data, x=data.x * columns * rows, weight=data.weight / columns,
-                   grad=data.grad / rows)
+    return replace(
+        data, x=data.x * columns * rows, weight=data.weight / columns, grad=data.grad / rows
+    )
 
 
 def mx_requests(data: Operands, label: str, backend: str | None = None) -> list[Request]:
@@ -75,13 +88,27 @@ def mx_requests(data: Operands, label: str, backend: str | None = None) -> list[
     span, offsets = SPANS[label.split()[0]], data.group_offsets
     (x_row, x_col), (_, grad_col), (w_row, _) = (
         mxpert.quantize_dual(tensor, group_offsets=groups, scale_span=span)
-        for tensor, groups in ((data.x, offsets), (data.grad, offsets), (data.weight, None)))
+        for tensor, groups in ((data.x, offsets), (data.grad, offsets), (data.weight, None))
+    )
     return [
-        Request(label, "forward", functools.partial(mxpert.grouped_gemm, x_row, w_row, offsets),
-                (lambda p: rows_of(x_row, p), lambda p: wide(w_row[p.group])), backend),
-        Request(label, "wgrad", functools.partial(mxpert.grouped_wgrad, grad_col, x_col, offsets),
-                (lambda p: columns_of(grad_col, p, p.features),
-                 lambda p: columns_of(x_col, p, slice(None))), backend)]
+        Request(
+            label,
+            "forward",
+            functools.partial(mxpert.grouped_gemm, x_row, w_row, offsets),
+            (lambda p: rows_of(x_row, p), lambda p: wide(w_row[p.group])),
+            backend,
+        ),
+        Request(
+            label,
+            "wgrad",
+            functools.partial(mxpert.grouped_wgrad, grad_col, x_col, offsets),
+            (
+                lambda p: columns_of(grad_col, p, p.features),
+                lambda p: columns_of(x_col, p, slice(None)),
+            ),
+            backend,
+        ),
+    ]
 
 
 def layout_requests(data: Operands, backend: str | None = None) -> list[Request]:
@@ -94,11 +121,15 @@ def layout_requests(data: Operands, backend: str | None = None) -> list[Request]
     exact = (lambda p: rows_of(x_row, p), lambda p: wide(w_row[p.group]))
     gemm = functools.partial(mxpert.grouped_gemm, group_offsets=offsets)
     turned = data.weight.mT.contiguous()
-    return [Request("bf16", "forward", lambda: gemm(data.x, data.weight), bf16, backend),
-            Request("bf16 [G, K, N]", "forward", lambda: gemm(data.x, turned, trans_b=False), bf16,
-                    backend),
-            Request("exact [G, K, N]", "forward", lambda: gemm(x_row, lying, trans_b=False), exact,
-                    backend)]
+    return [
+        Request("bf16", "forward", lambda: gemm(data.x, data.weight), bf16, backend),
+        Request(
+            "bf16 [G, K, N]", "forward", lambda: gemm(data.x, turned, trans_b=False), bf16, backend
+        ),
+        Request(
+            "exact [G, K, N]", "forward", lambda: gemm(x_row, lying, trans_b=False), exact, backend
+        ),
+    ]
 
 
 def check(request: Request, parts: Sequence[Part]) -> float:
@@ -106,7 +137,7 @@ def check(request: Request, parts: Sequence[Part]) -> float:
     found = pick(parts, request.op, request.run()).double()
     error = relative_l2(found, expected(parts, request.operands))
     depth = max(part.end - part.start for part in parts) if request.op == "wgrad" else 0
-    gate = GATE + UNPROMOTED_ERROR * depth ** 0.5
+    gate = GATE + UNPROMOTED_ERROR * depth**0.5
     if not error <= gate:
         raise GateError(f"{request.name} {request.op}: relative L2 {error:.2e}, gate {gate:.1e}")
     return error
@@ -116,26 +147,44 @@ def measure(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
     """One row for each request."""
     data = Operands.random(shape, BALANCES[0], device)
     wide_data, parts = widened(data), sample(data)
-    requests = [*mx_requests(data, "row"), *mx_requests(data, "auto"),
-                *mx_requests(wide_data, "auto wide"), *mx_requests(data, "exact"),
-                *layout_requests(data)]
+    requests = [
+        *mx_requests(data, "row"),
+        *mx_requests(data, "auto"),
+        *mx_requests(wide_data, "auto wide"),
+        *mx_requests(data, "exact"),
+        *layout_requests(data),
+    ]
     if device.type == "cuda":
-        requests += [*mx_requests(wide_data, "exact wide", "triton"),
-                     *layout_requests(data, "triton")]
+        requests += [
+            *mx_requests(wide_data, "exact wide", "triton"),
+            *layout_requests(data, "triton"),
+        ]
     errors = [check(request, parts) for request in requests]
-    timings = time_calls({str(index): request.run for index, request in enumerate(requests)},
-                         device=device, repeats=REPEATS if device.type == "cuda" else 1)
-    return [{"shape": str(shape), "request": request.name, "op": request.op,
-             "backend": request.backend or "chosen", "us": round(timings[str(index)].us, 1),
-             "spread": timings[str(index)].spread, "rel_l2": error,
-             "tflops": round(shape.flops(request.op) / timings[str(index)].us / 1e6, 1)}
-            for index, (request, error) in enumerate(zip(requests, errors, strict=True))]
+    timings = time_calls(
+        {str(index): request.run for index, request in enumerate(requests)},
+        device=device,
+        repeats=REPEATS if device.type == "cuda" else 1,
+    )
+    return [
+        {
+            "shape": str(shape),
+            "request": request.name,
+            "op": request.op,
+            "backend": request.backend or "chosen",
+            "us": round(timings[str(index)].us, 1),
+            "spread": timings[str(index)].spread,
+            "rel_l2": error,
+            "tflops": round(shape.flops(request.op) / timings[str(index)].us / 1e6, 1),
+        }
+        for index, (request, error) in enumerate(zip(requests, errors, strict=True))
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the JSON, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", default="2,6", help="numbers as in grouped_gemm.py")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
@@ -146,12 +195,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += measure(tiny(shape) if options.dry_run else shape, device)
     facts = environment(device)
     output = options.output or (DRY_OUTPUT if options.dry_run else RESULTS)
-    write_json(output, {"meta": {name: facts[name] for name in (
-        "device", "versions", "commit", "date")}, "rows": rows})
+    write_json(
+        output,
+        {
+            "meta": {name: facts[name] for name in ("device", "versions", "commit", "date")},
+            "rows": rows,
+        },
+    )
     columns = ("shape", "request", "op", "backend", "us", "tflops", "rel_l2")
-    print(markdown_table(columns, [tuple(
-        f"{row[name]:.1e}" if name == "rel_l2" else str(row[name]) for name in columns)
-        for row in rows]))
+    print(
+        markdown_table(
+            columns,
+            [
+                tuple(
+                    f"{row[name]:.1e}" if name == "rel_l2" else str(row[name]) for name in columns
+                )
+                for row in rows
+            ],
+        )
+    )
     print(f"wrote {output}")
     return 0
 

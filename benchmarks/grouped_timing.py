@@ -20,9 +20,14 @@ SPIN_HZ = 2.0e9
 LONGEST_SPIN_SECONDS = 5e-3
 
 
-def time_calls(variants: Mapping[str, Call], *, device: torch.device, repeats: int,
-               pause: float = PAUSE,
-               failures: dict[str, Exception] | None = None) -> dict[str, Timing]:
+def time_calls(
+    variants: Mapping[str, Call],
+    *,
+    device: torch.device,
+    repeats: int,
+    pause: float = PAUSE,
+    failures: dict[str, Exception] | None = None,
+) -> dict[str, Timing]:
     """Median times of eager calls that take turns in changing order; on a CPU plain calls.
 
     The order changes because a call's clock depends on what ran before it: in a fixed order the
@@ -36,8 +41,13 @@ def time_calls(variants: Mapping[str, Call], *, device: torch.device, repeats: i
         failures: takes the error of a variant that cannot run.
     """
     if device.type != "cuda":
-        return time_graph({name: [call] for name, call in variants.items()}, device=device,
-                          repeats=repeats, warmup=0, failures=failures)
+        return time_graph(
+            {name: [call] for name, call in variants.items()},
+            device=device,
+            repeats=repeats,
+            warmup=0,
+            failures=failures,
+        )
     spins: dict[str, int] = {}
     for name, call in variants.items():
         try:

@@ -21,9 +21,11 @@ from peers import Call, MoEOps, Variants, aligned_rows, by_stage
 
 _DTYPES = {"bf16": "bfloat16", "fp8_token": "float8e4m3"}
 _NUM_LOCKS = 2048
-_SWIGLU = (f"fminf(a, {ACTIVATION.limit}f) / (1.f + __expf(-{ACTIVATION.alpha}f * "
-           f"fminf(a, {ACTIVATION.limit}f))) * "
-           f"(fmaxf(fminf(b, {ACTIVATION.limit}f), -{ACTIVATION.limit}f) + 1.f)")
+_SWIGLU = (
+    f"fminf(a, {ACTIVATION.limit}f) / (1.f + __expf(-{ACTIVATION.alpha}f * "
+    f"fminf(a, {ACTIVATION.limit}f))) * "
+    f"(fmaxf(fminf(b, {ACTIVATION.limit}f), -{ACTIVATION.limit}f) + 1.f)"
+)
 
 
 def paddings(model: Model) -> tuple[int, ...]:
@@ -45,7 +47,8 @@ def _tuning(config: Any, tokens: int, model: Model) -> dict[str, Any]:
     """The kernel that its own heuristic picks for so many tokens."""
     choose = importlib.import_module("humming.tune").get_heuristics_config
     return choose(config, shape_m=tokens * model.k, gemm_type="indexed") | {
-        "use_batch_invariant": False}
+        "use_batch_invariant": False
+    }
 
 
 def _compute() -> Any:
@@ -85,23 +88,33 @@ class Compiler:
                                 seen.add(key)
                                 jobs.append(self.pool.submit(self._compile, options))
 
-    def _options(self, cell: Cell, activation: str, padding: int, rows: int,
-                 depth: int) -> list[dict[str, Any]]:
+    def _options(
+        self, cell: Cell, activation: str, padding: int, rows: int, depth: int
+    ) -> list[dict[str, Any]]:
         """Arguments of one kernel; none where Humming refuses the shape."""
         schema = importlib.import_module("humming.schema")
         prepare = importlib.import_module("humming.transform").prepare_layer_config
         weights = importlib.import_module("humming.schema.mxfp4").Mxfp4WeightSchema()
         inputs = schema.BaseInputSchema.from_config(
-            {"quant_method": "humming", "dtype": _DTYPES[activation]})
+            {"quant_method": "humming", "dtype": _DTYPES[activation]}
+        )
         device = torch.device("cuda", torch.cuda.current_device())
         try:
             config = prepare(
-                shape_n=rows, shape_k=depth, num_experts=cell.model.E,
+                shape_n=rows,
+                shape_k=depth,
+                num_experts=cell.model.E,
                 weight_schema=weights.to_humming_schema(torch.bfloat16),
                 input_schema=inputs.to_humming_schema(torch.bfloat16),
-                torch_dtype=torch.bfloat16, device=device, **_padding_options(padding))
-            options = (json.loads(config.to_str()) | json.loads(_compute().to_str())
-                       | _tuning(config, cell.tokens, cell.model))
+                torch_dtype=torch.bfloat16,
+                device=device,
+                **_padding_options(padding),
+            )
+            options = (
+                json.loads(config.to_str())
+                | json.loads(_compute().to_str())
+                | _tuning(config, cell.tokens, cell.model)
+            )
         except Exception:  # the peer reports it when its kernels are asked for
             return []
         options.pop("num_sms", None)
@@ -136,27 +149,35 @@ class Projection:
         experts, rows, depth = projection.shape
         with projection.device:
             layer = layer_type(
-                shape_n=rows, shape_k=depth, num_experts=experts,
+                shape_n=rows,
+                shape_k=depth,
+                num_experts=experts,
                 weight_config={"quant_method": "mxfp4"},
-                input_config={"dtype": _DTYPES[activation]}, torch_dtype=torch.bfloat16,
-                **_padding_options(padding))
+                input_config={"dtype": _DTYPES[activation]},
+                torch_dtype=torch.bfloat16,
+                **_padding_options(padding),
+            )
         layer = layer.to(projection.device)
         layer.weight.data.copy_(projection.qdata)
         layer.weight_scale.data.copy_(projection.scale)
         layer.transform()
         self.model, self.config, self.rows = model, layer.humming_config, rows
         names = ("weight", "weight_scale", "weight_scale_2", "zero_point", "bias")
-        self.tensors = {name: getattr(layer, name) for name in names
-                        if getattr(layer, name, None) is not None}
+        self.tensors = {
+            name: getattr(layer, name) for name in names if getattr(layer, name, None) is not None
+        }
         self.locks = torch.zeros(_NUM_LOCKS, dtype=torch.int32, device=projection.device)
 
     def kernel(self, tokens: int) -> tuple[torch.Tensor, int]:
         """Launch configuration and rows of a block for so many tokens."""
         tuning = _tuning(self.config, tokens, self.model)
         kernel_type = importlib.import_module("humming.kernel.humming").HummingKernel
-        launch = kernel_type.prepare_kernels(self.config.to_str(), _compute().to_str(),
-                                             [(0, 1 << 30, tuning)],
-                                             device=torch.cuda.current_device())
+        launch = kernel_type.prepare_kernels(
+            self.config.to_str(),
+            _compute().to_str(),
+            [(0, 1 << 30, tuning)],
+            device=torch.cuda.current_device(),
+        )
         return launch, int(tuning["block_shape"][0])
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -167,17 +188,33 @@ class Projection:
         """SwiGLU of interleaved rows, quantised in the same launch where this stage wants it."""
         process = importlib.import_module("humming.forward").may_process_input
         values, group_scale, token_scale = process(
-            self.config, rows, activation_type="binary_interleaved", activation_impl=_SWIGLU)
+            self.config, rows, activation_type="binary_interleaved", activation_impl=_SWIGLU
+        )
         return values, token_scale if group_scale is None else group_scale
 
-    def multiply(self, launch: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor | None,
-                 out: torch.Tensor, aligned: tuple[torch.Tensor, ...], top_k: int) -> None:
+    def multiply(
+        self,
+        launch: torch.Tensor,
+        rows: torch.Tensor,
+        scale: torch.Tensor | None,
+        out: torch.Tensor,
+        aligned: tuple[torch.Tensor, ...],
+        top_k: int,
+    ) -> None:
         """The GEMM: row r of `rows` serves sorted ids r · top_k … of `out`."""
         sorted_ids, expert_ids, used = aligned
         importlib.import_module("humming.ops").launch_kernel(
-            configs=launch, outputs=out, locks=self.locks, top_k=top_k, inputs=rows,
-            input_scale=scale, sorted_ids=sorted_ids, expert_ids=expert_ids,
-            num_tokens_padded=used, **self.tensors)
+            configs=launch,
+            outputs=out,
+            locks=self.locks,
+            top_k=top_k,
+            inputs=rows,
+            input_scale=scale,
+            sorted_ids=sorted_ids,
+            expert_ids=expert_ids,
+            num_tokens_padded=used,
+            **self.tensors,
+        )
 
 
 class Humming:
@@ -185,8 +222,15 @@ class Humming:
 
     impl, same_weights = "humming", True
 
-    def __init__(self, folder: Path, model: Model, weights: MoEWeights, activation: str,
-                 compiler: Compiler, seconds_left: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Model,
+        weights: MoEWeights,
+        activation: str,
+        compiler: Compiler,
+        seconds_left: Callable[[], float],
+    ) -> None:
         self.model, self.activation = model, activation
         self.compiler, self.seconds_left = compiler, seconds_left
         self.routing = MoEOps(folder, model)
@@ -194,13 +238,20 @@ class Humming:
         errors = []
         for padding in paddings(model):
             try:
-                pair = (Projection(model, weights.gate_up_proj, activation, padding),
-                        Projection(model, weights.down_proj, activation, padding))
+                pair = (
+                    Projection(model, weights.gate_up_proj, activation, padding),
+                    Projection(model, weights.down_proj, activation, padding),
+                )
                 self.paddings[f"padding {padding}"] = pair
             except Exception as error:
                 errors.append(f"padding {padding}: {error!r}")
-        require(bool(self.paddings), "humming", model.name, need="a shape that it can hold",
-                got="; ".join(errors))
+        require(
+            bool(self.paddings),
+            "humming",
+            model.name,
+            need="a shape that it can hold",
+            got="; ".join(errors),
+        )
 
     def prepare(self, cell: Cell, batches: Sequence[Inputs]) -> Variants:
         self.compiler.wait(cell, self.seconds_left())
@@ -210,8 +261,9 @@ class Humming:
                 variants[name] = by_stage([self._calls(inputs, pair) for inputs in batches])
             except Exception as error:
                 errors.append(f"{name}: {error!r}")
-        require(bool(variants), "humming", str(cell), need="a kernel that runs",
-                got="; ".join(errors))
+        require(
+            bool(variants), "humming", str(cell), need="a kernel that runs", got="; ".join(errors)
+        )
         return variants
 
     def _calls(self, inputs: Inputs, pair: tuple[Projection, Projection]) -> dict[str, Call]:
@@ -221,18 +273,24 @@ class Humming:
         model, tokens = self.model, inputs.x.shape[0]
         rows = tokens * model.k
         (launch_1, block_1), (launch_2, block_2) = gate_up.kernel(tokens), down.kernel(tokens)
-        inner, parts, y = (inputs.x.new_empty(size) for size in (
-            (rows, 2 * model.F), (rows, model.H), (tokens, model.H)))
-        ready_1, ready_2 = (aligned_rows(inputs.logits, model, block)
-                            for block in (block_1, block_2))
+        inner, parts, y = (
+            inputs.x.new_empty(size)
+            for size in ((rows, 2 * model.F), (rows, model.H), (tokens, model.H))
+        )
+        ready_1, ready_2 = (
+            aligned_rows(inputs.logits, model, block) for block in (block_1, block_2)
+        )
         ready_weights = self.routing.topk(inputs.logits)[0]
 
         def first(aligned: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
             gate_up.multiply(launch_1, *gate_up.encode(inputs.x), inner, aligned, model.k)
             return down.activate(inner)
 
-        def second(h: tuple[torch.Tensor, torch.Tensor | None], weights: torch.Tensor,
-                   aligned: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        def second(
+            h: tuple[torch.Tensor, torch.Tensor | None],
+            weights: torch.Tensor,
+            aligned: tuple[torch.Tensor, ...],
+        ) -> torch.Tensor:
             down.multiply(launch_2, *h, parts, aligned, 1)
             sum_slots(y, parts, weights)
             return y
@@ -244,8 +302,12 @@ class Humming:
             return second(first(aligned_1), weights, aligned_2)
 
         encoded, h = gate_up.encode(inputs.x), first(ready_1)
-        return {"gate_up_gemm": functools.partial(gate_up.multiply, launch_1, *encoded, inner,
-                                                  ready_1, model.k),
-                "down_gemm": functools.partial(down.multiply, launch_2, *h, parts, ready_2, 1),
-                "gate_up": functools.partial(first, ready_1),
-                "down": functools.partial(second, h, ready_weights, ready_2), "layer": layer}
+        return {
+            "gate_up_gemm": functools.partial(
+                gate_up.multiply, launch_1, *encoded, inner, ready_1, model.k
+            ),
+            "down_gemm": functools.partial(down.multiply, launch_2, *h, parts, ready_2, 1),
+            "gate_up": functools.partial(first, ready_1),
+            "down": functools.partial(second, h, ready_weights, ready_2),
+            "layer": layer,
+        }

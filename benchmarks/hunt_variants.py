@@ -28,9 +28,12 @@ GROUPED = Shape(8, 256, 352, 544)
 """Ragged groups, no whole tiles."""
 TINY_GROUPED = Shape(2, 32, 32, 64)
 LARGE_GROUPED = Shape(16, 2048, 4096, 7168)
-DUAL_SPANS = {"exact": (ScaleSpan.BLOCK, ScaleSpan.BLOCK), "row": (ScaleSpan.ROW, ScaleSpan.ROW),
-              "span128-row": (ScaleSpan.SPAN128, ScaleSpan.ROW),
-              "auto": (ScaleSpan.AUTO, ScaleSpan.AUTO)}
+DUAL_SPANS = {
+    "exact": (ScaleSpan.BLOCK, ScaleSpan.BLOCK),
+    "row": (ScaleSpan.ROW, ScaleSpan.ROW),
+    "span128-row": (ScaleSpan.SPAN128, ScaleSpan.ROW),
+    "auto": (ScaleSpan.AUTO, ScaleSpan.AUTO),
+}
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,9 @@ class Variant:
     @contextlib.contextmanager
     def pinned(self, dry: bool) -> Iterator[None]:
         """Backend and tile of the variant; a dry run has neither."""
-        with mxpert.override(backend=None if dry else self.backend,
-                             config=None if dry else self.config):
+        with mxpert.override(
+            backend=None if dry else self.backend, config=None if dry else self.config
+        ):
             yield
 
 
@@ -97,8 +101,10 @@ def copy_into(target: Any, source: Any) -> None:
 
 
 def text_of(shape: MoEShape, tokens: str) -> str:
-    return (f"E{shape.num_experts} k{shape.top_k} H{shape.hidden_size} "
-            f"F{shape.intermediate_size}, {tokens}")
+    return (
+        f"E{shape.num_experts} k{shape.top_k} H{shape.hidden_size} "
+        f"F{shape.intermediate_size}, {tokens}"
+    )
 
 
 # --- MoE ----------------------------------------------------------------------------------------
@@ -106,18 +112,22 @@ def text_of(shape: MoEShape, tokens: str) -> str:
 
 def stages(a_format: str, config: MoEConfig) -> Callable[[torch.device, bool], Hunted]:
     """Both stages with one tile of the Hopper kernels."""
+
     def make(device: torch.device, dry: bool) -> Hunted:
         smallest = next(iter(hopper_tiles(a_format).values()))  # has few tokens
-        made = MoEHunt.of(*((TINY, a_format, smallest) if dry else (SMALL, a_format, config)),
-                          device)
+        made = MoEHunt.of(
+            *((TINY, a_format, smallest) if dry else (SMALL, a_format, config)), device
+        )
         return Hunted(made.run, made.renew, str(config))
 
     return make
 
 
-def layer(shape: MoEShape, tokens: int, a_format: str, *,
-          prepared: bool) -> Callable[[torch.device, bool], Hunted]:
+def layer(
+    shape: MoEShape, tokens: int, a_format: str, *, prepared: bool
+) -> Callable[[torch.device, bool], Hunted]:
     """A fused layer with the dispatcher's tiles; its routing is drawn anew, too."""
+
     def make(device: torch.device, dry: bool) -> Hunted:
         chosen = TINY if dry else shape
         inputs = random_moe_problem(chosen, 3 if dry else tokens, device=device)
@@ -129,12 +139,19 @@ def layer(shape: MoEShape, tokens: int, a_format: str, *,
 
         def renew() -> None:
             redraw(inputs, generator)
-            copy_into((inputs.topk_weights, inputs.topk_ids), random_routing(
-                len(inputs.x), chosen.num_experts, chosen.top_k, generator=generator))
+            copy_into(
+                (inputs.topk_weights, inputs.topk_ids),
+                random_routing(
+                    len(inputs.x), chosen.num_experts, chosen.top_k, generator=generator
+                ),
+            )
 
         resolution = mxpert.explain(mxpert.fused_moe, *arguments, **options).resolution
-        return Hunted(lambda: bits(mxpert.fused_moe(*arguments, **options)), renew,
-                      f"{resolution.kernel.backend}: {resolution.config}")
+        return Hunted(
+            lambda: bits(mxpert.fused_moe(*arguments, **options)),
+            renew,
+            f"{resolution.kernel.backend}: {resolution.config}",
+        )
 
     return make
 
@@ -143,18 +160,30 @@ def moe_variants() -> Iterator[Variant]:
     """Every tile of the Hopper kernels and the portable kernels in every format; large layers."""
     for a_format in ACTIVATION_FORMATS:
         for tile, config in hopper_tiles(a_format).items():
-            yield Variant(f"hopper moe/{a_format}/{tile}", text_of(SMALL, "tiles filled to 0.7"),
-                          stages(a_format, config), backend="hopper", config=config)
+            yield Variant(
+                f"hopper moe/{a_format}/{tile}",
+                text_of(SMALL, "tiles filled to 0.7"),
+                stages(a_format, config),
+                backend="hopper",
+                config=config,
+            )
     for a_format in ACTIVATION_FORMATS:
         for tokens in (16, 512):
-            yield Variant(f"triton moe/{a_format}/T={tokens}", text_of(SMALL, f"T {tokens}"),
-                          layer(SMALL, tokens, a_format, prepared=False), backend="triton")
+            yield Variant(
+                f"triton moe/{a_format}/T={tokens}",
+                text_of(SMALL, f"T {tokens}"),
+                layer(SMALL, tokens, a_format, prepared=False),
+                backend="triton",
+            )
     for name, tokens in (("gpt-oss-120b", 64), ("kimi-k2-tp4", 2048)):
         for a_format in ACTIVATION_FORMATS:
-            yield Variant(f"large layer/{a_format}/{name}",
-                          text_of(MODEL_SHAPES[name], f"T {tokens}"),
-                          layer(MODEL_SHAPES[name], tokens, a_format, prepared=True),
-                          LARGE_REPEATS, backend="hopper")
+            yield Variant(
+                f"large layer/{a_format}/{name}",
+                text_of(MODEL_SHAPES[name], f"T {tokens}"),
+                layer(MODEL_SHAPES[name], tokens, a_format, prepared=True),
+                LARGE_REPEATS,
+                backend="hopper",
+            )
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -173,28 +202,36 @@ class Grouped:
 
     def _values(self, *size: int) -> torch.Tensor:
         x = torch.randn(size, generator=self.generator, device=self.device)
-        spread = torch.randint(-2, 3, (*size[:-1], 1), generator=self.generator,
-                               device=self.device)
-        return (x * 2.0 ** spread).to(torch.bfloat16)
+        spread = torch.randint(-2, 3, (*size[:-1], 1), generator=self.generator, device=self.device)
+        return (x * 2.0**spread).to(torch.bfloat16)
 
     def _draw_offsets(self) -> None:
         rows = self.shape.G * self.shape.rows
-        ends = torch.randint(0, rows + 1, (self.shape.G - 1,), generator=self.generator,
-                             device=self.device).sort().values
+        ends = (
+            torch.randint(
+                0, rows + 1, (self.shape.G - 1,), generator=self.generator, device=self.device
+            )
+            .sort()
+            .values
+        )
         self.offsets[0], self.offsets[-1] = 0, rows
         self.offsets[1:-1] = ends
 
     def _quantised(self) -> tuple[Any, ...]:
         """Both copies of x, of the weights and of the gradient."""
         shape, rows = self.shape, self.shape.G * self.shape.rows
-        x, weight, grad = (self._values(*size) for size in (
-            (rows, shape.K), (shape.G, shape.N, shape.K), (rows, shape.N)))
+        x, weight, grad = (
+            self._values(*size)
+            for size in ((rows, shape.K), (shape.G, shape.N, shape.K), (rows, shape.N))
+        )
         if self.mode == "bf16":
             return (x, x), (weight, weight.mT.contiguous()), (grad, grad)
         spans = recipe_of(self.mode).spans(self.device)
-        return (mxpert.quantize_dual(x, group_offsets=self.offsets, scale_span=spans.x),
-                mxpert.quantize_dual(weight, scale_span=spans.weight),
-                mxpert.quantize_dual(grad, group_offsets=self.offsets, scale_span=spans.grad))
+        return (
+            mxpert.quantize_dual(x, group_offsets=self.offsets, scale_span=spans.x),
+            mxpert.quantize_dual(weight, scale_span=spans.weight),
+            mxpert.quantize_dual(grad, group_offsets=self.offsets, scale_span=spans.grad),
+        )
 
     def renew(self) -> None:
         self._draw_offsets()
@@ -210,21 +247,26 @@ class Grouped:
                 return bits(mxpert.grouped_gemm(grad[0], weight[1], self.offsets))
             case "wgrad":
                 return bits(mxpert.grouped_wgrad(grad[1], x[1], self.offsets))
-        return bits(mxpert.grouped_wgrad(grad[1], x[1], self.offsets,
-                                         accumulate_into=self.main_grad.clone()))
+        return bits(
+            mxpert.grouped_wgrad(
+                grad[1], x[1], self.offsets, accumulate_into=self.main_grad.clone()
+            )
+        )
 
     def config(self, op: str) -> str:
         """Backend and tile of a GEMM."""
         x, weight, grad = self.copies
-        case = {"forward": (mxpert.grouped_gemm, x[0], weight[0]),
-                "dgrad": (mxpert.grouped_gemm, grad[0], weight[1])}.get(
-                    op, (mxpert.grouped_wgrad, grad[1], x[1]))
+        case = {
+            "forward": (mxpert.grouped_gemm, x[0], weight[0]),
+            "dgrad": (mxpert.grouped_gemm, grad[0], weight[1]),
+        }.get(op, (mxpert.grouped_wgrad, grad[1], x[1]))
         found = mxpert.explain(*case, self.offsets).resolution
         return f"{found.kernel.backend}: {found.config}"
 
 
 def grouped(shape: Shape, mode: str, op: str) -> Callable[[torch.device, bool], Hunted]:
     """One grouped GEMM."""
+
     def make(device: torch.device, dry: bool) -> Hunted:
         made = Grouped(TINY_GROUPED if dry else shape, mode, device)
         return Hunted(lambda: made.run(op), made.renew, made.config(op))
@@ -234,12 +276,16 @@ def grouped(shape: Shape, mode: str, op: str) -> Callable[[torch.device, bool], 
 
 def dual(spans: tuple[ScaleSpan, ScaleSpan]) -> Callable[[torch.device, bool], Hunted]:
     """Both copies of an activation with groups."""
+
     def make(device: torch.device, dry: bool) -> Hunted:
         made = Grouped(TINY_GROUPED if dry else GROUPED, "bf16", device)
         x, options = made.copies[0][0], {"group_offsets": made.offsets, "scale_span": spans}
         found = mxpert.explain(mxpert.quantize_dual, x, **options).resolution
-        return Hunted(lambda: bits(mxpert.quantize_dual(x, **options)), made.renew,
-                      f"{found.kernel.backend}: {found.config}")
+        return Hunted(
+            lambda: bits(mxpert.quantize_dual(x, **options)),
+            made.renew,
+            f"{found.kernel.backend}: {found.config}",
+        )
 
     return make
 
@@ -254,29 +300,41 @@ def training_variants() -> Iterator[Variant]:
         yield Variant(f"hopper dual/bf16/{name}", str(GROUPED), dual(spans))
     for mode in ("auto", "exact"):
         for op in ("forward", "dgrad", "wgrad"):
-            yield Variant(f"large grouped/{mode}/{op}", str(LARGE_GROUPED),
-                          grouped(LARGE_GROUPED, mode, op), LARGE_REPEATS // 2)
+            yield Variant(
+                f"large grouped/{mode}/{op}",
+                str(LARGE_GROUPED),
+                grouped(LARGE_GROUPED, mode, op),
+                LARGE_REPEATS // 2,
+            )
 
 
 # --- routing and rows ---------------------------------------------------------------------------
 
 
-def routing(op: str, tokens: int, experts: int, top_k: int) -> Callable[
-        [torch.device, bool], Hunted]:
+def routing(
+    op: str, tokens: int, experts: int, top_k: int
+) -> Callable[[torch.device, bool], Hunted]:
     """The choice of experts, or the plan of such a choice."""
+
     def make(device: torch.device, dry: bool) -> Hunted:
         generator = torch.Generator(device).manual_seed(1)
         logits = torch.empty(5 if dry else tokens, experts, device=device)
         weights, ids = mxpert.route_topk(logits.normal_(generator=generator), top_k)
 
         def renew() -> None:
-            copy_into((weights, ids),
-                      mxpert.route_topk(logits.normal_(generator=generator), top_k))
+            copy_into((weights, ids), mxpert.route_topk(logits.normal_(generator=generator), top_k))
 
         def plan() -> tuple[torch.Tensor, ...]:
             made = mxpert.make_routing_plan(weights, ids, num_experts=experts, routing_block_m=32)
-            return bits((made.sorted_token_ids, made.sorted_weights, made.block_expert_ids,
-                         made.num_valid, made.slot_rows))
+            return bits(
+                (
+                    made.sorted_token_ids,
+                    made.sorted_weights,
+                    made.block_expert_ids,
+                    made.num_valid,
+                    made.slot_rows,
+                )
+            )
 
         run = plan if op == "plan" else lambda: bits(mxpert.route_topk(logits, top_k))
         return Hunted(run, renew, "triton")
@@ -286,23 +344,28 @@ def routing(op: str, tokens: int, experts: int, top_k: int) -> Callable[
 
 def combine(op: str, tokens: int, width: int, top_k: int) -> Callable[[torch.device, bool], Hunted]:
     """Sum of a token's rows, or its gradients."""
+
     def make(device: torch.device, dry: bool) -> Hunted:
         count, size = (5, 32) if dry else (tokens, width)
         generator = torch.Generator(device).manual_seed(1)
-        rows, grad = (torch.empty(number, size, dtype=torch.bfloat16, device=device)
-                      for number in (count * top_k, count))
+        rows, grad = (
+            torch.empty(number, size, dtype=torch.bfloat16, device=device)
+            for number in (count * top_k, count)
+        )
         weights = torch.empty(count, top_k, device=device)
         ids = torch.randperm(count * top_k, generator=generator, device=device).view(count, top_k)
 
         def renew() -> None:
             for each in (rows, grad, weights):
                 each.normal_(generator=generator)
-            ids.copy_(torch.randperm(ids.numel(), generator=generator,
-                                     device=device).view_as(ids))
+            ids.copy_(torch.randperm(ids.numel(), generator=generator, device=device).view_as(ids))
 
         renew()
-        run = ((lambda: bits(mxpert.ops.rows.combine_rows(rows, ids, weights))) if op == "forward"
-               else lambda: bits(mxpert.ops.rows.combine_rows_backward(grad, rows, ids, weights)))
+        run = (
+            (lambda: bits(mxpert.ops.rows.combine_rows(rows, ids, weights)))
+            if op == "forward"
+            else lambda: bits(mxpert.ops.rows.combine_rows_backward(grad, rows, ids, weights))
+        )
         return Hunted(run, renew, "triton")
 
     return make
@@ -312,8 +375,11 @@ def small_variants() -> Iterator[Variant]:
     """Routing and combining, with the plan in one program and in several kernels."""
     for op in ("topk", "plan"):
         for tokens, experts, top_k in ((1, 128, 4), (64, 384, 8), (4096, 384, 8)):
-            yield Variant(f"routing/{op}/T={tokens}", f"T{tokens} E{experts} k{top_k}",
-                          routing(op, tokens, experts, top_k))
+            yield Variant(
+                f"routing/{op}/T={tokens}",
+                f"T{tokens} E{experts} k{top_k}",
+                routing(op, tokens, experts, top_k),
+            )
     for op in ("forward", "backward"):
         yield Variant(f"combine/{op}", "T512 k4 H704", combine(op, 512, 704, 4))
 

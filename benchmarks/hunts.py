@@ -43,11 +43,12 @@ JOIN_SECONDS = 20.0
 KEPT = ("device", "commit", "protocol")
 PROTOCOL = {
     "repeats": f"batches of {FRESH} on the same data in CUDA graphs of {PER_GRAPH}, every result "
-               "compared bit for bit with the batch's first on the device; then fresh activations, "
-               "weights, routings and group sizes",
+    "compared bit for bit with the batch's first on the device; then fresh activations, "
+    "weights, routings and group sizes",
     "load": f"{LOAD_ROUNDS} matrix products and copies on a second stream at the start of a batch; "
-            "the other processes hunt on the same GPU",
-    "mismatches": "values that differed, over all repeats"}
+    "the other processes hunt on the same GPU",
+    "mismatches": "values that differed, over all repeats",
+}
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,30 @@ def hunt_one(variant: Variant, order: Order) -> Row:
     with variant.pinned(order.dry):
         problem = variant.make(device, order.dry)
         ready = time.monotonic()
-        found = hunt(problem.run, problem.renew, wanted, device, fresh=fresh, plant=order.plant,
-                     per_graph=1 if order.dry else PER_GRAPH, deadline=order.deadline)
+        found = hunt(
+            problem.run,
+            problem.renew,
+            wanted,
+            device,
+            fresh=fresh,
+            plant=order.plant,
+            per_graph=1 if order.dry else PER_GRAPH,
+            deadline=order.deadline,
+        )
     if device.type == "cuda":
         torch.cuda.empty_cache()
     now = time.monotonic()
-    return {"name": variant.name, "config": problem.config, "shape": variant.shape,
-            "wanted": wanted, "repeats": found.repeats, "mismatches": found.mismatches,
-            "processes": order.processes, "seconds": now - ready, "setup_seconds": ready - began}
+    return {
+        "name": variant.name,
+        "config": problem.config,
+        "shape": variant.shape,
+        "wanted": wanted,
+        "repeats": found.repeats,
+        "mismatches": found.mismatches,
+        "processes": order.processes,
+        "seconds": now - ready,
+        "setup_seconds": ready - began,
+    }
 
 
 def work(names: Any, answers: Any, order: Order) -> None:
@@ -109,8 +126,11 @@ class Hunts:
         return name in self.rows and self.rows[name]["repeats"] >= self.rows[name]["wanted"]
 
     def document(self, every: Sequence[Variant]) -> Row:
-        left = [each.name for each in every
-                if not self.finished(each.name) and each.name not in self.failures]
+        left = [
+            each.name
+            for each in every
+            if not self.finished(each.name) and each.name not in self.failures
+        ]
         names = [each.name for each in variants()]
         rows = sorted(self.rows.values(), key=lambda row: names.index(row["name"]))
         return {"meta": self.meta | {"failures": self.failures, "left": left}, "rows": rows}
@@ -132,8 +152,10 @@ def answers_of(order: Order, names: Sequence[str]) -> Iterator[tuple[str, str, A
         return
     context = multiprocessing.get_context("spawn")
     waiting, heard = context.Queue(), context.Queue()
-    workers = [context.Process(target=work, args=(waiting, heard, order), daemon=True)
-               for _ in range(order.processes)]
+    workers = [
+        context.Process(target=work, args=(waiting, heard, order), daemon=True)
+        for _ in range(order.processes)
+    ]
     for worker in workers:
         worker.start()
     for name in (*names, *[None] * len(workers)):
@@ -167,8 +189,11 @@ def run_hunts(hunts: Hunts, every: Sequence[Variant], order: Order) -> None:
             print(f"{name}: {answer}", file=sys.stderr, flush=True)
         else:
             hunts.rows[name] = answer
-            print(f"{name}: {answer['repeats']} repeats, {answer['mismatches']} mismatches, "
-                  f"{answer['seconds']:.1f} s + {answer['setup_seconds']:.1f} s", flush=True)
+            print(
+                f"{name}: {answer['repeats']} repeats, {answer['mismatches']} mismatches, "
+                f"{answer['seconds']:.1f} s + {answer['setup_seconds']:.1f} s",
+                flush=True,
+            )
         hunts.save(every)
     for name in begun:
         hunts.failures[name] = "the process ended, or did not end in time"
@@ -183,31 +208,65 @@ def summary(document: Row) -> str:
     kinds: dict[str, list[Row]] = {}
     for row in document["rows"]:
         kinds.setdefault(row["name"].split("/")[0], []).append(row)
-    lines = [[kind, str(len(rows)), f"{min(row['repeats'] for row in rows):,}",
-              f"{sum(row['repeats'] for row in rows):,}",
-              str(sum(row["mismatches"] for row in rows)),
-              f"{sum(row['seconds'] for row in rows):.0f}",
-              f"{sum(row['setup_seconds'] for row in rows):.0f}"] for kind, rows in kinds.items()]
-    return markdown_table(["kernels", "variants", "fewest repeats", "repeats in all",
-                           "values that differed", "seconds", "seconds of setup"], lines)
+    lines = [
+        [
+            kind,
+            str(len(rows)),
+            f"{min(row['repeats'] for row in rows):,}",
+            f"{sum(row['repeats'] for row in rows):,}",
+            str(sum(row["mismatches"] for row in rows)),
+            f"{sum(row['seconds'] for row in rows):.0f}",
+            f"{sum(row['setup_seconds'] for row in rows):.0f}",
+        ]
+        for kind, rows in kinds.items()
+    ]
+    return markdown_table(
+        [
+            "kernels",
+            "variants",
+            "fewest repeats",
+            "repeats in all",
+            "values that differed",
+            "seconds",
+            "seconds of setup",
+        ],
+        lines,
+    )
 
 
 def markdown(document: Row) -> str:
     """Summary, every variant, what is missing."""
     meta, rows = document["meta"], document["rows"]
     versions = ", ".join(f"{name} {text}" for name, text in meta["versions"].items() if text)
-    table = markdown_table(["variant", "shape", "repeats", "values that differed", "seconds",
-                            "config"], [
-        [row["name"], row["shape"], f"{row['repeats']:,}", str(row["mismatches"]),
-         f"{row['seconds']:.1f}", row["config"]] for row in rows])
-    parts = ["# Race hunts", f"{meta['device']}, {meta['date']}, commit "
-             f"`{str(meta['commit'])[:12]}`, {versions}; {meta['processes']} processes, "
-             f"{meta['seconds']:.0f} s.",
-             "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
-             summary(document), folded("every variant", table)]
+    table = markdown_table(
+        ["variant", "shape", "repeats", "values that differed", "seconds", "config"],
+        [
+            [
+                row["name"],
+                row["shape"],
+                f"{row['repeats']:,}",
+                str(row["mismatches"]),
+                f"{row['seconds']:.1f}",
+                row["config"],
+            ]
+            for row in rows
+        ],
+    )
+    parts = [
+        "# Race hunts",
+        f"{meta['device']}, {meta['date']}, commit "
+        f"`{str(meta['commit'])[:12]}`, {versions}; {meta['processes']} processes, "
+        f"{meta['seconds']:.0f} s.",
+        "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
+        summary(document),
+        folded("every variant", table),
+    ]
     if meta["planted"] is not None:
-        parts.insert(1, f"**Control: one bit of repeat {meta['planted']} of every variant was "
-                     "flipped and must be found.**")
+        parts.insert(
+            1,
+            f"**Control: one bit of repeat {meta['planted']} of every variant was "
+            "flipped and must be found.**",
+        )
     absent = [f"- {name}: `{error}`" for name, error in meta["failures"].items()]
     absent += [f"- out of time: {', '.join(meta['left'])}"] if meta["left"] else []
     if absent:
@@ -220,23 +279,37 @@ def markdown(document: Row) -> str:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", default="*", metavar="PATTERN",
-                        help="shell pattern of names; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--variants", default="*", metavar="PATTERN", help="shell pattern of names; default: all"
+    )
     parser.add_argument("--repeats", type=int, help="of each variant (default: its own number)")
     parser.add_argument("--processes", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--plant", type=int, metavar="REPEAT",
-                        help="control: flip one bit in this repeat of every variant")
+    parser.add_argument(
+        "--plant",
+        type=int,
+        metavar="REPEAT",
+        help="control: flip one bit in this repeat of every variant",
+    )
     parser.add_argument("--output", type=Path, help=f"default: {DEFAULT_OUTPUT.name}")
-    parser.add_argument("--time-limit", type=float, default=240.0, metavar="SECONDS",
-                        help="variants that do not fit are listed as left; default: %(default)s")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=240.0,
+        metavar="SECONDS",
+        help="variants that do not fit are listed as left; default: %(default)s",
+    )
     parser.add_argument("--resume", action="store_true", help="keep what --output holds")
     add_render_option(parser)
     parser.add_argument("--commit", help="where the checkout has no history")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="tiny problems on the CPU's reference kernels, in one process unless "
-                             "--processes is given")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="tiny problems on the CPU's reference kernels, in one process unless "
+        "--processes is given",
+    )
     return parser.parse_args(arguments)
 
 
@@ -245,26 +318,51 @@ def prepare(options: argparse.Namespace, began: float) -> tuple[Hunts, list[Vari
     require(options.processes > 0, "hunts", "--processes", need="at least 1", got=options.processes)
     device = torch.device("cpu" if options.dry_run else "cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(message("hunts", "device", "a GPU", "none",
-                                 "run with --dry-run to try the script"))
+        raise ValueError(
+            message("hunts", "device", "a GPU", "none", "run with --dry-run to try the script")
+        )
     every = [each for each in variants() if fnmatch(each.name, options.variants)]
-    require(bool(every), "hunts", "--variants", need="a pattern that matches a name",
-            got=repr(options.variants))
+    require(
+        bool(every),
+        "hunts",
+        "--variants",
+        need="a pattern that matches a name",
+        got=repr(options.variants),
+    )
     facts = environment(device)
-    meta = {"device": facts["device"], "versions": facts["versions"], "date": facts["date"],
-            "commit": options.commit or facts["commit"], "processes": options.processes,
-            "protocol": PROTOCOL, "planted": options.plant, "seconds": 0.0}
+    meta = {
+        "device": facts["device"],
+        "versions": facts["versions"],
+        "date": facts["date"],
+        "commit": options.commit or facts["commit"],
+        "processes": options.processes,
+        "protocol": PROTOCOL,
+        "planted": options.plant,
+        "seconds": 0.0,
+    }
     path = options.output or (DRY_OUTPUT if options.dry_run else DEFAULT_OUTPUT)
     hunts = Hunts(path, meta)
     if options.resume and path.is_file():
         old = json.loads(path.read_text("utf-8"))
         for name in (*KEPT, "planted"):
-            require(old["meta"][name] == meta[name], "hunts", f"--resume {path}: {name}",
-                    need=meta[name], got=old["meta"][name], remedy="start a new run")
+            require(
+                old["meta"][name] == meta[name],
+                "hunts",
+                f"--resume {path}: {name}",
+                need=meta[name],
+                got=old["meta"][name],
+                remedy="start a new run",
+            )
         hunts.rows = {row["name"]: row for row in old["rows"]}
         meta["seconds"] = old["meta"]["seconds"]
-    order = Order(device.type, options.dry_run, options.repeats, options.plant, options.processes,
-                  began + options.time_limit)
+    order = Order(
+        device.type,
+        options.dry_run,
+        options.repeats,
+        options.plant,
+        options.processes,
+        began + options.time_limit,
+    )
     return hunts, every, order
 
 
@@ -287,9 +385,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     expected = 0 if options.plant is None else 1
     wrong = [row["name"] for row in document["rows"] if row["mismatches"] != expected]
     print("\n" + summary(document) + "\n")
-    print(f"wrote {hunts.path} and .md: {len(document['rows'])} variants, {len(wrong)} wrong, "
-          f"{len(hunts.failures)} failures, {len(document['meta']['left'])} left, "
-          f"{time.monotonic() - began:.0f} s")
+    print(
+        f"wrote {hunts.path} and .md: {len(document['rows'])} variants, {len(wrong)} wrong, "
+        f"{len(hunts.failures)} failures, {len(document['meta']['left'])} left, "
+        f"{time.monotonic() - began:.0f} s"
+    )
     return 1 if wrong or hunts.failures else 0
 
 

@@ -96,16 +96,32 @@ class Bench:
 
 def published_config(layers: int) -> GptOssConfig:
     """gpt-oss-20b as published, with `layers` decoder layers."""
-    return GptOssConfig(num_hidden_layers=layers, num_local_experts=32, bos_token_id=None,
-                        eos_token_id=None, pad_token_id=None)
+    return GptOssConfig(
+        num_hidden_layers=layers,
+        num_local_experts=32,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
 
 
 def tiny_config() -> GptOssConfig:
     """Two layers that a CPU runs in a second."""
-    return GptOssConfig(num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2,
-                        hidden_size=64, intermediate_size=64, vocab_size=128, head_dim=16,
-                        num_attention_heads=4, num_key_value_heads=2, sliding_window=16,
-                        bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    return GptOssConfig(
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        hidden_size=64,
+        intermediate_size=64,
+        vocab_size=128,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=16,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
 
 
 @torch.no_grad()
@@ -113,8 +129,9 @@ def build(config: GptOssConfig, device: torch.device) -> tuple[Any, list[MXExper
     """The model with its converted experts in place; the dense ones hold the same values."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = GptOssForCausalLM._from_config(config, dtype=torch.bfloat16,
-                                               attn_implementation="eager").eval()
+        model = GptOssForCausalLM._from_config(
+            config, dtype=torch.bfloat16, attn_implementation="eager"
+        ).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
             parameter.normal_()
@@ -166,9 +183,12 @@ class Truth:
 def eager_truth(bench: Bench) -> Truth:
     use(bench, VARIANTS[-1])
     calls: list[tuple[Any, torch.Tensor]] = []
-    handles = [experts.source.module.register_forward_hook(
-        lambda module, given, result: calls.append((given, result)))
-        for experts in bench.converted]
+    handles = [
+        experts.source.module.register_forward_hook(
+            lambda module, given, result: calls.append((given, result))
+        )
+        for experts in bench.converted
+    ]
     ids = random_ids(bench, 1, GATE_TOKENS)
     logits = bench.model(ids, use_cache=False).logits
     for handle in handles:
@@ -189,8 +209,10 @@ def gate(bench: Bench, variant: Variant, truth: Truth) -> dict[str, float | None
             raise RuntimeError(f"red: logits cosine {logits:.6f}")
         return {"layer_cosine": None, "logits_cosine": logits}
     modules = [experts.source.current for experts in bench.converted]
-    layer = min(cosine(module(*given), result)
-                for module, (given, result) in zip(modules, truth.calls, strict=True))
+    layer = min(
+        cosine(module(*given), result)
+        for module, (given, result) in zip(modules, truth.calls, strict=True)
+    )
     least = LAYER_COSINE
     if variant.activation not in (None, "bf16"):
         noise = 10 ** (-(sqnr_floor_db(variant.activation) - NOISE_MARGIN_DB) / 10)
@@ -213,8 +235,13 @@ def time_generate(bench: Bench, batch: int, new_tokens: int) -> dict[str, float]
 
     def run(count: int) -> StepClock:
         clock = StepClock(bench.device)
-        bench.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                             max_new_tokens=count, stopping_criteria=[clock])
+        bench.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            stopping_criteria=[clock],
+        )
         return clock
 
     run(3)
@@ -246,20 +273,42 @@ def measurements(bench: Bench, variant: Variant, options: argparse.Namespace) ->
     """(phase, mode, batch, tokens, what gives the times)."""
     found: list[Measurement] = []
     for batch in options.batches:
-        found.append(("decode", "generate", batch, PROMPT,
-                      lambda b=batch: time_generate(bench, b, options.new_tokens)))
-    found.append(("prefill", "forward", 1, options.prefill,
-                  lambda: time_prefill(bench, options.prefill, options.repeats)))
+        found.append(
+            (
+                "decode",
+                "generate",
+                batch,
+                PROMPT,
+                lambda b=batch: time_generate(bench, b, options.new_tokens),
+            )
+        )
+    found.append(
+        (
+            "prefill",
+            "forward",
+            1,
+            options.prefill,
+            lambda: time_prefill(bench, options.prefill, options.repeats),
+        )
+    )
     if variant.graph:
         for batch in options.batches:
-            found.append(("decode", "graph", batch, PROMPT, lambda b=batch: graph_step(
-                bench.model, bench.blocks, random_ids(bench, b, PROMPT), options.repeats)))
+            found.append(
+                (
+                    "decode",
+                    "graph",
+                    batch,
+                    PROMPT,
+                    lambda b=batch: graph_step(
+                        bench.model, bench.blocks, random_ids(bench, b, PROMPT), options.repeats
+                    ),
+                )
+            )
     return found
 
 
 def measure(bench: Bench, variant: Variant, truth: Truth, options: argparse.Namespace) -> None:
-    """Gate one implementation, then take its measurements; what fails is noted, the rest goes on.
-    """
+    """Gate one implementation, then take its measurements; failures are noted and skipped."""
     try:
         use(bench, variant)
         cosines = gate(bench, variant, truth)
@@ -277,11 +326,15 @@ def measure(bench: Bench, variant: Variant, truth: Truth, options: argparse.Name
             bench.failures[name] = describe(error)
             traceback.print_exc()
             continue
-        bench.rows.append(make_row(variant.impl, variant.format, phase, mode, batch, tokens,
-                                   times, cosines))
+        bench.rows.append(
+            make_row(variant.impl, variant.format, phase, mode, batch, tokens, times, cosines)
+        )
         row = bench.rows[-1]
-        print(f"{name}: {row['ms']:.2f} ms, {row['tokens_per_s']:.0f} tokens/s, MoE "
-              f"{100 * row['moe_share']:.0f} %", flush=True)
+        print(
+            f"{name}: {row['ms']:.2f} ms, {row['tokens_per_s']:.0f} tokens/s, MoE "
+            f"{100 * row['moe_share']:.0f} %",
+            flush=True,
+        )
         bench.save()
 
 
@@ -291,26 +344,37 @@ def describe(error: BaseException) -> str:
 
 def make_meta(config: GptOssConfig, device: torch.device, commit: str | None) -> dict[str, Any]:
     facts = environment(device)
-    return {"device": facts["device"], "clocks": facts.get("gpu", {}),
-            "versions": facts["versions"], "commit": commit or facts["commit"],
-            "date": facts["date"], "read_tbs": read_bandwidth(device) / 1e12,
-            "model": {"name": "gpt-oss-20b config, random weights",
-                      "layers": config.num_hidden_layers, "experts": config.num_local_experts,
-                      "top_k": config.num_experts_per_tok, "hidden_size": config.hidden_size,
-                      "intermediate_size": config.intermediate_size},
-            "protocol": {
-                "generate": f"model.generate with its defaults after a prompt of {PROMPT} tokens, "
-                            "greedy; ms is the median time between two decode steps",
-                "graph": "one decode step on a static cache in a CUDA graph, replayed; MoE blocks "
-                         "replayed alone on the same inputs",
-                "forward": "one forward pass without a cache, Transformers' eager attention",
-                "moe": "router and experts; in generate and forward from events around each block "
-                       "of a further pass (share of that pass), host gaps included"}}
+    return {
+        "device": facts["device"],
+        "clocks": facts.get("gpu", {}),
+        "versions": facts["versions"],
+        "commit": commit or facts["commit"],
+        "date": facts["date"],
+        "read_tbs": read_bandwidth(device) / 1e12,
+        "model": {
+            "name": "gpt-oss-20b config, random weights",
+            "layers": config.num_hidden_layers,
+            "experts": config.num_local_experts,
+            "top_k": config.num_experts_per_tok,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+        },
+        "protocol": {
+            "generate": f"model.generate with its defaults after a prompt of {PROMPT} tokens, "
+            "greedy; ms is the median time between two decode steps",
+            "graph": "one decode step on a static cache in a CUDA graph, replayed; MoE blocks "
+            "replayed alone on the same inputs",
+            "forward": "one forward pass without a cache, Transformers' eager attention",
+            "moe": "router and experts; in generate and forward from events around each block "
+            "of a further pass (share of that pass), host gaps included",
+        },
+    }
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     numbers = dict(type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--layers", type=int, default=24)
@@ -319,8 +383,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--time-limit", type=float, default=150.0, help="seconds, from the start")
-    parser.add_argument("--impl", nargs="+", choices=[str(variant) for variant in VARIANTS],
-                        default=[str(variant) for variant in VARIANTS])
+    parser.add_argument(
+        "--impl",
+        nargs="+",
+        choices=[str(variant) for variant in VARIANTS],
+        default=[str(variant) for variant in VARIANTS],
+    )
     parser.add_argument("--commit", help="for a checkout without history")
     parser.add_argument("--dry-run", action="store_true", help="two tiny layers, on any machine")
     options = parser.parse_args(arguments)
@@ -341,8 +409,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = tiny_config() if options.dry_run else published_config(options.layers)
     model, converted = build(config, device)
     print(f"built {config.num_hidden_layers} layers in {time.monotonic() - begin:.0f} s")
-    bench = Bench(model, converted, TransformersMXFP4.load(), options.output,
-                  make_meta(config, device, options.commit), begin + options.time_limit)
+    bench = Bench(
+        model,
+        converted,
+        TransformersMXFP4.load(),
+        options.output,
+        make_meta(config, device, options.commit),
+        begin + options.time_limit,
+    )
     truth = eager_truth(bench)
     for variant in VARIANTS:
         if str(variant) in options.impl:

@@ -14,8 +14,14 @@ from mxpert.published import published_expert_tensors
 from mxpert.integrations.expert_modules import MXExperts
 
 HUB = "kernels-community/gpt-oss-triton-kernels"
-PARTS = ("matmul_ogs", "routing", "swiglu", "tensor", "tensor_details.layout",
-         "numerics_details.mxfp")
+PARTS = (
+    "matmul_ogs",
+    "routing",
+    "swiglu",
+    "tensor",
+    "tensor_details.layout",
+    "numerics_details.mxfp",
+)
 
 
 class TransformersMXFP4:
@@ -49,7 +55,7 @@ class TransformersMXFP4:
             if index == len(self.modules):
                 self.modules.append(self._experts(experts))
             experts.source.replace_by(self.modules[index])
-            (block, _), = experts.source.places
+            ((block, _),) = experts.source.places
             block.forward = MethodType(mxfp4.mlp_forward, block)
 
     def _experts(self, experts: MXExperts) -> torch.nn.Module:
@@ -59,8 +65,16 @@ class TransformersMXFP4:
         tensors = published_expert_tensors(weights.unprepare(), dtype=torch.float32)
         for name in ("gate_up_proj", "down_proj"):
             mxfp4.swizzle_mxfp4_convertops(
-                tensors[f"{name}_blocks"], tensors[f"{name}_scales"], module, name,
-                weights.device, self.kernels)
-            setattr(module, f"{name}_bias", torch.nn.Parameter(tensors[f"{name}_bias"],
-                                                               requires_grad=False))
+                tensors[f"{name}_blocks"],
+                tensors[f"{name}_scales"],
+                module,
+                name,
+                weights.device,
+                self.kernels,
+            )
+            setattr(
+                module,
+                f"{name}_bias",
+                torch.nn.Parameter(tensors[f"{name}_bias"], requires_grad=False),
+            )
         return module.eval()

@@ -83,13 +83,13 @@ class MoEClock:
     def per_pass(self) -> list[float]:
         """Milliseconds inside of the blocks, for each forward pass."""
         inside = [self.watch.between(i, i + 1) for i in range(0, len(self.watch.marks), 2)]
-        return [sum(inside[start:start + self.blocks])
-                for start in range(0, len(inside), self.blocks)]
+        return [
+            sum(inside[start : start + self.blocks]) for start in range(0, len(inside), self.blocks)
+        ]
 
 
 @contextmanager
-def moe_milliseconds(blocks: Sequence[torch.nn.Module],
-                     device: torch.device) -> Iterator[MoEClock]:
+def moe_milliseconds(blocks: Sequence[torch.nn.Module], device: torch.device) -> Iterator[MoEClock]:
     """Time what runs inside of the blocks while the context is open."""
     watch = Stopwatch(device)
     handles = []
@@ -116,14 +116,21 @@ def timed_forward(run: Callable[[], object], device: torch.device, repeats: int)
 @torch.no_grad()
 def _masks(model: Any, token: torch.Tensor, cache: StaticCache) -> dict[str, torch.Tensor | None]:
     """Attention masks of the step after `cache`, as the model would make them itself."""
-    arguments = {"config": model.config, "inputs_embeds": model.get_input_embeddings()(token),
-                 "attention_mask": None, "past_key_values": cache}
-    return {"full_attention": create_causal_mask(**arguments),
-            "sliding_attention": create_sliding_window_causal_mask(**arguments)}
+    arguments = {
+        "config": model.config,
+        "inputs_embeds": model.get_input_embeddings()(token),
+        "attention_mask": None,
+        "past_key_values": cache,
+    }
+    return {
+        "full_attention": create_causal_mask(**arguments),
+        "sliding_attention": create_sliding_window_causal_mask(**arguments),
+    }
 
 
-def graph_step(model: Any, blocks: Sequence[torch.nn.Module], prompt: torch.Tensor,
-               repeats: int) -> dict[str, float]:
+def graph_step(
+    model: Any, blocks: Sequence[torch.nn.Module], prompt: torch.Tensor, repeats: int
+) -> dict[str, float]:
     """One decode step after `prompt` [B, S] on a static cache, and its MoE blocks alone.
 
     Replays are the same step each time: the cache's position is the captured one.
@@ -138,12 +145,19 @@ def graph_step(model: Any, blocks: Sequence[torch.nn.Module], prompt: torch.Tens
     masks = _masks(model, token, cache)
 
     def step() -> object:
-        return model(token, past_key_values=cache, position_ids=position, attention_mask=masks,
-                     use_cache=True).logits
+        return model(
+            token,
+            past_key_values=cache,
+            position_ids=position,
+            attention_mask=masks,
+            use_cache=True,
+        ).logits
 
     inputs: list[torch.Tensor] = []
-    handles = [block.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
-               for block in blocks]
+    handles = [
+        block.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+        for block in blocks
+    ]
     step()
     for handle in handles:
         handle.remove()
@@ -154,5 +168,9 @@ def graph_step(model: Any, blocks: Sequence[torch.nn.Module], prompt: torch.Tens
 
     timings = time_graph({"step": [step], "moe": [moe]}, device=prompt.device, repeats=repeats)
     whole, part = timings["step"], timings["moe"]
-    return {"ms": whole.us / 1e3, "ms_spread": (whole.high_us - whole.low_us) / 1e3,
-            "moe_ms": part.us / 1e3, "step_ms_hooked": whole.us / 1e3}
+    return {
+        "ms": whole.us / 1e3,
+        "ms_spread": (whole.high_us - whole.low_us) / 1e3,
+        "moe_ms": part.us / 1e3,
+        "step_ms_hooked": whole.us / 1e3,
+    }

@@ -12,12 +12,7 @@ import torch
 
 import mxpert
 from cells import GEMM_STAGES, Cell, Inputs, Model
-from mxpert.cli.measure import (
-    RunWeights,
-    check_gate,
-    float64_reference,
-    intermediate_sizes,
-)
+from mxpert.cli.measure import RunWeights, check_gate, float64_reference, intermediate_sizes
 from mxpert.dispatch import Resolution
 from mxpert.errors import require
 from mxpert.formats.tensor import MXTensor
@@ -40,9 +35,11 @@ def random_weights(model: Model, device: torch.device) -> RunWeights:
     have. Gate, up and output are of order 1, where activations bend."""
     generator = torch.Generator(device).manual_seed(0)
     gate_up, down = (
-        random_mxfp4((model.E, *size), rms=1.5 / size[-1] ** 0.5, scale_spread=1.0,
-                     generator=generator)
-        for size in ((2 * model.F, model.H), (model.H, model.F)))
+        random_mxfp4(
+            (model.E, *size), rms=1.5 / size[-1] ** 0.5, scale_spread=1.0, generator=generator
+        )
+        for size in ((2 * model.F, model.H), (model.H, model.F))
+    )
     return RunWeights.of(MoEWeights(gate_up, down, gate_up_order=GateUpOrder.INTERLEAVED), device)
 
 
@@ -68,12 +65,25 @@ class Truth:
         tokens = tokens.to(inputs.x.device)
         topk_weights, topk_ids = mxpert.route_topk(inputs.logits, top_k)
         with float64_reference():
-            plan = mxpert.make_routing_plan(topk_weights[tokens], topk_ids[tokens],
-                                            num_experts=weights.num_experts, routing_block_m=16)
-            h = mxpert.moe_gate_up(inputs.x[tokens], weights, plan, activation=ACTIVATION,
-                                   activation_format=activation_format)
-            return cls(tokens, plan, h, mxpert.moe_down(h, weights, plan,
-                                                        activation_format=activation_format))
+            plan = mxpert.make_routing_plan(
+                topk_weights[tokens],
+                topk_ids[tokens],
+                num_experts=weights.num_experts,
+                routing_block_m=16,
+            )
+            h = mxpert.moe_gate_up(
+                inputs.x[tokens],
+                weights,
+                plan,
+                activation=ACTIVATION,
+                activation_format=activation_format,
+            )
+            return cls(
+                tokens,
+                plan,
+                h,
+                mxpert.moe_down(h, weights, plan, activation_format=activation_format),
+            )
 
     def rows_of(self, h: torch.Tensor | MXTensor, plan: RoutingPlan) -> torch.Tensor | MXTensor:
         """Rows of the sampled tokens, taken from a whole intermediate, in this plan's order."""
@@ -91,16 +101,25 @@ class Truth:
     def gate_up_error(self, h: torch.Tensor | MXTensor, plan: RoutingPlan) -> float:
         """Relative L2 of stage 1."""
         rows = self.plan.slot_rows.flatten().long()
-        mine, right = (mxpert.dequantize(each) if isinstance(each, MXTensor) else each
-                       for each in (self.rows_of(h, plan), self.gate_up))
+        mine, right = (
+            mxpert.dequantize(each) if isinstance(each, MXTensor) else each
+            for each in (self.rows_of(h, plan), self.gate_up)
+        )
         return relative_l2(mine[rows], right[rows])
 
-    def down_error(self, y: torch.Tensor, h: torch.Tensor | MXTensor, plan: RoutingPlan,
-                   weights: MoEWeights, activation_format: str) -> float:
+    def down_error(
+        self,
+        y: torch.Tensor,
+        h: torch.Tensor | MXTensor,
+        plan: RoutingPlan,
+        weights: MoEWeights,
+        activation_format: str,
+    ) -> float:
         """Relative L2 of stage 2 that was given h."""
         with float64_reference():
-            right = mxpert.moe_down(self.rows_of(h, plan), weights, self.plan,
-                                    activation_format=activation_format)
+            right = mxpert.moe_down(
+                self.rows_of(h, plan), weights, self.plan, activation_format=activation_format
+            )
         return relative_l2(y[self.tokens], right)
 
     def layer_error(self, y: torch.Tensor) -> float:
@@ -124,11 +143,18 @@ class Ours:
 
     def __init__(self, model: Model, weights: RunWeights, activation_format: str) -> None:
         self.model, self.weights, self.activation = model, weights, activation_format
-        self.options: dict[str, Any] = {"activation": ACTIVATION,
-                                        "activation_format": activation_format}
+        self.options: dict[str, Any] = {
+            "activation": ACTIVATION,
+            "activation_format": activation_format,
+        }
 
-    def prepare(self, cell: Cell, batches: Sequence[Inputs], stages: Sequence[str],
-                truth: Truth | None = None) -> tuple[dict[str, list[Call]], dict[str, float]]:
+    def prepare(
+        self,
+        cell: Cell,
+        batches: Sequence[Inputs],
+        stages: Sequence[str],
+        truth: Truth | None = None,
+    ) -> tuple[dict[str, list[Call]], dict[str, float]]:
         """Calls by stage, one for each batch, and the relative L2 to float64 of those that passed.
 
         Args:
@@ -139,8 +165,11 @@ class Ours:
         """
         weights = self._chosen_weights(batches[0])[0]
         ready = [self._batch(weights, inputs) for inputs in batches]
-        calls = {stage: [self._call(stage, weights, batch) for batch in ready]
-                 for stage in stages if stage not in GEMM_STAGES}
+        calls = {
+            stage: [self._call(stage, weights, batch) for batch in ready]
+            for stage in stages
+            if stage not in GEMM_STAGES
+        }
         if self._chosen_weights(batches[0])[1].kernel.backend == "hopper":
             for stage in (each for each in stages if each in GEMM_STAGES):
                 try:
@@ -157,26 +186,36 @@ class Ours:
 
     def _chosen_weights(self, inputs: Inputs) -> tuple[MoEWeights, Resolution]:
         routed = mxpert.route_topk(inputs.logits, self.model.k)
-        return self.weights.resolve(lambda each: mxpert.explain(
-            mxpert.fused_moe, inputs.x, each, routed[0], routed[1], **self.options), None)
+        return self.weights.resolve(
+            lambda each: mxpert.explain(
+                mxpert.fused_moe, inputs.x, each, routed[0], routed[1], **self.options
+            ),
+            None,
+        )
 
     def _batch(self, weights: MoEWeights, inputs: Inputs) -> Batch:
         """The plan has the padding unit that the layer itself would choose for these tokens."""
         resolution = self._chosen_weights(inputs)[1]
         topk_weights, topk_ids = mxpert.route_topk(inputs.logits, self.model.k)
-        plan = mxpert.make_routing_plan(topk_weights, topk_ids, num_experts=self.model.E,
-                                        routing_block_m=resolution.config.routing_block_m)
+        plan = mxpert.make_routing_plan(
+            topk_weights,
+            topk_ids,
+            num_experts=self.model.E,
+            routing_block_m=resolution.config.routing_block_m,
+        )
         h = mxpert.moe_gate_up(inputs.x, weights, plan, **self.options)
         return Batch(inputs, plan, h)
 
     def _call(self, stage: str, weights: MoEWeights, batch: Batch) -> Call:
         match stage:
             case "gate_up":
-                return functools.partial(mxpert.moe_gate_up, batch.inputs.x, weights, batch.plan,
-                                         **self.options)
+                return functools.partial(
+                    mxpert.moe_gate_up, batch.inputs.x, weights, batch.plan, **self.options
+                )
             case "down":
-                return functools.partial(mxpert.moe_down, batch.h, weights, batch.plan,
-                                         activation_format=self.activation)
+                return functools.partial(
+                    mxpert.moe_down, batch.h, weights, batch.plan, activation_format=self.activation
+                )
         return functools.partial(self._layer, weights, batch.inputs)
 
     def _layer(self, weights: MoEWeights, inputs: Inputs) -> torch.Tensor:
@@ -185,10 +224,11 @@ class Ours:
 
     def _errors(self, truth: Truth, weights: MoEWeights, batch: Batch) -> dict[str, float]:
         y = mxpert.moe_down(batch.h, weights, batch.plan, activation_format=self.activation)
-        return {"gate_up": truth.gate_up_error(batch.h, batch.plan),
-                "down": truth.down_error(y, batch.h, batch.plan, self.weights.plain,
-                                         self.activation),
-                "layer": truth.layer_error(self._layer(weights, batch.inputs))}
+        return {
+            "gate_up": truth.gate_up_error(batch.h, batch.plan),
+            "down": truth.down_error(y, batch.h, batch.plan, self.weights.plain, self.activation),
+            "layer": truth.layer_error(self._layer(weights, batch.inputs)),
+        }
 
     def _gemm(self, stage: str, weights: MoEWeights, batch: Batch) -> Call:
         """The Hopper GEMM kernel with its epilogue, as the stage itself launched it: its rows are

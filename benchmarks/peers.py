@@ -73,13 +73,16 @@ class TritonKernels:
         flex = importlib.import_module("triton_kernels.numerics").InFlexData()
         value_layout, value_options = layouts.make_default_matmul_mxfp4_w_layout(mx_axis=1)
         scale_layout, scale_options = layouts.make_default_matmul_mxfp4_w_scale_layout(
-            mx_axis=1, num_warps=8)
-        values = self.tensor.wrap_torch_tensor(projection.qdata.transpose(-2, -1),
-                                               dtype=self.tensor.FP4)
+            mx_axis=1, num_warps=8
+        )
+        values = self.tensor.wrap_torch_tensor(
+            projection.qdata.transpose(-2, -1), dtype=self.tensor.FP4
+        )
         scales = self.tensor.wrap_torch_tensor(projection.scale.transpose(-2, -1))
         scales = self.tensor.convert_layout(scales, scale_layout, **scale_options)
-        precision = self.ogs.PrecisionConfig(weight_scale=scales,
-                                             flex_ctx=self.ogs.FlexCtx(rhs_data=flex))
+        precision = self.ogs.PrecisionConfig(
+            weight_scale=scales, flex_ctx=self.ogs.FlexCtx(rhs_data=flex)
+        )
         return self.tensor.convert_layout(values, value_layout, **value_options), precision
 
     def prepare(self, cell: Cell, batches: Sequence[Inputs]) -> Variants:
@@ -89,21 +92,35 @@ class TritonKernels:
         sparse = self.topk(logits, self.model.k, apply_softmax=True)
         rows = sparse.mask_metadata.row_sorted_indx
         columns = sparse.mask_metadata.col_sorted_indx
-        ragged = self.tensor.make_ragged_tensor_metadata(sparse.mask_metadata.col_sum,
-                                                         rows.shape[0])
-        data = self.ogs.RoutingData(sparse.vals.flatten()[columns], ragged.slice_sizes,
-                                    self.model.E, self.model.k, ragged)
+        ragged = self.tensor.make_ragged_tensor_metadata(
+            sparse.mask_metadata.col_sum, rows.shape[0]
+        )
+        data = self.ogs.RoutingData(
+            sparse.vals.flatten()[columns], ragged.slice_sizes, self.model.E, self.model.k, ragged
+        )
         return data, self.ogs.GatherIndx(columns, rows), self.ogs.ScatterIndx(rows, columns)
 
     def _first(self, x: torch.Tensor, routed: tuple[Any, Any, Any]) -> Any:
         return self.ogs.matmul_ogs(
-            x, self.gate_up, self.gate_up_bias, routed[0], gather_indx=routed[1],
-            precision_config=self.gate_up_precision, fused_activation=self.swiglu)
+            x,
+            self.gate_up,
+            self.gate_up_bias,
+            routed[0],
+            gather_indx=routed[1],
+            precision_config=self.gate_up_precision,
+            fused_activation=self.swiglu,
+        )
 
     def _second(self, h: Any, routed: tuple[Any, Any, Any], combine: bool = True) -> Any:
         return self.ogs.matmul_ogs(
-            h, self.down, self.down_bias, routed[0], scatter_indx=routed[2] if combine else None,
-            precision_config=self.down_precision, gammas=routed[0].gate_scal)
+            h,
+            self.down,
+            self.down_bias,
+            routed[0],
+            scatter_indx=routed[2] if combine else None,
+            precision_config=self.down_precision,
+            gammas=routed[0].gate_scal,
+        )
 
     def _layer(self, inputs: Inputs) -> Any:
         routed = self._route(inputs.logits)
@@ -113,10 +130,13 @@ class TritonKernels:
         routed = self._route(inputs.logits)
         h = self._first(inputs.x, routed)
         first = functools.partial(self._first, inputs.x, routed)
-        return {"gate_up_gemm": first, "gate_up": first,
-                "down_gemm": functools.partial(self._second, h, routed, False),
-                "down": functools.partial(self._second, h, routed),
-                "layer": functools.partial(self._layer, inputs)}
+        return {
+            "gate_up_gemm": first,
+            "gate_up": first,
+            "down_gemm": functools.partial(self._second, h, routed, False),
+            "down": functools.partial(self._second, h, routed),
+            "layer": functools.partial(self._layer, inputs),
+        }
 
 
 class MoEOps:
@@ -164,10 +184,12 @@ class Marlin(MoEOps):
 
     def _random(self, rows: int, depth: int, device: torch.device) -> tuple[Any, Any]:
         experts = self.model.E
-        codes = torch.randint(-2**31, 2**31 - 1, (experts, depth // 16, 2 * rows),
-                              dtype=torch.int32, device=device)
-        scales = torch.randint(118, 124, (experts, depth // 32, rows), dtype=torch.uint8,
-                               device=device)
+        codes = torch.randint(
+            -(2**31), 2**31 - 1, (experts, depth // 16, 2 * rows), dtype=torch.int32, device=device
+        )
+        scales = torch.randint(
+            118, 124, (experts, depth // 32, rows), dtype=torch.uint8, device=device
+        )
         return codes, scales.view(torch.float8_e8m0fnu)
 
     def _block(self, tokens: int) -> int:
@@ -175,15 +197,47 @@ class Marlin(MoEOps):
         average = tokens * self.model.k / self.model.E
         return next((block for block in (8, 16, 32, 48, 64) if average / block < 0.9), 64)
 
-    def _multiply(self, rows: torch.Tensor, out: torch.Tensor, first: bool,
-                  routed: tuple[torch.Tensor, ...], block: int) -> torch.Tensor:
+    def _multiply(
+        self,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        first: bool,
+        routed: tuple[torch.Tensor, ...],
+        block: int,
+    ) -> torch.Tensor:
         codes, scales = self.gate_up if first else self.down
         weights, sorted_ids, expert_ids, used = routed
         return self.ops.moe_wna16_marlin_gemm(
-            rows, out, codes, None, scales, None, None, None, None, None, self.locks, sorted_ids,
-            expert_ids, used, weights, block, self.model.k if first else 1, not first,
-            self.format, rows.shape[0], out.shape[1], rows.shape[1], True, False, True, False,
-            -1, -1, -1)
+            rows,
+            out,
+            codes,
+            None,
+            scales,
+            None,
+            None,
+            None,
+            None,
+            None,
+            self.locks,
+            sorted_ids,
+            expert_ids,
+            used,
+            weights,
+            block,
+            self.model.k if first else 1,
+            not first,
+            self.format,
+            rows.shape[0],
+            out.shape[1],
+            rows.shape[1],
+            True,
+            False,
+            True,
+            False,
+            -1,
+            -1,
+            -1,
+        )
 
     def prepare(self, cell: Cell, batches: Sequence[Inputs]) -> Variants:
         return {"": by_stage([self._calls(inputs) for inputs in batches])}
@@ -196,9 +250,15 @@ class Marlin(MoEOps):
         weights, ids = self.topk(inputs.logits)
         ready = (weights, *self.align(ids, block))
         rows = tokens * self.model.k
-        gate_up, h, parts, y = (x.new_empty(size) for size in (
-            (rows, 2 * self.inner), (rows, self.inner), (rows, self.hidden),
-            (tokens, self.hidden)))
+        gate_up, h, parts, y = (
+            x.new_empty(size)
+            for size in (
+                (rows, 2 * self.inner),
+                (rows, self.inner),
+                (rows, self.hidden),
+                (tokens, self.hidden),
+            )
+        )
         first = functools.partial(self._multiply, x, gate_up, True, block=block)
         second = functools.partial(self._multiply, h, parts, False, block=block)
 
@@ -218,32 +278,42 @@ class Marlin(MoEOps):
             return down_stage(routed)
 
         gate_up_stage(ready)
-        return {"gate_up_gemm": functools.partial(first, ready),
-                "down_gemm": functools.partial(second, ready),
-                "gate_up": functools.partial(gate_up_stage, ready),
-                "down": functools.partial(down_stage, ready), "layer": layer}
+        return {
+            "gate_up_gemm": functools.partial(first, ready),
+            "down_gemm": functools.partial(second, ready),
+            "gate_up": functools.partial(gate_up_stage, ready),
+            "down": functools.partial(down_stage, ready),
+            "layer": layer,
+        }
 
 
 def aligned_rows(logits: torch.Tensor, model: Model, block: int) -> tuple[torch.Tensor, ...]:
     """Sorted ids ``token · k + slot`` (T · k for padding), expert of each block, rows in use: the
     form of an indexed GEMM, without spare capacity."""
     topk_weights, topk_ids = mxpert.route_topk(logits, model.k)
-    plan = mxpert.make_routing_plan(topk_weights, topk_ids, num_experts=model.E,
-                                    routing_block_m=block)
+    plan = mxpert.make_routing_plan(
+        topk_weights, topk_ids, num_experts=model.E, routing_block_m=block
+    )
     used = plan.num_valid[:1].clone()
     count = int(used)
     packed = plan.sorted_token_ids[:count]
     token, slot = packed & TOKEN_MASK, packed >> TOKEN_BITS
     ids = torch.where(token < plan.num_tokens, token * model.k + slot, topk_ids.numel())
-    return ids.to(torch.int32), plan.block_expert_ids[:count // block].contiguous(), used
+    return ids.to(torch.int32), plan.block_expert_ids[: count // block].contiguous(), used
 
 
 def add_to_path(folder: Path) -> None:
     """Let `folder` answer imports first."""
-    require(folder.is_dir(), "compare", "--peers", need="a directory of unpacked peers",
-            got=str(folder))
+    require(
+        folder.is_dir(), "compare", "--peers", need="a directory of unpacked peers", got=str(folder)
+    )
     for program in folder.glob(_PROGRAMS):
-        require(os.access(program, os.X_OK), "compare", "--peers", need=f"an executable {program}",
-                got="one that may not run (some unpackers forget it)",
-                remedy=f"chmod +x {program}")
+        require(
+            os.access(program, os.X_OK),
+            "compare",
+            "--peers",
+            need=f"an executable {program}",
+            got="one that may not run (some unpackers forget it)",
+            remedy=f"chmod +x {program}",
+        )
     sys.path.insert(0, str(folder.resolve()))

@@ -18,27 +18,44 @@ from statistics import geometric_mean
 from typing import Any
 
 import _checkout  # noqa: F401 - finds the library
-from cells import (
-    DECODE_TOKENS, GEMM_STAGES, NAMED, REFERENCE, REFERENCE_TOKENS, STAGES, WIDTHS,
-)
+from cells import DECODE_TOKENS, GEMM_STAGES, NAMED, REFERENCE, REFERENCE_TOKENS, STAGES, WIDTHS
 from document import Row, load
 from figures import (
-    BOTH_STAGES, OURS, Roof, SpeedUp, format_rank, format_speed_ups, gemm_shares, geometric_means,
-    model_rank, our_rows, peer_width, slower_cells, speed_ups,
+    BOTH_STAGES,
+    OURS,
+    Roof,
+    SpeedUp,
+    format_rank,
+    format_speed_ups,
+    gemm_shares,
+    geometric_means,
+    model_rank,
+    our_rows,
+    peer_width,
+    slower_cells,
+    speed_ups,
 )
 from goals import NOTES, goals
 from mxpert.errors import require
 
 SUMMARY_TOKENS = (1, 16, 128, 1024, 8192)
-COLORS = {"mxpert": "tab:red", "triton_kernels": "tab:blue", "marlin": "tab:green",
-          "humming": "tab:purple"}
+COLORS = {
+    "mxpert": "tab:red",
+    "triton_kernels": "tab:blue",
+    "marlin": "tab:green",
+    "humming": "tab:purple",
+}
 LINES = {"bf16": "-", "fp8_token": "--", "mxfp8": "-.", "mxfp4": ":"}
 NAMES = {"bf16": "a16w4", "mxfp8": "a8w4", "mxfp4": "a4w4"}
 """Our formats in a README."""
 OPEN_MODELS = 3
 CHART_TOKENS = (1, 128, 8192)
-CHART_PEERS = (("triton_kernels", "bf16", "bf16", "o"), ("marlin", "bf16", "bf16", "s"),
-               ("humming", "bf16", "bf16", "D"), ("humming", "fp8_token", "mxfp8", "D"))
+CHART_PEERS = (
+    ("triton_kernels", "bf16", "bf16", "o"),
+    ("marlin", "bf16", "bf16", "s"),
+    ("humming", "bf16", "bf16", "D"),
+    ("humming", "fp8_token", "mxfp8", "D"),
+)
 """Peer, its activations, ours of the same width, marker."""
 OPEN_ROWS = 12
 """What a reader sees of a long list before unfolding it."""
@@ -59,12 +76,17 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 def conditions(meta: Mapping[str, Any]) -> str:
     """One paragraph: on what, when and how it was measured."""
     limits, versions = meta["ceilings"], meta["versions"]
-    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "cuda", "driver")
-                      if versions.get(name))
-    return (f"{meta['device']}, {meta['date']}, commit `{str(meta['commit'])[:12]}`, {named}. "
-            f"Ceilings of the same run: {limits['read_tbs']:.2f} TB/s read, cuBLAS "
-            f"{limits['bf16_tflops']:.0f} TFLOP/s bf16 and {limits['fp8_tflops']:.0f} fp8. "
-            f"Power: {meta['protocol']['power']}.")
+    named = ", ".join(
+        f"{name} {versions[name]}"
+        for name in ("torch", "triton", "cuda", "driver")
+        if versions.get(name)
+    )
+    return (
+        f"{meta['device']}, {meta['date']}, commit `{str(meta['commit'])[:12]}`, {named}. "
+        f"Ceilings of the same run: {limits['read_tbs']:.2f} TB/s read, cuBLAS "
+        f"{limits['bf16_tflops']:.0f} TFLOP/s bf16 and {limits['fp8_tflops']:.0f} fp8. "
+        f"Power: {meta['protocol']['power']}."
+    )
 
 
 def folded(title: str, text: str) -> str:
@@ -74,8 +96,12 @@ def folded(title: str, text: str) -> str:
 
 def add_render_option(parser: argparse.ArgumentParser) -> None:
     """`--render FILE`, for scripts that measure and write their own tables."""
-    parser.add_argument("--render", type=Path, metavar="FILE",
-                        help="only write FILE's .md again, from the JSON alone")
+    parser.add_argument(
+        "--render",
+        type=Path,
+        metavar="FILE",
+        help="only write FILE's .md again, from the JSON alone",
+    )
 
 
 def render_again(path: Path, markdown: Callable[[Row], str]) -> int:
@@ -92,15 +118,22 @@ def render_again(path: Path, markdown: Callable[[Row], str]) -> int:
 
 def pivot(corner: str, cells: Mapping[tuple[str, str], str], columns: Sequence[str]) -> str:
     """(line, column) → text as a table; the lines in their order."""
-    body = [[line, *(cells.get((line, column), "–") for column in columns)]
-            for line in dict.fromkeys(line for line, _ in cells)]
+    body = [
+        [line, *(cells.get((line, column), "–") for column in columns)]
+        for line in dict.fromkeys(line for line, _ in cells)
+    ]
     return markdown_table([corner, *columns], body)
 
 
 def line_name(row: Mapping[str, Any]) -> str:
     """Model and activation, and the routing where it is not uniform."""
-    return " ".join([row["model"], row["activation"],
-                     *([] if row["routing"] == "uniform" else [row["routing"]])])
+    return " ".join(
+        [
+            row["model"],
+            row["activation"],
+            *([] if row["routing"] == "uniform" else [row["routing"]]),
+        ]
+    )
 
 
 def token_columns(counts: Iterable[int]) -> list[str]:
@@ -112,21 +145,39 @@ def means_table(found: Sequence[SpeedUp]) -> str:
     cells = {}
     for (activation, stage, regime), (mean, count, worst) in geometric_means(found).items():
         line = f"{activation}, {peer_width(activation)} peers, {stage}"
-        cells |= {(line, regime): f"{mean:.2f}", (line, f"worst {regime}"): f"{worst:.2f}",
-                  (line, f"{regime} cells"): str(count)}
-    return pivot("speed-up: best peer's time / ours", cells, [
-        text for regime in ("decode", "prefill")
-        for text in (regime, f"worst {regime}", f"{regime} cells")])
+        cells |= {
+            (line, regime): f"{mean:.2f}",
+            (line, f"worst {regime}"): f"{worst:.2f}",
+            (line, f"{regime} cells"): str(count),
+        }
+    return pivot(
+        "speed-up: best peer's time / ours",
+        cells,
+        [
+            text
+            for regime in ("decode", "prefill")
+            for text in (regime, f"worst {regime}", f"{regime} cells")
+        ],
+    )
 
 
 def summary(document: Mapping[str, Any]) -> str:
     """The short form: whole layers at a few token counts, and the geometric means."""
     rows = document["rows"]
-    tables = [layer_table([row for row in rows if (row["model"] in REFERENCE) == reference],
-                          REFERENCE_TOKENS if reference else SUMMARY_TOKENS, line_name)
-              for reference in (False, True)]
-    return "\n\n".join([conditions(document["meta"]), *filter(None, tables),
-                        means_table(speed_ups(rows))]) + "\n"
+    tables = [
+        layer_table(
+            [row for row in rows if (row["model"] in REFERENCE) == reference],
+            REFERENCE_TOKENS if reference else SUMMARY_TOKENS,
+            line_name,
+        )
+        for reference in (False, True)
+    ]
+    return (
+        "\n\n".join(
+            [conditions(document["meta"]), *filter(None, tables), means_table(speed_ups(rows))]
+        )
+        + "\n"
+    )
 
 
 def layer_table(rows: Iterable[Row], tokens: Sequence[int], name: Callable[[Row], str]) -> str:
@@ -135,13 +186,25 @@ def layer_table(rows: Iterable[Row], tokens: Sequence[int], name: Callable[[Row]
     Args:
         tokens: the columns. name: the first column of a row.
     """
-    rows = [row for row in rows if row["routing"] == "uniform" and row["stage"] == "layer"
-            and row["T"] in tokens]
+    rows = [
+        row
+        for row in rows
+        if row["routing"] == "uniform" and row["stage"] == "layer" and row["T"] in tokens
+    ]
     found = {id(each.ours): f" ({each.value:.2f}×)" for each in speed_ups(rows)}
-    cells = {(name(row), f"T = {row['T']}"): f"{row['us']:.0f}{found.get(id(row), '')}"
-             for row in our_rows(rows)}
-    return pivot("whole layer, µs (speed-up over the best peer)", cells,
-                 token_columns(row["T"] for row in rows)) if cells else ""
+    cells = {
+        (name(row), f"T = {row['T']}"): f"{row['us']:.0f}{found.get(id(row), '')}"
+        for row in our_rows(rows)
+    }
+    return (
+        pivot(
+            "whole layer, µs (speed-up over the best peer)",
+            cells,
+            token_columns(row["T"] for row in rows),
+        )
+        if cells
+        else ""
+    )
 
 
 def readme_block(document: Mapping[str, Any]) -> str:
@@ -158,17 +221,26 @@ def readme_block(document: Mapping[str, Any]) -> str:
     repository = "https://github.com/mxpert/mxpert/blob/main"  # the package index shows it, too
     folder = f"{repository}/benchmarks/results/nvidia-h200"
     first = table(list(NAMED)[:OPEN_MODELS], SUMMARY_TOKENS)
-    others = [table(list(NAMED)[OPEN_MODELS:], SUMMARY_TOKENS),
-              table([*REFERENCE, "gpt-oss-120b"], REFERENCE_TOKENS)]
+    others = [
+        table(list(NAMED)[OPEN_MODELS:], SUMMARY_TOKENS),
+        table([*REFERENCE, "gpt-oss-120b"], REFERENCE_TOKENS),
+    ]
     others = [text for text in others if text]
-    return "\n\n".join([
-        "Whole MoE layer from logits on one NVIDIA H200, µs. In brackets the speed-up, the best "
-        "peer's time over ours: above 1 mxpert is faster. a16w4 is compared with a16 peers, a8w4 "
-        "and a4w4 with a8 peers (theirs has one scale per token, ours 1×32; no peer multiplies "
-        f"a4). [JSON]({folder}/moe.json), [all cells]({folder}/moe.md), "
-        f"[plot]({folder}/moe.png), [what limits it]({repository}/docs/performance.md).", first,
-        *([folded("other models and the reference systems' shapes", "\n\n".join(others))]
-          if others else [])])
+    return "\n\n".join(
+        [
+            "Whole MoE layer from logits on one NVIDIA H200, µs. In brackets the speed-up, the "
+            "best peer's time over ours: above 1 mxpert is faster. a16w4 is compared with a16 "
+            "peers, a8w4 and a4w4 with a8 peers (theirs has one scale per token, ours 1×32; no peer multiplies "
+            f"a4). [JSON]({folder}/moe.json), [all cells]({folder}/moe.md), "
+            f"[plot]({folder}/moe.png), [what limits it]({repository}/docs/performance.md).",
+            first,
+            *(
+                [folded("other models and the reference systems' shapes", "\n\n".join(others))]
+                if others
+                else []
+            ),
+        ]
+    )
 
 
 def write_readme(document: Mapping[str, Any], path: Path) -> None:
@@ -179,19 +251,33 @@ def write_readme(document: Mapping[str, Any], path: Path) -> None:
     """
     begin, end = (f"<!-- measured: {name} -->" for name in ("begin", "end"))
     text = path.read_text(encoding="utf-8")
-    require(text.count(begin) == text.count(end) == 1, "render", f"--readme {path}",
-            need=f"one {begin} and one {end}", got="another number")
+    require(
+        text.count(begin) == text.count(end) == 1,
+        "render",
+        f"--readme {path}",
+        need=f"one {begin} and one {end}",
+        got="another number",
+    )
     head, tail = text.split(begin)[0], text.split(end)[1]
     path.write_text(f"{head}{begin}\n{readme_block(document)}\n{end}{tail}", encoding="utf-8")
 
 
 def slower_table(found: Sequence[SpeedUp], ceilings: Mapping[str, float]) -> str:
     """Cells with both sides' share of the roof, and what bounds them."""
-    lines = [(str(each), f"{each.ours['us']:.1f}", str(Roof.of(each.ours, ceilings)),
-              f"{each.peer['impl']} {each.peer['us']:.1f}", str(Roof.of(each.peer, ceilings)),
-              f"{each.value:.2f}") for each in found]
-    return markdown_table(("cell", "our µs", "our share of the roof", "peer's µs",
-                           "its share", "speed-up"), lines)
+    lines = [
+        (
+            str(each),
+            f"{each.ours['us']:.1f}",
+            str(Roof.of(each.ours, ceilings)),
+            f"{each.peer['impl']} {each.peer['us']:.1f}",
+            str(Roof.of(each.peer, ceilings)),
+            f"{each.value:.2f}",
+        )
+        for each in found
+    ]
+    return markdown_table(
+        ("cell", "our µs", "our share of the roof", "peer's µs", "its share", "speed-up"), lines
+    )
 
 
 def slower_part(found: Sequence[SpeedUp], ceilings: Mapping[str, float]) -> str:
@@ -201,8 +287,11 @@ def slower_part(found: Sequence[SpeedUp], ceilings: Mapping[str, float]) -> str:
     if slower:
         parts.append(slower_table(slower[:OPEN_ROWS], ceilings))
     if slower[OPEN_ROWS:]:
-        parts.append(folded(f"the other {len(slower) - OPEN_ROWS}",
-                            slower_table(slower[OPEN_ROWS:], ceilings)))
+        parts.append(
+            folded(
+                f"the other {len(slower) - OPEN_ROWS}", slower_table(slower[OPEN_ROWS:], ceilings)
+            )
+        )
     return "\n\n".join(parts)
 
 
@@ -220,15 +309,28 @@ def roof_part(rows: Sequence[Row], ceilings: Mapping[str, float]) -> str:
                 share = 100 * row["tbs"] / ceilings["read_tbs"]
                 cells[line_name(row), f"T = {row['T']}"] = f"{row['tbs']:.2f} ({share:.0f} %){mark}"
         if cells:
-            parts.append(pivot(f"{stage}, TB/s of weights (of read ceiling)", cells,
-                               token_columns(row["T"] for row in decode)))
+            parts.append(
+                pivot(
+                    f"{stage}, TB/s of weights (of read ceiling)",
+                    cells,
+                    token_columns(row["T"] for row in decode),
+                )
+            )
     if decode:
         parts.append("\\* multiplying takes longer than reading: the read ceiling is out of reach.")
     if prefill:
-        cells = {(line_name(row), f"{row['stage']} T = {row['T']}"):
-                 f"{row['tflops']:.0f} ({Roof.of(row, ceilings)})" for row in prefill}
-        columns = [f"{stage} {text}" for stage in GEMM_STAGES
-                   for text in token_columns(row["T"] for row in prefill)]
+        cells = {
+            (
+                line_name(row),
+                f"{row['stage']} T = {row['T']}",
+            ): f"{row['tflops']:.0f} ({Roof.of(row, ceilings)})"
+            for row in prefill
+        }
+        columns = [
+            f"{stage} {text}"
+            for stage in GEMM_STAGES
+            for text in token_columns(row["T"] for row in prefill)
+        ]
         parts.append(pivot("TFLOP/s (of roof, and what bounds it)", cells, columns))
     return "\n\n".join(parts) or "No GEMMs of ours were measured."
 
@@ -243,45 +345,102 @@ def formats_part(rows: Sequence[Row], activation: str, other: str) -> str:
         values = {key: value for key, value in found.items() if key[3] == stage}
         if values:
             worst = min(values, key=lambda key: values[key])
-            lines.append((stage, f"{geometric_mean(values.values()):.2f}",
-                          f"{values[worst]:.2f} ({worst[0]} T={worst[1]})", str(len(values))))
-    return markdown_table((f"speed-up of {activation} over {other}", "geometric mean", "worst",
-                           "cells"), lines)
+            lines.append(
+                (
+                    stage,
+                    f"{geometric_mean(values.values()):.2f}",
+                    f"{values[worst]:.2f} ({worst[0]} T={worst[1]})",
+                    str(len(values)),
+                )
+            )
+    return markdown_table(
+        (f"speed-up of {activation} over {other}", "geometric mean", "worst", "cells"), lines
+    )
 
 
 def gemm_share_table(rows: Sequence[Row]) -> str:
     """Goal 4, by model, format and T."""
     found = gemm_shares(rows)
-    cells = {(line_name({"model": model, "routing": routing, "activation": activation}),
-              f"T = {tokens}"): f"{value:.2f}"
-             for (model, routing, activation, tokens), value in found.items()}
-    return pivot("(gate_up_gemm + down_gemm) / layer", cells,
-                 token_columns(key[3] for key in found))
+    cells = {
+        (
+            line_name({"model": model, "routing": routing, "activation": activation}),
+            f"T = {tokens}",
+        ): f"{value:.2f}"
+        for (model, routing, activation, tokens), value in found.items()
+    }
+    return pivot(
+        "(gate_up_gemm + down_gemm) / layer", cells, token_columns(key[3] for key in found)
+    )
 
 
 def speed_up_table(found: Sequence[SpeedUp]) -> str:
     """Every cell that a peer has, too."""
-    lines = [(str(each), f"{each.ours['us']:.1f}", each.peer["impl"], f"{each.peer['us']:.1f}",
-              f"{each.value:.2f}") for each in found]
+    lines = [
+        (
+            str(each),
+            f"{each.ours['us']:.1f}",
+            each.peer["impl"],
+            f"{each.peer['us']:.1f}",
+            f"{each.value:.2f}",
+        )
+        for each in found
+    ]
     return markdown_table(("cell", "our µs", "best peer", "its µs", "speed-up"), lines)
 
 
 def detail_table(rows: Sequence[Row], ceilings: Mapping[str, float]) -> str:
     """Every measurement of one model."""
-    order = sorted(rows, key=lambda row: (row["routing"], STAGES.index(row["stage"]), row["T"],
-                                          WIDTHS[row["activation"]], row["us"]))
-    body = [(row["stage"], row["routing"], str(row["T"]), f"{row['hit']:.0f}", row["impl"],
-             row["activation"], f"{row['us']:.1f}", f"{row['us_spread']:.1f}",
-             f"{row['tbs']:.2f}", f"{row['tflops']:.0f}", str(Roof.of(row, ceilings)),
-             "–" if row["rel_l2"] is None else f"{row['rel_l2']:.1e}") for row in order]
-    return markdown_table(("stage", "routing", "T", "hit", "impl", "activation", "µs",
-                           "10–90 %", "TB/s", "TFLOP/s", "of roof", "rel L2"), body)
+    order = sorted(
+        rows,
+        key=lambda row: (
+            row["routing"],
+            STAGES.index(row["stage"]),
+            row["T"],
+            WIDTHS[row["activation"]],
+            row["us"],
+        ),
+    )
+    body = [
+        (
+            row["stage"],
+            row["routing"],
+            str(row["T"]),
+            f"{row['hit']:.0f}",
+            row["impl"],
+            row["activation"],
+            f"{row['us']:.1f}",
+            f"{row['us_spread']:.1f}",
+            f"{row['tbs']:.2f}",
+            f"{row['tflops']:.0f}",
+            str(Roof.of(row, ceilings)),
+            "–" if row["rel_l2"] is None else f"{row['rel_l2']:.1e}",
+        )
+        for row in order
+    ]
+    return markdown_table(
+        (
+            "stage",
+            "routing",
+            "T",
+            "hit",
+            "impl",
+            "activation",
+            "µs",
+            "10–90 %",
+            "TB/s",
+            "TFLOP/s",
+            "of roof",
+            "rel L2",
+        ),
+        body,
+    )
 
 
 def absence_part(meta: Mapping[str, Any]) -> list[str]:
     """Peers that were absent, failures alike but for T and stage in one line, cells left."""
-    lines = [f"- {name}: {text}" for name, text in meta.get("peers", {}).items()
-             if text != "present"]
+    lines = [
+        f"- {name}: {text}" for name, text in meta.get("peers", {}).items() if text != "present"
+    ]
     alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for each in meta.get("failures", []):
         what = f"{each['impl']}/{each['activation']} {each['model']}"
@@ -300,17 +459,23 @@ def full(document: Mapping[str, Any]) -> str:
     """Everything: goals, speed-ups, slower cells, roofs, measurements, absences."""
     meta, rows = document["meta"], document["rows"]
     limits, found = meta["ceilings"], speed_ups(rows)
-    claims = markdown_table(("goal", "wanted", "geometric mean", "worst cell",
-                             "cells that meet it", "verdict"),
-                            [goal.columns() for goal in goals(document)])
+    claims = markdown_table(
+        ("goal", "wanted", "geometric mean", "worst cell", "cells that meet it", "verdict"),
+        [goal.columns() for goal in goals(document)],
+    )
     parts = [
-        "# MoE with MXFP4 weights: measurements", conditions(meta),
+        "# MoE with MXFP4 weights: measurements",
+        conditions(meta),
         "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
-        "## Goals", claims, "\n".join(f"- {note}" for note in NOTES),
+        "## Goals",
+        claims,
+        "\n".join(f"- {note}" for note in NOTES),
         "## Against the best peer of the same activation width",
         "Speed-up is the best peer's time over ours: above 1 ours is faster. No peer multiplies "
-        "a4: mxfp4 is compared with a8 peers.", means_table(found),
-        "### Cells slower than a peer", slower_part(found, limits),
+        "a4: mxfp4 is compared with a8 peers.",
+        means_table(found),
+        "### Cells slower than a peer",
+        slower_part(found, limits),
         folded("every speed-up", speed_up_table(found)),
         "## Our GEMMs and the roof of this run",
         "The roof is the time that reading the weights of the experts hit takes at the read "
@@ -318,9 +483,12 @@ def full(document: Mapping[str, Any]) -> str:
         roof_part(rows, limits),
         "## Our formats against each other",
         "mxfp8 has 1×32 scales, fp8_token one scale per token.",
-        formats_part(rows, "mxfp8", "fp8_token"), formats_part(rows, "mxfp4", "mxfp8"),
-        "## The two GEMMs' share of a whole layer", gemm_share_table(rows),
-        "## Every measurement"]
+        formats_part(rows, "mxfp8", "fp8_token"),
+        formats_part(rows, "mxfp4", "mxfp8"),
+        "## The two GEMMs' share of a whole layer",
+        gemm_share_table(rows),
+        "## Every measurement",
+    ]
     for model in sorted({row["model"] for row in rows}, key=model_rank):
         mine = [row for row in rows if row["model"] == model]
         sizes = ", ".join(f"{name} {mine[0][name]}" for name in "EkHF")
@@ -337,13 +505,20 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
 
     rows = [row for row in document["rows"] if row["routing"] == "uniform"]
     limits = document["meta"]["ceilings"]
-    stages = [stage for stage in ("gate_up_gemm", "down_gemm")
-              if any(row["stage"] == stage for row in rows)] or ["layer"]
+    stages = [
+        stage
+        for stage in ("gate_up_gemm", "down_gemm")
+        if any(row["stage"] == stage for row in rows)
+    ] or ["layer"]
     models = sorted({row["model"] for row in rows if row["stage"] in stages}, key=model_rank)
     columns = [(stage, rate) for stage in stages for rate in ("tbs", "tflops")]
     figure, panels = pyplot.subplots(
-        max(1, len(models)), len(columns), squeeze=False, layout="constrained",
-        figsize=(4 * len(columns), 2.6 * max(1, len(models))))
+        max(1, len(models)),
+        len(columns),
+        squeeze=False,
+        layout="constrained",
+        figsize=(4 * len(columns), 2.6 * max(1, len(models))),
+    )
     for line, model in zip(panels, models, strict=False):
         for axes, (stage, rate) in zip(line, columns, strict=True):
             chosen = [row for row in rows if (row["model"], row["stage"]) == (model, stage)]
@@ -358,23 +533,35 @@ def plot_layers(document: Mapping[str, Any], path: Path) -> None:
     """Speed-up of the whole layer over each peer: a panel for each T, a line for each model."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in document["rows"]
-            if row["stage"] == "layer" and row["routing"] == "uniform"]
+    rows = [
+        row for row in document["rows"] if row["stage"] == "layer" and row["routing"] == "uniform"
+    ]
     times = {(row["model"], row["T"], row["impl"], row["activation"]): row["us"] for row in rows}
     models = [name for name in NAMED if any(row["model"] == name for row in rows)]
     figure = Figure(figsize=(8, 3.8), dpi=200, layout="constrained")
     panels = figure.subplots(1, len(CHART_TOKENS), sharex=True, sharey=True)
     for axes, tokens in zip(panels, CHART_TOKENS, strict=True):
         for place, (impl, activation, ours, marker) in enumerate(CHART_PEERS):
-            found = [(times[model, tokens, impl, activation] / times[model, tokens, OURS, ours],
-                      line + 0.2 * (place - 1.5)) for line, model in enumerate(models)
-                     if {(model, tokens, impl, activation), (model, tokens, OURS, ours)}
-                     <= set(times)]
+            found = [
+                (
+                    times[model, tokens, impl, activation] / times[model, tokens, OURS, ours],
+                    line + 0.2 * (place - 1.5),
+                )
+                for line, model in enumerate(models)
+                if {(model, tokens, impl, activation), (model, tokens, OURS, ours)} <= set(times)
+            ]
             kind = "a16w4" if activation == "bf16" else "a8w4"
             filled = activation == "bf16"
-            axes.scatter(*zip(*found, strict=True), s=26, marker=marker, color=COLORS[impl],
-                         facecolor=COLORS[impl] if filled else "white", linewidths=1.3, zorder=3,
-                         label=f"{impl} ({kind})") if found else None
+            axes.scatter(
+                *zip(*found, strict=True),
+                s=26,
+                marker=marker,
+                color=COLORS[impl],
+                facecolor=COLORS[impl] if filled else "white",
+                linewidths=1.3,
+                zorder=3,
+                label=f"{impl} ({kind})",
+            ) if found else None
         axes.axvline(1, color="black", linewidth=1)
         for line in range(1, len(models)):
             axes.axhline(line - 0.5, color="lightgray", linewidth=0.6)
@@ -388,25 +575,46 @@ def plot_layers(document: Mapping[str, Any], path: Path) -> None:
     panels[0].set_xlim(left=0.9)
     panels[len(panels) // 2].set_xlabel(
         "peer's time / mxpert's time, whole MoE layer (right of 1: mxpert is faster)\n"
-        "no mark: the peer does not run this model", fontsize=9)
-    handles = {label: handle for axes in panels
-               for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", fontsize=9,
-                  ncols=len(CHART_PEERS), frameon=False, handletextpad=0.1,
-                  title=f"Speed-up of mxpert on {document['meta']['device']} over",
-                  title_fontsize=10)
+        "no mark: the peer does not run this model",
+        fontsize=9,
+    )
+    handles = {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside upper center",
+        fontsize=9,
+        ncols=len(CHART_PEERS),
+        frameon=False,
+        handletextpad=0.1,
+        title=f"Speed-up of mxpert on {document['meta']['device']} over",
+        title_fontsize=10,
+    )
     figure.savefig(path)
 
 
-def save_figure(figure: Any, panels: Iterable[Any], document: Mapping[str, Any], path: Path, *,
-                columns: int) -> None:
+def save_figure(
+    figure: Any, panels: Iterable[Any], document: Mapping[str, Any], path: Path, *, columns: int
+) -> None:
     """One legend of all panels below them, the device and the day above, and the file."""
     from matplotlib import pyplot
 
-    handles = {label: handle for axes in panels
-               for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns,
-                  fontsize="small")
+    handles = {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=columns,
+        fontsize="small",
+    )
     figure.suptitle(f"{document['meta']['device']}, {document['meta']['date'][:10]}")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -416,11 +624,19 @@ def draw(axes: Any, rows: Sequence[Row], rate: str, limits: Mapping[str, float])
     """One panel: a line for each implementation and activation, and the roof."""
     kinds = dict.fromkeys((row["impl"], row["activation"]) for row in rows)
     for impl, activation in sorted(kinds, key=lambda kind: (kind[0] != OURS, format_rank(kind[1]))):
-        points = sorted((row["T"], row[rate]) for row in rows
-                        if (row["impl"], row["activation"]) == (impl, activation))
-        axes.plot([x for x, _ in points], [y for _, y in points], marker=".",
-                  color=COLORS.get(impl), label=f"{impl} {activation}",
-                  linestyle=LINES[activation])
+        points = sorted(
+            (row["T"], row[rate])
+            for row in rows
+            if (row["impl"], row["activation"]) == (impl, activation)
+        )
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            marker=".",
+            color=COLORS.get(impl),
+            label=f"{impl} {activation}",
+            linestyle=LINES[activation],
+        )
     if rate == "tbs":
         axes.axhline(limits["read_tbs"], color="gray", label="read ceiling")
     else:
@@ -430,11 +646,16 @@ def draw(axes: Any, rows: Sequence[Row], rate: str, limits: Mapping[str, float])
     axes.grid(alpha=0.3)
 
 
-def render(arguments: Sequence[str] | None, description: str | None, *,
-           load: Callable[[Path], Any], full: Callable[[Any], str],
-           plots: Mapping[str, Callable[[Any, Path], None]],
-           summary: Callable[[Any], str] | None = None,
-           readme: Callable[[Any, Path], None] | None = None) -> int:
+def render(
+    arguments: Sequence[str] | None,
+    description: str | None,
+    *,
+    load: Callable[[Path], Any],
+    full: Callable[[Any], str],
+    plots: Mapping[str, Callable[[Any, Path], None]],
+    summary: Callable[[Any], str] | None = None,
+    readme: Callable[[Any, Path], None] | None = None,
+) -> int:
     """The command line of a render script: Markdown, a summary if there is one, and a plot.
 
     Args:
@@ -446,12 +667,16 @@ def render(arguments: Sequence[str] | None, description: str | None, *,
     Returns:
         The exit code: 2 if the file is not the document.
     """
-    parser = argparse.ArgumentParser(description=description,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("json_file", type=Path)
     parser.add_argument("--folder", type=Path, help="write there (default: beside the JSON)")
-    parser.add_argument("--readme", type=Path, help=argparse.SUPPRESS if readme is None else
-                        "replace the measured block of this file")
+    parser.add_argument(
+        "--readme",
+        type=Path,
+        help=argparse.SUPPRESS if readme is None else "replace the measured block of this file",
+    )
     options = parser.parse_args(arguments)
     try:
         document = load(options.json_file)
@@ -481,8 +706,15 @@ def render(arguments: Sequence[str] | None, description: str | None, *,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the four files; 2 if the JSON is not a comparison."""
-    return render(arguments, __doc__, load=load, full=full, summary=summary, readme=write_readme,
-                  plots={"": plot, "layers": plot_layers})
+    return render(
+        arguments,
+        __doc__,
+        load=load,
+        full=full,
+        summary=summary,
+        readme=write_readme,
+        plots={"": plot, "layers": plot_layers},
+    )
 
 
 if __name__ == "__main__":

@@ -47,13 +47,15 @@ CALLS_PER_REPLAY = 8
 """A launch alone in its replay would be timed with the replay's own start."""
 
 HOST_CALLS = 200
-HOST_SHAPE = MoEShape(hidden_size=512, intermediate_size=256, num_experts=8, top_k=2,
-                      activation=mxpert.SwiGLU())
+HOST_SHAPE = MoEShape(
+    hidden_size=512, intermediate_size=256, num_experts=8, top_k=2, activation=mxpert.SwiGLU()
+)
 """Small, so that the device keeps up with the host and no call waits for room in the queue."""
 
 
-def device_rows(experts: int, top_k: int, tokens: int, device: torch.device,
-                sweep: bool) -> list[dict[str, Any]]:
+def device_rows(
+    experts: int, top_k: int, tokens: int, device: torch.device, sweep: bool
+) -> list[dict[str, Any]]:
     """µs of top-k, of the plan, and of both in one graph; with `sweep` of every plan config."""
     generator = torch.Generator(device).manual_seed(tokens)
     logits = torch.randn(tokens, experts, generator=generator, device=device)
@@ -64,27 +66,47 @@ def device_rows(experts: int, top_k: int, tokens: int, device: torch.device,
 
     def both() -> object:
         chosen = mxpert.route_topk(logits, top_k)
-        return mxpert.make_routing_plan(chosen[0], chosen[1], num_experts=experts,
-                                        routing_block_m=UNIT)
+        return mxpert.make_routing_plan(
+            chosen[0], chosen[1], num_experts=experts, routing_block_m=UNIT
+        )
 
     calls: dict[str, Callable[[], object]] = {
-        "route_topk": lambda: mxpert.route_topk(logits, top_k), "make_routing_plan": make_plan,
-        "both": both}
+        "route_topk": lambda: mxpert.route_topk(logits, top_k),
+        "make_routing_plan": make_plan,
+        "both": both,
+    }
     if sweep:
         problem = describe_routing_plan(weights, ids, num_experts=experts, routing_block_m=UNIT)
         kernel = resolve(problem)[0]
         for config in kernel.configs(problem):
             calls[f"make_routing_plan {config}"] = lambda config=config: kernel.launch(
-                problem, config, topk_ids=ids, topk_weights=weights, expert_map=None,
-                num_local_tokens=None)
+                problem,
+                config,
+                topk_ids=ids,
+                topk_weights=weights,
+                expert_map=None,
+                num_local_tokens=None,
+            )
     failures: dict[str, Exception] = {}
-    timings = time_graph({name: [call] * CALLS_PER_REPLAY for name, call in calls.items()},
-                         device=device, failures=failures,
-                         repeats=20 if device.type == "cuda" else 1)
+    timings = time_graph(
+        {name: [call] * CALLS_PER_REPLAY for name, call in calls.items()},
+        device=device,
+        failures=failures,
+        repeats=20 if device.type == "cuda" else 1,
+    )
     for name, error in failures.items():
         print(f"E={experts} k={top_k} T={tokens} {name}: {error}", file=sys.stderr)
-    return [{"op": name, "E": experts, "k": top_k, "T": tokens, "us": timing.us,
-             "us_spread": timing.high_us - timing.low_us} for name, timing in timings.items()]
+    return [
+        {
+            "op": name,
+            "E": experts,
+            "k": top_k,
+            "T": tokens,
+            "us": timing.us,
+            "us_spread": timing.high_us - timing.low_us,
+        }
+        for name, timing in timings.items()
+    ]
 
 
 def host_us(call: Callable[[], object], device: torch.device, calls: int) -> float:
@@ -112,8 +134,11 @@ def host_rows(device: torch.device, calls: int) -> list[dict[str, Any]]:
             stack.enter_context(as_if_on_h200())
         rows = []
         for name, call in host_calls(problem, weights).items():
-            row = {"op": name, "launches": count_launches(call),
-                   "host_us": host_us(call, device, calls)}
+            row = {
+                "op": name,
+                "launches": count_launches(call),
+                "host_us": host_us(call, device, calls),
+            }
             with without_replay():
                 row["not_replayed_us"] = host_us(call, device, calls)
             with through_triton():
@@ -132,47 +157,72 @@ def host_calls(problem: MoEInputs, weights: MoEWeights) -> dict[str, Callable[[]
     ops: dict[str, Callable[[], object]] = {
         "route_topk": lambda: mxpert.route_topk(logits, top_k),
         "make_routing_plan": lambda: mxpert.make_routing_plan(
-            routing_weights, ids, num_experts=experts, routing_block_m=UNIT),
-        "quantize mxfp8": lambda: mxpert.quantize(x, "mxfp8")}
+            routing_weights, ids, num_experts=experts, routing_block_m=UNIT
+        ),
+        "quantize mxfp8": lambda: mxpert.quantize(x, "mxfp8"),
+    }
     for name in ("bf16", "mxfp8"):
         options: dict[str, Any] = {"activation": problem.activation, "activation_format": name}
         h = mxpert.moe_gate_up(x, weights, plan, **options)
         ops[f"moe_gate_up {name}"] = lambda options=options: mxpert.moe_gate_up(
-            x, weights, plan, **options)
+            x, weights, plan, **options
+        )
         ops[f"moe_down {name}"] = lambda h=h: mxpert.moe_down(h, weights, plan)
         ops[f"fused_moe {name}"] = lambda options=options: mxpert.fused_moe(
-            x, weights, routing_weights, ids, **options)
+            x, weights, routing_weights, ids, **options
+        )
     return ops
 
 
 def tables(document: dict[str, Any]) -> str:
     """Both tables in Markdown."""
     columns = sorted({row["T"] for row in document["device_rows"]})
-    times = {(row["op"], row["E"], row["k"], row["T"]): row["us"]
-             for row in document["device_rows"]}
-    lines = [[f"{op} E={experts} k={top_k}",
-              *(f"{times[op, experts, top_k, count]:.1f}"
-                if (op, experts, top_k, count) in times else "–" for count in columns)]
-             for op, experts, top_k in dict.fromkeys(key[:3] for key in times)]
-    host = [[row["op"], str(row["launches"]),
-             *(f"{row[name]:.1f}" for name in ("host_us", "not_replayed_us", "through_triton_us"))]
-            for row in document["host_rows"]]
+    times = {
+        (row["op"], row["E"], row["k"], row["T"]): row["us"] for row in document["device_rows"]
+    }
+    lines = [
+        [
+            f"{op} E={experts} k={top_k}",
+            *(
+                f"{times[op, experts, top_k, count]:.1f}"
+                if (op, experts, top_k, count) in times
+                else "–"
+                for count in columns
+            ),
+        ]
+        for op, experts, top_k in dict.fromkeys(key[:3] for key in times)
+    ]
+    host = [
+        [
+            row["op"],
+            str(row["launches"]),
+            *(f"{row[name]:.1f}" for name in ("host_us", "not_replayed_us", "through_triton_us")),
+        ]
+        for row in document["host_rows"]
+    ]
     parts = [markdown_table(["device µs", *(f"T = {count}" for count in columns)], lines)]
-    parts.append(markdown_table(
-        ["warm eager call", "launches", "host µs", "not replayed", "through Triton"], host))
+    parts.append(
+        markdown_table(
+            ["warm eager call", "launches", "host µs", "not replayed", "through Triton"], host
+        )
+    )
     return "\n\n".join(parts if lines else parts[1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the JSON, print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--sweep", action="store_true", help="every config of the sort, too")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit", help="where the checkout has no history")
-    parser.add_argument("--host-only", action="store_true",
-                        help="host times alone; a file is written to --output, if it is given")
+    parser.add_argument(
+        "--host-only",
+        action="store_true",
+        help="host times alone; a file is written to --output, if it is given",
+    )
     parser.add_argument("--dry-run", action="store_true", help="a few calls on the CPU")
     options = parser.parse_args(arguments)
     device = torch.device("cpu" if options.dry_run else "cuda")
@@ -187,9 +237,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.output or _checkout.ROOT / folder / "routing.json"
     facts = environment(device)
     document: dict[str, Any] = {
-        "meta": facts | {"commit": options.commit or facts["commit"]}, "device_rows": [],
-        "host_rows": host_rows(device, HOST_CALLS if device.type == "cuda" or options.host_only
-                               else 5)}
+        "meta": facts | {"commit": options.commit or facts["commit"]},
+        "device_rows": [],
+        "host_rows": host_rows(
+            device, HOST_CALLS if device.type == "cuda" or options.host_only else 5
+        ),
+    }
     if options.host_only:
         print(tables(document))
         if options.output:

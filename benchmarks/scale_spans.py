@@ -27,8 +27,11 @@ RESULTS = _checkout.ROOT / "benchmarks/results/cpu/scale_spans.json"
 SIZE = (512, 512, 4096)
 """Rows of a, rows of b, values that are summed."""
 
-SPANS = {"exact": (ScaleSpan.BLOCK, ScaleSpan.BLOCK),
-         "block128": (ScaleSpan.SPAN128, ScaleSpan.ROW), "row": (ScaleSpan.ROW, ScaleSpan.ROW)}
+SPANS = {
+    "exact": (ScaleSpan.BLOCK, ScaleSpan.BLOCK),
+    "block128": (ScaleSpan.SPAN128, ScaleSpan.ROW),
+    "row": (ScaleSpan.ROW, ScaleSpan.ROW),
+}
 FORMATS = {"e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"), "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3")}
 """Of a and b; hybrid is a gradient in e5m2 by weights or activations in e4m3."""
 
@@ -81,11 +84,15 @@ def _per_block(rows: int, k: int, binades: float) -> torch.Tensor:
 
 
 DATA: dict[str, Callable[[int, int, int], Pair]] = {
-    "normal": plain, "heavy-tailed": heavy_tailed, "blocks spread over 2^±6": spread,
+    "normal": plain,
+    "heavy-tailed": heavy_tailed,
+    "blocks spread over 2^±6": spread,
     "blocks spread over 2^±10": lambda m, n, k: spread(m, n, k, 10),
     "a and b cancel, 2^±6": cancelling,
     "a and b cancel, 2^±10": lambda m, n, k: cancelling(m, n, k, 10),
-    "outlier channels × 100": outlier_channels, "outlier rows × 100": outlier_rows}
+    "outlier channels × 100": outlier_channels,
+    "outlier rows × 100": outlier_rows,
+}
 
 
 def measure(size: tuple[int, int, int] = SIZE) -> list[dict[str, Any]]:
@@ -99,24 +106,36 @@ def measure(size: tuple[int, int, int] = SIZE) -> list[dict[str, Any]]:
             for rule in (ScaleRule.RCEIL, ScaleRule.FLOOR):
                 for mode, spans in SPANS.items():
                     found = product((a, b), formats, rule, spans)
-                    rows.append({"data": data, "formats": name, "rule": rule.value, "mode": mode,
-                                 **snr(found, wanted)})
+                    rows.append(
+                        {
+                            "data": data,
+                            "formats": name,
+                            "rule": rule.value,
+                            "mode": mode,
+                            **snr(found, wanted),
+                        }
+                    )
     return rows
 
 
-def product(pair: Pair, formats: tuple[str, str], rule: ScaleRule,
-            spans: tuple[ScaleSpan, ScaleSpan]) -> torch.Tensor:
+def product(
+    pair: Pair, formats: tuple[str, str], rule: ScaleRule, spans: tuple[ScaleSpan, ScaleSpan]
+) -> torch.Tensor:
     """``a @ b.T`` of the quantised operands in float64."""
-    first, second = (dequantize_blocks(quantize_spans(x.float(), fmt, rule, span), torch.float64)
-                     for x, fmt, span in zip(pair, formats, spans, strict=True))
+    first, second = (
+        dequantize_blocks(quantize_spans(x.float(), fmt, rule, span), torch.float64)
+        for x, fmt, span in zip(pair, formats, spans, strict=True)
+    )
     return first @ second.T
 
 
 def snr(found: torch.Tensor, wanted: torch.Tensor) -> dict[str, float]:
     """Of the whole result, of its worst channel and of its worst row, in dB to two places."""
     noise, signal = (found - wanted).square(), wanted.square()
-    worst = {name: (10 * (signal.sum(axis) / noise.sum(axis)).log10()).min().item()
-             for name, axis in (("worst_channel_db", 0), ("worst_row_db", 1))}
+    worst = {
+        name: (10 * (signal.sum(axis) / noise.sum(axis)).log10()).min().item()
+        for name, axis in (("worst_channel_db", 0), ("worst_row_db", 1))
+    }
     values = {"snr_db": sqnr_db(found, wanted), **worst}
     return {name: round(value, 2) for name, value in values.items()}
 
@@ -125,24 +144,34 @@ def table(rows: Sequence[dict[str, Any]], formats: str = "e4m3", rule: str = "rc
     """SNR by data set and mode, the worst channel and the worst row in brackets."""
     lines = []
     for data in DATA:
-        cells = {row["mode"]: f"{row['snr_db']:.2f} ({row['worst_channel_db']:.1f}, "
-                              f"{row['worst_row_db']:.1f})" for row in rows
-                 if (row["data"], row["formats"], row["rule"]) == (data, formats, rule)}
+        cells = {
+            row["mode"]: f"{row['snr_db']:.2f} ({row['worst_channel_db']:.1f}, "
+            f"{row['worst_row_db']:.1f})"
+            for row in rows
+            if (row["data"], row["formats"], row["rule"]) == (data, formats, rule)
+        }
         lines.append((data, *(cells[mode] for mode in SPANS)))
-    return markdown_table((f"SNR in dB, {formats}, {rule} (worst channel, worst row)", *SPANS),
-                          lines)
+    return markdown_table(
+        (f"SNR in dB, {formats}, {rule} (worst channel, worst row)", *SPANS), lines
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the JSON, print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     rows = measure()
     facts = environment(torch.device("cpu"))
-    write_json(options.output, {"meta": {name: facts[name] for name in (
-        "versions", "commit", "date")} | {"size": SIZE}, "rows": rows})
+    write_json(
+        options.output,
+        {
+            "meta": {name: facts[name] for name in ("versions", "commit", "date")} | {"size": SIZE},
+            "rows": rows,
+        },
+    )
     for formats in FORMATS:
         for rule in ("rceil", "floor"):
             print(table(rows, formats, rule) + "\n")

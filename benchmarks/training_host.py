@@ -49,14 +49,17 @@ def step_of(recipe: MXFP8Recipe, device: torch.device) -> Callable[[], object]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dry-run", action="store_true", help="launch into nothing, on the CPU")
     options = parser.parse_args(arguments)
     device = torch.device("cpu" if options.dry_run else "cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        print(message("training_host", "device", "a GPU", "none", "run with --dry-run"),
-              file=sys.stderr)
+        print(
+            message("training_host", "device", "a GPU", "none", "run with --dry-run"),
+            file=sys.stderr,
+        )
         return 2
     lines = []
     with contextlib.ExitStack() as stack:

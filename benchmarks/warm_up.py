@@ -46,16 +46,22 @@ SECONDS = 60.0
 
 def unwritten_weights(model: Model) -> MoEWeights:
     """Weights in the Hopper layout whose codes are whatever memory holds."""
+
     def projection(rows: int, depth: int) -> MXTensor:
         units, steps = -(-rows // 64), -(-depth // 128)
-        codes, shifts = (torch.empty(model.E, units, steps, size, dtype=torch.uint8)
-                         for size in (4096, 256))
+        codes, shifts = (
+            torch.empty(model.E, units, steps, size, dtype=torch.uint8) for size in (4096, 256)
+        )
         reference = torch.empty(model.E, units * 64, dtype=torch.uint8)
-        return MXTensor(codes, shifts, MXFP4, -1, Layout.HOPPER_FRAGMENT, reference,
-                        (model.E, rows, depth))
+        return MXTensor(
+            codes, shifts, MXFP4, -1, Layout.HOPPER_FRAGMENT, reference, (model.E, rows, depth)
+        )
 
-    return MoEWeights(projection(2 * model.F, model.H), projection(model.H, model.F),
-                      gate_up_order=GateUpOrder.INTERLEAVED)
+    return MoEWeights(
+        projection(2 * model.F, model.H),
+        projection(model.H, model.F),
+        gate_up_order=GateUpOrder.INTERLEAVED,
+    )
 
 
 def compile_cells(cells: Sequence[Cell], activation: str) -> None:
@@ -64,9 +70,13 @@ def compile_cells(cells: Sequence[Cell], activation: str) -> None:
         for cell in cells:
             weights = unwritten_weights(cell.model)
             mine = Ours(cell.model, RunWeights(weights, weights), activation)
-            batch = mine._batch(weights, Inputs(
-                torch.empty(cell.tokens, cell.model.H, dtype=torch.bfloat16),
-                torch.empty(cell.tokens, cell.model.E)))
+            batch = mine._batch(
+                weights,
+                Inputs(
+                    torch.empty(cell.tokens, cell.model.H, dtype=torch.bfloat16),
+                    torch.empty(cell.tokens, cell.model.E),
+                ),
+            )
             for stage in STAGES:
                 mine._call(stage, weights, batch)()
 
@@ -86,9 +96,17 @@ def compile_peer(cells: Sequence[Cell], device: torch.device) -> None:
 
 def start_peer(cells: Sequence[Cell], folder: Path) -> list[subprocess.Popen[str]]:
     """A process for each model; they use the GPU."""
-    return [_start("--models", name, "--peers", str(folder), "--tokens", ",".join(
-        str(cell.tokens) for cell in cells if cell.model.name == name))
-        for name in dict.fromkeys(cell.model.name for cell in cells)]
+    return [
+        _start(
+            "--models",
+            name,
+            "--peers",
+            str(folder),
+            "--tokens",
+            ",".join(str(cell.tokens) for cell in cells if cell.model.name == name),
+        )
+        for name in dict.fromkeys(cell.model.name for cell in cells)
+    ]
 
 
 def start(cells: Sequence[Cell], formats: Sequence[str]) -> list[subprocess.Popen[str]]:
@@ -97,14 +115,28 @@ def start(cells: Sequence[Cell], formats: Sequence[str]) -> list[subprocess.Pope
     counts = sorted({cell.tokens for cell in cells})
     few = [count for count in counts if count <= DECODE_TOKENS]
     many = [count for count in counts if count > DECODE_TOKENS]
-    return [_start("--models", ",".join(models), "--tokens", ",".join(map(str, part)),
-                   "--activation", activation)
-            for part in (many, few) if part for activation in formats]
+    return [
+        _start(
+            "--models",
+            ",".join(models),
+            "--tokens",
+            ",".join(map(str, part)),
+            "--activation",
+            activation,
+        )
+        for part in (many, few)
+        if part
+        for activation in formats
+    ]
 
 
 def _start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, str(Path(__file__).resolve()), *arguments],
-                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).resolve()), *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def wait(processes: Sequence[subprocess.Popen[str]], seconds: float = SECONDS) -> None:
@@ -124,8 +156,9 @@ def wait(processes: Sequence[subprocess.Popen[str]], seconds: float = SECONDS) -
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile; 0 if every cell was launched."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", required=True)
     what = parser.add_mutually_exclusive_group(required=True)

@@ -18,11 +18,13 @@ NEXT_ERROR = re.compile(r"(?<=\.) (?=[A-Z]\w*Error(?:, \w+Error)*: )")
 def fenced(text: str) -> str:
     """A docstring whose doctests stand in fences, indented as they were."""
     return DOCTEST.sub(
-        lambda found: f"{found['indent']}```pycon\n{found[0]}\n{found['indent']}```", text)
+        lambda found: f"{found['indent']}```pycon\n{found[0]}\n{found['indent']}```", text
+    )
 
 
 def one_error_a_line(text: str) -> str:
     """A docstring whose section Raises has one entry a line."""
+
     def entries(found: re.Match[str]) -> str:
         indent = found["indent"]
         lines: list[str] = []

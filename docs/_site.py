@@ -17,16 +17,22 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = "https://github.com/mxpert/mxpert"
 RAW = "https://raw.githubusercontent.com/mxpert/mxpert"
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md",
-         "CONTRIBUTING.md": "contributing.md", "benchmarks/README.md": "benchmarks.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
 """Documents outside docs/ that are pages of the site, and the page's name."""
 
 IMAGES = (".png", ".svg")
 CODE_OR_LINK = re.compile(
     r"(?P<fence>^```.*?^```$)|(?P<code>`[^`\n]+`)|\]\((?P<target>[^)\s]+)\)",
-    re.DOTALL | re.MULTILINE)
+    re.DOTALL | re.MULTILINE,
+)
 IN_REPOSITORY = re.compile(
-    f"(?:{re.escape(REPOSITORY)}/(?:blob|tree|raw)|{re.escape(RAW)})/main/(?P<path>[^#]*)")
+    f"(?:{re.escape(REPOSITORY)}/(?:blob|tree|raw)|{re.escape(RAW)})/main/(?P<path>[^#]*)"
+)
 
 
 def links(markdown: str) -> list[str]:

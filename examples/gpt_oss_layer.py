@@ -28,15 +28,23 @@ def run(directory: Path, index: int, num_tokens: int) -> None:
     y = mxpert.fused_moe(x, weights, topk_weights, topk_ids, activation=layer.activation)
     rms = y.float().square().mean().sqrt()
     print(f"layer {index}: {tuple(x.shape)} -> {tuple(y.shape)}, rms {rms:.3f}")
-    print(mxpert.explain(mxpert.fused_moe, x, weights, topk_weights, topk_ids,
-                         activation=layer.activation))
+    print(
+        mxpert.explain(
+            mxpert.fused_moe, x, weights, topk_weights, topk_ids, activation=layer.activation
+        )
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, nargs="?",
-                        help="directory of a gpt-oss checkpoint (default: a small random one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        nargs="?",
+        help="directory of a gpt-oss checkpoint (default: a small random one)",
+    )
     parser.add_argument("--layer", type=int, default=0, help="decoder layer (default: 0)")
     parser.add_argument("--tokens", type=int, default=16, help="number of tokens (default: 16)")
     options = parser.parse_args()

@@ -20,14 +20,22 @@ from mxpert.training import grouped_mm
 class Experts(nn.Module):
     """SwiGLU experts over rows that are sorted by expert, in bfloat16."""
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int,
-                 multiply: Callable[..., torch.Tensor]):
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        multiply: Callable[..., torch.Tensor],
+    ):
         super().__init__()
         self.multiply = multiply
-        shapes = {"w1": (intermediate_size, hidden_size), "w2": (hidden_size, intermediate_size),
-                  "w3": (intermediate_size, hidden_size)}
+        shapes = {
+            "w1": (intermediate_size, hidden_size),
+            "w2": (hidden_size, intermediate_size),
+            "w3": (intermediate_size, hidden_size),
+        }
         for name, (rows, columns) in shapes.items():
-            weight = torch.randn(num_experts, rows, columns) / columns ** 0.5
+            weight = torch.randn(num_experts, rows, columns) / columns**0.5
             self.register_parameter(name, nn.Parameter(weight))
 
     def forward(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
@@ -45,15 +53,22 @@ def run(multiply: Callable[..., torch.Tensor], device: str) -> dict[str, torch.T
     x = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     y = experts(x, tokens_per_expert)
     y.backward(torch.randn(y.shape, device=device, dtype=y.dtype))
-    return {"y": y.detach(), "x.grad": x.grad,
-            **{f"{name}.grad": value.grad for name, value in experts.named_parameters()}}
+    return {
+        "y": y.detach(),
+        "x.grad": x.grad,
+        **{f"{name}.grad": value.grad for name, value in experts.named_parameters()},
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                        help="where to run (default: the GPU where there is one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where to run (default: the GPU where there is one)",
+    )
     device = parser.parse_args().device
     plain, quantised = run(torch._grouped_mm, device), run(grouped_mm, device)
     for name, wanted in plain.items():

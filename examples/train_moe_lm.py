@@ -29,11 +29,14 @@ from torch.nn import functional as F  # noqa: N812 (torch's own convention)
 import mxpert
 from mxpert.training import MXFP8Recipe, MXMoE
 
-RECIPES = {"bf16": MXFP8Recipe(enabled=False), "mxfp8": MXFP8Recipe(),
-           "mxfp8-hybrid": MXFP8Recipe.hybrid(),
-           "mxfp8-exact": MXFP8Recipe(scale_span=mxpert.ScaleSpan.BLOCK),
-           "mxfp8-block128": MXFP8Recipe(scale_span=mxpert.ScaleSpan.SPAN128),
-           "mxfp8-row": MXFP8Recipe(scale_span=mxpert.ScaleSpan.ROW)}
+RECIPES = {
+    "bf16": MXFP8Recipe(enabled=False),
+    "mxfp8": MXFP8Recipe(),
+    "mxfp8-hybrid": MXFP8Recipe.hybrid(),
+    "mxfp8-exact": MXFP8Recipe(scale_span=mxpert.ScaleSpan.BLOCK),
+    "mxfp8-block128": MXFP8Recipe(scale_span=mxpert.ScaleSpan.SPAN128),
+    "mxfp8-row": MXFP8Recipe(scale_span=mxpert.ScaleSpan.ROW),
+}
 VOCABULARY = 256
 """Bytes: no tokenizer."""
 
@@ -59,9 +62,11 @@ class Size:
     lr: float
 
 
-SIZES = {"tiny": Size(64, 1, 2, 4, 2, 96, 32, 4, 4e-3),      # a test of seconds on a CPU
-         "small": Size(64, 2, 2, 8, 2, 128, 128, 8, 3e-3),   # minutes on a CPU
-         "full": Size(512, 6, 8, 16, 2, 512, 512, 32, 1e-3)}  # 82 million parameters, for a GPU
+SIZES = {
+    "tiny": Size(64, 1, 2, 4, 2, 96, 32, 4, 4e-3),  # a test of seconds on a CPU
+    "small": Size(64, 2, 2, 8, 2, 128, 128, 8, 3e-3),  # minutes on a CPU
+    "full": Size(512, 6, 8, 16, 2, 512, 512, 32, 1e-3),
+}  # 82 million parameters, for a GPU
 
 
 class Attention(nn.Module):
@@ -71,7 +76,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = size.heads
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(size.hidden, size.hidden, bias=False) for _ in range(4))
+            nn.Linear(size.hidden, size.hidden, bias=False) for _ in range(4)
+        )
         width = size.hidden // size.heads
         rate = ROPE_THETA ** (-torch.arange(0, width, 2) / width)
         angle = torch.outer(torch.arange(size.length), rate).repeat(1, 2)  # [S, D]
@@ -79,8 +85,10 @@ class Attention(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-                   for projection in (self.q_proj, self.k_proj, self.v_proj))  # [B, heads, S, D]
+        q, k, v = (
+            projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )  # [B, heads, S, D]
         y = F.scaled_dot_product_attention(self._rotate(q), self._rotate(k), v, is_causal=True)
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
@@ -136,8 +144,11 @@ def read_text(path: Path | None) -> bytes:
     if path is not None:
         return path.read_bytes()
     folder = Path(sysconfig.get_path("stdlib"))
-    sources = sorted(source for source in folder.rglob("*.py")
-                     if not {"site-packages", "dist-packages"} & set(source.parts))
+    sources = sorted(
+        source
+        for source in folder.rglob("*.py")
+        if not {"site-packages", "dist-packages"} & set(source.parts)
+    )
     text = b"".join(source.read_bytes() for source in sources)
     return text[:LONGEST_TEXT]
 
@@ -173,14 +184,16 @@ def rate(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, steps - warm))
 
 
-def train(recipe: MXFP8Recipe, data: tuple[torch.Tensor, torch.Tensor], size: Size, steps: int,
-          seed: int) -> tuple[LanguageModel, dict[str, Any]]:
+def train(
+    recipe: MXFP8Recipe, data: tuple[torch.Tensor, torch.Tensor], size: Size, steps: int, seed: int
+) -> tuple[LanguageModel, dict[str, Any]]:
     """One run; seed, first weights and batches do not depend on the recipe."""
     train_data, held_out = data
     torch.manual_seed(seed)
     model = LanguageModel(size, recipe).to(train_data.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size.lr, betas=(0.9, 0.95),
-                                  fused=train_data.is_cuda)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=size.lr, betas=(0.9, 0.95), fused=train_data.is_cuda
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
     losses, began = [], time.perf_counter()
     for batch in windows(train_data, size, steps, seed):
@@ -194,10 +207,19 @@ def train(recipe: MXFP8Recipe, data: tuple[torch.Tensor, torch.Tensor], size: Si
     losses = [round(loss, 5) for loss in torch.stack(losses).tolist()]  # waits for the device
     seconds = time.perf_counter() - began
     with torch.no_grad():
-        test = torch.stack([model.loss(batch)[0] for batch in windows(
-            held_out, size, HELD_OUT_BATCHES, seed)]).mean().item()
-    return model, {"losses": losses, "final": final_loss(losses), "held_out": test,
-                   "seconds": seconds}
+        test = (
+            torch.stack(
+                [model.loss(batch)[0] for batch in windows(held_out, size, HELD_OUT_BATCHES, seed)]
+            )
+            .mean()
+            .item()
+        )
+    return model, {
+        "losses": losses,
+        "final": final_loss(losses),
+        "held_out": test,
+        "seconds": seconds,
+    }
 
 
 def final_loss(losses: Sequence[float]) -> float:
@@ -208,38 +230,64 @@ def final_loss(losses: Sequence[float]) -> float:
 
 def save_mixtral(model: LanguageModel, folder: Path) -> None:
     """Weights in bfloat16 under the names of a Mixtral checkpoint, and its config.json."""
-    tensors = {"model.embed_tokens.weight": model.embed.weight,
-               "model.norm.weight": model.norm.weight, "lm_head.weight": model.head.weight}
+    tensors = {
+        "model.embed_tokens.weight": model.embed.weight,
+        "model.norm.weight": model.norm.weight,
+        "lm_head.weight": model.head.weight,
+    }
     for index, block in enumerate(model.blocks):
         layer, experts = f"model.layers.{index}", f"model.layers.{index}.block_sparse_moe"
         names = ("input_layernorm", "post_attention_layernorm")
-        tensors |= {f"{layer}.{name}.weight": norm.weight
-                    for name, norm in zip(names, block.norms, strict=True)}
-        tensors |= {f"{layer}.self_attn.{name}": value
-                    for name, value in block.attention.named_parameters()}
+        tensors |= {
+            f"{layer}.{name}.weight": norm.weight
+            for name, norm in zip(names, block.norms, strict=True)
+        }
+        tensors |= {
+            f"{layer}.self_attn.{name}": value for name, value in block.attention.named_parameters()
+        }
         tensors[f"{experts}.gate.weight"] = block.moe.router
         for expert in range(model.size.experts):
             gate, up = block.moe.gate_up_proj.weight[expert].chunk(2)
             down = block.moe.down_proj.weight[expert]
-            tensors |= {f"{experts}.experts.{expert}.{name}.weight": value
-                        for name, value in (("w1", gate), ("w3", up), ("w2", down))}
+            tensors |= {
+                f"{experts}.experts.{expert}.{name}.weight": value
+                for name, value in (("w1", gate), ("w3", up), ("w2", down))
+            }
     size = model.size
     config = {
-        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "dtype": "bfloat16",
-        "vocab_size": VOCABULARY, "hidden_size": size.hidden, "intermediate_size": size.ffn,
-        "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
-        "num_key_value_heads": size.heads, "head_dim": size.hidden // size.heads,
-        "num_local_experts": size.experts, "num_experts_per_tok": size.top_k,
-        "max_position_embeddings": size.length, "rms_norm_eps": NORM_EPSILON,
-        "rope_theta": ROPE_THETA, "rope_parameters": {"rope_type": "default",
-                                                      "rope_theta": ROPE_THETA},
-        "hidden_act": "silu", "sliding_window": None, "tie_word_embeddings": False,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "dtype": "bfloat16",
+        "vocab_size": VOCABULARY,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.ffn,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "head_dim": size.hidden // size.heads,
+        "num_local_experts": size.experts,
+        "num_experts_per_tok": size.top_k,
+        "max_position_embeddings": size.length,
+        "rms_norm_eps": NORM_EPSILON,
+        "rope_theta": ROPE_THETA,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "hidden_act": "silu",
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    save_file({name: value.detach().to("cpu", torch.bfloat16).contiguous()
-               for name, value in tensors.items()}, folder / "model.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        {
+            name: value.detach().to("cpu", torch.bfloat16).contiguous()
+            for name, value in tensors.items()
+        },
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
@@ -249,15 +297,19 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
     except ImportError:
         print("no plot: matplotlib is not installed; pip install 'mxpert[plot]'", file=sys.stderr)
         return
-    figure, (curves, ratios) = pyplot.subplots(2, sharex=True, figsize=(7, 6), layout="constrained",
-                                               height_ratios=(2, 1))
+    figure, (curves, ratios) = pyplot.subplots(
+        2, sharex=True, figsize=(7, 6), layout="constrained", height_ratios=(2, 1)
+    )
     reference = smooth(next(iter(runs.values()))["losses"])
     for name, run in runs.items():
         values = smooth(run["losses"])
-        line, = curves.plot(values, label=f"{name}: {run['final']:.3f}", linewidth=1)
+        (line,) = curves.plot(values, label=f"{name}: {run['final']:.3f}", linewidth=1)
         curves.plot(len(values), run["held_out"], "x", color=line.get_color())
-        ratios.plot([100 * (value / base - 1) for value, base in zip(
-            values, reference, strict=True)], color=line.get_color(), linewidth=1)
+        ratios.plot(
+            [100 * (value / base - 1) for value, base in zip(values, reference, strict=True)],
+            color=line.get_color(),
+            linewidth=1,
+        )
     curves.set(ylabel="cross entropy, nats per byte")
     ratios.set(xlabel="step", ylabel=f"% above {next(iter(runs))}", ylim=(-3, 3))
     for axes in (curves, ratios):
@@ -273,30 +325,54 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     gpu = torch.cuda.is_available()
-    parser.add_argument("--steps", type=int, default=300 if gpu else 15,
-                        help="training steps (default: 300, on a CPU 15)")
-    parser.add_argument("--formats", default="bf16,mxfp8", type=lambda text: text.split(","),
-                        help="comma-separated, some of " + ", ".join(RECIPES) + "; the others are "
-                             "compared with the first (default: bf16,mxfp8)")
-    parser.add_argument("--size", choices=SIZES, default="small" if gpu else "tiny",
-                        help="tiny: seconds on a CPU; small: minutes on a CPU; full: 82 million "
-                             "parameters, for a GPU (default: small, on a CPU tiny)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=300 if gpu else 15,
+        help="training steps (default: 300, on a CPU 15)",
+    )
+    parser.add_argument(
+        "--formats",
+        default="bf16,mxfp8",
+        type=lambda text: text.split(","),
+        help="comma-separated, some of " + ", ".join(RECIPES) + "; the others are "
+        "compared with the first (default: bf16,mxfp8)",
+    )
+    parser.add_argument(
+        "--size",
+        choices=SIZES,
+        default="small" if gpu else "tiny",
+        help="tiny: seconds on a CPU; small: minutes on a CPU; full: 82 million "
+        "parameters, for a GPU (default: small, on a CPU tiny)",
+    )
     parser.add_argument("--text", type=Path, help="a file to train on")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument("--device", default="cuda" if gpu else "cpu",
-                        help="where to run (default: the GPU where there is one)")
-    parser.add_argument("--output", type=Path, metavar="DIR",
-                        help="write loss.json and loss.png there")
-    parser.add_argument("--save", type=Path, metavar="DIR",
-                        help="write the last format's model there as a Mixtral checkpoint")
+    parser.add_argument(
+        "--device",
+        default="cuda" if gpu else "cpu",
+        help="where to run (default: the GPU where there is one)",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write loss.json and loss.png there"
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="DIR",
+        help="write the last format's model there as a Mixtral checkpoint",
+    )
     options = parser.parse_args(arguments)
     unknown = set(options.formats) - set(RECIPES)
     if unknown or options.steps < 1:
-        parser.error(f"--formats: need some of {', '.join(RECIPES)}, got {sorted(unknown)}"
-                     if unknown else f"--steps: need at least 1, got {options.steps}")
+        parser.error(
+            f"--formats: need some of {', '.join(RECIPES)}, got {sorted(unknown)}"
+            if unknown
+            else f"--steps: need at least 1, got {options.steps}"
+        )
     return options
 
 
@@ -304,10 +380,17 @@ def describe(options: argparse.Namespace, model: LanguageModel, text: bytes) -> 
     """What the losses were measured on."""
     device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return {"device": name, "torch": torch.__version__, "mxpert": mxpert.__version__,
-            "size": options.size, **vars(model.size), "steps": options.steps,
-            "seed": options.seed, "text_bytes": len(text),
-            "parameters": sum(parameter.numel() for parameter in model.parameters())}
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "mxpert": mxpert.__version__,
+        "size": options.size,
+        **vars(model.size),
+        "steps": options.steps,
+        "seed": options.seed,
+        "text_bytes": len(text),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -320,14 +403,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model, runs[name] = train(RECIPES[name], data, size, options.steps, options.seed)
         first, run = runs[options.formats[0]], runs[name]
         run["ratio"] = run["final"] / first["final"]
-        print(f"{name}: final loss {run['final']:.4f} ({run['ratio']:.4f} of "
-              f"{options.formats[0]}), held out {run['held_out']:.4f} "
-              f"({run['held_out'] / first['held_out']:.4f}), {run['seconds']:.1f} s", flush=True)
+        print(
+            f"{name}: final loss {run['final']:.4f} ({run['ratio']:.4f} of "
+            f"{options.formats[0]}), held out {run['held_out']:.4f} "
+            f"({run['held_out'] / first['held_out']:.4f}), {run['seconds']:.1f} s",
+            flush=True,
+        )
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
         document = {"meta": describe(options, model, text), "runs": runs}
-        (options.output / "loss.json").write_text(json.dumps(document, indent=1) + "\n",
-                                                  encoding="utf-8")
+        (options.output / "loss.json").write_text(
+            json.dumps(document, indent=1) + "\n", encoding="utf-8"
+        )
         plot(runs, options.output / "loss.png")
     if options.save:
         save_mixtral(model, options.save)

@@ -37,7 +37,15 @@ from .ops.quantize import dequantize, quantize
 from .ops.quantize_dual import quantize_dual
 from .ops.route import make_routing_plan, route_topk
 from .problem import (
-    ClampedSiLU, Combine, GemmConfig, MoEConfig, ReferenceConfig, Scoring, SiLU, SiTUv2, SwiGLU,
+    ClampedSiLU,
+    Combine,
+    GemmConfig,
+    MoEConfig,
+    ReferenceConfig,
+    Scoring,
+    SiLU,
+    SiTUv2,
+    SwiGLU,
     TopKOptions,
 )
 from .routing import RoutingPlan, padded_capacity, padded_group_offsets
@@ -46,18 +54,58 @@ from .weights import GateUpOrder, MoEWeights
 __version__ = "0.2.0"
 
 __all__ = [
-    "ClampedSiLU", "Combine", "GateUpOrder", "GemmConfig", "MXTensor", "MoE", "MoEConfig",
-    "MoEWeights", "PerformanceWarning", "ReferenceConfig", "RoutingPlan", "ScaleRule", "ScaleSpan",
-    "Scoring", "SiLU", "SiTUv2", "SwiGLU", "TopKOptions", "UnsupportedError", "convert",
-    "dequantize", "explain", "fused_moe", "grouped_gemm", "grouped_wgrad", "make_routing_plan",
-    "moe_down", "moe_gate_up", "override", "padded_capacity", "padded_group_offsets", "quantize",
-    "quantize_dual", "rebase", "route_topk",
+    "ClampedSiLU",
+    "Combine",
+    "GateUpOrder",
+    "GemmConfig",
+    "MXTensor",
+    "MoE",
+    "MoEConfig",
+    "MoEWeights",
+    "PerformanceWarning",
+    "ReferenceConfig",
+    "RoutingPlan",
+    "ScaleRule",
+    "ScaleSpan",
+    "Scoring",
+    "SiLU",
+    "SiTUv2",
+    "SwiGLU",
+    "TopKOptions",
+    "UnsupportedError",
+    "convert",
+    "dequantize",
+    "explain",
+    "fused_moe",
+    "grouped_gemm",
+    "grouped_wgrad",
+    "make_routing_plan",
+    "moe_down",
+    "moe_gate_up",
+    "override",
+    "padded_capacity",
+    "padded_group_offsets",
+    "quantize",
+    "quantize_dual",
+    "rebase",
+    "route_topk",
 ]
 
 # torch.load(weights_only=True) makes these objects; each checks itself as it is made.
-torch.serialization.add_safe_globals([
-    ElementFormat, FoldCertificate, GateUpOrder, Layout, MXFormat, MXTensor, MoEWeights,
-    RoutingPlan, ScaleSpan, TokenRows])
+torch.serialization.add_safe_globals(
+    [
+        ElementFormat,
+        FoldCertificate,
+        GateUpOrder,
+        Layout,
+        MXFormat,
+        MXTensor,
+        MoEWeights,
+        RoutingPlan,
+        ScaleSpan,
+        TokenRows,
+    ]
+)
 
 
 def __dir__() -> list[str]:

@@ -134,8 +134,13 @@ def _require_number(op: str, name: str, value: object, *, limit: bool = False) -
     if limit and isinstance(value, float) and value == math.inf:
         return
     require_number(value, op, name)
-    require(not limit or value > 0, op, name, need="a number above zero",  # type: ignore[operator]
-            got=value)
+    require(
+        not limit or value > 0,
+        op,
+        name,
+        need="a number above zero",  # type: ignore[operator]
+        got=value,
+    )
 
 
 Activation = SiLU | SwiGLU | ClampedSiLU | SiTUv2
@@ -153,8 +158,15 @@ def require_activation(value: object, op: str) -> None:
     named = value if isinstance(value, type) else ACTIVATIONS.get(str(value), SwiGLU)
     known = named in ACTIVATIONS.values()
     calls = ", ".join(f"{kind.__name__}()" for kind in ACTIVATIONS.values())
-    raise TypeError(message(op, "activation", f"an activation object: {calls}", repr(value),
-                            f"pass mxpert.{(named if known else SwiGLU).__name__}()"))
+    raise TypeError(
+        message(
+            op,
+            "activation",
+            f"an activation object: {calls}",
+            repr(value),
+            f"pass mxpert.{(named if known else SwiGLU).__name__}()",
+        )
+    )
 
 
 def activation_from(name: str, parameters: Iterable[float]) -> Activation:
@@ -170,4 +182,5 @@ def activation_from(name: str, parameters: Iterable[float]) -> Activation:
         case "situ_v2":
             return SiTUv2(first, second)
     raise ValueError(
-        message("activation_from", "name", f"one of {sorted(ACTIVATIONS)}", repr(name)))
+        message("activation_from", "name", f"one of {sorted(ACTIVATIONS)}", repr(name))
+    )

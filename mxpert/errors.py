@@ -40,7 +40,13 @@ def message(op: str, argument: str, need: object, got: object, remedy: str = "")
 
 
 def require(
-    condition: bool, op: str, argument: str, *, need: object, got: object, remedy: str = "",
+    condition: bool,
+    op: str,
+    argument: str,
+    *,
+    need: object,
+    got: object,
+    remedy: str = "",
     error: type[Exception] = ValueError,
 ) -> None:
     """Raise `error` with the library's message form unless `condition` holds."""
@@ -49,7 +55,10 @@ def require(
 
 
 def require_tensor(
-    value: object, op: str, argument: str, *,
+    value: object,
+    op: str,
+    argument: str,
+    *,
     dtype: torch.dtype | Sequence[torch.dtype] | None = None,
     shape: Sequence[int | None] | None = None,
     device: torch.device | None = None,
@@ -61,30 +70,55 @@ def require_tensor(
     if not isinstance(value, torch.Tensor):
         raise TypeError(message(op, argument, "a torch.Tensor", type(value).__name__))
     # Traced tensors are dense, and tracing a backward refuses to read `layout`.
-    if not torch.compiler.is_compiling() and (
-            value.layout is not torch.strided or value.is_nested):
+    if not torch.compiler.is_compiling() and (value.layout is not torch.strided or value.is_nested):
         got = "a nested tensor" if value.is_nested else str(value.layout)
-        raise TypeError(message(op, f"{argument}.layout", torch.strided, got,
-                                "make it dense with .to_dense() or .to_padded_tensor(0.0)"))
+        raise TypeError(
+            message(
+                op,
+                f"{argument}.layout",
+                torch.strided,
+                got,
+                "make it dense with .to_dense() or .to_padded_tensor(0.0)",
+            )
+        )
     if dtype is not None:
         allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
         if value.dtype not in allowed:
             names = " or ".join(str(d).removeprefix("torch.") for d in allowed)
-            raise TypeError(message(
-                op, f"{argument}.dtype", names, str(value.dtype).removeprefix("torch."),
-                f"convert with .to(torch.{str(allowed[0]).removeprefix('torch.')})"))
+            raise TypeError(
+                message(
+                    op,
+                    f"{argument}.dtype",
+                    names,
+                    str(value.dtype).removeprefix("torch."),
+                    f"convert with .to(torch.{str(allowed[0]).removeprefix('torch.')})",
+                )
+            )
     if shape is not None:
         fits = value.dim() == len(shape) and all(
-            want is None or have == want for have, want in zip(value.shape, shape, strict=True))
+            want is None or have == want for have, want in zip(value.shape, shape, strict=True)
+        )
         if not fits:  # composed on failure alone: under torch.compile sizes are symbols
             wanted = "[" + ", ".join("*" if want is None else str(want) for want in shape) + "]"
             raise ValueError(message(op, f"{argument}.shape", wanted, list(value.shape)))
     if device is not None:
-        require(value.device == device, op, f"{argument}.device", need=device, got=value.device,
-                remedy=f"move it with .to('{device}')")
+        require(
+            value.device == device,
+            op,
+            f"{argument}.device",
+            need=device,
+            got=value.device,
+            remedy=f"move it with .to('{device}')",
+        )
     if contiguous:
-        require(value.is_contiguous(), op, f"{argument}", need="a contiguous tensor",
-                got=f"strides {value.stride()}", remedy="call .contiguous()")
+        require(
+            value.is_contiguous(),
+            op,
+            f"{argument}",
+            need="a contiguous tensor",
+            got=f"strides {value.stride()}",
+            remedy="call .contiguous()",
+        )
 
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
@@ -93,17 +127,28 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 """Types of plain tensors; a subclass may give its data another meaning."""
 
 
-def _fits(value: object, dtype: torch.dtype | Sequence[torch.dtype] | None,
-          shape: Sequence[int | None] | None, device: torch.device | None,
-          contiguous: bool) -> bool:
+def _fits(
+    value: object,
+    dtype: torch.dtype | Sequence[torch.dtype] | None,
+    shape: Sequence[int | None] | None,
+    device: torch.device | None,
+    contiguous: bool,
+) -> bool:
     """Return whether a plain tensor passes `require_tensor`; the fast path of that check."""
-    if (not isinstance(value, torch.Tensor) or type(value) not in PLAIN_TENSORS
-            or value.layout is not torch.strided or value.is_nested
-            or (device is not None and value.device != device)
-            or (contiguous and not value.is_contiguous())):
+    if (
+        not isinstance(value, torch.Tensor)
+        or type(value) not in PLAIN_TENSORS
+        or value.layout is not torch.strided
+        or value.is_nested
+        or (device is not None and value.device != device)
+        or (contiguous and not value.is_contiguous())
+    ):
         return False
-    if dtype is not None and value.dtype is not dtype and (
-            isinstance(dtype, torch.dtype) or value.dtype not in dtype):
+    if (
+        dtype is not None
+        and value.dtype is not dtype
+        and (isinstance(dtype, torch.dtype) or value.dtype not in dtype)
+    ):
         return False
     if shape is None or value.shape == shape:
         return True
@@ -115,8 +160,9 @@ def _fits(value: object, dtype: torch.dtype | Sequence[torch.dtype] | None,
     return True
 
 
-def require_dtype(value: object, allowed: Sequence[torch.dtype], op: str,
-                  argument: str = "dtype") -> None:
+def require_dtype(
+    value: object, allowed: Sequence[torch.dtype], op: str, argument: str = "dtype"
+) -> None:
     """Check that `value` is one of the dtypes `allowed`.
 
     Raises:
@@ -124,8 +170,14 @@ def require_dtype(value: object, allowed: Sequence[torch.dtype], op: str,
     """
     if not (isinstance(value, torch.dtype) and value in allowed):
         names = [str(dtype).removeprefix("torch.") for dtype in allowed]
-        raise TypeError(message(op, argument, " or ".join(filter(None, (
-            ", ".join(names[:-1]), names[-1]))), repr(value)))
+        raise TypeError(
+            message(
+                op,
+                argument,
+                " or ".join(filter(None, (", ".join(names[:-1]), names[-1]))),
+                repr(value),
+            )
+        )
 
 
 def require_number(value: object, op: str, argument: str) -> None:
@@ -161,16 +213,30 @@ def require_device(device: object, op: str, argument: str = "device") -> torch.d
     try:
         named = torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError, ValueError, OverflowError):
-        raise ValueError(message(op, argument, "a device", repr(device),
-                                 "for example 'cuda' or 'cpu'")) from None
+        raise ValueError(
+            message(op, argument, "a device", repr(device), "for example 'cuda' or 'cpu'")
+        ) from None
     if named.type == "cuda":
         count = torch.cuda.device_count()
-        require((named.index or 0) < count, op, argument, need="a GPU of this machine",
-                got=f"'{named}' and {count} GPUs", remedy="run mxpert doctor to see what is here")
+        require(
+            (named.index or 0) < count,
+            op,
+            argument,
+            need="a GPU of this machine",
+            got=f"'{named}' and {count} GPUs",
+            remedy="run mxpert doctor to see what is here",
+        )
     elif named.type not in ("cpu", "meta"):
         try:
             torch.empty(0, device=named)
         except (RuntimeError, AssertionError, ImportError, NotImplementedError):
-            raise ValueError(message(op, argument, "a device that this torch can use",
-                                     f"'{named}'", "for example 'cuda' or 'cpu'")) from None
+            raise ValueError(
+                message(
+                    op,
+                    argument,
+                    "a device that this torch can use",
+                    f"'{named}'",
+                    "for example 'cuda' or 'cpu'",
+                )
+            ) from None
     return named

@@ -1,5 +1,4 @@
-"""Files that are read and written: regular ones only, replaced as a whole, JSON without surprises.
-"""
+"""Files that are read and written: regular ones only, replaced as a whole, strict JSON."""
 
 from __future__ import annotations
 

@@ -21,8 +21,13 @@ from .weights import MoEWeights
 _TENSORS: dict[type, tuple[str, ...]] = {
     MXTensor: ("qdata", "scale", "reference", "wide_blocks"),
     MoEWeights: ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"),
-    RoutingPlan: ("sorted_token_ids", "sorted_weights", "block_expert_ids", "num_valid",
-                  "slot_rows"),
+    RoutingPlan: (
+        "sorted_token_ids",
+        "sorted_weights",
+        "block_expert_ids",
+        "num_valid",
+        "slot_rows",
+    ),
 }
 _FACTS: dict[type, tuple[str, ...]] = {
     MXTensor: ("format", "axis", "layout", "logical_shape", "scale_span"),
@@ -113,8 +118,9 @@ def parts_of(value: Any) -> Parts | None:
     return kept
 
 
-def assembler(made: Any, order: Callable[[torch.Tensor], int],
-              ) -> Callable[[list[torch.Tensor]], Any] | None:
+def assembler(
+    made: Any, order: Callable[[torch.Tensor], int]
+) -> Callable[[list[torch.Tensor]], Any] | None:
     """Return a function that builds objects like `made` from a list of tensors, without checks.
 
     Args:

@@ -13,9 +13,7 @@ from .formats.tensor import Layout, MXTensor
 from .ops.moe import fused_moe
 from .ops.quantize import FLOAT_DTYPES, quantize
 from .ops.route import LOGIT_DTYPES, check_route_topk, route_topk
-from .problem import (
-    Activation, SiLU, TopKOptions, parse_activation_format, require_activation,
-)
+from .problem import Activation, SiLU, TopKOptions, parse_activation_format, require_activation
 from .published import expert_weights_from, published_expert_tensors, published_shapes
 from .weights import GateUpOrder, MoEWeights
 from .weights_state import PROJECTIONS
@@ -44,8 +42,14 @@ class PreparedExperts(torch.nn.Module):
     no_gradient = "train with mxpert.training.MXMoE"
     """What to do instead, for the error that a gradient raises."""
 
-    def __init__(self, weights: MoEWeights, activation: Activation, *,
-                 activation_format: str = "bf16", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        weights: MoEWeights,
+        activation: Activation,
+        *,
+        activation_format: str = "bf16",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         self.activation, self.dtype = activation, dtype
         self.activation_format = parse_activation_format(activation_format, type(self).__name__)
@@ -54,13 +58,15 @@ class PreparedExperts(torch.nn.Module):
     def _hold(self, weights: MoEWeights) -> None:
         """Keep `weights`, and register them as buffers so that memory footprints count them."""
         self.weights = weights
-        for name, projection in zip(PROJECTIONS, (weights.gate_up_proj, weights.down_proj),
-                                    strict=True):
+        for name, projection in zip(
+            PROJECTIONS, (weights.gate_up_proj, weights.down_proj), strict=True
+        ):
             self.register_buffer(f"{name}_qdata", projection.qdata, persistent=False)
             self.register_buffer(f"{name}_scale", projection.scale, persistent=False)
 
-    def forward(self, x: torch.Tensor, topk_weights: torch.Tensor,
-                topk_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
         """x [..., H], weights and ids [T, top_k] → the shape and dtype of x.
 
         Raises:
@@ -69,16 +75,27 @@ class PreparedExperts(torch.nn.Module):
         """
         needs_grad = torch.is_grad_enabled() and x.requires_grad
         if needs_grad and self.training:
-            raise UnsupportedError(message(
-                type(self).__name__, "training", "evaluation mode",
-                "training mode: MXFP4 weights have no gradient", self.no_gradient))
+            raise UnsupportedError(
+                message(
+                    type(self).__name__,
+                    "training",
+                    "evaluation mode",
+                    "training mode: MXFP4 weights have no gradient",
+                    self.no_gradient,
+                )
+            )
         rows = x if x.dim() == 2 else x.reshape(-1, self.weights.hidden_size)
         if rows.stride(-1) != 1:  # the kernels read rows whose values are adjacent
             rows = rows.contiguous()
         out = fused_moe(
-            _as(rows, torch.bfloat16), self.weights, _as(topk_weights, torch.float32),
-            _as(topk_ids, torch.int32), activation=self.activation,
-            activation_format=self.activation_format, out_dtype=x.dtype)
+            _as(rows, torch.bfloat16),
+            self.weights,
+            _as(topk_weights, torch.float32),
+            _as(topk_ids, torch.int32),
+            activation=self.activation,
+            activation_format=self.activation_format,
+            out_dtype=x.dtype,
+        )
         if x.dim() != 2:
             out = out.view(x.shape)
         if needs_grad and not torch.compiler.is_compiling():
@@ -95,44 +112,63 @@ class PreparedExperts(torch.nn.Module):
     def _published(self) -> dict[str, torch.Tensor]:
         return published_expert_tensors(self.weights.unprepare(), dtype=self.dtype)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str,
-                            keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         """The published tensors; those of a packed layout are on the CPU, to save GPU memory."""
         packed = self.weights.layout is not Layout.ROW_MAJOR
         for name, tensor in self._published().items():
             destination[prefix + name] = tensor.cpu() if packed else tensor
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, torch.Tensor], prefix: str,
-        local_metadata: dict[str, Any], strict: bool, missing_keys: list[str],
-        unexpected_keys: list[str], error_msgs: list[str],
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         weights = self.weights
-        wanted = published_shapes(weights.num_experts, weights.hidden_size,
-                                  weights.intermediate_size,
-                                  has_bias=weights.gate_up_bias is not None)
-        given = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()
-                 if name.startswith(prefix)}
+        wanted = published_shapes(
+            weights.num_experts,
+            weights.hidden_size,
+            weights.intermediate_size,
+            has_bias=weights.gate_up_bias is not None,
+        )
+        given = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state_dict.items()
+            if name.startswith(prefix)
+        }
         missing_keys += [prefix + name for name in wanted if name not in given]
         unexpected_keys += [prefix + name for name in given if name not in wanted]
         given = {name: tensor for name, tensor in given.items() if name in wanted}
-        errors = [error for name, tensor in given.items()
-                  if (error := _mismatch(prefix + name, tensor, wanted[name]))]
+        errors = [
+            error
+            for name, tensor in given.items()
+            if (error := _mismatch(prefix + name, tensor, wanted[name]))
+        ]
         error_msgs += errors
         if errors or not given:
             return
         assign = local_metadata.get("assign_to_params_buffers", False)
         kept = {} if given.keys() == wanted.keys() else self._published()
-        loaded = expert_weights_from(kept | {
-            name: tensor.to(weights.device, copy=not assign) for name, tensor in given.items()
-        }, GateUpOrder.INTERLEAVED)
+        loaded = expert_weights_from(
+            kept
+            | {name: tensor.to(weights.device, copy=not assign) for name, tensor in given.items()},
+            GateUpOrder.INTERLEAVED,
+        )
         self._hold(loaded.prepare(device=weights.device))
 
     def extra_repr(self) -> str:
         weights = self.weights
-        return (f"num_experts={weights.num_experts}, hidden_size={weights.hidden_size}, "
-                f"intermediate_size={weights.intermediate_size}, activation={self.activation}, "
-                f"activation_format={self.activation_format!r}, layout={weights.layout.name}")
+        return (
+            f"num_experts={weights.num_experts}, hidden_size={weights.hidden_size}, "
+            f"intermediate_size={weights.intermediate_size}, activation={self.activation}, "
+            f"activation_format={self.activation_format!r}, layout={weights.layout.name}"
+        )
 
 
 class MoE(torch.nn.Module):
@@ -174,29 +210,50 @@ class MoE(torch.nn.Module):
     """
 
     def __init__(
-        self, weights: MoEWeights, router_weight: torch.Tensor, *, top_k: int,
-        activation: Activation = SiLU(), activation_format: str = "bf16",
-        router_bias: torch.Tensor | None = None, correction_bias: torch.Tensor | None = None,
+        self,
+        weights: MoEWeights,
+        router_weight: torch.Tensor,
+        *,
+        top_k: int,
+        activation: Activation = SiLU(),
+        activation_format: str = "bf16",
+        router_bias: torch.Tensor | None = None,
+        correction_bias: torch.Tensor | None = None,
         routing: TopKOptions = TopKOptions(),
     ) -> None:
         super().__init__()
         op = "MoE"
         activation_format = parse_activation_format(activation_format, op)
-        for name, value, kind in (("weights", weights, MoEWeights),
-                                  ("routing", routing, TopKOptions)):
+        for name, value, kind in (
+            ("weights", weights, MoEWeights),
+            ("routing", routing, TopKOptions),
+        ):
             if not isinstance(value, kind):
                 raise TypeError(message(op, name, kind.__name__, repr(value)))
         require_activation(activation, op)
         experts = weights.num_experts
-        require_tensor(router_weight, op, "router_weight", dtype=LOGIT_DTYPES,
-                       shape=(experts, weights.hidden_size), device=weights.device)
+        require_tensor(
+            router_weight,
+            op,
+            "router_weight",
+            dtype=LOGIT_DTYPES,
+            shape=(experts, weights.hidden_size),
+            device=weights.device,
+        )
         if router_bias is not None:
-            require_tensor(router_bias, op, "router_bias", dtype=router_weight.dtype,
-                           shape=(experts,), device=weights.device)
+            require_tensor(
+                router_bias,
+                op,
+                "router_bias",
+                dtype=router_weight.dtype,
+                shape=(experts,),
+                device=weights.device,
+            )
         check_route_topk(router_weight.new_empty(0, experts), top_k, routing, correction_bias, op)
         self.top_k, self.routing = top_k, routing
-        self.router = torch.nn.Linear(weights.hidden_size, experts, device="meta",
-                                      bias=router_bias is not None)
+        self.router = torch.nn.Linear(
+            weights.hidden_size, experts, device="meta", bias=router_bias is not None
+        )
         self.router.weight = torch.nn.Parameter(router_weight.detach(), requires_grad=False)
         if router_bias is not None:
             self.router.bias = torch.nn.Parameter(router_bias.detach(), requires_grad=False)
@@ -216,10 +273,15 @@ class MoE(torch.nn.Module):
         with torch.no_grad():  # the choice of experts has no gradient
             logits = self.router(_as(rows, self.router.weight.dtype))
         topk_weights, topk_ids = route_topk(
-            logits, self.top_k, normalize=options.normalize, scoring=options.scoring,
-            num_groups=options.num_groups, top_groups=options.top_groups,
+            logits,
+            self.top_k,
+            normalize=options.normalize,
+            scoring=options.scoring,
+            num_groups=options.num_groups,
+            top_groups=options.top_groups,
             correction_bias=None if correction is None else _as(correction, torch.float32),
-            routed_scaling_factor=options.routed_scaling_factor)
+            routed_scaling_factor=options.routed_scaling_factor,
+        )
         out: torch.Tensor = self.experts(rows, topk_weights, topk_ids)
         return out.view(x.shape)
 
@@ -228,9 +290,14 @@ class MoE(torch.nn.Module):
 
 
 def quantize_weights(
-    gate_up_proj: torch.Tensor, down_proj: torch.Tensor, *, gate_up_order: GateUpOrder,
-    gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
-    scale_rule: ScaleRule = ScaleRule.RCEIL, device: torch.device | str | None = None,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    *,
+    gate_up_order: GateUpOrder,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    device: torch.device | str | None = None,
 ) -> MoEWeights:
     """Quantise the dense experts of one layer to MXFP4.
 
@@ -260,22 +327,32 @@ def quantize_weights(
         raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(scale_rule)))
     for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         require_tensor(weight, op, name, dtype=FLOAT_DTYPES, shape=(None, None, None))
-        require(weight.shape[-1] % MX_BLOCK_SIZE == 0, op, f"{name}.shape[-1]",
-                need=f"a multiple of {MX_BLOCK_SIZE}", got=weight.shape[-1],
-                remedy="MXFP4 has no partial blocks; pad the layer first")
+        require(
+            weight.shape[-1] % MX_BLOCK_SIZE == 0,
+            op,
+            f"{name}.shape[-1]",
+            need=f"a multiple of {MX_BLOCK_SIZE}",
+            got=weight.shape[-1],
+            remedy="MXFP4 has no partial blocks; pad the layer first",
+        )
     for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
         if bias is not None:
             require_tensor(bias, op, name, dtype=FLOAT_DTYPES)
     target = gate_up_proj.device if device is None else require_device(device, op)
-    gate_up, down = (quantize_stacked(weight, transposed=False, scale_rule=scale_rule,
-                                      device=target) for weight in (gate_up_proj, down_proj))
-    biases = [None if bias is None else bias.detach().to(target, torch.float32).contiguous()
-              for bias in (gate_up_bias, down_bias)]
+    gate_up, down = (
+        quantize_stacked(weight, transposed=False, scale_rule=scale_rule, device=target)
+        for weight in (gate_up_proj, down_proj)
+    )
+    biases = [
+        None if bias is None else bias.detach().to(target, torch.float32).contiguous()
+        for bias in (gate_up_bias, down_bias)
+    ]
     return MoEWeights(gate_up, down, biases[0], biases[1], gate_up_order=gate_up_order)
 
 
-def quantize_stacked(weight: torch.Tensor, *, transposed: bool, scale_rule: ScaleRule,
-                     device: torch.device) -> MXTensor:
+def quantize_stacked(
+    weight: torch.Tensor, *, transposed: bool, scale_rule: ScaleRule, device: torch.device
+) -> MXTensor:
     """Quantise stacked weights along their reduction, a part at a time.
 
     Args:
@@ -293,10 +370,10 @@ def quantize_stacked(weight: torch.Tensor, *, transposed: bool, scale_rule: Scal
     step = max(1, limit // max(1, columns))
     for expert in range(experts):
         for start in range(0, count, step):
-            part = rows[expert, start:start + step].to(device).contiguous()
+            part = rows[expert, start : start + step].to(device).contiguous()
             quantized = quantize(part, MXFP4, scale_rule=scale_rule)
-            qdata[expert, start:start + step] = quantized.qdata
-            scale[expert, start:start + step] = quantized.scale
+            qdata[expert, start : start + step] = quantized.qdata
+            scale[expert, start : start + step] = quantized.scale
     return MXTensor(qdata, scale, MXFP4)
 
 
@@ -305,8 +382,10 @@ def _mismatch(name: str, tensor: object, shape: tuple[int, ...]) -> str:
     if not isinstance(tensor, torch.Tensor):
         return f"type mismatch for {name}: {type(tensor).__name__} is not a tensor."
     if tuple(tensor.shape) != shape:
-        return (f"size mismatch for {name}: copying a param with shape {tensor.shape} from "
-                f"checkpoint, the shape in current model is {torch.Size(shape)}.")
+        return (
+            f"size mismatch for {name}: copying a param with shape {tensor.shape} from "
+            f"checkpoint, the shape in current model is {torch.Size(shape)}."
+        )
     fits = tensor.is_floating_point() if name.endswith("_bias") else tensor.dtype == torch.uint8
     return "" if fits else f"dtype mismatch for {name}: {tensor.dtype} is not the published dtype."
 
@@ -320,12 +399,14 @@ class _WithoutBackward(torch.autograd.Function):
     """Pass a result on; asking for its gradient is an error, not a silent zero."""
 
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, x: torch.Tensor, name: str,
-                remedy: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, out: torch.Tensor, x: torch.Tensor, name: str, remedy: str
+    ) -> torch.Tensor:
         ctx.name, ctx.remedy = name, remedy
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
-        raise UnsupportedError(message(ctx.name, "backward", "an inference pass", "a gradient",
-                                       ctx.remedy))
+        raise UnsupportedError(
+            message(ctx.name, "backward", "an inference pass", "a gradient", ctx.remedy)
+        )

@@ -76,10 +76,11 @@ def parse_activation_format(name: str, op: str) -> str:
     known = ACTIVATION_FORMAT_ALIASES.get(name, name) if isinstance(name, str) else None
     if known not in ACTIVATION_FORMATS:
         aliases = {full: alias for alias, full in ACTIVATION_FORMAT_ALIASES.items()}
-        names = [f"{full!r} ({aliases[full]!r})" if full in aliases else repr(full)
-                 for full in ACTIVATION_FORMATS]
-        raise ValueError(message(op, "activation_format", f"one of {', '.join(names)}",
-                                 repr(name)))
+        names = [
+            f"{full!r} ({aliases[full]!r})" if full in aliases else repr(full)
+            for full in ACTIVATION_FORMATS
+        ]
+        raise ValueError(message(op, "activation_format", f"one of {', '.join(names)}", repr(name)))
     return known
 
 
@@ -339,8 +340,15 @@ class RowsProblem:
     activation: Activation | None = None
 
 
-Problem = (QuantizeProblem | TopKProblem | RoutingProblem | MoEProblem | DualProblem
-           | GroupedProblem | RowsProblem)
+Problem = (
+    QuantizeProblem
+    | TopKProblem
+    | RoutingProblem
+    | MoEProblem
+    | DualProblem
+    | GroupedProblem
+    | RowsProblem
+)
 
 
 @dataclass(frozen=True)
@@ -404,13 +412,24 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         if type(self.routing_block_m) is not int or self.routing_block_m < 1:
-            raise ValueError(message("MoEConfig", "routing_block_m", "an int of at least 1",
-                                     repr(self.routing_block_m)))
+            raise ValueError(
+                message(
+                    "MoEConfig",
+                    "routing_block_m",
+                    "an int of at least 1",
+                    repr(self.routing_block_m),
+                )
+            )
         for name, stage in (("gate_up", self.gate_up), ("down", self.down)):
             if not isinstance(stage, GemmConfig):
                 raise TypeError(message("MoEConfig", name, "a GemmConfig", repr(stage)))
-            require(self.routing_block_m % stage.block_m == 0, "MoEConfig", "routing_block_m",
-                    need=f"a multiple of block_m = {stage.block_m}", got=self.routing_block_m)
+            require(
+                self.routing_block_m % stage.block_m == 0,
+                "MoEConfig",
+                "routing_block_m",
+                need=f"a multiple of block_m = {stage.block_m}",
+                got=self.routing_block_m,
+            )
 
 
 @dataclass(frozen=True)
@@ -434,11 +453,18 @@ class ReferenceConfig:
     routing_block_m: int = 16
 
     def __post_init__(self) -> None:
-        require_dtype(self.accumulate, (torch.float32, torch.float64), "ReferenceConfig",
-                      "accumulate")
+        require_dtype(
+            self.accumulate, (torch.float32, torch.float64), "ReferenceConfig", "accumulate"
+        )
         if type(self.routing_block_m) is not int or self.routing_block_m < 1:
-            raise ValueError(message("ReferenceConfig", "routing_block_m", "an int of at least 1",
-                                     repr(self.routing_block_m)))
+            raise ValueError(
+                message(
+                    "ReferenceConfig",
+                    "routing_block_m",
+                    "an int of at least 1",
+                    repr(self.routing_block_m),
+                )
+            )
 
 
 Config = GemmConfig | MoEConfig | ReferenceConfig | None
@@ -486,5 +512,12 @@ class KernelSpec(Protocol):
 
 def refuse(problem: Problem, reasons: Iterable[str]) -> UnsupportedError:
     """The error for a problem that no kernel can serve."""
-    return UnsupportedError(message(problem.op.value, "backend", "a kernel for this problem",
-                                    "; ".join(reasons), f"target is {problem.target.name}"))
+    return UnsupportedError(
+        message(
+            problem.op.value,
+            "backend",
+            "a kernel for this problem",
+            "; ".join(reasons),
+            f"target is {problem.target.name}",
+        )
+    )

@@ -21,7 +21,7 @@ BLOCK_BYTES = MX_BLOCK_SIZE // MXFP4.codes_per_byte
 
 
 def published_shapes(
-    num_experts: int, hidden_size: int, intermediate_size: int, *, has_bias: bool,
+    num_experts: int, hidden_size: int, intermediate_size: int, *, has_bias: bool
 ) -> dict[str, tuple[int, ...]]:
     """Shape of each published tensor, by its name below ``experts.``.
 
@@ -30,8 +30,10 @@ def published_shapes(
         (4, 64, 2, 16)
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, rows, columns in (("gate_up_proj", 2 * intermediate_size, hidden_size),
-                                ("down_proj", hidden_size, intermediate_size)):
+    for name, rows, columns in (
+        ("gate_up_proj", 2 * intermediate_size, hidden_size),
+        ("down_proj", hidden_size, intermediate_size),
+    ):
         blocks = (num_experts, rows, columns // MX_BLOCK_SIZE)
         shapes |= {f"{name}_blocks": (*blocks, BLOCK_BYTES), f"{name}_scales": blocks}
         if has_bias:
@@ -40,7 +42,7 @@ def published_shapes(
 
 
 def published_expert_tensors(
-    weights: MoEWeights, *, dtype: torch.dtype = torch.bfloat16,
+    weights: MoEWeights, *, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
     """The published tensors of one layer's experts.
 
@@ -55,14 +57,21 @@ def published_expert_tensors(
     op = "published_expert_tensors"
     if not isinstance(weights, MoEWeights):
         raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
-    require(weights.layout is Layout.ROW_MAJOR, op, "weights.layout", need=Layout.ROW_MAJOR,
-            got=weights.layout, remedy="call weights.unprepare() first")
+    require(
+        weights.layout is Layout.ROW_MAJOR,
+        op,
+        "weights.layout",
+        need=Layout.ROW_MAJOR,
+        got=weights.layout,
+        remedy="call weights.unprepare() first",
+    )
     require_dtype(dtype, (torch.bfloat16, torch.float16, torch.float32, torch.float64), op)
     weights = _interleaved(weights)
     tensors: dict[str, torch.Tensor] = {}
     for name, projection, bias in (
-            ("gate_up_proj", weights.gate_up_proj, weights.gate_up_bias),
-            ("down_proj", weights.down_proj, weights.down_bias)):
+        ("gate_up_proj", weights.gate_up_proj, weights.gate_up_bias),
+        ("down_proj", weights.down_proj, weights.down_bias),
+    ):
         scale = projection.scale.contiguous()
         tensors[f"{name}_blocks"] = projection.qdata.contiguous().view(*scale.shape, BLOCK_BYTES)
         tensors[f"{name}_scales"] = scale
@@ -101,8 +110,13 @@ def expert_weights_from(tensors: Mapping[str, torch.Tensor], order: GateUpOrder)
         stored = tensors.get(f"{name}_bias")
         return None if stored is None else stored.to(torch.float32).contiguous()
 
-    return MoEWeights(projection("gate_up_proj"), projection("down_proj"), bias("gate_up_proj"),
-                      bias("down_proj"), gate_up_order=order)
+    return MoEWeights(
+        projection("gate_up_proj"),
+        projection("down_proj"),
+        bias("gate_up_proj"),
+        bias("down_proj"),
+        gate_up_order=order,
+    )
 
 
 def _interleaved(weights: MoEWeights) -> MoEWeights:
@@ -114,7 +128,10 @@ def _interleaved(weights: MoEWeights) -> MoEWeights:
     projection, bias = weights.gate_up_proj, weights.gate_up_bias
     return replace(
         weights,
-        gate_up_proj=replace(projection, qdata=projection.qdata[:, rows],
-                             scale=projection.scale[:, rows]),
+        gate_up_proj=replace(
+            projection, qdata=projection.qdata[:, rows], scale=projection.scale[:, rows]
+        ),
         gate_up_bias=None if bias is None else bias[:, rows].contiguous(),
-        gate_up_order=GateUpOrder.INTERLEAVED, fold_certificates=None)
+        gate_up_order=GateUpOrder.INTERLEAVED,
+        fold_certificates=None,
+    )

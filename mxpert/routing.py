@@ -96,10 +96,12 @@ class RoutingPlan(Aggregate):
         return self.sorted_token_ids.device
 
     def __repr__(self) -> str:
-        return (f"RoutingPlan(num_tokens={self.num_tokens}, top_k={self.top_k}, "
-                f"num_experts={self.num_experts},\n            "
-                f"routing_block_m={self.routing_block_m}, capacity={self.capacity}, "
-                f"device='{self.device}')")
+        return (
+            f"RoutingPlan(num_tokens={self.num_tokens}, top_k={self.top_k}, "
+            f"num_experts={self.num_experts},\n            "
+            f"routing_block_m={self.routing_block_m}, capacity={self.capacity}, "
+            f"device='{self.device}')"
+        )
 
 
 def check_plan_shapes(plan: RoutingPlan, op: str) -> None:
@@ -111,20 +113,28 @@ def check_plan_shapes(plan: RoutingPlan, op: str) -> None:
     require_tensor(plan.sorted_token_ids, op, "plan.sorted_token_ids", shape=(None,))
     rows, unit = plan.capacity, plan.routing_block_m
     if unit < 1 or rows % unit != 0:
-        raise ValueError(message(op, "plan.routing_block_m", f"a divisor of the {rows} sorted rows",
-                                 unit))
+        raise ValueError(
+            message(op, "plan.routing_block_m", f"a divisor of the {rows} sorted rows", unit)
+        )
     device = plan.device
     for name, tensor, dtype, shape in (
-            ("plan.sorted_token_ids", plan.sorted_token_ids, torch.int32, (rows,)),
-            ("plan.sorted_weights", plan.sorted_weights, torch.float32, (rows,)),
-            ("plan.block_expert_ids", plan.block_expert_ids, torch.int32, (rows // unit,)),
-            ("plan.num_valid", plan.num_valid, torch.int32, (2,)),
-            ("plan.slot_rows", plan.slot_rows, torch.int32, (plan.num_tokens, plan.top_k))):
+        ("plan.sorted_token_ids", plan.sorted_token_ids, torch.int32, (rows,)),
+        ("plan.sorted_weights", plan.sorted_weights, torch.float32, (rows,)),
+        ("plan.block_expert_ids", plan.block_expert_ids, torch.int32, (rows // unit,)),
+        ("plan.num_valid", plan.num_valid, torch.int32, (2,)),
+        ("plan.slot_rows", plan.slot_rows, torch.int32, (plan.num_tokens, plan.top_k)),
+    ):
         require_tensor(tensor, op, name, dtype=dtype, shape=shape, device=device, contiguous=True)
 
 
-def require_topk(topk_weights: torch.Tensor, topk_ids: torch.Tensor, op: str, *,
-                 num_tokens: int | None = None, device: torch.device | None = None) -> None:
+def require_topk(
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    op: str,
+    *,
+    num_tokens: int | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Check a router's output: float32 weights and int32 ids, both [T, top_k], on one device.
 
     Raises:
@@ -132,19 +142,37 @@ def require_topk(topk_weights: torch.Tensor, topk_ids: torch.Tensor, op: str, *,
         ValueError: wrong shape or device.
     """
     require_ids(topk_ids, op, num_tokens=num_tokens, device=device)
-    require_tensor(topk_weights, op, "topk_weights", dtype=torch.float32,
-                   shape=tuple(topk_ids.shape), device=topk_ids.device)
+    require_tensor(
+        topk_weights,
+        op,
+        "topk_weights",
+        dtype=torch.float32,
+        shape=tuple(topk_ids.shape),
+        device=topk_ids.device,
+    )
 
 
-def require_ids(topk_ids: torch.Tensor, op: str, *, num_tokens: int | None = None,
-                device: torch.device | None = None) -> None:
+def require_ids(
+    topk_ids: torch.Tensor,
+    op: str,
+    *,
+    num_tokens: int | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Check a router's expert ids alone: int32 [T, top_k]."""
     if isinstance(topk_ids, torch.Tensor) and topk_ids.is_floating_point():
-        raise TypeError(message(
-            op, "topk_ids.dtype", "int32", str(topk_ids.dtype).removeprefix("torch."),
-            "this looks swapped: topk_weights stand before topk_ids, as route_topk returns them"))
-    require_tensor(topk_ids, op, "topk_ids", dtype=torch.int32, shape=(num_tokens, None),
-                   device=device)
+        raise TypeError(
+            message(
+                op,
+                "topk_ids.dtype",
+                "int32",
+                str(topk_ids.dtype).removeprefix("torch."),
+                "this looks swapped: topk_weights come before topk_ids, as route_topk returns them",
+            )
+        )
+    require_tensor(
+        topk_ids, op, "topk_ids", dtype=torch.int32, shape=(num_tokens, None), device=device
+    )
 
 
 def padded_capacity(num_rows: int, num_groups: int) -> int:
@@ -198,8 +226,13 @@ def padded_group_offsets(group_offsets: torch.Tensor) -> torch.Tensor:
         >>> padded_group_offsets(torch.tensor([0, 1, 1, 34])).tolist()
         [0, 32, 32, 96]
     """
-    require_tensor(group_offsets, "padded_group_offsets", "group_offsets", shape=(None,),
-                   dtype=GROUP_OFFSET_DTYPES)
+    require_tensor(
+        group_offsets,
+        "padded_group_offsets",
+        "group_offsets",
+        shape=(None,),
+        dtype=GROUP_OFFSET_DTYPES,
+    )
     sizes = group_offsets.diff().clamp(min=0)
     blocks = (sizes + (MX_BLOCK_SIZE - 1)) // MX_BLOCK_SIZE
     ends = (blocks * MX_BLOCK_SIZE).cumsum(0, dtype=torch.int32)

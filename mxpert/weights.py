@@ -46,13 +46,17 @@ class GateUpOrder(enum.Enum):
         In every order feature j has its gate at row ``(j // g) * 2g + j % g``, and its up row g
         rows further.
         """
-        groups = {GateUpOrder.CONCATENATED: intermediate_size, GateUpOrder.INTERLEAVED: 1,
-                  GateUpOrder.INTERLEAVED_16: 16}
+        groups = {
+            GateUpOrder.CONCATENATED: intermediate_size,
+            GateUpOrder.INTERLEAVED: 1,
+            GateUpOrder.INTERLEAVED_16: 16,
+        }
         return groups[self]
 
 
-def gate_up_rows(order: GateUpOrder, intermediate_size: int,
-                 device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+def gate_up_rows(
+    order: GateUpOrder, intermediate_size: int, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the row indices of gate and of up, int64 [F] each, for weights in `order`."""
     feature = torch.arange(intermediate_size, device=device)
     group = order.group(intermediate_size)
@@ -60,8 +64,9 @@ def gate_up_rows(order: GateUpOrder, intermediate_size: int,
     return gate, gate + group
 
 
-def interleaved_rows(order: GateUpOrder, intermediate_size: int,
-                     device: torch.device | str = "cpu") -> torch.Tensor:
+def interleaved_rows(
+    order: GateUpOrder, intermediate_size: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Return row indices [2F] that bring rows in `order` to the order gate, up, gate, up, …"""
     return torch.stack(gate_up_rows(order, intermediate_size, device), 1).flatten()
 
@@ -109,46 +114,112 @@ class MoEWeights(Aggregate):
     def __post_init__(self) -> None:
         op = "MoEWeights"
         if not isinstance(self.gate_up_order, GateUpOrder):
-            raise TypeError(message(
-                op, "gate_up_order", "a GateUpOrder", repr(self.gate_up_order),
-                "gpt-oss checkpoints are GateUpOrder.INTERLEAVED, stacked gate and up projections "
-                "GateUpOrder.CONCATENATED"))
+            raise TypeError(
+                message(
+                    op,
+                    "gate_up_order",
+                    "a GateUpOrder",
+                    repr(self.gate_up_order),
+                    "gpt-oss checkpoints are GateUpOrder.INTERLEAVED, stacked gate and up"
+                    " projections GateUpOrder.CONCATENATED",
+                )
+            )
         for name in ("gate_up_proj", "down_proj"):
             projection = getattr(self, name)
             if not isinstance(projection, MXTensor):
-                raise TypeError(message(op, name, "an MXTensor", type(projection).__name__,
-                                        "quantise with mxpert.quantize(w, 'mxfp4')"))
-            require(projection.format == MXFP4, op, f"{name}.format", need="mxfp4",
-                    got=projection.format.name)
-            require(len(projection.shape) == 3, op, f"{name}.shape",
-                    need="three dimensions [E, N, K]", got=list(projection.shape))
-            require(projection.axis == -1, op, f"{name}.axis", need=-1, got=projection.axis,
-                    remedy="quantise along the last axis")
-        require(self.down_proj.layout is self.layout, op, "down_proj.layout", need=self.layout,
-                got=self.down_proj.layout, remedy="bring both projections into one layout")
+                raise TypeError(
+                    message(
+                        op,
+                        name,
+                        "an MXTensor",
+                        type(projection).__name__,
+                        "quantise with mxpert.quantize(w, 'mxfp4')",
+                    )
+                )
+            require(
+                projection.format == MXFP4,
+                op,
+                f"{name}.format",
+                need="mxfp4",
+                got=projection.format.name,
+            )
+            require(
+                len(projection.shape) == 3,
+                op,
+                f"{name}.shape",
+                need="three dimensions [E, N, K]",
+                got=list(projection.shape),
+            )
+            require(
+                projection.axis == -1,
+                op,
+                f"{name}.axis",
+                need=-1,
+                got=projection.axis,
+                remedy="quantise along the last axis",
+            )
+        require(
+            self.down_proj.layout is self.layout,
+            op,
+            "down_proj.layout",
+            need=self.layout,
+            got=self.down_proj.layout,
+            remedy="bring both projections into one layout",
+        )
         for projection in (self.gate_up_proj, self.down_proj):
             if self.layout is Layout.HOPPER_FRAGMENT:
                 check_hopper(projection, op)
-        require(self.layout is Layout.ROW_MAJOR or self.gate_up_order is GateUpOrder.INTERLEAVED,
-                op, "gate_up_order", need=f"{GateUpOrder.INTERLEAVED} in {self.layout}",
-                got=self.gate_up_order, remedy="call prepare on ROW_MAJOR weights")
+        require(
+            self.layout is Layout.ROW_MAJOR or self.gate_up_order is GateUpOrder.INTERLEAVED,
+            op,
+            "gate_up_order",
+            need=f"{GateUpOrder.INTERLEAVED} in {self.layout}",
+            got=self.gate_up_order,
+            remedy="call prepare on ROW_MAJOR weights",
+        )
         experts, hidden, intermediate = self.num_experts, self.hidden_size, self.intermediate_size
-        require(min(experts, hidden, intermediate) > 0, op, "down_proj.shape",
-                need="E, H and F above zero", got=list(self.down_proj.shape))
-        require(tuple(self.gate_up_proj.shape) == (experts, 2 * intermediate, hidden), op,
-                "gate_up_proj.shape", need=f"[E, 2F, H] = {[experts, 2 * intermediate, hidden]}",
-                got=list(self.gate_up_proj.shape),
-                remedy=f"down_proj [E, H, F] is {list(self.down_proj.shape)}")
+        require(
+            min(experts, hidden, intermediate) > 0,
+            op,
+            "down_proj.shape",
+            need="E, H and F above zero",
+            got=list(self.down_proj.shape),
+        )
+        require(
+            tuple(self.gate_up_proj.shape) == (experts, 2 * intermediate, hidden),
+            op,
+            "gate_up_proj.shape",
+            need=f"[E, 2F, H] = {[experts, 2 * intermediate, hidden]}",
+            got=list(self.gate_up_proj.shape),
+            remedy=f"down_proj [E, H, F] is {list(self.down_proj.shape)}",
+        )
         if self.gate_up_order is GateUpOrder.INTERLEAVED_16:
-            require(intermediate % 16 == 0, op, "gate_up_order", got=intermediate,
-                    need="intermediate_size divisible by 16 for INTERLEAVED_16")
-        require(self.down_proj.device == self.device, op, "down_proj.device", need=self.device,
-                got=self.down_proj.device)
+            require(
+                intermediate % 16 == 0,
+                op,
+                "gate_up_order",
+                got=intermediate,
+                need="intermediate_size divisible by 16 for INTERLEAVED_16",
+            )
+        require(
+            self.down_proj.device == self.device,
+            op,
+            "down_proj.device",
+            need=self.device,
+            got=self.down_proj.device,
+        )
         for name, width in (("gate_up_bias", 2 * intermediate), ("down_bias", hidden)):
             bias = getattr(self, name)
             if bias is not None:
-                require_tensor(bias, op, name, dtype=torch.float32, shape=(experts, width),
-                               device=self.device, contiguous=True)
+                require_tensor(
+                    bias,
+                    op,
+                    name,
+                    dtype=torch.float32,
+                    shape=(experts, width),
+                    device=self.device,
+                    contiguous=True,
+                )
 
     @property
     def num_experts(self) -> int:
@@ -183,10 +254,12 @@ class MoEWeights(Aggregate):
     def __repr__(self) -> str:
         biases = [name for name in weights_state.BIASES if getattr(self, name) is not None]
         order = self.gate_up_order.name if self.gate_up_order is not None else None
-        return (f"MoEWeights(num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
-                f"intermediate_size={self.intermediate_size},\n"
-                f"           gate_up_order={order}, layout={self.layout.name}, biases={biases},\n"
-                f"           device='{self.device}', nbytes={self.nbytes})")
+        return (
+            f"MoEWeights(num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size},\n"
+            f"           gate_up_order={order}, layout={self.layout.name}, biases={biases},\n"
+            f"           device='{self.device}', nbytes={self.nbytes})"
+        )
 
     def to(self, device: torch.device | str) -> MoEWeights:
         """Return these weights on `device`, in the layout that they have.
@@ -214,11 +287,18 @@ class MoEWeights(Aggregate):
         certificates = self.fold_certificates
         if certificates is not None:
             certificates = (certificates[0].to(device), certificates[1].to(device))
-        gate_up_bias, down_bias = (bias if bias is None else bias.to(device)
-                                   for bias in (self.gate_up_bias, self.down_bias))
-        return replace(self, gate_up_proj=self.gate_up_proj.to(device),
-                       down_proj=self.down_proj.to(device), gate_up_bias=gate_up_bias,
-                       down_bias=down_bias, fold_certificates=certificates)
+        gate_up_bias, down_bias = (
+            bias if bias is None else bias.to(device)
+            for bias in (self.gate_up_bias, self.down_bias)
+        )
+        return replace(
+            self,
+            gate_up_proj=self.gate_up_proj.to(device),
+            down_proj=self.down_proj.to(device),
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            fold_certificates=certificates,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors of these weights by name, and their facts under "_extra_state".
@@ -271,8 +351,9 @@ class MoEWeights(Aggregate):
         fields = weights_state.build(state, op)
         for name in ("gate_up_order", "source_order"):
             values = [order.value for order in GateUpOrder] + [None] * (name == "source_order")
-            require(fields[name] in values, op, name, need=f"one of {values}",
-                    got=repr(fields[name]))
+            require(
+                fields[name] in values, op, name, need=f"one of {values}", got=repr(fields[name])
+            )
             fields[name] = None if fields[name] is None else GateUpOrder(fields[name])
         return cls(**fields)
 
@@ -300,14 +381,31 @@ class MoEWeights(Aggregate):
         op = "MoEWeights.load_state_dict"
         new = self._from_state(state, op)
         mine, theirs = map(weights_state.identity, (self, new))
-        require(mine == theirs, op, "state", need=f"weights of {mine}", got=theirs,
-                remedy="MoEWeights.from_state_dict makes new weights of any kind")
+        require(
+            mine == theirs,
+            op,
+            "state",
+            need=f"weights of {mine}",
+            got=theirs,
+            remedy="MoEWeights.from_state_dict makes new weights of any kind",
+        )
         for name in weights_state.BIASES:
             ours, given = (getattr(weights, name) is not None for weights in (self, new))
-            require(ours == given, op, name, need="a tensor" if ours else "None",
-                    got="a tensor" if given else "None")
-        require(self.device.type != "meta", op, "weights.device", need="a device that holds data",
-                got="'meta'", remedy="MoEWeights.from_state_dict makes new weights")
+            require(
+                ours == given,
+                op,
+                name,
+                need="a tensor" if ours else "None",
+                got="a tensor" if given else "None",
+            )
+        require(
+            self.device.type != "meta",
+            op,
+            "weights.device",
+            need="a device that holds data",
+            got="'meta'",
+            remedy="MoEWeights.from_state_dict makes new weights",
+        )
         weights_state.copy_into(self.state_dict(), new.state_dict(), op)
         certificates = new.fold_certificates
         if certificates is not None:
@@ -340,8 +438,9 @@ class MoEWeights(Aggregate):
         weights_state.write(path, self.state_dict(), "MoEWeights.save")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *,
-             device: torch.device | str = "cpu") -> MoEWeights:
+    def load(
+        cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
+    ) -> MoEWeights:
         """Read weights that `save` wrote, in the layout that they were saved in.
 
         Args:
@@ -393,30 +492,56 @@ class MoEWeights(Aggregate):
             'ROW_MAJOR'
         """
         device = require_device(device, "prepare")
-        require(device.type != "meta", "prepare", "device", need="a device that holds data",
-                got="'meta'", remedy="load the weights first")
+        require(
+            device.type != "meta",
+            "prepare",
+            "device",
+            need="a device that holds data",
+            got="'meta'",
+            remedy="load the weights first",
+        )
         if not (layout is None or isinstance(layout, Layout)):
             raise TypeError(message("prepare", "layout", "a Layout or None", repr(layout)))
-        require(self.layout is Layout.ROW_MAJOR, "prepare", "weights.layout", got=self.layout,
-                need=Layout.ROW_MAJOR, remedy="call unprepare() first")
+        require(
+            self.layout is Layout.ROW_MAJOR,
+            "prepare",
+            "weights.layout",
+            got=self.layout,
+            need=Layout.ROW_MAJOR,
+            remedy="call unprepare() first",
+        )
         gate_up, down = (_dense(p.to(device)) for p in (self.gate_up_proj, self.down_proj))
         biases = [b if b is None else b.to(device) for b in (self.gate_up_bias, self.down_bias)]
         certificates = (fold_certificate(gate_up), fold_certificate(down))
         if layout is None:
             foldable = all(hopper_can_hold(certificate) for certificate in certificates)
-            layout = (Layout.HOPPER_FRAGMENT if foldable and _is_hopper(gate_up.device)
-                      else Layout.ROW_MAJOR)
-        moved = replace(self, gate_up_proj=gate_up, down_proj=down, gate_up_bias=biases[0],
-                        down_bias=biases[1], fold_certificates=certificates)
+            layout = (
+                Layout.HOPPER_FRAGMENT
+                if foldable and _is_hopper(gate_up.device)
+                else Layout.ROW_MAJOR
+            )
+        moved = replace(
+            self,
+            gate_up_proj=gate_up,
+            down_proj=down,
+            gate_up_bias=biases[0],
+            down_bias=biases[1],
+            fold_certificates=certificates,
+        )
         return moved if layout is Layout.ROW_MAJOR else moved._pack_hopper(certificates)
 
     def _pack_hopper(self, certificates: tuple[FoldCertificate, FoldCertificate]) -> MoEWeights:
         assert self.gate_up_order is not None  # checked at construction
         rows = interleaved_rows(self.gate_up_order, self.intermediate_size, self.device)
         bias = None if self.gate_up_bias is None else self.gate_up_bias[:, rows].contiguous()
-        return replace(self, gate_up_proj=pack_hopper(self.gate_up_proj, certificates[0], rows),
-                       down_proj=pack_hopper(self.down_proj, certificates[1]), gate_up_bias=bias,
-                       gate_up_order=GateUpOrder.INTERLEAVED, source_order=self.gate_up_order)
+        return replace(
+            self,
+            gate_up_proj=pack_hopper(self.gate_up_proj, certificates[0], rows),
+            down_proj=pack_hopper(self.down_proj, certificates[1]),
+            gate_up_bias=bias,
+            gate_up_order=GateUpOrder.INTERLEAVED,
+            source_order=self.gate_up_order,
+        )
 
     def unprepare(self) -> MoEWeights:
         """Return the ROW_MAJOR weights that `prepare` was called on, on the present device."""
@@ -427,14 +552,23 @@ class MoEWeights(Aggregate):
         bias = self.gate_up_bias
         if bias is not None:
             bias = torch.empty_like(bias).index_copy_(1, rows, bias)
-        return replace(self, gate_up_proj=unpack_hopper(self.gate_up_proj, rows),
-                       down_proj=unpack_hopper(self.down_proj), gate_up_bias=bias,
-                       gate_up_order=order, source_order=None, fold_certificates=None)
+        return replace(
+            self,
+            gate_up_proj=unpack_hopper(self.gate_up_proj, rows),
+            down_proj=unpack_hopper(self.down_proj),
+            gate_up_bias=bias,
+            gate_up_order=order,
+            source_order=None,
+            fold_certificates=None,
+        )
 
 
 def _is_hopper(device: torch.device) -> bool:
-    return (device.type == "cuda" and torch.version.hip is None
-            and torch.cuda.get_device_capability(device) == (9, 0))
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
 
 
 def _dense(tensor: MXTensor) -> MXTensor:

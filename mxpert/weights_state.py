@@ -38,8 +38,10 @@ def flatten(weights: Any) -> dict[str, Any]:
         projection = getattr(weights, name)
         state |= {f"{name}.{part}": getattr(projection, part) for part in _PARTS}
         if certificates is not None:
-            state |= {f"{name}.certificate.{part}": getattr(certificates[index], part)
-                      for part in _CERTIFICATE_PARTS}
+            state |= {
+                f"{name}.certificate.{part}": getattr(certificates[index], part)
+                for part in _CERTIFICATE_PARTS
+            }
     state |= {name: getattr(weights, name) for name in BIASES}
     state = {name: tensor for name, tensor in state.items() if tensor is not None}
     facts = identity(weights)
@@ -53,8 +55,11 @@ def flatten(weights: Any) -> dict[str, Any]:
 
 def identity(weights: Any) -> dict[str, Any]:
     """Return the facts in which MoEWeights must agree for one to be copied into the other."""
-    return {**{name: getattr(weights, name) for name in _SIZES},
-            "layout": weights.layout.value, "gate_up_order": weights.gate_up_order.value}
+    return {
+        **{name: getattr(weights, name) for name in _SIZES},
+        "layout": weights.layout.value,
+        "gate_up_order": weights.gate_up_order.value,
+    }
 
 
 def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
@@ -67,27 +72,51 @@ def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
     facts = _checked_facts(state, op)
     layout, prepared = Layout(facts["layout"]), "num_blocks" in facts
     experts, hidden, intermediate = (facts[name] for name in _SIZES)
-    shapes = {"gate_up_proj": (experts, 2 * intermediate, hidden),
-              "down_proj": (experts, hidden, intermediate)}
+    shapes = {
+        "gate_up_proj": (experts, 2 * intermediate, hidden),
+        "down_proj": (experts, hidden, intermediate),
+    }
     packed = layout is not Layout.ROW_MAJOR
     parts = _PARTS if packed else _PARTS[:2]
     names = {f"{name}.{part}" for name in PROJECTIONS for part in parts}
     if prepared:
-        names |= {f"{name}.certificate.{part}" for name in PROJECTIONS
-                  for part in _CERTIFICATE_PARTS}
+        names |= {
+            f"{name}.certificate.{part}" for name in PROJECTIONS for part in _CERTIFICATE_PARTS
+        }
     missing, unknown = names - set(state), set(state) - names - {FACTS, *BIASES}
-    require(not missing, op, "state", need=f"the entries {sorted(names)}",
-            got=f"a state without {sorted(missing)}")
-    require(not unknown, op, "state", need=f"entries of {sorted({*names, FACTS, *BIASES})}",
-            got=f"others: {sorted(map(repr, unknown))[:4]}")
+    require(
+        not missing,
+        op,
+        "state",
+        need=f"the entries {sorted(names)}",
+        got=f"a state without {sorted(missing)}",
+    )
+    require(
+        not unknown,
+        op,
+        "state",
+        need=f"entries of {sorted({*names, FACTS, *BIASES})}",
+        got=f"others: {sorted(map(repr, unknown))[:4]}",
+    )
     fields: dict[str, Any] = {name: state.get(name) for name in BIASES}
     for name in PROJECTIONS:
         qdata, scale = state[f"{name}.qdata"], state[f"{name}.scale"]
-        fields[name] = MXTensor(qdata, scale, MXFP4, -1, layout,
-                                state[f"{name}.reference"] if packed else None,
-                                shapes[name] if packed else None)
-        require(tuple(fields[name].shape) == shapes[name], op, f"{name}.qdata.shape",
-                need=f"codes of {list(shapes[name])}", got=list(qdata.shape))
+        fields[name] = MXTensor(
+            qdata,
+            scale,
+            MXFP4,
+            -1,
+            layout,
+            state[f"{name}.reference"] if packed else None,
+            shapes[name] if packed else None,
+        )
+        require(
+            tuple(fields[name].shape) == shapes[name],
+            op,
+            f"{name}.qdata.shape",
+            need=f"codes of {list(shapes[name])}",
+            got=list(qdata.shape),
+        )
     fields["fold_certificates"] = _certificates(state, facts, shapes, op) if prepared else None
     return fields | {name: facts.get(name) for name in ("gate_up_order", "source_order")}
 
@@ -97,51 +126,100 @@ def _checked_facts(state: Mapping[str, Any], op: str) -> dict[str, Any]:
     if not isinstance(state, Mapping):
         raise TypeError(message(op, "state", "a dict", type(state).__name__, remedy))
     facts = state.get(FACTS)
-    require(isinstance(facts, dict), op, f"state[{FACTS!r}]", need="a dict of facts",
-            got=type(facts).__name__, remedy=remedy)
+    require(
+        isinstance(facts, dict),
+        op,
+        f"state[{FACTS!r}]",
+        need="a dict of facts",
+        got=type(facts).__name__,
+        remedy=remedy,
+    )
     assert isinstance(facts, dict)  # for the type checker
     for name in _SIZES:
-        require(type(facts.get(name)) is int and facts[name] > 0, op, name, need="a positive int",
-                got=repr(facts.get(name)))
+        require(
+            type(facts.get(name)) is int and facts[name] > 0,
+            op,
+            name,
+            need="a positive int",
+            got=repr(facts.get(name)),
+        )
     layouts = [layout.value for layout in Layout]
-    require(facts.get("layout") in layouts, op, "layout", need=f"one of {layouts}",
-            got=repr(facts.get("layout")))
+    require(
+        facts.get("layout") in layouts,
+        op,
+        "layout",
+        need=f"one of {layouts}",
+        got=repr(facts.get("layout")),
+    )
     if "num_blocks" in facts or "widest_span" in facts:
         for name in ("num_blocks", "widest_span"):
             value = facts.get(name)
-            require(isinstance(value, list) and len(value) == 2
-                    and all(type(item) is int and item >= 0 for item in value), op, name,
-                    need="two ints", got=repr(value))
+            require(
+                isinstance(value, list)
+                and len(value) == 2
+                and all(type(item) is int and item >= 0 for item in value),
+                op,
+                name,
+                need="two ints",
+                got=repr(value),
+            )
     return facts
 
 
-def _certificates(state: Mapping[str, Any], facts: dict[str, Any],
-                  shapes: dict[str, tuple[int, int, int]], op: str) -> tuple[FoldCertificate, ...]:
+def _certificates(
+    state: Mapping[str, Any],
+    facts: dict[str, Any],
+    shapes: dict[str, tuple[int, int, int]],
+    op: str,
+) -> tuple[FoldCertificate, ...]:
     certificates = []
     for index, name in enumerate(PROJECTIONS):
         rows = shapes[name][:2]
         tensors = [state[f"{name}.certificate.{part}"] for part in _CERTIFICATE_PARTS]
-        for part, tensor, dtype in zip(_CERTIFICATE_PARTS, tensors, _CERTIFICATE_DTYPES,
-                                       strict=True):
-            require_tensor(tensor, op, f"{name}.certificate.{part}", dtype=dtype,
-                           shape=rows[:1] if part == "blocks_outside" else rows)
+        for part, tensor, dtype in zip(
+            _CERTIFICATE_PARTS, tensors, _CERTIFICATE_DTYPES, strict=True
+        ):
+            require_tensor(
+                tensor,
+                op,
+                f"{name}.certificate.{part}",
+                dtype=dtype,
+                shape=rows[:1] if part == "blocks_outside" else rows,
+            )
         reference, rows_outside, blocks_outside = tensors
-        certificates.append(FoldCertificate(reference, rows_outside, blocks_outside,
-                                            facts["num_blocks"][index],
-                                            facts["widest_span"][index]))
+        certificates.append(
+            FoldCertificate(
+                reference,
+                rows_outside,
+                blocks_outside,
+                facts["num_blocks"][index],
+                facts["widest_span"][index],
+            )
+        )
     return tuple(certificates)
 
 
 def copy_into(current: dict[str, Any], new: Mapping[str, Any], op: str) -> None:
     """Copy the tensors of one state into those of another of the same layout and sizes."""
-    pairs = [(name, tensor, new[name]) for name, tensor in current.items()
-             if name != FACTS and ".certificate." not in name]
+    pairs = [
+        (name, tensor, new[name])
+        for name, tensor in current.items()
+        if name != FACTS and ".certificate." not in name
+    ]
     for name, tensor, source in pairs:
         require_tensor(source, op, name, dtype=tensor.dtype, shape=tuple(tensor.shape))
-        overlaps = any(stride == 0 and size > 1
-                       for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-        require(not overlaps, op, f"weights.{name}", need="a tensor that can be written to",
-                got=f"strides {tensor.stride()}", remedy="call weights.prepare(device=...)")
+        overlaps = any(
+            stride == 0 and size > 1
+            for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        )
+        require(
+            not overlaps,
+            op,
+            f"weights.{name}",
+            need="a tensor that can be written to",
+            got=f"strides {tensor.stride()}",
+            remedy="call weights.prepare(device=...)",
+        )
     with torch.no_grad():
         for _, tensor, source in pairs:
             tensor.copy_(source)
@@ -161,8 +239,14 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], op: str) -> None:
     for name, tensor in state.items():
         if name == FACTS:
             continue
-        require(tensor.device.type != "meta", op, f"weights.{name}", need="a tensor with data",
-                got="one on 'meta'", remedy="load the weights first")
+        require(
+            tensor.device.type != "meta",
+            op,
+            f"weights.{name}",
+            need="a tensor with data",
+            got="one on 'meta'",
+            remedy="load the weights first",
+        )
         tensor = tensor.detach().contiguous()
         storage = tensor.untyped_storage()
         if storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen:
@@ -171,11 +255,15 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], op: str) -> None:
         tensors[name] = tensor
     header = {"format": _FILE_FORMAT, "version": _FILE_VERSION, "facts": json.dumps(state[FACTS])}
     try:
-        write_atomically(target, lambda partial: safetensors.torch.save_file(
-            tensors, partial, header), shared=True)
+        write_atomically(
+            target,
+            lambda partial: safetensors.torch.save_file(tensors, partial, header),
+            shared=True,
+        )
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise ValueError(message(op, "path", "a path that can be written", repr(str(target)),
-                                 str(error))) from None
+        raise ValueError(
+            message(op, "path", "a path that can be written", repr(str(target)), str(error))
+        ) from None
 
 
 def read(path: str | os.PathLike[str], op: str) -> dict[str, Any]:
@@ -191,19 +279,41 @@ def read(path: str | os.PathLike[str], op: str) -> dict[str, Any]:
     try:
         with safetensors.safe_open(source, framework="pt") as file:
             header = file.metadata() or {}
-            require(header.get("format") == _FILE_FORMAT, op, "path", remedy=remedy,
-                    need=f"a safetensors file of {_FILE_FORMAT}", got=f"another: '{source}'")
-            require(header.get("version") == _FILE_VERSION, op, "path", got=header.get("version"),
-                    need=f"version {_FILE_VERSION} of the format", remedy="update mxpert")
+            require(
+                header.get("format") == _FILE_FORMAT,
+                op,
+                "path",
+                remedy=remedy,
+                need=f"a safetensors file of {_FILE_FORMAT}",
+                got=f"another: '{source}'",
+            )
+            require(
+                header.get("version") == _FILE_VERSION,
+                op,
+                "path",
+                got=header.get("version"),
+                need=f"version {_FILE_VERSION} of the format",
+                remedy="update mxpert",
+            )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, safetensors.SafetensorError) as error:
-        raise ValueError(message(op, "path", "a safetensors file", repr(str(source)),
-                                 f"it cannot be read: {error}")) from None
+        raise ValueError(
+            message(
+                op, "path", "a safetensors file", repr(str(source)), f"it cannot be read: {error}"
+            )
+        ) from None
     try:
         facts = parse_json(header.get("facts", "null"))
     except ValueError as error:
-        raise ValueError(message(op, "path", "a safetensors file with JSON as facts",
-                                 repr(str(source)), f"it cannot be read: {error}")) from None
+        raise ValueError(
+            message(
+                op,
+                "path",
+                "a safetensors file with JSON as facts",
+                repr(str(source)),
+                f"it cannot be read: {error}",
+            )
+        ) from None
     return {**tensors, FACTS: facts}
 
 
@@ -211,4 +321,3 @@ def _path(path: object, op: str) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(message(op, "path", "a path", repr(path)))
     return Path(os.fsdecode(path))
-

@@ -20,10 +20,20 @@ _COMPILING = tuple(_HERE / folder for folder in ("triton", "hopper", "gpu"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--race-repeats", type=int, default=200, metavar="N",
-                     help="repeats of each variant in the race hunt (20000 for the long one)")
-    parser.addoption("--fuzz-calls", type=int, default=1200, metavar="N",
-                     help="random calls of public functions (6000 for the long run)")
+    parser.addoption(
+        "--race-repeats",
+        type=int,
+        default=200,
+        metavar="N",
+        help="repeats of each variant in the race hunt (20000 for the long one)",
+    )
+    parser.addoption(
+        "--fuzz-calls",
+        type=int,
+        default=1200,
+        metavar="N",
+        help="random calls of public functions (6000 for the long run)",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,9 +26,16 @@ def gpu_memory() -> int:
     A separate process reads it, so that this one creates no CUDA context.
     """
     answer = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.is_available() "
-         "and torch.cuda.mem_get_info()[0] >> 30)"],
-        check=False, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True).stdout.split()
+        [
+            sys.executable,
+            "-c",
+            "import torch; print(torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >> 30)",
+        ],
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout.split()
     return int(answer[-1]) if answer and answer[-1].isdecimal() else 0
 
 
@@ -47,15 +54,25 @@ def run(arguments: list[str], environment: dict[str, str]) -> tuple[int, Counter
     command = [sys.executable, "-m", "pytest", "--color=no", *arguments]
     print("$", *command[1:], flush=True)
     counts: Counter[str] = Counter()
-    with subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, text=True,
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT) as process:
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             closing = CLOSING.match(line)
             if closing:
-                counts = Counter({name: int(number) for number, name in
-                                  re.findall(r"(\d+) ([a-z]+)", closing["counts"])})
+                counts = Counter(
+                    {
+                        name: int(number)
+                        for number, name in re.findall(r"(\d+) ([a-z]+)", closing["counts"])
+                    }
+                )
     return process.returncode, counts
 
 
@@ -68,12 +85,21 @@ def main(arguments: list[str]) -> int:
     threads = {} if memory else {"OMP_NUM_THREADS": "1"}
     status, total = run([*spread, f"--ignore={INTERPRETED}", "tests", *arguments], threads)
     if (ROOT / INTERPRETED).is_dir():
-        second, counts = run([*spread, INTERPRETED, *arguments],
-                             threads | {"TRITON_INTERPRET": "1"})
+        second, counts = run(
+            [*spread, INTERPRETED, *arguments], threads | {"TRITON_INTERPRET": "1"}
+        )
         status = status or (0 if second == NO_TESTS_COLLECTED and arguments else second)
         total += counts
-    order = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings",
-             "errors")
+    order = (
+        "failed",
+        "passed",
+        "skipped",
+        "deselected",
+        "xfailed",
+        "xpassed",
+        "warnings",
+        "errors",
+    )
     total["errors"] += total.pop("error", 0)
     total["warnings"] += total.pop("warning", 0)
     text = ", ".join(f"{total[name]} {name}" for name in order if total[name]) or "no tests ran"

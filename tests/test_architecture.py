@@ -20,47 +20,113 @@ import mxpert
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mxpert"
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
-SOURCES = FILES + [path for folder in ("tests", "examples", "benchmarks")
-                   for path in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES = FILES + [
+    path
+    for folder in ("tests", "examples", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 
 # Higher layers import lower ones, never the other way; a layer may import itself.
-LAYERS = {"errors": 0, "files": 1, "formats": 1, "problem": 2, "routing": 2, "weights": 2,
-          "weights_state": 2, "geometry": 2, "published": 2, "dispatch": 3,
-          "ops": 4, "modules": 5, "training": 5, "distributed": 5, "integrations": 6, "cli": 7}
+LAYERS = {
+    "errors": 0,
+    "files": 1,
+    "formats": 1,
+    "problem": 2,
+    "routing": 2,
+    "weights": 2,
+    "weights_state": 2,
+    "geometry": 2,
+    "published": 2,
+    "dispatch": 3,
+    "ops": 4,
+    "modules": 5,
+    "training": 5,
+    "distributed": 5,
+    "integrations": 6,
+    "cli": 7,
+}
 BACKENDS_MAY_IMPORT = {"errors", "formats", "geometry", "problem", "routing", "weights"}
 SHARED_BY_BACKENDS = {"compat", "dependent", "launch", "replay"}
 MAY_IMPORT_TESTING = {"cli", "testing"}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 ASSERT_MARKERS = ("for the type checker", "checked by", "checked at")
-FORBIDDEN_NAMES = frozenset({
-    "D_HIDDEN", "D_INTER", "NE", "expt_indx", "gate_scal", "hist", "cumsum", "m_indices", "eids",
-    "cumsum0", "SBM", "shuffle", "expert_mask", "aq", "ascale", "sf", "BM", "kBlock", "w1", "w3",
-    "w13", "g1u1", "il", "sep", "dim0", "dim1", "preshuffled", "kAStages", "use_nt",
-})
+FORBIDDEN_NAMES = frozenset(
+    {
+        "D_HIDDEN",
+        "D_INTER",
+        "NE",
+        "expt_indx",
+        "gate_scal",
+        "hist",
+        "cumsum",
+        "m_indices",
+        "eids",
+        "cumsum0",
+        "SBM",
+        "shuffle",
+        "expert_mask",
+        "aq",
+        "ascale",
+        "sf",
+        "BM",
+        "kBlock",
+        "w1",
+        "w3",
+        "w13",
+        "g1u1",
+        "il",
+        "sep",
+        "dim0",
+        "dim1",
+        "preshuffled",
+        "kAStages",
+        "use_nt",
+    }
+)
 EXCEPTIONS: dict[tuple[str, str], str] = {
     # (rule, "file" or "file::function"): reason
-    ("import_directions", "mxpert/backends/hopper/moe.py"):
-        "sorting, row quantisation and combine are the portable kernels: nothing in them is "
-        "Hopper's own, and a copy would have to be kept equal",
-    ("import_directions", "mxpert/backends/hopper/rows.py"):
-        "scale rules are the portable quantiser's",
-    ("import_directions", "mxpert/backends/hopper/rows_codes.py"):
-        "scale rules are the portable quantiser's: a fused and a separate quantiser must agree",
-    ("import_directions", "mxpert/backends/hopper/finish_rows.py"):
-        "the activation after split-K is the portable epilogue's",
-    ("import_directions", "mxpert/backends/hopper/dual.py"):
-        "dtypes and scale rules are the portable quantiser's",
-    ("import_directions", "mxpert/backends/hopper/span_kernels.py"):
-        "groups are found as the portable grouped kernels find them",
-    ("import_directions", "mxpert/backends/hopper/grouped.py"):
-        "the exact mode multiplies what the portable DEQUANTIZE makes of MX operands",
-    ("import_directions", "mxpert/backends/hopper/grouped_decode.py"):
-        "codes and scales are decoded as the portable DEQUANTIZE decodes them",
-    ("import_directions", "mxpert/backends/hopper/epilogue.py"):
-        "the activation is the portable epilogue's, as it is after split-K",
-    ("import_directions", "mxpert/backends/hopper/finish.py"):
-        "the activation after split-K is the portable epilogue's",
+    (
+        "import_directions",
+        "mxpert/backends/hopper/moe.py",
+    ): "sorting, row quantisation and combine are the portable kernels: nothing in them is "
+    "Hopper's own, and a copy would have to be kept equal",
+    (
+        "import_directions",
+        "mxpert/backends/hopper/rows.py",
+    ): "scale rules are the portable quantiser's",
+    (
+        "import_directions",
+        "mxpert/backends/hopper/rows_codes.py",
+    ): "scale rules are the portable quantiser's: a fused and a separate quantiser must agree",
+    (
+        "import_directions",
+        "mxpert/backends/hopper/finish_rows.py",
+    ): "the activation after split-K is the portable epilogue's",
+    (
+        "import_directions",
+        "mxpert/backends/hopper/dual.py",
+    ): "dtypes and scale rules are the portable quantiser's",
+    (
+        "import_directions",
+        "mxpert/backends/hopper/span_kernels.py",
+    ): "groups are found as the portable grouped kernels find them",
+    (
+        "import_directions",
+        "mxpert/backends/hopper/grouped.py",
+    ): "the exact mode multiplies what the portable DEQUANTIZE makes of MX operands",
+    (
+        "import_directions",
+        "mxpert/backends/hopper/grouped_decode.py",
+    ): "codes and scales are decoded as the portable DEQUANTIZE decodes them",
+    (
+        "import_directions",
+        "mxpert/backends/hopper/epilogue.py",
+    ): "the activation is the portable epilogue's, as it is after split-K",
+    (
+        "import_directions",
+        "mxpert/backends/hopper/finish.py",
+    ): "the activation after split-K is the portable epilogue's",
 }
 
 
@@ -77,7 +143,7 @@ def imported_modules(tree: ast.AST, path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = package[:len(package) - node.level + 1] if node.level else ()
+            base = package[: len(package) - node.level + 1] if node.level else ()
             name = ".".join((*base, *(node.module or "").split("."))).strip(".")
             yield name
             if (node.level and not node.module) or name == "mxpert":
@@ -85,8 +151,9 @@ def imported_modules(tree: ast.AST, path: Path) -> Iterator[str]:
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree)
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return (
+        node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )
 
 
 def import_directions(text: str, path: Path) -> Iterator[str]:
@@ -102,7 +169,8 @@ def import_directions(text: str, path: Path) -> Iterator[str]:
             yield f"imports {name}: testing serves cli, tests and benchmarks alone"
         elif here == "backends":
             sibling = there == "backends" and bool(
-                {*target[2:3]} & {*parts[1:2], *SHARED_BY_BACKENDS})
+                {*target[2:3]} & {*parts[1:2], *SHARED_BY_BACKENDS}
+            )
             if not sibling and there not in BACKENDS_MAY_IMPORT:
                 yield f"imports {name}: a backend imports the core and its own package"
         elif there == "backends":
@@ -139,10 +207,12 @@ def no_assert(text: str, path: Path) -> Iterator[str]:
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Assert):
-            written = lines[node.lineno - 1:node.end_lineno]
+            written = lines[node.lineno - 1 : node.end_lineno]
             if not any(marker in line for line in written for marker in ASSERT_MARKERS):
-                yield (f"line {node.lineno}: assert; raise an error in the library's form (or say "
-                       f"'{ASSERT_MARKERS[0]}' in a comment where it only narrows a type)")
+                yield (
+                    f"line {node.lineno}: assert; raise an error in the library's form (or say "
+                    f"'{ASSERT_MARKERS[0]}' in a comment where it only narrows a type)"
+                )
 
 
 def inline_assembly(text: str, path: Path) -> Iterator[str]:
@@ -168,23 +238,31 @@ def forbidden_names(text: str, path: Path) -> Iterator[str]:
         if not is_public(node.name):
             continue
         arguments = node.args
-        names = [argument.arg for argument in
-                 (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        names = [
+            argument.arg
+            for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        ]
         for name in (node.name, *names):
             if name in FORBIDDEN_NAMES:
                 yield f"::{node.name} uses {name!r}; see the glossary in CONTRIBUTING.md"
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and is_public(node.name):
             for field in node.body:
-                if (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-                        and field.target.id in FORBIDDEN_NAMES):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(field.target, ast.Name)
+                    and field.target.id in FORBIDDEN_NAMES
+                ):
                     yield f"::{node.name} has field {field.target.id!r}"
 
 
 Rule = Callable[[str, Path], Iterator[str]]
 PACKAGE_RULES: dict[str, Rule] = {
-    "import_directions": import_directions, "triton_stays_below": triton_stays_below,
-    "no_assert": no_assert, "inline_assembly": inline_assembly, "forbidden_names": forbidden_names,
+    "import_directions": import_directions,
+    "triton_stays_below": triton_stays_below,
+    "no_assert": no_assert,
+    "inline_assembly": inline_assembly,
+    "forbidden_names": forbidden_names,
 }
 SIZE_RULES: dict[str, Rule] = {"file_size": file_size, "function_size": function_size}
 
@@ -214,8 +292,12 @@ def test_every_source_keeps(rule: str) -> None:
 
 
 def test_the_environment_is_read_in_one_place() -> None:
-    readers = {path.relative_to(ROOT).as_posix(): list(reads_environment(
-        path.read_text(encoding="utf-8"), path)) for path in FILES}
+    readers = {
+        path.relative_to(ROOT).as_posix(): list(
+            reads_environment(path.read_text(encoding="utf-8"), path)
+        )
+        for path in FILES
+    }
     readers = {name: places for name, places in readers.items() if places}
     assert len(readers) <= 1, f"environment read in {readers}"
 
@@ -230,26 +312,50 @@ def test_exceptions_are_still_needed() -> None:
 
 
 PLANTED = [
-    pytest.param(import_directions, "formats/planted.py", "from ..ops.moe import fused_moe",
-                 id="formats-imports-ops"),
-    pytest.param(import_directions, "backends/triton/planted.py", "from ...dispatch import resolve",
-                 id="backend-imports-dispatch"),
-    pytest.param(import_directions, "backends/triton/planted.py", "from ..reference import KERNELS",
-                 id="backend-imports-another"),
-    pytest.param(import_directions, "ops/planted.py", "import mxpert.testing.timing",
-                 id="ops-imports-testing"),
-    pytest.param(import_directions, "ops/planted.py", "from mxpert import cli",
-                 id="ops-imports-cli"),
-    pytest.param(triton_stays_below, "ops/planted.py", "import triton.language as tl",
-                 id="ops-imports-triton"),
+    pytest.param(
+        import_directions,
+        "formats/planted.py",
+        "from ..ops.moe import fused_moe",
+        id="formats-imports-ops",
+    ),
+    pytest.param(
+        import_directions,
+        "backends/triton/planted.py",
+        "from ...dispatch import resolve",
+        id="backend-imports-dispatch",
+    ),
+    pytest.param(
+        import_directions,
+        "backends/triton/planted.py",
+        "from ..reference import KERNELS",
+        id="backend-imports-another",
+    ),
+    pytest.param(
+        import_directions,
+        "ops/planted.py",
+        "import mxpert.testing.timing",
+        id="ops-imports-testing",
+    ),
+    pytest.param(
+        import_directions, "ops/planted.py", "from mxpert import cli", id="ops-imports-cli"
+    ),
+    pytest.param(
+        triton_stays_below,
+        "ops/planted.py",
+        "import triton.language as tl",
+        id="ops-imports-triton",
+    ),
     pytest.param(file_size, "ops/planted.py", "x = 1\n" * 501, id="long-file"),
-    pytest.param(function_size, "ops/planted.py", "def f():\n" + "    x = 1\n" * 80,
-                 id="long-function"),
+    pytest.param(
+        function_size, "ops/planted.py", "def f():\n" + "    x = 1\n" * 80, id="long-function"
+    ),
     pytest.param(no_assert, "ops/planted.py", "assert x", id="bare-assert"),
-    pytest.param(inline_assembly, "backends/triton/moe.py", "tl.inline_asm_elementwise()",
-                 id="assembly"),
-    pytest.param(reads_environment, "ops/planted.py", "import os\nos.environ['X']",
-                 id="environment"),
+    pytest.param(
+        inline_assembly, "backends/triton/moe.py", "tl.inline_asm_elementwise()", id="assembly"
+    ),
+    pytest.param(
+        reads_environment, "ops/planted.py", "import os\nos.environ['X']", id="environment"
+    ),
     pytest.param(forbidden_names, "ops/planted.py", "def op(expert_mask): ...", id="argument-name"),
     pytest.param(forbidden_names, "ops/planted.py", "class A:\n    sf: int", id="field-name"),
 ]

@@ -23,10 +23,16 @@ FORMATS = ("bf16", "mxfp8", "mxfp4", "fp8_token")
 
 def _weights() -> MoEWeights:
     generator = torch.Generator().manual_seed(0)
-    gate_up, down = (mxpert.quantize(torch.randn(EXPERTS, *shape, generator=generator), "mxfp4")
-                     for shape in ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)))
-    return MoEWeights(gate_up_proj=gate_up, down_proj=down, gate_up_order=GateUpOrder.INTERLEAVED,
-                      down_bias=torch.randn(EXPERTS, HIDDEN, generator=generator))
+    gate_up, down = (
+        mxpert.quantize(torch.randn(EXPERTS, *shape, generator=generator), "mxfp4")
+        for shape in ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+    )
+    return MoEWeights(
+        gate_up_proj=gate_up,
+        down_proj=down,
+        gate_up_order=GateUpOrder.INTERLEAVED,
+        down_bias=torch.randn(EXPERTS, HIDDEN, generator=generator),
+    )
 
 
 WEIGHTS = _weights()
@@ -35,8 +41,10 @@ WEIGHTS = _weights()
 def inputs(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """x bfloat16 [T, H] and router logits [T, E]."""
     generator = torch.Generator().manual_seed(num_tokens)
-    return (torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16(),
-            torch.randn(num_tokens, EXPERTS, generator=generator))
+    return (
+        torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16(),
+        torch.randn(num_tokens, EXPERTS, generator=generator),
+    )
 
 
 @dataclass(frozen=True)
@@ -51,17 +59,26 @@ class Layer:
         options = {"activation": SwiGLU(), "activation_format": self.activation_format}
         if not self.staged:
             return mxpert.fused_moe(x, WEIGHTS, topk_weights, topk_ids, **options)
-        rows = (x if self.activation_format in ("bf16", "fp8_token")
-                else mxpert.quantize(x, self.activation_format))
-        plan = mxpert.make_routing_plan(topk_weights, topk_ids, num_experts=EXPERTS,
-                                        routing_block_m=BLOCK)
+        rows = (
+            x
+            if self.activation_format in ("bf16", "fp8_token")
+            else mxpert.quantize(x, self.activation_format)
+        )
+        plan = mxpert.make_routing_plan(
+            topk_weights, topk_ids, num_experts=EXPERTS, routing_block_m=BLOCK
+        )
         h = mxpert.moe_gate_up(rows, WEIGHTS, plan, **options)
         return mxpert.moe_down(h, WEIGHTS, plan, activation_format=self.activation_format)
 
 
-LAYERS = pytest.mark.parametrize("layer", [
-    pytest.param(Layer(name, staged), id=f"{name}-{'stages' if staged else 'fused'}")
-    for name in FORMATS for staged in (False, True)])
+LAYERS = pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(Layer(name, staged), id=f"{name}-{'stages' if staged else 'fused'}")
+        for name in FORMATS
+        for staged in (False, True)
+    ],
+)
 
 
 @LAYERS
@@ -110,7 +127,8 @@ def test_quantize_round_trip_compiles_as_it_runs(name: str, axis: int) -> None:
 
 
 CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "fused": Layer("bf16", staged=False), "stages": Layer("bf16", staged=True),
+    "fused": Layer("bf16", staged=False),
+    "stages": Layer("bf16", staged=True),
     "route_topk": lambda x, logits: mxpert.route_topk(logits, TOP_K)[0],
 }
 
@@ -132,8 +150,17 @@ def _eager_layer() -> None:
         layer(x, logits)
 
 
-EVERY_OP = {f"mxpert::{name}" for name in (
-    "route_topk", "make_routing_plan", "quantize", "moe_gate_up", "moe_down", "fused_moe")}
+EVERY_OP = {
+    f"mxpert::{name}"
+    for name in (
+        "route_topk",
+        "make_routing_plan",
+        "quantize",
+        "moe_gate_up",
+        "moe_down",
+        "fused_moe",
+    )
+}
 
 
 def test_a_dispatch_mode_sees_the_ops() -> None:

@@ -18,8 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NEEDS_TRITON = ("mxpert.backends.triton", "mxpert.backends.hopper", "mxpert.testing")
-NEEDS_TRANSFORMERS = ("mxpert.integrations.transformers", "mxpert.integrations.convert",
-                      "mxpert.integrations.evaluation", "mxpert.cli.eval")
+NEEDS_TRANSFORMERS = (
+    "mxpert.integrations.transformers",
+    "mxpert.integrations.convert",
+    "mxpert.integrations.evaluation",
+    "mxpert.cli.eval",
+)
 
 
 def pages() -> list[Path]:
@@ -31,9 +35,7 @@ def modules() -> list[str]:
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
-def test_code_blocks_run(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_code_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page run in order, in one namespace and an empty folder."""
     text = path.read_text(encoding="utf-8")
     if "transformers" in "".join(BLOCK.findall(text)):
@@ -44,12 +46,19 @@ def test_code_blocks_run(
         exec(compile(block, f"<{path.name}, block {index}>", "exec"), namespace)
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "docs" / "figures").glob("*.py")),
-                         ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "docs" / "figures").glob("*.py")), ids=lambda path: path.stem
+)
 def test_figures_are_drawn_by_their_script(script: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], cwd=ROOT,
-                          capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     drawn = sorted(path.name for path in tmp_path.glob("*.png"))
     assert drawn
@@ -67,8 +76,15 @@ def test_readme_has_its_first_screen() -> None:
 def test_readme_says_what_why_how_and_where_it_ends() -> None:
     """In this order: the speed-up, the chart, installation, the example, limits, the matrix."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    parts = ("times as fast as the best of", "layers.png", "## Install", "```python", "## Limits",
-             "| op | formats |", "<!-- measured: begin -->")
+    parts = (
+        "times as fast as the best of",
+        "layers.png",
+        "## Install",
+        "```python",
+        "## Limits",
+        "| op | formats |",
+        "<!-- measured: begin -->",
+    )
     places = [text.find(part) for part in parts]
     assert -1 not in places, parts[places.index(-1)]
     assert places == sorted(places)

@@ -30,16 +30,19 @@ E, H, F, K = 4, 64, 32, 2
 def dense(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """gate_up [E, 2F, H], down [E, H, F], router [E, H]."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(E, 2 * F, H, generator=generator) / H ** 0.5,
-            torch.randn(E, H, F, generator=generator) / F ** 0.5,
-            torch.randn(E, H, generator=generator))
+    return (
+        torch.randn(E, 2 * F, H, generator=generator) / H**0.5,
+        torch.randn(E, H, F, generator=generator) / F**0.5,
+        torch.randn(E, H, generator=generator),
+    )
 
 
 def weights_of(seed: int = 0, *, bias: bool = False) -> MoEWeights:
     gate_up, down, _ = dense(seed)
     biases = {"gate_up_bias": torch.randn(E, 2 * F), "down_bias": torch.randn(E, H)}
-    return quantize_weights(gate_up, down, gate_up_order=GateUpOrder.CONCATENATED,
-                            **biases if bias else {})
+    return quantize_weights(
+        gate_up, down, gate_up_order=GateUpOrder.CONCATENATED, **biases if bias else {}
+    )
 
 
 def layer(seed: int = 0, *, bias: bool = False, **options: Any) -> mxpert.MoE:
@@ -51,29 +54,51 @@ def rows(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("activation", [SiLU(), SwiGLU(), ClampedSiLU(1.0)], ids=lambda a: a.name)
-@pytest.mark.parametrize("routing", [
-    TopKOptions(), TopKOptions(scoring=Scoring.SIGMOID, routed_scaling_factor=2.5),
-    TopKOptions(num_groups=2, top_groups=1)], ids=["softmax", "sigmoid", "groups"])
+@pytest.mark.parametrize(
+    "routing",
+    [
+        TopKOptions(),
+        TopKOptions(scoring=Scoring.SIGMOID, routed_scaling_factor=2.5),
+        TopKOptions(num_groups=2, top_groups=1),
+    ],
+    ids=["softmax", "sigmoid", "groups"],
+)
 def test_it_computes_routing_and_fused_moe(activation: Any, routing: TopKOptions) -> None:
     correction = torch.tensor([0.0, 0.3, -0.3, 0.1])
-    moe = layer(bias=True, activation=activation, routing=routing, router_bias=torch.ones(E),
-                correction_bias=correction)
+    moe = layer(
+        bias=True,
+        activation=activation,
+        routing=routing,
+        router_bias=torch.ones(E),
+        correction_bias=correction,
+    )
     x = rows(3, 7)
     flat = x.flatten(0, 1)
     routed = mxpert.route_topk(
-        flat @ dense()[2].T + 1, K, scoring=routing.scoring, num_groups=routing.num_groups,
-        top_groups=routing.top_groups, correction_bias=correction,
-        routed_scaling_factor=routing.routed_scaling_factor)
-    wanted = mxpert.fused_moe(flat.bfloat16(), moe.experts.weights, *routed,
-                              activation=activation, out_dtype=torch.float32)
+        flat @ dense()[2].T + 1,
+        K,
+        scoring=routing.scoring,
+        num_groups=routing.num_groups,
+        top_groups=routing.top_groups,
+        correction_bias=correction,
+        routed_scaling_factor=routing.routed_scaling_factor,
+    )
+    wanted = mxpert.fused_moe(
+        flat.bfloat16(),
+        moe.experts.weights,
+        *routed,
+        activation=activation,
+        out_dtype=torch.float32,
+    )
     torch.testing.assert_close(moe(x), wanted.view(x.shape), rtol=1e-5, atol=1e-6)
 
 
 def test_it_is_the_formula_in_the_docstring() -> None:
     moe = layer()
     weights, (_, _, router), x = weights_of(), dense(), rows(5).bfloat16()
-    gate_up, down = (dequantize_blocks(part).float()
-                     for part in (weights.gate_up_proj, weights.down_proj))
+    gate_up, down = (
+        dequantize_blocks(part).float() for part in (weights.gate_up_proj, weights.down_proj)
+    )
     scores, chosen = (x.float() @ router.T).softmax(-1).topk(K)
     scores /= scores.sum(-1, keepdim=True)
     expected = torch.zeros(5, H)
@@ -88,11 +113,22 @@ def test_it_is_the_formula_in_the_docstring() -> None:
 
 
 def test_a_gpt_oss_layer_is_transformers_layer(tmp_path: Path) -> None:
-    path = write_demo_checkpoint(tmp_path / "demo", hidden_size=64, intermediate_size=32,
-                                 num_experts=4, top_k=2, num_layers=1)
+    path = write_demo_checkpoint(
+        tmp_path / "demo",
+        hidden_size=64,
+        intermediate_size=32,
+        num_experts=4,
+        top_k=2,
+        num_layers=1,
+    )
     (loaded,) = load_gpt_oss_layers(path)
-    moe = mxpert.MoE(loaded.weights, loaded.router_weight.float(), top_k=loaded.top_k,
-                     activation=loaded.activation, router_bias=loaded.router_bias.float()).eval()
+    moe = mxpert.MoE(
+        loaded.weights,
+        loaded.router_weight.float(),
+        top_k=loaded.top_k,
+        activation=loaded.activation,
+        router_bias=loaded.router_bias.float(),
+    ).eval()
     capture = collect_moe_inputs(load_transformers_oracle(path), demo_token_ids(64), 0)
     assert cosine(moe(capture.hidden), capture.output) > 0.9999
 
@@ -107,12 +143,15 @@ def test_state_dicts_go_around(bias: bool, assign: bool, tmp_path: Path) -> None
     torch.save(moe.state_dict(), tmp_path / "moe.pt")
     state = torch.load(tmp_path / "moe.pt", weights_only=True)
     assert {name for name in state if name.startswith("experts.")} == {
-        f"experts.{projection}_{kind}" for projection in ("gate_up_proj", "down_proj")
-        for kind in ("blocks", "scales", *(["bias"] if bias else []))}
+        f"experts.{projection}_{kind}"
+        for projection in ("gate_up_proj", "down_proj")
+        for kind in ("blocks", "scales", *(["bias"] if bias else []))
+    }
     other.load_state_dict(state, assign=assign)
     assert_exact(other(x), moe(x), "y")
-    small = quantize_weights(*(part[:2] for part in dense()[:2]),
-                             gate_up_order=GateUpOrder.CONCATENATED)
+    small = quantize_weights(
+        *(part[:2] for part in dense()[:2]), gate_up_order=GateUpOrder.CONCATENATED
+    )
     with pytest.raises(RuntimeError, match=r"size mismatch for experts\.gate_up_proj_blocks"):
         mxpert.MoE(small, dense()[2][:2], top_k=K).load_state_dict(state)
 
@@ -121,8 +160,9 @@ def test_published_tensors_make_the_same_layer() -> None:
     moe = layer(bias=True)
     state = moe.state_dict()
     tensors = {name.removeprefix("experts."): tensor for name, tensor in state.items()}
-    again = mxpert.MoE(expert_weights_from(tensors, GateUpOrder.INTERLEAVED),
-                       state["router.weight"], top_k=K).eval()
+    again = mxpert.MoE(
+        expert_weights_from(tensors, GateUpOrder.INTERLEAVED), state["router.weight"], top_k=K
+    ).eval()
     assert_exact(again(rows(6)), moe(rows(6)), "y")
 
 
@@ -148,8 +188,11 @@ def test_it_is_no_trainable_parameter_and_has_no_gradient() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "weights": ({"weights": dense()[0]}, TypeError, "weights — need MoEWeights"),
-    "router shape": ({"router_weight": torch.zeros(E, H + 1)}, ValueError,
-                     r"router_weight.shape — need \[4, 64\]"),
+    "router shape": (
+        {"router_weight": torch.zeros(E, H + 1)},
+        ValueError,
+        r"router_weight.shape — need \[4, 64\]",
+    ),
     "router dtype": ({"router_weight": torch.zeros(E, H).int()}, TypeError, "router_weight.dtype"),
     "router bias": ({"router_bias": torch.zeros(E).bfloat16()}, TypeError, "router_bias.dtype"),
     "correction": ({"correction_bias": torch.zeros(E + 1)}, ValueError, "correction_bias.shape"),
@@ -173,8 +216,11 @@ def test_bad_arguments_are_named(case: str) -> None:
         mxpert.MoE(**given | options)
 
 
-@pytest.mark.parametrize("x", [torch.zeros(2, H + 1), torch.zeros(2, H).int(), torch.tensor(1.0),
-                               torch.zeros(2, H).double()], ids=["shape", "int", "scalar", "f64"])
+@pytest.mark.parametrize(
+    "x",
+    [torch.zeros(2, H + 1), torch.zeros(2, H).int(), torch.tensor(1.0), torch.zeros(2, H).double()],
+    ids=["shape", "int", "scalar", "f64"],
+)
 def test_bad_inputs_are_named(x: torch.Tensor) -> None:
     with pytest.raises((TypeError, ValueError), match=r"^MoE: x"):
         layer()(x)

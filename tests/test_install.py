@@ -31,9 +31,10 @@ def write_wheel(folder: Path, name: str, version: str, requires: str | None = No
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{module}/__init__.py", f"__version__ = {version!r}\n")
         wheel.writestr(f"{stem}.dist-info/METADATA", "\n".join(lines) + "\n")
-        wheel.writestr(f"{stem}.dist-info/WHEEL",
-                       "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n"
-                       "Tag: py3-none-any\n")
+        wheel.writestr(
+            f"{stem}.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         wheel.writestr(f"{stem}.dist-info/RECORD", "")
 
 
@@ -50,11 +51,28 @@ def packages(tmp_path: Path) -> Path:
 def resolve(packages: Path, *requirements: str) -> dict[str, str]:
     """Version by distribution that pip would install into an empty environment."""
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-index",
-         "--ignore-installed", "--disable-pip-version-check", "--find-links", str(packages),
-         "--report", "-", *requirements],
-        capture_output=True, text=True, check=True, cwd=packages,
-        env={"PATH": "/usr/bin:/bin", "PIP_CONFIG_FILE": "/dev/null"})
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--dry-run",
+            "--quiet",
+            "--no-index",
+            "--ignore-installed",
+            "--disable-pip-version-check",
+            "--find-links",
+            str(packages),
+            "--report",
+            "-",
+            *requirements,
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=packages,
+        env={"PATH": "/usr/bin:/bin", "PIP_CONFIG_FILE": "/dev/null"},
+    )
     report = json.loads(done.stdout)
     return {item["metadata"]["name"]: item["metadata"]["version"] for item in report["install"]}
 
@@ -89,4 +107,5 @@ def test_the_guide_for_rocm_leaves_its_triton_alone(packages: Path) -> None:
     assert set(named) == required - {"torch", "triton"}
     found = resolve(packages, "torch", *named)
     assert found == {"torch": "2.13.0+rocm7.0", "triton-rocm": "3.7.1"} | dict.fromkeys(
-        SMALL, "99.0")
+        SMALL, "99.0"
+    )

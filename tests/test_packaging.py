@@ -19,14 +19,21 @@ import mxpert
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = "from setuptools import build_meta; print(build_meta.build_{kind}({out!r}))"
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "reports", "*.egg-info",
-                                    "results")
+NOT_COPIED = shutil.ignore_patterns(
+    ".*", "__pycache__", "build", "dist", "reports", "*.egg-info", "results"
+)
 
 
 def built(kind: str, source: Path, out: Path) -> Path:
     done = subprocess.run(
-        [sys.executable, "-c", BUILD.format(kind=kind, out=str(out))], cwd=source, text=True,
-        capture_output=True, timeout=120, check=False, stdin=subprocess.DEVNULL)
+        [sys.executable, "-c", BUILD.format(kind=kind, out=str(out))],
+        cwd=source,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 0, done.stderr
     return out / done.stdout.splitlines()[-1]
 
@@ -67,24 +74,40 @@ def metadata(wheel: Path) -> Message:
 
 
 def test_sdist_has_changelog_docs_and_examples(sdist_names: set[str]) -> None:
-    wanted = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "RELEASING.md",
-              "LICENSE", "pyproject.toml"}
+    wanted = {
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "RELEASING.md",
+        "LICENSE",
+        "pyproject.toml",
+    }
     for folder in ("docs", "examples"):
-        wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*")
-                   if path.suffix in (".md", ".py", ".png")}
+        wanted |= {
+            path.relative_to(ROOT).as_posix()
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".md", ".py", ".png")
+        }
     assert wanted <= sdist_names, sorted(wanted - sdist_names)
 
 
 def test_archives_have_no_tests(sdist_names: set[str], wheel_names: set[str]) -> None:
     for names in (sdist_names, wheel_names):
-        stray = [name for name in names
-                 if re.match(r"(tests|benchmarks)/|.*(/|^)test_\w+\.py|.*conftest\.py", name)]
+        stray = [
+            name
+            for name in names
+            if re.match(r"(tests|benchmarks)/|.*(/|^)test_\w+\.py|.*conftest\.py", name)
+        ]
         assert not stray
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel_names: set[str]) -> None:
-    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "mxpert").rglob("*")
-               if path.suffix in (".py", ".json") or path.name == "py.typed"}
+    package = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "mxpert").rglob("*")
+        if path.suffix in (".py", ".json") or path.name == "py.typed"
+    }
     assert {name for name in wheel_names if ".dist-info/" not in name} == package
 
 
@@ -99,16 +122,21 @@ def test_metadata_names_the_project(metadata: Message) -> None:
 
 def test_page_of_the_index_has_absolute_links_only(metadata: Message) -> None:
     """The package index shows the README outside the repository."""
-    text = re.sub(r"```.*?```|`[^`\n]*`", "",
-                  str(metadata.get_payload()), flags=re.DOTALL)
-    relative = [target for target in re.findall(r"\]\(([^)]+)\)", text)
-                if not target.startswith(("https://", "#"))]
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", str(metadata.get_payload()), flags=re.DOTALL)
+    relative = [
+        target
+        for target in re.findall(r"\]\(([^)]+)\)", text)
+        if not target.startswith(("https://", "#"))
+    ]
     assert not relative
 
 
 def test_classifiers_claim_the_pythons_that_ci_runs(metadata: Message) -> None:
-    claimed = {entry.rpartition(" ")[2] for entry in metadata.get_all("Classifier", [])
-               if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", entry)}
+    claimed = {
+        entry.rpartition(" ")[2]
+        for entry in metadata.get_all("Classifier", [])
+        if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", entry)
+    }
     workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
     assert claimed == set(re.findall(r'python-version: "(3\.\d+)"', workflow))
 

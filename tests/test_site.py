@@ -21,8 +21,13 @@ import mxpert.training
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = (mxpert, mxpert.training, mxpert.formats)
 DOCUMENTS = sorted(
-    path.relative_to(ROOT).as_posix() for path in
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+    path.relative_to(ROOT).as_posix()
+    for path in [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.md"),
+    ]
+)
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -65,8 +70,9 @@ def dead_links(path: str, text: str) -> list[str]:
         if local is None:
             continue
         file, anchor = local
-        if not (ROOT / file).exists() or (anchor and file.endswith(".md")
-                                          and anchor not in anchors(file)):
+        if not (ROOT / file).exists() or (
+            anchor and file.endswith(".md") and anchor not in anchors(file)
+        ):
             dead.append(target)
     return dead
 
@@ -74,8 +80,11 @@ def dead_links(path: str, text: str) -> list[str]:
 def listed() -> list[str]:
     """Every name of the API reference."""
     pages = sorted((ROOT / "docs" / "api").glob("*.md"))
-    return [name for page in pages
-            for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
+    return [
+        name
+        for page in pages
+        for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
 
 
 def resolved(name: str) -> object:
@@ -99,12 +108,18 @@ def test_links_lead_somewhere(path: str) -> None:
     assert not dead_links(path, text_of(path))
 
 
-@pytest.mark.parametrize("text", [
-    "[a](docs/nowhere.md)", "[`a`](CHANGELOG.md#nowhere)", "![a](docs/figures/nowhere.png)",
-    "[a](#nowhere)", "[a](https://github.com/mxpert/mxpert/blob/main/docs/nowhere.md)",
-    "[a](https://github.com/mxpert/mxpert/blob/main/CONTRIBUTING.md#nowhere)",
-    "![a](https://raw.githubusercontent.com/mxpert/mxpert/main/docs/figures/nowhere.png)",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a](docs/nowhere.md)",
+        "[`a`](CHANGELOG.md#nowhere)",
+        "![a](docs/figures/nowhere.png)",
+        "[a](#nowhere)",
+        "[a](https://github.com/mxpert/mxpert/blob/main/docs/nowhere.md)",
+        "[a](https://github.com/mxpert/mxpert/blob/main/CONTRIBUTING.md#nowhere)",
+        "![a](https://raw.githubusercontent.com/mxpert/mxpert/main/docs/figures/nowhere.png)",
+    ],
+)
 def test_dead_links_are_found(text: str) -> None:
     assert len(dead_links("README.md", text)) == 1
 
@@ -134,12 +149,18 @@ def test_pages_of_the_site_link_to_pages_or_to_the_repository(source: str) -> No
 
 def test_readme_links_follow_it_to_the_site() -> None:
     repository = SITE.REPOSITORY
-    assert SITE.rewritten(f"[a]({repository}/blob/main/docs/training.md#x)", "README.md") \
+    assert (
+        SITE.rewritten(f"[a]({repository}/blob/main/docs/training.md#x)", "README.md")
         == "[a](training.md#x)"
-    assert SITE.rewritten("[a](../mxpert/problem.py)", "docs/tuning.md") \
+    )
+    assert (
+        SITE.rewritten("[a](../mxpert/problem.py)", "docs/tuning.md")
         == f"[a]({repository}/blob/main/mxpert/problem.py)"
-    assert SITE.rewritten("[a](../../CONTRIBUTING.md)", "docs/dev/architecture.md") \
+    )
+    assert (
+        SITE.rewritten("[a](../../CONTRIBUTING.md)", "docs/dev/architecture.md")
         == "[a](../contributing.md)"
+    )
     assert SITE.rewritten("`[a](../x.py)`", "docs/tuning.md") == "`[a](../x.py)`"
 
 
@@ -160,9 +181,14 @@ def test_api_reference_lists_names_once_and_none_that_is_gone() -> None:
         resolved(name)
 
 
-@pytest.mark.parametrize("name", [name for name in listed()
-                                  if inspect.isroutine(resolved(name))
-                                  or inspect.isclass(resolved(name))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in listed()
+        if inspect.isroutine(resolved(name)) or inspect.isclass(resolved(name))
+    ],
+)
 def test_functions_and_classes_of_the_reference_have_an_example(name: str) -> None:
     tests = doctest.DocTestFinder().find(resolved(name), name)
     assert any(test.examples for test in tests), f"{name}: its docstring needs an example"

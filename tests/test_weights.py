@@ -16,7 +16,12 @@ import mxpert
 import mxpert.weights as weights_module
 from mxpert import GateUpOrder, MoEWeights
 from mxpert.formats import (
-    FORMATS, MXTensor, dequantize_blocks, fold_certificate, pack_codes, unpack_codes,
+    FORMATS,
+    MXTensor,
+    dequantize_blocks,
+    fold_certificate,
+    pack_codes,
+    unpack_codes,
 )
 from mxpert.formats.layouts import pack_hopper
 from mxpert.formats.tensor import Layout
@@ -40,13 +45,19 @@ def projection(*shape: int, seed: int = 0, spread: int = 15) -> MXTensor:
     return MXTensor(pack_codes(codes), scale.to(torch.uint8), MXFP4)
 
 
-def make_weights(order: GateUpOrder = GateUpOrder.CONCATENATED, *, bias: bool = False,
-                 spread: int = 15) -> MoEWeights:
+def make_weights(
+    order: GateUpOrder = GateUpOrder.CONCATENATED, *, bias: bool = False, spread: int = 15
+) -> MoEWeights:
     generator = torch.Generator().manual_seed(9)
     gate_up_bias = torch.randn(E, 2 * F, generator=generator) if bias else None
     down_bias = torch.randn(E, H, generator=generator) if bias else None
-    return MoEWeights(projection(E, 2 * F, H, seed=1, spread=spread),
-                      projection(E, H, F, seed=2, spread=spread), gate_up_bias, down_bias, order)
+    return MoEWeights(
+        projection(E, 2 * F, H, seed=1, spread=spread),
+        projection(E, H, F, seed=2, spread=spread),
+        gate_up_bias,
+        down_bias,
+        order,
+    )
 
 
 def assert_identical(a: MoEWeights, b: MoEWeights) -> None:
@@ -66,60 +77,127 @@ def assert_identical(a: MoEWeights, b: MoEWeights) -> None:
 
 
 def mxfp8_projection(*shape: int) -> MXTensor:
-    return MXTensor(torch.zeros(shape, dtype=torch.uint8),
-                    torch.zeros(*shape[:-1], shape[-1] // 32, dtype=torch.uint8), MXFP8)
+    return MXTensor(
+        torch.zeros(shape, dtype=torch.uint8),
+        torch.zeros(*shape[:-1], shape[-1] // 32, dtype=torch.uint8),
+        MXFP8,
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Callable[[], Any]], type[Exception], str]] = {
-    "no_order": ({"gate_up_order": lambda: None}, TypeError,
-                 r"gate_up_order — need a GateUpOrder, got None; gpt-oss checkpoints"),
-    "order_as_string": ({"gate_up_order": lambda: "interleaved"}, TypeError,
-                        r"gate_up_order — need a GateUpOrder, got 'interleaved'"),
-    "plain_tensor": ({"down_proj": lambda: torch.zeros(E, H, F)}, TypeError,
-                     r"down_proj — need an MXTensor, got Tensor; quantise with"),
-    "format": ({"gate_up_proj": lambda: mxfp8_projection(E, 2 * F, H)}, ValueError,
-               r"gate_up_proj\.format — need mxfp4, got mxfp8_e4m3"),
-    "dimensions": ({"down_proj": lambda: projection(H, F)}, ValueError,
-                   r"down_proj\.shape — need three dimensions \[E, N, K\], got \[96, 160\]"),
-    "axis": ({"down_proj": lambda: MXTensor(torch.zeros(E, H // 2, F, dtype=torch.uint8),
-                                            torch.zeros(E, H // 32, F, dtype=torch.uint8),
-                                            MXFP4, -2)}, ValueError,
-             r"down_proj\.axis — need -1, got -2; quantise along the last axis"),
-    "experts": ({"gate_up_proj": lambda: projection(E + 1, 2 * F, H)}, ValueError,
-                r"gate_up_proj\.shape — need \[E, 2F, H\] = \[3, 320, 96\], got \[4, 320, 96\]"),
-    "one_half": ({"gate_up_proj": lambda: projection(E, F, H)}, ValueError,
-                 r"gate_up_proj\.shape — .* got \[3, 160, 96\]; down_proj \[E, H, F\] is"),
-    "hidden": ({"down_proj": lambda: projection(E, 64, F)}, ValueError,
-               r"gate_up_proj\.shape — need \[E, 2F, H\] = \[3, 320, 64\]"),
-    "device": ({"down_proj": lambda: MXTensor(
-        torch.empty(E, H, F // 2, dtype=torch.uint8, device="meta"),
-        torch.empty(E, H, F // 32, dtype=torch.uint8, device="meta"), MXFP4)}, ValueError,
-        r"down_proj\.device — need cpu, got meta"),
-    "bias_dtype": ({"gate_up_bias": lambda: torch.zeros(E, 2 * F, dtype=torch.bfloat16)},
-                   TypeError, r"gate_up_bias\.dtype — need float32, got bfloat16"),
-    "bias_shape": ({"down_bias": lambda: torch.zeros(E, F)}, ValueError,
-                   r"down_bias\.shape — need \[3, 96\], got \[3, 160\]"),
-    "bias_strides": ({"down_bias": lambda: torch.zeros(H, E).T}, ValueError,
-                     r"down_bias — need a contiguous tensor"),
-    "bias_device": ({"down_bias": lambda: torch.zeros(E, H, device="meta")}, ValueError,
-                    r"down_bias\.device — need cpu, got meta"),
-    "bias_type": ({"gate_up_bias": lambda: [0.0]}, TypeError,
-                  r"gate_up_bias — need a torch\.Tensor, got list"),
-    "mixed_layouts": ({"down_proj": lambda: pack_hopper(projection(E, H, F))}, ValueError,
-                      r"down_proj\.layout — need Layout\.ROW_MAJOR, got Layout\.HOPPER_FRAGMENT"),
-    "packed_order": ({"gate_up_proj": lambda: pack_hopper(projection(E, 2 * F, H)),
-                      "down_proj": lambda: pack_hopper(projection(E, H, F))}, ValueError,
-                     r"gate_up_order — need GateUpOrder\.INTERLEAVED .*call prepare"),
+    "no_order": (
+        {"gate_up_order": lambda: None},
+        TypeError,
+        r"gate_up_order — need a GateUpOrder, got None; gpt-oss checkpoints",
+    ),
+    "order_as_string": (
+        {"gate_up_order": lambda: "interleaved"},
+        TypeError,
+        r"gate_up_order — need a GateUpOrder, got 'interleaved'",
+    ),
+    "plain_tensor": (
+        {"down_proj": lambda: torch.zeros(E, H, F)},
+        TypeError,
+        r"down_proj — need an MXTensor, got Tensor; quantise with",
+    ),
+    "format": (
+        {"gate_up_proj": lambda: mxfp8_projection(E, 2 * F, H)},
+        ValueError,
+        r"gate_up_proj\.format — need mxfp4, got mxfp8_e4m3",
+    ),
+    "dimensions": (
+        {"down_proj": lambda: projection(H, F)},
+        ValueError,
+        r"down_proj\.shape — need three dimensions \[E, N, K\], got \[96, 160\]",
+    ),
+    "axis": (
+        {
+            "down_proj": lambda: MXTensor(
+                torch.zeros(E, H // 2, F, dtype=torch.uint8),
+                torch.zeros(E, H // 32, F, dtype=torch.uint8),
+                MXFP4,
+                -2,
+            )
+        },
+        ValueError,
+        r"down_proj\.axis — need -1, got -2; quantise along the last axis",
+    ),
+    "experts": (
+        {"gate_up_proj": lambda: projection(E + 1, 2 * F, H)},
+        ValueError,
+        r"gate_up_proj\.shape — need \[E, 2F, H\] = \[3, 320, 96\], got \[4, 320, 96\]",
+    ),
+    "one_half": (
+        {"gate_up_proj": lambda: projection(E, F, H)},
+        ValueError,
+        r"gate_up_proj\.shape — .* got \[3, 160, 96\]; down_proj \[E, H, F\] is",
+    ),
+    "hidden": (
+        {"down_proj": lambda: projection(E, 64, F)},
+        ValueError,
+        r"gate_up_proj\.shape — need \[E, 2F, H\] = \[3, 320, 64\]",
+    ),
+    "device": (
+        {
+            "down_proj": lambda: MXTensor(
+                torch.empty(E, H, F // 2, dtype=torch.uint8, device="meta"),
+                torch.empty(E, H, F // 32, dtype=torch.uint8, device="meta"),
+                MXFP4,
+            )
+        },
+        ValueError,
+        r"down_proj\.device — need cpu, got meta",
+    ),
+    "bias_dtype": (
+        {"gate_up_bias": lambda: torch.zeros(E, 2 * F, dtype=torch.bfloat16)},
+        TypeError,
+        r"gate_up_bias\.dtype — need float32, got bfloat16",
+    ),
+    "bias_shape": (
+        {"down_bias": lambda: torch.zeros(E, F)},
+        ValueError,
+        r"down_bias\.shape — need \[3, 96\], got \[3, 160\]",
+    ),
+    "bias_strides": (
+        {"down_bias": lambda: torch.zeros(H, E).T},
+        ValueError,
+        r"down_bias — need a contiguous tensor",
+    ),
+    "bias_device": (
+        {"down_bias": lambda: torch.zeros(E, H, device="meta")},
+        ValueError,
+        r"down_bias\.device — need cpu, got meta",
+    ),
+    "bias_type": (
+        {"gate_up_bias": lambda: [0.0]},
+        TypeError,
+        r"gate_up_bias — need a torch\.Tensor, got list",
+    ),
+    "mixed_layouts": (
+        {"down_proj": lambda: pack_hopper(projection(E, H, F))},
+        ValueError,
+        r"down_proj\.layout — need Layout\.ROW_MAJOR, got Layout\.HOPPER_FRAGMENT",
+    ),
+    "packed_order": (
+        {
+            "gate_up_proj": lambda: pack_hopper(projection(E, 2 * F, H)),
+            "down_proj": lambda: pack_hopper(projection(E, H, F)),
+        },
+        ValueError,
+        r"gate_up_order — need GateUpOrder\.INTERLEAVED .*call prepare",
+    ),
 }
 
 
 @pytest.mark.parametrize("changes, error, text", REFUSED.values(), ids=REFUSED)
 def test_construction_refuses(
-    changes: dict[str, Callable[[], Any]], error: type[Exception], text: str,
+    changes: dict[str, Callable[[], Any]], error: type[Exception], text: str
 ) -> None:
     arguments: dict[str, Any] = dict(
-        gate_up_proj=projection(E, 2 * F, H), down_proj=projection(E, H, F),
-        gate_up_order=GateUpOrder.CONCATENATED)
+        gate_up_proj=projection(E, 2 * F, H),
+        down_proj=projection(E, H, F),
+        gate_up_order=GateUpOrder.CONCATENATED,
+    )
     MoEWeights(**arguments)
     with pytest.raises(error, match="MoEWeights: " + text):
         MoEWeights(**arguments | {name: make() for name, make in changes.items()})
@@ -128,10 +206,16 @@ def test_construction_refuses(
 @orders
 def test_gate_and_up_rows(order: GateUpOrder) -> None:
     gate, up = gate_up_rows(order, F)
-    written = {GateUpOrder.CONCATENATED: lambda j: j, GateUpOrder.INTERLEAVED: lambda j: 2 * j,
-               GateUpOrder.INTERLEAVED_16: lambda j: j // 16 * 32 + j % 16}[order]
-    distance = {GateUpOrder.CONCATENATED: F, GateUpOrder.INTERLEAVED: 1,
-                GateUpOrder.INTERLEAVED_16: 16}[order]
+    written = {
+        GateUpOrder.CONCATENATED: lambda j: j,
+        GateUpOrder.INTERLEAVED: lambda j: 2 * j,
+        GateUpOrder.INTERLEAVED_16: lambda j: j // 16 * 32 + j % 16,
+    }[order]
+    distance = {
+        GateUpOrder.CONCATENATED: F,
+        GateUpOrder.INTERLEAVED: 1,
+        GateUpOrder.INTERLEAVED_16: 16,
+    }[order]
     assert gate.tolist() == [written(j) for j in range(F)]
     assert (up - gate).unique().tolist() == [distance]
     assert sorted([*gate.tolist(), *up.tolist()]) == list(range(2 * F))
@@ -177,8 +261,9 @@ def test_certificates_are_attached() -> None:
     for layout in (None, FRAGMENT):
         prepared = weights.prepare(device="cpu", layout=layout)
         assert prepared.fold_certificates is not None
-        for certificate, source in zip(prepared.fold_certificates,
-                                       (weights.gate_up_proj, weights.down_proj), strict=True):
+        for certificate, source in zip(
+            prepared.fold_certificates, (weights.gate_up_proj, weights.down_proj), strict=True
+        ):
             expected = fold_certificate(source)
             assert certificate.exact
             assert torch.equal(certificate.reference, expected.reference)
@@ -200,10 +285,15 @@ def test_strided_views_prepare_like_dense_weights(layout: Layout) -> None:
 
 def test_prepare_leaves_its_argument_alone() -> None:
     weights = make_weights(GateUpOrder.INTERLEAVED_16, bias=True)
-    before = MoEWeights(*(MXTensor(p.qdata.clone(), p.scale.clone(), MXFP4)
-                          for p in (weights.gate_up_proj, weights.down_proj)),
-                        weights.gate_up_bias.clone(), weights.down_bias.clone(),
-                        GateUpOrder.INTERLEAVED_16)
+    before = MoEWeights(
+        *(
+            MXTensor(p.qdata.clone(), p.scale.clone(), MXFP4)
+            for p in (weights.gate_up_proj, weights.down_proj)
+        ),
+        weights.gate_up_bias.clone(),
+        weights.down_bias.clone(),
+        GateUpOrder.INTERLEAVED_16,
+    )
     weights.prepare(device="cpu", layout=FRAGMENT).unprepare()
     assert_identical(weights, before)
 
@@ -257,8 +347,10 @@ def test_wide_range_rows_stay_row_major(name: str) -> None:
     assert prepared.layout is prepared.down_proj.layout is Layout.ROW_MAJOR
     assert_identical(prepared, weights)
     assert prepared.fold_certificates is not None
-    outside = {n: c.total_outside for n, c in zip(("gate_up_proj", "down_proj"),
-                                                  prepared.fold_certificates, strict=True)}
+    outside = {
+        n: c.total_outside
+        for n, c in zip(("gate_up_proj", "down_proj"), prepared.fold_certificates, strict=True)
+    }
     assert outside == {"gate_up_proj": 0, "down_proj": 0} | {name: 1}
     with pytest.raises(ValueError, match=r"1 of \d+ blocks outside; keep Layout\.ROW_MAJOR"):
         weights.prepare(device="cpu", layout=FRAGMENT)
@@ -274,11 +366,15 @@ def test_tiny_rows_stay_row_major() -> None:
     assert weights.prepare(device="cpu").layout is Layout.ROW_MAJOR
 
 
-@pytest.mark.parametrize("hidden, inner", [(2880, 2880), (2048, 512)],
-                         ids=["gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(
+    "hidden, inner", [(2880, 2880), (2048, 512)], ids=["gpt_oss", "qwen3_next"]
+)
 def test_prepared_weights_cost_three_percent_at_most(hidden: int, inner: int) -> None:
-    weights = MoEWeights(projection(1, 2 * inner, hidden), projection(1, hidden, inner),
-                         gate_up_order=GateUpOrder.INTERLEAVED)
+    weights = MoEWeights(
+        projection(1, 2 * inner, hidden),
+        projection(1, hidden, inner),
+        gate_up_order=GateUpOrder.INTERLEAVED,
+    )
     prepared = weights.prepare(device="cpu", layout=FRAGMENT)
     assert prepared.fold_certificates is not None
     kept = sum(c.reference.numel() + c.rows_outside.numel() for c in prepared.fold_certificates)
@@ -293,8 +389,12 @@ def test_indexing_prepared_weights_is_refused() -> None:
 
 def test_copies_and_pickles_take_the_fields_alone() -> None:
     """What ops keep beside the fields stays where it is."""
-    plan = mxpert.make_routing_plan(torch.ones(1, 2), torch.tensor([[0, 1]], dtype=torch.int32),
-                                    num_experts=2, routing_block_m=16)
+    plan = mxpert.make_routing_plan(
+        torch.ones(1, 2),
+        torch.tensor([[0, 1]], dtype=torch.int32),
+        num_experts=2,
+        routing_block_m=16,
+    )
     tensor = mxpert.quantize(torch.randn(2, 64), "mxfp8")
     for original in (plan, tensor):
         assert parts_of(original) is not None

@@ -119,8 +119,14 @@ class Launch:
         constants: scalars, constexprs and launch options (num_warps, maxnreg, …) by keyword.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...],
-                 tiles: Mapping[str, Tile] = MappingProxyType({}), /, **constants: Any) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        tiles: Mapping[str, Tile] = MappingProxyType({}),
+        /,
+        **constants: Any,
+    ) -> None:
         constants = {**LAUNCH_OPTIONS, **constants}
         self.kernel, self.grid, self.tiles, self.constants = kernel, grid, tiles, constants
         self._binaries: dict[tuple[Any, ...], Binary] | None = None
@@ -131,8 +137,10 @@ class Launch:
 
     def arguments(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
         """All arguments by keyword, for ``kernel[grid](...)``."""
-        made = {name: tile.descriptor(tensors[name])  # type: ignore[arg-type]
-                for name, tile in self.tiles.items()}
+        made = {
+            name: tile.descriptor(tensors[name])  # type: ignore[arg-type]
+            for name, tile in self.tiles.items()
+        }
         return {**tensors, **made, **self.constants}
 
     def __call__(self, **tensors: torch.Tensor | None) -> None:
@@ -156,12 +164,14 @@ class Launch:
         _note(self, tensors, binary)
         for name, tile in self.tiles.items():
             first = self._positions[name]
-            arguments[first:first + tile.num_arguments] = self._map(
-                binary, name, tensors[name], arguments[first])  # type: ignore[arg-type]
+            arguments[first : first + tile.num_arguments] = self._map(
+                binary, name, tensors[name], arguments[first]
+            )  # type: ignore[arg-type]
         binary.launcher(*self._grid3, active.get_current_stream(device), *binary.fixed, *arguments)
 
-    def _bind(self, tensors: Mapping[str, torch.Tensor | None],
-              device: int) -> tuple[tuple[Any, ...], list[Any]]:
+    def _bind(
+        self, tensors: Mapping[str, torch.Tensor | None], device: int
+    ) -> tuple[tuple[Any, ...], list[Any]]:
         """Return the key of the binary for these tensors, and the arguments with pointers."""
         arguments, positions = self._template.copy(), self._positions
         dtypes: list[torch.dtype | None] = []
@@ -173,12 +183,19 @@ class Launch:
                 arguments[positions[name]] = pointer = tensor.data_ptr()
                 dtypes.append(tensor.dtype)
                 bits |= pointer
-        key = (device, knobs.runtime.debug, knobs.compilation.instrumentation_mode,
-               bits % 16 and _misaligned(tensors), *tensors, *dtypes)
+        key = (
+            device,
+            knobs.runtime.debug,
+            knobs.compilation.instrumentation_mode,
+            bits % 16 and _misaligned(tensors),
+            *tensors,
+            *dtypes,
+        )
         return key, arguments
 
-    def _learn(self, key: tuple[Any, ...],
-               tensors: Mapping[str, torch.Tensor | None]) -> Binary | None:
+    def _learn(
+        self, key: tuple[Any, ...], tensors: Mapping[str, torch.Tensor | None]
+    ) -> Binary | None:
         """Launch through Triton and store the binary that it found or compiled."""
         compiled = self.kernel[self.grid](**self.arguments(tensors))
         binary = _binary(compiled, self.kernel, self.tiles)
@@ -187,8 +204,7 @@ class Launch:
         return binary
 
     def _map(self, binary: Binary, name: str, tensor: torch.Tensor, pointer: int) -> list[Any]:
-        """Return the encoded descriptor, sizes and strides for a tensor, from the cache if there.
-        """
+        """Return the encoded descriptor, sizes and strides for a tensor, cached if possible."""
         found = binary.maps_of(name, tensor).get(pointer)
         if found is None:
             found = _PlacedTile.of(self, binary, name, tensor).encode(pointer)
@@ -204,7 +220,8 @@ class NotedLaunch(NamedTuple):
 
 
 _notes: contextvars.ContextVar[list[NotedLaunch] | None] = contextvars.ContextVar(
-    "mxpert_noted_launches", default=None)
+    "mxpert_noted_launches", default=None
+)
 
 
 @contextlib.contextmanager
@@ -238,11 +255,11 @@ class PreparedLaunch:
         self.kernel = launch.kernel
         self._grid, self._template = launch._grid3, launch._template
         self._launcher, self._fixed = binary.launcher, binary.fixed
-        self._pointers = tuple((launch._positions[name], *place)
-                               for name, place in places.items())
+        self._pointers = tuple((launch._positions[name], *place) for name, place in places.items())
         self._tiles = tuple(
             _PlacedTile.of(launch, binary, name, noted.tensors[name])  # type: ignore[arg-type]
-            for name in launch.tiles)
+            for name in launch.tiles
+        )
 
     def __call__(self, stream: int, places: list[int]) -> None:
         """Enqueue the kernel on `stream`; `places` is the list of addresses."""
@@ -252,8 +269,9 @@ class PreparedLaunch:
         for tile in self._tiles:
             first = tile.position
             address = arguments[first]
-            arguments[first:first + tile.num_arguments] = (tile.maps.get(address)
-                                                           or tile.encode(address))
+            arguments[first : first + tile.num_arguments] = tile.maps.get(address) or tile.encode(
+                address
+            )
         self._launcher(*self._grid, stream, *self._fixed, *arguments)
 
 
@@ -287,16 +305,21 @@ class _PlacedTile(NamedTuple):
         """Make the encoder for parameter `name` of `launch` and tensors like `tensor`."""
         tile = launch.tiles[name]
         made = tile.descriptor(tensor)
-        return _PlacedTile(launch._positions[name], tile.num_arguments,
-                           (made.shape, made.strides, made.padding), binary.tile_metadata[name],
-                           binary.maps_of(name, tensor))
+        return _PlacedTile(
+            launch._positions[name],
+            tile.num_arguments,
+            (made.shape, made.strides, made.padding),
+            binary.tile_metadata[name],
+            binary.maps_of(name, tensor),
+        )
 
     def encode(self, address: int) -> list[Any]:
         """Encode, cache and return the C launcher's arguments for a tensor at `address`."""
         if len(self.maps) >= _MAX_MAPS:
             self.maps.clear()
         found: list[Any] = nvidia.make_tensordesc_arg(
-            _Moved(_Address(address), *self.described), self.metadata)
+            _Moved(_Address(address), *self.described), self.metadata
+        )
         self.maps[address] = found
         return found
 
@@ -328,12 +351,14 @@ def has_hooks() -> bool:
 
 def _misaligned(tensors: Mapping[str, torch.Tensor | None]) -> tuple[str, ...]:
     """Names of the tensors whose address is not a multiple of 16 bytes."""
-    return tuple(name for name, tensor in tensors.items()
-                 if tensor is not None and tensor.data_ptr() % 16)
+    return tuple(
+        name for name, tensor in tensors.items() if tensor is not None and tensor.data_ptr() % 16
+    )
 
 
-def _template(kernel: Any, tiles: Mapping[str, Tile],
-              constants: Mapping[str, Any]) -> tuple[list[Any], dict[str, int]]:
+def _template(
+    kernel: Any, tiles: Mapping[str, Tile], constants: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, int]]:
     """Arguments in the C launcher's order, with None for tensors, and each parameter's position."""
     template: list[Any] = []
     positions = {}
@@ -345,8 +370,9 @@ def _template(kernel: Any, tiles: Mapping[str, Tile],
     return template, positions
 
 
-def _signature(kernel: Any, tiles: Mapping[str, Tile],
-               constants: Mapping[str, Any]) -> tuple[Any, ...]:
+def _signature(
+    kernel: Any, tiles: Mapping[str, Tile], constants: Mapping[str, Any]
+) -> tuple[Any, ...]:
     """Key of everything except tensors that can change Triton's choice of a binary.
 
     Integers contribute their width, and if Triton specialises on them, whether they are 1 or a
@@ -384,6 +410,15 @@ def _binary(compiled: Any, kernel: Any, tiles: Mapping[str, Tile]) -> Binary | N
         launcher = inspect.getclosurevars(launcher).nonlocals.get("launcher")
         if launcher is None:
             return None
-    fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None,
-             compiled.packed_metadata, None, None, None)
+    fixed = (
+        compiled.function,
+        run.launch_cooperative_grid,
+        run.launch_pdl,
+        None,
+        None,
+        compiled.packed_metadata,
+        None,
+        None,
+        None,
+    )
     return Binary(launcher, fixed, dict(zip(names, described, strict=True)), {})

@@ -38,9 +38,15 @@ _NO_DEVICE = -1
 _LAUNCH = Launch.__call__
 
 _aten = torch.ops.aten
-_ALLOCATIONS = frozenset((
-    _aten.empty.memory_format, _aten.new_empty.default, _aten.empty_strided.default,
-    _aten.new_empty_strided.default, _aten.empty_like.default))
+_ALLOCATIONS = frozenset(
+    (
+        _aten.empty.memory_format,
+        _aten.new_empty.default,
+        _aten.empty_strided.default,
+        _aten.new_empty_strided.default,
+        _aten.empty_like.default,
+    )
+)
 
 
 class Replayed:
@@ -53,8 +59,9 @@ class Replayed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)
 
-    def replay(self, known: Known, config: Any, tensors: list[torch.Tensor],
-               arguments: dict[str, Any]) -> Any:
+    def replay(
+        self, known: Known, config: Any, tensors: list[torch.Tensor], arguments: dict[str, Any]
+    ) -> Any:
         """Return the result of `launch`, by replay or while recording it; None if the caller has to
         call `launch`.
 
@@ -70,8 +77,13 @@ class Replayed:
         if own not in (device, _NO_DEVICE):
             with torch.cuda.device(own):
                 return self.replay(known, config, tensors, arguments)
-        key = (self, id(config), device, knobs.runtime.debug,
-               knobs.compilation.instrumentation_mode)
+        key = (
+            self,
+            id(config),
+            device,
+            knobs.runtime.debug,
+            knobs.compilation.instrumentation_mode,
+        )
         call = known.calls.get(key)
         if type(call) is _Call:
             places = call.places(tensors)
@@ -79,8 +91,9 @@ class Replayed:
         if call is None:
             known.calls[key] = _Once(config)
         elif call.is_new:
-            result, known.calls[key] = _note(self._kernel, known.problem, config, arguments,
-                                             tensors)
+            result, known.calls[key] = _note(
+                self._kernel, known.problem, config, arguments, tensors
+            )
             return result
         return None
 
@@ -100,8 +113,9 @@ class _Once(NamedTuple):
     is_new: bool = True
 
 
-def _empty(place: torch.device, shape: tuple[int, ...], stride: tuple[int, ...],
-           dtype: torch.dtype) -> torch.Tensor:
+def _empty(
+    place: torch.device, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=place)
 
 
@@ -192,8 +206,13 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
-def _note(kernel: KernelSpec, problem: Any, config: Any, arguments: Mapping[str, Any],
-          tensors: list[torch.Tensor]) -> tuple[Any, _Call | _Once]:
+def _note(
+    kernel: KernelSpec,
+    problem: Any,
+    config: Any,
+    arguments: Mapping[str, Any],
+    tensors: list[torch.Tensor],
+) -> tuple[Any, _Call | _Once]:
     """Run the kernel's `launch`; return its result, and the recorded call if it can be replayed."""
     never = _Once(config, is_new=False)
     with torch.no_grad(), noted_launches() as launches, _Allocations() as allocations:
@@ -213,8 +232,13 @@ class _UnplacedError(Exception):
     """Raised for a tensor that comes neither from an argument nor from a recorded allocation."""
 
 
-def _call(config: Any, launches: list[NotedLaunch], tensors: list[torch.Tensor],
-          made: list[torch.Tensor], result: Any) -> _Call:
+def _call(
+    config: Any,
+    launches: list[NotedLaunch],
+    tensors: list[torch.Tensor],
+    made: list[torch.Tensor],
+    result: Any,
+) -> _Call:
     returned: list[torch.Tensor] = []
 
     def output(tensor: torch.Tensor) -> int:
@@ -249,11 +273,19 @@ def _call(config: Any, launches: list[NotedLaunch], tensors: list[torch.Tensor],
     places |= {memory: (len(tensors), offset) for memory, offset in offsets.items()}
     find = _finder(tensors, made, places)
     prepared = tuple(
-        PreparedLaunch(noted, {name: find(tensor) for name, tensor in noted.tensors.items()
-                               if tensor is not None})
-        for noted in launches)
-    return _Call(config, prepared, scratch, tuple(
-        _Output(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in returned), build)
+        PreparedLaunch(
+            noted,
+            {name: find(tensor) for name, tensor in noted.tensors.items() if tensor is not None},
+        )
+        for noted in launches
+    )
+    return _Call(
+        config,
+        prepared,
+        scratch,
+        tuple(_Output(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in returned),
+        build,
+    )
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -261,8 +293,9 @@ def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _finder(tensors: list[torch.Tensor], made: list[torch.Tensor],
-            places: dict[int, tuple[int, int]]) -> Callable[[torch.Tensor], tuple[int, int]]:
+def _finder(
+    tensors: list[torch.Tensor], made: list[torch.Tensor], places: dict[int, tuple[int, int]]
+) -> Callable[[torch.Tensor], tuple[int, int]]:
     """Return a function from a tensor to its (place, offset in bytes).
 
     Args:
@@ -291,8 +324,9 @@ def _finder(tensors: list[torch.Tensor], made: list[torch.Tensor],
     return find
 
 
-def _builder(result: Any, output: Callable[[torch.Tensor], int],
-             ) -> Callable[[list[torch.Tensor]], Any]:
+def _builder(
+    result: Any, output: Callable[[torch.Tensor], int]
+) -> Callable[[list[torch.Tensor]], Any]:
     """Return a function that makes the call's result from the list of outputs and arguments.
 
     `output` gives the index of a tensor in that list.

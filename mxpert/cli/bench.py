@@ -96,10 +96,15 @@ class Model:
         def width(size: int) -> int:
             return max(MX_BLOCK_SIZE, round(size / scale / MX_BLOCK_SIZE) * MX_BLOCK_SIZE)
 
-        return cls(f"{name}/{scale}", scaled_shape(
-            shape, hidden_size=width(shape.hidden_size),
-            intermediate_size=width(shape.intermediate_size),
-            num_experts=max(shape.top_k, shape.num_experts // scale)))
+        return cls(
+            f"{name}/{scale}",
+            scaled_shape(
+                shape,
+                hidden_size=width(shape.hidden_size),
+                intermediate_size=width(shape.intermediate_size),
+                num_experts=max(shape.top_k, shape.num_experts // scale),
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -126,34 +131,67 @@ class Request:
     backend: str | None
 
 
-def random_inputs(model: Model, weights: RunWeights, num_tokens: int, routing: str, seed: int,
-                  options: MoEOptions, backend: str | None) -> Inputs:
+def random_inputs(
+    model: Model,
+    weights: RunWeights,
+    num_tokens: int,
+    routing: str,
+    seed: int,
+    options: MoEOptions,
+    backend: str | None,
+) -> Inputs:
     """Tokens and a routing; the plan has the padding unit that the layer itself would choose."""
     shape, device = model.shape, weights.plain.device
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(num_tokens, shape.hidden_size, device=device, generator=generator)
     x = x.to(torch.bfloat16)
-    topk_weights, topk_ids = random_routing(num_tokens, shape.num_experts, shape.top_k,
-                                            generator=generator, routing=routing)
-    chosen, resolution = weights.resolve(lambda each: explain(
-        fused_moe, x, each, topk_weights, topk_ids, activation=options.activation,
-        activation_format=options.activation_format), backend)
-    plan = make_routing_plan(topk_weights, topk_ids, num_experts=shape.num_experts,
-                             routing_block_m=resolution.config.routing_block_m)
+    topk_weights, topk_ids = random_routing(
+        num_tokens, shape.num_experts, shape.top_k, generator=generator, routing=routing
+    )
+    chosen, resolution = weights.resolve(
+        lambda each: explain(
+            fused_moe,
+            x,
+            each,
+            topk_weights,
+            topk_ids,
+            activation=options.activation,
+            activation_format=options.activation_format,
+        ),
+        backend,
+    )
+    plan = make_routing_plan(
+        topk_weights,
+        topk_ids,
+        num_experts=shape.num_experts,
+        routing_block_m=resolution.config.routing_block_m,
+    )
     return Inputs(x, topk_weights, topk_ids, plan, chosen, resolution)
 
 
-def run_stage(stage: str, weights: MoEWeights, inputs: Inputs, h: torch.Tensor | MXTensor,
-              options: MoEOptions) -> Any:
+def run_stage(
+    stage: str, weights: MoEWeights, inputs: Inputs, h: torch.Tensor | MXTensor, options: MoEOptions
+) -> Any:
     """One call of the op under test; `h` is what stage 2 starts from."""
     match stage:
         case "gate_up":
-            return moe_gate_up(inputs.x, weights, inputs.plan, activation=options.activation,
-                               activation_format=options.activation_format)
+            return moe_gate_up(
+                inputs.x,
+                weights,
+                inputs.plan,
+                activation=options.activation,
+                activation_format=options.activation_format,
+            )
         case "down":
             return moe_down(h, weights, inputs.plan, activation_format=options.activation_format)
-    return fused_moe(inputs.x, weights, inputs.topk_weights, inputs.topk_ids,
-                     activation=options.activation, activation_format=options.activation_format)
+    return fused_moe(
+        inputs.x,
+        weights,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        activation=options.activation,
+        activation_format=options.activation_format,
+    )
 
 
 def plain_rows(stage: str, output: Any, plan: RoutingPlan) -> torch.Tensor:
@@ -164,36 +202,70 @@ def plain_rows(stage: str, output: Any, plan: RoutingPlan) -> torch.Tensor:
     return rows[(plan.sorted_token_ids & TOKEN_MASK) < plan.num_tokens]
 
 
-def bench_case(model: Model, weights: RunWeights, num_tokens: int, options: MoEOptions,
-               request: Request, ceilings: Ceilings) -> Iterator[Row]:
+def bench_case(
+    model: Model,
+    weights: RunWeights,
+    num_tokens: int,
+    options: MoEOptions,
+    request: Request,
+    ceilings: Ceilings,
+) -> Iterator[Row]:
     """Rows of one (model, T, format): each stage gated against float64, then timed cold."""
     device, shape, name = weights.plain.device, model.shape, options.activation_format
     rotations = max(1, min(8, 64 // num_tokens)) if device.type == "cuda" else 1
-    inputs = [random_inputs(model, weights, num_tokens, request.routing, seed, options,
-                            request.backend) for seed in range(rotations)]
+    inputs = [
+        random_inputs(model, weights, num_tokens, request.routing, seed, options, request.backend)
+        for seed in range(rotations)
+    ]
     first = inputs[0]
     hit = sum(each.topk_ids.unique().numel() for each in inputs) / rotations
     with float64_reference():  # accumulates in float64, rounds where kernels round
         rows = [run_stage("gate_up", weights.plain, each, each.x, options) for each in inputs]
-        truths = {stage: plain_rows(stage, run_stage(stage, weights.plain, first, rows[0], options),
-                                    first.plan) for stage in request.stages}
+        truths = {
+            stage: plain_rows(
+                stage, run_stage(stage, weights.plain, first, rows[0], options), first.plan
+            )
+            for stage in request.stages
+        }
     for stage in request.stages:
-        calls = [functools.partial(run_stage, stage, each.weights, each, h, options)
-                 for each, h in zip(inputs, rows, strict=True)]
+        calls = [
+            functools.partial(run_stage, stage, each.weights, each, h, options)
+            for each, h in zip(inputs, rows, strict=True)
+        ]
         with override(backend=request.backend):
             error = relative_l2(plain_rows(stage, calls[0](), first.plan), truths[stage])
-            check_gate(f"{model.name} T={num_tokens} {name} {stage}", error, stage, name,
-                       intermediate_sizes(num_tokens, shape.top_k, shape.intermediate_size))
+            check_gate(
+                f"{model.name} T={num_tokens} {name} {stage}",
+                error,
+                stage,
+                name,
+                intermediate_sizes(num_tokens, shape.top_k, shape.intermediate_size),
+            )
             timing = time_calls(calls, device)
-        work = Work.of_stage(stage, hit_experts=hit, routed_rows=num_tokens * shape.top_k,
-                             hidden_size=shape.hidden_size,
-                             intermediate_size=shape.intermediate_size)
-        yield {"model": model.name, "E": shape.num_experts, "k": shape.top_k,
-               "H": shape.hidden_size, "F": shape.intermediate_size, "T": num_tokens, "hit": hit,
-               "routing": request.routing, "impl": f"mxpert/{first.resolution.kernel.backend}",
-               "config": str(first.resolution.config), "activation": name, "stage": stage,
-               "rel_l2": error, **timing_columns(timing),
-               **ceilings.judge(work, timing.us, name)}
+        work = Work.of_stage(
+            stage,
+            hit_experts=hit,
+            routed_rows=num_tokens * shape.top_k,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+        )
+        yield {
+            "model": model.name,
+            "E": shape.num_experts,
+            "k": shape.top_k,
+            "H": shape.hidden_size,
+            "F": shape.intermediate_size,
+            "T": num_tokens,
+            "hit": hit,
+            "routing": request.routing,
+            "impl": f"mxpert/{first.resolution.kernel.backend}",
+            "config": str(first.resolution.config),
+            "activation": name,
+            "stage": stage,
+            "rel_l2": error,
+            **timing_columns(timing),
+            **ceilings.judge(work, timing.us, name),
+        }
 
 
 def run_bench(request: Request, device: torch.device, console: Console) -> Row:
@@ -206,58 +278,107 @@ def run_bench(request: Request, device: torch.device, console: Console) -> Row:
         ceilings = Ceilings.measure(device, request.formats)
         for model in request.models:
             advance(done, total, f"{model.name}: making weights")
-            weights = RunWeights.of(random_moe_problem(model.shape, 1, device=device).weights,
-                                    device)
+            weights = RunWeights.of(
+                random_moe_problem(model.shape, 1, device=device).weights, device
+            )
             for num_tokens, name in cases:
                 advance(done, total, f"{model.name} T={num_tokens} {FORMAT_NAMES[name]}")
                 options = MoEOptions(model.shape.activation, name)
                 rows += bench_case(model, weights, num_tokens, options, request, ceilings)
                 done += 1
             del weights  # before the next model's are made
-    return {"kind": "bench", "environment": environment(device), "ceilings": ceilings.as_row(),
-            "rows": rows}
+    return {
+        "kind": "bench",
+        "environment": environment(device),
+        "ceilings": ceilings.as_row(),
+        "rows": rows,
+    }
 
 
 def show(document: Row, console: Console) -> None:
     """The table of a bench document."""
     limits = document["ceilings"]
-    console.print(f"{document['environment']['device']}: reads {limits['read_tbs']:.3g} TB/s; "
-                  "GEMM " + ", ".join(f"{FORMAT_NAMES[name]} {rate:.3g} TFLOP/s"
-                                      for name, rate in limits["matmul_tflops"].items()),
-                  highlight=False, soft_wrap=True)
+    console.print(
+        f"{document['environment']['device']}: reads {limits['read_tbs']:.3g} TB/s; "
+        "GEMM "
+        + ", ".join(
+            f"{FORMAT_NAMES[name]} {rate:.3g} TFLOP/s"
+            for name, rate in limits["matmul_tflops"].items()
+        ),
+        highlight=False,
+        soft_wrap=True,
+    )
     print_table(
-        console, "mxpert bench",
-        ("model", "T", Column("hit", 3), "format", "stage", "time", Column("10–90 %", 2), "rate",
-         Column("of roof", 1), Column("rel. L2", 4)),
-        [(row["model"], str(row["T"]), f"{row['hit']:.0f}", FORMAT_NAMES[row["activation"]],
-          row["stage"], format_time(row["us"]),
-          f"{100 * (row['high_us'] - row['low_us']) / row['us']:.0f} %", format_rate(row),
-          f"{row['percent_of_roof']:.0f} %", f"{row['rel_l2']:.1e}") for row in document["rows"]])
+        console,
+        "mxpert bench",
+        (
+            "model",
+            "T",
+            Column("hit", 3),
+            "format",
+            "stage",
+            "time",
+            Column("10–90 %", 2),
+            "rate",
+            Column("of roof", 1),
+            Column("rel. L2", 4),
+        ),
+        [
+            (
+                row["model"],
+                str(row["T"]),
+                f"{row['hit']:.0f}",
+                FORMAT_NAMES[row["activation"]],
+                row["stage"],
+                format_time(row["us"]),
+                f"{100 * (row['high_us'] - row['low_us']) / row['us']:.0f} %",
+                format_rate(row),
+                f"{row['percent_of_roof']:.0f} %",
+                f"{row['rel_l2']:.1e}",
+            )
+            for row in document["rows"]
+        ],
+    )
     if document["environment"]["kind"] == "cpu":
-        console.print("A CPU's times say nothing about the kernels: the reference backend answers, "
-                      "on a\nscaled-down model.", highlight=False)
+        console.print(
+            "A CPU's times say nothing about the kernels: the reference backend answers, "
+            "on a\nscaled-down model.",
+            highlight=False,
+        )
 
 
 def _chosen_models(names: list[str] | None, scale: int) -> list[Model]:
     names = names or ["gpt-oss-120b"]
     for name in names:
-        require(name in MODEL_SHAPES, "bench", "--model", need=f"one of {', '.join(MODEL_SHAPES)}",
-                got=short(name))
+        require(
+            name in MODEL_SHAPES,
+            "bench",
+            "--model",
+            need=f"one of {', '.join(MODEL_SHAPES)}",
+            got=short(name),
+        )
     return [Model.named(name, scale) for name in names]
 
 
 def bench(
-    model: list[str] = typer.Option(None, help="A named model; repeat for several. Default: "
-                                    f"gpt-oss-120b. Known: {', '.join(MODEL_SHAPES)}."),
+    model: list[str] = typer.Option(
+        None,
+        help="A named model; repeat for several. Default: "
+        f"gpt-oss-120b. Known: {', '.join(MODEL_SHAPES)}.",
+    ),
     tokens: str = typer.Option("1,16,64,128,256,1024", help="Token counts, comma-separated."),
     formats: str = typer.Option("a16w4,a8w4,a4w4", "--format", "--formats", help=FORMATS_HELP),
     stage: str = typer.Option(",".join(STAGES), help="Stages to time, comma-separated."),
     routing: str = typer.Option("uniform", help="uniform, zipf, half or one_expert."),
     backend: str = typer.Option(None, help="Time this backend instead of the best one."),
-    scale: int = typer.Option(0, show_default=False, help="Divide E, H and F by this. Default: 1 "
-                              f"on a GPU, {CPU_SCALE} on a CPU."),
-    output: Path = typer.Option(Path("reports/bench"),
-                                help="Folder for bench.json and roofline.png; made if absent."),
+    scale: int = typer.Option(
+        0,
+        show_default=False,
+        help=f"Divide E, H and F by this. Default: 1 on a GPU, {CPU_SCALE} on a CPU.",
+    ),
+    output: Path = typer.Option(
+        Path("reports/bench"), help="Folder for bench.json and roofline.png; made if absent."
+    ),
     json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
 ) -> None:
     """Time named models against the ceilings of this machine.
@@ -283,8 +404,9 @@ def bench(
     console, device = make_console(stderr=True), best_device()
     require(0 <= scale <= MAX_SCALE, "bench", "--scale", need=f"1 to {MAX_SCALE}", got=scale)
     routings = [each.value for each in Routing]
-    require(routing in routings, "bench", "--routing", need=f"one of {routings}",
-            got=short(routing))
+    require(
+        routing in routings, "bench", "--routing", need=f"one of {routings}", got=short(routing)
+    )
     counts = parse_numbers(tokens, "bench", "--tokens")
     names = parse_formats(formats, "bench", "--format")
     stages = parse_choices(stage, STAGES, "bench", "--stage")
@@ -293,8 +415,9 @@ def bench(
     models = _chosen_models(model, scale or (1 if device.type == "cuda" else CPU_SCALE))
     open_folder(output, "bench", "--output")
     try:
-        document = run_bench(Request(models, counts, names, stages, routing, backend), device,
-                             console)
+        document = run_bench(
+            Request(models, counts, names, stages, routing, backend), device, console
+        )
     except GateError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_WRONG_RESULT) from error
@@ -304,9 +427,13 @@ def bench(
     write_report(json_to, document)
     if has_matplotlib():
         limits = document["ceilings"]
-        plot_roofline(output / "roofline.png", f"mxpert on {document['environment']['device']}",
-                      document["rows"], limits["read_tbs"] * 1e12,
-                      {name: rate * 1e12 for name, rate in limits["matmul_tflops"].items()})
+        plot_roofline(
+            output / "roofline.png",
+            f"mxpert on {document['environment']['device']}",
+            document["rows"],
+            limits["read_tbs"] * 1e12,
+            {name: rate * 1e12 for name, rate in limits["matmul_tflops"].items()},
+        )
         written.append(str(output / "roofline.png"))
     else:
         console.print(PLOT_HINT, markup=False)

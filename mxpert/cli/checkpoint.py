@@ -18,16 +18,30 @@ def check_checkpoint(directory: Path, command: str) -> None:
         ValueError: no directory, a pipe or a device in it, a config.json or index that cannot be
             read, or a missing or truncated shard.
     """
-    require(directory.is_dir(), command, str(directory), need="a checkpoint directory",
-            got="none" if not directory.exists() else "a file")
+    require(
+        directory.is_dir(),
+        command,
+        str(directory),
+        need="a checkpoint directory",
+        got="none" if not directory.exists() else "a file",
+    )
     for entry in sorted(directory.iterdir()):
-        require(is_file(entry) or entry.is_dir() or not entry.exists(), command, str(entry),
-                need="regular files in a checkpoint", got=what_is_at(entry))
+        require(
+            is_file(entry) or entry.is_dir() or not entry.exists(),
+            command,
+            str(entry),
+            need="regular files in a checkpoint",
+            got=what_is_at(entry),
+        )
     config = read_json(directory / CONFIG_FILE, command)
     quantization = config.get("quantization_config")
-    require(quantization is None or isinstance(quantization, dict), command,
-            f"{directory / CONFIG_FILE}: quantization_config", need="a JSON object",
-            got=short(quantization))
+    require(
+        quantization is None or isinstance(quantization, dict),
+        command,
+        f"{directory / CONFIG_FILE}: quantization_config",
+        need="a JSON object",
+        got=short(quantization),
+    )
     if any(directory.glob("*.safetensors*")):
         CheckpointReader(directory, command).check_files()
 
@@ -41,5 +55,12 @@ def reading(directory: Path, command: str) -> Iterator[None]:
         if " — " in str(error) or isinstance(error, UnsupportedError | MemoryError):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(message(command, str(directory), "a checkpoint that can be loaded",
-                                 reason[:300], "it may be damaged: download it again")) from error
+        raise ValueError(
+            message(
+                command,
+                str(directory),
+                "a checkpoint that can be loaded",
+                reason[:300],
+                "it may be damaged: download it again",
+            )
+        ) from error

@@ -80,11 +80,20 @@ from .report import (
 CASE_OVERHEAD = 64
 """Time of a case that does not depend on T, in tokens: for the time left."""
 MOST_DIGITS = 9
-RANDOM_SHAPE = MoEShape(hidden_size=512, intermediate_size=512, num_experts=16, top_k=4,
-                        activation=SwiGLU(), gate_up_order=GateUpOrder.INTERLEAVED, has_bias=True)
+RANDOM_SHAPE = MoEShape(
+    hidden_size=512,
+    intermediate_size=512,
+    num_experts=16,
+    top_k=4,
+    activation=SwiGLU(),
+    gate_up_order=GateUpOrder.INTERLEAVED,
+    has_bias=True,
+)
 """The layers of a demo without Transformers: gpt-oss, scaled down."""
-WITHOUT_TRANSFORMERS = ("Transformers is not installed: random layers, compared with a loop over "
-                        "experts in torch.\npip install transformers runs a whole model instead.")
+WITHOUT_TRANSFORMERS = (
+    "Transformers is not installed: random layers, compared with a loop over "
+    "experts in torch.\npip install transformers runs a whole model instead."
+)
 Noise = tuple[float, float]
 
 
@@ -116,8 +125,9 @@ def text_token_ids(checkpoint: Path, count: int) -> torch.Tensor:
 def route(case: LayerCase, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """topk_weights, topk_ids of the first tokens, by the checkpoint's router."""
     layer = case.layer
-    logits = torch.nn.functional.linear(case.hidden[:num_tokens].float(),
-                                        layer.router_weight.float(), layer.router_bias.float())
+    logits = torch.nn.functional.linear(
+        case.hidden[:num_tokens].float(), layer.router_weight.float(), layer.router_bias.float()
+    )
     return route_topk(logits, top_k=layer.top_k)
 
 
@@ -128,13 +138,15 @@ def quantisation_noise(case: LayerCase, num_tokens: int, activation_format: str)
     weights, x = case.weights.plain, case.rows(num_tokens)
     topk_weights, topk_ids = route(case, num_tokens)
     with override(backend="reference"):
-        plan = make_routing_plan(topk_weights, topk_ids, num_experts=weights.num_experts,
-                                 routing_block_m=16)
+        plan = make_routing_plan(
+            topk_weights, topk_ids, num_experts=weights.num_experts, routing_block_m=16
+        )
         h = moe_gate_up(x, weights, plan, activation=case.layer.activation)
         assert isinstance(h, torch.Tensor)  # for the type checker: bf16 in, bf16 out
         h = h[(plan.sorted_token_ids & TOKEN_MASK) < num_tokens]
-        noise_x, noise_h = (relative_l2(quantised(rows, activation_format), rows) ** 2
-                            for rows in (x, h))
+        noise_x, noise_h = (
+            relative_l2(quantised(rows, activation_format), rows) ** 2 for rows in (x, h)
+        )
     return noise_x, noise_h
 
 
@@ -145,8 +157,13 @@ def quantised(rows: torch.Tensor, activation_format: str) -> torch.Tensor:
     return dequantize(quantize(rows, activation_format))
 
 
-def run_case(case: LayerCase, num_tokens: int, activation_format: str,
-             ceilings: Ceilings | None = None, backend: str | None = None) -> Row:
+def run_case(
+    case: LayerCase,
+    num_tokens: int,
+    activation_format: str,
+    ceilings: Ceilings | None = None,
+    backend: str | None = None,
+) -> Row:
     """Run one layer for T tokens in one format and compare with both truths.
 
     Args:
@@ -155,10 +172,13 @@ def run_case(case: LayerCase, num_tokens: int, activation_format: str,
     """
     layer, x = case.layer, case.rows(num_tokens)
     topk_weights, topk_ids = route(case, num_tokens)
-    options: dict[str, Any] = {"activation": layer.activation,
-                               "activation_format": activation_format}
+    options: dict[str, Any] = {
+        "activation": layer.activation,
+        "activation_format": activation_format,
+    }
     weights, chosen = case.weights.resolve(
-        lambda weights: explain(fused_moe, x, weights, topk_weights, topk_ids, **options), backend)
+        lambda weights: explain(fused_moe, x, weights, topk_weights, topk_ids, **options), backend
+    )
 
     def call() -> torch.Tensor:
         return fused_moe(x, weights, topk_weights, topk_ids, **options)
@@ -167,30 +187,46 @@ def run_case(case: LayerCase, num_tokens: int, activation_format: str,
         output = call()
         timing = None if ceilings is None else time_calls([call], weights.device)
     with float64_reference():
-        truth = fused_moe(x, case.weights.plain, topk_weights, topk_ids, **options,
-                          out_dtype=torch.float64)
+        truth = fused_moe(
+            x, case.weights.plain, topk_weights, topk_ids, **options, out_dtype=torch.float64
+        )
     hit = topk_ids.unique().numel()
     error = relative_l2(output, truth)
-    error_limit = error_gate("layer", activation_format, intermediate_sizes(
-        num_tokens, layer.top_k, weights.intermediate_size))
+    error_limit = error_gate(
+        "layer",
+        activation_format,
+        intermediate_sizes(num_tokens, layer.top_k, weights.intermediate_size),
+    )
     likeness = cosine(output, case.oracle[:num_tokens])
-    least = cosine_gate(activation_format,
-                        *quantisation_noise(case, num_tokens, activation_format))
+    least = cosine_gate(activation_format, *quantisation_noise(case, num_tokens, activation_format))
     row: Row = {
-        "layer": layer.layer, "backend": chosen.kernel.backend, "config": str(chosen.config),
-        "T": num_tokens, "activation": activation_format, "hit": hit,
-        "rel_l2": error, "rel_l2_gate": error_limit, "cosine": likeness, "cosine_gate": least,
-        "passed": error <= error_limit and likeness >= least}
+        "layer": layer.layer,
+        "backend": chosen.kernel.backend,
+        "config": str(chosen.config),
+        "T": num_tokens,
+        "activation": activation_format,
+        "hit": hit,
+        "rel_l2": error,
+        "rel_l2_gate": error_limit,
+        "cosine": likeness,
+        "cosine_gate": least,
+        "passed": error <= error_limit and likeness >= least,
+    }
     if ceilings is None or timing is None:
         return row
-    work = Work.of_stage("layer", hit_experts=hit, routed_rows=num_tokens * layer.top_k,
-                         hidden_size=weights.hidden_size,
-                         intermediate_size=weights.intermediate_size)
+    work = Work.of_stage(
+        "layer",
+        hit_experts=hit,
+        routed_rows=num_tokens * layer.top_k,
+        hidden_size=weights.hidden_size,
+        intermediate_size=weights.intermediate_size,
+    )
     return row | timing_columns(timing) | ceilings.judge(work, timing.us, activation_format)
 
 
-def load_cases(checkpoint: Path, layers: list[int], num_tokens: int,
-               device: torch.device) -> Iterator[LayerCase]:
+def load_cases(
+    checkpoint: Path, layers: list[int], num_tokens: int, device: torch.device
+) -> Iterator[LayerCase]:
     """The layers, each with hidden states that reach it and with transformers' MoE output."""
     loaded = load_gpt_oss_layers(checkpoint, layers, device)
     with reading(checkpoint, "demo"), quiet_imports():
@@ -198,8 +234,12 @@ def load_cases(checkpoint: Path, layers: list[int], num_tokens: int,
         token_ids = text_token_ids(checkpoint, num_tokens)
     for layer in loaded:
         capture = collect_moe_inputs(oracle, token_ids, layer.layer)
-        yield LayerCase(layer, RunWeights.of(layer.weights, device), capture.hidden.to(device),
-                        capture.output.to(device))
+        yield LayerCase(
+            layer,
+            RunWeights.of(layer.weights, device),
+            capture.hidden.to(device),
+            capture.output.to(device),
+        )
 
 
 def has_transformers() -> bool:
@@ -214,15 +254,24 @@ def random_cases(layers: list[int], num_tokens: int, device: torch.device) -> It
         draw = torch.Generator().manual_seed(number)
         # Logits of standard deviation 2 route decisively.
         router = torch.randn(shape.num_experts, shape.hidden_size, generator=draw)
-        layer = LoadedMoELayer(number, problem.weights, 2 / math.sqrt(shape.hidden_size) * router,
-                               torch.randn(shape.num_experts, generator=draw) / 10, shape.top_k,
-                               shape.activation)
+        layer = LoadedMoELayer(
+            number,
+            problem.weights,
+            2 / math.sqrt(shape.hidden_size) * router,
+            torch.randn(shape.num_experts, generator=draw) / 10,
+            shape.top_k,
+            shape.activation,
+        )
         oracle = loop_over_experts(layer, problem.x)
-        layer = replace(layer, weights=layer.weights.to(device),
-                        router_weight=layer.router_weight.to(device),
-                        router_bias=layer.router_bias.to(device))
-        yield LayerCase(layer, RunWeights.of(layer.weights, device), problem.x.to(device),
-                        oracle.to(device))
+        layer = replace(
+            layer,
+            weights=layer.weights.to(device),
+            router_weight=layer.router_weight.to(device),
+            router_bias=layer.router_bias.to(device),
+        )
+        yield LayerCase(
+            layer, RunWeights.of(layer.weights, device), problem.x.to(device), oracle.to(device)
+        )
 
 
 def loop_over_experts(layer: LoadedMoELayer, hidden: torch.Tensor) -> torch.Tensor:
@@ -234,8 +283,9 @@ def loop_over_experts(layer: LoadedMoELayer, hidden: torch.Tensor) -> torch.Tens
     logits = torch.nn.functional.linear(hidden.float(), layer.router_weight, layer.router_bias)
     chosen, ids = logits.topk(layer.top_k)
     shares = chosen.double().softmax(-1)
-    gate_up, down = (dequantize(part).double()
-                     for part in (weights.gate_up_proj, weights.down_proj))
+    gate_up, down = (
+        dequantize(part).double() for part in (weights.gate_up_proj, weights.down_proj)
+    )
     out = torch.zeros(hidden.shape, dtype=torch.float64)
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
@@ -257,9 +307,14 @@ def chosen_layers(text: str | None, checkpoint: Path | None) -> list[int]:
         last = positive_int(config, ["num_hidden_layers"], checkpoint / CONFIG_FILE, "demo") - 1
         return sorted({0, last})
     parts = [part.strip() for part in text.split(",")]
-    require(all(part.isascii() and part.isdigit() and len(part) <= MOST_DIGITS for part in parts),
-            "demo", "--layers", need="layer numbers separated by commas", got=short(text),
-            remedy="for example --layers 0,11")
+    require(
+        all(part.isascii() and part.isdigit() and len(part) <= MOST_DIGITS for part in parts),
+        "demo",
+        "--layers",
+        need="layer numbers separated by commas",
+        got=short(text),
+        remedy="for example --layers 0,11",
+    )
     return sorted({int(part) for part in parts})
 
 
@@ -270,13 +325,19 @@ def summarise(rows: list[Row]) -> list[Row]:
         groups.setdefault((row["T"], row["activation"]), []).append(row)
     summary = []
     for group in groups.values():
-        mean: Row = {key: sum(row[key] for row in group) / len(group)
-                     for key in ("us", "tbs", "tflops", "percent_of_roof") if key in group[0]}
+        mean: Row = {
+            key: sum(row[key] for row in group) / len(group)
+            for key in ("us", "tbs", "tflops", "percent_of_roof")
+            if key in group[0]
+        }
         closest = min(group, key=lambda row: row["cosine"] - row["cosine_gate"])
-        worst: Row = {"layers": [row["layer"] for row in group],
-                      "rel_l2": max((row["rel_l2"] for row in group), key=_nan_last),
-                      "cosine": closest["cosine"], "cosine_gate": closest["cosine_gate"],
-                      "passed": all(row["passed"] for row in group)}
+        worst: Row = {
+            "layers": [row["layer"] for row in group],
+            "rel_l2": max((row["rel_l2"] for row in group), key=_nan_last),
+            "cosine": closest["cosine"],
+            "cosine_gate": closest["cosine_gate"],
+            "passed": all(row["passed"] for row in group),
+        }
         summary.append(group[0] | mean | worst)
     return summary
 
@@ -296,22 +357,38 @@ def show(document: Row, console: Console) -> None:
     cells = []
     for row in rows:
         times = [format_time(row["us"]), format_rate(row)] if timed else []
-        cells.append([str(row["T"]), FORMAT_NAMES[row["activation"]], row["backend"], *times,
-                      f"{row['rel_l2']:.1e} ≤ {row['rel_l2_gate']:.1e}",
-                      f"{row['cosine']:.6f} ≥ {row['cosine_gate']:.4f}",
-                      "[green]ok[/]" if row["passed"] else "[red]FAILED[/]"])
+        cells.append(
+            [
+                str(row["T"]),
+                FORMAT_NAMES[row["activation"]],
+                row["backend"],
+                *times,
+                f"{row['rel_l2']:.1e} ≤ {row['rel_l2_gate']:.1e}",
+                f"{row['cosine']:.6f} ≥ {row['cosine_gate']:.4f}",
+                "[green]ok[/]" if row["passed"] else "[red]FAILED[/]",
+            ]
+        )
     layers = ", ".join(str(layer) for layer in document["layers"])
-    print_table(console, f"mxpert demo on {facts['device']} ({facts['arch']}), layers {layers}",
-                columns, cells)
+    print_table(
+        console,
+        f"mxpert demo on {facts['device']} ({facts['arch']}), layers {layers}",
+        columns,
+        cells,
+    )
     if not timed:
-        console.print("Times are left out: without a GPU the reference backend answers, and its "
-                      "speed\nsays nothing about the kernels.", highlight=False)
+        console.print(
+            "Times are left out: without a GPU the reference backend answers, and its "
+            "speed\nsays nothing about the kernels.",
+            highlight=False,
+        )
     for row in document["rows"]:
         if not row["passed"]:
             console.print(
                 f"[red]layer {row['layer']} T={row['T']} {FORMAT_NAMES[row['activation']]}[/]: "
                 f"relative L2 error {row['rel_l2']:.3e} (at most {row['rel_l2_gate']:.1e}), cosine "
-                f"{row['cosine']:.6f} (at least {row['cosine_gate']:.4f})", soft_wrap=True)
+                f"{row['cosine']:.6f} (at least {row['cosine_gate']:.4f})",
+                soft_wrap=True,
+            )
 
 
 def verdict(document: Row, console: Console) -> None:
@@ -332,20 +409,35 @@ def plot(document: Row, path: Path) -> None:
         if document["timed"]:
             panels[0].plot(counts, [row["us"] for row in rows], marker="o", label=label)
         (line,) = errors.plot(counts, [row["rel_l2"] for row in rows], marker="o", label=label)
-        errors.plot(counts, [row["rel_l2_gate"] for row in rows], color=line.get_color(),
-                    linestyle=":", alpha=0.6)
+        errors.plot(
+            counts,
+            [row["rel_l2_gate"] for row in rows],
+            color=line.get_color(),
+            linestyle=":",
+            alpha=0.6,
+        )
     if document["timed"]:
         panels[0].set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs per layer")
-    errors.set(xscale="log", yscale="log", xlabel="tokens",
-               ylabel="relative L2 error to float64 (dotted: gate)")
+    errors.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tokens",
+        ylabel="relative L2 error to float64 (dotted: gate)",
+    )
     for axes in panels:
         axes.grid(which="both", alpha=0.3)
         axes.legend()
     drawing.savefig(path)
 
 
-def run_demo(checkpoint: Path | None, layers: list[int], tokens: list[int],
-             device: torch.device, console: Console, backend: str | None = None) -> Row:
+def run_demo(
+    checkpoint: Path | None,
+    layers: list[int],
+    tokens: list[int],
+    device: torch.device,
+    console: Console,
+    backend: str | None = None,
+) -> Row:
     """The whole document: environment, ceilings, a row for each layer, T and format.
 
     On a CPU nothing is timed. Without a checkpoint the layers are random.
@@ -354,40 +446,61 @@ def run_demo(checkpoint: Path | None, layers: list[int], tokens: list[int],
     timed = device.type != "cpu"
     checks = len(tokens) * len(ACTIVATION_FORMATS)
     which = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
-    console.print(f"{checks} checks: {len(tokens)} token counts × {len(ACTIVATION_FORMATS)} "
-                  f"formats, each on {which}" + ("; loading the model" if checkpoint else ""),
-                  markup=False, highlight=False)
+    console.print(
+        f"{checks} checks: {len(tokens)} token counts × {len(ACTIVATION_FORMATS)} "
+        f"formats, each on {which}" + ("; loading the model" if checkpoint else ""),
+        markup=False,
+        highlight=False,
+    )
     ceilings = Ceilings.measure(device, ACTIVATION_FORMATS) if timed else None
     total = (sum(tokens) + CASE_OVERHEAD * len(tokens)) * len(ACTIVATION_FORMATS) * len(layers)
     done = 0
-    cases = (load_cases(checkpoint, layers, max(tokens), device) if checkpoint
-             else random_cases(layers, max(tokens), device))
+    cases = (
+        load_cases(checkpoint, layers, max(tokens), device)
+        if checkpoint
+        else random_cases(layers, max(tokens), device)
+    )
     with progress(console, "demo") as advance:
         for case in cases:
             for num_tokens in tokens:
                 for name in ACTIVATION_FORMATS:
-                    advance(done, total, f"layer {case.layer.layer} T={num_tokens} "
-                                         f"{FORMAT_NAMES[name]}")
+                    advance(
+                        done, total, f"layer {case.layer.layer} T={num_tokens} {FORMAT_NAMES[name]}"
+                    )
                     rows.append(run_case(case, num_tokens, name, ceilings, backend))
                     done += num_tokens + CASE_OVERHEAD
     summary = summarise(rows)
-    return {"kind": "demo", "environment": environment(device),
-            "checkpoint": str(checkpoint) if checkpoint else None, "layers": layers, "timed": timed,
-            "oracle": "transformers" if checkpoint else "torch",
-            "ceilings": None if ceilings is None else ceilings.as_row(),
-            "rows": rows, "summary": summary, "passed": all(row["passed"] for row in summary)}
+    return {
+        "kind": "demo",
+        "environment": environment(device),
+        "checkpoint": str(checkpoint) if checkpoint else None,
+        "layers": layers,
+        "timed": timed,
+        "oracle": "transformers" if checkpoint else "torch",
+        "ceilings": None if ceilings is None else ceilings.as_row(),
+        "rows": rows,
+        "summary": summary,
+        "passed": all(row["passed"] for row in summary),
+    }
 
 
 def demo(
-    checkpoint: Path = typer.Option(None, help="A gpt-oss checkpoint (MXFP4 safetensors). Without "
-                                    "it a small one with random weights is written to "
-                                    "OUTPUT/checkpoint."),
-    output: Path = typer.Option(Path("reports/demo"),
-                                help="Folder for report.json and report.png; made if absent."),
+    checkpoint: Path = typer.Option(
+        None,
+        help="A gpt-oss checkpoint (MXFP4 safetensors). Without "
+        "it a small one with random weights is written to "
+        "OUTPUT/checkpoint.",
+    ),
+    output: Path = typer.Option(
+        Path("reports/demo"), help="Folder for report.json and report.png; made if absent."
+    ),
     tokens: str = typer.Option("1,16,128,1024", help="Token counts, comma-separated."),
-    layers: str = typer.Option(None, help="Layers to run, comma-separated. "
-                               "Default: the first and the last. Transformers loads "
-                               "the model up to the last one chosen."),
+    layers: str = typer.Option(
+        None,
+        help="Layers to run, comma-separated. "
+        "Default: the first and the last. Transformers loads "
+        "the model up to the last one chosen.",
+    ),
     backend: str = typer.Option(None, help="Run this backend instead of the best one."),
     json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
 ) -> None:
@@ -425,8 +538,9 @@ def demo(
                 write_demo_checkpoint(checkpoint)
             console.print(f"wrote {checkpoint}", markup=False, highlight=False)
         check_checkpoint(checkpoint, "demo")
-    document = run_demo(checkpoint, chosen_layers(layers, checkpoint), counts, device, console,
-                        backend)
+    document = run_demo(
+        checkpoint, chosen_layers(layers, checkpoint), counts, device, console, backend
+    )
     results = result_console(json_to)
     show(document, results)
     write_json(output / "report.json", document)

@@ -107,8 +107,12 @@ def examine_version(name: str, minimum: str, *, needed: bool, remedy: str) -> Fi
         return Finding(name, found, OK)
     newest = TESTED_UP_TO[name]
     if release(found)[:2] > release(newest):
-        return Finding(name, found, WARNING, f"newer than the tested {minimum} to {newest}; "
-                       f"pip install '{requirement(name)}'")
+        return Finding(
+            name,
+            found,
+            WARNING,
+            f"newer than the tested {minimum} to {newest}; pip install '{requirement(name)}'",
+        )
     return Finding(name, found, OK, f"tested: {minimum} to {newest}")
 
 
@@ -128,8 +132,14 @@ def requirement(name: str) -> str:
 def examine_versions(target: Target) -> list[Finding]:
     """Python and packages against the supported ranges; Triton is needed where a GPU is."""
     fits = sys.version_info >= MINIMUM_PYTHON
-    findings = [Finding("python", platform.python_version(), OK if fits else BROKEN,
-                        "" if fits else "need 3.11 or newer")]
+    findings = [
+        Finding(
+            "python",
+            platform.python_version(),
+            OK if fits else BROKEN,
+            "" if fits else "need 3.11 or newer",
+        )
+    ]
     for name, minimum in MINIMUM_VERSIONS.items():
         needed = name != "triton" or target.kind != "cpu"
         remedy = f"pip install '{requirement(name)}'"
@@ -137,8 +147,11 @@ def examine_versions(target: Target) -> list[Finding]:
             remedy = "install the ROCm build of torch again: it brings Triton"
         findings.append(examine_version(name, minimum, needed=needed, remedy=remedy))
     for name, minimum in OPTIONAL.items():
-        findings.append(examine_version(name, minimum, needed=False,
-                                        remedy=f"optional: pip install '{name}>={minimum}'"))
+        findings.append(
+            examine_version(
+                name, minimum, needed=False, remedy=f"optional: pip install '{name}>={minimum}'"
+            )
+        )
     return findings
 
 
@@ -149,12 +162,17 @@ def examine_toolchain(target: Target) -> list[Finding]:
     except ImportError as error:
         state = BROKEN if target.kind != "cpu" else WARNING
         return [Finding("triton", "cannot be imported", state, str(error), COMPILER)]
-    note = ("may reuse the registers of a wgmma A operand before they are read (fixed in CUDA "
-            "13.3); kernels that feed A from registers are race-tested" if
-            tools.register_operand_hazard and target.arch == "sm_90" else "")
+    note = (
+        "may reuse the registers of a wgmma A operand before they are read (fixed in CUDA "
+        "13.3); kernels that feed A from registers are race-tested"
+        if tools.register_operand_hazard and target.arch == "sm_90"
+        else ""
+    )
     state = WARNING if note else OK
-    return [Finding("ptxas", tools.ptxas or "absent", state if tools.ptxas else OK, note, COMPILER),
-            Finding("triton cache", tools.cache_directory, OK, section=COMPILER)]
+    return [
+        Finding("ptxas", tools.ptxas or "absent", state if tools.ptxas else OK, note, COMPILER),
+        Finding("triton cache", tools.cache_directory, OK, section=COMPILER),
+    ]
 
 
 def examine_device(target: Target, facts: Row) -> Finding:
@@ -169,18 +187,30 @@ def small_problems(target: Target) -> list[Problem]:
     """One small problem for each operation; MoE operations once for each activation format."""
     problems: list[Problem] = [
         QuantizeProblem(op, target, (32, 64), -1, torch.bfloat16, MXFP4)
-        for op in (Op.QUANTIZE, Op.DEQUANTIZE)]
+        for op in (Op.QUANTIZE, Op.DEQUANTIZE)
+    ]
     problems.append(TopKProblem(Op.ROUTE_TOPK, target, 16, 4, 32, TopKOptions()))
     problems.append(RoutingProblem(Op.ROUTING_PLAN, target, 16, 4, 32, 32, 16))
     for op in (Op.MOE_GATE_UP, Op.MOE_DOWN, Op.FUSED_MOE):
         unit = 0 if op is Op.FUSED_MOE else 64
-        problems += [MoEProblem(op, target, 16, 4, 32, 512, 512, MoEOptions(SiLU(), name),
-                                Layout.ROW_MAJOR, unit) for name in ACTIVATION_FORMATS]
-    problems.append(DualProblem(Op.QUANTIZE_DUAL, target, (64, 64), torch.bfloat16, MXFP8_E4M3,
-                                ScaleRule.RCEIL, 4, True))
+        problems += [
+            MoEProblem(
+                op, target, 16, 4, 32, 512, 512, MoEOptions(SiLU(), name), Layout.ROW_MAJOR, unit
+            )
+            for name in ACTIVATION_FORMATS
+        ]
+    problems.append(
+        DualProblem(
+            Op.QUANTIZE_DUAL, target, (64, 64), torch.bfloat16, MXFP8_E4M3, ScaleRule.RCEIL, 4, True
+        )
+    )
     name = MXFP8_E4M3.name
-    problems += [GroupedProblem(op, target, 256, 4, 512, 512, name, name, op is Op.GROUPED_GEMM,
-                                torch.bfloat16) for op in (Op.GROUPED_GEMM, Op.GROUPED_WGRAD)]
+    problems += [
+        GroupedProblem(
+            op, target, 256, 4, 512, 512, name, name, op is Op.GROUPED_GEMM, torch.bfloat16
+        )
+        for op in (Op.GROUPED_GEMM, Op.GROUPED_WGRAD)
+    ]
     return problems
 
 
@@ -217,10 +247,16 @@ def examine_operations(target: Target) -> list[Row]:
     rows: list[Row] = []
     for problem in small_problems(target):
         answers = {backend: serving_backend(problem, backend) for backend in BACKENDS}
-        rows.append({
-            "op": problem_name(problem), "chosen": serving_backend(problem, None)[0],
-            "served_by": [backend for backend, (served, _) in answers.items() if served],
-            "refused": {backend: why for backend, (served, why) in answers.items() if not served}})
+        rows.append(
+            {
+                "op": problem_name(problem),
+                "chosen": serving_backend(problem, None)[0],
+                "served_by": [backend for backend, (served, _) in answers.items() if served],
+                "refused": {
+                    backend: why for backend, (served, why) in answers.items() if not served
+                },
+            }
+        )
     return rows
 
 
@@ -235,8 +271,10 @@ def short_names(names: Sequence[str], every: Sequence[str]) -> list[str]:
         op, _, a_format = name.partition(" ")
         formats.setdefault(op, []).append(a_format)
     counts = Counter(name.partition(" ")[0] for name in every)
-    return [op if len(found) == counts[op] else f"{op} ({', '.join(found)})"
-            for op, found in formats.items()]
+    return [
+        op if len(found) == counts[op] else f"{op} ({', '.join(found)})"
+        for op, found in formats.items()
+    ]
 
 
 def unused_backends(operations: Sequence[Row]) -> list[str]:
@@ -251,9 +289,11 @@ def unused_backends(operations: Sequence[Row]) -> list[str]:
             has.setdefault(backend, []).append(row["op"])
             if reason:
                 found.setdefault((backend, reason), []).append(row["op"])
-    return [f"{backend} {reason}" + ("" if names == has[backend] else
-                                     f": not {', '.join(short_names(names, has[backend]))}")
-            for (backend, reason), names in found.items()]
+    return [
+        f"{backend} {reason}"
+        + ("" if names == has[backend] else f": not {', '.join(short_names(names, has[backend]))}")
+        for (backend, reason), names in found.items()
+    ]
 
 
 def _operation_lines(operations: Sequence[Row]) -> list[tuple[str, str, str]]:
@@ -264,8 +304,10 @@ def _operation_lines(operations: Sequence[Row]) -> list[tuple[str, str, str]]:
         key = row["op"].partition(" ")[0], row["chosen"] or "[red]nothing[/]", others
         answers.setdefault(key, []).append(row["op"])
     every = [row["op"] for row in operations]
-    return [(short_names(names, every)[0], chosen, others)
-            for (_, chosen, others), names in answers.items()]
+    return [
+        (short_names(names, every)[0], chosen, others)
+        for (_, chosen, others), names in answers.items()
+    ]
 
 
 def _print_findings(console: Console, findings: list[Finding]) -> None:
@@ -284,12 +326,18 @@ def _print_findings(console: Console, findings: list[Finding]) -> None:
 
 
 def _print(console: Console, facts: Row, findings: list[Finding], operations: list[Row]) -> None:
-    console.print(f"[bold]{facts['device']}[/] ({facts['arch']}, {facts['num_sms']} "
-                  f"{'threads' if facts['kind'] == 'cpu' else 'multiprocessors'})")
+    console.print(
+        f"[bold]{facts['device']}[/] ({facts['arch']}, {facts['num_sms']} "
+        f"{'threads' if facts['kind'] == 'cpu' else 'multiprocessors'})"
+    )
     _print_findings(console, findings)
     console.print()
-    print_table(console, "Operations", ("operation", "runs on", "can also run on"),
-                _operation_lines(operations))
+    print_table(
+        console,
+        "Operations",
+        ("operation", "runs on", "can also run on"),
+        _operation_lines(operations),
+    )
     reasons = unused_backends(operations)
     if reasons:
         console.print("\n[bold]Backends that are not used[/]")
@@ -297,9 +345,7 @@ def _print(console: Console, facts: Row, findings: list[Finding], operations: li
         console.print(Padding(Text(reason, style="dim"), (0, 0, 0, 2), expand=False), width=NARROW)
 
 
-def doctor(
-    json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
-) -> None:
+def doctor(json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP)) -> None:
     """Say what works on this machine, what does not, and why.
 
     Compares versions with the tested ranges, and names the GPU and its driver, the compiler and
@@ -316,13 +362,24 @@ def doctor(
     device = best_device()
     target = detect_target(device)
     facts = environment(device)
-    findings = [examine_device(target, facts), *examine_versions(target),
-                *examine_toolchain(target)]
+    findings = [
+        examine_device(target, facts),
+        *examine_versions(target),
+        *examine_toolchain(target),
+    ]
     operations = examine_operations(target)
-    broken = (any(finding.state == BROKEN for finding in findings)
-              or any(row["chosen"] is None for row in operations))
+    broken = any(finding.state == BROKEN for finding in findings) or any(
+        row["chosen"] is None for row in operations
+    )
     _print(result_console(json_to), facts, findings, operations)
-    write_report(json_to, {**facts, "findings": [asdict(f) for f in findings],
-                           "operations": operations, "healthy": not broken})
+    write_report(
+        json_to,
+        {
+            **facts,
+            "findings": [asdict(f) for f in findings],
+            "operations": operations,
+            "healthy": not broken,
+        },
+    )
     if broken:
         raise typer.Exit(1)

@@ -33,33 +33,53 @@ from .report import (
 
 NUM_BYTES = 256
 MAX_SIZE = 1 << 40
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
-                    "spiece.model", "tekken.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "spiece.model",
+    "tekken.json",
+)
 
 
 def evaluate_checkpoint(
-    checkpoint: Annotated[Path, typer.Argument(
-        help="Directory of a causal-LM MoE checkpoint: bf16, gpt-oss's MXFP4, or one that "
-             "mxpert wrote.", show_default=False)],
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory of a causal-LM MoE checkpoint: bf16, gpt-oss's MXFP4, or one that "
+            "mxpert wrote.",
+            show_default=False,
+        ),
+    ],
     text: Annotated[Path, typer.Option(help="UTF-8 text to read.", show_default=False)],
-    formats: Annotated[str, typer.Option(
-        "--format", "--formats",
-        help=f"{FORMATS_HELP} The unquantised model is always there to compare with.",
-    )] = ",".join(DEFAULT_FORMATS),
+    formats: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            "--formats",
+            help=f"{FORMATS_HELP} The unquantised model is always there to compare with.",
+        ),
+    ] = ",".join(DEFAULT_FORMATS),
     context: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
-    max_tokens: Annotated[int, typer.Option(
-        min=2, max=MAX_SIZE, help="Read at most so many tokens of the text.")] = 32768,
-    batch: Annotated[int, typer.Option(
-        min=1, max=MAX_SIZE, help="Windows per forward pass.")] = 8,
-    device: Annotated[str, typer.Option(
-        help="Where to run; 'auto' is the GPU where there is one.")] = "auto",
-    as_bytes: Annotated[bool, typer.Option(
-        "--bytes", help="Bytes are the token ids. Default for a checkpoint without a tokenizer.",
-    )] = False,
-    json_to: Annotated[str | None, typer.Option(
-        "--json", metavar="FILE", help=JSON_HELP)] = None,
-    plot: Annotated[Path | None, typer.Option(
-        metavar="FILE", help="Write a PNG here: loss by format, SQNR by layer.")] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=2, max=MAX_SIZE, help="Read at most so many tokens of the text.")
+    ] = 32768,
+    batch: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Windows per forward pass.")] = 8,
+    device: Annotated[
+        str, typer.Option(help="Where to run; 'auto' is the GPU where there is one.")
+    ] = "auto",
+    as_bytes: Annotated[
+        bool,
+        typer.Option(
+            "--bytes", help="Bytes are the token ids. Default for a checkpoint without a tokenizer."
+        ),
+    ] = False,
+    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help=JSON_HELP)] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a PNG here: loss by format, SQNR by layer."),
+    ] = None,
 ) -> None:
     """Compare loss and perplexity of a checkpoint in bf16, a16w4, a8w4 and a4w4 on one text.
 
@@ -81,23 +101,52 @@ def evaluate_checkpoint(
     check_target(json_to, "eval")
     require(is_file(text), "eval", str(text), need="a text file", got=what_is_at(text))
     if plot is not None:
-        require(has_matplotlib(), "eval", "--plot", need="matplotlib", got="no such package",
-                remedy="pip install 'mxpert[plot]'")
+        require(
+            has_matplotlib(),
+            "eval",
+            "--plot",
+            need="matplotlib",
+            got="no such package",
+            remedy="pip install 'mxpert[plot]'",
+        )
         check_target(plot, "eval", "--plot")
-    target = require_device(device if device != "auto" else
-                            "cuda" if torch.cuda.is_available() else "cpu", "eval", "--device")
+    target = require_device(
+        device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
+        "eval",
+        "--device",
+    )
     check_checkpoint(checkpoint, "eval")
     with reading(checkpoint, "eval"), quiet_imports():
         ids = read_tokens(checkpoint, text, as_bytes=as_bytes, limit=max_tokens)
-        require(len(ids) >= context, "eval", str(text), need=f"at least {context} tokens",
-                got=len(ids), remedy="give a longer text or a smaller --context")
+        require(
+            len(ids) >= context,
+            "eval",
+            str(text),
+            need=f"at least {context} tokens",
+            got=len(ids),
+            remedy="give a longer text or a smaller --context",
+        )
         model = load_dense(checkpoint)
     with progress(make_console(stderr=True), "eval") as advance:
-        report = evaluate(model.to(target), ids.to(target), formats=names, context=context,
-                          batch=batch, on_progress=advance)
+        report = evaluate(
+            model.to(target),
+            ids.to(target),
+            formats=names,
+            context=context,
+            batch=batch,
+            on_progress=advance,
+        )
     print_report(report, checkpoint.name, json_to)
-    write_report(json_to, {"kind": "eval", "checkpoint": checkpoint.name, "text": text.name,
-                           "environment": environment(target), **report.as_json()})
+    write_report(
+        json_to,
+        {
+            "kind": "eval",
+            "checkpoint": checkpoint.name,
+            "text": text.name,
+            "environment": environment(target),
+            **report.as_json(),
+        },
+    )
     if plot is not None:
         draw(plot, report, checkpoint.name)
 
@@ -111,17 +160,28 @@ def read_tokens(checkpoint: Path, text: Path, *, as_bytes: bool, limit: int) -> 
         raise ValueError(message("eval", str(text), "UTF-8 text", error)) from error
     has_tokenizer = any((checkpoint / name).exists() for name in _TOKENIZER_FILES)
     if as_bytes or not has_tokenizer:
-        require(vocabulary >= NUM_BYTES, "eval", str(checkpoint), got=f"{vocabulary} tokens",
-                need=f"a tokenizer, or a vocabulary of the {NUM_BYTES} bytes",
-                remedy="put the model's tokenizer files beside its weights")
-        return torch.frombuffer(bytearray(content.encode("utf-8")), dtype=torch.uint8)[
-            :limit].to(torch.int64)
+        require(
+            vocabulary >= NUM_BYTES,
+            "eval",
+            str(checkpoint),
+            got=f"{vocabulary} tokens",
+            need=f"a tokenizer, or a vocabulary of the {NUM_BYTES} bytes",
+            remedy="put the model's tokenizer files beside its weights",
+        )
+        return torch.frombuffer(bytearray(content.encode("utf-8")), dtype=torch.uint8)[:limit].to(
+            torch.int64
+        )
     # A token has one character at least, bar a few special ones: more text would be cut off anyway.
-    tokens = AutoTokenizer.from_pretrained(checkpoint)(content[:16 * limit])["input_ids"]
+    tokens = AutoTokenizer.from_pretrained(checkpoint)(content[: 16 * limit])["input_ids"]
     largest = max(tokens, default=0)
-    require(largest < vocabulary, "eval", str(checkpoint), got=f"token {largest}",
-            need=f"a tokenizer of the model's {vocabulary} tokens",
-            remedy="put the model's own tokenizer files beside its weights")
+    require(
+        largest < vocabulary,
+        "eval",
+        str(checkpoint),
+        got=f"token {largest}",
+        need=f"a tokenizer of the model's {vocabulary} tokens",
+        remedy="put the model's own tokenizer files beside its weights",
+    )
     return torch.tensor(tokens[:limit], dtype=torch.int64)
 
 
@@ -130,13 +190,19 @@ def load_dense(checkpoint: Path) -> Any:
     config = _config(checkpoint)
     quantised = getattr(config, "quantization_config", None) is not None
     model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.bfloat16, experts_implementation=NAME if quantised else None)
+        checkpoint, dtype=torch.bfloat16, experts_implementation=NAME if quantised else None
+    )
     return restore(model) if quantised else model
 
 
 def _config(checkpoint: Path) -> Any:
-    require((checkpoint / CONFIG_FILE).is_file(), "eval", str(checkpoint),
-            need=f"a checkpoint with {CONFIG_FILE}", got="none")
+    require(
+        (checkpoint / CONFIG_FILE).is_file(),
+        "eval",
+        str(checkpoint),
+        need=f"a checkpoint with {CONFIG_FILE}",
+        got="none",
+    )
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     return AutoConfig.from_pretrained(checkpoint)
@@ -153,28 +219,46 @@ def print_report(report: EvalReport, title: str, json_to: str | None) -> None:
         ratios = [layer.sqnr_db.get(result.name) for layer in report.layers]
         worst = min((ratio for ratio in ratios if ratio is not None), default=None)
         error = "" if result.delta_error is None else f" ± {result.delta_error:.4f}"
-        rows.append([result.name, f"{result.loss:.4f}", f"{result.perplexity:.3f}",
-                     "–" if result.name == "bf16" else f"{result.delta:+.4f}{error}",
-                     "–" if worst is None else f"{worst:.1f} dB"])
-    print_table(result_console(json_to),
-                f"{title}: {report.tokens} tokens in {report.windows} windows of {report.context}",
-                ["format", "loss", Column("perplexity", 1), "Δ loss",
-                 Column("worst layer's SQNR", 2)], rows)
+        rows.append(
+            [
+                result.name,
+                f"{result.loss:.4f}",
+                f"{result.perplexity:.3f}",
+                "–" if result.name == "bf16" else f"{result.delta:+.4f}{error}",
+                "–" if worst is None else f"{worst:.1f} dB",
+            ]
+        )
+    print_table(
+        result_console(json_to),
+        f"{title}: {report.tokens} tokens in {report.windows} windows of {report.context}",
+        ["format", "loss", Column("perplexity", 1), "Δ loss", Column("worst layer's SQNR", 2)],
+        rows,
+    )
 
 
 def draw(path: Path, report: EvalReport, title: str) -> None:
     """Δ loss with error bars beside the SQNR of each layer, as PNG."""
     drawing, (left, right) = figure(f"{title}: {report.tokens} tokens", 2)
     others = report.formats[1:]
-    left.bar([result.name for result in others], [result.delta for result in others],
-             yerr=[2 * (result.delta_error or 0.0) for result in others], capsize=4)
+    left.bar(
+        [result.name for result in others],
+        [result.delta for result in others],
+        yerr=[2 * (result.delta_error or 0.0) for result in others],
+        capsize=4,
+    )
     left.axhline(0, color="black", linewidth=0.8)
-    left.set(ylabel="loss − bf16's, nats per token (bars: 2 standard errors)",
-             title=f"bf16: {report.formats[0].loss:.4f}")
+    left.set(
+        ylabel="loss − bf16's, nats per token (bars: 2 standard errors)",
+        title=f"bf16: {report.formats[0].loss:.4f}",
+    )
     for result in others:
         values = [layer.sqnr_db[result.name] for layer in report.layers]
-        right.plot(range(len(values)), [float("nan") if v is None else v for v in values],
-                   marker="o", label=result.name)
+        right.plot(
+            range(len(values)),
+            [float("nan") if v is None else v for v in values],
+            marker="o",
+            label=result.name,
+        )
     right.set(xlabel="MoE layer", ylabel="SQNR of the experts' output, dB")
     right.xaxis.get_major_locator().set_params(integer=True)
     right.grid(alpha=0.3)

@@ -19,14 +19,19 @@ _MAX_COLUMNS = 12
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(
-        help="Checkpoint directory in gpt-oss's format, or one .safetensors file.",
-        show_default=False)],
-    source: Annotated[Path | None, typer.Option(
-        help="The bf16 checkpoint that it came from: adds the SQNR to it.")] = None,
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="Checkpoint directory in gpt-oss's format, or one .safetensors file.",
+            show_default=False,
+        ),
+    ],
+    source: Annotated[
+        Path | None,
+        typer.Option(help="The bf16 checkpoint that it came from: adds the SQNR to it."),
+    ] = None,
     layer: Annotated[int | None, typer.Option(help="Only this decoder layer.")] = None,
-    json_to: Annotated[str | None, typer.Option(
-        "--json", metavar="FILE", help=JSON_HELP)] = None,
+    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help=JSON_HELP)] = None,
 ) -> None:
     """Show scale histograms, zero blocks, exact-fold certificates and, with a source, the SQNR.
 
@@ -44,11 +49,21 @@ def inspect(
     with progress(make_console(stderr=True), "inspect") as advance:
         found = inspect_checkpoint(path, source=source, layer=layer, on_progress=advance)
     columns, rows = _cells(found, with_source=source is not None)
-    print_table(result_console(json_to),
-                "MXFP4 tensors; scales as exponents of two, minimum/median/maximum", columns, rows)
-    write_report(json_to, {"kind": "inspect", "path": str(path),
-                           "source": None if source is None else str(source),
-                           "projections": [entry.as_json() for entry in found]})
+    print_table(
+        result_console(json_to),
+        "MXFP4 tensors; scales as exponents of two, minimum/median/maximum",
+        columns,
+        rows,
+    )
+    write_report(
+        json_to,
+        {
+            "kind": "inspect",
+            "path": str(path),
+            "source": None if source is None else str(source),
+            "projections": [entry.as_json() for entry in found],
+        },
+    )
 
 
 def sparkline(histogram: dict[int, int]) -> str:
@@ -69,27 +84,41 @@ def sparkline(histogram: dict[int, int]) -> str:
     return "".join(_BARS[-(-count * len(_BARS) // top) - 1] if count else " " for count in columns)
 
 
-def _cells(found: list[ProjectionStatistics], *,
-           with_source: bool) -> tuple[list[Column], list[list[str]]]:
+def _cells(
+    found: list[ProjectionStatistics], *, with_source: bool
+) -> tuple[list[Column], list[list[str]]]:
     """Columns and rows of the table; "NaN" and "SQNR dB" only where there is something to say."""
     has_nan = any(entry.nan_scales for entry in found)
-    columns = [Column("tensor"), Column("shape", 2), Column("MiB", 5), Column("scales"),
-               Column("histogram", 4), Column("zero", 1),
-               *([Column("NaN")] if has_nan else []), Column("folds"), Column("span", 3),
-               *([Column("SQNR dB")] if with_source else [])]
+    columns = [
+        Column("tensor"),
+        Column("shape", 2),
+        Column("MiB", 5),
+        Column("scales"),
+        Column("histogram", 4),
+        Column("zero", 1),
+        *([Column("NaN")] if has_nan else []),
+        Column("folds"),
+        Column("span", 3),
+        *([Column("SQNR dB")] if with_source else []),
+    ]
     rows = []
     names = short_names(entry.module for entry in found)
     for entry in found:
         scales = (entry.min_exponent, entry.median_exponent, entry.max_exponent)
-        rows.append([
-            short_name(names[entry.module], entry.projection),
-            "×".join(str(size) for size in entry.shape),
-            f"{entry.bytes / 2**20:.2f}",
-            "/".join("–" if value is None else f"{value:d}" for value in scales),
-            sparkline(entry.scale_histogram), str(entry.zero_blocks),
-            *([str(entry.nan_scales)] if has_nan else []),
-            "exactly" if entry.exact_fold else f"not {entry.blocks_outside}",
-            str(entry.widest_span), *([_sqnr(entry)] if with_source else [])])
+        rows.append(
+            [
+                short_name(names[entry.module], entry.projection),
+                "×".join(str(size) for size in entry.shape),
+                f"{entry.bytes / 2**20:.2f}",
+                "/".join("–" if value is None else f"{value:d}" for value in scales),
+                sparkline(entry.scale_histogram),
+                str(entry.zero_blocks),
+                *([str(entry.nan_scales)] if has_nan else []),
+                "exactly" if entry.exact_fold else f"not {entry.blocks_outside}",
+                str(entry.widest_span),
+                *([_sqnr(entry)] if with_source else []),
+            ]
+        )
     return columns, rows
 
 

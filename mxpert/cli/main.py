@@ -37,15 +37,20 @@ class _Lazy:
 
 
 COMMANDS = {
-    "demo": _Lazy("demo", "demo",
-                  "Run a gpt-oss checkpoint's MoE layers here and check every number."),
+    "demo": _Lazy(
+        "demo", "demo", "Run a gpt-oss checkpoint's MoE layers here and check every number."
+    ),
     "doctor": _Lazy("doctor", "doctor", "Say what works on this machine, what does not, and why."),
     "quantize": _Lazy("quantize", "quantize", "Convert a bf16 MoE checkpoint to MXFP4."),
     "inspect": _Lazy("inspect", "inspect", "Show MX statistics of a checkpoint or a tensor."),
-    "eval": _Lazy("eval", "evaluate_checkpoint",
-                  "Compare a checkpoint's loss in bf16, a16w4, a8w4 and a4w4 on a text."),
-    "bench": _Lazy("bench", "bench", "Time named models against the ceilings of this machine.",
-                   "plot"),
+    "eval": _Lazy(
+        "eval",
+        "evaluate_checkpoint",
+        "Compare a checkpoint's loss in bf16, a16w4, a8w4 and a4w4 on a text.",
+    ),
+    "bench": _Lazy(
+        "bench", "bench", "Time named models against the ceilings of this machine.", "plot"
+    ),
     "tune": _Lazy("tune", "tune", "Search the tiles that are fastest on this GPU."),
 }
 
@@ -61,9 +66,11 @@ def _load(name: str) -> Any:
             raise
         raise UnsupportedError(
             f"mxpert {name}: import{_MESSAGE_MARK}need {error.name}, got no such package; "
-            f"pip install 'mxpert[{entry.extra}]'") from error
-    single = typer.Typer(add_completion=False, rich_markup_mode="markdown",
-                         pretty_exceptions_enable=False)
+            f"pip install 'mxpert[{entry.extra}]'"
+        ) from error
+    single = typer.Typer(
+        add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
+    )
     single.command(name, epilog=EXIT_CODES)(getattr(module, entry.function))
     return typer.main.get_command(single)
 
@@ -82,16 +89,25 @@ def quiet_imports() -> Iterator[None]:
 def one_line(error: Exception, command: str) -> str | None:
     """What the user has to know of an error; None where it is a defect of mxpert."""
     text = " ".join(str(error).split())
-    if _MESSAGE_MARK in text and isinstance(error, ValueError | TypeError | OSError
-                                            | UnsupportedError):
+    if _MESSAGE_MARK in text and isinstance(
+        error, ValueError | TypeError | OSError | UnsupportedError
+    ):
         return text
     if isinstance(error, OSError) and error.strerror is not None:
-        where, need = ("output", "room to write") if error.filename is None else (
-            str(error.filename), "a path that can be used")
+        where, need = (
+            ("output", "room to write")
+            if error.filename is None
+            else (str(error.filename), "a path that can be used")
+        )
         return message(f"mxpert {command}", where, need, error.strerror)
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
-        return message(f"mxpert {command}", "memory", "enough for this problem",
-                       text[:200] or "too little", "choose fewer tokens or a smaller model")
+        return message(
+            f"mxpert {command}",
+            "memory",
+            "enough for this problem",
+            text[:200] or "too little",
+            "choose fewer tokens or a smaller model",
+        )
     return None
 
 
@@ -100,8 +116,9 @@ class _LazyGroup(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = {name: TyperCommand(name=name, help=entry.summary)
-                         for name, entry in COMMANDS.items()}
+        self.commands = {
+            name: TyperCommand(name=name, help=entry.summary) for name, entry in COMMANDS.items()
+        }
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)  # in the order of COMMANDS, not of the alphabet
@@ -152,8 +169,13 @@ def _drop_unwritten_output() -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
 
 
-app = typer.Typer(cls=_LazyGroup, add_completion=False, no_args_is_help=True,
-                  rich_markup_mode="markdown", pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=_LazyGroup,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
 
 
 def _print_version(wanted: bool) -> None:
@@ -164,8 +186,13 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback(epilog=f"Start with `mxpert doctor`, then `mxpert demo`. {EXIT_CODES}")
 def main(
-    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True,
-                                 help="Print the version and exit."),
+    version: bool = typer.Option(
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the version and exit.",
+    ),
 ) -> None:
     """Microscaling (MXFP4, MXFP8) kernels for Mixture-of-Experts layers.
 

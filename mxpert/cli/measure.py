@@ -53,16 +53,22 @@ class Ceilings:
         return cls(read_bandwidth(device), {name: matmul_rate(device, name) for name in formats})
 
     def as_row(self) -> Row:
-        return {"read_tbs": self.bandwidth / 1e12,
-                "matmul_tflops": {name: rate / 1e12 for name, rate in self.rates.items()}}
+        return {
+            "read_tbs": self.bandwidth / 1e12,
+            "matmul_tflops": {name: rate / 1e12 for name, rate in self.rates.items()},
+        }
 
     def judge(self, work: Work, us: float, activation_format: str) -> Row:
         """Rates of one timed call, and the time that the ceilings allow as a share of its time."""
         rate = self.rates[activation_format]
-        return {"weight_bytes": work.weight_bytes, "flops": work.flops,
-                "tbs": work.weight_bytes / us / 1e6, "tflops": work.flops / us / 1e6,
-                "memory_bound": work.weight_bytes / self.bandwidth >= work.flops / rate,
-                "percent_of_roof": 100 * work.floor_us(self.bandwidth, rate) / us}
+        return {
+            "weight_bytes": work.weight_bytes,
+            "flops": work.flops,
+            "tbs": work.weight_bytes / us / 1e6,
+            "tflops": work.flops / us / 1e6,
+            "memory_bound": work.weight_bytes / self.bandwidth >= work.flops / rate,
+            "percent_of_roof": 100 * work.floor_us(self.bandwidth, rate) / us,
+        }
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,9 @@ class RunWeights:
         prepared = weights.prepare(device=device)
         return cls(prepared.unprepare(), prepared)
 
-    def resolve(self, explain_with: Callable[[MoEWeights], Explanation],
-                backend: str | None) -> tuple[MoEWeights, Resolution]:
+    def resolve(
+        self, explain_with: Callable[[MoEWeights], Explanation], backend: str | None
+    ) -> tuple[MoEWeights, Resolution]:
         """Choose prepared weights if a kernel reads them, else the stored ones.
 
         Args:
@@ -114,12 +121,17 @@ def time_calls(calls: Sequence[Callable[[], object]], device: torch.device) -> T
 
 def timing_columns(timing: Timing) -> Row:
     """A Timing as JSON columns."""
-    return {"us": timing.us, "low_us": timing.low_us, "high_us": timing.high_us,
-            "samples": timing.samples}
+    return {
+        "us": timing.us,
+        "low_us": timing.low_us,
+        "high_us": timing.high_us,
+        "samples": timing.samples,
+    }
 
 
-def error_gate(stage: str, activation_format: str,
-               intermediate: tuple[int, int] | None = None) -> float:
+def error_gate(
+    stage: str, activation_format: str, intermediate: tuple[int, int] | None = None
+) -> float:
     """Largest relative L2 error to float64 that a right result of a stage may have.
 
     The gate of a stage with bfloat16 output follows from the rounding of that output. If an
@@ -133,15 +145,16 @@ def error_gate(stage: str, activation_format: str,
         intermediate: number of intermediate values behind the compared outputs, and number in one
             row. None means so many that the differences of rows average out.
     """
-    flips = stage == "layer" or (
-        stage == "gate_up" and activation_format in ("mxfp8", "mxfp4"))
+    flips = stage == "layer" or (stage == "gate_up" and activation_format in ("mxfp8", "mxfp4"))
     if not flips:
         return STAGE_GATE
     if activation_format not in (FP8_TOKEN, "mxfp4") or intermediate is None:
         return END_TO_END_GATE
     values, row = intermediate
-    return max(END_TO_END_GATE,
-               requantisation_error(activation_format, INTERMEDIATE_NOISE, values, row=row))
+    return max(
+        END_TO_END_GATE,
+        requantisation_error(activation_format, INTERMEDIATE_NOISE, values, row=row),
+    )
 
 
 def intermediate_sizes(num_tokens: int, top_k: int, intermediate_size: int) -> tuple[int, int]:
@@ -170,8 +183,13 @@ def cosine_gate(activation_format: str, rows_noise: float, intermediate_noise: f
     return math.sqrt(max(0.0, 1 - 2**2 * expected))
 
 
-def check_gate(case: str, error: float, stage: str, activation_format: str,
-               intermediate: tuple[int, int] | None = None) -> None:
+def check_gate(
+    case: str,
+    error: float,
+    stage: str,
+    activation_format: str,
+    intermediate: tuple[int, int] | None = None,
+) -> None:
     """Refuse to time a wrong result. Args as `error_gate`.
 
     Raises:
@@ -179,5 +197,7 @@ def check_gate(case: str, error: float, stage: str, activation_format: str,
     """
     limit = error_gate(stage, activation_format, intermediate)
     if not error <= limit:
-        raise GateError(f"bench: {case} — need relative L2 to float64 of at most {limit:.1e}, got "
-                        f"{error:.3e}; nothing is timed on a wrong result")
+        raise GateError(
+            f"bench: {case} — need relative L2 to float64 of at most {limit:.1e}, got "
+            f"{error:.3e}; nothing is timed on a wrong result"
+        )

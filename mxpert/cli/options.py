@@ -16,10 +16,14 @@ from ..routing import TOKEN_MASK
 
 FORMAT_NAMES = {activation: name for name, activation in FORMATS.items()}
 """Activation format → the name that tables show and that options take."""
-FORMATS_HELP = (f"Activation formats, comma-separated: {', '.join(FORMAT_NAMES.values())}; the "
-                f"names {', '.join(FORMAT_NAMES)} mean the same.")
-JSON_HELP = ("Write the machine-readable report to this file. With '-' it goes to standard output, "
-             "and everything else to standard error.")
+FORMATS_HELP = (
+    f"Activation formats, comma-separated: {', '.join(FORMAT_NAMES.values())}; the "
+    f"names {', '.join(FORMAT_NAMES)} mean the same."
+)
+JSON_HELP = (
+    "Write the machine-readable report to this file. With '-' it goes to standard output, "
+    "and everything else to standard error."
+)
 
 
 def parse_numbers(text: str, command: str, option: str) -> list[int]:
@@ -29,11 +33,21 @@ def parse_numbers(text: str, command: str, option: str) -> list[int]:
     [1, 16]
     """
     parts = [part.strip() for part in text.split(",")]
-    valid = all(part.isascii() and part.isdigit() and len(part) <= len(str(TOKEN_MASK))
-                and 0 < int(part) <= TOKEN_MASK for part in parts)
-    require(valid, command, option, got=short(text),
-            need=f"integers from 1 to {TOKEN_MASK}, separated by commas",
-            remedy=f"for example {option} 1,16,128")
+    valid = all(
+        part.isascii()
+        and part.isdigit()
+        and len(part) <= len(str(TOKEN_MASK))
+        and 0 < int(part) <= TOKEN_MASK
+        for part in parts
+    )
+    require(
+        valid,
+        command,
+        option,
+        got=short(text),
+        need=f"integers from 1 to {TOKEN_MASK}, separated by commas",
+        remedy=f"for example {option} 1,16,128",
+    )
     return [int(part) for part in parts]
 
 
@@ -45,8 +59,9 @@ def parse_choices(text: str, allowed: Sequence[str], command: str, option: str) 
     """
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
-        require(part in allowed, command, option, need=f"some of {','.join(allowed)}",
-                got=short(part))
+        require(
+            part in allowed, command, option, need=f"some of {','.join(allowed)}", got=short(part)
+        )
     return list(dict.fromkeys(parts))
 
 
@@ -61,17 +76,26 @@ def parse_formats(text: str, command: str, option: str) -> list[str]:
         try:
             found.append(FORMATS.get(part) or parse_activation_format(part, command))
         except ValueError as error:
-            raise ValueError(message(
-                command, option,
-                f"some of {','.join(FORMAT_NAMES.values())} or {','.join(FORMAT_NAMES)}",
-                short(part))) from error
+            raise ValueError(
+                message(
+                    command,
+                    option,
+                    f"some of {','.join(FORMAT_NAMES.values())} or {','.join(FORMAT_NAMES)}",
+                    short(part),
+                )
+            ) from error
     return list(dict.fromkeys(found))
 
 
 def check_backend(backend: str | None, command: str) -> None:
     """Refuse an unknown --backend."""
-    require(backend is None or backend in BACKENDS, command, "--backend",
-            need=f"one of {', '.join(BACKENDS)}", got=short(str(backend)))
+    require(
+        backend is None or backend in BACKENDS,
+        command,
+        "--backend",
+        need=f"one of {', '.join(BACKENDS)}",
+        got=short(str(backend)),
+    )
 
 
 def open_folder(folder: Path, command: str, option: str) -> None:
@@ -81,8 +105,14 @@ def open_folder(folder: Path, command: str, option: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(message(command, option, "a folder that can be written",
-                                 f"{str(folder)!r}: {error.strerror}")) from error
+        raise ValueError(
+            message(
+                command,
+                option,
+                "a folder that can be written",
+                f"{str(folder)!r}: {error.strerror}",
+            )
+        ) from error
 
 
 def check_target(target: str | Path | None, command: str, option: str = "--json") -> None:
@@ -92,7 +122,17 @@ def check_target(target: str | Path | None, command: str, option: str = "--json"
     path = Path(target)
     usable = path.parent.is_dir() and not path.is_dir()
     hint = ", or -" if option == "--json" else ""
-    require(usable, command, option, need=f"a file in an existing directory{hint}",
-            got=short(str(target)))
-    require(os.access(path if path.exists() else path.parent, os.W_OK), command, option,
-            need=f"a file that can be written{hint}", got=short(str(target)))
+    require(
+        usable,
+        command,
+        option,
+        need=f"a file in an existing directory{hint}",
+        got=short(str(target)),
+    )
+    require(
+        os.access(path if path.exists() else path.parent, os.W_OK),
+        command,
+        option,
+        need=f"a file that can be written{hint}",
+        got=short(str(target)),
+    )

@@ -28,12 +28,17 @@ def progress(console: Console, title: str) -> Iterator[Advance]:
     if not console.is_terminal:
         yield _Lines(console, title).advance
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
-               TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total, what: bar.update(
-            task, completed=done, total=total, description=f"{title}: {escape(what)}")
+            task, completed=done, total=total, description=f"{title}: {escape(what)}"
+        )
 
 
 class _Lines:

@@ -19,17 +19,25 @@ EXIT_NOT_VERIFIED = 1
 
 
 def quantize(
-    source: Annotated[Path, typer.Argument(
-        help="Directory of a bf16 MoE checkpoint (Mixtral, Qwen-MoE, DeepSeek, gpt-oss naming).",
-        show_default=False)],
-    destination: Annotated[Path, typer.Argument(
-        help="Directory to write; absent, empty, or left by an interrupted run.",
-        show_default=False)],
-    scale_rule: Annotated[ScaleRule, typer.Option(
-        help="How a block's scale follows from its largest magnitude.")] = ScaleRule.RCEIL,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory of a bf16 MoE checkpoint (Mixtral, Qwen-MoE, DeepSeek, gpt-oss names)",
+            show_default=False,
+        ),
+    ],
+    destination: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory to write; absent, empty, or left by an interrupted run.",
+            show_default=False,
+        ),
+    ],
+    scale_rule: Annotated[
+        ScaleRule, typer.Option(help="How a block's scale follows from its largest magnitude.")
+    ] = ScaleRule.RCEIL,
     device: Annotated[str, typer.Option(help="Where to quantise, for example cuda.")] = "cpu",
-    json_to: Annotated[str | None, typer.Option(
-        "--json", metavar="FILE", help=JSON_HELP)] = None,
+    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help=JSON_HELP)] = None,
 ) -> None:
     """Quantise the experts of a bf16 MoE checkpoint to MXFP4, in the format gpt-oss publishes.
 
@@ -46,8 +54,9 @@ def quantize(
     """
     check_target(json_to, "quantize")
     with progress(make_console(stderr=True), "quantize") as advance:
-        report = quantize_checkpoint(source, destination, scale_rule=scale_rule, device=device,
-                                     on_progress=advance)
+        report = quantize_checkpoint(
+            source, destination, scale_rule=scale_rule, device=device, on_progress=advance
+        )
     _print_report(result_console(json_to), report)
     write_report(json_to, {"kind": "quantize", **report.as_json()})
     if not report.verified:
@@ -70,17 +79,33 @@ def _print_report(console: Console, report: QuantizeReport) -> None:
     rows = []
     names = short_names(entry.module for entry in report.projections)
     for entry in report.projections:
-        sqnr = "–" if entry.signal == 0 else "exact" if entry.sqnr_db is None else (
-            f"{entry.sqnr_db:.2f}")
-        rows.append((short_name(names[entry.module], entry.projection),
-                     "×".join(str(size) for size in entry.shape),
-                     f"{entry.source_bytes / 2**20:.2f}", f"{entry.bytes / 2**20:.2f}", sqnr))
-    print_table(console, "Quantised to MXFP4", (
-        "layer, experts", Column("shape", 2), Column("MiB before", 1), "MiB after", "SQNR dB"),
-        rows)
+        sqnr = (
+            "–"
+            if entry.signal == 0
+            else "exact"
+            if entry.sqnr_db is None
+            else (f"{entry.sqnr_db:.2f}")
+        )
+        rows.append(
+            (
+                short_name(names[entry.module], entry.projection),
+                "×".join(str(size) for size in entry.shape),
+                f"{entry.source_bytes / 2**20:.2f}",
+                f"{entry.bytes / 2**20:.2f}",
+                sqnr,
+            )
+        )
+    print_table(
+        console,
+        "Quantised to MXFP4",
+        ("layer, experts", Column("shape", 2), Column("MiB before", 1), "MiB after", "SQNR dB"),
+        rows,
+    )
     console.print(
         f"{report.destination}: {report.shards_written} shards written, {report.shards_resumed} "
         f"resumed, {report.source_bytes / 2**20:.1f} MiB became {report.bytes / 2**20:.1f} MiB, "
         f"scale rule {report.scale_rule}, gate and up rows {report.gate_up_order}; "
         + ("verified." if report.verified else "verification FAILED."),
-        markup=False, soft_wrap=True)
+        markup=False,
+        soft_wrap=True,
+    )

@@ -51,8 +51,14 @@ def package_version(name: str) -> str | None:
 def _command_output(*command: str) -> str | None:
     """What a command prints, or None where it does not exist or fails."""
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20,
-                              stdin=subprocess.DEVNULL).stdout.strip()
+        return subprocess.run(
+            command,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            stdin=subprocess.DEVNULL,
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -70,8 +76,12 @@ def commit() -> str | None:
 def gpu_facts(device: torch.device) -> Row:
     """Driver, clocks (MHz) and power limit (W) as nvidia-smi tells them; empty without it."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    text = _command_output("nvidia-smi", f"--id={index}", "--format=csv,noheader,nounits",
-                           f"--query-gpu={','.join(_NVIDIA_SMI)}")
+    text = _command_output(
+        "nvidia-smi",
+        f"--id={index}",
+        "--format=csv,noheader,nounits",
+        f"--query-gpu={','.join(_NVIDIA_SMI)}",
+    )
     values = [value.strip() for value in text.split(",")] if text else []
     return dict(zip(_NVIDIA_SMI, values, strict=True)) if len(values) == len(_NVIDIA_SMI) else {}
 
@@ -82,13 +92,21 @@ def environment(device: torch.device) -> Row:
     facts: Row = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "device": target.name, "arch": target.arch, "kind": target.kind,
-        "num_sms": target.num_sms, "cpu_threads": torch.get_num_threads(),
-        "versions": {"mxpert": __version__, "python": platform.python_version(),
-                     "torch": torch.__version__, "cuda": torch.version.cuda,
-                     "hip": torch.version.hip, "triton": package_version("triton"),
-                     "numpy": package_version("numpy"),
-                     "transformers": package_version("transformers")},
+        "device": target.name,
+        "arch": target.arch,
+        "kind": target.kind,
+        "num_sms": target.num_sms,
+        "cpu_threads": torch.get_num_threads(),
+        "versions": {
+            "mxpert": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "triton": package_version("triton"),
+            "numpy": package_version("numpy"),
+            "transformers": package_version("transformers"),
+        },
     }
     if device.type == "cuda":
         facts["gpu"] = gpu_facts(device)
@@ -111,8 +129,9 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
         with open(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
     except OSError as error:
-        raise ValueError(message("write_json", str(path), "a file that can be written",
-                                 error.strerror)) from error
+        raise ValueError(
+            message("write_json", str(path), "a file that can be written", error.strerror)
+        ) from error
 
 
 def write_report(target: str | None, document: Mapping[str, Any]) -> None:
@@ -159,8 +178,9 @@ class Column(NamedTuple):
     rank: int = 0
 
 
-def print_table(console: Console, title: str, columns: Sequence[str | Column],
-                rows: Sequence[Sequence[str]]) -> None:
+def print_table(
+    console: Console, title: str, columns: Sequence[str | Column], rows: Sequence[Sequence[str]]
+) -> None:
     """Print a table: first column left-aligned, the others right-aligned.
 
     On a narrow console columns are left out, by rank, and named below the table. No cell is cut.
@@ -176,15 +196,19 @@ def print_table(console: Console, title: str, columns: Sequence[str | Column],
     console.print(table)
     left_out = [column.name for index, column in enumerate(named) if index not in shown]
     if left_out:
-        console.print(f"left out at {console.width} columns: {', '.join(left_out)}",
-                      style="dim", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"left out at {console.width} columns: {', '.join(left_out)}",
+            style="dim",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]], shown: Sequence[int]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for index in shown:
-        table.add_column(columns[index].name, justify="right" if index else "left",
-                         overflow="fold")
+        table.add_column(columns[index].name, justify="right" if index else "left", overflow="fold")
     for row in rows:
         table.add_row(*(row[index] for index in shown))
     return table
@@ -229,8 +253,9 @@ def figure(title: str, columns: int) -> tuple[Any, Any]:
     return drawing, drawing.subplots(1, columns, squeeze=False)[0]
 
 
-def plot_roofline(path: Path, title: str, rows: Sequence[Row], bandwidth: float,
-                  rates: Mapping[str, float]) -> None:
+def plot_roofline(
+    path: Path, title: str, rows: Sequence[Row], bandwidth: float, rates: Mapping[str, float]
+) -> None:
     """Arithmetic intensity against rate, under the ceilings measured in the same run.
 
     Args:
@@ -239,20 +264,33 @@ def plot_roofline(path: Path, title: str, rows: Sequence[Row], bandwidth: float,
         bandwidth: bytes/s. rates: activation format → floating-point operations/s.
     """
     drawing, (axes,) = figure(title, 1)
-    points = [(row["flops"] / row["weight_bytes"], row["flops"] / row["us"] / 1e6,
-               f"{FORMAT_NAMES[row['activation']]} {row['stage']}") for row in rows]
+    points = [
+        (
+            row["flops"] / row["weight_bytes"],
+            row["flops"] / row["us"] / 1e6,
+            f"{FORMAT_NAMES[row['activation']]} {row['stage']}",
+        )
+        for row in rows
+    ]
     intensities = [point[0] for point in points] or [1.0]
-    xs = [min(intensities) / 2 * (4 * max(intensities) / min(intensities)) ** (i / 99)
-          for i in range(100)]
+    xs = [
+        min(intensities) / 2 * (4 * max(intensities) / min(intensities)) ** (i / 99)
+        for i in range(100)
+    ]
     for name, rate in rates.items():
-        axes.plot(xs, [min(x * bandwidth, rate) / 1e12 for x in xs], color="gray",
-                  linestyle="-" if name == "bf16" else "--",
-                  label=f"roof {FORMAT_NAMES[name]}: {bandwidth / 1e12:.2f} TB/s, "
-                        f"{rate / 1e12:.3g} TFLOP/s")
+        axes.plot(
+            xs,
+            [min(x * bandwidth, rate) / 1e12 for x in xs],
+            color="gray",
+            linestyle="-" if name == "bf16" else "--",
+            label=f"roof {FORMAT_NAMES[name]}: {bandwidth / 1e12:.2f} TB/s, "
+            f"{rate / 1e12:.3g} TFLOP/s",
+        )
     for label in dict.fromkeys(point[2] for point in points):
         chosen = [point for point in points if point[2] == label]
-        axes.plot([p[0] for p in chosen], [p[1] for p in chosen], marker="o", linestyle="",
-                  label=label)
+        axes.plot(
+            [p[0] for p in chosen], [p[1] for p in chosen], marker="o", linestyle="", label=label
+        )
     axes.set(xscale="log", yscale="log", xlabel="FLOP per weight byte", ylabel="TFLOP/s")
     axes.grid(which="both", alpha=0.3)
     axes.legend(fontsize="small")

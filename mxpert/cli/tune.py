@@ -97,57 +97,92 @@ class Report:
 def provenance(facts: Row, read_tbs: float, commit: str | None) -> Row:
     """The head of a table. Without a git history the commit is the version."""
     versions = facts["versions"]
-    return {"device": facts["device"], "arch": facts["arch"], "date": facts["date"],
-            "commit": commit or facts["commit"] or f"v{__version__}",
-            **{name: versions[name] for name in ("mxpert", "python", "torch")},
-            "triton": versions["triton"] or toolchain().triton,  # nightlies rename the package
-            "cuda": versions["cuda"] or versions["hip"], "gpu": facts.get("gpu", {}),
-            "read_tbs": round(read_tbs, 3),
-            "protocol": "fused_moe, cold L2, CUDA-graph replays, configs interleaved, medians"}
+    return {
+        "device": facts["device"],
+        "arch": facts["arch"],
+        "date": facts["date"],
+        "commit": commit or facts["commit"] or f"v{__version__}",
+        **{name: versions[name] for name in ("mxpert", "python", "torch")},
+        "triton": versions["triton"] or toolchain().triton,  # nightlies rename the package
+        "cuda": versions["cuda"] or versions["hip"],
+        "gpu": facts.get("gpu", {}),
+        "read_tbs": round(read_tbs, 3),
+        "protocol": "fused_moe, cold L2, CUDA-graph replays, configs interleaved, medians",
+    }
 
 
 def make_row(choice: Choice, outcome: Outcome, winner: Candidate, head: Row) -> TunedRow:
     """The table row of a finished cell."""
     problem, before = choice.problem, outcome.heuristic_us
     measured = Measured(
-        us=round(winner.us, 3), heuristic_us=None if before is None else round(before, 3),
-        spread=round(outcome.spread, 4), source=outcome.source, note=outcome.note,
-        rel_l2=float(f"{winner.rel_l2:.3e}"), tried=len(outcome.tried), valid=outcome.valid,
-        commit=head["commit"], date=head["date"])
-    return TunedRow(problem.formats, problem.num_experts, problem.top_k, problem.hidden_size,
-                    problem.intermediate_size, problem.num_tokens, choice.kernel.backend,
-                    winner.config, measured)
+        us=round(winner.us, 3),
+        heuristic_us=None if before is None else round(before, 3),
+        spread=round(outcome.spread, 4),
+        source=outcome.source,
+        note=outcome.note,
+        rel_l2=float(f"{winner.rel_l2:.3e}"),
+        tried=len(outcome.tried),
+        valid=outcome.valid,
+        commit=head["commit"],
+        date=head["date"],
+    )
+    return TunedRow(
+        problem.formats,
+        problem.num_experts,
+        problem.top_k,
+        problem.hidden_size,
+        problem.intermediate_size,
+        problem.num_tokens,
+        choice.kernel.backend,
+        winner.config,
+        measured,
+    )
 
 
 def name_cell(cell: Cell) -> str:
-    """"gpt-oss-120b T=64 a16w4"."""
+    """ "gpt-oss-120b T=64 a16w4"."""
     return f"{cell.model} T={cell.num_tokens} {FORMAT_NAMES[cell.activation_format]}"
 
 
 def _cell_row(cell: Cell, choice: Choice, outcome: Outcome) -> Row:
     """A cell and all its candidates, for --json."""
-    return {"cell": name_cell(cell), "backend": choice.kernel.backend, "valid": outcome.valid,
-            "source": outcome.source, "note": outcome.note,
-            "winner": asdict(outcome.winner.config) if outcome.winner else None,
-            "candidates": [{"config": asdict(each.config), "state": each.state.value,
-                            "rel_l2": each.rel_l2, "reason": each.reason,
-                            "us": each.us if each.timing else None,
-                            "spread": each.timing.spread if each.timing else None}
-                           for each in outcome.tried]}
+    return {
+        "cell": name_cell(cell),
+        "backend": choice.kernel.backend,
+        "valid": outcome.valid,
+        "source": outcome.source,
+        "note": outcome.note,
+        "winner": asdict(outcome.winner.config) if outcome.winner else None,
+        "candidates": [
+            {
+                "config": asdict(each.config),
+                "state": each.state.value,
+                "rel_l2": each.rel_l2,
+                "reason": each.reason,
+                "us": each.us if each.timing else None,
+                "spread": each.timing.spread if each.timing else None,
+            }
+            for each in outcome.tried
+        ],
+    }
 
 
 def _tell(console: Console, name: str, choice: Choice, outcome: Outcome) -> None:
     """One line for the cell, and one for each candidate that was wrong or failed."""
     for each in outcome.tried:
         if each.state in (State.WRONG, State.FAILED):
-            console.print(f"[red]{each.state.value}[/red] {escape(name)} "
-                          f"{choice.kernel.backend} {escape(str(each.config))}: "
-                          f"{escape(each.reason)}")
+            console.print(
+                f"[red]{each.state.value}[/red] {escape(name)} "
+                f"{choice.kernel.backend} {escape(str(each.config))}: "
+                f"{escape(each.reason)}"
+            )
     winner = outcome.winner
     us = "no right config" if winner is None else format_time(winner.us)
-    console.print(f"{escape(name)} {choice.kernel.backend}: {us}, {outcome.source} "
-                  f"({escape(outcome.note)}; {len(outcome.tried)} of {outcome.valid} tried)",
-                  highlight=False)
+    console.print(
+        f"{escape(name)} {choice.kernel.backend}: {us}, {outcome.source} "
+        f"({escape(outcome.note)}; {len(outcome.tried)} of {outcome.valid} tried)",
+        highlight=False,
+    )
 
 
 def by_shape(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
@@ -165,15 +200,21 @@ class _Tuner:
         self.end = time.monotonic() + request.seconds
         self.report = Report(environment(device), request.output)
         rows = read_rows(request.output, self.target.name)
-        self.finished = set() if request.force else {
-            row.key for row in rows if invalid_row(row, self.target) is None}
+        self.finished = (
+            set()
+            if request.force
+            else {row.key for row in rows if invalid_row(row, self.target) is None}
+        )
         self.head: Row = {}
 
     def run(self, advance: Advance) -> None:
         """Tune the cells without a row until the time is over."""
         request, layouts = self.request, expected_layouts(self.target)
-        pending = [cell for cell in request.cells if choose(
-            cell, self.target, layouts, request.backend).key not in self.finished]
+        pending = [
+            cell
+            for cell in request.cells
+            if choose(cell, self.target, layouts, request.backend).key not in self.finished
+        ]
         self.report.kept = len(request.cells) - len(pending)
         self.report.unfinished = [name_cell(cell) for cell in pending]
         if not pending:
@@ -185,15 +226,17 @@ class _Tuner:
         for cells in by_shape(pending):
             advance(done, total, f"{cells[0].model}: making weights")
             weights = RunWeights.of(
-                random_moe_problem(cells[0].shape, 1, device=self.device).weights, self.device)
+                random_moe_problem(cells[0].shape, 1, device=self.device).weights, self.device
+            )
             probes: dict[str, Probes] = {}
             for cell in cells:
                 if time.monotonic() >= self.end and self.report.cells:
                     return
                 advance(done, total, name_cell(cell))
                 if cell.activation_format not in probes:
-                    probes[cell.activation_format] = Probes.of(cell.shape, weights.plain,
-                                                               cell.options)
+                    probes[cell.activation_format] = Probes.of(
+                        cell.shape, weights.plain, cell.options
+                    )
                 self._tune(cell, weights, probes[cell.activation_format])
                 done += 1
             del weights  # before the next shape's are made
@@ -201,22 +244,31 @@ class _Tuner:
     def _tune(self, cell: Cell, weights: RunWeights, probes: Probes) -> None:
         """Search one cell within its share of the remaining time and write its row."""
         report, name = self.report, name_cell(cell)
-        choice = choose(cell, self.target, (weights.prepared.layout, weights.plain.layout),
-                        self.request.backend)
+        choice = choose(
+            cell, self.target, (weights.prepared.layout, weights.plain.layout), self.request.backend
+        )
         if choice.key in self.finished:  # these weights took another layout than most do
             report.unfinished.remove(name)
             report.kept += 1
             return
-        chosen = (weights.prepared if choice.problem.weight_layout is weights.prepared.layout
-                  else weights.plain)
-        configs = in_order(choice.kernel.heuristic(choice.problem),
-                           choice.kernel.configs(choice.problem))
+        chosen = (
+            weights.prepared
+            if choice.problem.weight_layout is weights.prepared.layout
+            else weights.plain
+        )
+        configs = in_order(
+            choice.kernel.heuristic(choice.problem), choice.kernel.configs(choice.problem)
+        )
         trial = DeviceTrial(choice, cell.shape, chosen, probes)
         now = time.monotonic()
         outcome = search(
-            configs, trial, limit=trial.limit, end=self.end,
+            configs,
+            trial,
+            limit=trial.limit,
+            end=self.end,
             deadline=now + (self.end - now) / len(report.unfinished),
-            batch_size=BATCH_SIZE if cell.num_tokens <= LARGE_BATCH_TOKENS else BATCH_SIZE // 2)
+            batch_size=BATCH_SIZE if cell.num_tokens <= LARGE_BATCH_TOKENS else BATCH_SIZE // 2,
+        )
         _tell(self.console, name, choice, outcome)
         report.cells.append(_cell_row(cell, choice, outcome))
         if outcome.cut_short:
@@ -225,8 +277,9 @@ class _Tuner:
         if outcome.winner is None:
             report.unsound.append(name)
             return
-        add_rows(self.request.output, self.head,
-                 [make_row(choice, outcome, outcome.winner, self.head)])
+        add_rows(
+            self.request.output, self.head, [make_row(choice, outcome, outcome.winner, self.head)]
+        )
         report.tuned += 1
 
 
@@ -246,10 +299,16 @@ def dry_run(cells: Sequence[Cell], target: Target, backend: str | None) -> Row:
     rows = []
     for cell in cells:
         choice = choose(cell, target, expected_layouts(target), backend)
-        configs = in_order(choice.kernel.heuristic(choice.problem),
-                           choice.kernel.configs(choice.problem))
-        rows.append({"cell": name_cell(cell), "backend": choice.kernel.backend,
-                     "candidates": [asdict(config) for config in configs]})
+        configs = in_order(
+            choice.kernel.heuristic(choice.problem), choice.kernel.configs(choice.problem)
+        )
+        rows.append(
+            {
+                "cell": name_cell(cell),
+                "backend": choice.kernel.backend,
+                "candidates": [asdict(config) for config in configs],
+            }
+        )
     return {"kind": "tune-dry-run", "target": asdict(target), "cells": rows}
 
 
@@ -258,68 +317,115 @@ def _short(config: Row) -> str:
 
     Routing unit, then for gate_up and down: tile, warps, pipeline stages, and split-K if above 1.
     """
-    stages = [f"{c['block_m']}x{c['block_n']}x{c['block_k']} w{c['num_warps']} s{c['num_stages']}"
-              + (f" /{c['split_k']}" if c["split_k"] > 1 else "")
-              for c in (config["gate_up"], config["down"])]
+    stages = [
+        f"{c['block_m']}x{c['block_n']}x{c['block_k']} w{c['num_warps']} s{c['num_stages']}"
+        + (f" /{c['split_k']}" if c["split_k"] > 1 else "")
+        for c in (config["gate_up"], config["down"])
+    ]
     return " | ".join((f"m{config['routing_block_m']}", *stages))
 
 
 def _show_plan(document: Row, console: Console) -> None:
-    print_table(console, f"mxpert tune --dry-run on {document['target']['name']}",
-                ("cell", Column("backend", 1), "candidates",
-                 Column("heuristic: unit | gate_up | down", 2)),
-                [(escape(row["cell"]), row["backend"], str(len(row["candidates"])),
-                  _short(row["candidates"][0])) for row in document["cells"]])
+    print_table(
+        console,
+        f"mxpert tune --dry-run on {document['target']['name']}",
+        ("cell", Column("backend", 1), "candidates", Column("heuristic: unit | gate_up | down", 2)),
+        [
+            (
+                escape(row["cell"]),
+                row["backend"],
+                str(len(row["candidates"])),
+                _short(row["candidates"][0]),
+            )
+            for row in document["cells"]
+        ],
+    )
 
 
 def _writable(output: Path | None, target: Target) -> Path:
     """The table to write: `output`, else the user's table of this target."""
     path = output or user_table(target)
     if path is None:
-        raise UnsupportedError(message("tune", "--output", "a file to write",
-                                       "no home directory", "name one with --output"))
-    folder = next(each for each in (path.absolute().parent, *path.absolute().parents)
-                  if each.exists())
+        raise UnsupportedError(
+            message(
+                "tune", "--output", "a file to write", "no home directory", "name one with --output"
+            )
+        )
+    folder = next(
+        each for each in (path.absolute().parent, *path.absolute().parents) if each.exists()
+    )
     usable = (path.is_file() or not path.exists()) and folder.is_dir()
-    require(usable and os.access(folder, os.W_OK), "tune", "--output",
-            need="a file in a folder that can be written", got=str(path))
+    require(
+        usable and os.access(folder, os.W_OK),
+        "tune",
+        "--output",
+        need="a file in a folder that can be written",
+        got=str(path),
+    )
     return path
 
 
 def _named_target(name: str | None, dry: bool) -> Target:
     """The target of --target, else this machine's."""
     if name is not None:
-        require(dry, "tune", "--target", need="--dry-run beside it", got=repr(name),
-                remedy="without --dry-run this machine's GPU is tuned")
-        require(name in TARGETS, "tune", "--target", need=f"one of {sorted(TARGETS)}",
-                got=repr(name))
+        require(
+            dry,
+            "tune",
+            "--target",
+            need="--dry-run beside it",
+            got=repr(name),
+            remedy="without --dry-run this machine's GPU is tuned",
+        )
+        require(
+            name in TARGETS, "tune", "--target", need=f"one of {sorted(TARGETS)}", got=repr(name)
+        )
         return TARGETS[name]
     device = best_device()
     if device.type == "cpu":
-        raise UnsupportedError(message(
-            "tune", "device", "a GPU", "none on this machine",
-            f"add --dry-run --target {next(iter(TARGETS))} to see what would be tried"))
+        raise UnsupportedError(
+            message(
+                "tune",
+                "device",
+                "a GPU",
+                "none on this machine",
+                f"add --dry-run --target {next(iter(TARGETS))} to see what would be tried",
+            )
+        )
     return detect_target(device)
 
 
 def tune(
-    model: list[str] = typer.Option(None, help="A named model; repeat for several. Default: "
-                                    "gpt-oss-120b, unless --shape is given."),
-    shape: list[str] = typer.Option(None, help="E,k,H,F of another layer: experts, experts per "
-                                    "token, hidden and intermediate size; repeat for several."),
-    tokens: str = typer.Option(DEFAULT_TOKENS, show_default=False, help="Token counts, "
-                               "comma-separated. Default: the powers of two up to 8192."),
+    model: list[str] = typer.Option(
+        None,
+        help="A named model; repeat for several. Default: gpt-oss-120b, unless --shape is given.",
+    ),
+    shape: list[str] = typer.Option(
+        None,
+        help="E,k,H,F of another layer: experts, experts per "
+        "token, hidden and intermediate size; repeat for several.",
+    ),
+    tokens: str = typer.Option(
+        DEFAULT_TOKENS,
+        show_default=False,
+        help="Token counts, comma-separated. Default: the powers of two up to 8192.",
+    ),
     formats: str = typer.Option("a16w4,a8w4,a4w4", "--format", "--formats", help=FORMATS_HELP),
-    time_budget: float = typer.Option(DEFAULT_SECONDS, help="Seconds for the whole run; cells left "
-                                      "are tuned when it is run again."),
-    output: Path = typer.Option(None, help="The table to write. Default: tables/DEVICE.json in "
-                                "$MXPERT_CACHE_DIR or ~/.cache/mxpert."),
+    time_budget: float = typer.Option(
+        DEFAULT_SECONDS,
+        help="Seconds for the whole run; cells left are tuned when it is run again.",
+    ),
+    output: Path = typer.Option(
+        None,
+        help="The table to write. Default: tables/DEVICE.json in "
+        "$MXPERT_CACHE_DIR or ~/.cache/mxpert.",
+    ),
     backend: str = typer.Option(None, help="Tune this backend instead of the one that would run."),
     force: bool = typer.Option(False, "--force", help="Tune finished cells again."),
     commit: str = typer.Option(None, help="The commit to record, for a copy without history."),
     dry: bool = typer.Option(False, "--dry-run", help="List cells and candidates; run nothing."),
-    target: str = typer.Option(None, help="With --dry-run: a device that need not be here: "
-                               f"{', '.join(TARGETS)}."),
+    target: str = typer.Option(
+        None, help=f"With --dry-run: a device that need not be here: {', '.join(TARGETS)}."
+    ),
     json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
 ) -> None:
     """Search the tiles that are fastest on this GPU.
@@ -345,10 +451,21 @@ def tune(
     names = parse_formats(formats, "tune", "--format")
     check_target(json_to, "tune")
     tunable = sorted(set(BACKENDS) - {"reference"})
-    require(backend is None or backend in tunable, "tune", "--backend", need=f"one of {tunable}",
-            got=repr(backend), remedy="the reference has no tiles to tune")
-    require(time_budget > 0 and math.isfinite(time_budget), "tune", "--time-budget",
-            need="a positive number of seconds", got=time_budget)
+    require(
+        backend is None or backend in tunable,
+        "tune",
+        "--backend",
+        need=f"one of {tunable}",
+        got=repr(backend),
+        remedy="the reference has no tiles to tune",
+    )
+    require(
+        time_budget > 0 and math.isfinite(time_budget),
+        "tune",
+        "--time-budget",
+        need="a positive number of seconds",
+        got=time_budget,
+    )
     models = list(model or ([] if shape else ["gpt-oss-120b"]))
     cells = make_cells(models, list(shape or []), counts, names)
     here, console = _named_target(target, dry), make_console(stderr=True)
@@ -365,8 +482,11 @@ def tune(
 
 def _close(report: Report, console: Console) -> int:
     """Print the last lines; return the exit code."""
-    console.print(f"{report.output}: {report.tuned} tuned, {report.kept} kept, "
-                  f"{len(report.unfinished)} left", markup=False, highlight=False)
+    console.print(
+        f"{report.output}: {report.tuned} tuned, {report.kept} kept, {len(report.unfinished)} left",
+        markup=False,
+        highlight=False,
+    )
     for name in report.unsound:
         console.print(f"no right config: {name}", markup=False)
     if report.interrupted:

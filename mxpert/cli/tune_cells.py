@@ -26,12 +26,15 @@ from .options import parse_numbers
 from .tune_search import DeviceLostError
 
 NUM_PROBES = 16
-TARGETS = {table_name(target).removesuffix(".json"): target for target in (
-    Target("cuda", "sm_90", "NVIDIA H200", 132, 232448),
-    Target("cuda", "sm_90", "NVIDIA H100 80GB HBM3", 132, 232448),
-    Target("cuda", "sm_100", "NVIDIA B200", 148, 232448),
-    Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024),
-)}
+TARGETS = {
+    table_name(target).removesuffix(".json"): target
+    for target in (
+        Target("cuda", "sm_90", "NVIDIA H200", 132, 232448),
+        Target("cuda", "sm_90", "NVIDIA H100 80GB HBM3", 132, 232448),
+        Target("cuda", "sm_100", "NVIDIA B200", 148, 232448),
+        Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024),
+    )
+}
 """Known devices by table name, for --dry-run without a GPU and for checking shipped tables."""
 
 
@@ -51,8 +54,17 @@ class Cell:
     def problem(self, target: Target, layout: Layout) -> MoEProblem:
         """The whole layer on a target, with weights in a layout."""
         shape = self.shape
-        return MoEProblem(Op.FUSED_MOE, target, self.num_tokens, shape.top_k, shape.num_experts,
-                          shape.hidden_size, shape.intermediate_size, self.options, layout)
+        return MoEProblem(
+            Op.FUSED_MOE,
+            target,
+            self.num_tokens,
+            shape.top_k,
+            shape.num_experts,
+            shape.hidden_size,
+            shape.intermediate_size,
+            self.options,
+            layout,
+        )
 
 
 @dataclass(frozen=True)
@@ -87,8 +99,15 @@ def choose(cell: Cell, target: Target, layouts: Sequence[Layout], backend: str |
         if kernel.backend != "reference":
             return Choice(kernel, problem)
         reason = "; ".join(f"{name} {why}" for name, why in explanation.rejected)
-    raise UnsupportedError(message("tune", "--backend", f"a kernel with tiles on {target.name}",
-                                   f"none ({reason})", "see mxpert doctor"))
+    raise UnsupportedError(
+        message(
+            "tune",
+            "--backend",
+            f"a kernel with tiles on {target.name}",
+            f"none ({reason})",
+            "see mxpert doctor",
+        )
+    )
 
 
 def expected_layouts(target: Target) -> list[Layout]:
@@ -123,30 +142,52 @@ def parse_shape(text: str) -> tuple[str, MoEShape]:
     sizes = parse_numbers(text, "tune", "--shape")
     require(len(sizes) == 4, "tune", "--shape", need="four numbers E,k,H,F", got=repr(text))
     num_experts, top_k, hidden_size, intermediate_size = sizes
-    require(top_k <= num_experts, "tune", "--shape", need=f"k of at most E = {num_experts}",
-            got=top_k)
-    require(hidden_size % MX_BLOCK_SIZE == 0 and intermediate_size % MX_BLOCK_SIZE == 0, "tune",
-            "--shape", need=f"H and F in multiples of {MX_BLOCK_SIZE}",
-            got=f"{hidden_size}, {intermediate_size}")
+    require(
+        top_k <= num_experts, "tune", "--shape", need=f"k of at most E = {num_experts}", got=top_k
+    )
+    require(
+        hidden_size % MX_BLOCK_SIZE == 0 and intermediate_size % MX_BLOCK_SIZE == 0,
+        "tune",
+        "--shape",
+        need=f"H and F in multiples of {MX_BLOCK_SIZE}",
+        got=f"{hidden_size}, {intermediate_size}",
+    )
     return text, MoEShape(hidden_size, intermediate_size, num_experts, top_k)
 
 
-def make_cells(models: Sequence[str], shapes: Sequence[str], tokens: Sequence[int],
-               formats: Sequence[str]) -> list[Cell]:
+def make_cells(
+    models: Sequence[str], shapes: Sequence[str], tokens: Sequence[int], formats: Sequence[str]
+) -> list[Cell]:
     """All cells without duplicates, ordered by shape so that each shape's weights are made once."""
     for name in models:
-        require(name in MODEL_SHAPES, "tune", "--model", got=repr(name),
-                need=f"one of {', '.join(MODEL_SHAPES)}")
+        require(
+            name in MODEL_SHAPES,
+            "tune",
+            "--model",
+            got=repr(name),
+            need=f"one of {', '.join(MODEL_SHAPES)}",
+        )
     named = [(name, MODEL_SHAPES[name]) for name in models] + [parse_shape(s) for s in shapes]
     for _, shape in named:
-        require(max(tokens) * shape.top_k <= TOKEN_MASK, "tune", "--tokens", got=max(tokens),
-                need=f"T · k of at most {TOKEN_MASK}")
+        require(
+            max(tokens) * shape.top_k <= TOKEN_MASK,
+            "tune",
+            "--tokens",
+            got=max(tokens),
+            need=f"T · k of at most {TOKEN_MASK}",
+        )
     cells: dict[tuple[object, ...], Cell] = {}
     for name, shape in named:
         for activation_format in formats:
             for num_tokens in dict.fromkeys(tokens):
-                key = (shape.num_experts, shape.top_k, shape.hidden_size, shape.intermediate_size,
-                       activation_format, num_tokens)
+                key = (
+                    shape.num_experts,
+                    shape.top_k,
+                    shape.hidden_size,
+                    shape.intermediate_size,
+                    activation_format,
+                    num_tokens,
+                )
                 cells.setdefault(key, Cell(name, shape, num_tokens, activation_format))
     return list(cells.values())
 
@@ -164,8 +205,9 @@ class Batch:
         """Standard normal tokens with uniform routing."""
         generator = torch.Generator(device).manual_seed(seed)
         x = torch.randn(num_tokens, shape.hidden_size, device=device, generator=generator)
-        weights, ids = random_routing(num_tokens, shape.num_experts, shape.top_k,
-                                      generator=generator)
+        weights, ids = random_routing(
+            num_tokens, shape.num_experts, shape.top_k, generator=generator
+        )
         return cls(x.to(torch.bfloat16), weights, ids)
 
     def plant(self, probes: Batch) -> torch.Tensor:
@@ -177,8 +219,11 @@ class Batch:
         count = min(len(self.x), len(probes.x))
         places = torch.linspace(0, len(self.x) - 1, count, dtype=torch.float64).round().long()
         places = places.to(self.x.device)
-        for own, other in ((self.x, probes.x), (self.topk_ids, probes.topk_ids),
-                           (self.topk_weights, probes.topk_weights)):
+        for own, other in (
+            (self.x, probes.x),
+            (self.topk_ids, probes.topk_ids),
+            (self.topk_weights, probes.topk_weights),
+        ):
             own[places] = other[:count]
         return places
 
@@ -195,24 +240,31 @@ class Probes:
         """Run the reference on NUM_PROBES tokens of ROW_MAJOR weights."""
         batch = Batch.random(shape, NUM_PROBES, weights.device, seed=0)
         with float64_reference():
-            truth = fused_moe(batch.x, weights, batch.topk_weights, batch.topk_ids,
-                              activation=options.activation,
-                              activation_format=options.activation_format)
+            truth = fused_moe(
+                batch.x,
+                weights,
+                batch.topk_weights,
+                batch.topk_ids,
+                activation=options.activation,
+                activation_format=options.activation_format,
+            )
         return cls(batch, truth)
 
 
 class DeviceTrial:
     """Runs configs of one cell on a device; implements `tune_search.Trial`."""
 
-    def __init__(self, choice: Choice, shape: MoEShape, weights: MoEWeights,
-                 probes: Probes) -> None:
+    def __init__(
+        self, choice: Choice, shape: MoEShape, weights: MoEWeights, probes: Probes
+    ) -> None:
         num_tokens, device = choice.problem.num_tokens, weights.device
         rotations = max(1, min(8, 64 // num_tokens))  # small batches hit few experts each
         self.choice, self.weights, self.device = choice, weights, device
-        self.batches = [Batch.random(shape, num_tokens, device, seed)
-                        for seed in range(1, rotations + 1)]
+        self.batches = [
+            Batch.random(shape, num_tokens, device, seed) for seed in range(1, rotations + 1)
+        ]
         self.places = self.batches[0].plant(probes.batch)
-        self.truth = probes.truth[:len(self.places)]
+        self.truth = probes.truth[: len(self.places)]
         sizes = intermediate_sizes(len(self.places), shape.top_k, shape.intermediate_size)
         self.limit = error_gate("layer", choice.problem.options.activation_format, sizes)
         self.sound: torch.Tensor | None = None
@@ -221,8 +273,15 @@ class DeviceTrial:
     def run(self, config: MoEConfig, batch: Batch) -> torch.Tensor:
         """The layer's output for one batch."""
         result: torch.Tensor = self.choice.kernel.launch(
-            self.choice.problem, config, x=batch.x, weights=self.weights, topk_ids=batch.topk_ids,
-            topk_weights=batch.topk_weights, expert_map=None, num_local_tokens=None)
+            self.choice.problem,
+            config,
+            x=batch.x,
+            weights=self.weights,
+            topk_ids=batch.topk_ids,
+            topk_weights=batch.topk_weights,
+            expert_map=None,
+            num_local_tokens=None,
+        )
         return result
 
     def error(self, config: MoEConfig) -> float:
@@ -243,15 +302,22 @@ class DeviceTrial:
         apart = relative_l2(result, self.sound) / 2
         return apart if not apart <= error else error
 
-    def times(self, configs: Sequence[MoEConfig], repeats: int,
-              failures: dict[MoEConfig, Exception]) -> dict[MoEConfig, Timing]:
+    def times(
+        self, configs: Sequence[MoEConfig], repeats: int, failures: dict[MoEConfig, Exception]
+    ) -> dict[MoEConfig, Timing]:
         """Time the configs in turns with a cold L2 cache, through `time_graph`."""
         names = {str(index): config for index, config in enumerate(configs)}
         failed: dict[str, Exception] = {}
         timings = time_graph(
-            {name: [functools.partial(self.run, config, batch) for batch in self.batches]
-             for name, config in names.items()},
-            device=self.device, repeats=repeats, warmup=1, failures=failed)
+            {
+                name: [functools.partial(self.run, config, batch) for batch in self.batches]
+                for name, config in names.items()
+            },
+            device=self.device,
+            repeats=repeats,
+            warmup=1,
+            failures=failed,
+        )
         if failed:
             self._require_alive(names[next(iter(failed))])
         failures.update({names[name]: error for name, error in failed.items()})
@@ -263,7 +329,12 @@ class DeviceTrial:
         try:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
-            raise DeviceLostError(message(
-                "tune", f"{self.choice.kernel.backend} {config}", "a config that leaves the device "
-                "usable", str(error).splitlines()[0],
-                "report it as a defect; finished cells are kept")) from error
+            raise DeviceLostError(
+                message(
+                    "tune",
+                    f"{self.choice.kernel.backend} {config}",
+                    "a config that leaves the device usable",
+                    str(error).splitlines()[0],
+                    "report it as a defect; finished cells are kept",
+                )
+            ) from error

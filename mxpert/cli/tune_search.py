@@ -70,8 +70,9 @@ class Trial(Protocol):
     def error(self, config: MoEConfig) -> float:
         """The config's relative L2 error to the float64 reference. Passes on kernel exceptions."""
 
-    def times(self, configs: Sequence[MoEConfig], repeats: int,
-              failures: dict[MoEConfig, Exception]) -> dict[MoEConfig, Timing]:
+    def times(
+        self, configs: Sequence[MoEConfig], repeats: int, failures: dict[MoEConfig, Exception]
+    ) -> dict[MoEConfig, Timing]:
         """Time the configs in turns; exceptions of configs that fail go to `failures`."""
 
 
@@ -104,7 +105,8 @@ def distance(config: MoEConfig, other: MoEConfig) -> int:
     settings = [field.name for field in fields(GemmConfig) if field.name != "block_m"]
     stages = ((config.gate_up, other.gate_up), (config.down, other.down))
     return (config.routing_block_m != other.routing_block_m) + sum(
-        getattr(a, name) != getattr(b, name) for a, b in stages for name in settings)
+        getattr(a, name) != getattr(b, name) for a, b in stages for name in settings
+    )
 
 
 def in_order(heuristic: MoEConfig, configs: Iterable[MoEConfig]) -> list[MoEConfig]:
@@ -119,9 +121,16 @@ def in_order(heuristic: MoEConfig, configs: Iterable[MoEConfig]) -> list[MoEConf
     return [heuristic, *others]
 
 
-def search(configs: Sequence[MoEConfig], trial: Trial, *, limit: float, deadline: float,
-           end: float = math.inf, batch_size: int = BATCH_SIZE,
-           clock: Callable[[], float] = time.monotonic) -> Outcome:
+def search(
+    configs: Sequence[MoEConfig],
+    trial: Trial,
+    *,
+    limit: float,
+    deadline: float,
+    end: float = math.inf,
+    batch_size: int = BATCH_SIZE,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
     """Find the fastest sound config.
 
     Configs are tried in batches. Each config of a batch runs once and must pass the gate. The batch
@@ -142,7 +151,7 @@ def search(configs: Sequence[MoEConfig], trial: Trial, *, limit: float, deadline
     best: Candidate | None = None
     for start in range(0, len(configs), batch_size):
         batch: list[Candidate] = []
-        for config in configs[start:start + batch_size]:
+        for config in configs[start : start + batch_size]:
             if (start or batch) and clock() >= (deadline if start else end):
                 break
             batch.append(_gated(config, trial, limit))
@@ -163,8 +172,12 @@ def _gated(config: MoEConfig, trial: Trial, limit: float) -> Candidate:
     except Exception as failure:  # compilers raise types of their own
         return Candidate(config, State.FAILED, reason=_one_line(failure))
     if not error <= limit:
-        return Candidate(config, State.WRONG, error,
-                         reason=f"relative L2 to float64 is {error:.3e}, at most {limit:.1e}")
+        return Candidate(
+            config,
+            State.WRONG,
+            error,
+            reason=f"relative L2 to float64 is {error:.3e}, at most {limit:.1e}",
+        )
     return Candidate(config, State.SCREENED, error)
 
 
@@ -204,28 +217,57 @@ def _screen(batch: Sequence[Candidate], best: Candidate | None, trial: Trial) ->
 def _decide(tried: Sequence[Candidate], valid: int, trial: Trial) -> Outcome:
     """Run the final. A rival wins if it beats the heuristic's choice by more than the spread."""
     heuristic = tried[0]
-    rivals = sorted((each for each in tried[1:] if each.state is State.SCREENED),
-                    key=lambda each: each.us)[:FINALISTS - 1]
+    rivals = sorted(
+        (each for each in tried[1:] if each.state is State.SCREENED), key=lambda each: each.us
+    )[: FINALISTS - 1]
     finalists = ([heuristic] if heuristic.sound else []) + rivals
     if finalists:
         _time(finalists, FINAL_REPEATS, trial, State.TIMED)
     rivals = sorted((each for each in rivals if each.sound), key=lambda each: each.us)
     if not heuristic.sound:
         winner = rivals[0] if rivals else None
-        return Outcome(tuple(tried), valid, winner, None, _spread(winner), "search",
-                       f"the heuristic's choice {heuristic.state.value}: {heuristic.reason}")
+        return Outcome(
+            tuple(tried),
+            valid,
+            winner,
+            None,
+            _spread(winner),
+            "search",
+            f"the heuristic's choice {heuristic.state.value}: {heuristic.reason}",
+        )
     if not rivals:
-        return Outcome(tuple(tried), valid, heuristic, heuristic.us, _spread(heuristic),
-                       "heuristic", "no other sound config")
+        return Outcome(
+            tuple(tried),
+            valid,
+            heuristic,
+            heuristic.us,
+            _spread(heuristic),
+            "heuristic",
+            "no other sound config",
+        )
     rival = rivals[0]
     spread = max(_spread(heuristic), _spread(rival))
     gain = 1 - rival.us / heuristic.us
     if gain > spread:
-        return Outcome(tuple(tried), valid, rival, heuristic.us, spread, "search",
-                       f"{gain:.1%} faster than the heuristic's choice, spread {spread:.1%}")
+        return Outcome(
+            tuple(tried),
+            valid,
+            rival,
+            heuristic.us,
+            spread,
+            "search",
+            f"{gain:.1%} faster than the heuristic's choice, spread {spread:.1%}",
+        )
     found = f"the best other is {abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
-    return Outcome(tuple(tried), valid, heuristic, heuristic.us, spread, "heuristic",
-                   f"{found}, spread {spread:.1%}")
+    return Outcome(
+        tuple(tried),
+        valid,
+        heuristic,
+        heuristic.us,
+        spread,
+        "heuristic",
+        f"{found}, spread {spread:.1%}",
+    )
 
 
 def _spread(candidate: Candidate | None) -> float:

@@ -4,5 +4,13 @@ from .calls import Calls, without_grad
 from .registry import Explanation, Resolution, explain_problem, override, resolve
 from .target import detect_target
 
-__all__ = ["Calls", "Explanation", "Resolution", "detect_target", "explain_problem", "override",
-           "resolve", "without_grad"]
+__all__ = [
+    "Calls",
+    "Explanation",
+    "Resolution",
+    "detect_target",
+    "explain_problem",
+    "override",
+    "resolve",
+    "without_grad",
+]

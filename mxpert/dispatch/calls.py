@@ -40,8 +40,13 @@ class Calls:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Known] = {}
 
-    def launch(self, choice: object, values: tuple[Any, ...], arguments: dict[str, Any],
-               describe_problem: Callable[[], Problem]) -> Any:
+    def launch(
+        self,
+        choice: object,
+        values: tuple[Any, ...],
+        arguments: dict[str, Any],
+        describe_problem: Callable[[], Problem],
+    ) -> Any:
         """Return the op's result, which has no gradient.
 
         Args:
@@ -66,8 +71,9 @@ class Calls:
                 return result
         return _launch(kernel, config, known.problem, arguments)
 
-    def _find(self, key: tuple[Any, ...], choice: object,
-              describe_problem: Callable[[], Problem]) -> Known:
+    def _find(
+        self, key: tuple[Any, ...], choice: object, describe_problem: Callable[[], Problem]
+    ) -> Known:
         try:
             known = self._known.get(key)
         except TypeError:  # a choice without a hash, which passes no check

@@ -21,13 +21,24 @@ from typing import Any
 from ..errors import PerformanceWarning, UnsupportedError, message, require
 from ..geometry import Known
 from ..problem import (
-    Config, GemmConfig, GroupedProblem, KernelSpec, MoEConfig, MoEProblem, Op, Problem,
-    ReferenceConfig, refuse,
+    Config,
+    GemmConfig,
+    GroupedProblem,
+    KernelSpec,
+    MoEConfig,
+    MoEProblem,
+    Op,
+    Problem,
+    ReferenceConfig,
+    refuse,
 )
 from . import tables
 
-BACKENDS = {"hopper": "mxpert.backends.hopper", "reference": "mxpert.backends.reference",
-            "triton": "mxpert.backends.triton"}
+BACKENDS = {
+    "hopper": "mxpert.backends.hopper",
+    "reference": "mxpert.backends.reference",
+    "triton": "mxpert.backends.triton",
+}
 _GPU_ORDER = ("hopper", "triton", "reference")
 _CPU_ORDER = ("reference", "triton")
 _MADE_FOR = {"sm_90": "hopper"}
@@ -44,8 +55,9 @@ class Override:
     config: Config = None
 
 
-_override: contextvars.ContextVar[Override] = contextvars.ContextVar("mxpert_override",
-                                                                     default=Override())
+_override: contextvars.ContextVar[Override] = contextvars.ContextVar(
+    "mxpert_override", default=Override()
+)
 
 
 @contextlib.contextmanager
@@ -75,11 +87,13 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
         'reference'
     """
     known = backend is None or (isinstance(backend, str) and backend in BACKENDS)
-    require(known, "override", "backend",
-            need=f"one of {sorted(BACKENDS)}", got=repr(backend))
+    require(known, "override", "backend", need=f"one of {sorted(BACKENDS)}", got=repr(backend))
     if config is not None and not isinstance(config, (GemmConfig, MoEConfig, ReferenceConfig)):
-        raise TypeError(message("override", "config", "a GemmConfig, MoEConfig or ReferenceConfig",
-                                repr(config)))
+        raise TypeError(
+            message(
+                "override", "config", "a GemmConfig, MoEConfig or ReferenceConfig", repr(config)
+            )
+        )
     token = _override.set(Override(backend, config))
     try:
         yield
@@ -114,10 +128,12 @@ class Explanation:
     def __str__(self) -> str:
         chosen = self.resolution
         target = self.problem.target
-        lines = [f"{self.problem.op.value} on {target.name} ({target.arch})",
-                 f"  backend: {chosen.kernel.backend}",
-                 f"  config:  {'none needed' if chosen.config is None else chosen.config}",
-                 f"  source:  {chosen.source} ({chosen.detail})"]
+        lines = [
+            f"{self.problem.op.value} on {target.name} ({target.arch})",
+            f"  backend: {chosen.kernel.backend}",
+            f"  config:  {'none needed' if chosen.config is None else chosen.config}",
+            f"  source:  {chosen.source} ({chosen.detail})",
+        ]
         mode = getattr(chosen.kernel, "mode", None)
         if mode is not None:
             lines.append(f"  mode:    {mode(self.problem)}")
@@ -182,6 +198,7 @@ def _choose_config(kernel: KernelSpec, problem: Problem, config: Config) -> tupl
 def offers_row(problem: MoEProblem, row: tables.TunedRow) -> bool:
     """Whether the row's backend has the row's config for this problem's layer, as a whole or for
     each stage. A table of another version may name tiles that no longer exist."""
+
     def offers(op: Op, config: Config, unit: int) -> bool:
         layer = replace(problem, op=op, num_tokens=row.num_tokens, routing_block_m=unit)
         kernel = _candidate(row.backend, layer)
@@ -189,28 +206,39 @@ def offers_row(problem: MoEProblem, row: tables.TunedRow) -> bool:
 
     whole, unit = row.config, row.config.routing_block_m
     return offers(Op.FUSED_MOE, whole, 0) or (
-        offers(Op.MOE_GATE_UP, whole.gate_up, unit) and offers(Op.MOE_DOWN, whole.down, unit))
+        offers(Op.MOE_GATE_UP, whole.gate_up, unit) and offers(Op.MOE_DOWN, whole.down, unit)
+    )
 
 
 def _block_fits(problem: Problem, config: Any) -> bool:
-    return (not isinstance(config, GemmConfig) or not isinstance(problem, MoEProblem)
-            or problem.routing_block_m % config.block_m == 0)
+    return (
+        not isinstance(config, GemmConfig)
+        or not isinstance(problem, MoEProblem)
+        or problem.routing_block_m % config.block_m == 0
+    )
 
 
 def _check_block(problem: Problem, config: Any) -> None:
-    require(_block_fits(problem, config), problem.op.value, "plan.routing_block_m",
-            need=f"a multiple of block_m = {getattr(config, 'block_m', None)}",
-            got=getattr(problem, "routing_block_m", None),
-            remedy="build the plan with a larger routing_block_m or pin a smaller block_m")
+    require(
+        _block_fits(problem, config),
+        problem.op.value,
+        "plan.routing_block_m",
+        need=f"a multiple of block_m = {getattr(config, 'block_m', None)}",
+        got=getattr(problem, "routing_block_m", None),
+        remedy="build the plan with a larger routing_block_m or pin a smaller block_m",
+    )
 
 
 def _slower(problem: Problem, kernel: KernelSpec, rejected: list[tuple[str, str]]) -> str:
     """Why `kernel` is not the fast one of the problem's device, as a phrase; "" if it is."""
     if problem.target.kind == "cpu":
         return ""
-    reasons = [f"{name} {reason}" for name, reason in rejected
-               if kernel.backend == "reference"
-               or (name == _MADE_FOR.get(problem.target.arch) and _has(name, problem.op))]
+    reasons = [
+        f"{name} {reason}"
+        for name, reason in rejected
+        if kernel.backend == "reference"
+        or (name == _MADE_FOR.get(problem.target.arch) and _has(name, problem.op))
+    ]
     if reasons:
         return f"runs on the {kernel.backend} backend: {'; '.join(reasons)}"
     say: Callable[[Problem], str] = getattr(kernel, "slower", lambda _: "")
@@ -225,8 +253,9 @@ def _has(backend: str, op: Op) -> bool:
 
 @functools.cache
 def _warn_slower(op: Op, arch: str, slower: str) -> None:
-    warnings.warn(f"mxpert: {op.value} on {arch} {slower}", PerformanceWarning,
-                  stacklevel=_callers_level())
+    warnings.warn(
+        f"mxpert: {op.value} on {arch} {slower}", PerformanceWarning, stacklevel=_callers_level()
+    )
 
 
 def _callers_level() -> int:
@@ -240,19 +269,24 @@ def _callers_level() -> int:
 
 @functools.cache
 def _warn_outdated(place: str) -> None:
-    warnings.warn(f"mxpert: {place} names tiles that this version does not have, so the heuristic "
-                  "chooses; run mxpert tune again", RuntimeWarning, stacklevel=_callers_level())
+    warnings.warn(
+        f"mxpert: {place} names tiles that this version does not have, so the heuristic "
+        "chooses; run mxpert tune again",
+        RuntimeWarning,
+        stacklevel=_callers_level(),
+    )
 
 
 @functools.lru_cache(_CACHED_RESOLUTIONS)
-def _resolve(problem: Problem, pins: Override,
-             generation: int) -> tuple[Resolution, tuple[tuple[str, str], ...]]:
+def _resolve(
+    problem: Problem, pins: Override, generation: int
+) -> tuple[Resolution, tuple[tuple[str, str], ...]]:
     """The choice, and each rejected backend with its reason; cached until tables change, which
     `generation` counts."""
     rejected: list[tuple[str, str]] = []
     pinned = pins.backend
     on_gpu = problem.target.kind != "cpu"
-    for backend in ((pinned,) if pinned else _GPU_ORDER if on_gpu else _CPU_ORDER):
+    for backend in (pinned,) if pinned else _GPU_ORDER if on_gpu else _CPU_ORDER:
         found = _candidate(backend, problem)
         if isinstance(found, str):
             rejected.append((backend, found))
@@ -263,10 +297,15 @@ def _resolve(problem: Problem, pins: Override,
         slower = "" if pinned else _slower(problem, found, rejected)
         return Resolution(found, config, source, detail, slower), tuple(rejected)
     if pinned:
-        raise UnsupportedError(message(
-            problem.op.value, "backend", "one that serves this problem",
-            f"{pinned!r}, which {rejected[0][1]}",
-            "name another backend or none; mxpert doctor lists them"))
+        raise UnsupportedError(
+            message(
+                problem.op.value,
+                "backend",
+                "one that serves this problem",
+                f"{pinned!r}, which {rejected[0][1]}",
+                "name another backend or none; mxpert doctor lists them",
+            )
+        )
     raise refuse(problem, (f"{name} {reason}" for name, reason in rejected))
 
 

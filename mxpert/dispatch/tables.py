@@ -84,8 +84,14 @@ class TunedRow:
     @property
     def shape_key(self) -> tuple[str, str, int, int, int, int]:
         """What a problem must match: backend, formats, E, k, H, F."""
-        return (self.backend, self.formats, self.num_experts, self.top_k, self.hidden_size,
-                self.intermediate_size)
+        return (
+            self.backend,
+            self.formats,
+            self.num_experts,
+            self.top_k,
+            self.hidden_size,
+            self.intermediate_size,
+        )
 
     @property
     def key(self) -> tuple[str, str, int, int, int, int, int]:
@@ -95,8 +101,14 @@ class TunedRow:
 
 def problem_key(problem: MoEProblem, backend: str) -> tuple[str, str, int, int, int, int]:
     """The `shape_key` of rows that serve a problem on a backend."""
-    return (backend, problem.formats, problem.num_experts, problem.top_k, problem.hidden_size,
-            problem.intermediate_size)
+    return (
+        backend,
+        problem.formats,
+        problem.num_experts,
+        problem.top_k,
+        problem.hidden_size,
+        problem.intermediate_size,
+    )
 
 
 def table_name(target: Target) -> str:
@@ -131,13 +143,31 @@ def _document(text: str, source: str) -> dict[str, Any]:
         raise ValueError(f"{_OP}: {source} — need JSON, got {error}; {_REMEDY}") from error
     _check_keys(document, source, ("provenance", "rows"))
     provenance, rows = document["provenance"], document["rows"]
-    require(isinstance(provenance, dict), _OP, f"{source}: provenance", need="an object",
-            got=type(provenance).__name__, remedy=_REMEDY)
+    require(
+        isinstance(provenance, dict),
+        _OP,
+        f"{source}: provenance",
+        need="an object",
+        got=type(provenance).__name__,
+        remedy=_REMEDY,
+    )
     missing = [key for key in REQUIRED_PROVENANCE if not provenance.get(key)]
-    require(not missing, _OP, f"{source}: provenance", need=list(REQUIRED_PROVENANCE),
-            got=f"{missing} missing", remedy=_REMEDY)
-    require(isinstance(rows, list), _OP, f"{source}: rows", need="a list",
-            got=type(rows).__name__, remedy=_REMEDY)
+    require(
+        not missing,
+        _OP,
+        f"{source}: provenance",
+        need=list(REQUIRED_PROVENANCE),
+        got=f"{missing} missing",
+        remedy=_REMEDY,
+    )
+    require(
+        isinstance(rows, list),
+        _OP,
+        f"{source}: rows",
+        need="a list",
+        got=type(rows).__name__,
+        remedy=_REMEDY,
+    )
     return dict(document)
 
 
@@ -149,19 +179,33 @@ def parse_table(text: str, source: str) -> tuple[TunedRow, ...]:
             wrong kind or the key of another row, or a config is not valid. The message names
             file, row and key.
     """
-    rows = tuple(_parse_row(row, f"{source}: rows[{index}]")
-                 for index, row in enumerate(_document(text, source)["rows"]))
+    rows = tuple(
+        _parse_row(row, f"{source}: rows[{index}]")
+        for index, row in enumerate(_document(text, source)["rows"])
+    )
     seen: dict[tuple[object, ...], str] = {}
     for row in rows:
         first = seen.setdefault(row.key, row.place)
-        require(first == row.place, _OP, row.place, need="one row for each shape, T and backend",
-                got=f"the key of {first}", remedy="drop one of the two")
+        require(
+            first == row.place,
+            _OP,
+            row.place,
+            need="one row for each shape, T and backend",
+            got=f"the key of {first}",
+            remedy="drop one of the two",
+        )
     return rows
 
 
 def _check_keys(value: object, place: str, keys: tuple[str, ...]) -> None:
-    require(isinstance(value, dict), _OP, place, need="an object", got=type(value).__name__,
-            remedy=_REMEDY)
+    require(
+        isinstance(value, dict),
+        _OP,
+        place,
+        need="an object",
+        got=type(value).__name__,
+        remedy=_REMEDY,
+    )
     assert isinstance(value, dict)  # for the type checker
     unknown, missing = sorted(set(value) - set(keys)), [key for key in keys if key not in value]
     require(not missing, _OP, place, need=list(keys), got=f"{missing} missing", remedy=_REMEDY)
@@ -170,23 +214,40 @@ def _check_keys(value: object, place: str, keys: tuple[str, ...]) -> None:
 
 def _integer(value: Mapping[str, Any], key: str, place: str) -> int:
     number = value[key]
-    require(type(number) is int and number > 0, _OP, f"{place}.{key}", need="a positive integer",
-            got=repr(number), remedy=_REMEDY)
+    require(
+        type(number) is int and number > 0,
+        _OP,
+        f"{place}.{key}",
+        need="a positive integer",
+        got=repr(number),
+        remedy=_REMEDY,
+    )
     return int(number)
 
 
 def _number(row: Mapping[str, Any], key: str, place: str) -> float:
     number = row[key]
-    require(type(number) in (int, float) and 0 <= number < float("inf"), _OP, f"{place}.{key}",
-            need="a finite number of at least 0", got=repr(number), remedy=_REMEDY)
+    require(
+        type(number) in (int, float) and 0 <= number < float("inf"),
+        _OP,
+        f"{place}.{key}",
+        need="a finite number of at least 0",
+        got=repr(number),
+        remedy=_REMEDY,
+    )
     return float(number)
 
 
 def _text(row: Mapping[str, Any], key: str, place: str, allowed: Iterable[str] = ()) -> str:
     text = row[key]
-    require(isinstance(text, str) and (not allowed or text in allowed), _OP, f"{place}.{key}",
-            need=f"one of {list(allowed)}" if allowed else "a string", got=repr(text),
-            remedy=_REMEDY)
+    require(
+        isinstance(text, str) and (not allowed or text in allowed),
+        _OP,
+        f"{place}.{key}",
+        need=f"one of {list(allowed)}" if allowed else "a string",
+        got=repr(text),
+        remedy=_REMEDY,
+    )
     return str(text)
 
 
@@ -195,15 +256,30 @@ def _parse_row(row: Any, place: str) -> TunedRow:
     experts, top_k, hidden, intermediate, tokens = (_integer(row, key, place) for key in _SIZES)
     formats = _text(row, "formats", place, FORMATS)
     measured = Measured(
-        us=_number(row, "us", place), spread=_number(row, "spread", place),
+        us=_number(row, "us", place),
+        spread=_number(row, "spread", place),
         heuristic_us=None if row["heuristic_us"] is None else _number(row, "heuristic_us", place),
-        source=_text(row, "source", place, SOURCES), note=_text(row, "note", place),
-        rel_l2=_number(row, "rel_l2", place), tried=_integer(row, "tried", place),
-        valid=_integer(row, "valid", place), commit=_text(row, "commit", place),
-        date=_text(row, "date", place))
+        source=_text(row, "source", place, SOURCES),
+        note=_text(row, "note", place),
+        rel_l2=_number(row, "rel_l2", place),
+        tried=_integer(row, "tried", place),
+        valid=_integer(row, "valid", place),
+        commit=_text(row, "commit", place),
+        date=_text(row, "date", place),
+    )
     config = _parse_config(row["config"], f"{place}.config")
-    return TunedRow(formats, experts, top_k, hidden, intermediate, tokens,
-                    _text(row, "backend", place), config, measured, place)
+    return TunedRow(
+        formats,
+        experts,
+        top_k,
+        hidden,
+        intermediate,
+        tokens,
+        _text(row, "backend", place),
+        config,
+        measured,
+        place,
+    )
 
 
 def _parse_config(config: Any, place: str) -> MoEConfig:
@@ -211,26 +287,40 @@ def _parse_config(config: Any, place: str) -> MoEConfig:
     unit, stages = _integer(config, "routing_block_m", place), []
     for name in _STAGES:
         _check_keys(config[name], f"{place}.{name}", _GEMM_KEYS)
-        stage = GemmConfig(**{key: _integer(config[name], key, f"{place}.{name}")
-                              for key in _GEMM_KEYS})
-        require(unit % stage.block_m == 0, _OP, f"{place}.routing_block_m", got=unit,
-                need=f"a multiple of {name}.block_m = {stage.block_m}", remedy=_REMEDY)
+        stage = GemmConfig(
+            **{key: _integer(config[name], key, f"{place}.{name}") for key in _GEMM_KEYS}
+        )
+        require(
+            unit % stage.block_m == 0,
+            _OP,
+            f"{place}.routing_block_m",
+            got=unit,
+            need=f"a multiple of {name}.block_m = {stage.block_m}",
+            remedy=_REMEDY,
+        )
         stages.append(stage)
     return MoEConfig(unit, *stages)
 
 
 def format_table(provenance: Mapping[str, Any], rows: Iterable[TunedRow]) -> str:
     """A table's text: rows in the order of their keys, one a line, so that a diff shows rows."""
-    lines = ",\n".join(f"  {json.dumps(_row_document(row), allow_nan=False)}"
-                       for row in sorted(rows, key=lambda row: row.key))
+    lines = ",\n".join(
+        f"  {json.dumps(_row_document(row), allow_nan=False)}"
+        for row in sorted(rows, key=lambda row: row.key)
+    )
     head = json.dumps(dict(provenance), indent=1, allow_nan=False).replace("\n", "\n ")
     return f'{{\n "provenance": {head},\n "rows": [\n{lines}\n ]\n}}\n'
 
 
 def _row_document(row: TunedRow) -> dict[str, Any]:
     sizes = (row.num_experts, row.top_k, row.hidden_size, row.intermediate_size, row.num_tokens)
-    return {"formats": row.formats, **dict(zip(_SIZES, sizes, strict=True)),
-            "backend": row.backend, "config": asdict(row.config), **asdict(row.measured)}
+    return {
+        "formats": row.formats,
+        **dict(zip(_SIZES, sizes, strict=True)),
+        "backend": row.backend,
+        "config": asdict(row.config),
+        **asdict(row.measured),
+    }
 
 
 def add_rows(path: Path, provenance: Mapping[str, Any], rows: Iterable[TunedRow]) -> None:
@@ -247,8 +337,7 @@ def add_rows(path: Path, provenance: Mapping[str, Any], rows: Iterable[TunedRow]
     text = format_table(provenance, merged.values())
     parse_table(text, str(path))  # nothing is written that could not be read
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"),
-                     shared=True)
+    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"), shared=True)
     reload_tables()
 
 
@@ -262,8 +351,14 @@ def read_rows(path: Path, device: str) -> tuple[TunedRow, ...]:
         return ()
     text = path.read_text(encoding="utf-8")
     found = parse_provenance(text, str(path))["device"]
-    require(found == device, _OP, f"{path}: provenance.device", need=device, got=found,
-            remedy="give each device a table of its own")
+    require(
+        found == device,
+        _OP,
+        f"{path}: provenance.device",
+        need=device,
+        got=found,
+        remedy="give each device a table of its own",
+    )
     return parse_table(text, str(path))
 
 

@@ -24,8 +24,13 @@ def detect_target(device: torch.device | str) -> Target:
 
 @functools.cache
 def _cpu_target(kind: str) -> Target:
-    return Target(kind="cpu", arch=kind, name=platform.processor() or platform.machine(),
-                  num_sms=torch.get_num_threads(), shared_memory=0)
+    return Target(
+        kind="cpu",
+        arch=kind,
+        name=platform.processor() or platform.machine(),
+        num_sms=torch.get_num_threads(),
+        shared_memory=0,
+    )
 
 
 @functools.cache
@@ -37,5 +42,4 @@ def _gpu_target(index: int) -> Target:
     # torch's stub lacks the attribute.
     shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined,unused-ignore]
     arch = f"sm_{properties.major}{properties.minor}"
-    return Target("cuda", arch, properties.name, properties.multi_processor_count,
-                  shared_memory)
+    return Target("cuda", arch, properties.name, properties.multi_processor_count, shared_memory)

@@ -106,7 +106,7 @@ def encode(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:
 
 
 def decode(
-    codes: torch.Tensor, element: ElementFormat, dtype: torch.dtype = torch.float32,
+    codes: torch.Tensor, element: ElementFormat, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Return the exact values of `codes`.
 
@@ -161,8 +161,14 @@ def pack_codes(codes: torch.Tensor, axis: int = -1) -> torch.Tensor:
     require_tensor(codes, "pack_codes", "codes", dtype=torch.uint8)
     axis = _negative_axis(codes, axis, "pack_codes")
     size = codes.shape[axis]
-    require(size % 2 == 0, "pack_codes", f"codes.shape[{axis}]", need="an even length", got=size,
-            remedy="append one zero code")
+    require(
+        size % 2 == 0,
+        "pack_codes",
+        f"codes.shape[{axis}]",
+        need="an even length",
+        got=size,
+        remedy="append one zero code",
+    )
     low, high = codes.unflatten(axis, (size // 2, 2)).unbind(axis)
     return ((low & 0xF) | (high << 4)).contiguous()
 
@@ -278,7 +284,7 @@ def decode_scale(scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> tor
 
 
 def quantize_blocks(
-    x: torch.Tensor, fmt: MXFormat | str, axis: int = -1, rule: ScaleRule = ScaleRule.RCEIL,
+    x: torch.Tensor, fmt: MXFormat | str, axis: int = -1, rule: ScaleRule = ScaleRule.RCEIL
 ) -> MXTensor:
     """Quantise blocks of 32 consecutive elements along `axis`.
 
@@ -322,9 +328,14 @@ def quantize_blocks(
     require_rule(rule, op)
     axis = _negative_axis(x, axis, op)
     size, block = x.shape[axis], fmt.block_size
-    require(size % block == 0, op, f"x.shape[{axis}]", need=f"a multiple of {block}", got=size,
-            remedy=f"pad the axis with {-size % block} zeros, for example with "
-                   "torch.nn.functional.pad")
+    require(
+        size % block == 0,
+        op,
+        f"x.shape[{axis}]",
+        need=f"a multiple of {block}",
+        got=size,
+        remedy=f"pad the axis with {-size % block} zeros, for example with torch.nn.functional.pad",
+    )
     blocks = _working(x).unflatten(axis, (size // block, block))
     scale = block_scale(blocks.abs().amax(axis), fmt, rule)
     inverse = _scale_power(scale, sign=-1, dtype=blocks.dtype).unsqueeze(axis)
@@ -364,8 +375,14 @@ def dequantize_blocks(t: MXTensor, dtype: torch.dtype = torch.float32) -> torch.
     op = "dequantize_blocks"
     if not isinstance(t, MXTensor):
         raise TypeError(message(op, "t", "an MXTensor", type(t).__name__, "quantise it first"))
-    require(t.layout is Layout.ROW_MAJOR, op, "t.layout", need=Layout.ROW_MAJOR, got=t.layout,
-            remedy="invert the layout first")
+    require(
+        t.layout is Layout.ROW_MAJOR,
+        op,
+        "t.layout",
+        need=Layout.ROW_MAJOR,
+        got=t.layout,
+        remedy="invert the layout first",
+    )
     require_dtype(dtype, FLOAT_DTYPES, op)
     working = _working_dtype(dtype)
     axis, block = t.axis, t.format.block_size
@@ -415,18 +432,36 @@ def _value_table(element: ElementFormat, device: torch.device) -> torch.Tensor:
 
 def _negative_axis(x: torch.Tensor, axis: int, op: str) -> int:
     dims = x.dim()
-    require(isinstance(axis, int) and -dims <= axis < dims, op, "axis",
-            need=f"an axis of a {dims}-dimensional tensor", got=axis)
+    require(
+        isinstance(axis, int) and -dims <= axis < dims,
+        op,
+        "axis",
+        need=f"an axis of a {dims}-dimensional tensor",
+        got=axis,
+    )
     return axis - dims if axis >= 0 else axis
 
 
 def _require_element(element: object, op: str) -> None:
-    require(isinstance(element, ElementFormat), op, "element", need="an ElementFormat",
-            got=type(element).__name__, remedy=f"pass for example {E2M1.name.upper()}",
-            error=TypeError)
+    require(
+        isinstance(element, ElementFormat),
+        op,
+        "element",
+        need="an ElementFormat",
+        got=type(element).__name__,
+        remedy=f"pass for example {E2M1.name.upper()}",
+        error=TypeError,
+    )
 
 
 def require_rule(rule: object, op: str) -> None:
     """Check that `rule` is a ScaleRule."""
-    require(isinstance(rule, ScaleRule), op, "rule", need="a ScaleRule", got=repr(rule),
-            remedy="pass for example ScaleRule.RCEIL", error=TypeError)
+    require(
+        isinstance(rule, ScaleRule),
+        op,
+        "rule",
+        need="a ScaleRule",
+        got=repr(rule),
+        remedy="pass for example ScaleRule.RCEIL",
+        error=TypeError,
+    )

@@ -56,22 +56,39 @@ class FoldCertificate(Aggregate):
     def __post_init__(self) -> None:
         op = "FoldCertificate"
         require_tensor(self.reference, op, "reference", dtype=torch.uint8)
-        require_tensor(self.rows_outside, op, "rows_outside", dtype=torch.bool,
-                       shape=tuple(self.reference.shape), device=self.reference.device)
-        require_tensor(self.blocks_outside, op, "blocks_outside", dtype=torch.int64,
-                       shape=tuple(self.reference.shape[:-1]), device=self.reference.device)
+        require_tensor(
+            self.rows_outside,
+            op,
+            "rows_outside",
+            dtype=torch.bool,
+            shape=tuple(self.reference.shape),
+            device=self.reference.device,
+        )
+        require_tensor(
+            self.blocks_outside,
+            op,
+            "blocks_outside",
+            dtype=torch.int64,
+            shape=tuple(self.reference.shape[:-1]),
+            device=self.reference.device,
+        )
         require_int(self.num_blocks, op, "num_blocks")
         require_int(self.widest_span, op, "widest_span")
 
     def __repr__(self) -> str:
-        return (f"FoldCertificate(rows={self.reference.numel()}, blocks={self.num_blocks}, "
-                f"widest_span={self.widest_span})")
+        return (
+            f"FoldCertificate(rows={self.reference.numel()}, blocks={self.num_blocks}, "
+            f"widest_span={self.widest_span})"
+        )
 
     def to(self, device: torch.device | str) -> FoldCertificate:
         """Return the same certificate with its tensors on `device`."""
-        return replace(self, reference=self.reference.to(device),
-                       rows_outside=self.rows_outside.to(device),
-                       blocks_outside=self.blocks_outside.to(device))
+        return replace(
+            self,
+            reference=self.reference.to(device),
+            rows_outside=self.rows_outside.to(device),
+            blocks_outside=self.blocks_outside.to(device),
+        )
 
     @property
     def total_outside(self) -> int:
@@ -113,11 +130,15 @@ def fold_certificate(t: MXTensor) -> FoldCertificate:
         (False, 15, [False, True])
     """
     _require_weights(t, "fold_certificate")
-    chunks = zip(t.qdata.flatten(0, -2).split(_ROWS_PER_CHUNK),
-                 t.scale.flatten(0, -2).split(_ROWS_PER_CHUNK), strict=True)
+    chunks = zip(
+        t.qdata.flatten(0, -2).split(_ROWS_PER_CHUNK),
+        t.scale.flatten(0, -2).split(_ROWS_PER_CHUNK),
+        strict=True,
+    )
     parts = [_certify_rows(codes, scale.to(torch.int32)) for codes, scale in chunks]
-    reference, outside, span = (torch.cat(part).view(t.scale.shape[:-1])
-                                for part in zip(*parts, strict=True))
+    reference, outside, span = (
+        torch.cat(part).view(t.scale.shape[:-1]) for part in zip(*parts, strict=True)
+    )
     return FoldCertificate(
         reference=reference,
         rows_outside=outside > 0,
@@ -128,7 +149,7 @@ def fold_certificate(t: MXTensor) -> FoldCertificate:
 
 
 def fold(
-    t: MXTensor, certificate: FoldCertificate | None = None,
+    t: MXTensor, certificate: FoldCertificate | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fold MXFP4 weights into e4m3 codes and one reference exponent per row, exactly.
 
@@ -156,15 +177,32 @@ def fold(
     _require_weights(t, "fold")
     certificate = fold_certificate(t) if certificate is None else certificate
     if not isinstance(certificate, FoldCertificate):
-        raise TypeError(message("fold", "certificate", "a FoldCertificate or None",
-                                type(certificate).__name__, "make it with fold_certificate(t)"))
+        raise TypeError(
+            message(
+                "fold",
+                "certificate",
+                "a FoldCertificate or None",
+                type(certificate).__name__,
+                "make it with fold_certificate(t)",
+            )
+        )
     reference = certificate.reference
-    require(reference.shape == t.scale.shape[:-1], "fold", "certificate.reference",
-            need=list(t.scale.shape[:-1]), got=list(reference.shape),
-            remedy="make it with fold_certificate(t)")
-    require(certificate.exact, "fold", "t", need="every block within 15 binades of its row",
-            got=f"{certificate.total_outside} of {certificate.num_blocks} blocks outside",
-            remedy="use the bf16 path for these weights")
+    require(
+        reference.shape == t.scale.shape[:-1],
+        "fold",
+        "certificate.reference",
+        need=list(t.scale.shape[:-1]),
+        got=list(reference.shape),
+        remedy="make it with fold_certificate(t)",
+    )
+    require(
+        certificate.exact,
+        "fold",
+        "t",
+        need="every block within 15 binades of its row",
+        got=f"{certificate.total_outside} of {certificate.num_blocks} blocks outside",
+        remedy="use the bf16 path for these weights",
+    )
     shift = reference.unsqueeze(-1).to(torch.int32) - t.scale.to(torch.int32)
     # Blocks of zeros may lie anywhere; their codes stay (signed) zeros under every factor.
     factor = exact_power_of_two(FOLD_TOP - shift.clamp(0, FOLD_SPAN - 1), torch.float32)
@@ -174,7 +212,7 @@ def fold(
 
 
 def unfold(
-    codes: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype = torch.float32,
+    codes: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Return the weights of a fold: ``decode(codes) * 2^(reference - 127 - 6)``.
 
@@ -197,8 +235,14 @@ def unfold(
     """
     require_tensor(codes, "unfold", "codes", dtype=torch.uint8)
     require(codes.dim() > 1, "unfold", "codes.shape", need="[..., N, K]", got=list(codes.shape))
-    require_tensor(reference, "unfold", "reference", dtype=torch.uint8, shape=codes.shape[:-1],
-                   device=codes.device)
+    require_tensor(
+        reference,
+        "unfold",
+        "reference",
+        dtype=torch.uint8,
+        shape=codes.shape[:-1],
+        device=codes.device,
+    )
     require_dtype(dtype, (torch.float32, torch.float64), "unfold")
     exponent = reference.to(torch.int32) - E8M0_BIAS - FOLD_TOP
     factor = exact_power_of_two(exponent, dtype)
@@ -206,7 +250,7 @@ def unfold(
 
 
 def _certify_rows(
-    codes: torch.Tensor, scale: torch.Tensor,
+    codes: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Reference (uint8), blocks outside and span of each row.
 
@@ -253,10 +297,28 @@ def _best_reference(scale: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 def _require_weights(t: object, op: str) -> None:
     if not isinstance(t, MXTensor):
         raise TypeError(message(op, "t", "an MXTensor", type(t).__name__, "quantise it first"))
-    require(t.format == MXFP4, op, "t.format", need="mxfp4", got=t.format.name,
-            remedy="only e2m1 codes fold into e4m3")
-    require(t.axis == -1, op, "t.axis", need=-1, got=t.axis,
-            remedy="quantise weights [..., N, K] along K")
-    require(t.layout is Layout.ROW_MAJOR, op, "t.layout", need=Layout.ROW_MAJOR, got=t.layout,
-            remedy="certify before preparing the weights")
+    require(
+        t.format == MXFP4,
+        op,
+        "t.format",
+        need="mxfp4",
+        got=t.format.name,
+        remedy="only e2m1 codes fold into e4m3",
+    )
+    require(
+        t.axis == -1,
+        op,
+        "t.axis",
+        need=-1,
+        got=t.axis,
+        remedy="quantise weights [..., N, K] along K",
+    )
+    require(
+        t.layout is Layout.ROW_MAJOR,
+        op,
+        "t.layout",
+        need=Layout.ROW_MAJOR,
+        got=t.layout,
+        remedy="certify before preparing the weights",
+    )
     require(t.qdata.dim() > 1, op, "t.shape", need="[..., N, K]", got=list(t.shape))

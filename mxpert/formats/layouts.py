@@ -41,18 +41,26 @@ def hopper_can_hold(certificate: FoldCertificate) -> bool:
 
 def check_hopper(t: MXTensor, op: str) -> None:
     """Check that codes, shifts and references of a HOPPER_FRAGMENT tensor fit its logical shape."""
-    require(t.logical_shape is not None and len(t.logical_shape) == 3, op, "logical_shape",
-            need="[E, N, K]", got=t.logical_shape)
+    require(
+        t.logical_shape is not None and len(t.logical_shape) == 3,
+        op,
+        "logical_shape",
+        need="[E, N, K]",
+        got=t.logical_shape,
+    )
     experts, num_rows, depth = t.shape
     units = (experts, -(-num_rows // UNIT_ROWS), -(-depth // UNIT_CODES))
-    for name, tensor, shape in (("qdata", t.qdata, (*units, UNIT_CODE_BYTES)),
-                                ("scale", t.scale, (*units, UNIT_SHIFT_BYTES)),
-                                ("reference", t.reference, (experts, units[1] * UNIT_ROWS))):
+    for name, tensor, shape in (
+        ("qdata", t.qdata, (*units, UNIT_CODE_BYTES)),
+        ("scale", t.scale, (*units, UNIT_SHIFT_BYTES)),
+        ("reference", t.reference, (experts, units[1] * UNIT_ROWS)),
+    ):
         require_tensor(tensor, op, name, dtype=torch.uint8, shape=shape, device=t.device)
 
 
-def pack_hopper(t: MXTensor, certificate: FoldCertificate | None = None,
-                rows: torch.Tensor | None = None) -> MXTensor:
+def pack_hopper(
+    t: MXTensor, certificate: FoldCertificate | None = None, rows: torch.Tensor | None = None
+) -> MXTensor:
     """Bring MXFP4 weights [E, N, K] into the HOPPER_FRAGMENT layout; `unpack_hopper` inverts it.
 
     Args:
@@ -68,19 +76,26 @@ def pack_hopper(t: MXTensor, certificate: FoldCertificate | None = None,
         ValueError: a block lies outside its row's 15 binades, or another format, axis or layout.
     """
     certificate = fold_certificate(t) if certificate is None else certificate
-    require(hopper_can_hold(certificate), "pack_hopper", "t",
-            need="every block within 15 binades of its row, rows above 2^-121",
-            got=f"{certificate.total_outside} of {certificate.num_blocks} blocks outside",
-            remedy="keep Layout.ROW_MAJOR")
+    require(
+        hopper_can_hold(certificate),
+        "pack_hopper",
+        "t",
+        need="every block within 15 binades of its row, rows above 2^-121",
+        got=f"{certificate.total_outside} of {certificate.num_blocks} blocks outside",
+        remedy="keep Layout.ROW_MAJOR",
+    )
     experts, num_rows, depth = t.shape
     row_units, depth_units = -(-num_rows // UNIT_ROWS), -(-depth // UNIT_CODES)
     device = t.device
-    codes = torch.empty(experts, row_units, depth_units, UNIT_CODE_BYTES, dtype=torch.uint8,
-                        device=device)
-    shifts = torch.empty(experts, row_units, depth_units, UNIT_SHIFT_BYTES, dtype=torch.uint8,
-                         device=device)
-    reference = torch.full((experts, row_units * UNIT_ROWS), E8M0_BIAS, dtype=torch.uint8,
-                           device=device)
+    codes = torch.empty(
+        experts, row_units, depth_units, UNIT_CODE_BYTES, dtype=torch.uint8, device=device
+    )
+    shifts = torch.empty(
+        experts, row_units, depth_units, UNIT_SHIFT_BYTES, dtype=torch.uint8, device=device
+    )
+    reference = torch.full(
+        (experts, row_units * UNIT_ROWS), E8M0_BIAS, dtype=torch.uint8, device=device
+    )
     for expert in range(experts):  # one at a time: the unpacked codes are eight times the weights
         order = slice(None) if rows is None else rows
         expert_codes = unpack_codes(t.qdata[expert][order])
@@ -89,8 +104,9 @@ def pack_hopper(t: MXTensor, certificate: FoldCertificate | None = None,
         reference[expert, :num_rows] = expert_reference
         codes[expert] = _pack_codes(_pad(expert_codes, UNIT_ROWS, UNIT_CODES))
         shifts[expert] = _pack_shifts(_pad(expert_shifts, UNIT_ROWS, UNIT_CODES // MX_BLOCK_SIZE))
-    return MXTensor(codes, shifts, t.format, -1, Layout.HOPPER_FRAGMENT, reference,
-                    (experts, num_rows, depth))
+    return MXTensor(
+        codes, shifts, t.format, -1, Layout.HOPPER_FRAGMENT, reference, (experts, num_rows, depth)
+    )
 
 
 def unpack_hopper(t: MXTensor, rows: torch.Tensor | None = None) -> MXTensor:
@@ -99,12 +115,13 @@ def unpack_hopper(t: MXTensor, rows: torch.Tensor | None = None) -> MXTensor:
         raise ValueError(message("unpack_hopper", "t.layout", Layout.HOPPER_FRAGMENT, t.layout))
     experts, num_rows, depth = t.shape
     qdata = torch.empty(experts, num_rows, depth // 2, dtype=torch.uint8, device=t.device)
-    scale = torch.empty(experts, num_rows, depth // MX_BLOCK_SIZE, dtype=torch.uint8,
-                        device=t.device)
+    scale = torch.empty(
+        experts, num_rows, depth // MX_BLOCK_SIZE, dtype=torch.uint8, device=t.device
+    )
     order = slice(None) if rows is None else rows
     for expert in range(experts):
         codes = _unpack_codes(t.qdata[expert])[:num_rows, :depth]
-        shifts = _unpack_shifts(t.scale[expert])[:num_rows, :depth // MX_BLOCK_SIZE]
+        shifts = _unpack_shifts(t.scale[expert])[:num_rows, : depth // MX_BLOCK_SIZE]
         qdata[expert, order] = pack_codes(codes)
         scale[expert, order] = t.reference[expert, :num_rows].unsqueeze(-1) - shifts
     return MXTensor(qdata, scale, t.format)
@@ -128,18 +145,34 @@ def _pad(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """uint8 codes [N, K] → uint8 [N/64, K/128, 4096]."""
-    split = codes.view(-1, _WARPS, _LANE_ROWS, _PAIR, codes.shape[1] // UNIT_CODES, _BLOCKS,
-                       _WORDS, _HALVES, _BYTES)  # n w g r k t q h j
+    split = codes.view(
+        -1,
+        _WARPS,
+        _LANE_ROWS,
+        _PAIR,
+        codes.shape[1] // UNIT_CODES,
+        _BLOCKS,
+        _WORDS,
+        _HALVES,
+        _BYTES,
+    )  # n w g r k t q h j
     magnitude, sign = split & 7, split >> 3
     first, second = magnitude[..., 0, :], magnitude[..., 1, :]
     # Bytes of the word: two selector nibbles each; the sign of code j sits atop its own selector
     # nibble's byte: first half at bit 8j + 7, second half at bit 8j + 3.
-    selectors = torch.stack((first[..., 0] | first[..., 1] << 4, first[..., 2] | first[..., 3] << 4,
-                             second[..., 0] | second[..., 1] << 4,
-                             second[..., 2] | second[..., 3] << 4), -1)
+    selectors = torch.stack(
+        (
+            first[..., 0] | first[..., 1] << 4,
+            first[..., 2] | first[..., 3] << 4,
+            second[..., 0] | second[..., 1] << 4,
+            second[..., 2] | second[..., 3] << 4,
+        ),
+        -1,
+    )
     words = selectors | sign[..., 0, :] << 7 | sign[..., 1, :] << 3  # n w g r k t q byte
-    return words.permute(0, 4, 3, 1, 2, 5, 6, 7).reshape(split.shape[0], split.shape[4],
-                                                         UNIT_CODE_BYTES)
+    return words.permute(0, 4, 3, 1, 2, 5, 6, 7).reshape(
+        split.shape[0], split.shape[4], UNIT_CODE_BYTES
+    )
 
 
 def _unpack_codes(packed: torch.Tensor) -> torch.Tensor:
@@ -156,8 +189,7 @@ def _unpack_codes(packed: torch.Tensor) -> torch.Tensor:
 def _pack_shifts(shifts: torch.Tensor) -> torch.Tensor:
     """uint8 shifts [N, K/32] → uint8 [N/64, K/128, 256]."""
     split = shifts.view(-1, _WARPS, _LANE_ROWS, _PAIR, shifts.shape[1] // _BLOCKS, _BLOCKS)
-    return split.permute(0, 4, 1, 2, 5, 3).reshape(split.shape[0], split.shape[4],
-                                                   UNIT_SHIFT_BYTES)
+    return split.permute(0, 4, 1, 2, 5, 3).reshape(split.shape[0], split.shape[4], UNIT_SHIFT_BYTES)
 
 
 def _unpack_shifts(packed: torch.Tensor) -> torch.Tensor:

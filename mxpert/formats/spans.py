@@ -8,8 +8,14 @@ import torch
 
 from ..errors import message, require, require_tensor
 from .codec import (
-    FLOAT_DTYPES, ZERO_BLOCK_SCALE, block_scale, decode, encode, exact_power_of_two,
-    quantize_blocks, require_rule,
+    FLOAT_DTYPES,
+    ZERO_BLOCK_SCALE,
+    block_scale,
+    decode,
+    encode,
+    exact_power_of_two,
+    quantize_blocks,
+    require_rule,
 )
 from .spec import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan, get_format
 from .tensor import Layout, MXTensor
@@ -24,7 +30,11 @@ error of at most half a step: an eighth of the error 2^-4 (2^-3) of rounding to 
 
 
 def quantize_spans(
-    x: torch.Tensor, fmt: MXFormat | str, rule: ScaleRule, span: ScaleSpan, *,
+    x: torch.Tensor,
+    fmt: MXFormat | str,
+    rule: ScaleRule,
+    span: ScaleSpan,
+    *,
     group_starts: torch.Tensor | None = None,
 ) -> MXTensor:
     """Quantise along the last axis with one scale per span.
@@ -62,35 +72,44 @@ def quantize_spans(
     require_rule(rule, op)
     _require_span(span, op)
     require(fmt.codes_per_byte == 1, op, "fmt", need="mxfp8_e4m3 or mxfp8_e5m2", got=fmt.name)
-    require(x.dim() > 0 and x.shape[-1] % MX_BLOCK_SIZE == 0, op, "x.shape", got=list(x.shape),
-            need="[..., K] with K a multiple of 32",
-            remedy="pad with zeros (torch.nn.functional.pad)")
+    require(
+        x.dim() > 0 and x.shape[-1] % MX_BLOCK_SIZE == 0,
+        op,
+        "x.shape",
+        got=list(x.shape),
+        need="[..., K] with K a multiple of 32",
+        remedy="pad with zeros (torch.nn.functional.pad)",
+    )
     _check_group_starts(group_starts, x.device, op)
     count = None
     if span is ScaleSpan.AUTO:
         count = x.new_full((1,), -few_blocks(x.numel()), dtype=torch.int32)
     if span is ScaleSpan.BLOCK or x.numel() == 0:
         return replace(quantize_blocks(x, fmt, -1, rule), scale_span=span, wide_blocks=count)
-    working = x.detach().to(
-        torch.float64 if x.dtype is torch.float64 else torch.float32).resolve_neg()
+    working = (
+        x.detach().to(torch.float64 if x.dtype is torch.float64 else torch.float32).resolve_neg()
+    )
     by_block = working.unflatten(-1, (-1, MX_BLOCK_SIZE))
     amax = by_block.abs().amax(-1)
     scale = block_scale(_span_maximum(amax, span, group_starts), fmt, rule).clamp(min=1)
     if span is ScaleSpan.AUTO:
         own = block_scale(amax, fmt, rule).clamp(min=1)
-        wide = (amax != 0) & (scale != E8M0_NAN) & (
-            scale.int() - own.int() > FREE_BINADES[fmt.element.name])
+        wide = (
+            (amax != 0)
+            & (scale != E8M0_NAN)
+            & (scale.int() - own.int() > FREE_BINADES[fmt.element.name])
+        )
         count = (wide.sum(dtype=torch.int32) - few_blocks(x.numel())).reshape(1)
         scale = torch.where(count > 0, own, scale)
     inverse = exact_power_of_two(E8M0_BIAS - scale.int(), working.dtype)
     inverse = inverse.masked_fill(scale == E8M0_NAN, float("nan"))
     codes = encode(by_block * inverse[..., None], fmt.element).flatten(-2)
-    return MXTensor(codes.contiguous(), scale.contiguous(), fmt, scale_span=span,
-                    wide_blocks=count)
+    return MXTensor(codes.contiguous(), scale.contiguous(), fmt, scale_span=span, wide_blocks=count)
 
 
-def rebase(tensor: MXTensor, span: ScaleSpan, *,
-           group_starts: torch.Tensor | None = None) -> MXTensor:
+def rebase(
+    tensor: MXTensor, span: ScaleSpan, *, group_starts: torch.Tensor | None = None
+) -> MXTensor:
     """Give all blocks of a span the same scale: the largest of its blocks that have values.
 
     Values that become subnormal are rounded to nearest even; all others keep their value. A block
@@ -117,8 +136,13 @@ def rebase(tensor: MXTensor, span: ScaleSpan, *,
         >>> t.scale.tolist(), rebase(t, ScaleSpan.ROW).scale.tolist()
         ([[119, 127]], [[127, 127]])
     """
-    _check_spanned(tensor, span, group_starts, "rebase",
-                   "quantise with AUTO: quantize_dual(…, scale_span=ScaleSpan.AUTO)")
+    _check_spanned(
+        tensor,
+        span,
+        group_starts,
+        "rebase",
+        "quantise with AUTO: quantize_dual(…, scale_span=ScaleSpan.AUTO)",
+    )
     if span is ScaleSpan.BLOCK or tensor.qdata.numel() == 0:
         return replace(tensor, scale_span=span, wide_blocks=None)
     by_block = tensor.qdata.unflatten(-1, (-1, MX_BLOCK_SIZE))
@@ -126,8 +150,10 @@ def rebase(tensor: MXTensor, span: ScaleSpan, *,
     top = _span_maximum(torch.where(present, tensor.scale.float(), -1.0), span, group_starts)
     top = torch.where(top < 0, float(ZERO_BLOCK_SCALE), top).clamp(min=1).int()
     shift = (tensor.scale.int() - top).clamp(-126, 0)  # below that nothing is left
-    values = decode(by_block, tensor.format.element) * exact_power_of_two(shift, torch.float32)[
-        ..., None]
+    values = (
+        decode(by_block, tensor.format.element)
+        * exact_power_of_two(shift, torch.float32)[..., None]
+    )
     values = values.masked_fill((tensor.scale == E8M0_NAN)[..., None], float("nan"))
     codes = encode(values, tensor.format.element).flatten(-2)
     return MXTensor(codes, top.to(torch.uint8), tensor.format, scale_span=span)
@@ -142,8 +168,9 @@ def few_blocks(numel: int) -> int:
     return numel // (1024 * MX_BLOCK_SIZE)
 
 
-def count_wide_blocks(tensor: MXTensor, span: ScaleSpan = ScaleSpan.ROW, *,
-                      group_starts: torch.Tensor | None = None) -> torch.Tensor:
+def count_wide_blocks(
+    tensor: MXTensor, span: ScaleSpan = ScaleSpan.ROW, *, group_starts: torch.Tensor | None = None
+) -> torch.Tensor:
     """Count the blocks whose scale lies more than 9 binades (e5m2: 25) below their span's largest.
 
     A count of 0 means that `span` costs these data less than 0.1 dB of a product's SNR; a large
@@ -166,8 +193,9 @@ def count_wide_blocks(tensor: MXTensor, span: ScaleSpan = ScaleSpan.ROW, *,
         >>> int(count_wide_blocks(t))
         1
     """
-    _check_spanned(tensor, span, group_starts, "count_wide_blocks",
-                   "AUTO itself chooses between BLOCK and ROW")
+    _check_spanned(
+        tensor, span, group_starts, "count_wide_blocks", "AUTO itself chooses between BLOCK and ROW"
+    )
     present = _have_values(tensor)
     scale = torch.where(present, tensor.scale.float(), -1.0)
     deficit = _span_maximum(scale, span, group_starts) - scale
@@ -180,8 +208,9 @@ def _have_values(tensor: MXTensor) -> torch.Tensor:
     return ((by_block & 0x7F) != 0).any(-1) & (tensor.scale != E8M0_NAN)
 
 
-def _span_maximum(amax: torch.Tensor, span: ScaleSpan,
-                  group_starts: torch.Tensor | None) -> torch.Tensor:
+def _span_maximum(
+    amax: torch.Tensor, span: ScaleSpan, group_starts: torch.Tensor | None
+) -> torch.Tensor:
     """For each block [..., B] the maximum over its span; NaN if one is."""
     ids = _span_ids(amax.shape[-1], span, group_starts, amax.device).expand(amax.shape)
     spans = amax.new_full((*amax.shape[:-1], amax.shape[-1] + 1), -1.0)
@@ -190,8 +219,9 @@ def _span_maximum(amax: torch.Tensor, span: ScaleSpan,
     return spans.masked_fill(nans > 0, float("nan")).gather(-1, ids)
 
 
-def _span_ids(num_blocks: int, span: ScaleSpan, group_starts: torch.Tensor | None,
-              device: torch.device) -> torch.Tensor:
+def _span_ids(
+    num_blocks: int, span: ScaleSpan, group_starts: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
     """A number below B + 1 for each block, the same for all blocks of a span; int64 [B]."""
     block = torch.arange(num_blocks, device=device)
     first = torch.zeros_like(block)
@@ -204,30 +234,57 @@ def _span_ids(num_blocks: int, span: ScaleSpan, group_starts: torch.Tensor | Non
     return first + (block - first) // length
 
 
-def _check_spanned(tensor: MXTensor, span: ScaleSpan, group_starts: torch.Tensor | None, op: str,
-                   remedy: str) -> None:
+def _check_spanned(
+    tensor: MXTensor, span: ScaleSpan, group_starts: torch.Tensor | None, op: str, remedy: str
+) -> None:
     """Check an MXFP8 tensor along its last axis, a span that is not AUTO, and group starts."""
     if not isinstance(tensor, MXTensor):
-        raise TypeError(message(op, "tensor", "an MXTensor", type(tensor).__name__,
-                                "make one with mxpert.quantize"))
+        raise TypeError(
+            message(
+                op, "tensor", "an MXTensor", type(tensor).__name__, "make one with mxpert.quantize"
+            )
+        )
     _require_span(span, op)
-    require(tensor.format.codes_per_byte == 1, op, "tensor.format", got=tensor.format.name,
-            need="mxfp8_e4m3 or mxfp8_e5m2")
-    require(tensor.layout is Layout.ROW_MAJOR and tensor.axis == -1, op, "tensor",
-            need="axis -1 in ROW_MAJOR", got=f"axis {tensor.axis} in {tensor.layout}")
-    require(span is not ScaleSpan.AUTO, op, "span", need="BLOCK, SPAN128 or ROW", got=span,
-            remedy=remedy)
+    require(
+        tensor.format.codes_per_byte == 1,
+        op,
+        "tensor.format",
+        got=tensor.format.name,
+        need="mxfp8_e4m3 or mxfp8_e5m2",
+    )
+    require(
+        tensor.layout is Layout.ROW_MAJOR and tensor.axis == -1,
+        op,
+        "tensor",
+        need="axis -1 in ROW_MAJOR",
+        got=f"axis {tensor.axis} in {tensor.layout}",
+    )
+    require(
+        span is not ScaleSpan.AUTO,
+        op,
+        "span",
+        need="BLOCK, SPAN128 or ROW",
+        got=span,
+        remedy=remedy,
+    )
     _check_group_starts(group_starts, tensor.device, op)
 
 
 def _check_group_starts(group_starts: torch.Tensor | None, device: torch.device, op: str) -> None:
     if group_starts is not None:
-        require_tensor(group_starts, op, "group_starts", dtype=(torch.int32, torch.int64),
-                       shape=(None,), device=device)
+        require_tensor(
+            group_starts,
+            op,
+            "group_starts",
+            dtype=(torch.int32, torch.int64),
+            shape=(None,),
+            device=device,
+        )
         require(group_starts.numel() > 0, op, "group_starts.shape", need="[G + 1]", got=[0])
 
 
 def _require_span(span: object, op: str) -> None:
     if not isinstance(span, ScaleSpan):
-        raise TypeError(message(op, "span", "a ScaleSpan", repr(span),
-                                "for example mxpert.ScaleSpan.ROW"))
+        raise TypeError(
+            message(op, "span", "a ScaleSpan", repr(span), "for example mxpert.ScaleSpan.ROW")
+        )

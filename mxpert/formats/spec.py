@@ -163,6 +163,7 @@ def get_format(name: str | MXFormat, op: str = "get_format", argument: str = "na
         known = _ALIASES.get(name, name) if isinstance(name, str) else None
     found = FORMATS.get(known) if isinstance(known, str) else None
     if found is None or (isinstance(name, MXFormat) and name != found):
-        raise ValueError(message(op, argument, f"one of {sorted((*FORMATS, *_ALIASES))}",
-                                 repr(name)))
+        raise ValueError(
+            message(op, argument, f"one of {sorted((*FORMATS, *_ALIASES))}", repr(name))
+        )
     return found

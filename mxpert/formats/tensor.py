@@ -35,22 +35,29 @@ class Aggregate:
     """
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name)
-                for field in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names = {field.name for field in fields(self)}  # type: ignore[arg-type]
-        require(isinstance(state, dict) and set(state) == names, type(self).__name__, "state",
-                need=f"the fields {sorted(names)}", got=repr(state)[:80],
-                remedy="save the object again with this version")
+        require(
+            isinstance(state, dict) and set(state) == names,
+            type(self).__name__,
+            "state",
+            need=f"the fields {sorted(names)}",
+            got=repr(state)[:80],
+            remedy="save the object again with this version",
+        )
         self.__dict__.update(state)
         check = getattr(self, "__post_init__", None)
         if check is not None:
             check()
 
 
-TORCH_DTYPES = {"e2m1": torch.float4_e2m1fn_x2, "e4m3": torch.float8_e4m3fn,
-                "e5m2": torch.float8_e5m2}
+TORCH_DTYPES = {
+    "e2m1": torch.float4_e2m1fn_x2,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
 """Torch's dtype for the bytes of each element format."""
 
 
@@ -106,8 +113,15 @@ class MXTensor(Aggregate):
     def __post_init__(self) -> None:
         op = "MXTensor"
         if not isinstance(self.format, MXFormat):
-            raise TypeError(message(op, "format", "an MXFormat", type(self.format).__name__,
-                                    "use mxpert.formats.get_format(name)"))
+            raise TypeError(
+                message(
+                    op,
+                    "format",
+                    "an MXFormat",
+                    type(self.format).__name__,
+                    "use mxpert.formats.get_format(name)",
+                )
+            )
         get_format(self.format, op, "format")
         require_tensor(self.qdata, op, "qdata", dtype=torch.uint8)
         require_tensor(self.scale, op, "scale", dtype=torch.uint8, device=self.qdata.device)
@@ -117,40 +131,84 @@ class MXTensor(Aggregate):
             raise TypeError(message(op, "layout", "a Layout", repr(self.layout)))
         if not isinstance(self.scale_span, ScaleSpan):
             raise TypeError(message(op, "scale_span", "a ScaleSpan", repr(self.scale_span)))
-        require((self.wide_blocks is not None) == (self.scale_span is ScaleSpan.AUTO), op,
-                "wide_blocks", need="a tensor with ScaleSpan.AUTO and None otherwise",
-                got=self.scale_span, remedy="quantize_dual makes such tensors")
-        require(-self.qdata.dim() <= self.axis < 0, op, "axis",
-                need=f"a negative axis of a {self.qdata.dim()}-dimensional tensor", got=self.axis)
+        require(
+            (self.wide_blocks is not None) == (self.scale_span is ScaleSpan.AUTO),
+            op,
+            "wide_blocks",
+            need="a tensor with ScaleSpan.AUTO and None otherwise",
+            got=self.scale_span,
+            remedy="quantize_dual makes such tensors",
+        )
+        require(
+            -self.qdata.dim() <= self.axis < 0,
+            op,
+            "axis",
+            need=f"a negative axis of a {self.qdata.dim()}-dimensional tensor",
+            got=self.axis,
+        )
         packed = self.layout is not Layout.ROW_MAJOR
         for name in ("reference", "logical_shape"):
-            require((getattr(self, name) is not None) == packed, op, name,
-                    need="a value" if packed else "None", got=repr(getattr(self, name)),
-                    remedy=f"the layout is {self.layout}; MoEWeights.prepare makes packed tensors")
+            require(
+                (getattr(self, name) is not None) == packed,
+                op,
+                name,
+                need="a value" if packed else "None",
+                got=repr(getattr(self, name)),
+                remedy=f"the layout is {self.layout}; MoEWeights.prepare makes packed tensors",
+            )
         if packed:
-            require_tensor(self.reference, op, "reference", dtype=torch.uint8,
-                           device=self.qdata.device)
+            require_tensor(
+                self.reference, op, "reference", dtype=torch.uint8, device=self.qdata.device
+            )
             sizes = self.logical_shape
-            require(isinstance(sizes, tuple) and all(
-                isinstance(size, int) and size >= 0 for size in sizes), op, "logical_shape",
-                need="a tuple of sizes", got=repr(sizes))
+            require(
+                isinstance(sizes, tuple)
+                and all(isinstance(size, int) and size >= 0 for size in sizes),
+                op,
+                "logical_shape",
+                need="a tuple of sizes",
+                got=repr(sizes),
+            )
             return
         size = self.qdata.shape[self.axis] * self.format.codes_per_byte
-        require(size % self.format.block_size == 0, op, f"qdata.shape[{self.axis}]",
-                need=f"whole blocks of {self.format.block_size} codes", got=f"{size} codes")
+        require(
+            size % self.format.block_size == 0,
+            op,
+            f"qdata.shape[{self.axis}]",
+            need=f"whole blocks of {self.format.block_size} codes",
+            got=f"{size} codes",
+        )
         expected = list(self.qdata.shape)
         expected[self.axis] = size // self.format.block_size
-        require(list(self.scale.shape) == expected, op, "scale", need=expected,
-                got=list(self.scale.shape), remedy=f"quantise along axis {self.axis}")
+        require(
+            list(self.scale.shape) == expected,
+            op,
+            "scale",
+            need=expected,
+            got=list(self.scale.shape),
+            remedy=f"quantise along axis {self.axis}",
+        )
 
     @classmethod
-    def unchecked(cls, qdata: torch.Tensor, scale: torch.Tensor, format: MXFormat,
-                  axis: int = -1, scale_span: ScaleSpan = ScaleSpan.BLOCK,
-                  wide_blocks: torch.Tensor | None = None) -> MXTensor:
+    def unchecked(
+        cls,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        format: MXFormat,
+        axis: int = -1,
+        scale_span: ScaleSpan = ScaleSpan.BLOCK,
+        wide_blocks: torch.Tensor | None = None,
+    ) -> MXTensor:
         """Return a ROW_MAJOR tensor of parts that a kernel has just made, without checks."""
         tensor = object.__new__(cls)
-        tensor.__dict__.update(qdata=qdata, scale=scale, format=format, axis=axis,
-                               scale_span=scale_span, wide_blocks=wide_blocks)
+        tensor.__dict__.update(
+            qdata=qdata,
+            scale=scale,
+            format=format,
+            axis=axis,
+            scale_span=scale_span,
+            wide_blocks=wide_blocks,
+        )
         return tensor
 
     @property
@@ -176,8 +234,10 @@ class MXTensor(Aggregate):
 
     def __repr__(self) -> str:
         span = "" if self.scale_span is ScaleSpan.BLOCK else f", scale_span={self.scale_span.name}"
-        return (f"MXTensor({self.format.name}, shape={list(self.shape)}, axis={self.axis}, "
-                f"layout={self.layout.name}{span}, device='{self.device}')")
+        return (
+            f"MXTensor({self.format.name}, shape={list(self.shape)}, axis={self.axis}, "
+            f"layout={self.layout.name}{span}, device='{self.device}')"
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Decode to a dense tensor: ``decode(code) * 2^(scale - 127)``; scale byte 255 gives NaN.
@@ -223,20 +283,43 @@ class MXTensor(Aggregate):
             ValueError: there is no such device.
         """
         device = require_device(device, "MXTensor.to")
-        reference, wide_blocks = (None if part is None else part.to(device)
-                                  for part in (self.reference, self.wide_blocks))
-        return replace(self, qdata=self.qdata.to(device), scale=self.scale.to(device),
-                       reference=reference, wide_blocks=wide_blocks)
+        reference, wide_blocks = (
+            None if part is None else part.to(device) for part in (self.reference, self.wide_blocks)
+        )
+        return replace(
+            self,
+            qdata=self.qdata.to(device),
+            scale=self.scale.to(device),
+            reference=reference,
+            wide_blocks=wide_blocks,
+        )
 
     def __getitem__(self, index: int | slice) -> MXTensor:
         """Index or slice the leading dimension, for example one expert out of [E, N, K]."""
         if not isinstance(index, (int, slice)):
             raise TypeError(message("MXTensor", "index", "an int or a slice", repr(index)))
-        require(self.layout is Layout.ROW_MAJOR, "MXTensor", "layout", need=Layout.ROW_MAJOR,
-                got=self.layout, remedy="index before preparing, or unpack first")
-        require(self.qdata.dim() > 1 and self.axis != -self.qdata.dim(), "MXTensor", "index",
-                need="a leading dimension that is not the quantised one", got=f"axis {self.axis}")
+        require(
+            self.layout is Layout.ROW_MAJOR,
+            "MXTensor",
+            "layout",
+            need=Layout.ROW_MAJOR,
+            got=self.layout,
+            remedy="index before preparing, or unpack first",
+        )
+        require(
+            self.qdata.dim() > 1 and self.axis != -self.qdata.dim(),
+            "MXTensor",
+            "index",
+            need="a leading dimension that is not the quantised one",
+            got=f"axis {self.axis}",
+        )
         size = self.qdata.shape[0]
-        require(isinstance(index, slice) or -size <= index < size, "MXTensor", "index",
-                need=f"{-size} … {size - 1}", got=index, error=IndexError)
+        require(
+            isinstance(index, slice) or -size <= index < size,
+            "MXTensor",
+            "index",
+            need=f"{-size} … {size - 1}",
+            got=index,
+            error=IndexError,
+        )
         return replace(self, qdata=self.qdata[index], scale=self.scale[index])

@@ -16,7 +16,7 @@ from .spec import E4M3
 FP8_TOKEN = "fp8_token"
 """Name of the format, as ``activation_format=`` takes it."""
 
-SMALLEST_SCALE = 2.0 ** -126
+SMALLEST_SCALE = 2.0**-126
 """Smallest scale of a row, the smallest normal float32: its inverse is finite."""
 
 
@@ -68,8 +68,13 @@ def quantize_token_rows(x: torch.Tensor) -> TokenRows:
         >>> rows.dequantize().tolist()
         [[-2.0, 0.5], [0.0, 0.0]]
     """
-    require_tensor(x, "quantize_token_rows", "x", shape=(None, None),
-                   dtype=(torch.bfloat16, torch.float16, torch.float32))
+    require_tensor(
+        x,
+        "quantize_token_rows",
+        "x",
+        shape=(None, None),
+        dtype=(torch.bfloat16, torch.float16, torch.float32),
+    )
     require(x.shape[1] > 0, "quantize_token_rows", "x.shape[1]", need="at least 1", got=0)
     values = x.detach().float()
     amax = values.abs().amax(-1)  # NaN wins

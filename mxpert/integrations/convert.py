@@ -21,8 +21,12 @@ from .saved_config import configured_models, mark_quantized, unmark_quantized
 
 
 def convert(
-    model: Any, activation_format: str = "bf16", *, device: torch.device | str | None = None,
-    scale_rule: ScaleRule | None = None, recipe: MXFP8Recipe | None = None,
+    model: Any,
+    activation_format: str = "bf16",
+    *,
+    device: torch.device | str | None = None,
+    scale_rule: ScaleRule | None = None,
+    recipe: MXFP8Recipe | None = None,
     progress: bool = True,
 ) -> Any:
     """Put mxpert under a Transformers model: its experts in MXFP4, or trained in MXFP8.
@@ -73,9 +77,14 @@ def convert(
     target = None if device is None else require_device(device, op)
     if converted := mx_experts(model):
         for name, value in (("recipe", recipe), ("scale_rule", scale_rule)):
-            require(value is None, op, name, need="a model with dense experts",
-                    got="one that is in MXFP4 already",
-                    remedy="call mxpert.integrations.convert.restore(model) first")
+            require(
+                value is None,
+                op,
+                name,
+                need="a model with dense experts",
+                got="one that is in MXFP4 already",
+                remedy="call mxpert.integrations.convert.restore(model) first",
+            )
         for module in converted:
             module.activation_format = activation_format
         return model if target is None else model.to(target)
@@ -89,8 +98,13 @@ def convert(
             dense.replace_by(TrainableExperts(dense, recipe))
         return model if target is None else model.to(target)
     rule = ScaleRule.RCEIL if scale_rule is None else scale_rule
-    for dense in track(found, "quantising experts", console=Console(stderr=True),
-                       transient=True, disable=not progress):
+    for dense in track(
+        found,
+        "quantising experts",
+        console=Console(stderr=True),
+        transient=True,
+        disable=not progress,
+    ):
         _convert_layer(dense, activation_format, rule, target)
     mark_quantized(model, found, rule)
     return model if target is None else model.to(target)
@@ -123,8 +137,14 @@ def restore(model: Any) -> Any:
     """
     trained = [module for module in model.modules() if isinstance(module, TrainableExperts)]
     converted = mx_experts(model)
-    require(bool(trained or converted), "restore", type(model).__name__, need="a converted model",
-            got="no experts of mxpert", remedy="call mxpert.convert(model) first")
+    require(
+        bool(trained or converted),
+        "restore",
+        type(model).__name__,
+        need="a converted model",
+        got="no experts of mxpert",
+        remedy="call mxpert.convert(model) first",
+    )
     for experts in converted:
         module = experts.source.module
         for name, parameter in experts.restored().items():
@@ -150,35 +170,59 @@ def mx_experts(model: torch.nn.Module) -> list[MXExperts]:
     return [module for module in model.modules() if isinstance(module, MXExperts)]
 
 
-def _check_arguments(model: Any, scale_rule: ScaleRule | None,
-                     recipe: MXFP8Recipe | None) -> None:
+def _check_arguments(model: Any, scale_rule: ScaleRule | None, recipe: MXFP8Recipe | None) -> None:
     op = "convert"
-    require(isinstance(model, torch.nn.Module), op, "model", need="a Module", got=repr(model),
-            error=TypeError)
-    require(scale_rule is None or isinstance(scale_rule, ScaleRule), op, "scale_rule",
-            need="a ScaleRule", got=repr(scale_rule), error=TypeError)
-    require(recipe is None or isinstance(recipe, MXFP8Recipe), op, "recipe",
-            need="an MXFP8Recipe", got=repr(recipe), error=TypeError)
+    require(
+        isinstance(model, torch.nn.Module),
+        op,
+        "model",
+        need="a Module",
+        got=repr(model),
+        error=TypeError,
+    )
+    require(
+        scale_rule is None or isinstance(scale_rule, ScaleRule),
+        op,
+        "scale_rule",
+        need="a ScaleRule",
+        got=repr(scale_rule),
+        error=TypeError,
+    )
+    require(
+        recipe is None or isinstance(recipe, MXFP8Recipe),
+        op,
+        "recipe",
+        need="an MXFP8Recipe",
+        got=repr(recipe),
+        error=TypeError,
+    )
     if mx_experts(model):
         return
     for holder in configured_models(model):
         stated = getattr(holder.config, "quantization_config", None)
         if stated is not None:
-            raise UnsupportedError(message(op, "model.config.quantization_config", "none",
-                                           type(stated).__name__,
-                                           "load the model dequantised, in bfloat16"))
+            raise UnsupportedError(
+                message(
+                    op,
+                    "model.config.quantization_config",
+                    "none",
+                    type(stated).__name__,
+                    "load the model dequantised, in bfloat16",
+                )
+            )
 
 
-def _convert_layer(found: FoundExperts, activation_format: str, scale_rule: ScaleRule,
-                   device: torch.device | None) -> None:
+def _convert_layer(
+    found: FoundExperts, activation_format: str, scale_rule: ScaleRule, device: torch.device | None
+) -> None:
     module: Any = found.module
     target = module.down_proj.device if device is None else device
     dtype = module.down_proj.dtype
     projections: dict[str, Any] = {}
     for name in PROJECTIONS:
         projections[name] = quantize_stacked(
-            getattr(module, name), transposed=found.transposed, scale_rule=scale_rule,
-            device=target)
+            getattr(module, name), transposed=found.transposed, scale_rule=scale_rule, device=target
+        )
         del module._parameters[name]
     if found.has_bias:
         for name in ("gate_up", "down"):
@@ -186,6 +230,11 @@ def _convert_layer(found: FoundExperts, activation_format: str, scale_rule: Scal
             projections[f"{name}_bias"] = bias.to(target, torch.float32).contiguous()
     empty(module)
     weights = MoEWeights(**projections, gate_up_order=found.order)
-    experts = MXExperts(weights.prepare(device=target), found.activation, source=found,
-                        activation_format=activation_format, dtype=dtype)
+    experts = MXExperts(
+        weights.prepare(device=target),
+        found.activation,
+        source=found,
+        activation_format=activation_format,
+        dtype=dtype,
+    )
     found.replace_by(experts.train(module.training))

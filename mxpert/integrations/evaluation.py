@@ -84,8 +84,13 @@ class EvalReport:
 
 
 def evaluate(
-    model: Any, token_ids: torch.Tensor, *, formats: Sequence[str] = DEFAULT_FORMATS,
-    context: int = 512, batch: int = 8, on_progress: ProgressCallback | None = None,
+    model: Any,
+    token_ids: torch.Tensor,
+    *,
+    formats: Sequence[str] = DEFAULT_FORMATS,
+    context: int = 512,
+    batch: int = 8,
+    on_progress: ProgressCallback | None = None,
 ) -> EvalReport:
     """Loss and per-layer SQNR of a causal language model in bf16 and in MXFP4 formats.
 
@@ -139,8 +144,8 @@ def evaluate(
         begin = time.perf_counter()
         losses[name] = torch.empty(len(windows), dtype=torch.float64)
         for start in range(0, len(windows), batch):
-            part = windows[start:start + batch]
-            losses[name][start:start + batch] = _window_losses(model, part)
+            part = windows[start : start + batch]
+            losses[name][start : start + batch] = _window_losses(model, part)
             done += part.numel()
             if on_progress is not None:
                 on_progress(done, total, name)
@@ -162,8 +167,12 @@ def parse_formats(formats: Sequence[str], op: str) -> list[str]:
     """
     require(not isinstance(formats, str), op, "formats", need="a list of names", got=repr(formats))
     names = {full: name for name, full in FORMATS.items()}
-    return list(dict.fromkeys(
-        name if name in FORMATS else names[parse_activation_format(name, op)] for name in formats))
+    return list(
+        dict.fromkeys(
+            name if name in FORMATS else names[parse_activation_format(name, op)]
+            for name in formats
+        )
+    )
 
 
 def _windows(token_ids: torch.Tensor, context: int, op: str) -> torch.Tensor:
@@ -171,9 +180,15 @@ def _windows(token_ids: torch.Tensor, context: int, op: str) -> torch.Tensor:
     require_tensor(token_ids, op, "token_ids", dtype=torch.int64, shape=(None,))
     require(context > 1, op, "context", need="at least 2 tokens", got=context)
     count = token_ids.shape[0] // context
-    require(count > 0, op, "token_ids", need=f"at least one window of {context} tokens",
-            got=f"{token_ids.shape[0]} tokens", remedy="give a longer text or a shorter context")
-    return token_ids[:count * context].view(count, context)
+    require(
+        count > 0,
+        op,
+        "token_ids",
+        need=f"at least one window of {context} tokens",
+        got=f"{token_ids.shape[0]} tokens",
+        remedy="give a longer text or a shorter context",
+    )
+    return token_ids[: count * context].view(count, context)
 
 
 @torch.no_grad()
@@ -183,23 +198,31 @@ def _window_losses(model: Any, windows: torch.Tensor) -> torch.Tensor:
     Only one window's logits are in float32 at a time.
     """
     logits = _forward(model, windows)
-    losses = [torch.nn.functional.cross_entropy(rows[:-1].float(), ids[1:])
-              for rows, ids in zip(logits, windows, strict=True)]
+    losses = [
+        torch.nn.functional.cross_entropy(rows[:-1].float(), ids[1:])
+        for rows, ids in zip(logits, windows, strict=True)
+    ]
     return torch.stack(losses).double().cpu()
 
 
 def _forward(model: Any, ids: torch.Tensor) -> torch.Tensor:
     output = model(ids, use_cache=False) if hasattr(model, "config") else model(ids)
     logits: torch.Tensor = getattr(output, "logits", output)
-    require(logits.dim() == 3 and logits.shape[:2] == ids.shape, "evaluate", "model",
-            need="logits [B, S, V]", got=list(logits.shape))
+    require(
+        logits.dim() == 3 and logits.shape[:2] == ids.shape,
+        "evaluate",
+        "model",
+        need="logits [B, S, V]",
+        got=list(logits.shape),
+    )
     return logits
 
 
 @contextmanager
 def _hooks(model: torch.nn.Module, names: list[str], calls: list[_Call]) -> Iterator[None]:
-    def keep(module: torch.nn.Module, given: tuple[torch.Tensor, ...],
-             result: torch.Tensor) -> None:
+    def keep(
+        module: torch.nn.Module, given: tuple[torch.Tensor, ...], result: torch.Tensor
+    ) -> None:
         calls.append((given, result))
 
     handles = [model.get_submodule(name).register_forward_hook(keep) for name in names]
@@ -217,8 +240,14 @@ def _capture(model: torch.nn.Module, names: list[str], windows: torch.Tensor) ->
     with _hooks(model, names, calls):
         _forward(model, windows)
     if len(calls) != len(names):
-        raise ValueError(message("evaluate", "model", f"{len(names)} experts modules called once "
-                                 "in a forward pass", f"{len(calls)} calls"))
+        raise ValueError(
+            message(
+                "evaluate",
+                "model",
+                f"{len(names)} experts modules called once in a forward pass",
+                f"{len(calls)} calls",
+            )
+        )
     return calls
 
 

@@ -29,16 +29,25 @@ class MXExperts(PreparedExperts):
         dtype: dtype of the biases in the state dict, and of restored weights.
     """
 
-    no_gradient = ("restore(model) for bfloat16 experts, or restore(model) and then "
-                   "convert(model, recipe=mxpert.training.MXFP8Recipe()) to train in MXFP8")
+    no_gradient = (
+        "restore(model) for bfloat16 experts, or restore(model) and then "
+        "convert(model, recipe=mxpert.training.MXFP8Recipe()) to train in MXFP8"
+    )
 
-    def __init__(self, weights: MoEWeights, activation: Activation, *, activation_format: str,
-                 source: FoundExperts, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weights: MoEWeights,
+        activation: Activation,
+        *,
+        activation_format: str,
+        source: FoundExperts,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__(weights, activation, activation_format=activation_format, dtype=dtype)
         self._source = source
 
     def forward(  # type: ignore[override]  # in Transformers' order
-        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [..., H], ids and weights [T, top_k] → the shape and dtype of the first."""
         return super().forward(hidden_states, topk_weights, topk_ids)
@@ -48,8 +57,9 @@ class MXExperts(PreparedExperts):
         weights, found = self.weights.unprepare(), self._source
         parameters = {}
         for name, projection, bias in (
-                ("gate_up_proj", weights.gate_up_proj, weights.gate_up_bias),
-                ("down_proj", weights.down_proj, weights.down_bias)):
+            ("gate_up_proj", weights.gate_up_proj, weights.gate_up_bias),
+            ("down_proj", weights.down_proj, weights.down_bias),
+        ):
             dense = dequantize(projection, dtype=self.dtype)
             if name == "gate_up_proj":
                 rows = _reordered_rows(weights, found.order)
@@ -73,8 +83,9 @@ class StoredExperts(torch.nn.Module):
     def __init__(self, found: FoundExperts, order: GateUpOrder, dtype: torch.dtype) -> None:
         super().__init__()
         self.order, self.dtype, self._source = order, dtype, found
-        shapes = published_shapes(found.num_experts, found.hidden_size, found.intermediate_size,
-                                  has_bias=found.has_bias)
+        shapes = published_shapes(
+            found.num_experts, found.hidden_size, found.intermediate_size, has_bias=found.has_bias
+        )
         for name, shape in shapes.items():
             stored = dtype if name.endswith("_bias") else torch.uint8
             self.register_buffer(name, torch.empty(shape, dtype=stored, device="meta"))
@@ -83,9 +94,13 @@ class StoredExperts(torch.nn.Module):
         """The loaded tensors, prepared for the device that they were loaded to."""
         tensors = dict(self.named_buffers())
         weights = expert_weights_from(tensors, self.order)
-        return MXExperts(weights.prepare(device=weights.device), self._source.activation,
-                         activation_format=activation_format, source=self._source,
-                         dtype=self.dtype)
+        return MXExperts(
+            weights.prepare(device=weights.device),
+            self._source.activation,
+            activation_format=activation_format,
+            source=self._source,
+            dtype=self.dtype,
+        )
 
     @property
     def source(self) -> FoundExperts:
@@ -115,17 +130,18 @@ class TrainableExperts(torch.nn.Module):
         empty(self)
         self._source.replace_by(module.train(self.training))
 
-    def forward(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor,
-                topk_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
         """hidden_states [..., H], ids and weights [T, top_k] → the shape and dtype of the first."""
         tokens = hidden_states.reshape(-1, self._source.hidden_size)
         order, inverse, offsets = sort_by_expert(topk_ids, self._source.num_experts)
-        rows = PermuteRows.apply(tokens, order, inverse, topk_ids.shape[-1])        # [R, H]
+        rows = PermuteRows.apply(tokens, order, inverse, topk_ids.shape[-1])  # [R, H]
         gate_up = self._linear("gate_up_proj", rows, offsets)
         if self._source.order is GateUpOrder.INTERLEAVED:
             gate_up = gate_up.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        hidden = gated_activation(gate_up, self._source.activation)                 # [R, F]
-        rows = self._linear("down_proj", hidden, offsets)                           # [R, H]
+        hidden = gated_activation(gate_up, self._source.activation)  # [R, F]
+        rows = self._linear("down_proj", hidden, offsets)  # [R, H]
         combined = CombineRows.apply(rows, inverse.view(topk_ids.shape), topk_weights.float())
         return combined.view(hidden_states.shape)
 
@@ -133,16 +149,19 @@ class TrainableExperts(torch.nn.Module):
         weight = getattr(self, name)
         if self._source.transposed:
             weight = weight.transpose(1, 2).contiguous()
-        return grouped_linear(rows, weight, offsets, bias=getattr(self, f"{name}_bias", None),
-                              recipe=self.recipe)
+        return grouped_linear(
+            rows, weight, offsets, bias=getattr(self, f"{name}_bias", None), recipe=self.recipe
+        )
 
     @property
     def source(self) -> FoundExperts:
         return self._source
 
     def extra_repr(self) -> str:
-        return (f"num_experts={self._source.num_experts}, activation={self._source.activation}, "
-                f"recipe={self.recipe}")
+        return (
+            f"num_experts={self._source.num_experts}, activation={self._source.activation}, "
+            f"recipe={self.recipe}"
+        )
 
 
 def empty(module: torch.nn.Module) -> None:

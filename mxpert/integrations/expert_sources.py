@@ -21,26 +21,50 @@ from ..formats.spec import MX_BLOCK_SIZE
 from ..weights import GateUpOrder
 from ..weights_state import PROJECTIONS
 from .module_paths import module_order
-from .safetensors_files import (
-    CONFIG_FILE,
-    CheckpointReader,
-    TensorInfo,
-    quantization_method,
-)
+from .safetensors_files import CONFIG_FILE, CheckpointReader, TensorInfo, quantization_method
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 
-_PARTS = {"w1": "gate", "gate_proj": "gate", "w3": "up", "up_proj": "up",
-          "w2": "down", "down_proj": "down"}
+_PARTS = {
+    "w1": "gate",
+    "gate_proj": "gate",
+    "w3": "up",
+    "up_proj": "up",
+    "w2": "down",
+    "down_proj": "down",
+}
 _EXPERT = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<tail>.+)$")
 _MATRIX = re.compile(r"^(?P<expert>\d{1,9})\.(?P<part>w[123]|(?:gate|up|down)_proj)\.weight$")
 
-STACKED_ORDERS = {"gpt_oss": GateUpOrder.INTERLEAVED} | dict.fromkeys((
-    "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe",
-    "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "kimi_linear", "llama4", "llama4_text",
-    "minimax", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_text",
-), GateUpOrder.CONCATENATED)
+STACKED_ORDERS = {"gpt_oss": GateUpOrder.INTERLEAVED} | dict.fromkeys(
+    (
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "dots1",
+        "ernie4_5_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "hunyuan_v1_moe",
+        "kimi_linear",
+        "llama4",
+        "llama4_text",
+        "minimax",
+        "minimax_m2",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_vl_moe",
+        "qwen3_vl_moe_text",
+    ),
+    GateUpOrder.CONCATENATED,
+)
 """Gate/up order of stacked ``gate_up_proj`` by model_type, from transformers' model classes.
 
 Tensor names do not show the order, so stacked experts of other model types are refused."""
@@ -121,22 +145,32 @@ def find_expert_layers(reader: CheckpointReader, config: dict[str, Any]) -> list
             other tensors among the experts.
     """
     op, where = reader.op, reader.directory / CONFIG_FILE
-    require(config.get("quantization_config") is None, op, f"{where}: quantization_config",
-            need="an unquantised (bf16, fp16 or fp32) checkpoint", got=quantization_method(config),
-            remedy="dequantise it to bf16 first")
+    require(
+        config.get("quantization_config") is None,
+        op,
+        f"{where}: quantization_config",
+        need="an unquantised (bf16, fp16 or fp32) checkpoint",
+        got=quantization_method(config),
+        remedy="dequantise it to bf16 first",
+    )
     groups: dict[str, list[str]] = {}
     for name in reader.names:
         if match := _EXPERT.match(name):
             groups.setdefault(match["experts"], []).append(match["tail"])
-    require(bool(groups), op, str(reader.path),
-            need="MoE experts (*.experts.N.w1|gate_proj…weight or *.experts.gate_up_proj)",
-            got="none", remedy="mxpert quantises the experts of MoE models; this one is dense")
+    require(
+        bool(groups),
+        op,
+        str(reader.path),
+        need="MoE experts (*.experts.N.w1|gate_proj…weight or *.experts.gate_up_proj)",
+        got="none",
+        remedy="mxpert quantises the experts of MoE models; this one is dense",
+    )
     layers = [_expert_layer(reader, config, prefix, tails) for prefix, tails in groups.items()]
     return sorted(layers, key=lambda found: module_order(found.prefix))
 
 
 def _expert_layer(
-    reader: CheckpointReader, config: dict[str, Any], prefix: str, tails: list[str],
+    reader: CheckpointReader, config: dict[str, Any], prefix: str, tails: list[str]
 ) -> ExpertLayer:
     if set(PROJECTIONS) & set(tails):
         return _stacked(reader, config, prefix, tails)
@@ -144,56 +178,94 @@ def _expert_layer(
 
 
 def _per_expert(
-    reader: CheckpointReader, config: dict[str, Any], prefix: str, tails: list[str],
+    reader: CheckpointReader, config: dict[str, Any], prefix: str, tails: list[str]
 ) -> ExpertLayer:
     op = reader.op
     parts: dict[tuple[int, str], str] = {}
     for tail in tails:
         match = _MATRIX.match(tail)
         if match is None:
-            raise UnsupportedError(message(
-                op, f"{prefix}.{tail}", "experts made of gate, up and down weights alone",
-                "another tensor among them", "merge or drop it first"))
+            raise UnsupportedError(
+                message(
+                    op,
+                    f"{prefix}.{tail}",
+                    "experts made of gate, up and down weights alone",
+                    "another tensor among them",
+                    "merge or drop it first",
+                )
+            )
         parts[int(match["expert"]), _PARTS[match["part"]]] = f"{prefix}.{tail}"
     experts = _num_experts(config, default=1 + max(expert for expert, _ in parts))
     for expert in range(experts):
         for part in ("gate", "up", "down"):
-            require((expert, part) in parts, op, f"{reader.path}: {prefix}.{expert}",
-                    need=f"a {part} projection for each of {experts} experts", got="none",
-                    remedy="the checkpoint is incomplete: download it again")
-    require(len(parts) == 3 * experts, op, f"{reader.path}: {prefix}", got=len(parts),
-            need=f"3 matrices for each of {experts} experts", remedy="config and tensors differ")
+            require(
+                (expert, part) in parts,
+                op,
+                f"{reader.path}: {prefix}.{expert}",
+                need=f"a {part} projection for each of {experts} experts",
+                got="none",
+                remedy="the checkpoint is incomplete: download it again",
+            )
+    require(
+        len(parts) == 3 * experts,
+        op,
+        f"{reader.path}: {prefix}",
+        got=len(parts),
+        need=f"3 matrices for each of {experts} experts",
+        remedy="config and tensors differ",
+    )
     gate = _float_matrix(reader, parts[0, "gate"], dims=2)
     intermediate, hidden = gate.shape
     _check_blocks(op, gate, hidden, intermediate)
     total = 0
     for (_, part), name in parts.items():
         shape = (hidden, intermediate) if part == "down" else (intermediate, hidden)
-        total += reader.require(name, dtypes=SOURCE_DTYPES, shape=shape,
-                                remedy=f"{gate.name} is {list(gate.shape)}").nbytes
+        total += reader.require(
+            name, dtypes=SOURCE_DTYPES, shape=shape, remedy=f"{gate.name} is {list(gate.shape)}"
+        ).nbytes
     _check_hidden(reader, config, hidden, gate)
-    return ExpertLayer(prefix, experts, hidden, intermediate, tuple(parts.values()), (), parts,
-                       GateUpOrder.CONCATENATED, False, total)
+    return ExpertLayer(
+        prefix,
+        experts,
+        hidden,
+        intermediate,
+        tuple(parts.values()),
+        (),
+        parts,
+        GateUpOrder.CONCATENATED,
+        False,
+        total,
+    )
 
 
 def _stacked(
-    reader: CheckpointReader, config: dict[str, Any], prefix: str, tails: list[str],
+    reader: CheckpointReader, config: dict[str, Any], prefix: str, tails: list[str]
 ) -> ExpertLayer:
     op = reader.op
     biases = tuple(f"{prefix}.{p}_bias" for p in PROJECTIONS if f"{p}_bias" in tails)
     known = {*PROJECTIONS, *(f"{p}_bias" for p in PROJECTIONS)}
     unknown = sorted(set(tails) - known)
     if unknown:
-        raise UnsupportedError(message(op, f"{prefix}.{unknown[0]}",
-                                       f"experts made of {sorted(known)}", "another tensor",
-                                       "merge or drop it first"))
+        raise UnsupportedError(
+            message(
+                op,
+                f"{prefix}.{unknown[0]}",
+                f"experts made of {sorted(known)}",
+                "another tensor",
+                "merge or drop it first",
+            )
+        )
     orders = [STACKED_ORDERS[kind] for kind in _model_types(config) if kind in STACKED_ORDERS]
     if not orders:
-        raise UnsupportedError(message(
-            op, f"{reader.directory / CONFIG_FILE}: model_type",
-            f"one of {sorted(STACKED_ORDERS)} where gate and up are stacked",
-            " / ".join(_model_types(config)) or "none",
-            "save it with one matrix per expert (transformers: save_original_format=True)"))
+        raise UnsupportedError(
+            message(
+                op,
+                f"{reader.directory / CONFIG_FILE}: model_type",
+                f"one of {sorted(STACKED_ORDERS)} where gate and up are stacked",
+                " / ".join(_model_types(config)) or "none",
+                "save it with one matrix per expert (transformers: save_original_format=True)",
+            )
+        )
     gate_up = _float_matrix(reader, f"{prefix}.gate_up_proj", dims=3)
     down = _float_matrix(reader, f"{prefix}.down_proj", dims=3)
     # [E, 2F, H] with [E, H, F], or both transposed. Because of the factor 2 one case alone fits.
@@ -201,38 +273,75 @@ def _stacked(
     transposed = gate_up.shape == (experts, intermediate, 2 * hidden)
     if transposed:
         hidden, intermediate = intermediate, hidden
-    require(transposed or gate_up.shape == (experts, 2 * intermediate, hidden), op,
-            f"{gate_up.file}: {gate_up.name}.shape",
-            need=f"[E, 2F, H] or [E, H, 2F] that fits down_proj {list(down.shape)}",
-            got=list(gate_up.shape))
+    require(
+        transposed or gate_up.shape == (experts, 2 * intermediate, hidden),
+        op,
+        f"{gate_up.file}: {gate_up.name}.shape",
+        need=f"[E, 2F, H] or [E, H, 2F] that fits down_proj {list(down.shape)}",
+        got=list(gate_up.shape),
+    )
     _check_blocks(op, gate_up, hidden, intermediate)
     _check_hidden(reader, config, hidden, gate_up)
     stated = _num_experts(config, default=experts)
-    require(stated == experts, op, f"{gate_up.file}: {gate_up.name}.shape",
-            need=f"{stated} experts, as {CONFIG_FILE} states", got=list(gate_up.shape))
+    require(
+        stated == experts,
+        op,
+        f"{gate_up.file}: {gate_up.name}.shape",
+        need=f"{stated} experts, as {CONFIG_FILE} states",
+        got=list(gate_up.shape),
+    )
     for bias in biases:
         rows = 2 * intermediate if "gate_up_proj" in bias else hidden
-        reader.require(bias, dtypes=SOURCE_DTYPES, shape=(experts, rows),
-                       remedy="one bias per row of the projection")
-    return ExpertLayer(prefix, experts, hidden, intermediate, (gate_up.name, down.name), biases,
-                       {}, orders[0], transposed, gate_up.nbytes + down.nbytes)
+        reader.require(
+            bias,
+            dtypes=SOURCE_DTYPES,
+            shape=(experts, rows),
+            remedy="one bias per row of the projection",
+        )
+    return ExpertLayer(
+        prefix,
+        experts,
+        hidden,
+        intermediate,
+        (gate_up.name, down.name),
+        biases,
+        {},
+        orders[0],
+        transposed,
+        gate_up.nbytes + down.nbytes,
+    )
 
 
 def _float_matrix(reader: CheckpointReader, name: str, *, dims: int) -> TensorInfo:
     info = reader.info(name)
-    require(info.dtype in SOURCE_DTYPES, reader.op, f"{info.file}: {name}.dtype",
-            need=" or ".join(SOURCE_DTYPES), got=info.dtype, remedy="dequantise it to bf16 first")
-    require(len(info.shape) == dims and 0 not in info.shape, reader.op,
-            f"{info.file}: {name}.shape", need=f"{dims} dimensions, none empty",
-            got=list(info.shape))
+    require(
+        info.dtype in SOURCE_DTYPES,
+        reader.op,
+        f"{info.file}: {name}.dtype",
+        need=" or ".join(SOURCE_DTYPES),
+        got=info.dtype,
+        remedy="dequantise it to bf16 first",
+    )
+    require(
+        len(info.shape) == dims and 0 not in info.shape,
+        reader.op,
+        f"{info.file}: {name}.shape",
+        need=f"{dims} dimensions, none empty",
+        got=list(info.shape),
+    )
     return info
 
 
 def _check_blocks(op: str, info: TensorInfo, hidden: int, intermediate: int) -> None:
     for what, size in (("hidden_size", hidden), ("intermediate_size", intermediate)):
-        require(size % MX_BLOCK_SIZE == 0, op, f"{info.file}: {info.name}.shape",
-                need=f"{what} a multiple of {MX_BLOCK_SIZE} (one scale per block)",
-                got=list(info.shape), remedy="MXFP4 has no partial blocks; pad the model first")
+        require(
+            size % MX_BLOCK_SIZE == 0,
+            op,
+            f"{info.file}: {info.name}.shape",
+            need=f"{what} a multiple of {MX_BLOCK_SIZE} (one scale per block)",
+            got=list(info.shape),
+            remedy="MXFP4 has no partial blocks; pad the model first",
+        )
 
 
 def _text_configs(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -255,19 +364,32 @@ def _num_experts(config: dict[str, Any], default: int) -> int:
 
 
 def _check_hidden(
-    reader: CheckpointReader, config: dict[str, Any], hidden: int, info: TensorInfo,
+    reader: CheckpointReader, config: dict[str, Any], hidden: int, info: TensorInfo
 ) -> None:
-    stated = [part["hidden_size"] for part in _text_configs(config)
-              if type(part.get("hidden_size")) is int]
-    require(not stated or hidden in stated, reader.op, f"{info.file}: {info.name}.shape",
-            need=f"hidden_size {stated and stated[0]}, as {reader.directory / CONFIG_FILE} states",
-            got=list(info.shape), remedy="config and tensors belong to different models")
+    stated = [
+        part["hidden_size"]
+        for part in _text_configs(config)
+        if type(part.get("hidden_size")) is int
+    ]
+    require(
+        not stated or hidden in stated,
+        reader.op,
+        f"{info.file}: {info.name}.shape",
+        need=f"hidden_size {stated and stated[0]}, as {reader.directory / CONFIG_FILE} states",
+        got=list(info.shape),
+        remedy="config and tensors belong to different models",
+    )
 
 
 def source_directory_files(directory: Path) -> list[Path]:
     """Tokenizer, template and other small files, which are copied unchanged."""
     weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
     return sorted(
-        path for path in directory.iterdir()
-        if is_file(path) and path.suffix not in weights and path.name != CONFIG_FILE
-        and not path.name.startswith(".") and not path.name.endswith(".index.json"))
+        path
+        for path in directory.iterdir()
+        if is_file(path)
+        and path.suffix not in weights
+        and path.name != CONFIG_FILE
+        and not path.name.startswith(".")
+        and not path.name.endswith(".index.json")
+    )

@@ -86,12 +86,19 @@ def find_experts(model: torch.nn.Module, op: str) -> list[FoundExperts]:
         ValueError: no experts, or sizes that are no multiples of 32.
         UnsupportedError: experts without a gate, or with an activation or tensors of their own.
     """
-    found = [_describe(name, tuple(places), places[0][0]._modules[places[0][1]], op)
-             for name, places in _experts_places(model).items()]
-    require(bool(found), op, type(model).__name__, got="none",
-            need="experts modules of transformers >= 5 (stacked gate_up_proj and down_proj)",
-            remedy="mxpert converts the experts of MoE models; this one is dense, converted "
-                   "already, or has experts of another form")
+    found = [
+        _describe(name, tuple(places), places[0][0]._modules[places[0][1]], op)
+        for name, places in _experts_places(model).items()
+    ]
+    require(
+        bool(found),
+        op,
+        type(model).__name__,
+        got="none",
+        need="experts modules of transformers >= 5 (stacked gate_up_proj and down_proj)",
+        remedy="mxpert converts the experts of MoE models; this one is dense, converted "
+        "already, or has experts of another form",
+    )
     return found
 
 
@@ -104,14 +111,32 @@ def check_loaded(found: list[FoundExperts], op: str) -> None:
     for experts in found:
         for name, parameter in experts.current.named_parameters():
             where = f"{experts.name}.{name}"
-            require(not parameter.is_meta, op, where, need="loaded weights", got="a meta tensor",
-                    remedy="load the model first, without offloading")
-            require(parameter.dtype in FLOAT_DTYPES, op, f"{where}.dtype", error=TypeError,
-                    need="bfloat16, float16 or float32", got=parameter.dtype,
-                    remedy="dequantise the model to bfloat16 first")
+            require(
+                not parameter.is_meta,
+                op,
+                where,
+                need="loaded weights",
+                got="a meta tensor",
+                remedy="load the model first, without offloading",
+            )
+            require(
+                parameter.dtype in FLOAT_DTYPES,
+                op,
+                f"{where}.dtype",
+                error=TypeError,
+                need="bfloat16, float16 or float32",
+                got=parameter.dtype,
+                remedy="dequantise the model to bfloat16 first",
+            )
             finite = all(bool(part.isfinite().all()) for part in parameter.detach())
-            require(finite, op, where, need="finite weights", got="NaN or infinity",
-                    remedy="repair the model; a NaN would blank its whole block")
+            require(
+                finite,
+                op,
+                where,
+                need="finite weights",
+                got="NaN or infinity",
+                remedy="repair the model; a NaN would blank its whole block",
+            )
 
 
 def unconverted_modules(model: torch.nn.Module) -> list[str]:
@@ -130,9 +155,7 @@ def is_experts(module: torch.nn.Module) -> bool:
     return all(hasattr(module, flag) for flag in _FLAGS)
 
 
-def _experts_places(
-    model: torch.nn.Module,
-) -> dict[str, list[tuple[torch.nn.Module, str]]]:
+def _experts_places(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str]]]:
     """The (parent, attribute) pairs of each experts module, by the path of the first pair."""
     names: dict[torch.nn.Module, str] = {}
     places: dict[str, list[tuple[torch.nn.Module, str]]] = {}
@@ -144,33 +167,68 @@ def _experts_places(
     return places
 
 
-def _describe(name: str, places: tuple[tuple[torch.nn.Module, str], ...], module: Any,
-              op: str) -> FoundExperts:
+def _describe(
+    name: str, places: tuple[tuple[torch.nn.Module, str], ...], module: Any, op: str
+) -> FoundExperts:
     if not getattr(module, "has_gate", True):
-        raise UnsupportedError(message(op, name, "gated experts (gate_up_proj)",
-                                       "experts without a gate", "leave this model unconverted"))
+        raise UnsupportedError(
+            message(
+                op,
+                name,
+                "gated experts (gate_up_proj)",
+                "experts without a gate",
+                "leave this model unconverted",
+            )
+        )
     _check_tensors(name, module, op)
     gate_up, down = module.gate_up_proj, module.down_proj
     transposed = bool(module.is_transposed)
     experts, hidden, intermediate = down.shape
     if transposed:
         hidden, intermediate = intermediate, hidden
-    want = ((experts, hidden, 2 * intermediate) if transposed
-            else (experts, 2 * intermediate, hidden))
-    require(tuple(gate_up.shape) == want, op, f"{name}.gate_up_proj.shape", need=list(want),
-            got=list(gate_up.shape), remedy=f"down_proj is {list(down.shape)}")
+    want = (
+        (experts, hidden, 2 * intermediate) if transposed else (experts, 2 * intermediate, hidden)
+    )
+    require(
+        tuple(gate_up.shape) == want,
+        op,
+        f"{name}.gate_up_proj.shape",
+        need=list(want),
+        got=list(gate_up.shape),
+        remedy=f"down_proj is {list(down.shape)}",
+    )
     for what, size in (("hidden size", hidden), ("intermediate size", intermediate)):
-        require(size % MX_BLOCK_SIZE == 0, op, name, got=size,
-                need=f"a {what} that is a multiple of {MX_BLOCK_SIZE}",
-                remedy="MXFP4 has no partial blocks; pad the model first")
+        require(
+            size % MX_BLOCK_SIZE == 0,
+            op,
+            name,
+            got=size,
+            need=f"a {what} that is a multiple of {MX_BLOCK_SIZE}",
+            remedy="MXFP4 has no partial blocks; pad the model first",
+        )
     if module.has_bias:
         for projection, rows in (("gate_up_proj", 2 * intermediate), ("down_proj", hidden)):
             bias = getattr(module, f"{projection}_bias")
-            require(tuple(bias.shape) == (experts, rows), op, f"{name}.{projection}_bias.shape",
-                    need=[experts, rows], got=list(bias.shape))
+            require(
+                tuple(bias.shape) == (experts, rows),
+                op,
+                f"{name}.{projection}_bias.shape",
+                need=[experts, rows],
+                got=list(bias.shape),
+            )
     activation, order = recognise_gate(module, name, op)
-    return FoundExperts(name, places, module, experts, hidden, intermediate, activation,
-                        order, transposed, bool(module.has_bias))
+    return FoundExperts(
+        name,
+        places,
+        module,
+        experts,
+        hidden,
+        intermediate,
+        activation,
+        order,
+        transposed,
+        bool(module.has_bias),
+    )
 
 
 def _check_tensors(name: str, module: torch.nn.Module, op: str) -> None:
@@ -180,13 +238,24 @@ def _check_tensors(name: str, module: torch.nn.Module, op: str) -> None:
     present = {key for key, _ in module.named_parameters()}
     present |= {key for key, _ in module.named_buffers()}
     if present != wanted:
-        raise UnsupportedError(message(
-            op, name, f"experts made of {sorted(wanted)}", sorted(present),
-            "weights quantised by another library are dequantised first"))
+        raise UnsupportedError(
+            message(
+                op,
+                name,
+                f"experts made of {sorted(wanted)}",
+                sorted(present),
+                "weights quantised by another library are dequantised first",
+            )
+        )
     for projection in PROJECTIONS:
         shape = getattr(module, projection).shape
-        require(len(shape) == 3 and 0 not in shape, op, f"{name}.{projection}.shape",
-                need="three dimensions, none empty", got=list(shape))
+        require(
+            len(shape) == 3 and 0 not in shape,
+            op,
+            f"{name}.{projection}.shape",
+            need="three dimensions, none empty",
+            got=list(shape),
+        )
 
 
 def recognise_gate(module: Any, name: str, op: str) -> tuple[Activation, GateUpOrder]:
@@ -207,8 +276,17 @@ def recognise_gate(module: Any, name: str, op: str) -> tuple[Activation, GateUpO
         UnsupportedError: no activation gives these results in this order.
     """
     # Models may be built under another default dtype and device, so both are stated here.
-    values = 32 * torch.rand(8, 2 * _SAMPLE_FEATURES, generator=torch.Generator().manual_seed(0),
-                             dtype=torch.float32, device="cpu") - 16
+    values = (
+        32
+        * torch.rand(
+            8,
+            2 * _SAMPLE_FEATURES,
+            generator=torch.Generator().manual_seed(0),
+            dtype=torch.float32,
+            device="cpu",
+        )
+        - 16
+    )
     with torch.no_grad():
         expected = module._apply_gate(values.clone())
     orders = [GateUpOrder.CONCATENATED, GateUpOrder.INTERLEAVED]
@@ -219,13 +297,19 @@ def recognise_gate(module: Any, name: str, op: str) -> tuple[Activation, GateUpO
         for activation in _candidates(module):
             answer = gated_activation(sorted_values, activation)
             if expected.shape == answer.shape and torch.allclose(
-                    answer, expected, rtol=_SAMPLE_TOLERANCE, atol=_SAMPLE_TOLERANCE):
+                answer, expected, rtol=_SAMPLE_TOLERANCE, atol=_SAMPLE_TOLERANCE
+            ):
                 return activation, order
-    raise UnsupportedError(message(
-        op, f"{name}: activation",
-        "SiLU, gpt-oss's SwiGLU or clamped SiLU, gate and up " + " or ".join(
-            order.value for order in orders),
-        _gate_name(module), "leave this model unconverted"))
+    raise UnsupportedError(
+        message(
+            op,
+            f"{name}: activation",
+            "SiLU, gpt-oss's SwiGLU or clamped SiLU, gate and up "
+            + " or ".join(order.value for order in orders),
+            _gate_name(module),
+            "leave this model unconverted",
+        )
+    )
 
 
 def _candidates(module: Any) -> Iterator[Activation]:
@@ -239,8 +323,11 @@ def _candidates(module: Any) -> Iterator[Activation]:
 
 def _numbers(module: Any, names: tuple[str, ...]) -> list[float]:
     values = (getattr(module, name, None) for name in names)
-    return [float(value) for value in values
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0]
+    return [
+        float(value)
+        for value in values
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    ]
 
 
 def _gate_name(module: Any) -> str:

@@ -50,7 +50,8 @@ DEMO_TEXT = (
     "bookkeeping is simple enough to check by hand, and this page exists to be checked. If two "
     "programs read the same bytes and disagree about what they mean, at least one is wrong, and "
     "a good test names the one. So here is some ordinary text, a few digits (0123456789), a little "
-    "punctuation, and an invitation: compare, and trust nothing else.\n")
+    "punctuation, and an invitation: compare, and trust nothing else.\n"
+)
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,14 @@ class MoECapture:
 
 
 def write_demo_checkpoint(
-    directory: Path | str, *, hidden_size: int = 512, intermediate_size: int = 512,
-    num_experts: int = 16, top_k: int = 4, num_layers: int = 2, seed: int = 0,
+    directory: Path | str,
+    *,
+    hidden_size: int = 512,
+    intermediate_size: int = 512,
+    num_experts: int = 16,
+    top_k: int = 4,
+    num_layers: int = 2,
+    seed: int = 0,
     sharded: bool = True,
 ) -> Path:
     """Write a scaled-down gpt-oss with random weights, in the layout of the published checkpoints.
@@ -96,28 +103,50 @@ def write_demo_checkpoint(
         UnsupportedError: transformers is not installed.
     """
     op, directory = "write_demo_checkpoint", Path(directory)
-    for name, size, unit in (("hidden_size", hidden_size, 64),
-                             ("intermediate_size", intermediate_size, MX_BLOCK_SIZE),
-                             ("num_experts", num_experts, 1), ("num_layers", num_layers, 1)):
-        require(size > 0 and size % unit == 0, op, name, need=f"a positive multiple of {unit}",
-                got=size)
+    for name, size, unit in (
+        ("hidden_size", hidden_size, 64),
+        ("intermediate_size", intermediate_size, MX_BLOCK_SIZE),
+        ("num_experts", num_experts, 1),
+        ("num_layers", num_layers, 1),
+    ):
+        require(
+            size > 0 and size % unit == 0, op, name, need=f"a positive multiple of {unit}", got=size
+        )
     require(0 < top_k <= num_experts, op, "top_k", need=f"1 to {num_experts}", got=top_k)
-    require(not directory.exists() or (directory.is_dir() and not any(directory.iterdir())), op,
-            str(directory), need="an absent or empty directory", got="files in it",
-            remedy="name another directory")
+    require(
+        not directory.exists() or (directory.is_dir() and not any(directory.iterdir())),
+        op,
+        str(directory),
+        need="an absent or empty directory",
+        got="files in it",
+        remedy="name another directory",
+    )
     transformers = _transformers(op)
     heads = hidden_size // 64
     config = transformers.GptOssConfig(
-        hidden_size=hidden_size, intermediate_size=intermediate_size, num_hidden_layers=num_layers,
-        num_local_experts=num_experts, num_experts_per_tok=top_k, vocab_size=DEMO_VOCABULARY,
-        head_dim=64, num_attention_heads=heads, num_key_value_heads=math.gcd(heads, 8),
-        swiglu_limit=GPT_OSS_LIMIT, dtype="bfloat16", architectures=["GptOssForCausalLM"])
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_local_experts=num_experts,
+        num_experts_per_tok=top_k,
+        vocab_size=DEMO_VOCABULARY,
+        head_dim=64,
+        num_attention_heads=heads,
+        num_key_value_heads=math.gcd(heads, 8),
+        swiglu_limit=GPT_OSS_LIMIT,
+        dtype="bfloat16",
+        architectures=["GptOssForCausalLM"],
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.GptOssForCausalLM(config)
     tensors = _published_tensors(model, torch.Generator().manual_seed(seed))
-    stated = config.to_dict() | {"quantization_config": {
-        "quant_method": "mxfp4", "modules_to_not_convert": GPT_OSS_UNCONVERTED}}
+    stated = config.to_dict() | {
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": GPT_OSS_UNCONVERTED,
+        }
+    }
     partial = partial_name(directory)
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -132,7 +161,7 @@ def write_demo_checkpoint(
 
 
 def load_transformers_oracle(
-    directory: Path | str, *, dtype: torch.dtype = torch.float32, num_layers: int | None = None,
+    directory: Path | str, *, dtype: torch.dtype = torch.float32, num_layers: int | None = None
 ) -> Any:
     """Load a gpt-oss MXFP4 checkpoint with transformers, experts dequantised by transformers.
 
@@ -150,27 +179,47 @@ def load_transformers_oracle(
         UnsupportedError: transformers is not installed.
     """
     op, directory = "load_transformers_oracle", Path(directory)
-    require(is_file(directory / CONFIG_FILE), op, str(directory),
-            need=f"a checkpoint directory with {CONFIG_FILE}", got="none")
+    require(
+        is_file(directory / CONFIG_FILE),
+        op,
+        str(directory),
+        need=f"a checkpoint directory with {CONFIG_FILE}",
+        got="none",
+    )
     reader = CheckpointReader(directory, op)
     stored_gate_up_order(reader.config(), directory / CONFIG_FILE, op)
     reader.check_files()
     transformers = _transformers(op)
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
     if num_layers is not None:
-        require(0 < num_layers <= config.num_hidden_layers, op, "num_layers",
-                need=f"1 to {config.num_hidden_layers}", got=num_layers)
+        require(
+            0 < num_layers <= config.num_hidden_layers,
+            op,
+            "num_layers",
+            need=f"1 to {config.num_hidden_layers}",
+            got=num_layers,
+        )
         config.num_hidden_layers = num_layers
         config.layer_types = config.layer_types[:num_layers]
     with _quiet(transformers):
         model, info = transformers.GptOssForCausalLM.from_pretrained(
-            directory, config=config, dtype=dtype, local_files_only=True,
-            experts_implementation="eager", output_loading_info=True,
-            quantization_config=transformers.Mxfp4Config(dequantize=True))
+            directory,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            experts_implementation="eager",
+            output_loading_info=True,
+            quantization_config=transformers.Mxfp4Config(dequantize=True),
+        )
     absent = sorted({*info["missing_keys"], *info["mismatched_keys"]}, key=str)
-    require(not absent, op, str(directory), need="every tensor of the model",
-            got=f"{len(absent)} missing or mis-shaped, for example {absent and absent[0]}",
-            remedy="transformers would fill them with random numbers")
+    require(
+        not absent,
+        op,
+        str(directory),
+        need="every tensor of the model",
+        got=f"{len(absent)} missing or mis-shaped, for example {absent and absent[0]}",
+        remedy="transformers would fill them with random numbers",
+    )
     return model.to(dtype).eval()
 
 
@@ -203,11 +252,21 @@ def collect_moe_inputs(model: Any, token_ids: torch.Tensor, layer: int) -> MoECa
     """
     op, layers = "collect_moe_inputs", model.model.layers
     require_tensor(token_ids, op, "token_ids", dtype=torch.int64)
-    require(token_ids.dim() in (1, 2) and token_ids.numel() > 0, op, "token_ids.shape",
-            need="[T] or [B, S], not empty", got=list(token_ids.shape))
+    require(
+        token_ids.dim() in (1, 2) and token_ids.numel() > 0,
+        op,
+        "token_ids.shape",
+        need="[T] or [B, S], not empty",
+        got=list(token_ids.shape),
+    )
     vocabulary, low, high = model.config.vocab_size, int(token_ids.min()), int(token_ids.max())
-    require(low >= 0 and high < vocabulary, op, "token_ids", need=f"ids from 0 to {vocabulary - 1}",
-            got=f"{low} to {high}")
+    require(
+        low >= 0 and high < vocabulary,
+        op,
+        "token_ids",
+        need=f"ids from 0 to {vocabulary - 1}",
+        got=f"{low} to {high}",
+    )
     require(0 <= layer < len(layers), op, "layer", need=f"0 to {len(layers) - 1}", got=layer)
     seen: dict[str, torch.Tensor] = {}
 
@@ -257,19 +316,24 @@ def _published_tensors(model: Any, generator: torch.Generator) -> dict[str, torc
             tensors[name] = value
     for layer in range(model.config.num_hidden_layers):
         prefix = f"model.layers.{layer}.mlp.experts"
-        gate_up, down = (quantize_blocks(experts[f"{prefix}.{projection}"], MXFP4,
-                                         rule=ScaleRule.RCEIL)
-                         for projection in ("gate_up_proj", "down_proj"))
-        gate_up_bias, down_bias = (experts[f"{prefix}.{projection}_bias"].float()
-                                   for projection in ("gate_up_proj", "down_proj"))
-        tensors |= save_gpt_oss_layer_tensors(layer, MoEWeights(
-            gate_up, down, gate_up_bias, down_bias, gate_up_order=GateUpOrder.INTERLEAVED))
+        gate_up, down = (
+            quantize_blocks(experts[f"{prefix}.{projection}"], MXFP4, rule=ScaleRule.RCEIL)
+            for projection in ("gate_up_proj", "down_proj")
+        )
+        gate_up_bias, down_bias = (
+            experts[f"{prefix}.{projection}_bias"].float()
+            for projection in ("gate_up_proj", "down_proj")
+        )
+        tensors |= save_gpt_oss_layer_tensors(
+            layer,
+            MoEWeights(
+                gate_up, down, gate_up_bias, down_bias, gate_up_order=GateUpOrder.INTERLEAVED
+            ),
+        )
     return tensors
 
 
-def _spread(
-    shape: torch.Size, gain: float, generator: torch.Generator,
-) -> torch.Tensor:
+def _spread(shape: torch.Size, gain: float, generator: torch.Generator) -> torch.Tensor:
     """Random weights [E, N, K], standard deviation about gain / sqrt(K), scales widely spread."""
     experts, rows, columns = shape
     row = 0.75 * torch.randn(experts, rows, 1, 1, generator=generator)
@@ -291,9 +355,13 @@ def _save(tensors: dict[str, torch.Tensor], directory: Path, *, sharded: bool) -
         file = f"model-{position:05d}-of-{len(groups):05d}.safetensors"
         write_tensors(directory / file, groups[layer])
         weight_map.update(dict.fromkeys(groups[layer], file))
-    write_json(directory / INDEX_FILE, {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": weight_map})
+    write_json(
+        directory / INDEX_FILE,
+        {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": weight_map,
+        },
+    )
 
 
 def _transformers(op: str) -> Any:
@@ -301,8 +369,9 @@ def _transformers(op: str) -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise UnsupportedError(message(op, "transformers", "the package", error,
-                                       "pip install mxpert[transformers]")) from error
+        raise UnsupportedError(
+            message(op, "transformers", "the package", error, "pip install mxpert[transformers]")
+        ) from error
 
 
 @contextlib.contextmanager

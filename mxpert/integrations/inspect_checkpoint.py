@@ -76,7 +76,10 @@ class ProjectionStatistics:
 
 
 def inspect_checkpoint(
-    path: Path | str, *, source: Path | str | None = None, layer: int | str | None = None,
+    path: Path | str,
+    *,
+    source: Path | str | None = None,
+    layer: int | str | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> list[ProjectionStatistics]:
     """Compute the MX statistics of every MXFP4 tensor of a checkpoint.
@@ -101,10 +104,19 @@ def inspect_checkpoint(
 got no such file or directory
     """
     reader = CheckpointReader(path, OP)
-    found = [(match["module"], match["projection"])
-             for name in reader.names if (match := _BLOCKS.match(name))]
-    require(bool(found), OP, str(path), need="tensors named *_blocks with *_scales", got="none",
-            remedy="convert a bf16 checkpoint with `mxpert quantize`")
+    found = [
+        (match["module"], match["projection"])
+        for name in reader.names
+        if (match := _BLOCKS.match(name))
+    ]
+    require(
+        bool(found),
+        OP,
+        str(path),
+        need="tensors named *_blocks with *_scales",
+        got="none",
+        remedy="convert a bf16 checkpoint with `mxpert quantize`",
+    )
     if isinstance(layer, str):
         modules = choose_modules(sorted({module for module, _ in found}), [layer], OP)
         found = [entry for entry in found if entry[0] in modules]
@@ -123,8 +135,11 @@ got no such file or directory
         collector = _Collector(module, projection, shape)
         name = f"{module}.{projection}"
         for expert in range(shape[0]):
-            quantized = MXTensor(reader.read_row(f"{name}_blocks", expert).flatten(-2),
-                                 reader.read_row(f"{name}_scales", expert), MXFP4)
+            quantized = MXTensor(
+                reader.read_row(f"{name}_blocks", expert).flatten(-2),
+                reader.read_row(f"{name}_scales", expert),
+                MXFP4,
+            )
             original = None
             if comparison is not None:
                 original, quantized = comparison.pair(module, projection, expert, quantized)
@@ -133,8 +148,9 @@ got no such file or directory
                 part = quantized[row : row + step]
                 collector.add(part)
                 if original is not None:
-                    collector.compare(original[row : row + step].to(torch.float32),
-                                      dequantize_blocks(part))
+                    collector.compare(
+                        original[row : row + step].to(torch.float32), dequantize_blocks(part)
+                    )
             progress(done + _nbytes(shape) * (expert + 1) // shape[0], total, name)
         done += _nbytes(shape)
         statistics.append(collector.result())
@@ -174,22 +190,36 @@ class _Collector:
         present = self.counts.nonzero().flatten()
         below = self.counts.cumsum(0)
         total = int(below[-1])
-        low, middle, high = (None, None, None) if total == 0 else (
-            int(present[0]) - E8M0_BIAS,
-            int(torch.searchsorted(below, (total + 1) // 2)) - E8M0_BIAS,
-            int(present[-1]) - E8M0_BIAS)
+        low, middle, high = (
+            (None, None, None)
+            if total == 0
+            else (
+                int(present[0]) - E8M0_BIAS,
+                int(torch.searchsorted(below, (total + 1) // 2)) - E8M0_BIAS,
+                int(present[-1]) - E8M0_BIAS,
+            )
+        )
         measurable = self.compared and math.isfinite(self.noise) and self.signal > 0
         ratio = self.noise / self.signal if measurable else None
         return ProjectionStatistics(
-            module=self.module, projection=self.projection, layer=layer_number(self.module),
-            shape=self.shape, bytes=_nbytes(self.shape), blocks=math.prod(self.shape) // 32,
-            zero_blocks=self.zero_blocks, nan_scales=self.nan_scales,
+            module=self.module,
+            projection=self.projection,
+            layer=layer_number(self.module),
+            shape=self.shape,
+            bytes=_nbytes(self.shape),
+            blocks=math.prod(self.shape) // 32,
+            zero_blocks=self.zero_blocks,
+            nan_scales=self.nan_scales,
             scale_histogram={int(byte) - E8M0_BIAS: int(self.counts[byte]) for byte in present},
-            min_exponent=low, median_exponent=middle, max_exponent=high,
-            blocks_outside=self.blocks_outside, rows_outside=self.rows_outside,
+            min_exponent=low,
+            median_exponent=middle,
+            max_exponent=high,
+            blocks_outside=self.blocks_outside,
+            rows_outside=self.rows_outside,
             widest_span=self.widest_span,
             sqnr_db=-10 * math.log10(ratio) if ratio else None,
-            relative_l2=None if ratio is None else math.sqrt(ratio))
+            relative_l2=None if ratio is None else math.sqrt(ratio),
+        )
 
 
 @dataclass(frozen=True)
@@ -205,7 +235,9 @@ class _Comparison:
 
     @classmethod
     def open(
-        cls, quantized: CheckpointReader, source: Path | str,
+        cls,
+        quantized: CheckpointReader,
+        source: Path | str,
         shapes: dict[tuple[str, str], tuple[int, int, int]],
     ) -> _Comparison:
         order = stored_gate_up_order(quantized.config(), quantized.directory / CONFIG_FILE, OP)
@@ -214,23 +246,33 @@ class _Comparison:
         matched = match_modules(sorted({module for module, _ in shapes}), list(found))
         layers = {module: found[prefix] for module, prefix in matched.items()}
         for (module, projection), shape in shapes.items():
-            require(module in layers and projection in PROJECTIONS, OP, f"source {source}",
-                    need=f"the experts of {module}, {projection}", got=f"{sorted(found)}",
-                    remedy="give the checkpoint that was quantised")
+            require(
+                module in layers and projection in PROJECTIONS,
+                OP,
+                f"source {source}",
+                need=f"the experts of {module}, {projection}",
+                got=f"{sorted(found)}",
+                remedy="give the checkpoint that was quantised",
+            )
             wanted = layers[module].shape(projection)
-            require(wanted == shape, OP, f"{module}.{projection}", need=f"the source's {wanted}",
-                    got=shape, remedy="give the checkpoint that was quantised")
+            require(
+                wanted == shape,
+                OP,
+                f"{module}.{projection}",
+                need=f"the source's {wanted}",
+                got=shape,
+                remedy="give the checkpoint that was quantised",
+            )
         return cls(reader, layers, order)
 
     def pair(
-        self, module: str, projection: str, expert: int, quantized: MXTensor,
+        self, module: str, projection: str, expert: int, quantized: MXTensor
     ) -> tuple[torch.Tensor, MXTensor]:
         """Source and quantised matrix of one expert, the rows of both INTERLEAVED."""
         layer = self.layers[module]
         if projection == "gate_up_proj" and self.order is not GateUpOrder.INTERLEAVED:
             rows = interleaved_rows(self.order, layer.intermediate_size)
-            quantized = replace(quantized, qdata=quantized.qdata[rows],
-                                scale=quantized.scale[rows])
+            quantized = replace(quantized, qdata=quantized.qdata[rows], scale=quantized.scale[rows])
         return layer.read(self.reader, projection, expert), quantized
 
 
@@ -238,9 +280,13 @@ def _check(reader: CheckpointReader, module: str, projection: str) -> tuple[int,
     """Check one blocks/scales pair by its headers; returns [E, N, K]."""
     name = f"{module}.{projection}"
     info = reader.info(f"{name}_blocks")
-    require(len(info.shape) == 4 and info.shape[-1] == BLOCK_BYTES and 0 not in info.shape, OP,
-            f"{info.file}: {info.name}.shape", need=f"[E, N, K/{MX_BLOCK_SIZE}, {BLOCK_BYTES}]",
-            got=list(info.shape))
+    require(
+        len(info.shape) == 4 and info.shape[-1] == BLOCK_BYTES and 0 not in info.shape,
+        OP,
+        f"{info.file}: {info.name}.shape",
+        need=f"[E, N, K/{MX_BLOCK_SIZE}, {BLOCK_BYTES}]",
+        got=list(info.shape),
+    )
     remedy = "download the file again"
     reader.require(info.name, dtypes=["U8"], shape=info.shape, remedy=remedy)
     reader.require(f"{name}_scales", dtypes=["U8"], shape=info.shape[:-1], remedy=remedy)

@@ -28,8 +28,10 @@ def module_order(path: str) -> list[tuple[bool, int, str]]:
         >>> sorted(["layers.10.experts", "layers.9.experts"], key=module_order)
         ['layers.9.experts', 'layers.10.experts']
     """
-    return [(part.isdecimal(), int(part[:9]) if part.isdecimal() else 0, part)
-            for part in path.split(".")]
+    return [
+        (part.isdecimal(), int(part[:9]) if part.isdecimal() else 0, part)
+        for part in path.split(".")
+    ]
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
@@ -42,8 +44,10 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
     """
     unique = list(dict.fromkeys(paths))
     numbers = [layer_number(path) for path in unique]
-    return {path: str(number) if number >= 0 and numbers.count(number) == 1 else path
-            for path, number in zip(unique, numbers, strict=True)}
+    return {
+        path: str(number) if number >= 0 and numbers.count(number) == 1 else path
+        for path, number in zip(unique, numbers, strict=True)
+    }
 
 
 def choose_modules(paths: Sequence[str], wanted: Iterable[int | str], op: str) -> list[str]:
@@ -65,17 +69,29 @@ def choose_modules(paths: Sequence[str], wanted: Iterable[int | str], op: str) -
     chosen = []
     for entry in wanted:
         if isinstance(entry, str):
-            require(entry in paths, op, "layers", need=f"modules among {list(paths)}",
-                    got=repr(entry))
+            require(
+                entry in paths, op, "layers", need=f"modules among {list(paths)}", got=repr(entry)
+            )
             chosen.append(entry)
             continue
         if not isinstance(entry, int) or isinstance(entry, bool):
             raise TypeError(message(op, "layers", "module paths or layer numbers", repr(entry)))
         fitting = [path for path in paths if layer_number(path) == entry]
-        require(bool(fitting), op, "layers", got=entry,
-                need=f"layers among {sorted({layer_number(path) for path in paths})}")
-        require(len(fitting) == 1, op, "layers", need="a layer with one experts module",
-                got=f"{entry} with {fitting}", remedy="name a module by its full path")
+        require(
+            bool(fitting),
+            op,
+            "layers",
+            got=entry,
+            need=f"layers among {sorted({layer_number(path) for path in paths})}",
+        )
+        require(
+            len(fitting) == 1,
+            op,
+            "layers",
+            need="a layer with one experts module",
+            got=f"{entry} with {fitting}",
+            remedy="name a module by its full path",
+        )
         chosen += fitting
     return chosen
 
@@ -93,8 +109,10 @@ def match_modules(paths: Sequence[str], others: Sequence[str]) -> dict[str, str]
     """
     matched = {path: path for path in paths if path in others}
     for path in paths:
-        same, fitting = ([name for name in names if layer_number(name) == layer_number(path)]
-                         for names in (paths, others))
+        same, fitting = (
+            [name for name in names if layer_number(name) == layer_number(path)]
+            for names in (paths, others)
+        )
         if path not in matched and same == [path] and len(fitting) == 1:
             matched[path] = fitting[0]
     return matched

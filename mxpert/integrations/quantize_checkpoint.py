@@ -97,8 +97,12 @@ class QuantizeReport:
 
 
 def quantize_checkpoint(
-    source: Path | str, destination: Path | str, *, scale_rule: ScaleRule = ScaleRule.RCEIL,
-    device: torch.device | str = "cpu", on_progress: ProgressCallback | None = None,
+    source: Path | str,
+    destination: Path | str,
+    *,
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    device: torch.device | str = "cpu",
+    on_progress: ProgressCallback | None = None,
 ) -> QuantizeReport:
     """Quantise the experts of a bf16 MoE checkpoint to MXFP4 and verify what was written.
 
@@ -146,26 +150,33 @@ got no such file or directory
     _write_side_files(plan, manifest)
     progress(done, plan.total_bytes, "verifying")
     failures = verify_quantized(plan, manifest)
-    projections = [ProjectionReport(**entry | {"shape": tuple(entry["shape"])})
-                   for shard in plan.shards
-                   for entry in manifest["shards"][shard.name]["projections"]]
+    projections = [
+        ProjectionReport(**entry | {"shape": tuple(entry["shape"])})
+        for shard in plan.shards
+        for entry in manifest["shards"][shard.name]["projections"]
+    ]
     return QuantizeReport(
-        source=str(plan.reader.path), destination=str(plan.destination), scale_rule=plan.rule.value,
-        gate_up_order=GateUpOrder.INTERLEAVED.value, projections=projections,
-        shards_written=len(plan.shards) - resumed, shards_resumed=resumed,
+        source=str(plan.reader.path),
+        destination=str(plan.destination),
+        scale_rule=plan.rule.value,
+        gate_up_order=GateUpOrder.INTERLEAVED.value,
+        projections=projections,
+        shards_written=len(plan.shards) - resumed,
+        shards_resumed=resumed,
         source_bytes=plan.total_bytes,
         bytes=sum(manifest["shards"][shard.name]["bytes"] for shard in plan.shards),
-        failures=failures)
+        failures=failures,
+    )
 
 
 def _advance(
-    progress: ProgressCallback, plan: QuantizePlan, before: int, done: int, what: str,
+    progress: ProgressCallback, plan: QuantizePlan, before: int, done: int, what: str
 ) -> None:
     progress(before + done, plan.total_bytes, what)
 
 
 def _quantize_layer(
-    plan: QuantizePlan, layer: ExpertLayer, advance: Callable[[int, str], None],
+    plan: QuantizePlan, layer: ExpertLayer, advance: Callable[[int, str], None]
 ) -> tuple[dict[str, torch.Tensor], list[ProjectionReport]]:
     tensors: dict[str, torch.Tensor] = {}
     reports = []
@@ -184,15 +195,26 @@ def _quantize_layer(
         tensors[f"{layer.prefix}.{projection}_scales"] = scales
         # gate_up_proj has two thirds of the elements, down_proj one third.
         share = layer.source_bytes * (2 - index) // 3
-        reports.append(ProjectionReport(layer.prefix, projection, (experts, rows, columns), share,
-                                        blocks.numel() + scales.numel(), signal, noise))
+        reports.append(
+            ProjectionReport(
+                layer.prefix,
+                projection,
+                (experts, rows, columns),
+                share,
+                blocks.numel() + scales.numel(),
+                signal,
+                noise,
+            )
+        )
     for name in layer.biases:
         tensors[name] = layer.read_bias(plan.reader, name)
     return tensors, reports
 
 
 def _write_shard(
-    plan: QuantizePlan, shard: OutputShard, manifest: dict[str, Any],
+    plan: QuantizePlan,
+    shard: OutputShard,
+    manifest: dict[str, Any],
     advance: Callable[[int, str], None],
 ) -> None:
     """Fill one shard, rename it to its final name, then record it in the manifest."""
@@ -233,20 +255,40 @@ def _prepare_destination(plan: QuantizePlan) -> dict[str, Any]:
     destination, identity = plan.destination, _identity(plan)
     path = destination / MANIFEST_FILE
     remedy = "name another destination, or empty this one yourself"
-    require(destination.is_dir() or not destination.exists(), OP, str(destination),
-            need="a directory", got="a file", remedy=remedy)
+    require(
+        destination.is_dir() or not destination.exists(),
+        OP,
+        str(destination),
+        need="a directory",
+        got="a file",
+        remedy=remedy,
+    )
     own_partials = [partial_name(destination / name) for name in _output_names(plan)]
-    present = [] if not destination.exists() else [
-        entry for entry in destination.iterdir() if entry not in own_partials]
+    present = (
+        []
+        if not destination.exists()
+        else [entry for entry in destination.iterdir() if entry not in own_partials]
+    )
     if present:
-        require(path.is_file(), OP, str(destination), need="an absent or empty directory",
-                got=f"{len(present)} entries, for example {present[0].name}", remedy=remedy)
+        require(
+            path.is_file(),
+            OP,
+            str(destination),
+            need="an absent or empty directory",
+            got=f"{len(present)} entries, for example {present[0].name}",
+            remedy=remedy,
+        )
         manifest = read_json(path, OP)
         found = {key: manifest.get(key) for key in identity}
         differs = sorted(key for key in identity if found[key] != identity[key])
-        require(not differs, OP, str(destination),
-                need="the unfinished output of the same source, settings and version",
-                got=f"another run's ({', '.join(differs)} differ)", remedy=remedy)
+        require(
+            not differs,
+            OP,
+            str(destination),
+            need="the unfinished output of the same source, settings and version",
+            got=f"another run's ({', '.join(differs)} differ)",
+            remedy=remedy,
+        )
         _check_manifest(manifest, path)
     else:
         manifest = {**identity, "shards": {}}
@@ -261,30 +303,59 @@ def _check_manifest(manifest: dict[str, Any], path: Path) -> None:
     """Every entry of a manifest has what `_write_shard` writes."""
     remedy = "empty the destination and run again"
     shards = manifest.get("shards")
-    require(isinstance(shards, dict), OP, f"{path}: shards", need="an object", got=short(shards),
-            remedy=remedy)
+    require(
+        isinstance(shards, dict),
+        OP,
+        f"{path}: shards",
+        need="an object",
+        got=short(shards),
+        remedy=remedy,
+    )
     assert isinstance(shards, dict)  # for the type checker
     for name, entry in shards.items():
         where = f"{path}: shards.{name}"
-        require(isinstance(entry, dict), OP, where, need="an object", got=short(entry),
-                remedy=remedy)
+        require(
+            isinstance(entry, dict), OP, where, need="an object", got=short(entry), remedy=remedy
+        )
         for key, kind in (("sha256", str), ("bytes", int), ("projections", list)):
-            require(type(entry.get(key)) is kind, OP, f"{where}.{key}", remedy=remedy,
-                    need=f"a value of type {kind.__name__}", got=short(entry.get(key)))
+            require(
+                type(entry.get(key)) is kind,
+                OP,
+                f"{where}.{key}",
+                remedy=remedy,
+                need=f"a value of type {kind.__name__}",
+                got=short(entry.get(key)),
+            )
         for index, projection in enumerate(entry["projections"]):
-            require(_is_report(projection), OP, f"{where}.projections[{index}]", remedy=remedy,
-                    need=f"an object with {[entry.name for entry in fields(ProjectionReport)]}",
-                    got=short(projection))
+            require(
+                _is_report(projection),
+                OP,
+                f"{where}.projections[{index}]",
+                remedy=remedy,
+                need=f"an object with {[entry.name for entry in fields(ProjectionReport)]}",
+                got=short(projection),
+            )
 
 
 def _is_report(content: object) -> bool:
     """Whether parsed JSON has the fields of a ProjectionReport, each of the right type."""
-    kinds = {"module": str, "projection": str, "shape": list, "source_bytes": int, "bytes": int,
-             "signal": float, "noise": float}
-    return (isinstance(content, dict) and content.keys() == kinds.keys()
-            and all(type(content[key]) is kind for key, kind in kinds.items())
-            and len(content["shape"]) == 3 and all(type(size) is int for size in content["shape"])
-            and all(math.isfinite(content[key]) for key in ("signal", "noise")))
+    kinds = {
+        "module": str,
+        "projection": str,
+        "shape": list,
+        "source_bytes": int,
+        "bytes": int,
+        "signal": float,
+        "noise": float,
+    }
+    return (
+        isinstance(content, dict)
+        and content.keys() == kinds.keys()
+        and all(type(content[key]) is kind for key, kind in kinds.items())
+        and len(content["shape"]) == 3
+        and all(type(size) is int for size in content["shape"])
+        and all(math.isfinite(content[key]) for key in ("signal", "noise"))
+    )
 
 
 def _output_names(plan: QuantizePlan) -> list[str]:
@@ -299,10 +370,14 @@ def _write_side_files(plan: QuantizePlan, manifest: dict[str, Any]) -> None:
             write_atomically(plan.destination / file.name, partial(shutil.copyfile, file))
     total = sum(manifest["shards"][shard.name]["bytes"] for shard in plan.shards)
     weight_map = {name: shard.name for shard in plan.shards for name in shard.tensor_names()}
-    write_json(plan.destination / INDEX_FILE,
-               {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-    write_json(plan.destination / CONFIG_FILE, plan.config | {
-        "quantization_config": quantization_config(_unconverted(plan), plan.rule)})
+    write_json(
+        plan.destination / INDEX_FILE,
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+    )
+    write_json(
+        plan.destination / CONFIG_FILE,
+        plan.config | {"quantization_config": quantization_config(_unconverted(plan), plan.rule)},
+    )
 
 
 def _unconverted(plan: QuantizePlan) -> list[str]:

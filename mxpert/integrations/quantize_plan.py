@@ -38,8 +38,11 @@ class OutputShard:
     def tensor_names(self) -> list[str]:
         if self.layer is None:
             return list(self.copied)
-        names = [f"{self.layer.prefix}.{projection}_{kind}" for projection in PROJECTIONS
-                 for kind in ("blocks", "scales")]
+        names = [
+            f"{self.layer.prefix}.{projection}_{kind}"
+            for projection in PROJECTIONS
+            for kind in ("blocks", "scales")
+        ]
         return names + list(self.layer.biases)
 
 
@@ -60,21 +63,35 @@ class QuantizePlan:
 
 
 def plan_quantization(
-    source: Path | str, destination: Path | str, *, scale_rule: ScaleRule,
+    source: Path | str,
+    destination: Path | str,
+    *,
+    scale_rule: ScaleRule,
     device: torch.device | str,
 ) -> QuantizePlan:
     """Check source and arguments, and decide which tensor goes into which shard; writes nothing."""
-    require(isinstance(scale_rule, ScaleRule), OP, "scale_rule", need="a ScaleRule",
-            got=repr(scale_rule), error=TypeError)
+    require(
+        isinstance(scale_rule, ScaleRule),
+        OP,
+        "scale_rule",
+        need="a ScaleRule",
+        got=repr(scale_rule),
+        error=TypeError,
+    )
     source, destination = Path(source), Path(destination)
     reader = CheckpointReader(source, OP)
     require(source.is_dir(), OP, str(source), need="a checkpoint directory", got="a file")
     config = reader.config()
     layers = find_expert_layers(reader, config)
     inside = destination.resolve()
-    require(inside != source.resolve() and source.resolve() not in inside.parents, OP,
-            str(destination), need="a destination outside of the source", got=str(source),
-            remedy="name another directory")
+    require(
+        inside != source.resolve() and source.resolve() not in inside.parents,
+        OP,
+        str(destination),
+        need="a destination outside of the source",
+        got=str(source),
+        remedy="name another directory",
+    )
     replaced = {name for layer in layers for name in (*layer.tensors, *layer.biases)}
     rest = [reader.info(name) for name in reader.names if name not in replaced]
     largest = max(math.prod(layer.shape(p)) for layer in layers for p in PROJECTIONS)
@@ -89,15 +106,19 @@ def plan_quantization(
         sizes[-1] += info.nbytes
     count = len(layers) + len(groups)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    shards = [OutputShard(name, layer, (), layer.source_bytes)
-              for name, layer in zip(names, layers, strict=False)]
-    shards += [OutputShard(name, None, tuple(group), size) for name, group, size
-               in zip(names[len(layers):], groups, sizes, strict=True)]
+    shards = [
+        OutputShard(name, layer, (), layer.source_bytes)
+        for name, layer in zip(names, layers, strict=False)
+    ]
+    shards += [
+        OutputShard(name, None, tuple(group), size)
+        for name, group, size in zip(names[len(layers) :], groups, sizes, strict=True)
+    ]
     return QuantizePlan(reader, destination, config, scale_rule, _device(device), shards)
 
 
 def quantize_expert(
-    plan: QuantizePlan, layer: ExpertLayer, projection: str, expert: int,
+    plan: QuantizePlan, layer: ExpertLayer, projection: str, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor, float, float]:
     """Read and quantise one expert's projection.
 
@@ -105,9 +126,14 @@ def quantize_expert(
         (blocks uint8 [N, K/32, 16], scales uint8 [N, K/32], signal, noise), tensors on the CPU.
     """
     matrix = layer.read(plan.reader, projection, expert).to(plan.device)
-    require(bool(matrix.isfinite().all()), OP, f"{layer.prefix}: expert {expert} {projection}",
-            need="finite weights", got="NaN or infinity",
-            remedy="repair the source; a NaN would blank its whole block")
+    require(
+        bool(matrix.isfinite().all()),
+        OP,
+        f"{layer.prefix}: expert {expert} {projection}",
+        need="finite weights",
+        got="NaN or infinity",
+        remedy="repair the source; a NaN would blank its whole block",
+    )
     blocks, scales = [], []
     signal = noise = 0.0
     for part in matrix.split(max(1, CHUNK_ELEMENTS // matrix.shape[1])):
@@ -125,6 +151,7 @@ def _device(device: torch.device | str) -> torch.device:
         found = torch.device(device)
         torch.empty(1, device=found)
     except (RuntimeError, AssertionError) as error:  # unknown name, or a device not present
-        raise UnsupportedError(message(OP, "device", "a device of this machine", repr(str(device)),
-                                       "use cpu")) from error
+        raise UnsupportedError(
+            message(OP, "device", "a device of this machine", repr(str(device)), "use cpu")
+        ) from error
     return found

@@ -58,8 +58,13 @@ class CheckpointReader:
         self.path = Path(path)
         self.op = op
         self._handles: dict[Path, Any] = {}
-        require(exists(self.path), op, str(self.path), need="an existing checkpoint",
-                got="no such file or directory")
+        require(
+            exists(self.path),
+            op,
+            str(self.path),
+            need="an existing checkpoint",
+            got="no such file or directory",
+        )
         self.directory = self.path if self.path.is_dir() else self.path.parent
         self._files = self._from_directory() if self.path.is_dir() else self._from_file(self.path)
 
@@ -67,18 +72,28 @@ class CheckpointReader:
         index_path = self.directory / INDEX_FILE
         if not exists(index_path):
             single = self.directory / SINGLE_FILE
-            require(exists(single), self.op, str(self.directory),
-                    need=f"{INDEX_FILE} or {SINGLE_FILE} in it", got="neither",
-                    remedy="give the directory of a checkpoint in safetensors format")
+            require(
+                exists(single),
+                self.op,
+                str(self.directory),
+                need=f"{INDEX_FILE} or {SINGLE_FILE} in it",
+                got="neither",
+                remedy="give the directory of a checkpoint in safetensors format",
+            )
             return self._from_file(single)
         index = read_json(index_path, self.op)
         weight_map = index.get("weight_map")
         well_formed = isinstance(weight_map, dict) and all(
-            isinstance(file, str) and Path(file).name == file for file in weight_map.values())
-        require(well_formed and bool(weight_map), self.op, str(index_path),
-                need='"weight_map" from tensor names to files in the same directory',
-                got=type(weight_map).__name__ if not well_formed else "an empty map",
-                remedy="download the index again")
+            isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+        )
+        require(
+            well_formed and bool(weight_map),
+            self.op,
+            str(index_path),
+            need='"weight_map" from tensor names to files in the same directory',
+            got=type(weight_map).__name__ if not well_formed else "an empty map",
+            remedy="download the index again",
+        )
         assert isinstance(weight_map, dict)  # for the type checker
         return {name: self.directory / file for name, file in weight_map.items()}
 
@@ -87,8 +102,14 @@ class CheckpointReader:
 
     def _open(self, path: Path) -> Any:
         if path not in self._handles:
-            require(is_file(path), self.op, str(path), need="an existing safetensors file",
-                    got=what_is_at(path), remedy="download the missing shard")
+            require(
+                is_file(path),
+                self.op,
+                str(path),
+                need="an existing safetensors file",
+                got=what_is_at(path),
+                remedy="download the missing shard",
+            )
             with self._damage(path):
                 self._handles[path] = safe_open(path, framework="pt", device="cpu")
         return self._handles[path]
@@ -99,9 +120,15 @@ class CheckpointReader:
         try:
             yield
         except (SafetensorError, OSError, RuntimeError) as error:
-            raise ValueError(message(
-                self.op, str(path), "a complete safetensors file", error,
-                "it is truncated or damaged: download it again")) from error
+            raise ValueError(
+                message(
+                    self.op,
+                    str(path),
+                    "a complete safetensors file",
+                    error,
+                    "it is truncated or damaged: download it again",
+                )
+            ) from error
 
     @property
     def names(self) -> Collection[str]:
@@ -119,15 +146,28 @@ class CheckpointReader:
 
     def info(self, name: str) -> TensorInfo:
         """Header entry of one tensor; a ValueError that names file and tensor if it is missing."""
-        require(name in self._files, self.op, name, need="this tensor in the checkpoint",
-                got=f"no such name in {self.path}", remedy="the checkpoint is incomplete")
+        require(
+            name in self._files,
+            self.op,
+            name,
+            need="this tensor in the checkpoint",
+            got=f"no such name in {self.path}",
+            remedy="the checkpoint is incomplete",
+        )
         file = self._files[name]
         handle = self._open(file)
         try:
             view = handle.get_slice(name)
         except SafetensorError as error:
-            raise ValueError(message(self.op, f"{file}: {name}", "the tensor that the index names",
-                                     error, "index and shards do not belong together")) from error
+            raise ValueError(
+                message(
+                    self.op,
+                    f"{file}: {name}",
+                    "the tensor that the index names",
+                    error,
+                    "index and shards do not belong together",
+                )
+            ) from error
         return TensorInfo(name, file, view.get_dtype(), tuple(view.get_shape()))
 
     def check_files(self) -> None:
@@ -141,15 +181,27 @@ class CheckpointReader:
             self.info(name)
 
     def require(
-        self, name: str, *, dtypes: Sequence[str], shape: Sequence[int], remedy: str,
+        self, name: str, *, dtypes: Sequence[str], shape: Sequence[int], remedy: str
     ) -> TensorInfo:
         """Header entry of one tensor, checked for dtype and shape."""
         info = self.info(name)
         where = f"{info.file}: {name}"
-        require(info.dtype in dtypes, self.op, f"{where}.dtype", need=" or ".join(dtypes),
-                got=info.dtype, remedy=remedy)
-        require(info.shape == tuple(shape), self.op, f"{where}.shape", need=list(shape),
-                got=list(info.shape), remedy=remedy)
+        require(
+            info.dtype in dtypes,
+            self.op,
+            f"{where}.dtype",
+            need=" or ".join(dtypes),
+            got=info.dtype,
+            remedy=remedy,
+        )
+        require(
+            info.shape == tuple(shape),
+            self.op,
+            f"{where}.shape",
+            need=list(shape),
+            got=list(info.shape),
+            remedy=remedy,
+        )
         return info
 
     def read(self, name: str) -> torch.Tensor:
@@ -174,8 +226,9 @@ def read_json(path: Path, op: str) -> dict[str, Any]:
         parsed = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not UTF-8, or no JSON
         raise ValueError(message(op, str(path), "valid JSON", error)) from error
-    require(isinstance(parsed, dict), op, str(path), need="a JSON object",
-            got=type(parsed).__name__)
+    require(
+        isinstance(parsed, dict), op, str(path), need="a JSON object", got=type(parsed).__name__
+    )
     assert isinstance(parsed, dict)  # for the type checker
     return parsed
 
@@ -205,6 +258,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     Raises:
         OSError: the file cannot be written, for example on a full disk.
     """
+
     def write(partial: Path) -> None:
         try:
             save_file(tensors, partial, metadata={"format": "pt"})
@@ -224,8 +278,7 @@ def positive_int(config: dict[str, Any], keys: Sequence[str], where: object, op:
     """The first of `keys` that a config holds, which must be a positive integer."""
     found = next((config[key] for key in keys if config.get(key) is not None), None)
     valid = isinstance(found, int) and not isinstance(found, bool) and found > 0
-    require(valid, op, f"{where}: {' or '.join(keys)}", need="a positive integer",
-            got=short(found))
+    require(valid, op, f"{where}: {' or '.join(keys)}", need="a positive integer", got=short(found))
     assert isinstance(found, int)  # for the type checker
     return found
 

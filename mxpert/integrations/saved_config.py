@@ -10,8 +10,12 @@ from ..formats.spec import ScaleRule
 from ..weights import GateUpOrder
 from .experts import FoundExperts, unconverted_modules
 
-GPT_OSS_UNCONVERTED = ["model.layers.*.self_attn", "model.layers.*.mlp.router",
-                       "model.embed_tokens", "lm_head"]
+GPT_OSS_UNCONVERTED = [
+    "model.layers.*.self_attn",
+    "model.layers.*.mlp.router",
+    "model.embed_tokens",
+    "lm_head",
+]
 """``modules_to_not_convert`` of the published gpt-oss configs."""
 
 
@@ -21,8 +25,11 @@ def configured_models(model: torch.nn.Module) -> list[Any]:
     A wrapper without a config (a trainer's module, torch.compile's) is not one of them, the
     Transformers model inside of it is. Of models that share one config, all are listed.
     """
-    found = [module for module in model.modules()
-             if hasattr(type(module), "save_pretrained") and hasattr(module, "config")]
+    found = [
+        module
+        for module in model.modules()
+        if hasattr(type(module), "save_pretrained") and hasattr(module, "config")
+    ]
     return found if found or not hasattr(model, "config") else [model]
 
 
@@ -40,8 +47,11 @@ def mark_quantized(model: Any, found: list[FoundExperts], scale_rule: ScaleRule 
             continue
         if id(holder.config) not in marked:
             marked.add(id(holder.config))
-            names = ([*GPT_OSS_UNCONVERTED] if getattr(holder.config, "model_type", "") == "gpt_oss"
-                     else unconverted_modules(holder))
+            names = (
+                [*GPT_OSS_UNCONVERTED]
+                if getattr(holder.config, "model_type", "") == "gpt_oss"
+                else unconverted_modules(holder)
+            )
             holder.config.quantization_config = quantization_config(names, scale_rule)
         _hide_expert_conversions(holder)
 
@@ -59,8 +69,11 @@ def _hide_expert_conversions(model: Any) -> None:
 
     dense = getattr(model, "_weight_conversions", None)
     if dense is None:  # built, not loaded: the conversions that Transformers would choose itself
-        dense = [entry for entry in get_model_conversion_mapping(model, add_legacy=False)
-                 if not isinstance(entry, PrefixChange)]
+        dense = [
+            entry
+            for entry in get_model_conversion_mapping(model, add_legacy=False)
+            if not isinstance(entry, PrefixChange)
+        ]
     model._dense_weight_conversions = dense
     model._weight_conversions = without_expert_conversions(dense)
 
@@ -69,8 +82,14 @@ def without_expert_conversions(conversions: list[Any]) -> list[Any]:
     """Weight conversions of Transformers, less those that compute dense experts."""
     from transformers.core_model_loading import WeightConverter
 
-    return [entry for entry in conversions if not (isinstance(entry, WeightConverter) and any(
-        "experts" in pattern for pattern in entry.target_patterns))]
+    return [
+        entry
+        for entry in conversions
+        if not (
+            isinstance(entry, WeightConverter)
+            and any("experts" in pattern for pattern in entry.target_patterns)
+        )
+    ]
 
 
 def unmark_quantized(model: Any) -> None:
@@ -93,6 +112,8 @@ def quantization_config(unconverted: list[str], scale_rule: ScaleRule | None) ->
     from .. import __version__  # mxpert's own __init__ imports this module before it states one
 
     rule = {} if scale_rule is None else {"scale_rule": scale_rule.value}
-    return {"quant_method": "mxfp4", "modules_to_not_convert": unconverted,
-            "mxpert": {"gate_up_order": GateUpOrder.INTERLEAVED.value, **rule,
-                       "version": __version__}}
+    return {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": unconverted,
+        "mxpert": {"gate_up_order": GateUpOrder.INTERLEAVED.value, **rule, "version": __version__},
+    }

@@ -37,30 +37,47 @@ try:
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
     from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 except ImportError as error:
-    raise UnsupportedError(message("mxpert.integrations.transformers", "transformers",
-                                   "transformers >= 5", error,
-                                   "pip install 'mxpert[transformers]'")) from error
+    raise UnsupportedError(
+        message(
+            "mxpert.integrations.transformers",
+            "transformers",
+            "transformers >= 5",
+            error,
+            "pip install 'mxpert[transformers]'",
+        )
+    ) from error
 
 NAME = "mxpert"
 IMPLEMENTATIONS = {NAME: "bf16"} | {
     f"{NAME}_{name}": parse_activation_format(name, "experts_implementation")
-    for name in (*ACTIVATION_FORMATS, *ACTIVATION_FORMAT_ALIASES)}
+    for name in (*ACTIVATION_FORMATS, *ACTIVATION_FORMAT_ALIASES)
+}
 """Value of ``experts_implementation`` → activation format: "mxpert_mxfp8" and "mxpert_a8w4"."""
 
 _OP = "from_pretrained"
 
 
-def experts_forward(self: torch.nn.Module, hidden_states: torch.Tensor, topk_ids: torch.Tensor,
-                    topk_weights: torch.Tensor) -> torch.Tensor:
+def experts_forward(
+    self: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> torch.Tensor:
     """The entry in the table of experts functions, which only unconverted experts call.
 
     Raises:
         UnsupportedError: always; it says how to convert them.
     """
-    raise UnsupportedError(message(
-        "experts_implementation", type(self).__name__, "converted experts", "dense weights",
-        f'load with from_pretrained(…, experts_implementation="{NAME}"), or call '
-        "mxpert.convert(model) once the weights are there"))
+    raise UnsupportedError(
+        message(
+            "experts_implementation",
+            type(self).__name__,
+            "converted experts",
+            "dense weights",
+            f'load with from_pretrained(…, experts_implementation="{NAME}"), or call '
+            "mxpert.convert(model) once the weights are there",
+        )
+    )
 
 
 class MXQuantizer(Mxfp4HfQuantizer):
@@ -129,8 +146,9 @@ def _wanted_dtypes(model: Any) -> dict[str, torch.dtype]:
     plan: dict[str, torch.dtype] = getattr(model, "_get_dtype_plan", lambda dtype: {})(model.dtype)
     wanted = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        kept = [dtype for pattern, dtype in plan.items()
-                if re.search(pattern.replace("*", ".*"), name)]
+        kept = [
+            dtype for pattern, dtype in plan.items() if re.search(pattern.replace("*", ".*"), name)
+        ]
         if tensor.is_floating_point():
             wanted[name] = kept[-1] if kept else tensor.dtype
     return wanted
@@ -175,8 +193,14 @@ def _converting(original: Any) -> Any:
 
 def _stored_order(checkpoint_files: Any) -> GateUpOrder:
     """Gate/up order that the config beside the checkpoint's files states."""
-    require(bool(checkpoint_files), _OP, "checkpoint", need="safetensors files in a directory",
-            got="none", remedy="load the model from a directory")
+    require(
+        bool(checkpoint_files),
+        _OP,
+        "checkpoint",
+        need="safetensors files in a directory",
+        got="none",
+        remedy="load the model from a directory",
+    )
     where = Path(checkpoint_files[0]).parent / CONFIG_FILE
     return stored_gate_up_order(read_json(where, _OP), where, _OP)
 

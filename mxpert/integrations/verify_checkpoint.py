@@ -45,13 +45,14 @@ def verify_quantized(plan: QuantizePlan, manifest: dict[str, Any]) -> list[str]:
 def _verify_shard(plan: QuantizePlan, shard: OutputShard, written: CheckpointReader) -> list[str]:
     if shard.layer is not None:
         return _verify_experts(plan, shard.layer, written)
-    return [f"{written.info(name).file}: {name} differs from the source"
-            for name in shard.copied if not _same_bytes(plan.reader.read(name), written.read(name))]
+    return [
+        f"{written.info(name).file}: {name} differs from the source"
+        for name in shard.copied
+        if not _same_bytes(plan.reader.read(name), written.read(name))
+    ]
 
 
-def _verify_experts(
-    plan: QuantizePlan, layer: ExpertLayer, written: CheckpointReader,
-) -> list[str]:
+def _verify_experts(plan: QuantizePlan, layer: ExpertLayer, written: CheckpointReader) -> list[str]:
     failures = []
     sample = sorted({0, layer.num_experts // 2, layer.num_experts - 1})
     for projection in PROJECTIONS:
@@ -60,8 +61,10 @@ def _verify_experts(
             fresh = quantize_expert(plan, layer, projection, expert)[:2]
             for name, tensor in zip(names, fresh, strict=True):
                 if not _same_bytes(tensor, written.read_row(name, expert)):
-                    failures.append(f"{written.info(name).file}: {name}[{expert}] differs from a "
-                                    "fresh quantisation; delete this file and run again")
+                    failures.append(
+                        f"{written.info(name).file}: {name}[{expert}] differs from a "
+                        "fresh quantisation; delete this file and run again"
+                    )
     for name in layer.biases:
         if not _same_bytes(layer.read_bias(plan.reader, name), written.read(name)):
             failures.append(f"{written.info(name).file}: {name} differs from the source")

@@ -9,11 +9,14 @@ from typing import Any
 from ..dispatch import Explanation, explain_problem
 from ..errors import message
 from ..problem import Problem
-from .grouped_gemm import (
-    describe_grouped_gemm, describe_grouped_wgrad, grouped_gemm, grouped_wgrad,
-)
+from .grouped_gemm import describe_grouped_gemm, describe_grouped_wgrad, grouped_gemm, grouped_wgrad
 from .moe import (
-    describe_down, describe_fused_moe, describe_gate_up, fused_moe, moe_down, moe_gate_up,
+    describe_down,
+    describe_fused_moe,
+    describe_gate_up,
+    fused_moe,
+    moe_down,
+    moe_gate_up,
 )
 from .quantize import dequantize, describe_dequantize, describe_quantize, quantize
 from .quantize_dual import describe_quantize_dual, quantize_dual
@@ -61,6 +64,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     try:
         inspect.signature(op).bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(message("explain", "arguments", f"those of {op.__name__}",
-                                f"others: {error}")) from None
+        raise TypeError(
+            message("explain", "arguments", f"those of {op.__name__}", f"others: {error}")
+        ) from None
     return explain_problem(describe(*args, **kwargs))

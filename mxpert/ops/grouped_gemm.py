@@ -24,7 +24,11 @@ _GEMM, _WGRAD = Calls(), Calls()
 
 
 def grouped_gemm(
-    a: Operand, b: Operand, group_offsets: torch.Tensor, *, trans_b: bool = True,
+    a: Operand,
+    b: Operand,
+    group_offsets: torch.Tensor,
+    *,
+    trans_b: bool = True,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """One GEMM per group of rows: forward and, with the other copy of the weights, dgrad.
@@ -72,8 +76,12 @@ def grouped_gemm(
 
 
 def grouped_wgrad(
-    grad: Operand, a: Operand, group_offsets: torch.Tensor, *,
-    out_dtype: torch.dtype = torch.bfloat16, accumulate_into: torch.Tensor | None = None,
+    grad: Operand,
+    a: Operand,
+    group_offsets: torch.Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate_into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient of the weights of `grouped_gemm`: one GEMM per group over the group's rows.
 
@@ -115,8 +123,9 @@ def grouped_wgrad(
     return accumulate_into
 
 
-def check_grouped_gemm(a: Operand, b: Operand, group_offsets: torch.Tensor, trans_b: bool,
-                       out_dtype: torch.dtype) -> None:
+def check_grouped_gemm(
+    a: Operand, b: Operand, group_offsets: torch.Tensor, trans_b: bool, out_dtype: torch.dtype
+) -> None:
     """Argument checks of `grouped_gemm`."""
     op = "grouped_gemm"
     if not isinstance(trans_b, bool):
@@ -128,13 +137,25 @@ def check_grouped_gemm(a: Operand, b: Operand, group_offsets: torch.Tensor, tran
     reduced = b.shape[-1 if trans_b else -2]
     if reduced != a.shape[1]:
         wanted = "[G, N, K]" if trans_b else "[G, K, N]"
-        raise ValueError(message(op, "b.shape", f"K = {a.shape[1]} as in a", list(b.shape),
-                                 f"trans_b={trans_b} wants {wanted}"))
+        raise ValueError(
+            message(
+                op,
+                "b.shape",
+                f"K = {a.shape[1]} as in a",
+                list(b.shape),
+                f"trans_b={trans_b} wants {wanted}",
+            )
+        )
     check_group_offsets(group_offsets, op, a.device, a.shape[0], b.shape[0])
 
 
-def check_grouped_wgrad(grad: Operand, a: Operand, group_offsets: torch.Tensor,
-                        out_dtype: torch.dtype, accumulate_into: torch.Tensor | None) -> None:
+def check_grouped_wgrad(
+    grad: Operand,
+    a: Operand,
+    group_offsets: torch.Tensor,
+    out_dtype: torch.dtype,
+    accumulate_into: torch.Tensor | None,
+) -> None:
     """Argument checks of `grouped_wgrad`."""
     op = "grouped_wgrad"
     _check_out_dtype(out_dtype, op)
@@ -145,18 +166,38 @@ def check_grouped_wgrad(grad: Operand, a: Operand, group_offsets: torch.Tensor,
     common = 1 if copies else 0
     num_rows = grad.shape[common]
     if a.shape[common] != num_rows:
-        raise ValueError(message(op, f"a.shape[{common}]", f"{num_rows} as in grad",
-                                 a.shape[common], "both have the rows of the same groups"))
+        raise ValueError(
+            message(
+                op,
+                f"a.shape[{common}]",
+                f"{num_rows} as in grad",
+                a.shape[common],
+                "both have the rows of the same groups",
+            )
+        )
     check_group_offsets(group_offsets, op, grad.device, num_rows)
     num_groups = group_offsets.shape[0] - 1
     if copies and num_rows < MX_BLOCK_SIZE * num_groups:
-        raise ValueError(message(
-            op, "grad.shape[1]", f"padded_capacity(M, G), at least {MX_BLOCK_SIZE * num_groups}",
-            num_rows, "pass the columnwise copies of quantize_dual(…, group_offsets=…)"))
+        raise ValueError(
+            message(
+                op,
+                "grad.shape[1]",
+                f"padded_capacity(M, G), at least {MX_BLOCK_SIZE * num_groups}",
+                num_rows,
+                "pass the columnwise copies of quantize_dual(…, group_offsets=…)",
+            )
+        )
     if accumulate_into is not None:
         widths = (grad.shape[0], a.shape[0]) if copies else (grad.shape[1], a.shape[1])
-        require_tensor(accumulate_into, op, "accumulate_into", dtype=torch.float32,
-                       shape=(num_groups, *widths), device=grad.device, contiguous=True)
+        require_tensor(
+            accumulate_into,
+            op,
+            "accumulate_into",
+            dtype=torch.float32,
+            shape=(num_groups, *widths),
+            device=grad.device,
+            contiguous=True,
+        )
 
 
 def _check_out_dtype(out_dtype: torch.dtype, op: str) -> None:
@@ -166,29 +207,63 @@ def _check_out_dtype(out_dtype: torch.dtype, op: str) -> None:
 def _check_operand(value: Operand, name: str, dims: int, axis: int, op: str) -> None:
     """bfloat16, or MXFP8 in logical order, quantised along the reduced axis."""
     if isinstance(value, MXTensor):
-        require(value.format.codes_per_byte == 1, op, f"{name}.format", got=value.format.name,
-                need="mxfp8_e4m3 or mxfp8_e5m2", remedy="quantise it to mxfp8")
-        require(value.layout is Layout.ROW_MAJOR, op, f"{name}.layout", need=Layout.ROW_MAJOR,
-                got=value.layout)
-        require(value.axis == axis, op, f"{name}.axis", need=axis, got=value.axis,
-                remedy="the quantised axis is the one that is summed over; quantize_dual makes "
-                       "both copies")
+        require(
+            value.format.codes_per_byte == 1,
+            op,
+            f"{name}.format",
+            got=value.format.name,
+            need="mxfp8_e4m3 or mxfp8_e5m2",
+            remedy="quantise it to mxfp8",
+        )
+        require(
+            value.layout is Layout.ROW_MAJOR,
+            op,
+            f"{name}.layout",
+            need=Layout.ROW_MAJOR,
+            got=value.layout,
+        )
+        require(
+            value.axis == axis,
+            op,
+            f"{name}.axis",
+            need=axis,
+            got=value.axis,
+            remedy="the quantised axis is the one that is summed over; quantize_dual makes "
+            "both copies",
+        )
         require(len(value.shape) == dims, op, f"{name}.dim()", need=dims, got=len(value.shape))
     else:
         require_tensor(value, op, name, dtype=torch.bfloat16, shape=(None,) * dims)
 
 
-def _check_pair(first: Operand, first_name: str, second: Operand, second_name: str,
-                op: str) -> None:
+def _check_pair(
+    first: Operand, first_name: str, second: Operand, second_name: str, op: str
+) -> None:
     kinds = ["an MXTensor" if isinstance(x, MXTensor) else "bfloat16" for x in (first, second)]
-    require(kinds[0] == kinds[1], op, second_name, need=f"{kinds[0]} as {first_name}",
-            got=kinds[1], remedy="both operands are bfloat16 or both are MX")
-    require(first.device == second.device, op, f"{second_name}.device", need=first.device,
-            got=second.device, remedy=f"move it with .to('{first.device}')")
+    require(
+        kinds[0] == kinds[1],
+        op,
+        second_name,
+        need=f"{kinds[0]} as {first_name}",
+        got=kinds[1],
+        remedy="both operands are bfloat16 or both are MX",
+    )
+    require(
+        first.device == second.device,
+        op,
+        f"{second_name}.device",
+        need=first.device,
+        got=second.device,
+        remedy=f"move it with .to('{first.device}')",
+    )
 
 
 def describe_grouped_gemm(
-    a: Operand, b: Operand, group_offsets: torch.Tensor, *, trans_b: bool = True,
+    a: Operand,
+    b: Operand,
+    group_offsets: torch.Tensor,
+    *,
+    trans_b: bool = True,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> GroupedProblem:
     """The problem that `grouped_gemm` resolves for the same arguments."""
@@ -197,8 +272,12 @@ def describe_grouped_gemm(
 
 
 def describe_grouped_wgrad(
-    grad: Operand, a: Operand, group_offsets: torch.Tensor, *,
-    out_dtype: torch.dtype = torch.bfloat16, accumulate_into: torch.Tensor | None = None,
+    grad: Operand,
+    a: Operand,
+    group_offsets: torch.Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate_into: torch.Tensor | None = None,
 ) -> GroupedProblem:
     """The problem that `grouped_wgrad` resolves for the same arguments."""
     check_grouped_wgrad(grad, a, group_offsets, out_dtype, accumulate_into)
@@ -208,19 +287,42 @@ def describe_grouped_wgrad(
 def _gemm_problem(a: Operand, b: Operand, trans_b: bool, out_dtype: torch.dtype) -> GroupedProblem:
     num_rows, k = a.shape
     return GroupedProblem(
-        Op.GROUPED_GEMM, detect_target(a.device), num_rows, b.shape[0],
-        b.shape[-2 if trans_b else -1], k, _format_name(a), _format_name(b), trans_b, out_dtype,
-        False, _span(a), _span(b))
+        Op.GROUPED_GEMM,
+        detect_target(a.device),
+        num_rows,
+        b.shape[0],
+        b.shape[-2 if trans_b else -1],
+        k,
+        _format_name(a),
+        _format_name(b),
+        trans_b,
+        out_dtype,
+        False,
+        _span(a),
+        _span(b),
+    )
 
 
-def _wgrad_problem(grad: Operand, a: Operand, group_offsets: torch.Tensor, out_dtype: torch.dtype,
-                   accumulate: bool) -> GroupedProblem:
+def _wgrad_problem(
+    grad: Operand, a: Operand, group_offsets: torch.Tensor, out_dtype: torch.dtype, accumulate: bool
+) -> GroupedProblem:
     copies = isinstance(grad, MXTensor)
     (n, num_rows), k = (grad.shape if copies else grad.shape[::-1]), a.shape[0 if copies else 1]
     return GroupedProblem(
-        Op.GROUPED_WGRAD, detect_target(grad.device), num_rows, group_offsets.shape[0] - 1, n, k,
-        _format_name(grad), _format_name(a), False, torch.float32 if accumulate else out_dtype,
-        accumulate, _span(grad), _span(a))
+        Op.GROUPED_WGRAD,
+        detect_target(grad.device),
+        num_rows,
+        group_offsets.shape[0] - 1,
+        n,
+        k,
+        _format_name(grad),
+        _format_name(a),
+        False,
+        torch.float32 if accumulate else out_dtype,
+        accumulate,
+        _span(grad),
+        _span(a),
+    )
 
 
 def _is_unobserved(first: Operand) -> bool:
@@ -237,30 +339,54 @@ def _span(value: Operand) -> ScaleSpan:
 
 def _flatten(value: Operand) -> FlatOperand:
     if isinstance(value, MXTensor):
-        return (value.qdata, value.scale, value.format.name, value.scale_span.value,
-                value.wide_blocks)
+        return (
+            value.qdata,
+            value.scale,
+            value.format.name,
+            value.scale_span.value,
+            value.wide_blocks,
+        )
     return value, None, "bf16", ScaleSpan.BLOCK.value, None
 
 
-def _rebuild(data: torch.Tensor, scale: torch.Tensor | None, format: str, span: str,
-             wide: torch.Tensor | None, axis: int = -1) -> Operand:
+def _rebuild(
+    data: torch.Tensor,
+    scale: torch.Tensor | None,
+    format: str,
+    span: str,
+    wide: torch.Tensor | None,
+    axis: int = -1,
+) -> Operand:
     if scale is None:
         return data
     return rebuild_mx(data, scale, format, axis=axis, span=ScaleSpan(span), wide=wide)
 
 
-def _call_gemm(a: Operand, b: Operand, group_offsets: torch.Tensor, trans_b: bool,
-               out_dtype: torch.dtype) -> torch.Tensor:
+def _call_gemm(
+    a: Operand, b: Operand, group_offsets: torch.Tensor, trans_b: bool, out_dtype: torch.dtype
+) -> torch.Tensor:
     c: torch.Tensor = _GEMM.launch(
-        None, (trans_b, out_dtype), dict(a=a, b=b, group_offsets=group_offsets),
-        lambda: describe_grouped_gemm(a, b, group_offsets, trans_b=trans_b, out_dtype=out_dtype))
+        None,
+        (trans_b, out_dtype),
+        dict(a=a, b=b, group_offsets=group_offsets),
+        lambda: describe_grouped_gemm(a, b, group_offsets, trans_b=trans_b, out_dtype=out_dtype),
+    )
     return c
 
 
 def _run_gemm(
-    a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str, a_span: str,
-    a_wide: torch.Tensor | None, b: torch.Tensor, b_scale: torch.Tensor | None, b_format: str,
-    b_span: str, b_wide: torch.Tensor | None, group_offsets: torch.Tensor, trans_b: bool,
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_format: str,
+    a_span: str,
+    a_wide: torch.Tensor | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_format: str,
+    b_span: str,
+    b_wide: torch.Tensor | None,
+    group_offsets: torch.Tensor,
+    trans_b: bool,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     left = _rebuild(a, a_scale, a_format, a_span, a_wide)
@@ -269,61 +395,119 @@ def _run_gemm(
 
 
 def _fake_gemm(
-    a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str, a_span: str,
-    a_wide: torch.Tensor | None, b: torch.Tensor, b_scale: torch.Tensor | None, b_format: str,
-    b_span: str, b_wide: torch.Tensor | None, group_offsets: torch.Tensor, trans_b: bool,
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_format: str,
+    a_span: str,
+    a_wide: torch.Tensor | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_format: str,
+    b_span: str,
+    b_wide: torch.Tensor | None,
+    group_offsets: torch.Tensor,
+    trans_b: bool,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     return a.new_empty((a.shape[0], b.shape[1 if trans_b else 2]), dtype=out_dtype)
 
 
-def _call_wgrad(grad: Operand, a: Operand, group_offsets: torch.Tensor, out_dtype: torch.dtype,
-                accumulate_into: torch.Tensor | None) -> torch.Tensor:
+def _call_wgrad(
+    grad: Operand,
+    a: Operand,
+    group_offsets: torch.Tensor,
+    out_dtype: torch.dtype,
+    accumulate_into: torch.Tensor | None,
+) -> torch.Tensor:
     out: torch.Tensor = _WGRAD.launch(
-        None, (out_dtype,), dict(grad=grad, a=a, group_offsets=group_offsets,
-                                 accumulate_into=accumulate_into),
-        lambda: describe_grouped_wgrad(grad, a, group_offsets, out_dtype=out_dtype,
-                                       accumulate_into=accumulate_into))
+        None,
+        (out_dtype,),
+        dict(grad=grad, a=a, group_offsets=group_offsets, accumulate_into=accumulate_into),
+        lambda: describe_grouped_wgrad(
+            grad, a, group_offsets, out_dtype=out_dtype, accumulate_into=accumulate_into
+        ),
+    )
     return out
 
 
 def _run_wgrad(
-    grad: torch.Tensor, grad_scale: torch.Tensor | None, grad_format: str, grad_span: str,
-    grad_wide: torch.Tensor | None, a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str,
-    a_span: str, a_wide: torch.Tensor | None, group_offsets: torch.Tensor,
+    grad: torch.Tensor,
+    grad_scale: torch.Tensor | None,
+    grad_format: str,
+    grad_span: str,
+    grad_wide: torch.Tensor | None,
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_format: str,
+    a_span: str,
+    a_wide: torch.Tensor | None,
+    group_offsets: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    return _call_wgrad(_rebuild(grad, grad_scale, grad_format, grad_span, grad_wide),
-                       _rebuild(a, a_scale, a_format, a_span, a_wide), group_offsets, out_dtype,
-                       None)
+    return _call_wgrad(
+        _rebuild(grad, grad_scale, grad_format, grad_span, grad_wide),
+        _rebuild(a, a_scale, a_format, a_span, a_wide),
+        group_offsets,
+        out_dtype,
+        None,
+    )
 
 
 def _fake_wgrad(
-    grad: torch.Tensor, grad_scale: torch.Tensor | None, grad_format: str, grad_span: str,
-    grad_wide: torch.Tensor | None, a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str,
-    a_span: str, a_wide: torch.Tensor | None, group_offsets: torch.Tensor,
+    grad: torch.Tensor,
+    grad_scale: torch.Tensor | None,
+    grad_format: str,
+    grad_span: str,
+    grad_wide: torch.Tensor | None,
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_format: str,
+    a_span: str,
+    a_wide: torch.Tensor | None,
+    group_offsets: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     width = 1 if grad_scale is None else 0
-    return grad.new_empty((group_offsets.shape[0] - 1, grad.shape[width], a.shape[width]),
-                          dtype=out_dtype)
+    return grad.new_empty(
+        (group_offsets.shape[0] - 1, grad.shape[width], a.shape[width]), dtype=out_dtype
+    )
 
 
 def _run_accumulate(
-    grad: torch.Tensor, grad_scale: torch.Tensor | None, grad_format: str, grad_span: str,
-    grad_wide: torch.Tensor | None, a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str,
-    a_span: str, a_wide: torch.Tensor | None, group_offsets: torch.Tensor,
+    grad: torch.Tensor,
+    grad_scale: torch.Tensor | None,
+    grad_format: str,
+    grad_span: str,
+    grad_wide: torch.Tensor | None,
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_format: str,
+    a_span: str,
+    a_wide: torch.Tensor | None,
+    group_offsets: torch.Tensor,
     accumulate_into: torch.Tensor,
 ) -> None:
-    _call_wgrad(_rebuild(grad, grad_scale, grad_format, grad_span, grad_wide),
-                _rebuild(a, a_scale, a_format, a_span, a_wide), group_offsets, torch.float32,
-                accumulate_into)
+    _call_wgrad(
+        _rebuild(grad, grad_scale, grad_format, grad_span, grad_wide),
+        _rebuild(a, a_scale, a_format, a_span, a_wide),
+        group_offsets,
+        torch.float32,
+        accumulate_into,
+    )
 
 
 def _fake_accumulate(
-    grad: torch.Tensor, grad_scale: torch.Tensor | None, grad_format: str, grad_span: str,
-    grad_wide: torch.Tensor | None, a: torch.Tensor, a_scale: torch.Tensor | None, a_format: str,
-    a_span: str, a_wide: torch.Tensor | None, group_offsets: torch.Tensor,
+    grad: torch.Tensor,
+    grad_scale: torch.Tensor | None,
+    grad_format: str,
+    grad_span: str,
+    grad_wide: torch.Tensor | None,
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_format: str,
+    a_span: str,
+    a_wide: torch.Tensor | None,
+    group_offsets: torch.Tensor,
     accumulate_into: torch.Tensor,
 ) -> None:
     return None
@@ -331,13 +515,20 @@ def _fake_accumulate(
 
 _WGRAD_SCHEMA = (
     "Tensor grad, Tensor? grad_scale, str grad_format, str grad_span, Tensor? grad_wide, "
-    "Tensor a, Tensor? a_scale, str a_format, str a_span, Tensor? a_wide, Tensor group_offsets")
+    "Tensor a, Tensor? a_scale, str a_format, str a_span, Tensor? a_wide, Tensor group_offsets"
+)
 _gemm_op = register(
     "grouped_gemm(Tensor a, Tensor? a_scale, str a_format, str a_span, Tensor? a_wide, "
     "Tensor b, Tensor? b_scale, str b_format, str b_span, Tensor? b_wide, "
     "Tensor group_offsets, bool trans_b, ScalarType out_dtype) -> Tensor",
-    _run_gemm, _fake_gemm)
-_wgrad_op = register(f"grouped_wgrad({_WGRAD_SCHEMA}, ScalarType out_dtype) -> Tensor",
-                     _run_wgrad, _fake_wgrad)
-_accumulate_op = register(f"grouped_wgrad_accumulate({_WGRAD_SCHEMA}, Tensor(a!) accumulate_into)"
-                          " -> ()", _run_accumulate, _fake_accumulate)
+    _run_gemm,
+    _fake_gemm,
+)
+_wgrad_op = register(
+    f"grouped_wgrad({_WGRAD_SCHEMA}, ScalarType out_dtype) -> Tensor", _run_wgrad, _fake_wgrad
+)
+_accumulate_op = register(
+    f"grouped_wgrad_accumulate({_WGRAD_SCHEMA}, Tensor(a!) accumulate_into) -> ()",
+    _run_accumulate,
+    _fake_accumulate,
+)

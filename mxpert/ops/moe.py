@@ -28,11 +28,19 @@ _kept_problem = functools.lru_cache(8192)(MoEProblem)
 
 
 def fused_moe(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor, *, activation: Activation, activation_format: str = "bf16",
-    combine: Combine = Combine.REDUCE, scale_rule: ScaleRule = ScaleRule.RCEIL,
-    apply_router_weight_on_input: bool = False, expert_map: torch.Tensor | None = None,
-    num_local_tokens: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
+    x: torch.Tensor | MXTensor,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: Activation,
+    activation_format: str = "bf16",
+    combine: Combine = Combine.REDUCE,
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    apply_router_weight_on_input: bool = False,
+    expert_map: torch.Tensor | None = None,
+    num_local_tokens: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """Compute a whole MoE layer with MXFP4 weights.
 
@@ -82,19 +90,39 @@ def fused_moe(
         >>> mxpert.fused_moe(x, weights, topk_weights, topk_ids, activation=mxpert.SiLU()).shape
         torch.Size([3, 32])
     """
-    options = moe_options("fused_moe", activation, activation_format, scale_rule,
-                          apply_router_weight_on_input, combine, out_dtype)
+    options = moe_options(
+        "fused_moe",
+        activation,
+        activation_format,
+        scale_rule,
+        apply_router_weight_on_input,
+        combine,
+        out_dtype,
+    )
     if library.is_unobserved(topk_weights):
-        return _call_fused_moe(x, topk_weights, topk_ids, expert_map, num_local_tokens, weights,
-                               options)
+        return _call_fused_moe(
+            x, topk_weights, topk_ids, expert_map, num_local_tokens, weights, options
+        )
     check_fused_moe(x, weights, topk_weights, topk_ids, options, expert_map, num_local_tokens)
-    return _fused_moe_op(*_flatten_rows(x), topk_weights, topk_ids, expert_map, num_local_tokens,
-                         *library.flatten_weights(weights), *library.flatten_options(options))
+    return _fused_moe_op(
+        *_flatten_rows(x),
+        topk_weights,
+        topk_ids,
+        expert_map,
+        num_local_tokens,
+        *library.flatten_weights(weights),
+        *library.flatten_options(options),
+    )
 
 
 def moe_gate_up(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, *, activation: Activation,
-    activation_format: str = "bf16", scale_rule: ScaleRule = ScaleRule.RCEIL,
+    x: torch.Tensor | MXTensor,
+    weights: MoEWeights,
+    plan: RoutingPlan,
+    *,
+    activation: Activation,
+    activation_format: str = "bf16",
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor | MXTensor:
     """Compute stage 1 of an MoE layer: gate/up GEMM, bias, activation, quantisation.
@@ -138,21 +166,31 @@ def moe_gate_up(
         >>> mxpert.moe_down(h, weights, plan).shape
         torch.Size([3, 32])
     """
-    options = moe_options("moe_gate_up", activation, activation_format, scale_rule,
-                          apply_router_weight_on_input)
+    options = moe_options(
+        "moe_gate_up", activation, activation_format, scale_rule, apply_router_weight_on_input
+    )
     if _is_unobserved(plan):
         return _call_gate_up(x, weights, plan, options)
     check_gate_up(x, weights, plan, options)
-    h, h_scale = _gate_up_op(*_flatten_rows(x), *library.flatten_weights(weights),
-                             *library.flatten_plan(plan), *library.flatten_options(options))
+    h, h_scale = _gate_up_op(
+        *_flatten_rows(x),
+        *library.flatten_weights(weights),
+        *library.flatten_plan(plan),
+        *library.flatten_options(options),
+    )
     format = activation_mx_format(options.activation_format, "moe_gate_up")
     return h if format is None else library.rebuild_mx(h, h_scale, format.name)
 
 
 def moe_down(
-    h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, *,
-    activation_format: str | None = None, combine: Combine = Combine.REDUCE,
-    apply_router_weight_on_input: bool = False, out_dtype: torch.dtype = torch.bfloat16,
+    h: torch.Tensor | MXTensor,
+    weights: MoEWeights,
+    plan: RoutingPlan,
+    *,
+    activation_format: str | None = None,
+    combine: Combine = Combine.REDUCE,
+    apply_router_weight_on_input: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """Compute stage 2 of an MoE layer: down GEMM, bias, routing weight, combine.
 
@@ -194,41 +232,75 @@ def moe_down(
         torch.Size([32, 32])
     """
     # Stage 2 applies no activation; its options hold one all the same.
-    options = moe_options("moe_down", SiLU(), _rows_format(h, activation_format),
-                          ScaleRule.RCEIL, apply_router_weight_on_input, combine, out_dtype)
+    options = moe_options(
+        "moe_down",
+        SiLU(),
+        _rows_format(h, activation_format),
+        ScaleRule.RCEIL,
+        apply_router_weight_on_input,
+        combine,
+        out_dtype,
+    )
     if _is_unobserved(plan):
         return _call_down(h, weights, plan, options)
     check_down(h, weights, plan, options)
-    return _down_op(*_flatten_rows(h), *library.flatten_weights(weights),
-                    *library.flatten_plan(plan), *library.flatten_options(options))
+    return _down_op(
+        *_flatten_rows(h),
+        *library.flatten_weights(weights),
+        *library.flatten_plan(plan),
+        *library.flatten_options(options),
+    )
 
 
 def describe_fused_moe(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor, *, expert_map: torch.Tensor | None = None,
-    num_local_tokens: torch.Tensor | None = None, **options: Any,
+    x: torch.Tensor | MXTensor,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+    num_local_tokens: torch.Tensor | None = None,
+    **options: Any,
 ) -> MoEProblem:
     """The problem that `fused_moe` resolves for the same arguments."""
-    return _fused_moe_problem(x, weights, topk_weights, topk_ids,
-                              moe_options("fused_moe", **options), expert_map, num_local_tokens)
+    return _fused_moe_problem(
+        x,
+        weights,
+        topk_weights,
+        topk_ids,
+        moe_options("fused_moe", **options),
+        expert_map,
+        num_local_tokens,
+    )
 
 
-def describe_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
-                     **options: Any) -> MoEProblem:
+def describe_gate_up(
+    x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, **options: Any
+) -> MoEProblem:
     """The problem that `moe_gate_up` resolves for the same arguments."""
     return _gate_up_problem(x, weights, plan, moe_options("moe_gate_up", **options))
 
 
-def describe_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
-                  *, activation_format: str | None = None, **options: Any) -> MoEProblem:
+def describe_down(
+    h: torch.Tensor | MXTensor,
+    weights: MoEWeights,
+    plan: RoutingPlan,
+    *,
+    activation_format: str | None = None,
+    **options: Any,
+) -> MoEProblem:
     """The problem that `moe_down` resolves for the same arguments."""
     chosen = moe_options("moe_down", SiLU(), _rows_format(h, activation_format), **options)
     return _down_problem(h, weights, plan, chosen)
 
 
 def _fused_moe_problem(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor, options: MoEOptions, expert_map: torch.Tensor | None,
+    x: torch.Tensor | MXTensor,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    options: MoEOptions,
+    expert_map: torch.Tensor | None,
     num_local_tokens: torch.Tensor | None,
 ) -> MoEProblem:
     check_fused_moe(x, weights, topk_weights, topk_ids, options, expert_map, num_local_tokens)
@@ -236,25 +308,45 @@ def _fused_moe_problem(
     return _problem(Op.FUSED_MOE, weights, num_tokens, top_k, options)
 
 
-def _gate_up_problem(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
-                     options: MoEOptions) -> MoEProblem:
+def _gate_up_problem(
+    x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions
+) -> MoEProblem:
     check_gate_up(x, weights, plan, options)
-    return _problem(Op.MOE_GATE_UP, weights, plan.num_tokens, plan.top_k, options,
-                    plan.routing_block_m)
+    return _problem(
+        Op.MOE_GATE_UP, weights, plan.num_tokens, plan.top_k, options, plan.routing_block_m
+    )
 
 
-def _down_problem(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
-                  options: MoEOptions) -> MoEProblem:
+def _down_problem(
+    h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions
+) -> MoEProblem:
     check_down(h, weights, plan, options)
-    return _problem(Op.MOE_DOWN, weights, plan.num_tokens, plan.top_k, options,
-                    plan.routing_block_m)
+    return _problem(
+        Op.MOE_DOWN, weights, plan.num_tokens, plan.top_k, options, plan.routing_block_m
+    )
 
 
-def _problem(op: Op, weights: MoEWeights, num_tokens: int, top_k: int, options: MoEOptions,
-             routing_block_m: int = 0) -> MoEProblem:
+def _problem(
+    op: Op,
+    weights: MoEWeights,
+    num_tokens: int,
+    top_k: int,
+    options: MoEOptions,
+    routing_block_m: int = 0,
+) -> MoEProblem:
     experts, hidden, intermediate = weights.down_proj.shape
-    return _kept_problem(op, detect_target(weights.device), num_tokens, top_k, experts, hidden,
-                         intermediate, options, weights.layout, routing_block_m)
+    return _kept_problem(
+        op,
+        detect_target(weights.device),
+        num_tokens,
+        top_k,
+        experts,
+        hidden,
+        intermediate,
+        options,
+        weights.layout,
+        routing_block_m,
+    )
 
 
 def _is_unobserved(plan: RoutingPlan) -> bool:
@@ -272,84 +364,131 @@ def _flatten_rows(rows: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Te
     return (rows.qdata, rows.scale) if isinstance(rows, MXTensor) else (rows, None)
 
 
-def _rebuild_rows(data: torch.Tensor, scale: torch.Tensor | None,
-                  options: MoEOptions) -> torch.Tensor | MXTensor:
+def _rebuild_rows(
+    data: torch.Tensor, scale: torch.Tensor | None, options: MoEOptions
+) -> torch.Tensor | MXTensor:
     if scale is None:
         return data
     return library.rebuild_mx(
-        data, scale, {"mxfp8": "mxfp8_e4m3"}.get(options.activation_format, "mxfp4"))
+        data, scale, {"mxfp8": "mxfp8_e4m3"}.get(options.activation_format, "mxfp4")
+    )
 
 
 def _call_fused_moe(
-    x: torch.Tensor | MXTensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None, weights: MoEWeights,
+    x: torch.Tensor | MXTensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None,
+    weights: MoEWeights,
     options: MoEOptions,
 ) -> torch.Tensor:
     y: torch.Tensor = _FUSED_MOE.launch(
-        options, (), dict(
-            x=x, weights=weights, topk_weights=topk_weights, topk_ids=topk_ids,
-            expert_map=expert_map, num_local_tokens=num_local_tokens),
-        lambda: _fused_moe_problem(x, weights, topk_weights, topk_ids, options, expert_map,
-                                   num_local_tokens))
+        options,
+        (),
+        dict(
+            x=x,
+            weights=weights,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_map=expert_map,
+            num_local_tokens=num_local_tokens,
+        ),
+        lambda: _fused_moe_problem(
+            x, weights, topk_weights, topk_ids, options, expert_map, num_local_tokens
+        ),
+    )
     return y
 
 
-def _run_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_weights: torch.Tensor,
-                   topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
-                   num_local_tokens: torch.Tensor | None, *flat: Any) -> torch.Tensor:
+def _run_fused_moe(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None,
+    *flat: Any,
+) -> torch.Tensor:
     weights = library.rebuild_weights(flat[:NUM_WEIGHT_ARGUMENTS])
     options = library.rebuild_options("fused_moe", flat[NUM_WEIGHT_ARGUMENTS:])
-    return _call_fused_moe(_rebuild_rows(x, x_scale, options), topk_weights, topk_ids,
-                              expert_map, num_local_tokens, weights, options)
+    return _call_fused_moe(
+        _rebuild_rows(x, x_scale, options),
+        topk_weights,
+        topk_ids,
+        expert_map,
+        num_local_tokens,
+        weights,
+        options,
+    )
 
 
-def _fake_fused_moe(x: torch.Tensor, x_scale: torch.Tensor | None, topk_weights: torch.Tensor,
-                    topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
-                    num_local_tokens: torch.Tensor | None, *flat: Any) -> torch.Tensor:
+def _fake_fused_moe(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None,
+    *flat: Any,
+) -> torch.Tensor:
     hidden_size, out_dtype = flat[NUM_WEIGHT_ARGUMENTS - 2], flat[-1]
     return x.new_empty((topk_ids.shape[0], hidden_size), dtype=out_dtype)
 
 
-def _stage_arguments(op: str,
-                     flat: tuple[Any, ...]) -> tuple[MoEWeights, RoutingPlan, MoEOptions]:
+def _stage_arguments(op: str, flat: tuple[Any, ...]) -> tuple[MoEWeights, RoutingPlan, MoEOptions]:
     plan_end = NUM_WEIGHT_ARGUMENTS + NUM_PLAN_ARGUMENTS
-    return (library.rebuild_weights(flat[:NUM_WEIGHT_ARGUMENTS]),
-            library.rebuild_plan(flat[NUM_WEIGHT_ARGUMENTS:plan_end]),
-            library.rebuild_options(op, flat[plan_end:plan_end + NUM_OPTION_ARGUMENTS]))
+    return (
+        library.rebuild_weights(flat[:NUM_WEIGHT_ARGUMENTS]),
+        library.rebuild_plan(flat[NUM_WEIGHT_ARGUMENTS:plan_end]),
+        library.rebuild_options(op, flat[plan_end : plan_end + NUM_OPTION_ARGUMENTS]),
+    )
 
 
-def _call_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
-                  options: MoEOptions) -> torch.Tensor | MXTensor:
+def _call_gate_up(
+    x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions
+) -> torch.Tensor | MXTensor:
     h: torch.Tensor | MXTensor = _GATE_UP.launch(
-        options, (), dict(x=x, weights=weights, plan=plan),
-        lambda: _gate_up_problem(x, weights, plan, options))
+        options,
+        (),
+        dict(x=x, weights=weights, plan=plan),
+        lambda: _gate_up_problem(x, weights, plan, options),
+    )
     return h
 
 
-def _run_gate_up(x: torch.Tensor, x_scale: torch.Tensor | None,
-                 *flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_gate_up(
+    x: torch.Tensor, x_scale: torch.Tensor | None, *flat: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     weights, plan, options = _stage_arguments("moe_gate_up", flat)
     h = _call_gate_up(_rebuild_rows(x, x_scale, options), weights, plan, options)
     return (h.qdata, h.scale) if isinstance(h, MXTensor) else (h, h.new_empty(0))
 
 
-def _fake_gate_up(x: torch.Tensor, x_scale: torch.Tensor | None,
-                  *flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_gate_up(
+    x: torch.Tensor, x_scale: torch.Tensor | None, *flat: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     weights, plan, options = _stage_arguments("moe_gate_up", flat)
     rows, features = plan.sorted_token_ids.shape[0], weights.intermediate_size
     format = activation_mx_format(options.activation_format, "moe_gate_up")
     if format is None:
         h = x.new_empty((rows, features), dtype=torch.bfloat16)
         return h, h.new_empty(0)
-    return (x.new_empty((rows, features // format.codes_per_byte), dtype=torch.uint8),
-            x.new_empty((rows, features // format.block_size), dtype=torch.uint8))
+    return (
+        x.new_empty((rows, features // format.codes_per_byte), dtype=torch.uint8),
+        x.new_empty((rows, features // format.block_size), dtype=torch.uint8),
+    )
 
 
-def _call_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
-               options: MoEOptions) -> torch.Tensor:
+def _call_down(
+    h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions
+) -> torch.Tensor:
     y: torch.Tensor = _DOWN.launch(
-        options, (), dict(h=h, weights=weights, plan=plan),
-        lambda: _down_problem(h, weights, plan, options))
+        options,
+        (),
+        dict(h=h, weights=weights, plan=plan),
+        lambda: _down_problem(h, weights, plan, options),
+    )
     return y
 
 
@@ -369,9 +508,14 @@ _fused_moe_op = library.register(
     "fused_moe(Tensor x, Tensor? x_scale, Tensor topk_weights, Tensor topk_ids, "
     "Tensor? expert_map, Tensor? num_local_tokens, "
     f"{library.WEIGHTS_SCHEMA}, {library.OPTIONS_SCHEMA}) -> Tensor",
-    _run_fused_moe, _fake_fused_moe)
+    _run_fused_moe,
+    _fake_fused_moe,
+)
 _gate_up_op = library.register(
     f"moe_gate_up(Tensor x, Tensor? x_scale, {_STAGE_SCHEMA}) -> (Tensor, Tensor)",
-    _run_gate_up, _fake_gate_up)
+    _run_gate_up,
+    _fake_gate_up,
+)
 _down_op = library.register(
-    f"moe_down(Tensor h, Tensor? h_scale, {_STAGE_SCHEMA}) -> Tensor", _run_down, _fake_down)
+    f"moe_down(Tensor h, Tensor? h_scale, {_STAGE_SCHEMA}) -> Tensor", _run_down, _fake_down
+)

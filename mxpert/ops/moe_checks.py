@@ -14,12 +14,14 @@ from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
 from ..problem import (
-    Activation, Combine, MoEOptions, activation_mx_format, parse_activation_format,
+    Activation,
+    Combine,
+    MoEOptions,
+    activation_mx_format,
+    parse_activation_format,
     require_activation,
 )
-from ..routing import (
-    MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, check_plan_shapes, require_topk,
-)
+from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, check_plan_shapes, require_topk
 from ..weights import MoEWeights
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -27,8 +29,12 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_fused_moe(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor, options: MoEOptions, expert_map: torch.Tensor | None,
+    x: torch.Tensor | MXTensor,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    options: MoEOptions,
+    expert_map: torch.Tensor | None,
     num_local_tokens: torch.Tensor | None,
 ) -> None:
     """Checks of `fused_moe`."""
@@ -39,76 +45,140 @@ def check_fused_moe(
     check_topk(topk_weights, topk_ids, tokens, weights.device, op)
     num_global = weights.num_experts
     if expert_map is not None:
-        require_tensor(expert_map, op, "expert_map", dtype=torch.int32, shape=(None,),
-                       device=weights.device, contiguous=True)
+        require_tensor(
+            expert_map,
+            op,
+            "expert_map",
+            dtype=torch.int32,
+            shape=(None,),
+            device=weights.device,
+            contiguous=True,
+        )
         num_global = expert_map.shape[0]
     if topk_ids.shape[1] > num_global:
-        raise ValueError(message(op, "topk_ids.shape[1]", f"at most {num_global} experts per token",
-                                 topk_ids.shape[1]))
+        raise ValueError(
+            message(
+                op,
+                "topk_ids.shape[1]",
+                f"at most {num_global} experts per token",
+                topk_ids.shape[1],
+            )
+        )
     if num_local_tokens is not None:
-        require_tensor(num_local_tokens, op, "num_local_tokens", dtype=torch.int32, shape=(1,),
-                       device=weights.device)
+        require_tensor(
+            num_local_tokens,
+            op,
+            "num_local_tokens",
+            dtype=torch.int32,
+            shape=(1,),
+            device=weights.device,
+        )
 
 
-def check_gate_up(x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
-                  options: MoEOptions) -> None:
+def check_gate_up(
+    x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions
+) -> None:
     """Checks of `moe_gate_up`."""
     op = "moe_gate_up"
     _check_weights(weights, op)
     _check_plan(plan, weights, op)
     _check_rows(x, "x", weights, weights.hidden_size, options, op)
     if x.shape[0] != plan.num_tokens:
-        raise ValueError(message(op, "x.shape[0]", f"the plan's {plan.num_tokens} tokens",
-                                 x.shape[0]))
+        raise ValueError(
+            message(op, "x.shape[0]", f"the plan's {plan.num_tokens} tokens", x.shape[0])
+        )
 
 
-def check_down(h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan,
-               options: MoEOptions) -> None:
+def check_down(
+    h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions
+) -> None:
     """Checks of `moe_down`."""
     op = "moe_down"
     _check_weights(weights, op)
     _check_plan(plan, weights, op)
     _check_rows(h, "h", weights, weights.intermediate_size, options, op)
     if h.shape[0] != plan.capacity:
-        raise ValueError(message(op, "h.shape[0]", f"the plan's {plan.capacity} sorted rows",
-                                 h.shape[0], "pass what moe_gate_up returned for the same plan"))
+        raise ValueError(
+            message(
+                op,
+                "h.shape[0]",
+                f"the plan's {plan.capacity} sorted rows",
+                h.shape[0],
+                "pass what moe_gate_up returned for the same plan",
+            )
+        )
 
 
-def check_topk(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_tokens: int | None,
-               device: torch.device, op: str) -> None:
+def check_topk(
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_tokens: int | None,
+    device: torch.device,
+    op: str,
+) -> None:
     """Router output: int32 [T, k] and float32 [T, k] on one device, within the packing limits."""
     require_topk(topk_weights, topk_ids, op, num_tokens=num_tokens, device=device)
     top_k = topk_ids.shape[1]
     if not 1 <= top_k <= MAX_TOP_K:
-        raise ValueError(message(op, "topk_ids.shape[1]", f"1 to {MAX_TOP_K} experts per token",
-                                 top_k))
+        raise ValueError(
+            message(op, "topk_ids.shape[1]", f"1 to {MAX_TOP_K} experts per token", top_k)
+        )
     if topk_ids.numel() >= MAX_ROUTED_ROWS:
-        raise ValueError(message(op, "topk_ids", f"fewer than {MAX_ROUTED_ROWS} routed rows "
-                                 "(T·top_k)", topk_ids.numel(), "split the batch"))
+        raise ValueError(
+            message(
+                op,
+                "topk_ids",
+                f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
+                topk_ids.numel(),
+                "split the batch",
+            )
+        )
 
 
 def _check_weights(weights: MoEWeights, op: str) -> None:
     if not isinstance(weights, MoEWeights):
         raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
     gate_up, down = weights.gate_up_proj, weights.down_proj
-    for name, part in (("gate_up_proj.qdata", gate_up.qdata), ("gate_up_proj.scale", gate_up.scale),
-                       ("down_proj.qdata", down.qdata), ("down_proj.scale", down.scale)):
+    for name, part in (
+        ("gate_up_proj.qdata", gate_up.qdata),
+        ("gate_up_proj.scale", gate_up.scale),
+        ("down_proj.qdata", down.qdata),
+        ("down_proj.scale", down.scale),
+    ):
         if part.stride(-1) != 1 and part.shape[-1] > 1:
-            raise ValueError(message(op, f"weights.{name}.stride(-1)", "1 (dense along K)",
-                                     part.stride(-1), "call weights.prepare(device=...)"))
+            raise ValueError(
+                message(
+                    op,
+                    f"weights.{name}.stride(-1)",
+                    "1 (dense along K)",
+                    part.stride(-1),
+                    "call weights.prepare(device=...)",
+                )
+            )
 
 
 def moe_options(
-    op: str, activation: Activation, activation_format: str = "bf16",
-    scale_rule: ScaleRule = ScaleRule.RCEIL, apply_router_weight_on_input: bool = False,
-    combine: Combine = Combine.REDUCE, out_dtype: torch.dtype = torch.bfloat16,
+    op: str,
+    activation: Activation,
+    activation_format: str = "bf16",
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    apply_router_weight_on_input: bool = False,
+    combine: Combine = Combine.REDUCE,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> MoEOptions:
     """Check options; equal choices give the same object, by whose identity later caches look up.
 
     Aliases of the activation format become its own name here, and nowhere else.
     """
-    choice = (op, activation, activation_format, scale_rule, apply_router_weight_on_input, combine,
-              out_dtype)
+    choice = (
+        op,
+        activation,
+        activation_format,
+        scale_rule,
+        apply_router_weight_on_input,
+        combine,
+        out_dtype,
+    )
     if torch.compiler.is_compiling():
         return _checked_options(*choice)
     try:
@@ -117,16 +187,18 @@ def moe_options(
         return _checked_options(*choice)
 
 
-def _checked_options(op: str, activation: Activation, activation_format: str,
-                     *choice: Any) -> MoEOptions:
+def _checked_options(
+    op: str, activation: Activation, activation_format: str, *choice: Any
+) -> MoEOptions:
     options = MoEOptions(activation, parse_activation_format(activation_format, op), *choice)
     _check_options(options, op)
     return options
 
 
 @functools.lru_cache(1024, typed=True)
-def _kept_options(op: str, activation: Activation, activation_format: str,
-                  *choice: Any) -> MoEOptions:
+def _kept_options(
+    op: str, activation: Activation, activation_format: str, *choice: Any
+) -> MoEOptions:
     name = parse_activation_format(activation_format, op)
     if name != activation_format:
         return _kept_options(op, activation, name, *choice)
@@ -140,54 +212,108 @@ def _check_options(options: MoEOptions, op: str) -> None:
     if not isinstance(options.scale_rule, ScaleRule):
         raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(options.scale_rule)))
     if not isinstance(options.apply_router_weight_on_input, bool):
-        raise TypeError(message(op, "apply_router_weight_on_input", "a bool",
-                                repr(options.apply_router_weight_on_input)))
+        raise TypeError(
+            message(
+                op,
+                "apply_router_weight_on_input",
+                "a bool",
+                repr(options.apply_router_weight_on_input),
+            )
+        )
     require_dtype(options.out_dtype, OUT_DTYPES, op, "out_dtype")
-    require(op != "fused_moe" or options.combine is not Combine.FLAT, op, "combine",
-            need="REDUCE or ATOMIC", got="FLAT",
-            remedy="call make_routing_plan, moe_gate_up and moe_down: FLAT rows need the plan")
+    require(
+        op != "fused_moe" or options.combine is not Combine.FLAT,
+        op,
+        "combine",
+        need="REDUCE or ATOMIC",
+        got="FLAT",
+        remedy="call make_routing_plan, moe_gate_up and moe_down: FLAT rows need the plan",
+    )
 
 
-def _check_rows(rows: torch.Tensor | MXTensor, name: str, weights: MoEWeights, width: int,
-                options: MoEOptions, op: str) -> None:
+def _check_rows(
+    rows: torch.Tensor | MXTensor,
+    name: str,
+    weights: MoEWeights,
+    width: int,
+    options: MoEOptions,
+    op: str,
+) -> None:
     """Activations [rows, width]: bfloat16, or an MXTensor in the layer's activation format."""
     expected = activation_mx_format(options.activation_format, op)
     if isinstance(rows, MXTensor):
         if expected is None or rows.format != expected:
-            raise ValueError(message(
-                op, f"{name}.format", options.activation_format, rows.format.name,
-                f"pass activation_format={rows.format.name.split('_')[0]!r}"))
+            raise ValueError(
+                message(
+                    op,
+                    f"{name}.format",
+                    options.activation_format,
+                    rows.format.name,
+                    f"pass activation_format={rows.format.name.split('_')[0]!r}",
+                )
+            )
         require(rows.axis == -1, op, f"{name}.axis", need=-1, got=rows.axis)
         if not (rows.qdata.is_contiguous() and rows.scale.is_contiguous()):
-            raise ValueError(message(op, name, "contiguous codes and scales",
-                                     f"strides {rows.qdata.stride()}, {rows.scale.stride()}",
-                                     "quantise along the last axis"))
+            raise ValueError(
+                message(
+                    op,
+                    name,
+                    "contiguous codes and scales",
+                    f"strides {rows.qdata.stride()}, {rows.scale.stride()}",
+                    "quantise along the last axis",
+                )
+            )
         shape = rows.shape
     else:
         require_tensor(rows, op, name, dtype=torch.bfloat16)
         if op == "moe_down" and expected is not None:
-            raise ValueError(message(op, name, f"an MXTensor for {options.activation_format}",
-                                     "a Tensor"))
+            raise ValueError(
+                message(op, name, f"an MXTensor for {options.activation_format}", "a Tensor")
+            )
         if not (rows.dim() == 2 and (rows.stride(-1) == 1 or rows.numel() == 0)):
-            raise ValueError(message(op, name, "two dimensions, the last one dense",
-                                     f"shape {list(rows.shape)}, strides {rows.stride()}",
-                                     "call .contiguous()"))
+            raise ValueError(
+                message(
+                    op,
+                    name,
+                    "two dimensions, the last one dense",
+                    f"shape {list(rows.shape)}, strides {rows.stride()}",
+                    "call .contiguous()",
+                )
+            )
         shape = rows.shape
     if not (len(shape) == 2 and shape[1] == width):
         raise ValueError(message(op, f"{name}.shape", f"[*, {width}]", list(shape)))
     if rows.device != weights.device:
-        raise ValueError(message(op, f"{name}.device", weights.device, rows.device,
-                                 f"weights are on {weights.device}; move one of them"))
+        raise ValueError(
+            message(
+                op,
+                f"{name}.device",
+                weights.device,
+                rows.device,
+                f"weights are on {weights.device}; move one of them",
+            )
+        )
 
 
 def _check_plan(plan: RoutingPlan, weights: MoEWeights, op: str) -> None:
     if not isinstance(plan, RoutingPlan):
-        raise TypeError(message(op, "plan", "a RoutingPlan", type(plan).__name__,
-                                "build it with mxpert.make_routing_plan"))
+        raise TypeError(
+            message(
+                op,
+                "plan",
+                "a RoutingPlan",
+                type(plan).__name__,
+                "build it with mxpert.make_routing_plan",
+            )
+        )
     check_plan_shapes(plan, op)
     if plan.num_experts != weights.num_experts:
-        raise ValueError(message(op, "plan.num_experts",
-                                 f"the weights' {weights.num_experts} experts", plan.num_experts))
+        raise ValueError(
+            message(
+                op,
+                "plan.num_experts",
+                f"the weights' {weights.num_experts} experts",
+                plan.num_experts,
+            )
+        )
     require(plan.device == weights.device, op, "plan.device", need=weights.device, got=plan.device)
-
-

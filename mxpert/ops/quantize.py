@@ -20,8 +20,13 @@ _kept_problem = functools.lru_cache(8192)(QuantizeProblem)
 """One object for one problem: the caches below find it by identity."""
 
 
-def quantize(x: torch.Tensor, format: str | MXFormat, *, axis: int = -1,
-             scale_rule: ScaleRule = ScaleRule.RCEIL) -> MXTensor:
+def quantize(
+    x: torch.Tensor,
+    format: str | MXFormat,
+    *,
+    axis: int = -1,
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
+) -> MXTensor:
     """Quantise a tensor to an MX format: codes and one power-of-two scale per 32 elements.
 
     ``code = round_to_nearest_even(x / 2^(scale - 127))``, saturating at the format's largest value.
@@ -85,8 +90,9 @@ def dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> torch
     return _dequantize_op(tensor.qdata, tensor.scale, tensor.format.name, tensor.axis, dtype)
 
 
-def check_quantize(x: torch.Tensor, format: str | MXFormat, axis: int,
-                   scale_rule: ScaleRule) -> MXFormat:
+def check_quantize(
+    x: torch.Tensor, format: str | MXFormat, axis: int, scale_rule: ScaleRule
+) -> MXFormat:
     """Check the arguments of `quantize` and return the format."""
     op = "quantize"
     require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
@@ -95,11 +101,25 @@ def check_quantize(x: torch.Tensor, format: str | MXFormat, axis: int,
     if not (x.dim() > 0 and -x.dim() <= axis < x.dim()):
         raise ValueError(message(op, "axis", f"an axis of a {x.dim()}-dimensional tensor", axis))
     if x.shape[axis] % 32 != 0:  # composed on failure alone: sizes may be symbols
-        raise ValueError(message(op, f"x.shape[{axis}]", "a multiple of 32", x.shape[axis],
-                                 "pad with zeros (torch.nn.functional.pad)"))
+        raise ValueError(
+            message(
+                op,
+                f"x.shape[{axis}]",
+                "a multiple of 32",
+                x.shape[axis],
+                "pad with zeros (torch.nn.functional.pad)",
+            )
+        )
     if not isinstance(scale_rule, ScaleRule):
-        raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(scale_rule),
-                                "for example mxpert.ScaleRule.RCEIL"))
+        raise TypeError(
+            message(
+                op,
+                "scale_rule",
+                "a ScaleRule",
+                repr(scale_rule),
+                "for example mxpert.ScaleRule.RCEIL",
+            )
+        )
     return get_format(format, op, "format")
 
 
@@ -107,50 +127,85 @@ def check_dequantize(tensor: MXTensor, dtype: torch.dtype) -> None:
     """Argument checks of `dequantize`."""
     op = "dequantize"
     if not isinstance(tensor, MXTensor):
-        raise TypeError(message(op, "tensor", "an MXTensor", type(tensor).__name__,
-                                "make one with mxpert.quantize"))
+        raise TypeError(
+            message(
+                op, "tensor", "an MXTensor", type(tensor).__name__, "make one with mxpert.quantize"
+            )
+        )
     require_dtype(dtype, FLOAT_DTYPES, op)
-    require(tensor.layout is Layout.ROW_MAJOR, op, "tensor.layout", need=Layout.ROW_MAJOR,
-            got=tensor.layout)
+    require(
+        tensor.layout is Layout.ROW_MAJOR,
+        op,
+        "tensor.layout",
+        need=Layout.ROW_MAJOR,
+        got=tensor.layout,
+    )
 
 
-def _quantize_problem(op: Op, device: torch.device, shape: torch.Size, axis: int,
-                      dtype: torch.dtype, format: str, rule: str = "rceil") -> QuantizeProblem:
-    return _kept_problem(op, detect_target(device), tuple(shape), axis, dtype, get_format(format),
-                         ScaleRule(rule))
+def _quantize_problem(
+    op: Op,
+    device: torch.device,
+    shape: torch.Size,
+    axis: int,
+    dtype: torch.dtype,
+    format: str,
+    rule: str = "rceil",
+) -> QuantizeProblem:
+    return _kept_problem(
+        op, detect_target(device), tuple(shape), axis, dtype, get_format(format), ScaleRule(rule)
+    )
 
 
-def describe_quantize(x: torch.Tensor, format: str | MXFormat, *, axis: int = -1,
-                      scale_rule: ScaleRule = ScaleRule.RCEIL) -> QuantizeProblem:
+def describe_quantize(
+    x: torch.Tensor,
+    format: str | MXFormat,
+    *,
+    axis: int = -1,
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
+) -> QuantizeProblem:
     """The problem that `quantize` resolves for the same arguments."""
     element = check_quantize(x, format, axis, scale_rule)
-    return _quantize_problem(Op.QUANTIZE, x.device, x.shape, axis if axis < 0 else axis - x.dim(),
-                             x.dtype, element.name, scale_rule.value)
+    return _quantize_problem(
+        Op.QUANTIZE,
+        x.device,
+        x.shape,
+        axis if axis < 0 else axis - x.dim(),
+        x.dtype,
+        element.name,
+        scale_rule.value,
+    )
 
 
 def describe_dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> QuantizeProblem:
     """The problem that `dequantize` resolves for the same arguments."""
     check_dequantize(tensor, dtype)
-    return _quantize_problem(Op.DEQUANTIZE, tensor.device, tensor.shape, tensor.axis, dtype,
-                             tensor.format.name)
+    return _quantize_problem(
+        Op.DEQUANTIZE, tensor.device, tensor.shape, tensor.axis, dtype, tensor.format.name
+    )
 
 
-def _call_quantize(x: torch.Tensor, format: str | MXFormat, axis: int,
-                   scale_rule: ScaleRule) -> MXTensor:
+def _call_quantize(
+    x: torch.Tensor, format: str | MXFormat, axis: int, scale_rule: ScaleRule
+) -> MXTensor:
     result: MXTensor = _QUANTIZE.launch(
-        scale_rule, (format, axis), dict(x=x),
-        lambda: describe_quantize(x, format, axis=axis, scale_rule=scale_rule))
+        scale_rule,
+        (format, axis),
+        dict(x=x),
+        lambda: describe_quantize(x, format, axis=axis, scale_rule=scale_rule),
+    )
     return result
 
 
-def _run_quantize(x: torch.Tensor, format: str, axis: int,
-                  scale_rule: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_quantize(
+    x: torch.Tensor, format: str, axis: int, scale_rule: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     result = _call_quantize(x, format, axis, ScaleRule(scale_rule))
     return result.qdata, result.scale
 
 
-def _fake_quantize(x: torch.Tensor, format: str, axis: int,
-                   scale_rule: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_quantize(
+    x: torch.Tensor, format: str, axis: int, scale_rule: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     element = get_format(format)
     codes, scales = list(x.shape), list(x.shape)
     codes[axis] //= element.codes_per_byte
@@ -160,17 +215,20 @@ def _fake_quantize(x: torch.Tensor, format: str, axis: int,
 
 def _call_dequantize(tensor: MXTensor, dtype: torch.dtype) -> torch.Tensor:
     result: torch.Tensor = _DEQUANTIZE.launch(
-        dtype, (), dict(tensor=tensor), lambda: describe_dequantize(tensor, dtype=dtype))
+        dtype, (), dict(tensor=tensor), lambda: describe_dequantize(tensor, dtype=dtype)
+    )
     return result
 
 
-def _run_dequantize(qdata: torch.Tensor, scale: torch.Tensor, format: str, axis: int,
-                    dtype: torch.dtype) -> torch.Tensor:
+def _run_dequantize(
+    qdata: torch.Tensor, scale: torch.Tensor, format: str, axis: int, dtype: torch.dtype
+) -> torch.Tensor:
     return _call_dequantize(rebuild_mx(qdata, scale, format, axis=axis), dtype)
 
 
-def _fake_dequantize(qdata: torch.Tensor, scale: torch.Tensor, format: str, axis: int,
-                     dtype: torch.dtype) -> torch.Tensor:
+def _fake_dequantize(
+    qdata: torch.Tensor, scale: torch.Tensor, format: str, axis: int, dtype: torch.dtype
+) -> torch.Tensor:
     shape = list(qdata.shape)
     shape[axis] *= get_format(format).codes_per_byte
     return qdata.new_empty(shape, dtype=dtype)
@@ -178,7 +236,11 @@ def _fake_dequantize(qdata: torch.Tensor, scale: torch.Tensor, format: str, axis
 
 _quantize_op = register(
     "quantize(Tensor x, str format, int axis, str scale_rule) -> (Tensor, Tensor)",
-    _run_quantize, _fake_quantize)
+    _run_quantize,
+    _fake_quantize,
+)
 _dequantize_op = register(
     "dequantize(Tensor qdata, Tensor scale, str format, int axis, ScalarType dtype) -> Tensor",
-    _run_dequantize, _fake_dequantize)
+    _run_dequantize,
+    _fake_dequantize,
+)

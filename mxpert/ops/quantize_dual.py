@@ -24,8 +24,11 @@ MAX_GROUPED_ROWS = 1 << 30
 
 
 def quantize_dual(
-    x: torch.Tensor, format: str | MXFormat = "mxfp8_e4m3", *,
-    group_offsets: torch.Tensor | None = None, scale_rule: ScaleRule = ScaleRule.RCEIL,
+    x: torch.Tensor,
+    format: str | MXFormat = "mxfp8_e4m3",
+    *,
+    group_offsets: torch.Tensor | None = None,
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
     scale_span: Spans = ScaleSpan.BLOCK,
 ) -> tuple[MXTensor, MXTensor]:
     """Quantise a tensor along its rows and along its columns, in one read.
@@ -76,120 +79,270 @@ def quantize_dual(
     element = check_quantize_dual(x, format, group_offsets, scale_rule)
     row_span, col_span = check_spans(scale_span)
     row, row_scale, row_wide, col, col_scale, col_wide = _dual_op(
-        x, group_offsets, element.name, scale_rule.value, row_span.value, col_span.value)
-    return (_rebuild(row, row_scale, row_wide, element.name, row_span),
-            _rebuild(col, col_scale, col_wide, element.name, col_span))
+        x, group_offsets, element.name, scale_rule.value, row_span.value, col_span.value
+    )
+    return (
+        _rebuild(row, row_scale, row_wide, element.name, row_span),
+        _rebuild(col, col_scale, col_wide, element.name, col_span),
+    )
 
 
-def _rebuild(qdata: torch.Tensor, scale: torch.Tensor, wide: torch.Tensor, format: str,
-             span: ScaleSpan) -> MXTensor:
-    return rebuild_mx(qdata, scale, format, span=span,
-                      wide=wide if span is ScaleSpan.AUTO else None)
+def _rebuild(
+    qdata: torch.Tensor, scale: torch.Tensor, wide: torch.Tensor, format: str, span: ScaleSpan
+) -> MXTensor:
+    return rebuild_mx(
+        qdata, scale, format, span=span, wide=wide if span is ScaleSpan.AUTO else None
+    )
 
 
 def check_spans(scale_span: Spans) -> tuple[ScaleSpan, ScaleSpan]:
     """Return the spans of the rowwise and of the columnwise copy."""
     spans = (scale_span, scale_span) if isinstance(scale_span, ScaleSpan) else scale_span
-    if not (isinstance(spans, tuple) and len(spans) == 2
-            and all(isinstance(span, ScaleSpan) for span in spans)):
-        raise TypeError(message("quantize_dual", "scale_span", "a ScaleSpan or two",
-                                repr(scale_span), "for example mxpert.ScaleSpan.ROW"))
+    if not (
+        isinstance(spans, tuple)
+        and len(spans) == 2
+        and all(isinstance(span, ScaleSpan) for span in spans)
+    ):
+        raise TypeError(
+            message(
+                "quantize_dual",
+                "scale_span",
+                "a ScaleSpan or two",
+                repr(scale_span),
+                "for example mxpert.ScaleSpan.ROW",
+            )
+        )
     return spans
 
 
-def check_quantize_dual(x: torch.Tensor, format: str | MXFormat,
-                        group_offsets: torch.Tensor | None, scale_rule: ScaleRule) -> MXFormat:
+def check_quantize_dual(
+    x: torch.Tensor,
+    format: str | MXFormat,
+    group_offsets: torch.Tensor | None,
+    scale_rule: ScaleRule,
+) -> MXFormat:
     """Check the arguments of `quantize_dual` and return the format."""
     op = "quantize_dual"
     require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
-    require(x.dim() in (2, 3), op, "x.dim()", need="2 for [M, K] or 3 for weights [G, N, K]",
-            got=x.dim())
+    require(
+        x.dim() in (2, 3),
+        op,
+        "x.dim()",
+        need="2 for [M, K] or 3 for weights [G, N, K]",
+        got=x.dim(),
+    )
     element = get_format(format, op, "format")
-    require(element.codes_per_byte == 1, op, "format", need="mxfp8_e4m3 or mxfp8_e5m2",
-            got=repr(element.name), remedy="quantise mxfp4 with mxpert.quantize, axis by axis")
+    require(
+        element.codes_per_byte == 1,
+        op,
+        "format",
+        need="mxfp8_e4m3 or mxfp8_e5m2",
+        got=repr(element.name),
+        remedy="quantise mxfp4 with mxpert.quantize, axis by axis",
+    )
     if not isinstance(scale_rule, ScaleRule):
-        raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(scale_rule),
-                                "for example mxpert.ScaleRule.RCEIL"))
-    require(x.shape[-1] % MX_BLOCK_SIZE == 0, op, "x.shape[-1]", need="a multiple of 32",
-            got=x.shape[-1], remedy="pad with zeros (torch.nn.functional.pad)")
+        raise TypeError(
+            message(
+                op,
+                "scale_rule",
+                "a ScaleRule",
+                repr(scale_rule),
+                "for example mxpert.ScaleRule.RCEIL",
+            )
+        )
+    require(
+        x.shape[-1] % MX_BLOCK_SIZE == 0,
+        op,
+        "x.shape[-1]",
+        need="a multiple of 32",
+        got=x.shape[-1],
+        remedy="pad with zeros (torch.nn.functional.pad)",
+    )
     if group_offsets is None:
-        require(x.shape[-2] % MX_BLOCK_SIZE == 0, op, "x.shape[-2]", need="a multiple of 32",
-                got=x.shape[-2], remedy="pad with zeros, or pass group_offsets, which pads")
+        require(
+            x.shape[-2] % MX_BLOCK_SIZE == 0,
+            op,
+            "x.shape[-2]",
+            need="a multiple of 32",
+            got=x.shape[-2],
+            remedy="pad with zeros, or pass group_offsets, which pads",
+        )
         return element
-    require(x.dim() == 2, op, "group_offsets", need="None for weights [G, N, K]", got="a tensor",
-            remedy="the groups of weights are their leading dimension")
+    require(
+        x.dim() == 2,
+        op,
+        "group_offsets",
+        need="None for weights [G, N, K]",
+        got="a tensor",
+        remedy="the groups of weights are their leading dimension",
+    )
     check_group_offsets(group_offsets, op, x.device, x.shape[0])
     return element
 
 
-def check_group_offsets(group_offsets: torch.Tensor, op: str, device: torch.device, num_rows: int,
-                        num_groups: int | None = None) -> None:
+def check_group_offsets(
+    group_offsets: torch.Tensor,
+    op: str,
+    device: torch.device,
+    num_rows: int,
+    num_groups: int | None = None,
+) -> None:
     """Check dtype, shape and device of group offsets, not their values."""
-    require_tensor(group_offsets, op, "group_offsets", dtype=GROUP_OFFSET_DTYPES, shape=(None,),
-                   device=device, contiguous=True)
+    require_tensor(
+        group_offsets,
+        op,
+        "group_offsets",
+        dtype=GROUP_OFFSET_DTYPES,
+        shape=(None,),
+        device=device,
+        contiguous=True,
+    )
     groups = group_offsets.shape[0] - 1
-    require(groups >= 1, op, "group_offsets.shape", need="[G + 1], one group at least",
-            got=list(group_offsets.shape), remedy="begin with 0 and append each group's end")
+    require(
+        groups >= 1,
+        op,
+        "group_offsets.shape",
+        need="[G + 1], one group at least",
+        got=list(group_offsets.shape),
+        remedy="begin with 0 and append each group's end",
+    )
     if num_groups is not None and groups != num_groups:
-        raise ValueError(message(op, "group_offsets.shape", f"[G + 1] = [{num_groups + 1}]",
-                                 list(group_offsets.shape)))
-    require(padded_capacity(num_rows, groups) <= MAX_GROUPED_ROWS, op, "rows", got=num_rows,
-            need=f"at most {MAX_GROUPED_ROWS} with padding", remedy="split the batch")
+        raise ValueError(
+            message(
+                op,
+                "group_offsets.shape",
+                f"[G + 1] = [{num_groups + 1}]",
+                list(group_offsets.shape),
+            )
+        )
+    require(
+        padded_capacity(num_rows, groups) <= MAX_GROUPED_ROWS,
+        op,
+        "rows",
+        got=num_rows,
+        need=f"at most {MAX_GROUPED_ROWS} with padding",
+        remedy="split the batch",
+    )
 
 
 def describe_quantize_dual(
-    x: torch.Tensor, format: str | MXFormat = "mxfp8_e4m3", *,
-    group_offsets: torch.Tensor | None = None, scale_rule: ScaleRule = ScaleRule.RCEIL,
+    x: torch.Tensor,
+    format: str | MXFormat = "mxfp8_e4m3",
+    *,
+    group_offsets: torch.Tensor | None = None,
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
     scale_span: Spans = ScaleSpan.BLOCK,
 ) -> DualProblem:
     """The problem that `quantize_dual` resolves for the same arguments."""
-    return _problem(x, group_offsets, check_quantize_dual(x, format, group_offsets, scale_rule),
-                    scale_rule, *check_spans(scale_span))
+    return _problem(
+        x,
+        group_offsets,
+        check_quantize_dual(x, format, group_offsets, scale_rule),
+        scale_rule,
+        *check_spans(scale_span),
+    )
 
 
-def _problem(x: torch.Tensor, group_offsets: torch.Tensor | None, format: MXFormat,
-             scale_rule: ScaleRule, row_span: ScaleSpan, column_span: ScaleSpan) -> DualProblem:
+def _problem(
+    x: torch.Tensor,
+    group_offsets: torch.Tensor | None,
+    format: MXFormat,
+    scale_rule: ScaleRule,
+    row_span: ScaleSpan,
+    column_span: ScaleSpan,
+) -> DualProblem:
     if group_offsets is not None:
         num_groups = group_offsets.shape[0] - 1
     else:
         num_groups = x.shape[0] if x.dim() == 3 else 0
-    return DualProblem(Op.QUANTIZE_DUAL, detect_target(x.device), tuple(x.shape), x.dtype, format,
-                       scale_rule, num_groups, group_offsets is not None, row_span, column_span)
+    return DualProblem(
+        Op.QUANTIZE_DUAL,
+        detect_target(x.device),
+        tuple(x.shape),
+        x.dtype,
+        format,
+        scale_rule,
+        num_groups,
+        group_offsets is not None,
+        row_span,
+        column_span,
+    )
 
 
-def _call_dual(x: torch.Tensor, format: str | MXFormat, group_offsets: torch.Tensor | None,
-               scale_rule: ScaleRule, scale_span: Spans) -> tuple[MXTensor, MXTensor]:
+def _call_dual(
+    x: torch.Tensor,
+    format: str | MXFormat,
+    group_offsets: torch.Tensor | None,
+    scale_rule: ScaleRule,
+    scale_span: Spans,
+) -> tuple[MXTensor, MXTensor]:
     copies: tuple[MXTensor, MXTensor] = _DUAL.launch(
-        scale_rule, (format, scale_span), dict(x=x, group_offsets=group_offsets),
-        lambda: describe_quantize_dual(x, format, group_offsets=group_offsets,
-                                       scale_rule=scale_rule, scale_span=scale_span))
+        scale_rule,
+        (format, scale_span),
+        dict(x=x, group_offsets=group_offsets),
+        lambda: describe_quantize_dual(
+            x, format, group_offsets=group_offsets, scale_rule=scale_rule, scale_span=scale_span
+        ),
+    )
     return copies
 
 
-def _run_dual(x: torch.Tensor, group_offsets: torch.Tensor | None, format: str,
-              scale_rule: str, row_span: str, column_span: str) -> DualTensors:
-    copies = _call_dual(x, format, group_offsets, ScaleRule(scale_rule),
-                        (ScaleSpan(row_span), ScaleSpan(column_span)))
-    return tuple(part for copy in copies for part in (
-        copy.qdata, copy.scale, x.new_empty(0, dtype=torch.int32) if copy.wide_blocks is None
-        else copy.wide_blocks))
+def _run_dual(
+    x: torch.Tensor,
+    group_offsets: torch.Tensor | None,
+    format: str,
+    scale_rule: str,
+    row_span: str,
+    column_span: str,
+) -> DualTensors:
+    copies = _call_dual(
+        x,
+        format,
+        group_offsets,
+        ScaleRule(scale_rule),
+        (ScaleSpan(row_span), ScaleSpan(column_span)),
+    )
+    return tuple(
+        part
+        for copy in copies
+        for part in (
+            copy.qdata,
+            copy.scale,
+            x.new_empty(0, dtype=torch.int32) if copy.wide_blocks is None else copy.wide_blocks,
+        )
+    )
 
 
-def _fake_dual(x: torch.Tensor, group_offsets: torch.Tensor | None, format: str,
-               scale_rule: str, row_span: str, column_span: str) -> DualTensors:
+def _fake_dual(
+    x: torch.Tensor,
+    group_offsets: torch.Tensor | None,
+    format: str,
+    scale_rule: str,
+    row_span: str,
+    column_span: str,
+) -> DualTensors:
     *leading, rows, columns = x.shape
     if group_offsets is not None:
         padded = padded_capacity(rows, group_offsets.shape[0] - 1)
     else:
         padded = rows
-    shapes = ((*leading, rows, columns), (*leading, rows, columns // MX_BLOCK_SIZE),
-              (*leading, columns, padded), (*leading, columns, padded // MX_BLOCK_SIZE))
+    shapes = (
+        (*leading, rows, columns),
+        (*leading, rows, columns // MX_BLOCK_SIZE),
+        (*leading, columns, padded),
+        (*leading, columns, padded // MX_BLOCK_SIZE),
+    )
     row, row_scale, col, col_scale = (x.new_empty(shape, dtype=torch.uint8) for shape in shapes)
-    row_wide, col_wide = (x.new_empty(int(span == ScaleSpan.AUTO.value), dtype=torch.int32)
-                          for span in (row_span, column_span))
+    row_wide, col_wide = (
+        x.new_empty(int(span == ScaleSpan.AUTO.value), dtype=torch.int32)
+        for span in (row_span, column_span)
+    )
     return row, row_scale, row_wide, col, col_scale, col_wide
 
 
 _dual_op = register(
     "quantize_dual(Tensor x, Tensor? group_offsets, str format, str scale_rule, str row_span, "
-    "str column_span) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _run_dual, _fake_dual)
+    "str column_span) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_dual,
+    _fake_dual,
+)

@@ -26,8 +26,14 @@ _kept_plan_problem = functools.lru_cache(8192)(RoutingProblem)
 
 
 def route_topk(
-    logits: torch.Tensor, top_k: int, *, normalize: bool = True, scoring: Scoring = Scoring.SOFTMAX,
-    num_groups: int = 1, top_groups: int = 1, correction_bias: torch.Tensor | None = None,
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    normalize: bool = True,
+    scoring: Scoring = Scoring.SOFTMAX,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    correction_bias: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose `top_k` experts for each token and compute their weights, in float32.
@@ -74,17 +80,38 @@ def route_topk(
         ([[1, 2]], [[0.5, 0.5]])
     """
     if is_unobserved(logits):
-        return _call_topk(logits, correction_bias, top_k, scoring, normalize, num_groups,
-                          top_groups, routed_scaling_factor)
+        return _call_topk(
+            logits,
+            correction_bias,
+            top_k,
+            scoring,
+            normalize,
+            num_groups,
+            top_groups,
+            routed_scaling_factor,
+        )
     options = TopKOptions(scoring, normalize, num_groups, top_groups, routed_scaling_factor)
     check_route_topk(logits, top_k, options, correction_bias)
-    return _topk_op(logits, correction_bias, top_k, scoring.value, normalize, num_groups,
-                    top_groups, routed_scaling_factor)
+    return _topk_op(
+        logits,
+        correction_bias,
+        top_k,
+        scoring.value,
+        normalize,
+        num_groups,
+        top_groups,
+        routed_scaling_factor,
+    )
 
 
 def make_routing_plan(
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, num_experts: int, routing_block_m: int,
-    expert_map: torch.Tensor | None = None, num_local_experts: int | None = None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    num_experts: int,
+    routing_block_m: int,
+    expert_map: torch.Tensor | None = None,
+    num_local_experts: int | None = None,
     num_local_tokens: torch.Tensor | None = None,
 ) -> RoutingPlan:
     """Sort (token, slot) rows by expert and pad each expert to blocks of `routing_block_m` rows.
@@ -126,19 +153,33 @@ def make_routing_plan(
         [(1, 0), (2, 2), (0, 0), (0, 1)]
     """
     local = num_experts if num_local_experts is None else num_local_experts
-    arguments = (topk_weights, topk_ids, expert_map, num_local_tokens, num_experts, local,
-                 routing_block_m)
+    arguments = (
+        topk_weights,
+        topk_ids,
+        expert_map,
+        num_local_tokens,
+        num_experts,
+        local,
+        routing_block_m,
+    )
     if is_unobserved(topk_ids):
         return _call_plan(*arguments)
-    check_routing_plan(topk_weights, topk_ids, num_experts, local, routing_block_m, expert_map,
-                       num_local_tokens)
+    check_routing_plan(
+        topk_weights, topk_ids, num_experts, local, routing_block_m, expert_map, num_local_tokens
+    )
     tensors: PlanTensors = _plan_op(*arguments)
     return RoutingPlan(*tensors, topk_ids.shape[0], topk_ids.shape[1], local, routing_block_m)
 
 
 def describe_route_topk(
-    logits: torch.Tensor, top_k: int, *, normalize: bool = True, scoring: Scoring = Scoring.SOFTMAX,
-    num_groups: int = 1, top_groups: int = 1, correction_bias: torch.Tensor | None = None,
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    normalize: bool = True,
+    scoring: Scoring = Scoring.SOFTMAX,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    correction_bias: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
 ) -> TopKProblem:
     """The problem that `route_topk` resolves for the same arguments."""
@@ -147,33 +188,58 @@ def describe_route_topk(
 
 
 def describe_routing_plan(
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, num_experts: int, routing_block_m: int,
-    expert_map: torch.Tensor | None = None, num_local_experts: int | None = None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    num_experts: int,
+    routing_block_m: int,
+    expert_map: torch.Tensor | None = None,
+    num_local_experts: int | None = None,
     num_local_tokens: torch.Tensor | None = None,
 ) -> RoutingProblem:
     """The problem that `make_routing_plan` resolves for the same arguments."""
     local = num_experts if num_local_experts is None else num_local_experts
-    return _plan_problem(topk_weights, topk_ids, expert_map, num_local_tokens, num_experts, local,
-                         routing_block_m)
+    return _plan_problem(
+        topk_weights, topk_ids, expert_map, num_local_tokens, num_experts, local, routing_block_m
+    )
 
 
-def check_route_topk(logits: torch.Tensor, top_k: int, options: TopKOptions,
-                     correction_bias: torch.Tensor | None, op: str = "route_topk") -> None:
+def check_route_topk(
+    logits: torch.Tensor,
+    top_k: int,
+    options: TopKOptions,
+    correction_bias: torch.Tensor | None,
+    op: str = "route_topk",
+) -> None:
     """Argument checks of `route_topk`, and of layers that will call it."""
     require_tensor(logits, op, "logits", dtype=LOGIT_DTYPES, shape=(None, None))
     num_experts = logits.shape[1]
     _require_count(op, "top_k", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)
     if not isinstance(options.scoring, Scoring):
-        raise TypeError(message(op, "scoring", "a Scoring", repr(options.scoring),
-                                "for example mxpert.Scoring.SIGMOID"))
+        raise TypeError(
+            message(
+                op,
+                "scoring",
+                "a Scoring",
+                repr(options.scoring),
+                "for example mxpert.Scoring.SIGMOID",
+            )
+        )
     if not isinstance(options.normalize, bool):
         raise TypeError(message(op, "normalize", "a bool", repr(options.normalize)))
     require_number(options.routed_scaling_factor, op, "routed_scaling_factor")
     if not (_is_one(options.num_groups) and _is_one(options.top_groups)):
         _check_groups(op, num_experts, top_k, options.num_groups, options.top_groups)
     if correction_bias is not None:
-        require_tensor(correction_bias, op, "correction_bias", dtype=torch.float32,
-                       shape=(num_experts,), device=logits.device, contiguous=True)
+        require_tensor(
+            correction_bias,
+            op,
+            "correction_bias",
+            dtype=torch.float32,
+            shape=(num_experts,),
+            device=logits.device,
+            contiguous=True,
+        )
 
 
 def _is_one(value: object) -> bool:
@@ -181,44 +247,88 @@ def _is_one(value: object) -> bool:
 
 
 def _check_groups(op: str, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
-    _require_count(op, "num_groups", num_groups, max(1, num_experts // 2),
-                   "groups of two or more experts")
-    require(num_experts % num_groups == 0, op, "num_groups",
-            need=f"a divisor of the {num_experts} experts", got=num_groups)
+    _require_count(
+        op, "num_groups", num_groups, max(1, num_experts // 2), "groups of two or more experts"
+    )
+    require(
+        num_experts % num_groups == 0,
+        op,
+        "num_groups",
+        need=f"a divisor of the {num_experts} experts",
+        got=num_groups,
+    )
     _require_count(op, "top_groups", top_groups, num_groups, "num_groups")
     reachable = top_groups * (num_experts // num_groups)
-    require(top_k <= reachable, op, "top_groups", got=top_groups,
-            need=f"groups that hold top_k = {top_k} experts together",
-            remedy=f"they hold {reachable}; choose more groups or fewer experts")
+    require(
+        top_k <= reachable,
+        op,
+        "top_groups",
+        got=top_groups,
+        need=f"groups that hold top_k = {top_k} experts together",
+        remedy=f"they hold {reachable}; choose more groups or fewer experts",
+    )
 
 
 def check_routing_plan(
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, num_local_experts: int,
-    routing_block_m: int, expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    num_local_experts: int,
+    routing_block_m: int,
+    expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None,
 ) -> None:
     """Argument checks of `make_routing_plan`."""
     op = "make_routing_plan"
     require_topk(topk_weights, topk_ids, op)
     num_tokens, top_k = topk_ids.shape
-    for name, value in (("num_experts", num_experts), ("num_local_experts", num_local_experts),
-                        ("routing_block_m", routing_block_m)):
+    for name, value in (
+        ("num_experts", num_experts),
+        ("num_local_experts", num_local_experts),
+        ("routing_block_m", routing_block_m),
+    ):
         _require_count(op, name, value, MAX_SORTED_ROWS, "rows of a plan")
     _require_count(op, "topk_ids.shape[1]", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)
     if num_tokens * top_k >= MAX_ROUTED_ROWS:
-        raise ValueError(message(
-            op, "topk_ids.shape", f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
-            num_tokens * top_k, "split the tokens into smaller batches"))
+        raise ValueError(
+            message(
+                op,
+                "topk_ids.shape",
+                f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
+                num_tokens * top_k,
+                "split the tokens into smaller batches",
+            )
+        )
     capacity = plan_capacity(num_tokens, top_k, num_local_experts, routing_block_m)
     if capacity > MAX_SORTED_ROWS:
-        raise ValueError(message(
-            op, "routing_block_m", f"at most {MAX_SORTED_ROWS} padded rows", capacity,
-            f"use a smaller block than {routing_block_m}"))
+        raise ValueError(
+            message(
+                op,
+                "routing_block_m",
+                f"at most {MAX_SORTED_ROWS} padded rows",
+                capacity,
+                f"use a smaller block than {routing_block_m}",
+            )
+        )
     if expert_map is not None:
-        require_tensor(expert_map, op, "expert_map", dtype=torch.int32, shape=(num_experts,),
-                       device=topk_ids.device, contiguous=True)
+        require_tensor(
+            expert_map,
+            op,
+            "expert_map",
+            dtype=torch.int32,
+            shape=(num_experts,),
+            device=topk_ids.device,
+            contiguous=True,
+        )
     if num_local_tokens is not None:
-        require_tensor(num_local_tokens, op, "num_local_tokens", dtype=torch.int32, shape=(1,),
-                       device=topk_ids.device)
+        require_tensor(
+            num_local_tokens,
+            op,
+            "num_local_tokens",
+            dtype=torch.int32,
+            shape=(1,),
+            device=topk_ids.device,
+        )
 
 
 def _require_count(op: str, name: str, value: int, most: int, of: str) -> None:
@@ -230,91 +340,165 @@ def _require_count(op: str, name: str, value: int, most: int, of: str) -> None:
     require(1 <= value <= most, op, name, need=f"1 … {most} ({of})", got=value)
 
 
-def _topk_problem(logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int,
-                  options: TopKOptions) -> TopKProblem:
+def _topk_problem(
+    logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int, options: TopKOptions
+) -> TopKProblem:
     check_route_topk(logits, top_k, options, correction_bias)
-    return _kept_topk_problem(Op.ROUTE_TOPK, detect_target(logits.device), logits.shape[0],
-                              top_k, logits.shape[1], options)
+    return _kept_topk_problem(
+        Op.ROUTE_TOPK,
+        detect_target(logits.device),
+        logits.shape[0],
+        top_k,
+        logits.shape[1],
+        options,
+    )
 
 
 def _plan_problem(
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None, num_experts: int, num_local_experts: int,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None,
+    num_experts: int,
+    num_local_experts: int,
     routing_block_m: int,
 ) -> RoutingProblem:
-    check_routing_plan(topk_weights, topk_ids, num_experts, num_local_experts, routing_block_m,
-                       expert_map, num_local_tokens)
-    return _kept_plan_problem(Op.ROUTING_PLAN, detect_target(topk_ids.device), topk_ids.shape[0],
-                              topk_ids.shape[1], num_experts, num_local_experts, routing_block_m)
+    check_routing_plan(
+        topk_weights,
+        topk_ids,
+        num_experts,
+        num_local_experts,
+        routing_block_m,
+        expert_map,
+        num_local_tokens,
+    )
+    return _kept_plan_problem(
+        Op.ROUTING_PLAN,
+        detect_target(topk_ids.device),
+        topk_ids.shape[0],
+        topk_ids.shape[1],
+        num_experts,
+        num_local_experts,
+        routing_block_m,
+    )
 
 
 def _call_topk(
-    logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int, scoring: Scoring,
-    normalize: bool, num_groups: int, top_groups: int, routed_scaling_factor: float,
+    logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    top_k: int,
+    scoring: Scoring,
+    normalize: bool,
+    num_groups: int,
+    top_groups: int,
+    routed_scaling_factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     chosen: tuple[torch.Tensor, torch.Tensor] = _ROUTE_TOPK.launch(
-        scoring, (top_k, normalize, num_groups, top_groups, routed_scaling_factor),
+        scoring,
+        (top_k, normalize, num_groups, top_groups, routed_scaling_factor),
         dict(logits=logits, correction_bias=correction_bias),
-        lambda: _topk_problem(logits, correction_bias, top_k, TopKOptions(
-            scoring, normalize, num_groups, top_groups, routed_scaling_factor)))
+        lambda: _topk_problem(
+            logits,
+            correction_bias,
+            top_k,
+            TopKOptions(scoring, normalize, num_groups, top_groups, routed_scaling_factor),
+        ),
+    )
     return chosen
 
 
 def _run_topk(
-    logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int, scoring: str,
+    logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    top_k: int,
+    scoring: str,
     *choices: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _call_topk(logits, correction_bias, top_k, Scoring(scoring), *choices)
 
 
 def _fake_topk(
-    logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int, scoring: str,
-    normalize: bool, num_groups: int, top_groups: int, routed_scaling_factor: float,
+    logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    top_k: int,
+    scoring: str,
+    normalize: bool,
+    num_groups: int,
+    top_groups: int,
+    routed_scaling_factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (logits.shape[0], top_k)
-    return (logits.new_empty(shape, dtype=torch.float32),
-            logits.new_empty(shape, dtype=torch.int32))
+    return (
+        logits.new_empty(shape, dtype=torch.float32),
+        logits.new_empty(shape, dtype=torch.int32),
+    )
 
 
 _topk_op = register(
     "route_topk(Tensor logits, Tensor? correction_bias, SymInt top_k, str scoring, bool normalize, "
     "SymInt num_groups, SymInt top_groups, float routed_scaling_factor) -> (Tensor, Tensor)",
-    _run_topk, _fake_topk)
+    _run_topk,
+    _fake_topk,
+)
 
 
 def _call_plan(
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None, *sizes: int,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None,
+    *sizes: int,
 ) -> RoutingPlan:
     """`sizes`: num_experts, num_local_experts, routing_block_m."""
     plan: RoutingPlan = _ROUTING_PLAN.launch(
-        None, sizes,
-        dict(topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map,
-             num_local_tokens=num_local_tokens),
-        lambda: _plan_problem(topk_weights, topk_ids, expert_map, num_local_tokens, *sizes))
+        None,
+        sizes,
+        dict(
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_map=expert_map,
+            num_local_tokens=num_local_tokens,
+        ),
+        lambda: _plan_problem(topk_weights, topk_ids, expert_map, num_local_tokens, *sizes),
+    )
     return plan
 
 
 def _run_plan(*arguments: Any) -> PlanTensors:
     plan = _call_plan(*arguments)
-    return (plan.sorted_token_ids, plan.sorted_weights, plan.block_expert_ids, plan.num_valid,
-            plan.slot_rows)
+    return (
+        plan.sorted_token_ids,
+        plan.sorted_weights,
+        plan.block_expert_ids,
+        plan.num_valid,
+        plan.slot_rows,
+    )
 
 
 def _fake_plan(
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None, num_experts: int, num_local_experts: int,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None,
+    num_experts: int,
+    num_local_experts: int,
     routing_block_m: int,
 ) -> PlanTensors:
     num_tokens, top_k = topk_ids.shape
     capacity = plan_capacity(num_tokens, top_k, num_local_experts, routing_block_m)
-    return (topk_ids.new_empty(capacity), topk_weights.new_empty(capacity),
-            topk_ids.new_empty(capacity // routing_block_m), topk_ids.new_empty(2),
-            topk_ids.new_empty((num_tokens, top_k)))
+    return (
+        topk_ids.new_empty(capacity),
+        topk_weights.new_empty(capacity),
+        topk_ids.new_empty(capacity // routing_block_m),
+        topk_ids.new_empty(2),
+        topk_ids.new_empty((num_tokens, top_k)),
+    )
 
 
 _plan_op = register(
     "make_routing_plan(Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, "
     "Tensor? num_local_tokens, SymInt num_experts, SymInt num_local_experts, "
     "SymInt routing_block_m) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run_plan, _fake_plan)
+    _run_plan,
+    _fake_plan,
+)

@@ -23,5 +23,10 @@ def _count_differences_kernel(count_ptr, first_ptr, second_ptr, num_elements, BL
 def count_differences(count: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
     """Add the number of places where two contiguous integer tensors differ to `count`, int64 []."""
     _count_differences_kernel[(triton.cdiv(first.numel(), _BLOCK),)](
-        count_ptr=count, first_ptr=first, second_ptr=second, num_elements=first.numel(),
-        BLOCK=_BLOCK, num_warps=4)
+        count_ptr=count,
+        first_ptr=first,
+        second_ptr=second,
+        num_elements=first.numel(),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )

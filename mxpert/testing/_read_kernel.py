@@ -10,12 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _read_stream_kernel(
-    sums_ptr,
-    data_ptr,
-    num_elements,
-    BLOCK: tl.constexpr,
-):
+def _read_stream_kernel(sums_ptr, data_ptr, num_elements, BLOCK: tl.constexpr):
     """Read the data in a grid-stride loop and sum it, so that the loads are not optimised away."""
     total = tl.zeros((BLOCK,), tl.int32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -35,8 +30,13 @@ def stream_calls(data: torch.Tensor) -> dict[str, list[Callable[[], object]]]:
 
     def call(grid: int, block: int) -> Callable[[], object]:
         return lambda: _read_stream_kernel[(grid,)](
-            sums_ptr=sums, data_ptr=data, num_elements=data.numel(), BLOCK=block, num_warps=8)
+            sums_ptr=sums, data_ptr=data, num_elements=data.numel(), BLOCK=block, num_warps=8
+        )
 
-    return {f"{blocks_per_sm} blocks of {block}":
-            [call(blocks_per_sm * properties.multi_processor_count, block)]
-            for blocks_per_sm in (4, 8, 16) for block in (4096, 8192)}
+    return {
+        f"{blocks_per_sm} blocks of {block}": [
+            call(blocks_per_sm * properties.multi_processor_count, block)
+        ]
+        for blocks_per_sm in (4, 8, 16)
+        for block in (4096, 8192)
+    }

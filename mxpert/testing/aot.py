@@ -27,17 +27,17 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from ..backends.launch import LAUNCH_OPTIONS
 from ..errors import message, require
 
-TARGETS: Mapping[str, GPUTarget] = MappingProxyType({
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-})
+TARGETS: Mapping[str, GPUTarget] = MappingProxyType(
+    {
+        "sm_90": GPUTarget("cuda", 90, 32),
+        "sm_100": GPUTarget("cuda", 100, 32),
+        "gfx950": GPUTarget("hip", "gfx950", 64),
+    }
+)
 
-SHARED_MEMORY_LIMIT: Mapping[str, int] = MappingProxyType({
-    "sm_90": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "gfx950": 160 * 1024,
-})
+SHARED_MEMORY_LIMIT: Mapping[str, int] = MappingProxyType(
+    {"sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx950": 160 * 1024}
+)
 """Bytes of shared memory (LDS) that one block may use."""
 
 TRITON_RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -53,15 +53,20 @@ _MATRIX_INSTRUCTIONS = {
         ("wgmma", r"wgmma\.mma_async"),
         ("mma", r"\bmma\.sync"),
     ),
-    "hip": (
-        ("mfma_scale", r"\bv_mfma_scale_"),
-        ("mfma", r"\bv_mfma_"),
-    ),
+    "hip": (("mfma_scale", r"\bv_mfma_scale_"), ("mfma", r"\bv_mfma_")),
 }
 _NVIDIA_WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
 _AMD_WIDTHS = {
-    "ubyte": 8, "sbyte": 8, "byte": 8, "ushort": 16, "sshort": 16, "short": 16,
-    "dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128,
+    "ubyte": 8,
+    "sbyte": 8,
+    "byte": 8,
+    "ushort": 16,
+    "sshort": 16,
+    "short": 16,
+    "dword": 32,
+    "dwordx2": 64,
+    "dwordx3": 96,
+    "dwordx4": 128,
 }
 
 
@@ -154,8 +159,15 @@ def specialize(fn: Any, arguments: Mapping[str, Any], target: str) -> Specializa
     """
     op = "specialize"
     if not isinstance(fn, JITFunction):
-        raise TypeError(message(op, "fn", "a @triton.jit or @gluon.jit function", type(fn).__name__,
-                                "unset TRITON_INTERPRET before Triton is imported"))
+        raise TypeError(
+            message(
+                op,
+                "fn",
+                "a @triton.jit or @gluon.jit function",
+                type(fn).__name__,
+                "unset TRITON_INTERPRET before Triton is imported",
+            )
+        )
     require(target in TARGETS, op, "target", need=f"one of {list(TARGETS)}", got=repr(target))
     backend = make_backend(TARGETS[target])
     given = {**LAUNCH_OPTIONS, **arguments}
@@ -163,10 +175,17 @@ def specialize(fn: Any, arguments: Mapping[str, Any], target: str) -> Specializa
     bound, parts, options = bind(**given)
     try:
         options, signature, constexprs, attributes = fn._pack_args(
-            backend, given, bound, parts, options)
+            backend, given, bound, parts, options
+        )
     except KeyError as error:
-        raise ValueError(message(op, "arguments", f"names out of {fn.arg_names} or an option of "
-                                 f"{target}", sorted(given))) from error
+        raise ValueError(
+            message(
+                op,
+                "arguments",
+                f"names out of {fn.arg_names} or an option of {target}",
+                sorted(given),
+            )
+        ) from error
     return Specialization(signature, constexprs, attributes, options)
 
 
@@ -187,7 +206,8 @@ _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
 def _compile(fn: Any, call: Specialization, target: str) -> CompiledKernel:
     source = (GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource)(
-        fn, dict(call.signature), dict(call.constexprs), dict(call.attributes))
+        fn, dict(call.signature), dict(call.constexprs), dict(call.attributes)
+    )
     kernel = triton.compile(source, target=TARGETS[target], options=vars(call.options))
     asm = {stage: text for stage, text in kernel.asm.items() if isinstance(text, str)}
     if TARGETS[target].backend == "cuda":
@@ -205,8 +225,14 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
         file.flush()
         commands = (["nvdisasm", "-c"], ["cuobjdump", "--dump-resource-usage"])
         sass, usage = (
-            subprocess.run([_NVIDIA_TOOLS / tool, option, file.name], capture_output=True,
-                           text=True, check=True).stdout for tool, option in commands)
+            subprocess.run(
+                [_NVIDIA_TOOLS / tool, option, file.name],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+            for tool, option in commands
+        )
     return sass, usage
 
 
@@ -214,7 +240,8 @@ def _nvidia_metrics(asm: Mapping[str, str], usage: str, shared: int) -> Metrics:
     resources = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
     # "        /*0050*/                   @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;"
     mnemonics = re.findall(
-        r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", asm["sass"], re.M)
+        r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", asm["sass"], re.M
+    )
     instructions = collections.Counter(mnemonics)
     return Metrics(
         registers=resources["REG"],
@@ -239,7 +266,8 @@ def _amd_metrics(asm: Mapping[str, str], shared: int) -> Metrics:
         return int(found[1]) if found else 0
 
     instructions = collections.Counter(
-        re.findall(r"^\s+((?:v|s|ds|buffer|global|flat|scratch)_\w+)", code, re.M))
+        re.findall(r"^\s+((?:v|s|ds|buffer|global|flat|scratch)_\w+)", code, re.M)
+    )
     return Metrics(
         registers=note("vgpr_count"),
         spills=note("vgpr_spill_count") + note("sgpr_spill_count"),
@@ -248,14 +276,16 @@ def _amd_metrics(asm: Mapping[str, str], shared: int) -> Metrics:
         matrix_instruction=_matrix_instruction("hip", code),
         instructions=MappingProxyType(instructions),
         global_loads=_widths(
-            instructions, r"(?:global|buffer|flat)_load_(?:lds_)?(\w+)", _amd_width),
+            instructions, r"(?:global|buffer|flat)_load_(?:lds_)?(\w+)", _amd_width
+        ),
         global_stores=_widths(instructions, r"(?:global|buffer|flat)_store_(\w+)", _amd_width),
     )
 
 
 def _matrix_instruction(backend: str, text: str) -> str | None:
-    return next((name for name, pattern in _MATRIX_INSTRUCTIONS[backend]
-                 if re.search(pattern, text)), None)
+    return next(
+        (name for name, pattern in _MATRIX_INSTRUCTIONS[backend] if re.search(pattern, text)), None
+    )
 
 
 def _widths(instructions: Mapping[str, int], pattern: str, width: Any) -> Mapping[int, int]:

@@ -54,13 +54,18 @@ def exact_activation(activation: Activation) -> Activation:
         case ClampedSiLU():
             return ClampedSiLU(limit=GATE)
         case SiTUv2():
-            return SiTUv2(beta=4.0, beta_up=2.0 ** -6)
+            return SiTUv2(beta=4.0, beta_up=2.0**-6)
     return SiLU()
 
 
 def exact_moe_problem(
-    shape: str | MoEShape, num_tokens: int, *, seed: int = 0, device: torch.device | str = "cpu",
-    routing: Routing | str = Routing.UNIFORM, apply_router_weight_on_input: bool = False,
+    shape: str | MoEShape,
+    num_tokens: int,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    routing: Routing | str = Routing.UNIFORM,
+    apply_router_weight_on_input: bool = False,
 ) -> MoEInputs:
     """An MoE problem in which every intermediate value is exact (see the module docstring).
 
@@ -83,8 +88,13 @@ def exact_moe_problem(
         4.0
     """
     shape, generator = model_shape(shape), torch.Generator(device)
-    require(shape.top_k <= MAX_EXACT_TOP_K, "exact_moe_problem", "top_k",
-            need=f"at most {MAX_EXACT_TOP_K}", got=shape.top_k)
+    require(
+        shape.top_k <= MAX_EXACT_TOP_K,
+        "exact_moe_problem",
+        "top_k",
+        need=f"at most {MAX_EXACT_TOP_K}",
+        got=shape.top_k,
+    )
     generator.manual_seed(seed)
     draw = _Draw(generator)
     activation = exact_activation(shape.activation)
@@ -94,11 +104,15 @@ def exact_moe_problem(
     down = [_down_expert(shape, features, draw) for _ in range(shape.num_experts)]
     gate_up_bias, down_bias = (
         _biases(shape, activation, features, draw, gates=not apply_router_weight_on_input)
-        if shape.has_bias else (None, None))
-    weights = MoEWeights(_stack(gate_up), _stack(down), gate_up_bias, down_bias,
-                         shape.gate_up_order)
-    topk_weights, topk_ids = random_routing(num_tokens, shape.num_experts, shape.top_k,
-                                            generator=generator, routing=routing)
+        if shape.has_bias
+        else (None, None)
+    )
+    weights = MoEWeights(
+        _stack(gate_up), _stack(down), gate_up_bias, down_bias, shape.gate_up_order
+    )
+    topk_weights, topk_ids = random_routing(
+        num_tokens, shape.num_experts, shape.top_k, generator=generator, routing=routing
+    )
     halves = draw.choice(topk_weights.shape, (0.5, 1.0))
     return MoEInputs(_tokens(num_tokens, channels, draw), weights, halves, topk_ids, activation)
 
@@ -155,16 +169,21 @@ def _tokens(num_tokens: int, channels: _Pairing, draw: _Draw) -> torch.Tensor:
     return x.to(torch.bfloat16)
 
 
-def _gate_up_expert(shape: MoEShape, channels: _Pairing, features: _Pairing,
-                    draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def _gate_up_expert(
+    shape: MoEShape, channels: _Pairing, features: _Pairing, draw: _Draw
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales [2F, H] of one expert's gate and up rows; paired features are equal."""
     inner = shape.intermediate_size
     gate, up = channels.fill(inner, draw, sign=1), channels.fill(inner, draw, sign=1)
     # Times x = 4 in the anchor channel: gates of 128 or 256 (only 128 if a bias may add 128).
-    gate[:, channels.anchor] = (draw.choice((inner,), (GATE / 4,)) if shape.has_bias
-                                else draw.choice((inner,), (GATE / 4, GATE / 2)))
-    up[:, channels.anchor + 1:channels.anchor + MX_BLOCK_SIZE] = draw.choice(
-        (inner, MX_BLOCK_SIZE - 1), (-1, 0, 1))
+    gate[:, channels.anchor] = (
+        draw.choice((inner,), (GATE / 4,))
+        if shape.has_bias
+        else draw.choice((inner,), (GATE / 4, GATE / 2))
+    )
+    up[:, channels.anchor + 1 : channels.anchor + MX_BLOCK_SIZE] = draw.choice(
+        (inner, MX_BLOCK_SIZE - 1), (-1, 0, 1)
+    )
     for values in (gate, up):
         values[features.right] = values[features.left]
     gate_rows, up_rows = gate_up_rows(shape.gate_up_order, inner, draw.device)
@@ -176,8 +195,9 @@ def _gate_up_expert(shape: MoEShape, channels: _Pairing, features: _Pairing,
     return _codes(rows, exponent)
 
 
-def _down_expert(shape: MoEShape, features: _Pairing,
-                 draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def _down_expert(
+    shape: MoEShape, features: _Pairing, draw: _Draw
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales [H, F] of one expert: paired features have opposite weights, and one
     feature of the anchor block has a weight of ±1."""
     values = features.fill(shape.hidden_size, draw, sign=-1)
@@ -186,8 +206,9 @@ def _down_expert(shape: MoEShape, features: _Pairing,
     return _codes(values, draw.index((shape.hidden_size, values.shape[1] // MX_BLOCK_SIZE), 3) - 1)
 
 
-def _biases(shape: MoEShape, activation: Activation, features: _Pairing, draw: _Draw, *,
-            gates: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _biases(
+    shape: MoEShape, activation: Activation, features: _Pairing, draw: _Draw, *, gates: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Random biases [E, 2F] and [E, H].
 
     Gate biases are 0 or 128 and up biases −1 or 0, equal for paired features. Down biases are 0 or
@@ -208,8 +229,7 @@ def _codes(values: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, 
     """Exact MXFP4 codes and scales of integers [N, K] for given block exponents [N, K / 32]."""
     inverse = exact_power_of_two(-exponent, torch.float32).unsqueeze(-1)
     blocks = values.unflatten(-1, (-1, MX_BLOCK_SIZE)) * inverse
-    return (pack_codes(encode(blocks.flatten(-2), E2M1)),
-            (exponent + E8M0_BIAS).to(torch.uint8))
+    return (pack_codes(encode(blocks.flatten(-2), E2M1)), (exponent + E8M0_BIAS).to(torch.uint8))
 
 
 def _stack(experts: list[tuple[torch.Tensor, torch.Tensor]]) -> MXTensor:

@@ -58,8 +58,7 @@ def decode(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
 
 
 def encode(values: np.ndarray, dtype: tl.dtype, rounding: object = None) -> np.ndarray:
-    """Codes of `values` in `dtype`, rounded to nearest even, or towards zero if `rounding` is RTZ.
-    """
+    """Codes of `values` in `dtype`, rounded to nearest even, or to zero if `rounding` is RTZ."""
     if dtype not in _STORED_AS_BITS:
         codes = values.astype(stock._get_np_dtype(dtype))
         bits = codes.view(f"u{codes.itemsize}")
@@ -102,6 +101,7 @@ def _binary_op(original: Callable[..., Any]) -> Callable[..., Any]:
             if not (_is_bits(lhs) and _is_bits(rhs)):
                 return original(self, lhs, rhs, op)
             return _narrow(op(_wide(lhs).data, _wide(rhs).data), lhs.dtype.scalar)
+
     return binary_op
 
 
@@ -112,6 +112,7 @@ def _unary_op(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, arg, op)
         with _QUIET():
             return _narrow(op(_wide(arg).data), arg.dtype.scalar)
+
     return unary_op
 
 
@@ -122,6 +123,7 @@ def _create_clampf(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, arg, low, high, propagate_nans)
         clipped = np.clip(_wide(arg).data, _wide(low).data, _wide(high).data)
         return _narrow(clipped, arg.dtype.scalar)
+
     return create_clampf
 
 
@@ -149,6 +151,7 @@ def _cast_impl(original: Callable[..., Any]) -> Callable[..., Any]:
             return _convert(src, dst_type.scalar)
         with _QUIET():
             return original(self, src, dst_type)
+
     return cast_impl
 
 
@@ -168,6 +171,7 @@ def _create_dot(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         widen = [_wide(h) if _is_bits(h) else h for h in (a, b)]
         return original(self, *widen, d, *options)
+
     return create_dot
 
 
@@ -201,8 +205,17 @@ def _operand(handle: Any, fmt: object, scale: Any, k_axis: int, k_pack: bool) ->
 
 # Stock: absent before Triton 3.8. This one accumulates in float64 and rounds to float32 once.
 def _create_dot_scaled(
-    self: Any, lhs: Any, lhs_scale: Any, lhs_format: object, rhs: Any, rhs_scale: Any,
-    rhs_format: object, fast_math: bool, lhs_k_pack: bool, rhs_k_pack: bool, acc: Any,
+    self: Any,
+    lhs: Any,
+    lhs_scale: Any,
+    lhs_format: object,
+    rhs: Any,
+    rhs_scale: Any,
+    rhs_format: object,
+    fast_math: bool,
+    lhs_k_pack: bool,
+    rhs_k_pack: bool,
+    acc: Any,
 ) -> Any:
     a = _operand(lhs, lhs_format, lhs_scale, -1, lhs_k_pack)
     b = _operand(rhs, rhs_format, rhs_scale, -2, rhs_k_pack)
@@ -213,12 +226,20 @@ def _create_dot_scaled(
 # Stock: the interpreter passes formats as plain strings, but the semantic reads their `.value`.
 def _dot_scaled(original: Callable[..., Any]) -> Callable[..., Any]:
     def dot_scaled(
-        self: Any, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any,
-        rhs_format: Any, *options: Any,
+        self: Any,
+        lhs: Any,
+        lhs_scale: Any,
+        lhs_format: Any,
+        rhs: Any,
+        rhs_scale: Any,
+        rhs_format: Any,
+        *options: Any,
     ) -> Any:
-        formats = [f if isinstance(f, tl.constexpr) else tl.constexpr(f)
-                   for f in (lhs_format, rhs_format)]
+        formats = [
+            f if isinstance(f, tl.constexpr) else tl.constexpr(f) for f in (lhs_format, rhs_format)
+        ]
         return original(self, lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *options)
+
     return dot_scaled
 
 
@@ -239,6 +260,7 @@ def _reduction(original: Callable[..., Any]) -> Callable[..., Any]:
             return part
         type_ = tl.block_type(dtype, part.shape) if part.type.is_block() else dtype
         return tl.tensor(_convert(part.handle, dtype), type_)
+
     return reduction
 
 
@@ -252,18 +274,26 @@ def install() -> None:
     if getattr(builder, "_mxpert_installed", False):
         return
     for name, wrap in (
-        ("binary_op", _binary_op), ("unary_op", _unary_op), ("create_clampf", _create_clampf),
-        ("cast_impl", _cast_impl), ("create_dot", _create_dot),
+        ("binary_op", _binary_op),
+        ("unary_op", _unary_op),
+        ("create_clampf", _create_clampf),
+        ("cast_impl", _cast_impl),
+        ("create_dot", _create_dot),
     ):
         setattr(builder, name, wrap(getattr(builder, name)))
     for name, replacement in (
-        ("create_fma", _create_fma), ("create_minnumf", _create_minnumf),
-        ("create_maxnumf", _create_maxnumf), ("create_fp_to_fp", _create_fp_to_fp),
-        ("get_bf16", _get_bf16), ("create_dot_scaled", _create_dot_scaled),
+        ("create_fma", _create_fma),
+        ("create_minnumf", _create_minnumf),
+        ("create_maxnumf", _create_maxnumf),
+        ("create_fp_to_fp", _create_fp_to_fp),
+        ("get_bf16", _get_bf16),
+        ("create_dot_scaled", _create_dot_scaled),
     ):
         setattr(builder, name, replacement)
-    for operations, names in ((stock.ReduceOps, ("min_max", "sum")),
-                              (stock.ScanOps, ("cumsum", "cumprod"))):
+    for operations, names in (
+        (stock.ReduceOps, ("min_max", "sum")),
+        (stock.ScanOps, ("cumsum", "cumprod")),
+    ):
         for name in names:
             setattr(operations, name, _reduction(getattr(operations, name)))
     TritonSemantic.dot_scaled = _dot_scaled(TritonSemantic.dot_scaled)

@@ -40,6 +40,7 @@ class RecordedLaunch(NamedTuple):
 @contextlib.contextmanager
 def through_triton() -> Iterator[None]:
     """Launch through Triton's own ``kernel[grid](...)`` inside the block, to compare `Launch`."""
+
     def launch(made: Launch, **tensors: Any) -> None:
         made.kernel[made.grid](**made.arguments(tensors))
 
@@ -137,8 +138,7 @@ def without_device(*, record: bool = True) -> Iterator[list[tuple[Any, ...]]]:
     """
     launches: list[tuple[Any, ...]] = []
     before = driver._active
-    with mock.patch.multiple(nvidia, compile_module_from_src=lambda **_: _Sink,
-                             library_dirs=list):
+    with mock.patch.multiple(nvidia, compile_module_from_src=lambda **_: _Sink, library_dirs=list):
         driver.set_active(_Driver())
         _Sink.launches = launches if record else None
         try:
@@ -161,5 +161,3 @@ def as_if_on_h200() -> Iterator[None]:
             for calls in [each for each in vars(module).values() if isinstance(each, Calls)]:
                 stack.enter_context(mock.patch.object(calls, "_known", {}))
         yield
-
-

@@ -85,8 +85,12 @@ def sqnr_db(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor) 
     return math.inf if error == 0 else -20 * math.log10(error)
 
 
-def is_exact(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor, *,
-             ignore_zero_sign: bool = False) -> bool:
+def is_exact(
+    actual: torch.Tensor | MXTensor,
+    expected: torch.Tensor | MXTensor,
+    *,
+    ignore_zero_sign: bool = False,
+) -> bool:
     """Whether two tensors agree bit for bit: dtype, shape, every code, NaN payloads included.
 
     Args:
@@ -101,9 +105,12 @@ def is_exact(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor,
     if isinstance(actual, MXTensor) and isinstance(expected, MXTensor):
         if ignore_zero_sign:
             actual, expected = _canonical_zeros(actual), _canonical_zeros(expected)
-        return (actual.format == expected.format and actual.axis == expected.axis
-                and torch.equal(actual.qdata, expected.qdata)
-                and torch.equal(actual.scale, expected.scale))
+        return (
+            actual.format == expected.format
+            and actual.axis == expected.axis
+            and torch.equal(actual.qdata, expected.qdata)
+            and torch.equal(actual.scale, expected.scale)
+        )
     if isinstance(actual, MXTensor) or isinstance(expected, MXTensor):
         return False
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
@@ -113,8 +120,13 @@ def is_exact(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor,
     return torch.equal(_bits(actual), _bits(expected.to(actual.device)))
 
 
-def assert_exact(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor, what: str, *,
-                 ignore_zero_sign: bool = False) -> None:
+def assert_exact(
+    actual: torch.Tensor | MXTensor,
+    expected: torch.Tensor | MXTensor,
+    what: str,
+    *,
+    ignore_zero_sign: bool = False,
+) -> None:
     """Raise unless `is_exact`.
 
     Raises:
@@ -127,20 +139,34 @@ def assert_exact(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTen
     if isinstance(actual, MXTensor) or isinstance(expected, MXTensor):
         raise AssertionError(message(what, "type", type(expected).__name__, type(actual).__name__))
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
-        raise AssertionError(message(
-            what, "tensor", f"{expected.dtype} {list(expected.shape)}",
-            f"{actual.dtype} {list(actual.shape)}"))
+        raise AssertionError(
+            message(
+                what,
+                "tensor",
+                f"{expected.dtype} {list(expected.shape)}",
+                f"{actual.dtype} {list(actual.shape)}",
+            )
+        )
     wrong = (actual.double() != expected.double()).nonzero()
     where = wrong[0].tolist() if len(wrong) else "bits only (zero signs, NaN payloads or codes)"
-    first = "" if not len(wrong) else (
-        f", {actual[tuple(wrong[0])].item()!r} for {expected[tuple(wrong[0])].item()!r}")
-    raise AssertionError(message(
-        what, "values", "bit-identical tensors",
-        f"{len(wrong)} of {actual.numel()} differ, first at {where}{first}"))
+    first = (
+        ""
+        if not len(wrong)
+        else (f", {actual[tuple(wrong[0])].item()!r} for {expected[tuple(wrong[0])].item()!r}")
+    )
+    raise AssertionError(
+        message(
+            what,
+            "values",
+            "bit-identical tensors",
+            f"{len(wrong)} of {actual.numel()} differ, first at {where}{first}",
+        )
+    )
 
 
-def assert_close_relative(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor,
-                          tolerance: float, what: str) -> float:
+def assert_close_relative(
+    actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor, tolerance: float, what: str
+) -> float:
     """Raise unless ``relative_l2(actual, expected) ≤ tolerance``; NaN never passes.
 
     Args:
@@ -165,11 +191,16 @@ def assert_close_relative(actual: torch.Tensor | MXTensor, expected: torch.Tenso
     difference = (actual - expected).abs().masked_fill(~finite, math.inf)
     place = int(difference.argmax())
     at = [int(i) for i in torch.unravel_index(torch.tensor(place), tuple(actual.shape))]
-    raise AssertionError(message(
-        what, "relative L2", f"at most {tolerance:.3e}",
-        f"{error:.3e} (cosine {cosine(actual, expected):.6f}, {(~finite).sum().item()} of "
-        f"{actual.numel()} not finite, largest error at {at}: "
-        f"{actual.flatten()[place].item():.6g} for {expected.flatten()[place].item():.6g})"))
+    raise AssertionError(
+        message(
+            what,
+            "relative L2",
+            f"at most {tolerance:.3e}",
+            f"{error:.3e} (cosine {cosine(actual, expected):.6f}, {(~finite).sum().item()} of "
+            f"{actual.numel()} not finite, largest error at {at}: "
+            f"{actual.flatten()[place].item():.6g} for {expected.flatten()[place].item():.6g})",
+        )
+    )
 
 
 def rounding_rms(significant_bits: int) -> float:
@@ -224,7 +255,7 @@ def bf16_output_tolerance(numel: int = 8192) -> float:
 
 
 def accumulation_error(
-    k: int, *, significant_bits: int = 24, terms_per_rounding: int = 16,
+    k: int, *, significant_bits: int = 24, terms_per_rounding: int = 16
 ) -> float:
     """Relative L2 of a sum of k independent products in a p-bit accumulator.
 
@@ -240,7 +271,7 @@ def accumulation_error(
         significant_bits: of the accumulator; 24 for float32, 14 for Hopper's fp8 tensor cores.
         terms_per_rounding: products added by one matrix instruction, at least 16.
     """
-    return 2.0 ** -significant_bits * max(math.sqrt(k / 6), 2 * k / (3 * terms_per_rounding))
+    return 2.0**-significant_bits * max(math.sqrt(k / 6), 2 * k / (3 * terms_per_rounding))
 
 
 FP8_SUM_TERMS = 256
@@ -249,14 +280,15 @@ FP8_SUM_TERMS = 256
 FP8_SUM_BITS = 14
 """Significant bits of the sums in Hopper's FP8 tensor cores."""
 
-INTERMEDIATE_NOISE = 2 * accumulation_error(FP8_SUM_TERMS, significant_bits=FP8_SUM_BITS,
-                                            terms_per_rounding=32)
+INTERMEDIATE_NOISE = 2 * accumulation_error(
+    FP8_SUM_TERMS, significant_bits=FP8_SUM_BITS, terms_per_rounding=32
+)
 """Relative error of an FP8 kernel's activation output before rounding. An instruction adds 32
 products; the activation at most doubles relative errors."""
 
 
 def requantisation_error(
-    fmt: MXFormat | str | None, value_error: float, numel: int = 8192, *, row: int = 32,
+    fmt: MXFormat | str | None, value_error: float, numel: int = 8192, *, row: int = 32
 ) -> float:
     """Relative L2 between two roundings of values that differ by `value_error` before rounding.
 
@@ -284,16 +316,16 @@ def requantisation_error(
     """
     changes, single = 1, 0.0
     if fmt is None:
-        step = 2.0 ** -7
+        step = 2.0**-7
     elif fmt == FP8_TOKEN:
-        step = 2.0 ** -3 + 2.0 ** -9 * math.sqrt(row) / 448
-        changes, single = 2, 2.0 ** -7 * (2.0 ** -7 + step) * row / max(1, numel)
+        step = 2.0**-3 + 2.0**-9 * math.sqrt(row) / 448
+        changes, single = 2, 2.0**-7 * (2.0**-7 + step) * row / max(1, numel)
     else:
         element = get_format(fmt).element
         subnormal = 2.0 ** (1 - element.bias - element.mantissa_bits)
-        step = 2.0 ** -element.mantissa_bits + subnormal * 4 * math.sqrt(32) / element.max_value
+        step = 2.0**-element.mantissa_bits + subnormal * 4 * math.sqrt(32) / element.max_value
     expected = changes * math.sqrt(2 / math.pi) * value_error * step
-    single = max(single, step ** 2 / max(1, numel))
+    single = max(single, step**2 / max(1, numel))
     return math.sqrt(expected + 5 * math.sqrt(expected * single) + single)
 
 
@@ -304,8 +336,14 @@ mean square."""
 
 
 def stage_tolerance(
-    a_format: str, out_dtype: torch.dtype | None, k: int, *, top_k: int = 1,
-    numel: int = 8192, cancellation: float = 1.0, accumulator_bits: int = 24,
+    a_format: str,
+    out_dtype: torch.dtype | None,
+    k: int,
+    *,
+    top_k: int = 1,
+    numel: int = 8192,
+    cancellation: float = 1.0,
+    accumulator_bits: int = 24,
 ) -> float:
     """Relative L2 allowed for one stage against the float64 reference on the same operands.
 
@@ -338,10 +376,14 @@ def stage_tolerance(
     accumulated = _ACTIVATION_GAIN * accumulation_error(k, significant_bits=accumulator_bits)
     margin = sampling_margin(numel)
     if out_dtype is None:
-        return min(END_TO_END_GATE,
-                   requantisation_error(_mx_format(a_format), accumulated, numel))
-    require(out_dtype in _SIGNIFICANT_BITS, "stage_tolerance", "out_dtype", got=out_dtype,
-            need=[str(dtype) for dtype in _SIGNIFICANT_BITS])
+        return min(END_TO_END_GATE, requantisation_error(_mx_format(a_format), accumulated, numel))
+    require(
+        out_dtype in _SIGNIFICANT_BITS,
+        "stage_tolerance",
+        "out_dtype",
+        got=out_dtype,
+        need=[str(dtype) for dtype in _SIGNIFICANT_BITS],
+    )
     output = rounding_rms(_SIGNIFICANT_BITS[out_dtype])
     rows = 0.0
     if top_k > 1:
@@ -351,8 +393,15 @@ def stage_tolerance(
 
 
 def end_to_end_tolerance(
-    a_format: str, out_dtype: torch.dtype, hidden_size: int, intermediate_size: int, *,
-    top_k: int = 1, numel: int = 8192, cancellation: float = 1.0, accumulator_bits: int = 24,
+    a_format: str,
+    out_dtype: torch.dtype,
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    top_k: int = 1,
+    numel: int = 8192,
+    cancellation: float = 1.0,
+    accumulator_bits: int = 24,
 ) -> float:
     """Relative L2 allowed for a layer: stage 2's tolerance plus flipped codes of the intermediate.
 
@@ -364,8 +413,15 @@ def end_to_end_tolerance(
     if a_format != "bf16":
         fmt = a_format if a_format == FP8_TOKEN else _mx_format(a_format)
     noise = _ACTIVATION_GAIN * accumulation_error(hidden_size, significant_bits=accumulator_bits)
-    stage_two = stage_tolerance(a_format, out_dtype, intermediate_size, top_k=top_k, numel=numel,
-                                cancellation=cancellation, accumulator_bits=accumulator_bits)
+    stage_two = stage_tolerance(
+        a_format,
+        out_dtype,
+        intermediate_size,
+        top_k=top_k,
+        numel=numel,
+        cancellation=cancellation,
+        accumulator_bits=accumulator_bits,
+    )
     flips = cancellation * requantisation_error(fmt, noise, numel, row=intermediate_size)
     return min(END_TO_END_GATE, math.hypot(stage_two, flips))
 
@@ -416,7 +472,7 @@ def token_noise(magnitudes: torch.Tensor) -> float:
 def _block_noise(fmt: MXFormat, rule: ScaleRule, values: torch.Tensor) -> float:
     scales = decode_scale(block_scale(values, fmt, rule), torch.float64)
     rank = torch.arange(len(values) + 1, dtype=torch.float64) / len(values)
-    is_maximum = (rank ** fmt.block_size).diff()
+    is_maximum = (rank**fmt.block_size).diff()
     noise = 0.0
     for scale in scales.unique().tolist():
         rounded = decode(encode(values / scale, fmt.element), fmt.element, torch.float64) * scale
@@ -424,12 +480,13 @@ def _block_noise(fmt: MXFormat, rule: ScaleRule, values: torch.Tensor) -> float:
         below = squared.cumsum(0) / torch.arange(1, len(values) + 1)
         block = (squared + (fmt.block_size - 1) * below) / fmt.block_size
         noise += (block * is_maximum)[scales == scale].sum().item()
-    return noise / (values ** 2).mean().item()
+    return noise / (values**2).mean().item()
 
 
 @functools.cache
-def sqnr_floor_db(a_format: str, *, rule: ScaleRule = ScaleRule.RCEIL,
-                  quantised_weights: bool = False) -> float:
+def sqnr_floor_db(
+    a_format: str, *, rule: ScaleRule = ScaleRule.RCEIL, quantised_weights: bool = False
+) -> float:
     """Least SQNR of a layer's output against the same layer without the given quantisation.
 
     x and weights are Gaussian. n_x is the noise over signal of x, n_h that of the gated
@@ -466,18 +523,31 @@ def sqnr_floor_db(a_format: str, *, rule: ScaleRule = ScaleRule.RCEIL,
 
 
 def _mx_format(a_format: str) -> MXFormat:
-    require(a_format in ("mxfp8", "mxfp4"), "mxpert.testing.numerics", "a_format",
-            need="'mxfp8' or 'mxfp4' for an MX tensor", got=repr(a_format))
+    require(
+        a_format in ("mxfp8", "mxfp4"),
+        "mxpert.testing.numerics",
+        "a_format",
+        need="'mxfp8' or 'mxfp4' for an MX tensor",
+        got=repr(a_format),
+    )
     return get_format(a_format)
 
 
-def _pair(actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor,
-          op: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(
+    actual: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor, op: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Both tensors as float64 on the device of `expected`."""
-    values = [dequantize_blocks(t, torch.float64) if isinstance(t, MXTensor)
-              else t.detach().double() for t in (actual, expected)]
-    require(values[0].shape == values[1].shape, op, "actual.shape", need=list(values[1].shape),
-            got=list(values[0].shape))
+    values = [
+        dequantize_blocks(t, torch.float64) if isinstance(t, MXTensor) else t.detach().double()
+        for t in (actual, expected)
+    ]
+    require(
+        values[0].shape == values[1].shape,
+        op,
+        "actual.shape",
+        need=list(values[1].shape),
+        got=list(values[0].shape),
+    )
     return values[0].to(values[1].device), values[1]
 
 

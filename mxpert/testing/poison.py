@@ -26,8 +26,9 @@ POISON_CODES = 0x77
 """Two e2m1 codes of 6: with scale byte 254 about 1e39, beyond the range of float32."""
 
 
-def poison_tensor(tensor: MXTensor, *, extra_rows: int = 16, extra_columns: int = 128,
-                  scale: int = E8M0_NAN) -> MXTensor:
+def poison_tensor(
+    tensor: MXTensor, *, extra_rows: int = 16, extra_columns: int = 128, scale: int = E8M0_NAN
+) -> MXTensor:
     """Copy a tensor into larger storage that is poisoned outside the logical shape.
 
     Args:
@@ -36,8 +37,13 @@ def poison_tensor(tensor: MXTensor, *, extra_rows: int = 16, extra_columns: int 
         extra_columns: poisoned elements after each row; a multiple of 32.
         scale: byte of the poisoned blocks: 255 (NaN) or 254 (2^127).
     """
-    require(extra_columns % MX_BLOCK_SIZE == 0, "poison_tensor", "extra_columns",
-            need=f"a multiple of {MX_BLOCK_SIZE}", got=extra_columns)
+    require(
+        extra_columns % MX_BLOCK_SIZE == 0,
+        "poison_tensor",
+        "extra_columns",
+        need=f"a multiple of {MX_BLOCK_SIZE}",
+        got=extra_columns,
+    )
     require(scale in (E8M0_NAN, E8M0_MAX), "poison_tensor", "scale", need="254 or 255", got=scale)
     parts = (
         (tensor.qdata, extra_columns // tensor.format.codes_per_byte, POISON_CODES),
@@ -53,12 +59,14 @@ def poison_tensor(tensor: MXTensor, *, extra_rows: int = 16, extra_columns: int 
     return replace(tensor, qdata=views[0], scale=views[1])
 
 
-def poison_weights(weights: MoEWeights, *, extra_rows: int = 16, extra_columns: int = 128,
-                   scale: int = E8M0_NAN) -> MoEWeights:
+def poison_weights(
+    weights: MoEWeights, *, extra_rows: int = 16, extra_columns: int = 128, scale: int = E8M0_NAN
+) -> MoEWeights:
     """Both projections as views into poisoned storage (see `poison_tensor`)."""
     gate_up, down = (
         poison_tensor(part, extra_rows=extra_rows, extra_columns=extra_columns, scale=scale)
-        for part in (weights.gate_up_proj, weights.down_proj))
+        for part in (weights.gate_up_proj, weights.down_proj)
+    )
     return replace(weights, gate_up_proj=gate_up, down_proj=down)
 
 
@@ -79,8 +87,9 @@ def poison_prepared(tensor: MXTensor) -> None:
         tensor: of `Layout.HOPPER_FRAGMENT`.
     """
     if tensor.layout is not Layout.HOPPER_FRAGMENT or tensor.reference is None:
-        raise ValueError(message("poison_prepared", "tensor.layout", Layout.HOPPER_FRAGMENT,
-                                 tensor.layout))
+        raise ValueError(
+            message("poison_prepared", "tensor.layout", Layout.HOPPER_FRAGMENT, tensor.layout)
+        )
     _, num_rows, depth = tensor.shape
     rows, codes = num_rows % UNIT_ROWS, depth % UNIT_CODES
     tensor.reference[:, num_rows:] = E8M0_NAN
@@ -90,16 +99,17 @@ def poison_prepared(tensor: MXTensor) -> None:
         _fill_units(tensor, (slice(None), slice(-1, None)), (rows, 0), shift=E8M0_NAN)
 
 
-def _fill_units(tensor: MXTensor, units: tuple[slice, ...], first: tuple[int, int],
-                shift: int) -> None:
+def _fill_units(
+    tensor: MXTensor, units: tuple[slice, ...], first: tuple[int, int], shift: int
+) -> None:
     """Give units the code 6 with `shift`, from the first (row, code) on in each."""
     qdata, scale = tensor.qdata[units], tensor.scale[units]
     for packed, place, fill, unpack, pack in (
-            (qdata, first[1], POISON_CODES & 0xF, layouts._unpack_codes, layouts._pack_codes),
-            (scale, first[1] // MX_BLOCK_SIZE, shift, layouts._unpack_shifts,
-             layouts._pack_shifts)):
+        (qdata, first[1], POISON_CODES & 0xF, layouts._unpack_codes, layouts._pack_codes),
+        (scale, first[1] // MX_BLOCK_SIZE, shift, layouts._unpack_shifts, layouts._pack_shifts),
+    ):
         flat = unpack(packed.flatten(0, 1)).contiguous()
-        flat.view(-1, UNIT_ROWS, flat.shape[1])[:, first[0]:, place:] = fill
+        flat.view(-1, UNIT_ROWS, flat.shape[1])[:, first[0] :, place:] = fill
         packed.copy_(pack(flat).view_as(packed))
 
 
@@ -153,9 +163,14 @@ def plant_exchanged_gate_up(inputs: MoEInputs) -> MoEInputs:
     order[gate], order[up] = up, gate
     gate_up, bias = weights.gate_up_proj, weights.gate_up_bias
     exchanged = replace(gate_up, qdata=gate_up.qdata[:, order], scale=gate_up.scale[:, order])
-    return replace(inputs, weights=replace(
-        weights, gate_up_proj=exchanged,
-        gate_up_bias=None if bias is None else bias[:, order].contiguous()))
+    return replace(
+        inputs,
+        weights=replace(
+            weights,
+            gate_up_proj=exchanged,
+            gate_up_bias=None if bias is None else bias[:, order].contiguous(),
+        ),
+    )
 
 
 def plant_dropped_expert(inputs: MoEInputs) -> MoEInputs:
@@ -167,7 +182,7 @@ def plant_dropped_expert(inputs: MoEInputs) -> MoEInputs:
 
 def plant_double_weight(inputs: MoEInputs) -> MoEInputs:
     """Square the routing weights, as if they were applied twice."""
-    return replace(inputs, topk_weights=inputs.topk_weights ** 2)
+    return replace(inputs, topk_weights=inputs.topk_weights**2)
 
 
 def plant_ignored_bias(inputs: MoEInputs) -> MoEInputs:
@@ -187,10 +202,13 @@ PLANTED_ERRORS: dict[str, Callable[[MoEInputs], MoEInputs]] = {
 weights other than 1; without them these change nothing."""
 
 
-def _with_projections(
-    inputs: MoEInputs, transform: Callable[[MXTensor], MXTensor],
-) -> MoEInputs:
+def _with_projections(inputs: MoEInputs, transform: Callable[[MXTensor], MXTensor]) -> MoEInputs:
     weights = inputs.weights
-    return replace(inputs, weights=replace(
-        weights, gate_up_proj=transform(weights.gate_up_proj),
-        down_proj=transform(weights.down_proj)))
+    return replace(
+        inputs,
+        weights=replace(
+            weights,
+            gate_up_proj=transform(weights.gate_up_proj),
+            down_proj=transform(weights.down_proj),
+        ),
+    )

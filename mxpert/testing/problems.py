@@ -81,13 +81,22 @@ def model_shape(shape: str | MoEShape) -> MoEShape:
     """
     if isinstance(shape, MoEShape):
         return shape
-    require(shape in MODEL_SHAPES, "model_shape", "shape", need=f"one of {sorted(MODEL_SHAPES)}",
-            got=repr(shape))
+    require(
+        shape in MODEL_SHAPES,
+        "model_shape",
+        "shape",
+        need=f"one of {sorted(MODEL_SHAPES)}",
+        got=repr(shape),
+    )
     return MODEL_SHAPES[shape]
 
 
 def random_routing(
-    num_tokens: int, num_experts: int, top_k: int, *, generator: torch.Generator,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    generator: torch.Generator,
     routing: Routing | str = Routing.UNIFORM,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax weights float32 [T, k] and distinct ids int32 [T, k] on the generator's device.
@@ -95,14 +104,15 @@ def random_routing(
     The ids are the k largest of ``log weight + Gumbel noise``: a sample without replacement.
     """
     routing, device = Routing(routing), generator.device
-    require(1 <= top_k <= num_experts, "random_routing", "top_k", need=f"1 to {num_experts}",
-            got=top_k)
+    require(
+        1 <= top_k <= num_experts, "random_routing", "top_k", need=f"1 to {num_experts}", got=top_k
+    )
     index = torch.arange(num_experts, device=device, dtype=torch.float32)
     log_weight = torch.zeros_like(index)
     if routing is Routing.ZIPF:
         log_weight = -torch.log(index + 1)
     elif routing is Routing.HALF:
-        log_weight[max(top_k, num_experts // 2):] = -math.inf
+        log_weight[max(top_k, num_experts // 2) :] = -math.inf
     uniform = torch.rand((num_tokens, num_experts), generator=generator, device=device)
     scores = log_weight - torch.log(-torch.log(uniform.clamp(1e-7, 1 - 1e-6)))
     if routing is Routing.ONE_EXPERT and num_tokens:
@@ -113,7 +123,7 @@ def random_routing(
 
 
 def random_mxfp4(
-    shape: tuple[int, ...], *, rms: float, scale_spread: float, generator: torch.Generator,
+    shape: tuple[int, ...], *, rms: float, scale_spread: float, generator: torch.Generator
 ) -> MXTensor:
     """MXFP4 tensor of uniformly random codes, quantised along the last axis.
 
@@ -124,23 +134,34 @@ def random_mxfp4(
         generator: source of the random numbers; its device is used.
     """
     *leading, size = shape
-    require(size % MX_BLOCK_SIZE == 0, "random_mxfp4", "shape[-1]",
-            need=f"a multiple of {MX_BLOCK_SIZE}", got=size)
+    require(
+        size % MX_BLOCK_SIZE == 0,
+        "random_mxfp4",
+        "shape[-1]",
+        need=f"a multiple of {MX_BLOCK_SIZE}",
+        got=size,
+    )
     device = generator.device
-    qdata = torch.randint(0, 256, (*leading, size // 2), dtype=torch.uint8, generator=generator,
-                          device=device)
+    qdata = torch.randint(
+        0, 256, (*leading, size // 2), dtype=torch.uint8, generator=generator, device=device
+    )
     # Mean square of the 16 codes: (0 + .25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8. If log2 of the scales
     # has standard deviation s, their mean square grows by a factor of 2^(2 s² ln 2).
     code_rms = math.sqrt(68.5 / 8)
-    center = math.log2(rms / code_rms) - scale_spread ** 2 * math.log(2)
+    center = math.log2(rms / code_rms) - scale_spread**2 * math.log(2)
     noise = torch.randn((*leading, size // MX_BLOCK_SIZE), generator=generator, device=device)
     scale = (E8M0_BIAS + center + scale_spread * noise).round().clamp(1, E8M0_MAX)
     return MXTensor(qdata, scale.to(torch.uint8), MXFP4)
 
 
 def random_moe_problem(
-    shape: str | MoEShape, num_tokens: int, *, seed: int = 0, device: torch.device | str = "cpu",
-    scale_spread: float = 1.0, routing: Routing | str = Routing.UNIFORM,
+    shape: str | MoEShape,
+    num_tokens: int,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    scale_spread: float = 1.0,
+    routing: Routing | str = Routing.UNIFORM,
 ) -> MoEInputs:
     """A reproducible MoE layer and batch. Weights are generated as MXFP4, without a bf16 copy.
 
@@ -161,26 +182,43 @@ def random_moe_problem(
     generator.manual_seed(seed)
     hidden, inner, experts = shape.hidden_size, shape.intermediate_size, shape.num_experts
     gate_up, down = (
-        random_mxfp4(size, rms=1.5 / math.sqrt(size[-1]), scale_spread=scale_spread,
-                     generator=generator)
-        for size in ((experts, 2 * inner, hidden), (experts, hidden, inner)))
+        random_mxfp4(
+            size, rms=1.5 / math.sqrt(size[-1]), scale_spread=scale_spread, generator=generator
+        )
+        for size in ((experts, 2 * inner, hidden), (experts, hidden, inner))
+    )
     gate_up_bias, down_bias = (
         torch.randn((experts, width), generator=generator, device=device) / 2
-        if shape.has_bias else None for width in (2 * inner, hidden))
+        if shape.has_bias
+        else None
+        for width in (2 * inner, hidden)
+    )
     weights = MoEWeights(gate_up, down, gate_up_bias, down_bias, shape.gate_up_order)
     x = torch.randn((num_tokens, hidden), generator=generator, device=device).to(torch.bfloat16)
-    topk_weights, topk_ids = random_routing(num_tokens, experts, shape.top_k, generator=generator,
-                                            routing=routing)
+    topk_weights, topk_ids = random_routing(
+        num_tokens, experts, shape.top_k, generator=generator, routing=routing
+    )
     return MoEInputs(x, weights, topk_weights, topk_ids, shape.activation)
 
 
-def scaled_shape(shape: str | MoEShape, *, hidden_size: int, intermediate_size: int,
-                 num_experts: int, top_k: int | None = None) -> MoEShape:
+def scaled_shape(
+    shape: str | MoEShape,
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts: int,
+    top_k: int | None = None,
+) -> MoEShape:
     """A model's shape with other dimensions, for tests on small machines; the rest is unchanged.
 
     >>> scaled_shape("gpt-oss-20b", hidden_size=64, intermediate_size=96, num_experts=5).has_bias
     True
     """
     shape = model_shape(shape)
-    return replace(shape, hidden_size=hidden_size, intermediate_size=intermediate_size,
-                   num_experts=num_experts, top_k=shape.top_k if top_k is None else top_k)
+    return replace(
+        shape,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_experts=num_experts,
+        top_k=shape.top_k if top_k is None else top_k,
+    )

@@ -17,7 +17,7 @@ from ..formats.tensor import MXTensor
 
 def _uniform_bits(blocks: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Random float32 bit patterns without NaN: exponents over the whole range."""
-    bits = torch.randint(-2**31, 2**31, blocks.shape, generator=generator).to(torch.int32)
+    bits = torch.randint(-(2**31), 2**31, blocks.shape, generator=generator).to(torch.int32)
     return torch.nan_to_num(bits.view(torch.float32), nan=1.0)
 
 
@@ -32,6 +32,7 @@ def _with(value: float) -> Callable[[torch.Tensor, torch.Generator], torch.Tenso
     def make(blocks: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         place = torch.randint(0, MX_BLOCK_SIZE, blocks.shape[:1], generator=generator)
         return blocks.index_put((torch.arange(len(blocks)), place), torch.tensor(value))
+
     return make
 
 
@@ -52,7 +53,7 @@ _KINDS: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
 
 
 def block_cases(
-    shape: tuple[int, ...], axis: int, dtype: torch.dtype, *, seed: int = 0,
+    shape: tuple[int, ...], axis: int, dtype: torch.dtype, *, seed: int = 0
 ) -> torch.Tensor:
     """CPU tensor whose blocks of 32 along `axis` cycle through every kind of data in `_KINDS`."""
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +61,7 @@ def block_cases(
     moved.append(moved.pop(axis))
     blocks = torch.randn(*moved, generator=generator).reshape(-1, MX_BLOCK_SIZE)
     for i, make in enumerate(_KINDS.values()):
-        blocks[i::len(_KINDS)] = make(blocks[i::len(_KINDS)], generator)
+        blocks[i :: len(_KINDS)] = make(blocks[i :: len(_KINDS)], generator)
     return blocks.reshape(moved).movedim(-1, axis).to(dtype).contiguous()
 
 
@@ -74,13 +75,16 @@ def every_bfloat16_amax() -> torch.Tensor:
 
 
 def assert_quantizes_exactly(
-    actual: MXTensor, x: torch.Tensor, fmt: MXFormat, axis: int, rule: ScaleRule,
+    actual: MXTensor, x: torch.Tensor, fmt: MXFormat, axis: int, rule: ScaleRule
 ) -> None:
     """Check that codes and scales equal those of the codec, byte for byte."""
     expected = quantize_blocks(x, fmt, axis, rule)
     if actual.axis != expected.axis or actual.format != expected.format:
-        raise AssertionError(message("quantize", "result", (expected.format, expected.axis),
-                                     (actual.format, actual.axis)))
+        raise AssertionError(
+            message(
+                "quantize", "result", (expected.format, expected.axis), (actual.format, actual.axis)
+            )
+        )
     torch.testing.assert_close(actual.scale.cpu(), expected.scale.cpu(), rtol=0, atol=0)
     torch.testing.assert_close(actual.qdata.cpu(), expected.qdata.cpu(), rtol=0, atol=0)
 
@@ -100,5 +104,6 @@ def assert_dequantizes_exactly(actual: torch.Tensor, tensor: MXTensor) -> None:
     expected = dequantize_blocks(tensor, actual.dtype).cpu()
     actual = actual.cpu()
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(actual.signbit() & ~actual.isnan(),
-                               expected.signbit() & ~expected.isnan())
+    torch.testing.assert_close(
+        actual.signbit() & ~actual.isnan(), expected.signbit() & ~expected.isnan()
+    )

@@ -71,6 +71,7 @@ def _count(count: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> No
 
 def _repeat(once: Callable[[], None], times: int, device: torch.device) -> Callable[[], None]:
     """`once` so many times: a graph on a GPU, calls elsewhere."""
+
     def several() -> None:
         for _ in range(times):
             once()
@@ -83,9 +84,17 @@ def _repeat(once: Callable[[], None], times: int, device: torch.device) -> Calla
     return graph.replay
 
 
-def hunt(run: Run, renew: Callable[[], None], repeats: int, device: torch.device, *,
-         fresh: int = FRESH, per_graph: int = 1, deadline: float = math.inf,
-         plant: int | None = None) -> Found:
+def hunt(
+    run: Run,
+    renew: Callable[[], None],
+    repeats: int,
+    device: torch.device,
+    *,
+    fresh: int = FRESH,
+    per_graph: int = 1,
+    deadline: float = math.inf,
+    plant: int | None = None,
+) -> Found:
     """Repeat `run` and compare every result with the first one on the same data.
 
     Args:
@@ -138,8 +147,9 @@ def hopper_tiles(a_format: str) -> dict[str, MoEConfig]:
     for name, config in heuristics.tiles(split=a_format == "bf16").items():
         found[name] = MoEConfig(config.block_m, config, config)
         if not heuristics.is_prefill(config):
-            found[name + "_split"] = MoEConfig(config.block_m, replace(config, split_k=3),
-                                               replace(config, split_k=2))
+            found[name + "_split"] = MoEConfig(
+                config.block_m, replace(config, split_k=3), replace(config, split_k=2)
+            )
     return found
 
 
@@ -171,15 +181,17 @@ class MoEHunt:
     generator: torch.Generator
 
     @classmethod
-    def of(cls, shape: MoEShape, a_format: str, config: MoEConfig,
-           device: torch.device) -> MoEHunt:
+    def of(cls, shape: MoEShape, a_format: str, config: MoEConfig, device: torch.device) -> MoEHunt:
         """A problem whose blocks fit `config`, prepared for this device."""
         inputs = random_moe_problem(shape, tokens_for(shape, config), device=device)
         inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
         with override():  # a pinned backend is that of the GEMMs
-            plan = make_routing_plan(inputs.topk_weights, inputs.topk_ids,
-                                     num_experts=shape.num_experts,
-                                     routing_block_m=config.routing_block_m)
+            plan = make_routing_plan(
+                inputs.topk_weights,
+                inputs.topk_ids,
+                num_experts=shape.num_experts,
+                routing_block_m=config.routing_block_m,
+            )
         return cls(inputs, plan, a_format, torch.Generator(device).manual_seed(1))
 
     def renew(self) -> None:
@@ -187,10 +199,20 @@ class MoEHunt:
 
     def stages(self) -> tuple[torch.Tensor | MXTensor, torch.Tensor]:
         """The intermediate, and y in float32."""
-        h = moe_gate_up(self.inputs.x, self.inputs.weights, self.plan,
-                        activation=self.inputs.activation, activation_format=self.a_format)
-        return h, moe_down(h, self.inputs.weights, self.plan, out_dtype=torch.float32,
-                           activation_format=self.a_format)
+        h = moe_gate_up(
+            self.inputs.x,
+            self.inputs.weights,
+            self.plan,
+            activation=self.inputs.activation,
+            activation_format=self.a_format,
+        )
+        return h, moe_down(
+            h,
+            self.inputs.weights,
+            self.plan,
+            out_dtype=torch.float32,
+            activation_format=self.a_format,
+        )
 
     def run(self) -> tuple[torch.Tensor, ...]:
         """y as bits; it depends on every value of the intermediate."""

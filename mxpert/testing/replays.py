@@ -23,6 +23,7 @@ Launches = list[tuple[Any, ...]]
 @contextlib.contextmanager
 def without_replay() -> Iterator[None]:
     """Switch off replay inside the block: every call runs the kernel's own host code."""
+
     def decline(kernel: Replayed, *_: Any) -> None:
         """A plain function, because a mock would add its own time to the ops' time."""
 
@@ -65,15 +66,17 @@ def flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def check_same(owner: object, ordinary: tuple[Launches, Any],
-               repeated: tuple[Launches, Any]) -> None:
+def check_same(
+    owner: object, ordinary: tuple[Launches, Any], repeated: tuple[Launches, Any]
+) -> None:
     """Check that two calls made the same launches and returned equal results.
 
     Addresses of the arguments (attributes of `owner`) must be equal. Addresses of other buffers may
     differ, but the mapping between them must be consistent.
     """
-    ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-              for tensor in tensors_of(vars(owner))]
+    ranges = [
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors_of(vars(owner))
+    ]
     moved: dict[int, int] = {}
     counts = len(ordinary[0]), len(repeated[0])
     _check(counts[0] == counts[1] > 0, "launches", *counts)
@@ -89,8 +92,12 @@ def check_same(owner: object, ordinary: tuple[Launches, Any],
         _check(facts[0] == facts[1], "a result", *facts)
         if result.numel():
             place = repeat.data_ptr()
-            _check(moved.get(place, place) == result.data_ptr(), "where a result lies",
-                   result.data_ptr(), place)
+            _check(
+                moved.get(place, place) == result.data_ptr(),
+                "where a result lies",
+                result.data_ptr(),
+                place,
+            )
 
 
 def _check(holds: bool, what: str, want: object, have: object) -> None:

@@ -37,7 +37,7 @@ DEVIATIONS = 6.0
 """Allowed error of a value, in standard deviations of accumulator noise. One in 10⁹ Gaussian errors
 is larger, and it shows only at a rounding boundary."""
 
-_ULP = 2.0 ** -24
+_ULP = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,12 @@ class Rounded:
 
 
 def gate_up_oracle(
-    inputs: MoEInputs, a_format: str, *, apply_router_weight_on_input: bool = False,
-    scale_rule: ScaleRule = ScaleRule.RCEIL, accumulation: float | None = None,
+    inputs: MoEInputs,
+    a_format: str,
+    *,
+    apply_router_weight_on_input: bool = False,
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    accumulation: float | None = None,
 ) -> Rounded:
     """Stage 1 of every (token, slot) in float64, with the slack allowed for a float32 kernel.
 
@@ -86,14 +90,16 @@ def gate_up_oracle(
         x = quantize_token_rows(inputs.x).dequantize(torch.float64)
     else:
         x = inputs.x.double()
-    noise = DEVIATIONS * (accumulation_error(weights.hidden_size) if accumulation is None
-                          else accumulation)
+    noise = DEVIATIONS * (
+        accumulation_error(weights.hidden_size) if accumulation is None else accumulation
+    )
     assert weights.gate_up_order is not None  # for the type checker; MoEWeights has refused None
     halves = gate_up_rows(weights.gate_up_order, weights.intermediate_size, device)
     slope = getattr(activation, "alpha", 1.0)
     decoder, ids = WeightDecoder(torch.float64, device), inputs.topk_ids.flatten().long()
-    values = torch.empty((num_tokens * top_k, weights.intermediate_size), dtype=torch.float64,
-                         device=device)
+    values = torch.empty(
+        (num_tokens * top_k, weights.intermediate_size), dtype=torch.float64, device=device
+    )
     slack = torch.empty_like(values)
     for expert in ids.unique().tolist():
         rows = (ids == expert).nonzero().squeeze(1)
@@ -109,16 +115,23 @@ def gate_up_oracle(
         gate, up = (product[:, half] for half in halves)
         gate_error, up_error = (error[:, half] for half in halves)
         exact = activate(activation, gate, up)
-        corners = [activate(activation, gate + i * gate_error, up + j * up_error) - exact
-                   for i in (-1, 1) for j in (-1, 1)]
+        corners = [
+            activate(activation, gate + i * gate_error, up + j * up_error) - exact
+            for i in (-1, 1)
+            for j in (-1, 1)
+        ]
         values[rows] = exact
-        slack[rows] = (torch.stack(corners).abs().amax(0)
-                       + (2 * slope * gate.abs() + 64) * _ULP * exact.abs())
+        slack[rows] = (
+            torch.stack(corners).abs().amax(0) + (2 * slope * gate.abs() + 64) * _ULP * exact.abs()
+        )
     return Rounded(values, slack)
 
 
 def assert_rounded(
-    actual: torch.Tensor | MXTensor, expected: Rounded, what: str, *,
+    actual: torch.Tensor | MXTensor,
+    expected: Rounded,
+    what: str,
+    *,
     rule: ScaleRule = ScaleRule.RCEIL,
 ) -> None:
     """Raise unless every scale and code lies within the slack and few differ from the oracle's.
@@ -146,9 +159,14 @@ def assert_rounded(
         fmt = actual.format
         packed = fmt.codes_per_byte == 2
         codes = unpack_codes(actual.qdata) if packed else actual.qdata
-        spans = [("scale", actual.scale.int(), _scale_span(points, actual.scale, fmt, rule)),
-                 ("code", _ordinal(codes.int(), fmt.element.bits),
-                  [_code_at(point, actual.scale, fmt) for point in points])]
+        spans = [
+            ("scale", actual.scale.int(), _scale_span(points, actual.scale, fmt, rule)),
+            (
+                "code",
+                _ordinal(codes.int(), fmt.element.bits),
+                [_code_at(point, actual.scale, fmt) for point in points],
+            ),
+        ]
     else:
         spans = [("value", _bfloat16_ordinal(actual), [_bfloat16_ordinal(p) for p in points])]
     likely, flips = 0.0, 0
@@ -156,16 +174,25 @@ def assert_rounded(
         wrong = ((found < low) | (found > high)).nonzero()
         if len(wrong):
             at = tuple(wrong[0].tolist())
-            raise AssertionError(message(
-                what, f"{name}{list(at)}",
-                f"{low[at].item()} to {high[at].item()} (ordinals) within the noise",
-                f"{found[at].item()}, the first of {len(wrong)} in {found.numel()}"))
+            raise AssertionError(
+                message(
+                    what,
+                    f"{name}{list(at)}",
+                    f"{low[at].item()} to {high[at].item()} (ordinals) within the noise",
+                    f"{found[at].item()}, the first of {len(wrong)} in {found.numel()}",
+                )
+            )
         likely += ((high - low) / (2 * DEVIATIONS)).clamp(max=1).sum().item()
         flips += int((found != middle).sum())
     if flips > likely + 5 * math.sqrt(likely) + 1:
-        raise AssertionError(message(
-            what, "codes", f"about {likely:.0f} that differ from the oracle's, as noise flips",
-            f"{flips} of {expected.values.numel()}"))
+        raise AssertionError(
+            message(
+                what,
+                "codes",
+                f"about {likely:.0f} that differ from the oracle's, as noise flips",
+                f"{flips} of {expected.values.numel()}",
+            )
+        )
 
 
 def _ordinal(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -176,8 +203,9 @@ def _ordinal(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _bfloat16_ordinal(values: torch.Tensor) -> torch.Tensor:
     if values.dtype != torch.bfloat16:
-        raise AssertionError(message("assert_rounded", "actual.dtype", torch.bfloat16,
-                                     values.dtype))
+        raise AssertionError(
+            message("assert_rounded", "actual.dtype", torch.bfloat16, values.dtype)
+        )
     return _ordinal(values.contiguous().view(torch.int16).int(), 16)
 
 
@@ -188,8 +216,9 @@ def _code_at(values: torch.Tensor, scale: torch.Tensor, fmt: MXFormat) -> torch.
     return _ordinal(encode(blocks.flatten(-2), fmt.element).int(), fmt.element.bits)
 
 
-def _scale_span(points: list[torch.Tensor], scale: torch.Tensor, fmt: MXFormat,
-                rule: ScaleRule) -> list[torch.Tensor]:
+def _scale_span(
+    points: list[torch.Tensor], scale: torch.Tensor, fmt: MXFormat, rule: ScaleRule
+) -> list[torch.Tensor]:
     """Smallest, exact and largest allowed scale byte of each block.
 
     If a block may be all zeros, the scale byte of zero blocks is allowed, too.

@@ -8,21 +8,37 @@ from ..errors import require
 from ..problem import Scoring, TopKOptions
 from ..routing import TOKEN_BITS, TOKEN_MASK, RoutingPlan, check_plan_shapes
 
-CONTRACT_EXPERTS = ((256, 8), (257, 9), (385, 7), (513, 9), (128, 4), (129, 7), (161, 7), (33, 5),
-                    (100, 3), (1, 1))
+CONTRACT_EXPERTS = (
+    (256, 8),
+    (257, 9),
+    (385, 7),
+    (513, 9),
+    (128, 4),
+    (129, 7),
+    (161, 7),
+    (33, 5),
+    (100, 3),
+    (1, 1),
+)
 """(number of experts, top_k) pairs for tests of the sort: powers of two, odd numbers, one."""
 
 
-def random_topk_ids(num_tokens: int, top_k: int, num_experts: int, *,
-                    generator: torch.Generator) -> torch.Tensor:
+def random_topk_ids(
+    num_tokens: int, top_k: int, num_experts: int, *, generator: torch.Generator
+) -> torch.Tensor:
     """Uniformly random distinct expert ids for each token, int32 [T, top_k]."""
     noise = torch.rand(num_tokens, num_experts, generator=generator)
     return noise.argsort(dim=1)[:, :top_k].to(torch.int32)
 
 
 def validate_routing_plan(
-    plan: RoutingPlan, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, num_experts: int,
-    expert_map: torch.Tensor | None = None, num_local_tokens: int | None = None,
+    plan: RoutingPlan,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    num_local_tokens: int | None = None,
 ) -> None:
     """Check every invariant of a plan against the routing that it was made from.
 
@@ -44,8 +60,13 @@ def validate_routing_plan(
     _check_rows(plan, expert, topk_weights.cpu(), used)
 
 
-def _expected_experts(plan: RoutingPlan, ids: torch.Tensor, num_experts: int,
-                      expert_map: torch.Tensor | None, tokens: int) -> torch.Tensor:
+def _expected_experts(
+    plan: RoutingPlan,
+    ids: torch.Tensor,
+    num_experts: int,
+    expert_map: torch.Tensor | None,
+    tokens: int,
+) -> torch.Tensor:
     """Local expert of each (token, slot), int64 [T, top_k]; −1 for dropped slots."""
     known = (ids >= 0) & (ids < num_experts)
     local = ids if expert_map is None else expert_map.cpu().long()[torch.where(known, ids, 0)]
@@ -59,8 +80,13 @@ def _require_equal(name: str, have: torch.Tensor, want: torch.Tensor) -> None:
     wrong = (have != want).flatten().nonzero()
     if wrong.numel():
         place = int(wrong[0])
-        require(False, "validate_routing_plan", f"plan.{name}[{place}] (flat)",
-                need=int(want.flatten()[place]), got=int(have.flatten()[place]))
+        require(
+            False,
+            "validate_routing_plan",
+            f"plan.{name}[{place}] (flat)",
+            need=int(want.flatten()[place]),
+            got=int(have.flatten()[place]),
+        )
 
 
 def _check_blocks(plan: RoutingPlan, expert: torch.Tensor, tokens: int) -> int:
@@ -82,42 +108,77 @@ def _check_rows(plan: RoutingPlan, expert: torch.Tensor, weights: torch.Tensor, 
     codes, slot_rows = plan.sorted_token_ids.cpu().long(), plan.slot_rows.cpu().long()
     slot, token = codes >> TOKEN_BITS, codes & TOKEN_MASK
     padding = slot == top_k
-    _require_equal("sorted_token_ids", codes[padding],
-                   torch.full_like(codes[padding], top_k << TOKEN_BITS | plan.num_tokens))
+    _require_equal(
+        "sorted_token_ids",
+        codes[padding],
+        torch.full_like(codes[padding], top_k << TOKEN_BITS | plan.num_tokens),
+    )
     rows = (~padding).nonzero().flatten()
-    require(bool((rows < used).all()), op, "plan.sorted_token_ids",
-            need=f"padding from row {used} on", got=rows.tolist()[-1:])
+    require(
+        bool((rows < used).all()),
+        op,
+        "plan.sorted_token_ids",
+        need=f"padding from row {used} on",
+        got=rows.tolist()[-1:],
+    )
 
     token, slot = token[rows], slot[rows]
     inside = bool(((slot >= 0) & (slot < top_k) & (token < plan.num_tokens)).all())
-    require(inside, op, "plan.sorted_token_ids", need="slots and tokens of the batch",
-            got="a code outside it")
+    require(
+        inside,
+        op,
+        "plan.sorted_token_ids",
+        need="slots and tokens of the batch",
+        got="a code outside it",
+    )
     source = token * top_k + slot
     block_expert = plan.block_expert_ids.cpu().long()[rows // plan.routing_block_m]
     _require_equal("block_expert_ids by row", block_expert, expert.flatten()[source])
     # Rows ascend strictly in (expert, token, slot), and no routed row is missing.
     order = block_expert * (plan.num_tokens * top_k) + source
-    require(bool((order[1:] > order[:-1]).all()), op, "plan.sorted_token_ids",
-            need="rows ascending in expert, token, slot", got="rows out of order or twice")
+    require(
+        bool((order[1:] > order[:-1]).all()),
+        op,
+        "plan.sorted_token_ids",
+        need="rows ascending in expert, token, slot",
+        got="rows out of order or twice",
+    )
     kept = int((expert >= 0).sum())
-    require(rows.numel() == kept, op, "plan.sorted_token_ids", need=f"{kept} routed rows",
-            got=rows.numel())
+    require(
+        rows.numel() == kept,
+        op,
+        "plan.sorted_token_ids",
+        need=f"{kept} routed rows",
+        got=rows.numel(),
+    )
     # Padding comes after all rows of an expert: rows of one expert are contiguous.
     same = block_expert[1:] == block_expert[:-1]
-    require(bool((rows[1:] - rows[:-1])[same].eq(1).all()), op, "plan.sorted_token_ids",
-            need="padding behind an expert's rows", got="padding between them")
+    require(
+        bool((rows[1:] - rows[:-1])[same].eq(1).all()),
+        op,
+        "plan.sorted_token_ids",
+        need="padding behind an expert's rows",
+        got="padding between them",
+    )
 
     want_slot_rows = torch.full((plan.num_tokens * top_k,), -1)
     want_slot_rows[source] = rows
     _require_equal("slot_rows", slot_rows.flatten(), want_slot_rows)
     want_weights = torch.zeros(plan.capacity)
     want_weights[rows] = weights.flatten()[source]
-    _require_equal("sorted_weights (bits)", plan.sorted_weights.cpu().view(torch.int32),
-                   want_weights.view(torch.int32))
+    _require_equal(
+        "sorted_weights (bits)",
+        plan.sorted_weights.cpu().view(torch.int32),
+        want_weights.view(torch.int32),
+    )
 
 
-def topk_decision_gap(logits: torch.Tensor, top_k: int, options: TopKOptions,
-                      correction_bias: torch.Tensor | None = None) -> torch.Tensor:
+def topk_decision_gap(
+    logits: torch.Tensor,
+    top_k: int,
+    options: TopKOptions,
+    correction_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Smallest relative score difference that decides the expert ids of each token, float64 [T].
 
     The difference is divided by the token's largest |score| + |bias|. If the float32 scores of two

@@ -43,8 +43,12 @@ class Timing:
         """Summarise samples, in microseconds."""
         ordered = sorted(samples)
         last = len(ordered) - 1
-        return cls(statistics.median(ordered), ordered[round(0.1 * last)],
-                   ordered[round(0.9 * last)], len(ordered))
+        return cls(
+            statistics.median(ordered),
+            ordered[round(0.1 * last)],
+            ordered[round(0.9 * last)],
+            len(ordered),
+        )
 
     @property
     def spread(self) -> float:
@@ -52,9 +56,14 @@ class Timing:
         return (self.high_us - self.low_us) / self.us if self.us else 0.0
 
 
-def time_graph(variants: Mapping[str, Sequence[Call]], *, device: torch.device | str,
-               repeats: int = 20, warmup: int = 3,
-               failures: dict[str, Exception] | None = None) -> dict[str, Timing]:
+def time_graph(
+    variants: Mapping[str, Sequence[Call]],
+    *,
+    device: torch.device | str,
+    repeats: int = 20,
+    warmup: int = 3,
+    failures: dict[str, Exception] | None = None,
+) -> dict[str, Timing]:
     """Time variants, interleaved: CUDA-graph replays on a GPU, plain calls on a CPU.
 
     Args:
@@ -77,8 +86,9 @@ def time_graph(variants: Mapping[str, Sequence[Call]], *, device: torch.device |
     """
     require(repeats > 0, "time_graph", "repeats", need="at least 1", got=repeats)
     for name, calls in variants.items():
-        require(len(calls) > 0, "time_graph", f"variants[{name!r}]", got=0,
-                need="at least one call")
+        require(
+            len(calls) > 0, "time_graph", f"variants[{name!r}]", got=0, need="at least one call"
+        )
     if torch.device(device).type == "cuda":
         with torch.cuda.device(device):
             return _time_graphs(variants, repeats, warmup, failures)
@@ -97,8 +107,11 @@ def _turns(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
         yield [lead, *order.sample(others, len(others))]
 
 
-def _try_each(variants: Mapping[str, Sequence[Call]], attempt: Callable[[Sequence[Call]], Result],
-              failures: dict[str, Exception] | None) -> dict[str, Result]:
+def _try_each(
+    variants: Mapping[str, Sequence[Call]],
+    attempt: Callable[[Sequence[Call]], Result],
+    failures: dict[str, Exception] | None,
+) -> dict[str, Result]:
     """name → attempt(calls); errors are stored in `failures`, or raised if that is None."""
     results = {}
     for name, calls in variants.items():
@@ -111,8 +124,12 @@ def _try_each(variants: Mapping[str, Sequence[Call]], attempt: Callable[[Sequenc
     return results
 
 
-def _time_graphs(variants: Mapping[str, Sequence[Call]], repeats: int, warmup: int,
-                 failures: dict[str, Exception] | None = None) -> dict[str, Timing]:
+def _time_graphs(
+    variants: Mapping[str, Sequence[Call]],
+    repeats: int,
+    warmup: int,
+    failures: dict[str, Exception] | None = None,
+) -> dict[str, Timing]:
     graphs = _try_each(variants, _capture, failures)
     sweep = _l2_sweep()
     samples: dict[str, list[float]] = {name: [] for name in graphs}
@@ -152,8 +169,12 @@ def _l2_sweep() -> torch.Tensor:
     return torch.zeros(max(2 * l2_bytes, 1 << 20) // 4, dtype=torch.int32, device="cuda")
 
 
-def _time_calls(variants: Mapping[str, Sequence[Call]], repeats: int, warmup: int,
-                failures: dict[str, Exception] | None = None) -> dict[str, Timing]:
+def _time_calls(
+    variants: Mapping[str, Sequence[Call]],
+    repeats: int,
+    warmup: int,
+    failures: dict[str, Exception] | None = None,
+) -> dict[str, Timing]:
     if failures is not None:
         sound = _try_each(variants, lambda calls: [call() for call in calls], failures)
         variants = {name: variants[name] for name in sound}
@@ -187,8 +208,9 @@ def read_bandwidth(device: torch.device | str) -> float:
     return data.nbytes / min(timing.us for timing in timings.values()) * 1e6
 
 
-def matmul_rate(device: torch.device | str, activation_format: str = "bf16",
-                size: int | None = None) -> float:
+def matmul_rate(
+    device: torch.device | str, activation_format: str = "bf16", size: int | None = None
+) -> float:
     """Floating-point operations per second of the vendor's dense GEMM: the compute ceiling.
 
     Args:
@@ -207,11 +229,14 @@ def matmul_rate(device: torch.device | str, activation_format: str = "bf16",
         one = torch.ones((), device=device)
 
         def call() -> object:
-            return torch._scaled_mm(a8, b8.T, one, one, out_dtype=torch.bfloat16,
-                                    use_fast_accum=True)
+            return torch._scaled_mm(
+                a8, b8.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
     else:
+
         def call() -> object:
             return a @ b.T
+
     timing = time_graph({"matmul": [call]}, device=device, repeats=10 if on_gpu else 3)["matmul"]
     return 2 * size**3 / timing.us * 1e6
 
@@ -229,8 +254,15 @@ class Work:
     flops: float
 
     @classmethod
-    def of_stage(cls, stage: str, *, hit_experts: int, routed_rows: int, hidden_size: int,
-                 intermediate_size: int) -> Work:
+    def of_stage(
+        cls,
+        stage: str,
+        *,
+        hit_experts: int,
+        routed_rows: int,
+        hidden_size: int,
+        intermediate_size: int,
+    ) -> Work:
         """Work of "gate_up", "down", or both together ("layer").
 
         >>> Work.of_stage("down", hit_experts=1, routed_rows=1, hidden_size=64,

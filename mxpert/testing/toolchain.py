@@ -46,5 +46,9 @@ def toolchain() -> Toolchain:
         tool = get_ptxas(90)  # one of the two that Triton bundles: which one changed in 3.9
     except (ImportError, RuntimeError):  # a Triton built without the NVIDIA backend has no ptxas
         tool = None
-    return Toolchain(triton.__version__, tool.path if tool else None,
-                     tool.version if tool else None, str(knobs.cache.dir))
+    return Toolchain(
+        triton.__version__,
+        tool.path if tool else None,
+        tool.version if tool else None,
+        str(knobs.cache.dir),
+    )

@@ -43,5 +43,5 @@ class _GatedActivation(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gate_up, = ctx.saved_tensors
+        (gate_up,) = ctx.saved_tensors
         return activate_rows_backward(grad, gate_up, ctx.activation), None

@@ -22,8 +22,12 @@ OFFSET_DTYPES = (torch.int32, torch.int64)
 
 
 def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, group_offsets: torch.Tensor, *,
-    bias: torch.Tensor | None = None, recipe: MXFP8Recipe = MXFP8Recipe(),
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group_offsets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    recipe: MXFP8Recipe = MXFP8Recipe(),
 ) -> torch.Tensor:
     """Multiply each group of rows by its own weight; differentiable in x, weight and bias.
 
@@ -71,13 +75,18 @@ def grouped_linear(
     main_grad = getattr(weight, "main_grad", None)
     check_grouped_linear(x, weight, group_offsets, bias, recipe, main_grad)
     result: torch.Tensor = _GroupedLinear.apply(
-        x, weight, bias, group_offsets, main_grad, recipe, torch.is_grad_enabled())
+        x, weight, bias, group_offsets, main_grad, recipe, torch.is_grad_enabled()
+    )
     return result
 
 
 def check_grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, group_offsets: torch.Tensor,
-    bias: torch.Tensor | None, recipe: MXFP8Recipe, main_grad: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: MXFP8Recipe,
+    main_grad: torch.Tensor | None,
 ) -> None:
     """Argument checks of `grouped_linear`."""
     op = "grouped_linear"
@@ -85,24 +94,43 @@ def check_grouped_linear(
         raise TypeError(message(op, "recipe", "an MXFP8Recipe", type(recipe).__name__))
     dtypes = FLOAT_DTYPES if recipe.enabled else (*FLOAT_DTYPES, torch.float64)
     require_tensor(x, op, "x", dtype=dtypes, shape=(None, None))
-    require_tensor(weight, op, "weight", dtype=dtypes, shape=(None, None, x.shape[1]),
-                   device=x.device)
+    require_tensor(
+        weight, op, "weight", dtype=dtypes, shape=(None, None, x.shape[1]), device=x.device
+    )
     num_groups, out_features, in_features = weight.shape
     require(num_groups > 0, op, "weight.shape[0]", need="at least one group", got=num_groups)
-    require_tensor(group_offsets, op, "group_offsets", dtype=OFFSET_DTYPES,
-                   shape=(num_groups + 1,), device=x.device)
+    require_tensor(
+        group_offsets,
+        op,
+        "group_offsets",
+        dtype=OFFSET_DTYPES,
+        shape=(num_groups + 1,),
+        device=x.device,
+    )
     if bias is not None:
-        require_tensor(bias, op, "bias", dtype=dtypes, shape=(num_groups, out_features),
-                       device=x.device)
+        require_tensor(
+            bias, op, "bias", dtype=dtypes, shape=(num_groups, out_features), device=x.device
+        )
     if main_grad is not None:
-        require_tensor(main_grad, op, "weight.main_grad", dtype=torch.float32,
-                       shape=(num_groups, out_features, in_features), device=x.device,
-                       contiguous=True)
+        require_tensor(
+            main_grad,
+            op,
+            "weight.main_grad",
+            dtype=torch.float32,
+            shape=(num_groups, out_features, in_features),
+            device=x.device,
+            contiguous=True,
+        )
     if recipe.enabled:
         for axis, size in ((2, in_features), (1, out_features)):
-            require(size % MX_BLOCK_SIZE == 0, op, f"weight.shape[{axis}]",
-                    need=f"a multiple of {MX_BLOCK_SIZE}", got=size,
-                    remedy="pad the layer, or pass MXFP8Recipe(enabled=False)")
+            require(
+                size % MX_BLOCK_SIZE == 0,
+                op,
+                f"weight.shape[{axis}]",
+                need=f"a multiple of {MX_BLOCK_SIZE}",
+                got=size,
+                remedy="pad the layer, or pass MXFP8Recipe(enabled=False)",
+            )
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -117,8 +145,13 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-        group_offsets: torch.Tensor, main_grad: torch.Tensor | None, recipe: MXFP8Recipe,
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group_offsets: torch.Tensor,
+        main_grad: torch.Tensor | None,
+        recipe: MXFP8Recipe,
         grad_enabled: bool,
     ) -> torch.Tensor:
         group_offsets = group_bounds(group_offsets, x.shape[0])
@@ -136,8 +169,14 @@ class _GroupedLinear(torch.autograd.Function):
             else:
                 weight = weight.to(x.dtype)
                 y = multiply_rows(x, weight, group_offsets, trans_b=True)
-                saved = (x if need_weight else None, None, None,
-                         weight if need_x else None, None, None)
+                saved = (
+                    x if need_weight else None,
+                    None,
+                    None,
+                    weight if need_x else None,
+                    None,
+                    None,
+                )
         ctx.save_for_backward(*saved, group_offsets)
         return y if bias is None else _add_bias(y, bias, group_offsets)
 
@@ -165,23 +204,29 @@ _NOTHING: Kept = (None, None, None)
 
 
 def _forward_mx(
-    x: torch.Tensor, weight: torch.Tensor, group_offsets: torch.Tensor, recipe: MXFP8Recipe,
-    need_x: bool, need_weight: bool,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group_offsets: torch.Tensor,
+    recipe: MXFP8Recipe,
+    need_x: bool,
+    need_weight: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """Product and what backward needs: x (codes and scales, or plain), weight (codes, scales)."""
     fmt, rule, spans = recipe.forward_format, recipe.scale_rule, recipe.spans(x.device)
     kept_x = kept_weight = _NOTHING
     if need_weight and not recipe.high_precision_wgrad:
-        x_row, x_col = quantize_dual(x, fmt, group_offsets=group_offsets, scale_rule=rule,
-                                     scale_span=spans.x)
+        x_row, x_col = quantize_dual(
+            x, fmt, group_offsets=group_offsets, scale_rule=rule, scale_span=spans.x
+        )
         kept_x = (x_col.qdata, x_col.scale, x_col.wide_blocks)
     else:
         x_row = quantize_rows(x, fmt, rule, spans.x, group_offsets)
         if need_weight:
             kept_x = (x.to(torch.bfloat16), None, None)
     if need_x:
-        weight_row, weight_col = quantize_dual(weight, fmt, scale_rule=rule,
-                                               scale_span=spans.weight)
+        weight_row, weight_col = quantize_dual(
+            weight, fmt, scale_rule=rule, scale_span=spans.weight
+        )
         kept_weight = (weight_col.qdata, weight_col.scale, weight_col.wide_blocks)
     else:
         weight_row = quantize_rows(weight, fmt, rule, spans.weight, None)
@@ -189,8 +234,13 @@ def _forward_mx(
     return y, (*kept_x, *kept_weight)
 
 
-def quantize_rows(x: torch.Tensor, fmt: str | MXFormat, rule: ScaleRule, spans: Spans,
-                   group_offsets: torch.Tensor | None) -> MXTensor:
+def quantize_rows(
+    x: torch.Tensor,
+    fmt: str | MXFormat,
+    rule: ScaleRule,
+    spans: Spans,
+    group_offsets: torch.Tensor | None,
+) -> MXTensor:
     """The row-wise copy alone; with longer spans the other one is made beside it."""
     if spans[0] is ScaleSpan.BLOCK:
         return quantize(x, fmt, scale_rule=rule)
@@ -198,7 +248,11 @@ def quantize_rows(x: torch.Tensor, fmt: str | MXFormat, rule: ScaleRule, spans: 
 
 
 def _backward_mx(
-    ctx: Any, grad: torch.Tensor, saved: Any, group_offsets: torch.Tensor, need_x: bool,
+    ctx: Any,
+    grad: torch.Tensor,
+    saved: Any,
+    group_offsets: torch.Tensor,
+    need_x: bool,
     need_weight: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dgrad and wgrad from one quantisation of the gradient."""
@@ -208,25 +262,41 @@ def _backward_mx(
     backward, spans = recipe.backward_format, recipe.spans(grad.device)
     dx = dweight = grad_row = None
     if need_weight and high_precision:
-        dweight = grouped_wgrad(grad.to(torch.bfloat16), x, group_offsets,
-                                out_dtype=ctx.weight_dtype, accumulate_into=ctx.main_grad)
+        dweight = grouped_wgrad(
+            grad.to(torch.bfloat16),
+            x,
+            group_offsets,
+            out_dtype=ctx.weight_dtype,
+            accumulate_into=ctx.main_grad,
+        )
     elif need_weight:
-        grad_row, grad_col = quantize_dual(grad, backward, group_offsets=group_offsets,
-                                           scale_rule=rule, scale_span=spans.grad)
+        grad_row, grad_col = quantize_dual(
+            grad, backward, group_offsets=group_offsets, scale_rule=rule, scale_span=spans.grad
+        )
         x_col = rebuild_mx(x, x_scale, recipe.forward_format, span=spans.x[1], wide=x_wide)
-        dweight = grouped_wgrad(grad_col, x_col, group_offsets, out_dtype=ctx.weight_dtype,
-                                accumulate_into=ctx.main_grad)
+        dweight = grouped_wgrad(
+            grad_col,
+            x_col,
+            group_offsets,
+            out_dtype=ctx.weight_dtype,
+            accumulate_into=ctx.main_grad,
+        )
     if need_x:
         if grad_row is None:
             grad_row = quantize_rows(grad, backward, rule, spans.grad, group_offsets)
-        weight_col = rebuild_mx(weight, weight_scale, recipe.forward_format,
-                                span=spans.weight[1], wide=weight_wide)
+        weight_col = rebuild_mx(
+            weight, weight_scale, recipe.forward_format, span=spans.weight[1], wide=weight_wide
+        )
         dx = grouped_gemm(grad_row, weight_col, group_offsets, out_dtype=ctx.x_dtype)
     return dx, dweight
 
 
 def _backward_plain(
-    ctx: Any, grad: torch.Tensor, saved: Any, group_offsets: torch.Tensor, need_x: bool,
+    ctx: Any,
+    grad: torch.Tensor,
+    saved: Any,
+    group_offsets: torch.Tensor,
+    need_x: bool,
     need_weight: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dgrad and wgrad without quantisation."""
@@ -235,13 +305,15 @@ def _backward_plain(
     if need_x:
         dx = multiply_rows(grad, weight, group_offsets, trans_b=False)
     if need_weight:
-        dweight = multiply_groups(grad, x, group_offsets, out_dtype=ctx.weight_dtype,
-                                  accumulate_into=ctx.main_grad)
+        dweight = multiply_groups(
+            grad, x, group_offsets, out_dtype=ctx.weight_dtype, accumulate_into=ctx.main_grad
+        )
     return dx, dweight
 
 
-def multiply_rows(a: torch.Tensor, b: torch.Tensor, group_offsets: torch.Tensor, *,
-                  trans_b: bool) -> torch.Tensor:
+def multiply_rows(
+    a: torch.Tensor, b: torch.Tensor, group_offsets: torch.Tensor, *, trans_b: bool
+) -> torch.Tensor:
     """``a[r] @ b[g(r)].T`` (or without the transposition) in one dtype; bfloat16 on the kernels."""
     if a.dtype == torch.bfloat16:
         return grouped_gemm(a, b, group_offsets, trans_b=trans_b)
@@ -253,13 +325,18 @@ def multiply_rows(a: torch.Tensor, b: torch.Tensor, group_offsets: torch.Tensor,
 
 
 def multiply_groups(
-    grad: torch.Tensor, a: torch.Tensor, group_offsets: torch.Tensor, *, out_dtype: torch.dtype,
+    grad: torch.Tensor,
+    a: torch.Tensor,
+    group_offsets: torch.Tensor,
+    *,
+    out_dtype: torch.dtype,
     accumulate_into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``grad_g.T @ a_g`` for each group in one dtype; bfloat16 on the kernels."""
     if a.dtype == torch.bfloat16:
-        return grouped_wgrad(grad, a, group_offsets, out_dtype=out_dtype,
-                             accumulate_into=accumulate_into)
+        return grouped_wgrad(
+            grad, a, group_offsets, out_dtype=out_dtype, accumulate_into=accumulate_into
+        )
     out = torch.stack([grad[part].mT @ a[part] for part in _parts(group_offsets)])
     return out.to(out_dtype) if accumulate_into is None else accumulate_into.add_(out)
 

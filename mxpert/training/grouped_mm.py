@@ -18,8 +18,12 @@ from .recipe import MXFP8Recipe
 
 
 def grouped_mm(
-    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, *,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
     recipe: MXFP8Recipe = MXFP8Recipe(),
 ) -> torch.Tensor:
     """`torch._grouped_mm` (`torch.nn.functional.grouped_mm`) in MXFP8, differentiable.
@@ -63,13 +67,18 @@ def grouped_mm(
         weight = b.transpose(-2, -1).contiguous()
         return grouped_linear(a, weight, group_offsets, bias=bias, recipe=recipe)
     result: torch.Tensor = _GroupedOuter.apply(
-        a.transpose(0, 1).contiguous(), b.contiguous(), group_offsets, recipe)
+        a.transpose(0, 1).contiguous(), b.contiguous(), group_offsets, recipe
+    )
     return result
 
 
 def _check_grouped_mm(
-    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None, bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None, recipe: MXFP8Recipe,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    recipe: MXFP8Recipe,
 ) -> None:
     op = "grouped_mm"
     if not isinstance(recipe, MXFP8Recipe):
@@ -78,22 +87,45 @@ def _check_grouped_mm(
     require_tensor(a, op, "a", dtype=dtypes)
     require_tensor(b, op, "b", dtype=a.dtype, device=a.device)
     if (a.dim(), b.dim()) not in ((2, 2), (2, 3)):
-        raise UnsupportedError(message(
-            op, "a, b", "2D × 3D or 2D × 2D operands", f"{a.dim()}D × {b.dim()}D",
-            "use torch.bmm where each group is a matrix of its own"))
+        raise UnsupportedError(
+            message(
+                op,
+                "a, b",
+                "2D × 3D or 2D × 2D operands",
+                f"{a.dim()}D × {b.dim()}D",
+                "use torch.bmm where each group is a matrix of its own",
+            )
+        )
     require_tensor(offs, op, "offs", dtype=torch.int32, shape=(None,), device=a.device)
     inner = b.shape[-2]
-    require(a.shape[1] == inner, op, "b.shape", need=f"{a.shape[1]} rows (K) in each matrix",
-            got=list(b.shape))
-    require(out_dtype in (None, a.dtype), op, "out_dtype", need=f"None or {a.dtype}",
-            got=out_dtype, remedy="cast the result")
+    require(
+        a.shape[1] == inner,
+        op,
+        "b.shape",
+        need=f"{a.shape[1]} rows (K) in each matrix",
+        got=list(b.shape),
+    )
+    require(
+        out_dtype in (None, a.dtype),
+        op,
+        "out_dtype",
+        need=f"None or {a.dtype}",
+        got=out_dtype,
+        remedy="cast the result",
+    )
     if b.dim() == 3:
         return  # the rest is checked by grouped_linear
     require(bias is None, op, "bias", need="None for 2D × 2D operands", got="a tensor")
     if recipe.enabled:
         for name, size in (("a.shape[0]", a.shape[0]), ("b.shape[1]", b.shape[1])):
-            require(size % MX_BLOCK_SIZE == 0, op, name, need=f"a multiple of {MX_BLOCK_SIZE}",
-                    got=size, remedy="pad it, or pass MXFP8Recipe(enabled=False)")
+            require(
+                size % MX_BLOCK_SIZE == 0,
+                op,
+                name,
+                need=f"a multiple of {MX_BLOCK_SIZE}",
+                got=size,
+                remedy="pad it, or pass MXFP8Recipe(enabled=False)",
+            )
 
 
 class _GroupedOuter(torch.autograd.Function):
@@ -104,8 +136,9 @@ class _GroupedOuter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, group_offsets: torch.Tensor,
-                recipe: MXFP8Recipe) -> torch.Tensor:
+    def forward(
+        ctx: Any, a: torch.Tensor, b: torch.Tensor, group_offsets: torch.Tensor, recipe: MXFP8Recipe
+    ) -> torch.Tensor:
         ctx.recipe, ctx.dtype = recipe, a.dtype
         group_offsets = group_bounds(group_offsets, a.shape[0])
         if not recipe.enabled:
@@ -114,12 +147,25 @@ class _GroupedOuter(torch.autograd.Function):
         # In backward the gradient is the second operand, as the weight is in grouped_linear.
         spans = recipe.spans(a.device)
         (a_row, a_col), (b_row, b_col) = (
-            quantize_dual(rows, recipe.forward_format, group_offsets=group_offsets,
-                          scale_rule=recipe.scale_rule, scale_span=span)
-            for rows, span in ((a, spans.grad), (b, spans.x)))
+            quantize_dual(
+                rows,
+                recipe.forward_format,
+                group_offsets=group_offsets,
+                scale_rule=recipe.scale_rule,
+                scale_span=span,
+            )
+            for rows, span in ((a, spans.grad), (b, spans.x))
+        )
         ctx.span = spans.x[0]
-        ctx.save_for_backward(a_row.qdata, a_row.scale, a_row.wide_blocks, b_row.qdata,
-                              b_row.scale, b_row.wide_blocks, group_offsets)
+        ctx.save_for_backward(
+            a_row.qdata,
+            a_row.scale,
+            a_row.wide_blocks,
+            b_row.qdata,
+            b_row.scale,
+            b_row.wide_blocks,
+            group_offsets,
+        )
         return grouped_wgrad(a_col, b_col, group_offsets, out_dtype=a.dtype)
 
     @staticmethod
@@ -137,7 +183,8 @@ class _GroupedOuter(torch.autograd.Function):
         recipe: MXFP8Recipe = ctx.recipe
         a_row, b_row = (
             rebuild_mx(qdata, scale, recipe.forward_format, span=ctx.span, wide=wide)
-            for qdata, scale, wide in (operands[:3], operands[3:]))
+            for qdata, scale, wide in (operands[:3], operands[3:])
+        )
         fmt, rule = recipe.backward_format, recipe.scale_rule
         spans = recipe.spans(grad.device).weight
         if need_b:

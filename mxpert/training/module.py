@@ -41,24 +41,37 @@ class MXGroupedLinear(torch.nn.Module):
     bias: torch.nn.Parameter | None
 
     def __init__(
-        self, num_groups: int, in_features: int, out_features: int, *, bias: bool = False,
-        recipe: MXFP8Recipe = MXFP8Recipe(), device: torch.device | str | None = None,
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        recipe: MXFP8Recipe = MXFP8Recipe(),
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         op = "MXGroupedLinear"
         device = check_options(op, recipe, bias, device, dtype)
         unit = MX_BLOCK_SIZE if recipe.enabled else 1
-        for name, size, multiple in (("num_groups", num_groups, 1),
-                                     ("in_features", in_features, unit),
-                                     ("out_features", out_features, unit)):
+        for name, size, multiple in (
+            ("num_groups", num_groups, 1),
+            ("in_features", in_features, unit),
+            ("out_features", out_features, unit),
+        ):
             require_size(op, name, size, multiple)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.recipe = recipe
         self.weight = torch.nn.Parameter(
-            torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
-        self.register_parameter("bias", torch.nn.Parameter(
-            torch.empty(num_groups, out_features, device=device, dtype=dtype)) if bias else None)
+            torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
+        )
+        self.register_parameter(
+            "bias",
+            torch.nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype))
+            if bias
+            else None,
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -72,13 +85,18 @@ class MXGroupedLinear(torch.nn.Module):
         return grouped_linear(x, self.weight, group_offsets, bias=self.bias, recipe=self.recipe)
 
     def extra_repr(self) -> str:
-        return (f"num_groups={self.num_groups}, in_features={self.in_features}, "
-                f"out_features={self.out_features}, bias={self.bias is not None}, "
-                f"recipe={self.recipe}")
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.bias is not None}, "
+            f"recipe={self.recipe}"
+        )
 
 
 def check_options(
-    op: str, recipe: object, bias: object, device: torch.device | str | None,
+    op: str,
+    recipe: object,
+    bias: object,
+    device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> torch.device | None:
     """Check what the modules of this package have in common; returns the device.
@@ -117,6 +135,11 @@ def require_size(op: str, name: str, value: int, multiple: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(message(op, name, "an int", repr(value)))
     require(value < MAX_SIZE, op, name, need=f"less than {MAX_SIZE}", got=value)
-    require(value > 0 and value % multiple == 0, op, name, got=value,
-            need=f"a positive multiple of {multiple}" if multiple > 1 else "at least 1",
-            remedy="pad the layer, or pass MXFP8Recipe(enabled=False)" if multiple > 1 else "")
+    require(
+        value > 0 and value % multiple == 0,
+        op,
+        name,
+        got=value,
+        need=f"a positive multiple of {multiple}" if multiple > 1 else "at least 1",
+        remedy="pad the layer, or pass MXFP8Recipe(enabled=False)" if multiple > 1 else "",
+    )

@@ -65,34 +65,57 @@ class MXMoE(torch.nn.Module):
     aux_loss: torch.Tensor | None
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *,
-        activation: Activation = SiLU(), recipe: MXFP8Recipe = MXFP8Recipe(),
-        aux_loss_coef: float = 0.01, bias: bool = False,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        activation: Activation = SiLU(),
+        recipe: MXFP8Recipe = MXFP8Recipe(),
+        aux_loss_coef: float = 0.01,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         op = "MXMoE"
         device = check_options(op, recipe, bias, device, dtype)
         unit = MX_BLOCK_SIZE if recipe.enabled else 1
         for name, size, multiple in (
-                ("hidden_size", hidden_size, unit), ("intermediate_size", intermediate_size, unit),
-                ("num_experts", num_experts, 1), ("top_k", top_k, 1)):
+            ("hidden_size", hidden_size, unit),
+            ("intermediate_size", intermediate_size, unit),
+            ("num_experts", num_experts, 1),
+            ("top_k", top_k, 1),
+        ):
             require_size(op, name, size, multiple)
-        require(top_k <= num_experts, op, "top_k", need=f"at most num_experts = {num_experts}",
-                got=top_k)
+        require(
+            top_k <= num_experts,
+            op,
+            "top_k",
+            need=f"at most num_experts = {num_experts}",
+            got=top_k,
+        )
         require_activation(activation, op)
         if not isinstance(aux_loss_coef, (int, float)) or isinstance(aux_loss_coef, bool):
             raise TypeError(message(op, "aux_loss_coef", "a number", repr(aux_loss_coef)))
-        require(0 <= aux_loss_coef <= sys.float_info.max, op, "aux_loss_coef",
-                need="a finite number of at least 0", got=aux_loss_coef)
+        require(
+            0 <= aux_loss_coef <= sys.float_info.max,
+            op,
+            "aux_loss_coef",
+            need="a finite number of at least 0",
+            got=aux_loss_coef,
+        )
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
         self.activation, self.aux_loss_coef = activation, float(aux_loss_coef)
         self.router = torch.nn.Parameter(
-            torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+            torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
+        )
         options: dict[str, Any] = dict(bias=bias, recipe=recipe, device=device, dtype=dtype)
         self.gate_up_proj = MXGroupedLinear(
-            num_experts, hidden_size, 2 * intermediate_size, **options)
+            num_experts, hidden_size, 2 * intermediate_size, **options
+        )
         self.down_proj = MXGroupedLinear(num_experts, intermediate_size, hidden_size, **options)
         self.aux_loss = None
         self._reset_router()
@@ -109,33 +132,41 @@ class MXMoE(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., H], bfloat16, float16 or float32 (float64 without MXFP8) → the same shape."""
-        require_tensor(x, "MXMoE", "x", dtype=float_dtypes(self.gate_up_proj.recipe),
-                       device=self.router.device)
-        require(x.dim() > 0 and x.shape[-1] == self.hidden_size, "MXMoE", "x.shape",
-                need=f"[..., {self.hidden_size}]", got=list(x.shape))
+        require_tensor(
+            x, "MXMoE", "x", dtype=float_dtypes(self.gate_up_proj.recipe), device=self.router.device
+        )
+        require(
+            x.dim() > 0 and x.shape[-1] == self.hidden_size,
+            "MXMoE",
+            "x.shape",
+            need=f"[..., {self.hidden_size}]",
+            got=list(x.shape),
+        )
         tokens = x.reshape(-1, self.hidden_size)
-        probabilities = _WideLinear.apply(tokens, self.router).softmax(dim=-1)     # [T, E]
+        probabilities = _WideLinear.apply(tokens, self.router).softmax(dim=-1)  # [T, E]
         chosen, topk_ids = probabilities.topk(self.top_k, dim=-1)
-        topk_weights = chosen / chosen.sum(dim=-1, keepdim=True)                   # [T, k]
+        topk_weights = chosen / chosen.sum(dim=-1, keepdim=True)  # [T, k]
         order, inverse, group_offsets = sort_by_expert(topk_ids, self.num_experts)
         self.aux_loss = self._balance(probabilities, group_offsets)
-        row_ids = inverse.view(topk_ids.shape)                                     # [T, k]
-        rows = PermuteRows.apply(tokens, order, inverse, self.top_k)               # [R, H]
+        row_ids = inverse.view(topk_ids.shape)  # [T, k]
+        rows = PermuteRows.apply(tokens, order, inverse, self.top_k)  # [R, H]
         hidden = gated_activation(self.gate_up_proj(rows, group_offsets), self.activation)
-        rows = self.down_proj(hidden, group_offsets)                               # [R, H]
+        rows = self.down_proj(hidden, group_offsets)  # [R, H]
         return CombineRows.apply(rows, row_ids, topk_weights).view(x.shape)
 
     def _balance(self, probabilities: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
         """``aux_loss_coef · E · Σ_e f_e p_e``; 0 without tokens."""
         num_tokens = max(1, probabilities.shape[0])
-        fraction = group_offsets.diff() / (num_tokens * self.top_k)                # f_e
-        mean = probabilities.sum(dim=0) / num_tokens                               # p_e
+        fraction = group_offsets.diff() / (num_tokens * self.top_k)  # f_e
+        mean = probabilities.sum(dim=0) / num_tokens  # p_e
         return self.aux_loss_coef * self.num_experts * (fraction * mean).sum()
 
     def extra_repr(self) -> str:
-        return (f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
-                f"num_experts={self.num_experts}, top_k={self.top_k}, "
-                f"activation={self.activation}, aux_loss_coef={self.aux_loss_coef}")
+        return (
+            f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
+            f"num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"activation={self.activation}, aux_loss_coef={self.aux_loss_coef}"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the loss of the last pass: its graph cannot be copied or pickled."""
@@ -143,7 +174,7 @@ class MXMoE(torch.nn.Module):
 
 
 def sort_by_expert(
-    topk_ids: torch.Tensor, num_experts: int,
+    topk_ids: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort (token, slot) pairs by expert, stable, without a host sync.
 
@@ -184,8 +215,10 @@ class _WideLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
-            return ((grad @ weight.to(grad.dtype)).to(x.dtype),
-                    (grad.T @ x.to(grad.dtype)).to(weight.dtype))
+            return (
+                (grad @ weight.to(grad.dtype)).to(x.dtype),
+                (grad.T @ x.to(grad.dtype)).to(weight.dtype),
+            )
 
 
 class PermuteRows(torch.autograd.Function):
@@ -195,8 +228,9 @@ class PermuteRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor,
-                top_k: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int
+    ) -> torch.Tensor:
         ctx.save_for_backward(inverse)
         ctx.top_k = top_k
         return tokens[order // top_k]
@@ -204,7 +238,7 @@ class PermuteRows(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inverse, = ctx.saved_tensors
+        (inverse,) = ctx.saved_tensors
         return combine_rows(grad, inverse.view(-1, ctx.top_k)), None, None, None
 
 
@@ -215,8 +249,9 @@ class CombineRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, row_ids: torch.Tensor,
-                weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows, row_ids, weights)
         return combine_rows(rows, row_ids, weights)
 

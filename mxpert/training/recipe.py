@@ -75,14 +75,33 @@ class MXFP8Recipe:
         op = "MXFP8Recipe"
         for name in ("forward_format", "backward_format"):
             value = getattr(self, name)
-            require(isinstance(value, str) and value in TRAINING_FORMATS, op, name,
-                    need=f"one of {list(TRAINING_FORMATS)}", got=repr(value))
+            require(
+                isinstance(value, str) and value in TRAINING_FORMATS,
+                op,
+                name,
+                need=f"one of {list(TRAINING_FORMATS)}",
+                got=repr(value),
+            )
         if not isinstance(self.scale_rule, ScaleRule):
-            raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(self.scale_rule),
-                                    "for example mxpert.ScaleRule.RCEIL"))
+            raise TypeError(
+                message(
+                    op,
+                    "scale_rule",
+                    "a ScaleRule",
+                    repr(self.scale_rule),
+                    "for example mxpert.ScaleRule.RCEIL",
+                )
+            )
         if self.scale_span is not None and not isinstance(self.scale_span, ScaleSpan):
-            raise TypeError(message(op, "scale_span", "a ScaleSpan or None",
-                                    repr(self.scale_span), "for example mxpert.ScaleSpan.ROW"))
+            raise TypeError(
+                message(
+                    op,
+                    "scale_span",
+                    "a ScaleSpan or None",
+                    repr(self.scale_span),
+                    "for example mxpert.ScaleSpan.ROW",
+                )
+            )
         for name in ("high_precision_wgrad", "enabled"):
             value = getattr(self, name)
             if not isinstance(value, bool):

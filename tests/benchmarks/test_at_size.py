@@ -14,18 +14,32 @@ from mxpert.problem import ACTIVATION_FORMATS
 
 
 def run(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    code = at_size.main(["--dry-run", "--commit", "abc", "--models", "gpt-oss-20b,padded",
-                         "--output", str(path), *arguments])
+    code = at_size.main(
+        [
+            "--dry-run",
+            "--commit",
+            "abc",
+            "--models",
+            "gpt-oss-20b,padded",
+            "--output",
+            str(path),
+            *arguments,
+        ]
+    )
     return code, json.loads(path.read_text("utf-8"))
 
 
-def test_every_model_format_and_bucket_is_judged(tmp_path: Path,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_model_format_and_bucket_is_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, found = run(tmp_path / "a.json")
     assert code == 0
     assert [(row["model"], row["activation"], row["T"]) for row in found["rows"]] == [
-        (name, a_format, tokens) for name in ("gpt-oss-20b", "padded")
-        for a_format in ACTIVATION_FORMATS for tokens in at_size.DRY_TOKENS]
+        (name, a_format, tokens)
+        for name in ("gpt-oss-20b", "padded")
+        for a_format in ACTIVATION_FORMATS
+        for tokens in at_size.DRY_TOKENS
+    ]
     assert [row["compared"] for row in found["rows"][:3]] == [1, 3, 4]
     assert all(0 < row["limits"][stage] < 1 for row in found["rows"] for stage in at_size.STAGES)
     assert all(row["ok"] and row["finite"] for row in found["rows"])
@@ -38,20 +52,28 @@ def test_every_model_format_and_bucket_is_judged(tmp_path: Path,
 
 
 def test_two_projections_are_larger_than_4_gib() -> None:
-    large = [name for name, shape in at_size.SHAPES.items()
-             if shape.num_experts * 2 * shape.intermediate_size * shape.hidden_size / 2 > 2**32]
+    large = [
+        name
+        for name, shape in at_size.SHAPES.items()
+        if shape.num_experts * 2 * shape.intermediate_size * shape.hidden_size / 2 > 2**32
+    ]
     assert large == ["kimi-k2", "dsv4-pro"]
     assert at_size.TOKENS == (1, 4, 16, 64, 128, 256, 1024, 4096, 8192, 32768)
     assert {count - 1 for count in at_size.TOKENS} <= set(at_size.SAMPLE)
 
 
-@pytest.mark.parametrize("stage, op, factor", [
-    pytest.param("gate_up", "moe_gate_up", 1.01, id="stage-1"),
-    pytest.param("down", "moe_down", 1.01, id="stage-2"),
-    pytest.param("layer", "fused_moe", 1.03, id="layer"),
-    pytest.param("layer", "fused_moe", float("nan"), id="nan")])
-def test_a_wrong_result_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str,
-                                op: str, factor: float) -> None:
+@pytest.mark.parametrize(
+    "stage, op, factor",
+    [
+        pytest.param("gate_up", "moe_gate_up", 1.01, id="stage-1"),
+        pytest.param("down", "moe_down", 1.01, id="stage-2"),
+        pytest.param("layer", "fused_moe", 1.03, id="layer"),
+        pytest.param("layer", "fused_moe", float("nan"), id="nan"),
+    ],
+)
+def test_a_wrong_result_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, op: str, factor: float
+) -> None:
     right, explain = getattr(mxpert, op), mxpert.explain
 
     def wrong(x: Any, weights: Any, *rest: Any, **options: Any) -> Any:
@@ -60,8 +82,13 @@ def test_a_wrong_result_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         return result if exact else result * factor
 
     monkeypatch.setattr(mxpert, op, wrong)
-    monkeypatch.setattr(mxpert, "explain", lambda called, *rest, **options: explain(
-        right if called is wrong else called, *rest, **options))
+    monkeypatch.setattr(
+        mxpert,
+        "explain",
+        lambda called, *rest, **options: explain(
+            right if called is wrong else called, *rest, **options
+        ),
+    )
     code, found = run(tmp_path / "a.json", "--formats", "bf16", "--models", "gpt-oss-20b")
     assert code == 1
     assert len(found["rows"]) == 3
@@ -70,8 +97,9 @@ def test_a_wrong_result_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         assert at_size.share_of_limit([row], stage) > 1
 
 
-def test_a_format_that_fails_leaves_the_others(tmp_path: Path,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_batch = at_size.run_batch
 
     def fail(inputs: Any, a_format: str) -> Any:
@@ -84,7 +112,8 @@ def test_a_format_that_fails_leaves_the_others(tmp_path: Path,
     assert code == 1
     assert {row["activation"] for row in found["rows"]} == {"mxfp4"}
     assert [each["error"] for each in found["meta"]["failures"]] == [
-        "RuntimeError: no such kernel"] * 2
+        "RuntimeError: no such kernel"
+    ] * 2
 
 
 def test_what_is_left_is_resumed(tmp_path: Path) -> None:
@@ -97,8 +126,7 @@ def test_what_is_left_is_resumed(tmp_path: Path) -> None:
     assert code == 0
     assert found["rows"][:3] == first["rows"]
     assert [row["model"] for row in found["rows"]] == ["gpt-oss-20b"] * 3 + ["padded"] * 3
-    assert at_size.main(["--dry-run", "--commit", "other", "--output", str(path),
-                         "--resume"]) == 2
+    assert at_size.main(["--dry-run", "--commit", "other", "--output", str(path), "--resume"]) == 2
 
 
 def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

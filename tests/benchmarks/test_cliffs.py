@@ -18,14 +18,32 @@ SHAPE = "E128-k8-H2048-F384"
 @pytest.fixture
 def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """First calls without new processes."""
-    monkeypatch.setattr(cliffs, "start_first_calls", lambda dry: {
-        "seconds": {"bf16 T=17": 0.5, "mxfp8 T=17": 30.25}, "binaries": {"bf16": 2, "mxfp8": 3},
-        "by_kernel": {"_planted_kernel": 2, "_other_kernel": 1}})
+    monkeypatch.setattr(
+        cliffs,
+        "start_first_calls",
+        lambda dry: {
+            "seconds": {"bf16 T=17": 0.5, "mxfp8 T=17": 30.25},
+            "binaries": {"bf16": 2, "mxfp8": 3},
+            "by_kernel": {"_planted_kernel": 2, "_other_kernel": 1},
+        },
+    )
 
 
 def run(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    code = cliffs.main(["--dry-run", "--output", str(path), "--shapes", SHAPE, "--tokens", "5",
-                        "--commit", "abc", *arguments])
+    code = cliffs.main(
+        [
+            "--dry-run",
+            "--output",
+            str(path),
+            "--shapes",
+            SHAPE,
+            "--tokens",
+            "5",
+            "--commit",
+            "abc",
+            *arguments,
+        ]
+    )
     return code, json.loads(path.read_text("utf-8"))
 
 
@@ -38,11 +56,15 @@ def test_the_shapes_are_those_of_the_goal() -> None:
     assert {model.name for model in found} & set(MODELS) == {"qwen3-235b"}
 
 
-@pytest.mark.parametrize("shape, wanted", [
-    pytest.param((128, 2048, 384), "kimi-k2-tp4", id="narrow"),
-    pytest.param((128, 5120, 1536), "qwen3-235b", id="wide"),
-    pytest.param((16, 3072, 3072), "gpt-oss-20b", id="equal-distance-fewer-experts"),
-    pytest.param((128, 7168, 2048), "dsv3-ep8", id="same-sizes")])
+@pytest.mark.parametrize(
+    "shape, wanted",
+    [
+        pytest.param((128, 2048, 384), "kimi-k2-tp4", id="narrow"),
+        pytest.param((128, 5120, 1536), "qwen3-235b", id="wide"),
+        pytest.param((16, 3072, 3072), "gpt-oss-20b", id="equal-distance-fewer-experts"),
+        pytest.param((128, 7168, 2048), "dsv3-ep8", id="same-sizes"),
+    ],
+)
 def test_the_neighbour_is_nearest_in_log_sizes(shape: tuple[int, int, int], wanted: str) -> None:
     num_experts, hidden_size, features = shape
     assert cliffs.neighbour_of(Model("", num_experts, 8, hidden_size, features)).name == wanted
@@ -58,14 +80,28 @@ def test_neighbours_come_first_and_every_cell_once() -> None:
 
 
 def row(model: str, efficiency: float, **columns: Any) -> dict[str, Any]:
-    return {"model": model, "T": 17, "activation": "bf16", "stage": "layer", "routing": "uniform",
-            "neighbour": "qwen3-235b", "efficiency": efficiency} | columns
+    return {
+        "model": model,
+        "T": 17,
+        "activation": "bf16",
+        "stage": "layer",
+        "routing": "uniform",
+        "neighbour": "qwen3-235b",
+        "efficiency": efficiency,
+    } | columns
 
 
 def test_a_cell_is_a_cliff_above_the_limit() -> None:
-    found = cliffs.with_neighbours([
-        row("qwen3-235b", 0.5), row("qwen3-235b", 0.25, routing="hot"), row("even", 0.41),
-        row("cliff", 0.39), row("faster", 0.6), row("alone", 0.6, T=131)])
+    found = cliffs.with_neighbours(
+        [
+            row("qwen3-235b", 0.5),
+            row("qwen3-235b", 0.25, routing="hot"),
+            row("even", 0.41),
+            row("cliff", 0.39),
+            row("faster", 0.6),
+            row("alone", 0.6, T=131),
+        ]
+    )
     assert [each["cliff"] for each in found] == [False, True, False, True, False, None]
     assert found[1]["relative"] == 0.5
     assert found[-1]["relative"] is None
@@ -90,16 +126,23 @@ def test_binaries_are_counted_once_by_kernel(monkeypatch: pytest.MonkeyPatch) ->
     assert cliffs.count_binaries()["_planted_kernel"] == 2
 
 
-def test_a_dry_run_measures_shape_and_neighbour(tmp_path: Path,
-                                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_measures_shape_and_neighbour(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, found = run(tmp_path / "x.json")
     assert code == 0, found["meta"]["failures"]
-    assert {(each["model"], each["routing"], each["activation"], each["stage"])
-            for each in found["rows"]} == {
+    assert {
+        (each["model"], each["routing"], each["activation"], each["stage"])
+        for each in found["rows"]
+    } == {
         (model, routing, activation, stage)
-        for model, routing in (("kimi-k2-tp4", "uniform"), *((SHAPE, name)
-                                                             for name in cliffs.ROUTINGS))
-        for activation in cliffs.FORMATS for stage in cliffs.STAGES}
+        for model, routing in (
+            ("kimi-k2-tp4", "uniform"),
+            *((SHAPE, name) for name in cliffs.ROUTINGS),
+        )
+        for activation in cliffs.FORMATS
+        for stage in cliffs.STAGES
+    }
     assert all(each["rel_l2"] < 1e-2 and each["relative"] > 0 for each in found["rows"])
     assert {each["relative"] for each in found["rows"] if each["model"] == "kimi-k2-tp4"} == {1.0}
     assert found["meta"]["commit"] == "abc"
@@ -107,7 +150,8 @@ def test_a_dry_run_measures_shape_and_neighbour(tmp_path: Path,
     calls = found["first_calls"]
     assert set(calls) == {"empty_cache", "kept_cache", "most_s", "most_binaries"}
     assert list(calls["kept_cache"]["seconds"]) == [
-        f"{name} T={tokens}" for name in cliffs.FORMATS for tokens in (17, 2053)]
+        f"{name} T={tokens}" for name in cliffs.FORMATS for tokens in (17, 2053)
+    ]
     assert calls["empty_cache"]["binaries"] == dict.fromkeys(cliffs.FORMATS, 0)
     text = capsys.readouterr().out
     assert f"| {SHAPE} | 5 | hot | kimi-k2-tp4 |" in text
@@ -132,13 +176,28 @@ def test_binaries_of_one_model_are_those_of_its_own_process(tmp_path: Path) -> N
 
 def test_cliffs_are_listed_the_worst_first_and_folded() -> None:
     columns = {"config": "c", "config_source": "heuristic"}
-    rows = [row("qwen3-235b", 0.5, **columns),
-            *(row(f"m{index}", 0.39 - index / 100, **columns) for index in range(15))]
-    meta = {"device": "d", "date": "now", "commit": "abc", "versions": {}, "failures": [],
-            "left": [], "protocol": {"power": "idle"},
-            "ceilings": {"read_tbs": 4.0, "bf16_tflops": 700.0, "fp8_tflops": 1300.0}}
-    page = cliffs.markdown({"meta": meta, "rows": cliffs.with_neighbours(rows), "first_calls": {},
-                            "binaries": {"total": 0, "by_kernel": {}}})
+    rows = [
+        row("qwen3-235b", 0.5, **columns),
+        *(row(f"m{index}", 0.39 - index / 100, **columns) for index in range(15)),
+    ]
+    meta = {
+        "device": "d",
+        "date": "now",
+        "commit": "abc",
+        "versions": {},
+        "failures": [],
+        "left": [],
+        "protocol": {"power": "idle"},
+        "ceilings": {"read_tbs": 4.0, "bf16_tflops": 700.0, "fp8_tflops": 1300.0},
+    }
+    page = cliffs.markdown(
+        {
+            "meta": meta,
+            "rows": cliffs.with_neighbours(rows),
+            "first_calls": {},
+            "binaries": {"total": 0, "by_kernel": {}},
+        }
+    )
     assert "## Cliffs: 15 of 16" in page
     first = page.index("| m14 T=17 uniform layer bf16 | 25 | qwen3-235b | 50 | 0.50 | c |")
     assert first < page.index("| m3 T=17") < page.index("the others") < page.index("| m2 T=17")
@@ -147,8 +206,13 @@ def test_cliffs_are_listed_the_worst_first_and_folded() -> None:
 @pytest.mark.usefixtures("no_children")
 def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = cliffs.Ours._layer
-    monkeypatch.setattr(cliffs.Ours, "_layer", lambda self, *operands: right(self, *operands) * (
-        1.1 if self.activation == "mxfp8" else 1.0))
+    monkeypatch.setattr(
+        cliffs.Ours,
+        "_layer",
+        lambda self, *operands: (
+            right(self, *operands) * (1.1 if self.activation == "mxfp8" else 1.0)
+        ),
+    )
     code, found = run(tmp_path / "x.json", "--routings", "uniform")
     assert code == 1
     assert {each["activation"] for each in found["rows"]} == {"bf16", "mxfp4"}
@@ -169,7 +233,9 @@ def test_a_process_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
     code, found = run(tmp_path / "x.json", "--time-limit", "0")
     assert code == 1
     assert [each["cell"] for each in found["meta"]["failures"]] == [
-        "first calls, empty_cache", "first calls, kept_cache"]
+        "first calls, empty_cache",
+        "first calls, kept_cache",
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["--shapes", "E1"], ["--tokens", "0"], ["--routings", "x"]])

@@ -28,6 +28,7 @@ from mxpert.testing.timing import time_graph
 FUNCTION = 4
 """Where Triton's C launcher takes the kernel; without a device that is its name."""
 
+
 def test_a_row_is_set_against_the_ceilings_of_its_run() -> None:
     found = row(us=50.0, model="gpt-oss-120b", stage="down_gemm")
     weight_bytes = 31.5 * 2880 * 2880 * 4.25 / 8
@@ -46,17 +47,22 @@ def test_a_sound_document_is_valid() -> None:
     validate({"meta": META | {"peers": {}, "failures": []}, "rows": [row(), row("marlin")]})
 
 
-@pytest.mark.parametrize("spoil, complaint", [
-    pytest.param(lambda d: d.pop("rows"), "need meta and rows", id="no-rows"),
-    pytest.param(lambda d: d["meta"].pop("clocks"), "meta", id="no-clocks"),
-    pytest.param(lambda d: d["meta"].update(extra=1), "meta", id="unknown-meta"),
-    pytest.param(lambda d: d["rows"][0].pop("hit"), r"rows\[0\]", id="missing-column"),
-    pytest.param(lambda d: d["rows"][0].update(us="1"), r"rows\[0\]\.us", id="text-for-a-time"),
-    pytest.param(lambda d: d["rows"][0].update(us=0), r"rows\[0\]\.us", id="zero-time"),
-    pytest.param(lambda d: d["rows"][0].update(T=True), r"rows\[0\]\.T", id="bool-for-a-number"),
-    pytest.param(lambda d: d["rows"][0].update(stage="up"), "stage", id="unknown-stage"),
-    pytest.param(lambda d: d["rows"].append(dict(d["rows"][0])), "twice", id="row-twice"),
-])
+@pytest.mark.parametrize(
+    "spoil, complaint",
+    [
+        pytest.param(lambda d: d.pop("rows"), "need meta and rows", id="no-rows"),
+        pytest.param(lambda d: d["meta"].pop("clocks"), "meta", id="no-clocks"),
+        pytest.param(lambda d: d["meta"].update(extra=1), "meta", id="unknown-meta"),
+        pytest.param(lambda d: d["rows"][0].pop("hit"), r"rows\[0\]", id="missing-column"),
+        pytest.param(lambda d: d["rows"][0].update(us="1"), r"rows\[0\]\.us", id="text-for-a-time"),
+        pytest.param(lambda d: d["rows"][0].update(us=0), r"rows\[0\]\.us", id="zero-time"),
+        pytest.param(
+            lambda d: d["rows"][0].update(T=True), r"rows\[0\]\.T", id="bool-for-a-number"
+        ),
+        pytest.param(lambda d: d["rows"][0].update(stage="up"), "stage", id="unknown-stage"),
+        pytest.param(lambda d: d["rows"].append(dict(d["rows"][0])), "twice", id="row-twice"),
+    ],
+)
 def test_a_spoilt_document_is_refused(spoil: Any, complaint: str) -> None:
     broken = {"meta": dict(META), "rows": [row()]}
     spoil(broken)
@@ -93,8 +99,10 @@ def test_resume_refuses_another_run(tmp_path: Path, name: str) -> None:
 def test_important_cells_come_first() -> None:
     found = cells.ordered_cells(list(cells.MODELS.values())[::-1], cells.TOKENS)
     assert len(set(found)) == 8 * 9
-    assert [str(cell) for cell in found[:2]] == ["gpt-oss-120b T=1 uniform",
-                                                "gpt-oss-120b T=16 uniform"]
+    assert [str(cell) for cell in found[:2]] == [
+        "gpt-oss-120b T=1 uniform",
+        "gpt-oss-120b T=16 uniform",
+    ]
     names, tokens = [cell.model.name for cell in found], [cell.tokens for cell in found]
     assert set(names[:36]) == set(cells.NAMED)
     assert {4, 64, 4096}.isdisjoint(tokens[:36])
@@ -104,8 +112,14 @@ def test_important_cells_come_first() -> None:
 
 def test_the_reference_systems_shapes_have_their_own_token_counts() -> None:
     found = [cell for cell in cells.ordered_cells(list(cells.MODELS.values())) if cell.is_reference]
-    assert [(cell.model.name, cell.tokens) for cell in found] == [("gpt-oss-120b", 16384), *(
-        (name, tokens) for name in ("kimi-e385", "r1-e384") for tokens in (4, 16, 64, 256, 16384))]
+    assert [(cell.model.name, cell.tokens) for cell in found] == [
+        ("gpt-oss-120b", 16384),
+        *(
+            (name, tokens)
+            for name in ("kimi-e385", "r1-e384")
+            for tokens in (4, 16, 64, 256, 16384)
+        ),
+    ]
     assert found[1].stages(cells.STAGES) == ["gate_up", "down", "layer"]
     assert cells.Cell(cells.MODELS["dsv3-ep8"], 16).stages(cells.STAGES) == list(cells.STAGES)
 
@@ -115,8 +129,9 @@ def test_inputs_are_the_same_on_every_run(name: str) -> None:
     cell = cells.Cell(cells.tiny(cells.MODELS["dsv4-flash"]), 4, name)
     once, twice = (cells.random_inputs(cell, torch.device("cpu")) for _ in range(2))
     assert len(once) == cell.rotations == 2
-    assert all(a.logits.equal(b.logits) and a.x.equal(b.x)
-               for a, b in zip(once, twice, strict=True))
+    assert all(
+        a.logits.equal(b.logits) and a.x.equal(b.x) for a, b in zip(once, twice, strict=True)
+    )
     assert not once[0].logits.equal(once[1].logits)
     if name == "hot":
         assert (once[0].logits.argmax(1)[::2] == 0).all()
@@ -124,24 +139,29 @@ def test_inputs_are_the_same_on_every_run(name: str) -> None:
 
 def test_a_variant_that_fails_leaves_the_others_timed() -> None:
     failures: dict[str, Exception] = {}
-    found = time_graph({"bad": [lambda: 1 / 0], "good": [lambda: None]}, device="cpu", repeats=1,
-                       failures=failures)
+    found = time_graph(
+        {"bad": [lambda: 1 / 0], "good": [lambda: None]}, device="cpu", repeats=1, failures=failures
+    )
     assert set(found) == {"good"}
     assert isinstance(failures["bad"], ZeroDivisionError)
 
 
 def dry_run(path: Path, *arguments: str) -> dict[str, Any]:
-    compare.main(["--dry-run", "--models", "dsv3-ep8", "--tokens", "1,16", "--output", str(path),
-                  *arguments])
+    compare.main(
+        ["--dry-run", "--models", "dsv3-ep8", "--tokens", "1,16", "--output", str(path), *arguments]
+    )
     return document.load(path)
 
 
 def test_a_dry_run_walks_all_cells(tmp_path: Path) -> None:
     found = dry_run(tmp_path / "x.json", "--routings", "uniform,hot", "--commit", "abc")
     assert {row_key(each) for each in found["rows"]} == {
-        ("dsv3-ep8", tokens, name, "mxpert", activation, stage) for tokens in (1, 16)
-        for name in ("uniform", "hot") for activation in ("bf16", "mxfp8", "fp8_token", "mxfp4")
-        for stage in ("gate_up", "down", "layer")}
+        ("dsv3-ep8", tokens, name, "mxpert", activation, stage)
+        for tokens in (1, 16)
+        for name in ("uniform", "hot")
+        for activation in ("bf16", "mxfp8", "fp8_token", "mxfp4")
+        for stage in ("gate_up", "down", "layer")
+    }
     assert found["meta"]["commit"] == "abc"
     assert {each["error"] for each in found["meta"]["failures"]} == {compare.NO_GEMM}
     assert all(each["rel_l2"] < 1e-2 for each in found["rows"])
@@ -151,17 +171,21 @@ def test_mxfp4_is_measured_beside_the_a8_peers() -> None:
     assert compare.asked_peers(["mxfp4"], compare.PEERS) == [("humming", "fp8_token")]
 
 
-def test_a_resumed_run_measures_what_is_missing(tmp_path: Path,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_measures_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "x.json"
     first = dry_run(path, "--tokens", "1", "--commit", "abc")
     measured = []
     collect = compare.collect
-    monkeypatch.setattr(compare, "collect", lambda run, cell, *rest: (
-        measured.append(str(cell)), collect(run, cell, *rest))[1])
+    monkeypatch.setattr(
+        compare,
+        "collect",
+        lambda run, cell, *rest: (measured.append(str(cell)), collect(run, cell, *rest))[1],
+    )
     again = dry_run(path, "--resume", "--commit", "abc")
     assert measured == ["dsv3-ep8 T=16 uniform"]
-    assert again["rows"][:len(first["rows"])] == first["rows"]
+    assert again["rows"][: len(first["rows"])] == first["rows"]
 
 
 def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,17 +246,22 @@ def test_peers_fail_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert set(theirs) == set(cells.STAGES) - {"down"}
     assert theirs["layer"]["rel_l2"] > 0.1
     assert theirs["gate_up"]["rel_l2"] is None
-    failed = {(each["impl"], each["activation"], each["stage"])
-              for each in found["meta"]["failures"] if each["impl"] != "mxpert"}
+    failed = {
+        (each["impl"], each["activation"], each["stage"])
+        for each in found["meta"]["failures"]
+        if each["impl"] != "mxpert"
+    }
     absent = {("triton_kernels", "bf16"), ("marlin", "bf16"), ("humming", "fp8_token")}
     assert failed == {("humming", "bf16", "down")} | {
-        (*key, stage) for key in absent for stage in cells.STAGES}
+        (*key, stage) for key in absent for stage in cells.STAGES
+    }
     assert found["meta"]["peers"]["marlin/bf16"].startswith("absent: ImportError")
     assert found["meta"]["peers"]["humming/bf16"] == "present"
 
 
-def test_after_the_time_limit_nothing_is_measured(tmp_path: Path,
-                                                  capsys: pytest.CaptureFixture[str]) -> None:
+def test_after_the_time_limit_nothing_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = dry_run(tmp_path / "x.json", "--time-limit", "0")
     assert found["rows"] == []
     assert found["meta"]["left"] == ["dsv3-ep8 T=1 uniform", "dsv3-ep8 T=16 uniform"]
@@ -245,8 +274,10 @@ def test_a_whole_comparison_is_estimated_to_fit() -> None:
     named = cells.ordered_cells(list(cells.NAMED.values()), cells.TOKENS)
     every = cells.ordered_cells(list(cells.MODELS.values()))
     variants = len(cells.FORMATS) + len(compare.PEER_KEYS)
-    before, now = (sum(estimate.estimate(found, cells.STAGES, number).values())
-                   for found, number in ((named, variants - 1), (every, variants)))
+    before, now = (
+        sum(estimate.estimate(found, cells.STAGES, number).values())
+        for found, number in ((named, variants - 1), (every, variants))
+    )
     assert (len(named), len(every)) == (54, 65)
     assert before < now < 1.35 * before
     assert now < 360
@@ -260,38 +291,54 @@ def test_a_cell_with_a_gap_is_measured_whole(tmp_path: Path) -> None:
     again = dry_run(path, "--tokens", "1", "--stages", "down", "--resume", "--commit", "abc")
     assert {row_key(each) for each in again["rows"]} == {row_key(each) for each in first["rows"]}
     before = {row_key(each): each["us"] for each in gap}
-    assert all(each["us"] != before[row_key(each)] for each in again["rows"]
-               if row_key(each) in before)
+    assert all(
+        each["us"] != before[row_key(each)] for each in again["rows"] if row_key(each) in before
+    )
 
 
 def test_a_compiler_that_may_not_run_is_told_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Wheels unpacked as zip files lose the permission: the peer would be missing in every row."""
     monkeypatch.setattr(sys, "path", sys.path.copy())
     program = tmp_path / "humming/_native/x86_64/nvrtc_compile"
     program.parent.mkdir(parents=True)
     program.touch(0o644)
-    arguments = ["--dry-run", "--tokens", "1", "--time-limit", "0", "--peers", str(tmp_path),
-                 "--output", str(tmp_path / "x.json")]
+    arguments = [
+        "--dry-run",
+        "--tokens",
+        "1",
+        "--time-limit",
+        "0",
+        "--peers",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "x.json"),
+    ]
     assert compare.main(arguments) == 2
     assert f"chmod +x {program}" in capsys.readouterr().err
     program.chmod(0o755)
     assert compare.main(arguments) == 0
 
 
-@pytest.mark.parametrize("arguments", [
-    pytest.param(["--models", "gpt-5"], id="model"), pytest.param(["--tokens", "0"], id="tokens"),
-    pytest.param(["--activations", "a7"], id="activation"),
-    pytest.param(["--stages", ""], id="no-stage"),
-    pytest.param(["--peers", "/nonexistent"], id="peers")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["--models", "gpt-5"], id="model"),
+        pytest.param(["--tokens", "0"], id="tokens"),
+        pytest.param(["--activations", "a7"], id="activation"),
+        pytest.param(["--stages", ""], id="no-stage"),
+        pytest.param(["--peers", "/nonexistent"], id="peers"),
+    ],
+)
 def test_bad_options_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(["--dry-run", *arguments]) == 2
     assert "need" in capsys.readouterr().err
 
 
-def test_routing_times_every_router_and_op(tmp_path: Path,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_routing_times_every_router_and_op(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert routing.main(["--dry-run", "--tokens", "1,5", "--output", str(tmp_path / "r.json")]) == 0
     found = json.loads((tmp_path / "r.json").read_text())
     assert len(found["device_rows"]) == 4 * 2 * 3
@@ -300,17 +347,24 @@ def test_routing_times_every_router_and_op(tmp_path: Path,
 
 
 @pytest.mark.parametrize("activation", cells.FORMATS)
-@pytest.mark.parametrize("tokens, kernels", [
-    pytest.param(16, ["_moe_gemm_decode_kernel"], id="decode"),
-    pytest.param(2048, ["_moe_tile_schedule_kernel", "_moe_gemm_prefill_kernel"], id="prefill")])
-def test_a_gemm_is_what_the_stage_launches(activation: str, tokens: int,
-                                           kernels: list[str]) -> None:
+@pytest.mark.parametrize(
+    "tokens, kernels",
+    [
+        pytest.param(16, ["_moe_gemm_decode_kernel"], id="decode"),
+        pytest.param(2048, ["_moe_tile_schedule_kernel", "_moe_gemm_prefill_kernel"], id="prefill"),
+    ],
+)
+def test_a_gemm_is_what_the_stage_launches(
+    activation: str, tokens: int, kernels: list[str]
+) -> None:
     model = cells.Model("small", 8, 2, 256, 256)
     weights = ours.random_weights(model, torch.device("cpu"))
-    packed = RunWeights(weights.plain, weights.plain.prepare(device="cpu",
-                                                             layout=Layout.HOPPER_FRAGMENT))
+    packed = RunWeights(
+        weights.plain, weights.plain.prepare(device="cpu", layout=Layout.HOPPER_FRAGMENT)
+    )
     batch = cells.random_inputs(cells.Cell(model, tokens), torch.device("cpu"))[0]
     with without_device() as launches, as_if_on_h200():
+
         def launched_by(call: Any) -> list[str]:
             launches.clear()
             call()

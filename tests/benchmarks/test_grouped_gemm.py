@@ -32,8 +32,14 @@ TINY = grouped_cells.tiny(SHAPES[0])
 RAGGED = Shape(4, 40, 96, 64)
 CEILINGS = {"read_tbs": 4.5, "copy_tbs": 4.0, "bf16_tflops": 780.0, "fp8_tflops": 1370.0}
 META: dict[str, Any] = {
-    "device": "a GPU", "clocks": {}, "versions": {}, "commit": "abc", "date": "2026-01-01",
-    "protocol": {"pause": "none"}, "ceilings": CEILINGS}
+    "device": "a GPU",
+    "clocks": {},
+    "versions": {},
+    "commit": "abc",
+    "date": "2026-01-01",
+    "protocol": {"pause": "none"},
+    "ceilings": CEILINGS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +47,34 @@ def ragged() -> Operands:
     return Operands.random(RAGGED, "skewed", CPU)
 
 
-def row(impl: str = "mxpert", mode: str = "row", op: str = "forward", us: float = 1000.0, *,
-        balance: str = "balanced", with_quant: bool = False) -> dict[str, Any]:
+def row(
+    impl: str = "mxpert",
+    mode: str = "row",
+    op: str = "forward",
+    us: float = 1000.0,
+    *,
+    balance: str = "balanced",
+    with_quant: bool = False,
+) -> dict[str, Any]:
     variant = grouped_ours.Variant(impl, mode, op, with_quant, lambda: None)
-    return grouped_document.make_row(SHAPES[0], balance, variant, Timing(us, us, us + 1, 7),
-                                     28.4, 1.7e-3)
+    return grouped_document.make_row(
+        SHAPES[0], balance, variant, Timing(us, us, us + 1, 7), 28.4, 1.7e-3
+    )
 
 
 def quantiser_row(**change: Any) -> dict[str, Any]:
-    return {"shape": str(SHAPES[0]), "operand": "x", "op": "quantize_dual", "mode": "row",
-            "dtype": "bfloat16", "width": 7168, "bytes_ideal": 1 << 30, "us": 300.0, "tbs": 3.5,
-            "of_copy": 0.9} | change
+    return {
+        "shape": str(SHAPES[0]),
+        "operand": "x",
+        "op": "quantize_dual",
+        "mode": "row",
+        "dtype": "bfloat16",
+        "width": 7168,
+        "bytes_ideal": 1 << 30,
+        "us": 300.0,
+        "tbs": 3.5,
+        "of_copy": 0.9,
+    } | change
 
 
 def test_skewed_groups_are_ragged_and_one_is_empty() -> None:
@@ -66,8 +89,10 @@ def test_skewed_groups_are_ragged_and_one_is_empty() -> None:
 
 def test_operands_are_the_same_on_every_run(ragged: Operands) -> None:
     again = Operands.random(RAGGED, "skewed", CPU)
-    assert all(getattr(ragged, name).equal(getattr(again, name))
-               for name in ("x", "weight", "grad", "group_offsets"))
+    assert all(
+        getattr(ragged, name).equal(getattr(again, name))
+        for name in ("x", "weight", "grad", "group_offsets")
+    )
 
 
 def test_the_sample_lies_in_its_groups(ragged: Operands) -> None:
@@ -87,7 +112,9 @@ def test_every_variant_passes_its_gate(ragged: Operands, mode: str) -> None:
     variants = [*ours.kernels(main_grad), *ours.layer()]
     assert {(each.op, each.with_quant) for each in variants} == {
         *itertools.product(("forward", "dgrad", "wgrad"), (False, True)),
-        ("wgrad_accumulate", False), ("forward+backward", True)}
+        ("wgrad_accumulate", False),
+        ("forward+backward", True),
+    }
     for variant in variants:
         rel_l2, snr_db = grouped_ours.check(variant, ragged, sample(ragged))
         assert 25 < snr_db < 40, variant.name
@@ -96,28 +123,35 @@ def test_every_variant_passes_its_gate(ragged: Operands, mode: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["forward", "dgrad", "wgrad"])
-@pytest.mark.parametrize("spoil", [lambda y: 1.01 * y, lambda y: y.roll(1, 0),
-                                   lambda y: torch.full_like(y, math.nan)],
-                         ids=["scaled", "rows-moved", "nan"])
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda y: 1.01 * y, lambda y: y.roll(1, 0), lambda y: torch.full_like(y, math.nan)],
+    ids=["scaled", "rows-moved", "nan"],
+)
 def test_a_wrong_result_is_refused(ragged: Operands, op: str, spoil: Any) -> None:
     ours = grouped_ours.Ours(ragged, "exact")
     variant = next(each for each in ours.kernels(torch.zeros(1)) if each.op == op)
-    wrong = grouped_ours.Variant("mxpert", "exact", op, False, lambda: spoil(variant.call()),
-                                 variant.exact)
+    wrong = grouped_ours.Variant(
+        "mxpert", "exact", op, False, lambda: spoil(variant.call()), variant.exact
+    )
     with pytest.raises(GateError, match=f"mxpert/exact/{op}/kernel: relative L2"):
         grouped_ours.check(wrong, ragged, sample(ragged))
 
 
 def test_a_peer_that_multiplies_something_else_is_refused(ragged: Operands) -> None:
-    wrong = grouped_ours.Variant("torch", "bf16", "forward", False,
-                                 lambda: torch.randn(len(ragged.grad), RAGGED.N))
+    wrong = grouped_ours.Variant(
+        "torch", "bf16", "forward", False, lambda: torch.randn(len(ragged.grad), RAGGED.N)
+    )
     with pytest.raises(GateError, match="SNR"):
         grouped_ours.check(wrong, ragged, sample(ragged))
 
 
 def test_torch_passes_its_gate(ragged: Operands) -> None:
-    made = {name: make for name, make in grouped_peers.torch_variants(ragged).items()
-            if "fp8" not in name}
+    made = {
+        name: make
+        for name, make in grouped_peers.torch_variants(ragged).items()
+        if "fp8" not in name
+    }
     assert len(made) == 4
     for make in made.values():
         rel_l2, snr_db = grouped_ours.check(make(), ragged, sample(ragged))
@@ -143,30 +177,45 @@ class FakeDeepGemm(ModuleType):
     @staticmethod
     def values(pair: tuple[torch.Tensor, torch.Tensor], block_rows: int) -> torch.Tensor:
         codes, scale = pair
-        wide = scale.repeat_interleave(block_rows, -2)[..., :codes.shape[-2], :]
-        return codes.double() * wide.repeat_interleave(128, -1)[..., :codes.shape[-1]]
+        wide = scale.repeat_interleave(block_rows, -2)[..., : codes.shape[-2], :]
+        return codes.double() * wide.repeat_interleave(128, -1)[..., : codes.shape[-1]]
 
-    def m_grouped_fp8_gemm_nt_contiguous(self, a: Any, b: Any, out: torch.Tensor,
-                                         group: torch.Tensor, *, disable_ue8m0_cast: bool) -> None:
+    def m_grouped_fp8_gemm_nt_contiguous(
+        self, a: Any, b: Any, out: torch.Tensor, group: torch.Tensor, *, disable_ue8m0_cast: bool
+    ) -> None:
         assert disable_ue8m0_cast
         self.m_grouped_bf16_gemm_nt_contiguous(self.values(a, 1), self.values(b, 128), out, group)
 
-    def m_grouped_bf16_gemm_nt_contiguous(self, a: torch.Tensor, b: torch.Tensor,
-                                          out: torch.Tensor, group: torch.Tensor) -> None:
+    def m_grouped_bf16_gemm_nt_contiguous(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, group: torch.Tensor
+    ) -> None:
         for first in range(0, len(a), 128):  # a block belongs to the group of its first row
             block = slice(first, first + 128)
             out[block] = (a[block] @ b[group[first]].T.to(a.dtype)).to(out.dtype)
 
-    def k_grouped_fp8_gemm_nt_contiguous(self, a: Any, b: Any, d: torch.Tensor, sizes: list[int],
-                                         on_device: torch.Tensor, c: torch.Tensor) -> None:
+    def k_grouped_fp8_gemm_nt_contiguous(
+        self,
+        a: Any,
+        b: Any,
+        d: torch.Tensor,
+        sizes: list[int],
+        on_device: torch.Tensor,
+        c: torch.Tensor,
+    ) -> None:
         assert d is c
         assert on_device.tolist() == sizes
         start = 0
         for group, size in enumerate(sizes):
-            first, second = (self.values((
-                flat[start * width:(start + size) * width].view(width, size),
-                scale[:, start // 128:(start + size) // 128]), 1)
-                for (flat, scale), width in ((a, d.shape[1]), (b, d.shape[2])))
+            first, second = (
+                self.values(
+                    (
+                        flat[start * width : (start + size) * width].view(width, size),
+                        scale[:, start // 128 : (start + size) // 128],
+                    ),
+                    1,
+                )
+                for (flat, scale), width in ((a, d.shape[1]), (b, d.shape[2]))
+            )
             d[group] += (first @ second.T).float()
             start += size
 
@@ -182,8 +231,11 @@ def test_deepgemm_is_given_what_it_asks_for(balance: str) -> None:
     """Against a stand-in that reads its documented layouts: padded groups, scales, transposes."""
     shape = Shape(4, 128, 96, 160)
     data = Operands.random(shape, balance, CPU)
-    jobs = {(shape, mode, op): grouped_peers.Job()
-            for mode, ops in grouped_peers.DEEPGEMM_OPS.items() for op in ops}
+    jobs = {
+        (shape, mode, op): grouped_peers.Job()
+        for mode, ops in grouped_peers.DEEPGEMM_OPS.items()
+        for op in ops
+    }
     variants = grouped_peers.DeepGemm(data).variants(jobs)
     assert len(variants) == 4
     for name, make in variants.items():
@@ -204,7 +256,8 @@ def test_what_was_not_compiled_says_why(ragged: Operands) -> None:
 @pytest.mark.usefixtures("fake_deepgemm")
 @pytest.mark.parametrize("refuses", [False, True])
 def test_the_depth_is_padded_where_the_library_needs_it(
-        refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = grouped_peers.DeepGemm(Operands.random(Shape(2, 128, 96, 160), "balanced", CPU))
     right = FakeDeepGemm.m_grouped_fp8_gemm_nt_contiguous
 
@@ -235,8 +288,9 @@ def test_quantiser_cases_pass_their_gate_and_see_errors(ragged: Operands) -> Non
 
 def test_a_failing_call_leaves_the_others_timed() -> None:
     failures: dict[str, Exception] = {}
-    found = grouped_timing.time_calls({"bad": lambda: 1 / 0, "good": lambda: None}, device=CPU,
-                                      repeats=1, failures=failures)
+    found = grouped_timing.time_calls(
+        {"bad": lambda: 1 / 0, "good": lambda: None}, device=CPU, repeats=1, failures=failures
+    )
     assert set(found) == {"good"}
     assert isinstance(failures["bad"], ZeroDivisionError)
 
@@ -251,17 +305,20 @@ def document(*rows: dict[str, Any]) -> dict[str, Any]:
     return {"meta": dict(META), "rows": list(rows), "quantiser": [quantiser_row()]}
 
 
-@pytest.mark.parametrize("spoil, complaint", [
-    pytest.param(lambda d: d.pop("quantiser"), "keys", id="no-quantiser"),
-    pytest.param(lambda d: d["meta"].pop("commit"), "meta", id="no-commit"),
-    pytest.param(lambda d: d["rows"][0].pop("snr_db"), r"rows\[0\]", id="missing-column"),
-    pytest.param(lambda d: d["rows"][0].update(with_quant=1), "with_quant", id="int-for-bool"),
-    pytest.param(lambda d: d["rows"][0].update(us=True), r"rows\[0\].us", id="bool-for-number"),
-    pytest.param(lambda d: d["rows"][0].update(us=0), "more than 0", id="zero-time"),
-    pytest.param(lambda d: d["rows"][0].update(op="fwd"), "op", id="unknown-op"),
-    pytest.param(lambda d: d["rows"].append(dict(d["rows"][0])), "twice", id="row-twice"),
-    pytest.param(lambda d: d["quantiser"][0].update(width="1"), "width", id="text-for-a-width"),
-])
+@pytest.mark.parametrize(
+    "spoil, complaint",
+    [
+        pytest.param(lambda d: d.pop("quantiser"), "keys", id="no-quantiser"),
+        pytest.param(lambda d: d["meta"].pop("commit"), "meta", id="no-commit"),
+        pytest.param(lambda d: d["rows"][0].pop("snr_db"), r"rows\[0\]", id="missing-column"),
+        pytest.param(lambda d: d["rows"][0].update(with_quant=1), "with_quant", id="int-for-bool"),
+        pytest.param(lambda d: d["rows"][0].update(us=True), r"rows\[0\].us", id="bool-for-number"),
+        pytest.param(lambda d: d["rows"][0].update(us=0), "more than 0", id="zero-time"),
+        pytest.param(lambda d: d["rows"][0].update(op="fwd"), "op", id="unknown-op"),
+        pytest.param(lambda d: d["rows"].append(dict(d["rows"][0])), "twice", id="row-twice"),
+        pytest.param(lambda d: d["quantiser"][0].update(width="1"), "width", id="text-for-a-width"),
+    ],
+)
 def test_a_spoilt_document_is_refused(spoil: Any, complaint: str) -> None:
     good, broken = document(row()), document(row())
     grouped_document.validate(good)
@@ -271,11 +328,17 @@ def test_a_spoilt_document_is_refused(spoil: Any, complaint: str) -> None:
 
 
 def test_claims_are_ratios_within_a_cell() -> None:
-    rows = [row(us=800), row(mode="block128", us=1000), row(mode="exact", us=2000),
-            row("torch", "bf16", us=1800), row("deepgemm", "fp8_1x128", us=1000),
-            row(us=1000, balance="skewed"), row(op="wgrad", us=1500),
-            row(op="forward+backward", us=5000, with_quant=True),
-            row("torch", "bf16", "forward+backward", us=6000)]
+    rows = [
+        row(us=800),
+        row(mode="block128", us=1000),
+        row(mode="exact", us=2000),
+        row("torch", "bf16", us=1800),
+        row("deepgemm", "fp8_1x128", us=1000),
+        row(us=1000, balance="skewed"),
+        row(op="wgrad", us=1500),
+        row(op="forward+backward", us=5000, with_quant=True),
+        row("torch", "bf16", "forward+backward", us=6000),
+    ]
     found = {claim.name: claim for claim in grouped_render.claims(document(*rows))}
     assert found["row / DeepGEMM fp8"].value == pytest.approx(1.25)
     assert found["block128 / DeepGEMM fp8"].value == pytest.approx(1.0)
@@ -291,8 +354,9 @@ def test_claims_are_ratios_within_a_cell() -> None:
 @pytest.fixture
 def dry(tmp_path: Path) -> Path:
     path = tmp_path / "grouped.json"
-    status = grouped_gemm.main(["--dry-run", "--shapes", "1,5", "--commit", "abc",
-                                "--output", str(path)])
+    status = grouped_gemm.main(
+        ["--dry-run", "--shapes", "1,5", "--commit", "abc", "--output", str(path)]
+    )
     assert status == 0
     return path
 
@@ -301,11 +365,15 @@ def test_a_dry_run_is_whole_and_renders(dry: Path, capsys: pytest.CaptureFixture
     found = grouped_document.load(dry)
     modes = list(grouped_cells.MODES)
     assert found["meta"]["commit"] == "abc"
-    assert {(each["shape"], each["balance"]) for each in found["rows"]} == set(itertools.product(
-        map(str, map(grouped_cells.tiny, (SHAPES[0], SHAPES[4]))), grouped_cells.BALANCES))
+    assert {(each["shape"], each["balance"]) for each in found["rows"]} == set(
+        itertools.product(
+            map(str, map(grouped_cells.tiny, (SHAPES[0], SHAPES[4]))), grouped_cells.BALANCES
+        )
+    )
     assert len(found["rows"]) == 4 * (8 * len(modes) + 4)
     assert {each["variant"] for each in found["meta"]["failures"]} == {
-        "torch/fp8_row/forward/kernel"}
+        "torch/fp8_row/forward/kernel"
+    }
     assert set(found["meta"]["kernels"]) == {f"mxpert/{mode}" for mode in modes}
     assert {each["operand"] for each in found["quantiser"]} == {"x", "grad", "weight"}
     assert grouped_render.main([str(dry)]) == 0
@@ -318,37 +386,56 @@ def test_a_dry_run_is_whole_and_renders(dry: Path, capsys: pytest.CaptureFixture
 
 def test_a_wrong_kernel_has_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = mxpert.grouped_gemm
-    monkeypatch.setattr(mxpert, "grouped_gemm", lambda *args, **kwargs: 1.1 * right(*args,
-                                                                                    **kwargs))
+    monkeypatch.setattr(
+        mxpert, "grouped_gemm", lambda *args, **kwargs: 1.1 * right(*args, **kwargs)
+    )
     monkeypatch.setattr(grouped_ours.Ours, "explain", lambda self: {})
     path = tmp_path / "x.json"
-    assert grouped_gemm.main(["--dry-run", "--shapes", "1", "--balances", "balanced", "--modes",
-                              "exact", "--output", str(path)]) == 1
+    assert (
+        grouped_gemm.main(
+            [
+                "--dry-run",
+                "--shapes",
+                "1",
+                "--balances",
+                "balanced",
+                "--modes",
+                "exact",
+                "--output",
+                str(path),
+            ]
+        )
+        == 1
+    )
     found = grouped_document.load(path)
-    ours = {(each["op"], each["with_quant"]) for each in found["rows"]
-            if each["impl"] == "mxpert"}
+    ours = {(each["op"], each["with_quant"]) for each in found["rows"] if each["impl"] == "mxpert"}
     assert ("forward", False) not in ours
     assert ("wgrad", False) in ours
     assert any("relative L2" in each["error"] for each in found["meta"]["failures"])
 
 
-def test_after_the_time_limit_nothing_is_measured(tmp_path: Path,
-                                                  capsys: pytest.CaptureFixture[str]) -> None:
+def test_after_the_time_limit_nothing_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "x.json"
     assert grouped_gemm.main(["--dry-run", "--time-limit", "0", "--output", str(path)]) == 0
     assert json.loads(path.read_text())["rows"] == []
     assert "time limit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--shapes", "9"], ["--shapes", ""],
-                                       ["--peers", "/nonexistent"]], ids=["shape", "none", "peers"])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--shapes", "9"], ["--shapes", ""], ["--peers", "/nonexistent"]],
+    ids=["shape", "none", "peers"],
+)
 def test_bad_options_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert grouped_gemm.main(["--dry-run", *arguments]) == 2
     assert "need" in capsys.readouterr().err
 
 
-def test_row_passes_are_timed_beside_torch(tmp_path: Path,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_row_passes_are_timed_beside_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "rows.json"
     assert training_rows.main(["--dry-run", "--output", str(path)]) == 0
     found = json.loads(path.read_text())["rows"]

@@ -20,17 +20,24 @@ def test_a_dry_run_measures_every_request(tmp_path: Path) -> None:
     assert grouped_requests.main(["--dry-run", "--shapes", "6", "--output", str(output)]) == 0
     rows = json.loads(output.read_text())["rows"]
     assert {(row["request"], row["op"]) for row in rows} == {
-        *((name, op) for name in ("row", "auto", "auto wide", "exact")
-          for op in ("forward", "wgrad")),
-        ("bf16", "forward"), ("bf16 [G, K, N]", "forward"), ("exact [G, K, N]", "forward")}
+        *(
+            (name, op)
+            for name in ("row", "auto", "auto wide", "exact")
+            for op in ("forward", "wgrad")
+        ),
+        ("bf16", "forward"),
+        ("bf16 [G, K, N]", "forward"),
+        ("exact [G, K, N]", "forward"),
+    }
 
 
 def test_wide_data_are_too_wide_for_one_scale_a_row() -> None:
     data = Operands.random(tiny(SHAPES[0]), BALANCES[0], torch.device("cpu"))
     for wide, expected in ((grouped_requests.widened(data), True), (data, False)):
         for groups, tensor in ((data.group_offsets, wide.x), (None, wide.weight)):
-            row, _ = mxpert.quantize_dual(tensor, group_offsets=groups,
-                                          scale_span=grouped_requests.SPANS["auto"])
+            row, _ = mxpert.quantize_dual(
+                tensor, group_offsets=groups, scale_span=grouped_requests.SPANS["auto"]
+            )
             assert row.wide_blocks is not None
             assert (int(row.wide_blocks) > 0) is expected
 

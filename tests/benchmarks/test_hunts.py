@@ -15,8 +15,9 @@ from mxpert.testing.races import hopper_tiles
 
 
 def run(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    code = hunts.main(["--dry-run", "--processes", "1", "--commit", "abc", "--output", str(path),
-                       *arguments])
+    code = hunts.main(
+        ["--dry-run", "--processes", "1", "--commit", "abc", "--output", str(path), *arguments]
+    )
     return code, json.loads(path.read_text("utf-8"))
 
 
@@ -28,21 +29,32 @@ def test_every_kernel_variant_is_hunted() -> None:
             assert f"hopper moe/{a_format}/{tile}" in names
         for kind in ("triton moe", "large layer"):
             assert any(name.startswith(f"{kind}/{a_format}/") for name in names)
-    for part in ("grouped/auto/forward", "grouped/exact/dgrad", "grouped/row/wgrad", "hopper dual/",
-                 "routing/plan", "routing/topk", "combine/forward", "combine/backward"):
+    for part in (
+        "grouped/auto/forward",
+        "grouped/exact/dgrad",
+        "grouped/row/wgrad",
+        "hopper dual/",
+        "routing/plan",
+        "routing/topk",
+        "combine/forward",
+        "combine/backward",
+    ):
         assert any(part in name for name in names)
     large = [name.startswith("large") for name in names]
     assert large == sorted(large)
 
 
-def test_a_dry_run_repeats_every_variant(tmp_path: Path,
-                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_repeats_every_variant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, found = run(tmp_path / "h.json")
     assert code == 0
     assert [row["name"] for row in found["rows"]] == [
-        each.name for each in hunt_variants.variants()]
-    assert all((row["repeats"], row["mismatches"]) == (hunts.DRY_REPEATS, 0)
-               for row in found["rows"])
+        each.name for each in hunt_variants.variants()
+    ]
+    assert all(
+        (row["repeats"], row["mismatches"]) == (hunts.DRY_REPEATS, 0) for row in found["rows"]
+    )
     assert (found["meta"]["left"], found["meta"]["failures"]) == ([], {})
     assert "| hopper moe | 41 | 6 | 246 | 0 |" in capsys.readouterr().out
     page = (tmp_path / "h.md").read_text("utf-8")
@@ -63,8 +75,9 @@ def test_a_bit_that_is_not_found_fails_the_control(tmp_path: Path) -> None:
     assert code == 1
 
 
-def test_a_value_that_differs_fails_the_hunt(tmp_path: Path,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_differs_fails_the_hunt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     combine, calls = hunt_variants.mxpert.ops.rows.combine_rows, [0]
 
     def racy(*arguments: Any) -> Any:
@@ -75,7 +88,9 @@ def test_a_value_that_differs_fails_the_hunt(tmp_path: Path,
     code, found = run(tmp_path / "h.json", "--variants", "combine/*")
     assert code == 1
     assert {row["name"]: row["mismatches"] > 0 for row in found["rows"]} == {
-        "combine/forward": True, "combine/backward": False}
+        "combine/forward": True,
+        "combine/backward": False,
+    }
 
 
 def test_what_is_left_is_resumed(tmp_path: Path) -> None:
@@ -96,8 +111,9 @@ def run_refused(path: Path, *arguments: str) -> int:
     return hunts.main(["--dry-run", "--commit", "abc", "--output", str(path), *arguments])
 
 
-def test_a_variant_that_fails_leaves_the_others(tmp_path: Path,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no such kernel")
 
@@ -110,22 +126,28 @@ def test_a_variant_that_fails_leaves_the_others(tmp_path: Path,
 
 def test_several_processes_share_the_variants(tmp_path: Path) -> None:
     path = tmp_path / "h.json"
-    assert hunts.main(["--dry-run", "--processes", "2", "--variants", "combine/*", "--output",
-                       str(path)]) == 0
+    assert (
+        hunts.main(
+            ["--dry-run", "--processes", "2", "--variants", "combine/*", "--output", str(path)]
+        )
+        == 0
+    )
     found = json.loads(path.read_text("utf-8"))
     assert {row["name"] for row in found["rows"]} == {"combine/forward", "combine/backward"}
     assert {row["processes"] for row in found["rows"]} == {2}
 
 
 @pytest.mark.parametrize("arguments", [["--variants", "none"], ["--processes", "0"]])
-def test_bad_options_are_refused(tmp_path: Path, arguments: list[str],
-                                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_refused(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_refused(tmp_path / "h.json", *arguments) == 2
     assert "need" in capsys.readouterr().err
 
 
-def test_tables_are_rendered_from_the_json_alone(tmp_path: Path,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_rendered_from_the_json_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "h.json"
     run(path, "--variants", "combine/*")
     written = path.with_suffix(".md").read_text("utf-8")

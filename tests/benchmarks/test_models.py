@@ -44,8 +44,10 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_dry_run_measures_every_phase(dry_run: Path) -> None:
     document = json.loads(dry_run.read_text("utf-8"))
     validate(document)
-    found = {(row["impl"], row["format"], row["phase"], row["mode"], row["batch"])
-             for row in document["rows"]}
+    found = {
+        (row["impl"], row["format"], row["phase"], row["mode"], row["batch"])
+        for row in document["rows"]
+    }
     for format in ("a16w4", "a8w4"):
         for mode, batch in (("generate", 1), ("generate", 2), ("graph", 1), ("graph", 2)):
             assert ("mxpert", format, "decode", mode, batch) in found
@@ -74,14 +76,19 @@ def test_a_row_counts_what_was_made() -> None:
     assert decode["moe_share"] == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(("spoil", "complaint"), [
-    pytest.param(lambda d: d.pop("rows"), "need meta and rows", id="no-rows"),
-    pytest.param(lambda d: d["meta"].pop("clocks"), "meta", id="no-clocks"),
-    pytest.param(lambda d: d["rows"][0].pop("ms"), r"rows\[0\]", id="missing-column"),
-    pytest.param(lambda d: d["rows"][0].update(ms=0.0), r"rows\[0\]\.ms", id="zero-time"),
-    pytest.param(lambda d: d["rows"][0].update(mode="forward"), r"\.mode", id="mode-of-another"),
-    pytest.param(lambda d: d["rows"].append(dict(d["rows"][0])), "twice", id="row-twice"),
-])
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        pytest.param(lambda d: d.pop("rows"), "need meta and rows", id="no-rows"),
+        pytest.param(lambda d: d["meta"].pop("clocks"), "meta", id="no-clocks"),
+        pytest.param(lambda d: d["rows"][0].pop("ms"), r"rows\[0\]", id="missing-column"),
+        pytest.param(lambda d: d["rows"][0].update(ms=0.0), r"rows\[0\]\.ms", id="zero-time"),
+        pytest.param(
+            lambda d: d["rows"][0].update(mode="forward"), r"\.mode", id="mode-of-another"
+        ),
+        pytest.param(lambda d: d["rows"].append(dict(d["rows"][0])), "twice", id="row-twice"),
+    ],
+)
 def test_a_spoilt_document_is_refused(spoil: Any, complaint: str, dry_run: Path) -> None:
     broken = json.loads(dry_run.read_text("utf-8"))
     spoil(broken)

@@ -17,10 +17,17 @@ from document import row_key
 
 
 def test_each_of_our_formats_is_compared_with_the_best_peer_of_its_width() -> None:
-    rows = [row(us=10), row("marlin", 40), row("triton_kernels", 20),
-            row(us=30, activation="mxfp8"), row(us=12, activation="fp8_token"),
-            row("humming", 15, activation="fp8_token"), row(us=5, tokens=1024),
-            row(us=7, stage="down"), row(us=6, activation="mxfp4")]
+    rows = [
+        row(us=10),
+        row("marlin", 40),
+        row("triton_kernels", 20),
+        row(us=30, activation="mxfp8"),
+        row(us=12, activation="fp8_token"),
+        row("humming", 15, activation="fp8_token"),
+        row(us=5, tokens=1024),
+        row(us=7, stage="down"),
+        row(us=6, activation="mxfp4"),
+    ]
     found = {each.activation: each for each in figures.speed_ups(rows)}
     assert list(found) == ["bf16", "mxfp8", "fp8_token", "mxfp4"]
     assert (found["bf16"].peer["impl"], found["bf16"].value) == ("triton_kernels", 2.0)
@@ -30,32 +37,53 @@ def test_each_of_our_formats_is_compared_with_the_best_peer_of_its_width() -> No
 
 
 def test_geometric_means_by_stage_and_regime() -> None:
-    rows = [row(us=10, tokens=1), row("marlin", 40, tokens=1), row(us=10, tokens=256),
-            row("marlin", 10, tokens=256), row(us=30, tokens=1024), row("marlin", 10, tokens=1024)]
+    rows = [
+        row(us=10, tokens=1),
+        row("marlin", 40, tokens=1),
+        row(us=10, tokens=256),
+        row("marlin", 10, tokens=256),
+        row(us=30, tokens=1024),
+        row("marlin", 10, tokens=1024),
+    ]
     assert figures.geometric_means(figures.speed_ups(rows)) == {
         ("bf16", "layer", "decode"): (pytest.approx(2.0), 2, 1.0),
-        ("bf16", "layer", "prefill"): (pytest.approx(1 / 3), 1, 1 / 3)}
+        ("bf16", "layer", "prefill"): (pytest.approx(1 / 3), 1, 1 / 3),
+    }
 
 
 def test_the_gemms_share_needs_all_three_times() -> None:
-    rows = [row(us=13), row(us=8, stage="gate_up_gemm"), row(us=4, stage="down_gemm"),
-            row(us=9, tokens=64)]
+    rows = [
+        row(us=13),
+        row(us=8, stage="gate_up_gemm"),
+        row(us=4, stage="down_gemm"),
+        row(us=9, tokens=64),
+    ]
     assert figures.gemm_shares(rows) == {("dsv3-ep8", "uniform", "bf16", 16): 12 / 13}
 
 
 def test_formats_compare_where_both_are_and_by_the_sum_of_the_stages() -> None:
-    rows = [row(us=10, activation="mxfp8"), row(us=11, activation="fp8_token"),
-            row("humming", 1, activation="fp8_token"), row(us=5, activation="mxfp8", tokens=1)]
+    rows = [
+        row(us=10, activation="mxfp8"),
+        row(us=11, activation="fp8_token"),
+        row("humming", 1, activation="fp8_token"),
+        row(us=5, activation="mxfp8", tokens=1),
+    ]
     for stage, blocks, token in (("gate_up", 9, 4), ("down", 3, 6)):
-        rows += [row(us=blocks, activation="mxfp8", stage=stage),
-                 row(us=token, activation="fp8_token", stage=stage)]
-    found = {stage: value for (_, _, _, stage), value in figures.format_speed_ups(
-        rows, "mxfp8", "fp8_token").items()}
+        rows += [
+            row(us=blocks, activation="mxfp8", stage=stage),
+            row(us=token, activation="fp8_token", stage=stage),
+        ]
+    found = {
+        stage: value
+        for (_, _, _, stage), value in figures.format_speed_ups(rows, "mxfp8", "fp8_token").items()
+    }
     assert found == {"layer": 1.1, "gate_up": 4 / 9, "down": 2.0, "gate_up + down": 10 / 12}
 
 
-@pytest.mark.parametrize("activation, tokens, bound", [
-    ("bf16", 16, "read"), ("mxfp8", 16, "read"), ("bf16", 8192, "bf16"), ("mxfp8", 8192, "fp8")])
+@pytest.mark.parametrize(
+    "activation, tokens, bound",
+    [("bf16", 16, "read"), ("mxfp8", 16, "read"), ("bf16", 8192, "bf16"), ("mxfp8", 8192, "fp8")],
+)
 def test_the_roof_names_what_bounds_a_cell(activation: str, tokens: int, bound: str) -> None:
     found = row(us=1e4, activation=activation, tokens=tokens)
     roof = figures.Roof.of(found, CEILINGS)
@@ -83,14 +111,21 @@ def test_a_goal_of_every_cell_and_one_of_the_mean() -> None:
     assert (each.num_met, each.is_met, each.worst) == (1, False, "dsv3-ep8 T=4 layer")
     assert mean.is_met
     assert mean.mean == pytest.approx((4 / 1.1) ** 0.5)
-    assert mean.columns()[1:] == ("mean ≥ 1.67", "1.91", "0.91 (dsv3-ep8 T=4 layer)", "1 of 2",
-                                  "met")
+    assert mean.columns()[1:] == (
+        "mean ≥ 1.67",
+        "1.91",
+        "0.91 (dsv3-ep8 T=4 layer)",
+        "1 of 2",
+        "met",
+    )
 
 
 def test_a_goal_with_a_least_figure() -> None:
     read, missed = 62.0, 80.0  # µs; at the read ceiling it would be 61.4
-    rows = [row(us=us, tokens=tokens, stage="down_gemm", activation="mxfp8")
-            for us, tokens in ((read, 64), (missed, 128), (read, 16))]
+    rows = [
+        row(us=us, tokens=tokens, stage="down_gemm", activation="mxfp8")
+        for us, tokens in ((read, 64), (missed, 128), (read, 16))
+    ]
     found = goal(rows, "read ceiling")
     assert list(found.values) == ["dsv3-ep8 T=64 down_gemm", "dsv3-ep8 T=128 down_gemm"]
     assert found.worst == "dsv3-ep8 T=128 down_gemm"
@@ -106,28 +141,56 @@ def test_goals_speak_of_the_cells_that_they_name() -> None:
     rows = [few, late, prompt | {"tbs": 1.0}]
     assert goal(rows, "read ceiling").values == {}
     assert goal(rows, "layer at T = 1").values == {"gpt-oss-20b T=1 layer": 30.0}
-    dense, sparse = (row(us=1e3, model=name, tokens=1024, stage="down_gemm")
-                     for name in ("dsv3-ep8", "kimi-k2-tp4"))
+    dense, sparse = (
+        row(us=1e3, model=name, tokens=1024, stage="down_gemm")
+        for name in ("dsv3-ep8", "kimi-k2-tp4")
+    )
     assert list(goal([dense, sparse], "cuBLAS").values) == ["dsv3-ep8 T=1024 down_gemm"]
-    rates = goal([row(us=1e3, model=name, tokens=8192, stage="down_gemm")
-                  for name in ("gpt-oss-120b", "gpt-oss-20b")], "TFLOP/s at T")
+    rates = goal(
+        [
+            row(us=1e3, model=name, tokens=8192, stage="down_gemm")
+            for name in ("gpt-oss-120b", "gpt-oss-20b")
+        ],
+        "TFLOP/s at T",
+    )
     assert list(rates.values) == ["gpt-oss-120b T=8192 down_gemm"]
-    layers = [row(us=us, tokens=tokens, stage=stage) for tokens in (16, 64)
-              for us, stage in ((12, "layer"), (8, "gate_up_gemm"), (4, "down_gemm"))]
+    layers = [
+        row(us=us, tokens=tokens, stage=stage)
+        for tokens in (16, 64)
+        for us, stage in ((12, "layer"), (8, "gate_up_gemm"), (4, "down_gemm"))
+    ]
     assert goal(layers, "two GEMMs /").values == {"dsv3-ep8 T=64": 1.0}
 
 
 def test_everything_is_rendered_from_the_json_alone(tmp_path: Path) -> None:
-    rows = [row(us=10), row("marlin", 8), row(us=8, stage="gate_up_gemm"),
-            row("marlin", 9, stage="gate_up_gemm"), row(us=30, activation="mxfp8"),
-            row(us=20, activation="fp8_token"), row(us=15, activation="mxfp4"),
-            row("humming", 30, activation="fp8_token"), row(us=7, model="r1-e384", tokens=64),
-            row(us=900, tokens=8192, stage="down_gemm", activation="mxfp8")]
-    failures = [dict(zip(document.KEY_COLUMNS, row_key(row("humming", tokens=tokens)),
-                         strict=True)) | {"error": "no nvcc"} for tokens in (64, 16)]
-    text = json.dumps({"meta": META | {"peers": {"humming/bf16": "absent: no nvcc"},
-                                       "failures": failures, "left": ["dsv3-ep8 T=4 uniform"]},
-                       "rows": rows})
+    rows = [
+        row(us=10),
+        row("marlin", 8),
+        row(us=8, stage="gate_up_gemm"),
+        row("marlin", 9, stage="gate_up_gemm"),
+        row(us=30, activation="mxfp8"),
+        row(us=20, activation="fp8_token"),
+        row(us=15, activation="mxfp4"),
+        row("humming", 30, activation="fp8_token"),
+        row(us=7, model="r1-e384", tokens=64),
+        row(us=900, tokens=8192, stage="down_gemm", activation="mxfp8"),
+    ]
+    failures = [
+        dict(zip(document.KEY_COLUMNS, row_key(row("humming", tokens=tokens)), strict=True))
+        | {"error": "no nvcc"}
+        for tokens in (64, 16)
+    ]
+    text = json.dumps(
+        {
+            "meta": META
+            | {
+                "peers": {"humming/bf16": "absent: no nvcc"},
+                "failures": failures,
+                "left": ["dsv3-ep8 T=4 uniform"],
+            },
+            "rows": rows,
+        }
+    )
     (tmp_path / "moe.json").write_text(text)
     assert render.main([str(tmp_path / "moe.json")]) == 0
     full = (tmp_path / "moe.md").read_text()
@@ -147,9 +210,14 @@ def test_everything_is_rendered_from_the_json_alone(tmp_path: Path) -> None:
 
 
 def test_the_readme_has_the_block_of_the_json(tmp_path: Path) -> None:
-    rows = [row(us=10), row("marlin", 8), row(us=15, activation="mxfp4"),
-            row("humming", 30, activation="fp8_token"), row(us=9, activation="fp8_token"),
-            row(us=7, model="r1-e384", tokens=64)]
+    rows = [
+        row(us=10),
+        row("marlin", 8),
+        row(us=15, activation="mxfp4"),
+        row("humming", 30, activation="fp8_token"),
+        row(us=9, activation="fp8_token"),
+        row(us=7, model="r1-e384", tokens=64),
+    ]
     (tmp_path / "moe.json").write_text(json.dumps({"meta": META, "rows": rows}))
     page = tmp_path / "README.md"
     page.write_text("before\n<!-- measured: begin -->\nold\n<!-- measured: end -->\nafter\n")
@@ -173,9 +241,15 @@ def test_the_committed_readme_block_is_that_of_the_json() -> None:
 
 
 def test_a_long_list_of_slower_cells_is_folded() -> None:
-    rows = [made for model in cells.MODELS for tokens in (1, 4, 16)
-            for made in (row(us=20, model=model, tokens=tokens),
-                         row("marlin", 10, model=model, tokens=tokens))]
+    rows = [
+        made
+        for model in cells.MODELS
+        for tokens in (1, 4, 16)
+        for made in (
+            row(us=20, model=model, tokens=tokens),
+            row("marlin", 10, model=model, tokens=tokens),
+        )
+    ]
     text = render.slower_part(figures.speed_ups(rows), CEILINGS)
     assert text.startswith("24 of 24 cells.")
     assert "<summary>the other 12</summary>" in text
@@ -199,11 +273,15 @@ def test_render_refuses_what_is_no_comparison(tmp_path: Path) -> None:
     assert render.main([str(tmp_path / "absent.json")]) == 2
 
 
-def test_the_plot_has_no_panel_without_a_line(tmp_path: Path,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plot_has_no_panel_without_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     titles: list[str] = []
-    monkeypatch.setattr(render, "save_figure", lambda figure, panels, *_, **__: titles.extend(
-        axes.get_title() for axes in panels))
+    monkeypatch.setattr(
+        render,
+        "save_figure",
+        lambda figure, panels, *_, **__: titles.extend(axes.get_title() for axes in panels),
+    )
     rows = [row(stage="gate_up_gemm"), row(stage="layer", model="kimi-e385")]
     render.plot({"meta": META, "rows": rows}, tmp_path / "moe.png")
     assert titles == ["dsv3-ep8, gate_up_gemm"] * 2

@@ -16,13 +16,26 @@ import warm_up
 def test_warming_up_launches_every_stage_of_every_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     call = ours.Ours._call
-    monkeypatch.setattr(ours.Ours, "_call", lambda self, stage, weights, batch: (
-        called.append((self.model.name, batch.inputs.x.shape[0], stage)),
-        call(self, stage, weights, batch))[1])
-    assert warm_up.main(["--models", "gpt-oss-20b,dsv3-ep8", "--tokens", "1,16",
-                         "--activation", "bf16"]) == 0
-    assert called == [(model, tokens, stage) for model in ("gpt-oss-20b", "dsv3-ep8")
-                      for tokens in (1, 16) for stage in warm_up.STAGES]
+    monkeypatch.setattr(
+        ours.Ours,
+        "_call",
+        lambda self, stage, weights, batch: (
+            called.append((self.model.name, batch.inputs.x.shape[0], stage)),
+            call(self, stage, weights, batch),
+        )[1],
+    )
+    assert (
+        warm_up.main(
+            ["--models", "gpt-oss-20b,dsv3-ep8", "--tokens", "1,16", "--activation", "bf16"]
+        )
+        == 0
+    )
+    assert called == [
+        (model, tokens, stage)
+        for model in ("gpt-oss-20b", "dsv3-ep8")
+        for tokens in (1, 16)
+        for stage in warm_up.STAGES
+    ]
 
 
 def test_warming_up_takes_a_process_for_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,26 +44,33 @@ def test_warming_up_takes_a_process_for_each_format(monkeypatch: pytest.MonkeyPa
     every = cells.ordered_cells(list(cells.MODELS.values()))
     warm_up.start(every, cells.FORMATS)
     found = {(command[5], command[7]) for command in commands}
-    assert found == {(counts, name) for counts in ("1,4,16,64,128,256", "1024,4096,8192,16384")
-                     for name in cells.FORMATS}
+    assert found == {
+        (counts, name)
+        for counts in ("1,4,16,64,128,256", "1024,4096,8192,16384")
+        for name in cells.FORMATS
+    }
     assert {command[3] for command in commands} == {",".join(cells.MODELS)}
 
 
 def test_warming_up_a_peer_takes_a_process_for_each_model(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     commands = []
     monkeypatch.setattr(warm_up.subprocess, "Popen", lambda command, **_: commands.append(command))
-    some = [cells.Cell(cells.MODELS[name], tokens) for tokens in (1, 64)
-            for name in ("gpt-oss-20b", "dsv3-ep8")]
+    some = [
+        cells.Cell(cells.MODELS[name], tokens)
+        for tokens in (1, 64)
+        for name in ("gpt-oss-20b", "dsv3-ep8")
+    ]
     warm_up.start_peer(some, tmp_path)
     assert [command[2:] for command in commands] == [
         ["--models", name, "--peers", str(tmp_path), "--tokens", "1,64"]
-        for name in ("gpt-oss-20b", "dsv3-ep8")]
+        for name in ("gpt-oss-20b", "dsv3-ep8")
+    ]
 
 
 def test_warming_up_a_peer_calls_every_stage_and_goes_on_after_a_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     called: list[tuple[str, int, str]] = []
 
@@ -62,22 +82,34 @@ def test_warming_up_a_peer_calls_every_stage_and_goes_on_after_a_failure(
             if cell.tokens == 1:
                 raise RuntimeError("no such kernel")
             assert len(batches) == 1
-            return {"": {stage: [lambda stage=stage: called.append(
-                (self.model.name, cell.tokens, stage))] for stage in cells.STAGES}}
+            return {
+                "": {
+                    stage: [
+                        lambda stage=stage: called.append((self.model.name, cell.tokens, stage))
+                    ]
+                    for stage in cells.STAGES
+                }
+            }
 
     monkeypatch.setattr(warm_up, "TritonKernels", Peer)
     models = [cells.tiny(cells.MODELS[name]) for name in ("gpt-oss-20b", "dsv3-ep8")]
-    warm_up.compile_peer([cells.Cell(model, tokens) for tokens in (1, 4) for model in models],
-                         torch.device("cpu"))
+    warm_up.compile_peer(
+        [cells.Cell(model, tokens) for tokens in (1, 4) for model in models], torch.device("cpu")
+    )
     assert called == [(model.name, 4, stage) for model in models for stage in cells.STAGES]
     assert capsys.readouterr().out.count("no such kernel") == 2
 
 
 def test_a_warm_up_that_fails_or_is_late_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    processes = [warm_up.subprocess.Popen([sys.executable, "-c", code], text=True,
-                                          stdout=warm_up.subprocess.DEVNULL,
-                                          stderr=warm_up.subprocess.PIPE)
-                 for code in ("raise ValueError('no such kernel')", "import time; time.sleep(60)")]
+    processes = [
+        warm_up.subprocess.Popen(
+            [sys.executable, "-c", code],
+            text=True,
+            stdout=warm_up.subprocess.DEVNULL,
+            stderr=warm_up.subprocess.PIPE,
+        )
+        for code in ("raise ValueError('no such kernel')", "import time; time.sleep(60)")
+    ]
     warm_up.wait(processes, seconds=2.0)
     text = capsys.readouterr().out
     assert "no such kernel" in text

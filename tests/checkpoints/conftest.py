@@ -21,26 +21,55 @@ FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 def _model(family: str) -> Any:
     import transformers
 
-    common = {"vocab_size": 64, "hidden_size": HIDDEN, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2,
-              "tie_word_embeddings": False}
+    common = {
+        "vocab_size": 64,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    }
     torch.manual_seed(0)
     match family:
         case "mixtral":
-            return transformers.MixtralForCausalLM(transformers.MixtralConfig(
-                **common, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS))
+            return transformers.MixtralForCausalLM(
+                transformers.MixtralConfig(
+                    **common, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS
+                )
+            )
         case "qwen3_moe":
-            return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
-                **common, moe_intermediate_size=INTERMEDIATE, intermediate_size=96, head_dim=16,
-                num_experts=EXPERTS))
+            return transformers.Qwen3MoeForCausalLM(
+                transformers.Qwen3MoeConfig(
+                    **common,
+                    moe_intermediate_size=INTERMEDIATE,
+                    intermediate_size=96,
+                    head_dim=16,
+                    num_experts=EXPERTS,
+                )
+            )
         case "deepseek_v3":  # its first layer is dense
-            return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
-                **common, moe_intermediate_size=INTERMEDIATE, intermediate_size=96,
-                n_routed_experts=EXPERTS, n_group=2, topk_group=1, first_k_dense_replace=1,
-                q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-                v_head_dim=8))
-    return transformers.GptOssForCausalLM(transformers.GptOssConfig(
-        **common, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS, head_dim=16))
+            return transformers.DeepseekV3ForCausalLM(
+                transformers.DeepseekV3Config(
+                    **common,
+                    moe_intermediate_size=INTERMEDIATE,
+                    intermediate_size=96,
+                    n_routed_experts=EXPERTS,
+                    n_group=2,
+                    topk_group=1,
+                    first_k_dense_replace=1,
+                    q_lora_rank=16,
+                    kv_lora_rank=16,
+                    qk_rope_head_dim=8,
+                    qk_nope_head_dim=8,
+                    v_head_dim=8,
+                )
+            )
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            **common, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS, head_dim=16
+        )
+    )
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +95,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def expert_truth(sources: dict[str, Path]) -> Callable[[str], dict[str, torch.Tensor]]:
     """gate, up [E, F, H] and down [E, H, F] of the last layer, as transformers holds them."""
+
     def read(family: str) -> dict[str, torch.Tensor]:
         state = _stacked_state(sources[f"{family}_stacked"])
         gate_up = state["model.layers.1.mlp.experts.gate_up_proj"].float()
@@ -89,13 +119,20 @@ def _stacked_state(directory: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny gpt-oss checkpoint in the published MXFP4 layout, sharded."""
-    return write_demo_checkpoint(tmp_path_factory.mktemp("demo") / "gpt-oss", hidden_size=64,
-                                 intermediate_size=96, num_experts=4, top_k=2, num_layers=2)
+    return write_demo_checkpoint(
+        tmp_path_factory.mktemp("demo") / "gpt-oss",
+        hidden_size=64,
+        intermediate_size=96,
+        num_experts=4,
+        top_k=2,
+        num_layers=2,
+    )
 
 
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
     """A copy of a checkpoint that a test may damage."""
+
     def copy(directory: Path) -> Path:
         return shutil.copytree(directory, tmp_path / f"copy-of-{directory.name}")
 
@@ -105,8 +142,9 @@ def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
 @pytest.fixture
 def rewrite() -> Callable[[Path, str, Callable[[torch.Tensor], torch.Tensor | None]], Path]:
     """Replace one tensor of a checkpoint (None drops it from its file, not from the index)."""
+
     def change(
-        directory: Path, name: str, function: Callable[[torch.Tensor], torch.Tensor | None],
+        directory: Path, name: str, function: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> Path:
         index = json.loads((directory / "model.safetensors.index.json").read_text("utf-8"))
         file = directory / index["weight_map"][name]

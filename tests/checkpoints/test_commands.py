@@ -24,8 +24,15 @@ def run(*arguments: object) -> Any:
 
 def test_quantize_then_inspect(sources: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = run("quantize", sources["qwen3_moe"], out, "--scale-rule", "even", "--json",
-               tmp_path / "summary.json")
+    done = run(
+        "quantize",
+        sources["qwen3_moe"],
+        out,
+        "--scale-rule",
+        "even",
+        "--json",
+        tmp_path / "summary.json",
+    )
     assert done.exit_code == 0, done.output
     assert "verified." in done.stdout
     assert "1 gate_up" in done.stdout
@@ -50,13 +57,22 @@ def test_inspect_writes_json_to_standard_output(demo: Path) -> None:
     assert shown.exit_code == 0
     projections = json.loads(shown.stdout)["projections"]
     assert [(p["layer"], p["projection"]) for p in projections] == [
-        (0, "gate_up_proj"), (0, "down_proj"), (1, "gate_up_proj"), (1, "down_proj")]
+        (0, "gate_up_proj"),
+        (0, "down_proj"),
+        (1, "gate_up_proj"),
+        (1, "down_proj"),
+    ]
 
 
 def test_inspect_shows_what_does_not_fold(tmp_path: Path) -> None:
     scales = torch.tensor([[[127, 100, 255]]], dtype=torch.uint8)
-    save_file({"experts.up_blocks": torch.full((1, 1, 3, 16), 0x22, dtype=torch.uint8),
-               "experts.up_scales": scales}, tmp_path / "x.safetensors")
+    save_file(
+        {
+            "experts.up_blocks": torch.full((1, 1, 3, 16), 0x22, dtype=torch.uint8),
+            "experts.up_scales": scales,
+        },
+        tmp_path / "x.safetensors",
+    )
     shown = run("inspect", tmp_path / "x.safetensors")
     assert shown.exit_code == 0, shown.output
     assert "not 2" in shown.stdout
@@ -64,9 +80,11 @@ def test_inspect_shows_what_does_not_fold(tmp_path: Path) -> None:
     assert "-27/-27/0" in shown.stdout
 
 
-@pytest.mark.parametrize("arguments", [
-    ("quantize", "/nowhere", "/tmp/never"), ("inspect", "/nowhere"),
-], ids=["quantize", "inspect"])
+@pytest.mark.parametrize(
+    "arguments",
+    [("quantize", "/nowhere", "/tmp/never"), ("inspect", "/nowhere")],
+    ids=["quantize", "inspect"],
+)
 def test_a_missing_path_is_exit_code_2(arguments: tuple[str, ...]) -> None:
     failed = run(*arguments)
     assert failed.exit_code == 2
@@ -74,14 +92,20 @@ def test_a_missing_path_is_exit_code_2(arguments: tuple[str, ...]) -> None:
     assert "Traceback" not in failed.output
 
 
-@pytest.mark.parametrize("command", [("quantize", "mixtral", "out"), ("inspect", "mixtral")],
-                         ids=["quantize", "inspect"])
+@pytest.mark.parametrize(
+    "command", [("quantize", "mixtral", "out"), ("inspect", "mixtral")], ids=["quantize", "inspect"]
+)
 def test_a_summary_that_cannot_be_written_is_refused_first(
-    command: tuple[str, ...], sources: dict[str, Path], tmp_path: Path,
+    command: tuple[str, ...], sources: dict[str, Path], tmp_path: Path
 ) -> None:
     name, family, *out = command
-    failed = run(name, sources[family], *(tmp_path / part for part in out), "--json",
-                 tmp_path / "absent" / "summary.json")
+    failed = run(
+        name,
+        sources[family],
+        *(tmp_path / part for part in out),
+        "--json",
+        tmp_path / "absent" / "summary.json",
+    )
     assert failed.exit_code == 2
     assert "--json — need a file in an existing directory" in failed.stderr
     assert list(tmp_path.iterdir()) == []
@@ -96,11 +120,14 @@ def test_a_full_destination_is_exit_code_2(sources: dict[str, Path], tmp_path: P
 
 
 def test_failed_verification_is_exit_code_1(
-    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def save_zeros(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
-        save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, path,
-                  metadata=metadata)
+        save_file(
+            {name: torch.zeros_like(tensor) for name, tensor in tensors.items()},
+            path,
+            metadata=metadata,
+        )
 
     monkeypatch.setattr(safetensors_files, "save_file", save_zeros)
     failed = run("quantize", sources["mixtral"], tmp_path / "out")

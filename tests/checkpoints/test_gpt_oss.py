@@ -44,7 +44,7 @@ def test_transformers_holds_exactly_our_weights(demo: Path, oracle: Any) -> None
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_captured_output_is_the_moe_of_the_captured_input(
-    layer: int, demo: Path, oracle: Any,
+    layer: int, demo: Path, oracle: Any
 ) -> None:
     capture = collect_moe_inputs(oracle, demo_token_ids(40), layer)
     assert capture.hidden.shape == capture.output.shape == (40, 64)
@@ -55,11 +55,16 @@ def test_captured_output_is_the_moe_of_the_captured_input(
     (loaded,) = load_gpt_oss_layers(demo, layers=[layer])
     # bf16 inputs, intermediate and output against float32: a relative error of 2^-9 each, so the
     # cosine falls short of one by about 3 * 2^-18 / 2 < 1e-5; the gate leaves a factor of ten.
-    ours = fused_moe(capture.hidden.to(torch.bfloat16), loaded.weights,
-                     capture.topk_weights, capture.topk_ids.to(torch.int32),
-                     activation=loaded.activation)
+    ours = fused_moe(
+        capture.hidden.to(torch.bfloat16),
+        loaded.weights,
+        capture.topk_weights,
+        capture.topk_ids.to(torch.int32),
+        activation=loaded.activation,
+    )
     cosine = torch.nn.functional.cosine_similarity(
-        ours.double().flatten(), capture.output.double().flatten(), dim=0)
+        ours.double().flatten(), capture.output.double().flatten(), dim=0
+    )
     assert float(cosine) >= 0.9999
     assert capture.hidden.unique(dim=0).shape[0] > 10  # real, different tokens
     assert not oracle.model.layers[layer].mlp._forward_hooks
@@ -73,15 +78,27 @@ def test_the_demo_looks_like_a_published_checkpoint(demo: Path) -> None:
     assert config["swiglu_limit"] == 7.0
     assert config["quantization_config"] == {
         "quant_method": "mxfp4",
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
-                                   "model.embed_tokens", "lm_head"]}
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
     layer = {name.removeprefix("model.layers.0.") for name in reader.names if ".layers.0." in name}
     assert layer == {
-        "input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.sinks",
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "self_attn.sinks",
         *(f"self_attn.{p}_proj.{kind}" for p in "qkvo" for kind in ("weight", "bias")),
-        "mlp.router.weight", "mlp.router.bias",
-        *(f"mlp.experts.{p}_proj_{kind}" for p in ("gate_up", "down")
-          for kind in ("blocks", "scales", "bias"))}
+        "mlp.router.weight",
+        "mlp.router.bias",
+        *(
+            f"mlp.experts.{p}_proj_{kind}"
+            for p in ("gate_up", "down")
+            for kind in ("blocks", "scales", "bias")
+        ),
+    }
     for name in reader.names:
         wanted = "U8" if name.endswith(("_blocks", "_scales")) else "BF16"
         assert reader.info(name).dtype == wanted, name
@@ -91,8 +108,13 @@ def test_the_demo_looks_like_a_published_checkpoint(demo: Path) -> None:
 
 
 def test_the_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_experts": 2, "top_k": 1,
-             "num_layers": 1}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_experts": 2,
+        "top_k": 1,
+        "num_layers": 1,
+    }
     torch.manual_seed(123)
     state = torch.random.get_rng_state()
     first = write_demo_checkpoint(tmp_path / "a", **sizes)
@@ -118,14 +140,17 @@ def test_token_ids_are_the_text(oracle: Any) -> None:
     assert bytes(ids.tolist()).decode() == 2 * DEMO_TEXT
     assert len(DEMO_TEXT.encode()) >= 1024  # a batch of 1024 tokens does not repeat itself
     batch = collect_moe_inputs(oracle, ids[:16].reshape(2, 8), 0)
-    assert torch.allclose(batch.hidden[:8], collect_moe_inputs(oracle, ids[:8], 0).hidden,
-                          rtol=2e-5, atol=2e-5)  # float32, other summation order in the batch
+    assert torch.allclose(
+        batch.hidden[:8], collect_moe_inputs(oracle, ids[:8], 0).hidden, rtol=2e-5, atol=2e-5
+    )  # float32, other summation order in the batch
 
 
-BAD_DEMO = {"hidden_size": (96, "a positive multiple of 64, got 96"),
-            "intermediate_size": (40, "a positive multiple of 32, got 40"),
-            "num_experts": (0, "a positive multiple of 1, got 0"),
-            "top_k": (17, "1 to 16, got 17")}
+BAD_DEMO = {
+    "hidden_size": (96, "a positive multiple of 64, got 96"),
+    "intermediate_size": (40, "a positive multiple of 32, got 40"),
+    "num_experts": (0, "a positive multiple of 1, got 0"),
+    "top_k": (17, "1 to 16, got 17"),
+}
 
 
 @pytest.mark.parametrize("argument", BAD_DEMO)
@@ -150,7 +175,7 @@ def test_other_bad_arguments_are_refused(demo: Path, oracle: Any, tmp_path: Path
 
 
 def test_a_missing_tensor_is_not_filled_with_random_numbers(
-    demo: Path, copy_of: Any, rewrite: Any,
+    demo: Path, copy_of: Any, rewrite: Any
 ) -> None:
     directory = copy_of(demo)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -165,7 +190,7 @@ def test_a_missing_tensor_is_not_filled_with_random_numbers(
 
 
 def test_without_transformers_the_remedy_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UnsupportedError, match=r"pip install mxpert\[transformers\]"):

@@ -30,8 +30,11 @@ def write(path: Path, scale_bytes: list[list[list[int]]], zero: tuple[int, ...] 
 
 
 def test_counts_are_exact(tmp_path: Path) -> None:
-    file = write(tmp_path / "one.safetensors",
-                 [[[127, 127, 127, 113]], [[130, 115, 130, 0]], [[255, 127, 125, 125]]], zero=(7,))
+    file = write(
+        tmp_path / "one.safetensors",
+        [[[127, 127, 127, 113]], [[130, 115, 130, 0]], [[255, 127, 125, 125]]],
+        zero=(7,),
+    )
     (entry,) = inspect_checkpoint(file)
     assert (entry.layer, entry.projection, entry.shape) == (4, "down_proj", (3, 1, 128))
     assert entry.blocks == 12
@@ -57,7 +60,7 @@ def test_all_zero_tensors_have_no_scales(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_sqnr_to_the_source_is_the_quantisers(
-    family: str, sources: dict[str, Path], tmp_path: Path,
+    family: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     report = quantize_checkpoint(sources[family], tmp_path / "out")
     entries = inspect_checkpoint(tmp_path / "out", source=sources[family])
@@ -78,9 +81,13 @@ def test_a_stated_order_is_used(sources: dict[str, Path], tmp_path: Path) -> Non
     (pair,) = load_expert_weights(out, layers=[1])
     projection, prefix = pair[1].gate_up_proj, "model.layers.1.block_sparse_moe.experts"
     rows = torch.cat((torch.arange(0, 64, 2), torch.arange(1, 64, 2)))
-    save_file({f"{prefix}.gate_up_proj_blocks": projection.qdata[:, rows].unflatten(-1, (2, 16)),
-               f"{prefix}.gate_up_proj_scales": projection.scale[:, rows].contiguous()},
-              out / "alone.safetensors")
+    save_file(
+        {
+            f"{prefix}.gate_up_proj_blocks": projection.qdata[:, rows].unflatten(-1, (2, 16)),
+            f"{prefix}.gate_up_proj_scales": projection.scale[:, rows].contiguous(),
+        },
+        out / "alone.safetensors",
+    )
     wrong = inspect_checkpoint(out / "alone.safetensors", source=sources["mixtral"])[0].sqnr_db
     config = json.loads((out / "config.json").read_text("utf-8"))
     config["quantization_config"]["mxpert"]["gate_up_order"] = "concatenated"
@@ -91,7 +98,7 @@ def test_a_stated_order_is_used(sources: dict[str, Path], tmp_path: Path) -> Non
 
 
 def test_a_representable_source_has_no_error(
-    sources: dict[str, Path], copy_of: Any, rewrite: Any, tmp_path: Path,
+    sources: dict[str, Path], copy_of: Any, rewrite: Any, tmp_path: Path
 ) -> None:
     quantize_checkpoint(sources["mixtral_stacked"], tmp_path / "out")
     source = copy_of(sources["mixtral_stacked"])
@@ -111,7 +118,7 @@ def test_one_layer_can_be_chosen(demo: Path) -> None:
 
 
 def test_bad_input_is_named(
-    demo: Path, sources: dict[str, Path], copy_of: Any, rewrite: Any, tmp_path: Path,
+    demo: Path, sources: dict[str, Path], copy_of: Any, rewrite: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"need tensors named \*_blocks with \*_scales, got none"):
         inspect_checkpoint(sources["mixtral"])
@@ -138,5 +145,6 @@ def test_statistics_are_json(demo: Path) -> None:
         parsed = json.loads(json.dumps(entry.as_json(), allow_nan=False))
         assert parsed["exact_fold"] is entry.exact_fold
         assert sum(parsed["scale_histogram"].values()) == (
-            entry.blocks - entry.zero_blocks - entry.nan_scales)
+            entry.blocks - entry.zero_blocks - entry.nan_scales
+        )
         assert entry.blocks == math.prod(entry.shape) // 32

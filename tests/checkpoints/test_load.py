@@ -41,8 +41,10 @@ def test_a_layer_holds_the_stored_bytes(demo: Path) -> None:
     assert layer.activation == SwiGLU(alpha=1.702, limit=7.0)
     assert weights.gate_up_order is GateUpOrder.INTERLEAVED
     assert (weights.num_experts, weights.hidden_size, weights.intermediate_size) == (4, 64, 96)
-    for name, projection in (("gate_up_proj", weights.gate_up_proj),
-                             ("down_proj", weights.down_proj)):
+    for name, projection in (
+        ("gate_up_proj", weights.gate_up_proj),
+        ("down_proj", weights.down_proj),
+    ):
         assert torch.equal(projection.qdata, state[f"{EXPERTS}.{name}_blocks"].flatten(-2))
         assert torch.equal(projection.scale, state[f"{EXPERTS}.{name}_scales"])
     assert torch.equal(weights.gate_up_bias, state[f"{EXPERTS}.gate_up_proj_bias"].float())
@@ -52,8 +54,15 @@ def test_a_layer_holds_the_stored_bytes(demo: Path) -> None:
 
 
 def test_all_layers_come_in_order_and_a_single_file_is_the_same(demo: Path, tmp_path: Path) -> None:
-    single = write_demo_checkpoint(tmp_path / "single", hidden_size=64, intermediate_size=96,
-                                   num_experts=4, top_k=2, num_layers=2, sharded=False)
+    single = write_demo_checkpoint(
+        tmp_path / "single",
+        hidden_size=64,
+        intermediate_size=96,
+        num_experts=4,
+        top_k=2,
+        num_layers=2,
+        sharded=False,
+    )
     assert (single / "model.safetensors").is_file()
     pairs = list(zip(load_gpt_oss_layers(demo), load_gpt_oss_layers(single), strict=True))
     assert [left.layer for left, _ in pairs] == [0, 1]
@@ -77,32 +86,42 @@ def test_naming_is_the_inverse_of_loading(demo: Path) -> None:
 def test_naming_interleaves_every_order(order: GateUpOrder) -> None:
     gate, up = torch.randn(2, 32, 64), torch.randn(2, 32, 64)
     pairs = torch.stack((gate, up), dim=2)  # [E, F, 2, H]
-    rows = {GateUpOrder.INTERLEAVED: pairs.flatten(1, 2),
-            GateUpOrder.CONCATENATED: torch.cat((gate, up), dim=1),
-            GateUpOrder.INTERLEAVED_16: torch.cat(
-                [part for start in (0, 16) for part in (gate[:, start:start + 16],
-                                                        up[:, start:start + 16])], dim=1)}[order]
-    weights = MoEWeights(quantize_blocks(rows, "mxfp4"),
-                         quantize_blocks(torch.randn(2, 64, 32), "mxfp4"),
-                         gate_up_bias=rows[..., 0].contiguous(), gate_up_order=order)
+    rows = {
+        GateUpOrder.INTERLEAVED: pairs.flatten(1, 2),
+        GateUpOrder.CONCATENATED: torch.cat((gate, up), dim=1),
+        GateUpOrder.INTERLEAVED_16: torch.cat(
+            [
+                part
+                for start in (0, 16)
+                for part in (gate[:, start : start + 16], up[:, start : start + 16])
+            ],
+            dim=1,
+        ),
+    }[order]
+    weights = MoEWeights(
+        quantize_blocks(rows, "mxfp4"),
+        quantize_blocks(torch.randn(2, 64, 32), "mxfp4"),
+        gate_up_bias=rows[..., 0].contiguous(),
+        gate_up_order=order,
+    )
     tensors = save_gpt_oss_layer_tensors(0, weights)
     wanted = quantize_blocks(pairs.flatten(1, 2), "mxfp4")
     prefix = "model.layers.0.mlp.experts.gate_up_proj"
     assert torch.equal(tensors[f"{prefix}_blocks"].flatten(-2), wanted.qdata)
     assert torch.equal(tensors[f"{prefix}_scales"], wanted.scale)
-    assert torch.equal(tensors[f"{prefix}_bias"],
-                       pairs.flatten(1, 2)[..., 0].to(torch.bfloat16))
+    assert torch.equal(tensors[f"{prefix}_bias"], pairs.flatten(1, 2)[..., 0].to(torch.bfloat16))
 
 
 def test_only_moe_tensors_are_read(
-    demo: Path, copy_of: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch,
+    demo: Path, copy_of: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = copy_of(demo)
     index = json.loads((directory / "model.safetensors.index.json").read_text("utf-8"))
     (directory / index["weight_map"]["model.embed_tokens.weight"]).unlink()
     read, names = CheckpointReader.read, []
-    monkeypatch.setattr(CheckpointReader, "read",
-                        lambda self, name: names.append(name) or read(self, name))
+    monkeypatch.setattr(
+        CheckpointReader, "read", lambda self, name: names.append(name) or read(self, name)
+    )
     layers = load_gpt_oss_layers(directory)
     assert names == []  # nothing is read before the first layer is asked for
     next(layers)
@@ -115,20 +134,41 @@ def cut(tensor: torch.Tensor) -> torch.Tensor:
 
 
 BAD_TENSORS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
-    "blocks missing": (f"{EXPERTS}.gate_up_proj_blocks", lambda t: None,
-                       r"model-\S+safetensors: \S+gate_up_proj_blocks — need the tensor"),
-    "blocks of another shape": (f"{EXPERTS}.gate_up_proj_blocks", cut,
-                                r"gate_up_proj_blocks.shape — need \[4, 192, 2, 16\], got \[4, 19"),
-    "scales of another shape": (f"{EXPERTS}.down_proj_scales", cut,
-                                r"down_proj_scales.shape — need \[4, 64, 3\], got \[4, 63, 3\]"),
-    "scales as floats": (f"{EXPERTS}.down_proj_scales", lambda t: t.float(),
-                         r"down_proj_scales.dtype — need U8, got F32"),
-    "bias as integers": (f"{EXPERTS}.down_proj_bias", lambda t: t.int(),
-                         r"down_proj_bias.dtype — need BF16 or F16 or F32, got I32"),
-    "bias of another shape": (f"{EXPERTS}.gate_up_proj_bias", cut,
-                              r"gate_up_proj_bias.shape — need \[4, 192\], got \[4, 191\]"),
-    "router of another shape": (f"{ROUTER}.weight", cut,
-                                r"router.weight.shape — need \[4, 64\], got \[4, 63\]"),
+    "blocks missing": (
+        f"{EXPERTS}.gate_up_proj_blocks",
+        lambda t: None,
+        r"model-\S+safetensors: \S+gate_up_proj_blocks — need the tensor",
+    ),
+    "blocks of another shape": (
+        f"{EXPERTS}.gate_up_proj_blocks",
+        cut,
+        r"gate_up_proj_blocks.shape — need \[4, 192, 2, 16\], got \[4, 19",
+    ),
+    "scales of another shape": (
+        f"{EXPERTS}.down_proj_scales",
+        cut,
+        r"down_proj_scales.shape — need \[4, 64, 3\], got \[4, 63, 3\]",
+    ),
+    "scales as floats": (
+        f"{EXPERTS}.down_proj_scales",
+        lambda t: t.float(),
+        r"down_proj_scales.dtype — need U8, got F32",
+    ),
+    "bias as integers": (
+        f"{EXPERTS}.down_proj_bias",
+        lambda t: t.int(),
+        r"down_proj_bias.dtype — need BF16 or F16 or F32, got I32",
+    ),
+    "bias of another shape": (
+        f"{EXPERTS}.gate_up_proj_bias",
+        cut,
+        r"gate_up_proj_bias.shape — need \[4, 192\], got \[4, 191\]",
+    ),
+    "router of another shape": (
+        f"{ROUTER}.weight",
+        cut,
+        r"router.weight.shape — need \[4, 64\], got \[4, 63\]",
+    ),
 }
 
 
@@ -151,9 +191,15 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "odd width": ({"hidden_size": 72}, "hidden_size — need a multiple of 32, got 72"),
     "other width": ({"hidden_size": 128}, r"gate_up_proj_blocks.shape — need \[4, 192, 4, 16\]"),
     "limit of zero": ({"swiglu_limit": 0}, "swiglu_limit — need a positive number, got 0"),
-    "other order": ({"quantization_config": {"quant_method": "mxfp4",
-                                             "mxpert": {"gate_up_order": "concatenated"}}},
-                    "gate_up_order — need GateUpOrder.INTERLEAVED"),
+    "other order": (
+        {
+            "quantization_config": {
+                "quant_method": "mxfp4",
+                "mxpert": {"gate_up_order": "concatenated"},
+            }
+        },
+        "gate_up_order — need GateUpOrder.INTERLEAVED",
+    ),
 }
 
 
@@ -171,22 +217,34 @@ def truncate(path: Path) -> None:
 
 
 BAD_FILES: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "no index": ("model.safetensors.index.json", Path.unlink,
-                 "need model.safetensors.index.json or model.safetensors in it, got neither"),
+    "no index": (
+        "model.safetensors.index.json",
+        Path.unlink,
+        "need model.safetensors.index.json or model.safetensors in it, got neither",
+    ),
     "no config": ("config.json", Path.unlink, "config.json — need an existing JSON file"),
     "index is no JSON": ("model.safetensors.index.json", truncate, "need valid JSON"),
     "config is a list": ("config.json", lambda path: path.write_text("[]"), "need a JSON object"),
     "index leaves the directory": (
         "model.safetensors.index.json",
         lambda path: path.write_text('{"weight_map": {"a": "../model.safetensors"}}'),
-        "to files in the same directory"),
-    "shard missing": ("model-00003-of-00003.safetensors", Path.unlink,
-                      "00003.safetensors — need an existing safetensors file"),
-    "shard truncated": ("model-00003-of-00003.safetensors", truncate,
-                        "00003.safetensors — need a complete safetensors file"),
-    "shard is text": ("model-00003-of-00003.safetensors",
-                      lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"),
-                      "00003.safetensors — need a complete safetensors file"),
+        "to files in the same directory",
+    ),
+    "shard missing": (
+        "model-00003-of-00003.safetensors",
+        Path.unlink,
+        "00003.safetensors — need an existing safetensors file",
+    ),
+    "shard truncated": (
+        "model-00003-of-00003.safetensors",
+        truncate,
+        "00003.safetensors — need a complete safetensors file",
+    ),
+    "shard is text": (
+        "model-00003-of-00003.safetensors",
+        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "00003.safetensors — need a complete safetensors file",
+    ),
 }
 
 

@@ -39,8 +39,9 @@ def within_half_a_step(original: torch.Tensor, quantized: MXTensor) -> bool:
 
 def matches(weights: MoEWeights, truth: dict[str, torch.Tensor]) -> bool:
     interleaved = torch.stack((truth["gate"], truth["up"]), dim=2).flatten(1, 2)
-    return (within_half_a_step(interleaved, weights.gate_up_proj)
-            and within_half_a_step(truth["down"], weights.down_proj))
+    return within_half_a_step(interleaved, weights.gate_up_proj) and within_half_a_step(
+        truth["down"], weights.down_proj
+    )
 
 
 def files_of(directory: Path) -> dict[str, str]:
@@ -57,7 +58,7 @@ def state_of(directory: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("naming", ["", "_stacked"], ids=["published", "stacked"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_naming_round_trips(
-    family: str, naming: str, sources: dict[str, Path], expert_truth: Any, tmp_path: Path,
+    family: str, naming: str, sources: dict[str, Path], expert_truth: Any, tmp_path: Path
 ) -> None:
     source, out = sources[family + naming], tmp_path / "out"
     report = quantize_checkpoint(source, out)
@@ -81,7 +82,10 @@ def test_every_naming_round_trips(
     config = json.loads((out / "config.json").read_text("utf-8"))
     assert config["quantization_config"]["quant_method"] == "mxfp4"
     assert config["quantization_config"]["mxpert"] == {
-        "gate_up_order": "interleaved", "scale_rule": "rceil", "version": __version__}
+        "gate_up_order": "interleaved",
+        "scale_rule": "rceil",
+        "version": __version__,
+    }
     original = json.loads((source / "config.json").read_text("utf-8"))
     assert {k: v for k, v in config.items() if k != "quantization_config"} == original
     assert (out / "tokenizer.json").read_text("utf-8") == "{}"
@@ -102,7 +106,7 @@ def test_transformers_reads_our_gpt_oss(sources: dict[str, Path], tmp_path: Path
 
 @pytest.mark.parametrize("rule", ScaleRule, ids=lambda rule: rule.value)
 def test_codes_and_sqnr_are_those_of_the_rule(
-    rule: ScaleRule, sources: dict[str, Path], expert_truth: Any, tmp_path: Path,
+    rule: ScaleRule, sources: dict[str, Path], expert_truth: Any, tmp_path: Path
 ) -> None:
     report = quantize_checkpoint(sources["mixtral"], tmp_path / "out", scale_rule=rule)
     ((_, weights),) = load_expert_weights(tmp_path / "out", layers=[1])
@@ -112,14 +116,13 @@ def test_codes_and_sqnr_are_those_of_the_rule(
     assert torch.equal(weights.down_proj.scale, wanted.scale)
     noise = (down.double() - dequantize_blocks(wanted, torch.float64)).square().sum()
     sqnr = 10 * torch.log10(down.double().square().sum() / noise)
-    (entry,) = (p for p in report.projections
-                if p.projection == "down_proj" and ".1." in p.module)
+    (entry,) = (p for p in report.projections if p.projection == "down_proj" and ".1." in p.module)
     # Float32 squares summed in float64: the relative error of either sum is below 2^-22.
     assert entry.sqnr_db == pytest.approx(float(sqnr), abs=1e-5)
 
 
 def test_a_stacked_gate_up_bias_is_interleaved(
-    sources: dict[str, Path], copy_of: Any, rewrite: Any, tmp_path: Path,
+    sources: dict[str, Path], copy_of: Any, rewrite: Any, tmp_path: Path
 ) -> None:
     source, name = copy_of(sources["mixtral_stacked"]), "model.layers.1.mlp.experts.gate_up_proj"
     file = rewrite(source, name, lambda t: t)
@@ -154,8 +157,9 @@ quantize_checkpoint(sys.argv[1], sys.argv[2])
 
 def test_a_killed_run_continues_and_ends_the_same(sources: dict[str, Path], tmp_path: Path) -> None:
     source, out = sources["qwen3_moe"], tmp_path / "out"
-    run = subprocess.run([sys.executable, "-c", KILLED_RUN, str(source), str(out)], check=False,
-                         capture_output=True)
+    run = subprocess.run(
+        [sys.executable, "-c", KILLED_RUN, str(source), str(out)], check=False, capture_output=True
+    )
     assert run.returncode == -9, run.stderr
     partial = [path.name for path in out.iterdir() if path.name.endswith(".partial")]
     assert len(partial) == 1
@@ -176,7 +180,7 @@ def test_a_killed_run_continues_and_ends_the_same(sources: dict[str, Path], tmp_
 
 
 def test_a_failed_write_leaves_no_trace_and_a_damaged_shard_is_redone(
-    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = sources["mixtral"], tmp_path / "out"
 
@@ -201,10 +205,13 @@ def test_a_failed_write_leaves_no_trace_and_a_damaged_shard_is_redone(
 
 @pytest.mark.parametrize("what", ["a code", "a scale", "a copied tensor"])
 def test_verification_finds(
-    what: str, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    what: str, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    suffix = {"a code": "down_proj_blocks", "a scale": "gate_up_proj_scales",
-              "a copied tensor": "self_attn.q_proj.weight"}[what]
+    suffix = {
+        "a code": "down_proj_blocks",
+        "a scale": "gate_up_proj_scales",
+        "a copied tensor": "self_attn.q_proj.weight",
+    }[what]
 
     def save_damaged(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
         for name, tensor in tensors.items():
@@ -221,7 +228,7 @@ def test_verification_finds(
 
 
 def test_verification_finds_a_byte_that_changed_on_disk(
-    sources: dict[str, Path], tmp_path: Path,
+    sources: dict[str, Path], tmp_path: Path
 ) -> None:
     source, out = sources["mixtral"], tmp_path / "out"
     quantize_checkpoint(source, out)
@@ -237,7 +244,7 @@ def test_verification_finds_a_byte_that_changed_on_disk(
 
 
 def test_a_destination_with_other_content_is_refused(
-    sources: dict[str, Path], tmp_path: Path,
+    sources: dict[str, Path], tmp_path: Path
 ) -> None:
     source, out = sources["mixtral"], tmp_path / "out"
     out.mkdir()
@@ -265,22 +272,42 @@ def test_another_runs_output_is_refused(sources: dict[str, Path], tmp_path: Path
 GATE = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
 BAD_TENSORS: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
     "missing": ("mixtral", GATE, lambda t: None, r"safetensors: \S+2.w1.weight — need the tensor"),
-    "mis-shaped": ("mixtral", GATE, lambda t: t[:-1].contiguous(),
-                   r"2.w1.weight.shape — need \[32, 64\], got \[31, 64\]"),
-    "quantised": ("mixtral", GATE, lambda t: t.to(torch.float8_e4m3fn),
-                  "2.w1.weight.dtype — need BF16 or F16 or F32, got F8_E4M3"),
-    "not finite": ("mixtral", GATE, lambda t: t.fill_(float("nan")),
-                   "expert 2 gate_up_proj — need finite weights, got NaN or infinity"),
-    "stacked mis-shaped": ("mixtral_stacked", "model.layers.1.mlp.experts.down_proj",
-                           lambda t: t[:, :-1].contiguous(), r"gate_up_proj.shape — need \[E, 2F"),
-    "stacked 2-D": ("gpt_oss", "model.layers.0.mlp.experts.down_proj", lambda t: t[0].clone(),
-                    "down_proj.shape — need 3 dimensions"),
+    "mis-shaped": (
+        "mixtral",
+        GATE,
+        lambda t: t[:-1].contiguous(),
+        r"2.w1.weight.shape — need \[32, 64\], got \[31, 64\]",
+    ),
+    "quantised": (
+        "mixtral",
+        GATE,
+        lambda t: t.to(torch.float8_e4m3fn),
+        "2.w1.weight.dtype — need BF16 or F16 or F32, got F8_E4M3",
+    ),
+    "not finite": (
+        "mixtral",
+        GATE,
+        lambda t: t.fill_(float("nan")),
+        "expert 2 gate_up_proj — need finite weights, got NaN or infinity",
+    ),
+    "stacked mis-shaped": (
+        "mixtral_stacked",
+        "model.layers.1.mlp.experts.down_proj",
+        lambda t: t[:, :-1].contiguous(),
+        r"gate_up_proj.shape — need \[E, 2F",
+    ),
+    "stacked 2-D": (
+        "gpt_oss",
+        "model.layers.0.mlp.experts.down_proj",
+        lambda t: t[0].clone(),
+        "down_proj.shape — need 3 dimensions",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD_TENSORS)
 def test_a_bad_source_tensor_is_named(
-    case: str, sources: dict[str, Path], copy_of: Any, rewrite: Any, tmp_path: Path,
+    case: str, sources: dict[str, Path], copy_of: Any, rewrite: Any, tmp_path: Path
 ) -> None:
     family, name, change, expected = BAD_TENSORS[case]
     source = copy_of(sources[family])
@@ -293,21 +320,37 @@ def test_a_bad_source_tensor_is_named(
 
 
 BAD_CONFIGS: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
-    "quantised already": ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, ValueError,
-                          "need an unquantised .* got fp8; dequantise it to bf16 first"),
-    "more experts": ("mixtral", {"num_local_experts": 5}, ValueError,
-                     "experts.4 — need a gate projection for each of 5 experts, got none"),
-    "fewer experts": ("qwen3_moe", {"num_local_experts": 3}, ValueError,
-                      "need 3 matrices for each of 3 experts, got 12"),
+    "quantised already": (
+        "mixtral",
+        {"quantization_config": {"quant_method": "fp8"}},
+        ValueError,
+        "need an unquantised .* got fp8; dequantise it to bf16 first",
+    ),
+    "more experts": (
+        "mixtral",
+        {"num_local_experts": 5},
+        ValueError,
+        "experts.4 — need a gate projection for each of 5 experts, got none",
+    ),
+    "fewer experts": (
+        "qwen3_moe",
+        {"num_local_experts": 3},
+        ValueError,
+        "need 3 matrices for each of 3 experts, got 12",
+    ),
     "other width": ("mixtral", {"hidden_size": 96}, ValueError, "need hidden_size 96"),
-    "stacked, unknown model": ("mixtral_stacked", {"model_type": "novel"}, UnsupportedError,
-                               "model_type — need one of .* got novel; save it with one matrix"),
+    "stacked, unknown model": (
+        "mixtral_stacked",
+        {"model_type": "novel"},
+        UnsupportedError,
+        "model_type — need one of .* got novel; save it with one matrix",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD_CONFIGS)
 def test_a_bad_source_config_is_named(
-    case: str, sources: dict[str, Path], copy_of: Any, tmp_path: Path,
+    case: str, sources: dict[str, Path], copy_of: Any, tmp_path: Path
 ) -> None:
     family, change, error, expected = BAD_CONFIGS[case]
     source = copy_of(sources[family])
@@ -321,17 +364,25 @@ def test_a_bad_source_config_is_named(
 def test_other_bad_sources_are_refused(tmp_path: Path, sources: dict[str, Path]) -> None:
     dense = tmp_path / "dense"
     dense.mkdir()
-    save_file({"model.layers.0.mlp.down_proj.weight": torch.zeros(32, 32)},
-              dense / "model.safetensors")
+    save_file(
+        {"model.layers.0.mlp.down_proj.weight": torch.zeros(32, 32)}, dense / "model.safetensors"
+    )
     (dense / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"need MoE experts .* this one is dense"):
         quantize_checkpoint(dense, tmp_path / "out")
-    save_file({f"model.layers.0.mlp.experts.0.{part}_proj.weight": torch.zeros(48, 48)
-               for part in ("gate", "up", "down")}, dense / "model.safetensors")
+    save_file(
+        {
+            f"model.layers.0.mlp.experts.0.{part}_proj.weight": torch.zeros(48, 48)
+            for part in ("gate", "up", "down")
+        },
+        dense / "model.safetensors",
+    )
     with pytest.raises(ValueError, match="need hidden_size a multiple of 32"):
         quantize_checkpoint(dense, tmp_path / "out")
-    save_file({"model.layers.0.mlp.experts.0.gate_proj.weight_scale_inv": torch.zeros(1)},
-              dense / "model.safetensors")
+    save_file(
+        {"model.layers.0.mlp.experts.0.gate_proj.weight_scale_inv": torch.zeros(1)},
+        dense / "model.safetensors",
+    )
     with pytest.raises(UnsupportedError, match="weight_scale_inv — need experts made of gate"):
         quantize_checkpoint(dense, tmp_path / "out")
     with pytest.raises(UnsupportedError, match="device — need a device of this machine"):
@@ -340,13 +391,18 @@ def test_other_bad_sources_are_refused(tmp_path: Path, sources: dict[str, Path])
 
 
 def test_memory_stays_at_one_expert_of_the_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, H, F, E = tmp_path / "source", 128, 96, 16
     source.mkdir()
-    tensors = {f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight":
-               torch.randn(*((H, F) if part == "down" else (F, H))).to(torch.bfloat16)
-               for layer in range(2) for e in range(E) for part in ("gate", "up", "down")}
+    tensors = {
+        f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight": torch.randn(
+            *((H, F) if part == "down" else (F, H))
+        ).to(torch.bfloat16)
+        for layer in range(2)
+        for e in range(E)
+        for part in ("gate", "up", "down")
+    }
     tensors |= {f"model.layers.{i}.other.weight": torch.randn(64, 256) for i in range(32)}
     save_file(tensors, source / "model.safetensors")
     (source / "config.json").write_text('{"model_type": "qwen3_moe"}', encoding="utf-8")

@@ -15,8 +15,24 @@ from mxpert.cli.main import app
 from mxpert.testing.timing import Timing, Work, matmul_rate, read_bandwidth, time_graph
 
 runner = CliRunner()
-COLUMNS = {"model", "E", "k", "H", "F", "T", "hit", "routing", "impl", "activation", "stage", "us",
-           "rel_l2", "tbs", "tflops", "percent_of_roof"}
+COLUMNS = {
+    "model",
+    "E",
+    "k",
+    "H",
+    "F",
+    "T",
+    "hit",
+    "routing",
+    "impl",
+    "activation",
+    "stage",
+    "us",
+    "rel_l2",
+    "tbs",
+    "tflops",
+    "percent_of_roof",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +45,19 @@ def run(output: Path, *arguments: str) -> object:
 
 
 def test_rows_tell_all_that_is_needed_to_judge_them(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "--model", "gpt-oss-20b", "--model", "qwen3-next", "--tokens", "1,17",
-                  "--routing", "zipf", "--format", "bf16,mxfp8,fp8_token")
+    outcome = run(
+        tmp_path,
+        "--model",
+        "gpt-oss-20b",
+        "--model",
+        "qwen3-next",
+        "--tokens",
+        "1,17",
+        "--routing",
+        "zipf",
+        "--format",
+        "bf16,mxfp8,fp8_token",
+    )
     assert outcome.exit_code == 0, outcome.output
     document = json.loads((tmp_path / "bench.json").read_text())
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
@@ -47,8 +74,17 @@ def test_rows_tell_all_that_is_needed_to_judge_them(tmp_path: Path) -> None:
 
 def test_json_goes_where_it_is_asked_to(tmp_path: Path) -> None:
     target = tmp_path / "h200.json"
-    outcome = run(tmp_path / "new", "--tokens", "1", "--format", "a16w4", "--stage", "layer",
-                  "--json", str(target))
+    outcome = run(
+        tmp_path / "new",
+        "--tokens",
+        "1",
+        "--format",
+        "a16w4",
+        "--stage",
+        "layer",
+        "--json",
+        str(target),
+    )
     assert outcome.exit_code == 0, outcome.output
     document = json.loads(target.read_text())
     assert [row["stage"] for row in document["rows"]] == ["layer"]
@@ -79,9 +115,11 @@ def test_the_gate_refuses(error: float) -> None:
 
 def test_the_gate_of_few_rows_with_one_scale_each() -> None:
     """Where the scale of "fp8_token" moves, a whole row moves; power-of-two scales keep rows."""
+
     def gate(activation_format: str, tokens: int) -> float:
-        return measure.error_gate("layer", activation_format,
-                                  measure.intermediate_sizes(tokens, 8, 2048))
+        return measure.error_gate(
+            "layer", activation_format, measure.intermediate_sizes(tokens, 8, 2048)
+        )
 
     assert gate("fp8_token", 4) > gate("fp8_token", 64) > measure.END_TO_END_GATE
     assert gate("fp8_token", 4) < 0.025
@@ -91,26 +129,32 @@ def test_the_gate_of_few_rows_with_one_scale_each() -> None:
 
 
 def test_every_stage_is_gated_by_its_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gated = []
     monkeypatch.setattr(bench, "check_gate", lambda case, error, *rest: gated.append(rest))
     outcome = run(tmp_path, "--model", "gpt-oss-20b", "--tokens", "1,17", "--format", "fp8_token")
     assert outcome.exit_code == 0, outcome.output
     features = json.loads((tmp_path / "bench.json").read_text())["rows"][0]["F"]
-    assert gated == [(stage, "fp8_token", (tokens * 4 * features, features))
-                     for tokens in (1, 17) for stage in ("gate_up", "down", "layer")]
+    assert gated == [
+        (stage, "fp8_token", (tokens * 4 * features, features))
+        for tokens in (1, 17)
+        for stage in ("gate_up", "down", "layer")
+    ]
 
 
-@pytest.mark.parametrize(("arguments", "part"), [
-    pytest.param(["--model", "gpt-5"], "gpt-oss-120b", id="unknown-model"),
-    pytest.param(["--tokens", "1,,2"], "--tokens", id="empty-token-count"),
-    pytest.param(["--format", "fp16"], "--format", id="unknown-format"),
-    pytest.param(["--stage", "middle"], "--stage", id="unknown-stage"),
-    pytest.param(["--routing", "odd"], "--routing", id="unknown-routing"),
-    pytest.param(["--scale", "-2"], "--scale", id="negative-scale"),
-    pytest.param(["--backend", "none"], "--backend", id="unknown-backend"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        pytest.param(["--model", "gpt-5"], "gpt-oss-120b", id="unknown-model"),
+        pytest.param(["--tokens", "1,,2"], "--tokens", id="empty-token-count"),
+        pytest.param(["--format", "fp16"], "--format", id="unknown-format"),
+        pytest.param(["--stage", "middle"], "--stage", id="unknown-stage"),
+        pytest.param(["--routing", "odd"], "--routing", id="unknown-routing"),
+        pytest.param(["--scale", "-2"], "--scale", id="negative-scale"),
+        pytest.param(["--backend", "none"], "--backend", id="unknown-backend"),
+    ],
+)
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], part: str) -> None:
     outcome = run(tmp_path, *arguments)
     assert outcome.exit_code == 2, outcome.output
@@ -122,17 +166,22 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], part: str) 
 
 def test_variants_take_turns_in_changing_order() -> None:
     order: list[str] = []
-    timings = time_graph({name: [lambda name=name: order.append(name)] for name in "abc"},
-                         device="cpu", repeats=9, warmup=1)
-    rounds = [tuple(order[first:first + 3]) for first in range(0, 30, 3)]
+    timings = time_graph(
+        {name: [lambda name=name: order.append(name)] for name in "abc"},
+        device="cpu",
+        repeats=9,
+        warmup=1,
+    )
+    rounds = [tuple(order[first : first + 3]) for first in range(0, 30, 3)]
     assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
     assert [each[0] for each in rounds] == list("abcabcabca")
     assert {each[1] for each in rounds} == {"a", "b", "c"}
     assert all(timing.samples == 9 for timing in timings.values())
 
 
-@pytest.mark.parametrize(("variants", "repeats"), [({"a": []}, 1), ({"a": [list]}, 0)],
-                         ids=["no-calls", "no-repeats"])
+@pytest.mark.parametrize(
+    ("variants", "repeats"), [({"a": []}, 1), ({"a": [list]}, 0)], ids=["no-calls", "no-repeats"]
+)
 def test_time_graph_refuses(variants: dict, repeats: int) -> None:
     with pytest.raises(ValueError, match="time_graph: "):
         time_graph(variants, device="cpu", repeats=repeats)

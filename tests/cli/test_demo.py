@@ -23,8 +23,14 @@ runner = CliRunner()
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mxpert.integrations.gpt_oss import write_demo_checkpoint
 
-    return write_demo_checkpoint(tmp_path_factory.mktemp("demo") / "tiny", hidden_size=128,
-                                 intermediate_size=128, num_experts=8, top_k=2, num_layers=2)
+    return write_demo_checkpoint(
+        tmp_path_factory.mktemp("demo") / "tiny",
+        hidden_size=128,
+        intermediate_size=128,
+        num_experts=8,
+        top_k=2,
+        num_layers=2,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +42,27 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_passes_its_gates_and_writes_its_report(checkpoint: Path, tmp_path: Path) -> None:
-    outcome = runner.invoke(app, ["demo", "--checkpoint", str(checkpoint), "--output",
-                                  str(tmp_path), "--tokens", "1,33", "--json", "-"])
+    outcome = runner.invoke(
+        app,
+        [
+            "demo",
+            "--checkpoint",
+            str(checkpoint),
+            "--output",
+            str(tmp_path),
+            "--tokens",
+            "1,33",
+            "--json",
+            "-",
+        ],
+    )
     assert outcome.exit_code == 0, outcome.output
     document = json.loads(outcome.stdout)
     assert document == json.loads((tmp_path / "report.json").read_text())
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert [(row["T"], row["activation"]) for row in document["summary"]] == [
-        (tokens, name) for tokens in (1, 33) for name in ACTIVATION_FORMATS]
+        (tokens, name) for tokens in (1, 33) for name in ACTIVATION_FORMATS
+    ]
     assert {row["layer"] for row in document["rows"]} == {0, 1}
     for row in document["rows"]:
         assert row["passed"]
@@ -56,8 +75,20 @@ def test_a_run_passes_its_gates_and_writes_its_report(checkpoint: Path, tmp_path
 
 
 def test_the_run_ends_with_a_verdict_and_shows_each_gate(checkpoint: Path, tmp_path: Path) -> None:
-    outcome = runner.invoke(app, ["demo", "--checkpoint", str(checkpoint), "--output",
-                                  str(tmp_path), "--tokens", "1,9", "--layers", "1"])
+    outcome = runner.invoke(
+        app,
+        [
+            "demo",
+            "--checkpoint",
+            str(checkpoint),
+            "--output",
+            str(tmp_path),
+            "--tokens",
+            "1,9",
+            "--layers",
+            "1",
+        ],
+    )
     assert outcome.exit_code == 0, outcome.output
     lines = outcome.stdout.strip().splitlines()
     assert lines[-1] == "8 of 8 checks passed"
@@ -74,8 +105,14 @@ def test_times_are_shown_where_they_are_measured(checkpoint: Path) -> None:
     case = next(demo.load_cases(checkpoint, [0], 4, torch.device("cpu")))
     ceilings = measure.Ceilings.measure(torch.device("cpu"), [])
     rows = [demo.run_case(case, tokens, "bf16", ceilings) for tokens in (1, 4)]
-    document = {"environment": {"device": "GPU", "arch": "sm_90"}, "layers": [0], "timed": True,
-                "rows": rows, "summary": demo.summarise(rows), "oracle": "transformers"}
+    document = {
+        "environment": {"device": "GPU", "arch": "sm_90"},
+        "layers": [0],
+        "timed": True,
+        "rows": rows,
+        "summary": demo.summarise(rows),
+        "oracle": "transformers",
+    }
     console = Console(record=True, width=120)
     demo.show(document, console)
     shown = console.export_text()
@@ -84,8 +121,9 @@ def test_times_are_shown_where_they_are_measured(checkpoint: Path) -> None:
     assert "Times are left out" not in shown
 
 
-def test_a_wrong_result_fails_the_run(checkpoint: Path, tmp_path: Path,
-                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_fails_the_run(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gate and up rows exchanged: the float64 reference shares the weights and sees nothing, so
     transformers has to."""
     load = demo.load_gpt_oss_layers
@@ -96,11 +134,24 @@ def test_a_wrong_result_fails_the_run(checkpoint: Path, tmp_path: Path,
             swapped = weights.gate_up_proj.qdata.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)
             projection = dataclasses.replace(weights.gate_up_proj, qdata=swapped)
             yield dataclasses.replace(
-                layer, weights=dataclasses.replace(weights, gate_up_proj=projection))
+                layer, weights=dataclasses.replace(weights, gate_up_proj=projection)
+            )
 
     monkeypatch.setattr(demo, "load_gpt_oss_layers", exchanged)
-    outcome = runner.invoke(app, ["demo", "--checkpoint", str(checkpoint), "--output",
-                                  str(tmp_path), "--tokens", "16", "--layers", "0"])
+    outcome = runner.invoke(
+        app,
+        [
+            "demo",
+            "--checkpoint",
+            str(checkpoint),
+            "--output",
+            str(tmp_path),
+            "--tokens",
+            "16",
+            "--layers",
+            "0",
+        ],
+    )
     assert outcome.exit_code == 1
     assert outcome.stdout.strip().splitlines()[-1] == "0 of 4 checks passed"
     assert "layer 0 T=16 a16w4: relative L2 error" in outcome.stdout
@@ -109,8 +160,9 @@ def test_a_wrong_result_fails_the_run(checkpoint: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ACTIVATION_FORMATS)
-def test_the_error_gate_sees_a_wrong_kernel(checkpoint: Path, name: str,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_gate_sees_a_wrong_kernel(
+    checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One token of sixteen is off by twelve gates, as one bad tile would leave it: the layer is off
     by about three."""
     case = next(demo.load_cases(checkpoint, [0], 16, torch.device("cpu")))
@@ -136,19 +188,23 @@ def test_the_error_gate_sees_a_wrong_kernel(checkpoint: Path, name: str,
 _explain = demo.explain
 
 
-@pytest.mark.parametrize(("arguments", "part"), [
-    pytest.param(["--tokens", "0"], "--tokens", id="zero-tokens"),
-    pytest.param(["--tokens", "1,x"], "--tokens", id="tokens-not-numbers"),
-    pytest.param(["--layers", "-1"], "--layers", id="negative-layer"),
-    pytest.param(["--layers", "7"], "layers 0 to 1", id="layer-out-of-range"),
-    pytest.param(["--backend", "cuda"], "reference", id="unknown-backend"),
-    pytest.param(["--json", "/nowhere/x.json"], "--json", id="json-nowhere"),
-    pytest.param(["--layers", "9" * 5000], "--layers", id="layer-of-5000-digits"),
-    pytest.param(["--tokens", "9" * 5000], "--tokens", id="tokens-of-5000-digits"),
-    pytest.param(["--checkpoint", "/nowhere"], "/nowhere", id="no-checkpoint"),
-])
-def test_bad_input_is_one_line(checkpoint: Path, tmp_path: Path, arguments: list[str],
-                               part: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        pytest.param(["--tokens", "0"], "--tokens", id="zero-tokens"),
+        pytest.param(["--tokens", "1,x"], "--tokens", id="tokens-not-numbers"),
+        pytest.param(["--layers", "-1"], "--layers", id="negative-layer"),
+        pytest.param(["--layers", "7"], "layers 0 to 1", id="layer-out-of-range"),
+        pytest.param(["--backend", "cuda"], "reference", id="unknown-backend"),
+        pytest.param(["--json", "/nowhere/x.json"], "--json", id="json-nowhere"),
+        pytest.param(["--layers", "9" * 5000], "--layers", id="layer-of-5000-digits"),
+        pytest.param(["--tokens", "9" * 5000], "--tokens", id="tokens-of-5000-digits"),
+        pytest.param(["--checkpoint", "/nowhere"], "/nowhere", id="no-checkpoint"),
+    ],
+)
+def test_bad_input_is_one_line(
+    checkpoint: Path, tmp_path: Path, arguments: list[str], part: str
+) -> None:
     given = [] if "--checkpoint" in arguments else ["--checkpoint", str(checkpoint)]
     outcome = runner.invoke(app, ["demo", *given, "--output", str(tmp_path), *arguments])
     assert outcome.exit_code == 2, outcome.output
@@ -160,10 +216,23 @@ def test_bad_input_is_one_line(checkpoint: Path, tmp_path: Path, arguments: list
 
 
 def test_without_matplotlib_the_report_has_no_plot_and_says_why(
-        checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(demo, "has_matplotlib", lambda: False)
-    outcome = runner.invoke(app, ["demo", "--checkpoint", str(checkpoint), "--output",
-                                  str(tmp_path), "--tokens", "1", "--layers", "0"])
+    outcome = runner.invoke(
+        app,
+        [
+            "demo",
+            "--checkpoint",
+            str(checkpoint),
+            "--output",
+            str(tmp_path),
+            "--tokens",
+            "1",
+            "--layers",
+            "0",
+        ],
+    )
     assert outcome.exit_code == 0, outcome.output
     assert "pip install 'mxpert[plot]'" in outcome.output
     assert not (tmp_path / "report.png").exists()

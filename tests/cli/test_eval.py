@@ -34,10 +34,19 @@ def run(*arguments: object) -> Any:
 def model_of(vocabulary: int = 256, seed: int = 0) -> Any:
     """A random Mixtral whose experts matter."""
     torch.manual_seed(seed)
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(
-        vocab_size=vocabulary, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, bos_token_id=None,
-        eos_token_id=None))
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=vocabulary,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -54,8 +63,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_table_json_and_plot(checkpoint, tmp_path) -> None:
     summary, plot = tmp_path / "eval.json", tmp_path / "eval.png"
-    done = run(checkpoint, "--text", TEXT, "--context", 64, "--max-tokens", 1024, "--formats",
-               ",".join(FORMATS), "--json", summary, "--plot", plot, "--device", "cpu")
+    done = run(
+        checkpoint,
+        "--text",
+        TEXT,
+        "--context",
+        64,
+        "--max-tokens",
+        1024,
+        "--formats",
+        ",".join(FORMATS),
+        "--json",
+        summary,
+        "--plot",
+        plot,
+        "--device",
+        "cpu",
+    )
     assert done.exit_code == 0, done.output
     assert "tiny: 1008 tokens in 16 windows of 64" in done.stdout
     content = json.loads(summary.read_text("utf-8"))
@@ -80,13 +104,20 @@ def test_losses_and_ratios_are_what_they_say() -> None:
     windows = ids[:256].view(4, 64)  # 300 tokens fill four windows of 64
     seen: list[Any] = []
     handle = model.model.layers[1].mlp.experts.register_forward_hook(
-        lambda module, given, result: seen.append((given, result)))
+        lambda module, given, result: seen.append((given, result))
+    )
     with torch.no_grad():
         plain = [float(model(row[None], labels=row[None]).loss) for row in windows]
     handle.remove()
     steps: list[tuple[int, int, str]] = []
-    report = evaluate(model, ids, formats=["a16w4"], context=64, batch=3,
-                      on_progress=lambda *step: steps.append(step))
+    report = evaluate(
+        model,
+        ids,
+        formats=["a16w4"],
+        context=64,
+        batch=3,
+        on_progress=lambda *step: steps.append(step),
+    )
     with torch.no_grad():
         quantised = [float(model(row[None], labels=row[None]).loss) for row in windows]
         given, expected = seen[0]
@@ -107,8 +138,21 @@ def test_weights_that_were_mxfp4_lose_nothing(checkpoint, tmp_path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     convert(model, progress=False).save_pretrained(tmp_path / "mxfp4")
     summary = tmp_path / "eval.json"
-    done = run(tmp_path / "mxfp4", "--text", TEXT, "--context", 64, "--max-tokens", 256,
-               "--formats", "a16w4", "--device", "cpu", "--json", summary)
+    done = run(
+        tmp_path / "mxfp4",
+        "--text",
+        TEXT,
+        "--context",
+        64,
+        "--max-tokens",
+        256,
+        "--formats",
+        "a16w4",
+        "--device",
+        "cpu",
+        "--json",
+        summary,
+    )
     assert done.exit_code == 0, done.output
     content = json.loads(summary.read_text("utf-8"))
     assert all(layer["sqnr_db"]["a16w4"] > 40 for layer in content["layers"])
@@ -116,8 +160,9 @@ def test_weights_that_were_mxfp4_lose_nothing(checkpoint, tmp_path) -> None:
 
 def test_a_tokenizer_is_used_where_there_is_one(tmp_path) -> None:
     words = sorted(set(TEXT.read_text("utf-8").split()))
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["[U]", *words])},
-                                           unk_token="[U]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(["[U]", *words])}, unk_token="[U]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     model_of(len(words) + 1).save_pretrained(tmp_path)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
@@ -126,19 +171,35 @@ def test_a_tokenizer_is_used_where_there_is_one(tmp_path) -> None:
     assert len(read_tokens(tmp_path, TEXT, as_bytes=False, limit=7)) == 7
     as_bytes = read_tokens(tmp_path, TEXT, as_bytes=True, limit=10_000)
     assert bytes(as_bytes.tolist()) == TEXT.read_bytes()
-    done = run(tmp_path, "--text", TEXT, "--context", 32, "--max-tokens", 64, "--json", "-",
-               "--device", "cpu", "--formats", "a8w4")
+    done = run(
+        tmp_path,
+        "--text",
+        TEXT,
+        "--context",
+        32,
+        "--max-tokens",
+        64,
+        "--json",
+        "-",
+        "--device",
+        "cpu",
+        "--formats",
+        "a8w4",
+    )
     assert json.loads(done.stdout)["windows"] == 2  # nothing but JSON on standard output
 
 
-@pytest.mark.parametrize(("arguments", "match"), [
-    (["--formats", "a2w2"], "--format — need some of a16w4,a8w4,a4w4,a8w4-token or bf16,mxfp8"),
-    (["--context", 100000], "need at least 100000 tokens, got 5022"),
-    (["--device", "cuda:99"], "--device — need a GPU of this machine"),
-    (["--text", "/nowhere.txt"], "/nowhere.txt — need a text file"),
-    (["--json", "/nowhere/eval.json"], "--json — need a file in an existing directory"),
-    (["--plot", "/nowhere/eval.png"], "--plot — need a file in an existing directory"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--formats", "a2w2"], "--format — need some of a16w4,a8w4,a4w4,a8w4-token or bf16,mxfp8"),
+        (["--context", 100000], "need at least 100000 tokens, got 5022"),
+        (["--device", "cuda:99"], "--device — need a GPU of this machine"),
+        (["--text", "/nowhere.txt"], "/nowhere.txt — need a text file"),
+        (["--json", "/nowhere/eval.json"], "--json — need a file in an existing directory"),
+        (["--plot", "/nowhere/eval.png"], "--plot — need a file in an existing directory"),
+    ],
+)
 def test_bad_arguments_are_one_line(arguments, match, checkpoint) -> None:
     done = run(checkpoint, "--text", TEXT, "--device", "cpu", *arguments)
     assert done.exit_code == 2, done.output
@@ -156,14 +217,36 @@ def test_bad_checkpoints_are_one_line(tmp_path) -> None:
 
 
 def test_a_model_trained_in_mxfp8_can_be_evaluated(tmp_path) -> None:
-    train = ["--steps=8", "--batch=2", "--length=32", "--num-layers=1", "--num-experts=4",
-             "--device=cpu"]
+    train = [
+        "--steps=8",
+        "--batch=2",
+        "--length=32",
+        "--num-layers=1",
+        "--num-experts=4",
+        "--device=cpu",
+    ]
     done = subprocess.run(
         [sys.executable, "examples/train_transformers_moe.py", str(tmp_path / "moe"), *train],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    shown = run(tmp_path / "moe", "--text", TEXT, "--context", 64, "--max-tokens", 512,
-                "--device", "cpu", "--json", "-")
+    shown = run(
+        tmp_path / "moe",
+        "--text",
+        TEXT,
+        "--context",
+        64,
+        "--max-tokens",
+        512,
+        "--device",
+        "cpu",
+        "--json",
+        "-",
+    )
     formats = json.loads(shown.stdout)["formats"]
     assert formats[0]["loss"] < math.log(256)
     assert all(abs(entry["delta"]) < 0.05 for entry in formats)

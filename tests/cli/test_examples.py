@@ -12,8 +12,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-PRINTED = {"gpt_oss_layer": "layer 0: (16, 512) -> (16, 512)", "grouped_mm_drop_in": "w2.grad: ",
-           "train_moe_lm": "mxfp8: final loss ", "train_transformers_moe": "wrote reports/"}
+PRINTED = {
+    "gpt_oss_layer": "layer 0: (16, 512) -> (16, 512)",
+    "grouped_mm_drop_in": "w2.grad: ",
+    "train_moe_lm": "mxfp8: final loss ",
+    "train_transformers_moe": "wrote reports/",
+}
 LEAST_DB = 21.0
 """Four times the noise of one quantised product, which keeps 28 dB; see layer_floor_db."""
 
@@ -70,7 +74,13 @@ def test_examples_have_help(script: Path, tmp_path: Path, run: Runner) -> None:
 def test_the_layer_example_reads_a_checkpoint(tmp_path: Path, run: Runner) -> None:
     from mxpert.integrations.gpt_oss import write_demo_checkpoint
 
-    write_demo_checkpoint(tmp_path / "tiny", hidden_size=64, intermediate_size=64, num_experts=4,
-                          top_k=2, num_layers=1)
+    write_demo_checkpoint(
+        tmp_path / "tiny",
+        hidden_size=64,
+        intermediate_size=64,
+        num_experts=4,
+        top_k=2,
+        num_layers=1,
+    )
     printed = run("gpt_oss_layer.py", str(tmp_path / "tiny"))
     assert printed.startswith("layer 0: (16, 64) -> (16, 64)")

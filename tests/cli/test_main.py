@@ -27,9 +27,11 @@ runner = CliRunner()
 
 
 def test_help_lists_every_command_and_imports_none() -> None:
-    code = ("import sys; from typer.testing import CliRunner; from mxpert.cli.main import app; "
-            "print(CliRunner().invoke(app, ['--help']).output); "
-            "print([m for m in sys.modules if m.startswith('mxpert.cli.') or m == 'transformers'])")
+    code = (
+        "import sys; from typer.testing import CliRunner; from mxpert.cli.main import app; "
+        "print(CliRunner().invoke(app, ['--help']).output); "
+        "print([m for m in sys.modules if m.startswith('mxpert.cli.') or m == 'transformers'])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for name in main.COMMANDS:
         assert name in done.stdout
@@ -56,6 +58,7 @@ def test_unknown_command_is_a_usage_error() -> None:
 @pytest.fixture
 def failing_command(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """A command group whose `doctor` raises the parameter."""
+
     def fail() -> None:
         raise request.param
 
@@ -68,46 +71,61 @@ def failing_command(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
     return str(request.param)
 
 
-@pytest.mark.parametrize("failing_command", [
-    pytest.param(ValueError(message("op", "x", "one", "two", "fix it")), id="value"),
-    pytest.param(TypeError(message("op", "x", "one", "two")), id="type"),
-    pytest.param(UnsupportedError(message("op", "backend", "one", "none")), id="unsupported"),
-], indirect=True)
+@pytest.mark.parametrize(
+    "failing_command",
+    [
+        pytest.param(ValueError(message("op", "x", "one", "two", "fix it")), id="value"),
+        pytest.param(TypeError(message("op", "x", "one", "two")), id="type"),
+        pytest.param(UnsupportedError(message("op", "backend", "one", "none")), id="unsupported"),
+    ],
+    indirect=True,
+)
 def test_library_errors_are_one_line_with_exit_code_2(failing_command: str) -> None:
     outcome = runner.invoke(main.app, ["doctor"])
     assert outcome.exit_code == main.EXIT_USER_ERROR
     assert outcome.output == f"error: {failing_command}\n"
 
 
-@pytest.mark.parametrize("failing_command", [PermissionError(13, "Permission denied", "/x/y")],
-                         indirect=True)
+@pytest.mark.parametrize(
+    "failing_command", [PermissionError(13, "Permission denied", "/x/y")], indirect=True
+)
 def test_a_path_that_cannot_be_used_is_named(failing_command: str) -> None:
     outcome = runner.invoke(main.app, ["doctor"])
     assert outcome.exit_code == main.EXIT_USER_ERROR
-    assert outcome.output == ("error: mxpert doctor: /x/y — need a path that can be used, "
-                              "got Permission denied\n")
+    assert outcome.output == (
+        "error: mxpert doctor: /x/y — need a path that can be used, got Permission denied\n"
+    )
 
 
 UNUSABLE = {
     "demo-output": (["demo", "--output", "FILE"], "demo: --output — need a folder"),
     "bench-output": (["bench", "--output", "FILE/deeper"], "bench: --output — need a folder"),
-    **{f"{name}-json": ([*call, "--json", "FOLDER"], f"{call[0]}: --json — need a file")
-       for name, call in {
-           "bench": ["bench"], "demo": ["demo"], "doctor": ["doctor"],
-           "tune": ["tune", "--dry-run"], "inspect": ["inspect", "FILE"],
-           "quantize": ["quantize", "FILE", "FOLDER/new"],
-           "eval": ["eval", "FOLDER", "--text", "FILE"]}.items()},
+    **{
+        f"{name}-json": ([*call, "--json", "FOLDER"], f"{call[0]}: --json — need a file")
+        for name, call in {
+            "bench": ["bench"],
+            "demo": ["demo"],
+            "doctor": ["doctor"],
+            "tune": ["tune", "--dry-run"],
+            "inspect": ["inspect", "FILE"],
+            "quantize": ["quantize", "FILE", "FOLDER/new"],
+            "eval": ["eval", "FOLDER", "--text", "FILE"],
+        }.items()
+    },
     "demo-backend": (["demo", "--backend", "cuda"], "demo: --backend — need one of hopper, "),
     "bench-backend": (["bench", "--backend", "cuda"], "bench: --backend — need one of hopper, "),
 }
 
 
 @pytest.mark.parametrize(("arguments", "match"), UNUSABLE.values(), ids=UNUSABLE)
-def test_unusable_options_are_refused_before_the_work(arguments: list[str], match: str,
-                                                      tmp_path: Path) -> None:
+def test_unusable_options_are_refused_before_the_work(
+    arguments: list[str], match: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
-    given = [each.replace("FILE", str(tmp_path / "file")).replace("FOLDER", str(tmp_path))
-             for each in arguments]
+    given = [
+        each.replace("FILE", str(tmp_path / "file")).replace("FOLDER", str(tmp_path))
+        for each in arguments
+    ]
     outcome = runner.invoke(main.app, given)
     assert outcome.exit_code == main.EXIT_USER_ERROR
     assert match in outcome.stderr
@@ -157,17 +175,27 @@ def test_doctor_prints_tables_and_reasons() -> None:
 
 def test_doctor_names_formats_where_their_answers_differ() -> None:
     def row(op: str, served: bool) -> dict[str, Any]:
-        return {"op": op, "chosen": "triton" if served else "reference",
-                "served_by": ["triton"] * served + ["reference"],
-                "refused": {"hopper": "has no " + op} | (
-                    {} if served else {"triton": "lacks it"})}
+        return {
+            "op": op,
+            "chosen": "triton" if served else "reference",
+            "served_by": ["triton"] * served + ["reference"],
+            "refused": {"hopper": "has no " + op} | ({} if served else {"triton": "lacks it"}),
+        }
 
-    rows = [row("a x", True), row("a y", False), row("b x", False), row("b y", False),
-            row("c", False)]
+    rows = [
+        row("a x", True),
+        row("a y", False),
+        row("b x", False),
+        row("b y", False),
+        row("c", False),
+    ]
     assert doctor.unused_backends(rows) == ["triton lacks it: not a (y), b, c"]
     assert doctor._operation_lines(rows) == [
-        ("a (x)", "triton", "reference"), ("a (y)", "reference", "–"), ("b", "reference", "–"),
-        ("c", "reference", "–")]
+        ("a (x)", "triton", "reference"),
+        ("a (y)", "reference", "–"),
+        ("b", "reference", "–"),
+        ("c", "reference", "–"),
+    ]
 
 
 def test_doctor_fails_when_a_needed_package_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,17 +205,23 @@ def test_doctor_fails_when_a_needed_package_is_too_old(monkeypatch: pytest.Monke
     assert "need 99.0 or newer" in outcome.output
 
 
-@pytest.mark.parametrize("name, inside, outside", [
-    ("torch", ("2.11.0", "2.15.3+cu130"), "2.16.0"), ("triton", ("3.6.0", "3.9.1"), "3.10.0")])
+@pytest.mark.parametrize(
+    "name, inside, outside",
+    [("torch", ("2.11.0", "2.15.3+cu130"), "2.16.0"), ("triton", ("3.6.0", "3.9.1"), "3.10.0")],
+)
 def test_doctor_warns_outside_of_the_tested_range(
-    name: str, inside: tuple[str, ...], outside: str, monkeypatch: pytest.MonkeyPatch,
+    name: str, inside: tuple[str, ...], outside: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = doctor.package_version
     for version in (*inside, outside):
-        monkeypatch.setattr(doctor, "package_version", lambda asked, version=version: (
-            version if asked == name else real(asked)))
-        (found,) = (each for each in doctor.examine_versions(detect_target("cpu"))
-                    if each.name == name)
+        monkeypatch.setattr(
+            doctor,
+            "package_version",
+            lambda asked, version=version: version if asked == name else real(asked),
+        )
+        (found,) = (
+            each for each in doctor.examine_versions(detect_target("cpu")) if each.name == name
+        )
         tested = f"{doctor.MINIMUM_VERSIONS[name]} to {doctor.TESTED_UP_TO[name]}"
         assert found.state == (doctor.WARNING if version == outside else doctor.OK)
         assert tested in found.note
@@ -202,10 +236,14 @@ def triton_on_rocm(monkeypatch: pytest.MonkeyPatch, brought_by: list[str]) -> do
     """What doctor says of Triton where no distribution of that name is installed."""
     versions = {"triton": None, "triton-rocm": "3.7.1"}
     real = doctor.package_version
-    monkeypatch.setattr(doctor, "package_version",
-                        lambda name: versions[name] if name in versions else real(name))
-    monkeypatch.setattr(doctor.importlib.metadata, "packages_distributions",
-                        lambda: {"triton": brought_by} if brought_by else {})
+    monkeypatch.setattr(
+        doctor, "package_version", lambda name: versions[name] if name in versions else real(name)
+    )
+    monkeypatch.setattr(
+        doctor.importlib.metadata,
+        "packages_distributions",
+        lambda: {"triton": brought_by} if brought_by else {},
+    )
     (found,) = (each for each in doctor.examine_versions(ROCM) if each.name == "triton")
     return found
 
@@ -225,12 +263,20 @@ def test_doctor_never_advises_another_triton_on_rocm(monkeypatch: pytest.MonkeyP
 def test_doctor_fits_80_columns_in_sections() -> None:
     text = io.StringIO()
     note = "a note that does not fit beside its finding, " * 3
-    findings = [doctor.Finding("torch", "2.13.0", doctor.OK, "tested: 2.11 to 2.15"),
-                doctor.Finding("ptxas", "12.8", doctor.WARNING, note.strip(), doctor.COMPILER)]
+    findings = [
+        doctor.Finding("torch", "2.13.0", doctor.OK, "tested: 2.11 to 2.15"),
+        doctor.Finding("ptxas", "12.8", doctor.WARNING, note.strip(), doctor.COMPILER),
+    ]
     target = detect_target("cpu")
     facts = {"device": target.name, "arch": target.arch, "kind": target.kind, "num_sms": 2}
-    operations = [{"op": "fused_moe", "chosen": "reference", "served_by": ["reference"],
-                   "refused": {"hopper": "needs a GPU " * 20}}]
+    operations = [
+        {
+            "op": "fused_moe",
+            "chosen": "reference",
+            "served_by": ["reference"],
+            "refused": {"hopper": "needs a GPU " * 20},
+        }
+    ]
     doctor._print(Console(width=200, file=text), facts, findings, operations)
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
     assert max(map(len, lines)) <= doctor.NARROW == 80
@@ -249,18 +295,22 @@ def test_doctor_fails_when_nothing_serves_an_operation(monkeypatch: pytest.Monke
     assert runner.invoke(main.app, ["doctor"]).exit_code == 1
 
 
-@pytest.mark.parametrize(("version", "hazard"), [("12.8", True), ("13.2", True), ("13.3", False),
-                                                 ("14.0", False), (None, False)])
+@pytest.mark.parametrize(
+    ("version", "hazard"),
+    [("12.8", True), ("13.2", True), ("13.3", False), ("14.0", False), (None, False)],
+)
 def test_register_operand_hazard_ends_with_cuda_13_3(version: str | None, hazard: bool) -> None:
     assert Toolchain("3.6.0", "ptxas", version, "cache").register_operand_hazard is hazard
 
 
 def test_minimum_versions_are_those_of_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    stated = project["dependencies"] + [line for lines in project["optional-dependencies"].values()
-                                        for line in lines]
+    stated = project["dependencies"] + [
+        line for lines in project["optional-dependencies"].values() for line in lines
+    ]
     for name, minimum in (doctor.MINIMUM_VERSIONS | doctor.OPTIONAL).items():
-        wanted = doctor.requirement(name) if name in doctor.MINIMUM_VERSIONS else (
-            f"{name}>={minimum}")
+        wanted = (
+            doctor.requirement(name) if name in doctor.MINIMUM_VERSIONS else (f"{name}>={minimum}")
+        )
         assert any(line.split(";")[0].strip() == wanted for line in stated), name
     assert project["requires-python"] == f">={'.'.join(map(str, doctor.MINIMUM_PYTHON))}"

@@ -19,8 +19,13 @@ from mxpert.testing.problems import MoEShape
 
 H200 = TARGETS["nvidia-h200"]
 SHAPE = MoEShape(hidden_size=64, intermediate_size=64, num_experts=4, top_k=2)
-HEAD = {"device": "NVIDIA H200", "date": "2026-11-20", "commit": "abc", "torch": "2.11",
-        "triton": "3.6"}
+HEAD = {
+    "device": "NVIDIA H200",
+    "date": "2026-11-20",
+    "commit": "abc",
+    "torch": "2.11",
+    "triton": "3.6",
+}
 
 
 def config(block_m: int, **settings: int) -> MoEConfig:
@@ -36,8 +41,9 @@ def row(num_tokens: int, chosen: MoEConfig, backend: str = "hopper") -> tables.T
     return tables.TunedRow("bf16xmxfp4", 4, 2, 64, 64, num_tokens, backend, chosen, measured)
 
 
-def problem(num_tokens: int, op: Op = Op.FUSED_MOE, unit: int = 0,
-            layout: Layout = Layout.HOPPER_FRAGMENT) -> MoEProblem:
+def problem(
+    num_tokens: int, op: Op = Op.FUSED_MOE, unit: int = 0, layout: Layout = Layout.HOPPER_FRAGMENT
+) -> MoEProblem:
     whole = Cell("x", SHAPE, num_tokens, "bf16").problem(H200, layout)
     return replace(whole, op=op, routing_block_m=unit)
 
@@ -67,7 +73,12 @@ def test_a_row_answers_near_its_own_token_count(shipped: Path) -> None:
     tables.add_rows(shipped, HEAD, [row(4, FIRST), row(16, SECOND)])
     answering = {tokens: tables.tuned_row(problem(tokens), "hopper") for tokens in range(1, 20)}
     assert {tokens: found.num_tokens for tokens, found in answering.items() if found} == {
-        4: 4, 13: 16, 14: 16, 15: 16, 16: 16}
+        4: 4,
+        13: 16,
+        14: 16,
+        15: 16,
+        16: 16,
+    }
 
 
 def test_dispatch_takes_the_row_of_the_chosen_backend(shipped: Path) -> None:
@@ -89,7 +100,8 @@ def test_dispatch_takes_the_row_of_the_chosen_backend(shipped: Path) -> None:
     stage = explain_problem(problem(4, Op.MOE_DOWN, config.routing_block_m)).resolution
     assert (stage.source, stage.config) == ("table", config.down)
     assert explain_problem(problem(4, Op.MOE_DOWN, 8)).resolution.source == (
-        "table" if 8 % config.down.block_m == 0 else "heuristic")
+        "table" if 8 % config.down.block_m == 0 else "heuristic"
+    )
 
 
 def test_a_row_of_another_version_is_passed_over(shipped: Path) -> None:
@@ -129,33 +141,63 @@ def test_a_table_survives_a_round_trip() -> None:
     assert [replace(each, place="") for each in read] == sorted(rows, key=lambda each: each.key)
 
 
-@pytest.mark.parametrize(("text", "parts"), [
-    pytest.param("{", ["t.json", "need JSON"], id="no-json"),
-    pytest.param("[]", ["t.json", "need an object"], id="list"),
-    pytest.param(edited(lambda d: d["provenance"].pop("commit")), ["provenance", "commit"],
-                 id="no-commit"),
-    pytest.param(edited(lambda d: d.update(rows={})), ["t.json: rows", "a list"], id="no-rows"),
-    pytest.param(edited(lambda d: d.update(extra=1)), ["t.json", "extra"], id="unknown-part"),
-    pytest.param(edited(lambda d: d["rows"][1].pop("us")), ["rows[1]", "us"], id="missing-key"),
-    pytest.param(edited(lambda d: d["rows"][1].update(speed=1)), ["rows[1]", "speed"],
-                 id="unknown-key"),
-    pytest.param(edited(lambda d: d["rows"][0].update(T=4.0)), ["rows[0].T", "4.0"], id="float-T"),
-    pytest.param(edited(lambda d: d["rows"][0].update(E=True)), ["rows[0].E", "True"],
-                 id="boolean-E"),
-    pytest.param(edited(lambda d: d["rows"][0].update(us=-1)), ["rows[0].us"], id="negative-time"),
-    pytest.param(edited(lambda d: d["rows"][0].update(formats="fp8xfp8")),
-                 ["rows[0].formats", "fp8xfp8"], id="unknown-format"),
-    pytest.param(edited(lambda d: d["rows"][0].update(source="guess")), ["rows[0].source"],
-                 id="unknown-source"),
-    pytest.param(edited(lambda d: d["rows"][1]["config"]["down"].update(stages=2)),
-                 ["rows[1].config.down", "stages"], id="unknown-setting"),
-    pytest.param(edited(lambda d: d["rows"][1]["config"]["down"].pop("split_k")),
-                 ["rows[1].config.down", "split_k"], id="missing-setting"),
-    pytest.param(edited(lambda d: d["rows"][1]["config"].update(routing_block_m=12)),
-                 ["rows[1].config.routing_block_m", "12"], id="unit-not-a-multiple"),
-    pytest.param(edited(lambda d: d["rows"][1].update(T=4)), ["rows[1]", "rows[0]"],
-                 id="two-rows-for-one-key"),
-])
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        pytest.param("{", ["t.json", "need JSON"], id="no-json"),
+        pytest.param("[]", ["t.json", "need an object"], id="list"),
+        pytest.param(
+            edited(lambda d: d["provenance"].pop("commit")),
+            ["provenance", "commit"],
+            id="no-commit",
+        ),
+        pytest.param(edited(lambda d: d.update(rows={})), ["t.json: rows", "a list"], id="no-rows"),
+        pytest.param(edited(lambda d: d.update(extra=1)), ["t.json", "extra"], id="unknown-part"),
+        pytest.param(edited(lambda d: d["rows"][1].pop("us")), ["rows[1]", "us"], id="missing-key"),
+        pytest.param(
+            edited(lambda d: d["rows"][1].update(speed=1)), ["rows[1]", "speed"], id="unknown-key"
+        ),
+        pytest.param(
+            edited(lambda d: d["rows"][0].update(T=4.0)), ["rows[0].T", "4.0"], id="float-T"
+        ),
+        pytest.param(
+            edited(lambda d: d["rows"][0].update(E=True)), ["rows[0].E", "True"], id="boolean-E"
+        ),
+        pytest.param(
+            edited(lambda d: d["rows"][0].update(us=-1)), ["rows[0].us"], id="negative-time"
+        ),
+        pytest.param(
+            edited(lambda d: d["rows"][0].update(formats="fp8xfp8")),
+            ["rows[0].formats", "fp8xfp8"],
+            id="unknown-format",
+        ),
+        pytest.param(
+            edited(lambda d: d["rows"][0].update(source="guess")),
+            ["rows[0].source"],
+            id="unknown-source",
+        ),
+        pytest.param(
+            edited(lambda d: d["rows"][1]["config"]["down"].update(stages=2)),
+            ["rows[1].config.down", "stages"],
+            id="unknown-setting",
+        ),
+        pytest.param(
+            edited(lambda d: d["rows"][1]["config"]["down"].pop("split_k")),
+            ["rows[1].config.down", "split_k"],
+            id="missing-setting",
+        ),
+        pytest.param(
+            edited(lambda d: d["rows"][1]["config"].update(routing_block_m=12)),
+            ["rows[1].config.routing_block_m", "12"],
+            id="unit-not-a-multiple",
+        ),
+        pytest.param(
+            edited(lambda d: d["rows"][1].update(T=4)),
+            ["rows[1]", "rows[0]"],
+            id="two-rows-for-one-key",
+        ),
+    ],
+)
 def test_a_bad_table_names_file_row_and_key(text: str, parts: list[str]) -> None:
     with pytest.raises(ValueError, match=r"load_table: .* — need .*, got ") as caught:
         tables.parse_table(text, "t.json")
@@ -163,8 +205,9 @@ def test_a_bad_table_names_file_row_and_key(text: str, parts: list[str]) -> None
         assert part in str(caught.value)
 
 
-def test_a_table_is_replaced_whole_or_not_at_all(tmp_path: Path,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "table.json"
     tables.add_rows(path, HEAD, [row(4, FIRST)])
     before = path.read_text()
@@ -193,22 +236,27 @@ def test_shipped_tables_are_valid() -> None:
     for path in SHIPPED:
         assert path.stem in TARGETS, f"{path.name}: name the device in tune_cells.TARGETS"
         target = TARGETS[path.stem]
-        reasons = [tune_cells.invalid_row(each, target)
-                   for each in tables.read_rows(path, target.name)]
+        reasons = [
+            tune_cells.invalid_row(each, target) for each in tables.read_rows(path, target.name)
+        ]
         assert not any(reasons), "\n".join(reason for reason in reasons if reason)
 
 
-@pytest.mark.parametrize(("changes", "backend", "part"), [
-    pytest.param({}, "hopper", None, id="valid"),
-    pytest.param({"num_warps": 3}, "hopper", "is no config", id="warps"),
-    pytest.param({"block_n": 7}, "hopper", "is no config", id="tile"),
-    pytest.param({}, "triton", "is no config", id="other-backends-tile"),
-    pytest.param({}, "cutlass", "override", id="unknown-backend"),
-])
+@pytest.mark.parametrize(
+    ("changes", "backend", "part"),
+    [
+        pytest.param({}, "hopper", None, id="valid"),
+        pytest.param({"num_warps": 3}, "hopper", "is no config", id="warps"),
+        pytest.param({"block_n": 7}, "hopper", "is no config", id="tile"),
+        pytest.param({}, "triton", "is no config", id="other-backends-tile"),
+        pytest.param({}, "cutlass", "override", id="unknown-backend"),
+    ],
+)
 def test_an_invalid_row_is_found(changes: dict, backend: str, part: str | None) -> None:
     pytest.importorskip("triton")
     kernel = registry._kernels("hopper")[Op.FUSED_MOE]
     chosen = kernel.heuristic(problem(1))
     found = tune_cells.invalid_row(
-        row(1, replace(chosen, down=replace(chosen.down, **changes)), backend), H200)
+        row(1, replace(chosen, down=replace(chosen.down, **changes)), backend), H200
+    )
     assert (found is None) if part is None else part in found

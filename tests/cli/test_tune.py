@@ -34,8 +34,13 @@ from mxpert.testing.timing import Timing
 runner = CliRunner()
 H200 = TARGETS["nvidia-h200"]
 SHAPE = MoEShape(hidden_size=64, intermediate_size=64, num_experts=4, top_k=2)
-HEAD = {"device": "NVIDIA H200", "date": "2026-11-20", "commit": "abc", "torch": "2.11",
-        "triton": "3.6"}
+HEAD = {
+    "device": "NVIDIA H200",
+    "date": "2026-11-20",
+    "commit": "abc",
+    "torch": "2.11",
+    "triton": "3.6",
+}
 LIMIT = 1e-2
 
 
@@ -56,9 +61,14 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 class FakeTrial:
     """Errors, times and failures by config; remembers what was timed together."""
 
-    def __init__(self, us: dict[MoEConfig, float], *, spread: float = 0.02,
-                 errors: dict[MoEConfig, float | Exception] | None = None,
-                 fail_timing: Sequence[MoEConfig] = ()) -> None:
+    def __init__(
+        self,
+        us: dict[MoEConfig, float],
+        *,
+        spread: float = 0.02,
+        errors: dict[MoEConfig, float | Exception] | None = None,
+        fail_timing: Sequence[MoEConfig] = (),
+    ) -> None:
         self.us, self.spread, self.errors = us, spread, errors or {}
         self.fail_timing, self.rounds = fail_timing, []
 
@@ -68,18 +78,30 @@ class FakeTrial:
             raise error
         return error
 
-    def times(self, configs: Sequence[MoEConfig], repeats: int,
-              failures: dict[MoEConfig, Exception]) -> dict[MoEConfig, Timing]:
+    def times(
+        self, configs: Sequence[MoEConfig], repeats: int, failures: dict[MoEConfig, Exception]
+    ) -> dict[MoEConfig, Timing]:
         self.rounds.append((repeats, list(configs)))
-        failures.update({each: RuntimeError("out of resources\nmore") for each in configs
-                         if each in self.fail_timing})
+        failures.update(
+            {
+                each: RuntimeError("out of resources\nmore")
+                for each in configs
+                if each in self.fail_timing
+            }
+        )
         half = self.spread / 2
-        return {each: Timing(self.us[each], self.us[each] * (1 - half), self.us[each] * (1 + half),
-                             repeats) for each in configs if each not in failures}
+        return {
+            each: Timing(
+                self.us[each], self.us[each] * (1 - half), self.us[each] * (1 + half), repeats
+            )
+            for each in configs
+            if each not in failures
+        }
 
 
-def run_search(trial: FakeTrial, configs: Sequence[MoEConfig] = (FIRST, SECOND, THIRD),
-               **options: object) -> object:
+def run_search(
+    trial: FakeTrial, configs: Sequence[MoEConfig] = (FIRST, SECOND, THIRD), **options: object
+) -> object:
     options = {"deadline": 1.0, "clock": lambda: 0.0} | options
     return search(configs, trial, limit=LIMIT, **options)
 
@@ -88,14 +110,18 @@ def states(outcome: object) -> dict[MoEConfig, State]:
     return {each.config: each.state for each in outcome.tried}
 
 
-@pytest.mark.parametrize(("us", "spread", "winner", "source"), [
-    pytest.param(80.0, 0.02, SECOND, "search", id="clearly-faster"),
-    pytest.param(99.0, 0.02, FIRST, "heuristic", id="within-the-spread"),
-    pytest.param(80.0, 0.25, FIRST, "heuristic", id="noisy"),
-    pytest.param(120.0, 0.02, FIRST, "heuristic", id="slower"),
-])
-def test_a_rival_must_beat_the_spread(us: float, spread: float, winner: MoEConfig,
-                                      source: str) -> None:
+@pytest.mark.parametrize(
+    ("us", "spread", "winner", "source"),
+    [
+        pytest.param(80.0, 0.02, SECOND, "search", id="clearly-faster"),
+        pytest.param(99.0, 0.02, FIRST, "heuristic", id="within-the-spread"),
+        pytest.param(80.0, 0.25, FIRST, "heuristic", id="noisy"),
+        pytest.param(120.0, 0.02, FIRST, "heuristic", id="slower"),
+    ],
+)
+def test_a_rival_must_beat_the_spread(
+    us: float, spread: float, winner: MoEConfig, source: str
+) -> None:
     trial = FakeTrial({FIRST: 100.0, SECOND: us, THIRD: 130.0}, spread=spread)
     outcome = run_search(trial)
     assert outcome.winner.config == winner
@@ -114,8 +140,11 @@ def test_a_wrong_candidate_is_told_and_never_timed(error: float) -> None:
 
 
 def test_candidates_that_raise_fail_alone() -> None:
-    trial = FakeTrial({FIRST: 100.0, SECOND: 1.0, THIRD: 90.0}, fail_timing=[THIRD],
-                      errors={SECOND: KeyError("compiler")})
+    trial = FakeTrial(
+        {FIRST: 100.0, SECOND: 1.0, THIRD: 90.0},
+        fail_timing=[THIRD],
+        errors={SECOND: KeyError("compiler")},
+    )
     outcome = run_search(trial)
     assert outcome.winner.config == FIRST
     assert states(outcome) == {FIRST: State.TIMED, SECOND: State.FAILED, THIRD: State.FAILED}
@@ -133,15 +162,18 @@ def test_a_wrong_heuristic_leaves_the_field_to_others() -> None:
     outcome = run_search(trial)
     assert (outcome.winner.config, outcome.heuristic_us) == (SECOND, None)
     assert "heuristic's choice wrong" in outcome.note
-    assert run_search(FakeTrial({}, errors=dict.fromkeys((FIRST, SECOND, THIRD), 1.0))).winner \
-        is None
+    assert (
+        run_search(FakeTrial({}, errors=dict.fromkeys((FIRST, SECOND, THIRD), 1.0))).winner is None
+    )
 
 
 def test_slow_candidates_are_dropped_after_few_replays() -> None:
     trial = FakeTrial({FIRST: 100.0, SECOND: 100 * PRUNE_RATIO + 1, THIRD: 140.0})
     outcome = run_search(trial)
-    assert trial.rounds == [(SCREEN_REPEATS, [FIRST, SECOND, THIRD]),
-                            (FINAL_REPEATS, [FIRST, THIRD])]
+    assert trial.rounds == [
+        (SCREEN_REPEATS, [FIRST, SECOND, THIRD]),
+        (FINAL_REPEATS, [FIRST, THIRD]),
+    ]
     assert states(outcome)[SECOND] is State.SLOW
 
 
@@ -149,14 +181,20 @@ def test_each_batch_meets_the_fastest_so_far() -> None:
     trial = FakeTrial({FIRST: 100.0, SECOND: 70.0, THIRD: 90.0})
     run_search(trial, batch_size=2)
     assert [configs for _, configs in trial.rounds] == [
-        [FIRST, SECOND], [THIRD, SECOND], [FIRST, SECOND, THIRD]]
+        [FIRST, SECOND],
+        [THIRD, SECOND],
+        [FIRST, SECOND, THIRD],
+    ]
 
 
-@pytest.mark.parametrize(("deadline", "end", "tried", "cut_short"), [
-    pytest.param(9.0, 9.0, 3, False, id="enough"),
-    pytest.param(0.0, 9.0, 2, False, id="first-batch-may-exceed-its-share"),
-    pytest.param(0.0, 0.0, 1, True, id="not-the-whole-budget"),
-])
+@pytest.mark.parametrize(
+    ("deadline", "end", "tried", "cut_short"),
+    [
+        pytest.param(9.0, 9.0, 3, False, id="enough"),
+        pytest.param(0.0, 9.0, 2, False, id="first-batch-may-exceed-its-share"),
+        pytest.param(0.0, 0.0, 1, True, id="not-the-whole-budget"),
+    ],
+)
 def test_time_bounds_the_search(deadline: float, end: float, tried: int, cut_short: bool) -> None:
     trial = FakeTrial({FIRST: 3.0, SECOND: 2.0, THIRD: 1.0})
     outcome = run_search(trial, deadline=deadline, end=end, batch_size=2, clock=lambda: 5.0)
@@ -165,8 +203,9 @@ def test_time_bounds_the_search(deadline: float, end: float, tried: int, cut_sho
 
 
 def test_a_grid_is_tried_from_the_heuristic_outwards() -> None:
-    grid = [config(m, num_warps=w, num_stages=s) for m in (8, 16) for w in (4, 8)
-            for s in range(2, 12)]
+    grid = [
+        config(m, num_warps=w, num_stages=s) for m in (8, 16) for w in (4, 8) for s in range(2, 12)
+    ]
     ordered = in_order(config(8, num_warps=8), grid)
     distances = [distance(ordered[0], each) for each in ordered]
     assert sorted(ordered, key=repr) == sorted(grid, key=repr)
@@ -190,21 +229,39 @@ class FakeKernel:
     def heuristic(self, problem: MoEProblem) -> MoEConfig:
         return FIRST
 
-    def launch(self, problem: MoEProblem, config: MoEConfig, *, x: torch.Tensor, weights: object,
-               topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: None,
-               num_local_tokens: None) -> torch.Tensor:
+    def launch(
+        self,
+        problem: MoEProblem,
+        config: MoEConfig,
+        *,
+        x: torch.Tensor,
+        weights: object,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: None,
+        num_local_tokens: None,
+    ) -> torch.Tensor:
         with override(backend="reference"):
-            result = fused_moe(x, weights, topk_weights, topk_ids,
-                               activation=problem.options.activation,
-                               activation_format=problem.options.activation_format)
+            result = fused_moe(
+                x,
+                weights,
+                topk_weights,
+                topk_ids,
+                activation=problem.options.activation,
+                activation_format=problem.options.activation_format,
+            )
         return self.spoil(result) if self.spoil and config == self.spoilt else result
 
 
 def device_trial(kernel: FakeKernel, num_tokens: int, name: str) -> DeviceTrial:
     weights = random_moe_problem(SHAPE, 1).weights
     problem = Cell("x", SHAPE, num_tokens, name).problem(H200, Layout.ROW_MAJOR)
-    return DeviceTrial(Choice(kernel, problem), SHAPE, weights,
-                       Probes.of(SHAPE, weights, MoEOptions(SHAPE.activation, name)))
+    return DeviceTrial(
+        Choice(kernel, problem),
+        SHAPE,
+        weights,
+        Probes.of(SHAPE, weights, MoEOptions(SHAPE.activation, name)),
+    )
 
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp8", "mxfp4", "fp8_token"])
@@ -240,13 +297,16 @@ def scale_between_probes(result: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize(("spoil", "spoilt"), [
-    pytest.param(zero_last, FIRST, id="last-token-of-the-first"),
-    pytest.param(zero_last, SECOND, id="last-token-of-a-later"),
-    pytest.param(poison_between_probes, FIRST, id="nan-in-the-first"),
-    pytest.param(poison_between_probes, SECOND, id="nan-in-a-later"),
-    pytest.param(scale_between_probes, SECOND, id="other-token-of-a-later"),
-])
+@pytest.mark.parametrize(
+    ("spoil", "spoilt"),
+    [
+        pytest.param(zero_last, FIRST, id="last-token-of-the-first"),
+        pytest.param(zero_last, SECOND, id="last-token-of-a-later"),
+        pytest.param(poison_between_probes, FIRST, id="nan-in-the-first"),
+        pytest.param(poison_between_probes, SECOND, id="nan-in-a-later"),
+        pytest.param(scale_between_probes, SECOND, id="other-token-of-a-later"),
+    ],
+)
 def test_the_gate_sees_every_token(spoil: Callable, spoilt: MoEConfig) -> None:
     kernel = FakeKernel()
     kernel.spoil, kernel.spoilt = spoil, spoilt
@@ -268,10 +328,18 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeKernel:
         monkeypatch.setattr(tune, name, lambda *_: H200)
     facts = tune.environment(torch.device("cpu")) | {"device": H200.name}
     monkeypatch.setattr(tune, "environment", lambda _: facts)
-    monkeypatch.setattr(tune, "choose", lambda cell, target, layouts, backend: Choice(
-        kernel, cell.problem(target, Layout.ROW_MAJOR)))
-    monkeypatch.setattr(tune, "invalid_row", lambda row, _: None if row.config in (
-        FIRST, SECOND, THIRD) else "is no config")
+    monkeypatch.setattr(
+        tune,
+        "choose",
+        lambda cell, target, layouts, backend: Choice(
+            kernel, cell.problem(target, Layout.ROW_MAJOR)
+        ),
+    )
+    monkeypatch.setattr(
+        tune,
+        "invalid_row",
+        lambda row, _: None if row.config in (FIRST, SECOND, THIRD) else "is no config",
+    )
     monkeypatch.setattr(tune, "read_bandwidth", lambda _: 4.2e12)
     monkeypatch.setattr(DeviceTrial, "times", lambda self, *rest: fake.times(*rest))
     monkeypatch.setenv("MXPERT_CACHE_DIR", str(tmp_path / "cache"))
@@ -286,8 +354,9 @@ def invoke(*arguments: str) -> object:
 def test_a_run_writes_a_table_that_can_be_read(machine: FakeKernel, tmp_path: Path) -> None:
     machine.spoil = zero_last
     path, report = tmp_path / "new" / "nvidia-h200.json", tmp_path / "report.json"
-    outcome = invoke("--tokens", "1,4", "--output", str(path), "--commit", "f00", "--json",
-                     str(report))
+    outcome = invoke(
+        "--tokens", "1,4", "--output", str(path), "--commit", "f00", "--json", str(report)
+    )
     assert outcome.exit_code == 0, outcome.output
     assert "6 tuned, 0 kept, 0 left" in outcome.output
     assert "wrong 4,2,64,64 T=4 a16w4" in outcome.output
@@ -298,7 +367,10 @@ def test_a_run_writes_a_table_that_can_be_read(machine: FakeKernel, tmp_path: Pa
     assert {row.config for row in rows} == {THIRD}, "the fastest is wrong"
     for row in rows:
         assert (row.measured.us, row.measured.heuristic_us, row.measured.source) == (
-            90.0, 100.0, "search")
+            90.0,
+            100.0,
+            "search",
+        )
     head = tables.parse_provenance(text, "table")
     assert (head["device"], head["commit"], head["read_tbs"]) == ("NVIDIA H200", "f00", 4.2)
     candidates = json.loads(report.read_text())["cells"][0]["candidates"]
@@ -329,8 +401,9 @@ def test_cells_of_another_version_are_tuned_again(machine: FakeKernel, tmp_path:
     assert (again.config, again.measured.commit) == (row.config, "two")
 
 
-def test_an_interrupt_keeps_finished_cells(machine: FakeKernel, tmp_path: Path,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_keeps_finished_cells(
+    machine: FakeKernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "table.json"
     right = DeviceTrial.error
 
@@ -348,16 +421,18 @@ def test_an_interrupt_keeps_finished_cells(machine: FakeKernel, tmp_path: Path,
 
 def test_a_spent_budget_leaves_cells_for_the_next_run(machine: FakeKernel, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    outcome = invoke("--tokens", "1,4", "--format", "bf16", "--output", str(path),
-                     "--time-budget", "1e-9")
+    outcome = invoke(
+        "--tokens", "1,4", "--format", "bf16", "--output", str(path), "--time-budget", "1e-9"
+    )
     assert outcome.exit_code == 0, outcome.output
     assert "2 left" in outcome.output
     assert "run the same command again" in outcome.output
     assert not path.exists(), "a cell in which only the heuristic was tried is not finished"
 
 
-def test_a_cell_without_sound_config_has_no_row(machine: FakeKernel, tmp_path: Path,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_without_sound_config_has_no_row(
+    machine: FakeKernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(DeviceTrial, "error", lambda self, config: float("nan"))
     outcome = invoke("--tokens", "1", "--format", "bf16", "--output", str(tmp_path / "t.json"))
     assert outcome.exit_code == tune.EXIT_NO_WINNER
@@ -385,8 +460,21 @@ def test_a_machine_without_gpu_is_told_so() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_dry_run_lists_cells_of_any_target(target: str) -> None:
     pytest.importorskip("triton")
-    outcome = runner.invoke(app, ["tune", "--dry-run", "--target", target, "--tokens", "1,64",
-                                  "--shape", "8,2,256,512", "--json", "-"])
+    outcome = runner.invoke(
+        app,
+        [
+            "tune",
+            "--dry-run",
+            "--target",
+            target,
+            "--tokens",
+            "1,64",
+            "--shape",
+            "8,2,256,512",
+            "--json",
+            "-",
+        ],
+    )
     assert outcome.exit_code == 0, outcome.output
     document = json.loads(outcome.stdout)
     assert document["target"] == vars(TARGETS[target])
@@ -398,21 +486,27 @@ def test_a_dry_run_lists_cells_of_any_target(target: str) -> None:
     assert "gpt-oss-120b T=64 a4w4" in shown.output
 
 
-@pytest.mark.parametrize(("arguments", "part"), [
-    pytest.param(["--model", "gpt-5"], "gpt-oss-120b", id="unknown-model"),
-    pytest.param(["--shape", "4,2,64"], "E,k,H,F", id="short-shape"),
-    pytest.param(["--shape", "2,4,64,64"], "k of at most E = 2", id="k-above-E"),
-    pytest.param(["--shape", "4,2,64,65"], "multiples of 32", id="odd-width"),
-    pytest.param(["--tokens", "0"], "--tokens", id="no-tokens"),
-    pytest.param(["--tokens", "9999999"], "T · k", id="too-many-tokens"),
-    pytest.param(["--format", "fp8"], "--format", id="unknown-format"),
-    pytest.param(["--time-budget", "0"], "--time-budget", id="no-time"),
-    pytest.param(["--backend", "reference"], "hopper", id="backend-without-tiles"),
-    pytest.param(["--target", "nvidia-h200"], "--dry-run", id="target-without-dry-run"),
-    pytest.param(["--dry-run", "--target", "tpu"], "nvidia-h200", id="unknown-target"),
-    pytest.param(["--dry-run", "--target", "nvidia-b200", "--backend", "hopper"], "needs sm_90",
-                 id="backend-that-cannot"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        pytest.param(["--model", "gpt-5"], "gpt-oss-120b", id="unknown-model"),
+        pytest.param(["--shape", "4,2,64"], "E,k,H,F", id="short-shape"),
+        pytest.param(["--shape", "2,4,64,64"], "k of at most E = 2", id="k-above-E"),
+        pytest.param(["--shape", "4,2,64,65"], "multiples of 32", id="odd-width"),
+        pytest.param(["--tokens", "0"], "--tokens", id="no-tokens"),
+        pytest.param(["--tokens", "9999999"], "T · k", id="too-many-tokens"),
+        pytest.param(["--format", "fp8"], "--format", id="unknown-format"),
+        pytest.param(["--time-budget", "0"], "--time-budget", id="no-time"),
+        pytest.param(["--backend", "reference"], "hopper", id="backend-without-tiles"),
+        pytest.param(["--target", "nvidia-h200"], "--dry-run", id="target-without-dry-run"),
+        pytest.param(["--dry-run", "--target", "tpu"], "nvidia-h200", id="unknown-target"),
+        pytest.param(
+            ["--dry-run", "--target", "nvidia-b200", "--backend", "hopper"],
+            "needs sm_90",
+            id="backend-that-cannot",
+        ),
+    ],
+)
 def test_bad_input_is_one_line(arguments: list[str], part: str) -> None:
     outcome = runner.invoke(app, ["tune", *arguments])
     assert outcome.exit_code == 2, outcome.output
@@ -421,8 +515,9 @@ def test_bad_input_is_one_line(arguments: list[str], part: str) -> None:
     assert part in line
 
 
-def test_an_output_that_cannot_be_written_is_told_before_tuning(machine: FakeKernel,
-                                                                tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_told_before_tuning(
+    machine: FakeKernel, tmp_path: Path
+) -> None:
     outcome = invoke("--output", str(tmp_path))
     assert outcome.exit_code == 2
     assert "--output" in outcome.output

@@ -21,16 +21,23 @@ def test_fused_moe_takes_what_route_topk_returns():
     inputs = layer()
     routed = mxpert.route_topk(torch.randn(5, 4), top_k=2)
     given = mxpert.fused_moe(inputs.x, inputs.weights, *routed, activation=mxpert.SiLU())
-    named = mxpert.fused_moe(inputs.x, inputs.weights, topk_ids=routed[1], topk_weights=routed[0],
-                             activation=mxpert.SiLU())
+    named = mxpert.fused_moe(
+        inputs.x,
+        inputs.weights,
+        topk_ids=routed[1],
+        topk_weights=routed[0],
+        activation=mxpert.SiLU(),
+    )
     assert torch.equal(given, named)
     plan = mxpert.make_routing_plan(*routed, num_experts=4, routing_block_m=8)
     validate_routing_plan(plan, *routed, num_experts=4)
 
 
-@pytest.mark.parametrize("function", [
-    mxpert.fused_moe, mxpert.make_routing_plan, validate_routing, validate_routing_plan],
-    ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [mxpert.fused_moe, mxpert.make_routing_plan, validate_routing, validate_routing_plan],
+    ids=lambda function: function.__name__,
+)
 def test_weights_stand_directly_before_ids(function):
     names = list(inspect.signature(function).parameters)
     assert names.index("topk_ids") == names.index("topk_weights") + 1
@@ -43,7 +50,8 @@ def test_floating_ids_are_reported_as_swapped_and_never_cast(ids_dtype):
     calls = (
         lambda: mxpert.fused_moe(inputs.x, inputs.weights, ids, floats, activation=mxpert.SiLU()),
         lambda: mxpert.make_routing_plan(ids, floats, num_experts=4, routing_block_m=8),
-        lambda: validate_routing(ids, floats, num_experts=4))
+        lambda: validate_routing(ids, floats, num_experts=4),
+    )
     for call in calls:
         with pytest.raises(TypeError, match=r"need int32.*looks swapped") as caught:
             call()

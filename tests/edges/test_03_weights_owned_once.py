@@ -33,16 +33,28 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def mixtral() -> Any:
     torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(
-        vocab_size=32, hidden_size=64, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4,
-        num_experts_per_tok=2, tie_word_embeddings=False))
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=32,
+            hidden_size=64,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            tie_word_embeddings=False,
+        )
+    )
 
 
 def refs_of(model: torch.nn.Module) -> list[weakref.ref[torch.Tensor]]:
     """Weak references to the experts' parameters."""
-    found = [weakref.ref(parameter) for name, parameter in model.named_parameters()
-             if ".experts." in name]
+    found = [
+        weakref.ref(parameter)
+        for name, parameter in model.named_parameters()
+        if ".experts." in name
+    ]
     assert len(found) == 4
     return found
 
@@ -68,7 +80,8 @@ def rank_of_a_sharded_step(rank: int, store: str) -> None:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
         assert parameter.to_local().numel() <= -(-parameter.shape[0] // RANKS) * (
-            parameter.numel() // parameter.shape[0]), name
+            parameter.numel() // parameter.shape[0]
+        ), name
     loss, expected = (m(IDS, labels=IDS).loss for m in (model, whole))
     assert_exact(loss.detach(), expected.detach(), "loss")
     loss.backward()
@@ -82,12 +95,17 @@ def rank_of_a_sharded_step(rank: int, store: str) -> None:
 
 def test_fsdp2_keeps_a_shard_of_the_experts_on_each_rank(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ranks = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path / "store")],
-                              stderr=subprocess.PIPE, text=True, env=environment)
-             for rank in range(RANKS)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(tmp_path / "store")],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(RANKS)
+    ]
     try:
-        outcomes = [(process.communicate(timeout=200)[1], process.returncode)
-                    for process in ranks]
+        outcomes = [(process.communicate(timeout=200)[1], process.returncode) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -123,8 +141,9 @@ def test_a_failed_conversion_leaves_one_owner_too() -> None:
 def test_a_recipe_may_follow_a_recipe() -> None:
     model = mixtral()
     before = dict(model.named_parameters())
-    hybrid = mxpert.convert(mxpert.convert(model, recipe=MXFP8Recipe()),
-                            recipe=MXFP8Recipe.hybrid())
+    hybrid = mxpert.convert(
+        mxpert.convert(model, recipe=MXFP8Recipe()), recipe=MXFP8Recipe.hybrid()
+    )
     assert hybrid.model.layers[0].mlp.experts.recipe == MXFP8Recipe.hybrid()
     assert all(parameter is before[name] for name, parameter in hybrid.named_parameters())
 

@@ -18,9 +18,17 @@ KEY = "model.layers.0.mlp.experts.{}"
 
 def converted(seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
-    config = dict(vocab_size=32, hidden_size=64, intermediate_size=32, num_hidden_layers=1,
-                  num_attention_heads=2, num_key_value_heads=2, num_local_experts=4,
-                  num_experts_per_tok=2, head_dim=32)
+    config = dict(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        head_dim=32,
+    )
     model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**config | changes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -29,10 +37,14 @@ def converted(seed: int = 0, **changes: Any) -> Any:
     return mxpert.convert(model, progress=False)
 
 
-@pytest.mark.parametrize("change", [
-    pytest.param({"num_local_experts": 2}, id="fewer experts"),
-    pytest.param({"num_local_experts": 8}, id="more experts"),
-    pytest.param({"intermediate_size": 64}, id="wider experts")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"num_local_experts": 2}, id="fewer experts"),
+        pytest.param({"num_local_experts": 8}, id="more experts"),
+        pytest.param({"intermediate_size": 64}, id="wider experts"),
+    ],
+)
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("assign", [True, False])
 def test_other_sizes_are_refused(change: dict[str, int], strict: bool, assign: bool) -> None:

@@ -16,9 +16,16 @@ from mxpert.testing.numerics import assert_exact
 
 IDS = torch.arange(12)[None]
 COMMON: dict[str, Any] = dict(
-    vocab_size=32, hidden_size=64, intermediate_size=32, num_hidden_layers=1,
-    num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-    tie_word_embeddings=False)
+    vocab_size=32,
+    hidden_size=64,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    tie_word_embeddings=False,
+)
 MODELS = {
     "mixtral": ("Mixtral", {}),
     "minimax": ("MiniMax", {"layer_types": ["full_attention"], "head_dim": 32}),
@@ -38,19 +45,24 @@ def build(family: str) -> Any:
 
 def load(directory: Path, dtype: torch.dtype) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, experts_implementation="mxpert").eval()
+        directory, dtype=dtype, experts_implementation="mxpert"
+    ).eval()
 
 
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_every_parameter_has_the_dtype_that_was_asked_for(
-    family: str, dtype: torch.dtype, tmp_path: Path,
+    family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     dense = build(family)
     dense.save_pretrained(tmp_path / "dense")
     # What Transformers itself makes of the dense checkpoint in this dtype.
-    wanted = {name: tensor.dtype for name, tensor in transformers.AutoModelForCausalLM
-              .from_pretrained(tmp_path / "dense", dtype=dtype).named_parameters()}
+    wanted = {
+        name: tensor.dtype
+        for name, tensor in transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "dense", dtype=dtype
+        ).named_parameters()
+    }
     converted = mxpert.convert(dense, progress=False)
     converted.save_pretrained(tmp_path / "mxfp4")
     model = load(tmp_path / "mxfp4", dtype)

@@ -19,28 +19,44 @@ from mxpert.integrations.module_paths import choose_modules, match_modules, shor
 from mxpert.integrations.quantize_checkpoint import quantize_checkpoint
 from mxpert.testing.numerics import assert_exact
 
-TWO_IN_A_LAYER = ["model.layers.0.mlp.experts", "model.layers.0.mlp.routed.experts",
-                  "model.layers.1.mlp.experts"]
-GPT_STYLE = ["transformer.h.0.moe.experts", "transformer.h.1.moe.experts",
-             "transformer.h.10.moe.experts", "transformer.h.9.moe.experts"]
+TWO_IN_A_LAYER = [
+    "model.layers.0.mlp.experts",
+    "model.layers.0.mlp.routed.experts",
+    "model.layers.1.mlp.experts",
+]
+GPT_STYLE = [
+    "transformer.h.0.moe.experts",
+    "transformer.h.1.moe.experts",
+    "transformer.h.10.moe.experts",
+    "transformer.h.9.moe.experts",
+]
 
 
 def dense(directory: Path, modules: list[str]) -> dict[str, torch.Tensor]:
     """Write a bf16 checkpoint with one matrix per expert; returns the down projections."""
     torch.manual_seed(0)
-    tensors = {f"{module}.{expert}.{part}_proj.weight": torch.randn(32, 32).bfloat16()
-               for module in modules for expert in range(2) for part in ("gate", "up", "down")}
+    tensors = {
+        f"{module}.{expert}.{part}_proj.weight": torch.randn(32, 32).bfloat16()
+        for module in modules
+        for expert in range(2)
+        for part in ("gate", "up", "down")
+    }
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(
-        {"model_type": "toy", "hidden_size": 32, "num_experts": 2}), encoding="utf-8")
-    return {module: torch.stack([tensors[f"{module}.{expert}.down_proj.weight"]
-                                 for expert in range(2)]).float() for module in modules}
+    (directory / "config.json").write_text(
+        json.dumps({"model_type": "toy", "hidden_size": 32, "num_experts": 2}), encoding="utf-8"
+    )
+    return {
+        module: torch.stack(
+            [tensors[f"{module}.{expert}.down_proj.weight"] for expert in range(2)]
+        ).float()
+        for module in modules
+    }
 
 
 @pytest.mark.parametrize("modules", [TWO_IN_A_LAYER, GPT_STYLE], ids=["two in a layer", "gpt"])
 def test_every_module_is_loaded_and_inspected_by_its_path(
-    modules: list[str], tmp_path: Path,
+    modules: list[str], tmp_path: Path
 ) -> None:
     down = dense(tmp_path / "bf16", modules)
     report = quantize_checkpoint(tmp_path / "bf16", tmp_path / "mxfp4")
@@ -60,8 +76,11 @@ def test_every_module_is_loaded_and_inspected_by_its_path(
             values = dequantize_blocks(loaded[entry.module].down_proj)
             error = (down[entry.module] - values).norm() / down[entry.module].norm()
             assert entry.relative_l2 == pytest.approx(float(error), rel=1e-5)
-        (alone,) = (found for found in inspect_checkpoint(tmp_path / "mxfp4", layer=entry.module)
-                    if found.projection == entry.projection)
+        (alone,) = (
+            found
+            for found in inspect_checkpoint(tmp_path / "mxfp4", layer=entry.module)
+            if found.projection == entry.projection
+        )
         assert alone.scale_histogram == entry.scale_histogram
 
 
@@ -70,22 +89,27 @@ def test_a_number_is_short_for_the_only_module_of_its_layer(tmp_path: Path) -> N
     quantize_checkpoint(tmp_path / "bf16", tmp_path / "mxfp4")
     ((name, _),) = load_expert_weights(tmp_path / "mxfp4", layers=[1])
     assert name == TWO_IN_A_LAYER[2]
-    with pytest.raises(ValueError, match=r"need a layer with one experts module, got 0 with "
-                       r"\['model.layers.0.mlp.experts', .*name a module by its full path"):
+    with pytest.raises(
+        ValueError,
+        match=r"need a layer with one experts module, got 0 with "
+        r"\['model.layers.0.mlp.experts', .*name a module by its full path",
+    ):
         load_expert_weights(tmp_path / "mxfp4", layers=[0])
     with pytest.raises(ValueError, match=r"need modules among .* got 'model\.layers\.2\.mlp"):
         load_expert_weights(tmp_path / "mxfp4", layers=["model.layers.2.mlp.experts"])
     with pytest.raises(TypeError, match=r"need module paths or layer numbers, got 1\.0"):
         choose_modules(TWO_IN_A_LAYER, [1.0], "test")  # type: ignore[list-item]
     assert {entry.module for entry in inspect_checkpoint(tmp_path / "mxfp4", layer=0)} == set(
-        TWO_IN_A_LAYER[:2])
+        TWO_IN_A_LAYER[:2]
+    )
 
 
 def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     dense(tmp_path / "bf16", GPT_STYLE)
     quantize_checkpoint(tmp_path / "bf16", tmp_path / "mxfp4")
     assert [name for name, _ in load_expert_weights(tmp_path / "mxfp4")] == [
-        f"transformer.h.{layer}.moe.experts" for layer in (0, 1, 9, 10)]
+        f"transformer.h.{layer}.moe.experts" for layer in (0, 1, 9, 10)
+    ]
 
 
 def test_renamed_parents_match_by_number_where_that_is_unambiguous() -> None:
@@ -93,7 +117,8 @@ def test_renamed_parents_match_by_number_where_that_is_unambiguous() -> None:
     new = [name.replace("block_sparse_moe", "mlp") for name in old]
     assert match_modules(new, old) == dict(zip(new, old, strict=True))
     assert match_modules(TWO_IN_A_LAYER, old) == {
-        TWO_IN_A_LAYER[2]: "model.layers.1.block_sparse_moe.experts"}
+        TWO_IN_A_LAYER[2]: "model.layers.1.block_sparse_moe.experts"
+    }
 
 
 def test_a_source_that_could_be_either_is_refused(tmp_path: Path) -> None:
@@ -105,9 +130,17 @@ def test_a_source_that_could_be_either_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_with_two_experts_modules_in_a_layer_converts(tmp_path: Path) -> None:
-    model: Any = transformers.MixtralForCausalLM(transformers.MixtralConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=2))
+    model: Any = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=32,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=2,
+        )
+    )
     mlp = model.model.layers[0].mlp
     mlp.more_experts = type(mlp.experts)(model.config)
     torch.nn.init.normal_(mlp.more_experts.gate_up_proj)

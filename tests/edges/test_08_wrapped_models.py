@@ -38,14 +38,30 @@ class WrapperWithConfig(Wrapper):
 
 def mixtral() -> Any:
     torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(
-        vocab_size=32, hidden_size=64, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)).eval()
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=32,
+            hidden_size=64,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        )
+    ).eval()
 
 
-@pytest.mark.parametrize("wrap", [
-    Wrapper, WrapperWithConfig, torch.nn.DataParallel, torch.compile,
-    lambda model: Wrapper(Wrapper(model))], ids=["plain", "config", "parallel", "compile", "twice"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        Wrapper,
+        WrapperWithConfig,
+        torch.nn.DataParallel,
+        torch.compile,
+        lambda model: Wrapper(Wrapper(model)),
+    ],
+    ids=["plain", "config", "parallel", "compile", "twice"],
+)
 def test_the_inner_model_saves_a_checkpoint_that_loads(wrap: Any, tmp_path: Path) -> None:
     model = mixtral()
     wrapper = mxpert.convert(wrap(model), progress=False)
@@ -54,7 +70,8 @@ def test_the_inner_model_saves_a_checkpoint_that_loads(wrap: Any, tmp_path: Path
     assert stated["quant_method"] == "mxfp4"
     assert "lm_head" in stated["modules_to_not_convert"]
     again, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, experts_implementation="mxpert", output_loading_info=True)
+        tmp_path, experts_implementation="mxpert", output_loading_info=True
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert_exact(again(IDS).logits, model(IDS).logits, "logits")
@@ -69,7 +86,8 @@ def test_the_base_model_inside_can_be_saved(tmp_path: Path) -> None:
     model = mxpert.convert(mixtral(), progress=False)
     model.model.save_pretrained(tmp_path)
     base, info = transformers.AutoModel.from_pretrained(
-        tmp_path, experts_implementation="mxpert", output_loading_info=True)
+        tmp_path, experts_implementation="mxpert", output_loading_info=True
+    )
     assert not info["missing_keys"]
     assert_exact(base(IDS).last_hidden_state, model.model(IDS).last_hidden_state, "states")
 
@@ -83,19 +101,37 @@ def test_a_wrapped_model_of_another_quantiser_is_refused() -> None:
 
 @pytest.mark.parametrize("inner", [False, True], ids=["whole", "language model alone"])
 def test_a_multimodal_model_and_the_model_inside_load_again(inner: bool, tmp_path: Path) -> None:
-    model: Any = transformers.Qwen3VLMoeForConditionalGeneration(transformers.Qwen3VLMoeConfig(
-        text_config=dict(
-            vocab_size=64, hidden_size=64, moe_intermediate_size=32, intermediate_size=64,
-            head_dim=32, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1,
-            num_experts=4, num_experts_per_tok=2,
-            rope_scaling={"rope_type": "default", "mrope_section": [4, 4, 8]}),
-        vision_config=dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2,
-                           out_hidden_size=64, deepstack_visual_indexes=[0]))).eval()
+    model: Any = transformers.Qwen3VLMoeForConditionalGeneration(
+        transformers.Qwen3VLMoeConfig(
+            text_config=dict(
+                vocab_size=64,
+                hidden_size=64,
+                moe_intermediate_size=32,
+                intermediate_size=64,
+                head_dim=32,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                num_hidden_layers=1,
+                num_experts=4,
+                num_experts_per_tok=2,
+                rope_scaling={"rope_type": "default", "mrope_section": [4, 4, 8]},
+            ),
+            vision_config=dict(
+                depth=1,
+                hidden_size=32,
+                intermediate_size=32,
+                num_heads=2,
+                out_hidden_size=64,
+                deepstack_visual_indexes=[0],
+            ),
+        )
+    ).eval()
     mxpert.convert(model, progress=False)
     saved = model.model.language_model if inner else model
     saved.save_pretrained(tmp_path)
     again, info = type(saved).from_pretrained(
-        tmp_path, experts_implementation="mxpert", output_loading_info=True)
+        tmp_path, experts_implementation="mxpert", output_loading_info=True
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert_exact(again(IDS)[0], saved(IDS)[0], "output")

@@ -21,9 +21,17 @@ IDS = torch.arange(12)[None]
 def shared(layers: int = 3) -> Any:
     """Layers 0 and 2 share one experts module."""
     torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(
-        vocab_size=32, hidden_size=64, intermediate_size=32, num_hidden_layers=layers,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)).eval()
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=32,
+            hidden_size=64,
+            intermediate_size=32,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        )
+    ).eval()
     model.model.layers[2].mlp.experts = model.model.layers[0].mlp.experts
     return model
 
@@ -38,7 +46,9 @@ def apart(model: Any) -> Any:
 def test_it_is_found_once_with_all_its_places() -> None:
     found = find_experts(shared(), "test")
     assert [(entry.name, len(entry.places)) for entry in found] == [
-        ("model.layers.0.mlp.experts", 2), ("model.layers.1.mlp.experts", 1)]
+        ("model.layers.0.mlp.experts", 2),
+        ("model.layers.1.mlp.experts", 1),
+    ]
 
 
 def test_two_names_in_one_parent_are_two_places() -> None:

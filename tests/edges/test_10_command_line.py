@@ -55,18 +55,33 @@ def assert_one_line(outcome: Any, *parts: str) -> None:
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A gpt-oss checkpoint in MXFP4, in three shards."""
-    return write_demo_checkpoint(tmp_path_factory.mktemp("quantised") / "tiny", hidden_size=64,
-                                 intermediate_size=64, num_experts=4, top_k=2, num_layers=2)
+    return write_demo_checkpoint(
+        tmp_path_factory.mktemp("quantised") / "tiny",
+        hidden_size=64,
+        intermediate_size=64,
+        num_experts=4,
+        top_k=2,
+        num_layers=2,
+    )
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Mixtral in bf16, in several shards."""
     path = tmp_path_factory.mktemp("dense") / "tiny"
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, bos_token_id=None,
-        eos_token_id=None)).to(torch.bfloat16)
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    ).to(torch.bfloat16)
     model.save_pretrained(path, max_shard_size="200KB")
     assert len(list(path.glob("*.safetensors"))) > 1
     return path
@@ -109,7 +124,8 @@ def replace_by_fifo(path: Path) -> None:
 def many_digits(path: Path) -> None:
     config = (path / "config.json").read_text("utf-8")
     (path / "config.json").write_text(
-        config.replace('"num_hidden_layers": 2', f'"num_hidden_layers": {"7" * 5000}'), "utf-8")
+        config.replace('"num_hidden_layers": 2', f'"num_hidden_layers": {"7" * 5000}'), "utf-8"
+    )
 
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
@@ -119,37 +135,47 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "string-quantization-config": lambda path: edit_config(path, quantization_config="mxfp4"),
     "deep-config": lambda path: (path / "config.json").write_text("[" * 200_000 + "]" * 200_000),
     "deep-index": lambda path: (path / "model.safetensors.index.json").write_text(
-        '{"weight_map":' * 100_000 + "1" + "}" * 100_000),
+        '{"weight_map":' * 100_000 + "1" + "}" * 100_000
+    ),
     "5000-digits": many_digits,
     "config-is-a-list": lambda path: (path / "config.json").write_text("[]"),
-    "config-is-a-fifo": lambda path: ((path / "config.json").unlink(),
-                                      os.mkfifo(path / "config.json")),
+    "config-is-a-fifo": lambda path: (
+        (path / "config.json").unlink(),
+        os.mkfifo(path / "config.json"),
+    ),
     "sizes-are-text": lambda path: edit_config(path, hidden_size="large"),
 }
-CASES = [(damage, command) for damage in DAMAGES
-         for command in ("demo", "eval", "inspect", "quantize")
-         # quantize takes sizes from the tensors and copies the config
-         if (damage, command) != ("sizes-are-text", "quantize")]
+CASES = [
+    (damage, command)
+    for damage in DAMAGES
+    for command in ("demo", "eval", "inspect", "quantize")
+    # quantize takes sizes from the tensors and copies the config
+    if (damage, command) != ("sizes-are-text", "quantize")
+]
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("damage", "command"), CASES)
 def test_damaged_checkpoints_are_one_line(
-        damage: str, command: str, quantised: Path, dense: Path, text: Path,
-        tmp_path: Path) -> None:
+    damage: str, command: str, quantised: Path, dense: Path, text: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "checkpoint"
     shutil.copytree(dense if command == "quantize" else quantised, path)
     DAMAGES[damage](path)
-    arguments = {"demo": ["--checkpoint", path, "--output", tmp_path / "out", "--tokens", 1],
-                 "eval": [path, "--text", text, "--context", 16, "--device", "cpu"],
-                 "inspect": [path, "--source", path],
-                 "quantize": [path, tmp_path / "out"]}[command]
+    arguments = {
+        "demo": ["--checkpoint", path, "--output", tmp_path / "out", "--tokens", 1],
+        "eval": [path, "--text", text, "--context", 16, "--device", "cpu"],
+        "inspect": [path, "--source", path],
+        "quantize": [path, tmp_path / "out"],
+    }[command]
     assert_one_line(run(command, *arguments))
 
 
-@pytest.mark.parametrize("entry", [
-    None, "text", {}, {"sha256": 1}, {"sha256": "0", "bytes": "many", "projections": None},
-], ids=repr)
+@pytest.mark.parametrize(
+    "entry",
+    [None, "text", {}, {"sha256": 1}, {"sha256": "0", "bytes": "many", "projections": None}],
+    ids=repr,
+)
 def test_a_damaged_manifest_is_one_line(entry: Any, dense: Path, tmp_path: Path) -> None:
     assert run("quantize", dense, tmp_path / "out").exit_code == 0
     path = tmp_path / "out" / "mxpert_quantize.json"
@@ -186,16 +212,16 @@ def calls(quantised: Path, dense: Path, text: Path, folder: Path) -> dict[str, l
         "bench": ["--scale", 64, "--tokens", "1", "--stage", "layer", "--output", folder],
         "tune": ["--dry-run", "--target", "nvidia-h200", "--tokens", "64"],
         "inspect": [quantised],
-        "eval": [quantised, "--text", text, "--context", 16, "--max-tokens", 32,
-                 "--device", "cpu"],
+        "eval": [quantised, "--text", text, "--context", 16, "--max-tokens", 32, "--device", "cpu"],
         "quantize": [dense, folder / "mxfp4"],
     }
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_json_means_one_thing(command: str, quantised: Path, dense: Path, text: Path,
-                              tmp_path: Path) -> None:
+def test_json_means_one_thing(
+    command: str, quantised: Path, dense: Path, text: Path, tmp_path: Path
+) -> None:
     """A path gets the report; "-" is standard output, and all else goes to standard error."""
     arguments = calls(quantised, dense, text, tmp_path / "out")[command]
     before = os.umask(0o027)
@@ -217,8 +243,9 @@ def test_json_means_one_thing(command: str, quantised: Path, dense: Path, text: 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("command", ["demo", "bench"])
-def test_reports_in_folders_respect_the_umask(command: str, quantised: Path, dense: Path,
-                                              text: Path, tmp_path: Path) -> None:
+def test_reports_in_folders_respect_the_umask(
+    command: str, quantised: Path, dense: Path, text: Path, tmp_path: Path
+) -> None:
     before = os.umask(0o022)
     try:
         run(command, *calls(quantised, dense, text, tmp_path / "out")[command])
@@ -232,21 +259,30 @@ def test_reports_in_folders_respect_the_umask(command: str, quantised: Path, den
 @needs_full
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_full_disk_is_one_line(command: str, quantised: Path, dense: Path, text: Path,
-                                 tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line(
+    command: str, quantised: Path, dense: Path, text: Path, tmp_path: Path
+) -> None:
     arguments = calls(quantised, dense, text, tmp_path / "out")[command]
     assert_one_line(run(command, *arguments, "--json", FULL), str(FULL), "No space left on device")
     assert stat.S_ISCHR(FULL.stat().st_mode)  # not replaced by a file
 
 
 @needs_full
-@pytest.mark.parametrize("arguments", [
-    ["doctor"], ["doctor", "--json", "-"], ["--help"], ["inspect", "--help"], ["--version"],
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [["doctor"], ["doctor", "--json", "-"], ["--help"], ["inspect", "--help"], ["--version"]],
+    ids=" ".join,
+)
 def test_full_standard_output_is_one_line(arguments: list[str]) -> None:
     with FULL.open("w") as full:
-        done = subprocess.run([sys.executable, "-m", "mxpert", *arguments], stdout=full,
-                              stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "mxpert", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
@@ -271,8 +307,14 @@ def test_a_pipe_with_a_reader_gets_the_report(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")):
+    for error in (
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"
+        ),
+    ):
+
         def fail(*_: object, error: Exception = error) -> None:
             raise error
 
@@ -291,12 +333,25 @@ def test_an_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch, tmp_path
 # ---- both vocabularies --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", ["a16w4,a8w4,a4w4,a8w4-token", "bf16,mxfp8,mxfp4,fp8_token",
-                                   "a16w4,mxfp8,bf16,a4w4,fp8_token"])
-def test_both_vocabularies_are_accepted(names: str, tmp_path: Path,
-                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = run("tune", "--dry-run", "--target", "nvidia-h200", "--tokens", "64", "--format", names,
-                "--json", "-")
+@pytest.mark.parametrize(
+    "names",
+    ["a16w4,a8w4,a4w4,a8w4-token", "bf16,mxfp8,mxfp4,fp8_token", "a16w4,mxfp8,bf16,a4w4,fp8_token"],
+)
+def test_both_vocabularies_are_accepted(
+    names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = run(
+        "tune",
+        "--dry-run",
+        "--target",
+        "nvidia-h200",
+        "--tokens",
+        "64",
+        "--format",
+        names,
+        "--json",
+        "-",
+    )
     found = [row["cell"].rpartition(" ")[2] for row in json.loads(shown.stdout)["cells"]]
     assert found == ["a16w4", "a8w4", "a4w4", "a8w4-token"]
     requests: list[bench.Request] = []
@@ -310,8 +365,9 @@ def test_both_vocabularies_are_accepted(names: str, tmp_path: Path,
     assert requests[0].formats == ["bf16", "mxfp8", "mxfp4", "fp8_token"]
 
 
-def test_eval_takes_both_vocabularies(quantised: Path, text: Path,
-                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_takes_both_vocabularies(
+    quantised: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[list[str]] = []
 
     def note(*_: object, formats: list[str], **__: object) -> None:
@@ -325,11 +381,14 @@ def test_eval_takes_both_vocabularies(quantised: Path, text: Path,
 
 
 @pytest.mark.parametrize("command", ["bench", "tune", "eval"])
-def test_an_unknown_format_lists_both_vocabularies(command: str, quantised: Path,
-                                                   text: Path) -> None:
+def test_an_unknown_format_lists_both_vocabularies(
+    command: str, quantised: Path, text: Path
+) -> None:
     arguments = [quantised, "--text", text] if command == "eval" else []
-    assert_one_line(run(command, *arguments, "--format", "w4a16"),
-                    "a16w4,a8w4,a4w4,a8w4-token or bf16,mxfp8,mxfp4,fp8_token")
+    assert_one_line(
+        run(command, *arguments, "--format", "w4a16"),
+        "a16w4,a8w4,a4w4,a8w4-token or bf16,mxfp8,mxfp4,fp8_token",
+    )
 
 
 # ---- as a new user sees it ----------------------------------------------------------------------
@@ -337,8 +396,14 @@ def test_an_unknown_format_lists_both_vocabularies(command: str, quantised: Path
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_nothing_is_cut_at_80_columns(command: str, quantised: Path, dense: Path, text: Path,
-                                      tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_cut_at_80_columns(
+    command: str,
+    quantised: Path,
+    dense: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     arguments = calls(quantised, dense, text, tmp_path / "out")[command]
     if command == "inspect":  # the widest table
@@ -359,10 +424,19 @@ def test_narrow_tables_leave_columns_out_and_cut_no_cell(width: int) -> None:
     cells = [[f"row{i}", "x" * 30, "y" * 20, str(10**i)] for i in range(9)]
     print_table(console, "A title [with brackets]", columns, cells)
     shown = console.export_text()
-    kept = [name for name in ("first to go", "second")
-            if f"{name}" in shown.partition("left out")[0]]
-    assert kept == {20: [], 40: ["second"], 60: ["second"], 80: ["first to go", "second"],
-                    200: ["first to go", "second"]}[width]
+    kept = [
+        name for name in ("first to go", "second") if f"{name}" in shown.partition("left out")[0]
+    ]
+    assert (
+        kept
+        == {
+            20: [],
+            40: ["second"],
+            60: ["second"],
+            80: ["first to go", "second"],
+            200: ["first to go", "second"],
+        }[width]
+    )
     assert "…" not in shown
     for row in cells:
         assert row[0] in shown
@@ -395,21 +469,99 @@ def test_help_teaches(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- fuzz ---------------------------------------------------------------------------------------
 
-NASTY = ["", " ", "0", "-1", "-0", "1", "16", "nan", "inf", "1e308", "9" * 5000, "2147483648",
-         "١٢", "1,,2", "1,1", ",", "bf16", "a8w4,mxfp8", "A16W4", "layer", "[red]", "[/]", "é😀",
-         "a b", "-", "--", "--json", ".", "..", "/", "/dev/null", "/nowhere/x", "file", "folder",
-         "pipe", "x" * 5000, "cpu", "cuda:99", "meta", "auto", "gpt-oss-20b", "4,2,64,64",
-         "0,0,0,0", "reference", "triton", "nvidia-h200", "floor", "ceil", "\udcff", "%s", "{0}"]
+NASTY = [
+    "",
+    " ",
+    "0",
+    "-1",
+    "-0",
+    "1",
+    "16",
+    "nan",
+    "inf",
+    "1e308",
+    "9" * 5000,
+    "2147483648",
+    "١٢",
+    "1,,2",
+    "1,1",
+    ",",
+    "bf16",
+    "a8w4,mxfp8",
+    "A16W4",
+    "layer",
+    "[red]",
+    "[/]",
+    "é😀",
+    "a b",
+    "-",
+    "--",
+    "--json",
+    ".",
+    "..",
+    "/",
+    "/dev/null",
+    "/nowhere/x",
+    "file",
+    "folder",
+    "pipe",
+    "x" * 5000,
+    "cpu",
+    "cuda:99",
+    "meta",
+    "auto",
+    "gpt-oss-20b",
+    "4,2,64,64",
+    "0,0,0,0",
+    "reference",
+    "triton",
+    "nvidia-h200",
+    "floor",
+    "ceil",
+    "\udcff",
+    "%s",
+    "{0}",
+]
 OPTIONS = {
     "doctor": ["--json"],
     "demo": ["--checkpoint", "--output", "--tokens", "--layers", "--backend", "--json"],
-    "bench": ["--model", "--tokens", "--format", "--stage", "--routing", "--backend", "--scale",
-              "--output", "--json"],
-    "tune": ["--model", "--shape", "--tokens", "--format", "--time-budget", "--output", "--backend",
-             "--commit", "--target", "--json", "--dry-run", "--force"],
+    "bench": [
+        "--model",
+        "--tokens",
+        "--format",
+        "--stage",
+        "--routing",
+        "--backend",
+        "--scale",
+        "--output",
+        "--json",
+    ],
+    "tune": [
+        "--model",
+        "--shape",
+        "--tokens",
+        "--format",
+        "--time-budget",
+        "--output",
+        "--backend",
+        "--commit",
+        "--target",
+        "--json",
+        "--dry-run",
+        "--force",
+    ],
     "inspect": ["--source", "--layer", "--json"],
-    "eval": ["--text", "--format", "--context", "--max-tokens", "--batch", "--device", "--json",
-             "--plot", "--bytes"],
+    "eval": [
+        "--text",
+        "--format",
+        "--context",
+        "--max-tokens",
+        "--batch",
+        "--device",
+        "--json",
+        "--plot",
+        "--bytes",
+    ],
     "quantize": ["--scale-rule", "--device", "--json"],
 }
 FLAGS = {"--dry-run", "--force", "--bytes"}
@@ -426,8 +578,13 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     def done(*_: object, **__: object) -> None:
         raise typer.Exit(0)
 
-    for module, name in ((demo, "run_demo"), (demo, "write_demo_checkpoint"), (bench, "run_bench"),
-                         (tune, "run_tune"), (eval_module, "load_dense")):
+    for module, name in (
+        (demo, "run_demo"),
+        (demo, "write_demo_checkpoint"),
+        (bench, "run_bench"),
+        (tune, "run_tune"),
+        (eval_module, "load_dense"),
+    ):
         monkeypatch.setattr(module, name, done)
     for name in ("examine_toolchain", "examine_operations"):  # the machine stays the same
         monkeypatch.setattr(doctor, name, functools.cache(getattr(doctor, name)))
@@ -441,11 +598,13 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_any_arguments_end_in_a_documented_way(command: str, sandbox: Path) -> None:
     """Exit code 0, 1 or 2, no traceback, no hang; 100 calls of each command."""
     value = st.sampled_from(NASTY) | st.text(max_size=8)
-    option = st.sampled_from(OPTIONS[command]).flatmap(lambda name: st.just([name]) if name in FLAGS
-                                                       else st.tuples(st.just(name), value))
+    option = st.sampled_from(OPTIONS[command]).flatmap(
+        lambda name: st.just([name]) if name in FLAGS else st.tuples(st.just(name), value)
+    )
 
-    @settings(max_examples=100, deadline=None, database=None,
-              suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(st.lists(option, max_size=4), st.lists(value, max_size=2))
     def check(options: list[Any], positional: list[str]) -> None:
         arguments = [part.replace("\0", "") for each in options for part in each]

@@ -85,8 +85,9 @@ EVERYWHERE = {
     "index nested too deeply": replace(INDEX_FILE, f'{{"weight_map": {DEEP}}}'),
     "index with a long integer": replace(INDEX_FILE, f'{{"metadata": {LONG}}}'),
     "index with a name that no file has": replace(
-        INDEX_FILE, json.dumps({"weight_map": {
-            "model.layers.0.mlp.experts.gate_up_proj_blocks": "x" * 5000}})),
+        INDEX_FILE,
+        json.dumps({"weight_map": {"model.layers.0.mlp.experts.gate_up_proj_blocks": "x" * 5000}}),
+    ),
 }
 IN_THE_CONFIG = {
     "config nested too deeply": replace("config.json", f'{{"hidden_size": {DEEP}}}'),
@@ -96,9 +97,11 @@ IN_THE_CONFIG = {
     "quantization_config as a string": change_config(quantization_config="mxfp4"),
     "quantization_config as a list": change_config(quantization_config=["mxfp4"]),
     "order as a list": change_config(
-        quantization_config={"quant_method": "mxfp4", "mxpert": {"gate_up_order": ["a"]}}),
+        quantization_config={"quant_method": "mxfp4", "mxpert": {"gate_up_order": ["a"]}}
+    ),
     "mxpert as a string": change_config(
-        quantization_config={"quant_method": "mxfp4", "mxpert": "interleaved"}),
+        quantization_config={"quant_method": "mxfp4", "mxpert": "interleaved"}
+    ),
 }
 OF_GPT_OSS = {
     "more layers than memory": change_config(num_hidden_layers=10**30),
@@ -183,9 +186,16 @@ def test_a_shard_that_is_damaged_after_it_was_opened_is_refused(damaged: Any) ->
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bf16 checkpoint with the experts of one layer."""
     directory = tmp_path_factory.mktemp("dense")
-    save_file({f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight":
-               torch.randn(32, 32).bfloat16() for expert in range(2)
-               for part in ("gate", "up", "down")}, directory / "model.safetensors")
+    save_file(
+        {
+            f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight": torch.randn(
+                32, 32
+            ).bfloat16()
+            for expert in range(2)
+            for part in ("gate", "up", "down")
+        },
+        directory / "model.safetensors",
+    )
     (directory / "config.json").write_text("{}", encoding="utf-8")
     return directory
 
@@ -196,22 +206,56 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no shards": (lambda m: m | {"shards": None}, "shards — need an object"),
     "an entry as a string": (
         lambda m: m | {"shards": {"model-00001-of-00001.safetensors": "done"}},
-        f"{ENTRY} — need an object"),
-    **{f"an entry without {key}": (
-        lambda m, key=key: m | {"shards": {name: {k: v for k, v in entry.items() if k != key}
-                                           for name, entry in m["shards"].items()}},
-        rf"{ENTRY}\.{key} — need a value of type") for key in ("sha256", "bytes", "projections")},
-    **{f"a projection with {key}={value!r}": (
-        lambda m, key=key, value=value: m | {"shards": {
-            name: entry | {"projections": [entry["projections"][0] | {key: value}]}
-            for name, entry in m["shards"].items()}},
-        r"projections\[0\] — need an object with") for key, value in (
-            ("shape", [1, 2]), ("shape", ["a", 2, 3]), ("signal", "1"), ("more", 1),
-            ("noise", None), ("module", 3))},
+        f"{ENTRY} — need an object",
+    ),
+    **{
+        f"an entry without {key}": (
+            lambda m, key=key: (
+                m
+                | {
+                    "shards": {
+                        name: {k: v for k, v in entry.items() if k != key}
+                        for name, entry in m["shards"].items()
+                    }
+                }
+            ),
+            rf"{ENTRY}\.{key} — need a value of type",
+        )
+        for key in ("sha256", "bytes", "projections")
+    },
+    **{
+        f"a projection with {key}={value!r}": (
+            lambda m, key=key, value=value: (
+                m
+                | {
+                    "shards": {
+                        name: entry | {"projections": [entry["projections"][0] | {key: value}]}
+                        for name, entry in m["shards"].items()
+                    }
+                }
+            ),
+            r"projections\[0\] — need an object with",
+        )
+        for key, value in (
+            ("shape", [1, 2]),
+            ("shape", ["a", 2, 3]),
+            ("signal", "1"),
+            ("more", 1),
+            ("noise", None),
+            ("module", 3),
+        )
+    },
     "a projection as a number": (
-        lambda m: m | {"shards": {name: entry | {"projections": [1]}
-                                  for name, entry in m["shards"].items()}},
-        r"projections\[0\] — need an object with"),
+        lambda m: (
+            m
+            | {
+                "shards": {
+                    name: entry | {"projections": [1]} for name, entry in m["shards"].items()
+                }
+            }
+        ),
+        r"projections\[0\] — need an object with",
+    ),
 }
 
 
@@ -233,8 +277,10 @@ def test_a_manifest_nested_too_deeply_is_refused(dense: Path, tmp_path: Path) ->
 
 
 def test_expert_numbers_of_thousands_of_digits_are_refused(tmp_path: Path) -> None:
-    save_file({f"model.layers.0.mlp.experts.{LONG}.w1.weight": torch.zeros(32, 32)},
-              tmp_path / "model.safetensors")
+    save_file(
+        {f"model.layers.0.mlp.experts.{LONG}.w1.weight": torch.zeros(32, 32)},
+        tmp_path / "model.safetensors",
+    )
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(RuntimeError, match="need experts made of gate, up and down weights alone"):
         quantize_checkpoint(tmp_path, tmp_path.parent / "out")
@@ -255,7 +301,7 @@ def test_files_have_the_mode_of_the_umask(mask: int, dense: Path, tmp_path: Path
 
 
 def test_a_full_disk_is_an_oserror_that_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"half")

@@ -15,7 +15,10 @@ from mxpert.formats import count_wide_blocks, quantize_blocks, quantize_spans
 from mxpert.ops.moe import describe_down, describe_fused_moe, describe_gate_up
 from mxpert.ops.rows import activate_rows, activate_rows_backward
 from mxpert.problem import (
-    ACTIVATION_FORMAT_ALIASES, ACTIVATION_FORMATS, activation_mx_format, parse_activation_format,
+    ACTIVATION_FORMAT_ALIASES,
+    ACTIVATION_FORMATS,
+    activation_mx_format,
+    parse_activation_format,
 )
 from mxpert.testing.problems import MoEShape, random_moe_problem
 
@@ -26,8 +29,13 @@ Q8 = quantize_blocks(X, "mxfp8")
 LOGITS = torch.randn(3, 8)
 
 
-def spans(x: Any = X, fmt: Any = "mxfp8", rule: Any = ScaleRule.RCEIL, span: Any = ScaleSpan.ROW,
-          **options: Any) -> Callable[[], Any]:
+def spans(
+    x: Any = X,
+    fmt: Any = "mxfp8",
+    rule: Any = ScaleRule.RCEIL,
+    span: Any = ScaleSpan.ROW,
+    **options: Any,
+) -> Callable[[], Any]:
     return lambda: quantize_spans(x, fmt, rule, span, **options)
 
 
@@ -48,8 +56,9 @@ def route(factor: Any) -> Callable[[], Any]:
 
 
 def fused(**options: Any) -> Callable[[], Any]:
-    return lambda: mxpert.fused_moe(LAYER.x, LAYER.weights, *ROUTED,
-                                    **{"activation": mxpert.SiLU(), **options})
+    return lambda: mxpert.fused_moe(
+        LAYER.x, LAYER.weights, *ROUTED, **{"activation": mxpert.SiLU(), **options}
+    )
 
 
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -61,20 +70,35 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "spans-ragged": (spans(X[:, :100]), ValueError, r"x\.shape — need .* multiple of 32, got"),
     "spans-rule": (spans(rule="rceil"), TypeError, "quantize_spans: rule — need a ScaleRule"),
     "spans-format": (spans(fmt="nvfp4"), ValueError, "quantize_spans: fmt — need one of"),
-    "spans-starts-float": (spans(group_starts=torch.zeros(2)), TypeError,
-                           r"quantize_spans: group_starts\.dtype — need int32 or int64"),
-    "spans-starts-shape": (spans(group_starts=torch.zeros(2, 2).long()), ValueError,
-                           r"quantize_spans: group_starts\.shape"),
-    "spans-starts-empty": (spans(group_starts=torch.zeros(0).long()), ValueError,
-                           r"quantize_spans: group_starts\.shape"),
+    "spans-starts-float": (
+        spans(group_starts=torch.zeros(2)),
+        TypeError,
+        r"quantize_spans: group_starts\.dtype — need int32 or int64",
+    ),
+    "spans-starts-shape": (
+        spans(group_starts=torch.zeros(2, 2).long()),
+        ValueError,
+        r"quantize_spans: group_starts\.shape",
+    ),
+    "spans-starts-empty": (
+        spans(group_starts=torch.zeros(0).long()),
+        ValueError,
+        r"quantize_spans: group_starts\.shape",
+    ),
     "count-name": (count(span="row"), TypeError, "count_wide_blocks: span — need a ScaleSpan"),
     "count-none": (count(span=None), TypeError, "count_wide_blocks: span — need a ScaleSpan"),
     "count-auto": (count(span=ScaleSpan.AUTO), ValueError, "count_wide_blocks: span — need BLOCK"),
     "count-type": (count(X), TypeError, "count_wide_blocks: tensor — need an MXTensor"),
-    "count-mxfp4": (count(quantize_blocks(X, "mxfp4")), ValueError,
-                    "count_wide_blocks: tensor.format — need mxfp8"),
-    "count-axis": (count(quantize_blocks(torch.zeros(32, 32), "mxfp8", 0)), ValueError,
-                   "count_wide_blocks: tensor — need axis -1"),
+    "count-mxfp4": (
+        count(quantize_blocks(X, "mxfp4")),
+        ValueError,
+        "count_wide_blocks: tensor.format — need mxfp8",
+    ),
+    "count-axis": (
+        count(quantize_blocks(torch.zeros(32, 32), "mxfp8", 0)),
+        ValueError,
+        "count_wide_blocks: tensor — need axis -1",
+    ),
     "capacity-negative": (capacity(-1), ValueError, "padded_capacity: num_rows — need at least 0"),
     "capacity-float": (capacity(2.5), TypeError, "padded_capacity: num_rows — need an int, got"),
     "capacity-nan": (capacity(float("nan")), TypeError, "padded_capacity: num_rows — need an int"),
@@ -91,12 +115,21 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "factor-bool": (route(True), TypeError, "routed_scaling_factor — need a number, got True"),
     "limit-huge": (lambda: mxpert.SwiGLU(limit=10**400), ValueError, "SwiGLU: limit — need a fin"),
     "alpha-huge": (lambda: mxpert.SwiGLU(alpha=10**400), ValueError, "SwiGLU: alpha — need a fin"),
-    "format-of-quantize": (lambda: mxpert.quantize(X, "nvfp4"), ValueError,
-                           r"^quantize: format — need one of \['mxfp4', 'mxfp8', .*got 'nvfp4'"),
-    "format-of-dual": (lambda: mxpert.quantize_dual(X, "nvfp4"), ValueError,
-                       "^quantize_dual: format — need one of"),
-    "format-of-blocks": (lambda: quantize_blocks(X, "nvfp4"), ValueError,
-                         "^quantize_blocks: fmt — need one of"),
+    "format-of-quantize": (
+        lambda: mxpert.quantize(X, "nvfp4"),
+        ValueError,
+        r"^quantize: format — need one of \['mxfp4', 'mxfp8', .*got 'nvfp4'",
+    ),
+    "format-of-dual": (
+        lambda: mxpert.quantize_dual(X, "nvfp4"),
+        ValueError,
+        "^quantize_dual: format — need one of",
+    ),
+    "format-of-blocks": (
+        lambda: quantize_blocks(X, "nvfp4"),
+        ValueError,
+        "^quantize_blocks: fmt — need one of",
+    ),
 }
 
 
@@ -111,12 +144,15 @@ def test_bad_arguments_are_named(case: str) -> None:
 
 def test_wide_blocks_of_a_block_are_none() -> None:
     tensor = quantize_blocks(torch.tensor([[1.0] * 32 + [2.0**12] * 32]), "mxfp8")
-    assert [int(count_wide_blocks(tensor, span)) for span in (
-        ScaleSpan.ROW, ScaleSpan.SPAN128, ScaleSpan.BLOCK)] == [1, 1, 0]
+    assert [
+        int(count_wide_blocks(tensor, span))
+        for span in (ScaleSpan.ROW, ScaleSpan.SPAN128, ScaleSpan.BLOCK)
+    ] == [1, 1, 0]
 
 
-@pytest.mark.parametrize("starts", [[-320, 64, 9999], [64, 32, 0], [0, 2**60], [96], [-1, -1]],
-                         ids=str)
+@pytest.mark.parametrize(
+    "starts", [[-320, 64, 9999], [64, 32, 0], [0, 2**60], [96], [-1, -1]], ids=str
+)
 @pytest.mark.parametrize("span", [ScaleSpan.ROW, ScaleSpan.SPAN128], ids=lambda span: span.name)
 def test_group_starts_are_clamped(starts: list[int], span: ScaleSpan) -> None:
     """Every block keeps a scale that holds its own values: no span is lost or read outside."""
@@ -127,20 +163,30 @@ def test_group_starts_are_clamped(starts: list[int], span: ScaleSpan) -> None:
     assert ((q.dequantize() - x).abs() <= by_row).all()
 
 
-@pytest.mark.parametrize("activation", ["silu", "swiglu", "clamped_silu", "situ_v2", "gelu", None,
-                                        mxpert.SiLU, torch.nn.SiLU()], ids=repr)
+@pytest.mark.parametrize(
+    "activation",
+    ["silu", "swiglu", "clamped_silu", "situ_v2", "gelu", None, mxpert.SiLU, torch.nn.SiLU()],
+    ids=repr,
+)
 def test_an_activation_that_is_no_object_is_told_what_to_pass(activation: Any) -> None:
     rows = torch.zeros(2, 64)
-    calls = (fused(activation=activation), lambda: activate_rows(rows, activation),
-             lambda: activate_rows_backward(torch.zeros(2, 32), rows, activation))
+    calls = (
+        fused(activation=activation),
+        lambda: activate_rows(rows, activation),
+        lambda: activate_rows_backward(torch.zeros(2, 32), rows, activation),
+    )
     for call in calls:
         with pytest.raises(TypeError) as caught:
             call()
         text = str(caught.value)
         assert re.search(r"activation — need an activation object: SiLU\(\), .* got ", text)
         remedy = text.rsplit("; pass mxpert.", 1)[1]
-        assert remedy == {"clamped_silu": "ClampedSiLU()", "situ_v2": "SiTUv2()",
-                          "silu": "SiLU()", mxpert.SiLU: "SiLU()"}.get(activation, "SwiGLU()")
+        assert remedy == {
+            "clamped_silu": "ClampedSiLU()",
+            "situ_v2": "SiTUv2()",
+            "silu": "SiLU()",
+            mxpert.SiLU: "SiLU()",
+        }.get(activation, "SwiGLU()")
 
 
 @pytest.mark.parametrize("alias", ACTIVATION_FORMAT_ALIASES)
@@ -151,19 +197,25 @@ def test_aliases_name_the_same_layer(alias: str) -> None:
     whole = [fused(activation_format=spelled)() for spelled in (alias, name)]
     assert torch.equal(*whole)
     plan = mxpert.make_routing_plan(*ROUTED, num_experts=4, routing_block_m=16)
-    rows = [mxpert.moe_gate_up(LAYER.x, LAYER.weights, plan, activation=silu,
-                               activation_format=spelled) for spelled in (alias, name)]
+    rows = [
+        mxpert.moe_gate_up(LAYER.x, LAYER.weights, plan, activation=silu, activation_format=spelled)
+        for spelled in (alias, name)
+    ]
     assert type(rows[0]) is type(rows[1])
-    out = [mxpert.moe_down(h, LAYER.weights, plan, activation_format=spelled)
-           for h, spelled in zip(rows, (alias, name), strict=True)]
+    out = [
+        mxpert.moe_down(h, LAYER.weights, plan, activation_format=spelled)
+        for h, spelled in zip(rows, (alias, name), strict=True)
+    ]
     assert torch.equal(*out)
-    for describe in (lambda spelled: describe_fused_moe(
-                         LAYER.x, LAYER.weights, *ROUTED, activation=silu,
-                         activation_format=spelled),
-                     lambda spelled: describe_gate_up(
-                         LAYER.x, LAYER.weights, plan, activation=silu, activation_format=spelled),
-                     lambda spelled: describe_down(
-                         rows[0], LAYER.weights, plan, activation_format=spelled)):
+    for describe in (
+        lambda spelled: describe_fused_moe(
+            LAYER.x, LAYER.weights, *ROUTED, activation=silu, activation_format=spelled
+        ),
+        lambda spelled: describe_gate_up(
+            LAYER.x, LAYER.weights, plan, activation=silu, activation_format=spelled
+        ),
+        lambda spelled: describe_down(rows[0], LAYER.weights, plan, activation_format=spelled),
+    ):
         assert describe(alias) is describe(name)
     assert activation_mx_format(alias, "op") == activation_mx_format(name, "op")
 

@@ -14,7 +14,9 @@ from mxpert.integrations.convert import mx_experts, restore
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE
 
 LAYERS: dict[str, tuple[type, tuple[int, ...]]] = {
-    "MXMoE": (MXMoE, (32, 32, 4, 2)), "MXGroupedLinear": (MXGroupedLinear, (4, 32, 32))}
+    "MXMoE": (MXMoE, (32, 32, 4, 2)),
+    "MXGroupedLinear": (MXGroupedLinear, (4, 32, 32)),
+}
 BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "int64": ({"dtype": torch.int64}, TypeError, "dtype — need float32 or bfloat16 or float16"),
     "float8": ({"dtype": torch.float8_e4m3fn}, TypeError, "dtype — need"),
@@ -76,9 +78,17 @@ def test_formats_of_the_recipe_are_names(value: Any) -> None:
 
 @pytest.fixture
 def converted() -> Any:
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=2))
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=32,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=2,
+        )
+    )
     return mxpert.convert(model, progress=False)
 
 

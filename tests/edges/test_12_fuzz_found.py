@@ -23,15 +23,19 @@ BAD: dict[str, Callable[[], Any]] = {
     "no columns": lambda: formats.quantize_token_rows(torch.zeros(3, 0)),
     "array as limit": lambda: mxpert.SwiGLU(limit=ARRAY),  # type: ignore[arg-type]
     "array as out_dtype": lambda: mxpert.fused_moe(
-        LAYER.x, LAYER.weights, LAYER.topk_weights, LAYER.topk_ids, activation=mxpert.SiLU(),
-        out_dtype=ARRAY),  # type: ignore[arg-type]
+        LAYER.x,
+        LAYER.weights,
+        LAYER.topk_weights,
+        LAYER.topk_ids,
+        activation=mxpert.SiLU(),
+        out_dtype=ARRAY,
+    ),  # type: ignore[arg-type]
     "array as dtype": lambda: W.dequantize(ARRAY),  # type: ignore[arg-type]
-    "array as groups": lambda: mxpert.route_topk(
-        torch.zeros(1, 4), 1, top_groups=ARRAY),  # type: ignore[arg-type]
+    "array as groups": lambda: mxpert.route_topk(torch.zeros(1, 4), 1, top_groups=ARRAY),  # type: ignore[arg-type]
     "device as certificate": lambda: formats.fold(W, torch.device("cpu")),  # type: ignore[arg-type]
     "layout as out_dtype": lambda: combine_rows(
-        torch.ones(2, 2), torch.tensor([[0, 1]]),
-        out_dtype=torch.strided),  # type: ignore[arg-type]
+        torch.ones(2, 2), torch.tensor([[0, 1]]), out_dtype=torch.strided
+    ),  # type: ignore[arg-type]
     "empty path": lambda: LAYER.weights.save(""),
     "huge layer": lambda: MXGroupedLinear(2**63, 32, 32, device="meta"),
 }

@@ -23,8 +23,9 @@ def plain_install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(tmp_path: Path) -> tuple[int, dict, str]:
-    done = CliRunner().invoke(app, ["demo", "--tokens", "1,40", "--output", str(tmp_path),
-                                    "--json", "-"])
+    done = CliRunner().invoke(
+        app, ["demo", "--tokens", "1,40", "--output", str(tmp_path), "--json", "-"]
+    )
     return done.exit_code, json.loads(done.stdout), done.stderr
 
 
@@ -46,8 +47,11 @@ def test_a_wrong_layer_fails_the_demo(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def gate_and_up_exchanged(layer, hidden):
         part = layer.weights.gate_up_proj
-        swapped = replace(part, qdata=part.qdata.unflatten(1, (-1, 2)).flip(2).flatten(1, 2),
-                          scale=part.scale.unflatten(1, (-1, 2)).flip(2).flatten(1, 2))
+        swapped = replace(
+            part,
+            qdata=part.qdata.unflatten(1, (-1, 2)).flip(2).flatten(1, 2),
+            scale=part.scale.unflatten(1, (-1, 2)).flip(2).flatten(1, 2),
+        )
         return right(replace(layer, weights=replace(layer.weights, gate_up_proj=swapped)), hidden)
 
     monkeypatch.setattr(command, "loop_over_experts", gate_and_up_exchanged)
@@ -61,7 +65,13 @@ def test_the_loop_is_the_layer_of_the_reference() -> None:
     case = next(command.random_cases([3], 24, torch.device("cpu")))
     topk_weights, topk_ids = command.route(case, 24)
     with command.float64_reference():
-        truth = command.fused_moe(case.rows(24), case.weights.plain, topk_weights, topk_ids,
-                                  activation=case.layer.activation, out_dtype=torch.float64)
+        truth = command.fused_moe(
+            case.rows(24),
+            case.weights.plain,
+            topk_weights,
+            topk_ids,
+            activation=case.layer.activation,
+            out_dtype=torch.float64,
+        )
     # The reference rounds the intermediate to bfloat16 (2^-9 at most for each value), the loop not.
     assert relative_l2(truth, case.oracle) < 2**-8

@@ -23,8 +23,9 @@ GROUPS, ROWS, N, K = 2, 64, 96, 64
 OFFSETS = torch.tensor([0, 40, 64])
 A = torch.randn(ROWS, K).bfloat16()
 B = torch.randn(GROUPS, N, K).bfloat16()
-GEMM = GroupedProblem(Op.GROUPED_GEMM, H200, ROWS, GROUPS, N, K, "bf16", "bf16", True,
-                      torch.bfloat16)
+GEMM = GroupedProblem(
+    Op.GROUPED_GEMM, H200, ROWS, GROUPS, N, K, "bf16", "bf16", True, torch.bfloat16
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +47,7 @@ def said(call: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    return [str(each.message) for each in caught
-            if issubclass(each.category, PerformanceWarning)]
+    return [str(each.message) for each in caught if issubclass(each.category, PerformanceWarning)]
 
 
 def by_span(span: ScaleSpan, *, transposed: bool) -> tuple[mxpert.MXTensor, mxpert.MXTensor]:
@@ -59,20 +59,26 @@ def by_span(span: ScaleSpan, *, transposed: bool) -> tuple[mxpert.MXTensor, mxpe
 
 
 SLOW: dict[str, tuple[Callable[[], object], str, str]] = {
-    "narrow": (lambda: (mxpert.grouped_gemm, A, B[:, :4], OFFSETS),
-               "runs on the triton backend: hopper writes rows of whole 16 bytes, got 4 columns",
-               "pad the operand to a multiple of 8"),
-    "odd depth": (lambda: (mxpert.grouped_gemm, A[:, :36].contiguous(),
-                           B[..., :36].contiguous(), OFFSETS),
-                  "runs on the triton backend: hopper reads rows of whole 16 bytes, got K = 36",
-                  "pad K to a multiple of 8"),
-    "bf16 wgrad": (lambda: (mxpert.grouped_wgrad, A, A, OFFSETS),
-                   "runs on the triton backend: hopper reads operands with the reduction contig",
-                   "quantise both"),
-    "not transposed": (lambda: (mxpert.grouped_gemm, *by_span(ScaleSpan.ROW, transposed=False),
-                                OFFSETS),
-                       "multiplies in bf16: FP8 tensor cores need the reduction contiguous",
-                       "the other copy of quantize_dual, with trans_b=True"),
+    "narrow": (
+        lambda: (mxpert.grouped_gemm, A, B[:, :4], OFFSETS),
+        "runs on the triton backend: hopper writes rows of whole 16 bytes, got 4 columns",
+        "pad the operand to a multiple of 8",
+    ),
+    "odd depth": (
+        lambda: (mxpert.grouped_gemm, A[:, :36].contiguous(), B[..., :36].contiguous(), OFFSETS),
+        "runs on the triton backend: hopper reads rows of whole 16 bytes, got K = 36",
+        "pad K to a multiple of 8",
+    ),
+    "bf16 wgrad": (
+        lambda: (mxpert.grouped_wgrad, A, A, OFFSETS),
+        "runs on the triton backend: hopper reads operands with the reduction contig",
+        "quantise both",
+    ),
+    "not transposed": (
+        lambda: (mxpert.grouped_gemm, *by_span(ScaleSpan.ROW, transposed=False), OFFSETS),
+        "multiplies in bf16: FP8 tensor cores need the reduction contiguous",
+        "the other copy of quantize_dual, with trans_b=True",
+    ),
 }
 """An op with its arguments, the reason, the remedy."""
 
@@ -82,8 +88,12 @@ def request_of(name: str) -> tuple[Callable[[], object], Callable[[], object], s
     make, reason, remedy = SLOW[name]
     op, *arguments = make()  # type: ignore[misc]
     options = {"trans_b": False} if name == "not transposed" else {}
-    return (lambda: op(*arguments, **options),
-            lambda: mxpert.explain(op, *arguments, **options), reason, remedy)
+    return (
+        lambda: op(*arguments, **options),
+        lambda: mxpert.explain(op, *arguments, **options),
+        reason,
+        remedy,
+    )
 
 
 @pytest.mark.parametrize("name", SLOW)
@@ -105,8 +115,7 @@ def test_the_warning_names_the_callers_line(on_h200: None) -> None:
 
 def test_generated_code_without_a_module_name_is_warned(on_h200: None) -> None:
     """exec'd code, such as that of torch.fx, may run in globals without ``__name__``."""
-    scope = {"op": mxpert.grouped_gemm, "a": A, "b": B[:, :4],
-             "offsets": OFFSETS}
+    scope = {"op": mxpert.grouped_gemm, "a": A, "b": B[:, :4], "offsets": OFFSETS}
     with pytest.warns(PerformanceWarning):
         exec(compile("op(a, b, offsets)", "generated", "exec"), scope)
 
@@ -143,8 +152,9 @@ def test_the_usual_operands_are_fast(span: ScaleSpan, on_h200: None) -> None:
 
 
 def test_weights_that_are_not_prepared() -> None:
-    problem = MoEProblem(Op.FUSED_MOE, H200, 16, 4, 8, 256, 256, MoEOptions(SiLU()),
-                         Layout.ROW_MAJOR)
+    problem = MoEProblem(
+        Op.FUSED_MOE, H200, 16, 4, 8, 256, 256, MoEOptions(SiLU()), Layout.ROW_MAJOR
+    )
     (told,) = said(lambda: resolve(problem))
     assert "fused_moe on sm_90 runs on the triton backend: hopper needs weights in" in told
     assert "weights.prepare(device=...)" in told
@@ -156,10 +166,15 @@ def test_the_reference_on_a_gpu_is_told_with_every_reason() -> None:
     assert "; triton writes bfloat16" in told
 
 
-@pytest.mark.parametrize("target", [
-    Target("cuda", "sm_100", "NVIDIA B200", 148, 232448),
-    Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024),
-    Target("cpu", "cpu", "x86_64", 2, 0)], ids=lambda target: target.arch)
+@pytest.mark.parametrize(
+    "target",
+    [
+        Target("cuda", "sm_100", "NVIDIA B200", 148, 232448),
+        Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024),
+        Target("cpu", "cpu", "x86_64", 2, 0),
+    ],
+    ids=lambda target: target.arch,
+)
 def test_where_there_is_nothing_faster_nothing_is_said(target: Target) -> None:
     """The portable backend is the fast one elsewhere, and the reference on a CPU."""
     for problem in (GEMM, replace(GEMM, n=4)):

@@ -22,9 +22,17 @@ EVERY_ALIAS = pytest.mark.parametrize(("alias", "full"), ALIASES.items())
 @pytest.fixture
 def model() -> Any:
     torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)).eval()
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        )
+    ).eval()
 
 
 def formats_of(model: Any) -> list[str]:
@@ -45,14 +53,16 @@ def test_from_pretrained(alias: str, full: str, model: Any, tmp_path: Path) -> N
     for directory in ("dense", "mxfp4"):
         for name in (alias, full):
             loaded = transformers.AutoModelForCausalLM.from_pretrained(
-                tmp_path / directory, experts_implementation=f"mxpert_{name}")
+                tmp_path / directory, experts_implementation=f"mxpert_{name}"
+            )
             assert formats_of(loaded) == [full]
 
 
 @EVERY_ALIAS
 def test_the_module(alias: str, full: str) -> None:
-    weights = quantize_weights(torch.ones(2, 64, 32), torch.ones(2, 32, 32),
-                               gate_up_order=mxpert.GateUpOrder.CONCATENATED)
+    weights = quantize_weights(
+        torch.ones(2, 64, 32), torch.ones(2, 32, 32), gate_up_order=mxpert.GateUpOrder.CONCATENATED
+    )
     made = mxpert.MoE(weights, torch.ones(2, 32), top_k=1, activation_format=alias)
     assert made.experts.activation_format == full
 
@@ -63,8 +73,10 @@ def test_evaluate(model: Any) -> None:
 
 
 def test_errors_list_both(model: Any) -> None:
-    for call in (lambda: mxpert.convert(model, "int8"),
-                 lambda: evaluate(model, torch.arange(64), context=32, formats=["int8"])):
+    for call in (
+        lambda: mxpert.convert(model, "int8"),
+        lambda: evaluate(model, torch.arange(64), context=32, formats=["int8"]),
+    ):
         with pytest.raises(ValueError, match=r"'mxfp8' \('a8w4'\).* got 'int8'"):
             call()
     with pytest.raises(ValueError, match="formats — need a list of names, got 'a8w4'"):

@@ -18,8 +18,11 @@ def layer() -> mxpert.MoE:
     return mxpert.MoE(INPUTS.weights, ROUTER, top_k=2, activation=INPUTS.activation).eval()
 
 
-@pytest.mark.parametrize("x", [torch.randn(96, 5).T, torch.randn(96, 2, 3).permute(1, 2, 0),
-                               torch.randn(5, 192)[:, ::2]], ids=["2d", "3d", "step"])
+@pytest.mark.parametrize(
+    "x",
+    [torch.randn(96, 5).T, torch.randn(96, 2, 3).permute(1, 2, 0), torch.randn(5, 192)[:, ::2]],
+    ids=["2d", "3d", "step"],
+)
 def test_inputs_of_any_strides(x: torch.Tensor) -> None:
     moe, x = layer(), x.bfloat16()
     assert torch.equal(moe(x), moe(x.clone(memory_format=torch.contiguous_format)))
@@ -35,8 +38,13 @@ def test_what_is_no_tensor_is_named() -> None:
 def packed_without_history() -> MoEWeights:
     """Packed weights without what `prepare` notes beside the tensors."""
     weights = INPUTS.weights.prepare(device="cpu", layout=Layout.HOPPER_FRAGMENT)
-    return MoEWeights(weights.gate_up_proj, weights.down_proj, weights.gate_up_bias,
-                      weights.down_bias, gate_up_order=GateUpOrder.INTERLEAVED)
+    return MoEWeights(
+        weights.gate_up_proj,
+        weights.down_proj,
+        weights.gate_up_bias,
+        weights.down_bias,
+        gate_up_order=GateUpOrder.INTERLEAVED,
+    )
 
 
 def test_packed_weights_need_no_certificates() -> None:

@@ -35,8 +35,11 @@ kinds = pytest.mark.parametrize("weights", KINDS.values(), ids=KINDS)
 
 
 def tensors(weights: MoEWeights) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in weights.state_dict().items()
-            if isinstance(value, torch.Tensor)}
+    return {
+        name: value
+        for name, value in weights.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def assert_same(actual: MoEWeights, expected: MoEWeights) -> None:
@@ -76,8 +79,11 @@ def test_load_state_dict_copies_in_place(weights: MoEWeights) -> None:
     if weights.fold_certificates is not None:
         other = other.prepare(device="cpu", layout=weights.layout)
     target = copy.deepcopy(weights)
-    places = {name: tensor.data_ptr() for name, tensor in tensors(target).items()
-              if "certificate" not in name}
+    places = {
+        name: tensor.data_ptr()
+        for name, tensor in tensors(target).items()
+        if "certificate" not in name
+    }
     assert not torch.equal(target.down_proj.qdata, other.down_proj.qdata)
     target.load_state_dict(other.state_dict())
     assert_same(target, other)
@@ -94,14 +100,20 @@ def test_load_state_dict_refuses_what_does_not_fit() -> None:
         "experts": (smaller.state_dict(), "need weights of"),
         "layout": (KINDS["hopper"].state_dict(), "need weights of"),
         "bias": (KINDS["no-bias"].state_dict(), "gate_up_bias — need a tensor"),
-        "missing": ({k: v for k, v in PLAIN.state_dict().items() if k != "down_proj.scale"},
-                    "a state without"),
+        "missing": (
+            {k: v for k, v in PLAIN.state_dict().items() if k != "down_proj.scale"},
+            "a state without",
+        ),
         "unknown": (PLAIN.state_dict() | {"w1": torch.zeros(1)}, "others: "),
         "foreign": ({"weight": torch.zeros(1)}, "a dict of facts"),
-        "order": (PLAIN.state_dict() | {"_extra_state": facts | {"gate_up_order": "up"}},
-                  "gate_up_order — need one of"),
-        "dtype": (PLAIN.state_dict() | {"down_proj.scale": PLAIN.down_proj.scale.int()},
-                  "scale.dtype — need uint8"),
+        "order": (
+            PLAIN.state_dict() | {"_extra_state": facts | {"gate_up_order": "up"}},
+            "gate_up_order — need one of",
+        ),
+        "dtype": (
+            PLAIN.state_dict() | {"down_proj.scale": PLAIN.down_proj.scale.int()},
+            "scale.dtype — need uint8",
+        ),
         "none": (None, "need a dict, got NoneType"),
     }
     for case, (state, text) in bad.items():
@@ -117,20 +129,23 @@ def test_foreign_and_damaged_files_are_named(tmp_path: Path) -> None:
     whole = path.read_bytes()
     header = {"format": "mxpert.MoEWeights", "version": "1"}
     contents = {
-        "truncated": whole[:len(whole) // 2],
+        "truncated": whole[: len(whole) // 2],
         "empty": b"",
         "text": b"not a checkpoint",
         "foreign": safetensors.torch.save({"weight": torch.zeros(2)}),
         "facts": safetensors.torch.save({"weight": torch.zeros(2)}, header | {"facts": "{"}),
         "no-facts": safetensors.torch.save({"weight": torch.zeros(2)}, header),
-        "deep": safetensors.torch.save({"weight": torch.zeros(2)},
-                                       header | {"facts": "[" * 100_000}),
-        "digits": safetensors.torch.save({"weight": torch.zeros(2)},
-                                         header | {"facts": "1" * 5000}),
+        "deep": safetensors.torch.save(
+            {"weight": torch.zeros(2)}, header | {"facts": "[" * 100_000}
+        ),
+        "digits": safetensors.torch.save(
+            {"weight": torch.zeros(2)}, header | {"facts": "1" * 5000}
+        ),
         "version": safetensors.torch.save({"weight": torch.zeros(2)}, header | {"version": "9"}),
         "sizes": safetensors.torch.save(
-            tensors(PLAIN), header | {"facts": json.dumps(
-                PLAIN.state_dict()["_extra_state"] | {"num_experts": 4})}),
+            tensors(PLAIN),
+            header | {"facts": json.dumps(PLAIN.state_dict()["_extra_state"] | {"num_experts": 4})},
+        ),
     }
     for content in contents.values():
         path.write_bytes(content)
@@ -165,8 +180,11 @@ def test_views_and_shared_tensors_can_be_saved(tmp_path: Path) -> None:
     wide = torch.zeros(3, 96, 400)
     bias = torch.zeros(3, 320 + 96)
     weights = replace(
-        PLAIN, down_proj=replace(PLAIN.down_proj, scale=wide.to(torch.uint8)[..., :5]),
-        gate_up_bias=bias[:, :320].contiguous(), down_bias=torch.zeros(576)[:288].view(3, 96))
+        PLAIN,
+        down_proj=replace(PLAIN.down_proj, scale=wide.to(torch.uint8)[..., :5]),
+        gate_up_bias=bias[:, :320].contiguous(),
+        down_bias=torch.zeros(576)[:288].view(3, 96),
+    )
     weights.save(tmp_path / "layer.safetensors")
     assert_same(MoEWeights.load(tmp_path / "layer.safetensors"), weights)
 
@@ -192,14 +210,19 @@ def test_tampered_pickles_are_checked() -> None:
         replace(tensor, format=replace(tensor.format, block_size=16))
 
 
-@pytest.mark.parametrize("value", [
-    quantize_blocks(torch.randn(4, 64), "mxfp4"),
-    quantize_blocks(torch.randn(64, 4), "mxfp8_e5m2", 0),
-    mxpert.quantize_dual(torch.randn(32, 64), scale_span=mxpert.ScaleSpan.AUTO)[0],
-    quantize_token_rows(torch.randn(4, 8)),
-    mxpert.make_routing_plan(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32), num_experts=2,
-                             routing_block_m=8),
-], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [
+        quantize_blocks(torch.randn(4, 64), "mxfp4"),
+        quantize_blocks(torch.randn(64, 4), "mxfp8_e5m2", 0),
+        mxpert.quantize_dual(torch.randn(32, 64), scale_span=mxpert.ScaleSpan.AUTO)[0],
+        quantize_token_rows(torch.randn(4, 8)),
+        mxpert.make_routing_plan(
+            torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32), num_experts=2, routing_block_m=8
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_torch_load_weights_only(value: Any) -> None:
     loaded = through_torch(value)
     assert type(loaded) is type(value)
@@ -210,10 +233,17 @@ def test_torch_load_weights_only(value: Any) -> None:
 
 def test_torch_load_weights_only_in_a_process_that_only_imports(tmp_path: Path) -> None:
     torch.save({"layer": PLAIN, "x": PLAIN.down_proj}, tmp_path / "layer.pt")
-    code = ("import sys, torch, mxpert; loaded = torch.load(sys.argv[1], weights_only=True); "
-            "print(loaded['layer'].num_experts, loaded['x'].format.name)")
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "layer.pt")],
-                          capture_output=True, text=True, timeout=120, check=False)
+    code = (
+        "import sys, torch, mxpert; loaded = torch.load(sys.argv[1], weights_only=True); "
+        "print(loaded['layer'].num_experts, loaded['x'].format.name)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "layer.pt")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.stdout.split() == ["3", "mxfp4"], done.stderr
 
 
@@ -231,14 +261,23 @@ def test_tensor_has_a_dtype_and_dequantizes(name: str) -> None:
         tensor.dequantize(torch.int8)
 
 
-PLAN = mxpert.make_routing_plan(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32),
-                                num_experts=2, routing_block_m=8)
+PLAN = mxpert.make_routing_plan(
+    torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32), num_experts=2, routing_block_m=8
+)
 
 
-@pytest.mark.parametrize("value", [*KINDS.values(), *(w.down_proj for w in KINDS.values()), PLAN,
-                                   KINDS["hopper"].fold_certificates, PLAIN.to("meta"),
-                                   mxpert.quantize(torch.ones(2, 32), "mxfp8")],
-                         ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [
+        *KINDS.values(),
+        *(w.down_proj for w in KINDS.values()),
+        PLAN,
+        KINDS["hopper"].fold_certificates,
+        PLAIN.to("meta"),
+        mxpert.quantize(torch.ones(2, 32), "mxfp8"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_repr_fits_on_three_lines(value: Any) -> None:
     text = repr(value)
     assert len(text.splitlines()) <= 3
@@ -248,7 +287,8 @@ def test_repr_fits_on_three_lines(value: Any) -> None:
 
 def test_repr_says_what_it_is() -> None:
     assert repr(PLAIN.down_proj) == (
-        "MXTensor(mxfp4, shape=[3, 96, 160], axis=-1, layout=ROW_MAJOR, device='cpu')")
+        "MXTensor(mxfp4, shape=[3, 96, 160], axis=-1, layout=ROW_MAJOR, device='cpu')"
+    )
     for part in ("num_experts=3", "hidden_size=96", "intermediate_size=160", "INTERLEAVED"):
         assert part in repr(KINDS["hopper"])
     assert "capacity=24" in repr(PLAN)
@@ -275,14 +315,17 @@ def test_the_package_has_a_tour() -> None:
         assert name in "".join(lines)
 
 
-@pytest.mark.parametrize("order", [GateUpOrder.CONCATENATED, GateUpOrder.INTERLEAVED],
-                         ids=lambda order: order.name)
+@pytest.mark.parametrize(
+    "order", [GateUpOrder.CONCATENATED, GateUpOrder.INTERLEAVED], ids=lambda order: order.name
+)
 def test_saved_prepared_weights_compute_the_same(order: GateUpOrder, tmp_path: Path) -> None:
     inputs = random_moe_problem(SHAPE, 4)
     weights = replace(inputs.weights, gate_up_order=order)
     weights.prepare(device="cpu", layout=Layout.HOPPER_FRAGMENT).save(tmp_path / "layer")
     back = MoEWeights.load(tmp_path / "layer").unprepare()
     arguments = (inputs.topk_weights, inputs.topk_ids)
-    y, expected = (mxpert.fused_moe(inputs.x, w, *arguments, activation=mxpert.SwiGLU())
-                   for w in (back, weights))
+    y, expected = (
+        mxpert.fused_moe(inputs.x, w, *arguments, activation=mxpert.SwiGLU())
+        for w in (back, weights)
+    )
     assert torch.equal(y, expected)

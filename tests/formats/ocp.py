@@ -80,7 +80,7 @@ def scale_byte(amax: float, name: str, rule: ScaleRule) -> int:
     elif rule is ScaleRule.CEIL:
         unbiased = exponent + (mantissa > 1) - table.emax
     elif rule is ScaleRule.EVEN:
-        step = 2.0 ** -table.mantissa_bits
+        step = 2.0**-table.mantissa_bits
         unbiased = exponent + (round(mantissa / step) * step >= 2) - table.emax
     else:
         unbiased = exponent - table.emax + (mantissa > table.max_normal / 2**table.emax)
@@ -94,8 +94,10 @@ def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> Non
     different = (ours != theirs).nonzero()
     if len(different):
         at = tuple(different[0].tolist())
-        raise AssertionError(f"{what}: {len(different)} of {ours.numel()} differ, first at {at}: "
-                             f"{int(ours[at]):#04x} against {int(theirs[at]):#04x}")
+        raise AssertionError(
+            f"{what}: {len(different)} of {ours.numel()} differ, first at {at}: "
+            f"{int(ours[at]):#04x} against {int(theirs[at]):#04x}"
+        )
 
 
 def assert_same_values(ours: torch.Tensor, theirs: torch.Tensor) -> None:

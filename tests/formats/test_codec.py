@@ -47,9 +47,13 @@ def test_the_oracle_holds_the_literal_e2m1_table() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_descriptor_matches_the_specification(name: str) -> None:
     element, table = FORMATS[name].element, ocp.TABLES[name]
-    assert (element.exponent_bits, element.mantissa_bits, element.bias, element.max_value,
-            element.emax) == (table.exponent_bits, table.mantissa_bits, table.bias,
-                              table.max_normal, table.emax)
+    assert (
+        element.exponent_bits,
+        element.mantissa_bits,
+        element.bias,
+        element.max_value,
+        element.emax,
+    ) == (table.exponent_bits, table.mantissa_bits, table.bias, table.max_normal, table.emax)
     assert element.has_inf == any(map(math.isinf, ocp.code_values(name)))
     assert element.has_nan == any(map(math.isnan, ocp.code_values(name)))
 
@@ -105,8 +109,9 @@ def test_encode_inverts_decode_and_saturates(name: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
-@pytest.mark.parametrize(("element", "code"), [(E2M1, 7), (E4M3, 0x7F), (E5M2, 0x7F)],
-                         ids=["e2m1", "e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    ("element", "code"), [(E2M1, 7), (E4M3, 0x7F), (E5M2, 0x7F)], ids=["e2m1", "e4m3", "e5m2"]
+)
 def test_encode_nan_of_either_sign(element, code: int, dtype: torch.dtype) -> None:
     nan = torch.tensor([math.nan], dtype=dtype)
     assert encode(torch.cat([nan, -nan]), element).tolist() == [code, code]
@@ -150,16 +155,19 @@ def test_float64_is_not_rounded_to_float32_first() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=dtype_id)
 def test_decode_scale_every_byte(dtype: torch.dtype) -> None:
     bytes_ = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    expected = torch.tensor([math.ldexp(1.0, b - 127) for b in range(255)] + [math.nan],
-                            dtype=torch.float64)
+    expected = torch.tensor(
+        [math.ldexp(1.0, b - 127) for b in range(255)] + [math.nan], dtype=torch.float64
+    )
     assert_same_values(decode_scale(bytes_, dtype).double(), expected)
     theirs = bytes_.view(torch.float8_e8m0fnu).float().double()
     assert_same_values(decode_scale(bytes_, dtype).double(), theirs)
 
 
-@pytest.mark.parametrize(("dtype", "low", "high"),
-                         [(torch.float32, -149, 127), (torch.float64, -1074, 1023)],
-                         ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"),
+    [(torch.float32, -149, 127), (torch.float64, -1074, 1023)],
+    ids=["float32", "float64"],
+)
 def test_exact_power_of_two_over_its_whole_range(dtype: torch.dtype, low: int, high: int) -> None:
     exponent = torch.arange(low, high + 1)
     expected = torch.tensor([math.ldexp(1.0, int(e)) for e in exponent], dtype=torch.float64)
@@ -173,8 +181,9 @@ def every_code_under_every_scale(name: str) -> tuple[MXTensor, torch.Tensor]:
     scale = scale.expand(256, codes.shape[1] // 32).contiguous()
     qdata = pack_codes(codes) if name == "mxfp4" else codes.contiguous()
     row = torch.tensor(ocp.code_values(name) * 2, dtype=torch.float64)
-    powers = torch.tensor([math.ldexp(1.0, b - 127) for b in range(255)] + [math.nan],
-                          dtype=torch.float64)
+    powers = torch.tensor(
+        [math.ldexp(1.0, b - 127) for b in range(255)] + [math.nan], dtype=torch.float64
+    )
     return MXTensor(qdata, scale, FORMATS[name]), row * powers[:, None]
 
 
@@ -208,33 +217,40 @@ def test_packing_ignores_high_nibbles() -> None:
     assert pack_codes(dirty).tolist() == [0x21]
 
 
-@pytest.mark.parametrize("call", [
-    lambda: encode([1.0], E2M1),
-    lambda: encode(torch.ones(2, dtype=torch.int32), E2M1),
-    lambda: encode(torch.ones(2), "e2m1"),
-    lambda: decode(torch.ones(2), E2M1),
-    lambda: decode(torch.ones(2, dtype=torch.uint8), None),
-    lambda: decode(torch.ones(2, dtype=torch.uint8), E2M1, torch.int8),
-    lambda: decode_scale(torch.ones(2)),
-    lambda: decode_scale(torch.ones(2, dtype=torch.uint8), torch.float16),
-    lambda: pack_codes(torch.ones(2, dtype=torch.int8)),
-    lambda: unpack_codes(torch.ones(2)),
-    lambda: block_scale(torch.ones(2), "mxfp4", "rceil"),
-    lambda: block_scale(torch.ones(2, dtype=torch.int32), "mxfp4", None),
-    lambda: exact_power_of_two(torch.ones(2, dtype=torch.int32), torch.bfloat16),
-])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: encode([1.0], E2M1),
+        lambda: encode(torch.ones(2, dtype=torch.int32), E2M1),
+        lambda: encode(torch.ones(2), "e2m1"),
+        lambda: decode(torch.ones(2), E2M1),
+        lambda: decode(torch.ones(2, dtype=torch.uint8), None),
+        lambda: decode(torch.ones(2, dtype=torch.uint8), E2M1, torch.int8),
+        lambda: decode_scale(torch.ones(2)),
+        lambda: decode_scale(torch.ones(2, dtype=torch.uint8), torch.float16),
+        lambda: pack_codes(torch.ones(2, dtype=torch.int8)),
+        lambda: unpack_codes(torch.ones(2)),
+        lambda: block_scale(torch.ones(2), "mxfp4", "rceil"),
+        lambda: block_scale(torch.ones(2, dtype=torch.int32), "mxfp4", None),
+        lambda: exact_power_of_two(torch.ones(2, dtype=torch.int32), torch.bfloat16),
+    ],
+)
 def test_wrong_types_are_named(call) -> None:
     with pytest.raises(TypeError, match=r"^\w+: .+ — need .+, got .+"):
         call()
 
 
-@pytest.mark.parametrize("call", [
-    lambda: pack_codes(torch.ones(3, dtype=torch.uint8)),
-    lambda: pack_codes(torch.ones(2, 2, dtype=torch.uint8), axis=2),
-    lambda: unpack_codes(torch.tensor(1, dtype=torch.uint8)),
-    lambda: unpack_codes(torch.ones(2, dtype=torch.uint8), axis=-2),
-    lambda: block_scale(torch.ones(2), "mxfp6", None),
-], ids=["odd_length", "axis_too_large", "no_dimensions", "axis_too_small", "unknown_format"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: pack_codes(torch.ones(3, dtype=torch.uint8)),
+        lambda: pack_codes(torch.ones(2, 2, dtype=torch.uint8), axis=2),
+        lambda: unpack_codes(torch.tensor(1, dtype=torch.uint8)),
+        lambda: unpack_codes(torch.ones(2, dtype=torch.uint8), axis=-2),
+        lambda: block_scale(torch.ones(2), "mxfp6", None),
+    ],
+    ids=["odd_length", "axis_too_large", "no_dimensions", "axis_too_small", "unknown_format"],
+)
 def test_wrong_values_are_named(call) -> None:
     with pytest.raises(ValueError, match=r"^\w+: .+ — need .+, got .+"):
         call()

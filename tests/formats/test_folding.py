@@ -38,7 +38,7 @@ def weights(scale: torch.Tensor, seed: int = 0) -> MXTensor:
 def zero_block(t: MXTensor, *index: int) -> MXTensor:
     """The same weights with block `index` set to zeros, every other one negative."""
     qdata = t.qdata.clone()
-    qdata[*index[:-1], index[-1] * 16:index[-1] * 16 + 16] = 0x80
+    qdata[*index[:-1], index[-1] * 16 : index[-1] * 16 + 16] = 0x80
     return MXTensor(qdata, t.scale, t.format)
 
 
@@ -116,7 +116,7 @@ def test_a_wrong_reference_is_caught() -> None:
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 1 << 14])
 @pytest.mark.parametrize("spread", [1, 15, 16, 17, 30, 60, 255])
 def test_reference_leaves_the_fewest_blocks_outside(
-    spread: int, rows_per_chunk: int, monkeypatch: pytest.MonkeyPatch,
+    spread: int, rows_per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folding_module, "_ROWS_PER_CHUNK", rows_per_chunk)
     generator = torch.Generator().manual_seed(spread)
@@ -191,25 +191,66 @@ def test_empty_weights_fold(shape: tuple[int, ...]) -> None:
 # --- bad input ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("call", "error", "text"), [
-    (lambda: fold(weights(torch.tensor([[120, 105]]))), ValueError,
-     "fold: t — need every block within 15 binades of its row, got 1 of 2 blocks outside; use the"),
-    (lambda: fold(weights(torch.full((2, 2), 9)), fold_certificate(weights(torch.full((3, 2), 9)))),
-     ValueError, "fold: certificate.reference — need [2], got [3]"),
-    (lambda: fold_certificate(torch.ones(2)), TypeError, "t — need an MXTensor, got Tensor"),
-    (lambda: fold_certificate(quantize_blocks(torch.ones(2, 32), "mxfp8")), ValueError,
-     "t.format — need mxfp4, got mxfp8_e4m3"),
-    (lambda: fold(quantize_blocks(torch.ones(32, 32), "mxfp4", axis=0)), ValueError,
-     "fold: t.axis — need -1, got -2"),
-    (lambda: fold_certificate(quantize_blocks(torch.ones(32), "mxfp4")), ValueError,
-     "t.shape — need [..., N, K], got [32]"),
-    (lambda: unfold(torch.ones(2, 2), torch.ones(2).byte()), TypeError, "codes.dtype — need uint8"),
-    (lambda: unfold(torch.ones(2, 2).byte(), torch.ones(3).byte()), ValueError,
-     "reference.shape — need [2], got [3]"),
-    (lambda: unfold(torch.ones(2, 2).byte(), torch.ones(2).byte(), torch.bfloat16), TypeError,
-     "dtype — need float32 or float64, got torch.bfloat16"),
-], ids=["outside", "foreign_certificate", "no_mxtensor", "not_mxfp4", "other_axis", "one_dimension",
-        "float_codes", "short_reference", "bfloat16_output"])
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: fold(weights(torch.tensor([[120, 105]]))),
+            ValueError,
+            "fold: t — need every block within 15 binades of its row, got 1 of 2 blocks outside;"
+            " use the",
+        ),
+        (
+            lambda: fold(
+                weights(torch.full((2, 2), 9)), fold_certificate(weights(torch.full((3, 2), 9)))
+            ),
+            ValueError,
+            "fold: certificate.reference — need [2], got [3]",
+        ),
+        (lambda: fold_certificate(torch.ones(2)), TypeError, "t — need an MXTensor, got Tensor"),
+        (
+            lambda: fold_certificate(quantize_blocks(torch.ones(2, 32), "mxfp8")),
+            ValueError,
+            "t.format — need mxfp4, got mxfp8_e4m3",
+        ),
+        (
+            lambda: fold(quantize_blocks(torch.ones(32, 32), "mxfp4", axis=0)),
+            ValueError,
+            "fold: t.axis — need -1, got -2",
+        ),
+        (
+            lambda: fold_certificate(quantize_blocks(torch.ones(32), "mxfp4")),
+            ValueError,
+            "t.shape — need [..., N, K], got [32]",
+        ),
+        (
+            lambda: unfold(torch.ones(2, 2), torch.ones(2).byte()),
+            TypeError,
+            "codes.dtype — need uint8",
+        ),
+        (
+            lambda: unfold(torch.ones(2, 2).byte(), torch.ones(3).byte()),
+            ValueError,
+            "reference.shape — need [2], got [3]",
+        ),
+        (
+            lambda: unfold(torch.ones(2, 2).byte(), torch.ones(2).byte(), torch.bfloat16),
+            TypeError,
+            "dtype — need float32 or float64, got torch.bfloat16",
+        ),
+    ],
+    ids=[
+        "outside",
+        "foreign_certificate",
+        "no_mxtensor",
+        "not_mxfp4",
+        "other_axis",
+        "one_dimension",
+        "float_codes",
+        "short_reference",
+        "bfloat16_output",
+    ],
+)
 def test_bad_input_is_named(call, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         call()

@@ -30,8 +30,13 @@ SHAPES = [(1, 32, 32), (2, 64, 128), (1, 96, 160), (3, 160, 96), (2, 192, 352), 
 SPAN = 15
 
 
-def folding_weights(shape: tuple[int, int, int], *, seed: int = 0, spread: int = SPAN,
-                    top: tuple[int, int] = (20, 240)) -> MXTensor:
+def folding_weights(
+    shape: tuple[int, int, int],
+    *,
+    seed: int = 0,
+    spread: int = SPAN,
+    top: tuple[int, int] = (20, 240),
+) -> MXTensor:
     """Random codes and scales that fold; a tenth of the blocks are zeros (of both signs) under any
     scale byte but NaN."""
     experts, rows, depth = shape
@@ -109,13 +114,24 @@ def test_padding_is_zero_codes_and_zero_shifts() -> None:
     assert values[:, :, 160:].abs().max() == 0
 
 
-@pytest.mark.parametrize("rows, depth", [(5760, 2880), (2880, 2880), (1024, 7168), (7168, 512),
-                                         (4096, 7168), (7168, 2048)],
-                         ids=["gpt_oss_gate_up", "gpt_oss_down", "kimi_tp4_gate_up",
-                              "kimi_tp4_down", "deepseek_gate_up", "deepseek_down"])
+@pytest.mark.parametrize(
+    "rows, depth",
+    [(5760, 2880), (2880, 2880), (1024, 7168), (7168, 512), (4096, 7168), (7168, 2048)],
+    ids=[
+        "gpt_oss_gate_up",
+        "gpt_oss_down",
+        "kimi_tp4_gate_up",
+        "kimi_tp4_down",
+        "deepseek_gate_up",
+        "deepseek_down",
+    ],
+)
 def test_memory_overhead(rows: int, depth: int) -> None:
-    t = MXTensor(torch.zeros(1, rows, depth // 2, dtype=torch.uint8),
-                 torch.full((1, rows, depth // 32), 127, dtype=torch.uint8), MXFP4)
+    t = MXTensor(
+        torch.zeros(1, rows, depth // 2, dtype=torch.uint8),
+        torch.full((1, rows, depth // 32), 127, dtype=torch.uint8),
+        MXFP4,
+    )
     assert t.nbytes == rows * depth * 17 // 32
     assert pack_hopper(t).nbytes <= 1.03 * t.nbytes
 
@@ -167,8 +183,9 @@ def test_wrong_layouts_and_formats() -> None:
         unpack_hopper(t)
     with pytest.raises(ValueError, match=r"t\.layout — .*ROW_MAJOR"):
         pack_hopper(pack_hopper(t))
-    mxfp8 = MXTensor(torch.zeros(1, 64, 64, dtype=torch.uint8),
-                     torch.zeros(1, 64, 2, dtype=torch.uint8), MXFP8)
+    mxfp8 = MXTensor(
+        torch.zeros(1, 64, 64, dtype=torch.uint8), torch.zeros(1, 64, 2, dtype=torch.uint8), MXFP8
+    )
     with pytest.raises(ValueError, match=r"t\.format — need mxfp4"):
         pack_hopper(mxfp8)
 
@@ -189,10 +206,14 @@ def unit_places() -> Iterator[tuple[int, ...]]:
     """Row, column, address of the word, bit of the magnitude, of the sign, address of the shift."""
     for warp, g, r in itertools.product(range(4), range(8), range(2)):
         for block, q, half, j in itertools.product(range(4), range(4), range(2), range(4)):
-            yield (16 * warp + 2 * g + r, 32 * block + 8 * q + 4 * half + j,
-                   2048 * r + 512 * warp + 64 * g + 16 * block + 4 * q,
-                   16 * half + 4 * j, 8 * j + (3 if half else 7),
-                   64 * warp + 8 * g + 2 * block + r)
+            yield (
+                16 * warp + 2 * g + r,
+                32 * block + 8 * q + 4 * half + j,
+                2048 * r + 512 * warp + 64 * g + 16 * block + 4 * q,
+                16 * half + 4 * j,
+                8 * j + (3 if half else 7),
+                64 * warp + 8 * g + 2 * block + r,
+            )
 
 
 def decode_units(packed: MXTensor) -> torch.Tensor:
@@ -203,8 +224,12 @@ def decode_units(packed: MXTensor) -> torch.Tensor:
     values = torch.empty(experts, row_units, 64, depth_units, 128, dtype=torch.float64)
     e4m3 = torch.tensor(ocp.code_values("mxfp8_e4m3"), dtype=torch.float64)
     # Blocks of zeros may have any shift.
-    table = torch.tensor([[folded_code(code, shift) if shift < SPAN else (code & 8) << 4
-                           for code in range(16)] for shift in range(256)])
+    table = torch.tensor(
+        [
+            [folded_code(code, shift) if shift < SPAN else (code & 8) << 4 for code in range(16)]
+            for shift in range(256)
+        ]
+    )
     for row, column, word, magnitude, sign, shift in unit_places():
         bits = words[..., word // 4]
         code = bits >> magnitude & 7 | (bits >> sign & 1) << 3
@@ -214,19 +239,23 @@ def decode_units(packed: MXTensor) -> torch.Tensor:
     return values.flatten(3).flatten(1, 2) * factor[..., None]
 
 
-@pytest.mark.parametrize("shape", [(2, 64, 128), (1, 96, 160), (2, 160, 352)],
-                         ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize(
+    "shape", [(2, 64, 128), (1, 96, 160), (2, 160, 352)], ids=lambda s: "x".join(map(str, s))
+)
 def test_the_documented_bits_give_the_weights(shape: tuple[int, int, int]) -> None:
     t = folding_weights(shape, seed=3)
     rows = permutation(shape[1])
-    values = decode_units(pack_hopper(t, rows=rows))[:, :shape[1], :shape[2]]
+    values = decode_units(pack_hopper(t, rows=rows))[:, : shape[1], : shape[2]]
     assert_same_values(values, dequantize_blocks(t, torch.float64)[:, rows])
 
 
 def test_every_bit_of_a_word_counts() -> None:
     """One bit flipped, another one for each expert: one other weight, one other code."""
-    t = MXTensor(torch.full((32, 64, 64), 0x33, dtype=torch.uint8),
-                 torch.full((32, 64, 4), 127, dtype=torch.uint8), MXFP4)
+    t = MXTensor(
+        torch.full((32, 64, 64), 0x33, dtype=torch.uint8),
+        torch.full((32, 64, 4), 127, dtype=torch.uint8),
+        MXFP4,
+    )
     packed = pack_hopper(t)
     expected = decode_units(packed)
     for bit in range(32):
@@ -238,11 +267,13 @@ def test_every_bit_of_a_word_counts() -> None:
 
 PLANTED: dict[str, Callable[[MXTensor], None]] = {
     "halves_swapped": lambda p: p.qdata.copy_(
-        p.qdata.unflatten(-1, (-1, 2, 2)).flip(-2).flatten(-3)),
+        p.qdata.unflatten(-1, (-1, 2, 2)).flip(-2).flatten(-3)
+    ),
     "fragment_rows_swapped": lambda p: p.qdata.copy_(p.qdata.roll(2048, -1)),
     "warps_swapped": lambda p: p.qdata.copy_(p.qdata.roll(512, -1)),
     "shift_of_the_other_row": lambda p: p.scale.copy_(
-        p.scale.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)),
+        p.scale.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    ),
     "shift_of_the_next_block": lambda p: p.scale.copy_(p.scale.roll(2, -1)),
     "reference_off_by_one": lambda p: p.reference.add_(1),
 }
@@ -260,8 +291,9 @@ def test_planted_errors_are_caught(plant: Callable[[MXTensor], None]) -> None:
 def test_permute_activations() -> None:
     x = torch.arange(3 * 384).reshape(3, 384)
     permuted = permute_activations(x)
-    for unit, q, half, block, j in itertools.product(range(3), range(4), range(2), range(4),
-                                                     range(4)):
+    for unit, q, half, block, j in itertools.product(
+        range(3), range(4), range(2), range(4), range(4)
+    ):
         stored = 128 * unit + 32 * q + 16 * half + 4 * block + j
         source = 128 * unit + 32 * block + 8 * q + 4 * half + j
         assert torch.equal(permuted[:, stored], x[:, source])
@@ -363,8 +395,14 @@ class Machine:
             case ["lop3", _], [a, b, c, table]:
                 return lop3(a, b, c, int(table.flatten()[0]))
             case ["setp", compare, "u32"], [a, b]:
-                return {"ge": a >= b, "eq": a == b, "lt": a < b, "le": a <= b,
-                        "gt": a > b, "ne": a != b}[compare].long()
+                return {
+                    "ge": a >= b,
+                    "eq": a == b,
+                    "lt": a < b,
+                    "le": a <= b,
+                    "gt": a > b,
+                    "ne": a != b,
+                }[compare].long()
         raise NotImplementedError(".".join(name))
 
 
@@ -375,14 +413,17 @@ def lane_tables(assembly: str) -> list[torch.Tensor]:
     return [machine.registers["$0"], machine.registers["$1"]]
 
 
-def run_decoder(words: torch.Tensor, shift: torch.Tensor,
-                assembly: tuple[str, str]) -> torch.Tensor:
+def run_decoder(
+    words: torch.Tensor, shift: torch.Tensor, assembly: tuple[str, str]
+) -> torch.Tensor:
     """int64 codes [..., 4 steps, 2 halves, 4 bytes] for words [..., 4] and shifts [...]."""
     first, second = lane_tables(assembly[0])
-    machine = Machine(**{f"${8 + step}": words[..., step] for step in range(4)},
-                      **{f"${12 + copy}": shift for copy in range(16)},
-                      **{f"${28 + copy}": first for copy in range(16)},
-                      **{f"${44 + copy}": second for copy in range(16)})
+    machine = Machine(
+        **{f"${8 + step}": words[..., step] for step in range(4)},
+        **{f"${12 + copy}": shift for copy in range(16)},
+        **{f"${28 + copy}": first for copy in range(16)},
+        **{f"${44 + copy}": second for copy in range(16)},
+    )
     machine.run(assembly[1])
     outputs = torch.stack([machine.registers[f"${i}"] for i in range(8)], -1)
     outputs = outputs.unflatten(-1, (2, 4)).transpose(-1, -2)
@@ -401,8 +442,9 @@ def pack_words(codes: torch.Tensor) -> torch.Tensor:
 
 def decoder_assembly() -> tuple[str, str]:
     """PTX of the tables, and of the decoding."""
-    assembly = pytest.importorskip("mxpert.backends.hopper.assembly",
-                                   reason="needs Triton with Gluon")
+    assembly = pytest.importorskip(
+        "mxpert.backends.hopper.assembly", reason="needs Triton with Gluon"
+    )
     return assembly._table_assembly(), assembly._decode_assembly()
 
 
@@ -430,10 +472,18 @@ def test_decoder_keeps_zero_blocks_zero() -> None:
     assert not wrong, f"zero codes decode to other values under shifts {wrong}"
 
 
-@pytest.mark.parametrize("old, new", [
-    ("0x6C686000", "0x6C686008"), ("0x7C787470", "0x7C787478"), ("0x0C080604", "0x0C080605"),
-    ("0xEA", "0xFA"), (", 16;", ", 12;"), ("0xFFFFFF00", "0xFFFFFFFF"),
-], ids=["low_table", "high_table", "last_table", "sign_logic", "second_half", "zero_mask"])
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("0x6C686000", "0x6C686008"),
+        ("0x7C787470", "0x7C787478"),
+        ("0x0C080604", "0x0C080605"),
+        ("0xEA", "0xFA"),
+        (", 16;", ", 12;"),
+        ("0xFFFFFF00", "0xFFFFFFFF"),
+    ],
+    ids=["low_table", "high_table", "last_table", "sign_logic", "second_half", "zero_mask"],
+)
 def test_planted_decoder_errors_are_caught(old: str, new: str) -> None:
     assembly = decoder_assembly()
     assert old in "".join(assembly)

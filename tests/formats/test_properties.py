@@ -27,8 +27,9 @@ from mxpert.formats import (  # noqa: E402
 
 from .ocp import assert_same_bits, assert_same_values  # noqa: E402
 
-quick = settings(max_examples=60, deadline=None, derandomize=True,
-                 suppress_health_check=[HealthCheck.too_slow])
+quick = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 @st.composite
@@ -38,7 +39,8 @@ def blocks(draw: st.DrawFn, rows: int = 3) -> torch.Tensor:
     limit = 1.9990234375
     values = st.one_of(
         st.floats(-limit, limit, width=32, allow_subnormal=False),
-        st.sampled_from([0.0, -0.0, 1.0, 1.25, 1.5, 1.75, 1.875, 1.9375, -1.9375, 2.0**-6]))
+        st.sampled_from([0.0, -0.0, 1.0, 1.25, 1.5, 1.75, 1.875, 1.9375, -1.9375, 2.0**-6]),
+    )
     grid = draw(hnp.arrays(np.float32, (rows, 32), elements=values, fill=st.nothing()))
     exponents = draw(st.lists(st.integers(-149, 127), min_size=rows, max_size=rows))
     scaled = grid.astype(np.float64) * np.exp2(np.array(exponents, np.float64))[:, None]
@@ -77,7 +79,7 @@ def test_rceil_error_is_half_a_step_and_nothing_saturates(x: torch.Tensor, fmt: 
 @quick
 @given(x=blocks(), fmt=formats, rule=rules)
 def test_values_are_a_fixed_point_under_every_rule(
-    x: torch.Tensor, fmt: MXFormat, rule: ScaleRule,
+    x: torch.Tensor, fmt: MXFormat, rule: ScaleRule
 ) -> None:
     """The second scale is never above the first, and a finer grid holds the coarser's values."""
     once = quantize_blocks(x, fmt, rule=rule)
@@ -91,7 +93,7 @@ def test_values_are_a_fixed_point_under_every_rule(
 @quick
 @given(x=blocks(), fmt=formats, rule=st.sampled_from([ScaleRule.FLOOR, ScaleRule.EVEN]))
 def test_codes_are_a_fixed_point_of_floor_and_even(
-    x: torch.Tensor, fmt: MXFormat, rule: ScaleRule,
+    x: torch.Tensor, fmt: MXFormat, rule: ScaleRule
 ) -> None:
     """FLOOR and EVEN keep the maximum's binade, so the same codes come back.
 
@@ -107,14 +109,14 @@ def test_codes_are_a_fixed_point_of_floor_and_even(
 @quick
 @given(x=blocks(), fmt=formats, rule=st.sampled_from([ScaleRule.RCEIL, ScaleRule.CEIL]))
 def test_codes_of_rceil_and_ceil_repeat_unless_the_maximum_rounded_down_a_binade(
-    x: torch.Tensor, fmt: MXFormat, rule: ScaleRule,
+    x: torch.Tensor, fmt: MXFormat, rule: ScaleRule
 ) -> None:
     """Where the largest code stays above half of the rule's bound (max, or 2^emax for CEIL)."""
     once = quantize_blocks(x, fmt, rule=rule)
     twice = quantize_blocks(exact(once), fmt, rule=rule)
     bound = fmt.element.max_value if rule is ScaleRule.RCEIL else 2.0**fmt.element.emax
     scale = torch.exp2(once.scale.double() - 127)
-    keeps = (exact(once).abs().amax(-1, keepdim=True) > bound / 2 * scale)
+    keeps = exact(once).abs().amax(-1, keepdim=True) > bound / 2 * scale
     bottom = (once.scale == 0) & (exact(once) != 0).any(-1, keepdim=True)
     same = keeps | bottom
     assert torch.equal(twice.scale[same], once.scale[same])
@@ -141,7 +143,7 @@ def test_sign_symmetry(x: torch.Tensor, fmt: MXFormat, rule: ScaleRule) -> None:
 @quick
 @given(x=blocks(), fmt=formats, rule=rules, shift=st.integers(-60, 60))
 def test_powers_of_two_move_the_scale_alone(
-    x: torch.Tensor, fmt: MXFormat, rule: ScaleRule, shift: int,
+    x: torch.Tensor, fmt: MXFormat, rule: ScaleRule, shift: int
 ) -> None:
     """Scale bytes follow a factor 2^shift, codes stay, where no byte is clamped."""
     base = quantize_blocks(x.double(), fmt, rule=rule)
@@ -162,7 +164,7 @@ def test_order_is_kept_within_a_block(x: torch.Tensor, fmt: MXFormat, rule: Scal
 @quick
 @given(x=blocks(), fmt=formats, rule=rules)
 def test_quantising_the_transpose_along_the_other_axis(
-    x: torch.Tensor, fmt: MXFormat, rule: ScaleRule,
+    x: torch.Tensor, fmt: MXFormat, rule: ScaleRule
 ) -> None:
     rows, columns = quantize_blocks(x, fmt, rule=rule), quantize_blocks(x.t(), fmt, 0, rule)
     assert_same_bits(codes(columns), codes(rows).t(), "codes")
@@ -173,12 +175,12 @@ def test_quantising_the_transpose_along_the_other_axis(
 @quick
 @given(x=blocks(), fmt=formats, rule=rules, row=st.integers(0, 2))
 def test_blocks_do_not_see_each_other(
-    x: torch.Tensor, fmt: MXFormat, rule: ScaleRule, row: int,
+    x: torch.Tensor, fmt: MXFormat, rule: ScaleRule, row: int
 ) -> None:
     alone = quantize_blocks(x[row], fmt, rule=rule)
     flat = quantize_blocks(x.flatten(), fmt, rule=rule)
-    assert_same_bits(codes(flat)[row * 32:row * 32 + 32], codes(alone), "codes")
-    assert_same_bits(flat.scale[row:row + 1], alone.scale, "scale")
+    assert_same_bits(codes(flat)[row * 32 : row * 32 + 32], codes(alone), "codes")
+    assert_same_bits(flat.scale[row : row + 1], alone.scale, "scale")
 
 
 def test_the_value_next_to_the_float32_maximum_rounds_up_to_infinity_in_float32_alone() -> None:

@@ -59,13 +59,26 @@ def _data(kind: str) -> torch.Tensor:
         share[..., 5] = 1
         x = (top * share).reshape(shape) * _signs(shape, generator)
     elif kind == "zero_blocks":
-        x = x * (torch.rand((ROWS, BLOCKS, 1), generator=generator) < 0.5).repeat_interleave(
-            32, -1).reshape(shape) * _signs(shape, generator)
+        x = (
+            x
+            * (torch.rand((ROWS, BLOCKS, 1), generator=generator) < 0.5)
+            .repeat_interleave(32, -1)
+            .reshape(shape)
+            * _signs(shape, generator)
+        )
     return x.float().double()
 
 
-KINDS = ["normal", "heavy_tailed", "all_magnitudes", "huge", "subnormal", "exact_ties",
-         "powers_of_two", "zero_blocks"]
+KINDS = [
+    "normal",
+    "heavy_tailed",
+    "all_magnitudes",
+    "huge",
+    "subnormal",
+    "exact_ties",
+    "powers_of_two",
+    "zero_blocks",
+]
 
 
 def _codes(t: MXTensor) -> torch.Tensor:
@@ -77,8 +90,9 @@ def _exact_oracle(x: torch.Tensor, name: str, rule: ScaleRule) -> tuple[torch.Te
     blocks = x.double().unflatten(-1, (-1, 32))
     bytes_ = [ocp.scale_byte(a, name, rule) for a in blocks.abs().amax(-1).flatten().tolist()]
     scale = torch.tensor(bytes_).reshape(blocks.shape[:-1])
-    scaled = blocks * torch.tensor([math.ldexp(1.0, 127 - b) for b in range(255)],
-                                   dtype=torch.float64)[scale].unsqueeze(-1)
+    scaled = blocks * torch.tensor(
+        [math.ldexp(1.0, 127 - b) for b in range(255)], dtype=torch.float64
+    )[scale].unsqueeze(-1)
     return scale.to(torch.uint8), ocp.nearest_codes(scaled.flatten(-2), name)
 
 
@@ -93,12 +107,13 @@ def test_equals_the_definition(name: str, rule: ScaleRule, kind: str) -> None:
     assert_same_bits(_codes(t), codes, "codes")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64],
-                         ids=["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bfloat16", "float16", "float64"]
+)
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.value)
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_definition_in_other_dtypes(
-    name: str, rule: ScaleRule, dtype: torch.dtype,
+    name: str, rule: ScaleRule, dtype: torch.dtype
 ) -> None:
     if dtype is torch.float64:  # magnitudes that float32 lacks, and bits that it would round
         generator = torch.Generator().manual_seed(3)
@@ -118,13 +133,17 @@ def test_equals_the_definition_in_other_dtypes(
 
 def _torchao(x: torch.Tensor, name: str, rule: ScaleRule) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, qdata) as torchao casts them."""
-    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor",
-                                    reason="torchao is the oracle of this test")
+    mx_tensor = pytest.importorskip(
+        "torchao.prototype.mx_formats.mx_tensor", reason="torchao is the oracle of this test"
+    )
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
 
     assert {m.name for m in ScaleCalculationMode} == {r.name for r in RULES}
-    element = {"mxfp4": torch.float4_e2m1fn_x2, "mxfp8_e4m3": torch.float8_e4m3fn,
-               "mxfp8_e5m2": torch.float8_e5m2}[name]
+    element = {
+        "mxfp4": torch.float4_e2m1fn_x2,
+        "mxfp8_e4m3": torch.float8_e4m3fn,
+        "mxfp8_e5m2": torch.float8_e5m2,
+    }[name]
     scale, data = mx_tensor.to_mx(x.clone(), element, 32, ScaleCalculationMode[rule.name])
     return scale.view(torch.uint8), data.view(torch.uint8)
 
@@ -168,8 +187,11 @@ def test_equals_torchao(name: str, rule: ScaleRule, kind: str, dtype: torch.dtyp
     compared = ~short & ~bottom
     assert kind == "subnormal" or float(compared.double().mean()) > 0.75
     unflatten = (-1, bytes_per_block)
-    assert_same_bits(ours.qdata.unflatten(-1, unflatten)[compared],
-                     theirs_qdata.unflatten(-1, unflatten)[compared], "codes")
+    assert_same_bits(
+        ours.qdata.unflatten(-1, unflatten)[compared],
+        theirs_qdata.unflatten(-1, unflatten)[compared],
+        "codes",
+    )
     exact_scale, exact_codes = _exact_oracle(x, name, rule)
     assert_same_bits(ours.scale, exact_scale, "scales of the definition")
     assert_same_bits(_codes(ours), exact_codes, "codes of the definition")
@@ -211,8 +233,7 @@ def test_nan_poisons_its_block_alone(name: str, rule: ScaleRule) -> None:
     assert_same_bits(ours.scale, _torchao(x, name, rule)[0], "scales")
     poisoned = x.isnan().unflatten(-1, (3, 32)).any(-1)
     assert bool((ours.scale[poisoned] == E8M0_NAN).all())
-    assert torch.equal(dequantize_blocks(ours).isnan(),
-                       poisoned.repeat_interleave(32, -1))
+    assert torch.equal(dequantize_blocks(ours).isnan(), poisoned.repeat_interleave(32, -1))
     nan_code = 7 if name == "mxfp4" else 0x7F
     assert bool((_codes(ours).unflatten(-1, (3, 32))[poisoned] == nan_code).all())
 
@@ -225,8 +246,13 @@ def test_nan_poisons_its_block_alone(name: str, rule: ScaleRule) -> None:
 def test_scale_beside_every_boundary_of_every_binade(name: str, rule: ScaleRule) -> None:
     boundaries = torch.tensor([1.0, 1.5, 1.75, 1.875, 1.9375, 1.96875]).repeat(254, 1)
     amax = (boundaries * torch.exp2(torch.arange(-126.0, 128.0).double())[:, None]).float()
-    amax = torch.cat([torch.nextafter(amax, torch.zeros(())), amax,
-                      torch.nextafter(amax, torch.full((), 1e38) * 10)])
+    amax = torch.cat(
+        [
+            torch.nextafter(amax, torch.zeros(())),
+            amax,
+            torch.nextafter(amax, torch.full((), 1e38) * 10),
+        ]
+    )
     amax = amax[amax.isfinite()]
     expected = torch.tensor([ocp.scale_byte(a, name, rule) for a in amax.double().tolist()])
     assert_same_bits(block_scale(amax, name, rule), expected.to(torch.uint8), "float32")
@@ -302,8 +328,9 @@ def gpt_oss_weights() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _transformers(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4",
-                                reason="transformers is the oracle of this test")
+    mxfp4 = pytest.importorskip(
+        "transformers.integrations.mxfp4", reason="transformers is the oracle of this test"
+    )
     return mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=dtype)
 
 
@@ -332,8 +359,11 @@ def _next_code(t: MXTensor) -> MXTensor:
     return MXTensor(qdata, t.scale, t.format)
 
 
-@pytest.mark.parametrize("plant", [_swap_nibbles, _shift_scales, _next_code],
-                         ids=["swapped_nibbles", "scale_off_by_one_block", "one_code_off_by_one"])
+@pytest.mark.parametrize(
+    "plant",
+    [_swap_nibbles, _shift_scales, _next_code],
+    ids=["swapped_nibbles", "scale_off_by_one_block", "one_code_off_by_one"],
+)
 def test_planted_errors_are_caught(plant) -> None:
     x = _data("normal").float() * torch.exp2(torch.arange(4.0)).repeat_interleave(32)
     good = quantize_blocks(x, "mxfp4")
@@ -343,12 +373,16 @@ def test_planted_errors_are_caught(plant) -> None:
     with pytest.raises(AssertionError, match="values differ"):
         assert_represents(bad, values)
     with pytest.raises(AssertionError, match="differ, first at"):
-        assert_same_bits(torch.cat([bad.qdata, bad.scale], -1),
-                         torch.cat([good.qdata, good.scale], -1), "planted")
+        assert_same_bits(
+            torch.cat([bad.qdata, bad.scale], -1),
+            torch.cat([good.qdata, good.scale], -1),
+            "planted",
+        )
 
 
-@pytest.mark.parametrize("plant", [_swap_nibbles, _shift_scales],
-                         ids=["swapped_nibbles", "scale_off_by_one_block"])
+@pytest.mark.parametrize(
+    "plant", [_swap_nibbles, _shift_scales], ids=["swapped_nibbles", "scale_off_by_one_block"]
+)
 def test_planted_errors_differ_from_transformers(gpt_oss_weights, plant) -> None:
     blocks, scales = gpt_oss_weights
     bad = plant(MXTensor(blocks.flatten(-2), scales, FORMATS["mxfp4"]))
@@ -360,33 +394,71 @@ def test_planted_errors_differ_from_transformers(gpt_oss_weights, plant) -> None
 # --- bad input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("call", "error", "text"), [
-    (lambda: quantize_blocks([1.0], "mxfp4"), TypeError, "x — need a torch.Tensor, got list"),
-    (lambda: quantize_blocks(torch.ones(32).int(), "mxfp4"), TypeError,
-     "x.dtype — need float32 or bfloat16 or float16 or float64, got int32"),
-    (lambda: quantize_blocks(torch.ones(32), "mxfp4", rule="floor"), TypeError,
-     "rule — need a ScaleRule, got 'floor'; pass for example ScaleRule.RCEIL"),
-    (lambda: quantize_blocks(torch.ones(32), "mxfp6"), ValueError, "got 'mxfp6'"),
-    (lambda: quantize_blocks(torch.ones(2, 50), "mxfp4"), ValueError,
-     "x.shape[-1] — need a multiple of 32, got 50; pad the axis with 14 zeros"),
-    (lambda: quantize_blocks(torch.ones(33, 32), "mxfp8", axis=0), ValueError,
-     "x.shape[-2] — need a multiple of 32, got 33; pad the axis with 31 zeros"),
-    (lambda: quantize_blocks(torch.ones(32), "mxfp4", axis=1), ValueError,
-     "axis — need an axis of a 1-dimensional tensor, got 1"),
-    (lambda: quantize_blocks(torch.tensor(1.0), "mxfp4"), ValueError,
-     "axis — need an axis of a 0-dimensional tensor, got -1"),
-    (lambda: dequantize_blocks(torch.ones(32)), TypeError, "t — need an MXTensor, got Tensor"),
-    (lambda: dequantize_blocks(quantize_blocks(torch.ones(32), "mxfp4"), torch.int32), TypeError,
-     "dtype — need float32, bfloat16, float16 or float64, got torch.int32"),
-], ids=["no_tensor", "integers", "rule_as_text", "unknown_format", "ragged", "ragged_axis_0",
-        "axis_too_large", "no_dimensions", "no_mxtensor", "integer_output"])
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: quantize_blocks([1.0], "mxfp4"), TypeError, "x — need a torch.Tensor, got list"),
+        (
+            lambda: quantize_blocks(torch.ones(32).int(), "mxfp4"),
+            TypeError,
+            "x.dtype — need float32 or bfloat16 or float16 or float64, got int32",
+        ),
+        (
+            lambda: quantize_blocks(torch.ones(32), "mxfp4", rule="floor"),
+            TypeError,
+            "rule — need a ScaleRule, got 'floor'; pass for example ScaleRule.RCEIL",
+        ),
+        (lambda: quantize_blocks(torch.ones(32), "mxfp6"), ValueError, "got 'mxfp6'"),
+        (
+            lambda: quantize_blocks(torch.ones(2, 50), "mxfp4"),
+            ValueError,
+            "x.shape[-1] — need a multiple of 32, got 50; pad the axis with 14 zeros",
+        ),
+        (
+            lambda: quantize_blocks(torch.ones(33, 32), "mxfp8", axis=0),
+            ValueError,
+            "x.shape[-2] — need a multiple of 32, got 33; pad the axis with 31 zeros",
+        ),
+        (
+            lambda: quantize_blocks(torch.ones(32), "mxfp4", axis=1),
+            ValueError,
+            "axis — need an axis of a 1-dimensional tensor, got 1",
+        ),
+        (
+            lambda: quantize_blocks(torch.tensor(1.0), "mxfp4"),
+            ValueError,
+            "axis — need an axis of a 0-dimensional tensor, got -1",
+        ),
+        (lambda: dequantize_blocks(torch.ones(32)), TypeError, "t — need an MXTensor, got Tensor"),
+        (
+            lambda: dequantize_blocks(quantize_blocks(torch.ones(32), "mxfp4"), torch.int32),
+            TypeError,
+            "dtype — need float32, bfloat16, float16 or float64, got torch.int32",
+        ),
+    ],
+    ids=[
+        "no_tensor",
+        "integers",
+        "rule_as_text",
+        "unknown_format",
+        "ragged",
+        "ragged_axis_0",
+        "axis_too_large",
+        "no_dimensions",
+        "no_mxtensor",
+        "integer_output",
+    ],
+)
 def test_bad_input_is_named(call, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         call()
 
 
-@pytest.mark.parametrize("call", [dequantize_blocks, fold_certificate, fold],
-                         ids=["dequantize_blocks", "fold_certificate", "fold"])
+@pytest.mark.parametrize(
+    "call",
+    [dequantize_blocks, fold_certificate, fold],
+    ids=["dequantize_blocks", "fold_certificate", "fold"],
+)
 def test_a_backend_layout_is_refused(call) -> None:
     t = quantize_blocks(torch.ones(2, 32), "mxfp4")
     object.__setattr__(t, "layout", "swizzled")

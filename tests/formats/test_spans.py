@@ -10,7 +10,12 @@ import torch
 
 import mxpert
 from mxpert.formats import (
-    MXTensor, ScaleRule, ScaleSpan, count_wide_blocks, dequantize_blocks, quantize_blocks,
+    MXTensor,
+    ScaleRule,
+    ScaleSpan,
+    count_wide_blocks,
+    dequantize_blocks,
+    quantize_blocks,
     quantize_spans,
 )
 from mxpert.formats.codec import block_scale, encode
@@ -38,16 +43,20 @@ def spans_of(length: int, span: ScaleSpan, starts: tuple[int, ...] | None) -> li
     """Every span as positions, from the definition."""
     edges = sorted({0, length, *(starts or ())})
     step = {ScaleSpan.BLOCK: 32, ScaleSpan.SPAN128: 128, ScaleSpan.ROW: length}[span]
-    return [slice(at, min(at + step, end)) for begin, end in itertools.pairwise(edges)
-            for at in range(begin, end, step)]
+    return [
+        slice(at, min(at + step, end))
+        for begin, end in itertools.pairwise(edges)
+        for at in range(begin, end, step)
+    ]
 
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["whole", "groups"])
 @pytest.mark.parametrize("rule", ScaleRule, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("span", FIXED, ids=lambda span: span.name)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_quantize_spans(fmt: str, span: ScaleSpan, rule: ScaleRule,
-                        starts: tuple[int, ...] | None) -> None:
+def test_quantize_spans(
+    fmt: str, span: ScaleSpan, rule: ScaleRule, starts: tuple[int, ...] | None
+) -> None:
     x = wide(5, WIDTH)
     group_starts = None if starts is None else torch.tensor(starts)
     actual = quantize_spans(x, fmt, rule, span, group_starts=group_starts)
@@ -66,8 +75,10 @@ def test_quantize_spans(fmt: str, span: ScaleSpan, rule: ScaleRule,
 def test_a_block_span_is_the_plain_quantisation(span: ScaleSpan) -> None:
     x = wide(5, 32)  # one block: every span is that block
     x[4] = 2.0**-140  # below byte 1, which spans do not go below
-    plain, actual = quantize_blocks(x[:4], "mxfp8"), quantize_spans(x, "mxfp8", ScaleRule.RCEIL,
-                                                                    span)
+    plain, actual = (
+        quantize_blocks(x[:4], "mxfp8"),
+        quantize_spans(x, "mxfp8", ScaleRule.RCEIL, span),
+    )
     assert torch.equal(actual.qdata[:4], plain.qdata)
     assert torch.equal(actual.scale[:4], plain.scale)
     assert actual.scale[4, 0] == (0 if span is ScaleSpan.BLOCK else 1)
@@ -94,9 +105,12 @@ def test_rebase(fmt: str, span: ScaleSpan) -> None:
 
 def test_rebase_keeps_nan() -> None:
     x = wide(5, WIDTH)
-    assert torch.equal(dequantize_blocks(mxpert.rebase(quantize_blocks(x, "mxfp8"),
-                                                       ScaleSpan.ROW))[2].isnan().nonzero()[:, 0],
-                       torch.arange(32))
+    assert torch.equal(
+        dequantize_blocks(mxpert.rebase(quantize_blocks(x, "mxfp8"), ScaleSpan.ROW))[2]
+        .isnan()
+        .nonzero()[:, 0],
+        torch.arange(32),
+    )
 
 
 @pytest.mark.parametrize(("fmt", "free"), [("mxfp8_e4m3", 9), ("mxfp8_e5m2", 25)])
@@ -142,25 +156,49 @@ def test_auto_lets_one_block_in_1024_pass() -> None:
     x = torch.ones(32, 64 * 32)
     for count, wide in ((1, -1), (2, 0), (3, 1)):
         x[count, :32] = 2.0**-12
-        assert quantize_spans(x, "mxfp8", ScaleRule.RCEIL,
-                              ScaleSpan.AUTO).wide_blocks.tolist() == [wide]
+        assert quantize_spans(x, "mxfp8", ScaleRule.RCEIL, ScaleSpan.AUTO).wide_blocks.tolist() == [
+            wide
+        ]
 
 
-@pytest.mark.parametrize(("call", "error", "words"), [
-    (lambda: mxpert.rebase(torch.ones(2, 32), ScaleSpan.ROW), TypeError, "MXTensor"),
-    (lambda: mxpert.rebase(quantize_blocks(torch.ones(2, 32), "mxfp8"), "row"), TypeError,
-     "ScaleSpan"),
-    (lambda: mxpert.rebase(quantize_blocks(torch.ones(2, 32), "mxfp4"), ScaleSpan.ROW), ValueError,
-     "mxfp8"),
-    (lambda: mxpert.rebase(quantize_blocks(torch.ones(32, 2), "mxfp8", 0), ScaleSpan.ROW),
-     ValueError, "axis"),
-    (lambda: mxpert.rebase(quantize_blocks(torch.ones(2, 32), "mxfp8"), ScaleSpan.AUTO),
-     ValueError, "quantise with AUTO"),
-    (lambda: mxpert.quantize_dual(torch.ones(32, 32), scale_span="row"), TypeError, "ScaleSpan"),
-    (lambda: mxpert.quantize_dual(torch.ones(32, 32), scale_span=(ScaleSpan.ROW,)), TypeError,
-     "ScaleSpan"),
-    (lambda: mxpert.training.MXFP8Recipe(scale_span="row"), TypeError, "ScaleSpan"),
-], ids=["plain", "string", "mxfp4", "axis", "auto", "dual", "pair", "recipe"])
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: mxpert.rebase(torch.ones(2, 32), ScaleSpan.ROW), TypeError, "MXTensor"),
+        (
+            lambda: mxpert.rebase(quantize_blocks(torch.ones(2, 32), "mxfp8"), "row"),
+            TypeError,
+            "ScaleSpan",
+        ),
+        (
+            lambda: mxpert.rebase(quantize_blocks(torch.ones(2, 32), "mxfp4"), ScaleSpan.ROW),
+            ValueError,
+            "mxfp8",
+        ),
+        (
+            lambda: mxpert.rebase(quantize_blocks(torch.ones(32, 2), "mxfp8", 0), ScaleSpan.ROW),
+            ValueError,
+            "axis",
+        ),
+        (
+            lambda: mxpert.rebase(quantize_blocks(torch.ones(2, 32), "mxfp8"), ScaleSpan.AUTO),
+            ValueError,
+            "quantise with AUTO",
+        ),
+        (
+            lambda: mxpert.quantize_dual(torch.ones(32, 32), scale_span="row"),
+            TypeError,
+            "ScaleSpan",
+        ),
+        (
+            lambda: mxpert.quantize_dual(torch.ones(32, 32), scale_span=(ScaleSpan.ROW,)),
+            TypeError,
+            "ScaleSpan",
+        ),
+        (lambda: mxpert.training.MXFP8Recipe(scale_span="row"), TypeError, "ScaleSpan"),
+    ],
+    ids=["plain", "string", "mxfp4", "axis", "auto", "dual", "pair", "recipe"],
+)
 def test_bad_input(call, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
@@ -181,19 +219,24 @@ def test_snr_of_a_product(span: ScaleSpan, data: str) -> None:
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(192, 2048, generator=generator) for _ in range(2))
     if data == "heavy":  # Student's t with 3 degrees of freedom
-        a, b = (x / (torch.randn(3, *x.shape, generator=generator).square().mean(0)).sqrt()
-                for x in (a, b))
+        a, b = (
+            x / (torch.randn(3, *x.shape, generator=generator).square().mean(0)).sqrt()
+            for x in (a, b)
+        )
     elif data == "spread":
         a *= torch.exp2(torch.randint(-6, 7, (192, 64), generator=generator)).repeat_interleave(
-            32, 1)
+            32, 1
+        )
     elif data == "outlier":  # channels 2^6 larger
         a[:, ::256] *= 64
     a, b = a.bfloat16(), b.bfloat16()
     expected = a.double() @ b.double().T
 
     def product(spans: ScaleSpan) -> torch.Tensor:
-        values = (dequantize_blocks(quantize_spans(x, "mxfp8", ScaleRule.RCEIL, spans)).double()
-                  for x in (a, b))
+        values = (
+            dequantize_blocks(quantize_spans(x, "mxfp8", ScaleRule.RCEIL, spans)).double()
+            for x in (a, b)
+        )
         left, right = values
         return left @ right.T
 

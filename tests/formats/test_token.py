@@ -9,12 +9,7 @@ import torch
 
 from mxpert.formats import quantize_token_rows
 from mxpert.formats.token import SMALLEST_SCALE
-from mxpert.testing.numerics import (
-    assert_exact,
-    gaussian_magnitudes,
-    relative_l2,
-    token_noise,
-)
+from mxpert.testing.numerics import assert_exact, gaussian_magnitudes, relative_l2, token_noise
 
 
 def rows(count: int, width: int, spread: float = 0.0) -> torch.Tensor:

@@ -55,12 +55,17 @@ class Report:
 
 def is_documented(error: BaseException) -> bool:
     text = str(error)
-    return (type(error) in (ValueError, TypeError, UnsupportedError, IndexError)
-            and ": " in text and " — need " in text and ", got " in text)
+    return (
+        type(error) in (ValueError, TypeError, UnsupportedError, IndexError)
+        and ": " in text
+        and " — need " in text
+        and ", got " in text
+    )
 
 
-def mutate(rng: random.Random, arguments: dict[str, Any],
-           skip: frozenset[str]) -> tuple[str, str, dict[str, Any]]:
+def mutate(
+    rng: random.Random, arguments: dict[str, Any], skip: frozenset[str]
+) -> tuple[str, str, dict[str, Any]]:
     """What kind of change, which, and the arguments with it.
 
     Kinds: "none", "values" (equal values), "geometry" (other values), "other".
@@ -74,8 +79,14 @@ def mutate(rng: random.Random, arguments: dict[str, Any],
         value = rng.choice(wrong.VALUES)
         return "other", f"{name} = {wrong.describe(value)}", arguments | {name: value}
     part = rng.choice(list(parts))
-    kind, table = rng.choice((("values", wrong.SAME_VALUES), ("geometry", wrong.SAME_GEOMETRY),
-                              ("other", wrong.OTHER), ("other", wrong.OTHER)))
+    kind, table = rng.choice(
+        (
+            ("values", wrong.SAME_VALUES),
+            ("geometry", wrong.SAME_GEOMETRY),
+            ("other", wrong.OTHER),
+            ("other", wrong.OTHER),
+        )
+    )
     how = rng.choice(list(table))
     try:
         changed = table[how](parts[part])
@@ -123,7 +134,8 @@ def same_leaf(a: Any, b: Any) -> bool:
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
             return False
         return a.device.type == "meta" or torch.allclose(
-            a.detach().double(), b.detach().double(), rtol=1e-5, atol=1e-6, equal_nan=True)
+            a.detach().double(), b.detach().double(), rtol=1e-5, atol=1e-6, equal_nan=True
+        )
     return type(a) is type(b)
 
 
@@ -131,8 +143,10 @@ def same_geometry(left: Any, right: Any) -> bool:
     a, b = flat(left), flat(right)
     return len(a) == len(b) and all(
         (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
-        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else True
-        for x, y in zip(a, b, strict=True))
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
+        else True
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def close(result: Any, expected: Any, tolerance: float) -> bool:
@@ -180,25 +194,39 @@ class Fuzz:
             key = f"{target.name}: {problem.splitlines()[0][:90]}"
             self.report.bugs.setdefault(key, f"seed {seed}: {change}\n{problem}")
 
-    def judge(self, target: Target, kind: str, right: dict[str, Any],
-              arguments: dict[str, Any]) -> str | None:
+    def judge(
+        self, target: Target, kind: str, right: dict[str, Any], arguments: dict[str, Any]
+    ) -> str | None:
         """What is wrong with a call; None where nothing is."""
         try:
-            given = {name: value.make() if isinstance(value, Lazy) else value
-                     for name, value in arguments.items()}
+            given = {
+                name: value.make() if isinstance(value, Lazy) else value
+                for name, value in arguments.items()
+            }
             result = target.call(**given)
         except Exception as error:
             self.report.errors += 1
             if "can't allocate memory" in str(error):
                 return None  # a size that the machine does not have room for
             if is_documented(error):
-                return "refused: " + str(error) if kind == "none" and not target.name.endswith(
-                    ("state_dict", "load", "convert")) else None
-            frames = [f"{frame.filename.rpartition('/mxpert/')[2]}:{frame.lineno}: {frame.line}"
-                      for frame in traceback.extract_tb(error.__traceback__)]
+                return (
+                    "refused: " + str(error)
+                    if kind == "none"
+                    and not target.name.endswith(("state_dict", "load", "convert"))
+                    else None
+                )
+            frames = [
+                f"{frame.filename.rpartition('/mxpert/')[2]}:{frame.lineno}: {frame.line}"
+                for frame in traceback.extract_tb(error.__traceback__)
+            ]
             ours = [line for line in frames if not line.startswith("/")]
-            return "\n".join([f"{type(error).__name__} at {(ours or frames)[-1]}",
-                              str(error)[:300], *frames[-5:]])
+            return "\n".join(
+                [
+                    f"{type(error).__name__} at {(ours or frames)[-1]}",
+                    str(error)[:300],
+                    *frames[-5:],
+                ]
+            )
         self.report.answers += 1
         if kind == "none":
             expected = target.expected(right) if target.expected else None
@@ -219,9 +247,13 @@ class Fuzz:
 
     def many(self, target: Target, calls: int, seed: int) -> None:
         @hypothesis.seed(seed)
-        @hypothesis.settings(max_examples=calls, database=None, deadline=None,
-                             phases=[hypothesis.Phase.generate],
-                             suppress_health_check=list(hypothesis.HealthCheck))
+        @hypothesis.settings(
+            max_examples=calls,
+            database=None,
+            deadline=None,
+            phases=[hypothesis.Phase.generate],
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
         @hypothesis.given(st.integers(0, 2**62))
         def test(number: int) -> None:
             self.one(target, number)
@@ -234,6 +266,7 @@ PLANTED = ("foreign", "wrong", "strides", "shape", "refusal", "crash", "hang")
 
 def planted(call: Callable[..., Any], fault: str) -> Callable[..., Any]:
     """A function of one MXTensor with a fault."""
+
     def run(tensor: Any, **arguments: Any) -> Any:
         if fault == "crash":
             ctypes.string_at(0)
@@ -250,6 +283,7 @@ def planted(call: Callable[..., Any], fault: str) -> Callable[..., Any]:
         if fault == "strides" and not tensor.qdata.is_contiguous():
             return result + 1
         return result[:-1] if fault == "shape" and (tensor.scale == 255).any() else result
+
     return run
 
 

@@ -34,9 +34,22 @@ def fuzz(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The runner in a process of its own, so that a crash or a hang is its own."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
-        [sys.executable, "-X", "faulthandler", str(RUNNER), "--log", str(tmp_path / "log"),
-         *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=3000, check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"})
+        [
+            sys.executable,
+            "-X",
+            "faulthandler",
+            str(RUNNER),
+            "--log",
+            str(tmp_path / "log"),
+            *arguments,
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+    )
 
 
 def report(done: subprocess.CompletedProcess[str], tmp_path: Path) -> dict[str, Any]:
@@ -55,9 +68,11 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_call_answers_or_is_refused(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     calls = request.config.getoption("--fuzz-calls")
     found = report(fuzz(tmp_path, "--calls", str(calls)), tmp_path)
-    print(f"fuzz: {found['calls']} calls of {len(found['by_target'])} functions in "
-          f"{found['seconds']:.0f} s: {found['answers']} answers, {found['errors']} refusals, "
-          f"{len(found['bugs'])} bugs")
+    print(
+        f"fuzz: {found['calls']} calls of {len(found['by_target'])} functions in "
+        f"{found['seconds']:.0f} s: {found['answers']} answers, {found['errors']} refusals, "
+        f"{len(found['bugs'])} bugs"
+    )
     assert not found["bugs"], "\n".join(f"{key}\n{text}" for key, text in found["bugs"].items())
     assert found["calls"] >= calls
     assert min(found["answers"], found["errors"]) > calls // 5
@@ -75,9 +90,16 @@ def runner() -> Any:
     return module
 
 
-@pytest.mark.parametrize(("fault", "text"), [
-    ("foreign", "RuntimeError"), ("wrong", "wrong answer"), ("strides", "equal values give"),
-    ("shape", "another geometry"), ("refusal", "refused: ")])
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("foreign", "RuntimeError"),
+        ("wrong", "wrong answer"),
+        ("strides", "equal values give"),
+        ("shape", "another geometry"),
+        ("refusal", "refused: "),
+    ],
+)
 def test_a_planted_bug_is_found(runner: Any, tmp_path: Path, fault: str, text: str) -> None:
     """From fixed seeds: hypothesis draws other ones as soon as other modules are loaded."""
     target = next(target for target in runner.TARGETS if target.name == "dequantize")
@@ -89,8 +111,7 @@ def test_a_planted_bug_is_found(runner: Any, tmp_path: Path, fault: str, text: s
     assert not sound.report.bugs
 
 
-@pytest.mark.parametrize(("fault", "text"), [("crash", "Segmentation fault"),
-                                             ("hang", "Timeout")])
+@pytest.mark.parametrize(("fault", "text"), [("crash", "Segmentation fault"), ("hang", "Timeout")])
 def test_a_planted_crash_is_found(tmp_path: Path, fault: str, text: str) -> None:
     done = fuzz(tmp_path, "--only", "dequantize", "--calls", "9", "--plant", fault)
     assert done.returncode != 0
@@ -101,9 +122,18 @@ def test_a_planted_crash_is_found(tmp_path: Path, fault: str, text: str) -> None
 def test_every_public_function_is_called(runner: Any) -> None:
     names = [target.name for target in runner.TARGETS]
     heads = {name.split(".")[0].split(" ")[0].split("[")[0] for name in names}
-    public = {name: getattr(module, name) for module in (mxpert, mxpert.formats, mxpert.training)
-              for name in module.__all__}
-    missing = {name for name, value in public.items() if callable(value)
-               and not (inspect.isclass(value) and (hasattr(value, "__members__")
-                                                    or issubclass(value, BaseException)))}
+    public = {
+        name: getattr(module, name)
+        for module in (mxpert, mxpert.formats, mxpert.training)
+        for name in module.__all__
+    }
+    missing = {
+        name
+        for name, value in public.items()
+        if callable(value)
+        and not (
+            inspect.isclass(value)
+            and (hasattr(value, "__members__") or issubclass(value, BaseException))
+        )
+    }
     assert missing - heads - NOT_CALLED - {"SiLU"} == set()

@@ -24,8 +24,10 @@ from mxpert.testing.numerics import (
 )
 from mxpert.testing.poison import nan_filled_scratch
 
-HOPPER = {kernel.op: kernel
-          for kernel in pytest.importorskip("mxpert.backends.hopper", reason="needs Gluon").KERNELS}
+HOPPER = {
+    kernel.op: kernel
+    for kernel in pytest.importorskip("mxpert.backends.hopper", reason="needs Gluon").KERNELS
+}
 REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}
 FLOAT64 = ReferenceConfig(torch.float64)
 BLOCK, SPAN128, ROW = ScaleSpan.BLOCK, ScaleSpan.SPAN128, ScaleSpan.ROW
@@ -35,13 +37,27 @@ NAN_CODE, NAN_SCALE = 0x7F, 255
 TAIL = 45
 """Rows after the last group."""
 
-SIZES = {"ragged": [0, 1, 31, 63, 130, 257], "many": [5, 0, 33, 64] * 12, "one_group": [777],
-         "all_in_last": [0, 0, 0, 1000], "empty": [0, 0, 0]}
-SPANS = {"row": (ROW, ROW), "span128": (SPAN128, ROW), "exact": (BLOCK, BLOCK),
-         "exact-mixed": (ROW, BLOCK), "bf16": (BLOCK, BLOCK)}
+SIZES = {
+    "ragged": [0, 1, 31, 63, 130, 257],
+    "many": [5, 0, 33, 64] * 12,
+    "one_group": [777],
+    "all_in_last": [0, 0, 0, 1000],
+    "empty": [0, 0, 0],
+}
+SPANS = {
+    "row": (ROW, ROW),
+    "span128": (SPAN128, ROW),
+    "exact": (BLOCK, BLOCK),
+    "exact-mixed": (ROW, BLOCK),
+    "bf16": (BLOCK, BLOCK),
+}
 """Spans for each mode of the GEMMs: scales in the epilogue, in the main loop, or exact bfloat16."""
-PAIRS = {"e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"), "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
-         "mixed": ("mxfp8_e4m3", "mxfp8_e5m2"), "e5m2": ("mxfp8_e5m2", "mxfp8_e5m2")}
+PAIRS = {
+    "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
+    "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
+    "mixed": ("mxfp8_e4m3", "mxfp8_e5m2"),
+    "e5m2": ("mxfp8_e5m2", "mxfp8_e5m2"),
+}
 
 
 @dataclass(frozen=True)
@@ -79,8 +95,9 @@ class Case:
         return 256 if average > 8192 else depth
 
 
-def offsets_of(sizes: tuple[int, ...] | list[int], device: torch.device,
-               dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def offsets_of(
+    sizes: tuple[int, ...] | list[int], device: torch.device, dtype: torch.dtype = torch.int32
+) -> torch.Tensor:
     return torch.tensor([0, *sizes]).cumsum(0).to(device, dtype)
 
 
@@ -94,12 +111,13 @@ def values(*size: int, device: torch.device, whole: bool, seed: int) -> torch.Te
         return torch.randint(-3, 4, size, generator=generator, device=device).float()
     rows = torch.randint(-1, 2, (*size[:-1], 1), generator=generator, device=device)
     blocks = torch.randint(0, 2, (size[-1] // 64 + 1,), generator=generator, device=device)
-    factors = 2.0 ** (rows + blocks.repeat_interleave(64)[:size[-1]])
+    factors = 2.0 ** (rows + blocks.repeat_interleave(64)[: size[-1]])
     return factors * torch.randn(size, generator=generator, device=device)
 
 
-def operand(x: torch.Tensor, fmt: str, span: ScaleSpan,
-            starts: torch.Tensor | None = None) -> torch.Tensor | MXTensor:
+def operand(
+    x: torch.Tensor, fmt: str, span: ScaleSpan, starts: torch.Tensor | None = None
+) -> torch.Tensor | MXTensor:
     if fmt == "bf16":
         return x.to(torch.bfloat16)
     return quantize_spans(x, fmt, ScaleRule.RCEIL, span, group_starts=starts)
@@ -109,8 +127,13 @@ def transposed(value: torch.Tensor | MXTensor) -> torch.Tensor | MXTensor:
     """The same values as [G, K, N], in memory too."""
     if isinstance(value, torch.Tensor):
         return value.mT.contiguous()
-    return MXTensor(value.qdata.mT.contiguous(), value.scale.mT.contiguous(), value.format, -2,
-                    scale_span=value.scale_span)
+    return MXTensor(
+        value.qdata.mT.contiguous(),
+        value.scale.mT.contiguous(),
+        value.format,
+        -2,
+        scale_span=value.scale_span,
+    )
 
 
 def poison(value: torch.Tensor | MXTensor, place: Any) -> None:
@@ -126,36 +149,62 @@ def poison(value: torch.Tensor | MXTensor, place: Any) -> None:
     value.scale[place] = NAN_SCALE
 
 
-def make(case: Case, device: torch.device, *, whole: bool = False, seed: int = 0,
-         offsets: torch.Tensor | None = None) -> tuple[GroupedProblem, dict[str, Any]]:
+def make(
+    case: Case,
+    device: torch.device,
+    *,
+    whole: bool = False,
+    seed: int = 0,
+    offsets: torch.Tensor | None = None,
+) -> tuple[GroupedProblem, dict[str, Any]]:
     """Problem and arguments; rows outside the groups are NaN."""
     if offsets is None:
         offsets = offsets_of(case.sizes, device, case.offsets_dtype)
     wgrad, groups = case.op is WGRAD, len(case.sizes)
-    shapes = [(case.num_rows, case.n), (case.num_rows, case.k)] if wgrad else [
-        (case.num_rows, case.k), (groups, case.n, case.k)]
-    dense = [values(*shape, device=device, whole=whole, seed=3 * seed + index)
-             for index, shape in enumerate(shapes)]
+    shapes = (
+        [(case.num_rows, case.n), (case.num_rows, case.k)]
+        if wgrad
+        else [(case.num_rows, case.k), (groups, case.n, case.k)]
+    )
+    dense = [
+        values(*shape, device=device, whole=whole, seed=3 * seed + index)
+        for index, shape in enumerate(shapes)
+    ]
     starts, end = None, int(offsets[-1])
     if wgrad:
         dense = [pad_groups(x, offsets)[1].mT.contiguous() for x in dense]
         starts = padded_group_offsets(offsets)
         end = int(starts[-1])
-    first, second = (operand(x, fmt, span, starts) for x, fmt, span in zip(
-        dense, case.formats, SPANS[case.mode], strict=True))
+    first, second = (
+        operand(x, fmt, span, starts)
+        for x, fmt, span in zip(dense, case.formats, SPANS[case.mode], strict=True)
+    )
     if not (wgrad or case.trans_b):
         second = transposed(second)
     for value in (first, second) if wgrad else (first,):
         poison(value, (slice(None), slice(end, None)) if wgrad else slice(end, None))
     problem = GroupedProblem(
-        case.op, detect_target(device), first.shape[1 if wgrad else 0], groups, case.n, case.k,
-        *case.formats, case.trans_b and not wgrad, case.out_dtype, case.accumulate,
-        *SPANS[case.mode])
+        case.op,
+        detect_target(device),
+        first.shape[1 if wgrad else 0],
+        groups,
+        case.n,
+        case.k,
+        *case.formats,
+        case.trans_b and not wgrad,
+        case.out_dtype,
+        case.accumulate,
+        *SPANS[case.mode],
+    )
     if not wgrad:
         return problem, {"a": first, "b": second, "group_offsets": offsets}
     into = values(groups, case.n, case.k, device=device, whole=whole, seed=3 * seed + 2)
-    return problem, {"grad": first, "a": second, "group_offsets": offsets,
-                     "accumulate_into": into if case.accumulate else None}
+    return problem, {
+        "grad": first,
+        "a": second,
+        "group_offsets": offsets,
+        "accumulate_into": into if case.accumulate else None,
+    }
 
 
 def run(problem: GroupedProblem | DualProblem, **arguments: Any) -> Any:
@@ -171,8 +220,9 @@ def expect(problem: GroupedProblem, **arguments: Any) -> torch.Tensor:
     into = arguments.get("accumulate_into")
     if into is not None:
         arguments["accumulate_into"] = into.double()
-    return REFERENCE[problem.op].launch(replace(problem, out_dtype=torch.float64), FLOAT64,
-                                        **arguments)
+    return REFERENCE[problem.op].launch(
+        replace(problem, out_dtype=torch.float64), FLOAT64, **arguments
+    )
 
 
 def adder_error(depth: int) -> float:
@@ -185,7 +235,7 @@ def adder_error(depth: int) -> float:
     since products with few bits lose nothing: a float64 simulation of the adder gives 1.0e-3 at
     2880 values and 2.0e-3 at 8192, which is 0.4 of the bound.
     """
-    return 2.0 ** -13 * math.sqrt(depth / 6)
+    return 2.0**-13 * math.sqrt(depth / 6)
 
 
 def tolerance(case: Case, expected: torch.Tensor) -> float:

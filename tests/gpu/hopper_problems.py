@@ -16,13 +16,7 @@ import torch
 import mxpert
 from mxpert import Combine, GateUpOrder, MoEWeights, ReferenceConfig
 from mxpert.formats.tensor import Layout
-from mxpert.problem import (
-    ACTIVATION_FORMATS,
-    ClampedSiLU,
-    SiLU,
-    SiTUv2,
-    SwiGLU,
-)
+from mxpert.problem import ACTIVATION_FORMATS, ClampedSiLU, SiLU, SiTUv2, SwiGLU
 from mxpert.testing.hopper import layer_tolerance
 from mxpert.testing.numerics import assert_close_relative
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
@@ -37,11 +31,17 @@ SMALL = MoEShape(hidden_size=704, intermediate_size=384, num_experts=9, top_k=3)
 """Odd numbers of row units (11) and depth units (3), and a depth of 5.5 units."""
 
 CASES: dict[str, tuple[MoEShape, bool]] = {
-    "gpt_oss": (replace(SMALL, activation=SwiGLU(), gate_up_order=GateUpOrder.INTERLEAVED,
-                        has_bias=True), False),
+    "gpt_oss": (
+        replace(SMALL, activation=SwiGLU(), gate_up_order=GateUpOrder.INTERLEAVED, has_bias=True),
+        False,
+    ),
     "deepseek": (replace(SMALL, activation=SiLU()), False),
-    "clamped_on_input": (replace(SMALL, activation=ClampedSiLU(), has_bias=True,
-                                 gate_up_order=GateUpOrder.INTERLEAVED_16), True),
+    "clamped_on_input": (
+        replace(
+            SMALL, activation=ClampedSiLU(), has_bias=True, gate_up_order=GateUpOrder.INTERLEAVED_16
+        ),
+        True,
+    ),
     "situ": (replace(SMALL, activation=SiTUv2(), gate_up_order=GateUpOrder.INTERLEAVED), False),
 }
 """Layers for all activations, gate/up orders, biases, and both places of the routing weight."""
@@ -67,13 +67,24 @@ def prepared(weights: MoEWeights) -> MoEWeights:
 
 
 def first_tokens(inputs: MoEInputs, count: int) -> MoEInputs:
-    return replace(inputs, x=inputs.x[:count], topk_ids=inputs.topk_ids[:count],
-                   topk_weights=inputs.topk_weights[:count])
+    return replace(
+        inputs,
+        x=inputs.x[:count],
+        topk_ids=inputs.topk_ids[:count],
+        topk_weights=inputs.topk_weights[:count],
+    )
 
 
 def run(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:
-    return mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
-                            activation=inputs.activation, activation_format=a_format, **options)
+    return mxpert.fused_moe(
+        inputs.x,
+        inputs.weights,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        activation=inputs.activation,
+        activation_format=a_format,
+        **options,
+    )
 
 
 def reference(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:
@@ -90,10 +101,21 @@ class Case:
         self.prepared = replace(inputs, weights=prepared(inputs.weights))
         self.expected = reference(inputs, a_format, **options)
 
-    def check(self, num_tokens: int, what: str, *, out_dtype: torch.dtype = torch.bfloat16,
-              combine: Combine = Combine.REDUCE) -> None:
-        y = run(first_tokens(self.prepared, num_tokens), self.a_format, out_dtype=out_dtype,
-                combine=combine, **self.options)
+    def check(
+        self,
+        num_tokens: int,
+        what: str,
+        *,
+        out_dtype: torch.dtype = torch.bfloat16,
+        combine: Combine = Combine.REDUCE,
+    ) -> None:
+        y = run(
+            first_tokens(self.prepared, num_tokens),
+            self.a_format,
+            out_dtype=out_dtype,
+            combine=combine,
+            **self.options,
+        )
         assert y.dtype == out_dtype
         tolerance = layer_tolerance(self.a_format, out_dtype, self.inputs, num_tokens)
         assert_close_relative(y, self.expected[:num_tokens], tolerance, f"{what}, T = {num_tokens}")

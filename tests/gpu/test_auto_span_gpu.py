@@ -31,11 +31,12 @@ def data(device: torch.device, small: float) -> tuple[torch.Tensor, ...]:
     """x with one small block in rows and in columns, weight, offsets, gradient."""
     generator = torch.Generator(device).manual_seed(3)
     rows = sum(SIZES) + 11
-    x, weight, grad = (torch.empty(size, dtype=torch.bfloat16, device=device).uniform_(
-        1, 1.5, generator=generator)
-        for size in ((rows, WIDTH), (len(SIZES), OUT, WIDTH), (rows, OUT)))
+    x, weight, grad = (
+        torch.empty(size, dtype=torch.bfloat16, device=device).uniform_(1, 1.5, generator=generator)
+        for size in ((rows, WIDTH), (len(SIZES), OUT, WIDTH), (rows, OUT))
+    )
     x[200:232, 64:96] *= small  # a block of 32 rows, and one of each of 32 columns
-    x[sum(SIZES):] = torch.nan
+    x[sum(SIZES) :] = torch.nan
     offsets = torch.tensor([0, *SIZES], device=device).cumsum(0).int()
     return x, weight, offsets, grad
 
@@ -46,30 +47,38 @@ def test_both_copies_equal_the_reference(small: float, device: torch.device) -> 
     for tensor, groups in ((x, offsets), (weight, None)):
         actual = mxpert.quantize_dual(tensor, group_offsets=groups, scale_span=ScaleSpan.AUTO)
         with mxpert.override(backend="reference"):
-            expected = mxpert.quantize_dual(tensor, group_offsets=groups,
-                                            scale_span=ScaleSpan.AUTO)
+            expected = mxpert.quantize_dual(tensor, group_offsets=groups, scale_span=ScaleSpan.AUTO)
         for have, want in zip(actual, expected, strict=True):
             assert_exact(have.qdata, want.qdata, "codes")
             assert_exact(have.scale, want.scale, "scales")
             assert_exact(have.wide_blocks, want.wide_blocks, "wide blocks")
 
 
-def products(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor,
-             span: ScaleSpan) -> tuple[torch.Tensor, ...]:
+def products(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    grad: torch.Tensor,
+    span: ScaleSpan,
+) -> tuple[torch.Tensor, ...]:
     """Results of forward, dgrad, wgrad, and wgrad added to ones."""
     x_row, x_col = mxpert.quantize_dual(x, group_offsets=offsets, scale_span=span)
     w_row, w_col = mxpert.quantize_dual(weight, scale_span=span)
     g_row, g_col = mxpert.quantize_dual(grad, group_offsets=offsets, scale_span=span)
     total = torch.ones(weight.shape, device=x.device)
-    return (mxpert.grouped_gemm(x_row, w_row, offsets), mxpert.grouped_gemm(g_row, w_col, offsets),
-            mxpert.grouped_wgrad(g_col, x_col, offsets),
-            mxpert.grouped_wgrad(g_col, x_col, offsets, accumulate_into=total))
+    return (
+        mxpert.grouped_gemm(x_row, w_row, offsets),
+        mxpert.grouped_gemm(g_row, w_col, offsets),
+        mxpert.grouped_wgrad(g_col, x_col, offsets),
+        mxpert.grouped_wgrad(g_col, x_col, offsets, accumulate_into=total),
+    )
 
 
 def test_narrow_data_run_as_rows(device: torch.device) -> None:
     tensors = data(device, NARROW)
-    for have, want in zip(products(*tensors, ScaleSpan.AUTO), products(*tensors, ScaleSpan.ROW),
-                          strict=True):
+    for have, want in zip(
+        products(*tensors, ScaleSpan.AUTO), products(*tensors, ScaleSpan.ROW), strict=True
+    ):
         assert_exact(have, want, "rows")
 
 
@@ -112,8 +121,9 @@ def test_training_on_the_default_recipe(device: torch.device) -> None:
     x = torch.randn(rows, WIDTH, generator=generator, device=device) * scale
     weight = torch.randn(2, OUT, WIDTH, generator=generator, device=device) / scale
     x, weight = x.bfloat16(), weight.bfloat16()
-    expected = torch.cat([x[a:b].double() @ weight[g].double().T
-                          for g, (a, b) in enumerate(((0, 100), (100, 256)))])
+    expected = torch.cat(
+        [x[a:b].double() @ weight[g].double().T for g, (a, b) in enumerate(((0, 100), (100, 256)))]
+    )
 
     def snr(recipe: MXFP8Recipe) -> float:
         error = grouped_linear(x, weight, offsets, recipe=recipe).double() - expected

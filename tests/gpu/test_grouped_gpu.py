@@ -21,14 +21,21 @@ REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}
 TRITON = {kernel.op: kernel for kernel in TRITON_KERNELS}
 FLOAT64 = ReferenceConfig(torch.float64)
 SIZES = {
-    "balanced": [256] * 8, "skewed": [1, 0, 37, 1024, 3, 511, 0, 129], "one_group": [777],
-    "all_in_last": [0, 0, 0, 1000], "empty": [0, 0, 0], "many": [5, 0, 33, 64] * 256,
+    "balanced": [256] * 8,
+    "skewed": [1, 0, 37, 1024, 3, 511, 0, 129],
+    "one_group": [777],
+    "all_in_last": [0, 0, 0, 1000],
+    "empty": [0, 0, 0],
+    "many": [5, 0, 33, 64] * 256,
 }
 TAIL = 45
 """Rows after the last group."""
 
-PAIRS = {"bf16": ("bf16", "bf16"), "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
-         "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3")}
+PAIRS = {
+    "bf16": ("bf16", "bf16"),
+    "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
+    "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
+}
 pairs = pytest.mark.parametrize("pair", PAIRS)
 sizes = pytest.mark.parametrize("case", SIZES)
 
@@ -46,12 +53,25 @@ def values(*size: int, device: torch.device, whole: bool, seed: int = 0) -> torc
     return torch.randn(size, generator=generator, device=device)
 
 
-def dual(x: torch.Tensor, offsets: torch.Tensor | None, fmt: str,
-         rule: ScaleRule = ScaleRule.RCEIL, *, kernels: dict = TRITON,
-         ) -> tuple[MXTensor, MXTensor]:
+def dual(
+    x: torch.Tensor,
+    offsets: torch.Tensor | None,
+    fmt: str,
+    rule: ScaleRule = ScaleRule.RCEIL,
+    *,
+    kernels: dict = TRITON,
+) -> tuple[MXTensor, MXTensor]:
     groups = offsets.numel() - 1 if offsets is not None else x.shape[0] if x.dim() == 3 else 0
-    problem = DualProblem(Op.QUANTIZE_DUAL, detect_target(x.device), tuple(x.shape), x.dtype,
-                          get_format(fmt), rule, groups, offsets is not None)
+    problem = DualProblem(
+        Op.QUANTIZE_DUAL,
+        detect_target(x.device),
+        tuple(x.shape),
+        x.dtype,
+        get_format(fmt),
+        rule,
+        groups,
+        offsets is not None,
+    )
     kernel = kernels[Op.QUANTIZE_DUAL]
     return kernel.launch(problem, kernel.heuristic(problem), x=x, group_offsets=offsets)
 
@@ -64,12 +84,12 @@ def run(problem: GroupedProblem, **arguments: object) -> torch.Tensor:
 
 
 def expect(problem: GroupedProblem, **arguments: object) -> torch.Tensor:
-    return REFERENCE[problem.op].launch(replace(problem, out_dtype=torch.float64), FLOAT64,
-                                        **arguments)
+    return REFERENCE[problem.op].launch(
+        replace(problem, out_dtype=torch.float64), FLOAT64, **arguments
+    )
 
 
-def check(actual: torch.Tensor, expected: torch.Tensor, depth: int, whole: bool,
-          what: str) -> None:
+def check(actual: torch.Tensor, expected: torch.Tensor, depth: int, whole: bool, what: str) -> None:
     if whole:
         assert_exact(actual, expected.float(), what, ignore_zero_sign=True)
     else:
@@ -78,7 +98,14 @@ def check(actual: torch.Tensor, expected: torch.Tensor, depth: int, whole: bool,
 
 
 def gemm_case(
-    case: str, pair: str, device: torch.device, *, trans_b: bool, whole: bool, n: int, k: int,
+    case: str,
+    pair: str,
+    device: torch.device,
+    *,
+    trans_b: bool,
+    whole: bool,
+    n: int,
+    k: int,
     seed: int = 0,
 ) -> tuple[GroupedProblem, dict[str, object]]:
     """A grouped_gemm problem with NaN in the rows after the last group."""
@@ -94,8 +121,17 @@ def gemm_case(
         a = quantize_blocks(a, PAIRS[pair][0])
         b = quantize_blocks(b, PAIRS[pair][1], -1 if trans_b else -2)
         a.scale[used:] = 255
-    problem = GroupedProblem(Op.GROUPED_GEMM, detect_target(device), used + TAIL, groups, n, k,
-                             *PAIRS[pair], trans_b, torch.float32 if whole else torch.bfloat16)
+    problem = GroupedProblem(
+        Op.GROUPED_GEMM,
+        detect_target(device),
+        used + TAIL,
+        groups,
+        n,
+        k,
+        *PAIRS[pair],
+        trans_b,
+        torch.float32 if whole else torch.bfloat16,
+    )
     return problem, {"a": a, "b": b, "group_offsets": offsets}
 
 
@@ -108,7 +144,7 @@ def test_gemm(pair: str, case: str, trans_b: bool, whole: bool, device: torch.de
     problem, arguments = gemm_case(case, pair, device, trans_b=trans_b, whole=whole, n=n, k=k)
     actual = run(problem, **arguments)
     check(actual, expect(problem, **arguments), k, whole, "grouped_gemm")
-    assert torch.count_nonzero(actual[sum(SIZES[case]):]) == 0
+    assert torch.count_nonzero(actual[sum(SIZES[case]) :]) == 0
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["normal", "integers"])
@@ -125,14 +161,21 @@ def test_wgrad(pair: str, case: str, whole: bool, device: torch.device) -> None:
     if pair == "bf16":
         grad, a = grad.to(torch.bfloat16), a.to(torch.bfloat16)
     else:
-        grad, a = (dual(x, offsets, fmt)[1]
-                   for x, fmt in zip((grad, a), PAIRS[pair], strict=True))
+        grad, a = (dual(x, offsets, fmt)[1] for x, fmt in zip((grad, a), PAIRS[pair], strict=True))
         for operand in (grad, a):
-            operand.scale[:, int(padded_group_offsets(offsets)[-1]) // 32:] = 255
+            operand.scale[:, int(padded_group_offsets(offsets)[-1]) // 32 :] = 255
         length = grad.shape[1]
     problem = GroupedProblem(
-        Op.GROUPED_WGRAD, detect_target(device), length, len(SIZES[case]), n, k, *PAIRS[pair],
-        False, torch.float32 if whole else torch.bfloat16)
+        Op.GROUPED_WGRAD,
+        detect_target(device),
+        length,
+        len(SIZES[case]),
+        n,
+        k,
+        *PAIRS[pair],
+        False,
+        torch.float32 if whole else torch.bfloat16,
+    )
     arguments = {"grad": grad, "a": a, "group_offsets": offsets}
     expected = expect(problem, **arguments, accumulate_into=None)
     actual = run(problem, **arguments, accumulate_into=None)
@@ -156,9 +199,11 @@ def test_dual(fmt: str, dtype: torch.dtype, rule: ScaleRule, device: torch.devic
 
 @sizes
 def test_grouped_dual(case: str, device: torch.device) -> None:
-    x, offsets = values(sum(SIZES[case]) + TAIL, 736, device=device, whole=False), offsets_of(
-        case, device)
-    x[sum(SIZES[case]):] = torch.nan
+    x, offsets = (
+        values(sum(SIZES[case]) + TAIL, 736, device=device, whole=False),
+        offsets_of(case, device),
+    )
+    x[sum(SIZES[case]) :] = torch.nan
     with nan_filled_scratch():
         actual = dual(x, offsets, "mxfp8_e4m3")
     expected = dual(x, offsets, "mxfp8_e4m3", kernels=REFERENCE)
@@ -181,16 +226,19 @@ def test_repeats_are_exact(pair: str, device: torch.device, request: pytest.Fixt
     """Race test with new integers each time: on Hopper wgmma reads decoded operands from registers
     asynchronously, and early reuse by the compiler shows only in some runs."""
     for seed in range(request.config.getoption("--race-repeats")):
-        problem, arguments = gemm_case("skewed", pair, device, trans_b=True, whole=True, n=736,
-                                       k=1056, seed=seed)
+        problem, arguments = gemm_case(
+            "skewed", pair, device, trans_b=True, whole=True, n=736, k=1056, seed=seed
+        )
         first, second = run(problem, **arguments), run(problem, **arguments)
         assert_exact(second, first, f"repeat of seed {seed}")
-        assert_exact(first, expect(problem, **arguments).float(), f"seed {seed}",
-                     ignore_zero_sign=True)
+        assert_exact(
+            first, expect(problem, **arguments).float(), f"seed {seed}", ignore_zero_sign=True
+        )
 
 
-@pytest.mark.parametrize("op", [Op.QUANTIZE_DUAL, Op.GROUPED_GEMM, Op.GROUPED_WGRAD],
-                         ids=lambda op: op.value)
+@pytest.mark.parametrize(
+    "op", [Op.QUANTIZE_DUAL, Op.GROUPED_GEMM, Op.GROUPED_WGRAD], ids=lambda op: op.value
+)
 def test_captured_graph_follows_the_group_sizes(op: Op, device: torch.device) -> None:
     """One graph is replayed with other offsets: the host does not know the group sizes."""
     rows, n, k, groups = 900, 320, 416, 8
@@ -198,8 +246,18 @@ def test_captured_graph_follows_the_group_sizes(op: Op, device: torch.device) ->
     x = values(rows, k, device=device, whole=True)
     grad = values(rows, n, device=device, whole=True, seed=1).to(torch.bfloat16)
     weight = values(groups, n, k, device=device, whole=True, seed=2).to(torch.bfloat16)
-    problem = GroupedProblem(op, detect_target(device), rows, groups, n, k, "bf16", "bf16",
-                             op is Op.GROUPED_GEMM, torch.float32)
+    problem = GroupedProblem(
+        op,
+        detect_target(device),
+        rows,
+        groups,
+        n,
+        k,
+        "bf16",
+        "bf16",
+        op is Op.GROUPED_GEMM,
+        torch.float32,
+    )
     a = x.to(torch.bfloat16)
 
     def compute(offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -207,10 +265,14 @@ def test_captured_graph_follows_the_group_sizes(op: Op, device: torch.device) ->
             row, column = dual(x, offsets, "mxfp8_e4m3")
             return row.qdata, row.scale, column.qdata, column.scale
         kernel = TRITON[op]
-        arguments = ({"a": a, "b": weight} if op is Op.GROUPED_GEMM else
-                     {"grad": grad, "a": a, "accumulate_into": None})
-        return (kernel.launch(problem, kernel.heuristic(problem), group_offsets=offsets,
-                              **arguments),)
+        arguments = (
+            {"a": a, "b": weight}
+            if op is Op.GROUPED_GEMM
+            else {"grad": grad, "a": a, "accumulate_into": None}
+        )
+        return (
+            kernel.launch(problem, kernel.heuristic(problem), group_offsets=offsets, **arguments),
+        )
 
     compute(static)  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -235,15 +297,20 @@ def test_more_than_2_to_the_31_values(device: torch.device) -> None:
     x[-1] = 2
     offsets = torch.tensor([0, rows - 33, rows], dtype=torch.int32, device=device)
     row, column = dual(x, offsets, "mxfp8_e4m3")
-    assert_exact(MXTensor(row.qdata[-64:], row.scale[-64:], row.format),
-                 quantize_blocks(x[-64:], "mxfp8_e4m3"), "row")
+    assert_exact(
+        MXTensor(row.qdata[-64:], row.scale[-64:], row.format),
+        quantize_blocks(x[-64:], "mxfp8_e4m3"),
+        "row",
+    )
     first = int(padded_group_offsets(offsets)[1])
     group = torch.nn.functional.pad(x[-33:, -1].float(), (0, 31))[None]  # two blocks, 31 padded
-    assert torch.equal(column.qdata[-1:, first:first + 64],
-                       quantize_blocks(group, "mxfp8_e4m3").qdata)
+    assert torch.equal(
+        column.qdata[-1:, first : first + 64], quantize_blocks(group, "mxfp8_e4m3").qdata
+    )
     weight = quantize_blocks(torch.ones(2, n, k, device=device), "mxfp8_e4m3")
-    problem = GroupedProblem(Op.GROUPED_GEMM, detect_target(device), rows, 2, n, k, *PAIRS["e4m3"],
-                             True, torch.float32)
+    problem = GroupedProblem(
+        Op.GROUPED_GEMM, detect_target(device), rows, 2, n, k, *PAIRS["e4m3"], True, torch.float32
+    )
     actual = run(problem, a=row, b=weight, group_offsets=offsets)
     assert (actual[:-1] == k).all()
     assert (actual[-1] == 2 * k).all()

@@ -79,7 +79,7 @@ def check_both(case: Case, device: torch.device) -> None:
         actual = run(problem, **arguments)
         check(case, actual, expected, whole=whole)
         if case.op is GEMM:
-            assert torch.count_nonzero(actual[sum(case.sizes):]) == 0
+            assert torch.count_nonzero(actual[sum(case.sizes) :]) == 0
         if case.accumulate:
             assert actual is arguments["accumulate_into"]
 
@@ -93,14 +93,30 @@ def numbered(op: Op, index: int) -> Case:
     else:  # 3 modes, 4 types (one to add to), 5 sizes, 7 shapes
         dtypes = (*OUT_DTYPES, torch.float32)
     n, k = SHAPES[index % len(SHAPES)]
-    return Case(op, modes[index % len(modes)], list(PAIRS)[index // len(modes) % 4],
-                dtypes[index % len(dtypes)], tuple(sizes[index % len(sizes)]), n, k,
-                (torch.int32, torch.int64)[index // 2 % 2], index % len(dtypes) == 3)
+    return Case(
+        op,
+        modes[index % len(modes)],
+        list(PAIRS)[index // len(modes) % 4],
+        dtypes[index % len(dtypes)],
+        tuple(sizes[index % len(sizes)]),
+        n,
+        k,
+        (torch.int32, torch.int64)[index // 2 % 2],
+        index % len(dtypes) == 3,
+    )
 
 
 def label(case: Case) -> str:
-    return "-".join([case.mode, case.pair, str(case.out_dtype)[6:], f"{len(case.sizes)}groups",
-                     f"{case.n}x{case.k}", *(["into"] if case.accumulate else [])])
+    return "-".join(
+        [
+            case.mode,
+            case.pair,
+            str(case.out_dtype)[6:],
+            f"{len(case.sizes)}groups",
+            f"{case.n}x{case.k}",
+            *(["into"] if case.accumulate else []),
+        ]
+    )
 
 
 CASES = [numbered(op, index) for op in (GEMM, WGRAD) for index in range(35)]
@@ -111,14 +127,23 @@ def test_grouped(case: Case, device: torch.device) -> None:
     check_both(case, device)
 
 
-LONG = {"gemm-odd": Case(GEMM, out_dtype=torch.float32, n=264, k=8224),
-        "gemm-even": Case(GEMM, pair="hybrid", n=96, k=8448),
-        "gemm-last-unpromoted": Case(GEMM, out_dtype=torch.float32, n=264, k=8192),
-        "gemm-span128": Case(GEMM, "span128", n=264, k=8224),
-        "gemm-exact": Case(GEMM, "exact", out_dtype=torch.float32, n=96, k=8224),
-        "wgrad": Case(WGRAD, out_dtype=torch.float32, sizes=(9001, 40, 16200), n=96, k=264),
-        "wgrad-into": Case(WGRAD, pair="hybrid", out_dtype=torch.float32, sizes=(0, 20000, 6001),
-                           n=264, k=128, accumulate=True)}
+LONG = {
+    "gemm-odd": Case(GEMM, out_dtype=torch.float32, n=264, k=8224),
+    "gemm-even": Case(GEMM, pair="hybrid", n=96, k=8448),
+    "gemm-last-unpromoted": Case(GEMM, out_dtype=torch.float32, n=264, k=8192),
+    "gemm-span128": Case(GEMM, "span128", n=264, k=8224),
+    "gemm-exact": Case(GEMM, "exact", out_dtype=torch.float32, n=96, k=8224),
+    "wgrad": Case(WGRAD, out_dtype=torch.float32, sizes=(9001, 40, 16200), n=96, k=264),
+    "wgrad-into": Case(
+        WGRAD,
+        pair="hybrid",
+        out_dtype=torch.float32,
+        sizes=(0, 20000, 6001),
+        n=264,
+        k=128,
+        accumulate=True,
+    ),
+}
 
 
 @pytest.mark.parametrize("case", LONG.values(), ids=LONG)
@@ -139,7 +164,8 @@ def test_nothing_to_sum(mode: str, device: torch.device) -> None:
 
 
 EVERY_MODE = [Case(GEMM, mode) for mode in SPANS] + [
-    Case(WGRAD, mode) for mode in ("row", "span128", "exact")]
+    Case(WGRAD, mode) for mode in ("row", "span128", "exact")
+]
 every_mode = pytest.mark.parametrize("case", EVERY_MODE, ids=lambda c: f"{c.op.value}-{c.mode}")
 
 
@@ -154,8 +180,7 @@ def test_every_config_computes_the_same(case: Case, device: torch.device) -> Non
 
 @every_mode
 def test_a_bad_group_spoils_itself_alone(case: Case, device: torch.device) -> None:
-    """NaN in one group does not affect others, although tiles and stages read into the next group.
-    """
+    """NaN in one group does not affect others, although tiles read into the next group."""
     problem, arguments = make(case, device)
     clean = run(problem, **arguments)
     ends = arguments["group_offsets"]
@@ -194,7 +219,7 @@ def test_a_dropped_block_is_seen(case: Case, out_dtype: torch.dtype, device: tor
     codes = planted.qdata if isinstance(planted, MXTensor) else planted
     if case.op is WGRAD:  # the second block of the group of 257 rows
         start = int(mxpert.padded_group_offsets(arguments["group_offsets"])[-2]) + 32
-        codes[64:128, start:start + 32] = 0
+        codes[64:128, start : start + 32] = 0
     else:
         codes[256:320, 2848:] = 0
     with pytest.raises(AssertionError, match="relative L2"):
@@ -203,8 +228,13 @@ def test_a_dropped_block_is_seen(case: Case, out_dtype: torch.dtype, device: tor
 
 # --- quantize_dual ------------------------------------------------------------------------------
 
-DUAL_SPANS = {"block": (BLOCK, BLOCK), "span128": (SPAN128, SPAN128), "row": (ROW, ROW),
-              "span128-row": (SPAN128, ROW), "block-row": (BLOCK, ROW)}
+DUAL_SPANS = {
+    "block": (BLOCK, BLOCK),
+    "span128": (SPAN128, SPAN128),
+    "row": (ROW, ROW),
+    "span128-row": (SPAN128, ROW),
+    "block-row": (BLOCK, ROW),
+}
 SOURCES: dict[str, tuple[list[int] | None, tuple[int, ...]]] = {
     "ragged": ([0, 1, 31, 63, 130, 257], (482 + TAIL, 2880)),
     "many": ([5, 0, 33, 64] * 256, (102 * 256 + TAIL, 32)),
@@ -222,36 +252,51 @@ def dual_values(name: str, dtype: torch.dtype, device: torch.device, seed: int) 
     group."""
     sizes, shape = SOURCES[name]
     generator = torch.Generator(device).manual_seed(seed)
-    exponents = torch.randint(-9, 5, [-(-size // 32) for size in shape[-2:]], device=device,
-                              generator=generator)
+    exponents = torch.randint(
+        -9, 5, [-(-size // 32) for size in shape[-2:]], device=device, generator=generator
+    )
     exponents = exponents.repeat_interleave(32, 0).repeat_interleave(32, 1)
     x = torch.randn(shape, generator=generator, device=device)
-    x = x * 2.0 ** exponents[:shape[-2], :shape[-1]]
+    x = x * 2.0 ** exponents[: shape[-2], : shape[-1]]
     x.view(-1)[::97] = 0
     rows = x.view(-1, shape[-1])
     if len(rows) > 400:
         rows[32:96, :32] = 0
         rows[5] = 0
         if dtype is not torch.float16:  # values outside the range of scales
-            rows[200] *= 2.0 ** 100
-            rows[240] *= 2.0 ** -110
+            rows[200] *= 2.0**100
+            rows[240] *= 2.0**-110
         rows[7, 3], rows[311, 33 % shape[-1]] = torch.nan, -torch.nan
         rows[100, 1], rows[333, -1] = torch.inf, -torch.inf
     if sizes is not None:
-        x[sum(sizes):] = torch.nan
+        x[sum(sizes) :] = torch.nan
     x = x.to(dtype)
     if name == "strided":
         wide = x.new_full((shape[0], shape[1] + (8, 1)[seed % 2]), torch.nan)
-        wide[:, :shape[1]] = x
-        return wide[:, :shape[1]]
+        wide[:, : shape[1]] = x
+        return wide[:, : shape[1]]
     return x.t().contiguous().t() if name == "transposed" else x
 
 
-def dual_problem(x: torch.Tensor, offsets: torch.Tensor | None, fmt: str, rule: ScaleRule,
-                 spans: tuple[ScaleSpan, ScaleSpan]) -> DualProblem:
+def dual_problem(
+    x: torch.Tensor,
+    offsets: torch.Tensor | None,
+    fmt: str,
+    rule: ScaleRule,
+    spans: tuple[ScaleSpan, ScaleSpan],
+) -> DualProblem:
     groups = offsets.numel() - 1 if offsets is not None else x.shape[0] if x.dim() == 3 else 0
-    return DualProblem(DUAL, detect_target(x.device), tuple(x.shape), x.dtype, get_format(fmt),
-                       rule, groups, offsets is not None, *spans)
+    return DualProblem(
+        DUAL,
+        detect_target(x.device),
+        tuple(x.shape),
+        x.dtype,
+        get_format(fmt),
+        rule,
+        groups,
+        offsets is not None,
+        *spans,
+    )
 
 
 @pytest.mark.parametrize("index", range(35))
@@ -262,14 +307,17 @@ def test_dual_is_exact(index: int, device: torch.device) -> None:
     dtype = (torch.bfloat16, torch.float16, torch.float32)[index % 3]
     fmt = ("mxfp8_e4m3", "mxfp8_e5m2")[index // 4 % 2]
     x, sizes = dual_values(name, dtype, device, index), SOURCES[name][0]
-    offsets = None if sizes is None else offsets_of(
-        sizes, device, (torch.int32, torch.int64)[index // 2 % 2])
+    offsets = (
+        None
+        if sizes is None
+        else offsets_of(sizes, device, (torch.int32, torch.int64)[index // 2 % 2])
+    )
     problem = dual_problem(x, offsets, fmt, rule, spans)
     what = f"{name} {dtype} {rule} {fmt} {spans}"
     expected = REFERENCE[DUAL].launch(problem, None, x=x, group_offsets=offsets)
     for side, ours, theirs, span in zip(
-            ("row", "column"), run(problem, x=x, group_offsets=offsets), expected, spans,
-            strict=True):
+        ("row", "column"), run(problem, x=x, group_offsets=offsets), expected, spans, strict=True
+    ):
         assert ours.scale_span is theirs.scale_span is span
         assert_exact(ours, theirs, f"{side}: {what}")
 
@@ -277,14 +325,20 @@ def test_dual_is_exact(index: int, device: torch.device) -> None:
 def test_what_the_gemms_multiply_is_what_dual_made(device: torch.device) -> None:
     """The GEMMs read the scales of spans in the form that the dual quantiser writes."""
     offsets = offsets_of(SIZES["ragged"], device)
-    x, grad, weight = (values(*shape, device=device, whole=False, seed=seed).bfloat16()
-                       for seed, shape in enumerate(((527, 416), (527, 352), (6, 352, 416))))
+    x, grad, weight = (
+        values(*shape, device=device, whole=False, seed=seed).bfloat16()
+        for seed, shape in enumerate(((527, 416), (527, 352), (6, 352, 416)))
+    )
     rule = ScaleRule.RCEIL
     for mode, (first, second) in (("row", (ROW, ROW)), ("span128", (SPAN128, ROW))):
         (x_row, x_col), (grad_row, grad_col), (w_row, w_col) = (
             run(dual_problem(t, at, "mxfp8_e4m3", rule, spans), x=t, group_offsets=at)
-            for t, at, spans in ((x, offsets, (first, second)), (grad, offsets, (first, first)),
-                                 (weight, None, (second, second))))
+            for t, at, spans in (
+                (x, offsets, (first, second)),
+                (grad, offsets, (first, first)),
+                (weight, None, (second, second)),
+            )
+        )
         gemm = Case(GEMM, mode, n=352, k=416)
         for case, a, b in ((gemm, x_row, w_row), (replace(gemm, n=416, k=352), grad_row, w_col)):
             problem, _ = make(case, device)
@@ -337,19 +391,31 @@ class Variant:
         return tuple(part for copy in result for part in (copy.qdata, copy.scale))
 
 
-def dual_case(device: torch.device, spans: tuple[ScaleSpan, ScaleSpan],
-              dtype: torch.dtype) -> DualProblem:
-    return DualProblem(DUAL, detect_target(device), (1500, 2880), dtype, get_format("mxfp8_e4m3"),
-                       ScaleRule.RCEIL, 6, True, *spans)
+def dual_case(
+    device: torch.device, spans: tuple[ScaleSpan, ScaleSpan], dtype: torch.dtype
+) -> DualProblem:
+    return DualProblem(
+        DUAL,
+        detect_target(device),
+        (1500, 2880),
+        dtype,
+        get_format("mxfp8_e4m3"),
+        ScaleRule.RCEIL,
+        6,
+        True,
+        *spans,
+    )
 
 
 VARIANTS: dict[str, Case | tuple[tuple[ScaleSpan, ScaleSpan], torch.dtype]] = {
     **{f"{case.op.value}-{case.mode}": case for case in EVERY_MODE},
     "hybrid": Case(GEMM, pair="hybrid", out_dtype=torch.float32, n=2880, k=416),
     "not-transposed": Case(GEMM, "bf16", trans_b=False),
-    "promoted": LONG["gemm-odd"], "into": replace(LONG["wgrad-into"], sizes=(1, 2, 3, 4, 5, 700)),
+    "promoted": LONG["gemm-odd"],
+    "into": replace(LONG["wgrad-into"], sizes=(1, 2, 3, 4, 5, 700)),
     "wgrad-promoted": Case(WGRAD, sizes=(1, 2, 3, 4, 5, 50000), n=264, k=352),
-    "dual-block": ((BLOCK, BLOCK), torch.bfloat16), "dual-row": ((ROW, ROW), torch.bfloat16),
+    "dual-block": ((BLOCK, BLOCK), torch.bfloat16),
+    "dual-row": ((ROW, ROW), torch.bfloat16),
     "dual-span128-row": ((SPAN128, ROW), torch.float32),
 }
 variants = pytest.mark.parametrize("name", VARIANTS)
@@ -362,8 +428,9 @@ def variant(name: str, device: torch.device) -> Variant:
 
 @pytest.mark.timeout(3600)
 @variants
-def test_repeats_give_the_same_bits(name: str, device: torch.device,
-                                    pytestconfig: pytest.Config) -> None:
+def test_repeats_give_the_same_bits(
+    name: str, device: torch.device, pytestconfig: pytest.Config
+) -> None:
     """Repeats run next to other work, with new values and group sizes after every hundred."""
     repeats, each = pytestconfig.getoption("--race-repeats"), variant(name, device)
     assert any(result.any() for result in each.run())
@@ -404,12 +471,19 @@ def leaves(device: torch.device) -> tuple[torch.Tensor, ...]:
     rows = sum(STEP_SIZES)
     x, weight, grad = (
         torch.randn(shape, generator=generator, device=device).bfloat16()
-        for shape in ((rows, 2048), (len(STEP_SIZES), 1024, 2048), (rows, 1024)))
+        for shape in ((rows, 2048), (len(STEP_SIZES), 1024, 2048), (rows, 1024))
+    )
     return x.requires_grad_(), weight.requires_grad_(), grad, offsets_of(STEP_SIZES, device)
 
 
-def step(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor,
-         recipe: MXFP8Recipe, linear: Any = grouped_linear) -> tuple[torch.Tensor, ...]:
+def step(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    offsets: torch.Tensor,
+    recipe: MXFP8Recipe,
+    linear: Any = grouped_linear,
+) -> tuple[torch.Tensor, ...]:
     """Output and both gradients."""
     y = linear(x, weight, offsets, recipe=recipe)
     return (y.detach(), *torch.autograd.grad(y, (x, weight), grad))
@@ -426,8 +500,11 @@ def test_snr_against_unquantised_operands(name: str, device: torch.device) -> No
                 assert not dweight[group].any()
                 continue
             a, b, g = x[start:end].double(), weight[group].double(), grad[start:end].double()
-            for what, found, wanted in (("y", y[start:end], a @ b.T), ("dx", dx[start:end], g @ b),
-                                        ("dweight", dweight[group], g.T @ a)):
+            for what, found, wanted in (
+                ("y", y[start:end], a @ b.T),
+                ("dx", dx[start:end], g @ b),
+                ("dweight", dweight[group], g.T @ a),
+            ):
                 assert floor <= sqnr_db(found, wanted) < 40, what  # 55 dB were it not quantised
 
 
@@ -439,8 +516,9 @@ def test_autograd_equals_the_reference(name: str, device: torch.device) -> None:
         expected = step(x, weight, grad, offsets, recipe)
     with mxpert.override(backend="hopper"):
         actual = step(x, weight, grad, offsets, recipe)
-    for what, depth, ours, theirs in zip(("y", "dx", "dweight"), (2048, 1024, 1056), actual,
-                                         expected, strict=True):
+    for what, depth, ours, theirs in zip(
+        ("y", "dx", "dweight"), (2048, 1024, 1056), actual, expected, strict=True
+    ):
         roundings = math.sqrt(2) * rounding_rms(8) * sampling_margin(ours.numel())
         assert_close_relative(ours, theirs, math.hypot(roundings, adder_error(depth)), what)
 
@@ -449,8 +527,10 @@ def test_autograd_equals_the_reference(name: str, device: torch.device) -> None:
 def test_compiled_equals_eager(name: str, device: torch.device) -> None:
     (x, weight, grad, offsets), recipe = leaves(device), RECIPES[name][0]
     with mxpert.override(backend="hopper"):
-        compiled = step(x, weight, grad, offsets, recipe,
-                        torch.compile(grouped_linear, fullgraph=True))
-        for index, (ours, theirs) in enumerate(zip(compiled, step(
-                x, weight, grad, offsets, recipe), strict=True)):
+        compiled = step(
+            x, weight, grad, offsets, recipe, torch.compile(grouped_linear, fullgraph=True)
+        )
+        for index, (ours, theirs) in enumerate(
+            zip(compiled, step(x, weight, grad, offsets, recipe), strict=True)
+        ):
             assert is_exact(ours, theirs), index

@@ -14,17 +14,7 @@ from mxpert.formats import MXTensor, ScaleSpan
 from mxpert.problem import GroupedProblem
 from mxpert.testing.numerics import assert_exact
 
-from .grouped_hopper_problems import (
-    GEMM,
-    SIZES,
-    WGRAD,
-    Case,
-    check,
-    expect,
-    make,
-    poison,
-    run,
-)
+from .grouped_hopper_problems import GEMM, SIZES, WGRAD, Case, check, expect, make, poison, run
 from .hopper_problems import require_hopper
 
 SHAPES = ((736, 1056), (2880, 160), (8, 2880), (96, 32), (264, 416), (128, 256))
@@ -40,24 +30,31 @@ def hopper_only(device: torch.device) -> Iterator[None]:
 
 # --- b [G, K, N] --------------------------------------------------------------------------------
 
-LAYOUTS = [Case(GEMM, mode, pair, dtype, tuple(SIZES[sizes]), n, k, trans_b=False)
-           for ((mode, pair), (n, k)), (sizes, dtype) in zip(
-               itertools.product((("bf16", "e4m3"), ("exact", "hybrid"), ("exact", "e5m2")),
-                                 SHAPES),
-               itertools.cycle(itertools.product(
-                   ("ragged", "many", "one_group", "all_in_last", "empty"),
-                   (torch.bfloat16, torch.float32, torch.float16))), strict=False)]
+LAYOUTS = [
+    Case(GEMM, mode, pair, dtype, tuple(SIZES[sizes]), n, k, trans_b=False)
+    for ((mode, pair), (n, k)), (sizes, dtype) in zip(
+        itertools.product((("bf16", "e4m3"), ("exact", "hybrid"), ("exact", "e5m2")), SHAPES),
+        itertools.cycle(
+            itertools.product(
+                ("ragged", "many", "one_group", "all_in_last", "empty"),
+                (torch.bfloat16, torch.float32, torch.float16),
+            )
+        ),
+        strict=False,
+    )
+]
 
 
 @pytest.mark.parametrize(
-    "case", LAYOUTS, ids=lambda c: f"{c.mode}-{c.pair}-{c.n}x{c.k}-{len(c.sizes)}-{c.out_dtype}")
+    "case", LAYOUTS, ids=lambda c: f"{c.mode}-{c.pair}-{c.n}x{c.k}-{len(c.sizes)}-{c.out_dtype}"
+)
 def test_not_transposed(case: Case, device: torch.device) -> None:
     """Against float64, and bit for bit what the transposed operand gives."""
     for whole in (True, False):
         problem, arguments = make(case, device, whole=whole)
         actual = run(problem, **arguments)
         check(case, actual, expect(problem, **arguments), whole=whole)
-        assert torch.count_nonzero(actual[sum(case.sizes):]) == 0
+        assert torch.count_nonzero(actual[sum(case.sizes) :]) == 0
         same, arguments = make(replace(case, trans_b=True), device, whole=whole)
         assert_exact(actual, run(same, **arguments), "transposed")
 
@@ -87,34 +84,54 @@ def test_a_dropped_block_is_seen(device: torch.device) -> None:
 
 # --- ScaleSpan.AUTO -----------------------------------------------------------------------------
 
-AUTO_CASES = [Case(op, mode, pair, dtype, tuple(SIZES[sizes]), n, k,
-                   accumulate=op is WGRAD and dtype is torch.float32)
-              for op in (GEMM, WGRAD) for mode in ("exact", "row")
-              for pair, dtype, sizes, (n, k) in (
-                  ("e4m3", torch.bfloat16, "ragged", (736, 1056)),
-                  ("hybrid", torch.float32, "many", (264, 416)),
-                  ("e5m2", torch.float16, "all_in_last", (96, 2880)),
-                  ("mixed", torch.float32, "empty", (128, 256)))]
+AUTO_CASES = [
+    Case(
+        op,
+        mode,
+        pair,
+        dtype,
+        tuple(SIZES[sizes]),
+        n,
+        k,
+        accumulate=op is WGRAD and dtype is torch.float32,
+    )
+    for op in (GEMM, WGRAD)
+    for mode in ("exact", "row")
+    for pair, dtype, sizes, (n, k) in (
+        ("e4m3", torch.bfloat16, "ragged", (736, 1056)),
+        ("hybrid", torch.float32, "many", (264, 416)),
+        ("e5m2", torch.float16, "all_in_last", (96, 2880)),
+        ("mixed", torch.float32, "empty", (128, 256)),
+    )
+]
 
 
-def counted(problem: GroupedProblem, arguments: dict[str, Any], counts: tuple[int, int],
-            device: torch.device) -> tuple[GroupedProblem, dict[str, Any]]:
+def counted(
+    problem: GroupedProblem,
+    arguments: dict[str, Any],
+    counts: tuple[int, int],
+    device: torch.device,
+) -> tuple[GroupedProblem, dict[str, Any]]:
     """The same operands as ScaleSpan.AUTO, with these counts of wide blocks."""
     names = ("a", "b") if problem.op is GEMM else ("grad", "a")
     changed = dict(arguments)
     for name, count in zip(names, counts, strict=True):
         value = arguments[name]
         assert isinstance(value, MXTensor)
-        changed[name] = replace(value, scale_span=ScaleSpan.AUTO, wide_blocks=torch.tensor(
-            [count], dtype=torch.int32, device=device))
+        changed[name] = replace(
+            value,
+            scale_span=ScaleSpan.AUTO,
+            wide_blocks=torch.tensor([count], dtype=torch.int32, device=device),
+        )
     into = changed.get("accumulate_into")
     if into is not None:
         changed["accumulate_into"] = into.clone()
     return replace(problem, a_span=ScaleSpan.AUTO, b_span=ScaleSpan.AUTO), changed
 
 
-@pytest.mark.parametrize("case", AUTO_CASES,
-                         ids=lambda c: f"{c.op.value}-{c.mode}-{c.pair}-{c.n}x{c.k}")
+@pytest.mark.parametrize(
+    "case", AUTO_CASES, ids=lambda c: f"{c.op.value}-{c.mode}-{c.pair}-{c.n}x{c.k}"
+)
 def test_what_the_device_chooses(case: Case, device: torch.device) -> None:
     """Wide operands give the bits of the exact kernel, others those of one scale a row; both
     against float64."""
@@ -124,6 +141,7 @@ def test_what_the_device_chooses(case: Case, device: torch.device) -> None:
         auto, operands = counted(problem, arguments, counts, device)
         actual = run(auto, **operands)
         check(case, actual, expected)
-        again = arguments | ({"accumulate_into": arguments["accumulate_into"].clone()}
-                             if case.accumulate else {})
+        again = arguments | (
+            {"accumulate_into": arguments["accumulate_into"].clone()} if case.accumulate else {}
+        )
         assert_exact(actual, run(problem, **again), f"counts {counts}")

@@ -1,5 +1,4 @@
-"""The Hopper backend on a GPU: local effect of bad values, fallback, graphs, repeats, preparation.
-"""
+"""The Hopper backend on a GPU: bad values stay local, fallback, graphs, repeats, preparation."""
 
 from __future__ import annotations
 
@@ -15,11 +14,7 @@ import mxpert
 from mxpert.backends.launch import Launch
 from mxpert.formats import pack_codes, unpack_codes
 from mxpert.formats.tensor import Layout
-from mxpert.testing.numerics import (
-    END_TO_END_GATE,
-    assert_close_relative,
-    assert_exact,
-)
+from mxpert.testing.numerics import END_TO_END_GATE, assert_close_relative, assert_exact
 from mxpert.testing.poison import nan_filled_scratch
 from mxpert.testing.problems import MODEL_SHAPES, Routing, random_moe_problem
 
@@ -57,7 +52,7 @@ def hopper_only(device: torch.device) -> Iterator[None]:
 @cases
 @formats
 def test_a_bad_token_spoils_itself_alone(
-    a_format: str, case: str, tile: str, bad: float, device: torch.device,
+    a_format: str, case: str, tile: str, bad: float, device: torch.device
 ) -> None:
     clean = first_tokens(layer(case, a_format, device).prepared, 65)
     x = clean.x.clone()
@@ -79,8 +74,12 @@ def test_wide_range_rows_fall_back(device: torch.device) -> None:
     codes, scale = unpack_codes(part.qdata), part.scale.clone()
     codes[3, 11, 32:64] = 3
     scale[3, 11, 1] = 60
-    wide = replace(inputs, weights=replace(inputs.weights, gate_up_proj=replace(
-        part, qdata=pack_codes(codes), scale=scale)))
+    wide = replace(
+        inputs,
+        weights=replace(
+            inputs.weights, gate_up_proj=replace(part, qdata=pack_codes(codes), scale=scale)
+        ),
+    )
     weights = wide.weights.prepare(device=device)
     assert weights.layout is Layout.ROW_MAJOR
     assert weights.fold_certificates is not None
@@ -90,8 +89,14 @@ def test_wide_range_rows_fall_back(device: torch.device) -> None:
         run(packed, "bf16")
     expected = reference(wide, "bf16")
     with mxpert.override():
-        chosen = mxpert.explain(mxpert.fused_moe, packed.x, weights, packed.topk_weights,
-                                packed.topk_ids, activation=packed.activation)
+        chosen = mxpert.explain(
+            mxpert.fused_moe,
+            packed.x,
+            weights,
+            packed.topk_weights,
+            packed.topk_ids,
+            activation=packed.activation,
+        )
         assert "backend: triton" in str(chosen)
         assert_close_relative(run(packed, "bf16"), expected, END_TO_END_GATE, "fallback")
 
@@ -110,7 +115,7 @@ def test_repeats_are_bit_identical(a_format: str, tile: str, device: torch.devic
 
 @tiles
 def test_a_gemm_can_be_repeated_alone(
-    a_format: str, tile: str, device: torch.device, monkeypatch: pytest.MonkeyPatch,
+    a_format: str, tile: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GEMM resets the counter of its tile scheduler to 0 at the end."""
     inputs, launched = layer("gpt_oss", a_format, device).prepared, []
@@ -144,11 +149,17 @@ def test_graph_replay_equals_eager(a_format: str, num_tokens: int, device: torch
     """A graph is captured once and replayed with other tokens and other routing."""
     weights = layer("gpt_oss", a_format, device).prepared.weights
     shape = CASES["gpt_oss"][0]
-    batches = [random_moe_problem(shape, num_tokens, seed=seed, routing=routing, device=device)
-               for seed, routing in enumerate((Routing.UNIFORM, Routing.ZIPF, Routing.ONE_EXPERT))]
-    static = replace(batches[0], weights=weights, x=batches[0].x.clone(),
-                     topk_ids=batches[0].topk_ids.clone(),
-                     topk_weights=batches[0].topk_weights.clone())
+    batches = [
+        random_moe_problem(shape, num_tokens, seed=seed, routing=routing, device=device)
+        for seed, routing in enumerate((Routing.UNIFORM, Routing.ZIPF, Routing.ONE_EXPERT))
+    ]
+    static = replace(
+        batches[0],
+        weights=weights,
+        x=batches[0].x.clone(),
+        topk_ids=batches[0].topk_ids.clone(),
+        topk_weights=batches[0].topk_weights.clone(),
+    )
     run(static, a_format)  # compiles
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -182,8 +193,12 @@ def test_torch_compile_equals_eager(a_format: str, device: torch.device) -> None
     activation = inputs.activation
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        return mxpert.fused_moe(x * 2, weights, topk_weights, ids, activation=activation,
-                                activation_format=a_format) + 1
+        return (
+            mxpert.fused_moe(
+                x * 2, weights, topk_weights, ids, activation=activation, activation_format=a_format
+            )
+            + 1
+        )
 
     compiled = torch.compile(step, fullgraph=True)
     assert_exact(compiled(inputs.x), step(inputs.x), "compiled")
@@ -209,8 +224,15 @@ def test_a_large_layer_is_prepared_in_two_seconds(device: torch.device) -> None:
         pytest.skip("needs 24 GiB of free device memory")
     weights = random_moe_problem(MODEL_SHAPES["gpt-oss-120b"], 1, device=device).weights
     with nan_filled_scratch():
-        prepared(replace(weights, gate_up_proj=weights.gate_up_proj[:2],
-                         down_proj=weights.down_proj[:2], gate_up_bias=None, down_bias=None))
+        prepared(
+            replace(
+                weights,
+                gate_up_proj=weights.gate_up_proj[:2],
+                down_proj=weights.down_proj[:2],
+                gate_up_bias=None,
+                down_bias=None,
+            )
+        )
     torch.use_deterministic_algorithms(False)  # do not time the filling of scratch
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -10,13 +10,7 @@ import torch
 
 import mxpert
 from mxpert import Combine, GateUpOrder, MoEConfig, MoEWeights
-from mxpert.formats import (
-    FP8_TOKEN,
-    MXTensor,
-    dequantize_blocks,
-    pack_codes,
-    unpack_codes,
-)
+from mxpert.formats import FP8_TOKEN, MXTensor, dequantize_blocks, pack_codes, unpack_codes
 from mxpert.problem import SwiGLU
 from mxpert.routing import RoutingPlan
 from mxpert.testing.exact import exact_moe_problem
@@ -67,7 +61,7 @@ def hopper_only(device: torch.device) -> Iterator[None]:
 @cases
 @tiles
 def test_every_tile_at_every_token_count(
-    a_format: str, tile: str, case: str, device: torch.device,
+    a_format: str, tile: str, case: str, device: torch.device
 ) -> None:
     problem = layer(case, a_format, device)
     with mxpert.override(config=tiles_of(a_format)[tile], backend="hopper"):
@@ -78,16 +72,22 @@ def test_every_tile_at_every_token_count(
 @cases
 @formats
 def test_the_chosen_tile_at_every_token_count(
-    a_format: str, case: str, device: torch.device,
+    a_format: str, case: str, device: torch.device
 ) -> None:
     """The dispatcher chooses this backend; its choice of tile is correct at every token count."""
     problem = layer(case, a_format, device)
     for num_tokens in TOKENS:
         with mxpert.override():
             tokens = first_tokens(problem.prepared, num_tokens)
-            chosen = mxpert.explain(mxpert.fused_moe, tokens.x, tokens.weights, tokens.topk_weights,
-                                    tokens.topk_ids, activation=tokens.activation,
-                                    activation_format=a_format)
+            chosen = mxpert.explain(
+                mxpert.fused_moe,
+                tokens.x,
+                tokens.weights,
+                tokens.topk_weights,
+                tokens.topk_ids,
+                activation=tokens.activation,
+                activation_format=a_format,
+            )
             assert "backend: hopper" in str(chosen)
             problem.check(num_tokens, str(chosen))
 
@@ -97,12 +97,13 @@ def test_the_chosen_tile_at_every_token_count(
 @pytest.mark.parametrize("tile", ["decode16", "wide"])
 @pytest.mark.parametrize("a_format", ["bf16", "mxfp8"])
 def test_output_dtypes_and_combines(
-    a_format: str, tile: str, out_dtype: torch.dtype, combine: Combine, device: torch.device,
+    a_format: str, tile: str, out_dtype: torch.dtype, combine: Combine, device: torch.device
 ) -> None:
     with mxpert.override(config=tiles_of(a_format)[tile], backend="hopper"):
         for num_tokens in (7, 300):
-            layer("gpt_oss", a_format, device).check(num_tokens, tile, out_dtype=out_dtype,
-                                                     combine=combine)
+            layer("gpt_oss", a_format, device).check(
+                num_tokens, tile, out_dtype=out_dtype, combine=combine
+            )
 
 
 SHAPES = [(2048, 384), (2880, 2880), (4096, 1536), (5120, 704), (2048, 1408), (7168, 512)]
@@ -128,11 +129,10 @@ def half_to_one(inputs: MoEInputs) -> MoEInputs:
 
 
 @pytest.mark.parametrize("num_tokens", [17, 300, 2049])
-@pytest.mark.parametrize("routing", [*Routing, "half_to_one"],
-                         ids=lambda r: getattr(r, "value", r))
+@pytest.mark.parametrize("routing", [*Routing, "half_to_one"], ids=lambda r: getattr(r, "value", r))
 @formats
 def test_routing(
-    a_format: str, routing: Routing | str, num_tokens: int, device: torch.device,
+    a_format: str, routing: Routing | str, num_tokens: int, device: torch.device
 ) -> None:
     """Skewed routing, empty experts, and all tokens to the same experts."""
     kind = routing if isinstance(routing, Routing) else Routing.UNIFORM
@@ -177,22 +177,23 @@ def test_no_tokens(a_format: str, device: torch.device) -> None:
 @pytest.mark.parametrize("tile", ["decode8", "decode32", "wide"])
 @formats
 def test_expert_map_and_local_tokens(
-    a_format: str, tile: str, num_local: int, device: torch.device,
+    a_format: str, tile: str, num_local: int, device: torch.device
 ) -> None:
-    """Ids of other ranks, negative and very large ids; a map with −1; a token count on the device.
-    """
+    """Foreign, negative and very large ids; a map with −1; a token count on the device."""
     inputs = random_moe_problem(SMALL, 333, device=device)
     generator = torch.Generator(device).manual_seed(4)
     ids = torch.randint(-3, 40, (333, 3), generator=generator, device=device).int()
     ids[0] = torch.tensor([(1 << 31) - 1, -(1 << 31), 5], device=device)
     expert_map = torch.randint(-9, 9, (32,), generator=generator, device=device).int()
-    options = dict(expert_map=expert_map, num_local_tokens=torch.tensor(
-        [num_local], dtype=torch.int32, device=device))
+    options = dict(
+        expert_map=expert_map,
+        num_local_tokens=torch.tensor([num_local], dtype=torch.int32, device=device),
+    )
     problem = Case(replace(inputs, topk_ids=ids), a_format, **options)
     with mxpert.override(config=tiles_of(a_format)[tile], backend="hopper"):
         problem.check(333, "expert map")
         y = run(problem.prepared, a_format, **options)
-    assert not y[min(num_local, 333):].any()
+    assert not y[min(num_local, 333) :].any()
     assert_exact(y.any(1), problem.expected.any(1), "tokens without experts")
 
 
@@ -201,9 +202,12 @@ def test_expert_map_and_local_tokens(
 
 def make_plan(inputs: MoEInputs, unit: int) -> RoutingPlan:
     with mxpert.override():  # this backend has no kernel for it
-        return mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids,
-                                        routing_block_m=unit,
-                                        num_experts=inputs.weights.num_experts)
+        return mxpert.make_routing_plan(
+            inputs.topk_weights,
+            inputs.topk_ids,
+            routing_block_m=unit,
+            num_experts=inputs.weights.num_experts,
+        )
 
 
 def take(h: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor | MXTensor:
@@ -223,16 +227,33 @@ def test_stages(a_format: str, case: str, unit: int, device: torch.device) -> No
         if unit % config.routing_block_m:
             continue
         for num_tokens in (5, 333):
-            check_stages(first_tokens(problem.prepared, num_tokens), problem.inputs.weights,
-                         a_format, unit, config, on_input, f"{name}, T = {num_tokens}")
+            check_stages(
+                first_tokens(problem.prepared, num_tokens),
+                problem.inputs.weights,
+                a_format,
+                unit,
+                config,
+                on_input,
+                f"{name}, T = {num_tokens}",
+            )
 
 
-def check_stages(inputs: MoEInputs, row_major: MoEWeights, a_format: str, unit: int,
-                 config: MoEConfig, on_input: bool, what: str) -> None:
+def check_stages(
+    inputs: MoEInputs,
+    row_major: MoEWeights,
+    a_format: str,
+    unit: int,
+    config: MoEConfig,
+    on_input: bool,
+    what: str,
+) -> None:
     plan = make_plan(inputs, unit)
     places = plan.slot_rows.flatten().long()
-    stage_one = dict(activation=inputs.activation, activation_format=a_format,
-                     apply_router_weight_on_input=on_input)
+    stage_one = dict(
+        activation=inputs.activation,
+        activation_format=a_format,
+        apply_router_weight_on_input=on_input,
+    )
     rows = dict(activation_format=a_format, apply_router_weight_on_input=on_input)
     stage_two = dict(combine=Combine.FLAT, **rows)
     with mxpert.override(backend="reference", config=FLOAT64):
@@ -242,23 +263,39 @@ def check_stages(inputs: MoEInputs, row_major: MoEWeights, a_format: str, unit: 
         y = mxpert.moe_down(h, inputs.weights, plan, **stage_two)
         summed = mxpert.moe_down(h, inputs.weights, plan, out_dtype=torch.float32, **rows)
     numel = len(places) * row_major.intermediate_size
-    assert_close_relative(take(h, places), take(expected_h, places),
-                          intermediate_tolerance(a_format, numel), f"stage 1, {what}")
+    assert_close_relative(
+        take(h, places),
+        take(expected_h, places),
+        intermediate_tolerance(a_format, numel),
+        f"stage 1, {what}",
+    )
     with mxpert.override(backend="reference", config=FLOAT64):
         expected = mxpert.moe_down(h, row_major, plan, out_dtype=torch.float64, **stage_two)[places]
     assert_close_relative(
-        y[places], expected, stage_tolerance(
-            a_format, torch.bfloat16, FP8_SUM_TERMS, numel=effective_numel(expected),
-            accumulator_bits=FP8_SUM_BITS), f"stage 2, {what}")
-    assert_close_relative(summed, expected.unflatten(0, (-1, plan.top_k)).sum(1), STAGE_GATE,
-                          f"stage 2 summed, {what}")
+        y[places],
+        expected,
+        stage_tolerance(
+            a_format,
+            torch.bfloat16,
+            FP8_SUM_TERMS,
+            numel=effective_numel(expected),
+            accumulator_bits=FP8_SUM_BITS,
+        ),
+        f"stage 2, {what}",
+    )
+    assert_close_relative(
+        summed,
+        expected.unflatten(0, (-1, plan.top_k)).sum(1),
+        STAGE_GATE,
+        f"stage 2 summed, {what}",
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 33])
 @cases
 @tiles
 def test_a_layer_equals_its_stages(
-    a_format: str, tile: str, case: str, num_tokens: int, device: torch.device,
+    a_format: str, tile: str, case: str, num_tokens: int, device: torch.device
 ) -> None:
     """A layer equals its separate stages bit for bit, although a layer quantises inside the row
     kernel, and after split-K never stores bfloat16 rows."""
@@ -266,10 +303,21 @@ def test_a_layer_equals_its_stages(
     config, on_input = tiles_of(a_format)[tile], CASES[case][1]
     plan = make_plan(inputs, config.routing_block_m)
     with mxpert.override(backend="hopper", config=config):
-        h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, activation=inputs.activation,
-                               activation_format=a_format, apply_router_weight_on_input=on_input)
-        staged = mxpert.moe_down(h, inputs.weights, plan, activation_format=a_format,
-                                 apply_router_weight_on_input=on_input)
+        h = mxpert.moe_gate_up(
+            inputs.x,
+            inputs.weights,
+            plan,
+            activation=inputs.activation,
+            activation_format=a_format,
+            apply_router_weight_on_input=on_input,
+        )
+        staged = mxpert.moe_down(
+            h,
+            inputs.weights,
+            plan,
+            activation_format=a_format,
+            apply_router_weight_on_input=on_input,
+        )
         y = run(inputs, a_format, apply_router_weight_on_input=on_input)
     assert_exact(y, staged, tile)
 
@@ -282,8 +330,11 @@ def largest_window(x: torch.Tensor, weights: MXTensor) -> float:
     w = dequantize_blocks(weights, torch.float64).abs()
     x = x.double().abs()
     unit = x[x > 0].min() * w[w > 0].min()
-    windows = torch.nn.functional.pad(w, (0, -w.shape[-1] % FP8_SUM_TERMS)).unflatten(
-        -1, (-1, FP8_SUM_TERMS)).sum(-1)
+    windows = (
+        torch.nn.functional.pad(w, (0, -w.shape[-1] % FP8_SUM_TERMS))
+        .unflatten(-1, (-1, FP8_SUM_TERMS))
+        .sum(-1)
+    )
     return (x.max() * windows.max() / unit).item()
 
 
@@ -300,8 +351,9 @@ def test_exact_problem_is_bit_identical(a_format: str, tile: str, device: torch.
     if a_format == FP8_TOKEN:
         pytest.skip("its scales are no powers of two")
     for seed, (shape, on_input) in enumerate(CASES.values()):
-        inputs = exact_moe_problem(shape, 333, seed=seed, device=device,
-                                   apply_router_weight_on_input=on_input)
+        inputs = exact_moe_problem(
+            shape, 333, seed=seed, device=device, apply_router_weight_on_input=on_input
+        )
         assert largest_window(inputs.x, inputs.weights.gate_up_proj) <= 2**13
         options = dict(apply_router_weight_on_input=on_input)
         with mxpert.override(backend="reference", config=FLOAT64):
@@ -309,8 +361,12 @@ def test_exact_problem_is_bit_identical(a_format: str, tile: str, device: torch.
         packed = replace(inputs, weights=prepared(inputs.weights))
         with mxpert.override(backend="hopper", config=tiles_of(a_format)[tile]):
             for num_tokens in (3, 333):
-                assert_exact(run(first_tokens(packed, num_tokens), a_format, **options),
-                             expected[:num_tokens], tile, ignore_zero_sign=True)
+                assert_exact(
+                    run(first_tokens(packed, num_tokens), a_format, **options),
+                    expected[:num_tokens],
+                    tile,
+                    ignore_zero_sign=True,
+                )
 
 
 @pytest.mark.parametrize("tile", ["decode8", "wide"])
@@ -324,12 +380,23 @@ def test_zero_blocks_under_any_scale(a_format: str, tile: str, device: torch.dev
         codes[..., ::3, :] &= 8
         qdata = pack_codes(codes.flatten(-2))
         scale = part.scale.clone()
-        scale[..., ::3] = torch.arange(scale[..., ::3].numel(), device=device).reshape(
-            scale[..., ::3].shape) % 255
+        scale[..., ::3] = (
+            torch.arange(scale[..., ::3].numel(), device=device).reshape(scale[..., ::3].shape)
+            % 255
+        )
         plain.append(replace(part, qdata=qdata))
         odd.append(replace(part, qdata=qdata, scale=scale))
     with mxpert.override(backend="hopper", config=tiles_of(a_format)[tile]):
-        results = [run(replace(inputs, weights=prepared(MoEWeights(
-            *parts, gate_up_order=inputs.weights.gate_up_order))), a_format)
-            for parts in (plain, odd)]
+        results = [
+            run(
+                replace(
+                    inputs,
+                    weights=prepared(
+                        MoEWeights(*parts, gate_up_order=inputs.weights.gate_up_order)
+                    ),
+                ),
+                a_format,
+            )
+            for parts in (plain, odd)
+        ]
     assert_exact(results[1], results[0], "zero blocks", ignore_zero_sign=True)

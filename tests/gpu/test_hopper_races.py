@@ -30,8 +30,11 @@ SHAPES: dict[str, MoEShape] = {
 }
 """With every tile size both stages have more tiles than CTAs, so the tile scheduler is used."""
 
-VARIANTS = {f"{a_format}-{name}": (a_format, config) for a_format in ACTIVATION_FORMATS
-            for name, config in tiles_of(a_format).items()}
+VARIANTS = {
+    f"{a_format}-{name}": (a_format, config)
+    for a_format in ACTIVATION_FORMATS
+    for name, config in tiles_of(a_format).items()
+}
 """Every activation format with every tile."""
 
 
@@ -46,8 +49,7 @@ def hopper_only(device: torch.device) -> Iterator[None]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("a_format, config", VARIANTS.values(), ids=VARIANTS)
 def test_repeats_give_the_same_bits(
-    a_format: str, config: MoEConfig, shape: str, device: torch.device,
-    pytestconfig: pytest.Config,
+    a_format: str, config: MoEConfig, shape: str, device: torch.device, pytestconfig: pytest.Config
 ) -> None:
     repeats = pytestconfig.getoption("--race-repeats")
     variant = MoEHunt.of(SHAPES[shape], a_format, config, device)
@@ -76,9 +78,13 @@ class Layers:
         """Make layers that leave most CTAs of a GEMM idle, and layers that do not."""
         inputs = random_moe_problem(shape, 1, device=device)
         inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
-        batches = tuple((
-            torch.empty(count, shape.hidden_size, dtype=torch.bfloat16, device=device),
-            torch.empty(count, shape.num_experts, device=device)) for count in (1, 1, 2, 24, 24, 2))
+        batches = tuple(
+            (
+                torch.empty(count, shape.hidden_size, dtype=torch.bfloat16, device=device),
+                torch.empty(count, shape.num_experts, device=device),
+            )
+            for count in (1, 1, 2, 24, 24, 2)
+        )
         layers = cls(inputs, a_format, batches, torch.Generator(device).manual_seed(1))
         layers.renew()
         return layers
@@ -94,16 +100,23 @@ class Layers:
         for x, logits in self.batches:
             with mxpert.override():  # the tile is the GEMMs'
                 weights, ids = mxpert.route_topk(logits, self.inputs.topk_ids.shape[1])
-            results.append(mxpert.fused_moe(
-                x, self.inputs.weights, weights, ids, activation=self.inputs.activation,
-                activation_format=self.a_format).view(torch.int16))
+            results.append(
+                mxpert.fused_moe(
+                    x,
+                    self.inputs.weights,
+                    weights,
+                    ids,
+                    activation=self.inputs.activation,
+                    activation_format=self.a_format,
+                ).view(torch.int16)
+            )
         return tuple(results)
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("a_format, config", VARIANTS.values(), ids=VARIANTS)
 def test_layers_wait_for_what_they_read(
-    a_format: str, config: MoEConfig, device: torch.device, pytestconfig: pytest.Config,
+    a_format: str, config: MoEConfig, device: torch.device, pytestconfig: pytest.Config
 ) -> None:
     """Kernels of a layer start while earlier kernels still run; results must not change."""
     layers = Layers.of(SHAPES["swiglu_bias"], a_format, device)
@@ -111,7 +124,9 @@ def test_layers_wait_for_what_they_read(
         alone = []
         for index in range(len(layers.batches)):
             torch.cuda.synchronize(device)
-            alone.append(replace(layers, batches=layers.batches[index:index + 1]).run()[0].clone())
+            alone.append(
+                replace(layers, batches=layers.batches[index : index + 1]).run()[0].clone()
+            )
         for result, expected in zip(layers.run(), alone, strict=True):
             assert torch.equal(result, expected)
         found = hunt(layers.run, layers.renew, pytestconfig.getoption("--race-repeats"), device)

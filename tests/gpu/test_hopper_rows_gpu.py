@@ -56,12 +56,14 @@ def plan_of(num_tokens: int, device: torch.device) -> RoutingPlan:
     generator = torch.Generator(device).manual_seed(num_tokens)
     logits = torch.randn(num_tokens, EXPERTS, generator=generator, device=device)
     topk_weights, topk_ids = mxpert.route_topk(logits, TOP_K)
-    return mxpert.make_routing_plan(topk_weights, topk_ids, num_experts=EXPERTS,
-                                    routing_block_m=UNIT)
+    return mxpert.make_routing_plan(
+        topk_weights, topk_ids, num_experts=EXPERTS, routing_block_m=UNIT
+    )
 
 
-def encode(x: torch.Tensor | mxpert.MXTensor, plan: RoutingPlan, options: MoEOptions,
-           scatter: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(
+    x: torch.Tensor | mxpert.MXTensor, plan: RoutingPlan, options: MoEOptions, scatter: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode the rows in use; return code bytes [T * k, K padded] and scales [T * k]."""
     found = rows.sorted_rows(x, plan, plan.capacity, options, scatter=scatter)
     places = plan.slot_rows.flatten().long()
@@ -86,16 +88,16 @@ def source_rows(plan: RoutingPlan, scatter: bool) -> torch.Tensor:
 @pytest.mark.parametrize("rule", ScaleRule, ids=lambda rule: rule.name.lower())
 @pytest.mark.parametrize("a_format", ["mxfp8", "mxfp4"])
 def test_one_pass_equals_quantise_then_rebase(
-    a_format: str, rule: ScaleRule, scatter: bool, depth: int, num_tokens: int,
-    device: torch.device,
+    a_format: str, rule: ScaleRule, scatter: bool, depth: int, num_tokens: int, device: torch.device
 ) -> None:
     plan, options = plan_of(num_tokens, device), MoEOptions(SiLU(), a_format, rule)
     x = values(num_tokens if scatter else plan.capacity, depth, device)
     if num_tokens > 1:
         x[-1, 7] = float("inf")
     codes, scale = encode(x, plan, options, scatter)
-    expected_codes, expected_scale = encode(quantize_blocks(x, a_format, -1, rule), plan, options,
-                                            scatter)
+    expected_codes, expected_scale = encode(
+        quantize_blocks(x, a_format, -1, rule), plan, options, scatter
+    )
     assert_exact(scale, expected_scale, "scale")
     assert_exact(codes, expected_codes, "codes")
 
@@ -104,7 +106,7 @@ def test_one_pass_equals_quantise_then_rebase(
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("scatter", [True, False], ids=["tokens", "sorted"])
 def test_token_rows_are_the_oracles(
-    scatter: bool, depth: int, num_tokens: int, device: torch.device,
+    scatter: bool, depth: int, num_tokens: int, device: torch.device
 ) -> None:
     plan, options = plan_of(num_tokens, device), MoEOptions(SiLU(), FP8_TOKEN)
     x = values(num_tokens if scatter else plan.capacity, depth, device)
@@ -118,7 +120,7 @@ def test_token_rows_are_the_oracles(
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("scatter", [True, False], ids=["tokens", "sorted"])
 def test_split_rows_are_hi_and_lo(
-    scatter: bool, depth: int, num_tokens: int, device: torch.device,
+    scatter: bool, depth: int, num_tokens: int, device: torch.device
 ) -> None:
     plan, options = plan_of(num_tokens, device), MoEOptions(SiLU(), "bf16")
     x = values(num_tokens if scatter else plan.capacity, depth, device)

@@ -60,9 +60,15 @@ def _labels_kernel(num_wrong, steps, STAGES: gl.constexpr, num_warps: gl.constex
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
     ring = (ready, free, make_labels(STAGES))
-    gl.warp_specialize([(_read, (ring, num_wrong, steps, 0, STAGES)),
-                        (_read, (ring, num_wrong, steps, 1, STAGES)),
-                        (_write, (ring, steps, STAGES))], [4, 1], [104, 24])
+    gl.warp_specialize(
+        [
+            (_read, (ring, num_wrong, steps, 0, STAGES)),
+            (_read, (ring, num_wrong, steps, 1, STAGES)),
+            (_write, (ring, steps, STAGES)),
+        ],
+        [4, 1],
+        [104, 24],
+    )
 
 
 @pytest.mark.parametrize("stages", [1, 2, 5])

@@ -77,15 +77,21 @@ def model_inputs(name: str, device: torch.device) -> MoEInputs:
 
 
 def choose(inputs: MoEInputs, tokens: slice | torch.Tensor) -> MoEInputs:
-    return replace(inputs, x=inputs.x[tokens].contiguous(),
-                   topk_ids=inputs.topk_ids[tokens].contiguous(),
-                   topk_weights=inputs.topk_weights[tokens].contiguous())
+    return replace(
+        inputs,
+        x=inputs.x[tokens].contiguous(),
+        topk_ids=inputs.topk_ids[tokens].contiguous(),
+        topk_weights=inputs.topk_weights[tokens].contiguous(),
+    )
 
 
 def make_plan(inputs: MoEInputs, routing_block_m: int) -> RoutingPlan:
-    return mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids,
-                                    num_experts=inputs.weights.num_experts,
-                                    routing_block_m=routing_block_m)
+    return mxpert.make_routing_plan(
+        inputs.topk_weights,
+        inputs.topk_ids,
+        num_experts=inputs.weights.num_experts,
+        routing_block_m=routing_block_m,
+    )
 
 
 def take(h: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor | MXTensor:
@@ -106,48 +112,88 @@ def place(h: torch.Tensor | MXTensor, rows: torch.Tensor, size: int) -> torch.Te
 def join(parts: list[torch.Tensor | MXTensor]) -> torch.Tensor | MXTensor:
     first = parts[0]
     if isinstance(first, MXTensor):
-        return replace(first, qdata=torch.cat([part.qdata for part in parts]),
-                       scale=torch.cat([part.scale for part in parts]))
+        return replace(
+            first,
+            qdata=torch.cat([part.qdata for part in parts]),
+            scale=torch.cat([part.scale for part in parts]),
+        )
     return torch.cat(parts)
 
 
-def down_oracle(inputs: MoEInputs, h: torch.Tensor | MXTensor, a_format: str, *,
-                on_input: bool = False) -> torch.Tensor:
+def down_oracle(
+    inputs: MoEInputs, h: torch.Tensor | MXTensor, a_format: str, *, on_input: bool = False
+) -> torch.Tensor:
     """Stage 2's weighted rows by (token, slot) from `h` [T · k, F], float64 [T · k, H]."""
     with mxpert.override(backend="reference", config=FLOAT64):
         plan = make_plan(inputs, 1)
         places = plan.slot_rows.flatten().long()
         return mxpert.moe_down(
-            place(h, places, plan.capacity), inputs.weights, plan, activation_format=a_format,
-            combine=Combine.FLAT, apply_router_weight_on_input=on_input,
-            out_dtype=torch.float64)[places]
+            place(h, places, plan.capacity),
+            inputs.weights,
+            plan,
+            activation_format=a_format,
+            combine=Combine.FLAT,
+            apply_router_weight_on_input=on_input,
+            out_dtype=torch.float64,
+        )[places]
 
 
-def run_layer(inputs: MoEInputs, a_format: str, *, config: MoEConfig | None = None,
-              combine: Combine = Combine.REDUCE, on_input: bool = False) -> torch.Tensor:
+def run_layer(
+    inputs: MoEInputs,
+    a_format: str,
+    *,
+    config: MoEConfig | None = None,
+    combine: Combine = Combine.REDUCE,
+    on_input: bool = False,
+) -> torch.Tensor:
     with mxpert.override(backend="triton", config=config):
         return mxpert.fused_moe(
-            inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids, combine=combine,
-            activation=inputs.activation, activation_format=a_format,
-            apply_router_weight_on_input=on_input)
+            inputs.x,
+            inputs.weights,
+            inputs.topk_weights,
+            inputs.topk_ids,
+            combine=combine,
+            activation=inputs.activation,
+            activation_format=a_format,
+            apply_router_weight_on_input=on_input,
+        )
 
 
 def chosen_config(inputs: MoEInputs, a_format: str) -> MoEConfig:
     """The config that the dispatcher chooses for the layer."""
     return mxpert.explain(
-        mxpert.fused_moe, inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
-        activation=inputs.activation, activation_format=a_format).resolution.config
+        mxpert.fused_moe,
+        inputs.x,
+        inputs.weights,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        activation=inputs.activation,
+        activation_format=a_format,
+    ).resolution.config
 
 
-def run_stages(inputs: MoEInputs, a_format: str, config: MoEConfig, *, on_input: bool = False,
-               ) -> tuple[torch.Tensor | MXTensor, torch.Tensor, RoutingPlan]:
+def run_stages(
+    inputs: MoEInputs, a_format: str, config: MoEConfig, *, on_input: bool = False
+) -> tuple[torch.Tensor | MXTensor, torch.Tensor, RoutingPlan]:
     """Run both stages as the layer does; return stage 1's and stage 2's FLAT rows, sorted."""
     with mxpert.override(backend="triton", config=config):
         plan = make_plan(inputs, config.routing_block_m)
-        h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, activation=inputs.activation,
-                               activation_format=a_format, apply_router_weight_on_input=on_input)
-        flat = mxpert.moe_down(h, inputs.weights, plan, activation_format=a_format,
-                               combine=Combine.FLAT, apply_router_weight_on_input=on_input)
+        h = mxpert.moe_gate_up(
+            inputs.x,
+            inputs.weights,
+            plan,
+            activation=inputs.activation,
+            activation_format=a_format,
+            apply_router_weight_on_input=on_input,
+        )
+        flat = mxpert.moe_down(
+            h,
+            inputs.weights,
+            plan,
+            activation_format=a_format,
+            combine=Combine.FLAT,
+            apply_router_weight_on_input=on_input,
+        )
     return h, flat, plan
 
 
@@ -164,32 +210,57 @@ def cancellation(rows: torch.Tensor, top_k: int) -> float:
     return max(1.0, (rows.norm() / rows.unflatten(0, (-1, top_k)).sum(1).norm()).item())
 
 
-def check_stage_one(h: torch.Tensor | MXTensor, oracle: Rounded, a_format: str,
-                    hidden_size: int, what: str, *, gate: bool) -> None:
+def check_stage_one(
+    h: torch.Tensor | MXTensor,
+    oracle: Rounded,
+    a_format: str,
+    hidden_size: int,
+    what: str,
+    *,
+    gate: bool,
+) -> None:
     """Check stage 1 value by value, and with `gate` (enough values) also in relative L2."""
     assert_rounded(h, oracle, f"{what}, stage 1")
     if gate:
         h_dtype = None if isinstance(h, MXTensor) else torch.bfloat16
-        assert_close_relative(h, oracle.round(a_format), stage_tolerance(
-            a_format, h_dtype, hidden_size, numel=oracle.values.numel()), f"{what}, stage 1")
+        assert_close_relative(
+            h,
+            oracle.round(a_format),
+            stage_tolerance(a_format, h_dtype, hidden_size, numel=oracle.values.numel()),
+            f"{what}, stage 1",
+        )
 
 
-def check_stage_two(flat: torch.Tensor, expected: torch.Tensor, a_format: str,
-                    intermediate_size: int, what: str) -> None:
-    tolerance = stage_tolerance(a_format, flat.dtype, intermediate_size,
-                                numel=effective_numel(expected))
+def check_stage_two(
+    flat: torch.Tensor, expected: torch.Tensor, a_format: str, intermediate_size: int, what: str
+) -> None:
+    tolerance = stage_tolerance(
+        a_format, flat.dtype, intermediate_size, numel=effective_numel(expected)
+    )
     assert tolerance <= STAGE_GATE
     assert_close_relative(flat, expected, tolerance, f"{what}, stage 2")
 
 
-def check_end_to_end(y: torch.Tensor, rows: torch.Tensor, a_format: str, weights: MoEWeights,
-                     what: str, *, combine: Combine = Combine.REDUCE) -> None:
+def check_end_to_end(
+    y: torch.Tensor,
+    rows: torch.Tensor,
+    a_format: str,
+    weights: MoEWeights,
+    what: str,
+    *,
+    combine: Combine = Combine.REDUCE,
+) -> None:
     """Check a layer's output against the oracle's weighted rows [T · k, H]."""
     top_k = len(rows) // len(y)
     tolerance = end_to_end_tolerance(
-        a_format, y.dtype, weights.hidden_size, weights.intermediate_size,
-        top_k=top_k if combine is Combine.REDUCE else 1, numel=y.numel(),
-        cancellation=cancellation(rows, top_k))
+        a_format,
+        y.dtype,
+        weights.hidden_size,
+        weights.intermediate_size,
+        top_k=top_k if combine is Combine.REDUCE else 1,
+        numel=y.numel(),
+        cancellation=cancellation(rows, top_k),
+    )
     assert tolerance <= END_TO_END_GATE
     assert_close_relative(y, rows.unflatten(0, (-1, top_k)).sum(1), tolerance, f"{what}, layer")
 
@@ -212,9 +283,10 @@ def test_model_shape(name: str, a_format: str, device: torch.device) -> None:
         assert y.isfinite().all()
         assert_exact(y, summed(flat, plan), f"{what}, layer from its stages")
         rows = plan.slot_rows[list(SAMPLE[:count])].flatten().long()
-        part = Rounded(oracle.values[:count * top_k], oracle.slack[:count * top_k])
-        check_stage_one(take(h, rows), part, a_format, weights.hidden_size, what,
-                        gate=count >= ENOUGH)
+        part = Rounded(oracle.values[: count * top_k], oracle.slack[: count * top_k])
+        check_stage_one(
+            take(h, rows), part, a_format, weights.hidden_size, what, gate=count >= ENOUGH
+        )
         hs.append(take(h, rows))
         flats.append(flat[rows])
         layers.append(y[list(SAMPLE[:count])])
@@ -222,12 +294,13 @@ def test_model_shape(name: str, a_format: str, device: torch.device) -> None:
     tokens.append(torch.arange(len(SAMPLE), device=device))
     repeated = choose(sample, torch.cat(tokens))
     *parts, exact = down_oracle(repeated, join([*hs, oracle.round(a_format)]), a_format).split(
-        [len(index) * top_k for index in tokens])
+        [len(index) * top_k for index in tokens]
+    )
     for num_tokens, flat, y, expected in zip(TOKENS, flats, layers, parts, strict=True):
         what = f"T = {num_tokens}"
         check_stage_two(flat, expected, a_format, weights.intermediate_size, what)
         if len(y) >= ENOUGH:
-            check_end_to_end(y, exact[:len(flat)], a_format, weights, what)
+            check_end_to_end(y, exact[: len(flat)], a_format, weights, what)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -237,8 +310,12 @@ def test_every_option(a_format: str, activation: str, device: torch.device) -> N
     second_pair = list(ACTIVATIONS).index(activation) % 2 == 1
     for on_input in (False, True):
         for order in GateUpOrder:
-            shape = replace(SMALL, activation=ACTIVATIONS[activation](), gate_up_order=order,
-                            has_bias=on_input != second_pair)
+            shape = replace(
+                SMALL,
+                activation=ACTIVATIONS[activation](),
+                gate_up_order=order,
+                has_bias=on_input != second_pair,
+            )
             inputs = random_moe_problem(shape, 77, device=device)
             check_options(inputs, a_format, on_input, f"{order.value}, on_input={on_input}")
 
@@ -250,8 +327,10 @@ def check_options(inputs: MoEInputs, a_format: str, on_input: bool, what: str) -
     rows = plan.slot_rows.flatten().long()
     oracle = gate_up_oracle(inputs, a_format, apply_router_weight_on_input=on_input)
     check_stage_one(take(h, rows), oracle, a_format, weights.hidden_size, what, gate=True)
-    own, exact = (down_oracle(inputs, values, a_format, on_input=on_input)
-                  for values in (take(h, rows), oracle.round(a_format)))
+    own, exact = (
+        down_oracle(inputs, values, a_format, on_input=on_input)
+        for values in (take(h, rows), oracle.round(a_format))
+    )
     check_stage_two(flat[rows], own, a_format, weights.intermediate_size, what)
     for combine in (Combine.REDUCE, Combine.ATOMIC):
         y = run_layer(inputs, a_format, config=config, combine=combine, on_input=on_input)
@@ -273,19 +352,27 @@ def test_out_dtypes(combine: Combine, out_dtype: torch.dtype, device: torch.devi
     assert y.dtype == out_dtype
     flat = combine is Combine.FLAT
     tolerance = stage_tolerance(
-        "bf16", out_dtype, weights.intermediate_size, numel=77 * SMALL.hidden_size,
+        "bf16",
+        out_dtype,
+        weights.intermediate_size,
+        numel=77 * SMALL.hidden_size,
         top_k=top_k if combine is Combine.REDUCE else 1,
-        cancellation=1.0 if flat else cancellation(expected, top_k))
-    assert_close_relative(y[rows] if flat else y,
-                          expected if flat else expected.unflatten(0, (-1, top_k)).sum(1),
-                          tolerance, "stage 2")
+        cancellation=1.0 if flat else cancellation(expected, top_k),
+    )
+    assert_close_relative(
+        y[rows] if flat else y,
+        expected if flat else expected.unflatten(0, (-1, top_k)).sum(1),
+        tolerance,
+        "stage 2",
+    )
 
 
 TILES = {
     "small": MoEConfig(16, GemmConfig(16, 32, 64, 4, 2), GemmConfig(16, 64, 64, 4, 2)),
     "wide": MoEConfig(32, GemmConfig(32, 128, 128, 8, 3), GemmConfig(32, 256, 128, 8, 3)),
-    "split_k": MoEConfig(32, GemmConfig(32, 64, 128, 8, 3, 4, 3),
-                         GemmConfig(16, 128, 128, 8, 4, 4, 2)),
+    "split_k": MoEConfig(
+        32, GemmConfig(32, 64, 128, 8, 3, 4, 3), GemmConfig(16, 128, 128, 8, 4, 4, 2)
+    ),
     "large": MoEConfig(128, GemmConfig(128, 64, 64, 8, 4, 8), GemmConfig(128, 128, 64, 8, 4, 8)),
     "deep": MoEConfig(64, GemmConfig(64, 64, 256, 8, 2), GemmConfig(64, 64, 256, 8, 2)),
     "small_in_large": MoEConfig(128, GemmConfig(16, 64, 128, 8), GemmConfig(64, 128, 128, 8)),
@@ -296,16 +383,27 @@ EXACT_CASES += [("heuristic", activation) for activation in ACTIVATIONS]
 
 @pytest.mark.parametrize("a_format", EXACT_FORMATS)
 @pytest.mark.parametrize("tiles, activation", EXACT_CASES)
-def test_exact_problem_is_bit_identical(tiles: str, activation: str, a_format: str,
-                                        device: torch.device) -> None:
+def test_exact_problem_is_bit_identical(
+    tiles: str, activation: str, a_format: str, device: torch.device
+) -> None:
     """Every tile, every activation and every combine; activation code is the same in all tiles."""
     seed = list(ACTIVATIONS).index(activation)
-    shape = replace(SMALL, activation=ACTIVATIONS[activation](), has_bias=seed % 2 == 0,
-                    gate_up_order=list(GateUpOrder)[seed % 3])
+    shape = replace(
+        SMALL,
+        activation=ACTIVATIONS[activation](),
+        has_bias=seed % 2 == 0,
+        gate_up_order=list(GateUpOrder)[seed % 3],
+    )
     inputs = exact_moe_problem(shape, 333, seed=seed, device=device)
     with mxpert.override(backend="reference", config=FLOAT64):
-        expected = mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
-                                    activation=inputs.activation, activation_format=a_format)
+        expected = mxpert.fused_moe(
+            inputs.x,
+            inputs.weights,
+            inputs.topk_weights,
+            inputs.topk_ids,
+            activation=inputs.activation,
+            activation_format=a_format,
+        )
     for combine in (Combine.REDUCE, Combine.ATOMIC):
         for _ in range(20):  # repeats also find races, which change bits
             y = run_layer(inputs, a_format, config=TILES.get(tiles), combine=combine)
@@ -316,8 +414,10 @@ def test_exact_problem_is_bit_identical(tiles: str, activation: str, a_format: s
 def test_padded_weight_storage_is_never_read(a_format: str, device: torch.device) -> None:
     inputs = random_moe_problem(SMALL, 100, device=device)
     padded = poison_weights(inputs.weights, extra_columns=512)
-    clean, strided = (run_layer(replace(inputs, weights=weights), a_format)
-                      for weights in (inputs.weights, padded))
+    clean, strided = (
+        run_layer(replace(inputs, weights=weights), a_format)
+        for weights in (inputs.weights, padded)
+    )
     assert clean.isfinite().all()
     assert_exact(strided, clean, "strided weights")
 
@@ -327,11 +427,16 @@ def test_graph_replay_equals_eager(a_format: str, device: torch.device) -> None:
     """A graph is captured once and replayed with other tokens and routing; REDUCE is bit-exact."""
     shape = replace(MODEL_SHAPES["gpt-oss-20b"], num_experts=16)
     for num_tokens in (1, 17, 777):
-        first, second = (random_moe_problem(shape, num_tokens, seed=seed, device=device)
-                         for seed in (0, 1))
+        first, second = (
+            random_moe_problem(shape, num_tokens, seed=seed, device=device) for seed in (0, 1)
+        )
         second = replace(second, weights=first.weights)
-        static = replace(first, x=first.x.clone(), topk_ids=first.topk_ids.clone(),
-                         topk_weights=first.topk_weights.clone())
+        static = replace(
+            first,
+            x=first.x.clone(),
+            topk_ids=first.topk_ids.clone(),
+            topk_weights=first.topk_weights.clone(),
+        )
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             run_layer(static, a_format)  # compiles
@@ -352,13 +457,16 @@ def test_weights_beyond_4_gib(device: torch.device) -> None:
     inputs = random_moe_problem(shape, 8, device=device)
     weights = inputs.weights
     assert weights.gate_up_proj.qdata.numel() > 2**32
-    last = replace(weights, gate_up_proj=weights.gate_up_proj[-1:],
-                   down_proj=weights.down_proj[-1:])
+    last = replace(
+        weights, gate_up_proj=weights.gate_up_proj[-1:], down_proj=weights.down_proj[-1:]
+    )
     ids = torch.zeros_like(inputs.topk_ids)
     # One config for both: fewer experts would get more K splits and another summation order.
     config = MoEConfig(16, GemmConfig(16, 64, 128, 8, 4), GemmConfig(16, 128, 128, 8, 4))
-    alone, among = (run_layer(replace(inputs, weights=w, topk_ids=i), "bf16", config=config)
-                    for w, i in ((last, ids), (weights, ids + 599)))
+    alone, among = (
+        run_layer(replace(inputs, weights=w, topk_ids=i), "bf16", config=config)
+        for w, i in ((last, ids), (weights, ids + 599))
+    )
     assert_exact(among, alone, "last expert")
 
 
@@ -368,11 +476,13 @@ def test_compile_count_is_constant(device: torch.device) -> None:
     kernels = (moe_kernels._moe_gate_up_kernel, moe_kernels._moe_down_kernel)
     counts = []
     for shape, num_tokens in zip(MODEL_SHAPES.values(), (1, 2, 3, 5, 8, 16) * 2, strict=True):
-        shape = replace(shape, num_experts=shape.top_k + 3, has_bias=False,
-                        activation=mxpert.SiLU())
+        shape = replace(
+            shape, num_experts=shape.top_k + 3, has_bias=False, activation=mxpert.SiLU()
+        )
         run_layer(random_moe_problem(shape, num_tokens, device=device), "bf16", config=config)
-        counts.append([len(kernel.device_caches[torch.cuda.current_device()][0])
-                       for kernel in kernels])
+        counts.append(
+            [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
+        )
     assert counts == counts[:1] * len(counts)
 
 

@@ -12,10 +12,13 @@ from mxpert.testing.numerics import assert_exact, cosine
 
 def test_moving_prepares_the_experts_and_changes_no_bit_of_the_state() -> None:
     generator = torch.Generator().manual_seed(0)
-    weights = quantize_weights(torch.randn(8, 512, 256, generator=generator) / 16,
-                               torch.randn(8, 256, 256, generator=generator) / 16,
-                               gate_up_order=mxpert.GateUpOrder.CONCATENATED,
-                               gate_up_bias=torch.randn(8, 512), down_bias=torch.randn(8, 256))
+    weights = quantize_weights(
+        torch.randn(8, 512, 256, generator=generator) / 16,
+        torch.randn(8, 256, 256, generator=generator) / 16,
+        gate_up_order=mxpert.GateUpOrder.CONCATENATED,
+        gate_up_bias=torch.randn(8, 512),
+        down_bias=torch.randn(8, 256),
+    )
     moe = mxpert.MoE(weights, torch.randn(8, 256, generator=generator), top_k=2).eval()
     x = torch.randn(3, 40, 256, generator=generator)
     expected, state = moe(x), {name: part.clone() for name, part in moe.state_dict().items()}

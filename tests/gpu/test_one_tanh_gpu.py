@@ -14,7 +14,7 @@ from mxpert.testing.numerics import assert_exact
 
 from .hopper_problems import CASES, FLOAT64, prepared, require_hopper, tiles_of
 
-SMALL = 2.0 ** -18
+SMALL = 2.0**-18
 """With gates of 2^-11 and ups of 2^-18, ``2 sigmoid(2 x) - 1`` loses bits that bfloat16 has."""
 NUM_TOKENS, UNIT = 333, 128
 
@@ -26,8 +26,8 @@ def test_tiles_and_splits_agree(a_format: str, device: torch.device) -> None:
     inputs = exact_moe_problem(CASES["situ"][0], NUM_TOKENS, device=device)
     x, weights, options = inputs.x * SMALL, inputs.weights, dict(activation=SiTUv2())
     plan = mxpert.make_routing_plan(
-        inputs.topk_weights, inputs.topk_ids, num_experts=weights.num_experts,
-        routing_block_m=UNIT)
+        inputs.topk_weights, inputs.topk_ids, num_experts=weights.num_experts, routing_block_m=UNIT
+    )
     places = plan.slot_rows.flatten().long()
     with mxpert.override(backend="reference", config=FLOAT64):
         expected = mxpert.moe_gate_up(x, weights, plan, **options)[places].double()
@@ -40,9 +40,12 @@ def test_tiles_and_splits_agree(a_format: str, device: torch.device) -> None:
             continue
         with mxpert.override(backend="hopper", config=config):
             h = mxpert.moe_gate_up(x, packed, plan, activation_format=a_format, **options)
-        rows = h[places] if isinstance(h, torch.Tensor) else replace(
-            h, qdata=h.qdata[places], scale=h.scale[places])
+        rows = (
+            h[places]
+            if isinstance(h, torch.Tensor)
+            else replace(h, qdata=h.qdata[places], scale=h.scale[places])
+        )
         first = rows if first is None else first
         assert_exact(rows, first, name)
     if isinstance(first, torch.Tensor):  # both were rounded to bfloat16 once
-        assert ((first.double() - expected).abs() <= 2.0 ** -7 * expected.abs()).all()
+        assert ((first.double() - expected).abs() <= 2.0**-7 * expected.abs()).all()

@@ -21,35 +21,51 @@ from mxpert.testing.replays import tensors_of, without_replay
 
 pytestmark = pytest.mark.gpu
 
-SHAPE = MoEShape(hidden_size=768, intermediate_size=512, num_experts=16, top_k=4,
-                 activation=mxpert.SwiGLU(), has_bias=True)
+SHAPE = MoEShape(
+    hidden_size=768,
+    intermediate_size=512,
+    num_experts=16,
+    top_k=4,
+    activation=mxpert.SwiGLU(),
+    has_bias=True,
+)
 TOKENS = (1, 5, 64, 300)
 formats = pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 tokens = pytest.mark.parametrize("num_tokens", TOKENS)
 
 
-def make(num_tokens: int, device: torch.device, seed: int = 0, *,
-         is_prepared: bool = True) -> MoEInputs:
+def make(
+    num_tokens: int, device: torch.device, seed: int = 0, *, is_prepared: bool = True
+) -> MoEInputs:
     inputs = random_moe_problem(SHAPE, num_tokens, device=device, seed=seed)
-    return (replace(inputs, weights=inputs.weights.prepare(device=device)) if is_prepared
-            else inputs)
+    return replace(inputs, weights=inputs.weights.prepare(device=device)) if is_prepared else inputs
 
 
 def fused(inputs: MoEInputs, a_format: str) -> torch.Tensor:
-    return mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
-                            activation=inputs.activation, activation_format=a_format)
+    return mxpert.fused_moe(
+        inputs.x,
+        inputs.weights,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        activation=inputs.activation,
+        activation_format=a_format,
+    )
 
 
 def routed(inputs: MoEInputs) -> Any:
-    weights, ids = mxpert.route_topk(inputs.x[:, :SHAPE.num_experts].float(), SHAPE.top_k)
-    return weights, ids, mxpert.make_routing_plan(
-        weights, ids, num_experts=SHAPE.num_experts, routing_block_m=16)
+    weights, ids = mxpert.route_topk(inputs.x[:, : SHAPE.num_experts].float(), SHAPE.top_k)
+    return (
+        weights,
+        ids,
+        mxpert.make_routing_plan(weights, ids, num_experts=SHAPE.num_experts, routing_block_m=16),
+    )
 
 
 def staged(inputs: MoEInputs, a_format: str) -> torch.Tensor:
     plan = routed(inputs)[2]
-    h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, activation=inputs.activation,
-                           activation_format=a_format)
+    h = mxpert.moe_gate_up(
+        inputs.x, inputs.weights, plan, activation=inputs.activation, activation_format=a_format
+    )
     return mxpert.moe_down(h, inputs.weights, plan, activation_format=a_format)
 
 
@@ -60,8 +76,10 @@ def quantised(inputs: MoEInputs) -> Any:
 
 def poison(device: torch.device) -> None:
     """Fill memory that the allocator returns next with NaN, and shift its addresses."""
-    held = [torch.full((1 << size,), -1, dtype=torch.int32, device=device)
-            for size in (6, 10, 14, 18, 20, 21, 22, 23, 24)]
+    held = [
+        torch.full((1 << size,), -1, dtype=torch.int32, device=device)
+        for size in (6, 10, 14, 18, 20, 21, 22, 23, 24)
+    ]
     del held
 
 
@@ -79,8 +97,9 @@ def check(call: Callable[[MoEInputs], Any], *inputs: MoEInputs) -> None:
 @formats
 @tokens
 @pytest.mark.parametrize("is_prepared", [True, False], ids=["prepared", "row-major"])
-def test_layers(num_tokens: int, a_format: str, is_prepared: bool, device: torch.device,
-                replays: list[object]) -> None:
+def test_layers(
+    num_tokens: int, a_format: str, is_prepared: bool, device: torch.device, replays: list[object]
+) -> None:
     pair = [make(num_tokens, device, seed, is_prepared=is_prepared) for seed in (0, 1)]
     check(lambda inputs: fused(inputs, a_format), *pair)
     assert replays
@@ -90,8 +109,9 @@ def test_layers(num_tokens: int, a_format: str, is_prepared: bool, device: torch
 
 
 @tokens
-def test_routing_and_quantisation(num_tokens: int, device: torch.device,
-                                  replays: list[object]) -> None:
+def test_routing_and_quantisation(
+    num_tokens: int, device: torch.device, replays: list[object]
+) -> None:
     pair = [make(num_tokens, device, seed) for seed in (0, 1)]
     for call in (routed, quantised):
         replays.clear()

@@ -27,8 +27,12 @@ pytestmark = pytest.mark.gpu
 MAX_TOKENS = 16384
 TOKENS = (0, 1, 2, 3, 16, 17, 64, 128, 255, 256, 777, 1024, 4096, MAX_TOKENS)
 FIELDS = ("sorted_token_ids", "sorted_weights", "block_expert_ids", "num_valid", "slot_rows")
-DEEPSEEK = {"scoring": Scoring.SIGMOID, "num_groups": 8, "top_groups": 4,
-            "routed_scaling_factor": 2.5}
+DEEPSEEK = {
+    "scoring": Scoring.SIGMOID,
+    "num_groups": 8,
+    "top_groups": 4,
+    "routed_scaling_factor": 2.5,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -50,17 +54,36 @@ def poison(device: torch.device, num_bytes: int = 1 << 26) -> None:
     torch.full((num_bytes,), 255, dtype=torch.uint8, device=device)
 
 
-def check_plan(ids: torch.Tensor, weights: torch.Tensor, device: torch.device, *, num_experts: int,
-               unit: int, **options: Any) -> None:
+def check_plan(
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    device: torch.device,
+    *,
+    num_experts: int,
+    unit: int,
+    **options: Any,
+) -> None:
     poison(device)
-    on_device = {name: value.to(device) if isinstance(value, torch.Tensor) else value
-                 for name, value in options.items()}
-    plan = mxpert.make_routing_plan(weights.to(device), ids.to(device), num_experts=num_experts,
-                                    routing_block_m=unit, **on_device)
+    on_device = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+    plan = mxpert.make_routing_plan(
+        weights.to(device),
+        ids.to(device),
+        num_experts=num_experts,
+        routing_block_m=unit,
+        **on_device,
+    )
     tokens = options.get("num_local_tokens")
-    validate_routing_plan(plan, weights, ids, num_experts=num_experts,
-                          expert_map=options.get("expert_map"),
-                          num_local_tokens=None if tokens is None else int(tokens))
+    validate_routing_plan(
+        plan,
+        weights,
+        ids,
+        num_experts=num_experts,
+        expert_map=options.get("expert_map"),
+        num_local_tokens=None if tokens is None else int(tokens),
+    )
 
 
 @pytest.mark.parametrize("num_experts, top_k", CONTRACT_EXPERTS)
@@ -77,8 +100,14 @@ def test_every_geometry_gives_the_same_plan(device, num_tokens):
     problem = describe_routing_plan(weights, ids, num_experts=257, routing_block_m=48)
     for config in PLAN.configs(problem):
         poison(device)
-        plan = PLAN.launch(problem, config, topk_ids=ids, topk_weights=weights, expert_map=None,
-                           num_local_tokens=None)
+        plan = PLAN.launch(
+            problem,
+            config,
+            topk_ids=ids,
+            topk_weights=weights,
+            expert_map=None,
+            num_local_tokens=None,
+        )
         validate_routing_plan(plan, weights, ids, num_experts=257)
 
 
@@ -90,9 +119,16 @@ def test_foreign_ids_maps_and_local_tokens(device, num_tokens, local_share):
     ids = torch.randint(-5, 140, (num_tokens, 8), generator=generator).int()
     ids[0, :3] = torch.tensor([(1 << 31) - 1, -(1 << 31), 1 << 28])
     expert_map = torch.randint(-40, 40, (128,), generator=generator).int()
-    check_plan(ids, torch.rand(num_tokens, 8, generator=generator), device, num_experts=128,
-               unit=16, expert_map=expert_map, num_local_experts=32,
-               num_local_tokens=torch.tensor([int(local_share * num_tokens)], dtype=torch.int32))
+    check_plan(
+        ids,
+        torch.rand(num_tokens, 8, generator=generator),
+        device,
+        num_experts=128,
+        unit=16,
+        expert_map=expert_map,
+        num_local_experts=32,
+        num_local_tokens=torch.tensor([int(local_share * num_tokens)], dtype=torch.int32),
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [64, MAX_TOKENS])
@@ -118,8 +154,14 @@ def test_graph_replay_with_changed_routing_equals_eager(device, num_tokens):
 
     def route() -> tuple[torch.Tensor, ...]:
         weights, ids = mxpert.route_topk(logits, 8, correction_bias=bias, **DEEPSEEK)
-        plan = mxpert.make_routing_plan(weights, ids, num_experts=256, routing_block_m=16,
-                                        expert_map=expert_map, num_local_tokens=tokens)
+        plan = mxpert.make_routing_plan(
+            weights,
+            ids,
+            num_experts=256,
+            routing_block_m=16,
+            expert_map=expert_map,
+            num_local_tokens=tokens,
+        )
         return (weights, ids, *(getattr(plan, field) for field in FIELDS))
 
     route()  # compiles
@@ -162,10 +204,12 @@ def test_plans_repeat_bit_for_bit(device, num_tokens):
 
 
 TOPK_OPTIONS = {
-    "softmax-chosen": {}, "softmax-all": {"normalize": False},
-    "sigmoid": {"scoring": Scoring.SIGMOID}, "softmax-groups": {"num_groups": 4, "top_groups": 2},
-    "deepseek-v3": DEEPSEEK | {"correction_bias": 0.1 * torch.randn(
-        256, generator=torch.Generator().manual_seed(1))},
+    "softmax-chosen": {},
+    "softmax-all": {"normalize": False},
+    "sigmoid": {"scoring": Scoring.SIGMOID},
+    "softmax-groups": {"num_groups": 4, "top_groups": 2},
+    "deepseek-v3": DEEPSEEK
+    | {"correction_bias": 0.1 * torch.randn(256, generator=torch.Generator().manual_seed(1))},
 }
 
 
@@ -191,8 +235,9 @@ def check_topk(device, num_tokens, dtype, options):
     decided = topk_decision_gap(wide, 8, TopKOptions(**fields), bias) > 4 * tolerance
     assert num_tokens < 100 or decided.float().mean() > 0.5
     assert torch.equal(ids.cpu()[decided], want_ids[decided])
-    torch.testing.assert_close(weights.cpu()[decided], want_weights[decided], rtol=tolerance,
-                               atol=0)
+    torch.testing.assert_close(
+        weights.cpu()[decided], want_weights[decided], rtol=tolerance, atol=0
+    )
 
 
 @pytest.mark.parametrize("num_experts, top_k", CONTRACT_EXPERTS)

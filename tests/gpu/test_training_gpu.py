@@ -20,10 +20,13 @@ from mxpert.testing.numerics import assert_close_relative, is_exact, sqnr_db
 from mxpert.training import MXFP8Recipe, MXMoE, grouped_linear
 
 ACTIVATIONS = (mxpert.SiLU(), mxpert.SwiGLU(limit=1.0), mxpert.ClampedSiLU(1.0), mxpert.SiTUv2())
-RECIPES = {"mxfp8": MXFP8Recipe(), "hybrid": MXFP8Recipe.hybrid(),
-           "high-precision": MXFP8Recipe(high_precision_wgrad=True),
-           "bf16": MXFP8Recipe(enabled=False)}
-ROUNDING = 2.0 ** -8 + 32 * 2.0 ** -24
+RECIPES = {
+    "mxfp8": MXFP8Recipe(),
+    "hybrid": MXFP8Recipe.hybrid(),
+    "high-precision": MXFP8Recipe(high_precision_wgrad=True),
+    "bf16": MXFP8Recipe(enabled=False),
+}
+ROUNDING = 2.0**-8 + 32 * 2.0**-24
 """Half a unit of bfloat16, plus the float32 roundings before it."""
 
 recipes = pytest.mark.parametrize("name", RECIPES)
@@ -34,11 +37,16 @@ recipes = pytest.mark.parametrize("name", RECIPES)
 def test_activation_rows(activation: Activation, width: int, device: torch.device) -> None:
     gate_up = 2 * torch.randn(1003, 2 * width, device=device, dtype=torch.bfloat16)
     grad = torch.randn(1003, width, device=device, dtype=torch.bfloat16)
-    for found, wanted in ((activate_rows(gate_up, activation),
-                           _reference(activate_rows, gate_up.double(), activation)),
-                          (activate_rows_backward(grad, gate_up, activation),
-                           _reference(activate_rows_backward, grad.double(), gate_up.double(),
-                                      activation))):
+    for found, wanted in (
+        (
+            activate_rows(gate_up, activation),
+            _reference(activate_rows, gate_up.double(), activation),
+        ),
+        (
+            activate_rows_backward(grad, gate_up, activation),
+            _reference(activate_rows_backward, grad.double(), gate_up.double(), activation),
+        ),
+    ):
         assert_close_relative(found, wanted, ROUNDING, activation.name)
 
 
@@ -54,7 +62,7 @@ def test_combined_rows(tokens: int, top_k: int, width: int, device: torch.device
     wanted = _reference(combine_rows_backward, grad.double(), rows.double(), ids, weights.double())
     assert_close_relative(found[0], wanted[0], ROUNDING, "rows")
     # a dot product of `width` terms in float32
-    assert_close_relative(found[1], wanted[1], math.sqrt(width) * 2.0 ** -20, "weights")
+    assert_close_relative(found[1], wanted[1], math.sqrt(width) * 2.0**-20, "weights")
 
 
 def _reference(op: object, *arguments: object) -> object:
@@ -69,8 +77,12 @@ def block(name: str, device: torch.device) -> MXMoE:
 
 def step(moe: MXMoE, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
     y = moe(x)
-    return (y, *torch.autograd.grad((y, moe.aux_loss), (x, *moe.parameters()),
-                                    (grad, torch.ones_like(moe.aux_loss))))
+    return (
+        y,
+        *torch.autograd.grad(
+            (y, moe.aux_loss), (x, *moe.parameters()), (grad, torch.ones_like(moe.aux_loss))
+        ),
+    )
 
 
 def operands(device: torch.device, tokens: int = 300) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,11 +35,13 @@ class Groups:
     def columns(self) -> list[int]:
         """Where the rows stand in a columnwise copy."""
         starts = accumulate((-(-size // 32) * 32 for size in self.sizes), initial=0)
-        return [start + i for start, size in zip(starts, self.sizes, strict=False)
-                for i in range(size)]
+        return [
+            start + i for start, size in zip(starts, self.sizes, strict=False) for i in range(size)
+        ]
 
-    def offsets(self, dtype: torch.dtype = torch.int32,
-                device: torch.device | str = "cpu") -> torch.Tensor:
+    def offsets(
+        self, dtype: torch.dtype = torch.int32, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
         return torch.tensor(self.starts, dtype=dtype, device=device)
 
     def ids(self, device: torch.device) -> torch.Tensor:
@@ -65,19 +67,23 @@ def values(tensor: torch.Tensor | MXTensor) -> torch.Tensor:
     return codes * scale.repeat_interleave(32, dim=tensor.axis)
 
 
-def forward(a: torch.Tensor | MXTensor, b: torch.Tensor | MXTensor, groups: Groups, *,
-            trans_b: bool = True) -> torch.Tensor:
+def forward(
+    a: torch.Tensor | MXTensor, b: torch.Tensor | MXTensor, groups: Groups, *, trans_b: bool = True
+) -> torch.Tensor:
     """float64 [M, N], zero in the tail."""
     weights = values(b) if trans_b else values(b).mT
-    rows = values(a)[:groups.used]
+    rows = values(a)[: groups.used]
     out = torch.einsum("rk,rnk->rn", rows, weights[groups.ids(rows.device)])
     return torch.nn.functional.pad(out, (0, 0, 0, groups.tail))
 
 
-def wgrad(grad: torch.Tensor | MXTensor, a: torch.Tensor | MXTensor,
-          groups: Groups) -> torch.Tensor:
+def wgrad(
+    grad: torch.Tensor | MXTensor, a: torch.Tensor | MXTensor, groups: Groups
+) -> torch.Tensor:
     """float64 [G, N, K] from rows [M, ·], or from columnwise copies [·, P]."""
-    left, right = (values(x).mT[groups.columns] if isinstance(x, MXTensor)
-                   else values(x)[:groups.used] for x in (grad, a))
+    left, right = (
+        values(x).mT[groups.columns] if isinstance(x, MXTensor) else values(x)[: groups.used]
+        for x in (grad, a)
+    )
     member = torch.nn.functional.one_hot(groups.ids(left.device), len(groups.sizes)).double()
     return torch.einsum("rg,rn,rk->gnk", member, left, right)

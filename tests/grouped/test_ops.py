@@ -38,14 +38,14 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("rule", ScaleRule, ids=lambda rule: rule.value)
 def test_groups_equal_quantize_of_each_padded_group(groups, name, rule):
     x = normal(groups.rows, K)
-    x[groups.used:] = TAIL
+    x[groups.used :] = TAIL
     row, col = mxpert.quantize_dual(x, name, group_offsets=groups.offsets(), scale_rule=rule)
     clean = x.clone()
-    clean[groups.used:] = 0
+    clean[groups.used :] = 0
     assert_exact(row, mxpert.quantize(clean, name, scale_rule=rule), "row")
     wanted = torch.zeros(K, 0, dtype=torch.uint8), torch.zeros(K, 0, dtype=torch.uint8)
     for start, size in zip(groups.starts, groups.sizes, strict=False):
-        part = pad(x[start:start + size].T, (0, -size % 32))
+        part = pad(x[start : start + size].T, (0, -size % 32))
         part = mxpert.quantize(part.contiguous(), name, scale_rule=rule)
         wanted = torch.cat([wanted[0], part.qdata], 1), torch.cat([wanted[1], part.scale], 1)
     capacity = mxpert.padded_capacity(groups.rows, len(groups.sizes))
@@ -55,11 +55,13 @@ def test_groups_equal_quantize_of_each_padded_group(groups, name, rule):
     assert_exact(col.scale, pad(wanted[1], (0, (capacity - used) // 32), value=127), "col scales")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16],
-                         ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shape", [(64, 96), (0, 64), (3, 64, 96)],
-                         ids=["matrix", "no-rows", "weights"])
+@pytest.mark.parametrize(
+    "shape", [(64, 96), (0, 64), (3, 64, 96)], ids=["matrix", "no-rows", "weights"]
+)
 def test_without_groups_equals_quantize_of_both_axes(shape, name, dtype):
     x = normal(*shape).to(dtype)
     row, col = mxpert.quantize_dual(x, name)
@@ -83,8 +85,9 @@ def test_special_values_stay_in_their_blocks():
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("groups", [*GROUPS.values(), Groups((33,) * 9)],
-                         ids=[*GROUPS, "most-padding"])
+@pytest.mark.parametrize(
+    "groups", [*GROUPS.values(), Groups((33,) * 9)], ids=[*GROUPS, "most-padding"]
+)
 def test_padded_offsets(groups, dtype):
     offsets = groups.offsets(dtype)
     have = mxpert.padded_group_offsets(offsets)
@@ -98,8 +101,12 @@ def test_padded_offsets(groups, dtype):
     validate_group_offsets(offsets, groups.rows)
 
 
-BAD_OFFSETS = {"first-not-0": [2, 5, 9], "negative": [0, -4, 9], "decreasing": [0, 8, 3],
-               "beyond-the-rows": [0, 4, 1 << 40]}
+BAD_OFFSETS = {
+    "first-not-0": [2, 5, 9],
+    "negative": [0, -4, 9],
+    "decreasing": [0, 8, 3],
+    "beyond-the-rows": [0, 4, 1 << 40],
+}
 
 
 @pytest.mark.parametrize("offsets", BAD_OFFSETS.values(), ids=BAD_OFFSETS)
@@ -130,8 +137,12 @@ ROW, COL = mxpert.quantize_dual(X, group_offsets=OFFSETS)
 W_ROW, W_COL = mxpert.quantize_dual(W)
 GRAD_ROW, GRAD_COL = mxpert.quantize_dual(DOUT, group_offsets=OFFSETS)
 FP4 = mxpert.quantize(X, "mxfp4")
-PREPARED = replace(ROW, layout=Layout.HOPPER_FRAGMENT, logical_shape=tuple(ROW.shape),
-                   reference=torch.full(ROW.shape[:1], 127, dtype=torch.uint8))
+PREPARED = replace(
+    ROW,
+    layout=Layout.HOPPER_FRAGMENT,
+    logical_shape=tuple(ROW.shape),
+    reference=torch.full(ROW.shape[:1], 127, dtype=torch.uint8),
+)
 META_OFFSETS = OFFSETS.to("meta")
 dual, gemm, wgrad = mxpert.quantize_dual, mxpert.grouped_gemm, mxpert.grouped_wgrad
 
@@ -150,8 +161,12 @@ ERRORS = [
     (dual, (X,), {"group_offsets": OFFSETS[None]}, "group_offsets.shape — need [*]"),
     (dual, (X,), {"group_offsets": META_OFFSETS}, "group_offsets.device — need cpu"),
     (dual, (X,), {"group_offsets": OFFSETS[::2]}, "group_offsets — need a contiguous tensor"),
-    (dual, (torch.empty(1 << 30, 32, device="meta"),), {"group_offsets": META_OFFSETS},
-     "rows — need at most 1073741824"),
+    (
+        dual,
+        (torch.empty(1 << 30, 32, device="meta"),),
+        {"group_offsets": META_OFFSETS},
+        "rows — need at most 1073741824",
+    ),
     (gemm, (X, W.bfloat16(), OFFSETS), {}, "a.dtype — need bfloat16"),
     (gemm, (ROW, W.bfloat16(), OFFSETS), {}, "b — need an MXTensor as a, got bfloat16"),
     (gemm, (X.bfloat16(), W_ROW, OFFSETS), {}, "b — need bfloat16 as a, got an MXTensor"),
@@ -169,16 +184,27 @@ ERRORS = [
     (wgrad, (GRAD_COL, ROW, OFFSETS), {}, "a.shape[1] — need"),
     (wgrad, (GRAD_COL, X.bfloat16(), OFFSETS), {}, "a — need an MXTensor as grad"),
     (wgrad, (GRAD_ROW, GRAD_ROW, OFFSETS), {}, "grad.shape[1] — need padded_capacity(M, G)"),
-    (wgrad, (GRAD_COL, COL, OFFSETS), {"accumulate_into": torch.zeros(G, N, K).bfloat16()},
-     "accumulate_into.dtype — need float32"),
-    (wgrad, (GRAD_COL, COL, OFFSETS), {"accumulate_into": torch.zeros(G, K, N)},
-     f"accumulate_into.shape — need [{G}, {N}, {K}]"),
+    (
+        wgrad,
+        (GRAD_COL, COL, OFFSETS),
+        {"accumulate_into": torch.zeros(G, N, K).bfloat16()},
+        "accumulate_into.dtype — need float32",
+    ),
+    (
+        wgrad,
+        (GRAD_COL, COL, OFFSETS),
+        {"accumulate_into": torch.zeros(G, K, N)},
+        f"accumulate_into.shape — need [{G}, {N}, {K}]",
+    ),
     (wgrad, (GRAD_COL, COL, OFFSETS), {"out_dtype": torch.uint8}, "out_dtype — need"),
 ]
 
 
-@pytest.mark.parametrize(("op", "args", "kwargs", "text"), ERRORS, ids=[
-    f"{op.__name__}-{text.split(' — ')[0]}-{i}" for i, (op, _, _, text) in enumerate(ERRORS)])
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "text"),
+    ERRORS,
+    ids=[f"{op.__name__}-{text.split(' — ')[0]}-{i}" for i, (op, _, _, text) in enumerate(ERRORS)],
+)
 def test_bad_input_is_named(op, args, kwargs, text):
     with pytest.raises((TypeError, ValueError)) as error:
         op(*args, **kwargs)
@@ -192,27 +218,43 @@ def test_bad_input_is_named(op, args, kwargs, text):
 def test_problems_describe_the_arguments():
     problem = describe_quantize_dual(X, group_offsets=OFFSETS)
     assert (problem.op, problem.shape, problem.num_groups, problem.grouped_rows) == (
-        Op.QUANTIZE_DUAL, (M, K), G, True)
+        Op.QUANTIZE_DUAL,
+        (M, K),
+        G,
+        True,
+    )
     weights = describe_quantize_dual(W, "mxfp8_e5m2")
     assert (weights.num_groups, weights.grouped_rows) == (G, False)
     assert describe_quantize_dual(X[:32]).num_groups == 0
     forward = describe_grouped_gemm(ROW, W_ROW, OFFSETS)
     assert (forward.num_rows, forward.num_groups, forward.n, forward.k, forward.trans_b) == (
-        M, G, N, K, True)
+        M,
+        G,
+        N,
+        K,
+        True,
+    )
     assert forward.formats == "mxfp8_e4m3xmxfp8_e4m3"
     dgrad = describe_grouped_gemm(DOUT.bfloat16(), W.bfloat16(), OFFSETS, trans_b=False)
     assert (dgrad.n, dgrad.k, dgrad.formats) == (K, N, "bf16xbf16")
     for grad, a, rows in ((GRAD_COL, COL, COL.shape[1]), (DOUT.bfloat16(), X.bfloat16(), M)):
         problem = describe_grouped_wgrad(grad, a, OFFSETS, accumulate_into=torch.zeros(G, N, K))
         assert (problem.num_rows, problem.n, problem.k, problem.accumulate, problem.out_dtype) == (
-            rows, N, K, True, torch.float32)
+            rows,
+            N,
+            K,
+            True,
+            torch.float32,
+        )
     assert {hash(p) for p in (weights, forward, dgrad, problem)}  # hashable: they key caches
 
 
 def test_explain_names_the_backend():
-    for explanation in (mxpert.explain(dual, X, group_offsets=OFFSETS),
-                        mxpert.explain(gemm, ROW, W_ROW, OFFSETS),
-                        mxpert.explain(wgrad, GRAD_COL, COL, OFFSETS, out_dtype=torch.float32)):
+    for explanation in (
+        mxpert.explain(dual, X, group_offsets=OFFSETS),
+        mxpert.explain(gemm, ROW, W_ROW, OFFSETS),
+        mxpert.explain(wgrad, GRAD_COL, COL, OFFSETS, out_dtype=torch.float32),
+    ):
         assert explanation.resolution.kernel.backend == "reference"
         assert explanation.problem.op.value in str(explanation)
 
@@ -225,9 +267,11 @@ def test_a_pinned_tile_reaches_a_grouped_gemm_alone():
     assert registry._stage_config(describe_quantize_dual(W), tile) is None
 
 
-@pytest.mark.parametrize(("x", "offsets"), [
-    (X, OFFSETS), (X[:0], OFFSETS), (X[:64], None), (W, None)],
-    ids=["groups", "groups-of-no-rows", "matrix", "weights"])
+@pytest.mark.parametrize(
+    ("x", "offsets"),
+    [(X, OFFSETS), (X[:0], OFFSETS), (X[:64], None), (W, None)],
+    ids=["groups", "groups-of-no-rows", "matrix", "weights"],
+)
 def test_quantize_dual_opcheck(x, offsets):
     arguments = (x, offsets, "mxfp8_e4m3", "rceil", "auto", "span128")
     torch.library.opcheck(torch.ops.mxpert.quantize_dual, arguments)
@@ -235,15 +279,21 @@ def test_quantize_dual_opcheck(x, offsets):
 
 def flat(operand: torch.Tensor | MXTensor) -> tuple[object, ...]:
     if isinstance(operand, MXTensor):
-        return (operand.qdata, operand.scale, operand.format.name, operand.scale_span.value,
-                operand.wide_blocks)
+        return (
+            operand.qdata,
+            operand.scale,
+            operand.format.name,
+            operand.scale_span.value,
+            operand.wide_blocks,
+        )
     return operand, None, "bf16", "block", None
 
 
-@pytest.mark.parametrize(("a", "b", "grad", "columns"), [
-    (ROW, W_ROW, GRAD_COL, COL),
-    (X.bfloat16(), W.bfloat16(), DOUT.bfloat16(), X.bfloat16()),
-], ids=["mxfp8", "bf16"])
+@pytest.mark.parametrize(
+    ("a", "b", "grad", "columns"),
+    [(ROW, W_ROW, GRAD_COL, COL), (X.bfloat16(), W.bfloat16(), DOUT.bfloat16(), X.bfloat16())],
+    ids=["mxfp8", "bf16"],
+)
 def test_gemm_opcheck(a, b, grad, columns):
     ops = torch.ops.mxpert
     torch.library.opcheck(ops.grouped_gemm, (*flat(a), *flat(b), OFFSETS, True, torch.float16))
@@ -260,12 +310,17 @@ def test_a_training_step_compiles_into_one_graph(dynamic):
         grad_row, grad_col = dual(grad, "mxfp8_e5m2", group_offsets=offsets)
         wgrad(grad_col, col, offsets, accumulate_into=total)
         plain = wgrad(grad.bfloat16(), x.bfloat16(), offsets)
-        return (gemm(row, w_row, offsets), gemm(grad_row, w_col, offsets), total, plain,
-                gemm(grad.bfloat16(), w.bfloat16(), offsets, trans_b=False))
+        return (
+            gemm(row, w_row, offsets),
+            gemm(grad_row, w_col, offsets),
+            total,
+            plain,
+            gemm(grad.bfloat16(), w.bfloat16(), offsets, trans_b=False),
+        )
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for tail in (0, 5):
-        x, grad = X[:M - tail], DOUT[:M - tail]
+        x, grad = X[: M - tail], DOUT[: M - tail]
         totals = torch.ones(2, G, N, K)
         have = compiled(x, W, grad, OFFSETS, totals[0])
         for i, want in enumerate(step(x, W, grad, OFFSETS, totals[1])):

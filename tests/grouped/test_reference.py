@@ -11,16 +11,25 @@ import torch
 import mxpert
 from mxpert import MXTensor, ReferenceConfig
 from mxpert.testing.numerics import (
-    accumulation_error, assert_close_relative, assert_exact, effective_numel, rounding_rms,
-    sampling_margin, sqnr_db,
+    accumulation_error,
+    assert_close_relative,
+    assert_exact,
+    effective_numel,
+    rounding_rms,
+    sampling_margin,
+    sqnr_db,
 )
 
 from . import oracle
 from .oracle import GROUPS, Groups
 
 K, N = 96, 64
-FORMATS = {"e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"), "e5m2": ("mxfp8_e5m2", "mxfp8_e5m2"),
-           "mixed": ("mxfp8_e5m2", "mxfp8_e4m3"), "bf16": ("bf16", "bf16")}
+FORMATS = {
+    "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
+    "e5m2": ("mxfp8_e5m2", "mxfp8_e5m2"),
+    "mixed": ("mxfp8_e5m2", "mxfp8_e4m3"),
+    "bf16": ("bf16", "bf16"),
+}
 SIGNIFICANT_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 ORACLE = ReferenceConfig(accumulate=torch.float64)
 Operand = torch.Tensor | MXTensor
@@ -61,7 +70,7 @@ def weights_of(w: torch.Tensor, name: str, trans_b: bool) -> Operand:
 def tolerance(out_dtype: torch.dtype, k: int, numel: int) -> float:
     """The output's rounding and the float32 accumulator's, independent (see testing.numerics)."""
     squares = rounding_rms(SIGNIFICANT_BITS[out_dtype]) ** 2 + accumulation_error(k) ** 2
-    return sampling_margin(numel) * squares ** 0.5
+    return sampling_margin(numel) * squares**0.5
 
 
 # --- against float64 ----------------------------------------------------------------------------
@@ -74,11 +83,12 @@ def tolerance(out_dtype: torch.dtype, k: int, numel: int) -> float:
 def test_forward_equals_float64(groups, formats, trans_b, out_dtype, device):
     a = rows_of(normal(groups.rows, K, seed=1, device=device), formats[0], groups)
     b = weights_of(normal(len(groups.sizes), N, K, seed=2, device=device), formats[1], trans_b)
-    have = mxpert.grouped_gemm(a, b, groups.offsets(device=device), trans_b=trans_b,
-                               out_dtype=out_dtype)
+    have = mxpert.grouped_gemm(
+        a, b, groups.offsets(device=device), trans_b=trans_b, out_dtype=out_dtype
+    )
     want = oracle.forward(a, b, groups, trans_b=trans_b)
     assert (have.dtype, have.shape) == (out_dtype, (groups.rows, N))
-    assert not have[groups.used:].any()
+    assert not have[groups.used :].any()
     assert_close_relative(have, want, tolerance(out_dtype, K, groups.used * N), "forward")
 
 
@@ -92,8 +102,12 @@ def test_wgrad_equals_float64(groups, formats, out_dtype, device):
     want = oracle.wgrad(grad, a, groups)
     assert (have.dtype, have.shape) == (out_dtype, (len(groups.sizes), N, K))
     assert not have[torch.tensor(groups.sizes, device=device) == 0].any()
-    assert_close_relative(have, want, tolerance(out_dtype, max(groups.sizes), effective_numel(
-        want.flatten(1))), "wgrad")
+    assert_close_relative(
+        have,
+        want,
+        tolerance(out_dtype, max(groups.sizes), effective_numel(want.flatten(1))),
+        "wgrad",
+    )
 
 
 @each_format
@@ -119,14 +133,22 @@ def shifted_offsets(a: Operand, b: Operand, groups: Groups) -> torch.Tensor:
 
 PLANTED = {
     "scales-one-block-off": lambda a, b, groups: mxpert.grouped_gemm(
-        replace(a, scale=a.scale.roll(1, -1)), b, groups.offsets(), out_dtype=torch.float32),
+        replace(a, scale=a.scale.roll(1, -1)), b, groups.offsets(), out_dtype=torch.float32
+    ),
     "next-group's-weights": lambda a, b, groups: mxpert.grouped_gemm(
-        a, replace(b, qdata=b.qdata.roll(1, 0), scale=b.scale.roll(1, 0)), groups.offsets(),
-        out_dtype=torch.float32),
+        a,
+        replace(b, qdata=b.qdata.roll(1, 0), scale=b.scale.roll(1, 0)),
+        groups.offsets(),
+        out_dtype=torch.float32,
+    ),
     "offsets-one-row-off": shifted_offsets,
     "no-transposition": lambda a, b, groups: mxpert.grouped_gemm(
-        a, replace(b, axis=-2, scale=b.scale.mT), groups.offsets(), trans_b=False,
-        out_dtype=torch.float32),
+        a,
+        replace(b, axis=-2, scale=b.scale.mT),
+        groups.offsets(),
+        trans_b=False,
+        out_dtype=torch.float32,
+    ),
 }
 
 
@@ -137,8 +159,9 @@ def test_the_comparison_catches(plant):
     b = weights_of(normal(len(groups.sizes), K, K, seed=2), "mxfp8_e4m3", True)
     want = oracle.forward(a, b, groups)
     with pytest.raises(AssertionError, match="relative L2"):
-        assert_close_relative(plant(a, b, groups), want,
-                              tolerance(torch.float32, K, want.numel()), "planted")
+        assert_close_relative(
+            plant(a, b, groups), want, tolerance(torch.float32, K, want.numel()), "planted"
+        )
 
 
 # --- memory of no group -------------------------------------------------------------------------
@@ -152,7 +175,7 @@ def poisoned(operand: Operand, used: int, *, columns: bool) -> Operand:
         return operand
     qdata, scale = operand.qdata.clone(), operand.scale.clone()
     if columns:
-        qdata[:, used:], scale[:, used // 32:] = 0x7F, 255
+        qdata[:, used:], scale[:, used // 32 :] = 0x7F, 255
     else:
         qdata[used:], scale[used:] = 0x7F, 255
     return replace(operand, qdata=qdata, scale=scale)
@@ -164,8 +187,11 @@ def test_rows_beyond_the_last_group_are_not_read(name):
     offsets = groups.offsets(torch.int64)
     a = rows_of(normal(groups.rows, K, seed=1), name, groups)
     b = weights_of(normal(len(groups.sizes), N, K, seed=2), name, True)
-    assert_exact(mxpert.grouped_gemm(poisoned(a, groups.used, columns=False), b, offsets),
-                 mxpert.grouped_gemm(a, b, offsets), "forward")
+    assert_exact(
+        mxpert.grouped_gemm(poisoned(a, groups.used, columns=False), b, offsets),
+        mxpert.grouped_gemm(a, b, offsets),
+        "forward",
+    )
     x, g = (columns_of(normal(groups.rows, width, seed=5), name, groups) for width in (K, N))
     used = groups.used if name == "bf16" else int(mxpert.padded_group_offsets(offsets)[-1])
     want = mxpert.grouped_wgrad(g, x, offsets)
@@ -187,12 +213,17 @@ def test_nan_in_a_group_stays_in_its_rows(name):
 def test_strided_bf16_operands(view):
     """What autograd hands over: an expanded scalar, a transposed view, a part of a wider tensor."""
     groups = GROUPS["mixed"]
-    grad = {"expanded": torch.ones(1, 1).expand(groups.rows, N),
-            "transposed": normal(N, groups.rows, seed=7).mT,
-            "sliced": normal(groups.rows, 2 * N, seed=7)[:, ::2]}[view].bfloat16()
+    grad = {
+        "expanded": torch.ones(1, 1).expand(groups.rows, N),
+        "transposed": normal(N, groups.rows, seed=7).mT,
+        "sliced": normal(groups.rows, 2 * N, seed=7)[:, ::2],
+    }[view].bfloat16()
     a, offsets = normal(groups.rows, K, seed=8).bfloat16(), groups.offsets()
-    assert_exact(mxpert.grouped_wgrad(grad, a, offsets),
-                 mxpert.grouped_wgrad(grad.contiguous(), a, offsets), "wgrad")
+    assert_exact(
+        mxpert.grouped_wgrad(grad, a, offsets),
+        mxpert.grouped_wgrad(grad.contiguous(), a, offsets),
+        "wgrad",
+    )
     have, want = (mxpert.quantize_dual(x, group_offsets=offsets) for x in (grad, grad.contiguous()))
     assert_exact(have[0], want[0], "row")
     assert_exact(have[1], want[1], "col")
@@ -223,8 +254,10 @@ def test_accumulate_into_adds_in_place(formats):
 def test_wgrad_and_dgrad_are_the_gradients_of_the_bf16_forward():
     groups = GROUPS["mixed"]
     offsets = groups.offsets()
-    x, w, grad = (normal(*shape, seed=i).bfloat16() for i, shape in enumerate(
-        [(groups.rows, K), (len(groups.sizes), N, K), (groups.rows, N)]))
+    x, w, grad = (
+        normal(*shape, seed=i).bfloat16()
+        for i, shape in enumerate([(groups.rows, K), (len(groups.sizes), N, K), (groups.rows, N)])
+    )
     leaves = [t.double().requires_grad_() for t in (x, w)]
     oracle.forward(*leaves, groups).backward(grad.double())
     with mxpert.override(config=ORACLE, backend="reference"):
@@ -235,8 +268,11 @@ def test_wgrad_and_dgrad_are_the_gradients_of_the_bf16_forward():
     assert_close_relative(dw, leaves[1].grad, limit, "wgrad")
 
 
-SNR_GATES = {"e4m3": ("mxfp8_e4m3", "mxfp8_e4m3", 28.0), "e5m2": ("mxfp8_e5m2", "mxfp8_e5m2", 20.0),
-             "hybrid": ("mxfp8_e4m3", "mxfp8_e5m2", 20.0)}
+SNR_GATES = {
+    "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3", 28.0),
+    "e5m2": ("mxfp8_e5m2", "mxfp8_e5m2", 20.0),
+    "hybrid": ("mxfp8_e4m3", "mxfp8_e5m2", 20.0),
+}
 
 
 @pytest.mark.parametrize(("forward", "backward", "gate"), SNR_GATES.values(), ids=SNR_GATES)
@@ -244,18 +280,24 @@ def test_snr_of_the_three_gemms(forward, backward, gate):
     """Quantisation, float32 sums and bf16 output against float64 on the unquantised normal data."""
     groups, k, n = Groups((150, 0, 33, 260, 1, 68), tail=16), 256, 192
     offsets = groups.offsets()
-    x, w, grad = (normal(*shape, seed=i) for i, shape in enumerate(
-        [(groups.rows, k), (len(groups.sizes), n, k), (groups.rows, n)]))
+    x, w, grad = (
+        normal(*shape, seed=i)
+        for i, shape in enumerate([(groups.rows, k), (len(groups.sizes), n, k), (groups.rows, n)])
+    )
     x_row, x_col = mxpert.quantize_dual(x, forward, group_offsets=offsets)
     w_row, w_col = mxpert.quantize_dual(w, forward)
     grad_row, grad_col = mxpert.quantize_dual(grad, backward, group_offsets=offsets)
     snr = {
-        "forward": sqnr_db(mxpert.grouped_gemm(x_row, w_row, offsets),
-                           oracle.forward(x, w, groups)),
-        "dgrad": sqnr_db(mxpert.grouped_gemm(grad_row, w_col, offsets),
-                         oracle.forward(grad, w, groups, trans_b=False)),
-        "wgrad": sqnr_db(mxpert.grouped_wgrad(grad_col, x_col, offsets),
-                         oracle.wgrad(grad, x, groups)),
+        "forward": sqnr_db(
+            mxpert.grouped_gemm(x_row, w_row, offsets), oracle.forward(x, w, groups)
+        ),
+        "dgrad": sqnr_db(
+            mxpert.grouped_gemm(grad_row, w_col, offsets),
+            oracle.forward(grad, w, groups, trans_b=False),
+        ),
+        "wgrad": sqnr_db(
+            mxpert.grouped_wgrad(grad_col, x_col, offsets), oracle.wgrad(grad, x, groups)
+        ),
     }
     least = {name: 28.0 if name == "forward" and forward == "mxfp8_e4m3" else gate for name in snr}
     assert all(snr[name] >= least[name] for name in snr), snr

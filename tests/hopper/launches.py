@@ -56,25 +56,39 @@ def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 def packed(experts: int, num_rows: int, depth: int) -> MXTensor:
     """A HOPPER_FRAGMENT tensor without data."""
     units, steps = -(-num_rows // 64), -(-depth // 128)
-    return MXTensor(empty(experts, units, steps, 4096), empty(experts, units, steps, 256), MXFP4,
-                    -1, Layout.HOPPER_FRAGMENT, empty(experts, units * 64),
-                    (experts, num_rows, depth))
+    return MXTensor(
+        empty(experts, units, steps, 4096),
+        empty(experts, units, steps, 256),
+        MXFP4,
+        -1,
+        Layout.HOPPER_FRAGMENT,
+        empty(experts, units * 64),
+        (experts, num_rows, depth),
+    )
 
 
-def rows_of(num_rows: int, depth: int, a_format: str,
-            quantised: bool) -> torch.Tensor | MXTensor:
+def rows_of(num_rows: int, depth: int, a_format: str, quantised: bool) -> torch.Tensor | MXTensor:
     """Rows without data: bfloat16, or an MXTensor if `a_format` is an MX format."""
     format = activation_mx_format(a_format, "rows_of") if quantised else None
     if format is None:
         return empty(num_rows, depth, dtype=torch.bfloat16)
-    return MXTensor(empty(num_rows, depth // format.codes_per_byte), empty(num_rows, depth // 32),
-                    format)
+    return MXTensor(
+        empty(num_rows, depth // format.codes_per_byte), empty(num_rows, depth // 32), format
+    )
 
 
 def describe(shape: MoEShape, num_tokens: int, a_format: str, **options: Any) -> MoEProblem:
-    return MoEProblem(Op.FUSED_MOE, H200, num_tokens, shape.top_k, shape.num_experts,
-                      shape.hidden_size, shape.intermediate_size,
-                      MoEOptions(shape.activation, a_format, **options), Layout.HOPPER_FRAGMENT)
+    return MoEProblem(
+        Op.FUSED_MOE,
+        H200,
+        num_tokens,
+        shape.top_k,
+        shape.num_experts,
+        shape.hidden_size,
+        shape.intermediate_size,
+        MoEOptions(shape.activation, a_format, **options),
+        Layout.HOPPER_FRAGMENT,
+    )
 
 
 class Recorder:
@@ -91,8 +105,9 @@ class Recorder:
         monkeypatch.setattr(moe, "combine_rows", lambda out, *_args, **_options: out)
         monkeypatch.setattr(moe, "quantize_rows", lambda problem, x: x)
 
-    def run(self, problem: MoEProblem, config: GemmConfig, *, has_bias: bool,
-            quantised: bool = False) -> list[Launch]:
+    def run(
+        self, problem: MoEProblem, config: GemmConfig, *, has_bias: bool, quantised: bool = False
+    ) -> list[Launch]:
         """Launches of both stages of `problem` with the same config.
 
         With `quantised`, rows are passed as an MXTensor, as between the separate ops.
@@ -102,37 +117,57 @@ class Recorder:
         a_format = problem.options.activation_format
         num_rows = plan.max_blocks * plan.routing_block_m
         moe.GATE_UP.run(
-            problem, config, weights=weights, plan=plan, num_rows=num_rows,
-            x=rows_of(problem.num_tokens, problem.hidden_size, a_format, quantised))
+            problem,
+            config,
+            weights=weights,
+            plan=plan,
+            num_rows=num_rows,
+            x=rows_of(problem.num_tokens, problem.hidden_size, a_format, quantised),
+        )
         moe.DOWN.launch(
-            problem, config, weights=weights, plan=plan,
-            h=rows_of(num_rows, problem.intermediate_size, a_format, quantised))
+            problem,
+            config,
+            weights=weights,
+            plan=plan,
+            h=rows_of(num_rows, problem.intermediate_size, a_format, quantised),
+        )
         return list(self.launches)
 
     def run_layer(self, problem: MoEProblem, config: GemmConfig) -> list[Launch]:
         """Launches of both stages in a layer."""
         self.launches.clear()
         moe.FUSED_MOE.stages(
-            problem, MoEConfig(config.block_m, config, config),
+            problem,
+            MoEConfig(config.block_m, config, config),
             rows_of(problem.num_tokens, problem.hidden_size, "bf16", False),
-            weights_of(problem, has_bias=False), plan_of(problem, config.block_m))
+            weights_of(problem, has_bias=False),
+            plan_of(problem, config.block_m),
+        )
         return list(self.launches)
 
 
 def weights_of(problem: MoEProblem, has_bias: bool) -> MoEWeights:
-    experts, hidden, inner = (problem.num_experts, problem.hidden_size,
-                              problem.intermediate_size)
+    experts, hidden, inner = (problem.num_experts, problem.hidden_size, problem.intermediate_size)
     return MoEWeights(
-        packed(experts, 2 * inner, hidden), packed(experts, hidden, inner),
+        packed(experts, 2 * inner, hidden),
+        packed(experts, hidden, inner),
         empty(experts, 2 * inner, dtype=torch.float32) if has_bias else None,
         empty(experts, hidden, dtype=torch.float32) if has_bias else None,
-        GateUpOrder.INTERLEAVED)
+        GateUpOrder.INTERLEAVED,
+    )
 
 
 def plan_of(problem: MoEProblem, unit: int) -> RoutingPlan:
     experts, tokens = problem.num_experts, problem.num_tokens
     capacity = plan_capacity(tokens, problem.top_k, experts, unit)
     return RoutingPlan(
-        empty(capacity, dtype=torch.int32), empty(capacity, dtype=torch.float32),
-        empty(capacity // unit, dtype=torch.int32), empty(2, dtype=torch.int32),
-        empty(tokens, problem.top_k, dtype=torch.int32), tokens, problem.top_k, experts, unit)
+        empty(capacity, dtype=torch.int32),
+        empty(capacity, dtype=torch.float32),
+        empty(capacity // unit, dtype=torch.int32),
+        empty(2, dtype=torch.int32),
+        empty(tokens, problem.top_k, dtype=torch.int32),
+        tokens,
+        problem.top_k,
+        experts,
+        unit,
+    )

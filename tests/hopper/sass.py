@@ -15,13 +15,15 @@ A_REGISTERS = 4
 """Registers per thread of operand A: 64 × 32 bytes in a warpgroup of 128 threads."""
 
 _INSTRUCTION = re.compile(
-    r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?P<guard>@!?U?P\w+\s+)?(?P<op>[A-Z][\w.]*)(?P<rest>[^;]*);")
+    r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?P<guard>@!?U?P\w+\s+)?(?P<op>[A-Z][\w.]*)(?P<rest>[^;]*);"
+)
 _LABEL = re.compile(r"^(\.L_\w+):")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _MATRIX = re.compile(r"(?:QGMMA|HGMMA|IGMMA)\.64x(\d+)x\d+")
 _WITHOUT_RESULT = re.compile(
     r"^(ST|RED|BAR|MEMBAR|BRA|BRX|EXIT|NOP|WARP|U(?!2)|R2UR|R2P|BSSY|BSYNC|DEPBAR|CCTL|FENCE|CALL|"
-    r"RET|ERRBAR|\w*SETP|PLOP3|S2UR|NANOSLEEP|YIELD|ELECT|ACQ|JMP|KILL|LDGDEPBAR)")
+    r"RET|ERRBAR|\w*SETP|PLOP3|S2UR|NANOSLEEP|YIELD|ELECT|ACQ|JMP|KILL|LDGDEPBAR)"
+)
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,7 @@ class Instruction:
 
     @property
     def writes(self) -> frozenset[int]:
-        """General registers that the instruction writes, including all registers of wide results.
-        """
+        """General registers that the instruction writes, all registers of wide results included."""
         if _WITHOUT_RESULT.match(self.name):
             return frozenset()
         first = next((o for o in self.operands if not re.fullmatch(r"!?U?P\w+", o)), "")
@@ -103,8 +104,10 @@ def parse(listing: str) -> list[Block]:
             continue
         if not (found := _INSTRUCTION.match(line)):
             continue
-        operands = tuple(o.strip().split(".")[0] if o.strip().startswith("R") else o.strip()
-                         for o in found["rest"].split(","))
+        operands = tuple(
+            o.strip().split(".")[0] if o.strip().startswith("R") else o.strip()
+            for o in found["rest"].split(",")
+        )
         one = Instruction(line.strip(), found["op"], bool(found["guard"]), operands)
         blocks[-1].instructions.append(one)
         index = len(blocks) - 1
@@ -136,7 +139,7 @@ def _run(block: Block, state: State) -> Iterator[tuple[Instruction, frozenset[in
     for one in block.instructions:
         left = one.waits_for
         if left is not None:
-            closed = closed[len(closed) - left:] if left < len(closed) else closed
+            closed = closed[len(closed) - left :] if left < len(closed) else closed
         busy = frozenset().union(*closed, current)
         if hit := one.writes & busy:
             yield one, hit
@@ -188,5 +191,6 @@ def reused_barriers(listing: str) -> list[int]:
     """
     barriers = {int(found, 16) for found in _BARRIER.findall(listing)}
     data = {int(found, 16) for found in _SHARED_DATA.findall(listing)}
-    return sorted(place for place in barriers
-                  if any(place <= used < place + _BARRIER_BYTES for used in data))
+    return sorted(
+        place for place in barriers if any(place <= used < place + _BARRIER_BYTES for used in data)
+    )

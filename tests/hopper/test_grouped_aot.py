@@ -27,8 +27,12 @@ from .sass import register_operands, reused_barriers
 
 KERNEL_OF = {kernel.op: kernel for kernel in KERNELS}
 BLOCK, SPAN128, ROW, AUTO = ScaleSpan.BLOCK, ScaleSpan.SPAN128, ScaleSpan.ROW, ScaleSpan.AUTO
-FORMATS = {"e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"), "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
-           "mixed": ("mxfp8_e4m3", "mxfp8_e5m2"), "e5m2": ("mxfp8_e5m2", "mxfp8_e5m2")}
+FORMATS = {
+    "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
+    "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
+    "mixed": ("mxfp8_e4m3", "mxfp8_e5m2"),
+    "e5m2": ("mxfp8_e5m2", "mxfp8_e5m2"),
+}
 SPANS = {"row": (ROW, ROW), "span128": (SPAN128, ROW), "exact": (BLOCK, BLOCK)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -39,7 +43,7 @@ registers at once. All other variants have none."""
 COPIES = {"UTMALDG.2D": 2}
 """TMA loads of a stage: one of each operand."""
 
-MOST_DUAL_SPILLS = ({("block", 0, torch.float16): 4} if TRITON_RELEASE >= (3, 9) else {})
+MOST_DUAL_SPILLS = {("block", 0, torch.float16): 4} if TRITON_RELEASE >= (3, 9) else {}
 """Of dual quantisation, as measured, where not 0."""
 
 THREADS = 384
@@ -68,33 +72,60 @@ def operand(fmt: str, span: ScaleSpan, *size: int, axis: int = -1) -> torch.Tens
     scales = list(size)
     scales[axis] //= 32
     wide = empty(1, dtype=torch.int32) if span is AUTO else None
-    return MXTensor(empty(*size), empty(*scales), get_format(fmt), axis, scale_span=span,
-                    wide_blocks=wide)
+    return MXTensor(
+        empty(*size), empty(*scales), get_format(fmt), axis, scale_span=span, wide_blocks=wide
+    )
 
 
-def launches_of(op: Op, pair: tuple[str, str], pair_spans: tuple[ScaleSpan, ScaleSpan],
-                out_dtype: torch.dtype = torch.bfloat16, sizes: Sizes = Sizes(), *,
-                accumulate: bool = False, config: GemmConfig | None = None,
-                trans_b: bool = True) -> list[Launch]:
+def launches_of(
+    op: Op,
+    pair: tuple[str, str],
+    pair_spans: tuple[ScaleSpan, ScaleSpan],
+    out_dtype: torch.dtype = torch.bfloat16,
+    sizes: Sizes = Sizes(),
+    *,
+    accumulate: bool = False,
+    config: GemmConfig | None = None,
+    trans_b: bool = True,
+) -> list[Launch]:
     """All launches of one grouped GEMM."""
     m, groups, n, k = sizes
     forward = op is Op.GROUPED_GEMM
     length = m if forward else padded_capacity(m, groups)
     b_shape = (groups, n, k) if trans_b else (groups, k, n)
     shapes = ((m, k), b_shape) if forward else ((n, length), (k, length))
-    first, second = (operand(fmt, span, *shape, axis=axis) for fmt, span, shape, axis in zip(
-        pair, pair_spans, shapes, (-1, -1 if trans_b else -2), strict=True))
-    problem = GroupedProblem(op, H200, length, groups, n, k, *pair, forward and trans_b, out_dtype,
-                             accumulate, *pair_spans)
+    first, second = (
+        operand(fmt, span, *shape, axis=axis)
+        for fmt, span, shape, axis in zip(
+            pair, pair_spans, shapes, (-1, -1 if trans_b else -2), strict=True
+        )
+    )
+    problem = GroupedProblem(
+        op,
+        H200,
+        length,
+        groups,
+        n,
+        k,
+        *pair,
+        forward and trans_b,
+        out_dtype,
+        accumulate,
+        *pair_spans,
+    )
     kernel = KERNEL_OF[op]
     assert kernel.unsupported(problem) is None
     offsets = empty(groups + 1, dtype=torch.int32)
     into = empty(groups, n, k, dtype=torch.float32) if accumulate else None
-    arguments = {"a": first, "b": second} if forward else {
-        "grad": first, "a": second, "accumulate_into": into}
+    arguments = (
+        {"a": first, "b": second}
+        if forward
+        else {"grad": first, "a": second, "accumulate_into": into}
+    )
     with recorded_launches() as launches:
-        kernel.launch(problem, config or kernel.heuristic(problem), group_offsets=offsets,
-                      **arguments)
+        kernel.launch(
+            problem, config or kernel.heuristic(problem), group_offsets=offsets, **arguments
+        )
     return [Launch(*each) for each in launches]
 
 
@@ -104,16 +135,34 @@ def gemm(*request: Any, **options: Any) -> Launch:
     return only
 
 
-def dual(shape: tuple[int, ...], dtype: torch.dtype, pair_spans: tuple[ScaleSpan, ScaleSpan],
-         groups: int = 0, fmt: str = "mxfp8_e4m3") -> list[Launch]:
+def dual(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    pair_spans: tuple[ScaleSpan, ScaleSpan],
+    groups: int = 0,
+    fmt: str = "mxfp8_e4m3",
+) -> list[Launch]:
     """All launches of one dual quantisation with `groups` groups of rows (0: no groups)."""
-    problem = DualProblem(Op.QUANTIZE_DUAL, H200, shape, dtype, get_format(fmt), ScaleRule.RCEIL,
-                          groups or (shape[0] if len(shape) == 3 else 0), groups > 0, *pair_spans)
+    problem = DualProblem(
+        Op.QUANTIZE_DUAL,
+        H200,
+        shape,
+        dtype,
+        get_format(fmt),
+        ScaleRule.RCEIL,
+        groups or (shape[0] if len(shape) == 3 else 0),
+        groups > 0,
+        *pair_spans,
+    )
     kernel = KERNEL_OF[Op.QUANTIZE_DUAL]
     assert kernel.unsupported(problem) is None
     with recorded_launches() as launches:
-        kernel.launch(problem, kernel.heuristic(problem), x=empty(*shape, dtype=dtype),
-                      group_offsets=empty(groups + 1, dtype=torch.int32) if groups else None)
+        kernel.launch(
+            problem,
+            kernel.heuristic(problem),
+            x=empty(*shape, dtype=dtype),
+            group_offsets=empty(groups + 1, dtype=torch.int32) if groups else None,
+        )
     return [Launch(*each) for each in launches]
 
 
@@ -121,16 +170,18 @@ def multiplications(kernel: CompiledKernel) -> dict[str, int]:
     return {name: count for name, count in kernel.metrics.instructions.items() if "GMMA" in name}
 
 
-def check_gemm(kernel: CompiledKernel, types: str, *, spills: int = 0,
-               copies: dict[str, int] = COPIES) -> None:
+def check_gemm(
+    kernel: CompiledKernel, types: str, *, spills: int = 0, copies: dict[str, int] = COPIES
+) -> None:
     """Check that operands are loaded by TMA, all wgmma have the given types, and resources fit."""
     metrics = kernel.metrics
     names = multiplications(kernel)
     assert names
     assert all(name.endswith(types) for name in names), names
     assert register_operands(kernel.listing) == 0, "both operands are read from shared memory"
-    assert {name: count for name, count in metrics.instructions.items()
-            if name.startswith("UTMALDG")} == copies
+    assert {
+        name: count for name, count in metrics.instructions.items() if name.startswith("UTMALDG")
+    } == copies
     assert metrics.spills <= spills
     assert metrics.shared_memory <= SHARED_MEMORY_LIMIT["sm_90"] == 227 * 1024
     assert metrics.registers * THREADS <= SM_REGISTERS
@@ -196,25 +247,42 @@ def test_long_sums_are_promoted(op: Op, out_dtype: torch.dtype) -> None:
 @ops
 def test_every_config_compiles(op: Op, mode: str) -> None:
     """The tuner may choose any config; the heuristic's is one of them."""
-    problem = GroupedProblem(op, H200, 8192, 8, 2880, 2880, *FORMATS["e4m3"],
-                             op is Op.GROUPED_GEMM, torch.bfloat16, False, *SPANS[mode])
+    problem = GroupedProblem(
+        op,
+        H200,
+        8192,
+        8,
+        2880,
+        2880,
+        *FORMATS["e4m3"],
+        op is Op.GROUPED_GEMM,
+        torch.bfloat16,
+        False,
+        *SPANS[mode],
+    )
     configs = list(KERNEL_OF[op].configs(problem))
     assert KERNEL_OF[op].heuristic(problem) in configs
     assert len(set(configs)) == len(configs) > 1
     for config in configs:
-        check_gemm(gemm(op, FORMATS["e4m3"], SPANS[mode], config=config).compile(),
-                   "BF16" if mode == "exact" else "E4M3.E4M3")
+        check_gemm(
+            gemm(op, FORMATS["e4m3"], SPANS[mode], config=config).compile(),
+            "BF16" if mode == "exact" else "E4M3.E4M3",
+        )
 
 
 def test_what_is_refused() -> None:
     """The backend refuses these problems with a reason."""
-    problem = GroupedProblem(Op.GROUPED_GEMM, H200, 64, 2, 64, 64, "bf16", "bf16", True,
-                             torch.bfloat16)
+    problem = GroupedProblem(
+        Op.GROUPED_GEMM, H200, 64, 2, 64, 64, "bf16", "bf16", True, torch.bfloat16
+    )
     wgrad = replace(problem, op=Op.GROUPED_WGRAD, trans_b=False)
-    for bad, reason in ((replace(problem, target=replace(H200, arch="sm_80")), "sm_90"),
-                        (replace(problem, out_dtype=torch.float64), "float64"),
-                        (replace(problem, n=36), "36 columns"),
-                        (replace(problem, k=36), "K = 36"), (wgrad, "contiguous")):
+    for bad, reason in (
+        (replace(problem, target=replace(H200, arch="sm_80")), "sm_90"),
+        (replace(problem, out_dtype=torch.float64), "float64"),
+        (replace(problem, n=36), "36 columns"),
+        (replace(problem, k=36), "K = 36"),
+        (wgrad, "contiguous"),
+    ):
         said = KERNEL_OF[bad.op].unsupported(bad)
         assert said is not None
         assert reason in said
@@ -225,8 +293,13 @@ def test_what_is_refused() -> None:
 @pytest.mark.parametrize("pair", [*FORMATS, "bf16"])
 def test_b_that_is_not_transposed(pair: str, out_dtype: torch.dtype) -> None:
     """TMA reads [G, K, N] in copies of 64 columns, and the tensor core transposes it."""
-    launch = gemm(Op.GROUPED_GEMM, FORMATS.get(pair, ("bf16", "bf16")), SPANS["exact"], out_dtype,
-                  trans_b=False)
+    launch = gemm(
+        Op.GROUPED_GEMM,
+        FORMATS.get(pair, ("bf16", "bf16")),
+        SPANS["exact"],
+        out_dtype,
+        trans_b=False,
+    )
     kernel = launch.compile()
     check_gemm(kernel, "x16.F32.BF16", copies={"UTMALDG.2D": 1, "UTMALDG.3D": 4})
     assert kernel.count(r"\bHGMMA\S* .*\.tnspB") == kernel.count(r"\bHGMMA") > 0
@@ -237,24 +310,32 @@ def test_b_that_is_not_transposed(pair: str, out_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("pair_spans", [(AUTO, AUTO), (ROW, AUTO), (AUTO, ROW)], ids=str)
 @ops
 def test_auto_has_an_fp8_and_a_bf16_gemm(
-    op: Op, pair_spans: tuple[ScaleSpan, ScaleSpan], pair: str, accumulate: bool,
+    op: Op, pair_spans: tuple[ScaleSpan, ScaleSpan], pair: str, accumulate: bool
 ) -> None:
     """Both GEMMs are this backend's: the portable kernel is not used for wide data."""
     if accumulate and op is Op.GROUPED_GEMM:
         pytest.skip("adds to nothing")
     dtype = torch.float32 if accumulate else torch.bfloat16
     request: tuple[Any, ...] = (op, FORMATS[pair], pair_spans, dtype)
-    launches = [launch for launch in launches_of(*request, accumulate=accumulate)
-                if "padded_offsets" not in launch.name]
+    launches = [
+        launch
+        for launch in launches_of(*request, accumulate=accumulate)
+        if "padded_offsets" not in launch.name
+    ]
     assert [launch.name for launch in launches] == [
-        "_grouped_gemm_hopper_kernel", "_grouped_decode_if_wide_kernel",
-        "_grouped_gemm_hopper_kernel"]
+        "_grouped_gemm_hopper_kernel",
+        "_grouped_decode_if_wide_kernel",
+        "_grouped_gemm_hopper_kernel",
+    ]
     narrow, decode, wide = launches
     assert [narrow.arguments["IF_WIDE"], wide.arguments["IF_WIDE"]] == [False, True]
     for name in ("a_wide", "b_wide"):
         assert narrow.arguments[name] is wide.arguments[name]
-    check_gemm(narrow.compile(), "F32." + ".".join(name[-4:].upper() for name in FORMATS[pair]),
-               spills=MOST_SPILLS * accumulate)
+    check_gemm(
+        narrow.compile(),
+        "F32." + ".".join(name[-4:].upper() for name in FORMATS[pair]),
+        spills=MOST_SPILLS * accumulate,
+    )
     check_gemm(wide.compile(), "x16.F32.BF16", spills=MOST_SPILLS * accumulate)
     metrics = decode.compile().metrics
     assert metrics.spills == metrics.scratch == 0
@@ -264,8 +345,13 @@ def test_auto_has_an_fp8_and_a_bf16_gemm(
 
 # --- quantize_dual ------------------------------------------------------------------------------
 
-DUAL_SPANS = {"block": (BLOCK, BLOCK), "span128": (SPAN128, SPAN128), "row": (ROW, ROW),
-              "span128-row": (SPAN128, ROW), "block-row": (BLOCK, ROW)}
+DUAL_SPANS = {
+    "block": (BLOCK, BLOCK),
+    "span128": (SPAN128, SPAN128),
+    "row": (ROW, ROW),
+    "span128-row": (SPAN128, ROW),
+    "block-row": (BLOCK, ROW),
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -315,13 +401,25 @@ def test_dual_of_weights(fmt: str, shape: tuple[int, ...]) -> None:
 # --- binaries -----------------------------------------------------------------------------------
 
 SHAPES = (
-    Sizes(8192, 8, 2880, 2880), Sizes(1, 1, 32, 32), Sizes(777, 3, 5760, 2880),
-    Sizes(8192, 16, 4096, 7168), Sizes(65536, 32, 7168, 2048), Sizes(300, 2, 2048, 1536),
-    Sizes(31, 5, 1408, 2048), Sizes(4096, 8, 3072, 5120), Sizes(129, 128, 5120, 1536),
-    Sizes(2048, 1, 736, 1056), Sizes(64, 7, 8, 160), Sizes(9999, 3, 352, 416))
+    Sizes(8192, 8, 2880, 2880),
+    Sizes(1, 1, 32, 32),
+    Sizes(777, 3, 5760, 2880),
+    Sizes(8192, 16, 4096, 7168),
+    Sizes(65536, 32, 7168, 2048),
+    Sizes(300, 2, 2048, 1536),
+    Sizes(31, 5, 1408, 2048),
+    Sizes(4096, 8, 3072, 5120),
+    Sizes(129, 128, 5120, 1536),
+    Sizes(2048, 1, 736, 1056),
+    Sizes(64, 7, 8, 160),
+    Sizes(9999, 3, 352, 416),
+)
 
-MOST_DUAL_BINARIES = {"_quantize_dual_hopper_kernel": 9, "_block_table_kernel": 6,
-                      "_spread_scales_kernel": 8}
+MOST_DUAL_BINARIES = {
+    "_quantize_dual_hopper_kernel": 9,
+    "_block_table_kernel": 6,
+    "_spread_scales_kernel": 8,
+}
 """Largest number of binaries of each kernel. They differ by the number of scales of a row and of a
 column per store (1, 2 or 4), by the groups rounded up to a power of two (32 … 1024), and by four
 step widths, with or without groups."""
@@ -335,8 +433,13 @@ def test_one_binary_serves_all_shapes(op: Op, mode: str) -> None:
         pytest.skip("both operands of wgrad have one order")
     seen: dict[tuple[str, bool], dict[str, Sizes]] = {}
     for sizes in SHAPES:
-        for launch in launches_of(op, FORMATS["e4m3"], SPANS.get(mode, (AUTO, AUTO)), sizes=sizes,
-                                  trans_b=mode != "not_transposed"):
+        for launch in launches_of(
+            op,
+            FORMATS["e4m3"],
+            SPANS.get(mode, (AUTO, AUTO)),
+            sizes=sizes,
+            trans_b=mode != "not_transposed",
+        ):
             if "grouped" in launch.name:
                 key = launch.name, launch.arguments.get("IF_WIDE", False)
                 seen.setdefault(key, {}).setdefault(launch.binary, sizes)
@@ -350,8 +453,11 @@ def test_few_binaries_quantise_all_shapes(mode: str) -> None:
     seen: dict[tuple[str, ...], set[str]] = {}
     for m, groups, _, k in SHAPES:
         for launch in dual((m, k), torch.bfloat16, DUAL_SPANS[mode], groups):
-            parts = [str(launch.arguments[key]) for key in ("CHOOSE", "ENCODE", "ROW_WHOLE")
-                     if key in launch.arguments]
+            parts = [
+                str(launch.arguments[key])
+                for key in ("CHOOSE", "ENCODE", "ROW_WHOLE")
+                if key in launch.arguments
+            ]
             seen.setdefault((launch.name, *parts), set()).add(launch.binary)
     counts = {key: len(binaries) for key, binaries in seen.items()}
     assert all(count <= MOST_DUAL_BINARIES[key[0]] for key, count in counts.items()), counts
@@ -374,7 +480,11 @@ def test_a_specialised_argument_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     for n in (2880, 2888):
         launch = gemm(Op.GROUPED_GEMM, FORMATS["e4m3"], SPANS["row"], sizes=Sizes(n=n))
         parameter = next(p for p in launch.kernel.params if p.name == "num_n")
-        monkeypatch.setattr(parameter, "__dict__", parameter.__dict__ | {
-            "do_not_specialize": False, "do_not_specialize_on_alignment": False})
+        monkeypatch.setattr(
+            parameter,
+            "__dict__",
+            parameter.__dict__
+            | {"do_not_specialize": False, "do_not_specialize_on_alignment": False},
+        )
         found.add(launch.binary)
     assert len(found) == 2

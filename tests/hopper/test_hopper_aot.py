@@ -54,8 +54,16 @@ SM_SHARED = 228 * 1024
 SM_REGISTERS = 65536
 WARP_REGISTERS = 32
 
-MOST_SPILLS = {"decode8": 0, "decode16": 10, "decode32": 44, "short": 10, "triple": 48,
-               "narrow": 20, "middle": 96, "wide": 136}
+MOST_SPILLS = {
+    "decode8": 0,
+    "decode16": 10,
+    "decode32": 44,
+    "short": 10,
+    "triple": 48,
+    "narrow": 20,
+    "middle": 96,
+    "wide": 136,
+}
 """Local-memory instructions allowed per tile. In large tiles they are in the epilogue, in decode
 tiles between two tiles."""
 
@@ -64,8 +72,14 @@ MOST_LOOP_SPILLS = {"decode32": 6, "wide": 1}
 latency."""
 
 if TRITON_RELEASE >= (3, 9):  # as measured: its PTX needs more registers, in three main loops too
-    MOST_SPILLS |= {"decode16": 45, "decode32": 90, "short": 22, "triple": 343, "narrow": 28,
-                    "wide": 451}
+    MOST_SPILLS |= {
+        "decode16": 45,
+        "decode32": 90,
+        "short": 22,
+        "triple": 343,
+        "narrow": 28,
+        "wide": 451,
+    }
     MOST_LOOP_SPILLS |= {"triple": 46, "wide": 72}
 
 MOST_ROW_REGISTERS = 128
@@ -81,8 +95,11 @@ def shape_of(activation: Activation = SwiGLU()) -> MoEShape:
     return MoEShape(2880, 2880, 128, 4, activation)
 
 
-TILES = [pytest.param(a_format, name, id=f"{a_format}-{name}") for a_format in GEMM_FORMATS
-         for name in heuristics.tiles(a_format == "bf16")]
+TILES = [
+    pytest.param(a_format, name, id=f"{a_format}-{name}")
+    for a_format in GEMM_FORMATS
+    for name in heuristics.tiles(a_format == "bf16")
+]
 tiles = pytest.mark.parametrize("a_format, tile", TILES)
 activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.name)
 
@@ -126,12 +143,13 @@ def check_gemm(kernel: CompiledKernel, tile: str) -> None:
 
 @activations
 @tiles
-def test_gemms(
-    recorder: Recorder, a_format: str, tile: str, activation: Activation,
-) -> None:
+def test_gemms(recorder: Recorder, a_format: str, tile: str, activation: Activation) -> None:
     """Both stages use FP8 wgmma with A in registers and TMA; two decode CTAs fit on an SM."""
-    launches = gemms(recorder.run(describe(shape_of(activation), 64, a_format),
-                                  config_of(a_format, tile), has_bias=True))
+    launches = gemms(
+        recorder.run(
+            describe(shape_of(activation), 64, a_format), config_of(a_format, tile), has_bias=True
+        )
+    )
     assert len(launches) == 2
     for launch in launches:
         check_gemm(launch.compile(), tile)
@@ -143,12 +161,12 @@ def test_gemms_without_bias(recorder: Recorder, a_format: str, tile: str) -> Non
     activation and the routing weight on the input."""
     index = list(heuristics.tiles(a_format == "bf16")).index(tile)
     activation = ACTIVATIONS[index % 4] if index % 2 else SiLU()
-    problem = describe(shape_of(activation), 64, a_format,
-                       apply_router_weight_on_input=bool(index % 2))
+    problem = describe(
+        shape_of(activation), 64, a_format, apply_router_weight_on_input=bool(index % 2)
+    )
     launches = gemms(recorder.run(problem, config_of(a_format, tile), has_bias=False))
     assert [launch.arguments["HAS_BIAS"] for launch in launches] == [False, False]
-    assert [launch.arguments["WEIGHTED"] for launch in launches] == [index % 2 == 1,
-                                                                     index % 2 == 0]
+    assert [launch.arguments["WEIGHTED"] for launch in launches] == [index % 2 == 1, index % 2 == 0]
     for launch in launches:
         check_gemm(launch.compile(), tile)
 
@@ -157,15 +175,23 @@ def test_gemms_without_bias(recorder: Recorder, a_format: str, tile: str) -> Non
 @pytest.mark.parametrize("hidden", [512, 2880, 7168, 16384])
 @pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 @pytest.mark.parametrize("quantised", [False, True], ids=["bf16_rows", "mx_rows"])
-def test_row_kernels(recorder: Recorder, quantised: bool, a_format: str, hidden: int,
-                     num_tokens: int) -> None:
+def test_row_kernels(
+    recorder: Recorder, quantised: bool, a_format: str, hidden: int, num_tokens: int
+) -> None:
     """No spills; codes are stored in 16 bytes; only scales are loaded as bytes."""
     if quantised and activation_mx_format(a_format, "test") is None:
         pytest.skip("travels as bfloat16")
     shape = MoEShape(hidden, hidden, 128, 4)
-    launches = [launch for launch in recorder.run(
-        describe(shape, num_tokens, a_format), config_of(a_format, "decode8"),
-        has_bias=True, quantised=quantised) if "rows" in launch.name]
+    launches = [
+        launch
+        for launch in recorder.run(
+            describe(shape, num_tokens, a_format),
+            config_of(a_format, "decode8"),
+            has_bias=True,
+            quantised=quantised,
+        )
+        if "rows" in launch.name
+    ]
     assert len(launches) == 2
     for launch in launches:
         kernel = launch.compile()
@@ -192,15 +218,18 @@ def test_split_depth(recorder: Recorder, a_format: str, tile: str) -> None:
     config = config_of(a_format, tile)
     if heuristics.is_prefill(config) or config.block_m > 16:
         pytest.skip("few tokens alone leave CTAs idle")
-    launches = recorder.run(describe(shape_of(), 4, a_format), replace(config, split_k=3),
-                            has_bias=True)
+    launches = recorder.run(
+        describe(shape_of(), 4, a_format), replace(config, split_k=3), has_bias=True
+    )
     parts = gemms(launches)
     assert [launch.arguments["KIND"] for launch in parts] == ["rows", "rows"]
     for launch in parts:
         check_gemm(launch.compile(), tile)
     finishing = [launch for launch in launches if "finish" in launch.name or "parts" in launch.name]
-    assert [launch.name for launch in finishing] == ["_moe_finish_rows_kernel",
-                                                     "_moe_combine_parts_kernel"]
+    assert [launch.name for launch in finishing] == [
+        "_moe_finish_rows_kernel",
+        "_moe_combine_parts_kernel",
+    ]
     for launch in finishing:
         assert launch.compile().metrics.spills == 0
 
@@ -209,17 +238,22 @@ def test_split_depth(recorder: Recorder, a_format: str, tile: str) -> None:
 @pytest.mark.parametrize("inner", [512, 2880, 8192, 8320])
 @pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 def test_finish_of_stage_one(
-    recorder: Recorder, a_format: str, inner: int, activation: Activation,
+    recorder: Recorder, a_format: str, inner: int, activation: Activation
 ) -> None:
     """If a row fits in registers, one kernel with wide loads makes the encoded rows of stage 2."""
     on_input = inner == 512
-    problem = describe(MoEShape(2880, inner, 128, 4, activation), 1, a_format,
-                       apply_router_weight_on_input=on_input)
+    problem = describe(
+        MoEShape(2880, inner, 128, 4, activation),
+        1,
+        a_format,
+        apply_router_weight_on_input=on_input,
+    )
     config = replace(config_of(a_format, "decode8"), split_k=3)
     launches = recorder.run(problem, config, has_bias=not on_input)
     (finish,) = (launch for launch in launches if "finish" in launch.name)
-    assert finish.name == ("_moe_finish_rows_kernel" if inner <= 8192
-                           else "_moe_gate_up_finish_kernel")
+    assert finish.name == (
+        "_moe_finish_rows_kernel" if inner <= 8192 else "_moe_gate_up_finish_kernel"
+    )
     metrics = finish.compile().metrics
     assert metrics.spills == 0
     assert metrics.registers <= 2 * MOST_ROW_REGISTERS
@@ -230,8 +264,9 @@ def test_finish_of_stage_one(
 
 def test_schedule_kernel(recorder: Recorder) -> None:
     for a_format in GEMM_FORMATS:
-        launches = recorder.run(describe(shape_of(), 8192, a_format),
-                                config_of(a_format, "wide"), has_bias=True)
+        launches = recorder.run(
+            describe(shape_of(), 8192, a_format), config_of(a_format, "wide"), has_bias=True
+        )
         schedules = [launch for launch in launches if "schedule" in launch.name]
         assert schedules
         for launch in schedules:
@@ -244,7 +279,7 @@ def test_schedule_kernel(recorder: Recorder) -> None:
 @pytest.mark.parametrize("tile", ["decode8", "wide"])
 @pytest.mark.parametrize("a_format", GEMM_FORMATS)
 def test_kernels_wait_for_the_one_before(
-    recorder: Recorder, a_format: str, tile: str, split_k: int,
+    recorder: Recorder, a_format: str, tile: str, split_k: int
 ) -> None:
     """Every kernel waits before it accesses global memory, except for early loads that bypass L1.
 
@@ -254,8 +289,9 @@ def test_kernels_wait_for_the_one_before(
     config = config_of(a_format, tile)
     if heuristics.is_prefill(config) and split_k > 1:
         pytest.skip("has no split")
-    launches = recorder.run(describe(shape_of(), 4, a_format), replace(config, split_k=split_k),
-                            has_bias=True)
+    launches = recorder.run(
+        describe(shape_of(), 4, a_format), replace(config, split_k=split_k), has_bias=True
+    )
     assert len(launches) >= 4
     for launch in launches:
         assert launch.arguments["launch_pdl"] is True, launch.name
@@ -268,7 +304,7 @@ def test_kernels_wait_for_the_one_before(
             assert re.search(r"@!?%p\d+ bra", ptx.split("griddepcontrol.launch_dependents")[0])
             release = steps.index("griddepcontrol.launch_dependents", release + 1)
         assert (waits[0] < release) is (launch.name in WAIT_FIRST), launch.name
-        before = {step for step in steps[:waits[0]] if not step.startswith("griddepcontrol")}
+        before = {step for step in steps[: waits[0]] if not step.startswith("griddepcontrol")}
         early = {"ld.global.cg"} if launch.name in READ_EARLY else set()
         assert before <= early, launch.name
         if launch.name != "_moe_gemm_decode_kernel":
@@ -283,19 +319,25 @@ def test_kernels_wait_for_the_one_before(
 @pytest.mark.parametrize("tile", ["decode8", "wide"])
 @pytest.mark.parametrize("a_format", GEMM_FORMATS)
 def test_rows_of_stage_2_release_first_in_a_layer(
-    recorder: Recorder, a_format: str, tile: str,
+    recorder: Recorder, a_format: str, tile: str
 ) -> None:
     """Only in a layer does the row kernel of stage 2 call launch_dependents first: the data that
     its GEMM reads early are older than stage 1 there."""
     launches = recorder.run_layer(describe(shape_of(), 16, a_format), config_of(a_format, tile))
-    assert [launch.arguments["release_first"] for launch in launches
-            if launch.name == "_moe_encode_rows_kernel"] == [0, 1]
+    assert [
+        launch.arguments["release_first"]
+        for launch in launches
+        if launch.name == "_moe_encode_rows_kernel"
+    ] == [0, 1]
 
 
 # --- one binary for all models ------------------------------------------------------------------
 
-MODELS = {**MODEL_SHAPES, "one_of_everything": MoEShape(128, 128, 1, 1),
-          "odd_units": MoEShape(192, 352, 3, 2)}
+MODELS = {
+    **MODEL_SHAPES,
+    "one_of_everything": MoEShape(128, 128, 1, 1),
+    "odd_units": MoEShape(192, 352, 3, 2),
+}
 TOKENS = (1, 3, 16, 333, 1024, 8192)
 
 
@@ -323,25 +365,31 @@ def test_one_binary_serves_all_models(recorder: Recorder, a_format: str) -> None
     seen: dict[tuple[str, ...], dict[str, str]] = {}
     for config in (config_of(a_format, "decode16"), config_of(a_format, "wide")):
         for (model, shape), num_tokens in itertools.product(MODELS.items(), TOKENS):
-            same = MoEShape(shape.hidden_size, shape.intermediate_size, shape.num_experts,
-                            shape.top_k, SwiGLU())
-            for launch in recorder.run(describe(same, num_tokens, a_format), config,
-                                       has_bias=True):
+            same = MoEShape(
+                shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k, SwiGLU()
+            )
+            for launch in recorder.run(describe(same, num_tokens, a_format), config, has_bias=True):
                 key = (launch.name, str(launch.arguments.get("KIND")))
                 seen.setdefault(key, {}).setdefault(launch.binary, f"{model}, T = {num_tokens}")
-    many = {key: list(models.values()) for key, models in seen.items()
-            if len(models) > MOST_BINARIES.get(key[0], 1)}
+    many = {
+        key: list(models.values())
+        for key, models in seen.items()
+        if len(models) > MOST_BINARIES.get(key[0], 1)
+    }
     assert not many, f"several binaries, the first user of each: {many}"
     assert {key[0] for key in seen if "gemm" in key[0]} == {
-        "_moe_gemm_decode_kernel", "_moe_gemm_prefill_kernel"}
+        "_moe_gemm_decode_kernel",
+        "_moe_gemm_prefill_kernel",
+    }
 
 
 @pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 def test_few_binaries_finish_the_first_stage(recorder: Recorder, a_format: str) -> None:
     seen: dict[str, set[str]] = {}
     for split_k, shape in itertools.product((2, 5), MODELS.values()):
-        same = MoEShape(shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k,
-                        SwiGLU())
+        same = MoEShape(
+            shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k, SwiGLU()
+        )
         config = replace(config_of(a_format, "decode8"), split_k=split_k)
         for launch in recorder.run(describe(same, 1, a_format), config, has_bias=True):
             if "finish" in launch.name or "parts" in launch.name:
@@ -352,7 +400,7 @@ def test_few_binaries_finish_the_first_stage(recorder: Recorder, a_format: str) 
 
 
 def test_a_specialised_argument_is_caught(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch,
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: if row_units is specialised, models have different binaries."""
     found = set()
@@ -360,8 +408,12 @@ def test_a_specialised_argument_is_caught(
         config = config_of("bf16", "decode16")
         launch = gemms(recorder.run(describe(shape, 5, "bf16"), config, has_bias=True))[1]
         parameter = next(p for p in launch.kernel.params if p.name == "row_units")
-        monkeypatch.setattr(parameter, "__dict__", parameter.__dict__ | {
-            "do_not_specialize": False, "do_not_specialize_on_alignment": False})
+        monkeypatch.setattr(
+            parameter,
+            "__dict__",
+            parameter.__dict__
+            | {"do_not_specialize": False, "do_not_specialize_on_alignment": False},
+        )
         found.add(launch.binary)
     assert len(found) == 2
 
@@ -386,14 +438,17 @@ def test_the_heuristic_takes_a_tested_tile(a_format: str, model: str, num_tokens
 EP8 = replace(MODEL_SHAPES["deepseek-v3"], num_experts=32)
 
 
-@pytest.mark.parametrize("shape, num_tokens, a_format, tile", [
-    pytest.param(EP8, 64, "mxfp8", "decode32", id="decode"),
-    pytest.param(EP8, 128, "mxfp8", "short", id="few_experts"),
-    pytest.param(MODEL_SHAPES["qwen3-235b"], 1024, "mxfp8", "triple", id="qwen3"),
-    pytest.param(MODEL_SHAPES["qwen3-235b"], 768, "bf16", "triple", id="qwen3_bf16"),
-])
+@pytest.mark.parametrize(
+    "shape, num_tokens, a_format, tile",
+    [
+        pytest.param(EP8, 64, "mxfp8", "decode32", id="decode"),
+        pytest.param(EP8, 128, "mxfp8", "short", id="few_experts"),
+        pytest.param(MODEL_SHAPES["qwen3-235b"], 1024, "mxfp8", "triple", id="qwen3"),
+        pytest.param(MODEL_SHAPES["qwen3-235b"], 768, "bf16", "triple", id="qwen3_bf16"),
+    ],
+)
 def test_rows_of_an_expert_choose_the_tile(
-    shape: MoEShape, num_tokens: int, a_format: str, tile: str,
+    shape: MoEShape, num_tokens: int, a_format: str, tile: str
 ) -> None:
     """The limits were measured beside the other tiles on an H200: docs/dev/performance-log.md."""
     layer = heuristics.layer_heuristic(describe(shape, num_tokens, a_format))
@@ -410,21 +465,34 @@ def test_stages_with_few_weight_rows_take_two_consumers() -> None:
 
 def test_stages_ask_for_few_weights_ahead_where_ctas_are_idle(recorder: Recorder) -> None:
     """Stage 1 of one token loads few stages of weights early; others load all stages."""
+
     def early(num_tokens: int, stages: int) -> list[int]:
         config = replace(config_of("mxfp8", "decode8"), num_stages=stages)
         problem = describe(MODEL_SHAPES["qwen3-235b"], num_tokens, "mxfp8")
-        return [gemm.arguments["early_stages"]
-                for gemm in gemms(recorder.run(problem, config, has_bias=False))]
+        return [
+            gemm.arguments["early_stages"]
+            for gemm in gemms(recorder.run(problem, config, has_bias=False))
+        ]
 
     assert early(1, 5) == [3, 5]
     assert early(2, 5) == [5, 5]
     assert early(1, 2) == [2, 2]  # never more than the number of stages
 
 
-@pytest.mark.parametrize("change", [
-    {"block_m": 24}, {"block_n": 64}, {"block_k": 64}, {"num_warps": 16}, {"num_stages": 1},
-    {"num_stages": 9}, {"split_k": 0}, {"group_m": 2},
-], ids=lambda c: "_".join(f"{k}{v}" for k, v in c.items()))
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_m": 24},
+        {"block_n": 64},
+        {"block_k": 64},
+        {"num_warps": 16},
+        {"num_stages": 1},
+        {"num_stages": 9},
+        {"split_k": 0},
+        {"group_m": 2},
+    ],
+    ids=lambda c: "_".join(f"{k}{v}" for k, v in c.items()),
+)
 def test_other_tiles_are_refused(change: dict[str, int]) -> None:
     config = config_of("bf16", "decode16")
     fields = {f: getattr(config, f) for f in config.__dataclass_fields__}
@@ -434,14 +502,18 @@ def test_other_tiles_are_refused(change: dict[str, int]) -> None:
 
 def test_prefill_has_no_split() -> None:
     with pytest.raises(ValueError, match="config — need one of"):
-        heuristics.require_valid(replace(config_of("bf16", "wide"), split_k=2),
-                                 describe(shape_of(), 64, "bf16"))
+        heuristics.require_valid(
+            replace(config_of("bf16", "wide"), split_k=2), describe(shape_of(), 64, "bf16")
+        )
 
 
-@pytest.mark.parametrize("config", [
-    pytest.param(replace(config_of("mxfp8", "decode16"), num_stages=9), id="decode"),
-    pytest.param(replace(config_of("mxfp8", "wide"), num_stages=5), id="prefill"),
-])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(replace(config_of("mxfp8", "decode16"), num_stages=9), id="decode"),
+        pytest.param(replace(config_of("mxfp8", "wide"), num_stages=5), id="prefill"),
+    ],
+)
 def test_a_launch_refuses_other_tiles(recorder: Recorder, config: GemmConfig) -> None:
     with pytest.raises(ValueError, match="config — need one of"):
         recorder.run(describe(shape_of(), 2048, "mxfp8"), config, has_bias=False)

@@ -17,16 +17,19 @@ LISTING = """
 """
 
 OVERWRITES = {
-    "move": "MOV R47, R3 ;", "wide_load": "LDS.128 R36, [R2] ;|LDS.128 R44, [R2+0x10] ;",
+    "move": "MOV R47, R3 ;",
+    "wide_load": "LDS.128 R36, [R2] ;|LDS.128 R44, [R2+0x10] ;",
     "predicated": "@!P0 IADD3 R40, R1, R2, RZ ;",
     "wide_multiply": "IMAD.WIDE.U32 R42, R1, R2, R4 ;",
     "predicate_result": "LOP3.LUT P0, R41, R1, R2, RZ, 0xc0, !PT ;",
     "accumulator_of_another": "QGMMA.64x64x32.F32.E4M3.E4M3 R16, R60, gdesc[UR12], R16, gsb0 ;",
 }
 HARMLESS = {
-    "nothing": "NOP ;", "reads": "FADD R1, R40, R41 ;",
+    "nothing": "NOP ;",
+    "reads": "FADD R1, R40, R41 ;",
     "store": "STG.E.128 desc[UR4][R40.64], R44 ;",
-    "neighbour": "LDS.128 R48, [R2] ;", "compare": "ISETP.GE.AND P0, PT, R40, R41, PT ;",
+    "neighbour": "LDS.128 R48, [R2] ;",
+    "compare": "ISETP.GE.AND P0, PT, R40, R41, PT ;",
     "uniform": "R2UR UR40, R41 ;",
 }
 

@@ -14,8 +14,9 @@ from .families import NEW_TOKENS, PROMPT, VOCABULARY
 @pytest.fixture(scope="session")
 def sequence() -> torch.Tensor:
     """Token ids [PROMPT + NEW_TOKENS], each token about once and a half."""
-    return torch.randint(VOCABULARY, (PROMPT + NEW_TOKENS,),
-                         generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        VOCABULARY, (PROMPT + NEW_TOKENS,), generator=torch.Generator().manual_seed(3)
+    )
 
 
 @pytest.fixture(autouse=True, scope="session")

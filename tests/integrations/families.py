@@ -18,33 +18,68 @@ PROMPT, NEW_TOKENS = 8, 64
 def config_of(family: str, **changes: Any) -> Any:
     """A tiny config; `changes` replace single values."""
     common: dict[str, Any] = dict(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, num_experts_per_tok=2, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
     match family:
         case "gpt_oss":
-            return transformers.GptOssConfig(**common | dict(
-                intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS, head_dim=32) | changes)
+            return transformers.GptOssConfig(
+                **common
+                | dict(intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS, head_dim=32)
+                | changes
+            )
         case "qwen3_moe":
-            return transformers.Qwen3MoeConfig(**common | dict(
-                moe_intermediate_size=INTERMEDIATE, intermediate_size=96, head_dim=32,
-                num_experts=EXPERTS, norm_topk_prob=True) | changes)
+            return transformers.Qwen3MoeConfig(
+                **common
+                | dict(
+                    moe_intermediate_size=INTERMEDIATE,
+                    intermediate_size=96,
+                    head_dim=32,
+                    num_experts=EXPERTS,
+                    norm_topk_prob=True,
+                )
+                | changes
+            )
         case "mixtral":
-            return transformers.MixtralConfig(**common | dict(
-                intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS) | changes)
-    return transformers.DeepseekV3Config(**common | dict(  # its first layer is dense
-        num_hidden_layers=3, moe_intermediate_size=INTERMEDIATE, intermediate_size=96,
-        n_routed_experts=EXPERTS, n_group=4, topk_group=2, first_k_dense_replace=1,
-        q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16,
-        v_head_dim=32) | changes)
+            return transformers.MixtralConfig(
+                **common | dict(intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS) | changes
+            )
+    return transformers.DeepseekV3Config(
+        **common
+        | dict(  # its first layer is dense
+            num_hidden_layers=3,
+            moe_intermediate_size=INTERMEDIATE,
+            intermediate_size=96,
+            n_routed_experts=EXPERTS,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=1,
+            q_lora_rank=32,
+            kv_lora_rank=32,
+            qk_rope_head_dim=16,
+            qk_nope_head_dim=16,
+            v_head_dim=32,
+        )
+        | changes
+    )
 
 
-def build(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0,
-          **changes: Any) -> Any:
+def build(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A model whose experts matter: unit-scale embeddings, decisive routers, biases not zero."""
     model = transformers.AutoModelForCausalLM.from_config(
-        config_of(family, **changes), dtype=dtype, attn_implementation="eager",
-        experts_implementation="eager")
+        config_of(family, **changes),
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
     generator = torch.Generator().manual_seed(seed)
 
     def normal(parameter: torch.Tensor, std: float) -> None:
@@ -79,8 +114,8 @@ def teach(model: Any, sequence: torch.Tensor) -> None:
     A random head has near ties at every step; this one prefers the next token by about one, and
     only for hidden states that are right, because tokens recur in the sequence.
     """
-    hidden = model.model(sequence[None, :-1]).last_hidden_state[0].double()     # [S - 1, H]
-    target = torch.nn.functional.one_hot(sequence[1:], VOCABULARY).double()     # [S - 1, V]
+    hidden = model.model(sequence[None, :-1]).last_hidden_state[0].double()  # [S - 1, H]
+    target = torch.nn.functional.one_hot(sequence[1:], VOCABULARY).double()  # [S - 1, V]
     gram = hidden.T @ hidden + 1e-2 * torch.eye(HIDDEN, dtype=torch.float64)
     model.lm_head.weight.copy_(torch.linalg.solve(gram, hidden.T @ target).T)
 
@@ -88,5 +123,10 @@ def teach(model: Any, sequence: torch.Tensor) -> None:
 def greedy(model: Any, sequence: torch.Tensor, **options: Any) -> torch.Tensor:
     """PROMPT tokens of the sequence, continued by NEW_TOKENS: int64 [PROMPT + NEW_TOKENS]."""
     prompt = sequence[None, :PROMPT]
-    return model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
-                          max_new_tokens=NEW_TOKENS, **options)[0]
+    return model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        **options,
+    )[0]

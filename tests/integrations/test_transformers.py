@@ -47,8 +47,11 @@ def test_logits_are_those_of_the_dequantised_weights(family, taught, sequence) -
     assert cosine(logits(model, sequence), expected) >= COSINE
     wrong = copy.deepcopy(model)  # gate and up exchanged: the comparison can fail
     for experts in mx_experts(wrong):
-        order = (GateUpOrder.CONCATENATED if experts.weights.gate_up_order
-                 is GateUpOrder.INTERLEAVED else GateUpOrder.INTERLEAVED)
+        order = (
+            GateUpOrder.CONCATENATED
+            if experts.weights.gate_up_order is GateUpOrder.INTERLEAVED
+            else GateUpOrder.INTERLEAVED
+        )
         experts.weights = replace(experts.weights, gate_up_order=order)
     assert cosine(logits(wrong, sequence), expected) < 0.99
 
@@ -67,8 +70,9 @@ def test_bfloat16_models(family, sequence) -> None:
     model = build(family, dtype=torch.bfloat16)
     oracle = oracle_of(model)
     calls = capture(oracle, sequence)
-    for experts, (arguments, expected) in zip(mx_experts(convert(model, progress=False)), calls,
-                                              strict=True):
+    for experts, (arguments, expected) in zip(
+        mx_experts(convert(model, progress=False)), calls, strict=True
+    ):
         actual = experts(*arguments)
         assert actual.dtype == torch.bfloat16
         assert cosine(actual, expected) >= COSINE
@@ -76,17 +80,23 @@ def test_bfloat16_models(family, sequence) -> None:
 
 @EVERY_FAMILY
 @pytest.mark.parametrize("activation_format", ["mxfp8", "mxfp4", "fp8_token"])
-def test_narrow_activations_are_those_of_fused_moe(family, activation_format, taught,
-                                                   sequence) -> None:
+def test_narrow_activations_are_those_of_fused_moe(
+    family, activation_format, taught, sequence
+) -> None:
     """Its accuracy is tested where it lives (tests/reference); here, that it is what runs."""
     oracle, model = taught[family]
     narrow = convert(copy.deepcopy(model), activation_format)
     for experts, (arguments, _) in zip(mx_experts(narrow), capture(oracle, sequence), strict=True):
         hidden, topk_ids, topk_weights = arguments
         expected = mxpert.fused_moe(
-            hidden.bfloat16(), experts.weights, topk_weights.float(), topk_ids.int(),
-            activation=experts.activation, activation_format=activation_format,
-            out_dtype=hidden.dtype)
+            hidden.bfloat16(),
+            experts.weights,
+            topk_weights.float(),
+            topk_ids.int(),
+            activation=experts.activation,
+            activation_format=activation_format,
+            out_dtype=hidden.dtype,
+        )
         assert_exact(experts(*arguments), expected, "experts")
     assert not torch.equal(logits(narrow, sequence), logits(model, sequence))
 
@@ -95,8 +105,11 @@ def test_narrow_activations_are_those_of_fused_moe(family, activation_format, ta
 def capture(model: Any, sequence: torch.Tensor) -> list[tuple[tuple[Any, ...], torch.Tensor]]:
     """(arguments, result) of every experts module while a model reads the sequence."""
     calls: list[tuple[tuple[Any, ...], torch.Tensor]] = []
-    handles = [module.register_forward_hook(lambda _, given, result: calls.append((given, result)))
-               for name, module in model.named_modules() if name.endswith(".experts")]
+    handles = [
+        module.register_forward_hook(lambda _, given, result: calls.append((given, result)))
+        for name, module in model.named_modules()
+        if name.endswith(".experts")
+    ]
     model(sequence[None])
     for handle in handles:
         handle.remove()
@@ -104,12 +117,18 @@ def capture(model: Any, sequence: torch.Tensor) -> list[tuple[tuple[Any, ...], t
 
 
 def test_gates_and_orders_are_the_models_own(taught) -> None:
-    found = {family: (experts.activation, experts.weights.gate_up_order)
-             for family, (_, model) in taught.items() for experts in mx_experts(model)}
+    found = {
+        family: (experts.activation, experts.weights.gate_up_order)
+        for family, (_, model) in taught.items()
+        for experts in mx_experts(model)
+    }
     concatenated = (SiLU(), GateUpOrder.CONCATENATED)
-    assert found == {"gpt_oss": (SwiGLU(1.702, 7.0), GateUpOrder.INTERLEAVED),
-                     "qwen3_moe": concatenated, "mixtral": concatenated,
-                     "deepseek_v3": concatenated}
+    assert found == {
+        "gpt_oss": (SwiGLU(1.702, 7.0), GateUpOrder.INTERLEAVED),
+        "qwen3_moe": concatenated,
+        "mixtral": concatenated,
+        "deepseek_v3": concatenated,
+    }
 
 
 def test_dense_layers_and_shared_experts_stay(taught) -> None:
@@ -124,20 +143,22 @@ def test_restored_weights_convert_to_the_same_bits(family, taught, sequence) -> 
     again = convert(restore(copy.deepcopy(model)), progress=False)
     for first, second in zip(mx_experts(model), mx_experts(again), strict=True):
         for name in ("gate_up_proj", "down_proj"):
-            assert_exact(*(mxpert.dequantize(getattr(experts.weights, name))
-                           for experts in (first, second)), name)
+            assert_exact(
+                *(mxpert.dequantize(getattr(experts.weights, name)) for experts in (first, second)),
+                name,
+            )
     assert_exact(logits(again, sequence), logits(model, sequence), "logits")
 
 
 def test_concurrent_generation_gives_the_same_tokens(taught, sequence) -> None:
     _, model = taught["gpt_oss"]
-    prompts = [sequence[start:start + PROMPT] for start in range(4)]
-    alone = [greedy(model, prompt, min_new_tokens=16)[:PROMPT + 16] for prompt in prompts]
+    prompts = [sequence[start : start + PROMPT] for start in range(4)]
+    alone = [greedy(model, prompt, min_new_tokens=16)[: PROMPT + 16] for prompt in prompts]
     together: list[torch.Tensor | None] = [None] * len(prompts)
 
     def work(index: int) -> None:
         with torch.no_grad():
-            together[index] = greedy(model, prompts[index])[:PROMPT + 16]
+            together[index] = greedy(model, prompts[index])[: PROMPT + 16]
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(prompts))]
     for thread in threads:
@@ -165,9 +186,11 @@ def test_static_cache_decode_compiles_without_breaks(family, taught, sequence) -
         for cache in caches:
             model(prompt, past_key_values=cache, cache_position=torch.arange(PROMPT))
         for position in range(PROMPT, PROMPT + 3):
-            options = {"cache_position": torch.tensor([position]),
-                       "position_ids": torch.tensor([[position]])}
-            token = sequence[None, position:position + 1]
+            options = {
+                "cache_position": torch.tensor([position]),
+                "position_ids": torch.tensor([[position]]),
+            }
+            token = sequence[None, position : position + 1]
             expected = model(token, past_key_values=caches[0], **options).logits
             actual = step(token, past_key_values=caches[1], **options).logits
             assert torch.equal(actual, expected)

@@ -21,9 +21,15 @@ from .families import build, config_of
 
 
 def dense() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=32,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )
 
 
 def on_meta() -> Any:
@@ -53,22 +59,35 @@ def with_another_tensor() -> Any:
 def in_eight_bits() -> Any:
     model = build("mixtral")
     experts = model.model.layers[1].mlp.experts
-    experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn),
-                                           requires_grad=False)
+    experts.down_proj = torch.nn.Parameter(
+        experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False
+    )
     return model
 
 
 BAD = {
     "dense": (dense, ValueError, r"LlamaForCausalLM — need experts.*this one is dense"),
-    "gelu": (lambda: build("mixtral", hidden_act="gelu"), UnsupportedError,
-             r"layers\.0\.mlp\.experts: activation — need SiLU.*GELUActivation"),
-    "hidden-size": (lambda: build("gpt_oss", hidden_size=80, head_dim=20), ValueError,
-                    r"hidden size that is a multiple of 32, got 80; .*pad"),
-    "intermediate-size": (lambda: build("qwen3_moe", moe_intermediate_size=48), ValueError,
-                          r"intermediate size that is a multiple of 32, got 48"),
+    "gelu": (
+        lambda: build("mixtral", hidden_act="gelu"),
+        UnsupportedError,
+        r"layers\.0\.mlp\.experts: activation — need SiLU.*GELUActivation",
+    ),
+    "hidden-size": (
+        lambda: build("gpt_oss", hidden_size=80, head_dim=20),
+        ValueError,
+        r"hidden size that is a multiple of 32, got 80; .*pad",
+    ),
+    "intermediate-size": (
+        lambda: build("qwen3_moe", moe_intermediate_size=48),
+        ValueError,
+        r"intermediate size that is a multiple of 32, got 48",
+    ),
     "meta": (on_meta, ValueError, r"need loaded weights, got a meta tensor"),
-    "nan": (lambda: damaged(float("nan")), ValueError,
-            r"layers\.1\.mlp\.experts\.down_proj — need finite weights"),
+    "nan": (
+        lambda: damaged(float("nan")),
+        ValueError,
+        r"layers\.1\.mlp\.experts\.down_proj — need finite weights",
+    ),
     "infinity": (lambda: damaged(float("inf")), ValueError, r"need finite weights"),
     "quantised": (quantised_by_another, UnsupportedError, r"quantization_config — need none"),
     "more-tensors": (with_another_tensor, UnsupportedError, r"gate_up_proj_scale.*dequantised"),
@@ -90,12 +109,15 @@ def test_a_model_that_does_not_fit_is_left_as_it_was(name) -> None:
     assert [type(module) for module in model.modules()] == modules
 
 
-@pytest.mark.parametrize(("arguments", "error", "match"), [
-    ({"activation_format": "int8"}, ValueError, "activation_format — need one of"),
-    ({"scale_rule": "rceil"}, TypeError, "scale_rule — need a ScaleRule"),
-    ({"recipe": "mxfp8"}, TypeError, "recipe — need an MXFP8Recipe"),
-    ({"device": "cuda:99"}, ValueError, "device — need a GPU of this machine"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"activation_format": "int8"}, ValueError, "activation_format — need one of"),
+        ({"scale_rule": "rceil"}, TypeError, "scale_rule — need a ScaleRule"),
+        ({"recipe": "mxfp8"}, TypeError, "recipe — need an MXFP8Recipe"),
+        ({"device": "cuda:99"}, ValueError, "device — need a GPU of this machine"),
+    ],
+)
 def test_bad_arguments_are_named(arguments, error, match) -> None:
     with pytest.raises(error, match=match):
         convert(build("mixtral"), progress=False, **arguments)
@@ -120,8 +142,7 @@ def test_unconverted_experts_say_what_to_do() -> None:
 def test_loading_a_dense_checkpoint_is_refused(tmp_path) -> None:
     dense().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="this one is dense"):
-        transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path, experts_implementation="mxpert")
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="mxpert")
 
 
 def test_a_quantised_checkpoint_must_state_its_order(tmp_path) -> None:
@@ -131,7 +152,8 @@ def test_a_quantised_checkpoint_must_state_its_order(tmp_path) -> None:
     config.write_text(config.read_text("utf-8").replace('"gate_up_order"', '"order"'), "utf-8")
     with pytest.raises(ValueError, match="gate_up_order — need one of"):
         transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "out", experts_implementation="mxpert")
+            tmp_path / "out", experts_implementation="mxpert"
+        )
 
 
 class Experts(torch.nn.Module):
@@ -175,9 +197,11 @@ def find_one(gate: Any, **flags: bool) -> Any:
     return find_experts(model, "convert")[0]
 
 
-@pytest.mark.parametrize(("gate", "activation"), [
-    (None, SiLU()), (clamped, ClampedSiLU(7.0)), (swiglu, SwiGLU(1.702, 7.0))],
-    ids=["default", "clamped", "swiglu"])
+@pytest.mark.parametrize(
+    ("gate", "activation"),
+    [(None, SiLU()), (clamped, ClampedSiLU(7.0)), (swiglu, SwiGLU(1.702, 7.0))],
+    ids=["default", "clamped", "swiglu"],
+)
 def test_a_gate_is_known_by_what_it_does(gate, activation) -> None:
     found = find_one(gate)
     assert found.activation == activation

@@ -49,8 +49,9 @@ def test_logits_and_greedy_tokens(family, taught, sequence) -> None:
 def test_bfloat16_layers(family, sequence) -> None:
     model = build(family, dtype=torch.bfloat16).to("cuda")
     calls = capture(oracle_of(model), sequence.to("cuda"))
-    for experts, (arguments, expected) in zip(mx_experts(convert(model, progress=False)), calls,
-                                              strict=True):
+    for experts, (arguments, expected) in zip(
+        mx_experts(convert(model, progress=False)), calls, strict=True
+    ):
         assert cosine(experts(*arguments), expected) >= 0.9999
 
 
@@ -106,8 +107,13 @@ def test_moving_prepares_for_the_new_device(taught, sequence) -> None:
 
 
 def test_conversion_to_a_gpu_needs_one_layer_above_the_result() -> None:
-    model = build("mixtral", dtype=torch.bfloat16, hidden_size=1024, intermediate_size=1024,
-                  num_hidden_layers=6)
+    model = build(
+        "mixtral",
+        dtype=torch.bfloat16,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+    )
     layer = sum(p.nbytes for p in model.model.layers[0].mlp.experts.parameters())
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -121,8 +127,13 @@ def test_conversion_to_a_gpu_needs_one_layer_above_the_result() -> None:
 
 def test_cuda_graphs_read_the_weights_where_they_are() -> None:
     """Not through a copy of their inputs, as CUDA graphs would do with tensors that may move."""
-    model = build("mixtral", dtype=torch.bfloat16, hidden_size=2048, intermediate_size=2048,
-                  num_hidden_layers=1)
+    model = build(
+        "mixtral",
+        dtype=torch.bfloat16,
+        hidden_size=2048,
+        intermediate_size=2048,
+        num_hidden_layers=1,
+    )
     experts = mx_experts(convert(model, device="cuda", progress=False))[0]
     hidden = torch.randn(4, 2048, dtype=torch.bfloat16, device="cuda")
     topk_ids = torch.arange(8, device="cuda").view(4, 2)

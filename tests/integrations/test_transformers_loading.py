@@ -38,12 +38,16 @@ def logits(model: Any) -> torch.Tensor:
 
 def load(path: Path, implementation: str = "mxpert", **options: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(
-        path, experts_implementation=implementation, attn_implementation="eager", **options)
+        path, experts_implementation=implementation, attn_implementation="eager", **options
+    )
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors")
-            for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +68,26 @@ def test_one_line_converts_a_bf16_checkpoint(family, saved) -> None:
     model, dense, _ = saved[family]
     by_hand = convert(load(dense, "eager"), progress=False)
     assert len(mx_experts(model)) == 2
-    assert not any("experts.gate_up_proj" in name or "experts.down_proj" in name
-                   for name, _ in model.named_parameters() if "shared" not in name)
+    assert not any(
+        "experts.gate_up_proj" in name or "experts.down_proj" in name
+        for name, _ in model.named_parameters()
+        if "shared" not in name
+    )
     assert_exact(logits(model), logits(by_hand), "logits")
 
 
 @EVERY_FAMILY
 def test_a_saved_model_holds_the_published_tensors_and_loads_again(family, saved) -> None:
     model, _, out = saved[family]
-    found = {name.rpartition(".")[2]: tensor for name, tensor in tensors_of(out).items()
-             if ".experts." in name}
+    found = {
+        name.rpartition(".")[2]: tensor
+        for name, tensor in tensors_of(out).items()
+        if ".experts." in name
+    }
     kinds = {"blocks", "scales"} | ({"bias"} if family == "gpt_oss" else set())
-    assert found.keys() == {f"{name}_{kind}" for name in ("gate_up_proj", "down_proj")
-                            for kind in kinds}
+    assert found.keys() == {
+        f"{name}_{kind}" for name in ("gate_up_proj", "down_proj") for kind in kinds
+    }
     assert found["gate_up_proj_blocks"].shape == (8, 128, 4, 16)
     assert found["down_proj_scales"].shape == (8, 128, 2)
     stated = json.loads((out / "config.json").read_text("utf-8"))["quantization_config"]
@@ -102,9 +113,11 @@ def test_a_restored_model_is_an_ordinary_checkpoint(family, saved, tmp_path) -> 
     restore(copy.deepcopy(model)).save_pretrained(tmp_path)
     before, after = tensors_of(dense), tensors_of(tmp_path)
     assert {name: tensor.shape for name, tensor in before.items()} == {
-        name: tensor.shape for name, tensor in after.items()}
+        name: tensor.shape for name, tensor in after.items()
+    }
     plain = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, experts_implementation="eager", attn_implementation="eager")
+        tmp_path, experts_implementation="eager", attn_implementation="eager"
+    )
     assert_exact(logits(plain), logits(oracle_of(load(dense, "eager"))), "logits")
 
 
@@ -121,8 +134,13 @@ with torch.no_grad():
 
 def test_transformers_reads_a_saved_gpt_oss_without_mxpert(saved, tmp_path) -> None:
     model, _, out = saved["gpt_oss"]
-    done = subprocess.run([sys.executable, "-c", WITHOUT_MXPERT, str(out), str(tmp_path / "y.pt")],
-                          capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MXPERT, str(out), str(tmp_path / "y.pt")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     restored = restore(copy.deepcopy(model))
     restored.set_experts_implementation("eager")
@@ -130,14 +148,23 @@ def test_transformers_reads_a_saved_gpt_oss_without_mxpert(saved, tmp_path) -> N
 
 
 def test_published_gpt_oss_blocks_are_taken_as_they_are(tmp_path, monkeypatch) -> None:
-    path = write_demo_checkpoint(tmp_path / "demo", hidden_size=64, intermediate_size=96,
-                                 num_experts=4, top_k=2, num_layers=2)
+    path = write_demo_checkpoint(
+        tmp_path / "demo",
+        hidden_size=64,
+        intermediate_size=96,
+        num_experts=4,
+        top_k=2,
+        num_layers=2,
+    )
 
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("dequantised or quantised on the way")
 
-    for name in ("transformers.integrations.mxfp4._convert_moe_packed_tensors",
-                 "mxpert.formats.codec.dequantize_blocks", "mxpert.formats.codec.quantize_blocks"):
+    for name in (
+        "transformers.integrations.mxfp4._convert_moe_packed_tensors",
+        "mxpert.formats.codec.dequantize_blocks",
+        "mxpert.formats.codec.quantize_blocks",
+    ):
         monkeypatch.setattr(name, refuse)
     monkeypatch.setattr(convert_module, "quantize_stacked", refuse)
     model = load(path)
@@ -188,8 +215,10 @@ def dense_layer_bytes(model: Any) -> int:
 def test_conversion_holds_one_layer_twice_at_most(monkeypatch) -> None:
     monkeypatch.setitem(modules.CHUNK_ELEMENTS, "cpu", 1 << 14)  # small as the layers are
     layer = dense_layer_bytes(build("mixtral", **SIZES)) // 2
-    peak = peak_bytes(lambda: build("mixtral", dtype=torch.bfloat16, **SIZES),
-                      lambda model: convert(model, progress=False))
+    peak = peak_bytes(
+        lambda: build("mixtral", dtype=torch.bfloat16, **SIZES),
+        lambda model: convert(model, progress=False),
+    )
     assert 0 < peak < layer, f"{peak} bytes above the model, a layer has {layer}"
 
 
@@ -210,19 +239,28 @@ def test_state_dicts_load_and_devices_change(saved) -> None:
     model, dense, _ = saved["gpt_oss"]
     other = convert(load(dense, "eager"), progress=False)
     for experts in mx_experts(other):
-        experts._hold(mxpert.MoEWeights(
-            *(mxpert.quantize(torch.zeros(projection.shape), "mxfp4")
-              for projection in (experts.weights.gate_up_proj, experts.weights.down_proj)),
-            experts.weights.gate_up_bias, experts.weights.down_bias,
-            gate_up_order=experts.weights.gate_up_order))
+        experts._hold(
+            mxpert.MoEWeights(
+                *(
+                    mxpert.quantize(torch.zeros(projection.shape), "mxfp4")
+                    for projection in (experts.weights.gate_up_proj, experts.weights.down_proj)
+                ),
+                experts.weights.gate_up_bias,
+                experts.weights.down_bias,
+                gate_up_order=experts.weights.gate_up_order,
+            )
+        )
     assert not torch.equal(logits(other), logits(model))
     outcome = other.load_state_dict(model.state_dict())
     assert not outcome.missing_keys
     assert not outcome.unexpected_keys
     assert_exact(logits(other), logits(model), "logits")
     assert_exact(logits(other.to("cpu")), logits(model), "logits")
-    incomplete = {name: tensor for name, tensor in model.state_dict().items()
-                  if not name.endswith("0.mlp.experts.down_proj_scales")}
+    incomplete = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not name.endswith("0.mlp.experts.down_proj_scales")
+    }
     with pytest.raises(RuntimeError, match=r"Missing key.*layers\.0\.mlp\.experts\.down_proj_sc"):
         other.load_state_dict(incomplete)
 
@@ -232,5 +270,9 @@ def test_registration_happens_once() -> None:
     integration.register()
     assert transformers.PreTrainedModel.from_pretrained.__func__ is first
     assert set(integration.IMPLEMENTATIONS) == {
-        "mxpert", *(f"mxpert_{name}" for name in (
-            "bf16", "mxfp8", "mxfp4", "fp8_token", "a16w4", "a8w4", "a4w4"))}
+        "mxpert",
+        *(
+            f"mxpert_{name}"
+            for name in ("bf16", "mxfp8", "mxfp4", "fp8_token", "a16w4", "a8w4", "a4w4")
+        ),
+    }

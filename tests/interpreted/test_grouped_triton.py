@@ -66,19 +66,32 @@ def integers(*size: int, seed: int = 0) -> torch.Tensor:
 
 
 def dual(
-    x: torch.Tensor, offsets: torch.Tensor | None, fmt: str = "mxfp8_e4m3",
-    rule: ScaleRule = ScaleRule.RCEIL, *, kernels: dict = TRITON,
+    x: torch.Tensor,
+    offsets: torch.Tensor | None,
+    fmt: str = "mxfp8_e4m3",
+    rule: ScaleRule = ScaleRule.RCEIL,
+    *,
+    kernels: dict = TRITON,
 ) -> tuple[MXTensor, MXTensor]:
     groups = offsets.numel() - 1 if offsets is not None else x.shape[0] if x.dim() == 3 else 0
-    problem = DualProblem(Op.QUANTIZE_DUAL, detect_target("cpu"), tuple(x.shape), x.dtype,
-                          get_format(fmt), rule, groups, offsets is not None)
+    problem = DualProblem(
+        Op.QUANTIZE_DUAL,
+        detect_target("cpu"),
+        tuple(x.shape),
+        x.dtype,
+        get_format(fmt),
+        rule,
+        groups,
+        offsets is not None,
+    )
     kernel = kernels[Op.QUANTIZE_DUAL]
     assert kernel.unsupported(problem) is None
     return kernel.launch(problem, kernel.heuristic(problem), x=x, group_offsets=offsets)
 
 
-def assert_dual_exact(actual: tuple[MXTensor, MXTensor], expected: tuple[MXTensor, MXTensor],
-                      ) -> None:
+def assert_dual_exact(
+    actual: tuple[MXTensor, MXTensor], expected: tuple[MXTensor, MXTensor]
+) -> None:
     for name, ours, theirs in zip(("row", "column"), actual, expected, strict=True):
         assert_exact(ours, theirs, name)
 
@@ -88,16 +101,20 @@ def assert_dual_exact(actual: tuple[MXTensor, MXTensor], expected: tuple[MXTenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dual_is_the_codec_twice(dtype: torch.dtype, fmt: str, rule: ScaleRule) -> None:
     """Includes ties, infinities, NaN and subnormals, along either axis."""
-    x = torch.cat([block_cases((64, 160), -1, torch.float32),
-                   block_cases((96, 160), -2, torch.float32)]).to(dtype)
+    x = torch.cat(
+        [block_cases((64, 160), -1, torch.float32), block_cases((96, 160), -2, torch.float32)]
+    ).to(dtype)
     row, column = dual(x, None, fmt, rule)
     assert_exact(row, quantize_blocks(x, fmt, -1, rule), "row")
     assert_exact(column, quantize_blocks(x.T.contiguous(), fmt, -1, rule), "column")
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "weights": lambda x: x.view(3, 64, 160), "rows_apart": lambda x: x[::2],
-    "columns": lambda x: x[:, 32:96], "transposed": lambda x: x.T, "no_rows": lambda x: x[:0],
+    "weights": lambda x: x.view(3, 64, 160),
+    "rows_apart": lambda x: x[::2],
+    "columns": lambda x: x[:, 32:96],
+    "transposed": lambda x: x.T,
+    "no_rows": lambda x: x[:0],
     "weights_transposed": lambda x: x.view(3, 64, 160).mT,
 }
 
@@ -115,7 +132,7 @@ def test_dual_of_any_strides(view: str) -> None:
 def test_grouped_dual(case: str, dtype: torch.dtype) -> None:
     """Groups are padded separately, other positions are zero; rows of no group are not read."""
     x, offsets = normal(NUM_ROWS, 160).to(torch.bfloat16), offsets_of(case, dtype)
-    x[OFFSETS[case][-1]:] = torch.nan
+    x[OFFSETS[case][-1] :] = torch.nan
     actual = dual(x, offsets)
     assert_dual_exact(actual, dual(x, offsets, kernels=REFERENCE))
     assert actual[1].shape == (160, padded_capacity(NUM_ROWS, len(OFFSETS[case]) - 1))
@@ -136,11 +153,29 @@ def test_grouped_dual_of_many_groups() -> None:
 
 
 def grouped_problem(
-    op: Op, num_rows: int, num_groups: int, n: int, k: int, formats: tuple[str, str],
-    out_dtype: torch.dtype, *, trans_b: bool = True, accumulate: bool = False,
+    op: Op,
+    num_rows: int,
+    num_groups: int,
+    n: int,
+    k: int,
+    formats: tuple[str, str],
+    out_dtype: torch.dtype,
+    *,
+    trans_b: bool = True,
+    accumulate: bool = False,
 ) -> GroupedProblem:
-    return GroupedProblem(op, detect_target("cpu"), num_rows, num_groups, n, k, *formats, trans_b,
-                          out_dtype, accumulate)
+    return GroupedProblem(
+        op,
+        detect_target("cpu"),
+        num_rows,
+        num_groups,
+        n,
+        k,
+        *formats,
+        trans_b,
+        out_dtype,
+        accumulate,
+    )
 
 
 def encoded(values: torch.Tensor, fmt: str, axis: int = -1) -> torch.Tensor | MXTensor:
@@ -150,58 +185,87 @@ def encoded(values: torch.Tensor, fmt: str, axis: int = -1) -> torch.Tensor | MX
 def poison_rows(operand: torch.Tensor | MXTensor, first: int) -> None:
     """Write NaN to all rows from `first` on."""
     (operand.scale if isinstance(operand, MXTensor) else operand)[first:] = (
-        255 if isinstance(operand, MXTensor) else torch.nan)
+        255 if isinstance(operand, MXTensor) else torch.nan
+    )
 
 
-def gemm(problem: GroupedProblem, config: GemmConfig = CONFIG, **arguments: object,
-         ) -> tuple[torch.Tensor, torch.Tensor]:
+def gemm(
+    problem: GroupedProblem, config: GemmConfig = CONFIG, **arguments: object
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of the kernel and of the reference in float64."""
     kernel, oracle = TRITON[problem.op], REFERENCE[problem.op]
     assert kernel.unsupported(problem) is None
-    expected = oracle.launch(replace(problem, out_dtype=torch.float64), FLOAT64, **{
-        name: value.double() if name == "accumulate_into" and value is not None else value
-        for name, value in arguments.items()})
+    expected = oracle.launch(
+        replace(problem, out_dtype=torch.float64),
+        FLOAT64,
+        **{
+            name: value.double() if name == "accumulate_into" and value is not None else value
+            for name, value in arguments.items()
+        },
+    )
     return kernel.launch(problem, config, **arguments), expected
 
 
 def forward(
-    case: str, formats: tuple[str, str], out_dtype: torch.dtype, *, trans_b: bool = True,
-    values: Callable[..., torch.Tensor] = normal, n: int = 100, k: int = 160,
+    case: str,
+    formats: tuple[str, str],
+    out_dtype: torch.dtype,
+    *,
+    trans_b: bool = True,
+    values: Callable[..., torch.Tensor] = normal,
+    n: int = 100,
+    k: int = 160,
     config: GemmConfig = CONFIG,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     offsets = offsets_of(case)
     groups = len(offsets) - 1
     a = encoded(values(NUM_ROWS, k), formats[0])
     b = values(groups, n, k, seed=1)
-    b = (encoded(b, formats[1]) if trans_b else encoded(b.mT.contiguous(), formats[1], -2))
+    b = encoded(b, formats[1]) if trans_b else encoded(b.mT.contiguous(), formats[1], -2)
     poison_rows(a, OFFSETS[case][-1])
-    problem = grouped_problem(Op.GROUPED_GEMM, NUM_ROWS, groups, n, k, formats, out_dtype,
-                              trans_b=trans_b)
+    problem = grouped_problem(
+        Op.GROUPED_GEMM, NUM_ROWS, groups, n, k, formats, out_dtype, trans_b=trans_b
+    )
     return gemm(problem, config, a=a, b=b, group_offsets=offsets)
 
 
 def wgrad(
-    case: str, formats: tuple[str, str], out_dtype: torch.dtype,
-    values: Callable[..., torch.Tensor] = normal, into: torch.Tensor | None = None,
-    config: GemmConfig = WHOLE, n: int = 96, k: int = 160,
+    case: str,
+    formats: tuple[str, str],
+    out_dtype: torch.dtype,
+    values: Callable[..., torch.Tensor] = normal,
+    into: torch.Tensor | None = None,
+    config: GemmConfig = WHOLE,
+    n: int = 96,
+    k: int = 160,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     offsets = offsets_of(case)
     groups, num_rows = len(offsets) - 1, NUM_ROWS
     grad, a = values(NUM_ROWS, n), values(NUM_ROWS, k, seed=1)
     for rows in (grad, a):
-        rows[OFFSETS[case][-1]:] = torch.nan
+        rows[OFFSETS[case][-1] :] = torch.nan
     if formats[0] == "bf16":
         grad, a = grad.to(torch.bfloat16), a.to(torch.bfloat16)
     else:
-        grad, a = (dual(rows, offsets, fmt, kernels=REFERENCE)[1]
-                   for rows, fmt in zip((grad, a), formats, strict=True))
+        grad, a = (
+            dual(rows, offsets, fmt, kernels=REFERENCE)[1]
+            for rows, fmt in zip((grad, a), formats, strict=True)
+        )
         for operand in (grad, a):  # rows after the last group are not read
-            operand.scale[:, int(padded_group_offsets(offsets)[-1]) // 32:] = 255
+            operand.scale[:, int(padded_group_offsets(offsets)[-1]) // 32 :] = 255
         num_rows = grad.shape[1]
-    problem = grouped_problem(Op.GROUPED_WGRAD, num_rows, groups, n, k, formats, out_dtype,
-                              trans_b=False, accumulate=into is not None)
-    return gemm(problem, config, grad=grad, a=a, group_offsets=offsets,
-                accumulate_into=into)
+    problem = grouped_problem(
+        Op.GROUPED_WGRAD,
+        num_rows,
+        groups,
+        n,
+        k,
+        formats,
+        out_dtype,
+        trans_b=False,
+        accumulate=into is not None,
+    )
+    return gemm(problem, config, grad=grad, a=a, group_offsets=offsets, accumulate_into=into)
 
 
 def assert_gemm(actual: torch.Tensor, expected: torch.Tensor, k: int, what: str) -> None:
@@ -209,8 +273,11 @@ def assert_gemm(actual: torch.Tensor, expected: torch.Tensor, k: int, what: str)
     assert_close_relative(actual, expected, tolerance, what)
 
 
-PAIRS = {"bf16": ("bf16", "bf16"), "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
-         "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3")}
+PAIRS = {
+    "bf16": ("bf16", "bf16"),
+    "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
+    "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
+}
 pairs = pytest.mark.parametrize("pair", PAIRS)
 
 
@@ -221,7 +288,7 @@ def test_gemm(pair: str, trans_b: bool, out_dtype: torch.dtype) -> None:
     actual, expected = forward("ragged", PAIRS[pair], out_dtype, trans_b=trans_b)
     assert actual.dtype is out_dtype
     assert_gemm(actual, expected, 160, "grouped_gemm")
-    assert torch.count_nonzero(actual[OFFSETS["ragged"][-1]:]) == 0
+    assert torch.count_nonzero(actual[OFFSETS["ragged"][-1] :]) == 0
 
 
 @pytest.mark.parametrize("trans_b", [True, False], ids=["nt", "nn"])
@@ -241,26 +308,33 @@ def test_loops_of_amd_are_exact(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
         if op == "wgrad":
             actual, expected = wgrad("ragged", PAIRS["e4m3"], torch.float32, values=integers)
         else:
-            actual, expected = forward("ragged", PAIRS["e4m3"], torch.float32, values=integers,
-                                       trans_b=op == "nt")
+            actual, expected = forward(
+                "ragged", PAIRS["e4m3"], torch.float32, values=integers, trans_b=op == "nt"
+            )
     assert_exact(actual, expected.float(), op, ignore_zero_sign=True)
-    ahead = [note.launch.constants["PREFETCH_SCALES"] for note in notes
-             if "PREFETCH_SCALES" in note.launch.constants]
+    ahead = [
+        note.launch.constants["PREFETCH_SCALES"]
+        for note in notes
+        if "PREFETCH_SCALES" in note.launch.constants
+    ]
     assert ahead == [False]
 
 
 @pytest.mark.parametrize("trans_b", [True, False], ids=["nt", "nn"])
 def test_bf16_needs_no_multiples_of_32(trans_b: bool) -> None:
-    actual, expected = forward("ragged", PAIRS["bf16"], torch.float32, trans_b=trans_b,
-                               values=integers, n=33, k=77)
+    actual, expected = forward(
+        "ragged", PAIRS["bf16"], torch.float32, trans_b=trans_b, values=integers, n=33, k=77
+    )
     assert_exact(actual, expected.float(), "grouped_gemm", ignore_zero_sign=True)
 
 
-@pytest.mark.parametrize("config", [GemmConfig(16, 128, 128), GemmConfig(128, 32, 64, group_m=8)],
-                         ids=["wide", "high"])
+@pytest.mark.parametrize(
+    "config", [GemmConfig(16, 128, 128), GemmConfig(128, 32, 64, group_m=8)], ids=["wide", "high"]
+)
 def test_tiles_do_not_change_exact_results(config: GemmConfig) -> None:
-    actual, expected = forward("ragged", PAIRS["e4m3"], torch.float32, values=integers,
-                               config=config)
+    actual, expected = forward(
+        "ragged", PAIRS["e4m3"], torch.float32, values=integers, config=config
+    )
     assert_exact(actual, expected.float(), "grouped_gemm", ignore_zero_sign=True)
 
 
@@ -297,8 +371,9 @@ def test_padded_offsets(groups: int, dtype: torch.dtype) -> None:
     offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(dtype)
     expected = padded_group_offsets(offsets)
     for length in (int(expected[-1]) + 64, int(expected[-1]) // 64 * 32):
-        problem = grouped_problem(Op.GROUPED_WGRAD, length, groups, 32, 32, PAIRS["e4m3"],
-                                  torch.float32, trans_b=False)
+        problem = grouped_problem(
+            Op.GROUPED_WGRAD, length, groups, 32, 32, PAIRS["e4m3"], torch.float32, trans_b=False
+        )
         actual = padded_offsets(problem, offsets)
         assert_exact(actual, expected.clamp(max=length), "padded offsets")
 
@@ -308,8 +383,7 @@ def test_many_groups() -> None:
     sizes = torch.zeros(MAX_GROUPS, dtype=torch.int32)
     sizes[[3, 500, MAX_GROUPS - 1]] = torch.tensor([5, 70, 2], dtype=torch.int32)
     offsets = torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
-    problem = grouped_problem(Op.GROUPED_GEMM, 80, MAX_GROUPS, 32, 32, PAIRS["bf16"],
-                              torch.float32)
+    problem = grouped_problem(Op.GROUPED_GEMM, 80, MAX_GROUPS, 32, 32, PAIRS["bf16"], torch.float32)
     a = encoded(integers(80, 32), "bf16")
     b = encoded(integers(MAX_GROUPS, 32, 32), "bf16")
     actual, expected = gemm(problem, a=a, b=b, group_offsets=offsets)
@@ -332,15 +406,21 @@ def test_offsets_out_of_range_stay_inside() -> None:
 
 @pytest.mark.parametrize("num_rows, num_groups, n", [(0, 2, 32), (8, 2, 0)], ids=["rows", "n"])
 def test_nothing_to_do(num_rows: int, num_groups: int, n: int) -> None:
-    problem = grouped_problem(Op.GROUPED_GEMM, num_rows, num_groups, n, 32, PAIRS["bf16"],
-                              torch.bfloat16)
-    actual, _ = gemm(problem, a=encoded(normal(num_rows, 32), "bf16"), group_offsets=torch.zeros(
-        num_groups + 1, dtype=torch.int32), b=encoded(normal(num_groups, n, 32), "bf16"))
+    problem = grouped_problem(
+        Op.GROUPED_GEMM, num_rows, num_groups, n, 32, PAIRS["bf16"], torch.bfloat16
+    )
+    actual, _ = gemm(
+        problem,
+        a=encoded(normal(num_rows, 32), "bf16"),
+        group_offsets=torch.zeros(num_groups + 1, dtype=torch.int32),
+        b=encoded(normal(num_groups, n, 32), "bf16"),
+    )
     assert actual.shape == (num_rows, n)
 
 
 PLANTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "neighbouring_group": lambda c: torch.roll(c, 1, 0), "columns": lambda c: torch.roll(c, 1, 1),
+    "neighbouring_group": lambda c: torch.roll(c, 1, 0),
+    "columns": lambda c: torch.roll(c, 1, 1),
     "dropped_tail": lambda c: c.index_fill(0, torch.tensor([OFFSETS["ragged"][-1] - 1]), 0.0),
 }
 
@@ -352,17 +432,24 @@ def test_planted_errors_are_found(planted: str) -> None:
         assert_gemm(PLANTED[planted](actual), expected, 160, planted)
 
 
-@pytest.mark.parametrize("config, reason", [
-    (replace(CONFIG, block_n=48), "block_n must be a power of two"),
-    (replace(CONFIG, split_k=2), "split_k 1"),
-    (GemmConfig(256, 256, 64, num_warps=4), "accumulators a thread"),
-    (GemmConfig(128, 128, 256, num_warps=8, num_stages=8), "bytes of shared memory"),
-], ids=["shape", "split", "registers", "memory"])
+@pytest.mark.parametrize(
+    "config, reason",
+    [
+        (replace(CONFIG, block_n=48), "block_n must be a power of two"),
+        (replace(CONFIG, split_k=2), "split_k 1"),
+        (GemmConfig(256, 256, 64, num_warps=4), "accumulators a thread"),
+        (GemmConfig(128, 128, 256, num_warps=8, num_stages=8), "bytes of shared memory"),
+    ],
+    ids=["shape", "split", "registers", "memory"],
+)
 def test_invalid_configs_are_refused(config: GemmConfig, reason: str) -> None:
     target = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
-    problem = replace(grouped_problem(Op.GROUPED_GEMM, 64, 2, 64, 64, PAIRS["e4m3"],
-                                      torch.bfloat16), target=target)
+    problem = replace(
+        grouped_problem(Op.GROUPED_GEMM, 64, 2, 64, 64, PAIRS["e4m3"], torch.bfloat16),
+        target=target,
+    )
     operand = encoded(normal(64, 64), "mxfp8_e4m3")
     with pytest.raises(ValueError, match=reason):
-        TRITON[problem.op].launch(problem, config, a=operand, b=operand,
-                                  group_offsets=torch.zeros(3, dtype=torch.int32))
+        TRITON[problem.op].launch(
+            problem, config, a=operand, b=operand, group_offsets=torch.zeros(3, dtype=torch.int32)
+        )

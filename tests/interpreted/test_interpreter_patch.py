@@ -53,7 +53,7 @@ def float32_near_bfloat16() -> torch.Tensor:
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_code_to_fp8_saturates_and_rounds_to_even(
-    source: torch.dtype, dtype: torch.dtype,
+    source: torch.dtype, dtype: torch.dtype
 ) -> None:
     x = BF16_CODES.view(torch.int16).view(torch.float16) if source == torch.float16 else BF16_CODES
     x = float32_near_bfloat16() if source == torch.float32 else x
@@ -113,8 +113,10 @@ def _arithmetic_kernel(out_ptr, mask_ptr, a_ptr, b_ptr, c_ptr, N: tl.constexpr):
 def test_bfloat16_arithmetic_and_comparisons() -> None:
     generator = torch.Generator().manual_seed(0)
     n = 1 << 14
-    a, b, c = (torch.randint(0, 1 << 16, (n,), generator=generator).to(torch.int16)
-               .view(torch.bfloat16) for _ in range(3))
+    a, b, c = (
+        torch.randint(0, 1 << 16, (n,), generator=generator).to(torch.int16).view(torch.bfloat16)
+        for _ in range(3)
+    )
     # torch.fmin keeps signalling NaN; the instructions and the patch return one NaN only.
     a, b, c = (torch.where(x.isnan(), float("nan"), x) for x in (a, b, c))
     a[:6] = torch.tensor([float("nan"), 1.0, float("inf"), -0.0, 1.0, 2.0])
@@ -125,8 +127,16 @@ def test_bfloat16_arithmetic_and_comparisons() -> None:
 
     fma = (a.double() * b.double() + c.double()).float().bfloat16()
     low = torch.tensor(-1.0, dtype=torch.bfloat16)
-    expected = [a + b, a - b, a * b, torch.fmin(a, b), torch.fmax(a, b), torch.where(a < b, a, c),
-                None, fma]
+    expected = [
+        a + b,
+        a - b,
+        a * b,
+        torch.fmin(a, b),
+        torch.fmax(a, b),
+        torch.where(a < b, a, c),
+        None,
+        fma,
+    ]
     for row, want in zip(out, expected, strict=True):
         if want is not None:
             ordered = want != 0  # the sign of min(-0, 0) is not fixed
@@ -192,10 +202,20 @@ def test_dot(dtype: torch.dtype) -> None:
 
 @triton.jit
 def _dot_scaled_kernel(
-    out_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    A_BYTES: tl.constexpr, B_BYTES: tl.constexpr,  # stored elements along K
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, A_SCALED: tl.constexpr, B_SCALED: tl.constexpr,
+    out_ptr,
+    a_ptr,
+    a_scale_ptr,
+    b_ptr,
+    b_scale_ptr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    A_BYTES: tl.constexpr,
+    B_BYTES: tl.constexpr,  # stored elements along K
+    A_FORMAT: tl.constexpr,
+    B_FORMAT: tl.constexpr,
+    A_SCALED: tl.constexpr,
+    B_SCALED: tl.constexpr,
 ):
     m, n, groups = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K // 32)
     a = tl.load(a_ptr + m[:, None] * A_BYTES + tl.arange(0, A_BYTES)[None, :])
@@ -212,7 +232,7 @@ def _dot_scaled_kernel(
 
 
 def scaled_operand(
-    fmt: str, rows: int, k: int, generator: torch.Generator,
+    fmt: str, rows: int, k: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Stored tensor, scale bytes and float64 values (without scales) of [rows, k] codes."""
     scale = torch.randint(117, 138, (rows, k // 32), generator=generator).to(torch.uint8)
@@ -228,8 +248,11 @@ def scaled_operand(
 FORMATS = ("bf16", "e4m3", "e5m2", "e2m1")
 
 
-@pytest.mark.parametrize("scaled", list(itertools.product([True, False], repeat=2)),
-                         ids=lambda s: f"scales_{'a' * s[0]}{'b' * s[1]}" if any(s) else "unscaled")
+@pytest.mark.parametrize(
+    "scaled",
+    list(itertools.product([True, False], repeat=2)),
+    ids=lambda s: f"scales_{'a' * s[0]}{'b' * s[1]}" if any(s) else "unscaled",
+)
 @pytest.mark.parametrize("b_format", FORMATS)
 @pytest.mark.parametrize("a_format", FORMATS)
 def test_dot_scaled(a_format: str, b_format: str, scaled: tuple[bool, bool]) -> None:
@@ -240,8 +263,21 @@ def test_dot_scaled(a_format: str, b_format: str, scaled: tuple[bool, bool]) -> 
     b, b_scale, b_values = scaled_operand(b_format, n, k, generator)
     out = torch.empty(m, n)
     _dot_scaled_kernel[(1,)](
-        out, a, a_scale, b, b_scale, M=m, N=n, K=k, A_BYTES=a.shape[1], B_BYTES=b.shape[1],
-        A_FORMAT=a_format, B_FORMAT=b_format, A_SCALED=scaled[0], B_SCALED=scaled[1])
+        out,
+        a,
+        a_scale,
+        b,
+        b_scale,
+        M=m,
+        N=n,
+        K=k,
+        A_BYTES=a.shape[1],
+        B_BYTES=b.shape[1],
+        A_FORMAT=a_format,
+        B_FORMAT=b_format,
+        A_SCALED=scaled[0],
+        B_SCALED=scaled[1],
+    )
     if scaled[0]:
         a_values = a_values * decode_scale(a_scale, torch.float64).repeat_interleave(32, 1)
     if scaled[1]:
@@ -262,8 +298,21 @@ def test_dot_scaled_scale_255_is_nan_in_its_row_alone(b_format: str) -> None:
     b_scale[9, 0] = 255
     out = torch.empty(16, 32)
     _dot_scaled_kernel[(1,)](
-        out, a, a_scale, b, b_scale, M=16, N=32, K=64, A_BYTES=64, B_BYTES=b.shape[1],
-        A_FORMAT="e4m3", B_FORMAT=b_format, A_SCALED=True, B_SCALED=True)
+        out,
+        a,
+        a_scale,
+        b,
+        b_scale,
+        M=16,
+        N=32,
+        K=64,
+        A_BYTES=64,
+        B_BYTES=b.shape[1],
+        A_FORMAT="e4m3",
+        B_FORMAT=b_format,
+        A_SCALED=True,
+        B_SCALED=True,
+    )
     expected = torch.zeros(16, 32, dtype=torch.bool)
     expected[5], expected[:, 9] = True, True
     assert torch.equal(out.isnan(), expected)

@@ -86,13 +86,17 @@ class Case:
 
     @property
     def options(self) -> MoEOptions:
-        return MoEOptions(ACTIVATIONS[self.activation](), self.a_format, self.rule, self.on_input,
-                          self.combine)
+        return MoEOptions(
+            ACTIVATIONS[self.activation](), self.a_format, self.rule, self.on_input, self.combine
+        )
 
     @property
     def config(self) -> MoEConfig:
-        return MoEConfig(TILES.routing_block_m, replace(TILES.gate_up, split_k=self.split_k),
-                         replace(TILES.down, split_k=self.split_k))
+        return MoEConfig(
+            TILES.routing_block_m,
+            replace(TILES.gate_up, split_k=self.split_k),
+            replace(TILES.down, split_k=self.split_k),
+        )
 
 
 def pairwise() -> list[Case]:
@@ -103,26 +107,54 @@ def pairwise() -> list[Case]:
     cases = []
     for i, a_format in enumerate(("bf16", "mxfp8", "mxfp4", "fp8_token")):
         for j, activation in enumerate(ACTIVATIONS):
-            cases.append(Case(a_format, activation, orders[(i + j) % 3], combines[(i + 2 * j) % 3],
-                              split_k=1 + (i + j) % 2, on_input=j % 4 == i, rule=rules[j],
-                              has_bias=j != 3))
+            cases.append(
+                Case(
+                    a_format,
+                    activation,
+                    orders[(i + j) % 3],
+                    combines[(i + 2 * j) % 3],
+                    split_k=1 + (i + j) % 2,
+                    on_input=j % 4 == i,
+                    rule=rules[j],
+                    has_bias=j != 3,
+                )
+            )
     return cases
 
 
 def problem_of(op: Op, inputs: MoEInputs, options: MoEOptions, routing_block_m: int) -> MoEProblem:
     weights = inputs.weights
-    return MoEProblem(op, detect_target("cpu"), *inputs.topk_ids.shape, weights.num_experts,
-                      weights.hidden_size, weights.intermediate_size, options, weights.layout,
-                      routing_block_m)
+    return MoEProblem(
+        op,
+        detect_target("cpu"),
+        *inputs.topk_ids.shape,
+        weights.num_experts,
+        weights.hidden_size,
+        weights.intermediate_size,
+        options,
+        weights.layout,
+        routing_block_m,
+    )
 
 
 def plan_of(inputs: MoEInputs, routing_block_m: int) -> RoutingPlan:
     experts = inputs.weights.num_experts
-    problem = RoutingProblem(Op.ROUTING_PLAN, detect_target("cpu"), *inputs.topk_ids.shape, experts,
-                             experts, routing_block_m)
+    problem = RoutingProblem(
+        Op.ROUTING_PLAN,
+        detect_target("cpu"),
+        *inputs.topk_ids.shape,
+        experts,
+        experts,
+        routing_block_m,
+    )
     return REFERENCE[Op.ROUTING_PLAN].launch(
-        problem, None, topk_ids=inputs.topk_ids, topk_weights=inputs.topk_weights, expert_map=None,
-        num_local_tokens=None)
+        problem,
+        None,
+        topk_ids=inputs.topk_ids,
+        topk_weights=inputs.topk_weights,
+        expert_map=None,
+        num_local_tokens=None,
+    )
 
 
 def valid_rows(plan: RoutingPlan) -> torch.Tensor:
@@ -137,23 +169,40 @@ def take(h: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor | MXTen
     return h[rows]
 
 
-def layer(kernels: dict[Op, object], config: object, inputs: MoEInputs, options: MoEOptions,
-          **routing: torch.Tensor | None) -> torch.Tensor:
+def layer(
+    kernels: dict[Op, object],
+    config: object,
+    inputs: MoEInputs,
+    options: MoEOptions,
+    **routing: torch.Tensor | None,
+) -> torch.Tensor:
     """fused_moe of one backend."""
     arguments = {"expert_map": None, "num_local_tokens": None, **routing}
     return kernels[Op.FUSED_MOE].launch(  # type: ignore[attr-defined]
-        problem_of(Op.FUSED_MOE, inputs, options, 0), config, x=inputs.x, weights=inputs.weights,
-        topk_ids=inputs.topk_ids, topk_weights=inputs.topk_weights, **arguments)
+        problem_of(Op.FUSED_MOE, inputs, options, 0),
+        config,
+        x=inputs.x,
+        weights=inputs.weights,
+        topk_ids=inputs.topk_ids,
+        topk_weights=inputs.topk_weights,
+        **arguments,
+    )
 
 
 def cancellation(inputs: MoEInputs, options: MoEOptions) -> float:
     """``√Σ‖row‖² / ‖Σ row‖`` of the weighted rows that REDUCE rounds, at least 1."""
     single = replace(options, combine=Combine.FLAT, out_dtype=torch.float64)
     plan = plan_of(inputs, 16)
-    h = REFERENCE[Op.MOE_GATE_UP].launch(problem_of(Op.MOE_GATE_UP, inputs, options, 16), FLOAT64,
-                                         x=inputs.x, weights=inputs.weights, plan=plan)
-    rows = REFERENCE[Op.MOE_DOWN].launch(problem_of(Op.MOE_DOWN, inputs, single, 16), FLOAT64, h=h,
-                                         weights=inputs.weights, plan=plan)[valid_rows(plan)]
+    h = REFERENCE[Op.MOE_GATE_UP].launch(
+        problem_of(Op.MOE_GATE_UP, inputs, options, 16),
+        FLOAT64,
+        x=inputs.x,
+        weights=inputs.weights,
+        plan=plan,
+    )
+    rows = REFERENCE[Op.MOE_DOWN].launch(
+        problem_of(Op.MOE_DOWN, inputs, single, 16), FLOAT64, h=h, weights=inputs.weights, plan=plan
+    )[valid_rows(plan)]
     tokens = (plan.sorted_token_ids[valid_rows(plan)] & TOKEN_MASK).long()
     total = torch.zeros(plan.num_tokens, rows.shape[1], dtype=rows.dtype).index_add(0, tokens, rows)
     return max(1.0, (rows.norm() / total.norm()).item())
@@ -161,8 +210,12 @@ def cancellation(inputs: MoEInputs, options: MoEOptions) -> float:
 
 @pytest.mark.parametrize("case", pairwise(), ids=str)
 def test_each_stage_matches_float64(case: Case) -> None:
-    shape = replace(SHAPE, activation=ACTIVATIONS[case.activation](), gate_up_order=case.order,
-                    has_bias=case.has_bias)
+    shape = replace(
+        SHAPE,
+        activation=ACTIVATIONS[case.activation](),
+        gate_up_order=case.order,
+        has_bias=case.has_bias,
+    )
     inputs, options, config = random_moe_problem(shape, NUM_TOKENS), case.options, case.config
     unit = config.routing_block_m
     plan = plan_of(inputs, unit)
@@ -172,9 +225,14 @@ def test_each_stage_matches_float64(case: Case) -> None:
     expected_h = REFERENCE[Op.MOE_GATE_UP].launch(gate_up, FLOAT64, x=inputs.x, **arguments)
     h = TRITON[Op.MOE_GATE_UP].launch(gate_up, config.gate_up, x=inputs.x, **arguments)
     h_dtype = torch.bfloat16 if case.a_format in ("bf16", "fp8_token") else None
-    assert_close_relative(take(h, rows), take(expected_h, rows),
-                          stage_tolerance(case.a_format, h_dtype, shape.hidden_size,
-                                          numel=len(rows) * shape.intermediate_size), "stage 1")
+    assert_close_relative(
+        take(h, rows),
+        take(expected_h, rows),
+        stage_tolerance(
+            case.a_format, h_dtype, shape.hidden_size, numel=len(rows) * shape.intermediate_size
+        ),
+        "stage 1",
+    )
 
     # REDUCE rounds every row. Compare in float32, where the tolerance is the accumulator's.
     out_dtype = torch.float32 if case.combine is Combine.REDUCE else torch.bfloat16
@@ -186,13 +244,26 @@ def test_each_stage_matches_float64(case: Case) -> None:
         y, expected = y[rows], expected[rows]
     top_k = shape.top_k if case.combine is Combine.REDUCE else 1
     assert y.dtype == out_dtype
-    assert_close_relative(y, expected, stage_tolerance(
-        case.a_format, out_dtype, shape.intermediate_size, top_k=top_k, numel=y.numel(),
-        cancellation=cancellation(inputs, options)), "stage 2")
+    assert_close_relative(
+        y,
+        expected,
+        stage_tolerance(
+            case.a_format,
+            out_dtype,
+            shape.intermediate_size,
+            top_k=top_k,
+            numel=y.numel(),
+            cancellation=cancellation(inputs, options),
+        ),
+        "stage 2",
+    )
 
 
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32],
-                         ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(
+    "out_dtype",
+    [torch.bfloat16, torch.float16, torch.float32],
+    ids=lambda dtype: str(dtype).removeprefix("torch."),
+)
 @pytest.mark.parametrize("a_format", ["bf16", "mxfp8", "mxfp4", "fp8_token"])
 def test_layer_matches_float64(a_format: str, out_dtype: torch.dtype) -> None:
     inputs = random_moe_problem(SHAPE, NUM_TOKENS, seed=1)
@@ -200,27 +271,44 @@ def test_layer_matches_float64(a_format: str, out_dtype: torch.dtype) -> None:
     expected = layer(REFERENCE, FLOAT64, inputs, replace(options, out_dtype=torch.float64))
     y = layer(TRITON, TILES, inputs, options)
     assert y.dtype == out_dtype
-    assert_close_relative(y, expected, end_to_end_tolerance(
-        a_format, out_dtype, SHAPE.hidden_size, SHAPE.intermediate_size, top_k=SHAPE.top_k,
-        numel=y.numel(), cancellation=cancellation(inputs, options)), "layer")
+    assert_close_relative(
+        y,
+        expected,
+        end_to_end_tolerance(
+            a_format,
+            out_dtype,
+            SHAPE.hidden_size,
+            SHAPE.intermediate_size,
+            top_k=SHAPE.top_k,
+            numel=y.numel(),
+            cancellation=cancellation(inputs, options),
+        ),
+        "layer",
+    )
 
 
 EXACT_TILES = {
     "one_unit": MoEConfig(16, GemmConfig(16, 64, 128), GemmConfig(16, 128, 128)),
     "small_blocks_in_large_units": MoEConfig(64, GemmConfig(16, 32, 64), GemmConfig(32, 64, 128)),
-    "split_k": MoEConfig(32, GemmConfig(32, 128, 64, split_k=2, group_m=4),
-                         GemmConfig(32, 256, 64, split_k=2, group_m=2)),
-    "more_splits_than_steps": MoEConfig(64, GemmConfig(64, 64, 128, split_k=4),
-                                        GemmConfig(64, 128, 128, split_k=4)),
+    "split_k": MoEConfig(
+        32,
+        GemmConfig(32, 128, 64, split_k=2, group_m=4),
+        GemmConfig(32, 256, 64, split_k=2, group_m=2),
+    ),
+    "more_splits_than_steps": MoEConfig(
+        64, GemmConfig(64, 64, 128, split_k=4), GemmConfig(64, 128, 128, split_k=4)
+    ),
 }
 
 
-@pytest.mark.parametrize("target, tiles", [
-    *((detect_target("cpu"), tiles) for tiles in EXACT_TILES), (GFX950, "split_k")],
-    ids=lambda value: getattr(value, "arch", value))
+@pytest.mark.parametrize(
+    "target, tiles",
+    [*((detect_target("cpu"), tiles) for tiles in EXACT_TILES), (GFX950, "split_k")],
+    ids=lambda value: getattr(value, "arch", value),
+)
 @pytest.mark.parametrize("a_format", ["bf16", "mxfp8", "mxfp4"])
 def test_exact_problem_is_bit_identical(
-    a_format: str, tiles: str, target: Target, monkeypatch: pytest.MonkeyPatch,
+    a_format: str, tiles: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exact sums: every tile config and combine returns the same bits. On AMD the kernels load
     scales in the step that multiplies them, on other targets one step ahead."""
@@ -231,14 +319,18 @@ def test_exact_problem_is_bit_identical(
     shape = MoEShape(160, 96, 3, 2, activation, order, has_bias=index % 2 == 0)
     inputs = exact_moe_problem(shape, 33, apply_router_weight_on_input=index == 1)
     combine = (Combine.REDUCE, Combine.ATOMIC)[(index + len(a_format)) % 2]  # bf16 against the rest
-    options = MoEOptions(inputs.activation, a_format, combine=combine,
-                         apply_router_weight_on_input=index == 1)
+    options = MoEOptions(
+        inputs.activation, a_format, combine=combine, apply_router_weight_on_input=index == 1
+    )
     expected = layer(REFERENCE, FLOAT64, inputs, options)
     with noted_launches() as notes:
         actual = layer(TRITON, EXACT_TILES[tiles], inputs, options)
     assert_exact(actual, expected, combine.value, ignore_zero_sign=True)
-    ahead = [note.launch.constants["PREFETCH_SCALES"] for note in notes
-             if "PREFETCH_SCALES" in note.launch.constants]
+    ahead = [
+        note.launch.constants["PREFETCH_SCALES"]
+        for note in notes
+        if "PREFETCH_SCALES" in note.launch.constants
+    ]
     assert ahead == [target.kind != "hip"] * 2
 
 
@@ -258,13 +350,21 @@ def test_stages_without_tokens() -> None:
     options = MoEOptions(inputs.activation, "mxfp8")
     plan = plan_of(inputs, 16)
     h = TRITON[Op.MOE_GATE_UP].launch(
-        problem_of(Op.MOE_GATE_UP, inputs, options, 16), TILES.down, x=inputs.x,
-        weights=inputs.weights, plan=plan)
+        problem_of(Op.MOE_GATE_UP, inputs, options, 16),
+        TILES.down,
+        x=inputs.x,
+        weights=inputs.weights,
+        plan=plan,
+    )
     assert tuple(h.shape) == (plan.capacity, SHAPE.intermediate_size)
     for combine, rows in ((Combine.REDUCE, 0), (Combine.ATOMIC, 0), (Combine.FLAT, plan.capacity)):
         y = TRITON[Op.MOE_DOWN].launch(
-            problem_of(Op.MOE_DOWN, inputs, replace(options, combine=combine), 16), TILES.down, h=h,
-            weights=inputs.weights, plan=plan)
+            problem_of(Op.MOE_DOWN, inputs, replace(options, combine=combine), 16),
+            TILES.down,
+            h=h,
+            weights=inputs.weights,
+            plan=plan,
+        )
         assert tuple(y.shape) == (rows, SHAPE.hidden_size)
 
 
@@ -274,25 +374,35 @@ def test_uneven_routing(routing: Routing) -> None:
     inputs = exact_moe_problem(replace(SHAPE, num_experts=7, top_k=3), 45, routing=routing)
     options = MoEOptions(inputs.activation, "mxfp8")
     tiles = MoEConfig(16, GemmConfig(16, 64, 128, group_m=2), GemmConfig(16, 128, 128, group_m=2))
-    assert_exact(layer(TRITON, tiles, inputs, options), layer(REFERENCE, FLOAT64, inputs, options),
-                 routing.value, ignore_zero_sign=True)
+    assert_exact(
+        layer(TRITON, tiles, inputs, options),
+        layer(REFERENCE, FLOAT64, inputs, options),
+        routing.value,
+        ignore_zero_sign=True,
+    )
 
 
 @pytest.mark.parametrize("combine", [Combine.REDUCE, Combine.ATOMIC], ids=lambda c: c.value)
 def test_foreign_experts_and_tokens_add_nothing(combine: Combine) -> None:
     inputs = exact_moe_problem(SHAPE, 20)
     inputs.topk_ids[3, 0], inputs.topk_ids[4] = -1, 99  # no such experts
-    local = replace(inputs.weights, gate_up_proj=inputs.weights.gate_up_proj[:2],
-                    down_proj=inputs.weights.down_proj[:2],
-                    gate_up_bias=inputs.weights.gate_up_bias[:2],  # type: ignore[index]
-                    down_bias=inputs.weights.down_bias[:2])  # type: ignore[index]
+    local = replace(
+        inputs.weights,
+        gate_up_proj=inputs.weights.gate_up_proj[:2],
+        down_proj=inputs.weights.down_proj[:2],
+        gate_up_bias=inputs.weights.gate_up_bias[:2],  # type: ignore[index]
+        down_bias=inputs.weights.down_bias[:2],
+    )  # type: ignore[index]
     inputs = replace(inputs, weights=local)
-    routing = {"expert_map": torch.tensor([1, -1, 0, -1, -1], dtype=torch.int32),
-               "num_local_tokens": torch.tensor([17], dtype=torch.int32)}
+    routing = {
+        "expert_map": torch.tensor([1, -1, 0, -1, -1], dtype=torch.int32),
+        "num_local_tokens": torch.tensor([17], dtype=torch.int32),
+    }
     options = MoEOptions(inputs.activation, "bf16", combine=combine)
     y = layer(TRITON, TILES, inputs, options, **routing)
-    assert_exact(y, layer(REFERENCE, FLOAT64, inputs, options, **routing), "layer",
-                 ignore_zero_sign=True)
+    assert_exact(
+        y, layer(REFERENCE, FLOAT64, inputs, options, **routing), "layer", ignore_zero_sign=True
+    )
     assert not y[17:].any()
     assert not y[4].any()
 
@@ -330,8 +440,11 @@ def test_x_may_arrive_quantised_or_strided() -> None:
     wide = torch.full((20, 200), torch.nan, dtype=torch.bfloat16)
     wide[:, :160] = inputs.x
     options = replace(options, activation_format="bf16")
-    assert_exact(layer(TRITON, TILES, replace(inputs, x=wide[:, :160]), options),
-                 layer(TRITON, TILES, inputs, options), "strided x")
+    assert_exact(
+        layer(TRITON, TILES, replace(inputs, x=wide[:, :160]), options),
+        layer(TRITON, TILES, inputs, options),
+        "strided x",
+    )
 
 
 @pytest.mark.parametrize("width", [32, 160, 2880])
@@ -357,8 +470,14 @@ def test_a_planted_error_is_seen(name: str) -> None:
     options = MoEOptions(inputs.activation, out_dtype=torch.float32)
     wrong = layer(TRITON, TILES, PLANTED_ERRORS[name](inputs), options)
     tolerance = end_to_end_tolerance(
-        "bf16", torch.float32, SHAPE.hidden_size, SHAPE.intermediate_size, top_k=SHAPE.top_k,
-        numel=wrong.numel(), cancellation=cancellation(inputs, options))
+        "bf16",
+        torch.float32,
+        SHAPE.hidden_size,
+        SHAPE.intermediate_size,
+        top_k=SHAPE.top_k,
+        numel=wrong.numel(),
+        cancellation=cancellation(inputs, options),
+    )
     with pytest.raises(AssertionError, match="relative L2"):
         assert_close_relative(wrong, layer(REFERENCE, FLOAT64, inputs, options), tolerance, name)
 

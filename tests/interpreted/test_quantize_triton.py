@@ -34,13 +34,20 @@ from mxpert.testing.quantize_cases import (
 CPU = Target("cpu", "cpu", "interpreter", 1, 0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Shape and axis: blocks along rows, across rows, and in the middle; tails in every other dimension.
-LAYOUTS = [((77, 96), -1), ((3, 5, 320), -1), ((64, 133), -2), ((2, 96, 3, 7), -3), ((96,), -1),
-           ((64, 1), -2)]
+LAYOUTS = [
+    ((77, 96), -1),
+    ((3, 5, 320), -1),
+    ((64, 133), -2),
+    ((2, 96, 3, 7), -3),
+    ((96,), -1),
+    ((64, 1), -2),
+]
 
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 layouts = pytest.mark.parametrize(
-    "shape, axis", LAYOUTS, ids=lambda v: "x".join(map(str, v)) if isinstance(v, tuple) else None)
+    "shape, axis", LAYOUTS, ids=lambda v: "x".join(map(str, v)) if isinstance(v, tuple) else None
+)
 
 
 def quantize(x: torch.Tensor, fmt: MXFormat, axis: int, rule: ScaleRule) -> MXTensor:
@@ -50,8 +57,9 @@ def quantize(x: torch.Tensor, fmt: MXFormat, axis: int, rule: ScaleRule) -> MXTe
 
 
 def dequantize(tensor: MXTensor, dtype: torch.dtype) -> torch.Tensor:
-    problem = QuantizeProblem(Op.DEQUANTIZE, CPU, tuple(tensor.shape), tensor.axis, dtype,
-                              tensor.format)
+    problem = QuantizeProblem(
+        Op.DEQUANTIZE, CPU, tuple(tensor.shape), tensor.axis, dtype, tensor.format
+    )
     assert DEQUANTIZE.unsupported(problem) is None
     return DEQUANTIZE.launch(problem, None, tensor=tensor)
 
@@ -61,7 +69,7 @@ def dequantize(tensor: MXTensor, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("rule", ScaleRule, ids=lambda r: r.name)
 @formats
 def test_quantize(
-    fmt: MXFormat, rule: ScaleRule, dtype: torch.dtype, shape: tuple[int, ...], axis: int,
+    fmt: MXFormat, rule: ScaleRule, dtype: torch.dtype, shape: tuple[int, ...], axis: int
 ) -> None:
     x = block_cases(shape, axis, dtype)
     assert_quantizes_exactly(quantize(x, fmt, axis, rule), x, fmt, axis, rule)
@@ -76,19 +84,21 @@ def test_quantize_bfloat16_amax(fmt: MXFormat, rule: ScaleRule) -> None:
     assert_quantizes_exactly(quantize(x, fmt, -1, rule), x, fmt, -1, rule)
 
 
-@pytest.mark.parametrize("view", [
-    lambda x: x[:, 32:352],  # dense rows with a larger stride
-    lambda x: x[::3, :64],
-    lambda x: x[:, ::2],  # rows that are not dense
-    lambda x: x.T,
-    lambda x: x[:1].expand(96, 384),
-    lambda x: x.view(8, 12, 384)[:, :5, :96],  # leading strides that do not nest
-    lambda x: x[3, ::3],
-], ids=["columns", "rows", "every_other", "transposed", "expanded", "three_dims", "vector"])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, 32:352],  # dense rows with a larger stride
+        lambda x: x[::3, :64],
+        lambda x: x[:, ::2],  # rows that are not dense
+        lambda x: x.T,
+        lambda x: x[:1].expand(96, 384),
+        lambda x: x.view(8, 12, 384)[:, :5, :96],  # leading strides that do not nest
+        lambda x: x[3, ::3],
+    ],
+    ids=["columns", "rows", "every_other", "transposed", "expanded", "three_dims", "vector"],
+)
 @pytest.mark.parametrize("fmt", [MXFP4, MXFP8_E4M3], ids=lambda f: f.name)
-def test_quantize_strided(
-    fmt: MXFormat, view: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
+def test_quantize_strided(fmt: MXFormat, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Memory between the elements is NaN and must not be read."""
     base = block_cases((96, 384), -1, torch.bfloat16)
     unused = torch.ones(base.numel(), dtype=torch.bool)
@@ -100,9 +110,20 @@ def test_quantize_strided(
 
 @triton.jit
 def _tile_kernel(
-    qdata_ptr, scale_ptr, x_ptr, M: tl.constexpr, N: tl.constexpr, CODES_M: tl.constexpr,
-    CODES_N: tl.constexpr, SCALE_M: tl.constexpr, SCALE_N: tl.constexpr, FORMAT: tl.constexpr,
-    EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr, AXIS: tl.constexpr,
+    qdata_ptr,
+    scale_ptr,
+    x_ptr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    CODES_M: tl.constexpr,
+    CODES_N: tl.constexpr,
+    SCALE_M: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    FORMAT: tl.constexpr,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    INF_BYTE: tl.constexpr,
+    AXIS: tl.constexpr,
 ):
     x = tl.load(x_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
     codes, scale = quantize_tile(x, FORMAT, EMAX, THRESHOLD, INF_BYTE, AXIS)
@@ -118,13 +139,25 @@ def _tile_kernel(
 def test_quantize_tile(fmt: MXFormat, rule: ScaleRule, axis: int) -> None:
     """`quantize_tile`, which epilogues call, along either axis of a tile."""
     x = block_cases((64, 128), axis - 2, torch.float32)
-    shapes = {name: [size // (by if i == axis else 1) for i, size in enumerate(x.shape)]
-              for name, by in (("CODES", fmt.codes_per_byte), ("SCALE", 32))}
+    shapes = {
+        name: [size // (by if i == axis else 1) for i, size in enumerate(x.shape)]
+        for name, by in (("CODES", fmt.codes_per_byte), ("SCALE", 32))
+    }
     codes, scale = (torch.empty(shape, dtype=torch.uint8) for shape in shapes.values())
     _tile_kernel[(1,)](
-        codes, scale, x, M=64, N=128, CODES_M=shapes["CODES"][0], CODES_N=shapes["CODES"][1],
-        SCALE_M=shapes["SCALE"][0], SCALE_N=shapes["SCALE"][1], FORMAT=fmt.element.name,
-        **scale_rule_constants(fmt, rule), AXIS=axis)
+        codes,
+        scale,
+        x,
+        M=64,
+        N=128,
+        CODES_M=shapes["CODES"][0],
+        CODES_N=shapes["CODES"][1],
+        SCALE_M=shapes["SCALE"][0],
+        SCALE_N=shapes["SCALE"][1],
+        FORMAT=fmt.element.name,
+        **scale_rule_constants(fmt, rule),
+        AXIS=axis,
+    )
     assert_quantizes_exactly(MXTensor(codes, scale, fmt, axis - 2), x, fmt, axis - 2, rule)
 
 
@@ -154,8 +187,7 @@ def test_dequantize_shapes(fmt: MXFormat, shape: tuple[int, ...], axis: int) -> 
 def test_unsupported_names_the_reason() -> None:
     def reason(kind: str, arch: str, dtype: torch.dtype = torch.float32) -> str | None:
         target = Target(kind, arch, arch, 1, 0)
-        return QUANTIZE.unsupported(
-            QuantizeProblem(Op.QUANTIZE, target, (32,), -1, dtype, MXFP4))
+        return QUANTIZE.unsupported(QuantizeProblem(Op.QUANTIZE, target, (32,), -1, dtype, MXFP4))
 
     assert reason("cuda", "sm_90") is reason("cuda", "sm_100") is reason("hip", "gfx950") is None
     assert "sm_90" in str(reason("cuda", "sm_80"))
@@ -163,12 +195,16 @@ def test_unsupported_names_the_reason() -> None:
     assert "float64" in str(reason("cuda", "sm_90", torch.float64))
 
 
-@pytest.mark.parametrize("plant", [
-    lambda q: replace(q, qdata=q.qdata << 4 | q.qdata >> 4),
-    lambda q: replace(q, scale=q.scale.roll(1, dims=-1)),
-    lambda q: replace(q, qdata=torch.where(q.qdata == 0x80, 0, q.qdata)),
-    lambda q: replace(q, axis=-2, qdata=q.qdata.T, scale=q.scale.T),
-], ids=["swapped_nibbles", "scale_off_by_one_block", "lost_sign_of_zero", "wrong_axis"])
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda q: replace(q, qdata=q.qdata << 4 | q.qdata >> 4),
+        lambda q: replace(q, scale=q.scale.roll(1, dims=-1)),
+        lambda q: replace(q, qdata=torch.where(q.qdata == 0x80, 0, q.qdata)),
+        lambda q: replace(q, axis=-2, qdata=q.qdata.T, scale=q.scale.T),
+    ],
+    ids=["swapped_nibbles", "scale_off_by_one_block", "lost_sign_of_zero", "wrong_axis"],
+)
 def test_the_comparison_catches(plant: Callable[[MXTensor], MXTensor]) -> None:
     x = block_cases((128, 128), -1, torch.float32)
     quantized = quantize_blocks(x, MXFP4)
@@ -177,10 +213,16 @@ def test_the_comparison_catches(plant: Callable[[MXTensor], MXTensor]) -> None:
         assert_quantizes_exactly(plant(quantized), x, MXFP4, -1, ScaleRule.RCEIL)
 
 
-@pytest.mark.parametrize("plant", [
-    lambda y: torch.where(y == 1.0, 1.5, y), lambda y: y.abs(),
-    lambda y: y.nan_to_num(), lambda y: torch.where(y.abs() < 2.0**-126, 0.0, y),
-], ids=["wrong_value", "lost_signs", "lost_nan", "flushed_subnormals"])
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda y: torch.where(y == 1.0, 1.5, y),
+        lambda y: y.abs(),
+        lambda y: y.nan_to_num(),
+        lambda y: torch.where(y.abs() < 2.0**-126, 0.0, y),
+    ],
+    ids=["wrong_value", "lost_signs", "lost_nan", "flushed_subnormals"],
+)
 def test_the_comparison_of_values_catches(plant: Callable[[torch.Tensor], torch.Tensor]) -> None:
     tensor = every_code_and_scale(MXFP4, -1)
     values = dequantize_blocks(tensor)

@@ -13,43 +13,62 @@ from mxpert.backends.triton.routing import MAX_EXPERTS, PLAN, TOPK, PlanConfig, 
 from mxpert.ops.route import describe_route_topk, describe_routing_plan
 from mxpert.problem import TopKOptions
 from mxpert.testing.routing import (
-    random_topk_ids, topk_decision_gap, topk_weight_tolerance, validate_routing_plan,
+    random_topk_ids,
+    topk_decision_gap,
+    topk_weight_tolerance,
+    validate_routing_plan,
 )
 
 CONFIGS = {
-    "one-launch": PlanConfig(num_chunks=0, tile=64), "one-chunk": PlanConfig(num_chunks=1, tile=64),
+    "one-launch": PlanConfig(num_chunks=0, tile=64),
+    "one-chunk": PlanConfig(num_chunks=1, tile=64),
     "many-chunks": PlanConfig(num_chunks=11, tile=32),
     "many-tiles-per-chunk": PlanConfig(num_chunks=3, tile=32),
 }
 
 
-def check_plan(config: PlanConfig, ids: torch.Tensor, *, num_experts: int, unit: int,
-               **options: Any) -> None:
+def check_plan(
+    config: PlanConfig, ids: torch.Tensor, *, num_experts: int, unit: int, **options: Any
+) -> None:
     generator = torch.Generator().manual_seed(1)
     weights = torch.rand(ids.shape, generator=generator)
-    problem = describe_routing_plan(weights, ids, num_experts=num_experts, routing_block_m=unit,
-                                    **options)
-    plan = PLAN.launch(problem, config, topk_ids=ids, topk_weights=weights,
-                       expert_map=options.get("expert_map"),
-                       num_local_tokens=options.get("num_local_tokens"))
+    problem = describe_routing_plan(
+        weights, ids, num_experts=num_experts, routing_block_m=unit, **options
+    )
+    plan = PLAN.launch(
+        problem,
+        config,
+        topk_ids=ids,
+        topk_weights=weights,
+        expert_map=options.get("expert_map"),
+        num_local_tokens=options.get("num_local_tokens"),
+    )
     tokens = options.get("num_local_tokens")
-    validate_routing_plan(plan, weights, ids, num_experts=num_experts,
-                          expert_map=options.get("expert_map"),
-                          num_local_tokens=None if tokens is None else int(tokens))
+    validate_routing_plan(
+        plan,
+        weights,
+        ids,
+        num_experts=num_experts,
+        expert_map=options.get("expert_map"),
+        num_local_tokens=None if tokens is None else int(tokens),
+    )
 
 
 def distinct_ids(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
-    return random_topk_ids(num_tokens, top_k, num_experts,
-                           generator=torch.Generator().manual_seed(num_tokens))
+    return random_topk_ids(
+        num_tokens, top_k, num_experts, generator=torch.Generator().manual_seed(num_tokens)
+    )
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("num_tokens, top_k, num_experts, unit", [
-    (1, 1, 1, 16), (3, 4, 33, 16), (43, 8, 20, 64), (100, 3, 7, 1), (17, 9, 70, 24),
-    (0, 2, 5, 8)])
+@pytest.mark.parametrize(
+    "num_tokens, top_k, num_experts, unit",
+    [(1, 1, 1, 16), (3, 4, 33, 16), (43, 8, 20, 64), (100, 3, 7, 1), (17, 9, 70, 24), (0, 2, 5, 8)],
+)
 def test_plan_is_exact(config, num_tokens, top_k, num_experts, unit):
-    check_plan(config, distinct_ids(num_tokens, top_k, num_experts), num_experts=num_experts,
-               unit=unit)
+    check_plan(
+        config, distinct_ids(num_tokens, top_k, num_experts), num_experts=num_experts, unit=unit
+    )
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -60,8 +79,15 @@ def test_plan_ignores_foreign_ids_and_tokens_beyond_the_local_ones(config):
     expert_map = torch.arange(24, dtype=torch.int32) - 8
     expert_map[20] = 1 << 30
     for tokens in (21, -5, 99):
-        check_plan(config, ids, num_experts=24, unit=8, expert_map=expert_map, num_local_experts=10,
-                   num_local_tokens=torch.tensor([tokens], dtype=torch.int32))
+        check_plan(
+            config,
+            ids,
+            num_experts=24,
+            unit=8,
+            expert_map=expert_map,
+            num_local_experts=10,
+            num_local_tokens=torch.tensor([tokens], dtype=torch.int32),
+        )
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -71,8 +97,12 @@ def test_plan_with_all_tokens_to_one_expert(config):
 
 @pytest.mark.parametrize("num_experts", [257, 513, MAX_EXPERTS])
 def test_plan_with_many_experts(num_experts):
-    check_plan(PlanConfig(num_chunks=2, tile=64), distinct_ids(13, 9, num_experts),
-               num_experts=num_experts, unit=16)
+    check_plan(
+        PlanConfig(num_chunks=2, tile=64),
+        distinct_ids(13, 9, num_experts),
+        num_experts=num_experts,
+        unit=16,
+    )
 
 
 @pytest.mark.parametrize("num_experts, most_tokens", [(128, 256), (384, 128), (1000, 128)])
@@ -82,8 +112,10 @@ def test_heuristic_covers_all_rows_with_bounded_chunks(num_experts, most_tokens)
     for tokens in (1, 128, 129, 256, 257, 16384, 32768, (1 << 24) // 8 - 1):
         problem = describe_routing_plan(
             torch.empty(1, 8).expand(tokens, 8),
-            torch.empty(1, 8, dtype=torch.int32).expand(tokens, 8), num_experts=num_experts,
-            routing_block_m=64)
+            torch.empty(1, 8, dtype=torch.int32).expand(tokens, 8),
+            num_experts=num_experts,
+            routing_block_m=64,
+        )
         config = PLAN.heuristic(problem)
         assert (config.num_chunks == 0) == (tokens <= most_tokens)
         assert config.num_chunks <= 128
@@ -91,25 +123,35 @@ def test_heuristic_covers_all_rows_with_bounded_chunks(num_experts, most_tokens)
 
 
 TOPK_CASES = {
-    "softmax-chosen": {}, "softmax-all": {"normalize": False},
-    "softmax-bias": {"correction_bias": True}, "softmax-groups": {"num_groups": 4, "top_groups": 2},
+    "softmax-chosen": {},
+    "softmax-all": {"normalize": False},
+    "softmax-bias": {"correction_bias": True},
+    "softmax-groups": {"num_groups": 4, "top_groups": 2},
     "sigmoid": {"scoring": Scoring.SIGMOID},
     "sigmoid-raw": {"scoring": Scoring.SIGMOID, "normalize": False},
-    "deepseek-v3": {"scoring": Scoring.SIGMOID, "num_groups": 4, "top_groups": 2,
-                    "correction_bias": True, "routed_scaling_factor": 2.5},
+    "deepseek-v3": {
+        "scoring": Scoring.SIGMOID,
+        "num_groups": 4,
+        "top_groups": 2,
+        "correction_bias": True,
+        "routed_scaling_factor": 2.5,
+    },
 }
 
 
-def check_topk(logits: torch.Tensor, top_k: int, options: dict[str, Any],
-               config: TopKConfig | None = None) -> None:
+def check_topk(
+    logits: torch.Tensor, top_k: int, options: dict[str, Any], config: TopKConfig | None = None
+) -> None:
     options = dict(options)
     if options.get("correction_bias"):
         options["correction_bias"] = 0.1 * torch.randn(
-            logits.shape[1], generator=torch.Generator().manual_seed(5))
+            logits.shape[1], generator=torch.Generator().manual_seed(5)
+        )
     bias = options.get("correction_bias")
     problem = describe_route_topk(logits, top_k, **options)
-    weights, ids = TOPK.launch(problem, config or TOPK.heuristic(problem), logits=logits,
-                               correction_bias=bias)
+    weights, ids = TOPK.launch(
+        problem, config or TOPK.heuristic(problem), logits=logits, correction_bias=bias
+    )
     want_weights, want_ids = mxpert.route_topk(logits, top_k, **options)
     finite = logits.float()
     tolerance = topk_weight_tolerance(float(finite.max() - finite.min()), logits.shape[1])
@@ -147,15 +189,22 @@ def test_topk_of_many_slots_and_the_most_experts():
 @pytest.mark.parametrize("scoring", Scoring)
 def test_topk_ties_nan_and_infinity(scoring):
     nan, inf = float("nan"), float("inf")
-    logits = torch.tensor([
-        [1.0, 3.0, 3.0, 3.0, 2.0, 2.0], [0.0, -0.0, 0.0, -1.0, -0.0, -2.0],
-        [nan, 1.0, nan, 2.0, nan, 0.0], [nan] * 6, [-inf, 0.0, -inf, 1.0, -inf, -inf]])
+    logits = torch.tensor(
+        [
+            [1.0, 3.0, 3.0, 3.0, 2.0, 2.0],
+            [0.0, -0.0, 0.0, -1.0, -0.0, -2.0],
+            [nan, 1.0, nan, 2.0, nan, 0.0],
+            [nan] * 6,
+            [-inf, 0.0, -inf, 1.0, -inf, -inf],
+        ]
+    )
     with mxpert.override(backend="triton"):
         weights, ids = mxpert.route_topk(logits, 4, scoring=scoring)
     want_weights, want_ids = mxpert.route_topk(logits, 4, scoring=scoring)
     assert torch.equal(ids, want_ids)
-    torch.testing.assert_close(weights, want_weights, equal_nan=True, atol=0,
-                               rtol=topk_weight_tolerance(4.0, 6))
+    torch.testing.assert_close(
+        weights, want_weights, equal_nan=True, atol=0, rtol=topk_weight_tolerance(4.0, 6)
+    )
 
 
 def test_topk_excluded_groups_never_win():
@@ -183,8 +232,10 @@ def test_public_ops_reach_the_kernels():
 
 
 def test_more_experts_than_the_kernels_hold_are_refused():
-    with (mxpert.override(backend="triton"),
-          pytest.raises(mxpert.UnsupportedError, match=r"at most 1024 experts, not 1025")):
+    with (
+        mxpert.override(backend="triton"),
+        pytest.raises(mxpert.UnsupportedError, match=r"at most 1024 experts, not 1025"),
+    ):
         mxpert.route_topk(torch.zeros(1, MAX_EXPERTS + 1), 2)
 
 

@@ -40,11 +40,18 @@ def tolerance(value: torch.Tensor, terms: int = 1) -> float:
     The worst case is used, since all clamped values have the same error.
     """
     steps = (STEPS + terms) * rounding_rms(24)
-    return steps + (2.0 ** -8 if value.dtype == torch.bfloat16 else 0)
+    return steps + (2.0**-8 if value.dtype == torch.bfloat16 else 0)
 
 
-def run(op: Op, kernels: dict[Op, Any], width: int, dtype: torch.dtype, top_k: int = 1,
-        activation: Activation | None = None, **tensors: Any) -> Any:
+def run(
+    op: Op,
+    kernels: dict[Op, Any],
+    width: int,
+    dtype: torch.dtype,
+    top_k: int = 1,
+    activation: Activation | None = None,
+    **tensors: Any,
+) -> Any:
     rows = len(tensors.get("gate_up", tensors.get("rows")))
     problem = RowsProblem(op, detect_target("cpu"), rows, width, dtype, top_k, activation)
     kernel = kernels[op]
@@ -53,12 +60,15 @@ def run(op: Op, kernels: dict[Op, Any], width: int, dtype: torch.dtype, top_k: i
 
 
 def wide(**tensors: Any) -> dict[str, Any]:
-    return {name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
-            for name, value in tensors.items()}
+    return {
+        name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in tensors.items()
+    }
 
 
-def compare(op: Op, width: int, dtype: torch.dtype, top_k: int = 1, terms: int = 1,
-            **tensors: Any) -> None:
+def compare(
+    op: Op, width: int, dtype: torch.dtype, top_k: int = 1, terms: int = 1, **tensors: Any
+) -> None:
     activation = tensors.pop("activation", None)
     found = run(op, TRITON, width, dtype, top_k, activation, **tensors)
     precise = wide(**tensors)
@@ -79,17 +89,19 @@ def test_activation(activation: Activation, dtype: torch.dtype, rows: int, width
     gate_up = (2 * torch.randn(rows, 2 * width)).to(dtype)
     grad = torch.randn(rows, width).to(dtype)
     compare(Op.ACTIVATE_ROWS, width, dtype, gate_up=gate_up, activation=activation)
-    compare(Op.ACTIVATE_ROWS_BACKWARD, width, dtype, grad=grad, gate_up=gate_up,
-            activation=activation)
+    compare(
+        Op.ACTIVATE_ROWS_BACKWARD, width, dtype, grad=grad, gate_up=gate_up, activation=activation
+    )
 
 
 @activations
 def test_activation_sees_gate_and_up_exchanged(activation: Activation) -> None:
     gate_up = torch.randn(4, 128)
     swapped = torch.cat(gate_up.chunk(2, -1)[::-1], -1)
-    found, wanted = (run(Op.ACTIVATE_ROWS, kernels, 64, torch.float32, activation=activation,
-                         gate_up=value) for kernels, value in ((TRITON, swapped),
-                                                               (REFERENCE, gate_up)))
+    found, wanted = (
+        run(Op.ACTIVATE_ROWS, kernels, 64, torch.float32, activation=activation, gate_up=value)
+        for kernels, value in ((TRITON, swapped), (REFERENCE, gate_up))
+    )
     with pytest.raises(AssertionError):
         assert_close_relative(found, wanted.double(), tolerance(found), "exchanged")
 
@@ -98,27 +110,51 @@ def test_activation_sees_gate_and_up_exchanged(activation: Activation) -> None:
 def test_not_a_number_stays_one(activation: Activation) -> None:
     gate_up = torch.zeros(2, 64)
     gate_up[0, 3] = gate_up[1, 35] = float("nan")
-    for op, rest in ((Op.ACTIVATE_ROWS, {}), (Op.ACTIVATE_ROWS_BACKWARD,
-                                              {"grad": torch.ones(2, 32)})):
-        found, wanted = (run(op, kernels, 32, torch.float32, activation=activation,
-                             gate_up=gate_up, **rest) for kernels in (TRITON, REFERENCE))
+    for op, rest in (
+        (Op.ACTIVATE_ROWS, {}),
+        (Op.ACTIVATE_ROWS_BACKWARD, {"grad": torch.ones(2, 32)}),
+    ):
+        found, wanted = (
+            run(op, kernels, 32, torch.float32, activation=activation, gate_up=gate_up, **rest)
+            for kernels in (TRITON, REFERENCE)
+        )
         assert torch.equal(found.isnan(), wanted.isnan())
         assert found.isnan().any()
 
 
 @dtypes
-@pytest.mark.parametrize("tokens, top_k, width", [
-    (7, 2, 96), (3, 1, COMBINE_BLOCK + 31), (2, 8, COMBINE_BLOCK + 1), (0, 4, 64)])
+@pytest.mark.parametrize(
+    "tokens, top_k, width",
+    [(7, 2, 96), (3, 1, COMBINE_BLOCK + 31), (2, 8, COMBINE_BLOCK + 1), (0, 4, 64)],
+)
 def test_combine(dtype: torch.dtype, tokens: int, top_k: int, width: int) -> None:
     torch.manual_seed(top_k)
     rows = torch.randn(tokens * top_k, width).to(dtype)
     row_ids = torch.randperm(len(rows)).view(tokens, top_k)
     weights, grad = torch.rand(tokens, top_k), torch.randn(tokens, width).to(dtype)
     for each in (weights, None):
-        compare(Op.COMBINE_ROWS, width, dtype, top_k, top_k, rows=rows, row_ids=row_ids,
-                weights=each, out_dtype=dtype)
-    compare(Op.COMBINE_ROWS_BACKWARD, width, dtype, top_k, width, grad=grad, rows=rows,
-            row_ids=row_ids, weights=weights)
+        compare(
+            Op.COMBINE_ROWS,
+            width,
+            dtype,
+            top_k,
+            top_k,
+            rows=rows,
+            row_ids=row_ids,
+            weights=each,
+            out_dtype=dtype,
+        )
+    compare(
+        Op.COMBINE_ROWS_BACKWARD,
+        width,
+        dtype,
+        top_k,
+        width,
+        grad=grad,
+        rows=rows,
+        row_ids=row_ids,
+        weights=weights,
+    )
 
 
 def test_a_whole_block_trains_on_the_kernels() -> None:

@@ -30,20 +30,35 @@ SIZES = (0, 37, 1, 0, 200, 34)
 TAIL, WIDTH = 9, 352
 FREE, ONE_TOO_FAR = 2.0**-9, 2.0**-10
 """Size of a block next to blocks of 1 … 1.5: exact under the row's scale (FREE), or not."""
-SPANS = {"auto": (ScaleSpan.AUTO, ScaleSpan.AUTO), "row": (ScaleSpan.ROW, ScaleSpan.ROW),
-         "span128": (ScaleSpan.SPAN128, ScaleSpan.ROW), "one": (ScaleSpan.BLOCK, ScaleSpan.AUTO),
-         "other": (ScaleSpan.AUTO, ScaleSpan.BLOCK)}
+SPANS = {
+    "auto": (ScaleSpan.AUTO, ScaleSpan.AUTO),
+    "row": (ScaleSpan.ROW, ScaleSpan.ROW),
+    "span128": (ScaleSpan.SPAN128, ScaleSpan.ROW),
+    "one": (ScaleSpan.BLOCK, ScaleSpan.AUTO),
+    "other": (ScaleSpan.AUTO, ScaleSpan.BLOCK),
+}
 
 
-def describe(x: torch.Tensor, offsets: torch.Tensor | None, spans: tuple[ScaleSpan, ScaleSpan],
-             ) -> DualProblem:
+def describe(
+    x: torch.Tensor, offsets: torch.Tensor | None, spans: tuple[ScaleSpan, ScaleSpan]
+) -> DualProblem:
     groups = offsets.numel() - 1 if offsets is not None else x.shape[0]
-    return DualProblem(Op.QUANTIZE_DUAL, H200, tuple(x.shape), x.dtype, get_format("mxfp8_e4m3"),
-                       ScaleRule.RCEIL, groups, offsets is not None, *spans)
+    return DualProblem(
+        Op.QUANTIZE_DUAL,
+        H200,
+        tuple(x.shape),
+        x.dtype,
+        get_format("mxfp8_e4m3"),
+        ScaleRule.RCEIL,
+        groups,
+        offsets is not None,
+        *spans,
+    )
 
 
-def quantized(x: torch.Tensor, offsets: torch.Tensor | None, span: ScaleSpan,
-              ) -> tuple[MXTensor, MXTensor]:
+def quantized(
+    x: torch.Tensor, offsets: torch.Tensor | None, span: ScaleSpan
+) -> tuple[MXTensor, MXTensor]:
     return REFERENCE.launch(describe(x, offsets, (span, span)), None, x=x, group_offsets=offsets)
 
 
@@ -53,8 +68,10 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     It marks blocks of zeros inside spans, as the Gluon kernel does.
     """
-    def run(x: torch.Tensor, offsets: torch.Tensor | None, spans: tuple[ScaleSpan, ScaleSpan],
-            ) -> tuple[MXTensor, MXTensor]:
+
+    def run(
+        x: torch.Tensor, offsets: torch.Tensor | None, spans: tuple[ScaleSpan, ScaleSpan]
+    ) -> tuple[MXTensor, MXTensor]:
         blocks, launch = quantized(x, offsets, ScaleSpan.BLOCK), Launch.__call__
 
         def stand_in(made: Launch, **tensors: Any) -> None:
@@ -67,12 +84,13 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
                     marked = made.constants[f"MARK_{name.upper()}S"]
                     zeros = (copy.qdata.unflatten(-1, (-1, 32)) & 0x7F == 0).all(-1)
                     if name == "column" and offsets is not None:
-                        zeros[:, int(padded_group_offsets(offsets)[-1]) // 32:] = False
+                        zeros[:, int(padded_group_offsets(offsets)[-1]) // 32 :] = False
                     scale.copy_(torch.where(zeros & marked, 0, copy.scale.clamp(min=1)))
 
         monkeypatch.setattr(Launch, "__call__", stand_in)
-        return dual.QUANTIZE_DUAL.launch(describe(x, offsets, spans), None, x=x,
-                                         group_offsets=offsets)
+        return dual.QUANTIZE_DUAL.launch(
+            describe(x, offsets, spans), None, x=x, group_offsets=offsets
+        )
 
     return run
 
@@ -88,7 +106,7 @@ def data(small: float, *, grouped: bool) -> tuple[torch.Tensor, torch.Tensor | N
     x = torch.empty(sum(SIZES) + TAIL, WIDTH).uniform_(1, 1.5, generator=generator)
     x[70:102, 64:96] *= small  # the second block of the group that begins at row 38
     x[102:134, 32:64] = 0
-    x[sum(SIZES):] = torch.nan
+    x[sum(SIZES) :] = torch.nan
     offsets = torch.tensor([0, *itertools.accumulate(SIZES)], dtype=torch.int32)
     return x, offsets
 

@@ -9,10 +9,12 @@ import triton.language as tl
 
 from mxpert.backends.triton.epilogue import tanh
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning",
-                                        "ignore:invalid value encountered in:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered in:RuntimeWarning",
+    "ignore:invalid value encountered in:RuntimeWarning",
+)
 
-RELATIVE_ERROR = 2.0 ** -20
+RELATIVE_ERROR = 2.0**-20
 """Derived in tests/edges/test_13_one_tanh.py."""
 
 
@@ -32,8 +34,13 @@ def test_every_magnitude() -> None:
     """From the smallest normal numbers to saturation, with many values around 1/4, where the
     formula changes."""
     exponents = torch.linspace(-126, 6, 1 << 14)
-    x = torch.cat([torch.exp2(exponents), torch.linspace(0.2, 0.3, 1 << 14),
-                   torch.linspace(0.25, 12, 1 << 14)])
+    x = torch.cat(
+        [
+            torch.exp2(exponents),
+            torch.linspace(0.2, 0.3, 1 << 14),
+            torch.linspace(0.25, 12, 1 << 14),
+        ]
+    )
     expected = torch.tanh(x.double())
     actual = apply(x)
     error = (actual.double() - expected).abs() / expected
@@ -44,8 +51,8 @@ def test_every_magnitude() -> None:
 def test_special_values() -> None:
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 1e-45])
     x = torch.zeros(4096)
-    x[:len(special)] = special
-    actual = apply(x)[:len(special)]
+    x[: len(special)] = special
+    actual = apply(x)[: len(special)]
     assert actual[:4].tolist() == [0.0, -0.0, 1.0, -1.0]
     assert torch.signbit(actual[:2]).tolist() == [False, True]
     assert actual[4].isnan()

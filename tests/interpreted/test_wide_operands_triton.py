@@ -13,8 +13,14 @@ from mxpert.formats import MXTensor, ScaleRule, ScaleSpan, dequantize_blocks, qu
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.poison import nan_filled_scratch
 
-COUNTS = {"first": (1, 0), "second": (-3, 2), "both": (5, 7), "alone": (1, None),
-          "neither": (0, -4), "not_alone": (None, 0)}
+COUNTS = {
+    "first": (1, 0),
+    "second": (-3, 2),
+    "both": (5, 7),
+    "alone": (1, None),
+    "neither": (0, -4),
+    "not_alone": (None, 0),
+}
 """Counts of wide blocks of both operands, None for an operand without one."""
 
 
@@ -28,18 +34,23 @@ def operand(shape: tuple[int, ...], fmt: str, count: int | None) -> MXTensor:
     tensor = quantize_blocks(x, fmt, -1, ScaleRule.RCEIL)
     if count is None:
         return tensor
-    return replace(tensor, scale_span=ScaleSpan.AUTO,
-                   wide_blocks=torch.tensor([count], dtype=torch.int32))
+    return replace(
+        tensor, scale_span=ScaleSpan.AUTO, wide_blocks=torch.tensor([count], dtype=torch.int32)
+    )
 
 
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("sizes", [((300, 96), (3, 40, 96)), ((1, 32), (2, 8, 32))], ids=str)
 def test_values_are_exact_or_untouched(
-    sizes: tuple[tuple[int, ...], tuple[int, ...]], counts: str,
+    sizes: tuple[tuple[int, ...], tuple[int, ...]], counts: str
 ) -> None:
     """The target has one SM, so each of its programs has several tiles, or none."""
-    first, second = (operand(size, fmt, count) for size, fmt, count in zip(
-        sizes, ("mxfp8_e5m2", "mxfp8_e4m3"), COUNTS[counts], strict=True))
+    first, second = (
+        operand(size, fmt, count)
+        for size, fmt, count in zip(
+            sizes, ("mxfp8_e5m2", "mxfp8_e4m3"), COUNTS[counts], strict=True
+        )
+    )
     target = replace(detect_target("cpu"), num_sms=1)
     with nan_filled_scratch():
         copies = decode_if_wide(first, second, target)

@@ -58,9 +58,15 @@ def activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> t
 
 
 def moe_layer(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor, *, activation: Activation, activation_format: str = "bf16",
-    scale_rule: ScaleRule = ScaleRule.RCEIL, apply_router_weight_on_input: bool = False,
+    x: torch.Tensor | MXTensor,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: Activation,
+    activation_format: str = "bf16",
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    apply_router_weight_on_input: bool = False,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """float64 [T, H] with the intermediate rounded to `activation_format` and nothing else."""
@@ -68,8 +74,11 @@ def moe_layer(
     w_down = dequantize_blocks(weights.down_proj, torch.float64)
     out = torch.zeros(topk_ids.shape[0], weights.hidden_size, dtype=torch.float64)
     for token in range(topk_ids.shape[0]):
-        row = (dequantize_blocks(x[token], torch.float64) if isinstance(x, MXTensor)
-               else rounded(x[token], activation_format, scale_rule))
+        row = (
+            dequantize_blocks(x[token], torch.float64)
+            if isinstance(x, MXTensor)
+            else rounded(x[token], activation_format, scale_rule)
+        )
         for slot in range(topk_ids.shape[1]):
             expert = int(topk_ids[token, slot])
             if expert_map is not None and 0 <= expert < len(expert_map):

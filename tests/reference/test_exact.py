@@ -17,9 +17,12 @@ from mxpert.testing.problems import MoEInputs, MoEShape
 
 from .oracle import moe_layer
 
-CASES = [(SiLU(), GateUpOrder.CONCATENATED, False), (SwiGLU(), GateUpOrder.INTERLEAVED, True),
-         (ClampedSiLU(), GateUpOrder.INTERLEAVED_16, False),
-         (SiTUv2(), GateUpOrder.CONCATENATED, True)]
+CASES = [
+    (SiLU(), GateUpOrder.CONCATENATED, False),
+    (SwiGLU(), GateUpOrder.INTERLEAVED, True),
+    (ClampedSiLU(), GateUpOrder.INTERLEAVED_16, False),
+    (SiTUv2(), GateUpOrder.CONCATENATED, True),
+]
 FORMATS = ("bf16", "mxfp8", "mxfp4")
 
 
@@ -30,32 +33,50 @@ def shape_of(case, top_k: int = 3) -> MoEShape:
 
 def run(inputs: MoEInputs, accumulate: torch.dtype, **options) -> torch.Tensor:
     with mxpert.override(backend="reference", config=ReferenceConfig(accumulate)):
-        return mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
-                                activation=inputs.activation, **options)
+        return mxpert.fused_moe(
+            inputs.x,
+            inputs.weights,
+            inputs.topk_weights,
+            inputs.topk_ids,
+            activation=inputs.activation,
+            **options,
+        )
 
 
 @pytest.mark.parametrize("on_input", [False, True], ids=("weight_on_output", "weight_on_input"))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
 def test_every_option_gives_the_float64_result(case, on_input) -> None:
     inputs = exact_moe_problem(shape_of(case), 11, apply_router_weight_on_input=on_input)
-    expected = run(inputs, torch.float64, out_dtype=torch.float64,
-                   apply_router_weight_on_input=on_input)
+    expected = run(
+        inputs, torch.float64, out_dtype=torch.float64, apply_router_weight_on_input=on_input
+    )
     assert expected.count_nonzero() > expected.numel() / 2
     assert_exact(expected.bfloat16().double(), expected, "float64 result in bfloat16")
     rules = itertools.cycle(ScaleRule)
     for activation_format, combine in itertools.product(FORMATS, (Combine.REDUCE, Combine.ATOMIC)):
         rule = next(rules)
-        actual = run(inputs, torch.float32, activation_format=activation_format, combine=combine,
-                     scale_rule=rule, apply_router_weight_on_input=on_input)
-        assert_exact(actual, expected.bfloat16(), f"{activation_format} {combine} {rule}",
-                     ignore_zero_sign=True)
+        actual = run(
+            inputs,
+            torch.float32,
+            activation_format=activation_format,
+            combine=combine,
+            scale_rule=rule,
+            apply_router_weight_on_input=on_input,
+        )
+        assert_exact(
+            actual,
+            expected.bfloat16(),
+            f"{activation_format} {combine} {rule}",
+            ignore_zero_sign=True,
+        )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
 def test_the_oracle_agrees(case) -> None:
     inputs = exact_moe_problem(shape_of(case), 3, seed=2)
-    expected = moe_layer(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
-                         activation=inputs.activation)
+    expected = moe_layer(
+        inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids, activation=inputs.activation
+    )
     assert_exact(run(inputs, torch.float32), expected.bfloat16(), "oracle", ignore_zero_sign=True)
 
 

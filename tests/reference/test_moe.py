@@ -24,8 +24,14 @@ from .oracle import moe_layer
 
 MX_FORMATS = ("mxfp8", "mxfp4")
 FORMATS = ("bf16", *MX_FORMATS, "fp8_token")
-ACTIVATIONS = (SiLU(), SwiGLU(), SwiGLU(alpha=1.3, limit=1.0), ClampedSiLU(0.5), SiTUv2(),
-               SiTUv2(beta=0.7, beta_up=1.1))
+ACTIVATIONS = (
+    SiLU(),
+    SwiGLU(),
+    SwiGLU(alpha=1.3, limit=1.0),
+    ClampedSiLU(0.5),
+    SiTUv2(),
+    SiTUv2(beta=0.7, beta_up=1.1),
+)
 SHAPE = MoEShape(96, 64, 5, 3, SwiGLU(), GateUpOrder.INTERLEAVED, has_bias=True)
 # Two float64 sums in different orders; their codes agree unless a value lies within 1e-13 of a tie.
 FLOAT64_TOLERANCE = 1e-12
@@ -44,13 +50,25 @@ def reference():
 
 
 def run(inputs: MoEInputs, **options) -> torch.Tensor:
-    return mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
-                            activation=options.pop("activation", inputs.activation), **options)
+    return mxpert.fused_moe(
+        inputs.x,
+        inputs.weights,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        activation=options.pop("activation", inputs.activation),
+        **options,
+    )
 
 
 def oracle(inputs: MoEInputs, **options) -> torch.Tensor:
-    return moe_layer(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
-                     activation=options.pop("activation", inputs.activation), **options)
+    return moe_layer(
+        inputs.x,
+        inputs.weights,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        activation=options.pop("activation", inputs.activation),
+        **options,
+    )
 
 
 @pytest.mark.parametrize("activation_format", FORMATS)
@@ -59,8 +77,12 @@ def oracle(inputs: MoEInputs, **options) -> torch.Tensor:
 def test_layer_equals_the_oracle(activation, order, activation_format, float64) -> None:
     inputs = random_moe_problem(replace(SHAPE, gate_up_order=order), 7)
     options = {"activation": activation, "activation_format": activation_format}
-    assert_close_relative(run(inputs, out_dtype=torch.float64, **options),
-                          oracle(inputs, **options), FLOAT64_TOLERANCE, "fused_moe")
+    assert_close_relative(
+        run(inputs, out_dtype=torch.float64, **options),
+        oracle(inputs, **options),
+        FLOAT64_TOLERANCE,
+        "fused_moe",
+    )
 
 
 @pytest.mark.parametrize("rule", ScaleRule, ids=lambda rule: rule.name.lower())
@@ -69,10 +91,17 @@ def test_layer_equals_the_oracle(activation, order, activation_format, float64) 
 @pytest.mark.parametrize("on_input", [False, True], ids=("weight_on_output", "weight_on_input"))
 def test_options_equal_the_oracle(on_input, combine, activation_format, rule, float64) -> None:
     inputs = random_moe_problem(SHAPE, 5, seed=3)
-    options = {"activation_format": activation_format, "scale_rule": rule,
-               "apply_router_weight_on_input": on_input}
-    assert_close_relative(run(inputs, combine=combine, out_dtype=torch.float64, **options),
-                          oracle(inputs, **options), FLOAT64_TOLERANCE, "fused_moe")
+    options = {
+        "activation_format": activation_format,
+        "scale_rule": rule,
+        "apply_router_weight_on_input": on_input,
+    }
+    assert_close_relative(
+        run(inputs, combine=combine, out_dtype=torch.float64, **options),
+        oracle(inputs, **options),
+        FLOAT64_TOLERANCE,
+        "fused_moe",
+    )
 
 
 @pytest.mark.parametrize("routing", Routing, ids=lambda routing: routing.value)
@@ -92,16 +121,21 @@ def test_expert_map_skips_foreign_negative_and_out_of_range_ids(float64) -> None
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(-2, 9, (9, 3), dtype=torch.int32, generator=generator)
     inputs = replace(inputs, topk_ids=ids)
-    assert_close_relative(run(inputs, expert_map=expert_map, out_dtype=torch.float64),
-                          oracle(inputs, expert_map=expert_map), FLOAT64_TOLERANCE, "expert_map")
+    assert_close_relative(
+        run(inputs, expert_map=expert_map, out_dtype=torch.float64),
+        oracle(inputs, expert_map=expert_map),
+        FLOAT64_TOLERANCE,
+        "expert_map",
+    )
 
 
 def test_tokens_beyond_num_local_tokens_are_zero_and_never_read(float64) -> None:
     inputs = random_moe_problem(SHAPE, 8)
     expected = oracle(inputs)
     inputs.x[5:] = float("nan")
-    result = run(inputs, num_local_tokens=torch.tensor([5], dtype=torch.int32),
-                 out_dtype=torch.float64)
+    result = run(
+        inputs, num_local_tokens=torch.tensor([5], dtype=torch.int32), out_dtype=torch.float64
+    )
     assert_close_relative(result[:5], expected[:5], FLOAT64_TOLERANCE, "local tokens")
     assert_exact(result[5:], torch.zeros_like(result[5:]), "foreign tokens")
 
@@ -110,8 +144,10 @@ def test_tokens_beyond_num_local_tokens_are_zero_and_never_read(float64) -> None
 def test_quantised_x_equals_bfloat16_x(activation_format) -> None:
     inputs = random_moe_problem(SHAPE, 6)
     quantised = quantize_blocks(inputs.x, activation_format, -1, ScaleRule.EVEN)
-    results = [run(replace(inputs, x=x), activation_format=activation_format,
-                   scale_rule=ScaleRule.EVEN) for x in (inputs.x, quantised)]
+    results = [
+        run(replace(inputs, x=x), activation_format=activation_format, scale_rule=ScaleRule.EVEN)
+        for x in (inputs.x, quantised)
+    ]
     assert_exact(*results, "fused_moe")
 
 
@@ -119,37 +155,48 @@ def test_quantised_x_equals_bfloat16_x(activation_format) -> None:
 @pytest.mark.parametrize("block", [1, 8, 64])
 @pytest.mark.parametrize("combine", Combine, ids=lambda c: c.value)
 def test_stages_ignore_padding_and_equal_the_oracle(
-    combine, block, activation_format, float64,
+    combine, block, activation_format, float64
 ) -> None:
     inputs = random_moe_problem(SHAPE, 5)
-    plan = mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids, num_experts=5,
-                                    routing_block_m=block)
-    h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, activation=SwiGLU(),
-                           activation_format=activation_format)
+    plan = mxpert.make_routing_plan(
+        inputs.topk_weights, inputs.topk_ids, num_experts=5, routing_block_m=block
+    )
+    h = mxpert.moe_gate_up(
+        inputs.x, inputs.weights, plan, activation=SwiGLU(), activation_format=activation_format
+    )
     padding = (plan.sorted_token_ids >> 24) == 3
     if isinstance(h, torch.Tensor):
         h[padding] = float("nan")
     else:
         h.scale[padding] = 255
-    y = mxpert.moe_down(h, inputs.weights, plan, activation_format=activation_format,
-                        combine=combine, out_dtype=torch.float64)
+    y = mxpert.moe_down(
+        h,
+        inputs.weights,
+        plan,
+        activation_format=activation_format,
+        combine=combine,
+        out_dtype=torch.float64,
+    )
     if combine is Combine.FLAT:
         assert y.shape == (plan.capacity, 96)
         y = y[plan.slot_rows.long()].sum(dim=1)
-    assert_close_relative(y, oracle(inputs, activation_format=activation_format),
-                          FLOAT64_TOLERANCE, "stages")
+    assert_close_relative(
+        y, oracle(inputs, activation_format=activation_format), FLOAT64_TOLERANCE, "stages"
+    )
 
 
 def test_blocks_without_an_expert_and_past_the_end_are_not_computed(float64) -> None:
     inputs = random_moe_problem(replace(SHAPE, top_k=1), 6)
-    plan = mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids, num_experts=5,
-                                    routing_block_m=2)
+    plan = mxpert.make_routing_plan(
+        inputs.topk_weights, inputs.topk_ids, num_experts=5, routing_block_m=2
+    )
     blocks = plan.block_expert_ids.clone()
     blocks[0] = -1
     used = plan.num_valid - torch.tensor([2, 0], dtype=torch.int32)
     cut = replace(plan, block_expert_ids=blocks, num_valid=used)
-    h, full = (mxpert.moe_gate_up(inputs.x, inputs.weights, p, activation=SiLU())
-               for p in (cut, plan))
+    h, full = (
+        mxpert.moe_gate_up(inputs.x, inputs.weights, p, activation=SiLU()) for p in (cut, plan)
+    )
     end = int(used[0])
     assert not h[:2].any()
     assert not h[end:].any()
@@ -166,25 +213,35 @@ def test_float32_with_bfloat16_output_meets_the_gate(activation_format, combine)
     with mxpert.override(backend="reference", config=ReferenceConfig(torch.float64)):
         expected = run(inputs, activation_format=activation_format, out_dtype=torch.float64)
     top_k = 3 if combine is Combine.REDUCE else 1
-    tolerance = end_to_end_tolerance(activation_format, torch.bfloat16, 512, 256, top_k=top_k,
-                                     numel=actual.numel())
+    tolerance = end_to_end_tolerance(
+        activation_format, torch.bfloat16, 512, 256, top_k=top_k, numel=actual.numel()
+    )
     error = assert_close_relative(actual, expected, tolerance, "fused_moe")
     assert error > tolerance / 10  # a tolerance ten times the error would hide mistakes
-    wrong = run(inputs, activation_format=activation_format, combine=combine,
-                out_dtype=torch.float32)
+    wrong = run(
+        inputs, activation_format=activation_format, combine=combine, out_dtype=torch.float32
+    )
     assert relative_l2(wrong, expected) < error  # bfloat16 output is what costs most
 
 
 @pytest.mark.parametrize("activation_format", MX_FORMATS)
 def test_stage_one_codes_meet_the_flip_tolerance(activation_format) -> None:
     inputs = random_moe_problem(replace(SHAPE, hidden_size=512, intermediate_size=256), 64)
-    plan = mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids, num_experts=5,
-                                    routing_block_m=16)
+    plan = mxpert.make_routing_plan(
+        inputs.topk_weights, inputs.topk_ids, num_experts=5, routing_block_m=16
+    )
     results = []
     for accumulate in (torch.float32, torch.float64):
         with mxpert.override(backend="reference", config=ReferenceConfig(accumulate)):
-            results.append(mxpert.moe_gate_up(inputs.x, inputs.weights, plan, activation=SiLU(),
-                                              activation_format=activation_format))
+            results.append(
+                mxpert.moe_gate_up(
+                    inputs.x,
+                    inputs.weights,
+                    plan,
+                    activation=SiLU(),
+                    activation_format=activation_format,
+                )
+            )
     tolerance = stage_tolerance(activation_format, None, 512, numel=64 * 3 * 256)
     assert_close_relative(*results, tolerance, "moe_gate_up")
 
@@ -204,8 +261,9 @@ def test_storage_outside_the_logical_shape_is_not_read(scale, activation_format)
 def test_a_planted_error_fails_the_gate(name, activation_format) -> None:
     inputs = random_moe_problem(SHAPE, 16)
     expected = oracle(inputs, activation_format=activation_format)
-    tolerance = end_to_end_tolerance(activation_format, torch.bfloat16, 96, 64, top_k=3,
-                                     numel=expected.numel())
+    tolerance = end_to_end_tolerance(
+        activation_format, torch.bfloat16, 96, 64, top_k=3, numel=expected.numel()
+    )
     actual = run(inputs, activation_format=activation_format)
     assert_close_relative(actual, expected, tolerance, "sound layer")
     wrong = run(PLANTED_ERRORS[name](inputs), activation_format=activation_format)

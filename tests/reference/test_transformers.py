@@ -36,9 +36,14 @@ def float64():
 def gpt_oss_layer(inputs: MoEInputs, dtype: torch.dtype) -> GptOssMLP:
     """transformers' layer with random router and our expert weights, dequantised and transposed."""
     weights = inputs.weights
-    layer = GptOssMLP(GptOssConfig(
-        hidden_size=weights.hidden_size, intermediate_size=weights.intermediate_size,
-        num_local_experts=weights.num_experts, num_experts_per_tok=inputs.topk_ids.shape[1]))
+    layer = GptOssMLP(
+        GptOssConfig(
+            hidden_size=weights.hidden_size,
+            intermediate_size=weights.intermediate_size,
+            num_local_experts=weights.num_experts,
+            num_experts_per_tok=inputs.topk_ids.shape[1],
+        )
+    )
     generator = torch.Generator().manual_seed(5)
     experts = layer.experts
     with torch.no_grad():
@@ -57,8 +62,14 @@ def test_gpt_oss_layer_in_float64_differs_by_the_intermediate_rounding_alone() -
     theirs = layer(inputs.x.double()[None])[0][0]
     logits = layer.router(inputs.x.double())[0]
     topk_weights, topk_ids = mxpert.route_topk(logits.float(), top_k=3)
-    ours = mxpert.fused_moe(inputs.x, inputs.weights, topk_weights, topk_ids,
-                            activation=SwiGLU(), out_dtype=torch.float64)
+    ours = mxpert.fused_moe(
+        inputs.x,
+        inputs.weights,
+        topk_weights,
+        topk_ids,
+        activation=SwiGLU(),
+        out_dtype=torch.float64,
+    )
     # bfloat16 h costs rounding_rms(8) = 1.7e-3, float32 routing weights 1e-7.
     assert 5e-4 < relative_l2(ours, theirs) < 2.1e-3
 
@@ -68,8 +79,14 @@ def test_gpt_oss_layer_keeps_the_sqnr_floor(activation_format) -> None:
     inputs = random_moe_problem(GPT_OSS, 64)
     layer = gpt_oss_layer(inputs, torch.float64)
     theirs = layer.experts(inputs.x.double(), inputs.topk_ids.long(), inputs.topk_weights.double())
-    ours = mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
-                            activation=SwiGLU(), activation_format=activation_format)
+    ours = mxpert.fused_moe(
+        inputs.x,
+        inputs.weights,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        activation=SwiGLU(),
+        activation_format=activation_format,
+    )
     found, floor = sqnr_db(ours, theirs), sqnr_floor_db(activation_format)
     assert floor <= found <= floor + 6, f"{found:.2f} dB against a floor of {floor:.2f} dB"
 
@@ -79,26 +96,43 @@ def test_gpt_oss_layer_in_bfloat16() -> None:
     layer = gpt_oss_layer(inputs, torch.bfloat16)
     # Weights of 4 bits and a power-of-two scale survive bfloat16; transformers' sums do not.
     theirs = layer.experts(inputs.x, inputs.topk_ids.long(), inputs.topk_weights.bfloat16())
-    ours = mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
-                            activation=SwiGLU())
+    ours = mxpert.fused_moe(
+        inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids, activation=SwiGLU()
+    )
     assert cosine(ours, theirs) >= 0.9999
 
 
 def test_mixtral_experts() -> None:
     inputs = random_moe_problem(MIXTRAL, 40)
-    theirs = MixtralExperts(MixtralConfig(
-        hidden_size=256, intermediate_size=192, num_local_experts=6, num_experts_per_tok=2))
+    theirs = MixtralExperts(
+        MixtralConfig(
+            hidden_size=256, intermediate_size=192, num_local_experts=6, num_experts_per_tok=2
+        )
+    )
     with torch.no_grad():
         theirs.gate_up_proj.copy_(mxpert.dequantize(inputs.weights.gate_up_proj))
         theirs.down_proj.copy_(mxpert.dequantize(inputs.weights.down_proj))
-    expected = theirs.double()(inputs.x.double(), inputs.topk_ids.long(),
-                               inputs.topk_weights.double())
-    actual = mxpert.fused_moe(inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids,
-                              activation=SiLU(), out_dtype=torch.float64)
+    expected = theirs.double()(
+        inputs.x.double(), inputs.topk_ids.long(), inputs.topk_weights.double()
+    )
+    actual = mxpert.fused_moe(
+        inputs.x,
+        inputs.weights,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        activation=SiLU(),
+        out_dtype=torch.float64,
+    )
     assert 5e-4 < relative_l2(actual, expected) < 2.1e-3  # bfloat16 h alone
     wrong = replace(inputs.weights, gate_up_order=GateUpOrder.INTERLEAVED)
-    other = mxpert.fused_moe(inputs.x, wrong, inputs.topk_weights, inputs.topk_ids,
-                             activation=SiLU(), out_dtype=torch.float64)
+    other = mxpert.fused_moe(
+        inputs.x,
+        wrong,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        activation=SiLU(),
+        out_dtype=torch.float64,
+    )
     with pytest.raises(AssertionError, match="relative L2"):
         assert_close_relative(other, expected, 0.5, "wrong order")
 
@@ -110,9 +144,17 @@ def test_the_order_of_rows_changes_nothing_once_declared(order) -> None:
     for part, place in enumerate(mxpert.weights.gate_up_rows(order, 192)):
         rows[place] = torch.arange(192) + 192 * part
     moved = replace(
-        weights, gate_up_order=order, gate_up_bias=weights.gate_up_bias[:, rows].contiguous(),
-        gate_up_proj=replace(weights.gate_up_proj, qdata=weights.gate_up_proj.qdata[:, rows],
-                             scale=weights.gate_up_proj.scale[:, rows]))
-    results = [mxpert.fused_moe(inputs.x, w, inputs.topk_weights, inputs.topk_ids,
-                                activation=SwiGLU()) for w in (weights, moved)]
+        weights,
+        gate_up_order=order,
+        gate_up_bias=weights.gate_up_bias[:, rows].contiguous(),
+        gate_up_proj=replace(
+            weights.gate_up_proj,
+            qdata=weights.gate_up_proj.qdata[:, rows],
+            scale=weights.gate_up_proj.scale[:, rows],
+        ),
+    )
+    results = [
+        mxpert.fused_moe(inputs.x, w, inputs.topk_weights, inputs.topk_ids, activation=SwiGLU())
+        for w in (weights, moved)
+    ]
     assert_exact(*results, "fused_moe")

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 
 import mxpert
 from mxpert.routing import RoutingPlan, plan_capacity
-from mxpert.testing.routing import (
-    CONTRACT_EXPERTS, random_topk_ids, validate_routing_plan,
-)
+from mxpert.testing.routing import CONTRACT_EXPERTS, random_topk_ids, validate_routing_plan
 
 
 def routing(num_tokens: int, top_k: int, num_experts: int, seed: int = 0):
@@ -37,12 +35,18 @@ def loop_plan(ids: list[list[int]], experts: int, unit: int, capacity: int) -> t
             rows.append(padding)
         blocks += [expert] * (len(rows) // unit - len(blocks))
     used = len(rows)
-    return (rows + [padding] * (capacity - used), blocks + [-1] * (capacity // unit - len(blocks)),
-            slot_rows, [used, len(ids)])
+    return (
+        rows + [padding] * (capacity - used),
+        blocks + [-1] * (capacity // unit - len(blocks)),
+        slot_rows,
+        [used, len(ids)],
+    )
 
 
-@pytest.mark.parametrize("num_tokens, top_k, num_experts, unit", [
-    (1, 1, 1, 1), (5, 2, 3, 4), (17, 4, 9, 8), (33, 6, 20, 16)])
+@pytest.mark.parametrize(
+    "num_tokens, top_k, num_experts, unit",
+    [(1, 1, 1, 1), (5, 2, 3, 4), (17, 4, 9, 8), (33, 6, 20, 16)],
+)
 def test_matches_the_contract_written_as_loops(num_tokens, top_k, num_experts, unit):
     ids, weights = routing(num_tokens, top_k, num_experts)
     plan = mxpert.make_routing_plan(weights, ids, num_experts=num_experts, routing_block_m=unit)
@@ -69,13 +73,24 @@ def plan_inputs(draw):
     num_experts = draw(st.integers(top_k, 12))
     local = draw(st.integers(1, 12))
     expert = st.integers(-3, num_experts + 3) | st.sampled_from([-(1 << 31), (1 << 31) - 1])
-    ids = draw(st.lists(st.lists(expert, min_size=top_k, max_size=top_k),
-                        min_size=num_tokens, max_size=num_tokens))
+    ids = draw(
+        st.lists(
+            st.lists(expert, min_size=top_k, max_size=top_k),
+            min_size=num_tokens,
+            max_size=num_tokens,
+        )
+    )
     entry = st.integers(-2, local + 2)
     expert_map = draw(st.none() | st.lists(entry, min_size=num_experts, max_size=num_experts))
     local_tokens = draw(st.none() | st.integers(-2, num_tokens + 2))
-    return (torch.tensor(ids, dtype=torch.int32).view(num_tokens, top_k), num_experts, local,
-            draw(st.sampled_from([1, 2, 3, 8, 16])), expert_map, local_tokens)
+    return (
+        torch.tensor(ids, dtype=torch.int32).view(num_tokens, top_k),
+        num_experts,
+        local,
+        draw(st.sampled_from([1, 2, 3, 8, 16])),
+        expert_map,
+        local_tokens,
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -86,16 +101,30 @@ def test_invariants_hold_for_any_ids(inputs):
     weights = torch.rand(ids.shape)
     expert_map = None if entries is None else torch.tensor(entries, dtype=torch.int32)
     plan = mxpert.make_routing_plan(
-        weights, ids, num_experts=num_experts, routing_block_m=unit, expert_map=expert_map,
-        num_local_experts=local, num_local_tokens=None if local_tokens is None else
-        torch.tensor([local_tokens], dtype=torch.int32))
-    validate_routing_plan(plan, weights, ids, num_experts=num_experts, expert_map=expert_map,
-                          num_local_tokens=local_tokens)
+        weights,
+        ids,
+        num_experts=num_experts,
+        routing_block_m=unit,
+        expert_map=expert_map,
+        num_local_experts=local,
+        num_local_tokens=None
+        if local_tokens is None
+        else torch.tensor([local_tokens], dtype=torch.int32),
+    )
+    validate_routing_plan(
+        plan,
+        weights,
+        ids,
+        num_experts=num_experts,
+        expert_map=expert_map,
+        num_local_tokens=local_tokens,
+    )
 
 
 def test_no_tokens_gives_an_empty_plan():
-    plan = mxpert.make_routing_plan(torch.empty(0, 4), torch.empty(0, 4, dtype=torch.int32),
-                                    num_experts=8, routing_block_m=16)
+    plan = mxpert.make_routing_plan(
+        torch.empty(0, 4), torch.empty(0, 4, dtype=torch.int32), num_experts=8, routing_block_m=16
+    )
     assert plan.num_valid.tolist() == [0, 0]
     assert plan.block_expert_ids.eq(-1).all()
     assert plan.sorted_token_ids.eq(4 << 24).all()
@@ -112,8 +141,9 @@ def test_all_tokens_to_one_expert_uses_its_blocks_only():
 def test_repeated_ids_fit_where_local_experts_are_fewer_than_top_k():
     """The worst case of the capacity: every slot of every token at one local expert."""
     ids = torch.zeros(3, 8, dtype=torch.int32)
-    plan = mxpert.make_routing_plan(torch.ones(3, 8), ids, num_experts=64, num_local_experts=2,
-                                    routing_block_m=1)
+    plan = mxpert.make_routing_plan(
+        torch.ones(3, 8), ids, num_experts=64, num_local_experts=2, routing_block_m=1
+    )
     assert plan.capacity == plan_capacity(3, 8, 2, 1) >= 24
     validate_routing_plan(plan, torch.ones(3, 8), ids, num_experts=64)
 
@@ -131,8 +161,9 @@ def test_inputs_may_be_views():
     wide_ids, wide_weights = torch.zeros(16, 9, dtype=torch.int32), torch.zeros(4, 16).T
     wide_ids[:, 2:6] = ids
     wide_weights.copy_(weights)
-    plan = mxpert.make_routing_plan(wide_weights, wide_ids[:, 2:6], num_experts=8,
-                                    routing_block_m=4)
+    plan = mxpert.make_routing_plan(
+        wide_weights, wide_ids[:, 2:6], num_experts=8, routing_block_m=4
+    )
     validate_routing_plan(plan, weights, ids, num_experts=8)
 
 
@@ -143,8 +174,11 @@ def broken_plans():
     row = int(plan.slot_rows[0, 0])
     padding_row = int((plan.sorted_token_ids >> 24 == 2).nonzero()[0])
     last_block = int(plan.num_valid[0]) // 4 - 1
-    pair = next(row for row in range(plan.capacity - 1)
-                if (plan.sorted_token_ids[row:row + 2] >> 24 < 2).all())
+    pair = next(
+        row
+        for row in range(plan.capacity - 1)
+        if (plan.sorted_token_ids[row : row + 2] >> 24 < 2).all()
+    )
     edits = {
         "weight": ("sorted_weights", row, weights[0, 0] + 2.0**-20),
         "padding-weight": ("sorted_weights", padding_row, 1.0),
@@ -153,16 +187,29 @@ def broken_plans():
         "row-lost": ("sorted_token_ids", row, 2 << 24 | 9),
         "block-expert": ("block_expert_ids", last_block, 0),
         "unused-block": ("block_expert_ids", last_block + 1, 3),
-        "slot-row": ("slot_rows", 0, row + 1), "slot-row-lost": ("slot_rows", 1, -1),
+        "slot-row": ("slot_rows", 0, row + 1),
+        "slot-row-lost": ("slot_rows", 1, -1),
         "num-valid-rows": ("num_valid", 0, plan.num_valid[0] + 4),
         "num-valid-tokens": ("num_valid", 1, 8),
     }
     for name, (field, place, value) in edits.items():
-        tensors = {f: getattr(plan, f).clone() for f in (
-            "sorted_token_ids", "sorted_weights", "block_expert_ids", "num_valid", "slot_rows")}
+        tensors = {
+            f: getattr(plan, f).clone()
+            for f in (
+                "sorted_token_ids",
+                "sorted_weights",
+                "block_expert_ids",
+                "num_valid",
+                "slot_rows",
+            )
+        }
         tensors[field].view(-1)[place] = value
-        yield pytest.param(RoutingPlan(**tensors, num_tokens=9, top_k=2, num_experts=4,
-                                       routing_block_m=4), ids, weights, id=name)
+        yield pytest.param(
+            RoutingPlan(**tensors, num_tokens=9, top_k=2, num_experts=4, routing_block_m=4),
+            ids,
+            weights,
+            id=name,
+        )
 
 
 @pytest.mark.parametrize("plan, ids, weights", list(broken_plans()))
@@ -178,26 +225,56 @@ BAD = {
     "ids-type": ([[0]], WEIGHTS, {}, TypeError, r"topk_ids — need a torch.Tensor, got list"),
     "ids-shape": (IDS[0], WEIGHTS, {}, ValueError, r"topk_ids.shape — need \[\*, \*\], got \[2\]"),
     "weights-dtype": (IDS, WEIGHTS.bfloat16(), {}, TypeError, r"topk_weights.dtype — need float32"),
-    "weights-shape": (IDS, WEIGHTS[:3], {}, ValueError,
-                      r"topk_weights.shape — need \[4, 2\], got \[3, 2\]"),
+    "weights-shape": (
+        IDS,
+        WEIGHTS[:3],
+        {},
+        ValueError,
+        r"topk_weights.shape — need \[4, 2\], got \[3, 2\]",
+    ),
     "weights-device": (IDS, WEIGHTS.to("meta"), {}, ValueError, r"topk_weights.device — need cpu"),
-    "top-k-over-experts": (IDS, WEIGHTS, {"num_experts": 1}, ValueError,
-                           r"topk_ids.shape\[1\] — need 1 … 1"),
+    "top-k-over-experts": (
+        IDS,
+        WEIGHTS,
+        {"num_experts": 1},
+        ValueError,
+        r"topk_ids.shape\[1\] — need 1 … 1",
+    ),
     "top-k-over-127": (WIDE, WIDE.float(), {"num_experts": 256}, ValueError, r"need 1 … 127"),
     "no-slots": (IDS[:, :0], WEIGHTS[:, :0], {}, ValueError, r"topk_ids.shape\[1\] — need 1"),
     "block-zero": (IDS, WEIGHTS, {"routing_block_m": 0}, ValueError, r"routing_block_m — need 1"),
     "block-type": (IDS, WEIGHTS, {"routing_block_m": 16.0}, TypeError, r"routing_block_m — need a"),
-    "too-many-padded-rows": (IDS, WEIGHTS, {"routing_block_m": 1 << 28}, ValueError,
-                             r"routing_block_m — need at most 1073741824 padded rows"),
+    "too-many-padded-rows": (
+        IDS,
+        WEIGHTS,
+        {"routing_block_m": 1 << 28},
+        ValueError,
+        r"routing_block_m — need at most 1073741824 padded rows",
+    ),
     "experts-zero": (IDS, WEIGHTS, {"num_experts": 0}, ValueError, r"num_experts — need 1 …"),
     "local-experts": (IDS, WEIGHTS, {"num_local_experts": -1}, ValueError, r"num_local_experts —"),
     "map-dtype": (IDS, WEIGHTS, {"expert_map": torch.zeros(8)}, TypeError, r"expert_map.dtype —"),
-    "map-shape": (IDS, WEIGHTS, {"expert_map": torch.zeros(7, dtype=torch.int32)}, ValueError,
-                  r"expert_map.shape — need \[8\], got \[7\]"),
-    "local-tokens": (IDS, WEIGHTS, {"num_local_tokens": torch.zeros(2, dtype=torch.int32)},
-                     ValueError, r"num_local_tokens.shape — need \[1\]"),
-    "rows-over-2-to-24": (IDS[:1].expand(1 << 23, 2), WEIGHTS[:1].expand(1 << 23, 2), {},
-                          ValueError, r"fewer than 16777216 routed rows .*got 16777216; split"),
+    "map-shape": (
+        IDS,
+        WEIGHTS,
+        {"expert_map": torch.zeros(7, dtype=torch.int32)},
+        ValueError,
+        r"expert_map.shape — need \[8\], got \[7\]",
+    ),
+    "local-tokens": (
+        IDS,
+        WEIGHTS,
+        {"num_local_tokens": torch.zeros(2, dtype=torch.int32)},
+        ValueError,
+        r"num_local_tokens.shape — need \[1\]",
+    ),
+    "rows-over-2-to-24": (
+        IDS[:1].expand(1 << 23, 2),
+        WEIGHTS[:1].expand(1 << 23, 2),
+        {},
+        ValueError,
+        r"fewer than 16777216 routed rows .*got 16777216; split",
+    ),
 }
 
 

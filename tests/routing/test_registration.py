@@ -18,8 +18,10 @@ FIELDS = ("sorted_token_ids", "sorted_weights", "block_expert_ids", "num_valid",
 @pytest.mark.parametrize("tokens", [0, 12])
 @pytest.mark.parametrize("bias", [None, torch.zeros(16)], ids=["no-bias", "bias"])
 def test_route_topk_opcheck(tokens, bias):
-    torch.library.opcheck(torch.ops.mxpert.route_topk, (
-        LOGITS[:tokens], bias, 4, Scoring.SIGMOID.value, True, 4, 2, 2.5))
+    torch.library.opcheck(
+        torch.ops.mxpert.route_topk,
+        (LOGITS[:tokens], bias, 4, Scoring.SIGMOID.value, True, 4, 2, 2.5),
+    )
 
 
 @pytest.mark.parametrize("tokens", [0, 12])
@@ -28,8 +30,10 @@ def test_make_routing_plan_opcheck(tokens, local):
     weights, ids = mxpert.route_topk(LOGITS[:tokens], 4)
     expert_map = torch.arange(-4, 12, dtype=torch.int32) if local else None
     num_local = torch.tensor([7], dtype=torch.int32) if local else None
-    torch.library.opcheck(torch.ops.mxpert.make_routing_plan, (
-        weights, ids, expert_map, num_local, 16, 12 if local else 16, 8))
+    torch.library.opcheck(
+        torch.ops.mxpert.make_routing_plan,
+        (weights, ids, expert_map, num_local, 16, 12 if local else 16, 8),
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -49,8 +53,9 @@ def test_fake_tensors_carry_the_plan_shapes():
     with torch._subclasses.FakeTensorMode():
         ids = torch.empty(12, 4, dtype=torch.int32)
         plan = mxpert.make_routing_plan(torch.empty(12, 4), ids, num_experts=16, routing_block_m=8)
-    real = mxpert.make_routing_plan(torch.zeros(12, 4), torch.zeros(12, 4, dtype=torch.int32),
-                                    num_experts=16, routing_block_m=8)
+    real = mxpert.make_routing_plan(
+        torch.zeros(12, 4), torch.zeros(12, 4, dtype=torch.int32), num_experts=16, routing_block_m=8
+    )
     for field in FIELDS:
         fake, tensor = getattr(plan, field), getattr(real, field)
         assert (fake.shape, fake.dtype) == (tensor.shape, tensor.dtype)
@@ -61,8 +66,9 @@ def test_problems_describe_the_arguments():
     assert (topk.op, topk.num_tokens, topk.top_k, topk.num_experts) == (Op.ROUTE_TOPK, 12, 4, 16)
     assert topk.options.num_groups == 4
     weights, ids = mxpert.route_topk(LOGITS, 4)
-    plan = describe_routing_plan(weights, ids, num_experts=16, routing_block_m=8,
-                                 num_local_experts=4)
+    plan = describe_routing_plan(
+        weights, ids, num_experts=16, routing_block_m=8, num_local_experts=4
+    )
     assert (plan.op, plan.num_experts, plan.num_local_experts) == (Op.ROUTING_PLAN, 16, 4)
     assert {hash(topk), hash(plan)}  # hashable: they key caches
     assert resolve(topk)[0].backend == resolve(plan)[0].backend == "reference"
@@ -71,5 +77,6 @@ def test_problems_describe_the_arguments():
 def test_explain_names_the_backend():
     weights, ids = mxpert.route_topk(LOGITS, 4)
     assert "reference" in str(mxpert.explain(mxpert.route_topk, LOGITS, 4))
-    assert "reference" in str(mxpert.explain(mxpert.make_routing_plan, weights, ids, num_experts=16,
-                                             routing_block_m=8))
+    assert "reference" in str(
+        mxpert.explain(mxpert.make_routing_plan, weights, ids, num_experts=16, routing_block_m=8)
+    )

@@ -39,14 +39,16 @@ def assert_same_routing(have, want_weights, want_ids, *, terms: int) -> None:
     assert weights.dtype == torch.float32
     (ids, weights), (want_ids, want_weights) = by_id(ids, weights), by_id(want_ids, want_weights)
     assert torch.equal(ids, want_ids)
-    torch.testing.assert_close(weights, want_weights, rtol=(2 * terms + 4) * FLOAT32_HALF_ULP,
-                               atol=0)
+    torch.testing.assert_close(
+        weights, want_weights, rtol=(2 * terms + 4) * FLOAT32_HALF_ULP, atol=0
+    )
 
 
 @torch.no_grad()
 def test_gpt_oss_router():
-    router = GptOssTopKRouter(GptOssConfig(hidden_size=32, num_local_experts=32,
-                                           num_experts_per_tok=4))
+    router = GptOssTopKRouter(
+        GptOssConfig(hidden_size=32, num_local_experts=32, num_experts_per_tok=4)
+    )
     logits, weights, ids = router(router_weights(router, 0))
     have = mxpert.route_topk(logits, 4)
     assert_same_routing(have, weights, ids, terms=4)
@@ -55,8 +57,9 @@ def test_gpt_oss_router():
 
 @torch.no_grad()
 def test_mixtral_router():
-    router = MixtralTopKRouter(MixtralConfig(hidden_size=32, num_local_experts=8,
-                                             num_experts_per_tok=2))
+    router = MixtralTopKRouter(
+        MixtralConfig(hidden_size=32, num_local_experts=8, num_experts_per_tok=2)
+    )
     logits, weights, ids = router(router_weights(router, 1))
     # Its weights are p / sum(p) of rounded probabilities, ours exp / sum(exp) of the chosen:
     # the exponentials differ by their arguments' rounding, up to span half-ulps each.
@@ -70,17 +73,29 @@ def test_mixtral_router():
 @pytest.mark.parametrize("groups, top_groups", [(1, 1), (8, 4), (4, 1), (8, 8)])
 @pytest.mark.parametrize("normalize", [True, False], ids=["normalised", "raw"])
 def test_deepseek_v3_router(groups, top_groups, normalize):
-    config = DeepseekV3Config(hidden_size=32, num_local_experts=64, num_experts_per_tok=6,
-                              n_group=groups, topk_group=top_groups, norm_topk_prob=normalize,
-                              routed_scaling_factor=2.5)
+    config = DeepseekV3Config(
+        hidden_size=32,
+        num_local_experts=64,
+        num_experts_per_tok=6,
+        n_group=groups,
+        topk_group=top_groups,
+        norm_topk_prob=normalize,
+        routed_scaling_factor=2.5,
+    )
     router = DeepseekV3TopkRouter(config)
     hidden = router_weights(router, 2) * 0.2
     router.e_score_correction_bias.normal_(std=0.1)
     logits, weights, ids = router(hidden)
     have = mxpert.route_topk(
-        logits, 6, scoring=Scoring.SIGMOID, num_groups=groups, top_groups=top_groups,
-        correction_bias=router.e_score_correction_bias, normalize=normalize,
-        routed_scaling_factor=2.5)
+        logits,
+        6,
+        scoring=Scoring.SIGMOID,
+        num_groups=groups,
+        top_groups=top_groups,
+        correction_bias=router.e_score_correction_bias,
+        normalize=normalize,
+        routed_scaling_factor=2.5,
+    )
     assert_same_routing(have, weights, ids, terms=6)
 
 
@@ -93,8 +108,9 @@ def test_softmax_against_float64(dtype, normalize):
     if normalize:
         exact = exact / exact.sum(dim=1, keepdim=True)
     span = float(logits.max() - logits.min())
-    torch.testing.assert_close(weights.double(), 1.5 * exact, atol=0,
-                               rtol=topk_weight_tolerance(span, 100))
+    torch.testing.assert_close(
+        weights.double(), 1.5 * exact, atol=0, rtol=topk_weight_tolerance(span, 100)
+    )
     best = logits.float().gather(1, ids.long())
     assert (best[:, 1:] <= best[:, :-1]).all()
     assert (logits.float() > best[:, -1:]).sum(1).le(4).all()  # nobody better was left out
@@ -116,11 +132,23 @@ def test_tied_groups_go_to_the_lower_group():
 def test_experts_outside_the_chosen_groups_never_win():
     """Not even where the chosen group's own scores are −inf."""
     bias = torch.tensor([0.0, 0.0, 9.0, float("-inf"), 8.0, 8.0])
-    _, ids = mxpert.route_topk(torch.zeros(1, 6), 2, scoring=Scoring.SIGMOID, num_groups=3,
-                               top_groups=1, correction_bias=bias)
+    _, ids = mxpert.route_topk(
+        torch.zeros(1, 6),
+        2,
+        scoring=Scoring.SIGMOID,
+        num_groups=3,
+        top_groups=1,
+        correction_bias=bias,
+    )
     assert ids.tolist() == [[4, 5]]
-    _, ids = mxpert.route_topk(torch.zeros(1, 6), 2, scoring=Scoring.SIGMOID, num_groups=3,
-                               top_groups=1, correction_bias=torch.full((6,), float("-inf")))
+    _, ids = mxpert.route_topk(
+        torch.zeros(1, 6),
+        2,
+        scoring=Scoring.SIGMOID,
+        num_groups=3,
+        top_groups=1,
+        correction_bias=torch.full((6,), float("-inf")),
+    )
     assert ids.tolist() == [[0, 1]]
 
 
@@ -130,8 +158,9 @@ def test_correction_bias_changes_the_choice_but_not_the_weights():
     weights, ids = mxpert.route_topk(logits, 2, scoring=Scoring.SIGMOID, correction_bias=bias)
     assert ids.tolist() == [[3, 1]]
     scores = logits.double().sigmoid()[0, [3, 1]]
-    torch.testing.assert_close(weights[0].double(), scores / scores.sum(), atol=0,
-                               rtol=topk_weight_tolerance(2.0, 2))
+    torch.testing.assert_close(
+        weights[0].double(), scores / scores.sum(), atol=0, rtol=topk_weight_tolerance(2.0, 2)
+    )
 
 
 @pytest.mark.parametrize("scoring", Scoring)
@@ -154,8 +183,9 @@ def test_extreme_top_k(top_k):
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(4))
     weights, ids = mxpert.route_topk(logits, top_k)
     assert torch.equal(ids.long(), logits.argsort(dim=1, descending=True)[:, :top_k])
-    torch.testing.assert_close(weights.sum(dim=1), torch.ones(5), rtol=0,
-                               atol=16 * FLOAT32_HALF_ULP)
+    torch.testing.assert_close(
+        weights.sum(dim=1), torch.ones(5), rtol=0, atol=16 * FLOAT32_HALF_ULP
+    )
 
 
 def test_no_tokens():
@@ -193,16 +223,41 @@ BAD = {
     "factor": (LOGITS, 2, {"routed_scaling_factor": "2"}, TypeError, r"routed_scaling_factor —"),
     "groups-divide": (LOGITS, 2, {"num_groups": 3}, ValueError, r"num_groups — need a divisor of"),
     "groups-of-one": (LOGITS, 2, {"num_groups": 8}, ValueError, r"num_groups — need 1 … 4"),
-    "top-groups": (LOGITS, 2, {"num_groups": 2, "top_groups": 3}, ValueError,
-                   r"top_groups — need 1 … 2"),
-    "too-few-in-groups": (LOGITS, 3, {"num_groups": 4, "top_groups": 1}, ValueError,
-                          r"top_groups — need groups that hold top_k = 3 .*they hold 2"),
-    "bias-shape": (LOGITS, 2, {"correction_bias": torch.zeros(7)}, ValueError,
-                   r"correction_bias.shape — need \[8\], got \[7\]"),
-    "bias-dtype": (LOGITS, 2, {"correction_bias": torch.zeros(8).half()}, TypeError,
-                   r"correction_bias.dtype — need float32"),
-    "bias-device": (LOGITS, 2, {"correction_bias": torch.zeros(8, device="meta")}, ValueError,
-                    r"correction_bias.device — need cpu"),
+    "top-groups": (
+        LOGITS,
+        2,
+        {"num_groups": 2, "top_groups": 3},
+        ValueError,
+        r"top_groups — need 1 … 2",
+    ),
+    "too-few-in-groups": (
+        LOGITS,
+        3,
+        {"num_groups": 4, "top_groups": 1},
+        ValueError,
+        r"top_groups — need groups that hold top_k = 3 .*they hold 2",
+    ),
+    "bias-shape": (
+        LOGITS,
+        2,
+        {"correction_bias": torch.zeros(7)},
+        ValueError,
+        r"correction_bias.shape — need \[8\], got \[7\]",
+    ),
+    "bias-dtype": (
+        LOGITS,
+        2,
+        {"correction_bias": torch.zeros(8).half()},
+        TypeError,
+        r"correction_bias.dtype — need float32",
+    ),
+    "bias-device": (
+        LOGITS,
+        2,
+        {"correction_bias": torch.zeros(8, device="meta")},
+        ValueError,
+        r"correction_bias.device — need cpu",
+    ),
 }
 
 

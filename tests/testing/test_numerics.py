@@ -38,10 +38,18 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("actual, expected", [
-    ([NAN, 1.0], [1.0, 1.0]), ([1.0, 1.0], [NAN, 1.0]), ([NAN, 1.0], [NAN, 1.0]),
-    ([math.inf, 1.0], [math.inf, 1.0]), ([math.inf, 1.0], [1.0, 1.0]), ([1.0], [0.0]),
-], ids=["nan", "nan_expected", "both_nan", "both_inf", "inf", "zero_expected"])
+@pytest.mark.parametrize(
+    "actual, expected",
+    [
+        ([NAN, 1.0], [1.0, 1.0]),
+        ([1.0, 1.0], [NAN, 1.0]),
+        ([NAN, 1.0], [NAN, 1.0]),
+        ([math.inf, 1.0], [math.inf, 1.0]),
+        ([math.inf, 1.0], [1.0, 1.0]),
+        ([1.0], [0.0]),
+    ],
+    ids=["nan", "nan_expected", "both_nan", "both_inf", "inf", "zero_expected"],
+)
 def test_non_finite_values_never_pass(actual, expected) -> None:
     with pytest.raises(AssertionError, match=r"case: relative L2 — need at most 1\.000e\+09, got"):
         assert_close_relative(torch.tensor(actual), torch.tensor(expected), 1e9, "case")
@@ -88,7 +96,7 @@ def test_exactness_of_mx_tensors_sees_codes_and_scales(fmt) -> None:
 @pytest.mark.parametrize("dtype, bits", [(torch.bfloat16, 8), (torch.float16, 11)])
 @pytest.mark.parametrize("octave", [0, 0.3, 0.6, 0.9])
 def test_rounding_noise_agrees_with_simulation(octave, dtype, bits) -> None:
-    x = normal(1 << 18) * 2 ** octave
+    x = normal(1 << 18) * 2**octave
     assert relative_l2(x.to(dtype), x) == pytest.approx(rounding_rms(bits), rel=0.01)
 
 
@@ -168,10 +176,15 @@ def test_sqnr_floors_rank_the_formats() -> None:
     assert sqnr_floor_db("mxfp8", quantised_weights=True) < floors[1]
 
 
-@pytest.mark.parametrize("call", [
-    lambda: stage_tolerance("fp8", None, 32), lambda: sqnr_floor_db("mxfp6"),
-    lambda: stage_tolerance("bf16", torch.int32, 32),
-], ids=["mx_output", "floor", "dtype"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: stage_tolerance("fp8", None, 32),
+        lambda: sqnr_floor_db("mxfp6"),
+        lambda: stage_tolerance("bf16", torch.int32, 32),
+    ],
+    ids=["mx_output", "floor", "dtype"],
+)
 def test_unknown_names_raise(call) -> None:
     with pytest.raises(ValueError, match="need"):
         call()

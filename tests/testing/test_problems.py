@@ -37,13 +37,17 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def test_reference_shapes() -> None:
-    dimensions = {name: (s.hidden_size, s.intermediate_size, s.num_experts, s.top_k)
-                  for name, s in MODEL_SHAPES.items()}
+    dimensions = {
+        name: (s.hidden_size, s.intermediate_size, s.num_experts, s.top_k)
+        for name, s in MODEL_SHAPES.items()
+    }
     assert dimensions["gpt-oss-120b"] == (2880, 2880, 128, 4)
     assert dimensions["kimi-k2-tp4"] == (7168, 512, 385, 9)
     assert len(dimensions) == 12
-    assert scaled_shape("gpt-oss-20b", hidden_size=64, intermediate_size=32,
-                        num_experts=3).activation == mxpert.SwiGLU()
+    assert (
+        scaled_shape("gpt-oss-20b", hidden_size=64, intermediate_size=32, num_experts=3).activation
+        == mxpert.SwiGLU()
+    )
     with pytest.raises(ValueError, match="model_shape: shape — need one of"):
         model_shape("gpt-5")
 
@@ -59,8 +63,10 @@ def test_problems_are_reproducible(make) -> None:
 
 
 def test_random_weights_have_the_asked_size_and_spread() -> None:
-    narrow, wide = (random_mxfp4((64, 4096), rms=0.02, scale_spread=spread, generator=generator())
-                    for spread in (0.0, 1.5))
+    narrow, wide = (
+        random_mxfp4((64, 4096), rms=0.02, scale_spread=spread, generator=generator())
+        for spread in (0.0, 1.5)
+    )
     assert narrow.scale.unique().numel() == 1
     assert wide.scale.float().std() == pytest.approx(1.5, rel=0.1)
     for tensor in (narrow, wide):
@@ -79,8 +85,11 @@ def test_routing_kinds(routing) -> None:
         assert counts[0] > 3 * counts[12]
 
 
-@pytest.mark.parametrize("activation", [mxpert.SiLU(), mxpert.SwiGLU(), mxpert.ClampedSiLU(),
-                                        mxpert.SiTUv2()], ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    "activation",
+    [mxpert.SiLU(), mxpert.SwiGLU(), mxpert.ClampedSiLU(), mxpert.SiTUv2()],
+    ids=lambda a: a.name,
+)
 def test_exact_x_survives_every_format_and_rule(activation) -> None:
     inputs = exact_moe_problem(replace(SMALL, activation=activation), 9)
     assert type(inputs.activation) is type(activation)
@@ -101,7 +110,8 @@ def test_poisoned_storage_holds_the_values_and_poison_around_them(scale) -> None
     wider = replace(
         poisoned,
         qdata=poisoned.qdata.as_strided((6, 65, 64), poisoned.qdata.stride()),
-        scale=poisoned.scale.as_strided((6, 65, 4), poisoned.scale.stride()))
+        scale=poisoned.scale.as_strided((6, 65, 4), poisoned.scale.stride()),
+    )
     around = dequantize_blocks(wider)
     assert not around[:, 64].isfinite().any()
     assert not around[:, :, 96:].isfinite().any()
@@ -132,12 +142,16 @@ def test_swapping_nibbles_twice_is_the_identity() -> None:
     assert torch.equal(swap_nibbles(swap_nibbles(tensor)).qdata, tensor.qdata)
 
 
-@pytest.mark.parametrize("ids, weights, match", [
-    ([[0, 6]], None, r"topk_ids\[0, 1\] — need ids from 0 to 5, got 6"),
-    ([[0, 1], [-1, 2]], None, r"topk_ids\[1, 0\] — need ids from 0 to 5, got -1"),
-    ([[0, 1], [4, 4]], None, r"topk_ids\[1, 1\] — need distinct experts per token, got 4"),
-    ([[0, 1]], [[0.5, float("nan")]], r"topk_weights\[0, 1\] — need finite weights, got nan"),
-], ids=["too_large", "negative", "duplicate", "nan_weight"])
+@pytest.mark.parametrize(
+    "ids, weights, match",
+    [
+        ([[0, 6]], None, r"topk_ids\[0, 1\] — need ids from 0 to 5, got 6"),
+        ([[0, 1], [-1, 2]], None, r"topk_ids\[1, 0\] — need ids from 0 to 5, got -1"),
+        ([[0, 1], [4, 4]], None, r"topk_ids\[1, 1\] — need distinct experts per token, got 4"),
+        ([[0, 1]], [[0.5, float("nan")]], r"topk_weights\[0, 1\] — need finite weights, got nan"),
+    ],
+    ids=["too_large", "negative", "duplicate", "nan_weight"],
+)
 def test_bad_routing_is_named(ids, weights, match) -> None:
     ids = torch.tensor(ids, dtype=torch.int32)
     weights = None if weights is None else torch.tensor(weights)
@@ -161,16 +175,19 @@ def test_sound_plans_pass(tokens) -> None:
     validate_plan(plan(tokens, num_local_tokens=torch.tensor([tokens // 2], dtype=torch.int32)))
 
 
-@pytest.mark.parametrize("field, index, value, match", [
-    ("num_valid", 0, 3, r"num_valid\[0\] — need a multiple of 4"),
-    ("num_valid", 1, 99, r"num_valid\[1\] — need 0 to 9 tokens, got 99"),
-    ("block_expert_ids", 0, 5, r"block_expert_ids\[1\] — need ascending experts"),
-    ("block_expert_ids", -1, 2, r"need ascending experts in \d+ blocks, then -1, got 2"),
-    ("sorted_token_ids", 0, 3 << 24 | 8, r"need slot << 24"),
-    ("sorted_token_ids", 0, 3 << 24 | 9, r"sorted_weights\[0\] — need 0 in padding rows"),
-    ("sorted_token_ids", 0, 8, r"need tokens ascending within an expert"),
-    ("slot_rows", (0, 0), -1, r"slot_rows\[0, 0\] — need the row of each"),
-])
+@pytest.mark.parametrize(
+    "field, index, value, match",
+    [
+        ("num_valid", 0, 3, r"num_valid\[0\] — need a multiple of 4"),
+        ("num_valid", 1, 99, r"num_valid\[1\] — need 0 to 9 tokens, got 99"),
+        ("block_expert_ids", 0, 5, r"block_expert_ids\[1\] — need ascending experts"),
+        ("block_expert_ids", -1, 2, r"need ascending experts in \d+ blocks, then -1, got 2"),
+        ("sorted_token_ids", 0, 3 << 24 | 8, r"need slot << 24"),
+        ("sorted_token_ids", 0, 3 << 24 | 9, r"sorted_weights\[0\] — need 0 in padding rows"),
+        ("sorted_token_ids", 0, 8, r"need tokens ascending within an expert"),
+        ("slot_rows", (0, 0), -1, r"slot_rows\[0, 0\] — need the row of each"),
+    ],
+)
 def test_broken_plans_are_named(field, index, value, match) -> None:
     broken = plan()
     getattr(broken, field)[index] = value

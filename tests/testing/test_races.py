@@ -35,26 +35,35 @@ def test_a_hunt_counts_values_that_differ(every: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_a_planted_bit_is_one_mismatch(dtype: torch.dtype) -> None:
-    assert hunt(lambda: (torch.ones(3, 5, dtype=dtype),), lambda: None, 20, CPU,
-                plant=13).mismatches == 1
+    assert (
+        hunt(lambda: (torch.ones(3, 5, dtype=dtype),), lambda: None, 20, CPU, plant=13).mismatches
+        == 1
+    )
 
 
 def test_a_hunt_ends_at_its_deadline() -> None:
-    assert hunt(lambda: (torch.zeros(1, dtype=torch.int32),), lambda: None, 10, CPU,
-                deadline=0.0).repeats == 0
+    assert (
+        hunt(
+            lambda: (torch.zeros(1, dtype=torch.int32),), lambda: None, 10, CPU, deadline=0.0
+        ).repeats
+        == 0
+    )
 
 
 @pytest.mark.parametrize("shape", [(3, 96, 160), (2, 64, 256), (2, 224, 128), (1, 32, 32)])
 def test_poison_in_prepared_padding_leaves_the_values(shape: tuple[int, int, int]) -> None:
-    weights = random_mxfp4(shape, rms=1.0, scale_spread=1.0,
-                           generator=torch.Generator().manual_seed(0))
+    weights = random_mxfp4(
+        shape, rms=1.0, scale_spread=1.0, generator=torch.Generator().manual_seed(0)
+    )
     prepared = pack_hopper(weights)
     poison_prepared(prepared)
     assert is_exact(unpack_hopper(prepared), weights)
     _, rows, depth = shape
     codes = torch.stack([_unpack_codes(each) for each in prepared.qdata])
-    assert codes.shape[1:] == (-(-rows // UNIT_ROWS) * UNIT_ROWS,
-                               -(-depth // UNIT_CODES) * UNIT_CODES)
+    assert codes.shape[1:] == (
+        -(-rows // UNIT_ROWS) * UNIT_ROWS,
+        -(-depth // UNIT_CODES) * UNIT_CODES,
+    )
     assert (codes[:, rows:] == 7).all()
     assert (codes[:, :, depth:] == 7).all()
     assert prepared.reference is not None
@@ -62,7 +71,8 @@ def test_poison_in_prepared_padding_leaves_the_values(shape: tuple[int, int, int
 
 
 def test_only_prepared_weights_have_padding_to_poison() -> None:
-    plain: MXTensor = random_mxfp4((1, 64, 64), rms=1.0, scale_spread=1.0,
-                                   generator=torch.Generator())
+    plain: MXTensor = random_mxfp4(
+        (1, 64, 64), rms=1.0, scale_spread=1.0, generator=torch.Generator()
+    )
     with pytest.raises(ValueError, match=r"need Layout\.HOPPER_FRAGMENT"):
         poison_prepared(plain)

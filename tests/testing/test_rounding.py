@@ -20,16 +20,32 @@ SHAPE = MoEShape(hidden_size=512, intermediate_size=128, num_experts=5, top_k=2,
 formats = pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 
 
-def stage_one(inputs: MoEInputs, a_format: str, *, accumulate: torch.dtype = torch.float32,
-              on_input: bool = False, rule: ScaleRule = ScaleRule.RCEIL) -> torch.Tensor | MXTensor:
+def stage_one(
+    inputs: MoEInputs,
+    a_format: str,
+    *,
+    accumulate: torch.dtype = torch.float32,
+    on_input: bool = False,
+    rule: ScaleRule = ScaleRule.RCEIL,
+) -> torch.Tensor | MXTensor:
     """Stage 1 of the reference backend by (token, slot)."""
-    plan = mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids, routing_block_m=16,
-                                    num_experts=inputs.weights.num_experts)
+    plan = mxpert.make_routing_plan(
+        inputs.topk_weights,
+        inputs.topk_ids,
+        routing_block_m=16,
+        num_experts=inputs.weights.num_experts,
+    )
     rows = plan.slot_rows.flatten().long()
     with mxpert.override(backend="reference", config=ReferenceConfig(accumulate)):
-        h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, activation=inputs.activation,
-                               activation_format=a_format, scale_rule=rule,
-                               apply_router_weight_on_input=on_input)
+        h = mxpert.moe_gate_up(
+            inputs.x,
+            inputs.weights,
+            plan,
+            activation=inputs.activation,
+            activation_format=a_format,
+            scale_rule=rule,
+            apply_router_weight_on_input=on_input,
+        )
     if isinstance(h, MXTensor):
         return replace(h, qdata=h.qdata[rows], scale=h.scale[rows])
     return h[rows]
@@ -42,8 +58,9 @@ def test_float32_passes_and_float64_is_the_oracle(a_format, order, activation) -
     shape = replace(SHAPE, activation=ACTIVATIONS[activation](), gate_up_order=order)
     inputs = random_moe_problem(shape, 40)
     for on_input, rule in ((False, ScaleRule.RCEIL), (True, ScaleRule.FLOOR)):
-        oracle = gate_up_oracle(inputs, a_format, apply_router_weight_on_input=on_input,
-                                scale_rule=rule)
+        oracle = gate_up_oracle(
+            inputs, a_format, apply_router_weight_on_input=on_input, scale_rule=rule
+        )
         options = dict(on_input=on_input, rule=rule)
         assert_rounded(stage_one(inputs, a_format, **options), oracle, "float32", rule=rule)
         exact = stage_one(inputs, a_format, accumulate=torch.float64, **options)
@@ -57,7 +74,7 @@ def test_planted_errors_are_caught(a_format, error) -> None:
     planted = PLANTED_ERRORS[error](inputs)
     if error == "dropped_expert":  # its rows are uninitialised
         actual = gate_up_oracle(inputs, a_format).round(a_format)
-        kept = (planted.topk_ids.flatten() >= 0)
+        kept = planted.topk_ids.flatten() >= 0
         data = actual.qdata if isinstance(actual, MXTensor) else actual
         data[~kept] = 0
     else:
@@ -102,12 +119,12 @@ def test_a_flip_at_a_tie_passes_whatever_share_of_the_norm_it_is() -> None:
     """A single value halfway between two e2m1 codes: relative L2 is 1/4, yet the code is right."""
     values = torch.zeros(1, 32, dtype=torch.float64)
     values[0, 0], values[0, 1] = 4.0, 2.5
-    expected = Rounded(values, torch.full_like(values, 2.0 ** -6).masked_fill(values == 0, 0))
-    for other in (2.5 - 2 ** -7, 2.5 + 2 ** -6):
+    expected = Rounded(values, torch.full_like(values, 2.0**-6).masked_fill(values == 0, 0))
+    for other in (2.5 - 2**-7, 2.5 + 2**-6):
         moved = values.clone()
         moved[0, 1] = other
         assert_rounded(quantize_blocks(moved.bfloat16(), "mxfp4"), expected, "tie")
-    moved[0, 1] = 2.0 - 2 ** -2 - 2 ** -6  # two codes away
+    moved[0, 1] = 2.0 - 2**-2 - 2**-6  # two codes away
     with pytest.raises(AssertionError, match=r"far: code\[0, 1\]"):
         assert_rounded(quantize_blocks(moved.bfloat16(), "mxfp4"), expected, "far")
 

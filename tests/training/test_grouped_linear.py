@@ -13,14 +13,23 @@ import torch
 import mxpert
 from mxpert.formats.spec import ScaleRule
 from mxpert.testing.numerics import (
-    gaussian_magnitudes, is_exact, quantisation_noise, rounding_rms, sampling_margin, sqnr_db,
+    gaussian_magnitudes,
+    is_exact,
+    quantisation_noise,
+    rounding_rms,
+    sampling_margin,
+    sqnr_db,
 )
 from mxpert.training import MXFP8Recipe, grouped_linear
 
 PLAIN = MXFP8Recipe(enabled=False)
-RECIPES = {"e4m3": MXFP8Recipe(), "e5m2": MXFP8Recipe("mxfp8_e5m2", "mxfp8_e5m2"),
-           "hybrid": MXFP8Recipe.hybrid(), "high-precision-wgrad":
-           MXFP8Recipe(high_precision_wgrad=True), "bf16": PLAIN}
+RECIPES = {
+    "e4m3": MXFP8Recipe(),
+    "e5m2": MXFP8Recipe("mxfp8_e5m2", "mxfp8_e5m2"),
+    "hybrid": MXFP8Recipe.hybrid(),
+    "high-precision-wgrad": MXFP8Recipe(high_precision_wgrad=True),
+    "bf16": PLAIN,
+}
 SIZES = {"balanced": [4, 4], "ragged-with-empty": [0, 3, 0, 5, 1], "one": [6], "none": [0, 0]}
 SNR_SIZES = [96, 0, 1, 64, 130, 33]
 E4M3_GATE, HYBRID_GATE = 25.0, 20.0
@@ -30,8 +39,9 @@ def offsets_of(sizes: list[int], dtype: torch.dtype = torch.int32) -> torch.Tens
     return torch.tensor([0, *sizes]).cumsum(0).to(dtype)
 
 
-def loop(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor,
-         bias: torch.Tensor | None = None) -> torch.Tensor:
+def loop(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """The definition: each group by itself, zeros beyond the last."""
     parts = []
     for group, (start, end) in enumerate(itertools.pairwise(offsets)):
@@ -40,8 +50,9 @@ def loop(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor,
     return torch.cat([*parts, x.new_zeros(x.shape[0] - int(offsets[-1]), weight.shape[1])])
 
 
-def gradients(function: Callable[..., torch.Tensor], grad: torch.Tensor,
-              *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def gradients(
+    function: Callable[..., torch.Tensor], grad: torch.Tensor, *leaves: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Output and gradients of copies of `leaves`."""
     copies = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     y = function(*copies)
@@ -72,8 +83,9 @@ def snr_floor_db(first: str, second: str, numel: int) -> float:
     products keep it. Rounding the result to bfloat16 adds r². `numel` values of the smaller operand
     are what the noise is sampled from.
     """
-    noise_a, noise_b = (quantisation_noise(name, ScaleRule.RCEIL, gaussian_magnitudes())
-                        for name in (first, second))
+    noise_a, noise_b = (
+        quantisation_noise(name, ScaleRule.RCEIL, gaussian_magnitudes()) for name in (first, second)
+    )
     total = noise_a + noise_b + noise_a * noise_b + rounding_rms(8) ** 2
     return -10 * math.log10(total * sampling_margin(numel) ** 2)
 
@@ -82,12 +94,17 @@ def snr_operands() -> tuple[torch.Tensor, ...]:
     """grad, x, weight, offsets: Gaussian bfloat16, ragged groups, 3 rows beyond the last."""
     torch.manual_seed(1)
     rows, k, n = sum(SNR_SIZES) + 3, 256, 192
-    return (torch.randn(rows, n).bfloat16(), torch.randn(rows, k).bfloat16(),
-            torch.randn(len(SNR_SIZES), n, k).bfloat16(), offsets_of(SNR_SIZES))
+    return (
+        torch.randn(rows, n).bfloat16(),
+        torch.randn(rows, k).bfloat16(),
+        torch.randn(len(SNR_SIZES), n, k).bfloat16(),
+        offsets_of(SNR_SIZES),
+    )
 
 
-@pytest.mark.parametrize("name, gate", [("e4m3", E4M3_GATE), ("hybrid", HYBRID_GATE),
-                                        ("e5m2", HYBRID_GATE)])
+@pytest.mark.parametrize(
+    "name, gate", [("e4m3", E4M3_GATE), ("hybrid", HYBRID_GATE), ("e5m2", HYBRID_GATE)]
+)
 def test_snr_against_float64_on_unquantised_operands(name: str, gate: float) -> None:
     grad, x, weight, offsets = snr_operands()
     recipe = RECIPES[name]
@@ -95,8 +112,12 @@ def test_snr_against_float64_on_unquantised_operands(name: str, gate: float) -> 
     expected = gradients(lambda x, w: loop(x, w, offsets), grad, x.double(), weight.double())
     forward, backward = recipe.forward_format, recipe.backward_format
     for what, (a, b), found, wanted in zip(
-            ("y", "dx", "dweight"), ((forward, forward), (backward, forward), (backward, forward)),
-            actual, expected, strict=True):
+        ("y", "dx", "dweight"),
+        ((forward, forward), (backward, forward), (backward, forward)),
+        actual,
+        expected,
+        strict=True,
+    ):
         floor = snr_floor_db(a, b, min(x.numel(), weight.numel(), grad.numel()))
         assert floor >= gate, f"{name} {what}: the derivation allows {floor:.2f} dB"
         snr = sqnr_db(found, wanted)
@@ -120,7 +141,8 @@ def test_high_precision_wgrad_is_the_bf16_gradient() -> None:
     grad, x, weight, offsets = snr_operands()
     recipe = RECIPES["high-precision-wgrad"]
     y, dx, dweight = gradients(
-        lambda x, w: grouped_linear(x, w, offsets, recipe=recipe), grad, x, weight)
+        lambda x, w: grouped_linear(x, w, offsets, recipe=recipe), grad, x, weight
+    )
     plain = gradients(lambda x, w: grouped_linear(x, w, offsets, recipe=PLAIN), grad, x, weight)
     quantised = gradients(lambda x, w: grouped_linear(x, w, offsets), grad, x, weight)
     assert is_exact(dweight, plain[2])
@@ -135,17 +157,21 @@ def test_rows_beyond_the_last_group_are_not_read(name: str) -> None:
     end = int(offsets[-1])
 
     def run(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradients(lambda x, w, b: grouped_linear(x, w, offsets, bias=b,
-                                                        recipe=RECIPES[name]),
-                         grad, x, weight, bias)
+        return gradients(
+            lambda x, w, b: grouped_linear(x, w, offsets, bias=b, recipe=RECIPES[name]),
+            grad,
+            x,
+            weight,
+            bias,
+        )
 
     clean = run(grad[:end], x[:end])
     poisoned_grad, poisoned_x = grad.clone(), x.clone()
     poisoned_grad[end:] = poisoned_x[end:] = math.nan
     poisoned = run(poisoned_grad, poisoned_x)
     for wanted, found in zip(clean, poisoned, strict=True):
-        assert is_exact(found[:len(wanted)], wanted)
-        assert not found[len(wanted):].any()
+        assert is_exact(found[: len(wanted)], wanted)
+        assert not found[len(wanted) :].any()
     assert is_exact(poisoned[3], run(poisoned_grad, poisoned_x)[3]), "repeats are bit-exact"
     for group, size in enumerate(SNR_SIZES):
         if size == 0:
@@ -158,14 +184,19 @@ def test_bias_gradient_is_the_sum_of_each_groups_rows(name: str) -> None:
     grad, x, weight, offsets = snr_operands()
     bias = torch.randn(weight.shape[:2])
     y, _, _, dbias = gradients(
-        lambda x, w, b: grouped_linear(x, w, offsets, bias=b, recipe=RECIPES[name]), grad, x,
-        weight, bias)
+        lambda x, w, b: grouped_linear(x, w, offsets, bias=b, recipe=RECIPES[name]),
+        grad,
+        x,
+        weight,
+        bias,
+    )
     without = grouped_linear(x, weight, offsets, recipe=RECIPES[name])
     groups = torch.repeat_interleave(torch.arange(len(SNR_SIZES)), torch.tensor(SNR_SIZES))
     end = int(offsets[-1])
     assert is_exact(y[:end], without[:end] + bias.bfloat16()[groups])
     wanted = torch.zeros(weight.shape[:2], dtype=torch.float64).index_add_(
-        0, groups, grad[:end].double())
+        0, groups, grad[:end].double()
+    )
     torch.testing.assert_close(dbias.double(), wanted)
 
 
@@ -193,8 +224,9 @@ def test_backward_keeps_what_is_documented(name: str, frozen: str) -> None:
     of_x = {"e4m3": k * capacity * 33 // 32}.get(name, x.nbytes)
     of_weight = {"bf16": weight.nbytes}.get(name, groups * k * n * 33 // 32)
     _, found = saved_bytes(lambda: grouped_linear(x, weight, offsets, recipe=RECIPES[name]))
-    assert found == ((of_x if frozen != "weight" else 0) + (of_weight if frozen != "x" else 0)
-                     + offsets.nbytes)
+    assert found == (
+        (of_x if frozen != "weight" else 0) + (of_weight if frozen != "x" else 0) + offsets.nbytes
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -216,35 +248,62 @@ def test_main_grad_takes_the_weight_gradient(name: str) -> None:
 def test_only_requested_gradients(name: str) -> None:
     grad, x, weight, offsets = snr_operands()
     _, dx, dweight = gradients(
-        lambda x, w: grouped_linear(x, w, offsets, recipe=RECIPES[name]), grad, x, weight)
-    assert is_exact(gradients(
-        lambda x: grouped_linear(x, weight, offsets, recipe=RECIPES[name]), grad, x)[1], dx)
-    assert is_exact(gradients(
-        lambda w: grouped_linear(x, w, offsets, recipe=RECIPES[name]), grad, weight)[1], dweight)
+        lambda x, w: grouped_linear(x, w, offsets, recipe=RECIPES[name]), grad, x, weight
+    )
+    assert is_exact(
+        gradients(lambda x: grouped_linear(x, weight, offsets, recipe=RECIPES[name]), grad, x)[1],
+        dx,
+    )
+    assert is_exact(
+        gradients(lambda w: grouped_linear(x, w, offsets, recipe=RECIPES[name]), grad, weight)[1],
+        dweight,
+    )
     with torch.no_grad():
-        y, kept = saved_bytes(lambda: grouped_linear(x, weight.requires_grad_(), offsets,
-                                                     recipe=RECIPES[name]))
+        y, kept = saved_bytes(
+            lambda: grouped_linear(x, weight.requires_grad_(), offsets, recipe=RECIPES[name])
+        )
     assert kept == 0
     assert not y.requires_grad
 
 
-@pytest.mark.parametrize("change, error, text", [
-    ({"x": torch.zeros(4, 32, dtype=torch.float64)}, TypeError, "x.dtype"),
-    ({"x": torch.zeros(4, 64)}, ValueError, "weight.shape"),
-    ({"weight": torch.zeros(2, 33, 32)}, ValueError, r"weight.shape\[1\] — need a multiple of 32"),
-    ({"weight": torch.zeros(0, 32, 32)}, ValueError, r"weight.shape\[0\] — need at least one"),
-    ({"group_offsets": torch.zeros(4, dtype=torch.int32)}, ValueError, "group_offsets.shape"),
-    ({"group_offsets": torch.zeros(3)}, TypeError, "group_offsets.dtype"),
-    ({"bias": torch.zeros(2, 31)}, ValueError, "bias.shape"),
-    ({"recipe": "mxfp8"}, TypeError, "recipe — need an MXFP8Recipe"),
-], ids=["float64", "width", "ragged-block", "no-group", "offsets-shape", "offsets-dtype", "bias",
-        "recipe"])
+@pytest.mark.parametrize(
+    "change, error, text",
+    [
+        ({"x": torch.zeros(4, 32, dtype=torch.float64)}, TypeError, "x.dtype"),
+        ({"x": torch.zeros(4, 64)}, ValueError, "weight.shape"),
+        (
+            {"weight": torch.zeros(2, 33, 32)},
+            ValueError,
+            r"weight.shape\[1\] — need a multiple of 32",
+        ),
+        ({"weight": torch.zeros(0, 32, 32)}, ValueError, r"weight.shape\[0\] — need at least one"),
+        ({"group_offsets": torch.zeros(4, dtype=torch.int32)}, ValueError, "group_offsets.shape"),
+        ({"group_offsets": torch.zeros(3)}, TypeError, "group_offsets.dtype"),
+        ({"bias": torch.zeros(2, 31)}, ValueError, "bias.shape"),
+        ({"recipe": "mxfp8"}, TypeError, "recipe — need an MXFP8Recipe"),
+    ],
+    ids=[
+        "float64",
+        "width",
+        "ragged-block",
+        "no-group",
+        "offsets-shape",
+        "offsets-dtype",
+        "bias",
+        "recipe",
+    ],
+)
 def test_bad_arguments_raise(change: dict[str, Any], error: type[Exception], text: str) -> None:
-    arguments = {"x": torch.zeros(4, 32), "weight": torch.zeros(2, 32, 32),
-                 "group_offsets": torch.zeros(3, dtype=torch.int32), **change}
+    arguments = {
+        "x": torch.zeros(4, 32),
+        "weight": torch.zeros(2, 32, 32),
+        "group_offsets": torch.zeros(3, dtype=torch.int32),
+        **change,
+    }
     with pytest.raises(error, match=f"grouped_linear: {text}"):
-        grouped_linear(arguments.pop("x"), arguments.pop("weight"),
-                       arguments.pop("group_offsets"), **arguments)
+        grouped_linear(
+            arguments.pop("x"), arguments.pop("weight"), arguments.pop("group_offsets"), **arguments
+        )
 
 
 def test_bad_main_grad_raises() -> None:
@@ -254,8 +313,9 @@ def test_bad_main_grad_raises() -> None:
         grouped_linear(torch.zeros(4, 32), weight, torch.tensor([0, 4]))
 
 
-@pytest.mark.parametrize("options", [{"forward_format": "mxfp4"}, {"backward_format": "fp8"}],
-                         ids=["mxfp4", "unknown"])
+@pytest.mark.parametrize(
+    "options", [{"forward_format": "mxfp4"}, {"backward_format": "fp8"}], ids=["mxfp4", "unknown"]
+)
 def test_bad_recipe_raises(options: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"MXFP8Recipe: .*_format — need one of"):
         MXFP8Recipe(**options)
@@ -274,11 +334,11 @@ def test_compiles_without_a_graph_break(name: str, autocast: bool) -> None:
     grad = torch.randn(len(x), weight.shape[1]).bfloat16()
     compiled = torch.compile(grouped_linear, backend="aot_eager", fullgraph=True)
 
-    def run(function: Callable[..., torch.Tensor],
-            sizes: list[int]) -> tuple[torch.Tensor, ...]:
+    def run(function: Callable[..., torch.Tensor], sizes: list[int]) -> tuple[torch.Tensor, ...]:
         offsets = offsets_of(sizes)
-        return gradients(lambda x, w: function(x, w, offsets, recipe=RECIPES[name]), grad, x,
-                         weight)
+        return gradients(
+            lambda x, w: function(x, w, offsets, recipe=RECIPES[name]), grad, x, weight
+        )
 
     for sizes in (SNR_SIZES, SNR_SIZES[::-1]):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -15,7 +15,12 @@ import mxpert
 from mxpert.formats.spec import ScaleRule
 from mxpert.problem import Activation
 from mxpert.testing.numerics import (
-    gaussian_magnitudes, is_exact, quantisation_noise, rounding_rms, sampling_margin, sqnr_db,
+    gaussian_magnitudes,
+    is_exact,
+    quantisation_noise,
+    rounding_rms,
+    sampling_margin,
+    sqnr_db,
 )
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE, grouped_linear, grouped_mm
 from mxpert.training.activation import gated_activation
@@ -64,8 +69,10 @@ def plain_moe(moe: MXMoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for expert in range(moe.num_experts):
         token, slot = (ids == expert).nonzero(as_tuple=True)
         counts[expert] = len(token)
-        biases = [None if layer.bias is None else layer.bias[expert]
-                  for layer in (moe.gate_up_proj, moe.down_proj)]
+        biases = [
+            None if layer.bias is None else layer.bias[expert]
+            for layer in (moe.gate_up_proj, moe.down_proj)
+        ]
         gate, up = linear(x[token], moe.gate_up_proj.weight[expert], biases[0]).chunk(2, -1)
         rows = linear(activate(moe.activation, gate, up), moe.down_proj.weight[expert], biases[1])
         y = y.index_add(0, token, weights[token, slot, None] * rows)
@@ -73,8 +80,9 @@ def plain_moe(moe: MXMoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return y, moe.aux_loss_coef * loss
 
 
-def step(moe: MXMoE, x: torch.Tensor, grad: torch.Tensor,
-         plain: bool = False) -> dict[str, torch.Tensor]:
+def step(
+    moe: MXMoE, x: torch.Tensor, grad: torch.Tensor, plain: bool = False
+) -> dict[str, torch.Tensor]:
     """Output, loss and every gradient of one pass."""
     x = x.detach().clone().requires_grad_()
     moe.zero_grad()
@@ -92,12 +100,16 @@ def test_moe_equals_a_loop_over_experts_in_float64(activation: Activation, bias:
     x, grad = torch.randn(2, 9, 6, dtype=torch.float64)
     found, wanted = step(moe, x, grad), step(moe, x, grad, plain=True)
     for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name],
-                                   msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], wanted[name], msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
-@pytest.mark.parametrize("tokens, experts, top_k", [(1, 5, 1), (40, 3, 3), (33, 1, 1), (24, 8, 2)],
-                         ids=["one-token", "all-experts", "one-expert", "some-experts"])
+@pytest.mark.parametrize(
+    "tokens, experts, top_k",
+    [(1, 5, 1), (40, 3, 3), (33, 1, 1), (24, 8, 2)],
+    ids=["one-token", "all-experts", "one-expert", "some-experts"],
+)
 def test_quantised_moe_is_near_the_loop(tokens: int, experts: int, top_k: int) -> None:
     torch.manual_seed(1)
     moe = MXMoE(64, 96, experts, top_k)
@@ -160,8 +172,15 @@ def test_moe_keeps_what_is_documented() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = moe(x)
     capacity = mxpert.padded_capacity(rows, experts)
-    copies = sum(size * 33 // 32 for size in (
-        hidden * capacity, experts * hidden * 2 * ffn, ffn * capacity, experts * ffn * hidden))
+    copies = sum(
+        size * 33 // 32
+        for size in (
+            hidden * capacity,
+            experts * hidden * 2 * ffn,
+            ffn * capacity,
+            experts * ffn * hidden,
+        )
+    )
     plain = 2 * (rows * 2 * ffn + rows * hidden + tokens * hidden + experts * hidden)
     small = sum(storages.values()) - copies - plain
     # per token: at most five numbers for each expert and six for each slot, of 8 bytes
@@ -173,8 +192,9 @@ def test_moe_keeps_what_is_documented() -> None:
 def test_activation_and_its_derivatives(activation: Activation) -> None:
     torch.manual_seed(4)
     gate_up = (2 * torch.randn(5, 16, dtype=torch.float64)).requires_grad_()
-    torch.testing.assert_close(gated_activation(gate_up, activation),
-                               activate(activation, *gate_up.chunk(2, -1)))
+    torch.testing.assert_close(
+        gated_activation(gate_up, activation), activate(activation, *gate_up.chunk(2, -1))
+    )
     assert torch.autograd.gradcheck(gated_activation, (gate_up, activation))
 
 
@@ -197,13 +217,17 @@ def test_permutation_and_combine_in_float64() -> None:
         rows = PermuteRows.apply(tokens, order, inverse, 3)
         return CombineRows.apply(rows, inverse.view(ids.shape), weights)
 
-    torch.testing.assert_close(there_and_back(tokens, weights),
-                               tokens * weights.sum(1, keepdim=True))
+    torch.testing.assert_close(
+        there_and_back(tokens, weights), tokens * weights.sum(1, keepdim=True)
+    )
     assert torch.autograd.gradcheck(there_and_back, (tokens, weights))
 
 
-COMPILED = {"mxfp8": MXFP8Recipe(), "high-precision": MXFP8Recipe(high_precision_wgrad=True),
-            "bf16": PLAIN}
+COMPILED = {
+    "mxfp8": MXFP8Recipe(),
+    "high-precision": MXFP8Recipe(high_precision_wgrad=True),
+    "bf16": PLAIN,
+}
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -221,8 +245,16 @@ def test_torch_compile_without_a_graph_break(name: str) -> None:
             leaf = x.clone().requires_grad_()
             y = module(leaf)
             ((y * grad).sum() + module.aux_loss).backward()
-            results.append((y, leaf.grad, module.router.grad, module.gate_up_proj.weight.grad,
-                            module.down_proj.weight.main_grad, module.gate_up_proj.bias.grad))
+            results.append(
+                (
+                    y,
+                    leaf.grad,
+                    module.router.grad,
+                    module.gate_up_proj.weight.grad,
+                    module.down_proj.weight.main_grad,
+                    module.gate_up_proj.bias.grad,
+                )
+            )
         for eager, graph in zip(*results, strict=True):
             assert is_exact(graph, eager)
 
@@ -252,7 +284,12 @@ def test_state_copies_and_conversions() -> None:
     x = torch.randn(5, 32).bfloat16()
     y = moe(x)
     assert set(moe.state_dict()) == {
-        "router", "gate_up_proj.weight", "gate_up_proj.bias", "down_proj.weight", "down_proj.bias"}
+        "router",
+        "gate_up_proj.weight",
+        "gate_up_proj.bias",
+        "down_proj.weight",
+        "down_proj.bias",
+    }
     other = MXMoE(32, 64, 4, 2, bias=True)
     assert not is_exact(other(x), y)
     other.load_state_dict(moe.state_dict())
@@ -275,25 +312,35 @@ def test_reset_parameters_is_uniform_within_the_fan_in_bound() -> None:
         for parameter in moe.parameters():
             parameter.fill_(math.nan)
     moe.reset_parameters()
-    for name, fan_in in (("router", 64), ("gate_up_proj.weight", 64), ("gate_up_proj.bias", 64),
-                         ("down_proj.weight", 256), ("down_proj.bias", 256)):
+    for name, fan_in in (
+        ("router", 64),
+        ("gate_up_proj.weight", 64),
+        ("gate_up_proj.bias", 64),
+        ("down_proj.weight", 256),
+        ("down_proj.bias", 256),
+    ):
         value = moe.get_parameter(name)
-        bound = fan_in ** -0.5
+        bound = fan_in**-0.5
         assert value.abs().max() <= bound
         # the deviation of n uniform values is off by √(1/5n) of itself; five of these
         assert value.std().item() == pytest.approx(
-            bound / math.sqrt(3), rel=5 * math.sqrt(0.2 / value.numel()))
+            bound / math.sqrt(3), rel=5 * math.sqrt(0.2 / value.numel())
+        )
 
 
-@pytest.mark.parametrize("options, error, text", [
-    (dict(hidden_size=48), ValueError, "hidden_size — need a positive multiple of 32, got 48"),
-    (dict(intermediate_size=0), ValueError, "intermediate_size"),
-    (dict(num_experts=2.0), TypeError, "num_experts — need an int"),
-    (dict(top_k=5), ValueError, "top_k — need at most num_experts = 4"),
-    (dict(activation="silu"), TypeError, "activation"),
-    (dict(aux_loss_coef=-1.0), ValueError, "aux_loss_coef"),
-    (dict(recipe=None), TypeError, "recipe"),
-], ids=["hidden", "zero", "float", "top-k", "activation", "coef", "recipe"])
+@pytest.mark.parametrize(
+    "options, error, text",
+    [
+        (dict(hidden_size=48), ValueError, "hidden_size — need a positive multiple of 32, got 48"),
+        (dict(intermediate_size=0), ValueError, "intermediate_size"),
+        (dict(num_experts=2.0), TypeError, "num_experts — need an int"),
+        (dict(top_k=5), ValueError, "top_k — need at most num_experts = 4"),
+        (dict(activation="silu"), TypeError, "activation"),
+        (dict(aux_loss_coef=-1.0), ValueError, "aux_loss_coef"),
+        (dict(recipe=None), TypeError, "recipe"),
+    ],
+    ids=["hidden", "zero", "float", "top-k", "activation", "coef", "recipe"],
+)
 def test_bad_modules_raise(options: dict[str, Any], error: type[Exception], text: str) -> None:
     sizes = dict(hidden_size=32, intermediate_size=32, num_experts=4, top_k=2)
     with pytest.raises(error, match=f"MXMoE: {text}"):
@@ -311,8 +358,10 @@ def test_grouped_linear_module_is_the_function() -> None:
     torch.manual_seed(8)
     layer = MXGroupedLinear(3, 32, 64, bias=True, recipe=MXFP8Recipe.hybrid())
     x, offsets = torch.randn(9, 32).bfloat16(), torch.tensor([0, 4, 4, 8])
-    assert is_exact(layer(x, offsets), grouped_linear(
-        x, layer.weight, offsets, bias=layer.bias, recipe=layer.recipe))
+    assert is_exact(
+        layer(x, offsets),
+        grouped_linear(x, layer.weight, offsets, bias=layer.bias, recipe=layer.recipe),
+    )
     assert MXGroupedLinear(3, 32, 64).bias is None
 
 
@@ -344,8 +393,7 @@ def test_gradcheck_of_grouped_mm_over_columns() -> None:
     a = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     b = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     offs = torch.tensor([2, 2, 6], dtype=torch.int32)
-    assert torch.autograd.gradcheck(
-        lambda a, b: grouped_mm(a, b, offs=offs, recipe=PLAIN), (a, b))
+    assert torch.autograd.gradcheck(lambda a, b: grouped_mm(a, b, offs=offs, recipe=PLAIN), (a, b))
 
 
 @pytest.mark.parametrize("recipe", [MXFP8Recipe(), MXFP8Recipe.hybrid()], ids=["e4m3", "hybrid"])
@@ -369,17 +417,27 @@ def test_snr_of_grouped_mm_over_columns(recipe: MXFP8Recipe) -> None:
         assert gate <= sqnr_db(found, wanted) < 40
 
 
-@pytest.mark.parametrize("change, error, text", [
-    (dict(offs=None), TypeError, "offs — need a torch.Tensor"),
-    (dict(offs=torch.zeros(2, dtype=torch.int64)), TypeError, "offs.dtype"),
-    (dict(a=torch.zeros(2, 4, 32)), mxpert.UnsupportedError, "a, b — need 2D × 3D or 2D × 2D"),
-    (dict(b=torch.zeros(2, 64, 32)), ValueError, "b.shape — need 32 rows"),
-    (dict(b=torch.zeros(2, 32, 32).bfloat16()), TypeError, "b.dtype"),
-    (dict(out_dtype=torch.bfloat16), ValueError, "out_dtype"),
-    (dict(b=torch.zeros(32, 32)), ValueError, r"a.shape\[0\] — need a multiple of 32, got 4"),
-], ids=["no-offs", "int64", "batched", "inner", "dtypes", "out-dtype", "ragged"])
+@pytest.mark.parametrize(
+    "change, error, text",
+    [
+        (dict(offs=None), TypeError, "offs — need a torch.Tensor"),
+        (dict(offs=torch.zeros(2, dtype=torch.int64)), TypeError, "offs.dtype"),
+        (dict(a=torch.zeros(2, 4, 32)), mxpert.UnsupportedError, "a, b — need 2D × 3D or 2D × 2D"),
+        (dict(b=torch.zeros(2, 64, 32)), ValueError, "b.shape — need 32 rows"),
+        (dict(b=torch.zeros(2, 32, 32).bfloat16()), TypeError, "b.dtype"),
+        (dict(out_dtype=torch.bfloat16), ValueError, "out_dtype"),
+        (dict(b=torch.zeros(32, 32)), ValueError, r"a.shape\[0\] — need a multiple of 32, got 4"),
+    ],
+    ids=["no-offs", "int64", "batched", "inner", "dtypes", "out-dtype", "ragged"],
+)
 def test_bad_grouped_mm_raises(change: dict[str, Any], error: type[Exception], text: str) -> None:
-    arguments = dict(a=torch.zeros(4, 32), b=torch.zeros(2, 32, 32),
-                     offs=torch.tensor([2, 4], dtype=torch.int32)) | change
+    arguments = (
+        dict(
+            a=torch.zeros(4, 32),
+            b=torch.zeros(2, 32, 32),
+            offs=torch.tensor([2, 4], dtype=torch.int32),
+        )
+        | change
+    )
     with pytest.raises(error, match=f"grouped_mm: {text}"):
         grouped_mm(arguments.pop("a"), arguments.pop("b"), **arguments)

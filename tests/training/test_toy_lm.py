@@ -53,7 +53,7 @@ def test_final_loss_is_that_of_bf16(name: str, example: ModuleType, baseline: fl
 
 
 def test_the_comparison_sees_a_wrong_gradient(
-    example: ModuleType, baseline: float, monkeypatch: pytest.MonkeyPatch,
+    example: ModuleType, baseline: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = mxpert.training.autograd.grouped_wgrad
 
@@ -88,12 +88,14 @@ def test_the_text_of_the_installation_is_large(example: ModuleType) -> None:
 
 
 def run(example: ModuleType, folder: Path, *arguments: str) -> int:
-    return example.main(["--size=tiny", "--device=cpu", f"--text={TEXT}", f"--output={folder}",
-                         *arguments])
+    return example.main(
+        ["--size=tiny", "--device=cpu", f"--text={TEXT}", f"--output={folder}", *arguments]
+    )
 
 
-def test_it_writes_losses_and_a_plot(example: ModuleType, tmp_path: Path,
-                                     capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_writes_losses_and_a_plot(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     assert run(example, tmp_path, "--steps=3") == 0
     assert "mxfp8: final loss" in capsys.readouterr().out
@@ -106,8 +108,9 @@ def test_it_writes_losses_and_a_plot(example: ModuleType, tmp_path: Path,
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_worse_loss_fails(example: ModuleType, tmp_path: Path,
-                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worse_loss_fails(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = example.train
 
     def worse(recipe: MXFP8Recipe, *rest: Any) -> Any:
@@ -118,8 +121,9 @@ def test_a_worse_loss_fails(example: ModuleType, tmp_path: Path,
     assert run(example, tmp_path, "--steps=1") == 1
 
 
-def test_unknown_formats_are_refused(example: ModuleType, tmp_path: Path,
-                                     capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_formats_are_refused(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         run(example, tmp_path, "--formats=fp4")
     assert "--formats: need some of bf16" in capsys.readouterr().err
@@ -131,7 +135,8 @@ def test_the_saved_model_is_a_mixtral_checkpoint(example: ModuleType, tmp_path: 
     model = train(example, "bf16", 20)[0]
     example.save_mixtral(model, tmp_path)
     other, loading = transformers.MixtralForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, output_loading_info=True)
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(loading.values())
     ids = torch.randint(256, (2, model.size.length))
     with torch.no_grad():
@@ -144,7 +149,11 @@ def test_the_documentation_shows_the_results() -> None:
         path = ROOT / f"benchmarks/results/cpu/train_moe_lm_{seed}.json"
         found = json.loads(path.read_text())["runs"]
         bf16, *others = (found[name] for name in ("bf16", "mxfp8-exact", "mxfp8-row"))
-        cells = [f"{seed}", f"{bf16['final']:.4f}", *(f"{run['ratio']:.4f}" for run in others),
-                 *(f"{run['held_out'] / bf16['held_out']:.4f}" for run in others)]
+        cells = [
+            f"{seed}",
+            f"{bf16['final']:.4f}",
+            *(f"{run['ratio']:.4f}" for run in others),
+            *(f"{run['held_out'] / bf16['held_out']:.4f}" for run in others),
+        ]
         assert f"| {' | '.join(cells)} |" in text
         assert all(run["ratio"] <= 1 + TOLERANCE for run in found.values())

@@ -10,13 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mxpert.backends.launch import Launch
-from mxpert.testing.aot import (
-    SHARED_MEMORY_LIMIT,
-    TARGETS,
-    Specialization,
-    compile_for,
-    specialize,
-)
+from mxpert.testing.aot import SHARED_MEMORY_LIMIT, TARGETS, Specialization, compile_for, specialize
 
 
 @triton.jit
@@ -52,8 +46,14 @@ def _shares_kernel(out_ptr, a_ptr, b_ptr, M: tl.constexpr, N: tl.constexpr, K: t
 
 @triton.jit
 def _matmul_scaled_kernel(
-    out_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    out_ptr,
+    a_ptr,
+    a_scale_ptr,
+    b_ptr,
+    b_scale_ptr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
 ):
     m, n, k, groups = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K), tl.arange(0, K // 32)
     a = tl.load(a_ptr + m[:, None] * K + k[None, :])
@@ -77,8 +77,9 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("target", TARGETS)
 def test_copy_of_aligned_rows_uses_128_bit_accesses(target: str) -> None:
     x = meta(4096, dtype=torch.float32)
-    kernel = compile_for(_copy_kernel, {"out_ptr": x, "x_ptr": x, "size": 4096, "BLOCK": 1024},
-                         target=target)
+    kernel = compile_for(
+        _copy_kernel, {"out_ptr": x, "x_ptr": x, "size": 4096, "BLOCK": 1024}, target=target
+    )
     assert set(kernel.metrics.global_loads) == {128}
     assert set(kernel.metrics.global_stores) == {128}
     assert kernel.metrics.spills == kernel.metrics.scratch == 0
@@ -90,41 +91,77 @@ def test_copy_of_aligned_rows_uses_128_bit_accesses(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_copy_without_alignment_uses_narrow_accesses(target: str) -> None:
     x = meta(4097, dtype=torch.float32)[1:]
-    kernel = compile_for(_copy_kernel, {"out_ptr": x, "x_ptr": x, "size": 4095, "BLOCK": 1024},
-                         target=target)
+    kernel = compile_for(
+        _copy_kernel, {"out_ptr": x, "x_ptr": x, "size": 4095, "BLOCK": 1024}, target=target
+    )
     assert set(kernel.metrics.global_loads) == {32}
 
 
-@pytest.mark.parametrize("target, options", [("sm_90", {}), ("gfx950", {"waves_per_eu": 4})],
-                         ids=["sm_90", "gfx950"])
+@pytest.mark.parametrize(
+    "target, options", [("sm_90", {}), ("gfx950", {"waves_per_eu": 4})], ids=["sm_90", "gfx950"]
+)
 def test_spills_are_seen(target: str, options: dict[str, int]) -> None:
     """A 128x128 float32 accumulator in one warp needs 512 registers of 255 a lane, or 256 of the
     128 that four waves leave each other."""
     half = meta(1 << 20, dtype=torch.bfloat16)
-    kernel = compile_for(_shares_kernel, {
-        "out_ptr": meta(1 << 14, dtype=torch.float32), "a_ptr": half, "b_ptr": half,
-        "M": 128, "N": 128, "K": 32, "num_warps": 1, **options}, target=target)
+    kernel = compile_for(
+        _shares_kernel,
+        {
+            "out_ptr": meta(1 << 14, dtype=torch.float32),
+            "a_ptr": half,
+            "b_ptr": half,
+            "M": 128,
+            "N": 128,
+            "K": 32,
+            "num_warps": 1,
+            **options,
+        },
+        target=target,
+    )
     assert kernel.metrics.spills > 0
 
 
-@pytest.mark.parametrize("target, instruction",
-                         [("sm_90", "wgmma"), ("sm_100", "tcgen05.mma"), ("gfx950", "mfma")])
+@pytest.mark.parametrize(
+    "target, instruction", [("sm_90", "wgmma"), ("sm_100", "tcgen05.mma"), ("gfx950", "mfma")]
+)
 def test_matrix_instruction_of_dot(target: str, instruction: str) -> None:
     half = meta(1 << 20, dtype=torch.bfloat16)
-    kernel = compile_for(_matmul_kernel, {
-        "out_ptr": meta(1 << 16, dtype=torch.float32), "a_ptr": half, "b_ptr": half,
-        "M": 128, "N": 128, "K": 64}, target=target)
+    kernel = compile_for(
+        _matmul_kernel,
+        {
+            "out_ptr": meta(1 << 16, dtype=torch.float32),
+            "a_ptr": half,
+            "b_ptr": half,
+            "M": 128,
+            "N": 128,
+            "K": 64,
+        },
+        target=target,
+    )
     assert kernel.metrics.matrix_instruction == instruction
     assert 0 < kernel.metrics.shared_memory <= SHARED_MEMORY_LIMIT[target]
 
 
-@pytest.mark.parametrize("target, instruction", [
-    ("sm_90", "wgmma"), ("sm_100", "tcgen05.mma.block_scale"), ("gfx950", "mfma_scale")])
+@pytest.mark.parametrize(
+    "target, instruction",
+    [("sm_90", "wgmma"), ("sm_100", "tcgen05.mma.block_scale"), ("gfx950", "mfma_scale")],
+)
 def test_matrix_instruction_of_dot_scaled(target: str, instruction: str) -> None:
     codes, scale = meta(1 << 20, dtype=torch.float8_e4m3fn), meta(1 << 15, dtype=torch.uint8)
-    kernel = compile_for(_matmul_scaled_kernel, {
-        "out_ptr": meta(1 << 16, dtype=torch.float32), "a_ptr": codes, "a_scale_ptr": scale,
-        "b_ptr": codes, "b_scale_ptr": scale, "M": 128, "N": 128, "K": 128}, target=target)
+    kernel = compile_for(
+        _matmul_scaled_kernel,
+        {
+            "out_ptr": meta(1 << 16, dtype=torch.float32),
+            "a_ptr": codes,
+            "a_scale_ptr": scale,
+            "b_ptr": codes,
+            "b_scale_ptr": scale,
+            "M": 128,
+            "N": 128,
+            "K": 128,
+        },
+        target=target,
+    )
     assert kernel.metrics.matrix_instruction == instruction
 
 
@@ -132,22 +169,36 @@ def test_matrix_instruction_of_dot_scaled(target: str, instruction: str) -> None
 def test_gluon_kernel_keeps_its_layout(target: str) -> None:
     layout = gl.BlockedLayout([4], [TARGETS[target].warp_size], [4], [0])
     x = meta(4096, dtype=torch.float32)
-    kernel = compile_for(_gluon_copy_kernel, {
-        "out_ptr": x, "x_ptr": x, "BLOCK": 16 * TARGETS[target].warp_size, "LAYOUT": layout},
-        target=target)
+    kernel = compile_for(
+        _gluon_copy_kernel,
+        {"out_ptr": x, "x_ptr": x, "BLOCK": 16 * TARGETS[target].warp_size, "LAYOUT": layout},
+        target=target,
+    )
     assert kernel.metrics.global_loads == {128: 1}
 
 
 def test_specialize_follows_the_jit() -> None:
     x = torch.empty(64, dtype=torch.float8_e4m3fn)
-    call = specialize(_sizes_kernel, {
-        "out_ptr": x, "rows": 1, "columns": 48, "scale": 2**40, "bias": None}, "sm_90")
-    assert call.signature == {"out_ptr": "*fp8e4nv", "rows": "i32", "columns": "i32",
-                              "scale": "i64", "bias": "constexpr", "BLOCK": "constexpr"}
+    call = specialize(
+        _sizes_kernel,
+        {"out_ptr": x, "rows": 1, "columns": 48, "scale": 2**40, "bias": None},
+        "sm_90",
+    )
+    assert call.signature == {
+        "out_ptr": "*fp8e4nv",
+        "rows": "i32",
+        "columns": "i32",
+        "scale": "i64",
+        "bias": "constexpr",
+        "BLOCK": "constexpr",
+    }
     assert call.constexprs == {(4,): None, (5,): 32}
     assert promised(call) == {(0,): ALIGNED, (2,): ALIGNED, (3,): ALIGNED}
-    call = specialize(_sizes_kernel, {
-        "out_ptr": x[4:], "rows": 16, "columns": 1, "scale": 1.5, "bias": 3}, "sm_90")
+    call = specialize(
+        _sizes_kernel,
+        {"out_ptr": x[4:], "rows": 16, "columns": 1, "scale": 1.5, "bias": 3},
+        "sm_90",
+    )
     assert call.constexprs == {(2,): 1, (5,): 32}
     assert promised(call) == {}
 
@@ -163,7 +214,7 @@ def promised(call: Specialization) -> dict[tuple[int, ...], list[list[object]]]:
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("gibibytes, loads", [(1, "buffer_load"), (3, "global_load")])
 def test_amd_addresses_small_tensors_through_buffers(
-    gibibytes: int, loads: str, offset: int,
+    gibibytes: int, loads: str, offset: int
 ) -> None:
     """AMD's launcher marks tensors below 2 GiB with 32-bit offsets; the compiler then uses buffer
     loads."""
@@ -190,23 +241,38 @@ def test_fusion_of_products_and_sums_is_asked_for(target: str) -> None:
 
 
 def test_same_arguments_give_the_same_object() -> None:
-    arguments = {"out_ptr": meta(64, dtype=torch.int32), "x_ptr": meta(64, dtype=torch.int32),
-                 "size": 64, "BLOCK": 64}
+    arguments = {
+        "out_ptr": meta(64, dtype=torch.int32),
+        "x_ptr": meta(64, dtype=torch.int32),
+        "size": 64,
+        "BLOCK": 64,
+    }
     first = compile_for(_copy_kernel, arguments, target="sm_90")
     assert compile_for(_copy_kernel, arguments, target="sm_90") is first
     assert compile_for(_copy_kernel, {**arguments, "num_warps": 1}, target="sm_90") is not first
 
 
-@pytest.mark.parametrize("change, error, text", [
-    ({"target": "sm_70"}, ValueError, "target — need one of"),
-    ({"y_ptr": 3}, ValueError, r"arguments — need names out of \['out_ptr'"),
-    ({"fn": len}, TypeError, "need a @triton.jit"),
-    ({"x_ptr": ...}, TypeError, "missing .* 'x_ptr'"),
-], ids=["target", "unknown", "function", "missing"])
+@pytest.mark.parametrize(
+    "change, error, text",
+    [
+        ({"target": "sm_70"}, ValueError, "target — need one of"),
+        ({"y_ptr": 3}, ValueError, r"arguments — need names out of \['out_ptr'"),
+        ({"fn": len}, TypeError, "need a @triton.jit"),
+        ({"x_ptr": ...}, TypeError, "missing .* 'x_ptr'"),
+    ],
+    ids=["target", "unknown", "function", "missing"],
+)
 def test_bad_input(change: dict, error: type[Exception], text: str) -> None:
     x = meta(64, dtype=torch.int32)
-    arguments = {"fn": _copy_kernel, "target": "sm_90", "out_ptr": x, "x_ptr": x, "size": 64,
-                 "BLOCK": 64, **change}
+    arguments = {
+        "fn": _copy_kernel,
+        "target": "sm_90",
+        "out_ptr": x,
+        "x_ptr": x,
+        "size": 64,
+        "BLOCK": 64,
+        **change,
+    }
     given = {name: value for name, value in arguments.items() if value is not ...}
     with pytest.raises(error, match=text):
         compile_for(given.pop("fn"), target=given.pop("target"), arguments=given)

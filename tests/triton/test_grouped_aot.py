@@ -33,8 +33,11 @@ INSTRUCTIONS = {
     "mx": {"sm_90": "wgmma", "sm_100": "tcgen05.mma.block_scale", "gfx950": "mfma_scale"},
 }
 """Required matrix instruction; Hopper has no MX instruction and multiplies exact bf16 values."""
-FORMATS = {"bf16": ("bf16", "bf16"), "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
-           "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3")}
+FORMATS = {
+    "bf16": ("bf16", "bf16"),
+    "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
+    "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
+}
 targets = pytest.mark.parametrize("target", TARGETS)
 
 
@@ -44,6 +47,7 @@ Recorder = Callable[..., RecordedLaunch]
 @pytest.fixture
 def record() -> Recorder:
     """A function that launches on meta tensors and returns the recorded launches."""
+
     def run(launch: Callable[..., object], *arguments: Any, **options: Any) -> RecordedLaunch:
         with recorded_launches() as launches:
             launch(*arguments, **options)
@@ -66,45 +70,83 @@ def operand(fmt: str, *size: int, axis: int = -1) -> torch.Tensor | MXTensor:
 
 
 def launch_gemm(
-    target: str, formats: tuple[str, str], *, trans_b: bool = True, m: int = 8192, groups: int = 8,
-    n: int = 2880, k: int = 2880, out_dtype: torch.dtype = torch.bfloat16,
+    target: str,
+    formats: tuple[str, str],
+    *,
+    trans_b: bool = True,
+    m: int = 8192,
+    groups: int = 8,
+    n: int = 2880,
+    k: int = 2880,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[GroupedProblem, Any]:
-    problem = GroupedProblem(Op.GROUPED_GEMM, TARGETS[target], m, groups, n, k, *formats, trans_b,
-                             out_dtype)
+    problem = GroupedProblem(
+        Op.GROUPED_GEMM, TARGETS[target], m, groups, n, k, *formats, trans_b, out_dtype
+    )
     config = grouped.GROUPED_GEMM.heuristic(problem)
-    b = (operand(formats[1], groups, n, k) if trans_b
-         else operand(formats[1], groups, k, n, axis=-2))
-    grouped.GROUPED_GEMM.launch(problem, config, a=operand(formats[0], m, k), b=b,
-                                group_offsets=empty(groups + 1, dtype=torch.int32))
+    b = operand(formats[1], groups, n, k) if trans_b else operand(formats[1], groups, k, n, axis=-2)
+    grouped.GROUPED_GEMM.launch(
+        problem,
+        config,
+        a=operand(formats[0], m, k),
+        b=b,
+        group_offsets=empty(groups + 1, dtype=torch.int32),
+    )
     return problem, config
 
 
 def launch_wgrad(
-    target: str, formats: tuple[str, str], *, accumulate: bool = False, m: int = 8192,
-    groups: int = 8, n: int = 2880, k: int = 2880,
+    target: str,
+    formats: tuple[str, str],
+    *,
+    accumulate: bool = False,
+    m: int = 8192,
+    groups: int = 8,
+    n: int = 2880,
+    k: int = 2880,
 ) -> tuple[GroupedProblem, Any]:
     mx = formats[0] != "bf16"
     length = padded_capacity(m, groups) if mx else m
-    problem = GroupedProblem(Op.GROUPED_WGRAD, TARGETS[target], length, groups, n, k, *formats,
-                             False, torch.bfloat16, accumulate)
+    problem = GroupedProblem(
+        Op.GROUPED_WGRAD,
+        TARGETS[target],
+        length,
+        groups,
+        n,
+        k,
+        *formats,
+        False,
+        torch.bfloat16,
+        accumulate,
+    )
     config = grouped.GROUPED_WGRAD.heuristic(problem)
     offsets = empty(groups + 1, dtype=torch.int32)
-    grad, a = (operand(fmt, *((size, length) if mx else (length, size)))
-               for fmt, size in zip(formats, (n, k), strict=True))
+    grad, a = (
+        operand(fmt, *((size, length) if mx else (length, size)))
+        for fmt, size in zip(formats, (n, k), strict=True)
+    )
     into = empty(groups, n, k, dtype=torch.float32) if accumulate else None
     grouped.GROUPED_WGRAD.launch(
-        problem, config, grad=grad, a=a, group_offsets=offsets,
-        accumulate_into=into)
+        problem, config, grad=grad, a=a, group_offsets=offsets, accumulate_into=into
+    )
     return problem, config
 
 
-def launch_dual(target: str, shape: tuple[int, ...], dtype: torch.dtype, *, groups: int = 0,
-                ) -> None:
-    problem = DualProblem(Op.QUANTIZE_DUAL, TARGETS[target], shape, dtype,
-                          get_format("mxfp8_e4m3"), ScaleRule.RCEIL, groups, groups > 0)
+def launch_dual(
+    target: str, shape: tuple[int, ...], dtype: torch.dtype, *, groups: int = 0
+) -> None:
+    problem = DualProblem(
+        Op.QUANTIZE_DUAL,
+        TARGETS[target],
+        shape,
+        dtype,
+        get_format("mxfp8_e4m3"),
+        ScaleRule.RCEIL,
+        groups,
+        groups > 0,
+    )
     offsets = empty(groups + 1, dtype=torch.int32) if groups else None
-    grouped.QUANTIZE_DUAL.launch(problem, None, x=empty(*shape, dtype=dtype),
-                                 group_offsets=offsets)
+    grouped.QUANTIZE_DUAL.launch(problem, None, x=empty(*shape, dtype=dtype), group_offsets=offsets)
 
 
 def metrics_of(launch: RecordedLaunch, target: str) -> Metrics:
@@ -127,9 +169,12 @@ def assert_uses_the_chip(metrics: Metrics, problem: GroupedProblem, config: Any)
 
 
 GEMMS = {
-    "bf16-nt": ("bf16", True, 8192), "bf16-nn": ("bf16", False, 8192),
-    "e4m3-nt": ("e4m3", True, 8192), "e4m3-nn": ("e4m3", False, 8192),
-    "e4m3-nt-small": ("e4m3", True, 256), "hybrid-nt": ("hybrid", True, 8192),
+    "bf16-nt": ("bf16", True, 8192),
+    "bf16-nn": ("bf16", False, 8192),
+    "e4m3-nt": ("e4m3", True, 8192),
+    "e4m3-nn": ("e4m3", False, 8192),
+    "e4m3-nt-small": ("e4m3", True, 256),
+    "hybrid-nt": ("hybrid", True, 8192),
 }
 
 
@@ -167,8 +212,11 @@ def test_padded_offsets(target: str) -> None:
 
 
 @targets
-@pytest.mark.parametrize("groups, dtype", [
-    (0, torch.bfloat16), (8, torch.bfloat16), (8, torch.float32), (1024, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "groups, dtype",
+    [(0, torch.bfloat16), (8, torch.bfloat16), (8, torch.float32), (1024, torch.bfloat16)],
+    ids=str,
+)
 def test_dual(record: Recorder, groups: int, dtype: torch.dtype, target: str) -> None:
     """The kernel loads the data and stores both copies with wide accesses."""
     launch = record(launch_dual, target, (8192, 2880), dtype, groups=groups)
@@ -196,13 +244,17 @@ def test_changing_rows_share_a_binary(record: Recorder, op: str) -> None:
     for m, groups in itertools.product((1, 777, 8192), (1, 3, 16)):
         launch = {
             "dual": lambda m=m, groups=groups: record(
-                launch_dual, "sm_90", (m, 2880), torch.bfloat16, groups=groups),
+                launch_dual, "sm_90", (m, 2880), torch.bfloat16, groups=groups
+            ),
             "e4m3": lambda m=m, groups=groups: record(
-                launch_gemm, "sm_90", FORMATS["e4m3"], m=m, groups=groups),
+                launch_gemm, "sm_90", FORMATS["e4m3"], m=m, groups=groups
+            ),
             "bf16": lambda m=m, groups=groups: record(
-                launch_gemm, "sm_90", FORMATS["bf16"], m=m, groups=groups),
+                launch_gemm, "sm_90", FORMATS["bf16"], m=m, groups=groups
+            ),
             "wgrad": lambda m=m, groups=groups: record(
-                launch_wgrad, "sm_90", FORMATS["e4m3"], m=m, groups=groups),
+                launch_wgrad, "sm_90", FORMATS["e4m3"], m=m, groups=groups
+            ),
         }[op]()
         # Only the tile depends on the rows: small groups have lower tiles with fewer warps.
         same = {"BLOCK_M": 128, "num_warps": 8}
@@ -215,9 +267,11 @@ def test_changing_rows_share_a_binary(record: Recorder, op: str) -> None:
 def test_choices_are_valid(target: str) -> None:
     """The heuristic's config is valid and the first of configs(), which has several entries."""
     for op, pair, m, trans_b in itertools.product(
-            (grouped.GROUPED_GEMM, grouped.GROUPED_WGRAD), FORMATS, (1, 256, 65536), (True, False)):
-        problem = GroupedProblem(op.op, TARGETS[target], m, 8, 2880, 2880, *FORMATS[pair], trans_b,
-                                 torch.bfloat16)
+        (grouped.GROUPED_GEMM, grouped.GROUPED_WGRAD), FORMATS, (1, 256, 65536), (True, False)
+    ):
+        problem = GroupedProblem(
+            op.op, TARGETS[target], m, 8, 2880, 2880, *FORMATS[pair], trans_b, torch.bfloat16
+        )
         configs = list(op.configs(problem))
         assert configs[0] == op.heuristic(problem)
         assert len(set(configs)) > 3
@@ -227,21 +281,33 @@ def test_choices_are_valid(target: str) -> None:
 @pytest.mark.parametrize("arch, kind", [("sm_80", "cuda"), ("gfx942", "hip")])
 def test_older_chips_are_refused(arch: str, kind: str) -> None:
     target = replace(TARGETS["sm_90"], kind=kind, arch=arch)
-    problem = GroupedProblem(Op.GROUPED_GEMM, target, 64, 2, 64, 64, "bf16", "bf16", True,
-                             torch.bfloat16)
+    problem = GroupedProblem(
+        Op.GROUPED_GEMM, target, 64, 2, 64, 64, "bf16", "bf16", True, torch.bfloat16
+    )
     reason = grouped.GROUPED_GEMM.unsupported(problem)
     assert reason is not None
     assert arch in reason
 
 
 def test_grids_fit_the_work(record: Recorder) -> None:
-    """Row tiles are at most one per row, or full tiles plus one ragged tile per group; below 2^31.
-    """
+    """At most one row tile per row, or full tiles plus one ragged tile per group; below 2^31."""
     config = grouped.GROUPED_GEMM.heuristic(
-        GroupedProblem(Op.GROUPED_GEMM, TARGETS["sm_90"], 8192, 8, 2880, 2880, "bf16", "bf16",
-                       True, torch.bfloat16))
+        GroupedProblem(
+            Op.GROUPED_GEMM,
+            TARGETS["sm_90"],
+            8192,
+            8,
+            2880,
+            2880,
+            "bf16",
+            "bf16",
+            True,
+            torch.bfloat16,
+        )
+    )
     columns = -(-2880 // config.block_n)
     assert record(launch_gemm, "sm_90", FORMATS["bf16"]).grid == (
-        (8192 // config.block_m + 8) * columns,)
+        (8192 // config.block_m + 8) * columns,
+    )
     assert record(launch_gemm, "sm_90", FORMATS["bf16"], m=3).grid == (3 * columns,)
     assert record(launch_gemm, "sm_90", FORMATS["bf16"], m=1 << 30, groups=1024).grid[0] < 2**31

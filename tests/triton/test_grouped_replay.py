@@ -19,8 +19,12 @@ from mxpert.testing.replays import Launches, check_same, ordinary
 from mxpert.training import MXFP8Recipe, grouped_linear
 
 WIDTH, OUT, GROUPS = 256, 160, 5
-SPANS = {"block": (ScaleSpan.BLOCK,) * 2, "row": (ScaleSpan.ROW,) * 2,
-         "auto": (ScaleSpan.AUTO,) * 2, "span128": (ScaleSpan.SPAN128, ScaleSpan.ROW)}
+SPANS = {
+    "block": (ScaleSpan.BLOCK,) * 2,
+    "row": (ScaleSpan.ROW,) * 2,
+    "auto": (ScaleSpan.AUTO,) * 2,
+    "span128": (ScaleSpan.SPAN128, ScaleSpan.ROW),
+}
 MOST_LAUNCHES = {"block": 15, "row": 15, "auto": 25, "span128": 15}
 """Launches of forward and backward: 3 GEMMs, one kernel that pads offsets, and 3 quantisations, two
 of them with a block table. AUTO adds 4 that count wide blocks, and for each GEMM one that decodes
@@ -45,16 +49,18 @@ class Linear:
         self.offsets = torch.linspace(0, num_rows, GROUPS + 1).int()
         self.total = torch.zeros(GROUPS, OUT, WIDTH)
         self.weights = torch.rand(num_rows // 2, 2)
-        self.activated = self.x[:, :WIDTH // 2].contiguous()
+        self.activated = self.x[:, : WIDTH // 2].contiguous()
         self.ids = torch.randperm(num_rows).view(-1, 2)
         self.x_row, self.x_col = self.dual()
         self.grad_row, self.grad_col = mxpert.quantize_dual(
-            self.grad, group_offsets=self.offsets, scale_span=self.spans[0])
+            self.grad, group_offsets=self.offsets, scale_span=self.spans[0]
+        )
         self.weight_row, self.weight_col = self.dual_weight()
 
     def dual(self, **options: Any) -> tuple[MXTensor, MXTensor]:
-        return mxpert.quantize_dual(self.x, group_offsets=self.offsets,
-                                    **{"scale_span": self.spans, **options})
+        return mxpert.quantize_dual(
+            self.x, group_offsets=self.offsets, **{"scale_span": self.spans, **options}
+        )
 
     def dual_weight(self) -> tuple[MXTensor, MXTensor]:
         return mxpert.quantize_dual(self.weight, scale_span=self.spans[1])
@@ -91,15 +97,27 @@ class Linear:
 
 
 OPS = (Linear.dual, Linear.dual_weight, Linear.forward, Linear.wgrad, Linear.accumulate)
-CASES = {**{f"{op.__name__}-{mode}": (mode, op) for op, mode in itertools.product(OPS, SPANS)},
-         **{op.__name__: ("row", op) for op in (
-             Linear.plain, Linear.plain_dgrad, Linear.plain_wgrad, Linear.combine,
-             Linear.combine_backward, Linear.activate, Linear.activate_backward)}}
+CASES = {
+    **{f"{op.__name__}-{mode}": (mode, op) for op, mode in itertools.product(OPS, SPANS)},
+    **{
+        op.__name__: ("row", op)
+        for op in (
+            Linear.plain,
+            Linear.plain_dgrad,
+            Linear.plain_wgrad,
+            Linear.combine,
+            Linear.combine_backward,
+            Linear.activate,
+            Linear.activate_backward,
+        )
+    },
+}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_replay_launches_what_the_call_does(name: str, launches: Launches,
-                                              replays: list[object]) -> None:
+def test_a_replay_launches_what_the_call_does(
+    name: str, launches: Launches, replays: list[object]
+) -> None:
     mode, run = CASES[name]
     first = Linear(mode)
     for _ in range(2):
@@ -121,16 +139,32 @@ def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) ->
     strided.x = torch.zeros(200, 2 * WIDTH, dtype=torch.bfloat16)[:, :WIDTH]
     wide.offsets = wide.offsets.long()
     calls: list[tuple[Linear, Callable[[], Any]]] = [
-        *((layer, lambda layer=layer, op=op: op(layer)) for layer in (*layers, more, wide)
-          for op in OPS),
+        *(
+            (layer, lambda layer=layer, op=op: op(layer))
+            for layer in (*layers, more, wide)
+            for op in OPS
+        ),
         (strided, strided.dual),
-        *((row, lambda options=options: row.dual(**options)) for options in (
-            {"format": "mxfp8_e5m2"}, {"scale_rule": ScaleRule.FLOOR},
-            {"scale_span": ScaleSpan.BLOCK}, {"scale_span": (ScaleSpan.BLOCK, ScaleSpan.AUTO)})),
-        *((row, lambda op=op, dtype=dtype: op(out_dtype=dtype))
-          for op in (row.forward, row.wgrad) for dtype in (torch.float32, torch.float16)),
-        (row, row.plain), (row, lambda: row.combine(weighted=False)), (row, row.combine),
-        (row, row.activate), (row, row.activate_backward)]
+        *(
+            (row, lambda options=options: row.dual(**options))
+            for options in (
+                {"format": "mxfp8_e5m2"},
+                {"scale_rule": ScaleRule.FLOOR},
+                {"scale_span": ScaleSpan.BLOCK},
+                {"scale_span": (ScaleSpan.BLOCK, ScaleSpan.AUTO)},
+            )
+        ),
+        *(
+            (row, lambda op=op, dtype=dtype: op(out_dtype=dtype))
+            for op in (row.forward, row.wgrad)
+            for dtype in (torch.float32, torch.float16)
+        ),
+        (row, row.plain),
+        (row, lambda: row.combine(weighted=False)),
+        (row, row.combine),
+        (row, row.activate),
+        (row, row.activate_backward),
+    ]
     for _ in range(3):
         for _, call in calls:
             call()
@@ -143,8 +177,9 @@ def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) ->
 
 
 @pytest.mark.parametrize("mode", SPANS)
-def test_a_warm_step_only_replays(mode: str, replays: list[object],
-                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_step_only_replays(
+    mode: str, replays: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A warm forward and backward replays all six op calls: nothing is resolved or looked up, and
     there are no more kernels than MOST_LAUNCHES."""
     layer, recipe = Linear(mode), MXFP8Recipe(scale_span=SPANS[mode][0])

@@ -22,25 +22,46 @@ from mxpert.dispatch import registry
 from mxpert.formats.tensor import Layout
 from mxpert.ops import library, moe, quantize, route
 from mxpert.problem import (
-    MoEOptions, MoEProblem, QuantizeProblem, RoutingProblem, TopKOptions, TopKProblem,
+    MoEOptions,
+    MoEProblem,
+    QuantizeProblem,
+    RoutingProblem,
+    TopKOptions,
+    TopKProblem,
 )
 from mxpert.testing.launches import as_if_on_h200, count_launches, without_device
 from mxpert.testing.problems import MoEShape, random_moe_problem
 
-SHAPE = MoEShape(hidden_size=256, intermediate_size=256, num_experts=8, top_k=2,
-                 activation=mxpert.SwiGLU())
+SHAPE = MoEShape(
+    hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation=mxpert.SwiGLU()
+)
 TOKENS = (16, 17, 15, 16, 13)
 """Token counts with the same tiles and splits: they must share binaries."""
-MOST_LAUNCHES = {"route_topk": 1, "make_routing_plan": 1, "quantize": 1, "fused_moe": 6,
-                 "moe_gate_up": 3, "moe_down": 3}
-MOST_ALLOCATIONS = {"route_topk": 2, "make_routing_plan": 5, "quantize": 2, "fused_moe": 2,
-                    "moe_gate_up": 3, "moe_down": 2}
+MOST_LAUNCHES = {
+    "route_topk": 1,
+    "make_routing_plan": 1,
+    "quantize": 1,
+    "fused_moe": 6,
+    "moe_gate_up": 3,
+    "moe_down": 3,
+}
+MOST_ALLOCATIONS = {
+    "route_topk": 2,
+    "make_routing_plan": 5,
+    "quantize": 2,
+    "fused_moe": 2,
+    "moe_gate_up": 3,
+    "moe_down": 2,
+}
 """Allocations per op: two outputs for codes and scales, five for a plan."""
 MOST_COPIES = 3
 """TMA descriptors of a decode GEMM's activation rows: one for each tile width."""
 
-CHECKS = {route: ("check_route_topk", "check_routing_plan"), quantize: ("check_quantize",),
-          moe: ("check_fused_moe", "check_gate_up", "check_down")}
+CHECKS = {
+    route: ("check_route_topk", "check_routing_plan"),
+    quantize: ("check_quantize",),
+    moe: ("check_fused_moe", "check_gate_up", "check_down"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -52,19 +73,28 @@ def no_device() -> Iterator[None]:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Counters of the steps that warm calls must skip."""
-    counts = {"learn": 0, "build": 0, "encode": 0, "launch": 0, "check": 0,
-              "take apart": 0, "problem": 0}
+    counts = {
+        "learn": 0,
+        "build": 0,
+        "encode": 0,
+        "launch": 0,
+        "check": 0,
+        "take apart": 0,
+        "problem": 0,
+    }
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
             counts[name] += 1
             return function(*arguments, **options)
+
         return run
 
     monkeypatch.setattr(Launch, "_learn", counted("learn", Launch._learn))
     monkeypatch.setattr(Launch, "__init__", counted("build", Launch.__init__))
-    monkeypatch.setattr(launch.nvidia, "make_tensordesc_arg",
-                        counted("encode", launch.nvidia.make_tensordesc_arg))
+    monkeypatch.setattr(
+        launch.nvidia, "make_tensordesc_arg", counted("encode", launch.nvidia.make_tensordesc_arg)
+    )
     monkeypatch.setattr(PreparedLaunch, "__call__", counted("launch", PreparedLaunch.__call__))
     for module, names in CHECKS.items():
         for name in names:
@@ -101,10 +131,11 @@ def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
         "moe_down": lambda: mxpert.moe_down(h, weights, plan),
         "route_topk": lambda: mxpert.route_topk(logits, SHAPE.top_k),
         "make_routing_plan": lambda: mxpert.make_routing_plan(
-            routing, ids, num_experts=SHAPE.num_experts, routing_block_m=16),
+            routing, ids, num_experts=SHAPE.num_experts, routing_block_m=16
+        ),
         "quantize": lambda: mxpert.quantize(problem.x, "mxfp8"),
-        "fused_moe": lambda: mxpert.fused_moe(problem.x, weights, routing, ids,
-                                              **options)}
+        "fused_moe": lambda: mxpert.fused_moe(problem.x, weights, routing, ids, **options),
+    }
 
 
 @pytest.mark.parametrize("op", MOST_LAUNCHES)
@@ -120,7 +151,8 @@ def test_a_warm_call_only_launches(op: str, work: dict[str, int]) -> None:
     launches = done.pop("launch")
     assert 0 < launches <= 3 * MOST_LAUNCHES[op]
     assert done.pop("encode") <= 3 * 2 * MOST_COPIES, (
-        "rows of both stages may lie elsewhere, weights do not")
+        "rows of both stages may lie elsewhere, weights do not"
+    )
     assert set(done.values()) == {0}, done
     assert registry._resolve.cache_info().misses == misses
     assert count_launches(call) * 3 == launches, "as many as a call that is not replayed"
@@ -129,7 +161,7 @@ def test_a_warm_call_only_launches(op: str, work: dict[str, int]) -> None:
 @pytest.mark.parametrize("op", MOST_ALLOCATIONS)
 @pytest.mark.parametrize("own", [True, False], ids=["torch-empty", "as-compiled-code"])
 def test_a_warm_call_allocates_results_and_one_scratch(
-    op: str, own: bool, monkeypatch: pytest.MonkeyPatch,
+    op: str, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = calls(16)[op]
     for _ in range(3):
@@ -166,7 +198,8 @@ def test_weights_are_described_to_tma_once(work: dict[str, int]) -> None:
     work.update(encode=0)
     call()
     assert work["encode"] <= 2 * MOST_COPIES, (
-        "rows of both stages may lie elsewhere, weights do not")
+        "rows of both stages may lie elsewhere, weights do not"
+    )
 
 
 def test_token_counts_share_binaries(work: dict[str, int]) -> None:

@@ -74,14 +74,24 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def plain(arguments: tuple[Any, ...]) -> list[Any]:
     """Arguments of a C launcher, with pointers as integers."""
-    kept = [value for index, value in enumerate(arguments)
-            if index not in range(_HOOKS.start + 1, _HOOKS.stop)]
+    kept = [
+        value
+        for index, value in enumerate(arguments)
+        if index not in range(_HOOKS.start + 1, _HOOKS.stop)
+    ]
     return [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in kept]
 
 
 def scale(size: int, *, stride: int = 1, factor: float = 2.0, block: int = 64) -> Launch:
-    return Launch(_scale_kernel, (triton.cdiv(size, block),), count=size, stride=stride,
-                  factor=factor, BLOCK=block, num_warps=2)
+    return Launch(
+        _scale_kernel,
+        (triton.cdiv(size, block),),
+        count=size,
+        stride=stride,
+        factor=factor,
+        BLOCK=block,
+        num_warps=2,
+    )
 
 
 def check_like_triton(calls: list[tuple[Any, ...]], made: Launch, **tensors: Any) -> None:
@@ -113,8 +123,15 @@ def test_what_changes_the_binary_is_looked_at(calls, learned):
     """Different calls are interleaved: a key that is too coarse would find the wrong binary."""
     for _ in range(2):
         for tensors in TENSORS.values():
-            for made in (scale(40), scale(48), scale(1), scale(40, stride=2),
-                         scale(40, stride=16), scale(40, stride=1 << 31), scale(40, block=128)):
+            for made in (
+                scale(40),
+                scale(48),
+                scale(1),
+                scale(40, stride=2),
+                scale(40, stride=16),
+                scale(40, stride=1 << 31),
+                scale(40, block=128),
+            ):
                 made(**tensors)
                 direct = calls[-1]
                 made.kernel[made.grid](**made.arguments(tensors))
@@ -147,14 +164,23 @@ def test_copies_of_matrices(calls):
 
 def test_descriptors_are_encoded_once_for_each_tensor(calls, learned, monkeypatch):
     layout = gl.NVMMASharedLayout.get_default_for([8, 64], gl.float32)
-    made = Launch(_copy_kernel, (1,), {"x_desc": Tile((8, 64), layout, width=64)}, rows=3,
-                  COLUMNS=64, num_warps=4)
+    made = Launch(
+        _copy_kernel,
+        (1,),
+        {"x_desc": Tile((8, 64), layout, width=64)},
+        rows=3,
+        COLUMNS=64,
+        num_warps=4,
+    )
     encoded: list[object] = []
     encode = launch.nvidia.make_tensordesc_arg
     for x in (STORAGE, STORAGE[:2048], STORAGE.view(64, 64)[8:]):
         check_like_triton(calls, made, out=torch.empty(512), x_desc=x)
-    monkeypatch.setattr(launch.nvidia, "make_tensordesc_arg",
-                        lambda *arguments: encoded.append(arguments) or encode(*arguments))
+    monkeypatch.setattr(
+        launch.nvidia,
+        "make_tensordesc_arg",
+        lambda *arguments: encoded.append(arguments) or encode(*arguments),
+    )
     out = torch.empty(512)
     for _ in range(3):
         made(out=out, x_desc=STORAGE[1024:])

@@ -81,30 +81,51 @@ def launch_stages(problem: MoEProblem, config: MoEConfig, shape: MoEShape) -> No
         return empty(experts, width, dtype=torch.float32) if shape.has_bias else None
 
     weights = MoEWeights(
-        MXTensor(empty(experts, 2 * inner, hidden // 2), empty(experts, 2 * inner, hidden // 32),
-                 MXFP4),
+        MXTensor(
+            empty(experts, 2 * inner, hidden // 2), empty(experts, 2 * inner, hidden // 32), MXFP4
+        ),
         MXTensor(empty(experts, hidden, inner // 2), empty(experts, hidden, inner // 32), MXFP4),
-        bias(2 * inner), bias(hidden), shape.gate_up_order)
+        bias(2 * inner),
+        bias(hidden),
+        shape.gate_up_order,
+    )
     unit, tokens = config.routing_block_m, problem.num_tokens
     capacity = plan_capacity(tokens, shape.top_k, experts, unit)
     plan = RoutingPlan(
-        empty(capacity, dtype=torch.int32), empty(capacity, dtype=torch.float32),
-        empty(capacity // unit, dtype=torch.int32), empty(2, dtype=torch.int32),
-        empty(tokens, shape.top_k, dtype=torch.int32), tokens, shape.top_k, experts, unit)
+        empty(capacity, dtype=torch.int32),
+        empty(capacity, dtype=torch.float32),
+        empty(capacity // unit, dtype=torch.int32),
+        empty(2, dtype=torch.int32),
+        empty(tokens, shape.top_k, dtype=torch.int32),
+        tokens,
+        shape.top_k,
+        experts,
+        unit,
+    )
     fmt = activation_mx_format(problem.options.activation_format, "test")
     x: torch.Tensor | MXTensor = empty(tokens, hidden, dtype=torch.bfloat16)
     if fmt is not None:
         x = MXTensor(empty(tokens, hidden // fmt.codes_per_byte), empty(tokens, hidden // 32), fmt)
-    h = moe.GATE_UP.run(problem, config.gate_up, x=x, weights=weights, plan=plan,
-                        num_rows=plan.max_blocks * unit)
+    h = moe.GATE_UP.run(
+        problem, config.gate_up, x=x, weights=weights, plan=plan, num_rows=plan.max_blocks * unit
+    )
     moe.DOWN.launch(problem, config.down, h=h, weights=weights, plan=plan)
 
 
-def describe(target: str, a_format: str, num_tokens: int, shape: MoEShape,
-             **options: Any) -> MoEProblem:
-    return MoEProblem(Op.FUSED_MOE, TARGETS[target], num_tokens, shape.top_k, shape.num_experts,
-                      shape.hidden_size, shape.intermediate_size,
-                      MoEOptions(shape.activation, a_format, **options), Layout.ROW_MAJOR)
+def describe(
+    target: str, a_format: str, num_tokens: int, shape: MoEShape, **options: Any
+) -> MoEProblem:
+    return MoEProblem(
+        Op.FUSED_MOE,
+        TARGETS[target],
+        num_tokens,
+        shape.top_k,
+        shape.num_experts,
+        shape.hidden_size,
+        shape.intermediate_size,
+        MoEOptions(shape.activation, a_format, **options),
+        Layout.ROW_MAJOR,
+    )
 
 
 def compile_launch(launch: RecordedLaunch, target: str) -> Metrics:
@@ -130,8 +151,7 @@ def test_gemms_use_the_chip(record: Recorder, a_format: str, block_m: int, targe
     config = heuristics.layer_heuristic(problem)
     assert config.routing_block_m == block_m
     stages = {Op.MOE_GATE_UP: config.gate_up, Op.MOE_DOWN: config.down}
-    gemms = [launch for launch in record(problem, config, shape)
-             if launch.kernel.__name__ in GEMMS]
+    gemms = [launch for launch in record(problem, config, shape) if launch.kernel.__name__ in GEMMS]
     assert len(gemms) == 2
     for launch in gemms:
         op = GEMMS[launch.kernel.__name__]
@@ -147,7 +167,7 @@ def test_gemms_use_the_chip(record: Recorder, a_format: str, block_m: int, targe
 @pytest.mark.parametrize("model, loads", [("gpt-oss-120b", "buffer"), ("kimi-k2", "global")])
 @pytest.mark.parametrize("a_format", FORMATS)
 def test_amd_loads_weights_by_their_size(
-    record: Recorder, a_format: str, model: str, loads: str,
+    record: Recorder, a_format: str, model: str, loads: str
 ) -> None:
     """Through a buffer descriptor below 2 GiB, by 64-bit address above, in registers or straight
     into LDS (Triton 3.9). Neither spills."""
@@ -158,8 +178,11 @@ def test_amd_loads_weights_by_their_size(
     size = gate_up.arguments["weight_ptr"].untyped_storage().size()
     assert (size < 2**31) is (loads == "buffer")
     metrics = compile_launch(gate_up, "gfx950")
-    by_address = sum(count for name, count in metrics.instructions.items()
-                     if re.fullmatch(r"global_load_(dwordx4|lds_\w+)", name))
+    by_address = sum(
+        count
+        for name, count in metrics.instructions.items()
+        if re.fullmatch(r"global_load_(dwordx4|lds_\w+)", name)
+    )
     assert (by_address > 0) is (loads == "global"), "nothing but weights is that large"
     assert metrics.instructions["buffer_load_dwordx4"] > 0 or loads == "global"
     assert metrics.spills == 0
@@ -171,8 +194,11 @@ def test_amd_loads_weights_by_their_size(
 def test_token_quantiser_moves_whole_vectors(record: Recorder, target: str) -> None:
     shape = MODEL_SHAPES["gpt-oss-120b"]
     problem = describe(target, "fp8_token", 64, shape)
-    quantisers = [launch for launch in record(problem, heuristics.layer_heuristic(problem), shape)
-                  if "quantize" in launch.kernel.__name__]
+    quantisers = [
+        launch
+        for launch in record(problem, heuristics.layer_heuristic(problem), shape)
+        if "quantize" in launch.kernel.__name__
+    ]
     assert len(quantisers) == 2
     for launch in quantisers:
         metrics = compile_launch(launch, target)
@@ -193,19 +219,30 @@ VARIANTS = {
 def test_every_epilogue_compiles(record: Recorder, variant: str, target: str) -> None:
     """With and without split-K and bias, each activation, on every target."""
     index = list(VARIANTS).index(variant)
-    shape = MoEShape(2880, 2880, 128, 4, (SiLU(), SiTUv2(), SwiGLU())[index], has_bias=index == 0,
-                     gate_up_order=MODEL_SHAPES["gpt-oss-20b"].gate_up_order)
+    shape = MoEShape(
+        2880,
+        2880,
+        128,
+        4,
+        (SiLU(), SiTUv2(), SwiGLU())[index],
+        has_bias=index == 0,
+        gate_up_order=MODEL_SHAPES["gpt-oss-20b"].gate_up_order,
+    )
     a_format = FORMATS[index]
     for split_k in (1, 4):
         problem = describe(target, a_format, 64, shape, **VARIANTS[variant])
         config = heuristics.layer_heuristic(problem)
-        config = replace(config, gate_up=replace(config.gate_up, split_k=split_k),
-                         down=replace(config.down, split_k=split_k))
+        config = replace(
+            config,
+            gate_up=replace(config.gate_up, split_k=split_k),
+            down=replace(config.down, split_k=split_k),
+        )
         launches = record(problem, config, shape)
         reduces = variant == "float32"
         assert len(launches) == (2 if split_k == 1 else 4) + reduces
-        spills = {launch.kernel.__name__: compile_launch(launch, target).spills
-                  for launch in launches}
+        spills = {
+            launch.kernel.__name__: compile_launch(launch, target).spills for launch in launches
+        }
         assert spills == dict.fromkeys(spills, 0)
 
 
@@ -215,8 +252,15 @@ def test_one_binary_serves_all_models(record: Recorder, a_format: str) -> None:
     config = MoEConfig(16, GemmConfig(16, 64, 128, 8, 4, 1, 2), GemmConfig(16, 128, 128, 8, 4))
     seen: dict[str, set[str]] = {}
     for (name, shape), num_tokens in itertools.product(MODEL_SHAPES.items(), (1, 3, 16)):
-        same = MoEShape(shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k,
-                        SwiGLU(), shape.gate_up_order, has_bias=True)
+        same = MoEShape(
+            shape.hidden_size,
+            shape.intermediate_size,
+            shape.num_experts,
+            shape.top_k,
+            SwiGLU(),
+            shape.gate_up_order,
+            has_bias=True,
+        )
         problem = describe("sm_90", a_format, num_tokens, same)
         for kernel, _grid, arguments in record(problem, config, same):
             key = specialize(kernel, arguments, "sm_90").key

@@ -11,14 +11,7 @@ import torch
 from mxpert.backends.triton import heuristics
 from mxpert.backends.triton.moe import DOWN, FUSED_MOE, GATE_UP
 from mxpert.formats.tensor import Layout
-from mxpert.problem import (
-    ACTIVATION_FORMATS,
-    GemmConfig,
-    MoEOptions,
-    MoEProblem,
-    Op,
-    Target,
-)
+from mxpert.problem import ACTIVATION_FORMATS, GemmConfig, MoEOptions, MoEProblem, Op, Target
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
@@ -26,11 +19,26 @@ MI355X = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
 SMALL = Target("cuda", "sm_120", "a chip with little shared memory", 48, 101376)
 
 
-def describe(target: Target, shape: MoEShape, num_tokens: int, a_format: str = "bf16",
-             op: Op = Op.FUSED_MOE, routing_block_m: int = 0) -> MoEProblem:
-    return MoEProblem(op, target, num_tokens, shape.top_k, shape.num_experts, shape.hidden_size,
-                      shape.intermediate_size, MoEOptions(shape.activation, a_format),
-                      Layout.ROW_MAJOR, routing_block_m)
+def describe(
+    target: Target,
+    shape: MoEShape,
+    num_tokens: int,
+    a_format: str = "bf16",
+    op: Op = Op.FUSED_MOE,
+    routing_block_m: int = 0,
+) -> MoEProblem:
+    return MoEProblem(
+        op,
+        target,
+        num_tokens,
+        shape.top_k,
+        shape.num_experts,
+        shape.hidden_size,
+        shape.intermediate_size,
+        MoEOptions(shape.activation, a_format),
+        Layout.ROW_MAJOR,
+        routing_block_m,
+    )
 
 
 @pytest.mark.parametrize("target", [H200, MI355X, SMALL], ids=lambda target: target.arch)
@@ -46,8 +54,9 @@ def test_heuristic_is_valid_for_every_model(a_format: str, target: Target) -> No
 @pytest.mark.parametrize("unit", [16, 48, 64, 128, 256])
 def test_stage_block_divides_the_plans_unit(unit: int) -> None:
     for num_tokens in (1, 1024, 32768):
-        problem = describe(H200, MODEL_SHAPES["gpt-oss-20b"], num_tokens, op=Op.MOE_DOWN,
-                           routing_block_m=unit)
+        problem = describe(
+            H200, MODEL_SHAPES["gpt-oss-20b"], num_tokens, op=Op.MOE_DOWN, routing_block_m=unit
+        )
         assert unit % DOWN.heuristic(problem).block_m == 0
 
 

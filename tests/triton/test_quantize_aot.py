@@ -24,16 +24,25 @@ def meta(dtype: torch.dtype) -> torch.Tensor:
 
 
 def quantize(
-    target: str, fmt: MXFormat, dtype: torch.dtype, *, across_rows: bool, aligned: bool = True,
+    target: str, fmt: MXFormat, dtype: torch.dtype, *, across_rows: bool, aligned: bool = True
 ) -> CompiledKernel:
-    arguments = {"qdata_ptr": meta(torch.uint8), "scale_ptr": meta(torch.uint8),
-                 "x_ptr": meta(dtype), "FORMAT": fmt.element.name,
-                 **scale_rule_constants(fmt, ScaleRule.RCEIL)}
+    arguments = {
+        "qdata_ptr": meta(torch.uint8),
+        "scale_ptr": meta(torch.uint8),
+        "x_ptr": meta(dtype),
+        "FORMAT": fmt.element.name,
+        **scale_rule_constants(fmt, ScaleRule.RCEIL),
+    }
     if across_rows:
         arguments |= {"num_columns": 2880 if aligned else 2881, "BLOCK_COLUMNS": 256}
         return compile_for(_quantize_columns_kernel, arguments, target=target)
-    arguments |= {"num_rows": 777, "num_blocks": 1, "row_stride": 32 if aligned else 33,
-                  "BLOCK_ROWS": 128, "BLOCK_COLUMNS": 32}
+    arguments |= {
+        "num_rows": 777,
+        "num_blocks": 1,
+        "row_stride": 32 if aligned else 33,
+        "BLOCK_ROWS": 128,
+        "BLOCK_COLUMNS": 32,
+    }
     return compile_for(_quantize_rows_kernel, arguments, target=target)
 
 
@@ -57,9 +66,14 @@ def test_unaligned_rows_still_compile(target: str) -> None:
     assert max(metrics.global_loads) < 128
 
 
-@pytest.mark.parametrize("target, instruction", [
-    ("sm_90", r"F2FP\.SATFINITE\.E4M3"), ("sm_100", r"F2FP\.SATFINITE\.E4M3"),
-    ("gfx950", r"v_cvt_(scalef32_)?pk_fp8_f32")])
+@pytest.mark.parametrize(
+    "target, instruction",
+    [
+        ("sm_90", r"F2FP\.SATFINITE\.E4M3"),
+        ("sm_100", r"F2FP\.SATFINITE\.E4M3"),
+        ("gfx950", r"v_cvt_(scalef32_)?pk_fp8_f32"),
+    ],
+)
 def test_float32_becomes_fp8_in_one_rounding(target: str, instruction: str) -> None:
     """The conversion does not go through float16, which would round twice."""
     kernel = quantize(target, MXFP8_E4M3, torch.float32, across_rows=False)
@@ -71,14 +85,22 @@ def test_float32_becomes_fp8_in_one_rounding(target: str, instruction: str) -> N
 @formats
 @targets
 def test_dequantize(target: str, fmt: MXFormat, across_rows: bool) -> None:
-    arguments = {"out_ptr": meta(torch.bfloat16), "qdata_ptr": meta(torch.uint8),
-                 "scale_ptr": meta(torch.uint8), "FORMAT": fmt.element.name}
+    arguments = {
+        "out_ptr": meta(torch.bfloat16),
+        "qdata_ptr": meta(torch.uint8),
+        "scale_ptr": meta(torch.uint8),
+        "FORMAT": fmt.element.name,
+    }
     if across_rows:
-        kernel = compile_for(_dequantize_columns_kernel, {
-            **arguments, "num_columns": 2880, "BLOCK_COLUMNS": 256}, target=target)
+        kernel = compile_for(
+            _dequantize_columns_kernel,
+            {**arguments, "num_columns": 2880, "BLOCK_COLUMNS": 256},
+            target=target,
+        )
     else:
-        kernel = compile_for(_dequantize_rows_kernel, {
-            **arguments, "num_blocks": 777, "BLOCK": 128}, target=target)
+        kernel = compile_for(
+            _dequantize_rows_kernel, {**arguments, "num_blocks": 777, "BLOCK": 128}, target=target
+        )
     metrics = kernel.metrics
     assert metrics.spills == metrics.scratch == 0
     assert metrics.registers <= (128 if across_rows else 64)

@@ -27,8 +27,9 @@ from mxpert.testing.launches import as_if_on_h200, count_launches, without_devic
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.testing.replays import Launches, check_same, flat, ordinary
 
-SHAPE = MoEShape(hidden_size=256, intermediate_size=256, num_experts=8, top_k=2,
-                 activation=mxpert.SwiGLU())
+SHAPE = MoEShape(
+    hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation=mxpert.SwiGLU()
+)
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +41,9 @@ def launches() -> Iterator[Launches]:
 class Layer:
     """Arguments of the ops, in newly allocated memory."""
 
-    def __init__(self, num_tokens: int, *, layout: Layout = Layout.HOPPER_FRAGMENT,
-                 has_bias: bool = False) -> None:
+    def __init__(
+        self, num_tokens: int, *, layout: Layout = Layout.HOPPER_FRAGMENT, has_bias: bool = False
+    ) -> None:
         shape = replace(SHAPE, has_bias=has_bias)
         problem = random_moe_problem(shape, num_tokens, device=torch.device("cpu"))
         self.weights = problem.weights.prepare(device="cpu", layout=layout)
@@ -54,19 +56,28 @@ class Layer:
         self.square = torch.randn(64, 64)
 
     def fused(self, name: str = "bf16", **options: Any) -> Any:
-        return mxpert.fused_moe(self.x, self.weights, self.routing, self.ids,
-                                activation=SHAPE.activation, activation_format=name, **options)
+        return mxpert.fused_moe(
+            self.x,
+            self.weights,
+            self.routing,
+            self.ids,
+            activation=SHAPE.activation,
+            activation_format=name,
+            **options,
+        )
 
     def topk(self, **options: Any) -> Any:
         return mxpert.route_topk(self.logits, SHAPE.top_k, **options)
 
     def plan(self, **options: Any) -> Any:
-        return mxpert.make_routing_plan(self.routing, self.ids, num_experts=SHAPE.num_experts,
-                                        routing_block_m=16, **options)
+        return mxpert.make_routing_plan(
+            self.routing, self.ids, num_experts=SHAPE.num_experts, routing_block_m=16, **options
+        )
 
     def gate_up(self, name: str) -> Any:
-        return mxpert.moe_gate_up(self.x, self.weights, self.own_plan, activation=SHAPE.activation,
-                                  activation_format=name)
+        return mxpert.moe_gate_up(
+            self.x, self.weights, self.own_plan, activation=SHAPE.activation, activation_format=name
+        )
 
     def down(self, name: str) -> Any:
         return mxpert.moe_down(self.h(name), self.weights, self.own_plan, activation_format=name)
@@ -87,37 +98,65 @@ class Layer:
 
 CASES: dict[str, tuple[Callable[[], Layer], Callable[[Layer], Any]]] = {
     "topk": (lambda: Layer(5), Layer.topk),
-    "topk-groups": (lambda: Layer(5), lambda layer: layer.topk(
-        scoring=Scoring.SIGMOID, num_groups=2, top_groups=1, correction_bias=layer.bias)),
+    "topk-groups": (
+        lambda: Layer(5),
+        lambda layer: layer.topk(
+            scoring=Scoring.SIGMOID, num_groups=2, top_groups=1, correction_bias=layer.bias
+        ),
+    ),
     "plan": (lambda: Layer(5), Layer.plan),
     "plan-two-launches": (lambda: Layer(3000), Layer.plan),
-    "plan-of-a-rank": (lambda: Layer(5), lambda layer: layer.plan(
-        expert_map=layer.expert_map, num_local_tokens=layer.num_local)),
+    "plan-of-a-rank": (
+        lambda: Layer(5),
+        lambda layer: layer.plan(expert_map=layer.expert_map, num_local_tokens=layer.num_local),
+    ),
     "quantize": (lambda: Layer(5), lambda layer: mxpert.quantize(layer.x, "mxfp4")),
-    "quantize-columns": (lambda: Layer(32), lambda layer: mxpert.quantize(layer.x, "mxfp8",
-                                                                         axis=0)),
+    "quantize-columns": (
+        lambda: Layer(32),
+        lambda layer: mxpert.quantize(layer.x, "mxfp8", axis=0),
+    ),
     "dequantize": (lambda: Layer(5), lambda layer: mxpert.dequantize(layer.codes)),
-    "layer-of-codes": (lambda: Layer(4), lambda layer: mxpert.fused_moe(
-        layer.codes, layer.weights, layer.routing, layer.ids, activation=SHAPE.activation,
-        activation_format="mxfp8")),
+    "layer-of-codes": (
+        lambda: Layer(4),
+        lambda layer: mxpert.fused_moe(
+            layer.codes,
+            layer.weights,
+            layer.routing,
+            layer.ids,
+            activation=SHAPE.activation,
+            activation_format="mxfp8",
+        ),
+    ),
     "layer-prefill": (lambda: Layer(700), Layer.fused),
     "layer-bias": (lambda: Layer(4, has_bias=True), Layer.fused),
-    "layer-of-a-rank": (lambda: Layer(4), lambda layer: layer.fused(
-        expert_map=layer.expert_map, num_local_tokens=layer.num_local)),
+    "layer-of-a-rank": (
+        lambda: Layer(4),
+        lambda layer: layer.fused(expert_map=layer.expert_map, num_local_tokens=layer.num_local),
+    ),
     "layer-portable": (lambda: Layer(4, layout=Layout.ROW_MAJOR), Layer.fused),
-    "layer-portable-mxfp8": (lambda: Layer(4, layout=Layout.ROW_MAJOR),
-                             lambda layer: layer.fused("mxfp8")),
-    **{f"layer-{name}": (lambda: Layer(4), lambda layer, name=name: layer.fused(name))
-       for name in ACTIVATION_FORMATS},
-    **{f"{stage.__name__}-{name}": (lambda: Layer(20), lambda layer, stage=stage, name=name:
-                                    stage(layer, name))
-       for stage in (Layer.gate_up, Layer.down) for name in ACTIVATION_FORMATS},
+    "layer-portable-mxfp8": (
+        lambda: Layer(4, layout=Layout.ROW_MAJOR),
+        lambda layer: layer.fused("mxfp8"),
+    ),
+    **{
+        f"layer-{name}": (lambda: Layer(4), lambda layer, name=name: layer.fused(name))
+        for name in ACTIVATION_FORMATS
+    },
+    **{
+        f"{stage.__name__}-{name}": (
+            lambda: Layer(20),
+            lambda layer, stage=stage, name=name: stage(layer, name),
+        )
+        for stage in (Layer.gate_up, Layer.down)
+        for name in ACTIVATION_FORMATS
+    },
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_replay_launches_what_the_call_does(name: str, launches: Launches,
-                                              replays: list[object]) -> None:
+def test_a_replay_launches_what_the_call_does(
+    name: str, launches: Launches, replays: list[object]
+) -> None:
     make, run = CASES[name]
     first = make()
     for _ in range(2):
@@ -141,15 +180,33 @@ def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) ->
     pinned = MoEConfig(32, *[GemmConfig(32, 128, 256, 4, 3)] * 2)
     calls: list[tuple[Layer, Callable[[], Any]]] = [
         *((one, lambda one=one: one.fused()) for one in (layer, other, more, strided)),
-        *((layer, lambda options=options: layer.fused("mxfp8", **options)) for options in (
-            {}, {"out_dtype": torch.float32}, {"apply_router_weight_on_input": True},
-            {"scale_rule": mxpert.ScaleRule.FLOOR}, {"expert_map": layer.expert_map})),
+        *(
+            (layer, lambda options=options: layer.fused("mxfp8", **options))
+            for options in (
+                {},
+                {"out_dtype": torch.float32},
+                {"apply_router_weight_on_input": True},
+                {"scale_rule": mxpert.ScaleRule.FLOOR},
+                {"expert_map": layer.expert_map},
+            )
+        ),
         (layer, lambda: pin(pinned, layer.fused)),
-        *((layer, lambda options=options: layer.topk(**options)) for options in (
-            {}, {"normalize": False}, {"routed_scaling_factor": 2.0},
-            {"correction_bias": layer.bias}, {"scoring": Scoring.SIGMOID})),
-        *((layer, lambda axis=axis, name=name: mxpert.quantize(layer.square, name, axis=axis))
-          for axis in (-1, 0) for name in ("mxfp4", "mxfp8"))]
+        *(
+            (layer, lambda options=options: layer.topk(**options))
+            for options in (
+                {},
+                {"normalize": False},
+                {"routed_scaling_factor": 2.0},
+                {"correction_bias": layer.bias},
+                {"scoring": Scoring.SIGMOID},
+            )
+        ),
+        *(
+            (layer, lambda axis=axis, name=name: mxpert.quantize(layer.square, name, axis=axis))
+            for axis in (-1, 0)
+            for name in ("mxfp4", "mxfp8")
+        ),
+    ]
     for _ in range(3):
         for _, call in calls:
             call()
@@ -167,7 +224,7 @@ def pin(config: MoEConfig, call: Callable[[], Any]) -> Any:
 
 
 def test_a_pinned_config_and_a_new_table_are_not_answered_from_before(
-    replays: list[object], monkeypatch: pytest.MonkeyPatch,
+    replays: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = Layer(4)
     for _ in range(3):
@@ -176,9 +233,16 @@ def test_a_pinned_config_and_a_new_table_are_not_answered_from_before(
     assert len(replays) == 1
     layer.fused()
     assert len(replays) == 2
-    monkeypatch.setattr(tables, "tuned_row", lambda problem, backend: mock.Mock(
-        config=[*FUSED_MOE.configs(problem)][1], place="a row", backend=backend,
-        num_tokens=problem.num_tokens))
+    monkeypatch.setattr(
+        tables,
+        "tuned_row",
+        lambda problem, backend: mock.Mock(
+            config=[*FUSED_MOE.configs(problem)][1],
+            place="a row",
+            backend=backend,
+            num_tokens=problem.num_tokens,
+        ),
+    )
     tables.reload_tables()
     layer.fused()
     assert len(replays) == 2, "another config, for the first time"
@@ -187,14 +251,15 @@ def test_a_pinned_config_and_a_new_table_are_not_answered_from_before(
 
 
 def test_one_config_on_two_backends(launches: Launches, replays: list[object]) -> None:
-    """Training ops have no config: the results of two backends' resolve differ only in the kernel.
-    """
+    """Training ops have no config: two backends' resolutions differ only in the kernel."""
     x = torch.randn(64, 256).bfloat16()
     calls = {}
     for backend in ("hopper", "triton"):
+
         def call(backend: str = backend) -> Any:
             with mxpert.override(backend=backend):
                 return mxpert.quantize_dual(x, "mxfp8")
+
         calls[backend] = call
     for _ in range(3):
         for call in calls.values():
@@ -208,8 +273,9 @@ def test_one_config_on_two_backends(launches: Launches, replays: list[object]) -
     assert names["hopper"] != names["triton"]
 
 
-def test_unaligned_arguments_are_launched_as_they_are(launches: Launches,
-                                                      replays: list[object]) -> None:
+def test_unaligned_arguments_are_launched_as_they_are(
+    launches: Launches, replays: list[object]
+) -> None:
     layer = Layer(4)
     for _ in range(3):
         layer.topk()
@@ -259,14 +325,21 @@ def test_other_operators_among_the_launches_are_kept(replays: list[object]) -> N
     assert not y.any(), "zeroed, and the kernels here do nothing"
 
 
-def test_one_tensor_twice_says_nothing_about_two(launches: Launches,
-                                                 replays: list[object]) -> None:
+def test_one_tensor_twice_says_nothing_about_two(launches: Launches, replays: list[object]) -> None:
     layer = Layer(4)
     own = layer.num_local
     layer.expert_map = layer.num_local = torch.zeros(1, dtype=torch.int32)
-    run = lambda: mxpert.make_routing_plan(  # noqa: E731
-        layer.routing[:, :1].contiguous(), layer.ids[:, :1].contiguous(), num_experts=1,
-        routing_block_m=16, expert_map=layer.expert_map, num_local_tokens=layer.num_local)
+
+    def run() -> None:
+        mxpert.make_routing_plan(
+            layer.routing[:, :1].contiguous(),
+            layer.ids[:, :1].contiguous(),
+            num_experts=1,
+            routing_block_m=16,
+            expert_map=layer.expert_map,
+            num_local_tokens=layer.num_local,
+        )
+
     for _ in range(3):
         run()
     layer.num_local = own
@@ -302,27 +375,37 @@ WRONG: dict[str, Callable[[Layer], Any]] = {
     "logits-double": lambda layer: mxpert.route_topk(layer.logits.double(), 2),
     "logits-sparse": lambda layer: mxpert.route_topk(layer.logits.to_sparse(), 2),
     "logits-list": lambda layer: mxpert.route_topk(layer.logits.tolist(), 2),
-    "unit-bool": lambda layer: mxpert.make_routing_plan(layer.routing, layer.ids, num_experts=8,
-                                                        routing_block_m=True),
-    "ids-long": lambda layer: mxpert.make_routing_plan(layer.routing, layer.ids.long(),
-                                                       num_experts=8, routing_block_m=16),
+    "unit-bool": lambda layer: mxpert.make_routing_plan(
+        layer.routing, layer.ids, num_experts=8, routing_block_m=True
+    ),
+    "ids-long": lambda layer: mxpert.make_routing_plan(
+        layer.routing, layer.ids.long(), num_experts=8, routing_block_m=16
+    ),
     "axis-bool": lambda layer: mxpert.quantize(layer.x, "mxfp8", axis=True),
     "axis-float": lambda layer: mxpert.quantize(layer.x, "mxfp8", axis=-1.0),
     "format-list": lambda layer: mxpert.quantize(layer.x, ["mxfp8"]),
     "format-unknown": lambda layer: mxpert.quantize(layer.x, "mxfp9"),
     "rule-name": lambda layer: mxpert.quantize(layer.x, "mxfp8", scale_rule="rceil"),
     "weight-on-input-int": lambda layer: layer.fused(apply_router_weight_on_input=0),
-    "x-float": lambda layer: mxpert.fused_moe(layer.x.float(), layer.weights, layer.routing,
-                                              layer.ids, activation=SHAPE.activation),
+    "x-float": lambda layer: mxpert.fused_moe(
+        layer.x.float(), layer.weights, layer.routing, layer.ids, activation=SHAPE.activation
+    ),
     "x-transposed": lambda layer: mxpert.fused_moe(
-        layer.x.t().contiguous().t(), layer.weights, layer.routing, layer.ids,
-        activation=SHAPE.activation),
-    "weights-none": lambda layer: mxpert.fused_moe(layer.x, None, layer.routing, layer.ids,
-                                                   activation=SHAPE.activation),
-    "x-meta": lambda layer: mxpert.fused_moe(layer.x.to("meta"), layer.weights, layer.routing,
-                                             layer.ids, activation=SHAPE.activation),
-    "activation-name": lambda layer: mxpert.fused_moe(layer.x, layer.weights, layer.routing,
-                                                      layer.ids, activation="silu"),
+        layer.x.t().contiguous().t(),
+        layer.weights,
+        layer.routing,
+        layer.ids,
+        activation=SHAPE.activation,
+    ),
+    "weights-none": lambda layer: mxpert.fused_moe(
+        layer.x, None, layer.routing, layer.ids, activation=SHAPE.activation
+    ),
+    "x-meta": lambda layer: mxpert.fused_moe(
+        layer.x.to("meta"), layer.weights, layer.routing, layer.ids, activation=SHAPE.activation
+    ),
+    "activation-name": lambda layer: mxpert.fused_moe(
+        layer.x, layer.weights, layer.routing, layer.ids, activation="silu"
+    ),
 }
 
 

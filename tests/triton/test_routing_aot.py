@@ -17,25 +17,33 @@ from mxpert.backends.triton.combine import combine_rows
 from mxpert.ops import route
 from mxpert.ops.route import describe_route_topk, describe_routing_plan
 from mxpert.problem import Scoring
-from mxpert.testing.aot import (
-    SHARED_MEMORY_LIMIT,
-    TARGETS,
-    TRITON_RELEASE,
-    compile_for,
-    specialize,
-)
+from mxpert.testing.aot import SHARED_MEMORY_LIMIT, TARGETS, TRITON_RELEASE, compile_for, specialize
 from mxpert.testing.launches import H200, RecordedLaunch, recorded_launches
 
 # (E, k) of the reference models: gpt-oss-120b and -20b, DeepSeek-V3 without and with its shared
 # expert, Kimi-K2 likewise, DeepSeek-V4-pro and -flash, Qwen3-235B, Qwen3-Next.
-MODELS = ((128, 4), (32, 4), (256, 8), (257, 9), (384, 8), (385, 9), (384, 6), (256, 6), (128, 8),
-          (512, 10))
-DEEPSEEK = {"scoring": Scoring.SIGMOID, "num_groups": 8, "top_groups": 4,
-            "correction_bias": torch.zeros(256), "routed_scaling_factor": 2.5}
+MODELS = (
+    (128, 4),
+    (32, 4),
+    (256, 8),
+    (257, 9),
+    (384, 8),
+    (385, 9),
+    (384, 6),
+    (256, 6),
+    (128, 8),
+    (512, 10),
+)
+DEEPSEEK = {
+    "scoring": Scoring.SIGMOID,
+    "num_groups": 8,
+    "top_groups": 4,
+    "correction_bias": torch.zeros(256),
+    "routed_scaling_factor": 2.5,
+}
 
 
-MOST_SPILLS = ({("_routing_plan_scatter_kernel", "gfx950"): 56} if TRITON_RELEASE >= (3, 9)
-               else {})
+MOST_SPILLS = {("_routing_plan_scatter_kernel", "gfx950"): 56} if TRITON_RELEASE >= (3, 9) else {}
 """Scalar registers kept in vector registers, as measured; no memory is used."""
 
 
@@ -48,18 +56,27 @@ def launches() -> Iterator[list[RecordedLaunch]]:
 def launch_topk(num_tokens: int, num_experts: int, top_k: int, **options: Any) -> None:
     logits = torch.zeros(num_tokens, num_experts, dtype=options.pop("dtype", torch.float32))
     problem = describe_route_topk(logits, top_k, **options)
-    routing.TOPK.launch(problem, routing.TOPK.heuristic(problem), logits=logits,
-                        correction_bias=options.get("correction_bias"))
+    routing.TOPK.launch(
+        problem,
+        routing.TOPK.heuristic(problem),
+        logits=logits,
+        correction_bias=options.get("correction_bias"),
+    )
 
 
-def launch_plan(num_tokens: int, num_experts: int, top_k: int, unit: int,
-                expert_parallel: bool = False) -> None:
+def launch_plan(
+    num_tokens: int, num_experts: int, top_k: int, unit: int, expert_parallel: bool = False
+) -> None:
     ids = torch.zeros(num_tokens, top_k, dtype=torch.int32)
     problem = describe_routing_plan(ids.float(), ids, num_experts=num_experts, routing_block_m=unit)
     routing.PLAN.launch(
-        problem, routing.PLAN.heuristic(problem), topk_ids=ids, topk_weights=ids.float(),
+        problem,
+        routing.PLAN.heuristic(problem),
+        topk_ids=ids,
+        topk_weights=ids.float(),
         expert_map=torch.zeros(num_experts, dtype=torch.int32) if expert_parallel else None,
-        num_local_tokens=torch.zeros(1, dtype=torch.int32) if expert_parallel else None)
+        num_local_tokens=torch.zeros(1, dtype=torch.int32) if expert_parallel else None,
+    )
 
 
 def gate(launch: RecordedLaunch, target: str) -> None:
@@ -74,8 +91,7 @@ def gate(launch: RecordedLaunch, target: str) -> None:
 
 
 def arguments_of(launch: RecordedLaunch) -> dict[str, Any]:
-    return {key: value for key, value in launch.arguments.items()
-            if key in launch.kernel.arg_names}
+    return {key: value for key, value in launch.arguments.items() if key in launch.kernel.arg_names}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -83,8 +99,10 @@ def arguments_of(launch: RecordedLaunch) -> dict[str, Any]:
 def test_plan_kernels_compile(launches, tokens, target):
     launch_plan(tokens, 384, 8, 64, expert_parallel=True)
     assert [launch.kernel.__name__ for launch in launches] == (
-        ["_routing_plan_expert_kernel"] if tokens == 128 else
-        ["_routing_plan_count_kernel", "_routing_plan_scatter_kernel"])
+        ["_routing_plan_expert_kernel"]
+        if tokens == 128
+        else ["_routing_plan_count_kernel", "_routing_plan_scatter_kernel"]
+    )
     for launch in launches:
         gate(launch, target)
 
@@ -96,8 +114,9 @@ def test_dependent_launch_waits_first(launches, monkeypatch):
     launch_plan(128, 384, 8, 64, expert_parallel=True)
     launch_plan(16384, 384, 8, 64, expert_parallel=True)
     for early in (False, True):
-        combine_rows(torch.zeros(64, 2880), torch.zeros(16, 4, dtype=torch.int32), H200,
-                     early_plan=early)
+        combine_rows(
+            torch.zeros(64, 2880), torch.zeros(16, 4, dtype=torch.int32), H200, early_plan=early
+        )
     assert len(launches) == 6
     for launch in launches:
         assert launch.arguments["launch_pdl"] is True
@@ -114,10 +133,14 @@ def test_dependent_launch_waits_first(launches, monkeypatch):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("options", [
-    pytest.param({"dtype": torch.bfloat16}, id="softmax-chosen"),
-    pytest.param({"normalize": False}, id="softmax-all"), pytest.param(DEEPSEEK, id="deepseek-v3"),
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"dtype": torch.bfloat16}, id="softmax-chosen"),
+        pytest.param({"normalize": False}, id="softmax-all"),
+        pytest.param(DEEPSEEK, id="deepseek-v3"),
+    ],
+)
 def test_topk_kernel_compiles(launches, options, target):
     launch_topk(64, 256, 8, **options)
     gate(launches[0], target)
@@ -136,5 +159,9 @@ def test_binaries_do_not_depend_on_the_model(launches):
         binaries.setdefault(launch.kernel.__name__, set()).add(call.key)
     counts = {name: len(variants) for name, variants in binaries.items()}
     # E ≤ 128 and E ≤ 512, each with three sizes of tiles.
-    assert counts == {"_route_topk_kernel": 2, "_routing_plan_expert_kernel": 6,
-                      "_routing_plan_count_kernel": 6, "_routing_plan_scatter_kernel": 6}
+    assert counts == {
+        "_route_topk_kernel": 2,
+        "_routing_plan_expert_kernel": 6,
+        "_routing_plan_count_kernel": 6,
+        "_routing_plan_scatter_kernel": 6,
+    }

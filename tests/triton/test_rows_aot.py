@@ -27,11 +27,17 @@ def launches() -> Iterator[list[RecordedLaunch]]:
         yield recorded
 
 
-def metrics_of(launches: list[RecordedLaunch], target: str, op: Op,
-               activation: Activation | None = None, **tensors: Any) -> Metrics:
+def metrics_of(
+    launches: list[RecordedLaunch],
+    target: str,
+    op: Op,
+    activation: Activation | None = None,
+    **tensors: Any,
+) -> Metrics:
     """Compile the launch of one op and return its metrics."""
-    problem = RowsProblem(op, H200, ROWS, WIDTH, torch.bfloat16,
-                          1 if activation else TOP_K, activation)
+    problem = RowsProblem(
+        op, H200, ROWS, WIDTH, torch.bfloat16, 1 if activation else TOP_K, activation
+    )
     TRITON[op].launch(problem, None, **tensors)
     (launch,) = launches
     return compile_for(launch.kernel, launch.arguments, target=target).metrics
@@ -50,8 +56,16 @@ def test_activation(launches: list[RecordedLaunch], activation: Activation, targ
     gate_up = torch.zeros(ROWS, 2 * WIDTH, dtype=torch.bfloat16)
     check(metrics_of(launches, target, Op.ACTIVATE_ROWS, activation, gate_up=gate_up))
     launches.clear()
-    check(metrics_of(launches, target, Op.ACTIVATE_ROWS_BACKWARD, activation,
-                     gate_up=gate_up, grad=gate_up[:, :WIDTH].contiguous()))
+    check(
+        metrics_of(
+            launches,
+            target,
+            Op.ACTIVATE_ROWS_BACKWARD,
+            activation,
+            gate_up=gate_up,
+            grad=gate_up[:, :WIDTH].contiguous(),
+        )
+    )
 
 
 @targets
@@ -60,21 +74,42 @@ def test_combine(launches: list[RecordedLaunch], target: str) -> None:
     row_ids = torch.arange(ROWS).view(-1, TOP_K)
     weights = torch.zeros(row_ids.shape)
     for each in (weights, None):
-        check(metrics_of(launches, target, Op.COMBINE_ROWS, rows=rows, row_ids=row_ids,
-                         weights=each, out_dtype=torch.bfloat16))
+        check(
+            metrics_of(
+                launches,
+                target,
+                Op.COMBINE_ROWS,
+                rows=rows,
+                row_ids=row_ids,
+                weights=each,
+                out_dtype=torch.bfloat16,
+            )
+        )
         launches.clear()
-    check(metrics_of(launches, target, Op.COMBINE_ROWS_BACKWARD, rows=rows, row_ids=row_ids,
-                     weights=weights, grad=rows[:ROWS // TOP_K]))
+    check(
+        metrics_of(
+            launches,
+            target,
+            Op.COMBINE_ROWS_BACKWARD,
+            rows=rows,
+            row_ids=row_ids,
+            weights=weights,
+            grad=rows[: ROWS // TOP_K],
+        )
+    )
 
 
 def test_one_binary_serves_every_size(launches: list[RecordedLaunch]) -> None:
     """Sizes are run-time values: binaries depend only on the activation and the tile."""
-    problem = RowsProblem(Op.ACTIVATE_ROWS, H200, 2, 64, torch.bfloat16,
-                          activation=mxpert.SwiGLU())
+    problem = RowsProblem(Op.ACTIVATE_ROWS, H200, 2, 64, torch.bfloat16, activation=mxpert.SwiGLU())
     for width, alpha in ((64, 1.702), (2880, 1.0)):
         TRITON[Op.ACTIVATE_ROWS].launch(
-            replace(problem, width=width, activation=mxpert.SwiGLU(alpha)), None,
-            gate_up=torch.zeros(2, 2 * width, dtype=torch.bfloat16))
-    constants = [{name: value for name, value in launch.arguments.items() if name.isupper()}
-                 for launch in launches]
+            replace(problem, width=width, activation=mxpert.SwiGLU(alpha)),
+            None,
+            gate_up=torch.zeros(2, 2 * width, dtype=torch.bfloat16),
+        )
+    constants = [
+        {name: value for name, value in launch.arguments.items() if name.isupper()}
+        for launch in launches
+    ]
     assert constants[0] == constants[1]

@@ -15,21 +15,24 @@ def _table_assembly() -> str:
     A shift is subtracted from the exponent of every non-zero entry. Shifts 12 to 14 have subnormal
     entries. Larger shifts occur only in blocks of zeros.
     """
-    return "\n".join([
-        "{ .reg .b32 lane, by, late; .reg .pred small, last, none;",
-        "mov.u32 lane, %laneid;",
-        "mul.lo.u32 by, lane, 0x08080808;",
-        "sub.u32 $1, 0x7C787470, by;",  # 6 4 3 2, times 2^6
-        "and.b32 by, by, 0xFFFFFF00;",
-        "sub.u32 $0, 0x6C686000, by;",  # 1.5 1 0.5 0, times 2^6
-        "sub.u32 late, lane, 12;",
-        "setp.lt.u32 small, late, 3;",
-        "setp.eq.u32 last, lane, 14;",
-        "setp.gt.u32 none, lane, 14;",
-        "@small shr.u32 $0, 0x0C080400, late;",
-        "@last mov.b32 $1, 0x0C080604;",
-        "@none mov.b32 $0, 0;",
-        "}"])
+    return "\n".join(
+        [
+            "{ .reg .b32 lane, by, late; .reg .pred small, last, none;",
+            "mov.u32 lane, %laneid;",
+            "mul.lo.u32 by, lane, 0x08080808;",
+            "sub.u32 $1, 0x7C787470, by;",  # 6 4 3 2, times 2^6
+            "and.b32 by, by, 0xFFFFFF00;",
+            "sub.u32 $0, 0x6C686000, by;",  # 1.5 1 0.5 0, times 2^6
+            "sub.u32 late, lane, 12;",
+            "setp.lt.u32 small, late, 3;",
+            "setp.eq.u32 last, lane, 14;",
+            "setp.gt.u32 none, lane, 14;",
+            "@small shr.u32 $0, 0x0C080400, late;",
+            "@last mov.b32 $1, 0x0C080604;",
+            "@none mov.b32 $0, 0;",
+            "}",
+        ]
+    )
 
 
 def _decode_assembly() -> str:
@@ -70,8 +73,9 @@ def decode_tables():
     The words differ between lanes, so they are not tensors. A shuffle from the lane that has the
     table is cheaper than building it for each block.
     """
-    return gl.inline_asm_elementwise(_TABLE_ASSEMBLY, "=&r,=&r,r", [0],
-                                     dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        _TABLE_ASSEMBLY, "=&r,=&r,r", [0], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -81,16 +85,23 @@ def decode_words(codes, shifts, tables):
     Returns e4m3 codes of the first and of the second halves of four k32 steps.
     """
     return gl.inline_asm_elementwise(
-        _DECODE_ASSEMBLY, _DECODE_CONSTRAINTS, [codes, shifts, tables[0], tables[1]],
-        dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=True, pack=16)
+        _DECODE_ASSEMBLY,
+        _DECODE_CONSTRAINTS,
+        [codes, shifts, tables[0], tables[1]],
+        dtype=(gl.float8e4nv, gl.float8e4nv),
+        is_pure=True,
+        pack=16,
+    )
 
 
 @gluon.constexpr_function
 def _fp8_conversion(FORMAT):
-    return ("{ .reg .b16 low, high;"
-            f" cvt.rn.satfinite.{FORMAT}x2.f32 low, $2, $1;"
-            f" cvt.rn.satfinite.{FORMAT}x2.f32 high, $4, $3;"
-            " mov.b32 $0, {low, high}; }")
+    return (
+        "{ .reg .b16 low, high;"
+        f" cvt.rn.satfinite.{FORMAT}x2.f32 low, $2, $1;"
+        f" cvt.rn.satfinite.{FORMAT}x2.f32 high, $4, $3;"
+        " mov.b32 $0, {low, high}; }"
+    )
 
 
 @gluon.jit
@@ -100,22 +111,25 @@ def encode_fp8_words(first, second, third, fourth, FORMAT: gl.constexpr):
     Rounds to nearest even, saturates; NaN becomes 0x7F.
     """
     ASSEMBLY: gl.constexpr = _fp8_conversion(FORMAT)
-    return gl.inline_asm_elementwise(ASSEMBLY, "=r,f,f,f,f", [first, second, third, fourth],
-                                     dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        ASSEMBLY, "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
 def multiply_bfloat16_pairs(left, right):
     """Multiply the bfloat16 halves of int32 values pairwise; subnormals are kept."""
-    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right],
-                                     dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
 def larger_halves(left, right):
     """Maximum of both unsigned 16-bit halves of int32 values."""
-    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [left, right],
-                                     dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 _SPLIT_CODES = gl.constexpr("""{
@@ -150,8 +164,9 @@ def split_codes(values):
     values: float32 tensor of bfloat16 numbers with magnitudes up to 448. Conversion through float16
     is exact for all values that lo can represent.
     """
-    hi, lo = gl.inline_asm_elementwise(_SPLIT_CODES, "=&r,=r,f,f,f,f", [values],
-                                       (gl.int8, gl.int8), is_pure=True, pack=4)
+    hi, lo = gl.inline_asm_elementwise(
+        _SPLIT_CODES, "=&r,=r,f,f,f,f", [values], (gl.int8, gl.int8), is_pure=True, pack=4
+    )
     return hi.to(gl.float8e4nv, bitcast=True), lo.to(gl.float8e4nv, bitcast=True)
 
 
@@ -195,8 +210,9 @@ def scaled_words(words, power):
     The product is exact in float16: a code has four significant bits, and products with powers
     below 2^-24 round to zero in e4m3 anyway.
     """
-    return gl.inline_asm_elementwise(_SCALE_CODES, "=r,r,f", [words, power], gl.int32,
-                                     is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        _SCALE_CODES, "=r,r,f", [words, power], gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -207,6 +223,12 @@ def quantized_codes(values, inverse, power):
     """
     values, inverse = gl.broadcast(values, inverse)
     values, power = gl.broadcast(values, power)
-    codes = gl.inline_asm_elementwise(_QUANTIZE_CODES, "=r,f,f,f,f,f,f,f,f,f,f,f,f",
-                                      [values, inverse, power], gl.int8, is_pure=True, pack=4)
+    codes = gl.inline_asm_elementwise(
+        _QUANTIZE_CODES,
+        "=r,f,f,f,f,f,f,f,f,f,f,f,f",
+        [values, inverse, power],
+        gl.int8,
+        is_pure=True,
+        pack=4,
+    )
     return codes.to(gl.float8e4nv, bitcast=True)

@@ -53,8 +53,9 @@ def _everywhere(WARPS):
 @gluon.jit
 def make_labels(STAGES: gl.constexpr):
     """Allocate the tags: four int32 in shared memory for each pipeline stage."""
-    return gl.allocate_shared_memory(gl.int32, [_NUMBERS * STAGES, 1],
-                                     gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.allocate_shared_memory(
+        gl.int32, [_NUMBERS * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
 
 
 @gluon.jit
@@ -86,5 +87,9 @@ def read_label(labels, slot, ready, phase):
     """Wait on the mbarrier `ready`, then return the four numbers of a stage's tag (a warpgroup)."""
     mbarrier.wait(ready, phase)
     first = _NUMBERS * slot
-    return (_number(labels, first), _number(labels, first + 1), _number(labels, first + 2),
-            _number(labels, first + 3))
+    return (
+        _number(labels, first),
+        _number(labels, first + 1),
+        _number(labels, first + 2),
+        _number(labels, first + 3),
+    )

@@ -10,9 +10,15 @@ from triton.experimental.gluon import language as gl
 
 from ..launch import Tile
 
-_GLUON_TYPES = {torch.uint8: gl.uint8, torch.int32: gl.int32, torch.float8_e4m3fn: gl.float8e4nv,
-                torch.float8_e5m2: gl.float8e5, torch.bfloat16: gl.bfloat16,
-                torch.float16: gl.float16, torch.float32: gl.float32}
+_GLUON_TYPES = {
+    torch.uint8: gl.uint8,
+    torch.int32: gl.int32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+}
 
 
 @functools.lru_cache

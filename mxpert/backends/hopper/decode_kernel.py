@@ -16,7 +16,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier, warpgroup_mma, warpgroup_mma_wait,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 from ..compat import async_load
@@ -24,7 +26,14 @@ from ..dependent import EARLY, release_next, wait_for_previous
 from .assembly import decode_tables
 from .claims import LEAD, make_labels, next_tile, read_label, write_label, write_last_label
 from .epilogue import (
-    finish, is_real, one_each, output_layout, output_terms, row_ids, spread, store_outputs,
+    finish,
+    is_real,
+    one_each,
+    output_layout,
+    output_terms,
+    row_ids,
+    spread,
+    store_outputs,
     token_terms,
 )
 from .ring import next_slot
@@ -56,12 +65,17 @@ def _describe(tile, plan, sizes, TOKENS: gl.constexpr):
     unit = block
     if blocks_per_unit > 1:
         unit = block // blocks_per_unit
-    expert = gl.load(block_expert_ids + unit, mask=block < max_blocks, other=0,
-                     cache_modifier=EARLY)
+    expert = gl.load(
+        block_expert_ids + unit, mask=block < max_blocks, other=0, cache_modifier=EARLY
+    )
     part = split * 4
     for width in gl.static_range(1, _num_widths(TOKENS)):
-        middle = gl.load(sorted_token_ids + block * TOKENS + (4 << width), mask=block < max_blocks,
-                         other=-1, cache_modifier=EARLY)
+        middle = gl.load(
+            sorted_token_ids + block * TOKENS + (4 << width),
+            mask=block < max_blocks,
+            other=-1,
+            cache_modifier=EARLY,
+        )
         part += is_real(middle, num_tokens).to(gl.int32)
     return block, expert, pair, part
 
@@ -86,8 +100,9 @@ def _split_steps(split, depth_units, splits):
 
 
 @gluon.jit
-def _load_weights(ring, descriptors, slot, step, units, part, TOKENS: gl.constexpr,
-                  SPLIT: gl.constexpr):
+def _load_weights(
+    ring, descriptors, slot, step, units, part, TOKENS: gl.constexpr, SPLIT: gl.constexpr
+):
     """Start the TMA loads of a step's weights; its mbarrier also expects the activations' bytes."""
     WEIGHT_BYTES: gl.constexpr = 128 * 128 + 32 * 32
     ROW_BYTES: gl.constexpr = 256 * (2 if SPLIT else 1)
@@ -111,17 +126,43 @@ def _load_rows(rows, x_desc, arrived, first_row, depth, low_rows, SPLIT: gl.cons
 
 
 @gluon.jit
-def _load_activations(ring, descriptors, slot, step, first_row, part, low_rows,
-                      TOKENS: gl.constexpr, SPLIT: gl.constexpr):
+def _load_activations(
+    ring,
+    descriptors,
+    slot,
+    step,
+    first_row,
+    part,
+    low_rows,
+    TOKENS: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
     for width in gl.static_range(_num_widths(TOKENS)):
         if part % 4 == width:
-            _load_rows(ring[2].index(slot), descriptors[2 + width], ring[3].index(slot), first_row,
-                       step * 256, low_rows, SPLIT)
+            _load_rows(
+                ring[2].index(slot),
+                descriptors[2 + width],
+                ring[3].index(slot),
+                first_row,
+                step * 256,
+                low_rows,
+                SPLIT,
+            )
 
 
 @gluon.jit
-def _fill_stage(ring, descriptors, state, step, tile, units, low_rows, TOKENS: gl.constexpr,
-                STAGES: gl.constexpr, SPLIT: gl.constexpr):
+def _fill_stage(
+    ring,
+    descriptors,
+    state,
+    step,
+    tile,
+    units,
+    low_rows,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
     """Wait for a free stage and start the TMA loads of one step; return the next state.
 
     state: stage, phase, and the number of steps whose weight loads have already been started.
@@ -133,15 +174,28 @@ def _fill_stage(ring, descriptors, state, step, tile, units, low_rows, TOKENS: g
         mbarrier.wait(ring[4].index(slot), phase)
         write_label(ring[5], slot, tile)
         _load_weights(ring, descriptors, slot, step, units, tile[3], TOKENS, SPLIT)
-    _load_activations(ring, descriptors, slot, step, tile[0] * TOKENS, tile[3], low_rows, TOKENS,
-                      SPLIT)
+    _load_activations(
+        ring, descriptors, slot, step, tile[0] * TOKENS, tile[3], low_rows, TOKENS, SPLIT
+    )
     slot, phase = next_slot(slot, phase, STAGES)
     return slot, phase, early
 
 
 @gluon.jit
-def _produce(ring, claimed, descriptors, plan, sizes, row_units, depth_units, low_rows,
-             early_stages, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr):
+def _produce(
+    ring,
+    claimed,
+    descriptors,
+    plan,
+    sizes,
+    row_units,
+    depth_units,
+    low_rows,
+    early_stages,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
     _, _, _, ready, free, labels = ring
     _, _, tiles_per_block, splits = sizes
     slot = 0
@@ -160,38 +214,94 @@ def _produce(ring, claimed, descriptors, plan, sizes, row_units, depth_units, lo
             first_tile = False
             early = gl.minimum(last_step - first_step, early_stages)
             for ahead in range(early):
-                _load_weights(ring, descriptors, ahead, first_step + ahead, units, part, TOKENS,
-                              SPLIT)
+                _load_weights(
+                    ring, descriptors, ahead, first_step + ahead, units, part, TOKENS, SPLIT
+                )
             wait_for_previous()
         claim_at = gl.maximum(last_step - LEAD, first_step + 1)
         for step in range(first_step, claim_at):
-            slot, phase, early = _fill_stage(ring, descriptors, (slot, phase, early), step, tile,
-                                             units, low_rows, TOKENS, STAGES, SPLIT)
+            slot, phase, early = _fill_stage(
+                ring,
+                descriptors,
+                (slot, phase, early),
+                step,
+                tile,
+                units,
+                low_rows,
+                TOKENS,
+                STAGES,
+                SPLIT,
+            )
         number = next_tile(number, claimed, num_blocks * tiles_per_block)
         following = _describe(number, plan, sizes, TOKENS)
         for step in range(claim_at, last_step):
-            slot, phase, early = _fill_stage(ring, descriptors, (slot, phase, early), step, tile,
-                                             units, low_rows, TOKENS, STAGES, SPLIT)
+            slot, phase, early = _fill_stage(
+                ring,
+                descriptors,
+                (slot, phase, early),
+                step,
+                tile,
+                units,
+                low_rows,
+                TOKENS,
+                STAGES,
+                SPLIT,
+            )
     write_last_label(labels, slot, phase, following, ready, free, 1)
 
 
 @gluon.jit
-def _terms(factors, rows, expert, first_row, first_output, OUTPUTS: gl.constexpr,
-           TOKENS: gl.constexpr, TOKEN_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr,
-           KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
+def _terms(
+    factors,
+    rows,
+    expert,
+    first_row,
+    first_output,
+    OUTPUTS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    TOKEN_LAYOUT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    KIND: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+):
     """Load the epilogue's terms of a tile's outputs and rows, and the ids of the rows."""
     reference, bias, num_outputs, row_units = factors
     x_scale, routed_weights, sorted_token_ids = rows
-    outputs = output_terms(reference, bias, expert, first_output, num_outputs, row_units * 64,
-                           OUTPUTS, LAYOUT, KIND, HAS_BIAS)
+    outputs = output_terms(
+        reference,
+        bias,
+        expert,
+        first_output,
+        num_outputs,
+        row_units * 64,
+        OUTPUTS,
+        LAYOUT,
+        KIND,
+        HAS_BIAS,
+    )
     tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, TOKEN_LAYOUT, WEIGHTED)
     return outputs, tokens, row_ids(sorted_token_ids, first_row, TOKENS, TOKEN_LAYOUT)
 
 
 @gluon.jit
-def _tile(ring, operands, state, steps, expert, first_row, first_output, first_sum,
-          PARTITION: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-          KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
+def _tile(
+    ring,
+    operands,
+    state,
+    steps,
+    expert,
+    first_row,
+    first_output,
+    first_sum,
+    PARTITION: gl.constexpr,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    KIND: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+):
     """Compute one tile of TOKENS rows and store it to `out` from row `first_sum` on.
 
     Returns the next state: stage and phase.
@@ -211,38 +321,91 @@ def _tile(ring, operands, state, steps, expert, first_row, first_output, first_s
     TOKEN_LAYOUT: gl.constexpr = one_each() if SPREAD else gl.SliceLayout(0, LAYOUT)
     tables = decode_tables()
     if TERMS_FIRST:  # the main loop hides the latency of these loads
-        outputs, tokens, ids = _terms(factors, rows, expert, first_row, first_output, OUTPUTS,
-                                      TOKENS, TOKEN_LAYOUT, LAYOUT, KIND, HAS_BIAS, WEIGHTED)
+        outputs, tokens, ids = _terms(
+            factors,
+            rows,
+            expert,
+            first_row,
+            first_output,
+            OUTPUTS,
+            TOKENS,
+            TOKEN_LAYOUT,
+            LAYOUT,
+            KIND,
+            HAS_BIAS,
+            WEIGHTED,
+        )
     accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
     for _ in range(steps):
         mbarrier.wait(ready.index(slot), phase)
         place = 2 * slot + PARTITION
-        weights = decode_weights(codes.index(place).reshape([64, 128]),
-                                 shifts.index(place).reshape([16, 32]),
-                                 tables, ACCUMULATOR, 1, 2)
-        partial = warpgroup_mma(weights, x.index(slot).slice(0, COLUMNS, 0).permute((1, 0)),
-                                gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR),
-                                use_acc=False, is_async=True)
+        weights = decode_weights(
+            codes.index(place).reshape([64, 128]),
+            shifts.index(place).reshape([16, 32]),
+            tables,
+            ACCUMULATOR,
+            1,
+            2,
+        )
+        partial = warpgroup_mma(
+            weights,
+            x.index(slot).slice(0, COLUMNS, 0).permute((1, 0)),
+            gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR),
+            use_acc=False,
+            is_async=True,
+        )
         partial = warpgroup_mma_wait(0, deps=(partial,))
         mbarrier.arrive(free.index(slot), count=1)
         accumulator += partial
         slot, phase = next_slot(slot, phase, STAGES)
     if not TERMS_FIRST:
-        outputs, tokens, ids = _terms(factors, rows, expert, first_row, first_output, OUTPUTS,
-                                      TOKENS, TOKEN_LAYOUT, LAYOUT, KIND, HAS_BIAS, WEIGHTED)
+        outputs, tokens, ids = _terms(
+            factors,
+            rows,
+            expert,
+            first_row,
+            first_output,
+            OUTPUTS,
+            TOKENS,
+            TOKEN_LAYOUT,
+            LAYOUT,
+            KIND,
+            HAS_BIAS,
+            WEIGHTED,
+        )
     if SPREAD:
         tokens = spread(tokens, LAYOUT)
         ids = gl.convert_layout(ids, gl.SliceLayout(0, LAYOUT))
-    value = finish(join_halves(accumulator, SPLIT), outputs, tokens, param_first, param_second,
-                   LAYOUT, KIND, WEIGHTED)
+    value = finish(
+        join_halves(accumulator, SPLIT),
+        outputs,
+        tokens,
+        param_first,
+        param_second,
+        LAYOUT,
+        KIND,
+        WEIGHTED,
+    )
     store_outputs(value, is_real(ids, num_tokens), out, first_sum, first_output, num_outputs)
     return slot, phase
 
 
 @gluon.jit
-def _consume(ring, operands, plan, sizes, depth_units, num_rows, PARTITION: gl.constexpr,
-             TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
-             HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr):
+def _consume(
+    ring,
+    operands,
+    plan,
+    sizes,
+    depth_units,
+    num_rows,
+    PARTITION: gl.constexpr,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    KIND: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+):
     ready = ring[3]
     labels = ring[5]
     OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
@@ -258,22 +421,76 @@ def _consume(ring, operands, plan, sizes, depth_units, num_rows, PARTITION: gl.c
         first_step, last_step = _split_steps(part // 4, depth_units, splits)
         for width in gl.static_range(_num_widths(TOKENS)):
             if part % 4 == width:
-                state = _tile(ring, operands, state, last_step - first_step, expert, first_row,
-                              (pair * 2 + PARTITION) * OUTPUTS, first_row + part // 4 * num_rows,
-                              PARTITION, 8 << width, STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED)
+                state = _tile(
+                    ring,
+                    operands,
+                    state,
+                    last_step - first_step,
+                    expert,
+                    first_row,
+                    (pair * 2 + PARTITION) * OUTPUTS,
+                    first_row + part // 4 * num_rows,
+                    PARTITION,
+                    8 << width,
+                    STAGES,
+                    SPLIT,
+                    KIND,
+                    HAS_BIAS,
+                    WEIGHTED,
+                )
         slot, phase = state
         block, expert, pair, part = read_label(labels, slot, ready.index(slot), phase)
 
 
-@gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "num_tokens",
-                              "low_rows", "blocks_per_unit", "splits", "num_rows", "early_stages"])
+@gluon.jit(
+    do_not_specialize=[
+        "tiles_per_block",
+        "row_units",
+        "depth_units",
+        "num_tokens",
+        "low_rows",
+        "blocks_per_unit",
+        "splits",
+        "num_rows",
+        "early_stages",
+    ]
+)
 def _moe_gemm_decode_kernel(
-        out, code_desc, shift_desc, x8_desc, x16_desc, x32_desc, reference, bias, x_scale,
-        routed_weights, sorted_token_ids, block_expert_ids, num_valid, claimed, param_first,
-        param_second, num_tokens, low_rows, num_outputs, tiles_per_block, row_units, depth_units,
-        blocks_per_unit, splits, num_rows, early_stages, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-        SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
-        WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr):
+    out,
+    code_desc,
+    shift_desc,
+    x8_desc,
+    x16_desc,
+    x32_desc,
+    reference,
+    bias,
+    x_scale,
+    routed_weights,
+    sorted_token_ids,
+    block_expert_ids,
+    num_valid,
+    claimed,
+    param_first,
+    param_second,
+    num_tokens,
+    low_rows,
+    num_outputs,
+    tiles_per_block,
+    row_units,
+    depth_units,
+    blocks_per_unit,
+    splits,
+    num_rows,
+    early_stages,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    KIND: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """Compute out [P, num_outputs] for all blocks in use; the module docstring has the schedule.
 
     x8_desc, x16_desc, x32_desc: TMA descriptors of 8, 16 and 32 rows of x; None above TOKENS.
@@ -296,15 +513,68 @@ def _moe_gemm_decode_kernel(
     ring = (codes, shifts, x, ready, free, make_labels(STAGES))
     descriptors = (code_desc, shift_desc, x8_desc, x16_desc, x32_desc)
     plan = (block_expert_ids, sorted_token_ids, num_valid, num_tokens)
-    operands = ((reference, bias, num_outputs, row_units),
-                (x_scale, routed_weights, sorted_token_ids),
-                (out, num_outputs, num_tokens, param_first, param_second))
+    operands = (
+        (reference, bias, num_outputs, row_units),
+        (x_scale, routed_weights, sorted_token_ids),
+        (out, num_outputs, num_tokens, param_first, param_second),
+    )
     sizes = (num_rows // TOKENS, blocks_per_unit, tiles_per_block, splits)
     gl.warp_specialize(
-        [(_consume, (ring, operands, plan, sizes, depth_units, num_rows, 0, TOKENS, STAGES, SPLIT,
-                     KIND, HAS_BIAS, WEIGHTED)),
-         (_consume, (ring, operands, plan, sizes, depth_units, num_rows, 1, TOKENS, STAGES, SPLIT,
-                     KIND, HAS_BIAS, WEIGHTED)),
-         (_produce, (ring, claimed, descriptors, plan, sizes, row_units, depth_units, low_rows,
-                     early_stages, TOKENS, STAGES, SPLIT))],
-        [4, 1], [WORKER_REGISTERS, 24])
+        [
+            (
+                _consume,
+                (
+                    ring,
+                    operands,
+                    plan,
+                    sizes,
+                    depth_units,
+                    num_rows,
+                    0,
+                    TOKENS,
+                    STAGES,
+                    SPLIT,
+                    KIND,
+                    HAS_BIAS,
+                    WEIGHTED,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    ring,
+                    operands,
+                    plan,
+                    sizes,
+                    depth_units,
+                    num_rows,
+                    1,
+                    TOKENS,
+                    STAGES,
+                    SPLIT,
+                    KIND,
+                    HAS_BIAS,
+                    WEIGHTED,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    ring,
+                    claimed,
+                    descriptors,
+                    plan,
+                    sizes,
+                    row_units,
+                    depth_units,
+                    low_rows,
+                    early_stages,
+                    TOKENS,
+                    STAGES,
+                    SPLIT,
+                ),
+            ),
+        ],
+        [4, 1],
+        [WORKER_REGISTERS, 24],
+    )

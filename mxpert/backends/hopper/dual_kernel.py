@@ -33,9 +33,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..compat import async_load, barrier, reinterpret
 from .assembly import encode_fp8_words, larger_halves, multiply_bfloat16_pairs
 from .dual_scales import (
-    bytes_of_stages, column_codes_layout, in_matrix, inverse_scale, load_column_scales,
-    load_row_scales, mark_groups, scale_byte, scales_of_columns, store_column_scales,
-    store_row_scales, words_of_columns,
+    bytes_of_stages,
+    column_codes_layout,
+    in_matrix,
+    inverse_scale,
+    load_column_scales,
+    load_row_scales,
+    mark_groups,
+    scale_byte,
+    scales_of_columns,
+    store_column_scales,
+    store_row_scales,
+    words_of_columns,
 )
 
 _NOWHERE = gl.constexpr(1 << 30)
@@ -49,8 +58,13 @@ _NOWHERE = gl.constexpr(1 << 30)
 def _row_words_layout(BLOCKS):
     """Layout of a stage [128, 32] words, BLOCKS (1, 2) blocks a row; a thread has half blocks."""
     registers = [[0, 1], [0, 2], [0, 4], *([[8, 0]] if BLOCKS == 2 else [[0, 8]]), [16, 0]]
-    lanes = [*([[0, 8], [0, 16]] if BLOCKS == 2 else [[0, 16]]), [1, 0], [2, 0], [4, 0],
-             *([] if BLOCKS == 2 else [[8, 0]])]
+    lanes = [
+        *([[0, 8], [0, 16]] if BLOCKS == 2 else [[0, 16]]),
+        [1, 0],
+        [2, 0],
+        [4, 0],
+        *([] if BLOCKS == 2 else [[8, 0]]),
+    ]
     return gl.DistributedLinearLayout(registers, lanes, [[32, 0], [64, 0]], [], [128, 32])
 
 
@@ -58,26 +72,52 @@ def _row_words_layout(BLOCKS):
 def _row_codes_layout(BLOCKS):
     """Layout of words of codes [128, BLOCKS, 8], in the threads that have the values."""
     registers = [[0, 0, 1], [0, 0, 2], *([[8, 0, 0]] if BLOCKS == 2 else []), [16, 0, 0]]
-    lanes = [[0, 0, 4], *([[0, 1, 0]] if BLOCKS == 2 else []), [1, 0, 0], [2, 0, 0], [4, 0, 0],
-             *([] if BLOCKS == 2 else [[8, 0, 0]])]
-    return gl.DistributedLinearLayout(registers, lanes, [[32, 0, 0], [64, 0, 0]], [],
-                                      [128, BLOCKS, 8])
+    lanes = [
+        [0, 0, 4],
+        *([[0, 1, 0]] if BLOCKS == 2 else []),
+        [1, 0, 0],
+        [2, 0, 0],
+        [4, 0, 0],
+        *([] if BLOCKS == 2 else [[8, 0, 0]]),
+    ]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[32, 0, 0], [64, 0, 0]], [], [128, BLOCKS, 8]
+    )
 
 
 @gluon.constexpr_function
 def _column_words_layout():
     """Layout of a stage [128, 32] words: 16 rows × 2 words a thread, a block in two threads."""
     return gl.DistributedLinearLayout(
-        [[1, 0], [2, 0], [4, 0], [8, 0], [0, 1]], [[16, 0], [0, 2], [0, 4], [0, 8], [0, 16]],
-        [[32, 0], [64, 0]], [], [128, 32])
+        [[1, 0], [2, 0], [4, 0], [8, 0], [0, 1]],
+        [[16, 0], [0, 2], [0, 4], [0, 8], [0, 16]],
+        [[32, 0], [64, 0]],
+        [],
+        [128, 32],
+    )
 
 
 @gluon.constexpr_function
 def _exchanged_halves():
     """Shared-memory layout of a stage with rows 16 … 31 of each block in the order r ^ 4."""
     return gl.SharedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4], [2, 8], [4, 16], [8, 0], [20, 0],
-         [32, 0], [64, 0]], [], 1024)
+        [
+            [0, 1],
+            [0, 2],
+            [0, 4],
+            [0, 8],
+            [0, 16],
+            [1, 4],
+            [2, 8],
+            [4, 16],
+            [8, 0],
+            [20, 0],
+            [32, 0],
+            [64, 0],
+        ],
+        [],
+        1024,
+    )
 
 
 # --- values and scales --------------------------------------------------------------------------
@@ -147,8 +187,11 @@ def _source(block, table, num_blocks):
 @gluon.jit
 def _of_block(index, values):
     """Select values[index] for each index (0 … 3)."""
-    return gl.where(index < 2, gl.where(index == 0, values[0], values[1]),
-                    gl.where(index == 2, values[2], values[3]))
+    return gl.where(
+        index < 2,
+        gl.where(index == 0, values[0], values[1]),
+        gl.where(index == 2, values[2], values[3]),
+    )
 
 
 @gluon.jit
@@ -158,8 +201,11 @@ def _tile_source(first_block, table, num_blocks):
     row1, size1, count1 = _source(first_block + 1, table, num_blocks)
     row2, size2, count2 = _source(first_block + 2, table, num_blocks)
     row3, size3, count3 = _source(first_block + 3, table, num_blocks)
-    return ((row0, row1, row2, row3), (size0, size1, size2, size3),
-            (count0, count1, count2, count3))
+    return (
+        (row0, row1, row2, row3),
+        (size0, size1, size2, size3),
+        (count0, count1, count2, count3),
+    )
 
 
 @gluon.jit
@@ -172,8 +218,12 @@ def _start_copies(x_desc, staged, ready, source, first_word, STAGES: gl.constexp
     for stage in gl.static_range(STAGES):
         for block in gl.static_range(0, 4, BLOCKS):
             row = gl.where(counts[block] > 0, first_rows[block], _NOWHERE)
-            async_load(x_desc, [row, first_word + 32 * stage], ready,
-                       staged.index((4 * stage + block) // BLOCKS))
+            async_load(
+                x_desc,
+                [row, first_word + 32 * stage],
+                ready,
+                staged.index((4 * stage + block) // BLOCKS),
+            )
 
 
 @gluon.jit
@@ -207,10 +257,12 @@ def _quarters(words, LAYOUT: gl.constexpr):
     even, odd = words.split()
     first, third = even.split()
     second, fourth = odd.split()
-    return (gl.convert_layout(first, LAYOUT, assert_trivial=True),
-            gl.convert_layout(second, LAYOUT, assert_trivial=True),
-            gl.convert_layout(third, LAYOUT, assert_trivial=True),
-            gl.convert_layout(fourth, LAYOUT, assert_trivial=True))
+    return (
+        gl.convert_layout(first, LAYOUT, assert_trivial=True),
+        gl.convert_layout(second, LAYOUT, assert_trivial=True),
+        gl.convert_layout(third, LAYOUT, assert_trivial=True),
+        gl.convert_layout(fourth, LAYOUT, assert_trivial=True),
+    )
 
 
 @gluon.jit
@@ -235,8 +287,12 @@ def _encode(words, inverse, HALF: gl.constexpr, DTYPE: gl.constexpr, FORMAT: gl.
     """Codes of one half of each of four words, packed into int32."""
     first, second, third, fourth = words
     return encode_fp8_words(
-        _product(first, inverse, HALF, DTYPE), _product(second, inverse, HALF, DTYPE),
-        _product(third, inverse, HALF, DTYPE), _product(fourth, inverse, HALF, DTYPE), FORMAT)
+        _product(first, inverse, HALF, DTYPE),
+        _product(second, inverse, HALF, DTYPE),
+        _product(third, inverse, HALF, DTYPE),
+        _product(fourth, inverse, HALF, DTYPE),
+        FORMAT,
+    )
 
 
 @gluon.jit
@@ -252,8 +308,10 @@ def _row_words(tile, DTYPE: gl.constexpr):
     else:
         PAIRS: gl.constexpr = _row_codes_layout(2)
         left, right = tile.load(_row_words_layout(2)).reshape([128, 2, 8, 2]).split()
-        return (gl.convert_layout(left, PAIRS, assert_trivial=True),
-                gl.convert_layout(right, PAIRS, assert_trivial=True))
+        return (
+            gl.convert_layout(left, PAIRS, assert_trivial=True),
+            gl.convert_layout(right, PAIRS, assert_trivial=True),
+        )
 
 
 @gluon.jit
@@ -278,14 +336,28 @@ def _row_codes(words, byte, DTYPE: gl.constexpr, FORMAT: gl.constexpr):
         left = _scaled(words[0], inverse, inverse, DTYPE)
         right = _scaled(words[1], inverse, inverse, DTYPE)
         return encode_fp8_words(
-            _product(left, inverse, 0, DTYPE), _product(left, inverse, 1, DTYPE),
-            _product(right, inverse, 0, DTYPE), _product(right, inverse, 1, DTYPE), FORMAT)
+            _product(left, inverse, 0, DTYPE),
+            _product(left, inverse, 1, DTYPE),
+            _product(right, inverse, 0, DTYPE),
+            _product(right, inverse, 1, DTYPE),
+            FORMAT,
+        )
 
 
 @gluon.jit
-def _row_stage(tile, stage, scales, codes, mask, DTYPE: gl.constexpr, FORMAT: gl.constexpr,
-               RULE: gl.constexpr, CHOOSE: gl.constexpr, ENCODE: gl.constexpr,
-               MARK: gl.constexpr):
+def _row_stage(
+    tile,
+    stage,
+    scales,
+    codes,
+    mask,
+    DTYPE: gl.constexpr,
+    FORMAT: gl.constexpr,
+    RULE: gl.constexpr,
+    CHOOSE: gl.constexpr,
+    ENCODE: gl.constexpr,
+    MARK: gl.constexpr,
+):
     """Rowwise side of a stage: find scales (CHOOSE), store codes (ENCODE).
 
     Returns `scales`, whose words hold the scale bytes of all stages.
@@ -310,13 +382,24 @@ def _in_place(codes):
     half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     second = gl.expand_dims(gl.expand_dims(gl.expand_dims(half == 1, 0), 2), 3)
     both = gl.join(gl.where(second, odd, even), gl.where(second, even, odd))
-    return gl.convert_layout(both.permute((0, 1, 2, 4, 3)).reshape([4, 8, 32]),
-                             column_codes_layout(), assert_trivial=True)
+    return gl.convert_layout(
+        both.permute((0, 1, 2, 4, 3)).reshape([4, 8, 32]),
+        column_codes_layout(),
+        assert_trivial=True,
+    )
 
 
 @gluon.jit
-def _column_byte(largest, scales, index, HALF: gl.constexpr, DTYPE: gl.constexpr,
-                 RULE: gl.constexpr, CHOOSE: gl.constexpr, MARK: gl.constexpr):
+def _column_byte(
+    largest,
+    scales,
+    index,
+    HALF: gl.constexpr,
+    DTYPE: gl.constexpr,
+    RULE: gl.constexpr,
+    CHOOSE: gl.constexpr,
+    MARK: gl.constexpr,
+):
     """Scale byte of the first or second columns of words; `scales` with byte `index` set."""
     if CHOOSE:
         byte = scale_byte(_bits(largest, HALF, DTYPE), RULE, MARK)
@@ -327,9 +410,22 @@ def _column_byte(largest, scales, index, HALF: gl.constexpr, DTYPE: gl.constexpr
 
 
 @gluon.jit
-def _column_stage(tile, stage, scales, codes, pitch, columns, width, in_copy,
-                  DTYPE: gl.constexpr, FORMAT: gl.constexpr, RULE: gl.constexpr,
-                  CHOOSE: gl.constexpr, ENCODE: gl.constexpr, MARK: gl.constexpr):
+def _column_stage(
+    tile,
+    stage,
+    scales,
+    codes,
+    pitch,
+    columns,
+    width,
+    in_copy,
+    DTYPE: gl.constexpr,
+    FORMAT: gl.constexpr,
+    RULE: gl.constexpr,
+    CHOOSE: gl.constexpr,
+    ENCODE: gl.constexpr,
+    MARK: gl.constexpr,
+):
     """Columnwise side of a stage: find scales (CHOOSE), store codes (ENCODE).
 
     codes, columns: pointers and indices of the tile's first stage. pitch: words of codes per
@@ -351,13 +447,23 @@ def _column_stage(tile, stage, scales, codes, pitch, columns, width, in_copy,
         step = 32 * first
         low = gl.expand_dims(inverse_scale(low), 1)
         high = gl.expand_dims(inverse_scale(high), 1)
-        rows = (_scaled(rows[0], low, high, DTYPE), _scaled(rows[1], low, high, DTYPE),
-                _scaled(rows[2], low, high, DTYPE), _scaled(rows[3], low, high, DTYPE))
-        gl.store(codes + step * pitch, _in_place(_encode(rows, low, 0, DTYPE, FORMAT)),
-                 mask=in_copy & (columns + step < width))
+        rows = (
+            _scaled(rows[0], low, high, DTYPE),
+            _scaled(rows[1], low, high, DTYPE),
+            _scaled(rows[2], low, high, DTYPE),
+            _scaled(rows[3], low, high, DTYPE),
+        )
+        gl.store(
+            codes + step * pitch,
+            _in_place(_encode(rows, low, 0, DTYPE, FORMAT)),
+            mask=in_copy & (columns + step < width),
+        )
         if HALVES == 2:
-            gl.store(codes + (step + 1) * pitch, _in_place(_encode(rows, high, 1, DTYPE, FORMAT)),
-                     mask=in_copy & (columns + step < width))
+            gl.store(
+                codes + (step + 1) * pitch,
+                _in_place(_encode(rows, high, 1, DTYPE, FORMAT)),
+                mask=in_copy & (columns + step < width),
+            )
     return scales
 
 
@@ -377,14 +483,16 @@ def _row_side(row, row_scale, source, first, num_k_blocks, BLOCKS: gl.constexpr)
     scales = (_of_block(place // 32, first_rows) + place % 32).to(gl.int64) * num_k_blocks + first
     block = gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
     word = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
-    offsets = (gl.expand_dims(gl.expand_dims(scales * 8, 1) + block * 8, 2)
-               + gl.expand_dims(gl.expand_dims(word, 0), 0))
+    offsets = gl.expand_dims(gl.expand_dims(scales * 8, 1) + block * 8, 2) + gl.expand_dims(
+        gl.expand_dims(word, 0), 0
+    )
     return row.to(gl.pointer_type(gl.int32)) + offsets, row_scale + scales, present, block
 
 
 @gluon.jit
-def _column_side(column, first_block, first, num_blocks, blocks_per_matrix, width,
-                 HALVES: gl.constexpr):
+def _column_side(
+    column, first_block, first, num_blocks, blocks_per_matrix, width, HALVES: gl.constexpr
+):
     """Columnwise targets of a stage: pointers to codes, column indices, mask of blocks."""
     LAYOUT: gl.constexpr = column_codes_layout()
     block = first_block + gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
@@ -392,20 +500,40 @@ def _column_side(column, first_block, first, num_blocks, blocks_per_matrix, widt
     columns = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))) * HALVES + first * 32
     columns = gl.expand_dims(gl.expand_dims(columns, 0), 1)
     places = in_matrix(block, blocks_per_matrix, width) * 8
-    offsets = (gl.expand_dims(gl.expand_dims(places, 1) + gl.expand_dims(word, 0), 2)
-               + columns.to(gl.int64) * (blocks_per_matrix * 8))
+    offsets = gl.expand_dims(gl.expand_dims(places, 1) + gl.expand_dims(word, 0), 2) + columns.to(
+        gl.int64
+    ) * (blocks_per_matrix * 8)
     in_copy = gl.expand_dims(gl.expand_dims(block < num_blocks, 1), 2)
     return column.to(gl.pointer_type(gl.int32)) + offsets, columns, in_copy
 
 
-@gluon.jit(do_not_specialize=["num_blocks", "blocks_per_matrix", "num_k_blocks"],
-           do_not_specialize_on_alignment=["table"])
+@gluon.jit(
+    do_not_specialize=["num_blocks", "blocks_per_matrix", "num_k_blocks"],
+    do_not_specialize_on_alignment=["table"],
+)
 def _quantize_dual_hopper_kernel(
-        row, row_scale, column, column_scale, x_desc, table, num_blocks, blocks_per_matrix,
-        num_k_blocks, FORMAT: gl.constexpr, EMAX: gl.constexpr, THRESHOLD: gl.constexpr,
-        INF_BYTE: gl.constexpr, DTYPE: gl.constexpr, CHOOSE: gl.constexpr, ENCODE: gl.constexpr,
-        MARK_ROWS: gl.constexpr, MARK_COLUMNS: gl.constexpr, ROW_ALIGNMENT: gl.constexpr,
-        WIDE_COLUMNS: gl.constexpr, num_warps: gl.constexpr):
+    row,
+    row_scale,
+    column,
+    column_scale,
+    x_desc,
+    table,
+    num_blocks,
+    blocks_per_matrix,
+    num_k_blocks,
+    FORMAT: gl.constexpr,
+    EMAX: gl.constexpr,
+    THRESHOLD: gl.constexpr,
+    INF_BYTE: gl.constexpr,
+    DTYPE: gl.constexpr,
+    CHOOSE: gl.constexpr,
+    ENCODE: gl.constexpr,
+    MARK_ROWS: gl.constexpr,
+    MARK_COLUMNS: gl.constexpr,
+    ROW_ALIGNMENT: gl.constexpr,
+    WIDE_COLUMNS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """Quantise x [rows, K] to codes [rows, K] and, transposed, [matrices, K, 32 blocks_per_matrix].
 
     x is passed as int32 words of values of DTYPE. CHOOSE: find and store the scale of each block.
@@ -427,39 +555,66 @@ def _quantize_dual_hopper_kernel(
     COPY: gl.constexpr = x_desc.block_type.shape[0]
     staged = gl.allocate_shared_memory(gl.int32, [STAGES * 128 // COPY, COPY, 32], x_desc.layout)
     tile = reinterpret(staged, gl.int32, [STAGES, 128, 32], x_desc.layout)
-    exchanged = gl.allocate_shared_memory(gl.uint8, [128, 4],
-                                          gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    exchanged = gl.allocate_shared_memory(
+        gl.uint8, [128, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     source = _tile_source(first_block, table, num_blocks)
     _start_copies(x_desc, staged, ready, source, first * (32 // HALVES), STAGES)
-    row_codes, row_ptrs, present, block = _row_side(row, row_scale, source, first, num_k_blocks,
-                                                    HALVES)
-    column_codes, columns, in_copy = _column_side(column, first_block, first, num_blocks,
-                                                  blocks_per_matrix, width, HALVES)
+    row_codes, row_ptrs, present, block = _row_side(
+        row, row_scale, source, first, num_k_blocks, HALVES
+    )
+    column_codes, columns, in_copy = _column_side(
+        column, first_block, first, num_blocks, blocks_per_matrix, width, HALVES
+    )
     column_ptrs, in_width = scales_of_columns(column_scale, first, blocks_per_matrix, width, HALVES)
     copy = (column_ptrs, in_width, first_block, num_blocks, blocks_per_matrix, width)
     if CHOOSE:
-        row_scales = gl.zeros([128, HALVES], gl.int32,
-                              gl.SliceLayout(2, _row_codes_layout(HALVES)))
+        row_scales = gl.zeros([128, HALVES], gl.int32, gl.SliceLayout(2, _row_codes_layout(HALVES)))
         column_scales = gl.zeros([4, 32], gl.int32, gl.SliceLayout(1, column_codes_layout()))
     else:
         row_scales = gl.expand_dims(
-            load_row_scales(row_ptrs, present, blocks, ROW_ALIGNMENT), 1) >> (8 * block)
+            load_row_scales(row_ptrs, present, blocks, ROW_ALIGNMENT), 1
+        ) >> (8 * block)
         column_scales = bytes_of_stages(exchanged, load_column_scales(copy, WIDE_COLUMNS))
     mbarrier.wait(ready, 0)
     if table is not None:
         _clear_rows(tile, source, stages, _row_words_layout(HALVES))
     for stage in range(stages):
         mask = _present(present, block + first + HALVES * stage < num_k_blocks)
-        row_scales = _row_stage(tile.index(stage), stage, row_scales, row_codes, mask, DTYPE,
-                                FORMAT, RULE, CHOOSE, ENCODE, MARK_ROWS)
+        row_scales = _row_stage(
+            tile.index(stage),
+            stage,
+            row_scales,
+            row_codes,
+            mask,
+            DTYPE,
+            FORMAT,
+            RULE,
+            CHOOSE,
+            ENCODE,
+            MARK_ROWS,
+        )
         column_scales = _column_stage(
-            tile.index(stage), stage, column_scales, column_codes,
-            (blocks_per_matrix * 8).to(gl.int64), columns, width, in_copy, DTYPE, FORMAT, RULE,
-            CHOOSE, ENCODE, MARK_COLUMNS)
+            tile.index(stage),
+            stage,
+            column_scales,
+            column_codes,
+            (blocks_per_matrix * 8).to(gl.int64),
+            columns,
+            width,
+            in_copy,
+            DTYPE,
+            FORMAT,
+            RULE,
+            CHOOSE,
+            ENCODE,
+            MARK_COLUMNS,
+        )
     if CHOOSE:
-        store_row_scales(row_ptrs, gl.sum(row_scales << (8 * block), 1), present, blocks,
-                          ROW_ALIGNMENT)
+        store_row_scales(
+            row_ptrs, gl.sum(row_scales << (8 * block), 1), present, blocks, ROW_ALIGNMENT
+        )
         words = words_of_columns(exchanged, column_scales)
         if MARK_COLUMNS and table is not None:
             words = mark_groups(words, source[2])

@@ -19,15 +19,22 @@ def column_codes_layout():
     return gl.DistributedLinearLayout(
         [[0, 1, 0], [0, 2, 0], [0, 0, 1]],
         [[0, 4, 0], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
-        [[1, 0, 0], [2, 0, 0]], [], [4, 8, 32])
+        [[1, 0, 0], [2, 0, 0]],
+        [],
+        [4, 8, 32],
+    )
 
 
 @gluon.constexpr_function
 def _exchanged_layout():
     """Layout [4 steps × 32 words, 4 blocks]: a thread has all 4 steps of its words and block."""
     return gl.DistributedLinearLayout(
-        [[32, 0], [64, 0], [1, 0]], [[0, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [[0, 1], [0, 2]],
-        [], [128, 4])
+        [[32, 0], [64, 0], [1, 0]],
+        [[0, 0], [2, 0], [4, 0], [8, 0], [16, 0]],
+        [[0, 1], [0, 2]],
+        [],
+        [128, 4],
+    )
 
 
 @gluon.constexpr_function
@@ -71,8 +78,9 @@ def load_row_scales(pointers, mask, count, ALIGNMENT: gl.constexpr):
     LAYOUT: gl.constexpr = pointers.type.layout
     word = gl.zeros([128], gl.int32, LAYOUT)
     for index in gl.static_range(0, 4, ALIGNMENT):
-        part = gl.load((pointers + index).to(gl.pointer_type(TYPE)), mask=mask & (index < count),
-                       other=0)
+        part = gl.load(
+            (pointers + index).to(gl.pointer_type(TYPE)), mask=mask & (index < count), other=0
+        )
         word = word | (part.to(gl.int32) << (8 * index))
     return word
 
@@ -82,8 +90,11 @@ def store_row_scales(pointers, word, mask, count, ALIGNMENT: gl.constexpr):
     """Store `count` bytes (at most 4) of each row's word; ALIGNMENT divides count and addresses."""
     TYPE: gl.constexpr = (None, gl.int8, gl.int16, None, gl.int32)[ALIGNMENT]
     for index in gl.static_range(0, 4, ALIGNMENT):
-        gl.store((pointers + index).to(gl.pointer_type(TYPE)), (word >> (8 * index)).to(TYPE),
-                 mask=mask & (index < count))
+        gl.store(
+            (pointers + index).to(gl.pointer_type(TYPE)),
+            (word >> (8 * index)).to(TYPE),
+            mask=mask & (index < count),
+        )
 
 
 @gluon.jit
@@ -109,8 +120,9 @@ def load_column_scales(copy, WIDE: gl.constexpr):
         word = gl.zeros([128], gl.int32, _one_each())
         for block in gl.static_range(4):
             offset = in_matrix(first_block + block, blocks_per_matrix, width)
-            byte = gl.load(pointers + offset, mask=mask & (first_block + block < num_blocks),
-                           other=0)
+            byte = gl.load(
+                pointers + offset, mask=mask & (first_block + block < num_blocks), other=0
+            )
             word = word | (byte.to(gl.int32) << (8 * block))
         return word
 
@@ -125,8 +137,11 @@ def store_column_scales(copy, word, WIDE: gl.constexpr):
     else:
         for block in gl.static_range(4):
             offset = in_matrix(first_block + block, blocks_per_matrix, width)
-            gl.store(pointers + offset, (word >> (8 * block)).to(gl.uint8),
-                     mask=mask & (first_block + block < num_blocks))
+            gl.store(
+                pointers + offset,
+                (word >> (8 * block)).to(gl.uint8),
+                mask=mask & (first_block + block < num_blocks),
+            )
 
 
 @gluon.jit
@@ -152,8 +167,9 @@ def bytes_of_stages(exchanged, column_word):
     first, third = even.split()
     second, fourth = odd.split()
     column_bytes = first | (second << 8) | (third << 16) | (fourth << 24)
-    return gl.convert_layout(column_bytes, gl.SliceLayout(1, column_codes_layout()),
-                             assert_trivial=True)
+    return gl.convert_layout(
+        column_bytes, gl.SliceLayout(1, column_codes_layout()), assert_trivial=True
+    )
 
 
 @gluon.jit

@@ -39,9 +39,18 @@ def output_layout(WARPS, TOKENS, KIND):
 
 
 @gluon.jit
-def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows,
-                 OUTPUTS: gl.constexpr, LAYOUT: gl.constexpr, KIND: gl.constexpr,
-                 HAS_BIAS: gl.constexpr):
+def output_terms(
+    reference,
+    bias,
+    expert,
+    first_output,
+    num_outputs,
+    padded_rows,
+    OUTPUTS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    KIND: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
     """Load row references and biases of a tile's outputs (KIND "rows"), or of its gate and up rows.
 
     Raw values are returned; `finish` computes with them, so that nothing waits for the loads here.
@@ -56,10 +65,12 @@ def output_terms(reference, bias, expert, first_output, num_outputs, padded_rows
     else:
         bias += expert * num_outputs * 2
         gate = 2 * output
-        return (gl.load(reference + gate, mask=inside, other=127),
-                gl.load(reference + gate + 1, mask=inside, other=127),
-                _load_rows(bias, gate, 2 * num_outputs, HAS_BIAS),
-                _load_rows(bias, gate + 1, 2 * num_outputs, HAS_BIAS))
+        return (
+            gl.load(reference + gate, mask=inside, other=127),
+            gl.load(reference + gate + 1, mask=inside, other=127),
+            _load_rows(bias, gate, 2 * num_outputs, HAS_BIAS),
+            _load_rows(bias, gate + 1, 2 * num_outputs, HAS_BIAS),
+        )
 
 
 @gluon.constexpr_function
@@ -77,8 +88,14 @@ def spread(tokens, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def token_terms(x_scale, routed_weights, first_row, TOKENS: gl.constexpr, LAYOUT: gl.constexpr,
-                WEIGHTED: gl.constexpr):
+def token_terms(
+    x_scale,
+    routed_weights,
+    first_row,
+    TOKENS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+):
     """Load scales and routing weights of a tile's sorted rows, in the 1-D LAYOUT.
 
     Values of padding rows are undefined.
@@ -102,8 +119,16 @@ def is_real(ids, num_tokens):
 
 
 @gluon.jit
-def finish(accumulator, outputs, tokens, first, second, LAYOUT: gl.constexpr,
-           KIND: gl.constexpr, WEIGHTED: gl.constexpr):
+def finish(
+    accumulator,
+    outputs,
+    tokens,
+    first,
+    second,
+    LAYOUT: gl.constexpr,
+    KIND: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+):
     """Compute the outputs [OUTPUTS, TOKENS] in `LAYOUT` from the accumulator in fragment order.
 
     KIND "rows": ``weight * (sum * factors + bias)``. Otherwise the activation KIND of gate and
@@ -135,8 +160,11 @@ def store_outputs(value, real, out, first_row, first_output, num_outputs):
     output = first_output + gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     row = first_row + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     pointer = out + row.to(gl.int64)[None, :] * num_outputs + output[:, None]
-    gl.store(pointer, value.to(out.dtype.element_ty),
-             mask=real[None, :] & (output < num_outputs)[:, None])
+    gl.store(
+        pointer,
+        value.to(out.dtype.element_ty),
+        mask=real[None, :] & (output < num_outputs)[:, None],
+    )
 
 
 @gluon.jit

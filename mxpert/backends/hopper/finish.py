@@ -36,9 +36,22 @@ def _sum_parts(part_ptr, part_stride, splits, mask):
 
 @triton.jit(do_not_specialize=["num_tokens", "routing_block_m", "splits", "num_rows"])
 def _moe_gate_up_finish_kernel(
-    h_ptr, parts_ptr, bias_ptr, sorted_weights_ptr, sorted_token_ids_ptr, block_expert_ids_ptr,
-    num_valid_ptr, p0, p1, num_tokens, num_features, routing_block_m, splits, num_rows,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    h_ptr,
+    parts_ptr,
+    bias_ptr,
+    sorted_weights_ptr,
+    sorted_token_ids_ptr,
+    block_expert_ids_ptr,
+    num_valid_ptr,
+    p0,
+    p1,
+    num_tokens,
+    num_features,
+    routing_block_m,
+    splits,
+    num_rows,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Finish one sorted row per program: interleaved gate and up partial sums to bf16 features."""
     follow_previous()
@@ -66,55 +79,109 @@ def _moe_gate_up_finish_kernel(
     tl.store(h_ptr + row.to(tl.int64) * num_features + feature, values.to(tl.bfloat16), mask=mask)
 
 
-def finish_gate_up(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan,
-                   options: MoEOptions) -> torch.Tensor:
+def finish_gate_up(
+    parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan, options: MoEOptions
+) -> torch.Tensor:
     """Finish stage 1: interleaved partial sums float32 [splits, P, 2F] to bf16 [P, F]."""
     splits, num_rows, width = parts.shape
     h = parts.new_empty((num_rows, width // 2), dtype=torch.bfloat16)
     _finish_launch(splits, num_rows, width // 2, plan.num_tokens, plan.routing_block_m, options)(
-        h_ptr=h, parts_ptr=parts, bias_ptr=bias,
+        h_ptr=h,
+        parts_ptr=parts,
+        bias_ptr=bias,
         sorted_weights_ptr=plan.sorted_weights if options.apply_router_weight_on_input else None,
-        sorted_token_ids_ptr=plan.sorted_token_ids, block_expert_ids_ptr=plan.block_expert_ids,
-        num_valid_ptr=plan.num_valid)
+        sorted_token_ids_ptr=plan.sorted_token_ids,
+        block_expert_ids_ptr=plan.block_expert_ids,
+        num_valid_ptr=plan.num_valid,
+    )
     return h
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _finish_launch(splits: int, num_rows: int, num_features: int, num_tokens: int,
-                   routing_block_m: int, options: MoEOptions) -> Launch:
+def _finish_launch(
+    splits: int,
+    num_rows: int,
+    num_features: int,
+    num_tokens: int,
+    routing_block_m: int,
+    options: MoEOptions,
+) -> Launch:
     first, second = options.activation.parameters
     return Launch(
-        _moe_gate_up_finish_kernel, (num_rows, triton.cdiv(num_features, _BLOCK)),
-        p0=float(first), p1=float(second), num_tokens=num_tokens, num_features=num_features,
-        routing_block_m=routing_block_m, splits=splits, num_rows=num_rows,
-        ACTIVATION=options.activation.name, BLOCK=_BLOCK, num_warps=_NUM_WARPS, **FOLLOWS)
+        _moe_gate_up_finish_kernel,
+        (num_rows, triton.cdiv(num_features, _BLOCK)),
+        p0=float(first),
+        p1=float(second),
+        num_tokens=num_tokens,
+        num_features=num_features,
+        routing_block_m=routing_block_m,
+        splits=splits,
+        num_rows=num_rows,
+        ACTIVATION=options.activation.name,
+        BLOCK=_BLOCK,
+        num_warps=_NUM_WARPS,
+        **FOLLOWS,
+    )
 
 
-def finish_rows(parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan,
-                options: MoEOptions) -> SortedRows:
+def finish_rows(
+    parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan, options: MoEOptions
+) -> SortedRows:
     """Finish stage 1 and encode the rows for stage 2 in one launch.
 
     Equals `finish_gate_up` followed by `sorted_rows`. Requires `fits_one_step`.
     """
     splits, num_rows, width = parts.shape
     rows = empty_rows(plan, num_rows, width // 2, options)
-    _finish_rows_launch(splits, num_rows, width // 2, plan.num_tokens, plan.routing_block_m,
-                        bias is not None, options)(
-        codes=rows.codes, scale=rows.scale, claimed=rows.claimed, parts=parts,
+    _finish_rows_launch(
+        splits,
+        num_rows,
+        width // 2,
+        plan.num_tokens,
+        plan.routing_block_m,
+        bias is not None,
+        options,
+    )(
+        codes=rows.codes,
+        scale=rows.scale,
+        claimed=rows.claimed,
+        parts=parts,
         bias=parts if bias is None else bias,
-        sorted_weights=plan.sorted_weights, sorted_token_ids=plan.sorted_token_ids,
-        block_expert_ids=plan.block_expert_ids, num_valid=plan.num_valid)
+        sorted_weights=plan.sorted_weights,
+        sorted_token_ids=plan.sorted_token_ids,
+        block_expert_ids=plan.block_expert_ids,
+        num_valid=plan.num_valid,
+    )
     return rows
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _finish_rows_launch(splits: int, num_rows: int, depth: int, num_tokens: int,
-                        routing_block_m: int, has_bias: bool, options: MoEOptions) -> Launch:
+def _finish_rows_launch(
+    splits: int,
+    num_rows: int,
+    depth: int,
+    num_tokens: int,
+    routing_block_m: int,
+    has_bias: bool,
+    options: MoEOptions,
+) -> Launch:
     first, second = options.activation.parameters
     return Launch(
-        _moe_finish_rows_kernel, (num_rows,), p0=float(first), p1=float(second),
-        num_tokens=num_tokens, depth=depth, padded_depth=padded(depth), parts_stride=2 * depth,
-        routing_block_m=routing_block_m, splits=splits, num_rows=num_rows,
-        ACTIVATION=options.activation.name, HAS_BIAS=has_bias,
-        WEIGHTED=options.apply_router_weight_on_input, **format_constants(options),
-        **step_options(depth), **FOLLOWS)
+        _moe_finish_rows_kernel,
+        (num_rows,),
+        p0=float(first),
+        p1=float(second),
+        num_tokens=num_tokens,
+        depth=depth,
+        padded_depth=padded(depth),
+        parts_stride=2 * depth,
+        routing_block_m=routing_block_m,
+        splits=splits,
+        num_rows=num_rows,
+        ACTIVATION=options.activation.name,
+        HAS_BIAS=has_bias,
+        WEIGHTED=options.apply_router_weight_on_input,
+        **format_constants(options),
+        **step_options(depth),
+        **FOLLOWS,
+    )

@@ -36,9 +36,22 @@ def _load_pairs(pointer, source, mask, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _finished_row(parts, biases, weight, part_stride, splits, source, mask, p0, p1,
-                  ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
-                  CHUNKS: gl.constexpr, WARPS: gl.constexpr):
+def _finished_row(
+    parts,
+    biases,
+    weight,
+    part_stride,
+    splits,
+    source,
+    mask,
+    p0,
+    p1,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Sum the splits of one row in order; return activated features [CHUNKS, 8, 4, 4].
 
     The features are rounded to bfloat16 and returned as float32.
@@ -56,12 +69,35 @@ def _finished_row(parts, biases, weight, part_stride, splits, source, mask, p0, 
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "depth", "routing_block_m", "splits", "num_rows"])
-def _moe_finish_rows_kernel(codes, scale, claimed, parts, bias, sorted_weights, sorted_token_ids,
-                            block_expert_ids, num_valid, p0, p1, num_tokens, depth, padded_depth,
-                            parts_stride, routing_block_m, splits, num_rows, FORMAT: gl.constexpr,
-                            EMAX: gl.constexpr, THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr,
-                            ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
-                            WEIGHTED: gl.constexpr, CHUNKS: gl.constexpr, num_warps: gl.constexpr):
+def _moe_finish_rows_kernel(
+    codes,
+    scale,
+    claimed,
+    parts,
+    bias,
+    sorted_weights,
+    sorted_token_ids,
+    block_expert_ids,
+    num_valid,
+    p0,
+    p1,
+    num_tokens,
+    depth,
+    padded_depth,
+    parts_stride,
+    routing_block_m,
+    splits,
+    num_rows,
+    FORMAT: gl.constexpr,
+    EMAX: gl.constexpr,
+    THRESHOLD: gl.constexpr,
+    INF_BYTE: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """One sorted row per program: interleaved gate and up partial sums to an e4m3 row with a scale.
 
     parts: float32 [splits, num_rows, parts_stride = 2 depth]. FORMAT as in `rows_codes`. The kernel
@@ -74,17 +110,31 @@ def _moe_finish_rows_kernel(codes, scale, claimed, parts, bias, sorted_weights, 
     source, block, target = step_offsets(0, CHUNKS, num_warps)
     mask = block * 32 < gl.where(used, depth, 0)
     weight = gl.load(sorted_weights + row, cache_modifier=EARLY)
-    expert = gl.load(block_expert_ids + row // routing_block_m, mask=used, other=0,
-                     cache_modifier=EARLY)
+    expert = gl.load(
+        block_expert_ids + row // routing_block_m, mask=used, other=0, cache_modifier=EARLY
+    )
     biases = 0.0
     if HAS_BIAS:
         biases = _load_pairs(bias + expert.to(gl.int64) * parts_stride, source, mask, num_warps)
     wait_for_previous()
     reset_claims(claimed)
     if used:
-        values = _finished_row(parts + row.to(gl.int64) * parts_stride, biases, weight,
-                               num_rows.to(gl.int64) * parts_stride, splits, source, mask, p0, p1,
-                               ACTIVATION, HAS_BIAS, WEIGHTED, CHUNKS, num_warps)
+        values = _finished_row(
+            parts + row.to(gl.int64) * parts_stride,
+            biases,
+            weight,
+            num_rows.to(gl.int64) * parts_stride,
+            splits,
+            source,
+            mask,
+            p0,
+            p1,
+            ACTIVATION,
+            HAS_BIAS,
+            WEIGHTED,
+            CHUNKS,
+            num_warps,
+        )
         numbers = statistic_of((values,), FORMAT, False, EMAX, THRESHOLD, INF_BYTE)
         factor, encoding = row_scale(row_maximum(numbers), FORMAT)
         encoded = encode((values,), encoding, FORMAT, False, EMAX, THRESHOLD, INF_BYTE, num_warps)

@@ -45,22 +45,28 @@ class _Grouped:
         wgrad = problem.op is Op.GROUPED_WGRAD
         columns = problem.k if wgrad else problem.n
         if columns % 8:
-            return (f"writes rows of whole 16 bytes, got {columns} columns; "
-                    "pad the operand to a multiple of 8")
+            return (
+                f"writes rows of whole 16 bytes, got {columns} columns; "
+                "pad the operand to a multiple of 8"
+            )
         if problem.a_format == "bf16":
             if wgrad:
-                return ("reads operands with the reduction contiguous, as quantize_dual(…, "
-                        "group_offsets=…) makes them; quantise both")
+                return (
+                    "reads operands with the reduction contiguous, as quantize_dual(…, "
+                    "group_offsets=…) makes them; quantise both"
+                )
             if problem.k % 8:
-                return (f"reads rows of whole 16 bytes, got K = {problem.k}; "
-                        "pad K to a multiple of 8")
+                return (
+                    f"reads rows of whole 16 bytes, got K = {problem.k}; pad K to a multiple of 8"
+                )
         return None
 
     def configs(self, problem: GroupedProblem) -> Iterator[GemmConfig]:
         """One tile size, with each of the choices for group_m."""
         for band in _BANDS:
-            yield GemmConfig(BLOCK_M, BLOCK_N, _STAGE_BYTES, num_warps=4, num_stages=_STAGES,
-                             group_m=band)
+            yield GemmConfig(
+                BLOCK_M, BLOCK_N, _STAGE_BYTES, num_warps=4, num_stages=_STAGES, group_m=band
+            )
 
     def heuristic(self, problem: GroupedProblem) -> GemmConfig:
         """The config used if none is pinned."""
@@ -92,19 +98,39 @@ class _Grouped:
         spans = {problem.a_span, problem.b_span}
         if problem.op is Op.GROUPED_WGRAD or problem.trans_b or spans & {ScaleSpan.BLOCK}:
             return ""
-        return ("multiplies in bf16: FP8 tensor cores need the reduction contiguous; pass b as "
-                "[G, N, K], the other copy of quantize_dual, with trans_b=True")
+        return (
+            "multiplies in bf16: FP8 tensor cores need the reduction contiguous; pass b as "
+            "[G, N, K], the other copy of quantize_dual, with trans_b=True"
+        )
 
-    def _launch(self, problem: GroupedProblem, config: GemmConfig, first: torch.Tensor | MXTensor,
-                second: torch.Tensor | MXTensor, out: torch.Tensor,
-                offsets: torch.Tensor) -> None:
-        require(config in tuple(self.configs(problem)), problem.op.value, "config",
-                need="a config of this backend", got=config,
-                remedy="see configs() of the kernel for valid ones")
+    def _launch(
+        self,
+        problem: GroupedProblem,
+        config: GemmConfig,
+        first: torch.Tensor | MXTensor,
+        second: torch.Tensor | MXTensor,
+        out: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        require(
+            config in tuple(self.configs(problem)),
+            problem.op.value,
+            "config",
+            need="a config of this backend",
+            got=config,
+            remedy="see configs() of the kernel for valid ones",
+        )
         mode, target = self.mode(problem), problem.target
         if mode == "exact":
-            _multiply(problem, config, mode, (_as_bf16(first, target), _as_bf16(second, target)),
-                      (None, None), out, offsets)
+            _multiply(
+                problem,
+                config,
+                mode,
+                (_as_bf16(first, target), _as_bf16(second, target)),
+                (None, None),
+                out,
+                offsets,
+            )
             return
         wide = _wide_blocks(first), _wide_blocks(second)
         _multiply(problem, config, mode, (first, second), wide, out, offsets)
@@ -118,8 +144,15 @@ class _GroupedGemm(_Grouped):
 
     op = Op.GROUPED_GEMM
 
-    def launch(self, problem: GroupedProblem, config: GemmConfig, *, a: torch.Tensor | MXTensor,
-               b: torch.Tensor | MXTensor, group_offsets: torch.Tensor) -> torch.Tensor:
+    def launch(
+        self,
+        problem: GroupedProblem,
+        config: GemmConfig,
+        *,
+        a: torch.Tensor | MXTensor,
+        b: torch.Tensor | MXTensor,
+        group_offsets: torch.Tensor,
+    ) -> torch.Tensor:
         """Return c [M, n], contiguous, in `problem.out_dtype`."""
         out = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
         if problem.k == 0:
@@ -134,24 +167,37 @@ class _GroupedWgrad(_Grouped):
 
     op = Op.GROUPED_WGRAD
 
-    def launch(self, problem: GroupedProblem, config: GemmConfig, *, grad: torch.Tensor | MXTensor,
-               a: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
-               accumulate_into: torch.Tensor | None) -> torch.Tensor:
+    def launch(
+        self,
+        problem: GroupedProblem,
+        config: GemmConfig,
+        *,
+        grad: torch.Tensor | MXTensor,
+        a: torch.Tensor | MXTensor,
+        group_offsets: torch.Tensor,
+        accumulate_into: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Return out [G, n, k] in `problem.out_dtype`, or add the result to `accumulate_into`."""
         out = accumulate_into
         if out is None:
-            out = group_offsets.new_empty((problem.num_groups, problem.n, problem.k),
-                                          dtype=problem.out_dtype)
+            out = group_offsets.new_empty(
+                (problem.num_groups, problem.n, problem.k), dtype=problem.out_dtype
+            )
         if out.numel() > 0:
             offsets = portable.padded_offsets(problem, group_offsets)
             self._launch(problem, config, grad, a, out, offsets)
         return out
 
 
-def _multiply(problem: GroupedProblem, config: GemmConfig, mode: str,
-              operands: tuple[torch.Tensor | MXTensor, torch.Tensor | MXTensor],
-              wide: tuple[torch.Tensor | None, torch.Tensor | None], out: torch.Tensor,
-              offsets: torch.Tensor) -> None:
+def _multiply(
+    problem: GroupedProblem,
+    config: GemmConfig,
+    mode: str,
+    operands: tuple[torch.Tensor | MXTensor, torch.Tensor | MXTensor],
+    wide: tuple[torch.Tensor | None, torch.Tensor | None],
+    out: torch.Tensor,
+    offsets: torch.Tensor,
+) -> None:
     """One launch of the GEMM.
 
     Args:
@@ -161,8 +207,16 @@ def _multiply(problem: GroupedProblem, config: GemmConfig, mode: str,
     """
     (first, first_scale), (second, second_scale) = map(_operand, operands)
     _gemm_launch(problem, config.group_m, mode, first.dtype, second.dtype)(
-        out=out, out_desc=out, a_desc=first, b_desc=second, a_scale=first_scale,
-        b_scale=second_scale, a_wide=wide[0], b_wide=wide[1], offsets=offsets)
+        out=out,
+        out_desc=out,
+        a_desc=first,
+        b_desc=second,
+        a_scale=first_scale,
+        b_scale=second_scale,
+        a_wide=wide[0],
+        b_wide=wide[1],
+        offsets=offsets,
+    )
 
 
 def _wide_blocks(value: torch.Tensor | MXTensor) -> torch.Tensor | None:
@@ -179,35 +233,57 @@ def _operand(value: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _as_bf16(value: torch.Tensor | MXTensor, target: Target) -> torch.Tensor:
-    """Dequantise an MX tensor to bf16; this is exact, since values have at most 4 significant bits.
-    """
+    """Dequantise an MX tensor to bf16; exact, since values have at most 4 significant bits."""
     if not isinstance(value, MXTensor):
         return value
-    problem = QuantizeProblem(Op.DEQUANTIZE, target, tuple(value.shape), value.axis,
-                              torch.bfloat16, value.format)
+    problem = QuantizeProblem(
+        Op.DEQUANTIZE, target, tuple(value.shape), value.axis, torch.bfloat16, value.format
+    )
     return DEQUANTIZE.launch(problem, None, tensor=value)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _gemm_launch(problem: GroupedProblem, band: int, mode: str, first: torch.dtype,
-                 second: torch.dtype) -> Launch:
+def _gemm_launch(
+    problem: GroupedProblem, band: int, mode: str, first: torch.dtype, second: torch.dtype
+) -> Launch:
     wgrad = problem.op is Op.GROUPED_WGRAD
     num_outer, columns = (problem.n, problem.k) if wgrad else (0, problem.n)
     reduction = problem.num_rows if wgrad else problem.k
     pitch = 0 if mode in ("exact", "wide") else reduction // 32
     depth = _STAGE_BYTES // first.itemsize
     piece = 64 if problem.out_dtype is torch.float32 else 128
-    b_tile = (copied(BLOCK_N, depth, second) if wgrad or problem.trans_b
-              else copied_of_each(depth, BLOCK_N, second))
-    tiles = {"out_desc": copied(64, piece, problem.out_dtype),
-             "a_desc": copied(BLOCK_M, depth, first), "b_desc": b_tile}
+    b_tile = (
+        copied(BLOCK_N, depth, second)
+        if wgrad or problem.trans_b
+        else copied_of_each(depth, BLOCK_N, second)
+    )
+    tiles = {
+        "out_desc": copied(64, piece, problem.out_dtype),
+        "a_desc": copied(BLOCK_M, depth, first),
+        "b_desc": b_tile,
+    }
     return Launch(
-        _grouped_gemm_hopper_kernel, (problem.target.num_sms,), tiles,
-        num_groups=problem.num_groups, num_rows=problem.num_rows, num_outer=num_outer,
-        num_n=columns, num_k=0 if wgrad else problem.k, a_pitch=pitch, b_pitch=pitch,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DEPTH=depth, STAGES=_STAGES, BAND=band, WGRAD=wgrad,
-        SPAN=_promotion(problem, mode), ACCUMULATE=problem.accumulate,
-        IF_WIDE=mode == "wide", num_warps=4)
+        _grouped_gemm_hopper_kernel,
+        (problem.target.num_sms,),
+        tiles,
+        num_groups=problem.num_groups,
+        num_rows=problem.num_rows,
+        num_outer=num_outer,
+        num_n=columns,
+        num_k=0 if wgrad else problem.k,
+        a_pitch=pitch,
+        b_pitch=pitch,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        DEPTH=depth,
+        STAGES=_STAGES,
+        BAND=band,
+        WGRAD=wgrad,
+        SPAN=_promotion(problem, mode),
+        ACCUMULATE=problem.accumulate,
+        IF_WIDE=mode == "wide",
+        num_warps=4,
+    )
 
 
 def _promotion(problem: GroupedProblem, mode: str) -> int:

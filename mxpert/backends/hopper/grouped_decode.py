@@ -38,8 +38,9 @@ def is_wide(first_wide_ptr, second_wide_ptr):
 
 
 @triton.jit
-def _decode_blocks(out_ptr, qdata_ptr, scale_ptr, num_blocks, FORMAT: tl.constexpr,
-                   BLOCK: tl.constexpr):
+def _decode_blocks(
+    out_ptr, qdata_ptr, scale_ptr, num_blocks, FORMAT: tl.constexpr, BLOCK: tl.constexpr
+):
     """Decode contiguous blocks of 32 values in a grid-stride loop, BLOCK blocks per iteration."""
     for tile in range(tl.program_id(0), tl.cdiv(num_blocks, BLOCK), tl.num_programs(0)):
         blocks = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -51,42 +52,69 @@ def _decode_blocks(out_ptr, qdata_ptr, scale_ptr, num_blocks, FORMAT: tl.constex
         tl.store(out_ptr + offsets, values.to(tl.bfloat16), mask=mask[:, None])
 
 
-@triton.jit(do_not_specialize=["first_blocks", "second_blocks"],
-            do_not_specialize_on_alignment=["first_wide_ptr", "second_wide_ptr"])
+@triton.jit(
+    do_not_specialize=["first_blocks", "second_blocks"],
+    do_not_specialize_on_alignment=["first_wide_ptr", "second_wide_ptr"],
+)
 def _grouped_decode_if_wide_kernel(
-    first_out_ptr, second_out_ptr, first_ptr, first_scale_ptr, second_ptr, second_scale_ptr,
-    first_wide_ptr, second_wide_ptr, first_blocks, second_blocks, FIRST_FORMAT: tl.constexpr,
-    SECOND_FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    first_out_ptr,
+    second_out_ptr,
+    first_ptr,
+    first_scale_ptr,
+    second_ptr,
+    second_scale_ptr,
+    first_wide_ptr,
+    second_wide_ptr,
+    first_blocks,
+    second_blocks,
+    FIRST_FORMAT: tl.constexpr,
+    SECOND_FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Decode both operands exactly if a count of wide blocks is above 0; otherwise return."""
     if is_wide(first_wide_ptr, second_wide_ptr):
-        _decode_blocks(first_out_ptr, first_ptr, first_scale_ptr, first_blocks, FIRST_FORMAT,
-                       BLOCK)
-        _decode_blocks(second_out_ptr, second_ptr, second_scale_ptr, second_blocks, SECOND_FORMAT,
-                       BLOCK)
+        _decode_blocks(first_out_ptr, first_ptr, first_scale_ptr, first_blocks, FIRST_FORMAT, BLOCK)
+        _decode_blocks(
+            second_out_ptr, second_ptr, second_scale_ptr, second_blocks, SECOND_FORMAT, BLOCK
+        )
 
 
-def decode_if_wide(first: MXTensor, second: MXTensor,
-                   target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+def decode_if_wide(
+    first: MXTensor, second: MXTensor, target: Target
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bfloat16 copies of both operands; uninitialised unless one has wide blocks.
 
     first, second: MXFP8 along their last axis; at least one has a count of wide blocks.
     """
-    copies = tuple(torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
-                   for tensor in (first, second))
+    copies = tuple(
+        torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
+        for tensor in (first, second)
+    )
     names = first.format.element.name, second.format.element.name
     _launch(target, *names, first.scale.numel(), second.scale.numel())(
-        first_out_ptr=copies[0], second_out_ptr=copies[1], first_ptr=first.qdata.contiguous(),
-        first_scale_ptr=first.scale.contiguous(), second_ptr=second.qdata.contiguous(),
-        second_scale_ptr=second.scale.contiguous(), first_wide_ptr=first.wide_blocks,
-        second_wide_ptr=second.wide_blocks)
+        first_out_ptr=copies[0],
+        second_out_ptr=copies[1],
+        first_ptr=first.qdata.contiguous(),
+        first_scale_ptr=first.scale.contiguous(),
+        second_ptr=second.qdata.contiguous(),
+        second_scale_ptr=second.scale.contiguous(),
+        first_wide_ptr=first.wide_blocks,
+        second_wide_ptr=second.wide_blocks,
+    )
     return copies[0], copies[1]
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _launch(target: Target, first: str, second: str, first_blocks: int,
-            second_blocks: int) -> Launch:
+def _launch(
+    target: Target, first: str, second: str, first_blocks: int, second_blocks: int
+) -> Launch:
     return Launch(
-        _grouped_decode_if_wide_kernel, (_PROGRAMS * target.num_sms,), first_blocks=first_blocks,
-        second_blocks=second_blocks, FIRST_FORMAT=first, SECOND_FORMAT=second, BLOCK=_BLOCKS,
-        num_warps=_NUM_WARPS)
+        _grouped_decode_if_wide_kernel,
+        (_PROGRAMS * target.num_sms,),
+        first_blocks=first_blocks,
+        second_blocks=second_blocks,
+        FIRST_FORMAT=first,
+        SECOND_FORMAT=second,
+        BLOCK=_BLOCKS,
+        num_warps=_NUM_WARPS,
+    )

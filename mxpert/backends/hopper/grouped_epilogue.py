@@ -35,8 +35,11 @@ def load_scales(scales, multiplied, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
     right = left
     if HALVES == 2:
         right = gl.load(b_bytes + gl.minimum(columns + 128, num_columns - 1) * b_pitch)
-    return (gl.where(multiplied, by_row, 127), gl.where(multiplied, left, 127),
-            gl.where(multiplied, right, 127))
+    return (
+        gl.where(multiplied, by_row, 127),
+        gl.where(multiplied, left, 127),
+        gl.where(multiplied, right, 127),
+    )
 
 
 @gluon.jit
@@ -52,13 +55,15 @@ def apply_scales(total, by_row, by_column, LAYOUT: gl.constexpr, ROW_SCALED: gl.
 def _coalesced(COLUMNS, BITS):
     """Layout of [64, COLUMNS] values for coalesced accesses of 16 bytes a thread."""
     vector = 128 // BITS
-    return gl.BlockedLayout([1, vector], [32 * vector // COLUMNS, COLUMNS // vector], [4, 1],
-                            [1, 0])
+    return gl.BlockedLayout(
+        [1, vector], [32 * vector // COLUMNS, COLUMNS // vector], [4, 1], [1, 0]
+    )
 
 
 @gluon.jit
-def _store_piece(value, out, out_desc, staging, row, row_end, column, num_columns,
-                 ACCUMULATE: gl.constexpr):
+def _store_piece(
+    value, out, out_desc, staging, row, row_end, column, num_columns, ACCUMULATE: gl.constexpr
+):
     """Store [64, columns] values through shared memory.
 
     Full tiles use TMA, which clips the last columns. Ragged tiles and ACCUMULATE (out += value) use
@@ -75,9 +80,8 @@ def _store_piece(value, out, out_desc, staging, row, row_end, column, num_column
     else:
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-        place = (gl.expand_dims(rows.to(gl.int64) * num_columns, 1)
-                 + gl.expand_dims(columns, 0))
-        mask = (gl.expand_dims(rows < row_end, 1) & gl.expand_dims(columns < num_columns, 0))
+        place = gl.expand_dims(rows.to(gl.int64) * num_columns, 1) + gl.expand_dims(columns, 0)
+        mask = gl.expand_dims(rows < row_end, 1) & gl.expand_dims(columns < num_columns, 0)
         result = staging.load(LAYOUT)
         if ACCUMULATE:
             result += gl.load(out + place, mask=mask, other=0.0)
@@ -95,5 +99,6 @@ def store_tile(total, output, row, row_end, column, num_columns, ACCUMULATE: gl.
         left, right = value.reshape([64, 2, 64]).permute((0, 2, 1)).split()
         _store_piece(left, out, out_desc, staging, row, row_end, column, num_columns, ACCUMULATE)
         if column + 64 < num_columns:
-            _store_piece(right, out, out_desc, staging, row, row_end, column + 64, num_columns,
-                         ACCUMULATE)
+            _store_piece(
+                right, out, out_desc, staging, row, row_end, column + 64, num_columns, ACCUMULATE
+            )

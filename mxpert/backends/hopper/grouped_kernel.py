@@ -30,8 +30,19 @@ from .ring import next_slot
 
 
 @gluon.jit
-def _locate(tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M: gl.constexpr,
-            BLOCK_N: gl.constexpr, BAND: gl.constexpr, WGRAD: gl.constexpr):
+def _locate(
+    tile,
+    group,
+    first_tile,
+    end_tile,
+    offsets,
+    sizes,
+    shape,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BAND: gl.constexpr,
+    WGRAD: gl.constexpr,
+):
     """Tile scheduler: source and target of `tile`.
 
     Returns the state of the scheduler (group, its first tile and end tile) and a place (row of a,
@@ -39,15 +50,17 @@ def _locate(tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M: g
     """
     num_n, num_k, row_tiles, num_outer = shape
     if WGRAD:
-        group, row_tile, column_tile, start, end = weights_tile(tile, offsets, sizes, row_tiles,
-                                                                BAND)
+        group, row_tile, column_tile, start, end = weights_tile(
+            tile, offsets, sizes, row_tiles, BAND
+        )
         a_row = row_tile * BLOCK_M
         column = column_tile * BLOCK_N
         out_row = group * num_outer + a_row
         place = (a_row, column, start, end, out_row, (group + 1) * num_outer, column)
     else:
         group, first_tile, end_tile, row, row_end, column_tile = rows_tile(
-            tile, group, first_tile, end_tile, offsets, sizes, BLOCK_M, BAND)
+            tile, group, first_tile, end_tile, offsets, sizes, BLOCK_M, BAND
+        )
         column = column_tile * BLOCK_N
         depth = gl.where(group < sizes[0], num_k, 0)  # rows without a group are zeros
         depth = gl.where(row_end > 0, depth, 0)
@@ -56,9 +69,21 @@ def _locate(tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M: g
 
 
 @gluon.jit
-def _produce(ring, a_desc, b_desc, offsets, sizes, shape, num_tiles, BLOCK_M: gl.constexpr,
-             BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
-             WGRAD: gl.constexpr):
+def _produce(
+    ring,
+    a_desc,
+    b_desc,
+    offsets,
+    sizes,
+    shape,
+    num_tiles,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+    WGRAD: gl.constexpr,
+):
     a_ring, b_ring, ready, free = ring
     slot = 0
     phase = 1
@@ -67,7 +92,8 @@ def _produce(ring, a_desc, b_desc, offsets, sizes, shape, num_tiles, BLOCK_M: gl
     end_tile = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         group, first_tile, end_tile, place = _locate(
-            tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M, BLOCK_N, BAND, WGRAD)
+            tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M, BLOCK_N, BAND, WGRAD
+        )
         a_row, b_row, start, end, _, _, column = place
         for k in range(start, end, DEPTH):
             mbarrier.wait(free.index(slot), phase)
@@ -99,35 +125,62 @@ def _tile_scales(scales, place, num_n, PARTITION: gl.constexpr):
 
 
 @gluon.jit
-def _accumulate_halves(ring, slot, phase, depth, scales, HALVES: gl.constexpr,
-                       DEPTH: gl.constexpr, PARTITION: gl.constexpr, STAGES: gl.constexpr,
-                       WGRAD: gl.constexpr, SPAN: gl.constexpr):
+def _accumulate_halves(
+    ring,
+    slot,
+    phase,
+    depth,
+    scales,
+    HALVES: gl.constexpr,
+    DEPTH: gl.constexpr,
+    PARTITION: gl.constexpr,
+    STAGES: gl.constexpr,
+    WGRAD: gl.constexpr,
+    SPAN: gl.constexpr,
+):
     """Sums of a tile as two halves [64, 128] float32; with HALVES = 1 both are the same."""
     HALF: gl.constexpr = sums_layout(128, DEPTH)
     if SPAN == 128:
-        left, right, slot, phase = accumulate_scaled(ring, slot, phase, depth, scales, HALVES,
-                                                     PARTITION, STAGES, WGRAD)
+        left, right, slot, phase = accumulate_scaled(
+            ring, slot, phase, depth, scales, HALVES, PARTITION, STAGES, WGRAD
+        )
     elif SPAN == 256:
-        left, right, slot, phase = accumulate_promoted(ring, slot, phase, depth, HALVES, PARTITION,
-                                                       STAGES, WGRAD)
+        left, right, slot, phase = accumulate_promoted(
+            ring, slot, phase, depth, HALVES, PARTITION, STAGES, WGRAD
+        )
     elif HALVES == 2:
-        total, slot, phase = accumulate(ring, slot, phase, depth, DEPTH, 256, PARTITION, STAGES,
-                                        WGRAD)
+        total, slot, phase = accumulate(
+            ring, slot, phase, depth, DEPTH, 256, PARTITION, STAGES, WGRAD
+        )
         # Split into two halves; the registers stay the same.
         left, right = total.reshape([64, 2, 128]).permute((0, 2, 1)).split()
         left = gl.convert_layout(left, HALF, assert_trivial=True)
         right = gl.convert_layout(right, HALF, assert_trivial=True)
     else:
-        left, slot, phase = accumulate(ring, slot, phase, depth, DEPTH, 128, PARTITION, STAGES,
-                                       WGRAD)
+        left, slot, phase = accumulate(
+            ring, slot, phase, depth, DEPTH, 128, PARTITION, STAGES, WGRAD
+        )
         right = left
     return left, right, slot, phase
 
 
 @gluon.jit
-def _compute_halves(ring, slot, phase, place, scales, output, num_n, HALVES: gl.constexpr,
-                    PARTITION: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-                    WGRAD: gl.constexpr, SPAN: gl.constexpr, ACCUMULATE: gl.constexpr):
+def _compute_halves(
+    ring,
+    slot,
+    phase,
+    place,
+    scales,
+    output,
+    num_n,
+    HALVES: gl.constexpr,
+    PARTITION: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    WGRAD: gl.constexpr,
+    SPAN: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+):
     """Multiply, scale and store a tile of HALVES × 128 columns; return the next stage and phase."""
     _, _, start, end, out_row, row_end, column = place
     SCALED: gl.constexpr = DEPTH == 128
@@ -136,8 +189,9 @@ def _compute_halves(ring, slot, phase, place, scales, output, num_n, HALVES: gl.
     if SCALED:
         scales = _tile_scales(scales, place, num_n, PARTITION)
         by_row, by_left, by_right = load_scales(scales, end > start, HALVES, HALF)
-    left, right, slot, phase = _accumulate_halves(ring, slot, phase, end - start, scales, HALVES,
-                                                  DEPTH, PARTITION, STAGES, WGRAD, SPAN)
+    left, right, slot, phase = _accumulate_halves(
+        ring, slot, phase, end - start, scales, HALVES, DEPTH, PARTITION, STAGES, WGRAD, SPAN
+    )
     if SCALED:
         left = apply_scales(left, by_row, by_left, HALF, SPAN != 128)
     store_tile(left, output, row, row_end, column, num_n, ACCUMULATE)
@@ -149,10 +203,24 @@ def _compute_halves(ring, slot, phase, place, scales, output, num_n, HALVES: gl.
 
 
 @gluon.jit
-def _consume(ring, output, scales, offsets, sizes, shape, num_tiles, PARTITION: gl.constexpr,
-             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
-             STAGES: gl.constexpr, BAND: gl.constexpr, WGRAD: gl.constexpr, SPAN: gl.constexpr,
-             ACCUMULATE: gl.constexpr):
+def _consume(
+    ring,
+    output,
+    scales,
+    offsets,
+    sizes,
+    shape,
+    num_tiles,
+    PARTITION: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+    WGRAD: gl.constexpr,
+    SPAN: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+):
     slot = 0
     phase = 0
     group = -1
@@ -160,25 +228,85 @@ def _consume(ring, output, scales, offsets, sizes, shape, num_tiles, PARTITION: 
     end_tile = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         group, first_tile, end_tile, place = _locate(
-            tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M, BLOCK_N, BAND, WGRAD)
+            tile, group, first_tile, end_tile, offsets, sizes, shape, BLOCK_M, BLOCK_N, BAND, WGRAD
+        )
         if place[5] > 0:
             if place[6] + 128 < shape[0]:
-                slot, phase = _compute_halves(ring, slot, phase, place, scales, output, shape[0], 2,
-                                              PARTITION, DEPTH, STAGES, WGRAD, SPAN, ACCUMULATE)
+                slot, phase = _compute_halves(
+                    ring,
+                    slot,
+                    phase,
+                    place,
+                    scales,
+                    output,
+                    shape[0],
+                    2,
+                    PARTITION,
+                    DEPTH,
+                    STAGES,
+                    WGRAD,
+                    SPAN,
+                    ACCUMULATE,
+                )
             else:
-                slot, phase = _compute_halves(ring, slot, phase, place, scales, output, shape[0], 1,
-                                              PARTITION, DEPTH, STAGES, WGRAD, SPAN, ACCUMULATE)
+                slot, phase = _compute_halves(
+                    ring,
+                    slot,
+                    phase,
+                    place,
+                    scales,
+                    output,
+                    shape[0],
+                    1,
+                    PARTITION,
+                    DEPTH,
+                    STAGES,
+                    WGRAD,
+                    SPAN,
+                    ACCUMULATE,
+                )
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_groups", "num_rows", "num_n", "num_k", "num_outer", "a_pitch",
-                              "b_pitch"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_groups",
+        "num_rows",
+        "num_n",
+        "num_k",
+        "num_outer",
+        "a_pitch",
+        "b_pitch",
+    ]
+)
 def _grouped_gemm_hopper_kernel(
-        out, out_desc, a_desc, b_desc, a_scale, b_scale, a_wide, b_wide, offsets, num_groups,
-        num_rows, num_outer, num_n, num_k, a_pitch, b_pitch, BLOCK_M: gl.constexpr,
-        BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
-        WGRAD: gl.constexpr, SPAN: gl.constexpr, ACCUMULATE: gl.constexpr, IF_WIDE: gl.constexpr,
-        num_warps: gl.constexpr):
+    out,
+    out_desc,
+    a_desc,
+    b_desc,
+    a_scale,
+    b_scale,
+    a_wide,
+    b_wide,
+    offsets,
+    num_groups,
+    num_rows,
+    num_outer,
+    num_n,
+    num_k,
+    a_pitch,
+    b_pitch,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+    WGRAD: gl.constexpr,
+    SPAN: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    IF_WIDE: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """out[r] = a[r] b[g].T for rows r of group g, [num_rows, num_n]; zeros in rows without a group.
 
     WGRAD: out[g] = a_g b_g.T, [num_groups, num_outer, num_n], summed over the group's part of the
@@ -187,8 +315,9 @@ def _grouped_gemm_hopper_kernel(
     only if one is above 0 (IF_WIDE), or only if none is (without IF_WIDE).
     """
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, DEPTH], a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape,
-                                       b_desc.layout)
+    b_ring = gl.allocate_shared_memory(
+        b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout
+    )
     PIECE: gl.constexpr = out_desc.block_type.shape[1]
     staging = gl.allocate_shared_memory(out_desc.dtype, [2, 64, PIECE], out_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -210,11 +339,68 @@ def _grouped_gemm_hopper_kernel(
     shape = (num_n, num_k, row_tiles, num_outer)
     scales = (a_scale, b_scale, a_pitch, b_pitch)
     gl.warp_specialize(
-        [(_consume, (ring, (out, out_desc, staging.index(0)), scales, offsets, sizes, shape,
-                     num_tiles, 0, BLOCK_M, BLOCK_N, DEPTH, STAGES, BAND, WGRAD, SPAN,
-                     ACCUMULATE)),
-         (_consume, (ring, (out, out_desc, staging.index(1)), scales, offsets, sizes, shape,
-                     num_tiles, 1, BLOCK_M, BLOCK_N, DEPTH, STAGES, BAND, WGRAD, SPAN,
-                     ACCUMULATE)),
-         (_produce, (ring, a_desc, b_desc, offsets, sizes, shape, num_tiles, BLOCK_M, BLOCK_N,
-                     DEPTH, STAGES, BAND, WGRAD))], [4, 1], [240, 24])
+        [
+            (
+                _consume,
+                (
+                    ring,
+                    (out, out_desc, staging.index(0)),
+                    scales,
+                    offsets,
+                    sizes,
+                    shape,
+                    num_tiles,
+                    0,
+                    BLOCK_M,
+                    BLOCK_N,
+                    DEPTH,
+                    STAGES,
+                    BAND,
+                    WGRAD,
+                    SPAN,
+                    ACCUMULATE,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    ring,
+                    (out, out_desc, staging.index(1)),
+                    scales,
+                    offsets,
+                    sizes,
+                    shape,
+                    num_tiles,
+                    1,
+                    BLOCK_M,
+                    BLOCK_N,
+                    DEPTH,
+                    STAGES,
+                    BAND,
+                    WGRAD,
+                    SPAN,
+                    ACCUMULATE,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    ring,
+                    a_desc,
+                    b_desc,
+                    offsets,
+                    sizes,
+                    shape,
+                    num_tiles,
+                    BLOCK_M,
+                    BLOCK_N,
+                    DEPTH,
+                    STAGES,
+                    BAND,
+                    WGRAD,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )

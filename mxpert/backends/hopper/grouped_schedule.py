@@ -37,8 +37,9 @@ def _in_band(place, rows_of_tiles, columns_of_tiles, BAND: gl.constexpr):
 
 
 @gluon.jit
-def rows_tile(tile, group, first_tile, end_tile, offsets, sizes, BLOCK_M: gl.constexpr,
-              BAND: gl.constexpr):
+def rows_tile(
+    tile, group, first_tile, end_tile, offsets, sizes, BLOCK_M: gl.constexpr, BAND: gl.constexpr
+):
     """Locate `tile` for groups of rows; pass the returned state to the next call (group −1 first).
 
     Returns the state (group, its first tile and end tile), the first row, the end row (0 past the
@@ -51,10 +52,17 @@ def rows_tile(tile, group, first_tile, end_tile, offsets, sizes, BLOCK_M: gl.con
         first_tile = end_tile
         start, end = group_bounds(offsets, group, num_groups, num_rows)
         end_tile += gl.cdiv(end - start, BLOCK_M) * column_tiles
-    row_tile, column_tile = _in_band(tile - first_tile, gl.cdiv(end - start, BLOCK_M),
-                                     column_tiles, BAND)
-    return (group, first_tile, end_tile, start + row_tile * BLOCK_M,
-            gl.where(tile < end_tile, end, 0), column_tile)
+    row_tile, column_tile = _in_band(
+        tile - first_tile, gl.cdiv(end - start, BLOCK_M), column_tiles, BAND
+    )
+    return (
+        group,
+        first_tile,
+        end_tile,
+        start + row_tile * BLOCK_M,
+        gl.where(tile < end_tile, end, 0),
+        column_tile,
+    )
 
 
 @gluon.jit
@@ -65,7 +73,8 @@ def weights_tile(tile, offsets, sizes, row_tiles, BAND: gl.constexpr):
     """
     num_groups, num_rows, column_tiles = sizes
     group = tile // (row_tiles * column_tiles)
-    row_tile, column_tile = _in_band(tile - group * row_tiles * column_tiles, row_tiles,
-                                     column_tiles, BAND)
+    row_tile, column_tile = _in_band(
+        tile - group * row_tiles * column_tiles, row_tiles, column_tiles, BAND
+    )
     start, end = group_bounds(offsets, group, num_groups, num_rows)
     return group, row_tile, column_tile, start // 32 * 32, end // 32 * 32

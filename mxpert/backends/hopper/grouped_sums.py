@@ -10,7 +10,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 from .grouped_epilogue import scale_value
@@ -62,8 +65,9 @@ def _clear_from(stage, first):
 
 
 @gluon.jit
-def _await_stage(ring, slot, phase, left, DEPTH: gl.constexpr, PARTITION: gl.constexpr,
-                 WGRAD: gl.constexpr):
+def _await_stage(
+    ring, slot, phase, left, DEPTH: gl.constexpr, PARTITION: gl.constexpr, WGRAD: gl.constexpr
+):
     """Wait for a stage, of which the first `left` values belong to the group."""
     mbarrier.wait(ring[2].index(slot), phase)
     # Without WGRAD the tensor ends at `left`, and TMA fills the rest with zeros.
@@ -75,8 +79,17 @@ def _await_stage(ring, slot, phase, left, DEPTH: gl.constexpr, PARTITION: gl.con
 
 
 @gluon.jit
-def accumulate(ring, slot, phase, depth, DEPTH: gl.constexpr, COLUMNS: gl.constexpr,
-               PARTITION: gl.constexpr, STAGES: gl.constexpr, WGRAD: gl.constexpr):
+def accumulate(
+    ring,
+    slot,
+    phase,
+    depth,
+    DEPTH: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    PARTITION: gl.constexpr,
+    STAGES: gl.constexpr,
+    WGRAD: gl.constexpr,
+):
     """Sum [64, COLUMNS] in the wgmma accumulator; return it with the next stage and phase."""
     free = ring[3]
     total = gl.zeros((64, COLUMNS), gl.float32, sums_layout(COLUMNS, DEPTH))
@@ -95,8 +108,17 @@ def accumulate(ring, slot, phase, depth, DEPTH: gl.constexpr, COLUMNS: gl.conste
 
 
 @gluon.jit
-def accumulate_scaled(ring, slot, phase, depth, scales, HALVES: gl.constexpr,
-                      PARTITION: gl.constexpr, STAGES: gl.constexpr, WGRAD: gl.constexpr):
+def accumulate_scaled(
+    ring,
+    slot,
+    phase,
+    depth,
+    scales,
+    HALVES: gl.constexpr,
+    PARTITION: gl.constexpr,
+    STAGES: gl.constexpr,
+    WGRAD: gl.constexpr,
+):
     """Sums of one or two halves [64, 128] of fp8 products, scaled every 128 values.
 
     Each row has one scale byte per 128 values, 4 bytes apart in memory.
@@ -130,8 +152,16 @@ def accumulate_scaled(ring, slot, phase, depth, scales, HALVES: gl.constexpr,
 
 
 @gluon.jit
-def accumulate_promoted(ring, slot, phase, depth, HALVES: gl.constexpr, PARTITION: gl.constexpr,
-                        STAGES: gl.constexpr, WGRAD: gl.constexpr):
+def accumulate_promoted(
+    ring,
+    slot,
+    phase,
+    depth,
+    HALVES: gl.constexpr,
+    PARTITION: gl.constexpr,
+    STAGES: gl.constexpr,
+    WGRAD: gl.constexpr,
+):
     """Sums of one or two halves [64, 128] of fp8 products, promoted to float32 every two stages."""
     free = ring[3]
     left = gl.zeros((64, 128), gl.float32, sums_layout(128, 128))

@@ -49,8 +49,15 @@ two consumers take 4 % less time."""
 _DECODE_LIMITS = (("decode8", 1.5), ("decode32", 26))
 _LIMITS: dict[bool, tuple[tuple[str, float], ...]] = {
     True: (*_DECODE_LIMITS, ("triple", 84), ("wide", math.inf)),
-    False: (*_DECODE_LIMITS, ("short", 56), ("triple", 88), ("narrow", 104), ("middle", 192),
-            ("wide", math.inf))}
+    False: (
+        *_DECODE_LIMITS,
+        ("short", 56),
+        ("triple", 88),
+        ("narrow", 104),
+        ("middle", 192),
+        ("wide", math.inf),
+    ),
+}
 """Tile names with the largest number of rows per hit expert at which each is the fastest, by SPLIT.
 
 The limits are somewhat below a tile's rows, since experts with more rows than the average need a
@@ -99,9 +106,11 @@ def output_pieces(config: GemmConfig, split: bool, row_bytes: int) -> tuple[int,
     """
     ring = config.num_stages // 2 * _prefill_stage_bytes(config, split)
     room = _PREFILL_SHARED - _BARRIER_BYTES - ring
-    return next((pieces, rows) for pieces, rows in (
-        (2, config.block_m), (1, config.block_m), (1, 32), (1, 16))
-        if consumers(config) * pieces * rows * row_bytes <= room)
+    return next(
+        (pieces, rows)
+        for pieces, rows in ((2, config.block_m), (1, config.block_m), (1, 32), (1, 16))
+        if consumers(config) * pieces * rows * row_bytes <= room
+    )
 
 
 @functools.cache
@@ -112,11 +121,20 @@ def tiles(split: bool) -> dict[str, GemmConfig]:
     hold the sums of up to 256 rows with two prefill consumers and 96 with three; with hi and lo 128
     and 64.
     """
-    prefill = {"triple": (32, 3, 2), "wide": (64, 2, 2)} if split else {
-        "short": (32, 3, 2), "triple": (32, 3, 3), "narrow": (32, 2, 4), "middle": (64, 2, 3),
-        "wide": (64, 2, 4)}
-    return ({f"decode{rows}": _decode_config(rows, split) for rows in BLOCKS_M}
-            | {name: _prefill_config(*shape, split) for name, shape in prefill.items()})
+    prefill = (
+        {"triple": (32, 3, 2), "wide": (64, 2, 2)}
+        if split
+        else {
+            "short": (32, 3, 2),
+            "triple": (32, 3, 3),
+            "narrow": (32, 2, 4),
+            "middle": (64, 2, 3),
+            "wide": (64, 2, 4),
+        }
+    )
+    return {f"decode{rows}": _decode_config(rows, split) for rows in BLOCKS_M} | {
+        name: _prefill_config(*shape, split) for name, shape in prefill.items()
+    }
 
 
 def splits(problem: MoEProblem) -> bool:
@@ -190,8 +208,9 @@ def early_stages(config: GemmConfig, problem: MoEProblem, num_tiles: int) -> int
 
 def _layer(problem: MoEProblem, gate_up: GemmConfig, down: GemmConfig) -> MoEConfig:
     """Config of a layer with these tiles, with split-K if CTAs would be idle."""
-    gate_up, down = (with_split_k(tile, problem, op)
-                     for tile, op in zip((gate_up, down), STAGE_OPS, strict=True))
+    gate_up, down = (
+        with_split_k(tile, problem, op) for tile, op in zip((gate_up, down), STAGE_OPS, strict=True)
+    )
     return MoEConfig(gate_up.block_m, gate_up, down)
 
 
@@ -211,8 +230,11 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     if not is_prefill(first.gate_up):
         for gate_up, down in _split_choices(problem, first):
             if (gate_up, down) != (first.gate_up.split_k, first.down.split_k):
-                yield MoEConfig(first.routing_block_m, replace(first.gate_up, split_k=gate_up),
-                                replace(first.down, split_k=down))
+                yield MoEConfig(
+                    first.routing_block_m,
+                    replace(first.gate_up, split_k=gate_up),
+                    replace(first.down, split_k=down),
+                )
 
 
 def _split_choices(problem: MoEProblem, config: MoEConfig) -> Iterator[tuple[int, int]]:
@@ -221,15 +243,20 @@ def _split_choices(problem: MoEProblem, config: MoEConfig) -> Iterator[tuple[int
         return
     for gate_up in (1, 2, 3, 4, 6):
         for down in (1, 2, 3):
-            if all(split == 1 or split <= _tiles_and_steps(problem, op)[1]
-                   for split, op in zip((gate_up, down), STAGE_OPS, strict=True)):
+            if all(
+                split == 1 or split <= _tiles_and_steps(problem, op)[1]
+                for split, op in zip((gate_up, down), STAGE_OPS, strict=True)
+            ):
                 yield gate_up, down
 
 
 def stage_configs(problem: MoEProblem) -> Iterator[GemmConfig]:
     """Every tile whose block_m divides the plan's routing_block_m."""
-    yield from (with_split_k(c, problem, problem.op) for c in tiles(splits(problem)).values()
-                if problem.routing_block_m % c.block_m == 0)
+    yield from (
+        with_split_k(c, problem, problem.op)
+        for c in tiles(splits(problem)).values()
+        if problem.routing_block_m % c.block_m == 0
+    )
 
 
 def stage_heuristic(problem: MoEProblem) -> GemmConfig:
@@ -245,12 +272,22 @@ def require_valid(config: GemmConfig, problem: MoEProblem) -> None:
     """Raise ValueError for a pinned or tuned config that no kernel of this backend implements."""
     known_tiles = list(tiles(splits(problem)).values())
     step = 2 if is_prefill(config) else 1
-    valid = (config.num_stages > 1 and config.num_stages % step == 0 and config.split_k >= 1
-             and (config.split_k == 1 or not is_prefill(config))
-             and any(config.num_stages <= known.num_stages
-                     and config == replace(known, num_stages=config.num_stages,
-                                           split_k=config.split_k)
-                     for known in known_tiles))
-    require(valid, problem.op.value, "config", got=config,
-            need=f"one of {known_tiles}, with split_k in decode tiles, or fewer stages",
-            remedy="take one from the kernel's configs()")
+    valid = (
+        config.num_stages > 1
+        and config.num_stages % step == 0
+        and config.split_k >= 1
+        and (config.split_k == 1 or not is_prefill(config))
+        and any(
+            config.num_stages <= known.num_stages
+            and config == replace(known, num_stages=config.num_stages, split_k=config.split_k)
+            for known in known_tiles
+        )
+    )
+    require(
+        valid,
+        problem.op.value,
+        "config",
+        got=config,
+        need=f"one of {known_tiles}, with split_k in decode tiles, or fewer stages",
+        remedy="take one from the kernel's configs()",
+    )

@@ -21,7 +21,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 from ..compat import async_load
@@ -29,7 +32,13 @@ from ..dependent import wait_then_release
 from .assembly import decode_tables
 from .claims import LEAD, make_labels, next_tile, read_label, write_label, write_last_label
 from .epilogue import (
-    copy_outputs, finish, one_each, output_layout, output_terms, spread, token_terms,
+    copy_outputs,
+    finish,
+    one_each,
+    output_layout,
+    output_terms,
+    spread,
+    token_terms,
 )
 from .ring import next_slot
 from .tiles import accumulator_layout, decode_weights
@@ -77,8 +86,9 @@ def _make_rows(x_desc, STAGES: gl.constexpr, ROWS: gl.constexpr):
     if ROWS == FIRST:
         return (x,)
     else:
-        rest = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, ROWS - FIRST, 128],
-                                         x_desc.layout)
+        rest = gl.allocate_shared_memory(
+            gl.float8e4nv, [2 * STAGES, ROWS - FIRST, 128], x_desc.layout
+        )
         return (x, rest)
 
 
@@ -102,28 +112,60 @@ def _describe(schedule, tile, sizes):
     num_groups, tiles_per_block, _ = sizes
     group = tile // tiles_per_block
     known = group < num_groups
-    return (gl.load(first_block + group, mask=known, other=0),
-            gl.load(blocks + group, mask=known, other=0),
-            gl.load(expert + group, mask=known, other=0), tile % tiles_per_block)
+    return (
+        gl.load(first_block + group, mask=known, other=0),
+        gl.load(blocks + group, mask=known, other=0),
+        gl.load(expert + group, mask=known, other=0),
+        tile % tiles_per_block,
+    )
 
 
 @gluon.jit
-def _load_activations(x, half, x_desc, arrived, first_row, width, depth, low_rows,
-                      BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr):
+def _load_activations(
+    x,
+    half,
+    x_desc,
+    arrived,
+    first_row,
+    width,
+    depth,
+    low_rows,
+    BLOCK_M: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
     """Start the TMA loads of 128 codes of a tile's activation rows into half a stage."""
     for q in gl.static_range(BLOCKS):
         row = first_row + q * BLOCK_M
-        async_load(x_desc, [row, depth], arrived, _rows(x, half, q * BLOCK_M, BLOCK_M),
-                   pred=width > q)
+        async_load(
+            x_desc, [row, depth], arrived, _rows(x, half, q * BLOCK_M, BLOCK_M), pred=width > q
+        )
         if SPLIT:
-            async_load(x_desc, [low_rows + row, depth], arrived,
-                       _rows(x, half, (BLOCKS + q) * BLOCK_M, BLOCK_M), pred=width > q)
+            async_load(
+                x_desc,
+                [low_rows + row, depth],
+                arrived,
+                _rows(x, half, (BLOCKS + q) * BLOCK_M, BLOCK_M),
+                pred=width > q,
+            )
 
 
 @gluon.jit
-def _fill_stage(ring, descriptors, state, step, tile, row_units, depth_units, low_rows,
-                CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
-                STAGES: gl.constexpr, SPLIT: gl.constexpr):
+def _fill_stage(
+    ring,
+    descriptors,
+    state,
+    step,
+    tile,
+    row_units,
+    depth_units,
+    low_rows,
+    CONSUMERS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
     """Wait for a free stage and start the TMA loads of one step; return the next state."""
     codes, shifts, x, ready, free, labels = ring
     code_desc, shift_desc, x_desc = descriptors
@@ -141,25 +183,52 @@ def _fill_stage(ring, descriptors, state, step, tile, row_units, depth_units, lo
         for q in gl.static_range(BLOCKS):
             mbarrier.expect(arrived, WEIGHT_BYTES + (q + 1) * ROW_BYTES, pred=width == q + 1)
         for half in gl.static_range(part * UNITS, (part + 1) * UNITS):
-            _load_activations(x, 2 * slot + half, x_desc, arrived, block * BLOCK_M, width,
-                              step * 256 + half * 128, low_rows, BLOCK_M, BLOCKS, SPLIT)
+            _load_activations(
+                x,
+                2 * slot + half,
+                x_desc,
+                arrived,
+                block * BLOCK_M,
+                width,
+                step * 256 + half * 128,
+                low_rows,
+                BLOCK_M,
+                BLOCKS,
+                SPLIT,
+            )
         # For an odd number of units, the last step also reads the next unit's weights. They are
         # finite and are multiplied by x = 0.
         for c in gl.static_range(CONSUMERS):
             row_unit = expert * row_units + gl.minimum(unit + c, row_units - 1)
             first = row_unit * depth_units + 2 * step + part
             own = slot * CONSUMERS + c
-            async_load(code_desc, [first * 32, 0], arrived,
-                       codes.index(own).slice(part * 32, 32 * UNITS, 0))
-            async_load(shift_desc, [first * 8, 0], arrived,
-                       shifts.index(own).slice(part * 8, 8 * UNITS, 0))
+            async_load(
+                code_desc,
+                [first * 32, 0],
+                arrived,
+                codes.index(own).slice(part * 32, 32 * UNITS, 0),
+            )
+            async_load(
+                shift_desc, [first * 8, 0], arrived, shifts.index(own).slice(part * 8, 8 * UNITS, 0)
+            )
     return next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
-def _produce(ring, claimed, descriptors, schedule, sizes, row_units, low_rows,
-             CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
-             STAGES: gl.constexpr, SPLIT: gl.constexpr):
+def _produce(
+    ring,
+    claimed,
+    descriptors,
+    schedule,
+    sizes,
+    row_units,
+    low_rows,
+    CONSUMERS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
     _, _, _, ready, free, labels = ring
     num_groups, tiles_per_block, depth_units = sizes
     steps = gl.cdiv(depth_units, 2)
@@ -170,25 +239,55 @@ def _produce(ring, claimed, descriptors, schedule, sizes, row_units, low_rows,
     while following[1] > 0:
         tile = following
         for step in range(claim_at):
-            state = _fill_stage(ring, descriptors, state, step, tile, row_units, depth_units,
-                                low_rows, CONSUMERS, BLOCK_M, BLOCKS, STAGES, SPLIT)
+            state = _fill_stage(
+                ring,
+                descriptors,
+                state,
+                step,
+                tile,
+                row_units,
+                depth_units,
+                low_rows,
+                CONSUMERS,
+                BLOCK_M,
+                BLOCKS,
+                STAGES,
+                SPLIT,
+            )
         number = next_tile(number, claimed, num_groups * tiles_per_block)
         following = _describe(schedule, number, sizes)
         for step in range(claim_at, steps):
-            state = _fill_stage(ring, descriptors, state, step, tile, row_units, depth_units,
-                                low_rows, CONSUMERS, BLOCK_M, BLOCKS, STAGES, SPLIT)
-    write_last_label(labels, state[0], state[1], following, ready, free,
-                     _arrivals(descriptors[0]))
+            state = _fill_stage(
+                ring,
+                descriptors,
+                state,
+                step,
+                tile,
+                row_units,
+                depth_units,
+                low_rows,
+                CONSUMERS,
+                BLOCK_M,
+                BLOCKS,
+                STAGES,
+                SPLIT,
+            )
+    write_last_label(labels, state[0], state[1], following, ready, free, _arrivals(descriptors[0]))
 
 
 @gluon.jit
-def _multiply(weights, x, half, partial, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
-              USE_ACC: gl.constexpr):
+def _multiply(
+    weights, x, half, partial, FIRST: gl.constexpr, COLUMNS: gl.constexpr, USE_ACC: gl.constexpr
+):
     """Issue the wgmma of decoded weights with columns [FIRST, FIRST + COLUMNS) of half a stage."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(4, COLUMNS), 4)
-    return warpgroup_mma(gl.convert_layout(weights, OPERAND, assert_trivial=True),
-                         _rows(x, half, FIRST, COLUMNS).permute((1, 0)), partial,
-                         use_acc=USE_ACC, is_async=True)
+    return warpgroup_mma(
+        gl.convert_layout(weights, OPERAND, assert_trivial=True),
+        _rows(x, half, FIRST, COLUMNS).permute((1, 0)),
+        partial,
+        use_acc=USE_ACC,
+        is_async=True,
+    )
 
 
 @gluon.jit
@@ -224,14 +323,31 @@ def _pass_turn(turns, MOMENT: gl.constexpr, ORDER: gl.constexpr):
 def _decode(ring, place, HALF: gl.constexpr, LAYOUT: gl.constexpr):
     """Decode one half (128 codes of depth) of a consumer's weights in a stage."""
     codes, shifts, _, _, _, _, tables = ring
-    return decode_weights(codes.index(place).slice(32 * HALF, 32, 0),
-                          shifts.index(place).slice(8 * HALF, 8, 0), tables, LAYOUT, 1, 1)
+    return decode_weights(
+        codes.index(place).slice(32 * HALF, 32, 0),
+        shifts.index(place).slice(8 * HALF, 8, 0),
+        tables,
+        LAYOUT,
+        1,
+        1,
+    )
 
 
 @gluon.jit
-def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr, CONSUMERS: gl.constexpr,
-                STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-                RIGHT_AT: gl.constexpr, SPLIT: gl.constexpr, ORDER: gl.constexpr):
+def _accumulate(
+    ring,
+    turns,
+    state,
+    depth_units,
+    PARTITION: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    RIGHT_AT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    ORDER: gl.constexpr,
+):
     """Sums of one tile: columns [0, LEFT) and, if RIGHT > 0, [RIGHT_AT, RIGHT_AT + RIGHT).
 
     With SPLIT the right columns are the low parts of the left ones. state: stage, phase, and the
@@ -300,31 +416,51 @@ def _accumulate(ring, turns, state, depth_units, PARTITION: gl.constexpr, CONSUM
 
 
 @gluon.jit
-def _outputs(unit, expert, factors, TOKENS: gl.constexpr, KIND: gl.constexpr,
-             HAS_BIAS: gl.constexpr):
+def _outputs(
+    unit, expert, factors, TOKENS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr
+):
     """Load row references and biases of one row unit."""
     reference, bias, num_outputs, row_units = factors
     OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
-    return output_terms(reference, bias, expert, unit * OUTPUTS, num_outputs, row_units * 64,
-                        OUTPUTS, output_layout(4, TOKENS, KIND), KIND, HAS_BIAS)
+    return output_terms(
+        reference,
+        bias,
+        expert,
+        unit * OUTPUTS,
+        num_outputs,
+        row_units * 64,
+        OUTPUTS,
+        output_layout(4, TOKENS, KIND),
+        KIND,
+        HAS_BIAS,
+    )
 
 
 @gluon.jit
-def _store(total, outputs, tokens, first_row, unit, target, PIECE: gl.constexpr,
-           KIND: gl.constexpr, WEIGHTED: gl.constexpr):
+def _store(
+    total,
+    outputs,
+    tokens,
+    first_row,
+    unit,
+    target,
+    PIECE: gl.constexpr,
+    KIND: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+):
     """Run the epilogue for one row unit and store its outputs to rows from `first_row` on."""
     out_desc, staging, param_first, param_second = target
     OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
     LAYOUT: gl.constexpr = output_layout(4, total.shape[1], KIND)
-    value = finish(total, outputs, spread(tokens, LAYOUT), param_first, param_second, LAYOUT,
-                   KIND, WEIGHTED)
+    value = finish(
+        total, outputs, spread(tokens, LAYOUT), param_first, param_second, LAYOUT, KIND, WEIGHTED
+    )
     copy_outputs(value, out_desc, staging, first_row, unit * OUTPUTS, PIECE)
 
 
 @gluon.constexpr_function
 def _columns(ROWS, CAPACITY, SPLIT):
-    """Split the columns of a tile of ROWS rows: (left columns, right columns, start of the right).
-    """
+    """Split a tile of ROWS rows by columns: (left columns, right columns, start of the right)."""
     if SPLIT:
         return ROWS, ROWS, CAPACITY
     left = min(128, _largest_power(ROWS))  # a tensor's sizes are powers of two
@@ -332,10 +468,27 @@ def _columns(ROWS, CAPACITY, SPLIT):
 
 
 @gluon.jit
-def _tile(ring, turns, state, depth_units, first_row, unit, expert, staging, operands,
-          PARTITION: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-          ROWS: gl.constexpr, CAPACITY: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
-          HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
+def _tile(
+    ring,
+    turns,
+    state,
+    depth_units,
+    first_row,
+    unit,
+    expert,
+    staging,
+    operands,
+    PARTITION: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    SPLIT: gl.constexpr,
+    KIND: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    ORDER: gl.constexpr,
+):
     """Compute and store one tile of ROWS rows (at most CAPACITY); return the next state."""
     COLUMNS: gl.constexpr = _columns(ROWS, CAPACITY, SPLIT)
     LEFT: gl.constexpr = COLUMNS[0]
@@ -348,25 +501,59 @@ def _tile(ring, turns, state, depth_units, first_row, unit, expert, staging, ope
     outputs = _outputs(unit, expert, factors, LEFT, KIND, HAS_BIAS)
     tokens = token_terms(x_scale, routed_weights, first_row, LEFT, one_each(), WEIGHTED)
     if BOTH:
-        others = token_terms(x_scale, routed_weights, first_row + LEFT, RIGHT, one_each(),
-                             WEIGHTED)
-    left, right, state = _accumulate(ring, turns, state, depth_units, PARTITION, CONSUMERS, STAGES,
-                                     LEFT, RIGHT, COLUMNS[2], SPLIT, ORDER)
+        others = token_terms(x_scale, routed_weights, first_row + LEFT, RIGHT, one_each(), WEIGHTED)
+    left, right, state = _accumulate(
+        ring,
+        turns,
+        state,
+        depth_units,
+        PARTITION,
+        CONSUMERS,
+        STAGES,
+        LEFT,
+        RIGHT,
+        COLUMNS[2],
+        SPLIT,
+        ORDER,
+    )
     if SPLIT:
         left += right * 0.0625
     _store(left, outputs, tokens, first_row, unit, target, 0, KIND, WEIGHTED)
     if BOTH:
         outputs = _outputs(unit, expert, factors, RIGHT, KIND, HAS_BIAS)
-        _store(right, outputs, others, first_row + LEFT, unit, target, LEFT // target[1].shape[1],
-               KIND, WEIGHTED)
+        _store(
+            right,
+            outputs,
+            others,
+            first_row + LEFT,
+            unit,
+            target,
+            LEFT // target[1].shape[1],
+            KIND,
+            WEIGHTED,
+        )
     return state
 
 
 @gluon.jit
-def _consume(ring, turns, staging, operands, schedule, sizes, PARTITION: gl.constexpr,
-             CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr,
-             STAGES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
-             WEIGHTED: gl.constexpr, ORDER: gl.constexpr):
+def _consume(
+    ring,
+    turns,
+    staging,
+    operands,
+    schedule,
+    sizes,
+    PARTITION: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    KIND: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    ORDER: gl.constexpr,
+):
     turns = (turns.index(PARTITION), turns.index((PARTITION + 1) % CONSUMERS))
     ring += (decode_tables(),)
     state = (0, 0, 1 if PARTITION == 0 else 0)  # partition 0 passes its order barrier first
@@ -376,23 +563,67 @@ def _consume(ring, turns, staging, operands, schedule, sizes, PARTITION: gl.cons
         unit = CONSUMERS * inner + PARTITION
         for q in gl.static_range(1, BLOCKS + 1):
             if width == q:
-                state = _tile(ring, turns, state, sizes[2], block * BLOCK_M, unit, expert,
-                              staging, operands, PARTITION, CONSUMERS, STAGES, q * BLOCK_M,
-                              BLOCKS * BLOCK_M, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)
+                state = _tile(
+                    ring,
+                    turns,
+                    state,
+                    sizes[2],
+                    block * BLOCK_M,
+                    unit,
+                    expert,
+                    staging,
+                    operands,
+                    PARTITION,
+                    CONSUMERS,
+                    STAGES,
+                    q * BLOCK_M,
+                    BLOCKS * BLOCK_M,
+                    SPLIT,
+                    KIND,
+                    HAS_BIAS,
+                    WEIGHTED,
+                    ORDER,
+                )
         slot = state[0]
-        block, width, expert, inner = read_label(ring[5], slot, ring[3].index(slot * ARRIVALS),
-                                                 state[1])
+        block, width, expert, inner = read_label(
+            ring[5], slot, ring[3].index(slot * ARRIVALS), state[1]
+        )
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "low_rows"])
 def _moe_gemm_prefill_kernel(
-        out_desc, code_desc, shift_desc, x_desc, reference, bias, x_scale, routed_weights,
-        tile_first_block, tile_blocks, tile_expert, num_groups, claimed, param_first, param_second,
-        low_rows, num_outputs, tiles_per_block, row_units, depth_units, CONSUMERS: gl.constexpr,
-        BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
-        SPLIT: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
-        num_warps: gl.constexpr):
+    out_desc,
+    code_desc,
+    shift_desc,
+    x_desc,
+    reference,
+    bias,
+    x_scale,
+    routed_weights,
+    tile_first_block,
+    tile_blocks,
+    tile_expert,
+    num_groups,
+    claimed,
+    param_first,
+    param_second,
+    low_rows,
+    num_outputs,
+    tiles_per_block,
+    row_units,
+    depth_units,
+    CONSUMERS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PIECES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    KIND: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """Compute out [P, num_outputs] for all tiles; the module docstring has the schedule.
 
     tile_first_block, tile_blocks, tile_expert [groups] and num_groups [1] come from `schedule`.
@@ -405,8 +636,10 @@ def _moe_gemm_prefill_kernel(
     shifts = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 16, 32], shift_desc.layout)
     x = _make_rows(x_desc, STAGES, BLOCKS * BLOCK_M * (2 if SPLIT else 1))
     PIECE: gl.constexpr = [PIECES, out_desc.block_type.shape[0], out_desc.block_type.shape[1]]
-    staging = (gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout),
-               gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout))
+    staging = (
+        gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout),
+        gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout),
+    )
     ARRIVALS: gl.constexpr = STAGES * _arrivals(code_desc)
     ready = gl.allocate_shared_memory(gl.int64, [ARRIVALS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -423,24 +656,163 @@ def _moe_gemm_prefill_kernel(
     descriptors = (code_desc, shift_desc, x_desc)
     schedule = (tile_first_block, tile_blocks, tile_expert)
     sizes = (gl.load(num_groups), tiles_per_block, depth_units)
-    operands = ((reference, bias, num_outputs, row_units), (x_scale, routed_weights), out_desc,
-                (param_first, param_second))
+    operands = (
+        (reference, bias, num_outputs, row_units),
+        (x_scale, routed_weights),
+        out_desc,
+        (param_first, param_second),
+    )
     if CONSUMERS == 2:  # the last list has the registers per thread of consumer 1 and producer
         gl.warp_specialize(
-            [(_consume, (ring, turns, staging[0], operands, schedule, sizes, 0, 2, BLOCK_M, BLOCKS,
-                         STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
-             (_consume, (ring, turns, staging[1], operands, schedule, sizes, 1, 2, BLOCK_M, BLOCKS,
-                         STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
-             (_produce, (ring, claimed, descriptors, schedule, sizes, row_units, low_rows,
-                         2, BLOCK_M, BLOCKS, STAGES, SPLIT))], [4, 1], [240, 24])
+            [
+                (
+                    _consume,
+                    (
+                        ring,
+                        turns,
+                        staging[0],
+                        operands,
+                        schedule,
+                        sizes,
+                        0,
+                        2,
+                        BLOCK_M,
+                        BLOCKS,
+                        STAGES,
+                        SPLIT,
+                        KIND,
+                        HAS_BIAS,
+                        WEIGHTED,
+                        ORDER,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        ring,
+                        turns,
+                        staging[1],
+                        operands,
+                        schedule,
+                        sizes,
+                        1,
+                        2,
+                        BLOCK_M,
+                        BLOCKS,
+                        STAGES,
+                        SPLIT,
+                        KIND,
+                        HAS_BIAS,
+                        WEIGHTED,
+                        ORDER,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        ring,
+                        claimed,
+                        descriptors,
+                        schedule,
+                        sizes,
+                        row_units,
+                        low_rows,
+                        2,
+                        BLOCK_M,
+                        BLOCKS,
+                        STAGES,
+                        SPLIT,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [240, 24],
+        )
     else:
         last = gl.allocate_shared_memory(out_desc.dtype, PIECE, out_desc.layout)
         gl.warp_specialize(
-            [(_consume, (ring, turns, staging[0], operands, schedule, sizes, 0, 3, BLOCK_M, BLOCKS,
-                         STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
-             (_consume, (ring, turns, staging[1], operands, schedule, sizes, 1, 3, BLOCK_M, BLOCKS,
-                         STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
-             (_consume, (ring, turns, last, operands, schedule, sizes, 2, 3, BLOCK_M, BLOCKS,
-                         STAGES, SPLIT, KIND, HAS_BIAS, WEIGHTED, ORDER)),
-             (_produce, (ring, claimed, descriptors, schedule, sizes, row_units, low_rows,
-                         3, BLOCK_M, BLOCKS, STAGES, SPLIT))], [4, 4, 1], [160, 160, 24])
+            [
+                (
+                    _consume,
+                    (
+                        ring,
+                        turns,
+                        staging[0],
+                        operands,
+                        schedule,
+                        sizes,
+                        0,
+                        3,
+                        BLOCK_M,
+                        BLOCKS,
+                        STAGES,
+                        SPLIT,
+                        KIND,
+                        HAS_BIAS,
+                        WEIGHTED,
+                        ORDER,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        ring,
+                        turns,
+                        staging[1],
+                        operands,
+                        schedule,
+                        sizes,
+                        1,
+                        3,
+                        BLOCK_M,
+                        BLOCKS,
+                        STAGES,
+                        SPLIT,
+                        KIND,
+                        HAS_BIAS,
+                        WEIGHTED,
+                        ORDER,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        ring,
+                        turns,
+                        last,
+                        operands,
+                        schedule,
+                        sizes,
+                        2,
+                        3,
+                        BLOCK_M,
+                        BLOCKS,
+                        STAGES,
+                        SPLIT,
+                        KIND,
+                        HAS_BIAS,
+                        WEIGHTED,
+                        ORDER,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        ring,
+                        claimed,
+                        descriptors,
+                        schedule,
+                        sizes,
+                        row_units,
+                        low_rows,
+                        3,
+                        BLOCK_M,
+                        BLOCKS,
+                        STAGES,
+                        SPLIT,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )

@@ -93,21 +93,33 @@ def held_options(depth: int, many: bool) -> dict[str, int | bool]:
         return {"STEPS": 1, "WHOLE": fits_one_step(depth), **step_options(depth)}
     sizes = [chunks for chunks in (4, 8, 16) if -(-units // chunks) <= _MOST_STEPS]
     chunks = min(sizes, key=lambda size: (-(-units // size) * size, size))
-    return {"STEPS": -(-units // chunks), "WHOLE": True, "CHUNKS": chunks,
-            "num_warps": chunks // _CHUNKS_PER_WARP}
+    return {
+        "STEPS": -(-units // chunks),
+        "WHOLE": True,
+        "CHUNKS": chunks,
+        "num_warps": chunks // _CHUNKS_PER_WARP,
+    }
 
 
 def empty_rows(plan: RoutingPlan, num_rows: int, depth: int, options: MoEOptions) -> SortedRows:
     """Allocate SortedRows without initialising them."""
     split = options.activation_format == "bf16"
     scale = plan.sorted_weights.new_empty(num_rows)
-    codes = scale.new_empty((num_rows * (2 if split else 1), padded(depth)),
-                            dtype=torch.float8_e4m3fn)
+    codes = scale.new_empty(
+        (num_rows * (2 if split else 1), padded(depth)), dtype=torch.float8_e4m3fn
+    )
     return SortedRows(codes, scale, plan.num_valid.new_empty(1), split)
 
 
-def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
-                options: MoEOptions, *, scatter: bool, release_first: bool = False) -> SortedRows:
+def sorted_rows(
+    x: torch.Tensor | MXTensor,
+    plan: RoutingPlan,
+    num_rows: int,
+    options: MoEOptions,
+    *,
+    scatter: bool,
+    release_first: bool = False,
+) -> SortedRows:
     """Encode the plan's rows for the FP8 GEMMs.
 
     Args:
@@ -124,12 +136,14 @@ def sorted_rows(x: torch.Tensor | MXTensor, plan: RoutingPlan, num_rows: int,
     rows = empty_rows(plan, num_rows, x.shape[1], options)
     sizes = _Sizes(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter, release_first)
     tensors = dict(
-        codes=rows.codes, scale=rows.scale, claimed=rows.claimed, slot_rows=plan.slot_rows)
+        codes=rows.codes, scale=rows.scale, claimed=rows.claimed, slot_rows=plan.slot_rows
+    )
     if isinstance(x, MXTensor):
         element = x.format.element
         data = x.qdata if element is E2M1 else x.qdata.view(torch.float8_e4m3fn)
         _encode_launch(sizes, data.stride(0), x.scale.stride(0), element.name, options)(
-            x=data, x_scale=x.scale, **tensors)
+            x=data, x_scale=x.scale, **tensors
+        )
     else:
         _encode_launch(sizes, x.stride(0), 0, None, options)(x=x, x_scale=None, **tensors)
     return rows
@@ -177,17 +191,31 @@ class _Sizes(NamedTuple):
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _encode_launch(sizes: _Sizes, x_stride: int, x_scale_stride: int, coded: str | None,
-                   options: MoEOptions) -> Launch:
+def _encode_launch(
+    sizes: _Sizes, x_stride: int, x_scale_stride: int, coded: str | None, options: MoEOptions
+) -> Launch:
     """Launch of the row-encoding kernel. coded: element format of MX rows, None for bfloat16."""
-    format = (dict(FORMAT=coded, EMAX=0, THRESHOLD=0, INF_BYTE=0) if coded
-              else format_constants(options))
+    format = (
+        dict(FORMAT=coded, EMAX=0, THRESHOLD=0, INF_BYTE=0) if coded else format_constants(options)
+    )
     return Launch(
-        _moe_encode_rows_kernel, (sizes.programs,), num_slots=sizes.num_slots,
-        top_k=sizes.top_k, slots=sizes.slots, depth=sizes.depth, padded_depth=padded(sizes.depth),
-        num_rows=sizes.num_rows, x_stride=x_stride, x_scale_stride=x_scale_stride, rows=sizes.rows,
+        _moe_encode_rows_kernel,
+        (sizes.programs,),
+        num_slots=sizes.num_slots,
+        top_k=sizes.top_k,
+        slots=sizes.slots,
+        depth=sizes.depth,
+        padded_depth=padded(sizes.depth),
+        num_rows=sizes.num_rows,
+        x_stride=x_stride,
+        x_scale_stride=x_scale_stride,
+        rows=sizes.rows,
         release_first=int(sizes.release_first),
-        CODED=coded is not None, **format, **held_options(sizes.depth, sizes.many), **FOLLOWS)
+        CODED=coded is not None,
+        **format,
+        **held_options(sizes.depth, sizes.many),
+        **FOLLOWS,
+    )
 
 
 def format_constants(options: MoEOptions) -> dict[str, Any]:

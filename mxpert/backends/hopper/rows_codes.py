@@ -54,8 +54,14 @@ def _block_bytes(values, EMAX: gl.constexpr, THRESHOLD: gl.constexpr, INF_BYTE: 
 
 
 @gluon.jit
-def statistic_of(step, FORMAT: gl.constexpr, CODED: gl.constexpr, EMAX: gl.constexpr,
-                 THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr):
+def statistic_of(
+    step,
+    FORMAT: gl.constexpr,
+    CODED: gl.constexpr,
+    EMAX: gl.constexpr,
+    THRESHOLD: gl.constexpr,
+    INF_BYTE: gl.constexpr,
+):
     """Integers of a step whose maximum over the row determines the row's scale.
 
     For "split" and "token" these are the bits of magnitudes, which order like the magnitudes, with
@@ -150,8 +156,16 @@ def _block_power(scales, base, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def encode(step, encoding, FORMAT: gl.constexpr, CODED: gl.constexpr, EMAX: gl.constexpr,
-           THRESHOLD: gl.constexpr, INF_BYTE: gl.constexpr, WARPS: gl.constexpr):
+def encode(
+    step,
+    encoding,
+    FORMAT: gl.constexpr,
+    CODED: gl.constexpr,
+    EMAX: gl.constexpr,
+    THRESHOLD: gl.constexpr,
+    INF_BYTE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Encode one step: a tuple of e4m3 codes, (hi, lo) for "split".
 
     `encoding` is the second result of `row_scale`.

@@ -56,8 +56,16 @@ def _load_codes(x, x_scale, source, block, mask, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def load_step(x, x_scale, step, depth, CODED: gl.constexpr, PACKED: gl.constexpr,
-              CHUNKS: gl.constexpr, WARPS: gl.constexpr):
+def load_step(
+    x,
+    x_scale,
+    step,
+    depth,
+    CODED: gl.constexpr,
+    PACKED: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Load one step as a tuple: bfloat16 values, or (CODED) MX words and scales; 0 past `depth`."""
     source, block, _target = step_offsets(step, CHUNKS, WARPS)
     mask = block * 32 < depth
@@ -68,8 +76,16 @@ def load_step(x, x_scale, step, depth, CODED: gl.constexpr, PACKED: gl.constexpr
 
 
 @gluon.jit
-def load_row(x, x_scale, depth, CODED: gl.constexpr, PACKED: gl.constexpr, STEPS: gl.constexpr,
-             CHUNKS: gl.constexpr, WARPS: gl.constexpr):
+def load_row(
+    x,
+    x_scale,
+    depth,
+    CODED: gl.constexpr,
+    PACKED: gl.constexpr,
+    STEPS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Load the first STEPS steps of a row into one flat tuple."""
     row = ()
     for step in gl.static_range(STEPS):
@@ -83,8 +99,11 @@ def _store_bytes(codes, values, target, padded_depth, CHUNKS: gl.constexpr):
     flat = values.reshape([CHUNKS, 8, 16])
     offsets = gl.convert_layout(target, gl.SliceLayout(2, flat.type.layout), assert_trivial=True)
     byte = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, flat.type.layout)))
-    gl.store(codes + offsets[:, :, None] + byte[None, None, :], flat,
-             mask=(offsets < padded_depth)[:, :, None])
+    gl.store(
+        codes + offsets[:, :, None] + byte[None, None, :],
+        flat,
+        mask=(offsets < padded_depth)[:, :, None],
+    )
 
 
 @gluon.jit
@@ -97,8 +116,9 @@ def _store_words(codes, words, target, padded_depth):
 
 
 @gluon.jit
-def store_step(codes, scale, factor, encoded, target, row, padded_depth, num_rows,
-               CHUNKS: gl.constexpr):
+def store_step(
+    codes, scale, factor, encoded, target, row, padded_depth, num_rows, CHUNKS: gl.constexpr
+):
     """Store one step of sorted row `row` and its scale; lo codes are `num_rows` rows after hi."""
     gl.store(scale + row, factor)
     for part in gl.static_range(len(encoded)):

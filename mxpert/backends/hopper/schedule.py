@@ -39,9 +39,17 @@ def _later(left, right):
 
 
 @triton.jit(do_not_specialize=["blocks_per_unit", "block_m", "width"])
-def _moe_tile_schedule_kernel(first_block_ptr, blocks_ptr, expert_ptr, count_ptr,
-                              block_expert_ids_ptr, num_valid_ptr, blocks_per_unit, block_m,
-                              width):
+def _moe_tile_schedule_kernel(
+    first_block_ptr,
+    blocks_ptr,
+    expert_ptr,
+    count_ptr,
+    block_expert_ids_ptr,
+    num_valid_ptr,
+    blocks_per_unit,
+    block_m,
+    width,
+):
     """One program scans the plan's blocks of block_m rows.
 
     Within a run of blocks of one expert, every width-th block starts a tile.
@@ -54,8 +62,9 @@ def _moe_tile_schedule_kernel(first_block_ptr, blocks_ptr, expert_ptr, count_ptr
         block = base + tl.arange(0, _CHUNK)
         used = block < num_blocks
         expert = tl.load(block_expert_ids_ptr + block // blocks_per_unit, mask=used, other=-1)
-        before = tl.load(block_expert_ids_ptr + (block - 1) // blocks_per_unit,
-                         mask=used & (block > 0), other=-1)
+        before = tl.load(
+            block_expert_ids_ptr + (block - 1) // blocks_per_unit, mask=used & (block > 0), other=-1
+        )
         starts = tl.where(used & (expert != before), block, 0)
         starts = tl.maximum(tl.associative_scan(starts, 0, _later), run_start)
         run_start = tl.max(starts, 0)
@@ -63,8 +72,11 @@ def _moe_tile_schedule_kernel(first_block_ptr, blocks_ptr, expert_ptr, count_ptr
         length = tl.full([_CHUNK], 1, tl.int32)
         for ahead in tl.static_range(1, _MOST_BLOCKS):
             inside = (ahead < width) & (block + ahead < num_blocks)
-            after = tl.load(block_expert_ids_ptr + (block + ahead) // blocks_per_unit,
-                            mask=head & inside, other=-1)
+            after = tl.load(
+                block_expert_ids_ptr + (block + ahead) // blocks_per_unit,
+                mask=head & inside,
+                other=-1,
+            )
             length += (after == expert).to(tl.int32)
         position = count + tl.cumsum(head.to(tl.int32), 0) - 1
         tl.store(first_block_ptr + position, block, mask=head)
@@ -78,8 +90,9 @@ Schedules = dict[tuple[int, int], TileSchedule]
 """Tile lists of a call by (block_m, width). Both stages of a layer share them."""
 
 
-def tile_schedule(plan: RoutingPlan, block_m: int, width: int,
-                  made: Schedules | None) -> TileSchedule:
+def tile_schedule(
+    plan: RoutingPlan, block_m: int, width: int, made: Schedules | None
+) -> TileSchedule:
     """Group the plan's blocks of `block_m` rows into tiles of up to `width` blocks.
 
     `made` caches the lists of a call; None makes a new list.
@@ -98,12 +111,24 @@ def _make_schedule(plan: RoutingPlan, block_m: int, width: int) -> TileSchedule:
     first_block, blocks, expert = plan.num_valid.new_empty((3, -(-limit // 4) * 4)).unbind()
     count = plan.num_valid.new_empty(1)
     _launch(per_unit, block_m, width)(
-        first_block_ptr=first_block, blocks_ptr=blocks, expert_ptr=expert, count_ptr=count,
-        block_expert_ids_ptr=plan.block_expert_ids, num_valid_ptr=plan.num_valid)
+        first_block_ptr=first_block,
+        blocks_ptr=blocks,
+        expert_ptr=expert,
+        count_ptr=count,
+        block_expert_ids_ptr=plan.block_expert_ids,
+        num_valid_ptr=plan.num_valid,
+    )
     return TileSchedule(first_block, blocks, expert, count)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _launch(blocks_per_unit: int, block_m: int, width: int) -> Launch:
-    return Launch(_moe_tile_schedule_kernel, (1,), blocks_per_unit=blocks_per_unit,
-                  block_m=block_m, width=width, num_warps=_NUM_WARPS, **FOLLOWS)
+    return Launch(
+        _moe_tile_schedule_kernel,
+        (1,),
+        blocks_per_unit=blocks_per_unit,
+        block_m=block_m,
+        width=width,
+        num_warps=_NUM_WARPS,
+        **FOLLOWS,
+    )

@@ -24,18 +24,33 @@ def start_counts(row_wide_ptr, column_wide_ptr, row_few, column_few):
         tl.store(column_wide_ptr, -column_few)
 
 
-@triton.jit(do_not_specialize=("row_few", "column_few"),
-            do_not_specialize_on_alignment=("row_wide_ptr", "column_wide_ptr"))
+@triton.jit(
+    do_not_specialize=("row_few", "column_few"),
+    do_not_specialize_on_alignment=("row_wide_ptr", "column_wide_ptr"),
+)
 def _start_counts_kernel(row_wide_ptr, column_wide_ptr, row_few, column_few):
     """`start_counts` as a kernel, for calls without a block table."""
     start_counts(row_wide_ptr, column_wide_ptr, row_few, column_few)
 
 
-@triton.jit(do_not_specialize=("num_rows", "num_groups", "num_blocks", "row_few", "column_few"),
-            do_not_specialize_on_alignment=("group_offsets_ptr", "row_wide_ptr", "column_wide_ptr"))
-def _block_table_kernel(table_ptr, starts_ptr, row_wide_ptr, column_wide_ptr, group_offsets_ptr,
-                        num_rows, num_groups, num_blocks, row_few, column_few,
-                        BLOCKS: tl.constexpr, BLOCK_G: tl.constexpr):
+@triton.jit(
+    do_not_specialize=("num_rows", "num_groups", "num_blocks", "row_few", "column_few"),
+    do_not_specialize_on_alignment=("group_offsets_ptr", "row_wide_ptr", "column_wide_ptr"),
+)
+def _block_table_kernel(
+    table_ptr,
+    starts_ptr,
+    row_wide_ptr,
+    column_wide_ptr,
+    group_offsets_ptr,
+    num_rows,
+    num_groups,
+    num_blocks,
+    row_few,
+    column_few,
+    BLOCKS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
     """Write the block table of the padded columnwise copy; also run `start_counts`.
 
     table [num_blocks, 2]: first row of the block, and rows + 256 × (rows that count). Rows after
@@ -47,8 +62,7 @@ def _block_table_kernel(table_ptr, starts_ptr, row_wide_ptr, column_wide_ptr, gr
     ends = tl.cumsum(sizes, axis=0)
     begins = ends - sizes
     index = tl.arange(0, BLOCK_G)
-    tl.store(starts_ptr + index, begins * 32,
-             mask=(index <= num_groups) & (tl.program_id(0) == 0))
+    tl.store(starts_ptr + index, begins * 32, mask=(index <= num_groups) & (tl.program_id(0) == 0))
     for step in range(BLOCKS):
         block = tl.program_id(0) * BLOCKS + step
         chosen = (begins <= block) & (block < ends)
@@ -101,8 +115,18 @@ def _largest_of_segment(row_ptrs, rows, first, end, num_rows, BLOCKS: tl.constex
 
 
 @triton.jit
-def _count_segment(program, scale_ptr, wide_ptr, starts_ptr, num_rows, pitch, num_segments,
-                   FREE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+def _count_segment(
+    program,
+    scale_ptr,
+    wide_ptr,
+    starts_ptr,
+    num_rows,
+    pitch,
+    num_segments,
+    FREE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """Add the number of wide blocks to wide [1].
 
     A block is wide if its scale is more than FREE binades below the largest of its segment. Rows
@@ -121,8 +145,18 @@ def _count_segment(program, scale_ptr, wide_ptr, starts_ptr, num_rows, pitch, nu
 
 
 @triton.jit
-def _spread_segment(program, scale_ptr, wide_ptr, starts_ptr, num_rows, pitch, num_segments,
-                    WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+def _spread_segment(
+    program,
+    scale_ptr,
+    wide_ptr,
+    starts_ptr,
+    num_rows,
+    pitch,
+    num_segments,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """Give all blocks of a span the largest of their scales, in place; byte 0 marks zero blocks.
 
     scale [num_rows, pitch] uint8. A program handles one segment of ROWS rows. Segment s is blocks
@@ -149,14 +183,38 @@ def _spread_segment(program, scale_ptr, wide_ptr, starts_ptr, num_rows, pitch, n
         tl.store(ptrs, spread.to(tl.uint8), mask=mask)
 
 
-@triton.jit(do_not_specialize=("row_programs", "row_rows", "row_pitch", "column_rows",
-                               "column_pitch", "num_segments"),
-            do_not_specialize_on_alignment=("row_scale_ptr", "row_wide_ptr", "column_scale_ptr",
-                                            "column_wide_ptr", "starts_ptr"))
+@triton.jit(
+    do_not_specialize=(
+        "row_programs",
+        "row_rows",
+        "row_pitch",
+        "column_rows",
+        "column_pitch",
+        "num_segments",
+    ),
+    do_not_specialize_on_alignment=(
+        "row_scale_ptr",
+        "row_wide_ptr",
+        "column_scale_ptr",
+        "column_wide_ptr",
+        "starts_ptr",
+    ),
+)
 def _count_wide_blocks_kernel(
-    row_scale_ptr, row_wide_ptr, column_scale_ptr, column_wide_ptr, starts_ptr, row_programs,
-    row_rows, row_pitch, column_rows, column_pitch, num_segments,
-    FREE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    row_scale_ptr,
+    row_wide_ptr,
+    column_scale_ptr,
+    column_wide_ptr,
+    starts_ptr,
+    row_programs,
+    row_rows,
+    row_pitch,
+    column_rows,
+    column_pitch,
+    num_segments,
+    FREE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """`_count_segment`: the first row_programs handle the rowwise copy, the others the columnwise.
 
@@ -164,21 +222,57 @@ def _count_wide_blocks_kernel(
     """
     program = tl.program_id(0)
     if row_scale_ptr is not None and program < row_programs:
-        _count_segment(program, row_scale_ptr, row_wide_ptr, None, row_rows, row_pitch, 1, FREE,
-                       ROWS, BLOCKS)
+        _count_segment(
+            program, row_scale_ptr, row_wide_ptr, None, row_rows, row_pitch, 1, FREE, ROWS, BLOCKS
+        )
     if column_scale_ptr is not None and program >= row_programs:
-        _count_segment(program - row_programs, column_scale_ptr, column_wide_ptr, starts_ptr,
-                       column_rows, column_pitch, num_segments, FREE, ROWS, BLOCKS)
+        _count_segment(
+            program - row_programs,
+            column_scale_ptr,
+            column_wide_ptr,
+            starts_ptr,
+            column_rows,
+            column_pitch,
+            num_segments,
+            FREE,
+            ROWS,
+            BLOCKS,
+        )
 
 
-@triton.jit(do_not_specialize=("row_programs", "row_rows", "row_pitch", "column_rows",
-                               "column_pitch", "num_segments"),
-            do_not_specialize_on_alignment=("row_scale_ptr", "row_wide_ptr", "column_scale_ptr",
-                                            "column_wide_ptr", "starts_ptr"))
+@triton.jit(
+    do_not_specialize=(
+        "row_programs",
+        "row_rows",
+        "row_pitch",
+        "column_rows",
+        "column_pitch",
+        "num_segments",
+    ),
+    do_not_specialize_on_alignment=(
+        "row_scale_ptr",
+        "row_wide_ptr",
+        "column_scale_ptr",
+        "column_wide_ptr",
+        "starts_ptr",
+    ),
+)
 def _spread_scales_kernel(
-    row_scale_ptr, row_wide_ptr, column_scale_ptr, column_wide_ptr, starts_ptr, row_programs,
-    row_rows, row_pitch, column_rows, column_pitch, num_segments,
-    ROW_WHOLE: tl.constexpr, COLUMN_WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    row_scale_ptr,
+    row_wide_ptr,
+    column_scale_ptr,
+    column_wide_ptr,
+    starts_ptr,
+    row_programs,
+    row_rows,
+    row_pitch,
+    column_rows,
+    column_pitch,
+    num_segments,
+    ROW_WHOLE: tl.constexpr,
+    COLUMN_WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """`_spread_segment` for each copy whose spans are longer than a block.
 
@@ -186,8 +280,28 @@ def _spread_scales_kernel(
     """
     program = tl.program_id(0)
     if row_scale_ptr is not None and program < row_programs:
-        _spread_segment(program, row_scale_ptr, row_wide_ptr, None, row_rows, row_pitch, 1,
-                        ROW_WHOLE, ROWS, BLOCKS)
+        _spread_segment(
+            program,
+            row_scale_ptr,
+            row_wide_ptr,
+            None,
+            row_rows,
+            row_pitch,
+            1,
+            ROW_WHOLE,
+            ROWS,
+            BLOCKS,
+        )
     if column_scale_ptr is not None and program >= row_programs:
-        _spread_segment(program - row_programs, column_scale_ptr, column_wide_ptr, starts_ptr,
-                        column_rows, column_pitch, num_segments, COLUMN_WHOLE, ROWS, BLOCKS)
+        _spread_segment(
+            program - row_programs,
+            column_scale_ptr,
+            column_wide_ptr,
+            starts_ptr,
+            column_rows,
+            column_pitch,
+            num_segments,
+            COLUMN_WHOLE,
+            ROWS,
+            BLOCKS,
+        )

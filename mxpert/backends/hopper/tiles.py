@@ -29,8 +29,13 @@ def code_layout(UNITS, STEPS):
     """Codes [UNITS * STEPS * 32, 128] uint8: each thread's 16-byte loads are its own fragments."""
     registers = [1, 2, 4, 8, 2048, *_powers(4096, STEPS)]
     warps = [512, 1024, *_powers(4096 * STEPS, UNITS)]
-    return gl.DistributedLinearLayout(_split(registers, 128), _split(_powers(16, 32), 128),
-                                      _split(warps, 128), [], [UNITS * STEPS * 32, 128])
+    return gl.DistributedLinearLayout(
+        _split(registers, 128),
+        _split(_powers(16, 32), 128),
+        _split(warps, 128),
+        [],
+        [UNITS * STEPS * 32, 128],
+    )
 
 
 @gluon.constexpr_function
@@ -38,8 +43,13 @@ def shift_layout(UNITS, STEPS):
     """Scale shifts [UNITS * STEPS * 8, 32] uint8, in the threads that hold the codes."""
     registers = [1, *_powers(256, STEPS)]
     warps = [64, 128, *_powers(256 * STEPS, UNITS)]
-    return gl.DistributedLinearLayout(_split(registers, 32), _split(_powers(2, 32), 32),
-                                      _split(warps, 32), [], [UNITS * STEPS * 8, 32])
+    return gl.DistributedLinearLayout(
+        _split(registers, 32),
+        _split(_powers(2, 32), 32),
+        _split(warps, 32),
+        [],
+        [UNITS * STEPS * 8, 32],
+    )
 
 
 @gluon.constexpr_function
@@ -67,8 +77,14 @@ def feature_layout(WARPS, TOKENS):
 
 
 @gluon.jit
-def decode_weights(codes_smem, shifts_smem, tables, ACCUMULATOR: gl.constexpr,
-                   UNITS: gl.constexpr, STEPS: gl.constexpr):
+def decode_weights(
+    codes_smem,
+    shifts_smem,
+    tables,
+    ACCUMULATOR: gl.constexpr,
+    UNITS: gl.constexpr,
+    STEPS: gl.constexpr,
+):
     """Decode codes and shifts in shared memory into wgmma's register operand A.
 
     Returns e4m3 [UNITS * 64, STEPS * 128]. No data moves between threads.
@@ -79,8 +95,9 @@ def decode_weights(codes_smem, shifts_smem, tables, ACCUMULATOR: gl.constexpr,
     NESTED: gl.constexpr = codes.type.layout
     shifts = shifts_smem.load(SHIFTS).to(gl.int32).reshape([UNITS, STEPS, 4, 8, 4, 2])
     shifts = shifts.permute((0, 1, 5, 2, 3, 4))  # u k r w g t
-    shifts = gl.convert_layout(shifts, gl.SliceLayout(6, gl.SliceLayout(7, NESTED)),
-                               assert_trivial=True)
+    shifts = gl.convert_layout(
+        shifts, gl.SliceLayout(6, gl.SliceLayout(7, NESTED)), assert_trivial=True
+    )
     shifts = gl.expand_dims(gl.expand_dims(shifts, 6), 7)
     first, second = decode_words(codes, shifts, tables)
     weights = gl.join(first, second)  # u k r w g t q j h

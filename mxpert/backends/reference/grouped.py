@@ -23,20 +23,28 @@ class QuantizeDual(ReferenceKernel):
 
     op = Op.QUANTIZE_DUAL
 
-    def launch(self, problem: DualProblem, config: Config, *, x: torch.Tensor,
-               group_offsets: torch.Tensor | None) -> tuple[MXTensor, MXTensor]:
+    def launch(
+        self,
+        problem: DualProblem,
+        config: Config,
+        *,
+        x: torch.Tensor,
+        group_offsets: torch.Tensor | None,
+    ) -> tuple[MXTensor, MXTensor]:
         padded, starts = x, None
         if group_offsets is not None:
             starts = padded_group_offsets(group_bounds(group_offsets, x.shape[0]))
             x, padded = pad_groups(x, group_offsets)
         format, rule = problem.format, problem.scale_rule
-        return (quantize_spans(x.contiguous(), format, rule, problem.row_span),
-                quantize_spans(padded.mT.contiguous(), format, rule, problem.column_span,
-                               group_starts=starts))
+        return (
+            quantize_spans(x.contiguous(), format, rule, problem.row_span),
+            quantize_spans(
+                padded.mT.contiguous(), format, rule, problem.column_span, group_starts=starts
+            ),
+        )
 
 
-def pad_groups(x: torch.Tensor,
-               group_offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_groups(x: torch.Tensor, group_offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Zero the rows that belong to no group; also return the rows with each group padded to 32.
 
     Args:
@@ -69,11 +77,19 @@ class GroupedGemm(ReferenceKernel):
     def configs(self, problem: GroupedProblem) -> tuple[Config, ...]:
         return (ReferenceConfig(),)
 
-    def launch(self, problem: GroupedProblem, config: Config, *, a: torch.Tensor | MXTensor,
-               b: torch.Tensor | MXTensor, group_offsets: torch.Tensor) -> torch.Tensor:
+    def launch(
+        self,
+        problem: GroupedProblem,
+        config: Config,
+        *,
+        a: torch.Tensor | MXTensor,
+        b: torch.Tensor | MXTensor,
+        group_offsets: torch.Tensor,
+    ) -> torch.Tensor:
         dtype = _accumulation(config)
-        out = torch.zeros(problem.num_rows, problem.n, dtype=problem.out_dtype,
-                          device=group_offsets.device)
+        out = torch.zeros(
+            problem.num_rows, problem.n, dtype=problem.out_dtype, device=group_offsets.device
+        )
         bounds = group_bounds(group_offsets, problem.num_rows).tolist()
         for group in range(problem.num_groups):
             rows = slice(bounds[group], bounds[group + 1])
@@ -96,15 +112,25 @@ class GroupedWgrad(ReferenceKernel):
         return (ReferenceConfig(),)
 
     def launch(
-        self, problem: GroupedProblem, config: Config, *, grad: torch.Tensor | MXTensor,
-        a: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
+        self,
+        problem: GroupedProblem,
+        config: Config,
+        *,
+        grad: torch.Tensor | MXTensor,
+        a: torch.Tensor | MXTensor,
+        group_offsets: torch.Tensor,
         accumulate_into: torch.Tensor | None,
     ) -> torch.Tensor:
         dtype = _accumulation(config)
         out = accumulate_into
         if out is None:
-            out = torch.zeros(problem.num_groups, problem.n, problem.k, dtype=problem.out_dtype,
-                              device=group_offsets.device)
+            out = torch.zeros(
+                problem.num_groups,
+                problem.n,
+                problem.k,
+                dtype=problem.out_dtype,
+                device=group_offsets.device,
+            )
         copies = isinstance(grad, MXTensor)
         offsets = padded_group_offsets(group_offsets) if copies else group_offsets
         bounds = group_bounds(offsets, problem.num_rows).tolist()
@@ -130,8 +156,9 @@ def _columns(operand: torch.Tensor | MXTensor, part: slice, dtype: torch.dtype) 
         return operand[part].mT.to(dtype)
     block = operand.format.block_size
     scales = slice(part.start // block, part.stop // block)
-    return dequantize_blocks(MXTensor(operand.qdata[:, part], operand.scale[:, scales],
-                                      operand.format), dtype)
+    return dequantize_blocks(
+        MXTensor(operand.qdata[:, part], operand.scale[:, scales], operand.format), dtype
+    )
 
 
 QUANTIZE_DUAL = QuantizeDual()

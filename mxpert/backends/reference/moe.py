@@ -88,7 +88,10 @@ class RoutedRows:
 
 
 def gate_up(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions,
+    x: torch.Tensor | MXTensor,
+    weights: MoEWeights,
+    plan: RoutingPlan,
+    options: MoEOptions,
     accumulate: torch.dtype,
 ) -> torch.Tensor | MXTensor:
     """Stage 1: ``h[r] = act(w[r] · x[token(r)] @ Wgu[e].T + bgu[e])``, in the activation format.
@@ -121,13 +124,17 @@ def gate_up(
             product *= plan.sorted_weights[routed.rows[part], None]
         if weights.gate_up_bias is not None:
             product += weights.gate_up_bias[expert]
-        values[part] = activate(options.activation, product[:, gate_columns],
-                                product[:, up_columns])
+        values[part] = activate(
+            options.activation, product[:, gate_columns], product[:, up_columns]
+        )
     return _scatter_rows(values, routed.rows, plan.capacity, fmt, options)
 
 
 def down(
-    h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions,
+    h: torch.Tensor | MXTensor,
+    weights: MoEWeights,
+    plan: RoutingPlan,
+    options: MoEOptions,
     accumulate: torch.dtype,
 ) -> torch.Tensor:
     """Stage 2: ``row[r] = w[r] · (h[r] @ Wd[e].T + bd[e])``, then the combine of `options`.
@@ -171,7 +178,10 @@ def _reduce(flat: torch.Tensor, plan: RoutingPlan, accumulate: torch.dtype) -> t
 
 
 def _scatter_rows(
-    values: torch.Tensor, rows: torch.Tensor, capacity: int, fmt: MXFormat | None,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    capacity: int,
+    fmt: MXFormat | None,
     options: MoEOptions,
 ) -> torch.Tensor | MXTensor:
     """Round float32 values [R, F] to bfloat16, then to `fmt`; place them in [capacity, F] zeros.
@@ -200,7 +210,7 @@ def _take_rows(source: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Ten
 
 
 def _row_values(
-    rows: torch.Tensor | MXTensor, options: MoEOptions, dtype: torch.dtype,
+    rows: torch.Tensor | MXTensor, options: MoEOptions, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Values to multiply, and a factor [R, 1] for each row's products or None.
 
@@ -238,8 +248,13 @@ class GateUp(_MoEKernel):
     op = Op.MOE_GATE_UP
 
     def launch(
-        self, problem: MoEProblem, config: ReferenceConfig, *, x: torch.Tensor | MXTensor,
-        weights: MoEWeights, plan: RoutingPlan,
+        self,
+        problem: MoEProblem,
+        config: ReferenceConfig,
+        *,
+        x: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        plan: RoutingPlan,
     ) -> torch.Tensor | MXTensor:
         return gate_up(x, weights, plan, problem.options, config.accumulate)
 
@@ -250,8 +265,13 @@ class Down(_MoEKernel):
     op = Op.MOE_DOWN
 
     def launch(
-        self, problem: MoEProblem, config: ReferenceConfig, *, h: torch.Tensor | MXTensor,
-        weights: MoEWeights, plan: RoutingPlan,
+        self,
+        problem: MoEProblem,
+        config: ReferenceConfig,
+        *,
+        h: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        plan: RoutingPlan,
     ) -> torch.Tensor:
         return down(h, weights, plan, problem.options, config.accumulate)
 
@@ -267,17 +287,35 @@ class FusedMoE(_MoEKernel):
         return super().unsupported(problem)
 
     def launch(
-        self, problem: MoEProblem, config: ReferenceConfig, *, x: torch.Tensor | MXTensor,
-        weights: MoEWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None = None, num_local_tokens: torch.Tensor | None = None,
+        self,
+        problem: MoEProblem,
+        config: ReferenceConfig,
+        *,
+        x: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
+        num_local_tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
         routing = RoutingProblem(
-            Op.ROUTING_PLAN, problem.target, problem.num_tokens, problem.top_k, num_global,
-            weights.num_experts, config.routing_block_m)
+            Op.ROUTING_PLAN,
+            problem.target,
+            problem.num_tokens,
+            problem.top_k,
+            num_global,
+            weights.num_experts,
+            config.routing_block_m,
+        )
         plan = PLAN.launch(
-            routing, PLAN.heuristic(routing), topk_weights=topk_weights, topk_ids=topk_ids,
-            expert_map=expert_map, num_local_tokens=num_local_tokens)
+            routing,
+            PLAN.heuristic(routing),
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_map=expert_map,
+            num_local_tokens=num_local_tokens,
+        )
         h = gate_up(x, weights, plan, problem.options, config.accumulate)
         return down(h, weights, plan, problem.options, config.accumulate)
 

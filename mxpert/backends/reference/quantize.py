@@ -43,8 +43,8 @@ class WeightDecoder:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         byte = torch.arange(256, dtype=torch.uint8, device=device)
         low, high = (decode(code, E2M1, dtype) for code in (byte & 0xF, byte >> 4))
-        self._pairs = torch.stack((low, high), dim=-1)   # [256, 2]
-        self._scales = decode_scale(byte, dtype)         # [256]
+        self._pairs = torch.stack((low, high), dim=-1)  # [256, 2]
+        self._scales = decode_scale(byte, dtype)  # [256]
 
     def __call__(self, weights: MXTensor) -> torch.Tensor:
         """Return the values [N, K] of one MXFP4 matrix, quantised along its last axis.

@@ -19,8 +19,14 @@ class TopKKernel(ReferenceKernel):
 
     op = Op.ROUTE_TOPK
 
-    def launch(self, problem: TopKProblem, config: Config, *, logits: torch.Tensor,
-               correction_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(
+        self,
+        problem: TopKProblem,
+        config: Config,
+        *,
+        logits: torch.Tensor,
+        correction_bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         options = problem.options
         logits = logits.float()
         limited = options.num_groups > 1
@@ -37,7 +43,7 @@ class TopKKernel(ReferenceKernel):
         rank = rank_keys(ranked)
         if limited:
             rank = _limit_to_groups(rank, ranked, options.num_groups, options.top_groups)
-        ids = rank.argsort(dim=-1, descending=True, stable=True)[:, :problem.top_k]
+        ids = rank.argsort(dim=-1, descending=True, stable=True)[:, : problem.top_k]
         if options.scoring is Scoring.SOFTMAX and options.normalize:
             weights = logits.gather(1, ids).softmax(dim=-1)
         else:
@@ -54,8 +60,9 @@ def rank_keys(values: torch.Tensor) -> torch.Tensor:
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-def _limit_to_groups(rank: torch.Tensor, ranked: torch.Tensor, num_groups: int,
-                     top_groups: int) -> torch.Tensor:
+def _limit_to_groups(
+    rank: torch.Tensor, ranked: torch.Tensor, num_groups: int, top_groups: int
+) -> torch.Tensor:
     """Exclude experts outside the `top_groups` best groups.
 
     A group's score is the sum of its two largest expert scores.
@@ -77,8 +84,13 @@ class PlanKernel(ReferenceKernel):
     op = Op.ROUTING_PLAN
 
     def launch(
-        self, problem: RoutingProblem, config: Config, *, topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
+        self,
+        problem: RoutingProblem,
+        config: Config,
+        *,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
         num_local_tokens: torch.Tensor | None,
     ) -> RoutingPlan:
         experts, unit = problem.num_local_experts, problem.routing_block_m
@@ -88,11 +100,11 @@ class PlanKernel(ReferenceKernel):
         if num_local_tokens is not None:
             tokens = num_local_tokens.clamp(0, num_tokens)
 
-        token = torch.arange(num_tokens, device=device).repeat_interleave(top_k)          # [R]
-        slot = torch.arange(top_k, device=device).repeat(num_tokens)                      # [R]
+        token = torch.arange(num_tokens, device=device).repeat_interleave(top_k)  # [R]
+        slot = torch.arange(top_k, device=device).repeat(num_tokens)  # [R]
         expert = local_experts(topk_ids.reshape(-1), expert_map, problem.num_experts, experts)
-        expert = torch.where(token < tokens, expert, experts)   # [R]; `experts`: a dropped row
-        order = expert.argsort(stable=True)                     # ascending (expert, token, slot)
+        expert = torch.where(token < tokens, expert, experts)  # [R]; `experts`: a dropped row
+        order = expert.argsort(stable=True)  # ascending (expert, token, slot)
         counts = torch.zeros(experts + 1, dtype=torch.int64, device=device)
         counts.scatter_add_(0, expert, torch.ones_like(expert))
         padded = (counts[:experts] + unit - 1) // unit * unit
@@ -108,8 +120,9 @@ class PlanKernel(ReferenceKernel):
         row = torch.arange(order.shape[0], device=device) + shift[sorted_expert]
         row = torch.where(kept, row, capacity)
 
-        sorted_ids = torch.full((capacity + 1,), top_k << TOKEN_BITS | num_tokens,
-                                dtype=torch.int32, device=device)
+        sorted_ids = torch.full(
+            (capacity + 1,), top_k << TOKEN_BITS | num_tokens, dtype=torch.int32, device=device
+        )
         sorted_ids[row] = (slot << TOKEN_BITS | token)[order].to(torch.int32)
         weights = torch.zeros(capacity + 1, dtype=torch.float32, device=device)
         weights[row] = topk_weights.reshape(-1)[order]
@@ -118,15 +131,21 @@ class PlanKernel(ReferenceKernel):
         block_start = torch.arange(capacity // unit, device=device) * unit
         block_expert = torch.searchsorted(ends, block_start, right=True)
         return RoutingPlan(
-            sorted_token_ids=sorted_ids[:capacity], sorted_weights=weights[:capacity],
+            sorted_token_ids=sorted_ids[:capacity],
+            sorted_weights=weights[:capacity],
             block_expert_ids=torch.where(block_start < used, block_expert, -1).to(torch.int32),
             num_valid=torch.cat([used.view(1).to(torch.int32), tokens]),
-            slot_rows=slot_rows.view(num_tokens, top_k), num_tokens=num_tokens, top_k=top_k,
-            num_experts=experts, routing_block_m=unit)
+            slot_rows=slot_rows.view(num_tokens, top_k),
+            num_tokens=num_tokens,
+            top_k=top_k,
+            num_experts=experts,
+            routing_block_m=unit,
+        )
 
 
-def local_experts(ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int,
-                  num_local_experts: int) -> torch.Tensor:
+def local_experts(
+    ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int, num_local_experts: int
+) -> torch.Tensor:
     """Local expert of each global id, int64; `num_local_experts` for ids without one."""
     ids = ids.long()
     known = (ids >= 0) & (ids < num_experts)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...problem import (
-    Activation, ClampedSiLU, Config, Op, RowsProblem, SiLU, SiTUv2, SwiGLU,
-)
+from ...problem import Activation, ClampedSiLU, Config, Op, RowsProblem, SiLU, SiTUv2, SwiGLU
 from .kernel import ReferenceKernel
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -20,8 +18,9 @@ class ActivateRows(ReferenceKernel):
 
     op = Op.ACTIVATE_ROWS
 
-    def launch(self, problem: RowsProblem, config: Config, *,
-               gate_up: torch.Tensor) -> torch.Tensor:
+    def launch(
+        self, problem: RowsProblem, config: Config, *, gate_up: torch.Tensor
+    ) -> torch.Tensor:
         return with_derivatives(problem.activation, *_halves(gate_up))[0].to(gate_up.dtype)
 
 
@@ -30,8 +29,9 @@ class ActivateRowsBackward(ReferenceKernel):
 
     op = Op.ACTIVATE_ROWS_BACKWARD
 
-    def launch(self, problem: RowsProblem, config: Config, *, grad: torch.Tensor,
-               gate_up: torch.Tensor) -> torch.Tensor:
+    def launch(
+        self, problem: RowsProblem, config: Config, *, grad: torch.Tensor, gate_up: torch.Tensor
+    ) -> torch.Tensor:
         _, by_gate, by_up = with_derivatives(problem.activation, *_halves(gate_up))
         return torch.cat((grad * by_gate, grad * by_up), dim=-1).to(gate_up.dtype)
 
@@ -41,9 +41,16 @@ class CombineRows(ReferenceKernel):
 
     op = Op.COMBINE_ROWS
 
-    def launch(self, problem: RowsProblem, config: Config, *, rows: torch.Tensor,
-               row_ids: torch.Tensor, weights: torch.Tensor | None,
-               out_dtype: torch.dtype) -> torch.Tensor:
+    def launch(
+        self,
+        problem: RowsProblem,
+        config: Config,
+        *,
+        rows: torch.Tensor,
+        row_ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
         slots = _wide(rows[row_ids])  # [T, k, H]
         if weights is not None:
             slots = slots * weights[..., None]
@@ -55,9 +62,16 @@ class CombineRowsBackward(ReferenceKernel):
 
     op = Op.COMBINE_ROWS_BACKWARD
 
-    def launch(self, problem: RowsProblem, config: Config, *, grad: torch.Tensor,
-               rows: torch.Tensor, row_ids: torch.Tensor,
-               weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(
+        self,
+        problem: RowsProblem,
+        config: Config,
+        *,
+        grad: torch.Tensor,
+        rows: torch.Tensor,
+        row_ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         grad = _wide(grad)[:, None]  # [T, 1, H]
         by_row = torch.empty_like(rows)
         by_row[row_ids] = (weights[..., None] * grad).to(rows.dtype)
@@ -73,15 +87,15 @@ def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gate, up
 
 
-def with_derivatives(activation: Activation | None, gate: torch.Tensor,
-                     up: torch.Tensor) -> Triple:
+def with_derivatives(activation: Activation | None, gate: torch.Tensor, up: torch.Tensor) -> Triple:
     """Value of the activation, its derivative by gate, its derivative by up."""
     match activation:
         case SiLU():
             return _swish(gate, up, 1.0)
         case SwiGLU(alpha=alpha, limit=limit):
-            value, by_gate, by_up = _swish(gate.clamp(max=limit), up.clamp(-limit, limit) + 1,
-                                           alpha)
+            value, by_gate, by_up = _swish(
+                gate.clamp(max=limit), up.clamp(-limit, limit) + 1, alpha
+            )
             return value, by_gate * (gate <= limit), by_up * (up.abs() <= limit)
         case ClampedSiLU(limit=limit):
             value, by_gate, by_up = _swish(gate.clamp(max=limit), up.clamp(-limit, limit), 1.0)

@@ -37,8 +37,11 @@ def _add_rows(total, source, rows, columns, num_columns):
     values = ()
     for place in tl.static_range(_SLOTS):
         mask = (columns < num_columns) & (rows[place] >= 0)
-        values += (tl.load(source + rows[place].to(tl.int64) * num_columns + columns, mask=mask,
-                           other=0.0),)
+        values += (
+            tl.load(
+                source + rows[place].to(tl.int64) * num_columns + columns, mask=mask, other=0.0
+            ),
+        )
     for place in tl.static_range(_SLOTS):
         total += values[place].to(tl.float32)
     return total
@@ -46,8 +49,15 @@ def _add_rows(total, source, rows, columns, num_columns):
 
 @triton.jit(do_not_specialize=["top_k", "num_blocks", "num_tiles_n"])
 def _moe_combine_kernel(
-    out_ptr, rows_ptr, slot_rows_ptr, top_k, num_blocks, num_tiles_n, BLOCK_N: tl.constexpr,
-    FOLLOW: tl.constexpr, EARLY_PLAN: tl.constexpr,
+    out_ptr,
+    rows_ptr,
+    slot_rows_ptr,
+    top_k,
+    num_blocks,
+    num_tiles_n,
+    BLOCK_N: tl.constexpr,
+    FOLLOW: tl.constexpr,
+    EARLY_PLAN: tl.constexpr,
 ):
     """``out[t] = Σ_slot rows[slot_rows[t, slot]]``, summed in float32; slots at −1 are skipped.
 
@@ -67,12 +77,16 @@ def _moe_combine_kernel(
     for first in range(_SLOTS, top_k, _SLOTS):
         rows = _rows_of_slots(slot_rows, first, top_k)
         total = _add_rows(total, rows_ptr, rows, columns, num_columns)
-    tl.store(out_ptr + token * num_columns + columns, total.to(out_ptr.dtype.element_ty),
-             mask=columns < num_columns)
+    tl.store(
+        out_ptr + token * num_columns + columns,
+        total.to(out_ptr.dtype.element_ty),
+        mask=columns < num_columns,
+    )
 
 
-def combine_rows(rows: torch.Tensor, slot_rows: torch.Tensor, target: Target, *,
-                 early_plan: bool = False) -> torch.Tensor:
+def combine_rows(
+    rows: torch.Tensor, slot_rows: torch.Tensor, target: Target, *, early_plan: bool = False
+) -> torch.Tensor:
     """Sum ``rows`` [P, H] by ``slot_rows`` int32 [T, k] into [T, H] of the same dtype.
 
     early_plan: the previous kernel is a GEMM that waits for its own predecessor before it launches
@@ -82,13 +96,22 @@ def combine_rows(rows: torch.Tensor, slot_rows: torch.Tensor, target: Target, *,
     width = rows.shape[1]
     out = rows.new_empty((num_tokens, width))
     _launch(num_tokens, top_k, width, target, early_plan)(
-        out_ptr=out, rows_ptr=rows, slot_rows_ptr=slot_rows)
+        out_ptr=out, rows_ptr=rows, slot_rows_ptr=slot_rows
+    )
     return out
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _launch(num_tokens: int, top_k: int, width: int, target: Target, early_plan: bool) -> Launch:
     tiles = triton.cdiv(width, BLOCK_N)
-    return Launch(_moe_combine_kernel, (num_tokens * tiles,), top_k=top_k, num_blocks=width // 32,
-                  num_tiles_n=tiles, BLOCK_N=BLOCK_N, EARLY_PLAN=early_plan, num_warps=NUM_WARPS,
-                  **follow_options(target))
+    return Launch(
+        _moe_combine_kernel,
+        (num_tokens * tiles,),
+        top_k=top_k,
+        num_blocks=width // 32,
+        num_tiles_n=tiles,
+        BLOCK_N=BLOCK_N,
+        EARLY_PLAN=early_plan,
+        num_warps=NUM_WARPS,
+        **follow_options(target),
+    )

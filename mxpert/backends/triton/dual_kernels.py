@@ -11,7 +11,11 @@ from .quantize_kernels import quantize_tile
 
 @triton.jit
 def source_rows(
-    first_block, group_offsets_ptr, num_rows, num_groups, BLOCK_ROWS: tl.constexpr,
+    first_block,
+    group_offsets_ptr,
+    num_rows,
+    num_groups,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
     """Source rows of BLOCK_ROWS positions in the padded columnwise copy, from `first_block` on.
@@ -34,18 +38,37 @@ def source_rows(
     rows = first[:, None] + step
     present = rows < stop[:, None]  # stop is 0 for blocks without a group
     grouped = present & (group < num_groups)[:, None]
-    return (tl.reshape(rows, (BLOCK_ROWS,)), tl.reshape(present, (BLOCK_ROWS,)),
-            tl.reshape(grouped, (BLOCK_ROWS,)))
+    return (
+        tl.reshape(rows, (BLOCK_ROWS,)),
+        tl.reshape(present, (BLOCK_ROWS,)),
+        tl.reshape(grouped, (BLOCK_ROWS,)),
+    )
 
 
-@triton.jit(do_not_specialize=("num_rows", "num_groups", "num_k_blocks", "num_column_blocks"),
-            do_not_specialize_on_alignment=("row_scale_ptr", "column_scale_ptr",
-                                            "group_offsets_ptr"))
+@triton.jit(
+    do_not_specialize=("num_rows", "num_groups", "num_k_blocks", "num_column_blocks"),
+    do_not_specialize_on_alignment=("row_scale_ptr", "column_scale_ptr", "group_offsets_ptr"),
+)
 def _quantize_dual_kernel(
-    row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, x_ptr, group_offsets_ptr,
-    num_rows, num_groups, num_k_blocks, num_column_blocks, x_stride_batch, x_stride_row,
-    FORMAT: tl.constexpr, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_G: tl.constexpr,
+    row_ptr,
+    row_scale_ptr,
+    column_ptr,
+    column_scale_ptr,
+    x_ptr,
+    group_offsets_ptr,
+    num_rows,
+    num_groups,
+    num_k_blocks,
+    num_column_blocks,
+    x_stride_batch,
+    x_stride_row,
+    FORMAT: tl.constexpr,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    INF_BYTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):
     """Quantise x [batch, num_rows, K] to codes [batch, num_rows, K] and, transposed, [batch, K, P].
 
@@ -65,21 +88,39 @@ def _quantize_dual_kernel(
         grouped = present
     else:
         rows, present, grouped = source_rows(
-            tile_p * (BLOCK_ROWS // 32), group_offsets_ptr, num_rows, num_groups, BLOCK_ROWS,
-            BLOCK_G)
+            tile_p * (BLOCK_ROWS // 32),
+            group_offsets_ptr,
+            num_rows,
+            num_groups,
+            BLOCK_ROWS,
+            BLOCK_G,
+        )
     x_ptrs = x_ptr + batch * x_stride_batch + rows.to(tl.int64) * x_stride_row
-    values = tl.load(x_ptrs[:, None] + k[None, :], other=0.0,
-                     mask=grouped[:, None] & (k < width)[None, :]).to(tl.float32)
+    values = tl.load(
+        x_ptrs[:, None] + k[None, :], other=0.0, mask=grouped[:, None] & (k < width)[None, :]
+    ).to(tl.float32)
     codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE)
     out_rows = batch * num_rows + rows
-    tl.store(row_ptr + out_rows[:, None] * width + k[None, :], codes,
-             mask=present[:, None] & (k < width)[None, :])
-    tl.store(row_scale_ptr + out_rows[:, None] * num_k_blocks + k_blocks[None, :], scale,
-             mask=present[:, None] & (k_blocks < num_k_blocks)[None, :])
+    tl.store(
+        row_ptr + out_rows[:, None] * width + k[None, :],
+        codes,
+        mask=present[:, None] & (k < width)[None, :],
+    )
+    tl.store(
+        row_scale_ptr + out_rows[:, None] * num_k_blocks + k_blocks[None, :],
+        scale,
+        mask=present[:, None] & (k_blocks < num_k_blocks)[None, :],
+    )
     codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE, AXIS=0)
     out_columns = batch * width + k
-    tl.store(column_ptr + out_columns[:, None] * length + places[None, :], codes.T,
-             mask=(k < width)[:, None] & (places < length)[None, :])
+    tl.store(
+        column_ptr + out_columns[:, None] * length + places[None, :],
+        codes.T,
+        mask=(k < width)[:, None] & (places < length)[None, :],
+    )
     blocks = tile_p * (BLOCK_ROWS // 32) + tl.arange(0, BLOCK_ROWS // 32)
-    tl.store(column_scale_ptr + out_columns[:, None] * num_column_blocks + blocks[None, :], scale.T,
-             mask=(k < width)[:, None] & (blocks < num_column_blocks)[None, :])
+    tl.store(
+        column_scale_ptr + out_columns[:, None] * num_column_blocks + blocks[None, :],
+        scale.T,
+        mask=(k < width)[:, None] & (blocks < num_column_blocks)[None, :],
+    )

@@ -29,8 +29,11 @@ def tanh(x):
     error is largest at 1/4: 3.9 units of the result.
     """
     square = x * x
-    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (
-        -17.0 / 315 + square * (62.0 / 2835)))))
+    series = x * (
+        1.0
+        + square
+        * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))
+    )
     decay = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - decay) / (1.0 + decay)
     return tl.where(square < 0.0625, series, tl.where(x < 0.0, -size, size))
@@ -67,8 +70,17 @@ def gated_activation(gate, up, p0, p1, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def store_quantized(
-    qdata_ptr, scale_ptr, values, rows, row_mask, first_feature, num_features,
-    FORMAT: tl.constexpr, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr,
+    qdata_ptr,
+    scale_ptr,
+    values,
+    rows,
+    row_mask,
+    first_feature,
+    num_features,
+    FORMAT: tl.constexpr,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    INF_BYTE: tl.constexpr,
 ):
     """Quantise a tile; store codes [P, F] (e2m1: [P, F/2]) and scales [P, F/32], contiguous."""
     BLOCK_N: tl.constexpr = values.shape[1]
@@ -76,11 +88,17 @@ def store_quantized(
     codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE)
     rows = rows.to(tl.int64)[:, None]
     columns = (first_feature // PACK + tl.arange(0, BLOCK_N // PACK))[None, :]
-    tl.store(qdata_ptr + rows * (num_features // PACK) + columns, codes,
-             mask=row_mask[:, None] & (columns < num_features // PACK))
+    tl.store(
+        qdata_ptr + rows * (num_features // PACK) + columns,
+        codes,
+        mask=row_mask[:, None] & (columns < num_features // PACK),
+    )
     columns = (first_feature // 32 + tl.arange(0, BLOCK_N // 32))[None, :]
-    tl.store(scale_ptr + rows * (num_features // 32) + columns, scale,
-             mask=row_mask[:, None] & (columns < num_features // 32))
+    tl.store(
+        scale_ptr + rows * (num_features // 32) + columns,
+        scale,
+        mask=row_mask[:, None] & (columns < num_features // 32),
+    )
 
 
 @triton.jit
@@ -91,10 +109,25 @@ def gate_up_row(feature, gate_up_group):
 
 @triton.jit
 def finish_gate_up(
-    h_ptr, h_scale_ptr, gate, up, bias_ptr, sorted_weights_ptr, expert, rows, row_mask,
-    first_feature, num_features, gate_up_group, p0, p1,
-    ACTIVATION: tl.constexpr, H_FORMAT: tl.constexpr, EMAX: tl.constexpr,
-    THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr,
+    h_ptr,
+    h_scale_ptr,
+    gate,
+    up,
+    bias_ptr,
+    sorted_weights_ptr,
+    expert,
+    rows,
+    row_mask,
+    first_feature,
+    num_features,
+    gate_up_group,
+    p0,
+    p1,
+    ACTIVATION: tl.constexpr,
+    H_FORMAT: tl.constexpr,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    INF_BYTE: tl.constexpr,
 ):
     """Apply routing weight and bias (if given) and the activation; store bf16 or an MX format."""
     BLOCK_N: tl.constexpr = gate.shape[1]
@@ -108,22 +141,43 @@ def finish_gate_up(
         gate_rows = gate_up_row(features, gate_up_group)
         bias_row_ptr = bias_ptr + expert.to(tl.int64) * (2 * num_features)
         gate += tl.load(bias_row_ptr + gate_rows, mask=feature_mask, other=0.0)[None, :]
-        up += tl.load(bias_row_ptr + gate_rows + gate_up_group, mask=feature_mask,
-                      other=0.0)[None, :]
+        up += tl.load(bias_row_ptr + gate_rows + gate_up_group, mask=feature_mask, other=0.0)[
+            None, :
+        ]
     # Always round to bf16: stage 1 with MX output equals bf16 stage 1 followed by `quantize`.
     values = gated_activation(gate, up, p0, p1, ACTIVATION).to(tl.bfloat16)  # [BLOCK_M, BLOCK_N]
     if H_FORMAT == "bf16":
         offsets = rows.to(tl.int64)[:, None] * num_features + features[None, :]
         tl.store(h_ptr + offsets, values, mask=row_mask[:, None] & feature_mask[None, :])
     else:
-        store_quantized(h_ptr, h_scale_ptr, values.to(tl.float32), rows, row_mask, first_feature,
-                        num_features, H_FORMAT, EMAX, THRESHOLD, INF_BYTE)
+        store_quantized(
+            h_ptr,
+            h_scale_ptr,
+            values.to(tl.float32),
+            rows,
+            row_mask,
+            first_feature,
+            num_features,
+            H_FORMAT,
+            EMAX,
+            THRESHOLD,
+            INF_BYTE,
+        )
 
 
 @triton.jit
 def finish_down(
-    out_ptr, values, bias_ptr, sorted_weights_ptr, expert, rows, tokens, row_mask, first_column,
-    num_columns, ATOMIC: tl.constexpr,
+    out_ptr,
+    values,
+    bias_ptr,
+    sorted_weights_ptr,
+    expert,
+    rows,
+    tokens,
+    row_mask,
+    first_column,
+    num_columns,
+    ATOMIC: tl.constexpr,
 ):
     """Store ``weight * (acc + bias)`` by sorted row, or add it to float32 tokens (ATOMIC)."""
     BLOCK_N: tl.constexpr = values.shape[1]

@@ -19,9 +19,7 @@ from ...problem import Config, DualProblem, GemmConfig, GroupedProblem, Op, Targ
 from ...routing import padded_capacity
 from ..launch import CACHED_LAUNCHES, Launch
 from .dual_kernels import _quantize_dual_kernel
-from .grouped_kernels import (
-    _grouped_gemm_kernel, _grouped_wgrad_kernel, _padded_offsets_kernel,
-)
+from .grouped_kernels import _grouped_gemm_kernel, _grouped_wgrad_kernel, _padded_offsets_kernel
 from .heuristics import OUT_DTYPES, compute_capability
 from .quantize import DTYPES
 from .quantize_kernels import scale_rule_constants
@@ -87,7 +85,11 @@ class _QuantizeDual:
         return None
 
     def launch(
-        self, problem: DualProblem, config: Config, *, x: torch.Tensor,
+        self,
+        problem: DualProblem,
+        config: Config,
+        *,
+        x: torch.Tensor,
         group_offsets: torch.Tensor | None,
     ) -> tuple[MXTensor, MXTensor]:
         """Return the rowwise copy (shape of x) and the columnwise copy.
@@ -99,13 +101,20 @@ class _QuantizeDual:
         *leading, num_rows, width = x.shape
         num_groups = 0 if group_offsets is None else group_offsets.shape[0] - 1
         length = padded_capacity(num_rows, num_groups) if num_groups else num_rows
-        row, column = (_allocate(problem, shape, x.device)
-                       for shape in ((*leading, num_rows, width), (*leading, width, length)))
+        row, column = (
+            _allocate(problem, shape, x.device)
+            for shape in ((*leading, num_rows, width), (*leading, width, length))
+        )
         if row.qdata.numel() + column.qdata.numel() > 0:
             strides = x.stride(0) if leading else 0, x.stride(-2)
             _dual_launch(problem, length, strides)(
-                row_ptr=row.qdata, row_scale_ptr=row.scale, column_ptr=column.qdata,
-                column_scale_ptr=column.scale, x_ptr=x, group_offsets_ptr=group_offsets)
+                row_ptr=row.qdata,
+                row_scale_ptr=row.scale,
+                column_ptr=column.qdata,
+                column_scale_ptr=column.scale,
+                x_ptr=x,
+                group_offsets_ptr=group_offsets,
+            )
         return row, column
 
 
@@ -120,18 +129,27 @@ def _dual_launch(problem: DualProblem, length: int, strides: tuple[int, int]) ->
     return Launch(
         _quantize_dual_kernel,
         (batch * triton.cdiv(length, block_rows) * triton.cdiv(width, block_columns),),
-        num_rows=num_rows, num_groups=num_groups, num_k_blocks=width // MX_BLOCK_SIZE,
-        num_column_blocks=length // MX_BLOCK_SIZE, x_stride_batch=strides[0],
-        x_stride_row=strides[1], FORMAT=problem.format.element.name,
-        **scale_rule_constants(problem.format, problem.scale_rule), BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns, BLOCK_G=block_g, num_warps=4 if block_g <= 512 else 8)
+        num_rows=num_rows,
+        num_groups=num_groups,
+        num_k_blocks=width // MX_BLOCK_SIZE,
+        num_column_blocks=length // MX_BLOCK_SIZE,
+        x_stride_batch=strides[0],
+        x_stride_row=strides[1],
+        FORMAT=problem.format.element.name,
+        **scale_rule_constants(problem.format, problem.scale_rule),
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns,
+        BLOCK_G=block_g,
+        num_warps=4 if block_g <= 512 else 8,
+    )
 
 
 def _allocate(problem: DualProblem, shape: tuple[int, ...], device: torch.device) -> MXTensor:
     """An uninitialised MXTensor of this shape, quantised along its last axis."""
     scale_shape = (*shape[:-1], shape[-1] // MX_BLOCK_SIZE)
-    qdata, scale = (torch.empty(size, dtype=torch.uint8, device=device)
-                    for size in (shape, scale_shape))
+    qdata, scale = (
+        torch.empty(size, dtype=torch.uint8, device=device) for size in (shape, scale_shape)
+    )
     return MXTensor(qdata, scale, problem.format)
 
 
@@ -172,8 +190,10 @@ def invalid(problem: GroupedProblem, config: GemmConfig) -> str | None:
     threads = config.num_warps * (64 if target.kind == "hip" else 32)
     accumulators = config.block_m * config.block_n // threads
     if accumulators > MAX_ACCUMULATORS:
-        return (f"{accumulators} accumulators a thread, at most {MAX_ACCUMULATORS}: "
-                "more warps or a smaller tile")
+        return (
+            f"{accumulators} accumulators a thread, at most {MAX_ACCUMULATORS}: "
+            "more warps or a smaller tile"
+        )
     need = shared_memory(problem, config)
     if need > target.shared_memory:
         return f"about {need} bytes of shared memory, the device has {target.shared_memory}"
@@ -183,8 +203,14 @@ def invalid(problem: GroupedProblem, config: GemmConfig) -> str | None:
 def require_valid(problem: GroupedProblem, config: GemmConfig) -> None:
     """Raise ValueError for a config (pinned or from a table) that `invalid` refuses."""
     reason = invalid(problem, config)
-    require(reason is None, problem.op.value, "config", need="a config that this device can run",
-            got=f"{config} ({reason})", remedy="see configs() of the kernel for valid ones")
+    require(
+        reason is None,
+        problem.op.value,
+        "config",
+        need="a config that this device can run",
+        got=f"{config} ({reason})",
+        remedy="see configs() of the kernel for valid ones",
+    )
 
 
 class _Grouped:
@@ -220,8 +246,14 @@ class _Grouped:
         average = problem.num_rows / max(1, problem.num_groups)
         may_be_low = not (mx and _is_blackwell(target))
         small = problem.op is Op.GROUPED_GEMM and average <= 64 and may_be_low
-        config = GemmConfig(block_m=64 if small else 128, block_n=128, block_k=128 if mx else 64,
-                            num_warps=8, num_stages=2 if target.kind == "hip" else 4, group_m=8)
+        config = GemmConfig(
+            block_m=64 if small else 128,
+            block_n=128,
+            block_k=128 if mx else 64,
+            num_warps=8,
+            num_stages=2 if target.kind == "hip" else 4,
+            group_m=8,
+        )
         smaller = ({"num_stages": 3}, {"num_stages": 2}, {"num_stages": 2, "block_k": 64})
         candidates = [config, *(replace(config, **change) for change in smaller)]
         return next((c for c in candidates if invalid(problem, c) is None), candidates[-1])
@@ -233,8 +265,13 @@ class _GroupedGemm(_Grouped):
     op = Op.GROUPED_GEMM
 
     def launch(
-        self, problem: GroupedProblem, config: GemmConfig, *, a: torch.Tensor | MXTensor,
-        b: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
+        self,
+        problem: GroupedProblem,
+        config: GemmConfig,
+        *,
+        a: torch.Tensor | MXTensor,
+        b: torch.Tensor | MXTensor,
+        group_offsets: torch.Tensor,
     ) -> torch.Tensor:
         """Return c [M, n], contiguous, in `problem.out_dtype`."""
         c = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
@@ -242,17 +279,30 @@ class _GroupedGemm(_Grouped):
         b_data, b_scale, b_strides = _parts(b)
         launch = _gemm_launch(problem, config, a_strides, b_strides)
         if c.numel() > 0:
-            launch(c_ptr=c, a_ptr=a_data, a_scale_ptr=a_scale, b_ptr=b_data, b_scale_ptr=b_scale,
-                   group_offsets_ptr=group_offsets)
+            launch(
+                c_ptr=c,
+                a_ptr=a_data,
+                a_scale_ptr=a_scale,
+                b_ptr=b_data,
+                b_scale_ptr=b_scale,
+                group_offsets_ptr=group_offsets,
+            )
         return c
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _gemm_launch(problem: GroupedProblem, config: GemmConfig, a_strides: tuple[int, ...],
-                 b_strides: tuple[int, ...]) -> Launch:
+def _gemm_launch(
+    problem: GroupedProblem,
+    config: GemmConfig,
+    a_strides: tuple[int, ...],
+    b_strides: tuple[int, ...],
+) -> Launch:
     require_valid(problem, config)
-    return Launch(_grouped_gemm_kernel, (_gemm_tiles(problem, config),),
-                  **_gemm_constants(problem, config, a_strides, b_strides))
+    return Launch(
+        _grouped_gemm_kernel,
+        (_gemm_tiles(problem, config),),
+        **_gemm_constants(problem, config, a_strides, b_strides),
+    )
 
 
 def _gemm_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
@@ -264,21 +314,36 @@ def _gemm_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
     return row_tiles * triton.cdiv(problem.n, config.block_n)
 
 
-def _gemm_constants(problem: GroupedProblem, config: GemmConfig, a_strides: tuple[int, ...],
-                    b_strides: tuple[int, ...]) -> dict[str, Any]:
+def _gemm_constants(
+    problem: GroupedProblem,
+    config: GemmConfig,
+    a_strides: tuple[int, ...],
+    b_strides: tuple[int, ...],
+) -> dict[str, Any]:
     """All scalar and constexpr arguments of the kernel."""
     order = (0, 1, 2) if problem.trans_b else (0, 2, 1)
-    b_stride, b_scale_stride = ([strides[axis] for axis in order]
-                                for strides in (b_strides[:3], b_strides[3:]))
+    b_stride, b_scale_stride = (
+        [strides[axis] for axis in order] for strides in (b_strides[:3], b_strides[3:])
+    )
     return dict(
-        num_rows=problem.num_rows, num_groups=problem.num_groups, num_n=problem.n, num_k=problem.k,
-        a_stride_m=a_strides[0], a_stride_k=a_strides[1],
-        a_scale_stride_m=a_strides[2], a_scale_stride_k=a_strides[3],
-        b_stride_g=b_stride[0], b_stride_n=b_stride[1], b_stride_k=b_stride[2],
-        b_scale_stride_g=b_scale_stride[0], b_scale_stride_n=b_scale_stride[1],
-        b_scale_stride_k=b_scale_stride[2], BLOCK_G=_group_block(problem.num_groups),
+        num_rows=problem.num_rows,
+        num_groups=problem.num_groups,
+        num_n=problem.n,
+        num_k=problem.k,
+        a_stride_m=a_strides[0],
+        a_stride_k=a_strides[1],
+        a_scale_stride_m=a_strides[2],
+        a_scale_stride_k=a_strides[3],
+        b_stride_g=b_stride[0],
+        b_stride_n=b_stride[1],
+        b_stride_k=b_stride[2],
+        b_scale_stride_g=b_scale_stride[0],
+        b_scale_stride_n=b_scale_stride[1],
+        b_scale_stride_k=b_scale_stride[2],
+        BLOCK_G=_group_block(problem.num_groups),
         PREFETCH_SCALES=_prefetch_scales(problem.target, a_strides[3], b_scale_stride[2]),
-        **_tile_constants(problem, config))
+        **_tile_constants(problem, config),
+    )
 
 
 class _GroupedWgrad(_Grouped):
@@ -287,15 +352,21 @@ class _GroupedWgrad(_Grouped):
     op = Op.GROUPED_WGRAD
 
     def launch(
-        self, problem: GroupedProblem, config: GemmConfig, *, grad: torch.Tensor | MXTensor,
-        a: torch.Tensor | MXTensor, group_offsets: torch.Tensor,
+        self,
+        problem: GroupedProblem,
+        config: GemmConfig,
+        *,
+        grad: torch.Tensor | MXTensor,
+        a: torch.Tensor | MXTensor,
+        group_offsets: torch.Tensor,
         accumulate_into: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return out [G, n, k] in `problem.out_dtype`, or add the result to `accumulate_into`."""
         out = accumulate_into
         if out is None:
-            out = group_offsets.new_empty((problem.num_groups, problem.n, problem.k),
-                                          dtype=problem.out_dtype)
+            out = group_offsets.new_empty(
+                (problem.num_groups, problem.n, problem.k), dtype=problem.out_dtype
+            )
         offsets = group_offsets
         if problem.a_format != "bf16":
             offsets = padded_offsets(problem, group_offsets)
@@ -303,45 +374,81 @@ class _GroupedWgrad(_Grouped):
         a_data, a_scale, a_strides = _parts(a)
         launch = _wgrad_launch(problem, config, grad_strides, a_strides, out.stride())
         if out.numel() > 0:
-            launch(out_ptr=out, grad_ptr=grad_data, grad_scale_ptr=grad_scale, a_ptr=a_data,
-                   a_scale_ptr=a_scale, offsets_ptr=offsets)
+            launch(
+                out_ptr=out,
+                grad_ptr=grad_data,
+                grad_scale_ptr=grad_scale,
+                a_ptr=a_data,
+                a_scale_ptr=a_scale,
+                offsets_ptr=offsets,
+            )
         return out
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _wgrad_launch(problem: GroupedProblem, config: GemmConfig, grad_strides: tuple[int, ...],
-                  a_strides: tuple[int, ...], out_strides: tuple[int, ...]) -> Launch:
+def _wgrad_launch(
+    problem: GroupedProblem,
+    config: GemmConfig,
+    grad_strides: tuple[int, ...],
+    a_strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+) -> Launch:
     require_valid(problem, config)
-    return Launch(_grouped_wgrad_kernel, (_wgrad_tiles(problem, config),),
-                  **_wgrad_constants(problem, config, grad_strides, a_strides, out_strides))
+    return Launch(
+        _grouped_wgrad_kernel,
+        (_wgrad_tiles(problem, config),),
+        **_wgrad_constants(problem, config, grad_strides, a_strides, out_strides),
+    )
 
 
 def _wgrad_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
-    return problem.num_groups * (triton.cdiv(problem.n, config.block_m)
-                                 * triton.cdiv(problem.k, config.block_n))
+    return problem.num_groups * (
+        triton.cdiv(problem.n, config.block_m) * triton.cdiv(problem.k, config.block_n)
+    )
 
 
-def _wgrad_constants(problem: GroupedProblem, config: GemmConfig, grad_strides: tuple[int, ...],
-                     a_strides: tuple[int, ...], out_strides: tuple[int, ...]) -> dict[str, Any]:
+def _wgrad_constants(
+    problem: GroupedProblem,
+    config: GemmConfig,
+    grad_strides: tuple[int, ...],
+    a_strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+) -> dict[str, Any]:
     """All scalar and constexpr arguments of the kernel."""
     # The reduction runs along the last axis of MX copies, and along the first of bf16 [M, n].
     row, step = (1, 0) if problem.a_format == "bf16" else (0, 1)
     return dict(
-        reduction=problem.num_rows, num_n=problem.n, num_k=problem.k,
-        out_stride_g=out_strides[0], out_stride_n=out_strides[1], out_stride_k=out_strides[2],
-        grad_stride_n=grad_strides[row], grad_stride_r=grad_strides[step],
-        grad_scale_stride_n=grad_strides[2], grad_scale_stride_r=grad_strides[3],
-        a_stride_k=a_strides[row], a_stride_r=a_strides[step],
-        a_scale_stride_k=a_strides[2], a_scale_stride_r=a_strides[3],
+        reduction=problem.num_rows,
+        num_n=problem.n,
+        num_k=problem.k,
+        out_stride_g=out_strides[0],
+        out_stride_n=out_strides[1],
+        out_stride_k=out_strides[2],
+        grad_stride_n=grad_strides[row],
+        grad_stride_r=grad_strides[step],
+        grad_scale_stride_n=grad_strides[2],
+        grad_scale_stride_r=grad_strides[3],
+        a_stride_k=a_strides[row],
+        a_stride_r=a_strides[step],
+        a_scale_stride_k=a_strides[2],
+        a_scale_stride_r=a_strides[3],
         ACCUMULATE=problem.accumulate,
         PREFETCH_SCALES=_prefetch_scales(problem.target, grad_strides[3], a_strides[3]),
-        **_tile_constants(problem, config))
+        **_tile_constants(problem, config),
+    )
 
 
 def _tile_constants(problem: GroupedProblem, config: GemmConfig) -> dict[str, Any]:
-    return dict(A_FORMAT=_element(problem.a_format), B_FORMAT=_element(problem.b_format),
-                BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-                GROUP_M=config.group_m, num_warps=config.num_warps, num_stages=config.num_stages)
+    return dict(
+        A_FORMAT=_element(problem.a_format),
+        B_FORMAT=_element(problem.b_format),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
 
 
 def _element(format_name: str) -> str:
@@ -349,8 +456,9 @@ def _element(format_name: str) -> str:
     return "bf16" if format_name == "bf16" else get_format(format_name).element.name
 
 
-def _parts(value: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None,
-                                                    tuple[int, ...]]:
+def _parts(
+    value: torch.Tensor | MXTensor,
+) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
     """Return values, scales (None for bf16) and the strides of both (0 for absent scales)."""
     if isinstance(value, MXTensor):
         return value.qdata, value.scale, value.qdata.stride() + value.scale.stride()
@@ -361,14 +469,21 @@ def padded_offsets(problem: GroupedProblem, group_offsets: torch.Tensor) -> torc
     """Compute `mxpert.padded_group_offsets` in one launch, clamped to the length of the copies."""
     padded = group_offsets.new_empty(problem.num_groups + 1, dtype=torch.int32)
     _padded_offsets_launch(problem.num_groups, problem.num_rows)(
-        padded_ptr=padded, group_offsets_ptr=group_offsets)
+        padded_ptr=padded, group_offsets_ptr=group_offsets
+    )
     return padded
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _padded_offsets_launch(num_groups: int, reduction: int) -> Launch:
-    return Launch(_padded_offsets_kernel, (1,), num_groups=num_groups, reduction=reduction,
-                  BLOCK=OFFSETS_BLOCK, num_warps=OFFSETS_BLOCK // 32)
+    return Launch(
+        _padded_offsets_kernel,
+        (1,),
+        num_groups=num_groups,
+        reduction=reduction,
+        BLOCK=OFFSETS_BLOCK,
+        num_warps=OFFSETS_BLOCK // 32,
+    )
 
 
 def _prefetch_scales(target: Target, *strides: int) -> bool:

@@ -21,8 +21,9 @@ def clamp_rows(offsets, num_rows):
 
 
 @triton.jit
-def group_extents(group_offsets_ptr, num_groups, num_rows, UNIT: tl.constexpr,
-                  BLOCK_G: tl.constexpr):
+def group_extents(
+    group_offsets_ptr, num_groups, num_rows, UNIT: tl.constexpr, BLOCK_G: tl.constexpr
+):
     """First row, end row and number of UNIT-row blocks (rounded up) of every group.
 
     Three int32 vectors [BLOCK_G]. Entry `num_groups` stands for the rows past the last group; later
@@ -36,10 +37,13 @@ def group_extents(group_offsets_ptr, num_groups, num_rows, UNIT: tl.constexpr,
     return starts, stops, tl.cdiv(tl.maximum(stops - starts, 0), UNIT)
 
 
-@triton.jit(do_not_specialize=("num_groups", "reduction"),
-            do_not_specialize_on_alignment=("group_offsets_ptr",))
-def _padded_offsets_kernel(padded_ptr, group_offsets_ptr, num_groups, reduction,
-                           BLOCK: tl.constexpr):
+@triton.jit(
+    do_not_specialize=("num_groups", "reduction"),
+    do_not_specialize_on_alignment=("group_offsets_ptr",),
+)
+def _padded_offsets_kernel(
+    padded_ptr, group_offsets_ptr, num_groups, reduction, BLOCK: tl.constexpr
+):
     """Write padded [num_groups + 1]: offsets of the groups in a columnwise copy, multiples of 32.
 
     Offsets are clamped to `reduction`, the length of the copy. One program handles all groups,
@@ -53,8 +57,11 @@ def _padded_offsets_kernel(padded_ptr, group_offsets_ptr, num_groups, reduction,
         sizes = clamp_rows(stops, reduction) - clamp_rows(starts, reduction)
         blocks = tl.cdiv(tl.maximum(sizes, 0), 32).to(tl.int64)
         begins = before + tl.cumsum(blocks, axis=0) - blocks
-        tl.store(padded_ptr + index, tl.minimum(begins * 32, reduction).to(tl.int32),
-                 mask=index <= num_groups)
+        tl.store(
+            padded_ptr + index,
+            tl.minimum(begins * 32, reduction).to(tl.int32),
+            mask=index <= num_groups,
+        )
         before += tl.sum(blocks, axis=0)
 
 
@@ -65,8 +72,16 @@ def pick(chosen, values):
 
 
 @triton.jit
-def schedule_groups(tile, group_offsets_ptr, num_groups, num_rows, num_tiles_n,
-                    BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_G: tl.constexpr):
+def schedule_groups(
+    tile,
+    group_offsets_ptr,
+    num_groups,
+    num_rows,
+    num_tiles_n,
+    BLOCK_M: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
     """Tile scheduler: group, first row, end row of the group and column tile of output tile `tile`.
 
     GROUP_M row tiles of the same column tile run together and share its operand in L2. The end row
@@ -91,16 +106,36 @@ def load_tile(row_ptrs, row_mask, k, last, stride_k, BLOCK_K: tl.constexpr):
     """Load [rows, BLOCK_K] from position k of the reduction; 0 from position `last` on."""
     steps = tl.arange(0, BLOCK_K)
     ptrs = row_ptrs + tl.cast(k, tl.int64) * stride_k
-    return tl.load(ptrs[:, None] + (steps * stride_k)[None, :], other=0,
-                   mask=row_mask[:, None] & (k + steps < last)[None, :])
+    return tl.load(
+        ptrs[:, None] + (steps * stride_k)[None, :],
+        other=0,
+        mask=row_mask[:, None] & (k + steps < last)[None, :],
+    )
 
 
 @triton.jit
 def multiply_rows(
-    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, a_rows, a_mask, b_rows, b_mask, first, last,
-    a_stride_row, a_stride_k, a_scale_stride_row, a_scale_stride_k,
-    b_stride_row, b_stride_k, b_scale_stride_row, b_scale_stride_k,
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, BLOCK_K: tl.constexpr,
+    a_ptr,
+    a_scale_ptr,
+    b_ptr,
+    b_scale_ptr,
+    a_rows,
+    a_mask,
+    b_rows,
+    b_mask,
+    first,
+    last,
+    a_stride_row,
+    a_stride_k,
+    a_scale_stride_row,
+    a_scale_stride_k,
+    b_stride_row,
+    b_stride_k,
+    b_scale_stride_row,
+    b_scale_stride_k,
+    A_FORMAT: tl.constexpr,
+    B_FORMAT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
 ):
     """``a[a_rows, first:last] @ b[b_rows, first:last].T`` in float32; masked rows count as zeros.
@@ -133,22 +168,57 @@ def multiply_rows(
             b = load_tile(b_ptrs, b_mask, block * 32, last, b_stride_k, BLOCK_K)
             next_a = load_tile(a_scale_ptrs, a_mask, block + AHEAD, end, a_scale_stride_k, STEP)
             next_b = load_tile(b_scale_ptrs, b_mask, block + AHEAD, end, b_scale_stride_k, STEP)
-            acc = tl.dot_scaled(a, a_scale if PREFETCH_SCALES else next_a, A_FORMAT, b.T,
-                                b_scale if PREFETCH_SCALES else next_b, B_FORMAT, acc)
+            acc = tl.dot_scaled(
+                a,
+                a_scale if PREFETCH_SCALES else next_a,
+                A_FORMAT,
+                b.T,
+                b_scale if PREFETCH_SCALES else next_b,
+                B_FORMAT,
+                acc,
+            )
             a_scale, b_scale = next_a, next_b
     return acc
 
 
-@triton.jit(do_not_specialize=("num_rows", "num_groups", "a_scale_stride_m", "b_scale_stride_g",
-                               "b_scale_stride_n"),
-            do_not_specialize_on_alignment=("a_scale_ptr", "b_scale_ptr", "group_offsets_ptr"))
+@triton.jit(
+    do_not_specialize=(
+        "num_rows",
+        "num_groups",
+        "a_scale_stride_m",
+        "b_scale_stride_g",
+        "b_scale_stride_n",
+    ),
+    do_not_specialize_on_alignment=("a_scale_ptr", "b_scale_ptr", "group_offsets_ptr"),
+)
 def _grouped_gemm_kernel(
-    c_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, group_offsets_ptr,
-    num_rows, num_groups, num_n, num_k,
-    a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k,
-    b_stride_g, b_stride_n, b_stride_k, b_scale_stride_g, b_scale_stride_n, b_scale_stride_k,
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_G: tl.constexpr,
+    c_ptr,
+    a_ptr,
+    a_scale_ptr,
+    b_ptr,
+    b_scale_ptr,
+    group_offsets_ptr,
+    num_rows,
+    num_groups,
+    num_n,
+    num_k,
+    a_stride_m,
+    a_stride_k,
+    a_scale_stride_m,
+    a_scale_stride_k,
+    b_stride_g,
+    b_stride_n,
+    b_stride_k,
+    b_scale_stride_g,
+    b_scale_stride_n,
+    b_scale_stride_k,
+    A_FORMAT: tl.constexpr,
+    B_FORMAT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
 ):
     """c[rows of g] = a[rows of g] @ b[g].T, c contiguous [num_rows, num_n]; zeros past the groups.
@@ -157,8 +227,15 @@ def _grouped_gemm_kernel(
     so b may have either memory order.
     """
     group, first_row, stop, tile_n = schedule_groups(
-        tl.program_id(0), group_offsets_ptr, num_groups, num_rows, tl.cdiv(num_n, BLOCK_N), BLOCK_M,
-        GROUP_M, BLOCK_G)
+        tl.program_id(0),
+        group_offsets_ptr,
+        num_groups,
+        num_rows,
+        tl.cdiv(num_n, BLOCK_N),
+        BLOCK_M,
+        GROUP_M,
+        BLOCK_G,
+    )
     if stop == 0:
         return
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -171,25 +248,69 @@ def _grouped_gemm_kernel(
     if b_scale_ptr is not None:
         b_scale_ptrs = b_scale_ptr + b_group * b_scale_stride_g
     acc = multiply_rows(
-        a_ptr, a_scale_ptr, b_ptr + b_group * b_stride_g, b_scale_ptrs, rows, row_mask, columns,
-        column_mask, 0, last, a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k,
-        b_stride_n, b_stride_k, b_scale_stride_n, b_scale_stride_k, A_FORMAT, B_FORMAT, BLOCK_K,
-        PREFETCH_SCALES)
+        a_ptr,
+        a_scale_ptr,
+        b_ptr + b_group * b_stride_g,
+        b_scale_ptrs,
+        rows,
+        row_mask,
+        columns,
+        column_mask,
+        0,
+        last,
+        a_stride_m,
+        a_stride_k,
+        a_scale_stride_m,
+        a_scale_stride_k,
+        b_stride_n,
+        b_stride_k,
+        b_scale_stride_n,
+        b_scale_stride_k,
+        A_FORMAT,
+        B_FORMAT,
+        BLOCK_K,
+        PREFETCH_SCALES,
+    )
     offsets = rows.to(tl.int64)[:, None] * num_n + columns[None, :]
-    tl.store(c_ptr + offsets, acc.to(c_ptr.dtype.element_ty),
-             mask=row_mask[:, None] & column_mask[None, :])
+    tl.store(
+        c_ptr + offsets,
+        acc.to(c_ptr.dtype.element_ty),
+        mask=row_mask[:, None] & column_mask[None, :],
+    )
 
 
-@triton.jit(do_not_specialize=("reduction", "grad_scale_stride_n", "a_scale_stride_k"),
-            do_not_specialize_on_alignment=("grad_scale_ptr", "a_scale_ptr", "offsets_ptr"))
+@triton.jit(
+    do_not_specialize=("reduction", "grad_scale_stride_n", "a_scale_stride_k"),
+    do_not_specialize_on_alignment=("grad_scale_ptr", "a_scale_ptr", "offsets_ptr"),
+)
 def _grouped_wgrad_kernel(
-    out_ptr, grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, offsets_ptr,
-    reduction, num_n, num_k,
-    out_stride_g, out_stride_n, out_stride_k,
-    grad_stride_n, grad_stride_r, grad_scale_stride_n, grad_scale_stride_r,
-    a_stride_k, a_stride_r, a_scale_stride_k, a_scale_stride_r,
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    out_ptr,
+    grad_ptr,
+    grad_scale_ptr,
+    a_ptr,
+    a_scale_ptr,
+    offsets_ptr,
+    reduction,
+    num_n,
+    num_k,
+    out_stride_g,
+    out_stride_n,
+    out_stride_k,
+    grad_stride_n,
+    grad_stride_r,
+    grad_scale_stride_n,
+    grad_scale_stride_r,
+    a_stride_k,
+    a_stride_r,
+    a_scale_stride_k,
+    a_scale_stride_r,
+    A_FORMAT: tl.constexpr,
+    B_FORMAT: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
 ):
     """out[g] (+)= grad_g.T @ a_g, summed over positions offsets[g] … offsets[g + 1] of `reduction`.
@@ -210,13 +331,35 @@ def _grouped_wgrad_kernel(
     columns = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, column_mask = rows < num_n, columns < num_k
     acc = multiply_rows(
-        grad_ptr, grad_scale_ptr, a_ptr, a_scale_ptr, rows, row_mask, columns, column_mask, first,
-        last, grad_stride_n, grad_stride_r, grad_scale_stride_n, grad_scale_stride_r, a_stride_k,
-        a_stride_r, a_scale_stride_k, a_scale_stride_r, A_FORMAT, B_FORMAT, BLOCK_K,
-        PREFETCH_SCALES)
-    out_ptrs = (out_ptr + group.to(tl.int64) * out_stride_g
-                + rows.to(tl.int64)[:, None] * out_stride_n
-                + columns.to(tl.int64)[None, :] * out_stride_k)
+        grad_ptr,
+        grad_scale_ptr,
+        a_ptr,
+        a_scale_ptr,
+        rows,
+        row_mask,
+        columns,
+        column_mask,
+        first,
+        last,
+        grad_stride_n,
+        grad_stride_r,
+        grad_scale_stride_n,
+        grad_scale_stride_r,
+        a_stride_k,
+        a_stride_r,
+        a_scale_stride_k,
+        a_scale_stride_r,
+        A_FORMAT,
+        B_FORMAT,
+        BLOCK_K,
+        PREFETCH_SCALES,
+    )
+    out_ptrs = (
+        out_ptr
+        + group.to(tl.int64) * out_stride_g
+        + rows.to(tl.int64)[:, None] * out_stride_n
+        + columns.to(tl.int64)[None, :] * out_stride_k
+    )
     mask = row_mask[:, None] & column_mask[None, :]
     if ACCUMULATE:
         acc += tl.load(out_ptrs, mask=mask, other=0.0)

@@ -67,8 +67,11 @@ def shared_memory(target: Target, op: Op, activation_format: str, config: GemmCo
     weight_rows = PROJECTIONS[op] * config.block_n
     hopper = target.kind == "cuda" and compute_capability(target) < 100
     widened = target.kind == "cuda" and not hopper and activation_format in ("mxfp8", FP8_TOKEN)
-    stage = (int(rows * depth * VALUE_BYTES[activation_format])
-             + weight_rows * depth // (1 if widened else 2) + (rows + weight_rows) * depth // 32)
+    stage = (
+        int(rows * depth * VALUE_BYTES[activation_format])
+        + weight_rows * depth // (1 if widened else 2)
+        + (rows + weight_rows) * depth // 32
+    )
     decoded = rows * depth * 2 if hopper and activation_format != "bf16" else 0
     loop = config.num_stages * stage + decoded
     return max(loop, rows * weight_rows * 4) + 1024  # barriers and reductions
@@ -76,8 +79,11 @@ def shared_memory(target: Target, op: Op, activation_format: str, config: GemmCo
 
 def invalid(target: Target, op: Op, activation_format: str, config: GemmConfig) -> str | None:
     """Why `config` cannot run, as a phrase; None if it can. Tuner and heuristic both use this."""
-    for name, low, high in (("block_m", MIN_BLOCK_M, 256), ("block_n", 32, 256),
-                            ("block_k", 64, 256)):
+    for name, low, high in (
+        ("block_m", MIN_BLOCK_M, 256),
+        ("block_n", 32, 256),
+        ("block_k", 64, 256),
+    ):
         value = getattr(config, name)
         if not low <= value <= high or value & (value - 1):
             return f"{name} must be a power of two from {low} to {high}, got {value}"
@@ -90,8 +96,10 @@ def invalid(target: Target, op: Op, activation_format: str, config: GemmConfig) 
     threads = config.num_warps * (64 if target.kind == "hip" else 32)
     accumulators = PROJECTIONS[op] * config.block_m * config.block_n // threads
     if accumulators > MAX_ACCUMULATORS:
-        return (f"{accumulators} accumulators a thread, at most {MAX_ACCUMULATORS}: "
-                "more warps or a smaller tile")
+        return (
+            f"{accumulators} accumulators a thread, at most {MAX_ACCUMULATORS}: "
+            "more warps or a smaller tile"
+        )
     decodes = target.kind == "cuda" and activation_format == "mxfp4"
     if decodes and config.block_m * config.block_k < 8 * threads:
         return "fewer than 8 activations a thread: fewer warps or a larger tile"
@@ -105,8 +113,14 @@ def invalid(target: Target, op: Op, activation_format: str, config: GemmConfig) 
 def require_valid(target: Target, op: Op, activation_format: str, config: GemmConfig) -> None:
     """Raise ValueError for a config (pinned or from a table) that `invalid` refuses."""
     reason = invalid(target, op, activation_format, config)
-    require(reason is None, op.value, "config", need="a config that this device can run",
-            got=f"{config} ({reason})", remedy="see configs() of the kernel for valid ones")
+    require(
+        reason is None,
+        op.value,
+        "config",
+        need="a config that this device can run",
+        got=f"{config} ({reason})",
+        remedy="see configs() of the kernel for valid ones",
+    )
 
 
 def block_m_for(rows_per_expert: float) -> int:
@@ -142,11 +156,14 @@ def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
     columns, depth = stage_dimensions(problem, op)
     block_n = 128 // PROJECTIONS[op]
     config = GemmConfig(
-        block_m=block_m, block_n=block_n,
+        block_m=block_m,
+        block_n=block_n,
         block_k=64 if block_m >= 128 and target.kind == "cuda" else 128,
-        num_warps=4 if target.kind == "hip" and block_m < 128 else 8, num_stages=4,
+        num_warps=4 if target.kind == "hip" and block_m < 128 else 8,
+        num_stages=4,
         group_m=1 if rows_per_expert(problem) <= block_m else 8,
-        split_k=split_k_for(problem, block_m, block_n, columns, depth))
+        split_k=split_k_for(problem, block_m, block_n, columns, depth),
+    )
     smaller = ({"num_stages": 3}, {"num_stages": 2}, {"num_stages": 2, "block_k": 64})
     candidates = [config, *(replace(config, **change) for change in smaller)]
     return next((c for c in candidates if invalid(target, op, name, c) is None), candidates[-1])
@@ -161,8 +178,11 @@ def split_k_for(problem: MoEProblem, block_m: int, block_n: int, columns: int, d
     hit = max(1, min(problem.num_experts, routed))
     tiles = hit * max(1, round(routed / hit / block_m)) * triton.cdiv(columns, block_n)
     steps = triton.cdiv(depth, 128)
-    return max(split for split in SPLITS if split == 1 or (
-        tiles < num_sms and split * tiles <= 2 * num_sms and steps // split >= 4))
+    return max(
+        split
+        for split in SPLITS
+        if split == 1 or (tiles < num_sms and split * tiles <= 2 * num_sms and steps // split >= 4)
+    )
 
 
 def stage_block_m(problem: MoEProblem) -> int:
@@ -176,8 +196,9 @@ def stage_configs(problem: MoEProblem, op: Op, blocks_m: Iterable[int]) -> Itera
     """Every valid config of a stage in the tuner's grid."""
     target, name = problem.target, problem.options.activation_format
     _, depth = stage_dimensions(problem, op)
-    grid = itertools.product(blocks_m, (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5),
-                             (1, 8), SPLITS)
+    grid = itertools.product(
+        blocks_m, (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5), (1, 8), SPLITS
+    )
     for block_m, block_n, block_k, num_warps, num_stages, group_m, split_k in grid:
         config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, group_m, split_k)
         enough_steps = split_k == 1 or depth // block_k >= 2 * split_k
@@ -188,8 +209,11 @@ def stage_configs(problem: MoEProblem, op: Op, blocks_m: Iterable[int]) -> Itera
 def layer_heuristic(problem: MoEProblem) -> MoEConfig:
     """Config of a whole layer: one row block for the plan and both stages."""
     block_m = block_m_for(rows_per_expert(problem))
-    return MoEConfig(block_m, gemm_heuristic(problem, Op.MOE_GATE_UP, block_m),
-                     gemm_heuristic(problem, Op.MOE_DOWN, block_m))
+    return MoEConfig(
+        block_m,
+        gemm_heuristic(problem, Op.MOE_GATE_UP, block_m),
+        gemm_heuristic(problem, Op.MOE_DOWN, block_m),
+    )
 
 
 def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
@@ -202,4 +226,3 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
             yield MoEConfig(block_m, config, down)
         for config in stage_configs(problem, Op.MOE_DOWN, (block_m,)):
             yield MoEConfig(block_m, gate_up, config)
-

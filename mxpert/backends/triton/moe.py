@@ -88,17 +88,25 @@ class _Stage:
     @staticmethod
     def plan_tensors(plan: RoutingPlan, weighted: bool) -> dict[str, torch.Tensor | None]:
         """Arguments of the plan's tensors for GEMM and finishing kernels."""
-        return {"sorted_token_ids_ptr": plan.sorted_token_ids,
-                "sorted_weights_ptr": plan.sorted_weights if weighted else None,
-                "block_expert_ids_ptr": plan.block_expert_ids, "num_valid_ptr": plan.num_valid}
+        return {
+            "sorted_token_ids_ptr": plan.sorted_token_ids,
+            "sorted_weights_ptr": plan.sorted_weights if weighted else None,
+            "block_expert_ids_ptr": plan.block_expert_ids,
+            "num_valid_ptr": plan.num_valid,
+        }
 
 
 def _operands(rows: Rows, weight: MXTensor) -> dict[str, torch.Tensor | None]:
     """Arguments of the operands of a GEMM."""
     x, x_scale, _ = operand(rows)
     row_scale = rows.scale if isinstance(rows, CodedRows) else None
-    return {"x_ptr": x, "x_scale_ptr": x_scale, "x_row_scale_ptr": row_scale,
-            "weight_ptr": weight.qdata, "weight_scale_ptr": weight.scale}
+    return {
+        "x_ptr": x,
+        "x_scale_ptr": x_scale,
+        "x_row_scale_ptr": row_scale,
+        "weight_ptr": weight.qdata,
+        "weight_scale_ptr": weight.scale,
+    }
 
 
 class _Sizes(NamedTuple):
@@ -111,44 +119,70 @@ class _Sizes(NamedTuple):
     weight_strides: tuple[int, ...]
 
     @staticmethod
-    def of(plan: RoutingPlan, row_blocks: int, rows: Rows,
-           weight: MXTensor) -> _Sizes:
+    def of(plan: RoutingPlan, row_blocks: int, rows: Rows, weight: MXTensor) -> _Sizes:
         x, x_scale, x_format = operand(rows)
-        return _Sizes(plan.routing_block_m, row_blocks, x_format,
-                      (x.stride(0), 0 if x_scale is None else x_scale.stride(0)),
-                      (*weight.qdata.stride()[:2], *weight.scale.stride()[:2]))
+        return _Sizes(
+            plan.routing_block_m,
+            row_blocks,
+            x_format,
+            (x.stride(0), 0 if x_scale is None else x_scale.stride(0)),
+            (*weight.qdata.stride()[:2], *weight.scale.stride()[:2]),
+        )
 
     def plan_arguments(self, problem: MoEProblem) -> dict[str, int]:
         """Size arguments of the plan for GEMM and finishing kernels."""
-        return {"num_tokens": problem.num_tokens, "num_experts": problem.num_experts,
-                "routing_block_m": self.routing_block_m}
+        return {
+            "num_tokens": problem.num_tokens,
+            "num_experts": problem.num_experts,
+            "routing_block_m": self.routing_block_m,
+        }
 
     def gemm_arguments(self, depth: int, config: GemmConfig, target: Target) -> dict[str, Any]:
         """Stride and tile arguments of a GEMM; every K split is a multiple of block_k."""
         k_blocks = depth // MX_BLOCK_SIZE
         k_steps = triton.cdiv(k_blocks * MX_BLOCK_SIZE, config.block_k)
         per_split = triton.cdiv(k_steps, config.split_k) * (config.block_k // MX_BLOCK_SIZE)
-        names = ("weight_stride_e", "weight_stride_n", "weight_scale_stride_e",
-                 "weight_scale_stride_n")
+        names = (
+            "weight_stride_e",
+            "weight_stride_n",
+            "weight_scale_stride_e",
+            "weight_scale_stride_n",
+        )
         return {
-            "num_k_blocks": k_blocks, "k_blocks_per_split": per_split, "split_k": config.split_k,
-            "x_stride": self.x_strides[0], "x_scale_stride": self.x_strides[1],
+            "num_k_blocks": k_blocks,
+            "k_blocks_per_split": per_split,
+            "split_k": config.split_k,
+            "x_stride": self.x_strides[0],
+            "x_scale_stride": self.x_strides[1],
             **dict(zip(names, self.weight_strides, strict=True)),
-            "X_FORMAT": self.x_format, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
+            "X_FORMAT": self.x_format,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "GROUP_M": config.group_m,
             "PREFETCH_SCALES": target.kind != "hip",
-            "num_warps": config.num_warps, "num_stages": config.num_stages}
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
 
 
 def _finish(kernel: Any, tiles: int, config: GemmConfig, epilogue: dict[str, Any]) -> Launch:
     """Launch of the kernel that sums the splits and runs the epilogue."""
-    return Launch(kernel, (tiles,), **epilogue, split_k=config.split_k, BLOCK_M=config.block_m,
-                  BLOCK_N=config.block_n, num_warps=FINISH_NUM_WARPS)
+    return Launch(
+        kernel,
+        (tiles,),
+        **epilogue,
+        split_k=config.split_k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        num_warps=FINISH_NUM_WARPS,
+    )
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _gate_up_launches(problem: MoEProblem, config: GemmConfig, sizes: _Sizes,
-                      order: GateUpOrder) -> tuple[Launch, Launch]:
+def _gate_up_launches(
+    problem: MoEProblem, config: GemmConfig, sizes: _Sizes, order: GateUpOrder
+) -> tuple[Launch, Launch]:
     """Launches of the stage-1 GEMM and of its finishing kernel, used if split_k > 1."""
     features, options = problem.intermediate_size, problem.options
     h_format = activation_mx_format(options.activation_format, problem.op.value)
@@ -157,28 +191,48 @@ def _gate_up_launches(problem: MoEProblem, config: GemmConfig, sizes: _Sizes,
         constants = scale_rule_constants(h_format, options.scale_rule)
     p0, p1 = options.activation.parameters
     epilogue: dict[str, Any] = dict(
-        num_n_blocks=features // MX_BLOCK_SIZE, gate_up_group=order.group(features),
-        partial_rows=sizes.row_blocks * config.block_m, p0=float(p0), p1=float(p1),
+        num_n_blocks=features // MX_BLOCK_SIZE,
+        gate_up_group=order.group(features),
+        partial_rows=sizes.row_blocks * config.block_m,
+        p0=float(p0),
+        p1=float(p1),
         H_FORMAT="bf16" if h_format is None else h_format.element.name,
-        ACTIVATION=options.activation.name, **constants, **sizes.plan_arguments(problem))
+        ACTIVATION=options.activation.name,
+        **constants,
+        **sizes.plan_arguments(problem),
+    )
     tiles = sizes.row_blocks * triton.cdiv(features, config.block_n)
-    return (Launch(_moe_gate_up_kernel, (tiles * config.split_k,), **epilogue,
-                   **sizes.gemm_arguments(problem.hidden_size, config, problem.target)),
-            _finish(_moe_gate_up_finish_kernel, tiles, config, epilogue))
+    return (
+        Launch(
+            _moe_gate_up_kernel,
+            (tiles * config.split_k,),
+            **epilogue,
+            **sizes.gemm_arguments(problem.hidden_size, config, problem.target),
+        ),
+        _finish(_moe_gate_up_finish_kernel, tiles, config, epilogue),
+    )
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _down_launches(problem: MoEProblem, config: GemmConfig,
-                   sizes: _Sizes) -> tuple[Launch, Launch]:
+def _down_launches(problem: MoEProblem, config: GemmConfig, sizes: _Sizes) -> tuple[Launch, Launch]:
     """Launches of the stage-2 GEMM and of its finishing kernel, used if split_k > 1."""
     columns = problem.hidden_size
     epilogue: dict[str, Any] = dict(
-        num_n_blocks=columns // MX_BLOCK_SIZE, partial_rows=sizes.row_blocks * config.block_m,
-        ATOMIC=problem.options.combine is Combine.ATOMIC, **sizes.plan_arguments(problem))
+        num_n_blocks=columns // MX_BLOCK_SIZE,
+        partial_rows=sizes.row_blocks * config.block_m,
+        ATOMIC=problem.options.combine is Combine.ATOMIC,
+        **sizes.plan_arguments(problem),
+    )
     tiles = sizes.row_blocks * triton.cdiv(columns, config.block_n)
-    return (Launch(_moe_down_kernel, (tiles * config.split_k,), **epilogue,
-                   **sizes.gemm_arguments(problem.intermediate_size, config, problem.target)),
-            _finish(_moe_down_finish_kernel, tiles, config, epilogue))
+    return (
+        Launch(
+            _moe_down_kernel,
+            (tiles * config.split_k,),
+            **epilogue,
+            **sizes.gemm_arguments(problem.intermediate_size, config, problem.target),
+        ),
+        _finish(_moe_down_finish_kernel, tiles, config, epilogue),
+    )
 
 
 class _GateUp(_Stage):
@@ -187,15 +241,26 @@ class _GateUp(_Stage):
     op = Op.MOE_GATE_UP
 
     def launch(
-        self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
-        weights: MoEWeights, plan: RoutingPlan,
+        self,
+        problem: MoEProblem,
+        config: GemmConfig,
+        *,
+        x: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        plan: RoutingPlan,
     ) -> torch.Tensor | MXTensor:
         """Return the intermediate [P, F] in sorted order; padding rows are uninitialised."""
         return self.run(problem, config, x=x, weights=weights, plan=plan, num_rows=plan.capacity)
 
     def run(
-        self, problem: MoEProblem, config: GemmConfig, *, x: torch.Tensor | MXTensor,
-        weights: MoEWeights, plan: RoutingPlan, num_rows: int,
+        self,
+        problem: MoEProblem,
+        config: GemmConfig,
+        *,
+        x: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        plan: RoutingPlan,
+        num_rows: int,
     ) -> torch.Tensor | MXTensor:
         """As `launch`, but allocate `num_rows` rows."""
         self.check(problem, config)
@@ -207,29 +272,42 @@ class _GateUp(_Stage):
         h_data, h_scale, _ = operand(h)
         partial = None
         if config.split_k > 1:
-            partial = h_data.new_empty((config.split_k, row_blocks * config.block_m,
-                                        2 * weights.intermediate_size), dtype=torch.float32)
+            partial = h_data.new_empty(
+                (config.split_k, row_blocks * config.block_m, 2 * weights.intermediate_size),
+                dtype=torch.float32,
+            )
         assert weights.gate_up_order is not None  # checked by MoEWeights
         gemm, finish = _gate_up_launches(
-            problem, config, _Sizes.of(plan, row_blocks, rows, weights.gate_up_proj),
-            weights.gate_up_order)
-        epilogue = dict(h_ptr=h_data, h_scale_ptr=h_scale, partial_ptr=partial,
-                        bias_ptr=weights.gate_up_bias,
-                        **self.plan_tensors(plan, problem.options.apply_router_weight_on_input))
+            problem,
+            config,
+            _Sizes.of(plan, row_blocks, rows, weights.gate_up_proj),
+            weights.gate_up_order,
+        )
+        epilogue = dict(
+            h_ptr=h_data,
+            h_scale_ptr=h_scale,
+            partial_ptr=partial,
+            bias_ptr=weights.gate_up_bias,
+            **self.plan_tensors(plan, problem.options.apply_router_weight_on_input),
+        )
         gemm(**epilogue, **_operands(rows, weights.gate_up_proj))
         if partial is not None:
             finish(**epilogue)
         return h
 
     @staticmethod
-    def _allocate(options: MoEOptions, num_rows: int,
-                  weights: MoEWeights) -> torch.Tensor | MXTensor:
+    def _allocate(
+        options: MoEOptions, num_rows: int, weights: MoEWeights
+    ) -> torch.Tensor | MXTensor:
         features, empty = weights.intermediate_size, weights.gate_up_proj.qdata.new_empty
         format = activation_mx_format(options.activation_format, Op.MOE_GATE_UP.value)
         if format is None:
             return empty((num_rows, features), dtype=torch.bfloat16)
-        return MXTensor(empty((num_rows, features // format.codes_per_byte)),
-                        empty((num_rows, features // format.block_size)), format)
+        return MXTensor(
+            empty((num_rows, features // format.codes_per_byte)),
+            empty((num_rows, features // format.block_size)),
+            format,
+        )
 
 
 class _Down(_Stage):
@@ -238,18 +316,25 @@ class _Down(_Stage):
     op = Op.MOE_DOWN
 
     def launch(
-        self, problem: MoEProblem, config: GemmConfig, *, h: torch.Tensor | MXTensor,
-        weights: MoEWeights, plan: RoutingPlan,
+        self,
+        problem: MoEProblem,
+        config: GemmConfig,
+        *,
+        h: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        plan: RoutingPlan,
     ) -> torch.Tensor:
         """Return [T, H], or with FLAT [P, H] whose padding rows are uninitialised."""
         self.check(problem, config)
         options = problem.options
         flat, atomic = options.combine is Combine.FLAT, options.combine is Combine.ATOMIC
         row_blocks = self.row_blocks(plan, config)
-        num_rows = (plan.capacity if flat else plan.num_tokens if atomic
-                    else row_blocks * config.block_m)
+        num_rows = (
+            plan.capacity if flat else plan.num_tokens if atomic else row_blocks * config.block_m
+        )
         out = weights.down_proj.qdata.new_empty(
-            (num_rows, problem.hidden_size), dtype=torch.float32 if atomic else options.out_dtype)
+            (num_rows, problem.hidden_size), dtype=torch.float32 if atomic else options.out_dtype
+        )
         if atomic:
             out.zero_()
         if row_blocks:
@@ -263,20 +348,31 @@ class _Down(_Stage):
         return combine_rows(out, plan.slot_rows, problem.target)
 
     def _multiply(
-        self, out: torch.Tensor, problem: MoEProblem, config: GemmConfig,
-        h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, row_blocks: int,
+        self,
+        out: torch.Tensor,
+        problem: MoEProblem,
+        config: GemmConfig,
+        h: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        plan: RoutingPlan,
+        row_blocks: int,
     ) -> None:
         """Run the GEMM and its epilogue into `out`: by sorted row, or by token for ATOMIC."""
         partial = None
         if config.split_k > 1:
-            partial = out.new_empty((config.split_k, row_blocks * config.block_m, out.shape[1]),
-                                    dtype=torch.float32)
+            partial = out.new_empty(
+                (config.split_k, row_blocks * config.block_m, out.shape[1]), dtype=torch.float32
+            )
         rows = _gemm_rows(problem, h)
-        gemm, finish = _down_launches(problem, config,
-                                      _Sizes.of(plan, row_blocks, rows, weights.down_proj))
+        gemm, finish = _down_launches(
+            problem, config, _Sizes.of(plan, row_blocks, rows, weights.down_proj)
+        )
         epilogue = dict(
-            out_ptr=out, partial_ptr=partial, bias_ptr=weights.down_bias,
-            **self.plan_tensors(plan, not problem.options.apply_router_weight_on_input))
+            out_ptr=out,
+            partial_ptr=partial,
+            bias_ptr=weights.down_bias,
+            **self.plan_tensors(plan, not problem.options.apply_router_weight_on_input),
+        )
         gemm(**epilogue, **_operands(rows, weights.down_proj))
         if partial is not None:
             finish(**epilogue)
@@ -311,35 +407,67 @@ class TwoStageLayer:
         return config
 
     def launch(
-        self, problem: MoEProblem, config: MoEConfig, *, x: torch.Tensor | MXTensor,
-        weights: MoEWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None, num_local_tokens: torch.Tensor | None,
+        self,
+        problem: MoEProblem,
+        config: MoEConfig,
+        *,
+        x: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        num_local_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return [T, H] in ``options.out_dtype``; launch nothing if T = 0."""
         if problem.num_tokens == 0:
-            return torch.empty((0, weights.hidden_size), dtype=problem.options.out_dtype,
-                               device=weights.device)
+            return torch.empty(
+                (0, weights.hidden_size), dtype=problem.options.out_dtype, device=weights.device
+            )
         num_global = problem.num_experts if expert_map is None else expert_map.shape[0]
-        plan = PLAN.launch(*_layer_routing(problem, num_global, config.routing_block_m),
-                           topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map,
-                           num_local_tokens=num_local_tokens)
+        plan = PLAN.launch(
+            *_layer_routing(problem, num_global, config.routing_block_m),
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_map=expert_map,
+            num_local_tokens=num_local_tokens,
+        )
         return self.stages(problem, config, x, weights, plan)
 
-    def stages(self, problem: MoEProblem, config: MoEConfig, x: torch.Tensor | MXTensor,
-               weights: MoEWeights, plan: RoutingPlan) -> torch.Tensor:
+    def stages(
+        self,
+        problem: MoEProblem,
+        config: MoEConfig,
+        x: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        plan: RoutingPlan,
+    ) -> torch.Tensor:
         """Run both stages with a given plan; return [T, H]."""
-        h = self._gate_up.run(problem, config.gate_up, x=x, weights=weights, plan=plan,
-                              num_rows=plan.max_blocks * plan.routing_block_m)
+        h = self._gate_up.run(
+            problem,
+            config.gate_up,
+            x=x,
+            weights=weights,
+            plan=plan,
+            num_rows=plan.max_blocks * plan.routing_block_m,
+        )
         y: torch.Tensor = self._down.launch(problem, config.down, h=h, weights=weights, plan=plan)
         return y
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _layer_routing(problem: MoEProblem, num_global: int,
-                   routing_block_m: int) -> tuple[RoutingProblem, PlanConfig]:
+def _layer_routing(
+    problem: MoEProblem, num_global: int, routing_block_m: int
+) -> tuple[RoutingProblem, PlanConfig]:
     """Problem and config of the routing plan of a layer."""
-    routing = RoutingProblem(Op.ROUTING_PLAN, problem.target, problem.num_tokens, problem.top_k,
-                             num_global, problem.num_experts, routing_block_m)
+    routing = RoutingProblem(
+        Op.ROUTING_PLAN,
+        problem.target,
+        problem.num_tokens,
+        problem.top_k,
+        num_global,
+        problem.num_experts,
+        routing_block_m,
+    )
     return routing, PLAN.heuristic(routing)
 
 
@@ -358,8 +486,9 @@ def quantize_rows(problem: MoEProblem, x: torch.Tensor | MXTensor) -> torch.Tens
     format = activation_mx_format(problem.options.activation_format, problem.op.value)
     if format is None or isinstance(x, MXTensor):
         return x
-    quantize = QuantizeProblem(Op.QUANTIZE, problem.target, tuple(x.shape), -1, x.dtype, format,
-                               problem.options.scale_rule)
+    quantize = QuantizeProblem(
+        Op.QUANTIZE, problem.target, tuple(x.shape), -1, x.dtype, format, problem.options.scale_rule
+    )
     return QUANTIZE.launch(quantize, QUANTIZE.heuristic(quantize), x=x)
 
 

@@ -18,8 +18,16 @@ import triton.language as tl
 from .epilogue import finish_down, finish_gate_up, gate_up_row
 
 GEMM_SCALARS = (
-    "num_tokens", "num_experts", "num_k_blocks", "num_n_blocks", "routing_block_m", "split_k",
-    "k_blocks_per_split", "partial_rows", "x_scale_stride", "weight_scale_stride_e",
+    "num_tokens",
+    "num_experts",
+    "num_k_blocks",
+    "num_n_blocks",
+    "routing_block_m",
+    "split_k",
+    "k_blocks_per_split",
+    "partial_rows",
+    "x_scale_stride",
+    "weight_scale_stride_e",
     "weight_scale_stride_n",
 )
 """Integers that Triton must not specialise on: they may be 1 or odd, which would compile one binary
@@ -55,29 +63,54 @@ def open_rows(sorted_token_ids_ptr, tile_m, num_tokens, BLOCK_M: tl.constexpr):
 def load_scales(row_ptrs, row_mask, k_block, num_k_blocks, BLOCK_K: tl.constexpr):
     """Load E8M0 scales, [rows, BLOCK_K/32] uint8; 0 outside the matrix."""
     blocks = k_block + tl.arange(0, BLOCK_K // 32)
-    return tl.load(row_ptrs[:, None] + blocks[None, :], other=0,
-                   mask=row_mask[:, None] & (blocks < num_k_blocks)[None, :])
+    return tl.load(
+        row_ptrs[:, None] + blocks[None, :],
+        other=0,
+        mask=row_mask[:, None] & (blocks < num_k_blocks)[None, :],
+    )
 
 
 @triton.jit
-def load_rows(row_ptrs, row_mask, k_block, num_k_blocks, FORMAT: tl.constexpr,
-              BLOCK_K: tl.constexpr):
+def load_rows(
+    row_ptrs, row_mask, k_block, num_k_blocks, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """Load codes or bf16 values, [rows, BLOCK_K] (e2m1: [rows, BLOCK_K/2] uint8, two codes a byte).
 
     Elements outside the matrix are 0.
     """
     PER_BLOCK: tl.constexpr = 16 if FORMAT == "e2m1" else 32
     k = k_block * PER_BLOCK + tl.arange(0, BLOCK_K // 32 * PER_BLOCK)
-    return tl.load(row_ptrs[:, None] + k[None, :], other=0,
-                   mask=row_mask[:, None] & (k < num_k_blocks * PER_BLOCK)[None, :])
+    return tl.load(
+        row_ptrs[:, None] + k[None, :],
+        other=0,
+        mask=row_mask[:, None] & (k < num_k_blocks * PER_BLOCK)[None, :],
+    )
 
 
 @triton.jit
 def multiply_tile(
-    x_ptr, x_scale_ptr, x_row_scale_ptr, weight_ptr, weight_scale_ptr, x_rows, x_mask, expert,
-    weight_rows, weight_mask, x_stride, x_scale_stride, weight_stride_e, weight_stride_n,
-    weight_scale_stride_e, weight_scale_stride_n, first_block, last_block, num_k_blocks,
-    X_FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH_SCALES: tl.constexpr,
+    x_ptr,
+    x_scale_ptr,
+    x_row_scale_ptr,
+    weight_ptr,
+    weight_scale_ptr,
+    x_rows,
+    x_mask,
+    expert,
+    weight_rows,
+    weight_mask,
+    x_stride,
+    x_scale_stride,
+    weight_stride_e,
+    weight_stride_n,
+    weight_scale_stride_e,
+    weight_scale_stride_n,
+    first_block,
+    last_block,
+    num_k_blocks,
+    X_FORMAT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
 ):
     """``x[x_rows] @ w[expert, weight_rows].T`` over blocks `first_block` to `last_block` of K.
 
@@ -90,8 +123,11 @@ def multiply_tile(
     x_ptrs = x_ptr + x_rows.to(tl.int64) * x_stride
     weight_rows = weight_rows.to(tl.int64)
     w_ptrs = weight_ptr + expert.to(tl.int64) * weight_stride_e + weight_rows * weight_stride_n
-    w_scale_ptrs = (weight_scale_ptr + expert.to(tl.int64) * weight_scale_stride_e
-                    + weight_rows * weight_scale_stride_n)
+    w_scale_ptrs = (
+        weight_scale_ptr
+        + expert.to(tl.int64) * weight_scale_stride_e
+        + weight_rows * weight_scale_stride_n
+    )
     STEP: tl.constexpr = BLOCK_K // 32
     # On NVIDIA scales are too narrow for asynchronous copies, so the pipeliner would load them in
     # the step that uses them. They are loaded one step ahead here. On AMD the pipeliner does that.
@@ -104,10 +140,12 @@ def multiply_tile(
             # w_scale [WEIGHT_ROWS, STEP] uint8 E8M0
             x = load_rows(x_ptrs, x_mask, k_block, num_k_blocks, "bf16", BLOCK_K)
             w = load_rows(w_ptrs, weight_mask, k_block, num_k_blocks, "e2m1", BLOCK_K)
-            next_w_scale = load_scales(w_scale_ptrs, weight_mask, k_block + AHEAD, num_k_blocks,
-                                       BLOCK_K)
-            acc = tl.dot_scaled(x, None, "bf16", w.T,
-                                w_scale if PREFETCH_SCALES else next_w_scale, "e2m1", acc)
+            next_w_scale = load_scales(
+                w_scale_ptrs, weight_mask, k_block + AHEAD, num_k_blocks, BLOCK_K
+            )
+            acc = tl.dot_scaled(
+                x, None, "bf16", w.T, w_scale if PREFETCH_SCALES else next_w_scale, "e2m1", acc
+            )
             w_scale = next_w_scale
         return acc
     else:
@@ -120,10 +158,18 @@ def multiply_tile(
             x = load_rows(x_ptrs, x_mask, k_block, num_k_blocks, X_FORMAT, BLOCK_K)
             w = load_rows(w_ptrs, weight_mask, k_block, num_k_blocks, "e2m1", BLOCK_K)
             next_x_scale = load_scales(x_scale_ptrs, x_mask, k_block + AHEAD, num_k_blocks, BLOCK_K)
-            next_w_scale = load_scales(w_scale_ptrs, weight_mask, k_block + AHEAD, num_k_blocks,
-                                       BLOCK_K)
-            acc = tl.dot_scaled(w, w_scale if PREFETCH_SCALES else next_w_scale, "e2m1", x.T,
-                                x_scale if PREFETCH_SCALES else next_x_scale, X_FORMAT, acc)
+            next_w_scale = load_scales(
+                w_scale_ptrs, weight_mask, k_block + AHEAD, num_k_blocks, BLOCK_K
+            )
+            acc = tl.dot_scaled(
+                w,
+                w_scale if PREFETCH_SCALES else next_w_scale,
+                "e2m1",
+                x.T,
+                x_scale if PREFETCH_SCALES else next_x_scale,
+                X_FORMAT,
+                acc,
+            )
             x_scale, w_scale = next_x_scale, next_w_scale
         acc = acc.T
         if x_row_scale_ptr is not None:
@@ -144,8 +190,9 @@ def split_gate_up(acc):
 
 
 @triton.jit
-def store_partial(partial_ptr, acc, split, partial_rows, rows, row_mask, columns, column_mask,
-                  width):
+def store_partial(
+    partial_ptr, acc, split, partial_rows, rows, row_mask, columns, column_mask, width
+):
     """Store the float32 accumulators of one split into scratch [split_k, partial_rows, width]."""
     offsets = (split.to(tl.int64) * partial_rows + rows)[:, None] * width + columns[None, :]
     tl.store(partial_ptr + offsets, acc, mask=row_mask[:, None] & column_mask[None, :])
@@ -153,8 +200,16 @@ def store_partial(partial_ptr, acc, split, partial_rows, rows, row_mask, columns
 
 @triton.jit
 def sum_partials(
-    partial_ptr, split_k, partial_rows, rows, row_mask, columns, column_mask, width,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    partial_ptr,
+    split_k,
+    partial_rows,
+    rows,
+    row_mask,
+    columns,
+    column_mask,
+    width,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Sum the splits in ascending order, float32 [BLOCK_M, BLOCK_N]."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -166,19 +221,51 @@ def sum_partials(
     return total
 
 
-@triton.jit(do_not_specialize=(*GEMM_SCALARS, "gate_up_group", "p0", "p1"),
-            do_not_specialize_on_alignment=("x_scale_ptr", "weight_scale_ptr"))
+@triton.jit(
+    do_not_specialize=(*GEMM_SCALARS, "gate_up_group", "p0", "p1"),
+    do_not_specialize_on_alignment=("x_scale_ptr", "weight_scale_ptr"),
+)
 def _moe_gate_up_kernel(
-    h_ptr, h_scale_ptr, partial_ptr,
-    x_ptr, x_scale_ptr, x_row_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr,
-    sorted_token_ids_ptr, sorted_weights_ptr, block_expert_ids_ptr, num_valid_ptr,
-    num_tokens, num_experts, num_k_blocks, num_n_blocks, gate_up_group, routing_block_m,
-    split_k, k_blocks_per_split, partial_rows, p0, p1,
-    x_stride, x_scale_stride, weight_stride_e, weight_stride_n, weight_scale_stride_e,
+    h_ptr,
+    h_scale_ptr,
+    partial_ptr,
+    x_ptr,
+    x_scale_ptr,
+    x_row_scale_ptr,
+    weight_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    sorted_token_ids_ptr,
+    sorted_weights_ptr,
+    block_expert_ids_ptr,
+    num_valid_ptr,
+    num_tokens,
+    num_experts,
+    num_k_blocks,
+    num_n_blocks,
+    gate_up_group,
+    routing_block_m,
+    split_k,
+    k_blocks_per_split,
+    partial_rows,
+    p0,
+    p1,
+    x_stride,
+    x_scale_stride,
+    weight_stride_e,
+    weight_stride_n,
+    weight_scale_stride_e,
     weight_scale_stride_n,
-    X_FORMAT: tl.constexpr, H_FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, EMAX: tl.constexpr,
-    THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    X_FORMAT: tl.constexpr,
+    H_FORMAT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    INF_BYTE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
 ):
     """Stage 1: gather tokens, multiply gate and up, then run the epilogue `finish_gate_up`.
@@ -186,8 +273,9 @@ def _moe_gate_up_kernel(
     With split-K (partial_ptr is given) store float32 partial sums instead of the epilogue.
     """
     num_features = num_n_blocks * 32
-    tile_m, tile_n, split = schedule(num_valid_ptr, tl.cdiv(num_features, BLOCK_N), split_k,
-                                     BLOCK_M, GROUP_M)
+    tile_m, tile_n, split = schedule(
+        num_valid_ptr, tl.cdiv(num_features, BLOCK_N), split_k, BLOCK_M, GROUP_M
+    )
     if tile_m < 0:
         return
     expert = tl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
@@ -203,35 +291,116 @@ def _moe_gate_up_kernel(
     first = split * k_blocks_per_split
     last = tl.minimum(first + k_blocks_per_split, num_k_blocks)
     acc = multiply_tile(
-        x_ptr, x_scale_ptr, x_row_scale_ptr, weight_ptr, weight_scale_ptr, tokens, row_mask, expert,
-        weight_rows, both < num_features, x_stride, x_scale_stride, weight_stride_e,
-        weight_stride_n, weight_scale_stride_e, weight_scale_stride_n, first, last, num_k_blocks,
-        X_FORMAT, BLOCK_K, PREFETCH_SCALES)
+        x_ptr,
+        x_scale_ptr,
+        x_row_scale_ptr,
+        weight_ptr,
+        weight_scale_ptr,
+        tokens,
+        row_mask,
+        expert,
+        weight_rows,
+        both < num_features,
+        x_stride,
+        x_scale_stride,
+        weight_stride_e,
+        weight_stride_n,
+        weight_scale_stride_e,
+        weight_scale_stride_n,
+        first,
+        last,
+        num_k_blocks,
+        X_FORMAT,
+        BLOCK_K,
+        PREFETCH_SCALES,
+    )
     gate, up = split_gate_up(acc)  # [BLOCK_M, BLOCK_N] each
     features = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     feature_mask = features < num_features
     if partial_ptr is not None:
-        store_partial(partial_ptr, gate, split, partial_rows, rows, row_mask, features,
-                      feature_mask, 2 * num_features)
-        store_partial(partial_ptr + num_features, up, split, partial_rows, rows, row_mask,
-                      features, feature_mask, 2 * num_features)
+        store_partial(
+            partial_ptr,
+            gate,
+            split,
+            partial_rows,
+            rows,
+            row_mask,
+            features,
+            feature_mask,
+            2 * num_features,
+        )
+        store_partial(
+            partial_ptr + num_features,
+            up,
+            split,
+            partial_rows,
+            rows,
+            row_mask,
+            features,
+            feature_mask,
+            2 * num_features,
+        )
     else:
-        finish_gate_up(h_ptr, h_scale_ptr, gate, up, bias_ptr, sorted_weights_ptr, expert, rows,
-                       row_mask, tile_n * BLOCK_N, num_features, gate_up_group, p0, p1,
-                       ACTIVATION, H_FORMAT, EMAX, THRESHOLD, INF_BYTE)
+        finish_gate_up(
+            h_ptr,
+            h_scale_ptr,
+            gate,
+            up,
+            bias_ptr,
+            sorted_weights_ptr,
+            expert,
+            rows,
+            row_mask,
+            tile_n * BLOCK_N,
+            num_features,
+            gate_up_group,
+            p0,
+            p1,
+            ACTIVATION,
+            H_FORMAT,
+            EMAX,
+            THRESHOLD,
+            INF_BYTE,
+        )
 
 
-@triton.jit(do_not_specialize=(
-    "num_tokens", "num_experts", "num_n_blocks", "gate_up_group", "routing_block_m", "split_k",
-    "partial_rows", "p0", "p1"))
+@triton.jit(
+    do_not_specialize=(
+        "num_tokens",
+        "num_experts",
+        "num_n_blocks",
+        "gate_up_group",
+        "routing_block_m",
+        "split_k",
+        "partial_rows",
+        "p0",
+        "p1",
+    )
+)
 def _moe_gate_up_finish_kernel(
-    h_ptr, h_scale_ptr,
-    partial_ptr, bias_ptr, sorted_token_ids_ptr, sorted_weights_ptr, block_expert_ids_ptr,
+    h_ptr,
+    h_scale_ptr,
+    partial_ptr,
+    bias_ptr,
+    sorted_token_ids_ptr,
+    sorted_weights_ptr,
+    block_expert_ids_ptr,
     num_valid_ptr,
-    num_tokens, num_experts, num_n_blocks, gate_up_group, routing_block_m, split_k, partial_rows,
-    p0, p1,
-    H_FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, EMAX: tl.constexpr,
-    THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr, BLOCK_M: tl.constexpr,
+    num_tokens,
+    num_experts,
+    num_n_blocks,
+    gate_up_group,
+    routing_block_m,
+    split_k,
+    partial_rows,
+    p0,
+    p1,
+    H_FORMAT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    INF_BYTE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Stage 1 after split-K: sum the splits in order, then run `finish_gate_up`."""
@@ -244,35 +413,100 @@ def _moe_gate_up_finish_kernel(
         return
     rows, _tokens, row_mask = open_rows(sorted_token_ids_ptr, tile_m, num_tokens, BLOCK_M)
     features = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    gate = sum_partials(partial_ptr, split_k, partial_rows, rows, row_mask, features,
-                        features < num_features, 2 * num_features, BLOCK_M, BLOCK_N)
-    up = sum_partials(partial_ptr + num_features, split_k, partial_rows, rows, row_mask, features,
-                      features < num_features, 2 * num_features, BLOCK_M, BLOCK_N)
-    finish_gate_up(h_ptr, h_scale_ptr, gate, up, bias_ptr, sorted_weights_ptr, expert, rows,
-                   row_mask, tile_n * BLOCK_N, num_features, gate_up_group, p0, p1, ACTIVATION,
-                   H_FORMAT, EMAX, THRESHOLD, INF_BYTE)
+    gate = sum_partials(
+        partial_ptr,
+        split_k,
+        partial_rows,
+        rows,
+        row_mask,
+        features,
+        features < num_features,
+        2 * num_features,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    up = sum_partials(
+        partial_ptr + num_features,
+        split_k,
+        partial_rows,
+        rows,
+        row_mask,
+        features,
+        features < num_features,
+        2 * num_features,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    finish_gate_up(
+        h_ptr,
+        h_scale_ptr,
+        gate,
+        up,
+        bias_ptr,
+        sorted_weights_ptr,
+        expert,
+        rows,
+        row_mask,
+        tile_n * BLOCK_N,
+        num_features,
+        gate_up_group,
+        p0,
+        p1,
+        ACTIVATION,
+        H_FORMAT,
+        EMAX,
+        THRESHOLD,
+        INF_BYTE,
+    )
 
 
-@triton.jit(do_not_specialize=GEMM_SCALARS,
-            do_not_specialize_on_alignment=("x_scale_ptr", "weight_scale_ptr"))
+@triton.jit(
+    do_not_specialize=GEMM_SCALARS,
+    do_not_specialize_on_alignment=("x_scale_ptr", "weight_scale_ptr"),
+)
 def _moe_down_kernel(
-    out_ptr, partial_ptr,
-    x_ptr, x_scale_ptr, x_row_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr,
-    sorted_token_ids_ptr, sorted_weights_ptr, block_expert_ids_ptr, num_valid_ptr,
-    num_tokens, num_experts, num_k_blocks, num_n_blocks, routing_block_m,
-    split_k, k_blocks_per_split, partial_rows,
-    x_stride, x_scale_stride, weight_stride_e, weight_stride_n, weight_scale_stride_e,
+    out_ptr,
+    partial_ptr,
+    x_ptr,
+    x_scale_ptr,
+    x_row_scale_ptr,
+    weight_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    sorted_token_ids_ptr,
+    sorted_weights_ptr,
+    block_expert_ids_ptr,
+    num_valid_ptr,
+    num_tokens,
+    num_experts,
+    num_k_blocks,
+    num_n_blocks,
+    routing_block_m,
+    split_k,
+    k_blocks_per_split,
+    partial_rows,
+    x_stride,
+    x_scale_stride,
+    weight_stride_e,
+    weight_stride_n,
+    weight_scale_stride_e,
     weight_scale_stride_n,
-    X_FORMAT: tl.constexpr, ATOMIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PREFETCH_SCALES: tl.constexpr,
+    X_FORMAT: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
 ):
     """Stage 2: multiply sorted rows by the down projection, then run the epilogue `finish_down`.
 
     With split-K (partial_ptr is given) store float32 partial sums instead of the epilogue.
     """
     num_columns = num_n_blocks * 32
-    tile_m, tile_n, split = schedule(num_valid_ptr, tl.cdiv(num_columns, BLOCK_N), split_k,
-                                     BLOCK_M, GROUP_M)
+    tile_m, tile_n, split = schedule(
+        num_valid_ptr, tl.cdiv(num_columns, BLOCK_N), split_k, BLOCK_M, GROUP_M
+    )
     if tile_m < 0:
         return
     expert = tl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
@@ -286,26 +520,76 @@ def _moe_down_kernel(
     first = split * k_blocks_per_split
     last = tl.minimum(first + k_blocks_per_split, num_k_blocks)
     acc = multiply_tile(
-        x_ptr, x_scale_ptr, x_row_scale_ptr, weight_ptr, weight_scale_ptr, rows, row_mask, expert,
-        columns, column_mask, x_stride, x_scale_stride, weight_stride_e, weight_stride_n,
-        weight_scale_stride_e, weight_scale_stride_n, first, last, num_k_blocks, X_FORMAT,
-        BLOCK_K, PREFETCH_SCALES)
+        x_ptr,
+        x_scale_ptr,
+        x_row_scale_ptr,
+        weight_ptr,
+        weight_scale_ptr,
+        rows,
+        row_mask,
+        expert,
+        columns,
+        column_mask,
+        x_stride,
+        x_scale_stride,
+        weight_stride_e,
+        weight_stride_n,
+        weight_scale_stride_e,
+        weight_scale_stride_n,
+        first,
+        last,
+        num_k_blocks,
+        X_FORMAT,
+        BLOCK_K,
+        PREFETCH_SCALES,
+    )
     if partial_ptr is not None:
-        store_partial(partial_ptr, acc, split, partial_rows, rows, row_mask, columns, column_mask,
-                      num_columns)
+        store_partial(
+            partial_ptr, acc, split, partial_rows, rows, row_mask, columns, column_mask, num_columns
+        )
     else:
-        finish_down(out_ptr, acc, bias_ptr, sorted_weights_ptr, expert, rows, tokens, row_mask,
-                    tile_n * BLOCK_N, num_columns, ATOMIC)
+        finish_down(
+            out_ptr,
+            acc,
+            bias_ptr,
+            sorted_weights_ptr,
+            expert,
+            rows,
+            tokens,
+            row_mask,
+            tile_n * BLOCK_N,
+            num_columns,
+            ATOMIC,
+        )
 
 
-@triton.jit(do_not_specialize=(
-    "num_tokens", "num_experts", "num_n_blocks", "routing_block_m", "split_k", "partial_rows"))
+@triton.jit(
+    do_not_specialize=(
+        "num_tokens",
+        "num_experts",
+        "num_n_blocks",
+        "routing_block_m",
+        "split_k",
+        "partial_rows",
+    )
+)
 def _moe_down_finish_kernel(
     out_ptr,
-    partial_ptr, bias_ptr, sorted_token_ids_ptr, sorted_weights_ptr, block_expert_ids_ptr,
+    partial_ptr,
+    bias_ptr,
+    sorted_token_ids_ptr,
+    sorted_weights_ptr,
+    block_expert_ids_ptr,
     num_valid_ptr,
-    num_tokens, num_experts, num_n_blocks, routing_block_m, split_k, partial_rows,
-    ATOMIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    num_tokens,
+    num_experts,
+    num_n_blocks,
+    routing_block_m,
+    split_k,
+    partial_rows,
+    ATOMIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Stage 2 after split-K: sum the splits in order, then run `finish_down`."""
     num_columns = num_n_blocks * 32
@@ -317,7 +601,28 @@ def _moe_down_finish_kernel(
         return
     rows, tokens, row_mask = open_rows(sorted_token_ids_ptr, tile_m, num_tokens, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    values = sum_partials(partial_ptr, split_k, partial_rows, rows, row_mask, columns,
-                          columns < num_columns, num_columns, BLOCK_M, BLOCK_N)
-    finish_down(out_ptr, values, bias_ptr, sorted_weights_ptr, expert, rows, tokens, row_mask,
-                tile_n * BLOCK_N, num_columns, ATOMIC)
+    values = sum_partials(
+        partial_ptr,
+        split_k,
+        partial_rows,
+        rows,
+        row_mask,
+        columns,
+        columns < num_columns,
+        num_columns,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    finish_down(
+        out_ptr,
+        values,
+        bias_ptr,
+        sorted_weights_ptr,
+        expert,
+        rows,
+        tokens,
+        row_mask,
+        tile_n * BLOCK_N,
+        num_columns,
+        ATOMIC,
+    )

@@ -81,9 +81,11 @@ class Quantize(_Spec):
 def _code_shapes(problem: QuantizeProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of codes and scales."""
     axis = problem.axis + len(problem.shape)
-    before, size, after = problem.shape[:axis], problem.shape[axis], problem.shape[axis + 1:]
-    return ((*before, size // problem.format.codes_per_byte, *after),
-            (*before, size // problem.format.block_size, *after))
+    before, size, after = problem.shape[:axis], problem.shape[axis], problem.shape[axis + 1 :]
+    return (
+        (*before, size // problem.format.codes_per_byte, *after),
+        (*before, size // problem.format.block_size, *after),
+    )
 
 
 def _dense_rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
@@ -101,23 +103,37 @@ def _dense_rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _quantize_rows(fmt: MXFormat, rule: ScaleRule, num_rows: int, width: int,
-                   stride: int) -> Launch:
+def _quantize_rows(
+    fmt: MXFormat, rule: ScaleRule, num_rows: int, width: int, stride: int
+) -> Launch:
     block_columns = min(_MAX_ROW_COLUMNS, triton.next_power_of_2(width))
     block_rows = _TILE // block_columns
     return Launch(
         _quantize_rows_kernel,
         (triton.cdiv(num_rows, block_rows) * triton.cdiv(width, block_columns),),
-        num_rows=num_rows, num_blocks=width // MX_BLOCK_SIZE, row_stride=stride,
-        FORMAT=fmt.element.name, **scale_rule_constants(fmt, rule), BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns, num_warps=4)
+        num_rows=num_rows,
+        num_blocks=width // MX_BLOCK_SIZE,
+        row_stride=stride,
+        FORMAT=fmt.element.name,
+        **scale_rule_constants(fmt, rule),
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns,
+        num_warps=4,
+    )
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _quantize_columns(fmt: MXFormat, rule: ScaleRule, numel: int, inner: int) -> Launch:
     grid, block_columns = _column_tiles(numel, inner)
-    return Launch(_quantize_columns_kernel, grid, num_columns=inner, FORMAT=fmt.element.name,
-                  **scale_rule_constants(fmt, rule), BLOCK_COLUMNS=block_columns, num_warps=4)
+    return Launch(
+        _quantize_columns_kernel,
+        grid,
+        num_columns=inner,
+        FORMAT=fmt.element.name,
+        **scale_rule_constants(fmt, rule),
+        BLOCK_COLUMNS=block_columns,
+        num_warps=4,
+    )
 
 
 def _column_tiles(numel: int, num_columns: int) -> tuple[tuple[int], int]:
@@ -135,10 +151,12 @@ class Dequantize(_Spec):
     def launch(self, problem: QuantizeProblem, config: Config, *, tensor: MXTensor) -> torch.Tensor:
         out = torch.empty(tensor.shape, dtype=problem.dtype, device=tensor.device)
         if out.numel() > 0:
-            inner = math.prod(out.shape[tensor.axis:][1:])
+            inner = math.prod(out.shape[tensor.axis :][1:])
             _dequantize(tensor.format.element.name, out.numel(), inner)(
-                out_ptr=out, qdata_ptr=tensor.qdata.contiguous(),
-                scale_ptr=tensor.scale.contiguous())
+                out_ptr=out,
+                qdata_ptr=tensor.qdata.contiguous(),
+                scale_ptr=tensor.scale.contiguous(),
+            )
         return out
 
 
@@ -146,11 +164,23 @@ class Dequantize(_Spec):
 def _dequantize(element: str, numel: int, inner: int) -> Launch:
     if inner == 1:
         num_blocks, block = numel // MX_BLOCK_SIZE, _TILE // MX_BLOCK_SIZE
-        return Launch(_dequantize_rows_kernel, (triton.cdiv(num_blocks, block),),
-                      num_blocks=num_blocks, FORMAT=element, BLOCK=block, num_warps=4)
+        return Launch(
+            _dequantize_rows_kernel,
+            (triton.cdiv(num_blocks, block),),
+            num_blocks=num_blocks,
+            FORMAT=element,
+            BLOCK=block,
+            num_warps=4,
+        )
     grid, block_columns = _column_tiles(numel, inner)
-    return Launch(_dequantize_columns_kernel, grid, num_columns=inner, FORMAT=element,
-                  BLOCK_COLUMNS=block_columns, num_warps=4)
+    return Launch(
+        _dequantize_columns_kernel,
+        grid,
+        num_columns=inner,
+        FORMAT=element,
+        BLOCK_COLUMNS=block_columns,
+        num_warps=4,
+    )
 
 
 QUANTIZE = Quantize()

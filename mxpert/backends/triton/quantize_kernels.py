@@ -111,8 +111,12 @@ def decode(codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def quantize_tile(
-    values, FORMAT: tl.constexpr, EMAX: tl.constexpr, THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr, AXIS: tl.constexpr = 1,
+    values,
+    FORMAT: tl.constexpr,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    INF_BYTE: tl.constexpr,
+    AXIS: tl.constexpr = 1,
 ):
     """Codes and scales of a float32 tile [M, N]; see the module docstring."""
     M: tl.constexpr = values.shape[0]
@@ -141,9 +145,18 @@ def quantize_tile(
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _quantize_rows_kernel(
-    qdata_ptr, scale_ptr, x_ptr, num_rows, num_blocks, row_stride,
-    FORMAT: tl.constexpr, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    qdata_ptr,
+    scale_ptr,
+    x_ptr,
+    num_rows,
+    num_blocks,
+    row_stride,
+    FORMAT: tl.constexpr,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    INF_BYTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):
     """Quantise x [num_rows, 32 · num_blocks] along its dense rows; outputs are contiguous."""
     PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
@@ -152,21 +165,33 @@ def _quantize_rows_kernel(
     row_mask = (rows < num_rows)[:, None]
     first = tl.program_id(0) % tiles * BLOCK_COLUMNS
     columns = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
-    values = tl.load(x_ptr + rows[:, None] * row_stride + columns,
-                     mask=row_mask & (columns < num_blocks * 32), other=0.0).to(tl.float32)
+    values = tl.load(
+        x_ptr + rows[:, None] * row_stride + columns,
+        mask=row_mask & (columns < num_blocks * 32),
+        other=0.0,
+    ).to(tl.float32)
     codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE)
     columns = first // PACK + tl.arange(0, BLOCK_COLUMNS // PACK)[None, :]
     width = num_blocks * (32 // PACK)  # bytes of codes a row
     tl.store(qdata_ptr + rows[:, None] * width + columns, codes, mask=row_mask & (columns < width))
     columns = first // 32 + tl.arange(0, BLOCK_COLUMNS // 32)[None, :]
-    tl.store(scale_ptr + rows[:, None] * num_blocks + columns, scale,
-             mask=row_mask & (columns < num_blocks))
+    tl.store(
+        scale_ptr + rows[:, None] * num_blocks + columns,
+        scale,
+        mask=row_mask & (columns < num_blocks),
+    )
 
 
 @triton.jit
 def _quantize_columns_kernel(
-    qdata_ptr, scale_ptr, x_ptr, num_columns,
-    FORMAT: tl.constexpr, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr,
+    qdata_ptr,
+    scale_ptr,
+    x_ptr,
+    num_columns,
+    FORMAT: tl.constexpr,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    INF_BYTE: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """Quantise contiguous x [32 · blocks, num_columns] with blocks along columns.
@@ -194,13 +219,14 @@ def _quantize_columns_kernel(
         codes += encode(high * inverse, is_nan, FORMAT) << 4
     code_rows = block * (32 // PACK) + rows
     tl.store(qdata_ptr + code_rows * num_columns + columns[None, :], codes.to(tl.uint8), mask=mask)
-    tl.store(scale_ptr + block * num_columns + columns, byte.to(tl.uint8),
-             mask=columns < num_columns)
+    tl.store(
+        scale_ptr + block * num_columns + columns, byte.to(tl.uint8), mask=columns < num_columns
+    )
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _dequantize_rows_kernel(
-    out_ptr, qdata_ptr, scale_ptr, num_blocks, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    out_ptr, qdata_ptr, scale_ptr, num_blocks, FORMAT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Dequantise contiguous blocks of 32 along the last axis, BLOCK blocks per program."""
     BYTES: tl.constexpr = 16 if FORMAT == "e2m1" else 32
@@ -218,7 +244,7 @@ def _dequantize_rows_kernel(
 
 @triton.jit
 def _dequantize_columns_kernel(
-    out_ptr, qdata_ptr, scale_ptr, num_columns, FORMAT: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    out_ptr, qdata_ptr, scale_ptr, num_columns, FORMAT: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
     """Dequantise blocks along columns: the inverse of `_quantize_columns_kernel`, same tiles."""
     PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
@@ -228,8 +254,9 @@ def _dequantize_columns_kernel(
     mask = columns < num_columns
     rows = tl.arange(0, 32 // PACK)[:, None].to(tl.int64)
     code_rows = block * (32 // PACK) + rows
-    codes = tl.load(qdata_ptr + code_rows * num_columns + columns[None, :], mask=mask[None, :],
-                    other=0)
+    codes = tl.load(
+        qdata_ptr + code_rows * num_columns + columns[None, :], mask=mask[None, :], other=0
+    )
     byte = tl.load(scale_ptr + block * num_columns + columns, mask=mask, other=0)
     scale = scale_value(byte.to(tl.int32))[None, :]
     out_ptrs = out_ptr + (block * 32 + rows * PACK) * num_columns + columns[None, :]

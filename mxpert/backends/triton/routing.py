@@ -15,7 +15,9 @@ from ...routing import RoutingPlan, plan_capacity
 from ..dependent import follow_options
 from ..launch import CACHED_LAUNCHES, Launch
 from .routing_kernels import (
-    _route_topk_kernel, _routing_plan_count_kernel, _routing_plan_expert_kernel,
+    _route_topk_kernel,
+    _routing_plan_count_kernel,
+    _routing_plan_expert_kernel,
     _routing_plan_scatter_kernel,
 )
 
@@ -29,11 +31,21 @@ MAX_CHUNKS = 128
 """Most chunks of rows in the two-launch sort: about the number of SMs of a large GPU. Each program
 of the second launch reads one count vector per chunk (512 kB from L2 at 1024 experts)."""
 _FEW_EXPERTS = (
-    (64, 1, 64, 1), (128, 1, 128, 2), (2048, 1, 1024, 4), (8192, 2, 256, 4), (32768, 2, 512, 4),
-    (math.inf, 2, 1024, 4))
+    (64, 1, 64, 1),
+    (128, 1, 128, 2),
+    (2048, 1, 1024, 4),
+    (8192, 2, 256, 4),
+    (32768, 2, 512, 4),
+    (math.inf, 2, 1024, 4),
+)
 _MANY_EXPERTS = (
-    (64, 1, 64, 1), (128, 1, 128, 2), (1024, 1, 1024, 4), (2048, 2, 256, 8), (65536, 2, 512, 4),
-    (math.inf, 2, 1024, 4))
+    (64, 1, 64, 1),
+    (128, 1, 128, 2),
+    (1024, 1, 1024, 4),
+    (2048, 2, 256, 8),
+    (65536, 2, 512, 4),
+    (math.inf, 2, 1024, 4),
+)
 _SORTS = {128: _FEW_EXPERTS, 512: _MANY_EXPERTS, 1024: _MANY_EXPERTS}
 """By padded number of experts: (largest number of rows, launches, rows per tile, warps).
 
@@ -84,8 +96,14 @@ class TopKKernel:
     def heuristic(self, problem: TopKProblem) -> TopKConfig:
         return TopKConfig(max(1, _TOPK_TILE // _padded(problem.num_experts, _EXPERT_TILES)))
 
-    def launch(self, problem: TopKProblem, config: TopKConfig, *, logits: torch.Tensor,
-               correction_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(
+        self,
+        problem: TopKProblem,
+        config: TopKConfig,
+        *,
+        logits: torch.Tensor,
+        correction_bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (problem.num_tokens, problem.top_k)
         weights = logits.new_empty(shape, dtype=torch.float32)
         ids = logits.new_empty(shape, dtype=torch.int32)
@@ -94,25 +112,35 @@ class TopKKernel:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         _topk_launch(problem, config, logits.stride(0), correction_bias is not None)(
-            topk_weights=weights, topk_ids=ids, logits=logits, correction_bias=correction_bias)
+            topk_weights=weights, topk_ids=ids, logits=logits, correction_bias=correction_bias
+        )
         return weights, ids
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _topk_launch(problem: TopKProblem, config: TopKConfig, row_stride: int,
-                 biased: bool) -> Launch:
+def _topk_launch(problem: TopKProblem, config: TopKConfig, row_stride: int, biased: bool) -> Launch:
     options = problem.options
     grouped = options.num_groups > 1
     return Launch(
-        _route_topk_kernel, (triton.cdiv(problem.num_tokens, config.rows),),
-        num_tokens=problem.num_tokens, top_k=problem.top_k, num_experts=problem.num_experts,
-        num_groups=options.num_groups, top_groups=options.top_groups, row_stride=row_stride,
+        _route_topk_kernel,
+        (triton.cdiv(problem.num_tokens, config.rows),),
+        num_tokens=problem.num_tokens,
+        top_k=problem.top_k,
+        num_experts=problem.num_experts,
+        num_groups=options.num_groups,
+        top_groups=options.top_groups,
+        row_stride=row_stride,
         routed_scaling_factor=float(options.routed_scaling_factor),
-        SIGMOID=options.scoring is Scoring.SIGMOID, NORMALIZE=options.normalize,
-        GROUPED=grouped, BY_PROBABILITY=grouped or biased, ROWS=config.rows,
+        SIGMOID=options.scoring is Scoring.SIGMOID,
+        NORMALIZE=options.normalize,
+        GROUPED=grouped,
+        BY_PROBABILITY=grouped or biased,
+        ROWS=config.rows,
         EXPERTS=_padded(problem.num_experts, _EXPERT_TILES),
-        SLOTS=_padded(problem.top_k, _SLOT_TILES), num_warps=config.num_warps,
-        **follow_options(problem.target))
+        SLOTS=_padded(problem.top_k, _SLOT_TILES),
+        num_warps=config.num_warps,
+        **follow_options(problem.target),
+    )
 
 
 @dataclass(frozen=True)
@@ -148,16 +176,29 @@ class PlanKernel:
         return next(config for limit, config in _sorts(problem) if rows <= limit)
 
     def launch(
-        self, problem: RoutingProblem, config: PlanConfig, *, topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
+        self,
+        problem: RoutingProblem,
+        config: PlanConfig,
+        *,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
         num_local_tokens: torch.Tensor | None,
     ) -> RoutingPlan:
         plan = _allocate(problem, topk_ids)
-        outputs = {"sorted_token_ids": plan.sorted_token_ids, "sorted_weights": plan.sorted_weights,
-                   "block_expert_ids": plan.block_expert_ids, "num_valid": plan.num_valid,
-                   "slot_rows": plan.slot_rows, "topk_weights": topk_weights.contiguous()}
-        inputs = {"topk_ids": topk_ids.contiguous(), "expert_map": expert_map,
-                  "num_local_tokens": num_local_tokens}
+        outputs = {
+            "sorted_token_ids": plan.sorted_token_ids,
+            "sorted_weights": plan.sorted_weights,
+            "block_expert_ids": plan.block_expert_ids,
+            "num_valid": plan.num_valid,
+            "slot_rows": plan.slot_rows,
+            "topk_weights": topk_weights.contiguous(),
+        }
+        inputs = {
+            "topk_ids": topk_ids.contiguous(),
+            "expert_map": expert_map,
+            "num_local_tokens": num_local_tokens,
+        }
         if config.num_chunks == 0:
             _single_launch(problem, config)(**outputs, **inputs)
             return plan
@@ -170,10 +211,16 @@ class PlanKernel:
 
 def _sizes(problem: RoutingProblem, config: PlanConfig) -> dict[str, int]:
     """Arguments and launch options common to all kernels of the sort."""
-    return {"num_tokens": problem.num_tokens, "top_k": problem.top_k,
-            "num_experts": problem.num_experts, "num_local_experts": problem.num_local_experts,
-            "NUM_BINS": _bins(problem), "TILE": config.tile,
-            "num_warps": config.num_warps, **follow_options(problem.target)}
+    return {
+        "num_tokens": problem.num_tokens,
+        "top_k": problem.top_k,
+        "num_experts": problem.num_experts,
+        "num_local_experts": problem.num_local_experts,
+        "NUM_BINS": _bins(problem),
+        "TILE": config.tile,
+        "num_warps": config.num_warps,
+        **follow_options(problem.target),
+    }
 
 
 def _output_sizes(problem: RoutingProblem) -> dict[str, int]:
@@ -183,8 +230,12 @@ def _output_sizes(problem: RoutingProblem) -> dict[str, int]:
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _single_launch(problem: RoutingProblem, config: PlanConfig) -> Launch:
-    return Launch(_routing_plan_expert_kernel, (problem.num_local_experts,),
-                  **_output_sizes(problem), **_sizes(problem, config))
+    return Launch(
+        _routing_plan_expert_kernel,
+        (problem.num_local_experts,),
+        **_output_sizes(problem),
+        **_sizes(problem, config),
+    )
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -193,10 +244,18 @@ def _chunk_launches(problem: RoutingProblem, config: PlanConfig) -> tuple[Launch
     chunks = config.num_chunks
     tiles = triton.cdiv(problem.num_tokens * problem.top_k, chunks * config.tile)
     sizes = _sizes(problem, config)
-    return (Launch(_routing_plan_count_kernel, (chunks,), tiles_per_chunk=tiles, **sizes),
-            Launch(_routing_plan_scatter_kernel, (chunks,), num_chunks=chunks,
-                   tiles_per_chunk=tiles, LOG2_TILE=config.tile.bit_length() - 1,
-                   **_output_sizes(problem), **sizes))
+    return (
+        Launch(_routing_plan_count_kernel, (chunks,), tiles_per_chunk=tiles, **sizes),
+        Launch(
+            _routing_plan_scatter_kernel,
+            (chunks,),
+            num_chunks=chunks,
+            tiles_per_chunk=tiles,
+            LOG2_TILE=config.tile.bit_length() - 1,
+            **_output_sizes(problem),
+            **sizes,
+        ),
+    )
 
 
 def _sorts(problem: RoutingProblem) -> Iterator[tuple[float, PlanConfig]]:
@@ -211,18 +270,25 @@ def _sorts(problem: RoutingProblem) -> Iterator[tuple[float, PlanConfig]]:
 
 
 def _capacity(problem: RoutingProblem) -> int:
-    return plan_capacity(problem.num_tokens, problem.top_k, problem.num_local_experts,
-                         problem.routing_block_m)
+    return plan_capacity(
+        problem.num_tokens, problem.top_k, problem.num_local_experts, problem.routing_block_m
+    )
 
 
 def _allocate(problem: RoutingProblem, topk_ids: torch.Tensor) -> RoutingPlan:
     """Allocate a plan without initialising it; the kernels write every element."""
     unit, capacity, empty = problem.routing_block_m, _capacity(problem), topk_ids.new_empty
     return RoutingPlan(
-        sorted_token_ids=empty(capacity), sorted_weights=empty(capacity, dtype=torch.float32),
-        block_expert_ids=empty(capacity // unit), num_valid=empty(2),
-        slot_rows=empty((problem.num_tokens, problem.top_k)), num_tokens=problem.num_tokens,
-        top_k=problem.top_k, num_experts=problem.num_local_experts, routing_block_m=unit)
+        sorted_token_ids=empty(capacity),
+        sorted_weights=empty(capacity, dtype=torch.float32),
+        block_expert_ids=empty(capacity // unit),
+        num_valid=empty(2),
+        slot_rows=empty((problem.num_tokens, problem.top_k)),
+        num_tokens=problem.num_tokens,
+        top_k=problem.top_k,
+        num_experts=problem.num_local_experts,
+        routing_block_m=unit,
+    )
 
 
 TOPK = TopKKernel()

@@ -35,10 +35,25 @@ _NO_INDEX: tl.constexpr = tl.constexpr((1 << 31) - 1)
 _DEEPSEEK_EPSILON: tl.constexpr = tl.constexpr(1e-20)
 
 # Sizes of the model and the batch, which Triton must not specialise on.
-PLAN_SIZES = ("num_tokens", "top_k", "num_experts", "num_local_experts", "routing_block_m",
-              "capacity", "num_chunks", "tiles_per_chunk")
-TOPK_SIZES = ("num_tokens", "top_k", "num_experts", "num_groups", "top_groups", "row_stride",
-              "routed_scaling_factor")
+PLAN_SIZES = (
+    "num_tokens",
+    "top_k",
+    "num_experts",
+    "num_local_experts",
+    "routing_block_m",
+    "capacity",
+    "num_chunks",
+    "tiles_per_chunk",
+)
+TOPK_SIZES = (
+    "num_tokens",
+    "top_k",
+    "num_experts",
+    "num_groups",
+    "top_groups",
+    "row_stride",
+    "routed_scaling_factor",
+)
 
 
 @triton.jit
@@ -63,10 +78,10 @@ def _used_tokens(num_local_tokens, num_tokens):
 
 
 @triton.jit
-def _store_rows(sorted_token_ids, sorted_weights, slot_rows, topk_weights, row, position, top_k,
-                kept):
-    """Store routed rows at their sorted positions, and the positions in slot_rows for the combine.
-    """
+def _store_rows(
+    sorted_token_ids, sorted_weights, slot_rows, topk_weights, row, position, top_k, kept
+):
+    """Store routed rows at their sorted positions, and the positions in slot_rows."""
     code = ((row % top_k) << _TOKEN_BITS) | (row // top_k)
     weight = tl.load(topk_weights + row, mask=kept, other=0.0)
     tl.store(sorted_token_ids + position, code, mask=kept)
@@ -93,10 +108,24 @@ def _store_tail(sorted_token_ids, sorted_weights, total, capacity, num_tokens, t
 
 @triton.jit(do_not_specialize=PLAN_SIZES)
 def _routing_plan_expert_kernel(
-    sorted_token_ids, sorted_weights, block_expert_ids, num_valid, slot_rows,
-    topk_ids, topk_weights, expert_map, num_local_tokens,
-    num_tokens, top_k, num_experts, num_local_experts, routing_block_m, capacity,
-    NUM_BINS: tl.constexpr, TILE: tl.constexpr, FOLLOW: tl.constexpr,
+    sorted_token_ids,
+    sorted_weights,
+    block_expert_ids,
+    num_valid,
+    slot_rows,
+    topk_ids,
+    topk_weights,
+    expert_map,
+    num_local_tokens,
+    num_tokens,
+    top_k,
+    num_experts,
+    num_local_experts,
+    routing_block_m,
+    capacity,
+    NUM_BINS: tl.constexpr,
+    TILE: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):
     """The whole plan in one launch: program e writes the rows and blocks of local expert e."""
     maybe_follow_previous(FOLLOW)
@@ -107,8 +136,9 @@ def _routing_plan_expert_kernel(
 
     counts = tl.zeros([NUM_BINS], tl.int32)
     for first in range(0, used_rows, TILE):
-        expert = _load_local_experts(topk_ids, expert_map, first + lane, used_rows, num_experts,
-                                     num_local_experts)
+        expert = _load_local_experts(
+            topk_ids, expert_map, first + lane, used_rows, num_experts, num_local_experts
+        )
         counts += tl.histogram(tl.maximum(expert, 0), NUM_BINS, mask=expert >= 0)
     padded = (counts + routing_block_m - 1) // routing_block_m * routing_block_m
     bins = tl.arange(0, NUM_BINS)
@@ -120,12 +150,21 @@ def _routing_plan_expert_kernel(
     position = start
     for first in range(0, num_tokens * top_k, TILE):
         row = first + lane
-        expert = _load_local_experts(topk_ids, expert_map, row, used_rows, num_experts,
-                                     num_local_experts)
+        expert = _load_local_experts(
+            topk_ids, expert_map, row, used_rows, num_experts, num_local_experts
+        )
         mine = expert == own
         rank = tl.cumsum(mine.to(tl.int32), 0)
-        _store_rows(sorted_token_ids, sorted_weights, slot_rows, topk_weights, row,
-                    position + rank - 1, top_k, mine)
+        _store_rows(
+            sorted_token_ids,
+            sorted_weights,
+            slot_rows,
+            topk_weights,
+            row,
+            position + rank - 1,
+            top_k,
+            mine,
+        )
         position += tl.sum(mine.to(tl.int32), 0)
         dropped = (expert < 0) & (row < num_tokens * top_k) & (own == 0)
         tl.store(slot_rows + row, tl.full([TILE], -1, tl.int32), mask=dropped)
@@ -151,9 +190,18 @@ def _routing_plan_expert_kernel(
 
 @triton.jit(do_not_specialize=PLAN_SIZES)
 def _routing_plan_count_kernel(
-    chunk_counts, topk_ids, expert_map, num_local_tokens,
-    num_tokens, top_k, num_experts, num_local_experts, tiles_per_chunk,
-    NUM_BINS: tl.constexpr, TILE: tl.constexpr, FOLLOW: tl.constexpr,
+    chunk_counts,
+    topk_ids,
+    expert_map,
+    num_local_tokens,
+    num_tokens,
+    top_k,
+    num_experts,
+    num_local_experts,
+    tiles_per_chunk,
+    NUM_BINS: tl.constexpr,
+    TILE: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):
     """Count the rows of each local expert per chunk: chunk_counts int32 [num_chunks, NUM_BINS]."""
     maybe_follow_previous(FOLLOW)
@@ -162,8 +210,9 @@ def _routing_plan_count_kernel(
     counts = tl.zeros([NUM_BINS], tl.int32)
     for tile in range(tiles_per_chunk):
         row = (chunk * tiles_per_chunk + tile) * TILE + tl.arange(0, TILE)
-        expert = _load_local_experts(topk_ids, expert_map, row, used_rows, num_experts,
-                                     num_local_experts)
+        expert = _load_local_experts(
+            topk_ids, expert_map, row, used_rows, num_experts, num_local_experts
+        )
         counts += tl.histogram(tl.maximum(expert, 0), NUM_BINS, mask=expert >= 0)
     tl.store(chunk_counts + chunk * NUM_BINS + tl.arange(0, NUM_BINS), counts)
 
@@ -176,16 +225,27 @@ def _sum_chunks(chunk_counts, num_chunks, NUM_BINS: tl.constexpr):
     before = tl.zeros([NUM_BINS], tl.int32)
     for first in range(0, num_chunks, 8):
         chunk = first + tl.arange(0, 8)
-        tile = tl.load(chunk_counts + chunk[:, None] * NUM_BINS + bins[None, :],
-                       mask=(chunk < num_chunks)[:, None], other=0)              # [8, NUM_BINS]
+        tile = tl.load(
+            chunk_counts + chunk[:, None] * NUM_BINS + bins[None, :],
+            mask=(chunk < num_chunks)[:, None],
+            other=0,
+        )  # [8, NUM_BINS]
         counts += tl.sum(tile, 0)
         before += tl.sum(tl.where((chunk < tl.program_id(0))[:, None], tile, 0), 0)
     return counts, before
 
 
 @triton.jit
-def _pad_experts(sorted_token_ids, sorted_weights, pad_starts, pad_ends, num_tokens, top_k,
-                 num_local_experts, routing_block_m):
+def _pad_experts(
+    sorted_token_ids,
+    sorted_weights,
+    pad_starts,
+    pad_ends,
+    num_tokens,
+    top_k,
+    num_local_experts,
+    routing_block_m,
+):
     """Store the padding rows of this program's share of the experts."""
     step = tl.num_programs(0) * _PAD_EXPERTS
     for first in range(tl.program_id(0) * _PAD_EXPERTS, num_local_experts, step):
@@ -195,8 +255,9 @@ def _pad_experts(sorted_token_ids, sorted_weights, pad_starts, pad_ends, num_tok
         end = tl.where(expert < num_local_experts, tl.gather(pad_ends, clipped, 0), 0)
         for offset in range(0, routing_block_m, _PAD_ROWS):
             row = start[:, None] + (offset + tl.arange(0, _PAD_ROWS))[None, :]
-            _store_padding(sorted_token_ids, sorted_weights, row, num_tokens, top_k,
-                           row < end[:, None])
+            _store_padding(
+                sorted_token_ids, sorted_weights, row, num_tokens, top_k, row < end[:, None]
+            )
 
 
 @triton.jit
@@ -207,17 +268,34 @@ def _store_block_experts(block_expert_ids, ends, total, routing_block_m, capacit
         block = first + tl.arange(0, _BLOCKS)
         start = block * routing_block_m
         expert = tl.sum((ends[:, None] <= start[None, :]).to(tl.int32), 0)
-        tl.store(block_expert_ids + block, tl.where(start < total, expert, -1),
-                 mask=block < num_blocks)
+        tl.store(
+            block_expert_ids + block, tl.where(start < total, expert, -1), mask=block < num_blocks
+        )
 
 
 @triton.jit(do_not_specialize=PLAN_SIZES)
 def _routing_plan_scatter_kernel(
-    sorted_token_ids, sorted_weights, block_expert_ids, num_valid, slot_rows,
-    chunk_counts, topk_ids, topk_weights, expert_map, num_local_tokens,
-    num_tokens, top_k, num_experts, num_local_experts, routing_block_m, capacity, num_chunks,
+    sorted_token_ids,
+    sorted_weights,
+    block_expert_ids,
+    num_valid,
+    slot_rows,
+    chunk_counts,
+    topk_ids,
+    topk_weights,
+    expert_map,
+    num_local_tokens,
+    num_tokens,
+    top_k,
+    num_experts,
+    num_local_experts,
+    routing_block_m,
+    capacity,
+    num_chunks,
     tiles_per_chunk,
-    NUM_BINS: tl.constexpr, TILE: tl.constexpr, LOG2_TILE: tl.constexpr,
+    NUM_BINS: tl.constexpr,
+    TILE: tl.constexpr,
+    LOG2_TILE: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
     """Store the rows of one chunk at their sorted positions.
@@ -231,8 +309,16 @@ def _routing_plan_scatter_kernel(
     ends = tl.cumsum(padded, 0)
     starts = ends - padded
     total = tl.sum(padded, 0)
-    _pad_experts(sorted_token_ids, sorted_weights, starts + counts, ends, num_tokens, top_k,
-                 num_local_experts, routing_block_m)
+    _pad_experts(
+        sorted_token_ids,
+        sorted_weights,
+        starts + counts,
+        ends,
+        num_tokens,
+        top_k,
+        num_local_experts,
+        routing_block_m,
+    )
     _store_tail(sorted_token_ids, sorted_weights, total, capacity, num_tokens, top_k)
     _store_block_experts(block_expert_ids, ends, total, routing_block_m, capacity)
     if tl.program_id(0) == 0:
@@ -243,8 +329,9 @@ def _routing_plan_scatter_kernel(
     next_row = starts + before
     for tile in range(tiles_per_chunk):
         first = (tl.program_id(0) * tiles_per_chunk + tile) * TILE
-        expert = _load_local_experts(topk_ids, expert_map, first + lane, used_tokens * top_k,
-                                     num_experts, num_local_experts)
+        expert = _load_local_experts(
+            topk_ids, expert_map, first + lane, used_tokens * top_k, num_experts, num_local_experts
+        )
         in_tile = tl.histogram(tl.maximum(expert, 0), NUM_BINS, mask=expert >= 0)
         # Keys are distinct and ascend in expert, then in row. Rows without an expert are last.
         key = (tl.where(expert >= 0, expert, NUM_BINS) << LOG2_TILE) | lane
@@ -255,8 +342,9 @@ def _routing_plan_scatter_kernel(
         shift = next_row - (tl.cumsum(in_tile, 0) - in_tile)
         kept = expert < NUM_BINS
         position = tl.gather(shift, tl.where(kept, expert, 0), 0) + lane
-        _store_rows(sorted_token_ids, sorted_weights, slot_rows, topk_weights, row, position,
-                    top_k, kept)
+        _store_rows(
+            sorted_token_ids, sorted_weights, slot_rows, topk_weights, row, position, top_k, kept
+        )
         dropped = (row < num_tokens * top_k) & (expert >= NUM_BINS)
         tl.store(slot_rows + row, tl.full([TILE], -1, tl.int32), mask=dropped)
         next_row += in_tile
@@ -310,8 +398,15 @@ def _limit_to_groups(rank, index, group, num_groups, top_groups):
 
 
 @triton.jit
-def _chosen_weights(logit, chosen_logit, filled, in_row, routed_scaling_factor,
-                    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr):
+def _chosen_weights(
+    logit,
+    chosen_logit,
+    filled,
+    in_row,
+    routed_scaling_factor,
+    SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
     """Routing weights of the chosen experts, float32 [ROWS, SLOTS]."""
     if SIGMOID:
         weight = tl.where(filled, 1.0 / (1.0 + tl.exp(-chosen_logit)), 0.0)
@@ -331,8 +426,9 @@ def _chosen_weights(logit, chosen_logit, filled, in_row, routed_scaling_factor,
 
 
 @triton.jit
-def _choice_scores(logit, correction_bias, expert, in_row, SIGMOID: tl.constexpr,
-                   BY_PROBABILITY: tl.constexpr):
+def _choice_scores(
+    logit, correction_bias, expert, in_row, SIGMOID: tl.constexpr, BY_PROBABILITY: tl.constexpr
+):
     """Scores that rank the experts, float32 [ROWS, EXPERTS]."""
     score = logit
     if SIGMOID:
@@ -348,10 +444,24 @@ def _choice_scores(logit, correction_bias, expert, in_row, SIGMOID: tl.constexpr
 
 @triton.jit(do_not_specialize=TOPK_SIZES)
 def _route_topk_kernel(
-    topk_weights, topk_ids, logits, correction_bias,
-    num_tokens, top_k, num_experts, num_groups, top_groups, row_stride, routed_scaling_factor,
-    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, GROUPED: tl.constexpr,
-    BY_PROBABILITY: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+    topk_weights,
+    topk_ids,
+    logits,
+    correction_bias,
+    num_tokens,
+    top_k,
+    num_experts,
+    num_groups,
+    top_groups,
+    row_stride,
+    routed_scaling_factor,
+    SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    GROUPED: tl.constexpr,
+    BY_PROBABILITY: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
     """Route ROWS tokens per program. One warp per program: reductions need no shared memory."""
@@ -359,14 +469,16 @@ def _route_topk_kernel(
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     real = (expert < num_experts)[None, :]
-    in_row = real & (token < num_tokens)[:, None]                            # [ROWS, EXPERTS]
-    logit = tl.load(logits + token[:, None] * row_stride + expert[None, :], mask=in_row,
-                    other=0.0).to(tl.float32)
+    in_row = real & (token < num_tokens)[:, None]  # [ROWS, EXPERTS]
+    logit = tl.load(
+        logits + token[:, None] * row_stride + expert[None, :], mask=in_row, other=0.0
+    ).to(tl.float32)
     score = _choice_scores(logit, correction_bias, expert[None, :], real, SIGMOID, BY_PROBABILITY)
     rank = tl.where(real, _rank(score), _EXCLUDED)
     if GROUPED:
-        rank = _limit_to_groups(rank, expert[None, :], expert // (num_experts // num_groups),
-                                num_groups, top_groups)
+        rank = _limit_to_groups(
+            rank, expert[None, :], expert // (num_experts // num_groups), num_groups, top_groups
+        )
 
     slot = tl.arange(0, SLOTS)[None, :]
     chosen = tl.zeros([ROWS, SLOTS], tl.int32)
@@ -377,10 +489,12 @@ def _route_topk_kernel(
 
     # Read the chosen logits again (from L1) instead of carrying them through the reductions.
     filled = (slot < top_k) & (token < num_tokens)[:, None]
-    chosen_logit = tl.load(logits + token[:, None] * row_stride + chosen, mask=filled,
-                           other=0.0).to(tl.float32)
-    weight = _chosen_weights(logit, chosen_logit, filled, real, routed_scaling_factor,
-                             SIGMOID, NORMALIZE)
+    chosen_logit = tl.load(
+        logits + token[:, None] * row_stride + chosen, mask=filled, other=0.0
+    ).to(tl.float32)
+    weight = _chosen_weights(
+        logit, chosen_logit, filled, real, routed_scaling_factor, SIGMOID, NORMALIZE
+    )
     place = token[:, None] * top_k + slot
     tl.store(topk_weights + place, weight, mask=filled)
     tl.store(topk_ids + place, chosen, mask=filled)

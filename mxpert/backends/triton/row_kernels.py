@@ -56,8 +56,15 @@ def _tile(num_rows, width, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _activate_rows_kernel(
-    out_ptr, gate_up_ptr, num_rows, width, p0, p1, ACTIVATION: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    out_ptr,
+    gate_up_ptr,
+    num_rows,
+    width,
+    p0,
+    p1,
+    ACTIVATION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """``out [R, F] = act(gate, up)``."""
     rows, columns, mask = _tile(num_rows, width, BLOCK_R, BLOCK_N)
@@ -70,8 +77,16 @@ def _activate_rows_kernel(
 
 @triton.jit
 def _activate_rows_backward_kernel(
-    out_ptr, grad_ptr, gate_up_ptr, num_rows, width, p0, p1, ACTIVATION: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    out_ptr,
+    grad_ptr,
+    gate_up_ptr,
+    num_rows,
+    width,
+    p0,
+    p1,
+    ACTIVATION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Gradients of gate and up, out [R, 2F], from the gradient of the activation [R, F]."""
     rows, columns, mask = _tile(num_rows, width, BLOCK_R, BLOCK_N)
@@ -87,7 +102,7 @@ def _activate_rows_backward_kernel(
 
 @triton.jit(do_not_specialize=["top_k"])
 def _combine_rows_kernel(
-    out_ptr, rows_ptr, row_ids_ptr, weights_ptr, top_k, width, BLOCK_N: tl.constexpr,
+    out_ptr, rows_ptr, row_ids_ptr, weights_ptr, top_k, width, BLOCK_N: tl.constexpr
 ):
     """``out[t] = Σ_slot weights[t, slot] · rows[row_ids[t, slot]]`` in float32, in slot order."""
     tiles = tl.cdiv(width, BLOCK_N)
@@ -106,7 +121,14 @@ def _combine_rows_kernel(
 
 @triton.jit(do_not_specialize=["top_k"])
 def _combine_rows_backward_kernel(
-    by_row_ptr, by_weight_ptr, grad_ptr, rows_ptr, row_ids_ptr, weights_ptr, top_k, width,
+    by_row_ptr,
+    by_weight_ptr,
+    grad_ptr,
+    rows_ptr,
+    row_ids_ptr,
+    weights_ptr,
+    top_k,
+    width,
     BLOCK_N: tl.constexpr,
 ):
     """One (token, slot) per program: ``by_row = weight · grad``, ``by_weight = grad · row``."""
@@ -121,6 +143,9 @@ def _combine_rows_backward_kernel(
         grad = tl.load(grad_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         values = tl.load(rows_ptr + row * width + columns, mask=mask, other=0.0)
         products += grad * values.to(tl.float32)
-        tl.store(by_row_ptr + row * width + columns,
-                 (weight * grad).to(by_row_ptr.dtype.element_ty), mask=mask)
+        tl.store(
+            by_row_ptr + row * width + columns,
+            (weight * grad).to(by_row_ptr.dtype.element_ty),
+            mask=mask,
+        )
     tl.store(by_weight_ptr + pair, tl.sum(products, axis=0))

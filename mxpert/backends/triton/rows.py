@@ -14,7 +14,9 @@ from ...problem import Config, Op, RowsProblem
 from ..launch import CACHED_LAUNCHES, Launch
 from .quantize import DTYPES
 from .row_kernels import (
-    _activate_rows_backward_kernel, _activate_rows_kernel, _combine_rows_backward_kernel,
+    _activate_rows_backward_kernel,
+    _activate_rows_kernel,
+    _combine_rows_backward_kernel,
     _combine_rows_kernel,
 )
 
@@ -36,8 +38,9 @@ class _Rows:
         """Why the kernel cannot serve `problem`; None if it can."""
         if problem.dtype not in DTYPES:
             return f"reads float32, bfloat16 or float16, not {problem.dtype}"
-        if (problem.target.kind == "cpu"
-                and not isinstance(_activate_rows_kernel, InterpretedFunction)):
+        if problem.target.kind == "cpu" and not isinstance(
+            _activate_rows_kernel, InterpretedFunction
+        ):
             return "runs on a CPU only in Triton's interpreter (TRITON_INTERPRET=1)"
         return None
 
@@ -54,8 +57,9 @@ class _ActivateRows(_Rows):
 
     op = Op.ACTIVATE_ROWS
 
-    def launch(self, problem: RowsProblem, config: Config, *,
-               gate_up: torch.Tensor) -> torch.Tensor:
+    def launch(
+        self, problem: RowsProblem, config: Config, *, gate_up: torch.Tensor
+    ) -> torch.Tensor:
         out = gate_up.new_empty(problem.num_rows, problem.width)
         if out.numel():
             _activate(_activate_rows_kernel, problem)(out_ptr=out, gate_up_ptr=gate_up)
@@ -67,12 +71,14 @@ class _ActivateRowsBackward(_Rows):
 
     op = Op.ACTIVATE_ROWS_BACKWARD
 
-    def launch(self, problem: RowsProblem, config: Config, *, grad: torch.Tensor,
-               gate_up: torch.Tensor) -> torch.Tensor:
+    def launch(
+        self, problem: RowsProblem, config: Config, *, grad: torch.Tensor, gate_up: torch.Tensor
+    ) -> torch.Tensor:
         out = torch.empty_like(gate_up)
         if out.numel():
             _activate(_activate_rows_backward_kernel, problem)(
-                out_ptr=out, grad_ptr=grad, gate_up_ptr=gate_up)
+                out_ptr=out, grad_ptr=grad, gate_up_ptr=gate_up
+            )
         return out
 
 
@@ -81,13 +87,21 @@ class _CombineRows(_Rows):
 
     op = Op.COMBINE_ROWS
 
-    def launch(self, problem: RowsProblem, config: Config, *, rows: torch.Tensor,
-               row_ids: torch.Tensor, weights: torch.Tensor | None,
-               out_dtype: torch.dtype) -> torch.Tensor:
+    def launch(
+        self,
+        problem: RowsProblem,
+        config: Config,
+        *,
+        rows: torch.Tensor,
+        row_ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
         out = rows.new_empty((row_ids.shape[0], problem.width), dtype=out_dtype)
         if out.numel():
             _combine(problem.num_rows, problem.top_k, problem.width)(
-                out_ptr=out, rows_ptr=rows, row_ids_ptr=row_ids, weights_ptr=weights)
+                out_ptr=out, rows_ptr=rows, row_ids_ptr=row_ids, weights_ptr=weights
+            )
         return out
 
 
@@ -96,14 +110,26 @@ class _CombineRowsBackward(_Rows):
 
     op = Op.COMBINE_ROWS_BACKWARD
 
-    def launch(self, problem: RowsProblem, config: Config, *, grad: torch.Tensor,
-               rows: torch.Tensor, row_ids: torch.Tensor,
-               weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(
+        self,
+        problem: RowsProblem,
+        config: Config,
+        *,
+        grad: torch.Tensor,
+        rows: torch.Tensor,
+        row_ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         by_row, by_weight = torch.empty_like(rows), torch.empty_like(weights)
         if rows.numel():
             _combine_backward(problem.num_rows, problem.top_k, problem.width)(
-                by_row_ptr=by_row, by_weight_ptr=by_weight, grad_ptr=grad, rows_ptr=rows,
-                row_ids_ptr=row_ids, weights_ptr=weights)
+                by_row_ptr=by_row,
+                by_weight_ptr=by_weight,
+                grad_ptr=grad,
+                rows_ptr=rows,
+                row_ids_ptr=row_ids,
+                weights_ptr=weights,
+            )
         return by_row, by_weight
 
 
@@ -114,22 +140,43 @@ def _activate(kernel: Any, problem: RowsProblem) -> Launch:
     if problem.activation is None:
         raise ValueError("activate_rows: activation — need one of mxpert's, got None")
     p0, p1 = (float(value) for value in problem.activation.parameters)
-    return Launch(kernel, grid, num_rows=problem.num_rows, width=problem.width, p0=p0, p1=p1,
-                  ACTIVATION=problem.activation.name, BLOCK_R=block_r, BLOCK_N=block_n,
-                  num_warps=4)
+    return Launch(
+        kernel,
+        grid,
+        num_rows=problem.num_rows,
+        width=problem.width,
+        p0=p0,
+        p1=p1,
+        ACTIVATION=problem.activation.name,
+        BLOCK_R=block_r,
+        BLOCK_N=block_n,
+        num_warps=4,
+    )
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _combine(num_rows: int, top_k: int, width: int) -> Launch:
     grid = (num_rows // top_k * triton.cdiv(width, COMBINE_BLOCK),)
-    return Launch(_combine_rows_kernel, grid, top_k=top_k, width=width, BLOCK_N=COMBINE_BLOCK,
-                  num_warps=COMBINE_WARPS)
+    return Launch(
+        _combine_rows_kernel,
+        grid,
+        top_k=top_k,
+        width=width,
+        BLOCK_N=COMBINE_BLOCK,
+        num_warps=COMBINE_WARPS,
+    )
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _combine_backward(num_rows: int, top_k: int, width: int) -> Launch:
-    return Launch(_combine_rows_backward_kernel, (num_rows,), top_k=top_k, width=width,
-                  BLOCK_N=COMBINE_BLOCK, num_warps=COMBINE_WARPS)
+    return Launch(
+        _combine_rows_backward_kernel,
+        (num_rows,),
+        top_k=top_k,
+        width=width,
+        BLOCK_N=COMBINE_BLOCK,
+        num_warps=COMBINE_WARPS,
+    )
 
 
 ACTIVATE_ROWS = _ActivateRows()

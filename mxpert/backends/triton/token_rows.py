@@ -33,8 +33,9 @@ class CodedRows:
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _moe_quantize_tokens_kernel(qdata_ptr, scale_ptr, block_scale_ptr, x_ptr, num_blocks, x_stride,
-                                BLOCK: tl.constexpr):
+def _moe_quantize_tokens_kernel(
+    qdata_ptr, scale_ptr, block_scale_ptr, x_ptr, num_blocks, x_stride, BLOCK: tl.constexpr
+):
     """Quantise one row per program, bit-exact to `mxpert.formats.quantize_token_rows`.
 
     The first program also writes the block scales.
@@ -61,23 +62,35 @@ def _moe_quantize_tokens_kernel(qdata_ptr, scale_ptr, block_scale_ptr, x_ptr, nu
         tl.store(qdata_ptr + row * width + first + column, codes.to(tl.uint8), mask=mask)
         if row == 0:
             block = first // 32 + tl.arange(0, BLOCK // 32)
-            tl.store(block_scale_ptr + block, tl.full((BLOCK // 32,), 127, tl.uint8),
-                     mask=block < num_blocks)
+            tl.store(
+                block_scale_ptr + block,
+                tl.full((BLOCK // 32,), 127, tl.uint8),
+                mask=block < num_blocks,
+            )
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _launch(num_rows: int, num_blocks: int, stride: int) -> Launch:
-    return Launch(_moe_quantize_tokens_kernel, (num_rows,), num_blocks=num_blocks, x_stride=stride,
-                  BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+    return Launch(
+        _moe_quantize_tokens_kernel,
+        (num_rows,),
+        num_blocks=num_blocks,
+        x_stride=stride,
+        BLOCK=_BLOCK,
+        num_warps=_NUM_WARPS,
+    )
 
 
 def quantize_tokens(x: torch.Tensor) -> CodedRows:
     """Quantise bfloat16 rows [M, K], K a multiple of 32; launch nothing if M is 0."""
     num_rows, width = x.shape
-    rows = CodedRows(x.new_empty((num_rows, width), dtype=torch.uint8),
-                     x.new_empty(num_rows, dtype=torch.float32),
-                     x.new_empty(width // MX_BLOCK_SIZE, dtype=torch.uint8))
+    rows = CodedRows(
+        x.new_empty((num_rows, width), dtype=torch.uint8),
+        x.new_empty(num_rows, dtype=torch.float32),
+        x.new_empty(width // MX_BLOCK_SIZE, dtype=torch.uint8),
+    )
     if num_rows:
         _launch(num_rows, width // MX_BLOCK_SIZE, x.stride(0))(
-            qdata_ptr=rows.qdata, scale_ptr=rows.scale, block_scale_ptr=rows.block_scale, x_ptr=x)
+            qdata_ptr=rows.qdata, scale_ptr=rows.scale, block_scale_ptr=rows.block_scale, x_ptr=x
+        )
     return rows
