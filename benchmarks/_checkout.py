@@ -1,4 +1,4 @@
-"""Put the checkout that this file lies in first on the path: the library beside it is measured."""
+"""Put this checkout first on the path: its library is measured, with the rigs of tests/support."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]

@@ -37,11 +37,11 @@ from mxpert.formats import MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.routing import RoutingPlan
-from mxpert.testing.hopper import down_tolerance, intermediate_tolerance, layer_tolerance
+from support.hopper import down_tolerance, intermediate_tolerance, layer_tolerance
 from mxpert.testing.numerics import relative_l2
-from mxpert.testing.poison import nan_filled_scratch, poison_prepared
+from support.poison import nan_filled_scratch, poison_prepared
 from mxpert.testing.problems import MODEL_SHAPES, MoEInputs, MoEShape, random_moe_problem
-from mxpert.testing.rounding import gate_up_oracle
+from support.rounding import gate_up_oracle
 from ours import ACTIVATION
 from render import add_render_option, folded, markdown_table, render_again
 
@@ -89,7 +89,7 @@ PROTOCOL = {
     "codes; outputs and scratch start as NaN",
     "error": "relative L2 over the sampled tokens, to float64 on the same quantised operands: "
     "gate_up, down in float32 on the stored rows, layer in bfloat16",
-    "limit": "derived from formats, sums and the number of values (mxpert/testing/hopper.py)",
+    "limit": "derived from formats, sums and the number of values (tests/support/hopper.py)",
 }
 
 

@@ -16,7 +16,7 @@ from mxpert import GateUpOrder, MoEConfig, ScaleSpan, SwiGLU
 from mxpert.formats import MXTensor
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape, random_moe_problem, random_routing
-from mxpert.testing.races import MoEHunt, Run, hopper_tiles, redraw
+from support.races import MoEHunt, Run, hopper_tiles, redraw
 
 REPEATS = 50_000
 LARGE_REPEATS = 2_000

@@ -29,7 +29,7 @@ from faults import describe
 from hunt_variants import Variant, variants
 from mxpert.cli.report import environment, write_json
 from mxpert.errors import message, require
-from mxpert.testing.races import LOAD_ROUNDS, hunt
+from support.races import LOAD_ROUNDS, hunt
 from render import add_render_option, folded, markdown_table, render_again
 
 Row = dict[str, Any]

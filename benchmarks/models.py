@@ -30,8 +30,8 @@ from models_document import make_row, validate
 from models_peer import TransformersMXFP4
 from models_timing import StepClock, Steps, graph_step, moe_milliseconds, timed_forward
 from mxpert.cli.report import environment, write_json
-from mxpert.integrations.convert import mx_experts
-from mxpert.integrations.expert_modules import MXExperts
+from mxpert.integrations.models.convert import mx_experts
+from mxpert.integrations.models.expert_modules import MXExperts
 from mxpert.testing.numerics import cosine, sqnr_floor_db
 from mxpert.testing.timing import read_bandwidth
 

@@ -11,7 +11,7 @@ import torch
 from transformers.integrations import mxfp4
 
 from mxpert.published import published_expert_tensors
-from mxpert.integrations.expert_modules import MXExperts
+from mxpert.integrations.models.expert_modules import MXExperts
 
 HUB = "kernels-community/gpt-oss-triton-kernels"
 PARTS = (

@@ -234,7 +234,7 @@ class Ours:
         """The Hopper GEMM kernel with its epilogue, as the stage itself launched it: its rows are
         encoded already, as the peers' kernels are given quantised rows. The schedule of its tiles,
         where it has one, is made anew each time."""
-        from mxpert.backends.launch import Launch
+        from mxpert.runtime.launch import Launch
 
         launch = Launch.__call__
         launches: list[Call] = []

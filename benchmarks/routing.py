@@ -4,7 +4,7 @@
     python benchmarks/routing.py --host-only [--dry-run]
 
 Host times come with the number of launches, with what the same call costs where nothing is replayed
-(mxpert/backends/replay.py), and where every launch goes through Triton's own path, too. With
+(mxpert/runtime/replay.py), and where every launch goes through Triton's own path, too. With
 --dry-run they are those of a machine without a GPU: kernels are compiled for sm_90 (a minute, the
 first time) and launched into nothing.
 """
@@ -31,9 +31,9 @@ from mxpert.dispatch import resolve
 from mxpert.errors import message
 from mxpert.formats.tensor import Layout
 from mxpert.ops.route import describe_routing_plan
-from mxpert.testing.launches import as_if_on_h200, count_launches, through_triton, without_device
+from support.launches import as_if_on_h200, count_launches, through_triton, without_device
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
-from mxpert.testing.replays import without_replay
+from support.replays import without_replay
 from mxpert.testing.timing import time_graph
 from mxpert.weights import MoEWeights
 from render import markdown_table

@@ -20,7 +20,7 @@ import torch
 
 from mxpert import ScaleSpan
 from mxpert.errors import message
-from mxpert.testing.launches import as_if_on_h200, count_launches, without_device
+from support.launches import as_if_on_h200, count_launches, without_device
 from mxpert.training import MXFP8Recipe, grouped_linear
 from render import markdown_table
 from routing import host_us

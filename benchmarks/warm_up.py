@@ -34,7 +34,7 @@ from cells import (
 from mxpert.cli.measure import RunWeights
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
-from mxpert.testing.launches import as_if_on_h200, without_device
+from support.launches import as_if_on_h200, without_device
 from mxpert.weights import GateUpOrder, MoEWeights
 from ours import Ours, random_weights
 from peers import TritonKernels, add_to_path

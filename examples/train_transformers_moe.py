@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import mxpert
-from mxpert.integrations.convert import restore
+from mxpert.integrations.models.convert import restore
 from mxpert.training import MXFP8Recipe
 
 TEXT = Path(__file__).resolve().parent.parent / "tests" / "training" / "text.txt"

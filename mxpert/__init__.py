@@ -28,7 +28,7 @@ from .formats.folding import FoldCertificate
 from .formats.spec import ElementFormat, MXFormat, ScaleRule, ScaleSpan
 from .formats.tensor import Layout, MXTensor
 from .formats.token import TokenRows
-from .integrations.convert import convert
+from .integrations.models.convert import convert
 from .modules import MoE
 from .ops.explain import explain
 from .ops.grouped_gemm import grouped_gemm, grouped_wgrad

@@ -123,6 +123,11 @@ class Target:
     num_sms: int = field(hash=False)
     shared_memory: int = field(hash=False)
 
+    @property
+    def compute_capability(self) -> int:
+        """90 for "sm_90"; of NVIDIA targets alone."""
+        return int(self.arch.removeprefix("sm_").rstrip("af"))
+
 
 class Op(enum.Enum):
     """Operations that backends implement."""

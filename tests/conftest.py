@@ -60,7 +60,7 @@ def device() -> torch.device:
 @pytest.fixture
 def replays() -> Iterator[list[object]]:
     """List of the kernel calls that were replayed."""
-    from mxpert.testing.replays import watched_replays  # needs Triton
+    from support.replays import watched_replays  # needs Triton
 
     with watched_replays() as seen:
         yield seen

@@ -88,44 +88,44 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     # (rule, "file" or "file::function"): reason
     (
         "import_directions",
-        "mxpert/backends/hopper/moe.py",
+        "mxpert/backends/hopper/moe/host.py",
     ): "sorting, row quantisation and combine are the portable kernels: nothing in them is "
     "Hopper's own, and a copy would have to be kept equal",
     (
         "import_directions",
-        "mxpert/backends/hopper/rows.py",
+        "mxpert/backends/hopper/moe/encode.py",
     ): "scale rules are the portable quantiser's",
     (
         "import_directions",
-        "mxpert/backends/hopper/rows_codes.py",
+        "mxpert/backends/hopper/moe/encode_codes.py",
     ): "scale rules are the portable quantiser's: a fused and a separate quantiser must agree",
     (
         "import_directions",
-        "mxpert/backends/hopper/finish_rows.py",
+        "mxpert/backends/hopper/moe/split_k_encode.py",
     ): "the activation after split-K is the portable epilogue's",
     (
         "import_directions",
-        "mxpert/backends/hopper/dual.py",
+        "mxpert/backends/hopper/quantize_dual/host.py",
     ): "dtypes and scale rules are the portable quantiser's",
     (
         "import_directions",
-        "mxpert/backends/hopper/span_kernels.py",
+        "mxpert/backends/hopper/quantize_dual/span_kernels.py",
     ): "groups are found as the portable grouped kernels find them",
     (
         "import_directions",
-        "mxpert/backends/hopper/grouped.py",
+        "mxpert/backends/hopper/grouped/host.py",
     ): "the exact mode multiplies what the portable DEQUANTIZE makes of MX operands",
     (
         "import_directions",
-        "mxpert/backends/hopper/grouped_decode.py",
+        "mxpert/backends/hopper/grouped/decode_if_wide.py",
     ): "codes and scales are decoded as the portable DEQUANTIZE decodes them",
     (
         "import_directions",
-        "mxpert/backends/hopper/epilogue.py",
+        "mxpert/backends/hopper/moe/epilogue.py",
     ): "the activation is the portable epilogue's, as it is after split-K",
     (
         "import_directions",
-        "mxpert/backends/hopper/finish.py",
+        "mxpert/backends/hopper/moe/split_k_gate_up.py",
     ): "the activation after split-K is the portable epilogue's",
 }
 
@@ -351,7 +351,7 @@ PLANTED = [
     ),
     pytest.param(no_assert, "ops/planted.py", "assert x", id="bare-assert"),
     pytest.param(
-        inline_assembly, "backends/triton/moe.py", "tl.inline_asm_elementwise()", id="assembly"
+        inline_assembly, "backends/triton/moe/host.py", "tl.inline_asm_elementwise()", id="assembly"
     ),
     pytest.param(
         reads_environment, "ops/planted.py", "import os\nos.environ['X']", id="environment"

@@ -20,8 +20,8 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NEEDS_TRITON = ("mxpert.backends.triton", "mxpert.backends.hopper", "mxpert.testing")
 NEEDS_TRANSFORMERS = (
     "mxpert.integrations.transformers",
-    "mxpert.integrations.convert",
-    "mxpert.integrations.evaluation",
+    "mxpert.integrations.models.convert",
+    "mxpert.integrations.models.evaluation",
     "mxpert.cli.eval",
 )
 

@@ -12,8 +12,8 @@ import torch
 import mxpert
 from mxpert import ClampedSiLU, GateUpOrder, MoEWeights, Scoring, SiLU, SwiGLU, UnsupportedError
 from mxpert.formats import dequantize_blocks
-from mxpert.integrations.checkpoints import load_gpt_oss_layers
-from mxpert.integrations.gpt_oss import (
+from mxpert.integrations.checkpoints.load import load_gpt_oss_layers
+from mxpert.integrations.checkpoints.gpt_oss import (
     collect_moe_inputs,
     demo_token_ids,
     load_transformers_oracle,

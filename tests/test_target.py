@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mxpert.backends.triton import heuristics
+from mxpert.backends.triton.moe import config as heuristics
 from mxpert.dispatch import detect_target, target
 from mxpert.formats.tensor import Layout
 from mxpert.problem import MoEOptions, MoEProblem, Op, SiLU, Target

@@ -8,7 +8,12 @@ from pathlib import Path
 
 from ..errors import UnsupportedError, message, require
 from ..files import is_file, what_is_at
-from ..integrations.safetensors_files import CONFIG_FILE, CheckpointReader, read_json, short
+from ..integrations.checkpoints.safetensors_files import (
+    CONFIG_FILE,
+    CheckpointReader,
+    read_json,
+    short,
+)
 
 
 def check_checkpoint(directory: Path, command: str) -> None:

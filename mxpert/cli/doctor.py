@@ -37,7 +37,7 @@ from ..problem import (
     TopKOptions,
     TopKProblem,
 )
-from ..testing.toolchain import toolchain
+from ..runtime.toolchain import toolchain
 from .options import FORMAT_NAMES, JSON_HELP, check_target
 from .report import (
     Row,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..integrations.inspect_checkpoint import ProjectionStatistics, inspect_checkpoint
+from ..integrations.checkpoints.inspect import ProjectionStatistics, inspect_checkpoint
 from ..integrations.module_paths import short_names
 from .options import JSON_HELP, check_target
 from .progress import progress

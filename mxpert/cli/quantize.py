@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..formats.spec import ScaleRule
-from ..integrations.quantize_checkpoint import QuantizeReport, quantize_checkpoint
+from ..integrations.checkpoints.quantize import QuantizeReport, quantize_checkpoint
 from ..integrations.module_paths import short_names
 from .options import JSON_HELP, check_target
 from .progress import progress

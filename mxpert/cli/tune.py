@@ -22,7 +22,7 @@ from ..errors import UnsupportedError, message, require
 from ..problem import Target
 from ..testing.problems import random_moe_problem
 from ..testing.timing import read_bandwidth
-from ..testing.toolchain import toolchain
+from ..runtime.toolchain import toolchain
 from .measure import RunWeights
 from .options import (
     FORMAT_NAMES,

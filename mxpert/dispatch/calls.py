@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..geometry import Known, describe
+from ..runtime.geometry import Known, describe
 from ..problem import KernelSpec, Problem
 from .registry import resolve, resolve_known
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import PerformanceWarning, UnsupportedError, message, require
-from ..geometry import Known
+from ..runtime.geometry import Known
 from ..problem import (
     Config,
     GemmConfig,

@@ -24,12 +24,12 @@ import torch
 from ..errors import UnsupportedError, message, require
 from ..problem import ACTIVATION_FORMAT_ALIASES, ACTIVATION_FORMATS, parse_activation_format
 from ..weights import GateUpOrder
-from .checkpoints import stored_gate_up_order
-from .convert import convert, mx_experts
-from .expert_modules import MXExperts, StoredExperts
-from .experts import find_experts
-from .safetensors_files import CONFIG_FILE, read_json
-from .saved_config import mark_quantized, without_expert_conversions
+from .checkpoints.load import stored_gate_up_order
+from .models.convert import convert, mx_experts
+from .models.expert_modules import MXExperts, StoredExperts
+from .models.experts import find_experts
+from .checkpoints.safetensors_files import CONFIG_FILE, read_json
+from .models.saved_config import mark_quantized, without_expert_conversions
 
 try:
     from transformers import PreTrainedModel

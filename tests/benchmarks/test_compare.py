@@ -22,7 +22,7 @@ from document import Document, row_key, validate
 import mxpert
 from mxpert.cli.measure import RunWeights
 from mxpert.formats.tensor import Layout
-from mxpert.testing.launches import as_if_on_h200, without_device
+from support.launches import as_if_on_h200, without_device
 from mxpert.testing.timing import time_graph
 
 FUNCTION = 4

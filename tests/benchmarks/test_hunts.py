@@ -11,7 +11,7 @@ import hunts
 import pytest
 
 from mxpert.problem import ACTIVATION_FORMATS
-from mxpert.testing.races import hopper_tiles
+from support.races import hopper_tiles
 
 
 def run(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:

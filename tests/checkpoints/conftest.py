@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mxpert.integrations.gpt_oss import write_demo_checkpoint
+from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
 
 HIDDEN, INTERMEDIATE, EXPERTS = 64, 32, 4
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")

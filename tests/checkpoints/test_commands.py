@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from mxpert.cli.inspect import sparkline
 from mxpert.cli.main import app
-from mxpert.integrations import safetensors_files
+from mxpert.integrations.checkpoints import safetensors_files
 
 runner = CliRunner()
 

@@ -12,15 +12,19 @@ import torch
 
 from mxpert import UnsupportedError, fused_moe
 from mxpert.formats import dequantize_blocks
-from mxpert.integrations.checkpoints import load_gpt_oss_layers
-from mxpert.integrations.gpt_oss import (
+from mxpert.integrations.checkpoints.load import load_gpt_oss_layers
+from mxpert.integrations.checkpoints.gpt_oss import (
     DEMO_TEXT,
     collect_moe_inputs,
     demo_token_ids,
     load_transformers_oracle,
     write_demo_checkpoint,
 )
-from mxpert.integrations.safetensors_files import INDEX_FILE, CheckpointReader, sha256_of
+from mxpert.integrations.checkpoints.safetensors_files import (
+    INDEX_FILE,
+    CheckpointReader,
+    sha256_of,
+)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ runner = CliRunner()
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from mxpert.integrations.gpt_oss import write_demo_checkpoint
+    from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
 
     return write_demo_checkpoint(
         tmp_path_factory.mktemp("demo") / "tiny",

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from mxpert.cli.eval import read_tokens
 from mxpert.cli.main import app
-from mxpert.integrations.convert import convert, mx_experts
-from mxpert.integrations.evaluation import evaluate
+from mxpert.integrations.models.convert import convert, mx_experts
+from mxpert.integrations.models.evaluation import evaluate
 from mxpert.testing.numerics import sqnr_db
 
 ROOT = Path(__file__).resolve().parents[2]

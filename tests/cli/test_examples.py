@@ -72,7 +72,7 @@ def test_examples_have_help(script: Path, tmp_path: Path, run: Runner) -> None:
 
 
 def test_the_layer_example_reads_a_checkpoint(tmp_path: Path, run: Runner) -> None:
-    from mxpert.integrations.gpt_oss import write_demo_checkpoint
+    from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
 
     write_demo_checkpoint(
         tmp_path / "tiny",

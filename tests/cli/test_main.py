@@ -20,7 +20,7 @@ from mxpert.cli import doctor, main
 from mxpert.dispatch import detect_target
 from mxpert.errors import UnsupportedError, message
 from mxpert.problem import Target
-from mxpert.testing.toolchain import Toolchain
+from mxpert.runtime.toolchain import Toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
 runner = CliRunner()

@@ -9,7 +9,7 @@ import torch
 
 import mxpert
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
-from mxpert.testing.routing import validate_routing_plan
+from support.routing import validate_routing_plan
 from mxpert.testing.validate import validate_routing
 
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import mxpert
-from mxpert.integrations.convert import restore
+from mxpert.integrations.models.convert import restore
 from mxpert.testing.numerics import assert_exact
 from mxpert.training import MXFP8Recipe
 

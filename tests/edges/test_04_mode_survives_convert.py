@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import mxpert
-from mxpert.integrations.convert import restore
+from mxpert.integrations.models.convert import restore
 from mxpert.training import MXFP8Recipe
 
 IDS = torch.arange(12)[None]

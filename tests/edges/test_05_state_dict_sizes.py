@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import mxpert
-from mxpert.integrations.convert import mx_experts
+from mxpert.integrations.models.convert import mx_experts
 from mxpert.testing.numerics import assert_exact
 
 IDS = torch.arange(12)[None]

@@ -11,7 +11,7 @@ import transformers
 
 import mxpert
 import mxpert.integrations.transformers  # registers "mxpert"
-from mxpert.integrations.convert import mx_experts
+from mxpert.integrations.models.convert import mx_experts
 from mxpert.testing.numerics import assert_exact
 
 IDS = torch.arange(12)[None]

@@ -13,7 +13,7 @@ import transformers
 import mxpert
 import mxpert.integrations.transformers  # registers "mxpert"
 from mxpert import UnsupportedError
-from mxpert.integrations.convert import mx_experts, restore
+from mxpert.integrations.models.convert import mx_experts, restore
 from mxpert.testing.numerics import assert_exact
 
 IDS = torch.arange(12)[None]

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 import mxpert
-from mxpert.integrations.convert import mx_experts, restore
-from mxpert.integrations.experts import find_experts
+from mxpert.integrations.models.convert import mx_experts, restore
+from mxpert.integrations.models.experts import find_experts
 from mxpert.testing.numerics import assert_exact
 from mxpert.training import MXFP8Recipe
 

@@ -29,7 +29,7 @@ from mxpert.cli.main import COMMANDS, app
 from mxpert.cli.report import Column, print_table
 
 transformers = pytest.importorskip("transformers")
-from mxpert.integrations.gpt_oss import write_demo_checkpoint  # noqa: E402 (needs transformers)
+from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint  # noqa: E402
 
 runner = CliRunner()
 FULL = Path("/dev/full")

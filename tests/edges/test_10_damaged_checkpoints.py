@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from mxpert.files import partial_name, write_atomically
-from mxpert.integrations import safetensors_files
-from mxpert.integrations.checkpoints import load_expert_weights, load_gpt_oss_layers
-from mxpert.integrations.gpt_oss import load_transformers_oracle, write_demo_checkpoint
-from mxpert.integrations.inspect_checkpoint import inspect_checkpoint
-from mxpert.integrations.quantize_checkpoint import MANIFEST_FILE, quantize_checkpoint
-from mxpert.integrations.safetensors_files import (
+from mxpert.integrations.checkpoints import safetensors_files
+from mxpert.integrations.checkpoints.load import load_expert_weights, load_gpt_oss_layers
+from mxpert.integrations.checkpoints.gpt_oss import load_transformers_oracle, write_demo_checkpoint
+from mxpert.integrations.checkpoints.inspect import inspect_checkpoint
+from mxpert.integrations.checkpoints.quantize import MANIFEST_FILE, quantize_checkpoint
+from mxpert.integrations.checkpoints.safetensors_files import (
     INDEX_FILE,
     CheckpointReader,
     read_json,

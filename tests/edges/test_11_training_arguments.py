@@ -10,7 +10,7 @@ import transformers
 
 import mxpert
 from mxpert import ScaleRule
-from mxpert.integrations.convert import mx_experts, restore
+from mxpert.integrations.models.convert import mx_experts, restore
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE
 
 LAYERS: dict[str, tuple[type, tuple[int, ...]]] = {

@@ -13,20 +13,20 @@ import torch
 
 import mxpert
 from mxpert import GemmConfig, GateUpOrder, SiTUv2
-from mxpert.backends.triton.epilogue import tanh
+from mxpert.backends.common.activation import tanh
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import MoEOptions, MoEProblem, Op, RowsProblem
 from mxpert.routing import RoutingPlan, plan_capacity
-from mxpert.testing.aot import compile_for
-from mxpert.testing.launches import H200, RecordedLaunch, recorded_launches
+from support.aot import compile_for
+from support.launches import H200, RecordedLaunch, recorded_launches
 from mxpert.weights import MoEWeights
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
-from mxpert.backends.hopper import heuristics, moe as hopper
-from mxpert.backends.triton import moe as portable
-from mxpert.backends.triton.rows import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD
+from mxpert.backends.hopper.moe import config as heuristics, host as hopper
+from mxpert.backends.triton.moe.host import host as portable
+from mxpert.backends.triton.rows.host import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD
 
 BACKENDS = Path(mxpert.__file__).parent / "backends"
 SERIES = (-1 / 3, 2 / 15, -17 / 315, 62 / 2835)

@@ -9,7 +9,7 @@ import torch
 
 import mxpert
 from mxpert.testing._read_kernel import _read_stream_kernel
-from mxpert.testing.aot import compile_for
+from support.aot import compile_for
 
 PACKAGE = Path(mxpert.__file__).parent
 

@@ -17,7 +17,7 @@ from mxpert.dispatch import registry, resolve
 from mxpert.errors import PerformanceWarning
 from mxpert.formats.tensor import Layout
 from mxpert.problem import GroupedProblem, MoEOptions, MoEProblem, Op, Target
-from mxpert.testing.launches import H200, as_if_on_h200, recorded_launches
+from support.launches import H200, as_if_on_h200, recorded_launches
 
 GROUPS, ROWS, N, K = 2, 64, 96, 64
 OFFSETS = torch.tensor([0, 40, 64])

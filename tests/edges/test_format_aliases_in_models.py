@@ -11,8 +11,8 @@ import transformers
 
 import mxpert
 import mxpert.integrations.transformers  # registers the implementations
-from mxpert.integrations.convert import mx_experts
-from mxpert.integrations.evaluation import evaluate
+from mxpert.integrations.models.convert import mx_experts
+from mxpert.integrations.models.evaluation import evaluate
 from mxpert.modules import quantize_weights
 
 ALIASES = {"a16w4": "bf16", "a8w4": "mxfp8", "a4w4": "mxfp4"}

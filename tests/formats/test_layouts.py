@@ -443,7 +443,7 @@ def pack_words(codes: torch.Tensor) -> torch.Tensor:
 def decoder_assembly() -> tuple[str, str]:
     """PTX of the tables, and of the decoding."""
     assembly = pytest.importorskip(
-        "mxpert.backends.hopper.assembly", reason="needs Triton with Gluon"
+        "mxpert.backends.hopper.lib.ptx", reason="needs Triton with Gluon"
     )
     return assembly._table_assembly(), assembly._decode_assembly()
 

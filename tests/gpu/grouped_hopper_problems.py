@@ -22,7 +22,7 @@ from mxpert.testing.numerics import (
     effective_numel,
     stage_tolerance,
 )
-from mxpert.testing.poison import nan_filled_scratch
+from support.poison import nan_filled_scratch
 
 HOPPER = {
     kernel.op: kernel

@@ -17,12 +17,12 @@ import mxpert
 from mxpert import Combine, GateUpOrder, MoEWeights, ReferenceConfig
 from mxpert.formats.tensor import Layout
 from mxpert.problem import ACTIVATION_FORMATS, ClampedSiLU, SiLU, SiTUv2, SwiGLU
-from mxpert.testing.hopper import layer_tolerance
+from support.hopper import layer_tolerance
 from mxpert.testing.numerics import assert_close_relative
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
-from mxpert.testing.races import hopper_tiles
+from support.races import hopper_tiles
 
-heuristics = pytest.importorskip("mxpert.backends.hopper.heuristics", reason="needs Gluon")
+heuristics = pytest.importorskip("mxpert.backends.hopper.moe.config", reason="needs Gluon")
 
 TOKENS = (1, 2, 7, 17, 33, 65, 129, 300, 777, 2049)
 FLOAT64 = ReferenceConfig(torch.float64)

@@ -15,7 +15,7 @@ from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GroupedProblem, Op, ReferenceConfig
 from mxpert.routing import padded_group_offsets
 from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
-from mxpert.testing.poison import nan_filled_scratch
+from support.poison import nan_filled_scratch
 
 REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}
 TRITON = {kernel.op: kernel for kernel in TRITON_KERNELS}

@@ -28,7 +28,7 @@ from mxpert.testing.numerics import (
     sampling_margin,
     sqnr_db,
 )
-from mxpert.testing.races import hunt
+from support.races import hunt
 from mxpert.training import MXFP8Recipe, grouped_linear
 
 from .grouped_hopper_problems import (

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.backends.launch import Launch
+from mxpert.runtime.launch import Launch
 from mxpert.formats import pack_codes, unpack_codes
 from mxpert.formats.tensor import Layout
 from mxpert.testing.numerics import END_TO_END_GATE, assert_close_relative, assert_exact
-from mxpert.testing.poison import nan_filled_scratch
+from support.poison import nan_filled_scratch
 from mxpert.testing.problems import MODEL_SHAPES, Routing, random_moe_problem
 
 from .hopper_problems import (

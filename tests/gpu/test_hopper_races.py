@@ -18,7 +18,7 @@ import mxpert
 from mxpert import GateUpOrder, MoEConfig, SiLU, SwiGLU
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
-from mxpert.testing.races import MoEHunt, hunt
+from support.races import MoEHunt, hunt
 
 from .hopper_problems import require_hopper, tiles_of
 

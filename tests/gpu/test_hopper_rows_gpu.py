@@ -14,11 +14,11 @@ from mxpert.formats.spec import E4M3
 from mxpert.problem import MoEOptions
 from mxpert.routing import TOKEN_MASK, RoutingPlan
 from mxpert.testing.numerics import assert_exact
-from mxpert.testing.poison import nan_filled_scratch
+from support.poison import nan_filled_scratch
 
 from .hopper_problems import require_hopper
 
-rows = pytest.importorskip("mxpert.backends.hopper.rows", reason="needs Gluon")
+rows = pytest.importorskip("mxpert.backends.hopper.moe.encode", reason="needs Gluon")
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import torch
 
 import mxpert
 from mxpert.problem import SiTUv2
-from mxpert.testing.exact import exact_moe_problem
+from support.exact import exact_moe_problem
 from mxpert.testing.numerics import assert_exact
 
 from .hopper_problems import CASES, FLOAT64, prepared, require_hopper, tiles_of

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mxpert.backends.triton.quantize import DEQUANTIZE, QUANTIZE
+from mxpert.backends.common.quantize import DEQUANTIZE, QUANTIZE
 from mxpert.dispatch import detect_target
 from mxpert.formats import FORMATS, MXFP4, MXFP8_E4M3, MXFormat, MXTensor, ScaleRule
 from mxpert.problem import Op, QuantizeProblem
-from mxpert.testing.quantize_cases import (
+from support.quantize_cases import (
     assert_dequantizes_exactly,
     assert_quantizes_exactly,
     block_cases,

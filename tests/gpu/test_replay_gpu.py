@@ -17,7 +17,7 @@ import mxpert
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
-from mxpert.testing.replays import tensors_of, without_replay
+from support.replays import tensors_of, without_replay
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,10 @@ import torch
 
 import mxpert
 from mxpert import Scoring
-from mxpert.backends.triton.routing import PLAN
+from mxpert.backends.common.routing import PLAN
 from mxpert.ops.route import describe_routing_plan
 from mxpert.problem import TopKOptions
-from mxpert.testing.routing import (
+from support.routing import (
     CONTRACT_EXPERTS,
     random_topk_ids,
     topk_decision_gap,

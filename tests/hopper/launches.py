@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from mxpert.backends import launch
-from mxpert.backends.hopper import moe
+from mxpert.runtime import launch
+from mxpert.backends.hopper.moe.host import host as moe
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (
@@ -21,7 +21,7 @@ from mxpert.problem import (
     activation_mx_format,
 )
 from mxpert.routing import RoutingPlan, plan_capacity
-from mxpert.testing.aot import CompiledKernel, compile_for, specialize
+from support.aot import CompiledKernel, compile_for, specialize
 from mxpert.testing.problems import MoEShape
 from mxpert.weights import GateUpOrder, MoEWeights
 

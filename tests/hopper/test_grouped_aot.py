@@ -19,8 +19,8 @@ from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GemmConfig, GroupedProblem, Op
 from mxpert.routing import padded_capacity
-from mxpert.testing.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
-from mxpert.testing.launches import recorded_launches
+from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
+from support.launches import recorded_launches
 
 from .launches import H200, Launch, empty
 from .sass import register_operands, reused_barriers

@@ -16,7 +16,7 @@ pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon
 
 from triton.backends.nvidia.compiler import get_ptxas
 
-from mxpert.backends.hopper import heuristics, schedule
+from mxpert.backends.hopper.moe import config as heuristics, prefill_tiles as schedule
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (
     ACTIVATION_FORMATS,
@@ -29,9 +29,9 @@ from mxpert.problem import (
     SwiGLU,
     activation_mx_format,
 )
-from mxpert.testing.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
+from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
-from mxpert.testing.toolchain import toolchain
+from mxpert.runtime.toolchain import toolchain
 
 from .launches import Launch, Recorder, describe
 from .sass import overwritten_operands, parse, register_operands, reused_barriers

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from mxpert.integrations.convert import convert, restore
+from mxpert.integrations.models.convert import convert, restore
 
 FAMILIES = ("gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3")
 VOCABULARY, HIDDEN, INTERMEDIATE, EXPERTS = 48, 128, 64, 8

@@ -12,7 +12,7 @@ import torch
 import transformers
 import mxpert
 from mxpert import GateUpOrder, SiLU, SwiGLU
-from mxpert.integrations.convert import convert, mx_experts, restore
+from mxpert.integrations.models.convert import convert, mx_experts, restore
 from mxpert.testing.numerics import assert_exact, cosine
 from mxpert.training import MXFP8Recipe
 

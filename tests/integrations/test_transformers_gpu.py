@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mxpert.formats.tensor import Layout
-from mxpert.integrations.convert import convert, mx_experts
+from mxpert.integrations.models.convert import convert, mx_experts
 from mxpert.testing.numerics import cosine
 
 from .families import FAMILIES, PROMPT, build, greedy, oracle_of, teach

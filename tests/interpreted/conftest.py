@@ -14,7 +14,7 @@ import pytest
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if _INTERPRETED:
-    from mxpert.testing.interpreter import install
+    from support.interpreter import install
 
     install()
 

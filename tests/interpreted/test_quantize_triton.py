@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mxpert.backends.triton.quantize import DEQUANTIZE, QUANTIZE
-from mxpert.backends.triton.quantize_kernels import quantize_tile, scale_rule_constants
+from mxpert.backends.common.quantize import DEQUANTIZE, QUANTIZE
+from mxpert.backends.common.mx_codec import quantize_tile, scale_rule_constants
 from mxpert.formats import (
     FORMATS,
     MXFP4,
@@ -23,7 +23,7 @@ from mxpert.formats import (
     quantize_blocks,
 )
 from mxpert.problem import Op, QuantizeProblem, Target
-from mxpert.testing.quantize_cases import (
+from support.quantize_cases import (
     assert_dequantizes_exactly,
     assert_quantizes_exactly,
     block_cases,

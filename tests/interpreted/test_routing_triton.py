@@ -9,10 +9,10 @@ import torch
 
 import mxpert
 from mxpert import Scoring
-from mxpert.backends.triton.routing import MAX_EXPERTS, PLAN, TOPK, PlanConfig, TopKConfig
+from mxpert.backends.common.routing import MAX_EXPERTS, PLAN, TOPK, PlanConfig, TopKConfig
 from mxpert.ops.route import describe_route_topk, describe_routing_plan
 from mxpert.problem import TopKOptions
-from mxpert.testing.routing import (
+from support.routing import (
     random_topk_ids,
     topk_decision_gap,
     topk_weight_tolerance,

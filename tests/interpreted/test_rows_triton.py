@@ -11,11 +11,11 @@ import torch
 import mxpert
 from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
 from mxpert.backends.triton import KERNELS as TRITON_KERNELS
-from mxpert.backends.triton.rows import COMBINE_BLOCK
+from mxpert.backends.triton.rows.host import COMBINE_BLOCK
 from mxpert.dispatch import detect_target
 from mxpert.problem import Activation, Op, RowsProblem
 from mxpert.testing.numerics import assert_close_relative, rounding_rms
-from mxpert.testing.poison import nan_filled_scratch
+from support.poison import nan_filled_scratch
 
 REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}
 TRITON = {kernel.op: kernel for kernel in TRITON_KERNELS}

@@ -14,9 +14,9 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
-from mxpert.backends.hopper import dual
-from mxpert.backends.hopper.dual_kernel import _quantize_dual_hopper_kernel
-from mxpert.backends.launch import Launch
+from mxpert.backends.hopper.quantize_dual import host as dual
+from mxpert.backends.hopper.quantize_dual.kernel import _quantize_dual_hopper_kernel
+from mxpert.runtime.launch import Launch
 from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
 from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxpert.backends.triton.epilogue import tanh
+from mxpert.backends.common.activation import tanh
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered in:RuntimeWarning",

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mxpert.backends.hopper.grouped_decode import decode_if_wide
+from mxpert.backends.hopper.grouped.decode_if_wide import decode_if_wide
 from mxpert.dispatch import detect_target
 from mxpert.formats import MXTensor, ScaleRule, ScaleSpan, dequantize_blocks, quantize_blocks
 from mxpert.testing.numerics import assert_exact
-from mxpert.testing.poison import nan_filled_scratch
+from support.poison import nan_filled_scratch
 
 COUNTS = {
     "first": (1, 0),

@@ -10,9 +10,9 @@ import torch
 import mxpert
 from mxpert import Combine, GateUpOrder, ScaleRule
 from mxpert.problem import ClampedSiLU, ReferenceConfig, SiLU, SiTUv2, SwiGLU
-from mxpert.testing.exact import exact_moe_problem
+from support.exact import exact_moe_problem
 from mxpert.testing.numerics import assert_exact, is_exact
-from mxpert.testing.poison import PLANTED_ERRORS
+from support.poison import PLANTED_ERRORS
 from mxpert.testing.problems import MoEInputs, MoEShape
 
 from .oracle import moe_layer

@@ -18,7 +18,7 @@ from mxpert.testing.numerics import (
     relative_l2,
     stage_tolerance,
 )
-from mxpert.testing.poison import PLANTED_ERRORS, nan_filled_scratch, poison_weights
+from support.poison import PLANTED_ERRORS, nan_filled_scratch, poison_weights
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
 from .oracle import moe_layer
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 import mxpert
 from mxpert.routing import RoutingPlan, plan_capacity
-from mxpert.testing.routing import CONTRACT_EXPERTS, random_topk_ids, validate_routing_plan
+from support.routing import CONTRACT_EXPERTS, random_topk_ids, validate_routing_plan
 
 
 def routing(num_tokens: int, top_k: int, num_experts: int, seed: int = 0):

@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 import mxpert
 from mxpert import Scoring
 from mxpert.problem import TopKOptions
-from mxpert.testing.routing import topk_decision_gap, topk_weight_tolerance
+from support.routing import topk_decision_gap, topk_weight_tolerance
 
 FLOAT32_HALF_ULP = 2.0**-24
 

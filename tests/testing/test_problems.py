@@ -9,8 +9,8 @@ import torch
 
 import mxpert
 from mxpert.formats import dequantize_blocks
-from mxpert.testing.exact import exact_activation, exact_moe_problem
-from mxpert.testing.poison import (
+from support.exact import exact_activation, exact_moe_problem
+from support.poison import (
     PLANTED_ERRORS,
     nan_filled_scratch,
     poison_like,

@@ -12,9 +12,9 @@ from mxpert import GateUpOrder, ReferenceConfig, ScaleRule
 from mxpert.formats import MXTensor, quantize_blocks
 from mxpert.problem import ACTIVATION_FORMATS, ACTIVATIONS
 from mxpert.testing.numerics import is_exact
-from mxpert.testing.poison import PLANTED_ERRORS
+from support.poison import PLANTED_ERRORS
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
-from mxpert.testing.rounding import Rounded, assert_rounded, gate_up_oracle
+from support.rounding import Rounded, assert_rounded, gate_up_oracle
 
 SHAPE = MoEShape(hidden_size=512, intermediate_size=128, num_experts=5, top_k=2, has_bias=True)
 formats = pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)

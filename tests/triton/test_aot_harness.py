@@ -9,8 +9,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mxpert.backends.launch import Launch
-from mxpert.testing.aot import SHARED_MEMORY_LIMIT, TARGETS, Specialization, compile_for, specialize
+from mxpert.runtime.launch import Launch
+from support.aot import SHARED_MEMORY_LIMIT, TARGETS, Specialization, compile_for, specialize
 
 
 @triton.jit

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from mxpert.backends.triton import grouped
-from mxpert.backends.triton.grouped_kernels import _padded_offsets_kernel
+from mxpert.backends.triton.grouped.host import host as grouped
+from mxpert.backends.common.groups import _padded_offsets_kernel
 from mxpert.formats import MXTensor, ScaleRule
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GroupedProblem, Op, Target
 from mxpert.routing import padded_capacity
-from mxpert.testing.aot import TRITON_RELEASE, Metrics, compile_for, specialize
-from mxpert.testing.launches import RecordedLaunch, recorded_launches
+from support.aot import TRITON_RELEASE, Metrics, compile_for, specialize
+from support.launches import RecordedLaunch, recorded_launches
 
 TARGETS = {
     "sm_90": Target("cuda", "sm_90", "NVIDIA H200", 132, 232448),

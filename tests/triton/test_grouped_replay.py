@@ -11,11 +11,11 @@ import torch
 
 import mxpert
 from mxpert import MXTensor, ScaleRule, ScaleSpan
-from mxpert.backends.launch import Launch
+from mxpert.runtime.launch import Launch
 from mxpert.dispatch import registry
 from mxpert.ops import rows
-from mxpert.testing.launches import as_if_on_h200, count_launches, without_device
-from mxpert.testing.replays import Launches, check_same, ordinary
+from support.launches import as_if_on_h200, count_launches, without_device
+from support.replays import Launches, check_same, ordinary
 from mxpert.training import MXFP8Recipe, grouped_linear
 
 WIDTH, OUT, GROUPS = 256, 160, 5

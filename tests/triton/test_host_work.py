@@ -15,9 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxpert
-from mxpert import geometry
-from mxpert.backends import launch, replay
-from mxpert.backends.launch import Launch, PreparedLaunch
+from mxpert.runtime import geometry
+from mxpert.runtime import launch, replay
+from mxpert.runtime.launch import Launch, PreparedLaunch
 from mxpert.dispatch import registry
 from mxpert.formats.tensor import Layout
 from mxpert.ops import library, moe, quantize, route
@@ -29,7 +29,7 @@ from mxpert.problem import (
     TopKOptions,
     TopKProblem,
 )
-from mxpert.testing.launches import as_if_on_h200, count_launches, without_device
+from support.launches import as_if_on_h200, count_launches, without_device
 from mxpert.testing.problems import MoEShape, random_moe_problem
 
 SHAPE = MoEShape(

@@ -18,9 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from mxpert.backends import launch
-from mxpert.backends.launch import Launch, Tile
-from mxpert.testing.launches import without_device
+from mxpert.runtime import launch
+from mxpert.runtime.launch import Launch, Tile
+from support.launches import without_device
 
 _HOOKS = slice(9, 13)
 """Metadata for hooks and the hooks themselves, which a direct launch does not pass."""

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from mxpert.backends.triton import combine, heuristics, moe
+from mxpert.backends.common import combine
+from mxpert.backends.triton.moe import config as heuristics, host as moe
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (
@@ -32,8 +33,8 @@ from mxpert.problem import (
     activation_mx_format,
 )
 from mxpert.routing import RoutingPlan, plan_capacity
-from mxpert.testing.aot import TRITON_RELEASE, Metrics, compile_for, specialize
-from mxpert.testing.launches import RecordedLaunch, recorded_launches
+from support.aot import TRITON_RELEASE, Metrics, compile_for, specialize
+from support.launches import RecordedLaunch, recorded_launches
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from mxpert.weights import MoEWeights
 

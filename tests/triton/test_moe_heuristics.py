@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mxpert.backends.triton import heuristics
-from mxpert.backends.triton.moe import DOWN, FUSED_MOE, GATE_UP
+from mxpert.backends.triton.moe import config as heuristics
+from mxpert.backends.triton.moe.host import DOWN, FUSED_MOE, GATE_UP
 from mxpert.formats.tensor import Layout
 from mxpert.problem import ACTIVATION_FORMATS, GemmConfig, MoEOptions, MoEProblem, Op, Target
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape

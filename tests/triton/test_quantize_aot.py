@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mxpert.backends.triton.quantize_kernels import (
+from mxpert.backends.common.mx_codec import (
     _dequantize_columns_kernel,
     _dequantize_rows_kernel,
     _quantize_columns_kernel,
@@ -13,7 +13,7 @@ from mxpert.backends.triton.quantize_kernels import (
     scale_rule_constants,
 )
 from mxpert.formats import FORMATS, MXFP4, MXFP8_E4M3, MXFormat, ScaleRule
-from mxpert.testing.aot import TARGETS, CompiledKernel, compile_for
+from support.aot import TARGETS, CompiledKernel, compile_for
 
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
 targets = pytest.mark.parametrize("target", TARGETS)

@@ -1,6 +1,6 @@
 """Replayed calls make the same launches as ordinary calls, at any tensor addresses.
 
-A mock driver records the launches (mxpert.testing.launches).
+A mock driver records the launches (support.launches).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from triton import knobs
 
 import mxpert
 from mxpert import Combine, GemmConfig, MoEConfig, Scoring
-from mxpert.backends.hopper.moe import FUSED_MOE
+from mxpert.backends.hopper.moe.host import FUSED_MOE
 from mxpert.dispatch import tables
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.routing import RoutingPlan
-from mxpert.testing.launches import as_if_on_h200, count_launches, without_device
+from support.launches import as_if_on_h200, count_launches, without_device
 from mxpert.testing.problems import MoEShape, random_moe_problem
-from mxpert.testing.replays import Launches, check_same, flat, ordinary
+from support.replays import Launches, check_same, flat, ordinary
 
 SHAPE = MoEShape(
     hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation=mxpert.SwiGLU()

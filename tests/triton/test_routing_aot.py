@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from mxpert.backends.triton import routing
-from mxpert.backends.triton.combine import combine_rows
+from mxpert.backends.common import routing
+from mxpert.backends.common.combine import combine_rows
 from mxpert.ops import route
 from mxpert.ops.route import describe_route_topk, describe_routing_plan
 from mxpert.problem import Scoring
-from mxpert.testing.aot import SHARED_MEMORY_LIMIT, TARGETS, TRITON_RELEASE, compile_for, specialize
-from mxpert.testing.launches import H200, RecordedLaunch, recorded_launches
+from support.aot import SHARED_MEMORY_LIMIT, TARGETS, TRITON_RELEASE, compile_for, specialize
+from support.launches import H200, RecordedLaunch, recorded_launches
 
 # (E, k) of the reference models: gpt-oss-120b and -20b, DeepSeek-V3 without and with its shared
 # expert, Kimi-K2 likewise, DeepSeek-V4-pro and -flash, Qwen3-235B, Qwen3-Next.

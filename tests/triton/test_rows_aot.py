@@ -12,8 +12,8 @@ import torch
 import mxpert
 from mxpert.backends.triton import KERNELS
 from mxpert.problem import Activation, Op, RowsProblem
-from mxpert.testing.aot import TARGETS, Metrics, compile_for
-from mxpert.testing.launches import H200, RecordedLaunch, recorded_launches
+from support.aot import TARGETS, Metrics, compile_for
+from support.launches import H200, RecordedLaunch, recorded_launches
 
 TRITON = {kernel.op: kernel for kernel in KERNELS}
 ACTIVATIONS = (mxpert.SiLU(), mxpert.SwiGLU(), mxpert.ClampedSiLU(), mxpert.SiTUv2())

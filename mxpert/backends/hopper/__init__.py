@@ -1,9 +1,9 @@
 """Hopper kernels (sm_90): TMA, warp specialisation, FP4 weights decoded to FP8 wgmma fragments."""
 
-from ..replay import replayed
-from .dual import QUANTIZE_DUAL
-from .grouped import GROUPED_GEMM, GROUPED_WGRAD
-from .moe import DOWN, FUSED_MOE, GATE_UP
+from ...runtime.replay import replayed
+from .quantize_dual.host import QUANTIZE_DUAL
+from .grouped.host import GROUPED_GEMM, GROUPED_WGRAD
+from .moe.host import DOWN, FUSED_MOE, GATE_UP
 
 KERNELS = replayed(GATE_UP, DOWN, FUSED_MOE, QUANTIZE_DUAL, GROUPED_GEMM, GROUPED_WGRAD)
 

@@ -1,0 +1,1 @@
+"""What several backends share: routing, quantisation, combine, activations, launch order."""

@@ -1,0 +1,300 @@
+"""Host side of GROUPED_GEMM and GROUPED_WGRAD on Hopper: choice of FP8 or bf16, launches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+
+from ....errors import require
+from ....formats.spec import MXFP8_E5M2, ScaleSpan
+from ....formats.tensor import MXTensor
+from ....problem import GemmConfig, GroupedProblem, Op, QuantizeProblem, Target
+from ....runtime.launch import CACHED_LAUNCHES, Launch
+from ...triton.grouped import host as portable
+from ...common.quantize import DEQUANTIZE
+from ..lib.tma import copied, copied_of_each
+from .decode_if_wide import decode_if_wide
+from .kernel import _grouped_gemm_hopper_kernel
+
+BLOCK_M, BLOCK_N = 128, 256
+_STAGE_BYTES = 128
+_STAGES = 4
+_BANDS = (16, 8, 32)
+"""Choices for the row tiles that share a column tile's operand in L2; the first is the default."""
+
+UNPROMOTED_DEPTH = 8192
+"""Longest reduction whose fp8 sums stay in the tensor core. Its adder drops bits below 2^-13 of the
+sum: an error of 2e-3 at this depth. Longer sums are promoted to float32 every 256 values."""
+
+
+class _Grouped:
+    """Base class of both GEMMs: supported problems, configs, and the launch."""
+
+    op: Op
+    backend = "hopper"
+
+    def unsupported(self, problem: GroupedProblem) -> str | None:
+        """Why the kernel cannot serve `problem`; None if it can."""
+        if problem.target.arch != "sm_90":
+            return f"needs sm_90, not {problem.target.arch}"
+        if problem.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"writes bfloat16, float16 or float32, not {problem.out_dtype}"
+        wgrad = problem.op is Op.GROUPED_WGRAD
+        columns = problem.k if wgrad else problem.n
+        if columns % 8:
+            return (
+                f"writes rows of whole 16 bytes, got {columns} columns; "
+                "pad the operand to a multiple of 8"
+            )
+        if problem.a_format == "bf16":
+            if wgrad:
+                return (
+                    "reads operands with the reduction contiguous, as quantize_dual(…, "
+                    "group_offsets=…) makes them; quantise both"
+                )
+            if problem.k % 8:
+                return (
+                    f"reads rows of whole 16 bytes, got K = {problem.k}; pad K to a multiple of 8"
+                )
+        return None
+
+    def configs(self, problem: GroupedProblem) -> Iterator[GemmConfig]:
+        """One tile size, with each of the choices for group_m."""
+        for band in _BANDS:
+            yield GemmConfig(
+                BLOCK_M, BLOCK_N, _STAGE_BYTES, num_warps=4, num_stages=_STAGES, group_m=band
+            )
+
+    def heuristic(self, problem: GroupedProblem) -> GemmConfig:
+        """The config used if none is pinned."""
+        return next(self.configs(problem))
+
+    def mode(self, problem: GroupedProblem) -> str:
+        """How the kernel applies scales; `explain` shows it.
+
+        - "row": FP8 products; both operands have one scale per row.
+        - "auto": as "row" if neither operand has wide blocks (counted on the device), else as
+          "exact".
+        - "span128": FP8 products; a has one scale per 128 values, b one per row.
+        - "exact": bf16 products of bf16 operands, or of the exact values of MX operands with any
+          scales. Also MX operands with ``trans_b=False``: FP8 wgmma needs a contiguous reduction
+          axis.
+        """
+        spans = problem.a_span, problem.b_span
+        contiguous = problem.trans_b or problem.op is Op.GROUPED_WGRAD
+        if problem.a_format == "bf16" or not contiguous:
+            return "exact"
+        if spans == (ScaleSpan.ROW, ScaleSpan.ROW):
+            return "row"
+        if set(spans) <= {ScaleSpan.ROW, ScaleSpan.AUTO}:
+            return "auto"
+        return "span128" if spans == (ScaleSpan.SPAN128, ScaleSpan.ROW) else "exact"
+
+    def slower(self, problem: GroupedProblem) -> str:
+        """Why MX operands are multiplied in bf16 although their scales allow FP8; "" if not."""
+        spans = {problem.a_span, problem.b_span}
+        if problem.op is Op.GROUPED_WGRAD or problem.trans_b or spans & {ScaleSpan.BLOCK}:
+            return ""
+        return (
+            "multiplies in bf16: FP8 tensor cores need the reduction contiguous; pass b as "
+            "[G, N, K], the other copy of quantize_dual, with trans_b=True"
+        )
+
+    def _launch(
+        self,
+        problem: GroupedProblem,
+        config: GemmConfig,
+        first: torch.Tensor | MXTensor,
+        second: torch.Tensor | MXTensor,
+        out: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        require(
+            config in tuple(self.configs(problem)),
+            problem.op.value,
+            "config",
+            need="a config of this backend",
+            got=config,
+            remedy="see configs() of the kernel for valid ones",
+        )
+        mode, target = self.mode(problem), problem.target
+        if mode == "exact":
+            _multiply(
+                problem,
+                config,
+                mode,
+                (_as_bf16(first, target), _as_bf16(second, target)),
+                (None, None),
+                out,
+                offsets,
+            )
+            return
+        wide = _wide_blocks(first), _wide_blocks(second)
+        _multiply(problem, config, mode, (first, second), wide, out, offsets)
+        if mode == "auto" and isinstance(first, MXTensor) and isinstance(second, MXTensor):
+            copies = decode_if_wide(first, second, target)
+            _multiply(problem, config, "wide", copies, wide, out, offsets)
+
+
+class _GroupedGemm(_Grouped):
+    """GROUPED_GEMM: ``c[r] = a[r] @ b[group of r].T``; zeros in rows without a group."""
+
+    op = Op.GROUPED_GEMM
+
+    def launch(
+        self,
+        problem: GroupedProblem,
+        config: GemmConfig,
+        *,
+        a: torch.Tensor | MXTensor,
+        b: torch.Tensor | MXTensor,
+        group_offsets: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return c [M, n], contiguous, in `problem.out_dtype`."""
+        out = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
+        if problem.k == 0:
+            return out.zero_()
+        if out.numel() > 0:
+            self._launch(problem, config, a, b, out, group_offsets)
+        return out
+
+
+class _GroupedWgrad(_Grouped):
+    """GROUPED_WGRAD: ``out[g] = grad_g.T @ a_g`` over the rows of group g; zeros if it is empty."""
+
+    op = Op.GROUPED_WGRAD
+
+    def launch(
+        self,
+        problem: GroupedProblem,
+        config: GemmConfig,
+        *,
+        grad: torch.Tensor | MXTensor,
+        a: torch.Tensor | MXTensor,
+        group_offsets: torch.Tensor,
+        accumulate_into: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return out [G, n, k] in `problem.out_dtype`, or add the result to `accumulate_into`."""
+        out = accumulate_into
+        if out is None:
+            out = group_offsets.new_empty(
+                (problem.num_groups, problem.n, problem.k), dtype=problem.out_dtype
+            )
+        if out.numel() > 0:
+            offsets = portable.padded_offsets(problem, group_offsets)
+            self._launch(problem, config, grad, a, out, offsets)
+        return out
+
+
+def _multiply(
+    problem: GroupedProblem,
+    config: GemmConfig,
+    mode: str,
+    operands: tuple[torch.Tensor | MXTensor, torch.Tensor | MXTensor],
+    wide: tuple[torch.Tensor | None, torch.Tensor | None],
+    out: torch.Tensor,
+    offsets: torch.Tensor,
+) -> None:
+    """One launch of the GEMM.
+
+    Args:
+        mode: as in `_Grouped.mode`, or "wide": exact products if a count of wide blocks is above 0,
+            else nothing.
+        wide: the counts of both operands.
+    """
+    (first, first_scale), (second, second_scale) = map(_operand, operands)
+    _gemm_launch(problem, config.group_m, mode, first.dtype, second.dtype)(
+        out=out,
+        out_desc=out,
+        a_desc=first,
+        b_desc=second,
+        a_scale=first_scale,
+        b_scale=second_scale,
+        a_wide=wide[0],
+        b_wide=wide[1],
+        offsets=offsets,
+    )
+
+
+def _wide_blocks(value: torch.Tensor | MXTensor) -> torch.Tensor | None:
+    """The device count of wide blocks [1] of an operand with ScaleSpan.AUTO; None for others."""
+    return value.wide_blocks if isinstance(value, MXTensor) else None
+
+
+def _operand(value: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Contiguous values, and the scale bytes of an MX tensor (None for bf16)."""
+    if not isinstance(value, MXTensor):
+        return value.contiguous(), None
+    dtype = torch.float8_e5m2 if value.format is MXFP8_E5M2 else torch.float8_e4m3fn
+    return value.qdata.contiguous().view(dtype), value.scale.contiguous()
+
+
+def _as_bf16(value: torch.Tensor | MXTensor, target: Target) -> torch.Tensor:
+    """Dequantise an MX tensor to bf16; exact, since values have at most 4 significant bits."""
+    if not isinstance(value, MXTensor):
+        return value
+    problem = QuantizeProblem(
+        Op.DEQUANTIZE, target, tuple(value.shape), value.axis, torch.bfloat16, value.format
+    )
+    return DEQUANTIZE.launch(problem, None, tensor=value)
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _gemm_launch(
+    problem: GroupedProblem, band: int, mode: str, first: torch.dtype, second: torch.dtype
+) -> Launch:
+    wgrad = problem.op is Op.GROUPED_WGRAD
+    num_outer, columns = (problem.n, problem.k) if wgrad else (0, problem.n)
+    reduction = problem.num_rows if wgrad else problem.k
+    pitch = 0 if mode in ("exact", "wide") else reduction // 32
+    depth = _STAGE_BYTES // first.itemsize
+    piece = 64 if problem.out_dtype is torch.float32 else 128
+    b_tile = (
+        copied(BLOCK_N, depth, second)
+        if wgrad or problem.trans_b
+        else copied_of_each(depth, BLOCK_N, second)
+    )
+    tiles = {
+        "out_desc": copied(64, piece, problem.out_dtype),
+        "a_desc": copied(BLOCK_M, depth, first),
+        "b_desc": b_tile,
+    }
+    return Launch(
+        _grouped_gemm_hopper_kernel,
+        (problem.target.num_sms,),
+        tiles,
+        num_groups=problem.num_groups,
+        num_rows=problem.num_rows,
+        num_outer=num_outer,
+        num_n=columns,
+        num_k=0 if wgrad else problem.k,
+        a_pitch=pitch,
+        b_pitch=pitch,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        DEPTH=depth,
+        STAGES=_STAGES,
+        BAND=band,
+        WGRAD=wgrad,
+        SPAN=_promotion(problem, mode),
+        ACCUMULATE=problem.accumulate,
+        IF_WIDE=mode == "wide",
+        num_warps=4,
+    )
+
+
+def _promotion(problem: GroupedProblem, mode: str) -> int:
+    """The kernel's SPAN: number of values per promotion to float32; 0 never promotes."""
+    if mode not in ("row", "auto"):
+        return 128 if mode == "span128" else 0
+    depth = problem.k
+    if problem.op is Op.GROUPED_WGRAD:
+        depth = problem.num_rows // max(1, problem.num_groups)
+    return 0 if depth <= UNPROMOTED_DEPTH else 256
+
+
+GROUPED_GEMM = _GroupedGemm()
+GROUPED_WGRAD = _GroupedWgrad()

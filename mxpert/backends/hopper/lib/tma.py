@@ -1,0 +1,49 @@
+"""TMA descriptors of the Hopper kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from ....runtime.launch import Tile
+
+_GLUON_TYPES = {
+    torch.uint8: gl.uint8,
+    torch.int32: gl.int32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+}
+
+
+@functools.lru_cache
+def _tile(block: tuple[int, ...], dtype: torch.dtype, width: int | None) -> Tile:
+    """Tile with the widest shared-memory swizzle that fits the block."""
+    layout: Any = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])
+    return Tile(block, layout, width)
+
+
+def copied(rows: int, columns: int, dtype: torch.dtype, width: int | None = None) -> Tile:
+    """TMA tile of rows × columns of `dtype`; `width` as in Tile."""
+    return _tile((rows, columns), dtype, width)
+
+
+def copied_matrix(rows: int, columns: int, dtype: torch.dtype) -> Tile:
+    """TMA tile of rows × columns of one matrix of a tensor of matrices, each `columns` wide.
+
+    Reads past the end of a matrix give zeros.
+    """
+    return _tile((1, rows, columns), dtype, columns)
+
+
+def copied_of_each(rows: int, columns: int, dtype: torch.dtype) -> Tile:
+    """TMA tile of rows × columns of one matrix of a tensor [..., all rows, all columns].
+
+    Reads past the last row or column of a matrix give zeros.
+    """
+    return _tile((1, rows, columns), dtype, None)

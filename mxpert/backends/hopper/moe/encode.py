@@ -1,0 +1,227 @@
+"""Host side of row encoding: activations become sorted e4m3 rows for the FP8 GEMMs, K permuted.
+
+There are three encodings. Each row has one scale:
+
+- bf16 as hi + lo / 16 in two e4m3 rows: exact for values within 14 binades of the row maximum.
+- MX codes: each block of 32 is rebased from its own scale to the largest scale of the row, a power
+  of two. This is exact if the code is still an e4m3 number; otherwise the absolute error is at most
+  2^-10 of the row's scale. bf16 rows are quantised and rebased in one pass.
+- fp8_token: bf16 rows are quantised to e4m3 with one float32 scale per row.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ....formats.layouts import UNIT_CODES
+from ....formats.spec import E2M1
+from ....formats.tensor import MXTensor
+from ....problem import MoEOptions, activation_mx_format
+from ....routing import RoutingPlan
+from ...common.pdl import FOLLOWS
+from ....runtime.launch import CACHED_LAUNCHES, Launch
+from ...common.mx_codec import scale_rule_constants
+from .encode_kernel import _moe_encode_rows_kernel
+
+_MAX_CHUNKS = 64
+"""Most depth units of 128 values per step: 8192 values, 32 a thread."""
+
+_CHUNKS_PER_WARP = 4
+
+_ROW_VALUES = 16384
+"""Values that a program encodes if there are many rows; it prefetches its next row."""
+
+_MANY_PROGRAMS = 4096
+"""Programs that fill the GPU; with fewer rows than this, each row has its own program."""
+
+_MOST_STEPS = 4
+"""Most steps of a row in registers: 16 values a thread and step, and as many for the next row."""
+
+_PARALLEL_TOKENS = 32
+"""Up to this many tokens each slot has its own program: SMs are free, and latency is the limit."""
+
+
+@dataclass(frozen=True)
+class SortedRows:
+    """Encoded rows for an FP8 GEMM.
+
+    codes: e4m3 [P, K padded to 128], or [2P, …] for hi and lo (split). scale: float32 [P], one per
+    row. claimed: int32 [1], the tile counter of the GEMM that reads these rows.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    claimed: torch.Tensor
+    split: bool
+
+    @property
+    def low_rows(self) -> int:
+        """Row where the low parts begin."""
+        return self.scale.shape[0]
+
+
+def padded(depth: int) -> int:
+    """Depth of a stored row: `depth` rounded up to a multiple of 128."""
+    return -(-depth // UNIT_CODES) * UNIT_CODES
+
+
+def fits_one_step(depth: int) -> bool:
+    """Whether one step covers a whole row, so that a program can hold it in registers."""
+    return padded(depth) <= _MAX_CHUNKS * UNIT_CODES
+
+
+def step_options(depth: int) -> dict[str, int]:
+    """CHUNKS per step (a power of two that covers a row, at most _MAX_CHUNKS), and warps."""
+    units = padded(depth) // UNIT_CODES
+    chunks = min(_MAX_CHUNKS, max(_CHUNKS_PER_WARP, 1 << (units - 1).bit_length()))
+    return {"CHUNKS": chunks, "num_warps": min(8, chunks // _CHUNKS_PER_WARP)}
+
+
+def held_options(depth: int, many: bool) -> dict[str, int | bool]:
+    """STEPS of a row that stay in registers, whether they are the WHOLE row, and the step's size.
+
+    With few rows: one step with many threads, for low latency. With `many` rows: several steps with
+    few threads. This amortises the work per row over more values, and wastes less if the depth is
+    no power of two.
+    """
+    units = padded(depth) // UNIT_CODES
+    if not many or units > _MAX_CHUNKS:
+        return {"STEPS": 1, "WHOLE": fits_one_step(depth), **step_options(depth)}
+    sizes = [chunks for chunks in (4, 8, 16) if -(-units // chunks) <= _MOST_STEPS]
+    chunks = min(sizes, key=lambda size: (-(-units // size) * size, size))
+    return {
+        "STEPS": -(-units // chunks),
+        "WHOLE": True,
+        "CHUNKS": chunks,
+        "num_warps": chunks // _CHUNKS_PER_WARP,
+    }
+
+
+def empty_rows(plan: RoutingPlan, num_rows: int, depth: int, options: MoEOptions) -> SortedRows:
+    """Allocate SortedRows without initialising them."""
+    split = options.activation_format == "bf16"
+    scale = plan.sorted_weights.new_empty(num_rows)
+    codes = scale.new_empty(
+        (num_rows * (2 if split else 1), padded(depth)), dtype=torch.float8_e4m3fn
+    )
+    return SortedRows(codes, scale, plan.num_valid.new_empty(1), split)
+
+
+def sorted_rows(
+    x: torch.Tensor | MXTensor,
+    plan: RoutingPlan,
+    num_rows: int,
+    options: MoEOptions,
+    *,
+    scatter: bool,
+    release_first: bool = False,
+) -> SortedRows:
+    """Encode the plan's rows for the FP8 GEMMs.
+
+    Args:
+        x: bfloat16 or MXTensor, [T, K] (scatter) or [P, K] in sorted order.
+        plan: the routing plan. num_rows: rows to allocate, at least the rows in use.
+        options: activation format and scale rule for bfloat16 rows.
+        scatter: x holds tokens; each token is written to the rows of all its slots.
+        release_first: call launch_dependents before x is complete, so that the GEMM of these rows
+            starts early. The plan must be older than the GEMM that computes x (see `dependent`).
+
+    Returns:
+        SortedRows; padding rows are uninitialised. The GEMM's outputs of these rows are not used.
+    """
+    rows = empty_rows(plan, num_rows, x.shape[1], options)
+    sizes = _Sizes(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter, release_first)
+    tensors = dict(
+        codes=rows.codes, scale=rows.scale, claimed=rows.claimed, slot_rows=plan.slot_rows
+    )
+    if isinstance(x, MXTensor):
+        element = x.format.element
+        data = x.qdata if element is E2M1 else x.qdata.view(torch.float8_e4m3fn)
+        _encode_launch(sizes, data.stride(0), x.scale.stride(0), element.name, options)(
+            x=data, x_scale=x.scale, **tensors
+        )
+    else:
+        _encode_launch(sizes, x.stride(0), 0, None, options)(x=x, x_scale=None, **tensors)
+    return rows
+
+
+class _Sizes(NamedTuple):
+    """Sizes and flags that determine the launch."""
+
+    num_tokens: int
+    top_k: int
+    num_rows: int
+    depth: int
+    scatter: bool
+    release_first: bool
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots of all tokens."""
+        return self.num_tokens * self.top_k
+
+    @property
+    def many(self) -> bool:
+        """Whether one program per row fills the GPU."""
+        return (self.num_tokens if self.scatter else self.num_slots) >= _MANY_PROGRAMS
+
+    @property
+    def rows(self) -> int:
+        """Slots per program if the rows are sorted already."""
+        most = _ROW_VALUES // padded(self.depth)
+        return max(1, min(most, self.num_slots // _MANY_PROGRAMS))
+
+    @property
+    def slots(self) -> int:
+        """Slots of a token per program; 0 if the rows are sorted already."""
+        if not self.scatter:
+            return 0
+        return 1 if self.num_tokens <= _PARALLEL_TOKENS else self.top_k
+
+    @property
+    def programs(self) -> int:
+        """Number of programs."""
+        if self.scatter:
+            return self.num_tokens * (self.top_k // self.slots)
+        return -(-self.num_slots // self.rows)
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _encode_launch(
+    sizes: _Sizes, x_stride: int, x_scale_stride: int, coded: str | None, options: MoEOptions
+) -> Launch:
+    """Launch of the row-encoding kernel. coded: element format of MX rows, None for bfloat16."""
+    format = (
+        dict(FORMAT=coded, EMAX=0, THRESHOLD=0, INF_BYTE=0) if coded else format_constants(options)
+    )
+    return Launch(
+        _moe_encode_rows_kernel,
+        (sizes.programs,),
+        num_slots=sizes.num_slots,
+        top_k=sizes.top_k,
+        slots=sizes.slots,
+        depth=sizes.depth,
+        padded_depth=padded(sizes.depth),
+        num_rows=sizes.num_rows,
+        x_stride=x_stride,
+        x_scale_stride=x_scale_stride,
+        rows=sizes.rows,
+        release_first=int(sizes.release_first),
+        CODED=coded is not None,
+        **format,
+        **held_options(sizes.depth, sizes.many),
+        **FOLLOWS,
+    )
+
+
+def format_constants(options: MoEOptions) -> dict[str, Any]:
+    """FORMAT and scale-rule constants of the kernels (see `rows_codes`) for these options."""
+    format = activation_mx_format(options.activation_format, "sorted_rows")
+    if format is None:
+        name = "split" if options.activation_format == "bf16" else "token"
+        return dict(FORMAT=name, EMAX=0, THRESHOLD=0, INF_BYTE=0)
+    return dict(FORMAT=format.element.name, **scale_rule_constants(format, options.scale_rule))

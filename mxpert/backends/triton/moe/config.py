@@ -1,0 +1,223 @@
+"""Tile choice for the portable MoE kernels; heuristic and tuner share one validity rule."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from ....errors import require
+from ....formats.tensor import Layout
+from ....formats.token import FP8_TOKEN
+from ....problem import GemmConfig, MoEConfig, MoEProblem, Op, Target
+from .kernels import _moe_down_kernel
+
+BLOCKS_M = (16, 32, 64, 128)
+MIN_BLOCK_M = BLOCKS_M[0]
+"""Smallest row block that every target's matrix instructions support."""
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SPLITS = (1, 2, 4, 8)
+PROJECTIONS = {Op.MOE_GATE_UP: 2, Op.MOE_DOWN: 1}
+"""Weight rows per output column: two in stage 1 (gate and up), one in stage 2."""
+
+VALUE_BYTES = {"bf16": 2.0, "mxfp8": 1.0, "mxfp4": 0.5, FP8_TOKEN: 1.0}
+MAX_ACCUMULATORS = 128
+"""Float32 accumulators per thread: half of the registers; decoded weights need the other half."""
+
+
+def unsupported(problem: MoEProblem) -> str | None:
+    """Why the kernels cannot serve `problem`, as a phrase; None if they can."""
+    target, options = problem.target, problem.options
+    interpreted = isinstance(_moe_down_kernel, InterpretedFunction)
+    if target.kind == "cpu" and not interpreted:
+        return "runs on a CPU only in Triton's interpreter (TRITON_INTERPRET=1)"
+    if target.kind == "hip" and target.arch != "gfx950":
+        return f"needs scaled MFMA (gfx950), got {target.arch}"
+    if target.kind == "cuda" and target.compute_capability < 90:
+        return f"needs sm_90 or later, got {target.arch}"
+    if options.out_dtype not in OUT_DTYPES:
+        return f"writes bfloat16, float16 or float32, not {options.out_dtype}"
+    if problem.weight_layout is not Layout.ROW_MAJOR:
+        return f"reads ROW_MAJOR weights, got {problem.weight_layout.name}"
+    if problem.routing_block_m % MIN_BLOCK_M:
+        return f"needs routing_block_m in multiples of {MIN_BLOCK_M}, not {problem.routing_block_m}"
+    return None
+
+
+def shared_memory(target: Target, op: Op, activation_format: str, config: GemmConfig) -> int:
+    """Upper estimate of the shared memory of one program, in bytes.
+
+    A pipeline stage holds the tiles of activations and weights in their memory format, and their
+    scales. On Blackwell e2m1 weights with e4m3 activations take one byte a code. On Hopper MX
+    activations are also stored in shared memory as bf16. After the loop the epilogue may use shared
+    memory to transpose the float32 accumulator.
+    """
+    rows, depth = config.block_m, config.block_k
+    weight_rows = PROJECTIONS[op] * config.block_n
+    hopper = target.kind == "cuda" and target.compute_capability < 100
+    widened = target.kind == "cuda" and not hopper and activation_format in ("mxfp8", FP8_TOKEN)
+    stage = (
+        int(rows * depth * VALUE_BYTES[activation_format])
+        + weight_rows * depth // (1 if widened else 2)
+        + (rows + weight_rows) * depth // 32
+    )
+    decoded = rows * depth * 2 if hopper and activation_format != "bf16" else 0
+    loop = config.num_stages * stage + decoded
+    return max(loop, rows * weight_rows * 4) + 1024  # barriers and reductions
+
+
+def invalid(target: Target, op: Op, activation_format: str, config: GemmConfig) -> str | None:
+    """Why `config` cannot run, as a phrase; None if it can. Tuner and heuristic both use this."""
+    for name, low, high in (
+        ("block_m", MIN_BLOCK_M, 256),
+        ("block_n", 32, 256),
+        ("block_k", 64, 256),
+    ):
+        value = getattr(config, name)
+        if not low <= value <= high or value & (value - 1):
+            return f"{name} must be a power of two from {low} to {high}, got {value}"
+    if config.num_warps not in (1, 2, 4, 8):
+        return f"num_warps must be 1, 2, 4 or 8, got {config.num_warps}"
+    if min(config.num_stages, config.group_m, config.split_k) < 1:
+        return "num_stages, group_m and split_k must be at least 1"
+    if target.kind == "cpu":
+        return None
+    threads = config.num_warps * (64 if target.kind == "hip" else 32)
+    accumulators = PROJECTIONS[op] * config.block_m * config.block_n // threads
+    if accumulators > MAX_ACCUMULATORS:
+        return (
+            f"{accumulators} accumulators a thread, at most {MAX_ACCUMULATORS}: "
+            "more warps or a smaller tile"
+        )
+    decodes = target.kind == "cuda" and activation_format == "mxfp4"
+    if decodes and config.block_m * config.block_k < 8 * threads:
+        return "fewer than 8 activations a thread: fewer warps or a larger tile"
+    need = shared_memory(target, op, activation_format, config)
+    if need > target.shared_memory:
+        return f"about {need} bytes of shared memory, the device has {target.shared_memory}"
+    return None
+
+
+@functools.cache
+def require_valid(target: Target, op: Op, activation_format: str, config: GemmConfig) -> None:
+    """Raise ValueError for a config (pinned or from a table) that `invalid` refuses."""
+    reason = invalid(target, op, activation_format, config)
+    require(
+        reason is None,
+        op.value,
+        "config",
+        need="a config that this device can run",
+        got=f"{config} ({reason})",
+        remedy="see configs() of the kernel for valid ones",
+    )
+
+
+def block_m_for(rows_per_expert: float) -> int:
+    """Smallest row block that holds the rows of an average expert, at most 128.
+
+    A half-empty block wastes MMA on padding; a second block reads the expert's weights again.
+    """
+    return next((block for block in BLOCKS_M if rows_per_expert <= block), BLOCKS_M[-1])
+
+
+def rows_per_expert(problem: MoEProblem) -> float:
+    """Average number of routed rows of an expert that has rows."""
+    routed = problem.num_tokens * problem.top_k
+    return routed / max(1, min(problem.num_experts, routed))
+
+
+def stage_dimensions(problem: MoEProblem, op: Op) -> tuple[int, int]:
+    """Output columns (stage 1: features, not gate and up rows) and reduction length of a stage."""
+    sizes = (problem.intermediate_size, problem.hidden_size)
+    return sizes if op is Op.MOE_GATE_UP else sizes[::-1]
+
+
+def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
+    """Config of one stage for a given row block.
+
+    128 weight rows a tile in both stages: the height of Blackwell's block-scaled MMA and of two
+    Hopper warpgroups. Eight warps on NVIDIA keep the decoded weights in registers without spills
+    (sm_90, compiled: 98 to 255 registers over all formats; four warps spill from 64 rows on), with
+    half the K step at 128 rows. group_m is 1 where an expert has one row block, so that no weight
+    is read twice. Otherwise eight row blocks share each weight tile in L2.
+    """
+    target, name = problem.target, problem.options.activation_format
+    columns, depth = stage_dimensions(problem, op)
+    block_n = 128 // PROJECTIONS[op]
+    config = GemmConfig(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=64 if block_m >= 128 and target.kind == "cuda" else 128,
+        num_warps=4 if target.kind == "hip" and block_m < 128 else 8,
+        num_stages=4,
+        group_m=1 if rows_per_expert(problem) <= block_m else 8,
+        split_k=split_k_for(problem, block_m, block_n, columns, depth),
+    )
+    smaller = ({"num_stages": 3}, {"num_stages": 2}, {"num_stages": 2, "block_k": 64})
+    candidates = [config, *(replace(config, **change) for change in smaller)]
+    return next((c for c in candidates if invalid(target, op, name, c) is None), candidates[-1])
+
+
+def split_k_for(problem: MoEProblem, block_m: int, block_n: int, columns: int, depth: int) -> int:
+    """Splits of K if there are fewer tiles than SMs.
+
+    There are at most two programs per SM, and each split has at least four K steps.
+    """
+    num_sms, routed = problem.target.num_sms, problem.num_tokens * problem.top_k
+    hit = max(1, min(problem.num_experts, routed))
+    tiles = hit * max(1, round(routed / hit / block_m)) * triton.cdiv(columns, block_n)
+    steps = triton.cdiv(depth, 128)
+    return max(
+        split
+        for split in SPLITS
+        if split == 1 or (tiles < num_sms and split * tiles <= 2 * num_sms and steps // split >= 4)
+    )
+
+
+def stage_block_m(problem: MoEProblem) -> int:
+    """Row block of a separate stage: the largest that divides routing_block_m and is not above the
+    one that `block_m_for` chooses."""
+    wanted = block_m_for(rows_per_expert(problem))
+    return max(b for b in BLOCKS_M if problem.routing_block_m % b == 0 and b <= max(wanted, 16))
+
+
+def stage_configs(problem: MoEProblem, op: Op, blocks_m: Iterable[int]) -> Iterator[GemmConfig]:
+    """Every valid config of a stage in the tuner's grid."""
+    target, name = problem.target, problem.options.activation_format
+    _, depth = stage_dimensions(problem, op)
+    grid = itertools.product(
+        blocks_m, (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5), (1, 8), SPLITS
+    )
+    for block_m, block_n, block_k, num_warps, num_stages, group_m, split_k in grid:
+        config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, group_m, split_k)
+        enough_steps = split_k == 1 or depth // block_k >= 2 * split_k
+        if enough_steps and invalid(target, op, name, config) is None:
+            yield config
+
+
+def layer_heuristic(problem: MoEProblem) -> MoEConfig:
+    """Config of a whole layer: one row block for the plan and both stages."""
+    block_m = block_m_for(rows_per_expert(problem))
+    return MoEConfig(
+        block_m,
+        gemm_heuristic(problem, Op.MOE_GATE_UP, block_m),
+        gemm_heuristic(problem, Op.MOE_DOWN, block_m),
+    )
+
+
+def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
+    """Configs of a layer, varying one stage at a time, since the times of the stages add up."""
+    yield layer_heuristic(problem)
+    for block_m in BLOCKS_M:
+        gate_up = gemm_heuristic(problem, Op.MOE_GATE_UP, block_m)
+        down = gemm_heuristic(problem, Op.MOE_DOWN, block_m)
+        for config in stage_configs(problem, Op.MOE_GATE_UP, (block_m,)):
+            yield MoEConfig(block_m, config, down)
+        for config in stage_configs(problem, Op.MOE_DOWN, (block_m,)):
+            yield MoEConfig(block_m, gate_up, config)

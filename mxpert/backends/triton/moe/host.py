@@ -1,0 +1,385 @@
+"""Host side of the portable MoE kernels: allocation, grid sizes, launches; no synchronisation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ....formats.spec import MX_BLOCK_SIZE
+from ....formats.tensor import MXTensor
+from ....formats.token import FP8_TOKEN
+from ....problem import (
+    Combine,
+    GemmConfig,
+    MoEOptions,
+    MoEProblem,
+    Op,
+    Target,
+    activation_mx_format,
+)
+from ....routing import RoutingPlan
+from ....weights import GateUpOrder, MoEWeights
+from ....runtime.launch import CACHED_LAUNCHES, Launch
+from . import config as heuristics
+from ...common.combine import combine_rows
+from ...common.moe_layer import TwoStageLayer, quantize_rows
+from .kernels import (
+    _moe_down_finish_kernel,
+    _moe_down_kernel,
+    _moe_gate_up_finish_kernel,
+    _moe_gate_up_kernel,
+)
+from ...common.mx_codec import scale_rule_constants
+from ...common.token_rows import CodedRows, quantize_tokens
+
+FINISH_NUM_WARPS = 4
+
+
+Rows = torch.Tensor | MXTensor | CodedRows
+
+
+def operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+    """Return codes (or bf16 values), block scales (or None) and the name of the element format."""
+    if isinstance(rows, MXTensor):
+        return rows.qdata, rows.scale, rows.format.element.name
+    if isinstance(rows, CodedRows):
+        return rows.qdata, rows.block_scale.expand(rows.qdata.shape[0], -1), "e4m3"
+    return rows, None, "bf16"
+
+
+class _Stage:
+    """Base class of both stages: supported problems, choice of tiles, arguments of the plan."""
+
+    op: Op
+    backend = "triton"
+
+    def unsupported(self, problem: MoEProblem) -> str | None:
+        """Why the kernel cannot serve `problem`; None if it can."""
+        return heuristics.unsupported(problem)
+
+    def configs(self, problem: MoEProblem) -> Iterator[GemmConfig]:
+        """Valid configs whose block_m divides the plan's routing_block_m, the heuristic's first."""
+        blocks = [b for b in heuristics.BLOCKS_M if problem.routing_block_m % b == 0]
+        yield self.heuristic(problem)
+        yield from heuristics.stage_configs(problem, self.op, blocks)
+
+    def heuristic(self, problem: MoEProblem) -> GemmConfig:
+        """The config used if the tuned table has no row for `problem`."""
+        return heuristics.gemm_heuristic(problem, self.op, heuristics.stage_block_m(problem))
+
+    def check(self, problem: MoEProblem, config: GemmConfig) -> None:
+        """Raise ValueError for a pinned or tuned config that the device cannot run."""
+        heuristics.require_valid(problem.target, self.op, problem.options.activation_format, config)
+
+    @staticmethod
+    def row_blocks(plan: RoutingPlan, config: GemmConfig) -> int:
+        """Largest number of row blocks in use. At most 2^24 routed rows keep grids below 2^31."""
+        return plan.max_blocks * (plan.routing_block_m // config.block_m)
+
+    @staticmethod
+    def plan_tensors(plan: RoutingPlan, weighted: bool) -> dict[str, torch.Tensor | None]:
+        """Arguments of the plan's tensors for GEMM and finishing kernels."""
+        return {
+            "sorted_token_ids_ptr": plan.sorted_token_ids,
+            "sorted_weights_ptr": plan.sorted_weights if weighted else None,
+            "block_expert_ids_ptr": plan.block_expert_ids,
+            "num_valid_ptr": plan.num_valid,
+        }
+
+
+def _operands(rows: Rows, weight: MXTensor) -> dict[str, torch.Tensor | None]:
+    """Arguments of the operands of a GEMM."""
+    x, x_scale, _ = operand(rows)
+    row_scale = rows.scale if isinstance(rows, CodedRows) else None
+    return {
+        "x_ptr": x,
+        "x_scale_ptr": x_scale,
+        "x_row_scale_ptr": row_scale,
+        "weight_ptr": weight.qdata,
+        "weight_scale_ptr": weight.scale,
+    }
+
+
+class _Sizes(NamedTuple):
+    """Sizes that a launch needs beside problem and config: plan, formats and strides."""
+
+    routing_block_m: int
+    row_blocks: int
+    x_format: str
+    x_strides: tuple[int, int]
+    weight_strides: tuple[int, ...]
+
+    @staticmethod
+    def of(plan: RoutingPlan, row_blocks: int, rows: Rows, weight: MXTensor) -> _Sizes:
+        x, x_scale, x_format = operand(rows)
+        return _Sizes(
+            plan.routing_block_m,
+            row_blocks,
+            x_format,
+            (x.stride(0), 0 if x_scale is None else x_scale.stride(0)),
+            (*weight.qdata.stride()[:2], *weight.scale.stride()[:2]),
+        )
+
+    def plan_arguments(self, problem: MoEProblem) -> dict[str, int]:
+        """Size arguments of the plan for GEMM and finishing kernels."""
+        return {
+            "num_tokens": problem.num_tokens,
+            "num_experts": problem.num_experts,
+            "routing_block_m": self.routing_block_m,
+        }
+
+    def gemm_arguments(self, depth: int, config: GemmConfig, target: Target) -> dict[str, Any]:
+        """Stride and tile arguments of a GEMM; every K split is a multiple of block_k."""
+        k_blocks = depth // MX_BLOCK_SIZE
+        k_steps = triton.cdiv(k_blocks * MX_BLOCK_SIZE, config.block_k)
+        per_split = triton.cdiv(k_steps, config.split_k) * (config.block_k // MX_BLOCK_SIZE)
+        names = (
+            "weight_stride_e",
+            "weight_stride_n",
+            "weight_scale_stride_e",
+            "weight_scale_stride_n",
+        )
+        return {
+            "num_k_blocks": k_blocks,
+            "k_blocks_per_split": per_split,
+            "split_k": config.split_k,
+            "x_stride": self.x_strides[0],
+            "x_scale_stride": self.x_strides[1],
+            **dict(zip(names, self.weight_strides, strict=True)),
+            "X_FORMAT": self.x_format,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "GROUP_M": config.group_m,
+            "PREFETCH_SCALES": target.kind != "hip",
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+
+
+def _finish(kernel: Any, tiles: int, config: GemmConfig, epilogue: dict[str, Any]) -> Launch:
+    """Launch of the kernel that sums the splits and runs the epilogue."""
+    return Launch(
+        kernel,
+        (tiles,),
+        **epilogue,
+        split_k=config.split_k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        num_warps=FINISH_NUM_WARPS,
+    )
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _gate_up_launches(
+    problem: MoEProblem, config: GemmConfig, sizes: _Sizes, order: GateUpOrder
+) -> tuple[Launch, Launch]:
+    """Launches of the stage-1 GEMM and of its finishing kernel, used if split_k > 1."""
+    features, options = problem.intermediate_size, problem.options
+    h_format = activation_mx_format(options.activation_format, problem.op.value)
+    constants = {"EMAX": 0, "THRESHOLD": 0, "INF_BYTE": 0}
+    if h_format is not None:
+        constants = scale_rule_constants(h_format, options.scale_rule)
+    p0, p1 = options.activation.parameters
+    epilogue: dict[str, Any] = dict(
+        num_n_blocks=features // MX_BLOCK_SIZE,
+        gate_up_group=order.group(features),
+        partial_rows=sizes.row_blocks * config.block_m,
+        p0=float(p0),
+        p1=float(p1),
+        H_FORMAT="bf16" if h_format is None else h_format.element.name,
+        ACTIVATION=options.activation.name,
+        **constants,
+        **sizes.plan_arguments(problem),
+    )
+    tiles = sizes.row_blocks * triton.cdiv(features, config.block_n)
+    return (
+        Launch(
+            _moe_gate_up_kernel,
+            (tiles * config.split_k,),
+            **epilogue,
+            **sizes.gemm_arguments(problem.hidden_size, config, problem.target),
+        ),
+        _finish(_moe_gate_up_finish_kernel, tiles, config, epilogue),
+    )
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _down_launches(problem: MoEProblem, config: GemmConfig, sizes: _Sizes) -> tuple[Launch, Launch]:
+    """Launches of the stage-2 GEMM and of its finishing kernel, used if split_k > 1."""
+    columns = problem.hidden_size
+    epilogue: dict[str, Any] = dict(
+        num_n_blocks=columns // MX_BLOCK_SIZE,
+        partial_rows=sizes.row_blocks * config.block_m,
+        ATOMIC=problem.options.combine is Combine.ATOMIC,
+        **sizes.plan_arguments(problem),
+    )
+    tiles = sizes.row_blocks * triton.cdiv(columns, config.block_n)
+    return (
+        Launch(
+            _moe_down_kernel,
+            (tiles * config.split_k,),
+            **epilogue,
+            **sizes.gemm_arguments(problem.intermediate_size, config, problem.target),
+        ),
+        _finish(_moe_down_finish_kernel, tiles, config, epilogue),
+    )
+
+
+class _GateUp(_Stage):
+    """Stage 1: gather, gate/up GEMM, bias, activation, requantisation."""
+
+    op = Op.MOE_GATE_UP
+
+    def launch(
+        self,
+        problem: MoEProblem,
+        config: GemmConfig,
+        *,
+        x: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        plan: RoutingPlan,
+    ) -> torch.Tensor | MXTensor:
+        """Return the intermediate [P, F] in sorted order; padding rows are uninitialised."""
+        return self.run(problem, config, x=x, weights=weights, plan=plan, num_rows=plan.capacity)
+
+    def run(
+        self,
+        problem: MoEProblem,
+        config: GemmConfig,
+        *,
+        x: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        plan: RoutingPlan,
+        num_rows: int,
+    ) -> torch.Tensor | MXTensor:
+        """As `launch`, but allocate `num_rows` rows."""
+        self.check(problem, config)
+        rows = _gemm_rows(problem, x)
+        h = self._allocate(problem.options, num_rows, weights)
+        row_blocks = self.row_blocks(plan, config)
+        if row_blocks == 0:
+            return h
+        h_data, h_scale, _ = operand(h)
+        partial = None
+        if config.split_k > 1:
+            partial = h_data.new_empty(
+                (config.split_k, row_blocks * config.block_m, 2 * weights.intermediate_size),
+                dtype=torch.float32,
+            )
+        assert weights.gate_up_order is not None  # checked by MoEWeights
+        gemm, finish = _gate_up_launches(
+            problem,
+            config,
+            _Sizes.of(plan, row_blocks, rows, weights.gate_up_proj),
+            weights.gate_up_order,
+        )
+        epilogue = dict(
+            h_ptr=h_data,
+            h_scale_ptr=h_scale,
+            partial_ptr=partial,
+            bias_ptr=weights.gate_up_bias,
+            **self.plan_tensors(plan, problem.options.apply_router_weight_on_input),
+        )
+        gemm(**epilogue, **_operands(rows, weights.gate_up_proj))
+        if partial is not None:
+            finish(**epilogue)
+        return h
+
+    @staticmethod
+    def _allocate(
+        options: MoEOptions, num_rows: int, weights: MoEWeights
+    ) -> torch.Tensor | MXTensor:
+        features, empty = weights.intermediate_size, weights.gate_up_proj.qdata.new_empty
+        format = activation_mx_format(options.activation_format, Op.MOE_GATE_UP.value)
+        if format is None:
+            return empty((num_rows, features), dtype=torch.bfloat16)
+        return MXTensor(
+            empty((num_rows, features // format.codes_per_byte)),
+            empty((num_rows, features // format.block_size)),
+            format,
+        )
+
+
+class _Down(_Stage):
+    """Stage 2: down GEMM, bias, routing weight, combine."""
+
+    op = Op.MOE_DOWN
+
+    def launch(
+        self,
+        problem: MoEProblem,
+        config: GemmConfig,
+        *,
+        h: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        plan: RoutingPlan,
+    ) -> torch.Tensor:
+        """Return [T, H], or with FLAT [P, H] whose padding rows are uninitialised."""
+        self.check(problem, config)
+        options = problem.options
+        flat, atomic = options.combine is Combine.FLAT, options.combine is Combine.ATOMIC
+        row_blocks = self.row_blocks(plan, config)
+        num_rows = (
+            plan.capacity if flat else plan.num_tokens if atomic else row_blocks * config.block_m
+        )
+        out = weights.down_proj.qdata.new_empty(
+            (num_rows, problem.hidden_size), dtype=torch.float32 if atomic else options.out_dtype
+        )
+        if atomic:
+            out.zero_()
+        if row_blocks:
+            self._multiply(out, problem, config, h, weights, plan, row_blocks)
+        if atomic:
+            return out.to(options.out_dtype)
+        if flat:
+            return out
+        if plan.num_tokens == 0:
+            return out.new_empty((0, problem.hidden_size))
+        return combine_rows(out, plan.slot_rows, problem.target)
+
+    def _multiply(
+        self,
+        out: torch.Tensor,
+        problem: MoEProblem,
+        config: GemmConfig,
+        h: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        plan: RoutingPlan,
+        row_blocks: int,
+    ) -> None:
+        """Run the GEMM and its epilogue into `out`: by sorted row, or by token for ATOMIC."""
+        partial = None
+        if config.split_k > 1:
+            partial = out.new_empty(
+                (config.split_k, row_blocks * config.block_m, out.shape[1]), dtype=torch.float32
+            )
+        rows = _gemm_rows(problem, h)
+        gemm, finish = _down_launches(
+            problem, config, _Sizes.of(plan, row_blocks, rows, weights.down_proj)
+        )
+        epilogue = dict(
+            out_ptr=out,
+            partial_ptr=partial,
+            bias_ptr=weights.down_bias,
+            **self.plan_tensors(plan, not problem.options.apply_router_weight_on_input),
+        )
+        gemm(**epilogue, **_operands(rows, weights.down_proj))
+        if partial is not None:
+            finish(**epilogue)
+
+
+def _gemm_rows(problem: MoEProblem, rows: torch.Tensor | MXTensor) -> Rows:
+    """Convert `rows` to the layer's activation format, if they are not in it."""
+    if problem.options.activation_format == FP8_TOKEN and isinstance(rows, torch.Tensor):
+        return quantize_tokens(rows)
+    return quantize_rows(problem, rows)
+
+
+GATE_UP = _GateUp()
+DOWN = _Down()
+FUSED_MOE = TwoStageLayer(GATE_UP, DOWN, heuristics)

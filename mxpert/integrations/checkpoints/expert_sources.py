@@ -1,0 +1,395 @@
+"""Experts of unquantised MoE checkpoints, found by name, checked, and read one by one.
+
+Three namings exist: one matrix per expert as ``w1`` (gate), ``w3`` (up), ``w2`` (down), as Mixtral
+publishes; the same as ``gate_proj``, ``up_proj``, ``down_proj`` (Qwen-MoE, DeepSeek and most
+others); and stacked ``experts.gate_up_proj``, ``experts.down_proj`` (transformers 5, gpt-oss).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError, message, require
+from ...files import is_file
+from ...formats.spec import MX_BLOCK_SIZE
+from ...weights import GateUpOrder
+from ...weights_state import PROJECTIONS
+from ..module_paths import module_order
+from .safetensors_files import CONFIG_FILE, CheckpointReader, TensorInfo, quantization_method
+
+SOURCE_DTYPES = ("BF16", "F16", "F32")
+
+_PARTS = {
+    "w1": "gate",
+    "gate_proj": "gate",
+    "w3": "up",
+    "up_proj": "up",
+    "w2": "down",
+    "down_proj": "down",
+}
+_EXPERT = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<tail>.+)$")
+_MATRIX = re.compile(r"^(?P<expert>\d{1,9})\.(?P<part>w[123]|(?:gate|up|down)_proj)\.weight$")
+
+STACKED_ORDERS = {"gpt_oss": GateUpOrder.INTERLEAVED} | dict.fromkeys(
+    (
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "dots1",
+        "ernie4_5_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "hunyuan_v1_moe",
+        "kimi_linear",
+        "llama4",
+        "llama4_text",
+        "minimax",
+        "minimax_m2",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_vl_moe",
+        "qwen3_vl_moe_text",
+    ),
+    GateUpOrder.CONCATENATED,
+)
+"""Gate/up order of stacked ``gate_up_proj`` by model_type, from transformers' model classes.
+
+Tensor names do not show the order, so stacked experts of other model types are refused."""
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The experts of one layer of an unquantised checkpoint.
+
+    Args:
+        prefix: full module path, ``model.layers.3.mlp.experts``.
+        num_experts, hidden_size, intermediate_size: E, H, F.
+        tensors: names of the weights that quantisation replaces.
+        biases: names of bias tensors below the prefix; the gate/up one has its rows interleaved.
+        parts: for one matrix per expert: name by (expert, "gate" | "up" | "down"); else empty.
+        order: gate/up order of the stacked tensor.
+        transposed: the stacked tensors are [E, K, N] (gpt-oss) instead of [E, N, K].
+        source_bytes: bytes of `tensors`.
+    """
+
+    prefix: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    tensors: tuple[str, ...]
+    biases: tuple[str, ...]
+    parts: dict[tuple[int, str], str]
+    order: GateUpOrder
+    transposed: bool
+    source_bytes: int
+
+    def shape(self, projection: str) -> tuple[int, int, int]:
+        """[E, N, K] of a projection."""
+        if projection == "gate_up_proj":
+            return self.num_experts, 2 * self.intermediate_size, self.hidden_size
+        return self.num_experts, self.hidden_size, self.intermediate_size
+
+    def read(self, reader: CheckpointReader, projection: str, expert: int) -> torch.Tensor:
+        """One expert's projection [N, K], gate and up rows INTERLEAVED, in the source's dtype."""
+        if self.parts:
+            if projection == "down_proj":
+                return reader.read(self.parts[expert, "down"])
+            gate = reader.read(self.parts[expert, "gate"])
+            up = reader.read(self.parts[expert, "up"])
+            return torch.stack((gate, up), dim=1).flatten(0, 1)
+        matrix = reader.read_row(f"{self.prefix}.{projection}", expert)
+        if self.transposed:
+            matrix = matrix.T
+        return self._interleave(matrix) if projection == "gate_up_proj" else matrix.contiguous()
+
+    def read_bias(self, reader: CheckpointReader, name: str) -> torch.Tensor:
+        """A bias tensor [E, N], the gate/up one with its rows interleaved."""
+        bias = reader.read(name)
+        if not name.endswith("gate_up_proj_bias"):
+            return bias
+        return self._interleave(bias.T).T.contiguous()
+
+    def _interleave(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.order is GateUpOrder.INTERLEAVED:
+            return rows.contiguous()
+        gate, up = rows.chunk(2)
+        return torch.stack((gate, up), dim=1).flatten(0, 1)
+
+
+def find_expert_layers(reader: CheckpointReader, config: dict[str, Any]) -> list[ExpertLayer]:
+    """Find and check the experts of every MoE layer; reads headers only.
+
+    Args:
+        reader: an unquantised checkpoint.
+        config: its ``config.json``.
+
+    Returns:
+        One ExpertLayer per experts module, in the order of their paths.
+
+    Raises:
+        ValueError: no experts, quantised weights, missing experts or parts, shapes that do not fit
+            each other or MX blocks. UnsupportedError: stacked experts of an unknown model type, or
+            other tensors among the experts.
+    """
+    op, where = reader.op, reader.directory / CONFIG_FILE
+    require(
+        config.get("quantization_config") is None,
+        op,
+        f"{where}: quantization_config",
+        need="an unquantised (bf16, fp16 or fp32) checkpoint",
+        got=quantization_method(config),
+        remedy="dequantise it to bf16 first",
+    )
+    groups: dict[str, list[str]] = {}
+    for name in reader.names:
+        if match := _EXPERT.match(name):
+            groups.setdefault(match["experts"], []).append(match["tail"])
+    require(
+        bool(groups),
+        op,
+        str(reader.path),
+        need="MoE experts (*.experts.N.w1|gate_proj…weight or *.experts.gate_up_proj)",
+        got="none",
+        remedy="mxpert quantises the experts of MoE models; this one is dense",
+    )
+    layers = [_expert_layer(reader, config, prefix, tails) for prefix, tails in groups.items()]
+    return sorted(layers, key=lambda found: module_order(found.prefix))
+
+
+def _expert_layer(
+    reader: CheckpointReader, config: dict[str, Any], prefix: str, tails: list[str]
+) -> ExpertLayer:
+    if set(PROJECTIONS) & set(tails):
+        return _stacked(reader, config, prefix, tails)
+    return _per_expert(reader, config, prefix, tails)
+
+
+def _per_expert(
+    reader: CheckpointReader, config: dict[str, Any], prefix: str, tails: list[str]
+) -> ExpertLayer:
+    op = reader.op
+    parts: dict[tuple[int, str], str] = {}
+    for tail in tails:
+        match = _MATRIX.match(tail)
+        if match is None:
+            raise UnsupportedError(
+                message(
+                    op,
+                    f"{prefix}.{tail}",
+                    "experts made of gate, up and down weights alone",
+                    "another tensor among them",
+                    "merge or drop it first",
+                )
+            )
+        parts[int(match["expert"]), _PARTS[match["part"]]] = f"{prefix}.{tail}"
+    experts = _num_experts(config, default=1 + max(expert for expert, _ in parts))
+    for expert in range(experts):
+        for part in ("gate", "up", "down"):
+            require(
+                (expert, part) in parts,
+                op,
+                f"{reader.path}: {prefix}.{expert}",
+                need=f"a {part} projection for each of {experts} experts",
+                got="none",
+                remedy="the checkpoint is incomplete: download it again",
+            )
+    require(
+        len(parts) == 3 * experts,
+        op,
+        f"{reader.path}: {prefix}",
+        got=len(parts),
+        need=f"3 matrices for each of {experts} experts",
+        remedy="config and tensors differ",
+    )
+    gate = _float_matrix(reader, parts[0, "gate"], dims=2)
+    intermediate, hidden = gate.shape
+    _check_blocks(op, gate, hidden, intermediate)
+    total = 0
+    for (_, part), name in parts.items():
+        shape = (hidden, intermediate) if part == "down" else (intermediate, hidden)
+        total += reader.require(
+            name, dtypes=SOURCE_DTYPES, shape=shape, remedy=f"{gate.name} is {list(gate.shape)}"
+        ).nbytes
+    _check_hidden(reader, config, hidden, gate)
+    return ExpertLayer(
+        prefix,
+        experts,
+        hidden,
+        intermediate,
+        tuple(parts.values()),
+        (),
+        parts,
+        GateUpOrder.CONCATENATED,
+        False,
+        total,
+    )
+
+
+def _stacked(
+    reader: CheckpointReader, config: dict[str, Any], prefix: str, tails: list[str]
+) -> ExpertLayer:
+    op = reader.op
+    biases = tuple(f"{prefix}.{p}_bias" for p in PROJECTIONS if f"{p}_bias" in tails)
+    known = {*PROJECTIONS, *(f"{p}_bias" for p in PROJECTIONS)}
+    unknown = sorted(set(tails) - known)
+    if unknown:
+        raise UnsupportedError(
+            message(
+                op,
+                f"{prefix}.{unknown[0]}",
+                f"experts made of {sorted(known)}",
+                "another tensor",
+                "merge or drop it first",
+            )
+        )
+    orders = [STACKED_ORDERS[kind] for kind in _model_types(config) if kind in STACKED_ORDERS]
+    if not orders:
+        raise UnsupportedError(
+            message(
+                op,
+                f"{reader.directory / CONFIG_FILE}: model_type",
+                f"one of {sorted(STACKED_ORDERS)} where gate and up are stacked",
+                " / ".join(_model_types(config)) or "none",
+                "save it with one matrix per expert (transformers: save_original_format=True)",
+            )
+        )
+    gate_up = _float_matrix(reader, f"{prefix}.gate_up_proj", dims=3)
+    down = _float_matrix(reader, f"{prefix}.down_proj", dims=3)
+    # [E, 2F, H] with [E, H, F], or both transposed. Because of the factor 2 one case alone fits.
+    experts, hidden, intermediate = down.shape
+    transposed = gate_up.shape == (experts, intermediate, 2 * hidden)
+    if transposed:
+        hidden, intermediate = intermediate, hidden
+    require(
+        transposed or gate_up.shape == (experts, 2 * intermediate, hidden),
+        op,
+        f"{gate_up.file}: {gate_up.name}.shape",
+        need=f"[E, 2F, H] or [E, H, 2F] that fits down_proj {list(down.shape)}",
+        got=list(gate_up.shape),
+    )
+    _check_blocks(op, gate_up, hidden, intermediate)
+    _check_hidden(reader, config, hidden, gate_up)
+    stated = _num_experts(config, default=experts)
+    require(
+        stated == experts,
+        op,
+        f"{gate_up.file}: {gate_up.name}.shape",
+        need=f"{stated} experts, as {CONFIG_FILE} states",
+        got=list(gate_up.shape),
+    )
+    for bias in biases:
+        rows = 2 * intermediate if "gate_up_proj" in bias else hidden
+        reader.require(
+            bias,
+            dtypes=SOURCE_DTYPES,
+            shape=(experts, rows),
+            remedy="one bias per row of the projection",
+        )
+    return ExpertLayer(
+        prefix,
+        experts,
+        hidden,
+        intermediate,
+        (gate_up.name, down.name),
+        biases,
+        {},
+        orders[0],
+        transposed,
+        gate_up.nbytes + down.nbytes,
+    )
+
+
+def _float_matrix(reader: CheckpointReader, name: str, *, dims: int) -> TensorInfo:
+    info = reader.info(name)
+    require(
+        info.dtype in SOURCE_DTYPES,
+        reader.op,
+        f"{info.file}: {name}.dtype",
+        need=" or ".join(SOURCE_DTYPES),
+        got=info.dtype,
+        remedy="dequantise it to bf16 first",
+    )
+    require(
+        len(info.shape) == dims and 0 not in info.shape,
+        reader.op,
+        f"{info.file}: {name}.shape",
+        need=f"{dims} dimensions, none empty",
+        got=list(info.shape),
+    )
+    return info
+
+
+def _check_blocks(op: str, info: TensorInfo, hidden: int, intermediate: int) -> None:
+    for what, size in (("hidden_size", hidden), ("intermediate_size", intermediate)):
+        require(
+            size % MX_BLOCK_SIZE == 0,
+            op,
+            f"{info.file}: {info.name}.shape",
+            need=f"{what} a multiple of {MX_BLOCK_SIZE} (one scale per block)",
+            got=list(info.shape),
+            remedy="MXFP4 has no partial blocks; pad the model first",
+        )
+
+
+def _text_configs(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The config and the language part of a multimodal one."""
+    yield config
+    if isinstance(config.get("text_config"), dict):
+        yield config["text_config"]
+
+
+def _model_types(config: dict[str, Any]) -> list[str]:
+    return [str(part["model_type"]) for part in _text_configs(config) if part.get("model_type")]
+
+
+def _num_experts(config: dict[str, Any], default: int) -> int:
+    for part in _text_configs(config):
+        for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+            if type(part.get(key)) is int:
+                return int(part[key])
+    return default
+
+
+def _check_hidden(
+    reader: CheckpointReader, config: dict[str, Any], hidden: int, info: TensorInfo
+) -> None:
+    stated = [
+        part["hidden_size"]
+        for part in _text_configs(config)
+        if type(part.get("hidden_size")) is int
+    ]
+    require(
+        not stated or hidden in stated,
+        reader.op,
+        f"{info.file}: {info.name}.shape",
+        need=f"hidden_size {stated and stated[0]}, as {reader.directory / CONFIG_FILE} states",
+        got=list(info.shape),
+        remedy="config and tensors belong to different models",
+    )
+
+
+def source_directory_files(directory: Path) -> list[Path]:
+    """Tokenizer, template and other small files, which are copied unchanged."""
+    weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if is_file(path)
+        and path.suffix not in weights
+        and path.name != CONFIG_FILE
+        and not path.name.startswith(".")
+        and not path.name.endswith(".index.json")
+    )

@@ -1,0 +1,406 @@
+"""Checkpoints in gpt-oss's published MXFP4 format: read their MoE layers, name tensors to write.
+
+Per layer the format holds, below ``model.layers.N.mlp.experts``, ``gate_up_proj_blocks`` uint8
+[E, 2F, H/32, 16] and ``gate_up_proj_scales`` uint8 [E, 2F, H/32], the same for ``down_proj``
+([E, H, F/32, 16]), and biases; gate and up rows alternate, the low nibble is the earlier code.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import message, require, require_tensor
+from ...formats.spec import MX_BLOCK_SIZE
+from ...formats.tensor import Layout
+from ...problem import Activation, SwiGLU
+from ...published import BLOCK_BYTES, expert_weights_from, published_expert_tensors
+from ...weights import GateUpOrder, MoEWeights
+from ..module_paths import choose_modules, module_order
+from .safetensors_files import (
+    CONFIG_FILE,
+    CheckpointReader,
+    positive_int,
+    quantization_method,
+    short,
+)
+
+GPT_OSS_LIMIT = SwiGLU.limit
+FLOAT_DTYPES = ("BF16", "F16", "F32")
+_REMEDY = "download the file again, or convert the checkpoint with `mxpert quantize`"
+_BLOCKS = re.compile(r"^(?P<experts>.+)\.gate_up_proj_blocks$")
+
+
+@dataclass(frozen=True)
+class LoadedMoELayer:
+    """One MoE layer of a checkpoint.
+
+    Args:
+        layer: index of the decoder layer.
+        weights: expert weights as stored, biases in float32.
+        router_weight: [E, H] in the checkpoint's dtype.
+        router_bias: [E] in the checkpoint's dtype.
+        top_k: experts per token.
+        activation: what stands between the two GEMMs.
+    """
+
+    layer: int
+    weights: MoEWeights
+    router_weight: torch.Tensor
+    router_bias: torch.Tensor
+    top_k: int
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class _GptOssSizes:
+    num_layers: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    limit: float
+
+
+def load_gpt_oss_layers(
+    directory: Path | str, layers: Iterable[int] | None = None, device: torch.device | str = "cpu"
+) -> Iterator[LoadedMoELayer]:
+    """Read the MoE layers of a gpt-oss checkpoint one at a time, with the stored codes.
+
+    Names, shapes and dtypes of every requested layer are checked against ``config.json`` before
+    this function returns. The iterator then reads the tensors of one layer at a time.
+
+    Args:
+        directory: checkpoint directory with ``config.json`` and safetensors, sharded or not.
+        layers: layer indices, in the wanted order; None is all of them.
+        device: device of the tensors.
+
+    Returns:
+        Iterator of LoadedMoELayer, its weights GateUpOrder.INTERLEAVED.
+
+    Raises:
+        ValueError: not a gpt-oss MXFP4 checkpoint, a layer out of range, or a missing, truncated or
+            mis-shaped tensor; the message names file and tensor.
+
+    Source:
+        The published checkpoints' ``model.safetensors.index.json`` and ``config.json``.
+
+    Example:
+        >>> load_gpt_oss_layers("/nowhere")
+        Traceback (most recent call last):
+        ValueError: load_gpt_oss_layers: /nowhere — need an existing checkpoint, \
+got no such file or directory
+    """
+    op = "load_gpt_oss_layers"
+    reader = CheckpointReader(directory, op)
+    sizes = _gpt_oss_sizes(reader)
+    chosen = range(sizes.num_layers) if layers is None else list(layers)
+    for layer in chosen:
+        require(
+            isinstance(layer, int) and 0 <= layer < sizes.num_layers,
+            op,
+            "layers",
+            need=f"layers 0 to {sizes.num_layers - 1}",
+            got=repr(layer),
+        )
+        _check_layer(reader, layer, sizes)
+
+    def read() -> Iterator[LoadedMoELayer]:
+        for layer in chosen:
+            prefix = f"model.layers.{layer}.mlp"
+            weights = _read_experts(reader, f"{prefix}.experts", GateUpOrder.INTERLEAVED, device)
+            yield LoadedMoELayer(
+                layer,
+                weights,
+                reader.read(f"{prefix}.router.weight").to(device),
+                reader.read(f"{prefix}.router.bias").to(device),
+                sizes.top_k,
+                SwiGLU(limit=sizes.limit),
+            )
+
+    return read()
+
+
+def load_expert_weights(
+    directory: Path | str,
+    layers: Iterable[int | str] | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[str, MoEWeights]]:
+    """Read the expert weights of any MXFP4 checkpoint that `mxpert quantize` wrote, or gpt-oss.
+
+    Args:
+        directory: checkpoint directory; ``config.json`` states the gate/up order.
+        layers: full module paths (``model.layers.3.mlp.experts``), or numbers of layers that have
+            one experts module; None is every module with quantised experts.
+        device: device of the tensors.
+
+    Returns:
+        Iterator of (full module path, MoEWeights). Shapes are checked before this returns.
+
+    Raises:
+        ValueError: no such checkpoint or module, a layer number that fits several modules, no
+            stated gate/up order, or bad tensors. TypeError: neither a path nor a number.
+
+    Example:
+        >>> load_expert_weights("/nowhere")
+        Traceback (most recent call last):
+        ValueError: load_expert_weights: /nowhere — need an existing checkpoint, \
+got no such file or directory
+    """
+    op = "load_expert_weights"
+    reader = CheckpointReader(directory, op)
+    order = stored_gate_up_order(reader.config(), reader.directory / CONFIG_FILE, op)
+    modules = expert_modules_of(reader)
+    require(
+        bool(modules),
+        op,
+        str(reader.path),
+        got="none",
+        need="tensors named *.gate_up_proj_blocks",
+        remedy="convert the checkpoint with `mxpert quantize`",
+    )
+    chosen = modules if layers is None else choose_modules(modules, layers, op)
+    for module in chosen:
+        check_experts(reader, module)
+    return ((module, _read_experts(reader, module, order, device)) for module in chosen)
+
+
+def expert_modules_of(reader: CheckpointReader) -> list[str]:
+    """Full paths (``….experts``) of all modules whose experts are stored in MXFP4, in order."""
+    return sorted(
+        (match["experts"] for name in reader.names if (match := _BLOCKS.match(name))),
+        key=module_order,
+    )
+
+
+def stored_gate_up_order(config: dict[str, Any], where: object, op: str) -> GateUpOrder:
+    """The gate/up order that a quantised checkpoint's config states; gpt-oss's is INTERLEAVED."""
+    quantization = config.get("quantization_config")
+    valid = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+    require(
+        valid,
+        op,
+        f"{where}: quantization_config.quant_method",
+        need='"mxfp4"',
+        got=quantization_method(config),
+        remedy="convert the checkpoint with `mxpert quantize`",
+    )
+    stated = config["quantization_config"].get("mxpert")
+    if stated is None and config.get("model_type") == "gpt_oss":
+        return GateUpOrder.INTERLEAVED
+    name = stated.get("gate_up_order") if isinstance(stated, dict) else None
+    known = [order.value for order in GateUpOrder]
+    require(
+        name in known,
+        op,
+        f"{where}: quantization_config.mxpert.gate_up_order",
+        need=f"one of {known}",
+        got=name,
+        remedy="a wrong order would give wrong answers",
+    )
+    return GateUpOrder(name)
+
+
+def check_experts(
+    reader: CheckpointReader, prefix: str, sizes: tuple[int, int, int] | None = None
+) -> tuple[int, int, int]:
+    """Check one layer's quantised expert tensors by their headers.
+
+    Args:
+        reader: the checkpoint.
+        prefix: module name, ``….experts``.
+        sizes: (E, H, F) that the config states; None takes them from the tensors themselves.
+
+    Returns:
+        (E, H, F).
+    """
+    if sizes is None:
+        down = reader.info(f"{prefix}.down_proj_blocks")
+        require(
+            len(down.shape) == 4,
+            reader.op,
+            f"{down.file}: {down.name}.shape",
+            need=f"[E, H, F/{MX_BLOCK_SIZE}, {BLOCK_BYTES}]",
+            got=list(down.shape),
+        )
+        sizes = (down.shape[0], down.shape[1], down.shape[2] * MX_BLOCK_SIZE)
+    experts, hidden, intermediate = sizes
+    for projection, rows, columns in (
+        ("gate_up_proj", 2 * intermediate, hidden),
+        ("down_proj", hidden, intermediate),
+    ):
+        blocks = (experts, rows, columns // MX_BLOCK_SIZE)
+        reader.require(
+            f"{prefix}.{projection}_blocks",
+            dtypes=["U8"],
+            shape=(*blocks, BLOCK_BYTES),
+            remedy=_REMEDY,
+        )
+        reader.require(f"{prefix}.{projection}_scales", dtypes=["U8"], shape=blocks, remedy=_REMEDY)
+        if f"{prefix}.{projection}_bias" in reader.names:
+            reader.require(
+                f"{prefix}.{projection}_bias",
+                dtypes=FLOAT_DTYPES,
+                shape=(experts, rows),
+                remedy=_REMEDY,
+            )
+    return sizes
+
+
+def save_gpt_oss_layer_tensors(
+    layer: int,
+    weights: MoEWeights,
+    router_weight: torch.Tensor | None = None,
+    router_bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, torch.Tensor]:
+    """Name and shape one layer's tensors as gpt-oss publishes them; the inverse of loading.
+
+    Args:
+        layer: decoder layer index.
+        weights: expert weights in any gate/up order, ROW_MAJOR; rows (and bias) are interleaved.
+        router_weight: [E, H], or None to leave the router out.
+        router_bias: [E], or None.
+        dtype: dtype of the biases on disk, bfloat16 in published checkpoints.
+
+    Returns:
+        Tensors for ``safetensors.torch.save_file``, contiguous, on the device of `weights`.
+
+    Raises:
+        TypeError, ValueError: weights in a backend's layout, or a router that does not fit.
+
+    Example:
+        >>> from mxpert.formats import quantize_blocks
+        >>> weights = MoEWeights(quantize_blocks(torch.ones(2, 64, 64), "mxfp4"),
+        ...                      quantize_blocks(torch.ones(2, 64, 32), "mxfp4"),
+        ...                      gate_up_order=GateUpOrder.CONCATENATED)
+        >>> tensors = save_gpt_oss_layer_tensors(3, weights)
+        >>> list(tensors)[0], tensors["model.layers.3.mlp.experts.down_proj_blocks"].shape
+        ('model.layers.3.mlp.experts.gate_up_proj_blocks', torch.Size([2, 64, 1, 16]))
+    """
+    op = "save_gpt_oss_layer_tensors"
+    if not isinstance(weights, MoEWeights):
+        raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
+    require(
+        weights.layout is Layout.ROW_MAJOR,
+        op,
+        "weights.layout",
+        need=Layout.ROW_MAJOR,
+        got=weights.layout,
+        remedy="save the weights before preparing them",
+    )
+    prefix = f"model.layers.{layer}.mlp"
+    tensors = {
+        f"{prefix}.experts.{name}": tensor
+        for name, tensor in published_expert_tensors(weights, dtype=dtype).items()
+    }
+    for name, router, shape in (
+        ("weight", router_weight, (weights.num_experts, weights.hidden_size)),
+        ("bias", router_bias, (weights.num_experts,)),
+    ):
+        if router is not None:
+            require_tensor(router, op, f"router_{name}", shape=shape)
+            tensors[f"{prefix}.router.{name}"] = router.contiguous()
+    return tensors
+
+
+def _gpt_oss_sizes(reader: CheckpointReader) -> _GptOssSizes:
+    """Sizes from a gpt-oss config; a ValueError if it is another model's or not MXFP4."""
+    config, op = reader.config(), reader.op
+    where = reader.directory / CONFIG_FILE
+    require(
+        config.get("model_type") == "gpt_oss",
+        op,
+        f"{where}: model_type",
+        need='"gpt_oss"',
+        got=config.get("model_type"),
+        remedy="other models' quantised experts load with load_expert_weights",
+    )
+    order = stored_gate_up_order(config, where, op)
+    require(
+        order is GateUpOrder.INTERLEAVED,
+        op,
+        f"{where}: gate_up_order",
+        need=GateUpOrder.INTERLEAVED,
+        got=order,
+        remedy="gpt-oss alternates gate and up rows",
+    )
+    sizes = _GptOssSizes(
+        num_layers=positive_int(config, ["num_hidden_layers"], where, op),
+        num_experts=positive_int(config, ["num_local_experts", "num_experts"], where, op),
+        hidden_size=positive_int(config, ["hidden_size"], where, op),
+        intermediate_size=positive_int(config, ["intermediate_size"], where, op),
+        top_k=positive_int(config, ["num_experts_per_tok", "experts_per_token"], where, op),
+        limit=_swiglu_limit(config, where, op),
+    )
+    for name in ("hidden_size", "intermediate_size"):
+        require(
+            getattr(sizes, name) % MX_BLOCK_SIZE == 0,
+            op,
+            f"{where}: {name}",
+            need=f"a multiple of {MX_BLOCK_SIZE}",
+            got=getattr(sizes, name),
+        )
+    require(
+        sizes.top_k <= sizes.num_experts,
+        op,
+        f"{where}: num_experts_per_tok",
+        need=f"at most {sizes.num_experts} experts",
+        got=sizes.top_k,
+    )
+    return sizes
+
+
+def _swiglu_limit(config: dict[str, Any], where: object, op: str) -> float:
+    limit = config.get("swiglu_limit", GPT_OSS_LIMIT)
+    valid = (
+        isinstance(limit, int | float)
+        and not isinstance(limit, bool)
+        and (0 < limit <= sys.float_info.max or limit == math.inf)
+    )
+    require(valid, op, f"{where}: swiglu_limit", need="a positive number", got=short(limit))
+    return float(limit)
+
+
+def _check_layer(reader: CheckpointReader, layer: int, sizes: _GptOssSizes) -> None:
+    prefix = f"model.layers.{layer}.mlp"
+    check_experts(
+        reader, f"{prefix}.experts", (sizes.num_experts, sizes.hidden_size, sizes.intermediate_size)
+    )
+    for name in ("gate_up_proj_bias", "down_proj_bias"):
+        reader.info(f"{prefix}.experts.{name}")  # gpt-oss always has both
+    reader.require(
+        f"{prefix}.router.weight",
+        dtypes=FLOAT_DTYPES,
+        shape=(sizes.num_experts, sizes.hidden_size),
+        remedy=_REMEDY,
+    )
+    reader.require(
+        f"{prefix}.router.bias", dtypes=FLOAT_DTYPES, shape=(sizes.num_experts,), remedy=_REMEDY
+    )
+
+
+def _read_experts(
+    reader: CheckpointReader, prefix: str, order: GateUpOrder, device: torch.device | str
+) -> MoEWeights:
+    kinds = [
+        f"{projection}_{kind}"
+        for projection in ("gate_up_proj", "down_proj")
+        for kind in ("blocks", "scales", "bias")
+    ]
+    return expert_weights_from(
+        {
+            kind: reader.read(f"{prefix}.{kind}").to(device)
+            for kind in kinds
+            if not kind.endswith("bias") or f"{prefix}.{kind}" in reader.names
+        },
+        order,
+    )

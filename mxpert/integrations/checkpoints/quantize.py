@@ -1,0 +1,388 @@
+"""Quantise the experts of a bf16 MoE checkpoint to MXFP4, in the format that gpt-oss publishes.
+
+One output shard per experts module holds its quantised weights; further shards hold all other
+tensors unchanged. A manifest in the destination records the checksum of each finished shard, so an
+interrupted run continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import __version__
+from ...errors import require
+from ...files import partial_name, write_atomically
+from ...formats.spec import MX_BLOCK_SIZE, ScaleRule
+from ...published import BLOCK_BYTES
+from ...weights import GateUpOrder
+from ...weights_state import PROJECTIONS
+from .expert_sources import ExpertLayer, source_directory_files
+from .plan import OP, OutputShard, QuantizePlan, plan_quantization, quantize_expert
+from .safetensors_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    read_json,
+    sha256_of,
+    short,
+    write_json,
+    write_tensors,
+)
+from ..models.saved_config import GPT_OSS_UNCONVERTED, quantization_config
+from .verify import verify_quantized
+
+MANIFEST_FILE = "mxpert_quantize.json"
+ProgressCallback = Callable[[int, int, str], None]
+"""Called with (source bytes done, source bytes in all, what is being done)."""
+
+
+@dataclass(frozen=True)
+class ProjectionReport:
+    """Sizes and error of one quantised projection.
+
+    Args:
+        module: full module path. projection: "gate_up_proj" or "down_proj". shape: [E, N, K].
+        source_bytes: bytes before. bytes: bytes of codes and scales.
+        signal, noise: ``sum w^2`` and ``sum (w - dequantised)^2``.
+    """
+
+    module: str
+    projection: str
+    shape: tuple[int, int, int]
+    source_bytes: int
+    bytes: int
+    signal: float
+    noise: float
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """``10 log10(signal / noise)``; None if either is zero (no error, or no signal)."""
+        return 10 * math.log10(self.signal / self.noise) if self.signal and self.noise else None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"sqnr_db": self.sqnr_db}
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """Outcome of `quantize_checkpoint`."""
+
+    source: str
+    destination: str
+    scale_rule: str
+    gate_up_order: str
+    projections: list[ProjectionReport]
+    shards_written: int
+    shards_resumed: int
+    source_bytes: int
+    bytes: int
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def verified(self) -> bool:
+        return not self.failures
+
+    def as_json(self) -> dict[str, Any]:
+        content = asdict(self) | {"verified": self.verified}
+        content["projections"] = [projection.as_json() for projection in self.projections]
+        return content
+
+
+def quantize_checkpoint(
+    source: Path | str,
+    destination: Path | str,
+    *,
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    device: torch.device | str = "cpu",
+    on_progress: ProgressCallback | None = None,
+) -> QuantizeReport:
+    """Quantise the experts of a bf16 MoE checkpoint to MXFP4 and verify what was written.
+
+    Every expert matrix becomes ``quantize_blocks(w, "mxfp4", axis=-1, rule=scale_rule)``; gate and
+    up rows alternate in the output, as in gpt-oss. All other tensors and side files (tokenizer,
+    templates) are copied bit for bit. Memory holds one quantised layer and one expert of the source
+    at a time.
+
+    An interrupted run continues when it is called again with the same arguments. A file under its
+    final name is complete. ``config.json`` is written last, so an unfinished destination does not
+    load.
+
+    Args:
+        source: directory with ``config.json`` and safetensors in Mixtral's, Qwen-MoE's or
+            DeepSeek's naming, or stacked as transformers 5 and gpt-oss do.
+        destination: directory to write; absent, empty, or left by an interrupted run.
+        scale_rule: how a block's scale follows from its maximum.
+        device: device that quantises.
+        on_progress: called after every expert and every copied shard.
+
+    Returns:
+        QuantizeReport; `failures` lists what verification found.
+
+    Raises:
+        ValueError: bad source, a destination that would be overwritten, or NaN or infinity among
+            the weights. UnsupportedError: a naming that is not known. TypeError: wrong types.
+
+    Example:
+        >>> quantize_checkpoint("/nowhere", "/tmp/out")
+        Traceback (most recent call last):
+        ValueError: quantize_checkpoint: /nowhere — need an existing checkpoint, \
+got no such file or directory
+    """
+    plan = plan_quantization(source, destination, scale_rule=scale_rule, device=device)
+    manifest = _prepare_destination(plan)
+    progress = on_progress or (lambda done, total, what: None)
+    done = resumed = 0
+    for shard in plan.shards:
+        if _is_finished(plan, shard, manifest):
+            resumed += 1
+        else:
+            _write_shard(plan, shard, manifest, partial(_advance, progress, plan, done))
+        done += shard.source_bytes
+        progress(done, plan.total_bytes, f"{shard.name} finished")
+    _write_side_files(plan, manifest)
+    progress(done, plan.total_bytes, "verifying")
+    failures = verify_quantized(plan, manifest)
+    projections = [
+        ProjectionReport(**entry | {"shape": tuple(entry["shape"])})
+        for shard in plan.shards
+        for entry in manifest["shards"][shard.name]["projections"]
+    ]
+    return QuantizeReport(
+        source=str(plan.reader.path),
+        destination=str(plan.destination),
+        scale_rule=plan.rule.value,
+        gate_up_order=GateUpOrder.INTERLEAVED.value,
+        projections=projections,
+        shards_written=len(plan.shards) - resumed,
+        shards_resumed=resumed,
+        source_bytes=plan.total_bytes,
+        bytes=sum(manifest["shards"][shard.name]["bytes"] for shard in plan.shards),
+        failures=failures,
+    )
+
+
+def _advance(
+    progress: ProgressCallback, plan: QuantizePlan, before: int, done: int, what: str
+) -> None:
+    progress(before + done, plan.total_bytes, what)
+
+
+def _quantize_layer(
+    plan: QuantizePlan, layer: ExpertLayer, advance: Callable[[int, str], None]
+) -> tuple[dict[str, torch.Tensor], list[ProjectionReport]]:
+    tensors: dict[str, torch.Tensor] = {}
+    reports = []
+    steps = len(PROJECTIONS) * layer.num_experts
+    for index, projection in enumerate(PROJECTIONS):
+        experts, rows, columns = layer.shape(projection)
+        scales = torch.empty(experts, rows, columns // MX_BLOCK_SIZE, dtype=torch.uint8)
+        blocks = torch.empty(*scales.shape, BLOCK_BYTES, dtype=torch.uint8)
+        signal = noise = 0.0
+        for expert in range(experts):
+            blocks[expert], scales[expert], s, n = quantize_expert(plan, layer, projection, expert)
+            signal, noise = signal + s, noise + n
+            step = index * experts + expert + 1
+            advance(layer.source_bytes * step // steps, f"{layer.prefix}.{projection}")
+        tensors[f"{layer.prefix}.{projection}_blocks"] = blocks
+        tensors[f"{layer.prefix}.{projection}_scales"] = scales
+        # gate_up_proj has two thirds of the elements, down_proj one third.
+        share = layer.source_bytes * (2 - index) // 3
+        reports.append(
+            ProjectionReport(
+                layer.prefix,
+                projection,
+                (experts, rows, columns),
+                share,
+                blocks.numel() + scales.numel(),
+                signal,
+                noise,
+            )
+        )
+    for name in layer.biases:
+        tensors[name] = layer.read_bias(plan.reader, name)
+    return tensors, reports
+
+
+def _write_shard(
+    plan: QuantizePlan,
+    shard: OutputShard,
+    manifest: dict[str, Any],
+    advance: Callable[[int, str], None],
+) -> None:
+    """Fill one shard, rename it to its final name, then record it in the manifest."""
+    reports: list[ProjectionReport] = []
+    if shard.layer is None:
+        tensors = {name: plan.reader.read(name).contiguous() for name in shard.copied}
+    else:
+        tensors, reports = _quantize_layer(plan, shard.layer, advance)
+    path = plan.destination / shard.name
+    write_tensors(path, tensors)
+    manifest["shards"][shard.name] = {
+        "sha256": sha256_of(path),
+        "bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "projections": [asdict(report) for report in reports],
+    }
+    write_json(plan.destination / MANIFEST_FILE, manifest)
+
+
+def _is_finished(plan: QuantizePlan, shard: OutputShard, manifest: dict[str, Any]) -> bool:
+    entry = manifest["shards"].get(shard.name)
+    path = plan.destination / shard.name
+    return entry is not None and path.is_file() and sha256_of(path) == entry["sha256"]
+
+
+def _identity(plan: QuantizePlan) -> dict[str, Any]:
+    """Source files, settings and version; a run continues another one if they are equal."""
+    files = [plan.reader.directory / CONFIG_FILE, *plan.reader.files]
+    return {
+        "version": __version__,
+        "scale_rule": plan.rule.value,
+        "gate_up_order": GateUpOrder.INTERLEAVED.value,
+        "source": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+    }
+
+
+def _prepare_destination(plan: QuantizePlan) -> dict[str, Any]:
+    """Create the destination or recognise an interrupted run; returns the manifest."""
+    destination, identity = plan.destination, _identity(plan)
+    path = destination / MANIFEST_FILE
+    remedy = "name another destination, or empty this one yourself"
+    require(
+        destination.is_dir() or not destination.exists(),
+        OP,
+        str(destination),
+        need="a directory",
+        got="a file",
+        remedy=remedy,
+    )
+    own_partials = [partial_name(destination / name) for name in _output_names(plan)]
+    present = (
+        []
+        if not destination.exists()
+        else [entry for entry in destination.iterdir() if entry not in own_partials]
+    )
+    if present:
+        require(
+            path.is_file(),
+            OP,
+            str(destination),
+            need="an absent or empty directory",
+            got=f"{len(present)} entries, for example {present[0].name}",
+            remedy=remedy,
+        )
+        manifest = read_json(path, OP)
+        found = {key: manifest.get(key) for key in identity}
+        differs = sorted(key for key in identity if found[key] != identity[key])
+        require(
+            not differs,
+            OP,
+            str(destination),
+            need="the unfinished output of the same source, settings and version",
+            got=f"another run's ({', '.join(differs)} differ)",
+            remedy=remedy,
+        )
+        _check_manifest(manifest, path)
+    else:
+        manifest = {**identity, "shards": {}}
+        destination.mkdir(parents=True, exist_ok=True)
+        write_json(path, manifest)
+    for leftover in own_partials:
+        leftover.unlink(missing_ok=True)
+    return manifest
+
+
+def _check_manifest(manifest: dict[str, Any], path: Path) -> None:
+    """Every entry of a manifest has what `_write_shard` writes."""
+    remedy = "empty the destination and run again"
+    shards = manifest.get("shards")
+    require(
+        isinstance(shards, dict),
+        OP,
+        f"{path}: shards",
+        need="an object",
+        got=short(shards),
+        remedy=remedy,
+    )
+    assert isinstance(shards, dict)  # for the type checker
+    for name, entry in shards.items():
+        where = f"{path}: shards.{name}"
+        require(
+            isinstance(entry, dict), OP, where, need="an object", got=short(entry), remedy=remedy
+        )
+        for key, kind in (("sha256", str), ("bytes", int), ("projections", list)):
+            require(
+                type(entry.get(key)) is kind,
+                OP,
+                f"{where}.{key}",
+                remedy=remedy,
+                need=f"a value of type {kind.__name__}",
+                got=short(entry.get(key)),
+            )
+        for index, projection in enumerate(entry["projections"]):
+            require(
+                _is_report(projection),
+                OP,
+                f"{where}.projections[{index}]",
+                remedy=remedy,
+                need=f"an object with {[entry.name for entry in fields(ProjectionReport)]}",
+                got=short(projection),
+            )
+
+
+def _is_report(content: object) -> bool:
+    """Whether parsed JSON has the fields of a ProjectionReport, each of the right type."""
+    kinds = {
+        "module": str,
+        "projection": str,
+        "shape": list,
+        "source_bytes": int,
+        "bytes": int,
+        "signal": float,
+        "noise": float,
+    }
+    return (
+        isinstance(content, dict)
+        and content.keys() == kinds.keys()
+        and all(type(content[key]) is kind for key, kind in kinds.items())
+        and len(content["shape"]) == 3
+        and all(type(size) is int for size in content["shape"])
+        and all(math.isfinite(content[key]) for key in ("signal", "noise"))
+    )
+
+
+def _output_names(plan: QuantizePlan) -> list[str]:
+    side = [file.name for file in source_directory_files(plan.reader.directory)]
+    return [*(shard.name for shard in plan.shards), *side, MANIFEST_FILE, INDEX_FILE, CONFIG_FILE]
+
+
+def _write_side_files(plan: QuantizePlan, manifest: dict[str, Any]) -> None:
+    """Copy tokenizer and templates, then write the index and, last of all, the config."""
+    for file in source_directory_files(plan.reader.directory):
+        if file.name != MANIFEST_FILE:
+            write_atomically(plan.destination / file.name, partial(shutil.copyfile, file))
+    total = sum(manifest["shards"][shard.name]["bytes"] for shard in plan.shards)
+    weight_map = {name: shard.name for shard in plan.shards for name in shard.tensor_names()}
+    write_json(
+        plan.destination / INDEX_FILE,
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+    )
+    write_json(
+        plan.destination / CONFIG_FILE,
+        plan.config | {"quantization_config": quantization_config(_unconverted(plan), plan.rule)},
+    )
+
+
+def _unconverted(plan: QuantizePlan) -> list[str]:
+    """Modules that keep their dtype, layer numbers as ``*``."""
+    if plan.config.get("model_type") == "gpt_oss":
+        return GPT_OSS_UNCONVERTED
+    names = [name for shard in plan.shards for name in shard.copied]
+    return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0]) for name in names})

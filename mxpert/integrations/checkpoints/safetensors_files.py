@@ -1,0 +1,291 @@
+"""Read single tensors of safetensors checkpoints, and write tensors and JSON atomically."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ...errors import message, require
+from ...files import exists, is_file, parse_json, what_is_at, write_atomically
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Header entry of one tensor; `dtype` as safetensors writes it ("BF16", "U8")."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)  # every dtype but BOOL names its width
+        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
+
+
+class CheckpointReader:
+    """The tensors of a safetensors checkpoint, read one at a time.
+
+    A shard is opened when one of its tensors is needed; until a tensor is read, only headers are.
+
+    Args:
+        path: a directory with ``model.safetensors.index.json`` and its shards or with one
+            ``model.safetensors``; or a single safetensors file.
+        op: name of the operation that error messages start with.
+
+    Raises:
+        ValueError: no such path, no checkpoint in it, an unreadable index, or an index that points
+            outside of the directory.
+    """
+
+    def __init__(self, path: Path | str, op: str) -> None:
+        self.path = Path(path)
+        self.op = op
+        self._handles: dict[Path, Any] = {}
+        require(
+            exists(self.path),
+            op,
+            str(self.path),
+            need="an existing checkpoint",
+            got="no such file or directory",
+        )
+        self.directory = self.path if self.path.is_dir() else self.path.parent
+        self._files = self._from_directory() if self.path.is_dir() else self._from_file(self.path)
+
+    def _from_directory(self) -> dict[str, Path]:
+        index_path = self.directory / INDEX_FILE
+        if not exists(index_path):
+            single = self.directory / SINGLE_FILE
+            require(
+                exists(single),
+                self.op,
+                str(self.directory),
+                need=f"{INDEX_FILE} or {SINGLE_FILE} in it",
+                got="neither",
+                remedy="give the directory of a checkpoint in safetensors format",
+            )
+            return self._from_file(single)
+        index = read_json(index_path, self.op)
+        weight_map = index.get("weight_map")
+        well_formed = isinstance(weight_map, dict) and all(
+            isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+        )
+        require(
+            well_formed and bool(weight_map),
+            self.op,
+            str(index_path),
+            need='"weight_map" from tensor names to files in the same directory',
+            got=type(weight_map).__name__ if not well_formed else "an empty map",
+            remedy="download the index again",
+        )
+        assert isinstance(weight_map, dict)  # for the type checker
+        return {name: self.directory / file for name, file in weight_map.items()}
+
+    def _from_file(self, path: Path) -> dict[str, Path]:
+        return dict.fromkeys(self._open(path).keys(), path)
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._handles:
+            require(
+                is_file(path),
+                self.op,
+                str(path),
+                need="an existing safetensors file",
+                got=what_is_at(path),
+                remedy="download the missing shard",
+            )
+            with self._damage(path):
+                self._handles[path] = safe_open(path, framework="pt", device="cpu")
+        return self._handles[path]
+
+    @contextmanager
+    def _damage(self, path: Path) -> Iterator[None]:
+        """Report what safetensors finds wrong with a file as a ValueError that names the file."""
+        try:
+            yield
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ValueError(
+                message(
+                    self.op,
+                    str(path),
+                    "a complete safetensors file",
+                    error,
+                    "it is truncated or damaged: download it again",
+                )
+            ) from error
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all tensors, in the index's order."""
+        return self._files.keys()
+
+    @property
+    def files(self) -> list[Path]:
+        """The checkpoint's safetensors files, sorted."""
+        return sorted(set(self._files.values()))
+
+    def config(self) -> dict[str, Any]:
+        """The parsed ``config.json`` beside the tensors; a ValueError if it is missing."""
+        return read_json(self.directory / CONFIG_FILE, self.op)
+
+    def info(self, name: str) -> TensorInfo:
+        """Header entry of one tensor; a ValueError that names file and tensor if it is missing."""
+        require(
+            name in self._files,
+            self.op,
+            name,
+            need="this tensor in the checkpoint",
+            got=f"no such name in {self.path}",
+            remedy="the checkpoint is incomplete",
+        )
+        file = self._files[name]
+        handle = self._open(file)
+        try:
+            view = handle.get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(
+                message(
+                    self.op,
+                    f"{file}: {name}",
+                    "the tensor that the index names",
+                    error,
+                    "index and shards do not belong together",
+                )
+            ) from error
+        return TensorInfo(name, file, view.get_dtype(), tuple(view.get_shape()))
+
+    def check_files(self) -> None:
+        """Open every file and find every tensor in it; reads headers only.
+
+        Raises:
+            ValueError: a missing, truncated or damaged file, or one without a tensor that the
+                index puts into it.
+        """
+        for name in self.names:
+            self.info(name)
+
+    def require(
+        self, name: str, *, dtypes: Sequence[str], shape: Sequence[int], remedy: str
+    ) -> TensorInfo:
+        """Header entry of one tensor, checked for dtype and shape."""
+        info = self.info(name)
+        where = f"{info.file}: {name}"
+        require(
+            info.dtype in dtypes,
+            self.op,
+            f"{where}.dtype",
+            need=" or ".join(dtypes),
+            got=info.dtype,
+            remedy=remedy,
+        )
+        require(
+            info.shape == tuple(shape),
+            self.op,
+            f"{where}.shape",
+            need=list(shape),
+            got=list(info.shape),
+            remedy=remedy,
+        )
+        return info
+
+    def read(self, name: str) -> torch.Tensor:
+        """One whole tensor on the CPU."""
+        file = self.info(name).file
+        with self._damage(file):
+            tensor: torch.Tensor = self._open(file).get_tensor(name)
+        return tensor
+
+    def read_row(self, name: str, row: int) -> torch.Tensor:
+        """``tensor[row]`` along the first dimension, without reading the rest."""
+        file = self.info(name).file
+        with self._damage(file):
+            rows: torch.Tensor = self._open(file).get_slice(name)[row : row + 1]
+        return rows[0]
+
+
+def read_json(path: Path, op: str) -> dict[str, Any]:
+    """Parse a JSON object; a ValueError of the library's form if it is missing or malformed."""
+    require(is_file(path), op, str(path), need="an existing JSON file", got=what_is_at(path))
+    try:
+        parsed = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, or no JSON
+        raise ValueError(message(op, str(path), "valid JSON", error)) from error
+    require(
+        isinstance(parsed, dict), op, str(path), need="a JSON object", got=type(parsed).__name__
+    )
+    assert isinstance(parsed, dict)  # for the type checker
+    return parsed
+
+
+def short(value: object) -> str:
+    """`value` for an error message, cut where it is long.
+
+    Example:
+        >>> short(10 ** 5000), short([1])
+        ('an integer of 16610 bits', '[1]')
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file atomically.
+
+    Raises:
+        OSError: the file cannot be written, for example on a full disk.
+    """
+
+    def write(partial: Path) -> None:
+        try:
+            save_file(tensors, partial, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}") from error
+
+    write_atomically(path, write)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object atomically. Infinities and NaN are refused (they are no JSON)."""
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def positive_int(config: dict[str, Any], keys: Sequence[str], where: object, op: str) -> int:
+    """The first of `keys` that a config holds, which must be a positive integer."""
+    found = next((config[key] for key in keys if config.get(key) is not None), None)
+    valid = isinstance(found, int) and not isinstance(found, bool) and found > 0
+    require(valid, op, f"{where}: {' or '.join(keys)}", need="a positive integer", got=short(found))
+    assert isinstance(found, int)  # for the type checker
+    return found
+
+
+def quantization_method(config: dict[str, Any]) -> object:
+    """``quantization_config.quant_method`` of a config, for messages; None without one."""
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, dict):
+        return quantization.get("quant_method")
+    return None if quantization is None else f"no object but {short(quantization)}"

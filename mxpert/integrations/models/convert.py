@@ -1,0 +1,240 @@
+"""convert and restore: a model in memory with its experts in MXFP4, and back to dense weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from ...errors import UnsupportedError, message, require, require_device
+from ...formats.spec import ScaleRule
+from ...modules import quantize_stacked
+from ...problem import parse_activation_format
+from ...training.recipe import MXFP8Recipe
+from ...weights import MoEWeights
+from ...weights_state import PROJECTIONS
+from .expert_modules import MXExperts, TrainableExperts, empty
+from .experts import FoundExperts, check_loaded, find_experts
+from .saved_config import configured_models, mark_quantized, unmark_quantized
+
+
+def convert(
+    model: Any,
+    activation_format: str = "bf16",
+    *,
+    device: torch.device | str | None = None,
+    scale_rule: ScaleRule | None = None,
+    recipe: MXFP8Recipe | None = None,
+    progress: bool = True,
+) -> Any:
+    """Put mxpert under a Transformers model: its experts in MXFP4, or trained in MXFP8.
+
+    Every experts module (gpt-oss, Qwen3-MoE, Mixtral, DeepSeek-V3 and others of transformers 5)
+    is replaced in place. All layers are checked before the first one changes. Then each layer is
+    quantised as by ``quantize(w, "mxfp4", axis=-1)`` and prepared for its device, and its dense
+    weights are freed before the next layer: at most one layer is held twice. A module that several
+    layers share is converted once. Weights that came from MXFP4 are recovered exactly. Saving the
+    model writes blocks and scales as gpt-oss publishes them.
+
+    Args:
+        model: a model in memory, or a module that contains one. A model in MXFP4 only changes its
+            `activation_format`; a model that was trained with a recipe is converted as it stands.
+        activation_format: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4", or "fp8_token";
+            see fused_moe.
+        device: where the whole model shall run; its experts go there layer by layer, quantised.
+            None leaves each layer where it is, so that layers may be on different devices.
+        scale_rule: rule for the scales of the weights; None is RCEIL.
+        recipe: train in MXFP8 instead. Parameters stay as they are, and the three GEMMs of each
+            expert are mxpert.training.grouped_linear with this recipe.
+        progress: show a progress bar on standard error.
+
+    Returns:
+        `model`, in evaluation or training mode as before.
+
+    Raises:
+        ValueError: no experts, sizes that are not multiples of 32, weights that are not loaded or
+            not finite; a `recipe` or `scale_rule` for a model that is in MXFP4 already.
+        TypeError: wrong types.
+        UnsupportedError: an activation or tensors that mxpert does not know, or a model quantised
+            by another library. In every case the model is unchanged.
+
+    Example:
+        >>> import torch, transformers, mxpert
+        >>> config = transformers.MixtralConfig(
+        ...     vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        >>> model = transformers.MixtralForCausalLM(config).eval()
+        >>> model = mxpert.convert(model, "mxfp8", progress=False)
+        >>> with torch.no_grad():
+        ...     model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 64])
+    """
+    op = "convert"
+    activation_format = parse_activation_format(activation_format, op)
+    _check_arguments(model, scale_rule, recipe)
+    target = None if device is None else require_device(device, op)
+    if converted := mx_experts(model):
+        for name, value in (("recipe", recipe), ("scale_rule", scale_rule)):
+            require(
+                value is None,
+                op,
+                name,
+                need="a model with dense experts",
+                got="one that is in MXFP4 already",
+                remedy="call mxpert.integrations.models.convert.restore(model) first",
+            )
+        for module in converted:
+            module.activation_format = activation_format
+        return model if target is None else model.to(target)
+    trained = [module for module in model.modules() if isinstance(module, TrainableExperts)]
+    found = [experts.source for experts in trained] or find_experts(model, op)
+    check_loaded(found, op)
+    for experts in trained:
+        experts.give_back()
+    if recipe is not None:
+        for dense in found:
+            dense.replace_by(TrainableExperts(dense, recipe))
+        return model if target is None else model.to(target)
+    rule = ScaleRule.RCEIL if scale_rule is None else scale_rule
+    for dense in track(
+        found,
+        "quantising experts",
+        console=Console(stderr=True),
+        transient=True,
+        disable=not progress,
+    ):
+        _convert_layer(dense, activation_format, rule, target)
+    mark_quantized(model, found, rule)
+    return model if target is None else model.to(target)
+
+
+def restore(model: Any) -> Any:
+    """Undo `convert`: put dense experts back, with the values they have now.
+
+    Dequantised values are exact in bfloat16. The restored model needs no mxpert: Transformers
+    runs, saves and loads it like any other.
+
+    Args:
+        model: a model that `convert` returned.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: nothing in it is converted.
+
+    Example:
+        >>> import torch, transformers, mxpert
+        >>> config = transformers.MixtralConfig(
+        ...     vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        >>> model = transformers.MixtralForCausalLM(config).eval()
+        >>> restored = restore(mxpert.convert(model, progress=False))
+        >>> restored.model.layers[0].mlp.experts.gate_up_proj.shape
+        torch.Size([4, 64, 64])
+    """
+    trained = [module for module in model.modules() if isinstance(module, TrainableExperts)]
+    converted = mx_experts(model)
+    require(
+        bool(trained or converted),
+        "restore",
+        type(model).__name__,
+        need="a converted model",
+        got="no experts of mxpert",
+        remedy="call mxpert.convert(model) first",
+    )
+    for experts in converted:
+        module = experts.source.module
+        for name, parameter in experts.restored().items():
+            module.register_parameter(name, parameter)
+        experts.source.replace_by(module.train(experts.training))
+    for trainable in trained:
+        trainable.give_back()
+    if converted:
+        unmark_quantized(model)
+    for holder in configured_models(model):
+        if str(getattr(holder.config, "_experts_implementation", "")).startswith("mxpert"):
+            holder.set_experts_implementation(None)  # Transformers' default
+    return model
+
+
+def mx_experts(model: torch.nn.Module) -> list[MXExperts]:
+    """The MXFP4 experts of a converted model, in its order.
+
+    Example:
+        >>> mx_experts(torch.nn.Linear(2, 2))
+        []
+    """
+    return [module for module in model.modules() if isinstance(module, MXExperts)]
+
+
+def _check_arguments(model: Any, scale_rule: ScaleRule | None, recipe: MXFP8Recipe | None) -> None:
+    op = "convert"
+    require(
+        isinstance(model, torch.nn.Module),
+        op,
+        "model",
+        need="a Module",
+        got=repr(model),
+        error=TypeError,
+    )
+    require(
+        scale_rule is None or isinstance(scale_rule, ScaleRule),
+        op,
+        "scale_rule",
+        need="a ScaleRule",
+        got=repr(scale_rule),
+        error=TypeError,
+    )
+    require(
+        recipe is None or isinstance(recipe, MXFP8Recipe),
+        op,
+        "recipe",
+        need="an MXFP8Recipe",
+        got=repr(recipe),
+        error=TypeError,
+    )
+    if mx_experts(model):
+        return
+    for holder in configured_models(model):
+        stated = getattr(holder.config, "quantization_config", None)
+        if stated is not None:
+            raise UnsupportedError(
+                message(
+                    op,
+                    "model.config.quantization_config",
+                    "none",
+                    type(stated).__name__,
+                    "load the model dequantised, in bfloat16",
+                )
+            )
+
+
+def _convert_layer(
+    found: FoundExperts, activation_format: str, scale_rule: ScaleRule, device: torch.device | None
+) -> None:
+    module: Any = found.module
+    target = module.down_proj.device if device is None else device
+    dtype = module.down_proj.dtype
+    projections: dict[str, Any] = {}
+    for name in PROJECTIONS:
+        projections[name] = quantize_stacked(
+            getattr(module, name), transposed=found.transposed, scale_rule=scale_rule, device=target
+        )
+        del module._parameters[name]
+    if found.has_bias:
+        for name in ("gate_up", "down"):
+            bias = getattr(module, f"{name}_proj_bias").detach()
+            projections[f"{name}_bias"] = bias.to(target, torch.float32).contiguous()
+    empty(module)
+    weights = MoEWeights(**projections, gate_up_order=found.order)
+    experts = MXExperts(
+        weights.prepare(device=target),
+        found.activation,
+        source=found,
+        activation_format=activation_format,
+        dtype=dtype,
+    )
+    found.replace_by(experts.train(module.training))

@@ -1,0 +1,269 @@
+"""Loss of one model on the same text in bf16, a16w4, a8w4 and a4w4."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ...errors import message, require, require_tensor
+from ...problem import parse_activation_format
+from .convert import convert, mx_experts
+from .experts import find_experts
+
+BASELINE = "bf16"
+FORMATS = {"a16w4": "bf16", "a8w4": "mxfp8", "a4w4": "mxfp4", "a8w4-token": "fp8_token"}
+"""Name → activation format of fused_moe. Weights are MXFP4 in each."""
+
+DEFAULT_FORMATS = ("a16w4", "a8w4", "a4w4")
+
+ProgressCallback = Callable[[int, int, str], None]
+"""Called with (tokens done, tokens in all, what is being done)."""
+
+_Call = tuple[tuple[torch.Tensor, ...], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FormatResult:
+    """Loss of the text in one format.
+
+    Args:
+        name: "bf16", "a16w4", …
+        loss: mean cross entropy per predicted token, in nats.
+        delta: loss minus the loss in bf16; 0 for bf16 itself.
+        delta_error: standard error of `delta` over windows, of the paired differences; None for a
+            single window.
+        tokens_per_second: of the forward passes, without warm-up.
+    """
+
+    name: str
+    loss: float
+    delta: float
+    delta_error: float | None
+    tokens_per_second: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """Signal-to-quantisation-noise ratio of one layer's experts by format, in dB; None if exact."""
+
+    name: str
+    sqnr_db: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Outcome of `evaluate`.
+
+    Args:
+        tokens: number of predicted tokens.
+        windows: number of windows. context: tokens per window.
+        formats: results by format, bf16 first. layers: in the model's order.
+    """
+
+    tokens: int
+    windows: int
+    context: int
+    formats: list[FormatResult]
+    layers: list[LayerResult]
+
+    def as_json(self) -> dict[str, Any]:
+        content = asdict(self)
+        for entry, found in zip(content["formats"], self.formats, strict=True):
+            entry["perplexity"] = found.perplexity
+        return content
+
+
+def evaluate(
+    model: Any,
+    token_ids: torch.Tensor,
+    *,
+    formats: Sequence[str] = DEFAULT_FORMATS,
+    context: int = 512,
+    batch: int = 8,
+    on_progress: ProgressCallback | None = None,
+) -> EvalReport:
+    """Loss and per-layer SQNR of a causal language model in bf16 and in MXFP4 formats.
+
+    The text is cut into windows of `context` tokens without overlap; a rest that does not fill a
+    window is left out. In each window every token but the first is predicted. All formats read the
+    same windows. A layer's SQNR compares its experts' output with bf16's for the same input and
+    routing (those of the first window), so that it leaves out the errors of earlier layers.
+
+    Args:
+        model: an unconverted model with dense experts. It is converted in place and stays in the
+            last of `formats`.
+        token_ids: int64 [S] on the device of the model.
+        formats: names among FORMATS, or the activation formats that they stand for ("mxfp8" is
+            "a8w4", "bf16" is "a16w4"); the report uses the names.
+        context: tokens per window. batch: windows per forward pass.
+        on_progress: called after each forward pass.
+
+    Returns:
+        EvalReport.
+
+    Raises:
+        ValueError: an unknown format, or a text that fills no window. TypeError, UnsupportedError:
+            as `convert`.
+
+    Example:
+        >>> import transformers
+        >>> config = transformers.MixtralConfig(
+        ...     vocab_size=256, hidden_size=64, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        >>> model = transformers.MixtralForCausalLM(config)
+        >>> report = evaluate(model, torch.arange(256), context=32)
+        >>> [result.name for result in report.formats], report.tokens
+        (['bf16', 'a16w4', 'a8w4', 'a4w4'], 248)
+    """
+    op = "evaluate"
+    windows = _windows(token_ids, context, op)
+    formats = parse_formats(formats, op)
+    require(batch > 0, op, "batch", need="at least 1", got=batch)
+    names = [found.name for found in find_experts(model, op)]
+    total, done = windows.numel() * (1 + len(formats)), 0
+    losses: dict[str, torch.Tensor] = {}
+    seconds: dict[str, float] = {}
+    model.eval()
+    calls = _capture(model, names, windows[:1])
+    sqnr: list[dict[str, float | None]] = [{} for _ in names]
+    for name in (BASELINE, *formats):
+        if name != BASELINE:
+            convert(model, FORMATS[name], progress=False)
+            for entry, experts, call in zip(sqnr, mx_experts(model), calls, strict=True):
+                entry[name] = _sqnr_db(experts, call)
+        begin = time.perf_counter()
+        losses[name] = torch.empty(len(windows), dtype=torch.float64)
+        for start in range(0, len(windows), batch):
+            part = windows[start : start + batch]
+            losses[name][start : start + batch] = _window_losses(model, part)
+            done += part.numel()
+            if on_progress is not None:
+                on_progress(done, total, name)
+        seconds[name] = time.perf_counter() - begin
+    results = [_result(name, losses, windows.numel() / seconds[name]) for name in losses]
+    layers = [LayerResult(name, entry) for name, entry in zip(names, sqnr, strict=True)]
+    return EvalReport(windows.shape[0] * (context - 1), len(windows), context, results, layers)
+
+
+def parse_formats(formats: Sequence[str], op: str) -> list[str]:
+    """The names among FORMATS that `formats` stand for, each once.
+
+    Raises:
+        ValueError: an unknown name.
+
+    Example:
+        >>> parse_formats(["mxfp8", "a4w4", "a8w4"], "evaluate")
+        ['a8w4', 'a4w4']
+    """
+    require(not isinstance(formats, str), op, "formats", need="a list of names", got=repr(formats))
+    names = {full: name for name, full in FORMATS.items()}
+    return list(
+        dict.fromkeys(
+            name if name in FORMATS else names[parse_activation_format(name, op)]
+            for name in formats
+        )
+    )
+
+
+def _windows(token_ids: torch.Tensor, context: int, op: str) -> torch.Tensor:
+    """[W, context]."""
+    require_tensor(token_ids, op, "token_ids", dtype=torch.int64, shape=(None,))
+    require(context > 1, op, "context", need="at least 2 tokens", got=context)
+    count = token_ids.shape[0] // context
+    require(
+        count > 0,
+        op,
+        "token_ids",
+        need=f"at least one window of {context} tokens",
+        got=f"{token_ids.shape[0]} tokens",
+        remedy="give a longer text or a shorter context",
+    )
+    return token_ids[: count * context].view(count, context)
+
+
+@torch.no_grad()
+def _window_losses(model: Any, windows: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of each window, float64 [W] on the CPU.
+
+    Only one window's logits are in float32 at a time.
+    """
+    logits = _forward(model, windows)
+    losses = [
+        torch.nn.functional.cross_entropy(rows[:-1].float(), ids[1:])
+        for rows, ids in zip(logits, windows, strict=True)
+    ]
+    return torch.stack(losses).double().cpu()
+
+
+def _forward(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    output = model(ids, use_cache=False) if hasattr(model, "config") else model(ids)
+    logits: torch.Tensor = getattr(output, "logits", output)
+    require(
+        logits.dim() == 3 and logits.shape[:2] == ids.shape,
+        "evaluate",
+        "model",
+        need="logits [B, S, V]",
+        got=list(logits.shape),
+    )
+    return logits
+
+
+@contextmanager
+def _hooks(model: torch.nn.Module, names: list[str], calls: list[_Call]) -> Iterator[None]:
+    def keep(
+        module: torch.nn.Module, given: tuple[torch.Tensor, ...], result: torch.Tensor
+    ) -> None:
+        calls.append((given, result))
+
+    handles = [model.get_submodule(name).register_forward_hook(keep) for name in names]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _capture(model: torch.nn.Module, names: list[str], windows: torch.Tensor) -> list[_Call]:
+    """Arguments and result of each experts module for these windows."""
+    calls: list[_Call] = []
+    with _hooks(model, names, calls):
+        _forward(model, windows)
+    if len(calls) != len(names):
+        raise ValueError(
+            message(
+                "evaluate",
+                "model",
+                f"{len(names)} experts modules called once in a forward pass",
+                f"{len(calls)} calls",
+            )
+        )
+    return calls
+
+
+@torch.no_grad()
+def _sqnr_db(experts: torch.nn.Module, call: _Call) -> float | None:
+    """``10 log10(sum y^2 / sum (y - y')^2)``; None without noise or signal."""
+    arguments, expected = call
+    expected = expected.double()
+    noise = float((experts(*arguments).double() - expected).square().sum())
+    signal = float(expected.square().sum())
+    return 10 * math.log10(signal / noise) if signal and noise else None
+
+
+def _result(name: str, losses: dict[str, torch.Tensor], rate: float) -> FormatResult:
+    difference = losses[name] - losses[BASELINE]
+    error = None
+    if len(difference) > 1:
+        error = float(difference.std() / math.sqrt(len(difference)))
+    return FormatResult(name, float(losses[name].mean()), float(difference.mean()), error, rate)

@@ -1,0 +1,180 @@
+"""The modules that take the place of a model's experts: MXFP4 for inference, MXFP8 for training."""
+
+from __future__ import annotations
+
+import torch
+
+from ...modules import PreparedExperts
+from ...ops.quantize import dequantize
+from ...problem import Activation
+from ...published import expert_weights_from, published_shapes
+from ...training.activation import gated_activation
+from ...training.autograd import grouped_linear
+from ...training.moe import CombineRows, PermuteRows, sort_by_expert
+from ...training.recipe import MXFP8Recipe
+from ...weights import GateUpOrder, MoEWeights, gate_up_rows
+from .experts import FoundExperts
+
+
+class MXExperts(PreparedExperts):
+    """The experts of one layer of a Transformers model in MXFP4.
+
+    Called as the module that it replaces: ``experts(hidden_states, topk_ids, topk_weights)``.
+
+    Args:
+        weights: prepared MoEWeights.
+        activation: what stands between the two GEMMs.
+        activation_format: "bf16", "mxfp8", "mxfp4" or "fp8_token"; may be assigned later.
+        source: the module that was replaced, without its weights; `restore` puts it back.
+        dtype: dtype of the biases in the state dict, and of restored weights.
+    """
+
+    no_gradient = (
+        "restore(model) for bfloat16 experts, or restore(model) and then "
+        "convert(model, recipe=mxpert.training.MXFP8Recipe()) to train in MXFP8"
+    )
+
+    def __init__(
+        self,
+        weights: MoEWeights,
+        activation: Activation,
+        *,
+        activation_format: str,
+        source: FoundExperts,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(weights, activation, activation_format=activation_format, dtype=dtype)
+        self._source = source
+
+    def forward(  # type: ignore[override]  # in Transformers' order
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states [..., H], ids and weights [T, top_k] → the shape and dtype of the first."""
+        return super().forward(hidden_states, topk_weights, topk_ids)
+
+    def restored(self) -> dict[str, torch.nn.Parameter]:
+        """Dequantised parameters in the names, shapes and order of the module that was replaced."""
+        weights, found = self.weights.unprepare(), self._source
+        parameters = {}
+        for name, projection, bias in (
+            ("gate_up_proj", weights.gate_up_proj, weights.gate_up_bias),
+            ("down_proj", weights.down_proj, weights.down_bias),
+        ):
+            dense = dequantize(projection, dtype=self.dtype)
+            if name == "gate_up_proj":
+                rows = _reordered_rows(weights, found.order)
+                dense = dense[:, rows]
+                bias = None if bias is None else bias[:, rows]
+            dense = dense.transpose(1, 2).contiguous() if found.transposed else dense
+            parameters[name] = torch.nn.Parameter(dense)
+            if bias is not None:
+                parameters[f"{name}_bias"] = torch.nn.Parameter(bias.to(self.dtype))
+        return parameters
+
+    @property
+    def source(self) -> FoundExperts:
+        """What this module replaced, and where."""
+        return self._source
+
+
+class StoredExperts(torch.nn.Module):
+    """Meta tensors in the published shapes: a loader fills them, `prepared` makes MXExperts."""
+
+    def __init__(self, found: FoundExperts, order: GateUpOrder, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.order, self.dtype, self._source = order, dtype, found
+        shapes = published_shapes(
+            found.num_experts, found.hidden_size, found.intermediate_size, has_bias=found.has_bias
+        )
+        for name, shape in shapes.items():
+            stored = dtype if name.endswith("_bias") else torch.uint8
+            self.register_buffer(name, torch.empty(shape, dtype=stored, device="meta"))
+
+    def prepared(self, activation_format: str) -> MXExperts:
+        """The loaded tensors, prepared for the device that they were loaded to."""
+        tensors = dict(self.named_buffers())
+        weights = expert_weights_from(tensors, self.order)
+        return MXExperts(
+            weights.prepare(device=weights.device),
+            self._source.activation,
+            activation_format=activation_format,
+            source=self._source,
+            dtype=self.dtype,
+        )
+
+    @property
+    def source(self) -> FoundExperts:
+        return self._source
+
+
+class TrainableExperts(torch.nn.Module):
+    """The experts of one layer with the same parameters, their three GEMMs in MXFP8.
+
+    Parameters keep names, shapes and identity, so optimisers and checkpoints see no difference.
+    The replaced module gives its parameters away: this module is their only owner.
+    """
+
+    def __init__(self, found: FoundExperts, recipe: MXFP8Recipe) -> None:
+        super().__init__()
+        self.recipe, self._source = recipe, found
+        for name, parameter in found.module.named_parameters():
+            self.register_parameter(name, parameter)
+        empty(found.module)
+        self.train(found.module.training)
+
+    def give_back(self) -> None:
+        """Put the replaced module back, with the parameters and the mode that this one has now."""
+        module = self._source.module
+        for name, parameter in self.named_parameters():
+            module.register_parameter(name, parameter)
+        empty(self)
+        self._source.replace_by(module.train(self.training))
+
+    def forward(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states [..., H], ids and weights [T, top_k] → the shape and dtype of the first."""
+        tokens = hidden_states.reshape(-1, self._source.hidden_size)
+        order, inverse, offsets = sort_by_expert(topk_ids, self._source.num_experts)
+        rows = PermuteRows.apply(tokens, order, inverse, topk_ids.shape[-1])  # [R, H]
+        gate_up = self._linear("gate_up_proj", rows, offsets)
+        if self._source.order is GateUpOrder.INTERLEAVED:
+            gate_up = gate_up.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        hidden = gated_activation(gate_up, self._source.activation)  # [R, F]
+        rows = self._linear("down_proj", hidden, offsets)  # [R, H]
+        combined = CombineRows.apply(rows, inverse.view(topk_ids.shape), topk_weights.float())
+        return combined.view(hidden_states.shape)
+
+    def _linear(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        weight = getattr(self, name)
+        if self._source.transposed:
+            weight = weight.transpose(1, 2).contiguous()
+        return grouped_linear(
+            rows, weight, offsets, bias=getattr(self, f"{name}_bias", None), recipe=self.recipe
+        )
+
+    @property
+    def source(self) -> FoundExperts:
+        return self._source
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self._source.num_experts}, activation={self._source.activation}, "
+            f"recipe={self.recipe}"
+        )
+
+
+def empty(module: torch.nn.Module) -> None:
+    """Drop the parameters of a module, so that they can be freed."""
+    module._parameters.clear()
+
+
+def _reordered_rows(weights: MoEWeights, order: GateUpOrder) -> torch.Tensor:
+    """Row indices [2F] that bring gate and up of `weights` into `order`."""
+    assert weights.gate_up_order is not None  # for the type checker; MoEWeights has refused None
+    features = weights.intermediate_size
+    have = torch.cat(gate_up_rows(weights.gate_up_order, features, weights.device))
+    want = torch.cat(gate_up_rows(order, features, weights.device))
+    rows = torch.empty_like(have)
+    rows[want] = have
+    return rows

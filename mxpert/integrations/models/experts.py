@@ -1,0 +1,335 @@
+"""Find, describe and check the experts modules of a model in memory.
+
+Transformers (5 and later) stacks the experts of a layer in one module, decorated with
+``use_experts_implementation``: parameters ``gate_up_proj`` and ``down_proj``, flags for their
+layout, and a method ``_apply_gate``. The activation is recognised by calling that method on sample
+values, not by its name. This module does not import transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError, message, require
+from ...formats.spec import MX_BLOCK_SIZE
+from ...ops.quantize import FLOAT_DTYPES
+from ...problem import Activation, ClampedSiLU, SiLU, SwiGLU
+from ...training.activation import gated_activation
+from ...weights import GateUpOrder, gate_up_rows
+from ...weights_state import PROJECTIONS
+
+_FLAGS = ("is_transposed", "has_bias", "_apply_gate")
+_LIMITS = ("limit", "swiglu_limit")
+_ALPHAS = ("alpha", "swiglu_alpha")
+_SAMPLE_FEATURES = 64
+_SAMPLE_TOLERANCE = 1e-5
+"""Rounding of float32 values up to a few tens; a wrong gate differs by whole units."""
+
+
+@dataclass(frozen=True)
+class FoundExperts:
+    """One experts module of a model and what its conversion needs to know.
+
+    Args:
+        name: full module path, ``model.layers.3.mlp.experts``; the first one of a shared module.
+        places: every (parent, attribute) with ``getattr(parent, attribute) is module``. A module
+            that several layers share has several.
+        module: the experts module itself.
+        num_experts, hidden_size, intermediate_size: E, H, F.
+        activation: what stands between the two GEMMs.
+        order: order of gate and up rows.
+        transposed: projections are [E, K, N] instead of [E, N, K].
+        has_bias: whether there are ``gate_up_proj_bias`` [E, 2F] and ``down_proj_bias`` [E, H].
+    """
+
+    name: str
+    places: tuple[tuple[torch.nn.Module, str], ...]
+    module: torch.nn.Module
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation
+    order: GateUpOrder
+    transposed: bool
+    has_bias: bool
+
+    @property
+    def current(self) -> torch.nn.Module:
+        """The module that stands in the first of the places now."""
+        parent, attribute = self.places[0]
+        module: torch.nn.Module = getattr(parent, attribute)
+        return module
+
+    def replace_by(self, module: torch.nn.Module) -> None:
+        """Put `module` in all of the places."""
+        for parent, attribute in self.places:
+            setattr(parent, attribute, module)
+
+
+def find_experts(model: torch.nn.Module, op: str) -> list[FoundExperts]:
+    """Find and check every experts module of a model without changing it.
+
+    Args:
+        model: a model of transformers 5 or later (or modules with the same attributes); weights
+            may be on the meta device.
+        op: name of the operation that error messages start with.
+
+    Returns:
+        FoundExperts in the model's order.
+
+    Raises:
+        ValueError: no experts, or sizes that are no multiples of 32.
+        UnsupportedError: experts without a gate, or with an activation or tensors of their own.
+    """
+    found = [
+        _describe(name, tuple(places), places[0][0]._modules[places[0][1]], op)
+        for name, places in _experts_places(model).items()
+    ]
+    require(
+        bool(found),
+        op,
+        type(model).__name__,
+        got="none",
+        need="experts modules of transformers >= 5 (stacked gate_up_proj and down_proj)",
+        remedy="mxpert converts the experts of MoE models; this one is dense, converted "
+        "already, or has experts of another form",
+    )
+    return found
+
+
+def check_loaded(found: list[FoundExperts], op: str) -> None:
+    """Check that every weight is loaded, of a float dtype, and finite.
+
+    Raises:
+        ValueError: a weight on the meta device, or NaN or infinity. TypeError: a wrong dtype.
+    """
+    for experts in found:
+        for name, parameter in experts.current.named_parameters():
+            where = f"{experts.name}.{name}"
+            require(
+                not parameter.is_meta,
+                op,
+                where,
+                need="loaded weights",
+                got="a meta tensor",
+                remedy="load the model first, without offloading",
+            )
+            require(
+                parameter.dtype in FLOAT_DTYPES,
+                op,
+                f"{where}.dtype",
+                error=TypeError,
+                need="bfloat16, float16 or float32",
+                got=parameter.dtype,
+                remedy="dequantise the model to bfloat16 first",
+            )
+            finite = all(bool(part.isfinite().all()) for part in parameter.detach())
+            require(
+                finite,
+                op,
+                where,
+                need="finite weights",
+                got="NaN or infinity",
+                remedy="repair the model; a NaN would blank its whole block",
+            )
+
+
+def unconverted_modules(model: torch.nn.Module) -> list[str]:
+    """Modules that have parameters of their own, numbers in their paths as ``*``.
+
+    Example:
+        >>> unconverted_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        ['*']
+    """
+    names = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    return sorted({re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", name) for name in names})
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Whether a module declares itself as stacked experts."""
+    return all(hasattr(module, flag) for flag in _FLAGS)
+
+
+def _experts_places(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str]]]:
+    """The (parent, attribute) pairs of each experts module, by the path of the first pair."""
+    names: dict[torch.nn.Module, str] = {}
+    places: dict[str, list[tuple[torch.nn.Module, str]]] = {}
+    for path, parent in model.named_modules():
+        for attribute, module in parent._modules.items():
+            if module is not None and is_experts(module):
+                name = names.setdefault(module, f"{path}.{attribute}".removeprefix("."))
+                places.setdefault(name, []).append((parent, attribute))
+    return places
+
+
+def _describe(
+    name: str, places: tuple[tuple[torch.nn.Module, str], ...], module: Any, op: str
+) -> FoundExperts:
+    if not getattr(module, "has_gate", True):
+        raise UnsupportedError(
+            message(
+                op,
+                name,
+                "gated experts (gate_up_proj)",
+                "experts without a gate",
+                "leave this model unconverted",
+            )
+        )
+    _check_tensors(name, module, op)
+    gate_up, down = module.gate_up_proj, module.down_proj
+    transposed = bool(module.is_transposed)
+    experts, hidden, intermediate = down.shape
+    if transposed:
+        hidden, intermediate = intermediate, hidden
+    want = (
+        (experts, hidden, 2 * intermediate) if transposed else (experts, 2 * intermediate, hidden)
+    )
+    require(
+        tuple(gate_up.shape) == want,
+        op,
+        f"{name}.gate_up_proj.shape",
+        need=list(want),
+        got=list(gate_up.shape),
+        remedy=f"down_proj is {list(down.shape)}",
+    )
+    for what, size in (("hidden size", hidden), ("intermediate size", intermediate)):
+        require(
+            size % MX_BLOCK_SIZE == 0,
+            op,
+            name,
+            got=size,
+            need=f"a {what} that is a multiple of {MX_BLOCK_SIZE}",
+            remedy="MXFP4 has no partial blocks; pad the model first",
+        )
+    if module.has_bias:
+        for projection, rows in (("gate_up_proj", 2 * intermediate), ("down_proj", hidden)):
+            bias = getattr(module, f"{projection}_bias")
+            require(
+                tuple(bias.shape) == (experts, rows),
+                op,
+                f"{name}.{projection}_bias.shape",
+                need=[experts, rows],
+                got=list(bias.shape),
+            )
+    activation, order = recognise_gate(module, name, op)
+    return FoundExperts(
+        name,
+        places,
+        module,
+        experts,
+        hidden,
+        intermediate,
+        activation,
+        order,
+        transposed,
+        bool(module.has_bias),
+    )
+
+
+def _check_tensors(name: str, module: torch.nn.Module, op: str) -> None:
+    wanted = set(PROJECTIONS)
+    if getattr(module, "has_bias", False):
+        wanted |= {f"{projection}_bias" for projection in PROJECTIONS}
+    present = {key for key, _ in module.named_parameters()}
+    present |= {key for key, _ in module.named_buffers()}
+    if present != wanted:
+        raise UnsupportedError(
+            message(
+                op,
+                name,
+                f"experts made of {sorted(wanted)}",
+                sorted(present),
+                "weights quantised by another library are dequantised first",
+            )
+        )
+    for projection in PROJECTIONS:
+        shape = getattr(module, projection).shape
+        require(
+            len(shape) == 3 and 0 not in shape,
+            op,
+            f"{name}.{projection}.shape",
+            need="three dimensions, none empty",
+            got=list(shape),
+        )
+
+
+def recognise_gate(module: Any, name: str, op: str) -> tuple[Activation, GateUpOrder]:
+    """Recognise the activation and row order of a module's ``_apply_gate`` by its results.
+
+    The method and every activation of mxpert, with the module's parameters, get the same gate and
+    up values from −16 to 16 (published models clamp at 7 or 10). The activation with equal results
+    is the module's.
+
+    Args:
+        module: an experts module; ``_apply_gate`` takes [R, 2F] and returns [R, F].
+        name, op: for the message.
+
+    Returns:
+        The activation and the order that the module's ``is_concatenated`` states.
+
+    Raises:
+        UnsupportedError: no activation gives these results in this order.
+    """
+    # Models may be built under another default dtype and device, so both are stated here.
+    values = (
+        32
+        * torch.rand(
+            8,
+            2 * _SAMPLE_FEATURES,
+            generator=torch.Generator().manual_seed(0),
+            dtype=torch.float32,
+            device="cpu",
+        )
+        - 16
+    )
+    with torch.no_grad():
+        expected = module._apply_gate(values.clone())
+    orders = [GateUpOrder.CONCATENATED, GateUpOrder.INTERLEAVED]
+    if hasattr(module, "is_concatenated"):  # the first releases of transformers 5 have no such flag
+        orders = orders[:1] if module.is_concatenated else orders[1:]
+    for order in orders:
+        sorted_values = values[:, torch.cat(gate_up_rows(order, _SAMPLE_FEATURES))]
+        for activation in _candidates(module):
+            answer = gated_activation(sorted_values, activation)
+            if expected.shape == answer.shape and torch.allclose(
+                answer, expected, rtol=_SAMPLE_TOLERANCE, atol=_SAMPLE_TOLERANCE
+            ):
+                return activation, order
+    raise UnsupportedError(
+        message(
+            op,
+            f"{name}: activation",
+            "SiLU, gpt-oss's SwiGLU or clamped SiLU, gate and up "
+            + " or ".join(order.value for order in orders),
+            _gate_name(module),
+            "leave this model unconverted",
+        )
+    )
+
+
+def _candidates(module: Any) -> Iterator[Activation]:
+    limits = _numbers(module, _LIMITS)
+    yield SiLU()
+    for limit in limits:
+        yield ClampedSiLU(limit)
+        for alpha in _numbers(module, _ALPHAS) or [SwiGLU.alpha]:
+            yield SwiGLU(alpha, limit)
+
+
+def _numbers(module: Any, names: tuple[str, ...]) -> list[float]:
+    values = (getattr(module, name, None) for name in names)
+    return [
+        float(value)
+        for value in values
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    ]
+
+
+def _gate_name(module: Any) -> str:
+    activation = getattr(module, "act_fn", None)
+    return f"{type(module).__name__} with {type(activation).__name__ if activation else 'its own'}"

@@ -1,0 +1,1 @@
+"""The host's fast path: cached geometry, launches and replays of calls."""

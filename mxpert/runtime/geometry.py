@@ -1,0 +1,168 @@
+"""The geometry of arguments: everything but their data, that is shapes, strides, dtypes, devices
+and formats.
+
+On the host, ops look at the geometry only. Two calls of the same geometry therefore pass the same
+checks and use the same kernel, so that the second call can take both from a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ..errors import PLAIN_TENSORS
+from ..formats.tensor import MXTensor
+from ..problem import Problem
+from ..routing import RoutingPlan
+from ..weights import MoEWeights
+
+_TENSORS: dict[type, tuple[str, ...]] = {
+    MXTensor: ("qdata", "scale", "reference", "wide_blocks"),
+    MoEWeights: ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"),
+    RoutingPlan: (
+        "sorted_token_ids",
+        "sorted_weights",
+        "block_expert_ids",
+        "num_valid",
+        "slot_rows",
+    ),
+}
+_FACTS: dict[type, tuple[str, ...]] = {
+    MXTensor: ("format", "axis", "layout", "logical_shape", "scale_span"),
+    MoEWeights: ("gate_up_order",),
+    RoutingPlan: ("num_tokens", "top_k", "num_experts", "routing_block_m"),
+}
+"""Fields of the aggregates that ops read; fold certificates, for example, are not among them."""
+
+_MAX_GEOMETRIES = 8192
+_KEPT = "_parts"
+
+
+class Geometry:
+    """The geometry of an aggregate; equal geometries are the same object."""
+
+
+Parts = tuple[tuple[torch.Tensor, ...], Geometry]
+"""An aggregate's tensors, in the order of its fields, and their geometry."""
+
+
+class Known:
+    """Arguments of one op and geometry that have passed its checks.
+
+    Args:
+        problem: the descriptor of the call.
+        choice: an object whose id is part of the cache key; held so that the id stays its own.
+
+    Dispatch stores its choice of kernel in `resolved`, a backend its recorded launches in `calls`.
+    """
+
+    __slots__ = ("calls", "choice", "problem", "resolved")
+
+    def __init__(self, problem: Problem, choice: object) -> None:
+        self.problem, self.choice = problem, choice
+        self.resolved: tuple[Any, ...] | None = None
+        self.calls: dict[tuple[Any, ...], Any] = {}
+
+
+_GEOMETRIES: dict[tuple[Any, ...], Geometry] = {}
+
+
+def describe(arguments: Iterable[object]) -> tuple[list[torch.Tensor], tuple[Any, ...]] | None:
+    """Return the tensors in `arguments`, and the geometry of all of them.
+
+    Arguments may be tensors, aggregates of tensors, dtypes and None. The result is None for
+    anything else: subclasses of tensors, layouts that are not strided, other objects.
+
+    >>> tensors, key = describe([torch.zeros(2, 3), None])
+    >>> len(tensors), key
+    (1, (torch.Size([2, 3]), (3, 1), torch.float32, device(type='cpu'), None))
+    """
+    tensors: list[torch.Tensor] = []
+    key: list[Any] = []
+    for value in arguments:
+        kind = type(value)
+        if kind in PLAIN_TENSORS:
+            tensor: Any = value
+            try:
+                key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            except RuntimeError:  # nested and sparse tensors
+                return None
+            if tensor.layout is not torch.strided:
+                return None
+            tensors.append(tensor)
+        elif kind in _TENSORS:
+            parts = parts_of(value)
+            if parts is None:
+                return None
+            tensors += parts[0]
+            key.append(parts[1])
+        elif value is None or kind is torch.dtype:
+            key.append(value)
+        else:
+            return None
+    return tensors, tuple(key)
+
+
+def parts_of(value: Any) -> Parts | None:
+    """Return tensors and geometry of an MXTensor, MoEWeights or RoutingPlan.
+
+    They are cached in the object, because weights and plans are used by many calls.
+    """
+    kept: Parts | None = value.__dict__.get(_KEPT)
+    if kept is None:
+        kept = _take_apart(value)
+        if kept is not None:
+            value.__dict__[_KEPT] = kept
+    return kept
+
+
+def assembler(
+    made: Any, order: Callable[[torch.Tensor], int]
+) -> Callable[[list[torch.Tensor]], Any] | None:
+    """Return a function that builds objects like `made` from a list of tensors, without checks.
+
+    Args:
+        made: an MXTensor or a RoutingPlan; for anything else the result is None.
+        order: the position of each tensor of `made` in that list.
+    """
+    cls = type(made)
+    parts = None if cls is MoEWeights or cls not in _TENSORS else parts_of(made)
+    if parts is None:
+        return None
+    geometry = parts[1]
+    names = [name for name in _TENSORS[cls] if getattr(made, name) is not None]
+    places = [(name, order(getattr(made, name))) for name in names]
+    facts = {name: getattr(made, name) for name in (*_TENSORS[cls], *_FACTS[cls])}
+
+    def assemble(tensors: list[torch.Tensor]) -> Any:
+        instance = object.__new__(cls)
+        fields = instance.__dict__
+        fields.update(facts)
+        for name, place in places:
+            fields[name] = tensors[place]
+        fields[_KEPT] = tuple([tensors[place] for _, place in places]), geometry
+        return instance
+
+    for name in names:
+        del facts[name]
+    return assemble
+
+
+def _take_apart(value: Any) -> Parts | None:
+    kind = type(value)
+    found = describe(getattr(value, name) for name in _TENSORS[kind])
+    if found is None:
+        return None
+    facts = tuple(getattr(value, name) for name in _FACTS[kind])
+    try:
+        key = (kind, found[1], facts, *map(type, facts))
+        geometry = _GEOMETRIES.get(key)
+    except TypeError:  # a field that cannot be hashed
+        return None
+    if geometry is None:
+        if len(_GEOMETRIES) >= _MAX_GEOMETRIES:
+            _GEOMETRIES.clear()
+        geometry = _GEOMETRIES.setdefault(key, Geometry())
+    return tuple(found[0]), geometry

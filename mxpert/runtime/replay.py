@@ -1,0 +1,344 @@
+"""Replay of kernel calls: repeat the allocations and launches of an earlier call.
+
+A kernel's `launch` is Python code that sizes grids, allocates and makes `Launch` calls. It never
+reads data on the host, so it does the same for the same problem, config and geometry. The second
+such call is recorded: the allocated buffers, the launches, and the origin of each pointer. From the
+third call on `Replayed` repeats the recording, with one allocation for all scratch.
+
+A call is not recorded, and always runs its own code, if it uses other torch operators, if its
+launches go through Triton (in the interpreter, under hooks, on other targets), or if an argument is
+not 16-byte aligned.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+from triton.runtime.driver import driver
+
+from .geometry import Known, assembler
+from ..problem import KernelSpec
+from .launch import Launch, NotedLaunch, PreparedLaunch, has_hooks, is_direct, noted_launches
+
+_MAX_SCRATCH = 128 << 20
+"""Largest scratch of a replayed call in bytes. Replay allocates all scratch buffers side by side,
+which takes more memory. Calls with more scratch are limited by the device, not by host time."""
+
+_ALIGNMENT = 256
+_NO_DEVICE = -1
+"""Device index of CPU tensors."""
+
+_LAUNCH = Launch.__call__
+
+_aten = torch.ops.aten
+_ALLOCATIONS = frozenset(
+    (
+        _aten.empty.memory_format,
+        _aten.new_empty.default,
+        _aten.empty_strided.default,
+        _aten.new_empty_strided.default,
+        _aten.empty_like.default,
+    )
+)
+
+
+class Replayed:
+    """Wraps a kernel (see KernelSpec) and can replay its `launch`."""
+
+    def __init__(self, kernel: KernelSpec) -> None:
+        self._kernel = kernel
+        self.launch = kernel.launch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+    def replay(
+        self, known: Known, config: Any, tensors: list[torch.Tensor], arguments: dict[str, Any]
+    ) -> Any:
+        """Return the result of `launch`, by replay or while recording it; None if the caller has to
+        call `launch`.
+
+        Args:
+            known: the problem and the geometry of the arguments, with its recorded calls.
+            config: the kernel's config.
+            tensors: all tensors of the arguments, in order.
+            arguments: the keyword arguments of `launch`.
+        """
+        if Launch.__call__ is not _LAUNCH or torch.are_deterministic_algorithms_enabled():
+            return None  # a test patches launches, or torch fills new memory
+        device, own = driver.active.get_current_device(), tensors[0].get_device()
+        if own not in (device, _NO_DEVICE):
+            with torch.cuda.device(own):
+                return self.replay(known, config, tensors, arguments)
+        key = (
+            self,
+            id(config),
+            device,
+            knobs.runtime.debug,
+            knobs.compilation.instrumentation_mode,
+        )
+        call = known.calls.get(key)
+        if type(call) is _Call:
+            places = call.places(tensors)
+            return None if places is None else call.replay(places, tensors, device)
+        if call is None:
+            known.calls[key] = _Once(config)
+        elif call.is_new:
+            result, known.calls[key] = _note(
+                self._kernel, known.problem, config, arguments, tensors
+            )
+            return result
+        return None
+
+
+def replayed(*kernels: KernelSpec) -> tuple[Any, ...]:
+    """Wrap each kernel in `Replayed`, unless launches have to go through Triton."""
+    return tuple(map(Replayed, kernels)) if is_direct() else kernels
+
+
+class _Once(NamedTuple):
+    """State of a call that was made once (is_new) or cannot be replayed.
+
+    It holds the config, because the key contains the config's id.
+    """
+
+    config: Any
+    is_new: bool = True
+
+
+def _empty(
+    place: torch.device, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=place)
+
+
+_Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def _allocators() -> dict[str, _Allocate]:
+    """Allocation functions of torch.compile's generated code, by device type.
+
+    They take half the time of `torch.empty_strided`. Empty if this torch version has none.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    names = {"cpu": "_empty_strided_cpu", "cuda": "_empty_strided_cuda"}
+    return {kind: getattr(guards, name) for kind, name in names.items() if hasattr(guards, name)}
+
+
+_ALLOCATE = _allocators()
+
+
+class _Output(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A recorded call.
+
+    The launches index a list of addresses: the arguments' tensors, then the scratch buffer if there
+    is one, then the outputs. `build` makes the result from the outputs followed by the arguments'
+    tensors.
+    """
+
+    config: Any
+    launches: tuple[PreparedLaunch, ...]
+    scratch: int
+    outputs: tuple[_Output, ...]
+    build: Callable[[list[torch.Tensor]], Any]
+
+    def places(self, tensors: list[torch.Tensor]) -> list[int] | None:
+        """Addresses of the arguments; None if they need other binaries or a hook is set."""
+        places, bits = [], 0
+        for tensor in tensors:
+            address = tensor.data_ptr()
+            places.append(address)
+            bits |= address
+        if bits % 16 or has_hooks():
+            return None
+        for launch in self.launches:
+            if launch.kernel.pre_run_hooks:
+                return None
+        return places
+
+    def replay(self, places: list[int], tensors: list[torch.Tensor], device: int) -> Any:
+        """Allocate, launch, and return the result that the kernel's `launch` would return."""
+        place = tensors[0].device
+        allocate = _ALLOCATE.get(place.type) or functools.partial(_empty, place)
+        made = [allocate(shape, stride, dtype) for shape, stride, dtype in self.outputs]
+        if self.scratch:
+            scratch = allocate((self.scratch,), (1,), torch.uint8)
+            places.append(scratch.data_ptr())
+        for tensor in made:
+            places.append(tensor.data_ptr())
+        stream = driver.active.get_current_stream(device)
+        for launch in self.launches:
+            launch(stream, places)
+        return self.build(made + tensors)
+
+
+class _Allocations(TorchDispatchMode):
+    """Records allocations, and whether other operators than allocations and views ran.
+
+    It keeps the tensors alive, so that no two of them have the same address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[torch.Tensor] = []
+        self.foreign = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self.made.append(result)
+        elif not getattr(func, "is_view", False):
+            self.foreign = True
+        return result
+
+
+def _note(
+    kernel: KernelSpec,
+    problem: Any,
+    config: Any,
+    arguments: Mapping[str, Any],
+    tensors: list[torch.Tensor],
+) -> tuple[Any, _Call | _Once]:
+    """Run the kernel's `launch`; return its result, and the recorded call if it can be replayed."""
+    never = _Once(config, is_new=False)
+    with torch.no_grad(), noted_launches() as launches, _Allocations() as allocations:
+        result = kernel.launch(problem, config, **arguments)
+    distinct = len({id(tensor) for tensor in tensors}) == len(tensors)
+    aligned = not any(tensor.data_ptr() % 16 for tensor in tensors)
+    direct = all(noted.binary is not None for noted in launches)
+    if allocations.foreign or not (distinct and aligned and direct and launches):
+        return result, never
+    try:
+        return result, _call(config, launches, tensors, allocations.made, result)
+    except _UnplacedError:
+        return result, never
+
+
+class _UnplacedError(Exception):
+    """Raised for a tensor that comes neither from an argument nor from a recorded allocation."""
+
+
+def _call(
+    config: Any,
+    launches: list[NotedLaunch],
+    tensors: list[torch.Tensor],
+    made: list[torch.Tensor],
+    result: Any,
+) -> _Call:
+    returned: list[torch.Tensor] = []
+
+    def output(tensor: torch.Tensor) -> int:
+        """Index of `tensor` in the list that `build` takes.
+
+        An output has to be a whole allocation. An argument that is returned (`accumulate_into`) has
+        a negative index.
+        """
+        for place, argument in enumerate(tensors):
+            if tensor is argument:
+                return place - len(tensors)
+        if not any(tensor is other for other in returned):
+            if tensor.storage_offset() or _memory(tensor) in map(_memory, returned):
+                raise _UnplacedError
+            returned.append(tensor)
+        return [tensor is other for other in returned].index(True)
+
+    build = _builder(result, output)
+    outputs = {_memory(tensor): number for number, tensor in enumerate(returned)}
+    if not outputs.keys() <= set(map(_memory, made)):
+        raise _UnplacedError
+    offsets: dict[int, int] = {}
+    scratch = 0
+    for buffer in made:
+        if _memory(buffer) not in outputs:
+            offsets[_memory(buffer)] = scratch
+            scratch += -(-buffer.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+    if scratch > _MAX_SCRATCH:
+        raise _UnplacedError
+    first = len(tensors) + bool(scratch)
+    places = {memory: (first + number, 0) for memory, number in outputs.items()}
+    places |= {memory: (len(tensors), offset) for memory, offset in offsets.items()}
+    find = _finder(tensors, made, places)
+    prepared = tuple(
+        PreparedLaunch(
+            noted,
+            {name: find(tensor) for name, tensor in noted.tensors.items() if tensor is not None},
+        )
+        for noted in launches
+    )
+    return _Call(
+        config,
+        prepared,
+        scratch,
+        tuple(_Output(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in returned),
+        build,
+    )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage: equal for tensors that share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _finder(
+    tensors: list[torch.Tensor], made: list[torch.Tensor], places: dict[int, tuple[int, int]]
+) -> Callable[[torch.Tensor], tuple[int, int]]:
+    """Return a function from a tensor to its (place, offset in bytes).
+
+    Args:
+        tensors: the arguments. They are found by identity; views of them by storage, unless several
+            arguments share it.
+        made: the allocations.
+        places: place of each allocation, by storage.
+    """
+    by_identity = {id(tensor): (index, 0) for index, tensor in enumerate(tensors)}
+    wholes: dict[int, tuple[torch.Tensor, tuple[int, int]] | None] = {}
+    for index, tensor in enumerate(tensors):
+        memory = _memory(tensor)
+        wholes[memory] = None if memory in wholes else (tensor, (index, 0))
+    wholes |= {_memory(buffer): (buffer, places[_memory(buffer)]) for buffer in made}
+
+    def find(tensor: torch.Tensor) -> tuple[int, int]:
+        place = by_identity.get(id(tensor))
+        if place is not None:
+            return place
+        whole = wholes.get(_memory(tensor))
+        if whole is None:
+            raise _UnplacedError
+        base, (index, offset) = whole
+        return index, offset + tensor.data_ptr() - base.data_ptr()
+
+    return find
+
+
+def _builder(
+    result: Any, output: Callable[[torch.Tensor], int]
+) -> Callable[[list[torch.Tensor]], Any]:
+    """Return a function that makes the call's result from the list of outputs and arguments.
+
+    `output` gives the index of a tensor in that list.
+    """
+    if isinstance(result, torch.Tensor):
+        return operator.itemgetter(output(result))
+    if isinstance(result, tuple) and len(result) > 1:
+        if all(isinstance(part, torch.Tensor) for part in result):
+            return operator.itemgetter(*map(output, result))
+        builders = [_builder(part, output) for part in result]
+        return lambda tensors: tuple([build(tensors) for build in builders])
+    build = assembler(result, output)
+    if build is None:
+        raise _UnplacedError
+    return build

@@ -1,0 +1,1 @@
+"""Rigs of the tests and benchmarks: compilation, interpretation, recorded launches, races."""

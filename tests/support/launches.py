@@ -1,0 +1,163 @@
+"""A mock CUDA driver: kernels are compiled for sm_90, and launches are recorded in a list.
+
+All host code above the driver's C functions runs as on a device. Tests can therefore inspect the
+launches and time their host work on any machine. No kernel is executed: outputs are uninitialised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import Benchmarker, GPUDriver
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime.driver import driver
+
+from mxpert.runtime.launch import Launch
+from mxpert.dispatch import Calls
+from mxpert.ops import grouped_gemm, moe, quantize, quantize_dual, route, rows
+from mxpert.problem import Target
+
+H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
+_DEVICE = 1 << 20
+"""Device index that no real device has: Triton caches binaries by device, and these cannot run."""
+
+_OPS = (grouped_gemm, moe, quantize, quantize_dual, route, rows)
+
+
+class RecordedLaunch(NamedTuple):
+    """A launch: the kernel, its grid, and its arguments and launch options by keyword."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+
+@contextlib.contextmanager
+def through_triton() -> Iterator[None]:
+    """Launch through Triton's own ``kernel[grid](...)`` inside the block, to compare `Launch`."""
+
+    def launch(made: Launch, **tensors: Any) -> None:
+        made.kernel[made.grid](**made.arguments(tensors))
+
+    with mock.patch.object(Launch, "__call__", launch):
+        yield
+
+
+def count_launches(call: Callable[[], object]) -> int:
+    """Number of kernels that `call` launches."""
+    launch, count = Launch.__call__, itertools.count()
+
+    def counted(made: Launch, **tensors: Any) -> None:
+        next(count)
+        launch(made, **tensors)
+
+    with mock.patch.object(Launch, "__call__", counted):
+        call()
+    return next(count)
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[list[RecordedLaunch]]:
+    """Record launches instead of running them, for tensors on any device."""
+    launches: list[RecordedLaunch] = []
+
+    def record(launch: Launch, **tensors: Any) -> None:
+        launches.append(RecordedLaunch(launch.kernel, launch.grid, launch.arguments(tensors)))
+
+    with mock.patch.object(Launch, "__call__", record):
+        yield launches
+
+
+class _Utilities:
+    """Stand-in for Triton's C driver module; needs no CUDA driver."""
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": H200.shared_memory, "multiprocessor_count": H200.num_sms}
+
+    def load_binary(self, name: str, *_: object) -> tuple[object, str, int, int, int]:
+        """Return module, function, registers, spills and the largest number of threads."""
+        return object(), name, 0, 0, 1024
+
+    def fill_tma_descriptor(self, *arguments: Any) -> tuple[Any, ...]:
+        return "descriptor", *map(_plain, arguments)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class _Driver(GPUDriver):
+    launcher_cls = nvidia.CudaLauncher
+
+    def __init__(self) -> None:
+        self.utils = _Utilities()
+        self.get_current_device = lambda: _DEVICE
+        self.get_current_stream = lambda device: 0
+        self.get_device_capability = lambda device: (9, 0)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return nvidia.ty_to_cpp(ty)
+
+    def get_active_torch_device(self) -> Any:
+        raise NotImplementedError
+
+    def get_benchmarker(self) -> Benchmarker:
+        raise NotImplementedError
+
+
+class _Sink:
+    """Stand-in for the C launcher module. A class attribute holds the list, because compiled
+    binaries are used after the block that compiled them."""
+
+    launches: list[tuple[Any, ...]] | None = None
+
+    @classmethod
+    def launch(cls, *arguments: Any) -> None:
+        if cls.launches is not None:
+            cls.launches.append(arguments)
+
+
+@contextlib.contextmanager
+def without_device(*, record: bool = True) -> Iterator[list[tuple[Any, ...]]]:
+    """Use the mock driver inside the block; yield a list of the C launcher's arguments.
+
+    Args:
+        record: False does not store the arguments, for timing.
+    """
+    launches: list[tuple[Any, ...]] = []
+    before = driver._active
+    with mock.patch.multiple(nvidia, compile_module_from_src=lambda **_: _Sink, library_dirs=list):
+        driver.set_active(_Driver())
+        _Sink.launches = launches if record else None
+        try:
+            yield launches
+        finally:
+            _Sink.launches, driver._active = None, before
+
+
+def _h200(device: object) -> Target:
+    """Return H200. A plain function, because a mock would add its own time to the ops' time."""
+    return H200
+
+
+@contextlib.contextmanager
+def as_if_on_h200() -> Iterator[None]:
+    """Resolve problems of CPU tensors for an H200, starting with empty call caches in the ops."""
+    with contextlib.ExitStack() as stack:
+        for module in _OPS:
+            stack.enter_context(mock.patch.object(module, "detect_target", _h200))
+            for calls in [each for each in vars(module).values() if isinstance(each, Calls)]:
+                stack.enter_context(mock.patch.object(calls, "_known", {}))
+        yield

@@ -1,0 +1,214 @@
+"""Poisoned memory that kernels must not read, and planted errors that comparators must catch.
+
+Poisoned storage: weights are views into larger storage whose other bytes decode to 6 · 2^127 or
+NaN. Uninitialised memory is filled with NaN. Planted errors: transforms of a problem that imitate
+real kernel bugs. A comparison with such a problem must fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mxpert.errors import message, require
+from mxpert.formats import layouts
+from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS
+from mxpert.formats.spec import E8M0_MAX, E8M0_NAN, MX_BLOCK_SIZE
+from mxpert.formats.tensor import Layout, MXTensor
+from mxpert.weights import MoEWeights, gate_up_rows
+from mxpert.testing.problems import MoEInputs
+
+POISON_CODES = 0x77
+"""Two e2m1 codes of 6: with scale byte 254 about 1e39, beyond the range of float32."""
+
+
+def poison_tensor(
+    tensor: MXTensor, *, extra_rows: int = 16, extra_columns: int = 128, scale: int = E8M0_NAN
+) -> MXTensor:
+    """Copy a tensor into larger storage that is poisoned outside the logical shape.
+
+    Args:
+        tensor: quantised along its last axis, at least two dimensions.
+        extra_rows: poisoned rows after the last one of each matrix.
+        extra_columns: poisoned elements after each row; a multiple of 32.
+        scale: byte of the poisoned blocks: 255 (NaN) or 254 (2^127).
+    """
+    require(
+        extra_columns % MX_BLOCK_SIZE == 0,
+        "poison_tensor",
+        "extra_columns",
+        need=f"a multiple of {MX_BLOCK_SIZE}",
+        got=extra_columns,
+    )
+    require(scale in (E8M0_NAN, E8M0_MAX), "poison_tensor", "scale", need="254 or 255", got=scale)
+    parts = (
+        (tensor.qdata, extra_columns // tensor.format.codes_per_byte, POISON_CODES),
+        (tensor.scale, extra_columns // MX_BLOCK_SIZE, scale),
+    )
+    views = []
+    for data, columns, byte in parts:
+        *leading, rows, width = data.shape
+        storage = data.new_full((*leading, rows + extra_rows, width + columns), byte)
+        view = storage[..., :rows, :width]
+        view.copy_(data)
+        views.append(view)
+    return replace(tensor, qdata=views[0], scale=views[1])
+
+
+def poison_weights(
+    weights: MoEWeights, *, extra_rows: int = 16, extra_columns: int = 128, scale: int = E8M0_NAN
+) -> MoEWeights:
+    """Both projections as views into poisoned storage (see `poison_tensor`)."""
+    gate_up, down = (
+        poison_tensor(part, extra_rows=extra_rows, extra_columns=extra_columns, scale=scale)
+        for part in (weights.gate_up_proj, weights.down_proj)
+    )
+    return replace(weights, gate_up_proj=gate_up, down_proj=down)
+
+
+def poison_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and dtype, filled with NaN (integers: the largest value)."""
+    if tensor.dtype.is_floating_point:
+        return torch.full_like(tensor, float("nan"))
+    return torch.full_like(tensor, torch.iinfo(tensor.dtype).max)
+
+
+def poison_prepared(tensor: MXTensor) -> None:
+    """Fill what pads a prepared tensor, in place; its values stay as they are.
+
+    Rows get NaN scales and codes that decode to anything. Depth gets the largest weights there are:
+    activations are zero there, so that finite weights add nothing.
+
+    Args:
+        tensor: of `Layout.HOPPER_FRAGMENT`.
+    """
+    if tensor.layout is not Layout.HOPPER_FRAGMENT or tensor.reference is None:
+        raise ValueError(
+            message("poison_prepared", "tensor.layout", Layout.HOPPER_FRAGMENT, tensor.layout)
+        )
+    _, num_rows, depth = tensor.shape
+    rows, codes = num_rows % UNIT_ROWS, depth % UNIT_CODES
+    tensor.reference[:, num_rows:] = E8M0_NAN
+    if codes:
+        _fill_units(tensor, (slice(None), slice(None), slice(-1, None)), (0, codes), shift=0)
+    if rows:
+        _fill_units(tensor, (slice(None), slice(-1, None)), (rows, 0), shift=E8M0_NAN)
+
+
+def _fill_units(
+    tensor: MXTensor, units: tuple[slice, ...], first: tuple[int, int], shift: int
+) -> None:
+    """Give units the code 6 with `shift`, from the first (row, code) on in each."""
+    qdata, scale = tensor.qdata[units], tensor.scale[units]
+    for packed, place, fill, unpack, pack in (
+        (qdata, first[1], POISON_CODES & 0xF, layouts._unpack_codes, layouts._pack_codes),
+        (scale, first[1] // MX_BLOCK_SIZE, shift, layouts._unpack_shifts, layouts._pack_shifts),
+    ):
+        flat = unpack(packed.flatten(0, 1)).contiguous()
+        flat.view(-1, UNIT_ROWS, flat.shape[1])[:, first[0] :, place:] = fill
+        packed.copy_(pack(flat).view_as(packed))
+
+
+@contextlib.contextmanager
+def nan_filled_scratch() -> Iterator[None]:
+    """Fill every `torch.empty` inside the block with NaN (integers: their largest value).
+
+    Torch's deterministic mode does this; it is switched on inside the block, and operations without
+    a deterministic form warn. A kernel that reads an output or scratch before writing it then
+    returns NaN instead of old memory.
+    """
+    deterministic: Any = torch.utils.deterministic  # its one property is set on the module's class
+    mode = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+        deterministic.fill_uninitialized_memory = fill
+
+
+def swap_nibbles(tensor: MXTensor) -> MXTensor:
+    """Swap the two MXFP4 codes of every byte."""
+    return replace(tensor, qdata=tensor.qdata << 4 | tensor.qdata >> 4)
+
+
+def shift_scales(tensor: MXTensor) -> MXTensor:
+    """Give every block the scale of its left neighbour; the first gets that of the last."""
+    return replace(tensor, scale=tensor.scale.roll(1, dims=-1))
+
+
+def plant_swapped_nibbles(inputs: MoEInputs) -> MoEInputs:
+    """Swap the nibbles of both projections."""
+    return _with_projections(inputs, swap_nibbles)
+
+
+def plant_shifted_scales(inputs: MoEInputs) -> MoEInputs:
+    """Shift the scales of both projections by one block."""
+    return _with_projections(inputs, shift_scales)
+
+
+def plant_exchanged_gate_up(inputs: MoEInputs) -> MoEInputs:
+    """Exchange gate rows and up rows, and their biases."""
+    weights = inputs.weights
+    assert weights.gate_up_order is not None  # for the type checker; MoEWeights has refused None
+    gate, up = gate_up_rows(weights.gate_up_order, weights.intermediate_size, weights.device)
+    order = torch.empty(2 * weights.intermediate_size, dtype=torch.int64, device=weights.device)
+    order[gate], order[up] = up, gate
+    gate_up, bias = weights.gate_up_proj, weights.gate_up_bias
+    exchanged = replace(gate_up, qdata=gate_up.qdata[:, order], scale=gate_up.scale[:, order])
+    return replace(
+        inputs,
+        weights=replace(
+            weights,
+            gate_up_proj=exchanged,
+            gate_up_bias=None if bias is None else bias[:, order].contiguous(),
+        ),
+    )
+
+
+def plant_dropped_expert(inputs: MoEInputs) -> MoEInputs:
+    """Drop the rows of the most used expert: its ids become −1."""
+    ids = inputs.topk_ids.clone()
+    ids[ids == ids.flatten().mode().values] = -1
+    return replace(inputs, topk_ids=ids)
+
+
+def plant_double_weight(inputs: MoEInputs) -> MoEInputs:
+    """Square the routing weights, as if they were applied twice."""
+    return replace(inputs, topk_weights=inputs.topk_weights**2)
+
+
+def plant_ignored_bias(inputs: MoEInputs) -> MoEInputs:
+    """Remove both biases."""
+    return replace(inputs, weights=replace(inputs.weights, gate_up_bias=None, down_bias=None))
+
+
+PLANTED_ERRORS: dict[str, Callable[[MoEInputs], MoEInputs]] = {
+    "swapped_nibbles": plant_swapped_nibbles,
+    "shifted_scales": plant_shifted_scales,
+    "exchanged_gate_up": plant_exchanged_gate_up,
+    "dropped_expert": plant_dropped_expert,
+    "double_weight": plant_double_weight,
+    "ignored_bias": plant_ignored_bias,
+}
+"""Planted errors by name. `ignored_bias` needs a problem with biases, and `double_weight` needs
+weights other than 1; without them these change nothing."""
+
+
+def _with_projections(inputs: MoEInputs, transform: Callable[[MXTensor], MXTensor]) -> MoEInputs:
+    weights = inputs.weights
+    return replace(
+        inputs,
+        weights=replace(
+            weights,
+            gate_up_proj=transform(weights.gate_up_proj),
+            down_proj=transform(weights.down_proj),
+        ),
+    )

@@ -1,0 +1,114 @@
+"""Comparison of replayed calls with ordinary ones, on the mock driver of `testing.launches`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from mxpert.runtime import replay
+from mxpert.runtime.replay import Replayed
+
+LOWEST_ADDRESS = 1 << 32
+"""Integers from here on are addresses: kernel sizes are smaller, and tensors lie higher."""
+
+Launches = list[tuple[Any, ...]]
+"""Arguments of Triton's C launcher."""
+
+
+@contextlib.contextmanager
+def without_replay() -> Iterator[None]:
+    """Switch off replay inside the block: every call runs the kernel's own host code."""
+
+    def decline(kernel: Replayed, *_: Any) -> None:
+        """A plain function, because a mock would add its own time to the ops' time."""
+
+    with mock.patch.object(Replayed, "replay", decline):
+        yield
+
+
+@contextlib.contextmanager
+def watched_replays() -> Iterator[list[object]]:
+    """Yield a list of the calls that are replayed inside the block."""
+    seen: list[object] = []
+    run = replay._Call.replay
+
+    def counted(call: replay._Call, *arguments: Any) -> Any:
+        seen.append(call)
+        return run(call, *arguments)
+
+    with mock.patch.object(replay._Call, "replay", counted):
+        yield seen
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a result or in arguments, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(part)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """All leaves of nested launch arguments: descriptors are expanded into their parts."""
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            yield from flat(part)
+    else:
+        yield value
+
+
+def check_same(
+    owner: object, ordinary: tuple[Launches, Any], repeated: tuple[Launches, Any]
+) -> None:
+    """Check that two calls made the same launches and returned equal results.
+
+    Addresses of the arguments (attributes of `owner`) must be equal. Addresses of other buffers may
+    differ, but the mapping between them must be consistent.
+    """
+    ranges = [
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors_of(vars(owner))
+    ]
+    moved: dict[int, int] = {}
+    counts = len(ordinary[0]), len(repeated[0])
+    _check(counts[0] == counts[1] > 0, "launches", *counts)
+    for want, have in zip(flat(ordinary[0]), flat(repeated[0]), strict=True):
+        if not isinstance(want, int) or want < LOWEST_ADDRESS:
+            _check(have == want, "a number or name", want, have)
+        elif any(start <= want < end for start, end in ranges):
+            _check(have == want, "the address of an argument", want, have)
+        else:
+            _check(moved.setdefault(have, want) == want, "a buffer of its own", want, have)
+    for result, repeat in zip(tensors_of(ordinary[1]), tensors_of(repeated[1]), strict=True):
+        facts = [(each.shape, each.stride(), each.dtype) for each in (result, repeat)]
+        _check(facts[0] == facts[1], "a result", *facts)
+        if result.numel():
+            place = repeat.data_ptr()
+            _check(
+                moved.get(place, place) == result.data_ptr(),
+                "where a result lies",
+                result.data_ptr(),
+                place,
+            )
+
+
+def _check(holds: bool, what: str, want: object, have: object) -> None:
+    if not holds:
+        raise AssertionError(f"{what}: {want} in the ordinary call, {have} in the replay")
+
+
+def ordinary(launches: Launches, call: Callable[[], Any]) -> tuple[Launches, Any]:
+    """Launches and result of a call that runs its ordinary host code."""
+    with without_replay():
+        call()
+        launches.clear()
+        result = call()
+    return launches.copy(), result
