@@ -135,10 +135,10 @@ def _require_number(op: str, name: str, value: object, *, limit: bool = False) -
         return
     require_number(value, op, name)
     require(
-        not limit or value > 0,
+        not limit or value > 0,  # type: ignore[operator]
         op,
         name,
-        need="a number above zero",  # type: ignore[operator]
+        need="a number above zero",
         got=value,
     )
 

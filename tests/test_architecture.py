@@ -35,98 +35,33 @@ LAYERS = {
     "routing": 2,
     "weights": 2,
     "weights_state": 2,
-    "geometry": 2,
     "published": 2,
-    "dispatch": 3,
-    "ops": 4,
-    "modules": 5,
-    "training": 5,
-    "distributed": 5,
-    "integrations": 6,
-    "cli": 7,
+    "runtime": 3,
+    "dispatch": 4,
+    "ops": 5,
+    "modules": 6,
+    "training": 6,
+    "distributed": 6,
+    "integrations": 7,
+    "cli": 8,
 }
-BACKENDS_MAY_IMPORT = {"errors", "formats", "geometry", "problem", "routing", "weights"}
-SHARED_BY_BACKENDS = {"compat", "dependent", "launch", "replay"}
+BACKENDS_MAY_IMPORT = {"errors", "formats", "problem", "routing", "runtime", "weights"}
+USES_TRITON = ("backends", "runtime", "testing")
 MAY_IMPORT_TESTING = {"cli", "testing"}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
+MAX_FOLDER_FILES = 14
+MAX_POSITIONAL = 8
+CONTRACT = ("Roles:", "Barriers:", "Pipeline:", "Timeline:")
+"""Parts of a warp-specialised kernel's contract; every other kernel states its grid."""
 ASSERT_MARKERS = ("for the type checker", "checked by", "checked at")
 FORBIDDEN_NAMES = frozenset(
-    {
-        "D_HIDDEN",
-        "D_INTER",
-        "NE",
-        "expt_indx",
-        "gate_scal",
-        "hist",
-        "cumsum",
-        "m_indices",
-        "eids",
-        "cumsum0",
-        "SBM",
-        "shuffle",
-        "expert_mask",
-        "aq",
-        "ascale",
-        "sf",
-        "BM",
-        "kBlock",
-        "w1",
-        "w3",
-        "w13",
-        "g1u1",
-        "il",
-        "sep",
-        "dim0",
-        "dim1",
-        "preshuffled",
-        "kAStages",
-        "use_nt",
-    }
+    "D_HIDDEN D_INTER NE expt_indx gate_scal hist cumsum m_indices eids cumsum0 SBM shuffle "
+    "expert_mask aq ascale sf BM kBlock w1 w3 w13 g1u1 il sep dim0 dim1 preshuffled kAStages "
+    "use_nt".split()
 )
 EXCEPTIONS: dict[tuple[str, str], str] = {
     # (rule, "file" or "file::function"): reason
-    (
-        "import_directions",
-        "mxpert/backends/hopper/moe/host.py",
-    ): "sorting, row quantisation and combine are the portable kernels: nothing in them is "
-    "Hopper's own, and a copy would have to be kept equal",
-    (
-        "import_directions",
-        "mxpert/backends/hopper/moe/encode.py",
-    ): "scale rules are the portable quantiser's",
-    (
-        "import_directions",
-        "mxpert/backends/hopper/moe/encode_codes.py",
-    ): "scale rules are the portable quantiser's: a fused and a separate quantiser must agree",
-    (
-        "import_directions",
-        "mxpert/backends/hopper/moe/split_k_encode.py",
-    ): "the activation after split-K is the portable epilogue's",
-    (
-        "import_directions",
-        "mxpert/backends/hopper/quantize_dual/host.py",
-    ): "dtypes and scale rules are the portable quantiser's",
-    (
-        "import_directions",
-        "mxpert/backends/hopper/quantize_dual/span_kernels.py",
-    ): "groups are found as the portable grouped kernels find them",
-    (
-        "import_directions",
-        "mxpert/backends/hopper/grouped/host.py",
-    ): "the exact mode multiplies what the portable DEQUANTIZE makes of MX operands",
-    (
-        "import_directions",
-        "mxpert/backends/hopper/grouped/decode_if_wide.py",
-    ): "codes and scales are decoded as the portable DEQUANTIZE decodes them",
-    (
-        "import_directions",
-        "mxpert/backends/hopper/moe/epilogue.py",
-    ): "the activation is the portable epilogue's, as it is after split-K",
-    (
-        "import_directions",
-        "mxpert/backends/hopper/moe/split_k_gate_up.py",
-    ): "the activation after split-K is the portable epilogue's",
 }
 
 
@@ -168,9 +103,7 @@ def import_directions(text: str, path: Path) -> Iterator[str]:
         if there == "testing" and here not in MAY_IMPORT_TESTING:
             yield f"imports {name}: testing serves cli, tests and benchmarks alone"
         elif here == "backends":
-            sibling = there == "backends" and bool(
-                {*target[2:3]} & {*parts[1:2], *SHARED_BY_BACKENDS}
-            )
+            sibling = there == "backends" and bool({*target[2:3]} & {*parts[1:2], "common"})
             if not sibling and there not in BACKENDS_MAY_IMPORT:
                 yield f"imports {name}: a backend imports the core and its own package"
         elif there == "backends":
@@ -181,8 +114,8 @@ def import_directions(text: str, path: Path) -> Iterator[str]:
 
 
 def triton_stays_below(text: str, path: Path) -> Iterator[str]:
-    """Triton is imported under backends/ and testing/ only: `import mxpert` works anywhere."""
-    if module_parts(path)[:1] in (("backends",), ("testing",)):
+    """`import mxpert` works where there is no Triton: few packages may import it."""
+    if module_parts(path)[:1] and module_parts(path)[0] in USES_TRITON:
         return
     for name in imported_modules(ast.parse(text), path):
         if name.split(".")[0] == "triton":
@@ -216,9 +149,9 @@ def no_assert(text: str, path: Path) -> Iterator[str]:
 
 
 def inline_assembly(text: str, path: Path) -> Iterator[str]:
-    """Inline assembly lives in a backend's assembly.py."""
-    if "inline_asm" in text and path.name != "assembly.py":
-        yield "uses inline assembly outside assembly.py"
+    """Inline assembly lives in a backend's ptx.py."""
+    if "inline_asm" in text and path.name != "ptx.py":
+        yield "uses inline assembly outside ptx.py"
 
 
 def reads_environment(text: str, path: Path) -> Iterator[str]:
@@ -256,6 +189,55 @@ def forbidden_names(text: str, path: Path) -> Iterator[str]:
                     yield f"::{node.name} has field {field.target.id!r}"
 
 
+def jitted(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    """Functions that Triton or Gluon compiles."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            for decorator in node.decorator_list:
+                made = decorator.func if isinstance(decorator, ast.Call) else decorator
+                if isinstance(made, ast.Attribute) and made.attr == "jit":
+                    yield node
+
+
+def literal_subscripts(text: str, path: Path) -> Iterator[str]:
+    """Jitted code names the parts of what it passes: `tile.expert`, never `tile[1]`."""
+    for function in jitted(ast.parse(text)):
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Subscript):
+                continue
+            index = node.slice.operand if isinstance(node.slice, ast.UnaryOp) else node.slice
+            of_shape = isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
+            if isinstance(index, ast.Constant) and type(index.value) is int and not of_shape:
+                yield f"::{function.name} line {node.lineno}: {ast.unparse(node)}"
+
+
+def positional_arguments(text: str, path: Path) -> Iterator[str]:
+    """Calls in jitted code with many arguments pass them by keyword."""
+    for function in jitted(ast.parse(text)):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and len(node.args) > MAX_POSITIONAL:
+                yield (
+                    f"::{function.name} line {node.lineno}: {ast.unparse(node.func)} gets "
+                    f"{len(node.args)} positional arguments"
+                )
+
+
+def kernel_contracts(text: str, path: Path) -> Iterator[str]:
+    """A kernel states its grid; a warp-specialised one its roles, barriers, depth and timeline."""
+    tree = ast.parse(text)
+    for function in jitted(tree):
+        if not function.name.endswith("_kernel"):
+            continue
+        stated = f"{ast.get_docstring(tree)}\n{ast.get_docstring(function)}"
+        specialised = any(
+            isinstance(node, ast.Attribute) and node.attr == "warp_specialize"
+            for node in ast.walk(function)
+        )
+        for part in CONTRACT if specialised else ("Grid:",):
+            if part not in stated:
+                yield f"::{function.name} does not state {part!r} in its docstring or its file's"
+
+
 Rule = Callable[[str, Path], Iterator[str]]
 PACKAGE_RULES: dict[str, Rule] = {
     "import_directions": import_directions,
@@ -263,6 +245,9 @@ PACKAGE_RULES: dict[str, Rule] = {
     "no_assert": no_assert,
     "inline_assembly": inline_assembly,
     "forbidden_names": forbidden_names,
+    "literal_subscripts": literal_subscripts,
+    "positional_arguments": positional_arguments,
+    "kernel_contracts": kernel_contracts,
 }
 SIZE_RULES: dict[str, Rule] = {"file_size": file_size, "function_size": function_size}
 
@@ -289,6 +274,13 @@ def test_the_package_keeps(rule: str) -> None:
 def test_every_source_keeps(rule: str) -> None:
     found = findings(rule, SIZE_RULES[rule], SOURCES)
     assert not found, "\n".join(found)
+
+
+def test_no_folder_is_crowded() -> None:
+    folders = {path.parent for path in SOURCES if path.is_relative_to(PACKAGE)}
+    counts = {folder: len(list(folder.glob("*.py"))) for folder in folders}
+    crowded = {str(folder): count for folder, count in counts.items() if count > MAX_FOLDER_FILES}
+    assert not crowded, crowded
 
 
 def test_the_environment_is_read_in_one_place() -> None:
@@ -358,6 +350,37 @@ PLANTED = [
     ),
     pytest.param(forbidden_names, "ops/planted.py", "def op(expert_mask): ...", id="argument-name"),
     pytest.param(forbidden_names, "ops/planted.py", "class A:\n    sf: int", id="field-name"),
+    pytest.param(
+        literal_subscripts,
+        "backends/hopper/planted.py",
+        "@gluon.jit\ndef f(tile):\n    return tile[1] + x.shape[0]",
+        id="tuple-subscript",
+    ),
+    pytest.param(
+        literal_subscripts,
+        "backends/hopper/planted.py",
+        "@triton.jit(noinline=True)\ndef f(tile):\n    return tile[-1]",
+        id="negative-subscript",
+    ),
+    pytest.param(
+        positional_arguments,
+        "backends/hopper/planted.py",
+        "@gluon.jit\ndef f():\n    g(1, 2, 3, 4, 5, 6, 7, 8, 9)",
+        id="nine-positional-arguments",
+    ),
+    pytest.param(
+        kernel_contracts,
+        "backends/hopper/planted.py",
+        '@gluon.jit\ndef _f_kernel():\n    """Roles: … Barriers: … Pipeline: …"""\n'
+        "    gl.warp_specialize([])",
+        id="no-timeline",
+    ),
+    pytest.param(
+        kernel_contracts,
+        "backends/triton/planted.py",
+        '@triton.jit\ndef _f_kernel():\n    """Add."""',
+        id="no-grid",
+    ),
 ]
 
 

@@ -164,9 +164,10 @@ class Launch:
         _note(self, tensors, binary)
         for name, tile in self.tiles.items():
             first = self._positions[name]
-            arguments[first : first + tile.num_arguments] = self._map(
-                binary, name, tensors[name], arguments[first]
-            )  # type: ignore[arg-type]
+            tensor = tensors[name]
+            assert tensor is not None  # for the type checker: descriptors have tensors
+            descriptor = self._map(binary, name, tensor, arguments[first])
+            arguments[first : first + tile.num_arguments] = descriptor
         binary.launcher(*self._grid3, active.get_current_stream(device), *binary.fixed, *arguments)
 
     def _bind(

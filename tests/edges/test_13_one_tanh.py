@@ -25,7 +25,7 @@ from mxpert.weights import MoEWeights
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
 from mxpert.backends.hopper.moe import config as heuristics, host as hopper
-from mxpert.backends.triton.moe.host import host as portable
+from mxpert.backends.triton.moe import host as portable
 from mxpert.backends.triton.rows.host import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD
 
 BACKENDS = Path(mxpert.__file__).parent / "backends"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mxpert.runtime import launch
-from mxpert.backends.hopper.moe.host import host as moe
+from mxpert.backends.hopper.moe import host as moe
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (

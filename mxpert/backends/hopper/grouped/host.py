@@ -13,7 +13,7 @@ from ....formats.spec import MXFP8_E5M2, ScaleSpan
 from ....formats.tensor import MXTensor
 from ....problem import GemmConfig, GroupedProblem, Op, QuantizeProblem, Target
 from ....runtime.launch import CACHED_LAUNCHES, Launch
-from ...triton.grouped import host as portable
+from ...common.groups import padded_offsets
 from ...common.quantize import DEQUANTIZE
 from ..lib.tma import copied, copied_of_each
 from .decode_if_wide import decode_if_wide
@@ -184,7 +184,7 @@ class _GroupedWgrad(_Grouped):
                 (problem.num_groups, problem.n, problem.k), dtype=problem.out_dtype
             )
         if out.numel() > 0:
-            offsets = portable.padded_offsets(problem, group_offsets)
+            offsets = padded_offsets(problem, group_offsets)
             self._launch(problem, config, grad, a, out, offsets)
         return out
 
