@@ -24,11 +24,13 @@ from typing import Any
 
 import _checkout
 import torch
-
-import mxpert
 import warm_up
 from cells import NAMED, Cell, parse_list
 from faults import describe
+from ours import ACTIVATION
+from render import add_render_option, folded, markdown_table, render_again
+
+import mxpert
 from mxpert import GateUpOrder
 from mxpert.cli.measure import float64_reference
 from mxpert.cli.report import environment, write_json
@@ -37,13 +39,11 @@ from mxpert.formats import MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.routing import RoutingPlan
-from support.hopper import down_tolerance, intermediate_tolerance, layer_tolerance
 from mxpert.testing.numerics import relative_l2
-from support.poison import nan_filled_scratch, poison_prepared
 from mxpert.testing.problems import MODEL_SHAPES, MoEInputs, MoEShape, random_moe_problem
+from support.hopper import down_tolerance, intermediate_tolerance, layer_tolerance
+from support.poison import nan_filled_scratch, poison_prepared
 from support.rounding import gate_up_oracle
-from ours import ACTIVATION
-from render import add_render_option, folded, markdown_table, render_again
 
 Row = dict[str, Any]
 Rows = torch.Tensor | MXTensor

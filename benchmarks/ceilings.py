@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from cells import DECODE_TOKENS
+
 from mxpert.cli.report import environment
 from mxpert.testing.timing import matmul_rate, read_bandwidth, time_graph
 

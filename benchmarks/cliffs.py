@@ -27,22 +27,22 @@ from typing import Any
 from unittest import mock
 
 import _checkout
-import torch
-from triton.runtime.jit import JITFunction
-
 import cells as named
+import torch
 from ceilings import IDLE_SECONDS, make_meta, measure_ceilings
 from cells import NAMED, ROUTINGS, Cell, Model, parse_list, parse_tokens, random_inputs, tiny
 from document import Row, make_row
 from faults import FatalError, check_alive, describe
+from ours import Call, Ours, random_weights
+from render import OPEN_ROWS, add_render_option, conditions, folded, markdown_table, render_again
+from triton.runtime.jit import JITFunction
+
 from mxpert.cli.measure import RunWeights
 from mxpert.cli.report import write_json
 from mxpert.errors import message, require
 from mxpert.formats.tensor import Layout
 from mxpert.ops.route import route_topk
 from mxpert.testing.timing import time_graph
-from ours import Call, Ours, random_weights
-from render import OPEN_ROWS, add_render_option, conditions, folded, markdown_table, render_again
 
 DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/cliffs.json"
 DRY_OUTPUT = _checkout.ROOT / "reports/cliffs-dry-run.json"

@@ -24,22 +24,22 @@ from pathlib import Path
 from typing import Any
 
 import _checkout
-import torch
-
 import cells as plan
+import torch
 import warm_up
 from ceilings import SUSTAINED_US, WARMUP, idle_seconds, make_meta, measure_ceilings, num_repeats
 from cells import ACTIVATION_FORMATS, MODELS, STAGES, Cell, Inputs, Model
 from document import Document, Key, make_row
 from estimate import estimate
 from faults import FatalError, check_alive, describe
+from ours import Ours, Truth, random_weights
+from peers import Marlin, Peer, TritonKernels, add_to_path
+from render import SUMMARY_TOKENS, layer_table, line_name
+
 from mxpert.cli.measure import GateError, RunWeights
 from mxpert.errors import message, require
 from mxpert.ops.route import route_topk
 from mxpert.testing.timing import BYTES_PER_MX_WEIGHT, Timing, Work, time_graph
-from ours import Ours, Truth, random_weights
-from peers import Marlin, Peer, TritonKernels, add_to_path
-from render import SUMMARY_TOKENS, layer_table, line_name
 
 DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/moe.json"
 DRY_OUTPUT = _checkout.ROOT / "reports/compare-dry-run.json"

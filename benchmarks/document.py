@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cells import ROUTINGS, STAGES, WIDTHS, Cell
+
 from mxpert.cli.report import write_json
 from mxpert.errors import require
 from mxpert.testing.timing import Timing, Work

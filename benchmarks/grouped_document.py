@@ -10,6 +10,7 @@ from typing import Any
 from document import read
 from grouped_cells import BALANCES, OPS, Shape
 from grouped_ours import Variant
+
 from mxpert.cli.report import write_json
 from mxpert.errors import require
 from mxpert.testing.timing import Timing

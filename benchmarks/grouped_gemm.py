@@ -21,7 +21,6 @@ from typing import Any
 
 import _checkout
 import torch
-
 from ceilings import measure_ceilings
 from compare import FATAL
 from faults import FatalError, check_alive
@@ -31,9 +30,10 @@ from grouped_ours import OURS, Ours, Variant, check
 from grouped_peers import Compiler, DeepGemm, Jobs, torch_variants
 from grouped_quantiser import cases, check_case, make_quantiser_row
 from grouped_timing import PAUSE, time_calls
+from peers import add_to_path
+
 from mxpert.cli.report import environment
 from mxpert.errors import message
-from peers import add_to_path
 
 RESULTS = _checkout.ROOT / "benchmarks/results/nvidia-h200/grouped_gemm.json"
 DRY_OUTPUT = _checkout.ROOT / "reports/grouped-gemm-dry-run.json"

@@ -19,8 +19,6 @@ from typing import Any
 
 import _checkout
 import torch
-
-import mxpert
 from grouped_cells import (
     BALANCES,
     Operands,
@@ -35,11 +33,13 @@ from grouped_cells import (
 )
 from grouped_ours import GATE, UNPROMOTED_ERROR, columns_of, rows_of, wide
 from grouped_timing import time_calls
+from render import markdown_table
+
+import mxpert
 from mxpert.cli.measure import GateError
 from mxpert.cli.report import environment, write_json
 from mxpert.formats import MXTensor
 from mxpert.testing.numerics import relative_l2
-from render import markdown_table
 
 RESULTS = _checkout.ROOT / "benchmarks/results/nvidia-h200/grouped_requests.json"
 DRY_OUTPUT = _checkout.ROOT / "reports/grouped-requests-dry-run.json"

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from cells import Cell, Inputs, Model
-from mxpert.errors import require
-from mxpert.weights import MoEWeights
 from ours import ACTIVATION
 from peers import Call, MoEOps, Variants, aligned_rows, by_stage
+
+from mxpert.errors import require
+from mxpert.weights import MoEWeights
 
 _DTYPES = {"bf16": "bfloat16", "fp8_token": "float8e4m3"}
 _NUM_LOCKS = 2048

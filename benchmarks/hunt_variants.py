@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-
-import mxpert
 from grouped_cells import MODES, Shape
 from grouped_ours import recipe_of
+
+import mxpert
 from mxpert import GateUpOrder, MoEConfig, ScaleSpan, SwiGLU
 from mxpert.formats import MXTensor
 from mxpert.problem import ACTIVATION_FORMATS

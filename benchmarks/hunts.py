@@ -24,13 +24,13 @@ from typing import Any
 
 import _checkout
 import torch
-
 from faults import describe
 from hunt_variants import Variant, variants
+from render import add_render_option, folded, markdown_table, render_again
+
 from mxpert.cli.report import environment, write_json
 from mxpert.errors import message, require
 from support.races import LOAD_ROUNDS, hunt
-from render import add_render_option, folded, markdown_table, render_again
 
 Row = dict[str, Any]
 DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/hunts.json"

@@ -23,12 +23,12 @@ from typing import Any
 import _checkout
 import torch
 import transformers
-from transformers import GptOssConfig, GptOssForCausalLM
-
-import mxpert
 from models_document import make_row, validate
 from models_peer import TransformersMXFP4
 from models_timing import StepClock, Steps, graph_step, moe_milliseconds, timed_forward
+from transformers import GptOssConfig, GptOssForCausalLM
+
+import mxpert
 from mxpert.cli.report import environment, write_json
 from mxpert.integrations.models.convert import mx_experts
 from mxpert.integrations.models.expert_modules import MXExperts

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from document import read
+
 from mxpert.errors import require
 
 META_KEYS = {

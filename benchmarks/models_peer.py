@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers.integrations import mxfp4
 
-from mxpert.published import published_expert_tensors
 from mxpert.integrations.models.expert_modules import MXExperts
+from mxpert.published import published_expert_tensors
 
 HUB = "kernels-community/gpt-oss-triton-kernels"
 PARTS = (

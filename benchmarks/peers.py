@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from cells import Cell, Inputs, Model
+from ours import ACTIVATION
 
 import mxpert
-from cells import Cell, Inputs, Model
 from mxpert.errors import require
 from mxpert.routing import TOKEN_BITS, TOKEN_MASK
 from mxpert.weights import MoEWeights
-from ours import ACTIVATION
 
 Call = Callable[[], object]
 Variants = dict[str, dict[str, list[Call]]]

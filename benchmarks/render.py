@@ -36,6 +36,7 @@ from figures import (
     speed_ups,
 )
 from goals import NOTES, goals
+
 from mxpert.errors import require
 
 SUMMARY_TOKENS = (1, 16, 128, 1024, 8192)

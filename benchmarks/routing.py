@@ -23,20 +23,20 @@ from typing import Any
 
 import _checkout
 import torch
+from cells import parse_tokens
+from render import markdown_table
 
 import mxpert
-from cells import parse_tokens
 from mxpert.cli.report import environment, write_json
 from mxpert.dispatch import resolve
 from mxpert.errors import message
 from mxpert.formats.tensor import Layout
 from mxpert.ops.route import describe_routing_plan
-from support.launches import as_if_on_h200, count_launches, through_triton, without_device
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
-from support.replays import without_replay
 from mxpert.testing.timing import time_graph
 from mxpert.weights import MoEWeights
-from render import markdown_table
+from support.launches import as_if_on_h200, count_launches, through_triton, without_device
+from support.replays import without_replay
 
 ROUTERS = ((128, 4), (128, 8), (384, 4), (384, 8))
 """(experts, top k)."""

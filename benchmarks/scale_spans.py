@@ -17,11 +17,11 @@ from typing import Any
 
 import _checkout
 import torch
+from render import markdown_table
 
 from mxpert.cli.report import environment, write_json
 from mxpert.formats import ScaleRule, ScaleSpan, dequantize_blocks, quantize_spans
 from mxpert.testing.numerics import sqnr_db
-from render import markdown_table
 
 RESULTS = _checkout.ROOT / "benchmarks/results/cpu/scale_spans.json"
 SIZE = (512, 512, 4096)

@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 
 import _checkout  # noqa: F401
 import torch
+from render import markdown_table
+from routing import host_us
 
 from mxpert import ScaleSpan
 from mxpert.errors import message
-from support.launches import as_if_on_h200, count_launches, without_device
 from mxpert.training import MXFP8Recipe, grouped_linear
-from render import markdown_table
-from routing import host_us
+from support.launches import as_if_on_h200, count_launches, without_device
 
 ROWS, GROUPS, IN, OUT = 256, 8, 512, 256
 CALLS = 400

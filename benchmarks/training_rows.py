@@ -16,10 +16,11 @@ from typing import Any
 
 import _checkout
 import torch
-
-import mxpert
 from ceilings import copy_rate
 from grouped_timing import time_calls
+from render import markdown_table
+
+import mxpert
 from mxpert.cli.report import environment, write_json
 from mxpert.errors import message
 from mxpert.ops.rows import (
@@ -28,7 +29,6 @@ from mxpert.ops.rows import (
     combine_rows,
     combine_rows_backward,
 )
-from render import markdown_table
 
 RESULTS = _checkout.ROOT / "benchmarks/results/nvidia-h200/training_rows.json"
 MODELS = {"dsv3": (4096, 8, 7168, 2048), "gpt-oss-20b": (8192, 4, 2880, 2880)}

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import _checkout  # noqa: F401 - finds the library
 import torch
-
 from cells import (
     DECODE_TOKENS,
     FORMATS,
@@ -31,13 +30,14 @@ from cells import (
     parse_tokens,
     random_inputs,
 )
+from ours import Ours, random_weights
+from peers import TritonKernels, add_to_path
+
 from mxpert.cli.measure import RunWeights
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
-from support.launches import as_if_on_h200, without_device
 from mxpert.weights import GateUpOrder, MoEWeights
-from ours import Ours, random_weights
-from peers import TritonKernels, add_to_path
+from support.launches import as_if_on_h200, without_device
 
 STAGES = ("gate_up", "down", "layer")
 SECONDS = 60.0

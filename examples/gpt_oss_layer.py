@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 import mxpert
-from mxpert.integrations.checkpoints.load import load_gpt_oss_layers
 from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
+from mxpert.integrations.checkpoints.load import load_gpt_oss_layers
 
 
 def run(directory: Path, index: int, num_tokens: int) -> None:

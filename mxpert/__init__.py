@@ -23,8 +23,8 @@ import torch
 
 from .dispatch import override
 from .errors import PerformanceWarning, UnsupportedError
-from .formats.spans import rebase
 from .formats.folding import FoldCertificate
+from .formats.spans import rebase
 from .formats.spec import ElementFormat, MXFormat, ScaleRule, ScaleSpan
 from .formats.tensor import Layout, MXTensor
 from .formats.token import TokenRows

@@ -56,9 +56,37 @@ CONTRACT = ("Roles:", "Barriers:", "Pipeline:", "Timeline:")
 """Parts of a warp-specialised kernel's contract; every other kernel states its grid."""
 ASSERT_MARKERS = ("for the type checker", "checked by", "checked at")
 FORBIDDEN_NAMES = frozenset(
-    "D_HIDDEN D_INTER NE expt_indx gate_scal hist cumsum m_indices eids cumsum0 SBM shuffle "
-    "expert_mask aq ascale sf BM kBlock w1 w3 w13 g1u1 il sep dim0 dim1 preshuffled kAStages "
-    "use_nt".split()
+    (
+        "D_HIDDEN",
+        "D_INTER",
+        "NE",
+        "expt_indx",
+        "gate_scal",
+        "hist",
+        "cumsum",
+        "m_indices",
+        "eids",
+        "cumsum0",
+        "SBM",
+        "shuffle",
+        "expert_mask",
+        "aq",
+        "ascale",
+        "sf",
+        "BM",
+        "kBlock",
+        "w1",
+        "w3",
+        "w13",
+        "g1u1",
+        "il",
+        "sep",
+        "dim0",
+        "dim1",
+        "preshuffled",
+        "kAStages",
+        "use_nt",
+    )
 )
 EXCEPTIONS: dict[tuple[str, str], str] = {
     # (rule, "file" or "file::function"): reason

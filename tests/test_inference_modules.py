@@ -12,13 +12,13 @@ import torch
 import mxpert
 from mxpert import ClampedSiLU, GateUpOrder, MoEWeights, Scoring, SiLU, SwiGLU, UnsupportedError
 from mxpert.formats import dequantize_blocks
-from mxpert.integrations.checkpoints.load import load_gpt_oss_layers
 from mxpert.integrations.checkpoints.gpt_oss import (
     collect_moe_inputs,
     demo_token_ids,
     load_transformers_oracle,
     write_demo_checkpoint,
 )
+from mxpert.integrations.checkpoints.load import load_gpt_oss_layers
 from mxpert.modules import quantize_weights
 from mxpert.problem import TopKOptions
 from mxpert.published import expert_weights_from

@@ -26,8 +26,8 @@ from mxpert.formats import (
 from mxpert.formats.layouts import pack_hopper
 from mxpert.formats.tensor import Layout
 from mxpert.runtime.geometry import parts_of
-from support.poison import poison_weights
 from mxpert.weights import gate_up_rows
+from support.poison import poison_weights
 
 MXFP4, MXFP8 = FORMATS["mxfp4"], FORMATS["mxfp8_e4m3"]
 E, H, F = 3, 96, 160

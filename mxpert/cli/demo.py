@@ -20,7 +20,6 @@ from rich.console import Console
 from ..dispatch import override
 from ..errors import require
 from ..formats.token import FP8_TOKEN, quantize_token_rows
-from ..integrations.checkpoints.load import LoadedMoELayer, load_gpt_oss_layers
 from ..integrations.checkpoints.gpt_oss import (
     DEMO_TEXT,
     collect_moe_inputs,
@@ -28,6 +27,7 @@ from ..integrations.checkpoints.gpt_oss import (
     load_transformers_oracle,
     write_demo_checkpoint,
 )
+from ..integrations.checkpoints.load import LoadedMoELayer, load_gpt_oss_layers
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, positive_int, read_json, short
 from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_gate_up

@@ -12,9 +12,9 @@ from transformers.utils import logging
 
 from ..errors import message, require, require_device
 from ..files import is_file, what_is_at
+from ..integrations.checkpoints.safetensors_files import CONFIG_FILE
 from ..integrations.models.convert import restore
 from ..integrations.models.evaluation import DEFAULT_FORMATS, EvalReport, evaluate
-from ..integrations.checkpoints.safetensors_files import CONFIG_FILE
 from ..integrations.transformers import NAME
 from .checkpoint import check_checkpoint, reading
 from .main import quiet_imports

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ..dispatch.registry import BACKENDS
 from ..errors import message, require
-from ..integrations.models.evaluation import FORMATS
 from ..integrations.checkpoints.safetensors_files import short
+from ..integrations.models.evaluation import FORMATS
 from ..problem import parse_activation_format
 from ..routing import TOKEN_MASK
 

@@ -20,9 +20,9 @@ from ..dispatch.registry import BACKENDS
 from ..dispatch.tables import Measured, TunedRow, add_rows, read_rows, user_table
 from ..errors import UnsupportedError, message, require
 from ..problem import Target
+from ..runtime.toolchain import toolchain
 from ..testing.problems import random_moe_problem
 from ..testing.timing import read_bandwidth
-from ..runtime.toolchain import toolchain
 from .measure import RunWeights
 from .options import (
     FORMAT_NAMES,

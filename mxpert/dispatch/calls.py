@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..runtime.geometry import Known, describe
 from ..problem import KernelSpec, Problem
+from ..runtime.geometry import Known, describe
 from .registry import resolve, resolve_known
 
 _MAX_KNOWN = 1024

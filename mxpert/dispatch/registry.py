@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import PerformanceWarning, UnsupportedError, message, require
-from ..runtime.geometry import Known
 from ..problem import (
     Config,
     GemmConfig,
@@ -32,6 +31,7 @@ from ..problem import (
     ReferenceConfig,
     refuse,
 )
+from ..runtime.geometry import Known
 from . import tables
 
 BACKENDS = {

@@ -13,6 +13,7 @@ from .codec import (
     unpack_codes,
 )
 from .folding import FoldCertificate, fold, fold_certificate, unfold
+from .spans import count_wide_blocks, quantize_spans, rebase
 from .spec import (
     E2M1,
     E4M3,
@@ -31,7 +32,6 @@ from .spec import (
     ScaleSpan,
     get_format,
 )
-from .spans import count_wide_blocks, quantize_spans, rebase
 from .tensor import Layout, MXTensor
 from .token import FP8_TOKEN, TokenRows, quantize_token_rows
 

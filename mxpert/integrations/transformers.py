@@ -25,10 +25,10 @@ from ..errors import UnsupportedError, message, require
 from ..problem import ACTIVATION_FORMAT_ALIASES, ACTIVATION_FORMATS, parse_activation_format
 from ..weights import GateUpOrder
 from .checkpoints.load import stored_gate_up_order
+from .checkpoints.safetensors_files import CONFIG_FILE, read_json
 from .models.convert import convert, mx_experts
 from .models.expert_modules import MXExperts, StoredExperts
 from .models.experts import find_experts
-from .checkpoints.safetensors_files import CONFIG_FILE, read_json
 from .models.saved_config import mark_quantized, without_expert_conversions
 
 try:

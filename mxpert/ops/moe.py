@@ -18,8 +18,8 @@ from ..problem import Activation, Combine, MoEOptions, MoEProblem, Op, SiLU, act
 from ..routing import RoutingPlan
 from ..weights import MoEWeights
 from . import library
-from .moe_checks import check_down, check_fused_moe, check_gate_up, moe_options
 from .library import NUM_OPTION_ARGUMENTS, NUM_PLAN_ARGUMENTS, NUM_WEIGHT_ARGUMENTS
+from .moe_checks import check_down, check_fused_moe, check_gate_up, moe_options
 
 _FUSED_MOE, _GATE_UP, _DOWN = Calls(), Calls(), Calls()
 

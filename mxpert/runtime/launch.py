@@ -50,7 +50,7 @@ CACHED_LAUNCHES = 4096
 
 
 @dataclass(frozen=True)
-class Tile:
+class DescriptorSpec:
     """Parameters of a TMA descriptor for a contiguous tensor.
 
     Args:
@@ -123,7 +123,7 @@ class Launch:
         self,
         kernel: Any,
         grid: tuple[int, ...],
-        tiles: Mapping[str, Tile] = MappingProxyType({}),
+        tiles: Mapping[str, DescriptorSpec] = MappingProxyType({}),
         /,
         **constants: Any,
     ) -> None:
@@ -358,7 +358,7 @@ def _misaligned(tensors: Mapping[str, torch.Tensor | None]) -> tuple[str, ...]:
 
 
 def _template(
-    kernel: Any, tiles: Mapping[str, Tile], constants: Mapping[str, Any]
+    kernel: Any, tiles: Mapping[str, DescriptorSpec], constants: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, int]]:
     """Arguments in the C launcher's order, with None for tensors, and each parameter's position."""
     template: list[Any] = []
@@ -372,7 +372,7 @@ def _template(
 
 
 def _signature(
-    kernel: Any, tiles: Mapping[str, Tile], constants: Mapping[str, Any]
+    kernel: Any, tiles: Mapping[str, DescriptorSpec], constants: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """Key of everything except tensors that can change Triton's choice of a binary.
 
@@ -396,7 +396,7 @@ def _signature(
     return tuple(parts)
 
 
-def _binary(compiled: Any, kernel: Any, tiles: Mapping[str, Tile]) -> Binary | None:
+def _binary(compiled: Any, kernel: Any, tiles: Mapping[str, DescriptorSpec]) -> Binary | None:
     """Make the Binary of a compiled kernel; None if its launches have to go through Triton."""
     if not isinstance(compiled.run, nvidia.CudaLauncher):
         return None

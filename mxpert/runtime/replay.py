@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime.driver import driver
 
-from .geometry import Known, assembler
 from ..problem import KernelSpec
+from .geometry import Known, assembler
 from .launch import Launch, NotedLaunch, PreparedLaunch, has_hooks, is_direct, noted_launches
 
 _MAX_SCRATCH = 128 << 20

@@ -2,8 +2,8 @@
 
 from .autograd import grouped_linear
 from .grouped_mm import grouped_mm
-from .moe import MXMoE
 from .module import MXGroupedLinear
+from .moe import MXMoE
 from .recipe import MXFP8Recipe
 
 __all__ = ["MXFP8Recipe", "MXGroupedLinear", "MXMoE", "grouped_linear", "grouped_mm"]

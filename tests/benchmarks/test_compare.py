@@ -22,8 +22,8 @@ from document import Document, row_key, validate
 import mxpert
 from mxpert.cli.measure import RunWeights
 from mxpert.formats.tensor import Layout
-from support.launches import as_if_on_h200, without_device
 from mxpert.testing.timing import time_graph
+from support.launches import as_if_on_h200, without_device
 
 FUNCTION = 4
 """Where Triton's C launcher takes the kernel; without a device that is its name."""

@@ -12,7 +12,6 @@ import torch
 
 from mxpert import UnsupportedError, fused_moe
 from mxpert.formats import dequantize_blocks
-from mxpert.integrations.checkpoints.load import load_gpt_oss_layers
 from mxpert.integrations.checkpoints.gpt_oss import (
     DEMO_TEXT,
     collect_moe_inputs,
@@ -20,6 +19,7 @@ from mxpert.integrations.checkpoints.gpt_oss import (
     load_transformers_oracle,
     write_demo_checkpoint,
 )
+from mxpert.integrations.checkpoints.load import load_gpt_oss_layers
 from mxpert.integrations.checkpoints.safetensors_files import (
     INDEX_FILE,
     CheckpointReader,

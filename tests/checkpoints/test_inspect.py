@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from mxpert.formats import dequantize_blocks
-from mxpert.integrations.checkpoints.load import load_expert_weights
 from mxpert.integrations.checkpoints.inspect import inspect_checkpoint
+from mxpert.integrations.checkpoints.load import load_expert_weights
 from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 
 NAME = "model.layers.4.mlp.experts.down_proj"

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from mxpert import GateUpOrder, MoEWeights, SwiGLU
 from mxpert.formats import quantize_blocks
+from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
 from mxpert.integrations.checkpoints.load import (
     load_expert_weights,
     load_gpt_oss_layers,
     save_gpt_oss_layer_tensors,
 )
-from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
 from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
 
 EXPERTS = "model.layers.1.mlp.experts"

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from mxpert import GateUpOrder, MoEWeights, ScaleRule, UnsupportedError, __version__
 from mxpert.formats import MXTensor, decode_scale, dequantize_blocks, quantize_blocks
 from mxpert.integrations.checkpoints import safetensors_files
-from mxpert.integrations.checkpoints.load import load_expert_weights, load_gpt_oss_layers
 from mxpert.integrations.checkpoints.gpt_oss import load_transformers_oracle
-from mxpert.integrations.module_paths import layer_number
-from mxpert.integrations.checkpoints.quantize import MANIFEST_FILE, quantize_checkpoint
+from mxpert.integrations.checkpoints.load import load_expert_weights, load_gpt_oss_layers
 from mxpert.integrations.checkpoints.plan import plan_quantization
+from mxpert.integrations.checkpoints.quantize import MANIFEST_FILE, quantize_checkpoint
 from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader, sha256_of
 from mxpert.integrations.checkpoints.verify import verify_quantized
+from mxpert.integrations.module_paths import layer_number
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
@@ -140,7 +140,7 @@ def test_a_stacked_gate_up_bias_is_interleaved(
 
 KILLED_RUN = """
 import os, signal, sys
-from mxpert.integrations import safetensors_files as files
+from mxpert.integrations.checkpoints import safetensors_files as files
 from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 save, calls = files.save_file, []
 def save_file(tensors, path, metadata):

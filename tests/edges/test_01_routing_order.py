@@ -9,8 +9,8 @@ import torch
 
 import mxpert
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
-from support.routing import validate_routing_plan
 from mxpert.testing.validate import validate_routing
+from support.routing import validate_routing_plan
 
 
 def layer() -> MoEInputs:

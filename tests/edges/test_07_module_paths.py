@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import mxpert
 from mxpert.formats import dequantize_blocks, quantize_blocks
-from mxpert.integrations.checkpoints.load import load_expert_weights
 from mxpert.integrations.checkpoints.inspect import inspect_checkpoint
-from mxpert.integrations.module_paths import choose_modules, match_modules, short_names
+from mxpert.integrations.checkpoints.load import load_expert_weights
 from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
+from mxpert.integrations.module_paths import choose_modules, match_modules, short_names
 from mxpert.testing.numerics import assert_exact
 
 TWO_IN_A_LAYER = [

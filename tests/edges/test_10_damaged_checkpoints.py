@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from mxpert.files import partial_name, write_atomically
 from mxpert.integrations.checkpoints import safetensors_files
-from mxpert.integrations.checkpoints.load import load_expert_weights, load_gpt_oss_layers
 from mxpert.integrations.checkpoints.gpt_oss import load_transformers_oracle, write_demo_checkpoint
 from mxpert.integrations.checkpoints.inspect import inspect_checkpoint
+from mxpert.integrations.checkpoints.load import load_expert_weights, load_gpt_oss_layers
 from mxpert.integrations.checkpoints.quantize import MANIFEST_FILE, quantize_checkpoint
 from mxpert.integrations.checkpoints.safetensors_files import (
     INDEX_FILE,

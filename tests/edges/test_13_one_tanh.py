@@ -12,19 +12,20 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import GemmConfig, GateUpOrder, SiTUv2
+from mxpert import GateUpOrder, GemmConfig, SiTUv2
 from mxpert.backends.common.activation import tanh
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import MoEOptions, MoEProblem, Op, RowsProblem
 from mxpert.routing import RoutingPlan, plan_capacity
+from mxpert.weights import MoEWeights
 from support.aot import compile_for
 from support.launches import H200, RecordedLaunch, recorded_launches
-from mxpert.weights import MoEWeights
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
-from mxpert.backends.hopper.moe import config as heuristics, host as hopper
+from mxpert.backends.hopper.moe import config as heuristics
+from mxpert.backends.hopper.moe import host as hopper
 from mxpert.backends.triton.moe import host as portable
 from mxpert.backends.triton.rows.host import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD
 

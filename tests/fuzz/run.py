@@ -37,7 +37,6 @@ from hypothesis import strategies as st
 from mxpert import UnsupportedError
 from mxpert.formats import MXTensor, TokenRows
 
-
 SECONDS_PER_CALL = 60
 MEMORY = 16 << 30
 

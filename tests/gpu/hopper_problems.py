@@ -17,9 +17,9 @@ import mxpert
 from mxpert import Combine, GateUpOrder, MoEWeights, ReferenceConfig
 from mxpert.formats.tensor import Layout
 from mxpert.problem import ACTIVATION_FORMATS, ClampedSiLU, SiLU, SiTUv2, SwiGLU
-from support.hopper import layer_tolerance
 from mxpert.testing.numerics import assert_close_relative
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from support.hopper import layer_tolerance
 from support.races import hopper_tiles
 
 heuristics = pytest.importorskip("mxpert.backends.hopper.moe.config", reason="needs Gluon")

@@ -28,8 +28,8 @@ from mxpert.testing.numerics import (
     sampling_margin,
     sqnr_db,
 )
-from support.races import hunt
 from mxpert.training import MXFP8Recipe, grouped_linear
+from support.races import hunt
 
 from .grouped_hopper_problems import (
     BLOCK,

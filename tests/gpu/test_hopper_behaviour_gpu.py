@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.runtime.launch import Launch
 from mxpert.formats import pack_codes, unpack_codes
 from mxpert.formats.tensor import Layout
+from mxpert.runtime.launch import Launch
 from mxpert.testing.numerics import END_TO_END_GATE, assert_close_relative, assert_exact
-from support.poison import nan_filled_scratch
 from mxpert.testing.problems import MODEL_SHAPES, Routing, random_moe_problem
+from support.poison import nan_filled_scratch
 
 from .hopper_problems import (
     CASES,
@@ -133,12 +133,12 @@ def test_a_gemm_can_be_repeated_alone(
     for made, tensors in launched:
         out = tensors["out" if "out" in tensors else "out_desc"]
         first = out.clone()
-        assert int(tensors["claimed"]) == 0
+        assert int(tensors["tile_counter"]) == 0
         for _ in range(3):
             out.fill_(float("nan"))
             launch(made, **tensors)
             same = (out == first) | out.isnan()  # padding rows are unwritten or arbitrary
-            assert int(tensors["claimed"]) == 0
+            assert int(tensors["tile_counter"]) == 0
             assert same.all()
             assert (out.isnan() <= first.isnan()).all()
 

@@ -13,8 +13,6 @@ from mxpert import Combine, GateUpOrder, MoEConfig, MoEWeights
 from mxpert.formats import FP8_TOKEN, MXTensor, dequantize_blocks, pack_codes, unpack_codes
 from mxpert.problem import SwiGLU
 from mxpert.routing import RoutingPlan
-from support.exact import exact_moe_problem
-from support.hopper import intermediate_tolerance
 from mxpert.testing.numerics import (
     FP8_SUM_BITS,
     FP8_SUM_TERMS,
@@ -24,8 +22,10 @@ from mxpert.testing.numerics import (
     effective_numel,
     stage_tolerance,
 )
-from support.poison import nan_filled_scratch
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
+from support.exact import exact_moe_problem
+from support.hopper import intermediate_tolerance
+from support.poison import nan_filled_scratch
 
 from .hopper_problems import (
     CASES,

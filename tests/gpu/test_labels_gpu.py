@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mxpert.backends.hopper.lib.tile_scheduler import make_labels, read_label, write_label
 from mxpert.backends.hopper.lib.pipeline import next_slot
+from mxpert.backends.hopper.lib.tile_scheduler import make_labels, read_label, write_label
 
 pytestmark = pytest.mark.gpu
 

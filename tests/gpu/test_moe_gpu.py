@@ -24,7 +24,6 @@ from mxpert.backends.triton.moe import kernels as moe_kernels
 from mxpert.formats import MXTensor
 from mxpert.problem import ACTIVATION_FORMATS, ACTIVATIONS
 from mxpert.routing import RoutingPlan
-from support.exact import exact_moe_problem
 from mxpert.testing.numerics import (
     END_TO_END_GATE,
     STAGE_GATE,
@@ -34,8 +33,9 @@ from mxpert.testing.numerics import (
     end_to_end_tolerance,
     stage_tolerance,
 )
-from support.poison import nan_filled_scratch, poison_weights
 from mxpert.testing.problems import MODEL_SHAPES, MoEInputs, MoEShape, random_moe_problem
+from support.exact import exact_moe_problem
+from support.poison import nan_filled_scratch, poison_weights
 from support.rounding import Rounded, assert_rounded, gate_up_oracle
 
 pytestmark = pytest.mark.gpu

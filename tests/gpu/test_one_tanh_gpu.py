@@ -9,8 +9,8 @@ import torch
 
 import mxpert
 from mxpert.problem import SiTUv2
-from support.exact import exact_moe_problem
 from mxpert.testing.numerics import assert_exact
+from support.exact import exact_moe_problem
 
 from .hopper_problems import CASES, FLOAT64, prepared, require_hopper, tiles_of
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from mxpert.runtime import launch
 from mxpert.backends.hopper.moe import host as moe
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
@@ -21,9 +20,10 @@ from mxpert.problem import (
     activation_mx_format,
 )
 from mxpert.routing import RoutingPlan, plan_capacity
-from support.aot import CompiledKernel, compile_for, specialize
+from mxpert.runtime import launch
 from mxpert.testing.problems import MoEShape
 from mxpert.weights import GateUpOrder, MoEWeights
+from support.aot import CompiledKernel, compile_for, specialize
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
 

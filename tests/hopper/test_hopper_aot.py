@@ -16,7 +16,8 @@ pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon
 
 from triton.backends.nvidia.compiler import get_ptxas
 
-from mxpert.backends.hopper.moe import config as heuristics, prefill_tiles as schedule
+from mxpert.backends.hopper.moe import config as heuristics
+from mxpert.backends.hopper.moe import prefill_tiles as schedule
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (
     ACTIVATION_FORMATS,
@@ -29,9 +30,9 @@ from mxpert.problem import (
     SwiGLU,
     activation_mx_format,
 )
-from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
-from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from mxpert.runtime.toolchain import toolchain
+from mxpert.testing.problems import MODEL_SHAPES, MoEShape
+from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
 
 from .launches import Launch, Recorder, describe
 from .sass import overwritten_operands, parse, register_operands, reused_barriers

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 import mxpert
 from mxpert import GateUpOrder, SiLU, SwiGLU
 from mxpert.integrations.models.convert import convert, mx_experts, restore

@@ -13,9 +13,9 @@ from transformers.integrations.moe import use_experts_implementation
 import mxpert
 import mxpert.integrations.transformers  # registers the implementations
 from mxpert import ClampedSiLU, GateUpOrder, SiLU, SwiGLU, UnsupportedError
+from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from mxpert.integrations.models.convert import convert, restore
 from mxpert.integrations.models.experts import find_experts
-from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 
 from .families import build, config_of
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 import mxpert
 import mxpert.integrations.transformers as integration
 from mxpert import modules
+from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
+from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from mxpert.integrations.models import convert as convert_module
 from mxpert.integrations.models.convert import convert, mx_experts, restore
 from mxpert.integrations.models.expert_modules import StoredExperts
-from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
-from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from mxpert.testing.numerics import assert_exact
 
 from .families import FAMILIES, build, oracle_of

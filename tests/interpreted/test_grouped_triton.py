@@ -13,15 +13,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mxpert.runtime.launch import noted_launches
+from mxpert.backends.common.groups import MAX_GROUPS, padded_offsets
 from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
 from mxpert.backends.triton import KERNELS as TRITON_KERNELS
-from mxpert.backends.common.groups import MAX_GROUPS, padded_offsets
 from mxpert.dispatch import detect_target
 from mxpert.formats import MXTensor, ScaleRule, quantize_blocks
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GemmConfig, GroupedProblem, Op, ReferenceConfig, Target
 from mxpert.routing import padded_capacity, padded_group_offsets
+from mxpert.runtime.launch import noted_launches
 from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
 from support.poison import nan_filled_scratch
 from support.quantize_cases import block_cases

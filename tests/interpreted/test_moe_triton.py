@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from mxpert.runtime.launch import noted_launches
+from mxpert.backends.common.token_rows import quantize_tokens
 from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
 from mxpert.backends.triton import KERNELS as TRITON_KERNELS
-from mxpert.backends.common.token_rows import quantize_tokens
 from mxpert.dispatch import detect_target
 from mxpert.formats import MXTensor, ScaleRule, quantize_blocks, quantize_token_rows
 from mxpert.problem import (
@@ -33,16 +32,17 @@ from mxpert.problem import (
     activation_mx_format,
 )
 from mxpert.routing import TOKEN_MASK, RoutingPlan
-from support.exact import exact_moe_problem
+from mxpert.runtime.launch import noted_launches
 from mxpert.testing.numerics import (
     assert_close_relative,
     assert_exact,
     end_to_end_tolerance,
     stage_tolerance,
 )
-from support.poison import PLANTED_ERRORS, nan_filled_scratch, poison_weights
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
 from mxpert.weights import GateUpOrder
+from support.exact import exact_moe_problem
+from support.poison import PLANTED_ERRORS, nan_filled_scratch, poison_weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),

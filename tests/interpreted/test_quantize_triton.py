@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mxpert.backends.common.quantize import DEQUANTIZE, QUANTIZE
 from mxpert.backends.common.mx_codec import quantize_tile, scale_rule_constants
+from mxpert.backends.common.quantize import DEQUANTIZE, QUANTIZE
 from mxpert.formats import (
     FORMATS,
     MXFP4,

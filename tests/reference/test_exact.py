@@ -10,10 +10,10 @@ import torch
 import mxpert
 from mxpert import Combine, GateUpOrder, ScaleRule
 from mxpert.problem import ClampedSiLU, ReferenceConfig, SiLU, SiTUv2, SwiGLU
-from support.exact import exact_moe_problem
 from mxpert.testing.numerics import assert_exact, is_exact
-from support.poison import PLANTED_ERRORS
 from mxpert.testing.problems import MoEInputs, MoEShape
+from support.exact import exact_moe_problem
+from support.poison import PLANTED_ERRORS
 
 from .oracle import moe_layer
 

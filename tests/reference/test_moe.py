@@ -18,8 +18,9 @@ from mxpert.testing.numerics import (
     relative_l2,
     stage_tolerance,
 )
-from support.poison import PLANTED_ERRORS, nan_filled_scratch, poison_weights
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
+from support.poison import PLANTED_ERRORS, nan_filled_scratch, poison_weights
+
 from .oracle import moe_layer
 
 MX_FORMATS = ("mxfp8", "mxfp4")

@@ -24,8 +24,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from mxpert.runtime.launch import LAUNCH_OPTIONS
 from mxpert.errors import message, require
+from mxpert.runtime.launch import LAUNCH_OPTIONS
 
 TARGETS: Mapping[str, GPUTarget] = MappingProxyType(
     {

@@ -30,8 +30,8 @@ from mxpert.formats.codec import encode, exact_power_of_two, pack_codes
 from mxpert.formats.spec import E2M1, E8M0_BIAS, MX_BLOCK_SIZE, MXFP4
 from mxpert.formats.tensor import MXTensor
 from mxpert.problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
-from mxpert.weights import MoEWeights, gate_up_rows
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, model_shape, random_routing
+from mxpert.weights import MoEWeights, gate_up_rows
 
 GATE = 128.0
 """Gates are GATE or 2 · GATE. A routing weight of 1/2 on the input halves them."""

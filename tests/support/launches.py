@@ -17,10 +17,10 @@ from triton.backends.driver import Benchmarker, GPUDriver
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
-from mxpert.runtime.launch import Launch
 from mxpert.dispatch import Calls
 from mxpert.ops import grouped_gemm, moe, quantize, quantize_dual, route, rows
 from mxpert.problem import Target
+from mxpert.runtime.launch import Launch
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
 _DEVICE = 1 << 20

@@ -19,8 +19,8 @@ from mxpert.formats import layouts
 from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS
 from mxpert.formats.spec import E8M0_MAX, E8M0_NAN, MX_BLOCK_SIZE
 from mxpert.formats.tensor import Layout, MXTensor
-from mxpert.weights import MoEWeights, gate_up_rows
 from mxpert.testing.problems import MoEInputs
+from mxpert.weights import MoEWeights, gate_up_rows
 
 POISON_CODES = 0x77
 """Two e2m1 codes of 6: with scale byte 254 about 1e39, beyond the range of float32."""

@@ -29,9 +29,9 @@ from mxpert.formats.spec import E8M0_BIAS, MXFormat, ScaleRule
 from mxpert.formats.tensor import MXTensor
 from mxpert.formats.token import FP8_TOKEN, quantize_token_rows
 from mxpert.problem import activation_mx_format
-from mxpert.weights import gate_up_rows
 from mxpert.testing.numerics import accumulation_error
 from mxpert.testing.problems import MoEInputs
+from mxpert.weights import gate_up_rows
 
 DEVIATIONS = 6.0
 """Allowed error of a value, in standard deviations of accumulator noise. One in 10⁹ Gaussian errors

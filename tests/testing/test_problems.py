@@ -9,14 +9,6 @@ import torch
 
 import mxpert
 from mxpert.formats import dequantize_blocks
-from support.exact import exact_activation, exact_moe_problem
-from support.poison import (
-    PLANTED_ERRORS,
-    nan_filled_scratch,
-    poison_like,
-    poison_tensor,
-    swap_nibbles,
-)
 from mxpert.testing.problems import (
     MODEL_SHAPES,
     MoEShape,
@@ -28,6 +20,14 @@ from mxpert.testing.problems import (
     scaled_shape,
 )
 from mxpert.testing.validate import validate_plan, validate_routing, validate_weights
+from support.exact import exact_activation, exact_moe_problem
+from support.poison import (
+    PLANTED_ERRORS,
+    nan_filled_scratch,
+    poison_like,
+    poison_tensor,
+    swap_nibbles,
+)
 
 SMALL = MoEShape(64, 96, 6, 3, has_bias=True)
 

@@ -8,8 +8,8 @@ import torch
 from mxpert.formats import MXTensor
 from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS, _unpack_codes, pack_hopper, unpack_hopper
 from mxpert.testing.numerics import is_exact
-from support.poison import poison_prepared
 from mxpert.testing.problems import random_mxfp4
+from support.poison import poison_prepared
 from support.races import hunt
 
 CPU = torch.device("cpu")

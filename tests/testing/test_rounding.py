@@ -12,8 +12,8 @@ from mxpert import GateUpOrder, ReferenceConfig, ScaleRule
 from mxpert.formats import MXTensor, quantize_blocks
 from mxpert.problem import ACTIVATION_FORMATS, ACTIVATIONS
 from mxpert.testing.numerics import is_exact
-from support.poison import PLANTED_ERRORS
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from support.poison import PLANTED_ERRORS
 from support.rounding import Rounded, assert_rounded, gate_up_oracle
 
 SHAPE = MoEShape(hidden_size=512, intermediate_size=128, num_experts=5, top_k=2, has_bias=True)

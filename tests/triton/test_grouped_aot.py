@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from mxpert.backends.triton.grouped import host as grouped
 from mxpert.backends.common.groups import _padded_offsets_kernel
+from mxpert.backends.triton.grouped import host as grouped
 from mxpert.formats import MXTensor, ScaleRule
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GroupedProblem, Op, Target

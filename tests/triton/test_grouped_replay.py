@@ -11,12 +11,12 @@ import torch
 
 import mxpert
 from mxpert import MXTensor, ScaleRule, ScaleSpan
-from mxpert.runtime.launch import Launch
 from mxpert.dispatch import registry
 from mxpert.ops import rows
+from mxpert.runtime.launch import Launch
+from mxpert.training import MXFP8Recipe, grouped_linear
 from support.launches import as_if_on_h200, count_launches, without_device
 from support.replays import Launches, check_same, ordinary
-from mxpert.training import MXFP8Recipe, grouped_linear
 
 WIDTH, OUT, GROUPS = 256, 160, 5
 SPANS = {

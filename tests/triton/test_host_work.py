@@ -15,9 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxpert
-from mxpert.runtime import geometry
-from mxpert.runtime import launch, replay
-from mxpert.runtime.launch import Launch, PreparedLaunch
 from mxpert.dispatch import registry
 from mxpert.formats.tensor import Layout
 from mxpert.ops import library, moe, quantize, route
@@ -29,8 +26,10 @@ from mxpert.problem import (
     TopKOptions,
     TopKProblem,
 )
-from support.launches import as_if_on_h200, count_launches, without_device
+from mxpert.runtime import geometry, launch, replay
+from mxpert.runtime.launch import Launch, PreparedLaunch
 from mxpert.testing.problems import MoEShape, random_moe_problem
+from support.launches import as_if_on_h200, count_launches, without_device
 
 SHAPE = MoEShape(
     hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation=mxpert.SwiGLU()

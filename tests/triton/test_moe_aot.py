@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from mxpert.backends.common import combine
-from mxpert.backends.triton.moe import config as heuristics, host as moe
+from mxpert.backends.triton.moe import config as heuristics
+from mxpert.backends.triton.moe import host as moe
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (
@@ -33,10 +34,10 @@ from mxpert.problem import (
     activation_mx_format,
 )
 from mxpert.routing import RoutingPlan, plan_capacity
-from support.aot import TRITON_RELEASE, Metrics, compile_for, specialize
-from support.launches import RecordedLaunch, recorded_launches
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from mxpert.weights import MoEWeights
+from support.aot import TRITON_RELEASE, Metrics, compile_for, specialize
+from support.launches import RecordedLaunch, recorded_launches
 
 TARGETS = {
     "sm_90": Target("cuda", "sm_90", "NVIDIA H200", 132, 232448),

@@ -23,8 +23,8 @@ from mxpert.dispatch import tables
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.routing import RoutingPlan
-from support.launches import as_if_on_h200, count_launches, without_device
 from mxpert.testing.problems import MoEShape, random_moe_problem
+from support.launches import as_if_on_h200, count_launches, without_device
 from support.replays import Launches, check_same, flat, ordinary
 
 SHAPE = MoEShape(

@@ -115,7 +115,10 @@ def test_dependent_launch_waits_first(launches, monkeypatch):
     launch_plan(16384, 384, 8, 64, expert_parallel=True)
     for early in (False, True):
         combine_rows(
-            torch.zeros(64, 2880), torch.zeros(16, 4, dtype=torch.int32), H200, early_plan=early
+            torch.zeros(64, 2880),
+            torch.zeros(16, 4, dtype=torch.int32),
+            H200,
+            plan_before_wait=early,
         )
     assert len(launches) == 6
     for launch in launches:
@@ -124,7 +127,7 @@ def test_dependent_launch_waits_first(launches, monkeypatch):
         assert ptx.count("griddepcontrol.wait") == 1
         ahead, after = ptx.split("griddepcontrol.wait")
         early = re.findall(r"\b(?:ld|st)\.global[.\w]*", ahead)
-        if launch.arguments.get("EARLY_PLAN"):  # loads of four slots' rows bypass L1
+        if launch.arguments.get("PLAN_BEFORE_WAIT"):  # loads of four slots' rows bypass L1
             assert len(early) == 4
             assert all(access.startswith("ld.global.cg") for access in early)
         else:

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from ...problem import Target
-from .pdl import EARLY, follow_options, maybe_follow_previous
 from ...runtime.launch import CACHED_LAUNCHES, Launch
+from .pdl import BEFORE_WAIT, maybe_launch_dependents_and_wait, pdl_options
 
 BLOCK_N = 512
 """Columns per program: one 16-byte access per thread for 2-byte rows with two warps."""
@@ -27,7 +27,9 @@ def _rows_of_slots(slot_rows, first, top_k):
     rows = ()
     for place in tl.static_range(_SLOTS):
         slot = first + place
-        rows += (tl.load(slot_rows + slot, mask=slot < top_k, other=-1, cache_modifier=EARLY),)
+        rows += (
+            tl.load(slot_rows + slot, mask=slot < top_k, other=-1, cache_modifier=BEFORE_WAIT),
+        )
     return rows
 
 
@@ -56,23 +58,23 @@ def _moe_combine_kernel(
     num_blocks,
     num_tiles_n,
     BLOCK_N: tl.constexpr,
-    FOLLOW: tl.constexpr,
-    EARLY_PLAN: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    PLAN_BEFORE_WAIT: tl.constexpr,
 ):
     """``out[t] = Σ_slot rows[slot_rows[t, slot]]``, summed in float32; slots at −1 are skipped.
 
-    EARLY_PLAN: read the plan before grid_dependency_wait. This is safe after a GEMM that waits for
+    PLAN_BEFORE_WAIT: read the plan before grid_dependency_wait. This is safe after a GEMM that waits for
     its predecessor before it calls launch_dependents.
     """
     token = (tl.program_id(0) // num_tiles_n).to(tl.int64)
     columns = tl.program_id(0) % num_tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     num_columns = num_blocks * 32
     slot_rows = slot_rows_ptr + token * top_k
-    if not EARLY_PLAN:
-        maybe_follow_previous(FOLLOW)
+    if not PLAN_BEFORE_WAIT:
+        maybe_launch_dependents_and_wait(USE_PDL)
     rows = _rows_of_slots(slot_rows, 0, top_k)
-    if EARLY_PLAN:
-        maybe_follow_previous(FOLLOW)
+    if PLAN_BEFORE_WAIT:
+        maybe_launch_dependents_and_wait(USE_PDL)
     total = _add_rows(tl.zeros((BLOCK_N,), tl.float32), rows_ptr, rows, columns, num_columns)
     for first in range(_SLOTS, top_k, _SLOTS):
         rows = _rows_of_slots(slot_rows, first, top_k)
@@ -85,24 +87,26 @@ def _moe_combine_kernel(
 
 
 def combine_rows(
-    rows: torch.Tensor, slot_rows: torch.Tensor, target: Target, *, early_plan: bool = False
+    rows: torch.Tensor, slot_rows: torch.Tensor, target: Target, *, plan_before_wait: bool = False
 ) -> torch.Tensor:
     """Sum ``rows`` [P, H] by ``slot_rows`` int32 [T, k] into [T, H] of the same dtype.
 
-    early_plan: the previous kernel is a GEMM that waits for its own predecessor before it launches
+    plan_before_wait: the previous kernel is a GEMM that waits for its own predecessor before it launches
     this kernel, and `slot_rows` were written before that GEMM (see `backends.dependent`).
     """
     num_tokens, top_k = slot_rows.shape
     width = rows.shape[1]
     out = rows.new_empty((num_tokens, width))
-    _launch(num_tokens, top_k, width, target, early_plan)(
+    _launch(num_tokens, top_k, width, target, plan_before_wait)(
         out_ptr=out, rows_ptr=rows, slot_rows_ptr=slot_rows
     )
     return out
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _launch(num_tokens: int, top_k: int, width: int, target: Target, early_plan: bool) -> Launch:
+def _launch(
+    num_tokens: int, top_k: int, width: int, target: Target, plan_before_wait: bool
+) -> Launch:
     tiles = triton.cdiv(width, BLOCK_N)
     return Launch(
         _moe_combine_kernel,
@@ -111,7 +115,7 @@ def _launch(num_tokens: int, top_k: int, width: int, target: Target, early_plan:
         num_blocks=width // 32,
         num_tiles_n=tiles,
         BLOCK_N=BLOCK_N,
-        EARLY_PLAN=early_plan,
+        PLAN_BEFORE_WAIT=plan_before_wait,
         num_warps=NUM_WARPS,
-        **follow_options(target),
+        **pdl_options(target),
     )

@@ -19,8 +19,8 @@ from ...problem import (
     activation_mx_format,
 )
 from ...routing import RoutingPlan
-from ...weights import MoEWeights
 from ...runtime.launch import CACHED_LAUNCHES
+from ...weights import MoEWeights
 from .quantize import QUANTIZE
 from .routing import PLAN, PlanConfig
 

@@ -1,10 +1,9 @@
 """Programmatic dependent launch (sm_90): a kernel starts while the previous one still runs.
 
-A kernel launched with the options `FOLLOWS` calls grid_dependency_wait (`wait_for_previous`) before
-it accesses global memory, and launch_dependents (`release_next`) to let the next kernel start. The
-next kernel starts once every CTA has called launch_dependents or has ended. All CTAs are resident
-by then, so waiting CTAs of the next kernel cannot block them. `follow_previous` does both and calls
-launch_dependents first.
+A kernel launched with the options `PDL_LAUNCH` calls `grid_dependency_wait` before it accesses
+global memory, and `launch_dependents` to let the next kernel start. The next kernel starts once
+every CTA has called `launch_dependents` or has ended. All CTAs are resident by then, so waiting
+CTAs of the next kernel cannot block them.
 
 Correctness. grid_dependency_wait ends when the previous kernel has completed and its writes are
 visible. Every kernel waits, so by induction all earlier kernels in the stream have completed, too.
@@ -16,7 +15,7 @@ launch_dependents, or was launched without the option, the wait ends at once.
 Reads before the wait. GEMMs, and the kernels that encode rows for them, wait first and then call
 launch_dependents. The next kernel therefore starts after their wait, and all kernels before them
 have completed. It may read their results before its own wait: weights, biases and the routing plan,
-which is made at least two kernels before a GEMM or a combine. These loads bypass L1 (`EARLY`),
+which is made at least two kernels before a GEMM or a combine. These loads bypass L1 (`BEFORE_WAIT`),
 which may hold stale lines.
 
 Inside a layer, the kernel that encodes rows for stage 2 calls launch_dependents first. At that time
@@ -37,51 +36,51 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...problem import Target
 
-FOLLOWS: Mapping[str, Any] = MappingProxyType({"launch_pdl": True})
+PDL_LAUNCH: Mapping[str, Any] = MappingProxyType({"launch_pdl": True})
 """Launch options that enable programmatic dependent launch."""
 
-EARLY = tl.constexpr(".cg")
+BEFORE_WAIT = tl.constexpr(".cg")
 """Cache modifier of loads before grid_dependency_wait: bypass L1."""
 
 
 @triton.jit
-def wait_for_previous() -> None:
+def grid_dependency_wait() -> None:
     """grid_dependency_wait: wait until the previous kernel has completed."""
     gdc_wait()
 
 
 @triton.jit
-def release_next() -> None:
+def launch_dependents() -> None:
     """launch_dependents: let the next kernel start."""
     gdc_launch_dependents()
 
 
 @triton.jit
-def follow_previous() -> None:
+def launch_dependents_and_wait() -> None:
     """Let the next kernel start, then wait for the previous one."""
-    release_next()
-    wait_for_previous()
+    launch_dependents()
+    grid_dependency_wait()
 
 
 @triton.jit
-def wait_then_release() -> None:
+def wait_and_launch_dependents() -> None:
     """Wait for the previous kernel, then let the next one start.
 
     Before its own wait the next kernel may read results of kernels before the previous one.
     """
-    wait_for_previous()
-    release_next()
+    grid_dependency_wait()
+    launch_dependents()
 
 
 @triton.jit
-def maybe_follow_previous(FOLLOW: tl.constexpr) -> None:
-    """`follow_previous` if FOLLOW, for kernels that also run on targets without it."""
-    if FOLLOW:
-        follow_previous()
+def maybe_launch_dependents_and_wait(USE_PDL: tl.constexpr) -> None:
+    """`launch_dependents_and_wait` if USE_PDL, for kernels that also run on targets without it."""
+    if USE_PDL:
+        launch_dependents_and_wait()
 
 
-def follow_options(target: Target) -> dict[str, Any]:
-    """FOLLOW and the launch options of a portable kernel: enabled from sm_90 on."""
+def pdl_options(target: Target) -> dict[str, Any]:
+    """USE_PDL and the launch options of a portable kernel: enabled from sm_90 on."""
     if target.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90:
-        return {"FOLLOW": True, **FOLLOWS}
-    return {"FOLLOW": False}
+        return {"USE_PDL": True, **PDL_LAUNCH}
+    return {"USE_PDL": False}

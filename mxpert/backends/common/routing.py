@@ -12,8 +12,8 @@ import triton
 
 from ...problem import Op, RoutingProblem, Scoring, Target, TopKProblem
 from ...routing import RoutingPlan, plan_capacity
-from .pdl import follow_options
 from ...runtime.launch import CACHED_LAUNCHES, Launch
+from .pdl import pdl_options
 from .routing_kernels import (
     _route_topk_kernel,
     _routing_plan_count_kernel,
@@ -139,7 +139,7 @@ def _topk_launch(problem: TopKProblem, config: TopKConfig, row_stride: int, bias
         EXPERTS=_padded(problem.num_experts, _EXPERT_TILES),
         SLOTS=_padded(problem.top_k, _SLOT_TILES),
         num_warps=config.num_warps,
-        **follow_options(problem.target),
+        **pdl_options(problem.target),
     )
 
 
@@ -219,7 +219,7 @@ def _sizes(problem: RoutingProblem, config: PlanConfig) -> dict[str, int]:
         "NUM_BINS": _bins(problem),
         "TILE": config.tile,
         "num_warps": config.num_warps,
-        **follow_options(problem.target),
+        **pdl_options(problem.target),
     }
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .pdl import maybe_follow_previous
+from .pdl import maybe_launch_dependents_and_wait
 
 _TOKEN_BITS: tl.constexpr = tl.constexpr(24)
 _FILL: tl.constexpr = tl.constexpr(512)
@@ -125,10 +125,10 @@ def _routing_plan_expert_kernel(
     capacity,
     NUM_BINS: tl.constexpr,
     TILE: tl.constexpr,
-    FOLLOW: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """The whole plan in one launch: program e writes the rows and blocks of local expert e."""
-    maybe_follow_previous(FOLLOW)
+    maybe_launch_dependents_and_wait(USE_PDL)
     own = tl.program_id(0)
     used_tokens = _used_tokens(num_local_tokens, num_tokens)
     used_rows = used_tokens * top_k
@@ -201,10 +201,10 @@ def _routing_plan_count_kernel(
     tiles_per_chunk,
     NUM_BINS: tl.constexpr,
     TILE: tl.constexpr,
-    FOLLOW: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Count the rows of each local expert per chunk: chunk_counts int32 [num_chunks, NUM_BINS]."""
-    maybe_follow_previous(FOLLOW)
+    maybe_launch_dependents_and_wait(USE_PDL)
     chunk = tl.program_id(0)
     used_rows = _used_tokens(num_local_tokens, num_tokens) * top_k
     counts = tl.zeros([NUM_BINS], tl.int32)
@@ -296,13 +296,13 @@ def _routing_plan_scatter_kernel(
     NUM_BINS: tl.constexpr,
     TILE: tl.constexpr,
     LOG2_TILE: tl.constexpr,
-    FOLLOW: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Store the rows of one chunk at their sorted positions.
 
     Each program also stores a share of the padding rows, unused rows and block experts.
     """
-    maybe_follow_previous(FOLLOW)
+    maybe_launch_dependents_and_wait(USE_PDL)
     used_tokens = _used_tokens(num_local_tokens, num_tokens)
     counts, before = _sum_chunks(chunk_counts, num_chunks, NUM_BINS)
     padded = (counts + routing_block_m - 1) // routing_block_m * routing_block_m
@@ -462,10 +462,10 @@ def _route_topk_kernel(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
-    FOLLOW: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Route ROWS tokens per program. One warp per program: reductions need no shared memory."""
-    maybe_follow_previous(FOLLOW)
+    maybe_launch_dependents_and_wait(USE_PDL)
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     real = (expert < num_experts)[None, :]

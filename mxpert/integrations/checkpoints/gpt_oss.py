@@ -22,8 +22,9 @@ from ...files import is_file, partial_name
 from ...formats.codec import quantize_blocks
 from ...formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
 from ...weights import GateUpOrder, MoEWeights
-from .load import GPT_OSS_LIMIT, save_gpt_oss_layer_tensors, stored_gate_up_order
+from ..models.saved_config import GPT_OSS_UNCONVERTED
 from ..module_paths import layer_number
+from .load import GPT_OSS_LIMIT, save_gpt_oss_layer_tensors, stored_gate_up_order
 from .safetensors_files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -32,7 +33,6 @@ from .safetensors_files import (
     write_json,
     write_tensors,
 )
-from ..models.saved_config import GPT_OSS_UNCONVERTED
 
 DEMO_VOCABULARY = 256
 """Token ids of the demo model are bytes, so it needs no tokenizer."""

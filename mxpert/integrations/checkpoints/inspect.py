@@ -19,10 +19,10 @@ from ...formats.tensor import MXTensor
 from ...published import BLOCK_BYTES
 from ...weights import GateUpOrder, interleaved_rows
 from ...weights_state import PROJECTIONS
-from .load import stored_gate_up_order
-from .expert_sources import ExpertLayer, find_expert_layers
-from .plan import CHUNK_ELEMENTS
 from ..module_paths import choose_modules, layer_number, match_modules, module_order
+from .expert_sources import ExpertLayer, find_expert_layers
+from .load import stored_gate_up_order
+from .plan import CHUNK_ELEMENTS
 from .safetensors_files import CONFIG_FILE, CheckpointReader
 
 OP = "inspect_checkpoint"

@@ -25,6 +25,7 @@ from ...formats.spec import MX_BLOCK_SIZE, ScaleRule
 from ...published import BLOCK_BYTES
 from ...weights import GateUpOrder
 from ...weights_state import PROJECTIONS
+from ..models.saved_config import GPT_OSS_UNCONVERTED, quantization_config
 from .expert_sources import ExpertLayer, source_directory_files
 from .plan import OP, OutputShard, QuantizePlan, plan_quantization, quantize_expert
 from .safetensors_files import (
@@ -36,7 +37,6 @@ from .safetensors_files import (
     write_json,
     write_tensors,
 )
-from ..models.saved_config import GPT_OSS_UNCONVERTED, quantization_config
 from .verify import verify_quantized
 
 MANIFEST_FILE = "mxpert_quantize.json"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-
 from ....errors import require
 from ....formats.spec import MXFP8_E5M2, ScaleSpan
 from ....formats.tensor import MXTensor
@@ -15,7 +14,7 @@ from ....problem import GemmConfig, GroupedProblem, Op, QuantizeProblem, Target
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.groups import padded_offsets
 from ...common.quantize import DEQUANTIZE
-from ..lib.tma import copied, copied_of_each
+from ..lib.tma import matrices_descriptor, rows_descriptor
 from .decode_if_wide import decode_if_wide
 from .kernel import _grouped_gemm_hopper_kernel
 
@@ -253,13 +252,13 @@ def _gemm_launch(
     depth = _STAGE_BYTES // first.itemsize
     piece = 64 if problem.out_dtype is torch.float32 else 128
     b_tile = (
-        copied(BLOCK_N, depth, second)
+        rows_descriptor(BLOCK_N, depth, second)
         if wgrad or problem.trans_b
-        else copied_of_each(depth, BLOCK_N, second)
+        else matrices_descriptor(depth, BLOCK_N, second)
     )
     tiles = {
-        "out_desc": copied(64, piece, problem.out_dtype),
-        "a_desc": copied(BLOCK_M, depth, first),
+        "out_desc": rows_descriptor(64, piece, problem.out_dtype),
+        "a_desc": rows_descriptor(BLOCK_M, depth, first),
         "b_desc": b_tile,
     }
     return Launch(

@@ -22,11 +22,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...common.compat import async_load
+from ..lib.pipeline import next_slot
 from .decode_if_wide import is_wide
 from .epilogue import apply_scales, load_scales, store_tile
-from .scheduler import rows_tile, weights_tile
 from .mainloop import accumulate, accumulate_promoted, accumulate_scaled, sums_layout
-from ..lib.pipeline import next_slot
+from .scheduler import rows_tile, weights_tile
 
 
 @gluon.jit

@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .epilogue import scale_value
 from ..lib.pipeline import next_slot
+from .epilogue import scale_value
 
 
 @gluon.constexpr_function

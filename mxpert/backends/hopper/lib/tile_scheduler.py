@@ -6,7 +6,7 @@ producer warp takes each further tile from an atomic counter in global memory, s
 loads of the current tile end. It tags each pipeline stage with its tile; consumer warps read the
 tag. Results do not depend on which CTA computes a tile.
 
-The kernel that encodes a GEMM's rows sets the GEMM's counter to 0 (`reset_claims`). Every CTA
+The kernel that encodes a GEMM's rows sets the GEMM's counter to 0 (`reset_tile_counter`). Every CTA
 claims until no tile is left, so there are as many claims as tiles. The last claim resets the
 counter to 0, so that the GEMM can be launched again on its own.
 """
@@ -25,21 +25,21 @@ _NUMBERS = gl.constexpr(4)
 
 
 @gluon.jit
-def reset_claims(claimed):
+def reset_tile_counter(tile_counter):
     """Set the tile counter of the next GEMM to 0."""
     if gl.program_id(0) == 0:
-        gl.store(claimed, 0)
+        gl.store(tile_counter, 0)
 
 
 @gluon.jit
-def next_tile(tile, claimed, num_tiles):
+def next_tile(tile, tile_counter, num_tiles):
     """Claim the CTA's next tile after `tile`. No tile is left if the result is >= num_tiles."""
     programs = gl.num_programs(0)
     tile += programs
     if num_tiles > programs:
-        before = gl.atomic_add(claimed, 1, sem="relaxed")
+        before = gl.atomic_add(tile_counter, 1, sem="relaxed")
         if before == num_tiles - 1:
-            gl.store(claimed, 0)
+            gl.store(tile_counter, 0)
         tile = programs + before
     return tile
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
-from ....runtime.launch import Tile
+from ....runtime.launch import DescriptorSpec
 
 _GLUON_TYPES = {
     torch.uint8: gl.uint8,
@@ -22,18 +22,20 @@ _GLUON_TYPES = {
 
 
 @functools.lru_cache
-def _tile(block: tuple[int, ...], dtype: torch.dtype, width: int | None) -> Tile:
-    """Tile with the widest shared-memory swizzle that fits the block."""
+def _tile(block: tuple[int, ...], dtype: torch.dtype, width: int | None) -> DescriptorSpec:
+    """Spec with the widest shared-memory swizzle that fits the block."""
     layout: Any = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])
-    return Tile(block, layout, width)
+    return DescriptorSpec(block, layout, width)
 
 
-def copied(rows: int, columns: int, dtype: torch.dtype, width: int | None = None) -> Tile:
-    """TMA tile of rows × columns of `dtype`; `width` as in Tile."""
+def rows_descriptor(
+    rows: int, columns: int, dtype: torch.dtype, width: int | None = None
+) -> DescriptorSpec:
+    """TMA tile of rows × columns of `dtype`; `width` as in DescriptorSpec."""
     return _tile((rows, columns), dtype, width)
 
 
-def copied_matrix(rows: int, columns: int, dtype: torch.dtype) -> Tile:
+def matrix_descriptor(rows: int, columns: int, dtype: torch.dtype) -> DescriptorSpec:
     """TMA tile of rows × columns of one matrix of a tensor of matrices, each `columns` wide.
 
     Reads past the end of a matrix give zeros.
@@ -41,7 +43,7 @@ def copied_matrix(rows: int, columns: int, dtype: torch.dtype) -> Tile:
     return _tile((1, rows, columns), dtype, columns)
 
 
-def copied_of_each(rows: int, columns: int, dtype: torch.dtype) -> Tile:
+def matrices_descriptor(rows: int, columns: int, dtype: torch.dtype) -> DescriptorSpec:
     """TMA tile of rows × columns of one matrix of a tensor [..., all rows, all columns].
 
     Reads past the last row or column of a matrix give zeros.

@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common.compat import async_load
-from ...common.pdl import EARLY, release_next, wait_for_previous
+from ...common.pdl import BEFORE_WAIT, grid_dependency_wait, launch_dependents
+from ..lib.pipeline import next_slot
 from ..lib.ptx import decode_tables
 from ..lib.tile_scheduler import (
     LEAD,
@@ -43,7 +44,6 @@ from .epilogue import (
     store_outputs,
     token_terms,
 )
-from ..lib.pipeline import next_slot
 from .weight_fragments import accumulator_layout, decode_weights, join_halves
 
 
@@ -73,7 +73,7 @@ def _describe(tile, plan, sizes, TOKENS: gl.constexpr):
     if blocks_per_unit > 1:
         unit = block // blocks_per_unit
     expert = gl.load(
-        block_expert_ids + unit, mask=block < max_blocks, other=0, cache_modifier=EARLY
+        block_expert_ids + unit, mask=block < max_blocks, other=0, cache_modifier=BEFORE_WAIT
     )
     part = split * 4
     for width in gl.static_range(1, _num_widths(TOKENS)):
@@ -81,7 +81,7 @@ def _describe(tile, plan, sizes, TOKENS: gl.constexpr):
             sorted_token_ids + block * TOKENS + (4 << width),
             mask=block < max_blocks,
             other=-1,
-            cache_modifier=EARLY,
+            cache_modifier=BEFORE_WAIT,
         )
         part += is_real(middle, num_tokens).to(gl.int32)
     return block, expert, pair, part
@@ -91,7 +91,7 @@ def _describe(tile, plan, sizes, TOKENS: gl.constexpr):
 def _first_tile(plan, sizes, TOKENS: gl.constexpr):
     """Load the first tile of this CTA and the number of blocks in use."""
     tile = _describe(gl.program_id(0), plan, sizes, TOKENS)
-    return tile, gl.load(plan[2], cache_modifier=EARLY) // TOKENS
+    return tile, gl.load(plan[2], cache_modifier=BEFORE_WAIT) // TOKENS
 
 
 @gluon.jit
@@ -191,7 +191,7 @@ def _fill_stage(
 @gluon.jit
 def _produce(
     ring,
-    claimed,
+    tile_counter,
     descriptors,
     plan,
     sizes,
@@ -224,7 +224,7 @@ def _produce(
                 _load_weights(
                     ring, descriptors, ahead, first_step + ahead, units, part, TOKENS, SPLIT
                 )
-            wait_for_previous()
+            grid_dependency_wait()
         claim_at = gl.maximum(last_step - LEAD, first_step + 1)
         for step in range(first_step, claim_at):
             slot, phase, early = _fill_stage(
@@ -239,7 +239,7 @@ def _produce(
                 STAGES,
                 SPLIT,
             )
-        number = next_tile(number, claimed, num_blocks * tiles_per_block)
+        number = next_tile(number, tile_counter, num_blocks * tiles_per_block)
         following = _describe(number, plan, sizes, TOKENS)
         for step in range(claim_at, last_step):
             slot, phase, early = _fill_stage(
@@ -416,9 +416,9 @@ def _consume(
     ready = ring[3]
     labels = ring[5]
     OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
-    wait_for_previous()
+    grid_dependency_wait()
     if PARTITION == 0:
-        release_next()
+        launch_dependents()
     state = (0, 0)
     first_tile, num_blocks = _first_tile(plan, sizes, TOKENS)
     block, expert, pair, part = first_tile
@@ -476,7 +476,7 @@ def _moe_gemm_decode_kernel(
     sorted_token_ids,
     block_expert_ids,
     num_valid,
-    claimed,
+    tile_counter,
     param_first,
     param_second,
     num_tokens,
@@ -568,7 +568,7 @@ def _moe_gemm_decode_kernel(
                 _produce,
                 (
                     ring,
-                    claimed,
+                    tile_counter,
                     descriptors,
                     plan,
                     sizes,

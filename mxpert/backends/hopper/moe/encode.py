@@ -22,9 +22,9 @@ from ....formats.spec import E2M1
 from ....formats.tensor import MXTensor
 from ....problem import MoEOptions, activation_mx_format
 from ....routing import RoutingPlan
-from ...common.pdl import FOLLOWS
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.mx_codec import scale_rule_constants
+from ...common.pdl import PDL_LAUNCH
 from .encode_kernel import _moe_encode_rows_kernel
 
 _MAX_CHUNKS = 64
@@ -50,12 +50,12 @@ class SortedRows:
     """Encoded rows for an FP8 GEMM.
 
     codes: e4m3 [P, K padded to 128], or [2P, …] for hi and lo (split). scale: float32 [P], one per
-    row. claimed: int32 [1], the tile counter of the GEMM that reads these rows.
+    row. tile_counter: int32 [1], the tile counter of the GEMM that reads these rows.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
-    claimed: torch.Tensor
+    tile_counter: torch.Tensor
     split: bool
 
     @property
@@ -136,7 +136,7 @@ def sorted_rows(
     rows = empty_rows(plan, num_rows, x.shape[1], options)
     sizes = _Sizes(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter, release_first)
     tensors = dict(
-        codes=rows.codes, scale=rows.scale, claimed=rows.claimed, slot_rows=plan.slot_rows
+        codes=rows.codes, scale=rows.scale, tile_counter=rows.tile_counter, slot_rows=plan.slot_rows
     )
     if isinstance(x, MXTensor):
         element = x.format.element
@@ -214,7 +214,7 @@ def _encode_launch(
         CODED=coded is not None,
         **format,
         **held_options(sizes.depth, sizes.many),
-        **FOLLOWS,
+        **PDL_LAUNCH,
     )
 
 

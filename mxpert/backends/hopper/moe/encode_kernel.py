@@ -5,8 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...common.pdl import release_next, wait_then_release
-from ..lib.tile_scheduler import reset_claims
+from ...common.pdl import launch_dependents, wait_and_launch_dependents
+from ..lib.tile_scheduler import reset_tile_counter
 from .encode_codes import encode, row_maximum, row_scale, statistic_of
 from .encode_steps import load_row, load_step, step_offsets, store_step
 
@@ -131,7 +131,7 @@ def _load_source(
 def _moe_encode_rows_kernel(
     codes,
     scale,
-    claimed,
+    tile_counter,
     x,
     x_scale,
     slot_rows,
@@ -165,9 +165,9 @@ def _moe_encode_rows_kernel(
     release_first: call launch_dependents at once (see `dependent`).
     """
     if release_first:
-        release_next()
-    wait_then_release()
-    reset_claims(claimed)
+        launch_dependents()
+    wait_and_launch_dependents()
+    reset_tile_counter(tile_counter)
     PACKED: gl.constexpr = FORMAT == "e2m1"
     program = gl.program_id(0)
     first = program * rows

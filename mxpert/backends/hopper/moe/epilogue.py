@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ...common.compat import async_store, barrier
 from ...common.activation import gated_activation
+from ...common.compat import async_store, barrier
 from .weight_fragments import feature_layout, gate_and_up, row_pair_layout, row_pairs
 
 ROWS = "rows"

@@ -12,20 +12,20 @@ import torch
 from ....formats.tensor import Layout, MXTensor
 from ....problem import Combine, GemmConfig, MoEConfig, MoEProblem, Op
 from ....routing import RoutingPlan
+from ....runtime.launch import CACHED_LAUNCHES, DescriptorSpec, Launch
 from ....weights import MoEWeights
-from ...common.pdl import FOLLOWS
-from ....runtime.launch import CACHED_LAUNCHES, Launch, Tile
 from ...common.combine import combine_rows
 from ...common.moe_layer import TwoStageLayer, quantize_rows
+from ...common.pdl import PDL_LAUNCH
+from ..lib.tma import matrix_descriptor, rows_descriptor
 from . import config as heuristics
-from .split_k_combine import combine_parts
-from ..lib.tma import copied, copied_matrix
 from .decode import _moe_gemm_decode_kernel
-from .epilogue import ROWS
-from .split_k_gate_up import finish_gate_up, finish_rows
-from .prefill import _moe_gemm_prefill_kernel
 from .encode import SortedRows, fits_one_step, sorted_rows
+from .epilogue import ROWS
+from .prefill import _moe_gemm_prefill_kernel
 from .prefill_tiles import Schedules, tile_schedule
+from .split_k_combine import combine_parts
+from .split_k_gate_up import finish_gate_up, finish_rows
 
 _NO_PARAMETERS = (0.0, 0.0)
 
@@ -222,7 +222,11 @@ class _Down(_Stage):
             weighted=not options.apply_router_weight_on_input,
             schedules=schedules,
         )
-        return out if flat else combine_rows(out, plan.slot_rows, problem.target, early_plan=True)
+        return (
+            out
+            if flat
+            else combine_rows(out, plan.slot_rows, problem.target, plan_before_wait=True)
+        )
 
 
 def _parts(num_rows: int, width: int, config: GemmConfig, device: torch.device) -> torch.Tensor:
@@ -274,7 +278,7 @@ def multiply(
         bias=rows.scale if bias is None else bias,
         x_scale=rows.scale,
         routed_weights=plan.sorted_weights,
-        claimed=rows.claimed,
+        tile_counter=rows.tile_counter,
     )
     if heuristics.is_prefill(config):
         schedule = tile_schedule(plan, config.block_m, config.group_m, schedules)
@@ -319,9 +323,9 @@ _X_DESCRIPTORS = {rows: f"x{rows}_desc" for rows in heuristics.BLOCKS_M}
 
 
 @functools.cache
-def _decode_copies(block_m: int) -> dict[str, Tile]:
+def _decode_copies(block_m: int) -> dict[str, DescriptorSpec]:
     return {
-        name: copied(rows, heuristics.DECODE_DEPTH, torch.float8_e4m3fn)
+        name: rows_descriptor(rows, heuristics.DECODE_DEPTH, torch.float8_e4m3fn)
         for rows, name in _X_DESCRIPTORS.items()
         if rows <= block_m
     }
@@ -331,8 +335,8 @@ def _decode_copies(block_m: int) -> dict[str, Tile]:
 def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Launch:
     # The last step of an odd depth must not read the next unit: decode is limited by bandwidth.
     tiles = {
-        "code_desc": copied_matrix(64, 128, torch.uint8),
-        "shift_desc": copied_matrix(16, 32, torch.uint8),
+        "code_desc": matrix_descriptor(64, 128, torch.uint8),
+        "shift_desc": matrix_descriptor(16, 32, torch.uint8),
         **_decode_copies(config.block_m),
     }
     unused = {name: None for name in _X_DESCRIPTORS.values() if name not in tiles}
@@ -367,10 +371,10 @@ def _prefill_launch(
     # codes of depth): decoding then starts earlier.
     code_rows = 32 if gemm.split and config.num_stages <= 4 else 64
     tiles = {
-        "code_desc": copied(code_rows, 128, torch.uint8, width=128),
-        "shift_desc": copied(code_rows // 4, 32, torch.uint8, width=32),
-        "x_desc": copied(config.block_m, config.block_k, torch.float8_e4m3fn),
-        "out_desc": copied(rows, outputs, out_dtype),
+        "code_desc": rows_descriptor(code_rows, 128, torch.uint8, width=128),
+        "shift_desc": rows_descriptor(code_rows // 4, 32, torch.uint8, width=32),
+        "x_desc": rows_descriptor(config.block_m, config.block_k, torch.float8_e4m3fn),
+        "out_desc": rows_descriptor(rows, outputs, out_dtype),
     }
     return Launch(
         _moe_gemm_prefill_kernel,
@@ -401,7 +405,7 @@ def _gemm_constants(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> dic
         HAS_BIAS=gemm.has_bias,
         WEIGHTED=gemm.weighted,
         num_warps=config.num_warps,
-        **FOLLOWS,
+        **PDL_LAUNCH,
     )
 
 

@@ -28,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common.compat import async_load
-from ...common.pdl import wait_then_release
+from ...common.pdl import wait_and_launch_dependents
+from ..lib.pipeline import next_slot
 from ..lib.ptx import decode_tables
 from ..lib.tile_scheduler import (
     LEAD,
@@ -47,7 +48,6 @@ from .epilogue import (
     spread,
     token_terms,
 )
-from ..lib.pipeline import next_slot
 from .weight_fragments import accumulator_layout, decode_weights
 
 _AT_WILL = gl.constexpr(0)
@@ -224,7 +224,7 @@ def _fill_stage(
 @gluon.jit
 def _produce(
     ring,
-    claimed,
+    tile_counter,
     descriptors,
     schedule,
     sizes,
@@ -261,7 +261,7 @@ def _produce(
                 STAGES,
                 SPLIT,
             )
-        number = next_tile(number, claimed, num_groups * tiles_per_block)
+        number = next_tile(number, tile_counter, num_groups * tiles_per_block)
         following = _describe(schedule, number, sizes)
         for step in range(claim_at, steps):
             state = _fill_stage(
@@ -612,7 +612,7 @@ def _moe_gemm_prefill_kernel(
     tile_blocks,
     tile_expert,
     num_groups,
-    claimed,
+    tile_counter,
     param_first,
     param_second,
     low_rows,
@@ -658,7 +658,7 @@ def _moe_gemm_prefill_kernel(
     turns = free  # a placeholder if there are no order barriers
     if ORDER != _AT_WILL:
         turns = _make_turns(CONSUMERS)
-    wait_then_release()
+    wait_and_launch_dependents()
     ring = (codes, shifts, x, ready, free, make_labels(STAGES))
     descriptors = (code_desc, shift_desc, x_desc)
     schedule = (tile_first_block, tile_blocks, tile_expert)
@@ -718,7 +718,7 @@ def _moe_gemm_prefill_kernel(
                     _produce,
                     (
                         ring,
-                        claimed,
+                        tile_counter,
                         descriptors,
                         schedule,
                         sizes,
@@ -806,7 +806,7 @@ def _moe_gemm_prefill_kernel(
                     _produce,
                     (
                         ring,
-                        claimed,
+                        tile_counter,
                         descriptors,
                         schedule,
                         sizes,

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from ....routing import RoutingPlan
-from ...common.pdl import FOLLOWS, follow_previous
 from ....runtime.launch import CACHED_LAUNCHES, Launch
+from ...common.pdl import PDL_LAUNCH, launch_dependents_and_wait
 
 _CHUNK = tl.constexpr(1024)
 _MOST_BLOCKS = tl.constexpr(4)
@@ -54,7 +54,7 @@ def _moe_tile_schedule_kernel(
 
     Within a run of blocks of one expert, every width-th block starts a tile.
     """
-    follow_previous()
+    launch_dependents_and_wait()
     num_blocks = tl.load(num_valid_ptr) // block_m
     count = 0
     run_start = 0
@@ -130,5 +130,5 @@ def _launch(blocks_per_unit: int, block_m: int, width: int) -> Launch:
         block_m=block_m,
         width=width,
         num_warps=_NUM_WARPS,
-        **FOLLOWS,
+        **PDL_LAUNCH,
     )

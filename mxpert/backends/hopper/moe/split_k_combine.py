@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 
 from ....problem import MoEOptions
 from ....routing import RoutingPlan
-from ...common.pdl import EARLY, FOLLOWS, release_next, wait_for_previous
 from ....runtime.launch import CACHED_LAUNCHES, Launch
+from ...common.pdl import BEFORE_WAIT, PDL_LAUNCH, grid_dependency_wait, launch_dependents
 
 _BLOCK = 256
 _NUM_WARPS = 2
@@ -33,22 +33,25 @@ def _slot_terms(
     num_columns,
 ):
     """Load rows (−1: absent), weights and biases of `_SLOTS` slots; needs no sums of the GEMM."""
-    row = gl.load(slot_rows + slot, mask=slot < top_k, other=-1, cache_modifier=EARLY)
+    row = gl.load(slot_rows + slot, mask=slot < top_k, other=-1, cache_modifier=BEFORE_WAIT)
     present = row >= 0
     weight = gl.where(present, 1.0, 0.0)
     if sorted_weights is not None:
-        weight = gl.load(sorted_weights + row, mask=present, other=0.0, cache_modifier=EARLY)
+        weight = gl.load(sorted_weights + row, mask=present, other=0.0, cache_modifier=BEFORE_WAIT)
     terms = gl.zeros_like(row[:, None] + column[None, :]).to(gl.float32)
     if bias is not None:
         expert = gl.load(
-            block_expert_ids + row // routing_block_m, mask=present, other=0, cache_modifier=EARLY
+            block_expert_ids + row // routing_block_m,
+            mask=present,
+            other=0,
+            cache_modifier=BEFORE_WAIT,
         )
         start = (expert.to(gl.int64) * num_columns)[:, None]
         terms = gl.load(
             bias + start + column[None, :],
             mask=present[:, None] & (column < num_columns)[None, :],
             other=0.0,
-            cache_modifier=EARLY,
+            cache_modifier=BEFORE_WAIT,
         )
     return row, weight, terms
 
@@ -92,7 +95,7 @@ def _moe_combine_parts_kernel(
     parts: float32 [splits, num_rows, num_columns]. The kernel is launched after a GEMM. It reads
     rows, weights and biases of the first slots before grid_dependency_wait.
     """
-    release_next()
+    launch_dependents()
     TILE: gl.constexpr = gl.BlockedLayout([_SLOTS, 4], [1, 32], [1, num_warps], [1, 0])
     token = gl.program_id(0).to(gl.int64)
     column = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, TILE))
@@ -111,7 +114,7 @@ def _moe_combine_parts_kernel(
         column,
         num_columns,
     )
-    wait_for_previous()
+    grid_dependency_wait()
     total = _add_slots(
         gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, TILE)),
         terms,
@@ -172,5 +175,5 @@ def _combine_launch(
         num_rows=num_rows,
         BLOCK=_BLOCK,
         num_warps=_NUM_WARPS,
-        **FOLLOWS,
+        **PDL_LAUNCH,
     )

@@ -9,12 +9,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...common.pdl import EARLY, release_next, wait_for_previous
 from ...common.activation import gated_activation
-from ..lib.tile_scheduler import reset_claims
-from .epilogue import is_real
+from ...common.pdl import BEFORE_WAIT, grid_dependency_wait, launch_dependents
+from ..lib.tile_scheduler import reset_tile_counter
 from .encode_codes import encode, row_maximum, row_scale, statistic_of
 from .encode_steps import step_layout, step_offsets, store_step
+from .epilogue import is_real
 
 
 @gluon.constexpr_function
@@ -32,7 +32,9 @@ def _load_pairs(pointer, source, mask, WARPS: gl.constexpr):
     mask = gl.convert_layout(mask, WORDS, assert_trivial=True)
     place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
     offsets = 2 * source[:, :, :, None] + place[None, None, None, :]
-    return gl.load(pointer + offsets, mask=mask[:, :, :, None], other=0.0, cache_modifier=EARLY)
+    return gl.load(
+        pointer + offsets, mask=mask[:, :, :, None], other=0.0, cache_modifier=BEFORE_WAIT
+    )
 
 
 @gluon.jit
@@ -72,7 +74,7 @@ def _finished_row(
 def _moe_finish_rows_kernel(
     codes,
     scale,
-    claimed,
+    tile_counter,
     parts,
     bias,
     sorted_weights,
@@ -103,21 +105,21 @@ def _moe_finish_rows_kernel(
     parts: float32 [splits, num_rows, parts_stride = 2 depth]. FORMAT as in `rows_codes`. The kernel
     is launched after a GEMM. It reads plan and bias before grid_dependency_wait.
     """
-    release_next()
+    launch_dependents()
     row = gl.program_id(0)
-    real = is_real(gl.load(sorted_token_ids + row, cache_modifier=EARLY), num_tokens)
-    used = real & (row < gl.load(num_valid, cache_modifier=EARLY))
+    real = is_real(gl.load(sorted_token_ids + row, cache_modifier=BEFORE_WAIT), num_tokens)
+    used = real & (row < gl.load(num_valid, cache_modifier=BEFORE_WAIT))
     source, block, target = step_offsets(0, CHUNKS, num_warps)
     mask = block * 32 < gl.where(used, depth, 0)
-    weight = gl.load(sorted_weights + row, cache_modifier=EARLY)
+    weight = gl.load(sorted_weights + row, cache_modifier=BEFORE_WAIT)
     expert = gl.load(
-        block_expert_ids + row // routing_block_m, mask=used, other=0, cache_modifier=EARLY
+        block_expert_ids + row // routing_block_m, mask=used, other=0, cache_modifier=BEFORE_WAIT
     )
     biases = 0.0
     if HAS_BIAS:
         biases = _load_pairs(bias + expert.to(gl.int64) * parts_stride, source, mask, num_warps)
-    wait_for_previous()
-    reset_claims(claimed)
+    grid_dependency_wait()
+    reset_tile_counter(tile_counter)
     if used:
         values = _finished_row(
             parts + row.to(gl.int64) * parts_stride,

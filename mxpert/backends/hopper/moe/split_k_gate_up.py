@@ -14,11 +14,11 @@ import triton.language as tl
 
 from ....problem import MoEOptions
 from ....routing import RoutingPlan
-from ...common.pdl import FOLLOWS, follow_previous
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.activation import gated_activation
-from .split_k_encode import _moe_finish_rows_kernel
+from ...common.pdl import PDL_LAUNCH, launch_dependents_and_wait
 from .encode import SortedRows, empty_rows, format_constants, padded, step_options
+from .split_k_encode import _moe_finish_rows_kernel
 
 _BLOCK = 256
 _NUM_WARPS = 2
@@ -54,7 +54,7 @@ def _moe_gate_up_finish_kernel(
     BLOCK: tl.constexpr,
 ):
     """Finish one sorted row per program: interleaved gate and up partial sums to bf16 features."""
-    follow_previous()
+    launch_dependents_and_wait()
     row = tl.program_id(0)
     if row >= tl.load(num_valid_ptr):
         return
@@ -120,7 +120,7 @@ def _finish_launch(
         ACTIVATION=options.activation.name,
         BLOCK=_BLOCK,
         num_warps=_NUM_WARPS,
-        **FOLLOWS,
+        **PDL_LAUNCH,
     )
 
 
@@ -144,7 +144,7 @@ def finish_rows(
     )(
         codes=rows.codes,
         scale=rows.scale,
-        claimed=rows.claimed,
+        tile_counter=rows.tile_counter,
         parts=parts,
         bias=parts if bias is None else bias,
         sorted_weights=plan.sorted_weights,
@@ -183,5 +183,5 @@ def _finish_rows_launch(
         WEIGHTED=options.apply_router_weight_on_input,
         **format_constants(options),
         **step_options(depth),
-        **FOLLOWS,
+        **PDL_LAUNCH,
     )

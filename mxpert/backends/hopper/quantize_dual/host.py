@@ -18,9 +18,9 @@ from ....problem import Config, DualProblem, Op
 from ....routing import padded_capacity
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.groups import MAX_GROUPS
-from ...common.quantize import DTYPES
 from ...common.mx_codec import scale_rule_constants
-from ..lib.tma import copied
+from ...common.quantize import DTYPES
+from ..lib.tma import rows_descriptor
 from .kernel import _quantize_dual_hopper_kernel
 from .span_kernels import (
     MAX_SPREAD_BLOCKS,
@@ -35,7 +35,10 @@ from .span_kernels import (
 _TILE_BLOCKS = 4
 """A tile is 4 × 4 blocks of 32: 128 positions × 128 columns."""
 
-_BLOCK_TILE, _FULL_TILE = copied(32, 32, torch.int32), copied(128, 32, torch.int32)
+_BLOCK_TILE, _FULL_TILE = (
+    rows_descriptor(32, 32, torch.int32),
+    rows_descriptor(128, 32, torch.int32),
+)
 """TMA tiles of x as int32. With groups, the rows of each block are copied separately; without
 groups, 128 rows are contiguous."""
 

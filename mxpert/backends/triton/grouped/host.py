@@ -19,12 +19,11 @@ from ....problem import Config, DualProblem, GemmConfig, GroupedProblem, Op, Tar
 from ....routing import padded_capacity
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.groups import MAX_GROUPS, padded_offsets
+from ...common.mx_codec import scale_rule_constants
+from ...common.quantize import DTYPES
+from ..moe.config import OUT_DTYPES
 from .dual_kernels import _quantize_dual_kernel
 from .kernels import _grouped_gemm_kernel, _grouped_wgrad_kernel
-from ..moe.config import OUT_DTYPES
-from ...common.quantize import DTYPES
-from ...common.mx_codec import scale_rule_constants
-
 
 DUAL_TILE = (64, 128)
 """Rows and columns per program: stores of 64 bytes (two sectors) in rows of the columnwise copy."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...common.groups import group_extents, pick, clamp_rows
+from ...common.groups import clamp_rows, group_extents, pick
 
 
 @triton.jit

@@ -22,19 +22,19 @@ from ....problem import (
     activation_mx_format,
 )
 from ....routing import RoutingPlan
-from ....weights import GateUpOrder, MoEWeights
 from ....runtime.launch import CACHED_LAUNCHES, Launch
-from . import config as heuristics
+from ....weights import GateUpOrder, MoEWeights
 from ...common.combine import combine_rows
 from ...common.moe_layer import TwoStageLayer, quantize_rows
+from ...common.mx_codec import scale_rule_constants
+from ...common.token_rows import CodedRows, quantize_tokens
+from . import config as heuristics
 from .kernels import (
     _moe_down_finish_kernel,
     _moe_down_kernel,
     _moe_gate_up_finish_kernel,
     _moe_gate_up_kernel,
 )
-from ...common.mx_codec import scale_rule_constants
-from ...common.token_rows import CodedRows, quantize_tokens
 
 FINISH_NUM_WARPS = 4
 
