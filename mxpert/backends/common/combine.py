@@ -63,8 +63,8 @@ def _moe_combine_kernel(
 ):
     """``out[t] = Σ_slot rows[slot_rows[t, slot]]``, summed in float32; slots at −1 are skipped.
 
-    PLAN_BEFORE_WAIT: read the plan before grid_dependency_wait. This is safe after a GEMM that waits for
-    its predecessor before it calls launch_dependents.
+    PLAN_BEFORE_WAIT: read the plan before grid_dependency_wait. This is safe after
+    a GEMM that waits for its predecessor before it calls launch_dependents.
     """
     token = (tl.program_id(0) // num_tiles_n).to(tl.int64)
     columns = tl.program_id(0) % num_tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -91,8 +91,8 @@ def combine_rows(
 ) -> torch.Tensor:
     """Sum ``rows`` [P, H] by ``slot_rows`` int32 [T, k] into [T, H] of the same dtype.
 
-    plan_before_wait: the previous kernel is a GEMM that waits for its own predecessor before it launches
-    this kernel, and `slot_rows` were written before that GEMM (see `backends.dependent`).
+    plan_before_wait: the previous kernel is a GEMM that waits for its own predecessor before it
+    launches this kernel, and `slot_rows` were written before that GEMM (see `common.pdl`).
     """
     num_tokens, top_k = slot_rows.shape
     width = rows.shape[1]

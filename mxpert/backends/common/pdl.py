@@ -14,9 +14,9 @@ launch_dependents, or was launched without the option, the wait ends at once.
 
 Reads before the wait. GEMMs, and the kernels that encode rows for them, wait first and then call
 launch_dependents. The next kernel therefore starts after their wait, and all kernels before them
-have completed. It may read their results before its own wait: weights, biases and the routing plan,
-which is made at least two kernels before a GEMM or a combine. These loads bypass L1 (`BEFORE_WAIT`),
-which may hold stale lines.
+have completed. It may read their results before its own wait: weights, biases and the routing
+plan, which is made at least two kernels before a GEMM or a combine. These loads bypass L1
+(`BEFORE_WAIT`), which may hold stale lines.
 
 Inside a layer, the kernel that encodes rows for stage 2 calls launch_dependents first. At that time
 the GEMM of stage 1 has finished its own wait, so the routing plan is complete. The GEMM of stage 2
