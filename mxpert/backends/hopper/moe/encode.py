@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +24,9 @@ from ....routing import RoutingPlan
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.mx_codec import scale_rule_constants
 from ...common.pdl import PDL_LAUNCH
+from .encode_codes import RowFormat
 from .encode_kernel import _moe_encode_rows_kernel
+from .encode_steps import RowSteps
 
 _MAX_CHUNKS = 64
 """Most depth units of 128 values per step: 8192 values, 32 a thread."""
@@ -49,19 +50,15 @@ _PARALLEL_TOKENS = 32
 class SortedRows:
     """Encoded rows for an FP8 GEMM.
 
-    codes: e4m3 [P, K padded to 128], or [2P, …] for hi and lo (split). scale: float32 [P], one per
-    row. tile_counter: int32 [1], the tile counter of the GEMM that reads these rows.
+    codes: e4m3 [P, K padded to 128], or [2P, …] for P rows of hi and then P rows of lo (hi_lo).
+    scale: float32 [P], one per row. tile_counter: int32 [1], the tile counter of the GEMM that
+    reads these rows.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     tile_counter: torch.Tensor
-    split: bool
-
-    @property
-    def low_rows(self) -> int:
-        """Row where the low parts begin."""
-        return self.scale.shape[0]
+    hi_lo: bool
 
 
 def padded(depth: int) -> int:
@@ -74,44 +71,36 @@ def fits_one_step(depth: int) -> bool:
     return padded(depth) <= _MAX_CHUNKS * UNIT_CODES
 
 
-def step_options(depth: int) -> dict[str, int]:
-    """CHUNKS per step (a power of two that covers a row, at most _MAX_CHUNKS), and warps."""
+def one_step(depth: int) -> RowSteps:
+    """A step of as many chunks as cover a row, at most _MAX_CHUNKS: many threads, low latency."""
     units = padded(depth) // UNIT_CODES
     chunks = min(_MAX_CHUNKS, max(_CHUNKS_PER_WARP, 1 << (units - 1).bit_length()))
-    return {"CHUNKS": chunks, "num_warps": min(8, chunks // _CHUNKS_PER_WARP)}
+    return RowSteps(chunks, min(8, chunks // _CHUNKS_PER_WARP), whole=fits_one_step(depth))
 
 
-def held_options(depth: int, many: bool) -> dict[str, int | bool]:
-    """STEPS of a row that stay in registers, whether they are the WHOLE row, and the step's size.
+def _several_steps(depth: int) -> RowSteps:
+    """Steps of a whole row with few threads, for many rows.
 
-    With few rows: one step with many threads, for low latency. With `many` rows: several steps with
-    few threads. This amortises the work per row over more values, and wastes less if the depth is
-    no power of two.
+    This amortises the work per row over more values, and wastes less if the depth is no power of
+    two.
     """
     units = padded(depth) // UNIT_CODES
-    if not many or units > _MAX_CHUNKS:
-        return {"STEPS": 1, "WHOLE": fits_one_step(depth), **step_options(depth)}
     sizes = [chunks for chunks in (4, 8, 16) if -(-units // chunks) <= _MOST_STEPS]
     chunks = min(sizes, key=lambda size: (-(-units // size) * size, size))
-    return {
-        "STEPS": -(-units // chunks),
-        "WHOLE": True,
-        "CHUNKS": chunks,
-        "num_warps": chunks // _CHUNKS_PER_WARP,
-    }
+    return RowSteps(chunks, chunks // _CHUNKS_PER_WARP, held=-(-units // chunks))
 
 
 def empty_rows(plan: RoutingPlan, num_rows: int, depth: int, options: MoEOptions) -> SortedRows:
     """Allocate SortedRows without initialising them."""
-    split = options.activation_format == "bf16"
+    hi_lo = options.activation_format == "bf16"
     scale = plan.sorted_weights.new_empty(num_rows)
     codes = scale.new_empty(
-        (num_rows * (2 if split else 1), padded(depth)), dtype=torch.float8_e4m3fn
+        (num_rows * (2 if hi_lo else 1), padded(depth)), dtype=torch.float8_e4m3fn
     )
-    return SortedRows(codes, scale, plan.num_valid.new_empty(1), split)
+    return SortedRows(codes, scale, plan.num_valid.new_empty(1), hi_lo)
 
 
-def sorted_rows(
+def encode_rows(
     x: torch.Tensor | MXTensor,
     plan: RoutingPlan,
     num_rows: int,
@@ -128,29 +117,34 @@ def sorted_rows(
         options: activation format and scale rule for bfloat16 rows.
         scatter: x holds tokens; each token is written to the rows of all its slots.
         release_first: call launch_dependents before x is complete, so that the GEMM of these rows
-            starts early. The plan must be older than the GEMM that computes x (see `dependent`).
+            starts early. The plan must be older than the GEMM that computes x (see `common.pdl`).
 
     Returns:
         SortedRows; padding rows are uninitialised. The GEMM's outputs of these rows are not used.
     """
     rows = empty_rows(plan, num_rows, x.shape[1], options)
-    sizes = _Sizes(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter, release_first)
-    tensors = dict(
-        codes=rows.codes, scale=rows.scale, tile_counter=rows.tile_counter, slot_rows=plan.slot_rows
-    )
+    work = _Work(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter, release_first)
     if isinstance(x, MXTensor):
         element = x.format.element
+        format = RowFormat(element.name, coded=True)
         data = x.qdata if element is E2M1 else x.qdata.view(torch.float8_e4m3fn)
-        _encode_launch(sizes, data.stride(0), x.scale.stride(0), element.name, options)(
-            x=data, x_scale=x.scale, **tensors
-        )
+        x_scale, x_scale_stride = x.scale, x.scale.stride(0)
     else:
-        _encode_launch(sizes, x.stride(0), 0, None, options)(x=x, x_scale=None, **tensors)
+        format, data, x_scale, x_scale_stride = row_format(options), x, None, 0
+    _encode_launch(work, format, data.stride(0), x_scale_stride)(
+        x=data,
+        x_scale=x_scale,
+        codes=rows.codes,
+        scale=rows.scale,
+        tile_counter=rows.tile_counter,
+        slot_rows=plan.slot_rows,
+    )
     return rows
 
 
-class _Sizes(NamedTuple):
-    """Sizes and flags that determine the launch."""
+@dataclass(frozen=True)
+class _Work:
+    """Sizes and flags of a launch, and how programs share the work."""
 
     num_tokens: int
     top_k: int
@@ -163,11 +157,6 @@ class _Sizes(NamedTuple):
     def num_slots(self) -> int:
         """Number of slots of all tokens."""
         return self.num_tokens * self.top_k
-
-    @property
-    def many(self) -> bool:
-        """Whether one program per row fills the GPU."""
-        return (self.num_tokens if self.scatter else self.num_slots) >= _MANY_PROGRAMS
 
     @property
     def rows(self) -> int:
@@ -189,39 +178,46 @@ class _Sizes(NamedTuple):
             return self.num_tokens * (self.top_k // self.slots)
         return -(-self.num_slots // self.rows)
 
+    @property
+    def steps(self) -> RowSteps:
+        """Several steps a row if one program per row fills the GPU, otherwise one."""
+        many = (self.num_tokens if self.scatter else self.num_slots) >= _MANY_PROGRAMS
+        return (_several_steps if many and fits_one_step(self.depth) else one_step)(self.depth)
+
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _encode_launch(
-    sizes: _Sizes, x_stride: int, x_scale_stride: int, coded: str | None, options: MoEOptions
-) -> Launch:
-    """Launch of the row-encoding kernel. coded: element format of MX rows, None for bfloat16."""
-    format = (
-        dict(FORMAT=coded, EMAX=0, THRESHOLD=0, INF_BYTE=0) if coded else format_constants(options)
-    )
+def _encode_launch(work: _Work, format: RowFormat, x_stride: int, x_scale_stride: int) -> Launch:
+    steps = work.steps
     return Launch(
         _moe_encode_rows_kernel,
-        (sizes.programs,),
-        num_slots=sizes.num_slots,
-        top_k=sizes.top_k,
-        slots=sizes.slots,
-        depth=sizes.depth,
-        padded_depth=padded(sizes.depth),
-        num_rows=sizes.num_rows,
+        (work.programs,),
+        num_slots=work.num_slots,
+        top_k=work.top_k,
+        slots=work.slots,
+        depth=work.depth,
+        padded_depth=padded(work.depth),
+        num_rows=work.num_rows,
         x_stride=x_stride,
         x_scale_stride=x_scale_stride,
-        rows=sizes.rows,
-        release_first=int(sizes.release_first),
-        CODED=coded is not None,
-        **format,
-        **held_options(sizes.depth, sizes.many),
+        rows=work.rows,
+        release_first=int(work.release_first),
+        FORMAT=format,
+        STEPS=steps,
+        num_warps=steps.warps,
         **PDL_LAUNCH,
     )
 
 
-def format_constants(options: MoEOptions) -> dict[str, Any]:
-    """FORMAT and scale-rule constants of the kernels (see `rows_codes`) for these options."""
-    format = activation_mx_format(options.activation_format, "sorted_rows")
+@functools.cache
+def row_format(options: MoEOptions) -> RowFormat:
+    """Format of the rows that bfloat16 becomes with these options."""
+    format = activation_mx_format(options.activation_format, "encode_rows")
     if format is None:
-        name = "split" if options.activation_format == "bf16" else "token"
-        return dict(FORMAT=name, EMAX=0, THRESHOLD=0, INF_BYTE=0)
-    return dict(FORMAT=format.element.name, **scale_rule_constants(format, options.scale_rule))
+        return RowFormat("hi_lo" if options.activation_format == "bf16" else "token")
+    rule = scale_rule_constants(format, options.scale_rule)
+    return RowFormat(
+        format.element.name,
+        emax=rule["EMAX"],
+        threshold=rule["THRESHOLD"],
+        inf_byte=rule["INF_BYTE"],
+    )

@@ -5,115 +5,75 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...common.compat import aggregate
 from ...common.pdl import launch_dependents, wait_and_launch_dependents
 from ..lib.tile_scheduler import reset_tile_counter
-from .encode_codes import encode, row_maximum, row_scale, statistic_of
-from .encode_steps import load_row, load_step, step_offsets, store_step
+from .encode_codes import encode_step, row_maximum, row_scale, statistic_of
+from .encode_steps import RowsOut, load_row, load_step, step_offsets, store_step
+
+
+@aggregate
+class Targets:
+    """Sorted rows that get a row of the source.
+
+    If num_slots is 0 it is `row`, nothing if `row` is −1. Otherwise these are the rows of num_slots
+    slots from first_slot on; `slot_rows` points to the row of each slot, −1 for absent ones.
+    """
+
+    row: gl.tensor
+    slot_rows: gl.tensor
+    first_slot: gl.tensor
+    num_slots: gl.tensor
 
 
 @gluon.jit
-def _step_of(row, step: gl.constexpr, CODED: gl.constexpr):
-    if CODED:
-        return row[2 * step], row[2 * step + 1]
-    else:
-        return (row[step],)
-
-
-@gluon.jit
-def _store_slots(
-    codes, scale, factor, encoded, target, places, padded_depth, num_rows, CHUNKS: gl.constexpr
-):
-    """Store one encoded step to its sorted row, or to the rows of all slots of a token."""
-    row, slot_rows, first_slot, num_slots = places
-    for slot in range(gl.maximum(num_slots, 1)):
-        if num_slots > 0:
-            row = gl.load(slot_rows + first_slot + slot)
+def _store_slots(out, targets, scale, encoded, step, STEPS: gl.constexpr):
+    """Store step number `step` of an encoded row to all its targets."""
+    _source, _block, offsets = step_offsets(step, STEPS)
+    row = targets.row
+    for slot in range(gl.maximum(targets.num_slots, 1)):
+        if targets.num_slots > 0:
+            row = gl.load(targets.slot_rows + targets.first_slot + slot)
         if row >= 0:
-            store_step(codes, scale, factor, encoded, target, row, padded_depth, num_rows, CHUNKS)
+            store_step(out, row, scale, encoded, offsets)
 
 
 @gluon.jit
-def _encode_row(
-    codes,
-    scale,
-    x,
-    x_scale,
-    held,
-    places,
-    depth,
-    padded_depth,
-    num_rows,
-    STEPS: gl.constexpr,
-    WHOLE: gl.constexpr,
-    FORMAT: gl.constexpr,
-    CODED: gl.constexpr,
-    EMAX: gl.constexpr,
-    THRESHOLD: gl.constexpr,
-    INF_BYTE: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Encode and store one row. `held` has its first STEPS steps; WHOLE: there are no others."""
-    PACKED: gl.constexpr = FORMAT == "e2m1"
-    steps = gl.cdiv(padded_depth, CHUNKS * 128)
-    numbers = statistic_of(_step_of(held, 0, CODED), FORMAT, CODED, EMAX, THRESHOLD, INF_BYTE)
-    for index in gl.static_range(1, STEPS):
-        numbers = gl.maximum(
-            numbers,
-            statistic_of(_step_of(held, index, CODED), FORMAT, CODED, EMAX, THRESHOLD, INF_BYTE),
-        )
+def _encode_row(out, targets, x, x_scale, held, depth, FORMAT: gl.constexpr, STEPS: gl.constexpr):
+    """Encode and store the row at `x`. `held` has its first steps, all of them if STEPS.whole.
+
+    Further steps are loaded twice: for the row's scale, and to be encoded.
+    """
+    steps = gl.cdiv(out.padded_depth, STEPS.chunks * 128)
+    for index in gl.static_range(STEPS.held):
+        found = statistic_of(held[index], FORMAT)
+        if index == 0:
+            numbers = found
+        else:
+            numbers = gl.maximum(numbers, found)
     largest = row_maximum(numbers)
-    if not WHOLE:
-        for index in range(STEPS, steps):
-            step = load_step(x, x_scale, index, depth, CODED, PACKED, CHUNKS, WARPS)
-            largest = gl.maximum(
-                largest, row_maximum(statistic_of(step, FORMAT, CODED, EMAX, THRESHOLD, INF_BYTE))
-            )
-    factor, encoding = row_scale(largest, FORMAT)
-    for index in gl.static_range(STEPS):
-        encoded = encode(
-            _step_of(held, index, CODED), encoding, FORMAT, CODED, EMAX, THRESHOLD, INF_BYTE, WARPS
-        )
-        _source, _block, target = step_offsets(index, CHUNKS, WARPS)
-        _store_slots(codes, scale, factor, encoded, target, places, padded_depth, num_rows, CHUNKS)
-    if not WHOLE:
-        for index in range(STEPS, steps):
-            step = load_step(x, x_scale, index, depth, CODED, PACKED, CHUNKS, WARPS)
-            encoded = encode(step, encoding, FORMAT, CODED, EMAX, THRESHOLD, INF_BYTE, WARPS)
-            _source, _block, target = step_offsets(index, CHUNKS, WARPS)
-            _store_slots(
-                codes, scale, factor, encoded, target, places, padded_depth, num_rows, CHUNKS
-            )
+    if not STEPS.whole:
+        for index in range(STEPS.held, steps):
+            step = load_step(x, x_scale, index, depth, FORMAT, STEPS)
+            largest = gl.maximum(largest, row_maximum(statistic_of(step, FORMAT)))
+    scale, encoding = row_scale(largest, FORMAT)
+    for index in gl.static_range(STEPS.held):
+        encoded = encode_step(held[index], encoding, FORMAT, STEPS)
+        _store_slots(out, targets, scale, encoded, index, STEPS)
+    if not STEPS.whole:
+        for index in range(STEPS.held, steps):
+            step = load_step(x, x_scale, index, depth, FORMAT, STEPS)
+            encoded = encode_step(step, encoding, FORMAT, STEPS)
+            _store_slots(out, targets, scale, encoded, index, STEPS)
 
 
 @gluon.jit
-def _load_source(
-    x,
-    x_scale,
-    row,
-    depth,
-    x_stride,
-    x_scale_stride,
-    CODED: gl.constexpr,
-    PACKED: gl.constexpr,
-    STEPS: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Load the first STEPS steps of row `row` of x; nothing is read if `row` is −1."""
+def _row_start(x, x_scale, row, x_stride, x_scale_stride, FORMAT: gl.constexpr):
+    """Pointers to the values and scales of row `row` of x; to row 0 if `row` is −1."""
     start = gl.maximum(row, 0).to(gl.int64)
-    if CODED:
+    if FORMAT.coded:
         x_scale += start * x_scale_stride
-    return load_row(
-        x + start * x_stride,
-        x_scale,
-        gl.where(row >= 0, depth, 0),
-        CODED,
-        PACKED,
-        STEPS,
-        CHUNKS,
-        WARPS,
-    )
+    return x + start * x_stride, x_scale
 
 
 @gluon.jit(
@@ -145,78 +105,40 @@ def _moe_encode_rows_kernel(
     x_scale_stride,
     rows,
     release_first,
-    STEPS: gl.constexpr,
-    WHOLE: gl.constexpr,
     FORMAT: gl.constexpr,
-    CODED: gl.constexpr,
-    EMAX: gl.constexpr,
-    THRESHOLD: gl.constexpr,
-    INF_BYTE: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    num_warps: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
-    """Encode rows x, bfloat16 or (CODED) MX codes with x_scale, to e4m3 rows (see `rows_codes`).
+    """Encode rows x, bfloat16 or MX codes with x_scale, to e4m3 rows (see `encode_codes`).
 
     slots > 0: a program encodes one token and stores it for `slots` of its top_k slots. slots = 0:
     x is sorted; a program encodes the rows of `rows` of the num_slots slots, and prefetches the
     next row while it encodes the current one. Padding rows have no slot: they are neither read nor
     written.
 
-    release_first: call launch_dependents at once (see `dependent`).
+    Grid: [num_slots / slots], or [num_slots / rows] rounded up if slots = 0.
+
+    release_first: call launch_dependents at once (see `pdl`).
     """
     if release_first:
         launch_dependents()
     wait_and_launch_dependents()
     reset_tile_counter(tile_counter)
-    PACKED: gl.constexpr = FORMAT == "e2m1"
+    out = RowsOut(codes, scale, padded_depth, num_rows)
     program = gl.program_id(0)
     first = program * rows
     first_slot = program * slots
     count = gl.where(slots > 0, 1, gl.minimum(num_slots - first, rows))
     row = gl.load(slot_rows + first, mask=slots == 0, other=first_slot // top_k)
     next_row = gl.load(slot_rows + first + 1, mask=count > 1, other=-1)
-    following = _load_source(
-        x, x_scale, row, depth, x_stride, x_scale_stride, CODED, PACKED, STEPS, CHUNKS, num_warps
-    )
+    start, start_scale = _row_start(x, x_scale, row, x_stride, x_scale_stride, FORMAT)
+    following = load_row(start, start_scale, gl.where(row >= 0, depth, 0), FORMAT, STEPS)
     for index in range(count):
         held = following
         source = row
         row = next_row
         next_row = gl.load(slot_rows + first + index + 2, mask=index + 2 < count, other=-1)
-        following = _load_source(
-            x,
-            x_scale,
-            row,
-            depth,
-            x_stride,
-            x_scale_stride,
-            CODED,
-            PACKED,
-            STEPS,
-            CHUNKS,
-            num_warps,
-        )
-        start = gl.maximum(source, 0).to(gl.int64)
-        own_scale = x_scale
-        if CODED:
-            own_scale += start * x_scale_stride
-        _encode_row(
-            codes,
-            scale,
-            x + start * x_stride,
-            own_scale,
-            held,
-            (source, slot_rows, first_slot, slots),
-            depth,
-            padded_depth,
-            num_rows,
-            STEPS,
-            WHOLE,
-            FORMAT,
-            CODED,
-            EMAX,
-            THRESHOLD,
-            INF_BYTE,
-            CHUNKS,
-            num_warps,
-        )
+        start, start_scale = _row_start(x, x_scale, row, x_stride, x_scale_stride, FORMAT)
+        following = load_row(start, start_scale, gl.where(row >= 0, depth, 0), FORMAT, STEPS)
+        start, start_scale = _row_start(x, x_scale, source, x_stride, x_scale_stride, FORMAT)
+        targets = Targets(source, slot_rows, first_slot, slots)
+        _encode_row(out, targets, start, start_scale, held, depth, FORMAT, STEPS)

@@ -1,7 +1,7 @@
-"""Stage 1 after split-K: sum the splits in order, then run the epilogue.
+"""Stage 1 after split-K: sum the K splits in order, then bias and activation.
 
 Split-K is used if the tiles of a few tokens would leave SMs idle. The kernel is plain Triton. The
-partial sums are float32 [splits, P, rows], with row factors and activation scales applied.
+partial sums are float32 [k_splits, P, 2F], with row factors and activation scales applied.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from ....routing import RoutingPlan
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.activation import gated_activation
 from ...common.pdl import PDL_LAUNCH, launch_dependents_and_wait
-from .encode import SortedRows, empty_rows, format_constants, padded, step_options
-from .split_k_encode import _moe_finish_rows_kernel
 
 _BLOCK = 256
 _NUM_WARPS = 2
@@ -26,15 +24,15 @@ _TOKEN_MASK = tl.constexpr((1 << 24) - 1)
 
 
 @triton.jit
-def _sum_parts(part_ptr, part_stride, splits, mask):
-    """Sum the values at `part_ptr` over the splits, in ascending order."""
+def _sum_k_splits(part_ptr, part_stride, k_splits, mask):
+    """Sum the values at `part_ptr` over the K splits, in ascending order: the same bits always."""
     total = tl.load(part_ptr, mask=mask, other=0.0)
-    for split in range(1, splits):
+    for split in range(1, k_splits):
         total += tl.load(part_ptr + split * part_stride, mask=mask, other=0.0)
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens", "routing_block_m", "splits", "num_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "routing_block_m", "k_splits", "num_rows"])
 def _moe_gate_up_finish_kernel(
     h_ptr,
     parts_ptr,
@@ -48,12 +46,17 @@ def _moe_gate_up_finish_kernel(
     num_tokens,
     num_features,
     routing_block_m,
-    splits,
+    k_splits,
     num_rows,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Finish one sorted row per program: interleaved gate and up partial sums to bf16 features."""
+    """BLOCK features of a sorted row per program: interleaved gate and up partial sums to bf16.
+
+    Padding rows are neither read nor written.
+
+    Grid: [num_rows, num_features / BLOCK rounded up].
+    """
     launch_dependents_and_wait()
     row = tl.program_id(0)
     if row >= tl.load(num_valid_ptr):
@@ -64,8 +67,8 @@ def _moe_gate_up_finish_kernel(
     mask = feature < num_features
     parts_ptr += row.to(tl.int64) * (2 * num_features) + 2 * feature
     part_stride = num_rows.to(tl.int64) * (2 * num_features)
-    gate = _sum_parts(parts_ptr, part_stride, splits, mask)
-    up = _sum_parts(parts_ptr + 1, part_stride, splits, mask)
+    gate = _sum_k_splits(parts_ptr, part_stride, k_splits, mask)
+    up = _sum_k_splits(parts_ptr + 1, part_stride, k_splits, mask)
     if sorted_weights_ptr is not None:
         weight = tl.load(sorted_weights_ptr + row)
         gate *= weight
@@ -79,13 +82,16 @@ def _moe_gate_up_finish_kernel(
     tl.store(h_ptr + row.to(tl.int64) * num_features + feature, values.to(tl.bfloat16), mask=mask)
 
 
-def finish_gate_up(
+def sum_k_splits_and_activate(
     parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan, options: MoEOptions
 ) -> torch.Tensor:
-    """Finish stage 1: interleaved partial sums float32 [splits, P, 2F] to bf16 [P, F]."""
-    splits, num_rows, width = parts.shape
+    """Finish stage 1: interleaved partial sums float32 [k_splits, P, 2F] to bf16 [P, F].
+
+    bias: interleaved, float32 [E, 2F], or None.
+    """
+    k_splits, num_rows, width = parts.shape
     h = parts.new_empty((num_rows, width // 2), dtype=torch.bfloat16)
-    _finish_launch(splits, num_rows, width // 2, plan.num_tokens, plan.routing_block_m, options)(
+    _launch(k_splits, num_rows, width // 2, plan.num_tokens, plan.routing_block_m, options)(
         h_ptr=h,
         parts_ptr=parts,
         bias_ptr=bias,
@@ -98,8 +104,8 @@ def finish_gate_up(
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _finish_launch(
-    splits: int,
+def _launch(
+    k_splits: int,
     num_rows: int,
     num_features: int,
     num_tokens: int,
@@ -115,73 +121,10 @@ def _finish_launch(
         num_tokens=num_tokens,
         num_features=num_features,
         routing_block_m=routing_block_m,
-        splits=splits,
+        k_splits=k_splits,
         num_rows=num_rows,
         ACTIVATION=options.activation.name,
         BLOCK=_BLOCK,
         num_warps=_NUM_WARPS,
-        **PDL_LAUNCH,
-    )
-
-
-def finish_rows(
-    parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan, options: MoEOptions
-) -> SortedRows:
-    """Finish stage 1 and encode the rows for stage 2 in one launch.
-
-    Equals `finish_gate_up` followed by `sorted_rows`. Requires `fits_one_step`.
-    """
-    splits, num_rows, width = parts.shape
-    rows = empty_rows(plan, num_rows, width // 2, options)
-    _finish_rows_launch(
-        splits,
-        num_rows,
-        width // 2,
-        plan.num_tokens,
-        plan.routing_block_m,
-        bias is not None,
-        options,
-    )(
-        codes=rows.codes,
-        scale=rows.scale,
-        tile_counter=rows.tile_counter,
-        parts=parts,
-        bias=parts if bias is None else bias,
-        sorted_weights=plan.sorted_weights,
-        sorted_token_ids=plan.sorted_token_ids,
-        block_expert_ids=plan.block_expert_ids,
-        num_valid=plan.num_valid,
-    )
-    return rows
-
-
-@functools.lru_cache(CACHED_LAUNCHES)
-def _finish_rows_launch(
-    splits: int,
-    num_rows: int,
-    depth: int,
-    num_tokens: int,
-    routing_block_m: int,
-    has_bias: bool,
-    options: MoEOptions,
-) -> Launch:
-    first, second = options.activation.parameters
-    return Launch(
-        _moe_finish_rows_kernel,
-        (num_rows,),
-        p0=float(first),
-        p1=float(second),
-        num_tokens=num_tokens,
-        depth=depth,
-        padded_depth=padded(depth),
-        parts_stride=2 * depth,
-        routing_block_m=routing_block_m,
-        splits=splits,
-        num_rows=num_rows,
-        ACTIVATION=options.activation.name,
-        HAS_BIAS=has_bias,
-        WEIGHTED=options.apply_router_weight_on_input,
-        **format_constants(options),
-        **step_options(depth),
         **PDL_LAUNCH,
     )
