@@ -109,7 +109,7 @@ def test_a_row_of_another_version_is_passed_over(shipped: Path) -> None:
     pytest.importorskip("triton")
     kernel = registry._kernels("hopper")[Op.FUSED_MOE]
     chosen = kernel.heuristic(problem(4))
-    gone = replace(chosen, down=replace(chosen.down, block_n=7))
+    gone = replace(chosen, down=replace(chosen.down, consumers=7))
     tables.add_rows(shipped, HEAD, [row(4, gone)])
     registry._warn_outdated.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"rows\[0\] names tiles .* run mxpert tune again"):
@@ -246,8 +246,9 @@ def test_shipped_tables_are_valid() -> None:
     ("changes", "backend", "part"),
     [
         pytest.param({}, "hopper", None, id="valid"),
-        pytest.param({"num_warps": 3}, "hopper", "is no config", id="warps"),
-        pytest.param({"block_n": 7}, "hopper", "is no config", id="tile"),
+        pytest.param({"num_stages": 9}, "hopper", "is no config", id="stages"),
+        pytest.param({"consumers": 7}, "hopper", "is no config", id="tile"),
+        pytest.param({"hi_lo": False}, "hopper", "is no config", id="hi-lo"),
         pytest.param({}, "triton", "is no config", id="other-backends-tile"),
         pytest.param({}, "cutlass", "override", id="unknown-backend"),
     ],

@@ -44,8 +44,9 @@ def _encode_row(out, targets, x, x_scale, held, depth, FORMAT: gl.constexpr, STE
 
     Further steps are loaded twice: for the row's scale, and to be encoded.
     """
+    HELD: gl.constexpr = STEPS.held
     steps = gl.cdiv(out.padded_depth, STEPS.chunks * 128)
-    for index in gl.static_range(STEPS.held):
+    for index in gl.static_range(HELD):
         found = statistic_of(held[index], FORMAT)
         if index == 0:
             numbers = found
@@ -53,27 +54,29 @@ def _encode_row(out, targets, x, x_scale, held, depth, FORMAT: gl.constexpr, STE
             numbers = gl.maximum(numbers, found)
     largest = row_maximum(numbers)
     if not STEPS.whole:
-        for index in range(STEPS.held, steps):
+        for index in range(HELD, steps):
             step = load_step(x, x_scale, index, depth, FORMAT, STEPS)
             largest = gl.maximum(largest, row_maximum(statistic_of(step, FORMAT)))
     scale, encoding = row_scale(largest, FORMAT)
-    for index in gl.static_range(STEPS.held):
+    for index in gl.static_range(HELD):
         encoded = encode_step(held[index], encoding, FORMAT, STEPS)
         _store_slots(out, targets, scale, encoded, index, STEPS)
     if not STEPS.whole:
-        for index in range(STEPS.held, steps):
+        for index in range(HELD, steps):
             step = load_step(x, x_scale, index, depth, FORMAT, STEPS)
             encoded = encode_step(step, encoding, FORMAT, STEPS)
             _store_slots(out, targets, scale, encoded, index, STEPS)
 
 
 @gluon.jit
-def _row_start(x, x_scale, row, x_stride, x_scale_stride, FORMAT: gl.constexpr):
-    """Pointers to the values and scales of row `row` of x; to row 0 if `row` is −1."""
+def _load_source(
+    x, x_scale, row, depth, x_stride, x_scale_stride, FORMAT: gl.constexpr, STEPS: gl.constexpr
+):
+    """Load the held steps of row `row` of x; nothing is read if `row` is −1."""
     start = gl.maximum(row, 0).to(gl.int64)
     if FORMAT.coded:
         x_scale += start * x_scale_stride
-    return x + start * x_stride, x_scale
+    return load_row(x + start * x_stride, x_scale, gl.where(row >= 0, depth, 0), FORMAT, STEPS)
 
 
 @gluon.jit(
@@ -130,15 +133,16 @@ def _moe_encode_rows_kernel(
     count = gl.where(slots > 0, 1, gl.minimum(num_slots - first, rows))
     row = gl.load(slot_rows + first, mask=slots == 0, other=first_slot // top_k)
     next_row = gl.load(slot_rows + first + 1, mask=count > 1, other=-1)
-    start, start_scale = _row_start(x, x_scale, row, x_stride, x_scale_stride, FORMAT)
-    following = load_row(start, start_scale, gl.where(row >= 0, depth, 0), FORMAT, STEPS)
+    following = _load_source(x, x_scale, row, depth, x_stride, x_scale_stride, FORMAT, STEPS)
     for index in range(count):
         held = following
         source = row
         row = next_row
         next_row = gl.load(slot_rows + first + index + 2, mask=index + 2 < count, other=-1)
-        start, start_scale = _row_start(x, x_scale, row, x_stride, x_scale_stride, FORMAT)
-        following = load_row(start, start_scale, gl.where(row >= 0, depth, 0), FORMAT, STEPS)
-        start, start_scale = _row_start(x, x_scale, source, x_stride, x_scale_stride, FORMAT)
+        following = _load_source(x, x_scale, row, depth, x_stride, x_scale_stride, FORMAT, STEPS)
+        start = gl.maximum(source, 0).to(gl.int64)
+        own_scale = x_scale
+        if FORMAT.coded:
+            own_scale += start * x_scale_stride
         targets = Targets(source, slot_rows, first_slot, slots)
-        _encode_row(out, targets, start, start_scale, held, depth, FORMAT, STEPS)
+        _encode_row(out, targets, x + start * x_stride, own_scale, held, depth, FORMAT, STEPS)

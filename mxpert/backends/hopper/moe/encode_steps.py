@@ -114,8 +114,9 @@ def load_step(x, x_scale, step, depth, FORMAT: gl.constexpr, STEPS: gl.constexpr
 @gluon.jit
 def load_row(x, x_scale, depth, FORMAT: gl.constexpr, STEPS: gl.constexpr):
     """Load the first `held` steps of a row into a tuple."""
+    HELD: gl.constexpr = STEPS.held
     row = ()
-    for step in gl.static_range(STEPS.held):
+    for step in gl.static_range(HELD):
         row += (load_step(x, x_scale, step, depth, FORMAT, STEPS),)  # type: ignore[assignment]
     return row
 
