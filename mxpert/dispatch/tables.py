@@ -13,22 +13,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from ..environment import cache_directory
 from ..errors import require
 from ..files import is_file, parse_json, write_atomically
-from ..problem import (
-    ACTIVATION_FORMATS,
-    GemmConfig,
-    HopperGemmConfig,
-    HopperKernel,
-    MoEConfig,
-    MoEProblem,
-    Op,
-    StageConfig,
-    Target,
-)
+from ..problem import ACTIVATION_FORMATS, GemmConfig, MoEConfig, MoEProblem, Op, Target
 
 REQUIRED_PROVENANCE = ("device", "date", "commit", "torch", "triton")
 FORMATS = tuple(f"{name}xmxfp4" for name in ACTIVATION_FORMATS)
@@ -40,6 +30,7 @@ _OP = "load_table"
 _REMEDY = "write tables with mxpert tune"
 _SIZES = ("E", "k", "H", "F", "T")
 _STAGES = ("gate_up", "down")
+_GEMM_KEYS = tuple(field.name for field in fields(GemmConfig))
 
 
 @dataclass(frozen=True)
@@ -295,7 +286,10 @@ def _parse_config(config: Any, place: str) -> MoEConfig:
     _check_keys(config, place, ("routing_block_m", *_STAGES))
     unit, stages = _integer(config, "routing_block_m", place), []
     for name in _STAGES:
-        stage = _parse_stage(config[name], f"{place}.{name}")
+        _check_keys(config[name], f"{place}.{name}", _GEMM_KEYS)
+        stage = GemmConfig(
+            **{key: _integer(config[name], key, f"{place}.{name}") for key in _GEMM_KEYS}
+        )
         require(
             unit % stage.block_m == 0,
             _OP,
@@ -306,25 +300,6 @@ def _parse_config(config: Any, place: str) -> MoEConfig:
         )
         stages.append(stage)
     return MoEConfig(unit, *stages)
-
-
-def _parse_stage(stage: Any, place: str) -> StageConfig:
-    """Read a HopperGemmConfig, which names its kernel, or a GemmConfig."""
-    kind = HopperGemmConfig if isinstance(stage, dict) and "kernel" in stage else GemmConfig
-    _check_keys(stage, place, tuple(field.name for field in fields(kind)))
-    types = get_type_hints(kind)
-    values: dict[str, Any] = {}
-    for key, type_ in types.items():
-        if type_ is HopperKernel:
-            values[key] = HopperKernel(_text(stage, key, place, list(HopperKernel)))
-        elif type_ is bool:
-            need = "true or false"
-            values[key] = stage[key]
-            valid = type(stage[key]) is bool
-            require(valid, _OP, f"{place}.{key}", need=need, got=repr(stage[key]), remedy=_REMEDY)
-        else:
-            values[key] = _integer(stage, key, place)
-    return kind(**values)
 
 
 def format_table(provenance: Mapping[str, Any], rows: Iterable[TunedRow]) -> str:

@@ -30,6 +30,7 @@ from support.replays import Launches, check_same, flat, ordinary
 SHAPE = MoEShape(
     hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation=mxpert.SwiGLU()
 )
+PINNED = MoEConfig(32, *[HopperGemmConfig(HopperKernel.DECODE, 32, 3, hi_lo=True)] * 2)
 
 
 @pytest.fixture(autouse=True)
