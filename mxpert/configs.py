@@ -86,7 +86,7 @@ class HopperGemmConfig:
     """Kernel, tile and schedule of one MoE stage on Hopper, to pin with `override`.
 
     Args:
-        kernel: the kernel that runs.
+        kernel: the kernel that runs, or its name.
         block_m: sorted rows of a routing block.
         num_stages: stages of the pipeline, each 256 elements of the contracted dimension.
         consumers: consumer warpgroups of a CTA; each computes its own 64 weight rows of a tile.
@@ -97,11 +97,12 @@ class HopperGemmConfig:
 
     Raises:
         TypeError: a value of another type.
-        ValueError: `block_m` below 1. An op raises it too for a tile that the kernel does not have.
+        ValueError: an unknown kernel, or `block_m` below 1. An op raises it too for a tile that
+            the kernel does not have.
 
     Example:
-        >>> HopperGemmConfig(HopperKernel.DECODE, block_m=8, num_stages=5).consumers
-        2
+        >>> HopperGemmConfig("decode", block_m=8, num_stages=5).kernel
+        HopperKernel.DECODE
     """
 
     kernel: HopperKernel
@@ -113,12 +114,13 @@ class HopperGemmConfig:
     hi_lo: bool = False
 
     def __post_init__(self) -> None:
-        for name, kind in (("kernel", HopperKernel), ("hi_lo", bool)):
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise TypeError(
-                    message("HopperGemmConfig", name, f"a {kind.__name__}", repr(value))
-                )
+        kernel, names = self.kernel, [each.value for each in HopperKernel]
+        known = isinstance(kernel, str) and kernel in names
+        need = f"one of {names}"
+        require(known, "HopperGemmConfig", "kernel", need=need, got=repr(kernel))
+        object.__setattr__(self, "kernel", HopperKernel(self.kernel))
+        if type(self.hi_lo) is not bool:
+            raise TypeError(message("HopperGemmConfig", "hi_lo", "a bool", repr(self.hi_lo)))
         _require_integers(
             self, ("block_m", "num_stages", "consumers", "blocks_per_tile", "k_splits")
         )

@@ -59,9 +59,7 @@ from .options import (
     open_folder,
     parse_numbers,
 )
-from .progress import progress
 from .report import (
-    PLOT_HINT,
     Column,
     Row,
     best_device,
@@ -69,12 +67,12 @@ from .report import (
     figure,
     format_rate,
     format_time,
-    has_matplotlib,
     make_console,
     print_table,
+    progress,
     result_console,
-    write_json,
     write_report,
+    write_results,
 )
 
 CASE_OVERHEAD = 64
@@ -543,14 +541,7 @@ def demo(
     )
     results = result_console(json_to)
     show(document, results)
-    write_json(output / "report.json", document)
-    written = [str(output / "report.json")]
-    if has_matplotlib():
-        plot(document, output / "report.png")
-        written.append(str(output / "report.png"))
-    else:
-        console.print(PLOT_HINT, markup=False)
-    console.print(f"wrote {', '.join(written)}", markup=False, highlight=False, soft_wrap=True)
+    write_results(output, "report.json", "report.png", document, lambda path: plot(document, path))
     write_report(json_to, document)
     verdict(document, results)
     if not document["passed"]:

@@ -19,7 +19,6 @@ from ..integrations.transformers import NAME
 from .checkpoint import check_checkpoint, reading
 from .main import quiet_imports
 from .options import FORMATS_HELP, JSON_HELP, check_target, parse_formats
-from .progress import progress
 from .report import (
     Column,
     environment,
@@ -27,6 +26,7 @@ from .report import (
     has_matplotlib,
     make_console,
     print_table,
+    progress,
     result_console,
     write_report,
 )

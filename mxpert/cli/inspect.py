@@ -10,9 +10,8 @@ import typer
 from ..integrations.checkpoints.inspect import ProjectionStatistics, inspect_checkpoint
 from ..integrations.module_paths import short_names
 from .options import JSON_HELP, check_target
-from .progress import progress
 from .quantize import short_name
-from .report import Column, make_console, print_table, result_console, write_report
+from .report import Column, make_console, print_table, progress, result_console, write_report
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_COLUMNS = 12

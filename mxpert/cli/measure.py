@@ -21,6 +21,7 @@ from ..testing.numerics import (
     requantisation_error,
     rounding_rms,
 )
+from ..testing.problems import MoEShape, random_moe_problem
 from ..testing.timing import Timing, Work, matmul_rate, read_bandwidth, time_graph
 from ..weights import MoEWeights
 from .report import Row
@@ -84,6 +85,11 @@ class RunWeights:
         prepared = weights.prepare(device=device)
         return cls(prepared.unprepare(), prepared)
 
+    @classmethod
+    def random(cls, shape: MoEShape, device: torch.device) -> RunWeights:
+        """Random weights of a shape, made on `device`."""
+        return cls.of(random_moe_problem(shape, 1, device=device).weights, device)
+
     def resolve(
         self, explain_with: Callable[[MoEWeights], Explanation], backend: str | None
     ) -> tuple[MoEWeights, Resolution]:
@@ -117,6 +123,11 @@ def time_calls(calls: Sequence[Callable[[], object]], device: torch.device) -> T
     if repeats < 2:
         return first
     return time_graph({"case": calls}, device=device, repeats=min(repeats, 20), warmup=0)["case"]
+
+
+def rotations(num_tokens: int) -> int:
+    """Number of routings that a timing rotates among: small batches hit few experts each."""
+    return max(1, min(8, 64 // num_tokens))
 
 
 def timing_columns(timing: Timing) -> Row:

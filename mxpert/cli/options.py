@@ -13,6 +13,7 @@ from ..integrations.checkpoints.safetensors_files import short
 from ..integrations.models.evaluation import FORMATS
 from ..problem import parse_activation_format
 from ..routing import TOKEN_MASK
+from ..testing.problems import MODEL_SHAPES
 
 FORMAT_NAMES = {activation: name for name, activation in FORMATS.items()}
 """Activation format → the name that tables show and that options take."""
@@ -96,6 +97,18 @@ def check_backend(backend: str | None, command: str) -> None:
         need=f"one of {', '.join(BACKENDS)}",
         got=short(str(backend)),
     )
+
+
+def check_model(name: str, command: str) -> str:
+    """Return the name of a --model; refuse an unknown one."""
+    require(
+        name in MODEL_SHAPES,
+        command,
+        "--model",
+        need=f"one of {', '.join(MODEL_SHAPES)}",
+        got=short(name),
+    )
+    return name
 
 
 def open_folder(folder: Path, command: str, option: str) -> None:

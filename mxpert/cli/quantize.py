@@ -12,8 +12,7 @@ from ..formats.spec import ScaleRule
 from ..integrations.checkpoints.quantize import QuantizeReport, quantize_checkpoint
 from ..integrations.module_paths import short_names
 from .options import JSON_HELP, check_target
-from .progress import progress
-from .report import Column, make_console, print_table, result_console, write_report
+from .report import Column, make_console, print_table, progress, result_console, write_report
 
 EXIT_NOT_VERIFIED = 1
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from mxpert.cli import bench, demo, doctor, main, measure, tune
 from mxpert.cli import eval as eval_module
-from mxpert.cli import progress as progress_module
+from mxpert.cli import report as progress_module
 from mxpert.cli.main import COMMANDS, app
 from mxpert.cli.report import Column, print_table
 

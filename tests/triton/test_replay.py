@@ -17,7 +17,7 @@ import torch
 from triton import knobs
 
 import mxpert
-from mxpert import Combine, HopperGemmConfig, HopperKernel, MoEConfig, Scoring
+from mxpert import Combine, HopperGemmConfig, MoEConfig, Scoring
 from mxpert.backends.hopper.moe.host import FUSED_MOE
 from mxpert.dispatch import tables
 from mxpert.formats.tensor import Layout, MXTensor
@@ -30,7 +30,7 @@ from support.replays import Launches, check_same, flat, ordinary
 SHAPE = MoEShape(
     hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation=mxpert.SwiGLU()
 )
-PINNED = MoEConfig(32, *[HopperGemmConfig(HopperKernel.DECODE, 32, 3, hi_lo=True)] * 2)
+PINNED = MoEConfig(32, *[HopperGemmConfig("decode", 32, 3, hi_lo=True)] * 2)
 
 
 @pytest.fixture(autouse=True)
