@@ -119,6 +119,26 @@ def test_a_row_of_another_version_is_passed_over(shipped: Path) -> None:
     assert explain_problem(stage).resolution.source == "heuristic"
 
 
+@pytest.mark.parametrize("op", [Op.FUSED_MOE, Op.MOE_DOWN])
+@pytest.mark.parametrize(
+    ("layout", "pinned", "need"),
+    [
+        (Layout.HOPPER_FRAGMENT, GemmConfig(8, 64, 128), "a HopperGemmConfig, .* hopper backend"),
+        (Layout.ROW_MAJOR, HopperGemmConfig("decode", 8, 5), "a GemmConfig, .* triton backend"),
+    ],
+    ids=["hopper", "triton"],
+)
+def test_a_pinned_config_is_of_the_backends_kind(
+    op: Op, layout: Layout, pinned: StageConfig, need: str
+) -> None:
+    pytest.importorskip("triton")
+    with (
+        registry.override(config=pinned),
+        pytest.raises(TypeError, match=f"{op.value}: config — need {need}"),
+    ):
+        explain_problem(problem(4, op, 16, layout))
+
+
 def test_no_home_means_no_user_table(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
