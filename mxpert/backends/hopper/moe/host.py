@@ -33,8 +33,7 @@ from .epilogue import ROWS
 from .prefill import _moe_gemm_prefill_kernel
 from .prefill_tiles import Schedules, tile_schedule
 from .split_k_combine import sum_k_splits_and_combine
-from .split_k_encode import sum_k_splits_and_encode
-from .split_k_gate_up import sum_k_splits_and_activate
+from .split_k_gate_up import sum_k_splits_and_activate, sum_k_splits_and_encode
 
 _NUM_WARPS = 4
 """Warps of a warpgroup: of each consumer, and of the producer's partition."""
@@ -51,8 +50,19 @@ class _Stage:
     stage_config = HopperGemmConfig
 
     def unsupported(self, problem: MoEProblem) -> str | None:
-        """Why the kernel cannot serve `problem`; None if it can."""
-        return unsupported(problem)
+        """Why the kernel cannot serve `problem`, as a phrase; None if it can."""
+        if problem.target.arch != "sm_90":
+            return f"needs sm_90, not {problem.target.arch}"
+        if problem.weight_layout is not Layout.HOPPER_FRAGMENT:
+            return (
+                "needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...), which "
+                "keeps ROW_MAJOR where a row spans more than 15 binades"
+            )
+        if problem.options.out_dtype is torch.float64:
+            return "has no float64 output"
+        if problem.routing_block_m % min(heuristics.BLOCKS_M):
+            return f"needs routing_block_m to be a multiple of {min(heuristics.BLOCKS_M)}"
+        return None
 
     def configs(self, problem: MoEProblem) -> Iterator[HopperGemmConfig]:
         """Every tile whose block_m divides the plan's routing_block_m."""
@@ -61,22 +71,6 @@ class _Stage:
     def heuristic(self, problem: MoEProblem) -> HopperGemmConfig:
         """The config used if the tuned table has no row for `problem`."""
         return heuristics.stage_heuristic(problem)
-
-
-def unsupported(problem: MoEProblem) -> str | None:
-    """Why this backend cannot serve `problem`, as a phrase; None if it can."""
-    if problem.target.arch != "sm_90":
-        return f"needs sm_90, not {problem.target.arch}"
-    if problem.weight_layout is not Layout.HOPPER_FRAGMENT:
-        return (
-            "needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...), which "
-            "keeps ROW_MAJOR where a row spans more than 15 binades"
-        )
-    if problem.options.out_dtype is torch.float64:
-        return "has no float64 output"
-    if problem.routing_block_m % min(heuristics.BLOCKS_M):
-        return f"needs routing_block_m to be a multiple of {min(heuristics.BLOCKS_M)}"
-    return None
 
 
 class _GateUp(_Stage):
@@ -228,8 +222,7 @@ class _Call(NamedTuple):
         self, rows: SortedRows, weight: MXTensor, num_rows: int, width: int
     ) -> torch.Tensor:
         """Return the partial sums of a GEMM, float32 [k_splits, num_rows, width]."""
-        size = (self.config.k_splits, num_rows, width)
-        parts = rows.scale.new_empty(size)
+        parts = rows.scale.new_empty((self.config.k_splits, num_rows, width))
         self.multiply(parts, rows, weight, None, _Epilogue())
         return parts
 
