@@ -328,6 +328,7 @@ def _decode_launch(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -
 def _prefill_launch(
     problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm, out_dtype: torch.dtype
 ) -> Launch:
+    constants = _gemm_constants(problem, config, gemm)
     outputs = 64 if gemm.epilogue.kind == ROWS else 32  # columns of a consumer's 64 weight rows
     buffers, rows = heuristics.output_buffers(config, outputs * out_dtype.itemsize)
     # With hi and lo and only two stages of 256 codes, copy half a stage at a time (32 rows are 128
@@ -347,12 +348,12 @@ def _prefill_launch(
         BLOCKS=config.blocks_per_tile,
         PIECES=buffers,
         CONSUMERS=config.consumers,
-        **_gemm_constants(problem, config, gemm),
+        **constants,
     )
 
 
 def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -> dict[str, Any]:
-    """Arguments common to the decode and the prefill kernel, for a valid config."""
+    """Check the config; return the arguments common to the decode and the prefill kernel."""
     heuristics.require_valid(config, problem)
     epilogue = gemm.epilogue
     return dict(
