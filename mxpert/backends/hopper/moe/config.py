@@ -40,8 +40,8 @@ _PREFILL_SHARED = 227 * 1024
 """Shared memory of one CTA in bytes."""
 
 _BARRIER_BYTES = 2048
-_MIN_SPLIT_STEPS = 2
-_MAX_SPLIT_ROWS = 64
+_MIN_STEPS_PER_K_SPLIT = 2
+_MAX_K_SPLIT_ROWS = 64
 _MAX_STAGES = 8
 _FEW_STAGES = 3
 _MOST_IDLE = 1.1
@@ -184,7 +184,7 @@ def _with_k_splits(config: HopperGemmConfig, problem: MoEProblem, op: Op) -> Hop
         return config
     num_tiles, steps = _tiles_and_steps(problem, op)
     idle_factor = decode_ctas(problem) // (_hit_experts(problem) * num_tiles)
-    return replace(config, k_splits=max(1, min(idle_factor, steps // _MIN_SPLIT_STEPS)))
+    return replace(config, k_splits=max(1, min(idle_factor, steps // _MIN_STEPS_PER_K_SPLIT)))
 
 
 def early_stages(config: HopperGemmConfig, problem: MoEProblem, num_tiles: int) -> int:
@@ -236,7 +236,7 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
 
 def _k_split_choices(problem: MoEProblem) -> Iterator[tuple[int, int]]:
     """Pairs of k_splits for both stages that the tuner tries; none if there are many rows."""
-    if problem.num_tokens * problem.top_k > _MAX_SPLIT_ROWS:
+    if problem.num_tokens * problem.top_k > _MAX_K_SPLIT_ROWS:
         return
     for splits in itertools.product((1, 2, 3, 4, 6), (1, 2, 3)):
         if all(

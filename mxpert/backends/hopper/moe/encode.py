@@ -176,6 +176,7 @@ def _moe_encode_rows_kernel(
         source = row
         row = next_row
         next_row = gl.load(slot_rows + first + index + 2, mask=index + 2 < count, other=-1)
+        # Loads of the next row are issued before this row is encoded, to hide their latency.
         following = _load_source(x, x_scale, row, depth, x_stride, x_scale_stride, FORMAT, STEPS)
         start = gl.maximum(source, 0).to(gl.int64)
         own_scale = x_scale

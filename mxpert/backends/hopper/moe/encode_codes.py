@@ -80,6 +80,7 @@ def statistic_of(step, FORMAT: gl.constexpr):
     infinity and NaN last. For MX formats they are the scale bytes of blocks.
     """
     if FORMAT.coded:
+        # All bits of a word's codes but their signs: a block of zeros does not count, unless NaN.
         MAGNITUDES: gl.constexpr = 0x7777 if FORMAT.name == "e2m1" else 0x7F7F7F7F
         counts = ((step.words & MAGNITUDES) != 0) | (step.scales == 255)
         return gl.where(counts, step.scales, 0)

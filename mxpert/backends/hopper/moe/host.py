@@ -176,7 +176,7 @@ class _Down(_Stage):
             parts = call.multiply_k_splits(rows, weights.down_proj, num_rows, width)
             return sum_k_splits_and_combine(parts, weights.down_bias, plan, options)
         out = rows.scale.new_empty((num_rows, width), dtype=options.out_dtype)
-        call = _Call(problem, _unsplit(config), plan, schedules)
+        call = _Call(problem, _without_k_splits(config), plan, schedules)
         epilogue = _Epilogue(weighted=not options.apply_router_weight_on_input)
         call.multiply(out, rows, weights.down_proj, weights.down_bias, epilogue)
         if flat:
@@ -185,7 +185,7 @@ class _Down(_Stage):
 
 
 @functools.cache
-def _unsplit(config: HopperGemmConfig) -> HopperGemmConfig:
+def _without_k_splits(config: HopperGemmConfig) -> HopperGemmConfig:
     return replace(config, k_splits=1)
 
 
