@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -266,12 +267,11 @@ def encode_rows(
     work = _Work(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter, release_first)
     if isinstance(x, MXTensor):
         element = x.format.element
-        format = RowFormat(element.name, coded=True)
         data = x.qdata if element is E2M1 else x.qdata.view(torch.float8_e4m3fn)
-        x_scale, x_scale_stride = x.scale, x.scale.stride(0)
+        x_scale, x_scale_stride, coded = x.scale, x.scale.stride(0), element.name
     else:
-        format, data, x_scale, x_scale_stride = row_format(options), x, None, 0
-    _encode_launch(work, format, data.stride(0), x_scale_stride)(
+        data, x_scale, x_scale_stride, coded = x, None, 0, None
+    _encode_launch(work, data.stride(0), x_scale_stride, coded, options)(
         x=data,
         x_scale=x_scale,
         codes=rows.codes,
@@ -282,8 +282,7 @@ def encode_rows(
     return rows
 
 
-@dataclass(frozen=True)
-class _Work:
+class _Work(NamedTuple):
     """Sizes and flags of a launch, and how programs share the work."""
 
     num_tokens: int
@@ -326,7 +325,10 @@ class _Work:
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _encode_launch(work: _Work, format: RowFormat, x_stride: int, x_scale_stride: int) -> Launch:
+def _encode_launch(
+    work: _Work, x_stride: int, x_scale_stride: int, coded: str | None, options: MoEOptions
+) -> Launch:
+    """Launch of the row-encoding kernel. coded: element format of MX rows, None for bfloat16."""
     steps = work.steps
     return Launch(
         _moe_encode_rows_kernel,
@@ -341,14 +343,13 @@ def _encode_launch(work: _Work, format: RowFormat, x_stride: int, x_scale_stride
         x_scale_stride=x_scale_stride,
         rows=work.rows,
         release_first=int(work.release_first),
-        FORMAT=format,
+        FORMAT=RowFormat(coded, coded=True) if coded else row_format(options),
         STEPS=steps,
         num_warps=steps.warps,
         **PDL_LAUNCH,
     )
 
 
-@functools.cache
 def row_format(options: MoEOptions) -> RowFormat:
     """Format of the rows that bfloat16 becomes with these options."""
     format = activation_mx_format(options.activation_format, "encode_rows")
