@@ -17,13 +17,13 @@ from ....weights import MoEWeights
 from ...common.combine import combine_rows
 from ...common.moe_layer import TwoStageLayer, quantize_rows
 from ...common.pdl import PDL_LAUNCH
+from ..lib.tile_list import Schedules, tile_schedule
 from ..lib.tma import matrix_descriptor, rows_descriptor
 from . import config as heuristics
 from .decode import _moe_gemm_decode_kernel
 from .encode import SortedRows, fits_one_step, sorted_rows
-from .epilogue import ROWS
+from .epilogue import LINEAR
 from .prefill import _moe_gemm_prefill_kernel
-from .prefill_tiles import Schedules, tile_schedule
 from .split_k_combine import combine_parts
 from .split_k_gate_up import finish_gate_up, finish_rows
 
@@ -136,7 +136,7 @@ class _GateUp(_Stage):
                 plan,
                 problem,
                 config,
-                kind=ROWS,
+                kind=LINEAR,
                 parameters=_NO_PARAMETERS,
                 weighted=False,
             )
@@ -203,7 +203,7 @@ class _Down(_Stage):
                 plan,
                 problem,
                 config,
-                kind=ROWS,
+                kind=LINEAR,
                 parameters=_NO_PARAMETERS,
                 weighted=False,
             )
@@ -217,7 +217,7 @@ class _Down(_Stage):
             plan,
             problem,
             _unsplit(config),
-            kind=ROWS,
+            kind=LINEAR,
             parameters=_NO_PARAMETERS,
             weighted=not options.apply_router_weight_on_input,
             schedules=schedules,
@@ -288,7 +288,7 @@ def multiply(
             tile_first_block=schedule.first_block,
             tile_blocks=schedule.blocks,
             tile_expert=schedule.expert,
-            num_groups=schedule.count,
+            num_runs=schedule.count,
             **tensors,
         )
     else:
@@ -342,18 +342,18 @@ def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Laun
     unused = {name: None for name in _X_DESCRIPTORS.values() if name not in tiles}
     constants = _gemm_constants(problem, config, gemm)
     early_stages = config.num_stages  # stage 2 starts while the last tiles of stage 1 still run
-    if gemm.kind != ROWS:
+    if gemm.kind != LINEAR:
         early_stages = heuristics.early_stages(config, problem, constants["tiles_per_block"])
     return Launch(
         _moe_gemm_decode_kernel,
         (heuristics.decode_ctas(problem),),
         tiles,
         num_tokens=problem.num_tokens,
-        splits=config.split_k,
+        k_splits=config.split_k,
         blocks_per_unit=gemm.routing_block_m // config.block_m,
         num_rows=gemm.num_rows,
         early_stages=early_stages,
-        TOKENS=config.block_m,
+        BLOCK_M=config.block_m,
         maxnreg=heuristics.DECODE_REGISTERS,
         WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS,
         **unused,
@@ -365,7 +365,7 @@ def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Laun
 def _prefill_launch(
     problem: MoEProblem, config: GemmConfig, gemm: _Gemm, out_dtype: torch.dtype
 ) -> Launch:
-    outputs = 64 if gemm.kind == ROWS else 32
+    outputs = 64 if gemm.kind == LINEAR else 32
     pieces, rows = heuristics.output_pieces(config, gemm.split, outputs * out_dtype.itemsize)
     # With hi and lo and only two stages of 256 codes, copy half a stage at a time (32 rows are 128
     # codes of depth): decoding then starts earlier.
@@ -382,7 +382,7 @@ def _prefill_launch(
         tiles,
         BLOCK_M=config.block_m,
         BLOCKS=config.group_m,
-        PIECES=pieces,
+        STAGING_BUFFERS=pieces,
         CONSUMERS=heuristics.consumers(config),
         **_gemm_constants(problem, config, gemm),
     )
@@ -400,8 +400,8 @@ def _gemm_constants(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> dic
         row_units=gemm.row_units,
         depth_units=gemm.depth_units,
         STAGES=config.num_stages * config.block_k // _STAGE_DEPTH,
-        SPLIT=gemm.split,
-        KIND=gemm.kind,
+        HI_LO=gemm.split,
+        EPILOGUE=gemm.kind,
         HAS_BIAS=gemm.has_bias,
         WEIGHTED=gemm.weighted,
         num_warps=config.num_warps,
