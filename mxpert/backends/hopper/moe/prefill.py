@@ -203,8 +203,14 @@ def _fill_stage(args, state, step, tile):
         for q in gl.static_range(pipe.BLOCKS):
             mbarrier.expect(ready, WEIGHT_BYTES + (q + 1) * BLOCK_BYTES, pred=tile.blocks == q + 1)
         for half in gl.static_range(part * DEPTH_UNITS, (part + 1) * DEPTH_UNITS):
-            depth = step * STAGE_CODES + half * UNIT_CODES
-            _load_rows(pipe, operands, 2 * state.stage + half, ready, tile, depth)
+            _load_rows(
+                pipe,
+                operands,
+                half=2 * state.stage + half,
+                depth=step * STAGE_CODES + half * UNIT_CODES,
+                ready=ready,
+                tile=tile,
+            )
         # For an odd number of depth units, the last step also reads the next unit's weights. They
         # are finite and are multiplied by x = 0.
         for c in gl.static_range(pipe.CONSUMERS):
@@ -213,10 +219,18 @@ def _fill_stage(args, state, step, tile):
             )
             first = row_unit * args.tiles.depth_units + 2 * step + part
             own = state.stage * pipe.CONSUMERS + c
-            codes = pipe.codes.index(own).slice(part * _UNIT_CODE_ROWS, CODE_ROWS, 0)
-            async_load(operands.code_desc, [first * _UNIT_CODE_ROWS, 0], ready, codes)
-            shifts = pipe.shifts.index(own).slice(part * _UNIT_SHIFT_ROWS, SHIFT_ROWS, 0)
-            async_load(operands.shift_desc, [first * _UNIT_SHIFT_ROWS, 0], ready, shifts)
+            async_load(
+                operands.code_desc,
+                [first * _UNIT_CODE_ROWS, 0],
+                ready,
+                pipe.codes.index(own).slice(part * _UNIT_CODE_ROWS, CODE_ROWS, 0),
+            )
+            async_load(
+                operands.shift_desc,
+                [first * _UNIT_SHIFT_ROWS, 0],
+                ready,
+                pipe.shifts.index(own).slice(part * _UNIT_SHIFT_ROWS, SHIFT_ROWS, 0),
+            )
     return state.advance()
 
 
