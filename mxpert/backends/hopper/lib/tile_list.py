@@ -50,7 +50,7 @@ def _moe_tile_schedule_kernel(
     block_m,
     width,
 ):
-    """One program scans the plan's blocks of block_m rows.
+    """Scan the plan's blocks of block_m rows. Grid: one program.
 
     Within a run of blocks of one expert, every width-th block starts a tile.
     """

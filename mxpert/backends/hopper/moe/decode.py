@@ -47,6 +47,7 @@ from ..lib.tile_scheduler import CLAIM_LEAD, claim_tile, publish_end, publish_ti
 from .epilogue import (
     ActivationParameters,
     Epilogue,
+    Variant,
     finish,
     is_real,
     load_output_terms,
@@ -343,10 +344,10 @@ def _compute_tile(args, state, tile, first_row, steps, PARTITION: gl.constexpr, 
     epilogue = args.epilogue
     HI_LO: gl.constexpr = args.pipe.HI_LO
     COLUMNS: gl.constexpr = num_columns(ROWS, HI_LO)
-    LAYOUT: gl.constexpr = output_layout(ROWS, epilogue.EPILOGUE)
+    LAYOUT: gl.constexpr = output_layout(ROWS, epilogue.variant.EPILOGUE)
     # The main loop hides the latency of these loads; up to 32 columns there are registers for it.
     TERMS_FIRST: gl.constexpr = COLUMNS <= 32
-    first_output = (tile.row_pair * 2 + PARTITION) * outputs_per_unit(epilogue.EPILOGUE)
+    first_output = (tile.row_pair * 2 + PARTITION) * outputs_per_unit(epilogue.variant.EPILOGUE)
     first_stored = first_row + tile.k_split() * args.plan.num_rows
     tables = decode_tables()
     if TERMS_FIRST:
@@ -467,17 +468,8 @@ def _moe_gemm_decode_kernel(
         depth_units=depth_units,
         num_rows=num_rows,
     )
-    epilogue = Epilogue(
-        reference=reference,
-        bias=bias,
-        num_outputs=num_outputs,
-        row_units=row_units,
-        x_scale=x_scale,
-        routed_weights=routed_weights,
-        EPILOGUE=EPILOGUE,
-        HAS_BIAS=HAS_BIAS,
-        WEIGHTED=WEIGHTED,
-    )
+    variant = Variant(EPILOGUE, HAS_BIAS, WEIGHTED)
+    epilogue = Epilogue(reference, bias, num_outputs, row_units, x_scale, routed_weights, variant)
     output = Output(sorted_token_ids=sorted_token_ids, out=out, num_tokens=num_tokens)
     parameters = ActivationParameters(first=param_first, second=param_second)
     consumer = ConsumerArgs(pipe, epilogue, output, parameters, plan)

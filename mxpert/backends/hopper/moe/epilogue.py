@@ -21,13 +21,25 @@ _TOKEN_MASK = gl.constexpr((1 << 24) - 1)
 
 
 @aggregate
+class Variant:
+    """Variant of the epilogue.
+
+    EPILOGUE: LINEAR or the name of an activation. WEIGHTED: routing weights multiply the outputs
+    (LINEAR) or the inputs of the activation.
+    """
+
+    EPILOGUE: gl.constexpr
+    HAS_BIAS: gl.constexpr
+    WEIGHTED: gl.constexpr
+
+
+@aggregate
 class Epilogue:
     """What the epilogue reads from global memory, and its variant.
 
     reference: uint8 [E, row_units * 64], E8M0 reference exponents of weight rows. bias: [E,
     num_outputs], or of gate and up rows [E, 2 * num_outputs]. x_scale, routed_weights: float32 [P],
-    one value for each sorted row. EPILOGUE: LINEAR or the name of an activation. WEIGHTED: whether
-    routing weights multiply the outputs (LINEAR) or the inputs of the activation.
+    one value for each sorted row.
     """
 
     reference: gl.tensor
@@ -36,9 +48,7 @@ class Epilogue:
     row_units: gl.tensor
     x_scale: gl.tensor
     routed_weights: gl.tensor
-    EPILOGUE: gl.constexpr
-    HAS_BIAS: gl.constexpr
-    WEIGHTED: gl.constexpr
+    variant: Variant
 
 
 @aggregate
@@ -119,16 +129,16 @@ def load_output_terms(epilogue, expert, first_output, LAYOUT: gl.constexpr):
 
     Raw values are returned; `finish` computes with them, so that nothing waits for the loads here.
     """
-    OUTPUTS: gl.constexpr = outputs_per_unit(epilogue.EPILOGUE)
+    OUTPUTS: gl.constexpr = outputs_per_unit(epilogue.variant.EPILOGUE)
     num_outputs = epilogue.num_outputs
     padded_rows = epilogue.row_units * 64
     output = first_output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, LAYOUT))
     reference = epilogue.reference + expert * padded_rows
     inside = output < num_outputs
-    if epilogue.EPILOGUE == _LINEAR:
+    if epilogue.variant.EPILOGUE == _LINEAR:
         exponents = gl.load(reference + output, mask=inside, other=127)
         bias = _load_bias(
-            epilogue.bias + expert * num_outputs, output, num_outputs, epilogue.HAS_BIAS
+            epilogue.bias + expert * num_outputs, output, num_outputs, epilogue.variant.HAS_BIAS
         )
         return OutputTerms(reference=exponents, up_reference=exponents, bias=bias, up_bias=bias)
     else:
@@ -137,8 +147,8 @@ def load_output_terms(epilogue, expert, first_output, LAYOUT: gl.constexpr):
         return OutputTerms(
             reference=gl.load(reference + gate, mask=inside, other=127),
             up_reference=gl.load(reference + gate + 1, mask=inside, other=127),
-            bias=_load_bias(bias, gate, 2 * num_outputs, epilogue.HAS_BIAS),
-            up_bias=_load_bias(bias, gate + 1, 2 * num_outputs, epilogue.HAS_BIAS),
+            bias=_load_bias(bias, gate, 2 * num_outputs, epilogue.variant.HAS_BIAS),
+            up_bias=_load_bias(bias, gate + 1, 2 * num_outputs, epilogue.variant.HAS_BIAS),
         )
 
 
@@ -147,7 +157,7 @@ def load_row_terms(epilogue, first_row, ROWS: gl.constexpr, LAYOUT: gl.constexpr
     """Load scales and routing weights of a tile's sorted rows, in the 1-D LAYOUT."""
     row = first_row + gl.arange(0, ROWS, layout=LAYOUT)
     scale = gl.load(epilogue.x_scale + row)
-    weight = gl.load(epilogue.routed_weights + row) if epilogue.WEIGHTED else scale
+    weight = gl.load(epilogue.routed_weights + row) if epilogue.variant.WEIGHTED else scale
     return RowTerms(scale=scale, weight=weight)
 
 
@@ -173,19 +183,21 @@ def finish(accumulator, outputs, rows, parameters, epilogue, LAYOUT: gl.constexp
     factor = _row_factor(outputs.reference)
     up_factor = _row_factor(outputs.up_reference)
     scale = rows.scale
-    if epilogue.EPILOGUE == _LINEAR:
+    if epilogue.variant.EPILOGUE == _LINEAR:
         value = row_pairs(accumulator, LAYOUT)  # [64, ROWS] float32
         value = value * factor[:, None] * scale[None, :] + outputs.bias[:, None]
-        if epilogue.WEIGHTED:
+        if epilogue.variant.WEIGHTED:
             value = value * rows.weight[None, :]
         return value
     else:
         gate, up = gate_and_up(accumulator, LAYOUT)  # [32, ROWS] float32 each
-        if epilogue.WEIGHTED:
+        if epilogue.variant.WEIGHTED:
             scale = scale * rows.weight
         gate = gate * factor[:, None] * scale[None, :] + outputs.bias[:, None]
         up = up * up_factor[:, None] * scale[None, :] + outputs.up_bias[:, None]
-        return gated_activation(gate, up, parameters.first, parameters.second, epilogue.EPILOGUE)
+        return gated_activation(
+            gate, up, parameters.first, parameters.second, epilogue.variant.EPILOGUE
+        )
 
 
 @gluon.jit

@@ -243,6 +243,7 @@ def make_prefill_pipeline(
     HI_LO: gl.constexpr,
 ):
     """Allocate the stages and initialise their mbarriers."""
+    gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3, "registers suffice for two or three")
     READY_PER_STAGE: gl.constexpr = _ready_per_stage(code_desc)
     NUM_READY: gl.constexpr = STAGES * READY_PER_STAGE
     codes = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 64, 128], code_desc.layout)
@@ -298,16 +299,18 @@ class PingPong:
 
 
 @gluon.jit
-def make_order_barriers(CONSUMERS: gl.constexpr):
-    """Make the ping-pong order barriers, one for each consumer.
+def make_order_barriers(CONSUMERS: gl.constexpr, POLICY: gl.constexpr, unused):
+    """Make the ping-pong order barriers, one for each consumer; UNORDERED returns `unused`.
 
     They are allocated only if used. The compiler reuses shared memory of buffers without later
     uses, and an initialised mbarrier must not share memory with other data: results changed when
     several processes shared a GPU.
     """
-    barriers = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for consumer in gl.static_range(CONSUMERS):
-        mbarrier.init(barriers.index(consumer), count=1)
+    barriers = unused
+    if POLICY != UNORDERED:
+        barriers = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+        for consumer in gl.static_range(CONSUMERS):
+            mbarrier.init(barriers.index(consumer), count=1)
     return barriers
 
 
@@ -340,7 +343,7 @@ def _multiply(
 
 @gluon.jit
 def accumulate_prefill(
-    pipe, tables, order, state, turn, steps, PARTITION: gl.constexpr, ROWS: gl.constexpr
+    pipe, tables, ping_pong, state, turn, steps, PARTITION: gl.constexpr, ROWS: gl.constexpr
 ):
     """Sum up a row unit of a tile of ROWS rows over `steps` stages.
 
@@ -351,7 +354,7 @@ def accumulate_prefill(
     """
     HI_LO: gl.constexpr = pipe.HI_LO
     POLICY: gl.constexpr = _column_policy(ROWS, HI_LO)
-    ORDERED: gl.constexpr = order.POLICY != UNORDERED
+    ORDERED: gl.constexpr = ping_pong.POLICY != UNORDERED
     gl.static_assert(not ORDERED or POLICY != TWO_IN_TURN, "two turns a stage")
     LEFT: gl.constexpr = left_columns(ROWS, HI_LO)
     RIGHT: gl.constexpr = right_columns(ROWS, HI_LO)
@@ -370,7 +373,7 @@ def accumulate_prefill(
             mbarrier.wait(pipe.ready.index(ready + 1), state.phase)
         if ORDERED:
             b = _decode_half(pipe, own, tables, 1, LAYOUT)
-            turn = order.wait(turn)
+            turn = ping_pong.wait(turn)
         # Multiply.
         first_half, second_half = 2 * state.stage, 2 * state.stage + 1
         no_right = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
@@ -386,7 +389,7 @@ def accumulate_prefill(
         elif POLICY == HI_THEN_LO:
             low = _multiply(a, pipe.x, first_half, right, RIGHT_AT, RIGHT, True)
             low = _multiply(b, pipe.x, second_half, low, RIGHT_AT, RIGHT, True)
-        order.signal(AFTER_ISSUE)
+        ping_pong.signal(AFTER_ISSUE)
         # Wait for the sums of the stage.
         if POLICY == ONE_GROUP:
             left_part = warpgroup_mma_wait(0, deps=(left_part,))
@@ -400,7 +403,7 @@ def accumulate_prefill(
         else:  # the additions of the high sums overlap the two wgmma of the low parts
             left += warpgroup_mma_wait(2, deps=(left_part,))
             right = warpgroup_mma_wait(0, deps=(low,))
-        order.signal(AFTER_COMPLETION)
+        ping_pong.signal(AFTER_COMPLETION)
         mbarrier.arrive(pipe.free.index(state.stage), count=1)
         # Promote what has not been added yet.
         if POLICY == ONE_GROUP:

@@ -50,6 +50,7 @@ from ..lib.tile_scheduler import CLAIM_LEAD, claim_tile, publish_end, publish_ti
 from .epilogue import (
     ActivationParameters,
     Epilogue,
+    Variant,
     finish,
     load_output_terms,
     load_row_terms,
@@ -61,7 +62,6 @@ from .epilogue import (
 from .mainloop import (
     STAGE_CODES,
     UNIT_CODES,
-    UNORDERED,
     PingPong,
     PrefillPipeline,
     accumulate_prefill,
@@ -130,10 +130,14 @@ class Operands:
 
 @aggregate
 class ConsumerArgs:
-    """Arguments of a consumer. staging: its output buffers [buffers, rows, outputs]."""
+    """Arguments of a consumer.
+
+    order: order barriers of all consumers. staging: its output buffers [buffers, rows, outputs].
+    ORDER: ping-pong policy.
+    """
 
     pipe: PrefillPipeline
-    order_barriers: gl.shared_memory_descriptor
+    order: gl.shared_memory_descriptor
     staging: gl.shared_memory_descriptor
     epilogue: Epilogue
     out_desc: tma.tensor_descriptor
@@ -261,15 +265,15 @@ def _load_outputs(epilogue, expert, unit, COLUMNS: gl.constexpr):
     return load_output_terms(
         epilogue,
         expert,
-        first_output=unit * outputs_per_unit(epilogue.EPILOGUE),
-        LAYOUT=output_layout(COLUMNS, epilogue.EPILOGUE),
+        first_output=unit * outputs_per_unit(epilogue.variant.EPILOGUE),
+        LAYOUT=output_layout(COLUMNS, epilogue.variant.EPILOGUE),
     )
 
 
 @gluon.jit
 def _store(args, sums, outputs, rows, first_row, unit, SUBTILE: gl.constexpr):
     """Run the epilogue for sums [64, rows] of one row unit; store rows from `first_row` on."""
-    EPILOGUE: gl.constexpr = args.epilogue.EPILOGUE
+    EPILOGUE: gl.constexpr = args.epilogue.variant.EPILOGUE
     LAYOUT: gl.constexpr = output_layout(sums.shape[1], EPILOGUE)
     value = finish(sums, outputs, rows.to_columns(LAYOUT), args.parameters, args.epilogue, LAYOUT)
     first_output = unit * outputs_per_unit(EPILOGUE)
@@ -280,7 +284,7 @@ def _store(args, sums, outputs, rows, first_row, unit, SUBTILE: gl.constexpr):
 def _compute_tile(
     args,
     tables,
-    order,
+    ping_pong,
     state,
     turn,
     tile,
@@ -304,7 +308,7 @@ def _compute_tile(
     left, right, state, turn = accumulate_prefill(
         args.pipe,
         tables,
-        order,
+        ping_pong,
         state,
         turn,
         steps=gl.cdiv(args.tiles.depth_units, 2),
@@ -325,9 +329,9 @@ def _compute_tile(
 def _consume(args, PARTITION: gl.constexpr):
     """A consumer warpgroup: compute row unit PARTITION of each tile; see the timeline above."""
     pipe = args.pipe
-    order = PingPong(
-        mine=args.order_barriers.index(PARTITION),
-        next=args.order_barriers.index((PARTITION + 1) % pipe.CONSUMERS),
+    ping_pong = PingPong(
+        mine=args.order.index(PARTITION),
+        next=args.order.index((PARTITION + 1) % pipe.CONSUMERS),
         POLICY=args.ORDER,
     )
     tables = decode_tables()
@@ -341,7 +345,7 @@ def _consume(args, PARTITION: gl.constexpr):
                 state, turn = _compute_tile(
                     args,
                     tables,
-                    order,
+                    ping_pong,
                     state,
                     turn,
                     tile,
@@ -358,6 +362,15 @@ def _consume(args, PARTITION: gl.constexpr):
             first_block=first_block, blocks=blocks, expert=expert, tile_in_run=tile_in_run
         )
     tma.store_wait(0)
+
+
+@gluon.jit
+def _make_staging(out_desc, STAGING_BUFFERS: gl.constexpr):
+    """Allocate a consumer's output buffers."""
+    ROWS: gl.constexpr = out_desc.block_type.shape[0]
+    OUTPUTS: gl.constexpr = out_desc.block_type.shape[1]
+    STAGING_SHAPE: gl.constexpr = [STAGING_BUFFERS, ROWS, OUTPUTS]
+    return gl.allocate_shared_memory(out_desc.dtype, STAGING_SHAPE, out_desc.layout)
 
 
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "low_rows"])
@@ -393,35 +406,18 @@ def _moe_gemm_prefill_kernel(
     WEIGHTED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Compute out [P, num_outputs] for all tiles; see the contract above.
+    """Compute out [P, num_outputs] for all tiles; see the contract and the structures above.
 
-    Arguments are described at the structures that hold them. tiles_per_block: tiles of a run of
-    blocks. num_runs: int32 [1]. STAGING_BUFFERS: output buffers per consumer, hence TMA stores in
-    flight. HI_LO: rows of x have high and low parts.
+    num_runs: int32 [1]. tiles_per_block: tiles of a run. STAGING_BUFFERS: TMA stores in flight.
     """
-    gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3, "two or three consumers")
     gl.static_assert(num_warps == _CONSUMER_WARPS, "consumer 0 is the default partition")
     ORDER: gl.constexpr = ping_pong_policy(CONSUMERS, BLOCKS * BLOCK_M, HI_LO)
-    STAGING_SHAPE: gl.constexpr = [
-        STAGING_BUFFERS,
-        out_desc.block_type.shape[0],
-        out_desc.block_type.shape[1],
-    ]
     pipe = make_prefill_pipeline(
-        code_desc,
-        shift_desc,
-        x_desc,
-        CONSUMERS=CONSUMERS,
-        BLOCK_M=BLOCK_M,
-        BLOCKS=BLOCKS,
-        STAGES=STAGES,
-        HI_LO=HI_LO,
+        code_desc, shift_desc, x_desc, CONSUMERS, BLOCK_M, BLOCKS, STAGES, HI_LO
     )
-    staging_0 = gl.allocate_shared_memory(out_desc.dtype, STAGING_SHAPE, out_desc.layout)
-    staging_1 = gl.allocate_shared_memory(out_desc.dtype, STAGING_SHAPE, out_desc.layout)
-    order_barriers = pipe.free  # a placeholder if there are no order barriers
-    if ORDER != UNORDERED:
-        order_barriers = make_order_barriers(CONSUMERS)
+    staging_0 = _make_staging(out_desc, STAGING_BUFFERS)
+    staging_1 = _make_staging(out_desc, STAGING_BUFFERS)
+    order = make_order_barriers(CONSUMERS, ORDER, unused=pipe.free)
     wait_and_launch_dependents()
     tiles = TileList(
         first_block=tile_first_block,
@@ -431,26 +427,13 @@ def _moe_gemm_prefill_kernel(
         tiles_per_run=tiles_per_block,
         depth_units=depth_units,
     )
-    epilogue = Epilogue(
-        reference=reference,
-        bias=bias,
-        num_outputs=num_outputs,
-        row_units=row_units,
-        x_scale=x_scale,
-        routed_weights=routed_weights,
-        EPILOGUE=EPILOGUE,
-        HAS_BIAS=HAS_BIAS,
-        WEIGHTED=WEIGHTED,
-    )
-    parameters = ActivationParameters(first=param_first, second=param_second)
+    variant = Variant(EPILOGUE, HAS_BIAS, WEIGHTED)
+    epilogue = Epilogue(reference, bias, num_outputs, row_units, x_scale, routed_weights, variant)
+    parameters = ActivationParameters(param_first, param_second)
     operands = Operands(code_desc, shift_desc, x_desc, row_units, low_rows)
     producer = ProducerArgs(pipe, tile_counter, operands, tiles)
-    consumer_0 = ConsumerArgs(
-        pipe, order_barriers, staging_0, epilogue, out_desc, parameters, tiles, ORDER=ORDER
-    )
-    consumer_1 = ConsumerArgs(
-        pipe, order_barriers, staging_1, epilogue, out_desc, parameters, tiles, ORDER=ORDER
-    )
+    consumer_0 = ConsumerArgs(pipe, order, staging_0, epilogue, out_desc, parameters, tiles, ORDER)
+    consumer_1 = ConsumerArgs(pipe, order, staging_1, epilogue, out_desc, parameters, tiles, ORDER)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consume, (consumer_0, 0)), (_consume, (consumer_1, 1)), (_produce, (producer,))],
@@ -458,10 +441,8 @@ def _moe_gemm_prefill_kernel(
             [_REGISTERS_OF_TWO, _PRODUCER_REGISTERS],
         )
     else:
-        staging_2 = gl.allocate_shared_memory(out_desc.dtype, STAGING_SHAPE, out_desc.layout)
-        consumer_2 = ConsumerArgs(
-            pipe, order_barriers, staging_2, epilogue, out_desc, parameters, tiles, ORDER=ORDER
-        )
+        last = _make_staging(out_desc, STAGING_BUFFERS)
+        consumer_2 = ConsumerArgs(pipe, order, last, epilogue, out_desc, parameters, tiles, ORDER)
         gl.warp_specialize(
             [
                 (_consume, (consumer_0, 0)),

@@ -14,7 +14,7 @@ from ..lib.ptx import LO_SCALE, decode_words
 
 
 @gluon.constexpr_function
-def _split(flat_bits: list[int], columns: int) -> list[list[int]]:
+def _row_column_bits(flat_bits: list[int], columns: int) -> list[list[int]]:
     """Map bits of a flat byte address to [row, column] of a tile with `columns` bytes a row."""
     return [[0, bit] if bit < columns else [bit // columns, 0] for bit in flat_bits]
 
@@ -30,9 +30,9 @@ def code_layout(STEPS):
     """Codes [STEPS * 32, 128] uint8: each thread's 16-byte loads are its own fragments."""
     registers = [1, 2, 4, 8, 2048, *_powers(4096, STEPS)]
     return gl.DistributedLinearLayout(
-        _split(registers, 128),
-        _split(_powers(16, 32), 128),
-        _split([512, 1024], 128),
+        _row_column_bits(registers, 128),
+        _row_column_bits(_powers(16, 32), 128),
+        _row_column_bits([512, 1024], 128),
         [],
         [STEPS * 32, 128],
     )
@@ -43,9 +43,9 @@ def shift_layout(STEPS):
     """Scale shifts [STEPS * 8, 32] uint8, in the threads that hold the codes."""
     registers = [1, *_powers(256, STEPS)]
     return gl.DistributedLinearLayout(
-        _split(registers, 32),
-        _split(_powers(2, 32), 32),
-        _split([64, 128], 32),
+        _row_column_bits(registers, 32),
+        _row_column_bits(_powers(2, 32), 32),
+        _row_column_bits([64, 128], 32),
         [],
         [STEPS * 8, 32],
     )
