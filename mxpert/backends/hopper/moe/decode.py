@@ -143,9 +143,21 @@ class ProducerArgs:
     early_stages: gl.tensor
 
 
+@gluon.jit
+def _pack_part(k_split, width):
+    """One number for k split and width, so that a tag of four numbers holds the tile."""
+    return k_split * _MAX_WIDTHS + width
+
+
+@gluon.jit
+def _unpack_part(part):
+    """Return k split and width."""
+    return part // _MAX_WIDTHS, part % _MAX_WIDTHS
+
+
 @aggregate
 class TileInfo:
-    """A tile: routing block, its expert, pair of row units; k split and width in one number."""
+    """A tile: routing block, its expert, pair of row units; k split and width, packed in `part`."""
 
     block: gl.tensor
     expert: gl.tensor
@@ -155,12 +167,14 @@ class TileInfo:
     @gluon.jit
     def k_split(self):
         """Part of the depth that the tile sums up."""
-        return self.part // _MAX_WIDTHS
+        k_split, _ = _unpack_part(self.part)
+        return k_split
 
     @gluon.jit
     def width(self):
         """Width w: the tile has ``8 << w`` rows."""
-        return self.part % _MAX_WIDTHS
+        _, width = _unpack_part(self.part)
+        return width
 
     @gluon.jit
     def numbers(self):
@@ -192,16 +206,16 @@ def _locate_tile(tile, plan, BLOCK_M: gl.constexpr):
         unit = block // plan.blocks_per_unit
     used = block < plan.max_blocks
     expert = gl.load(plan.block_expert_ids + unit, mask=used, other=0, cache_modifier=BEFORE_WAIT)
-    part = k_split * _MAX_WIDTHS
+    part = _pack_part(k_split, width=0)
     for width in gl.static_range(1, _num_widths(BLOCK_M)):
-        # Real rows come first: the next width is needed if the row after the last width is real.
+        # Real rows come first: this width is needed if the first row past the narrower one is real.
         next_row = gl.load(
             plan.sorted_token_ids + block * BLOCK_M + (_MIN_ROWS << (width - 1)),
             mask=used,
             other=-1,
             cache_modifier=BEFORE_WAIT,
         )
-        part += is_real(next_row, plan.num_tokens).to(gl.int32)
+        part += is_real(next_row, plan.num_tokens).to(gl.int32)  # one width more
     return TileInfo(block=block, expert=expert, row_pair=row_pair, part=part)
 
 
@@ -300,7 +314,9 @@ def _produce(args):
         # stores only outputs that exist.
         unit = tile.expert * row_units + tile.row_pair * 2
         units = (unit, gl.minimum(unit + 1, tile.expert * row_units + row_units - 1))
-        if is_first:  # start loading its weights before grid_dependency_wait
+        # Start loading the first tile's weights before grid_dependency_wait. These stages get no
+        # tag: consumers locate their first tile themselves.
+        if is_first:
             is_first = False
             early = gl.minimum(last_step - first_step, args.early_stages)
             for ahead in range(early):

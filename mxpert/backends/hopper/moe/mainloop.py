@@ -59,6 +59,8 @@ def make_decode_pipeline(
 ):
     """Allocate the stages and initialise their mbarriers."""
     COLUMNS: gl.constexpr = num_columns(BLOCK_M, HI_LO)
+    gl.static_assert(code_desc.block_type.nbytes == 64 * 128, "a row unit's codes of a stage")
+    gl.static_assert(shift_desc.block_type.nbytes == 16 * 32, "a row unit's shifts of a stage")
     codes = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 64, 128], code_desc.layout)
     shifts = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 16, 32], shift_desc.layout)
     x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, STAGE_CODES], x_desc.layout)
@@ -246,6 +248,11 @@ def make_prefill_pipeline(
     gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3, "registers suffice for two or three")
     READY_PER_STAGE: gl.constexpr = _ready_per_stage(code_desc)
     NUM_READY: gl.constexpr = STAGES * READY_PER_STAGE
+    CODE_BYTES: gl.constexpr = READY_PER_STAGE * code_desc.block_type.nbytes
+    SHIFT_BYTES: gl.constexpr = READY_PER_STAGE * shift_desc.block_type.nbytes
+    gl.static_assert(CODE_BYTES == 64 * 128, "a row unit's codes of a stage")
+    gl.static_assert(SHIFT_BYTES == 16 * 32, "a row unit's shifts of a stage")
+    gl.static_assert(x_desc.block_type.shape[0] == BLOCK_M, "a block's rows")
     codes = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 64, 128], code_desc.layout)
     shifts = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 16, 32], shift_desc.layout)
     x = _make_activation_rows(x_desc, STAGES, num_columns(BLOCKS * BLOCK_M, HI_LO))
