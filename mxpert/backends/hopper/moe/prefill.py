@@ -21,7 +21,7 @@ Barriers: two or three mbarriers a stage, and one order barrier a consumer.
         stage, so that one consumer multiplies while the others decode and promote (ping-pong).
         Consumer 0 passes first. Policies without an order have no such barrier.
 
-Pipeline: STAGES stages of 256 codes of depth, as many as fit (2 to 4 for the tiles in use).
+Pipeline: STAGES stages of 256 codes of depth, as many as fit (2 to 5 in the tiles of `config`).
     A stage holds CONSUMERS × (64 × 128 + 16 × 32) bytes of weight codes and shifts, 256 bytes of
     each of BLOCKS × BLOCK_M activation rows (with HI_LO twice as many) and the tag of its tile:
     82,944 bytes with 2 consumers and 4 blocks of 64 rows.
