@@ -17,8 +17,8 @@ pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon
 
 from triton.backends.nvidia.compiler import get_ptxas
 
+from mxpert.backends.hopper.lib import tile_list as schedule
 from mxpert.backends.hopper.moe import config as heuristics
-from mxpert.backends.hopper.moe import prefill_tiles as schedule
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (
     ACTIVATION_FORMATS,
@@ -225,7 +225,7 @@ def test_split_depth(recorder: Recorder, a_format: str, tile: str) -> None:
         describe(shape_of(), 4, a_format), replace(config, k_splits=3), has_bias=True
     )
     parts = gemms(launches)
-    assert [launch.arguments["KIND"] for launch in parts] == ["rows", "rows"]
+    assert [launch.arguments["EPILOGUE"] for launch in parts] == ["linear"] * 2
     for launch in parts:
         check_gemm(launch.compile(), tile)
     finishing = [launch for launch in launches if "finish" in launch.name or "parts" in launch.name]
@@ -372,7 +372,7 @@ def test_one_binary_serves_all_models(recorder: Recorder, a_format: str) -> None
                 shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k, SwiGLU()
             )
             for launch in recorder.run(describe(same, num_tokens, a_format), config, has_bias=True):
-                key = (launch.name, str(launch.arguments.get("KIND")))
+                key = (launch.name, str(launch.arguments.get("EPILOGUE")))
                 seen.setdefault(key, {}).setdefault(launch.binary, f"{model}, T = {num_tokens}")
     many = {
         key: list(models.values())

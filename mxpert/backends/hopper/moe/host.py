@@ -25,13 +25,13 @@ from ....weights import MoEWeights
 from ...common.combine import combine_rows
 from ...common.moe_layer import TwoStageLayer, quantize_rows
 from ...common.pdl import PDL_LAUNCH
+from ..lib.tile_list import Schedules, tile_schedule
 from ..lib.tma import matrix_descriptor, rows_descriptor
 from . import config as heuristics
 from .decode import _moe_gemm_decode_kernel
 from .encode import SortedRows, encode_rows, fits_one_step
-from .epilogue import ROWS
+from .epilogue import LINEAR
 from .prefill import _moe_gemm_prefill_kernel
-from .prefill_tiles import Schedules, tile_schedule
 from .split_k_combine import sum_k_splits_and_combine
 from .split_k_gate_up import sum_k_splits_and_activate, sum_k_splits_and_encode
 
@@ -190,9 +190,9 @@ def _without_k_splits(config: HopperGemmConfig) -> HopperGemmConfig:
 
 
 class _Epilogue(NamedTuple):
-    """What follows a GEMM: ROWS or an activation with its parameters, and the routing weight."""
+    """What follows a GEMM: LINEAR or an activation with its parameters, and the routing weight."""
 
-    kind: str = ROWS
+    kind: str = LINEAR
     parameters: tuple[float, float] = (0.0, 0.0)
     weighted: bool = False
 
@@ -267,7 +267,7 @@ class _Call(NamedTuple):
                 tile_first_block=schedule.first_block,
                 tile_blocks=schedule.blocks,
                 tile_expert=schedule.expert,
-                num_groups=schedule.count,
+                num_runs=schedule.count,
                 **tensors,
             )
         else:
@@ -305,18 +305,18 @@ def _decode_launch(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -
     unused = {name: None for name in _X_DESCRIPTORS.values() if name not in tiles}
     constants = _gemm_constants(problem, config, gemm)
     early_stages = config.num_stages  # stage 2 starts while the last tiles of stage 1 still run
-    if gemm.epilogue.kind != ROWS:
+    if gemm.epilogue.kind != LINEAR:
         early_stages = heuristics.early_stages(config, problem, constants["tiles_per_block"])
     return Launch(
         _moe_gemm_decode_kernel,
         (heuristics.decode_ctas(problem),),
         tiles,
         num_tokens=problem.num_tokens,
-        splits=config.k_splits,
+        k_splits=config.k_splits,
         blocks_per_unit=gemm.routing_block_m // config.block_m,
         num_rows=gemm.num_rows,
         early_stages=early_stages,
-        TOKENS=config.block_m,
+        BLOCK_M=config.block_m,
         maxnreg=heuristics.DECODE_REGISTERS,
         WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS,
         **unused,
@@ -329,7 +329,7 @@ def _prefill_launch(
     problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm, out_dtype: torch.dtype
 ) -> Launch:
     constants = _gemm_constants(problem, config, gemm)
-    outputs = 64 if gemm.epilogue.kind == ROWS else 32  # columns of a consumer's 64 weight rows
+    outputs = 64 if gemm.epilogue.kind == LINEAR else 32  # columns of a consumer's 64 weight rows
     buffers, rows = heuristics.output_buffers(config, outputs * out_dtype.itemsize)
     # With hi and lo and only two stages of 256 codes, copy half a stage at a time (32 rows are 128
     # codes of depth): decoding then starts earlier.
@@ -346,7 +346,7 @@ def _prefill_launch(
         tiles,
         BLOCK_M=config.block_m,
         BLOCKS=config.blocks_per_tile,
-        PIECES=buffers,
+        STAGING_BUFFERS=buffers,
         CONSUMERS=config.consumers,
         **constants,
     )
@@ -365,8 +365,8 @@ def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) 
         row_units=gemm.row_units,
         depth_units=gemm.depth_units,
         STAGES=config.num_stages,
-        SPLIT=config.hi_lo,
-        KIND=epilogue.kind,
+        HI_LO=config.hi_lo,
+        EPILOGUE=epilogue.kind,
         HAS_BIAS=gemm.has_bias,
         WEIGHTED=epilogue.weighted,
         num_warps=_NUM_WARPS,
