@@ -24,9 +24,10 @@ from ..runtime.toolchain import toolchain
 from ..testing.timing import read_bandwidth
 from .measure import RunWeights
 from .options import (
+    DEFAULT_FORMATS,
     FORMAT_NAMES,
-    FORMATS_HELP,
-    JSON_HELP,
+    Formats,
+    JsonFile,
     check_target,
     open_folder,
     parse_formats,
@@ -337,7 +338,7 @@ def tune(
         show_default=False,
         help="Token counts, comma-separated. Default: the powers of two up to 8192.",
     ),
-    formats: str = typer.Option("a16w4,a8w4,a4w4", "--format", "--formats", help=FORMATS_HELP),
+    formats: Formats = DEFAULT_FORMATS,
     time_budget: float = typer.Option(
         600.0, help="Seconds for the whole run; cells left are tuned when it is run again."
     ),
@@ -353,7 +354,7 @@ def tune(
     target: str = typer.Option(
         None, help=f"With --dry-run: a device that need not be here: {', '.join(TARGETS)}."
     ),
-    json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
+    json_to: JsonFile = None,
 ) -> None:
     """Search the tiles that are fastest on this GPU.
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mxpert.cli import bench, demo, doctor, main, measure, tune
+from mxpert.cli import bench, demo, demo_layers, doctor, main, measure, tune
 from mxpert.cli import eval as eval_module
 from mxpert.cli import report as progress_module
 from mxpert.cli.main import COMMANDS, app
@@ -580,7 +580,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     for module, name in (
         (demo, "run_demo"),
-        (demo, "write_demo_checkpoint"),
+        (demo_layers, "write_demo_checkpoint"),
         (bench, "run_bench"),
         (tune, "run_tune"),
         (eval_module, "load_dense"),
