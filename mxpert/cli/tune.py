@@ -19,6 +19,7 @@ from ..dispatch import detect_target
 from ..dispatch.registry import BACKENDS
 from ..dispatch.tables import TunedRow, add_rows, read_rows, user_table
 from ..errors import UnsupportedError, message, require
+from ..files import is_file, what_is_at
 from ..problem import Target
 from ..runtime.toolchain import toolchain
 from ..testing.timing import read_bandwidth
@@ -284,6 +285,8 @@ def _writable(output: Path | None, target: Target) -> Path:
         raise UnsupportedError(message("tune", "--output", need, got, "name one with --output"))
     open_folder(path.absolute().parent, "tune", "--output")
     check_target(path, "tune", "--output")
+    regular = is_file(path) or not path.exists()
+    require(regular, "tune", "--output", need="a regular file", got=what_is_at(path))
     return path
 
 
