@@ -163,9 +163,9 @@ class AnyConfig:
 @pytest.mark.parametrize("stage", [GemmConfig(8, 64, 128, split_k=2), OtherConfig("d", 8, True)])
 def test_a_config_of_any_dataclass_can_be_read(stage: object) -> None:
     written = {"stage": asdict(stage)}
-    assert tables._read_value(AnyConfig, written, "t") == AnyConfig(stage)
+    assert tables._READER.value(AnyConfig, written, "t") == AnyConfig(stage)
     with pytest.raises(ValueError, match=r"t\.stage — need .* unknown \['speed'\]"):
-        tables._read_value(AnyConfig, {"stage": asdict(stage) | {"speed": 1}}, "t")
+        tables._READER.value(AnyConfig, {"stage": asdict(stage) | {"speed": 1}}, "t")
 
 
 BROKEN: dict[str, tuple[Callable[[dict], object], list[str]]] = {
