@@ -46,9 +46,11 @@ from .measure import (
     timing_columns,
 )
 from .options import (
+    DEFAULT_FORMATS,
     FORMAT_NAMES,
-    FORMATS_HELP,
-    JSON_HELP,
+    Formats,
+    JsonFile,
+    Tokens,
     check_backend,
     check_model,
     check_target,
@@ -346,8 +348,8 @@ def bench(
         help="A named model; repeat for several. Default: "
         f"gpt-oss-120b. Known: {', '.join(MODEL_SHAPES)}.",
     ),
-    tokens: str = typer.Option("1,16,64,128,256,1024", help="Token counts, comma-separated."),
-    formats: str = typer.Option("a16w4,a8w4,a4w4", "--format", "--formats", help=FORMATS_HELP),
+    tokens: Tokens = "1,16,64,128,256,1024",
+    formats: Formats = DEFAULT_FORMATS,
     stage: str = typer.Option(",".join(STAGES), help="Stages to time, comma-separated."),
     routing: str = typer.Option("uniform", help="uniform, zipf, half or one_expert."),
     backend: str = typer.Option(None, help="Time this backend instead of the best one."),
@@ -359,7 +361,7 @@ def bench(
     output: Path = typer.Option(
         Path("reports/bench"), help="Folder for bench.json and roofline.png; made if absent."
     ),
-    json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
+    json_to: JsonFile = None,
 ) -> None:
     """Time named models against the ceilings of this machine.
 

@@ -177,7 +177,7 @@ def cosine_gate(activation_format: str, rows_noise: float, intermediate_noise: f
     """Smallest cosine to the model with unquantised activations that passes.
 
     An error of relative size r turns a vector by at most ``asin r``, so its cosine is at least
-    ``sqrt(1 - r²)``. As in `numerics.sqnr_floor_db`, noise that is independent of the weights gives
+    ``sqrt(1 - r²)``. As in `noise.sqnr_floor_db`, noise that is independent of the weights gives
     r² = 2.2 n_x + n_h + 2 · (bfloat16 rounding)², with n_x and n_h measured on the given data. In
     one layer the noise is not independent, because few tokens, experts and rows carry most of the
     output. Twice the amplitude is therefore allowed. The strict gates are the error to float64

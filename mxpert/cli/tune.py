@@ -19,14 +19,16 @@ from ..dispatch import detect_target
 from ..dispatch.registry import BACKENDS
 from ..dispatch.tables import TunedRow, add_rows, read_rows, user_table
 from ..errors import UnsupportedError, message, require
+from ..files import is_file, what_is_at
 from ..problem import Target
 from ..runtime.toolchain import toolchain
 from ..testing.timing import read_bandwidth
 from .measure import RunWeights
 from .options import (
+    DEFAULT_FORMATS,
     FORMAT_NAMES,
-    FORMATS_HELP,
-    JSON_HELP,
+    Formats,
+    JsonFile,
     check_target,
     open_folder,
     parse_formats,
@@ -283,6 +285,8 @@ def _writable(output: Path | None, target: Target) -> Path:
         raise UnsupportedError(message("tune", "--output", need, got, "name one with --output"))
     open_folder(path.absolute().parent, "tune", "--output")
     check_target(path, "tune", "--output")
+    regular = is_file(path) or not path.exists()
+    require(regular, "tune", "--output", need="a regular file", got=what_is_at(path))
     return path
 
 
@@ -337,7 +341,7 @@ def tune(
         show_default=False,
         help="Token counts, comma-separated. Default: the powers of two up to 8192.",
     ),
-    formats: str = typer.Option("a16w4,a8w4,a4w4", "--format", "--formats", help=FORMATS_HELP),
+    formats: Formats = DEFAULT_FORMATS,
     time_budget: float = typer.Option(
         600.0, help="Seconds for the whole run; cells left are tuned when it is run again."
     ),
@@ -353,7 +357,7 @@ def tune(
     target: str = typer.Option(
         None, help=f"With --dry-run: a device that need not be here: {', '.join(TARGETS)}."
     ),
-    json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
+    json_to: JsonFile = None,
 ) -> None:
     """Search the tiles that are fastest on this GPU.
 

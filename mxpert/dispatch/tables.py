@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from ..environment import cache_directory
 from ..errors import message, require
-from ..files import is_file, parse_json, write_atomically
+from ..files import JSONReader, is_file, parse_json, write_atomically
 from ..problem import ACTIVATION_FORMATS, MoEConfig, MoEProblem, Op, Target
 
 FORMATS = tuple(f"{name}xmxfp4" for name in ACTIVATION_FORMATS)
@@ -32,14 +30,17 @@ ROW_REACH = 0.75
 _OP = "load_table"
 _REMEDY = "write tables with mxpert tune"
 _PROVENANCE = ("device", "date", "commit", "torch", "triton")
-_SHORT_KEYS = {
+_KEYS = {
     "num_experts": "E",
     "top_k": "k",
     "hidden_size": "H",
     "intermediate_size": "F",
     "num_tokens": "T",
+    "place": None,
 }
-"""Fields of a row that have another name in the file."""
+"""Fields of a row that have another name in the file, or are not in it."""
+
+_READER = JSONReader(_OP, _REMEDY, least=1, keys=_KEYS)
 
 Source = Literal["heuristic", "search"]
 ShapeKey = tuple[str, str, int, int, int, int]
@@ -98,6 +99,12 @@ class TunedRow:
         return (*self.shape_key, self.num_tokens)
 
 
+@dataclass(frozen=True)
+class _Table:
+    provenance: dict[str, Any]
+    rows: list[TunedRow]
+
+
 def problem_key(problem: MoEProblem, backend: str) -> ShapeKey:
     """The `shape_key` of rows that serve a problem on a backend."""
     return (
@@ -140,22 +147,18 @@ def parse_table(text: str, source: str) -> tuple[dict[str, Any], tuple[TunedRow,
         document = parse_json(text)
     except ValueError as error:
         raise ValueError(message(_OP, source, "JSON", error, _REMEDY)) from error
-    _check_keys(document, source, ("provenance", "rows"))
-    provenance, listed = document["provenance"], document["rows"]
-    place = f"{source}: provenance"
-    _check(isinstance(provenance, dict), place, "an object", type(provenance).__name__)
+    table: _Table = _READER.value(_Table, document, source, joint=": ")
+    provenance, place = table.provenance, f"{source}: provenance"
     missing = [key for key in _PROVENANCE if not provenance.get(key)]
     _check(not missing, place, list(_PROVENANCE), f"{missing} missing")
-    _check(isinstance(listed, list), f"{source}: rows", "a list", type(listed).__name__)
     seen: dict[tuple[object, ...], TunedRow] = {}
-    for index, value in enumerate(listed):
-        place = f"{source}: rows[{index}]"
-        row = replace(_read_object(TunedRow, value, place), place=place)
-        _check(row.formats in FORMATS, f"{place}.formats", list(FORMATS), repr(row.formats))
+    for index, found in enumerate(table.rows):
+        row = replace(found, place=f"{source}: rows[{index}]")
+        _check(row.formats in FORMATS, f"{row.place}.formats", list(FORMATS), repr(row.formats))
         first = seen.setdefault(row.key, row)
         _check(
             first is row,
-            place,
+            row.place,
             "one row for each shape, T and backend",
             f"the key of {first.place}",
             "drop one of the two",
@@ -167,72 +170,12 @@ def _check(condition: bool, place: str, need: object, got: object, remedy: str =
     require(condition, _OP, place, need=need, got=got, remedy=remedy)
 
 
-def _check_keys(value: Any, place: str, keys: Iterable[str], optional: Iterable[str] = ()) -> None:
-    _check(isinstance(value, dict), place, "an object", type(value).__name__)
-    keys = list(keys)
-    missing = [key for key in keys if key not in value and key not in optional]
-    _check(not missing, place, keys, f"{missing} missing")
-    unknown = sorted(set(value) - set(keys))
-    _check(not unknown, place, keys, f"unknown {unknown}")
-
-
-def _read_object(kind: Any, value: Any, place: str) -> Any:
-    """Build a dataclass from a JSON object."""
-    declared = {
-        _SHORT_KEYS.get(each.name, each.name): each for each in fields(kind) if each.name != "place"
-    }
-    optional = [
-        key
-        for key, each in declared.items()
-        if each.default is not MISSING or each.default_factory is not MISSING
-    ]
-    _check_keys(value, place, declared, optional)
-    types = get_type_hints(kind)
-    given = {
-        each.name: _read_value(types[each.name], value[key], f"{place}.{key}")
-        for key, each in declared.items()
-        if key in value
-    }
-    try:
-        return kind(**given)
-    except (TypeError, ValueError) as error:
-        raise ValueError(message(_OP, place, f"a {kind.__name__}", error, _REMEDY)) from error
-
-
-def _read_value(declared: Any, value: Any, place: str) -> Any:
-    """Read a value of a declared type: dataclass, Literal, int, float, bool, str, or a union.
-
-    Of several dataclasses the one that shares most keys with the object is built.
-    """
-    choices = get_args(declared) if isinstance(declared, UnionType) else (declared,)
-    if value is None and NoneType in choices:
-        return None
-    kinds = [each for each in choices if is_dataclass(each)]
-    if kinds:
-        keys = set(value) if isinstance(value, dict) else set()
-        kind = max(kinds, key=lambda kind: len(keys & {each.name for each in fields(kind)}))
-        return _read_object(kind, value, place)
-    if get_origin(declared) is Literal:
-        valid, need = value in get_args(declared), f"one of {list(get_args(declared))}"
-    elif int in choices:
-        valid, need = type(value) is int and value > 0, "a positive integer"
-    elif float in choices:
-        valid = type(value) in (int, float) and 0 <= value < math.inf
-        need = "a finite number of at least 0"
-    elif bool in choices:
-        valid, need = type(value) is bool, "true or false"
-    else:
-        valid, need = isinstance(value, str), "a string"
-    _check(valid, place, need, repr(value))
-    return value
-
-
 def format_table(provenance: Mapping[str, Any], rows: Iterable[TunedRow]) -> str:
     """A table's text: rows in the order of their keys, one a line, so that a diff shows rows."""
     lines = []
     for row in sorted(rows, key=lambda row: row.key):
-        document = {_SHORT_KEYS.get(name, name): value for name, value in asdict(row).items()}
-        del document["place"]
+        named = {_KEYS.get(name, name): value for name, value in asdict(row).items()}
+        document = {name: value for name, value in named.items() if name is not None}
         lines.append(f"  {json.dumps(document, allow_nan=False)}")
     head = json.dumps(dict(provenance), indent=1, allow_nan=False).replace("\n", "\n ")
     return f'{{\n "provenance": {head},\n "rows": [\n' + ",\n".join(lines) + "\n ]\n}\n"

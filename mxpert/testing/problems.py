@@ -1,7 +1,4 @@
-"""Random MoE problems at model shapes, generated on the device as MX codes and scales.
-
-Problems in exact arithmetic are in `exact.py`; poisoned storage and planted errors in `poison.py`.
-"""
+"""Random MoE problems at model shapes, generated on the device as MX codes and scales."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_a_config_of_either_kind_can_be_read(stage: StageConfig) -> None:
     def read(**changes: object) -> object:
         written = asdict(layer)
         written["down"].update(changes)
-        return tables._read_value(MoEConfig, json.loads(json.dumps(written)), "t")
+        return tables._READER.value(MoEConfig, json.loads(json.dumps(written)), "t")
 
     assert read() == layer
     with pytest.raises(ValueError, match=r"t\.down — need .* unknown \['speed'\]"):
