@@ -24,7 +24,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from ..problem import KernelSpec
-from .geometry import Known, assembler
+from .geometry import CachedCall, assembler
 from .launch import Launch, NotedLaunch, PreparedLaunch, has_hooks, is_direct, noted_launches
 
 _MAX_SCRATCH = 128 << 20
@@ -60,13 +60,17 @@ class Replayed:
         return getattr(self._kernel, name)
 
     def replay(
-        self, known: Known, config: Any, tensors: list[torch.Tensor], arguments: dict[str, Any]
+        self,
+        cached: CachedCall,
+        config: Any,
+        tensors: list[torch.Tensor],
+        arguments: dict[str, Any],
     ) -> Any:
         """Return the result of `launch`, by replay or while recording it; None if the caller has to
         call `launch`.
 
         Args:
-            known: the problem and the geometry of the arguments, with its recorded calls.
+            cached: the problem and the geometry of the arguments, with its recordings.
             config: the kernel's config.
             tensors: all tensors of the arguments, in order.
             arguments: the keyword arguments of `launch`.
@@ -76,7 +80,7 @@ class Replayed:
         device, own = driver.active.get_current_device(), tensors[0].get_device()
         if own not in (device, _NO_DEVICE):
             with torch.cuda.device(own):
-                return self.replay(known, config, tensors, arguments)
+                return self.replay(cached, config, tensors, arguments)
         key = (
             self,
             id(config),
@@ -84,15 +88,15 @@ class Replayed:
             knobs.runtime.debug,
             knobs.compilation.instrumentation_mode,
         )
-        call = known.calls.get(key)
+        call = cached.recordings.get(key)
         if type(call) is _Call:
             places = call.places(tensors)
             return None if places is None else call.replay(places, tensors, device)
         if call is None:
-            known.calls[key] = _Once(config)
+            cached.recordings[key] = _Once(config)
         elif call.is_new:
-            result, known.calls[key] = _note(
-                self._kernel, known.problem, config, arguments, tensors
+            result, cached.recordings[key] = _note(
+                self._kernel, cached.problem, config, arguments, tensors
             )
             return result
         return None

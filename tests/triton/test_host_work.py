@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mxpert
 from mxpert.dispatch import registry
 from mxpert.formats.tensor import Layout
-from mxpert.ops import library, moe, quantize, route
+from mxpert.ops import library
+from mxpert.ops.library import OPS
 from mxpert.problem import (
     MoEOptions,
     MoEProblem,
@@ -56,12 +57,6 @@ MOST_ALLOCATIONS = {
 MOST_COPIES = 3
 """TMA descriptors of a decode GEMM's activation rows: one for each tile width."""
 
-CHECKS = {
-    route: ("check_route_topk", "check_routing_plan"),
-    quantize: ("check_quantize",),
-    moe: ("check_fused_moe", "check_gate_up", "check_down"),
-}
-
 
 @pytest.fixture(autouse=True)
 def no_device() -> Iterator[None]:
@@ -95,9 +90,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         launch.nvidia, "make_tensordesc_arg", counted("encode", launch.nvidia.make_tensordesc_arg)
     )
     monkeypatch.setattr(PreparedLaunch, "__call__", counted("launch", PreparedLaunch.__call__))
-    for module, names in CHECKS.items():
-        for name in names:
-            monkeypatch.setattr(module, name, counted("check", getattr(module, name)))
+    for spec in OPS.values():
+        monkeypatch.setattr(spec, "_check", counted("check", spec._check))
     monkeypatch.setattr(geometry, "_take_apart", counted("take apart", geometry._take_apart))
     for cls in (MoEProblem, TopKProblem, RoutingProblem, QuantizeProblem, MoEOptions, TopKOptions):
         monkeypatch.setattr(cls, "__init__", counted("problem", cls.__init__))
@@ -183,8 +177,7 @@ def test_a_warm_call_runs_no_other_operator(op: str, monkeypatch: pytest.MonkeyP
     call = calls(16)[op]
     for _ in range(3):
         call()
-    for module in (moe, route, quantize, library):
-        monkeypatch.setattr(module, "is_unobserved", lambda tensor: True, raising=False)
+    monkeypatch.setattr(library, "runs_eagerly", lambda: True)
     monkeypatch.setattr(replay, "_ALLOCATE", {})
     with Operators() as seen:
         call()
