@@ -91,29 +91,33 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _facts_of(value: MXTensor) -> str:
-    """What an MXTensor states besides its tensors, as one string: cheaper than five values."""
-    shape = ",".join([str(size) for size in value.logical_shape or ()])
-    return f"{value.format.name} {value.axis} {value.layout.value} {value.scale_span.value} {shape}"
-
-
-@functools.lru_cache(1024)
-def _facts_from(facts: str) -> dict[str, Any]:
-    """The inverse of `_facts_of`, as fields of an MXTensor."""
-    format, axis, layout, span, shape = facts.split(" ")
-    return dict(
-        format=get_format(format),
-        axis=int(axis),
-        layout=Layout(layout),
-        scale_span=ScaleSpan(span),
-        logical_shape=tuple(map(int, shape.split(","))) if shape else None,
+def _flatten_mx(value: MXTensor) -> tuple[Any, ...]:
+    return (
+        value.qdata,
+        value.scale,
+        value.reference,
+        value.wide_blocks,
+        f"{value.format.name} {value.layout.value} {value.scale_span.value}",
+        value.axis,
+        None if value.logical_shape is None else list(value.logical_shape),
     )
 
 
 def _rebuild_mx_tensor(*flat: Any) -> MXTensor:
-    *tensors, facts = flat
-    parts = dict(zip(TENSOR_FIELDS[MXTensor], tensors, strict=True))
-    return rebuild(MXTensor, **parts, **_facts_from(facts))
+    *tensors, facts, axis, shape = flat
+    return rebuild(
+        MXTensor,
+        **dict(zip(TENSOR_FIELDS[MXTensor], tensors, strict=True)),
+        **_facts_from(facts),
+        axis=axis,
+        logical_shape=None if shape is None else tuple(shape),
+    )
+
+
+@functools.cache
+def _facts_from(facts: str) -> dict[str, Any]:
+    format, layout, span = facts.split()
+    return dict(format=get_format(format), layout=Layout(layout), scale_span=ScaleSpan(span))
 
 
 _MX_TENSOR = Kind(
@@ -122,9 +126,11 @@ _MX_TENSOR = Kind(
         ("_scale", "Tensor"),
         ("_reference", "Tensor?"),
         ("_wide_blocks", "Tensor?"),
-        ("_facts", "str"),
+        ("_facts", "str"),  # three names in one string: less work for the dispatcher
+        ("_axis", "SymInt"),
+        ("_logical_shape", "SymInt[]?"),
     ),
-    lambda value: (value.qdata, value.scale, value.reference, value.wide_blocks, _facts_of(value)),
+    _flatten_mx,
     _rebuild_mx_tensor,
 )
 _KINDS: dict[Any, Kind] = {
