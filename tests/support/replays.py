@@ -1,4 +1,4 @@
-"""Comparison of replayed calls with ordinary ones, on the mock driver of `testing.launches`."""
+"""Comparison of replayed calls with ordinary ones, on the mock driver of `support.launches`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from unittest import mock
 
 import torch
 
-from mxpert.runtime import replay
-from mxpert.runtime.replay import Replayed
+from mxpert.runtime.replay import Recording, Replayed
 
 LOWEST_ADDRESS = 1 << 32
 """Integers from here on are addresses: kernel sizes are smaller, and tensors lie higher."""
@@ -33,15 +32,15 @@ def without_replay() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched_replays() -> Iterator[list[object]]:
-    """Yield a list of the calls that are replayed inside the block."""
+    """Yield a list of the recordings that are replayed inside the block."""
     seen: list[object] = []
-    run = replay._Call.replay
+    run = Recording.replay
 
-    def counted(call: replay._Call, *arguments: Any) -> Any:
-        seen.append(call)
-        return run(call, *arguments)
+    def counted(recording: Recording, *arguments: Any) -> Any:
+        seen.append(recording)
+        return run(recording, *arguments)
 
-    with mock.patch.object(replay._Call, "replay", counted):
+    with mock.patch.object(Recording, "replay", counted):
         yield seen
 
 

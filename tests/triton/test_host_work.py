@@ -160,13 +160,13 @@ def test_a_warm_call_allocates_results_and_one_scratch(
     for _ in range(3):
         call()
     made: list[object] = []
-    allocate = torch.empty_strided if own else replay._ALLOCATE["cpu"]
+    allocate = torch.empty_strided if own else replay._ALLOCATORS["cpu"]
 
     def counted(*arguments: Any, **options: Any) -> torch.Tensor:
         made.append(allocate(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr(replay, "_ALLOCATE", {} if own else {"cpu": counted})
+    monkeypatch.setattr(replay, "_ALLOCATORS", {} if own else {"cpu": counted})
     monkeypatch.setattr(torch, "empty_strided", counted)
     call()
     assert 0 < len(made) <= MOST_ALLOCATIONS[op]
@@ -178,7 +178,7 @@ def test_a_warm_call_runs_no_other_operator(op: str, monkeypatch: pytest.MonkeyP
     for _ in range(3):
         call()
     monkeypatch.setattr(library, "runs_eagerly", lambda: True)
-    monkeypatch.setattr(replay, "_ALLOCATE", {})
+    monkeypatch.setattr(replay, "_ALLOCATORS", {})
     with Operators() as seen:
         call()
     assert set(seen.names) == {"aten::empty_strided"}
