@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..problem import KernelSpec, Problem
+from ..kernel_spec import KernelSpec
+from ..problem import Problem
 from ..runtime.geometry import CachedCall, Described
 from .registry import resolve, resolve_cached
 

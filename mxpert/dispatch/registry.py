@@ -19,17 +19,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import PerformanceWarning, UnsupportedError, message, require
+from ..kernel_spec import KernelSpec, refuse
 from ..problem import (
     Config,
     GemmConfig,
     GroupedProblem,
-    KernelSpec,
     MoEConfig,
     MoEProblem,
     Op,
     Problem,
     ReferenceConfig,
-    refuse,
 )
 from ..runtime.geometry import CachedCall
 from . import tables

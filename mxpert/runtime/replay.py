@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime.driver import driver
 
-from ..problem import KernelSpec
+from ..kernel_spec import KernelSpec
 from .geometry import CachedCall, assembler
 from .launch import Launch, LaunchRecord, PreparedLaunch, has_hooks, is_direct, record_launches
 
