@@ -34,8 +34,7 @@ def fused_moe(
 ) -> torch.Tensor:
     """Compute a whole MoE layer with MXFP4 weights.
 
-    The op sorts tokens by expert, runs the gate/up GEMM, the activation and the down GEMM, and
-    adds each token's rows:
+    Sorts tokens by expert, runs both GEMMs and the activation, and adds each token's rows:
 
     ``y[t] = Σ_slot w[t, slot] · (act(x[t] · Wgu[e]ᵀ + bgu[e]) · Wd[e]ᵀ + bd[e])`` with
     ``e = ids[t, slot]``.

@@ -99,6 +99,49 @@ def check_same(
             )
 
 
+def check_replay(
+    launches: Launches,
+    replays: list[object],
+    make: Callable[[], Any],
+    run: Callable[[Any], Any],
+    *,
+    is_first: bool = True,
+) -> None:
+    """Check that the third `run(owner)` is replayed and makes the launches of an ordinary call.
+
+    Args:
+        make: makes an owner of the arguments, in newly allocated memory.
+        is_first: whether `make` makes no call of `run`'s geometry itself.
+    """
+    first = make()
+    for _ in range(2):
+        run(first)
+    assert not (is_first and replays)
+    for owner in (first, make()):  # new arguments, the same geometry
+        want = ordinary(launches, lambda owner=owner: run(owner))  # type: ignore[misc]
+        replays.clear()
+        launches.clear()
+        result = run(owner)
+        assert replays
+        check_same(owner, want, (launches.copy(), result))
+
+
+def check_interleaved(
+    launches: Launches, replays: list[object], calls: list[tuple[object, Callable[[], Any]]]
+) -> None:
+    """Check interleaved calls, each with its owner: a key that is too coarse would replay another
+    call."""
+    for _ in range(3):
+        for _, call in calls:
+            call()
+    assert replays
+    for owner, call in calls:
+        want = ordinary(launches, call)
+        launches.clear()
+        result = call()
+        check_same(owner, want, (launches.copy(), result))
+
+
 def _check(holds: bool, what: str, want: object, have: object) -> None:
     if not holds:
         raise AssertionError(f"{what}: {want} in the ordinary call, {have} in the replay")

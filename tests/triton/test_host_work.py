@@ -184,16 +184,6 @@ def test_a_warm_call_runs_no_other_operator(op: str, monkeypatch: pytest.MonkeyP
     assert set(seen.names) == {"aten::empty_strided"}
 
 
-def test_weights_are_described_to_tma_once(work: dict[str, int]) -> None:
-    call = calls(16)["fused_moe"]
-    call(), call()
-    work.update(encode=0)
-    call()
-    assert work["encode"] <= 2 * MOST_COPIES, (
-        "rows of both stages may lie elsewhere, weights do not"
-    )
-
-
 def test_token_counts_share_binaries(work: dict[str, int]) -> None:
     for op in calls(TOKENS[0]):
         calls(TOKENS[0])[op]()
