@@ -103,14 +103,24 @@ def _flatten_mx(value: MXTensor) -> tuple[Any, ...]:
     )
 
 
-def _rebuild_mx_tensor(*flat: Any) -> MXTensor:
-    *tensors, facts, axis, shape = flat
+def _rebuild_mx_tensor(
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    reference: torch.Tensor | None,
+    wide_blocks: torch.Tensor | None,
+    facts: str,
+    axis: int,
+    shape: list[int] | None,
+) -> MXTensor:
     return rebuild(
         MXTensor,
-        **dict(zip(TENSOR_FIELDS[MXTensor], tensors, strict=True)),
-        **_facts_from(facts),
+        qdata=qdata,
+        scale=scale,
+        reference=reference,
+        wide_blocks=wide_blocks,
         axis=axis,
         logical_shape=None if shape is None else tuple(shape),
+        **_facts_from(facts),
     )
 
 
