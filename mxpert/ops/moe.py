@@ -18,7 +18,7 @@ from .schema import Operand, rebuild_mx
 
 
 def fused_moe(
-    x: Operand,
+    x: torch.Tensor | MXTensor,
     weights: MoEWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -100,7 +100,7 @@ def fused_moe(
 
 
 def moe_gate_up(
-    x: Operand,
+    x: torch.Tensor | MXTensor,
     weights: MoEWeights,
     plan: RoutingPlan,
     *,
@@ -108,7 +108,7 @@ def moe_gate_up(
     activation_format: str = "bf16",
     scale_rule: ScaleRule = ScaleRule.RCEIL,
     apply_router_weight_on_input: bool = False,
-) -> Operand:
+) -> torch.Tensor | MXTensor:
     """Compute stage 1 of an MoE layer: gate/up GEMM, bias, activation, quantisation.
 
     ``h[r] = act(x[token(r)] · Wgu[e]ᵀ + bgu[e])`` for each sorted row r of expert e.
@@ -157,7 +157,7 @@ def moe_gate_up(
 
 
 def moe_down(
-    h: Operand,
+    h: torch.Tensor | MXTensor,
     weights: MoEWeights,
     plan: RoutingPlan,
     *,

@@ -6,7 +6,7 @@ import torch
 
 from ..dispatch import detect_target
 from ..errors import message, require, require_dtype, require_tensor
-from ..formats.spec import ScaleRule, get_format
+from ..formats.spec import MXFormat, ScaleRule, get_format
 from ..formats.tensor import Layout, MXTensor
 from ..problem import Op, QuantizeProblem
 from .library import OpSpec
@@ -16,7 +16,11 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize(
-    x: torch.Tensor, format: FormatName, *, axis: int = -1, scale_rule: ScaleRule = ScaleRule.RCEIL
+    x: torch.Tensor,
+    format: str | MXFormat,
+    *,
+    axis: int = -1,
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
 ) -> MXTensor:
     """Quantise a tensor to an MX format: codes and one power-of-two scale per 32 elements.
 

@@ -8,7 +8,7 @@ import torch
 
 from ..dispatch import detect_target
 from ..errors import message, require, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE, ScaleRule, ScaleSpan, get_format
+from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan, get_format
 from ..formats.tensor import MXTensor
 from ..problem import DualProblem, Op
 from ..routing import GROUP_OFFSET_DTYPES, padded_capacity
@@ -22,7 +22,7 @@ MAX_GROUPED_ROWS = 1 << 30
 
 def quantize_dual(
     x: torch.Tensor,
-    format: FormatName = "mxfp8_e4m3",
+    format: str | MXFormat = "mxfp8_e4m3",
     *,
     group_offsets: torch.Tensor | None = None,
     scale_rule: ScaleRule = ScaleRule.RCEIL,
@@ -75,7 +75,7 @@ def quantize_dual(
 
 
 def _check_spans(scale_span: Spans) -> None:
-    spans = (scale_span, scale_span) if isinstance(scale_span, ScaleSpan) else scale_span
+    spans = spans_of(scale_span)
     if not (
         isinstance(spans, tuple)
         and len(spans) == 2

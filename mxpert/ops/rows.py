@@ -102,9 +102,11 @@ def _dense(value: Any) -> Any:
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
-def _check_activate(
-    activation: Activation, gate_up: torch.Tensor, op: str = "activate_rows"
-) -> None:
+def _check_activate(activation: Activation, gate_up: torch.Tensor) -> None:
+    _check_gate_up(activation, gate_up, "activate_rows")
+
+
+def _check_gate_up(activation: Activation, gate_up: torch.Tensor, op: str) -> None:
     require_activation(activation, op)
     require_tensor(gate_up, op, "gate_up", dtype=ROW_DTYPES, shape=(None, None))
     require(
@@ -121,7 +123,7 @@ def _check_activate_backward(
     activation: Activation, grad: torch.Tensor, gate_up: torch.Tensor
 ) -> None:
     op = "activate_rows_backward"
-    _check_activate(activation, gate_up, op)
+    _check_gate_up(activation, gate_up, op)
     rows, width = gate_up.shape
     require_tensor(
         grad, op, "grad", dtype=gate_up.dtype, shape=(rows, width // 2), device=gate_up.device
