@@ -1,4 +1,4 @@
-"""Problem descriptors, options and configs of the ops, and the interface of a kernel.
+"""Problem descriptors, options and configs of the ops.
 
 Nothing here reads data or launches anything. Descriptors are frozen and hashable: they are keys of
 tuned tables and caches. Every number in them is known on the host without a synchronisation.
@@ -7,9 +7,7 @@ tuned tables and caches. Every number in them is known on the host without a syn
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +26,7 @@ from .configs import HopperKernel as HopperKernel
 from .configs import MoEConfig as MoEConfig
 from .configs import ReferenceConfig as ReferenceConfig
 from .configs import StageConfig as StageConfig
-from .errors import UnsupportedError, message
+from .errors import message
 from .formats.spec import MXFormat, ScaleRule, ScaleSpan, get_format
 from .formats.tensor import Layout
 from .formats.token import FP8_TOKEN
@@ -361,58 +359,3 @@ Problem = (
     | GroupedProblem
     | RowsProblem
 )
-
-
-class KernelSpec(Protocol):
-    """One kernel of one backend: what it can do, how it would do it, and how to start it.
-
-    Arguments of `launch` after (problem, config), all keyword-only, by operation:
-        quantize: x → MXTensor. dequantize: tensor → Tensor of problem.dtype.
-        route_topk: logits, correction_bias (or None) → (topk_weights, topk_ids).
-        make_routing_plan: topk_weights, topk_ids, expert_map, num_local_tokens (or None)
-            → RoutingPlan.
-        moe_gate_up: x (Tensor or MXTensor [T, H]), weights, plan → Tensor or MXTensor [P, F].
-        moe_down: h (Tensor or MXTensor [P, F]), weights, plan → [T, H] ([P, H] for FLAT).
-        fused_moe: x, weights, topk_weights, topk_ids, expert_map, num_local_tokens → [T, H].
-        quantize_dual: x (any strides), group_offsets (or None) → (row, col), two MXTensors.
-        grouped_gemm: a, b (bf16 Tensors or MXTensors, any strides), group_offsets → [M, n].
-        grouped_wgrad: grad, a (as above), group_offsets, accumulate_into (or None) → [G, n, k];
-            `accumulate_into` itself where it is given.
-        activate_rows: gate_up → [R, F]. activate_rows_backward: grad, gate_up → [R, 2F].
-        combine_rows: rows, row_ids, weights (or None), out_dtype → [T, H].
-        combine_rows_backward: grad, rows, row_ids, weights → ([R, H], float32 [T, top_k]).
-    `group_offsets` holds int32 or int64 [G + 1]; `mxpert.routing.group_bounds` makes it safe.
-    """
-
-    op: Op
-    backend: str
-
-    def unsupported(self, problem: Any) -> str | None:
-        """Why this kernel cannot serve `problem`, as a phrase; None if it can."""
-
-    def configs(self, problem: Any) -> Iterable[Any]:
-        """Valid configurations for a tuner, the heuristic's choice among them."""
-
-    def heuristic(self, problem: Any) -> Any:
-        """The configuration used where no tuned row answers."""
-
-    def launch(self, problem: Any, config: Any, *_: Any, **arguments: Any) -> Any:
-        """Run it: allocates outputs, enqueues work on the current stream, returns the result."""
-
-    # A kernel of MoE stages may have ``stage_config``, the type of their configs if it is not
-    # GemmConfig. A kernel may also have ``slower(problem) -> str``: why it serves this problem more
-    # slowly than others like it, with the remedy, as a phrase after the op's name; "" if it does
-    # not.
-
-
-def refuse(problem: Problem, reasons: Iterable[str]) -> UnsupportedError:
-    """The error for a problem that no kernel can serve."""
-    return UnsupportedError(
-        message(
-            problem.op.value,
-            "backend",
-            "a kernel for this problem",
-            "; ".join(reasons),
-            f"target is {problem.target.name}",
-        )
-    )

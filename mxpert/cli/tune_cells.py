@@ -17,8 +17,9 @@ from ..dispatch.tables import Source, TunedRow, problem_key, table_name
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import Layout
+from ..kernel_spec import KernelSpec
 from ..ops.moe import fused_moe
-from ..problem import KernelSpec, MoEConfig, MoEOptions, MoEProblem, Op, Target
+from ..problem import MoEConfig, MoEOptions, MoEProblem, Op, Target
 from ..routing import TOKEN_MASK
 from ..testing.numerics import relative_l2
 from ..testing.problems import MODEL_SHAPES, MoEShape, random_tokens

@@ -19,21 +19,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import PerformanceWarning, UnsupportedError, message, require
+from ..kernel_spec import KernelSpec, refuse
 from ..problem import (
     Config,
     GemmConfig,
     GroupedProblem,
     HopperGemmConfig,
-    KernelSpec,
     MoEConfig,
     MoEProblem,
     Op,
     Problem,
     ReferenceConfig,
     StageConfig,
-    refuse,
 )
-from ..runtime.geometry import Known
+from ..runtime.geometry import CachedCall
 from . import tables
 
 BACKENDS = {
@@ -328,13 +327,13 @@ def resolve(problem: Problem) -> tuple[KernelSpec, Any]:
     return resolution.kernel, resolution.config
 
 
-def resolve_known(known: Known) -> tuple[KernelSpec, Any]:
-    """`resolve` for a problem that was seen before, without hashing it."""
+def resolve_cached(call: CachedCall) -> tuple[KernelSpec, Any]:
+    """`resolve` for the problem of a cached call, without hashing it."""
     pins, generation = _override.get(), tables.generation()
-    kept = known.resolved
-    if kept is None or kept[0] is not pins or kept[1] != generation:
-        known.resolved = kept = pins, generation, resolve(known.problem)
-    choice: tuple[KernelSpec, Any] = kept[2]
+    cached = call.resolved
+    if cached is None or cached[0] is not pins or cached[1] != generation:
+        call.resolved = cached = pins, generation, resolve(call.problem)
+    choice: tuple[KernelSpec, Any] = cached[2]
     return choice
 
 
