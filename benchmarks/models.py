@@ -32,7 +32,8 @@ import mxpert
 from mxpert.cli.report import environment, write_json
 from mxpert.integrations.models.convert import mx_experts
 from mxpert.integrations.models.expert_modules import MXExperts
-from mxpert.testing.numerics import cosine, sqnr_floor_db
+from mxpert.testing.noise import sqnr_floor_db
+from mxpert.testing.numerics import cosine
 from mxpert.testing.timing import read_bandwidth
 
 DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/models.json"

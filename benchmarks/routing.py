@@ -31,7 +31,7 @@ from mxpert.cli.report import environment, write_json
 from mxpert.dispatch import resolve
 from mxpert.errors import message
 from mxpert.formats.tensor import Layout
-from mxpert.ops.route import describe_routing_plan
+from mxpert.ops.explain import describe
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from mxpert.testing.timing import time_graph
 from mxpert.weights import MoEWeights
@@ -76,7 +76,9 @@ def device_rows(
         "both": both,
     }
     if sweep:
-        problem = describe_routing_plan(weights, ids, num_experts=experts, routing_block_m=UNIT)
+        problem = describe(
+            mxpert.make_routing_plan, weights, ids, num_experts=experts, routing_block_m=UNIT
+        )
         kernel = resolve(problem)[0]
         for config in kernel.configs(problem):
             calls[f"make_routing_plan {config}"] = lambda config=config: kernel.launch(

@@ -38,7 +38,7 @@ from ..problem import (
     TopKProblem,
 )
 from ..runtime.toolchain import toolchain
-from .options import FORMAT_NAMES, JSON_HELP, check_target
+from .options import FORMAT_NAMES, JsonFile, check_target
 from .report import (
     Row,
     best_device,
@@ -345,7 +345,7 @@ def _print(console: Console, facts: Row, findings: list[Finding], operations: li
         console.print(Padding(Text(reason, style="dim"), (0, 0, 0, 2), expand=False), width=NARROW)
 
 
-def doctor(json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP)) -> None:
+def doctor(json_to: JsonFile = None) -> None:
     """Say what works on this machine, what does not, and why.
 
     Compares versions with the tested ranges, and names the GPU and its driver, the compiler and

@@ -12,9 +12,9 @@ from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan
 from ..formats.tensor import MXTensor
 from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
-from ..ops.library import rebuild_mx
 from ..ops.quantize import FLOAT_DTYPES, quantize
 from ..ops.quantize_dual import quantize_dual
+from ..ops.schema import rebuild_mx
 from ..routing import group_bounds
 from .recipe import MXFP8Recipe, Spans
 

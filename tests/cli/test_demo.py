@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mxpert.cli import demo, measure, options, report
+from mxpert.cli import demo, demo_layers, measure, options, report
 from mxpert.cli.main import app
 from mxpert.problem import ACTIVATION_FORMATS
 
@@ -102,7 +102,7 @@ def test_the_run_ends_with_a_verdict_and_shows_each_gate(checkpoint: Path, tmp_p
 
 def test_times_are_shown_where_they_are_measured(checkpoint: Path) -> None:
     """As on a GPU: time and rate stand in the rows, in the table and in the plot's document."""
-    case = next(demo.load_cases(checkpoint, [0], 4, torch.device("cpu")))
+    case = next(demo_layers.CheckpointLayers(checkpoint).cases([0], 4, torch.device("cpu")))
     ceilings = measure.Ceilings.measure(torch.device("cpu"), [])
     rows = [demo.run_case(case, tokens, "bf16", ceilings) for tokens in (1, 4)]
     document = {
@@ -126,7 +126,7 @@ def test_a_wrong_result_fails_the_run(
 ) -> None:
     """Gate and up rows exchanged: the float64 reference shares the weights and sees nothing, so
     transformers has to."""
-    load = demo.load_gpt_oss_layers
+    load = demo_layers.load_gpt_oss_layers
 
     def exchanged(*arguments: object) -> object:
         for layer in load(*arguments):
@@ -137,7 +137,7 @@ def test_a_wrong_result_fails_the_run(
                 layer, weights=dataclasses.replace(weights, gate_up_proj=projection)
             )
 
-    monkeypatch.setattr(demo, "load_gpt_oss_layers", exchanged)
+    monkeypatch.setattr(demo_layers, "load_gpt_oss_layers", exchanged)
     outcome = runner.invoke(
         app,
         [
@@ -165,7 +165,7 @@ def test_the_error_gate_sees_a_wrong_kernel(
 ) -> None:
     """One token of sixteen is off by twelve gates, as one bad tile would leave it: the layer is off
     by about three."""
-    case = next(demo.load_cases(checkpoint, [0], 16, torch.device("cpu")))
+    case = next(demo_layers.CheckpointLayers(checkpoint).cases([0], 16, torch.device("cpu")))
     ceilings = measure.Ceilings.measure(torch.device("cpu"), [name])
     sound = demo.run_case(case, 16, name, ceilings)
     assert sound["passed"]
@@ -218,7 +218,7 @@ def test_bad_input_is_one_line(
 def test_without_matplotlib_the_report_has_no_plot_and_says_why(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "has_matplotlib", lambda: False)
+    monkeypatch.setattr(report, "has_matplotlib", lambda: False)
     outcome = runner.invoke(
         app,
         [
@@ -239,4 +239,4 @@ def test_without_matplotlib_the_report_has_no_plot_and_says_why(
 
 
 def test_tokens_are_text(checkpoint: Path) -> None:
-    assert bytes(demo.text_token_ids(checkpoint, 9).tolist()) == b"A mixture"
+    assert bytes(demo_layers.text_token_ids(checkpoint, 9).tolist()) == b"A mixture"

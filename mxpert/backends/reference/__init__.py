@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...problem import KernelSpec
+from ...kernel_spec import KernelSpec
 from .grouped import GROUPED_GEMM, GROUPED_WGRAD, QUANTIZE_DUAL
 from .moe import DOWN, FUSED_MOE, GATE_UP
 from .quantize import DEQUANTIZE, QUANTIZE

@@ -1,6 +1,6 @@
-"""List of tiles for the prefill kernel, made on the device.
+"""List of runs of blocks for the prefill kernel, made on the device.
 
-A tile is a run of up to `width` routing blocks of one expert.
+A run is up to `width` routing blocks of one expert; all tiles of a run have its activation rows.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ...common.pdl import PDL_LAUNCH, launch_dependents_and_wait
 
 _CHUNK = tl.constexpr(1024)
 _MOST_BLOCKS = tl.constexpr(4)
-"""Largest width. All widths share one binary, which issues a tile's loads together."""
+"""Largest width. All widths share one binary, which issues a run's loads together."""
 
 _NUM_WARPS = 4
 
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """First block, number of blocks and expert of each tile, and the number of tiles [1]; int32."""
+    """First block, number of blocks and expert of each run, and the number of runs [1]; int32."""
 
     first_block: torch.Tensor
     blocks: torch.Tensor
@@ -50,9 +50,9 @@ def _moe_tile_schedule_kernel(
     block_m,
     width,
 ):
-    """One program scans the plan's blocks of block_m rows.
+    """Scan the plan's blocks of block_m rows. Grid: one program.
 
-    Within a run of blocks of one expert, every width-th block starts a tile.
+    Among the blocks of one expert, every width-th block starts a run.
     """
     launch_dependents_and_wait()
     num_blocks = tl.load(num_valid_ptr) // block_m
@@ -87,13 +87,13 @@ def _moe_tile_schedule_kernel(
 
 
 Schedules = dict[tuple[int, int], TileSchedule]
-"""Tile lists of a call by (block_m, width). Both stages of a layer share them."""
+"""Lists of a call by (block_m, width). Both stages of a layer share them."""
 
 
 def tile_schedule(
     plan: RoutingPlan, block_m: int, width: int, made: Schedules | None
 ) -> TileSchedule:
-    """Group the plan's blocks of `block_m` rows into tiles of up to `width` blocks.
+    """Group the plan's blocks of `block_m` rows into runs of up to `width` blocks.
 
     `made` caches the lists of a call; None makes a new list.
     """
