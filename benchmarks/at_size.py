@@ -22,12 +22,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
 import warm_up
-from cells import NAMED, Cell, parse_list
-from faults import describe
-from ours import ACTIVATION
+from moe.cells import NAMED, Cell, parse_list
+from harness.faults import describe
+from moe.ours import ACTIVATION
 from render import add_render_option, folded, markdown_table, render_again
 
 import mxpert
@@ -47,8 +46,8 @@ from support.rounding import gate_up_oracle
 
 Row = dict[str, Any]
 Rows = torch.Tensor | MXTensor
-DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/at_size.json"
-DRY_OUTPUT = _checkout.ROOT / "reports/at-size-dry-run.json"
+DEFAULT_OUTPUT = ROOT / "benchmarks/results/nvidia-h200/at_size.json"
+DRY_OUTPUT = ROOT / "reports/at-size-dry-run.json"
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192, 32768)
 DRY_TOKENS = (1, 4, 16)
 SAMPLE = (0, 1, 3, 15, 63, 127, 255, 1023, 4095, 8191, 32767)

@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import _checkout
 import cells as named
 import torch
-from ceilings import IDLE_SECONDS, make_meta, measure_ceilings
-from cells import NAMED, ROUTINGS, Cell, Model, parse_list, parse_tokens, random_inputs, tiny
-from document import Row, make_row
-from faults import FatalError, check_alive, describe
-from ours import Call, Ours, random_weights
+from harness.ceilings import IDLE_SECONDS, make_meta, measure_ceilings
+from moe.cells import NAMED, ROUTINGS, Cell, Model, parse_list, parse_tokens, random_inputs, tiny
+from moe.rows import Row, make_row
+from harness.faults import FatalError, check_alive, describe
+from moe.ours import Call, Ours, random_weights
 from render import OPEN_ROWS, add_render_option, conditions, folded, markdown_table, render_again
 from triton.runtime.jit import JITFunction
 
@@ -44,8 +43,8 @@ from mxpert.formats.tensor import Layout
 from mxpert.ops.route import route_topk
 from mxpert.testing.timing import time_graph
 
-DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/cliffs.json"
-DRY_OUTPUT = _checkout.ROOT / "reports/cliffs-dry-run.json"
+DEFAULT_OUTPUT = ROOT / "benchmarks/results/nvidia-h200/cliffs.json"
+DRY_OUTPUT = ROOT / "reports/cliffs-dry-run.json"
 STAGES = ("gate_up", "down", "layer")
 FORMATS = ("bf16", "mxfp8", "mxfp4")
 TOKENS = (17, 131, 2053)

@@ -23,17 +23,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import _checkout
 import cells as plan
 import torch
 import warm_up
-from ceilings import SUSTAINED_US, WARMUP, idle_seconds, make_meta, measure_ceilings, num_repeats
-from cells import ACTIVATION_FORMATS, MODELS, STAGES, Cell, Inputs, Model
-from document import Document, Key, make_row
-from estimate import estimate
-from faults import FatalError, check_alive, describe
-from ours import Ours, Truth, random_weights
-from peers import Marlin, Peer, TritonKernels, add_to_path
+from harness.ceilings import SUSTAINED_US, WARMUP, idle_seconds, make_meta, measure_ceilings, num_repeats
+from moe.cells import ACTIVATION_FORMATS, MODELS, STAGES, Cell, Inputs, Model
+from moe.rows import Document, Key, make_row
+from moe.estimate import estimate
+from harness.faults import FatalError, check_alive, describe
+from moe.ours import Ours, Truth, random_weights
+from moe.peers import Marlin, Peer, TritonKernels, add_to_path
 from render import SUMMARY_TOKENS, layer_table, line_name
 
 from mxpert.cli.measure import GateError, RunWeights
@@ -41,8 +40,8 @@ from mxpert.errors import message, require
 from mxpert.ops.route import route_topk
 from mxpert.testing.timing import BYTES_PER_MX_WEIGHT, Timing, Work, time_graph
 
-DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/moe.json"
-DRY_OUTPUT = _checkout.ROOT / "reports/compare-dry-run.json"
+DEFAULT_OUTPUT = ROOT / "benchmarks/results/nvidia-h200/moe.json"
+DRY_OUTPUT = ROOT / "reports/compare-dry-run.json"
 GPU_BYTES_FREE = 40 << 30
 """What results and graphs of a cell may take."""
 WEIGHT_COPIES = 6
@@ -144,7 +143,7 @@ def make_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
         return TritonKernels(model, weights)
     if key[0] == "marlin":
         return Marlin(folder, model, run.device)
-    from humming_peer import Humming
+    from moe.humming import Humming
 
     if isinstance(run.compiler, str):
         raise RuntimeError(run.compiler)
@@ -375,7 +374,7 @@ def start_compiler(run: Run, cells: Sequence[Cell]) -> None:
     if not activations:
         return
     try:
-        from humming_peer import Compiler
+        from moe.humming import Compiler
 
         run.compiler = Compiler(activations)
         run.compiler.start(wanted_cells(run, cells, "humming"))

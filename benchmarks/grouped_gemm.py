@@ -19,24 +19,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
-from ceilings import measure_ceilings
+from harness.ceilings import measure_ceilings
 from compare import FATAL
-from faults import FatalError, check_alive
-from grouped_cells import BALANCES, MODES, SHAPES, Operands, Part, Shape, parse_shapes, sample, tiny
-from grouped_document import Document, make_row
-from grouped_ours import OURS, Ours, Variant, check
-from grouped_peers import Compiler, DeepGemm, Jobs, torch_variants
-from grouped_quantiser import cases, check_case, make_quantiser_row
-from grouped_timing import PAUSE, time_calls
-from peers import add_to_path
+from harness.faults import FatalError, check_alive
+from grouped.cells import BALANCES, MODES, SHAPES, Operands, Part, Shape, parse_shapes, sample, tiny
+from grouped.rows import Document, make_row
+from grouped.ours import OURS, Ours, Variant, check
+from grouped.peers import Compiler, DeepGemm, Jobs, torch_variants
+from grouped.quantiser import cases, check_case, make_quantiser_row
+from harness.timing import PAUSE, time_calls
+from moe.peers import add_to_path
 
 from mxpert.cli.report import environment
 from mxpert.errors import message
 
-RESULTS = _checkout.ROOT / "benchmarks/results/nvidia-h200/grouped_gemm.json"
-DRY_OUTPUT = _checkout.ROOT / "reports/grouped-gemm-dry-run.json"
+RESULTS = ROOT / "benchmarks/results/nvidia-h200/grouped_gemm.json"
+DRY_OUTPUT = ROOT / "reports/grouped-gemm-dry-run.json"
 REPEATS = 7
 COMPILE_SECONDS = 90.0
 """How long peers may compile before anything is timed."""

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
-from grouped_cells import (
+from grouped.cells import (
     BALANCES,
     Operands,
     Part,
@@ -31,8 +30,8 @@ from grouped_cells import (
     sample,
     tiny,
 )
-from grouped_ours import GATE, UNPROMOTED_ERROR, columns_of, rows_of, wide
-from grouped_timing import time_calls
+from grouped.ours import GATE, UNPROMOTED_ERROR, columns_of, rows_of, wide
+from harness.timing import time_calls
 from render import markdown_table
 
 import mxpert
@@ -41,8 +40,8 @@ from mxpert.cli.report import environment, write_json
 from mxpert.formats import MXTensor
 from mxpert.testing.numerics import relative_l2
 
-RESULTS = _checkout.ROOT / "benchmarks/results/nvidia-h200/grouped_requests.json"
-DRY_OUTPUT = _checkout.ROOT / "reports/grouped-requests-dry-run.json"
+RESULTS = ROOT / "benchmarks/results/nvidia-h200/grouped_requests.json"
+DRY_OUTPUT = ROOT / "reports/grouped-requests-dry-run.json"
 REPEATS = 7
 BINADES = 10
 SPANS = {

@@ -22,9 +22,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
-from faults import describe
+from harness.faults import describe
 from hunt_variants import Variant, variants
 from render import add_render_option, folded, markdown_table, render_again
 
@@ -33,8 +32,8 @@ from mxpert.errors import message, require
 from support.races import LOAD_ROUNDS, hunt
 
 Row = dict[str, Any]
-DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/hunts.json"
-DRY_OUTPUT = _checkout.ROOT / "reports/hunts-dry-run.json"
+DEFAULT_OUTPUT = ROOT / "benchmarks/results/nvidia-h200/hunts.json"
+DRY_OUTPUT = ROOT / "reports/hunts-dry-run.json"
 FRESH = 500
 """Repeats on the same data."""
 PER_GRAPH = 10

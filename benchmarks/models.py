@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
 import transformers
-from models_document import make_row, validate
-from models_peer import TransformersMXFP4
-from models_timing import StepClock, Steps, graph_step, moe_milliseconds, timed_forward
+from whole_model.rows import make_row, validate
+from whole_model.peer import TransformersMXFP4
+from whole_model.timing import StepClock, Steps, graph_step, moe_milliseconds, timed_forward
 from transformers import GptOssConfig, GptOssForCausalLM
 
 import mxpert
@@ -35,8 +34,8 @@ from mxpert.integrations.models.expert_modules import MXExperts
 from mxpert.testing.numerics import cosine, sqnr_floor_db
 from mxpert.testing.timing import read_bandwidth
 
-DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/models.json"
-DRY_OUTPUT = _checkout.ROOT / "reports/models-dry-run.json"
+DEFAULT_OUTPUT = ROOT / "benchmarks/results/nvidia-h200/models.json"
+DRY_OUTPUT = ROOT / "reports/models-dry-run.json"
 PROMPT = 32
 GATE_TOKENS = 64
 LAYER_COSINE = 0.9999

@@ -21,9 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
-from cells import parse_tokens
+from moe.cells import parse_tokens
 from render import markdown_table
 
 import mxpert
@@ -234,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     folder = "reports" if options.dry_run else "benchmarks/results/nvidia-h200"
-    path = options.output or _checkout.ROOT / folder / "routing.json"
+    path = options.output or ROOT / folder / "routing.json"
     facts = environment(device)
     document: dict[str, Any] = {
         "meta": facts | {"commit": options.commit or facts["commit"]},

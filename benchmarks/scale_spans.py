@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
 from render import markdown_table
 
@@ -23,7 +22,7 @@ from mxpert.cli.report import environment, write_json
 from mxpert.formats import ScaleRule, ScaleSpan, dequantize_blocks, quantize_spans
 from mxpert.testing.numerics import sqnr_db
 
-RESULTS = _checkout.ROOT / "benchmarks/results/cpu/scale_spans.json"
+RESULTS = ROOT / "benchmarks/results/cpu/scale_spans.json"
 SIZE = (512, 512, 4096)
 """Rows of a, rows of b, values that are summed."""
 

@@ -15,7 +15,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Sequence
 
-import _checkout  # noqa: F401
 import torch
 from render import markdown_table
 from routing import host_us

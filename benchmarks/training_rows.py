@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
-from ceilings import copy_rate
-from grouped_timing import time_calls
+from harness.ceilings import copy_rate
+from harness.timing import time_calls
 from render import markdown_table
 
 import mxpert
@@ -30,7 +29,7 @@ from mxpert.ops.rows import (
     combine_rows_backward,
 )
 
-RESULTS = _checkout.ROOT / "benchmarks/results/nvidia-h200/training_rows.json"
+RESULTS = ROOT / "benchmarks/results/nvidia-h200/training_rows.json"
 MODELS = {"dsv3": (4096, 8, 7168, 2048), "gpt-oss-20b": (8192, 4, 2880, 2880)}
 """name → tokens, top k, hidden size, intermediate size."""
 
@@ -135,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for name, sizes in models.items() for row in measure(name, sizes, device, copy_tbs)]
     facts = environment(device)
     path = options.output or (
-        _checkout.ROOT / "reports/training_rows.json" if options.dry_run else RESULTS
+        ROOT / "reports/training_rows.json" if options.dry_run else RESULTS
     )
     write_json(
         path,

@@ -17,9 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import _checkout  # noqa: F401 - finds the library
 import torch
-from cells import (
+from moe.cells import (
     DECODE_TOKENS,
     FORMATS,
     MODELS,
@@ -30,8 +29,8 @@ from cells import (
     parse_tokens,
     random_inputs,
 )
-from ours import Ours, random_weights
-from peers import TritonKernels, add_to_path
+from moe.ours import Ours, random_weights
+from moe.peers import TritonKernels, add_to_path
 
 from mxpert.cli.measure import RunWeights
 from mxpert.formats import MXFP4, MXTensor

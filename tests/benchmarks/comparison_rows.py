@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cells
-from document import make_row
+from moe.rows import make_row
 
 from mxpert.testing.timing import Timing
 

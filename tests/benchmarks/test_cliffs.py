@@ -10,7 +10,7 @@ from typing import Any
 
 import cliffs
 import pytest
-from cells import MODELS, Model
+from moe.cells import MODELS, Model
 
 SHAPE = "E128-k8-H2048-F384"
 

@@ -17,7 +17,7 @@ import pytest
 import routing
 import torch
 from comparison_rows import CEILINGS, META, row
-from document import Document, row_key, validate
+from moe.rows import Document, row_key, validate
 
 import mxpert
 from mxpert.cli.measure import RunWeights

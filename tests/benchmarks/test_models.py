@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 
 import models
 import models_render
-from models_document import make_row, validate
-from models_peer import TransformersMXFP4
-from models_timing import Stopwatch
+from whole_model.rows import make_row, validate
+from whole_model.peer import TransformersMXFP4
+from whole_model.timing import Stopwatch
 
 from mxpert import GateUpOrder
 

@@ -13,7 +13,7 @@ import goals
 import pytest
 import render
 from comparison_rows import CEILINGS, META, row
-from document import row_key
+from moe.rows import row_key
 
 
 def test_each_of_our_formats_is_compared_with_the_best_peer_of_its_width() -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from grouped_cells import MODES, Operands, Part
-from grouped_document import Row
-from grouped_ours import columns_of, recipe_of, rows_of, wide
 
 import mxpert
+from grouped.cells import MODES, Operands, Part
+from grouped.ours import columns_of, recipe_of, rows_of, wide
+from grouped.rows import Row
 from mxpert.cli.measure import GateError
 from mxpert.formats import MXTensor
 from mxpert.testing.numerics import sqnr_db

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
-from cells import DECODE_TOKENS, GEMM_STAGES, WIDTHS
-from document import Row
-from figures import (
+from harness.document import Row
+
+from moe.cells import DECODE_TOKENS, GEMM_STAGES, WIDTHS
+from moe.figures import (
     BOTH_STAGES,
     CellKey,
     Roof,

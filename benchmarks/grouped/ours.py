@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from grouped_cells import MODES, Operands, Part, Rows, expected, pick, plain_operands
 
 import mxpert
+from grouped.cells import MODES, Operands, Part, Rows, expected, pick, plain_operands
 from mxpert.cli.measure import GateError
 from mxpert.formats import MXTensor, dequantize_blocks
 from mxpert.testing.numerics import relative_l2, sqnr_db

@@ -9,9 +9,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cells import GEMM_STAGES, Cell, Inputs, Model
 
 import mxpert
+from moe.cells import GEMM_STAGES, Cell, Inputs, Model
 from mxpert.cli.measure import RunWeights, check_gate, float64_reference, intermediate_sizes
 from mxpert.dispatch import Resolution
 from mxpert.errors import require

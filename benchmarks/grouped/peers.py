@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grouped_cells import BALANCES, Operands, Part, Shape, pick, sample
-from grouped_ours import Variant, check
-from peers import add_to_path
+from moe.peers import add_to_path
 from torch.nn.functional import pad
+
+from grouped.cells import BALANCES, Operands, Part, Shape, pick, sample
+from grouped.ours import Variant, check
 
 E4M3_MAX = 448.0
 DEEPGEMM_OPS = {"fp8_1x128": ("forward", "dgrad", "wgrad_accumulate"), "bf16": ("forward",)}

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
-from cells import DECODE_TOKENS, FORMATS, GEMM_STAGES, MODELS, PEER_WIDTHS, STAGES, WIDTHS
-from document import Row
+from harness.document import Row
+
+from moe.cells import DECODE_TOKENS, FORMATS, GEMM_STAGES, MODELS, PEER_WIDTHS, STAGES, WIDTHS
 
 OURS = "mxpert"
 BOTH_STAGES = "gate_up + down"
@@ -86,6 +87,16 @@ def cell_name(row: Mapping[str, Any]) -> str:
 
 def cell_of(row: Mapping[str, Any]) -> CellKey:
     return row["model"], row["T"], row["routing"], row["stage"]
+
+
+def line_name(row: Mapping[str, Any]) -> str:
+    """Model and activation, and the routing where it is not uniform."""
+    routing = "" if row["routing"] == "uniform" else f" {row['routing']}"
+    return f"{row['model']} {row['activation']}{routing}"
+
+
+def token_columns(counts: Iterable[int]) -> list[str]:
+    return [f"T = {count}" for count in sorted(set(counts))]
 
 
 def our_rows(rows: Iterable[Row]) -> list[Row]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cells import Cell, Inputs, Model
-from ours import ACTIVATION
-from peers import Call, MoEOps, Variants, aligned_rows, by_stage
 
+from moe.cells import Cell, Inputs, Model
+from moe.ours import ACTIVATION
+from moe.peers import Call, MoEOps, Variants, aligned_rows, by_stage
 from mxpert.errors import require
 from mxpert.weights import MoEWeights
 
@@ -267,7 +267,7 @@ class Humming:
         return variants
 
     def _calls(self, inputs: Inputs, pair: tuple[Projection, Projection]) -> dict[str, Call]:
-        from glue_kernels import sum_slots
+        from moe.glue_kernels import sum_slots
 
         gate_up, down = pair
         model, tokens = self.model, inputs.x.shape[0]

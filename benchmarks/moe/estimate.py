@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ceilings import WARMUP, idle_seconds, num_repeats
-from cells import Cell
+from harness.ceilings import WARMUP, idle_seconds, num_repeats
 
+from moe.cells import Cell
 from mxpert.testing.timing import Work
 
 READ_RATE, MULTIPLY_RATE = 4.5e12, 780e12

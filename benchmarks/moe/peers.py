@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from cells import Cell, Inputs, Model
-from ours import ACTIVATION
 
 import mxpert
+from moe.cells import Cell, Inputs, Model
+from moe.ours import ACTIVATION
 from mxpert.errors import require
 from mxpert.routing import TOKEN_BITS, TOKEN_MASK
 from mxpert.weights import MoEWeights
@@ -243,7 +243,7 @@ class Marlin(MoEOps):
         return {"": by_stage([self._calls(inputs) for inputs in batches])}
 
     def _calls(self, inputs: Inputs) -> dict[str, Call]:
-        from glue_kernels import sum_slots, swiglu_rows
+        from moe.glue_kernels import sum_slots, swiglu_rows
 
         tokens, block = inputs.x.shape[0], self._block(inputs.x.shape[0])
         x = torch.nn.functional.pad(inputs.x, (0, self.hidden - self.model.H))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mxpert.errors import require
+from mxpert.errors import message
 
 GEMM_STAGES = ("gate_up_gemm", "down_gemm")
 STAGES = (*GEMM_STAGES, "gate_up", "down", "layer")
@@ -154,13 +154,9 @@ def random_inputs(cell: Cell, device: torch.device) -> list[Inputs]:
     The k largest logits choose: normal logits hit all experts alike ("uniform"); "zipf" weighs
     expert e by 1 / (e + 1); "hot" sends half of the tokens to expert 0.
     """
-    require(
-        cell.routing in ROUTINGS,
-        "random_inputs",
-        "routing",
-        need=f"one of {ROUTINGS}",
-        got=repr(cell.routing),
-    )
+    if cell.routing not in ROUTINGS:
+        need = f"one of {ROUTINGS}"
+        raise ValueError(message("random_inputs", "routing", need, repr(cell.routing)))
     model, batches = cell.model, []
     for rotation in range(cell.rotations):
         generator = torch.Generator(device).manual_seed(1000 * cell.tokens + rotation)
@@ -174,35 +170,3 @@ def random_inputs(cell: Cell, device: torch.device) -> list[Inputs]:
             logits[::2, 0] = 10.0  # above any normal logit
         batches.append(Inputs(x.to(torch.bfloat16), logits))
     return batches
-
-
-def parse_list(text: str, allowed: Sequence[str], option: str) -> list[str]:
-    """Comma-separated choices out of `allowed`.
-
-    >>> parse_list("a16, a8", ["a16", "a8"], "--activations")
-    ['a16', 'a8']
-    """
-    chosen = [part.strip() for part in text.split(",") if part.strip()]
-    for name in chosen:
-        require(
-            name in allowed, "compare", option, need=f"some of {', '.join(allowed)}", got=repr(name)
-        )
-    require(bool(chosen), "compare", option, need=f"some of {', '.join(allowed)}", got=repr(text))
-    return list(dict.fromkeys(chosen))
-
-
-def parse_tokens(text: str) -> list[int]:
-    """Comma-separated positive token counts.
-
-    >>> parse_tokens("1,16")
-    [1, 16]
-    """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    require(
-        bool(parts) and all(part.isdecimal() and int(part) > 0 for part in parts),
-        "compare",
-        "--tokens",
-        need="positive numbers, comma-separated",
-        got=repr(text),
-    )
-    return list(dict.fromkeys(map(int, parts)))
