@@ -23,11 +23,21 @@ import torch
 from harness.ceilings import measure_ceilings
 from compare import FATAL
 from harness.faults import FatalError, check_alive
-from grouped.cells import BALANCES, MODES, SHAPES, Operands, Part, Shape, parse_shapes, sample, tiny
-from grouped.rows import Document, make_row
-from grouped.ours import OURS, Ours, Variant, check
-from grouped.peers import Compiler, DeepGemm, Jobs, torch_variants
-from grouped.quantiser import cases, check_case, make_quantiser_row
+from grouped_gemms.cells import (
+    BALANCES,
+    MODES,
+    SHAPES,
+    Operands,
+    Part,
+    Shape,
+    parse_shapes,
+    sample,
+    tiny,
+)
+from grouped_gemms.rows import Document, make_row
+from grouped_gemms.ours import OURS, Ours, Variant, check
+from grouped_gemms.peers import Compiler, DeepGemm, Jobs, torch_variants
+from grouped_gemms.quantiser import cases, check_case, make_quantiser_row
 from harness.timing import PAUSE, time_calls
 from moe.peers import add_to_path
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from grouped.cells import BALANCES, MODES, OPS, SHAPES
-from grouped.ours import OURS
-from grouped.rows import KEY_COLUMNS, SCHEMA
+from grouped_gemms.cells import BALANCES, MODES, OPS, SHAPES
+from grouped_gemms.ours import OURS
+from grouped_gemms.rows import KEY_COLUMNS, SCHEMA
 from harness.document import Row
 from harness.tables import (
     absences,

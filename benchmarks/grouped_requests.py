@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grouped.cells import (
+from grouped_gemms.cells import (
     BALANCES,
     Operands,
     Part,
@@ -30,7 +30,7 @@ from grouped.cells import (
     sample,
     tiny,
 )
-from grouped.ours import GATE, UNPROMOTED_ERROR, columns_of, rows_of, wide
+from grouped_gemms.ours import GATE, UNPROMOTED_ERROR, columns_of, rows_of, wide
 from harness.timing import time_calls
 from render import markdown_table
 

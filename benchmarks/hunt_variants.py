@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from grouped.cells import MODES, Shape
-from grouped.ours import recipe_of
+from grouped_gemms.cells import MODES, Shape
+from grouped_gemms.ours import recipe_of
 
 import mxpert
 from mxpert import GateUpOrder, MoEConfig, ScaleSpan, SwiGLU

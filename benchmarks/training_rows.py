@@ -133,9 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     copy_tbs = copy_rate(device, 1 << 20 if options.dry_run else 1 << 32) / 1e12
     rows = [row for name, sizes in models.items() for row in measure(name, sizes, device, copy_tbs)]
     facts = environment(device)
-    path = options.output or (
-        ROOT / "reports/training_rows.json" if options.dry_run else RESULTS
-    )
+    path = options.output or (ROOT / "reports/training_rows.json" if options.dry_run else RESULTS)
     write_json(
         path,
         {

@@ -111,7 +111,7 @@ class Document:
         key: columns that make a row unique.
         blame: columns of a failure beside its "error"; without any, failures are saved as
             name → error.
-        rows, failures: by key. left: what the time limit left out; None says nothing of it.
+        rows, failures: by key. left: what the time limit left out; saved if `saves_left`.
         sections: other parts, beside "meta" and "rows".
     """
 
@@ -121,7 +121,8 @@ class Document:
     blame: Sequence[str] = ()
     rows: dict[Key, Row] = field(default_factory=dict)
     failures: dict[Key, str] = field(default_factory=dict)
-    left: list[str] | None = None
+    left: list[str] = field(default_factory=list)
+    saves_left: bool = True
     sections: Row = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
@@ -158,7 +159,7 @@ class Document:
         ]
         if not self.blame:
             failures = {" ".join(where): error for where, error in self.failures.items()}
-        left = {} if self.left is None else {"left": self.left}
+        left = {"left": self.left} if self.saves_left else {}
         meta = self.meta | {"failures": failures} | left
         return {"meta": meta, "rows": list(self.rows.values()), **self.sections}
 

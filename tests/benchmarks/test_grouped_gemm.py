@@ -21,7 +21,7 @@ import grouped_timing
 import pytest
 import torch
 import training_rows
-from grouped.cells import SHAPES, Operands, Shape, sample
+from grouped_gemms.cells import SHAPES, Operands, Shape, sample
 
 import mxpert
 from mxpert.cli.measure import GateError

@@ -6,8 +6,8 @@ import math
 
 from harness.document import META, NUMBER, OPTIONAL, Row, Schema, Section
 
-from grouped.cells import BALANCES, OPS, Shape
-from grouped.ours import Variant
+from grouped_gemms.cells import BALANCES, OPS, Shape
+from grouped_gemms.ours import Variant
 from mxpert.testing.timing import Timing
 
 KEY_COLUMNS = ("shape", "balance", "impl", "mode", "op", "with_quant")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import mxpert
-from grouped.cells import MODES, Operands, Part, Rows, expected, pick, plain_operands
+from grouped_gemms.cells import MODES, Operands, Part, Rows, expected, pick, plain_operands
 from mxpert.cli.measure import GateError
 from mxpert.formats import MXTensor, dequantize_blocks
 from mxpert.testing.numerics import relative_l2, sqnr_db

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import mxpert
-from grouped.cells import MODES, Operands, Part
-from grouped.ours import columns_of, recipe_of, rows_of, wide
-from grouped.rows import Row
+from grouped_gemms.cells import MODES, Operands, Part
+from grouped_gemms.ours import columns_of, recipe_of, rows_of, wide
+from grouped_gemms.rows import Row
 from mxpert.cli.measure import GateError
 from mxpert.formats import MXTensor
 from mxpert.testing.numerics import sqnr_db

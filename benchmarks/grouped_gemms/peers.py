@@ -21,8 +21,8 @@ import torch
 from moe.peers import add_to_path
 from torch.nn.functional import pad
 
-from grouped.cells import BALANCES, Operands, Part, Shape, pick, sample
-from grouped.ours import Variant, check
+from grouped_gemms.cells import BALANCES, Operands, Part, Shape, pick, sample
+from grouped_gemms.ours import Variant, check
 
 E4M3_MAX = 448.0
 DEEPGEMM_OPS = {"fp8_1x128": ("forward", "dgrad", "wgrad_accumulate"), "bf16": ("forward",)}
