@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import os
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ import torch
 import warm_up
 from harness.document import Document
 from harness.faults import FATAL, FatalError, check_alive, describe
-from harness.script import Script, Seconds, parse_list, parse_tokens
+from harness.script import Script, Seconds, parse_list, parse_tokens, restart
 from harness.timing import measure_ceilings
 from moe import cells as plan
 from moe.cells import ACTIVATION_FORMATS, MODELS, STAGES, Cell, Inputs, Model
@@ -33,7 +32,7 @@ from moe.estimate import estimate
 from moe.figures import line_name
 from moe.layers import SUMMARY_TOKENS, layer_table
 from moe.ours import Ours, Truth, random_weights
-from moe.peers import Marlin, Peer, TritonKernels, add_to_path
+from moe.peers import PEERS, Marlin, Peer, TritonKernels, add_to_path, asked_peers
 from moe.protocol import SUSTAINED_US, WARMUP, idle_seconds, make_meta, num_repeats
 from moe.rows import KEY_COLUMNS, SCHEMA, Key, make_row, row_key, work_of
 
@@ -49,14 +48,6 @@ WEIGHT_COPIES = 6
 COMPILE_SECONDS = 45.0
 """A cell waits so long for a peer's compiler; the peer is then left to the second pass."""
 NO_GEMM = "absent: only the hopper backend has a GEMM that starts from encoded rows"
-PEERS = ("triton_kernels", "marlin", "humming")
-PEER_KEYS = (
-    ("triton_kernels", "bf16"),
-    ("marlin", "bf16"),
-    ("humming", "bf16"),
-    ("humming", "fp8_token"),
-)
-
 Timed = dict[str, list[Callable[[], object]]]
 
 
@@ -116,12 +107,6 @@ def peer_keys(run: Run) -> list[tuple[str, str]]:
     if run.folder is None:
         return []
     return asked_peers(run.formats, run.peer_names)
-
-
-def asked_peers(formats: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Those of `PEER_KEYS` with such a name and the width of one of our formats."""
-    widths = {plan.PEER_WIDTHS[plan.WIDTHS[name]] for name in formats}
-    return [key for key in PEER_KEYS if key[0] in names and plan.WIDTHS[key[1]] in widths]
 
 
 def make_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
@@ -468,25 +453,6 @@ def print_estimate(run: Run, cells: Sequence[Cell]) -> None:
     )
 
 
-def restart(options: argparse.Namespace, seconds: float) -> None:
-    """Go on in a new process where this one's CUDA context is lost; what failed is on record."""
-    skipped = ("--time-limit", "--peer-time-limit")
-    rest = [
-        word
-        for index, word in enumerate(sys.argv[1:])
-        if not word.startswith(skipped) and sys.argv[index] not in skipped
-    ]
-    limits = [
-        f"{name}={max(0.0, value - seconds):.0f}"
-        for name, value in zip(skipped, (options.time_limit, options.peer_time_limit), strict=True)
-        if math.isfinite(value)
-    ]
-    resume = [] if options.resume else ["--resume"]
-    print("the CUDA context is lost; going on in a new process", flush=True)
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, sys.argv[0], *rest, *limits, *resume])
-
-
 def measure(options: argparse.Namespace, prepared: tuple[Run, list[Cell]]) -> int:
     """Run it; 0 if every cell of mxpert has a time or was out of time."""
     run, cells = prepared
@@ -500,7 +466,7 @@ def measure(options: argparse.Namespace, prepared: tuple[Run, list[Cell]]) -> in
         print(describe(error), file=sys.stderr)
         if not options.restarts:
             return FATAL
-        restart(options, time.monotonic() - options.began)
+        restart(options, "time_limit", "peer_time_limit")
     document.save()
     table = layer_table(document.rows.values(), SUMMARY_TOKENS, line_name)
     print(f"\n{table}\n\n{run.seconds}")

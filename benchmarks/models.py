@@ -12,30 +12,29 @@ it, of the decode step in a CUDA graph, and of a long prefill, with the MoE bloc
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
-from whole_model.rows import make_row, validate
-from whole_model.peer import TransformersMXFP4
-from whole_model.timing import StepClock, Steps, graph_step, moe_milliseconds, timed_forward
+from harness.document import Document, Row
+from harness.script import Script, machine
 from transformers import GptOssConfig, GptOssForCausalLM
+from whole_model.peer import TransformersMXFP4
+from whole_model.rows import FACTS, KEY_COLUMNS, SCHEMA, make_row
+from whole_model.timing import StepClock, Steps, graph_step, moe_milliseconds, timed_forward
 
 import mxpert
-from mxpert.cli.report import environment, write_json
 from mxpert.integrations.models.convert import mx_experts
 from mxpert.integrations.models.expert_modules import MXExperts
 from mxpert.testing.numerics import cosine, sqnr_floor_db
 from mxpert.testing.timing import read_bandwidth
 
-DEFAULT_OUTPUT = ROOT / "benchmarks/results/nvidia-h200/models.json"
-DRY_OUTPUT = ROOT / "reports/models-dry-run.json"
 PROMPT = 32
 GATE_TOKENS = 64
 LAYER_COSINE = 0.9999
@@ -72,11 +71,8 @@ class Bench:
     model: Any
     converted: list[MXExperts]
     peer: TransformersMXFP4 | str
-    output: Path
-    meta: dict[str, Any]
+    document: Document
     deadline: float
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -88,20 +84,16 @@ class Bench:
         return [experts.source.places[0][0] for experts in self.converted]
 
     def save(self) -> None:
-        document = {"meta": self.meta | {"failures": self.failures}, "rows": self.rows}
-        validate(document)
-        write_json(self.output, document)
+        SCHEMA.validate(self.document.as_json())
+        self.document.save()
+
+
+_NO_TOKENS: dict[str, Any] = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
 def published_config(layers: int) -> GptOssConfig:
     """gpt-oss-20b as published, with `layers` decoder layers."""
-    return GptOssConfig(
-        num_hidden_layers=layers,
-        num_local_experts=32,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    return GptOssConfig(num_hidden_layers=layers, num_local_experts=32, **_NO_TOKENS)
 
 
 def tiny_config() -> GptOssConfig:
@@ -117,9 +109,7 @@ def tiny_config() -> GptOssConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         sliding_window=16,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **_NO_TOKENS,
     )
 
 
@@ -270,161 +260,129 @@ Measurement = tuple[str, str, int, int, Callable[[], dict[str, float]]]
 
 def measurements(bench: Bench, variant: Variant, options: argparse.Namespace) -> list[Measurement]:
     """(phase, mode, batch, tokens, what gives the times)."""
-    found: list[Measurement] = []
-    for batch in options.batches:
-        found.append(
-            (
-                "decode",
-                "generate",
-                batch,
-                PROMPT,
-                lambda b=batch: time_generate(bench, b, options.new_tokens),
-            )
-        )
-    found.append(
-        (
-            "prefill",
-            "forward",
-            1,
-            options.prefill,
-            lambda: time_prefill(bench, options.prefill, options.repeats),
-        )
-    )
-    if variant.graph:
-        for batch in options.batches:
-            found.append(
-                (
-                    "decode",
-                    "graph",
-                    batch,
-                    PROMPT,
-                    lambda b=batch: graph_step(
-                        bench.model, bench.blocks, random_ids(bench, b, PROMPT), options.repeats
-                    ),
-                )
-            )
+    prefill, new_tokens, repeats = options.prefill, options.new_tokens, options.repeats
+
+    def generate(batch: int) -> dict[str, float]:
+        return time_generate(bench, batch, new_tokens)
+
+    def graph(batch: int) -> dict[str, float]:
+        return graph_step(bench.model, bench.blocks, random_ids(bench, batch, PROMPT), repeats)
+
+    steps = [("generate", generate), *([("graph", graph)] if variant.graph else [])]
+    found: list[Measurement] = [
+        ("decode", mode, batch, PROMPT, functools.partial(work, batch))
+        for mode, work in steps
+        for batch in options.batches
+    ]
+    passes = functools.partial(time_prefill, bench, prefill, repeats)
+    found.insert(len(options.batches), ("prefill", "forward", 1, prefill, passes))
     return found
 
 
 def measure(bench: Bench, variant: Variant, truth: Truth, options: argparse.Namespace) -> None:
     """Gate one implementation, then take its measurements; failures are noted and skipped."""
+    document = bench.document
     try:
         use(bench, variant)
         cosines = gate(bench, variant, truth)
     except Exception as error:
-        bench.failures[str(variant)] = describe(error)
+        document.fail((str(variant),), error)
         return
     for phase, mode, batch, tokens, work in measurements(bench, variant, options):
         name = f"{variant} {phase} {mode} batch {batch}"
         if time.monotonic() > bench.deadline:
-            bench.failures[name] = "not measured: the time limit was reached"
+            document.fail((name,), "not measured: the time limit was reached")
             continue
         try:
             times = work()
         except Exception as error:
-            bench.failures[name] = describe(error)
+            document.fail((name,), error)
             traceback.print_exc()
             continue
-        bench.rows.append(
-            make_row(variant.impl, variant.format, phase, mode, batch, tokens, times, cosines)
-        )
-        row = bench.rows[-1]
+        place = variant.impl, variant.format, phase, mode, batch, tokens
+        row = make_row(*place, times, cosines)
+        document.add(row)
+        share = f"MoE {100 * row['moe_share']:.0f} %"
         print(
-            f"{name}: {row['ms']:.2f} ms, {row['tokens_per_s']:.0f} tokens/s, MoE "
-            f"{100 * row['moe_share']:.0f} %",
-            flush=True,
+            f"{name}: {row['ms']:.2f} ms, {row['tokens_per_s']:.0f} tokens/s, {share}", flush=True
         )
         bench.save()
 
 
-def describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+PROTOCOL = {
+    "generate": f"model.generate with its defaults after a prompt of {PROMPT} tokens, "
+    "greedy; ms is the median time between two decode steps",
+    "graph": "one decode step on a static cache in a CUDA graph, replayed; MoE blocks "
+    "replayed alone on the same inputs",
+    "forward": "one forward pass without a cache, Transformers' eager attention",
+    "moe": "router and experts; in generate and forward from events around each block "
+    "of a further pass (share of that pass), host gaps included",
+}
 
 
-def make_meta(config: GptOssConfig, device: torch.device, commit: str | None) -> dict[str, Any]:
-    facts = environment(device)
-    return {
-        "device": facts["device"],
-        "clocks": facts.get("gpu", {}),
-        "versions": facts["versions"],
-        "commit": commit or facts["commit"],
-        "date": facts["date"],
-        "read_tbs": read_bandwidth(device) / 1e12,
-        "model": {
-            "name": "gpt-oss-20b config, random weights",
-            "layers": config.num_hidden_layers,
-            "experts": config.num_local_experts,
-            "top_k": config.num_experts_per_tok,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-        },
-        "protocol": {
-            "generate": f"model.generate with its defaults after a prompt of {PROMPT} tokens, "
-            "greedy; ms is the median time between two decode steps",
-            "graph": "one decode step on a static cache in a CUDA graph, replayed; MoE blocks "
-            "replayed alone on the same inputs",
-            "forward": "one forward pass without a cache, Transformers' eager attention",
-            "moe": "router and experts; in generate and forward from events around each block "
-            "of a further pass (share of that pass), host gaps included",
-        },
+def make_meta(options: argparse.Namespace, config: GptOssConfig) -> Row:
+    """On what, when and how it is measured."""
+    model = {
+        "name": "gpt-oss-20b config, random weights",
+        "layers": config.num_hidden_layers,
+        "experts": config.num_local_experts,
+        "top_k": config.num_experts_per_tok,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
     }
+    rate = read_bandwidth(options.device) / 1e12
+    return machine(options, *FACTS, read_tbs=rate, model=model, protocol=PROTOCOL)
+
+
+SCRIPT = Script("models", __doc__, limit=150.0)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """The command line."""
+    parser, names = SCRIPT.parser(), [str(variant) for variant in VARIANTS]
+    add = parser.add_argument
+    add("--layers", type=int, default=24)
     numbers = dict(type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--batches", default=[1, 8, 64], **numbers)
-    parser.add_argument("--prefill", type=int, default=8192, help="tokens of the prefill")
-    parser.add_argument("--new-tokens", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--time-limit", type=float, default=150.0, help="seconds, from the start")
-    parser.add_argument(
-        "--impl",
-        nargs="+",
-        choices=[str(variant) for variant in VARIANTS],
-        default=[str(variant) for variant in VARIANTS],
-    )
-    parser.add_argument("--commit", help="for a checkout without history")
-    parser.add_argument("--dry-run", action="store_true", help="two tiny layers, on any machine")
+    add("--batches", default=[1, 8, 64], **numbers)
+    add("--prefill", type=int, default=8192, help="tokens of the prefill")
+    add("--new-tokens", type=int, default=20)
+    add("--repeats", type=int, default=5)
+    add("--impl", nargs="+", choices=names, default=names)
     options = parser.parse_args(arguments)
     if options.dry_run:
         options.batches, options.prefill, options.new_tokens, options.repeats = [1, 2], 48, 6, 2
-    options.output = options.output or (DRY_OUTPUT if options.dry_run else DEFAULT_OUTPUT)
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write; 1 if no implementation of ours passed its gate."""
-    begin, options = time.monotonic(), parse(arguments)
+def make_bench(options: argparse.Namespace) -> Bench:
+    """The model on its device, and an empty document."""
     transformers.utils.logging.set_verbosity_error()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not options.dry_run:
-        print("models: device — need a GPU, got a CPU; try --dry-run", file=sys.stderr)
-        return 2
     config = tiny_config() if options.dry_run else published_config(options.layers)
-    model, converted = build(config, device)
-    print(f"built {config.num_hidden_layers} layers in {time.monotonic() - begin:.0f} s")
-    bench = Bench(
-        model,
-        converted,
-        TransformersMXFP4.load(),
-        options.output,
-        make_meta(config, device, options.commit),
-        begin + options.time_limit,
-    )
-    truth = eager_truth(bench)
+    model, converted = build(config, options.device)
+    seconds = time.monotonic() - options.began
+    print(f"built {config.num_hidden_layers} layers in {seconds:.0f} s")
+    meta = make_meta(options, config)
+    document = Document(options.path, meta, KEY_COLUMNS, saves_left=False)
+    return Bench(model, converted, TransformersMXFP4.load(), document, options.deadline)
+
+
+def run(options: argparse.Namespace, _: None) -> int:
+    """Measure and write; 1 if no implementation of ours passed its gate."""
+    bench = make_bench(options)
+    truth, document = eager_truth(bench), bench.document
     for variant in VARIANTS:
         if str(variant) in options.impl:
             measure(bench, variant, truth, options)
     bench.save()
-    for name, text in bench.failures.items():
+    for (name,), text in document.failures.items():
         print(f"{name}: {text}", file=sys.stderr)
-    print(f"wrote {options.output} after {time.monotonic() - begin:.0f} s")
-    return 0 if any(row["impl"] == "mxpert" for row in bench.rows) else 1
+    print(f"wrote {document.path} after {time.monotonic() - options.began:.0f} s")
+    return 0 if any(row["impl"] == "mxpert" for row in document.rows.values()) else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code; 2 if there is no GPU and it is no dry run."""
+    return SCRIPT.run(parse(arguments), lambda options: None, run)
 
 
 if __name__ == "__main__":

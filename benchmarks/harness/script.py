@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+import os
 import sys
 import time
 from collections import Counter
@@ -122,6 +124,27 @@ class Script:
         """The document's tables beside its JSON."""
         if self.markdown is not None:
             path.with_suffix(".md").write_text(self.markdown(document), encoding="utf-8")
+
+
+def restart(options: argparse.Namespace, *limits: str) -> None:
+    """Go on in a new process where this one's CUDA context is lost; what failed is on record.
+
+    Args:
+        limits: options in seconds, from which the time that has passed is taken.
+    """
+    seconds = time.monotonic() - options.began
+    names = tuple(f"--{name.replace('_', '-')}" for name in limits)
+    rest = [
+        word
+        for index, word in enumerate(sys.argv[1:])
+        if not word.startswith(names) and sys.argv[index] not in names
+    ]
+    for option, name in zip(names, limits, strict=True):
+        value = getattr(options, name)
+        rest += [f"{option}={max(0.0, value - seconds):.0f}"] if math.isfinite(value) else []
+    rest += [] if options.resume else ["--resume"]
+    print("the CUDA context is lost; going on in a new process", flush=True)
+    os.execv(sys.executable, [sys.executable, sys.argv[0], *rest])
 
 
 def machine(options: argparse.Namespace, *names: str, **more: Any) -> Row:

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 
 import mxpert
-from moe.cells import Cell, Inputs, Model
+from moe.cells import PEER_WIDTHS, WIDTHS, Cell, Inputs, Model
 from moe.ours import ACTIVATION
-from mxpert.errors import require
+from mxpert.errors import message
 from mxpert.routing import TOKEN_BITS, TOKEN_MASK
 from mxpert.weights import MoEWeights
 
@@ -30,6 +30,15 @@ Variants = dict[str, dict[str, list[Call]]]
 
 _PROGRAMS = "humming/_native/*/nvrtc_compile"
 """What a peer runs as a process of its own; looked at first, not minutes into a comparison."""
+
+
+PEERS = ("triton_kernels", "marlin", "humming")
+PEER_KEYS = (
+    ("triton_kernels", "bf16"),
+    ("marlin", "bf16"),
+    ("humming", "bf16"),
+    ("humming", "fp8_token"),
+)
 
 
 class Peer(Protocol):
@@ -208,35 +217,11 @@ class Marlin(MoEOps):
         codes, scales = self.gate_up if first else self.down
         weights, sorted_ids, expert_ids, used = routed
         return self.ops.moe_wna16_marlin_gemm(
-            rows,
-            out,
-            codes,
-            None,
-            scales,
-            None,
-            None,
-            None,
-            None,
-            None,
-            self.locks,
-            sorted_ids,
-            expert_ids,
-            used,
-            weights,
-            block,
-            self.model.k if first else 1,
-            not first,
-            self.format,
-            rows.shape[0],
-            out.shape[1],
-            rows.shape[1],
-            True,
-            False,
-            True,
-            False,
-            -1,
-            -1,
-            -1,
+            *(rows, out, codes, None, scales, None, None, None, None, None, self.locks),
+            *(sorted_ids, expert_ids, used, weights, block),
+            *(self.model.k if first else 1, not first, self.format),
+            *(rows.shape[0], out.shape[1], rows.shape[1]),
+            *(True, False, True, False, -1, -1, -1),
         )
 
     def prepare(self, cell: Cell, batches: Sequence[Inputs]) -> Variants:
@@ -302,18 +287,20 @@ def aligned_rows(logits: torch.Tensor, model: Model, block: int) -> tuple[torch.
     return ids.to(torch.int32), plan.block_expert_ids[: count // block].contiguous(), used
 
 
+def asked_peers(formats: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Those of `PEER_KEYS` with such a name and the width of one of our formats."""
+    widths = {PEER_WIDTHS[WIDTHS[name]] for name in formats}
+    return [key for key in PEER_KEYS if key[0] in names and WIDTHS[key[1]] in widths]
+
+
 def add_to_path(folder: Path) -> None:
     """Let `folder` answer imports first."""
-    require(
-        folder.is_dir(), "compare", "--peers", need="a directory of unpacked peers", got=str(folder)
-    )
+    if not folder.is_dir():
+        need = "a directory of unpacked peers"
+        raise ValueError(message("compare", "--peers", need, folder))
     for program in folder.glob(_PROGRAMS):
-        require(
-            os.access(program, os.X_OK),
-            "compare",
-            "--peers",
-            need=f"an executable {program}",
-            got="one that may not run (some unpackers forget it)",
-            remedy=f"chmod +x {program}",
-        )
+        if not os.access(program, os.X_OK):
+            got = "one that may not run (some unpackers forget it)"
+            remedy = f"chmod +x {program}"
+            raise ValueError(message("compare", "--peers", f"an executable {program}", got, remedy))
     sys.path.insert(0, str(folder.resolve()))
