@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import cells
-import document
-import figures
-import goals
 import pytest
 import render
 from comparison_rows import CEILINGS, META, row
-from moe.rows import row_key
+from harness import ROOT
+from moe import cells, figures, goals, layers
+from moe.rows import KEY_COLUMNS, SCHEMA, row_key
 
 
 def test_each_of_our_formats_is_compared_with_the_best_peer_of_its_width() -> None:
@@ -176,7 +174,7 @@ def test_everything_is_rendered_from_the_json_alone(tmp_path: Path) -> None:
         row(us=900, tokens=8192, stage="down_gemm", activation="mxfp8"),
     ]
     failures = [
-        dict(zip(document.KEY_COLUMNS, row_key(row("humming", tokens=tokens)), strict=True))
+        dict(zip(KEY_COLUMNS, row_key(row("humming", tokens=tokens)), strict=True))
         | {"error": "no nvcc"}
         for tokens in (64, 16)
     ]
@@ -235,9 +233,8 @@ def test_the_readme_has_the_block_of_the_json(tmp_path: Path) -> None:
 
 
 def test_the_committed_readme_block_is_that_of_the_json() -> None:
-    root = Path(__file__).resolve().parents[2]
-    block = render.readme_block(document.load(root / "benchmarks/results/nvidia-h200/moe.json"))
-    assert block in (root / "README.md").read_text("utf-8")
+    block = layers.readme_block(SCHEMA.load(ROOT / "benchmarks/results/nvidia-h200/moe.json"))
+    assert block in (ROOT / "README.md").read_text("utf-8")
 
 
 def test_a_long_list_of_slower_cells_is_folded() -> None:
@@ -261,16 +258,6 @@ def test_a_comparison_without_fp8_token_still_renders(tmp_path: Path) -> None:
     text = render.full({"meta": META, "rows": [row(us=10), row(us=9, activation="mxfp8")]})
     assert "Not measured: needs rows of mxpert with mxfp8 and with fp8_token." in text
     assert "| 3. speed of mxfp8 over fp8_token | ≥ 0.91 | – | – | – | not measured |" in text
-
-
-def test_the_committed_comparison_renders(tmp_path: Path) -> None:
-    committed = Path(__file__).resolve().parents[2] / "benchmarks/results/nvidia-h200/moe.json"
-    text = render.full(document.load(committed))
-    assert text.count("<details>") == text.count("</details>")
-
-
-def test_render_refuses_what_is_no_comparison(tmp_path: Path) -> None:
-    assert render.main([str(tmp_path / "absent.json")]) == 2
 
 
 def test_the_plot_has_no_panel_without_a_line(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import scale_spans
 import torch
+from harness import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs/training.md"
 FREE_DB = 0.2
 """Least that counts as a cost; the adversarial case within ± 6 binades is 0.06 dB."""

@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import cells
-import ours
 import pytest
 import torch
 import warm_up
+from moe import cells, ours
 
 
 def test_warming_up_launches_every_stage_of_every_cell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +63,7 @@ def test_warming_up_a_peer_takes_a_process_for_each_model(
     ]
     warm_up.start_peer(some, tmp_path)
     assert [command[2:] for command in commands] == [
-        ["--models", name, "--peers", str(tmp_path), "--tokens", "1,64"]
+        ["--models", name, "--tokens", "1,64", "--peers", str(tmp_path)]
         for name in ("gpt-oss-20b", "dsv3-ep8")
     ]
 
