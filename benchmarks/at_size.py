@@ -114,12 +114,8 @@ class Batch:
 
 def choose(inputs: MoEInputs, tokens: slice | torch.Tensor) -> MoEInputs:
     """Some tokens of a batch."""
-    return replace(
-        inputs,
-        x=inputs.x[tokens].contiguous(),
-        topk_ids=inputs.topk_ids[tokens].contiguous(),
-        topk_weights=inputs.topk_weights[tokens].contiguous(),
-    )
+    names = ("x", "topk_ids", "topk_weights")
+    return replace(inputs, **{name: getattr(inputs, name)[tokens].contiguous() for name in names})
 
 
 def take(h: Rows, rows: torch.Tensor) -> Rows:
@@ -133,21 +129,14 @@ def join(parts: Sequence[Rows]) -> Rows:
     """Rows of several batches."""
     first = parts[0]
     if isinstance(first, MXTensor):
-        return replace(
-            first,
-            qdata=torch.cat([part.qdata for part in parts]),
-            scale=torch.cat([part.scale for part in parts]),
-        )
+        codes, scales = zip(*((part.qdata, part.scale) for part in parts), strict=True)
+        return replace(first, qdata=torch.cat(codes), scale=torch.cat(scales))
     return torch.cat(list(parts))
 
 
 def make_plan(inputs: MoEInputs, routing_block_m: int) -> RoutingPlan:
-    return mxpert.make_routing_plan(
-        inputs.topk_weights,
-        inputs.topk_ids,
-        num_experts=inputs.weights.num_experts,
-        routing_block_m=routing_block_m,
-    )
+    options = dict(num_experts=inputs.weights.num_experts, routing_block_m=routing_block_m)
+    return mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids, **options)
 
 
 def make_problem(
@@ -181,16 +170,9 @@ def run_batch(inputs: MoEInputs, a_format: str) -> Batch:
     count = len(inputs.x)
     tokens = torch.tensor([token for token in SAMPLE if token < count], device=inputs.x.device)
     finite = bool(down.isfinite().all() & layer.isfinite().all())
-    return Batch(
-        count,
-        tokens,
-        take(h, plan.slot_rows[tokens].flatten().long()),
-        down[tokens],
-        layer[tokens],
-        finite,
-        chosen.kernel.backend,
-        str(chosen.config),
-    )
+    rows = take(h, plan.slot_rows[tokens].flatten().long())
+    which = chosen.kernel.backend, str(chosen.config)
+    return Batch(count, tokens, rows, down[tokens], layer[tokens], finite, *which)
 
 
 def true_down(inputs: MoEInputs, h: Rows, a_format: str) -> torch.Tensor:
@@ -200,13 +182,8 @@ def true_down(inputs: MoEInputs, h: Rows, a_format: str) -> torch.Tensor:
         order = plan.sorted_token_ids.new_zeros(plan.capacity, dtype=torch.int64)
         places = plan.slot_rows.flatten().long()
         order[places] = torch.arange(len(places), device=places.device)
-        return mxpert.moe_down(
-            take(h, order),
-            inputs.weights,
-            plan,
-            activation_format=a_format,
-            out_dtype=torch.float64,
-        )
+        options: dict[str, Any] = dict(activation_format=a_format, out_dtype=torch.float64)
+        return mxpert.moe_down(take(h, order), inputs.weights, plan, **options)
 
 
 def judge(name: str, plain: MoEInputs, a_format: str, batches: Sequence[Batch]) -> list[Row]:

@@ -268,13 +268,10 @@ class Humming:
         model, tokens = self.model, inputs.x.shape[0]
         rows = tokens * model.k
         (launch_1, block_1), (launch_2, block_2) = gate_up.kernel(tokens), down.kernel(tokens)
-        inner, parts, y = (
-            inputs.x.new_empty(size)
-            for size in ((rows, 2 * model.F), (rows, model.H), (tokens, model.H))
-        )
-        ready_1, ready_2 = (
-            aligned_rows(inputs.logits, model, block) for block in (block_1, block_2)
-        )
+        empty = inputs.x.new_empty
+        inner, parts, y = empty(rows, 2 * model.F), empty(rows, model.H), empty(tokens, model.H)
+        ready_1 = aligned_rows(inputs.logits, model, block_1)
+        ready_2 = aligned_rows(inputs.logits, model, block_2)
         ready_weights = self.routing.topk(inputs.logits)[0]
 
         def first(aligned: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:

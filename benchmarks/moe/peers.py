@@ -235,15 +235,8 @@ class Marlin(MoEOps):
         weights, ids = self.topk(inputs.logits)
         ready = (weights, *self.align(ids, block))
         rows = tokens * self.model.k
-        gate_up, h, parts, y = (
-            x.new_empty(size)
-            for size in (
-                (rows, 2 * self.inner),
-                (rows, self.inner),
-                (rows, self.hidden),
-                (tokens, self.hidden),
-            )
-        )
+        gate_up, h = x.new_empty(rows, 2 * self.inner), x.new_empty(rows, self.inner)
+        parts, y = x.new_empty(rows, self.hidden), x.new_empty(tokens, self.hidden)
         first = functools.partial(self._multiply, x, gate_up, True, block=block)
         second = functools.partial(self._multiply, h, parts, False, block=block)
 

@@ -216,7 +216,7 @@ def test_after_the_time_limit_nothing_is_measured(
 def test_a_whole_comparison_is_estimated_to_fit() -> None:
     named = cells.ordered_cells(list(cells.NAMED.values()), cells.TOKENS)
     every = cells.ordered_cells(list(cells.MODELS.values()))
-    variants = len(cells.FORMATS) + len(compare.PEER_KEYS)
+    variants = len(cells.FORMATS) + len(peers.PEER_KEYS)
     before, now = (
         sum(estimate.estimate(found, cells.STAGES, number).values())
         for found, number in ((named, variants - 1), (every, variants))
