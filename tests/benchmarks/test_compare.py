@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -55,14 +56,9 @@ def test_important_cells_come_first() -> None:
 
 def test_the_reference_systems_shapes_have_their_own_token_counts() -> None:
     found = [cell for cell in cells.ordered_cells(list(cells.MODELS.values())) if cell.is_reference]
-    assert [(cell.model.name, cell.tokens) for cell in found] == [
-        ("gpt-oss-120b", 16384),
-        *(
-            (name, tokens)
-            for name in ("kimi-e385", "r1-e384")
-            for tokens in (4, 16, 64, 256, 16384)
-        ),
-    ]
+    published = itertools.product(("kimi-e385", "r1-e384"), (4, 16, 64, 256, 16384))
+    names = [(cell.model.name, cell.tokens) for cell in found]
+    assert names == [("gpt-oss-120b", 16384), *published]
     assert found[1].stages(cells.STAGES) == ["gate_up", "down", "layer"]
     assert cells.Cell(cells.MODELS["dsv3-ep8"], 16).stages(cells.STAGES) == list(cells.STAGES)
 
@@ -72,9 +68,9 @@ def test_inputs_are_the_same_on_every_run(name: str) -> None:
     cell = cells.Cell(cells.tiny(cells.MODELS["dsv4-flash"]), 4, name)
     once, twice = (cells.random_inputs(cell, torch.device("cpu")) for _ in range(2))
     assert len(once) == cell.rotations == 2
-    assert all(
-        a.logits.equal(b.logits) and a.x.equal(b.x) for a, b in zip(once, twice, strict=True)
-    )
+    for a, b in zip(once, twice, strict=True):
+        assert a.logits.equal(b.logits)
+        assert a.x.equal(b.x)
     assert not once[0].logits.equal(once[1].logits)
     if name == "hot":
         assert (once[0].logits.argmax(1)[::2] == 0).all()
@@ -82,29 +78,24 @@ def test_inputs_are_the_same_on_every_run(name: str) -> None:
 
 def test_a_variant_that_fails_leaves_the_others_timed() -> None:
     failures: dict[str, Exception] = {}
-    found = time_graph(
-        {"bad": [lambda: 1 / 0], "good": [lambda: None]}, device="cpu", repeats=1, failures=failures
-    )
+    calls = {"bad": [lambda: 1 / 0], "good": [lambda: None]}
+    found = time_graph(calls, device="cpu", repeats=1, failures=failures)
     assert set(found) == {"good"}
     assert isinstance(failures["bad"], ZeroDivisionError)
 
 
 def dry_run(path: Path, *arguments: str) -> dict[str, Any]:
-    compare.main(
-        ["--dry-run", "--models", "dsv3-ep8", "--tokens", "1,16", "--output", str(path), *arguments]
-    )
+    cell = ["--models", "dsv3-ep8", "--tokens", "1,16"]
+    compare.main(["--dry-run", *cell, "--output", str(path), *arguments])
     return SCHEMA.load(path)
 
 
 def test_a_dry_run_walks_all_cells(tmp_path: Path) -> None:
     found = dry_run(tmp_path / "x.json", "--routings", "uniform,hot", "--commit", "abc")
-    assert {row_key(each) for each in found["rows"]} == {
-        ("dsv3-ep8", tokens, name, "mxpert", activation, stage)
-        for tokens in (1, 16)
-        for name in ("uniform", "hot")
-        for activation in ("bf16", "mxfp8", "fp8_token", "mxfp4")
-        for stage in ("gate_up", "down", "layer")
-    }
+    places = ["dsv3-ep8"], (1, 16), ("uniform", "hot"), ["mxpert"]
+    formats, stages = ("bf16", "mxfp8", "fp8_token", "mxfp4"), ("gate_up", "down", "layer")
+    found_keys = {row_key(each) for each in found["rows"]}
+    assert found_keys == set(itertools.product(*places, formats, stages))
     assert found["meta"]["commit"] == "abc"
     assert {each["error"] for each in found["meta"]["failures"]} == {compare.NO_GEMM}
     assert all(each["rel_l2"] < 1e-2 for each in found["rows"])
@@ -189,14 +180,12 @@ def test_peers_fail_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert set(theirs) == set(cells.STAGES) - {"down"}
     assert theirs["layer"]["rel_l2"] > 0.1
     assert theirs["gate_up"]["rel_l2"] is None
-    failed = {
-        (each["impl"], each["activation"], each["stage"])
-        for each in found["meta"]["failures"]
-        if each["impl"] != "mxpert"
-    }
+    names = ("impl", "activation", "stage")
+    failed = {tuple(each[name] for name in names) for each in found["meta"]["failures"]}
     absent = {("triton_kernels", "bf16"), ("marlin", "bf16"), ("humming", "fp8_token")}
-    assert failed == {("humming", "bf16", "down")} | {
-        (*key, stage) for key in absent for stage in cells.STAGES
+    assert {each for each in failed if each[0] != "mxpert"} == {
+        ("humming", "bf16", "down"),
+        *((*key, stage) for key in absent for stage in cells.STAGES),
     }
     assert found["meta"]["peers"]["marlin/bf16"].startswith("absent: ImportError")
     assert found["meta"]["peers"]["humming/bf16"] == "present"
@@ -233,10 +222,8 @@ def test_a_cell_with_a_gap_is_measured_whole(tmp_path: Path) -> None:
     path.write_text(json.dumps({**first, "rows": gap}))
     again = dry_run(path, "--tokens", "1", "--stages", "down", "--resume", "--commit", "abc")
     assert {row_key(each) for each in again["rows"]} == {row_key(each) for each in first["rows"]}
-    before = {row_key(each): each["us"] for each in gap}
-    assert all(
-        each["us"] != before[row_key(each)] for each in again["rows"] if row_key(each) in before
-    )
+    before, after = ({row_key(each): each["us"] for each in rows} for rows in (gap, again["rows"]))
+    assert all(after[key] != us for key, us in before.items())
 
 
 def test_a_compiler_that_may_not_run_is_told_at_once(

@@ -186,12 +186,8 @@ class MoEHunt:
         inputs = random_moe_problem(shape, tokens_for(shape, config), device=device)
         inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
         with override():  # a pinned backend is that of the GEMMs
-            plan = make_routing_plan(
-                inputs.topk_weights,
-                inputs.topk_ids,
-                num_experts=shape.num_experts,
-                routing_block_m=config.routing_block_m,
-            )
+            sizes = dict(num_experts=shape.num_experts, routing_block_m=config.routing_block_m)
+            plan = make_routing_plan(inputs.topk_weights, inputs.topk_ids, **sizes)
         return cls(inputs, plan, a_format, torch.Generator(device).manual_seed(1))
 
     def renew(self) -> None:
@@ -199,20 +195,12 @@ class MoEHunt:
 
     def stages(self) -> tuple[torch.Tensor | MXTensor, torch.Tensor]:
         """The intermediate, and y in float32."""
+        weights, form = self.inputs.weights, self.a_format
+        activation = self.inputs.activation
         h = moe_gate_up(
-            self.inputs.x,
-            self.inputs.weights,
-            self.plan,
-            activation=self.inputs.activation,
-            activation_format=self.a_format,
+            self.inputs.x, weights, self.plan, activation=activation, activation_format=form
         )
-        return h, moe_down(
-            h,
-            self.inputs.weights,
-            self.plan,
-            out_dtype=torch.float32,
-            activation_format=self.a_format,
-        )
+        return h, moe_down(h, weights, self.plan, out_dtype=torch.float32, activation_format=form)
 
     def run(self) -> tuple[torch.Tensor, ...]:
         """y as bits; it depends on every value of the intermediate."""
