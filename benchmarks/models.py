@@ -27,7 +27,7 @@ from harness.script import Script, machine
 from transformers import GptOssConfig, GptOssForCausalLM
 from whole_model.peer import TransformersMXFP4
 from whole_model.rows import FACTS, KEY_COLUMNS, SCHEMA, make_row
-from whole_model.timing import StepClock, Steps, graph_step, moe_milliseconds, timed_forward
+from whole_model.timing import StepClock, graph_step, moe_milliseconds, steps, timed_forward
 
 import mxpert
 from mxpert.integrations.models.convert import mx_experts
@@ -234,11 +234,11 @@ def time_generate(bench: Bench, batch: int, new_tokens: int) -> dict[str, float]
         return clock
 
     run(3)
-    steps = run(new_tokens).milliseconds()
-    with moe_milliseconds(bench.blocks, bench.device) as moe:
-        hooked = run(6).milliseconds()
-    moe_ms = Steps.of(moe.per_pass()[1:]).ms  # the first pass is the prompt
-    return steps.as_row() | {"moe_ms": moe_ms, "step_ms_hooked": hooked.ms}
+    found = run(new_tokens).steps()
+    with moe_milliseconds(bench.blocks, bench.device) as per_pass:
+        hooked = run(6).steps()
+    inside = steps(per_pass()[1:])  # the first pass is the prompt
+    return found | {"moe_ms": inside["ms"], "step_ms_hooked": hooked["ms"]}
 
 
 @torch.no_grad()
@@ -249,10 +249,9 @@ def time_prefill(bench: Bench, tokens: int, repeats: int) -> dict[str, float]:
         return bench.model(ids, use_cache=False, logits_to_keep=1)
 
     run()
-    with moe_milliseconds(bench.blocks, bench.device) as moe:
-        steps = timed_forward(run, bench.device, repeats)
-    moe_ms = Steps.of(moe.per_pass()).ms
-    return steps.as_row() | {"moe_ms": moe_ms, "step_ms_hooked": steps.ms}
+    with moe_milliseconds(bench.blocks, bench.device) as per_pass:
+        found = timed_forward(run, bench.device, repeats)
+    return found | {"moe_ms": steps(per_pass())["ms"], "step_ms_hooked": found["ms"]}
 
 
 Measurement = tuple[str, str, int, int, Callable[[], dict[str, float]]]
@@ -268,10 +267,10 @@ def measurements(bench: Bench, variant: Variant, options: argparse.Namespace) ->
     def graph(batch: int) -> dict[str, float]:
         return graph_step(bench.model, bench.blocks, random_ids(bench, batch, PROMPT), repeats)
 
-    steps = [("generate", generate), *([("graph", graph)] if variant.graph else [])]
+    modes = [("generate", generate), *([("graph", graph)] if variant.graph else [])]
     found: list[Measurement] = [
         ("decode", mode, batch, PROMPT, functools.partial(work, batch))
-        for mode, work in steps
+        for mode, work in modes
         for batch in options.batches
     ]
     passes = functools.partial(time_prefill, bench, prefill, repeats)
@@ -302,10 +301,8 @@ def measure(bench: Bench, variant: Variant, truth: Truth, options: argparse.Name
         place = variant.impl, variant.format, phase, mode, batch, tokens
         row = make_row(*place, times, cosines)
         document.add(row)
-        share = f"MoE {100 * row['moe_share']:.0f} %"
-        print(
-            f"{name}: {row['ms']:.2f} ms, {row['tokens_per_s']:.0f} tokens/s, {share}", flush=True
-        )
+        text = "{ms:.2f} ms, {tokens_per_s:.0f} tokens/s, MoE share {moe_share:.2f}"
+        print(f"{name}: {text.format(**row)}", flush=True)
         bench.save()
 
 

@@ -153,12 +153,14 @@ class Document:
 
     def as_json(self) -> Row:
         """Everything so far."""
-        failures: Any = {" ".join(where): error for where, error in self.failures.items()}
+        failures: Any
         if self.blame:
             failures = [
                 dict(zip(self.blame, where, strict=True)) | {"error": error}
                 for where, error in self.failures.items()
             ]
+        else:
+            failures = {name: error for (name,), error in self.failures.items()}
         left = {"left": self.left} if self.saves_left else {}
         meta = self.meta | {"failures": failures} | left
         return {"meta": meta, "rows": list(self.rows.values()), **self.sections}
