@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,9 @@ def test_every_model_format_and_bucket_is_judged(
 ) -> None:
     code, found = run(tmp_path / "a.json")
     assert code == 0
-    assert [(row["model"], row["activation"], row["T"]) for row in found["rows"]] == [
-        (name, a_format, tokens)
-        for name in ("gpt-oss-20b", "padded")
-        for a_format in ACTIVATION_FORMATS
-        for tokens in at_size.DRY_TOKENS
-    ]
+    places = ("gpt-oss-20b", "padded"), ACTIVATION_FORMATS, at_size.DRY_TOKENS
+    found_places = [(row["model"], row["activation"], row["T"]) for row in found["rows"]]
+    assert found_places == list(itertools.product(*places))
     assert [row["compared"] for row in found["rows"][:3]] == [1, 3, 4]
     assert all(0 < row["limits"][stage] < 1 for row in found["rows"] for stage in at_size.STAGES)
     assert all(row["ok"] and row["finite"] for row in found["rows"])
@@ -71,14 +69,11 @@ def test_a_wrong_result_is_seen(
         exact = str(options.get("out_dtype")) == "torch.float64"
         return result if exact else result * factor
 
+    def explain_right(called: Any, *rest: Any, **options: Any) -> Any:
+        return explain(right if called is wrong else called, *rest, **options)
+
     monkeypatch.setattr(mxpert, op, wrong)
-    monkeypatch.setattr(
-        mxpert,
-        "explain",
-        lambda called, *rest, **options: explain(
-            right if called is wrong else called, *rest, **options
-        ),
-    )
+    monkeypatch.setattr(mxpert, "explain", explain_right)
     code, found = run(tmp_path / "a.json", "--formats", "bf16", "--models", "gpt-oss-20b")
     assert code == 1
     assert len(found["rows"]) == 3
@@ -101,9 +96,8 @@ def test_a_format_that_fails_leaves_the_others(
     code, found = run(tmp_path / "a.json", "--formats", "mxfp8,mxfp4")
     assert code == 1
     assert {row["activation"] for row in found["rows"]} == {"mxfp4"}
-    assert [each["error"] for each in found["meta"]["failures"]] == [
-        "RuntimeError: no such kernel"
-    ] * 2
+    errors = [each["error"] for each in found["meta"]["failures"]]
+    assert errors == ["RuntimeError: no such kernel"] * 2
 
 
 def test_what_is_left_is_resumed(tmp_path: Path) -> None:

@@ -47,10 +47,8 @@ def test_skewed_groups_are_ragged_and_one_is_empty() -> None:
 
 def test_operands_are_the_same_on_every_run(ragged: Operands) -> None:
     again = Operands.random(RAGGED, "skewed", CPU)
-    assert all(
-        getattr(ragged, name).equal(getattr(again, name))
-        for name in ("x", "weight", "grad", "group_offsets")
-    )
+    for name in ("x", "weight", "grad", "group_offsets"):
+        assert getattr(ragged, name).equal(getattr(again, name))
 
 
 def test_the_sample_lies_in_its_groups(ragged: Operands) -> None:
@@ -95,9 +93,8 @@ def test_a_wrong_result_is_refused(ragged: Operands, op: str, spoil: Any) -> Non
 
 
 def test_a_peer_that_multiplies_something_else_is_refused(ragged: Operands) -> None:
-    wrong = ours.Variant(
-        "torch", "bf16", "forward", False, lambda: torch.randn(len(ragged.grad), RAGGED.N)
-    )
+    y = torch.randn(len(ragged.grad), RAGGED.N)
+    wrong = ours.Variant("torch", "bf16", "forward", False, lambda: y)
     with pytest.raises(GateError, match="SNR"):
         ours.check(wrong, ragged, sample(ragged))
 
@@ -146,28 +143,17 @@ class FakeDeepGemm(ModuleType):
             out[block] = (a[block] @ b[group[first]].T.to(a.dtype)).to(out.dtype)
 
     def k_grouped_fp8_gemm_nt_contiguous(
-        self,
-        a: Any,
-        b: Any,
-        d: torch.Tensor,
-        sizes: list[int],
-        on_device: torch.Tensor,
-        c: torch.Tensor,
+        self, a: Any, b: Any, d: torch.Tensor, sizes: list[int], on_device: torch.Tensor, c: Any
     ) -> None:
         assert d is c
         assert on_device.tolist() == sizes
         start = 0
         for group, size in enumerate(sizes):
-            first, second = (
-                self.values(
-                    (
-                        flat[start * width : (start + size) * width].view(width, size),
-                        scale[:, start // 128 : (start + size) // 128],
-                    ),
-                    1,
-                )
-                for (flat, scale), width in ((a, d.shape[1]), (b, d.shape[2]))
-            )
+            end, operands = start + size, []
+            for (flat, scale), width in ((a, d.shape[1]), (b, d.shape[2])):
+                codes = flat[start * width : end * width].view(width, size)
+                operands.append(self.values((codes, scale[:, start // 128 : end // 128]), 1))
+            first, second = operands
             d[group] += (first @ second.T).float()
             start += size
 
@@ -238,9 +224,8 @@ def test_quantiser_cases_pass_their_gate_and_see_errors(ragged: Operands) -> Non
 
 def test_a_failing_call_leaves_the_others_timed() -> None:
     failures: dict[str, Exception] = {}
-    found = time_calls(
-        {"bad": lambda: 1 / 0, "good": lambda: None}, device=CPU, repeats=1, failures=failures
-    )
+    calls = {"bad": lambda: 1 / 0, "good": lambda: None}
+    found = time_calls(calls, device=CPU, repeats=1, failures=failures)
     assert set(found) == {"good"}
     assert isinstance(failures["bad"], ZeroDivisionError)
 
@@ -278,10 +263,8 @@ def test_claims_are_ratios_within_a_cell() -> None:
 @pytest.fixture
 def dry(tmp_path: Path) -> Path:
     path = tmp_path / "grouped.json"
-    status = grouped_gemm.main(
-        ["--dry-run", "--shapes", "1,5", "--commit", "abc", "--output", str(path)]
-    )
-    assert status == 0
+    some = ["--shapes", "1,5", "--commit", "abc"]
+    assert grouped_gemm.main(["--dry-run", *some, "--output", str(path)]) == 0
     return path
 
 
@@ -293,9 +276,8 @@ def test_a_dry_run_is_whole_and_renders(dry: Path, capsys: pytest.CaptureFixture
         itertools.product(map(str, map(cells.tiny, (SHAPES[0], SHAPES[4]))), cells.BALANCES)
     )
     assert len(found["rows"]) == 4 * (8 * len(modes) + 4)
-    assert {each["variant"] for each in found["meta"]["failures"]} == {
-        "torch/fp8_row/forward/kernel"
-    }
+    failed = {each["variant"] for each in found["meta"]["failures"]}
+    assert failed == {"torch/fp8_row/forward/kernel"}
     assert set(found["meta"]["kernels"]) == {f"mxpert/{mode}" for mode in modes}
     assert {each["operand"] for each in found["quantiser"]} == {"x", "grad", "weight"}
     assert grouped_render.main([str(dry)]) == 0
@@ -308,9 +290,7 @@ def test_a_dry_run_is_whole_and_renders(dry: Path, capsys: pytest.CaptureFixture
 
 def test_a_wrong_kernel_has_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = mxpert.grouped_gemm
-    monkeypatch.setattr(
-        mxpert, "grouped_gemm", lambda *args, **kwargs: 1.1 * right(*args, **kwargs)
-    )
+    monkeypatch.setattr(mxpert, "grouped_gemm", lambda *args, **rest: 1.1 * right(*args, **rest))
     monkeypatch.setattr(ours.Ours, "explain", lambda self: {})
     path = tmp_path / "x.json"
     cell = ["--shapes", "1", "--balances", "balanced", "--modes", "exact"]
