@@ -328,15 +328,11 @@ def markdown(document: Row) -> str:
 
 # --- command line -------------------------------------------------------------------------------
 
-SCRIPT = Script("at_size", __doc__, limit=150.0, resumes=True, markdown=markdown)
 
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = SCRIPT.parser()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
     parser.add_argument("--models", default=",".join(SHAPES), help="default: %(default)s")
     parser.add_argument("--formats", default=",".join(ACTIVATION_FORMATS))
-    return parser.parse_args(arguments)
 
 
 def prepare(options: argparse.Namespace) -> tuple[Proof, list[str], list[str]]:
@@ -389,9 +385,10 @@ def prove(options: argparse.Namespace, prepared: tuple[Proof, list[str], list[st
     return 1 if wrong or proof.failures else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code; 2 if the options are refused."""
-    return SCRIPT.run(parse_arguments(arguments), prepare, prove)
+SCRIPT = Script(
+    "at_size", __doc__, prove, prepare, add_options, limit=150.0, resumes=True, markdown=markdown
+)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

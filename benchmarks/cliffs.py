@@ -327,18 +327,14 @@ def compare_first_calls(run: Run) -> None:
 
 # --- command line -------------------------------------------------------------------------------
 
-SCRIPT = Script("cliffs", __doc__, limit=150.0, markdown=markdown)
 
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = SCRIPT.parser()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
     parser.add_argument("--shapes", default=",".join(SHAPES), help="default: %(default)s")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--routings", default=",".join(ROUTINGS), help="default: %(default)s")
     text = "only print this process's first calls and binaries, as JSON"
     parser.add_argument("--first-calls", action="store_true", help=text)
-    return parser.parse_args(arguments)
 
 
 def prepare(options: argparse.Namespace) -> tuple[Run, dict[Model, list[Cell]]]:
@@ -387,9 +383,8 @@ def search(options: argparse.Namespace, prepared: tuple[Run, dict[Model, list[Ce
     return 1 if run.failures else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code; 2 if the options are refused."""
-    return SCRIPT.run(parse_arguments(arguments), prepare, search)
+SCRIPT = Script("cliffs", __doc__, search, prepare, add_options, limit=150.0, markdown=markdown)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

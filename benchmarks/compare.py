@@ -373,12 +373,8 @@ def run_cells(run: Run, cells: Sequence[Cell]) -> None:
         run.compiler.stop()
 
 
-SCRIPT = Script("compare", __doc__, limit=math.inf, resumes=True, output="nvidia-h200/moe.json")
-
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = SCRIPT.parser()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
     add = parser.add_argument
     counts, others = (",".join(map(str, each)) for each in (plan.TOKENS, plan.REFERENCE_TOKENS))
     add("--models", default=",".join(MODELS), help="default: %(default)s")
@@ -391,7 +387,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     seconds: dict[str, Any] = dict(type=float, default=math.inf, metavar="SECONDS")
     add("--peer-time-limit", help="after this, measure mxpert alone", **seconds)
     add("--sustained", action="store_true", help="time after half a second of load")
-    return parser.parse_args(arguments)
 
 
 def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
@@ -464,7 +459,7 @@ def measure(options: argparse.Namespace, prepared: tuple[Run, list[Cell]]) -> in
         run_cells(run, cells)
     except FatalError as error:
         print(describe(error), file=sys.stderr)
-        if not options.restarts:
+        if not options.owns_process:
             return FATAL
         restart(options, "time_limit", "peer_time_limit")
     document.save()
@@ -481,12 +476,17 @@ def measure(options: argparse.Namespace, prepared: tuple[Run, list[Cell]]) -> in
     return 1 if red else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code; 2 if the options are refused. A process of its own restarts itself where its
-    CUDA context is lost."""
-    options = parse_arguments(arguments)
-    options.restarts = arguments is None
-    return SCRIPT.run(options, prepare_run, measure)
+SCRIPT = Script(
+    "compare",
+    __doc__,
+    measure,
+    prepare_run,
+    add_options,
+    limit=math.inf,
+    resumes=True,
+    output="nvidia-h200/moe.json",
+)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

@@ -228,12 +228,8 @@ def make_meta(options: argparse.Namespace) -> Row:
     return machine(options, *names, ceilings={}, kernels={}, peers=peers, protocol=protocol)
 
 
-SCRIPT = Script("grouped_gemm", __doc__, limit=math.inf)
-
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = SCRIPT.parser()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
     add = parser.add_argument
     numbers = {str(index): shape for index, shape in enumerate(SHAPES, 1)}
     text = ", ".join(f"{number} = {shape}" for number, shape in numbers.items())
@@ -242,7 +238,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--modes", nargs="+", choices=MODES, default=list(MODES))
     add("--peers", type=Path, help="directory that holds deep_gemm")
     add("--sustained", action="store_true", help="no pauses between calls")
-    return parser.parse_args(arguments)
 
 
 def prepare_run(options: argparse.Namespace) -> Run:
@@ -295,9 +290,8 @@ def measure(options: argparse.Namespace, run: Run) -> int:
     return 1 if red else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code; 2 if the options are refused."""
-    return SCRIPT.run(parse_arguments(arguments), prepare_run, measure)
+SCRIPT = Script("grouped_gemm", __doc__, measure, prepare_run, add_options, limit=math.inf)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

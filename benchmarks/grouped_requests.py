@@ -167,15 +167,16 @@ def measure(shape: Shape, device: torch.device) -> list[Row]:
     ]
 
 
-SCRIPT = Script("grouped_requests", __doc__)
 COLUMNS = {name: f"{{{name}}}" for name in ("shape", "request", "op", "backend", "us", "tflops")}
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = SCRIPT.parser()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
     parser.add_argument("--shapes", default="2,6", help="numbers as in grouped_gemm.py")
-    return parser.parse_args(arguments)
+
+
+def shapes_of(options: argparse.Namespace) -> list[Shape]:
+    return parse_shapes(options.shapes)
 
 
 def measure_all(options: argparse.Namespace, shapes: Sequence[Shape]) -> int:
@@ -189,10 +190,8 @@ def measure_all(options: argparse.Namespace, shapes: Sequence[Shape]) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code; 2 if the options are refused."""
-    options = parse_arguments(arguments)
-    return SCRIPT.run(options, lambda given: parse_shapes(given.shapes), measure_all)
+SCRIPT = Script("grouped_requests", __doc__, measure_all, shapes_of, add_options)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

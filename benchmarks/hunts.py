@@ -243,19 +243,15 @@ def markdown(document: Row) -> str:
 
 # --- command line -------------------------------------------------------------------------------
 
-SCRIPT = Script("hunts", __doc__, limit=240.0, resumes=True, markdown=markdown)
 
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; a dry run is one process unless --processes is given."""
-    parser = SCRIPT.parser()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
     add = parser.add_argument
     add("--variants", default="*", metavar="PATTERN", help="shell pattern of names; default: all")
     add("--repeats", type=int, help="of each variant (default: its own number)")
     add("--processes", type=int, default=8, help="default: %(default)s")
     text = "control: flip one bit in this repeat of every variant"
     add("--plant", type=int, metavar="REPEAT", help=text)
-    return parser.parse_args(arguments)
 
 
 def prepare(options: argparse.Namespace) -> tuple[Hunts, Order]:
@@ -302,9 +298,10 @@ def measure(options: argparse.Namespace, prepared: tuple[Hunts, Order]) -> int:
     return 1 if wrong or hunts.failures else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code; 2 if the options are refused."""
-    return SCRIPT.run(parse_arguments(arguments), prepare, measure)
+SCRIPT = Script(
+    "hunts", __doc__, measure, prepare, add_options, limit=240.0, resumes=True, markdown=markdown
+)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

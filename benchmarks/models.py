@@ -16,7 +16,7 @@ import functools
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -331,13 +331,9 @@ def make_meta(options: argparse.Namespace, config: GptOssConfig) -> Row:
     return machine(options, *FACTS, read_tbs=rate, model=model, protocol=PROTOCOL)
 
 
-SCRIPT = Script("models", __doc__, limit=150.0)
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser, names = SCRIPT.parser(), [str(variant) for variant in VARIANTS]
-    add = parser.add_argument
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
+    names, add = [str(variant) for variant in VARIANTS], parser.add_argument
     add("--layers", type=int, default=24)
     numbers = dict(type=lambda text: [int(part) for part in text.split(",")])
     add("--batches", default=[1, 8, 64], **numbers)
@@ -345,10 +341,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=int, default=20)
     add("--repeats", type=int, default=5)
     add("--impl", nargs="+", choices=names, default=names)
-    options = parser.parse_args(arguments)
-    if options.dry_run:
-        options.batches, options.prefill, options.new_tokens, options.repeats = [1, 2], 48, 6, 2
-    return options
 
 
 def make_bench(options: argparse.Namespace) -> Bench:
@@ -365,6 +357,8 @@ def make_bench(options: argparse.Namespace) -> Bench:
 
 def run(options: argparse.Namespace, _: None) -> int:
     """Measure and write; 1 if no implementation of ours passed its gate."""
+    if options.dry_run:
+        options.batches, options.prefill, options.new_tokens, options.repeats = [1, 2], 48, 6, 2
     bench = make_bench(options)
     truth, document = eager_truth(bench), bench.document
     for variant in VARIANTS:
@@ -377,9 +371,8 @@ def run(options: argparse.Namespace, _: None) -> int:
     return 0 if any(row["impl"] == "mxpert" for row in document.rows.values()) else 1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code; 2 if there is no GPU and it is no dry run."""
-    return SCRIPT.run(parse(arguments), lambda options: None, run)
+SCRIPT = Script("models", __doc__, run, add_options=add_options, limit=150.0)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

@@ -171,17 +171,16 @@ def tables(document: Row) -> str:
     return paragraphs(times, row_table(document["host_rows"], HOST))
 
 
-SCRIPT = Script("routing", __doc__)
-
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = SCRIPT.parser()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--sweep", action="store_true", help="every config of the sort, too")
     text = "host times alone; a file is written to --output, if it is given"
     parser.add_argument("--host-only", action="store_true", help=text)
-    return parser.parse_args(arguments)
+
+
+def counts_of(options: argparse.Namespace) -> list[int]:
+    return parse_tokens(options.tokens)
 
 
 def measure(options: argparse.Namespace, counts: Sequence[int]) -> int:
@@ -205,10 +204,8 @@ def measure(options: argparse.Namespace, counts: Sequence[int]) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code; 2 if the options are refused."""
-    options = parse_arguments(arguments)
-    return SCRIPT.run(options, lambda given: parse_tokens(given.tokens), measure)
+SCRIPT = Script("routing", __doc__, measure, counts_of, add_options)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

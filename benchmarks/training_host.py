@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from harness.script import Script
@@ -46,9 +46,6 @@ def step_of(recipe: MXFP8Recipe, device: torch.device) -> Callable[[], object]:
     return step
 
 
-SCRIPT = Script("training_host", __doc__)
-
-
 def measure(options: argparse.Namespace, _: None) -> int:
     """Print the table."""
     lines = []
@@ -65,9 +62,8 @@ def measure(options: argparse.Namespace, _: None) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code; 2 if there is no GPU and it is no dry run."""
-    return SCRIPT.run(SCRIPT.parser().parse_args(arguments), lambda options: None, measure)
+SCRIPT = Script("training_host", __doc__, measure)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

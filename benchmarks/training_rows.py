@@ -98,7 +98,6 @@ def measure(name: str, sizes: Sequence[int], device: torch.device, copy_tbs: flo
     return rows
 
 
-SCRIPT = Script("training_rows", __doc__)
 COLUMNS = {
     "pass": "{model} {op}",
     "µs": "{us:.0f}",
@@ -121,9 +120,8 @@ def measure_all(options: argparse.Namespace, _: None) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code; 2 if there is no GPU and it is no dry run."""
-    return SCRIPT.run(SCRIPT.parser().parse_args(arguments), lambda options: None, measure_all)
+SCRIPT = Script("training_rows", __doc__, measure_all)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

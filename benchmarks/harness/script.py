@@ -40,6 +40,8 @@ class Script:
 
     Args:
         name: the file's, without .py. description: for --help.
+        measure: gets the options and what `prepare` returned; returns the exit code.
+        prepare: checks the script's own options. add_options: adds them to the parser.
         limit: default of --time-limit, in seconds; None: there is no such option.
         resumes: whether there is --resume. output: the JSON under benchmarks/results.
         markdown: what --render writes from a JSON; None: there is no such option.
@@ -47,15 +49,19 @@ class Script:
 
     name: str
     description: str | None
+    measure: Callable[[argparse.Namespace, Any], int]
+    prepare: Callable[[argparse.Namespace], Any] = lambda options: None
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     limit: float | None = None
     resumes: bool = False
     output: str = ""
     markdown: Markdown | None = None
 
     def parser(self) -> argparse.ArgumentParser:
-        """The common options; a script adds its own."""
+        """The script's own options, and those that all have in common."""
         parser = bare_parser(self.description)
         add = parser.add_argument
+        self.add_options(parser)
         add("--output", type=Path, help=f"default: {self.default_output.name}")
         add("--commit", help="where the checkout has no history")
         add("--dry-run", action="store_true", help="tiny on the CPU: proves that everything runs")
@@ -73,7 +79,7 @@ class Script:
     def default_output(self) -> Path:
         return RESULTS / (self.output or f"nvidia-h200/{self.name}.json")
 
-    def prepare(self, options: argparse.Namespace) -> None:
+    def complete(self, options: argparse.Namespace) -> None:
         """Add `device`, `path`, `began` and `deadline` (of `time.monotonic`) to the options.
 
         Raises:
@@ -88,26 +94,19 @@ class Script:
         dry = ROOT / "reports" / f"{self.name.replace('_', '-')}-dry-run.json"
         options.path = options.output or (dry if options.dry_run else self.default_output)
 
-    def run(
-        self,
-        options: argparse.Namespace,
-        prepare: Callable[[argparse.Namespace], Any],
-        measure: Callable[[argparse.Namespace, Any], int],
-    ) -> int:
-        """Prepare, then measure; the exit code, 2 for options that are refused.
-
-        Args:
-            prepare: checks the script's own options; its result goes to `measure`.
-        """
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Prepare, then measure; the exit code, 2 for options that are refused."""
+        options = self.parser().parse_args(arguments)
+        options.owns_process = arguments is None
         try:
             if self.markdown is not None and options.render is not None:
                 return self.render(options.render)
-            self.prepare(options)
-            prepared = prepare(options)
+            self.complete(options)
+            prepared = self.prepare(options)
         except (ValueError, TypeError) as error:
             print(error, file=sys.stderr)
             return 2
-        return measure(options, prepared)
+        return self.measure(options, prepared)
 
     def render(self, path: Path) -> int:
         """Write the tables of an earlier run's JSON beside it; the exit code.

@@ -86,7 +86,7 @@ def test_wrong_experts_are_not_timed(tmp_path: Path) -> None:
     truth = models.eager_truth(bench)
     good = copy.copy(converted[1].weights)
     converted[1].weights = replace(good, gate_up_order=GateUpOrder.CONCATENATED)
-    options = models.parse(["--dry-run"])
+    options = models.SCRIPT.parser().parse_args(["--dry-run"])
     models.measure(bench, models.VARIANTS[0], truth, options)
     assert not document.rows
     assert "red: layer cosine" in document.failures["mxpert a16w4",]
