@@ -32,7 +32,7 @@ from harness.faults import FatalError, check_alive
 from harness.script import Script, machine, parse_list, parse_tokens
 from harness.timing import measure_ceilings
 from moe import cells as named
-from moe.cells import NAMED, ROUTINGS, Cell, Model, random_inputs, tiny
+from moe.cells import NAMED, ROUTINGS, Cell, Model, mean_hit, random_inputs, tiny
 from moe.cliff_tables import (
     FORMATS,
     MOST_BINARIES,
@@ -51,7 +51,6 @@ from triton.runtime.jit import JITFunction
 from mxpert.cli.measure import RunWeights
 from mxpert.errors import message
 from mxpert.formats.tensor import Layout
-from mxpert.ops.route import route_topk
 from mxpert.testing.timing import time_graph
 
 TOKENS = (17, 131, 2053)
@@ -167,13 +166,9 @@ def count_binaries() -> dict[str, int]:
             continue
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
-                hashes = {
-                    compiled.hash
-                    for caches in kernel.device_caches.values()
-                    for compiled in caches[0].values()
-                }
-                if hashes:
-                    found.setdefault(kernel.__name__, set()).update(hashes)
+                for caches in kernel.device_caches.values():
+                    for compiled in caches[0].values():
+                        found.setdefault(kernel.__name__, set()).add(compiled.hash)
     return {name: len(hashes) for name, hashes in sorted(found.items())}
 
 
@@ -190,11 +185,8 @@ def prepare_format(
         raise ValueError(message("cliffs", str(cell), "the hopper backend", backend))
     calls, errors = ours.prepare(cell, batches, STAGES)
     check_alive(run.device)
-    choice = {
-        "backend": backend,
-        "config_source": resolution.source,
-        "config": str(resolution.config),
-    }
+    choice = {"backend": backend, "config_source": resolution.source}
+    choice["config"] = str(resolution.config)
     return {stage: (calls[stage], errors[stage], choice) for stage in STAGES}
 
 
@@ -205,8 +197,7 @@ def measure_cell(run: Run, cell: Cell, full: Model, weights: RunWeights) -> None
         full: the model before a dry run shrank it; names the neighbour.
     """
     batches = random_inputs(cell, run.device)
-    ids = [route_topk(each.logits, cell.model.k)[1] for each in batches]
-    hit = sum(each.unique().numel() for each in ids) / len(ids)
+    hit = mean_hit(batches, cell.model.k)
     ready: dict[str, tuple[Sequence[Call], float, Row]] = {}
     for activation in FORMATS:
         try:

@@ -38,7 +38,6 @@ from moe.rows import KEY_COLUMNS, SCHEMA, Key, make_row, row_key, work_of
 
 from mxpert.cli.measure import GateError, RunWeights
 from mxpert.errors import require
-from mxpert.ops.route import route_topk
 from mxpert.testing.timing import BYTES_PER_MX_WEIGHT, Timing, time_graph
 
 GPU_BYTES_FREE = 40 << 30
@@ -121,14 +120,11 @@ def make_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
 
     if isinstance(run.compiler, str):
         raise RuntimeError(run.compiler)
-    return Humming(
-        folder,
-        model,
-        weights,
-        key[1],
-        run.compiler,
-        lambda: min(COMPILE_SECONDS, run.deadline - time.monotonic()),
-    )
+
+    def seconds_left() -> float:
+        return min(COMPILE_SECONDS, run.deadline - time.monotonic())
+
+    return Humming(folder, model, weights, key[1], run.compiler, seconds_left)
 
 
 def get_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
@@ -274,12 +270,10 @@ def collect(
 
     by_key = {(ours.impl, ours.activation): ours for ours in built.ours}
     for key, stages in wanted.items():
-        prepare = (
-            (lambda key=key, stages=stages: add_ours(by_key[key], stages))
-            if key in by_key
-            else (lambda key=key, stages=stages: add_peer(key, stages))
-        )
-        attempt_one(run, cell, *key, stages, prepare)
+        make = functools.partial(add_peer, key)
+        if key in by_key:
+            make = functools.partial(add_ours, by_key[key])
+        attempt_one(run, cell, *key, stages, functools.partial(make, stages))
     return timed, errors
 
 
@@ -294,13 +288,12 @@ def wanted_stages(run: Run, cell: Cell) -> dict[tuple[str, str], list[str]]:
         for stage in cell.stages(run.stages)
         if not all(run.document.is_done(cell_key(cell, *key, stage)) for key in keys)
     ]
-    wanted = {
-        key: [
-            stage for stage in missing if cell_key(cell, *key, stage) not in run.document.failures
-        ]
-        for key in keys
-    }
-    return {key: stages for key, stages in wanted.items() if stages}
+    wanted, failed = {}, run.document.failures
+    for key in keys:
+        stages = [stage for stage in missing if cell_key(cell, *key, stage) not in failed]
+        if stages:
+            wanted[key] = stages
+    return wanted
 
 
 def run_cell(run: Run, cell: Cell) -> None:
@@ -311,8 +304,7 @@ def run_cell(run: Run, cell: Cell) -> None:
     began = time.monotonic()
     try:
         batches = plan.random_inputs(cell, run.device)
-        ids = [route_topk(each.logits, cell.model.k)[1] for each in batches]
-        hit = sum(each.unique().numel() for each in ids) / len(ids)
+        hit = plan.mean_hit(batches, cell.model.k)
         timed, errors = collect(run, cell, batches, wanted)
         for stage, variants in timed.items():
             time_stage(run, cell, stage, hit, variants, errors[stage])

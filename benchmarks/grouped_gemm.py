@@ -122,13 +122,9 @@ def run_cell(run: Run, shape: Shape, balance: str) -> None:
             if found is not None:
                 checked[variant.name] = variant, found
     failures: dict[str, Exception] = {}
-    timings = time_calls(
-        {name: each[0].call for name, each in checked.items()},
-        device=run.device,
-        repeats=repeats(run),
-        pause=run.pause,
-        failures=failures,
-    )
+    calls = {name: each[0].call for name, each in checked.items()}
+    load: dict[str, Any] = dict(device=run.device, repeats=repeats(run), pause=run.pause)
+    timings = time_calls(calls, failures=failures, **load)
     check_alive(run.device)
     for name, timing in timings.items():
         variant, (rel_l2, snr_db) = checked[name]
@@ -149,12 +145,8 @@ def measure_quantisers(run: Run, data: Operands, parts: Sequence[Part]) -> None:
     for case in cases(data, run.modes):
         if attempt(run, place, case.name, lambda case=case: (check_case(case, parts), True)):
             sound[case.name] = case
-    timings = time_calls(
-        {name: case.call for name, case in sound.items()},
-        device=run.device,
-        repeats=repeats(run),
-        pause=run.pause,
-    )
+    calls = {name: case.call for name, case in sound.items()}
+    timings = time_calls(calls, device=run.device, repeats=repeats(run), pause=run.pause)
     run.document.sections["quantiser"] += [
         make_quantiser_row(data, sound[name], timing, run.document.meta["ceilings"])
         for name, timing in timings.items()
@@ -252,16 +244,9 @@ def prepare_run(options: argparse.Namespace) -> Run:
     has_deepgemm = options.peers is not None and (options.peers / "deep_gemm").is_dir()
     if not has_deepgemm:
         meta["peers"]["deepgemm"] = "absent: no --peers directory with deep_gemm"
-    run = Run(
-        device,
-        document,
-        shapes,
-        options.balances,
-        options.modes,
-        options.deadline,
-        0.0 if options.sustained else PAUSE,
-        has_deepgemm,
-    )
+    pause = 0.0 if options.sustained else PAUSE
+    what = shapes, options.balances, options.modes
+    run = Run(device, document, *what, options.deadline, pause, has_deepgemm)
     if has_deepgemm and device.type == "cuda":
         run.compiler = Compiler(options.peers, shapes)
     return run

@@ -151,9 +151,7 @@ def answers_of(order: Order, names: Sequence[str]) -> Iterator[tuple[str, str, A
         try:
             yield heard.get(timeout=0.5)
         except queue.Empty:
-            if not alive:
-                break
-            if time.monotonic() > order.deadline + JOIN_SECONDS:
+            if not alive or time.monotonic() > order.deadline + JOIN_SECONDS:
                 break
     for worker in workers:
         if worker.is_alive():
@@ -269,14 +267,8 @@ def prepare(options: argparse.Namespace) -> tuple[Hunts, Order]:
         old = json.loads(options.path.read_text("utf-8"))
         hunts.resume(old, (*RUN, "planted"))
         meta["seconds"] = old["meta"]["seconds"]
-    return hunts, Order(
-        options.device.type,
-        options.dry_run,
-        options.repeats,
-        options.plant,
-        number,
-        options.deadline,
-    )
+    case = options.device.type, options.dry_run, options.repeats, options.plant
+    return hunts, Order(*case, number, options.deadline)
 
 
 def measure(options: argparse.Namespace, prepared: tuple[Hunts, Order]) -> int:

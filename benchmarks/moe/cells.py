@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mxpert.errors import message
+from mxpert.ops.route import route_topk
 
 GEMM_STAGES = ("gate_up_gemm", "down_gemm")
 STAGES = (*GEMM_STAGES, "gate_up", "down", "layer")
@@ -40,23 +41,21 @@ class Model:
     F: int
 
 
-NAMED = {
-    model.name: model
-    for model in (
-        Model("gpt-oss-120b", 128, 4, 2880, 2880),
-        Model("kimi-k2-tp4", 384, 8, 7168, 512),
-        Model("dsv3-ep8", 32, 8, 7168, 2048),
-        Model("gpt-oss-20b", 32, 4, 2880, 2880),
-        Model("qwen3-235b", 128, 8, 4096, 1536),
-        Model("dsv4-flash", 256, 6, 4096, 2048),
-    )
-}
+def by_name(*models: Model) -> dict[str, Model]:
+    return {model.name: model for model in models}
+
+
+NAMED = by_name(
+    Model("gpt-oss-120b", 128, 4, 2880, 2880),
+    Model("kimi-k2-tp4", 384, 8, 7168, 512),
+    Model("dsv3-ep8", 32, 8, 7168, 2048),
+    Model("gpt-oss-20b", 32, 4, 2880, 2880),
+    Model("qwen3-235b", 128, 8, 4096, 1536),
+    Model("dsv4-flash", 256, 6, 4096, 2048),
+)
 """In order of importance."""
 
-REFERENCE = {
-    model.name: model
-    for model in (Model("kimi-e385", 385, 9, 7168, 256), Model("r1-e384", 384, 8, 7168, 1024))
-}
+REFERENCE = by_name(Model("kimi-e385", 385, 9, 7168, 256), Model("r1-e384", 384, 8, 7168, 1024))
 """Shapes that the reference systems publish; their third is gpt-oss-120b."""
 
 MODELS = NAMED | REFERENCE
@@ -121,18 +120,12 @@ def ordered_cells(
     ]
     importance = {name: rank for rank, name in enumerate(MODELS)}
 
-    def tier(cell: Cell) -> int:
-        return 1 if cell.is_reference else 0 if cell.tokens in _FIRST_TOKENS else 2
+    def rank(cell: Cell) -> tuple[int, ...]:
+        tier = 1 if cell.is_reference else 0 if cell.tokens in _FIRST_TOKENS else 2
+        model = importance.get(cell.model.name, len(importance))
+        return ROUTINGS.index(cell.routing), tier, model, cell.tokens
 
-    return sorted(
-        cells,
-        key=lambda cell: (
-            ROUTINGS.index(cell.routing),
-            tier(cell),
-            importance.get(cell.model.name, len(importance)),
-            cell.tokens,
-        ),
-    )
+    return sorted(cells, key=rank)
 
 
 def tiny(model: Model) -> Model:
@@ -146,6 +139,12 @@ class Inputs:
 
     x: torch.Tensor
     logits: torch.Tensor
+
+
+def mean_hit(batches: Sequence[Inputs], top_k: int) -> float:
+    """Experts that a batch hits, on average."""
+    ids = [route_topk(each.logits, top_k)[1] for each in batches]
+    return sum(each.unique().numel() for each in ids) / len(ids)
 
 
 def random_inputs(cell: Cell, device: torch.device) -> list[Inputs]:
