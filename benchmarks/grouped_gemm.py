@@ -122,9 +122,10 @@ def run_cell(run: Run, shape: Shape, balance: str) -> None:
             if found is not None:
                 checked[variant.name] = variant, found
     failures: dict[str, Exception] = {}
-    calls = {name: each[0].call for name, each in checked.items()}
     load: dict[str, Any] = dict(device=run.device, repeats=repeats(run), pause=run.pause)
-    timings = time_calls(calls, failures=failures, **load)
+    timings = time_calls(
+        {name: each[0].call for name, each in checked.items()}, failures=failures, **load
+    )
     check_alive(run.device)
     for name, timing in timings.items():
         variant, (rel_l2, snr_db) = checked[name]

@@ -81,11 +81,13 @@ DETAIL: dict[str, Column] = {
 }
 
 
+OUR_TIME: dict[str, Column] = {"cell": str, "our µs": lambda each: f"{each.ours['us']:.1f}"}
+
+
 def slower_table(found: Sequence[SpeedUp], ceilings: Mapping[str, float]) -> str:
     """Cells with both sides' share of the roof, and what bounds them."""
     columns = {
-        "cell": str,
-        "our µs": lambda each: f"{each.ours['us']:.1f}",
+        **OUR_TIME,
         "our share of the roof": lambda each: str(Roof.of(each.ours, ceilings)),
         "peer's µs": lambda each: "{impl} {us:.1f}".format(**each.peer),
         "its share": lambda each: str(Roof.of(each.peer, ceilings)),
@@ -156,12 +158,10 @@ def formats_part(rows: Sequence[Row], activation: str, other: str) -> str:
 def gemm_share_table(rows: Sequence[Row]) -> str:
     """Goal 4, by model, format and T."""
     found = gemm_shares(rows)
-    cells = {
-        (line_name(dict(model=model, routing=routing, activation=activation)), f"T = {tokens}"): (
-            f"{value:.2f}"
-        )
-        for (model, routing, activation, tokens), value in found.items()
-    }
+    names, cells = ("model", "routing", "activation"), {}
+    for (*place, tokens), value in found.items():
+        line = line_name(dict(zip(names, place, strict=True)))
+        cells[line, f"T = {tokens}"] = f"{value:.2f}"
     columns = token_columns(key[3] for key in found)
     return pivot("(gate_up_gemm + down_gemm) / layer", cells, columns)
 
@@ -169,8 +169,7 @@ def gemm_share_table(rows: Sequence[Row]) -> str:
 def speed_up_table(found: Sequence[SpeedUp]) -> str:
     """Every cell that a peer has, too."""
     columns = {
-        "cell": str,
-        "our µs": lambda each: f"{each.ours['us']:.1f}",
+        **OUR_TIME,
         "best peer": lambda each: each.peer["impl"],
         "its µs": lambda each: f"{each.peer['us']:.1f}",
         "speed-up": lambda each: f"{each.value:.2f}",
