@@ -95,7 +95,7 @@ def readme_block(document: Mapping[str, Any]) -> str:
     return paragraphs(
         "Whole MoE layer from logits on one NVIDIA H200, µs. In brackets the speed-up, the "
         "best peer's time over ours: above 1 mxpert is faster. a16w4 is compared with a16 "
-        "peers, a8w4 and a4w4 with a8 peers (theirs: one scale per token, ours: 1×32; no peer "
+        "peers, a8w4 and a4w4 with a8 peers (theirs has one scale per token, ours 1×32; no peer "
         f"multiplies a4). [JSON]({folder}/moe.json), [all cells]({folder}/moe.md), "
         f"[plot]({folder}/moe.png), [what limits it]({repository}/docs/performance.md).",
         table(named[:OPEN_MODELS], SUMMARY_TOKENS),
