@@ -186,8 +186,12 @@ class MoEHunt:
         inputs = random_moe_problem(shape, tokens_for(shape, config), device=device)
         inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
         with override():  # a pinned backend is that of the GEMMs
-            sizes = dict(num_experts=shape.num_experts, routing_block_m=config.routing_block_m)
-            plan = make_routing_plan(inputs.topk_weights, inputs.topk_ids, **sizes)
+            plan = make_routing_plan(
+                inputs.topk_weights,
+                inputs.topk_ids,
+                num_experts=shape.num_experts,
+                routing_block_m=config.routing_block_m,
+            )
         return cls(inputs, plan, a_format, torch.Generator(device).manual_seed(1))
 
     def renew(self) -> None:
