@@ -201,20 +201,12 @@ class MoEHunt:
 
     def stages(self) -> tuple[torch.Tensor | MXTensor, torch.Tensor]:
         """The intermediate, and y in float32."""
+        weights, form = self.inputs.weights, self.a_format
+        activation = self.inputs.activation
         h = moe_gate_up(
-            self.inputs.x,
-            self.inputs.weights,
-            self.plan,
-            activation=self.inputs.activation,
-            activation_format=self.a_format,
+            self.inputs.x, weights, self.plan, activation=activation, activation_format=form
         )
-        return h, moe_down(
-            h,
-            self.inputs.weights,
-            self.plan,
-            out_dtype=torch.float32,
-            activation_format=self.a_format,
-        )
+        return h, moe_down(h, weights, self.plan, out_dtype=torch.float32, activation_format=form)
 
     def run(self) -> tuple[torch.Tensor, ...]:
         """y as bits; it depends on every value of the intermediate."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from grouped_cells import MODES, Operands, Part, Rows, expected, pick, plain_operands
 
 import mxpert
+from grouped_gemms.cells import MODES, Operands, Part, Rows, expected, pick, plain_operands
 from mxpert.cli.measure import GateError
 from mxpert.formats import MXTensor, dequantize_blocks
 from mxpert.testing.numerics import relative_l2, sqnr_db
@@ -84,16 +84,9 @@ class Ours:
             "wgrad": wgrad,
             "wgrad_accumulate": functools.partial(wgrad, accumulate_into=main_grad),
         }
+        sums = {"wgrad_accumulate": main_grad}
         return [
-            Variant(
-                self.impl,
-                self.mode,
-                op,
-                False,
-                self._run(call),
-                self.exact(op),
-                main_grad if op == "wgrad_accumulate" else None,
-            )
+            Variant(self.impl, self.mode, op, False, self._run(call), self.exact(op), sums.get(op))
             for op, call in calls.items()
         ]
 
@@ -121,15 +114,9 @@ class Ours:
             "wgrad": functools.partial(backward, weight),
             "forward+backward": both,
         }
+        exact = {op: self.exact(op) for op in ("forward", "dgrad", "wgrad")}
         return [
-            Variant(
-                self.impl,
-                self.mode,
-                op,
-                True,
-                self._run(call),
-                None if op == "forward+backward" else self.exact(op),
-            )
+            Variant(self.impl, self.mode, op, True, self._run(call), exact.get(op))
             for op, call in calls.items()
         ]
 
@@ -154,11 +141,11 @@ class Ours:
             "dgrad": (mxpert.grouped_gemm, self.grad[0], self.weight[1], offsets),
             "wgrad": (mxpert.grouped_wgrad, self.grad[1], self.x[1], offsets),
         }
-        chosen = {
-            op: self._run(functools.partial(mxpert.explain, *case))().resolution
-            for op, case in cases.items()
-        }
-        return {op: f"{each.kernel.backend}: {each.config}" for op, each in chosen.items()}
+        found = {}
+        for op, case in cases.items():
+            chosen = self._run(functools.partial(mxpert.explain, *case))().resolution
+            found[op] = f"{chosen.kernel.backend}: {chosen.config}"
+        return found
 
     def _run(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """The call under the backend that was asked for."""
@@ -186,13 +173,9 @@ def columns_of(tensor: MXTensor, part: Part, features: torch.Tensor | slice) -> 
     """One group's columns of a columnwise copy, its padding included: zeros add nothing."""
     first = part.padded_start
     size = -(-(part.end - part.start) // 32) * 32
-    return wide(
-        MXTensor(
-            tensor.qdata[features, first : first + size],
-            tensor.scale[features, first // 32 : (first + size) // 32],
-            tensor.format,
-        )
-    )
+    codes = tensor.qdata[features, first : first + size]
+    scale = tensor.scale[features, first // 32 : (first + size) // 32]
+    return wide(MXTensor(codes, scale, tensor.format))
 
 
 def check(variant: Variant, data: Operands, parts: Sequence[Part]) -> tuple[float | None, float]:
@@ -212,9 +195,8 @@ def check(variant: Variant, data: Operands, parts: Sequence[Part]) -> tuple[floa
         snr = min(snr, sqnr_db(found, expected(parts, plain_operands(data, op))))
     error = None
     if variant.exact is not None:
-        error = relative_l2(
-            variant.pick(parts, variant.op, result).double(), expected(parts, variant.exact)
-        )
+        found = variant.pick(parts, variant.op, result).double()
+        error = relative_l2(found, expected(parts, variant.exact))
         depth = max(part.end - part.start for part in parts) if "wgrad" in variant.op else 0
         gate = math.hypot(GATE, UNPROMOTED_ERROR * math.sqrt(depth))
         if not error <= gate:

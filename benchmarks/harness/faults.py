@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+FATAL = 3
+"""Exit code of a script whose CUDA context is lost."""
+
 
 class FatalError(RuntimeError):
     """The CUDA context is gone; only a new process can go on."""

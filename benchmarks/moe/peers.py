@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from cells import Cell, Inputs, Model
-from ours import ACTIVATION
 
 import mxpert
-from mxpert.errors import require
+from moe.cells import PEER_WIDTHS, WIDTHS, Cell, Inputs, Model
+from moe.ours import ACTIVATION
+from mxpert.errors import message
 from mxpert.routing import TOKEN_BITS, TOKEN_MASK
 from mxpert.weights import MoEWeights
 
@@ -30,6 +30,15 @@ Variants = dict[str, dict[str, list[Call]]]
 
 _PROGRAMS = "humming/_native/*/nvrtc_compile"
 """What a peer runs as a process of its own; looked at first, not minutes into a comparison."""
+
+
+PEERS = ("triton_kernels", "marlin", "humming")
+PEER_KEYS = (
+    ("triton_kernels", "bf16"),
+    ("marlin", "bf16"),
+    ("humming", "bf16"),
+    ("humming", "fp8_token"),
+)
 
 
 class Peer(Protocol):
@@ -208,57 +217,26 @@ class Marlin(MoEOps):
         codes, scales = self.gate_up if first else self.down
         weights, sorted_ids, expert_ids, used = routed
         return self.ops.moe_wna16_marlin_gemm(
-            rows,
-            out,
-            codes,
-            None,
-            scales,
-            None,
-            None,
-            None,
-            None,
-            None,
-            self.locks,
-            sorted_ids,
-            expert_ids,
-            used,
-            weights,
-            block,
-            self.model.k if first else 1,
-            not first,
-            self.format,
-            rows.shape[0],
-            out.shape[1],
-            rows.shape[1],
-            True,
-            False,
-            True,
-            False,
-            -1,
-            -1,
-            -1,
+            *(rows, out, codes, None, scales, None, None, None, None, None, self.locks),
+            *(sorted_ids, expert_ids, used, weights, block),
+            *(self.model.k if first else 1, not first, self.format),
+            *(rows.shape[0], out.shape[1], rows.shape[1]),
+            *(True, False, True, False, -1, -1, -1),
         )
 
     def prepare(self, cell: Cell, batches: Sequence[Inputs]) -> Variants:
         return {"": by_stage([self._calls(inputs) for inputs in batches])}
 
     def _calls(self, inputs: Inputs) -> dict[str, Call]:
-        from glue_kernels import sum_slots, swiglu_rows
+        from moe.glue_kernels import sum_slots, swiglu_rows
 
         tokens, block = inputs.x.shape[0], self._block(inputs.x.shape[0])
         x = torch.nn.functional.pad(inputs.x, (0, self.hidden - self.model.H))
         weights, ids = self.topk(inputs.logits)
         ready = (weights, *self.align(ids, block))
         rows = tokens * self.model.k
-        gate_up, h, parts, y = (
-            x.new_empty(size)
-            for size in (
-                (rows, 2 * self.inner),
-                (rows, self.inner),
-                (rows, self.hidden),
-                (tokens, self.hidden),
-            )
-        )
+        gate_up, h = x.new_empty(rows, 2 * self.inner), x.new_empty(rows, self.inner)
+        parts, y = x.new_empty(rows, self.hidden), x.new_empty(tokens, self.hidden)
         first = functools.partial(self._multiply, x, gate_up, True, block=block)
         second = functools.partial(self._multiply, h, parts, False, block=block)
 
@@ -302,18 +280,20 @@ def aligned_rows(logits: torch.Tensor, model: Model, block: int) -> tuple[torch.
     return ids.to(torch.int32), plan.block_expert_ids[: count // block].contiguous(), used
 
 
+def asked_peers(formats: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Those of `PEER_KEYS` with such a name and the width of one of our formats."""
+    widths = {PEER_WIDTHS[WIDTHS[name]] for name in formats}
+    return [key for key in PEER_KEYS if key[0] in names and WIDTHS[key[1]] in widths]
+
+
 def add_to_path(folder: Path) -> None:
     """Let `folder` answer imports first."""
-    require(
-        folder.is_dir(), "compare", "--peers", need="a directory of unpacked peers", got=str(folder)
-    )
+    if not folder.is_dir():
+        need = "a directory of unpacked peers"
+        raise ValueError(message("compare", "--peers", need, folder))
     for program in folder.glob(_PROGRAMS):
-        require(
-            os.access(program, os.X_OK),
-            "compare",
-            "--peers",
-            need=f"an executable {program}",
-            got="one that may not run (some unpackers forget it)",
-            remedy=f"chmod +x {program}",
-        )
+        if not os.access(program, os.X_OK):
+            got = "one that may not run (some unpackers forget it)"
+            remedy = f"chmod +x {program}"
+            raise ValueError(message("compare", "--peers", f"an executable {program}", got, remedy))
     sys.path.insert(0, str(folder.resolve()))

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
-from cells import DECODE_TOKENS, GEMM_STAGES, WIDTHS
-from document import Row
-from figures import (
+from harness.document import Row
+
+from moe.cells import DECODE_TOKENS, GEMM_STAGES, WIDTHS
+from moe.figures import (
     BOTH_STAGES,
-    CellKey,
     Roof,
     cell_name,
     format_rank,
@@ -107,20 +107,22 @@ class Goal:
         )
 
 
+def _speed_ups(rows: Sequence[Row], activation: str, regime: str) -> dict[str, float]:
+    """Cell → speed-up over the best peer."""
+    found = [
+        each for each in speed_ups(rows) if (each.activation, each.regime) == (activation, regime)
+    ]
+    return {cell_name(each.ours): each.value for each in found}
+
+
 def _decode_goals(
     rows: Sequence[Row], activation: str, ceilings: Mapping[str, float]
 ) -> Iterator[Goal]:
     """Goal 1."""
-    width, peers = WIDTHS[activation], peer_width(activation)
-    against = {
-        cell_name(each.ours): each.value
-        for each in speed_ups(rows)
-        if each.activation == activation and each.regime == "decode"
-    }
-    mine = [row for row in our_rows(rows) if row["activation"] == activation]
+    width, mine = WIDTHS[activation], [row for row in rows if row["activation"] == activation]
     reading = {
         cell_name(row): row["tbs"] / ceilings["read_tbs"]
-        for row in mine
+        for row in our_rows(mine)
         if row["stage"] in GEMM_STAGES
         and row["T"] in READ_TOKENS
         and row["hit"] >= NEARLY_ALL * row["E"]
@@ -128,19 +130,14 @@ def _decode_goals(
     }
     single = {
         cell_name(row): row["us"]
-        for row in mine
-        if row["T"] == 1
-        and row["stage"] == "layer"
+        for row in our_rows(mine)
+        if (row["T"], row["stage"]) == (1, "layer")
         and row["tbs"] * row["us"] <= ceilings["read_tbs"] * FIRST_TOKEN_US
     }
-    yield Goal(1, f"{activation} decode, speed-up over the best {peers} peer", 1.0, against)
-    yield Goal(
-        1,
-        f"{activation} decode, speed-up over the best {peers} peer",
-        PEER_MEAN[width],
-        against,
-        of_mean=True,
-    )
+    against = _speed_ups(rows, activation, "decode")
+    what = f"{activation} decode, speed-up over the best {peer_width(activation)} peer"
+    yield Goal(1, what, 1.0, against)
+    yield Goal(1, what, PEER_MEAN[width], against, of_mean=True)
     yield Goal(1, f"{activation} decode weight traffic / read ceiling", READ_SHARE[width], reading)
     yield Goal(1, f"{activation} layer at T = 1, µs", FIRST_TOKEN_US, single, at_most=True)
 
@@ -151,11 +148,8 @@ def _prefill_goals(
     """Goal 2."""
     width = WIDTHS[activation]
     rate = "bf16" if width == "a16" else "fp8"
-    gemms = [
-        row
-        for row in our_rows(rows)
-        if row["activation"] == activation and row["stage"] in GEMM_STAGES
-    ]
+    mine = [row for row in rows if row["activation"] == activation]
+    gemms = [row for row in our_rows(mine) if row["stage"] in GEMM_STAGES]
     shares = {
         cell_name(row): row["tflops"] / ceilings[f"{rate}_tflops"]
         for row in gemms
@@ -166,62 +160,40 @@ def _prefill_goals(
         for row in gemms
         if row["T"] == PREFILL_TOKENS and row["model"] in PREFILL_MODELS
     }
-    against = {
-        cell_name(each.ours): each.value
-        for each in speed_ups(rows)
-        if each.activation == activation and each.regime == "prefill"
-    }
+    what = f"{activation} prefill, speed-up over the best {peer_width(activation)} peer"
     yield Goal(2, f"{activation} prefill / cuBLAS {rate}", CUBLAS_SHARE, shares)
     yield Goal(2, f"{activation} TFLOP/s at T = {PREFILL_TOKENS}", PREFILL_TFLOPS[width], rates)
-    yield Goal(
-        2,
-        f"{activation} prefill, speed-up over the best {peer_width(activation)} peer",
-        1.0,
-        against,
-    )
+    yield Goal(2, what, 1.0, _speed_ups(rows, activation, "prefill"))
 
 
-def _name(key: CellKey) -> str:
-    model, tokens, routing, stage = key
-    return f"{model} T={tokens} {stage}" + ("" if routing == "uniform" else f" {routing}")
+def _name(model: str, tokens: int, routing: str, stage: str = "") -> str:
+    return " ".join(filter(None, (model, f"T={tokens}", stage, routing.replace("uniform", ""))))
 
 
 def goals(document: Mapping[str, Any]) -> list[Goal]:
     """Every numeric goal that a comparison can speak of, for each of our activation formats."""
     rows, ceilings = document["rows"], document["meta"]["ceilings"]
-    formats = sorted(
-        {row["activation"] for row in our_rows(rows) if WIDTHS[row["activation"]] in PEER_MEAN},
-        key=format_rank,
+    present = {row["activation"] for row in our_rows(rows)}
+    formats = sorted((name for name in present if WIDTHS[name] in PEER_MEAN), key=format_rank)
+    found = [goal for name in formats for goal in _decode_goals(rows, name, ceilings)]
+    found += [goal for name in formats for goal in _prefill_goals(rows, name, ceilings)]
+    scales, narrow = (
+        {
+            _name(*key): value
+            for key, value in format_speed_ups(rows, *pair).items()
+            if key[3] not in hidden
+        }
+        for *pair, hidden in (("mxfp8", "fp8_token", ("gate_up", "down")), ("mxfp4", "mxfp8", ()))
     )
-    found = [goal for activation in formats for goal in _decode_goals(rows, activation, ceilings)]
-    found += [goal for activation in formats for goal in _prefill_goals(rows, activation, ceilings)]
-    found.append(
-        Goal(
-            3,
-            "speed of mxfp8 over fp8_token",
-            SCALES_SPEED,
-            {
-                _name(key): value
-                for key, value in format_speed_ups(rows, "mxfp8", "fp8_token").items()
-                if key[3] not in ("gate_up", "down")
-            },
-        )
-    )
-    found.append(
-        Goal(
-            3,
-            "speed-up of mxfp4 over mxfp8",
-            1.0,
-            {_name(key): value for key, value in format_speed_ups(rows, "mxfp4", "mxfp8").items()},
-        )
-    )
+    found.append(Goal(3, "speed of mxfp8 over fp8_token", SCALES_SPEED, scales))
+    found.append(Goal(3, "speed-up of mxfp4 over mxfp8", 1.0, narrow))
+    shares = gemm_shares(rows).items()
     for activation in formats:
         layers = {
-            f"{model} T={tokens}" + ("" if routing == "uniform" else f" {routing}"): value
-            for (model, routing, name, tokens), value in gemm_shares(rows).items()
+            _name(model, tokens, routing): value
+            for (model, routing, name, tokens), value in shares
             if name == activation and tokens >= LAYER_TOKENS
         }
-        found.append(
-            Goal(4, f"{activation} two GEMMs / layer, T ≥ {LAYER_TOKENS}", GEMM_SHARE, layers)
-        )
+        what = f"{activation} two GEMMs / layer, T ≥ {LAYER_TOKENS}"
+        found.append(Goal(4, what, GEMM_SHARE, layers))
     return found

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
-from cells import DECODE_TOKENS, FORMATS, GEMM_STAGES, MODELS, PEER_WIDTHS, STAGES, WIDTHS
-from document import Row
+from harness.document import Row
+
+from moe.cells import DECODE_TOKENS, FORMATS, GEMM_STAGES, MODELS, PEER_WIDTHS, STAGES, WIDTHS
 
 OURS = "mxpert"
 BOTH_STAGES = "gate_up + down"
@@ -88,18 +89,24 @@ def cell_of(row: Mapping[str, Any]) -> CellKey:
     return row["model"], row["T"], row["routing"], row["stage"]
 
 
+def line_name(row: Mapping[str, Any]) -> str:
+    """Model and activation, and the routing where it is not uniform."""
+    routing = "" if row["routing"] == "uniform" else f" {row['routing']}"
+    return f"{row['model']} {row['activation']}{routing}"
+
+
+def token_columns(counts: Iterable[int]) -> list[str]:
+    return [f"T = {count}" for count in sorted(set(counts))]
+
+
 def our_rows(rows: Iterable[Row]) -> list[Row]:
     """Ours, in the order of the tables."""
-    return sorted(
-        (row for row in rows if row["impl"] == OURS),
-        key=lambda row: (
-            model_rank(row["model"]),
-            row["routing"],
-            format_rank(row["activation"]),
-            STAGES.index(row["stage"]),
-            row["T"],
-        ),
-    )
+
+    def rank(row: Row) -> tuple[Any, ...]:
+        kind = format_rank(row["activation"]), STAGES.index(row["stage"])
+        return model_rank(row["model"]), row["routing"], *kind, row["T"]
+
+    return sorted((row for row in rows if row["impl"] == OURS), key=rank)
 
 
 def peer_width(activation: str) -> str:
@@ -115,10 +122,8 @@ def speed_ups(rows: Iterable[Row]) -> list[SpeedUp]:
         key = cell_of(row), WIDTHS[row["activation"]]
         if row["impl"] != OURS and (key not in peers or row["us"] < peers[key]["us"]):
             peers[key] = row
-    best = (
-        (row, peers.get((cell_of(row), peer_width(row["activation"])))) for row in our_rows(rows)
-    )
-    return [SpeedUp(row, peer) for row, peer in best if peer is not None]
+    keys = ((row, (cell_of(row), peer_width(row["activation"]))) for row in our_rows(rows))
+    return [SpeedUp(row, peers[key]) for row, key in keys if key in peers]
 
 
 def geometric_means(
@@ -156,13 +161,11 @@ def format_speed_ups(rows: Iterable[Row], activation: str, other: str) -> dict[C
     `BOTH_STAGES`."""
     times: dict[str, dict[CellKey, float]] = {activation: {}, other: {}}
     for row in our_rows(rows):
-        if row["activation"] in times:
-            times[row["activation"]][cell_of(row)] = row["us"]
-    for each in times.values():
-        for model, tokens, routing, stage in list(each):
-            down = each.get((model, tokens, routing, "down"))
-            if stage == "gate_up" and down is not None:
-                both = model, tokens, routing, BOTH_STAGES
-                each[both] = each[model, tokens, routing, stage] + down
+        times.setdefault(row["activation"], {})[cell_of(row)] = row["us"]
     mine, theirs = times[activation], times[other]
+    for each in (mine, theirs):
+        for *place, stage in list(each):
+            down = each.get((*place, "down"))
+            if stage == "gate_up" and down is not None:
+                each[(*place, BOTH_STAGES)] = each[(*place, stage)] + down
     return {key: theirs[key] / mine[key] for key in mine if key in theirs}

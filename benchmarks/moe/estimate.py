@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ceilings import WARMUP, idle_seconds, num_repeats
-from cells import Cell
-
-from mxpert.testing.timing import Work
+from moe.cells import Cell
+from moe.protocol import WARMUP, idle_seconds, num_repeats
+from moe.rows import work_of
 
 READ_RATE, MULTIPLY_RATE = 4.5e12, 780e12
 ROOF_SHARE = 0.6
@@ -36,13 +35,7 @@ def estimate(cells: Sequence[Cell], stages: Sequence[str], num_variants: int) ->
         hit = model.E * (1 - (1 - model.k / model.E) ** cell.tokens)
         num_stages += len(cell.stages(stages))
         for stage in cell.stages(stages):
-            work = Work.of_stage(
-                stage.removesuffix("_gemm"),
-                hit_experts=round(hit),
-                routed_rows=cell.tokens * model.k,
-                hidden_size=model.H,
-                intermediate_size=model.F,
-            )
+            work = work_of(model, cell.tokens, stage, round(hit))
             floor = work.floor_us(READ_RATE, MULTIPLY_RATE)
             us = cell.rotations * (floor / ROOF_SHARE + LAUNCH_US) + SWEEP_US
             replays += num_variants * (WARMUP + num_repeats(cell.rotations * floor)) * us / 1e6

@@ -1,4 +1,4 @@
-"""Event timing of calls of a millisecond and more, in turns, at a stated load."""
+"""Event timing of calls of a millisecond and more, in turns, at a stated load; and ceilings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from mxpert.testing.timing import Timing, time_graph
+from mxpert.testing.timing import Timing, matmul_rate, read_bandwidth, time_graph
 
 Call = Callable[[], object]
 PAUSE = 3.0
@@ -41,13 +41,8 @@ def time_calls(
         failures: takes the error of a variant that cannot run.
     """
     if device.type != "cuda":
-        return time_graph(
-            {name: [call] for name, call in variants.items()},
-            device=device,
-            repeats=repeats,
-            warmup=0,
-            failures=failures,
-        )
+        calls = {name: [call] for name, call in variants.items()}
+        return time_graph(calls, device=device, repeats=repeats, warmup=0, failures=failures)
     spins: dict[str, int] = {}
     for name, call in variants.items():
         try:
@@ -81,3 +76,30 @@ def _time_once(call: Call, spin: int) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3
+
+
+def copy_rate(device: torch.device, size: int) -> float:
+    """Bytes per second, read and written, of a copy of `size` bytes."""
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:  # a kernel: captured, copy_() is a memcpy node, 2.8 TB/s on an H200
+        torch.bitwise_not(source, out=target)
+
+    timing = time_graph({"copy": [copy]}, device=device, repeats=10)
+    return 2 * size / timing["copy"].us * 1e6
+
+
+def measure_ceilings(device: torch.device) -> dict[str, float]:
+    """What this GPU can do at most, in this run: TB/s and TFLOP/s."""
+    on_gpu = device.type == "cuda"
+    ceilings = {"read_tbs": read_bandwidth(device) / 1e12}
+    ceilings["copy_tbs"] = copy_rate(device, (1 << 32) if on_gpu else (1 << 26)) / 1e12
+    for name, format in (("bf16", "bf16"), ("fp8", "mxfp8")):
+        rates = {
+            size: matmul_rate(device, format, size) / 1e12
+            for size in ((4096, 8192) if on_gpu else (256, 512))
+        }
+        ceilings |= {f"{name}_{size}_tflops": rate for size, rate in rates.items()}
+        ceilings[f"{name}_tflops"] = max(rates.values())
+    return ceilings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,20 +17,10 @@ CACHE_MARGIN = 32
 """Positions beyond the prompt: runs before and during capture advance the cache."""
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Milliseconds: the median, and the width of the 10–90 % band."""
-
-    ms: float
-    spread: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Steps:
-        timing = Timing.of(samples)
-        return cls(timing.us, timing.high_us - timing.low_us)
-
-    def as_row(self) -> dict[str, float]:
-        return {"ms": self.ms, "ms_spread": self.spread}
+def steps(samples: Sequence[float]) -> dict[str, float]:
+    """Of milliseconds: the median, and the width of the 10–90 % band."""
+    timing = Timing.of(samples)
+    return {"ms": timing.us, "ms_spread": timing.high_us - timing.low_us}
 
 
 class Stopwatch:
@@ -56,6 +45,10 @@ class Stopwatch:
         self.marks[second].synchronize()
         return float(self.marks[first].elapsed_time(self.marks[second]))
 
+    def spans(self, stride: int = 1) -> list[float]:
+        """Milliseconds from every `stride`-th mark to the next one."""
+        return [self.between(i, i + 1) for i in range(0, len(self.marks) - 1, stride)]
+
 
 class StepClock(StoppingCriteria):
     """Asked after every token by `generate`, it stops nothing and marks the time."""
@@ -67,50 +60,44 @@ class StepClock(StoppingCriteria):
         self.watch.mark()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-    def milliseconds(self) -> Steps:
+    def steps(self) -> dict[str, float]:
         """Times between tokens: the prompt's pass lies before the first mark."""
-        count = len(self.watch.marks)
-        return Steps.of([self.watch.between(i, i + 1) for i in range(count - 1)])
-
-
-@dataclass
-class MoEClock:
-    """Marks before and after each block, pass after pass."""
-
-    watch: Stopwatch
-    blocks: int
-
-    def per_pass(self) -> list[float]:
-        """Milliseconds inside of the blocks, for each forward pass."""
-        inside = [self.watch.between(i, i + 1) for i in range(0, len(self.watch.marks), 2)]
-        return [
-            sum(inside[start : start + self.blocks]) for start in range(0, len(inside), self.blocks)
-        ]
+        return steps(self.watch.spans())
 
 
 @contextmanager
-def moe_milliseconds(blocks: Sequence[torch.nn.Module], device: torch.device) -> Iterator[MoEClock]:
-    """Time what runs inside of the blocks while the context is open."""
+def moe_milliseconds(
+    blocks: Sequence[torch.nn.Module], device: torch.device
+) -> Iterator[Callable[[], list[float]]]:
+    """Time what runs inside of the blocks while the context is open; gives a function that returns
+    the milliseconds of each forward pass."""
     watch = Stopwatch(device)
+
+    def per_pass() -> list[float]:
+        inside, count = watch.spans(2), len(blocks)
+        return [sum(inside[start : start + count]) for start in range(0, len(inside), count)]
+
     handles = []
     for block in blocks:
         handles.append(block.register_forward_pre_hook(lambda module, given: watch.mark()))
         handles.append(block.register_forward_hook(lambda module, given, result: watch.mark()))
     try:
-        yield MoEClock(watch, len(blocks))
+        yield per_pass
     finally:
         for handle in handles:
             handle.remove()
 
 
-def timed_forward(run: Callable[[], object], device: torch.device, repeats: int) -> Steps:
+def timed_forward(
+    run: Callable[[], object], device: torch.device, repeats: int
+) -> dict[str, float]:
     """Times of single calls."""
     watch = Stopwatch(device)
     for _ in range(repeats):
         watch.mark()
         run()
         watch.mark()
-    return Steps.of([watch.between(i, i + 1) for i in range(0, 2 * repeats, 2)])
+    return steps(watch.spans(2))
 
 
 @torch.no_grad()

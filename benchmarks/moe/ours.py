@@ -9,9 +9,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cells import GEMM_STAGES, Cell, Inputs, Model
 
 import mxpert
+from moe.cells import GEMM_STAGES, Cell, Inputs, Model
 from mxpert.cli.measure import RunWeights, check_gate, float64_reference, intermediate_sizes
 from mxpert.dispatch import Resolution
 from mxpert.errors import require
@@ -71,19 +71,9 @@ class Truth:
                 num_experts=weights.num_experts,
                 routing_block_m=16,
             )
-            h = mxpert.moe_gate_up(
-                inputs.x[tokens],
-                weights,
-                plan,
-                activation=ACTIVATION,
-                activation_format=activation_format,
-            )
-            return cls(
-                tokens,
-                plan,
-                h,
-                mxpert.moe_down(h, weights, plan, activation_format=activation_format),
-            )
+            form: dict[str, Any] = {"activation_format": activation_format}
+            h = mxpert.moe_gate_up(inputs.x[tokens], weights, plan, activation=ACTIVATION, **form)
+            return cls(tokens, plan, h, mxpert.moe_down(h, weights, plan, **form))
 
     def rows_of(self, h: torch.Tensor | MXTensor, plan: RoutingPlan) -> torch.Tensor | MXTensor:
         """Rows of the sampled tokens, taken from a whole intermediate, in this plan's order."""
@@ -143,10 +133,9 @@ class Ours:
 
     def __init__(self, model: Model, weights: RunWeights, activation_format: str) -> None:
         self.model, self.weights, self.activation = model, weights, activation_format
-        self.options: dict[str, Any] = {
-            "activation": ACTIVATION,
-            "activation_format": activation_format,
-        }
+        self.options: dict[str, Any] = dict(
+            activation=ACTIVATION, activation_format=activation_format
+        )
 
     def prepare(
         self,
@@ -186,12 +175,11 @@ class Ours:
 
     def _chosen_weights(self, inputs: Inputs) -> tuple[MoEWeights, Resolution]:
         routed = mxpert.route_topk(inputs.logits, self.model.k)
-        return self.weights.resolve(
-            lambda each: mxpert.explain(
-                mxpert.fused_moe, inputs.x, each, routed[0], routed[1], **self.options
-            ),
-            None,
-        )
+
+        def explain(weights: MoEWeights) -> Any:
+            return mxpert.explain(mxpert.fused_moe, inputs.x, weights, *routed, **self.options)
+
+        return self.weights.resolve(explain, None)
 
     def _batch(self, weights: MoEWeights, inputs: Inputs) -> Batch:
         """The plan has the padding unit that the layer itself would choose for these tokens."""
@@ -207,16 +195,12 @@ class Ours:
         return Batch(inputs, plan, h)
 
     def _call(self, stage: str, weights: MoEWeights, batch: Batch) -> Call:
-        match stage:
-            case "gate_up":
-                return functools.partial(
-                    mxpert.moe_gate_up, batch.inputs.x, weights, batch.plan, **self.options
-                )
-            case "down":
-                return functools.partial(
-                    mxpert.moe_down, batch.h, weights, batch.plan, activation_format=self.activation
-                )
-        return functools.partial(self._layer, weights, batch.inputs)
+        if stage == "layer":
+            return functools.partial(self._layer, weights, batch.inputs)
+        rows, op, options = batch.inputs.x, mxpert.moe_gate_up, self.options
+        if stage == "down":
+            rows, op, options = batch.h, mxpert.moe_down, {"activation_format": self.activation}
+        return functools.partial(op, rows, weights, batch.plan, **options)
 
     def _layer(self, weights: MoEWeights, inputs: Inputs) -> torch.Tensor:
         topk_weights, topk_ids = mxpert.route_topk(inputs.logits, self.model.k)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import mxpert
-from mxpert.errors import message, require
+from mxpert.errors import message
 
 OPS = ("forward", "dgrad", "wgrad", "wgrad_accumulate", "forward+backward")
 """wgrad_accumulate adds to a float32 gradient; forward+backward is all three GEMMs of a layer."""
@@ -76,9 +76,8 @@ def group_sizes(shape: Shape, balance: str) -> list[int]:
     >>> sum(sizes) == 16 * 2048, sizes.count(0), sum(size % 8 > 0 for size in sizes) > 8
     (True, 1, True)
     """
-    require(
-        balance in BALANCES, "group_sizes", "balance", need=f"one of {BALANCES}", got=repr(balance)
-    )
+    if balance not in BALANCES:
+        raise ValueError(message("group_sizes", "balance", f"one of {BALANCES}", repr(balance)))
     if balance == "balanced":
         return [shape.rows] * shape.G
     total, filled = shape.G * shape.rows, shape.G - 1
@@ -111,14 +110,8 @@ class Operands:
 
         rows = sum(sizes)
         offsets = torch.tensor([0, *sizes], device=device).cumsum(0).to(torch.int32)
-        return cls(
-            shape,
-            sizes,
-            normal(rows, shape.K),
-            normal(shape.G, shape.N, shape.K),
-            normal(rows, shape.N),
-            offsets,
-        )
+        x, weight = normal(rows, shape.K), normal(shape.G, shape.N, shape.K)
+        return cls(shape, sizes, x, weight, normal(rows, shape.N), offsets)
 
 
 @dataclass(frozen=True)
@@ -143,20 +136,12 @@ def sample(data: Operands) -> list[Part]:
     padded = mxpert.padded_group_offsets(data.group_offsets).tolist()
     parts = []
     for group in sorted({filled[0], largest, filled[-1]})[:SAMPLED_GROUPS]:
+        start, end = starts[group : group + 2]
         rows, features = (
-            torch.linspace(first, last - 1, SAMPLED_ROWS).round().long().unique()
-            for first, last in ((starts[group], starts[group + 1]), (0, data.shape.N))
+            torch.linspace(first, last - 1, SAMPLED_ROWS).round().long().unique().to(device)
+            for first, last in ((start, end), (0, data.shape.N))
         )
-        parts.append(
-            Part(
-                group,
-                starts[group],
-                starts[group + 1],
-                padded[group],
-                rows.to(device),
-                features.to(device),
-            )
-        )
+        parts.append(Part(group, start, end, padded[group], rows, features))
     return parts
 
 
@@ -199,7 +184,6 @@ def parse_shapes(text: str) -> list[Shape]:
     chosen = [part.strip() for part in text.split(",") if part.strip()]
     allowed = [str(number) for number in range(1, len(SHAPES) + 1)]
     if not chosen or not set(chosen) <= set(allowed):
-        raise ValueError(
-            message("grouped_gemm", "--shapes", f"some of {', '.join(allowed)}", repr(text))
-        )
+        need = f"some of {', '.join(allowed)}"
+        raise ValueError(message("grouped_gemm", "--shapes", need, repr(text)))
     return [SHAPES[int(number) - 1] for number in dict.fromkeys(chosen)]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from grouped_cells import MODES, Operands, Part
-from grouped_document import Row
-from grouped_ours import columns_of, recipe_of, rows_of, wide
 
 import mxpert
+from grouped_gemms.cells import MODES, Operands, Part
+from grouped_gemms.ours import columns_of, recipe_of, rows_of, wide
+from grouped_gemms.rows import Row
 from mxpert.cli.measure import GateError
 from mxpert.formats import MXTensor
 from mxpert.testing.numerics import sqnr_db
@@ -48,10 +48,8 @@ class Case:
     @property
     def bytes_ideal(self) -> int:
         """Each value read once, each copy written once."""
-        per_value = (
-            2 * MX_BYTES if self.op == "rebase" else self.source.element_size() + 2 * MX_BYTES
-        )
-        return round(self.source.numel() * per_value)
+        read = 0 if self.op == "rebase" else self.source.element_size()
+        return round(self.source.numel() * (read + 2 * MX_BYTES))
 
 
 def cases(data: Operands, modes: Sequence[str]) -> Iterator[Case]:
@@ -62,26 +60,14 @@ def cases(data: Operands, modes: Sequence[str]) -> Iterator[Case]:
         offsets = None if operand == "weight" else data.group_offsets
         for mode in modes:
             if (operand, mode) != ("weight", "block128"):
-                yield Case(
-                    operand,
-                    "quantize_dual",
-                    mode,
-                    source,
-                    functools.partial(
-                        mxpert.quantize_dual,
-                        source,
-                        group_offsets=offsets,
-                        scale_span=getattr(recipe_of(mode).spans(source.device), operand),
-                    ),
-                )
+                spans = getattr(recipe_of(mode).spans(source.device), operand)
+                options = {"group_offsets": offsets, "scale_span": spans}
+                call = functools.partial(mxpert.quantize_dual, source, **options)
+                yield Case(operand, "quantize_dual", mode, source, call)
     if "row" in modes:  # torch operations: one case shows what they cost
-        yield Case(
-            "x",
-            "rebase",
-            "row",
-            data.x,
-            functools.partial(mxpert.rebase, mxpert.quantize(data.x, "mxfp8_e4m3"), MODES["row"]),
-        )
+        exact = mxpert.quantize(data.x, "mxfp8_e4m3")
+        call = functools.partial(mxpert.rebase, exact, MODES["row"])
+        yield Case("x", "rebase", "row", data.x, call)
 
 
 def check_case(case: Case, parts: Sequence[Part]) -> None:

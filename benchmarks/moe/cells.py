@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mxpert.errors import require
+from mxpert.errors import message
+from mxpert.ops.route import route_topk
 
 GEMM_STAGES = ("gate_up_gemm", "down_gemm")
 STAGES = (*GEMM_STAGES, "gate_up", "down", "layer")
@@ -40,23 +41,21 @@ class Model:
     F: int
 
 
-NAMED = {
-    model.name: model
-    for model in (
-        Model("gpt-oss-120b", 128, 4, 2880, 2880),
-        Model("kimi-k2-tp4", 384, 8, 7168, 512),
-        Model("dsv3-ep8", 32, 8, 7168, 2048),
-        Model("gpt-oss-20b", 32, 4, 2880, 2880),
-        Model("qwen3-235b", 128, 8, 4096, 1536),
-        Model("dsv4-flash", 256, 6, 4096, 2048),
-    )
-}
+def by_name(*models: Model) -> dict[str, Model]:
+    return {model.name: model for model in models}
+
+
+NAMED = by_name(
+    Model("gpt-oss-120b", 128, 4, 2880, 2880),
+    Model("kimi-k2-tp4", 384, 8, 7168, 512),
+    Model("dsv3-ep8", 32, 8, 7168, 2048),
+    Model("gpt-oss-20b", 32, 4, 2880, 2880),
+    Model("qwen3-235b", 128, 8, 4096, 1536),
+    Model("dsv4-flash", 256, 6, 4096, 2048),
+)
 """In order of importance."""
 
-REFERENCE = {
-    model.name: model
-    for model in (Model("kimi-e385", 385, 9, 7168, 256), Model("r1-e384", 384, 8, 7168, 1024))
-}
+REFERENCE = by_name(Model("kimi-e385", 385, 9, 7168, 256), Model("r1-e384", 384, 8, 7168, 1024))
 """Shapes that the reference systems publish; their third is gpt-oss-120b."""
 
 MODELS = NAMED | REFERENCE
@@ -121,18 +120,12 @@ def ordered_cells(
     ]
     importance = {name: rank for rank, name in enumerate(MODELS)}
 
-    def tier(cell: Cell) -> int:
-        return 1 if cell.is_reference else 0 if cell.tokens in _FIRST_TOKENS else 2
+    def rank(cell: Cell) -> tuple[int, ...]:
+        tier = 1 if cell.is_reference else 0 if cell.tokens in _FIRST_TOKENS else 2
+        model = importance.get(cell.model.name, len(importance))
+        return ROUTINGS.index(cell.routing), tier, model, cell.tokens
 
-    return sorted(
-        cells,
-        key=lambda cell: (
-            ROUTINGS.index(cell.routing),
-            tier(cell),
-            importance.get(cell.model.name, len(importance)),
-            cell.tokens,
-        ),
-    )
+    return sorted(cells, key=rank)
 
 
 def tiny(model: Model) -> Model:
@@ -148,19 +141,21 @@ class Inputs:
     logits: torch.Tensor
 
 
+def mean_hit(batches: Sequence[Inputs], top_k: int) -> float:
+    """Experts that a batch hits, on average."""
+    ids = [route_topk(each.logits, top_k)[1] for each in batches]
+    return sum(each.unique().numel() for each in ids) / len(ids)
+
+
 def random_inputs(cell: Cell, device: torch.device) -> list[Inputs]:
     """One batch for each rotation, the same on every run.
 
     The k largest logits choose: normal logits hit all experts alike ("uniform"); "zipf" weighs
     expert e by 1 / (e + 1); "hot" sends half of the tokens to expert 0.
     """
-    require(
-        cell.routing in ROUTINGS,
-        "random_inputs",
-        "routing",
-        need=f"one of {ROUTINGS}",
-        got=repr(cell.routing),
-    )
+    if cell.routing not in ROUTINGS:
+        need = f"one of {ROUTINGS}"
+        raise ValueError(message("random_inputs", "routing", need, repr(cell.routing)))
     model, batches = cell.model, []
     for rotation in range(cell.rotations):
         generator = torch.Generator(device).manual_seed(1000 * cell.tokens + rotation)
@@ -174,35 +169,3 @@ def random_inputs(cell: Cell, device: torch.device) -> list[Inputs]:
             logits[::2, 0] = 10.0  # above any normal logit
         batches.append(Inputs(x.to(torch.bfloat16), logits))
     return batches
-
-
-def parse_list(text: str, allowed: Sequence[str], option: str) -> list[str]:
-    """Comma-separated choices out of `allowed`.
-
-    >>> parse_list("a16, a8", ["a16", "a8"], "--activations")
-    ['a16', 'a8']
-    """
-    chosen = [part.strip() for part in text.split(",") if part.strip()]
-    for name in chosen:
-        require(
-            name in allowed, "compare", option, need=f"some of {', '.join(allowed)}", got=repr(name)
-        )
-    require(bool(chosen), "compare", option, need=f"some of {', '.join(allowed)}", got=repr(text))
-    return list(dict.fromkeys(chosen))
-
-
-def parse_tokens(text: str) -> list[int]:
-    """Comma-separated positive token counts.
-
-    >>> parse_tokens("1,16")
-    [1, 16]
-    """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    require(
-        bool(parts) and all(part.isdecimal() and int(part) > 0 for part in parts),
-        "compare",
-        "--tokens",
-        need="positive numbers, comma-separated",
-        got=repr(text),
-    )
-    return list(dict.fromkeys(map(int, parts)))

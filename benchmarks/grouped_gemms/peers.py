@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grouped_cells import BALANCES, Operands, Part, Shape, pick, sample
-from grouped_ours import Variant, check
-from peers import add_to_path
+from moe.peers import add_to_path
 from torch.nn.functional import pad
+
+from grouped_gemms.cells import BALANCES, Operands, Part, Shape, pick, sample
+from grouped_gemms.ours import Variant, check
 
 E4M3_MAX = 448.0
 DEEPGEMM_OPS = {"fp8_1x128": ("forward", "dgrad", "wgrad_accumulate"), "bf16": ("forward",)}
@@ -194,31 +195,17 @@ class DeepGemm:
         align = getattr(self.library, "get_mn_major_tma_aligned_tensor", torch.Tensor.contiguous)
         aligned = align(a_scale)
         out = torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16, device=a.device)
-        return self._into(
-            out,
-            functools.partial(
-                self.library.m_grouped_fp8_gemm_nt_contiguous,
-                (a, aligned),
-                (b, b_scale),
-                out,
-                self.padded.group,
-                disable_ue8m0_cast=True,
-            ),
+        gemm = functools.partial(
+            self.library.m_grouped_fp8_gemm_nt_contiguous, disable_ue8m0_cast=True
         )
+        operands = (a, aligned), (b, b_scale), out, self.padded.group
+        return self._into(out, functools.partial(gemm, *operands))
 
     def _bf16_forward(self) -> Callable[[], Any]:
         a = self.padded.rows(self.data.x)
         out = a.new_empty(a.shape[0], self.data.shape.N)
-        return self._into(
-            out,
-            functools.partial(
-                self.library.m_grouped_bf16_gemm_nt_contiguous,
-                a,
-                self.data.weight,
-                out,
-                self.padded.group,
-            ),
-        )
+        gemm, group = self.library.m_grouped_bf16_gemm_nt_contiguous, self.padded.group
+        return self._into(out, functools.partial(gemm, a, self.data.weight, out, group))
 
     def _wgrad(self) -> tuple[Callable[[], Any], torch.Tensor]:
         """128×1 scales on both sides, added to float32 [G, N, K], the one form that there is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cells import Cell, Inputs, Model
-from ours import ACTIVATION
-from peers import Call, MoEOps, Variants, aligned_rows, by_stage
 
-from mxpert.errors import require
+from moe.cells import Cell, Inputs, Model
+from moe.ours import ACTIVATION
+from moe.peers import Call, MoEOps, Variants, aligned_rows, by_stage
+from mxpert.errors import message
 from mxpert.weights import MoEWeights
 
 _DTYPES = {"bf16": "bfloat16", "fp8_token": "float8e4m3"}
@@ -79,14 +80,13 @@ class Compiler:
         seen: set[str] = set()
         for cell in cells:
             jobs = self.pending.setdefault(str(cell), [])
-            for activation in self.activations:
-                for padding in paddings(cell.model):
-                    for rows, depth in _shapes(cell.model):
-                        for options in self._options(cell, activation, padding, rows, depth):
-                            key = json.dumps(options, sort_keys=True, default=str)
-                            if key not in seen:
-                                seen.add(key)
-                                jobs.append(self.pool.submit(self._compile, options))
+            every = itertools.product(self.activations, paddings(cell.model), _shapes(cell.model))
+            for activation, padding, (rows, depth) in every:
+                for options in self._options(cell, activation, padding, rows, depth):
+                    key = json.dumps(options, sort_keys=True, default=str)
+                    if key not in seen:
+                        seen.add(key)
+                        jobs.append(self.pool.submit(self._compile, options))
 
     def _options(
         self, cell: Cell, activation: str, padding: int, rows: int, depth: int
@@ -238,20 +238,15 @@ class Humming:
         errors = []
         for padding in paddings(model):
             try:
-                pair = (
+                self.paddings[f"padding {padding}"] = (
                     Projection(model, weights.gate_up_proj, activation, padding),
                     Projection(model, weights.down_proj, activation, padding),
                 )
-                self.paddings[f"padding {padding}"] = pair
             except Exception as error:
                 errors.append(f"padding {padding}: {error!r}")
-        require(
-            bool(self.paddings),
-            "humming",
-            model.name,
-            need="a shape that it can hold",
-            got="; ".join(errors),
-        )
+        if not self.paddings:
+            need = "a shape that it can hold"
+            raise ValueError(message("humming", model.name, need, "; ".join(errors)))
 
     def prepare(self, cell: Cell, batches: Sequence[Inputs]) -> Variants:
         self.compiler.wait(cell, self.seconds_left())
@@ -261,25 +256,22 @@ class Humming:
                 variants[name] = by_stage([self._calls(inputs, pair) for inputs in batches])
             except Exception as error:
                 errors.append(f"{name}: {error!r}")
-        require(
-            bool(variants), "humming", str(cell), need="a kernel that runs", got="; ".join(errors)
-        )
+        if not variants:
+            need = "a kernel that runs"
+            raise ValueError(message("humming", str(cell), need, "; ".join(errors)))
         return variants
 
     def _calls(self, inputs: Inputs, pair: tuple[Projection, Projection]) -> dict[str, Call]:
-        from glue_kernels import sum_slots
+        from moe.glue_kernels import sum_slots
 
         gate_up, down = pair
         model, tokens = self.model, inputs.x.shape[0]
         rows = tokens * model.k
         (launch_1, block_1), (launch_2, block_2) = gate_up.kernel(tokens), down.kernel(tokens)
-        inner, parts, y = (
-            inputs.x.new_empty(size)
-            for size in ((rows, 2 * model.F), (rows, model.H), (tokens, model.H))
-        )
-        ready_1, ready_2 = (
-            aligned_rows(inputs.logits, model, block) for block in (block_1, block_2)
-        )
+        empty = inputs.x.new_empty
+        inner, parts, y = empty(rows, 2 * model.F), empty(rows, model.H), empty(tokens, model.H)
+        ready_1 = aligned_rows(inputs.logits, model, block_1)
+        ready_2 = aligned_rows(inputs.logits, model, block_2)
         ready_weights = self.routing.topk(inputs.logits)[0]
 
         def first(aligned: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
