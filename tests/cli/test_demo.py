@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,11 @@ from mxpert.problem import ACTIVATION_FORMATS
 
 pytest.importorskip("transformers")
 runner = CliRunner()
+
+
+def run(checkpoint: Path, output: Path, *options: str) -> Any:
+    arguments = ["demo", "--checkpoint", str(checkpoint), "--output", str(output), *options]
+    return runner.invoke(app, arguments)
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_passes_its_gates_and_writes_its_report(checkpoint: Path, tmp_path: Path) -> None:
-    outcome = runner.invoke(
-        app,
-        [
-            "demo",
-            "--checkpoint",
-            str(checkpoint),
-            "--output",
-            str(tmp_path),
-            "--tokens",
-            "1,33",
-            "--json",
-            "-",
-        ],
-    )
+    outcome = run(checkpoint, tmp_path, "--tokens", "1,33", "--json", "-")
     assert outcome.exit_code == 0, outcome.output
     document = json.loads(outcome.stdout)
     assert document == json.loads((tmp_path / "report.json").read_text())
@@ -75,20 +68,7 @@ def test_a_run_passes_its_gates_and_writes_its_report(checkpoint: Path, tmp_path
 
 
 def test_the_run_ends_with_a_verdict_and_shows_each_gate(checkpoint: Path, tmp_path: Path) -> None:
-    outcome = runner.invoke(
-        app,
-        [
-            "demo",
-            "--checkpoint",
-            str(checkpoint),
-            "--output",
-            str(tmp_path),
-            "--tokens",
-            "1,9",
-            "--layers",
-            "1",
-        ],
-    )
+    outcome = run(checkpoint, tmp_path, "--tokens", "1,9", "--layers", "1")
     assert outcome.exit_code == 0, outcome.output
     lines = outcome.stdout.strip().splitlines()
     assert lines[-1] == "8 of 8 checks passed"
@@ -138,20 +118,7 @@ def test_a_wrong_result_fails_the_run(
             )
 
     monkeypatch.setattr(demo_layers, "load_gpt_oss_layers", exchanged)
-    outcome = runner.invoke(
-        app,
-        [
-            "demo",
-            "--checkpoint",
-            str(checkpoint),
-            "--output",
-            str(tmp_path),
-            "--tokens",
-            "16",
-            "--layers",
-            "0",
-        ],
-    )
+    outcome = run(checkpoint, tmp_path, "--tokens", "16", "--layers", "0")
     assert outcome.exit_code == 1
     assert outcome.stdout.strip().splitlines()[-1] == "0 of 4 checks passed"
     assert "layer 0 T=16 a16w4: relative L2 error" in outcome.stdout
@@ -219,20 +186,7 @@ def test_without_matplotlib_the_report_has_no_plot_and_says_why(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "has_matplotlib", lambda: False)
-    outcome = runner.invoke(
-        app,
-        [
-            "demo",
-            "--checkpoint",
-            str(checkpoint),
-            "--output",
-            str(tmp_path),
-            "--tokens",
-            "1",
-            "--layers",
-            "0",
-        ],
-    )
+    outcome = run(checkpoint, tmp_path, "--tokens", "1", "--layers", "0")
     assert outcome.exit_code == 0, outcome.output
     assert "pip install 'mxpert[plot]'" in outcome.output
     assert not (tmp_path / "report.png").exists()
