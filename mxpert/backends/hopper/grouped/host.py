@@ -17,6 +17,7 @@ from ...common.quantize import DEQUANTIZE
 from ..lib.tma import matrices_descriptor, rows_descriptor
 from .decode_if_wide import decode_if_wide
 from .kernel import _grouped_gemm_hopper_kernel
+from .mainloop import IN_TENSOR_CORE, PROMOTED, SCALED
 
 BLOCK_M, BLOCK_N = 128, 256
 _STAGE_BYTES = 128
@@ -274,25 +275,25 @@ def _gemm_launch(
         b_pitch=pitch,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
-        DEPTH=depth,
         STAGES=_STAGES,
         BAND=band,
         WGRAD=wgrad,
-        SPAN=_promotion(problem, mode),
+        SUMS=_sums(problem, mode),
         ACCUMULATE=problem.accumulate,
         IF_WIDE=mode == "wide",
         num_warps=4,
     )
 
 
-def _promotion(problem: GroupedProblem, mode: str) -> int:
-    """The kernel's SPAN: number of values per promotion to float32; 0 never promotes."""
-    if mode not in ("row", "auto"):
-        return 128 if mode == "span128" else 0
+def _sums(problem: GroupedProblem, mode: str) -> str:
+    """The kernel's SUMS: where sums are kept."""
+    if mode == "span128":
+        return SCALED.value
     depth = problem.k
     if problem.op is Op.GROUPED_WGRAD:
         depth = problem.num_rows // max(1, problem.num_groups)
-    return 0 if depth <= UNPROMOTED_DEPTH else 256
+    is_fp8 = mode in ("row", "auto")
+    return PROMOTED.value if is_fp8 and depth > UNPROMOTED_DEPTH else IN_TENSOR_CORE.value
 
 
 GROUPED_GEMM = _GroupedGemm()
