@@ -188,7 +188,7 @@ def _grouped_gemm_hopper_kernel(
         num_tiles = gl.where(is_wide(a_wide, b_wide) == IF_WIDE, num_tiles, 0)
     args = PartitionArgs(
         pipe=pipe,
-                scales=Scales(a_scale, b_scale, a_pitch, b_pitch),
+        scales=Scales(a_scale, b_scale, a_pitch, b_pitch),
         scheduler=TileScheduler(
             offsets=offsets,
             num_groups=num_groups,

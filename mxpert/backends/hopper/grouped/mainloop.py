@@ -63,10 +63,20 @@ class Sums:
 
 
 @gluon.jit
-def _multiply(pipe, state, sums, loop, FIRST: gl.constexpr, USE_ACC: gl.constexpr):
-    """Start the wgmma of a stage into sums [64, columns], for the columns from FIRST on."""
-    a, b = pipe.operands(state, CONSUMER=loop.CONSUMER, FIRST=FIRST, COLUMNS=sums.shape[1])
+def _multiply(
+    pipe, state, sums, loop, FIRST: gl.constexpr, COLUMNS: gl.constexpr, USE_ACC: gl.constexpr
+):
+    """Start the wgmma of a stage into sums [64, COLUMNS], for the columns from FIRST on."""
+    a, b = pipe.operands(state, CONSUMER=loop.CONSUMER, FIRST=FIRST, COLUMNS=COLUMNS)
     return warpgroup_mma(a, b, sums, use_acc=USE_ACC, is_async=True)
+
+
+@gluon.jit
+def _multiply_half(pipe, state, sums, loop, HALF: gl.constexpr, USE_ACC: gl.constexpr):
+    """Start the wgmma of a stage into sums [64, 128] of the left (0) or right (1) half."""
+    return _multiply(
+        pipe, state, sums, loop, FIRST=HALF * HALF_COLUMNS, COLUMNS=HALF_COLUMNS, USE_ACC=USE_ACC
+    )
 
 
 @gluon.jit
@@ -77,9 +87,10 @@ def _release_previous(pipe, state):
 
 @gluon.jit
 def _step_in_tensor_core(pipe, state, sums, k, depth, loop):
-    """Multiply the stage of values k …; return the sums and the next stage's state."""
+    """Multiply the stage that starts at value k; return the sums and the next pipeline state."""
+    COLUMNS: gl.constexpr = loop.HALVES * HALF_COLUMNS
     pipe.wait(state, depth - k, CONSUMER=loop.CONSUMER, WGRAD=loop.WGRAD)
-    total = _multiply(pipe, state, sums.left, loop, FIRST=0, USE_ACC=True)
+    total = _multiply(pipe, state, sums.left, loop, FIRST=0, COLUMNS=COLUMNS, USE_ACC=True)
     total = warpgroup_mma_wait(1, deps=(total,))  # the previous stage's wgmma has ended
     if k > 0:
         _release_previous(pipe, state)
@@ -90,8 +101,8 @@ def _step_in_tensor_core(pipe, state, sums, k, depth, loop):
 def _step_promoted(pipe, state, sums, scale_ptrs, k, depth, loop, STAGES: gl.constexpr):
     """Multiply STAGES (1, 2) stages from value k on, and add their sums in float32.
 
-    The first wgmma of a half ignores its accumulator. Its operand is the old partial sums: zeros
-    would take more registers.
+    The first wgmma of a half does not add its accumulator, which holds the old partial sums: zeros
+    in their place would take more registers.
     """
     left = sums.left
     right = sums.right
@@ -100,36 +111,46 @@ def _step_promoted(pipe, state, sums, scale_ptrs, k, depth, loop, STAGES: gl.con
     if STAGES == 2:
         last = state.advance()
     pipe.wait(state, depth - k, CONSUMER=loop.CONSUMER, WGRAD=loop.WGRAD)
-    partial = _multiply(pipe, state, sums.partial, loop, FIRST=0, USE_ACC=False)
+    partial = _multiply_half(pipe, state, sums.partial, loop, HALF=0, USE_ACC=False)
     if STAGES == 2:
         pipe.wait(last, depth - k - loop.DEPTH, CONSUMER=loop.CONSUMER, WGRAD=loop.WGRAD)
-        partial = _multiply(pipe, last, partial, loop, FIRST=0, USE_ACC=True)
-    if loop.SUMS == SCALED:
+        partial = _multiply_half(pipe, last, partial, loop, HALF=0, USE_ACC=True)
+    if loop.SUMS == SCALED:  # while wgmma runs: convert this stage's scales, load the next ones
         scale = gl.expand_dims(scale_value(scale_bytes), 1)
         last_k = (depth - 1) // loop.DEPTH * loop.DEPTH
         scale_bytes = gl.load(scale_ptrs + gl.minimum(k + loop.DEPTH, last_k) // MX_BLOCK)
     partial = warpgroup_mma_wait(0, deps=(partial,))
     left += partial * scale if loop.SUMS == SCALED else partial
     if loop.HALVES == 2:
-        partial = _multiply(pipe, state, partial, loop, FIRST=HALF_COLUMNS, USE_ACC=False)
+        partial = _multiply_half(pipe, state, partial, loop, HALF=1, USE_ACC=False)
         if STAGES == 2:
-            partial = _multiply(pipe, last, partial, loop, FIRST=HALF_COLUMNS, USE_ACC=True)
+            partial = _multiply_half(pipe, last, partial, loop, HALF=1, USE_ACC=True)
         partial = warpgroup_mma_wait(0, deps=(partial,))
     pipe.release(state.stage)
     if STAGES == 2:
         pipe.release(last.stage)
-    if loop.HALVES == 2:
+    if loop.HALVES == 2:  # after the release: the producer need not wait for these additions
         right += partial * scale if loop.SUMS == SCALED else partial
     return Sums(left, right, partial, scale_bytes), last.advance()
 
 
 @gluon.jit
-def _no_sums(scale_ptrs, loop):
+def _start_sums(scale_ptrs, loop):
     """Zeros, and the scales of the first stage."""
-    WHOLE: gl.constexpr = loop.SUMS == IN_TENSOR_CORE
-    COLUMNS: gl.constexpr = loop.HALVES * HALF_COLUMNS if WHOLE else HALF_COLUMNS
+    KEPT: gl.constexpr = loop.SUMS == IN_TENSOR_CORE
+    COLUMNS: gl.constexpr = loop.HALVES * HALF_COLUMNS if KEPT else HALF_COLUMNS
     zeros = gl.zeros((CONSUMER_ROWS, COLUMNS), gl.float32, sums_layout(COLUMNS, loop.DEPTH))
     return Sums(zeros, zeros, zeros, gl.load(scale_ptrs) if loop.SUMS == SCALED else None)
+
+
+@gluon.jit
+def _halves(total, LAYOUT: gl.constexpr):
+    """Split sums [64, 256] into two of [64, 128]; every thread keeps its registers."""
+    left, right = total.reshape([64, 2, 128]).permute((0, 2, 1)).split()
+    return (
+        gl.convert_layout(left, LAYOUT, assert_trivial=True),
+        gl.convert_layout(right, LAYOUT, assert_trivial=True),
+    )
 
 
 @gluon.jit
@@ -139,26 +160,23 @@ def accumulate(pipe, state, depth, scales, loop):
     scales: the tile's `TileScales`, used if SCALED. Returns the left and the right half of the sums
     [64, 128] (twice the left half if HALVES is 1), and the pipeline state after the tile.
     """
-    HALF: gl.constexpr = sums_layout(HALF_COLUMNS, loop.DEPTH)
-    STAGES: gl.constexpr = 2 if loop.SUMS == PROMOTED else 1
     gl.static_assert(loop.DEPTH == 128 or loop.SUMS == IN_TENSOR_CORE, "only fp8 is promoted")
+    HALF: gl.constexpr = sums_layout(HALF_COLUMNS, loop.DEPTH)
+    STAGES: gl.constexpr = 2 if loop.SUMS == PROMOTED else 1  # stages a step
     scale_ptrs = None
     if loop.SUMS == SCALED:
         scale_ptrs = scales.row_pointers(HALF)
-    sums = _no_sums(scale_ptrs, loop)
-    whole_steps = depth  # values in steps of STAGES stages
-    if STAGES == 2:
-        whole_steps = gl.cdiv(depth, loop.DEPTH) // 2 * (2 * loop.DEPTH)
-    for k in range(0, whole_steps, STAGES * loop.DEPTH):
+    sums = _start_sums(scale_ptrs, loop)
+    end = depth
+    if STAGES == 2:  # an odd last stage has a step of its own
+        end = gl.cdiv(depth, loop.DEPTH) // STAGES * (STAGES * loop.DEPTH)
+    for k in range(0, end, STAGES * loop.DEPTH):
         if loop.SUMS == IN_TENSOR_CORE:
             sums, state = _step_in_tensor_core(pipe, state, sums, k, depth, loop)
         else:
             sums, state = _step_promoted(pipe, state, sums, scale_ptrs, k, depth, loop, STAGES)
-    if STAGES == 2:
-        if whole_steps < depth:
-            sums, state = _step_promoted(
-                pipe, state, sums, scale_ptrs, whole_steps, depth, loop, STAGES=1
-            )
+    if STAGES == 2 and end < depth:
+        sums, state = _step_promoted(pipe, state, sums, scale_ptrs, end, depth, loop, STAGES=1)
     left = sums.left
     right = sums.right
     if loop.SUMS == IN_TENSOR_CORE:
@@ -167,8 +185,5 @@ def accumulate(pipe, state, depth, scales, loop):
             _release_previous(pipe, state)
         right = left
         if loop.HALVES == 2:
-            # Split [64, 256] into halves; every thread keeps its registers.
-            left, right = left.reshape([64, 2, 128]).permute((0, 2, 1)).split()
-            left = gl.convert_layout(left, HALF, assert_trivial=True)
-            right = gl.convert_layout(right, HALF, assert_trivial=True)
+            left, right = _halves(left, HALF)
     return left, right, state

@@ -65,7 +65,7 @@ class Pipeline:
         mbarrier.wait(self.ready.index(state.stage), state.phase)
         # Without WGRAD the tensor ends there, and TMA fills the rest with zeros.
         if WGRAD and remaining < self.a.shape[2]:
-            # Both consumers clear the shared operand b, each before its own wgmma; both write zeros.
+            # Both consumers clear the shared operand b, each before its wgmma; both write zeros.
             a = self.a.index(state.stage).slice(CONSUMER * CONSUMER_ROWS, CONSUMER_ROWS, 0)
             _clear_from(a, remaining // MX_BLOCK)
             _clear_from(self.b.index(state.stage), remaining // MX_BLOCK)
@@ -73,7 +73,7 @@ class Pipeline:
 
     @gluon.jit
     def operands(self, state, CONSUMER: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
-        """Views of a stage: a [64, depth] of a consumer, b [depth, COLUMNS] from column FIRST on."""
+        """Views of a stage: a consumer's rows of a [64, depth], columns of b [depth, COLUMNS]."""
         a = self.a.index(state.stage).slice(CONSUMER * CONSUMER_ROWS, CONSUMER_ROWS, 0)
         b = self.b.index(state.stage)
         if b.rank == 3:

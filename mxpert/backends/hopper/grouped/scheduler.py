@@ -13,9 +13,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ....formats.spec import MX_BLOCK_SIZE
 from ...common.compat import aggregate
 
-MX_BLOCK = gl.constexpr(32)
+MX_BLOCK = gl.constexpr(MX_BLOCK_SIZE)
 """Values that share an MX scale; groups of wgrad's reduction start at multiples of it."""
 
 
