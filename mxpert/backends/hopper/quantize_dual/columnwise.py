@@ -54,7 +54,7 @@ class ColumnSide:
     codes: gl.tensor
     columns: gl.tensor
     is_block: gl.tensor
-    pitch: gl.tensor
+    blocks_per_matrix: gl.tensor
     width: gl.tensor
     STEPS: gl.constexpr
     MARK: gl.constexpr
@@ -76,24 +76,26 @@ class ColumnSide:
         return byte, scales
 
     @gluon.jit
-    def _store_codes(self, rows, inverse, column, quantizer, HALF: gl.constexpr):
+    def _store_codes(self, rows, inverse, column, pitch, quantizer, HALF: gl.constexpr):
         """Store the codes of the first or second columns of a stage's words.
 
         column: offset of the stage's first column in the tile.
         """
         gl.store(
-            self.codes + (column + HALF) * self.pitch,
+            self.codes + (column + HALF) * pitch,
             _in_place(quantizer.encode(rows, inverse, HALF)),
             mask=self.is_block & (self.columns + column < self.width),
         )
 
     @gluon.jit
-    def quantize(self, tile, stage, scales, quantizer):
-        """Find the scales (CHOOSE) and store the codes (ENCODE) of a stage [128, 32] of words.
+    def quantize(self, stages, stage, scales, quantizer):
+        """Find the scales (CHOOSE) and store the codes (ENCODE) of a stage.
+
+        stages: [STAGES, 128, 32] int32 words in shared memory.
 
         Returns `scales`; byte STEPS × stage of its words belongs to the stage's first step.
         """
-        view = reinterpret(tile, gl.int32, [128, 32], exchanged_halves())
+        view = reinterpret(stages.index(stage), gl.int32, [128, 32], exchanged_halves())
         rows = view.load(column_words_layout()).reshape([4, 8, 2, 2, 32]).permute((0, 1, 4, 2, 3))
         rows = quarters(rows, column_codes_layout())  # four times [4 blocks, 8, 32 words]
         largest = None
@@ -105,6 +107,7 @@ class ColumnSide:
         if self.STEPS == 2:
             high, scales = self._scale_byte(largest, scales, step + 1, quantizer, HALF=1)
         if quantizer.ENCODE:
+            pitch = (self.blocks_per_matrix * BLOCK_WORDS).to(gl.int64)
             column = MX_BLOCK * step
             low = gl.expand_dims(inverse_scale(low), 1)
             high = gl.expand_dims(inverse_scale(high), 1)
@@ -115,9 +118,9 @@ class ColumnSide:
                 quantizer.scaled(third, low, high),
                 quantizer.scaled(fourth, low, high),
             )
-            self._store_codes(rows, low, column, quantizer, HALF=0)
+            self._store_codes(rows, low, column, pitch, quantizer, HALF=0)
             if self.STEPS == 2:
-                self._store_codes(rows, high, column, quantizer, HALF=1)
+                self._store_codes(rows, high, column, pitch, quantizer, HALF=1)
         return scales
 
 
@@ -138,7 +141,7 @@ def column_side(codes, copy, first_block, first_k_block, STEPS: gl.constexpr, MA
         codes=codes.to(gl.pointer_type(gl.int32)) + offsets,
         columns=columns,
         is_block=is_block,
-        pitch=(copy.blocks_per_matrix * BLOCK_WORDS).to(gl.int64),
+        blocks_per_matrix=copy.blocks_per_matrix,
         width=copy.width,
         STEPS=STEPS,
         MARK=MARK,

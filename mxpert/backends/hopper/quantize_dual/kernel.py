@@ -106,8 +106,8 @@ def _quantize_dual_hopper_kernel(
     if table is not None:
         source.clear_rows(tile, stages, row_words_layout(HALVES))
     for stage in range(stages):
-        row_bytes = rowwise.quantize(tile.index(stage), stage, row_bytes, quantizer)
-        column_bytes = columnwise.quantize(tile.index(stage), stage, column_bytes, quantizer)
+        row_bytes = rowwise.quantize(tile, stage, row_bytes, quantizer)
+        column_bytes = columnwise.quantize(tile, stage, column_bytes, quantizer)
     if CHOOSE:
         rowwise.store_scales(row_bytes, k_blocks)
         column_scales.store(column_bytes, source.counts, MARK_COLUMNS and table is not None)

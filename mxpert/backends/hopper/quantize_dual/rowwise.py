@@ -66,15 +66,17 @@ class RowSide:
             )
 
     @gluon.jit
-    def quantize(self, tile, stage, scales, quantizer):
-        """Find the scales (CHOOSE) and store the codes (ENCODE) of a stage [128, 32] of words.
+    def quantize(self, stages, stage, scales, quantizer):
+        """Find the scales (CHOOSE) and store the codes (ENCODE) of a stage.
+
+        stages: [STAGES, 128, 32] int32 words in shared memory.
 
         Returns `scales`; byte BLOCKS × stage of its words belongs to the stage.
         """
         block = self.block + self.first_k_block + self.BLOCKS * stage
         is_block = gl.expand_dims(self.is_row, 1) & (block < self.num_k_blocks)
         mask = gl.expand_dims(is_block, 2)
-        words = _load_words(tile, quantizer)
+        words = _load_words(stages.index(stage), quantizer)
         shift = 8 * self.BLOCKS * stage
         if quantizer.CHOOSE:
             byte = quantizer.scale_byte(_maxima(words, quantizer), self.MARK)

@@ -48,9 +48,9 @@ class ColumnScales:
             word = gl.zeros([TILE], gl.int32, one_column_per_thread())
             for index in gl.static_range(TILE_BLOCKS):
                 block = self.first_block + index
-                pointers = self.pointers + self.copy.scale_offset(block)
+                offset = self.copy.scale_offset(block)
                 mask = self.is_column & (block < self.copy.num_blocks)
-                byte = gl.load(pointers, mask=mask, other=0)
+                byte = gl.load(self.pointers + offset, mask=mask, other=0)
                 word = word | (byte.to(gl.int32) << (8 * index))
         return self._bytes_of_steps(word)
 
@@ -73,9 +73,9 @@ class ColumnScales:
         else:
             for index in gl.static_range(TILE_BLOCKS):
                 block = self.first_block + index
-                pointers = self.pointers + self.copy.scale_offset(block)
+                offset = self.copy.scale_offset(block)
                 mask = self.is_column & (block < self.copy.num_blocks)
-                gl.store(pointers, (word >> (8 * index)).to(gl.uint8), mask=mask)
+                gl.store(self.pointers + offset, (word >> (8 * index)).to(gl.uint8), mask=mask)
 
     @gluon.jit
     def _words(self):
