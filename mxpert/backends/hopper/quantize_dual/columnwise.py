@@ -54,7 +54,7 @@ class ColumnSide:
     codes: gl.tensor
     columns: gl.tensor
     is_block: gl.tensor
-    blocks_per_matrix: gl.tensor
+    pitch: gl.tensor
     width: gl.tensor
     STEPS: gl.constexpr
     MARK: gl.constexpr
@@ -76,13 +76,13 @@ class ColumnSide:
         return byte, scales
 
     @gluon.jit
-    def _store_codes(self, rows, inverse, column, pitch, quantizer, HALF: gl.constexpr):
+    def _store_codes(self, rows, inverse, column, quantizer, HALF: gl.constexpr):
         """Store the codes of the first or second columns of a stage's words.
 
         column: offset of the stage's first column in the tile.
         """
         gl.store(
-            self.codes + (column + HALF) * pitch,
+            self.codes + (column + HALF) * self.pitch,
             _in_place(quantizer.encode(rows, inverse, HALF)),
             mask=self.is_block & (self.columns + column < self.width),
         )
@@ -107,7 +107,6 @@ class ColumnSide:
         if self.STEPS == 2:
             high, scales = self._scale_byte(largest, scales, step + 1, quantizer, HALF=1)
         if quantizer.ENCODE:
-            pitch = (self.blocks_per_matrix * BLOCK_WORDS).to(gl.int64)
             column = MX_BLOCK * step
             low = gl.expand_dims(inverse_scale(low), 1)
             high = gl.expand_dims(inverse_scale(high), 1)
@@ -118,9 +117,9 @@ class ColumnSide:
                 quantizer.scaled(third, low, high),
                 quantizer.scaled(fourth, low, high),
             )
-            self._store_codes(rows, low, column, pitch, quantizer, HALF=0)
+            self._store_codes(rows, low, column, quantizer, HALF=0)
             if self.STEPS == 2:
-                self._store_codes(rows, high, column, pitch, quantizer, HALF=1)
+                self._store_codes(rows, high, column, quantizer, HALF=1)
         return scales
 
 
@@ -141,7 +140,7 @@ def column_side(codes, copy, first_block, first_k_block, STEPS: gl.constexpr, MA
         codes=codes.to(gl.pointer_type(gl.int32)) + offsets,
         columns=columns,
         is_block=is_block,
-        blocks_per_matrix=copy.blocks_per_matrix,
+        pitch=(copy.blocks_per_matrix * BLOCK_WORDS).to(gl.int64),
         width=copy.width,
         STEPS=STEPS,
         MARK=MARK,
