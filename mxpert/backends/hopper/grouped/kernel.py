@@ -10,7 +10,7 @@ Roles:
     producer: 1 warp, 24 registers. It starts the TMA loads of both operands.
     Each role finds its tiles itself (`TileScheduler`); nothing but operands passes between them.
 
-Barriers (mbarriers, one pair a stage; each stage's phase flips when the ring wraps):
+Barriers: two mbarriers a stage, whose phases flip when the ring wraps.
     ready: 1 arrival, the producer's expect, and the bytes of both tiles; both consumers wait.
     free: 2 arrivals, one of each consumer; the producer waits. The first wait passes at once.
 

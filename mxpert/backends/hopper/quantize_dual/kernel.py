@@ -12,12 +12,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...common.compat import reinterpret
 from .columnwise import ColumnCopy, column_side
-from .layouts import MX_BLOCK, STAGE_WORDS, TILE, TILE_BLOCKS, row_words_layout
+from .layouts import MX_BLOCK, TILE_BLOCKS, row_words_layout
 from .rowwise import row_side
-from .scales import scales_of_tile
-from .source import tile_source
+from .scales import allocate_exchanged, scales_of_tile
+from .source import allocate_tile, tile_source
 from .values import Quantizer
 
 
@@ -69,14 +68,8 @@ def _quantize_dual_hopper_kernel(
     stages = gl.cdiv(k_blocks, HALVES)
     gl.assume(stages > 0)
     copy = ColumnCopy(num_blocks, blocks_per_matrix, num_k_blocks * MX_BLOCK)
-    LOAD_ROWS: gl.constexpr = x_desc.block_type.shape[0]
-    loads = gl.allocate_shared_memory(
-        gl.int32, [STAGES * TILE // LOAD_ROWS, LOAD_ROWS, STAGE_WORDS], x_desc.layout
-    )
-    tile = reinterpret(loads, gl.int32, [STAGES, TILE, STAGE_WORDS], x_desc.layout)
-    exchanged = gl.allocate_shared_memory(
-        gl.uint8, [TILE, TILE_BLOCKS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )
+    loads, tile = allocate_tile(x_desc, STAGES)
+    exchanged = allocate_exchanged()
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     source = tile_source(first_block, table, num_blocks)
     source.start_loads(x_desc, loads, ready, first_k_block * (MX_BLOCK // HALVES), STAGES)

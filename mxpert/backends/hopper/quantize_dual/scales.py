@@ -107,6 +107,13 @@ class ColumnScales:
 
 
 @gluon.jit
+def allocate_exchanged():
+    """Allocate the shared memory of `ColumnScales`."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return gl.allocate_shared_memory(gl.uint8, [TILE, TILE_BLOCKS], LAYOUT)
+
+
+@gluon.jit
 def scales_of_tile(
     scales, copy, first_block, first_k_block, exchanged, STEPS: gl.constexpr, WIDE: gl.constexpr
 ):

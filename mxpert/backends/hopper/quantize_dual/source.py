@@ -13,13 +13,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...common.compat import aggregate, async_load, barrier
+from ...common.compat import aggregate, async_load, barrier, reinterpret
 from .layouts import MX_BLOCK, STAGE_WORDS, TILE, TILE_BLOCKS
 
 _PAST_THE_END = gl.constexpr(1 << 30)
 """A row past the end of every source."""
 
 _WORD_BYTES = gl.constexpr(4)
+
+
+@gluon.jit
+def allocate_tile(x_desc, STAGES: gl.constexpr):
+    """Allocate a tile; return it as the targets of TMA loads and as stages [STAGES, 128, 32]."""
+    ROWS: gl.constexpr = x_desc.block_type.shape[0]
+    loads = gl.allocate_shared_memory(
+        gl.int32, [STAGES * TILE // ROWS, ROWS, STAGE_WORDS], x_desc.layout
+    )
+    return loads, reinterpret(loads, gl.int32, [STAGES, TILE, STAGE_WORDS], x_desc.layout)
 
 
 @gluon.jit
@@ -43,10 +53,10 @@ class TileSource:
     counts: gl.tuple
 
     @gluon.jit
-    def start_loads(self, x_desc, stages, ready, first_word, STAGES: gl.constexpr):
-        """Start the TMA loads of the tile, one per stage and x_desc block; zeros past the end.
+    def start_loads(self, x_desc, loads, ready, first_word, STAGES: gl.constexpr):
+        """Start the TMA loads of the tile; zeros past the end.
 
-        stages: [STAGES × 4 / BLOCKS, 32 BLOCKS, 32] words, with BLOCKS (1, 4) blocks in x_desc's.
+        loads: the targets from `allocate_tile`, of 1 block each with groups, else of 4 blocks.
         """
         BLOCKS: gl.constexpr = x_desc.block_type.shape[0] // MX_BLOCK
         mbarrier.init(ready, count=1)
@@ -58,7 +68,7 @@ class TileSource:
                     x_desc,
                     [row, first_word + STAGE_WORDS * stage],
                     ready,
-                    stages.index((TILE_BLOCKS * stage + block) // BLOCKS),
+                    loads.index((TILE_BLOCKS * stage + block) // BLOCKS),
                 )
 
     @gluon.jit
