@@ -91,6 +91,9 @@ class Pipeline:
 @gluon.jit
 def allocate_pipeline(a_desc, b_desc, STAGES: gl.constexpr):
     """Allocate a `Pipeline` for the tiles of both TMA descriptors."""
+    gl.static_assert(STAGES >= 2, "a consumer may hold two stages at once")
+    A_ROW: gl.constexpr = a_desc.block_type.shape[1] * a_desc.dtype.primitive_bitwidth
+    gl.static_assert(A_ROW == 8 * STAGE_ROW_BYTES)
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
