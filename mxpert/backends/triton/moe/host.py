@@ -99,8 +99,8 @@ def _operands(rows: Rows, weight: MXTensor) -> dict[str, torch.Tensor | None]:
         "x_ptr": x,
         "x_scale_ptr": x_scale,
         "x_row_scale_ptr": row_scale,
-        "weight_ptr": weight.qdata,
-        "weight_scale_ptr": weight.scale,
+        "w_ptr": weight.qdata,
+        "w_scale_ptr": weight.scale,
     }
 
 
@@ -137,12 +137,7 @@ class _Sizes(NamedTuple):
         k_blocks = depth // MX_BLOCK_SIZE
         k_steps = triton.cdiv(k_blocks * MX_BLOCK_SIZE, config.block_k)
         per_split = triton.cdiv(k_steps, config.split_k) * (config.block_k // MX_BLOCK_SIZE)
-        names = (
-            "weight_stride_e",
-            "weight_stride_n",
-            "weight_scale_stride_e",
-            "weight_scale_stride_n",
-        )
+        names = ("w_stride_e", "w_stride_n", "w_scale_stride_e", "w_scale_stride_n")
         return {
             "num_k_blocks": k_blocks,
             "k_blocks_per_split": per_split,
