@@ -115,8 +115,9 @@ def _moe_gate_up_kernel(
         return
     x = Activations(x_ptr, x_scale_ptr, x_stride, x_scale_stride, rows.token, rows.mask)
     w = Weights(w_ptr, w_scale_ptr, w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n)
-    w_rows = gate_up_rows(expert, tile_n, num_features, gate_up_group, BLOCK_N)
+    both_rows, both_features = gate_up_rows(tile_n, gate_up_group, BLOCK_N)  # [2 * BLOCK_N] each
     k = k_range(split, k_blocks_per_split, num_k_blocks)
+    w_rows = WeightRows(expert, both_rows, both_features < num_features)
     acc = multiply_tile(x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, BLOCK_K, PREFETCH_SCALES)
     gate, up = split_gate_up(acc)  # [BLOCK_M, BLOCK_N] float32 each
     features = open_columns(tile_n, num_features, BLOCK_N)

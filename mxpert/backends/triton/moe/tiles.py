@@ -136,12 +136,12 @@ def gate_up_row(feature, gate_up_group):
 
 
 @triton.jit
-def gate_up_rows(expert, tile_n, num_features, gate_up_group, BLOCK_N: tl.constexpr):
-    """`WeightRows` of a tile: BLOCK_N gates, then the ups of the same features."""
+def gate_up_rows(tile_n, gate_up_group, BLOCK_N: tl.constexpr):
+    """Weight rows of a tile, BLOCK_N gates, then the ups of the same features; and the features."""
     lane = tl.arange(0, 2 * BLOCK_N)
     features = tile_n * BLOCK_N + lane % BLOCK_N
     rows = gate_up_row(features, gate_up_group) + lane // BLOCK_N * gate_up_group
-    return WeightRows(expert, rows, features < num_features)
+    return rows, features
 
 
 @triton.jit
