@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mxpert.backends.common import routing
-from mxpert.backends.common.combine import combine_rows
+from mxpert.backends.common.combine import combine_slots
 from mxpert.ops import route
 from mxpert.ops.route import describe_route_topk, describe_routing_plan
 from mxpert.problem import Scoring
@@ -114,7 +114,7 @@ def test_dependent_launch_waits_first(launches, monkeypatch):
     launch_plan(128, 384, 8, 64, expert_parallel=True)
     launch_plan(16384, 384, 8, 64, expert_parallel=True)
     for early in (False, True):
-        combine_rows(
+        combine_slots(
             torch.zeros(64, 2880),
             torch.zeros(16, 4, dtype=torch.int32),
             H200,

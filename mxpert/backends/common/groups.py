@@ -50,10 +50,10 @@ def _padded_offsets_kernel(
 ):
     """Write padded [num_groups + 1]: offsets of the groups in a columnwise copy, multiples of 32.
 
-    Offsets are clamped to `reduction`, the length of the copy. One program handles all groups,
-    BLOCK per iteration.
+    Grid: (1,). The program handles all groups, BLOCK per iteration. Offsets are clamped to
+    `reduction`, the length of the copy.
     """
-    before = tl.full((), 0, tl.int64)
+    before = tl.full((), 0, tl.int64)  # blocks of the groups of earlier iterations
     for first in range(0, num_groups + 1, BLOCK):
         index = first + tl.arange(0, BLOCK)
         starts = tl.load(group_offsets_ptr + index, mask=index <= num_groups, other=0)

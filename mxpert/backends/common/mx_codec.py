@@ -158,7 +158,10 @@ def _quantize_rows_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Quantise x [num_rows, 32 · num_blocks] along its dense rows; outputs are contiguous."""
+    """Quantise x [num_rows, 32 · num_blocks] along its dense rows; outputs are contiguous.
+
+    Grid: (tiles,), one [BLOCK_ROWS, BLOCK_COLUMNS] tile per program, tiles of a row in turn.
+    """
     PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
     tiles = tl.cdiv(num_blocks, BLOCK_COLUMNS // 32)
     rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -196,8 +199,8 @@ def _quantize_columns_kernel(
 ):
     """Quantise contiguous x [32 · blocks, num_columns] with blocks along columns.
 
-    A program handles 32 rows. It loads even and odd rows separately, so that the two e2m1 codes of
-    a byte are in the same thread.
+    Grid: (blocks · column tiles,), 32 rows and BLOCK_COLUMNS columns per program. With e2m1 it
+    loads even and odd rows separately, so that both codes of a byte are in the same thread.
     """
     PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
     tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
@@ -228,7 +231,10 @@ def _quantize_columns_kernel(
 def _dequantize_rows_kernel(
     out_ptr, qdata_ptr, scale_ptr, num_blocks, FORMAT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Dequantise contiguous blocks of 32 along the last axis, BLOCK blocks per program."""
+    """Dequantise contiguous blocks of 32 along the last axis.
+
+    Grid: (tiles,), BLOCK blocks per program.
+    """
     BYTES: tl.constexpr = 16 if FORMAT == "e2m1" else 32
     blocks = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = blocks < num_blocks
@@ -246,7 +252,10 @@ def _dequantize_rows_kernel(
 def _dequantize_columns_kernel(
     out_ptr, qdata_ptr, scale_ptr, num_columns, FORMAT: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
-    """Dequantise blocks along columns: the inverse of `_quantize_columns_kernel`, same tiles."""
+    """Dequantise blocks along columns, the inverse of `_quantize_columns_kernel`.
+
+    Grid: (blocks · column tiles,), as there.
+    """
     PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
     tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
     block = (tl.program_id(0) // tiles).to(tl.int64)

@@ -20,6 +20,7 @@ from .routing_kernels import (
     _routing_plan_expert_kernel,
     _routing_plan_scatter_kernel,
 )
+from .targets import refuse_cpu
 
 MAX_EXPERTS = 1024
 _EXPERT_TILES = (128, 512, 1024)
@@ -65,11 +66,9 @@ def _padded(size: int, tiles: tuple[int, ...]) -> int:
 
 def _cannot_run(target: Target, num_experts: int) -> str | None:
     """Why routing kernels cannot serve this device or this many experts."""
-    if target.kind == "cpu" and not triton.knobs.runtime.interpret:
-        return "has no kernels for a CPU (outside Triton's interpreter)"
     if num_experts > MAX_EXPERTS:
         return f"routes among at most {MAX_EXPERTS} experts, not {num_experts}"
-    return None
+    return refuse_cpu(target)
 
 
 @dataclass(frozen=True)

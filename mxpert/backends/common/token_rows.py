@@ -36,9 +36,10 @@ class CodedRows:
 def _moe_quantize_tokens_kernel(
     qdata_ptr, scale_ptr, block_scale_ptr, x_ptr, num_blocks, x_stride, BLOCK: tl.constexpr
 ):
-    """Quantise one row per program, bit-exact to `mxpert.formats.quantize_token_rows`.
+    """Quantise x [rows, 32 · num_blocks] bit-exact to `mxpert.formats.quantize_token_rows`.
 
-    The first program also writes the block scales.
+    Grid: (rows,). A program reads its row twice, for the maximum and for the codes. The first
+    program also writes the block scales.
     """
     row = tl.program_id(0).to(tl.int64)
     width = num_blocks * 32

@@ -14,7 +14,7 @@ from ....problem import Combine, GemmConfig, MoEConfig, MoEProblem, Op
 from ....routing import RoutingPlan
 from ....runtime.launch import CACHED_LAUNCHES, DescriptorSpec, Launch
 from ....weights import MoEWeights
-from ...common.combine import combine_rows
+from ...common.combine import combine_slots
 from ...common.moe_layer import TwoStageLayer, quantize_rows
 from ...common.pdl import PDL_LAUNCH
 from ..lib.tma import matrix_descriptor, rows_descriptor
@@ -225,7 +225,7 @@ class _Down(_Stage):
         return (
             out
             if flat
-            else combine_rows(out, plan.slot_rows, problem.target, plan_before_wait=True)
+            else combine_slots(out, plan.slot_rows, problem.target, plan_before_wait=True)
         )
 
 
