@@ -9,7 +9,7 @@ import torch
 
 import mxpert
 from mxpert import Scoring
-from mxpert.backends.common.routing import MAX_EXPERTS, PLAN, TOPK, PlanConfig, TopKConfig
+from mxpert.backends.common.routing.host import MAX_EXPERTS, PLAN, TOPK, PlanConfig, TopKConfig
 from mxpert.ops.route import describe_route_topk, describe_routing_plan
 from mxpert.problem import TopKOptions
 from support.routing import (

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from mxpert.backends.common import routing
 from mxpert.backends.common.combine import combine_slots
+from mxpert.backends.common.routing import host as routing
 from mxpert.ops import route
 from mxpert.ops.route import describe_route_topk, describe_routing_plan
 from mxpert.problem import Scoring

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...runtime.replay import replayed
 from ..common.quantize import DEQUANTIZE, QUANTIZE
-from ..common.routing import PLAN, TOPK
+from ..common.routing.host import PLAN, TOPK
 from .grouped.host import GROUPED_GEMM, GROUPED_WGRAD, QUANTIZE_DUAL
 from .moe.host import DOWN, FUSED_MOE, GATE_UP
 from .rows.host import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD, COMBINE_ROWS, COMBINE_ROWS_BACKWARD

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ...problem import Op, RoutingProblem, Scoring, Target, TopKProblem
-from ...routing import RoutingPlan, plan_capacity
-from ...runtime.launch import CACHED_LAUNCHES, Launch
-from .pdl import pdl_options
-from .routing_kernels import (
-    _route_topk_kernel,
+from ....problem import Op, RoutingProblem, Scoring, Target, TopKProblem
+from ....routing import RoutingPlan, plan_capacity
+from ....runtime.launch import CACHED_LAUNCHES, Launch
+from ..pdl import pdl_options
+from ..targets import refuse_cpu
+from .plan_kernels import (
     _routing_plan_count_kernel,
     _routing_plan_expert_kernel,
     _routing_plan_scatter_kernel,
 )
-from .targets import refuse_cpu
+from .topk_kernels import _route_topk_kernel
 
 MAX_EXPERTS = 1024
 _EXPERT_TILES = (128, 512, 1024)
