@@ -19,9 +19,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...formats.spec import E8M0_MAX, MXFormat, ScaleRule
+from ...formats.spec import E8M0_BIAS, E8M0_MAX, E8M0_NAN, MXFormat, ScaleRule
 
 _MANTISSA = 1 << 23  # largest mantissa field of a float32, plus one
+_ONE = tl.constexpr(E8M0_BIAS)  # the E8M0 byte of 2^0
+_NAN = tl.constexpr(E8M0_NAN)
+_FLOAT_INFINITY = tl.constexpr(0x7F800000)  # bits of float32 values
+_FLOAT_NAN = tl.constexpr(0x7FC00000)
+_FLOAT_SMALLEST_SCALE = tl.constexpr(1 << 22)  # 2^-127, a subnormal
 
 
 def scale_rule_constants(fmt: MXFormat, rule: ScaleRule) -> dict[str, int]:
@@ -52,22 +57,24 @@ def e8m0_scale(amax_bits, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE:
     INF_BYTE, NaN 255. Only the lower end is clamped: the largest finite result is 255 - EMAX.
     """
     byte = tl.maximum(((amax_bits + (0x800000 - THRESHOLD)) >> 23) - EMAX, 0)
-    byte = tl.where(amax_bits == 0x7F800000, INF_BYTE, byte)
-    byte = tl.where(amax_bits == 0, 127, byte)
-    return tl.where(amax_bits > 0x7F800000, 255, byte)
+    byte = tl.where(amax_bits == _FLOAT_INFINITY, INF_BYTE, byte)
+    byte = tl.where(amax_bits == 0, _ONE, byte)
+    return tl.where(amax_bits > _FLOAT_INFINITY, _NAN, byte)
 
 
 @triton.jit
 def inverse_scale(byte):
     """``2^(127 - byte)`` as float32; byte 254 gives the subnormal 2^-127. Undefined for 255."""
-    return tl.where(byte >= 254, 1 << 22, (254 - byte) << 23).to(tl.float32, bitcast=True)
+    return tl.where(byte >= 254, _FLOAT_SMALLEST_SCALE, (254 - byte) << 23).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit
 def scale_value(byte):
     """``2^(byte - 127)`` as float32; byte 0 gives the subnormal 2^-127, byte 255 NaN."""
-    bits = tl.where(byte == 0, 1 << 22, byte << 23)
-    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    bits = tl.where(byte == 0, _FLOAT_SMALLEST_SCALE, byte << 23)
+    return tl.where(byte == _NAN, _FLOAT_NAN, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -80,7 +87,7 @@ def encode(values, is_nan, FORMAT: tl.constexpr):
         # Adding 2^22 times the value's power of two rounds to one mantissa bit. The exponent of the
         # sum gives the binade, its last bits count half binades. Their sum is the code.
         size = tl.minimum(tl.abs(values), 6.0)
-        power = tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
+        power = tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & _FLOAT_INFINITY
         total = (power.to(tl.float32, bitcast=True) * 4194304.0 + size).to(tl.int32, bitcast=True)
         code = (total >> 22) + (total & 15) - 2 * (127 + 22)
         code += (values.to(tl.int32, bitcast=True) >> 28) & 8
@@ -131,7 +138,7 @@ def quantize_tile(
         blocks = tl.reshape(values, (M // 32, 32, N))
         byte = e8m0_scale(tl.max(magnitude_bits(blocks), axis=1), EMAX, THRESHOLD, INF_BYTE)
         wide = byte[:, None, :]  # [M/32, 1, N]
-    codes = encode(blocks * inverse_scale(wide), wide == 255, FORMAT)
+    codes = encode(blocks * inverse_scale(wide), wide == _NAN, FORMAT)
     if FORMAT == "e2m1":
         if AXIS == 1:
             low, high = tl.split(tl.reshape(codes, (M, N // 2, 2)))
@@ -216,7 +223,7 @@ def _quantize_columns_kernel(
         amax = tl.maximum(amax, tl.max(magnitude_bits(high), axis=0))
     byte = e8m0_scale(amax, EMAX, THRESHOLD, INF_BYTE)  # [BLOCK_COLUMNS]
     inverse = inverse_scale(byte)[None, :]
-    is_nan = (byte == 255)[None, :]
+    is_nan = (byte == _NAN)[None, :]
     codes = encode(low * inverse, is_nan, FORMAT)
     if PACK == 2:
         codes += encode(high * inverse, is_nan, FORMAT) << 4

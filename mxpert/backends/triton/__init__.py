@@ -7,7 +7,12 @@ from ..common.quantize import DEQUANTIZE, QUANTIZE
 from ..common.routing.host import PLAN, TOPK
 from .grouped.host import GROUPED_GEMM, GROUPED_WGRAD, QUANTIZE_DUAL
 from .moe.host import DOWN, FUSED_MOE, GATE_UP
-from .rows.host import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD, COMBINE_ROWS, COMBINE_ROWS_BACKWARD
+from .training_rows.host import (
+    ACTIVATE_ROWS,
+    ACTIVATE_ROWS_BACKWARD,
+    COMBINE_ROWS,
+    COMBINE_ROWS_BACKWARD,
+)
 
 KERNELS = replayed(
     QUANTIZE,

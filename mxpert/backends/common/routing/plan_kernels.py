@@ -315,12 +315,12 @@ def _routing_plan_scatter_kernel(
         tl.store(num_valid, total)
         tl.store(num_valid + 1, used_tokens)
 
-    used_rows = used_tokens * top_k
-    ids = RoutedIds(topk_ids, expert_map, used_rows, num_experts, num_local_experts)
     lane = tl.arange(0, TILE)
     next_row = starts + before  # [NUM_BINS], the next free row of each expert
     for tile in range(tiles_per_chunk):
         first = (tl.program_id(0) * tiles_per_chunk + tile) * TILE
+        used_rows = used_tokens * top_k
+        ids = RoutedIds(topk_ids, expert_map, used_rows, num_experts, num_local_experts)
         expert = _load_local_experts(ids, first + lane)
         in_tile = tl.histogram(tl.maximum(expert, 0), NUM_BINS, mask=expert >= 0)
         # Keys are distinct and ascend in expert, then in row. Rows without an expert are last.
