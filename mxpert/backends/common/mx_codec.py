@@ -26,7 +26,7 @@ _ONE = tl.constexpr(E8M0_BIAS)  # the E8M0 byte of 2^0
 _NAN = tl.constexpr(E8M0_NAN)
 _FLOAT_INFINITY = tl.constexpr(0x7F800000)  # bits of float32 values
 _FLOAT_NAN = tl.constexpr(0x7FC00000)
-_FLOAT_SMALLEST_SCALE = tl.constexpr(1 << 22)  # 2^-127, a subnormal
+_SMALLEST = tl.constexpr(1 << 22)  # 2^-127, a subnormal
 
 
 def scale_rule_constants(fmt: MXFormat, rule: ScaleRule) -> dict[str, int]:
@@ -65,15 +65,13 @@ def e8m0_scale(amax_bits, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE:
 @triton.jit
 def inverse_scale(byte):
     """``2^(127 - byte)`` as float32; byte 254 gives the subnormal 2^-127. Undefined for 255."""
-    return tl.where(byte >= 254, _FLOAT_SMALLEST_SCALE, (254 - byte) << 23).to(
-        tl.float32, bitcast=True
-    )
+    return tl.where(byte >= 254, _SMALLEST, (254 - byte) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scale_value(byte):
     """``2^(byte - 127)`` as float32; byte 0 gives the subnormal 2^-127, byte 255 NaN."""
-    bits = tl.where(byte == 0, _FLOAT_SMALLEST_SCALE, byte << 23)
+    bits = tl.where(byte == 0, _SMALLEST, byte << 23)
     return tl.where(byte == _NAN, _FLOAT_NAN, bits).to(tl.float32, bitcast=True)
 
 
