@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import triton
-from triton.runtime.interpreter import InterpretedFunction
 
 from ....problem import Config, Op, RowsProblem
 from ....runtime.launch import CACHED_LAUNCHES, Launch
+from ...common.kernel import UntunedKernel
 from ...common.quantize import DTYPES
+from ...common.targets import refuse_cpu
 from .kernels import (
     _activate_rows_backward_kernel,
     _activate_rows_kernel,
@@ -29,27 +29,14 @@ COMBINE_WARPS = 2
 each access has 16 bytes."""
 
 
-class _Rows:
-    """Base class of the four kernels: supported problems and their single config."""
-
-    backend = "triton"
+class _Rows(UntunedKernel):
+    """Base class of the four kernels."""
 
     def unsupported(self, problem: RowsProblem) -> str | None:
         """Why the kernel cannot serve `problem`; None if it can."""
         if problem.dtype not in DTYPES:
             return f"reads float32, bfloat16 or float16, not {problem.dtype}"
-        if problem.target.kind == "cpu" and not isinstance(
-            _activate_rows_kernel, InterpretedFunction
-        ):
-            return "runs on a CPU only in Triton's interpreter (TRITON_INTERPRET=1)"
-        return None
-
-    def configs(self, problem: RowsProblem) -> Iterable[Config]:
-        """One tile serves every shape."""
-        return (None,)
-
-    def heuristic(self, problem: RowsProblem) -> Config:
-        return None
+        return refuse_cpu(problem.target)
 
 
 class _ActivateRows(_Rows):
