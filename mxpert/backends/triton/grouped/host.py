@@ -83,50 +83,33 @@ def _gemm_launch(
     b_strides: tuple[int, ...],
 ) -> Launch:
     heuristics.require_valid(problem, config)
+    # An upper bound of the number of tiles, without the groups' sizes: each group, and the rows
+    # without a group, add at most one ragged tile; a tile has at least one row.
+    row_tiles = triton.cdiv(problem.num_rows, config.block_m) + problem.num_groups
+    row_tiles = min(row_tiles, problem.num_rows)
+    a_m, a_k, a_scale_m, a_scale_k = a_strides
+    b_g, b_n, b_k, b_scale_g, b_scale_n, b_scale_k = b_strides
+    if not problem.trans_b:
+        b_n, b_k, b_scale_n, b_scale_k = b_k, b_n, b_scale_k, b_scale_n
     return Launch(
         _grouped_gemm_kernel,
-        (_gemm_tiles(problem, config),),
-        **_gemm_constants(problem, config, a_strides, b_strides),
-    )
-
-
-def _gemm_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
-    """Upper bound of the number of tiles, computed without the groups' sizes."""
-    # Each group, and the rows without a group, add at most one ragged tile; a tile has at least
-    # one row.
-    num_rows = problem.num_rows
-    row_tiles = min(triton.cdiv(num_rows, config.block_m) + problem.num_groups, num_rows)
-    return row_tiles * triton.cdiv(problem.n, config.block_n)
-
-
-def _gemm_constants(
-    problem: GroupedProblem,
-    config: GemmConfig,
-    a_strides: tuple[int, ...],
-    b_strides: tuple[int, ...],
-) -> dict[str, Any]:
-    """All scalar and constexpr arguments of the kernel."""
-    order = (0, 1, 2) if problem.trans_b else (0, 2, 1)
-    b_stride, b_scale_stride = (
-        [strides[axis] for axis in order] for strides in (b_strides[:3], b_strides[3:])
-    )
-    return dict(
+        (row_tiles * triton.cdiv(problem.n, config.block_n),),
         num_rows=problem.num_rows,
         num_groups=problem.num_groups,
         num_n=problem.n,
         num_k=problem.k,
-        a_stride_m=a_strides[0],
-        a_stride_k=a_strides[1],
-        a_scale_stride_m=a_strides[2],
-        a_scale_stride_k=a_strides[3],
-        b_stride_g=b_stride[0],
-        b_stride_n=b_stride[1],
-        b_stride_k=b_stride[2],
-        b_scale_stride_g=b_scale_stride[0],
-        b_scale_stride_n=b_scale_stride[1],
-        b_scale_stride_k=b_scale_stride[2],
+        a_stride_m=a_m,
+        a_stride_k=a_k,
+        a_scale_stride_m=a_scale_m,
+        a_scale_stride_k=a_scale_k,
+        b_stride_g=b_g,
+        b_stride_n=b_n,
+        b_stride_k=b_k,
+        b_scale_stride_g=b_scale_g,
+        b_scale_stride_n=b_scale_n,
+        b_scale_stride_k=b_scale_k,
         BLOCK_G=group_block(problem.num_groups),
-        PREFETCH_SCALES=_prefetch_scales(problem.target, a_strides[3], b_scale_stride[2]),
+        PREFETCH_SCALES=_prefetch_scales(problem.target, a_scale_k, b_scale_k),
         **_tile_constants(problem, config),
     )
 
@@ -179,46 +162,31 @@ def _wgrad_launch(
     out_strides: tuple[int, ...],
 ) -> Launch:
     heuristics.require_valid(problem, config)
+    tiles = triton.cdiv(problem.n, config.block_m) * triton.cdiv(problem.k, config.block_n)
+    grad_n, grad_r, grad_scale_n, grad_scale_r = grad_strides
+    a_k, a_r, a_scale_k, a_scale_r = a_strides
+    if problem.a_format == "bf16":  # [M, n] and [M, k]; MX copies are [n, M] and [k, M]
+        grad_n, grad_r, a_k, a_r = grad_r, grad_n, a_r, a_k
+    out_g, out_n, out_k = out_strides
     return Launch(
         _grouped_wgrad_kernel,
-        (_wgrad_tiles(problem, config),),
-        **_wgrad_constants(problem, config, grad_strides, a_strides, out_strides),
-    )
-
-
-def _wgrad_tiles(problem: GroupedProblem, config: GemmConfig) -> int:
-    return problem.num_groups * (
-        triton.cdiv(problem.n, config.block_m) * triton.cdiv(problem.k, config.block_n)
-    )
-
-
-def _wgrad_constants(
-    problem: GroupedProblem,
-    config: GemmConfig,
-    grad_strides: tuple[int, ...],
-    a_strides: tuple[int, ...],
-    out_strides: tuple[int, ...],
-) -> dict[str, Any]:
-    """All scalar and constexpr arguments of the kernel."""
-    # The reduction runs along the last axis of MX copies, and along the first of bf16 [M, n].
-    row, step = (1, 0) if problem.a_format == "bf16" else (0, 1)
-    return dict(
+        (problem.num_groups * tiles,),
         reduction=problem.num_rows,
         num_n=problem.n,
         num_k=problem.k,
-        out_stride_g=out_strides[0],
-        out_stride_n=out_strides[1],
-        out_stride_k=out_strides[2],
-        grad_stride_n=grad_strides[row],
-        grad_stride_r=grad_strides[step],
-        grad_scale_stride_n=grad_strides[2],
-        grad_scale_stride_r=grad_strides[3],
-        a_stride_k=a_strides[row],
-        a_stride_r=a_strides[step],
-        a_scale_stride_k=a_strides[2],
-        a_scale_stride_r=a_strides[3],
+        out_stride_g=out_g,
+        out_stride_n=out_n,
+        out_stride_k=out_k,
+        grad_stride_n=grad_n,
+        grad_stride_r=grad_r,
+        grad_scale_stride_n=grad_scale_n,
+        grad_scale_stride_r=grad_scale_r,
+        a_stride_k=a_k,
+        a_stride_r=a_r,
+        a_scale_stride_k=a_scale_k,
+        a_scale_stride_r=a_scale_r,
         ACCUMULATE=problem.accumulate,
-        PREFETCH_SCALES=_prefetch_scales(problem.target, grad_strides[3], a_strides[3]),
+        PREFETCH_SCALES=_prefetch_scales(problem.target, grad_scale_r, a_scale_r),
         **_tile_constants(problem, config),
     )
 

@@ -186,9 +186,9 @@ def _grouped_gemm_kernel(
     )
     if tile.stop == 0:
         return
-    rows = tile.first_row + tl.arange(0, BLOCK_M)
-    columns = tile.tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_mask, column_mask = rows < tile.stop, columns < num_n
+    m = tile.first_row + tl.arange(0, BLOCK_M)
+    n = tile.tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_mask, n_mask = m < tile.stop, n < num_n
     # Rows without a group get zeros: their reduction is empty.
     last = tl.where(tile.group == num_groups, 0, num_k)
     group = tile.group.to(tl.int64)
@@ -196,31 +196,15 @@ def _grouped_gemm_kernel(
         b_scale_ptr += group * b_scale_stride_g
     b_ptr += group * b_stride_g
     a = Operand(
-        a_ptr,
-        a_scale_ptr,
-        rows,
-        row_mask,
-        a_stride_m,
-        a_stride_k,
-        a_scale_stride_m,
-        a_scale_stride_k,
+        a_ptr, a_scale_ptr, m, m_mask, a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k
     )
     b = Operand(
-        b_ptr,
-        b_scale_ptr,
-        columns,
-        column_mask,
-        b_stride_n,
-        b_stride_k,
-        b_scale_stride_n,
-        b_scale_stride_k,
+        b_ptr, b_scale_ptr, n, n_mask, b_stride_n, b_stride_k, b_scale_stride_n, b_scale_stride_k
     )
     acc = multiply_rows(a, b, 0, last, A_FORMAT, B_FORMAT, BLOCK_K, PREFETCH_SCALES)
-    offsets = rows.to(tl.int64)[:, None] * num_n + columns[None, :]
+    offsets = m.to(tl.int64)[:, None] * num_n + n[None, :]
     tl.store(
-        c_ptr + offsets,
-        acc.to(c_ptr.dtype.element_ty),
-        mask=row_mask[:, None] & column_mask[None, :],
+        c_ptr + offsets, acc.to(c_ptr.dtype.element_ty), mask=m_mask[:, None] & n_mask[None, :]
     )
 
 
@@ -273,37 +257,30 @@ def _grouped_wgrad_kernel(
     last = clamp_rows(tl.load(offsets_ptr + group + 1), reduction)
     if A_FORMAT != "bf16":  # tell the compiler that the loaded offsets are multiples of 32
         first, last = first // 32 * 32, last // 32 * 32
-    rows = (band * GROUP_M + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_mask, column_mask = rows < num_n, columns < num_k
+    n = (band * GROUP_M + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_mask, k_mask = n < num_n, k < num_k
     grad = Operand(
         grad_ptr,
         grad_scale_ptr,
-        rows,
-        row_mask,
+        n,
+        n_mask,
         grad_stride_n,
         grad_stride_r,
         grad_scale_stride_n,
         grad_scale_stride_r,
     )
     a = Operand(
-        a_ptr,
-        a_scale_ptr,
-        columns,
-        column_mask,
-        a_stride_k,
-        a_stride_r,
-        a_scale_stride_k,
-        a_scale_stride_r,
+        a_ptr, a_scale_ptr, k, k_mask, a_stride_k, a_stride_r, a_scale_stride_k, a_scale_stride_r
     )
     acc = multiply_rows(grad, a, first, last, A_FORMAT, B_FORMAT, BLOCK_K, PREFETCH_SCALES)
     out_ptrs = (
         out_ptr
         + group.to(tl.int64) * out_stride_g
-        + rows.to(tl.int64)[:, None] * out_stride_n
-        + columns.to(tl.int64)[None, :] * out_stride_k
+        + n.to(tl.int64)[:, None] * out_stride_n
+        + k.to(tl.int64)[None, :] * out_stride_k
     )
-    mask = row_mask[:, None] & column_mask[None, :]
+    mask = n_mask[:, None] & k_mask[None, :]
     if ACCUMULATE:
         acc += tl.load(out_ptrs, mask=mask, other=0.0)
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)

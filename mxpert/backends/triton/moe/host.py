@@ -110,14 +110,6 @@ class _Geometry(NamedTuple):
             (*weight.qdata.stride()[:2], *weight.scale.stride()[:2]),
         )
 
-    def plan_arguments(self, problem: MoEProblem) -> dict[str, int]:
-        """Size arguments of the plan for GEMM and finishing kernels."""
-        return {
-            "num_tokens": problem.num_tokens,
-            "num_experts": problem.num_experts,
-            "routing_block_m": self.routing_block_m,
-        }
-
     def gemm_arguments(self, depth: int, config: GemmConfig, target: Target) -> dict[str, Any]:
         """Stride and tile arguments of a GEMM; every K split is a multiple of block_k."""
         k_blocks = depth // MX_BLOCK_SIZE
@@ -127,13 +119,10 @@ class _Geometry(NamedTuple):
         return {
             "num_k_blocks": k_blocks,
             "k_blocks_per_split": per_split,
-            "split_k": config.split_k,
             "x_stride": self.x_strides[0],
             "x_scale_stride": self.x_strides[1],
             **dict(zip(names, self.weight_strides, strict=True)),
             "X_FORMAT": self.x_format,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,
             "PREFETCH_SCALES": target.kind != "hip",
@@ -142,16 +131,33 @@ class _Geometry(NamedTuple):
         }
 
 
-def _finish(kernel: Any, tiles: int, config: GemmConfig, epilogue: dict[str, Any]) -> Launch:
-    """Launch of the kernel that sums the splits and runs the epilogue."""
-    return Launch(
-        kernel,
-        (tiles,),
-        **epilogue,
+def _launches(
+    op: Op,
+    kernels: tuple[Any, Any],
+    problem: MoEProblem,
+    config: GemmConfig,
+    geometry: _Geometry,
+    **epilogue: Any,
+) -> tuple[Launch, Launch]:
+    """Launches of a stage's GEMM and of its finishing kernel, which runs if split_k > 1."""
+    columns, depth = heuristics.stage_dimensions(problem, op)
+    tiles = geometry.row_blocks * triton.cdiv(columns, config.block_n)
+    both = dict(
+        num_tokens=problem.num_tokens,
+        num_experts=problem.num_experts,
+        num_n_blocks=columns // MX_BLOCK_SIZE,
+        routing_block_m=geometry.routing_block_m,
         split_k=config.split_k,
+        partial_rows=geometry.row_blocks * config.block_m,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        num_warps=FINISH_NUM_WARPS,
+        **epilogue,
+    )
+    multiply, finish = kernels
+    of_gemm = geometry.gemm_arguments(depth, config, problem.target)
+    return (
+        Launch(multiply, (tiles * config.split_k,), **both, **of_gemm),
+        Launch(finish, (tiles,), **both, num_warps=FINISH_NUM_WARPS),
     )
 
 
@@ -159,33 +165,24 @@ def _finish(kernel: Any, tiles: int, config: GemmConfig, epilogue: dict[str, Any
 def _gate_up_launches(
     problem: MoEProblem, config: GemmConfig, geometry: _Geometry, order: GateUpOrder
 ) -> tuple[Launch, Launch]:
-    """Launches of the stage-1 GEMM and of its finishing kernel, used if split_k > 1."""
-    features, options = problem.intermediate_size, problem.options
+    options = problem.options
     h_format = activation_mx_format(options.activation_format, problem.op.value)
     constants = {"EMAX": 0, "THRESHOLD": 0, "INF_BYTE": 0}
     if h_format is not None:
         constants = scale_rule_constants(h_format, options.scale_rule)
     p0, p1 = options.activation.parameters
-    epilogue: dict[str, Any] = dict(
-        num_n_blocks=features // MX_BLOCK_SIZE,
-        gate_up_group=order.group(features),
-        partial_rows=geometry.row_blocks * config.block_m,
+    return _launches(
+        Op.MOE_GATE_UP,
+        (_moe_gate_up_kernel, _moe_gate_up_finish_kernel),
+        problem,
+        config,
+        geometry,
+        gate_up_group=order.group(problem.intermediate_size),
         p0=float(p0),
         p1=float(p1),
         H_FORMAT="bf16" if h_format is None else h_format.element.name,
         ACTIVATION=options.activation.name,
         **constants,
-        **geometry.plan_arguments(problem),
-    )
-    tiles = geometry.row_blocks * triton.cdiv(features, config.block_n)
-    return (
-        Launch(
-            _moe_gate_up_kernel,
-            (tiles * config.split_k,),
-            **epilogue,
-            **geometry.gemm_arguments(problem.hidden_size, config, problem.target),
-        ),
-        _finish(_moe_gate_up_finish_kernel, tiles, config, epilogue),
     )
 
 
@@ -193,24 +190,9 @@ def _gate_up_launches(
 def _down_launches(
     problem: MoEProblem, config: GemmConfig, geometry: _Geometry
 ) -> tuple[Launch, Launch]:
-    """Launches of the stage-2 GEMM and of its finishing kernel, used if split_k > 1."""
-    columns = problem.hidden_size
-    epilogue: dict[str, Any] = dict(
-        num_n_blocks=columns // MX_BLOCK_SIZE,
-        partial_rows=geometry.row_blocks * config.block_m,
-        ATOMIC=problem.options.combine is Combine.ATOMIC,
-        **geometry.plan_arguments(problem),
-    )
-    tiles = geometry.row_blocks * triton.cdiv(columns, config.block_n)
-    return (
-        Launch(
-            _moe_down_kernel,
-            (tiles * config.split_k,),
-            **epilogue,
-            **geometry.gemm_arguments(problem.intermediate_size, config, problem.target),
-        ),
-        _finish(_moe_down_finish_kernel, tiles, config, epilogue),
-    )
+    kernels = _moe_down_kernel, _moe_down_finish_kernel
+    atomic = problem.options.combine is Combine.ATOMIC
+    return _launches(Op.MOE_DOWN, kernels, problem, config, geometry, ATOMIC=atomic)
 
 
 def _multiply(

@@ -86,7 +86,8 @@ class _CombineRows(_Rows):
     ) -> torch.Tensor:
         out = rows.new_empty((row_ids.shape[0], problem.width), dtype=out_dtype)
         if out.numel():
-            _combine(problem.num_rows, problem.top_k, problem.width)(
+            programs = row_ids.shape[0] * triton.cdiv(problem.width, COMBINE_BLOCK)
+            _combine(_combine_rows_kernel, programs, problem.top_k, problem.width)(
                 out_ptr=out, rows_ptr=rows, row_ids_ptr=row_ids, weights_ptr=weights
             )
         return out
@@ -109,7 +110,7 @@ class _CombineRowsBackward(_Rows):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         by_row, by_weight = torch.empty_like(rows), torch.empty_like(weights)
         if rows.numel():
-            _combine_backward(problem.num_rows, problem.top_k, problem.width)(
+            _combine(_combine_rows_backward_kernel, problem.num_rows, problem.top_k, problem.width)(
                 by_row_ptr=by_row,
                 by_weight_ptr=by_weight,
                 grad_ptr=grad,
@@ -142,23 +143,10 @@ def _activate(kernel: Any, problem: RowsProblem) -> Launch:
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _combine(num_rows: int, top_k: int, width: int) -> Launch:
-    grid = (num_rows // top_k * triton.cdiv(width, COMBINE_BLOCK),)
+def _combine(kernel: Any, num_programs: int, top_k: int, width: int) -> Launch:
     return Launch(
-        _combine_rows_kernel,
-        grid,
-        top_k=top_k,
-        width=width,
-        BLOCK_N=COMBINE_BLOCK,
-        num_warps=COMBINE_WARPS,
-    )
-
-
-@functools.lru_cache(CACHED_LAUNCHES)
-def _combine_backward(num_rows: int, top_k: int, width: int) -> Launch:
-    return Launch(
-        _combine_rows_backward_kernel,
-        (num_rows,),
+        kernel,
+        (num_programs,),
         top_k=top_k,
         width=width,
         BLOCK_N=COMBINE_BLOCK,
