@@ -178,6 +178,7 @@ def _quantize_rows_kernel(
         mask=row_mask & (columns < num_blocks * 32),
         other=0.0,
     ).to(tl.float32)
+    # codes [BLOCK_ROWS, BLOCK_COLUMNS/PACK] uint8, scale [BLOCK_ROWS, BLOCK_COLUMNS/32] uint8 E8M0
     codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE)
     columns = first // PACK + tl.arange(0, BLOCK_COLUMNS // PACK)[None, :]
     width = num_blocks * (32 // PACK)  # bytes of codes a row
@@ -214,6 +215,7 @@ def _quantize_columns_kernel(
     mask = (columns < num_columns)[None, :]
     rows = tl.arange(0, 32 // PACK)[:, None].to(tl.int64)
     x_ptrs = x_ptr + (block * 32 + rows * PACK) * num_columns + columns[None, :]
+    # low (and high, the odd rows) [32/PACK, BLOCK_COLUMNS] float32
     low = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     amax = tl.max(magnitude_bits(low), axis=0)
     if PACK == 2:
@@ -244,7 +246,7 @@ def _dequantize_rows_kernel(
     blocks = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = blocks < num_blocks
     offsets = blocks[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
-    codes = tl.load(qdata_ptr + offsets, mask=mask[:, None], other=0)
+    codes = tl.load(qdata_ptr + offsets, mask=mask[:, None], other=0)  # [BLOCK, BYTES] uint8
     scale = scale_value(tl.load(scale_ptr + blocks, mask=mask, other=0).to(tl.int32))[:, None]
     values = decode(codes, FORMAT) * scale  # [BLOCK, BYTES]
     if FORMAT == "e2m1":
@@ -268,6 +270,7 @@ def _dequantize_columns_kernel(
     mask = columns < num_columns
     rows = tl.arange(0, 32 // PACK)[:, None].to(tl.int64)
     code_rows = block * (32 // PACK) + rows
+    # codes [32/PACK, BLOCK_COLUMNS] uint8, scale [1, BLOCK_COLUMNS] float32
     codes = tl.load(
         qdata_ptr + code_rows * num_columns + columns[None, :], mask=mask[None, :], other=0
     )
