@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ....formats.spec import MX_BLOCK_SIZE
 from ....problem import GemmConfig, GroupedProblem, Op
 from ...common.targets import is_blackwell
-from ..tiles import EPILOGUE_BYTES, invalid_tile, require_config, shrink_until_valid
+from ..tile_rules import EPILOGUE_BYTES, invalid_tile, require_config, shrink_until_valid
 
 SCALED_MMA_ROWS = 128
 """Rows of Blackwell's block-scaled MMA; tiles with fewer rows would be decoded to bf16 instead."""

@@ -15,7 +15,7 @@ from ....problem import GemmConfig, GroupedProblem, Op, Target
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.groups import group_block, padded_offsets, refuse_groups
 from ...common.targets import is_blackwell
-from ..tiles import OUT_DTYPES
+from ..tile_rules import OUT_DTYPES
 from . import config as heuristics
 from .kernels import _grouped_gemm_kernel, _grouped_wgrad_kernel
 

@@ -12,7 +12,7 @@ from ....formats.tensor import Layout
 from ....formats.token import FP8_TOKEN
 from ....problem import GemmConfig, MoEConfig, MoEProblem, Op, Target
 from ...common.targets import is_blackwell, refuse_without
-from ..tiles import (
+from ..tile_rules import (
     EPILOGUE_BYTES,
     MIN_BLOCK_M,
     OUT_DTYPES,
