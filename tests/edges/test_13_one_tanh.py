@@ -27,7 +27,7 @@ pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon
 from mxpert.backends.hopper.moe import config as heuristics
 from mxpert.backends.hopper.moe import host as hopper
 from mxpert.backends.triton.moe import host as portable
-from mxpert.backends.triton.rows.host import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD
+from mxpert.backends.triton.training_rows.host import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD
 
 BACKENDS = Path(mxpert.__file__).parent / "backends"
 SERIES = (-1 / 3, 2 / 15, -17 / 315, 62 / 2835)

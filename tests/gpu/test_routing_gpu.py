@@ -11,7 +11,7 @@ import torch
 
 import mxpert
 from mxpert import Scoring
-from mxpert.backends.common.routing import PLAN
+from mxpert.backends.common.routing.host import PLAN
 from mxpert.ops.explain import describe
 from mxpert.problem import TopKOptions
 from support.routing import (

@@ -9,7 +9,7 @@ import torch
 
 import mxpert
 from mxpert import Scoring
-from mxpert.backends.common.routing import MAX_EXPERTS, PLAN, TOPK, PlanConfig, TopKConfig
+from mxpert.backends.common.routing.host import MAX_EXPERTS, PLAN, TOPK, PlanConfig, TopKConfig
 from mxpert.ops.explain import describe
 from mxpert.problem import TopKOptions
 from support.routing import (

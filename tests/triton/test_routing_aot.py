@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.backends.common import routing
-from mxpert.backends.common.combine import combine_rows
+from mxpert.backends.common.routing import host as routing
+from mxpert.backends.common.combine import combine_slots
 from mxpert.ops import route
 from mxpert.ops.explain import describe
 from mxpert.problem import Scoring
@@ -117,7 +117,7 @@ def test_dependent_launch_waits_first(launches, monkeypatch):
     launch_plan(128, 384, 8, 64, expert_parallel=True)
     launch_plan(16384, 384, 8, 64, expert_parallel=True)
     for early in (False, True):
-        combine_rows(
+        combine_slots(
             torch.zeros(64, 2880),
             torch.zeros(16, 4, dtype=torch.int32),
             H200,

@@ -33,7 +33,8 @@ def tanh(x):
     )
     decay = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - decay) / (1.0 + decay)
-    return tl.where(square < 0.0625, series, tl.where(x < 0.0, -size, size))
+    below_a_quarter = square < 0.0625
+    return tl.where(below_a_quarter, series, tl.where(x < 0.0, -size, size))
 
 
 @triton.jit

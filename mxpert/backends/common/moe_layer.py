@@ -23,7 +23,7 @@ from ...routing import RoutingPlan
 from ...runtime.launch import CACHED_LAUNCHES
 from ...weights import MoEWeights
 from .quantize import QUANTIZE
-from .routing import PLAN, PlanConfig
+from .routing.host import PLAN, PlanConfig
 
 
 class TwoStageLayer:

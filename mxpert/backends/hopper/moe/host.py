@@ -22,7 +22,7 @@ from ....problem import (
 from ....routing import RoutingPlan
 from ....runtime.launch import CACHED_LAUNCHES, DescriptorSpec, Launch
 from ....weights import MoEWeights
-from ...common.combine import combine_rows
+from ...common.combine import combine_slots
 from ...common.moe_layer import TwoStageLayer, quantize_rows
 from ...common.pdl import PDL_LAUNCH
 from ..lib.tile_list import Schedules, tile_schedule
@@ -181,7 +181,7 @@ class _Down(_Stage):
         call.multiply(out, rows, weights.down_proj, weights.down_bias, epilogue)
         if flat:
             return out
-        return combine_rows(out, plan.slot_rows, problem.target, plan_before_wait=True)
+        return combine_slots(out, plan.slot_rows, problem.target, plan_before_wait=True)
 
 
 @functools.cache

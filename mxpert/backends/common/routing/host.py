@@ -6,20 +6,22 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
-from ...problem import Op, RoutingProblem, Scoring, Target, TopKProblem
-from ...routing import RoutingPlan, plan_capacity
-from ...runtime.launch import CACHED_LAUNCHES, Launch
-from .pdl import pdl_options
-from .routing_kernels import (
-    _route_topk_kernel,
+from ....problem import Op, RoutingProblem, Scoring, Target, TopKProblem
+from ....routing import RoutingPlan, plan_capacity
+from ....runtime.launch import CACHED_LAUNCHES, Launch
+from ..pdl import pdl_options
+from ..targets import refuse_cpu
+from .plan_kernels import (
     _routing_plan_count_kernel,
     _routing_plan_expert_kernel,
     _routing_plan_scatter_kernel,
 )
+from .topk_kernels import _route_topk_kernel
 
 MAX_EXPERTS = 1024
 _EXPERT_TILES = (128, 512, 1024)
@@ -65,11 +67,9 @@ def _padded(size: int, tiles: tuple[int, ...]) -> int:
 
 def _cannot_run(target: Target, num_experts: int) -> str | None:
     """Why routing kernels cannot serve this device or this many experts."""
-    if target.kind == "cpu" and not triton.knobs.runtime.interpret:
-        return "has no kernels for a CPU (outside Triton's interpreter)"
     if num_experts > MAX_EXPERTS:
         return f"routes among at most {MAX_EXPERTS} experts, not {num_experts}"
-    return None
+    return refuse_cpu(target)
 
 
 @dataclass(frozen=True)
@@ -199,19 +199,22 @@ class PlanKernel:
             "expert_map": expert_map,
             "num_local_tokens": num_local_tokens,
         }
+        launches = _plan_launches(problem, config)
         if config.num_chunks == 0:
-            _single_launch(problem, config)(**outputs, **inputs)
+            (sort,) = launches
+            sort(**outputs, **inputs)
             return plan
-        count, scatter = _chunk_launches(problem, config)
+        count, scatter = launches
         counts = topk_ids.new_empty((config.num_chunks, count.constants["NUM_BINS"]))
         count(chunk_counts=counts, **inputs)
         scatter(chunk_counts=counts, **outputs, **inputs)
         return plan
 
 
-def _sizes(problem: RoutingProblem, config: PlanConfig) -> dict[str, int]:
-    """Arguments and launch options common to all kernels of the sort."""
-    return {
+@functools.lru_cache(CACHED_LAUNCHES)
+def _plan_launches(problem: RoutingProblem, config: PlanConfig) -> tuple[Launch, ...]:
+    """The single launch of the sort, or its two launches: count, scatter."""
+    sizes: dict[str, Any] = {
         "num_tokens": problem.num_tokens,
         "top_k": problem.top_k,
         "num_experts": problem.num_experts,
@@ -221,38 +224,21 @@ def _sizes(problem: RoutingProblem, config: PlanConfig) -> dict[str, int]:
         "num_warps": config.num_warps,
         **pdl_options(problem.target),
     }
-
-
-def _output_sizes(problem: RoutingProblem) -> dict[str, int]:
-    """Further arguments of the kernels that write the plan."""
-    return {"routing_block_m": problem.routing_block_m, "capacity": _capacity(problem)}
-
-
-@functools.lru_cache(CACHED_LAUNCHES)
-def _single_launch(problem: RoutingProblem, config: PlanConfig) -> Launch:
-    return Launch(
-        _routing_plan_expert_kernel,
-        (problem.num_local_experts,),
-        **_output_sizes(problem),
-        **_sizes(problem, config),
-    )
-
-
-@functools.lru_cache(CACHED_LAUNCHES)
-def _chunk_launches(problem: RoutingProblem, config: PlanConfig) -> tuple[Launch, Launch]:
-    """Launches of the two-launch sort: count, scatter."""
-    chunks = config.num_chunks
-    tiles = triton.cdiv(problem.num_tokens * problem.top_k, chunks * config.tile)
-    sizes = _sizes(problem, config)
+    of_plan = {"routing_block_m": problem.routing_block_m, "capacity": _capacity(problem)}
+    if config.num_chunks == 0:
+        grid = (problem.num_local_experts,)
+        return (Launch(_routing_plan_expert_kernel, grid, **of_plan, **sizes),)
+    grid = (config.num_chunks,)
+    rows_per_step = config.num_chunks * config.tile
+    sizes["tiles_per_chunk"] = triton.cdiv(problem.num_tokens * problem.top_k, rows_per_step)
     return (
-        Launch(_routing_plan_count_kernel, (chunks,), tiles_per_chunk=tiles, **sizes),
+        Launch(_routing_plan_count_kernel, grid, **sizes),
         Launch(
             _routing_plan_scatter_kernel,
-            (chunks,),
-            num_chunks=chunks,
-            tiles_per_chunk=tiles,
+            grid,
+            num_chunks=config.num_chunks,
             LOG2_TILE=config.tile.bit_length() - 1,
-            **_output_sizes(problem),
+            **of_plan,
             **sizes,
         ),
     )

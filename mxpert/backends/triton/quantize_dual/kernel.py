@@ -74,6 +74,9 @@ def _quantize_dual_kernel(
 
     P = 32 · num_column_blocks. It equals num_rows, or with group offsets (batch 1) the padded
     capacity.
+
+    Grid: (batch · tiles_p · tiles_k,), one [BLOCK_ROWS, BLOCK_COLUMNS] tile of x per program; tiles
+    of the same rows are neighbours.
     """
     width, length = num_k_blocks * 32, num_column_blocks * 32
     tiles_k, tiles_p = tl.cdiv(width, BLOCK_COLUMNS), tl.cdiv(length, BLOCK_ROWS)
@@ -98,7 +101,8 @@ def _quantize_dual_kernel(
     x_ptrs = x_ptr + batch * x_stride_batch + rows.to(tl.int64) * x_stride_row
     values = tl.load(
         x_ptrs[:, None] + k[None, :], other=0.0, mask=grouped[:, None] & (k < width)[None, :]
-    ).to(tl.float32)
+    ).to(tl.float32)  # [BLOCK_ROWS, BLOCK_COLUMNS]
+    # rowwise: codes [BLOCK_ROWS, BLOCK_COLUMNS] uint8, scale [BLOCK_ROWS, BLOCK_COLUMNS/32] E8M0
     codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE)
     out_rows = batch * num_rows + rows
     tl.store(
@@ -111,6 +115,7 @@ def _quantize_dual_kernel(
         scale,
         mask=present[:, None] & (k_blocks < num_k_blocks)[None, :],
     )
+    # columnwise: scale [BLOCK_ROWS/32, BLOCK_COLUMNS]; codes and scales are stored transposed
     codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE, AXIS=0)
     out_columns = batch * width + k
     tl.store(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import triton
-from triton.runtime.interpreter import InterpretedFunction
 
 from ....problem import Config, Op, RowsProblem
 from ....runtime.launch import CACHED_LAUNCHES, Launch
+from ...common.kernel import UntunedKernel
 from ...common.quantize import DTYPES
+from ...common.targets import refuse_cpu
 from .kernels import (
     _activate_rows_backward_kernel,
     _activate_rows_kernel,
@@ -29,27 +29,14 @@ COMBINE_WARPS = 2
 each access has 16 bytes."""
 
 
-class _Rows:
-    """Base class of the four kernels: supported problems and their single config."""
-
-    backend = "triton"
+class _Rows(UntunedKernel):
+    """Base class of the four kernels."""
 
     def unsupported(self, problem: RowsProblem) -> str | None:
         """Why the kernel cannot serve `problem`; None if it can."""
         if problem.dtype not in DTYPES:
             return f"reads float32, bfloat16 or float16, not {problem.dtype}"
-        if problem.target.kind == "cpu" and not isinstance(
-            _activate_rows_kernel, InterpretedFunction
-        ):
-            return "runs on a CPU only in Triton's interpreter (TRITON_INTERPRET=1)"
-        return None
-
-    def configs(self, problem: RowsProblem) -> Iterable[Config]:
-        """One tile serves every shape."""
-        return (None,)
-
-    def heuristic(self, problem: RowsProblem) -> Config:
-        return None
+        return refuse_cpu(problem.target)
 
 
 class _ActivateRows(_Rows):
@@ -99,7 +86,8 @@ class _CombineRows(_Rows):
     ) -> torch.Tensor:
         out = rows.new_empty((row_ids.shape[0], problem.width), dtype=out_dtype)
         if out.numel():
-            _combine(problem.num_rows, problem.top_k, problem.width)(
+            programs = row_ids.shape[0] * triton.cdiv(problem.width, COMBINE_BLOCK)
+            _combine(_combine_rows_kernel, programs, problem.top_k, problem.width)(
                 out_ptr=out, rows_ptr=rows, row_ids_ptr=row_ids, weights_ptr=weights
             )
         return out
@@ -122,7 +110,7 @@ class _CombineRowsBackward(_Rows):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         by_row, by_weight = torch.empty_like(rows), torch.empty_like(weights)
         if rows.numel():
-            _combine_backward(problem.num_rows, problem.top_k, problem.width)(
+            _combine(_combine_rows_backward_kernel, problem.num_rows, problem.top_k, problem.width)(
                 by_row_ptr=by_row,
                 by_weight_ptr=by_weight,
                 grad_ptr=grad,
@@ -155,23 +143,10 @@ def _activate(kernel: Any, problem: RowsProblem) -> Launch:
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _combine(num_rows: int, top_k: int, width: int) -> Launch:
-    grid = (num_rows // top_k * triton.cdiv(width, COMBINE_BLOCK),)
+def _combine(kernel: Any, num_programs: int, top_k: int, width: int) -> Launch:
     return Launch(
-        _combine_rows_kernel,
-        grid,
-        top_k=top_k,
-        width=width,
-        BLOCK_N=COMBINE_BLOCK,
-        num_warps=COMBINE_WARPS,
-    )
-
-
-@functools.lru_cache(CACHED_LAUNCHES)
-def _combine_backward(num_rows: int, top_k: int, width: int) -> Launch:
-    return Launch(
-        _combine_rows_backward_kernel,
-        (num_rows,),
+        kernel,
+        (num_programs,),
         top_k=top_k,
         width=width,
         BLOCK_N=COMBINE_BLOCK,

@@ -66,7 +66,10 @@ def _activate_rows_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """``out [R, F] = act(gate, up)``."""
+    """``out [R, F] = act(gate, up)`` of rows gate_up [R, 2F].
+
+    Grid: (tiles of [R, F],), one [BLOCK_R, BLOCK_N] tile per program.
+    """
     rows, columns, mask = _tile(num_rows, width, BLOCK_R, BLOCK_N)
     source = gate_up_ptr + rows * (2 * width) + columns
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_R, BLOCK_N]
@@ -88,7 +91,10 @@ def _activate_rows_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Gradients of gate and up, out [R, 2F], from the gradient of the activation [R, F]."""
+    """Gradients of gate and up, out [R, 2F], from the gradient of the activation [R, F].
+
+    Grid: (tiles of [R, F],), as `_activate_rows_kernel`.
+    """
     rows, columns, mask = _tile(num_rows, width, BLOCK_R, BLOCK_N)
     offsets = rows * (2 * width) + columns
     gate = tl.load(gate_up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -104,7 +110,10 @@ def _activate_rows_backward_kernel(
 def _combine_rows_kernel(
     out_ptr, rows_ptr, row_ids_ptr, weights_ptr, top_k, width, BLOCK_N: tl.constexpr
 ):
-    """``out[t] = Σ_slot weights[t, slot] · rows[row_ids[t, slot]]`` in float32, in slot order."""
+    """``out[t] = Σ_slot weights[t, slot] · rows[row_ids[t, slot]]`` in float32, in slot order.
+
+    Grid: (tokens · column tiles,), one token and BLOCK_N columns per program.
+    """
     tiles = tl.cdiv(width, BLOCK_N)
     token = (tl.program_id(0) // tiles).to(tl.int64)
     columns = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -131,7 +140,10 @@ def _combine_rows_backward_kernel(
     width,
     BLOCK_N: tl.constexpr,
 ):
-    """One (token, slot) per program: ``by_row = weight · grad``, ``by_weight = grad · row``."""
+    """Gradients of the rows, ``weight · grad``, and of the routing weights, ``Σ grad · row``.
+
+    Grid: (tokens · top_k,), one (token, slot) per program, which reads its row once.
+    """
     pair = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ids_ptr + pair)
     weight = tl.load(weights_ptr + pair)
