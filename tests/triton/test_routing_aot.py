@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.backends.common.routing import host as routing
 from mxpert.backends.common.combine import combine_slots
+from mxpert.backends.common.routing import host as routing
 from mxpert.ops import route
 from mxpert.ops.explain import describe
 from mxpert.problem import Scoring
