@@ -99,7 +99,8 @@ def combine_rows_backward(
 
 def _dense(value: Any) -> Any:
     """A contiguous tensor; whatever else was passed goes on to the checks."""
-    return value.contiguous() if isinstance(value, torch.Tensor) else value
+    is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return value.contiguous() if is_strided else value
 
 
 def _check_activate(activation: Activation, gate_up: torch.Tensor) -> None:
