@@ -23,12 +23,14 @@ from ..problem import (
     Config,
     GemmConfig,
     GroupedProblem,
+    HopperGemmConfig,
     KernelSpec,
     MoEConfig,
     MoEProblem,
     Op,
     Problem,
     ReferenceConfig,
+    StageConfig,
     refuse,
 )
 from ..runtime.geometry import Known
@@ -69,8 +71,9 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
     Args:
         backend: "hopper", "triton" or "reference"; an op that it cannot serve raises
             UnsupportedError. None leaves the choice to the library.
-        config: a GemmConfig for one stage, a MoEConfig for a layer or its stages, or a
-            ReferenceConfig for the reference backend. Ops that take no such config ignore it.
+        config: a GemmConfig or HopperGemmConfig for one stage, a MoEConfig for a layer or its
+            stages, or a ReferenceConfig for the reference backend. The hopper backend's MoE ops
+            take a HopperGemmConfig. Ops that take no such config ignore it.
 
     Returns:
         A context manager.
@@ -88,12 +91,9 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
     """
     known = backend is None or (isinstance(backend, str) and backend in BACKENDS)
     require(known, "override", "backend", need=f"one of {sorted(BACKENDS)}", got=repr(backend))
-    if config is not None and not isinstance(config, (GemmConfig, MoEConfig, ReferenceConfig)):
-        raise TypeError(
-            message(
-                "override", "config", "a GemmConfig, MoEConfig or ReferenceConfig", repr(config)
-            )
-        )
+    if config is not None and not isinstance(config, StageConfig | MoEConfig | ReferenceConfig):
+        need = "a GemmConfig, HopperGemmConfig, MoEConfig or ReferenceConfig"
+        raise TypeError(message("override", "config", need, repr(config)))
     token = _override.set(Override(backend, config))
     try:
         yield
@@ -168,9 +168,9 @@ def _stage_config(problem: Problem, config: Config) -> Config:
     """The part of `config` that applies to the problem's op; None if there is none."""
     if isinstance(config, MoEConfig) and problem.op is not Op.FUSED_MOE:
         return {Op.MOE_GATE_UP: config.gate_up, Op.MOE_DOWN: config.down}.get(problem.op)
-    if isinstance(config, GemmConfig) and problem.op is Op.FUSED_MOE:
+    if isinstance(config, StageConfig) and problem.op is Op.FUSED_MOE:
         return MoEConfig(config.block_m, config, config)
-    if isinstance(config, MoEConfig) and not isinstance(problem, MoEProblem):
+    if isinstance(config, MoEConfig | HopperGemmConfig) and not isinstance(problem, MoEProblem):
         return None
     if isinstance(config, GemmConfig) and not isinstance(problem, (MoEProblem, GroupedProblem)):
         return None
@@ -182,7 +182,7 @@ def _choose_config(kernel: KernelSpec, problem: Problem, config: Config) -> tupl
     pinned = _stage_config(problem, config)
     for_reference = isinstance(pinned, ReferenceConfig)
     if pinned is not None and for_reference == (kernel.backend == "reference"):
-        _check_block(problem, pinned)
+        _check_pinned(kernel, problem, pinned)
         return pinned, "override", "config pinned by override()"
     if isinstance(problem, MoEProblem) and kernel.backend != "reference":
         row = tables.tuned_row(problem, kernel.backend)
@@ -212,13 +212,20 @@ def offers_row(problem: MoEProblem, row: tables.TunedRow) -> bool:
 
 def _block_fits(problem: Problem, config: Any) -> bool:
     return (
-        not isinstance(config, GemmConfig)
+        not isinstance(config, StageConfig)
         or not isinstance(problem, MoEProblem)
         or problem.routing_block_m % config.block_m == 0
     )
 
 
-def _check_block(problem: Problem, config: Any) -> None:
+def _check_pinned(kernel: KernelSpec, problem: Problem, config: Any) -> None:
+    """Raise an error for a pinned config of another backend or with another row block."""
+    kind = getattr(kernel, "stage_config", GemmConfig)
+    stages = (config.gate_up, config.down) if isinstance(config, MoEConfig) else (config,)
+    for stage in stages:
+        if isinstance(stage, StageConfig) and not isinstance(stage, kind):
+            need = f"a {kind.__name__}, which the {kernel.backend} backend takes"
+            raise TypeError(message(problem.op.value, "config", need, repr(stage)))
     require(
         _block_fits(problem, config),
         problem.op.value,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from mxpert.cli import tune_cells
 from mxpert.cli.tune_cells import TARGETS, Cell
 from mxpert.dispatch import explain_problem, registry, tables
 from mxpert.formats.tensor import Layout
-from mxpert.problem import GemmConfig, MoEConfig, MoEProblem, Op
+from mxpert.problem import GemmConfig, HopperGemmConfig, MoEConfig, MoEProblem, Op, StageConfig
 from mxpert.testing.problems import MoEShape
 
 H200 = TARGETS["nvidia-h200"]
@@ -109,7 +109,7 @@ def test_a_row_of_another_version_is_passed_over(shipped: Path) -> None:
     pytest.importorskip("triton")
     kernel = registry._kernels("hopper")[Op.FUSED_MOE]
     chosen = kernel.heuristic(problem(4))
-    gone = replace(chosen, down=replace(chosen.down, block_n=7))
+    gone = replace(chosen, down=replace(chosen.down, consumers=7))
     tables.add_rows(shipped, HEAD, [row(4, gone)])
     registry._warn_outdated.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"rows\[0\] names tiles .* run mxpert tune again"):
@@ -117,6 +117,26 @@ def test_a_row_of_another_version_is_passed_over(shipped: Path) -> None:
     assert (found.source, found.config) == ("heuristic", chosen)
     stage = problem(4, Op.MOE_GATE_UP, chosen.routing_block_m)
     assert explain_problem(stage).resolution.source == "heuristic"
+
+
+@pytest.mark.parametrize("op", [Op.FUSED_MOE, Op.MOE_DOWN])
+@pytest.mark.parametrize(
+    ("layout", "pinned", "need"),
+    [
+        (Layout.HOPPER_FRAGMENT, GemmConfig(8, 64, 128), "a HopperGemmConfig, .* hopper backend"),
+        (Layout.ROW_MAJOR, HopperGemmConfig("decode", 8, 5), "a GemmConfig, .* triton backend"),
+    ],
+    ids=["hopper", "triton"],
+)
+def test_a_pinned_config_is_of_the_backends_kind(
+    op: Op, layout: Layout, pinned: StageConfig, need: str
+) -> None:
+    pytest.importorskip("triton")
+    with (
+        registry.override(config=pinned),
+        pytest.raises(TypeError, match=f"{op.value}: config — need {need}"),
+    ):
+        explain_problem(problem(4, op, 16, layout))
 
 
 def test_no_home_means_no_user_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,24 +168,25 @@ def test_a_missing_setting_takes_its_default() -> None:
     assert tables.parse_table(text, "t")[1][0].config == FIRST
 
 
-@dataclass(frozen=True)
-class OtherConfig:
-    kernel: str
-    rows: int
-    hi_lo: bool = False
+@pytest.mark.parametrize(
+    "stage", [GemmConfig(8, 64, 128, split_k=2), HopperGemmConfig("decode", 8, 5, hi_lo=True)]
+)
+def test_a_config_of_either_kind_can_be_read(stage: StageConfig) -> None:
+    layer = MoEConfig(8, stage, stage)
 
+    def read(**changes: object) -> object:
+        written = asdict(layer)
+        written["down"].update(changes)
+        return tables._READER.value(MoEConfig, json.loads(json.dumps(written)), "t")
 
-@dataclass(frozen=True)
-class AnyConfig:
-    stage: GemmConfig | OtherConfig
-
-
-@pytest.mark.parametrize("stage", [GemmConfig(8, 64, 128, split_k=2), OtherConfig("d", 8, True)])
-def test_a_config_of_any_dataclass_can_be_read(stage: object) -> None:
-    written = {"stage": asdict(stage)}
-    assert tables._READER.value(AnyConfig, written, "t") == AnyConfig(stage)
-    with pytest.raises(ValueError, match=r"t\.stage — need .* unknown \['speed'\]"):
-        tables._READER.value(AnyConfig, {"stage": asdict(stage) | {"speed": 1}}, "t")
+    assert read() == layer
+    with pytest.raises(ValueError, match=r"t\.down — need .* unknown \['speed'\]"):
+        read(speed=1)
+    if isinstance(stage, HopperGemmConfig):
+        with pytest.raises(ValueError, match=r"t\.down — .* kernel — need .* 'dense'"):
+            read(kernel="dense")
+        with pytest.raises(ValueError, match=r"t\.down\.hi_lo — need true or false, got 1"):
+            read(hi_lo=1)
 
 
 BROKEN: dict[str, tuple[Callable[[dict], object], list[str]]] = {
@@ -258,8 +279,9 @@ def test_shipped_tables_are_valid() -> None:
     ("changes", "backend", "part"),
     [
         pytest.param({}, "hopper", None, id="valid"),
-        pytest.param({"num_warps": 3}, "hopper", "is no config", id="warps"),
-        pytest.param({"block_n": 7}, "hopper", "is no config", id="tile"),
+        pytest.param({"num_stages": 9}, "hopper", "is no config", id="stages"),
+        pytest.param({"consumers": 7}, "hopper", "is no config", id="tile"),
+        pytest.param({"hi_lo": False}, "hopper", "is no config", id="hi-lo"),
         pytest.param({}, "triton", "is no config", id="other-backends-tile"),
         pytest.param({}, "cutlass", "override", id="unknown-backend"),
     ],

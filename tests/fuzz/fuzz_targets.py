@@ -311,6 +311,19 @@ LAYERS = [
         ),
     ),
     Target(
+        "HopperGemmConfig",
+        mxpert.HopperGemmConfig,
+        lambda r: dict(
+            kernel=mxpert.HopperKernel.PREFILL,
+            block_m=32,
+            num_stages=5,
+            consumers=3,
+            blocks_per_tile=2,
+            k_splits=1,
+            hi_lo=False,
+        ),
+    ),
+    Target(
         "MoEConfig",
         mxpert.MoEConfig,
         lambda r: dict(

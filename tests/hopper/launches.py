@@ -11,7 +11,7 @@ from mxpert.backends.hopper.moe import host as moe
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (
-    GemmConfig,
+    HopperGemmConfig,
     MoEConfig,
     MoEOptions,
     MoEProblem,
@@ -106,7 +106,12 @@ class Recorder:
         monkeypatch.setattr(moe, "quantize_rows", lambda problem, x: x)
 
     def run(
-        self, problem: MoEProblem, config: GemmConfig, *, has_bias: bool, quantised: bool = False
+        self,
+        problem: MoEProblem,
+        config: HopperGemmConfig,
+        *,
+        has_bias: bool,
+        quantised: bool = False,
     ) -> list[Launch]:
         """Launches of both stages of `problem` with the same config.
 
@@ -133,7 +138,7 @@ class Recorder:
         )
         return list(self.launches)
 
-    def run_layer(self, problem: MoEProblem, config: GemmConfig) -> list[Launch]:
+    def run_layer(self, problem: MoEProblem, config: HopperGemmConfig) -> list[Launch]:
         """Launches of both stages in a layer."""
         self.launches.clear()
         moe.FUSED_MOE.stages(

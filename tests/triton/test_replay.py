@@ -17,7 +17,7 @@ import torch
 from triton import knobs
 
 import mxpert
-from mxpert import Combine, GemmConfig, MoEConfig, Scoring
+from mxpert import Combine, HopperGemmConfig, MoEConfig, Scoring
 from mxpert.backends.hopper.moe.host import FUSED_MOE
 from mxpert.dispatch import tables
 from mxpert.formats.tensor import Layout, MXTensor
@@ -30,6 +30,7 @@ from support.replays import Launches, check_same, flat, ordinary
 SHAPE = MoEShape(
     hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation=mxpert.SwiGLU()
 )
+PINNED = MoEConfig(32, *[HopperGemmConfig("decode", 32, 3, hi_lo=True)] * 2)
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +178,6 @@ def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) ->
     more = Layer(5)
     strided = Layer(4)
     strided.x = torch.zeros(4, 512, dtype=torch.bfloat16)[:, :256]
-    pinned = MoEConfig(32, *[GemmConfig(32, 128, 256, 4, 3)] * 2)
     calls: list[tuple[Layer, Callable[[], Any]]] = [
         *((one, lambda one=one: one.fused()) for one in (layer, other, more, strided)),
         *(
@@ -190,7 +190,7 @@ def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) ->
                 {"expert_map": layer.expert_map},
             )
         ),
-        (layer, lambda: pin(pinned, layer.fused)),
+        (layer, lambda: pin(PINNED, layer.fused)),
         *(
             (layer, lambda options=options: layer.topk(**options))
             for options in (
@@ -229,7 +229,7 @@ def test_a_pinned_config_and_a_new_table_are_not_answered_from_before(
     layer = Layer(4)
     for _ in range(3):
         layer.fused()
-    pin(MoEConfig(32, *[GemmConfig(32, 128, 256, 4, 3)] * 2), layer.fused)
+    pin(PINNED, layer.fused)
     assert len(replays) == 1
     layer.fused()
     assert len(replays) == 2
