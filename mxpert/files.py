@@ -1,4 +1,4 @@
-"""Files that are read and written: regular ones only, replaced as a whole, strict JSON."""
+"""Files that are read and written: regular ones, replaced as a whole; JSON into dataclasses."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class JSONReader:
             valid, need = type(value) is bool, "true or false"
         else:
             valid, need = isinstance(value, str), "a string"
-        self.check(valid, place, need, _cut(value))
+        self.check(valid, place, need, short(value))
         return value
 
     def check(self, condition: bool, place: str, need: object, got: object) -> None:
@@ -181,6 +181,14 @@ def _shared(kind: Any, value: dict[str, Any]) -> int:
     return len(set(value) & {each.name for each in fields(kind)})
 
 
-def _cut(value: object) -> str:
+def short(value: object) -> str:
+    """`value` for an error message, cut where it is long.
+
+    Example:
+        >>> short(10 ** 5000), short([1])
+        ('an integer of 16610 bits', '[1]')
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from ..dispatch import Resolution, override
 from ..errors import require
+from ..files import short
 from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import MXTensor
-from ..integrations.checkpoints.safetensors_files import short
 from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_down, moe_gate_up
 from ..ops.quantize import dequantize

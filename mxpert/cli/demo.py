@@ -16,8 +16,8 @@ from rich.console import Console
 
 from ..dispatch import override
 from ..errors import require
+from ..files import short
 from ..formats.token import FP8_TOKEN, quantize_token_rows
-from ..integrations.checkpoints.safetensors_files import short
 from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_gate_up
 from ..ops.quantize import dequantize, quantize

@@ -13,13 +13,8 @@ import typer
 
 from ..dispatch.registry import BACKENDS
 from ..errors import UnsupportedError, message, require
-from ..files import is_file, what_is_at
-from ..integrations.checkpoints.safetensors_files import (
-    CONFIG_FILE,
-    CheckpointReader,
-    read_json,
-    short,
-)
+from ..files import is_file, short, what_is_at
+from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, CheckpointReader, read_json
 from ..integrations.models.evaluation import FORMATS
 from ..problem import parse_activation_format
 from ..routing import TOKEN_MASK

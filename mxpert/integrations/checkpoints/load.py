@@ -18,18 +18,13 @@ from typing import Any
 import torch
 
 from ...errors import require, require_tensor
+from ...files import short
 from ...formats.spec import MX_BLOCK_SIZE
 from ...problem import Activation, SwiGLU
 from ...published import BLOCK_BYTES, expert_weights_from, published_expert_tensors
 from ...weights import GateUpOrder, MoEWeights
 from ..module_paths import choose_modules, module_order
-from .safetensors_files import (
-    CONFIG_FILE,
-    CheckpointReader,
-    positive_int,
-    quantization_method,
-    short,
-)
+from .safetensors_files import CONFIG_FILE, CheckpointReader, positive_int, quantization_method
 
 GPT_OSS_LIMIT = SwiGLU.limit
 FLOAT_DTYPES = ("BF16", "F16", "F32")
