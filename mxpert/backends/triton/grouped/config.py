@@ -36,7 +36,7 @@ def shared_memory(problem: GroupedProblem, config: GemmConfig) -> int:
 def invalid(problem: GroupedProblem, config: GemmConfig) -> str | None:
     """Why `config` cannot run, as a phrase; None if it can. Tuner and heuristic both use this."""
     if config.split_k != 1:
-        return f"split_k must be 1, got {config.split_k}"
+        return f"needs split_k 1, got {config.split_k}"
     mx_on_blackwell = problem.a_format != "bf16" and is_blackwell(problem.target)
     if mx_on_blackwell and config.block_m < SCALED_MMA_ROWS:
         return f"block-scaled MMA is {SCALED_MMA_ROWS} rows high, block_m is {config.block_m}"
