@@ -123,7 +123,7 @@ def expert_weights_from(tensors: Mapping[str, torch.Tensor], order: GateUpOrder)
 
 
 def _interleaved(weights: MoEWeights) -> MoEWeights:
-    """The same weights with rows in the order gate, up, gate, up, …"""
+    """The same weights with rows in the order gate, up, gate, up."""
     if weights.gate_up_order is GateUpOrder.INTERLEAVED:
         return weights
     assert weights.gate_up_order is not None  # checked by MoEWeights

@@ -65,7 +65,7 @@ def gate_up_rows(
 def interleaved_rows(
     order: GateUpOrder, intermediate_size: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Return row indices [2F] that bring rows in `order` to the order gate, up, gate, up, …"""
+    """Return row indices [2F] that bring rows in `order` to the order gate, up, gate, up."""
     return torch.stack(gate_up_rows(order, intermediate_size, device), 1).flatten()
 
 

@@ -376,7 +376,6 @@ def bench(
     not how fast the library is.
 
     Examples:
-
         mxpert bench --model gpt-oss-120b --tokens 1,64,1024 --format a16w4
 
         mxpert bench --model kimi-k2 --model deepseek-v3 --stage layer --routing zipf

@@ -359,7 +359,6 @@ def demo(
     about the kernels. Without options it takes about a minute on two CPU cores.
 
     Examples:
-
         mxpert demo
 
         mxpert demo --checkpoint ./gpt-oss-20b --layers 0,12 --tokens 1,64,1024

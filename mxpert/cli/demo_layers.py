@@ -154,14 +154,17 @@ class RandomLayers:
 
 
 def has_transformers() -> bool:
+    """Whether Transformers is installed."""
     return importlib.util.find_spec("transformers") is not None
 
 
 def open_layers(
     checkpoint: Path | None, output: Path, console: Console
 ) -> CheckpointLayers | RandomLayers:
-    """Layers of `checkpoint`; without one, of a small checkpoint that is written to `output`, or
-    random layers where Transformers is not installed."""
+    """Layers of `checkpoint`, or of a small checkpoint that is written to `output`.
+
+    Without a checkpoint and without Transformers, random layers.
+    """
     if checkpoint is not None:
         check_checkpoint(checkpoint, "demo")
     open_folder(output, "demo", "--output")

@@ -89,7 +89,6 @@ def evaluate_checkpoint(
     only.
 
     Examples:
-
         mxpert eval ./mixtral-bf16 --text wiki.txt
 
         mxpert eval ./gpt-oss-20b --text wiki.txt --format a8w4,a4w4

@@ -39,7 +39,6 @@ def inspect(
     in binades. The table goes to standard output; a file is written for --json only.
 
     Examples:
-
         mxpert inspect ./gpt-oss-20b --layer 0
 
         mxpert inspect ./mixtral-mxfp4 --source ./mixtral-bf16 --json report.json

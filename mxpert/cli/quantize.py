@@ -46,7 +46,6 @@ def quantize(
     the source; exit code 1 means that it differs. SOURCE is never changed.
 
     Examples:
-
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4
 
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4 --scale-rule floor --json report.json

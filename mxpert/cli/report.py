@@ -193,8 +193,10 @@ def result_console(json_target: str | None) -> Console:
 
 
 class Column(NamedTuple):
-    """A table's column. rank: columns of the highest rank go first where space is short; those of
-    rank 0 stay."""
+    """A table's column.
+
+    rank: columns of the highest rank go first where space is short; those of rank 0 stay.
+    """
 
     name: str
     rank: int = 0

@@ -137,7 +137,7 @@ def make_row(choice: Choice, outcome: Outcome, winner: Candidate, head: Row) -> 
 
 
 def name_cell(cell: Cell) -> str:
-    """ "gpt-oss-120b T=64 a16w4"."""
+    """Name of a cell: "gpt-oss-120b T=64 a16w4"."""
     return f"{cell.model} T={cell.num_tokens} {FORMAT_NAMES[cell.activation_format]}"
 
 
@@ -371,7 +371,6 @@ def tune(
     has every candidate. Exit code 1 means that a cell has no right config.
 
     Examples:
-
         mxpert tune --model gpt-oss-120b --time-budget 300
 
         mxpert tune --shape 64,8,2048,1024 --tokens 1,16,256 --format a16w4

@@ -238,8 +238,11 @@ class Trial:
         return result
 
     def error(self, config: MoEConfig) -> float:
-        """The larger of two errors: of the probes to float64, and of all tokens to the first right
-        result. The second is halved: two right results may differ by twice the gate."""
+        """The larger of two errors: of the probes to float64, of all tokens to a right result.
+
+        The right result is the first one. The second error is halved: two right results may differ
+        by twice the gate.
+        """
         result = self.run(config, self.batches[0])
         error = relative_l2(result[self.places], self.truth)
         if not error <= self.limit:
@@ -301,8 +304,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a search: the candidates as tried, the fastest (None if none is sound), and its
-    comparison with the heuristic's choice in words. valid: number of configs."""
+    """The result of a search: the candidates as tried, and the fastest (None if none is sound).
+
+    The comparison with the heuristic's choice is in words. valid: number of configs.
+    """
 
     candidates: list[Candidate]
     valid: int

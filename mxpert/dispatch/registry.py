@@ -195,8 +195,10 @@ def _choose_config(kernel: KernelSpec, problem: Problem, config: Config) -> tupl
 
 
 def offers_row(problem: MoEProblem, row: tables.TunedRow) -> bool:
-    """Whether the row's backend has the row's config for this problem's layer, as a whole or for
-    each stage. A table of another version may name tiles that no longer exist."""
+    """Whether the row's backend has the row's config for this problem's layer.
+
+    As a whole or for each stage. A table of another version may name tiles that no longer exist.
+    """
 
     def offers(op: Op, config: Config, unit: int) -> bool:
         layer = replace(problem, op=op, num_tokens=row.num_tokens, routing_block_m=unit)
@@ -265,8 +267,10 @@ def _warn_slower(op: Op, arch: str, slower: str) -> None:
 
 
 def _callers_level() -> int:
-    """Return the `stacklevel` for which a warning of the calling function names the line outside of
-    this package that led to it."""
+    """Return the `stacklevel` for a warning of the calling function.
+
+    The warning then names the line outside of this package that led to it.
+    """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mxpert."):
         frame, level = frame.f_back, level + 1
@@ -287,8 +291,10 @@ def _warn_outdated(place: str) -> None:
 def _resolve(
     problem: Problem, pins: Override, generation: int
 ) -> tuple[Resolution, tuple[tuple[str, str], ...]]:
-    """The choice, and each rejected backend with its reason; cached until tables change, which
-    `generation` counts."""
+    """The choice, and each rejected backend with its reason.
+
+    Cached until tables change, which `generation` counts.
+    """
     rejected: list[tuple[str, str]] = []
     pinned = pins.backend
     on_gpu = problem.target.kind != "cpu"

@@ -73,9 +73,11 @@ class OpSpec(Generic[_T]):
     def __call__(self, *options: Any, **inputs: Any) -> _T:
         """Run the op: eagerly, or through torch's dispatcher where something observes ops."""
         geometry = describe(inputs.values()) if runs_eagerly() else None
+        result: _T
         if geometry is None:
-            return self._through_torch(options, inputs)
-        result: _T = self._calls.launch(options, inputs, geometry)
+            result = self._through_torch(options, inputs)
+        else:
+            result = self._calls.launch(options, inputs, geometry)
         return result
 
     def problem(self, *options: Any, **inputs: Any) -> Problem:
@@ -170,8 +172,7 @@ _OBSERVERS = _observers()
 
 
 def runs_eagerly() -> bool:
-    """Return whether calls are eager and nothing observes ops, so that they may skip torch's
-    dispatcher."""
+    """Return whether calls may skip torch's dispatcher: eager ones that nothing observes."""
     if torch.compiler.is_compiling() or _OBSERVERS is None:
         return False
     dispatch_modes, function_modes, transforms, tracing, profiler = _OBSERVERS

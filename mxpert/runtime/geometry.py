@@ -1,5 +1,4 @@
-"""The geometry of arguments: everything but their data, that is shapes, strides, dtypes, devices
-and formats.
+"""The geometry of arguments: shapes, strides, dtypes, devices and formats, everything but data.
 
 On the host, ops look at the geometry only. Two calls of the same geometry therefore pass the same
 checks and use the same kernel, so that the second call can take both from a cache.

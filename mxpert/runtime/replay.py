@@ -62,8 +62,9 @@ class Replayed:
     def replay(
         self, cached: CachedCall, config: Any, tensors: list[torch.Tensor], inputs: dict[str, Any]
     ) -> Any:
-        """Return the result of `launch`, by replay or while recording it; None if the caller has to
-        call `launch`.
+        """Return the result of `launch`, by replay or while recording it.
+
+        The result is None if the caller has to call `launch`.
 
         Args:
             cached: the problem and the geometry of the arguments, with its recordings.

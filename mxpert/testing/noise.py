@@ -16,7 +16,8 @@ from .numerics import mx_format, rounding_rms
 def gaussian_magnitudes(count: int = 2048) -> torch.Tensor:
     """|x| of a standard normal at `count` equally spaced quantiles, ascending, float64."""
     level = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    return torch.special.ndtri(0.5 + level / 2)
+    result: torch.Tensor = torch.special.ndtri(0.5 + level / 2)
+    return result
 
 
 def gated_magnitudes(count: int = 64) -> torch.Tensor:
@@ -46,8 +47,11 @@ def quantisation_noise(fmt: MXFormat | str, rule: ScaleRule, magnitudes: torch.T
 
 
 def token_noise(magnitudes: torch.Tensor) -> float:
-    """`quantisation_noise` of "fp8_token". The largest magnitude of a row is placed at eight
-    positions in e4m3's last binade; the worst result is returned."""
+    """`quantisation_noise` of "fp8_token".
+
+    The largest magnitude of a row is placed at eight positions in e4m3's last binade; the worst
+    result is returned.
+    """
     noise = 0.0
     for step in range(8):
         values = magnitudes * (E4M3.max_value * 2 ** (-step / 8) / magnitudes.max())

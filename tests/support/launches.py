@@ -108,7 +108,8 @@ class _Driver(GPUDriver):
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        return nvidia.ty_to_cpp(ty)
+        result: str = nvidia.ty_to_cpp(ty)
+        return result
 
     def get_active_torch_device(self) -> Any:
         raise NotImplementedError

@@ -35,7 +35,7 @@ def _rows_of_slots(slot_rows, first, top_k):
 
 @triton.jit
 def _add_rows(total, source, rows, columns, num_columns):
-    """total + Σ source[rows], in order. All loads are issued before the first addition."""
+    """Total + Σ source[rows], in order. All loads are issued before the first addition."""
     values = ()
     for place in tl.static_range(_SLOTS):
         mask = (columns < num_columns) & (rows[place] >= 0)

@@ -78,7 +78,8 @@ def pick(chosen, values):
 
 def group_block(num_groups: int) -> int:
     """Length of the group vector in a kernel; one more entry stands for rows without a group."""
-    return max(32, triton.next_power_of_2(num_groups + 1))
+    result: int = max(32, triton.next_power_of_2(num_groups + 1))
+    return result
 
 
 def refuse_groups(target: Target, num_groups: int) -> str | None:

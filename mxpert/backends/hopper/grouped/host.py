@@ -278,12 +278,12 @@ def _gemm_launch(
 def _sums(problem: GroupedProblem, mode: str) -> str:
     """The kernel's SUMS: where sums are kept."""
     if mode == "span128":
-        return SCALED.value
+        return str(SCALED.value)
     depth = problem.k
     if problem.op is Op.GROUPED_WGRAD:
         depth = problem.num_rows // max(1, problem.num_groups)
     is_fp8 = mode in ("row", "auto")
-    return PROMOTED.value if is_fp8 and depth > UNPROMOTED_DEPTH else IN_TENSOR_CORE.value
+    return str((PROMOTED if is_fp8 and depth > UNPROMOTED_DEPTH else IN_TENSOR_CORE).value)
 
 
 GROUPED_GEMM = _GroupedGemm()

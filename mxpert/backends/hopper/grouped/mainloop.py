@@ -28,7 +28,7 @@ SCALED = gl.constexpr("scaled")
 
 @gluon.constexpr_function
 def sums_layout(COLUMNS, DEPTH):
-    """wgmma accumulator [64, COLUMNS]; an instruction covers a quarter of a stage's depth."""
+    """Wgmma accumulator [64, COLUMNS]; an instruction covers a quarter of a stage's depth."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, DEPTH // 4])
 
 

@@ -113,8 +113,10 @@ def _hi_lo_scale(bits):
 
 @gluon.jit
 def _token_scale(bits):
-    """Scale of a row and the factor of its values, from the float32 bits of the row's largest
-    magnitude; see `formats.token`."""
+    """Scale of a row and the factor of its values; see `formats.token`.
+
+    bits: float32 bits of the row's largest magnitude.
+    """
     amax = gl.maximum(bits, _SMALLEST_AMAX).to(gl.float32, bitcast=True)
     largest = gl.to_tensor(448.0)
     scale = gl.where(bits == 0, 1.0, gl.div_rn(amax, largest))

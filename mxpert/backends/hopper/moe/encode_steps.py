@@ -55,6 +55,7 @@ class RowsOut:
 
 @gluon.constexpr_function
 def step_layout(STEPS):
+    """Layout of a step [chunk, q h, t, j]: a thread holds the 16 bytes that it stores."""
     return gl.BlockedLayout([1, 1, 4, 4], [4, 8, 1, 1], [STEPS.warps, 1, 1, 1], [3, 2, 1, 0])
 
 

@@ -111,7 +111,10 @@ class _GateUp(_Stage):
         """
         whole = fits_one_step(problem.intermediate_size)
         finish = sum_k_splits_and_encode if whole else sum_k_splits_and_activate
-        return self._rows(_Call(problem, config, plan, schedules), x, weights, num_rows, finish)
+        result: torch.Tensor | SortedRows = self._rows(
+            _Call(problem, config, plan, schedules), x, weights, num_rows, finish
+        )
+        return result
 
     @staticmethod
     def _rows(

@@ -133,8 +133,11 @@ these have completed."""
 
 @gluon.constexpr_function
 def ping_pong_policy(CONSUMERS, CAPACITY, HI_LO):
-    """Choose the ping-pong policy. FP8 tiles of more than 128 columns would pass the order barrier
-    twice per step, which made them 4 to 8 % slower on an H200."""
+    """Choose the ping-pong policy.
+
+    FP8 tiles of more than 128 columns would pass the order barrier twice per step, which made them
+    4 to 8 % slower on an H200.
+    """
     if HI_LO or CONSUMERS > 2:
         return AFTER_ISSUE
     return AFTER_COMPLETION if CAPACITY <= 128 else UNORDERED

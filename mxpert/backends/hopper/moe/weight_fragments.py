@@ -53,7 +53,7 @@ def shift_layout(STEPS):
 
 @gluon.constexpr_function
 def accumulator_layout(COLUMNS):
-    """wgmma accumulator [64, COLUMNS] float32 of a warpgroup: each warp holds 16 weight rows."""
+    """Wgmma accumulator [64, COLUMNS] float32 of a warpgroup: each warp holds 16 weight rows."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
 
 

@@ -143,8 +143,10 @@ def split_k_for(problem: MoEProblem, block_m: int, block_n: int, columns: int, d
 
 
 def stage_block_m(problem: MoEProblem) -> int:
-    """Row block of a separate stage: the largest that divides routing_block_m and is not above the
-    one that `block_m_for` chooses."""
+    """Row block of a separate stage.
+
+    The largest that divides routing_block_m and is at most the choice of `block_m_for`.
+    """
     wanted = block_m_for(rows_per_expert(problem))
     return max(b for b in BLOCKS_M if problem.routing_block_m % b == 0 and b <= max(wanted, 16))
 
