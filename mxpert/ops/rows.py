@@ -99,8 +99,12 @@ def combine_rows_backward(
 
 def _dense(value: Any) -> Any:
     """A contiguous tensor; whatever else was passed goes on to the checks."""
-    is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return value.contiguous() if is_strided else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    # torch.compile forbids reading the layout in a backward pass; it traces strided tensors alone.
+    if torch.compiler.is_compiling() or value.layout is torch.strided:
+        return value.contiguous()
+    return value
 
 
 def _check_activate(activation: Activation, gate_up: torch.Tensor) -> None:

@@ -143,7 +143,7 @@ def test_one_function_in_the_source() -> None:
     assert found == [
         ("common/activation.py", "tanh"),
         ("common/activation.py", "gated_activation"),
-        ("triton/rows/kernels.py", "_derivatives"),
+        ("triton/training_rows/kernels.py", "_derivatives"),
     ]
     assert tanh.__name__ == "tanh"
 

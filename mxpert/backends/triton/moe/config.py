@@ -34,13 +34,16 @@ VALUE_BYTES = {"bf16": 2.0, "mxfp8": 1.0, "mxfp4": 0.5, FP8_TOKEN: 1.0}
 def unsupported(problem: MoEProblem) -> str | None:
     """Why the kernels cannot serve `problem`, as a phrase; None if they can."""
     options = problem.options
+    refused = refuse_without(problem.target, "scaled MFMA")
+    if refused:
+        return refused
     if options.out_dtype not in OUT_DTYPES:
         return f"writes bfloat16, float16 or float32, not {options.out_dtype}"
     if problem.weight_layout is not Layout.ROW_MAJOR:
         return f"reads ROW_MAJOR weights, got {problem.weight_layout.name}"
     if problem.routing_block_m % MIN_BLOCK_M:
         return f"needs routing_block_m in multiples of {MIN_BLOCK_M}, not {problem.routing_block_m}"
-    return refuse_without(problem.target, "scaled MFMA")
+    return None
 
 
 def shared_memory(target: Target, op: Op, activation_format: str, config: GemmConfig) -> int:
