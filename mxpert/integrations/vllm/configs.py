@@ -85,7 +85,7 @@ class Mxfp4(Served):
     """Other models with ``"quant_method": "mxfp4"``."""
 
     def moe_method(self, layer: Any, prefix: str) -> type | None:
-        one_method = not hasattr(mxfp4.Mxfp4Config, "_make_moe_method")  # vLLM 0.20
+        one_method = not hasattr(mxfp4.Mxfp4Config, "_make_moe_method")  # vLLM 0.20, 0.26
         method: type = mxfp4.GptOssMxfp4MoEMethod if one_method else mxfp4.Mxfp4MoEMethod
         return method
 
@@ -162,11 +162,11 @@ class Quark(Served):
         config: Any = self
         matched = config._find_matched_config(prefix, layer)
         weight, inputs = (_only(matched.get(key)) for key in ("weight", "input_tensors"))
+        if inputs is not None and not (isinstance(inputs, dict) and inputs.get("is_dynamic")):
+            raise unsupported_experts(prefix, f"static activation scales ({inputs})")
         mx = isinstance(weight, dict) and config._is_w_ocp_mx_a_x(weight, inputs)
         if not mx or weight["dtype"] != "fp4":
             raise unsupported_experts(prefix, f"a quark scheme of {weight}")
-        if inputs is not None and not (isinstance(inputs, dict) and inputs.get("is_dynamic")):
-            raise unsupported_experts(prefix, "static activation scales")
         method: type = QuarkOCP_MX_MoEMethod
         return method
 
