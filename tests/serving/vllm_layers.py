@@ -73,7 +73,7 @@ def vllm_config(additional_config: object = None, **changes: Any) -> Any:
 def current_config(additional_config: object = None, **changes: Any) -> Iterator[None]:
     """vLLM's current config inside the block."""
     made = vllm_config(additional_config, **changes)
-    with mock.patch.object(configs, "get_current_vllm_config", lambda: made):
+    with mock.patch.object(configs, "get_current_vllm_config", return_value=made):
         yield
 
 
