@@ -79,18 +79,7 @@ def warm_up(
         >>> counts if weights.device.type == "cpu" else ()
         ()
     """
-    op = "warm_up"
-    if not isinstance(weights, MoEWeights):
-        got = type(weights).__name__
-        raise TypeError(message(op, "weights", "MoEWeights", got, "see mxpert.MoEWeights"))
-    require_int(max_tokens, op, "max_tokens", least=1)
-    require_int(top_k, op, "top_k", least=1)
-    if expert_map is not None:
-        require_tensor(
-            expert_map, op, "expert_map", dtype=torch.int32, shape=(None,), device=weights.device
-        )
-    num_experts = weights.num_experts if expert_map is None else expert_map.shape[0]
-    require(top_k <= num_experts, op, "top_k", need=f"at most {num_experts}", got=top_k)
+    num_experts = _checked_experts(weights, max_tokens, top_k, expert_map)
     options: dict[str, Any] = dict(
         activation=activation,
         activation_format=activation_format,
@@ -123,6 +112,25 @@ def even_routing(
     slots = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
     topk_ids = (slots % num_experts).view(num_tokens, top_k)
     return torch.full(topk_ids.shape, 1 / top_k, dtype=torch.float32, device=device), topk_ids
+
+
+def _checked_experts(
+    weights: object, max_tokens: object, top_k: int, expert_map: torch.Tensor | None
+) -> int:
+    """Check the arguments that `fused_moe` does not see; return the number of global ids."""
+    op = "warm_up"
+    if not isinstance(weights, MoEWeights):
+        got = type(weights).__name__
+        raise TypeError(message(op, "weights", "MoEWeights", got, "see mxpert.MoEWeights"))
+    require_int(max_tokens, op, "max_tokens", least=1)
+    require_int(top_k, op, "top_k", least=1)
+    if expert_map is not None:
+        require_tensor(
+            expert_map, op, "expert_map", dtype=torch.int32, shape=(None,), device=weights.device
+        )
+    num_experts: int = weights.num_experts if expert_map is None else expert_map.shape[0]
+    require(top_k <= num_experts, op, "top_k", need=f"at most {num_experts}", got=top_k)
+    return num_experts
 
 
 def _token_counts(problem: MoEProblem, max_tokens: int) -> tuple[int, ...]:

@@ -22,9 +22,9 @@ from vllm.model_executor.layers.quantization import mxfp4
 import mxpert
 from mxpert import UnsupportedError
 from mxpert.integrations.vllm import NAMES, register
-from mxpert.integrations.vllm import configs as served_configs
-from mxpert.integrations.vllm.configs import SERVED, in_tree_config
-from mxpert.integrations.vllm.method import ServedMethod
+from mxpert.integrations.vllm import _configs as served_configs
+from mxpert.integrations.vllm._configs import SERVED, in_tree_config
+from mxpert.integrations.vllm._method import ServedMethod
 
 CONFIGS = {
     "gpt_oss_mxfp4": {"quant_method": "gpt_oss_mxfp4"},
@@ -106,7 +106,7 @@ register()
 seconds = time.perf_counter() - start
 new = set(sys.modules) - before
 assert all(name.startswith("mxpert.integrations.vllm") for name in new), new
-assert "mxpert.integrations.vllm.configs" not in new
+assert "mxpert.integrations.vllm._configs" not in new
 assert seconds < 0.1, seconds
 print(f"{1000 * seconds:.1f} ms")
 """
@@ -297,7 +297,7 @@ ACTIVATIONS: list[tuple[str, dict[str, Any], mxpert.problem.Activation]] = [
 
 @pytest.mark.parametrize("kind, parameters, expected", ACTIVATIONS, ids=lambda value: str(value))
 def test_activations(kind: str, parameters: dict[str, Any], expected: object) -> None:
-    from mxpert.integrations.vllm.refusals import activation_of
+    from mxpert.integrations.vllm._refusals import activation_of
 
     if not hasattr(MoEActivation, kind):
         pytest.skip(f"vLLM {vllm.__version__} has no {kind}")
@@ -309,7 +309,7 @@ def test_activations(kind: str, parameters: dict[str, Any], expected: object) ->
 
 
 def test_unknown_activations_are_refused() -> None:
-    from mxpert.integrations.vllm.refusals import activation_of
+    from mxpert.integrations.vllm._refusals import activation_of
 
     with pytest.raises(UnsupportedError, match="gelu"):
         activation_of(moe_config(activation=MoEActivation.GELU), SimpleNamespace())

@@ -39,7 +39,7 @@ from vllm.v1.worker import workspace
 
 import mxpert
 from mxpert.formats import Layout
-from mxpert.integrations.vllm import method as served
+from mxpert.integrations.vllm import _method as served
 
 METHODS = {
     "gpt_oss": mxfp4.GptOssMxfp4MoEMethod,

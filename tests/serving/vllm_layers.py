@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 )
 
 import mxpert
-from mxpert.integrations.vllm import configs
+from mxpert.integrations.vllm import _configs as configs
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 8, 96, 64, 2, 13
 
@@ -153,7 +153,7 @@ class Checkpoint:
 
 def make_method(base: type, moe: Any, activation_format: str = "a16w4", **changes: Any) -> Any:
     """mxpert's method over `base`, a method of this vLLM."""
-    from mxpert.integrations.vllm.method import served_method
+    from mxpert.integrations.vllm._method import served_method
 
     return served_method(base)(moe, activation_format, "layers.0", vllm_config(None, **changes))
 

@@ -24,7 +24,7 @@ def register() -> None:
         register_quantization_config,
     )
 
-    from .lazy import lazy_config
+    from ._lazy import lazy_config
 
     for name in NAMES:
         if name in QUANTIZATION_METHODS:

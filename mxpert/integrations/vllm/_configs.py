@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization import mxfp4
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from ...errors import UnsupportedError, message
-from .method import served_method
+from ._method import served_method
 from .options import KEY, requested_format, require_supported
 
 

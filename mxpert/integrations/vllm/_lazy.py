@@ -18,7 +18,7 @@ def lazy_config(name: str) -> type:
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
     def served() -> Any:
-        from .configs import SERVED
+        from ._configs import SERVED
 
         return SERVED[name]
 

@@ -23,9 +23,9 @@ from ...ops.moe import fused_moe
 from ...ops.route import route_topk
 from ...ops.warm_up import even_routing, warm_up
 from ...weights import MoEWeights
-from .experts import Layer, RoutedExperts, RoutingExperts
-from .layer_weights import count_unfolded, prepare_layer
-from .refusals import activation_of, refuse_unsupported
+from ._experts import Layer, RoutedExperts, RoutingExperts
+from ._layer_weights import count_unfolded, prepare_layer
+from ._refusals import activation_of, refuse_unsupported
 
 logger = init_logger("vllm.mxpert")  # vLLM shows the loggers below its own name
 

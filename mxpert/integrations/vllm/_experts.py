@@ -95,11 +95,11 @@ class RoutedExperts(_Common, mk.FusedMoEExpertsModular):
     """Experts behind vLLM's router and its prepare and finalize steps."""
 
     def moe_problem_size(
-        self, a1: torch.Tensor, w1: Any, w2: Any, topk_ids: torch.Tensor
+        self, x: torch.Tensor, _gate_up: Any, _down: Any, topk_ids: torch.Tensor
     ) -> tuple[int, int, int, int, int]:
         weights = self.layer.weights
         columns = 2 * weights.intermediate_size
-        return weights.num_experts, a1.shape[0], columns, weights.hidden_size, topk_ids.shape[1]
+        return weights.num_experts, x.shape[0], columns, weights.hidden_size, topk_ids.shape[1]
 
     def workspace_shapes(self, M: int, N: int, K: int, *_: Any, **__: Any) -> Any:  # noqa: N803
         return (0, 0), (0, 0), (M, K)
