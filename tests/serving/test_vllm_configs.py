@@ -251,6 +251,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("--moe-backend", {"moe_backend": "marlin"}, {}),
     ("--dtype bfloat16", {"in_dtype": torch.float16}, {}),
     ("hidden_size", {"hidden_dim": 100}, {}),
+    ("the experts' activation", {"activation": MoEActivation.GELU}, {}),
 ]
 
 

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 
 from ...errors import UnsupportedError, message
 from ._method import served_method
+from ._refusals import activation_of
 from .options import KEY, requested_format, require_supported
 
 
@@ -56,6 +57,7 @@ class Served:
         base = self.moe_method(layer, prefix) if hasattr(layer, "moe_config") else None
         if base is None:
             return in_tree(layer, prefix)
+        activation_of(layer.moe_config, layer)  # refused here, before weights are loaded
         return served_method(base)(layer.moe_config, activation_format, prefix, vllm_config)
 
     def moe_method(self, layer: Any, prefix: str) -> type | None:
