@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-serving")
 import vllm
-from serving.vllm_layers import current_config, make_layer, moe_config
+from serving.vllm_layers import current_config, make_layer, moe_config, routed_experts
 from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization import mxfp4
@@ -80,19 +80,6 @@ PREFIX = "model.layers.0.mlp.experts"
 def config(name: str, changes: dict[str, Any] | None = None) -> Any:
     made: Any = SERVED[name]
     return made.from_config({**CONFIGS[name], **(changes or {})})
-
-
-def routed_experts() -> torch.nn.Module:
-    """A layer of vLLM's class, without its constructor."""
-    from vllm.model_executor.layers import fused_moe
-
-    kind = getattr(fused_moe, "RoutedExperts", None) or fused_moe.FusedMoE
-    layer = kind.__new__(kind)
-    torch.nn.Module.__init__(layer)
-    layer.moe_config = moe_config()
-    for role in ("gate", "up", "down"):
-        setattr(layer, f"ckpt_{role}_proj_name", f"{role}_proj")
-    return layer
 
 
 def test_registration_imports_no_implementation() -> None:

@@ -23,6 +23,7 @@ from serving.vllm_layers import (
     make_layer,
     make_method,
     moe_config,
+    routed_experts,
     tokens,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,7 +39,7 @@ from vllm.model_executor.layers.quantization.quark import quark_moe
 from vllm.v1.worker import workspace
 
 import mxpert
-from mxpert.formats import Layout
+from mxpert.formats import MXFP4, Layout
 from mxpert.integrations.vllm import _method as served
 
 METHODS = {
@@ -211,6 +212,11 @@ def test_sizes_of_a_rank_are_padded_with_zero_blocks(kind: str) -> None:
         has_bias=gpt_oss,
     )
     method, layer = make_method(METHODS[kind], moe), make_layer(moe)
+    plain = moe_config(intermediate_size=share, intermediate_size_per_partition=share)
+    if not hasattr(plain, "tp_shard_with_padding"):  # gpt-oss's method for another model
+        other = make_method(METHODS["gpt_oss"], plain)
+        with pytest.raises(mxpert.UnsupportedError, match="--tensor-parallel-size"):
+            other.maybe_roundup_sizes(HIDDEN, share, torch.bfloat16, plain.moe_parallel_config)
     if not gpt_oss and not hasattr(moe, "tp_shard_with_padding"):
         with pytest.raises(mxpert.UnsupportedError, match=r"--tensor-parallel-size.*48; pass"):
             method.maybe_roundup_sizes(HIDDEN, share, torch.bfloat16, moe.moe_parallel_config)
@@ -240,6 +246,52 @@ def test_sizes_of_a_rank_are_padded_with_zero_blocks(kind: str) -> None:
     dense = full.down_proj.dequantize()
     assert dense[..., :share].any()
     assert not dense[..., share:].any()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_vllms_loader_cuts_between_blocks(rank: int) -> None:
+    """96 columns on two ranks: 64 on the first, 32 and a zero block on the second."""
+    total, padded = 96, 64
+    parallel = dict(tp_size=2, tp_rank=rank)
+    moe = moe_config(
+        intermediate_size=total, intermediate_size_per_partition=total // 2, parallel=parallel
+    )
+    if not hasattr(moe, "tp_shard_with_padding"):
+        pytest.skip("this vLLM cuts inside of a block; refused there")
+    method, layer = make_method(METHODS["mxfp4"], moe), routed_experts(moe)
+    sizes = method.maybe_roundup_sizes(
+        HIDDEN, moe.intermediate_size_per_partition, torch.bfloat16, moe.moe_parallel_config
+    )
+    moe.intermediate_size_per_partition = sizes[1]
+    method.create_weights(layer, EXPERTS, *sizes, torch.bfloat16, weight_loader=lambda *_: None)
+    normal = torch.Generator().manual_seed(4)
+    gate, up, down = (
+        mxpert.quantize(torch.randn(*size, generator=normal), "mxfp4")
+        for size in ((total, HIDDEN), (total, HIDDEN), (HIDDEN, total))
+    )
+    for shard, full, name in (("w1", gate, "w13"), ("w3", up, "w13"), ("w2", down, "w2")):
+        for tensor, suffix in ((full.qdata, "weight"), (full.scale, "weight_scale")):
+            layer._load_model_weight_or_group_weight_scale(
+                shard_dim=int(shard == "w2"),
+                expert_data=getattr(layer, f"{name}_{suffix}").data[2],
+                shard_id=shard,
+                loaded_weight=tensor,
+                tp_rank=rank,
+            )
+
+    def loaded(name: str) -> torch.Tensor:
+        codes, scale = (getattr(layer, f"{name}_{s}").data[2] for s in ("weight", "weight_scale"))
+        return mxpert.MXTensor(codes, scale, MXFP4).dequantize()
+
+    mine = slice(rank * padded, (rank + 1) * padded)
+    for found, full in (
+        (loaded("w13")[:padded], gate.dequantize()),
+        (loaded("w13")[padded:], up.dequantize()),
+        (loaded("w2").T, down.dequantize().T),
+    ):
+        want = torch.zeros(padded, HIDDEN)
+        want[: len(full[mine])] = full[mine]
+        assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize("kind", METHODS)

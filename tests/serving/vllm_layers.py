@@ -96,6 +96,19 @@ def make_layer(moe: Any) -> torch.nn.Module:
     return layer
 
 
+def routed_experts(moe: Any = None) -> Any:
+    """A layer of vLLM's class, without its constructor."""
+    from vllm.model_executor.layers import fused_moe
+
+    kind = getattr(fused_moe, "RoutedExperts", None) or fused_moe.FusedMoE
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    layer.moe_config = moe_config() if moe is None else moe
+    for role in ("gate", "up", "down"):
+        setattr(layer, f"ckpt_{role}_proj_name", f"{role}_proj")
+    return layer
+
+
 @dataclasses.dataclass
 class Checkpoint:
     """One layer's quantised weights, as mxpert holds them."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -87,8 +88,9 @@ class ServedMethod(FusedMoEMethodBase):
         )
         if intermediate % MX_BLOCK_SIZE == 0:
             return hidden, intermediate
-        if not self.gpt_oss:  # whose loader cuts the checkpoint between blocks
-            if not hasattr(self.moe, "tp_shard_with_padding"):
+        cuts_between_blocks = self.gpt_oss and self.moe.activation is MoEActivation.SWIGLUOAI
+        if not cuts_between_blocks:  # as the loader of gpt-oss models does
+            if self.moe.has_bias or not hasattr(self.moe, "tp_shard_with_padding"):
                 raise UnsupportedError(
                     message(
                         "mxpert for vLLM",
