@@ -16,25 +16,22 @@ import json
 import math
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
 import warm_up
-from cells import NAMED, Cell, parse_list
-from faults import describe
-from ours import ACTIVATION
-from render import add_render_option, folded, markdown_table, render_again
+from harness.document import Document, Row
+from harness.script import Script, Seconds, machine, parse_list, within
+from harness.tables import absences, bullets, folded, page, row_table, where
+from moe.cells import NAMED, Cell
+from moe.ours import ACTIVATION
 
 import mxpert
 from mxpert import GateUpOrder
 from mxpert.cli.measure import float64_reference
-from mxpert.cli.report import environment, write_json
-from mxpert.errors import message, require
+from mxpert.errors import message
 from mxpert.formats import MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import ACTIVATION_FORMATS
@@ -45,39 +42,21 @@ from support.hopper import down_tolerance, intermediate_tolerance, layer_toleran
 from support.poison import nan_filled_scratch, poison_prepared
 from support.rounding import gate_up_oracle
 
-Row = dict[str, Any]
 Rows = torch.Tensor | MXTensor
-DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/at_size.json"
-DRY_OUTPUT = _checkout.ROOT / "reports/at-size-dry-run.json"
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192, 32768)
 DRY_TOKENS = (1, 4, 16)
 SAMPLE = (0, 1, 3, 15, 63, 127, 255, 1023, 4095, 8191, 32767)
 """Tokens that are compared: the first, and the last of every bucket."""
 
 ORDER = (
-    "kimi-k2",
-    "dsv4-pro",
-    "gpt-oss-120b",
-    "deepseek-v3",
-    "qwen3-235b",
-    "kimi-k2-tp4",
-    "dsv4-flash",
-    "gpt-oss-20b",
-    "glm-5.1",
-    "minimax-m2.7",
-    "qwen3-next",
+    *("kimi-k2", "dsv4-pro", "gpt-oss-120b", "deepseek-v3", "qwen3-235b", "kimi-k2-tp4"),
+    *("dsv4-flash", "gpt-oss-20b", "glm-5.1", "minimax-m2.7", "qwen3-next"),
 )
-SHAPES = {
-    **{
-        name: replace(
-            MODEL_SHAPES[name],
-            activation=ACTIVATION,
-            has_bias=False,
-            gate_up_order=GateUpOrder.INTERLEAVED,
-        )
-        for name in ORDER
-    },
-    "padded": MoEShape(2912, 1440, 32, 4, ACTIVATION, GateUpOrder.INTERLEAVED),
+_LIKE_COMPARE: dict[str, Any] = dict(
+    activation=ACTIVATION, has_bias=False, gate_up_order=GateUpOrder.INTERLEAVED
+)
+SHAPES = {name: replace(MODEL_SHAPES[name], **_LIKE_COMPARE) for name in ORDER} | {
+    "padded": MoEShape(2912, 1440, 32, 4, ACTIVATION, GateUpOrder.INTERLEAVED)
 }
 """The models' sizes with the activation that compare.py measures: the binaries are the same."""
 
@@ -93,34 +72,25 @@ PROTOCOL = {
 }
 
 
-@dataclass
-class Proof:
+@dataclass(kw_only=True)
+class Proof(Document):
     """What one invocation works with, and what it has found."""
 
     device: torch.device
-    dry: bool
-    path: Path
-    meta: Row
     deadline: float
-    rows: list[Row] = field(default_factory=list)
-    failures: list[Row] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: Seconds = field(default_factory=Seconds)
 
-    def document(self) -> Row:
-        return {
-            "meta": self.meta
-            | {"failures": self.failures, "left": self.left, "seconds": dict(self.seconds)},
-            "rows": self.rows,
-        }
+    @property
+    def dry(self) -> bool:
+        return self.device.type == "cpu"
 
-    def spent(self, what: str, since: float) -> float:
-        """Add the time since then to `seconds`; the time now."""
+    def as_json(self) -> Row:
+        self.meta["seconds"] = dict(self.seconds)
+        return super().as_json()
+
+    def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        now = time.monotonic()
-        self.seconds[what] += now - since
-        return now
 
 
 @dataclass(frozen=True)
@@ -144,12 +114,8 @@ class Batch:
 
 def choose(inputs: MoEInputs, tokens: slice | torch.Tensor) -> MoEInputs:
     """Some tokens of a batch."""
-    return replace(
-        inputs,
-        x=inputs.x[tokens].contiguous(),
-        topk_ids=inputs.topk_ids[tokens].contiguous(),
-        topk_weights=inputs.topk_weights[tokens].contiguous(),
-    )
+    names = ("x", "topk_ids", "topk_weights")
+    return replace(inputs, **{name: getattr(inputs, name)[tokens].contiguous() for name in names})
 
 
 def take(h: Rows, rows: torch.Tensor) -> Rows:
@@ -163,21 +129,14 @@ def join(parts: Sequence[Rows]) -> Rows:
     """Rows of several batches."""
     first = parts[0]
     if isinstance(first, MXTensor):
-        return replace(
-            first,
-            qdata=torch.cat([part.qdata for part in parts]),
-            scale=torch.cat([part.scale for part in parts]),
-        )
+        codes, scales = zip(*((part.qdata, part.scale) for part in parts), strict=True)
+        return replace(first, qdata=torch.cat(codes), scale=torch.cat(scales))
     return torch.cat(list(parts))
 
 
 def make_plan(inputs: MoEInputs, routing_block_m: int) -> RoutingPlan:
-    return mxpert.make_routing_plan(
-        inputs.topk_weights,
-        inputs.topk_ids,
-        num_experts=inputs.weights.num_experts,
-        routing_block_m=routing_block_m,
-    )
+    options = dict(num_experts=inputs.weights.num_experts, routing_block_m=routing_block_m)
+    return mxpert.make_routing_plan(inputs.topk_weights, inputs.topk_ids, **options)
 
 
 def make_problem(
@@ -211,16 +170,9 @@ def run_batch(inputs: MoEInputs, a_format: str) -> Batch:
     count = len(inputs.x)
     tokens = torch.tensor([token for token in SAMPLE if token < count], device=inputs.x.device)
     finite = bool(down.isfinite().all() & layer.isfinite().all())
-    return Batch(
-        count,
-        tokens,
-        take(h, plan.slot_rows[tokens].flatten().long()),
-        down[tokens],
-        layer[tokens],
-        finite,
-        chosen.kernel.backend,
-        str(chosen.config),
-    )
+    rows = take(h, plan.slot_rows[tokens].flatten().long())
+    which = chosen.kernel.backend, str(chosen.config)
+    return Batch(count, tokens, rows, down[tokens], layer[tokens], finite, *which)
 
 
 def true_down(inputs: MoEInputs, h: Rows, a_format: str) -> torch.Tensor:
@@ -230,13 +182,8 @@ def true_down(inputs: MoEInputs, h: Rows, a_format: str) -> torch.Tensor:
         order = plan.sorted_token_ids.new_zeros(plan.capacity, dtype=torch.int64)
         places = plan.slot_rows.flatten().long()
         order[places] = torch.arange(len(places), device=places.device)
-        return mxpert.moe_down(
-            take(h, order),
-            inputs.weights,
-            plan,
-            activation_format=a_format,
-            out_dtype=torch.float64,
-        )
+        options: dict[str, Any] = dict(activation_format=a_format, out_dtype=torch.float64)
+        return mxpert.moe_down(take(h, order), inputs.weights, plan, **options)
 
 
 def judge(name: str, plain: MoEInputs, a_format: str, batches: Sequence[Batch]) -> list[Row]:
@@ -263,13 +210,12 @@ def judge(name: str, plain: MoEInputs, a_format: str, batches: Sequence[Batch]) 
             "down": down_tolerance(a_format, torch.float32, plain, count),
             "layer": layer_tolerance(a_format, torch.bfloat16, plain, count),
         }
+        sizes = weights.num_experts, top_k, weights.hidden_size, weights.intermediate_size
+        finite = {name: error if math.isfinite(error) else None for name, error in errors.items()}
         rows.append(
             {
                 "model": name,
-                "E": weights.num_experts,
-                "k": top_k,
-                "H": weights.hidden_size,
-                "F": weights.intermediate_size,
+                **dict(zip("EkHF", sizes, strict=True)),
                 "T": batch.num_tokens,
                 "activation": a_format,
                 "compared": count,
@@ -278,10 +224,7 @@ def judge(name: str, plain: MoEInputs, a_format: str, batches: Sequence[Batch]) 
                 "config": batch.config,
                 "finite": batch.finite,
                 "limits": limits,
-                "errors": {
-                    stage: error if math.isfinite(error) else None
-                    for stage, error in errors.items()
-                },
+                "errors": finite,
                 "ok": batch.finite and all(errors[stage] <= limits[stage] for stage in STAGES),
             }
         )
@@ -299,57 +242,34 @@ def share_of_limit(rows: Sequence[Row], *stages: str) -> float:
 
 def prove_model(proof: Proof, name: str, formats: Sequence[str], tokens: Sequence[int]) -> None:
     """Every format and batch of one model; a format that fails leaves the others."""
-    shape = SHAPES[name]
+    shape, clock = SHAPES[name], proof.seconds.clock
     if proof.dry:
-        shape = replace(
-            shape, hidden_size=64, intermediate_size=32, num_experts=max(8, shape.top_k)
-        )
-    now = time.monotonic()
-    plain, prepared = make_problem(shape, max(tokens), proof.device)
-    now = proof.spent("weights", now)
+        experts = max(8, shape.top_k)
+        shape = replace(shape, hidden_size=64, intermediate_size=32, num_experts=experts)
+    with clock("weights"):
+        plain, prepared = make_problem(shape, max(tokens), proof.device)
+        proof.synchronize()
     for a_format in formats:
         try:
-            batches = [run_batch(choose(prepared, slice(count)), a_format) for count in tokens]
-            now = proof.spent("kernels", now)
-            found = judge(name, plain, a_format, batches)
-            now = proof.spent("float64", now)
+            with clock("kernels"):
+                batches = [run_batch(choose(prepared, slice(count)), a_format) for count in tokens]
+                proof.synchronize()
+            with clock("float64"):
+                found = judge(name, plain, a_format, batches)
+                proof.synchronize()
             wrong = {row["backend"] for row in found} - {"hopper"}
-            require(
-                proof.dry or not wrong,
-                "at_size",
-                f"{name} {a_format}",
-                got=sorted(wrong),
-                need="the hopper backend",
-            )
+            if wrong and not proof.dry:
+                place, need = f"{name} {a_format}", "the hopper backend"
+                raise ValueError(message("at_size", place, need, sorted(wrong)))
         except Exception as error:
-            proof.failures.append({"model": name, "activation": a_format, "error": describe(error)})
-            print(f"{name} {a_format}: {describe(error)}", file=sys.stderr, flush=True)
-            if proof.device.type == "cuda":
-                torch.cuda.synchronize()
+            text = proof.fail((name, a_format), error)
+            print(f"{name} {a_format}: {text}", file=sys.stderr, flush=True)
+            proof.synchronize()
             continue
-        proof.rows += found
-        print(
-            f"{name} {a_format}: {len(found)} batches, worst error "
-            f"{share_of_limit(found, *STAGES):.2f} of its limit",
-            flush=True,
-        )
-
-
-def prove(
-    proof: Proof, names: Sequence[str], formats: Sequence[str], tokens: Sequence[int]
-) -> None:
-    """All models until the time limit, which one as long as the longest so far must still fit."""
-    longest = 0.0
-    for name in names:
-        began = time.monotonic()
-        if began + longest > proof.deadline:
-            proof.left.append(name)
-            continue
-        prove_model(proof, name, formats, tokens)
-        if proof.device.type == "cuda":
-            torch.cuda.empty_cache()
-        longest = max(longest, time.monotonic() - began)
-        write_json(proof.path, proof.document())
+        for row in found:
+            proof.add(row)
+        worst = share_of_limit(found, *STAGES)
+        print(f"{name} {a_format}: {len(found)} batches, worst error {worst:.2f} of its limit")
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -360,184 +280,115 @@ def summary(document: Row) -> str:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in document["rows"]:
         groups.setdefault((row["model"], row["activation"]), []).append(row)
-    lines = []
-    for (name, a_format), rows in groups.items():
-        lines.append(
-            [
-                f"{name} {a_format}",
-                f"{rows[0]['gate_up_gib']:.1f}",
-                f"{min(row['T'] for row in rows)} … {max(row['T'] for row in rows)}",
-                *(f"{share_of_limit(rows, stage):.2f}" for stage in STAGES),
-                f"{sum(row['ok'] for row in rows)} of {len(rows)}",
-            ]
-        )
-    return markdown_table(
-        [
-            "model",
-            "GiB of gate and up",
-            "T",
-            *(f"{stage}: error / limit" for stage in STAGES),
-            "batches right",
-        ],
-        lines,
-    )
+    columns = {
+        "model": lambda rows: "{model} {activation}".format(**rows[0]),
+        "GiB of gate and up": lambda rows: f"{rows[0]['gate_up_gib']:.1f}",
+        "T": lambda rows: f"{min(r['T'] for r in rows)} … {max(r['T'] for r in rows)}",
+        **{
+            f"{stage}: error / limit": lambda rows, stage=stage: (
+                f"{share_of_limit(rows, stage):.2f}"
+            )
+            for stage in STAGES
+        },
+        "batches right": lambda rows: f"{sum(row['ok'] for row in rows)} of {len(rows)}",
+    }
+    return row_table(groups.values(), columns)
+
+
+def error_text(row: Row, stage: str) -> str:
+    """Error and limit of a stage."""
+    error = row["errors"][stage]
+    return f"{'none' if error is None else f'{error:.1e}'} ({row['limits'][stage]:.1e})"
+
+
+DETAIL = {
+    "model": "{model}",
+    "format": "{activation}",
+    "T": "{T}",
+    "tokens compared": "{compared}",
+    **{stage: lambda row, stage=stage: error_text(row, stage) for stage in STAGES},
+    "finite": lambda row: "yes" if row["finite"] else "no",
+    "config": "{config}",
+}
 
 
 def markdown(document: Row) -> str:
     """Summary, every error, what is missing."""
     meta = document["meta"]
-    versions = ", ".join(f"{name} {text}" for name, text in meta["versions"].items() if text)
-
-    def text(row: Row, stage: str) -> str:
-        error = row["errors"][stage]
-        return f"{'none' if error is None else f'{error:.1e}'} ({row['limits'][stage]:.1e})"
-
-    body = [
-        [
-            row["model"],
-            row["activation"],
-            str(row["T"]),
-            str(row["compared"]),
-            *(text(row, stage) for stage in STAGES),
-            "yes" if row["finite"] else "no",
-            row["config"],
-        ]
-        for row in document["rows"]
-    ]
-    parts = [
+    failures = map("{model} {activation}: `{error}`".format_map, meta["failures"])
+    return page(
         "# Proof at size",
-        f"{meta['device']}, {meta['date']}, commit `{str(meta['commit'])[:12]}`, {versions}.",
-        "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
+        f"{where(meta)}.",
+        bullets(meta["protocol"]),
         summary(document),
-        folded(
-            "every batch, error (limit)",
-            markdown_table(
-                ["model", "format", "T", "tokens compared", *STAGES, "finite", "config"], body
-            ),
-        ),
-    ]
-    absent = [
-        f"- {each['model']} {each['activation']}: `{each['error']}`" for each in meta["failures"]
-    ]
-    absent += [f"- out of time: {', '.join(meta['left'])}"] if meta["left"] else []
-    if absent:
-        parts += ["## Not proven", "\n".join(absent)]
-    return "\n\n".join(parts) + "\n"
+        folded("every batch, error (limit)", row_table(document["rows"], DETAIL)),
+        absences("Not proven", failures, meta["left"]),
+    )
 
 
 # --- command line -------------------------------------------------------------------------------
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
     parser.add_argument("--models", default=",".join(SHAPES), help="default: %(default)s")
     parser.add_argument("--formats", default=",".join(ACTIVATION_FORMATS))
-    parser.add_argument("--output", type=Path, help=f"default: {DEFAULT_OUTPUT.name}")
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        default=150.0,
-        metavar="SECONDS",
-        help="models that do not fit are listed as left; default: %(default)s",
+
+
+def prepare(options: argparse.Namespace) -> tuple[Proof, list[str], list[str]]:
+    """The document, models that it lacks, formats."""
+    names = parse_list(options.models, list(SHAPES), "--models")
+    formats = parse_list(options.formats, list(ACTIVATION_FORMATS), "--formats")
+    meta = machine(options, "device", "versions", "date", "commit", protocol=PROTOCOL)
+    proof = Proof(
+        options.path,
+        meta,
+        ("model", "activation", "T"),
+        ("model", "activation"),
+        device=options.device,
+        deadline=options.deadline,
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="keep what --output holds, and prove what it left"
-    )
-    add_render_option(parser)
-    parser.add_argument("--commit", help="where the checkout has no history")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="tiny shapes on the CPU's reference kernels"
-    )
-    return parser.parse_args(arguments)
+    if options.resume and options.path.is_file():
+        old = json.loads(options.path.read_text("utf-8"))
+        proof.resume(old)
+        proof.seconds.update(old["meta"]["seconds"])
+    done = {row["model"] for row in proof.rows.values()}
+    return proof, [name for name in names if name not in done], formats
 
 
-def resume(proof: Proof, names: Sequence[str]) -> list[str]:
-    """Take over the rows of an earlier run on the same device and commit; the models without.
-
-    Raises:
-        ValueError: it was another device, commit or protocol.
-    """
-    old = json.loads(proof.path.read_text("utf-8"))
-    for name in ("device", "commit", "protocol"):
-        require(
-            old["meta"][name] == proof.meta[name],
-            "at_size",
-            f"--resume {proof.path}: {name}",
-            need=proof.meta[name],
-            got=old["meta"][name],
-            remedy="start a new run",
-        )
-    proof.rows, proof.seconds = old["rows"], Counter(old["meta"]["seconds"])
-    done = {row["model"] for row in proof.rows}
-    return [name for name in names if name not in done]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 if every batch is right and finite."""
-    options, began = parse_arguments(arguments), time.monotonic()
-    device = torch.device("cpu" if options.dry_run else "cuda")
-    try:
-        if options.render is not None:
-            return render_again(options.render, markdown)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(
-                message(
-                    "at_size", "device", "a GPU", "none", "run with --dry-run to try the script"
-                )
-            )
-        names = parse_list(options.models, list(SHAPES), "--models")
-        formats = parse_list(options.formats, list(ACTIVATION_FORMATS), "--formats")
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    tokens = DRY_TOKENS if options.dry_run else TOKENS
-    facts = environment(device)
-    meta = {
-        "device": facts["device"],
-        "versions": facts["versions"],
-        "date": facts["date"],
-        "commit": options.commit or facts["commit"],
-        "protocol": PROTOCOL,
-    }
-    path = options.output or (DRY_OUTPUT if options.dry_run else DEFAULT_OUTPUT)
-    proof = Proof(device, options.dry_run, path, meta, began + options.time_limit)
-    try:
-        names = resume(proof, names) if options.resume and path.is_file() else names
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if not options.dry_run:
-        warm_up.wait(
-            warm_up.start(
-                [Cell(model, count) for model in NAMED.values() for count in tokens], formats
-            )
-        )
-        proof.spent("compilers", began)
-    prove(proof, names, formats, tokens)
-    document = proof.document()
-    write_json(path, document)
-    path.with_suffix(".md").write_text(markdown(document), encoding="utf-8")
-    wrong = [row for row in proof.rows if not row["ok"]]
-    print("\n" + summary(document) + "\n")
+def prove(options: argparse.Namespace, prepared: tuple[Proof, list[str], list[str]]) -> int:
+    """All models until the time limit; 0 if every batch is right and finite."""
+    proof, names, formats = prepared
+    tokens = DRY_TOKENS if proof.dry else TOKENS
+    if not proof.dry:
+        cells = [Cell(model, count) for model in NAMED.values() for count in tokens]
+        with proof.seconds.clock("compilers"):
+            warm_up.wait(warm_up.start(cells, formats))
+    for name in within(names, proof.deadline, proof.left):
+        prove_model(proof, name, formats, tokens)
+        if not proof.dry:
+            torch.cuda.empty_cache()
+        proof.save()
+    proof.save()
+    document = proof.as_json()
+    SCRIPT.write_tables(proof.path, document)
+    wrong = [row for row in document["rows"] if not row["ok"]]
+    print(f"\n{summary(document)}\n")
     for row in wrong:
-        print(
-            f"wrong: {row['model']} T={row['T']} {row['activation']}: {row['errors']}, limits "
-            f"{row['limits']}, finite {row['finite']}",
-            file=sys.stderr,
-        )
+        text = "wrong: {model} T={T} {activation}: {errors}, limits {limits}, finite {finite}"
+        print(text.format(**row), file=sys.stderr)
     print(
-        "seconds: "
-        + ", ".join(f"{what} {seconds:.1f}" for what, seconds in proof.seconds.most_common())
-    )
-    print(
-        f"wrote {path} and .md: {len(proof.rows)} batches, {len(wrong)} wrong, "
-        f"{len(proof.failures)} failures, {len(proof.left)} models left, "
-        f"{time.monotonic() - began:.0f} s"
+        f"{proof.seconds}\nwrote {proof.path} and .md: {len(proof.rows)} batches, {len(wrong)} "
+        f"wrong, {len(proof.failures)} failures, {len(proof.left)} models left, "
+        f"{time.monotonic() - options.began:.0f} s"
     )
     return 1 if wrong or proof.failures else 0
+
+
+SCRIPT = Script(
+    "at_size", __doc__, prove, prepare, add_options, limit=150.0, resumes=True, markdown=markdown
+)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

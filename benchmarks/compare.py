@@ -9,40 +9,37 @@ into CUDA graphs and replayed in turns. The JSON is whole after every cell; --re
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import math
-import os
 import subprocess
 import sys
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import _checkout
-import cells as plan
 import torch
 import warm_up
-from ceilings import SUSTAINED_US, WARMUP, idle_seconds, make_meta, measure_ceilings, num_repeats
-from cells import ACTIVATION_FORMATS, MODELS, STAGES, Cell, Inputs, Model
-from document import Document, Key, make_row
-from estimate import estimate
-from faults import FatalError, check_alive, describe
-from ours import Ours, Truth, random_weights
-from peers import Marlin, Peer, TritonKernels, add_to_path
-from render import SUMMARY_TOKENS, layer_table, line_name
+from harness.document import Document
+from harness.faults import FATAL, FatalError, check_alive, describe
+from harness.script import Script, Seconds, parse_list, parse_tokens, restart
+from harness.timing import measure_ceilings
+from moe import cells as plan
+from moe.cells import ACTIVATION_FORMATS, MODELS, STAGES, Cell, Inputs, Model
+from moe.estimate import estimate
+from moe.figures import line_name
+from moe.layers import SUMMARY_TOKENS, layer_table
+from moe.ours import Ours, Truth, random_weights
+from moe.peers import PEERS, Marlin, Peer, TritonKernels, add_to_path, asked_peers
+from moe.protocol import SUSTAINED_US, WARMUP, idle_seconds, make_meta, num_repeats
+from moe.rows import KEY_COLUMNS, SCHEMA, Key, make_row, row_key, work_of
 
 from mxpert.cli.measure import GateError, RunWeights
-from mxpert.errors import message, require
-from mxpert.ops.route import route_topk
-from mxpert.testing.timing import BYTES_PER_MX_WEIGHT, Timing, Work, time_graph
+from mxpert.errors import require
+from mxpert.testing.timing import BYTES_PER_MX_WEIGHT, Timing, time_graph
 
-DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/moe.json"
-DRY_OUTPUT = _checkout.ROOT / "reports/compare-dry-run.json"
 GPU_BYTES_FREE = 40 << 30
 """What results and graphs of a cell may take."""
 WEIGHT_COPIES = 6
@@ -50,15 +47,6 @@ WEIGHT_COPIES = 6
 COMPILE_SECONDS = 45.0
 """A cell waits so long for a peer's compiler; the peer is then left to the second pass."""
 NO_GEMM = "absent: only the hopper backend has a GEMM that starts from encoded rows"
-FATAL = 3
-PEERS = ("triton_kernels", "marlin", "humming")
-PEER_KEYS = (
-    ("triton_kernels", "bf16"),
-    ("marlin", "bf16"),
-    ("humming", "bf16"),
-    ("humming", "fp8_token"),
-)
-
 Timed = dict[str, list[Callable[[], object]]]
 
 
@@ -78,17 +66,7 @@ class Run:
     compiler: Any = None
     warming: list[subprocess.Popen[str]] = field(default_factory=list)
     models: dict[str, ModelRun] = field(default_factory=dict)
-    seconds: Counter[str] = field(default_factory=Counter)
-    """Where the time of this invocation went."""
-
-    @contextlib.contextmanager
-    def clock(self, what: str) -> Iterator[None]:
-        """Add the time of a block to `seconds`."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[what] += time.monotonic() - began
+    seconds: Seconds = field(default_factory=Seconds)
 
 
 @dataclass
@@ -116,7 +94,7 @@ def build_model(run: Run, model: Model) -> ModelRun:
     if model.name in run.models:
         return run.models[model.name]
     make_room(run, model)
-    with run.clock("our weights"):
+    with run.seconds.clock("our weights"):
         weights = random_weights(model, run.device)
     ours = [Ours(model, weights, name) for name in run.formats]
     built = run.models[model.name] = ModelRun(weights, ours, {})
@@ -130,12 +108,6 @@ def peer_keys(run: Run) -> list[tuple[str, str]]:
     return asked_peers(run.formats, run.peer_names)
 
 
-def asked_peers(formats: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Those of `PEER_KEYS` with such a name and the width of one of our formats."""
-    widths = {plan.PEER_WIDTHS[plan.WIDTHS[name]] for name in formats}
-    return [key for key in PEER_KEYS if key[0] in names and plan.WIDTHS[key[1]] in widths]
-
-
 def make_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
     """One peer with this model's weights."""
     folder, weights = run.folder, run.models[model.name].weights.plain
@@ -144,18 +116,15 @@ def make_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
         return TritonKernels(model, weights)
     if key[0] == "marlin":
         return Marlin(folder, model, run.device)
-    from humming_peer import Humming
+    from moe.humming import Humming
 
     if isinstance(run.compiler, str):
         raise RuntimeError(run.compiler)
-    return Humming(
-        folder,
-        model,
-        weights,
-        key[1],
-        run.compiler,
-        lambda: min(COMPILE_SECONDS, run.deadline - time.monotonic()),
-    )
+
+    def seconds_left() -> float:
+        return min(COMPILE_SECONDS, run.deadline - time.monotonic())
+
+    return Humming(folder, model, weights, key[1], run.compiler, seconds_left)
 
 
 def get_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
@@ -167,7 +136,7 @@ def get_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
     known = run.models[model.name].peers
     if key not in known:
         try:
-            with run.clock(f"of which {key[0]}'s weights"):
+            with run.seconds.clock(f"of which {key[0]}'s weights"):
                 known[key] = make_peer(run, model, key)
             run.document.meta["peers"].setdefault("/".join(key), "present")
         except Exception as error:
@@ -205,14 +174,8 @@ def time_stage(
     """
     if not timed:
         return
-    model, ceilings = cell.model, run.document.meta["ceilings"]
-    work = Work.of_stage(
-        stage.removesuffix("_gemm"),
-        hit_experts=math.ceil(hit),
-        routed_rows=cell.tokens * model.k,
-        hidden_size=model.H,
-        intermediate_size=model.F,
-    )
+    ceilings = run.document.meta["ceilings"]
+    work = work_of(cell.model, cell.tokens, stage, math.ceil(hit))
     floor = work.floor_us(ceilings["read_tbs"] * 1e12, ceilings["bf16_tflops"] * 1e12)
     floor *= cell.rotations
     on_gpu = run.device.type == "cuda"
@@ -222,7 +185,7 @@ def time_stage(
         time.sleep(idle_seconds(cell.tokens))
     failed: dict[str, Exception] = {}
     try:
-        with run.clock("capture and replay"):
+        with run.seconds.clock("capture and replay"):
             timings = time_graph(
                 timed,
                 device=run.device,
@@ -241,11 +204,8 @@ def time_stage(
         if (impl, activation) not in best or timing.us < best[impl, activation].us:
             best[impl, activation] = timing
     for (impl, activation), timing in best.items():
-        run.document.add(
-            make_row(
-                cell, hit, impl, activation, stage, timing, errors.get((impl, activation)), ceilings
-            )
-        )
+        rel_l2 = errors.get((impl, activation))
+        run.document.add(make_row(cell, hit, impl, activation, stage, timing, rel_l2, ceilings))
     for name, error in failed.items():
         impl, activation, _ = name.split("/")
         if (impl, activation) not in best:
@@ -262,7 +222,7 @@ def attempt_one(
 ) -> None:
     """Prepare one implementation; what goes wrong is noted for each of its stages."""
     try:
-        with run.clock(f"compile and check {impl}/{activation}"):
+        with run.seconds.clock(f"compile and check {impl}/{activation}"):
             prepare()
             check_alive(run.device)
     except Exception as error:
@@ -310,12 +270,10 @@ def collect(
 
     by_key = {(ours.impl, ours.activation): ours for ours in built.ours}
     for key, stages in wanted.items():
-        prepare = (
-            (lambda key=key, stages=stages: add_ours(by_key[key], stages))
-            if key in by_key
-            else (lambda key=key, stages=stages: add_peer(key, stages))
-        )
-        attempt_one(run, cell, *key, stages, prepare)
+        make = functools.partial(add_peer, key)
+        if key in by_key:
+            make = functools.partial(add_ours, by_key[key])
+        attempt_one(run, cell, *key, stages, functools.partial(make, stages))
     return timed, errors
 
 
@@ -330,13 +288,12 @@ def wanted_stages(run: Run, cell: Cell) -> dict[tuple[str, str], list[str]]:
         for stage in cell.stages(run.stages)
         if not all(run.document.is_done(cell_key(cell, *key, stage)) for key in keys)
     ]
-    wanted = {
-        key: [
-            stage for stage in missing if cell_key(cell, *key, stage) not in run.document.failures
-        ]
-        for key in keys
-    }
-    return {key: stages for key, stages in wanted.items() if stages}
+    wanted, failed = {}, run.document.failures
+    for key in keys:
+        stages = [stage for stage in missing if cell_key(cell, *key, stage) not in failed]
+        if stages:
+            wanted[key] = stages
+    return wanted
 
 
 def run_cell(run: Run, cell: Cell) -> None:
@@ -347,8 +304,7 @@ def run_cell(run: Run, cell: Cell) -> None:
     began = time.monotonic()
     try:
         batches = plan.random_inputs(cell, run.device)
-        ids = [route_topk(each.logits, cell.model.k)[1] for each in batches]
-        hit = sum(each.unique().numel() for each in ids) / len(ids)
+        hit = plan.mean_hit(batches, cell.model.k)
         timed, errors = collect(run, cell, batches, wanted)
         for stage, variants in timed.items():
             time_stage(run, cell, stage, hit, variants, errors[stage])
@@ -375,7 +331,7 @@ def start_compiler(run: Run, cells: Sequence[Cell]) -> None:
     if not activations:
         return
     try:
-        from humming_peer import Compiler
+        from moe.humming import Compiler
 
         run.compiler = Compiler(activations)
         run.compiler.start(wanted_cells(run, cells, "humming"))
@@ -390,7 +346,7 @@ def run_cells(run: Run, cells: Sequence[Cell]) -> None:
     start_compiler(run, cells)
     if run.device.type == "cuda" and run.folder is not None:  # the ceilings had the GPU alone
         run.warming += warm_up.start_peer(wanted_cells(run, cells, TritonKernels.impl), run.folder)
-    with run.clock("warm-up"):
+    with run.seconds.clock("warm-up"):
         warm_up.wait(run.warming)
     longest = 0.0
     for index, cell in enumerate([*cells, *cells]):
@@ -401,83 +357,60 @@ def run_cells(run: Run, cells: Sequence[Cell]) -> None:
         longest = max(longest, time.monotonic() - began) if index else 0.0  # the first compiles
         if all(cell.model != other.model for other in cells[index + 1 :]):
             run.models.pop(cell.model.name, None)
-    left = [str(cell) for cell in cells if wanted_stages(run, cell)]
-    run.document.meta["left"] = left
+    left = run.document.left = [str(cell) for cell in cells if wanted_stages(run, cell)]
     if left:
-        print(
-            f"time limit: {len(left)} cells left: {', '.join(left)}; continue with --resume",
-            flush=True,
-        )
+        text = f"time limit: {len(left)} cells left: {', '.join(left)}; continue with --resume"
+        print(text, flush=True)
     if hasattr(run.compiler, "stop"):
         run.compiler.stop()
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
-    parser.add_argument(
-        "--tokens",
-        help="default: " + ",".join(map(str, plan.TOKENS)) + ", of the "
-        "reference systems' shapes " + ",".join(map(str, plan.REFERENCE_TOKENS)),
-    )
-    parser.add_argument("--activations", default=",".join(ACTIVATION_FORMATS))
-    parser.add_argument("--stages", default=",".join(STAGES), help="default: %(default)s")
-    parser.add_argument("--routings", default="uniform", help="some of " + ", ".join(plan.ROUTINGS))
-    parser.add_argument("--peers", type=Path, help="directory with the unpacked peers")
-    parser.add_argument("--only-peers", default=",".join(PEERS), help="default: %(default)s")
-    parser.add_argument("--output", type=Path, help=f"default: {DEFAULT_OUTPUT.name}")
-    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
-    parser.add_argument(
-        "--peer-time-limit",
-        type=float,
-        default=math.inf,
-        metavar="SECONDS",
-        help="after this, measure mxpert alone",
-    )
-    parser.add_argument("--resume", action="store_true", help="keep what --output holds")
-    parser.add_argument("--sustained", action="store_true", help="time after half a second of load")
-    parser.add_argument("--commit", help="where the checkout has no history")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="tiny models on the CPU: proves that everything runs"
-    )
-    return parser.parse_args(arguments)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
+    add = parser.add_argument
+    counts, others = (",".join(map(str, each)) for each in (plan.TOKENS, plan.REFERENCE_TOKENS))
+    add("--models", default=",".join(MODELS), help="default: %(default)s")
+    add("--tokens", help=f"default: {counts}, of the reference systems' shapes {others}")
+    add("--activations", default=",".join(ACTIVATION_FORMATS))
+    add("--stages", default=",".join(STAGES), help="default: %(default)s")
+    add("--routings", default="uniform", help="some of " + ", ".join(plan.ROUTINGS))
+    add("--peers", type=Path, help="directory with the unpacked peers")
+    add("--only-peers", default=",".join(PEERS), help="default: %(default)s")
+    seconds: dict[str, Any] = dict(type=float, default=math.inf, metavar="SECONDS")
+    add("--peer-time-limit", help="after this, measure mxpert alone", **seconds)
+    add("--sustained", action="store_true", help="time after half a second of load")
 
 
 def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
     """Checked options, the document and the cells."""
-    began = time.monotonic()
-    device = torch.device("cpu" if options.dry_run else "cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            message("compare", "device", "a GPU", "none", "run with --dry-run to try the script")
-        )
-    names = plan.parse_list(options.models, list(MODELS), "--models")
+    device, path = options.device, options.path
+    names = parse_list(options.models, list(MODELS), "--models")
     models = [plan.tiny(MODELS[name]) if options.dry_run else MODELS[name] for name in names]
-    tokens = None if options.tokens is None else plan.parse_tokens(options.tokens)
+    tokens = None if options.tokens is None else parse_tokens(options.tokens)
     cells = plan.ordered_cells(
-        models, tokens, plan.parse_list(options.routings, plan.ROUTINGS, "--routings")
+        models, tokens, parse_list(options.routings, plan.ROUTINGS, "--routings")
     )
     formats = [
         name
-        for width in plan.parse_list(options.activations, list(ACTIVATION_FORMATS), "--activations")
+        for width in parse_list(options.activations, list(ACTIVATION_FORMATS), "--activations")
         for name in ACTIVATION_FORMATS[width]
     ]
-    chosen = plan.parse_list(options.stages, STAGES, "--stages")
+    chosen = parse_list(options.stages, STAGES, "--stages")
     stages = [stage for stage in STAGES if stage in chosen]
-    peer_names = plan.parse_list(options.only_peers, PEERS, "--only-peers")
+    peer_names = parse_list(options.only_peers, PEERS, "--only-peers")
     if options.peers is not None:
         add_to_path(options.peers)
-    path = options.output or (DRY_OUTPUT if options.dry_run else DEFAULT_OUTPUT)
     on_hopper = device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
     warming = warm_up.start(cells, formats) if on_hopper else []
-    meta = make_meta(device, options.commit, options.sustained)
+    document = Document(path, make_meta(options), KEY_COLUMNS, KEY_COLUMNS)
     if options.resume and path.is_file():
-        document = Document.resume(path, meta)
+        old = SCHEMA.load(path)
+        document.resume(old)
+        document.meta = old["meta"]
+        for each in old["meta"].get("failures", []):
+            document.fail(row_key(each), each["error"])
     else:
-        document = Document(path, meta | {"ceilings": measure_ceilings(device)})
+        document.meta["ceilings"] = measure_ceilings(device)
         if options.peers is None:
             document.meta["peers"] = dict.fromkeys(PEERS, "absent: no --peers directory")
     return Run(
@@ -487,8 +420,8 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
         formats,
         options.peers,
         peer_names,
-        began + options.time_limit,
-        began + options.peer_time_limit,
+        options.deadline,
+        options.began + options.peer_time_limit,
         options.sustained,
         warming=warming,
     ), cells
@@ -507,61 +440,45 @@ def print_estimate(run: Run, cells: Sequence[Cell]) -> None:
     )
 
 
-def restart(options: argparse.Namespace, seconds: float) -> None:
-    """Go on in a new process where this one's CUDA context is lost; what failed is on record."""
-    skipped = ("--time-limit", "--peer-time-limit")
-    rest = [
-        word
-        for index, word in enumerate(sys.argv[1:])
-        if not word.startswith(skipped) and sys.argv[index] not in skipped
-    ]
-    limits = [
-        f"{name}={max(0.0, value - seconds):.0f}"
-        for name, value in zip(skipped, (options.time_limit, options.peer_time_limit), strict=True)
-        if math.isfinite(value)
-    ]
-    resume = [] if options.resume else ["--resume"]
-    print("the CUDA context is lost; going on in a new process", flush=True)
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, sys.argv[0], *rest, *limits, *resume])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def measure(options: argparse.Namespace, prepared: tuple[Run, list[Cell]]) -> int:
     """Run it; 0 if every cell of mxpert has a time or was out of time."""
-    options, began = parse_arguments(arguments), time.monotonic()
-    try:
-        run, cells = prepare_run(options)
-    except (ValueError, TypeError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"{run.document.meta['device']}: {run.document.meta['ceilings']}", flush=True)
+    run, cells = prepared
+    document = run.document
+    print(f"{document.meta['device']}: {document.meta['ceilings']}", flush=True)
     if options.dry_run:
         print_estimate(run, cells)
     try:
         run_cells(run, cells)
     except FatalError as error:
         print(describe(error), file=sys.stderr)
-        if arguments is not None:
+        if not options.owns_process:
             return FATAL
-        restart(options, time.monotonic() - began)
-    run.document.save()
-    print("\n" + layer_table(run.document.rows.values(), SUMMARY_TOKENS, line_name) + "\n")
-    print(
-        "seconds: "
-        + ", ".join(f"{what} {seconds:.1f}" for what, seconds in run.seconds.most_common())
-    )
-    red = [
-        key
-        for key, error in run.document.failures.items()
-        if key[3] == Ours.impl and error != NO_GEMM
-    ]
+        restart(options, "time_limit", "peer_time_limit")
+    document.save()
+    table = layer_table(document.rows.values(), SUMMARY_TOKENS, line_name)
+    print(f"\n{table}\n\n{run.seconds}")
+    failures = document.failures.items()
+    red = [key for key, error in failures if key[3] == Ours.impl and error != NO_GEMM]
     for key in red:
-        print(f"no time for {key}: {run.document.failures[key]}", file=sys.stderr)
+        print(f"no time for {key}: {document.failures[key]}", file=sys.stderr)
     print(
-        f"wrote {run.document.path}: {len(run.document.rows)} rows, "
-        f"{len(run.document.failures)} failures, {time.monotonic() - began:.0f} s"
+        f"wrote {document.path}: {len(document.rows)} rows, "
+        f"{len(failures)} failures, {time.monotonic() - options.began:.0f} s"
     )
     return 1 if red else 0
+
+
+SCRIPT = Script(
+    "compare",
+    __doc__,
+    measure,
+    prepare_run,
+    add_options,
+    limit=math.inf,
+    resumes=True,
+    output="nvidia-h200/moe.json",
+)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

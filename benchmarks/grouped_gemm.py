@@ -10,6 +10,7 @@ float64. The JSON is whole after every cell; grouped_render.py makes tables and 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sys
 import time
@@ -19,24 +20,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
-from ceilings import measure_ceilings
-from compare import FATAL
-from faults import FatalError, check_alive
-from grouped_cells import BALANCES, MODES, SHAPES, Operands, Part, Shape, parse_shapes, sample, tiny
-from grouped_document import Document, make_row
-from grouped_ours import OURS, Ours, Variant, check
-from grouped_peers import Compiler, DeepGemm, Jobs, torch_variants
-from grouped_quantiser import cases, check_case, make_quantiser_row
-from grouped_timing import PAUSE, time_calls
-from peers import add_to_path
+from grouped_gemms.cells import (
+    BALANCES,
+    MODES,
+    SHAPES,
+    Operands,
+    Part,
+    Shape,
+    parse_shapes,
+    sample,
+    tiny,
+)
+from grouped_gemms.ours import OURS, Ours, Variant, check
+from grouped_gemms.peers import Compiler, DeepGemm, Jobs, torch_variants
+from grouped_gemms.quantiser import cases, check_case, make_quantiser_row
+from grouped_gemms.rows import KEY_COLUMNS, make_row
+from harness.document import Document, Row
+from harness.faults import FATAL, FatalError, check_alive
+from harness.script import Script, machine, within
+from harness.timing import PAUSE, measure_ceilings, time_calls
+from moe.peers import add_to_path
 
-from mxpert.cli.report import environment
-from mxpert.errors import message
-
-RESULTS = _checkout.ROOT / "benchmarks/results/nvidia-h200/grouped_gemm.json"
-DRY_OUTPUT = _checkout.ROOT / "reports/grouped-gemm-dry-run.json"
 REPEATS = 7
 COMPILE_SECONDS = 90.0
 """How long peers may compile before anything is timed."""
@@ -70,8 +75,7 @@ def attempt(run: Run, place: str, name: str, step: Callable[[], Any]) -> Any:
     except FatalError:
         raise
     except Exception as error:
-        run.document.fail(place, name, error)
-        print(f"  {place} {name}: {type(error).__name__}: {error}"[:300], flush=True)
+        print(f"  {place} {name}: {run.document.fail((place, name), error)}"[:300], flush=True)
         if not isinstance(error, (RuntimeError, ValueError, ImportError)):
             traceback.print_exc()
         check_alive(run.device)
@@ -98,19 +102,12 @@ def makers(run: Run, data: Operands, balance: str) -> Makers:
         for mode in run.modes
     ]
     if shape == run.shapes[0] and balance == BALANCES[0] and run.device.type == "cuda":
-        found.append(
-            (
-                f"{OURS}_triton/{PORTABLE_MODE}",
-                lambda: our_variants(run, data, PORTABLE_MODE, main_grad, "triton"),
-            )
-        )
-    found += [(name, lambda make=make: [make()]) for name, make in torch_variants(data).items()]
+        portable = functools.partial(our_variants, run, data, PORTABLE_MODE, main_grad, "triton")
+        found.append((f"{OURS}_triton/{PORTABLE_MODE}", portable))
+    peers = torch_variants(data)
     if run.has_deepgemm:
-        found += [
-            (name, lambda make=make: [make()])
-            for name, make in DeepGemm(data).variants(run.jobs).items()
-        ]
-    return found
+        peers |= DeepGemm(data).variants(run.jobs)
+    return [*found, *((name, lambda make=make: [make()]) for name, make in peers.items())]
 
 
 def run_cell(run: Run, shape: Shape, balance: str) -> None:
@@ -125,19 +122,16 @@ def run_cell(run: Run, shape: Shape, balance: str) -> None:
             if found is not None:
                 checked[variant.name] = variant, found
     failures: dict[str, Exception] = {}
+    load: dict[str, Any] = dict(device=run.device, repeats=repeats(run), pause=run.pause)
     timings = time_calls(
-        {name: each[0].call for name, each in checked.items()},
-        device=run.device,
-        repeats=repeats(run),
-        pause=run.pause,
-        failures=failures,
+        {name: each[0].call for name, each in checked.items()}, failures=failures, **load
     )
     check_alive(run.device)
     for name, timing in timings.items():
         variant, (rel_l2, snr_db) = checked[name]
-        run.document.rows.append(make_row(shape, balance, variant, timing, snr_db, rel_l2))
+        run.document.add(make_row(shape, balance, variant, timing, snr_db, rel_l2))
     for name, error in failures.items():
-        run.document.fail(place, name, error)
+        run.document.fail((place, name), error)
     checked.clear()
     if balance == BALANCES[0]:
         measure_quantisers(run, data, parts)
@@ -152,13 +146,9 @@ def measure_quantisers(run: Run, data: Operands, parts: Sequence[Part]) -> None:
     for case in cases(data, run.modes):
         if attempt(run, place, case.name, lambda case=case: (check_case(case, parts), True)):
             sound[case.name] = case
-    timings = time_calls(
-        {name: case.call for name, case in sound.items()},
-        device=run.device,
-        repeats=repeats(run),
-        pause=run.pause,
-    )
-    run.document.quantiser += [
+    calls = {name: case.call for name, case in sound.items()}
+    timings = time_calls(calls, device=run.device, repeats=repeats(run), pause=run.pause)
+    run.document.sections["quantiser"] += [
         make_quantiser_row(data, sound[name], timing, run.document.meta["ceilings"])
         for name, timing in timings.items()
     ]
@@ -175,17 +165,15 @@ def run_cells(run: Run) -> None:
         run.jobs = run.compiler.wait(min(run.deadline, time.monotonic() + COMPILE_SECONDS))
         run.document.meta["peers"]["deepgemm"] = summary(run.jobs)
         print(f"deepgemm: {run.document.meta['peers']['deepgemm']}", flush=True)
-    longest = 0.0
-    for balance in run.balances:
-        for shape in run.shapes:
-            began = time.monotonic()
-            if began + longest > run.deadline:
-                print(f"time limit: {shape} {balance} and what follows is left out", flush=True)
-                return
-            run_cell(run, shape, balance)
-            longest = max(longest, time.monotonic() - began)
-            if run.device.type == "cuda":
-                torch.cuda.empty_cache()
+    left: list[tuple[str, Shape]] = []
+    every = [(balance, shape) for balance in run.balances for shape in run.shapes]
+    for balance, shape in within(every, run.deadline, left):
+        run_cell(run, shape, balance)
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
+    if left:
+        balance, shape = left[0]
+        print(f"time limit: {shape} {balance} and what follows is left out", flush=True)
 
 
 def warm_up(run: Run) -> None:
@@ -193,12 +181,8 @@ def warm_up(run: Run) -> None:
     data = Operands.random(run.shapes[0], BALANCES[0], run.device)
     main_grad = torch.zeros(data.weight.shape, device=run.device)
     for mode in run.modes:
-        for variant in (
-            attempt(
-                run, "warm-up", mode, lambda mode=mode: our_variants(run, data, mode, main_grad)
-            )
-            or []
-        ):
+        make = functools.partial(our_variants, run, data, mode, main_grad)
+        for variant in attempt(run, "warm-up", mode, make) or []:
             attempt(run, "warm-up", variant.name, variant.call)
 
 
@@ -214,124 +198,86 @@ def summary(jobs: Jobs) -> str:
     return "; ".join([counted, *padded, *missing])
 
 
-def make_meta(device: torch.device, commit: str | None, sustained: bool) -> dict[str, Any]:
+PROTOCOL = {
+    "timing": f"eager calls in turns between events, host time hidden by a spinning "
+    f"kernel; median of {REPEATS}; operands larger than L2",
+    "data": "normal values; skewed: Zipf sizes in shuffled order, one group empty",
+    "work": "TFLOP/s of real rows; DeepGEMM's groups are padded to 128 rows before the "
+    "clock runs, those of torch's wgrad to 16",
+    "with_quant": "mxpert: grouped_linear and its autograd, bfloat16 to bfloat16, both "
+    "copies made; forward+backward: everything, torch: its three GEMMs",
+    "wgrad": "wgrad: bfloat16 result; wgrad_accumulate: added to float32",
+    "snr_db": "sampled rows, to float64 on unquantised operands; rel_l2: to float64 on "
+    "the dequantised operands, ours alone",
+}
+
+
+def make_meta(options: argparse.Namespace) -> Row:
     """Everything but the ceilings."""
-    facts = environment(device)
-    versions = facts["versions"] | {"driver": facts.get("gpu", {}).get("driver_version")}
-    pause = "none: sustained load" if sustained else f"{PAUSE:g} times a call's duration after it"
-    return {
-        "device": facts["device"],
-        "clocks": facts.get("gpu", {}),
-        "versions": versions,
-        "commit": commit or facts["commit"],
-        "date": facts["date"],
-        "ceilings": {},
-        "kernels": {},
-        "peers": {"torch": "present"},
-        "protocol": {
-            "pause": pause,
-            "timing": f"eager calls in turns between events, host time hidden by a spinning "
-            f"kernel; median of {REPEATS}; operands larger than L2",
-            "data": "normal values; skewed: Zipf sizes in shuffled order, one group empty",
-            "work": "TFLOP/s of real rows; DeepGEMM's groups are padded to 128 rows before the "
-            "clock runs, those of torch's wgrad to 16",
-            "with_quant": "mxpert: grouped_linear and its autograd, bfloat16 to bfloat16, both "
-            "copies made; forward+backward: everything, torch: its three GEMMs",
-            "wgrad": "wgrad: bfloat16 result; wgrad_accumulate: added to float32",
-            "snr_db": "sampled rows, to float64 on unquantised operands; rel_l2: to float64 on "
-            "the dequantised operands, ours alone",
-        },
-    }
+    idle = f"{PAUSE:g} times a call's duration after it"
+    protocol = {"pause": "none: sustained load" if options.sustained else idle, **PROTOCOL}
+    names = ("device", "clocks", "versions", "commit", "date")
+    peers = {"torch": "present"}
+    return machine(options, *names, ceilings={}, kernels={}, peers=peers, protocol=protocol)
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--shapes",
-        default=",".join(map(str, range(1, len(SHAPES) + 1))),
-        help="numbers of shapes: "
-        + ", ".join(f"{index} = {shape}" for index, shape in enumerate(SHAPES, 1)),
-    )
-    parser.add_argument("--balances", nargs="+", choices=BALANCES, default=list(BALANCES))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--peers", type=Path, help="directory that holds deep_gemm")
-    parser.add_argument("--output", type=Path, help=f"default: {RESULTS.name}")
-    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
-    parser.add_argument("--sustained", action="store_true", help="no pauses between calls")
-    parser.add_argument("--commit", help="where the checkout has no history")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="tiny shapes on the CPU: proves that everything runs"
-    )
-    return parser.parse_args(arguments)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
+    add = parser.add_argument
+    numbers = {str(index): shape for index, shape in enumerate(SHAPES, 1)}
+    text = ", ".join(f"{number} = {shape}" for number, shape in numbers.items())
+    add("--shapes", default=",".join(numbers), help=f"numbers of shapes: {text}")
+    add("--balances", nargs="+", choices=BALANCES, default=list(BALANCES))
+    add("--modes", nargs="+", choices=MODES, default=list(MODES))
+    add("--peers", type=Path, help="directory that holds deep_gemm")
+    add("--sustained", action="store_true", help="no pauses between calls")
 
 
 def prepare_run(options: argparse.Namespace) -> Run:
     """Checked options, ceilings, and DeepGEMM's compiler at work."""
-    began = time.monotonic()
-    device = torch.device("cpu" if options.dry_run else "cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            message(
-                "grouped_gemm", "device", "a GPU", "none", "run with --dry-run to try the script"
-            )
-        )
     shapes = [tiny(shape) if options.dry_run else shape for shape in parse_shapes(options.shapes)]
     if options.peers is not None:
         add_to_path(options.peers)
-    path = options.output or (DRY_OUTPUT if options.dry_run else RESULTS)
-    meta = make_meta(device, options.commit, options.sustained)
+    device, meta = options.device, make_meta(options)
     meta["ceilings"] = measure_ceilings(device)
-    document = Document(path, meta)
+    document = Document(options.path, meta, KEY_COLUMNS, ("cell", "variant"), saves_left=False)
+    document.sections["quantiser"] = []
     has_deepgemm = options.peers is not None and (options.peers / "deep_gemm").is_dir()
     if not has_deepgemm:
         meta["peers"]["deepgemm"] = "absent: no --peers directory with deep_gemm"
-    run = Run(
-        device,
-        document,
-        shapes,
-        options.balances,
-        options.modes,
-        began + options.time_limit,
-        0.0 if options.sustained else PAUSE,
-        has_deepgemm,
-    )
+    pause = 0.0 if options.sustained else PAUSE
+    what = shapes, options.balances, options.modes
+    run = Run(device, document, *what, options.deadline, pause, has_deepgemm)
     if has_deepgemm and device.type == "cuda":
         run.compiler = Compiler(options.peers, shapes)
     return run
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def measure(options: argparse.Namespace, run: Run) -> int:
     """Run it; 0 if every variant of mxpert has a time, 3 if the CUDA context was lost."""
-    options, began = parse_arguments(arguments), time.monotonic()
-    try:
-        run = prepare_run(options)
-    except (ValueError, TypeError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"{run.document.meta['device']}: {run.document.meta['ceilings']}", flush=True)
+    document = run.document
+    print(f"{document.meta['device']}: {document.meta['ceilings']}", flush=True)
     try:
         run_cells(run)
     except FatalError as error:
         print(f"the CUDA context is lost: {error}", file=sys.stderr)
-        run.document.save()
+        document.save()
         return FATAL
-    run.document.save()
-    red = [
-        each
-        for each in run.document.failures
-        if each["variant"].startswith(OURS) or "quantiser" in each["cell"]
-    ]
-    for each in red:
-        print(f"no time for {each['cell']} {each['variant']}: {each['error']}", file=sys.stderr)
+    document.save()
+    failures = document.failures.items()
+    red = {key: text for key, text in failures if key[1].startswith(OURS) or "quantiser" in key[0]}
+    for (cell, variant), text in red.items():
+        print(f"no time for {cell} {variant}: {text}", file=sys.stderr)
     print(
-        f"wrote {run.document.path}: {len(run.document.rows)} rows, "
-        f"{len(run.document.quantiser)} of quantisers, {len(run.document.failures)} failures, "
-        f"{time.monotonic() - began:.0f} s"
+        f"wrote {document.path}: {len(document.rows)} rows, "
+        f"{len(document.sections['quantiser'])} of quantisers, {len(failures)} failures, "
+        f"{time.monotonic() - options.began:.0f} s"
     )
     return 1 if red else 0
+
+
+SCRIPT = Script("grouped_gemm", __doc__, measure, prepare_run, add_options, limit=math.inf)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

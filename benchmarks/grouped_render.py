@@ -14,11 +14,23 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-import _checkout  # noqa: F401 - finds the library
-from grouped_cells import BALANCES, MODES, OPS, SHAPES
-from grouped_document import Row, load
-from grouped_ours import OURS
-from render import conditions, markdown_table, render, save_figure
+from grouped_gemms.cells import BALANCES, MODES, OPS, SHAPES
+from grouped_gemms.ours import OURS
+from grouped_gemms.rows import KEY_COLUMNS, SCHEMA
+from harness.document import Row
+from harness.tables import (
+    absences,
+    bullets,
+    conditions,
+    draw_cublas,
+    make_panels,
+    markdown_table,
+    optional,
+    page,
+    render,
+    row_table,
+    save_figure,
+)
 
 DEEPGEMM, TORCH = ("deepgemm", "fp8_1x128"), ("torch", "bf16")
 COLUMNS = (
@@ -29,29 +41,14 @@ COLUMNS = (
     DEEPGEMM,
     (f"{OURS}_triton", "exact"),
 )
-COLORS = dict(
-    zip(
-        COLUMNS,
-        (
-            "tab:brown",
-            "tab:red",
-            "tab:orange",
-            "tab:pink",
-            "tab:blue",
-            "tab:cyan",
-            "tab:olive",
-            "tab:green",
-            "tab:gray",
-        ),
-        strict=True,
-    )
-)
+_NAMES = "brown red orange pink blue cyan olive green gray"
+COLORS = {column: f"tab:{color}" for column, color in zip(COLUMNS, _NAMES.split(), strict=True)}
 DEEPGEMM_GOALS = {"auto": 1.03, "row": 1.03, "block128": 0.95}
 WGRAD_GOAL = 1300.0
 """TFLOP/s."""
 
 Column = tuple[str, str]
-Times = dict[tuple[str, str, str, str, str, bool], Row]
+Times = dict[tuple[Any, ...], Row]
 
 
 @dataclass(frozen=True)
@@ -70,10 +67,7 @@ class Claim:
 
 def by_key(rows: Iterable[Row]) -> Times:
     """(shape, balance, impl, mode, op, with_quant) → row."""
-    return {
-        (row["shape"], row["balance"], row["impl"], row["mode"], row["op"], row["with_quant"]): row
-        for row in rows
-    }
+    return {tuple(row[name] for name in KEY_COLUMNS): row for row in rows}
 
 
 def speed_claims(rows: Iterable[Row]) -> Iterator[Claim]:
@@ -105,47 +99,40 @@ def speed_claims(rows: Iterable[Row]) -> Iterator[Claim]:
             whole = rate(shape, balance, (OURS, mode), OPS[-1], True)
             plain = rate(shape, balance, TORCH, OPS[-1], False)
             if whole and plain and mode in ("auto", "row"):
-                yield Claim(
-                    f"{mode} forward + backward with quantisation / torch bf16",
-                    1.3,
-                    f"{shape} {balance}",
-                    whole / plain,
-                )
+                name = f"{mode} forward + backward with quantisation / torch bf16"
+                yield Claim(name, 1.3, f"{shape} {balance}", whole / plain)
 
 
 def claims(document: Mapping[str, Any]) -> list[Claim]:
     """Everything that has a goal, quantisers included."""
-    found = list(speed_claims(document["rows"]))
-    for row in document["quantiser"]:
-        found.append(
-            Claim(
-                f"{row['op']} / copy",
-                0.8,
-                f"{row['shape']} {row['operand']} {row['dtype']} {row['mode']}",
-                row["of_copy"],
-            )
-        )
-    return found
+    cell = "{shape} {operand} {dtype} {mode}"
+    return [
+        *speed_claims(document["rows"]),
+        *(
+            Claim(f"{row['op']} / copy", 0.8, cell.format(**row), row["of_copy"])
+            for row in document["quantiser"]
+        ),
+    ]
 
 
 def claims_table(found: Sequence[Claim]) -> str:
     """One line for each kind of claim."""
-    lines = []
-    for name in dict.fromkeys(claim.name for claim in found):
-        same = [claim for claim in found if claim.name == name]
-        worst = min(same, key=lambda claim: claim.value)
-        lines.append(
-            (
-                name,
-                f"≥ {worst.goal:.2f}",
-                f"{geometric_mean(claim.value for claim in same):.2f}",
-                f"{worst.value:.2f} ({worst.cell})",
-                f"{sum(claim.is_met for claim in same)} of {len(same)}",
-            )
-        )
-    return markdown_table(
-        ("rate / the other's rate", "goal", "geometric mean", "worst", "cells that meet it"), lines
-    )
+    kinds: dict[str, list[Claim]] = {}
+    for claim in found:
+        kinds.setdefault(claim.name, []).append(claim)
+
+    def worst(kind: list[Claim]) -> str:
+        least = min(kind, key=lambda claim: claim.value)
+        return f"{least.value:.2f} ({least.cell})"
+
+    columns = {
+        "rate / the other's rate": lambda kind: kind[0].name,
+        "goal": lambda kind: f"≥ {kind[0].goal:.2f}",
+        "geometric mean": lambda kind: f"{geometric_mean(claim.value for claim in kind):.2f}",
+        "worst": worst,
+        "cells that meet it": lambda kind: f"{sum(each.is_met for each in kind)} of {len(kind)}",
+    }
+    return row_table(kinds.values(), columns)
 
 
 def present(rows: Sequence[Row]) -> list[Column]:
@@ -178,110 +165,62 @@ def speed_table(rows: Sequence[Row], balance: str, with_quant: bool) -> str:
 
 def snr_table(rows: Sequence[Row]) -> str:
     """Least and greatest SNR of each implementation and op over all cells."""
-    lines = []
-    for column in present(rows):
-        for op in OPS:
-            values = [
-                row["snr_db"]
-                for row in rows
-                if (row["impl"], row["mode"]) == column
-                and row["op"] == op
-                and row["snr_db"] is not None
-            ]
-            if values:
-                lines.append(
-                    (f"{' '.join(column)} {op}", f"{min(values):.2f}", f"{max(values):.2f}")
-                )
-    return markdown_table(
-        ("SNR against float64 on unquantised operands", "least, dB", "greatest, dB"), lines
-    )
-
-
-def quantiser_table(rows: Sequence[Row]) -> str:
-    """Each quantisation against the copy rate."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        if row["snr_db"] is not None:
+            found.setdefault((row["impl"], row["mode"], row["op"]), []).append(row["snr_db"])
+    kinds = [(*column, op) for column in COLUMNS for op in OPS]
     lines = [
-        (
-            f"{row['op']} {row['operand']} {row['shape']}",
-            row["dtype"],
-            row["mode"],
-            str(row["width"]),
-            f"{row['us']:.0f}",
-            f"{row['tbs']:.2f}",
-            f"{100 * row['of_copy']:.0f} %",
-        )
-        for row in rows
+        (" ".join(kind), f"{min(found[kind]):.2f}", f"{max(found[kind]):.2f}")
+        for kind in kinds
+        if kind in found
     ]
-    return markdown_table(("quantiser", "from", "mode", "width", "µs", "TB/s", "of copy"), lines)
+    head = ("SNR against float64 on unquantised operands", "least, dB", "greatest, dB")
+    return markdown_table(head, lines)
 
 
-def detail_table(rows: Sequence[Row]) -> str:
-    """Every measurement."""
-    order = sorted(
-        rows,
-        key=lambda row: (
-            shape_rank(row["shape"]),
-            row["balance"],
-            row["with_quant"],
-            OPS.index(row["op"]),
-            row["us"],
-        ),
-    )
-    lines = [
-        (
-            row["shape"],
-            row["balance"],
-            row["op"],
-            "yes" if row["with_quant"] else "no",
-            f"{row['impl']} {row['mode']}",
-            f"{row['us']:.0f}",
-            f"{row['us_spread']:.0f}",
-            f"{row['tflops']:.0f}",
-            _optional(row["snr_db"], ".2f"),
-            _optional(row["rel_l2"], ".1e"),
-        )
-        for row in order
-    ]
-    return markdown_table(
-        (
-            "G×rows-N-K",
-            "groups",
-            "op",
-            "quantisation",
-            "impl",
-            "µs",
-            "10–90 %",
-            "TFLOP/s",
-            "SNR dB",
-            "rel L2",
-        ),
-        lines,
-    )
+QUANTISER = {
+    "quantiser": "{op} {operand} {shape}",
+    "from": "{dtype}",
+    "mode": "{mode}",
+    "width": "{width}",
+    "µs": "{us:.0f}",
+    "TB/s": "{tbs:.2f}",
+    "of copy": lambda row: f"{100 * row['of_copy']:.0f} %",
+}
+DETAIL = {
+    "G×rows-N-K": "{shape}",
+    "groups": "{balance}",
+    "op": "{op}",
+    "quantisation": lambda row: "yes" if row["with_quant"] else "no",
+    "impl": "{impl} {mode}",
+    "µs": "{us:.0f}",
+    "10–90 %": "{us_spread:.0f}",
+    "TFLOP/s": "{tflops:.0f}",
+    "SNR dB": lambda row: optional(row["snr_db"], ".2f"),
+    "rel L2": lambda row: optional(row["rel_l2"], ".1e"),
+}
 
 
-def _optional(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def detail_rank(row: Row) -> tuple[Any, ...]:
+    """The order of all measurements."""
+    shape, op = shape_rank(row["shape"]), OPS.index(row["op"])
+    return shape, row["balance"], row["with_quant"], op, row["us"]
 
 
 def head(document: Mapping[str, Any]) -> str:
     """On what, when and how it was measured."""
     meta = document["meta"]
-    power = {"power": f"pause {meta['protocol']['pause']}"}
-    return conditions({**meta, "protocol": power}) + (
-        f" Copy: {meta['ceilings']['copy_tbs']:.2f} TB/s."
-    )
+    text = conditions(meta, f"pause {meta['protocol']['pause']}")
+    return f"{text} Copy: {meta['ceilings']['copy_tbs']:.2f} TB/s."
 
 
 def summary(document: Mapping[str, Any]) -> str:
     """The short form: kernels with balanced groups, and what has a goal."""
-    return (
-        "\n\n".join(
-            [
-                head(document),
-                speed_table(document["rows"], BALANCES[0], False),
-                claims_table(claims(document)),
-            ]
-        )
-        + "\n"
+    return page(
+        head(document),
+        speed_table(document["rows"], BALANCES[0], False),
+        claims_table(claims(document)),
     )
 
 
@@ -293,69 +232,56 @@ def full(document: Mapping[str, Any]) -> str:
         for claim in sorted(found, key=lambda claim: claim.value / claim.goal)
         if not claim.is_met
     ] or ["None."]
-    parts = [
-        "# MXFP8 grouped GEMM for training: measurements",
-        head(document),
-        "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
-        "## Against goals",
-        claims_table(found),
-        "### Cells that miss one",
-        "\n".join(missed),
-    ]
+    speeds = []
     for balance in BALANCES:
         if any(row["balance"] == balance for row in rows):
-            parts += [
+            speeds += [
                 f"## Kernels alone, {balance} groups",
                 speed_table(rows, balance, False),
                 f"## With quantisation, {balance} groups",
                 speed_table(rows, balance, True),
             ]
-    parts += [
-        "## Signal to noise",
-        snr_table(rows),
-        "## Quantisers",
-        quantiser_table(document["quantiser"]),
-        "## Every measurement",
-        detail_table(rows),
-    ]
     kernels = [
-        f"- {name} {op}: {text}"
+        f"{name} {op}: {text}"
         for name, ops in meta.get("kernels", {}).items()
         for op, text in ops.items()
     ]
-    absent = [
-        f"- {name}: {text}" for name, text in meta.get("peers", {}).items() if text != "present"
-    ]
-    absent += [
-        f"- {each['cell']} {each['variant']}: {each['error']}" for each in meta.get("failures", [])
-    ]
-    for title, lines in (("## Kernels chosen", kernels), ("## Peers and failures", absent)):
-        if lines:
-            parts += [title, "\n".join(lines)]
-    return "\n\n".join(parts) + "\n"
+    peers = meta.get("peers", {}).items()
+    absent = [f"{name}: {text}" for name, text in peers if text != "present"]
+    absent += ["{cell} {variant}: {error}".format(**each) for each in meta.get("failures", [])]
+    return page(
+        "# MXFP8 grouped GEMM for training: measurements",
+        head(document),
+        bullets(meta["protocol"]),
+        "## Against goals",
+        claims_table(found),
+        "### Cells that miss one",
+        "\n".join(missed),
+        *speeds,
+        "## Signal to noise",
+        snr_table(rows),
+        "## Quantisers",
+        row_table(document["quantiser"], QUANTISER),
+        "## Every measurement",
+        row_table(sorted(rows, key=detail_rank), DETAIL),
+        absences("Kernels chosen", kernels),
+        absences("Peers and failures", absent),
+    )
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
     """Bars: the three kernels and the whole layer, a group for each shape, balanced groups."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows, limits = document["rows"], document["meta"]["ceilings"]
+    rows = document["rows"]
     shapes = sorted({row["shape"] for row in rows}, key=shape_rank)
-    figure, panels = pyplot.subplots(4, 1, figsize=(11, 12), layout="constrained")
-    for axes, op in zip(panels, ("forward", "dgrad", "wgrad", "forward+backward"), strict=True):
-        whole = op == "forward+backward"
+    figure, panels = make_panels(4, 1, (11, 12))
+    for axes, op in zip(panels[:, 0], ("forward", "dgrad", "wgrad", OPS[-1]), strict=True):
         draw(axes, rows, shapes, op)
-        axes.set_title(
-            f"{op}, {'from bf16 to bf16' if whole else 'kernel alone'}", fontsize="medium"
-        )
-        axes.axhline(limits["bf16_tflops"], color="gray", label="cuBLAS bf16")
-        axes.axhline(limits["fp8_tflops"], color="gray", linestyle="--", label="cuBLAS fp8")
+        what = "from bf16 to bf16" if op == OPS[-1] else "kernel alone"
+        axes.set_title(f"{op}, {what}", fontsize="medium")
+        draw_cublas(axes, document["meta"]["ceilings"])
         axes.set(ylabel="TFLOP/s")
         axes.set_xticks(range(len(shapes)), shapes, fontsize="small")
-    save_figure(figure, panels, document, path, columns=5)
+    save_figure(figure, panels.flat, document, path, columns=5)
 
 
 def draw(axes: Any, rows: Sequence[Row], shapes: Sequence[str], op: str) -> None:
@@ -372,17 +298,13 @@ def draw(axes: Any, rows: Sequence[Row], shapes: Sequence[str], op: str) -> None
             if row is not None:
                 points.append((place - 0.4 + (index + 0.5) * width, row["tflops"]))
         if points:
-            axes.bar(
-                *zip(*points, strict=True),
-                width=width,
-                color=COLORS[column],
-                label=" ".join(column),
-            )
+            label = " ".join(column)
+            axes.bar(*zip(*points, strict=True), width=width, color=COLORS[column], label=label)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the three files; 2 if the JSON is not what grouped_gemm.py writes."""
-    return render(arguments, __doc__, load=load, full=full, plots={"": plot}, summary=summary)
+    return render(arguments, __doc__, SCHEMA, full, {"": plot}, summary=summary)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,9 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-import _checkout
 import torch
-from grouped_cells import (
+from grouped_gemms.cells import (
     BALANCES,
     Operands,
     Part,
@@ -31,18 +28,18 @@ from grouped_cells import (
     sample,
     tiny,
 )
-from grouped_ours import GATE, UNPROMOTED_ERROR, columns_of, rows_of, wide
-from grouped_timing import time_calls
-from render import markdown_table
+from grouped_gemms.ours import GATE, UNPROMOTED_ERROR, columns_of, rows_of, wide
+from harness.document import Row
+from harness.script import Script, machine
+from harness.tables import row_table
+from harness.timing import time_calls
 
 import mxpert
 from mxpert.cli.measure import GateError
-from mxpert.cli.report import environment, write_json
+from mxpert.cli.report import write_json
 from mxpert.formats import MXTensor
 from mxpert.testing.numerics import relative_l2
 
-RESULTS = _checkout.ROOT / "benchmarks/results/nvidia-h200/grouped_requests.json"
-DRY_OUTPUT = _checkout.ROOT / "reports/grouped-requests-dry-run.json"
 REPEATS = 7
 BINADES = 10
 SPANS = {
@@ -90,24 +87,16 @@ def mx_requests(data: Operands, label: str, backend: str | None = None) -> list[
         mxpert.quantize_dual(tensor, group_offsets=groups, scale_span=span)
         for tensor, groups in ((data.x, offsets), (data.grad, offsets), (data.weight, None))
     )
+    forward = functools.partial(mxpert.grouped_gemm, x_row, w_row, offsets)
+    wgrad = functools.partial(mxpert.grouped_wgrad, grad_col, x_col, offsets)
+    rows: tuple[Rows, Rows] = (lambda p: rows_of(x_row, p), lambda p: wide(w_row[p.group]))
+    columns: tuple[Rows, Rows] = (
+        lambda p: columns_of(grad_col, p, p.features),
+        lambda p: columns_of(x_col, p, slice(None)),
+    )
     return [
-        Request(
-            label,
-            "forward",
-            functools.partial(mxpert.grouped_gemm, x_row, w_row, offsets),
-            (lambda p: rows_of(x_row, p), lambda p: wide(w_row[p.group])),
-            backend,
-        ),
-        Request(
-            label,
-            "wgrad",
-            functools.partial(mxpert.grouped_wgrad, grad_col, x_col, offsets),
-            (
-                lambda p: columns_of(grad_col, p, p.features),
-                lambda p: columns_of(x_col, p, slice(None)),
-            ),
-            backend,
-        ),
+        Request(label, "forward", forward, rows, backend),
+        Request(label, "wgrad", wgrad, columns, backend),
     ]
 
 
@@ -121,14 +110,14 @@ def layout_requests(data: Operands, backend: str | None = None) -> list[Request]
     exact = (lambda p: rows_of(x_row, p), lambda p: wide(w_row[p.group]))
     gemm = functools.partial(mxpert.grouped_gemm, group_offsets=offsets)
     turned = data.weight.mT.contiguous()
+    calls: dict[str, tuple[Callable[[], torch.Tensor], tuple[Rows, Rows]]] = {
+        "bf16": (lambda: gemm(data.x, data.weight), bf16),
+        "bf16 [G, K, N]": (lambda: gemm(data.x, turned, trans_b=False), bf16),
+        "exact [G, K, N]": (lambda: gemm(x_row, lying, trans_b=False), exact),
+    }
     return [
-        Request("bf16", "forward", lambda: gemm(data.x, data.weight), bf16, backend),
-        Request(
-            "bf16 [G, K, N]", "forward", lambda: gemm(data.x, turned, trans_b=False), bf16, backend
-        ),
-        Request(
-            "exact [G, K, N]", "forward", lambda: gemm(x_row, lying, trans_b=False), exact, backend
-        ),
+        Request(name, "forward", call, operands, backend)
+        for name, (call, operands) in calls.items()
     ]
 
 
@@ -143,7 +132,7 @@ def check(request: Request, parts: Sequence[Part]) -> float:
     return error
 
 
-def measure(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
+def measure(shape: Shape, device: torch.device) -> list[Row]:
     """One row for each request."""
     data = Operands.random(shape, BALANCES[0], device)
     wide_data, parts = widened(data), sample(data)
@@ -160,62 +149,49 @@ def measure(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
             *layout_requests(data, "triton"),
         ]
     errors = [check(request, parts) for request in requests]
-    timings = time_calls(
-        {str(index): request.run for index, request in enumerate(requests)},
-        device=device,
-        repeats=REPEATS if device.type == "cuda" else 1,
-    )
+    calls = {str(index): request.run for index, request in enumerate(requests)}
+    repeats = REPEATS if device.type == "cuda" else 1
+    timings = time_calls(calls, device=device, repeats=repeats).values()
     return [
         {
             "shape": str(shape),
             "request": request.name,
             "op": request.op,
             "backend": request.backend or "chosen",
-            "us": round(timings[str(index)].us, 1),
-            "spread": timings[str(index)].spread,
+            "us": round(timing.us, 1),
+            "spread": timing.spread,
             "rel_l2": error,
-            "tflops": round(shape.flops(request.op) / timings[str(index)].us / 1e6, 1),
+            "tflops": round(shape.flops(request.op) / timing.us / 1e6, 1),
         }
-        for index, (request, error) in enumerate(zip(requests, errors, strict=True))
+        for request, error, timing in zip(requests, errors, timings, strict=True)
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write the JSON, print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+COLUMNS = {name: f"{{{name}}}" for name in ("shape", "request", "op", "backend", "us", "tflops")}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
     parser.add_argument("--shapes", default="2,6", help="numbers as in grouped_gemm.py")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
-    options = parser.parse_args(arguments)
-    device = torch.device("cpu" if options.dry_run else "cuda")
+
+
+def shapes_of(options: argparse.Namespace) -> list[Shape]:
+    return parse_shapes(options.shapes)
+
+
+def measure_all(options: argparse.Namespace, shapes: Sequence[Shape]) -> int:
+    """Measure, write the JSON, print the table."""
     rows = []
-    for shape in parse_shapes(options.shapes):
-        rows += measure(tiny(shape) if options.dry_run else shape, device)
-    facts = environment(device)
-    output = options.output or (DRY_OUTPUT if options.dry_run else RESULTS)
-    write_json(
-        output,
-        {
-            "meta": {name: facts[name] for name in ("device", "versions", "commit", "date")},
-            "rows": rows,
-        },
-    )
-    columns = ("shape", "request", "op", "backend", "us", "tflops", "rel_l2")
-    print(
-        markdown_table(
-            columns,
-            [
-                tuple(
-                    f"{row[name]:.1e}" if name == "rel_l2" else str(row[name]) for name in columns
-                )
-                for row in rows
-            ],
-        )
-    )
-    print(f"wrote {output}")
+    for shape in shapes:
+        rows += measure(tiny(shape) if options.dry_run else shape, options.device)
+    meta = machine(options, "device", "versions", "commit", "date")
+    write_json(options.path, {"meta": meta, "rows": rows})
+    print(f"{row_table(rows, COLUMNS | {'rel_l2': '{rel_l2:.1e}'})}\nwrote {options.path}")
     return 0
+
+
+SCRIPT = Script("grouped_requests", __doc__, measure_all, shapes_of, add_options)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from grouped_cells import MODES, Shape
-from grouped_ours import recipe_of
+from grouped_gemms.cells import MODES, Shape
+from grouped_gemms.ours import recipe_of
 
 import mxpert
 from mxpert import GateUpOrder, MoEConfig, ScaleSpan, SwiGLU
@@ -66,13 +66,10 @@ class Variant:
     backend: str | None = None
     config: MoEConfig | None = None
 
-    @contextlib.contextmanager
-    def pinned(self, dry: bool) -> Iterator[None]:
+    def pinned(self, dry: bool) -> contextlib.AbstractContextManager[None]:
         """Backend and tile of the variant; a dry run has neither."""
-        with mxpert.override(
-            backend=None if dry else self.backend, config=None if dry else self.config
-        ):
-            yield
+        pins = {} if dry else {"backend": self.backend, "config": self.config}
+        return mxpert.override(**pins)
 
 
 def bits(result: Any) -> tuple[torch.Tensor, ...]:
@@ -115,9 +112,8 @@ def stages(a_format: str, config: MoEConfig) -> Callable[[torch.device, bool], H
 
     def make(device: torch.device, dry: bool) -> Hunted:
         smallest = next(iter(hopper_tiles(a_format).values()))  # has few tokens
-        made = MoEHunt.of(
-            *((TINY, a_format, smallest) if dry else (SMALL, a_format, config)), device
-        )
+        case = (TINY, a_format, smallest) if dry else (SMALL, a_format, config)
+        made = MoEHunt.of(*case, device)
         return Hunted(made.run, made.renew, str(config))
 
     return make
@@ -139,19 +135,12 @@ def layer(
 
         def renew() -> None:
             redraw(inputs, generator)
-            copy_into(
-                (inputs.topk_weights, inputs.topk_ids),
-                random_routing(
-                    len(inputs.x), chosen.num_experts, chosen.top_k, generator=generator
-                ),
-            )
+            sizes = len(inputs.x), chosen.num_experts, chosen.top_k
+            copy_into(arguments[2:], random_routing(*sizes, generator=generator))
 
         resolution = mxpert.explain(mxpert.fused_moe, *arguments, **options).resolution
-        return Hunted(
-            lambda: bits(mxpert.fused_moe(*arguments, **options)),
-            renew,
-            f"{resolution.kernel.backend}: {resolution.config}",
-        )
+        run = lambda: bits(mxpert.fused_moe(*arguments, **options))  # noqa: E731
+        return Hunted(run, renew, f"{resolution.kernel.backend}: {resolution.config}")
 
     return make
 
@@ -160,30 +149,20 @@ def moe_variants() -> Iterator[Variant]:
     """Every tile of the Hopper kernels and the portable kernels in every format; large layers."""
     for a_format in ACTIVATION_FORMATS:
         for tile, config in hopper_tiles(a_format).items():
-            yield Variant(
-                f"hopper moe/{a_format}/{tile}",
-                text_of(SMALL, "tiles filled to 0.7"),
-                stages(a_format, config),
-                backend="hopper",
-                config=config,
-            )
+            name, shape = f"hopper moe/{a_format}/{tile}", text_of(SMALL, "tiles filled to 0.7")
+            make = stages(a_format, config)
+            yield Variant(name, shape, make, backend="hopper", config=config)
     for a_format in ACTIVATION_FORMATS:
         for tokens in (16, 512):
-            yield Variant(
-                f"triton moe/{a_format}/T={tokens}",
-                text_of(SMALL, f"T {tokens}"),
-                layer(SMALL, tokens, a_format, prepared=False),
-                backend="triton",
-            )
-    for name, tokens in (("gpt-oss-120b", 64), ("kimi-k2-tp4", 2048)):
+            name, shape = f"triton moe/{a_format}/T={tokens}", text_of(SMALL, f"T {tokens}")
+            make = layer(SMALL, tokens, a_format, prepared=False)
+            yield Variant(name, shape, make, backend="triton")
+    for model, tokens in (("gpt-oss-120b", 64), ("kimi-k2-tp4", 2048)):
         for a_format in ACTIVATION_FORMATS:
-            yield Variant(
-                f"large layer/{a_format}/{name}",
-                text_of(MODEL_SHAPES[name], f"T {tokens}"),
-                layer(MODEL_SHAPES[name], tokens, a_format, prepared=True),
-                LARGE_REPEATS,
-                backend="hopper",
-            )
+            name, shape = f"large layer/{a_format}/{model}", MODEL_SHAPES[model]
+            make = layer(shape, tokens, a_format, prepared=True)
+            text = text_of(shape, f"T {tokens}")
+            yield Variant(name, text, make, LARGE_REPEATS, backend="hopper")
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -206,16 +185,10 @@ class Grouped:
         return (x * 2.0**spread).to(torch.bfloat16)
 
     def _draw_offsets(self) -> None:
-        rows = self.shape.G * self.shape.rows
-        ends = (
-            torch.randint(
-                0, rows + 1, (self.shape.G - 1,), generator=self.generator, device=self.device
-            )
-            .sort()
-            .values
-        )
+        rows, size = self.shape.G * self.shape.rows, (self.shape.G - 1,)
+        ends = torch.randint(0, rows + 1, size, generator=self.generator, device=self.device)
         self.offsets[0], self.offsets[-1] = 0, rows
-        self.offsets[1:-1] = ends
+        self.offsets[1:-1] = ends.sort().values
 
     def _quantised(self) -> tuple[Any, ...]:
         """Both copies of x, of the weights and of the gradient."""
@@ -247,11 +220,8 @@ class Grouped:
                 return bits(mxpert.grouped_gemm(grad[0], weight[1], self.offsets))
             case "wgrad":
                 return bits(mxpert.grouped_wgrad(grad[1], x[1], self.offsets))
-        return bits(
-            mxpert.grouped_wgrad(
-                grad[1], x[1], self.offsets, accumulate_into=self.main_grad.clone()
-            )
-        )
+        sums = self.main_grad.clone()
+        return bits(mxpert.grouped_wgrad(grad[1], x[1], self.offsets, accumulate_into=sums))
 
     def config(self, op: str) -> str:
         """Backend and tile of a GEMM."""
@@ -281,11 +251,8 @@ def dual(spans: tuple[ScaleSpan, ScaleSpan]) -> Callable[[torch.device, bool], H
         made = Grouped(TINY_GROUPED if dry else GROUPED, "bf16", device)
         x, options = made.copies[0][0], {"group_offsets": made.offsets, "scale_span": spans}
         found = mxpert.explain(mxpert.quantize_dual, x, **options).resolution
-        return Hunted(
-            lambda: bits(mxpert.quantize_dual(x, **options)),
-            made.renew,
-            f"{found.kernel.backend}: {found.config}",
-        )
+        run = lambda: bits(mxpert.quantize_dual(x, **options))  # noqa: E731
+        return Hunted(run, made.renew, f"{found.kernel.backend}: {found.config}")
 
     return make
 
@@ -300,12 +267,8 @@ def training_variants() -> Iterator[Variant]:
         yield Variant(f"hopper dual/bf16/{name}", str(GROUPED), dual(spans))
     for mode in ("auto", "exact"):
         for op in ("forward", "dgrad", "wgrad"):
-            yield Variant(
-                f"large grouped/{mode}/{op}",
-                str(LARGE_GROUPED),
-                grouped(LARGE_GROUPED, mode, op),
-                LARGE_REPEATS // 2,
-            )
+            name, make = f"large grouped/{mode}/{op}", grouped(LARGE_GROUPED, mode, op)
+            yield Variant(name, str(LARGE_GROUPED), make, LARGE_REPEATS // 2)
 
 
 # --- routing and rows ---------------------------------------------------------------------------
@@ -326,15 +289,8 @@ def routing(
 
         def plan() -> tuple[torch.Tensor, ...]:
             made = mxpert.make_routing_plan(weights, ids, num_experts=experts, routing_block_m=32)
-            return bits(
-                (
-                    made.sorted_token_ids,
-                    made.sorted_weights,
-                    made.block_expert_ids,
-                    made.num_valid,
-                    made.slot_rows,
-                )
-            )
+            sorted_rows = made.sorted_token_ids, made.sorted_weights
+            return bits((*sorted_rows, made.block_expert_ids, made.num_valid, made.slot_rows))
 
         run = plan if op == "plan" else lambda: bits(mxpert.route_topk(logits, top_k))
         return Hunted(run, renew, "triton")
@@ -348,11 +304,8 @@ def combine(op: str, tokens: int, width: int, top_k: int) -> Callable[[torch.dev
     def make(device: torch.device, dry: bool) -> Hunted:
         count, size = (5, 32) if dry else (tokens, width)
         generator = torch.Generator(device).manual_seed(1)
-        rows, grad = (
-            torch.empty(number, size, dtype=torch.bfloat16, device=device)
-            for number in (count * top_k, count)
-        )
-        weights = torch.empty(count, top_k, device=device)
+        rows = torch.empty(count * top_k, size, dtype=torch.bfloat16, device=device)
+        grad, weights = rows.new_empty(count, size), torch.empty(count, top_k, device=device)
         ids = torch.randperm(count * top_k, generator=generator, device=device).view(count, top_k)
 
         def renew() -> None:
@@ -361,11 +314,12 @@ def combine(op: str, tokens: int, width: int, top_k: int) -> Callable[[torch.dev
             ids.copy_(torch.randperm(ids.numel(), generator=generator, device=device).view_as(ids))
 
         renew()
-        run = (
-            (lambda: bits(mxpert.ops.rows.combine_rows(rows, ids, weights)))
-            if op == "forward"
-            else lambda: bits(mxpert.ops.rows.combine_rows_backward(grad, rows, ids, weights))
-        )
+
+        def run() -> tuple[torch.Tensor, ...]:
+            if op == "forward":
+                return bits(mxpert.ops.rows.combine_rows(rows, ids, weights))
+            return bits(mxpert.ops.rows.combine_rows_backward(grad, rows, ids, weights))
+
         return Hunted(run, renew, "triton")
 
     return make
@@ -375,11 +329,8 @@ def small_variants() -> Iterator[Variant]:
     """Routing and combining, with the plan in one program and in several kernels."""
     for op in ("topk", "plan"):
         for tokens, experts, top_k in ((1, 128, 4), (64, 384, 8), (4096, 384, 8)):
-            yield Variant(
-                f"routing/{op}/T={tokens}",
-                f"T{tokens} E{experts} k{top_k}",
-                routing(op, tokens, experts, top_k),
-            )
+            name, shape = f"routing/{op}/T={tokens}", f"T{tokens} E{experts} k{top_k}"
+            yield Variant(name, shape, routing(op, tokens, experts, top_k))
     for op in ("forward", "backward"):
         yield Variant(f"combine/{op}", "T512 k4 H704", combine(op, 512, 704, 4))
 

@@ -17,30 +17,25 @@ import queue
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
-from faults import describe
+from harness.document import RUN, Document, Row
+from harness.faults import describe
+from harness.script import Script, machine
+from harness.tables import absences, bullets, folded, page, row_table, where
 from hunt_variants import Variant, variants
-from render import add_render_option, folded, markdown_table, render_again
 
-from mxpert.cli.report import environment, write_json
-from mxpert.errors import message, require
+from mxpert.errors import require
 from support.races import LOAD_ROUNDS, hunt
 
-Row = dict[str, Any]
-DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/hunts.json"
-DRY_OUTPUT = _checkout.ROOT / "reports/hunts-dry-run.json"
 FRESH = 500
 """Repeats on the same data."""
 PER_GRAPH = 10
 DRY_REPEATS, DRY_FRESH = 6, 3
 JOIN_SECONDS = 20.0
-KEPT = ("device", "commit", "protocol")
 PROTOCOL = {
     "repeats": f"batches of {FRESH} on the same data in CUDA graphs of {PER_GRAPH}, every result "
     "compared bit for bit with the batch's first on the device; then fresh activations, "
@@ -89,8 +84,7 @@ def hunt_one(variant: Variant, order: Order) -> Row:
         "config": problem.config,
         "shape": variant.shape,
         "wanted": wanted,
-        "repeats": found.repeats,
-        "mismatches": found.mismatches,
+        **asdict(found),
         "processes": order.processes,
         "seconds": now - ready,
         "setup_seconds": ready - began,
@@ -114,29 +108,21 @@ def work(names: Any, answers: Any, order: Order) -> None:
 
 
 @dataclass
-class Hunts:
-    """The document in the making."""
+class Hunts(Document):
+    """The document in the making; rows in the order of all variants."""
 
-    path: Path
-    meta: Row
-    rows: dict[str, Row] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
+    every: Sequence[Variant] = ()
 
     def finished(self, name: str) -> bool:
-        return name in self.rows and self.rows[name]["repeats"] >= self.rows[name]["wanted"]
+        row = self.rows.get((name,))
+        return row is not None and row["repeats"] >= row["wanted"]
 
-    def document(self, every: Sequence[Variant]) -> Row:
-        left = [
-            each.name
-            for each in every
-            if not self.finished(each.name) and each.name not in self.failures
-        ]
-        names = [each.name for each in variants()]
-        rows = sorted(self.rows.values(), key=lambda row: names.index(row["name"]))
-        return {"meta": self.meta | {"failures": self.failures, "left": left}, "rows": rows}
-
-    def save(self, every: Sequence[Variant]) -> None:
-        write_json(self.path, self.document(every))
+    def as_json(self) -> Row:
+        names = [each.name for each in self.every if (each.name,) not in self.failures]
+        self.left = [name for name in names if not self.finished(name)]
+        order = [each.name for each in variants()]
+        found = super().as_json()
+        return found | {"rows": sorted(found["rows"], key=lambda row: order.index(row["name"]))}
 
 
 def answers_of(order: Order, names: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
@@ -165,9 +151,7 @@ def answers_of(order: Order, names: Sequence[str]) -> Iterator[tuple[str, str, A
         try:
             yield heard.get(timeout=0.5)
         except queue.Empty:
-            if not alive:
-                break
-            if time.monotonic() > order.deadline + JOIN_SECONDS:
+            if not alive or time.monotonic() > order.deadline + JOIN_SECONDS:
                 break
     for worker in workers:
         if worker.is_alive():
@@ -175,9 +159,9 @@ def answers_of(order: Order, names: Sequence[str]) -> Iterator[tuple[str, str, A
         worker.join()
 
 
-def run_hunts(hunts: Hunts, every: Sequence[Variant], order: Order) -> None:
+def run_hunts(hunts: Hunts, order: Order) -> None:
     """Hunt what is not finished; a variant whose process ended within it has failed."""
-    names = [each.name for each in every if not hunts.finished(each.name)]
+    names = [each.name for each in hunts.every if not hunts.finished(each.name)]
     begun: dict[str, None] = {}
     for kind, name, answer in answers_of(order, names):
         if kind == "begun":
@@ -185,22 +169,30 @@ def run_hunts(hunts: Hunts, every: Sequence[Variant], order: Order) -> None:
             continue
         begun.pop(name, None)
         if kind == "failed":
-            hunts.failures[name] = answer
-            print(f"{name}: {answer}", file=sys.stderr, flush=True)
+            print(f"{name}: {hunts.fail((name,), answer)}", file=sys.stderr, flush=True)
         else:
-            hunts.rows[name] = answer
+            hunts.add(answer)
             print(
-                f"{name}: {answer['repeats']} repeats, {answer['mismatches']} mismatches, "
-                f"{answer['seconds']:.1f} s + {answer['setup_seconds']:.1f} s",
+                "{name}: {repeats} repeats, {mismatches} mismatches, {seconds:.1f} s + "
+                "{setup_seconds:.1f} s".format(**answer),
                 flush=True,
             )
-        hunts.save(every)
+        hunts.save()
     for name in begun:
-        hunts.failures[name] = "the process ended, or did not end in time"
-    hunts.save(every)
+        hunts.fail((name,), "the process ended, or did not end in time")
+    hunts.save()
 
 
 # --- tables -------------------------------------------------------------------------------------
+
+DETAIL = {
+    "variant": "{name}",
+    "shape": "{shape}",
+    "repeats": "{repeats:,}",
+    "values that differed": "{mismatches}",
+    "seconds": "{seconds:.1f}",
+    "config": "{config}",
+}
 
 
 def summary(document: Row) -> str:
@@ -209,188 +201,99 @@ def summary(document: Row) -> str:
     for row in document["rows"]:
         kinds.setdefault(row["name"].split("/")[0], []).append(row)
     lines = [
-        [
-            kind,
-            str(len(rows)),
-            f"{min(row['repeats'] for row in rows):,}",
-            f"{sum(row['repeats'] for row in rows):,}",
-            str(sum(row["mismatches"] for row in rows)),
-            f"{sum(row['seconds'] for row in rows):.0f}",
-            f"{sum(row['setup_seconds'] for row in rows):.0f}",
-        ]
+        {"kind": kind, "variants": len(rows), "fewest": min(row["repeats"] for row in rows)}
+        | {
+            name: sum(row[name] for row in rows)
+            for name in ("repeats", "mismatches", "seconds", "setup_seconds")
+        }
         for kind, rows in kinds.items()
     ]
-    return markdown_table(
-        [
-            "kernels",
-            "variants",
-            "fewest repeats",
-            "repeats in all",
-            "values that differed",
-            "seconds",
-            "seconds of setup",
-        ],
-        lines,
-    )
+    columns = {
+        "kernels": "{kind}",
+        "variants": "{variants}",
+        "fewest repeats": "{fewest:,}",
+        "repeats in all": "{repeats:,}",
+        "values that differed": "{mismatches}",
+        "seconds": "{seconds:.0f}",
+        "seconds of setup": "{setup_seconds:.0f}",
+    }
+    return row_table(lines, columns)
 
 
 def markdown(document: Row) -> str:
     """Summary, every variant, what is missing."""
-    meta, rows = document["meta"], document["rows"]
-    versions = ", ".join(f"{name} {text}" for name, text in meta["versions"].items() if text)
-    table = markdown_table(
-        ["variant", "shape", "repeats", "values that differed", "seconds", "config"],
-        [
-            [
-                row["name"],
-                row["shape"],
-                f"{row['repeats']:,}",
-                str(row["mismatches"]),
-                f"{row['seconds']:.1f}",
-                row["config"],
-            ]
-            for row in rows
-        ],
+    meta = document["meta"]
+    control = (
+        f"**Control: one bit of repeat {meta['planted']} of every variant was "
+        "flipped and must be found.**"
     )
-    parts = [
+    failures = [f"{name}: `{error}`" for name, error in meta["failures"].items()]
+    return page(
         "# Race hunts",
-        f"{meta['device']}, {meta['date']}, commit "
-        f"`{str(meta['commit'])[:12]}`, {versions}; {meta['processes']} processes, "
-        f"{meta['seconds']:.0f} s.",
-        "\n".join(f"- {name}: {text}" for name, text in meta["protocol"].items()),
+        "" if meta["planted"] is None else control,
+        f"{where(meta)}; {meta['processes']} processes, {meta['seconds']:.0f} s.",
+        bullets(meta["protocol"]),
         summary(document),
-        folded("every variant", table),
-    ]
-    if meta["planted"] is not None:
-        parts.insert(
-            1,
-            f"**Control: one bit of repeat {meta['planted']} of every variant was "
-            "flipped and must be found.**",
-        )
-    absent = [f"- {name}: `{error}`" for name, error in meta["failures"].items()]
-    absent += [f"- out of time: {', '.join(meta['left'])}"] if meta["left"] else []
-    if absent:
-        parts += ["## Not finished", "\n".join(absent)]
-    return "\n\n".join(parts) + "\n"
+        folded("every variant", row_table(document["rows"], DETAIL)),
+        absences("Not finished", failures, meta["left"]),
+    )
 
 
 # --- command line -------------------------------------------------------------------------------
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--variants", default="*", metavar="PATTERN", help="shell pattern of names; default: all"
-    )
-    parser.add_argument("--repeats", type=int, help="of each variant (default: its own number)")
-    parser.add_argument("--processes", type=int, default=8, help="default: %(default)s")
-    parser.add_argument(
-        "--plant",
-        type=int,
-        metavar="REPEAT",
-        help="control: flip one bit in this repeat of every variant",
-    )
-    parser.add_argument("--output", type=Path, help=f"default: {DEFAULT_OUTPUT.name}")
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        default=240.0,
-        metavar="SECONDS",
-        help="variants that do not fit are listed as left; default: %(default)s",
-    )
-    parser.add_argument("--resume", action="store_true", help="keep what --output holds")
-    add_render_option(parser)
-    parser.add_argument("--commit", help="where the checkout has no history")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="tiny problems on the CPU's reference kernels, in one process unless "
-        "--processes is given",
-    )
-    return parser.parse_args(arguments)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
+    add = parser.add_argument
+    add("--variants", default="*", metavar="PATTERN", help="shell pattern of names; default: all")
+    add("--repeats", type=int, help="of each variant (default: its own number)")
+    add("--processes", type=int, default=8, help="default: %(default)s")
+    text = "control: flip one bit in this repeat of every variant"
+    add("--plant", type=int, metavar="REPEAT", help=text)
 
 
-def prepare(options: argparse.Namespace, began: float) -> tuple[Hunts, list[Variant], Order]:
-    """Checked options: the document, the variants, what the processes are told."""
-    require(options.processes > 0, "hunts", "--processes", need="at least 1", got=options.processes)
-    device = torch.device("cpu" if options.dry_run else "cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            message("hunts", "device", "a GPU", "none", "run with --dry-run to try the script")
-        )
-    every = [each for each in variants() if fnmatch(each.name, options.variants)]
-    require(
-        bool(every),
-        "hunts",
-        "--variants",
-        need="a pattern that matches a name",
-        got=repr(options.variants),
-    )
-    facts = environment(device)
-    meta = {
-        "device": facts["device"],
-        "versions": facts["versions"],
-        "date": facts["date"],
-        "commit": options.commit or facts["commit"],
-        "processes": options.processes,
-        "protocol": PROTOCOL,
-        "planted": options.plant,
-        "seconds": 0.0,
-    }
-    path = options.output or (DRY_OUTPUT if options.dry_run else DEFAULT_OUTPUT)
-    hunts = Hunts(path, meta)
-    if options.resume and path.is_file():
-        old = json.loads(path.read_text("utf-8"))
-        for name in (*KEPT, "planted"):
-            require(
-                old["meta"][name] == meta[name],
-                "hunts",
-                f"--resume {path}: {name}",
-                need=meta[name],
-                got=old["meta"][name],
-                remedy="start a new run",
-            )
-        hunts.rows = {row["name"]: row for row in old["rows"]}
+def prepare(options: argparse.Namespace) -> tuple[Hunts, Order]:
+    """Checked options: the document, and what the processes are told."""
+    number, pattern = options.processes, options.variants
+    require(number > 0, "hunts", "--processes", need="at least 1", got=number)
+    every = [each for each in variants() if fnmatch(each.name, pattern)]
+    need = "a pattern that matches a name"
+    require(bool(every), "hunts", "--variants", need=need, got=repr(pattern))
+    names = ("device", "versions", "date", "commit")
+    meta = machine(options, *names, protocol=PROTOCOL, planted=options.plant)
+    meta |= {"processes": number, "seconds": 0.0}
+    hunts = Hunts(options.path, meta, ("name",), every=every)
+    if options.resume and options.path.is_file():
+        old = json.loads(options.path.read_text("utf-8"))
+        hunts.resume(old, (*RUN, "planted"))
         meta["seconds"] = old["meta"]["seconds"]
-    order = Order(
-        device.type,
-        options.dry_run,
-        options.repeats,
-        options.plant,
-        options.processes,
-        began + options.time_limit,
-    )
-    return hunts, every, order
+    case = options.device.type, options.dry_run, options.repeats, options.plant
+    return hunts, Order(*case, number, options.deadline)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def measure(options: argparse.Namespace, prepared: tuple[Hunts, Order]) -> int:
     """Run it; 0 if nothing differed and nothing failed, or with --plant if every variant that ran
     found the planted bit and nothing else."""
-    options, began = parse_arguments(arguments), time.monotonic()
-    try:
-        if options.render is not None:
-            return render_again(options.render, markdown)
-        hunts, every, order = prepare(options, began)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    run_hunts(hunts, every, order)
-    hunts.meta["seconds"] += time.monotonic() - began
-    hunts.save(every)
-    document = hunts.document(every)
-    hunts.path.with_suffix(".md").write_text(markdown(document), encoding="utf-8")
+    hunts, order = prepared
+    run_hunts(hunts, order)
+    hunts.meta["seconds"] += time.monotonic() - options.began
+    hunts.save()
+    document = hunts.as_json()
+    SCRIPT.write_tables(hunts.path, document)
     expected = 0 if options.plant is None else 1
     wrong = [row["name"] for row in document["rows"] if row["mismatches"] != expected]
-    print("\n" + summary(document) + "\n")
     print(
-        f"wrote {hunts.path} and .md: {len(document['rows'])} variants, {len(wrong)} wrong, "
-        f"{len(hunts.failures)} failures, {len(document['meta']['left'])} left, "
-        f"{time.monotonic() - began:.0f} s"
+        f"\n{summary(document)}\n\nwrote {hunts.path} and .md: {len(document['rows'])} variants, "
+        f"{len(wrong)} wrong, {len(hunts.failures)} failures, {len(hunts.left)} left, "
+        f"{time.monotonic() - options.began:.0f} s"
     )
     return 1 if wrong or hunts.failures else 0
+
+
+SCRIPT = Script(
+    "hunts", __doc__, measure, prepare, add_options, limit=240.0, resumes=True, markdown=markdown
+)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

@@ -12,31 +12,30 @@ it, of the decode step in a CUDA graph, and of a long prefill, with the MoE bloc
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import _checkout
 import torch
 import transformers
-from models_document import make_row, validate
-from models_peer import TransformersMXFP4
-from models_timing import StepClock, Steps, graph_step, moe_milliseconds, timed_forward
+from harness.document import Document, Row
+from harness.script import Script, machine
 from transformers import GptOssConfig, GptOssForCausalLM
+from whole_model.peer import TransformersMXFP4
+from whole_model.rows import FACTS, KEY_COLUMNS, SCHEMA, make_row
+from whole_model.timing import StepClock, graph_step, moe_milliseconds, steps, timed_forward
 
 import mxpert
-from mxpert.cli.report import environment, write_json
 from mxpert.integrations.models.convert import mx_experts
 from mxpert.integrations.models.expert_modules import MXExperts
-from mxpert.testing.numerics import cosine, sqnr_floor_db
+from mxpert.testing.noise import sqnr_floor_db
+from mxpert.testing.numerics import cosine
 from mxpert.testing.timing import read_bandwidth
 
-DEFAULT_OUTPUT = _checkout.ROOT / "benchmarks/results/nvidia-h200/models.json"
-DRY_OUTPUT = _checkout.ROOT / "reports/models-dry-run.json"
 PROMPT = 32
 GATE_TOKENS = 64
 LAYER_COSINE = 0.9999
@@ -73,11 +72,8 @@ class Bench:
     model: Any
     converted: list[MXExperts]
     peer: TransformersMXFP4 | str
-    output: Path
-    meta: dict[str, Any]
+    document: Document
     deadline: float
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -89,20 +85,16 @@ class Bench:
         return [experts.source.places[0][0] for experts in self.converted]
 
     def save(self) -> None:
-        document = {"meta": self.meta | {"failures": self.failures}, "rows": self.rows}
-        validate(document)
-        write_json(self.output, document)
+        SCHEMA.validate(self.document.as_json())
+        self.document.save()
+
+
+_NO_TOKENS: dict[str, Any] = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
 def published_config(layers: int) -> GptOssConfig:
     """gpt-oss-20b as published, with `layers` decoder layers."""
-    return GptOssConfig(
-        num_hidden_layers=layers,
-        num_local_experts=32,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    return GptOssConfig(num_hidden_layers=layers, num_local_experts=32, **_NO_TOKENS)
 
 
 def tiny_config() -> GptOssConfig:
@@ -118,9 +110,7 @@ def tiny_config() -> GptOssConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         sliding_window=16,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **_NO_TOKENS,
     )
 
 
@@ -245,11 +235,11 @@ def time_generate(bench: Bench, batch: int, new_tokens: int) -> dict[str, float]
         return clock
 
     run(3)
-    steps = run(new_tokens).milliseconds()
-    with moe_milliseconds(bench.blocks, bench.device) as moe:
-        hooked = run(6).milliseconds()
-    moe_ms = Steps.of(moe.per_pass()[1:]).ms  # the first pass is the prompt
-    return steps.as_row() | {"moe_ms": moe_ms, "step_ms_hooked": hooked.ms}
+    found = run(new_tokens).steps()
+    with moe_milliseconds(bench.blocks, bench.device) as per_pass:
+        hooked = run(6).steps()
+    inside = steps(per_pass()[1:])  # the first pass is the prompt
+    return found | {"moe_ms": inside["ms"], "step_ms_hooked": hooked["ms"]}
 
 
 @torch.no_grad()
@@ -260,10 +250,9 @@ def time_prefill(bench: Bench, tokens: int, repeats: int) -> dict[str, float]:
         return bench.model(ids, use_cache=False, logits_to_keep=1)
 
     run()
-    with moe_milliseconds(bench.blocks, bench.device) as moe:
-        steps = timed_forward(run, bench.device, repeats)
-    moe_ms = Steps.of(moe.per_pass()).ms
-    return steps.as_row() | {"moe_ms": moe_ms, "step_ms_hooked": steps.ms}
+    with moe_milliseconds(bench.blocks, bench.device) as per_pass:
+        found = timed_forward(run, bench.device, repeats)
+    return found | {"moe_ms": steps(per_pass())["ms"], "step_ms_hooked": found["ms"]}
 
 
 Measurement = tuple[str, str, int, int, Callable[[], dict[str, float]]]
@@ -271,161 +260,120 @@ Measurement = tuple[str, str, int, int, Callable[[], dict[str, float]]]
 
 def measurements(bench: Bench, variant: Variant, options: argparse.Namespace) -> list[Measurement]:
     """(phase, mode, batch, tokens, what gives the times)."""
-    found: list[Measurement] = []
-    for batch in options.batches:
-        found.append(
-            (
-                "decode",
-                "generate",
-                batch,
-                PROMPT,
-                lambda b=batch: time_generate(bench, b, options.new_tokens),
-            )
-        )
-    found.append(
-        (
-            "prefill",
-            "forward",
-            1,
-            options.prefill,
-            lambda: time_prefill(bench, options.prefill, options.repeats),
-        )
-    )
-    if variant.graph:
-        for batch in options.batches:
-            found.append(
-                (
-                    "decode",
-                    "graph",
-                    batch,
-                    PROMPT,
-                    lambda b=batch: graph_step(
-                        bench.model, bench.blocks, random_ids(bench, b, PROMPT), options.repeats
-                    ),
-                )
-            )
+    prefill, new_tokens, repeats = options.prefill, options.new_tokens, options.repeats
+
+    def generate(batch: int) -> dict[str, float]:
+        return time_generate(bench, batch, new_tokens)
+
+    def graph(batch: int) -> dict[str, float]:
+        return graph_step(bench.model, bench.blocks, random_ids(bench, batch, PROMPT), repeats)
+
+    modes = [("generate", generate), *([("graph", graph)] if variant.graph else [])]
+    found: list[Measurement] = [
+        ("decode", mode, batch, PROMPT, functools.partial(work, batch))
+        for mode, work in modes
+        for batch in options.batches
+    ]
+    passes = functools.partial(time_prefill, bench, prefill, repeats)
+    found.insert(len(options.batches), ("prefill", "forward", 1, prefill, passes))
     return found
 
 
 def measure(bench: Bench, variant: Variant, truth: Truth, options: argparse.Namespace) -> None:
     """Gate one implementation, then take its measurements; failures are noted and skipped."""
+    document = bench.document
     try:
         use(bench, variant)
         cosines = gate(bench, variant, truth)
     except Exception as error:
-        bench.failures[str(variant)] = describe(error)
+        document.fail((str(variant),), error)
         return
     for phase, mode, batch, tokens, work in measurements(bench, variant, options):
         name = f"{variant} {phase} {mode} batch {batch}"
         if time.monotonic() > bench.deadline:
-            bench.failures[name] = "not measured: the time limit was reached"
+            document.fail((name,), "not measured: the time limit was reached")
             continue
         try:
             times = work()
         except Exception as error:
-            bench.failures[name] = describe(error)
+            document.fail((name,), error)
             traceback.print_exc()
             continue
-        bench.rows.append(
-            make_row(variant.impl, variant.format, phase, mode, batch, tokens, times, cosines)
-        )
-        row = bench.rows[-1]
-        print(
-            f"{name}: {row['ms']:.2f} ms, {row['tokens_per_s']:.0f} tokens/s, MoE "
-            f"{100 * row['moe_share']:.0f} %",
-            flush=True,
-        )
+        place = variant.impl, variant.format, phase, mode, batch, tokens
+        row = make_row(*place, times, cosines)
+        document.add(row)
+        text = "{ms:.2f} ms, {tokens_per_s:.0f} tokens/s, MoE share {moe_share:.2f}"
+        print(f"{name}: {text.format(**row)}", flush=True)
         bench.save()
 
 
-def describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+PROTOCOL = {
+    "generate": f"model.generate with its defaults after a prompt of {PROMPT} tokens, "
+    "greedy; ms is the median time between two decode steps",
+    "graph": "one decode step on a static cache in a CUDA graph, replayed; MoE blocks "
+    "replayed alone on the same inputs",
+    "forward": "one forward pass without a cache, Transformers' eager attention",
+    "moe": "router and experts; in generate and forward from events around each block "
+    "of a further pass (share of that pass), host gaps included",
+}
 
 
-def make_meta(config: GptOssConfig, device: torch.device, commit: str | None) -> dict[str, Any]:
-    facts = environment(device)
-    return {
-        "device": facts["device"],
-        "clocks": facts.get("gpu", {}),
-        "versions": facts["versions"],
-        "commit": commit or facts["commit"],
-        "date": facts["date"],
-        "read_tbs": read_bandwidth(device) / 1e12,
-        "model": {
-            "name": "gpt-oss-20b config, random weights",
-            "layers": config.num_hidden_layers,
-            "experts": config.num_local_experts,
-            "top_k": config.num_experts_per_tok,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-        },
-        "protocol": {
-            "generate": f"model.generate with its defaults after a prompt of {PROMPT} tokens, "
-            "greedy; ms is the median time between two decode steps",
-            "graph": "one decode step on a static cache in a CUDA graph, replayed; MoE blocks "
-            "replayed alone on the same inputs",
-            "forward": "one forward pass without a cache, Transformers' eager attention",
-            "moe": "router and experts; in generate and forward from events around each block "
-            "of a further pass (share of that pass), host gaps included",
-        },
+def make_meta(options: argparse.Namespace, config: GptOssConfig) -> Row:
+    """On what, when and how it is measured."""
+    model = {
+        "name": "gpt-oss-20b config, random weights",
+        "layers": config.num_hidden_layers,
+        "experts": config.num_local_experts,
+        "top_k": config.num_experts_per_tok,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
     }
+    rate = read_bandwidth(options.device) / 1e12
+    return machine(options, *FACTS, read_tbs=rate, model=model, protocol=PROTOCOL)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
+    names, add = [str(variant) for variant in VARIANTS], parser.add_argument
+    add("--layers", type=int, default=24)
     numbers = dict(type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--batches", default=[1, 8, 64], **numbers)
-    parser.add_argument("--prefill", type=int, default=8192, help="tokens of the prefill")
-    parser.add_argument("--new-tokens", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--time-limit", type=float, default=150.0, help="seconds, from the start")
-    parser.add_argument(
-        "--impl",
-        nargs="+",
-        choices=[str(variant) for variant in VARIANTS],
-        default=[str(variant) for variant in VARIANTS],
-    )
-    parser.add_argument("--commit", help="for a checkout without history")
-    parser.add_argument("--dry-run", action="store_true", help="two tiny layers, on any machine")
-    options = parser.parse_args(arguments)
+    add("--batches", default=[1, 8, 64], **numbers)
+    add("--prefill", type=int, default=8192, help="tokens of the prefill")
+    add("--new-tokens", type=int, default=20)
+    add("--repeats", type=int, default=5)
+    add("--impl", nargs="+", choices=names, default=names)
+
+
+def make_bench(options: argparse.Namespace) -> Bench:
+    """The model on its device, and an empty document."""
+    transformers.utils.logging.set_verbosity_error()
+    config = tiny_config() if options.dry_run else published_config(options.layers)
+    model, converted = build(config, options.device)
+    seconds = time.monotonic() - options.began
+    print(f"built {config.num_hidden_layers} layers in {seconds:.0f} s")
+    meta = make_meta(options, config)
+    document = Document(options.path, meta, KEY_COLUMNS, saves_left=False)
+    return Bench(model, converted, TransformersMXFP4.load(), document, options.deadline)
+
+
+def run(options: argparse.Namespace, _: None) -> int:
+    """Measure and write; 1 if no implementation of ours passed its gate."""
     if options.dry_run:
         options.batches, options.prefill, options.new_tokens, options.repeats = [1, 2], 48, 6, 2
-    options.output = options.output or (DRY_OUTPUT if options.dry_run else DEFAULT_OUTPUT)
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write; 1 if no implementation of ours passed its gate."""
-    begin, options = time.monotonic(), parse(arguments)
-    transformers.utils.logging.set_verbosity_error()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not options.dry_run:
-        print("models: device — need a GPU, got a CPU; try --dry-run", file=sys.stderr)
-        return 2
-    config = tiny_config() if options.dry_run else published_config(options.layers)
-    model, converted = build(config, device)
-    print(f"built {config.num_hidden_layers} layers in {time.monotonic() - begin:.0f} s")
-    bench = Bench(
-        model,
-        converted,
-        TransformersMXFP4.load(),
-        options.output,
-        make_meta(config, device, options.commit),
-        begin + options.time_limit,
-    )
-    truth = eager_truth(bench)
+    bench = make_bench(options)
+    truth, document = eager_truth(bench), bench.document
     for variant in VARIANTS:
         if str(variant) in options.impl:
             measure(bench, variant, truth, options)
     bench.save()
-    for name, text in bench.failures.items():
+    for (name,), text in document.failures.items():
         print(f"{name}: {text}", file=sys.stderr)
-    print(f"wrote {options.output} after {time.monotonic() - begin:.0f} s")
-    return 0 if any(row["impl"] == "mxpert" for row in bench.rows) else 1
+    print(f"wrote {document.path} after {time.monotonic() - options.began:.0f} s")
+    return 0 if any(row["impl"] == "mxpert" for row in document.rows.values()) else 1
+
+
+SCRIPT = Script("models", __doc__, run, add_options=add_options, limit=150.0)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

@@ -13,25 +13,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
-from cells import parse_tokens
-from render import markdown_table
+from harness.document import Row
+from harness.script import Script, machine, parse_tokens
+from harness.tables import paragraphs, pivot, row_table
 
 import mxpert
-from mxpert.cli.report import environment, write_json
+from mxpert.cli.report import write_json
 from mxpert.dispatch import resolve
-from mxpert.errors import message
 from mxpert.formats.tensor import Layout
-from mxpert.ops.route import describe_routing_plan
+from mxpert.ops.explain import describe
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from mxpert.testing.timing import time_graph
 from mxpert.weights import MoEWeights
@@ -55,38 +54,25 @@ HOST_SHAPE = MoEShape(
 
 def device_rows(
     experts: int, top_k: int, tokens: int, device: torch.device, sweep: bool
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """µs of top-k, of the plan, and of both in one graph; with `sweep` of every plan config."""
     generator = torch.Generator(device).manual_seed(tokens)
     logits = torch.randn(tokens, experts, generator=generator, device=device)
     weights, ids = mxpert.route_topk(logits, top_k)
 
-    def make_plan() -> object:
-        return mxpert.make_routing_plan(weights, ids, num_experts=experts, routing_block_m=UNIT)
-
-    def both() -> object:
-        chosen = mxpert.route_topk(logits, top_k)
-        return mxpert.make_routing_plan(
-            chosen[0], chosen[1], num_experts=experts, routing_block_m=UNIT
-        )
-
+    options = dict(num_experts=experts, routing_block_m=UNIT)
     calls: dict[str, Callable[[], object]] = {
         "route_topk": lambda: mxpert.route_topk(logits, top_k),
-        "make_routing_plan": make_plan,
-        "both": both,
+        "make_routing_plan": lambda: mxpert.make_routing_plan(weights, ids, **options),
+        "both": lambda: mxpert.make_routing_plan(*mxpert.route_topk(logits, top_k), **options),
     }
     if sweep:
-        problem = describe_routing_plan(weights, ids, num_experts=experts, routing_block_m=UNIT)
+        problem = describe(mxpert.make_routing_plan, weights, ids, **options)
         kernel = resolve(problem)[0]
+        tensors = dict(topk_ids=ids, topk_weights=weights, expert_map=None, num_local_tokens=None)
         for config in kernel.configs(problem):
-            calls[f"make_routing_plan {config}"] = lambda config=config: kernel.launch(
-                problem,
-                config,
-                topk_ids=ids,
-                topk_weights=weights,
-                expert_map=None,
-                num_local_tokens=None,
-            )
+            launch = functools.partial(kernel.launch, problem, config, **tensors)
+            calls[f"make_routing_plan {config}"] = launch
     failures: dict[str, Exception] = {}
     timings = time_graph(
         {name: [call] * CALLS_PER_REPLAY for name, call in calls.items()},
@@ -96,15 +82,9 @@ def device_rows(
     )
     for name, error in failures.items():
         print(f"E={experts} k={top_k} T={tokens} {name}: {error}", file=sys.stderr)
+    place = {"E": experts, "k": top_k, "T": tokens}
     return [
-        {
-            "op": name,
-            "E": experts,
-            "k": top_k,
-            "T": tokens,
-            "us": timing.us,
-            "us_spread": timing.high_us - timing.low_us,
-        }
+        {"op": name, **place, "us": timing.us, "us_spread": timing.high_us - timing.low_us}
         for name, timing in timings.items()
     ]
 
@@ -123,7 +103,7 @@ def host_us(call: Callable[[], object], device: torch.device, calls: int) -> flo
     return statistics.median(samples)
 
 
-def host_rows(device: torch.device, calls: int) -> list[dict[str, Any]]:
+def host_rows(device: torch.device, calls: int) -> list[Row]:
     """Host µs of each public op, as it launches and through Triton's own path."""
     with contextlib.ExitStack() as stack:
         problem = random_moe_problem(HOST_SHAPE, 16, device=device)
@@ -134,11 +114,8 @@ def host_rows(device: torch.device, calls: int) -> list[dict[str, Any]]:
             stack.enter_context(as_if_on_h200())
         rows = []
         for name, call in host_calls(problem, weights).items():
-            row = {
-                "op": name,
-                "launches": count_launches(call),
-                "host_us": host_us(call, device, calls),
-            }
+            row = {"op": name, "launches": count_launches(call)}
+            row["host_us"] = host_us(call, device, calls)
             with without_replay():
                 row["not_replayed_us"] = host_us(call, device, calls)
             with through_triton():
@@ -174,74 +151,46 @@ def host_calls(problem: MoEInputs, weights: MoEWeights) -> dict[str, Callable[[]
     return ops
 
 
-def tables(document: dict[str, Any]) -> str:
+HOST = {
+    "warm eager call": "{op}",
+    "launches": "{launches}",
+    "host µs": "{host_us:.1f}",
+    "not replayed": "{not_replayed_us:.1f}",
+    "through Triton": "{through_triton_us:.1f}",
+}
+
+
+def tables(document: Row) -> str:
     """Both tables in Markdown."""
-    columns = sorted({row["T"] for row in document["device_rows"]})
-    times = {
-        (row["op"], row["E"], row["k"], row["T"]): row["us"] for row in document["device_rows"]
+    rows = document["device_rows"]
+    cells = {
+        ("{op} E={E} k={k}".format(**row), f"T = {row['T']}"): f"{row['us']:.1f}" for row in rows
     }
-    lines = [
-        [
-            f"{op} E={experts} k={top_k}",
-            *(
-                f"{times[op, experts, top_k, count]:.1f}"
-                if (op, experts, top_k, count) in times
-                else "–"
-                for count in columns
-            ),
-        ]
-        for op, experts, top_k in dict.fromkeys(key[:3] for key in times)
-    ]
-    host = [
-        [
-            row["op"],
-            str(row["launches"]),
-            *(f"{row[name]:.1f}" for name in ("host_us", "not_replayed_us", "through_triton_us")),
-        ]
-        for row in document["host_rows"]
-    ]
-    parts = [markdown_table(["device µs", *(f"T = {count}" for count in columns)], lines)]
-    parts.append(
-        markdown_table(
-            ["warm eager call", "launches", "host µs", "not replayed", "through Triton"], host
-        )
-    )
-    return "\n\n".join(parts if lines else parts[1:])
+    columns = [f"T = {count}" for count in sorted({row["T"] for row in rows})]
+    times = pivot("device µs", cells, columns) if rows else ""
+    return paragraphs(times, row_table(document["host_rows"], HOST))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write the JSON, print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--sweep", action="store_true", help="every config of the sort, too")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit", help="where the checkout has no history")
-    parser.add_argument(
-        "--host-only",
-        action="store_true",
-        help="host times alone; a file is written to --output, if it is given",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="a few calls on the CPU")
-    options = parser.parse_args(arguments)
-    device = torch.device("cpu" if options.dry_run else "cuda")
-    try:
-        counts = parse_tokens(options.tokens)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(message("routing", "device", "a GPU", "none", "run with --dry-run"))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    folder = "reports" if options.dry_run else "benchmarks/results/nvidia-h200"
-    path = options.output or _checkout.ROOT / folder / "routing.json"
-    facts = environment(device)
-    document: dict[str, Any] = {
-        "meta": facts | {"commit": options.commit or facts["commit"]},
+    text = "host times alone; a file is written to --output, if it is given"
+    parser.add_argument("--host-only", action="store_true", help=text)
+
+
+def counts_of(options: argparse.Namespace) -> list[int]:
+    return parse_tokens(options.tokens)
+
+
+def measure(options: argparse.Namespace, counts: Sequence[int]) -> int:
+    """Measure, write the JSON, print the tables."""
+    device, path = options.device, options.path
+    calls = HOST_CALLS if device.type == "cuda" or options.host_only else 5
+    document: Row = {
+        "meta": machine(options),
         "device_rows": [],
-        "host_rows": host_rows(
-            device, HOST_CALLS if device.type == "cuda" or options.host_only else 5
-        ),
+        "host_rows": host_rows(device, calls),
     }
     if options.host_only:
         print(tables(document))
@@ -251,9 +200,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for (experts, top_k), tokens in itertools.product(ROUTERS, counts):
         document["device_rows"] += device_rows(experts, top_k, tokens, device, options.sweep)
         write_json(path, document)
-    print(tables(document))
-    print(f"wrote {path}")
+    print(f"{tables(document)}\nwrote {path}")
     return 0
+
+
+SCRIPT = Script("routing", __doc__, measure, counts_of, add_options)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

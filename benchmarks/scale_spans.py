@@ -9,21 +9,21 @@ multiplied in float64, so that the spans alone differ. The worst channel is the 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
-from render import markdown_table
+from harness.script import RESULTS as FOLDER
+from harness.script import bare_parser
+from harness.tables import pivot
 
 from mxpert.cli.report import environment, write_json
 from mxpert.formats import ScaleRule, ScaleSpan, dequantize_blocks, quantize_spans
 from mxpert.testing.numerics import sqnr_db
 
-RESULTS = _checkout.ROOT / "benchmarks/results/cpu/scale_spans.json"
+RESULTS = FOLDER / "cpu/scale_spans.json"
 SIZE = (512, 512, 4096)
 """Rows of a, rows of b, values that are summed."""
 
@@ -106,15 +106,8 @@ def measure(size: tuple[int, int, int] = SIZE) -> list[dict[str, Any]]:
             for rule in (ScaleRule.RCEIL, ScaleRule.FLOOR):
                 for mode, spans in SPANS.items():
                     found = product((a, b), formats, rule, spans)
-                    rows.append(
-                        {
-                            "data": data,
-                            "formats": name,
-                            "rule": rule.value,
-                            "mode": mode,
-                            **snr(found, wanted),
-                        }
-                    )
+                    case = {"data": data, "formats": name, "rule": rule.value, "mode": mode}
+                    rows.append(case | snr(found, wanted))
     return rows
 
 
@@ -142,36 +135,24 @@ def snr(found: torch.Tensor, wanted: torch.Tensor) -> dict[str, float]:
 
 def table(rows: Sequence[dict[str, Any]], formats: str = "e4m3", rule: str = "rceil") -> str:
     """SNR by data set and mode, the worst channel and the worst row in brackets."""
-    lines = []
-    for data in DATA:
-        cells = {
-            row["mode"]: f"{row['snr_db']:.2f} ({row['worst_channel_db']:.1f}, "
-            f"{row['worst_row_db']:.1f})"
-            for row in rows
-            if (row["data"], row["formats"], row["rule"]) == (data, formats, rule)
-        }
-        lines.append((data, *(cells[mode] for mode in SPANS)))
-    return markdown_table(
-        (f"SNR in dB, {formats}, {rule} (worst channel, worst row)", *SPANS), lines
-    )
+    text = "{snr_db:.2f} ({worst_channel_db:.1f}, {worst_row_db:.1f})"
+    cells = {
+        (row["data"], row["mode"]): text.format(**row)
+        for row in rows
+        if (row["formats"], row["rule"]) == (formats, rule)
+    }
+    corner = f"SNR in dB, {formats}, {rule} (worst channel, worst row)"
+    return pivot(corner, cells, list(SPANS))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the JSON, print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser(__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    rows = measure()
-    facts = environment(torch.device("cpu"))
-    write_json(
-        options.output,
-        {
-            "meta": {name: facts[name] for name in ("versions", "commit", "date")} | {"size": SIZE},
-            "rows": rows,
-        },
-    )
+    rows, facts = measure(), environment(torch.device("cpu"))
+    meta = {name: facts[name] for name in ("versions", "commit", "date")} | {"size": SIZE}
+    write_json(options.output, {"meta": meta, "rows": rows})
     for formats in FORMATS:
         for rule in ("rceil", "floor"):
             print(table(rows, formats, rule) + "\n")

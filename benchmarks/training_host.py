@@ -13,15 +13,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import _checkout  # noqa: F401
 import torch
-from render import markdown_table
+from harness.script import Script
+from harness.tables import markdown_table
 from routing import host_us
 
 from mxpert import ScaleSpan
-from mxpert.errors import message
 from mxpert.training import MXFP8Recipe, grouped_linear
 from support.launches import as_if_on_h200, count_launches, without_device
 
@@ -47,31 +46,24 @@ def step_of(recipe: MXFP8Recipe, device: torch.device) -> Callable[[], object]:
     return step
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--dry-run", action="store_true", help="launch into nothing, on the CPU")
-    options = parser.parse_args(arguments)
-    device = torch.device("cpu" if options.dry_run else "cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print(
-            message("training_host", "device", "a GPU", "none", "run with --dry-run"),
-            file=sys.stderr,
-        )
-        return 2
+def measure(options: argparse.Namespace, _: None) -> int:
+    """Print the table."""
     lines = []
     with contextlib.ExitStack() as stack:
         if options.dry_run:
             stack.enter_context(without_device(record=False))
             stack.enter_context(as_if_on_h200())
         for name, recipe in RECIPES.items():
-            step = step_of(recipe, device)
+            step = step_of(recipe, options.device)
             step()
-            lines.append([name, str(count_launches(step)), f"{host_us(step, device, CALLS):.0f}"])
+            us = host_us(step, options.device, CALLS)
+            lines.append([name, str(count_launches(step)), f"{us:.0f}"])
     print(markdown_table(["forward and backward", "launches", "host µs"], lines))
     return 0
+
+
+SCRIPT = Script("training_host", __doc__, measure)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

@@ -11,18 +11,16 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import _checkout
 import torch
-from ceilings import copy_rate
-from grouped_timing import time_calls
-from render import markdown_table
+from harness.document import Row
+from harness.script import Script, machine
+from harness.tables import row_table
+from harness.timing import copy_rate, time_calls
 
 import mxpert
-from mxpert.cli.report import environment, write_json
-from mxpert.errors import message
+from mxpert.cli.report import write_json
 from mxpert.ops.rows import (
     activate_rows,
     activate_rows_backward,
@@ -30,7 +28,6 @@ from mxpert.ops.rows import (
     combine_rows_backward,
 )
 
-RESULTS = _checkout.ROOT / "benchmarks/results/nvidia-h200/training_rows.json"
 MODELS = {"dsv3": (4096, 8, 7168, 2048), "gpt-oss-20b": (8192, 4, 2880, 2880)}
 """name → tokens, top k, hidden size, intermediate size."""
 
@@ -51,27 +48,26 @@ def cases(
     ids = torch.randperm(rows, device=device).view(tokens, top_k)
     weights = torch.rand(tokens, top_k, device=device)
     activation = mxpert.SiLU()
-    return {
-        "activation": (
-            functools.partial(activate_rows, gate_up, activation),
-            gate_up.nbytes + grad.nbytes,
-        ),
+    wide, narrow = gate_up.nbytes, grad.nbytes
+    summed, once = sorted_rows.nbytes, token_grad.nbytes
+    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
+        "activation": (activate_rows, (gate_up, activation), wide + narrow),
         "activation backward": (
-            functools.partial(activate_rows_backward, grad, gate_up, activation),
-            2 * gate_up.nbytes + grad.nbytes,
+            activate_rows_backward,
+            (grad, gate_up, activation),
+            2 * wide + narrow,
         ),
-        "combine": (
-            functools.partial(combine_rows, sorted_rows, ids, weights),
-            sorted_rows.nbytes + token_grad.nbytes,
-        ),
+        "combine": (combine_rows, (sorted_rows, ids, weights), summed + once),
         "combine backward": (
-            functools.partial(combine_rows_backward, token_grad, sorted_rows, ids, weights),
-            2 * sorted_rows.nbytes + token_grad.nbytes,
+            combine_rows_backward,
+            (token_grad, sorted_rows, ids, weights),
+            2 * summed + once,
         ),
-        "permute backward": (
-            functools.partial(combine_rows, sorted_rows, ids),
-            sorted_rows.nbytes + token_grad.nbytes,
-        ),
+        "permute backward": (combine_rows, (sorted_rows, ids), summed + once),
+    }
+    return {
+        name: (functools.partial(op, *operands), size)
+        for name, (op, operands, size) in calls.items()
     }
 
 
@@ -85,83 +81,47 @@ def as_torch(call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def measure(
-    name: str, sizes: Sequence[int], device: torch.device, copy_tbs: float
-) -> list[dict[str, Any]]:
+def measure(name: str, sizes: Sequence[int], device: torch.device, copy_tbs: float) -> list[Row]:
     """One row for each op."""
     tokens, top_k, hidden, width = sizes
     found = cases(tokens, top_k, hidden, width, device)
-    calls = {
-        f"{op}/{side}": wrap(call)
-        for op, (call, _) in found.items()
-        for side, wrap in (("kernel", lambda call: call), ("torch", as_torch))
-    }
+    calls: dict[str, Callable[[], Any]] = {}
+    for op, (call, _) in found.items():
+        calls |= {f"{op}/kernel": call, f"{op}/torch": as_torch(call)}
     timings = time_calls(calls, device=device, repeats=7 if device.type == "cuda" else 1)
     rows = []
     for op, (_, size) in found.items():
-        us = timings[f"{op}/kernel"].us
-        rows.append(
-            {
-                "model": name,
-                "op": op,
-                "bytes_ideal": size,
-                "us": us,
-                "torch_us": timings[f"{op}/torch"].us,
-                "tbs": size / us / 1e6,
-                "of_copy": size / us / 1e6 / copy_tbs,
-            }
-        )
+        us, torch_us = (timings[f"{op}/{side}"].us for side in ("kernel", "torch"))
+        rate = {"tbs": size / us / 1e6, "of_copy": size / us / 1e6 / copy_tbs}
+        row = {"model": name, "op": op, "bytes_ideal": size, "us": us, "torch_us": torch_us}
+        rows.append(row | rate)
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+COLUMNS = {
+    "pass": "{model} {op}",
+    "µs": "{us:.0f}",
+    "torch µs": "{torch_us:.0f}",
+    "faster by": lambda row: f"{row['torch_us'] / row['us']:.1f}×",
+    "TB/s": "{tbs:.2f}",
+    "of copy": lambda row: f"{100 * row['of_copy']:.0f} %",
+}
+
+
+def measure_all(options: argparse.Namespace, _: None) -> int:
     """Measure, print a table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit", help="where the checkout has no history")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
-    options = parser.parse_args(arguments)
-    if not options.dry_run and not torch.cuda.is_available():
-        print(
-            message("training_rows", "device", "a GPU", "none", "run with --dry-run"),
-            file=sys.stderr,
-        )
-        return 2
-    device = torch.device("cpu" if options.dry_run else "cuda")
-    models = {name: (8, 2, 64, 96) if options.dry_run else sizes for name, sizes in MODELS.items()}
-    copy_tbs = copy_rate(device, 1 << 20 if options.dry_run else 1 << 32) / 1e12
-    rows = [row for name, sizes in models.items() for row in measure(name, sizes, device, copy_tbs)]
-    facts = environment(device)
-    path = options.output or (
-        _checkout.ROOT / "reports/training_rows.json" if options.dry_run else RESULTS
-    )
-    write_json(
-        path,
-        {
-            "meta": facts | {"commit": options.commit or facts["commit"], "copy_tbs": copy_tbs},
-            "rows": rows,
-        },
-    )
-    print(
-        markdown_table(
-            ("pass", "µs", "torch µs", "faster by", "TB/s", "of copy"),
-            [
-                (
-                    f"{row['model']} {row['op']}",
-                    f"{row['us']:.0f}",
-                    f"{row['torch_us']:.0f}",
-                    f"{row['torch_us'] / row['us']:.1f}×",
-                    f"{row['tbs']:.2f}",
-                    f"{100 * row['of_copy']:.0f} %",
-                )
-                for row in rows
-            ],
-        )
-    )
-    print(f"wrote {path}")
+    dry, device = options.dry_run, options.device
+    copy_tbs = copy_rate(device, 1 << 20 if dry else 1 << 32) / 1e12
+    rows = []
+    for name, sizes in MODELS.items():
+        rows += measure(name, (8, 2, 64, 96) if dry else sizes, device, copy_tbs)
+    write_json(options.path, {"meta": machine(options, copy_tbs=copy_tbs), "rows": rows})
+    print(f"{row_table(rows, COLUMNS)}\nwrote {options.path}")
     return 0
+
+
+SCRIPT = Script("training_rows", __doc__, measure_all)
+main = SCRIPT.main
 
 
 if __name__ == "__main__":

@@ -10,28 +10,17 @@ take no memory. With --peers, those of triton_kernels, which are launched on the
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import _checkout  # noqa: F401 - finds the library
 import torch
-from cells import (
-    DECODE_TOKENS,
-    FORMATS,
-    MODELS,
-    Cell,
-    Inputs,
-    Model,
-    parse_list,
-    parse_tokens,
-    random_inputs,
-)
-from ours import Ours, random_weights
-from peers import TritonKernels, add_to_path
+from harness.script import bare_parser, parse_list, parse_tokens
+from moe.cells import DECODE_TOKENS, FORMATS, MODELS, Cell, Inputs, Model, random_inputs
+from moe.ours import Ours, random_weights
+from moe.peers import TritonKernels, add_to_path
 
 from mxpert.cli.measure import RunWeights
 from mxpert.formats import MXFP4, MXTensor
@@ -70,13 +59,8 @@ def compile_cells(cells: Sequence[Cell], activation: str) -> None:
         for cell in cells:
             weights = unwritten_weights(cell.model)
             mine = Ours(cell.model, RunWeights(weights, weights), activation)
-            batch = mine._batch(
-                weights,
-                Inputs(
-                    torch.empty(cell.tokens, cell.model.H, dtype=torch.bfloat16),
-                    torch.empty(cell.tokens, cell.model.E),
-                ),
-            )
+            x = torch.empty(cell.tokens, cell.model.H, dtype=torch.bfloat16)
+            batch = mine._batch(weights, Inputs(x, torch.empty(cell.tokens, cell.model.E)))
             for stage in STAGES:
                 mine._call(stage, weights, batch)()
 
@@ -96,17 +80,10 @@ def compile_peer(cells: Sequence[Cell], device: torch.device) -> None:
 
 def start_peer(cells: Sequence[Cell], folder: Path) -> list[subprocess.Popen[str]]:
     """A process for each model; they use the GPU."""
-    return [
-        _start(
-            "--models",
-            name,
-            "--peers",
-            str(folder),
-            "--tokens",
-            ",".join(str(cell.tokens) for cell in cells if cell.model.name == name),
-        )
-        for name in dict.fromkeys(cell.model.name for cell in cells)
-    ]
+    counts: dict[str, list[int]] = {}
+    for cell in cells:
+        counts.setdefault(cell.model.name, []).append(cell.tokens)
+    return [_start([name], found, "--peers", str(folder)) for name, found in counts.items()]
 
 
 def start(cells: Sequence[Cell], formats: Sequence[str]) -> list[subprocess.Popen[str]]:
@@ -114,25 +91,20 @@ def start(cells: Sequence[Cell], formats: Sequence[str]) -> list[subprocess.Pope
     models = list(dict.fromkeys(cell.model.name for cell in cells))
     counts = sorted({cell.tokens for cell in cells})
     few = [count for count in counts if count <= DECODE_TOKENS]
-    many = [count for count in counts if count > DECODE_TOKENS]
+    many = counts[len(few) :]
     return [
-        _start(
-            "--models",
-            ",".join(models),
-            "--tokens",
-            ",".join(map(str, part)),
-            "--activation",
-            activation,
-        )
+        _start(models, part, "--activation", activation)
         for part in (many, few)
         if part
         for activation in formats
     ]
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
+def _start(models: Sequence[str], tokens: Sequence[int], *what: str) -> subprocess.Popen[str]:
+    script = str(Path(__file__).resolve())
+    cells = ["--models", ",".join(models), "--tokens", ",".join(map(str, tokens))]
     return subprocess.Popen(
-        [sys.executable, str(Path(__file__).resolve()), *arguments],
+        [sys.executable, script, *cells, *what],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -156,9 +128,7 @@ def wait(processes: Sequence[subprocess.Popen[str]], seconds: float = SECONDS) -
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile; 0 if every cell was launched."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser(__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", required=True)
     what = parser.add_mutually_exclusive_group(required=True)

@@ -239,4 +239,5 @@ def require_device(device: object, op: str, argument: str = "device") -> torch.d
                     "for example 'cuda' or 'cpu'",
                 )
             ) from None
-    return named
+    result: torch.device = named
+    return result

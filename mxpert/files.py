@@ -1,12 +1,17 @@
-"""Files that are read and written: regular ones only, replaced as a whole, strict JSON."""
+"""Files that are read and written: regular ones, replaced as a whole; JSON into dataclasses."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from .errors import message, require
 
 
 def exists(path: Path) -> bool:
@@ -79,3 +84,111 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, shared: boo
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+@dataclass(frozen=True)
+class JSONReader:
+    """Builds dataclasses from parsed JSON; their fields, types and defaults say what is accepted.
+
+    Types are dataclasses, Literal, int, float, bool, str, dict, lists and tuples, and unions. A
+    float is finite and at least 0. A JSON object for a union of dataclasses becomes the one that
+    shares most keys with it.
+
+    Args:
+        op, remedy: what error messages start and end with.
+        least: smallest integer.
+        keys: names in JSON of fields that have another name there; None for fields not in it.
+    """
+
+    op: str
+    remedy: str
+    least: int = 0
+    keys: Mapping[str, str | None] = field(default_factory=dict)
+
+    def value(self, declared: Any, value: Any, place: str, *, joint: str = ".") -> Any:
+        """Read a value of a declared type.
+
+        Args:
+            declared: the type. value: parsed JSON. place: where it is, for messages.
+            joint: stands between `place` and the key of a part of it.
+
+        Raises:
+            ValueError: the message names the place and the key.
+        """
+        choices = get_args(declared) if isinstance(declared, UnionType) else (declared,)
+        if value is None and NoneType in choices:
+            return None
+        kinds = [each for each in choices if is_dataclass(each)]
+        if kinds:
+            self.check(isinstance(value, dict), place, "an object", type(value).__name__)
+            kind = max(kinds, key=lambda kind: _shared(kind, value))
+            return self._object(kind, value, place, joint)
+        if get_origin(declared) in (list, tuple):
+            return self._items(declared, value, place)
+        if get_origin(declared) is Literal:
+            valid, need = value in get_args(declared), f"one of {list(get_args(declared))}"
+        elif declared is dict or get_origin(declared) is dict:
+            valid, need = isinstance(value, dict), "an object"
+        elif int in choices:
+            valid = type(value) is int and value >= self.least
+            need = f"an integer of at least {self.least}"
+        elif float in choices:
+            valid = type(value) in (int, float) and 0 <= value < math.inf
+            need = "a finite number of at least 0"
+        elif bool in choices:
+            valid, need = type(value) is bool, "true or false"
+        else:
+            valid, need = isinstance(value, str), "a string"
+        self.check(valid, place, need, short(value))
+        return value
+
+    def check(self, condition: bool, place: str, need: object, got: object) -> None:
+        require(condition, self.op, place, need=need, got=got, remedy=self.remedy)
+
+    def _items(self, declared: Any, value: Any, place: str) -> Any:
+        kind, types = get_origin(declared), get_args(declared)
+        self.check(isinstance(value, list), place, "a list", type(value).__name__)
+        types = types * len(value) if kind is list else types
+        self.check(len(value) == len(types), place, f"a list of {len(types)}", len(value))
+        pairs = zip(types, value, strict=True)
+        return kind(self.value(t, v, f"{place}[{i}]") for i, (t, v) in enumerate(pairs))
+
+    def _object(self, kind: Any, value: dict[str, Any], place: str, joint: str) -> Any:
+        names = {self.keys.get(each.name, each.name): each for each in fields(kind)}
+        declared = {name: each for name, each in names.items() if name is not None}
+        needed = {
+            name
+            for name, each in declared.items()
+            if each.default is MISSING and each.default_factory is MISSING
+        }
+        missing, unknown = sorted(needed - set(value)), sorted(set(value) - set(declared))
+        self.check(not missing, place, list(declared), f"{missing} missing")
+        self.check(not unknown, place, list(declared), f"unknown {unknown}")
+        types = get_type_hints(kind)
+        given = {
+            each.name: self.value(types[each.name], value[name], f"{place}{joint}{name}")
+            for name, each in declared.items()
+            if name in value
+        }
+        try:
+            return kind(**given)
+        except (TypeError, ValueError) as error:
+            text = message(self.op, place, f"a {kind.__name__}", error, self.remedy)
+            raise ValueError(text) from error
+
+
+def _shared(kind: Any, value: dict[str, Any]) -> int:
+    return len(set(value) & {each.name for each in fields(kind)})
+
+
+def short(value: object) -> str:
+    """`value` for an error message, cut where it is long.
+
+    Example:
+        >>> short(10 ** 5000), short([1])
+        ('an integer of 16610 bits', '[1]')
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -67,7 +67,7 @@ class PreparedExperts(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        """x [..., H], weights and ids [T, top_k] → the shape and dtype of x.
+        """X [..., H], weights and ids [T, top_k] → the shape and dtype of x.
 
         Raises:
             UnsupportedError: x requires a gradient and the module is in training mode. In
@@ -99,7 +99,10 @@ class PreparedExperts(torch.nn.Module):
         if x.dim() != 2:
             out = out.view(x.shape)
         if needs_grad and not torch.compiler.is_compiling():
-            return _WithoutBackward.apply(out, x, type(self).__name__, self.no_gradient)
+            result: torch.Tensor = _WithoutBackward.apply(
+                out, x, type(self).__name__, self.no_gradient
+            )
+            return result
         return out
 
     def _apply(self, fn: Any, recurse: bool = True) -> PreparedExperts:
@@ -263,7 +266,7 @@ class MoE(torch.nn.Module):
         self.experts = PreparedExperts(weights, activation, activation_format=activation_format)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., H], bfloat16, float16 or float32 → the shape and dtype of x."""
+        """X [..., H], bfloat16, float16 or float32 → the shape and dtype of x."""
         hidden_size = self.router.in_features
         require_tensor(x, "MoE", "x", dtype=FLOAT_DTYPES, device=self.router.weight.device)
         if x.dim() == 0 or x.shape[-1] != hidden_size:
@@ -378,7 +381,7 @@ def quantize_stacked(
 
 
 def _mismatch(name: str, tensor: object, shape: tuple[int, ...]) -> str:
-    """torch's message for a tensor of the wrong size, or one for the wrong type; else nothing."""
+    """Torch's message for a tensor of the wrong size, or one for the wrong type; else nothing."""
     if not isinstance(tensor, torch.Tensor):
         return f"type mismatch for {name}: {type(tensor).__name__} is not a tensor."
     if tuple(tensor.shape) != shape:

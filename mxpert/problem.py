@@ -1,4 +1,4 @@
-"""Problem descriptors, options and configs of the ops, and the interface of a kernel.
+"""Problem descriptors, options and configs of the ops.
 
 Nothing here reads data or launches anything. Descriptors are frozen and hashable: they are keys of
 tuned tables and caches. Every number in them is known on the host without a synchronisation.
@@ -7,9 +7,7 @@ tuned tables and caches. Every number in them is known on the host without a syn
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +19,14 @@ from .activations import SiTUv2 as SiTUv2
 from .activations import SwiGLU as SwiGLU
 from .activations import activation_from as activation_from
 from .activations import require_activation as require_activation
-from .errors import UnsupportedError, message, require, require_dtype
+from .configs import Config as Config
+from .configs import GemmConfig as GemmConfig
+from .configs import HopperGemmConfig as HopperGemmConfig
+from .configs import HopperKernel as HopperKernel
+from .configs import MoEConfig as MoEConfig
+from .configs import ReferenceConfig as ReferenceConfig
+from .configs import StageConfig as StageConfig
+from .errors import message
 from .formats.spec import MXFormat, ScaleRule, ScaleSpan, get_format
 from .formats.tensor import Layout
 from .formats.token import FP8_TOKEN
@@ -354,175 +359,3 @@ Problem = (
     | GroupedProblem
     | RowsProblem
 )
-
-
-@dataclass(frozen=True)
-class GemmConfig:
-    """Tile and schedule of one stage, to pin with `override`.
-
-    Args:
-        block_m: sorted rows of a tile.
-        block_n: output columns of a tile (stage 1: features).
-        block_k: elements of the contracted dimension in one step of the loop.
-        num_warps: warps of a thread block.
-        num_stages: buffers of its pipeline.
-        group_m: row blocks that share weights, in L2 or decoded in one tile.
-        split_k: thread blocks that share the contracted dimension of a tile.
-
-    Raises:
-        TypeError: a value that is no int.
-        ValueError: `block_m` below 1. An op raises it too for a tile that its kernel cannot run.
-
-    Example:
-        >>> GemmConfig(16, 64, 128).num_stages
-        3
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int = 4
-    num_stages: int = 3
-    group_m: int = 1
-    split_k: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if type(value) is not int:
-                raise TypeError(message("GemmConfig", name, "an int", repr(value)))
-        require(self.block_m >= 1, "GemmConfig", "block_m", need="at least 1", got=self.block_m)
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """Configs of both stages of a layer, to pin with `override`.
-
-    Args:
-        routing_block_m: rows per block of the plan, a multiple of each stage's `block_m`.
-        gate_up: config of stage 1.
-        down: config of stage 2.
-
-    Raises:
-        TypeError: a stage that is no GemmConfig.
-        ValueError: a `routing_block_m` that is no multiple of each stage's `block_m`.
-
-    Example:
-        >>> MoEConfig(32, GemmConfig(16, 64, 128), GemmConfig(32, 64, 128)).routing_block_m
-        32
-    """
-
-    routing_block_m: int
-    gate_up: GemmConfig
-    down: GemmConfig
-
-    def __post_init__(self) -> None:
-        if type(self.routing_block_m) is not int or self.routing_block_m < 1:
-            raise ValueError(
-                message(
-                    "MoEConfig",
-                    "routing_block_m",
-                    "an int of at least 1",
-                    repr(self.routing_block_m),
-                )
-            )
-        for name, stage in (("gate_up", self.gate_up), ("down", self.down)):
-            if not isinstance(stage, GemmConfig):
-                raise TypeError(message("MoEConfig", name, "a GemmConfig", repr(stage)))
-            require(
-                self.routing_block_m % stage.block_m == 0,
-                "MoEConfig",
-                "routing_block_m",
-                need=f"a multiple of block_m = {stage.block_m}",
-                got=self.routing_block_m,
-            )
-
-
-@dataclass(frozen=True)
-class ReferenceConfig:
-    """Config of the reference backend.
-
-    Args:
-        accumulate: dtype of sums: float32, or float64 for comparisons.
-        routing_block_m: rows per block of the plan that `fused_moe` makes.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: `routing_block_m` is no positive int.
-
-    Example:
-        >>> ReferenceConfig(torch.float64).routing_block_m
-        16
-    """
-
-    accumulate: torch.dtype = torch.float32
-    routing_block_m: int = 16
-
-    def __post_init__(self) -> None:
-        require_dtype(
-            self.accumulate, (torch.float32, torch.float64), "ReferenceConfig", "accumulate"
-        )
-        if type(self.routing_block_m) is not int or self.routing_block_m < 1:
-            raise ValueError(
-                message(
-                    "ReferenceConfig",
-                    "routing_block_m",
-                    "an int of at least 1",
-                    repr(self.routing_block_m),
-                )
-            )
-
-
-Config = GemmConfig | MoEConfig | ReferenceConfig | None
-
-
-class KernelSpec(Protocol):
-    """One kernel of one backend: what it can do, how it would do it, and how to start it.
-
-    Arguments of `launch` after (problem, config), all keyword-only, by operation:
-        quantize: x → MXTensor. dequantize: tensor → Tensor of problem.dtype.
-        route_topk: logits, correction_bias (or None) → (topk_weights, topk_ids).
-        make_routing_plan: topk_weights, topk_ids, expert_map, num_local_tokens (or None)
-            → RoutingPlan.
-        moe_gate_up: x (Tensor or MXTensor [T, H]), weights, plan → Tensor or MXTensor [P, F].
-        moe_down: h (Tensor or MXTensor [P, F]), weights, plan → [T, H] ([P, H] for FLAT).
-        fused_moe: x, weights, topk_weights, topk_ids, expert_map, num_local_tokens → [T, H].
-        quantize_dual: x (any strides), group_offsets (or None) → (row, col), two MXTensors.
-        grouped_gemm: a, b (bf16 Tensors or MXTensors, any strides), group_offsets → [M, n].
-        grouped_wgrad: grad, a (as above), group_offsets, accumulate_into (or None) → [G, n, k];
-            `accumulate_into` itself where it is given.
-        activate_rows: gate_up → [R, F]. activate_rows_backward: grad, gate_up → [R, 2F].
-        combine_rows: rows, row_ids, weights (or None), out_dtype → [T, H].
-        combine_rows_backward: grad, rows, row_ids, weights → ([R, H], float32 [T, top_k]).
-    `group_offsets` holds int32 or int64 [G + 1]; `mxpert.routing.group_bounds` makes it safe.
-    """
-
-    op: Op
-    backend: str
-
-    def unsupported(self, problem: Any) -> str | None:
-        """Why this kernel cannot serve `problem`, as a phrase; None if it can."""
-
-    def configs(self, problem: Any) -> Iterable[Any]:
-        """Valid configurations for a tuner, the heuristic's choice among them."""
-
-    def heuristic(self, problem: Any) -> Any:
-        """The configuration used where no tuned row answers."""
-
-    def launch(self, problem: Any, config: Any, *_: Any, **arguments: Any) -> Any:
-        """Run it: allocates outputs, enqueues work on the current stream, returns the result."""
-
-    # A kernel may also have ``slower(problem) -> str``: why it serves this problem more slowly than
-    # others like it, with the remedy, as a phrase after the op's name; "" if it does not.
-
-
-def refuse(problem: Problem, reasons: Iterable[str]) -> UnsupportedError:
-    """The error for a problem that no kernel can serve."""
-    return UnsupportedError(
-        message(
-            problem.op.value,
-            "backend",
-            "a kernel for this problem",
-            "; ".join(reasons),
-            f"target is {problem.target.name}",
-        )
-    )

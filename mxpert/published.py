@@ -42,19 +42,22 @@ def published_shapes(
 
 
 def published_expert_tensors(
-    weights: MoEWeights, *, dtype: torch.dtype = torch.bfloat16
+    weights: MoEWeights,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    op: str = "published_expert_tensors",
 ) -> dict[str, torch.Tensor]:
     """The published tensors of one layer's experts.
 
     Args:
         weights: ROW_MAJOR, in any gate/up order; rows and bias come out INTERLEAVED.
         dtype: dtype of the biases.
+        op: name of the operation that error messages start with.
 
     Returns:
         ``gate_up_proj_blocks`` uint8 [E, 2F, H/32, 16], ``gate_up_proj_scales`` uint8 [E, 2F,
         H/32], the same for ``down_proj``, and ``*_bias`` where there are biases; contiguous.
     """
-    op = "published_expert_tensors"
     if not isinstance(weights, MoEWeights):
         raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
     require(
@@ -120,7 +123,7 @@ def expert_weights_from(tensors: Mapping[str, torch.Tensor], order: GateUpOrder)
 
 
 def _interleaved(weights: MoEWeights) -> MoEWeights:
-    """The same weights with rows in the order gate, up, gate, up, …"""
+    """The same weights with rows in the order gate, up, gate, up."""
     if weights.gate_up_order is GateUpOrder.INTERLEAVED:
         return weights
     assert weights.gate_up_order is not None  # checked by MoEWeights

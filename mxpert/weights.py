@@ -17,6 +17,8 @@ from .formats.layouts import check_hopper, hopper_can_hold, pack_hopper, unpack_
 from .formats.spec import MXFP4
 from .formats.tensor import Aggregate, Layout, MXTensor
 
+_OP = "MoEWeights"
+
 
 class GateUpOrder(enum.Enum):
     """Order of the 2F rows of `gate_up_proj`.
@@ -46,12 +48,8 @@ class GateUpOrder(enum.Enum):
         In every order feature j has its gate at row ``(j // g) * 2g + j % g``, and its up row g
         rows further.
         """
-        groups = {
-            GateUpOrder.CONCATENATED: intermediate_size,
-            GateUpOrder.INTERLEAVED: 1,
-            GateUpOrder.INTERLEAVED_16: 16,
-        }
-        return groups[self]
+        groups = {GateUpOrder.INTERLEAVED: 1, GateUpOrder.INTERLEAVED_16: 16}
+        return groups.get(self, intermediate_size)
 
 
 def gate_up_rows(
@@ -67,7 +65,7 @@ def gate_up_rows(
 def interleaved_rows(
     order: GateUpOrder, intermediate_size: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Return row indices [2F] that bring rows in `order` to the order gate, up, gate, up, …"""
+    """Return row indices [2F] that bring rows in `order` to the order gate, up, gate, up."""
     return torch.stack(gate_up_rows(order, intermediate_size, device), 1).flatten()
 
 
@@ -112,108 +110,51 @@ class MoEWeights(Aggregate):
     source_order: GateUpOrder | None = None
 
     def __post_init__(self) -> None:
-        op = "MoEWeights"
         if not isinstance(self.gate_up_order, GateUpOrder):
+            remedy = (
+                "gpt-oss checkpoints are GateUpOrder.INTERLEAVED, stacked gate and up projections "
+                "GateUpOrder.CONCATENATED"
+            )
             raise TypeError(
-                message(
-                    op,
-                    "gate_up_order",
-                    "a GateUpOrder",
-                    repr(self.gate_up_order),
-                    "gpt-oss checkpoints are GateUpOrder.INTERLEAVED, stacked gate and up"
-                    " projections GateUpOrder.CONCATENATED",
-                )
+                message(_OP, "gate_up_order", "a GateUpOrder", repr(self.gate_up_order), remedy)
             )
-        for name in ("gate_up_proj", "down_proj"):
-            projection = getattr(self, name)
-            if not isinstance(projection, MXTensor):
-                raise TypeError(
-                    message(
-                        op,
-                        name,
-                        "an MXTensor",
-                        type(projection).__name__,
-                        "quantise with mxpert.quantize(w, 'mxfp4')",
-                    )
-                )
-            require(
-                projection.format == MXFP4,
-                op,
-                f"{name}.format",
-                need="mxfp4",
-                got=projection.format.name,
-            )
-            require(
-                len(projection.shape) == 3,
-                op,
-                f"{name}.shape",
-                need="three dimensions [E, N, K]",
-                got=list(projection.shape),
-            )
-            require(
-                projection.axis == -1,
-                op,
-                f"{name}.axis",
-                need=-1,
-                got=projection.axis,
-                remedy="quantise along the last axis",
-            )
-        require(
-            self.down_proj.layout is self.layout,
-            op,
-            "down_proj.layout",
-            need=self.layout,
-            got=self.down_proj.layout,
-            remedy="bring both projections into one layout",
-        )
-        for projection in (self.gate_up_proj, self.down_proj):
-            if self.layout is Layout.HOPPER_FRAGMENT:
-                check_hopper(projection, op)
-        require(
-            self.layout is Layout.ROW_MAJOR or self.gate_up_order is GateUpOrder.INTERLEAVED,
-            op,
+        _check_projection(self.gate_up_proj, "gate_up_proj")
+        _check_projection(self.down_proj, "down_proj")
+        self._check_layout()
+        self._check_sizes()
+
+    def _check_layout(self) -> None:
+        down, order = self.down_proj.layout, self.gate_up_order
+        remedy = "bring both projections into one layout"
+        _check(down is self.layout, "down_proj.layout", self.layout, down, remedy)
+        if self.layout is Layout.HOPPER_FRAGMENT:
+            check_hopper(self.gate_up_proj, _OP)
+            check_hopper(self.down_proj, _OP)
+        _check(
+            self.layout is Layout.ROW_MAJOR or order is GateUpOrder.INTERLEAVED,
             "gate_up_order",
-            need=f"{GateUpOrder.INTERLEAVED} in {self.layout}",
-            got=self.gate_up_order,
-            remedy="call prepare on ROW_MAJOR weights",
+            f"{GateUpOrder.INTERLEAVED} in {self.layout}",
+            order,
+            "call prepare on ROW_MAJOR weights",
         )
-        experts, hidden, intermediate = self.num_experts, self.hidden_size, self.intermediate_size
-        require(
-            min(experts, hidden, intermediate) > 0,
-            op,
-            "down_proj.shape",
-            need="E, H and F above zero",
-            got=list(self.down_proj.shape),
-        )
-        require(
-            tuple(self.gate_up_proj.shape) == (experts, 2 * intermediate, hidden),
-            op,
-            "gate_up_proj.shape",
-            need=f"[E, 2F, H] = {[experts, 2 * intermediate, hidden]}",
-            got=list(self.gate_up_proj.shape),
-            remedy=f"down_proj [E, H, F] is {list(self.down_proj.shape)}",
-        )
-        if self.gate_up_order is GateUpOrder.INTERLEAVED_16:
-            require(
-                intermediate % 16 == 0,
-                op,
-                "gate_up_order",
-                got=intermediate,
-                need="intermediate_size divisible by 16 for INTERLEAVED_16",
-            )
-        require(
-            self.down_proj.device == self.device,
-            op,
-            "down_proj.device",
-            need=self.device,
-            got=self.down_proj.device,
-        )
-        for name, width in (("gate_up_bias", 2 * intermediate), ("down_bias", hidden)):
+
+    def _check_sizes(self) -> None:
+        experts, hidden, inner = self.down_proj.shape
+        down, gate_up = list(self.down_proj.shape), list(self.gate_up_proj.shape)
+        wanted, device = [experts, 2 * inner, hidden], self.down_proj.device
+        _check(min(down) > 0, "down_proj.shape", "E, H and F above zero", down)
+        need, remedy = f"[E, 2F, H] = {wanted}", f"down_proj [E, H, F] is {down}"
+        _check(gate_up == wanted, "gate_up_proj.shape", need, gate_up, remedy)
+        divisible = self.gate_up_order is not GateUpOrder.INTERLEAVED_16 or inner % 16 == 0
+        need = "intermediate_size divisible by 16 for INTERLEAVED_16"
+        _check(divisible, "gate_up_order", need, inner)
+        _check(device == self.device, "down_proj.device", self.device, device)
+        for name, width in (("gate_up_bias", 2 * inner), ("down_bias", hidden)):
             bias = getattr(self, name)
             if bias is not None:
                 require_tensor(
                     bias,
-                    op,
+                    _OP,
                     name,
                     dtype=torch.float32,
                     shape=(experts, width),
@@ -283,21 +224,24 @@ class MoEWeights(Aggregate):
             >>> weights.to("meta").device
             device(type='meta')
         """
-        device = require_device(device, "MoEWeights.to")
-        certificates = self.fold_certificates
-        if certificates is not None:
-            certificates = (certificates[0].to(device), certificates[1].to(device))
-        gate_up_bias, down_bias = (
-            bias if bias is None else bias.to(device)
-            for bias in (self.gate_up_bias, self.down_bias)
-        )
+        return self._moved(require_device(device, "MoEWeights.to"))
+
+    def _certificates_on(
+        self, device: torch.device
+    ) -> tuple[FoldCertificate, FoldCertificate] | None:
+        found = self.fold_certificates
+        return None if found is None else (found[0].to(device), found[1].to(device))
+
+    def _moved(self, device: torch.device) -> MoEWeights:
+        biases = (self.gate_up_bias, self.down_bias)
+        gate_up_bias, down_bias = (None if bias is None else bias.to(device) for bias in biases)
         return replace(
             self,
             gate_up_proj=self.gate_up_proj.to(device),
             down_proj=self.down_proj.to(device),
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
-            fold_certificates=certificates,
+            fold_certificates=self._certificates_on(device),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -381,35 +325,17 @@ class MoEWeights(Aggregate):
         op = "MoEWeights.load_state_dict"
         new = self._from_state(state, op)
         mine, theirs = map(weights_state.identity, (self, new))
-        require(
-            mine == theirs,
-            op,
-            "state",
-            need=f"weights of {mine}",
-            got=theirs,
-            remedy="MoEWeights.from_state_dict makes new weights of any kind",
-        )
+        remedy = "MoEWeights.from_state_dict makes new weights of any kind"
+        require(mine == theirs, op, "state", need=f"weights of {mine}", got=theirs, remedy=remedy)
         for name in weights_state.BIASES:
-            ours, given = (getattr(weights, name) is not None for weights in (self, new))
-            require(
-                ours == given,
-                op,
-                name,
-                need="a tensor" if ours else "None",
-                got="a tensor" if given else "None",
+            ours, given = (
+                "None" if getattr(weights, name) is None else "a tensor" for weights in (self, new)
             )
-        require(
-            self.device.type != "meta",
-            op,
-            "weights.device",
-            need="a device that holds data",
-            got="'meta'",
-            remedy="MoEWeights.from_state_dict makes new weights",
-        )
+            require(ours == given, op, name, need=ours, got=given)
+        remedy = "MoEWeights.from_state_dict makes new weights"
+        _check_holds_data(self.device, op, "weights.device", remedy)
         weights_state.copy_into(self.state_dict(), new.state_dict(), op)
-        certificates = new.fold_certificates
-        if certificates is not None:
-            certificates = (certificates[0].to(self.device), certificates[1].to(self.device))
+        certificates = new._certificates_on(self.device)
         self.__dict__.update(fold_certificates=certificates, source_order=new.source_order)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -491,43 +417,22 @@ class MoEWeights(Aggregate):
             >>> weights.prepare(device="cpu").layout.name
             'ROW_MAJOR'
         """
-        device = require_device(device, "prepare")
-        require(
-            device.type != "meta",
-            "prepare",
-            "device",
-            need="a device that holds data",
-            got="'meta'",
-            remedy="load the weights first",
-        )
+        op, device = "prepare", require_device(device, "prepare")
+        _check_holds_data(device, op, "device", "load the weights first")
         if not (layout is None or isinstance(layout, Layout)):
-            raise TypeError(message("prepare", "layout", "a Layout or None", repr(layout)))
+            raise TypeError(message(op, "layout", "a Layout or None", repr(layout)))
+        plain, remedy = Layout.ROW_MAJOR, "call unprepare() first"
         require(
-            self.layout is Layout.ROW_MAJOR,
-            "prepare",
-            "weights.layout",
-            got=self.layout,
-            need=Layout.ROW_MAJOR,
-            remedy="call unprepare() first",
+            self.layout is plain, op, "weights.layout", need=plain, got=self.layout, remedy=remedy
         )
-        gate_up, down = (_dense(p.to(device)) for p in (self.gate_up_proj, self.down_proj))
-        biases = [b if b is None else b.to(device) for b in (self.gate_up_bias, self.down_bias)]
-        certificates = (fold_certificate(gate_up), fold_certificate(down))
+        gate_up, down = _dense(self.gate_up_proj), _dense(self.down_proj)
+        moved = replace(self, gate_up_proj=gate_up, down_proj=down)._moved(device)
+        certificates = (fold_certificate(moved.gate_up_proj), fold_certificate(moved.down_proj))
         if layout is None:
             foldable = all(hopper_can_hold(certificate) for certificate in certificates)
-            layout = (
-                Layout.HOPPER_FRAGMENT
-                if foldable and _is_hopper(gate_up.device)
-                else Layout.ROW_MAJOR
-            )
-        moved = replace(
-            self,
-            gate_up_proj=gate_up,
-            down_proj=down,
-            gate_up_bias=biases[0],
-            down_bias=biases[1],
-            fold_certificates=certificates,
-        )
+            on_hopper = foldable and _is_hopper(moved.device)
+            layout = Layout.HOPPER_FRAGMENT if on_hopper else Layout.ROW_MAJOR
+        moved = replace(moved, fold_certificates=certificates)
         return moved if layout is Layout.ROW_MAJOR else moved._pack_hopper(certificates)
 
     def _pack_hopper(self, certificates: tuple[FoldCertificate, FoldCertificate]) -> MoEWeights:
@@ -563,14 +468,31 @@ class MoEWeights(Aggregate):
         )
 
 
+def _check(condition: bool, argument: str, need: object, got: object, remedy: str = "") -> None:
+    require(condition, _OP, argument, need=need, got=got, remedy=remedy)
+
+
+def _check_projection(projection: object, name: str) -> None:
+    """Require an MXTensor of MXFP4 [E, N, K], quantised along K."""
+    if not isinstance(projection, MXTensor):
+        got, remedy = type(projection).__name__, "quantise with mxpert.quantize(w, 'mxfp4')"
+        raise TypeError(message(_OP, name, "an MXTensor", got, remedy))
+    shape, axis = list(projection.shape), projection.axis
+    _check(projection.format == MXFP4, f"{name}.format", "mxfp4", projection.format.name)
+    _check(len(shape) == 3, f"{name}.shape", "three dimensions [E, N, K]", shape)
+    _check(axis == -1, f"{name}.axis", -1, axis, "quantise along the last axis")
+
+
+def _check_holds_data(device: torch.device, op: str, name: str, remedy: str) -> None:
+    need = "a device that holds data"
+    require(device.type != "meta", op, name, need=need, got="'meta'", remedy=remedy)
+
+
 def _is_hopper(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-    )
+    on_nvidia = device.type == "cuda" and torch.version.hip is None
+    return on_nvidia and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _dense(tensor: MXTensor) -> MXTensor:
-    """Contiguous codes and scales: views into padded storage become packed copies."""
+    """Make codes and scales contiguous."""
     return replace(tensor, qdata=tensor.qdata.contiguous(), scale=tensor.scale.contiguous())

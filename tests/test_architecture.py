@@ -32,6 +32,7 @@ LAYERS = {
     "files": 1,
     "formats": 1,
     "problem": 2,
+    "kernel_spec": 2,
     "routing": 2,
     "weights": 2,
     "weights_state": 2,
@@ -45,7 +46,15 @@ LAYERS = {
     "integrations": 7,
     "cli": 8,
 }
-BACKENDS_MAY_IMPORT = {"errors", "formats", "problem", "routing", "runtime", "weights"}
+BACKENDS_MAY_IMPORT = {
+    "errors",
+    "formats",
+    "kernel_spec",
+    "problem",
+    "routing",
+    "runtime",
+    "weights",
+}
 USES_TRITON = ("backends", "runtime", "testing")
 MAY_IMPORT_TESTING = {"cli", "testing"}
 MAX_FILE_LINES = 500

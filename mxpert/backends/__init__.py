@@ -1,0 +1,1 @@
+"""Kernels: reference, portable Triton, Hopper; `common` holds what they share."""

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from ..dispatch import Resolution, override
 from ..errors import require
+from ..files import short
 from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import MXTensor
-from ..integrations.checkpoints.safetensors_files import short
 from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_down, moe_gate_up
 from ..ops.quantize import dequantize
@@ -29,8 +29,7 @@ from ..testing.problems import (
     MoEShape,
     Routing,
     model_shape,
-    random_moe_problem,
-    random_routing,
+    random_tokens,
     scaled_shape,
 )
 from ..testing.timing import Work
@@ -42,36 +41,38 @@ from .measure import (
     check_gate,
     float64_reference,
     intermediate_sizes,
+    rotations,
     time_calls,
     timing_columns,
 )
 from .options import (
+    DEFAULT_FORMATS,
     FORMAT_NAMES,
-    FORMATS_HELP,
-    JSON_HELP,
+    Formats,
+    JsonFile,
+    Tokens,
     check_backend,
+    check_model,
     check_target,
     open_folder,
     parse_choices,
     parse_formats,
     parse_numbers,
 )
-from .progress import progress
 from .report import (
-    PLOT_HINT,
     Column,
     Row,
     best_device,
     environment,
     format_rate,
     format_time,
-    has_matplotlib,
     make_console,
     plot_roofline,
     print_table,
+    progress,
     result_console,
-    write_json,
     write_report,
+    write_results,
 )
 
 STAGES = ("gate_up", "down", "layer")
@@ -143,11 +144,7 @@ def random_inputs(
     """Tokens and a routing; the plan has the padding unit that the layer itself would choose."""
     shape, device = model.shape, weights.plain.device
     generator = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(num_tokens, shape.hidden_size, device=device, generator=generator)
-    x = x.to(torch.bfloat16)
-    topk_weights, topk_ids = random_routing(
-        num_tokens, shape.num_experts, shape.top_k, generator=generator, routing=routing
-    )
+    x, topk_weights, topk_ids = random_tokens(shape, num_tokens, generator, routing)
     chosen, resolution = weights.resolve(
         lambda each: explain(
             fused_moe,
@@ -212,13 +209,13 @@ def bench_case(
 ) -> Iterator[Row]:
     """Rows of one (model, T, format): each stage gated against float64, then timed cold."""
     device, shape, name = weights.plain.device, model.shape, options.activation_format
-    rotations = max(1, min(8, 64 // num_tokens)) if device.type == "cuda" else 1
+    turns = rotations(num_tokens) if device.type == "cuda" else 1
     inputs = [
         random_inputs(model, weights, num_tokens, request.routing, seed, options, request.backend)
-        for seed in range(rotations)
+        for seed in range(turns)
     ]
     first = inputs[0]
-    hit = sum(each.topk_ids.unique().numel() for each in inputs) / rotations
+    hit = sum(each.topk_ids.unique().numel() for each in inputs) / turns
     with float64_reference():  # accumulates in float64, rounds where kernels round
         rows = [run_stage("gate_up", weights.plain, each, each.x, options) for each in inputs]
         truths = {
@@ -278,9 +275,7 @@ def run_bench(request: Request, device: torch.device, console: Console) -> Row:
         ceilings = Ceilings.measure(device, request.formats)
         for model in request.models:
             advance(done, total, f"{model.name}: making weights")
-            weights = RunWeights.of(
-                random_moe_problem(model.shape, 1, device=device).weights, device
-            )
+            weights = RunWeights.random(model.shape, device)
             for num_tokens, name in cases:
                 advance(done, total, f"{model.name} T={num_tokens} {FORMAT_NAMES[name]}")
                 options = MoEOptions(model.shape.activation, name)
@@ -347,27 +342,14 @@ def show(document: Row, console: Console) -> None:
         )
 
 
-def _chosen_models(names: list[str] | None, scale: int) -> list[Model]:
-    names = names or ["gpt-oss-120b"]
-    for name in names:
-        require(
-            name in MODEL_SHAPES,
-            "bench",
-            "--model",
-            need=f"one of {', '.join(MODEL_SHAPES)}",
-            got=short(name),
-        )
-    return [Model.named(name, scale) for name in names]
-
-
 def bench(
     model: list[str] = typer.Option(
         None,
         help="A named model; repeat for several. Default: "
         f"gpt-oss-120b. Known: {', '.join(MODEL_SHAPES)}.",
     ),
-    tokens: str = typer.Option("1,16,64,128,256,1024", help="Token counts, comma-separated."),
-    formats: str = typer.Option("a16w4,a8w4,a4w4", "--format", "--formats", help=FORMATS_HELP),
+    tokens: Tokens = "1,16,64,128,256,1024",
+    formats: Formats = DEFAULT_FORMATS,
     stage: str = typer.Option(",".join(STAGES), help="Stages to time, comma-separated."),
     routing: str = typer.Option("uniform", help="uniform, zipf, half or one_expert."),
     backend: str = typer.Option(None, help="Time this backend instead of the best one."),
@@ -379,7 +361,7 @@ def bench(
     output: Path = typer.Option(
         Path("reports/bench"), help="Folder for bench.json and roofline.png; made if absent."
     ),
-    json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
+    json_to: JsonFile = None,
 ) -> None:
     """Time named models against the ceilings of this machine.
 
@@ -394,7 +376,6 @@ def bench(
     not how fast the library is.
 
     Examples:
-
         mxpert bench --model gpt-oss-120b --tokens 1,64,1024 --format a16w4
 
         mxpert bench --model kimi-k2 --model deepseek-v3 --stage layer --routing zipf
@@ -412,7 +393,8 @@ def bench(
     stages = parse_choices(stage, STAGES, "bench", "--stage")
     check_backend(backend, "bench")
     check_target(json_to, "bench")
-    models = _chosen_models(model, scale or (1 if device.type == "cuda" else CPU_SCALE))
+    scale = scale or (1 if device.type == "cuda" else CPU_SCALE)
+    models = [Model.named(check_model(name, "bench"), scale) for name in model or ["gpt-oss-120b"]]
     open_folder(output, "bench", "--output")
     try:
         document = run_bench(
@@ -422,19 +404,18 @@ def bench(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_WRONG_RESULT) from error
     show(document, result_console(json_to))
-    write_json(output / "bench.json", document)
-    written = [str(output / "bench.json")]
     write_report(json_to, document)
-    if has_matplotlib():
-        limits = document["ceilings"]
-        plot_roofline(
-            output / "roofline.png",
+    limits = document["ceilings"]
+    write_results(
+        output,
+        "bench.json",
+        "roofline.png",
+        document,
+        lambda path: plot_roofline(
+            path,
             f"mxpert on {document['environment']['device']}",
             document["rows"],
             limits["read_tbs"] * 1e12,
             {name: rate * 1e12 for name, rate in limits["matmul_tflops"].items()},
-        )
-        written.append(str(output / "roofline.png"))
-    else:
-        console.print(PLOT_HINT, markup=False)
-    console.print(f"wrote {', '.join(written)}", markup=False, highlight=False, soft_wrap=True)
+        ),
+    )

@@ -6,10 +6,7 @@ the place of Transformers' MoE layer.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +16,19 @@ from rich.console import Console
 
 from ..dispatch import override
 from ..errors import require
+from ..files import short
 from ..formats.token import FP8_TOKEN, quantize_token_rows
-from ..integrations.checkpoints.gpt_oss import (
-    DEMO_TEXT,
-    collect_moe_inputs,
-    demo_token_ids,
-    load_transformers_oracle,
-    write_demo_checkpoint,
-)
-from ..integrations.checkpoints.load import LoadedMoELayer, load_gpt_oss_layers
-from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, positive_int, read_json, short
 from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_gate_up
 from ..ops.quantize import dequantize, quantize
-from ..ops.route import make_routing_plan, route_topk
-from ..problem import ACTIVATION_FORMATS, SwiGLU
+from ..ops.route import make_routing_plan
+from ..problem import ACTIVATION_FORMATS
 from ..routing import TOKEN_MASK
 from ..testing.numerics import cosine, relative_l2
-from ..testing.problems import MoEShape, random_moe_problem
 from ..testing.timing import Work
-from ..weights import GateUpOrder
-from .checkpoint import check_checkpoint, reading
-from .main import quiet_imports
+from .demo_layers import CheckpointLayers, LayerCase, RandomLayers, open_layers, route
 from .measure import (
     Ceilings,
-    RunWeights,
     cosine_gate,
     error_gate,
     float64_reference,
@@ -51,17 +36,8 @@ from .measure import (
     time_calls,
     timing_columns,
 )
-from .options import (
-    FORMAT_NAMES,
-    JSON_HELP,
-    check_backend,
-    check_target,
-    open_folder,
-    parse_numbers,
-)
-from .progress import progress
+from .options import FORMAT_NAMES, JsonFile, Tokens, check_backend, check_target, parse_numbers
 from .report import (
-    PLOT_HINT,
     Column,
     Row,
     best_device,
@@ -69,66 +45,19 @@ from .report import (
     figure,
     format_rate,
     format_time,
-    has_matplotlib,
     make_console,
     print_table,
+    progress,
     result_console,
-    write_json,
     write_report,
+    write_results,
 )
 
 CASE_OVERHEAD = 64
 """Time of a case that does not depend on T, in tokens: for the time left."""
 MOST_DIGITS = 9
-RANDOM_SHAPE = MoEShape(
-    hidden_size=512,
-    intermediate_size=512,
-    num_experts=16,
-    top_k=4,
-    activation=SwiGLU(),
-    gate_up_order=GateUpOrder.INTERLEAVED,
-    has_bias=True,
-)
-"""The layers of a demo without Transformers: gpt-oss, scaled down."""
-WITHOUT_TRANSFORMERS = (
-    "Transformers is not installed: random layers, compared with a loop over "
-    "experts in torch.\npip install transformers runs a whole model instead."
-)
+"""Digits of a layer number."""
 Noise = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class LayerCase:
-    """One layer with what flows into it and what another implementation makes of it."""
-
-    layer: LoadedMoELayer
-    weights: RunWeights
-    hidden: torch.Tensor
-    oracle: torch.Tensor
-
-    def rows(self, num_tokens: int) -> torch.Tensor:
-        """The first tokens' hidden states as the layer takes them."""
-        return self.hidden[:num_tokens].to(torch.bfloat16).contiguous()
-
-
-def text_token_ids(checkpoint: Path, count: int) -> torch.Tensor:
-    """Real text as token ids [count]: by the checkpoint's tokenizer, else as bytes."""
-    if not (checkpoint / "tokenizer.json").is_file():
-        return demo_token_ids(count)
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
-    ids = tokenizer(DEMO_TEXT)["input_ids"]
-    return torch.tensor((ids * (count // len(ids) + 1))[:count])
-
-
-def route(case: LayerCase, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """topk_weights, topk_ids of the first tokens, by the checkpoint's router."""
-    layer = case.layer
-    logits = torch.nn.functional.linear(
-        case.hidden[:num_tokens].float(), layer.router_weight.float(), layer.router_bias.float()
-    )
-    return route_topk(logits, top_k=layer.top_k)
 
 
 def quantisation_noise(case: LayerCase, num_tokens: int, activation_format: str) -> Noise:
@@ -224,88 +153,8 @@ def run_case(
     return row | timing_columns(timing) | ceilings.judge(work, timing.us, activation_format)
 
 
-def load_cases(
-    checkpoint: Path, layers: list[int], num_tokens: int, device: torch.device
-) -> Iterator[LayerCase]:
-    """The layers, each with hidden states that reach it and with transformers' MoE output."""
-    loaded = load_gpt_oss_layers(checkpoint, layers, device)
-    with reading(checkpoint, "demo"), quiet_imports():
-        oracle = load_transformers_oracle(checkpoint, num_layers=max(layers) + 1)
-        token_ids = text_token_ids(checkpoint, num_tokens)
-    for layer in loaded:
-        capture = collect_moe_inputs(oracle, token_ids, layer.layer)
-        yield LayerCase(
-            layer,
-            RunWeights.of(layer.weights, device),
-            capture.hidden.to(device),
-            capture.output.to(device),
-        )
-
-
-def has_transformers() -> bool:
-    return importlib.util.find_spec("transformers") is not None
-
-
-def random_cases(layers: list[int], num_tokens: int, device: torch.device) -> Iterator[LayerCase]:
-    """Layers with random weights, router and hidden states; the layer's number is the seed."""
-    shape = RANDOM_SHAPE
-    for number in layers:
-        problem = random_moe_problem(shape, num_tokens, seed=number)
-        draw = torch.Generator().manual_seed(number)
-        # Logits of standard deviation 2 route decisively.
-        router = torch.randn(shape.num_experts, shape.hidden_size, generator=draw)
-        layer = LoadedMoELayer(
-            number,
-            problem.weights,
-            2 / math.sqrt(shape.hidden_size) * router,
-            torch.randn(shape.num_experts, generator=draw) / 10,
-            shape.top_k,
-            shape.activation,
-        )
-        oracle = loop_over_experts(layer, problem.x)
-        layer = replace(
-            layer,
-            weights=layer.weights.to(device),
-            router_weight=layer.router_weight.to(device),
-            router_bias=layer.router_bias.to(device),
-        )
-        yield LayerCase(
-            layer, RunWeights.of(layer.weights, device), problem.x.to(device), oracle.to(device)
-        )
-
-
-def loop_over_experts(layer: LoadedMoELayer, hidden: torch.Tensor) -> torch.Tensor:
-    """A gpt-oss MoE layer in plain torch, float64 [T, H]; hidden is [T, H], biases are needed."""
-    weights, act = layer.weights, layer.activation
-    assert isinstance(act, SwiGLU)  # for the type checker: RANDOM_SHAPE's
-    assert weights.gate_up_bias is not None  # for the type checker: RANDOM_SHAPE has biases
-    assert weights.down_bias is not None  # for the type checker: RANDOM_SHAPE has biases
-    logits = torch.nn.functional.linear(hidden.float(), layer.router_weight, layer.router_bias)
-    chosen, ids = logits.topk(layer.top_k)
-    shares = chosen.double().softmax(-1)
-    gate_up, down = (
-        dequantize(part).double() for part in (weights.gate_up_proj, weights.down_proj)
-    )
-    out = torch.zeros(hidden.shape, dtype=torch.float64)
-    for expert in ids.unique().tolist():
-        token, slot = (ids == expert).nonzero(as_tuple=True)
-        both = hidden[token].double() @ gate_up[expert].T + weights.gate_up_bias[expert]
-        gate, up = both[:, 0::2].clamp(max=act.limit), both[:, 1::2].clamp(-act.limit, act.limit)
-        inner = gate * torch.sigmoid(act.alpha * gate) * (up + 1)
-        rows = inner @ down[expert].T + weights.down_bias[expert]
-        out.index_add_(0, token, shares[token, slot, None] * rows)
-    return out
-
-
-def chosen_layers(text: str | None, checkpoint: Path | None) -> list[int]:
-    """--layers as numbers; by default the first and the last, without a checkpoint 0 and 1."""
-    if text is None and checkpoint is None:
-        return [0, 1]
-    if text is None:
-        assert checkpoint is not None  # for the type checker: the case above
-        config = read_json(checkpoint / CONFIG_FILE, "demo")
-        last = positive_int(config, ["num_hidden_layers"], checkpoint / CONFIG_FILE, "demo") - 1
-        return sorted({0, last})
+def parse_layers(text: str) -> list[int]:
+    """--layers as ascending numbers."""
     parts = [part.strip() for part in text.split(",")]
     require(
         all(part.isascii() and part.isdigit() and len(part) <= MOST_DIGITS for part in parts),
@@ -431,7 +280,7 @@ def plot(document: Row, path: Path) -> None:
 
 
 def run_demo(
-    checkpoint: Path | None,
+    source: CheckpointLayers | RandomLayers,
     layers: list[int],
     tokens: list[int],
     device: torch.device,
@@ -440,7 +289,7 @@ def run_demo(
 ) -> Row:
     """The whole document: environment, ceilings, a row for each layer, T and format.
 
-    On a CPU nothing is timed. Without a checkpoint the layers are random.
+    On a CPU nothing is timed.
     """
     rows: list[Row] = []
     timed = device.type != "cpu"
@@ -448,20 +297,15 @@ def run_demo(
     which = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
     console.print(
         f"{checks} checks: {len(tokens)} token counts × {len(ACTIVATION_FORMATS)} "
-        f"formats, each on {which}" + ("; loading the model" if checkpoint else ""),
+        f"formats, each on {which}{source.first_step}",
         markup=False,
         highlight=False,
     )
     ceilings = Ceilings.measure(device, ACTIVATION_FORMATS) if timed else None
     total = (sum(tokens) + CASE_OVERHEAD * len(tokens)) * len(ACTIVATION_FORMATS) * len(layers)
     done = 0
-    cases = (
-        load_cases(checkpoint, layers, max(tokens), device)
-        if checkpoint
-        else random_cases(layers, max(tokens), device)
-    )
     with progress(console, "demo") as advance:
-        for case in cases:
+        for case in source.cases(layers, max(tokens), device):
             for num_tokens in tokens:
                 for name in ACTIVATION_FORMATS:
                     advance(
@@ -473,10 +317,10 @@ def run_demo(
     return {
         "kind": "demo",
         "environment": environment(device),
-        "checkpoint": str(checkpoint) if checkpoint else None,
+        "checkpoint": source.checkpoint and str(source.checkpoint),
         "layers": layers,
         "timed": timed,
-        "oracle": "transformers" if checkpoint else "torch",
+        "oracle": source.oracle,
         "ceilings": None if ceilings is None else ceilings.as_row(),
         "rows": rows,
         "summary": summary,
@@ -494,7 +338,7 @@ def demo(
     output: Path = typer.Option(
         Path("reports/demo"), help="Folder for report.json and report.png; made if absent."
     ),
-    tokens: str = typer.Option("1,16,128,1024", help="Token counts, comma-separated."),
+    tokens: Tokens = "1,16,128,1024",
     layers: str = typer.Option(
         None,
         help="Layers to run, comma-separated. "
@@ -502,7 +346,7 @@ def demo(
         "the model up to the last one chosen.",
     ),
     backend: str = typer.Option(None, help="Run this backend instead of the best one."),
-    json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
+    json_to: JsonFile = None,
 ) -> None:
     """Run a gpt-oss checkpoint's MoE layers here and check every number.
 
@@ -515,7 +359,6 @@ def demo(
     about the kernels. Without options it takes about a minute on two CPU cores.
 
     Examples:
-
         mxpert demo
 
         mxpert demo --checkpoint ./gpt-oss-20b --layers 0,12 --tokens 1,64,1024
@@ -526,31 +369,12 @@ def demo(
     counts = list(dict.fromkeys(parse_numbers(tokens, "demo", "--tokens")))
     check_target(json_to, "demo")
     check_backend(backend, "demo")
-    if checkpoint is not None:
-        check_checkpoint(checkpoint, "demo")
-    open_folder(output, "demo", "--output")
-    if checkpoint is None and not has_transformers():
-        console.print(WITHOUT_TRANSFORMERS, highlight=False)
-    elif checkpoint is None:
-        checkpoint = output / "checkpoint"
-        if not (checkpoint / CONFIG_FILE).is_file():
-            with quiet_imports():
-                write_demo_checkpoint(checkpoint)
-            console.print(f"wrote {checkpoint}", markup=False, highlight=False)
-        check_checkpoint(checkpoint, "demo")
-    document = run_demo(
-        checkpoint, chosen_layers(layers, checkpoint), counts, device, console, backend
-    )
+    chosen = None if layers is None else parse_layers(layers)
+    source = open_layers(checkpoint, output, console)
+    document = run_demo(source, chosen or source.default(), counts, device, console, backend)
     results = result_console(json_to)
     show(document, results)
-    write_json(output / "report.json", document)
-    written = [str(output / "report.json")]
-    if has_matplotlib():
-        plot(document, output / "report.png")
-        written.append(str(output / "report.png"))
-    else:
-        console.print(PLOT_HINT, markup=False)
-    console.print(f"wrote {', '.join(written)}", markup=False, highlight=False, soft_wrap=True)
+    write_results(output, "report.json", "report.png", document, lambda path: plot(document, path))
     write_report(json_to, document)
     verdict(document, results)
     if not document["passed"]:

@@ -38,7 +38,7 @@ from ..problem import (
     TopKProblem,
 )
 from ..runtime.toolchain import toolchain
-from .options import FORMAT_NAMES, JSON_HELP, check_target
+from .options import FORMAT_NAMES, JsonFile, check_target
 from .report import (
     Row,
     best_device,
@@ -87,8 +87,10 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of a package, or of the distribution that brings its module under another name, as
-    the ROCm build of torch brings Triton; None if neither is there."""
+    """Version of a package, or of the distribution that brings its module under another name.
+
+    The ROCm build of torch brings Triton so. None if neither is there.
+    """
     found = package_version(name)
     if found is None:
         others = importlib.metadata.packages_distributions().get(name, ())
@@ -215,7 +217,7 @@ def small_problems(target: Target) -> list[Problem]:
 
 
 def problem_name(problem: Problem) -> str:
-    """ "fused_moe a16w4", "quantize", …"""
+    """Name of the op, and the format where there is one: "fused_moe a16w4"."""
     if not isinstance(problem, MoEProblem):
         return problem.op.value
     return f"{problem.op.value} {FORMAT_NAMES[problem.options.activation_format]}"
@@ -345,7 +347,7 @@ def _print(console: Console, facts: Row, findings: list[Finding], operations: li
         console.print(Padding(Text(reason, style="dim"), (0, 0, 0, 2), expand=False), width=NARROW)
 
 
-def doctor(json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP)) -> None:
+def doctor(json_to: JsonFile = None) -> None:
     """Say what works on this machine, what does not, and why.
 
     Compares versions with the tested ranges, and names the GPU and its driver, the compiler and
@@ -353,7 +355,6 @@ def doctor(json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON
     The exit code is 1 if something needed is broken.
 
     Examples:
-
         mxpert doctor
 
         mxpert doctor --json - | jq .operations

@@ -16,10 +16,8 @@ from ..integrations.checkpoints.safetensors_files import CONFIG_FILE
 from ..integrations.models.convert import restore
 from ..integrations.models.evaluation import DEFAULT_FORMATS, EvalReport, evaluate
 from ..integrations.transformers import NAME
-from .checkpoint import check_checkpoint, reading
 from .main import quiet_imports
-from .options import FORMATS_HELP, JSON_HELP, check_target, parse_formats
-from .progress import progress
+from .options import FORMATS_HELP, JsonFile, check_checkpoint, check_target, parse_formats, reading
 from .report import (
     Column,
     environment,
@@ -27,6 +25,7 @@ from .report import (
     has_matplotlib,
     make_console,
     print_table,
+    progress,
     result_console,
     write_report,
 )
@@ -75,7 +74,7 @@ def evaluate_checkpoint(
             "--bytes", help="Bytes are the token ids. Default for a checkpoint without a tokenizer."
         ),
     ] = False,
-    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help=JSON_HELP)] = None,
+    json_to: JsonFile = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a PNG here: loss by format, SQNR by layer."),
@@ -90,7 +89,6 @@ def evaluate_checkpoint(
     only.
 
     Examples:
-
         mxpert eval ./mixtral-bf16 --text wiki.txt
 
         mxpert eval ./gpt-oss-20b --text wiki.txt --format a8w4,a4w4
@@ -99,34 +97,13 @@ def evaluate_checkpoint(
     """
     names = parse_formats(formats, "eval", "--format")
     check_target(json_to, "eval")
-    require(is_file(text), "eval", str(text), need="a text file", got=what_is_at(text))
-    if plot is not None:
-        require(
-            has_matplotlib(),
-            "eval",
-            "--plot",
-            need="matplotlib",
-            got="no such package",
-            remedy="pip install 'mxpert[plot]'",
-        )
-        check_target(plot, "eval", "--plot")
+    _check_files(checkpoint, text, plot)
     target = require_device(
         device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
         "eval",
         "--device",
     )
-    check_checkpoint(checkpoint, "eval")
-    with reading(checkpoint, "eval"), quiet_imports():
-        ids = read_tokens(checkpoint, text, as_bytes=as_bytes, limit=max_tokens)
-        require(
-            len(ids) >= context,
-            "eval",
-            str(text),
-            need=f"at least {context} tokens",
-            got=len(ids),
-            remedy="give a longer text or a smaller --context",
-        )
-        model = load_dense(checkpoint)
+    ids, model = load(checkpoint, text, as_bytes=as_bytes, limit=max_tokens, context=context)
     with progress(make_console(stderr=True), "eval") as advance:
         report = evaluate(
             model.to(target),
@@ -137,18 +114,37 @@ def evaluate_checkpoint(
             on_progress=advance,
         )
     print_report(report, checkpoint.name, json_to)
-    write_report(
-        json_to,
-        {
-            "kind": "eval",
-            "checkpoint": checkpoint.name,
-            "text": text.name,
-            "environment": environment(target),
-            **report.as_json(),
-        },
-    )
+    names_of = {"kind": "eval", "checkpoint": checkpoint.name, "text": text.name}
+    write_report(json_to, {**names_of, "environment": environment(target), **report.as_json()})
     if plot is not None:
         draw(plot, report, checkpoint.name)
+
+
+def _check_files(checkpoint: Path, text: Path, plot: Path | None) -> None:
+    """Refuse a text, a PNG or a checkpoint that cannot be used."""
+    require(is_file(text), "eval", str(text), need="a text file", got=what_is_at(text))
+    if plot is not None:
+        remedy, got = "pip install 'mxpert[plot]'", "no such package"
+        require(has_matplotlib(), "eval", "--plot", need="matplotlib", got=got, remedy=remedy)
+        check_target(plot, "eval", "--plot")
+    check_checkpoint(checkpoint, "eval")
+
+
+def load(
+    checkpoint: Path, text: Path, *, as_bytes: bool, limit: int, context: int
+) -> tuple[torch.Tensor, Any]:
+    """Token ids of at least one window, and the model with dense experts."""
+    with reading(checkpoint, "eval"), quiet_imports():
+        ids = read_tokens(checkpoint, text, as_bytes=as_bytes, limit=limit)
+        require(
+            len(ids) >= context,
+            "eval",
+            str(text),
+            need=f"at least {context} tokens",
+            got=len(ids),
+            remedy="give a longer text or a smaller --context",
+        )
+        return ids, load_dense(checkpoint)
 
 
 def read_tokens(checkpoint: Path, text: Path, *, as_bytes: bool, limit: int) -> torch.Tensor:

@@ -9,10 +9,9 @@ import typer
 
 from ..integrations.checkpoints.inspect import ProjectionStatistics, inspect_checkpoint
 from ..integrations.module_paths import short_names
-from .options import JSON_HELP, check_target
-from .progress import progress
+from .options import JsonFile, check_target
 from .quantize import short_name
-from .report import Column, make_console, print_table, result_console, write_report
+from .report import Column, make_console, print_table, progress, result_console, write_report
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_COLUMNS = 12
@@ -31,7 +30,7 @@ def inspect(
         typer.Option(help="The bf16 checkpoint that it came from: adds the SQNR to it."),
     ] = None,
     layer: Annotated[int | None, typer.Option(help="Only this decoder layer.")] = None,
-    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help=JSON_HELP)] = None,
+    json_to: JsonFile = None,
 ) -> None:
     """Show scale histograms, zero blocks, exact-fold certificates and, with a source, the SQNR.
 
@@ -40,7 +39,6 @@ def inspect(
     in binades. The table goes to standard output; a file is written for --json only.
 
     Examples:
-
         mxpert inspect ./gpt-oss-20b --layer 0
 
         mxpert inspect ./mixtral-mxfp4 --source ./mixtral-bf16 --json report.json

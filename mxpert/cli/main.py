@@ -201,7 +201,6 @@ def main(
     command, `--json -` to standard output.
 
     Examples:
-
         mxpert doctor
 
         mxpert demo

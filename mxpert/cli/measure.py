@@ -21,6 +21,7 @@ from ..testing.numerics import (
     requantisation_error,
     rounding_rms,
 )
+from ..testing.problems import MoEShape, random_moe_problem
 from ..testing.timing import Timing, Work, matmul_rate, read_bandwidth, time_graph
 from ..weights import MoEWeights
 from .report import Row
@@ -84,6 +85,11 @@ class RunWeights:
         prepared = weights.prepare(device=device)
         return cls(prepared.unprepare(), prepared)
 
+    @classmethod
+    def random(cls, shape: MoEShape, device: torch.device) -> RunWeights:
+        """Random weights of a shape, made on `device`."""
+        return cls.of(random_moe_problem(shape, 1, device=device).weights, device)
+
     def resolve(
         self, explain_with: Callable[[MoEWeights], Explanation], backend: str | None
     ) -> tuple[MoEWeights, Resolution]:
@@ -117,6 +123,11 @@ def time_calls(calls: Sequence[Callable[[], object]], device: torch.device) -> T
     if repeats < 2:
         return first
     return time_graph({"case": calls}, device=device, repeats=min(repeats, 20), warmup=0)["case"]
+
+
+def rotations(num_tokens: int) -> int:
+    """Number of routings that a timing rotates among: small batches hit few experts each."""
+    return max(1, min(8, 64 // num_tokens))
 
 
 def timing_columns(timing: Timing) -> Row:
@@ -166,7 +177,7 @@ def cosine_gate(activation_format: str, rows_noise: float, intermediate_noise: f
     """Smallest cosine to the model with unquantised activations that passes.
 
     An error of relative size r turns a vector by at most ``asin r``, so its cosine is at least
-    ``sqrt(1 - r²)``. As in `numerics.sqnr_floor_db`, noise that is independent of the weights gives
+    ``sqrt(1 - r²)``. As in `noise.sqnr_floor_db`, noise that is independent of the weights gives
     r² = 2.2 n_x + n_h + 2 · (bfloat16 rounding)², with n_x and n_h measured on the given data. In
     one layer the noise is not independent, because few tokens, experts and rows carry most of the
     output. Twice the amplitude is therefore allowed. The strict gates are the error to float64

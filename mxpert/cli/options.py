@@ -1,18 +1,24 @@
-"""Values of command-line options: parse them, and refuse bad ones before any work starts."""
+"""Command-line options and checkpoints: parse values, refuse bad ones before any work starts."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ..dispatch.registry import BACKENDS
-from ..errors import message, require
-from ..integrations.checkpoints.safetensors_files import short
+from ..errors import UnsupportedError, message, require
+from ..files import is_file, short, what_is_at
+from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, CheckpointReader, read_json
 from ..integrations.models.evaluation import FORMATS
 from ..problem import parse_activation_format
 from ..routing import TOKEN_MASK
+from ..testing.problems import MODEL_SHAPES
 
 FORMAT_NAMES = {activation: name for name, activation in FORMATS.items()}
 """Activation format → the name that tables show and that options take."""
@@ -24,6 +30,10 @@ JSON_HELP = (
     "Write the machine-readable report to this file. With '-' it goes to standard output, "
     "and everything else to standard error."
 )
+JsonFile = Annotated[str | None, typer.Option("--json", metavar="FILE", help=JSON_HELP)]
+Formats = Annotated[str, typer.Option("--format", "--formats", help=FORMATS_HELP)]
+Tokens = Annotated[str, typer.Option(help="Token counts, comma-separated.")]
+DEFAULT_FORMATS = "a16w4,a8w4,a4w4"
 
 
 def parse_numbers(text: str, command: str, option: str) -> list[int]:
@@ -98,6 +108,18 @@ def check_backend(backend: str | None, command: str) -> None:
     )
 
 
+def check_model(name: str, command: str) -> str:
+    """Return the name of a --model; refuse an unknown one."""
+    require(
+        name in MODEL_SHAPES,
+        command,
+        "--model",
+        need=f"one of {', '.join(MODEL_SHAPES)}",
+        got=short(name),
+    )
+    return name
+
+
 def open_folder(folder: Path, command: str, option: str) -> None:
     """Make the folder for reports, and refuse one that cannot be written."""
     try:
@@ -136,3 +158,58 @@ def check_target(target: str | Path | None, command: str, option: str = "--json"
         need=f"a file that can be written{hint}",
         got=short(str(target)),
     )
+
+
+def check_checkpoint(directory: Path, command: str) -> None:
+    """Refuse a checkpoint directory that is damaged, by its headers; reads no weights.
+
+    Raises:
+        ValueError: no directory, a pipe or a device in it, a config.json or index that cannot be
+            read, or a missing or truncated shard.
+    """
+    require(
+        directory.is_dir(),
+        command,
+        str(directory),
+        need="a checkpoint directory",
+        got="none" if not directory.exists() else "a file",
+    )
+    for entry in sorted(directory.iterdir()):
+        require(
+            is_file(entry) or entry.is_dir() or not entry.exists(),
+            command,
+            str(entry),
+            need="regular files in a checkpoint",
+            got=what_is_at(entry),
+        )
+    config = read_json(directory / CONFIG_FILE, command)
+    quantization = config.get("quantization_config")
+    require(
+        quantization is None or isinstance(quantization, dict),
+        command,
+        f"{directory / CONFIG_FILE}: quantization_config",
+        need="a JSON object",
+        got=short(quantization),
+    )
+    if any(directory.glob("*.safetensors*")):
+        CheckpointReader(directory, command).check_files()
+
+
+@contextmanager
+def reading(directory: Path, command: str) -> Iterator[None]:
+    """Inside, other libraries read a checkpoint: what they raise becomes one line about it."""
+    try:
+        yield
+    except Exception as error:
+        if " — " in str(error) or isinstance(error, UnsupportedError | MemoryError):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            message(
+                command,
+                str(directory),
+                "a checkpoint that can be loaded",
+                reason[:300],
+                "it may be damaged: download it again",
+            )
+        ) from error

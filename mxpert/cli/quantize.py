@@ -11,9 +11,8 @@ from rich.console import Console
 from ..formats.spec import ScaleRule
 from ..integrations.checkpoints.quantize import QuantizeReport, quantize_checkpoint
 from ..integrations.module_paths import short_names
-from .options import JSON_HELP, check_target
-from .progress import progress
-from .report import Column, make_console, print_table, result_console, write_report
+from .options import JsonFile, check_target
+from .report import Column, make_console, print_table, progress, result_console, write_report
 
 EXIT_NOT_VERIFIED = 1
 
@@ -37,7 +36,7 @@ def quantize(
         ScaleRule, typer.Option(help="How a block's scale follows from its largest magnitude.")
     ] = ScaleRule.RCEIL,
     device: Annotated[str, typer.Option(help="Where to quantise, for example cuda.")] = "cpu",
-    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help=JSON_HELP)] = None,
+    json_to: JsonFile = None,
 ) -> None:
     """Quantise the experts of a bf16 MoE checkpoint to MXFP4, in the format gpt-oss publishes.
 
@@ -47,7 +46,6 @@ def quantize(
     the source; exit code 1 means that it differs. SOURCE is never changed.
 
     Examples:
-
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4
 
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4 --scale-rule floor --json report.json

@@ -1,4 +1,4 @@
-"""Reports that every command writes alike: the machine's facts, JSON, tables, plots."""
+"""What every command writes alike: progress, the machine's facts, JSON, tables, plots."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .. import __version__
@@ -29,6 +33,10 @@ from ..files import write_atomically
 from .options import FORMAT_NAMES
 
 Row = dict[str, Any]
+Advance = Callable[[float, float, str], None]
+"""Called with (work done, work in all, what comes next)."""
+LINE_SECONDS = 5.0
+"""Seconds between two lines of progress where standard error is no terminal."""
 PLAIN_WIDTH = 120
 UNBOUNDED_WIDTH = 10_000
 PLOT_HINT = "no plot: matplotlib is not installed; pip install 'mxpert[plot]'"
@@ -143,6 +151,20 @@ def write_report(target: str | None, document: Mapping[str, Any]) -> None:
         write_json(Path(target), document)
 
 
+def write_results(
+    folder: Path, json_name: str, plot_name: str, document: Row, draw: Callable[[Path], None]
+) -> None:
+    """Write a document and, where matplotlib is installed, its plot; name them on stderr."""
+    console, written = make_console(stderr=True), [str(folder / json_name)]
+    write_json(folder / json_name, document)
+    if has_matplotlib():
+        draw(folder / plot_name)
+        written.append(str(folder / plot_name))
+    else:
+        console.print(PLOT_HINT, markup=False)
+    console.print(f"wrote {', '.join(written)}", markup=False, highlight=False, soft_wrap=True)
+
+
 def _as_text(document: Mapping[str, Any]) -> str:
     return json.dumps(_plain(document), indent=1, allow_nan=False, default=str) + "\n"
 
@@ -171,8 +193,10 @@ def result_console(json_target: str | None) -> Console:
 
 
 class Column(NamedTuple):
-    """A table's column. rank: columns of the highest rank go first where space is short; those of
-    rank 0 stay."""
+    """A table's column.
+
+    rank: columns of the highest rank go first where space is short; those of rank 0 stay.
+    """
 
     name: str
     rank: int = 0
@@ -218,6 +242,62 @@ def _width(console: Console, table: Table) -> int:
     """Columns that a table needs to show each cell on one line."""
     options = console.options.update(width=UNBOUNDED_WIDTH)
     return Measurement.get(console, options, table).maximum
+
+
+@contextmanager
+def progress(console: Console, title: str) -> Iterator[Advance]:
+    """Show how far a command is and how long it still takes.
+
+    Args:
+        console: standard error. title: what the command does, for example "quantising".
+
+    Yields:
+        The function to call as the work advances.
+    """
+    if not console.is_terminal:
+        yield _Lines(console, title).advance
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=f"{title}: {escape(what)}"
+        )
+
+
+class _Lines:
+    """Prints the first call and then at most one line every LINE_SECONDS."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self.console, self.title = console, title
+        self.began = time.monotonic()
+        self.printed: float | None = None
+
+    def advance(self, done: float, total: float, what: str) -> None:
+        now = time.monotonic()
+        if self.printed is not None and now - self.printed < LINE_SECONDS:
+            return
+        self.printed = now
+        line = f"{self.title}: {100 * done / max(total, 1):.0f} %, {what}"
+        if done > 0:
+            line += f", {duration((now - self.began) * (total - done) / done)} left"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """A rough duration in words.
+
+    >>> duration(4.2), duration(100), duration(7000)
+    ('about 5 s', 'about 2 min', 'about 2 h')
+    """
+    if seconds < 90:
+        return f"about {max(1, 5 * round(seconds / 5))} s"
+    return f"about {round(seconds / 60)} min" if seconds < 5400 else f"about {seconds / 3600:.0f} h"
 
 
 def format_time(us: float) -> str:

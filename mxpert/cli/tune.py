@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -17,23 +17,25 @@ from rich.markup import escape
 from .. import __version__
 from ..dispatch import detect_target
 from ..dispatch.registry import BACKENDS
-from ..dispatch.tables import Measured, TunedRow, add_rows, read_rows, user_table
+from ..dispatch.tables import TunedRow, add_rows, read_rows, user_table
 from ..errors import UnsupportedError, message, require
+from ..files import is_file, what_is_at
 from ..problem import Target
 from ..runtime.toolchain import toolchain
-from ..testing.problems import random_moe_problem
 from ..testing.timing import read_bandwidth
 from .measure import RunWeights
 from .options import (
+    DEFAULT_FORMATS,
     FORMAT_NAMES,
-    FORMATS_HELP,
-    JSON_HELP,
+    Formats,
+    JsonFile,
     check_target,
+    open_folder,
     parse_formats,
     parse_numbers,
 )
-from .progress import Advance, progress
 from .report import (
+    Advance,
     Column,
     Row,
     best_device,
@@ -41,27 +43,28 @@ from .report import (
     format_time,
     make_console,
     print_table,
+    progress,
     result_console,
     write_report,
 )
 from .tune_cells import (
+    BATCH_SIZE,
+    LARGE_BATCH_TOKENS,
     TARGETS,
+    Candidate,
     Cell,
     Choice,
-    DeviceTrial,
-    Probes,
+    Outcome,
+    Trial,
     choose,
     expected_layouts,
     invalid_row,
     make_cells,
+    search,
 )
-from .tune_search import BATCH_SIZE, Candidate, Outcome, State, in_order, search
 
 DEFAULT_TOKENS = ",".join(str(2**power) for power in range(14))
-DEFAULT_SECONDS = 600.0
 EXIT_NO_WINNER, EXIT_INTERRUPTED = 1, 130
-LARGE_BATCH_TOKENS = 1024
-"""Above this many tokens half as many configs are timed together, to limit their buffers."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Report:
     """What a run did: the source of --json and of the last lines."""
 
     environment: Row
-    output: Path
+    output: str
     read_tbs: float | None = None
     cells: list[Row] = field(default_factory=list)
     tuned: int = 0
@@ -89,9 +92,6 @@ class Report:
     unfinished: list[str] = field(default_factory=list)
     unsound: list[str] = field(default_factory=list)
     interrupted: bool = False
-
-    def document(self) -> Row:
-        return {"kind": "tune", **asdict(self), "output": str(self.output)}
 
 
 def provenance(facts: Row, read_tbs: float, commit: str | None) -> Row:
@@ -112,20 +112,8 @@ def provenance(facts: Row, read_tbs: float, commit: str | None) -> Row:
 
 
 def make_row(choice: Choice, outcome: Outcome, winner: Candidate, head: Row) -> TunedRow:
-    """The table row of a finished cell."""
-    problem, before = choice.problem, outcome.heuristic_us
-    measured = Measured(
-        us=round(winner.us, 3),
-        heuristic_us=None if before is None else round(before, 3),
-        spread=round(outcome.spread, 4),
-        source=outcome.source,
-        note=outcome.note,
-        rel_l2=float(f"{winner.rel_l2:.3e}"),
-        tried=len(outcome.tried),
-        valid=outcome.valid,
-        commit=head["commit"],
-        date=head["date"],
-    )
+    """The table row of a cell with a winner."""
+    problem, before = choice.problem, winner.heuristic_us
     return TunedRow(
         problem.formats,
         problem.num_experts,
@@ -135,60 +123,38 @@ def make_row(choice: Choice, outcome: Outcome, winner: Candidate, head: Row) -> 
         problem.num_tokens,
         choice.kernel.backend,
         winner.config,
-        measured,
+        us=round(winner.us or 0.0, 3),
+        heuristic_us=None if before is None else round(before, 3),
+        spread=round(winner.spread, 4),
+        source=outcome.source,
+        note=outcome.note,
+        rel_l2=float(f"{winner.rel_l2:.3e}"),
+        tried=len(outcome.candidates),
+        valid=outcome.valid,
+        commit=head["commit"],
+        date=head["date"],
     )
 
 
 def name_cell(cell: Cell) -> str:
-    """ "gpt-oss-120b T=64 a16w4"."""
+    """Name of a cell: "gpt-oss-120b T=64 a16w4"."""
     return f"{cell.model} T={cell.num_tokens} {FORMAT_NAMES[cell.activation_format]}"
 
 
-def _cell_row(cell: Cell, choice: Choice, outcome: Outcome) -> Row:
-    """A cell and all its candidates, for --json."""
-    return {
-        "cell": name_cell(cell),
-        "backend": choice.kernel.backend,
-        "valid": outcome.valid,
-        "source": outcome.source,
-        "note": outcome.note,
-        "winner": asdict(outcome.winner.config) if outcome.winner else None,
-        "candidates": [
-            {
-                "config": asdict(each.config),
-                "state": each.state.value,
-                "rel_l2": each.rel_l2,
-                "reason": each.reason,
-                "us": each.us if each.timing else None,
-                "spread": each.timing.spread if each.timing else None,
-            }
-            for each in outcome.tried
-        ],
-    }
-
-
-def _tell(console: Console, name: str, choice: Choice, outcome: Outcome) -> None:
+def _tell(console: Console, name: str, backend: str, outcome: Outcome) -> None:
     """One line for the cell, and one for each candidate that was wrong or failed."""
-    for each in outcome.tried:
-        if each.state in (State.WRONG, State.FAILED):
+    for each in outcome.candidates:
+        if each.reason:
             console.print(
-                f"[red]{each.state.value}[/red] {escape(name)} "
-                f"{choice.kernel.backend} {escape(str(each.config))}: "
+                f"[red]{each.state}[/red] {escape(name)} {backend} {escape(str(each.config))}: "
                 f"{escape(each.reason)}"
             )
-    winner = outcome.winner
-    us = "no right config" if winner is None else format_time(winner.us)
+    us, tried = outcome.winner and outcome.winner.us, len(outcome.candidates)
     console.print(
-        f"{escape(name)} {choice.kernel.backend}: {us}, {outcome.source} "
-        f"({escape(outcome.note)}; {len(outcome.tried)} of {outcome.valid} tried)",
+        f"{escape(name)} {backend}: {format_time(us) if us else 'no right config'}, "
+        f"{outcome.source} ({escape(outcome.note)}; {tried} of {outcome.valid} tried)",
         highlight=False,
     )
-
-
-def by_shape(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
-    """Groups of cells with the same shape, which share weights."""
-    for shape in dict.fromkeys(cell.shape for cell in cells):
-        yield [cell for cell in cells if cell.shape == shape]
 
 
 class _Tuner:
@@ -198,13 +164,12 @@ class _Tuner:
         self.request, self.device, self.console = request, device, console
         self.target = detect_target(device)
         self.end = time.monotonic() + request.seconds
-        self.report = Report(environment(device), request.output)
-        rows = read_rows(request.output, self.target.name)
-        self.finished = (
-            set()
-            if request.force
-            else {row.key for row in rows if invalid_row(row, self.target) is None}
-        )
+        self.report = Report(environment(device), str(request.output))
+        self.finished = {
+            row.key
+            for row in read_rows(request.output, self.target.name)
+            if not request.force and invalid_row(row, self.target) is None
+        }
         self.head: Row = {}
 
     def run(self, advance: Advance) -> None:
@@ -223,63 +188,42 @@ class _Tuner:
         advance(done, total, "measuring the read bandwidth")
         self.report.read_tbs = read_bandwidth(self.device) / 1e12
         self.head = provenance(self.report.environment, self.report.read_tbs, request.commit)
-        for cells in by_shape(pending):
-            advance(done, total, f"{cells[0].model}: making weights")
-            weights = RunWeights.of(
-                random_moe_problem(cells[0].shape, 1, device=self.device).weights, self.device
-            )
-            probes: dict[str, Probes] = {}
+        for shape, cells in itertools.groupby(pending, lambda cell: cell.shape):
+            advance(done, total, "making weights")
+            weights = RunWeights.random(shape, self.device)
             for cell in cells:
-                if time.monotonic() >= self.end and self.report.cells:
+                if time.monotonic() >= self.end:
                     return
                 advance(done, total, name_cell(cell))
-                if cell.activation_format not in probes:
-                    probes[cell.activation_format] = Probes.of(
-                        cell.shape, weights.plain, cell.options
-                    )
-                self._tune(cell, weights, probes[cell.activation_format])
+                self._tune(cell, weights)
+                self.report.unfinished.remove(name_cell(cell))
                 done += 1
             del weights  # before the next shape's are made
 
-    def _tune(self, cell: Cell, weights: RunWeights, probes: Probes) -> None:
+    def _tune(self, cell: Cell, weights: RunWeights) -> None:
         """Search one cell within its share of the remaining time and write its row."""
-        report, name = self.report, name_cell(cell)
-        choice = choose(
-            cell, self.target, (weights.prepared.layout, weights.plain.layout), self.request.backend
-        )
+        report, request, name = self.report, self.request, name_cell(cell)
+        stored = {each.layout: each for each in (weights.plain, weights.prepared)}
+        choice = choose(cell, self.target, list(reversed(stored)), request.backend)
+        now = time.monotonic()
+        deadline = now + (self.end - now) / len(report.unfinished)
         if choice.key in self.finished:  # these weights took another layout than most do
-            report.unfinished.remove(name)
             report.kept += 1
             return
-        chosen = (
-            weights.prepared
-            if choice.problem.weight_layout is weights.prepared.layout
-            else weights.plain
-        )
-        configs = in_order(
-            choice.kernel.heuristic(choice.problem), choice.kernel.configs(choice.problem)
-        )
-        trial = DeviceTrial(choice, cell.shape, chosen, probes)
-        now = time.monotonic()
         outcome = search(
-            configs,
-            trial,
-            limit=trial.limit,
-            end=self.end,
-            deadline=now + (self.end - now) / len(report.unfinished),
-            batch_size=BATCH_SIZE if cell.num_tokens <= LARGE_BATCH_TOKENS else BATCH_SIZE // 2,
+            choice.configs(),
+            Trial(choice, cell.shape, weights.plain, stored[choice.problem.weight_layout]),
+            deadline=deadline,
+            batch_size=BATCH_SIZE // (1 + (cell.num_tokens > LARGE_BATCH_TOKENS)),
         )
-        _tell(self.console, name, choice, outcome)
-        report.cells.append(_cell_row(cell, choice, outcome))
-        if outcome.cut_short:
-            return
-        report.unfinished.remove(name)
-        if outcome.winner is None:
+        _tell(self.console, name, choice.kernel.backend, outcome)
+        winner = outcome.winner
+        row = {"cell": name, "backend": choice.kernel.backend, **asdict(outcome)}
+        report.cells.append(row | {"winner": asdict(winner.config) if winner else None})
+        if winner is None:
             report.unsound.append(name)
             return
-        add_rows(
-            self.request.output, self.head, [make_row(choice, outcome, outcome.winner, self.head)]
-        )
+        add_rows(request.output, self.head, [make_row(choice, outcome, winner, self.head)])
         report.tuned += 1
 
 
@@ -294,41 +238,22 @@ def run_tune(request: Request, device: torch.device, console: Console) -> Report
     return tuner.report
 
 
-def dry_run(cells: Sequence[Cell], target: Target, backend: str | None) -> Row:
-    """The cells and their candidates on a target, without running any."""
-    rows = []
-    for cell in cells:
-        choice = choose(cell, target, expected_layouts(target), backend)
-        configs = in_order(
-            choice.kernel.heuristic(choice.problem), choice.kernel.configs(choice.problem)
-        )
-        rows.append(
-            {
-                "cell": name_cell(cell),
-                "backend": choice.kernel.backend,
-                "candidates": [asdict(config) for config in configs],
-            }
-        )
-    return {"kind": "tune-dry-run", "target": asdict(target), "cells": rows}
-
-
-def _short(config: Row) -> str:
-    """A config as "m16 | 16x64x256 w4 s4 | 16x128x128 w4 s4 /2".
-
-    Routing unit, then for gate_up and down: tile, warps, pipeline stages, and split-K if above 1.
-    """
-    stages = [
-        f"{c['block_m']}x{c['block_n']}x{c['block_k']} w{c['num_warps']} s{c['num_stages']}"
-        + (f" /{c['split_k']}" if c["split_k"] > 1 else "")
-        for c in (config["gate_up"], config["down"])
+def dry_run(
+    cells: Sequence[Cell], target: Target, backend: str | None, json_to: str | None
+) -> None:
+    """Show the cells and their candidates on a target, without running any."""
+    choices = [choose(cell, target, expected_layouts(target), backend) for cell in cells]
+    rows: list[Row] = [
+        {
+            "cell": name_cell(cell),
+            "backend": choice.kernel.backend,
+            "candidates": [asdict(config) for config in choice.configs()],
+        }
+        for cell, choice in zip(cells, choices, strict=True)
     ]
-    return " | ".join((f"m{config['routing_block_m']}", *stages))
-
-
-def _show_plan(document: Row, console: Console) -> None:
     print_table(
-        console,
-        f"mxpert tune --dry-run on {document['target']['name']}",
+        result_console(json_to),
+        f"mxpert tune --dry-run on {target.name}",
         ("cell", Column("backend", 1), "candidates", Column("heuristic: unit | gate_up | down", 2)),
         [
             (
@@ -337,61 +262,68 @@ def _show_plan(document: Row, console: Console) -> None:
                 str(len(row["candidates"])),
                 _short(row["candidates"][0]),
             )
-            for row in document["cells"]
+            for row in rows
         ],
     )
+    write_report(json_to, {"kind": "tune-dry-run", "target": asdict(target), "cells": rows})
+
+
+def _short(config: Row) -> str:
+    """A config's unit and stages, each setting by the initials of its name: "bm16 bn64 …"."""
+    stages = [
+        " ".join(f"{''.join(p[0] for p in key.split('_'))}{value}" for key, value in stage.items())
+        for stage in (config["gate_up"], config["down"])
+    ]
+    return " | ".join((str(config["routing_block_m"]), *stages))
 
 
 def _writable(output: Path | None, target: Target) -> Path:
-    """The table to write: `output`, else the user's table of this target."""
+    """The table to write: `output`, else the user's table of this target. Makes its folder."""
     path = output or user_table(target)
     if path is None:
-        raise UnsupportedError(
-            message(
-                "tune", "--output", "a file to write", "no home directory", "name one with --output"
-            )
-        )
-    folder = next(
-        each for each in (path.absolute().parent, *path.absolute().parents) if each.exists()
-    )
-    usable = (path.is_file() or not path.exists()) and folder.is_dir()
-    require(
-        usable and os.access(folder, os.W_OK),
-        "tune",
-        "--output",
-        need="a file in a folder that can be written",
-        got=str(path),
-    )
+        need, got = "a file to write", "no home directory"
+        raise UnsupportedError(message("tune", "--output", need, got, "name one with --output"))
+    open_folder(path.absolute().parent, "tune", "--output")
+    check_target(path, "tune", "--output")
+    regular = is_file(path) or not path.exists()
+    require(regular, "tune", "--output", need="a regular file", got=what_is_at(path))
     return path
 
 
 def _named_target(name: str | None, dry: bool) -> Target:
     """The target of --target, else this machine's."""
     if name is not None:
-        require(
-            dry,
-            "tune",
-            "--target",
-            need="--dry-run beside it",
-            got=repr(name),
-            remedy="without --dry-run this machine's GPU is tuned",
-        )
-        require(
-            name in TARGETS, "tune", "--target", need=f"one of {sorted(TARGETS)}", got=repr(name)
-        )
+        remedy = "without --dry-run this machine's GPU is tuned"
+        need = "--dry-run beside it"
+        require(dry, "tune", "--target", need=need, got=repr(name), remedy=remedy)
+        need = f"one of {sorted(TARGETS)}"
+        require(name in TARGETS, "tune", "--target", need=need, got=repr(name))
         return TARGETS[name]
     device = best_device()
     if device.type == "cpu":
-        raise UnsupportedError(
-            message(
-                "tune",
-                "device",
-                "a GPU",
-                "none on this machine",
-                f"add --dry-run --target {next(iter(TARGETS))} to see what would be tried",
-            )
-        )
+        remedy = f"add --dry-run --target {next(iter(TARGETS))} to see what would be tried"
+        raise UnsupportedError(message("tune", "device", "a GPU", "none on this machine", remedy))
     return detect_target(device)
+
+
+def _check_search(backend: str | None, time_budget: float) -> None:
+    """Refuse a --backend without tiles and a --time-budget that is no time."""
+    tunable = sorted(set(BACKENDS) - {"reference"})
+    require(
+        backend is None or backend in tunable,
+        "tune",
+        "--backend",
+        need=f"one of {tunable}",
+        got=repr(backend),
+        remedy="the reference has no tiles to tune",
+    )
+    require(
+        time_budget > 0 and math.isfinite(time_budget),
+        "tune",
+        "--time-budget",
+        need="a positive number of seconds",
+        got=time_budget,
+    )
 
 
 def tune(
@@ -409,10 +341,9 @@ def tune(
         show_default=False,
         help="Token counts, comma-separated. Default: the powers of two up to 8192.",
     ),
-    formats: str = typer.Option("a16w4,a8w4,a4w4", "--format", "--formats", help=FORMATS_HELP),
+    formats: Formats = DEFAULT_FORMATS,
     time_budget: float = typer.Option(
-        DEFAULT_SECONDS,
-        help="Seconds for the whole run; cells left are tuned when it is run again.",
+        600.0, help="Seconds for the whole run; cells left are tuned when it is run again."
     ),
     output: Path = typer.Option(
         None,
@@ -426,7 +357,7 @@ def tune(
     target: str = typer.Option(
         None, help=f"With --dry-run: a device that need not be here: {', '.join(TARGETS)}."
     ),
-    json_to: str = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
+    json_to: JsonFile = None,
 ) -> None:
     """Search the tiles that are fastest on this GPU.
 
@@ -440,7 +371,6 @@ def tune(
     has every candidate. Exit code 1 means that a cell has no right config.
 
     Examples:
-
         mxpert tune --model gpt-oss-120b --time-budget 300
 
         mxpert tune --shape 64,8,2048,1024 --tokens 1,16,256 --format a16w4
@@ -450,33 +380,16 @@ def tune(
     counts = parse_numbers(tokens, "tune", "--tokens")
     names = parse_formats(formats, "tune", "--format")
     check_target(json_to, "tune")
-    tunable = sorted(set(BACKENDS) - {"reference"})
-    require(
-        backend is None or backend in tunable,
-        "tune",
-        "--backend",
-        need=f"one of {tunable}",
-        got=repr(backend),
-        remedy="the reference has no tiles to tune",
-    )
-    require(
-        time_budget > 0 and math.isfinite(time_budget),
-        "tune",
-        "--time-budget",
-        need="a positive number of seconds",
-        got=time_budget,
-    )
+    _check_search(backend, time_budget)
     models = list(model or ([] if shape else ["gpt-oss-120b"]))
     cells = make_cells(models, list(shape or []), counts, names)
     here, console = _named_target(target, dry), make_console(stderr=True)
     if dry:
-        plan = dry_run(cells, here, backend)
-        _show_plan(plan, result_console(json_to))
-        write_report(json_to, plan)
+        dry_run(cells, here, backend, json_to)
         return
     request = Request(cells, backend, _writable(output, here), time_budget, force, commit)
     report = run_tune(request, best_device(), console)
-    write_report(json_to, report.document())
+    write_report(json_to, {"kind": "tune", **asdict(report)})
     raise typer.Exit(_close(report, console))
 
 

@@ -1,31 +1,40 @@
-"""Cells of `mxpert tune` (one format, shape and token count each), and running one on a device."""
+"""Cells of `mxpert tune` (one format, shape and token count each), and the search of one cell."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from ..dispatch import explain_problem, override
 from ..dispatch.registry import offers_row
-from ..dispatch.tables import TunedRow, problem_key, table_name
+from ..dispatch.tables import Source, TunedRow, problem_key, table_name
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import Layout
+from ..kernel_spec import KernelSpec
 from ..ops.moe import fused_moe
-from ..problem import KernelSpec, MoEConfig, MoEOptions, MoEProblem, Op, Target
+from ..problem import MoEConfig, MoEOptions, MoEProblem, Op, Target
 from ..routing import TOKEN_MASK
 from ..testing.numerics import relative_l2
-from ..testing.problems import MODEL_SHAPES, MoEShape, random_routing
+from ..testing.problems import MODEL_SHAPES, MoEShape, random_tokens
 from ..testing.timing import Timing, time_graph
 from ..weights import MoEWeights
-from .measure import error_gate, float64_reference, intermediate_sizes
-from .options import parse_numbers
-from .tune_search import DeviceLostError
+from .measure import error_gate, float64_reference, intermediate_sizes, rotations
+from .options import check_model, parse_numbers
 
 NUM_PROBES = 16
+"""Tokens of a batch that are compared with float64; all tokens are compared among configs."""
+REPEATS = 30
+BATCH_SIZE = 8
+"""Configs timed together, besides the heuristic's choice; each keeps its buffers meanwhile."""
+LARGE_BATCH_TOKENS = 1024
+"""Above this many tokens half as many configs are timed together."""
 TARGETS = {
     table_name(target).removesuffix(".json"): target
     for target in (
@@ -47,10 +56,6 @@ class Cell:
     num_tokens: int
     activation_format: str
 
-    @property
-    def options(self) -> MoEOptions:
-        return MoEOptions(self.shape.activation, self.activation_format)
-
     def problem(self, target: Target, layout: Layout) -> MoEProblem:
         """The whole layer on a target, with weights in a layout."""
         shape = self.shape
@@ -62,7 +67,7 @@ class Cell:
             shape.num_experts,
             shape.hidden_size,
             shape.intermediate_size,
-            self.options,
+            MoEOptions(shape.activation, self.activation_format),
             layout,
         )
 
@@ -78,6 +83,23 @@ class Choice:
     def key(self) -> tuple[object, ...]:
         """The key of the cell's row in a table."""
         return (*problem_key(self.problem, self.kernel.backend), self.problem.num_tokens)
+
+    def configs(self) -> list[MoEConfig]:
+        """The heuristic's choice first, then the kernel's other configs, most similar first."""
+        heuristic: MoEConfig = self.kernel.heuristic(self.problem)
+        chosen = _settings(heuristic)
+
+        def differences(config: MoEConfig) -> int:
+            settings = _settings(config)
+            return sum(chosen.get(name) != value for name, value in settings.items())
+
+        others = dict.fromkeys(self.kernel.configs(self.problem))
+        return [heuristic, *sorted((each for each in others if each != heuristic), key=differences)]
+
+
+def _settings(config: MoEConfig) -> dict[tuple[str, str], Any]:
+    stages = {"gate_up": asdict(config.gate_up), "down": asdict(config.down)}
+    return {(stage, name): stages[stage][name] for stage in stages for name in stages[stage]}
 
 
 def choose(cell: Cell, target: Target, layouts: Sequence[Layout], backend: str | None) -> Choice:
@@ -99,14 +121,9 @@ def choose(cell: Cell, target: Target, layouts: Sequence[Layout], backend: str |
         if kernel.backend != "reference":
             return Choice(kernel, problem)
         reason = "; ".join(f"{name} {why}" for name, why in explanation.rejected)
+    need = f"a kernel with tiles on {target.name}"
     raise UnsupportedError(
-        message(
-            "tune",
-            "--backend",
-            f"a kernel with tiles on {target.name}",
-            f"none ({reason})",
-            "see mxpert doctor",
-        )
+        message("tune", "--backend", need, f"none ({reason})", "see mxpert doctor")
     )
 
 
@@ -133,42 +150,34 @@ def invalid_row(row: TunedRow, target: Target) -> str | None:
     return f"{row.place}: {row.config} is no config of {row.backend}"
 
 
-def parse_shape(text: str) -> tuple[str, MoEShape]:
-    """Parse "E,k,H,F" to a name and a shape with SiLU and no bias (tables depend on neither).
+def parse_shape(text: str) -> MoEShape:
+    """Parse "E,k,H,F" to a shape with SiLU and no bias (tables depend on neither).
 
-    >>> parse_shape("8,2,64,96")[1].intermediate_size
+    >>> parse_shape("8,2,64,96").intermediate_size
     96
     """
     sizes = parse_numbers(text, "tune", "--shape")
     require(len(sizes) == 4, "tune", "--shape", need="four numbers E,k,H,F", got=repr(text))
-    num_experts, top_k, hidden_size, intermediate_size = sizes
+    experts, top_k, hidden, inner = sizes
+    require(top_k <= experts, "tune", "--shape", need=f"k of at most E = {experts}", got=top_k)
     require(
-        top_k <= num_experts, "tune", "--shape", need=f"k of at most E = {num_experts}", got=top_k
-    )
-    require(
-        hidden_size % MX_BLOCK_SIZE == 0 and intermediate_size % MX_BLOCK_SIZE == 0,
+        hidden % MX_BLOCK_SIZE == 0 and inner % MX_BLOCK_SIZE == 0,
         "tune",
         "--shape",
         need=f"H and F in multiples of {MX_BLOCK_SIZE}",
-        got=f"{hidden_size}, {intermediate_size}",
+        got=f"{hidden}, {inner}",
     )
-    return text, MoEShape(hidden_size, intermediate_size, num_experts, top_k)
+    return MoEShape(hidden, inner, experts, top_k)
 
 
 def make_cells(
-    models: Sequence[str], shapes: Sequence[str], tokens: Sequence[int], formats: Sequence[str]
+    models: Iterable[str], shapes: Iterable[str], tokens: Sequence[int], formats: Sequence[str]
 ) -> list[Cell]:
-    """All cells without duplicates, ordered by shape so that each shape's weights are made once."""
-    for name in models:
-        require(
-            name in MODEL_SHAPES,
-            "tune",
-            "--model",
-            got=repr(name),
-            need=f"one of {', '.join(MODEL_SHAPES)}",
-        )
-    named = [(name, MODEL_SHAPES[name]) for name in models] + [parse_shape(s) for s in shapes]
-    for _, shape in named:
+    """All cells, each dimensions' once, ordered by shape so that its weights are made once."""
+    named = [(name, MODEL_SHAPES[check_model(name, "tune")]) for name in models]
+    named += [(text, parse_shape(text)) for text in shapes]
+    cells: dict[tuple[object, ...], Cell] = {}
+    for name, shape in named:
         require(
             max(tokens) * shape.top_k <= TOKEN_MASK,
             "tune",
@@ -176,123 +185,66 @@ def make_cells(
             got=max(tokens),
             need=f"T · k of at most {TOKEN_MASK}",
         )
-    cells: dict[tuple[object, ...], Cell] = {}
-    for name, shape in named:
+        sizes = (shape.num_experts, shape.top_k, shape.hidden_size, shape.intermediate_size)
         for activation_format in formats:
-            for num_tokens in dict.fromkeys(tokens):
-                key = (
-                    shape.num_experts,
-                    shape.top_k,
-                    shape.hidden_size,
-                    shape.intermediate_size,
-                    activation_format,
-                    num_tokens,
-                )
-                cells.setdefault(key, Cell(name, shape, num_tokens, activation_format))
+            for count in tokens:
+                cell = Cell(name, shape, count, activation_format)
+                cells.setdefault((*sizes, activation_format, count), cell)
     return list(cells.values())
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Tokens and routing: x bfloat16 [T, H], topk_weights float32 and topk_ids int32 [T, k]."""
+class Trial:
+    """Runs and times configs of one cell on a device."""
 
-    x: torch.Tensor
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
-
-    @classmethod
-    def random(cls, shape: MoEShape, num_tokens: int, device: torch.device, seed: int) -> Batch:
-        """Standard normal tokens with uniform routing."""
-        generator = torch.Generator(device).manual_seed(seed)
-        x = torch.randn(num_tokens, shape.hidden_size, device=device, generator=generator)
-        weights, ids = random_routing(
-            num_tokens, shape.num_experts, shape.top_k, generator=generator
-        )
-        return cls(x.to(torch.bfloat16), weights, ids)
-
-    def plant(self, probes: Batch) -> torch.Tensor:
-        """Overwrite evenly spaced tokens, first and last included, with probes.
-
-        Returns:
-            The indices of the overwritten tokens, int64.
-        """
-        count = min(len(self.x), len(probes.x))
-        places = torch.linspace(0, len(self.x) - 1, count, dtype=torch.float64).round().long()
-        places = places.to(self.x.device)
-        for own, other in (
-            (self.x, probes.x),
-            (self.topk_ids, probes.topk_ids),
-            (self.topk_weights, probes.topk_weights),
-        ):
-            own[places] = other[:count]
-        return places
-
-
-@dataclass(frozen=True)
-class Probes:
-    """Tokens with their float64 result; every batch of a shape contains the same ones."""
-
-    batch: Batch
-    truth: torch.Tensor
-
-    @classmethod
-    def of(cls, shape: MoEShape, weights: MoEWeights, options: MoEOptions) -> Probes:
-        """Run the reference on NUM_PROBES tokens of ROW_MAJOR weights."""
-        batch = Batch.random(shape, NUM_PROBES, weights.device, seed=0)
+    def __init__(self, choice: Choice, shape: MoEShape, plain: MoEWeights, own: MoEWeights) -> None:
+        """plain: ROW_MAJOR weights, for the reference. own: the same as the kernel reads them."""
+        self.choice, self.weights, self.device = choice, own, own.device
+        num_tokens = choice.problem.num_tokens
+        self.batches = [
+            random_tokens(shape, num_tokens, torch.Generator(own.device).manual_seed(seed))
+            for seed in range(rotations(num_tokens))
+        ]
+        x, topk_weights, topk_ids = self.batches[0]
+        count, options = min(num_tokens, NUM_PROBES), choice.problem.options
+        places = torch.linspace(0, num_tokens - 1, count, dtype=torch.float64).round().long()
+        self.places = places.to(self.device)
         with float64_reference():
-            truth = fused_moe(
-                batch.x,
-                weights,
-                batch.topk_weights,
-                batch.topk_ids,
+            self.truth = fused_moe(
+                x[self.places],
+                plain,
+                topk_weights[self.places],
+                topk_ids[self.places],
                 activation=options.activation,
                 activation_format=options.activation_format,
             )
-        return cls(batch, truth)
-
-
-class DeviceTrial:
-    """Runs configs of one cell on a device; implements `tune_search.Trial`."""
-
-    def __init__(
-        self, choice: Choice, shape: MoEShape, weights: MoEWeights, probes: Probes
-    ) -> None:
-        num_tokens, device = choice.problem.num_tokens, weights.device
-        rotations = max(1, min(8, 64 // num_tokens))  # small batches hit few experts each
-        self.choice, self.weights, self.device = choice, weights, device
-        self.batches = [
-            Batch.random(shape, num_tokens, device, seed) for seed in range(1, rotations + 1)
-        ]
-        self.places = self.batches[0].plant(probes.batch)
-        self.truth = probes.truth[: len(self.places)]
-        sizes = intermediate_sizes(len(self.places), shape.top_k, shape.intermediate_size)
-        self.limit = error_gate("layer", choice.problem.options.activation_format, sizes)
+        sizes = intermediate_sizes(count, shape.top_k, shape.intermediate_size)
+        self.limit = error_gate("layer", options.activation_format, sizes)
         self.sound: torch.Tensor | None = None
         """Result of the first config that passed the gate, for all tokens."""
 
-    def run(self, config: MoEConfig, batch: Batch) -> torch.Tensor:
+    def run(self, config: MoEConfig, batch: Sequence[torch.Tensor]) -> torch.Tensor:
         """The layer's output for one batch."""
+        x, topk_weights, topk_ids = batch
         result: torch.Tensor = self.choice.kernel.launch(
             self.choice.problem,
             config,
-            x=batch.x,
+            x=x,
             weights=self.weights,
-            topk_ids=batch.topk_ids,
-            topk_weights=batch.topk_weights,
+            topk_ids=topk_ids,
+            topk_weights=topk_weights,
             expert_map=None,
             num_local_tokens=None,
         )
         return result
 
     def error(self, config: MoEConfig) -> float:
-        """The larger of two errors: of the probes to float64, and of all tokens to the first right
-        result. The second is halved: two right results may differ by twice the gate."""
-        try:
-            result = self.run(config, self.batches[0])
-            error = relative_l2(result[self.places], self.truth)
-        except Exception:
-            self._require_alive(config)
-            raise
+        """The larger of two errors: of the probes to float64, of all tokens to a right result.
+
+        The right result is the first one. The second error is halved: two right results may differ
+        by twice the gate.
+        """
+        result = self.run(config, self.batches[0])
+        error = relative_l2(result[self.places], self.truth)
         if not error <= self.limit:
             return error
         if self.sound is None:
@@ -303,38 +255,148 @@ class DeviceTrial:
         return apart if not apart <= error else error
 
     def times(
-        self, configs: Sequence[MoEConfig], repeats: int, failures: dict[MoEConfig, Exception]
-    ) -> dict[MoEConfig, Timing]:
-        """Time the configs in turns with a cold L2 cache, through `time_graph`."""
-        names = {str(index): config for index, config in enumerate(configs)}
-        failed: dict[str, Exception] = {}
-        timings = time_graph(
-            {
-                name: [functools.partial(self.run, config, batch) for batch in self.batches]
-                for name, config in names.items()
-            },
-            device=self.device,
-            repeats=repeats,
-            warmup=1,
-            failures=failed,
-        )
-        if failed:
-            self._require_alive(names[next(iter(failed))])
-        failures.update({names[name]: error for name, error in failed.items()})
-        return {names[name]: timing for name, timing in timings.items()}
+        self, configs: Sequence[MoEConfig], failures: dict[str, Exception]
+    ) -> dict[str, Timing]:
+        """Time the configs in turns with a cold L2 cache; both dictionaries go by index."""
+        calls = {
+            str(index): [functools.partial(self.run, config, batch) for batch in self.batches]
+            for index, config in enumerate(configs)
+        }
+        return time_graph(calls, device=self.device, repeats=REPEATS, warmup=1, failures=failures)
 
-    def _require_alive(self, config: MoEConfig) -> None:
-        if self.device.type != "cuda":
-            return
+    def require_alive(self, config: MoEConfig) -> None:
+        """Raise ValueError if the config's fault destroyed the device context."""
         try:
-            torch.cuda.synchronize(self.device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
         except RuntimeError as error:
-            raise DeviceLostError(
-                message(
-                    "tune",
-                    f"{self.choice.kernel.backend} {config}",
-                    "a config that leaves the device usable",
-                    str(error).splitlines()[0],
-                    "report it as a defect; finished cells are kept",
-                )
-            ) from error
+            place, got = f"{self.choice.kernel.backend} {config}", str(error).splitlines()[0]
+            remedy = "report it as a defect; finished cells are kept"
+            need = "a config that leaves the device usable"
+            raise ValueError(message("tune", place, need, got, remedy)) from error
+
+
+@dataclass
+class Candidate:
+    """A config that was tried.
+
+    Args:
+        state: "timed"; "wrong" if its error to float64 is too large; "failed" if it raised.
+        rel_l2: its error to float64. reason: why it is wrong or failed, in words.
+        us: microseconds of one call; None before it is timed.
+        heuristic_us: of the heuristic's choice in the same run; None if that is not sound.
+        spread: wider 10–90 % band of these two, relative to the median.
+    """
+
+    config: MoEConfig
+    state: str = "timed"
+    rel_l2: float | None = None
+    reason: str = ""
+    us: float | None = None
+    heuristic_us: float | None = None
+    spread: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Its time over that of the heuristic's choice in the same run; µs without the latter."""
+        return math.inf if self.us is None else self.us / (self.heuristic_us or 1.0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a search: the candidates as tried, and the fastest (None if none is sound).
+
+    The comparison with the heuristic's choice is in words. valid: number of configs.
+    """
+
+    candidates: list[Candidate]
+    valid: int
+    winner: Candidate | None
+    source: Source
+    note: str
+
+
+def search(
+    configs: Sequence[MoEConfig],
+    trial: Trial,
+    *,
+    deadline: float,
+    batch_size: int = BATCH_SIZE,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Find the fastest sound config.
+
+    Configs are tried in batches. Each config of a batch runs once and must pass the gate. The sound
+    ones and the heuristic's choice are then timed in turns, so that only times of the same run are
+    compared. The first batch may exceed the deadline.
+
+    Args:
+        configs: the heuristic's choice first.
+        trial: runs and times them.
+        deadline: seconds on `clock`; no batch is started after it.
+        batch_size: configs timed together, besides the heuristic's choice.
+    """
+    heuristic = _gated(configs[0], trial)
+    tried = [heuristic]
+    for start in range(1, max(len(configs), 2), batch_size):
+        if start > 1 and clock() >= deadline:
+            break
+        batch = [_gated(config, trial) for config in configs[start : start + batch_size]]
+        tried += batch
+        entrants = [each for each in (heuristic, *batch) if each.state == "timed"]
+        _time(entrants, heuristic, trial)
+    sound = [each for each in tried if each.state == "timed"]
+    rival = min(
+        (each for each in sound if each is not heuristic), key=lambda each: each.ratio, default=None
+    )
+
+    def outcome(winner: Candidate | None, source: Source, note: str) -> Outcome:
+        return Outcome(tried, len(configs), winner, source, note)
+
+    if heuristic.state != "timed":
+        note = f"the heuristic's choice {heuristic.state}: {heuristic.reason}"
+        return outcome(rival, "search", note)
+    if rival is None:
+        return outcome(heuristic, "heuristic", "no other sound config")
+    gain, spread = 1 - rival.ratio, f"spread {rival.spread:.1%}"
+    if gain > rival.spread:
+        note = f"{gain:.1%} faster than the heuristic's choice, {spread}"
+        return outcome(rival, "search", note)
+    heuristic.spread = rival.spread
+    note = f"the best other is {abs(gain):.1%} {'faster' if gain > 0 else 'slower'}, {spread}"
+    return outcome(heuristic, "heuristic", note)
+
+
+def _gated(config: MoEConfig, trial: Trial) -> Candidate:
+    """Run a config once and compare its error with the gate; NaN never passes."""
+    try:
+        error = trial.error(config)
+    except Exception as failure:  # compilers raise types of their own
+        trial.require_alive(config)
+        return Candidate(config, "failed", reason=_one_line(failure))
+    if not error <= trial.limit:
+        reason = f"relative L2 to float64 is {error:.3e}, at most {trial.limit:.1e}"
+        return Candidate(config, "wrong", error, reason)
+    return Candidate(config, rel_l2=error)
+
+
+def _one_line(failure: Exception) -> str:
+    text = str(failure).strip()
+    return f"{type(failure).__name__}: {text.splitlines()[0] if text else 'no message'}"
+
+
+def _time(candidates: Sequence[Candidate], heuristic: Candidate, trial: Trial) -> None:
+    """Time candidates in one run. The heuristic's choice is the first one, unless it is unsound."""
+    failures: dict[str, Exception] = {}
+    timings = trial.times([each.config for each in candidates], failures)
+    base = next(
+        (timings.get(str(i)) for i, each in enumerate(candidates) if each is heuristic), None
+    )
+    for index, each in enumerate(candidates):
+        own = timings.get(str(index))
+        if own is None:
+            trial.require_alive(each.config)
+            each.state, each.reason = "failed", _one_line(failures[str(index)])
+        else:
+            each.us, each.heuristic_us = own.us, base.us if base else None
+            each.spread = max(own.spread, base.spread if base else 0.0)

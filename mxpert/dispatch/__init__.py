@@ -1,11 +1,11 @@
 """Choosing a kernel: device facts, the registry of backends, tuned tables."""
 
-from .calls import Calls, without_grad
+from .calls import CallCache, without_grad
 from .registry import Explanation, Resolution, explain_problem, override, resolve
 from .target import detect_target
 
 __all__ = [
-    "Calls",
+    "CallCache",
     "Explanation",
     "Resolution",
     "detect_target",

@@ -1,19 +1,20 @@
-"""Warm calls of an op: arguments of a known geometry are not checked again."""
+"""Warm calls of an op: arguments of a geometry that was seen before are not checked again."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from ..problem import KernelSpec, Problem
-from ..runtime.geometry import Known, describe
-from .registry import resolve, resolve_known
+from ..kernel_spec import KernelSpec
+from ..problem import Problem
+from ..runtime.geometry import CachedCall, Described
+from .registry import resolve, resolve_cached
 
-_MAX_KNOWN = 1024
-"""Geometries of an op, each with some ten kilobytes of noted launches."""
+_MAX_CACHED = 1024
+"""Geometries of an op, each with some ten kilobytes of recorded launches."""
 
 _T = TypeVar("_T")
 
@@ -34,58 +35,63 @@ def without_grad(function: Callable[..., _T]) -> Callable[..., _T]:
     return run
 
 
-class Calls:
-    """The calls of one op: check and describe once for each geometry, then resolve and launch."""
+class CallCache:
+    """The calls of one op: check and describe once for each geometry, then resolve and launch.
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Known] = {}
+    Args:
+        describe: checks the arguments of a call and returns its problem, or raises.
+        by_identity: whether the cache compares the first option by identity.
+    """
+
+    def __init__(self, describe: Callable[..., Problem], by_identity: bool) -> None:
+        self._describe, self._by_identity = describe, by_identity
+        self._cached: dict[tuple[Any, ...], CachedCall] = {}
 
     def launch(
-        self,
-        choice: object,
-        values: tuple[Any, ...],
-        arguments: dict[str, Any],
-        describe_problem: Callable[[], Problem],
+        self, options: Sequence[Any], inputs: dict[str, Any], geometry: Described | None
     ) -> Any:
         """Return the op's result, which has no gradient.
 
         Args:
-            choice: an option object; the cache key holds its identity.
-            values: numbers and names; the cache key holds their types and values. `choice`,
-                `values` and the geometry of `arguments` together decide the problem.
-            arguments: the keyword arguments of the kernel's `launch`.
-            describe_problem: checks everything and returns the problem, or raises.
+            options: positional arguments of `describe`. The cache key holds their types and values
+                (the identity of the first, if `by_identity`).
+            inputs: keyword arguments of `describe` and of the kernel's `launch`. Their geometry
+                and the options decide the problem.
+            geometry: the inputs' tensors and geometry; None if the call cannot be cached.
         """
-        found = describe(arguments.values())
-        if found is None:
-            problem = describe_problem()
-            return _launch(*resolve(problem), problem, arguments)
-        tensors, geometry = found
-        key = (id(choice), *values, *map(type, values), *geometry)
-        known = self._find(key, choice, describe_problem)
-        kernel, config = resolve_known(known)
+        if geometry is None:
+            problem = self._describe(*options, **inputs)
+            return _launch(*resolve(problem), problem, inputs)
+        tensors, shapes = geometry
+        if self._by_identity:
+            first, *others = options
+            key = (id(first), *others, *map(type, options), *shapes)
+        else:
+            key = (*options, *map(type, options), *shapes)
+        cached = self._find(key, options, inputs)
+        kernel, config = resolve_cached(cached)
         replay = getattr(kernel, "replay", None)
         if replay is not None:
-            result = replay(known, config, tensors, arguments)
+            result = replay(cached, config, tensors, inputs)
             if result is not None:
                 return result
-        return _launch(kernel, config, known.problem, arguments)
+        return _launch(kernel, config, cached.problem, inputs)
 
     def _find(
-        self, key: tuple[Any, ...], choice: object, describe_problem: Callable[[], Problem]
-    ) -> Known:
+        self, key: tuple[Any, ...], options: Sequence[Any], inputs: dict[str, Any]
+    ) -> CachedCall:
         try:
-            known = self._known.get(key)
-        except TypeError:  # a choice without a hash, which passes no check
-            return Known(describe_problem(), choice)
-        if known is None:
-            known = Known(describe_problem(), choice)
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known[key] = known
-        return known
+            cached = self._cached.get(key)
+        except TypeError:  # an option without a hash, which passes no check
+            return CachedCall(self._describe(*options, **inputs), options)
+        if cached is None:
+            cached = CachedCall(self._describe(*options, **inputs), options)
+            if len(self._cached) >= _MAX_CACHED:
+                self._cached.clear()
+            self._cached[key] = cached
+        return cached
 
 
 @without_grad
-def _launch(kernel: KernelSpec, config: Any, problem: Problem, arguments: dict[str, Any]) -> Any:
-    return kernel.launch(problem, config, **arguments)
+def _launch(kernel: KernelSpec, config: Any, problem: Problem, inputs: dict[str, Any]) -> Any:
+    return kernel.launch(problem, config, **inputs)

@@ -19,19 +19,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import PerformanceWarning, UnsupportedError, message, require
+from ..kernel_spec import KernelSpec, refuse
 from ..problem import (
     Config,
     GemmConfig,
     GroupedProblem,
-    KernelSpec,
+    HopperGemmConfig,
     MoEConfig,
     MoEProblem,
     Op,
     Problem,
     ReferenceConfig,
-    refuse,
+    StageConfig,
 )
-from ..runtime.geometry import Known
+from ..runtime.geometry import CachedCall
 from . import tables
 
 BACKENDS = {
@@ -69,8 +70,9 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
     Args:
         backend: "hopper", "triton" or "reference"; an op that it cannot serve raises
             UnsupportedError. None leaves the choice to the library.
-        config: a GemmConfig for one stage, a MoEConfig for a layer or its stages, or a
-            ReferenceConfig for the reference backend. Ops that take no such config ignore it.
+        config: a GemmConfig or HopperGemmConfig for one stage, a MoEConfig for a layer or its
+            stages, or a ReferenceConfig for the reference backend. The hopper backend's MoE ops
+            take a HopperGemmConfig. Ops that take no such config ignore it.
 
     Returns:
         A context manager.
@@ -88,12 +90,9 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
     """
     known = backend is None or (isinstance(backend, str) and backend in BACKENDS)
     require(known, "override", "backend", need=f"one of {sorted(BACKENDS)}", got=repr(backend))
-    if config is not None and not isinstance(config, (GemmConfig, MoEConfig, ReferenceConfig)):
-        raise TypeError(
-            message(
-                "override", "config", "a GemmConfig, MoEConfig or ReferenceConfig", repr(config)
-            )
-        )
+    if config is not None and not isinstance(config, StageConfig | MoEConfig | ReferenceConfig):
+        need = "a GemmConfig, HopperGemmConfig, MoEConfig or ReferenceConfig"
+        raise TypeError(message("override", "config", need, repr(config)))
     token = _override.set(Override(backend, config))
     try:
         yield
@@ -168,9 +167,9 @@ def _stage_config(problem: Problem, config: Config) -> Config:
     """The part of `config` that applies to the problem's op; None if there is none."""
     if isinstance(config, MoEConfig) and problem.op is not Op.FUSED_MOE:
         return {Op.MOE_GATE_UP: config.gate_up, Op.MOE_DOWN: config.down}.get(problem.op)
-    if isinstance(config, GemmConfig) and problem.op is Op.FUSED_MOE:
+    if isinstance(config, StageConfig) and problem.op is Op.FUSED_MOE:
         return MoEConfig(config.block_m, config, config)
-    if isinstance(config, MoEConfig) and not isinstance(problem, MoEProblem):
+    if isinstance(config, MoEConfig | HopperGemmConfig) and not isinstance(problem, MoEProblem):
         return None
     if isinstance(config, GemmConfig) and not isinstance(problem, (MoEProblem, GroupedProblem)):
         return None
@@ -182,7 +181,7 @@ def _choose_config(kernel: KernelSpec, problem: Problem, config: Config) -> tupl
     pinned = _stage_config(problem, config)
     for_reference = isinstance(pinned, ReferenceConfig)
     if pinned is not None and for_reference == (kernel.backend == "reference"):
-        _check_block(problem, pinned)
+        _check_pinned(kernel, problem, pinned)
         return pinned, "override", "config pinned by override()"
     if isinstance(problem, MoEProblem) and kernel.backend != "reference":
         row = tables.tuned_row(problem, kernel.backend)
@@ -196,8 +195,10 @@ def _choose_config(kernel: KernelSpec, problem: Problem, config: Config) -> tupl
 
 
 def offers_row(problem: MoEProblem, row: tables.TunedRow) -> bool:
-    """Whether the row's backend has the row's config for this problem's layer, as a whole or for
-    each stage. A table of another version may name tiles that no longer exist."""
+    """Whether the row's backend has the row's config for this problem's layer.
+
+    As a whole or for each stage. A table of another version may name tiles that no longer exist.
+    """
 
     def offers(op: Op, config: Config, unit: int) -> bool:
         layer = replace(problem, op=op, num_tokens=row.num_tokens, routing_block_m=unit)
@@ -212,13 +213,20 @@ def offers_row(problem: MoEProblem, row: tables.TunedRow) -> bool:
 
 def _block_fits(problem: Problem, config: Any) -> bool:
     return (
-        not isinstance(config, GemmConfig)
+        not isinstance(config, StageConfig)
         or not isinstance(problem, MoEProblem)
         or problem.routing_block_m % config.block_m == 0
     )
 
 
-def _check_block(problem: Problem, config: Any) -> None:
+def _check_pinned(kernel: KernelSpec, problem: Problem, config: Any) -> None:
+    """Raise an error for a pinned config of another backend or with another row block."""
+    kind = getattr(kernel, "stage_config", GemmConfig)
+    stages = (config.gate_up, config.down) if isinstance(config, MoEConfig) else (config,)
+    for stage in stages:
+        if isinstance(stage, StageConfig) and not isinstance(stage, kind):
+            need = f"a {kind.__name__}, which the {kernel.backend} backend takes"
+            raise TypeError(message(problem.op.value, "config", need, repr(stage)))
     require(
         _block_fits(problem, config),
         problem.op.value,
@@ -259,8 +267,10 @@ def _warn_slower(op: Op, arch: str, slower: str) -> None:
 
 
 def _callers_level() -> int:
-    """Return the `stacklevel` for which a warning of the calling function names the line outside of
-    this package that led to it."""
+    """Return the `stacklevel` for a warning of the calling function.
+
+    The warning then names the line outside of this package that led to it.
+    """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mxpert."):
         frame, level = frame.f_back, level + 1
@@ -281,8 +291,10 @@ def _warn_outdated(place: str) -> None:
 def _resolve(
     problem: Problem, pins: Override, generation: int
 ) -> tuple[Resolution, tuple[tuple[str, str], ...]]:
-    """The choice, and each rejected backend with its reason; cached until tables change, which
-    `generation` counts."""
+    """The choice, and each rejected backend with its reason.
+
+    Cached until tables change, which `generation` counts.
+    """
     rejected: list[tuple[str, str]] = []
     pinned = pins.backend
     on_gpu = problem.target.kind != "cpu"
@@ -321,13 +333,13 @@ def resolve(problem: Problem) -> tuple[KernelSpec, Any]:
     return resolution.kernel, resolution.config
 
 
-def resolve_known(known: Known) -> tuple[KernelSpec, Any]:
-    """`resolve` for a problem that was seen before, without hashing it."""
+def resolve_cached(call: CachedCall) -> tuple[KernelSpec, Any]:
+    """`resolve` for the problem of a cached call, without hashing it."""
     pins, generation = _override.get(), tables.generation()
-    kept = known.resolved
-    if kept is None or kept[0] is not pins or kept[1] != generation:
-        known.resolved = kept = pins, generation, resolve(known.problem)
-    choice: tuple[KernelSpec, Any] = kept[2]
+    cached = call.resolved
+    if cached is None or cached[0] is not pins or cached[1] != generation:
+        call.resolved = cached = pins, generation, resolve(call.problem)
+    choice: tuple[KernelSpec, Any] = cached[2]
     return choice
 
 

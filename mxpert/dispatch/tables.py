@@ -3,6 +3,9 @@
 Two files can hold rows for a device: the one shipped with the library and the one that `mxpert
 tune` writes into the user's cache directory. A row of the latter replaces the shipped row for the
 same formats, dimensions, tokens and backend.
+
+A row of the file is a `TunedRow`: its fields and their types say what the loader accepts. A field
+without a value in the file takes the default of its dataclass.
 """
 
 from __future__ import annotations
@@ -10,64 +13,52 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..environment import cache_directory
-from ..errors import require
-from ..files import is_file, parse_json, write_atomically
-from ..problem import ACTIVATION_FORMATS, GemmConfig, MoEConfig, MoEProblem, Op, Target
+from ..errors import message, require
+from ..files import JSONReader, is_file, parse_json, write_atomically
+from ..problem import ACTIVATION_FORMATS, MoEConfig, MoEProblem, Op, Target
 
-REQUIRED_PROVENANCE = ("device", "date", "commit", "torch", "triton")
 FORMATS = tuple(f"{name}xmxfp4" for name in ACTIVATION_FORMATS)
-SOURCES = ("heuristic", "search")
 ROW_REACH = 0.75
 """A row serves token counts above this part of its own."""
 
 _OP = "load_table"
 _REMEDY = "write tables with mxpert tune"
-_SIZES = ("E", "k", "H", "F", "T")
-_STAGES = ("gate_up", "down")
-_GEMM_KEYS = tuple(field.name for field in fields(GemmConfig))
+_PROVENANCE = ("device", "date", "commit", "torch", "triton")
+_KEYS = {
+    "num_experts": "E",
+    "top_k": "k",
+    "hidden_size": "H",
+    "intermediate_size": "F",
+    "num_tokens": "T",
+    "place": None,
+}
+"""Fields of a row that have another name in the file, or are not in it."""
 
+_READER = JSONReader(_OP, _REMEDY, least=1, keys=_KEYS)
 
-@dataclass(frozen=True)
-class Measured:
-    """What was seen when a row was tuned.
-
-    Args:
-        us: microseconds of the row's config.
-        heuristic_us: of the heuristic's choice; None if that was wrong.
-        spread: width of the 10–90 % band over the median, the wider one of the two.
-        source: "search", or "heuristic" where nothing was faster by more than the spread.
-        note: the comparison in words. rel_l2: the config's error to float64.
-        tried, valid: configs that were tried, and that the kernel has.
-        commit, date: of the run that measured this row.
-    """
-
-    us: float
-    heuristic_us: float | None
-    spread: float
-    source: str
-    note: str
-    rel_l2: float
-    tried: int
-    valid: int
-    commit: str
-    date: str
-
-
-_MEASURED_KEYS = tuple(field.name for field in fields(Measured))
-_ROW_KEYS = ("formats", *_SIZES, "backend", "config", *_MEASURED_KEYS)
+Source = Literal["heuristic", "search"]
+ShapeKey = tuple[str, str, int, int, int, int]
 
 
 @dataclass(frozen=True)
 class TunedRow:
     """One tuned choice: for exactly these dimensions, about `num_tokens` tokens, one backend.
 
-    `place` names the file and the row, for `explain()` and for errors.
+    Args:
+        us: microseconds of the config.
+        heuristic_us: of the heuristic's choice; None if that was wrong.
+        spread: width of the 10–90 % band over the median, the wider one of the two.
+        source: "search", or "heuristic" where nothing was faster by more than the spread.
+        note: the comparison in words. rel_l2: the config's error to float64.
+        tried, valid: configs that were tried, and that the kernel has.
+        commit, date: of the run that measured this row.
+        place: the file and the row, for `explain()` and for errors. It is not in the file.
     """
 
     formats: str
@@ -78,11 +69,20 @@ class TunedRow:
     num_tokens: int
     backend: str
     config: MoEConfig
-    measured: Measured
+    us: float
+    heuristic_us: float | None
+    spread: float
+    source: Source
+    note: str
+    rel_l2: float
+    tried: int
+    valid: int
+    commit: str
+    date: str
     place: str = ""
 
     @property
-    def shape_key(self) -> tuple[str, str, int, int, int, int]:
+    def shape_key(self) -> ShapeKey:
         """What a problem must match: backend, formats, E, k, H, F."""
         return (
             self.backend,
@@ -99,7 +99,13 @@ class TunedRow:
         return (*self.shape_key, self.num_tokens)
 
 
-def problem_key(problem: MoEProblem, backend: str) -> tuple[str, str, int, int, int, int]:
+@dataclass(frozen=True)
+class _Table:
+    provenance: dict[str, Any]
+    rows: list[TunedRow]
+
+
+def problem_key(problem: MoEProblem, backend: str) -> ShapeKey:
     """The `shape_key` of rows that serve a problem on a backend."""
     return (
         backend,
@@ -126,201 +132,53 @@ def user_table(target: Target) -> Path | None:
     return None if directory is None else directory / "tables" / table_name(target)
 
 
-def parse_provenance(text: str, source: str) -> dict[str, Any]:
-    """Validate a table's head and return its provenance.
+def parse_table(text: str, source: str) -> tuple[dict[str, Any], tuple[TunedRow, ...]]:
+    """Read a table.
+
+    Returns:
+        Its provenance and its rows.
 
     Raises:
-        ValueError: no JSON object, or provenance is missing.
+        ValueError: provenance is missing, a row lacks a key, has an unknown one, a value of another
+            type or the key of another row, or a config is not valid. The message names file, row
+            and key.
     """
-    provenance: dict[str, Any] = _document(text, source)["provenance"]
-    return provenance
-
-
-def _document(text: str, source: str) -> dict[str, Any]:
     try:
         document = parse_json(text)
     except ValueError as error:
-        raise ValueError(f"{_OP}: {source} — need JSON, got {error}; {_REMEDY}") from error
-    _check_keys(document, source, ("provenance", "rows"))
-    provenance, rows = document["provenance"], document["rows"]
-    require(
-        isinstance(provenance, dict),
-        _OP,
-        f"{source}: provenance",
-        need="an object",
-        got=type(provenance).__name__,
-        remedy=_REMEDY,
-    )
-    missing = [key for key in REQUIRED_PROVENANCE if not provenance.get(key)]
-    require(
-        not missing,
-        _OP,
-        f"{source}: provenance",
-        need=list(REQUIRED_PROVENANCE),
-        got=f"{missing} missing",
-        remedy=_REMEDY,
-    )
-    require(
-        isinstance(rows, list),
-        _OP,
-        f"{source}: rows",
-        need="a list",
-        got=type(rows).__name__,
-        remedy=_REMEDY,
-    )
-    return dict(document)
-
-
-def parse_table(text: str, source: str) -> tuple[TunedRow, ...]:
-    """Validate a table and return its rows.
-
-    Raises:
-        ValueError: provenance is missing, a row lacks a key, has an unknown one, a value of the
-            wrong kind or the key of another row, or a config is not valid. The message names
-            file, row and key.
-    """
-    rows = tuple(
-        _parse_row(row, f"{source}: rows[{index}]")
-        for index, row in enumerate(_document(text, source)["rows"])
-    )
-    seen: dict[tuple[object, ...], str] = {}
-    for row in rows:
-        first = seen.setdefault(row.key, row.place)
-        require(
-            first == row.place,
-            _OP,
+        raise ValueError(message(_OP, source, "JSON", error, _REMEDY)) from error
+    table: _Table = _READER.value(_Table, document, source, joint=": ")
+    provenance, place = table.provenance, f"{source}: provenance"
+    missing = [key for key in _PROVENANCE if not provenance.get(key)]
+    _check(not missing, place, list(_PROVENANCE), f"{missing} missing")
+    seen: dict[tuple[object, ...], TunedRow] = {}
+    for index, found in enumerate(table.rows):
+        row = replace(found, place=f"{source}: rows[{index}]")
+        _check(row.formats in FORMATS, f"{row.place}.formats", list(FORMATS), repr(row.formats))
+        first = seen.setdefault(row.key, row)
+        _check(
+            first is row,
             row.place,
-            need="one row for each shape, T and backend",
-            got=f"the key of {first}",
-            remedy="drop one of the two",
+            "one row for each shape, T and backend",
+            f"the key of {first.place}",
+            "drop one of the two",
         )
-    return rows
+    return provenance, tuple(seen.values())
 
 
-def _check_keys(value: object, place: str, keys: tuple[str, ...]) -> None:
-    require(
-        isinstance(value, dict),
-        _OP,
-        place,
-        need="an object",
-        got=type(value).__name__,
-        remedy=_REMEDY,
-    )
-    assert isinstance(value, dict)  # for the type checker
-    unknown, missing = sorted(set(value) - set(keys)), [key for key in keys if key not in value]
-    require(not missing, _OP, place, need=list(keys), got=f"{missing} missing", remedy=_REMEDY)
-    require(not unknown, _OP, place, need=list(keys), got=f"unknown {unknown}", remedy=_REMEDY)
-
-
-def _integer(value: Mapping[str, Any], key: str, place: str) -> int:
-    number = value[key]
-    require(
-        type(number) is int and number > 0,
-        _OP,
-        f"{place}.{key}",
-        need="a positive integer",
-        got=repr(number),
-        remedy=_REMEDY,
-    )
-    return int(number)
-
-
-def _number(row: Mapping[str, Any], key: str, place: str) -> float:
-    number = row[key]
-    require(
-        type(number) in (int, float) and 0 <= number < float("inf"),
-        _OP,
-        f"{place}.{key}",
-        need="a finite number of at least 0",
-        got=repr(number),
-        remedy=_REMEDY,
-    )
-    return float(number)
-
-
-def _text(row: Mapping[str, Any], key: str, place: str, allowed: Iterable[str] = ()) -> str:
-    text = row[key]
-    require(
-        isinstance(text, str) and (not allowed or text in allowed),
-        _OP,
-        f"{place}.{key}",
-        need=f"one of {list(allowed)}" if allowed else "a string",
-        got=repr(text),
-        remedy=_REMEDY,
-    )
-    return str(text)
-
-
-def _parse_row(row: Any, place: str) -> TunedRow:
-    _check_keys(row, place, _ROW_KEYS)
-    experts, top_k, hidden, intermediate, tokens = (_integer(row, key, place) for key in _SIZES)
-    formats = _text(row, "formats", place, FORMATS)
-    measured = Measured(
-        us=_number(row, "us", place),
-        spread=_number(row, "spread", place),
-        heuristic_us=None if row["heuristic_us"] is None else _number(row, "heuristic_us", place),
-        source=_text(row, "source", place, SOURCES),
-        note=_text(row, "note", place),
-        rel_l2=_number(row, "rel_l2", place),
-        tried=_integer(row, "tried", place),
-        valid=_integer(row, "valid", place),
-        commit=_text(row, "commit", place),
-        date=_text(row, "date", place),
-    )
-    config = _parse_config(row["config"], f"{place}.config")
-    return TunedRow(
-        formats,
-        experts,
-        top_k,
-        hidden,
-        intermediate,
-        tokens,
-        _text(row, "backend", place),
-        config,
-        measured,
-        place,
-    )
-
-
-def _parse_config(config: Any, place: str) -> MoEConfig:
-    _check_keys(config, place, ("routing_block_m", *_STAGES))
-    unit, stages = _integer(config, "routing_block_m", place), []
-    for name in _STAGES:
-        _check_keys(config[name], f"{place}.{name}", _GEMM_KEYS)
-        stage = GemmConfig(
-            **{key: _integer(config[name], key, f"{place}.{name}") for key in _GEMM_KEYS}
-        )
-        require(
-            unit % stage.block_m == 0,
-            _OP,
-            f"{place}.routing_block_m",
-            got=unit,
-            need=f"a multiple of {name}.block_m = {stage.block_m}",
-            remedy=_REMEDY,
-        )
-        stages.append(stage)
-    return MoEConfig(unit, *stages)
+def _check(condition: bool, place: str, need: object, got: object, remedy: str = _REMEDY) -> None:
+    require(condition, _OP, place, need=need, got=got, remedy=remedy)
 
 
 def format_table(provenance: Mapping[str, Any], rows: Iterable[TunedRow]) -> str:
     """A table's text: rows in the order of their keys, one a line, so that a diff shows rows."""
-    lines = ",\n".join(
-        f"  {json.dumps(_row_document(row), allow_nan=False)}"
-        for row in sorted(rows, key=lambda row: row.key)
-    )
+    lines = []
+    for row in sorted(rows, key=lambda row: row.key):
+        named = {_KEYS.get(name, name): value for name, value in asdict(row).items()}
+        document = {name: value for name, value in named.items() if name is not None}
+        lines.append(f"  {json.dumps(document, allow_nan=False)}")
     head = json.dumps(dict(provenance), indent=1, allow_nan=False).replace("\n", "\n ")
-    return f'{{\n "provenance": {head},\n "rows": [\n{lines}\n ]\n}}\n'
-
-
-def _row_document(row: TunedRow) -> dict[str, Any]:
-    sizes = (row.num_experts, row.top_k, row.hidden_size, row.intermediate_size, row.num_tokens)
-    return {
-        "formats": row.formats,
-        **dict(zip(_SIZES, sizes, strict=True)),
-        "backend": row.backend,
-        "config": asdict(row.config),
-        **asdict(row.measured),
-    }
+    return f'{{\n "provenance": {head},\n "rows": [\n' + ",\n".join(lines) + "\n ]\n}\n"
 
 
 def add_rows(path: Path, provenance: Mapping[str, Any], rows: Iterable[TunedRow]) -> None:
@@ -332,8 +190,7 @@ def add_rows(path: Path, provenance: Mapping[str, Any], rows: Iterable[TunedRow]
     Raises:
         ValueError: the file is not a table, or one of another device.
     """
-    merged = {row.key: row for row in read_rows(path, str(provenance["device"]))}
-    merged.update({row.key: row for row in rows})
+    merged = {row.key: row for row in (*read_rows(path, str(provenance["device"])), *rows)}
     text = format_table(provenance, merged.values())
     parse_table(text, str(path))  # nothing is written that could not be read
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -349,17 +206,15 @@ def read_rows(path: Path, device: str) -> tuple[TunedRow, ...]:
     """
     if not path.exists():
         return ()
-    text = path.read_text(encoding="utf-8")
-    found = parse_provenance(text, str(path))["device"]
-    require(
-        found == device,
-        _OP,
+    provenance, rows = parse_table(path.read_text(encoding="utf-8"), str(path))
+    _check(
+        provenance["device"] == device,
         f"{path}: provenance.device",
-        need=device,
-        got=found,
-        remedy="give each device a table of its own",
+        device,
+        provenance["device"],
+        "give each device a table of its own",
     )
-    return parse_table(text, str(path))
+    return rows
 
 
 _generations = [0]
@@ -377,15 +232,15 @@ def reload_tables() -> None:
 
 
 @functools.cache
-def _rows_by_shape(target: Target) -> dict[tuple[str, str, int, int, int, int], list[TunedRow]]:
+def _rows_by_shape(target: Target) -> dict[ShapeKey, list[TunedRow]]:
     name, own = table_name(target), user_table(target)
     shipped = resources.files("mxpert.dispatch") / "tables" / name
     rows: dict[tuple[object, ...], TunedRow] = {}
     if shipped.is_file():
-        rows.update({row.key: row for row in parse_table(shipped.read_text("utf-8"), name)})
+        rows.update({row.key: row for row in parse_table(shipped.read_text("utf-8"), name)[1]})
     if own is not None and is_file(own):
-        rows.update({row.key: row for row in parse_table(own.read_text("utf-8"), str(own))})
-    table: dict[tuple[str, str, int, int, int, int], list[TunedRow]] = {}
+        rows.update({row.key: row for row in parse_table(own.read_text("utf-8"), str(own))[1]})
+    table: dict[ShapeKey, list[TunedRow]] = {}
     for row in sorted(rows.values(), key=lambda row: row.key):
         table.setdefault(row.shape_key, []).append(row)
     return table

@@ -170,7 +170,8 @@ def pack_codes(codes: torch.Tensor, axis: int = -1) -> torch.Tensor:
         remedy="append one zero code",
     )
     low, high = codes.unflatten(axis, (size // 2, 2)).unbind(axis)
-    return ((low & 0xF) | (high << 4)).contiguous()
+    result: torch.Tensor = ((low & 0xF) | (high << 4)).contiguous()
+    return result
 
 
 def unpack_codes(packed: torch.Tensor, axis: int = -1) -> torch.Tensor:
@@ -391,7 +392,8 @@ def dequantize_blocks(t: MXTensor, dtype: torch.dtype = torch.float32) -> torch.
     blocks = values.unflatten(axis, (codes.shape[axis] // block, block))
     scale = _scale_power(t.scale, sign=1, dtype=working).unsqueeze(axis)
     # Float32 holds 4-bit mantissas down to 2^-146: rounding twice to a narrower type never differs.
-    return (blocks * scale).flatten(axis - 1, axis).to(dtype).contiguous()
+    result: torch.Tensor = (blocks * scale).flatten(axis - 1, axis).to(dtype).contiguous()
+    return result
 
 
 def _working_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -275,7 +275,10 @@ def _certify_rows(
 def _zero_blocks(codes: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """Blocks [rows, K/32] whose 32 codes are all zeros of either sign."""
     bytes_per_block = MXFP4.block_size // MXFP4.codes_per_byte
-    return ((codes & 0x77).unflatten(-1, (num_blocks, bytes_per_block)) == 0).all(-1)
+    result: torch.Tensor = ((codes & 0x77).unflatten(-1, (num_blocks, bytes_per_block)) == 0).all(
+        -1
+    )
+    return result
 
 
 def _best_reference(scale: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:

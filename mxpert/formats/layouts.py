@@ -135,7 +135,8 @@ def row_factor(reference: torch.Tensor) -> torch.Tensor:
 def permute_activations(x: torch.Tensor) -> torch.Tensor:
     """Reorder the last dimension (a multiple of 128) as the weights' K is stored."""
     split = x.unflatten(-1, (-1, _BLOCKS, _WORDS, _HALVES, _BYTES))
-    return split.transpose(-4, -3).transpose(-3, -2).flatten(-5)
+    result: torch.Tensor = split.transpose(-4, -3).transpose(-3, -2).flatten(-5)
+    return result
 
 
 def _pad(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -183,7 +184,10 @@ def _unpack_codes(packed: torch.Tensor) -> torch.Tensor:
     nibbles = torch.stack((words & 7, words >> 4 & 7), -1).flatten(-2)  # 8 magnitudes in order
     magnitude = nibbles.unflatten(-1, (_HALVES, _BYTES))
     sign = torch.stack((words >> 7 & 1, words >> 3 & 1), -2)
-    return (magnitude | sign << 3).reshape(row_units * UNIT_ROWS, depth_units * UNIT_CODES)
+    result: torch.Tensor = (magnitude | sign << 3).reshape(
+        row_units * UNIT_ROWS, depth_units * UNIT_CODES
+    )
+    return result
 
 
 def _pack_shifts(shifts: torch.Tensor) -> torch.Tensor:

@@ -205,7 +205,8 @@ def count_wide_blocks(
 def _have_values(tensor: MXTensor) -> torch.Tensor:
     """Return which blocks [..., B] hold a value that is neither zero nor NaN."""
     by_block = tensor.qdata.unflatten(-1, (-1, MX_BLOCK_SIZE))
-    return ((by_block & 0x7F) != 0).any(-1) & (tensor.scale != E8M0_NAN)
+    result: torch.Tensor = ((by_block & 0x7F) != 0).any(-1) & (tensor.scale != E8M0_NAN)
+    return result
 
 
 def _span_maximum(

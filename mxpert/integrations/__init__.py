@@ -1,0 +1,1 @@
+"""Transformers models and checkpoints."""

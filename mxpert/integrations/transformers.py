@@ -128,12 +128,14 @@ class MXQuantizer(Mxfp4HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
         """Drop conversions of dense experts, whose patterns fit the published tensors too."""
         if self.activation_format is None:
-            return super().update_weight_conversions(weight_conversions)
+            result: list[Any] = super().update_weight_conversions(weight_conversions)
+            return result
         return without_expert_conversions(weight_conversions)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, Any]]:
         if self.activation_format is None:
-            return super().get_state_dict_and_metadata(model)
+            result: tuple[Any, dict[str, Any]] = super().get_state_dict_and_metadata(model)
+            return result
         return None, {}
 
     @property

@@ -1,0 +1,1 @@
+"""The public ops, their checks and their registration with torch.library."""

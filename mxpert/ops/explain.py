@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
+
+from torch.overrides import TorchFunctionMode
 
 from ..dispatch import Explanation, explain_problem
 from ..errors import message
 from ..problem import Problem
-from .grouped_gemm import describe_grouped_gemm, describe_grouped_wgrad, grouped_gemm, grouped_wgrad
-from .moe import (
-    describe_down,
-    describe_fused_moe,
-    describe_gate_up,
-    fused_moe,
-    moe_down,
-    moe_gate_up,
-)
-from .quantize import dequantize, describe_dequantize, describe_quantize, quantize
-from .quantize_dual import describe_quantize_dual, quantize_dual
-from .route import describe_route_topk, describe_routing_plan, make_routing_plan, route_topk
-
-_DESCRIBERS: dict[Callable[..., Any], Callable[..., Problem]] = {
-    fused_moe: describe_fused_moe,
-    moe_gate_up: describe_gate_up,
-    moe_down: describe_down,
-    quantize: describe_quantize,
-    dequantize: describe_dequantize,
-    quantize_dual: describe_quantize_dual,
-    grouped_gemm: describe_grouped_gemm,
-    grouped_wgrad: describe_grouped_wgrad,
-    route_topk: describe_route_topk,
-    make_routing_plan: describe_routing_plan,
-}
+from . import grouped_gemm, moe, quantize, quantize_dual, route  # noqa: F401  (they fill OPS)
+from .library import OPS
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -57,9 +37,8 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> print(mxpert.explain(mxpert.quantize, torch.zeros(1, 32), "mxfp4").resolution.source)
         heuristic
     """
-    describe = _DESCRIBERS.get(op) if callable(op) else None
-    if describe is None:
-        names = sorted(known.__name__ for known in _DESCRIBERS)
+    if not _is_public_op(op):
+        names = sorted(name for name, spec in OPS.items() if spec.is_public)
         raise ValueError(message("explain", "op", f"one of {names}", repr(op)))
     try:
         inspect.signature(op).bind(*args, **kwargs)
@@ -67,4 +46,47 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         raise TypeError(
             message("explain", "arguments", f"those of {op.__name__}", f"others: {error}")
         ) from None
-    return explain_problem(describe(*args, **kwargs))
+    return explain_problem(describe(op, *args, **kwargs))
+
+
+def describe(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
+    """The problem that ``op(*args, **kwargs)`` resolves. Nothing is launched.
+
+    Raises:
+        ValueError, TypeError: whatever `op` itself would raise.
+    """
+    try:
+        with _StopBeforeLaunch():
+            op(*args, **kwargs)
+    except _DescribedError as described:
+        return described.problem
+    raise ValueError(message("describe", "op", "a function that calls an op", repr(op)))
+
+
+def _is_public_op(op: object) -> bool:
+    """Whether `op` is the public function of an entry of OPS."""
+    name, module = getattr(op, "__name__", None), sys.modules.get(getattr(op, "__module__", ""))
+    return (
+        isinstance(name, str)
+        and name in OPS
+        and OPS[name].is_public
+        and getattr(module, name, None) is op
+    )
+
+
+class _DescribedError(Exception):
+    """Ends a call whose problem is known."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
+class _StopBeforeLaunch(TorchFunctionMode):
+    """Observes ops, as a tracer does, and ends the call of the first one of this library."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = str(func).partition(".")
+        if namespace == "mxpert":
+            raise _DescribedError(OPS[name.partition(".")[0]].problem_of(args))
+        return func(*args, **(kwargs or {}))

@@ -6,21 +6,19 @@ read on the host, so that sizes may change from step to step under one CUDA grap
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..dispatch import Calls, detect_target
+from ..dispatch import detect_target
 from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, ScaleSpan
 from ..formats.tensor import Layout, MXTensor
 from ..problem import GroupedProblem, Op
-from .library import is_unobserved, rebuild_mx, register
+from .library import OpSpec
 from .moe_checks import OUT_DTYPES
 from .quantize_dual import check_group_offsets
-
-Operand = torch.Tensor | MXTensor
-FlatOperand = tuple[torch.Tensor, torch.Tensor | None, str, str, torch.Tensor | None]
-
-_GEMM, _WGRAD = Calls(), Calls()
+from .schema import Operand
 
 
 def grouped_gemm(
@@ -69,10 +67,7 @@ def grouped_gemm(
         >>> mxpert.grouped_gemm(a, b, torch.tensor([0, 1, 2]), out_dtype=torch.float32)[:, 0]
         tensor([32., 32.,  0.])
     """
-    if _is_unobserved(a):
-        return _call_gemm(a, b, group_offsets, trans_b, out_dtype)
-    check_grouped_gemm(a, b, group_offsets, trans_b, out_dtype)
-    return _gemm_op(*_flatten(a), *_flatten(b), group_offsets, trans_b, out_dtype)
+    return _GEMM(out_dtype, trans_b, a=a, b=b, group_offsets=group_offsets)
 
 
 def grouped_wgrad(
@@ -113,18 +108,15 @@ def grouped_wgrad(
         >>> mxpert.grouped_wgrad(grad_col, a_col, offsets, out_dtype=torch.float32)[:, 0, 0]
         tensor([1., 2.])
     """
-    if _is_unobserved(grad):
-        return _call_wgrad(grad, a, group_offsets, out_dtype, accumulate_into)
-    check_grouped_wgrad(grad, a, group_offsets, out_dtype, accumulate_into)
-    operands = (*_flatten(grad), *_flatten(a), group_offsets)
+    inputs = dict(grad=grad, a=a, group_offsets=group_offsets, accumulate_into=accumulate_into)
     if accumulate_into is None:
-        return _wgrad_op(*operands, out_dtype)
-    _accumulate_op(*operands, accumulate_into)
+        return _WGRAD(out_dtype, **inputs)
+    _ACCUMULATE(out_dtype, **inputs)
     return accumulate_into
 
 
 def check_grouped_gemm(
-    a: Operand, b: Operand, group_offsets: torch.Tensor, trans_b: bool, out_dtype: torch.dtype
+    out_dtype: torch.dtype, trans_b: bool, a: Operand, b: Operand, group_offsets: torch.Tensor
 ) -> None:
     """Argument checks of `grouped_gemm`."""
     op = "grouped_gemm"
@@ -150,10 +142,10 @@ def check_grouped_gemm(
 
 
 def check_grouped_wgrad(
+    out_dtype: torch.dtype,
     grad: Operand,
     a: Operand,
     group_offsets: torch.Tensor,
-    out_dtype: torch.dtype,
     accumulate_into: torch.Tensor | None,
 ) -> None:
     """Argument checks of `grouped_wgrad`."""
@@ -258,33 +250,9 @@ def _check_pair(
     )
 
 
-def describe_grouped_gemm(
-    a: Operand,
-    b: Operand,
-    group_offsets: torch.Tensor,
-    *,
-    trans_b: bool = True,
-    out_dtype: torch.dtype = torch.bfloat16,
+def _gemm_problem(
+    out_dtype: torch.dtype, trans_b: bool, *, a: Operand, b: Operand, **_: Any
 ) -> GroupedProblem:
-    """The problem that `grouped_gemm` resolves for the same arguments."""
-    check_grouped_gemm(a, b, group_offsets, trans_b, out_dtype)
-    return _gemm_problem(a, b, trans_b, out_dtype)
-
-
-def describe_grouped_wgrad(
-    grad: Operand,
-    a: Operand,
-    group_offsets: torch.Tensor,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    accumulate_into: torch.Tensor | None = None,
-) -> GroupedProblem:
-    """The problem that `grouped_wgrad` resolves for the same arguments."""
-    check_grouped_wgrad(grad, a, group_offsets, out_dtype, accumulate_into)
-    return _wgrad_problem(grad, a, group_offsets, out_dtype, accumulate_into is not None)
-
-
-def _gemm_problem(a: Operand, b: Operand, trans_b: bool, out_dtype: torch.dtype) -> GroupedProblem:
     num_rows, k = a.shape
     return GroupedProblem(
         Op.GROUPED_GEMM,
@@ -304,10 +272,16 @@ def _gemm_problem(a: Operand, b: Operand, trans_b: bool, out_dtype: torch.dtype)
 
 
 def _wgrad_problem(
-    grad: Operand, a: Operand, group_offsets: torch.Tensor, out_dtype: torch.dtype, accumulate: bool
+    out_dtype: torch.dtype,
+    *,
+    grad: Operand,
+    a: Operand,
+    group_offsets: torch.Tensor,
+    accumulate_into: torch.Tensor | None,
 ) -> GroupedProblem:
     copies = isinstance(grad, MXTensor)
     (n, num_rows), k = (grad.shape if copies else grad.shape[::-1]), a.shape[0 if copies else 1]
+    accumulate = accumulate_into is not None
     return GroupedProblem(
         Op.GROUPED_WGRAD,
         detect_target(grad.device),
@@ -325,10 +299,6 @@ def _wgrad_problem(
     )
 
 
-def _is_unobserved(first: Operand) -> bool:
-    return is_unobserved(first.qdata if isinstance(first, MXTensor) else first)
-
-
 def _format_name(value: Operand) -> str:
     return value.format.name if isinstance(value, MXTensor) else "bf16"
 
@@ -337,198 +307,33 @@ def _span(value: Operand) -> ScaleSpan:
     return value.scale_span if isinstance(value, MXTensor) else ScaleSpan.BLOCK
 
 
-def _flatten(value: Operand) -> FlatOperand:
-    if isinstance(value, MXTensor):
-        return (
-            value.qdata,
-            value.scale,
-            value.format.name,
-            value.scale_span.value,
-            value.wide_blocks,
-        )
-    return value, None, "bf16", ScaleSpan.BLOCK.value, None
-
-
-def _rebuild(
-    data: torch.Tensor,
-    scale: torch.Tensor | None,
-    format: str,
-    span: str,
-    wide: torch.Tensor | None,
-    axis: int = -1,
-) -> Operand:
-    if scale is None:
-        return data
-    return rebuild_mx(data, scale, format, axis=axis, span=ScaleSpan(span), wide=wide)
-
-
-def _call_gemm(
-    a: Operand, b: Operand, group_offsets: torch.Tensor, trans_b: bool, out_dtype: torch.dtype
-) -> torch.Tensor:
-    c: torch.Tensor = _GEMM.launch(
-        None,
-        (trans_b, out_dtype),
-        dict(a=a, b=b, group_offsets=group_offsets),
-        lambda: describe_grouped_gemm(a, b, group_offsets, trans_b=trans_b, out_dtype=out_dtype),
-    )
-    return c
-
-
-def _run_gemm(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    a_format: str,
-    a_span: str,
-    a_wide: torch.Tensor | None,
-    b: torch.Tensor,
-    b_scale: torch.Tensor | None,
-    b_format: str,
-    b_span: str,
-    b_wide: torch.Tensor | None,
-    group_offsets: torch.Tensor,
-    trans_b: bool,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    left = _rebuild(a, a_scale, a_format, a_span, a_wide)
-    right = _rebuild(b, b_scale, b_format, b_span, b_wide, -1 if trans_b else -2)
-    return _call_gemm(left, right, group_offsets, trans_b, out_dtype)
-
-
 def _fake_gemm(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    a_format: str,
-    a_span: str,
-    a_wide: torch.Tensor | None,
-    b: torch.Tensor,
-    b_scale: torch.Tensor | None,
-    b_format: str,
-    b_span: str,
-    b_wide: torch.Tensor | None,
-    group_offsets: torch.Tensor,
-    trans_b: bool,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype, trans_b: bool, *, a: Operand, b: Operand, group_offsets: torch.Tensor
 ) -> torch.Tensor:
-    return a.new_empty((a.shape[0], b.shape[1 if trans_b else 2]), dtype=out_dtype)
-
-
-def _call_wgrad(
-    grad: Operand,
-    a: Operand,
-    group_offsets: torch.Tensor,
-    out_dtype: torch.dtype,
-    accumulate_into: torch.Tensor | None,
-) -> torch.Tensor:
-    out: torch.Tensor = _WGRAD.launch(
-        None,
-        (out_dtype,),
-        dict(grad=grad, a=a, group_offsets=group_offsets, accumulate_into=accumulate_into),
-        lambda: describe_grouped_wgrad(
-            grad, a, group_offsets, out_dtype=out_dtype, accumulate_into=accumulate_into
-        ),
-    )
-    return out
-
-
-def _run_wgrad(
-    grad: torch.Tensor,
-    grad_scale: torch.Tensor | None,
-    grad_format: str,
-    grad_span: str,
-    grad_wide: torch.Tensor | None,
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    a_format: str,
-    a_span: str,
-    a_wide: torch.Tensor | None,
-    group_offsets: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return _call_wgrad(
-        _rebuild(grad, grad_scale, grad_format, grad_span, grad_wide),
-        _rebuild(a, a_scale, a_format, a_span, a_wide),
-        group_offsets,
-        out_dtype,
-        None,
-    )
+    shape = a.shape[0], b.shape[1 if trans_b else 2]
+    return group_offsets.new_empty(shape, dtype=out_dtype)
 
 
 def _fake_wgrad(
-    grad: torch.Tensor,
-    grad_scale: torch.Tensor | None,
-    grad_format: str,
-    grad_span: str,
-    grad_wide: torch.Tensor | None,
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    a_format: str,
-    a_span: str,
-    a_wide: torch.Tensor | None,
-    group_offsets: torch.Tensor,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype, *, grad: Operand, a: Operand, group_offsets: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    width = 1 if grad_scale is None else 0
-    return grad.new_empty(
-        (group_offsets.shape[0] - 1, grad.shape[width], a.shape[width]), dtype=out_dtype
-    )
+    width = 0 if isinstance(grad, MXTensor) else 1
+    shape = group_offsets.shape[0] - 1, grad.shape[width], a.shape[width]
+    return group_offsets.new_empty(shape, dtype=out_dtype)
 
 
-def _run_accumulate(
-    grad: torch.Tensor,
-    grad_scale: torch.Tensor | None,
-    grad_format: str,
-    grad_span: str,
-    grad_wide: torch.Tensor | None,
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    a_format: str,
-    a_span: str,
-    a_wide: torch.Tensor | None,
-    group_offsets: torch.Tensor,
-    accumulate_into: torch.Tensor,
-) -> None:
-    _call_wgrad(
-        _rebuild(grad, grad_scale, grad_format, grad_span, grad_wide),
-        _rebuild(a, a_scale, a_format, a_span, a_wide),
-        group_offsets,
-        torch.float32,
-        accumulate_into,
-    )
-
-
-def _fake_accumulate(
-    grad: torch.Tensor,
-    grad_scale: torch.Tensor | None,
-    grad_format: str,
-    grad_span: str,
-    grad_wide: torch.Tensor | None,
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    a_format: str,
-    a_span: str,
-    a_wide: torch.Tensor | None,
-    group_offsets: torch.Tensor,
-    accumulate_into: torch.Tensor,
-) -> None:
-    return None
-
-
-_WGRAD_SCHEMA = (
-    "Tensor grad, Tensor? grad_scale, str grad_format, str grad_span, Tensor? grad_wide, "
-    "Tensor a, Tensor? a_scale, str a_format, str a_span, Tensor? a_wide, Tensor group_offsets"
+_GEMM: OpSpec[torch.Tensor] = OpSpec(
+    "grouped_gemm", check=check_grouped_gemm, describe=_gemm_problem, fake=_fake_gemm
 )
-_gemm_op = register(
-    "grouped_gemm(Tensor a, Tensor? a_scale, str a_format, str a_span, Tensor? a_wide, "
-    "Tensor b, Tensor? b_scale, str b_format, str b_span, Tensor? b_wide, "
-    "Tensor group_offsets, bool trans_b, ScalarType out_dtype) -> Tensor",
-    _run_gemm,
-    _fake_gemm,
+_WGRAD: OpSpec[torch.Tensor] = OpSpec(
+    "grouped_wgrad", check=check_grouped_wgrad, describe=_wgrad_problem, fake=_fake_wgrad
 )
-_wgrad_op = register(
-    f"grouped_wgrad({_WGRAD_SCHEMA}, ScalarType out_dtype) -> Tensor", _run_wgrad, _fake_wgrad
-)
-_accumulate_op = register(
-    f"grouped_wgrad_accumulate({_WGRAD_SCHEMA}, Tensor(a!) accumulate_into) -> ()",
-    _run_accumulate,
-    _fake_accumulate,
+_ACCUMULATE: OpSpec[None] = OpSpec(
+    "grouped_wgrad_accumulate",
+    check=check_grouped_wgrad,
+    describe=_wgrad_problem,
+    fake=_fake_wgrad,
+    returns="()",
+    mutates="accumulate_into",
+    is_public=False,
 )

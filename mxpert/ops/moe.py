@@ -1,30 +1,20 @@
-"""The two-stage MoE layer: fused_moe, and its stages moe_gate_up and moe_down.
-
-Each public op checks its arguments and calls a registered leaf; the leaf describes the problem,
-resolves a kernel and launches it.
-"""
+"""The two-stage MoE layer: fused_moe, and its stages moe_gate_up and moe_down."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
-from ..dispatch import Calls, detect_target
+from ..dispatch import detect_target
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
 from ..problem import Activation, Combine, MoEOptions, MoEProblem, Op, SiLU, activation_mx_format
 from ..routing import RoutingPlan
 from ..weights import MoEWeights
-from . import library
-from .library import NUM_OPTION_ARGUMENTS, NUM_PLAN_ARGUMENTS, NUM_WEIGHT_ARGUMENTS
+from .library import OpSpec
 from .moe_checks import check_down, check_fused_moe, check_gate_up, moe_options
-
-_FUSED_MOE, _GATE_UP, _DOWN = Calls(), Calls(), Calls()
-
-_kept_problem = functools.lru_cache(8192)(MoEProblem)
-"""One object for one problem: the caches below find it by identity."""
+from .schema import Operand, rebuild_mx
 
 
 def fused_moe(
@@ -44,8 +34,7 @@ def fused_moe(
 ) -> torch.Tensor:
     """Compute a whole MoE layer with MXFP4 weights.
 
-    The op sorts tokens by expert, runs the gate/up GEMM, the activation and the down GEMM, and
-    adds each token's rows:
+    Sorts tokens by expert, runs both GEMMs and the activation, and adds each token's rows:
 
     ``y[t] = Σ_slot w[t, slot] · (act(x[t] · Wgu[e]ᵀ + bgu[e]) · Wd[e]ᵀ + bd[e])`` with
     ``e = ids[t, slot]``.
@@ -99,19 +88,14 @@ def fused_moe(
         combine,
         out_dtype,
     )
-    if library.is_unobserved(topk_weights):
-        return _call_fused_moe(
-            x, topk_weights, topk_ids, expert_map, num_local_tokens, weights, options
-        )
-    check_fused_moe(x, weights, topk_weights, topk_ids, options, expert_map, num_local_tokens)
-    return _fused_moe_op(
-        *_flatten_rows(x),
-        topk_weights,
-        topk_ids,
-        expert_map,
-        num_local_tokens,
-        *library.flatten_weights(weights),
-        *library.flatten_options(options),
+    return _FUSED_MOE(
+        options,
+        x=x,
+        weights=weights,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        expert_map=expert_map,
+        num_local_tokens=num_local_tokens,
     )
 
 
@@ -169,17 +153,7 @@ def moe_gate_up(
     options = moe_options(
         "moe_gate_up", activation, activation_format, scale_rule, apply_router_weight_on_input
     )
-    if _is_unobserved(plan):
-        return _call_gate_up(x, weights, plan, options)
-    check_gate_up(x, weights, plan, options)
-    h, h_scale = _gate_up_op(
-        *_flatten_rows(x),
-        *library.flatten_weights(weights),
-        *library.flatten_plan(plan),
-        *library.flatten_options(options),
-    )
-    format = activation_mx_format(options.activation_format, "moe_gate_up")
-    return h if format is None else library.rebuild_mx(h, h_scale, format.name)
+    return _GATE_UP(options, x=x, weights=weights, plan=plan)
 
 
 def moe_down(
@@ -241,101 +215,40 @@ def moe_down(
         combine,
         out_dtype,
     )
-    if _is_unobserved(plan):
-        return _call_down(h, weights, plan, options)
-    check_down(h, weights, plan, options)
-    return _down_op(
-        *_flatten_rows(h),
-        *library.flatten_weights(weights),
-        *library.flatten_plan(plan),
-        *library.flatten_options(options),
-    )
+    return _DOWN(options, h=h, weights=weights, plan=plan)
 
 
-def describe_fused_moe(
-    x: torch.Tensor | MXTensor,
-    weights: MoEWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    *,
-    expert_map: torch.Tensor | None = None,
-    num_local_tokens: torch.Tensor | None = None,
-    **options: Any,
+def _layer_problem(
+    options: MoEOptions, *, weights: MoEWeights, topk_ids: torch.Tensor, **_: Any
 ) -> MoEProblem:
-    """The problem that `fused_moe` resolves for the same arguments."""
-    return _fused_moe_problem(
-        x,
-        weights,
-        topk_weights,
-        topk_ids,
-        moe_options("fused_moe", **options),
-        expert_map,
-        num_local_tokens,
-    )
-
-
-def describe_gate_up(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, **options: Any
-) -> MoEProblem:
-    """The problem that `moe_gate_up` resolves for the same arguments."""
-    return _gate_up_problem(x, weights, plan, moe_options("moe_gate_up", **options))
-
-
-def describe_down(
-    h: torch.Tensor | MXTensor,
-    weights: MoEWeights,
-    plan: RoutingPlan,
-    *,
-    activation_format: str | None = None,
-    **options: Any,
-) -> MoEProblem:
-    """The problem that `moe_down` resolves for the same arguments."""
-    chosen = moe_options("moe_down", SiLU(), _rows_format(h, activation_format), **options)
-    return _down_problem(h, weights, plan, chosen)
-
-
-def _fused_moe_problem(
-    x: torch.Tensor | MXTensor,
-    weights: MoEWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    options: MoEOptions,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
-) -> MoEProblem:
-    check_fused_moe(x, weights, topk_weights, topk_ids, options, expert_map, num_local_tokens)
     num_tokens, top_k = topk_ids.shape
-    return _problem(Op.FUSED_MOE, weights, num_tokens, top_k, options)
+    return _problem(Op.FUSED_MOE, options, weights, num_tokens, top_k)
 
 
 def _gate_up_problem(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions
+    options: MoEOptions, *, weights: MoEWeights, plan: RoutingPlan, **_: Any
 ) -> MoEProblem:
-    check_gate_up(x, weights, plan, options)
-    return _problem(
-        Op.MOE_GATE_UP, weights, plan.num_tokens, plan.top_k, options, plan.routing_block_m
-    )
+    unit = plan.routing_block_m
+    return _problem(Op.MOE_GATE_UP, options, weights, plan.num_tokens, plan.top_k, unit)
 
 
 def _down_problem(
-    h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions
+    options: MoEOptions, *, weights: MoEWeights, plan: RoutingPlan, **_: Any
 ) -> MoEProblem:
-    check_down(h, weights, plan, options)
-    return _problem(
-        Op.MOE_DOWN, weights, plan.num_tokens, plan.top_k, options, plan.routing_block_m
-    )
+    unit = plan.routing_block_m
+    return _problem(Op.MOE_DOWN, options, weights, plan.num_tokens, plan.top_k, unit)
 
 
 def _problem(
     op: Op,
+    options: MoEOptions,
     weights: MoEWeights,
     num_tokens: int,
     top_k: int,
-    options: MoEOptions,
     routing_block_m: int = 0,
 ) -> MoEProblem:
     experts, hidden, intermediate = weights.down_proj.shape
-    return _kept_problem(
+    return MoEProblem(
         op,
         detect_target(weights.device),
         num_tokens,
@@ -349,173 +262,55 @@ def _problem(
     )
 
 
-def _is_unobserved(plan: RoutingPlan) -> bool:
-    return isinstance(plan, RoutingPlan) and library.is_unobserved(plan.sorted_weights)
-
-
-def _rows_format(rows: torch.Tensor | MXTensor, named: str | None) -> str:
+def _rows_format(rows: Operand, named: str | None) -> str:
     """The `activation_format` that was named, else what `rows` are: "bf16", "mxfp8" or "mxfp4"."""
     if named is not None:
         return named
     return rows.format.name.split("_")[0] if isinstance(rows, MXTensor) else "bf16"
 
 
-def _flatten_rows(rows: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return (rows.qdata, rows.scale) if isinstance(rows, MXTensor) else (rows, None)
-
-
-def _rebuild_rows(
-    data: torch.Tensor, scale: torch.Tensor | None, options: MoEOptions
-) -> torch.Tensor | MXTensor:
-    if scale is None:
-        return data
-    return library.rebuild_mx(
-        data, scale, {"mxfp8": "mxfp8_e4m3"}.get(options.activation_format, "mxfp4")
-    )
-
-
-def _call_fused_moe(
-    x: torch.Tensor | MXTensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
-    weights: MoEWeights,
-    options: MoEOptions,
+def _fake_layer(
+    options: MoEOptions, *, weights: MoEWeights, topk_ids: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    y: torch.Tensor = _FUSED_MOE.launch(
-        options,
-        (),
-        dict(
-            x=x,
-            weights=weights,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_map=expert_map,
-            num_local_tokens=num_local_tokens,
-        ),
-        lambda: _fused_moe_problem(
-            x, weights, topk_weights, topk_ids, options, expert_map, num_local_tokens
-        ),
-    )
-    return y
-
-
-def _run_fused_moe(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
-    *flat: Any,
-) -> torch.Tensor:
-    weights = library.rebuild_weights(flat[:NUM_WEIGHT_ARGUMENTS])
-    options = library.rebuild_options("fused_moe", flat[NUM_WEIGHT_ARGUMENTS:])
-    return _call_fused_moe(
-        _rebuild_rows(x, x_scale, options),
-        topk_weights,
-        topk_ids,
-        expert_map,
-        num_local_tokens,
-        weights,
-        options,
-    )
-
-
-def _fake_fused_moe(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
-    *flat: Any,
-) -> torch.Tensor:
-    hidden_size, out_dtype = flat[NUM_WEIGHT_ARGUMENTS - 2], flat[-1]
-    return x.new_empty((topk_ids.shape[0], hidden_size), dtype=out_dtype)
-
-
-def _stage_arguments(op: str, flat: tuple[Any, ...]) -> tuple[MoEWeights, RoutingPlan, MoEOptions]:
-    plan_end = NUM_WEIGHT_ARGUMENTS + NUM_PLAN_ARGUMENTS
-    return (
-        library.rebuild_weights(flat[:NUM_WEIGHT_ARGUMENTS]),
-        library.rebuild_plan(flat[NUM_WEIGHT_ARGUMENTS:plan_end]),
-        library.rebuild_options(op, flat[plan_end : plan_end + NUM_OPTION_ARGUMENTS]),
-    )
-
-
-def _call_gate_up(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions
-) -> torch.Tensor | MXTensor:
-    h: torch.Tensor | MXTensor = _GATE_UP.launch(
-        options,
-        (),
-        dict(x=x, weights=weights, plan=plan),
-        lambda: _gate_up_problem(x, weights, plan, options),
-    )
-    return h
-
-
-def _run_gate_up(
-    x: torch.Tensor, x_scale: torch.Tensor | None, *flat: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, plan, options = _stage_arguments("moe_gate_up", flat)
-    h = _call_gate_up(_rebuild_rows(x, x_scale, options), weights, plan, options)
-    return (h.qdata, h.scale) if isinstance(h, MXTensor) else (h, h.new_empty(0))
+    shape = topk_ids.shape[0], weights.hidden_size
+    return topk_ids.new_empty(shape, dtype=options.out_dtype)
 
 
 def _fake_gate_up(
-    x: torch.Tensor, x_scale: torch.Tensor | None, *flat: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, plan, options = _stage_arguments("moe_gate_up", flat)
-    rows, features = plan.sorted_token_ids.shape[0], weights.intermediate_size
+    options: MoEOptions, *, weights: MoEWeights, plan: RoutingPlan, **_: Any
+) -> list[torch.Tensor]:
+    rows, features = plan.capacity, weights.intermediate_size
     format = activation_mx_format(options.activation_format, "moe_gate_up")
+    new = plan.sorted_token_ids.new_empty
     if format is None:
-        h = x.new_empty((rows, features), dtype=torch.bfloat16)
-        return h, h.new_empty(0)
-    return (
-        x.new_empty((rows, features // format.codes_per_byte), dtype=torch.uint8),
-        x.new_empty((rows, features // format.block_size), dtype=torch.uint8),
-    )
+        return [new((rows, features), dtype=torch.bfloat16)]
+    widths = features // format.codes_per_byte, features // format.block_size
+    return [new((rows, width), dtype=torch.uint8) for width in widths]
 
 
-def _call_down(
-    h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions
+def _build_gate_up(tensors: list[torch.Tensor], options: MoEOptions, **_: Any) -> Operand:
+    format = activation_mx_format(options.activation_format, "moe_gate_up")
+    return tensors[0] if format is None else rebuild_mx(tensors[0], tensors[1], format.name)
+
+
+def _fake_down(
+    options: MoEOptions, *, h: Operand, weights: MoEWeights, plan: RoutingPlan
 ) -> torch.Tensor:
-    y: torch.Tensor = _DOWN.launch(
-        options,
-        (),
-        dict(h=h, weights=weights, plan=plan),
-        lambda: _down_problem(h, weights, plan, options),
-    )
-    return y
-
-
-def _run_down(h: torch.Tensor, h_scale: torch.Tensor | None, *flat: Any) -> torch.Tensor:
-    weights, plan, options = _stage_arguments("moe_down", flat)
-    return _call_down(_rebuild_rows(h, h_scale, options), weights, plan, options)
-
-
-def _fake_down(h: torch.Tensor, h_scale: torch.Tensor | None, *flat: Any) -> torch.Tensor:
-    weights, plan, options = _stage_arguments("moe_down", flat)
     rows = h.shape[0] if options.combine is Combine.FLAT else plan.num_tokens
-    return h.new_empty((rows, weights.hidden_size), dtype=options.out_dtype)
+    return plan.sorted_weights.new_empty((rows, weights.hidden_size), dtype=options.out_dtype)
 
 
-_STAGE_SCHEMA = f"{library.WEIGHTS_SCHEMA}, {library.PLAN_SCHEMA}, {library.OPTIONS_SCHEMA}"
-_fused_moe_op = library.register(
-    "fused_moe(Tensor x, Tensor? x_scale, Tensor topk_weights, Tensor topk_ids, "
-    "Tensor? expert_map, Tensor? num_local_tokens, "
-    f"{library.WEIGHTS_SCHEMA}, {library.OPTIONS_SCHEMA}) -> Tensor",
-    _run_fused_moe,
-    _fake_fused_moe,
+_FUSED_MOE: OpSpec[torch.Tensor] = OpSpec(
+    "fused_moe", check=check_fused_moe, describe=_layer_problem, fake=_fake_layer
 )
-_gate_up_op = library.register(
-    f"moe_gate_up(Tensor x, Tensor? x_scale, {_STAGE_SCHEMA}) -> (Tensor, Tensor)",
-    _run_gate_up,
-    _fake_gate_up,
+_GATE_UP: OpSpec[Operand] = OpSpec(
+    "moe_gate_up",
+    check=check_gate_up,
+    describe=_gate_up_problem,
+    fake=_fake_gate_up,
+    returns="Tensor[]",
+    build=_build_gate_up,
 )
-_down_op = library.register(
-    f"moe_down(Tensor h, Tensor? h_scale, {_STAGE_SCHEMA}) -> Tensor", _run_down, _fake_down
+_DOWN: OpSpec[torch.Tensor] = OpSpec(
+    "moe_down", check=check_down, describe=_down_problem, fake=_fake_down
 )

@@ -23,17 +23,18 @@ from ..problem import (
 )
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, check_plan_shapes, require_topk
 from ..weights import MoEWeights
+from .schema import Operand
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """float64 is served by the reference backend alone, as an oracle."""
 
 
 def check_fused_moe(
-    x: torch.Tensor | MXTensor,
+    options: MoEOptions,
+    x: Operand,
     weights: MoEWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    options: MoEOptions,
     expert_map: torch.Tensor | None,
     num_local_tokens: torch.Tensor | None,
 ) -> None:
@@ -75,9 +76,7 @@ def check_fused_moe(
         )
 
 
-def check_gate_up(
-    x: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions
-) -> None:
+def check_gate_up(options: MoEOptions, x: Operand, weights: MoEWeights, plan: RoutingPlan) -> None:
     """Checks of `moe_gate_up`."""
     op = "moe_gate_up"
     _check_weights(weights, op)
@@ -89,9 +88,7 @@ def check_gate_up(
         )
 
 
-def check_down(
-    h: torch.Tensor | MXTensor, weights: MoEWeights, plan: RoutingPlan, options: MoEOptions
-) -> None:
+def check_down(options: MoEOptions, h: Operand, weights: MoEWeights, plan: RoutingPlan) -> None:
     """Checks of `moe_down`."""
     op = "moe_down"
     _check_weights(weights, op)
@@ -170,39 +167,31 @@ def moe_options(
 
     Aliases of the activation format become its own name here, and nowhere else.
     """
-    choice = (
-        op,
-        activation,
-        activation_format,
-        scale_rule,
-        apply_router_weight_on_input,
-        combine,
-        out_dtype,
-    )
+    choices = (scale_rule, apply_router_weight_on_input, combine, out_dtype)
     if torch.compiler.is_compiling():
-        return _checked_options(*choice)
+        return _checked_options(op, activation, activation_format, *choices)
     try:
-        return _kept_options(*choice)
+        return _cached_options(op, activation, activation_format, *choices)
     except TypeError:  # a choice without a hash: the check raises an error that names it
-        return _checked_options(*choice)
+        return _checked_options(op, activation, activation_format, *choices)
 
 
 def _checked_options(
-    op: str, activation: Activation, activation_format: str, *choice: Any
+    op: str, activation: Activation, activation_format: str, *choices: Any
 ) -> MoEOptions:
-    options = MoEOptions(activation, parse_activation_format(activation_format, op), *choice)
+    options = MoEOptions(activation, parse_activation_format(activation_format, op), *choices)
     _check_options(options, op)
     return options
 
 
 @functools.lru_cache(1024, typed=True)
-def _kept_options(
-    op: str, activation: Activation, activation_format: str, *choice: Any
+def _cached_options(
+    op: str, activation: Activation, activation_format: str, *choices: Any
 ) -> MoEOptions:
     name = parse_activation_format(activation_format, op)
     if name != activation_format:
-        return _kept_options(op, activation, name, *choice)
-    return _checked_options(op, activation, name, *choice)
+        return _cached_options(op, activation, name, *choices)
+    return _checked_options(op, activation, name, *choices)
 
 
 def _check_options(options: MoEOptions, op: str) -> None:
@@ -232,12 +221,7 @@ def _check_options(options: MoEOptions, op: str) -> None:
 
 
 def _check_rows(
-    rows: torch.Tensor | MXTensor,
-    name: str,
-    weights: MoEWeights,
-    width: int,
-    options: MoEOptions,
-    op: str,
+    rows: Operand, name: str, weights: MoEWeights, width: int, options: MoEOptions, op: str
 ) -> None:
     """Activations [rows, width]: bfloat16, or an MXTensor in the layer's activation format."""
     expected = activation_mx_format(options.activation_format, op)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from ..dispatch import Calls, detect_target
+from ..dispatch import detect_target
 from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import MXFormat, ScaleRule, get_format
 from ..formats.tensor import Layout, MXTensor
 from ..problem import Op, QuantizeProblem
-from .library import is_unobserved, rebuild_mx, register
+from .library import OpSpec
+from .schema import FormatName, rebuild_mx
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_QUANTIZE, _DEQUANTIZE = Calls(), Calls()
-_kept_problem = functools.lru_cache(8192)(QuantizeProblem)
-"""One object for one problem: the caches below find it by identity."""
 
 
 def quantize(
@@ -53,12 +48,7 @@ def quantize(
         >>> q.scale.item(), mxpert.dequantize(q)[0, 0].item()
         (126, 3.0)
     """
-    if is_unobserved(x):
-        return _call_quantize(x, format, axis, scale_rule)
-    element = check_quantize(x, format, axis, scale_rule)
-    axis = axis if axis < 0 else axis - x.dim()
-    qdata, scale = _quantize_op(x, element.name, axis, scale_rule.value)
-    return rebuild_mx(qdata, scale, element.name, axis=axis)
+    return _QUANTIZE(scale_rule, format, axis, x=x)
 
 
 def dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -84,16 +74,11 @@ def dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> torch
         >>> mxpert.dequantize(mxpert.quantize(torch.ones(2, 32), "mxfp8")).sum().item()
         64.0
     """
-    if isinstance(tensor, MXTensor) and is_unobserved(tensor.qdata):
-        return _call_dequantize(tensor, dtype)
-    check_dequantize(tensor, dtype)
-    return _dequantize_op(tensor.qdata, tensor.scale, tensor.format.name, tensor.axis, dtype)
+    return _DEQUANTIZE(dtype, tensor=tensor)
 
 
-def check_quantize(
-    x: torch.Tensor, format: str | MXFormat, axis: int, scale_rule: ScaleRule
-) -> MXFormat:
-    """Check the arguments of `quantize` and return the format."""
+def check_quantize(scale_rule: ScaleRule, format: FormatName, axis: int, x: torch.Tensor) -> None:
+    """Argument checks of `quantize`."""
     op = "quantize"
     require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
     if not isinstance(axis, int) or isinstance(axis, bool):
@@ -120,10 +105,10 @@ def check_quantize(
                 "for example mxpert.ScaleRule.RCEIL",
             )
         )
-    return get_format(format, op, "format")
+    get_format(format, op, "format")
 
 
-def check_dequantize(tensor: MXTensor, dtype: torch.dtype) -> None:
+def check_dequantize(dtype: torch.dtype, tensor: MXTensor) -> None:
     """Argument checks of `dequantize`."""
     op = "dequantize"
     if not isinstance(tensor, MXTensor):
@@ -143,104 +128,64 @@ def check_dequantize(tensor: MXTensor, dtype: torch.dtype) -> None:
 
 
 def _quantize_problem(
-    op: Op,
-    device: torch.device,
-    shape: torch.Size,
-    axis: int,
-    dtype: torch.dtype,
-    format: str,
-    rule: str = "rceil",
+    scale_rule: ScaleRule, format: FormatName, axis: int, x: torch.Tensor
 ) -> QuantizeProblem:
-    return _kept_problem(
-        op, detect_target(device), tuple(shape), axis, dtype, get_format(format), ScaleRule(rule)
-    )
-
-
-def describe_quantize(
-    x: torch.Tensor,
-    format: str | MXFormat,
-    *,
-    axis: int = -1,
-    scale_rule: ScaleRule = ScaleRule.RCEIL,
-) -> QuantizeProblem:
-    """The problem that `quantize` resolves for the same arguments."""
-    element = check_quantize(x, format, axis, scale_rule)
-    return _quantize_problem(
+    return QuantizeProblem(
         Op.QUANTIZE,
-        x.device,
-        x.shape,
-        axis if axis < 0 else axis - x.dim(),
+        detect_target(x.device),
+        tuple(x.shape),
+        _negative(axis, x),
         x.dtype,
-        element.name,
-        scale_rule.value,
-    )
-
-
-def describe_dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> QuantizeProblem:
-    """The problem that `dequantize` resolves for the same arguments."""
-    check_dequantize(tensor, dtype)
-    return _quantize_problem(
-        Op.DEQUANTIZE, tensor.device, tensor.shape, tensor.axis, dtype, tensor.format.name
-    )
-
-
-def _call_quantize(
-    x: torch.Tensor, format: str | MXFormat, axis: int, scale_rule: ScaleRule
-) -> MXTensor:
-    result: MXTensor = _QUANTIZE.launch(
+        get_format(format),
         scale_rule,
-        (format, axis),
-        dict(x=x),
-        lambda: describe_quantize(x, format, axis=axis, scale_rule=scale_rule),
     )
-    return result
 
 
-def _run_quantize(
-    x: torch.Tensor, format: str, axis: int, scale_rule: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    result = _call_quantize(x, format, axis, ScaleRule(scale_rule))
-    return result.qdata, result.scale
+def _dequantize_problem(dtype: torch.dtype, tensor: MXTensor) -> QuantizeProblem:
+    return QuantizeProblem(
+        Op.DEQUANTIZE,
+        detect_target(tensor.device),
+        tuple(tensor.shape),
+        tensor.axis,
+        dtype,
+        tensor.format,
+    )
+
+
+def _negative(axis: int, x: torch.Tensor) -> int:
+    """The axis counted from the end, as MXTensor holds it."""
+    return axis if axis < 0 else axis - x.dim()
 
 
 def _fake_quantize(
-    x: torch.Tensor, format: str, axis: int, scale_rule: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scale_rule: ScaleRule, format: FormatName, axis: int, x: torch.Tensor
+) -> list[torch.Tensor]:
     element = get_format(format)
     codes, scales = list(x.shape), list(x.shape)
     codes[axis] //= element.codes_per_byte
     scales[axis] //= element.block_size
-    return (x.new_empty(codes, dtype=torch.uint8), x.new_empty(scales, dtype=torch.uint8))
+    return [x.new_empty(shape, dtype=torch.uint8) for shape in (codes, scales)]
 
 
-def _call_dequantize(tensor: MXTensor, dtype: torch.dtype) -> torch.Tensor:
-    result: torch.Tensor = _DEQUANTIZE.launch(
-        dtype, (), dict(tensor=tensor), lambda: describe_dequantize(tensor, dtype=dtype)
-    )
-    return result
+def _build_quantize(
+    tensors: list[torch.Tensor], _: ScaleRule, format: FormatName, axis: int, x: torch.Tensor
+) -> MXTensor:
+    qdata, scale = tensors
+    return rebuild_mx(qdata, scale, get_format(format).name, axis=_negative(axis, x))
 
 
-def _run_dequantize(
-    qdata: torch.Tensor, scale: torch.Tensor, format: str, axis: int, dtype: torch.dtype
-) -> torch.Tensor:
-    return _call_dequantize(rebuild_mx(qdata, scale, format, axis=axis), dtype)
+def _fake_dequantize(dtype: torch.dtype, tensor: MXTensor) -> torch.Tensor:
+    return tensor.qdata.new_empty(tensor.shape, dtype=dtype)
 
 
-def _fake_dequantize(
-    qdata: torch.Tensor, scale: torch.Tensor, format: str, axis: int, dtype: torch.dtype
-) -> torch.Tensor:
-    shape = list(qdata.shape)
-    shape[axis] *= get_format(format).codes_per_byte
-    return qdata.new_empty(shape, dtype=dtype)
-
-
-_quantize_op = register(
-    "quantize(Tensor x, str format, int axis, str scale_rule) -> (Tensor, Tensor)",
-    _run_quantize,
-    _fake_quantize,
+_QUANTIZE: OpSpec[MXTensor] = OpSpec(
+    "quantize",
+    check=check_quantize,
+    describe=_quantize_problem,
+    fake=_fake_quantize,
+    returns="(Tensor, Tensor)",
+    build=_build_quantize,
 )
-_dequantize_op = register(
-    "dequantize(Tensor qdata, Tensor scale, str format, int axis, ScalarType dtype) -> Tensor",
-    _run_dequantize,
-    _fake_dequantize,
+_DEQUANTIZE: OpSpec[torch.Tensor] = OpSpec(
+    "dequantize", check=check_dequantize, describe=_dequantize_problem, fake=_fake_dequantize
 )

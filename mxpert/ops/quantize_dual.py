@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..dispatch import Calls, detect_target
+from ..dispatch import detect_target
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan, get_format
 from ..formats.tensor import MXTensor
 from ..problem import DualProblem, Op
 from ..routing import GROUP_OFFSET_DTYPES, padded_capacity
-from .library import is_unobserved, rebuild_mx, register
+from .library import OpSpec
 from .quantize import FLOAT_DTYPES
-
-Spans = ScaleSpan | tuple[ScaleSpan, ScaleSpan]
-DualTensors = tuple[torch.Tensor, ...]
-"""Codes, scales and, with AUTO, count of wide blocks: of the row-wise copy, then of the other."""
-
-_DUAL = Calls()
+from .schema import FormatName, Spans, rebuild_mx, spans_of
 
 MAX_GROUPED_ROWS = 1 << 30
 """Kernels count padded columns in int32 and add one tile before they mask."""
@@ -74,30 +71,11 @@ def quantize_dual(
         >>> mxpert.dequantize(col)[0].nonzero().flatten().tolist()
         [0, 32, 33]
     """
-    if is_unobserved(x):
-        return _call_dual(x, format, group_offsets, scale_rule, scale_span)
-    element = check_quantize_dual(x, format, group_offsets, scale_rule)
-    row_span, col_span = check_spans(scale_span)
-    row, row_scale, row_wide, col, col_scale, col_wide = _dual_op(
-        x, group_offsets, element.name, scale_rule.value, row_span.value, col_span.value
-    )
-    return (
-        _rebuild(row, row_scale, row_wide, element.name, row_span),
-        _rebuild(col, col_scale, col_wide, element.name, col_span),
-    )
+    return _DUAL(scale_rule, format, scale_span, x=x, group_offsets=group_offsets)
 
 
-def _rebuild(
-    qdata: torch.Tensor, scale: torch.Tensor, wide: torch.Tensor, format: str, span: ScaleSpan
-) -> MXTensor:
-    return rebuild_mx(
-        qdata, scale, format, span=span, wide=wide if span is ScaleSpan.AUTO else None
-    )
-
-
-def check_spans(scale_span: Spans) -> tuple[ScaleSpan, ScaleSpan]:
-    """Return the spans of the rowwise and of the columnwise copy."""
-    spans = (scale_span, scale_span) if isinstance(scale_span, ScaleSpan) else scale_span
+def _check_spans(scale_span: Spans) -> None:
+    spans = spans_of(scale_span)
     if not (
         isinstance(spans, tuple)
         and len(spans) == 2
@@ -112,16 +90,16 @@ def check_spans(scale_span: Spans) -> tuple[ScaleSpan, ScaleSpan]:
                 "for example mxpert.ScaleSpan.ROW",
             )
         )
-    return spans
 
 
 def check_quantize_dual(
-    x: torch.Tensor,
-    format: str | MXFormat,
-    group_offsets: torch.Tensor | None,
     scale_rule: ScaleRule,
-) -> MXFormat:
-    """Check the arguments of `quantize_dual` and return the format."""
+    format: FormatName,
+    scale_span: Spans,
+    x: torch.Tensor,
+    group_offsets: torch.Tensor | None,
+) -> None:
+    """Argument checks of `quantize_dual`."""
     op = "quantize_dual"
     require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
     require(
@@ -167,17 +145,17 @@ def check_quantize_dual(
             got=x.shape[-2],
             remedy="pad with zeros, or pass group_offsets, which pads",
         )
-        return element
-    require(
-        x.dim() == 2,
-        op,
-        "group_offsets",
-        need="None for weights [G, N, K]",
-        got="a tensor",
-        remedy="the groups of weights are their leading dimension",
-    )
-    check_group_offsets(group_offsets, op, x.device, x.shape[0])
-    return element
+    else:
+        require(
+            x.dim() == 2,
+            op,
+            "group_offsets",
+            need="None for weights [G, N, K]",
+            got="a tensor",
+            remedy="the groups of weights are their leading dimension",
+        )
+        check_group_offsets(group_offsets, op, x.device, x.shape[0])
+    _check_spans(scale_span)
 
 
 def check_group_offsets(
@@ -225,31 +203,13 @@ def check_group_offsets(
     )
 
 
-def describe_quantize_dual(
-    x: torch.Tensor,
-    format: str | MXFormat = "mxfp8_e4m3",
-    *,
-    group_offsets: torch.Tensor | None = None,
-    scale_rule: ScaleRule = ScaleRule.RCEIL,
-    scale_span: Spans = ScaleSpan.BLOCK,
-) -> DualProblem:
-    """The problem that `quantize_dual` resolves for the same arguments."""
-    return _problem(
-        x,
-        group_offsets,
-        check_quantize_dual(x, format, group_offsets, scale_rule),
-        scale_rule,
-        *check_spans(scale_span),
-    )
-
-
 def _problem(
+    scale_rule: ScaleRule,
+    format: FormatName,
+    scale_span: Spans,
+    *,
     x: torch.Tensor,
     group_offsets: torch.Tensor | None,
-    format: MXFormat,
-    scale_rule: ScaleRule,
-    row_span: ScaleSpan,
-    column_span: ScaleSpan,
 ) -> DualProblem:
     if group_offsets is not None:
         num_groups = group_offsets.shape[0] - 1
@@ -260,89 +220,61 @@ def _problem(
         detect_target(x.device),
         tuple(x.shape),
         x.dtype,
-        format,
+        get_format(format),
         scale_rule,
         num_groups,
         group_offsets is not None,
-        row_span,
-        column_span,
+        *spans_of(scale_span),
     )
 
 
-def _call_dual(
-    x: torch.Tensor,
-    format: str | MXFormat,
-    group_offsets: torch.Tensor | None,
+def _fake(
     scale_rule: ScaleRule,
+    format: FormatName,
     scale_span: Spans,
-) -> tuple[MXTensor, MXTensor]:
-    copies: tuple[MXTensor, MXTensor] = _DUAL.launch(
-        scale_rule,
-        (format, scale_span),
-        dict(x=x, group_offsets=group_offsets),
-        lambda: describe_quantize_dual(
-            x, format, group_offsets=group_offsets, scale_rule=scale_rule, scale_span=scale_span
-        ),
-    )
-    return copies
-
-
-def _run_dual(
+    *,
     x: torch.Tensor,
     group_offsets: torch.Tensor | None,
-    format: str,
-    scale_rule: str,
-    row_span: str,
-    column_span: str,
-) -> DualTensors:
-    copies = _call_dual(
-        x,
-        format,
-        group_offsets,
-        ScaleRule(scale_rule),
-        (ScaleSpan(row_span), ScaleSpan(column_span)),
-    )
-    return tuple(
-        part
-        for copy in copies
-        for part in (
-            copy.qdata,
-            copy.scale,
-            x.new_empty(0, dtype=torch.int32) if copy.wide_blocks is None else copy.wide_blocks,
-        )
-    )
-
-
-def _fake_dual(
-    x: torch.Tensor,
-    group_offsets: torch.Tensor | None,
-    format: str,
-    scale_rule: str,
-    row_span: str,
-    column_span: str,
-) -> DualTensors:
+) -> list[torch.Tensor]:
     *leading, rows, columns = x.shape
+    padded = rows
     if group_offsets is not None:
         padded = padded_capacity(rows, group_offsets.shape[0] - 1)
-    else:
-        padded = rows
-    shapes = (
-        (*leading, rows, columns),
-        (*leading, rows, columns // MX_BLOCK_SIZE),
-        (*leading, columns, padded),
-        (*leading, columns, padded // MX_BLOCK_SIZE),
-    )
-    row, row_scale, col, col_scale = (x.new_empty(shape, dtype=torch.uint8) for shape in shapes)
-    row_wide, col_wide = (
-        x.new_empty(int(span == ScaleSpan.AUTO.value), dtype=torch.int32)
-        for span in (row_span, column_span)
-    )
-    return row, row_scale, row_wide, col, col_scale, col_wide
+    tensors = []
+    for span, size, reduced in zip(
+        spans_of(scale_span), (rows, columns), (columns, padded), strict=True
+    ):
+        for width in (reduced, reduced // MX_BLOCK_SIZE):  # codes, scales
+            tensors.append(x.new_empty((*leading, size, width), dtype=torch.uint8))
+        if span is ScaleSpan.AUTO:
+            tensors.append(x.new_empty(1, dtype=torch.int32))
+    return tensors
 
 
-_dual_op = register(
-    "quantize_dual(Tensor x, Tensor? group_offsets, str format, str scale_rule, str row_span, "
-    "str column_span) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run_dual,
-    _fake_dual,
+def _build(
+    tensors: list[torch.Tensor],
+    scale_rule: ScaleRule,
+    format: FormatName,
+    scale_span: Spans,
+    **_: Any,
+) -> tuple[MXTensor, MXTensor]:
+    row_span, column_span = spans_of(scale_span)
+    first = 3 if row_span is ScaleSpan.AUTO else 2  # tensors of the rowwise copy
+    name = get_format(format).name
+    row, column = tensors[:first], tensors[first:]
+    return _copy(row, name, row_span), _copy(column, name, column_span)
+
+
+def _copy(tensors: list[torch.Tensor], name: str, span: ScaleSpan) -> MXTensor:
+    wide = tensors[2] if span is ScaleSpan.AUTO else None
+    return rebuild_mx(tensors[0], tensors[1], name, span=span, wide=wide)
+
+
+_DUAL: OpSpec[tuple[MXTensor, MXTensor]] = OpSpec(
+    "quantize_dual",
+    check=check_quantize_dual,
+    describe=_problem,
+    fake=_fake,
+    returns="Tensor[]",
+    build=_build,
 )

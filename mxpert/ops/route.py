@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
-from ..dispatch import Calls, detect_target
+from ..dispatch import detect_target
 from ..errors import message, require, require_number, require_tensor
 from ..problem import Op, RoutingProblem, Scoring, TopKOptions, TopKProblem
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, plan_capacity, require_topk
-from .library import is_unobserved, register
+from .library import OpSpec
 
-PlanTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOP_K_LIMIT = f"at most {MAX_TOP_K} and the number of experts"
 MAX_SORTED_ROWS = 1 << 30
 """Kernels step past the last row in int32 before they mask; this leaves them room."""
-
-_ROUTE_TOPK, _ROUTING_PLAN = Calls(), Calls()
-_kept_topk_problem = functools.lru_cache(8192)(TopKProblem)
-_kept_plan_problem = functools.lru_cache(8192)(RoutingProblem)
-"""One object for one problem: the caches below find it by identity."""
 
 
 def route_topk(
@@ -79,28 +72,15 @@ def route_topk(
         >>> ids.tolist(), weights.tolist()
         ([[1, 2]], [[0.5, 0.5]])
     """
-    if is_unobserved(logits):
-        return _call_topk(
-            logits,
-            correction_bias,
-            top_k,
-            scoring,
-            normalize,
-            num_groups,
-            top_groups,
-            routed_scaling_factor,
-        )
-    options = TopKOptions(scoring, normalize, num_groups, top_groups, routed_scaling_factor)
-    check_route_topk(logits, top_k, options, correction_bias)
-    return _topk_op(
-        logits,
-        correction_bias,
+    return _TOPK(
+        scoring,
         top_k,
-        scoring.value,
         normalize,
         num_groups,
         top_groups,
         routed_scaling_factor,
+        logits=logits,
+        correction_bias=correction_bias,
     )
 
 
@@ -153,54 +133,14 @@ def make_routing_plan(
         [(1, 0), (2, 2), (0, 0), (0, 1)]
     """
     local = num_experts if num_local_experts is None else num_local_experts
-    arguments = (
-        topk_weights,
-        topk_ids,
-        expert_map,
-        num_local_tokens,
+    return _PLAN(
         num_experts,
         local,
         routing_block_m,
-    )
-    if is_unobserved(topk_ids):
-        return _call_plan(*arguments)
-    check_routing_plan(
-        topk_weights, topk_ids, num_experts, local, routing_block_m, expert_map, num_local_tokens
-    )
-    tensors: PlanTensors = _plan_op(*arguments)
-    return RoutingPlan(*tensors, topk_ids.shape[0], topk_ids.shape[1], local, routing_block_m)
-
-
-def describe_route_topk(
-    logits: torch.Tensor,
-    top_k: int,
-    *,
-    normalize: bool = True,
-    scoring: Scoring = Scoring.SOFTMAX,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    correction_bias: torch.Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
-) -> TopKProblem:
-    """The problem that `route_topk` resolves for the same arguments."""
-    options = TopKOptions(scoring, normalize, num_groups, top_groups, routed_scaling_factor)
-    return _topk_problem(logits, correction_bias, top_k, options)
-
-
-def describe_routing_plan(
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    *,
-    num_experts: int,
-    routing_block_m: int,
-    expert_map: torch.Tensor | None = None,
-    num_local_experts: int | None = None,
-    num_local_tokens: torch.Tensor | None = None,
-) -> RoutingProblem:
-    """The problem that `make_routing_plan` resolves for the same arguments."""
-    local = num_experts if num_local_experts is None else num_local_experts
-    return _plan_problem(
-        topk_weights, topk_ids, expert_map, num_local_tokens, num_experts, local, routing_block_m
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        expert_map=expert_map,
+        num_local_tokens=num_local_tokens,
     )
 
 
@@ -270,11 +210,11 @@ def _check_groups(op: str, num_experts: int, top_k: int, num_groups: int, top_gr
 
 
 def check_routing_plan(
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
     num_experts: int,
     num_local_experts: int,
     routing_block_m: int,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
     num_local_tokens: torch.Tensor | None,
 ) -> None:
@@ -340,39 +280,58 @@ def _require_count(op: str, name: str, value: int, most: int, of: str) -> None:
     require(1 <= value <= most, op, name, need=f"1 … {most} ({of})", got=value)
 
 
-def _topk_problem(
-    logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int, options: TopKOptions
-) -> TopKProblem:
+def _check_topk(
+    scoring: Scoring,
+    top_k: int,
+    normalize: bool,
+    num_groups: int,
+    top_groups: int,
+    routed_scaling_factor: float,
+    logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+) -> None:
+    options = TopKOptions(scoring, normalize, num_groups, top_groups, routed_scaling_factor)
     check_route_topk(logits, top_k, options, correction_bias)
-    return _kept_topk_problem(
+
+
+def _topk_problem(
+    scoring: Scoring, top_k: int, *options: Any, logits: torch.Tensor, **_: Any
+) -> TopKProblem:
+    return TopKProblem(
         Op.ROUTE_TOPK,
         detect_target(logits.device),
         logits.shape[0],
         top_k,
         logits.shape[1],
-        options,
+        TopKOptions(scoring, *options),
     )
+
+
+def _fake_topk(
+    scoring: Scoring, top_k: int, *_: Any, logits: torch.Tensor, correction_bias: Any
+) -> list[torch.Tensor]:
+    shape = (logits.shape[0], top_k)
+    return [logits.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.int32)]
+
+
+_TOPK: OpSpec[tuple[torch.Tensor, torch.Tensor]] = OpSpec(
+    "route_topk",
+    check=_check_topk,
+    describe=_topk_problem,
+    fake=_fake_topk,
+    returns="(Tensor, Tensor)",
+)
 
 
 def _plan_problem(
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
     num_experts: int,
     num_local_experts: int,
     routing_block_m: int,
+    *,
+    topk_ids: torch.Tensor,
+    **_: Any,
 ) -> RoutingProblem:
-    check_routing_plan(
-        topk_weights,
-        topk_ids,
-        num_experts,
-        num_local_experts,
-        routing_block_m,
-        expert_map,
-        num_local_tokens,
-    )
-    return _kept_plan_problem(
+    return RoutingProblem(
         Op.ROUTING_PLAN,
         detect_target(topk_ids.device),
         topk_ids.shape[0],
@@ -383,122 +342,55 @@ def _plan_problem(
     )
 
 
-def _call_topk(
-    logits: torch.Tensor,
-    correction_bias: torch.Tensor | None,
-    top_k: int,
-    scoring: Scoring,
-    normalize: bool,
-    num_groups: int,
-    top_groups: int,
-    routed_scaling_factor: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen: tuple[torch.Tensor, torch.Tensor] = _ROUTE_TOPK.launch(
-        scoring,
-        (top_k, normalize, num_groups, top_groups, routed_scaling_factor),
-        dict(logits=logits, correction_bias=correction_bias),
-        lambda: _topk_problem(
-            logits,
-            correction_bias,
-            top_k,
-            TopKOptions(scoring, normalize, num_groups, top_groups, routed_scaling_factor),
-        ),
-    )
-    return chosen
-
-
-def _run_topk(
-    logits: torch.Tensor,
-    correction_bias: torch.Tensor | None,
-    top_k: int,
-    scoring: str,
-    *choices: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _call_topk(logits, correction_bias, top_k, Scoring(scoring), *choices)
-
-
-def _fake_topk(
-    logits: torch.Tensor,
-    correction_bias: torch.Tensor | None,
-    top_k: int,
-    scoring: str,
-    normalize: bool,
-    num_groups: int,
-    top_groups: int,
-    routed_scaling_factor: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (logits.shape[0], top_k)
-    return (
-        logits.new_empty(shape, dtype=torch.float32),
-        logits.new_empty(shape, dtype=torch.int32),
-    )
-
-
-_topk_op = register(
-    "route_topk(Tensor logits, Tensor? correction_bias, SymInt top_k, str scoring, bool normalize, "
-    "SymInt num_groups, SymInt top_groups, float routed_scaling_factor) -> (Tensor, Tensor)",
-    _run_topk,
-    _fake_topk,
-)
-
-
-def _call_plan(
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
-    *sizes: int,
-) -> RoutingPlan:
-    """`sizes`: num_experts, num_local_experts, routing_block_m."""
-    plan: RoutingPlan = _ROUTING_PLAN.launch(
-        None,
-        sizes,
-        dict(
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_map=expert_map,
-            num_local_tokens=num_local_tokens,
-        ),
-        lambda: _plan_problem(topk_weights, topk_ids, expert_map, num_local_tokens, *sizes),
-    )
-    return plan
-
-
-def _run_plan(*arguments: Any) -> PlanTensors:
-    plan = _call_plan(*arguments)
-    return (
-        plan.sorted_token_ids,
-        plan.sorted_weights,
-        plan.block_expert_ids,
-        plan.num_valid,
-        plan.slot_rows,
-    )
-
-
 def _fake_plan(
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
     num_experts: int,
     num_local_experts: int,
     routing_block_m: int,
-) -> PlanTensors:
+    *,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    **_: Any,
+) -> list[torch.Tensor]:
     num_tokens, top_k = topk_ids.shape
     capacity = plan_capacity(num_tokens, top_k, num_local_experts, routing_block_m)
-    return (
+    return [
         topk_ids.new_empty(capacity),
         topk_weights.new_empty(capacity),
         topk_ids.new_empty(capacity // routing_block_m),
         topk_ids.new_empty(2),
         topk_ids.new_empty((num_tokens, top_k)),
+    ]
+
+
+def _build_plan(
+    tensors: tuple[torch.Tensor, ...],
+    num_experts: int,
+    num_local_experts: int,
+    routing_block_m: int,
+    *,
+    topk_ids: torch.Tensor,
+    **_: Any,
+) -> RoutingPlan:
+    rows, row_weights, block_experts, num_valid, slot_rows = tensors
+    num_tokens, top_k = topk_ids.shape
+    return RoutingPlan(
+        rows,
+        row_weights,
+        block_experts,
+        num_valid,
+        slot_rows,
+        num_tokens,
+        top_k,
+        num_local_experts,
+        routing_block_m,
     )
 
 
-_plan_op = register(
-    "make_routing_plan(Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, "
-    "Tensor? num_local_tokens, SymInt num_experts, SymInt num_local_experts, "
-    "SymInt routing_block_m) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run_plan,
-    _fake_plan,
+_PLAN: OpSpec[RoutingPlan] = OpSpec(
+    "make_routing_plan",
+    check=check_routing_plan,
+    describe=_plan_problem,
+    fake=_fake_plan,
+    returns="(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    build=_build_plan,
 )

@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..dispatch import Calls, detect_target
+from ..dispatch import detect_target
 from ..errors import require, require_dtype, require_tensor
-from ..problem import Activation, Op, RowsProblem, activation_from, require_activation
-from .library import register
+from ..problem import Activation, Op, RowsProblem, require_activation
+from .library import OpSpec
 from .quantize import FLOAT_DTYPES
 
 ROW_DTYPES = (*FLOAT_DTYPES, torch.float64)
-
-_ACTIVATE, _ACTIVATE_BACKWARD, _COMBINE, _COMBINE_BACKWARD = Calls(), Calls(), Calls(), Calls()
 
 
 def activate_rows(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -32,11 +32,7 @@ def activate_rows(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor
         >>> activate_rows(torch.tensor([[0.0, 20.0, 3.0, 3.0]]), mxpert.SiLU())
         tensor([[ 0., 60.]])
     """
-    _check_gate_up(gate_up, activation, "activate_rows")
-    result: torch.Tensor = _activate_op(
-        gate_up.contiguous(), activation.name, list(activation.parameters)
-    )
-    return result
+    return _ACTIVATE(activation, gate_up=_dense(gate_up))
 
 
 def activate_rows_backward(
@@ -50,16 +46,7 @@ def activate_rows_backward(
         >>> activate_rows_backward(grad, gate_up, mxpert.SiLU())
         tensor([[1., 0.]])
     """
-    op = "activate_rows_backward"
-    _check_gate_up(gate_up, activation, op)
-    rows, width = gate_up.shape
-    require_tensor(
-        grad, op, "grad", dtype=gate_up.dtype, shape=(rows, width // 2), device=gate_up.device
-    )
-    result: torch.Tensor = _activate_backward_op(
-        grad.contiguous(), gate_up.contiguous(), activation.name, list(activation.parameters)
-    )
-    return result
+    return _ACTIVATE_BACKWARD(activation, grad=_dense(grad), gate_up=_dense(gate_up))
 
 
 def combine_rows(
@@ -85,17 +72,12 @@ def combine_rows(
         >>> combine_rows(rows, torch.tensor([[3, 0], [1, 2]])).flatten().tolist()
         [9.0, 6.0]
     """
-    op = "combine_rows"
-    _check_combine(rows, row_ids, weights, op)
-    if out_dtype is not None:
-        require_dtype(out_dtype, ROW_DTYPES, op, "out_dtype")
-    result: torch.Tensor = _combine_op(
-        rows.contiguous(),
-        row_ids.contiguous(),
-        None if weights is None else weights.contiguous(),
-        out_dtype or rows.dtype,
+    return _COMBINE(
+        rows=_dense(rows),
+        row_ids=_dense(row_ids),
+        weights=_dense(weights),
+        out_dtype=getattr(rows, "dtype", None) if out_dtype is None else out_dtype,
     )
-    return result
 
 
 def combine_rows_backward(
@@ -110,23 +92,26 @@ def combine_rows_backward(
         >>> by_row.flatten().tolist(), by_weight.tolist()
         ([2.5, 5.0], [[20.0, 10.0]])
     """
-    op = "combine_rows_backward"
-    _check_combine(rows, row_ids, weights, op)
-    require_tensor(
-        grad,
-        op,
-        "grad",
-        dtype=ROW_DTYPES,
-        shape=(row_ids.shape[0], rows.shape[1]),
-        device=rows.device,
+    return _COMBINE_BACKWARD(
+        grad=_dense(grad), rows=_dense(rows), row_ids=_dense(row_ids), weights=_dense(weights)
     )
-    by_row, by_weight = _combine_backward_op(
-        grad.contiguous(), rows.contiguous(), row_ids.contiguous(), weights.contiguous()
-    )
-    return by_row, by_weight
 
 
-def _check_gate_up(gate_up: torch.Tensor, activation: Activation, op: str) -> None:
+def _dense(value: Any) -> Any:
+    """A contiguous tensor; whatever else was passed goes on to the checks."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    # torch.compile forbids reading the layout in a backward pass; it traces strided tensors alone.
+    if torch.compiler.is_compiling() or value.layout is torch.strided:
+        return value.contiguous()
+    return value
+
+
+def _check_activate(activation: Activation, gate_up: torch.Tensor) -> None:
+    _check_gate_up(activation, gate_up, "activate_rows")
+
+
+def _check_gate_up(activation: Activation, gate_up: torch.Tensor, op: str) -> None:
     require_activation(activation, op)
     require_tensor(gate_up, op, "gate_up", dtype=ROW_DTYPES, shape=(None, None))
     require(
@@ -139,7 +124,41 @@ def _check_gate_up(gate_up: torch.Tensor, activation: Activation, op: str) -> No
     )
 
 
+def _check_activate_backward(
+    activation: Activation, grad: torch.Tensor, gate_up: torch.Tensor
+) -> None:
+    op = "activate_rows_backward"
+    _check_gate_up(activation, gate_up, op)
+    rows, width = gate_up.shape
+    require_tensor(
+        grad, op, "grad", dtype=gate_up.dtype, shape=(rows, width // 2), device=gate_up.device
+    )
+
+
 def _check_combine(
+    rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor | None, out_dtype: torch.dtype
+) -> None:
+    op = "combine_rows"
+    _check_rows(rows, row_ids, weights, op)
+    require_dtype(out_dtype, ROW_DTYPES, op, "out_dtype")
+
+
+def _check_combine_backward(
+    grad: torch.Tensor, rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor
+) -> None:
+    op = "combine_rows_backward"
+    _check_rows(rows, row_ids, weights, op)
+    require_tensor(
+        grad,
+        op,
+        "grad",
+        dtype=ROW_DTYPES,
+        shape=(row_ids.shape[0], rows.shape[1]),
+        device=rows.device,
+    )
+
+
+def _check_rows(
     rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor | None, op: str
 ) -> None:
     require_tensor(rows, op, "rows", dtype=ROW_DTYPES, shape=(None, None))
@@ -160,110 +179,80 @@ def _check_combine(
         )
 
 
-def _activation_problem(
-    op: Op, gate_up: torch.Tensor, name: str, parameters: list[float]
+def _activate_problem(
+    activation: Activation, *, gate_up: torch.Tensor, grad: torch.Tensor | None = None
 ) -> RowsProblem:
     return RowsProblem(
-        op,
+        Op.ACTIVATE_ROWS if grad is None else Op.ACTIVATE_ROWS_BACKWARD,
         detect_target(gate_up.device),
         gate_up.shape[0],
         gate_up.shape[1] // 2,
         gate_up.dtype,
-        activation=activation_from(name, parameters),
+        activation=activation,
     )
 
 
-def _combine_problem(op: Op, rows: torch.Tensor, row_ids: torch.Tensor) -> RowsProblem:
+def _combine_problem(
+    *, rows: torch.Tensor, row_ids: torch.Tensor, grad: torch.Tensor | None = None, **_: Any
+) -> RowsProblem:
     return RowsProblem(
-        op, detect_target(rows.device), rows.shape[0], rows.shape[1], rows.dtype, row_ids.shape[1]
+        Op.COMBINE_ROWS if grad is None else Op.COMBINE_ROWS_BACKWARD,
+        detect_target(rows.device),
+        rows.shape[0],
+        rows.shape[1],
+        rows.dtype,
+        row_ids.shape[1],
     )
 
 
-def _run_activate(gate_up: torch.Tensor, name: str, parameters: list[float]) -> torch.Tensor:
-    out: torch.Tensor = _ACTIVATE.launch(
-        None,
-        (name, *parameters),
-        dict(gate_up=gate_up),
-        lambda: _activation_problem(Op.ACTIVATE_ROWS, gate_up, name, parameters),
-    )
-    return out
-
-
-def _fake_activate(gate_up: torch.Tensor, name: str, parameters: list[float]) -> torch.Tensor:
+def _fake_activate(activation: Activation, *, gate_up: torch.Tensor) -> torch.Tensor:
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
-def _run_activate_backward(
-    grad: torch.Tensor, gate_up: torch.Tensor, name: str, parameters: list[float]
-) -> torch.Tensor:
-    by_row: torch.Tensor = _ACTIVATE_BACKWARD.launch(
-        None,
-        (name, *parameters),
-        dict(grad=grad, gate_up=gate_up),
-        lambda: _activation_problem(Op.ACTIVATE_ROWS_BACKWARD, gate_up, name, parameters),
-    )
-    return by_row
-
-
 def _fake_activate_backward(
-    grad: torch.Tensor, gate_up: torch.Tensor, name: str, parameters: list[float]
+    activation: Activation, *, grad: torch.Tensor, gate_up: torch.Tensor
 ) -> torch.Tensor:
     return torch.empty_like(gate_up)
 
 
-def _run_combine(
-    rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
-    out: torch.Tensor = _COMBINE.launch(
-        None,
-        (),
-        dict(rows=rows, row_ids=row_ids, weights=weights, out_dtype=out_dtype),
-        lambda: _combine_problem(Op.COMBINE_ROWS, rows, row_ids),
-    )
-    return out
-
-
 def _fake_combine(
-    rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor | None, out_dtype: torch.dtype
+    *, rows: torch.Tensor, row_ids: torch.Tensor, out_dtype: torch.dtype, **_: Any
 ) -> torch.Tensor:
     return rows.new_empty((row_ids.shape[0], rows.shape[1]), dtype=out_dtype)
 
 
-def _run_combine_backward(
-    grad: torch.Tensor, rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    by_row, by_weight = _COMBINE_BACKWARD.launch(
-        None,
-        (),
-        dict(grad=grad, rows=rows, row_ids=row_ids, weights=weights),
-        lambda: _combine_problem(Op.COMBINE_ROWS_BACKWARD, rows, row_ids),
-    )
-    return by_row, by_weight
-
-
 def _fake_combine_backward(
-    grad: torch.Tensor, rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor
+    *, rows: torch.Tensor, weights: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(rows), torch.empty_like(weights)
 
 
-_ACTIVATION_SCHEMA = "Tensor gate_up, str activation, float[] activation_parameters"
-_activate_op = register(
-    f"activate_rows({_ACTIVATION_SCHEMA}) -> Tensor", _run_activate, _fake_activate
+_ACTIVATE: OpSpec[torch.Tensor] = OpSpec(
+    "activate_rows",
+    check=_check_activate,
+    describe=_activate_problem,
+    fake=_fake_activate,
+    is_public=False,
 )
-_activate_backward_op = register(
-    f"activate_rows_backward(Tensor grad, {_ACTIVATION_SCHEMA}) -> Tensor",
-    _run_activate_backward,
-    _fake_activate_backward,
+_ACTIVATE_BACKWARD: OpSpec[torch.Tensor] = OpSpec(
+    "activate_rows_backward",
+    check=_check_activate_backward,
+    describe=_activate_problem,
+    fake=_fake_activate_backward,
+    is_public=False,
 )
-_combine_op = register(
-    "combine_rows(Tensor rows, Tensor row_ids, Tensor? weights, ScalarType out_dtype) -> Tensor",
-    _run_combine,
-    _fake_combine,
+_COMBINE: OpSpec[torch.Tensor] = OpSpec(
+    "combine_rows",
+    check=_check_combine,
+    describe=_combine_problem,
+    fake=_fake_combine,
+    is_public=False,
 )
-_combine_backward_op = register(
-    "combine_rows_backward(Tensor grad, Tensor rows, Tensor row_ids, Tensor weights) "
-    "-> (Tensor, Tensor)",
-    _run_combine_backward,
-    _fake_combine_backward,
+_COMBINE_BACKWARD: OpSpec[tuple[torch.Tensor, torch.Tensor]] = OpSpec(
+    "combine_rows_backward",
+    check=_check_combine_backward,
+    describe=_combine_problem,
+    fake=_fake_combine_backward,
+    returns="(Tensor, Tensor)",
+    is_public=False,
 )

@@ -1,5 +1,4 @@
-"""The geometry of arguments: everything but their data, that is shapes, strides, dtypes, devices
-and formats.
+"""The geometry of arguments: shapes, strides, dtypes, devices and formats, everything but data.
 
 On the host, ops look at the geometry only. Two calls of the same geometry therefore pass the same
 checks and use the same kernel, so that the second call can take both from a cache.
@@ -18,7 +17,7 @@ from ..problem import Problem
 from ..routing import RoutingPlan
 from ..weights import MoEWeights
 
-_TENSORS: dict[type, tuple[str, ...]] = {
+TENSOR_FIELDS: dict[type, tuple[str, ...]] = {
     MXTensor: ("qdata", "scale", "reference", "wide_blocks"),
     MoEWeights: ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"),
     RoutingPlan: (
@@ -29,7 +28,7 @@ _TENSORS: dict[type, tuple[str, ...]] = {
         "slot_rows",
     ),
 }
-_FACTS: dict[type, tuple[str, ...]] = {
+FACT_FIELDS: dict[type, tuple[str, ...]] = {
     MXTensor: ("format", "axis", "layout", "logical_shape", "scale_span"),
     MoEWeights: ("gate_up_order",),
     RoutingPlan: ("num_tokens", "top_k", "num_experts", "routing_block_m"),
@@ -37,7 +36,8 @@ _FACTS: dict[type, tuple[str, ...]] = {
 """Fields of the aggregates that ops read; fold certificates, for example, are not among them."""
 
 _MAX_GEOMETRIES = 8192
-_KEPT = "_parts"
+_CACHE = "_parts"
+"""Attribute of an aggregate that holds its `Parts`."""
 
 
 class Geometry:
@@ -48,32 +48,38 @@ Parts = tuple[tuple[torch.Tensor, ...], Geometry]
 """An aggregate's tensors, in the order of its fields, and their geometry."""
 
 
-class Known:
+Described = tuple[list[torch.Tensor], tuple[Any, ...]]
+"""The tensors in some arguments, in order, and the geometry of all arguments."""
+
+
+class CachedCall:
     """Arguments of one op and geometry that have passed its checks.
 
     Args:
         problem: the descriptor of the call.
-        choice: an object whose id is part of the cache key; held so that the id stays its own.
+        options: the op's options. The cache key may hold an id of one, so they are kept alive.
 
-    Dispatch stores its choice of kernel in `resolved`, a backend its recorded launches in `calls`.
+    Dispatch stores its choice of kernel in `resolved`, replay the launches of each kernel in
+    `recordings`.
     """
 
-    __slots__ = ("calls", "choice", "problem", "resolved")
+    __slots__ = ("options", "problem", "recordings", "resolved")
 
-    def __init__(self, problem: Problem, choice: object) -> None:
-        self.problem, self.choice = problem, choice
+    def __init__(self, problem: Problem, options: object) -> None:
+        self.problem, self.options = problem, options
         self.resolved: tuple[Any, ...] | None = None
-        self.calls: dict[tuple[Any, ...], Any] = {}
+        self.recordings: dict[tuple[Any, ...], Any] = {}
 
 
 _GEOMETRIES: dict[tuple[Any, ...], Geometry] = {}
 
 
-def describe(arguments: Iterable[object]) -> tuple[list[torch.Tensor], tuple[Any, ...]] | None:
+def describe(arguments: Iterable[object]) -> Described | None:
     """Return the tensors in `arguments`, and the geometry of all of them.
 
     Arguments may be tensors, aggregates of tensors, dtypes and None. The result is None for
-    anything else: subclasses of tensors, layouts that are not strided, other objects.
+    anything else: subclasses of tensors, layouts that are not strided, views that torch negates
+    lazily, other objects.
 
     >>> tensors, key = describe([torch.zeros(2, 3), None])
     >>> len(tensors), key
@@ -89,10 +95,10 @@ def describe(arguments: Iterable[object]) -> tuple[list[torch.Tensor], tuple[Any
                 key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             except RuntimeError:  # nested and sparse tensors
                 return None
-            if tensor.layout is not torch.strided:
+            if tensor.layout is not torch.strided or tensor.is_neg():
                 return None
             tensors.append(tensor)
-        elif kind in _TENSORS:
+        elif kind in TENSOR_FIELDS:
             parts = parts_of(value)
             if parts is None:
                 return None
@@ -110,12 +116,12 @@ def parts_of(value: Any) -> Parts | None:
 
     They are cached in the object, because weights and plans are used by many calls.
     """
-    kept: Parts | None = value.__dict__.get(_KEPT)
-    if kept is None:
-        kept = _take_apart(value)
-        if kept is not None:
-            value.__dict__[_KEPT] = kept
-    return kept
+    parts: Parts | None = value.__dict__.get(_CACHE)
+    if parts is None:
+        parts = _take_apart(value)
+        if parts is not None:
+            value.__dict__[_CACHE] = parts
+    return parts
 
 
 def assembler(
@@ -128,13 +134,13 @@ def assembler(
         order: the position of each tensor of `made` in that list.
     """
     cls = type(made)
-    parts = None if cls is MoEWeights or cls not in _TENSORS else parts_of(made)
+    parts = None if cls is MoEWeights or cls not in TENSOR_FIELDS else parts_of(made)
     if parts is None:
         return None
     geometry = parts[1]
-    names = [name for name in _TENSORS[cls] if getattr(made, name) is not None]
+    names = [name for name in TENSOR_FIELDS[cls] if getattr(made, name) is not None]
     places = [(name, order(getattr(made, name))) for name in names]
-    facts = {name: getattr(made, name) for name in (*_TENSORS[cls], *_FACTS[cls])}
+    facts = {name: getattr(made, name) for name in (*TENSOR_FIELDS[cls], *FACT_FIELDS[cls])}
 
     def assemble(tensors: list[torch.Tensor]) -> Any:
         instance = object.__new__(cls)
@@ -142,7 +148,7 @@ def assembler(
         fields.update(facts)
         for name, place in places:
             fields[name] = tensors[place]
-        fields[_KEPT] = tuple([tensors[place] for _, place in places]), geometry
+        fields[_CACHE] = tuple([tensors[place] for _, place in places]), geometry
         return instance
 
     for name in names:
@@ -152,10 +158,10 @@ def assembler(
 
 def _take_apart(value: Any) -> Parts | None:
     kind = type(value)
-    found = describe(getattr(value, name) for name in _TENSORS[kind])
+    found = describe(getattr(value, name) for name in TENSOR_FIELDS[kind])
     if found is None:
         return None
-    facts = tuple(getattr(value, name) for name in _FACTS[kind])
+    facts = tuple(getattr(value, name) for name in FACT_FIELDS[kind])
     try:
         key = (kind, found[1], facts, *map(type, facts))
         geometry = _GEOMETRIES.get(key)

@@ -16,8 +16,8 @@ import contextvars
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,9 +37,11 @@ except ImportError:  # a build of Triton for other devices
 _CALLING_CONVENTION = "iiiKKppOOOOOO"
 """Format of the C launcher's leading arguments, which `Launch` relies on: grid, stream, function,
 cooperative, dependent launch, two scratch buffers, metadata, launch metadata, two hooks."""
+_STREAM, _FIXED, _LEADING = 3, 4, 13
+"""Indices of the stream, of the first argument after it, and of the kernel's first argument."""
 
 _DIRECT = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == _CALLING_CONVENTION
-_MAX_MAPS = 4096
+_MAX_DESCRIPTORS = 4096
 
 LAUNCH_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
 """Default compile options of every launch. With FP fusion a multiplication and an addition compile
@@ -84,28 +86,52 @@ class DescriptorSpec:
         return gluon.TensorDescriptor.from_tensor(rows, block, self.layout)
 
 
+class DescriptorEncoder:
+    """Encodes the TMA descriptors of tensors with one shape and strides; holds no tensor.
+
+    Args:
+        position: index of the descriptor's first argument of the C launcher.
+        like: the descriptor of one such tensor.
+        metadata: what the binary expects of the descriptor.
+    """
+
+    def __init__(self, position: int, like: Any, metadata: Any) -> None:
+        self._described = dict(shape=like.shape, strides=like.strides, padding=like.padding)
+        self._metadata = metadata
+        self.position = position
+        self.arguments = slice(position, position + 1 + 2 * len(like.shape))
+        self.encoded: dict[int, list[Any]] = {}
+
+    def fill(self, arguments: list[Any]) -> None:
+        """Replace the address in `arguments` by the encoded descriptor, sizes and strides."""
+        address = arguments[self.position]
+        arguments[self.arguments] = self.encoded.get(address) or self.encode(address)
+
+    def encode(self, address: int) -> list[Any]:
+        """Encode, cache and return the arguments for a tensor at `address`."""
+        if len(self.encoded) >= _MAX_DESCRIPTORS:
+            self.encoded.clear()
+        moved = SimpleNamespace(base=SimpleNamespace(data_ptr=lambda: address), **self._described)
+        encoded: list[Any] = nvidia.make_tensordesc_arg(moved, self._metadata)
+        self.encoded[address] = encoded
+        return encoded
+
+
 @dataclass(frozen=True)
 class Binary:
     """A compiled kernel with everything that the C launcher needs.
 
-    `fixed`: the launcher's arguments between the stream and the kernel's own arguments.
-    `maps`: cache of encoded TMA descriptors.
+    Args:
+        launcher: Triton's C function.
+        fixed: its arguments between the stream and the kernel's own arguments.
+        descriptors: what the binary expects of each TMA descriptor, by parameter.
+        encoders: encoders by parameter, shape and strides.
     """
 
     launcher: Callable[..., None]
     fixed: tuple[Any, ...]
-    tile_metadata: dict[str, Any]
-    maps: dict[tuple[Any, ...], dict[int, list[Any]]]
-
-    def maps_of(self, name: str, tensor: torch.Tensor) -> dict[int, list[Any]]:
-        """Encoded descriptors for tensors with this shape and these strides, by address."""
-        key = name, tensor.shape, tensor.stride()
-        found = self.maps.get(key)
-        if found is None:
-            if len(self.maps) >= _MAX_MAPS:
-                self.maps.clear()
-            found = self.maps[key] = {}
-        return found
+    descriptors: dict[str, Any]
+    encoders: dict[tuple[Any, ...], DescriptorEncoder] = field(default_factory=dict)
 
 
 class Launch:
@@ -131,8 +157,7 @@ class Launch:
         self.kernel, self.grid, self.tiles, self.constants = kernel, grid, tiles, constants
         self._binaries: dict[tuple[Any, ...], Binary] | None = None
         if _DIRECT and isinstance(kernel, JITFunction):
-            self._grid3 = (*grid, 1, 1)[:3]
-            self._template, self._positions = _template(kernel, tiles, constants)
+            self._template, self._positions = _template(kernel, grid, tiles, constants)
             self._binaries = _BINARIES.setdefault(_signature(kernel, tiles, constants), {})
 
     def arguments(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
@@ -148,7 +173,7 @@ class Launch:
         if self._binaries is None or has_hooks() or self.kernel.pre_run_hooks:
             with torch.cuda.device_of(_first(tensors)):  # Triton launches on the current device
                 self.kernel[self.grid](**self.arguments(tensors))
-            _note(self, tensors, None)
+            _record(self, tensors, None)
             return
         active = driver.active
         device = active.get_current_device()
@@ -159,16 +184,32 @@ class Launch:
         key, arguments = self._bind(tensors, device)
         binary = self._binaries.get(key)
         if binary is None:
-            _note(self, tensors, self._learn(key, tensors))
+            _record(self, tensors, self._learn(key, tensors))
             return
-        _note(self, tensors, binary)
+        _record(self, tensors, binary)
+        arguments[_STREAM:_LEADING] = active.get_current_stream(device), *binary.fixed
+        for encoder in self.encoders(binary, tensors):
+            encoder.fill(arguments)
+        binary.launcher(*arguments)
+
+    def encoders(
+        self, binary: Binary, tensors: Mapping[str, torch.Tensor | None]
+    ) -> list[DescriptorEncoder]:
+        """The encoders of the descriptors of these tensors."""
+        encoders = []
         for name, tile in self.tiles.items():
-            first = self._positions[name]
-            tensor = tensors[name]
-            assert tensor is not None  # for the type checker: descriptors have tensors
-            descriptor = self._map(binary, name, tensor, arguments[first])
-            arguments[first : first + tile.num_arguments] = descriptor
-        binary.launcher(*self._grid3, active.get_current_stream(device), *binary.fixed, *arguments)
+            tensor: Any = tensors[name]
+            key = name, tensor.shape, tensor.stride()
+            encoder = binary.encoders.get(key)
+            if encoder is None:
+                encoder = DescriptorEncoder(
+                    self._positions[name], tile.descriptor(tensor), binary.descriptors[name]
+                )
+                if len(binary.encoders) >= _MAX_DESCRIPTORS:
+                    binary.encoders.clear()
+                binary.encoders[key] = encoder
+            encoders.append(encoder)
+        return encoders
 
     def _bind(
         self, tensors: Mapping[str, torch.Tensor | None], device: int
@@ -204,15 +245,8 @@ class Launch:
             self._binaries[key] = binary
         return binary
 
-    def _map(self, binary: Binary, name: str, tensor: torch.Tensor, pointer: int) -> list[Any]:
-        """Return the encoded descriptor, sizes and strides for a tensor, cached if possible."""
-        found = binary.maps_of(name, tensor).get(pointer)
-        if found is None:
-            found = _PlacedTile.of(self, binary, name, tensor).encode(pointer)
-        return found
 
-
-class NotedLaunch(NamedTuple):
+class LaunchRecord(NamedTuple):
     """A launch that was made. `binary` is None if the launch has to go through Triton."""
 
     launch: Launch
@@ -220,109 +254,55 @@ class NotedLaunch(NamedTuple):
     binary: Binary | None
 
 
-_notes: contextvars.ContextVar[list[NotedLaunch] | None] = contextvars.ContextVar(
-    "mxpert_noted_launches", default=None
+_records: contextvars.ContextVar[list[LaunchRecord] | None] = contextvars.ContextVar(
+    "mxpert_launch_records", default=None
 )
 
 
 @contextlib.contextmanager
-def noted_launches() -> Iterator[list[NotedLaunch]]:
+def record_launches() -> Iterator[list[LaunchRecord]]:
     """Record the launches of this thread or task inside the block, in order."""
-    notes: list[NotedLaunch] = []
-    token = _notes.set(notes)
+    records: list[LaunchRecord] = []
+    token = _records.set(records)
     try:
-        yield notes
+        yield records
     finally:
-        _notes.reset(token)
+        _records.reset(token)
 
 
-def _note(launch: Launch, tensors: dict[str, torch.Tensor | None], binary: Binary | None) -> None:
-    notes = _notes.get()
-    if notes is not None:
-        notes.append(NotedLaunch(launch, tensors, binary))
+def _record(launch: Launch, tensors: dict[str, torch.Tensor | None], binary: Binary | None) -> None:
+    records = _records.get()
+    if records is not None:
+        records.append(LaunchRecord(launch, tensors, binary))
 
 
 class PreparedLaunch:
-    """A launch with a known binary, whose tensors are given as addresses in a list.
+    """A launch with a known binary, whose tensors are given as a list of addresses.
 
     Args:
-        noted: the launch, with its binary.
+        record: the launch, with its binary.
         places: for each tensor, the index in the list of addresses and an offset in bytes.
     """
 
-    def __init__(self, noted: NotedLaunch, places: Mapping[str, tuple[int, int]]) -> None:
-        launch, binary = noted.launch, noted.binary
+    def __init__(self, record: LaunchRecord, places: Mapping[str, tuple[int, int]]) -> None:
+        launch, binary = record.launch, record.binary
         assert binary is not None  # for the type checker; the caller has checked it
         self.kernel = launch.kernel
-        self._grid, self._template = launch._grid3, launch._template
-        self._launcher, self._fixed = binary.launcher, binary.fixed
+        self._launcher, self._template = binary.launcher, launch._template.copy()
+        self._template[_FIXED:_LEADING] = binary.fixed
         self._pointers = tuple((launch._positions[name], *place) for name, place in places.items())
-        self._tiles = tuple(
-            _PlacedTile.of(launch, binary, name, noted.tensors[name])  # type: ignore[arg-type]
-            for name in launch.tiles
-        )
+        self._encoders = launch.encoders(binary, record.tensors)
 
-    def __call__(self, stream: int, places: list[int]) -> None:
-        """Enqueue the kernel on `stream`; `places` is the list of addresses."""
+    def __call__(self, stream: int, addresses: list[int]) -> None:
+        """Enqueue the kernel on `stream`."""
         arguments = self._template.copy()
+        arguments[_STREAM] = stream
         for position, place, offset in self._pointers:
-            arguments[position] = places[place] + offset
-        for tile in self._tiles:
-            first = tile.position
-            address = arguments[first]
-            arguments[first : first + tile.num_arguments] = tile.maps.get(address) or tile.encode(
-                address
-            )
-        self._launcher(*self._grid, stream, *self._fixed, *arguments)
-
-
-class _Address(NamedTuple):
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-class _Moved(NamedTuple):
-    """Stand-in for a tensor descriptor whose tensor is at a given address."""
-
-    base: _Address
-    shape: Any
-    strides: Any
-    padding: str
-
-
-class _PlacedTile(NamedTuple):
-    """Encoder of TMA descriptors for tensors with one shape and strides; holds no tensor."""
-
-    position: int
-    num_arguments: int
-    described: tuple[Any, Any, str]
-    metadata: Any
-    maps: dict[int, list[Any]]
-
-    @staticmethod
-    def of(launch: Launch, binary: Binary, name: str, tensor: torch.Tensor) -> _PlacedTile:
-        """Make the encoder for parameter `name` of `launch` and tensors like `tensor`."""
-        tile = launch.tiles[name]
-        made = tile.descriptor(tensor)
-        return _PlacedTile(
-            launch._positions[name],
-            tile.num_arguments,
-            (made.shape, made.strides, made.padding),
-            binary.tile_metadata[name],
-            binary.maps_of(name, tensor),
-        )
-
-    def encode(self, address: int) -> list[Any]:
-        """Encode, cache and return the C launcher's arguments for a tensor at `address`."""
-        if len(self.maps) >= _MAX_MAPS:
-            self.maps.clear()
-        found: list[Any] = nvidia.make_tensordesc_arg(
-            _Moved(_Address(address), *self.described), self.metadata
-        )
-        self.maps[address] = found
-        return found
+            arguments[position] = addresses[place] + offset
+        for encoder in self._encoders:  # `fill`, without the call
+            address = arguments[encoder.position]
+            arguments[encoder.arguments] = encoder.encoded.get(address) or encoder.encode(address)
+        self._launcher(*arguments)
 
 
 _BINARIES: dict[tuple[Any, ...], dict[tuple[Any, ...], Binary]] = {}
@@ -358,10 +338,14 @@ def _misaligned(tensors: Mapping[str, torch.Tensor | None]) -> tuple[str, ...]:
 
 
 def _template(
-    kernel: Any, tiles: Mapping[str, DescriptorSpec], constants: Mapping[str, Any]
+    kernel: Any,
+    grid: tuple[int, ...],
+    tiles: Mapping[str, DescriptorSpec],
+    constants: Mapping[str, Any],
 ) -> tuple[list[Any], dict[str, int]]:
-    """Arguments in the C launcher's order, with None for tensors, and each parameter's position."""
-    template: list[Any] = []
+    """The C launcher's arguments, None where they are not known yet, and parameters' positions."""
+    template: list[Any] = [*grid, 1, 1][:_STREAM]
+    template += [None] * (_LEADING - _STREAM)
     positions = {}
     for name, parameter in kernel.signature.parameters.items():
         positions[name] = len(template)
@@ -384,15 +368,15 @@ def _signature(
     parts: list[Any] = [kernel, tuple(tiles.items())]
     for name, value in constants.items():
         parameter = parameters.get(name)
-        known: Any = value
+        part: Any = value
         if parameter is not None and not parameter.is_constexpr:
             if type(value) is int:
                 width = -(1 << 31) <= value < 1 << 31, -(1 << 63) <= value < 1 << 63
                 special = not parameter.do_not_specialize and (value == 1, value % 16 == 0)
-                known = (width, special)
+                part = (width, special)
             elif type(value) is float:
-                known = None
-        parts.append((name, type(value), known))
+                part = None
+        parts.append((name, type(value), part))
     return tuple(parts)
 
 
@@ -422,4 +406,4 @@ def _binary(compiled: Any, kernel: Any, tiles: Mapping[str, DescriptorSpec]) -> 
         None,
         None,
     )
-    return Binary(launcher, fixed, dict(zip(names, described, strict=True)), {})
+    return Binary(launcher, fixed, dict(zip(names, described, strict=True)))

@@ -24,8 +24,10 @@ class Toolchain:
 
     @property
     def register_operand_hazard(self) -> bool:
-        """Whether this ptxas may reuse the registers of a wgmma A operand before the asynchronous
-        read ends. With such a ptxas, kernels with A in registers are tested for races."""
+        """Whether this ptxas may reuse registers of a wgmma A operand before they have been read.
+
+        With such a ptxas, kernels with A in registers are tested for races.
+        """
         if self.ptxas is None:
             return False
         return tuple(int(part) for part in self.ptxas.split(".")[:2]) < FIXED_PTXAS

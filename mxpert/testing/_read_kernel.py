@@ -11,7 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def _read_stream_kernel(sums_ptr, data_ptr, num_elements, BLOCK: tl.constexpr):
-    """Read the data in a grid-stride loop and sum it, so that the loads are not optimised away."""
+    """Read the data and sum it, so that the loads are not optimised away.
+
+    Grid: (any,). Programs take blocks of BLOCK elements in turn; each stores one sum.
+    """
     total = tl.zeros((BLOCK,), tl.int32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, step):

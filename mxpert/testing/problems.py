@@ -1,7 +1,4 @@
-"""Random MoE problems at model shapes, generated on the device as MX codes and scales.
-
-Problems in exact arithmetic are in `exact.py`; poisoned storage and planted errors in `poison.py`.
-"""
+"""Random MoE problems at model shapes, generated on the device as MX codes and scales."""
 
 from __future__ import annotations
 
@@ -122,6 +119,19 @@ def random_routing(
     return logits.softmax(dim=-1), ids
 
 
+def random_tokens(
+    shape: MoEShape,
+    num_tokens: int,
+    generator: torch.Generator,
+    routing: Routing | str = Routing.UNIFORM,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Standard normal x bfloat16 [T, H], and topk_weights and topk_ids of `random_routing`."""
+    x = torch.randn((num_tokens, shape.hidden_size), generator=generator, device=generator.device)
+    return x.to(torch.bfloat16), *random_routing(
+        num_tokens, shape.num_experts, shape.top_k, generator=generator, routing=routing
+    )
+
+
 def random_mxfp4(
     shape: tuple[int, ...], *, rms: float, scale_spread: float, generator: torch.Generator
 ) -> MXTensor:
@@ -194,10 +204,7 @@ def random_moe_problem(
         for width in (2 * inner, hidden)
     )
     weights = MoEWeights(gate_up, down, gate_up_bias, down_bias, shape.gate_up_order)
-    x = torch.randn((num_tokens, hidden), generator=generator, device=device).to(torch.bfloat16)
-    topk_weights, topk_ids = random_routing(
-        num_tokens, experts, shape.top_k, generator=generator, routing=routing
-    )
+    x, topk_weights, topk_ids = random_tokens(shape, num_tokens, generator, routing)
     return MoEInputs(x, weights, topk_weights, topk_ids, shape.activation)
 
 

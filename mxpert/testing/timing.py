@@ -112,7 +112,7 @@ def _try_each(
     attempt: Callable[[Sequence[Call]], Result],
     failures: dict[str, Exception] | None,
 ) -> dict[str, Result]:
-    """name → attempt(calls); errors are stored in `failures`, or raised if that is None."""
+    """Name → attempt(calls); errors are stored in `failures`, or raised if that is None."""
     results = {}
     for name, calls in variants.items():
         try:
@@ -163,8 +163,10 @@ def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 
 
 def _l2_sweep() -> torch.Tensor:
-    """A buffer twice as large as L2. It is only read, so L2 has no dirty lines to write back during
-    the timed replay."""
+    """A buffer twice as large as L2.
+
+    It is only read, so L2 has no dirty lines to write back during the timed replay.
+    """
     l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return torch.zeros(max(2 * l2_bytes, 1 << 20) // 4, dtype=torch.int32, device="cuda")
 

@@ -12,9 +12,9 @@ from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan
 from ..formats.tensor import MXTensor
 from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
-from ..ops.library import rebuild_mx
 from ..ops.quantize import FLOAT_DTYPES, quantize
 from ..ops.quantize_dual import quantize_dual
+from ..ops.schema import rebuild_mx
 from ..routing import group_bounds
 from .recipe import MXFP8Recipe, Spans
 
@@ -255,7 +255,7 @@ def _backward_mx(
     need_x: bool,
     need_weight: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dgrad and wgrad from one quantisation of the gradient."""
+    """Dgrad and wgrad from one quantisation of the gradient."""
     recipe: MXFP8Recipe = ctx.recipe
     x, x_scale, x_wide, weight, weight_scale, weight_wide = saved
     rule, high_precision = recipe.scale_rule, recipe.high_precision_wgrad
@@ -299,7 +299,7 @@ def _backward_plain(
     need_x: bool,
     need_weight: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dgrad and wgrad without quantisation."""
+    """Dgrad and wgrad without quantisation."""
     x, _, _, weight, _, _ = saved
     dx = dweight = None
     if need_x:

@@ -9,9 +9,9 @@ import torch
 from ..errors import UnsupportedError, message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
 from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
-from ..ops.library import rebuild_mx
 from ..ops.quantize import FLOAT_DTYPES
 from ..ops.quantize_dual import quantize_dual
+from ..ops.schema import rebuild_mx
 from ..routing import group_bounds
 from .autograd import grouped_linear, multiply_groups, multiply_rows, quantize_rows
 from .recipe import MXFP8Recipe

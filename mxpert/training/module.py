@@ -81,7 +81,7 @@ class MXGroupedLinear(torch.nn.Module):
             torch.nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
-        """x [M, K] sorted by group, group_offsets int32 or int64 [G + 1] → [M, N]."""
+        """X [M, K] sorted by group, group_offsets int32 or int64 [G + 1] → [M, N]."""
         return grouped_linear(x, self.weight, group_offsets, bias=self.bias, recipe=self.recipe)
 
     def extra_repr(self) -> str:

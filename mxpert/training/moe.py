@@ -131,7 +131,7 @@ class MXMoE(torch.nn.Module):
         torch.nn.init.uniform_(self.router, -bound, bound)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., H], bfloat16, float16 or float32 (float64 without MXFP8) → the same shape."""
+        """X [..., H], bfloat16, float16 or float32 (float64 without MXFP8) → the same shape."""
         require_tensor(
             x, "MXMoE", "x", dtype=float_dtypes(self.gate_up_proj.recipe), device=self.router.device
         )
@@ -152,7 +152,8 @@ class MXMoE(torch.nn.Module):
         rows = PermuteRows.apply(tokens, order, inverse, self.top_k)  # [R, H]
         hidden = gated_activation(self.gate_up_proj(rows, group_offsets), self.activation)
         rows = self.down_proj(hidden, group_offsets)  # [R, H]
-        return CombineRows.apply(rows, row_ids, topk_weights).view(x.shape)
+        result: torch.Tensor = CombineRows.apply(rows, row_ids, topk_weights).view(x.shape)
+        return result
 
     def _balance(self, probabilities: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
         """``aux_loss_coef · E · Σ_e f_e p_e``; 0 without tokens."""

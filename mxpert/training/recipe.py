@@ -25,7 +25,7 @@ class OperandSpans(NamedTuple):
     grad: Spans
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _architecture(device: torch.device) -> str:
     return detect_target(device).arch
 

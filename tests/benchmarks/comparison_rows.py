@@ -1,24 +1,27 @@
-"""Rows of a made-up comparison."""
+"""Rows of made-up comparisons."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import cells
-from document import make_row
+from grouped_gemms import rows as grouped_rows
+from grouped_gemms.cells import SHAPES
+from grouped_gemms.ours import Variant
+from moe import cells
+from moe.rows import make_row
 
 from mxpert.testing.timing import Timing
 
-CEILINGS = {"read_tbs": 4.0, "bf16_tflops": 700.0, "fp8_tflops": 1300.0}
-META: dict[str, Any] = {
-    "device": "a GPU",
-    "clocks": {},
-    "versions": {},
-    "commit": "abc",
-    "date": "2026-01-01",
-    "protocol": {"power": "idle"},
-    "ceilings": CEILINGS,
-}
+CEILINGS = {"read_tbs": 4.0, "copy_tbs": 3.5, "bf16_tflops": 700.0, "fp8_tflops": 1300.0}
+META: dict[str, Any] = dict(
+    device="a GPU",
+    clocks={},
+    versions={},
+    commit="abc",
+    date="2026-01-01",
+    protocol={"power": "idle", "pause": "none"},
+    ceilings=CEILINGS,
+)
 
 
 def row(
@@ -32,3 +35,24 @@ def row(
 ) -> dict[str, Any]:
     cell = cells.Cell(cells.MODELS[model], tokens)
     return make_row(cell, 31.5, impl, activation, stage, Timing(us, us, us + 1, 5), 1e-3, CEILINGS)
+
+
+def grouped_row(
+    impl: str = "mxpert",
+    mode: str = "row",
+    op: str = "forward",
+    us: float = 1000.0,
+    *,
+    balance: str = "balanced",
+    with_quant: bool = False,
+) -> dict[str, Any]:
+    variant = Variant(impl, mode, op, with_quant, lambda: None)
+    timing = Timing(us, us, us + 1, 7)
+    return grouped_rows.make_row(SHAPES[0], balance, variant, timing, 28.4, 1.7e-3)
+
+
+def grouped_document(*rows: dict[str, Any]) -> dict[str, Any]:
+    texts = {"operand": "x", "op": "quantize_dual", "mode": "row", "dtype": "bfloat16"}
+    numbers = {"width": 7168, "bytes_ideal": 1 << 30, "us": 300.0, "tbs": 3.5, "of_copy": 0.9}
+    quantiser = {"shape": str(SHAPES[0])} | texts | numbers
+    return {"meta": dict(META), "rows": list(rows or [grouped_row()]), "quantiser": [quantiser]}

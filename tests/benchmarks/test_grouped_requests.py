@@ -9,7 +9,7 @@ from pathlib import Path
 import grouped_requests
 import pytest
 import torch
-from grouped_cells import BALANCES, SHAPES, Operands, sample, tiny
+from grouped_gemms.cells import BALANCES, SHAPES, Operands, sample, tiny
 
 import mxpert
 from mxpert.cli.measure import GateError

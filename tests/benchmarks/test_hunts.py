@@ -29,16 +29,9 @@ def test_every_kernel_variant_is_hunted() -> None:
             assert f"hopper moe/{a_format}/{tile}" in names
         for kind in ("triton moe", "large layer"):
             assert any(name.startswith(f"{kind}/{a_format}/") for name in names)
-    for part in (
-        "grouped/auto/forward",
-        "grouped/exact/dgrad",
-        "grouped/row/wgrad",
-        "hopper dual/",
-        "routing/plan",
-        "routing/topk",
-        "combine/forward",
-        "combine/backward",
-    ):
+    grouped = ("grouped/auto/forward", "grouped/exact/dgrad", "grouped/row/wgrad", "hopper dual/")
+    rows = ("routing/plan", "routing/topk", "combine/forward", "combine/backward")
+    for part in (*grouped, *rows):
         assert any(part in name for name in names)
     large = [name.startswith("large") for name in names]
     assert large == sorted(large)
@@ -49,12 +42,10 @@ def test_a_dry_run_repeats_every_variant(
 ) -> None:
     code, found = run(tmp_path / "h.json")
     assert code == 0
-    assert [row["name"] for row in found["rows"]] == [
-        each.name for each in hunt_variants.variants()
-    ]
-    assert all(
-        (row["repeats"], row["mismatches"]) == (hunts.DRY_REPEATS, 0) for row in found["rows"]
-    )
+    names = [each.name for each in hunt_variants.variants()]
+    assert [row["name"] for row in found["rows"]] == names
+    for row in found["rows"]:
+        assert (row["repeats"], row["mismatches"]) == (hunts.DRY_REPEATS, 0)
     assert (found["meta"]["left"], found["meta"]["failures"]) == ([], {})
     assert "| hopper moe | 41 | 6 | 246 | 0 |" in capsys.readouterr().out
     page = (tmp_path / "h.md").read_text("utf-8")
@@ -126,33 +117,17 @@ def test_a_variant_that_fails_leaves_the_others(
 
 def test_several_processes_share_the_variants(tmp_path: Path) -> None:
     path = tmp_path / "h.json"
-    assert (
-        hunts.main(
-            ["--dry-run", "--processes", "2", "--variants", "combine/*", "--output", str(path)]
-        )
-        == 0
-    )
+    several = ["--processes", "2", "--variants", "combine/*"]
+    assert hunts.main(["--dry-run", *several, "--output", str(path)]) == 0
     found = json.loads(path.read_text("utf-8"))
     assert {row["name"] for row in found["rows"]} == {"combine/forward", "combine/backward"}
     assert {row["processes"] for row in found["rows"]} == {2}
 
 
-@pytest.mark.parametrize("arguments", [["--variants", "none"], ["--processes", "0"]])
-def test_bad_options_are_refused(
-    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_refused(tmp_path / "h.json", *arguments) == 2
-    assert "need" in capsys.readouterr().err
-
-
-def test_tables_are_rendered_from_the_json_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_are_rendered_from_the_json_alone(tmp_path: Path) -> None:
     path = tmp_path / "h.json"
     run(path, "--variants", "combine/*")
     written = path.with_suffix(".md").read_text("utf-8")
     path.with_suffix(".md").unlink()
     assert hunts.main(["--render", str(path)]) == 0
     assert path.with_suffix(".md").read_text("utf-8") == written
-    assert hunts.main(["--render", str(tmp_path / "none.json")]) == 2
-    assert "--render — need a JSON file" in capsys.readouterr().err

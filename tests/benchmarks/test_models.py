@@ -15,9 +15,10 @@ pytest.importorskip("transformers")
 
 import models
 import models_render
-from models_document import make_row, validate
-from models_peer import TransformersMXFP4
-from models_timing import Stopwatch
+from harness.document import Document
+from whole_model.peer import TransformersMXFP4
+from whole_model.rows import KEY_COLUMNS, SCHEMA, make_row
+from whole_model.timing import Stopwatch
 
 from mxpert import GateUpOrder
 
@@ -43,7 +44,7 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_dry_run_measures_every_phase(dry_run: Path) -> None:
     document = json.loads(dry_run.read_text("utf-8"))
-    validate(document)
+    SCHEMA.validate(document)
     found = {
         (row["impl"], row["format"], row["phase"], row["mode"], row["batch"])
         for row in document["rows"]
@@ -76,44 +77,19 @@ def test_a_row_counts_what_was_made() -> None:
     assert decode["moe_share"] == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "complaint"),
-    [
-        pytest.param(lambda d: d.pop("rows"), "need meta and rows", id="no-rows"),
-        pytest.param(lambda d: d["meta"].pop("clocks"), "meta", id="no-clocks"),
-        pytest.param(lambda d: d["rows"][0].pop("ms"), r"rows\[0\]", id="missing-column"),
-        pytest.param(lambda d: d["rows"][0].update(ms=0.0), r"rows\[0\]\.ms", id="zero-time"),
-        pytest.param(
-            lambda d: d["rows"][0].update(mode="forward"), r"\.mode", id="mode-of-another"
-        ),
-        pytest.param(lambda d: d["rows"].append(dict(d["rows"][0])), "twice", id="row-twice"),
-    ],
-)
-def test_a_spoilt_document_is_refused(spoil: Any, complaint: str, dry_run: Path) -> None:
-    broken = json.loads(dry_run.read_text("utf-8"))
-    spoil(broken)
-    with pytest.raises(ValueError, match=complaint):
-        validate(broken)
-
-
-def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "x.json").write_text("{")
-    assert models_render.main([str(tmp_path / "x.json")]) == 2
-    assert "need the JSON of models.py" in capsys.readouterr().err
-
-
 def test_wrong_experts_are_not_timed(tmp_path: Path) -> None:
     """Gate and up exchanged in one layer: a red gate, no row."""
     device = torch.device("cpu")
     model, converted = models.build(models.tiny_config(), device)
-    bench = models.Bench(model, converted, "absent", tmp_path / "models.json", {}, float("inf"))
+    document = Document(tmp_path / "models.json", {}, KEY_COLUMNS, saves_left=False)
+    bench = models.Bench(model, converted, "absent", document, float("inf"))
     truth = models.eager_truth(bench)
     good = copy.copy(converted[1].weights)
     converted[1].weights = replace(good, gate_up_order=GateUpOrder.CONCATENATED)
-    options = models.parse(["--dry-run"])
+    options = models.SCRIPT.parser().parse_args(["--dry-run"])
     models.measure(bench, models.VARIANTS[0], truth, options)
-    assert not bench.rows
-    assert "red: layer cosine" in bench.failures["mxpert a16w4"]
+    assert not document.rows
+    assert "red: layer cosine" in document.failures["mxpert a16w4",]
     converted[1].weights = good
     models.use(bench, models.VARIANTS[0])
     assert models.gate(bench, models.VARIANTS[0], truth)["layer_cosine"] >= models.LAYER_COSINE
@@ -128,7 +104,7 @@ def test_nothing_is_timed_after_the_limit(tmp_path: Path) -> None:
 
 def test_a_stopwatch_counts_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 1.25])
-    monkeypatch.setattr("models_timing.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("whole_model.timing.time.perf_counter", lambda: next(times))
     watch = Stopwatch(torch.device("cpu"))
     watch.mark()
     watch.mark()

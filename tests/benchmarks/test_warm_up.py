@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cells
-import ours
 import pytest
 import torch
 import warm_up
+from moe import cells, ours
+
+NAMES = ("gpt-oss-20b", "dsv3-ep8")
 
 
 def test_warming_up_launches_every_stage_of_every_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
-    call = ours.Ours._call
-    monkeypatch.setattr(
-        ours.Ours,
-        "_call",
-        lambda self, stage, weights, batch: (
-            called.append((self.model.name, batch.inputs.x.shape[0], stage)),
-            call(self, stage, weights, batch),
-        )[1],
-    )
-    assert (
-        warm_up.main(
-            ["--models", "gpt-oss-20b,dsv3-ep8", "--tokens", "1,16", "--activation", "bf16"]
-        )
-        == 0
-    )
-    assert called == [
-        (model, tokens, stage)
-        for model in ("gpt-oss-20b", "dsv3-ep8")
-        for tokens in (1, 16)
-        for stage in warm_up.STAGES
-    ]
+    called, call = [], ours.Ours._call
+
+    def record(self: Any, stage: str, weights: Any, batch: Any) -> Any:
+        called.append((self.model.name, batch.inputs.x.shape[0], stage))
+        return call(self, stage, weights, batch)
+
+    monkeypatch.setattr(ours.Ours, "_call", record)
+    cell = ["--models", ",".join(NAMES), "--tokens", "1,16", "--activation", "bf16"]
+    assert warm_up.main(cell) == 0
+    assert called == list(itertools.product(NAMES, (1, 16), warm_up.STAGES))
 
 
 def test_warming_up_takes_a_process_for_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,12 +35,9 @@ def test_warming_up_takes_a_process_for_each_format(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(warm_up.subprocess, "Popen", lambda command, **_: commands.append(command))
     every = cells.ordered_cells(list(cells.MODELS.values()))
     warm_up.start(every, cells.FORMATS)
+    counts = "1,4,16,64,128,256", "1024,4096,8192,16384"
     found = {(command[5], command[7]) for command in commands}
-    assert found == {
-        (counts, name)
-        for counts in ("1,4,16,64,128,256", "1024,4096,8192,16384")
-        for name in cells.FORMATS
-    }
+    assert found == set(itertools.product(counts, cells.FORMATS))
     assert {command[3] for command in commands} == {",".join(cells.MODELS)}
 
 
@@ -57,15 +46,10 @@ def test_warming_up_a_peer_takes_a_process_for_each_model(
 ) -> None:
     commands = []
     monkeypatch.setattr(warm_up.subprocess, "Popen", lambda command, **_: commands.append(command))
-    some = [
-        cells.Cell(cells.MODELS[name], tokens)
-        for tokens in (1, 64)
-        for name in ("gpt-oss-20b", "dsv3-ep8")
-    ]
+    some = [cells.Cell(cells.MODELS[name], tokens) for tokens in (1, 64) for name in NAMES]
     warm_up.start_peer(some, tmp_path)
     assert [command[2:] for command in commands] == [
-        ["--models", name, "--peers", str(tmp_path), "--tokens", "1,64"]
-        for name in ("gpt-oss-20b", "dsv3-ep8")
+        ["--models", name, "--tokens", "1,64", "--peers", str(tmp_path)] for name in NAMES
     ]
 
 
@@ -82,32 +66,21 @@ def test_warming_up_a_peer_calls_every_stage_and_goes_on_after_a_failure(
             if cell.tokens == 1:
                 raise RuntimeError("no such kernel")
             assert len(batches) == 1
-            return {
-                "": {
-                    stage: [
-                        lambda stage=stage: called.append((self.model.name, cell.tokens, stage))
-                    ]
-                    for stage in cells.STAGES
-                }
-            }
+            places = {stage: (self.model.name, cell.tokens, stage) for stage in cells.STAGES}
+            return {"": {stage: [partial(called.append, places[stage])] for stage in places}}
 
     monkeypatch.setattr(warm_up, "TritonKernels", Peer)
-    models = [cells.tiny(cells.MODELS[name]) for name in ("gpt-oss-20b", "dsv3-ep8")]
-    warm_up.compile_peer(
-        [cells.Cell(model, tokens) for tokens in (1, 4) for model in models], torch.device("cpu")
-    )
+    models = [cells.tiny(cells.MODELS[name]) for name in NAMES]
+    some = [cells.Cell(model, tokens) for tokens in (1, 4) for model in models]
+    warm_up.compile_peer(some, torch.device("cpu"))
     assert called == [(model.name, 4, stage) for model in models for stage in cells.STAGES]
     assert capsys.readouterr().out.count("no such kernel") == 2
 
 
 def test_a_warm_up_that_fails_or_is_late_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    pipes: Any = dict(text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     processes = [
-        warm_up.subprocess.Popen(
-            [sys.executable, "-c", code],
-            text=True,
-            stdout=warm_up.subprocess.DEVNULL,
-            stderr=warm_up.subprocess.PIPE,
-        )
+        subprocess.Popen([sys.executable, "-c", code], **pipes)
         for code in ("raise ValueError('no such kernel')", "import time; time.sleep(60)")
     ]
     warm_up.wait(processes, seconds=2.0)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mxpert.cli import demo, measure, options, report
+from mxpert.cli import demo, demo_layers, measure, options, report
 from mxpert.cli.main import app
 from mxpert.problem import ACTIVATION_FORMATS
 
 pytest.importorskip("transformers")
 runner = CliRunner()
+
+
+def run(checkpoint: Path, output: Path, *options: str) -> Any:
+    arguments = ["demo", "--checkpoint", str(checkpoint), "--output", str(output), *options]
+    return runner.invoke(app, arguments)
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_passes_its_gates_and_writes_its_report(checkpoint: Path, tmp_path: Path) -> None:
-    outcome = runner.invoke(
-        app,
-        [
-            "demo",
-            "--checkpoint",
-            str(checkpoint),
-            "--output",
-            str(tmp_path),
-            "--tokens",
-            "1,33",
-            "--json",
-            "-",
-        ],
-    )
+    outcome = run(checkpoint, tmp_path, "--tokens", "1,33", "--json", "-")
     assert outcome.exit_code == 0, outcome.output
     document = json.loads(outcome.stdout)
     assert document == json.loads((tmp_path / "report.json").read_text())
@@ -75,20 +68,7 @@ def test_a_run_passes_its_gates_and_writes_its_report(checkpoint: Path, tmp_path
 
 
 def test_the_run_ends_with_a_verdict_and_shows_each_gate(checkpoint: Path, tmp_path: Path) -> None:
-    outcome = runner.invoke(
-        app,
-        [
-            "demo",
-            "--checkpoint",
-            str(checkpoint),
-            "--output",
-            str(tmp_path),
-            "--tokens",
-            "1,9",
-            "--layers",
-            "1",
-        ],
-    )
+    outcome = run(checkpoint, tmp_path, "--tokens", "1,9", "--layers", "1")
     assert outcome.exit_code == 0, outcome.output
     lines = outcome.stdout.strip().splitlines()
     assert lines[-1] == "8 of 8 checks passed"
@@ -102,7 +82,7 @@ def test_the_run_ends_with_a_verdict_and_shows_each_gate(checkpoint: Path, tmp_p
 
 def test_times_are_shown_where_they_are_measured(checkpoint: Path) -> None:
     """As on a GPU: time and rate stand in the rows, in the table and in the plot's document."""
-    case = next(demo.load_cases(checkpoint, [0], 4, torch.device("cpu")))
+    case = next(demo_layers.CheckpointLayers(checkpoint).cases([0], 4, torch.device("cpu")))
     ceilings = measure.Ceilings.measure(torch.device("cpu"), [])
     rows = [demo.run_case(case, tokens, "bf16", ceilings) for tokens in (1, 4)]
     document = {
@@ -126,7 +106,7 @@ def test_a_wrong_result_fails_the_run(
 ) -> None:
     """Gate and up rows exchanged: the float64 reference shares the weights and sees nothing, so
     transformers has to."""
-    load = demo.load_gpt_oss_layers
+    load = demo_layers.load_gpt_oss_layers
 
     def exchanged(*arguments: object) -> object:
         for layer in load(*arguments):
@@ -137,21 +117,8 @@ def test_a_wrong_result_fails_the_run(
                 layer, weights=dataclasses.replace(weights, gate_up_proj=projection)
             )
 
-    monkeypatch.setattr(demo, "load_gpt_oss_layers", exchanged)
-    outcome = runner.invoke(
-        app,
-        [
-            "demo",
-            "--checkpoint",
-            str(checkpoint),
-            "--output",
-            str(tmp_path),
-            "--tokens",
-            "16",
-            "--layers",
-            "0",
-        ],
-    )
+    monkeypatch.setattr(demo_layers, "load_gpt_oss_layers", exchanged)
+    outcome = run(checkpoint, tmp_path, "--tokens", "16", "--layers", "0")
     assert outcome.exit_code == 1
     assert outcome.stdout.strip().splitlines()[-1] == "0 of 4 checks passed"
     assert "layer 0 T=16 a16w4: relative L2 error" in outcome.stdout
@@ -165,7 +132,7 @@ def test_the_error_gate_sees_a_wrong_kernel(
 ) -> None:
     """One token of sixteen is off by twelve gates, as one bad tile would leave it: the layer is off
     by about three."""
-    case = next(demo.load_cases(checkpoint, [0], 16, torch.device("cpu")))
+    case = next(demo_layers.CheckpointLayers(checkpoint).cases([0], 16, torch.device("cpu")))
     ceilings = measure.Ceilings.measure(torch.device("cpu"), [name])
     sound = demo.run_case(case, 16, name, ceilings)
     assert sound["passed"]
@@ -218,25 +185,12 @@ def test_bad_input_is_one_line(
 def test_without_matplotlib_the_report_has_no_plot_and_says_why(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "has_matplotlib", lambda: False)
-    outcome = runner.invoke(
-        app,
-        [
-            "demo",
-            "--checkpoint",
-            str(checkpoint),
-            "--output",
-            str(tmp_path),
-            "--tokens",
-            "1",
-            "--layers",
-            "0",
-        ],
-    )
+    monkeypatch.setattr(report, "has_matplotlib", lambda: False)
+    outcome = run(checkpoint, tmp_path, "--tokens", "1", "--layers", "0")
     assert outcome.exit_code == 0, outcome.output
     assert "pip install 'mxpert[plot]'" in outcome.output
     assert not (tmp_path / "report.png").exists()
 
 
 def test_tokens_are_text(checkpoint: Path) -> None:
-    assert bytes(demo.text_token_ids(checkpoint, 9).tolist()) == b"A mixture"
+    assert bytes(demo_layers.text_token_ids(checkpoint, 9).tolist()) == b"A mixture"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from mxpert.cli import tune_cells
 from mxpert.cli.tune_cells import TARGETS, Cell
 from mxpert.dispatch import explain_problem, registry, tables
 from mxpert.formats.tensor import Layout
-from mxpert.problem import GemmConfig, MoEConfig, MoEProblem, Op
+from mxpert.problem import GemmConfig, HopperGemmConfig, MoEConfig, MoEProblem, Op, StageConfig
 from mxpert.testing.problems import MoEShape
 
 H200 = TARGETS["nvidia-h200"]
@@ -37,8 +37,8 @@ FIRST, SECOND, THIRD = config(8), config(16), config(32)
 
 
 def row(num_tokens: int, chosen: MoEConfig, backend: str = "hopper") -> tables.TunedRow:
-    measured = tables.Measured(9.5, None, 0.02, "search", "because", 2e-3, 4, 5, "abc", "today")
-    return tables.TunedRow("bf16xmxfp4", 4, 2, 64, 64, num_tokens, backend, chosen, measured)
+    measured = (9.5, None, 0.02, "search", "because", 2e-3, 4, 5, "abc", "today")
+    return tables.TunedRow("bf16xmxfp4", 4, 2, 64, 64, num_tokens, backend, chosen, *measured)
 
 
 def problem(
@@ -109,7 +109,7 @@ def test_a_row_of_another_version_is_passed_over(shipped: Path) -> None:
     pytest.importorskip("triton")
     kernel = registry._kernels("hopper")[Op.FUSED_MOE]
     chosen = kernel.heuristic(problem(4))
-    gone = replace(chosen, down=replace(chosen.down, block_n=7))
+    gone = replace(chosen, down=replace(chosen.down, consumers=7))
     tables.add_rows(shipped, HEAD, [row(4, gone)])
     registry._warn_outdated.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"rows\[0\] names tiles .* run mxpert tune again"):
@@ -117,6 +117,26 @@ def test_a_row_of_another_version_is_passed_over(shipped: Path) -> None:
     assert (found.source, found.config) == ("heuristic", chosen)
     stage = problem(4, Op.MOE_GATE_UP, chosen.routing_block_m)
     assert explain_problem(stage).resolution.source == "heuristic"
+
+
+@pytest.mark.parametrize("op", [Op.FUSED_MOE, Op.MOE_DOWN])
+@pytest.mark.parametrize(
+    ("layout", "pinned", "need"),
+    [
+        (Layout.HOPPER_FRAGMENT, GemmConfig(8, 64, 128), "a HopperGemmConfig, .* hopper backend"),
+        (Layout.ROW_MAJOR, HopperGemmConfig("decode", 8, 5), "a GemmConfig, .* triton backend"),
+    ],
+    ids=["hopper", "triton"],
+)
+def test_a_pinned_config_is_of_the_backends_kind(
+    op: Op, layout: Layout, pinned: StageConfig, need: str
+) -> None:
+    pytest.importorskip("triton")
+    with (
+        registry.override(config=pinned),
+        pytest.raises(TypeError, match=f"{op.value}: config — need {need}"),
+    ):
+        explain_problem(problem(4, op, 16, layout))
 
 
 def test_no_home_means_no_user_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +149,8 @@ def test_no_home_means_no_user_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tables.user_table(H200) is None
 
 
-def edited(change: Callable[[dict], object]) -> str:
+def table(change: Callable[[dict], object] = lambda _: None) -> str:
+    """A table of two rows, T = 4 and T = 8, with a change to its document."""
     document = json.loads(tables.format_table(HEAD, [row(4, FIRST), row(8, FIRST)]))
     change(document)
     return json.dumps(document)
@@ -137,69 +158,81 @@ def edited(change: Callable[[dict], object]) -> str:
 
 def test_a_table_survives_a_round_trip() -> None:
     rows = [row(8, THIRD), row(4, config(16, split_k=2)), row(4, FIRST, "triton")]
-    read = tables.parse_table(tables.format_table(HEAD, rows), "t")
+    head, read = tables.parse_table(tables.format_table(HEAD, rows), "t")
+    assert head == HEAD
     assert [replace(each, place="") for each in read] == sorted(rows, key=lambda each: each.key)
+
+
+def test_a_missing_setting_takes_its_default() -> None:
+    text = table(lambda d: d["rows"][0]["config"]["down"].pop("split_k"))
+    assert tables.parse_table(text, "t")[1][0].config == FIRST
+
+
+@pytest.mark.parametrize(
+    "stage", [GemmConfig(8, 64, 128, split_k=2), HopperGemmConfig("decode", 8, 5, hi_lo=True)]
+)
+def test_a_config_of_either_kind_can_be_read(stage: StageConfig) -> None:
+    layer = MoEConfig(8, stage, stage)
+
+    def read(**changes: object) -> object:
+        written = asdict(layer)
+        written["down"].update(changes)
+        return tables._READER.value(MoEConfig, json.loads(json.dumps(written)), "t")
+
+    assert read() == layer
+    with pytest.raises(ValueError, match=r"t\.down — need .* unknown \['speed'\]"):
+        read(speed=1)
+    if isinstance(stage, HopperGemmConfig):
+        with pytest.raises(ValueError, match=r"t\.down — .* kernel — need .* 'dense'"):
+            read(kernel="dense")
+        with pytest.raises(ValueError, match=r"t\.down\.hi_lo — need true or false, got 1"):
+            read(hi_lo=1)
+
+
+BROKEN: dict[str, tuple[Callable[[dict], object], list[str]]] = {
+    "no-commit": (lambda d: d["provenance"].pop("commit"), ["provenance", "commit"]),
+    "no-rows": (lambda d: d.update(rows={}), ["t.json: rows", "a list"]),
+    "unknown-part": (lambda d: d.update(extra=1), ["extra"]),
+    "row-is-no-object": (lambda d: d["rows"].append(3), ["rows[2]", "an object"]),
+    "missing-key": (lambda d: d["rows"][1].pop("us"), ["rows[1]", "us"]),
+    "unknown-key": (lambda d: d["rows"][1].update(speed=1), ["rows[1]", "speed"]),
+    "place-in-the-file": (lambda d: d["rows"][1].update(place="x"), ["rows[1]", "place"]),
+    "float-T": (lambda d: d["rows"][0].update(T=4.0), ["rows[0].T", "4.0"]),
+    "boolean-E": (lambda d: d["rows"][0].update(E=True), ["rows[0].E", "True"]),
+    "negative-time": (lambda d: d["rows"][0].update(us=-1), ["rows[0].us"]),
+    "infinite-time": (lambda d: d["rows"][0].update(us=1e999), ["rows[0].us", "inf"]),
+    "number-as-note": (lambda d: d["rows"][0].update(note=1), ["rows[0].note"]),
+    "unknown-format": (
+        lambda d: d["rows"][0].update(formats="fp8xfp8"),
+        ["rows[0].formats", "fp8xfp8"],
+    ),
+    "unknown-source": (lambda d: d["rows"][0].update(source="guess"), ["rows[0].source"]),
+    "unknown-setting": (
+        lambda d: d["rows"][1]["config"]["down"].update(stages=2),
+        ["rows[1].config.down", "stages"],
+    ),
+    "missing-setting": (
+        lambda d: d["rows"][1]["config"]["down"].pop("block_n"),
+        ["rows[1].config.down", "block_n"],
+    ),
+    "unit-not-a-multiple": (
+        lambda d: d["rows"][1]["config"].update(routing_block_m=12),
+        ["rows[1].config", "routing_block_m", "12"],
+    ),
+    "two-rows-for-one-key": (lambda d: d["rows"][1].update(T=4), ["rows[1]", "rows[0]"]),
+}
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        pytest.param("{", ["t.json", "need JSON"], id="no-json"),
-        pytest.param("[]", ["t.json", "need an object"], id="list"),
-        pytest.param(
-            edited(lambda d: d["provenance"].pop("commit")),
-            ["provenance", "commit"],
-            id="no-commit",
-        ),
-        pytest.param(edited(lambda d: d.update(rows={})), ["t.json: rows", "a list"], id="no-rows"),
-        pytest.param(edited(lambda d: d.update(extra=1)), ["t.json", "extra"], id="unknown-part"),
-        pytest.param(edited(lambda d: d["rows"][1].pop("us")), ["rows[1]", "us"], id="missing-key"),
-        pytest.param(
-            edited(lambda d: d["rows"][1].update(speed=1)), ["rows[1]", "speed"], id="unknown-key"
-        ),
-        pytest.param(
-            edited(lambda d: d["rows"][0].update(T=4.0)), ["rows[0].T", "4.0"], id="float-T"
-        ),
-        pytest.param(
-            edited(lambda d: d["rows"][0].update(E=True)), ["rows[0].E", "True"], id="boolean-E"
-        ),
-        pytest.param(
-            edited(lambda d: d["rows"][0].update(us=-1)), ["rows[0].us"], id="negative-time"
-        ),
-        pytest.param(
-            edited(lambda d: d["rows"][0].update(formats="fp8xfp8")),
-            ["rows[0].formats", "fp8xfp8"],
-            id="unknown-format",
-        ),
-        pytest.param(
-            edited(lambda d: d["rows"][0].update(source="guess")),
-            ["rows[0].source"],
-            id="unknown-source",
-        ),
-        pytest.param(
-            edited(lambda d: d["rows"][1]["config"]["down"].update(stages=2)),
-            ["rows[1].config.down", "stages"],
-            id="unknown-setting",
-        ),
-        pytest.param(
-            edited(lambda d: d["rows"][1]["config"]["down"].pop("split_k")),
-            ["rows[1].config.down", "split_k"],
-            id="missing-setting",
-        ),
-        pytest.param(
-            edited(lambda d: d["rows"][1]["config"].update(routing_block_m=12)),
-            ["rows[1].config.routing_block_m", "12"],
-            id="unit-not-a-multiple",
-        ),
-        pytest.param(
-            edited(lambda d: d["rows"][1].update(T=4)),
-            ["rows[1]", "rows[0]"],
-            id="two-rows-for-one-key",
-        ),
+        pytest.param("{", ["need JSON"], id="no-json"),
+        pytest.param("[]", ["need an object"], id="list"),
+        *(pytest.param(table(change), parts, id=name) for name, (change, parts) in BROKEN.items()),
     ],
 )
 def test_a_bad_table_names_file_row_and_key(text: str, parts: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"load_table: .* — need .*, got ") as caught:
+    with pytest.raises(ValueError, match=r"load_table: .* — need .*, got .*; ") as caught:
         tables.parse_table(text, "t.json")
     for part in ("t.json", *parts):
         assert part in str(caught.value)
@@ -246,8 +279,9 @@ def test_shipped_tables_are_valid() -> None:
     ("changes", "backend", "part"),
     [
         pytest.param({}, "hopper", None, id="valid"),
-        pytest.param({"num_warps": 3}, "hopper", "is no config", id="warps"),
-        pytest.param({"block_n": 7}, "hopper", "is no config", id="tile"),
+        pytest.param({"num_stages": 9}, "hopper", "is no config", id="stages"),
+        pytest.param({"consumers": 7}, "hopper", "is no config", id="tile"),
+        pytest.param({"hi_lo": False}, "hopper", "is no config", id="hi-lo"),
         pytest.param({}, "triton", "is no config", id="other-backends-tile"),
         pytest.param({}, "cutlass", "override", id="unknown-backend"),
     ],

@@ -11,23 +11,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mxpert.cli import tune
+from mxpert.cli import tune, tune_cells
 from mxpert.cli.main import app
-from mxpert.cli.tune_cells import TARGETS, Cell, Choice, DeviceTrial, Probes
-from mxpert.cli.tune_search import (
-    FINAL_REPEATS,
-    PRUNE_RATIO,
-    SCREEN_REPEATS,
-    DeviceLostError,
-    State,
-    distance,
-    in_order,
-    search,
-)
+from mxpert.cli.tune_cells import TARGETS, Cell, Choice, Outcome, Trial, search
 from mxpert.dispatch import override, tables
 from mxpert.formats.tensor import Layout
 from mxpert.ops.moe import fused_moe
-from mxpert.problem import GemmConfig, MoEConfig, MoEOptions, MoEProblem, Op
+from mxpert.problem import GemmConfig, MoEConfig, MoEProblem, Op
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.testing.timing import Timing
 
@@ -61,6 +51,8 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 class FakeTrial:
     """Errors, times and failures by config; remembers what was timed together."""
 
+    limit = LIMIT
+
     def __init__(
         self,
         us: dict[MoEConfig, float],
@@ -78,36 +70,31 @@ class FakeTrial:
             raise error
         return error
 
+    def require_alive(self, config: MoEConfig) -> None:
+        if isinstance(self.errors.get(config), MemoryError):
+            raise ValueError("device lost")
+
     def times(
-        self, configs: Sequence[MoEConfig], repeats: int, failures: dict[MoEConfig, Exception]
-    ) -> dict[MoEConfig, Timing]:
-        self.rounds.append((repeats, list(configs)))
-        failures.update(
-            {
-                each: RuntimeError("out of resources\nmore")
-                for each in configs
-                if each in self.fail_timing
-            }
-        )
-        half = self.spread / 2
-        return {
-            each: Timing(
-                self.us[each], self.us[each] * (1 - half), self.us[each] * (1 + half), repeats
-            )
-            for each in configs
-            if each not in failures
-        }
+        self, configs: Sequence[MoEConfig], failures: dict[str, Exception]
+    ) -> dict[str, Timing]:
+        self.rounds.append(list(configs))
+        timings, half = {}, self.spread / 2
+        for index, each in enumerate(configs):
+            if each in self.fail_timing:
+                failures[str(index)] = RuntimeError("out of resources\nmore")
+            else:
+                us = self.us[each]
+                timings[str(index)] = Timing(us, us * (1 - half), us * (1 + half), 30)
+        return timings
 
 
-def run_search(
-    trial: FakeTrial, configs: Sequence[MoEConfig] = (FIRST, SECOND, THIRD), **options: object
-) -> object:
+def run_search(trial: FakeTrial, **options: object) -> Outcome:
     options = {"deadline": 1.0, "clock": lambda: 0.0} | options
-    return search(configs, trial, limit=LIMIT, **options)
+    return search((FIRST, SECOND, THIRD), trial, **options)
 
 
-def states(outcome: object) -> dict[MoEConfig, State]:
-    return {each.config: each.state for each in outcome.tried}
+def states(outcome: Outcome) -> dict[MoEConfig, str]:
+    return {each.config: each.state for each in outcome.candidates}
 
 
 @pytest.mark.parametrize(
@@ -122,11 +109,10 @@ def states(outcome: object) -> dict[MoEConfig, State]:
 def test_a_rival_must_beat_the_spread(
     us: float, spread: float, winner: MoEConfig, source: str
 ) -> None:
-    trial = FakeTrial({FIRST: 100.0, SECOND: us, THIRD: 130.0}, spread=spread)
-    outcome = run_search(trial)
+    outcome = run_search(FakeTrial({FIRST: 100.0, SECOND: us, THIRD: 130.0}, spread=spread))
     assert outcome.winner.config == winner
-    assert (outcome.source, outcome.heuristic_us) == (source, 100.0)
-    assert outcome.spread == pytest.approx(spread)
+    assert (outcome.source, outcome.winner.heuristic_us) == (source, 100.0)
+    assert outcome.winner.spread == pytest.approx(spread)
     assert f"spread {spread:.1%}" in outcome.note
 
 
@@ -135,8 +121,8 @@ def test_a_wrong_candidate_is_told_and_never_timed(error: float) -> None:
     trial = FakeTrial({FIRST: 100.0, SECOND: 1.0, THIRD: 90.0}, errors={SECOND: error})
     outcome = run_search(trial)
     assert outcome.winner.config == THIRD
-    assert states(outcome)[SECOND] is State.WRONG
-    assert all(SECOND not in configs for _, configs in trial.rounds)
+    assert states(outcome)[SECOND] == "wrong"
+    assert all(SECOND not in configs for configs in trial.rounds)
 
 
 def test_candidates_that_raise_fail_alone() -> None:
@@ -147,70 +133,47 @@ def test_candidates_that_raise_fail_alone() -> None:
     )
     outcome = run_search(trial)
     assert outcome.winner.config == FIRST
-    assert states(outcome) == {FIRST: State.TIMED, SECOND: State.FAILED, THIRD: State.FAILED}
-    assert outcome.tried[2].reason == "RuntimeError: out of resources"
+    assert states(outcome) == {FIRST: "timed", SECOND: "failed", THIRD: "failed"}
+    assert outcome.candidates[2].reason == "RuntimeError: out of resources"
 
 
 def test_a_lost_device_ends_the_search() -> None:
-    trial = FakeTrial({FIRST: 1.0}, errors={SECOND: DeviceLostError("gone")})
-    with pytest.raises(DeviceLostError):
-        run_search(trial)
+    with pytest.raises(ValueError, match="device lost"):
+        run_search(FakeTrial({FIRST: 1.0}, errors={SECOND: MemoryError()}))
 
 
-def test_a_wrong_heuristic_leaves_the_field_to_others() -> None:
-    trial = FakeTrial({SECOND: 80.0, THIRD: 90.0}, errors={FIRST: 1.0})
-    outcome = run_search(trial)
-    assert (outcome.winner.config, outcome.heuristic_us) == (SECOND, None)
-    assert "heuristic's choice wrong" in outcome.note
-    assert (
-        run_search(FakeTrial({}, errors=dict.fromkeys((FIRST, SECOND, THIRD), 1.0))).winner is None
-    )
+@pytest.mark.parametrize("failing", [{"errors": {FIRST: 1.0}}, {"fail_timing": [FIRST]}])
+def test_an_unsound_heuristic_leaves_the_field_to_others(failing: dict) -> None:
+    outcome = run_search(FakeTrial({FIRST: 1.0, SECOND: 80.0, THIRD: 90.0}, **failing))
+    assert (outcome.winner.config, outcome.winner.heuristic_us) == (SECOND, None)
+    assert "the heuristic's choice" in outcome.note
+    nothing = FakeTrial({}, errors=dict.fromkeys((FIRST, SECOND, THIRD), 1.0))
+    assert run_search(nothing).winner is None
 
 
-def test_slow_candidates_are_dropped_after_few_replays() -> None:
-    trial = FakeTrial({FIRST: 100.0, SECOND: 100 * PRUNE_RATIO + 1, THIRD: 140.0})
-    outcome = run_search(trial)
-    assert trial.rounds == [
-        (SCREEN_REPEATS, [FIRST, SECOND, THIRD]),
-        (FINAL_REPEATS, [FIRST, THIRD]),
-    ]
-    assert states(outcome)[SECOND] is State.SLOW
+def test_only_times_of_one_run_are_compared() -> None:
+    trial = FakeTrial({FIRST: 100.0, SECOND: 70.0, THIRD: 60.0})
+    times = trial.times
 
+    def slower_each_time(configs: Sequence[MoEConfig], failures: dict) -> dict[str, Timing]:
+        trial.us = {each: 2 * us for each, us in trial.us.items()}
+        return times(configs, failures)
 
-def test_each_batch_meets_the_fastest_so_far() -> None:
-    trial = FakeTrial({FIRST: 100.0, SECOND: 70.0, THIRD: 90.0})
-    run_search(trial, batch_size=2)
-    assert [configs for _, configs in trial.rounds] == [
-        [FIRST, SECOND],
-        [THIRD, SECOND],
-        [FIRST, SECOND, THIRD],
-    ]
+    trial.times = slower_each_time
+    outcome = run_search(trial, batch_size=1)
+    assert trial.rounds == [[FIRST, SECOND], [FIRST, THIRD]]
+    winner = outcome.winner
+    assert (winner.config, winner.us, winner.heuristic_us) == (THIRD, 240.0, 400.0)
 
 
 @pytest.mark.parametrize(
-    ("deadline", "end", "tried", "cut_short"),
-    [
-        pytest.param(9.0, 9.0, 3, False, id="enough"),
-        pytest.param(0.0, 9.0, 2, False, id="first-batch-may-exceed-its-share"),
-        pytest.param(0.0, 0.0, 1, True, id="not-the-whole-budget"),
-    ],
+    ("deadline", "tried"), [pytest.param(9.0, 3, id="enough"), pytest.param(0.0, 2, id="one-batch")]
 )
-def test_time_bounds_the_search(deadline: float, end: float, tried: int, cut_short: bool) -> None:
+def test_time_bounds_the_search(deadline: float, tried: int) -> None:
     trial = FakeTrial({FIRST: 3.0, SECOND: 2.0, THIRD: 1.0})
-    outcome = run_search(trial, deadline=deadline, end=end, batch_size=2, clock=lambda: 5.0)
-    assert (len(outcome.tried), outcome.cut_short, outcome.valid) == (tried, cut_short, 3)
-    assert outcome.winner is not None
-
-
-def test_a_grid_is_tried_from_the_heuristic_outwards() -> None:
-    grid = [
-        config(m, num_warps=w, num_stages=s) for m in (8, 16) for w in (4, 8) for s in range(2, 12)
-    ]
-    ordered = in_order(config(8, num_warps=8), grid)
-    distances = [distance(ordered[0], each) for each in ordered]
-    assert sorted(ordered, key=repr) == sorted(grid, key=repr)
-    assert distances == sorted(distances)
-    assert in_order(SECOND, [FIRST, SECOND, THIRD, FIRST]) == [SECOND, FIRST, THIRD]
+    outcome = run_search(trial, deadline=deadline, batch_size=1, clock=lambda: 5.0)
+    assert (len(outcome.candidates), outcome.valid) == (tried, 3)
+    assert outcome.winner.config == (THIRD if tried == 3 else SECOND)
 
 
 class FakeKernel:
@@ -253,26 +216,32 @@ class FakeKernel:
         return self.spoil(result) if self.spoil and config == self.spoilt else result
 
 
-def device_trial(kernel: FakeKernel, num_tokens: int, name: str) -> DeviceTrial:
+def device_trial(kernel: FakeKernel, num_tokens: int, name: str) -> Trial:
     weights = random_moe_problem(SHAPE, 1).weights
     problem = Cell("x", SHAPE, num_tokens, name).problem(H200, Layout.ROW_MAJOR)
-    return DeviceTrial(
-        Choice(kernel, problem),
-        SHAPE,
-        weights,
-        Probes.of(SHAPE, weights, MoEOptions(SHAPE.activation, name)),
-    )
+    return Trial(Choice(kernel, problem), SHAPE, weights, weights)
+
+
+def test_similar_configs_are_tried_first() -> None:
+    kernel = FakeKernel()
+    near, far = config(8, num_stages=4), config(32, num_stages=4)
+    kernel.configs = lambda _: [FIRST, far, near, FIRST]
+    choice = Choice(kernel, Cell("x", SHAPE, 4, "bf16").problem(H200, Layout.ROW_MAJOR))
+    assert choice.configs() == [FIRST, near, far]
 
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp8", "mxfp4", "fp8_token"])
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 45])
-def test_probes_know_their_result_in_every_batch(num_tokens: int, name: str) -> None:
+def test_a_right_config_passes_and_is_timed(
+    num_tokens: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_cells, "REPEATS", 2)
     trial = device_trial(FakeKernel(), num_tokens, name)
     assert trial.error(FIRST) <= trial.limit
     assert trial.places[0] == 0
     assert trial.places[-1] == num_tokens - 1
-    timings = trial.times([FIRST, SECOND], 2, {})
-    assert all(timings[each].samples == 2 for each in (FIRST, SECOND))
+    timings = trial.times([FIRST, SECOND], {})
+    assert [timing.samples for timing in timings.values()] == [2, 2]
 
 
 def test_the_gate_knows_how_many_rows_are_compared() -> None:
@@ -341,7 +310,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeKernel:
         lambda row, _: None if row.config in (FIRST, SECOND, THIRD) else "is no config",
     )
     monkeypatch.setattr(tune, "read_bandwidth", lambda _: 4.2e12)
-    monkeypatch.setattr(DeviceTrial, "times", lambda self, *rest: fake.times(*rest))
+    monkeypatch.setattr(Trial, "times", lambda self, *rest: fake.times(*rest))
     monkeypatch.setenv("MXPERT_CACHE_DIR", str(tmp_path / "cache"))
     tables.reload_tables()
     return kernel
@@ -361,17 +330,12 @@ def test_a_run_writes_a_table_that_can_be_read(machine: FakeKernel, tmp_path: Pa
     assert "6 tuned, 0 kept, 0 left" in outcome.output
     assert "wrong 4,2,64,64 T=4 a16w4" in outcome.output
     text = path.read_text()
-    rows = tables.parse_table(text, "table")
+    head, rows = tables.parse_table(text, "table")
     assert len(rows) == 6
     assert {row.formats for row in rows} == {f"{name}xmxfp4" for name in ("bf16", "mxfp8", "mxfp4")}
     assert {row.config for row in rows} == {THIRD}, "the fastest is wrong"
     for row in rows:
-        assert (row.measured.us, row.measured.heuristic_us, row.measured.source) == (
-            90.0,
-            100.0,
-            "search",
-        )
-    head = tables.parse_provenance(text, "table")
+        assert (row.us, row.heuristic_us, row.source) == (90.0, 100.0, "search")
     assert (head["device"], head["commit"], head["read_tbs"]) == ("NVIDIA H200", "f00", 4.2)
     candidates = json.loads(report.read_text())["cells"][0]["candidates"]
     assert [each["state"] for each in candidates] == ["timed", "wrong", "timed"]
@@ -384,9 +348,9 @@ def test_finished_cells_are_skipped(machine: FakeKernel, tmp_path: Path) -> None
     assert "1 tuned, 0 kept" in invoke("--tokens", "1", *arguments, "one").output
     assert "1 tuned, 1 kept" in invoke("--tokens", "1,4", *arguments, "two").output
     assert "0 tuned, 2 kept" in invoke("--tokens", "1,4", *arguments, "three").output
-    assert [row.measured.commit for row in tables.read_rows(path, H200.name)] == ["one", "two"]
+    assert [row.commit for row in tables.read_rows(path, H200.name)] == ["one", "two"]
     assert "2 tuned, 0 kept" in invoke("--tokens", "1,4", *arguments, "four", "--force").output
-    assert {row.measured.commit for row in tables.read_rows(path, H200.name)} == {"four"}
+    assert {row.commit for row in tables.read_rows(path, H200.name)} == {"four"}
 
 
 def test_cells_of_another_version_are_tuned_again(machine: FakeKernel, tmp_path: Path) -> None:
@@ -398,21 +362,21 @@ def test_cells_of_another_version_are_tuned_again(machine: FakeKernel, tmp_path:
     tables.add_rows(path, HEAD, [replace(row, config=gone)])
     assert "1 tuned, 0 kept" in invoke(*arguments, "two").output
     (again,) = tables.read_rows(path, H200.name)
-    assert (again.config, again.measured.commit) == (row.config, "two")
+    assert (again.config, again.commit) == (row.config, "two")
 
 
 def test_an_interrupt_keeps_finished_cells(
     machine: FakeKernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "table.json"
-    right = DeviceTrial.error
+    right = Trial.error
 
-    def interrupted(self: DeviceTrial, config: MoEConfig) -> float:
+    def interrupted(self: Trial, config: MoEConfig) -> float:
         if self.choice.problem.num_tokens == 4:
             raise KeyboardInterrupt
         return right(self, config)
 
-    monkeypatch.setattr(DeviceTrial, "error", interrupted)
+    monkeypatch.setattr(Trial, "error", interrupted)
     outcome = invoke("--tokens", "1,4,8", "--format", "bf16", "--output", str(path))
     assert outcome.exit_code == tune.EXIT_INTERRUPTED
     assert "1 tuned, 0 kept, 2 left" in outcome.output
@@ -433,7 +397,7 @@ def test_a_spent_budget_leaves_cells_for_the_next_run(machine: FakeKernel, tmp_p
 def test_a_cell_without_sound_config_has_no_row(
     machine: FakeKernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DeviceTrial, "error", lambda self, config: float("nan"))
+    monkeypatch.setattr(Trial, "error", lambda self, config: float("nan"))
     outcome = invoke("--tokens", "1", "--format", "bf16", "--output", str(tmp_path / "t.json"))
     assert outcome.exit_code == tune.EXIT_NO_WINNER
     assert "no right config" in outcome.output

@@ -219,7 +219,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
                     }
                 }
             ),
-            rf"{ENTRY}\.{key} — need a value of type",
+            rf"{ENTRY} — need .*, got \['{key}'\] missing",
         )
         for key in ("sha256", "bytes", "projections")
     },
@@ -234,15 +234,15 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
                     }
                 }
             ),
-            r"projections\[0\] — need an object with",
+            rf"{ENTRY}\.projections\[0\]{need}",
         )
-        for key, value in (
-            ("shape", [1, 2]),
-            ("shape", ["a", 2, 3]),
-            ("signal", "1"),
-            ("more", 1),
-            ("noise", None),
-            ("module", 3),
+        for key, value, need in (
+            ("shape", [1, 2], r"\.shape — need a list of 3, got 2"),
+            ("shape", ["a", 2, 3], r"\.shape\[0\] — need an integer of at least 0, got 'a'"),
+            ("signal", "1", r"\.signal — need a finite number of at least 0, got '1'"),
+            ("more", 1, r" — need .*, got unknown \['more'\]"),
+            ("noise", None, r"\.noise — need a finite number of at least 0, got None"),
+            ("module", 3, r"\.module — need a string, got 3"),
         )
     },
     "a projection as a number": (
@@ -254,7 +254,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
                 }
             }
         ),
-        r"projections\[0\] — need an object with",
+        rf"{ENTRY}\.projections\[0\] — need an object, got int",
     ),
 }
 

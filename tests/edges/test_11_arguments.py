@@ -12,7 +12,7 @@ import torch
 import mxpert
 from mxpert import ScaleRule, ScaleSpan
 from mxpert.formats import count_wide_blocks, quantize_blocks, quantize_spans
-from mxpert.ops.moe import describe_down, describe_fused_moe, describe_gate_up
+from mxpert.ops.explain import describe
 from mxpert.ops.rows import activate_rows, activate_rows_backward
 from mxpert.problem import (
     ACTIVATION_FORMAT_ALIASES,
@@ -207,16 +207,28 @@ def test_aliases_name_the_same_layer(alias: str) -> None:
         for h, spelled in zip(rows, (alias, name), strict=True)
     ]
     assert torch.equal(*out)
-    for describe in (
-        lambda spelled: describe_fused_moe(
-            LAYER.x, LAYER.weights, *ROUTED, activation=silu, activation_format=spelled
+    for problem_of in (
+        lambda spelled: describe(
+            mxpert.fused_moe,
+            LAYER.x,
+            LAYER.weights,
+            *ROUTED,
+            activation=silu,
+            activation_format=spelled,
         ),
-        lambda spelled: describe_gate_up(
-            LAYER.x, LAYER.weights, plan, activation=silu, activation_format=spelled
+        lambda spelled: describe(
+            mxpert.moe_gate_up,
+            LAYER.x,
+            LAYER.weights,
+            plan,
+            activation=silu,
+            activation_format=spelled,
         ),
-        lambda spelled: describe_down(rows[0], LAYER.weights, plan, activation_format=spelled),
+        lambda spelled: describe(
+            mxpert.moe_down, rows[0], LAYER.weights, plan, activation_format=spelled
+        ),
     ):
-        assert describe(alias) is describe(name)
+        assert problem_of(alias) == problem_of(name)
     assert activation_mx_format(alias, "op") == activation_mx_format(name, "op")
 
 

@@ -27,7 +27,7 @@ pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon
 from mxpert.backends.hopper.moe import config as heuristics
 from mxpert.backends.hopper.moe import host as hopper
 from mxpert.backends.triton.moe import host as portable
-from mxpert.backends.triton.rows.host import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD
+from mxpert.backends.triton.training_rows.host import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD
 
 BACKENDS = Path(mxpert.__file__).parent / "backends"
 SERIES = (-1 / 3, 2 / 15, -17 / 315, 62 / 2835)
@@ -69,7 +69,7 @@ def matrix(rows: int, depth: int, layout: Layout) -> MXTensor:
     )
 
 
-def gate_up_launches(backend: str, split_k: int) -> list[RecordedLaunch]:
+def gate_up_launches(backend: str, k_splits: int) -> list[RecordedLaunch]:
     """What stage 1 would launch on an H200 with SiTUv2."""
     on_hopper = backend == "hopper"
     layout = Layout.HOPPER_FRAGMENT if on_hopper else Layout.ROW_MAJOR
@@ -90,13 +90,15 @@ def gate_up_launches(backend: str, split_k: int) -> list[RecordedLaunch]:
         matrix(2 * INNER, HIDDEN, layout), matrix(HIDDEN, INNER, layout), gate_up_order=order
     )
     config = (
-        heuristics.tiles(True)["decode16"] if on_hopper else GemmConfig(UNIT, 64, 128, num_warps=8)
+        replace(heuristics.tiles(hi_lo=True)["decode16"], k_splits=k_splits)
+        if on_hopper
+        else GemmConfig(UNIT, 64, 128, num_warps=8, split_k=k_splits)
     )
     with recorded_launches() as launches:
         stage = hopper.GATE_UP if on_hopper else portable.GATE_UP
         stage.launch(
             problem,
-            replace(config, split_k=split_k),
+            config,
             weights=weights,
             plan=plan(),
             x=empty(TOKENS, HIDDEN, dtype=torch.bfloat16),
@@ -141,7 +143,7 @@ def test_one_function_in_the_source() -> None:
     assert found == [
         ("common/activation.py", "tanh"),
         ("common/activation.py", "gated_activation"),
-        ("triton/rows/kernels.py", "_derivatives"),
+        ("triton/training_rows/kernels.py", "_derivatives"),
     ]
     assert tanh.__name__ == "tanh"
 

@@ -10,16 +10,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mxpert.cli import demo as command
+from mxpert.cli import demo_layers
 from mxpert.cli.main import app
+from mxpert.cli.measure import float64_reference
+from mxpert.ops.moe import fused_moe
 from mxpert.testing.numerics import relative_l2
 
 
 @pytest.fixture
 def plain_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "has_transformers", lambda: False)
-    monkeypatch.setattr(command, "load_transformers_oracle", None)
-    monkeypatch.setattr(command, "write_demo_checkpoint", None)
+    monkeypatch.setattr(demo_layers, "has_transformers", lambda: False)
+    monkeypatch.setattr(demo_layers, "load_transformers_oracle", None)
+    monkeypatch.setattr(demo_layers, "write_demo_checkpoint", None)
 
 
 def run(tmp_path: Path) -> tuple[int, dict, str]:
@@ -43,7 +45,7 @@ def test_the_demo_checks_random_layers(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("plain_install")
 def test_a_wrong_layer_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = command.loop_over_experts
+    right = demo_layers.loop_over_experts
 
     def gate_and_up_exchanged(layer, hidden):
         part = layer.weights.gate_up_proj
@@ -54,7 +56,7 @@ def test_a_wrong_layer_fails_the_demo(tmp_path: Path, monkeypatch: pytest.Monkey
         )
         return right(replace(layer, weights=replace(layer.weights, gate_up_proj=swapped)), hidden)
 
-    monkeypatch.setattr(command, "loop_over_experts", gate_and_up_exchanged)
+    monkeypatch.setattr(demo_layers, "loop_over_experts", gate_and_up_exchanged)
     code, document, told = run(tmp_path)
     assert code == 1
     assert not any(row["passed"] for row in document["rows"])
@@ -62,10 +64,10 @@ def test_a_wrong_layer_fails_the_demo(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_loop_is_the_layer_of_the_reference() -> None:
-    case = next(command.random_cases([3], 24, torch.device("cpu")))
-    topk_weights, topk_ids = command.route(case, 24)
-    with command.float64_reference():
-        truth = command.fused_moe(
+    case = next(demo_layers.RandomLayers().cases([3], 24, torch.device("cpu")))
+    topk_weights, topk_ids = demo_layers.route(case, 24)
+    with float64_reference():
+        truth = fused_moe(
             case.rows(24),
             case.weights.plain,
             topk_weights,

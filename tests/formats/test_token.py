@@ -9,7 +9,8 @@ import torch
 
 from mxpert.formats import quantize_token_rows
 from mxpert.formats.token import SMALLEST_SCALE
-from mxpert.testing.numerics import assert_exact, gaussian_magnitudes, relative_l2, token_noise
+from mxpert.testing.noise import gaussian_magnitudes, token_noise
+from mxpert.testing.numerics import assert_exact, relative_l2
 
 
 def rows(count: int, width: int, spread: float = 0.0) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import random
 import shutil
 import tempfile
@@ -13,30 +12,57 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fuzz_arguments import (
+    ACTIVATIONS,
+    FLOATS,
+    MXFP8_NAMES,
+    NAMES,
+    Arguments,
+    accumulate,
+    activated,
+    backward,
+    codes,
+    combined,
+    gemm,
+    gemm_in_float64,
+    groups,
+    layer,
+    layer_in_float64,
+    linear,
+    load_state,
+    matmul,
+    method,
+    module,
+    moe_weights,
+    packed,
+    pinned,
+    planned,
+    prepared,
+    randn,
+    recipes,
+    routed,
+    routed_in_float64,
+    saved,
+    second_stage,
+    spanned,
+    state,
+    wgrad,
+    whole_layer,
+)
 from fuzz_values import PLAN, WEIGHTS
 
 import mxpert
-from mxpert import Combine, GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan, Scoring
+from mxpert import GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan
 from mxpert import formats as mx
 from mxpert.modules import quantize_weights
 from mxpert.ops import rows
-from mxpert.problem import (
-    ACTIVATION_FORMAT_ALIASES,
-    ACTIVATION_FORMATS,
-    TopKOptions,
-    parse_activation_format,
-)
+from mxpert.problem import ACTIVATION_FORMATS, TopKOptions
 from mxpert.published import expert_weights_from, published_expert_tensors
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE, grouped_linear, grouped_mm
 from mxpert.training.activation import gated_activation
 
 FOLDER = Path(tempfile.mkdtemp(prefix="mxpert-fuzz-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
-MXFP8_NAMES = ("mxfp8", "mxfp8_e4m3", "mxfp8_e5m2")
-NAMES = ("mxfp4", *MXFP8_NAMES)
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = (mxpert.SiLU(), mxpert.SwiGLU(), mxpert.ClampedSiLU(), mxpert.SiTUv2())
-Arguments = dict[str, Any]
 
 
 @dataclass
@@ -59,351 +85,6 @@ class Target:
     expected: Callable[[Arguments], Any] | None = None
     tolerance: float = 0.0
     skip: frozenset[str] = field(default_factory=frozenset)
-
-
-def randn(rng: random.Random, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def codes(rng: random.Random, *shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-
-
-def packed(rng: random.Random, *shape: int, name: str = "mxfp4") -> MXTensor:
-    return mxpert.quantize(randn(rng, *shape), name)
-
-
-def moe_weights(rng: random.Random, experts: int, hidden: int, inner: int) -> MoEWeights:
-    bias = rng.random() < 0.5
-    return MoEWeights(
-        packed(rng, experts, 2 * inner, hidden),
-        packed(rng, experts, hidden, inner),
-        randn(rng, experts, 2 * inner) if bias else None,
-        randn(rng, experts, hidden) if bias else None,
-        rng.choice((GateUpOrder.CONCATENATED, GateUpOrder.INTERLEAVED)),
-    )
-
-
-def layer(rng: random.Random) -> Arguments:
-    experts, hidden, inner, tokens = (
-        rng.choice((1, 3, 4)),
-        rng.choice((32, 96)),
-        32,
-        rng.choice((0, 1, 5)),
-    )
-    top_k = rng.randint(1, experts)
-    weights = moe_weights(rng, experts, hidden, inner)
-    topk_weights, topk_ids = mxpert.route_topk(randn(rng, tokens, experts), top_k)
-    return dict(
-        x=randn(rng, tokens, hidden, dtype=torch.bfloat16),
-        weights=weights,
-        topk_weights=topk_weights,
-        topk_ids=topk_ids,
-        activation=rng.choice(ACTIVATIONS),
-        activation_format=rng.choice((*ACTIVATION_FORMATS, *ACTIVATION_FORMAT_ALIASES)),
-        scale_rule=rng.choice(list(ScaleRule)),
-    )
-
-
-def whole_layer(rng: random.Random) -> Arguments:
-    arguments = layer(rng) | dict(
-        combine=rng.choice((Combine.REDUCE, Combine.ATOMIC)),
-        out_dtype=rng.choice(FLOATS),
-        apply_router_weight_on_input=rng.random() < 0.3,
-    )
-    if rng.random() < 0.3:
-        experts = arguments["weights"].num_experts
-        arguments["expert_map"] = torch.arange(experts, dtype=torch.int32).flip(0).contiguous()
-    if rng.random() < 0.3:
-        arguments["num_local_tokens"] = torch.tensor([1], dtype=torch.int32)
-    return arguments
-
-
-def layer_in_float64(a: Arguments) -> torch.Tensor | None:
-    """The definition, one (token, slot) at a time; only for bf16 activations in plain order."""
-    if (
-        parse_activation_format(a["activation_format"], "") != "bf16"
-        or a["apply_router_weight_on_input"]
-        or "num_local_tokens" in a
-        or "expert_map" in a
-    ):
-        return None
-    weights: MoEWeights = a["weights"]
-    gate_rows, up_rows = mxpert.weights.gate_up_rows(
-        weights.gate_up_order, weights.intermediate_size
-    )
-    gate_up, down = (p.dequantize(torch.float64) for p in (weights.gate_up_proj, weights.down_proj))
-    x = a["x"].double()
-    y = torch.zeros(x.shape, dtype=torch.float64)
-    for token, (ids, factors) in enumerate(
-        zip(a["topk_ids"].tolist(), a["topk_weights"].double(), strict=True)
-    ):
-        for expert, factor in zip(ids, factors, strict=True):
-            h = gate_up[expert] @ x[token]
-            if weights.gate_up_bias is not None:
-                h = h + weights.gate_up_bias[expert].double()
-            h = rows.activate_rows(torch.cat((h[gate_rows], h[up_rows]))[None], a["activation"])[0]
-            out = down[expert] @ h.bfloat16().double()
-            if weights.down_bias is not None:
-                out = out + weights.down_bias[expert].double()
-            y[token] += factor * out
-    return y
-
-
-def planned(rng: random.Random) -> Arguments:
-    arguments = layer(rng)
-    plan = mxpert.make_routing_plan(
-        arguments.pop("topk_weights"),
-        arguments.pop("topk_ids"),
-        num_experts=arguments["weights"].num_experts,
-        routing_block_m=16,
-    )
-    return arguments | dict(plan=plan)
-
-
-def second_stage(rng: random.Random) -> Arguments:
-    first = planned(rng)
-    h = mxpert.moe_gate_up(**first)
-    for tensor in (h.qdata, h.scale) if isinstance(h, MXTensor) else (h,):
-        used = int(first["plan"].num_valid[0])
-        tensor[used:] = 0  # rows past the plan's are undefined
-    return dict(
-        h=h,
-        weights=first["weights"],
-        plan=first["plan"],
-        activation_format=first["activation_format"],
-        combine=rng.choice((Combine.REDUCE, Combine.ATOMIC)),
-        out_dtype=rng.choice(FLOATS),
-    )
-
-
-def routed(rng: random.Random) -> Arguments:
-    return dict(
-        logits=randn(rng, rng.choice((0, 1, 6)), 8, dtype=rng.choice(FLOATS)),
-        top_k=rng.randint(1, 4),
-        normalize=rng.random() < 0.5,
-        scoring=rng.choice(list(Scoring)),
-        num_groups=(groups := rng.choice((1, 2, 4))),
-        top_groups=groups,
-        routed_scaling_factor=rng.choice((1.0, 2.5)),
-        correction_bias=randn(rng, 8) if rng.random() < 0.5 else None,
-    )
-
-
-def routed_in_float64(a: Arguments) -> tuple[torch.Tensor, torch.Tensor] | None:
-    logits = a["logits"].double()
-    ties = len(logits.unique()) < logits.numel()
-    if ties or a["correction_bias"] is not None or a["num_groups"] > 1:
-        return None
-    scores = logits.softmax(-1) if a["scoring"] is Scoring.SOFTMAX else logits.sigmoid()
-    chosen, ids = scores.topk(a["top_k"])
-    if a["normalize"]:
-        chosen = chosen / chosen.sum(-1, keepdim=True)
-    return chosen * a["routed_scaling_factor"], ids.int()
-
-
-def groups(rng: random.Random) -> tuple[int, torch.Tensor]:
-    total, count = rng.choice((0, 4, 32, 40)), rng.choice((1, 2, 3))
-    cuts = sorted(rng.randint(0, total) for _ in range(count))
-    return total, torch.tensor([0, *cuts], dtype=rng.choice((torch.int32, torch.int64)))
-
-
-def gemm(rng: random.Random) -> Arguments:
-    total, offsets = groups(rng)
-    trans_b = rng.random() < 0.7
-    a, b = randn(rng, total, 64), randn(rng, len(offsets) - 1, *((32, 64) if trans_b else (64, 32)))
-    if rng.random() < 0.5:
-        a, b = a.bfloat16(), b.bfloat16()
-    else:
-        name = rng.choice(MXFP8_NAMES)
-        a, b = mxpert.quantize(a, name), mxpert.quantize(b, name, axis=-1 if trans_b else -2)
-    return dict(
-        a=a,
-        b=b,
-        group_offsets=offsets,
-        trans_b=trans_b,
-        out_dtype=rng.choice((*FLOATS, torch.float64)),
-    )
-
-
-def values(operand: torch.Tensor | MXTensor) -> torch.Tensor:
-    return operand.dequantize(torch.float64) if isinstance(operand, MXTensor) else operand.double()
-
-
-def gemm_in_float64(a: Arguments) -> torch.Tensor:
-    left, right = values(a["a"]), values(a["b"])
-    right = right.mT if a["trans_b"] else right
-    out = torch.zeros(left.shape[0], right.shape[-1], dtype=torch.float64)
-    offsets = a["group_offsets"].tolist()
-    for group, (start, end) in enumerate(itertools.pairwise(offsets)):
-        out[start:end] = left[start:end] @ right[group]
-    return out
-
-
-def wgrad(rng: random.Random) -> Arguments:
-    total, offsets = groups(rng)
-    grad, a = randn(rng, total, 32).bfloat16(), randn(rng, total, 64).bfloat16()
-    if rng.random() < 0.5:
-        grad, a = (mxpert.quantize_dual(x, group_offsets=offsets)[1] for x in (grad, a))
-    into = randn(rng, len(offsets) - 1, 32, 64) if rng.random() < 0.3 else None
-    return dict(
-        grad=grad, a=a, group_offsets=offsets, out_dtype=rng.choice(FLOATS), accumulate_into=into
-    )
-
-
-def accumulate(**arguments: Any) -> torch.Tensor:
-    """grouped_wgrad into a copy, so that repeated calls add to the same numbers."""
-    into = arguments.get("accumulate_into")
-    if isinstance(into, torch.Tensor) and into.layout is torch.strided and not into.is_nested:
-        arguments["accumulate_into"] = into.clone(memory_format=torch.preserve_format)
-    return mxpert.grouped_wgrad(**arguments)
-
-
-def recipes(rng: random.Random) -> MXFP8Recipe:
-    return rng.choice(
-        (
-            MXFP8Recipe(),
-            MXFP8Recipe.hybrid(),
-            MXFP8Recipe(enabled=False),
-            MXFP8Recipe(scale_span=ScaleSpan.ROW),
-            MXFP8Recipe(high_precision_wgrad=True),
-        )
-    )
-
-
-def linear(rng: random.Random) -> Arguments:
-    total, offsets = groups(rng)
-    count = len(offsets) - 1
-    return dict(
-        x=randn(rng, total, 32, dtype=rng.choice(FLOATS)),
-        weight=randn(rng, count, 64, 32),
-        group_offsets=offsets,
-        bias=randn(rng, count, 64) if rng.random() < 0.5 else None,
-        recipe=recipes(rng),
-    )
-
-
-def backward(function: Callable[..., torch.Tensor], *names: str) -> Callable[..., Any]:
-    """The function, and the gradients of the named arguments."""
-
-    def run(**arguments: Any) -> Any:
-        leaves = []
-        for name in names:
-            value = arguments.get(name)
-            if (
-                isinstance(value, torch.Tensor)
-                and value.is_floating_point()
-                and value.layout is torch.strided
-                and not value.is_nested
-            ):
-                arguments[name] = value.detach().requires_grad_()
-                leaves.append(arguments[name])
-        y = function(**arguments)
-        if not leaves or not y.requires_grad:
-            return y
-        y.backward(torch.ones_like(y))
-        return (y.detach(), *(leaf.grad for leaf in leaves))
-
-    return run
-
-
-def matmul(rng: random.Random) -> Arguments:
-    total, offsets = groups(rng)
-    dtype = rng.choice(FLOATS)
-    offs = offsets[1:].int()
-    if rng.random() < 0.5:
-        return dict(
-            a=randn(rng, total, 32, dtype=dtype),
-            b=randn(rng, len(offs), 32, 64, dtype=dtype),
-            offs=offs,
-            recipe=recipes(rng),
-        )
-    return dict(
-        a=randn(rng, 32, total, dtype=dtype),
-        b=randn(rng, total, 64, dtype=dtype),
-        offs=offs,
-        recipe=recipes(rng),
-    )
-
-
-def module(cls: type, inputs: Callable[..., Arguments]) -> Callable[..., Any]:
-    """Make a module of the arguments and call it on the fixed inputs that suit it."""
-
-    def run(**arguments: Any) -> Any:
-        torch.manual_seed(0)
-        made = cls(**arguments)
-        if next(made.parameters()).device.type == "meta":
-            return None
-        return made(**inputs(made))
-
-    return run
-
-
-def spanned(rng: random.Random) -> Arguments:
-    starts = torch.tensor([0, 32, 96]) if rng.random() < 0.5 else None
-    return dict(
-        tensor=packed(rng, 3, 96, name=rng.choice(MXFP8_NAMES)),
-        span=rng.choice((ScaleSpan.BLOCK, ScaleSpan.SPAN128, ScaleSpan.ROW)),
-        group_starts=starts,
-    )
-
-
-def combined(rng: random.Random) -> Arguments:
-    return dict(
-        rows=randn(rng, 6, 5, dtype=rng.choice(FLOATS)),
-        row_ids=torch.randperm(6).view(3, 2),
-        weights=randn(rng, 3, 2),
-    )
-
-
-def activated(rng: random.Random) -> Arguments:
-    return dict(
-        gate_up=randn(rng, 3, 8, dtype=rng.choice((*FLOATS, torch.float64))),
-        activation=rng.choice(ACTIVATIONS),
-    )
-
-
-def prepared(rng: random.Random) -> MoEWeights:
-    weights = moe_weights(rng, 2, 32, 32)
-    kind = rng.random()
-    return (
-        weights
-        if kind < 0.5
-        else weights.prepare(
-            device="cpu", layout=mx.Layout.HOPPER_FRAGMENT if kind < 0.75 else None
-        )
-    )
-
-
-def state(rng: random.Random) -> Arguments:
-    state = prepared(rng).state_dict()
-    if rng.random() < 0.3:
-        state.pop(rng.choice(list(state)))
-    elif rng.random() < 0.3:
-        state[rng.choice(list(state))] = rng.choice((None, 3, torch.ones(2), "x", {}))
-    return dict(state=state)
-
-
-def load_state(weights: MoEWeights, state: Any) -> Any:
-    weights = weights.__class__(**weights.__getstate__())
-    weights.load_state_dict(state)
-    return weights
-
-
-def saved(weights: MoEWeights, path: Any) -> Any:
-    weights.save(path)
-    return MoEWeights.load(path)
-
-
-def pinned(**arguments: Any) -> None:
-    with mxpert.override(**arguments):
-        pass
-
-
-def method(name: str) -> Callable[..., Any]:
-    return lambda self, **arguments: getattr(self, name)(**arguments)
 
 
 FORMATS = [
@@ -634,6 +315,19 @@ LAYERS = [
         mxpert.GemmConfig,
         lambda r: dict(
             block_m=16, block_n=16, block_k=32, num_warps=4, num_stages=1, group_m=1, split_k=1
+        ),
+    ),
+    Target(
+        "HopperGemmConfig",
+        mxpert.HopperGemmConfig,
+        lambda r: dict(
+            kernel=mxpert.HopperKernel.PREFILL,
+            block_m=32,
+            num_stages=5,
+            consumers=3,
+            blocks_per_tile=2,
+            k_splits=1,
+            hi_lo=False,
         ),
     ),
     Target(

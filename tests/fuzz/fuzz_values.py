@@ -224,6 +224,7 @@ VALUES: tuple[Any, ...] = (
     WEIGHTS,
     PLAN,
     mxpert.GemmConfig(16, 16, 32),
+    mxpert.HopperGemmConfig(mxpert.HopperKernel.DECODE, 8, 5),
     mxpert.ReferenceConfig(),
     numpy.float32(1.0),
     numpy.int64(3),

@@ -65,7 +65,7 @@ def encode(
     x: torch.Tensor | mxpert.MXTensor, plan: RoutingPlan, options: MoEOptions, scatter: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode the rows in use; return code bytes [T * k, K padded] and scales [T * k]."""
-    found = rows.sorted_rows(x, plan, plan.capacity, options, scatter=scatter)
+    found = rows.encode_rows(x, plan, plan.capacity, options, scatter=scatter)
     places = plan.slot_rows.flatten().long()
     return found.codes.view(torch.uint8)[places], found.scale[places]
 
@@ -124,7 +124,7 @@ def test_split_rows_are_hi_and_lo(
 ) -> None:
     plan, options = plan_of(num_tokens, device), MoEOptions(SiLU(), "bf16")
     x = values(num_tokens if scatter else plan.capacity, depth, device)
-    found = rows.sorted_rows(x, plan, plan.capacity, options, scatter=scatter)
+    found = rows.encode_rows(x, plan, plan.capacity, options, scatter=scatter)
     places = plan.slot_rows.flatten().long()
     scale = found.scale[places]
     scaled = x[source_rows(plan, scatter)].float() / scale[:, None]

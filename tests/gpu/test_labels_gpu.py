@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mxpert.backends.hopper.lib.pipeline import next_slot
-from mxpert.backends.hopper.lib.tile_scheduler import make_labels, read_label, write_label
+from mxpert.backends.hopper.lib.tile_scheduler import make_tile_tags, publish_tile, read_tile
 
 pytestmark = pytest.mark.gpu
 
@@ -26,26 +26,26 @@ STEPS = 20_000
 
 @gluon.jit
 def _write(ring, steps, STAGES: gl.constexpr):
-    ready, free, labels = ring
+    ready, free, tags = ring
     slot = 0
     phase = 1
     for step in range(steps):
         mbarrier.wait(free.index(slot), phase)
-        write_label(labels, slot, (step, step + 1, step + 2, step + 3))
+        publish_tile(tags, slot, (step, step + 1, step + 2, step + 3))
         mbarrier.arrive(ready.index(slot), count=1)
         slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
 def _read(ring, num_wrong, steps, PARTITION: gl.constexpr, STAGES: gl.constexpr):
-    ready, free, labels = ring
+    ready, free, tags = ring
     slot = 0
     phase = 0
     wrong = 0
     for step in range(steps):
-        label = read_label(labels, slot, ready.index(slot), phase)
+        tag = read_tile(tags, slot, ready.index(slot), phase)
         for index in gl.static_range(4):
-            wrong += (label[index] != step + index).to(gl.int32)
+            wrong += (tag[index] != step + index).to(gl.int32)
         mbarrier.wait(ready.index(slot), phase)  # as in the first step of a tile
         mbarrier.arrive(free.index(slot), count=1)
         slot, phase = next_slot(slot, phase, STAGES)
@@ -59,7 +59,7 @@ def _labels_kernel(num_wrong, steps, STAGES: gl.constexpr, num_warps: gl.constex
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
-    ring = (ready, free, make_labels(STAGES))
+    ring = (ready, free, make_tile_tags(STAGES))
     gl.warp_specialize(
         [
             (_read, (ring, num_wrong, steps, 0, STAGES)),

@@ -11,8 +11,8 @@ import torch
 
 import mxpert
 from mxpert import Scoring
-from mxpert.backends.common.routing import PLAN
-from mxpert.ops.route import describe_routing_plan
+from mxpert.backends.common.routing.host import PLAN
+from mxpert.ops.explain import describe
 from mxpert.problem import TopKOptions
 from support.routing import (
     CONTRACT_EXPERTS,
@@ -97,7 +97,7 @@ def test_sorting_contract(device, num_experts, top_k):
 @pytest.mark.parametrize("num_tokens", [1, 17, 300, 4096, MAX_TOKENS])
 def test_every_geometry_gives_the_same_plan(device, num_tokens):
     ids, weights = (tensor[:num_tokens].to(device) for tensor in routing(257, 9))
-    problem = describe_routing_plan(weights, ids, num_experts=257, routing_block_m=48)
+    problem = describe(mxpert.make_routing_plan, weights, ids, num_experts=257, routing_block_m=48)
     for config in PLAN.configs(problem):
         poison(device)
         plan = PLAN.launch(

@@ -12,8 +12,8 @@ import mxpert
 from mxpert import GemmConfig, MoEConfig, MXTensor, ScaleRule
 from mxpert.dispatch import registry
 from mxpert.formats.tensor import Layout
-from mxpert.ops.grouped_gemm import describe_grouped_gemm, describe_grouped_wgrad
-from mxpert.ops.quantize_dual import describe_quantize_dual
+from mxpert.ops.explain import describe
+from mxpert.ops.schema import Operand, kind_of
 from mxpert.problem import Op
 from mxpert.routing import group_bounds
 from mxpert.testing.numerics import assert_exact
@@ -216,17 +216,17 @@ def test_bad_input_is_named(op, args, kwargs, text):
 
 
 def test_problems_describe_the_arguments():
-    problem = describe_quantize_dual(X, group_offsets=OFFSETS)
+    problem = describe(dual, X, group_offsets=OFFSETS)
     assert (problem.op, problem.shape, problem.num_groups, problem.grouped_rows) == (
         Op.QUANTIZE_DUAL,
         (M, K),
         G,
         True,
     )
-    weights = describe_quantize_dual(W, "mxfp8_e5m2")
+    weights = describe(dual, W, "mxfp8_e5m2")
     assert (weights.num_groups, weights.grouped_rows) == (G, False)
-    assert describe_quantize_dual(X[:32]).num_groups == 0
-    forward = describe_grouped_gemm(ROW, W_ROW, OFFSETS)
+    assert describe(dual, X[:32]).num_groups == 0
+    forward = describe(gemm, ROW, W_ROW, OFFSETS)
     assert (forward.num_rows, forward.num_groups, forward.n, forward.k, forward.trans_b) == (
         M,
         G,
@@ -235,10 +235,10 @@ def test_problems_describe_the_arguments():
         True,
     )
     assert forward.formats == "mxfp8_e4m3xmxfp8_e4m3"
-    dgrad = describe_grouped_gemm(DOUT.bfloat16(), W.bfloat16(), OFFSETS, trans_b=False)
+    dgrad = describe(gemm, DOUT.bfloat16(), W.bfloat16(), OFFSETS, trans_b=False)
     assert (dgrad.n, dgrad.k, dgrad.formats) == (K, N, "bf16xbf16")
     for grad, a, rows in ((GRAD_COL, COL, COL.shape[1]), (DOUT.bfloat16(), X.bfloat16(), M)):
-        problem = describe_grouped_wgrad(grad, a, OFFSETS, accumulate_into=torch.zeros(G, N, K))
+        problem = describe(wgrad, grad, a, OFFSETS, accumulate_into=torch.zeros(G, N, K))
         assert (problem.num_rows, problem.n, problem.k, problem.accumulate, problem.out_dtype) == (
             rows,
             N,
@@ -261,10 +261,10 @@ def test_explain_names_the_backend():
 
 def test_a_pinned_tile_reaches_a_grouped_gemm_alone():
     tile = GemmConfig(64, 64, 64)
-    problem = describe_grouped_gemm(ROW, W_ROW, OFFSETS)
+    problem = describe(gemm, ROW, W_ROW, OFFSETS)
     assert registry._stage_config(problem, tile) is tile
     assert registry._stage_config(problem, MoEConfig(64, tile, tile)) is None
-    assert registry._stage_config(describe_quantize_dual(W), tile) is None
+    assert registry._stage_config(describe(dual, W), tile) is None
 
 
 @pytest.mark.parametrize(
@@ -273,20 +273,8 @@ def test_a_pinned_tile_reaches_a_grouped_gemm_alone():
     ids=["groups", "groups-of-no-rows", "matrix", "weights"],
 )
 def test_quantize_dual_opcheck(x, offsets):
-    arguments = (x, offsets, "mxfp8_e4m3", "rceil", "auto", "span128")
+    arguments = ("rceil", "mxfp8_e4m3", ["auto", "span128"], x, offsets)
     torch.library.opcheck(torch.ops.mxpert.quantize_dual, arguments)
-
-
-def flat(operand: torch.Tensor | MXTensor) -> tuple[object, ...]:
-    if isinstance(operand, MXTensor):
-        return (
-            operand.qdata,
-            operand.scale,
-            operand.format.name,
-            operand.scale_span.value,
-            operand.wide_blocks,
-        )
-    return operand, None, "bf16", "block", None
 
 
 @pytest.mark.parametrize(
@@ -296,9 +284,10 @@ def flat(operand: torch.Tensor | MXTensor) -> tuple[object, ...]:
 )
 def test_gemm_opcheck(a, b, grad, columns):
     ops = torch.ops.mxpert
-    torch.library.opcheck(ops.grouped_gemm, (*flat(a), *flat(b), OFFSETS, True, torch.float16))
-    operands = (*flat(grad), *flat(columns), OFFSETS)
-    torch.library.opcheck(ops.grouped_wgrad, (*operands, torch.bfloat16))
+    flat = kind_of(Operand).flatten
+    torch.library.opcheck(ops.grouped_gemm, (torch.float16, True, *flat(a), *flat(b), OFFSETS))
+    operands = (torch.bfloat16, *flat(grad), *flat(columns), OFFSETS)
+    torch.library.opcheck(ops.grouped_wgrad, (*operands, None))
     torch.library.opcheck(ops.grouped_wgrad_accumulate, (*operands, torch.ones(G, N, K)))
 
 

@@ -11,7 +11,7 @@ from mxpert.backends.hopper.moe import host as moe
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import (
-    GemmConfig,
+    HopperGemmConfig,
     MoEConfig,
     MoEOptions,
     MoEProblem,
@@ -102,11 +102,16 @@ class Recorder:
             recorded.append(Launch(made.kernel, made.grid, made.arguments(tensors)))
 
         monkeypatch.setattr(launch.Launch, "__call__", record)
-        monkeypatch.setattr(moe, "combine_rows", lambda out, *_args, **_options: out)
+        monkeypatch.setattr(moe, "combine_slots", lambda out, *_args, **_options: out)
         monkeypatch.setattr(moe, "quantize_rows", lambda problem, x: x)
 
     def run(
-        self, problem: MoEProblem, config: GemmConfig, *, has_bias: bool, quantised: bool = False
+        self,
+        problem: MoEProblem,
+        config: HopperGemmConfig,
+        *,
+        has_bias: bool,
+        quantised: bool = False,
     ) -> list[Launch]:
         """Launches of both stages of `problem` with the same config.
 
@@ -133,7 +138,7 @@ class Recorder:
         )
         return list(self.launches)
 
-    def run_layer(self, problem: MoEProblem, config: GemmConfig) -> list[Launch]:
+    def run_layer(self, problem: MoEProblem, config: HopperGemmConfig) -> list[Launch]:
         """Launches of both stages in a layer."""
         self.launches.clear()
         moe.FUSED_MOE.stages(

@@ -16,15 +16,14 @@ pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon
 
 from triton.backends.nvidia.compiler import get_ptxas
 
+from mxpert.backends.hopper.lib import tile_list as schedule
 from mxpert.backends.hopper.moe import config as heuristics
-from mxpert.backends.hopper.moe import prefill_tiles as schedule
-from mxpert.formats.tensor import Layout
 from mxpert.problem import (
     ACTIVATION_FORMATS,
     Activation,
     ClampedSiLU,
-    GemmConfig,
-    MoEProblem,
+    HopperGemmConfig,
+    HopperKernel,
     SiLU,
     SiTUv2,
     SwiGLU,
@@ -110,7 +109,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
 
 
-def config_of(a_format: str, tile: str) -> GemmConfig:
+def config_of(a_format: str, tile: str) -> HopperGemmConfig:
     return heuristics.tiles(a_format == "bf16")[tile]
 
 
@@ -217,13 +216,13 @@ def test_row_kernels(
 def test_split_depth(recorder: Recorder, a_format: str, tile: str) -> None:
     """With split-K both stages store float32 partial sums, and finishing kernels follow."""
     config = config_of(a_format, tile)
-    if heuristics.is_prefill(config) or config.block_m > 16:
+    if config.kernel is HopperKernel.PREFILL or config.block_m > 16:
         pytest.skip("few tokens alone leave CTAs idle")
     launches = recorder.run(
-        describe(shape_of(), 4, a_format), replace(config, split_k=3), has_bias=True
+        describe(shape_of(), 4, a_format), replace(config, k_splits=3), has_bias=True
     )
     parts = gemms(launches)
-    assert [launch.arguments["KIND"] for launch in parts] == ["rows", "rows"]
+    assert [launch.arguments["EPILOGUE"] for launch in parts] == ["linear"] * 2
     for launch in parts:
         check_gemm(launch.compile(), tile)
     finishing = [launch for launch in launches if "finish" in launch.name or "parts" in launch.name]
@@ -249,7 +248,7 @@ def test_finish_of_stage_one(
         a_format,
         apply_router_weight_on_input=on_input,
     )
-    config = replace(config_of(a_format, "decode8"), split_k=3)
+    config = replace(config_of(a_format, "decode8"), k_splits=3)
     launches = recorder.run(problem, config, has_bias=not on_input)
     (finish,) = (launch for launch in launches if "finish" in launch.name)
     assert finish.name == (
@@ -276,11 +275,11 @@ def test_schedule_kernel(recorder: Recorder) -> None:
             assert metrics.shared_memory <= 4096
 
 
-@pytest.mark.parametrize("split_k", [1, 3])
+@pytest.mark.parametrize("k_splits", [1, 3])
 @pytest.mark.parametrize("tile", ["decode8", "wide"])
 @pytest.mark.parametrize("a_format", GEMM_FORMATS)
 def test_kernels_wait_for_the_one_before(
-    recorder: Recorder, a_format: str, tile: str, split_k: int
+    recorder: Recorder, a_format: str, tile: str, k_splits: int
 ) -> None:
     """Every kernel waits before it accesses global memory, except for early loads that bypass L1.
 
@@ -288,10 +287,10 @@ def test_kernels_wait_for_the_one_before(
     launch_dependents.
     """
     config = config_of(a_format, tile)
-    if heuristics.is_prefill(config) and split_k > 1:
+    if config.kernel is HopperKernel.PREFILL and k_splits > 1:
         pytest.skip("has no split")
     launches = recorder.run(
-        describe(shape_of(), 4, a_format), replace(config, split_k=split_k), has_bias=True
+        describe(shape_of(), 4, a_format), replace(config, k_splits=k_splits), has_bias=True
     )
     assert len(launches) >= 4
     for launch in launches:
@@ -344,7 +343,7 @@ TOKENS = (1, 3, 16, 333, 1024, 8192)
 
 @tiles
 def test_schedules_reach_as_far_as_tiles(a_format: str, tile: str) -> None:
-    assert config_of(a_format, tile).group_m <= schedule._MOST_BLOCKS.value
+    assert config_of(a_format, tile).blocks_per_tile <= schedule._MOST_BLOCKS.value
 
 
 @pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
@@ -354,7 +353,7 @@ def test_a_layer_schedules_its_tiles_once(recorder: Recorder, a_format: str) -> 
     for config in heuristics.tiles(a_format == "bf16").values():
         stages = [launch.name for launch in recorder.run(problem, config, has_bias=False)]
         layer = [launch.name for launch in recorder.run_layer(problem, config)]
-        expected = 2 if heuristics.is_prefill(config) else 0
+        expected = 2 if config.kernel is HopperKernel.PREFILL else 0
         assert stages.count("_moe_tile_schedule_kernel") == expected
         assert layer.count("_moe_tile_schedule_kernel") == expected // 2
         assert len(gemms(recorder.launches)) == 2
@@ -370,7 +369,7 @@ def test_one_binary_serves_all_models(recorder: Recorder, a_format: str) -> None
                 shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k, SwiGLU()
             )
             for launch in recorder.run(describe(same, num_tokens, a_format), config, has_bias=True):
-                key = (launch.name, str(launch.arguments.get("KIND")))
+                key = (launch.name, str(launch.arguments.get("EPILOGUE")))
                 seen.setdefault(key, {}).setdefault(launch.binary, f"{model}, T = {num_tokens}")
     many = {
         key: list(models.values())
@@ -387,11 +386,11 @@ def test_one_binary_serves_all_models(recorder: Recorder, a_format: str) -> None
 @pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 def test_few_binaries_finish_the_first_stage(recorder: Recorder, a_format: str) -> None:
     seen: dict[str, set[str]] = {}
-    for split_k, shape in itertools.product((2, 5), MODELS.values()):
+    for k_splits, shape in itertools.product((2, 5), MODELS.values()):
         same = MoEShape(
             shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k, SwiGLU()
         )
-        config = replace(config_of(a_format, "decode8"), split_k=split_k)
+        config = replace(config_of(a_format, "decode8"), k_splits=k_splits)
         for launch in recorder.run(describe(same, 1, a_format), config, has_bias=True):
             if "finish" in launch.name or "parts" in launch.name:
                 seen.setdefault(launch.name, set()).add(launch.binary)
@@ -417,108 +416,6 @@ def test_a_specialised_argument_is_caught(
         )
         found.add(launch.binary)
     assert len(found) == 2
-
-
-# --- choice -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_tokens", [1, 8, 64, 128, 256, 512, 1024, 4096, 16384])
-@pytest.mark.parametrize("model", MODEL_SHAPES)
-@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
-def test_the_heuristic_takes_a_tested_tile(a_format: str, model: str, num_tokens: int) -> None:
-    problem: MoEProblem = describe(MODEL_SHAPES[model], num_tokens, a_format)
-    assert problem.weight_layout is Layout.HOPPER_FRAGMENT
-    layer = heuristics.layer_heuristic(problem)
-    tested = heuristics.tiles(a_format == "bf16").values()
-    assert {replace(layer.gate_up, split_k=1), replace(layer.down, split_k=1)} <= set(tested)
-    for config in (layer.gate_up, layer.down):
-        heuristics.require_valid(config, problem)
-    assert layer in list(heuristics.layer_configs(problem))
-
-
-EP8 = replace(MODEL_SHAPES["deepseek-v3"], num_experts=32)
-
-
-@pytest.mark.parametrize(
-    "shape, num_tokens, a_format, tile",
-    [
-        pytest.param(EP8, 64, "mxfp8", "decode32", id="decode"),
-        pytest.param(EP8, 128, "mxfp8", "short", id="few_experts"),
-        pytest.param(MODEL_SHAPES["qwen3-235b"], 1024, "mxfp8", "triple", id="qwen3"),
-        pytest.param(MODEL_SHAPES["qwen3-235b"], 768, "bf16", "triple", id="qwen3_bf16"),
-    ],
-)
-def test_rows_of_an_expert_choose_the_tile(
-    shape: MoEShape, num_tokens: int, a_format: str, tile: str
-) -> None:
-    """The limits were measured beside the other tiles on an H200: docs/dev/performance-log.md."""
-    layer = heuristics.layer_heuristic(describe(shape, num_tokens, a_format))
-    assert layer.gate_up == layer.down == config_of(a_format, tile)
-
-
-def test_stages_with_few_weight_rows_take_two_consumers() -> None:
-    """1024 weight rows (kimi-k2, TP4) are 16 units of 64: the sixth tile of three has one unit."""
-    layer = heuristics.layer_heuristic(describe(MoEShape(7168, 512, 384, 8), 4096, "mxfp8"))
-    assert layer.gate_up == config_of("mxfp8", "narrow")
-    assert layer.down == config_of("mxfp8", "triple")
-    assert layer.routing_block_m == layer.gate_up.block_m == layer.down.block_m
-
-
-def test_stages_ask_for_few_weights_ahead_where_ctas_are_idle(recorder: Recorder) -> None:
-    """Stage 1 of one token loads few stages of weights early; others load all stages."""
-
-    def early(num_tokens: int, stages: int) -> list[int]:
-        config = replace(config_of("mxfp8", "decode8"), num_stages=stages)
-        problem = describe(MODEL_SHAPES["qwen3-235b"], num_tokens, "mxfp8")
-        return [
-            gemm.arguments["early_stages"]
-            for gemm in gemms(recorder.run(problem, config, has_bias=False))
-        ]
-
-    assert early(1, 5) == [3, 5]
-    assert early(2, 5) == [5, 5]
-    assert early(1, 2) == [2, 2]  # never more than the number of stages
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"block_m": 24},
-        {"block_n": 64},
-        {"block_k": 64},
-        {"num_warps": 16},
-        {"num_stages": 1},
-        {"num_stages": 9},
-        {"split_k": 0},
-        {"group_m": 2},
-    ],
-    ids=lambda c: "_".join(f"{k}{v}" for k, v in c.items()),
-)
-def test_other_tiles_are_refused(change: dict[str, int]) -> None:
-    config = config_of("bf16", "decode16")
-    fields = {f: getattr(config, f) for f in config.__dataclass_fields__}
-    with pytest.raises(ValueError, match="config — need one of"):
-        heuristics.require_valid(GemmConfig(**fields | change), describe(shape_of(), 64, "bf16"))
-
-
-def test_prefill_has_no_split() -> None:
-    with pytest.raises(ValueError, match="config — need one of"):
-        heuristics.require_valid(
-            replace(config_of("bf16", "wide"), split_k=2), describe(shape_of(), 64, "bf16")
-        )
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(replace(config_of("mxfp8", "decode16"), num_stages=9), id="decode"),
-        pytest.param(replace(config_of("mxfp8", "wide"), num_stages=5), id="prefill"),
-    ],
-)
-def test_a_launch_refuses_other_tiles(recorder: Recorder, config: GemmConfig) -> None:
-    with pytest.raises(ValueError, match="config — need one of"):
-        recorder.run(describe(shape_of(), 2048, "mxfp8"), config, has_bias=False)
-    assert not gemms(recorder.launches)
 
 
 # --- the register-A hazard ----------------------------------------------------------------------

@@ -21,7 +21,7 @@ from mxpert.formats import MXTensor, ScaleRule, quantize_blocks
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GemmConfig, GroupedProblem, Op, ReferenceConfig, Target
 from mxpert.routing import padded_capacity, padded_group_offsets
-from mxpert.runtime.launch import noted_launches
+from mxpert.runtime.launch import record_launches
 from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
 from support.poison import nan_filled_scratch
 from support.quantize_cases import block_cases
@@ -304,7 +304,7 @@ def test_gemm_of_integers_is_exact(pair: str, case: str, trans_b: bool) -> None:
 def test_loops_of_amd_are_exact(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On AMD kernels load scales in the step that multiplies them, elsewhere one step ahead."""
     monkeypatch.setitem(globals(), "detect_target", lambda device: GFX950)
-    with noted_launches() as notes:
+    with record_launches() as records:
         if op == "wgrad":
             actual, expected = wgrad("ragged", PAIRS["e4m3"], torch.float32, values=integers)
         else:
@@ -313,9 +313,9 @@ def test_loops_of_amd_are_exact(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
             )
     assert_exact(actual, expected.float(), op, ignore_zero_sign=True)
     ahead = [
-        note.launch.constants["PREFETCH_SCALES"]
-        for note in notes
-        if "PREFETCH_SCALES" in note.launch.constants
+        record.launch.constants["PREFETCH_SCALES"]
+        for record in records
+        if "PREFETCH_SCALES" in record.launch.constants
     ]
     assert ahead == [False]
 

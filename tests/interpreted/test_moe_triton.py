@@ -32,7 +32,7 @@ from mxpert.problem import (
     activation_mx_format,
 )
 from mxpert.routing import TOKEN_MASK, RoutingPlan
-from mxpert.runtime.launch import noted_launches
+from mxpert.runtime.launch import record_launches
 from mxpert.testing.numerics import (
     assert_close_relative,
     assert_exact,
@@ -323,13 +323,13 @@ def test_exact_problem_is_bit_identical(
         inputs.activation, a_format, combine=combine, apply_router_weight_on_input=index == 1
     )
     expected = layer(REFERENCE, FLOAT64, inputs, options)
-    with noted_launches() as notes:
+    with record_launches() as records:
         actual = layer(TRITON, EXACT_TILES[tiles], inputs, options)
     assert_exact(actual, expected, combine.value, ignore_zero_sign=True)
     ahead = [
-        note.launch.constants["PREFETCH_SCALES"]
-        for note in notes
-        if "PREFETCH_SCALES" in note.launch.constants
+        record.launch.constants["PREFETCH_SCALES"]
+        for record in records
+        if "PREFETCH_SCALES" in record.launch.constants
     ]
     assert ahead == [target.kind != "hip"] * 2
 

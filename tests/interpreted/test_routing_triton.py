@@ -9,8 +9,8 @@ import torch
 
 import mxpert
 from mxpert import Scoring
-from mxpert.backends.common.routing import MAX_EXPERTS, PLAN, TOPK, PlanConfig, TopKConfig
-from mxpert.ops.route import describe_route_topk, describe_routing_plan
+from mxpert.backends.common.routing.host import MAX_EXPERTS, PLAN, TOPK, PlanConfig, TopKConfig
+from mxpert.ops.explain import describe
 from mxpert.problem import TopKOptions
 from support.routing import (
     random_topk_ids,
@@ -32,8 +32,13 @@ def check_plan(
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     weights = torch.rand(ids.shape, generator=generator)
-    problem = describe_routing_plan(
-        weights, ids, num_experts=num_experts, routing_block_m=unit, **options
+    problem = describe(
+        mxpert.make_routing_plan,
+        weights,
+        ids,
+        num_experts=num_experts,
+        routing_block_m=unit,
+        **options,
     )
     plan = PLAN.launch(
         problem,
@@ -110,7 +115,8 @@ def test_heuristic_covers_all_rows_with_bounded_chunks(num_experts, most_tokens)
     """One launch for few rows; its limit is lower with more experts, since each program reads all
     rows."""
     for tokens in (1, 128, 129, 256, 257, 16384, 32768, (1 << 24) // 8 - 1):
-        problem = describe_routing_plan(
+        problem = describe(
+            mxpert.make_routing_plan,
             torch.empty(1, 8).expand(tokens, 8),
             torch.empty(1, 8, dtype=torch.int32).expand(tokens, 8),
             num_experts=num_experts,
@@ -148,7 +154,7 @@ def check_topk(
             logits.shape[1], generator=torch.Generator().manual_seed(5)
         )
     bias = options.get("correction_bias")
-    problem = describe_route_topk(logits, top_k, **options)
+    problem = describe(mxpert.route_topk, logits, top_k, **options)
     weights, ids = TOPK.launch(
         problem, config or TOPK.heuristic(problem), logits=logits, correction_bias=bias
     )
@@ -240,4 +246,4 @@ def test_more_experts_than_the_kernels_hold_are_refused():
 
 
 def test_topk_options_default_to_a_plain_softmax():
-    assert describe_route_topk(torch.zeros(1, 4), 2).options == TopKOptions()
+    assert describe(mxpert.route_topk, torch.zeros(1, 4), 2).options == TopKOptions()

@@ -11,7 +11,7 @@ import torch
 import mxpert
 from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
 from mxpert.backends.triton import KERNELS as TRITON_KERNELS
-from mxpert.backends.triton.rows.host import COMBINE_BLOCK
+from mxpert.backends.triton.training_rows.host import COMBINE_BLOCK
 from mxpert.dispatch import detect_target
 from mxpert.problem import Activation, Op, RowsProblem
 from mxpert.testing.numerics import assert_close_relative, rounding_rms

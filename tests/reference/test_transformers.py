@@ -13,13 +13,13 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import mxpert
 from mxpert import GateUpOrder
 from mxpert.problem import ReferenceConfig, SiLU, SwiGLU
+from mxpert.testing.noise import sqnr_floor_db
 from mxpert.testing.numerics import (
     assert_close_relative,
     assert_exact,
     cosine,
     relative_l2,
     sqnr_db,
-    sqnr_floor_db,
 )
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 

@@ -8,7 +8,7 @@ import torch
 import mxpert
 from mxpert import Scoring
 from mxpert.dispatch import resolve
-from mxpert.ops.route import describe_route_topk, describe_routing_plan
+from mxpert.ops.explain import describe
 from mxpert.problem import Op
 
 LOGITS = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
@@ -20,7 +20,7 @@ FIELDS = ("sorted_token_ids", "sorted_weights", "block_expert_ids", "num_valid",
 def test_route_topk_opcheck(tokens, bias):
     torch.library.opcheck(
         torch.ops.mxpert.route_topk,
-        (LOGITS[:tokens], bias, 4, Scoring.SIGMOID.value, True, 4, 2, 2.5),
+        (Scoring.SIGMOID.value, 4, True, 4, 2, 2.5, LOGITS[:tokens], bias),
     )
 
 
@@ -32,7 +32,7 @@ def test_make_routing_plan_opcheck(tokens, local):
     num_local = torch.tensor([7], dtype=torch.int32) if local else None
     torch.library.opcheck(
         torch.ops.mxpert.make_routing_plan,
-        (weights, ids, expert_map, num_local, 16, 12 if local else 16, 8),
+        (16, 12 if local else 16, 8, weights, ids, expert_map, num_local),
     )
 
 
@@ -62,12 +62,17 @@ def test_fake_tensors_carry_the_plan_shapes():
 
 
 def test_problems_describe_the_arguments():
-    topk = describe_route_topk(LOGITS, 4, num_groups=4, top_groups=2)
+    topk = describe(mxpert.route_topk, LOGITS, 4, num_groups=4, top_groups=2)
     assert (topk.op, topk.num_tokens, topk.top_k, topk.num_experts) == (Op.ROUTE_TOPK, 12, 4, 16)
     assert topk.options.num_groups == 4
     weights, ids = mxpert.route_topk(LOGITS, 4)
-    plan = describe_routing_plan(
-        weights, ids, num_experts=16, routing_block_m=8, num_local_experts=4
+    plan = describe(
+        mxpert.make_routing_plan,
+        weights,
+        ids,
+        num_experts=16,
+        routing_block_m=8,
+        num_local_experts=4,
     )
     assert (plan.op, plan.num_experts, plan.num_local_experts) == (Op.ROUTING_PLAN, 16, 4)
     assert {hash(topk), hash(plan)}  # hashable: they key caches

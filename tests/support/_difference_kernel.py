@@ -11,6 +11,10 @@ _BLOCK = 4096
 
 @triton.jit
 def _count_differences_kernel(count_ptr, first_ptr, second_ptr, num_elements, BLOCK: tl.constexpr):
+    """Add the number of differing elements to count.
+
+    Grid: (blocks,), BLOCK elements per program; a program without differences adds nothing.
+    """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < num_elements
     first = tl.load(first_ptr + place, mask=inside, other=0)

@@ -200,7 +200,8 @@ def _operand(handle: Any, fmt: object, scale: Any, k_axis: int, k_pack: bool) ->
         factor = decode(scale.data, scale.dtype.scalar).astype(np.float64)
     # Scales are [rows, K/group] for both operands; values of the right operand are [K, columns].
     factor = np.repeat(factor, values.shape[k_axis] // factor.shape[-1], axis=-1)
-    return values * (factor if k_axis == -1 else np.swapaxes(factor, -1, -2))
+    result: np.ndarray = values * (factor if k_axis == -1 else np.swapaxes(factor, -1, -2))
+    return result
 
 
 # Stock: absent before Triton 3.8. This one accumulates in float64 and rounds to float32 once.

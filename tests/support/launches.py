@@ -17,8 +17,8 @@ from triton.backends.driver import Benchmarker, GPUDriver
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
-from mxpert.dispatch import Calls
 from mxpert.ops import grouped_gemm, moe, quantize, quantize_dual, route, rows
+from mxpert.ops.library import OPS
 from mxpert.problem import Target
 from mxpert.runtime.launch import Launch
 
@@ -108,7 +108,8 @@ class _Driver(GPUDriver):
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        return nvidia.ty_to_cpp(ty)
+        result: str = nvidia.ty_to_cpp(ty)
+        return result
 
     def get_active_torch_device(self) -> Any:
         raise NotImplementedError
@@ -158,6 +159,6 @@ def as_if_on_h200() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in _OPS:
             stack.enter_context(mock.patch.object(module, "detect_target", _h200))
-            for calls in [each for each in vars(module).values() if isinstance(each, Calls)]:
-                stack.enter_context(mock.patch.object(calls, "_known", {}))
+        for spec in OPS.values():
+            stack.enter_context(mock.patch.object(spec._calls, "_cached", {}))
         yield

@@ -18,7 +18,7 @@ from mxpert.dispatch import override
 from mxpert.formats.tensor import MXTensor
 from mxpert.ops.moe import moe_down, moe_gate_up
 from mxpert.ops.route import make_routing_plan
-from mxpert.problem import MoEConfig
+from mxpert.problem import HopperGemmConfig, HopperKernel, MoEConfig
 from mxpert.routing import RoutingPlan
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 
@@ -144,18 +144,20 @@ def hopper_tiles(a_format: str) -> dict[str, MoEConfig]:
     from mxpert.backends.hopper.moe import config as heuristics
 
     found = {}
-    for name, config in heuristics.tiles(split=a_format == "bf16").items():
+    for name, config in heuristics.tiles(hi_lo=a_format == "bf16").items():
         found[name] = MoEConfig(config.block_m, config, config)
-        if not heuristics.is_prefill(config):
+        if config.kernel is HopperKernel.DECODE:
             found[name + "_split"] = MoEConfig(
-                config.block_m, replace(config, split_k=3), replace(config, split_k=2)
+                config.block_m, replace(config, k_splits=3), replace(config, k_splits=2)
             )
     return found
 
 
 def tokens_for(shape: MoEShape, config: MoEConfig) -> int:
     """Tokens that fill the tiles of stage 1 to `FILLED` in the mean."""
-    rows = int(FILLED * config.gate_up.block_m * config.gate_up.group_m)
+    tile = config.gate_up
+    assert isinstance(tile, HopperGemmConfig)  # for the type checker
+    rows = int(FILLED * tile.block_m * tile.blocks_per_tile)
     return rows * shape.num_experts // shape.top_k + 1
 
 
@@ -199,20 +201,12 @@ class MoEHunt:
 
     def stages(self) -> tuple[torch.Tensor | MXTensor, torch.Tensor]:
         """The intermediate, and y in float32."""
+        weights, form = self.inputs.weights, self.a_format
+        activation = self.inputs.activation
         h = moe_gate_up(
-            self.inputs.x,
-            self.inputs.weights,
-            self.plan,
-            activation=self.inputs.activation,
-            activation_format=self.a_format,
+            self.inputs.x, weights, self.plan, activation=activation, activation_format=form
         )
-        return h, moe_down(
-            h,
-            self.inputs.weights,
-            self.plan,
-            out_dtype=torch.float32,
-            activation_format=self.a_format,
-        )
+        return h, moe_down(h, weights, self.plan, out_dtype=torch.float32, activation_format=form)
 
     def run(self) -> tuple[torch.Tensor, ...]:
         """y as bits; it depends on every value of the intermediate."""

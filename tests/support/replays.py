@@ -1,4 +1,4 @@
-"""Comparison of replayed calls with ordinary ones, on the mock driver of `testing.launches`."""
+"""Comparison of replayed calls with ordinary ones, on the mock driver of `support.launches`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from unittest import mock
 
 import torch
 
-from mxpert.runtime import replay
-from mxpert.runtime.replay import Replayed
+from mxpert.runtime.replay import Recording, Replayed
 
 LOWEST_ADDRESS = 1 << 32
 """Integers from here on are addresses: kernel sizes are smaller, and tensors lie higher."""
@@ -33,15 +32,15 @@ def without_replay() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched_replays() -> Iterator[list[object]]:
-    """Yield a list of the calls that are replayed inside the block."""
+    """Yield a list of the recordings that are replayed inside the block."""
     seen: list[object] = []
-    run = replay._Call.replay
+    run = Recording.replay
 
-    def counted(call: replay._Call, *arguments: Any) -> Any:
-        seen.append(call)
-        return run(call, *arguments)
+    def counted(recording: Recording, *arguments: Any) -> Any:
+        seen.append(recording)
+        return run(recording, *arguments)
 
-    with mock.patch.object(replay._Call, "replay", counted):
+    with mock.patch.object(Recording, "replay", counted):
         yield seen
 
 
@@ -98,6 +97,49 @@ def check_same(
                 result.data_ptr(),
                 place,
             )
+
+
+def check_replay(
+    launches: Launches,
+    replays: list[object],
+    make: Callable[[], Any],
+    run: Callable[[Any], Any],
+    *,
+    is_first: bool = True,
+) -> None:
+    """Check that the third `run(owner)` is replayed and makes the launches of an ordinary call.
+
+    Args:
+        make: makes an owner of the arguments, in newly allocated memory.
+        is_first: whether `make` makes no call of `run`'s geometry itself.
+    """
+    first = make()
+    for _ in range(2):
+        run(first)
+    assert not (is_first and replays)
+    for owner in (first, make()):  # new arguments, the same geometry
+        want = ordinary(launches, lambda owner=owner: run(owner))  # type: ignore[misc]
+        replays.clear()
+        launches.clear()
+        result = run(owner)
+        assert replays
+        check_same(owner, want, (launches.copy(), result))
+
+
+def check_interleaved(
+    launches: Launches, replays: list[object], calls: list[tuple[object, Callable[[], Any]]]
+) -> None:
+    """Check interleaved calls, each with its owner: a key that is too coarse would replay another
+    call."""
+    for _ in range(3):
+        for _, call in calls:
+            call()
+    assert replays
+    for owner, call in calls:
+        want = ordinary(launches, call)
+        launches.clear()
+        result = call()
+        check_same(owner, want, (launches.copy(), result))
 
 
 def _check(holds: bool, what: str, want: object, have: object) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from mxpert import ScaleRule
 from mxpert.formats import quantize_blocks
+from mxpert.testing.noise import gaussian_magnitudes, quantisation_noise, sqnr_floor_db
 from mxpert.testing.numerics import (
     END_TO_END_GATE,
     INTERMEDIATE_NOISE,
@@ -19,15 +20,12 @@ from mxpert.testing.numerics import (
     bf16_output_tolerance,
     cosine,
     end_to_end_tolerance,
-    gaussian_magnitudes,
     is_exact,
-    quantisation_noise,
     relative_l2,
     requantisation_error,
     rounding_rms,
     sampling_margin,
     sqnr_db,
-    sqnr_floor_db,
     stage_tolerance,
 )
 

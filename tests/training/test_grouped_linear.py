@@ -12,14 +12,8 @@ import torch
 
 import mxpert
 from mxpert.formats.spec import ScaleRule
-from mxpert.testing.numerics import (
-    gaussian_magnitudes,
-    is_exact,
-    quantisation_noise,
-    rounding_rms,
-    sampling_margin,
-    sqnr_db,
-)
+from mxpert.testing.noise import gaussian_magnitudes, quantisation_noise
+from mxpert.testing.numerics import is_exact, rounding_rms, sampling_margin, sqnr_db
 from mxpert.training import MXFP8Recipe, grouped_linear
 
 PLAIN = MXFP8Recipe(enabled=False)

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from mxpert.backends.common.groups import _padded_offsets_kernel
+from mxpert.backends.common.groups import MAX_GROUPS, _padded_offsets_kernel
+from mxpert.backends.triton.grouped import config as heuristics
 from mxpert.backends.triton.grouped import host as grouped
+from mxpert.backends.triton.quantize_dual.host import QUANTIZE_DUAL
 from mxpert.formats import MXTensor, ScaleRule
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GroupedProblem, Op, Target
@@ -146,7 +148,7 @@ def launch_dual(
         groups > 0,
     )
     offsets = empty(groups + 1, dtype=torch.int32) if groups else None
-    grouped.QUANTIZE_DUAL.launch(problem, None, x=empty(*shape, dtype=dtype), group_offsets=offsets)
+    QUANTIZE_DUAL.launch(problem, None, x=empty(*shape, dtype=dtype), group_offsets=offsets)
 
 
 def metrics_of(launch: RecordedLaunch, target: str) -> Metrics:
@@ -161,7 +163,7 @@ def assert_uses_the_chip(metrics: Metrics, problem: GroupedProblem, config: Any)
     kind = "bf16" if problem.a_format == "bf16" else "mx"
     assert metrics.matrix_instruction == INSTRUCTIONS[kind][problem.target.arch]
     assert metrics.spills == 0
-    estimate = grouped.shared_memory(problem, config)
+    estimate = heuristics.shared_memory(problem, config)
     padding = estimate // 32 if TRITON_RELEASE >= (3, 9) and problem.target.kind == "hip" else 0
     assert metrics.shared_memory <= estimate + padding <= problem.target.shared_memory
     assert set(metrics.global_loads) <= ({8, 32, 64, 128} if kind == "mx" else {32, 128})
@@ -232,7 +234,7 @@ def test_dual(record: Recorder, groups: int, dtype: torch.dtype, target: str) ->
 @targets
 def test_most_groups_fit(record: Recorder, target: str) -> None:
     """The search among 1024 groups causes no spills in the GEMM."""
-    launch = record(launch_gemm, target, FORMATS["e4m3"], groups=grouped.MAX_GROUPS)
+    launch = record(launch_gemm, target, FORMATS["e4m3"], groups=MAX_GROUPS)
     assert launch.arguments["BLOCK_G"] == 2048
     assert metrics_of(launch, target).spills == 0
 
@@ -275,7 +277,7 @@ def test_choices_are_valid(target: str) -> None:
         configs = list(op.configs(problem))
         assert configs[0] == op.heuristic(problem)
         assert len(set(configs)) > 3
-        assert all(grouped.invalid(problem, config) is None for config in configs)
+        assert all(heuristics.invalid(problem, config) is None for config in configs)
 
 
 @pytest.mark.parametrize("arch, kind", [("sm_80", "cuda"), ("gfx942", "hip")])

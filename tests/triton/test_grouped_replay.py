@@ -16,7 +16,7 @@ from mxpert.ops import rows
 from mxpert.runtime.launch import Launch
 from mxpert.training import MXFP8Recipe, grouped_linear
 from support.launches import as_if_on_h200, count_launches, without_device
-from support.replays import Launches, check_same, ordinary
+from support.replays import Launches, check_interleaved, check_replay
 
 WIDTH, OUT, GROUPS = 256, 160, 5
 SPANS = {
@@ -119,26 +119,16 @@ def test_a_replay_launches_what_the_call_does(
     name: str, launches: Launches, replays: list[object]
 ) -> None:
     mode, run = CASES[name]
-    first = Linear(mode)
-    for _ in range(2):
-        run(first)
-    for layer in (first, Linear(mode)):  # new arguments, the same geometry
-        want = ordinary(launches, lambda layer=layer: run(layer))
-        replays.clear()
-        launches.clear()
-        result = run(layer)
-        assert replays
-        check_same(layer, want, (launches.copy(), result))
+    check_replay(launches, replays, lambda: Linear(mode), run, is_first=False)
 
 
 def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) -> None:
-    """Different calls are interleaved: a key that is too coarse would replay the wrong call."""
     layers = [Linear(mode) for mode in SPANS]
     row, more = layers[1], Linear("row", 202)
     strided, wide = Linear("row"), Linear("row")
     strided.x = torch.zeros(200, 2 * WIDTH, dtype=torch.bfloat16)[:, :WIDTH]
     wide.offsets = wide.offsets.long()
-    calls: list[tuple[Linear, Callable[[], Any]]] = [
+    calls: list[tuple[object, Callable[[], Any]]] = [
         *(
             (layer, lambda layer=layer, op=op: op(layer))
             for layer in (*layers, more, wide)
@@ -165,15 +155,7 @@ def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) ->
         (row, row.activate),
         (row, row.activate_backward),
     ]
-    for _ in range(3):
-        for _, call in calls:
-            call()
-    assert replays
-    for owner, call in calls:
-        want = ordinary(launches, call)
-        launches.clear()
-        result = call()
-        check_same(owner, want, (launches.copy(), result))
+    check_interleaved(launches, replays, calls)
 
 
 @pytest.mark.parametrize("mode", SPANS)

@@ -177,7 +177,7 @@ def test_amd_loads_weights_by_their_size(
     problem = describe("gfx950", a_format, 64, shape)
     launches = record(problem, heuristics.layer_heuristic(problem), shape)
     (gate_up,) = (each for each in launches if each.kernel.__name__ == "_moe_gate_up_kernel")
-    size = gate_up.arguments["weight_ptr"].untyped_storage().size()
+    size = gate_up.arguments["w_ptr"].untyped_storage().size()
     assert (size < 2**31) is (loads == "buffer")
     metrics = compile_launch(gate_up, "gfx950")
     by_address = sum(

@@ -17,7 +17,7 @@ import torch
 from triton import knobs
 
 import mxpert
-from mxpert import Combine, GemmConfig, MoEConfig, Scoring
+from mxpert import Combine, HopperGemmConfig, MoEConfig, Scoring
 from mxpert.backends.hopper.moe.host import FUSED_MOE
 from mxpert.dispatch import tables
 from mxpert.formats.tensor import Layout, MXTensor
@@ -25,11 +25,12 @@ from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.routing import RoutingPlan
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from support.launches import as_if_on_h200, count_launches, without_device
-from support.replays import Launches, check_same, flat, ordinary
+from support.replays import Launches, check_interleaved, check_replay, check_same, flat, ordinary
 
 SHAPE = MoEShape(
     hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation=mxpert.SwiGLU()
 )
+PINNED = MoEConfig(32, *[HopperGemmConfig("decode", 32, 3, hi_lo=True)] * 2)
 
 
 @pytest.fixture(autouse=True)
@@ -157,28 +158,15 @@ CASES: dict[str, tuple[Callable[[], Layer], Callable[[Layer], Any]]] = {
 def test_a_replay_launches_what_the_call_does(
     name: str, launches: Launches, replays: list[object]
 ) -> None:
-    make, run = CASES[name]
-    first = make()
-    for _ in range(2):
-        run(first)
-    assert not replays
-    for layer in (first, make()):  # new arguments, the same geometry
-        want = ordinary(launches, lambda layer=layer: run(layer))
-        replays.clear()
-        launches.clear()
-        result = run(layer)
-        assert replays
-        check_same(layer, want, (launches.copy(), result))
+    check_replay(launches, replays, *CASES[name])
 
 
 def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) -> None:
-    """Different calls are interleaved: a key that is too coarse would replay the wrong call."""
     layer, other = Layer(4), Layer(4, has_bias=True)
     more = Layer(5)
     strided = Layer(4)
     strided.x = torch.zeros(4, 512, dtype=torch.bfloat16)[:, :256]
-    pinned = MoEConfig(32, *[GemmConfig(32, 128, 256, 4, 3)] * 2)
-    calls: list[tuple[Layer, Callable[[], Any]]] = [
+    calls: list[tuple[object, Callable[[], Any]]] = [
         *((one, lambda one=one: one.fused()) for one in (layer, other, more, strided)),
         *(
             (layer, lambda options=options: layer.fused("mxfp8", **options))
@@ -190,7 +178,7 @@ def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) ->
                 {"expert_map": layer.expert_map},
             )
         ),
-        (layer, lambda: pin(pinned, layer.fused)),
+        (layer, lambda: pin(PINNED, layer.fused)),
         *(
             (layer, lambda options=options: layer.topk(**options))
             for options in (
@@ -207,15 +195,7 @@ def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) ->
             for name in ("mxfp4", "mxfp8")
         ),
     ]
-    for _ in range(3):
-        for _, call in calls:
-            call()
-    assert replays
-    for owner, call in calls:
-        want = ordinary(launches, call)
-        launches.clear()
-        result = call()
-        check_same(owner, want, (launches.copy(), result))
+    check_interleaved(launches, replays, calls)
 
 
 def pin(config: MoEConfig, call: Callable[[], Any]) -> Any:
@@ -229,7 +209,7 @@ def test_a_pinned_config_and_a_new_table_are_not_answered_from_before(
     layer = Layer(4)
     for _ in range(3):
         layer.fused()
-    pin(MoEConfig(32, *[GemmConfig(32, 128, 256, 4, 3)] * 2), layer.fused)
+    pin(PINNED, layer.fused)
     assert len(replays) == 1
     layer.fused()
     assert len(replays) == 2

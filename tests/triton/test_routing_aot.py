@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from mxpert.backends.common import routing
-from mxpert.backends.common.combine import combine_rows
+import mxpert
+from mxpert.backends.common.combine import combine_slots
+from mxpert.backends.common.routing import host as routing
 from mxpert.ops import route
-from mxpert.ops.route import describe_route_topk, describe_routing_plan
+from mxpert.ops.explain import describe
 from mxpert.problem import Scoring
 from support.aot import SHARED_MEMORY_LIMIT, TARGETS, TRITON_RELEASE, compile_for, specialize
 from support.launches import H200, RecordedLaunch, recorded_launches
@@ -55,7 +56,7 @@ def launches() -> Iterator[list[RecordedLaunch]]:
 
 def launch_topk(num_tokens: int, num_experts: int, top_k: int, **options: Any) -> None:
     logits = torch.zeros(num_tokens, num_experts, dtype=options.pop("dtype", torch.float32))
-    problem = describe_route_topk(logits, top_k, **options)
+    problem = describe(mxpert.route_topk, logits, top_k, **options)
     routing.TOPK.launch(
         problem,
         routing.TOPK.heuristic(problem),
@@ -68,7 +69,9 @@ def launch_plan(
     num_tokens: int, num_experts: int, top_k: int, unit: int, expert_parallel: bool = False
 ) -> None:
     ids = torch.zeros(num_tokens, top_k, dtype=torch.int32)
-    problem = describe_routing_plan(ids.float(), ids, num_experts=num_experts, routing_block_m=unit)
+    problem = describe(
+        mxpert.make_routing_plan, ids.float(), ids, num_experts=num_experts, routing_block_m=unit
+    )
     routing.PLAN.launch(
         problem,
         routing.PLAN.heuristic(problem),
@@ -114,7 +117,7 @@ def test_dependent_launch_waits_first(launches, monkeypatch):
     launch_plan(128, 384, 8, 64, expert_parallel=True)
     launch_plan(16384, 384, 8, 64, expert_parallel=True)
     for early in (False, True):
-        combine_rows(
+        combine_slots(
             torch.zeros(64, 2880),
             torch.zeros(16, 4, dtype=torch.int32),
             H200,

@@ -18,7 +18,7 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """tanh in float32, relative error at most 2^-20; every device kernel uses this form.
+    """Tanh in float32, relative error at most 2^-20; every device kernel uses this form.
 
     Below 1/4 it is the Taylor series up to x^9; the other terms are 9e-9 of the result. Above it is
     ``(1 - d) / (1 + d)`` with ``d = e^(-2|x|)``. In units of 2^-22, the exponential and the
@@ -33,7 +33,8 @@ def tanh(x):
     )
     decay = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - decay) / (1.0 + decay)
-    return tl.where(square < 0.0625, series, tl.where(x < 0.0, -size, size))
+    below_a_quarter = square < 0.0625
+    return tl.where(below_a_quarter, series, tl.where(x < 0.0, -size, size))
 
 
 @triton.jit

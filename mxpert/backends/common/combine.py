@@ -1,4 +1,4 @@
-"""REDUCE: sum the rows of each token in slot order."""
+"""Combine.REDUCE: sum the rows of each token in slot order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ...problem import Target
 from ...runtime.launch import CACHED_LAUNCHES, Launch
-from .pdl import BEFORE_WAIT, maybe_launch_dependents_and_wait, pdl_options
+from .pdl import BEFORE_WAIT, launch_dependents_and_wait, pdl_options
 
 BLOCK_N = 512
 """Columns per program: one 16-byte access per thread for 2-byte rows with two warps."""
@@ -35,7 +35,7 @@ def _rows_of_slots(slot_rows, first, top_k):
 
 @triton.jit
 def _add_rows(total, source, rows, columns, num_columns):
-    """total + Σ source[rows], in order. All loads are issued before the first addition."""
+    """Total + Σ source[rows], in order. All loads are issued before the first addition."""
     values = ()
     for place in tl.static_range(_SLOTS):
         mask = (columns < num_columns) & (rows[place] >= 0)
@@ -63,19 +63,21 @@ def _moe_combine_kernel(
 ):
     """``out[t] = Σ_slot rows[slot_rows[t, slot]]``, summed in float32; slots at −1 are skipped.
 
-    PLAN_BEFORE_WAIT: read the plan before grid_dependency_wait. This is safe after
-    a GEMM that waits for its predecessor before it calls launch_dependents.
+    Grid: (tokens · column tiles,), one token and BLOCK_N columns per program; the column tiles of a
+    token are neighbours. PLAN_BEFORE_WAIT: read the plan before grid_dependency_wait. This is safe
+    after a GEMM that waits for its predecessor before it calls launch_dependents.
     """
     token = (tl.program_id(0) // num_tiles_n).to(tl.int64)
     columns = tl.program_id(0) % num_tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     num_columns = num_blocks * 32
     slot_rows = slot_rows_ptr + token * top_k
     if not PLAN_BEFORE_WAIT:
-        maybe_launch_dependents_and_wait(USE_PDL)
-    rows = _rows_of_slots(slot_rows, 0, top_k)
+        launch_dependents_and_wait(USE_PDL)
+    rows = _rows_of_slots(slot_rows, 0, top_k)  # _SLOTS scalars
     if PLAN_BEFORE_WAIT:
-        maybe_launch_dependents_and_wait(USE_PDL)
-    total = _add_rows(tl.zeros((BLOCK_N,), tl.float32), rows_ptr, rows, columns, num_columns)
+        launch_dependents_and_wait(USE_PDL)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    total = _add_rows(total, rows_ptr, rows, columns, num_columns)
     for first in range(_SLOTS, top_k, _SLOTS):
         rows = _rows_of_slots(slot_rows, first, top_k)
         total = _add_rows(total, rows_ptr, rows, columns, num_columns)
@@ -86,7 +88,7 @@ def _moe_combine_kernel(
     )
 
 
-def combine_rows(
+def combine_slots(
     rows: torch.Tensor, slot_rows: torch.Tensor, target: Target, *, plan_before_wait: bool = False
 ) -> torch.Tensor:
     """Sum ``rows`` [P, H] by ``slot_rows`` int32 [T, k] into [T, H] of the same dtype.

@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...problem import GroupedProblem
+from ...problem import GroupedProblem, Target
 from ...runtime.launch import CACHED_LAUNCHES, Launch
+from .targets import refuse_without
 
 MAX_GROUPS = 1024
 """Every program keeps the offsets of all groups in registers: at most sixteen a thread."""
@@ -50,10 +51,10 @@ def _padded_offsets_kernel(
 ):
     """Write padded [num_groups + 1]: offsets of the groups in a columnwise copy, multiples of 32.
 
-    Offsets are clamped to `reduction`, the length of the copy. One program handles all groups,
-    BLOCK per iteration.
+    Grid: (1,). The program handles all groups, BLOCK per iteration. Offsets are clamped to
+    `reduction`, the length of the copy.
     """
-    before = tl.full((), 0, tl.int64)
+    before = tl.full((), 0, tl.int64)  # blocks of the groups of earlier iterations
     for first in range(0, num_groups + 1, BLOCK):
         index = first + tl.arange(0, BLOCK)
         starts = tl.load(group_offsets_ptr + index, mask=index <= num_groups, other=0)
@@ -73,6 +74,19 @@ def _padded_offsets_kernel(
 def pick(chosen, values):
     """The entry of `values` that is chosen; 0 if none is."""
     return tl.sum(tl.where(chosen, values, 0), axis=0)
+
+
+def group_block(num_groups: int) -> int:
+    """Length of the group vector in a kernel; one more entry stands for rows without a group."""
+    result: int = max(32, triton.next_power_of_2(num_groups + 1))
+    return result
+
+
+def refuse_groups(target: Target, num_groups: int) -> str | None:
+    """Why portable kernels cannot run on `target` with this many groups; None if they can."""
+    if num_groups > MAX_GROUPS:
+        return f"holds at most {MAX_GROUPS} groups, got {num_groups}"
+    return refuse_without(target, "scaled MFMA and the OCP fp8 types")
 
 
 def padded_offsets(problem: GroupedProblem, group_offsets: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from ...formats.tensor import MXTensor
 from ...problem import (
+    GemmConfig,
     MoEConfig,
     MoEProblem,
     Op,
@@ -22,7 +23,7 @@ from ...routing import RoutingPlan
 from ...runtime.launch import CACHED_LAUNCHES
 from ...weights import MoEWeights
 from .quantize import QUANTIZE
-from .routing import PLAN, PlanConfig
+from .routing.host import PLAN, PlanConfig
 
 
 class TwoStageLayer:
@@ -37,6 +38,7 @@ class TwoStageLayer:
 
     def __init__(self, gate_up: Any, down: Any, choice: ModuleType) -> None:
         self.backend: str = gate_up.backend
+        self.stage_config: type = getattr(gate_up, "stage_config", GemmConfig)
         self._gate_up, self._down, self._choice = gate_up, down, choice
 
     def unsupported(self, problem: MoEProblem) -> str | None:

@@ -19,9 +19,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...formats.spec import E8M0_MAX, MXFormat, ScaleRule
+from ...formats.spec import E8M0_BIAS, E8M0_MAX, E8M0_NAN, MXFormat, ScaleRule
 
 _MANTISSA = 1 << 23  # largest mantissa field of a float32, plus one
+_ONE = tl.constexpr(E8M0_BIAS)  # the E8M0 byte of 2^0
+_NAN = tl.constexpr(E8M0_NAN)
+_FLOAT_INFINITY = tl.constexpr(0x7F800000)  # bits of float32 values
+_FLOAT_NAN = tl.constexpr(0x7FC00000)
+_SMALLEST = tl.constexpr(1 << 22)  # 2^-127, a subnormal
 
 
 def scale_rule_constants(fmt: MXFormat, rule: ScaleRule) -> dict[str, int]:
@@ -52,22 +57,22 @@ def e8m0_scale(amax_bits, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE:
     INF_BYTE, NaN 255. Only the lower end is clamped: the largest finite result is 255 - EMAX.
     """
     byte = tl.maximum(((amax_bits + (0x800000 - THRESHOLD)) >> 23) - EMAX, 0)
-    byte = tl.where(amax_bits == 0x7F800000, INF_BYTE, byte)
-    byte = tl.where(amax_bits == 0, 127, byte)
-    return tl.where(amax_bits > 0x7F800000, 255, byte)
+    byte = tl.where(amax_bits == _FLOAT_INFINITY, INF_BYTE, byte)
+    byte = tl.where(amax_bits == 0, _ONE, byte)
+    return tl.where(amax_bits > _FLOAT_INFINITY, _NAN, byte)
 
 
 @triton.jit
 def inverse_scale(byte):
     """``2^(127 - byte)`` as float32; byte 254 gives the subnormal 2^-127. Undefined for 255."""
-    return tl.where(byte >= 254, 1 << 22, (254 - byte) << 23).to(tl.float32, bitcast=True)
+    return tl.where(byte >= 254, _SMALLEST, (254 - byte) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scale_value(byte):
     """``2^(byte - 127)`` as float32; byte 0 gives the subnormal 2^-127, byte 255 NaN."""
-    bits = tl.where(byte == 0, 1 << 22, byte << 23)
-    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    bits = tl.where(byte == 0, _SMALLEST, byte << 23)
+    return tl.where(byte == _NAN, _FLOAT_NAN, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -80,7 +85,7 @@ def encode(values, is_nan, FORMAT: tl.constexpr):
         # Adding 2^22 times the value's power of two rounds to one mantissa bit. The exponent of the
         # sum gives the binade, its last bits count half binades. Their sum is the code.
         size = tl.minimum(tl.abs(values), 6.0)
-        power = tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
+        power = tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & _FLOAT_INFINITY
         total = (power.to(tl.float32, bitcast=True) * 4194304.0 + size).to(tl.int32, bitcast=True)
         code = (total >> 22) + (total & 15) - 2 * (127 + 22)
         code += (values.to(tl.int32, bitcast=True) >> 28) & 8
@@ -131,7 +136,7 @@ def quantize_tile(
         blocks = tl.reshape(values, (M // 32, 32, N))
         byte = e8m0_scale(tl.max(magnitude_bits(blocks), axis=1), EMAX, THRESHOLD, INF_BYTE)
         wide = byte[:, None, :]  # [M/32, 1, N]
-    codes = encode(blocks * inverse_scale(wide), wide == 255, FORMAT)
+    codes = encode(blocks * inverse_scale(wide), wide == _NAN, FORMAT)
     if FORMAT == "e2m1":
         if AXIS == 1:
             low, high = tl.split(tl.reshape(codes, (M, N // 2, 2)))
@@ -158,7 +163,10 @@ def _quantize_rows_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Quantise x [num_rows, 32 · num_blocks] along its dense rows; outputs are contiguous."""
+    """Quantise x [num_rows, 32 · num_blocks] along its dense rows; outputs are contiguous.
+
+    Grid: (tiles,), one [BLOCK_ROWS, BLOCK_COLUMNS] tile per program, tiles of a row in turn.
+    """
     PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
     tiles = tl.cdiv(num_blocks, BLOCK_COLUMNS // 32)
     rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -170,6 +178,7 @@ def _quantize_rows_kernel(
         mask=row_mask & (columns < num_blocks * 32),
         other=0.0,
     ).to(tl.float32)
+    # codes [BLOCK_ROWS, BLOCK_COLUMNS/PACK] uint8, scale [BLOCK_ROWS, BLOCK_COLUMNS/32] uint8 E8M0
     codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE)
     columns = first // PACK + tl.arange(0, BLOCK_COLUMNS // PACK)[None, :]
     width = num_blocks * (32 // PACK)  # bytes of codes a row
@@ -196,8 +205,8 @@ def _quantize_columns_kernel(
 ):
     """Quantise contiguous x [32 · blocks, num_columns] with blocks along columns.
 
-    A program handles 32 rows. It loads even and odd rows separately, so that the two e2m1 codes of
-    a byte are in the same thread.
+    Grid: (blocks · column tiles,), 32 rows and BLOCK_COLUMNS columns per program. With e2m1 it
+    loads even and odd rows separately, so that both codes of a byte are in the same thread.
     """
     PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
     tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
@@ -206,6 +215,7 @@ def _quantize_columns_kernel(
     mask = (columns < num_columns)[None, :]
     rows = tl.arange(0, 32 // PACK)[:, None].to(tl.int64)
     x_ptrs = x_ptr + (block * 32 + rows * PACK) * num_columns + columns[None, :]
+    # low (and high, the odd rows) [32/PACK, BLOCK_COLUMNS] float32
     low = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     amax = tl.max(magnitude_bits(low), axis=0)
     if PACK == 2:
@@ -213,7 +223,7 @@ def _quantize_columns_kernel(
         amax = tl.maximum(amax, tl.max(magnitude_bits(high), axis=0))
     byte = e8m0_scale(amax, EMAX, THRESHOLD, INF_BYTE)  # [BLOCK_COLUMNS]
     inverse = inverse_scale(byte)[None, :]
-    is_nan = (byte == 255)[None, :]
+    is_nan = (byte == _NAN)[None, :]
     codes = encode(low * inverse, is_nan, FORMAT)
     if PACK == 2:
         codes += encode(high * inverse, is_nan, FORMAT) << 4
@@ -228,12 +238,15 @@ def _quantize_columns_kernel(
 def _dequantize_rows_kernel(
     out_ptr, qdata_ptr, scale_ptr, num_blocks, FORMAT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Dequantise contiguous blocks of 32 along the last axis, BLOCK blocks per program."""
+    """Dequantise contiguous blocks of 32 along the last axis.
+
+    Grid: (tiles,), BLOCK blocks per program.
+    """
     BYTES: tl.constexpr = 16 if FORMAT == "e2m1" else 32
     blocks = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = blocks < num_blocks
     offsets = blocks[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
-    codes = tl.load(qdata_ptr + offsets, mask=mask[:, None], other=0)
+    codes = tl.load(qdata_ptr + offsets, mask=mask[:, None], other=0)  # [BLOCK, BYTES] uint8
     scale = scale_value(tl.load(scale_ptr + blocks, mask=mask, other=0).to(tl.int32))[:, None]
     values = decode(codes, FORMAT) * scale  # [BLOCK, BYTES]
     if FORMAT == "e2m1":
@@ -246,7 +259,10 @@ def _dequantize_rows_kernel(
 def _dequantize_columns_kernel(
     out_ptr, qdata_ptr, scale_ptr, num_columns, FORMAT: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
-    """Dequantise blocks along columns: the inverse of `_quantize_columns_kernel`, same tiles."""
+    """Dequantise blocks along columns, the inverse of `_quantize_columns_kernel`.
+
+    Grid: (blocks · column tiles,), as there.
+    """
     PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
     tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
     block = (tl.program_id(0) // tiles).to(tl.int64)
@@ -254,6 +270,7 @@ def _dequantize_columns_kernel(
     mask = columns < num_columns
     rows = tl.arange(0, 32 // PACK)[:, None].to(tl.int64)
     code_rows = block * (32 // PACK) + rows
+    # codes [32/PACK, BLOCK_COLUMNS] uint8, scale [1, BLOCK_COLUMNS] float32
     codes = tl.load(
         qdata_ptr + code_rows * num_columns + columns[None, :], mask=mask[None, :], other=0
     )

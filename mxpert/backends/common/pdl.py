@@ -56,10 +56,14 @@ def launch_dependents() -> None:
 
 
 @triton.jit
-def launch_dependents_and_wait() -> None:
-    """Let the next kernel start, then wait for the previous one."""
-    launch_dependents()
-    grid_dependency_wait()
+def launch_dependents_and_wait(USE_PDL: tl.constexpr = True) -> None:
+    """Let the next kernel start, then wait for the previous one.
+
+    USE_PDL is False on targets without programmatic dependent launch; this then does nothing.
+    """
+    if USE_PDL:
+        launch_dependents()
+        grid_dependency_wait()
 
 
 @triton.jit
@@ -72,15 +76,8 @@ def wait_and_launch_dependents() -> None:
     launch_dependents()
 
 
-@triton.jit
-def maybe_launch_dependents_and_wait(USE_PDL: tl.constexpr) -> None:
-    """`launch_dependents_and_wait` if USE_PDL, for kernels that also run on targets without it."""
-    if USE_PDL:
-        launch_dependents_and_wait()
-
-
 def pdl_options(target: Target) -> dict[str, Any]:
-    """USE_PDL and the launch options of a portable kernel: enabled from sm_90 on."""
-    if target.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90:
+    """USE_PDL and launch options of a portable kernel: on from sm_90 on, off elsewhere."""
+    if target.kind == "cuda" and target.compute_capability >= 90:
         return {"USE_PDL": True, **PDL_LAUNCH}
     return {"USE_PDL": False}

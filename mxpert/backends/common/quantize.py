@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
 
 import torch
 import triton
-from triton.runtime.interpreter import InterpretedFunction
 
 from ...formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule
 from ...formats.tensor import MXTensor
 from ...problem import Config, Op, QuantizeProblem
 from ...runtime.launch import CACHED_LAUNCHES, Launch
+from .kernel import UntunedKernel
 from .mx_codec import (
     _dequantize_columns_kernel,
     _dequantize_rows_kernel,
@@ -21,6 +20,7 @@ from .mx_codec import (
     _quantize_rows_kernel,
     scale_rule_constants,
 )
+from .targets import refuse_without
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE = 4096  # values per program: 32 a thread with 4 warps, two to eight 16-byte loads in flight
@@ -28,33 +28,17 @@ _MAX_ROW_COLUMNS = 1024  # values of one row per program, where rows are strided
 _MAX_COLUMNS = 256  # columns per program across rows: a 16-byte load for each lane of a warp
 
 
-class _Spec:
-    """Base class of both kernels: any shape, nothing to tune."""
-
-    op: Op
-    backend = "triton"
+class _AnyShape(UntunedKernel):
+    """Base class of both kernels."""
 
     def unsupported(self, problem: QuantizeProblem) -> str | None:
         """Why the kernels cannot serve `problem`; None if they can."""
-        target = problem.target
-        if target.kind == "cpu" and not isinstance(_quantize_rows_kernel, InterpretedFunction):
-            return "runs on a CPU only in Triton's interpreter (TRITON_INTERPRET=1)"
-        if target.kind == "hip" and target.arch != "gfx950":
-            return f"needs conversions to the OCP fp8 types (gfx950), got {target.arch}"
-        if target.kind == "cuda" and target.compute_capability < 90:
-            return f"needs sm_90 or later, got {target.arch}"
         if problem.dtype not in DTYPES:
             return f"reads and writes float32, bfloat16 or float16, not {problem.dtype}"
-        return None
-
-    def configs(self, problem: QuantizeProblem) -> Iterable[Config]:
-        return (None,)
-
-    def heuristic(self, problem: QuantizeProblem) -> Config:
-        return None
+        return refuse_without(problem.target, "conversions to the OCP fp8 types")
 
 
-class Quantize(_Spec):
+class Quantize(_AnyShape):
     """x → MXTensor, bit-exact to `mxpert.formats.codec.quantize_blocks`."""
 
     op = Op.QUANTIZE
@@ -142,7 +126,7 @@ def _column_tiles(numel: int, num_columns: int) -> tuple[tuple[int], int]:
     return (block_rows * triton.cdiv(num_columns, block_columns),), block_columns
 
 
-class Dequantize(_Spec):
+class Dequantize(_AnyShape):
     """MXTensor → tensor of `problem.dtype`, bit-exact to `formats.codec.dequantize_blocks`."""
 
     op = Op.DEQUANTIZE

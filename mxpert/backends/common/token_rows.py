@@ -13,12 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ...formats.spec import MX_BLOCK_SIZE
+from ...formats.spec import E8M0_BIAS, MX_BLOCK_SIZE
 from ...runtime.launch import CACHED_LAUNCHES, Launch
 from .mx_codec import encode, magnitude_bits
 
 _BLOCK = 2048
 _NUM_WARPS = 4
+_FLOAT_INFINITY = tl.constexpr(0x7F800000)
+"""Bits of a float32; larger magnitudes are NaN."""
+_E8M0_ONE = tl.constexpr(E8M0_BIAS)
 _SMALLEST_AMAX = tl.constexpr(0x04E00000)
 """Bits of 448 * 2^-126. Smaller maxima are raised to it, so that the scale is a normal float32."""
 
@@ -36,9 +39,10 @@ class CodedRows:
 def _moe_quantize_tokens_kernel(
     qdata_ptr, scale_ptr, block_scale_ptr, x_ptr, num_blocks, x_stride, BLOCK: tl.constexpr
 ):
-    """Quantise one row per program, bit-exact to `mxpert.formats.quantize_token_rows`.
+    """Quantise x [rows, 32 · num_blocks] bit-exact to `mxpert.formats.quantize_token_rows`.
 
-    The first program also writes the block scales.
+    Grid: (rows,). A program reads its row twice, for the maximum and for the codes. The first
+    program also writes the block scales.
     """
     row = tl.program_id(0).to(tl.int64)
     width = num_blocks * 32
@@ -50,9 +54,9 @@ def _moe_quantize_tokens_kernel(
         bits = tl.maximum(bits, magnitude_bits(values.to(tl.float32)))
     amax_bits = tl.max(bits, axis=0)
     amax = tl.maximum(amax_bits, _SMALLEST_AMAX).to(tl.float32, bitcast=True)
-    largest = tl.full((), 448.0, tl.float32)
+    largest = tl.full((), 448.0, tl.float32)  # of e4m3
     scale = tl.where(amax_bits == 0, 1.0, tl.div_rn(amax, largest))
-    is_bad = amax_bits >= 0x7F800000
+    is_bad = amax_bits >= _FLOAT_INFINITY
     tl.store(scale_ptr + row, tl.where(is_bad, float("nan"), scale))
     inverse = tl.div_rn(largest, amax)
     for first in range(0, width, BLOCK):
@@ -64,7 +68,7 @@ def _moe_quantize_tokens_kernel(
             block = first // 32 + tl.arange(0, BLOCK // 32)
             tl.store(
                 block_scale_ptr + block,
-                tl.full((BLOCK // 32,), 127, tl.uint8),
+                tl.full((BLOCK // 32,), _E8M0_ONE, tl.uint8),
                 mask=block < num_blocks,
             )
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from ...problem import KernelSpec
+from ...kernel_spec import KernelSpec
 from .grouped import GROUPED_GEMM, GROUPED_WGRAD, QUANTIZE_DUAL
 from .moe import DOWN, FUSED_MOE, GATE_UP
 from .quantize import DEQUANTIZE, QUANTIZE
 from .routing import PLAN, TOPK
-from .rows import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD, COMBINE_ROWS, COMBINE_ROWS_BACKWARD
+from .training_rows import (
+    ACTIVATE_ROWS,
+    ACTIVATE_ROWS_BACKWARD,
+    COMBINE_ROWS,
+    COMBINE_ROWS_BACKWARD,
+)
 
 KERNELS: tuple[KernelSpec, ...] = (
     QUANTIZE,

@@ -15,7 +15,7 @@ from ...formats.spans import quantize_spans
 from ...formats.tensor import MXTensor
 from ...problem import Config, DualProblem, GroupedProblem, Op, ReferenceConfig
 from ...routing import group_bounds, padded_capacity, padded_group_offsets
-from .kernel import ReferenceKernel
+from .kernel import ReferenceGemm, ReferenceKernel
 
 
 class QuantizeDual(ReferenceKernel):
@@ -66,27 +66,21 @@ def pad_groups(x: torch.Tensor, group_offsets: torch.Tensor) -> tuple[torch.Tens
     return x, padded[:capacity]
 
 
-class GroupedGemm(ReferenceKernel):
+class GroupedGemm(ReferenceGemm):
     """grouped_gemm as one torch matmul per non-empty group."""
 
     op = Op.GROUPED_GEMM
 
-    def heuristic(self, problem: GroupedProblem) -> Config:
-        return ReferenceConfig()
-
-    def configs(self, problem: GroupedProblem) -> tuple[Config, ...]:
-        return (ReferenceConfig(),)
-
     def launch(
         self,
         problem: GroupedProblem,
-        config: Config,
+        config: ReferenceConfig,
         *,
         a: torch.Tensor | MXTensor,
         b: torch.Tensor | MXTensor,
         group_offsets: torch.Tensor,
     ) -> torch.Tensor:
-        dtype = _accumulation(config)
+        dtype = config.accumulate
         out = torch.zeros(
             problem.num_rows, problem.n, dtype=problem.out_dtype, device=group_offsets.device
         )
@@ -100,37 +94,26 @@ class GroupedGemm(ReferenceKernel):
         return out
 
 
-class GroupedWgrad(ReferenceKernel):
+class GroupedWgrad(ReferenceGemm):
     """grouped_wgrad as one torch matmul per non-empty group."""
 
     op = Op.GROUPED_WGRAD
 
-    def heuristic(self, problem: GroupedProblem) -> Config:
-        return ReferenceConfig()
-
-    def configs(self, problem: GroupedProblem) -> tuple[Config, ...]:
-        return (ReferenceConfig(),)
-
     def launch(
         self,
         problem: GroupedProblem,
-        config: Config,
+        config: ReferenceConfig,
         *,
         grad: torch.Tensor | MXTensor,
         a: torch.Tensor | MXTensor,
         group_offsets: torch.Tensor,
         accumulate_into: torch.Tensor | None,
     ) -> torch.Tensor:
-        dtype = _accumulation(config)
+        dtype = config.accumulate
         out = accumulate_into
         if out is None:
-            out = torch.zeros(
-                problem.num_groups,
-                problem.n,
-                problem.k,
-                dtype=problem.out_dtype,
-                device=group_offsets.device,
-            )
+            shape = (problem.num_groups, problem.n, problem.k)
+            out = torch.zeros(shape, dtype=problem.out_dtype, device=group_offsets.device)
         copies = isinstance(grad, MXTensor)
         offsets = padded_group_offsets(group_offsets) if copies else group_offsets
         bounds = group_bounds(offsets, problem.num_rows).tolist()
@@ -140,10 +123,6 @@ class GroupedWgrad(ReferenceKernel):
                 product = _columns(grad, part, dtype) @ _columns(a, part, dtype).mT
                 out[group] = (out[group] + product).to(out.dtype)
         return out
-
-
-def _accumulation(config: Config) -> torch.dtype:
-    return config.accumulate if isinstance(config, ReferenceConfig) else torch.float32
 
 
 def _values(operand: torch.Tensor | MXTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,23 +1,28 @@
-"""Base class of the reference kernels that have nothing to tune."""
+"""Base classes of the reference kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from ...problem import Config
+from ...problem import Config, ReferenceConfig
+from ..common.kernel import UntunedKernel
 
 
-class ReferenceKernel:
-    """Supports every problem of its op on any device, with a single config (None)."""
+class ReferenceKernel(UntunedKernel):
+    """Supports every problem of its op on any device."""
 
     backend = "reference"
 
     def unsupported(self, problem: Any) -> str | None:
         return None
 
+
+class ReferenceGemm(ReferenceKernel):
+    """A kernel whose config names the accumulation type."""
+
     def configs(self, problem: Any) -> Iterable[Config]:
-        return (None,)
+        return (ReferenceConfig(),)
 
     def heuristic(self, problem: Any) -> Config:
-        return None
+        return ReferenceConfig()

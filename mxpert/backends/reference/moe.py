@@ -12,7 +12,6 @@ change any product.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,6 +36,7 @@ from ...problem import (
 )
 from ...routing import TOKEN_MASK, RoutingPlan
 from ...weights import MoEWeights, gate_up_rows
+from .kernel import ReferenceGemm
 from .quantize import WeightDecoder
 from .routing import PLAN
 
@@ -85,88 +85,6 @@ class RoutedRows:
         ends = counts.cumsum(0)
         parts = map(slice, (ends - counts).tolist(), ends.tolist())
         return cls(rows, token[rows], tuple(zip(hit.tolist(), parts, strict=True)))
-
-
-def gate_up(
-    x: torch.Tensor | MXTensor,
-    weights: MoEWeights,
-    plan: RoutingPlan,
-    options: MoEOptions,
-    accumulate: torch.dtype,
-) -> torch.Tensor | MXTensor:
-    """Stage 1: ``h[r] = act(w[r] · x[token(r)] @ Wgu[e].T + bgu[e])``, in the activation format.
-
-    The factor w[r] is 1 unless `apply_router_weight_on_input`.
-
-    Args:
-        x: bfloat16 or MX [T, H]. weights: MoEWeights. plan: RoutingPlan. options: MoEOptions.
-        accumulate: torch.float32 or torch.float64.
-
-    Returns:
-        [P, F] in sorted order, bfloat16 ("bf16" and "fp8_token") or MXTensor. Padding rows are
-        zero.
-    """
-    fmt = activation_mx_format(options.activation_format, "moe_gate_up")
-    if fmt is not None and not isinstance(x, MXTensor):
-        x = quantize_blocks(x, fmt, -1, options.scale_rule)
-    x, x_scale = _row_values(x, options, accumulate)
-    features, order = weights.intermediate_size, weights.gate_up_order
-    assert order is not None  # for the type checker; MoEWeights has refused None
-    gate_columns, up_columns = gate_up_rows(order, features, plan.device)
-    decoder, routed = WeightDecoder(accumulate, plan.device), RoutedRows.of(plan)
-    values = torch.empty((len(routed.rows), features), device=plan.device)  # float32 [R, F]
-    for expert, part in routed.experts:
-        tokens = routed.tokens[part]
-        product = x[tokens].to(accumulate) @ decoder(weights.gate_up_proj[expert]).T
-        if x_scale is not None:
-            product *= x_scale[tokens]
-        if options.apply_router_weight_on_input:
-            product *= plan.sorted_weights[routed.rows[part], None]
-        if weights.gate_up_bias is not None:
-            product += weights.gate_up_bias[expert]
-        values[part] = activate(
-            options.activation, product[:, gate_columns], product[:, up_columns]
-        )
-    return _scatter_rows(values, routed.rows, plan.capacity, fmt, options)
-
-
-def down(
-    h: torch.Tensor | MXTensor,
-    weights: MoEWeights,
-    plan: RoutingPlan,
-    options: MoEOptions,
-    accumulate: torch.dtype,
-) -> torch.Tensor:
-    """Stage 2: ``row[r] = w[r] · (h[r] @ Wd[e].T + bd[e])``, then the combine of `options`.
-
-    The factor w[r] is 1 with `apply_router_weight_on_input`.
-
-    Args:
-        h: bfloat16 or MX [P, F] in sorted order. weights, plan, options, accumulate: as `gate_up`.
-
-    Returns:
-        [T, H] in ``options.out_dtype``. With FLAT: [P, H], where padding rows are zero.
-    """
-    atomic = options.combine is Combine.ATOMIC
-    shape = (plan.num_tokens if atomic else plan.capacity, weights.hidden_size)
-    out = torch.zeros(shape, dtype=accumulate if atomic else options.out_dtype, device=plan.device)
-    decoder, routed = WeightDecoder(accumulate, plan.device), RoutedRows.of(plan)
-    h, h_scale = _row_values(_take_rows(h, routed.rows), options, accumulate)  # [R, F]
-    for expert, part in routed.experts:
-        values = h[part].to(accumulate) @ decoder(weights.down_proj[expert]).T
-        if h_scale is not None:
-            values *= h_scale[part]
-        if weights.down_bias is not None:
-            values += weights.down_bias[expert]
-        if not options.apply_router_weight_on_input:
-            values *= plan.sorted_weights[routed.rows[part], None]
-        if atomic:
-            out.index_add_(0, routed.tokens[part], values)
-        else:
-            out[routed.rows[part]] = values.to(out.dtype)
-    if options.combine is Combine.REDUCE:
-        out = _reduce(out, plan, accumulate)
-    return out.to(options.out_dtype)
 
 
 def _reduce(flat: torch.Tensor, plan: RoutingPlan, accumulate: torch.dtype) -> torch.Tensor:
@@ -225,25 +143,20 @@ def _row_values(
     return decode(quantised.qdata, E4M3, dtype), quantised.scale.to(dtype).unsqueeze(1)
 
 
-class _MoEKernel:
+class _MoEKernel(ReferenceGemm):
     """Base class of the three MoE kernels: any device, ROW_MAJOR weights only."""
-
-    backend = "reference"
 
     def unsupported(self, problem: MoEProblem) -> str | None:
         if problem.weight_layout is not Layout.ROW_MAJOR:
             return f"reads ROW_MAJOR weights, not {problem.weight_layout.name}"
         return None
 
-    def configs(self, problem: MoEProblem) -> Iterable[ReferenceConfig]:
-        return (self.heuristic(problem),)
-
-    def heuristic(self, problem: MoEProblem) -> ReferenceConfig:
-        return ReferenceConfig()
-
 
 class GateUp(_MoEKernel):
-    """MOE_GATE_UP by `gate_up`."""
+    """Stage 1: ``h[r] = act(w[r] · x[token(r)] @ Wgu[e].T + bgu[e])``, in the activation format.
+
+    The factor w[r] is 1 unless `apply_router_weight_on_input`.
+    """
 
     op = Op.MOE_GATE_UP
 
@@ -256,11 +169,40 @@ class GateUp(_MoEKernel):
         weights: MoEWeights,
         plan: RoutingPlan,
     ) -> torch.Tensor | MXTensor:
-        return gate_up(x, weights, plan, problem.options, config.accumulate)
+        """Return [P, F] in sorted order, bfloat16 or MX; padding rows are zero.
+
+        x: bfloat16 or MX [T, H].
+        """
+        options, accumulate = problem.options, config.accumulate
+        fmt = activation_mx_format(options.activation_format, "moe_gate_up")
+        if fmt is not None and not isinstance(x, MXTensor):
+            x = quantize_blocks(x, fmt, -1, options.scale_rule)
+        x, x_scale = _row_values(x, options, accumulate)
+        features, order = weights.intermediate_size, weights.gate_up_order
+        assert order is not None  # for the type checker; MoEWeights has refused None
+        gate_columns, up_columns = gate_up_rows(order, features, plan.device)
+        decoder, routed = WeightDecoder(accumulate, plan.device), RoutedRows.of(plan)
+        values = torch.empty((len(routed.rows), features), device=plan.device)  # float32 [R, F]
+        for expert, part in routed.experts:
+            tokens = routed.tokens[part]
+            product = x[tokens].to(accumulate) @ decoder(weights.gate_up_proj[expert]).T
+            if x_scale is not None:
+                product *= x_scale[tokens]
+            if options.apply_router_weight_on_input:
+                product *= plan.sorted_weights[routed.rows[part], None]
+            if weights.gate_up_bias is not None:
+                product += weights.gate_up_bias[expert]
+            values[part] = activate(
+                options.activation, product[:, gate_columns], product[:, up_columns]
+            )
+        return _scatter_rows(values, routed.rows, plan.capacity, fmt, options)
 
 
 class Down(_MoEKernel):
-    """MOE_DOWN by `down`."""
+    """Stage 2: ``row[r] = w[r] · (h[r] @ Wd[e].T + bd[e])``, then the combine of the options.
+
+    The factor w[r] is 1 with `apply_router_weight_on_input`.
+    """
 
     op = Op.MOE_DOWN
 
@@ -273,7 +215,33 @@ class Down(_MoEKernel):
         weights: MoEWeights,
         plan: RoutingPlan,
     ) -> torch.Tensor:
-        return down(h, weights, plan, problem.options, config.accumulate)
+        """Return [T, H] in ``options.out_dtype``; with FLAT [P, H], where padding rows are zero.
+
+        h: bfloat16 or MX [P, F] in sorted order.
+        """
+        options, accumulate = problem.options, config.accumulate
+        atomic = options.combine is Combine.ATOMIC
+        shape = (plan.num_tokens if atomic else plan.capacity, weights.hidden_size)
+        out = torch.zeros(
+            shape, dtype=accumulate if atomic else options.out_dtype, device=plan.device
+        )
+        decoder, routed = WeightDecoder(accumulate, plan.device), RoutedRows.of(plan)
+        h, h_scale = _row_values(_take_rows(h, routed.rows), options, accumulate)  # [R, F]
+        for expert, part in routed.experts:
+            values = h[part].to(accumulate) @ decoder(weights.down_proj[expert]).T
+            if h_scale is not None:
+                values *= h_scale[part]
+            if weights.down_bias is not None:
+                values += weights.down_bias[expert]
+            if not options.apply_router_weight_on_input:
+                values *= plan.sorted_weights[routed.rows[part], None]
+            if atomic:
+                out.index_add_(0, routed.tokens[part], values)
+            else:
+                out[routed.rows[part]] = values.to(out.dtype)
+        if options.combine is Combine.REDUCE:
+            out = _reduce(out, plan, accumulate)
+        return out.to(options.out_dtype)
 
 
 class FusedMoE(_MoEKernel):
@@ -316,8 +284,8 @@ class FusedMoE(_MoEKernel):
             expert_map=expert_map,
             num_local_tokens=num_local_tokens,
         )
-        h = gate_up(x, weights, plan, problem.options, config.accumulate)
-        return down(h, weights, plan, problem.options, config.accumulate)
+        h = GATE_UP.launch(problem, config, x=x, weights=weights, plan=plan)
+        return DOWN.launch(problem, config, h=h, weights=weights, plan=plan)
 
 
 GATE_UP = GateUp()

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from ...runtime.replay import replayed
 from ..common.quantize import DEQUANTIZE, QUANTIZE
-from ..common.routing import PLAN, TOPK
-from .grouped.host import GROUPED_GEMM, GROUPED_WGRAD, QUANTIZE_DUAL
+from ..common.routing.host import PLAN, TOPK
+from .grouped.host import GROUPED_GEMM, GROUPED_WGRAD
 from .moe.host import DOWN, FUSED_MOE, GATE_UP
-from .rows.host import ACTIVATE_ROWS, ACTIVATE_ROWS_BACKWARD, COMBINE_ROWS, COMBINE_ROWS_BACKWARD
+from .quantize_dual.host import QUANTIZE_DUAL
+from .training_rows.host import (
+    ACTIVATE_ROWS,
+    ACTIVATE_ROWS_BACKWARD,
+    COMBINE_ROWS,
+    COMBINE_ROWS_BACKWARD,
+)
 
 KERNELS = replayed(
     QUANTIZE,

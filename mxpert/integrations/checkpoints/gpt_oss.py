@@ -121,43 +121,47 @@ def write_demo_checkpoint(
         got="files in it",
         remedy="name another directory",
     )
-    transformers = _transformers(op)
     heads = hidden_size // 64
-    config = transformers.GptOssConfig(
+    model = _random_model(
+        op,
+        seed,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=num_layers,
         num_local_experts=num_experts,
         num_experts_per_tok=top_k,
-        vocab_size=DEMO_VOCABULARY,
-        head_dim=64,
         num_attention_heads=heads,
         num_key_value_heads=math.gcd(heads, 8),
+    )
+    tensors = _published_tensors(model, torch.Generator().manual_seed(seed))
+    partial = partial_name(directory)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        _save(tensors, partial, sharded=sharded)
+        method = {"quant_method": "mxfp4", "modules_to_not_convert": GPT_OSS_UNCONVERTED}
+        write_json(partial / CONFIG_FILE, model.config.to_dict() | {"quantization_config": method})
+        os.replace(partial, directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return directory
+
+
+def _random_model(op: str, seed: int, **sizes: int) -> Any:
+    """Transformers' GptOssForCausalLM with random weights; `sizes` are those of its config."""
+    transformers = _transformers(op)
+    config = transformers.GptOssConfig(
+        **sizes,
+        vocab_size=DEMO_VOCABULARY,
+        head_dim=64,
         swiglu_limit=GPT_OSS_LIMIT,
         dtype="bfloat16",
         architectures=["GptOssForCausalLM"],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.GptOssForCausalLM(config)
-    tensors = _published_tensors(model, torch.Generator().manual_seed(seed))
-    stated = config.to_dict() | {
-        "quantization_config": {
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": GPT_OSS_UNCONVERTED,
-        }
-    }
-    partial = partial_name(directory)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        _save(tensors, partial, sharded=sharded)
-        write_json(partial / CONFIG_FILE, stated)
-        os.replace(partial, directory)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return directory
+        return transformers.GptOssForCausalLM(config)
 
 
 def load_transformers_oracle(

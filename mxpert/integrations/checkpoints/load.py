@@ -17,20 +17,14 @@ from typing import Any
 
 import torch
 
-from ...errors import message, require, require_tensor
+from ...errors import require, require_tensor
+from ...files import short
 from ...formats.spec import MX_BLOCK_SIZE
-from ...formats.tensor import Layout
 from ...problem import Activation, SwiGLU
 from ...published import BLOCK_BYTES, expert_weights_from, published_expert_tensors
 from ...weights import GateUpOrder, MoEWeights
 from ..module_paths import choose_modules, module_order
-from .safetensors_files import (
-    CONFIG_FILE,
-    CheckpointReader,
-    positive_int,
-    quantization_method,
-    short,
-)
+from .safetensors_files import CONFIG_FILE, CheckpointReader, positive_int, quantization_method
 
 GPT_OSS_LIMIT = SwiGLU.limit
 FLOAT_DTYPES = ("BF16", "F16", "F32")
@@ -287,20 +281,10 @@ def save_gpt_oss_layer_tensors(
         ('model.layers.3.mlp.experts.gate_up_proj_blocks', torch.Size([2, 64, 1, 16]))
     """
     op = "save_gpt_oss_layer_tensors"
-    if not isinstance(weights, MoEWeights):
-        raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
-    require(
-        weights.layout is Layout.ROW_MAJOR,
-        op,
-        "weights.layout",
-        need=Layout.ROW_MAJOR,
-        got=weights.layout,
-        remedy="save the weights before preparing them",
-    )
     prefix = f"model.layers.{layer}.mlp"
     tensors = {
         f"{prefix}.experts.{name}": tensor
-        for name, tensor in published_expert_tensors(weights, dtype=dtype).items()
+        for name, tensor in published_expert_tensors(weights, dtype=dtype, op=op).items()
     }
     for name, router, shape in (
         ("weight", router_weight, (weights.num_experts, weights.hidden_size)),

@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 from ... import __version__
 from ...errors import require
-from ...files import partial_name, write_atomically
+from ...files import JSONReader, partial_name, write_atomically
 from ...formats.spec import MX_BLOCK_SIZE, ScaleRule
 from ...published import BLOCK_BYTES
 from ...weights import GateUpOrder
@@ -33,7 +33,6 @@ from .safetensors_files import (
     INDEX_FILE,
     read_json,
     sha256_of,
-    short,
     write_json,
     write_tensors,
 )
@@ -69,6 +68,15 @@ class ProjectionReport:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"sqnr_db": self.sqnr_db}
+
+
+@dataclass(frozen=True)
+class _FinishedShard:
+    """The manifest's entry of a shard that is complete."""
+
+    sha256: str
+    bytes: int
+    projections: list[ProjectionReport]
 
 
 @dataclass(frozen=True)
@@ -225,11 +233,8 @@ def _write_shard(
         tensors, reports = _quantize_layer(plan, shard.layer, advance)
     path = plan.destination / shard.name
     write_tensors(path, tensors)
-    manifest["shards"][shard.name] = {
-        "sha256": sha256_of(path),
-        "bytes": sum(tensor.nbytes for tensor in tensors.values()),
-        "projections": [asdict(report) for report in reports],
-    }
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    manifest["shards"][shard.name] = asdict(_FinishedShard(sha256_of(path), num_bytes, reports))
     write_json(plan.destination / MANIFEST_FILE, manifest)
 
 
@@ -289,7 +294,10 @@ def _prepare_destination(plan: QuantizePlan) -> dict[str, Any]:
             got=f"another run's ({', '.join(differs)} differ)",
             remedy=remedy,
         )
-        _check_manifest(manifest, path)
+        reader = JSONReader(OP, "empty the destination and run again")
+        reader.value(dict, manifest.get("shards"), f"{path}: shards")
+        for name, entry in manifest["shards"].items():
+            reader.value(_FinishedShard, entry, f"{path}: shards.{name}")
     else:
         manifest = {**identity, "shards": {}}
         destination.mkdir(parents=True, exist_ok=True)
@@ -297,65 +305,6 @@ def _prepare_destination(plan: QuantizePlan) -> dict[str, Any]:
     for leftover in own_partials:
         leftover.unlink(missing_ok=True)
     return manifest
-
-
-def _check_manifest(manifest: dict[str, Any], path: Path) -> None:
-    """Every entry of a manifest has what `_write_shard` writes."""
-    remedy = "empty the destination and run again"
-    shards = manifest.get("shards")
-    require(
-        isinstance(shards, dict),
-        OP,
-        f"{path}: shards",
-        need="an object",
-        got=short(shards),
-        remedy=remedy,
-    )
-    assert isinstance(shards, dict)  # for the type checker
-    for name, entry in shards.items():
-        where = f"{path}: shards.{name}"
-        require(
-            isinstance(entry, dict), OP, where, need="an object", got=short(entry), remedy=remedy
-        )
-        for key, kind in (("sha256", str), ("bytes", int), ("projections", list)):
-            require(
-                type(entry.get(key)) is kind,
-                OP,
-                f"{where}.{key}",
-                remedy=remedy,
-                need=f"a value of type {kind.__name__}",
-                got=short(entry.get(key)),
-            )
-        for index, projection in enumerate(entry["projections"]):
-            require(
-                _is_report(projection),
-                OP,
-                f"{where}.projections[{index}]",
-                remedy=remedy,
-                need=f"an object with {[entry.name for entry in fields(ProjectionReport)]}",
-                got=short(projection),
-            )
-
-
-def _is_report(content: object) -> bool:
-    """Whether parsed JSON has the fields of a ProjectionReport, each of the right type."""
-    kinds = {
-        "module": str,
-        "projection": str,
-        "shape": list,
-        "source_bytes": int,
-        "bytes": int,
-        "signal": float,
-        "noise": float,
-    }
-    return (
-        isinstance(content, dict)
-        and content.keys() == kinds.keys()
-        and all(type(content[key]) is kind for key, kind in kinds.items())
-        and len(content["shape"]) == 3
-        and all(type(size) is int for size in content["shape"])
-        and all(math.isfinite(content[key]) for key in ("signal", "noise"))
-    )
 
 
 def _output_names(plan: QuantizePlan) -> list[str]:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ...errors import message, require
-from ...files import exists, is_file, parse_json, what_is_at, write_atomically
+from ...files import exists, is_file, parse_json, short, what_is_at, write_atomically
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -231,19 +231,6 @@ def read_json(path: Path, op: str) -> dict[str, Any]:
     )
     assert isinstance(parsed, dict)  # for the type checker
     return parsed
-
-
-def short(value: object) -> str:
-    """`value` for an error message, cut where it is long.
-
-    Example:
-        >>> short(10 ** 5000), short([1])
-        ('an integer of 16610 bits', '[1]')
-    """
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def sha256_of(path: Path) -> str:

@@ -76,15 +76,6 @@ def convert(
     _check_arguments(model, scale_rule, recipe)
     target = None if device is None else require_device(device, op)
     if converted := mx_experts(model):
-        for name, value in (("recipe", recipe), ("scale_rule", scale_rule)):
-            require(
-                value is None,
-                op,
-                name,
-                need="a model with dense experts",
-                got="one that is in MXFP4 already",
-                remedy="call mxpert.integrations.models.convert.restore(model) first",
-            )
         for module in converted:
             module.activation_format = activation_format
         return model if target is None else model.to(target)
@@ -172,44 +163,24 @@ def mx_experts(model: torch.nn.Module) -> list[MXExperts]:
 
 def _check_arguments(model: Any, scale_rule: ScaleRule | None, recipe: MXFP8Recipe | None) -> None:
     op = "convert"
-    require(
-        isinstance(model, torch.nn.Module),
-        op,
-        "model",
-        need="a Module",
-        got=repr(model),
-        error=TypeError,
-    )
-    require(
-        scale_rule is None or isinstance(scale_rule, ScaleRule),
-        op,
-        "scale_rule",
-        need="a ScaleRule",
-        got=repr(scale_rule),
-        error=TypeError,
-    )
-    require(
-        recipe is None or isinstance(recipe, MXFP8Recipe),
-        op,
-        "recipe",
-        need="an MXFP8Recipe",
-        got=repr(recipe),
-        error=TypeError,
-    )
+    for name, value, fits, need in (
+        ("model", model, isinstance(model, torch.nn.Module), "a Module"),
+        ("scale_rule", scale_rule, isinstance(scale_rule, ScaleRule | None), "a ScaleRule"),
+        ("recipe", recipe, isinstance(recipe, MXFP8Recipe | None), "an MXFP8Recipe"),
+    ):
+        require(fits, op, name, need=need, got=repr(value), error=TypeError)
     if mx_experts(model):
+        need, got = "a model with dense experts", "one that is in MXFP4 already"
+        remedy = "call mxpert.integrations.models.convert.restore(model) first"
+        for name, given in (("recipe", recipe), ("scale_rule", scale_rule)):
+            require(given is None, op, name, need=need, got=got, remedy=remedy)
         return
     for holder in configured_models(model):
         stated = getattr(holder.config, "quantization_config", None)
         if stated is not None:
-            raise UnsupportedError(
-                message(
-                    op,
-                    "model.config.quantization_config",
-                    "none",
-                    type(stated).__name__,
-                    "load the model dequantised, in bfloat16",
-                )
-            )
+            place, got = "model.config.quantization_config", type(stated).__name__
+            remedy = "load the model dequantised, in bfloat16"
+            raise UnsupportedError(message(op, place, "none", got, remedy))
 
 
 def _convert_layer(

@@ -143,7 +143,8 @@ class TrainableExperts(torch.nn.Module):
         hidden = gated_activation(gate_up, self._source.activation)  # [R, F]
         rows = self._linear("down_proj", hidden, offsets)  # [R, H]
         combined = CombineRows.apply(rows, inverse.view(topk_ids.shape), topk_weights.float())
-        return combined.view(hidden_states.shape)
+        result: torch.Tensor = combined.view(hidden_states.shape)
+        return result
 
     def _linear(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         weight = getattr(self, name)

@@ -1,0 +1,1 @@
+"""Grouped GEMMs of training on Hopper: forward, dgrad, wgrad."""

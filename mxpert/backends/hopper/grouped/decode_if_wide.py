@@ -23,7 +23,7 @@ _BLOCKS = 128
 _NUM_WARPS = 4
 
 _PROGRAMS = 8
-"""Programs per SM: 32 KiB of loads in flight cover the latency of memory at full bandwidth."""
+"""Programs per SM: 32 KiB of loads in flight hide the latency of memory."""
 
 
 @triton.jit
@@ -71,7 +71,10 @@ def _grouped_decode_if_wide_kernel(
     SECOND_FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decode both operands exactly if a count of wide blocks is above 0; otherwise return."""
+    """Decode both operands exactly if a count of wide blocks is above 0; otherwise return.
+
+    Grid: 8 programs per SM; each decodes BLOCK blocks at a time, in a grid-stride loop.
+    """
     if is_wide(first_wide_ptr, second_wide_ptr):
         _decode_blocks(first_out_ptr, first_ptr, first_scale_ptr, first_blocks, FIRST_FORMAT, BLOCK)
         _decode_blocks(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from ....errors import require
-from ....formats.spec import MXFP8_E5M2, ScaleSpan
+from ....formats.spec import MX_BLOCK_SIZE, MXFP8_E5M2, ScaleSpan
 from ....formats.tensor import MXTensor
 from ....problem import GemmConfig, GroupedProblem, Op, QuantizeProblem, Target
 from ....runtime.launch import CACHED_LAUNCHES, Launch
@@ -16,11 +16,15 @@ from ...common.groups import padded_offsets
 from ...common.quantize import DEQUANTIZE
 from ..lib.tma import matrices_descriptor, rows_descriptor
 from .decode_if_wide import decode_if_wide
-from .kernel import _grouped_gemm_hopper_kernel
+from .kernel import CONSUMER_WARPS, _grouped_gemm_hopper_kernel
+from .mainloop import IN_TENSOR_CORE, PROMOTED, SCALED
+from .pipeline import CONSUMER_ROWS, STAGE_ROW_BYTES
 
 BLOCK_M, BLOCK_N = 128, 256
-_STAGE_BYTES = 128
 _STAGES = 4
+_STAGING_ROW_BYTES = 256
+"""Bytes of a row of a consumer's staging memory: 128 columns, or 64 of float32."""
+
 _BANDS = (16, 8, 32)
 """Choices for the row tiles that share a column tile's operand in L2; the first is the default."""
 
@@ -64,7 +68,12 @@ class _Grouped:
         """One tile size, with each of the choices for group_m."""
         for band in _BANDS:
             yield GemmConfig(
-                BLOCK_M, BLOCK_N, _STAGE_BYTES, num_warps=4, num_stages=_STAGES, group_m=band
+                BLOCK_M,
+                BLOCK_N,
+                STAGE_ROW_BYTES.value,
+                num_warps=CONSUMER_WARPS.value,
+                num_stages=_STAGES,
+                group_m=band,
             )
 
     def heuristic(self, problem: GroupedProblem) -> GemmConfig:
@@ -106,8 +115,8 @@ class _Grouped:
         self,
         problem: GroupedProblem,
         config: GemmConfig,
-        first: torch.Tensor | MXTensor,
-        second: torch.Tensor | MXTensor,
+        a: torch.Tensor | MXTensor,
+        b: torch.Tensor | MXTensor,
         out: torch.Tensor,
         offsets: torch.Tensor,
     ) -> None:
@@ -121,21 +130,13 @@ class _Grouped:
         )
         mode, target = self.mode(problem), problem.target
         if mode == "exact":
-            _multiply(
-                problem,
-                config,
-                mode,
-                (_as_bf16(first, target), _as_bf16(second, target)),
-                (None, None),
-                out,
-                offsets,
-            )
-            return
-        wide = _wide_blocks(first), _wide_blocks(second)
-        _multiply(problem, config, mode, (first, second), wide, out, offsets)
-        if mode == "auto" and isinstance(first, MXTensor) and isinstance(second, MXTensor):
-            copies = decode_if_wide(first, second, target)
-            _multiply(problem, config, "wide", copies, wide, out, offsets)
+            a, b = _as_bf16(a, target), _as_bf16(b, target)
+        others = dict(
+            out=out, out_desc=out, a_wide=_wide_blocks(a), b_wide=_wide_blocks(b), offsets=offsets
+        )
+        _multiply(problem, config, mode, a, b, others)
+        if mode == "auto" and isinstance(a, MXTensor) and isinstance(b, MXTensor):
+            _multiply(problem, config, "wide", *decode_if_wide(a, b, target), others)
 
 
 class _GroupedGemm(_Grouped):
@@ -192,29 +193,20 @@ def _multiply(
     problem: GroupedProblem,
     config: GemmConfig,
     mode: str,
-    operands: tuple[torch.Tensor | MXTensor, torch.Tensor | MXTensor],
-    wide: tuple[torch.Tensor | None, torch.Tensor | None],
-    out: torch.Tensor,
-    offsets: torch.Tensor,
+    a: torch.Tensor | MXTensor,
+    b: torch.Tensor | MXTensor,
+    others: dict[str, torch.Tensor | None],
 ) -> None:
     """One launch of the GEMM.
 
     Args:
         mode: as in `_Grouped.mode`, or "wide": exact products if a count of wide blocks is above 0,
             else nothing.
-        wide: the counts of both operands.
+        others: the kernel's tensors besides the operands.
     """
-    (first, first_scale), (second, second_scale) = map(_operand, operands)
-    _gemm_launch(problem, config.group_m, mode, first.dtype, second.dtype)(
-        out=out,
-        out_desc=out,
-        a_desc=first,
-        b_desc=second,
-        a_scale=first_scale,
-        b_scale=second_scale,
-        a_wide=wide[0],
-        b_wide=wide[1],
-        offsets=offsets,
+    (a_values, a_scale), (b_values, b_scale) = _operand(a), _operand(b)
+    _gemm_launch(problem, config.group_m, mode, a_values.dtype, b_values.dtype)(
+        a_desc=a_values, b_desc=b_values, a_scale=a_scale, b_scale=b_scale, **others
     )
 
 
@@ -243,28 +235,27 @@ def _as_bf16(value: torch.Tensor | MXTensor, target: Target) -> torch.Tensor:
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _gemm_launch(
-    problem: GroupedProblem, band: int, mode: str, first: torch.dtype, second: torch.dtype
+    problem: GroupedProblem, band: int, mode: str, a_dtype: torch.dtype, b_dtype: torch.dtype
 ) -> Launch:
     wgrad = problem.op is Op.GROUPED_WGRAD
     num_outer, columns = (problem.n, problem.k) if wgrad else (0, problem.n)
     reduction = problem.num_rows if wgrad else problem.k
-    pitch = 0 if mode in ("exact", "wide") else reduction // 32
-    depth = _STAGE_BYTES // first.itemsize
-    piece = 64 if problem.out_dtype is torch.float32 else 128
+    pitch = 0 if mode in ("exact", "wide") else reduction // MX_BLOCK_SIZE
+    depth = STAGE_ROW_BYTES.value // a_dtype.itemsize
+    staging_shape = CONSUMER_ROWS.value, _STAGING_ROW_BYTES // problem.out_dtype.itemsize
     b_tile = (
-        rows_descriptor(BLOCK_N, depth, second)
+        rows_descriptor(BLOCK_N, depth, b_dtype)
         if wgrad or problem.trans_b
-        else matrices_descriptor(depth, BLOCK_N, second)
+        else matrices_descriptor(depth, BLOCK_N, b_dtype)
     )
-    tiles = {
-        "out_desc": rows_descriptor(64, piece, problem.out_dtype),
-        "a_desc": rows_descriptor(BLOCK_M, depth, first),
-        "b_desc": b_tile,
-    }
     return Launch(
         _grouped_gemm_hopper_kernel,
         (problem.target.num_sms,),
-        tiles,
+        {
+            "out_desc": rows_descriptor(*staging_shape, problem.out_dtype),
+            "a_desc": rows_descriptor(BLOCK_M, depth, a_dtype),
+            "b_desc": b_tile,
+        },
         num_groups=problem.num_groups,
         num_rows=problem.num_rows,
         num_outer=num_outer,
@@ -274,25 +265,25 @@ def _gemm_launch(
         b_pitch=pitch,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
-        DEPTH=depth,
         STAGES=_STAGES,
         BAND=band,
         WGRAD=wgrad,
-        SPAN=_promotion(problem, mode),
+        SUMS=_sums(problem, mode),
         ACCUMULATE=problem.accumulate,
         IF_WIDE=mode == "wide",
-        num_warps=4,
+        num_warps=CONSUMER_WARPS.value,
     )
 
 
-def _promotion(problem: GroupedProblem, mode: str) -> int:
-    """The kernel's SPAN: number of values per promotion to float32; 0 never promotes."""
-    if mode not in ("row", "auto"):
-        return 128 if mode == "span128" else 0
+def _sums(problem: GroupedProblem, mode: str) -> str:
+    """The kernel's SUMS: where sums are kept."""
+    if mode == "span128":
+        return str(SCALED.value)
     depth = problem.k
     if problem.op is Op.GROUPED_WGRAD:
         depth = problem.num_rows // max(1, problem.num_groups)
-    return 0 if depth <= UNPROMOTED_DEPTH else 256
+    is_fp8 = mode in ("row", "auto")
+    return str((PROMOTED if is_fp8 and depth > UNPROMOTED_DEPTH else IN_TENSOR_CORE).value)
 
 
 GROUPED_GEMM = _GroupedGemm()

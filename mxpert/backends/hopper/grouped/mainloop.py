@@ -1,206 +1,189 @@
-"""Main loops of the grouped GEMM: wgmma, scaling, and promotion to float32.
+"""Main loop of a consumer of the grouped GEMM: wgmma, scaling, and promotion to float32.
 
 The tensor core adds fp8 products with about 14 bits. Sums that are promoted are added in float32
-from there on. A consumer has 64 rows. It keeps 256 columns in the wgmma accumulator, or computes
-two halves of 128 one after the other in the same registers and promotes them.
+from there on. `SUMS` names where the sums of a tile [64, 128 or 256] are kept:
+
+IN_TENSOR_CORE: in the wgmma accumulator, all columns at once. One wgmma stays in flight, so the
+    stage before the current one is released.
+PROMOTED: in float32 registers, two halves of 128 columns. The products of two stages are summed in
+    one wgmma accumulator, first for the left half and then, in the same registers, for the right.
+SCALED: as PROMOTED after every stage; the products are multiplied by the rows' scales first.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ..lib.pipeline import next_slot
-from .epilogue import scale_value
+from ...common.compat import aggregate
+from .epilogue import HALF_COLUMNS, scale_value
+from .pipeline import CONSUMER_ROWS
+from .scheduler import MX_BLOCK
+
+IN_TENSOR_CORE = gl.constexpr("in_tensor_core")
+PROMOTED = gl.constexpr("promoted")
+SCALED = gl.constexpr("scaled")
 
 
 @gluon.constexpr_function
 def sums_layout(COLUMNS, DEPTH):
-    """wgmma accumulator [64, COLUMNS]; an instruction covers a quarter of a stage's depth."""
+    """Wgmma accumulator [64, COLUMNS]; an instruction covers a quarter of a stage's depth."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, DEPTH // 4])
 
 
-@gluon.jit
-def _slot_before(slot, STAGES: gl.constexpr):
-    return gl.where(slot == 0, STAGES, slot) - 1
+@aggregate
+class MainLoop:
+    """Compile-time choices of a main loop.
 
-
-@gluon.jit
-def _operands(ring, slot, PARTITION: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
-    """Operands of a stage: this consumer's rows of a, and COLUMNS columns of b from FIRST on.
-
-    b is stored as [columns, depth], or with rank 3 as [1, depth, columns].
+    SUMS, WGRAD: as in the kernel. CONSUMER (0, 1): which rows of the tile. HALVES (1, 2): width of
+    the tile in 128 columns. DEPTH: values of a stage.
     """
-    a = ring[0].index(slot).slice(PARTITION * 64, 64, 0)
-    b = ring[1].index(slot)
-    if b.rank == 3:
-        b = b.reshape([b.shape[1], b.shape[2]]).slice(FIRST, COLUMNS, 1)
-    else:
-        b = b.slice(FIRST, COLUMNS, 0).permute((1, 0))
-    return a, b
+
+    SUMS: gl.constexpr
+    WGRAD: gl.constexpr
+    CONSUMER: gl.constexpr
+    HALVES: gl.constexpr
+    DEPTH: gl.constexpr
 
 
-@gluon.constexpr_function
-def _slice_layout(BYTES):
-    """Layout of [rows, 32] values of `BYTES` bytes each, 16 bytes a thread."""
-    return gl.BlockedLayout([1, 16 // BYTES], [16 // BYTES, 2 * BYTES], [4, 1], [1, 0])
+@aggregate
+class Sums:
+    """Sums of a tile while they are computed, float32.
 
-
-@gluon.jit
-def _clear_from(stage, first):
-    """Clear slices of 32 values from slice `first` on; they belong to the next group."""
-    BYTES: gl.constexpr = stage.dtype.primitive_bitwidth // 8
-    LAYOUT: gl.constexpr = _slice_layout(BYTES)
-    ROWS: gl.constexpr = stage.shape[0]
-    zeros = gl.zeros((ROWS, 32), gl.float32, LAYOUT).to(stage.dtype)
-    for index in gl.static_range(1, stage.shape[1] // 32):
-        if index >= first:
-            stage.slice(index * 32, 32, 1).store(zeros)
-
-
-@gluon.jit
-def _await_stage(
-    ring, slot, phase, left, DEPTH: gl.constexpr, PARTITION: gl.constexpr, WGRAD: gl.constexpr
-):
-    """Wait for a stage, of which the first `left` values belong to the group."""
-    mbarrier.wait(ring[2].index(slot), phase)
-    # Without WGRAD the tensor ends at `left`, and TMA fills the rest with zeros.
-    if WGRAD and left < DEPTH:
-        # Both consumers clear the shared operand b, each before its own wgmma; both write zeros.
-        _clear_from(ring[0].index(slot).slice(PARTITION * 64, 64, 0), left // 32)
-        _clear_from(ring[1].index(slot), left // 32)
-        fence_async_shared()
-
-
-@gluon.jit
-def accumulate(
-    ring,
-    slot,
-    phase,
-    depth,
-    DEPTH: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    PARTITION: gl.constexpr,
-    STAGES: gl.constexpr,
-    WGRAD: gl.constexpr,
-):
-    """Sum [64, COLUMNS] in the wgmma accumulator; return it with the next stage and phase."""
-    free = ring[3]
-    total = gl.zeros((64, COLUMNS), gl.float32, sums_layout(COLUMNS, DEPTH))
-    for k in range(0, depth, DEPTH):
-        _await_stage(ring, slot, phase, depth - k, DEPTH, PARTITION, WGRAD)
-        a, b = _operands(ring, slot, PARTITION, 0, COLUMNS)
-        total = warpgroup_mma(a, b, total, is_async=True)
-        total = warpgroup_mma_wait(1, deps=(total,))
-        if k > 0:
-            mbarrier.arrive(free.index(_slot_before(slot, STAGES)), count=1)
-        slot, phase = next_slot(slot, phase, STAGES)
-    total = warpgroup_mma_wait(0, deps=(total,))
-    if depth > 0:
-        mbarrier.arrive(free.index(_slot_before(slot, STAGES)), count=1)
-    return total, slot, phase
-
-
-@gluon.jit
-def accumulate_scaled(
-    ring,
-    slot,
-    phase,
-    depth,
-    scales,
-    HALVES: gl.constexpr,
-    PARTITION: gl.constexpr,
-    STAGES: gl.constexpr,
-    WGRAD: gl.constexpr,
-):
-    """Sums of one or two halves [64, 128] of fp8 products, scaled every 128 values.
-
-    Each row has one scale byte per 128 values, 4 bytes apart in memory.
+    left, right: [64, 128]; IN_TENSOR_CORE has all columns in `left`, and `right` is not used.
+    partial: [64, 128] products of the latest step. scale_bytes: [64] uint8, the rows' scales in the
+    next stage if SCALED, else None.
     """
-    free = ring[3]
-    LAYOUT: gl.constexpr = sums_layout(128, 128)
-    left = gl.zeros((64, 128), gl.float32, LAYOUT)
-    right = left
-    partial = left
-    rows = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), scales[4] - 1)
-    scale_ptrs = scales[0] + rows * scales[2]
-    byte = gl.load(scale_ptrs)
-    for k in range(0, depth, 128):
-        _await_stage(ring, slot, phase, depth - k, 128, PARTITION, WGRAD)
-        a, b = _operands(ring, slot, PARTITION, 0, 128)
-        # Pass the old partial sums as the unused addend: zeros would take more registers.
-        partial = warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
-        scale = gl.expand_dims(scale_value(byte), 1)
-        byte = gl.load(scale_ptrs + gl.minimum(k + 128, (depth - 1) // 128 * 128) // 32)
-        partial = warpgroup_mma_wait(0, deps=(partial,))
-        left += partial * scale
-        if HALVES == 2:
-            a, b = _operands(ring, slot, PARTITION, 128, 128)
-            partial = warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
-            partial = warpgroup_mma_wait(0, deps=(partial,))
-        mbarrier.arrive(free.index(slot), count=1)
-        if HALVES == 2:
-            right += partial * scale
-        slot, phase = next_slot(slot, phase, STAGES)
-    return left, right, slot, phase
+
+    left: gl.tensor
+    right: gl.tensor
+    partial: gl.tensor
+    scale_bytes: gl.tensor | gl.constexpr
 
 
 @gluon.jit
-def accumulate_promoted(
-    ring,
-    slot,
-    phase,
-    depth,
-    HALVES: gl.constexpr,
-    PARTITION: gl.constexpr,
-    STAGES: gl.constexpr,
-    WGRAD: gl.constexpr,
+def _multiply(
+    pipe, state, sums, loop, FIRST: gl.constexpr, COLUMNS: gl.constexpr, USE_ACC: gl.constexpr
 ):
-    """Sums of one or two halves [64, 128] of fp8 products, promoted to float32 every two stages."""
-    free = ring[3]
-    left = gl.zeros((64, 128), gl.float32, sums_layout(128, 128))
-    right = left
-    partial = left
-    stages = gl.cdiv(depth, 128)
-    for pair in range(stages // 2):
-        behind = depth - pair * 256
-        after, after_phase = next_slot(slot, phase, STAGES)
-        _await_stage(ring, slot, phase, behind, 128, PARTITION, WGRAD)
-        a, b = _operands(ring, slot, PARTITION, 0, 128)
-        partial = warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
-        _await_stage(ring, after, after_phase, behind - 128, 128, PARTITION, WGRAD)
-        a, b = _operands(ring, after, PARTITION, 0, 128)
-        partial = warpgroup_mma(a, b, partial, is_async=True)
+    """Start the wgmma of a stage into sums [64, COLUMNS], for the columns from FIRST on."""
+    a, b = pipe.operands(state, CONSUMER=loop.CONSUMER, FIRST=FIRST, COLUMNS=COLUMNS)
+    return warpgroup_mma(a, b, sums, use_acc=USE_ACC, is_async=True)
+
+
+@gluon.jit
+def _multiply_half(pipe, state, sums, loop, HALF: gl.constexpr, USE_ACC: gl.constexpr):
+    """Start the wgmma of a stage into sums [64, 128] of the left (0) or right (1) half."""
+    return _multiply(
+        pipe, state, sums, loop, FIRST=HALF * HALF_COLUMNS, COLUMNS=HALF_COLUMNS, USE_ACC=USE_ACC
+    )
+
+
+@gluon.jit
+def _release_previous(pipe, state):
+    """Release the stage before `state`'s."""
+    pipe.release(gl.where(state.stage == 0, state.STAGES, state.stage) - 1)
+
+
+@gluon.jit
+def _step_in_tensor_core(pipe, state, sums, k, depth, loop):
+    """Multiply the stage that starts at value k; return the sums and the next pipeline state."""
+    COLUMNS: gl.constexpr = loop.HALVES * HALF_COLUMNS
+    pipe.wait(state, depth - k, CONSUMER=loop.CONSUMER, WGRAD=loop.WGRAD)
+    total = _multiply(pipe, state, sums.left, loop, FIRST=0, COLUMNS=COLUMNS, USE_ACC=True)
+    total = warpgroup_mma_wait(1, deps=(total,))  # the previous stage's wgmma has ended
+    if k > 0:
+        _release_previous(pipe, state)
+    return Sums(total, sums.right, sums.partial, sums.scale_bytes), state.advance()
+
+
+@gluon.jit
+def _step_promoted(pipe, state, sums, scale_ptrs, k, depth, loop, STAGES: gl.constexpr):
+    """Multiply STAGES (1, 2) stages from value k on, and add their sums in float32.
+
+    The first wgmma of a half does not add its accumulator, which holds the old partial sums: zeros
+    in their place would take more registers.
+    """
+    left = sums.left
+    right = sums.right
+    scale_bytes = sums.scale_bytes
+    last = state
+    if STAGES == 2:
+        last = state.advance()
+    pipe.wait(state, depth - k, CONSUMER=loop.CONSUMER, WGRAD=loop.WGRAD)
+    partial = _multiply_half(pipe, state, sums.partial, loop, HALF=0, USE_ACC=False)
+    if STAGES == 2:
+        pipe.wait(last, depth - k - loop.DEPTH, CONSUMER=loop.CONSUMER, WGRAD=loop.WGRAD)
+        partial = _multiply_half(pipe, last, partial, loop, HALF=0, USE_ACC=True)
+    if loop.SUMS == SCALED:  # while wgmma runs: convert this stage's scales, load the next ones
+        scale = gl.expand_dims(scale_value(scale_bytes), 1)
+        last_k = (depth - 1) // loop.DEPTH * loop.DEPTH
+        scale_bytes = gl.load(scale_ptrs + gl.minimum(k + loop.DEPTH, last_k) // MX_BLOCK)
+    partial = warpgroup_mma_wait(0, deps=(partial,))
+    left += partial * scale if loop.SUMS == SCALED else partial
+    if loop.HALVES == 2:
+        partial = _multiply_half(pipe, state, partial, loop, HALF=1, USE_ACC=False)
+        if STAGES == 2:
+            partial = _multiply_half(pipe, last, partial, loop, HALF=1, USE_ACC=True)
         partial = warpgroup_mma_wait(0, deps=(partial,))
-        left += partial
-        if HALVES == 2:
-            a, b = _operands(ring, slot, PARTITION, 128, 128)
-            partial = warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
-            a, b = _operands(ring, after, PARTITION, 128, 128)
-            partial = warpgroup_mma(a, b, partial, is_async=True)
-            partial = warpgroup_mma_wait(0, deps=(partial,))
-        mbarrier.arrive(free.index(slot), count=1)
-        mbarrier.arrive(free.index(after), count=1)
-        if HALVES == 2:
-            right += partial
-        slot, phase = next_slot(after, after_phase, STAGES)
-    if stages % 2 == 1:
-        _await_stage(ring, slot, phase, (depth - 1) % 128 + 1, 128, PARTITION, WGRAD)
-        a, b = _operands(ring, slot, PARTITION, 0, 128)
-        partial = warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
-        partial = warpgroup_mma_wait(0, deps=(partial,))
-        left += partial
-        if HALVES == 2:
-            a, b = _operands(ring, slot, PARTITION, 128, 128)
-            partial = warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
-            partial = warpgroup_mma_wait(0, deps=(partial,))
-            right += partial
-        mbarrier.arrive(free.index(slot), count=1)
-        slot, phase = next_slot(slot, phase, STAGES)
-    return left, right, slot, phase
+    pipe.release(state.stage)
+    if STAGES == 2:
+        pipe.release(last.stage)
+    if loop.HALVES == 2:  # after the release: the producer need not wait for these additions
+        right += partial * scale if loop.SUMS == SCALED else partial
+    return Sums(left, right, partial, scale_bytes), last.advance()
+
+
+@gluon.jit
+def _start_sums(scale_ptrs, loop):
+    """Zeros, and the scales of the first stage."""
+    KEPT: gl.constexpr = loop.SUMS == IN_TENSOR_CORE
+    COLUMNS: gl.constexpr = loop.HALVES * HALF_COLUMNS if KEPT else HALF_COLUMNS
+    zeros = gl.zeros((CONSUMER_ROWS, COLUMNS), gl.float32, sums_layout(COLUMNS, loop.DEPTH))
+    return Sums(zeros, zeros, zeros, gl.load(scale_ptrs) if loop.SUMS == SCALED else None)
+
+
+@gluon.jit
+def _halves(total, LAYOUT: gl.constexpr):
+    """Split sums [64, 256] into two of [64, 128]; every thread keeps its registers."""
+    left, right = total.reshape([64, 2, 128]).permute((0, 2, 1)).split()
+    return (
+        gl.convert_layout(left, LAYOUT, assert_trivial=True),
+        gl.convert_layout(right, LAYOUT, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def accumulate(pipe, state, depth, scales, loop):
+    """Sum the products of a tile over `depth` values.
+
+    scales: the tile's `TileScales`, used if SCALED. Returns the left and the right half of the sums
+    [64, 128] (twice the left half if HALVES is 1), and the pipeline state after the tile.
+    """
+    gl.static_assert(loop.DEPTH == 128 or loop.SUMS == IN_TENSOR_CORE, "only fp8 is promoted")
+    HALF: gl.constexpr = sums_layout(HALF_COLUMNS, loop.DEPTH)
+    STAGES: gl.constexpr = 2 if loop.SUMS == PROMOTED else 1  # stages a step
+    scale_ptrs = None
+    if loop.SUMS == SCALED:
+        scale_ptrs = scales.row_pointers(HALF)
+    sums = _start_sums(scale_ptrs, loop)
+    end = depth
+    if STAGES == 2:  # an odd last stage has a step of its own
+        end = gl.cdiv(depth, loop.DEPTH) // STAGES * (STAGES * loop.DEPTH)
+    for k in range(0, end, STAGES * loop.DEPTH):
+        if loop.SUMS == IN_TENSOR_CORE:
+            sums, state = _step_in_tensor_core(pipe, state, sums, k, depth, loop)
+        else:
+            sums, state = _step_promoted(pipe, state, sums, scale_ptrs, k, depth, loop, STAGES)
+    if STAGES == 2 and end < depth:
+        sums, state = _step_promoted(pipe, state, sums, scale_ptrs, end, depth, loop, STAGES=1)
+    left = sums.left
+    right = sums.right
+    if loop.SUMS == IN_TENSOR_CORE:
+        left = warpgroup_mma_wait(0, deps=(left,))
+        if depth > 0:
+            _release_previous(pipe, state)
+        right = left
+        if loop.HALVES == 2:
+            left, right = _halves(left, HALF)
+    return left, right, state

@@ -1,0 +1,1 @@
+"""What the Hopper kernels share: pipeline, tile scheduler, TMA descriptors, PTX."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...common.compat import aggregate
+
 
 def _table_assembly() -> str:
     """PTX that puts the eight e4m3 magnitudes for shift s into lane s, lowest code first.
@@ -66,16 +68,26 @@ _DECODE_ASSEMBLY = gl.constexpr(_decode_assembly())
 _DECODE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 52))
 
 
+@aggregate
+class DecodeTables:
+    """Look-up tables of `decode_words`: lane s holds the e4m3 magnitudes for shift s.
+
+    low: int32, codes 0 to 3. high: int32, codes 4 to 7. The words differ between lanes although
+    their type is a scalar. A shuffle from the lane that has the table is cheaper than building it
+    for each block.
+    """
+
+    low: gl.tensor
+    high: gl.tensor
+
+
 @gluon.jit
 def decode_tables():
-    """Build the look-up tables of `decode_words`: lane s holds the table of shift s in two words.
-
-    The words differ between lanes, so they are not tensors. A shuffle from the lane that has the
-    table is cheaper than building it for each block.
-    """
-    return gl.inline_asm_elementwise(
+    """Build the look-up tables of `decode_words`."""
+    low, high = gl.inline_asm_elementwise(
         _TABLE_ASSEMBLY, "=&r,=&r,r", [0], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
+    return DecodeTables(low=low, high=high)
 
 
 @gluon.jit
@@ -87,7 +99,7 @@ def decode_words(codes, shifts, tables):
     return gl.inline_asm_elementwise(
         _DECODE_ASSEMBLY,
         _DECODE_CONSTRAINTS,
-        [codes, shifts, tables[0], tables[1]],
+        [codes, shifts, tables.low, tables.high],
         dtype=(gl.float8e4nv, gl.float8e4nv),
         is_pure=True,
         pack=16,
@@ -155,6 +167,10 @@ mov.b32 $1, {lo01, lo23};
 }""")
 """hi is converted twice: ptxas 12.8 miscompiles codes that are packed and converted back (it reads
 a register that was never written)."""
+
+
+LO_SCALE = gl.constexpr(1 / 16)
+"""Weight of the low parts of `split_codes`."""
 
 
 @gluon.jit

@@ -1,10 +1,11 @@
-"""Dynamic tile scheduler of the persistent GEMMs.
+"""Dynamic tile scheduler of the persistent MoE GEMMs.
 
 Tiles differ in width and SMs in speed. With a static schedule the busiest CTA has up to 10 % more
 work than the mean (gpt-oss-120b at T = 8192, H200). The first tile of a CTA is its program id. Its
-producer warp takes each further tile from an atomic counter in global memory, shortly before the
-loads of the current tile end. It tags each pipeline stage with its tile; consumer warps read the
-tag. Results do not depend on which CTA computes a tile.
+producer warp claims each further tile from an atomic counter in global memory, shortly before the
+loads of the current tile end. It publishes the tile with every pipeline stage that it fills: the
+stage's tag in shared memory describes the tile. Consumer warps read the tag of the stage after a
+tile's last one. Results do not depend on which CTA computes a tile.
 
 The kernel that encodes a GEMM's rows sets the GEMM's counter to 0 (`reset_tile_counter`). Every CTA
 claims until no tile is left, so there are as many claims as tiles. The last claim resets the
@@ -17,11 +18,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-LEAD = gl.constexpr(2)
+CLAIM_LEAD = gl.constexpr(2)
 """The producer claims the next tile this many steps before the end of the current one. Later claims
 balance better, but the atomic and the loads that depend on it take one or two steps."""
 
-_NUMBERS = gl.constexpr(4)
+_TAG_NUMBERS = gl.constexpr(4)
+"""Numbers of a tag; int32 each."""
 
 
 @gluon.jit
@@ -32,7 +34,7 @@ def reset_tile_counter(tile_counter):
 
 
 @gluon.jit
-def next_tile(tile, tile_counter, num_tiles):
+def claim_tile(tile, tile_counter, num_tiles):
     """Claim the CTA's next tile after `tile`. No tile is left if the result is >= num_tiles."""
     programs = gl.num_programs(0)
     tile += programs
@@ -45,51 +47,54 @@ def next_tile(tile, tile_counter, num_tiles):
 
 
 @gluon.constexpr_function
-def _everywhere(WARPS):
+def _one_element_layout(WARPS):
     """Layout of one element that every thread holds."""
     return gl.BlockedLayout([1], [32], [WARPS], [0])
 
 
 @gluon.jit
-def make_labels(STAGES: gl.constexpr):
+def make_tile_tags(STAGES: gl.constexpr):
     """Allocate the tags: four int32 in shared memory for each pipeline stage."""
     return gl.allocate_shared_memory(
-        gl.int32, [_NUMBERS * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32, [_TAG_NUMBERS * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
 
 
 @gluon.jit
-def write_label(labels, slot, tile):
-    """Tag a free stage with the four numbers of its tile, before any arrival at its mbarrier."""
-    for index in gl.static_range(_NUMBERS):
-        value = gl.full([1], 0, gl.int32, _everywhere(1)) + tile[index]
-        labels.index(_NUMBERS * slot + index).store(value)
+def publish_tile(tags, stage, numbers):
+    """Write the four numbers of a tile to a free stage's tag (one warp).
 
-
-@gluon.jit
-def write_last_label(labels, slot, phase, tile, ready, free, ARRIVALS: gl.constexpr):
-    """Tag the stage after the last one with a tile number that tells consumers to stop.
-
-    ARRIVALS: mbarriers in `ready` per stage.
+    The arrival at the stage's `ready` mbarrier comes later and makes the tag visible.
     """
-    mbarrier.wait(free.index(slot), phase)
-    write_label(labels, slot, tile)
-    mbarrier.arrive(ready.index(slot * ARRIVALS), count=1)
+    for index in gl.static_range(_TAG_NUMBERS):
+        value = gl.full([1], 0, gl.int32, _one_element_layout(1)) + numbers[index]
+        tags.index(_TAG_NUMBERS * stage + index).store(value)
 
 
 @gluon.jit
-def _number(labels, index):
-    return gl.max(labels.index(index).load(_everywhere(4)), 0)
+def publish_end(tags, state, numbers, ready, free, READY_PER_STAGE: gl.constexpr):
+    """Publish the tile that stops the consumers, in the stage after the last one (one warp).
+
+    state: PipelineState of the producer. READY_PER_STAGE: mbarriers in `ready` of a stage.
+    """
+    mbarrier.wait(free.index(state.stage), state.phase)
+    publish_tile(tags, state.stage, numbers)
+    mbarrier.arrive(ready.index(state.stage * READY_PER_STAGE), count=1)
 
 
 @gluon.jit
-def read_label(labels, slot, ready, phase):
+def _number(tags, index):
+    return gl.max(tags.index(index).load(_one_element_layout(4)), 0)
+
+
+@gluon.jit
+def read_tile(tags, stage, ready, phase):
     """Wait on the mbarrier `ready`, then return the four numbers of a stage's tag (a warpgroup)."""
     mbarrier.wait(ready, phase)
-    first = _NUMBERS * slot
+    first = _TAG_NUMBERS * stage
     return (
-        _number(labels, first),
-        _number(labels, first + 1),
-        _number(labels, first + 2),
-        _number(labels, first + 3),
+        _number(tags, first),
+        _number(tags, first + 1),
+        _number(tags, first + 2),
+        _number(tags, first + 3),
     )

@@ -1,452 +1,419 @@
 """MoE GEMM for few tokens per expert: it reads weights once and is limited by memory bandwidth.
 
-A persistent CTA has one producer warp (TMA) and two consumer warpgroups. Each consumer computes its
-own 64 weight rows and does not wait for the other. Two CTAs share an SM. The CTA tile is 128 weight
-rows × the real rows of one routing block. The depth is processed in steps of 256 codes; the sums of
-each step are added to a float32 accumulator. `claims` is the tile scheduler. The producer loads the
-first weights before the kernel that encodes the activations has ended.
+The grid is persistent, two CTAs per SM. A CTA tile is 128 weight rows (a pair of row units) × the
+real rows of one routing block. A block has BLOCK_M rows, but the last block of an expert may have
+fewer real rows: a tile loads and multiplies 8, 16 or 32 rows, whichever is enough. One block size
+thus serves experts with few tokens and with many. The depth is processed in steps of 256 codes; the
+sums of each step are added to a float32 accumulator. With split-K a tile has a part of the steps.
 
-Blocks have TOKENS rows, but the last block of an expert may have fewer real rows. A tile therefore
-loads and multiplies 8, 16 or 32 rows, whichever is enough. One block size thus serves experts with
-few tokens and with many.
+Roles: 12 warps, 80 registers per thread at launch (maxnreg), so that two CTAs fit on an SM.
+    consumer 0, consumer 1: 4 warps each, 112 and 104 registers. Each computes its own row unit of
+        the tile, [64, rows], and does not wait for the other.
+    producer: 1 warp, 24 registers. It claims tiles and starts all TMA loads. Three idle warps fill
+        its warpgroup.
+
+Barriers: two mbarriers a stage.
+    ready: 1 arrival, by the producer with the number of bytes of the stage. It completes when the
+        TMA loads have written them. Both consumers wait.
+    free: 2 arrivals a stage, one by each consumer when its wgmma have read the stage. The producer
+        waits before it fills the stage again.
+
+Pipeline: STAGES stages of one step (256 codes of depth), up to 8; as many as two CTAs per SM allow.
+    A stage holds 2 × 64 × 128 bytes of weight codes, 2 × 16 × 32 bytes of shifts, BLOCK_M × 256
+    bytes of activation rows (with HI_LO twice as many) and the tag of its tile: 19,456 bytes with
+    BLOCK_M = 8.
+
+Timeline:
+    producer: first tile's weights of `early_stages` stages → grid_dependency_wait → per step: wait
+        free, publish tile, load weights, load rows → two steps before a tile's end: claim the next
+        tile and load its description → ... → publish end.
+    consumer: grid_dependency_wait (consumer 0 then lets the next kernel start) → per tile: load
+        epilogue terms; per step: wait ready, decode weights to registers, wgmma, wait for it,
+        arrive at free, add to the accumulator; epilogue, store rows → read the next tile from the
+        next stage's tag.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ...common.compat import async_load
+from ...common.compat import aggregate, async_load
 from ...common.pdl import BEFORE_WAIT, grid_dependency_wait, launch_dependents
-from ..lib.pipeline import next_slot
+from ..lib.pipeline import consumer_start, producer_start
 from ..lib.ptx import decode_tables
-from ..lib.tile_scheduler import (
-    LEAD,
-    make_labels,
-    next_tile,
-    read_label,
-    write_label,
-    write_last_label,
-)
+from ..lib.tile_scheduler import CLAIM_LEAD, claim_tile, publish_end, publish_tile, read_tile
 from .epilogue import (
+    ActivationParameters,
+    Epilogue,
+    Variant,
     finish,
     is_real,
-    one_each,
+    load_output_terms,
+    load_row_ids,
+    load_row_terms,
     output_layout,
-    output_terms,
-    row_ids,
-    spread,
-    store_outputs,
-    token_terms,
+    outputs_per_unit,
+    row_per_thread_layout,
+    store_rows,
 )
-from .weight_fragments import accumulator_layout, decode_weights, join_halves
+from .mainloop import (
+    STAGE_CODES,
+    DecodePipeline,
+    accumulate_decode,
+    make_decode_pipeline,
+    num_columns,
+)
+from .weight_fragments import join_hi_lo
+
+_MIN_ROWS = gl.constexpr(8)
+"""Rows of the narrowest tile; width w of a tile means ``8 << w`` rows."""
+
+_MAX_WIDTHS = gl.constexpr(4)
+"""Widths that fit in a tile's packed number; a power of two."""
+
+_CONSUMER_WARPS = gl.constexpr(4)
+_PRODUCER_WARPS = gl.constexpr(1)
+_PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+@aggregate
+class Output:
+    """Where consumers store, and which rows. out: [k_splits * P, num_outputs]."""
+
+    sorted_token_ids: gl.tensor
+    out: gl.tensor
+    num_tokens: gl.tensor
+
+
+@aggregate
+class Plan:
+    """The routing plan, and how it is cut into tiles.
+
+    tiles_per_block: pairs of row units times k_splits. depth_units: units of 128 codes. num_rows:
+    rows of `out` of one k split.
+    """
+
+    block_expert_ids: gl.tensor
+    sorted_token_ids: gl.tensor
+    num_valid: gl.tensor
+    num_tokens: gl.tensor
+    max_blocks: gl.tensor
+    blocks_per_unit: gl.tensor
+    tiles_per_block: gl.tensor
+    k_splits: gl.tensor
+    depth_units: gl.tensor
+    num_rows: gl.tensor
+
+
+@aggregate
+class Operands:
+    """TMA descriptors of the operands. x_descs: of 8, 16 and 32 rows, None above BLOCK_M.
+
+    low_rows: row of x where the low parts begin (HI_LO).
+    """
+
+    code_desc: tma.tensor_descriptor
+    shift_desc: tma.tensor_descriptor
+    x_descs: gl.tuple
+    row_units: gl.tensor
+    low_rows: gl.tensor
+
+
+@aggregate
+class ConsumerArgs:
+    """Arguments of a consumer."""
+
+    pipe: DecodePipeline
+    epilogue: Epilogue
+    output: Output
+    parameters: ActivationParameters
+    plan: Plan
+
+
+@aggregate
+class ProducerArgs:
+    """Arguments of the producer. early_stages: stages of weights loaded before the wait."""
+
+    pipe: DecodePipeline
+    tile_counter: gl.tensor
+    operands: Operands
+    plan: Plan
+    early_stages: gl.tensor
+
+
+@gluon.jit
+def _pack_part(k_split, width):
+    """One number for k split and width, so that a tag of four numbers holds the tile."""
+    return k_split * _MAX_WIDTHS + width
+
+
+@gluon.jit
+def _unpack_part(part):
+    """Return k split and width."""
+    return part // _MAX_WIDTHS, part % _MAX_WIDTHS
+
+
+@aggregate
+class TileInfo:
+    """A tile: routing block, its expert, pair of row units; k split and width, packed in `part`."""
+
+    block: gl.tensor
+    expert: gl.tensor
+    row_pair: gl.tensor
+    part: gl.tensor
+
+    @gluon.jit
+    def k_split(self):
+        """Part of the depth that the tile sums up."""
+        k_split, _ = _unpack_part(self.part)
+        return k_split
+
+    @gluon.jit
+    def width(self):
+        """Width w: the tile has ``8 << w`` rows."""
+        _, width = _unpack_part(self.part)
+        return width
+
+    @gluon.jit
+    def numbers(self):
+        """The four numbers of a stage's tag."""
+        return self.block, self.expert, self.row_pair, self.part
 
 
 @gluon.constexpr_function
-def _num_widths(TOKENS):
-    """Number of tile widths: 8, 16, … TOKENS rows."""
-    return (TOKENS // 8).bit_length()
+def _num_widths(BLOCK_M):
+    """Number of tile widths: 8, 16, … BLOCK_M rows."""
+    return (BLOCK_M // 8).bit_length()
 
 
 @gluon.jit
-def _describe(tile, plan, sizes, TOKENS: gl.constexpr):
-    """Return (block, expert, pair of row units, split * 4 + width) of a tile.
+def _locate_tile(tile, plan, BLOCK_M: gl.constexpr):
+    """Load the TileInfo of a tile index. Within a block the k split is the fastest index.
 
-    Within a block the split is the fastest tile index. Width w stands for 8 << w rows, enough for
-    all real rows of the block. The producer calls this right after it claims a tile, to hide the
-    latency of these loads of the plan.
+    The width is enough for all real rows of the block. The producer calls this right after it
+    claims a tile, to hide the latency of these loads.
     """
-    block_expert_ids, sorted_token_ids, _, num_tokens = plan
-    max_blocks, blocks_per_unit, tiles_per_block, splits = sizes
-    block = tile // tiles_per_block
-    pair = tile % tiles_per_block
-    split = 0
-    if splits > 1:
-        split = pair % splits
-        pair = pair // splits
+    block = tile // plan.tiles_per_block
+    row_pair = tile % plan.tiles_per_block
+    k_split = 0
+    if plan.k_splits > 1:
+        k_split = row_pair % plan.k_splits
+        row_pair = row_pair // plan.k_splits
     unit = block
-    if blocks_per_unit > 1:
-        unit = block // blocks_per_unit
-    expert = gl.load(
-        block_expert_ids + unit, mask=block < max_blocks, other=0, cache_modifier=BEFORE_WAIT
-    )
-    part = split * 4
-    for width in gl.static_range(1, _num_widths(TOKENS)):
-        middle = gl.load(
-            sorted_token_ids + block * TOKENS + (4 << width),
-            mask=block < max_blocks,
+    if plan.blocks_per_unit > 1:
+        unit = block // plan.blocks_per_unit
+    used = block < plan.max_blocks
+    expert = gl.load(plan.block_expert_ids + unit, mask=used, other=0, cache_modifier=BEFORE_WAIT)
+    part = _pack_part(k_split, width=0)
+    for width in gl.static_range(1, _num_widths(BLOCK_M)):
+        # Real rows come first: this width is needed if the first row past the narrower one is real.
+        next_row = gl.load(
+            plan.sorted_token_ids + block * BLOCK_M + (_MIN_ROWS << (width - 1)),
+            mask=used,
             other=-1,
             cache_modifier=BEFORE_WAIT,
         )
-        part += is_real(middle, num_tokens).to(gl.int32)
-    return block, expert, pair, part
+        part += is_real(next_row, plan.num_tokens).to(gl.int32)  # one width more
+    return TileInfo(block=block, expert=expert, row_pair=row_pair, part=part)
 
 
 @gluon.jit
-def _first_tile(plan, sizes, TOKENS: gl.constexpr):
+def _first_tile(plan, BLOCK_M: gl.constexpr):
     """Load the first tile of this CTA and the number of blocks in use."""
-    tile = _describe(gl.program_id(0), plan, sizes, TOKENS)
-    return tile, gl.load(plan[2], cache_modifier=BEFORE_WAIT) // TOKENS
+    tile = _locate_tile(gl.program_id(0), plan, BLOCK_M)
+    return tile, gl.load(plan.num_valid, cache_modifier=BEFORE_WAIT) // BLOCK_M
 
 
 @gluon.jit
-def _split_steps(split, depth_units, splits):
-    """First and end step of one of `splits` nearly equal parts of the depth."""
+def _step_range(k_split, plan):
+    """First and end step of a k split, one of k_splits nearly equal parts of the depth."""
     first = 0
-    last = gl.cdiv(depth_units, 2)
-    if splits > 1:
+    last = gl.cdiv(plan.depth_units, 2)
+    if plan.k_splits > 1:
         steps = last
-        first = split * steps // splits
-        last = (split + 1) * steps // splits
+        first = k_split * steps // plan.k_splits
+        last = (k_split + 1) * steps // plan.k_splits
     return first, last
 
 
 @gluon.jit
-def _load_weights(
-    ring, descriptors, slot, step, units, part, TOKENS: gl.constexpr, SPLIT: gl.constexpr
-):
-    """Start the TMA loads of a step's weights; its mbarrier also expects the activations' bytes."""
-    WEIGHT_BYTES: gl.constexpr = 128 * 128 + 32 * 32
-    ROW_BYTES: gl.constexpr = 256 * (2 if SPLIT else 1)
-    code_desc = descriptors[0]
-    shift_desc = descriptors[1]
-    arrived = ring[3].index(slot)
-    for width in gl.static_range(_num_widths(TOKENS)):
-        mbarrier.expect(arrived, WEIGHT_BYTES + (8 << width) * ROW_BYTES, pred=part % 4 == width)
-    for half in gl.static_range(2):
-        async_load(code_desc, [units[half], step * 64, 0], arrived, ring[0].index(2 * slot + half))
-        async_load(shift_desc, [units[half], step * 16, 0], arrived, ring[1].index(2 * slot + half))
+def _load_weights(pipe, operands, stage, step, units, width):
+    """Start the TMA loads of a step's weights; `ready` also expects the activation rows' bytes.
 
-
-@gluon.jit
-def _load_rows(rows, x_desc, arrived, first_row, depth, low_rows, SPLIT: gl.constexpr):
-    """Start the TMA loads of activation rows of one width; with SPLIT also of their low parts."""
-    ROWS: gl.constexpr = x_desc.block_type.shape[0]
-    async_load(x_desc, [first_row, depth], arrived, rows.slice(0, ROWS, 0))
-    if SPLIT:
-        async_load(x_desc, [low_rows + first_row, depth], arrived, rows.slice(ROWS, ROWS, 0))
-
-
-@gluon.jit
-def _load_activations(
-    ring,
-    descriptors,
-    slot,
-    step,
-    first_row,
-    part,
-    low_rows,
-    TOKENS: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
-    for width in gl.static_range(_num_widths(TOKENS)):
-        if part % 4 == width:
-            _load_rows(
-                ring[2].index(slot),
-                descriptors[2 + width],
-                ring[3].index(slot),
-                first_row,
-                step * 256,
-                low_rows,
-                SPLIT,
-            )
-
-
-@gluon.jit
-def _fill_stage(
-    ring,
-    descriptors,
-    state,
-    step,
-    tile,
-    units,
-    low_rows,
-    TOKENS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
-    """Wait for a free stage and start the TMA loads of one step; return the next state.
-
-    state: stage, phase, and the number of steps whose weight loads have already been started.
+    units: row units of both consumers, counted over all experts.
     """
-    slot, phase, early = state
+    WEIGHT_BYTES: gl.constexpr = 2 * (
+        operands.code_desc.block_type.nbytes + operands.shift_desc.block_type.nbytes
+    )
+    PARTS: gl.constexpr = 2 if pipe.HI_LO else 1
+    ready = pipe.ready.index(stage)
+    for w in gl.static_range(_num_widths(pipe.BLOCK_M)):
+        mbarrier.expect(
+            ready, WEIGHT_BYTES + PARTS * operands.x_descs[w].block_type.nbytes, pred=width == w
+        )
+    for half in gl.static_range(2):
+        unit = units[half]
+        own = 2 * stage + half
+        async_load(operands.code_desc, [unit, step * 64, 0], ready, pipe.codes.index(own))
+        async_load(operands.shift_desc, [unit, step * 16, 0], ready, pipe.shifts.index(own))
+
+
+@gluon.jit
+def _load_rows(rows, x_desc, ready, first_row, depth, low_rows, HI_LO: gl.constexpr):
+    """Start the TMA loads of activation rows of one width; with HI_LO also of their low parts."""
+    ROWS: gl.constexpr = x_desc.block_type.shape[0]
+    async_load(x_desc, [first_row, depth], ready, rows.slice(0, ROWS, 0))
+    if HI_LO:
+        async_load(x_desc, [low_rows + first_row, depth], ready, rows.slice(ROWS, ROWS, 0))
+
+
+@gluon.jit
+def _fill_stage(args, state, early, step, tile, units):
+    """Wait for a free stage and start the TMA loads of one step; return the next state and `early`.
+
+    early: number of following steps whose weight loads have already been started.
+    """
+    pipe = args.pipe
     if early > 0:
         early -= 1
     else:
-        mbarrier.wait(ring[4].index(slot), phase)
-        write_label(ring[5], slot, tile)
-        _load_weights(ring, descriptors, slot, step, units, tile[3], TOKENS, SPLIT)
-    _load_activations(
-        ring, descriptors, slot, step, tile[0] * TOKENS, tile[3], low_rows, TOKENS, SPLIT
-    )
-    slot, phase = next_slot(slot, phase, STAGES)
-    return slot, phase, early
+        mbarrier.wait(pipe.free.index(state.stage), state.phase)
+        publish_tile(pipe.tags, state.stage, tile.numbers())
+        _load_weights(pipe, args.operands, state.stage, step, units, tile.width())
+    for width in gl.static_range(_num_widths(pipe.BLOCK_M)):
+        if tile.width() == width:
+            _load_rows(
+                pipe.x.index(state.stage),
+                args.operands.x_descs[width],
+                pipe.ready.index(state.stage),
+                first_row=tile.block * pipe.BLOCK_M,
+                depth=step * STAGE_CODES,
+                low_rows=args.operands.low_rows,
+                HI_LO=pipe.HI_LO,
+            )
+    return state.advance(), early
 
 
 @gluon.jit
-def _produce(
-    ring,
-    tile_counter,
-    descriptors,
-    plan,
-    sizes,
-    row_units,
-    depth_units,
-    low_rows,
-    early_stages,
-    TOKENS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
-    _, _, _, ready, free, labels = ring
-    _, _, tiles_per_block, splits = sizes
-    slot = 0
-    phase = 1
+def _produce(args):
+    """The producer warp: claim tiles and load their operands; see the timeline above."""
+    pipe = args.pipe
+    plan = args.plan
+    row_units = args.operands.row_units
+    state = producer_start(pipe.STAGES)
     early = 0
-    first_tile = True
+    is_first = True
     number = gl.program_id(0)
-    following, num_blocks = _first_tile(plan, sizes, TOKENS)
-    while following[0] < num_blocks:
+    following, num_blocks = _first_tile(plan, pipe.BLOCK_M)
+    while following.block < num_blocks:
         tile = following
-        _, expert, pair, part = tile
-        first_step, last_step = _split_steps(part // 4, depth_units, splits)
-        unit = expert * row_units + pair * 2
-        units = (unit, gl.minimum(unit + 1, expert * row_units + row_units - 1))
-        if first_tile:  # start loading its weights before grid_dependency_wait
-            first_tile = False
-            early = gl.minimum(last_step - first_step, early_stages)
+        first_step, last_step = _step_range(tile.k_split(), plan)
+        # With an odd number of row units, the last pair loads the last unit twice; the epilogue
+        # stores only outputs that exist.
+        unit = tile.expert * row_units + tile.row_pair * 2
+        units = (unit, gl.minimum(unit + 1, tile.expert * row_units + row_units - 1))
+        # Start loading the first tile's weights before grid_dependency_wait. These stages get no
+        # tag: consumers locate their first tile themselves.
+        if is_first:
+            is_first = False
+            early = gl.minimum(last_step - first_step, args.early_stages)
             for ahead in range(early):
-                _load_weights(
-                    ring, descriptors, ahead, first_step + ahead, units, part, TOKENS, SPLIT
-                )
+                step = first_step + ahead
+                _load_weights(pipe, args.operands, ahead, step, units, tile.width())
             grid_dependency_wait()
-        claim_at = gl.maximum(last_step - LEAD, first_step + 1)
+        claim_at = gl.maximum(last_step - CLAIM_LEAD, first_step + 1)
         for step in range(first_step, claim_at):
-            slot, phase, early = _fill_stage(
-                ring,
-                descriptors,
-                (slot, phase, early),
-                step,
-                tile,
-                units,
-                low_rows,
-                TOKENS,
-                STAGES,
-                SPLIT,
-            )
-        number = next_tile(number, tile_counter, num_blocks * tiles_per_block)
-        following = _describe(number, plan, sizes, TOKENS)
+            state, early = _fill_stage(args, state, early, step, tile, units)
+        number = claim_tile(number, args.tile_counter, num_blocks * plan.tiles_per_block)
+        following = _locate_tile(number, plan, pipe.BLOCK_M)
         for step in range(claim_at, last_step):
-            slot, phase, early = _fill_stage(
-                ring,
-                descriptors,
-                (slot, phase, early),
-                step,
-                tile,
-                units,
-                low_rows,
-                TOKENS,
-                STAGES,
-                SPLIT,
-            )
-    write_last_label(labels, slot, phase, following, ready, free, 1)
+            state, early = _fill_stage(args, state, early, step, tile, units)
+    publish_end(pipe.tags, state, following.numbers(), pipe.ready, pipe.free, READY_PER_STAGE=1)
 
 
 @gluon.jit
-def _terms(
-    factors,
-    rows,
-    expert,
-    first_row,
-    first_output,
-    OUTPUTS: gl.constexpr,
-    TOKENS: gl.constexpr,
-    TOKEN_LAYOUT: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    KIND: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    WEIGHTED: gl.constexpr,
-):
-    """Load the epilogue's terms of a tile's outputs and rows, and the ids of the rows."""
-    reference, bias, num_outputs, row_units = factors
-    x_scale, routed_weights, sorted_token_ids = rows
-    outputs = output_terms(
-        reference,
-        bias,
-        expert,
-        first_output,
-        num_outputs,
-        row_units * 64,
-        OUTPUTS,
-        LAYOUT,
-        KIND,
-        HAS_BIAS,
-    )
-    tokens = token_terms(x_scale, routed_weights, first_row, TOKENS, TOKEN_LAYOUT, WEIGHTED)
-    return outputs, tokens, row_ids(sorted_token_ids, first_row, TOKENS, TOKEN_LAYOUT)
+def _load_terms(args, expert, first_row, first_output, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
+    """Load the epilogue's terms of a row unit's outputs and of a tile's rows, and the rows' ids."""
+    outputs = load_output_terms(args.epilogue, expert, first_output, LAYOUT)
+    ROW_LAYOUT: gl.constexpr = _row_layout(ROWS, args.pipe.HI_LO, LAYOUT)
+    rows = load_row_terms(args.epilogue, first_row, ROWS, ROW_LAYOUT)
+    return outputs, rows, load_row_ids(args.output.sorted_token_ids, first_row, ROWS, ROW_LAYOUT)
 
 
-@gluon.jit
-def _tile(
-    ring,
-    operands,
-    state,
-    steps,
-    expert,
-    first_row,
-    first_output,
-    first_sum,
-    PARTITION: gl.constexpr,
-    TOKENS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-    KIND: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    WEIGHTED: gl.constexpr,
-):
-    """Compute one tile of TOKENS rows and store it to `out` from row `first_sum` on.
+@gluon.constexpr_function
+def _row_layout(ROWS, HI_LO, LAYOUT):
+    """Layout in which the terms of rows are loaded.
 
-    Returns the next state: stage and phase.
+    With 32 columns the terms are held during the main loop, where registers allow only one row per
+    thread.
     """
-    codes, shifts, x, ready, free, _ = ring
-    factors, rows, target = operands
-    out, num_outputs, num_tokens, param_first, param_second = target
-    slot, phase = state
-    COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
-    ACCUMULATOR: gl.constexpr = accumulator_layout(4, COLUMNS)
-    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
-    LAYOUT: gl.constexpr = output_layout(4, TOKENS, KIND)
-    # Up to 32 columns there are registers to load the terms before the main loop. With exactly 32
-    # columns each thread must hold the terms of one row only.
-    TERMS_FIRST: gl.constexpr = COLUMNS <= 32
-    SPREAD: gl.constexpr = COLUMNS == 32
-    TOKEN_LAYOUT: gl.constexpr = one_each() if SPREAD else gl.SliceLayout(0, LAYOUT)
-    tables = decode_tables()
-    if TERMS_FIRST:  # the main loop hides the latency of these loads
-        outputs, tokens, ids = _terms(
-            factors,
-            rows,
-            expert,
-            first_row,
-            first_output,
-            OUTPUTS,
-            TOKENS,
-            TOKEN_LAYOUT,
-            LAYOUT,
-            KIND,
-            HAS_BIAS,
-            WEIGHTED,
-        )
-    accumulator = gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR)
-    for _ in range(steps):
-        mbarrier.wait(ready.index(slot), phase)
-        place = 2 * slot + PARTITION
-        weights = decode_weights(
-            codes.index(place).reshape([64, 128]),
-            shifts.index(place).reshape([16, 32]),
-            tables,
-            ACCUMULATOR,
-            1,
-            2,
-        )
-        partial = warpgroup_mma(
-            weights,
-            x.index(slot).slice(0, COLUMNS, 0).permute((1, 0)),
-            gl.zeros((64, COLUMNS), gl.float32, ACCUMULATOR),
-            use_acc=False,
-            is_async=True,
-        )
-        partial = warpgroup_mma_wait(0, deps=(partial,))
-        mbarrier.arrive(free.index(slot), count=1)
-        accumulator += partial
-        slot, phase = next_slot(slot, phase, STAGES)
-    if not TERMS_FIRST:
-        outputs, tokens, ids = _terms(
-            factors,
-            rows,
-            expert,
-            first_row,
-            first_output,
-            OUTPUTS,
-            TOKENS,
-            TOKEN_LAYOUT,
-            LAYOUT,
-            KIND,
-            HAS_BIAS,
-            WEIGHTED,
-        )
-    if SPREAD:
-        tokens = spread(tokens, LAYOUT)
-        ids = gl.convert_layout(ids, gl.SliceLayout(0, LAYOUT))
-    value = finish(
-        join_halves(accumulator, SPLIT),
-        outputs,
-        tokens,
-        param_first,
-        param_second,
-        LAYOUT,
-        KIND,
-        WEIGHTED,
-    )
-    store_outputs(value, is_real(ids, num_tokens), out, first_sum, first_output, num_outputs)
-    return slot, phase
+    if num_columns(ROWS, HI_LO) == 32:
+        return row_per_thread_layout()
+    return gl.SliceLayout(0, LAYOUT)
 
 
 @gluon.jit
-def _consume(
-    ring,
-    operands,
-    plan,
-    sizes,
-    depth_units,
-    num_rows,
-    PARTITION: gl.constexpr,
-    TOKENS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-    KIND: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    WEIGHTED: gl.constexpr,
-):
-    ready = ring[3]
-    labels = ring[5]
-    OUTPUTS: gl.constexpr = 64 if KIND == "rows" else 32
+def _compute_tile(args, state, tile, first_row, steps, PARTITION: gl.constexpr, ROWS: gl.constexpr):
+    """Compute and store one row unit of a tile of ROWS rows; return the next state."""
+    epilogue = args.epilogue
+    HI_LO: gl.constexpr = args.pipe.HI_LO
+    COLUMNS: gl.constexpr = num_columns(ROWS, HI_LO)
+    LAYOUT: gl.constexpr = output_layout(ROWS, epilogue.variant.EPILOGUE)
+    # The main loop hides the latency of these loads; up to 32 columns there are registers for it.
+    TERMS_FIRST: gl.constexpr = COLUMNS <= 32
+    first_output = (tile.row_pair * 2 + PARTITION) * outputs_per_unit(epilogue.variant.EPILOGUE)
+    first_stored = first_row + tile.k_split() * args.plan.num_rows
+    tables = decode_tables()
+    if TERMS_FIRST:
+        outputs, rows, ids = _load_terms(args, tile.expert, first_row, first_output, LAYOUT, ROWS)
+    accumulator, state = accumulate_decode(args.pipe, tables, state, steps, PARTITION, COLUMNS)
+    if not TERMS_FIRST:
+        outputs, rows, ids = _load_terms(args, tile.expert, first_row, first_output, LAYOUT, ROWS)
+    if COLUMNS == 32:
+        rows = rows.to_columns(LAYOUT)
+        ids = gl.convert_layout(ids, gl.SliceLayout(0, LAYOUT))
+    sums = join_hi_lo(accumulator, HI_LO)  # [64, ROWS] float32
+    value = finish(sums, outputs, rows, args.parameters, epilogue, LAYOUT)
+    store_rows(
+        value,
+        is_real(ids, args.output.num_tokens),
+        args.output.out,
+        first_row=first_stored,
+        first_output=first_output,
+        num_outputs=epilogue.num_outputs,
+    )
+    return state
+
+
+@gluon.jit
+def _consume(args, PARTITION: gl.constexpr):
+    """A consumer warpgroup: compute row unit PARTITION of each tile; see the timeline above."""
+    pipe = args.pipe
     grid_dependency_wait()
     if PARTITION == 0:
         launch_dependents()
-    state = (0, 0)
-    first_tile, num_blocks = _first_tile(plan, sizes, TOKENS)
-    block, expert, pair, part = first_tile
-    splits = sizes[3]
-    while block < num_blocks:
-        first_row = block * TOKENS
-        first_step, last_step = _split_steps(part // 4, depth_units, splits)
-        for width in gl.static_range(_num_widths(TOKENS)):
-            if part % 4 == width:
-                state = _tile(
-                    ring,
-                    operands,
+    state = consumer_start(pipe.STAGES)
+    tile, num_blocks = _first_tile(args.plan, pipe.BLOCK_M)
+    while tile.block < num_blocks:
+        first_row = tile.block * pipe.BLOCK_M
+        first_step, last_step = _step_range(tile.k_split(), args.plan)
+        for width in gl.static_range(_num_widths(pipe.BLOCK_M)):
+            if tile.width() == width:
+                state = _compute_tile(
+                    args,
                     state,
-                    last_step - first_step,
-                    expert,
-                    first_row,
-                    (pair * 2 + PARTITION) * OUTPUTS,
-                    first_row + part // 4 * num_rows,
-                    PARTITION,
-                    8 << width,
-                    STAGES,
-                    SPLIT,
-                    KIND,
-                    HAS_BIAS,
-                    WEIGHTED,
+                    tile,
+                    first_row=first_row,
+                    steps=last_step - first_step,
+                    PARTITION=PARTITION,
+                    ROWS=_MIN_ROWS << width,
                 )
-        slot, phase = state
-        block, expert, pair, part = read_label(labels, slot, ready.index(slot), phase)
+        block, expert, row_pair, part = read_tile(
+            pipe.tags, state.stage, pipe.ready.index(state.stage), state.phase
+        )
+        tile = TileInfo(block=block, expert=expert, row_pair=row_pair, part=part)
 
 
 @gluon.jit(
@@ -457,7 +424,7 @@ def _consume(
         "num_tokens",
         "low_rows",
         "blocks_per_unit",
-        "splits",
+        "k_splits",
         "num_rows",
         "early_stages",
     ]
@@ -486,102 +453,48 @@ def _moe_gemm_decode_kernel(
     row_units,
     depth_units,
     blocks_per_unit,
-    splits,
+    k_splits,
     num_rows,
     early_stages,
-    TOKENS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-    KIND: gl.constexpr,
+    HI_LO: gl.constexpr,
+    EPILOGUE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     WEIGHTED: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Compute out [P, num_outputs] for all blocks in use; the module docstring has the schedule.
+    """Compute out [k_splits * P, num_outputs] for all blocks in use; see the contract above.
 
-    x8_desc, x16_desc, x32_desc: TMA descriptors of 8, 16 and 32 rows of x; None above TOKENS.
-    KIND: "rows" in stage 2; in stage 1 the name of the activation (two weight rows a feature).
-    low_rows: row of x where the low parts begin (SPLIT).
-    splits: parts of the depth; each has its own num_rows rows of out. tiles_per_block counts them.
-    early_stages: stages whose weights the producer loads before it waits for the activations.
+    Arguments are described at the structures that hold them. HI_LO: rows of x have high and low
+    parts.
     """
-    COLUMNS: gl.constexpr = TOKENS * 2 if SPLIT else TOKENS
-    # Per stage: two row units of weights (64 rows × 256 codes, two a byte) and their shifts, and
-    # 256 codes of TOKENS activation rows (with SPLIT: hi rows, then lo rows).
-    codes = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 64, 128], code_desc.layout)
-    shifts = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 16, 32], shift_desc.layout)
-    x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, 256], x8_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
-    ring = (codes, shifts, x, ready, free, make_labels(STAGES))
-    descriptors = (code_desc, shift_desc, x8_desc, x16_desc, x32_desc)
-    plan = (block_expert_ids, sorted_token_ids, num_valid, num_tokens)
-    operands = (
-        (reference, bias, num_outputs, row_units),
-        (x_scale, routed_weights, sorted_token_ids),
-        (out, num_outputs, num_tokens, param_first, param_second),
+    gl.static_assert(_num_widths(BLOCK_M) <= _MAX_WIDTHS, "a width fits in a tile's packed number")
+    pipe = make_decode_pipeline(code_desc, shift_desc, x8_desc, BLOCK_M, STAGES, HI_LO)
+    plan = Plan(
+        block_expert_ids=block_expert_ids,
+        sorted_token_ids=sorted_token_ids,
+        num_valid=num_valid,
+        num_tokens=num_tokens,
+        max_blocks=num_rows // BLOCK_M,
+        blocks_per_unit=blocks_per_unit,
+        tiles_per_block=tiles_per_block,
+        k_splits=k_splits,
+        depth_units=depth_units,
+        num_rows=num_rows,
     )
-    sizes = (num_rows // TOKENS, blocks_per_unit, tiles_per_block, splits)
+    variant = Variant(EPILOGUE, HAS_BIAS, WEIGHTED)
+    epilogue = Epilogue(reference, bias, num_outputs, row_units, x_scale, routed_weights, variant)
+    output = Output(sorted_token_ids=sorted_token_ids, out=out, num_tokens=num_tokens)
+    parameters = ActivationParameters(first=param_first, second=param_second)
+    consumer = ConsumerArgs(pipe, epilogue, output, parameters, plan)
+    x_descs = (x8_desc, x16_desc, x32_desc)
+    operands = Operands(code_desc, shift_desc, x_descs, row_units, low_rows)
+    producer = ProducerArgs(pipe, tile_counter, operands, plan, early_stages)
+    gl.static_assert(num_warps == _CONSUMER_WARPS, "consumer 0 is the default partition")
     gl.warp_specialize(
-        [
-            (
-                _consume,
-                (
-                    ring,
-                    operands,
-                    plan,
-                    sizes,
-                    depth_units,
-                    num_rows,
-                    0,
-                    TOKENS,
-                    STAGES,
-                    SPLIT,
-                    KIND,
-                    HAS_BIAS,
-                    WEIGHTED,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    ring,
-                    operands,
-                    plan,
-                    sizes,
-                    depth_units,
-                    num_rows,
-                    1,
-                    TOKENS,
-                    STAGES,
-                    SPLIT,
-                    KIND,
-                    HAS_BIAS,
-                    WEIGHTED,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    ring,
-                    tile_counter,
-                    descriptors,
-                    plan,
-                    sizes,
-                    row_units,
-                    depth_units,
-                    low_rows,
-                    early_stages,
-                    TOKENS,
-                    STAGES,
-                    SPLIT,
-                ),
-            ),
-        ],
-        [4, 1],
-        [WORKER_REGISTERS, 24],
+        [(_consume, (consumer, 0)), (_consume, (consumer, 1)), (_produce, (producer,))],
+        [_CONSUMER_WARPS, _PRODUCER_WARPS],
+        [WORKER_REGISTERS, _PRODUCER_REGISTERS],
     )

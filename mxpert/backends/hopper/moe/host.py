@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from ....formats.tensor import Layout, MXTensor
-from ....problem import Combine, GemmConfig, MoEConfig, MoEProblem, Op
+from ....problem import (
+    Combine,
+    HopperGemmConfig,
+    HopperKernel,
+    MoEConfig,
+    MoEOptions,
+    MoEProblem,
+    Op,
+)
 from ....routing import RoutingPlan
 from ....runtime.launch import CACHED_LAUNCHES, DescriptorSpec, Launch
 from ....weights import MoEWeights
-from ...common.combine import combine_rows
+from ...common.combine import combine_slots
 from ...common.moe_layer import TwoStageLayer, quantize_rows
 from ...common.pdl import PDL_LAUNCH
+from ..lib.tile_list import Schedules, tile_schedule
 from ..lib.tma import matrix_descriptor, rows_descriptor
 from . import config as heuristics
 from .decode import _moe_gemm_decode_kernel
-from .encode import SortedRows, fits_one_step, sorted_rows
-from .epilogue import ROWS
+from .encode import SortedRows, encode_rows, fits_one_step
+from .epilogue import LINEAR
 from .prefill import _moe_gemm_prefill_kernel
-from .prefill_tiles import Schedules, tile_schedule
-from .split_k_combine import combine_parts
-from .split_k_gate_up import finish_gate_up, finish_rows
+from .split_k_combine import sum_k_splits_and_combine
+from .split_k_gate_up import sum_k_splits_and_activate, sum_k_splits_and_encode
 
-_NO_PARAMETERS = (0.0, 0.0)
+_NUM_WARPS = 4
+"""Warps of a warpgroup: of each consumer, and of the producer's partition."""
 
-_STAGE_DEPTH = 256
-"""Codes of depth in a pipeline stage of both kernels."""
+_X_COPY_DEPTH = 128
+"""Depth of the prefill kernel's copies of activation rows."""
 
 
 class _Stage:
@@ -38,34 +47,30 @@ class _Stage:
 
     op: Op
     backend = "hopper"
+    stage_config = HopperGemmConfig
 
     def unsupported(self, problem: MoEProblem) -> str | None:
-        """Why the kernel cannot serve `problem`; None if it can."""
-        return unsupported(problem)
+        """Why the kernel cannot serve `problem`, as a phrase; None if it can."""
+        if problem.target.arch != "sm_90":
+            return f"needs sm_90, not {problem.target.arch}"
+        if problem.weight_layout is not Layout.HOPPER_FRAGMENT:
+            return (
+                "needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...), which "
+                "keeps ROW_MAJOR where a row spans more than 15 binades"
+            )
+        if problem.options.out_dtype is torch.float64:
+            return "has no float64 output"
+        if problem.routing_block_m % min(heuristics.BLOCKS_M):
+            return f"needs routing_block_m to be a multiple of {min(heuristics.BLOCKS_M)}"
+        return None
 
-    def configs(self, problem: MoEProblem) -> Iterator[GemmConfig]:
+    def configs(self, problem: MoEProblem) -> Iterator[HopperGemmConfig]:
         """Every tile whose block_m divides the plan's routing_block_m."""
         return heuristics.stage_configs(problem)
 
-    def heuristic(self, problem: MoEProblem) -> GemmConfig:
+    def heuristic(self, problem: MoEProblem) -> HopperGemmConfig:
         """The config used if the tuned table has no row for `problem`."""
         return heuristics.stage_heuristic(problem)
-
-
-def unsupported(problem: MoEProblem) -> str | None:
-    """Why this backend cannot serve `problem`, as a phrase; None if it can."""
-    if problem.target.arch != "sm_90":
-        return f"needs sm_90, not {problem.target.arch}"
-    if problem.weight_layout is not Layout.HOPPER_FRAGMENT:
-        return (
-            "needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...), which "
-            "keeps ROW_MAJOR where a row spans more than 15 binades"
-        )
-    if problem.options.out_dtype is torch.float64:
-        return "has no float64 output"
-    if problem.routing_block_m % min(heuristics.BLOCKS_M):
-        return f"needs routing_block_m to be a multiple of {min(heuristics.BLOCKS_M)}"
-    return None
 
 
 class _GateUp(_Stage):
@@ -76,22 +81,22 @@ class _GateUp(_Stage):
     def launch(
         self,
         problem: MoEProblem,
-        config: GemmConfig,
+        config: HopperGemmConfig,
         *,
         x: torch.Tensor | MXTensor,
         weights: MoEWeights,
         plan: RoutingPlan,
     ) -> torch.Tensor | MXTensor:
         """Return the intermediate [P, F] in sorted order; padding rows are undefined."""
-        h = self._multiply(problem, config, x, weights, plan, plan.capacity)
-        if h.dim() == 3:
-            h = finish_gate_up(h, weights.gate_up_bias, plan, problem.options)
-        return quantize_rows(problem, h)
+        call = _Call(problem, config, plan)
+        return quantize_rows(
+            problem, self._rows(call, x, weights, plan.capacity, sum_k_splits_and_activate)
+        )
 
     def run(
         self,
         problem: MoEProblem,
-        config: GemmConfig,
+        config: HopperGemmConfig,
         *,
         x: torch.Tensor | MXTensor,
         weights: MoEWeights,
@@ -104,56 +109,37 @@ class _GateUp(_Stage):
         These are bfloat16 rows, which stage 2 quantises and encodes, or after split-K rows that are
         already encoded.
         """
-        h = self._multiply(problem, config, x, weights, plan, num_rows, schedules)
-        if h.dim() == 2:
-            return h
-        finish = finish_rows if fits_one_step(problem.intermediate_size) else finish_gate_up
-        return finish(h, weights.gate_up_bias, plan, problem.options)
+        whole = fits_one_step(problem.intermediate_size)
+        finish = sum_k_splits_and_encode if whole else sum_k_splits_and_activate
+        result: torch.Tensor | SortedRows = self._rows(
+            _Call(problem, config, plan, schedules), x, weights, num_rows, finish
+        )
+        return result
 
     @staticmethod
-    def _multiply(
-        problem: MoEProblem,
-        config: GemmConfig,
+    def _rows(
+        call: _Call,
         x: torch.Tensor | MXTensor,
         weights: MoEWeights,
-        plan: RoutingPlan,
         num_rows: int,
-        schedules: Schedules | None = None,
-    ) -> torch.Tensor:
-        """Run the GEMM: bfloat16 [P, F], or with split-K partial sums float32 [split_k, P, 2F]."""
-        options, features = problem.options, problem.intermediate_size
+        finish: Callable[[torch.Tensor, torch.Tensor | None, RoutingPlan, MoEOptions], Any],
+    ) -> Any:
+        """Return bfloat16 [num_rows, F], or after split-K what `finish` makes of the sums."""
+        plan, options = call.plan, call.problem.options
+        features = call.problem.intermediate_size
         h = plan.sorted_weights.new_empty((num_rows, features), dtype=torch.bfloat16)
         if not plan.max_blocks:
             return h
-        rows = sorted_rows(x, plan, num_rows, options, scatter=True)
-        if config.split_k > 1:
-            parts = _parts(num_rows, 2 * features, config, weights.device)
-            multiply(
-                parts,
-                rows,
-                weights.gate_up_proj,
-                None,
-                plan,
-                problem,
-                config,
-                kind=ROWS,
-                parameters=_NO_PARAMETERS,
-                weighted=False,
-            )
-            return parts
-        multiply(
-            h,
-            rows,
-            weights.gate_up_proj,
-            weights.gate_up_bias,
-            plan,
-            problem,
-            config,
-            kind=options.activation.name,
-            parameters=options.activation.parameters,
-            weighted=options.apply_router_weight_on_input,
-            schedules=schedules,
+        rows = encode_rows(x, plan, num_rows, options, scatter=True)
+        if call.config.k_splits > 1:
+            parts = call.multiply_k_splits(rows, weights.gate_up_proj, num_rows, 2 * features)
+            return finish(parts, weights.gate_up_bias, plan, options)
+        epilogue = _Epilogue(
+            options.activation.name,
+            options.activation.parameters,
+            options.apply_router_weight_on_input,
         )
+        call.multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, epilogue)
         return h
 
 
@@ -165,7 +151,7 @@ class _Down(_Stage):
     def launch(
         self,
         problem: MoEProblem,
-        config: GemmConfig,
+        config: HopperGemmConfig,
         *,
         h: torch.Tensor | MXTensor | SortedRows,
         weights: MoEWeights,
@@ -177,129 +163,41 @@ class _Down(_Stage):
         schedules: tile lists of the layer if its stage 1 computed h; None otherwise.
         ATOMIC allows any summation order; this backend sums in slot order, as REDUCE does.
         """
-        options = problem.options
+        options, width = problem.options, problem.hidden_size
         flat = options.combine is Combine.FLAT
         num_rows = plan.capacity if flat else plan.max_blocks * plan.routing_block_m
         if plan.num_tokens == 0:
-            return torch.empty(
-                (num_rows if flat else 0, weights.hidden_size),
-                device=weights.device,
-                dtype=options.out_dtype,
-            )
-        rows = (
-            h
-            if isinstance(h, SortedRows)
-            else sorted_rows(
-                h, plan, num_rows, options, scatter=False, release_first=schedules is not None
-            )
-        )
-        if config.split_k > 1 and not flat:
-            parts = _parts(num_rows, weights.hidden_size, config, weights.device)
-            multiply(
-                parts,
-                rows,
-                weights.down_proj,
-                None,
-                plan,
-                problem,
-                config,
-                kind=ROWS,
-                parameters=_NO_PARAMETERS,
-                weighted=False,
-            )
-            return combine_parts(parts, weights.down_bias, plan, options)
-        out = rows.scale.new_empty((num_rows, problem.hidden_size), dtype=options.out_dtype)
-        multiply(
-            out,
-            rows,
-            weights.down_proj,
-            weights.down_bias,
-            plan,
-            problem,
-            _unsplit(config),
-            kind=ROWS,
-            parameters=_NO_PARAMETERS,
-            weighted=not options.apply_router_weight_on_input,
-            schedules=schedules,
-        )
-        return (
-            out
-            if flat
-            else combine_rows(out, plan.slot_rows, problem.target, plan_before_wait=True)
-        )
-
-
-def _parts(num_rows: int, width: int, config: GemmConfig, device: torch.device) -> torch.Tensor:
-    """Allocate the partial sums, float32 [split_k, num_rows, width]."""
-    return torch.empty((config.split_k, num_rows, width), dtype=torch.float32, device=device)
+            size = (num_rows if flat else 0, width)
+            return torch.empty(size, device=weights.device, dtype=options.out_dtype)
+        if isinstance(h, SortedRows):
+            rows = h
+        else:
+            in_layer = schedules is not None
+            rows = encode_rows(h, plan, num_rows, options, scatter=False, release_first=in_layer)
+        if config.k_splits > 1 and not flat:
+            call = _Call(problem, config, plan, schedules)
+            parts = call.multiply_k_splits(rows, weights.down_proj, num_rows, width)
+            return sum_k_splits_and_combine(parts, weights.down_bias, plan, options)
+        out = rows.scale.new_empty((num_rows, width), dtype=options.out_dtype)
+        call = _Call(problem, _without_k_splits(config), plan, schedules)
+        epilogue = _Epilogue(weighted=not options.apply_router_weight_on_input)
+        call.multiply(out, rows, weights.down_proj, weights.down_bias, epilogue)
+        if flat:
+            return out
+        return combine_slots(out, plan.slot_rows, problem.target, plan_before_wait=True)
 
 
 @functools.cache
-def _unsplit(config: GemmConfig) -> GemmConfig:
-    return replace(config, split_k=1)
+def _without_k_splits(config: HopperGemmConfig) -> HopperGemmConfig:
+    return replace(config, k_splits=1)
 
 
-def multiply(
-    out: torch.Tensor,
-    rows: SortedRows,
-    weight: MXTensor,
-    bias: torch.Tensor | None,
-    plan: RoutingPlan,
-    problem: MoEProblem,
-    config: GemmConfig,
-    *,
-    kind: str,
-    parameters: tuple[float, float],
-    weighted: bool,
-    schedules: Schedules | None = None,
-) -> None:
-    """Run one GEMM with its epilogue over the plan's blocks.
+class _Epilogue(NamedTuple):
+    """What follows a GEMM: LINEAR or an activation with its parameters, and the routing weight."""
 
-    `out` is [P, F or H], or with split-K [split_k, P, 2F or H].
-    """
-    _, row_units, depth_units, _ = weight.qdata.shape
-    gemm = _Gemm(
-        out.shape[-2],
-        out.shape[-1],
-        row_units,
-        depth_units,
-        plan.routing_block_m,
-        rows.low_rows,
-        rows.split,
-        bias is not None,
-        weighted,
-        kind,
-        parameters,
-    )
-    tensors = dict(
-        code_desc=weight.qdata,
-        shift_desc=weight.scale,
-        reference=weight.reference,
-        bias=rows.scale if bias is None else bias,
-        x_scale=rows.scale,
-        routed_weights=plan.sorted_weights,
-        tile_counter=rows.tile_counter,
-    )
-    if heuristics.is_prefill(config):
-        schedule = tile_schedule(plan, config.block_m, config.group_m, schedules)
-        _prefill_launch(problem, config, gemm, out.dtype)(
-            out_desc=out,
-            x_desc=rows.codes,
-            tile_first_block=schedule.first_block,
-            tile_blocks=schedule.blocks,
-            tile_expert=schedule.expert,
-            num_groups=schedule.count,
-            **tensors,
-        )
-    else:
-        _decode_launch(problem, config, gemm)(
-            out=out,
-            **dict.fromkeys(_decode_copies(config.block_m), rows.codes),
-            sorted_token_ids=plan.sorted_token_ids,
-            block_expert_ids=plan.block_expert_ids,
-            num_valid=plan.num_valid,
-            **tensors,
-        )
+    kind: str = LINEAR
+    parameters: tuple[float, float] = (0.0, 0.0)
+    weighted: bool = False
 
 
 class _Gemm(NamedTuple):
@@ -311,11 +209,79 @@ class _Gemm(NamedTuple):
     depth_units: int
     routing_block_m: int
     low_rows: int
-    split: bool
     has_bias: bool
-    weighted: bool
-    kind: str
-    parameters: tuple[float, float]
+    epilogue: _Epilogue
+
+
+class _Call(NamedTuple):
+    """One call of a stage. `schedules` caches the tile lists that both stages of a layer share."""
+
+    problem: MoEProblem
+    config: HopperGemmConfig
+    plan: RoutingPlan
+    schedules: Schedules | None = None
+
+    def multiply_k_splits(
+        self, rows: SortedRows, weight: MXTensor, num_rows: int, width: int
+    ) -> torch.Tensor:
+        """Return the partial sums of a GEMM, float32 [k_splits, num_rows, width]."""
+        parts = rows.scale.new_empty((self.config.k_splits, num_rows, width))
+        self.multiply(parts, rows, weight, None, _Epilogue())
+        return parts
+
+    def multiply(
+        self,
+        out: torch.Tensor,
+        rows: SortedRows,
+        weight: MXTensor,
+        bias: torch.Tensor | None,
+        epilogue: _Epilogue,
+    ) -> None:
+        """Run one GEMM with its epilogue over the plan's blocks.
+
+        `out` is [P, F or H], or with split-K [k_splits, P, 2F or H].
+        """
+        problem, config, plan, _ = self
+        _, row_units, depth_units, _ = weight.qdata.shape
+        gemm = _Gemm(
+            out.shape[-2],
+            out.shape[-1],
+            row_units,
+            depth_units,
+            plan.routing_block_m,
+            rows.scale.shape[0],
+            bias is not None,
+            epilogue,
+        )
+        tensors = dict(
+            code_desc=weight.qdata,
+            shift_desc=weight.scale,
+            reference=weight.reference,
+            bias=rows.scale if bias is None else bias,
+            x_scale=rows.scale,
+            routed_weights=plan.sorted_weights,
+            tile_counter=rows.tile_counter,
+        )
+        if config.kernel is HopperKernel.PREFILL:
+            schedule = tile_schedule(plan, config.block_m, config.blocks_per_tile, self.schedules)
+            _prefill_launch(problem, config, gemm, out.dtype)(
+                out_desc=out,
+                x_desc=rows.codes,
+                tile_first_block=schedule.first_block,
+                tile_blocks=schedule.blocks,
+                tile_expert=schedule.expert,
+                num_runs=schedule.count,
+                **tensors,
+            )
+        else:
+            _decode_launch(problem, config, gemm)(
+                out=out,
+                **dict.fromkeys(_x_descriptors(config.block_m), rows.codes),
+                sorted_token_ids=plan.sorted_token_ids,
+                block_expert_ids=plan.block_expert_ids,
+                num_valid=plan.num_valid,
+                **tensors,
+            )
 
 
 _X_DESCRIPTORS = {rows: f"x{rows}_desc" for rows in heuristics.BLOCKS_M}
@@ -323,37 +289,37 @@ _X_DESCRIPTORS = {rows: f"x{rows}_desc" for rows in heuristics.BLOCKS_M}
 
 
 @functools.cache
-def _decode_copies(block_m: int) -> dict[str, DescriptorSpec]:
+def _x_descriptors(block_m: int) -> dict[str, DescriptorSpec]:
     return {
-        name: rows_descriptor(rows, heuristics.DECODE_DEPTH, torch.float8_e4m3fn)
+        name: rows_descriptor(rows, heuristics.STAGE_DEPTH, torch.float8_e4m3fn)
         for rows, name in _X_DESCRIPTORS.items()
         if rows <= block_m
     }
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Launch:
+def _decode_launch(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -> Launch:
     # The last step of an odd depth must not read the next unit: decode is limited by bandwidth.
     tiles = {
         "code_desc": matrix_descriptor(64, 128, torch.uint8),
         "shift_desc": matrix_descriptor(16, 32, torch.uint8),
-        **_decode_copies(config.block_m),
+        **_x_descriptors(config.block_m),
     }
     unused = {name: None for name in _X_DESCRIPTORS.values() if name not in tiles}
     constants = _gemm_constants(problem, config, gemm)
     early_stages = config.num_stages  # stage 2 starts while the last tiles of stage 1 still run
-    if gemm.kind != ROWS:
+    if gemm.epilogue.kind != LINEAR:
         early_stages = heuristics.early_stages(config, problem, constants["tiles_per_block"])
     return Launch(
         _moe_gemm_decode_kernel,
         (heuristics.decode_ctas(problem),),
         tiles,
         num_tokens=problem.num_tokens,
-        splits=config.split_k,
+        k_splits=config.k_splits,
         blocks_per_unit=gemm.routing_block_m // config.block_m,
         num_rows=gemm.num_rows,
         early_stages=early_stages,
-        TOKENS=config.block_m,
+        BLOCK_M=config.block_m,
         maxnreg=heuristics.DECODE_REGISTERS,
         WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS,
         **unused,
@@ -363,17 +329,18 @@ def _decode_launch(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> Laun
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _prefill_launch(
-    problem: MoEProblem, config: GemmConfig, gemm: _Gemm, out_dtype: torch.dtype
+    problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm, out_dtype: torch.dtype
 ) -> Launch:
-    outputs = 64 if gemm.kind == ROWS else 32
-    pieces, rows = heuristics.output_pieces(config, gemm.split, outputs * out_dtype.itemsize)
+    constants = _gemm_constants(problem, config, gemm)
+    outputs = 64 if gemm.epilogue.kind == LINEAR else 32  # columns of a consumer's 64 weight rows
+    buffers, rows = heuristics.output_buffers(config, outputs * out_dtype.itemsize)
     # With hi and lo and only two stages of 256 codes, copy half a stage at a time (32 rows are 128
     # codes of depth): decoding then starts earlier.
-    code_rows = 32 if gemm.split and config.num_stages <= 4 else 64
+    code_rows = 32 if config.hi_lo and config.num_stages <= 2 else 64
     tiles = {
         "code_desc": rows_descriptor(code_rows, 128, torch.uint8, width=128),
         "shift_desc": rows_descriptor(code_rows // 4, 32, torch.uint8, width=32),
-        "x_desc": rows_descriptor(config.block_m, config.block_k, torch.float8_e4m3fn),
+        "x_desc": rows_descriptor(config.block_m, _X_COPY_DEPTH, torch.float8_e4m3fn),
         "out_desc": rows_descriptor(rows, outputs, out_dtype),
     }
     return Launch(
@@ -381,30 +348,31 @@ def _prefill_launch(
         (problem.target.num_sms,),
         tiles,
         BLOCK_M=config.block_m,
-        BLOCKS=config.group_m,
-        PIECES=pieces,
-        CONSUMERS=heuristics.consumers(config),
-        **_gemm_constants(problem, config, gemm),
+        BLOCKS=config.blocks_per_tile,
+        STAGING_BUFFERS=buffers,
+        CONSUMERS=config.consumers,
+        **constants,
     )
 
 
-def _gemm_constants(problem: MoEProblem, config: GemmConfig, gemm: _Gemm) -> dict[str, Any]:
-    """Arguments common to the decode and the prefill kernel, for a valid config."""
+def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -> dict[str, Any]:
+    """Check the config; return the arguments common to the decode and the prefill kernel."""
     heuristics.require_valid(config, problem)
+    epilogue = gemm.epilogue
     return dict(
-        param_first=float(gemm.parameters[0]),
-        param_second=float(gemm.parameters[1]),
+        param_first=float(epilogue.parameters[0]),
+        param_second=float(epilogue.parameters[1]),
         low_rows=gemm.low_rows,
         num_outputs=gemm.num_outputs,
-        tiles_per_block=-(-gemm.row_units // heuristics.consumers(config)) * config.split_k,
+        tiles_per_block=-(-gemm.row_units // config.consumers) * config.k_splits,
         row_units=gemm.row_units,
         depth_units=gemm.depth_units,
-        STAGES=config.num_stages * config.block_k // _STAGE_DEPTH,
-        SPLIT=gemm.split,
-        KIND=gemm.kind,
+        STAGES=config.num_stages,
+        HI_LO=config.hi_lo,
+        EPILOGUE=epilogue.kind,
         HAS_BIAS=gemm.has_bias,
-        WEIGHTED=gemm.weighted,
-        num_warps=config.num_warps,
+        WEIGHTED=epilogue.weighted,
+        num_warps=_NUM_WARPS,
         **PDL_LAUNCH,
     )
 
@@ -420,7 +388,7 @@ class _Layer(TwoStageLayer):
     ) -> torch.Tensor:
         """Run both stages; they share the tile lists."""
         schedules: Schedules = {}
-        h = GATE_UP.run(
+        h = self._gate_up.run(
             problem,
             config.gate_up,
             x=x,
@@ -429,9 +397,10 @@ class _Layer(TwoStageLayer):
             num_rows=plan.max_blocks * plan.routing_block_m,
             schedules=schedules,
         )
-        return DOWN.launch(
+        y: torch.Tensor = self._down.launch(
             problem, config.down, h=h, weights=weights, plan=plan, schedules=schedules
         )
+        return y
 
 
 GATE_UP = _GateUp()

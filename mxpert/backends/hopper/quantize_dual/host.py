@@ -22,6 +22,7 @@ from ...common.mx_codec import scale_rule_constants
 from ...common.quantize import DTYPES
 from ..lib.tma import rows_descriptor
 from .kernel import _quantize_dual_hopper_kernel
+from .layouts import STAGE_WORDS, TILE, TILE_BLOCKS
 from .span_kernels import (
     MAX_SPREAD_BLOCKS,
     SPREAD_ROWS,
@@ -32,15 +33,11 @@ from .span_kernels import (
     _start_counts_kernel,
 )
 
-_TILE_BLOCKS = 4
-"""A tile is 4 × 4 blocks of 32: 128 positions × 128 columns."""
-
-_BLOCK_TILE, _FULL_TILE = (
-    rows_descriptor(32, 32, torch.int32),
-    rows_descriptor(128, 32, torch.int32),
+_LOAD_OF_BLOCK, _LOAD_OF_TILE = (
+    rows_descriptor(rows, STAGE_WORDS.value, torch.int32) for rows in (MX_BLOCK_SIZE, TILE.value)
 )
-"""TMA tiles of x as int32. With groups, the rows of each block are copied separately; without
-groups, 128 rows are contiguous."""
+"""TMA loads of a stage of x as int32. With groups, the rows of each block are loaded separately;
+without groups, the rows of a tile are contiguous."""
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -163,12 +160,12 @@ class _Plan:
     row: _Copy
     column: _Copy
     num_blocks: int
-    table: Launch | None
-    start: Launch | None
-    first: Launch | None
-    count: Launch | None
-    spread: Launch | None
-    last: Launch | None
+    table: Launch | None = None
+    start: Launch | None = None
+    first: Launch | None = None
+    count: Launch | None = None
+    spread: Launch | None = None
+    last: Launch | None = None
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -180,37 +177,42 @@ def _plan(problem: DualProblem) -> _Plan:
     num_blocks = math.prod(leading) * length // MX_BLOCK_SIZE
     spans = {row.span, column.span}
     counts = dict(row_few=row.few, column_few=column.few)
-    table = start = first = count = spread = last = None
+    launches: dict[str, Launch] = {}
     if problem.grouped_rows:
-        table = _table_launch(num_rows, problem.num_groups, num_blocks, counts)
+        launches["table"] = _table_launch(num_rows, problem.num_groups, num_blocks, counts)
     elif AUTO & spans:
-        start = Launch(_start_counts_kernel, (1,), **counts, num_warps=1)
+        launches["start"] = Launch(_start_counts_kernel, (1,), **counts, num_warps=1)
     if math.prod(row.shape) + math.prod(column.shape) > 0:
-        sizes = (num_blocks, length // MX_BLOCK_SIZE, width)
-        whole = not LONG & spans
-        first = _quantize_launch(problem, *sizes, True, whole)
-        if not whole:
+        sizes = num_blocks, length // MX_BLOCK_SIZE, width
+        one_pass = not LONG & spans
+        launches["first"] = _quantize_launch(problem, *sizes, choose=True, encode=one_pass)
+        if not one_pass:
             segments = problem.num_groups if problem.grouped_rows else 1
-            if AUTO & spans:
-                count = _scales_launch(
-                    _count_wide_blocks_kernel,
-                    row,
-                    column,
-                    segments,
-                    AUTO,
-                    FREE=FREE_BINADES[problem.format.element.name],
-                )
-            spread = _scales_launch(
-                _spread_scales_kernel,
-                row,
-                column,
-                segments,
-                LONG,
-                ROW_WHOLE=row.span is not ScaleSpan.SPAN128,
-                COLUMN_WHOLE=column.span is not ScaleSpan.SPAN128,
-            )
-            last = _quantize_launch(problem, *sizes, False, True)
-    return _Plan(row, column, num_blocks, table, start, first, count, spread, last)
+            launches |= _span_launches(problem, row, column, segments)
+            launches["last"] = _quantize_launch(problem, *sizes, choose=False, encode=True)
+    return _Plan(row, column, num_blocks, **launches)
+
+
+def _span_launches(
+    problem: DualProblem, row: _Copy, column: _Copy, segments: int
+) -> dict[str, Launch]:
+    """The launches `count` (if a span is AUTO) and `spread` of a plan."""
+    launches: dict[str, Launch] = {}
+    if AUTO & {row.span, column.span}:
+        free = FREE_BINADES[problem.format.element.name]
+        launches["count"] = _scales_launch(
+            _count_wide_blocks_kernel, row, column, segments, AUTO, FREE=free
+        )
+    launches["spread"] = _scales_launch(
+        _spread_scales_kernel,
+        row,
+        column,
+        segments,
+        LONG,
+        ROW_WHOLE=row.span is not ScaleSpan.SPAN128,
+        COLUMN_WHOLE=column.span is not ScaleSpan.SPAN128,
+    )
+    return launches
 
 
 def _allocate(copy: _Copy, x: torch.Tensor) -> MXTensor:
@@ -305,15 +307,16 @@ def _quantize_launch(
     num_blocks: int,
     blocks_per_matrix: int,
     width: int,
+    *,
     choose: bool,
     encode: bool,
 ) -> Launch:
     num_k_blocks = width // MX_BLOCK_SIZE
-    grid = triton.cdiv(num_blocks, _TILE_BLOCKS) * triton.cdiv(num_k_blocks, _TILE_BLOCKS)
+    grid = triton.cdiv(num_blocks, TILE_BLOCKS.value) * triton.cdiv(num_k_blocks, TILE_BLOCKS.value)
     return Launch(
         _quantize_dual_hopper_kernel,
         (grid,),
-        {"x_desc": _BLOCK_TILE if problem.grouped_rows else _FULL_TILE},
+        {"x_desc": _LOAD_OF_BLOCK if problem.grouped_rows else _LOAD_OF_TILE},
         num_blocks=num_blocks,
         blocks_per_matrix=blocks_per_matrix,
         num_k_blocks=num_k_blocks,
@@ -324,9 +327,9 @@ def _quantize_launch(
         ENCODE=encode,
         MARK_ROWS=choose and problem.row_span is not ScaleSpan.BLOCK,
         MARK_COLUMNS=choose and problem.column_span is not ScaleSpan.BLOCK,
-        ROW_ALIGNMENT=math.gcd(num_k_blocks, _TILE_BLOCKS),
-        WIDE_COLUMNS=blocks_per_matrix % _TILE_BLOCKS == 0,
-        num_warps=4,
+        ROW_ALIGNMENT=math.gcd(num_k_blocks, TILE_BLOCKS.value),
+        WIDE_COLUMNS=blocks_per_matrix % TILE_BLOCKS.value == 0,
+        num_warps=TILE_BLOCKS.value,
         maxnreg=_REGISTERS,
     )
 

@@ -14,6 +14,10 @@ SPREAD_ROWS = 8
 MAX_SPREAD_BLOCKS = 256
 """Rows per program, and largest number of blocks per step, of the kernels over scales."""
 
+_SIZES = ("row_programs", "row_rows", "row_pitch", "column_rows", "column_pitch", "num_segments")
+_POINTERS = ("row_scale_ptr", "row_wide_ptr", "column_scale_ptr", "column_wide_ptr", "starts_ptr")
+"""Arguments of the kernels over scales that do not select a binary."""
+
 
 @triton.jit
 def start_counts(row_wide_ptr, column_wide_ptr, row_few, column_few):
@@ -29,7 +33,7 @@ def start_counts(row_wide_ptr, column_wide_ptr, row_few, column_few):
     do_not_specialize_on_alignment=("row_wide_ptr", "column_wide_ptr"),
 )
 def _start_counts_kernel(row_wide_ptr, column_wide_ptr, row_few, column_few):
-    """`start_counts` as a kernel, for calls without a block table."""
+    """`start_counts` as a kernel, for calls without a block table. Grid: one program."""
     start_counts(row_wide_ptr, column_wide_ptr, row_few, column_few)
 
 
@@ -52,6 +56,8 @@ def _block_table_kernel(
     BLOCK_G: tl.constexpr,
 ):
     """Write the block table of the padded columnwise copy; also run `start_counts`.
+
+    Grid: one program per BLOCKS blocks. The first program also writes `starts`.
 
     table [num_blocks, 2]: first row of the block, and rows + 256 × (rows that count). Rows after
     the last group do not count. starts [num_groups + 1]: first position of each group, and the end.
@@ -183,23 +189,7 @@ def _spread_segment(
         tl.store(ptrs, spread.to(tl.uint8), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "row_programs",
-        "row_rows",
-        "row_pitch",
-        "column_rows",
-        "column_pitch",
-        "num_segments",
-    ),
-    do_not_specialize_on_alignment=(
-        "row_scale_ptr",
-        "row_wide_ptr",
-        "column_scale_ptr",
-        "column_wide_ptr",
-        "starts_ptr",
-    ),
-)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_POINTERS)
 def _count_wide_blocks_kernel(
     row_scale_ptr,
     row_wide_ptr,
@@ -216,47 +206,41 @@ def _count_wide_blocks_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """`_count_segment`: the first row_programs handle the rowwise copy, the others the columnwise.
+    """`_count_segment` for each copy with a count; pointers of the other copy are None.
 
-    Pointers of a copy without a count are None. `starts` applies to the columnwise copy only.
+    Grid: one program per segment of ROWS rows of scales, row_programs for the rowwise copy first.
+    A row of the rowwise copy is one segment; `starts` divides those of the columnwise copy.
     """
     program = tl.program_id(0)
     if row_scale_ptr is not None and program < row_programs:
         _count_segment(
-            program, row_scale_ptr, row_wide_ptr, None, row_rows, row_pitch, 1, FREE, ROWS, BLOCKS
+            program=program,
+            scale_ptr=row_scale_ptr,
+            wide_ptr=row_wide_ptr,
+            starts_ptr=None,
+            num_rows=row_rows,
+            pitch=row_pitch,
+            num_segments=1,
+            FREE=FREE,
+            ROWS=ROWS,
+            BLOCKS=BLOCKS,
         )
     if column_scale_ptr is not None and program >= row_programs:
         _count_segment(
-            program - row_programs,
-            column_scale_ptr,
-            column_wide_ptr,
-            starts_ptr,
-            column_rows,
-            column_pitch,
-            num_segments,
-            FREE,
-            ROWS,
-            BLOCKS,
+            program=program - row_programs,
+            scale_ptr=column_scale_ptr,
+            wide_ptr=column_wide_ptr,
+            starts_ptr=starts_ptr,
+            num_rows=column_rows,
+            pitch=column_pitch,
+            num_segments=num_segments,
+            FREE=FREE,
+            ROWS=ROWS,
+            BLOCKS=BLOCKS,
         )
 
 
-@triton.jit(
-    do_not_specialize=(
-        "row_programs",
-        "row_rows",
-        "row_pitch",
-        "column_rows",
-        "column_pitch",
-        "num_segments",
-    ),
-    do_not_specialize_on_alignment=(
-        "row_scale_ptr",
-        "row_wide_ptr",
-        "column_scale_ptr",
-        "column_wide_ptr",
-        "starts_ptr",
-    ),
-)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_POINTERS)
 def _spread_scales_kernel(
     row_scale_ptr,
     row_wide_ptr,
@@ -276,32 +260,32 @@ def _spread_scales_kernel(
 ):
     """`_spread_segment` for each copy whose spans are longer than a block.
 
-    Programs and arguments as `_count_wide_blocks_kernel`.
+    Grid: as `_count_wide_blocks_kernel`, and so are the arguments.
     """
     program = tl.program_id(0)
     if row_scale_ptr is not None and program < row_programs:
         _spread_segment(
-            program,
-            row_scale_ptr,
-            row_wide_ptr,
-            None,
-            row_rows,
-            row_pitch,
-            1,
-            ROW_WHOLE,
-            ROWS,
-            BLOCKS,
+            program=program,
+            scale_ptr=row_scale_ptr,
+            wide_ptr=row_wide_ptr,
+            starts_ptr=None,
+            num_rows=row_rows,
+            pitch=row_pitch,
+            num_segments=1,
+            WHOLE=ROW_WHOLE,
+            ROWS=ROWS,
+            BLOCKS=BLOCKS,
         )
     if column_scale_ptr is not None and program >= row_programs:
         _spread_segment(
-            program - row_programs,
-            column_scale_ptr,
-            column_wide_ptr,
-            starts_ptr,
-            column_rows,
-            column_pitch,
-            num_segments,
-            COLUMN_WHOLE,
-            ROWS,
-            BLOCKS,
+            program=program - row_programs,
+            scale_ptr=column_scale_ptr,
+            wide_ptr=column_wide_ptr,
+            starts_ptr=starts_ptr,
+            num_rows=column_rows,
+            pitch=column_pitch,
+            num_segments=num_segments,
+            WHOLE=COLUMN_WHOLE,
+            ROWS=ROWS,
+            BLOCKS=BLOCKS,
         )

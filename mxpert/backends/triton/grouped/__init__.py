@@ -1,0 +1,1 @@
+"""Portable grouped GEMMs of training."""

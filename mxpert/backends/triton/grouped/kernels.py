@@ -10,28 +10,39 @@ whose programs store zeros. The output therefore needs no clearing.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ...common.groups import clamp_rows, group_extents, pick
 
 
+class GroupTile(NamedTuple):
+    """An output tile: its group, first row, end row of the group (0: no tile), column tile."""
+
+    group: Any
+    first_row: Any
+    stop: Any
+    tile_n: Any
+
+
 @triton.jit
 def schedule_groups(
-    tile,
     group_offsets_ptr,
     num_groups,
     num_rows,
-    num_tiles_n,
+    num_columns,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Tile scheduler: group, first row, end row of the group and column tile of output tile `tile`.
+    """`GroupTile` of this program.
 
-    GROUP_M row tiles of the same column tile run together and share its operand in L2. The end row
-    is 0 if there is no such tile.
+    GROUP_M row tiles of the same column tile run together and share its operand in L2.
     """
+    tile, num_tiles_n = tl.program_id(0), tl.cdiv(num_columns, BLOCK_N)
     starts, stops, tiles = group_extents(group_offsets_ptr, num_groups, num_rows, BLOCK_M, BLOCK_G)
     ends = tl.cumsum(tiles, axis=0)
     num_tiles_m = tl.sum(tiles, axis=0)
@@ -40,10 +51,10 @@ def schedule_groups(
     tile_m = band * GROUP_M + place % height
     begins = ends - tiles
     in_use = tile < num_tiles_m * num_tiles_n
-    chosen = (begins <= tile_m) & (tile_m < ends) & in_use
+    chosen = (begins <= tile_m) & (tile_m < ends) & in_use  # [BLOCK_G], at most one is true
     group = pick(chosen, tl.arange(0, BLOCK_G))
     first_row = pick(chosen, starts + (tile_m - begins) * BLOCK_M)
-    return group, first_row, pick(chosen, stops), place // height
+    return GroupTile(group, first_row, pick(chosen, stops), place // height)
 
 
 @triton.jit
@@ -58,70 +69,68 @@ def load_tile(row_ptrs, row_mask, k, last, stride_k, BLOCK_K: tl.constexpr):
     )
 
 
+class Operand(NamedTuple):
+    """A matrix [rows, K] of one group: values and E8M0 scales, None for bf16; strides in elements.
+
+    `rows`: the rows to multiply. Masked ones are not read and count as zeros.
+    """
+
+    ptr: Any
+    scale_ptr: Any
+    rows: Any
+    mask: Any
+    stride_row: Any
+    stride_k: Any
+    scale_stride_row: Any
+    scale_stride_k: Any
+
+
 @triton.jit
 def multiply_rows(
-    a_ptr,
-    a_scale_ptr,
-    b_ptr,
-    b_scale_ptr,
-    a_rows,
-    a_mask,
-    b_rows,
-    b_mask,
+    a,
+    b,
     first,
     last,
-    a_stride_row,
-    a_stride_k,
-    a_scale_stride_row,
-    a_scale_stride_k,
-    b_stride_row,
-    b_stride_k,
-    b_scale_stride_row,
-    b_scale_stride_k,
     A_FORMAT: tl.constexpr,
     B_FORMAT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
 ):
-    """``a[a_rows, first:last] @ b[b_rows, first:last].T`` in float32; masked rows count as zeros.
+    """``a[rows, first:last] @ b[rows, first:last].T``, float32 [a rows, b rows].
 
-    With MX formats `first` and `last` are multiples of 32.
+    Args:
+        a, b: Operand. first, last: range of K, multiples of 32 with MX formats.
+        PREFETCH_SCALES: load scales one step before their use. On NVIDIA scales are too narrow for
+            asynchronous copies, so the pipeliner would load them in the step that uses them.
     """
-    acc = tl.zeros((a_rows.shape[0], b_rows.shape[0]), tl.float32)
-    a_ptrs = a_ptr + a_rows.to(tl.int64) * a_stride_row
-    b_ptrs = b_ptr + b_rows.to(tl.int64) * b_stride_row
+    acc = tl.zeros((a.rows.shape[0], b.rows.shape[0]), tl.float32)
+    a_ptrs = a.ptr + a.rows.to(tl.int64) * a.stride_row
+    b_ptrs = b.ptr + b.rows.to(tl.int64) * b.stride_row
     if A_FORMAT == "bf16":
         tl.static_assert(B_FORMAT == "bf16", "operands are both bf16 or both MX")
         for k in range(first, last, BLOCK_K):
-            # a [a rows, BLOCK_K] bf16, b [b rows, BLOCK_K] bf16
-            a = load_tile(a_ptrs, a_mask, k, last, a_stride_k, BLOCK_K)
-            b = load_tile(b_ptrs, b_mask, k, last, b_stride_k, BLOCK_K)
-            acc = tl.dot(a, b.T, acc)
+            # [a rows, BLOCK_K] and [b rows, BLOCK_K] bf16
+            a_tile = load_tile(a_ptrs, a.mask, k, last, a.stride_k, BLOCK_K)
+            b_tile = load_tile(b_ptrs, b.mask, k, last, b.stride_k, BLOCK_K)
+            acc = tl.dot(a_tile, b_tile.T, acc)
     else:
         STEP: tl.constexpr = BLOCK_K // 32
-        a_scale_ptrs = a_scale_ptr + a_rows.to(tl.int64) * a_scale_stride_row
-        b_scale_ptrs = b_scale_ptr + b_rows.to(tl.int64) * b_scale_stride_row
-        end = last // 32
-        # On NVIDIA scales are too narrow for asynchronous copies, so the pipeliner would load them
-        # in the step that uses them. They are loaded one step ahead here.
         AHEAD: tl.constexpr = STEP if PREFETCH_SCALES else 0
-        a_scale = load_tile(a_scale_ptrs, a_mask, first // 32, end, a_scale_stride_k, STEP)
-        b_scale = load_tile(b_scale_ptrs, b_mask, first // 32, end, b_scale_stride_k, STEP)
+        a_scale_ptrs = a.scale_ptr + a.rows.to(tl.int64) * a.scale_stride_row
+        b_scale_ptrs = b.scale_ptr + b.rows.to(tl.int64) * b.scale_stride_row
+        end = last // 32
+        a_scale = load_tile(a_scale_ptrs, a.mask, first // 32, end, a.scale_stride_k, STEP)
+        b_scale = load_tile(b_scale_ptrs, b.mask, first // 32, end, b.scale_stride_k, STEP)
         for block in range(first // 32, end, STEP):
-            # a [a rows, BLOCK_K], b [b rows, BLOCK_K] uint8 codes; scales [rows, STEP] uint8 E8M0
-            a = load_tile(a_ptrs, a_mask, block * 32, last, a_stride_k, BLOCK_K)
-            b = load_tile(b_ptrs, b_mask, block * 32, last, b_stride_k, BLOCK_K)
-            next_a = load_tile(a_scale_ptrs, a_mask, block + AHEAD, end, a_scale_stride_k, STEP)
-            next_b = load_tile(b_scale_ptrs, b_mask, block + AHEAD, end, b_scale_stride_k, STEP)
-            acc = tl.dot_scaled(
-                a,
-                a_scale if PREFETCH_SCALES else next_a,
-                A_FORMAT,
-                b.T,
-                b_scale if PREFETCH_SCALES else next_b,
-                B_FORMAT,
-                acc,
-            )
+            # [a rows, BLOCK_K] and [b rows, BLOCK_K] uint8 codes
+            a_tile = load_tile(a_ptrs, a.mask, block * 32, last, a.stride_k, BLOCK_K)
+            b_tile = load_tile(b_ptrs, b.mask, block * 32, last, b.stride_k, BLOCK_K)
+            # [a rows, STEP] and [b rows, STEP] uint8 E8M0
+            next_a = load_tile(a_scale_ptrs, a.mask, block + AHEAD, end, a.scale_stride_k, STEP)
+            next_b = load_tile(b_scale_ptrs, b.mask, block + AHEAD, end, b.scale_stride_k, STEP)
+            a_scale = a_scale if PREFETCH_SCALES else next_a
+            b_scale = b_scale if PREFETCH_SCALES else next_b
+            acc = tl.dot_scaled(a_tile, a_scale, A_FORMAT, b_tile.T, b_scale, B_FORMAT, acc)
             a_scale, b_scale = next_a, next_b
     return acc
 
@@ -168,59 +177,34 @@ def _grouped_gemm_kernel(
 ):
     """c[rows of g] = a[rows of g] @ b[g].T, c contiguous [num_rows, num_n]; zeros past the groups.
 
-    Each program computes one tile. The strides of b are those of its logical dimensions g, n and k,
-    so b may have either memory order.
+    Grid: (bound of the number of tiles,), one [BLOCK_M, BLOCK_N] tile per program, in the order of
+    `schedule_groups`. The strides of b are those of its logical dimensions g, n and k, so b may
+    have either memory order.
     """
-    group, first_row, stop, tile_n = schedule_groups(
-        tl.program_id(0),
-        group_offsets_ptr,
-        num_groups,
-        num_rows,
-        tl.cdiv(num_n, BLOCK_N),
-        BLOCK_M,
-        GROUP_M,
-        BLOCK_G,
+    tile = schedule_groups(
+        group_offsets_ptr, num_groups, num_rows, num_n, BLOCK_M, BLOCK_N, GROUP_M, BLOCK_G
     )
-    if stop == 0:
+    if tile.stop == 0:
         return
-    rows = first_row + tl.arange(0, BLOCK_M)
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_mask, column_mask = rows < stop, columns < num_n
+    m = tile.first_row + tl.arange(0, BLOCK_M)
+    n = tile.tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_mask, n_mask = m < tile.stop, n < num_n
     # Rows without a group get zeros: their reduction is empty.
-    last = tl.where(group == num_groups, 0, num_k)
-    b_group = group.to(tl.int64)
-    b_scale_ptrs = b_scale_ptr
+    last = tl.where(tile.group == num_groups, 0, num_k)
+    group = tile.group.to(tl.int64)
     if b_scale_ptr is not None:
-        b_scale_ptrs = b_scale_ptr + b_group * b_scale_stride_g
-    acc = multiply_rows(
-        a_ptr,
-        a_scale_ptr,
-        b_ptr + b_group * b_stride_g,
-        b_scale_ptrs,
-        rows,
-        row_mask,
-        columns,
-        column_mask,
-        0,
-        last,
-        a_stride_m,
-        a_stride_k,
-        a_scale_stride_m,
-        a_scale_stride_k,
-        b_stride_n,
-        b_stride_k,
-        b_scale_stride_n,
-        b_scale_stride_k,
-        A_FORMAT,
-        B_FORMAT,
-        BLOCK_K,
-        PREFETCH_SCALES,
+        b_scale_ptr += group * b_scale_stride_g
+    b_ptr += group * b_stride_g
+    a = Operand(
+        a_ptr, a_scale_ptr, m, m_mask, a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k
     )
-    offsets = rows.to(tl.int64)[:, None] * num_n + columns[None, :]
+    b = Operand(
+        b_ptr, b_scale_ptr, n, n_mask, b_stride_n, b_stride_k, b_scale_stride_n, b_scale_stride_k
+    )
+    acc = multiply_rows(a, b, 0, last, A_FORMAT, B_FORMAT, BLOCK_K, PREFETCH_SCALES)
+    offsets = m.to(tl.int64)[:, None] * num_n + n[None, :]
     tl.store(
-        c_ptr + offsets,
-        acc.to(c_ptr.dtype.element_ty),
-        mask=row_mask[:, None] & column_mask[None, :],
+        c_ptr + offsets, acc.to(c_ptr.dtype.element_ty), mask=m_mask[:, None] & n_mask[None, :]
     )
 
 
@@ -260,8 +244,9 @@ def _grouped_wgrad_kernel(
 ):
     """out[g] (+)= grad_g.T @ a_g, summed over positions offsets[g] … offsets[g + 1] of `reduction`.
 
-    Each program computes one tile. With MX operands the offsets are padded ones, multiples of 32.
-    Positions outside a group's range are not read.
+    Grid: (groups · tiles of [num_n, num_k],), one [BLOCK_M, BLOCK_N] tile per program; GROUP_M row
+    tiles of a column tile run together. With MX operands the offsets are padded ones, multiples of
+    32. Positions outside a group's range are not read.
     """
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(num_n, BLOCK_M), tl.cdiv(num_k, BLOCK_N)
@@ -272,40 +257,30 @@ def _grouped_wgrad_kernel(
     last = clamp_rows(tl.load(offsets_ptr + group + 1), reduction)
     if A_FORMAT != "bf16":  # tell the compiler that the loaded offsets are multiples of 32
         first, last = first // 32 * 32, last // 32 * 32
-    rows = (band * GROUP_M + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_mask, column_mask = rows < num_n, columns < num_k
-    acc = multiply_rows(
+    n = (band * GROUP_M + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_mask, k_mask = n < num_n, k < num_k
+    grad = Operand(
         grad_ptr,
         grad_scale_ptr,
-        a_ptr,
-        a_scale_ptr,
-        rows,
-        row_mask,
-        columns,
-        column_mask,
-        first,
-        last,
+        n,
+        n_mask,
         grad_stride_n,
         grad_stride_r,
         grad_scale_stride_n,
         grad_scale_stride_r,
-        a_stride_k,
-        a_stride_r,
-        a_scale_stride_k,
-        a_scale_stride_r,
-        A_FORMAT,
-        B_FORMAT,
-        BLOCK_K,
-        PREFETCH_SCALES,
     )
+    a = Operand(
+        a_ptr, a_scale_ptr, k, k_mask, a_stride_k, a_stride_r, a_scale_stride_k, a_scale_stride_r
+    )
+    acc = multiply_rows(grad, a, first, last, A_FORMAT, B_FORMAT, BLOCK_K, PREFETCH_SCALES)
     out_ptrs = (
         out_ptr
         + group.to(tl.int64) * out_stride_g
-        + rows.to(tl.int64)[:, None] * out_stride_n
-        + columns.to(tl.int64)[None, :] * out_stride_k
+        + n.to(tl.int64)[:, None] * out_stride_n
+        + k.to(tl.int64)[None, :] * out_stride_k
     )
-    mask = row_mask[:, None] & column_mask[None, :]
+    mask = n_mask[:, None] & k_mask[None, :]
     if ACCUMULATE:
         acc += tl.load(out_ptrs, mask=mask, other=0.0)
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -5,42 +5,38 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
-import torch
 import triton
-from triton.runtime.interpreter import InterpretedFunction
 
-from ....errors import require
 from ....formats.tensor import Layout
 from ....formats.token import FP8_TOKEN
 from ....problem import GemmConfig, MoEConfig, MoEProblem, Op, Target
-from .kernels import _moe_down_kernel
+from ...common.targets import is_blackwell, refuse_without
+from ..tile_rules import (
+    EPILOGUE_BYTES,
+    MIN_BLOCK_M,
+    OUT_DTYPES,
+    invalid_tile,
+    num_threads,
+    require_config,
+    shrink_until_valid,
+)
 
-BLOCKS_M = (16, 32, 64, 128)
-MIN_BLOCK_M = BLOCKS_M[0]
-"""Smallest row block that every target's matrix instructions support."""
-
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BLOCKS_M = (MIN_BLOCK_M, 32, 64, 128)
 SPLITS = (1, 2, 4, 8)
 PROJECTIONS = {Op.MOE_GATE_UP: 2, Op.MOE_DOWN: 1}
 """Weight rows per output column: two in stage 1 (gate and up), one in stage 2."""
 
 VALUE_BYTES = {"bf16": 2.0, "mxfp8": 1.0, "mxfp4": 0.5, FP8_TOKEN: 1.0}
-MAX_ACCUMULATORS = 128
-"""Float32 accumulators per thread: half of the registers; decoded weights need the other half."""
+"""Bytes per activation in shared memory."""
 
 
 def unsupported(problem: MoEProblem) -> str | None:
     """Why the kernels cannot serve `problem`, as a phrase; None if they can."""
-    target, options = problem.target, problem.options
-    interpreted = isinstance(_moe_down_kernel, InterpretedFunction)
-    if target.kind == "cpu" and not interpreted:
-        return "runs on a CPU only in Triton's interpreter (TRITON_INTERPRET=1)"
-    if target.kind == "hip" and target.arch != "gfx950":
-        return f"needs scaled MFMA (gfx950), got {target.arch}"
-    if target.kind == "cuda" and target.compute_capability < 90:
-        return f"needs sm_90 or later, got {target.arch}"
+    options = problem.options
+    refused = refuse_without(problem.target, "scaled MFMA")
+    if refused:
+        return refused
     if options.out_dtype not in OUT_DTYPES:
         return f"writes bfloat16, float16 or float32, not {options.out_dtype}"
     if problem.weight_layout is not Layout.ROW_MAJOR:
@@ -60,8 +56,8 @@ def shared_memory(target: Target, op: Op, activation_format: str, config: GemmCo
     """
     rows, depth = config.block_m, config.block_k
     weight_rows = PROJECTIONS[op] * config.block_n
-    hopper = target.kind == "cuda" and target.compute_capability < 100
-    widened = target.kind == "cuda" and not hopper and activation_format in ("mxfp8", FP8_TOKEN)
+    hopper = target.kind == "cuda" and not is_blackwell(target)
+    widened = is_blackwell(target) and activation_format in ("mxfp8", FP8_TOKEN)
     stage = (
         int(rows * depth * VALUE_BYTES[activation_format])
         + weight_rows * depth // (1 if widened else 2)
@@ -69,53 +65,24 @@ def shared_memory(target: Target, op: Op, activation_format: str, config: GemmCo
     )
     decoded = rows * depth * 2 if hopper and activation_format != "bf16" else 0
     loop = config.num_stages * stage + decoded
-    return max(loop, rows * weight_rows * 4) + 1024  # barriers and reductions
+    return max(loop, rows * weight_rows * 4) + EPILOGUE_BYTES
 
 
 def invalid(target: Target, op: Op, activation_format: str, config: GemmConfig) -> str | None:
     """Why `config` cannot run, as a phrase; None if it can. Tuner and heuristic both use this."""
-    for name, low, high in (
-        ("block_m", MIN_BLOCK_M, 256),
-        ("block_n", 32, 256),
-        ("block_k", 64, 256),
-    ):
-        value = getattr(config, name)
-        if not low <= value <= high or value & (value - 1):
-            return f"{name} must be a power of two from {low} to {high}, got {value}"
-    if config.num_warps not in (1, 2, 4, 8):
-        return f"num_warps must be 1, 2, 4 or 8, got {config.num_warps}"
-    if min(config.num_stages, config.group_m, config.split_k) < 1:
-        return "num_stages, group_m and split_k must be at least 1"
-    if target.kind == "cpu":
-        return None
-    threads = config.num_warps * (64 if target.kind == "hip" else 32)
-    accumulators = PROJECTIONS[op] * config.block_m * config.block_n // threads
-    if accumulators > MAX_ACCUMULATORS:
-        return (
-            f"{accumulators} accumulators a thread, at most {MAX_ACCUMULATORS}: "
-            "more warps or a smaller tile"
-        )
+    memory = shared_memory(target, op, activation_format, config)
+    reason = invalid_tile(target, config, PROJECTIONS[op] * config.block_n, memory)
     decodes = target.kind == "cuda" and activation_format == "mxfp4"
-    if decodes and config.block_m * config.block_k < 8 * threads:
+    few = config.block_m * config.block_k < 8 * num_threads(target, config)
+    if reason is None and decodes and few:
         return "fewer than 8 activations a thread: fewer warps or a larger tile"
-    need = shared_memory(target, op, activation_format, config)
-    if need > target.shared_memory:
-        return f"about {need} bytes of shared memory, the device has {target.shared_memory}"
-    return None
+    return reason
 
 
 @functools.cache
 def require_valid(target: Target, op: Op, activation_format: str, config: GemmConfig) -> None:
     """Raise ValueError for a config (pinned or from a table) that `invalid` refuses."""
-    reason = invalid(target, op, activation_format, config)
-    require(
-        reason is None,
-        op.value,
-        "config",
-        need="a config that this device can run",
-        got=f"{config} ({reason})",
-        remedy="see configs() of the kernel for valid ones",
-    )
+    require_config(op, config, invalid(target, op, activation_format, config))
 
 
 def block_m_for(rows_per_expert: float) -> int:
@@ -159,9 +126,7 @@ def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
         group_m=1 if rows_per_expert(problem) <= block_m else 8,
         split_k=split_k_for(problem, block_m, block_n, columns, depth),
     )
-    smaller = ({"num_stages": 3}, {"num_stages": 2}, {"num_stages": 2, "block_k": 64})
-    candidates = [config, *(replace(config, **change) for change in smaller)]
-    return next((c for c in candidates if invalid(target, op, name, c) is None), candidates[-1])
+    return shrink_until_valid(config, lambda c: invalid(target, op, name, c))
 
 
 def split_k_for(problem: MoEProblem, block_m: int, block_n: int, columns: int, depth: int) -> int:
@@ -181,8 +146,10 @@ def split_k_for(problem: MoEProblem, block_m: int, block_n: int, columns: int, d
 
 
 def stage_block_m(problem: MoEProblem) -> int:
-    """Row block of a separate stage: the largest that divides routing_block_m and is not above the
-    one that `block_m_for` chooses."""
+    """Row block of a separate stage.
+
+    The largest that divides routing_block_m and is at most the choice of `block_m_for`.
+    """
     wanted = block_m_for(rows_per_expert(problem))
     return max(b for b in BLOCKS_M if problem.routing_block_m % b == 0 and b <= max(wanted, 16))
 

@@ -1,143 +1,116 @@
-"""Epilogues of the portable GEMMs: activation, requantisation to MX formats, stores, combine.
+"""Epilogues of the portable MoE GEMMs: bias, routing weight, activation, MX encoding, stores.
 
-The GEMM kernels, the kernels that finish a split-K GEMM and Hopper's epilogues all call
-`gated_activation`. Tiles and the number of splits therefore do not change the activation's
-arithmetic. Tiles are [BLOCK_M rows, BLOCK_N columns].
+The GEMM kernels and the kernels that finish a split-K GEMM call the same epilogue. Tiles and the
+number of splits therefore do not change its arithmetic. Tiles are [BLOCK_M rows, BLOCK_N columns].
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ...common.activation import gated_activation
 from ...common.mx_codec import quantize_tile
+from .tiles import gate_up_row
+
+
+class GatedActivation(NamedTuple):
+    """Name and parameters of an activation, as `gated_activation` takes them."""
+
+    name: Any
+    p0: Any
+    p1: Any
+
+
+class GateUpBias(NamedTuple):
+    """Float32 biases [E, 2F] or None, the expert, and the rows between a gate and its up row."""
+
+    ptr: Any
+    expert: Any
+    group: Any
+
+
+class Output(NamedTuple):
+    """A contiguous matrix [P, N] to store: bf16, or codes and scales of an MX format.
+
+    `format` is "bf16" or an element format. `emax`, `threshold` and `inf_byte` are the constants of
+    its scale rule (`scale_rule_constants`).
+    """
+
+    ptr: Any
+    scale_ptr: Any
+    format: Any
+    emax: Any
+    threshold: Any
+    inf_byte: Any
 
 
 @triton.jit
-def store_quantized(
-    qdata_ptr,
-    scale_ptr,
-    values,
-    rows,
-    row_mask,
-    first_feature,
-    num_features,
-    FORMAT: tl.constexpr,
-    EMAX: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr,
-):
-    """Quantise a tile; store codes [P, F] (e2m1: [P, F/2]) and scales [P, F/32], contiguous."""
+def store_quantized(out, values, rows, columns):
+    """Quantise a float32 tile; store codes [P, N] (e2m1: [P, N/2]) and scales [P, N/32]."""
     BLOCK_N: tl.constexpr = values.shape[1]
-    PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
-    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE)
-    rows = rows.to(tl.int64)[:, None]
-    columns = (first_feature // PACK + tl.arange(0, BLOCK_N // PACK))[None, :]
+    PACK: tl.constexpr = 2 if out.format == "e2m1" else 1
+    # codes [BLOCK_M, BLOCK_N/PACK] uint8, scale [BLOCK_M, BLOCK_N/32] uint8 E8M0
+    codes, scale = quantize_tile(values, out.format, out.emax, out.threshold, out.inf_byte)
+    row = rows.index.to(tl.int64)[:, None]
+    column = (columns.first // PACK + tl.arange(0, BLOCK_N // PACK))[None, :]
+    width = columns.total // PACK
+    tl.store(out.ptr + row * width + column, codes, mask=rows.mask[:, None] & (column < width))
+    column = (columns.first // 32 + tl.arange(0, BLOCK_N // 32))[None, :]
+    width = columns.total // 32
     tl.store(
-        qdata_ptr + rows * (num_features // PACK) + columns,
-        codes,
-        mask=row_mask[:, None] & (columns < num_features // PACK),
-    )
-    columns = (first_feature // 32 + tl.arange(0, BLOCK_N // 32))[None, :]
-    tl.store(
-        scale_ptr + rows * (num_features // 32) + columns,
-        scale,
-        mask=row_mask[:, None] & (columns < num_features // 32),
+        out.scale_ptr + row * width + column, scale, mask=rows.mask[:, None] & (column < width)
     )
 
 
 @triton.jit
-def gate_up_row(feature, gate_up_group):
-    """Weight row of a feature's gate; the up row is `gate_up_group` rows later in either order."""
-    return feature // gate_up_group * (2 * gate_up_group) + feature % gate_up_group
+def gate_up_epilogue(out, activation, bias, sorted_weights_ptr, gate, up, rows, features):
+    """Apply routing weight and bias (if given) and the activation; store bf16 or an MX format.
 
-
-@triton.jit
-def finish_gate_up(
-    h_ptr,
-    h_scale_ptr,
-    gate,
-    up,
-    bias_ptr,
-    sorted_weights_ptr,
-    expert,
-    rows,
-    row_mask,
-    first_feature,
-    num_features,
-    gate_up_group,
-    p0,
-    p1,
-    ACTIVATION: tl.constexpr,
-    H_FORMAT: tl.constexpr,
-    EMAX: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr,
-):
-    """Apply routing weight and bias (if given) and the activation; store bf16 or an MX format."""
-    BLOCK_N: tl.constexpr = gate.shape[1]
-    features = first_feature + tl.arange(0, BLOCK_N)
-    feature_mask = features < num_features
+    Args:
+        out: Output. activation: GatedActivation. bias: GateUpBias.
+        gate, up: float32 [BLOCK_M, BLOCK_N]. rows: Rows. features: Columns.
+    """
     if sorted_weights_ptr is not None:
-        weight = tl.load(sorted_weights_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        weight = tl.load(sorted_weights_ptr + rows.index, mask=rows.mask, other=0.0)[:, None]
         gate *= weight
         up *= weight
-    if bias_ptr is not None:
-        gate_rows = gate_up_row(features, gate_up_group)
-        bias_row_ptr = bias_ptr + expert.to(tl.int64) * (2 * num_features)
-        gate += tl.load(bias_row_ptr + gate_rows, mask=feature_mask, other=0.0)[None, :]
-        up += tl.load(bias_row_ptr + gate_rows + gate_up_group, mask=feature_mask, other=0.0)[
-            None, :
-        ]
+    if bias.ptr is not None:
+        gate_rows = gate_up_row(features.index, bias.group)
+        gate_ptrs = bias.ptr + bias.expert.to(tl.int64) * (2 * features.total) + gate_rows
+        gate += tl.load(gate_ptrs, mask=features.mask, other=0.0)[None, :]
+        up += tl.load(gate_ptrs + bias.group, mask=features.mask, other=0.0)[None, :]
+    values = gated_activation(gate, up, activation.p0, activation.p1, activation.name)
     # Always round to bf16: stage 1 with MX output equals bf16 stage 1 followed by `quantize`.
-    values = gated_activation(gate, up, p0, p1, ACTIVATION).to(tl.bfloat16)  # [BLOCK_M, BLOCK_N]
-    if H_FORMAT == "bf16":
-        offsets = rows.to(tl.int64)[:, None] * num_features + features[None, :]
-        tl.store(h_ptr + offsets, values, mask=row_mask[:, None] & feature_mask[None, :])
+    values = values.to(tl.bfloat16)
+    if out.format == "bf16":
+        offsets = rows.index.to(tl.int64)[:, None] * features.total + features.index[None, :]
+        tl.store(out.ptr + offsets, values, mask=rows.mask[:, None] & features.mask[None, :])
     else:
-        store_quantized(
-            h_ptr,
-            h_scale_ptr,
-            values.to(tl.float32),
-            rows,
-            row_mask,
-            first_feature,
-            num_features,
-            H_FORMAT,
-            EMAX,
-            THRESHOLD,
-            INF_BYTE,
-        )
+        store_quantized(out, values.to(tl.float32), rows, features)
 
 
 @triton.jit
-def finish_down(
-    out_ptr,
-    values,
-    bias_ptr,
-    sorted_weights_ptr,
-    expert,
-    rows,
-    tokens,
-    row_mask,
-    first_column,
-    num_columns,
-    ATOMIC: tl.constexpr,
+def down_epilogue(
+    out_ptr, acc, rows, columns, bias_ptr, expert, sorted_weights_ptr, ATOMIC: tl.constexpr
 ):
-    """Store ``weight * (acc + bias)`` by sorted row, or add it to float32 tokens (ATOMIC)."""
-    BLOCK_N: tl.constexpr = values.shape[1]
-    columns = first_column + tl.arange(0, BLOCK_N)
-    column_mask = columns < num_columns
+    """Store ``weight * (acc + bias)`` by sorted row, or add it to float32 tokens (ATOMIC).
+
+    Args:
+        out_ptr: contiguous [P, N], or [T, N] if ATOMIC. acc: float32 [BLOCK_M, BLOCK_N].
+        rows: Rows. columns: Columns. bias_ptr: float32 [E, N] or None.
+    """
     if bias_ptr is not None:
-        bias_row_ptr = bias_ptr + expert.to(tl.int64) * num_columns
-        values += tl.load(bias_row_ptr + columns, mask=column_mask, other=0.0)[None, :]
+        bias_ptr += expert.to(tl.int64) * columns.total
+        acc += tl.load(bias_ptr + columns.index, mask=columns.mask, other=0.0)[None, :]
     if sorted_weights_ptr is not None:
-        values *= tl.load(sorted_weights_ptr + rows, mask=row_mask, other=0.0)[:, None]
-    target_rows = tokens if ATOMIC else rows
-    offsets = target_rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    mask = row_mask[:, None] & column_mask[None, :]
+        acc *= tl.load(sorted_weights_ptr + rows.index, mask=rows.mask, other=0.0)[:, None]
+    target_rows = rows.token if ATOMIC else rows.index
+    offsets = target_rows.to(tl.int64)[:, None] * columns.total + columns.index[None, :]
+    mask = rows.mask[:, None] & columns.mask[None, :]
     if ATOMIC:
-        tl.atomic_add(out_ptr + offsets, values, mask=mask, sem="relaxed")
+        tl.atomic_add(out_ptr + offsets, acc, mask=mask, sem="relaxed")
     else:
-        tl.store(out_ptr + offsets, values.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -24,7 +24,7 @@ from ....problem import (
 from ....routing import RoutingPlan
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ....weights import GateUpOrder, MoEWeights
-from ...common.combine import combine_rows
+from ...common.combine import combine_slots
 from ...common.moe_layer import TwoStageLayer, quantize_rows
 from ...common.mx_codec import scale_rule_constants
 from ...common.token_rows import CodedRows, quantize_tokens
@@ -37,7 +37,6 @@ from .kernels import (
 )
 
 FINISH_NUM_WARPS = 4
-
 
 Rows = torch.Tensor | MXTensor | CodedRows
 
@@ -75,37 +74,24 @@ class _Stage:
         """Raise ValueError for a pinned or tuned config that the device cannot run."""
         heuristics.require_valid(problem.target, self.op, problem.options.activation_format, config)
 
-    @staticmethod
-    def row_blocks(plan: RoutingPlan, config: GemmConfig) -> int:
-        """Largest number of row blocks in use. At most 2^24 routed rows keep grids below 2^31."""
-        return plan.max_blocks * (plan.routing_block_m // config.block_m)
 
-    @staticmethod
-    def plan_tensors(plan: RoutingPlan, weighted: bool) -> dict[str, torch.Tensor | None]:
-        """Arguments of the plan's tensors for GEMM and finishing kernels."""
-        return {
-            "sorted_token_ids_ptr": plan.sorted_token_ids,
-            "sorted_weights_ptr": plan.sorted_weights if weighted else None,
-            "block_expert_ids_ptr": plan.block_expert_ids,
-            "num_valid_ptr": plan.num_valid,
-        }
+def _row_blocks(plan: RoutingPlan, config: GemmConfig) -> int:
+    """Largest number of row blocks in use. At most 2^24 routed rows keep grids below 2^31."""
+    return plan.max_blocks * (plan.routing_block_m // config.block_m)
 
 
-def _operands(rows: Rows, weight: MXTensor) -> dict[str, torch.Tensor | None]:
-    """Arguments of the operands of a GEMM."""
-    x, x_scale, _ = operand(rows)
-    row_scale = rows.scale if isinstance(rows, CodedRows) else None
+def _plan_tensors(plan: RoutingPlan, weighted: bool) -> dict[str, torch.Tensor | None]:
+    """Arguments of the plan's tensors for GEMM and finishing kernels."""
     return {
-        "x_ptr": x,
-        "x_scale_ptr": x_scale,
-        "x_row_scale_ptr": row_scale,
-        "weight_ptr": weight.qdata,
-        "weight_scale_ptr": weight.scale,
+        "sorted_token_ids_ptr": plan.sorted_token_ids,
+        "sorted_weights_ptr": plan.sorted_weights if weighted else None,
+        "block_expert_ids_ptr": plan.block_expert_ids,
+        "num_valid_ptr": plan.num_valid,
     }
 
 
-class _Sizes(NamedTuple):
-    """Sizes that a launch needs beside problem and config: plan, formats and strides."""
+class _Geometry(NamedTuple):
+    """What a launch needs beside problem and config: sizes of the plan, format and strides."""
 
     routing_block_m: int
     row_blocks: int
@@ -114,9 +100,9 @@ class _Sizes(NamedTuple):
     weight_strides: tuple[int, ...]
 
     @staticmethod
-    def of(plan: RoutingPlan, row_blocks: int, rows: Rows, weight: MXTensor) -> _Sizes:
+    def of(plan: RoutingPlan, row_blocks: int, rows: Rows, weight: MXTensor) -> _Geometry:
         x, x_scale, x_format = operand(rows)
-        return _Sizes(
+        return _Geometry(
             plan.routing_block_m,
             row_blocks,
             x_format,
@@ -124,35 +110,19 @@ class _Sizes(NamedTuple):
             (*weight.qdata.stride()[:2], *weight.scale.stride()[:2]),
         )
 
-    def plan_arguments(self, problem: MoEProblem) -> dict[str, int]:
-        """Size arguments of the plan for GEMM and finishing kernels."""
-        return {
-            "num_tokens": problem.num_tokens,
-            "num_experts": problem.num_experts,
-            "routing_block_m": self.routing_block_m,
-        }
-
     def gemm_arguments(self, depth: int, config: GemmConfig, target: Target) -> dict[str, Any]:
         """Stride and tile arguments of a GEMM; every K split is a multiple of block_k."""
         k_blocks = depth // MX_BLOCK_SIZE
         k_steps = triton.cdiv(k_blocks * MX_BLOCK_SIZE, config.block_k)
         per_split = triton.cdiv(k_steps, config.split_k) * (config.block_k // MX_BLOCK_SIZE)
-        names = (
-            "weight_stride_e",
-            "weight_stride_n",
-            "weight_scale_stride_e",
-            "weight_scale_stride_n",
-        )
+        names = ("w_stride_e", "w_stride_n", "w_scale_stride_e", "w_scale_stride_n")
         return {
             "num_k_blocks": k_blocks,
             "k_blocks_per_split": per_split,
-            "split_k": config.split_k,
             "x_stride": self.x_strides[0],
             "x_scale_stride": self.x_strides[1],
             **dict(zip(names, self.weight_strides, strict=True)),
             "X_FORMAT": self.x_format,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,
             "PREFETCH_SCALES": target.kind != "hip",
@@ -161,73 +131,96 @@ class _Sizes(NamedTuple):
         }
 
 
-def _finish(kernel: Any, tiles: int, config: GemmConfig, epilogue: dict[str, Any]) -> Launch:
-    """Launch of the kernel that sums the splits and runs the epilogue."""
-    return Launch(
-        kernel,
-        (tiles,),
-        **epilogue,
+def _launches(
+    op: Op,
+    kernels: tuple[Any, Any],
+    problem: MoEProblem,
+    config: GemmConfig,
+    geometry: _Geometry,
+    **epilogue: Any,
+) -> tuple[Launch, Launch]:
+    """Launches of a stage's GEMM and of its finishing kernel, which runs if split_k > 1."""
+    columns, depth = heuristics.stage_dimensions(problem, op)
+    tiles = geometry.row_blocks * triton.cdiv(columns, config.block_n)
+    both = dict(
+        num_tokens=problem.num_tokens,
+        num_experts=problem.num_experts,
+        num_n_blocks=columns // MX_BLOCK_SIZE,
+        routing_block_m=geometry.routing_block_m,
         split_k=config.split_k,
+        partial_rows=geometry.row_blocks * config.block_m,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        num_warps=FINISH_NUM_WARPS,
+        **epilogue,
+    )
+    multiply, finish = kernels
+    of_gemm = geometry.gemm_arguments(depth, config, problem.target)
+    return (
+        Launch(multiply, (tiles * config.split_k,), **both, **of_gemm),
+        Launch(finish, (tiles,), **both, num_warps=FINISH_NUM_WARPS),
     )
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _gate_up_launches(
-    problem: MoEProblem, config: GemmConfig, sizes: _Sizes, order: GateUpOrder
+    problem: MoEProblem, config: GemmConfig, geometry: _Geometry, order: GateUpOrder
 ) -> tuple[Launch, Launch]:
-    """Launches of the stage-1 GEMM and of its finishing kernel, used if split_k > 1."""
-    features, options = problem.intermediate_size, problem.options
+    options = problem.options
     h_format = activation_mx_format(options.activation_format, problem.op.value)
     constants = {"EMAX": 0, "THRESHOLD": 0, "INF_BYTE": 0}
     if h_format is not None:
         constants = scale_rule_constants(h_format, options.scale_rule)
     p0, p1 = options.activation.parameters
-    epilogue: dict[str, Any] = dict(
-        num_n_blocks=features // MX_BLOCK_SIZE,
-        gate_up_group=order.group(features),
-        partial_rows=sizes.row_blocks * config.block_m,
+    return _launches(
+        Op.MOE_GATE_UP,
+        (_moe_gate_up_kernel, _moe_gate_up_finish_kernel),
+        problem,
+        config,
+        geometry,
+        gate_up_group=order.group(problem.intermediate_size),
         p0=float(p0),
         p1=float(p1),
         H_FORMAT="bf16" if h_format is None else h_format.element.name,
         ACTIVATION=options.activation.name,
         **constants,
-        **sizes.plan_arguments(problem),
-    )
-    tiles = sizes.row_blocks * triton.cdiv(features, config.block_n)
-    return (
-        Launch(
-            _moe_gate_up_kernel,
-            (tiles * config.split_k,),
-            **epilogue,
-            **sizes.gemm_arguments(problem.hidden_size, config, problem.target),
-        ),
-        _finish(_moe_gate_up_finish_kernel, tiles, config, epilogue),
     )
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _down_launches(problem: MoEProblem, config: GemmConfig, sizes: _Sizes) -> tuple[Launch, Launch]:
-    """Launches of the stage-2 GEMM and of its finishing kernel, used if split_k > 1."""
-    columns = problem.hidden_size
-    epilogue: dict[str, Any] = dict(
-        num_n_blocks=columns // MX_BLOCK_SIZE,
-        partial_rows=sizes.row_blocks * config.block_m,
-        ATOMIC=problem.options.combine is Combine.ATOMIC,
-        **sizes.plan_arguments(problem),
+def _down_launches(
+    problem: MoEProblem, config: GemmConfig, geometry: _Geometry
+) -> tuple[Launch, Launch]:
+    kernels = _moe_down_kernel, _moe_down_finish_kernel
+    atomic = problem.options.combine is Combine.ATOMIC
+    return _launches(Op.MOE_DOWN, kernels, problem, config, geometry, ATOMIC=atomic)
+
+
+def _multiply(
+    launches: tuple[Launch, Launch],
+    config: GemmConfig,
+    row_blocks: int,
+    rows: Rows,
+    weight: MXTensor,
+    **epilogue: torch.Tensor | None,
+) -> None:
+    """Start the GEMM and, after split-K, the kernel that sums its parts; both get `epilogue`."""
+    gemm, finish = launches
+    x, x_scale, _ = operand(rows)
+    partial = None
+    if config.split_k > 1:
+        shape = (config.split_k, row_blocks * config.block_m, weight.qdata.shape[1])
+        partial = weight.qdata.new_empty(shape, dtype=torch.float32)
+    gemm(
+        partial_ptr=partial,
+        x_ptr=x,
+        x_scale_ptr=x_scale,
+        x_row_scale_ptr=rows.scale if isinstance(rows, CodedRows) else None,
+        w_ptr=weight.qdata,
+        w_scale_ptr=weight.scale,
+        **epilogue,
     )
-    tiles = sizes.row_blocks * triton.cdiv(columns, config.block_n)
-    return (
-        Launch(
-            _moe_down_kernel,
-            (tiles * config.split_k,),
-            **epilogue,
-            **sizes.gemm_arguments(problem.intermediate_size, config, problem.target),
-        ),
-        _finish(_moe_down_finish_kernel, tiles, config, epilogue),
-    )
+    if partial is not None:
+        finish(partial_ptr=partial, **epilogue)
 
 
 class _GateUp(_Stage):
@@ -260,49 +253,39 @@ class _GateUp(_Stage):
         """As `launch`, but allocate `num_rows` rows."""
         self.check(problem, config)
         rows = _gemm_rows(problem, x)
-        h = self._allocate(problem.options, num_rows, weights)
-        row_blocks = self.row_blocks(plan, config)
+        h = _allocate(problem.options, num_rows, weights)
+        row_blocks = _row_blocks(plan, config)
         if row_blocks == 0:
             return h
+        weight, order = weights.gate_up_proj, weights.gate_up_order
+        assert order is not None  # checked by MoEWeights
+        geometry = _Geometry.of(plan, row_blocks, rows, weight)
         h_data, h_scale, _ = operand(h)
-        partial = None
-        if config.split_k > 1:
-            partial = h_data.new_empty(
-                (config.split_k, row_blocks * config.block_m, 2 * weights.intermediate_size),
-                dtype=torch.float32,
-            )
-        assert weights.gate_up_order is not None  # checked by MoEWeights
-        gemm, finish = _gate_up_launches(
-            problem,
+        _multiply(
+            _gate_up_launches(problem, config, geometry, order),
             config,
-            _Sizes.of(plan, row_blocks, rows, weights.gate_up_proj),
-            weights.gate_up_order,
-        )
-        epilogue = dict(
+            row_blocks,
+            rows,
+            weight,
             h_ptr=h_data,
             h_scale_ptr=h_scale,
-            partial_ptr=partial,
             bias_ptr=weights.gate_up_bias,
-            **self.plan_tensors(plan, problem.options.apply_router_weight_on_input),
+            **_plan_tensors(plan, problem.options.apply_router_weight_on_input),
         )
-        gemm(**epilogue, **_operands(rows, weights.gate_up_proj))
-        if partial is not None:
-            finish(**epilogue)
         return h
 
-    @staticmethod
-    def _allocate(
-        options: MoEOptions, num_rows: int, weights: MoEWeights
-    ) -> torch.Tensor | MXTensor:
-        features, empty = weights.intermediate_size, weights.gate_up_proj.qdata.new_empty
-        format = activation_mx_format(options.activation_format, Op.MOE_GATE_UP.value)
-        if format is None:
-            return empty((num_rows, features), dtype=torch.bfloat16)
-        return MXTensor(
-            empty((num_rows, features // format.codes_per_byte)),
-            empty((num_rows, features // format.block_size)),
-            format,
-        )
+
+def _allocate(options: MoEOptions, num_rows: int, weights: MoEWeights) -> torch.Tensor | MXTensor:
+    """Uninitialised rows [num_rows, F] in the format that stage 1 stores."""
+    features, empty = weights.intermediate_size, weights.gate_up_proj.qdata.new_empty
+    format = activation_mx_format(options.activation_format, Op.MOE_GATE_UP.value)
+    if format is None:
+        return empty((num_rows, features), dtype=torch.bfloat16)
+    return MXTensor(
+        empty((num_rows, features // format.codes_per_byte)),
+        empty((num_rows, features // format.block_size)),
+        format,
+    )
 
 
 class _Down(_Stage):
@@ -321,56 +304,33 @@ class _Down(_Stage):
     ) -> torch.Tensor:
         """Return [T, H], or with FLAT [P, H] whose padding rows are uninitialised."""
         self.check(problem, config)
-        options = problem.options
-        flat, atomic = options.combine is Combine.FLAT, options.combine is Combine.ATOMIC
-        row_blocks = self.row_blocks(plan, config)
-        num_rows = (
-            plan.capacity if flat else plan.num_tokens if atomic else row_blocks * config.block_m
-        )
-        out = weights.down_proj.qdata.new_empty(
-            (num_rows, problem.hidden_size), dtype=torch.float32 if atomic else options.out_dtype
-        )
-        if atomic:
+        options, weight, row_blocks = problem.options, weights.down_proj, _row_blocks(plan, config)
+        num_rows, dtype = row_blocks * config.block_m, options.out_dtype
+        if options.combine is Combine.FLAT:
+            num_rows = plan.capacity
+        elif options.combine is Combine.ATOMIC:
+            num_rows, dtype = plan.num_tokens, torch.float32
+        out = weight.qdata.new_empty((num_rows, problem.hidden_size), dtype=dtype)
+        if options.combine is Combine.ATOMIC:
             out.zero_()
         if row_blocks:
-            self._multiply(out, problem, config, h, weights, plan, row_blocks)
-        if atomic:
+            rows = _gemm_rows(problem, h)
+            geometry = _Geometry.of(plan, row_blocks, rows, weight)
+            _multiply(
+                _down_launches(problem, config, geometry),
+                config,
+                row_blocks,
+                rows,
+                weight,
+                out_ptr=out,
+                bias_ptr=weights.down_bias,
+                **_plan_tensors(plan, not options.apply_router_weight_on_input),
+            )
+        if options.combine is not Combine.REDUCE:
             return out.to(options.out_dtype)
-        if flat:
-            return out
         if plan.num_tokens == 0:
             return out.new_empty((0, problem.hidden_size))
-        return combine_rows(out, plan.slot_rows, problem.target)
-
-    def _multiply(
-        self,
-        out: torch.Tensor,
-        problem: MoEProblem,
-        config: GemmConfig,
-        h: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        plan: RoutingPlan,
-        row_blocks: int,
-    ) -> None:
-        """Run the GEMM and its epilogue into `out`: by sorted row, or by token for ATOMIC."""
-        partial = None
-        if config.split_k > 1:
-            partial = out.new_empty(
-                (config.split_k, row_blocks * config.block_m, out.shape[1]), dtype=torch.float32
-            )
-        rows = _gemm_rows(problem, h)
-        gemm, finish = _down_launches(
-            problem, config, _Sizes.of(plan, row_blocks, rows, weights.down_proj)
-        )
-        epilogue = dict(
-            out_ptr=out,
-            partial_ptr=partial,
-            bias_ptr=weights.down_bias,
-            **self.plan_tensors(plan, not problem.options.apply_router_weight_on_input),
-        )
-        gemm(**epilogue, **_operands(rows, weights.down_proj))
-        if partial is not None:
-            finish(**epilogue)
+        return combine_slots(out, plan.slot_rows, problem.target)
 
 
 def _gemm_rows(problem: MoEProblem, rows: torch.Tensor | MXTensor) -> Rows:

@@ -1,0 +1,197 @@
+"""Markdown and figures of the benchmarks, and the command line of the scripts that render."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.document import Row, Schema
+from harness.script import bare_parser
+from mxpert.cli.report import PLOT_HINT
+
+Column = str | Callable[[Any], str]
+OPEN_ROWS = 12
+"""What a reader sees of a long list before unfolding it."""
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is left-aligned, the others right-aligned.
+
+    >>> print(markdown_table(["a", "b"], [["x", "1"]]))
+    | a | b |
+    |---|---:|
+    | x | 1 |
+    """
+    lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def row_table(rows: Iterable[Any], columns: Mapping[str, Column]) -> str:
+    """One line a row; a column is a format of the row's values, or a function of the row.
+
+    >>> print(row_table([{"op": "plan", "us": 2.5}], {"op": "{op}", "µs": "{us:.1f}"}))
+    | op | µs |
+    |---|---:|
+    | plan | 2.5 |
+    """
+    lines = (
+        [text.format(**row) if isinstance(text, str) else text(row) for text in columns.values()]
+        for row in rows
+    )
+    return markdown_table(list(columns), lines)
+
+
+def pivot(corner: str, cells: Mapping[tuple[str, str], str], columns: Sequence[str]) -> str:
+    """(line, column) → text as a table; the lines in their order."""
+    body = [
+        [line, *(cells.get((line, column), "–") for column in columns)]
+        for line in dict.fromkeys(line for line, _ in cells)
+    ]
+    return markdown_table([corner, *columns], body)
+
+
+def optional(value: float | None, form: str) -> str:
+    """A number, or a dash where there is none."""
+    return "–" if value is None else format(value, form)
+
+
+def folded(title: str, text: str) -> str:
+    """Text that a reader unfolds."""
+    return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
+
+
+def bullets(lines: Iterable[str] | Mapping[str, Any]) -> str:
+    """A list; of a mapping "name: text"."""
+    if isinstance(lines, Mapping):
+        lines = [f"{name}: {text}" for name, text in lines.items()]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def paragraphs(*parts: str) -> str:
+    """Parts with empty lines between them; those that are empty are left out."""
+    return "\n\n".join(part for part in parts if part)
+
+
+def page(*parts: str) -> str:
+    """A whole file of `paragraphs`."""
+    return paragraphs(*parts) + "\n"
+
+
+def absences(title: str, failures: Iterable[str], left: Sequence[str] = ()) -> str:
+    """A part for what has no result; empty if nothing lacks one."""
+    lines = [*failures, *([f"out of time: {', '.join(left)}"] if left else [])]
+    return f"## {title}\n\n{bullets(lines)}" if lines else ""
+
+
+def where(meta: Mapping[str, Any], names: Sequence[str] | None = None) -> str:
+    """Device, date, commit and versions, all of them or those named."""
+    versions = {name: text for name, text in meta["versions"].items() if text}
+    named = ", ".join(
+        f"{name} {versions[name]}" for name in names or versions if versions.get(name)
+    )
+    return f"{meta['device']}, {meta['date']}, commit `{str(meta['commit'])[:12]}`, {named}"
+
+
+def conditions(meta: Mapping[str, Any], power: str | None = None) -> str:
+    """One paragraph: on what, when and how it was measured."""
+    limits = meta["ceilings"]
+    return (
+        f"{where(meta, ('torch', 'triton', 'cuda', 'driver'))}. "
+        f"Ceilings of the same run: {limits['read_tbs']:.2f} TB/s read, cuBLAS "
+        f"{limits['bf16_tflops']:.0f} TFLOP/s bf16 and {limits['fp8_tflops']:.0f} fp8. "
+        f"Power: {power or meta['protocol']['power']}."
+    )
+
+
+def make_panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    """A matplotlib figure without a display, and its panels [rows][columns]."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, squeeze=False, layout="constrained", figsize=size)
+
+
+def handles_of(panels: Iterable[Any]) -> dict[str, Any]:
+    """Label → what is drawn under it in any of the panels."""
+    return {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+
+
+def save_figure(
+    figure: Any, panels: Iterable[Any], document: Mapping[str, Any], path: Path, *, columns: int
+) -> None:
+    """One legend of all panels below them, the device and the day above, and the file."""
+    from matplotlib import pyplot
+
+    found, place = handles_of(panels), "outside lower center"
+    figure.legend(found.values(), found.keys(), loc=place, ncols=columns, fontsize="small")
+    figure.suptitle(f"{document['meta']['device']}, {document['meta']['date'][:10]}")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def draw_cublas(axes: Any, limits: Mapping[str, float]) -> None:
+    """The rates of cuBLAS as lines across a panel."""
+    axes.axhline(limits["bf16_tflops"], color="gray", label="cuBLAS bf16")
+    axes.axhline(limits["fp8_tflops"], color="gray", linestyle="--", label="cuBLAS fp8")
+
+
+def render(
+    arguments: Sequence[str] | None,
+    description: str | None,
+    schema: Schema,
+    full: Callable[[Row], str],
+    plots: Mapping[str, Callable[[Row, Path], None]],
+    *,
+    summary: Callable[[Row], str] | None = None,
+    readme: Callable[[Row, Path], None] | None = None,
+) -> int:
+    """The command line of a render script: Markdown, a summary if there is one, and plots.
+
+    Args:
+        arguments: None for those of the process. description: for --help.
+        full, summary: what the document becomes; without `summary` all of it is printed.
+        plots: file name → what draws it; an empty name takes the JSON's.
+        readme: replaces the measured block of a file.
+
+    Returns:
+        The exit code: 2 if the file is not the schema's.
+    """
+    parser = bare_parser(description)
+    parser.add_argument("json_file", type=Path)
+    parser.add_argument("--folder", type=Path, help="write there (default: beside the JSON)")
+    if readme is not None:
+        text = "replace the measured block of this file"
+        parser.add_argument("--readme", type=Path, help=text)
+    options = parser.parse_args(arguments)
+    try:
+        document = schema.load(options.json_file)
+        if readme is not None and options.readme is not None:
+            readme(document, options.readme)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    folder, stem = options.folder or options.json_file.parent, options.json_file.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {f"{stem}.md": full(document)}
+    if summary is not None:
+        texts[f"{stem}-summary.md"] = summary(document)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    written = list(texts)
+    try:
+        for name, plot_one in plots.items():
+            written.append(f"{name or stem}.png")
+            plot_one(document, folder / written[-1])
+    except ImportError:
+        print(PLOT_HINT, file=sys.stderr)
+    print(text)  # the last: the shortest
+    print(f"wrote {', '.join(written)} in {folder}")
+    return 0

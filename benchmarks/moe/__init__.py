@@ -1,0 +1,3 @@
+"""MoE layers: cells, implementations, rows, figures."""
+
+import harness  # noqa: F401 - finds the library

@@ -1,0 +1,171 @@
+"""What is measured: models, stages, activation formats, and the order of the cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mxpert.errors import message
+from mxpert.ops.route import route_topk
+
+GEMM_STAGES = ("gate_up_gemm", "down_gemm")
+STAGES = (*GEMM_STAGES, "gate_up", "down", "layer")
+"""`*_gemm` is the GEMM kernel with its epilogue on ready operands; gate_up and down are the whole
+stage on a ready routing; layer goes from router logits and x to y."""
+
+ACTIVATION_FORMATS = {"a16": ("bf16",), "a8": ("mxfp8", "fp8_token"), "a4": ("mxfp4",)}
+"""Width of the activations → our formats of that width. Peers' a8 is "fp8_token"."""
+
+FORMATS = tuple(name for names in ACTIVATION_FORMATS.values() for name in names)
+WIDTHS = {"bf16": "a16", "fp8_token": "a8", "mxfp8": "a8", "mxfp4": "a4"}
+"""Activation as it stands in the rows → the width of the activations."""
+
+PEER_WIDTHS = {"a16": "a16", "a8": "a8", "a4": "a8"}
+"""Width of ours → width of the peers that it is compared with: no peer multiplies a4."""
+
+ROUTINGS = ("uniform", "zipf", "hot")
+DECODE_TOKENS = 256
+"""Up to here a cell counts as decode."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One MoE layer: E experts, top k, hidden size H, intermediate size F."""
+
+    name: str
+    E: int
+    k: int
+    H: int
+    F: int
+
+
+def by_name(*models: Model) -> dict[str, Model]:
+    return {model.name: model for model in models}
+
+
+NAMED = by_name(
+    Model("gpt-oss-120b", 128, 4, 2880, 2880),
+    Model("kimi-k2-tp4", 384, 8, 7168, 512),
+    Model("dsv3-ep8", 32, 8, 7168, 2048),
+    Model("gpt-oss-20b", 32, 4, 2880, 2880),
+    Model("qwen3-235b", 128, 8, 4096, 1536),
+    Model("dsv4-flash", 256, 6, 4096, 2048),
+)
+"""In order of importance."""
+
+REFERENCE = by_name(Model("kimi-e385", 385, 9, 7168, 256), Model("r1-e384", 384, 8, 7168, 1024))
+"""Shapes that the reference systems publish; their third is gpt-oss-120b."""
+
+MODELS = NAMED | REFERENCE
+TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
+REFERENCE_TOKENS = (4, 16, 64, 256, 16384)
+_FIRST_TOKENS = (1, 16, 128, 256, 1024, 8192)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model at one number of tokens under one routing."""
+
+    model: Model
+    tokens: int
+    routing: str = "uniform"
+
+    @property
+    def rotations(self) -> int:
+        """Routings that one replay goes through: a single small one would find its weights in L2
+        and its time among launch gaps."""
+        return max(1, 8 // self.tokens)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is measured for the reference systems' sake."""
+        return self.model.name in REFERENCE or self.tokens == REFERENCE_TOKENS[-1]
+
+    def stages(self, asked: Sequence[str]) -> list[str]:
+        """Those of the stages asked for that are measured; of reference cells whole stages only."""
+        return [stage for stage in asked if not (self.is_reference and stage in GEMM_STAGES)]
+
+    def __str__(self) -> str:
+        return f"{self.model.name} T={self.tokens} {self.routing}"
+
+
+def tokens_of(model: Model) -> tuple[int, ...]:
+    """Token counts that a comparison measures of a model unless told otherwise."""
+    if model.name in REFERENCE:
+        return REFERENCE_TOKENS
+    return (*TOKENS, REFERENCE_TOKENS[-1]) if model.name == "gpt-oss-120b" else TOKENS
+
+
+def ordered_cells(
+    models: Sequence[Model],
+    tokens: Sequence[int] | None = None,
+    routings: Sequence[str] = ("uniform",),
+) -> list[Cell]:
+    """The most telling cells first: named models at six token counts, the reference systems'
+    shapes, the rest.
+
+    Args:
+        tokens: None takes `tokens_of` each model.
+
+    >>> [cell.tokens for cell in ordered_cells([MODELS["dsv3-ep8"]], [1, 4, 8192])]
+    [1, 8192, 4]
+    """
+    cells = [
+        Cell(model, count, routing)
+        for routing in routings
+        for model in models
+        for count in tokens or tokens_of(model)
+    ]
+    importance = {name: rank for rank, name in enumerate(MODELS)}
+
+    def rank(cell: Cell) -> tuple[int, ...]:
+        tier = 1 if cell.is_reference else 0 if cell.tokens in _FIRST_TOKENS else 2
+        model = importance.get(cell.model.name, len(importance))
+        return ROUTINGS.index(cell.routing), tier, model, cell.tokens
+
+    return sorted(cells, key=rank)
+
+
+def tiny(model: Model) -> Model:
+    """A model's top k and name with sizes that a CPU multiplies in milliseconds."""
+    return replace(model, E=max(model.k, 8), H=64, F=32)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One batch: x bfloat16 [T, H], logits float32 [T, E]."""
+
+    x: torch.Tensor
+    logits: torch.Tensor
+
+
+def mean_hit(batches: Sequence[Inputs], top_k: int) -> float:
+    """Experts that a batch hits, on average."""
+    ids = [route_topk(each.logits, top_k)[1] for each in batches]
+    return sum(each.unique().numel() for each in ids) / len(ids)
+
+
+def random_inputs(cell: Cell, device: torch.device) -> list[Inputs]:
+    """One batch for each rotation, the same on every run.
+
+    The k largest logits choose: normal logits hit all experts alike ("uniform"); "zipf" weighs
+    expert e by 1 / (e + 1); "hot" sends half of the tokens to expert 0.
+    """
+    if cell.routing not in ROUTINGS:
+        need = f"one of {ROUTINGS}"
+        raise ValueError(message("random_inputs", "routing", need, repr(cell.routing)))
+    model, batches = cell.model, []
+    for rotation in range(cell.rotations):
+        generator = torch.Generator(device).manual_seed(1000 * cell.tokens + rotation)
+        x = torch.randn(cell.tokens, model.H, generator=generator, device=device)
+        logits = torch.randn(cell.tokens, model.E, generator=generator, device=device)
+        if cell.routing == "zipf":
+            uniform = torch.rand(logits.shape, generator=generator, device=device)
+            rank = torch.arange(1, model.E + 1, device=device, dtype=torch.float32)
+            logits = -torch.log(rank) - torch.log(-torch.log(uniform.clamp(1e-7, 1 - 1e-6)))
+        elif cell.routing == "hot":
+            logits[::2, 0] = 10.0  # above any normal logit
+        batches.append(Inputs(x.to(torch.bfloat16), logits))
+    return batches

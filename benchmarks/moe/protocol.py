@@ -1,0 +1,59 @@
+"""How long the GPU rests, how often a variant is replayed, and the meta of a comparison."""
+
+from __future__ import annotations
+
+import argparse
+
+from harness.document import Row
+from harness.script import machine
+
+from moe.cells import DECODE_TOKENS
+
+IDLE_SECONDS = 0.05
+DECODE_IDLE_SECONDS = 0.01
+"""Decode replays of a stage last a few milliseconds, at a power far from the limit."""
+
+SUSTAINED_US = 500_000
+BUDGET_US = 30_000
+"""Device time of one variant's replays: long cells get fewer of them."""
+
+LEAST_REPEATS, MOST_REPEATS = 5, 12
+WARMUP = 3
+IDLE = (
+    f"idle {1000 * IDLE_SECONDS:.0f} ms ({1000 * DECODE_IDLE_SECONDS:.0f} ms at T ≤ "
+    f"{DECODE_TOKENS}), {WARMUP} warm-up replays, then timed replays"
+)
+SUSTAINED = f"{SUSTAINED_US / 1e6} s of replays, then timed replays"
+DATA = (
+    "normal x, uniformly random codes, scales with a deviation of one binade, "
+    "SwiGLU with interleaved gate and up, no biases"
+)
+PROTOCOL = {
+    "timing": "CUDA-graph replays, implementations in turns of changing order, L2 "
+    "swept before each; us is the median, us_spread the width of the "
+    "10-90 % band; T < 8 rotates among 8 // T routings",
+    "data": f"{DATA}; marlin: own random codes",
+    "stages": "*_gemm: GEMM kernel with its epilogue; gate_up, down: whole stage on a "
+    "ready routing; layer: from logits, top-k and sort included. The "
+    "intermediate is quantised in gate_up by mxpert/mxfp8, mxpert/mxfp4 and "
+    "humming/fp8_token, in down by mxpert/fp8_token",
+    "rel_l2": "sampled tokens; mxpert: to float64 on the same quantised operands; "
+    "peers (layer): to float64 with bf16 activations",
+}
+
+
+def idle_seconds(tokens: int) -> float:
+    """How long the GPU rests before a stage."""
+    return DECODE_IDLE_SECONDS if tokens <= DECODE_TOKENS else IDLE_SECONDS
+
+
+def num_repeats(us: float) -> int:
+    """Timed replays of a variant that takes so many µs."""
+    return min(MOST_REPEATS, max(LEAST_REPEATS, int(BUDGET_US / us)))
+
+
+def make_meta(options: argparse.Namespace) -> Row:
+    """Everything but the ceilings."""
+    protocol = {"power": SUSTAINED if options.sustained else IDLE, **PROTOCOL}
+    names = ("device", "clocks", "versions", "commit", "date")
+    return machine(options, *names, ceilings={}, peers={}, protocol=protocol)

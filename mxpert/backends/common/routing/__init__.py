@@ -1,0 +1,1 @@
+"""Top-k of router logits, and the routing plan: rows sorted by expert."""

@@ -1,0 +1,1 @@
+"""Rowwise and columnwise MX copies of a tensor from one read, portable."""

@@ -1,0 +1,1 @@
+"""Activation and combine between the GEMMs of training, forward and backward."""
