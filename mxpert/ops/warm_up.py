@@ -12,9 +12,10 @@ import torch
 
 from ..dispatch import Explanation, explain_problem
 from ..errors import message, require, require_int, require_tensor
-from ..problem import Activation, MoEProblem
+from ..problem import Activation, MoEProblem, Problem
 from ..weights import MoEWeights
-from .moe import describe_fused_moe, fused_moe
+from .explain import explain
+from .moe import fused_moe
 
 Progress = Callable[[int, int, int], object]
 """Called with (finished token counts, all of them, the next one) and at the end."""
@@ -92,8 +93,7 @@ def warm_up(
         x = torch.zeros(shape, dtype=torch.bfloat16, device=weights.device)
         return x, weights, *even_routing(num_tokens, top_k, num_experts, weights.device)
 
-    problem = describe_fused_moe(*batch(1), **options)
-    counts = _token_counts(problem, max_tokens)
+    counts = _token_counts(explain(fused_moe, *batch(1), **options).problem, max_tokens)
     report = _log_slow_progress() if progress is None else progress
     for done, num_tokens in enumerate(counts):
         report(done, len(counts), num_tokens)
@@ -133,8 +133,9 @@ def _checked_experts(
     return num_experts
 
 
-def _token_counts(problem: MoEProblem, max_tokens: int) -> tuple[int, ...]:
+def _token_counts(problem: Problem, max_tokens: int) -> tuple[int, ...]:
     """Token counts whose launches together use every binary of 1 … max_tokens tokens."""
+    assert isinstance(problem, MoEProblem)  # for the type checker: the problem of fused_moe
     counts = {max_tokens, *(1 << n for n in range(max_tokens.bit_length()))}
     seen = set()
     compiles = False

@@ -47,7 +47,7 @@ class Served:
     """
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """vLLM's hook: the method of one layer."""
+        """Return the method of one layer; vLLM calls this."""
         in_tree = super().get_quant_method  # type: ignore[misc]
         vllm_config = get_current_vllm_config()
         activation_format = requested_format(vllm_config.additional_config)

@@ -111,7 +111,7 @@ class ServedMethod(FusedMoEMethodBase):
                 parameter.data.zero_()
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        """vLLM's description of the activations: not quantised outside of the experts."""
+        """Describe the activations to vLLM: not quantised outside of the experts."""
         return mxfp4_w4a16_moe_quant_config(w1_scale=None, w2_scale=None)
 
     def process_weights_after_loading(self, layer: Any) -> None:
