@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-newest lint docs clean
+.PHONY: help demo test test-fast test-newest test-serving lint docs clean
 
 # The first Python >= 3.11; one that already has torch lends it to the environment.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
@@ -103,6 +103,9 @@ test-newest: $(NEWEST)/.installed  ## compile every kernel ahead of time on the 
 	@$(NEWEST)/bin/python -m pytest --color=no -n "$$(nproc)" --dist worksteal $(AOT_TESTS) \
 		$(PYTEST_ARGS) </dev/null
 
+test-serving:  ## serve a tiny gpt-oss through vLLM on a CPU, in an environment of its own (3.5 GB)
+	@$(PYTHON) tests/serving/run.py $(PYTEST_ARGS) </dev/null
+
 clean:  ## remove the environment, caches and reports
-	rm -rf $(VENV) $(DOCS_VENV) $(NEWEST) build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) $(NEWEST) .venv-serving build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

