@@ -28,10 +28,13 @@ SOURCES = FILES + [
 
 # Higher layers import lower ones, never the other way; a layer may import itself.
 LAYERS = {
+    "environment": 0,
     "errors": 0,
     "files": 1,
+    "activations": 1,
     "formats": 1,
     "problem": 2,
+    "configs": 2,
     "kernel_spec": 2,
     "routing": 2,
     "weights": 2,
@@ -42,7 +45,6 @@ LAYERS = {
     "ops": 5,
     "modules": 6,
     "training": 6,
-    "distributed": 6,
     "integrations": 7,
     "cli": 8,
 }
@@ -129,7 +131,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def import_directions(text: str, path: Path) -> Iterator[str]:
-    """cli → integrations → training, distributed → ops → dispatch → problem … → errors."""
+    """cli → integrations → training → ops → dispatch → backends, runtime → problem … → errors."""
     parts = module_parts(path)
     here = parts[0] if parts else ""
     for name in imported_modules(ast.parse(text), path):
@@ -318,6 +320,11 @@ def test_no_folder_is_crowded() -> None:
     counts = {folder: len(list(folder.glob("*.py"))) for folder in folders}
     crowded = {str(folder): count for folder, count in counts.items() if count > MAX_FOLDER_FILES}
     assert not crowded, crowded
+
+
+def test_every_package_has_a_layer() -> None:
+    packages = {module_parts(path)[0] for path in FILES if module_parts(path)}
+    assert packages == {*LAYERS, "backends", "testing", "__main__"}
 
 
 def test_the_environment_is_read_in_one_place() -> None:

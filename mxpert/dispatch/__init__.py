@@ -1,7 +1,7 @@
 """Choosing a kernel: device facts, the registry of backends, tuned tables."""
 
-from .calls import CallCache, without_grad
-from .registry import Explanation, Resolution, explain_problem, override, resolve
+from .calls import CallCache, launch, without_grad
+from .registry import Explanation, Resolution, explain_problem, override, resolve, resolve_cached
 from .target import detect_target
 
 __all__ = [
@@ -10,7 +10,9 @@ __all__ = [
     "Resolution",
     "detect_target",
     "explain_problem",
+    "launch",
     "override",
     "resolve",
+    "resolve_cached",
     "without_grad",
 ]

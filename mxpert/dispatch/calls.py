@@ -1,4 +1,4 @@
-"""Warm calls of an op: arguments of a geometry that was seen before are not checked again."""
+"""Warm calls of an op: a geometry that was seen before is not checked again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from ..kernel_spec import KernelSpec
 from ..problem import Problem
 from ..runtime.geometry import CachedCall, Described
-from .registry import resolve, resolve_cached
 
 _MAX_CACHED = 1024
 """Geometries of an op, each with some ten kilobytes of recorded launches."""
@@ -36,60 +35,61 @@ def without_grad(function: Callable[..., _T]) -> Callable[..., _T]:
 
 
 class CallCache:
-    """The calls of one op: check and describe once for each geometry, then resolve and launch.
+    """The calls of one op that have passed its checks, by options and geometry.
 
     Args:
-        describe: checks the arguments of a call and returns its problem, or raises.
         by_identity: whether the cache compares the first option by identity.
     """
 
-    def __init__(self, describe: Callable[..., Problem], by_identity: bool) -> None:
-        self._describe, self._by_identity = describe, by_identity
+    def __init__(self, by_identity: bool) -> None:
+        self._by_identity = by_identity
         self._cached: dict[tuple[Any, ...], CachedCall] = {}
 
-    def launch(
-        self, options: Sequence[Any], inputs: dict[str, Any], geometry: Described | None
-    ) -> Any:
-        """Return the op's result, which has no gradient.
-
-        Args:
-            options: positional arguments of `describe`. The cache key holds their types and values
-                (the identity of the first, if `by_identity`).
-            inputs: keyword arguments of `describe` and of the kernel's `launch`. Their geometry
-                and the options decide the problem.
-            geometry: the inputs' tensors and geometry; None if the call cannot be cached.
-        """
-        if geometry is None:
-            problem = self._describe(*options, **inputs)
-            return _launch(*resolve(problem), problem, inputs)
-        tensors, shapes = geometry
+    def _key(self, options: Sequence[Any], geometry: Described) -> tuple[Any, ...]:
+        """Types and values of the options (the identity of the first), and the geometry."""
         if self._by_identity:
             first, *others = options
-            key = (id(first), *others, *map(type, options), *shapes)
-        else:
-            key = (*options, *map(type, options), *shapes)
-        cached = self._find(key, options, inputs)
-        kernel, config = resolve_cached(cached)
-        replay = getattr(kernel, "replay", None)
-        if replay is not None:
-            result = replay(cached, config, tensors, inputs)
-            if result is not None:
-                return result
-        return _launch(kernel, config, cached.problem, inputs)
+            return (id(first), *others, *map(type, options), *geometry[1])
+        return (*options, *map(type, options), *geometry[1])
 
-    def _find(
-        self, key: tuple[Any, ...], options: Sequence[Any], inputs: dict[str, Any]
-    ) -> CachedCall:
+    def find(self, options: Sequence[Any], geometry: Described | None) -> CachedCall | None:
+        """The cached call with these options and this geometry; None if there is none.
+
+        geometry: None if the call cannot be cached.
+        """
+        if geometry is None:
+            return None
         try:
-            cached = self._cached.get(key)
+            return self._cached.get(self._key(options, geometry))
         except TypeError:  # an option without a hash, which passes no check
-            return CachedCall(self._describe(*options, **inputs), options)
-        if cached is None:
-            cached = CachedCall(self._describe(*options, **inputs), options)
+            return None
+
+    def add(
+        self, options: Sequence[Any], geometry: Described | None, problem: Problem
+    ) -> CachedCall:
+        """Cache a call that has passed the op's checks, and return it."""
+        cached = CachedCall(problem, options)
+        if geometry is not None:
             if len(self._cached) >= _MAX_CACHED:
                 self._cached.clear()
-            self._cached[key] = cached
+            self._cached[self._key(options, geometry)] = cached
         return cached
+
+
+def launch(
+    kernel: KernelSpec,
+    config: Any,
+    cached: CachedCall,
+    geometry: Described | None,
+    inputs: dict[str, Any],
+) -> Any:
+    """Replay a recorded call of the kernel, or launch it. The result has no gradient."""
+    replay = getattr(kernel, "replay", None)
+    if replay is not None and geometry is not None:
+        result = replay(cached, config, geometry[0], inputs)
+        if result is not None:
+            return result
+    return _launch(kernel, config, cached.problem, inputs)
 
 
 @without_grad

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
 
-from ..dispatch import CallCache, without_grad
+from ..dispatch import CallCache, launch, resolve_cached, without_grad
 from ..formats.tensor import MXTensor
 from ..problem import MoEOptions, Problem
 from ..routing import RoutingPlan
-from ..runtime.geometry import TENSOR_FIELDS, describe
+from ..runtime.geometry import TENSOR_FIELDS, Described, describe
 from .schema import FlatLayout, kind_of
 
 _LIBRARY = torch.library.Library("mxpert", "FRAGMENT")
@@ -66,7 +66,7 @@ class OpSpec(Generic[_T]):
         self._num_options = len(list(options))
         self._inputs = list(hints)[self._num_options :]
         first = next(iter(hints.values()))
-        self._calls = CallCache(self.problem, _is_compared_by_identity(first))
+        self._calls = CallCache(_is_compared_by_identity(first))
         self._register(mutates)
         OPS[name] = self
 
@@ -77,8 +77,20 @@ class OpSpec(Generic[_T]):
         if geometry is None:
             result = self._through_torch(options, inputs)
         else:
-            result = self._calls.launch(options, inputs, geometry)
+            result = self._run(options, geometry, inputs)
         return result
+
+    def _run(
+        self, options: Sequence[Any], geometry: Described | None, inputs: dict[str, Any]
+    ) -> Any:
+        """Check → describe → resolve → launch; the first two once for each geometry."""
+        call = self._calls.find(options, geometry)
+        if call is None:
+            self._check(*options, **inputs)  # 1 check
+            problem = self._describe(*options, **inputs)  # 2 describe
+            call = self._calls.add(options, geometry, problem)
+        kernel, config = resolve_cached(call)  # 3 resolve
+        return launch(kernel, config, call, geometry, inputs)  # 4 launch
 
     def problem(self, *options: Any, **inputs: Any) -> Problem:
         """Check the arguments and describe their problem."""
@@ -102,7 +114,7 @@ class OpSpec(Generic[_T]):
             for name, schema in self._layout.types
         ]
         _LIBRARY.define(f"{self.name}({', '.join(arguments)}) -> {self.returns}")
-        _LIBRARY.impl(self.name, without_grad(self._run), "CompositeExplicitAutograd")
+        _LIBRARY.impl(self.name, without_grad(self._run_flat), "CompositeExplicitAutograd")
         _LIBRARY.impl(self.name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"mxpert::{self.name}", self._run_fake, lib=_LIBRARY)
         self._leaf = getattr(torch.ops.mxpert, self.name)
@@ -113,9 +125,9 @@ class OpSpec(Generic[_T]):
         inputs = {name: values.pop(name) for name in self._inputs}
         return list(values.values()), inputs
 
-    def _run(self, *flat: Any) -> Any:
+    def _run_flat(self, *flat: Any) -> Any:
         options, inputs = self._rebuild(flat)
-        return self._flat(self._calls.launch(options, inputs, describe(inputs.values())))
+        return self._flat(self._run(options, describe(inputs.values()), inputs))
 
     def _run_fake(self, *flat: Any) -> Any:
         options, inputs = self._rebuild(flat)
