@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import enum
 import functools
 import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from ..errors import PerformanceWarning, UnsupportedError, message, require
@@ -130,7 +131,7 @@ class Explanation:
         lines = [
             f"{self.problem.op.value} on {target.name} ({target.arch})",
             f"  backend: {chosen.kernel.backend}",
-            f"  config:  {'none needed' if chosen.config is None else chosen.config}",
+            f"  config:  {_config_text(chosen.config)}",
             f"  source:  {chosen.source} ({chosen.detail})",
         ]
         mode = getattr(chosen.kernel, "mode", None)
@@ -140,6 +141,23 @@ class Explanation:
             lines.append(f"  slower:  {chosen.slower}")
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
         return "\n".join(lines)
+
+
+def _config_text(config: object) -> str:
+    """A config's fields with their names; the two stages of a layer on lines of their own."""
+    if config is None:
+        return "none needed"
+    if isinstance(config, MoEConfig):
+        stages = (
+            f"\n    {name}: {_config_text(getattr(config, name))}" for name in ("gate_up", "down")
+        )
+        return f"routing_block_m={config.routing_block_m}{''.join(stages)}"
+    if not is_dataclass(config):
+        return str(config)
+    values = ((field.name, getattr(config, field.name)) for field in fields(config))
+    return " ".join(
+        f"{name}={value.value if isinstance(value, enum.Enum) else value}" for name, value in values
+    )
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import torch
 
 from mxpert.backends.triton.moe import config as heuristics
 from mxpert.backends.triton.moe.host import DOWN, FUSED_MOE, GATE_UP
+from mxpert.dispatch import explain_problem
 from mxpert.formats.tensor import Layout
 from mxpert.problem import ACTIVATION_FORMATS, GemmConfig, MoEOptions, MoEProblem, Op, Target
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
@@ -123,3 +124,17 @@ def test_unsupported_problems_say_why() -> None:
     double = replace(problem, options=replace(problem.options, out_dtype=torch.float64))
     assert "float64" in (heuristics.unsupported(double) or "")
     assert "16" in (heuristics.unsupported(replace(problem, routing_block_m=24)) or "")
+
+
+def test_an_explanation_names_every_field_of_a_config() -> None:
+    problem = replace(
+        describe(H200, MODEL_SHAPES["gpt-oss-20b"], 1, "mxfp8"),
+        weight_layout=Layout.HOPPER_FRAGMENT,
+    )
+    shown = str(explain_problem(problem)).splitlines()
+    assert shown[2] == "  config:  routing_block_m=8"
+    for line, stage, k_splits in ((shown[3], "gate_up", 1), (shown[4], "down", 2)):
+        assert line == (
+            f"    {stage}: kernel=decode block_m=8 num_stages=5 consumers=2 blocks_per_tile=1 "
+            f"k_splits={k_splits} hi_lo=False"
+        )
