@@ -62,9 +62,8 @@ class OpSpec(Generic[_T]):
         hints = get_type_hints(check)
         del hints["return"]
         self._layout = FlatLayout((each, kind_of(hint)) for each, hint in hints.items())
-        options = itertools.takewhile(_is_option, hints.values())
-        self._num_options = len(list(options))
-        self._inputs = list(hints)[self._num_options :]
+        options = list(itertools.takewhile(_is_option, hints.values()))
+        self._inputs = list(hints)[len(options) :]
         first = next(iter(hints.values()))
         self._calls = CallCache(_is_compared_by_identity(first))
         self._register(mutates)
@@ -86,8 +85,7 @@ class OpSpec(Generic[_T]):
         """Check → describe → resolve → launch; the first two once for each geometry."""
         call = self._calls.find(options, geometry)
         if call is None:
-            self._check(*options, **inputs)  # 1 check
-            problem = self._describe(*options, **inputs)  # 2 describe
+            problem = self.problem(*options, **inputs)  # 1 check, 2 describe
             call = self._calls.add(options, geometry, problem)
         kernel, config = resolve_cached(call)  # 3 resolve
         return launch(kernel, config, call, geometry, inputs)  # 4 launch

@@ -91,6 +91,7 @@ class TwoStageLayer:
         plan: RoutingPlan,
     ) -> torch.Tensor:
         """Run both stages with a given plan; return [T, H]."""
+        shared = self.shared_arguments()
         h = self._gate_up.run(
             problem,
             config.gate_up,
@@ -98,9 +99,16 @@ class TwoStageLayer:
             weights=weights,
             plan=plan,
             num_rows=plan.max_blocks * plan.routing_block_m,
+            **shared,
         )
-        y: torch.Tensor = self._down.launch(problem, config.down, h=h, weights=weights, plan=plan)
+        y: torch.Tensor = self._down.launch(
+            problem, config.down, h=h, weights=weights, plan=plan, **shared
+        )
         return y
+
+    def shared_arguments(self) -> dict[str, Any]:
+        """Further arguments of one layer's two stages; a backend may have some."""
+        return {}
 
 
 @functools.lru_cache(CACHED_LAUNCHES)

@@ -10,15 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....formats.tensor import Layout, MXTensor
-from ....problem import (
-    Combine,
-    HopperGemmConfig,
-    HopperKernel,
-    MoEConfig,
-    MoEOptions,
-    MoEProblem,
-    Op,
-)
+from ....problem import Combine, HopperGemmConfig, HopperKernel, MoEOptions, MoEProblem, Op
 from ....routing import RoutingPlan
 from ....runtime.launch import CACHED_LAUNCHES, DescriptorSpec, Launch
 from ....weights import MoEWeights
@@ -378,29 +370,12 @@ def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) 
 
 
 class _Layer(TwoStageLayer):
-    def stages(
-        self,
-        problem: MoEProblem,
-        config: MoEConfig,
-        x: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        plan: RoutingPlan,
-    ) -> torch.Tensor:
-        """Run both stages; they share the tile lists."""
+    """FUSED_MOE: the stages of a layer share its tile lists."""
+
+    def shared_arguments(self) -> dict[str, Any]:
+        """An empty cache of tile lists, which the stages fill."""
         schedules: Schedules = {}
-        h = self._gate_up.run(
-            problem,
-            config.gate_up,
-            x=x,
-            weights=weights,
-            plan=plan,
-            num_rows=plan.max_blocks * plan.routing_block_m,
-            schedules=schedules,
-        )
-        y: torch.Tensor = self._down.launch(
-            problem, config.down, h=h, weights=weights, plan=plan, schedules=schedules
-        )
-        return y
+        return {"schedules": schedules}
 
 
 GATE_UP = _GateUp()
