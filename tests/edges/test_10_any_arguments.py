@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,13 @@ OPTIONS = {
 FLAGS = {"--dry-run", "--force", "--bytes"}
 
 
+def mkdir_inside(folder: Path, mkdir: Callable[..., None], path: Any, *args: Any, **kw: Any) -> None:
+    """`os.mkdir`, refused outside of `folder`: `demo --output /nowhere/x` would make it as root."""
+    if not Path(path).absolute().is_relative_to(folder):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    mkdir(path, *args, **kw)
+
+
 @pytest.fixture
 def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder to be in, and commands whose work is left out: what is fuzzed is arguments."""
@@ -140,6 +148,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (eval_module, "load_dense"),
     ):
         monkeypatch.setattr(module, name, done)
+    monkeypatch.setattr(os, "mkdir", functools.partial(mkdir_inside, tmp_path, os.mkdir))
     for name in ("examine_toolchain", "examine_operations"):  # the machine stays the same
         monkeypatch.setattr(doctor, name, functools.cache(getattr(doctor, name)))
     yield tmp_path
