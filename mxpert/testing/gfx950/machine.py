@@ -219,10 +219,8 @@ class Machine:
         executed_now = 0
         while True:
             self.index = index
-            if waits is not None and waits.pending:
-                touched = facts[index].touched
-                if not waits.pending.isdisjoint(touched):
-                    waits.check(touched)
+            if waits is not None and not waits.pending.isdisjoint(facts[index].touched):
+                waits.check(facts[index])
             executed[index] += state.count
             executed_now += 1
             if self._tracing:
@@ -389,7 +387,7 @@ class Machine:
                 self.fault(MisalignedFault, "the LDS address is not aligned", misaligned)
         if self._tracing and not direct:
             self._note(lambda trace, row: trace.note_banks(address[row], lanes[row], size))
-        offsets = address + self.group[self.state.selected][:, None] * self.lds.size
+        offsets: Offsets = address + self.group[self.state.selected][:, None] * self.lds.size
         if self.races is not None:
             self.races.access(offsets, size, write, direct, atomic, lanes, words)
         return offsets
