@@ -19,6 +19,7 @@ import numpy.typing as npt
 U32, I32, F32 = np.uint32, np.int32, np.float32
 U64, I64, F64 = np.uint64, np.int64, np.float64
 U16, I16, F16 = np.uint16, np.int16, np.float16
+U8, I8 = np.uint8, np.int8
 
 Array = npt.NDArray[Any]
 

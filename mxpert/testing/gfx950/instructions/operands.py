@@ -52,8 +52,9 @@ def typed(decoding: Decoding, operand: Operand, kind: str, raw: Reader | None = 
     if (operand.neg or operand.absolute) and kind not in _FLOATS:
         raise decoding.unknown(f"no float modifier on a source of type {kind}", operand)
     if kind == "mask":
-        register = decoding.operand(decoding.operands.index(operand), "s").index
-        return lambda state: state.read_mask(register)
+        if operand.kind != "s":
+            raise decoding.unknown("a pair of scalar registers as mask", operand)
+        return lambda state: state.read_mask(operand.index)
     if kind in WIDE:
         return _wide(decoding, operand, kind)
     if operand.kind == "c" and operand.count == 0 and kind in HALF:

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 Run = Callable[["Machine"], "int | None"]
 """Executes one instruction for the selected waves. Returns None (go on with the next instruction),
-the index of the instruction to go on with, or `STORED` (the program counters are stored)."""
-
-STORED = -1
-
+the index of the instruction to go on with, or `machine.STORED`."""
 
 class UnknownInstruction(ValueError):
     """The executor has no semantics for a mnemonic, an encoding, a modifier or a mode."""
