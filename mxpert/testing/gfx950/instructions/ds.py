@@ -9,15 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..state import LANES
-from .memory import (
-    ATOMICS,
-    Format,
-    load_words,
-    store_words,
-    stored_words,
-    update,
-    write_loaded,
-)
+from .memory import ATOMICS, Format, load_words, store_words, stored_words, update, write_loaded
 from .numerics import I64, U8, U16, U32, Array
 from .operands import LANE, words
 from .table import Binder, Decoding, Run, chapter

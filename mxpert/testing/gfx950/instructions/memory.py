@@ -82,9 +82,7 @@ def stored_words(state: WaveState, register: int, form: Format) -> list[Words]:
     return [state.read_vector(register + k) for k in range(form.registers)]
 
 
-def write_loaded(
-    state: WaveState, register: int, form: Format, values: Sequence[Array]
-) -> None:
+def write_loaded(state: WaveState, register: int, form: Format, values: Sequence[Array]) -> None:
     """Write what was loaded to the registers of the active lanes."""
     if form.half:
         old, new = state.read_vector(register), values[0] & U32(0xFFFF)
@@ -209,9 +207,7 @@ def _global_place(decoding: Decoding, vector: int, base: int) -> Place:
 
     def place(machine: Any, form: Format, write: bool, atomic: bool) -> Iterator[Access]:
         state = machine.state
-        offsets = machine.global_access(
-            wide(state) + offset, form.size, write=write, atomic=atomic
-        )
+        offsets = machine.global_access(wide(state) + offset, form.size, write=write, atomic=atomic)
         yield Access(offsets, state.active, 0, form.registers)
 
     return place
@@ -339,9 +335,7 @@ def _store(form: Format, family: str) -> Binder:
             for access in place(machine, form, True, False):
                 part = form if access.count == form.registers else Format(4)
                 picked = values[access.first : access.first + access.count]
-                store_words(
-                    machine.memory.bytes, access.offsets, part, picked, access.lanes
-                )
+                store_words(machine.memory.bytes, access.offsets, part, picked, access.lanes)
             machine.issue_store("vm")
 
         return run
@@ -364,9 +358,7 @@ def _atomic(compute: Callable[[Array, Array], Array], family: str) -> Binder:
             state = machine.state
             values = state.read_vector(register)
             (access,) = place(machine, Format(4), True, True)
-            old = update(
-                machine.memory.bytes, access.offsets, compute, values, access.lanes
-            )
+            old = update(machine.memory.bytes, access.offsets, compute, values, access.lanes)
             if target is None:
                 machine.issue_store("vm")
             else:
@@ -436,10 +428,7 @@ for _family in ("global", "buffer"):
     chapter({f"{_family}_load_{name}": _load(form, _family) for name, form in LOADS.items()})
     chapter({f"{_family}_store_{name}": _store(form, _family) for name, form in STORES.items()})
     chapter(
-        {
-            f"{_family}_atomic_{name}": _atomic(compute, _family)
-            for name, compute in ATOMICS.items()
-        }
+        {f"{_family}_atomic_{name}": _atomic(compute, _family) for name, compute in ATOMICS.items()}
     )
 chapter(
     {f"global_load_lds_{name}": _load_to_lds(LOADS[name]) for name in ("dword", "dwordx4")}

@@ -15,6 +15,7 @@ Run = Callable[["Machine"], "int | None"]
 """Executes one instruction for the selected waves. Returns None (go on with the next instruction),
 the index of the instruction to go on with, or `machine.STORED`."""
 
+
 class UnknownInstruction(ValueError):
     """The executor has no semantics for a mnemonic, an encoding, a modifier or a mode."""
 
