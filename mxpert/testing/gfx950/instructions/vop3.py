@@ -206,7 +206,7 @@ def _pack(kind: str, low: Array, high: Array) -> Array:
         first, second = numerics.to_bf16(low.astype(F32)), numerics.to_bf16(high.astype(F32))
     else:
         first, second = (x.astype(F16).view(np.uint16).astype(U32) for x in (low, high))
-    return first | second << U32(16)
+    return np.asarray(first | second << U32(16))
 
 
 def _encode(form: SmallFloat, source: str) -> Binder:
