@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 
 import mxpert
 from mxpert.dispatch import detect_target
+from mxpert.formats.tensor import Layout
 from mxpert.problem import Target
 from mxpert.runtime.launch import Launch
 from mxpert.testing import gfx950
@@ -199,3 +200,11 @@ def test_a_code_object_without_names() -> None:
     assert code.parameters == ("out", "x")
     assert gfx950.CodeObject.of(code) is code
     gfx950.run(code, (1,), {"x": torch.zeros(1), "out": None})
+
+
+def test_weights_are_prepared_for_gfx950() -> None:
+    weights = exact_moe_problem(SHAPE, 1, seed=3).weights
+    with gfx950.emulate():
+        prepared = weights.prepare(device="cpu")
+    assert prepared.layout is Layout.CDNA4_FRAGMENT
+    assert weights.prepare(device="cpu").layout is Layout.ROW_MAJOR
