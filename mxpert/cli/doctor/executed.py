@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
-from ..errors import UnsupportedError, message
-from ..formats.tensor import MXTensor
-from ..ops.explain import explain
-from ..ops.grouped_gemm import grouped_gemm
-from ..ops.moe import fused_moe
-from ..ops.quantize import quantize
-from ..problem import ACTIVATION_FORMATS
-from ..testing.numerics import STAGE_GATE, is_exact, relative_l2
-from ..testing.problems import MoEShape, random_moe_problem
-from .measure import RunWeights, error_gate, float64_reference, intermediate_sizes
-from .options import FORMAT_NAMES
-from .report import Column, Row, print_table, progress
+from ...errors import UnsupportedError, message
+from ...formats.tensor import MXTensor
+from ...ops.explain import explain
+from ...ops.grouped_gemm import grouped_gemm
+from ...ops.moe import fused_moe
+from ...ops.quantize import quantize
+from ...problem import ACTIVATION_FORMATS
+from ...testing.numerics import STAGE_GATE, is_exact, relative_l2
+from ...testing.problems import MoEShape, random_moe_problem
+from ..measure import RunWeights, error_gate, float64_reference, intermediate_sizes
+from ..options import FORMAT_NAMES
+from ..report import Column, Row, print_table, progress
 
 if TYPE_CHECKING:
-    from ..testing.gfx950 import Emulation
+    from ...testing.gfx950 import Emulation
 
 EMULATED = ("gfx950",)
 """Architectures whose code a CPU can execute."""
@@ -210,7 +210,7 @@ def emulation_of(architecture: str) -> Callable[[], AbstractContextManager[Emula
         need = f"one of {', '.join(EMULATED)}"
         raise ValueError(message("doctor", "--emulate", need, repr(architecture)))
     try:
-        from ..testing import gfx950
+        from ...testing import gfx950
     except ImportError as error:
         raise UnsupportedError(
             message(

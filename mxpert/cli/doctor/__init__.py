@@ -18,12 +18,12 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
-from ..dispatch import detect_target, explain_problem, override
-from ..dispatch.registry import BACKENDS
-from ..errors import UnsupportedError
-from ..formats.spec import MXFP4, MXFP8_E4M3, ScaleRule
-from ..formats.tensor import Layout
-from ..problem import (
+from ...dispatch import detect_target, explain_problem, override
+from ...dispatch.registry import BACKENDS
+from ...errors import UnsupportedError
+from ...formats.spec import MXFP4, MXFP8_E4M3, ScaleRule
+from ...formats.tensor import Layout
+from ...problem import (
     ACTIVATION_FORMATS,
     DualProblem,
     GroupedProblem,
@@ -38,12 +38,11 @@ from ..problem import (
     TopKOptions,
     TopKProblem,
 )
-from ..runtime.toolchain import toolchain
-from . import bench
-from .doctor_checks import EMULATED, emulation_of, execute, show
-from .measure import GateError
-from .options import DEFAULT_FORMATS, FORMAT_NAMES, JsonFile, check_target, parse_formats
-from .report import (
+from ...runtime.toolchain import toolchain
+from .. import bench
+from ..measure import GateError
+from ..options import DEFAULT_FORMATS, FORMAT_NAMES, JsonFile, check_target, parse_formats
+from ..report import (
     Row,
     best_device,
     environment,
@@ -53,6 +52,7 @@ from .report import (
     result_console,
     write_report,
 )
+from .executed import EMULATED, emulation_of, execute, show
 
 MINIMUM_VERSIONS = {"torch": "2.11", "triton": "3.6", "numpy": "1.26", "safetensors": "0.5"}
 """As in pyproject.toml; a test compares the two."""
