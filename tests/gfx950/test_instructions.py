@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gfx950.corrections import CORRECTIONS, corrected
+from support.gfx950.corrections import CORRECTIONS, Correction, corrected
 from support.gfx950.pseudocode import PSEUDOCODE, Lane, Value
 from support.gfx950.single import Single
 
@@ -253,3 +253,263 @@ def test_vector(name: str) -> None:
     check_vector(name, [vector_source(shape, k) for k in range(shape.sources)], single)
     for number, (sources, suffix) in enumerate(variants(name)):
         check_vector(name, sources, Single(1, seed=2 + number), suffix=suffix, step=3)
+
+
+# -- selections: conversions of small floats, packed math, truth tables ----------------------------
+
+
+def _opsel(bits: tuple[int, ...]) -> Value:
+    return Value("b", 4, sum(bit << k for k, bit in enumerate(bits)))
+
+
+def _selected(name: str) -> list[tuple[int, ...]]:
+    """Selections of a conversion: one for each part of the register that is packed."""
+    if name.endswith(("_fp4", "_fp8", "_bf8")):
+        return [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)][: 4 if name.endswith("fp4") else 2]
+    return [(0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0), (0, 0, 1, 1)][: 4 if "_fp4_" in name else 2]
+
+
+@pytest.mark.parametrize("saturate", [False, True], ids=["plain", "FP16_OVFL"])
+@pytest.mark.parametrize("name", [name for name in VECTOR if name.startswith("v_cvt_scalef32")])
+def test_small_floats(name: str, saturate: bool) -> None:
+    shape = Shape(PSEUDOCODE[name])
+    for number, selection in enumerate(_selected(name)):
+        single = Single(1, seed=number)
+        single.set_exec([PARTIAL | 0xFFFF])
+        single.state.mode[:] |= np.uint32(saturate << 23)
+        if "S0" not in PSEUDOCODE[name]:
+            shape.sources = 2
+        state = single.state
+        # Scales near one, so that not all results are zero or infinite.
+        scale = state.vector[_PLACES[shape.sources - 1], :, 8:]
+        scale[:] = scale % np.uint32(24) + np.uint32(115) << np.uint32(23)
+        before = Single(1, seed=number)
+        before.state.vector[:], before.state.mode[:] = state.vector, state.mode
+        sources = [f"v{_PLACES[k]}" for k in range(shape.sources)]
+        suffix = f" op_sel:[{','.join(map(str, selection))}]"
+        text = listing(name, shape, sources) + suffix
+        single.run(text)
+        for lane in np.flatnonzero(state.active[0])[::2]:
+            variables = environment(before, shape, sources, 0, int(lane), MASK)
+            variables["OPSEL"] = _opsel(selection)
+            run = Lane(variables)
+            run.run(PSEUDOCODE[name])
+            check_lane(single, shape, run.variables, 0, int(lane), text, "")
+
+
+def _packed_source(name: str, values: Single, place: int, lane: int, part: int, neg: int) -> int:
+    register = _PLACES[place]
+    if "f32" in name:
+        return int(values.state.vector[register + part, 0, lane]) ^ neg << 31
+    return int(values.state.vector[register, 0, lane]) >> 16 * part & 0xFFFF
+
+
+@pytest.mark.parametrize("name", [n for n in VECTOR if n.startswith("v_pk_") and "mov" not in n])
+def test_packed(name: str) -> None:
+    width = 32 if "f32" in name else 16
+    count = 3 if "fma" in name else 2
+    modifiers = [
+        {},
+        {"op_sel": (1, 0, 1), "op_sel_hi": (0, 1, 0)},
+        {"op_sel_hi": (0, 0, 1)},
+        {"neg_lo": (1, 0, 1), "neg_hi": (0, 1, 1)} if width == 32 else {"op_sel": (0, 1, 0)},
+    ]
+    for number, given in enumerate(modifiers):
+        single, before = Single(1, seed=number), Single(1, seed=number)
+        registers = "v[{0}:{1}]" if width == 32 else "v{0}"
+        operands = [registers.format(r, r + 1) for r in (DESTINATION, *_PLACES[:count])]
+        suffix = "".join(
+            f" {key}:[{','.join(map(str, value[:count]))}]" for key, value in given.items()
+        )
+        single.run(f"{name} {', '.join(operands)}{suffix}")
+        low, high = given.get("op_sel", (0, 0, 0)), given.get("op_sel_hi", (1, 1, 1))
+        neg_low, neg_high = given.get("neg_lo", (0, 0, 0)), given.get("neg_hi", (0, 0, 0))
+        for lane in range(0, LANES, 3):
+            sources = [
+                _packed_source(name, before, k, lane, low[k], neg_low[k])
+                | _packed_source(name, before, k, lane, high[k], neg_high[k]) << width
+                for k in range(count)
+            ]
+            variables: dict[str, Any] = {"D0": Value("b", 64, 0)}
+            variables |= {f"S{k}": Value("b", 64, bits) for k, bits in enumerate(sources)}
+            run = Lane(variables)
+            run.run(PSEUDOCODE[name])
+            got = int(single.state.vector[DESTINATION, 0, lane])
+            if width == 32:
+                got |= int(single.state.vector[DESTINATION + 1, 0, lane]) << 32
+            want = run.variables["D0"].bits
+            assert same("f32" if width == 32 else "", got, want), (name, suffix, lane)
+
+
+@pytest.mark.parametrize("selection", [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_packed_move(selection: tuple[int, int]) -> None:
+    """The destination overlaps a source."""
+    single, before = Single(1), Single(1)
+    single.run(f"v_pk_mov_b32 v[32:33], v[36:37], v[32:33] op_sel:[{selection[0]},{selection[1]}]")
+    for lane in range(LANES):
+        values = [
+            int(before.state.vector[r, 0, lane]) | int(before.state.vector[r + 1, 0, lane]) << 32
+            for r in (36, 32)
+        ]
+        run = Lane(
+            {
+                "D0": Value("b", 64, 0),
+                "S0": Value("b", 64, values[0]),
+                "S1": Value("b", 64, values[1]),
+                "OPSEL": _opsel(selection),
+            }
+        )
+        run.run(PSEUDOCODE["v_pk_mov_b32"])
+        got = [int(single.state.vector[32 + k, 0, lane]) for k in range(2)]
+        assert got[0] | got[1] << 32 == run.variables["D0"].bits
+
+
+@pytest.mark.parametrize("bits", [32, 16])
+@pytest.mark.parametrize("table", [0x00, 0xFF, 0x96, 0xE8, 0x1B, 0xC8, 0x78])
+def test_truth_table(table: int, bits: int) -> None:
+    name = f"v_bitop3_b{bits}"
+    single, before = Single(1), Single(1)
+    single.run(f"{name} v8, v32, s36, v40 bitop3:{table:#x}")
+    shape = Shape(PSEUDOCODE[name])
+    for lane in range(0, LANES, 4):
+        variables = environment(before, shape, ["v32", "s36", "v40"], 0, lane, MASK)
+        fields = {"OMOD": table >> 6, "ABS": table >> 3 & 7, "NEG": table & 7}
+        variables["INST"] = {key: Value("b", 3, value) for key, value in fields.items()}
+        run = Lane(variables)
+        run.run(PSEUDOCODE[name])
+        assert int(single.state.vector[8, 0, lane]) == run.variables["D"].bits
+
+
+# -- corrections -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(CORRECTIONS.keys() & set(VECTOR)))
+def test_correction_is_needed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor disagrees with the pseudocode as published."""
+    assert CORRECTIONS[name].reason
+    monkeypatch.setitem(CORRECTIONS, name, Correction("as published", ()))
+    with pytest.raises(AssertionError):
+        test_vector(name)
+
+
+def test_division() -> None:
+    """Quotients are correctly rounded with the corrections; this does not use the pseudocode."""
+    single = Single(8, seed=5)
+    state = single.state
+    generator = np.random.default_rng(6)
+    numerator, denominator = state.vector[1], state.vector[2]
+    close = numerator[4:]  # quotients near the denormals
+    close[:] = (
+        denominator[4:].view(np.float32).astype(np.float64)
+        * np.exp2(generator.uniform(-152, -120, close.shape))
+    ).astype(np.float32).view(np.uint32)
+    with np.errstate(all="ignore"):
+        want = numerator.view(np.float32) / denominator.view(np.float32)
+    for text in (
+        "v_div_scale_f32 v3, s[20:21], v2, v2, v1",
+        "v_div_scale_f32 v4, vcc, v1, v2, v1",
+        "v_rcp_f32 v5, v3",
+        "v_fma_f32 v6, -v3, v5, 1.0",
+        "v_fmac_f32 v5, v6, v5",
+        "v_mul_f32 v6, v4, v5",
+        "v_fma_f32 v7, -v3, v6, v4",
+        "v_fmac_f32 v6, v7, v5",
+        "v_fma_f32 v4, -v3, v6, v4",
+        "v_div_fmas_f32 v4, v4, v5, v6",
+        "v_div_fixup_f32 v4, v4, v2, v1",
+    ):
+        single.run(text)
+    got = state.vector[4].view(np.float32)
+    np.testing.assert_array_equal(got, want)
+    finite = np.isfinite(want)
+    np.testing.assert_array_equal(np.signbit(got)[finite], np.signbit(want)[finite])
+    assert (np.abs(want[finite]) < 2.0**-126).sum() > 50
+
+
+# -- scalar instructions ---------------------------------------------------------------------------
+
+WAVES = 24
+_IMMEDIATES = (0, 5, 0x7FFF, 0x8001)
+
+
+def _scalar_variables(before: Single, wave: int, sources: dict[str, int]) -> dict[str, Any]:
+    state = before.state
+    return {
+        "D0": Value("b", 64, int(state.scalar[8, wave]) | int(state.scalar[9, wave]) << 32),
+        "SCC": Value("u", 1, int(state.scc[wave])),
+        "EXEC": Value("b", 64, int(state.read_scalar64(126)[wave])),
+        **{key: Value("b", 64, bits) for key, bits in sources.items()},
+    }
+
+
+def _scalar_forms(name: str, shape: Shape) -> list[list[tuple[str, int | None]]]:
+    """Operand texts with the register of each source, None for constants."""
+    vector = [
+        (f"s[{r}:{r + 1}]" if shape.wide[k] else f"s{r}", r)
+        for k, r in enumerate(_PLACES[: shape.sources])
+    ]
+    if re.match(r"s_(movk|addk|mulk)", name):
+        return [[(hex(value), None)] for value in _IMMEDIATES]
+    if name.startswith("s_cmpk"):
+        return [[vector[0], (hex(value), None)] for value in _IMMEDIATES]
+    constant = [*vector[:-1], ("-5" if "64" in name else "0x20005", None)]
+    return [vector, constant]
+
+
+@pytest.mark.parametrize("name", SCALAR)
+def test_scalar(name: str) -> None:
+    text = corrected(name)
+    shape = Shape(text)
+    has_result = bool(re.search(r"\bD0\b", text))
+    wide = bool(re.search(r"D0\.[uib]64", text))
+    for number, form in enumerate(_scalar_forms(name, shape)):
+        single, before = Single(WAVES, seed=number), Single(WAVES, seed=number)
+        for each in (single, before):
+            each.state.scc[:] = np.arange(WAVES) % 2
+            each.state.scalar[126] ^= np.uint32(0xF0F0) * (np.arange(WAVES, dtype=np.uint32) % 3)
+            each.state.write_scalar(126, each.state.scalar[126])
+        destination = ["s[8:9]" if wide else "s8"] if has_result else []
+        single.run(f"{name} {', '.join(destination + [operand for operand, _ in form])}")
+        for wave in range(WAVES):
+            sources = {
+                f"S{k}": int(before.state.scalar[r, wave])
+                | (int(before.state.scalar[r + 1, wave]) << 32 if shape.wide[k] else 0)
+                if r is not None
+                else int(operand, 0) & 0xFFFFFFFFFFFFFFFF
+                for k, (operand, r) in enumerate(form)
+            }
+            run = Lane(_scalar_variables(before, wave, sources))
+            run.run(text)
+            where = (name, wave, form, {k: hex(v) for k, v in sources.items()})
+            result = run.variables
+            assert int(single.state.scc[wave]) == result["SCC"].bits & 1, where
+            assert int(single.state.read_scalar64(126)[wave]) == result["EXEC"].bits, where
+            if has_result:
+                want = result["D0"].bits & (0xFFFFFFFFFFFFFFFF if wide else 0xFFFFFFFF)
+                got = int(single.state.scalar[8, wave])
+                got |= int(single.state.scalar[9, wave]) << 32 if wide else 0
+                assert got == want, (*where, hex(got), hex(want))
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_branch(name: str) -> None:
+    """A branch is taken where the program counter of the pseudocode is not the next one."""
+    single = Single(8)
+    state = single.state
+    state.scc[:] = np.arange(8) % 2
+    state.scalar[VCC], state.scalar[VCC + 1] = np.arange(8) // 2 % 2, 0
+    single.set_exec([wave // 4 << 40 for wave in range(8)])
+    taken = np.broadcast_to(single.run(f"{name} .LBB0_1", {".LBB0_1": 7}), (8,))
+    for wave in range(8):
+        run = Lane(
+            {
+                "PC": Value("i", 64, 100),
+                "SIMM16": Value("b", 16, 9),
+                "SCC": Value("u", 1, wave % 2),
+                "VCCZ": Value("u", 1, not wave // 2 % 2),
+                "EXECZ": Value("u", 1, not wave // 4),
+            }
+        )
+        run.run(PSEUDOCODE[name])
+        jumps = run.variables["PC"].bits != 104
+        assert taken[wave] == (7 if jumps else -1)

@@ -13,6 +13,8 @@ from mxpert.testing.gfx950.program import Program, parse_instruction
 from mxpert.testing.gfx950.state import WaveState
 
 BASE = 0x7_0000_0000
+_USED = 48
+"""Registers with data; the others hold garbage."""
 DEFAULT_MODE = {"float_denorm_mode_32": 3}
 
 F32_EDGES = (
@@ -48,7 +50,7 @@ class Single:
         generator = np.random.default_rng(self.seed)
         self.state = WaveState(self.waves, generator, 0xF0)
         state, edges = self.state, np.array(F32_EDGES + INTEGER_EDGES, np.uint32)
-        for registers in (state.vector, state.scalar[:100]):
+        for registers in (state.vector[:_USED], state.scalar[:_USED]):
             random = generator.integers(0, 1 << 32, registers.shape, np.uint32)
             near = generator.standard_normal(registers.shape).astype(np.float32).view(np.uint32)
             picked = edges[generator.integers(0, edges.size, registers.shape)]
