@@ -348,6 +348,9 @@ class _Parser:
                 self.next("]")
                 return ("declare", name, None)
             return ("declare", name, int(width.split("'")[0]))
+        if word == "break":
+            self.next()
+            return ("break",)
         if word == "return":
             self.next()
             return ("return", self.expression())
@@ -483,6 +486,10 @@ class _Return(Exception):  # noqa: N818, control flow
         self.value = value
 
 
+class _Break(Exception):  # noqa: N818, control flow
+    pass
+
+
 @dataclass
 class Lane:
     """Runs pseudocode for one lane.
@@ -556,13 +563,19 @@ class Lane:
     def _do_for(self, name: str, low: Any, high: Any, body: list[Any]) -> None:
         for number in range(self.evaluate(low).bits, self.evaluate(high).bits + 1):
             self.variables[name] = Value("i", 32, number)
-            self._block(body)
+            try:
+                self._block(body)
+            except _Break:
+                return
 
     def _do_declare(self, name: str, width: int | None) -> None:
         if width is None:
             self.variables[name] = [Value("b", 32, 0)] * 64
         elif name not in self.variables:
             self.variables[name] = Value("b", width, 0)
+
+    def _do_break(self) -> None:
+        raise _Break
 
     def _do_return(self, expression: Any) -> None:
         raise _Return(self.evaluate(expression))
