@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gfx950.listings import listing
+from support.gfx950.listings import listing
 from triton.backends.compiler import GPUTarget
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gfx950.listings import ADDRESS, execute, listing
+from support.gfx950.listings import ADDRESS, execute, listing
 
 from mxpert.testing import gfx950
 from mxpert.testing.gfx950 import machine as machines

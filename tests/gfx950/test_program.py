@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gfx950.listings import listing
+from support.gfx950.listings import listing
 
 from mxpert.testing.gfx950.effects import Unit, effects
 from mxpert.testing.gfx950.program import (
