@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gfx950.corrections import CORRECTIONS, Correction, corrected
-from support.gfx950.pseudocode import PSEUDOCODE, Lane, Value
+from support.gfx950.pseudocode import PSEUDOCODE, Lane, Value, same
 from support.gfx950.single import Single
 
 from mxpert.testing.gfx950.instructions import TABLE
@@ -23,7 +23,9 @@ VECTOR = sorted(
     for name in TABLE
     if name.startswith("v_") and name in PSEUDOCODE and not _ACROSS_LANES.fullmatch(name)
 )
-_CONTROL = re.compile(r"s_(load_\w+|nop|sleep|waitcnt|barrier|endpgm|setprio|[gs]etreg\w+|c?branch\w*)")
+_CONTROL = re.compile(
+    r"s_(load_\w+|nop|sleep|waitcnt|barrier|endpgm|setprio|[gs]etreg\w+|c?branch\w*)"
+)
 SCALAR = sorted(
     name
     for name in TABLE
@@ -52,23 +54,6 @@ class Shape:
         self.float = found[1] if found else ""
 
 
-def same(kind: str, got: int, want: int) -> bool:
-    """Equal bits; NaN equals NaN in results of a float type."""
-    if got == want:
-        return True
-    width, exponent = {"f32": (32, 0x7F800000), "bf16": (16, 0x7F80), "f16": (16, 0x7C00)}.get(
-        kind, (0, 0)
-    )
-    if not width:
-        return False
-    for place in range(0, 64, width):
-        x, y = (value >> place & ((1 << width) - 1) for value in (got, want))
-        magnitude = (1 << (width - 1)) - 1
-        if x != y and not (x & magnitude > exponent and y & magnitude > exponent):
-            return False
-    return True
-
-
 # -- vector instructions ---------------------------------------------------------------------------
 
 DESTINATION, SDST, MASK = 8, 20, 24
@@ -82,7 +67,9 @@ def listing(name: str, shape: Shape, sources: list[str]) -> str:
     if shape.mask_result:
         operands.append(f"s[{SDST}:{SDST + 1}]")
     else:
-        operands.append(f"v[{DESTINATION}:{DESTINATION + 1}]" if shape.wide_result else f"v{DESTINATION}")
+        operands.append(
+            f"v[{DESTINATION}:{DESTINATION + 1}]" if shape.wide_result else f"v{DESTINATION}"
+        )
     if shape.carries:
         operands.append(f"s[{SDST}:{SDST + 1}]")
     if shape.literal:
@@ -187,13 +174,21 @@ def _bit(single: Single, wave: int, lane: int) -> bool:
 
 
 def check_lane(
-    single: Single, shape: Shape, result: dict[str, Any], wave: int, lane: int, text: str, suffix: str
+    single: Single,
+    shape: Shape,
+    result: dict[str, Any],
+    wave: int,
+    lane: int,
+    text: str,
+    suffix: str,
 ) -> None:
     where = f"{text}: wave {wave}, lane {lane}, " + str(
         {k: hex(v.bits) for k, v in result.items() if k in ("S0", "S1", "S2")}
     )
     if shape.carries:
-        flag = result["D1"] if "D1" in result and not shape.flag and "mad" in text else result["VCC"]
+        flag = (
+            result["D1"] if "D1" in result and not shape.flag and "mad" in text else result["VCC"]
+        )
         want = bool(flag.bits) if shape.flag or "mad" in text else bool(flag.bits >> lane & 1)
         assert _bit(single, wave, lane) == want, where
     if shape.mask_result:
@@ -400,9 +395,13 @@ def test_division() -> None:
     numerator, denominator = state.vector[1], state.vector[2]
     close = numerator[4:]  # quotients near the denormals
     close[:] = (
-        denominator[4:].view(np.float32).astype(np.float64)
-        * np.exp2(generator.uniform(-152, -120, close.shape))
-    ).astype(np.float32).view(np.uint32)
+        (
+            denominator[4:].view(np.float32).astype(np.float64)
+            * np.exp2(generator.uniform(-152, -120, close.shape))
+        )
+        .astype(np.float32)
+        .view(np.uint32)
+    )
     with np.errstate(all="ignore"):
         want = numerator.view(np.float32) / denominator.view(np.float32)
     for text in (
