@@ -1,4 +1,4 @@
-"""Matrix instructions against loops written from chapter 7 of the manual: layouts, formats, scales."""
+"""Matrix instructions against loops written from the manual: layouts, formats, scales."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from support.gfx950.single import Single
 
 from mxpert.testing.gfx950.instructions import TABLE
+from support.gfx950.single import Single
 
 LANES = 64
 A, B, C, D = 0, 16, 32, 64
@@ -65,7 +65,7 @@ def element_of(
 
 
 def scale_of(single: Single, register: int, rows: int, row: int, k: int, byte: int) -> float:
-    """The scale of the 32-block of k: in the lane of group k / 32, in the byte that op_sel picks."""
+    """The scale of the 32-block of k: in the lane of group k / 32, in the byte of op_sel."""
     word = int(single.state.vector[register, 0, k // 32 * rows + row])
     code = word >> 8 * byte & 255
     return math.nan if code == 255 else math.ldexp(1.0, code - 127)
@@ -188,7 +188,7 @@ def test_mixed(name: str, a: str, b: str) -> None:
 
 
 def test_special_codes_and_scales() -> None:
-    """NaN and infinity of elements, the scales 2^-127 and NaN (255), and an inline constant as C."""
+    """NaN, infinity, the scales 2^-127 and NaN (255), and an inline constant as C."""
     name = "v_mfma_scale_f32_16x16x128_f8f6f4"
     single = prepare(16, ["fp4", "bf8"], seed=3, special=True)
     codes = single.state.vector[B : B + 16].view(np.uint8)

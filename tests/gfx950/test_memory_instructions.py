@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gfx950.pseudocode import PSEUDOCODE, Lane, Value, same
-from support.gfx950.single import BASE, Single
 
 from mxpert.testing.gfx950.faults import ScratchFault
 from mxpert.testing.gfx950.instructions import TABLE
+from support.gfx950.pseudocode import PSEUDOCODE, Lane, Value, same
+from support.gfx950.single import BASE, Single
 
 LANES = 64
 PARTIAL = 0xF0F0_1234_8000_0001
@@ -155,7 +155,7 @@ def test_lds(name: str) -> None:
 
 
 def _place_globally(single: Single, form: str, addresses: np.ndarray) -> tuple[str, str]:
-    """Puts addresses of memory into registers; returns the operands ahead of and behind the data."""
+    """Puts addresses into registers; returns the operands around the data."""
     state, wide = single.state, addresses.astype(np.uint64) + np.uint64(BASE)
     if form == "off":
         state.vector[ADDRESS], state.vector[ADDRESS + 1] = wide & 0xFFFFFFFF, wide >> np.uint64(32)
@@ -179,7 +179,7 @@ def _forms(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", _named(_VECTOR))
 def test_global_and_buffer(name: str) -> None:
-    family, verb, dwords, half, _ = _VECTOR.fullmatch(name).groups()
+    family, verb, dwords, _half, _ = _VECTOR.fullmatch(name).groups()
     count = int(dwords or 1)
     lanes = np.arange(2 * LANES).reshape(2, LANES)
     for form in _forms(name):
