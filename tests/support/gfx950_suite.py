@@ -22,18 +22,11 @@ from typing import Any
 
 import pytest
 
-from mxpert.problem import Target
+from mxpert.testing.gfx950 import emulate
 
 SCHEDULES = ("lowest", "random")
 MOST_CASES = 24
 """Cases of one test function that are run without ``--gfx950-all``."""
-
-
-MI355X = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
-
-
-def _mi355x(device: object) -> Target:
-    return MI355X
 
 
 def seed_of(name: str) -> int:
@@ -114,8 +107,8 @@ class Plugin:
 
     @staticmethod
     def is_portable(path: Path) -> bool:
-        """Whether a test is one of the portable kernels' that runs on gfx950 code here."""
-        return path.parent.name == "interpreted"
+        """Whether a test is of the portable kernels, not of the interpreter itself."""
+        return path.parent.name == "interpreted" and path.name != "test_interpreter_patch.py"
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run each of the tests in every schedule; `pytest_collection_modifyitems` selects."""
@@ -134,16 +127,13 @@ class Plugin:
         self.config.hook.pytest_deselected(items=left)
 
     @pytest.fixture(autouse=True)
-    def schedule(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def schedule(self, request: pytest.FixtureRequest) -> Iterator[None]:
         """Execute the test's kernels as gfx950 code, with its waves in one of `SCHEDULES`."""
         schedule = getattr(request, "param", None)
         if schedule is None:
             yield
             return
-        from mxpert.testing.gfx950 import emulate
-
-        seed = seed_of(request.node.nodeid)
-        if hasattr(request.module, "detect_target"):
-            monkeypatch.setattr(request.module, "detect_target", _mi355x)
-        with emulate(schedule=schedule, seed=seed) as report:
+        with emulate(schedule=schedule, seed=seed_of(request.node.nodeid)) as emulation:
             yield
+        for kernel, totals in emulation.kernels.items():
+            self.executed.add(kernel, schedule, totals.instructions)
