@@ -487,4 +487,4 @@ def test_a_config_that_cannot_run_is_refused() -> None:
     inputs = random_moe_problem(SHAPE, 2)
     options = MoEOptions(inputs.activation)
     with pytest.raises(ValueError, match=r"moe_gate_up: config — need .*power of two"):
-        layer(TRITON, MoEConfig(16, GemmConfig(16, 48, 128), TILES.down), inputs, options)
+        layer(TRITON, MoEConfig(32, GemmConfig(16, 48, 128), TILES.down), inputs, options)

@@ -51,7 +51,9 @@ layouts = pytest.mark.parametrize(
 
 
 def quantize(x: torch.Tensor, fmt: MXFormat, axis: int, rule: ScaleRule) -> MXTensor:
-    problem = QuantizeProblem(Op.QUANTIZE, detect_target("cpu"), tuple(x.shape), axis, x.dtype, fmt, rule)
+    problem = QuantizeProblem(
+        Op.QUANTIZE, detect_target("cpu"), tuple(x.shape), axis, x.dtype, fmt, rule
+    )
     assert QUANTIZE.unsupported(problem) is None
     return QUANTIZE.launch(problem, QUANTIZE.heuristic(problem), x=x)
 

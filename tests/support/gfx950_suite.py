@@ -24,6 +24,13 @@ import pytest
 
 from mxpert.testing.gfx950 import emulate
 
+NOT_GFX950 = {
+    "test_interpreter_patch.py": "tests the interpreter",
+    "test_spans_triton.py": "Hopper's kernels",
+    "test_wide_operands_triton.py": "Hopper's kernels",
+}
+"""Files of tests/interpreted that are left out, and what they test instead."""
+
 SCHEDULES = ("lowest", "random")
 MOST_CASES = 24
 """Cases of one test function that are run without ``--gfx950-all``."""
@@ -45,9 +52,7 @@ def chosen(count: int) -> dict[int, tuple[str, ...]]:
     if count == 1:
         return {0: SCHEDULES}
     taken = min(count, MOST_CASES)
-    return {
-        place * count // taken: (SCHEDULES[place.bit_count() % 2],) for place in range(taken)
-    }
+    return {place * count // taken: (SCHEDULES[place.bit_count() % 2],) for place in range(taken)}
 
 
 def select(items: Iterable[pytest.Function]) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -107,8 +112,8 @@ class Plugin:
 
     @staticmethod
     def is_portable(path: Path) -> bool:
-        """Whether a test is of the portable kernels, not of the interpreter itself."""
-        return path.parent.name == "interpreted" and path.name != "test_interpreter_patch.py"
+        """Whether a file has tests of kernels that run on gfx950."""
+        return path.parent.name == "interpreted" and path.name not in NOT_GFX950
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run each of the tests in every schedule; `pytest_collection_modifyitems` selects."""
@@ -120,8 +125,13 @@ class Plugin:
         """Leave out what the module's rule leaves out."""
         if self.config.getoption("--gfx950-all"):
             return
-        portable = [item for item in items if isinstance(item, pytest.Function) and self.is_portable(item.path)]
+        portable = [
+            item
+            for item in items
+            if isinstance(item, pytest.Function) and self.is_portable(item.path)
+        ]
         _, left = select(portable)
+        left += [item for item in items if item.path.name in NOT_GFX950]
         without = set(left)
         items[:] = [item for item in items if item not in without]
         self.config.hook.pytest_deselected(items=left)
