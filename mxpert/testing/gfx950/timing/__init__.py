@@ -1,0 +1,13 @@
+"""Cycle model of one gfx950 compute unit: replays executed waves. Its figures are *modelled*.
+
+`model_loop` gives the steady state of a kernel's hot loop. What the model assumes, and where each
+figure comes from, is in `chip` and `classes`; its error against published measurements is in
+docs/gfx950-model.md.
+"""
+
+from .chip import MI355X, Chip
+from .loop import LoopReport, model_loop
+from .trace import Execution, WaveTrace
+from .unit import ComputeUnit
+
+__all__ = ["MI355X", "Chip", "ComputeUnit", "Execution", "LoopReport", "WaveTrace", "model_loop"]
