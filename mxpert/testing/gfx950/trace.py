@@ -25,14 +25,15 @@ class WaveTrace:
         workgroup: number in the launch. wave: number in the workgroup.
         instructions: indices of the instructions in the order of execution.
         bank_cycles: cycles of the 64 LDS banks, by position in `instructions`.
-        half_lines: distinct 64-byte half lines of global memory, by position in `instructions`.
+        half_lines: 64-byte half lines of global memory (offset // 64), by position in
+            `instructions`.
     """
 
     workgroup: int
     wave: int
     instructions: list[int] = field(default_factory=list)
     bank_cycles: dict[int, int] = field(default_factory=dict)
-    half_lines: dict[int, int] = field(default_factory=dict)
+    half_lines: dict[int, Offsets] = field(default_factory=dict)
 
     def note_banks(self, addresses: Offsets, active: Lanes, size: int) -> None:
         """Add the bank cycles of an LDS access; several of one instruction add up."""
@@ -51,4 +52,4 @@ class WaveTrace:
         """Add the half lines that an access to global memory touches."""
         lines = np.union1d(offsets // _HALF_LINE, (offsets + size - 1) // _HALF_LINE)
         position = len(self.instructions) - 1
-        self.half_lines[position] = self.half_lines.get(position, 0) + lines.size
+        self.half_lines[position] = np.union1d(self.half_lines.get(position, lines), lines)

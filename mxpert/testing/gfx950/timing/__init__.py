@@ -6,8 +6,7 @@ docs/gfx950-model.md.
 """
 
 from .chip import MI355X, Chip
+from .execution import Execution
 from .loop import LoopReport, model_loop
-from .trace import Execution, WaveTrace
-from .unit import ComputeUnit
 
-__all__ = ["MI355X", "Chip", "ComputeUnit", "Execution", "LoopReport", "WaveTrace", "model_loop"]
+__all__ = ["MI355X", "Chip", "Execution", "LoopReport", "model_loop"]

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from ..program import SCALARS, Instruction
+from ..program import Instruction
 
 
 class Unit(Enum):
@@ -38,8 +38,8 @@ class InstructionClass:
     Args:
         pattern: of the mnemonic without encoding suffix.
         unit: that executes it.
-        cycles: that its unit is busy; MFMA, LDS and memory have formulas of their own.
-        beside_mfma: may issue while the SIMD's matrix core is busy.
+        cycles: that its unit is busy; MFMA, LDS and loads have formulas of their own.
+        beside_mfma: may issue while the SIMD's matrix core computes.
         source: of the figure.
     """
 
@@ -114,23 +114,3 @@ def lane_bytes(name: str) -> int:
         found = re.search(r"_[a-z]+(32|64|96|128)(_|$)", name)
         return (int(found[1]) // 8 if found else 4) * twice
     return _LOAD_BYTES.get(name.replace("_lds", "").split("_")[2], 4)
-
-
-def results(instruction: Instruction) -> frozenset[int]:
-    """Registers that an instruction writes, scalar ones from 1000 on."""
-    name, operands = instruction.name, instruction.operands
-    unit = classify(name).unit
-    if not operands or unit in (Unit.STORE, Unit.WAIT, Unit.NOP, Unit.BRANCH, Unit.PRIORITY):
-        return frozenset()
-    if re.match(r"ds_(write|add|max|min|or|and)", name) and "rtn" not in name:
-        return frozenset()
-    if "lds" in instruction.modifiers or "load_lds" in name or re.match(r"s_(cmp|bitcmp)", name):
-        return frozenset()
-    written = set(operands[0].registers)
-    if ("permlane" in name and "swap" in name) or re.match(
-        r"v_\w*_co_|v_div_scale|v_mad_[iu]64", name
-    ):
-        written |= set(operands[1].registers)
-    if "saveexec" in name:
-        written |= {SCALARS + 126, SCALARS + 127}
-    return frozenset(written)

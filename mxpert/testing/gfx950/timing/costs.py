@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..program import Instruction, Program
+from ..effects import effects, loads_to_lds
+from ..program import EXEC, SCALARS, Instruction, Program
 from .chip import Chip
-from .classes import Unit, classify, lane_bytes, matrix_cycles, results
+from .classes import Unit, classify, lane_bytes, matrix_cycles
+from .lds import LANES
 
-LANES = 64
+_EXEC = frozenset((SCALARS + EXEC, SCALARS + EXEC + 1))
 
 
 @dataclass(frozen=True)
@@ -18,9 +20,10 @@ class Cost:
 
     Args:
         unit: that executes it. cycles: that the unit is busy with it.
-        size: bytes that all lanes move. writes_lds: whether LDS takes those bytes.
-        beside_mfma: may issue while the matrix core is busy.
-        sources, results: registers read and written. accumulator: registers that an MFMA adds to.
+        size: bytes that all lanes move. write: whether it writes LDS, or copies to it.
+        scaled: an MFMA with scales. beside_mfma: may issue while the matrix core computes.
+        registers: read and written. results: written.
+        accumulator: registers that an MFMA adds to.
         vector_count, lds_count: counters of a wait, None where it does not wait for them.
         priority: that ``s_setprio`` sets.
     """
@@ -28,9 +31,10 @@ class Cost:
     unit: Unit
     cycles: float = 4
     size: int = 0
-    writes_lds: bool = False
+    write: bool = False
+    scaled: bool = False
     beside_mfma: bool = True
-    sources: frozenset[int] = frozenset()
+    registers: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
     accumulator: frozenset[int] = frozenset()
     vector_count: int | None = None
@@ -44,46 +48,33 @@ def decode(program: Program, chip: Chip) -> Sequence[Cost]:
 
 
 def _decode(instruction: Instruction, chip: Chip) -> Cost:
-    kind = classify(instruction.name)
-    unit, cycles = kind.unit, kind.cycles
-    written = results(instruction)
-    size, accumulator = 0, frozenset[int]()
-    vector_count = lds_count = None
+    kind, name = classify(instruction.name), instruction.name
+    unit, cycles, facts = kind.unit, kind.cycles, effects(instruction)
+    accumulator = frozenset[int]()
+    size = 0
     if unit is Unit.MFMA:
         cycles = matrix_cycles(instruction)
         accumulator = frozenset(instruction.operands[3].registers)
     elif unit in (Unit.LDS, Unit.LOAD, Unit.STORE):
-        size = LANES * lane_bytes(instruction.name)
+        size = LANES * lane_bytes(name)
     elif unit is Unit.NOP:
         cycles = chip.issue_cycles * (instruction.operands[0].index + 1)
-    elif unit is Unit.WAIT:
-        vector_count = _counter(instruction, "vmcnt")
-        lds_count = _counter(instruction, "lgkmcnt")
+    copies = unit is Unit.LOAD and loads_to_lds(instruction)
     return Cost(
         unit,
         cycles,
         size,
-        _writes_lds(instruction, unit),
-        kind.beside_mfma,
-        _sources(instruction, written),
-        written,
-        accumulator,
-        vector_count,
-        lds_count,
-        instruction.operands[0].index if unit is Unit.PRIORITY else 0,
+        write=copies or name.startswith("ds_write"),
+        scaled=name.startswith("v_mfma_scale"),
+        beside_mfma=kind.beside_mfma,
+        registers=(facts.reads | facts.writes) - _EXEC,
+        results=facts.writes,
+        accumulator=accumulator,
+        vector_count=_counter(instruction, "vmcnt"),
+        lds_count=_counter(instruction, "lgkmcnt"),
+        priority=instruction.operands[0].index if unit is Unit.PRIORITY else 0,
     )
-
-
-def _writes_lds(instruction: Instruction, unit: Unit) -> bool:
-    if unit is Unit.LDS:
-        return instruction.name.startswith("ds_write")
-    return "lds" in instruction.modifiers or "load_lds" in instruction.name
 
 
 def _counter(instruction: Instruction, name: str) -> int | None:
     return instruction.integer(name) if name in instruction.modifiers else None
-
-
-def _sources(instruction: Instruction, written: frozenset[int]) -> frozenset[int]:
-    """Registers that must be ready: all that are read, and those that are overwritten."""
-    return frozenset(instruction.registers) | written

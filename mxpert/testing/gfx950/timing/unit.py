@@ -1,27 +1,28 @@
-"""One compute unit replaying executed waves: in-order issue on the ports of four SIMDs, LDS, TCP.
+"""One compute unit replaying executed waves: in-order issue on the ports of four SIMDs, LDS, loads.
 
-Each wave issues in order. The wave that can issue first does; among equals the one of higher
-priority, then the one that waits longest. Every instruction takes a place in the queues of its
-unit, so that later ones wait: nothing is stepped cycle by cycle.
+Each wave issues in order. The wave that can issue first does; among equals an MFMA ahead of an LDS
+access, then the one of higher priority, then the one that waits longest. Every instruction takes a
+place in the queues of its unit, so that later ones wait: nothing is stepped cycle by cycle.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from ..trace import WaveTrace
 from .chip import Chip
 from .classes import Unit
 from .costs import Cost
-from .trace import WaveTrace
+from .lds import LdsPath
+from .loads import Line, LoadPath
 
 Start = tuple[float, str]
 """When an instruction can issue, and what it waits for."""
 
-NEVER = float("inf")
 WORKGROUP_OFFSET = 37.0
 """Cycles between the starts of the workgroups of one compute unit, so that they do not run in
 lockstep."""
@@ -32,9 +33,10 @@ class Wave:
     """The state of one wave.
 
     Attributes:
-        time: when its next instruction can issue as far as its order decides.
-        ready: register → when its value can be used. by_matrix: registers whose value an MFMA
-            makes, → when the next MFMA can add to it.
+        order: place among all waves. time: when its next instruction can issue as far as the
+            order of its own decides.
+        ready: register → when its value can be used. added: registers that an MFMA has written →
+            when another MFMA can add to them.
         loads, reads: when each outstanding load and LDS access is done.
         issued: cycle of each of its steps.
     """
@@ -48,10 +50,25 @@ class Wave:
     priority: int = 0
     scalar_done: float = 0.0
     ready: dict[int, float] = field(default_factory=dict)
-    by_matrix: dict[int, float] = field(default_factory=dict)
+    added: dict[int, float] = field(default_factory=dict)
     loads: deque[float] = field(default_factory=deque)
     reads: deque[float] = field(default_factory=deque)
     issued: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Simd:
+    """When a SIMD can issue again.
+
+    Attributes:
+        vector: a VALU instruction. matrix: an MFMA. scalar: a scalar instruction.
+        reading: any vector, LDS or memory instruction, while an MFMA reads its operands.
+    """
+
+    vector: float = 0.0
+    matrix: float = 0.0
+    scalar: float = 0.0
+    reading: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,13 +77,14 @@ class Snapshot:
 
     Args:
         busy: unit → cycles. waits: what waves waited for → cycles of all of them.
-        loaded: bytes asked of L2.
+        loaded, streamed: bytes from L2 and from HBM.
     """
 
     time: float
     loaded: int
-    busy: dict[str, float]
-    waits: dict[str, float]
+    streamed: int
+    busy: Mapping[str, float]
+    waits: Mapping[str, float]
 
 
 class ComputeUnit:
@@ -75,10 +93,10 @@ class ComputeUnit:
     Args:
         chip: figures of the hardware. costs: of the program's instructions.
         waves: of one workgroup. workgroups: copies of it on this compute unit.
-        memory_bytes_per_cycle: that this compute unit gets from L2 or HBM.
+        loads: its way to memory.
 
     Attributes:
-        waves: all waves, those of workgroup 0 first. busy: cycles that each unit was busy.
+        waves: all waves, those of workgroup 0 first.
     """
 
     def __init__(
@@ -87,10 +105,9 @@ class ComputeUnit:
         costs: Sequence[Cost],
         waves: Sequence[WaveTrace],
         workgroups: int,
-        memory_bytes_per_cycle: float,
+        loads: LoadPath,
     ) -> None:
-        self.chip, self.costs = chip, costs
-        self.memory_bytes_per_cycle = memory_bytes_per_cycle
+        self.chip, self.costs, self.loads, self.lds = chip, costs, loads, LdsPath(chip)
         self.waves = [
             Wave(
                 order,
@@ -101,22 +118,10 @@ class ComputeUnit:
             )
             for order in range(workgroups * len(waves))
         ]
-        self.valu = [0.0] * chip.simds
-        self.matrix = [0.0] * chip.simds
-        self.salu = [0.0] * chip.simds
-        self.lds = 0.0
-        self.buses = [0.0] * (chip.simds // 2)
-        self.queues = [deque[float](maxlen=chip.lds_queue) for _ in self.buses]
-        self.load_port = 0.0
-        self.memory = 0.0
-        self.in_flight: deque[tuple[float, int]] = deque()
-        self.in_flight_bytes = 0
-        self.cache: OrderedDict[tuple[int, int], float] = OrderedDict()
-        self.at_barrier: dict[int, list[Wave]] = {}
-        units = ("mfma", "valu", "lds", "lds bus", "load", "memory")
-        self.busy = dict.fromkeys(units, 0.0)
-        self.waits: dict[str, float] = {}
-        self.loaded = 0
+        self.simds = [Simd() for _ in range(chip.simds)]
+        self._at_barrier: dict[int, list[Wave]] = {}
+        self._mfma = self._valu = 0.0
+        self._waits: dict[str, float] = {}
 
     def run(self, marks: Sequence[int] = ()) -> Sequence[Snapshot]:
         """Replay everything.
@@ -128,101 +133,97 @@ class ComputeUnit:
             A snapshot at the issue of each of those steps, and one of the end.
         """
         snapshots: list[Snapshot] = []
-        heap = [(wave.time, 0, wave.time, wave.order) for wave in self.waves]
+        heap = [self._entry(wave, wave.time) for wave in self.waves]
+        heapq.heapify(heap)
         now = 0.0
         while heap:
-            asked, _, _, order = heapq.heappop(heap)
+            asked, *_, order = heapq.heappop(heap)
             wave = self.waves[order]
-            cost = self.costs[wave.trace.steps[wave.step]]
+            cost = self.costs[wave.trace.instructions[wave.step]]
             start, reason = self._start(wave, cost)
             if start > asked:
-                heapq.heappush(heap, (start, -wave.priority, wave.time, order))
+                heapq.heappush(heap, self._entry(wave, start))
                 continue
             if start > wave.time:
                 self._wait(reason, start - wave.time)
             now = max(now, start)
             wave.issued.append(start)
-            if wave.order == 0 and wave.step in marks:
+            if order == 0 and wave.step in marks:
                 snapshots.append(self._snapshot(now))
-            released = self._issue(wave, cost, start)
-            for each in released:
-                if each.step < len(each.trace.steps):
-                    heapq.heappush(heap, (each.time, -each.priority, each.time, each.order))
+            for each in self._issue(wave, cost, start):
+                if each.step < len(each.trace.instructions):
+                    heapq.heappush(heap, self._entry(each, each.time))
         return [*snapshots, self._snapshot(now)]
 
+    def _entry(self, wave: Wave, time: float) -> tuple[float, bool, int, float, int]:
+        """Place in the order of issue."""
+        unit = self.costs[wave.trace.instructions[wave.step]].unit
+        return time, unit is Unit.LDS, -wave.priority, wave.time, wave.order
+
     def _snapshot(self, now: float) -> Snapshot:
-        return Snapshot(now, self.loaded, dict(self.busy), dict(self.waits))
+        simds, buses = self.chip.simds, self.chip.simds // 2
+        busy = {
+            "mfma": self._mfma / simds,
+            "valu": self._valu / simds,
+            "lds banks": self.lds.banks_busy,
+            "lds bus": self.lds.buses_busy / buses,
+            "tcp": self.loads.tcp_busy,
+            "l2": self.loads.l2_busy,
+            "hbm": self.loads.stream_busy,
+        }
+        return Snapshot(now, self.loads.loaded, self.loads.streamed, busy, dict(self._waits))
 
     def _wait(self, reason: str, cycles: float) -> None:
-        self.waits[reason] = self.waits.get(reason, 0.0) + cycles
+        self._waits[reason] = self._waits.get(reason, 0.0) + cycles
 
-    # -- when ----------------------------------------------------------------------------------
+    # -- when --------------------------------------------------------------------------------------
 
     def _start(self, wave: Wave, cost: Cost) -> Start:
         """The earliest time at which an instruction can issue, and what it waits for last."""
         if cost.unit is Unit.WAIT:
             return self._waited(wave, cost)
         start, reason = wave.time, "issue"
-        if wave.ready:
-            for register in cost.sources & wave.ready.keys():
-                time = wave.ready[register]
-                if register in cost.accumulator:
-                    time = wave.by_matrix.get(register, time)
-                if time > start:
-                    start, reason = time, "dependency"
-        time, unit = self._port(wave, cost, start)
-        return (time, unit) if time > start else (start, reason)
+        for register in cost.registers & wave.ready.keys():
+            time = wave.ready[register]
+            if register in cost.accumulator:
+                time = wave.added.get(register, time)
+            if time > start:
+                start, reason = time, "dependency"
+        time = self._port(wave.simd, cost)
+        return (time, cost.unit.value) if time > start else (start, reason)
 
     def _waited(self, wave: Wave, cost: Cost) -> Start:
         start, reason = wave.time, "issue"
-        if cost.vector_count is not None and len(wave.loads) > cost.vector_count:
-            done = wave.loads[len(wave.loads) - cost.vector_count - 1]
-            if done > start:
-                start, reason = done, "latency"
-        if cost.lds_count is not None:
-            if len(wave.reads) > cost.lds_count:
-                done = wave.reads[len(wave.reads) - cost.lds_count - 1]
+        for queue, count, name in (
+            (wave.loads, cost.vector_count, "load latency"),
+            (wave.reads, cost.lds_count, "lds latency"),
+        ):
+            if count is not None and len(queue) > count:
+                done = queue[len(queue) - count - 1]
                 if done > start:
-                    start, reason = done, "lds latency"
-            if cost.lds_count == 0 and wave.scalar_done > start:
-                start, reason = wave.scalar_done, "scalar latency"
+                    start, reason = done, name
+        if cost.lds_count == 0 and wave.scalar_done > start:
+            start, reason = wave.scalar_done, "scalar latency"
         return start, reason
 
-    def _port(self, wave: Wave, cost: Cost, start: float) -> Start:
+    def _port(self, number: int, cost: Cost) -> float:
         """When the unit of an instruction takes it."""
-        simd = wave.simd
+        simd = self.simds[number]
         if cost.unit is Unit.MFMA:
-            return max(self.matrix[simd], self.valu[simd]), "mfma"
+            return max(simd.matrix, simd.vector, simd.reading)
         if cost.unit is Unit.VALU:
             if not cost.beside_mfma:
-                return max(self.valu[simd], self.matrix[simd] + self.chip.mfma_to_vector), "valu"
-            return self.valu[simd], "valu"
+                return max(simd.vector, simd.matrix + self.chip.mfma_to_vector)
+            return max(simd.vector, simd.reading)
         if cost.unit in (Unit.SALU, Unit.BRANCH):
-            return self.salu[simd], "salu"
+            return simd.scalar
         if cost.unit is Unit.LDS:
-            queue = self.queues[simd // 2]
-            return (queue[0] if len(queue) == self.chip.lds_queue else 0.0), "lds"
+            return max(self.lds.earliest(number), simd.reading)
         if cost.unit in (Unit.LOAD, Unit.STORE):
-            return self._load_port(wave, cost, start)
-        return 0.0, "issue"
+            return max(self.loads.earliest(), simd.reading)
+        return 0.0
 
-    def _load_port(self, wave: Wave, cost: Cost, start: float) -> Start:
-        """When the path to TCP is free and the load's lines find place there."""
-        start = max(start, self.load_port)
-        if cost.unit is Unit.STORE or not (missing := self._missing(wave, cost)):
-            return start, "load"
-        room = self.chip.bytes_in_flight - len(missing) * self.chip.line_bytes
-        held = self.in_flight_bytes
-        reason = "load"
-        for done, size in self.in_flight:
-            if done > start and held <= room:
-                break
-            held -= size
-            if done > start:
-                start, reason = done, "memory"
-        return start, reason
-
-    # -- issue ---------------------------------------------------------------------------------
+    # -- issue -------------------------------------------------------------------------------------
 
     def _issue(self, wave: Wave, cost: Cost, start: float) -> Sequence[Wave]:
         """Take the places in the queues; returns the waves that can go on."""
@@ -236,99 +237,65 @@ class ComputeUnit:
         return (wave,)
 
     def _issue_mfma(self, wave: Wave, cost: Cost, start: float) -> None:
-        simd, done = wave.simd, start + cost.cycles
-        self.matrix[simd] = done
-        self.valu[simd] = start + max(
-            self.chip.issue_cycles, cost.cycles * self.chip.mfma_read_phase
-        )
-        self.busy["mfma"] += cost.cycles
+        simd, chip = self.simds[wave.simd], self.chip
+        scales = chip.mfma_scale_cycles if cost.scaled else 0.0
+        done = start + scales + cost.cycles
+        simd.matrix = start + cost.cycles  # the next scales are read while this one computes
+        simd.reading = start + scales + chip.mfma_read_cycles
+        self._mfma += cost.cycles
         for register in cost.results:
-            wave.ready[register] = done + self.chip.mfma_to_vector
-            wave.by_matrix[register] = done
+            wave.ready[register] = done + chip.mfma_to_vector
+            wave.added[register] = done - scales
 
     def _issue_valu(self, wave: Wave, cost: Cost, start: float) -> None:
-        self.valu[wave.simd] = start + cost.cycles
-        self.busy["valu"] += cost.cycles
+        self.simds[wave.simd].vector = start + cost.cycles
+        self._valu += cost.cycles
         for register in cost.results:
             wave.ready[register] = start + cost.cycles
-            wave.by_matrix.pop(register, None)
+            wave.added.pop(register, None)
 
     def _issue_salu(self, wave: Wave, cost: Cost, start: float) -> None:
-        self.salu[wave.simd] = start + cost.cycles
+        self.simds[wave.simd].scalar = start + cost.cycles
         for register in cost.results:
             wave.ready[register] = start + cost.cycles
 
     def _issue_branch(self, wave: Wave, cost: Cost, start: float) -> None:
-        self.salu[wave.simd] = start + cost.cycles
-        steps, step = wave.trace.steps, wave.step
-        if step + 1 < len(steps) and steps[step + 1] != steps[step] + 1:
+        self.simds[wave.simd].scalar = start + cost.cycles
+        path, step = wave.trace.instructions, wave.step
+        if step + 1 < len(path) and path[step + 1] != path[step] + 1:
             wave.time = start + self.chip.branch_cycles
 
     def _issue_lds(self, wave: Wave, cost: Cost, start: float) -> None:
-        pair = wave.simd // 2
         conflicts = wave.trace.bank_cycles.get(wave.step, 0)
-        banks = max(cost.size / self.chip.lds_bytes_per_cycle, conflicts)
-        served = self._serve_lds(start, banks)
-        bus = cost.size / self.chip.lds_bus_bytes_per_cycle
-        self.buses[pair] = max(self.buses[pair], served - banks) + bus
-        self.busy["lds bus"] += bus
-        left = max(served, self.buses[pair])
-        self.queues[pair].append(left)
-        done = max(left, start + self.chip.lds_latency)
+        done = self.lds.access(wave.simd, start, cost.size, conflicts, cost.write)
         wave.reads.append(done)
-        for register in cost.results:
-            wave.ready[register] = 0.0
-            wave.by_matrix.pop(register, None)
-
-    def _serve_lds(self, start: float, cycles: float) -> float:
-        """Occupy the banks; returns when they are done."""
-        self.lds = max(self.lds, start + self.chip.issue_cycles) + cycles
-        self.busy["lds"] += cycles
-        return self.lds
+        self._loaded(wave, cost)
 
     def _issue_load(self, wave: Wave, cost: Cost, start: float) -> None:
-        missing = self._missing(wave, cost)
-        size = len(missing) * self.chip.line_bytes
-        lines = self._lines(wave, cost)
-        cycles = max(self.chip.issue_cycles, cost.size / self.chip.load_bytes_per_cycle, len(lines))
-        self.load_port = start + cycles
-        self.busy["load"] += cycles
-        arrived = start + self.chip.load_latency / 4
-        if missing:
-            transfer = size / self.memory_bytes_per_cycle
-            self.memory = max(self.memory, start) + transfer
-            self.busy["memory"] += transfer
-            arrived = self.memory + self.chip.load_latency
-            self._hold(start, arrived, size)
-            self.loaded += size
-        for line in lines:
-            if line in missing or line not in self.cache:
-                self.cache[line] = arrived
-            arrived = max(arrived, self.cache[line])
-            self.cache.move_to_end(line)
-        while len(self.cache) > self.chip.cache_bytes // self.chip.line_bytes:
-            self.cache.popitem(last=False)
-        if cost.writes_lds:
-            self._serve_lds(start, cost.size / self.chip.lds_bytes_per_cycle)
-        if wave.loads:
-            arrived = max(arrived, wave.loads[-1])
-        wave.loads.append(arrived)
+        done = self.loads.load(start, cost.size, self._halves(wave, cost))
+        if cost.write:
+            self.lds.copy(done, cost.size)
+        wave.loads.append(max(done, wave.loads[-1]) if wave.loads else done)
+        self._loaded(wave, cost)
+
+    @staticmethod
+    def _loaded(wave: Wave, cost: Cost) -> None:
+        """Registers of a load are ready when the program has waited for it."""
         for register in cost.results:
-            wave.ready[register] = 0.0
-            wave.by_matrix.pop(register, None)
+            wave.ready.pop(register, None)
+            wave.added.pop(register, None)
 
     def _issue_store(self, wave: Wave, cost: Cost, start: float) -> None:
-        cycles = max(self.chip.issue_cycles, cost.size / self.chip.load_bytes_per_cycle)
-        self.load_port = start + cycles
-        self.busy["load"] += cycles
-        done = start + self.chip.load_latency
+        done = self.loads.store(start, cost.size)
         wave.loads.append(max(done, wave.loads[-1]) if wave.loads else done)
 
-    def _hold(self, start: float, until: float, size: int) -> None:
-        while self.in_flight and self.in_flight[0][0] <= start:
-            self.in_flight_bytes -= self.in_flight.popleft()[1]
-        self.in_flight.append((until, size))
-        self.in_flight_bytes += size
+    def _halves(self, wave: Wave, cost: Cost) -> Sequence[Line]:
+        """Half lines that a load asks for; without a record, some that nothing else touches."""
+        known = wave.trace.half_lines.get(wave.step)
+        if known is not None:
+            return [(wave.workgroup, int(half)) for half in known]
+        number = -(-2 * cost.size // self.chip.line_bytes)
+        return [(-1 - wave.order, wave.step * 64 + k) for k in range(number)]
 
     def _issue_scalar_load(self, wave: Wave, cost: Cost, start: float) -> None:
         wave.scalar_done = start + self.chip.scalar_latency
@@ -349,35 +316,20 @@ class ComputeUnit:
         """Stop at a barrier; the last wave of the workgroup frees all of them."""
         wave.step += 1
         wave.time = start
-        waiting = self.at_barrier.setdefault(wave.workgroup, [])
+        waiting = self._at_barrier.setdefault(wave.workgroup, [])
         waiting.append(wave)
-        alive = [
-            each
+        alive = sum(
+            each.workgroup == wave.workgroup
+            and (each.step < len(each.trace.instructions) or each in waiting)
             for each in self.waves
-            if each.workgroup == wave.workgroup
-            and (each in waiting or each.step < len(each.trace.steps))
-        ]
-        if len(waiting) < len(alive):
+        )
+        if len(waiting) < alive:
             return ()
         for each in waiting:
             self._wait("barrier", start - each.time)
             each.time = start + self.chip.issue_cycles
-        self.at_barrier[wave.workgroup] = []
+        self._at_barrier[wave.workgroup] = []
         return waiting
-
-    # -- memory --------------------------------------------------------------------------------
-
-    def _lines(self, wave: Wave, cost: Cost) -> Sequence[tuple[int, int]]:
-        """Lines that a load asks for; without a record, lines that nothing else touches."""
-        known = wave.trace.lines.get(wave.step)
-        if known is not None:
-            return [(wave.workgroup, line) for line in known]
-        number = -(-cost.size // self.chip.line_bytes)
-        return [(-1 - wave.order, wave.step * 64 + k) for k in range(number)]
-
-    def _missing(self, wave: Wave, cost: Cost) -> Sequence[tuple[int, int]]:
-        """Lines that are neither in TCP nor on their way."""
-        return [line for line in self._lines(wave, cost) if line not in self.cache]
 
     ACTIONS: ClassVar[dict[Unit, Callable[[ComputeUnit, Wave, Cost, float], None]]] = {
         Unit.MFMA: _issue_mfma,
