@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from .effects import Effects, Unit
 from .faults import ConflictingStoreFault, LdsDirectFault, LdsRaceFault, SharedBytesFault, WaitFault
 from .memory import GlobalMemory, Offsets, Region
 from .program import SCALARS
@@ -21,6 +22,9 @@ Numbers = npt.NDArray[np.int64]
 
 _COUNTERS = ("vm", "lgkm", "smem")
 _WAITS = {"vm": "vmcnt", "lgkm": "lgkmcnt", "smem": "lgkmcnt(0)"}
+
+
+_IN_ORDER = {Unit.VMEM_LOAD: "vm", Unit.LDS: "lgkm"}
 
 
 @dataclass(frozen=True)
@@ -81,15 +85,21 @@ class WaitCheck:
         selected, done = self._machine.state.selected, self.done[counter]
         done[selected] = np.maximum(done[selected], self.issued[counter][selected] - left)
 
-    def check(self, touched: frozenset[int]) -> None:
-        """Fail if the selected waves use a register whose load is in flight."""
+    def check(self, effects: Effects) -> None:
+        """Fail if the selected waves use a register whose load is in flight.
+
+        A load may write the register of another one that is in flight in the same order.
+        """
         selected = self._machine.state.selected
         for load in self._loads:
-            if load.registers.isdisjoint(touched):
+            used = load.registers & effects.touched
+            if load.counter == _IN_ORDER.get(effects.unit):
+                used = load.registers & effects.reads
+            if not used:
                 continue
             late = load.number[selected] > self.done[load.counter][selected]
             if late.any():
-                register = min(load.registers & touched)
+                register = min(used)
                 name = f"v{register}" if register < SCALARS else f"s{register - SCALARS}"
                 what = f"{name} is used before the {_WAITS[load.counter]} that covers its load"
                 self._machine.fault(WaitFault, what, late)

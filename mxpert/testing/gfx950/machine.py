@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NoReturn
 
@@ -50,9 +50,14 @@ _READY, _WAITING, _ENDED = (status.value for status in _Status)
 
 @dataclass(frozen=True)
 class Executable:
-    """A program with its instructions bound to what they do."""
+    """A program with its instructions bound to what they do.
+
+    Args:
+        program: the kernel. written: names of the arguments that it was seen to write.
+    """
 
     program: Program
+    written: set[str] = field(default_factory=set, compare=False)
 
     @functools.cached_property
     def bound(self) -> tuple[Callable[[Machine], int | None], ...]:
@@ -101,13 +106,13 @@ class Machine:
         budget: int = _BUDGET,
     ) -> None:
         self.executable, self.program, self.memory = executable, executable.program, memory
-        self.num_waves, self._lds_size = self.program.num_waves, max(lds, self.program.lds)
+        self.num_waves, self.lds_size = self.program.num_waves, max(lds, self.program.lds)
         self._schedule, self._budget, self._seed = schedule, budget, seed
         self._random = np.random.default_rng(seed)
         self.executed = [0] * len(self.program.instructions)
         self.traces: list[WaveTrace] = []
         self._tracing = trace
-        self.sharing = hazards.SharingCheck(memory) if checks else None
+        self.sharing = hazards.SharingCheck(memory, executable.written) if checks else None
         self.waits: hazards.WaitCheck | None = None
         self.races: hazards.LdsCheck | None = None
         self._checks = checks
@@ -117,11 +122,12 @@ class Machine:
 
     # -- running -----------------------------------------------------------------------------------
 
-    def launch(self, grid: Sequence[int], kernarg: int) -> None:
+    def launch(self, grid: Sequence[int], kernarg: int, packet: int) -> None:
         """Execute all workgroups of a grid of up to three sizes.
 
         Args:
-            grid: workgroups along x, y and z. kernarg: address of the kernel arguments.
+            grid: workgroups along x, y and z.
+            kernarg, packet: addresses of the kernel arguments and of the dispatch packet.
 
         Raises:
             Fault: the kernel does something undefined.
@@ -136,27 +142,31 @@ class Machine:
         batch = max(1, _MAX_WAVES // self.num_waves)
         with np.errstate(all="ignore"):
             for first in range(0, len(ids), batch):
-                self._start(order[first : first + batch], ids, kernarg)
+                self._start(order[first : first + batch], ids, kernarg, packet)
                 self._run()
 
-    def _start(self, workgroups: Indices, ids: npt.NDArray[np.uint32], kernarg: int) -> None:
+    def _start(
+        self, workgroups: Indices, ids: npt.NDArray[np.uint32], kernarg: int, packet: int
+    ) -> None:
         """Set up the registers and LDS of a batch of workgroups."""
         count, waves = workgroups.size, workgroups.size * self.num_waves
         program, garbage = self.program, np.random.default_rng(self._seed)
         self.state = state = WaveState(waves, garbage, program.mode)
-        self.lds = Lds(count, self._lds_size, garbage)
+        self.lds = Lds(count, self.lds_size, garbage)
         self._status = np.full(waves, _READY, np.int8)
         self._counter = np.full(waves, program.entry, np.int64)
         self.group = np.repeat(np.arange(count), self.num_waves)
         self.wave = np.tile(np.arange(self.num_waves), count)
         self.workgroup = workgroups[self.group].astype(np.int32)
+        if program.descriptor.get("user_sgpr_dispatch_ptr", 0):
+            first = 4 * program.descriptor.get("user_sgpr_private_segment_buffer", 0)
+            state.scalar[first : first + 2] = [[packet & 0xFFFFFFFF], [packet >> 32]]
         register = program.kernarg_register
-        state.scalar[register] = kernarg & 0xFFFFFFFF
-        state.scalar[register + 1] = kernarg >> 32
-        preload = program.preloaded_dwords
+        state.scalar[register : register + 2] = [[kernarg & 0xFFFFFFFF], [kernarg >> 32]]
         start = kernarg - GlobalMemory.BASE
-        words = self.memory.bytes[start : start + 4 * preload].view(np.uint32)
-        state.scalar[register + 2 : register + 2 + preload] = words[:, None]
+        words = self.memory.bytes[start : start + 4 * program.preloaded_dwords].view(np.uint32)
+        preloaded = register + 2 + 2 * program.descriptor.get("user_sgpr_dispatch_id", 0)
+        state.scalar[preloaded : preloaded + words.size] = words[:, None]
         place = program.descriptor["user_sgpr_count"]
         for axis, name in enumerate("xyz"):
             if program.descriptor.get(f"system_sgpr_workgroup_id_{name}", 0):
@@ -209,10 +219,8 @@ class Machine:
         executed_now = 0
         while True:
             self.index = index
-            if waits is not None and waits.pending:
-                touched = facts[index].touched
-                if not waits.pending.isdisjoint(touched):
-                    waits.check(touched)
+            if waits is not None and not waits.pending.isdisjoint(facts[index].touched):
+                waits.check(facts[index])
             executed[index] += state.count
             executed_now += 1
             if self._tracing:
@@ -379,7 +387,7 @@ class Machine:
                 self.fault(MisalignedFault, "the LDS address is not aligned", misaligned)
         if self._tracing and not direct:
             self._note(lambda trace, row: trace.note_banks(address[row], lanes[row], size))
-        offsets = address + self.group[self.state.selected][:, None] * self.lds.size
+        offsets: Offsets = address + self.group[self.state.selected][:, None] * self.lds.size
         if self.races is not None:
             self.races.access(offsets, size, write, direct, atomic, lanes, words)
         return offsets

@@ -45,12 +45,12 @@ class GlobalMemory:
         self._size = self._GAP
         self.bytes: Bytes = np.zeros(0, np.uint8)
 
-    def add(self, name: str, source: Bytes) -> int:
-        """Map the bytes of `source`; return their address."""
-        start = self._size
+    def add(self, name: str, source: Bytes, *, alignment: int = 0) -> int:
+        """Map the bytes of `source`; return their address, as well aligned as `alignment`."""
+        start = self._size + alignment % _ALIGNMENT
         self.regions.append(Region(name, start, start + source.nbytes, source))
         self._starts.append(start)
-        self._size += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT + self._GAP
+        self._size = -(-(start + source.nbytes) // _ALIGNMENT) * _ALIGNMENT + self._GAP
         return self.BASE + start
 
     def load(self) -> None:
