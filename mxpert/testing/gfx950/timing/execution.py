@@ -6,8 +6,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ....errors import require
+from ..launcher import Report
 from ..program import Program
 from ..trace import WaveTrace
+
+HALF_LINE = 64
+"""Bytes of half a cache line."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,44 @@ class Execution:
     vector_registers: int
     lds_bytes: int
     streamed: Sequence[range] = ()
+
+    @classmethod
+    def of(cls, report: Report, streamed: Sequence[str] = (), workgroup: int = 0) -> Execution:
+        """One workgroup of a traced launch.
+
+        Args:
+            report: of `run` or `emulate` with ``trace=True``.
+            streamed: parameters of the kernel whose tensors come from HBM.
+            workgroup: number in the launch.
+
+        Raises:
+            ValueError: the launch was not traced, or has no such parameter.
+        """
+        waves = [trace for trace in report.traces if trace.workgroup == workgroup]
+        require(
+            bool(waves),
+            "Execution.of",
+            "report",
+            need=f"a trace of workgroup {workgroup}",
+            got=f"{len(report.traces)} traced waves",
+            remedy="execute with trace=True",
+        )
+        unknown = [name for name in streamed if name not in report.regions]
+        require(
+            not unknown,
+            "Execution.of",
+            "streamed",
+            need=f"names out of {list(report.regions)}",
+            got=unknown,
+        )
+        regions = [report.regions[name] for name in streamed]
+        return cls(
+            report.program,
+            waves,
+            report.registers,
+            report.lds,
+            [range(each.start // HALF_LINE, -(-each.stop // HALF_LINE)) for each in regions],
+        )
 
     def is_streamed(self, half_line: int) -> bool:
         """Whether a half line comes from HBM."""
