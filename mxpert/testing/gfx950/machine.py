@@ -70,6 +70,18 @@ class Executable:
         return tuple(map(effects, self.program.instructions))
 
 
+    def check(self) -> None:
+        """Look for faults that the listing alone shows: scratch memory, dependent instructions that
+        stand too close.
+
+        Raises:
+            Fault: see above.
+        """
+        if not self._checked:
+            check_program(self.program, self.effects)
+            self._checked.append(True)
+
+
 @functools.lru_cache(maxsize=256)
 def load(listing: str) -> Executable:
     """The executable of a listing; the same listing is parsed once."""
