@@ -155,8 +155,8 @@ def run(
     sizes = _grid(grid)
     values = _in_order(code, arguments)
     program = code.executable.program
-    if checks:
-        code.executable.check()
+    if checks and (fault := code.executable.fault) is not None:
+        raise type(fault)(fault.place, fault.what)
     while True:
         memory, kernarg, packet = _memory(program, sizes, values)
         machine = Machine(

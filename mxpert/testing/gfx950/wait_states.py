@@ -11,7 +11,7 @@ matrix instructions of 4 passes and more, which the code that LLVM emits for it 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .effects import Effects, Unit, loads_to_lds
@@ -25,7 +25,10 @@ _LANES = re.compile(r"v_(readlane|readfirstlane|writelane)_b32")
 _PERMLANE = re.compile(r"v_permlane(16|32)_swap_b32")
 _SHAPE = re.compile(r"v_mfma(?:_scale)?_[fi]32_(\d+)x\d+x(\d+)\w*?_(\w+)")
 
-_FARTHEST = {Unit.MFMA: 20, Unit.VALU: 5, Unit.TRANSCENDENTAL: 5}
+_LOOKBACK = 19
+"""Wait states that LLVM keeps after a matrix instruction at most."""
+
+_FARTHEST = {Unit.MFMA: _LOOKBACK, Unit.VALU: 5, Unit.TRANSCENDENTAL: 5}
 """Wait states after which an instruction of a unit affects no other."""
 _NEAR = 2
 """The same of all other units."""
@@ -80,35 +83,29 @@ class _Fact:
         return frozenset(self.instruction.operands[place].registers)
 
 
-def check_wait_states(program: Program, effects: tuple[Effects, ...]) -> None:
-    """Fail if two dependent instructions of a program stand too close on some path.
+def find_hazard(program: Program, effects: Sequence[Effects]) -> HazardFault | None:
+    """The first two dependent instructions of a program that stand too close on some path.
 
     Args:
         effects: of each instruction.
-
-    Raises:
-        HazardFault, MfmaHazardFault: for the first such pair.
     """
     facts = [
         _Fact(instruction, each)
         for instruction, each in zip(program.instructions, effects, strict=True)
     ]
     for index, first in enumerate(facts):
-        if not (first.effects.writes or first.is_memory or first.instruction.modifiers):
-            continue
         for place, states in _following(program, index, first.farthest):
-            for need, why in _rules(first, facts[place]):
+            second = facts[place]
+            for need, why in _rules(first, second):
                 if states < need:
-                    second = facts[place]
-                    where = Place(
-                        program.name, place, second.instruction.text, second.instruction.line
-                    )
-                    mfma = first.is_mfma or second.is_mfma
-                    raise (MfmaHazardFault if mfma else HazardFault)(
-                        where,
+                    kind = MfmaHazardFault if first.is_mfma or second.is_mfma else HazardFault
+                    text, line = second.instruction.text, second.instruction.line
+                    return kind(
+                        Place(program.name, place, text, line),
                         f"needs {need} wait states after +{index} {first.instruction.text}, "
                         f"has {states}: {why}",
                     )
+    return None
 
 
 def _following(program: Program, index: int, farthest: int) -> Iterator[tuple[int, int]]:
@@ -160,7 +157,7 @@ def _after_mfma(first: _Fact, second: _Fact) -> Iterator[tuple[int, str]]:
     # float32 inputs are multiplied by another unit, which needs one state less.
     slower = 0 if first.instruction.name.endswith("_f32") else 1
     newer = 1 if slower and count > 2 else 0
-    complete = count + 2 + slower + newer
+    complete = min(count + 2 + slower + newer, _LOOKBACK)
     if second.is_mfma:
         accumulator = second.operand(3)
         if result & (second.effects.reads - accumulator):
