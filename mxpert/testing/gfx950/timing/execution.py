@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ....errors import require
 from ..launcher import Report
 from ..program import Program
@@ -60,18 +62,38 @@ class Execution:
             need=f"names out of {list(report.regions)}",
             got=unknown,
         )
-        regions = [report.regions[name] for name in streamed]
         return cls(
             report.program,
-            waves,
+            [_aligned(wave, list(report.regions.values())) for wave in waves],
             report.registers,
             report.lds,
-            [range(each.start // HALF_LINE, -(-each.stop // HALF_LINE)) for each in regions],
+            [_half_lines(report.regions[name]) for name in streamed],
         )
 
     def is_streamed(self, half_line: int) -> bool:
         """Whether a half line comes from HBM."""
         return any(half_line in each for each in self.streamed)
+
+
+def _half_lines(region: range) -> range:
+    """Half lines of an allocation, if it starts with a line as those of a GPU do."""
+    start = region.start // (2 * HALF_LINE) * 2
+    return range(start, start + -(-len(region) // HALF_LINE))
+
+
+def _aligned(wave: WaveTrace, regions: Sequence[range]) -> WaveTrace:
+    """A wave as if every allocation started with a line; on a CPU some start in the middle."""
+    moved = {
+        region.start // HALF_LINE: _half_lines(region).start - region.start // HALF_LINE
+        for region in regions
+    }
+    starts = np.array(sorted(moved))
+    moves = np.array([moved[start] for start in sorted(moved)])
+    half_lines = {
+        step: halves + moves[np.searchsorted(starts, halves, "right") - 1]
+        for step, halves in wave.half_lines.items()
+    }
+    return replace(wave, half_lines=half_lines)
 
 
 @dataclass(frozen=True)
