@@ -163,23 +163,28 @@ def _settle(
     workgroups: int,
     active_units: int,
 ) -> _Replay:
-    """Replay with the latency of HBM that belongs to its load, found by bisection."""
+    """Replay with the latency of HBM that belongs to its load, by interval halving and secants."""
+    rate = chip.stream_bytes_per_cycle * chip.compute_units / active_units
 
     def replay(load: float) -> _Replay:
-        path = LoadPath(chip, execution.is_streamed, chip.loaded_latency(load))
+        path = LoadPath(chip, execution.is_streamed, chip.loaded_latency(load), rate)
         return _replay(execution, loop, ComputeUnit(chip, costs, execution.waves, workgroups, path))
 
     if not execution.streamed:
         return replay(0.0)
     low, high = 0.0, 1.0
-    while high - low > TOLERANCE:
-        middle = (low + high) / 2
-        result = replay(middle)
-        if result.load(chip, active_units) > middle:
-            low = middle
+    guess = 0.5
+    while True:
+        result = replay(guess)
+        excess = result.load(chip, active_units) - guess
+        if abs(excess) < TOLERANCE or high - low < TOLERANCE:
+            return result
+        if excess > 0:
+            low = guess
         else:
-            high = middle
-    return result
+            high = guess
+        step = guess + excess / 2
+        guess = step if low < step < high else (low + high) / 2
 
 
 def _replay(execution: Execution, loop: Loop, unit: ComputeUnit) -> _Replay:
