@@ -38,6 +38,8 @@ from .ops.quantize_dual import quantize_dual
 from .ops.route import make_routing_plan, route_topk
 from .ops.warm_up import warm_up
 from .problem import (
+    Cdna4GemmConfig,
+    Cdna4Kernel,
     ClampedSiLU,
     Combine,
     GemmConfig,
@@ -61,6 +63,8 @@ __all__ = [
     "Combine",
     "GateUpOrder",
     "GemmConfig",
+    "Cdna4GemmConfig",
+    "Cdna4Kernel",
     "HopperGemmConfig",
     "HopperKernel",
     "MXTensor",

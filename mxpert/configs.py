@@ -127,7 +127,73 @@ class HopperGemmConfig:
         _require_positive(self, "block_m")
 
 
-StageConfig = GemmConfig | HopperGemmConfig
+class Cdna4Kernel(enum.StrEnum):
+    """The two GEMM kernels of an MoE stage on gfx950.
+
+    DECODE: few rows an expert; limited by the memory that weights are read from.
+    PREFILL: many rows an expert; limited by the matrix cores.
+
+    Source:
+        The kernels of the cdna4 backend.
+
+    Example:
+        >>> Cdna4Kernel("prefill") is Cdna4Kernel.PREFILL
+        True
+    """
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+    def __repr__(self) -> str:
+        return f"Cdna4Kernel.{self.name}"
+
+
+@dataclass(frozen=True)
+class Cdna4GemmConfig:
+    """Kernel, tile and schedule of one MoE stage on gfx950, to pin with `override`.
+
+    Args:
+        kernel: the kernel that runs, or its name.
+        block_m: sorted rows of a tile.
+        block_n: weight rows of a tile: outputs, or in stage 1 gate and up rows.
+        num_warps: waves of a workgroup.
+        num_stages: decode: units of 64 x 128 weights that a wave holds or loads at a time.
+            Prefill: buffers of 128 elements of the contracted dimension in LDS.
+        k_splits: workgroups that share the contracted dimension of a tile.
+        k_slices: waves of a workgroup that share the contracted dimension of a tile. The prefill
+            kernel has one.
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: an unknown kernel, or a size below 1. An op raises it too for a tile that the
+            kernel does not have.
+
+    Example:
+        >>> Cdna4GemmConfig("decode", block_m=16, block_n=256).kernel
+        Cdna4Kernel.DECODE
+    """
+
+    kernel: Cdna4Kernel
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+    k_splits: int = 1
+    k_slices: int = 1
+
+    def __post_init__(self) -> None:
+        kernel, names = self.kernel, [each.value for each in Cdna4Kernel]
+        known = isinstance(kernel, str) and kernel in names
+        need = f"one of {names}"
+        require(known, "Cdna4GemmConfig", "kernel", need=need, got=repr(kernel))
+        object.__setattr__(self, "kernel", Cdna4Kernel(kernel))
+        sizes = ("block_m", "block_n", "num_warps", "num_stages", "k_splits", "k_slices")
+        _require_integers(self, sizes)
+        for name in sizes:
+            _require_positive(self, name)
+
+
+StageConfig = GemmConfig | HopperGemmConfig | Cdna4GemmConfig
 """Config of one stage of an MoE layer."""
 
 
@@ -137,11 +203,12 @@ class MoEConfig:
 
     Args:
         routing_block_m: rows per block of the plan, a multiple of each stage's `block_m`.
-        gate_up: config of stage 1: a HopperGemmConfig for the hopper backend, else a GemmConfig.
+        gate_up: config of stage 1: a HopperGemmConfig for the hopper backend, a Cdna4GemmConfig for
+            the cdna4 backend, else a GemmConfig.
         down: config of stage 2, of the same kind.
 
     Raises:
-        TypeError: a stage that is neither.
+        TypeError: a stage of another type.
         ValueError: a `routing_block_m` that is no multiple of each stage's `block_m`.
 
     Example:
@@ -157,7 +224,7 @@ class MoEConfig:
         _require_positive(self, "routing_block_m")
         for name, stage in (("gate_up", self.gate_up), ("down", self.down)):
             if not isinstance(stage, StageConfig):
-                need = "a GemmConfig or HopperGemmConfig"
+                need = "a GemmConfig, HopperGemmConfig or Cdna4GemmConfig"
                 raise TypeError(message("MoEConfig", name, need, repr(stage)))
             require(
                 self.routing_block_m % stage.block_m == 0,

@@ -19,6 +19,8 @@ from .activations import SiTUv2 as SiTUv2
 from .activations import SwiGLU as SwiGLU
 from .activations import activation_from as activation_from
 from .activations import require_activation as require_activation
+from .configs import Cdna4GemmConfig as Cdna4GemmConfig
+from .configs import Cdna4Kernel as Cdna4Kernel
 from .configs import Config as Config
 from .configs import GemmConfig as GemmConfig
 from .configs import HopperGemmConfig as HopperGemmConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,60 +12,30 @@ import torch
 from . import weights_state
 from .errors import message, require, require_device, require_tensor
 from .formats.folding import FoldCertificate, fold_certificate
-from .formats.layouts import check_hopper, hopper_can_hold, pack_hopper, unpack_hopper
+from .formats.gate_up import GateUpOrder as GateUpOrder
+from .formats.gate_up import gate_up_rows as gate_up_rows
+from .formats.gate_up import interleaved_rows as interleaved_rows
+from .formats.layouts import (
+    check_cdna4,
+    check_hopper,
+    hopper_can_hold,
+    pack_cdna4,
+    pack_hopper,
+    unpack_cdna4,
+    unpack_hopper,
+)
 from .formats.spec import MXFP4
 from .formats.tensor import Aggregate, Layout, MXTensor
 
 _OP = "MoEWeights"
 
 
-class GateUpOrder(enum.Enum):
-    """Order of the 2F rows of `gate_up_proj`.
-
-    The library never guesses it, because a wrong order gives wrong answers without an error.
-
-    CONCATENATED: F gate rows, then F up rows (DeepSeek, Qwen, Mixtral once stacked).
-    INTERLEAVED: gate, up, gate, up, … row by row (gpt-oss checkpoints).
-    INTERLEAVED_16: 16 gate rows, 16 up rows, … (as AITER and FlyDSL kernels read them).
-
-    Source:
-        The checkpoints of the models that are named above.
-
-    Example:
-        >>> gate, up = gate_up_rows(GateUpOrder.INTERLEAVED, 3)
-        >>> gate.tolist(), up.tolist()
-        ([0, 2, 4], [1, 3, 5])
-    """
-
-    CONCATENATED = "concatenated"
-    INTERLEAVED = "interleaved"
-    INTERLEAVED_16 = "interleaved_16"
-
-    def group(self, intermediate_size: int) -> int:
-        """Return g, the number of gate rows before the first up row.
-
-        In every order feature j has its gate at row ``(j // g) * 2g + j % g``, and its up row g
-        rows further.
-        """
-        groups = {GateUpOrder.INTERLEAVED: 1, GateUpOrder.INTERLEAVED_16: 16}
-        return groups.get(self, intermediate_size)
-
-
-def gate_up_rows(
-    order: GateUpOrder, intermediate_size: int, device: torch.device | str = "cpu"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row indices of gate and of up, int64 [F] each, for weights in `order`."""
-    feature = torch.arange(intermediate_size, device=device)
-    group = order.group(intermediate_size)
-    gate = feature // group * (2 * group) + feature % group
-    return gate, gate + group
-
-
-def interleaved_rows(
-    order: GateUpOrder, intermediate_size: int, device: torch.device | str = "cpu"
-) -> torch.Tensor:
-    """Return row indices [2F] that bring rows in `order` to the order gate, up, gate, up."""
-    return torch.stack(gate_up_rows(order, intermediate_size, device), 1).flatten()
+_PREPARED_ORDER = {
+    Layout.HOPPER_FRAGMENT: GateUpOrder.INTERLEAVED,
+    Layout.CDNA4_FRAGMENT: GateUpOrder.INTERLEAVED_16,
+}
+"""The order of gate and up rows in each prepared layout. A thread of the GEMM then owns both rows
+of its features: adjacent accumulators on Hopper, the same place of adjacent fragments on gfx950."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -127,16 +96,14 @@ class MoEWeights(Aggregate):
         down, order = self.down_proj.layout, self.gate_up_order
         remedy = "bring both projections into one layout"
         _check(down is self.layout, "down_proj.layout", self.layout, down, remedy)
-        if self.layout is Layout.HOPPER_FRAGMENT:
-            check_hopper(self.gate_up_proj, _OP)
-            check_hopper(self.down_proj, _OP)
-        _check(
-            self.layout is Layout.ROW_MAJOR or order is GateUpOrder.INTERLEAVED,
-            "gate_up_order",
-            f"{GateUpOrder.INTERLEAVED} in {self.layout}",
-            order,
-            "call prepare on ROW_MAJOR weights",
-        )
+        wanted = _PREPARED_ORDER.get(self.layout)
+        if wanted is None:
+            return
+        check = check_hopper if self.layout is Layout.HOPPER_FRAGMENT else check_cdna4
+        check(self.gate_up_proj, _OP)
+        check(self.down_proj, _OP)
+        need, remedy = f"{wanted} in {self.layout}", "call prepare on ROW_MAJOR weights"
+        _check(order is wanted, "gate_up_order", need, order, remedy)
 
     def _check_sizes(self) -> None:
         experts, hidden, inner = self.down_proj.shape
@@ -394,7 +361,8 @@ class MoEWeights(Aggregate):
 
         Call it once, when the model is loaded. The result computes the same function, and
         `unprepare` returns these weights bit for bit. On Hopper the layout is HOPPER_FRAGMENT if
-        every block folds into e4m3 exactly; everywhere else it is ROW_MAJOR.
+        every block folds into e4m3 exactly. On gfx950 it is CDNA4_FRAGMENT; everywhere else it is
+        ROW_MAJOR.
 
         Args:
             device: where the layer will run.
@@ -430,21 +398,27 @@ class MoEWeights(Aggregate):
         certificates = (fold_certificate(moved.gate_up_proj), fold_certificate(moved.down_proj))
         if layout is None:
             foldable = all(hopper_can_hold(certificate) for certificate in certificates)
-            on_hopper = foldable and _is_hopper(moved.device)
-            layout = Layout.HOPPER_FRAGMENT if on_hopper else Layout.ROW_MAJOR
+            layout = _fastest_layout(_architecture(moved.device), foldable)
         moved = replace(moved, fold_certificates=certificates)
-        return moved if layout is Layout.ROW_MAJOR else moved._pack_hopper(certificates)
+        return moved if layout is Layout.ROW_MAJOR else moved._pack(layout, certificates)
 
-    def _pack_hopper(self, certificates: tuple[FoldCertificate, FoldCertificate]) -> MoEWeights:
-        assert self.gate_up_order is not None  # checked at construction
-        rows = interleaved_rows(self.gate_up_order, self.intermediate_size, self.device)
+    def _pack(
+        self, layout: Layout, certificates: tuple[FoldCertificate, FoldCertificate]
+    ) -> MoEWeights:
+        assert self.gate_up_order is not None  # checked by __post_init__
+        rows = _prepared_rows(layout, self.gate_up_order, self.intermediate_size, self.device)
         bias = None if self.gate_up_bias is None else self.gate_up_bias[:, rows].contiguous()
+        if layout is Layout.HOPPER_FRAGMENT:
+            gate_up = pack_hopper(self.gate_up_proj, certificates[0], rows)
+            down = pack_hopper(self.down_proj, certificates[1])
+        else:
+            gate_up, down = pack_cdna4(self.gate_up_proj, rows), pack_cdna4(self.down_proj)
         return replace(
             self,
-            gate_up_proj=pack_hopper(self.gate_up_proj, certificates[0], rows),
-            down_proj=pack_hopper(self.down_proj, certificates[1]),
+            gate_up_proj=gate_up,
+            down_proj=down,
             gate_up_bias=bias,
-            gate_up_order=GateUpOrder.INTERLEAVED,
+            gate_up_order=_PREPARED_ORDER[layout],
             source_order=self.gate_up_order,
         )
 
@@ -452,15 +426,16 @@ class MoEWeights(Aggregate):
         """Return the ROW_MAJOR weights that `prepare` was called on, on the present device."""
         if self.layout is Layout.ROW_MAJOR:
             return replace(self, fold_certificates=None)
-        order = self.source_order or GateUpOrder.INTERLEAVED
-        rows = interleaved_rows(order, self.intermediate_size, self.device)
+        order = self.source_order or _PREPARED_ORDER[self.layout]
+        rows = _prepared_rows(self.layout, order, self.intermediate_size, self.device)
         bias = self.gate_up_bias
         if bias is not None:
             bias = torch.empty_like(bias).index_copy_(1, rows, bias)
+        unpack = unpack_hopper if self.layout is Layout.HOPPER_FRAGMENT else unpack_cdna4
         return replace(
             self,
-            gate_up_proj=unpack_hopper(self.gate_up_proj, rows),
-            down_proj=unpack_hopper(self.down_proj),
+            gate_up_proj=unpack(self.gate_up_proj, rows),
+            down_proj=unpack(self.down_proj),
             gate_up_bias=bias,
             gate_up_order=order,
             source_order=None,
@@ -488,9 +463,31 @@ def _check_holds_data(device: torch.device, op: str, name: str, remedy: str) -> 
     require(device.type != "meta", op, name, need=need, got="'meta'", remedy=remedy)
 
 
-def _is_hopper(device: torch.device) -> bool:
-    on_nvidia = device.type == "cuda" and torch.version.hip is None
-    return on_nvidia and torch.cuda.get_device_capability(device) == (9, 0)
+def _prepared_rows(
+    layout: Layout, order: GateUpOrder, intermediate_size: int, device: torch.device
+) -> torch.Tensor:
+    """Row indices [2F] that bring rows in `order` to the order of a prepared layout."""
+    group = _PREPARED_ORDER[layout].group(intermediate_size)
+    return interleaved_rows(order, intermediate_size, device, group)
+
+
+def _architecture(device: torch.device) -> str:
+    """Architecture of a GPU, such as "sm_90" or "gfx950"; the type of another device."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip is not None:
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        return name.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def _fastest_layout(architecture: str, foldable: bool) -> Layout:
+    """The layout that the fastest kernels read; foldable: whether every block folds."""
+    if architecture == "gfx950":
+        return Layout.CDNA4_FRAGMENT
+    folds = architecture == "sm_90" and foldable
+    return Layout.HOPPER_FRAGMENT if folds else Layout.ROW_MAJOR
 
 
 def _dense(tensor: MXTensor) -> MXTensor:

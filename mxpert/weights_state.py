@@ -77,7 +77,7 @@ def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
         "down_proj": (experts, hidden, intermediate),
     }
     packed = layout is not Layout.ROW_MAJOR
-    parts = _PARTS if packed else _PARTS[:2]
+    parts = _PARTS if layout.is_folded else _PARTS[:2]
     names = {f"{name}.{part}" for name in PROJECTIONS for part in parts}
     if prepared:
         names |= {
@@ -107,7 +107,7 @@ def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
             MXFP4,
             -1,
             layout,
-            state[f"{name}.reference"] if packed else None,
+            state[f"{name}.reference"] if layout.is_folded else None,
             shapes[name] if packed else None,
         )
         require(

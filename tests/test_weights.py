@@ -326,13 +326,30 @@ def wide(weights: MoEWeights, name: str) -> MoEWeights:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every device counts as a Hopper."""
-    monkeypatch.setattr(weights_module, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(weights_module, "_architecture", lambda device: "sm_90")
 
 
 @pytest.mark.usefixtures("hopper")
 def test_hopper_chooses_the_fragment_layout() -> None:
     assert make_weights().prepare(device="cpu").layout is FRAGMENT
     assert make_weights().prepare(device="cpu", layout=Layout.ROW_MAJOR).layout is Layout.ROW_MAJOR
+
+
+@pytest.mark.parametrize("order", GateUpOrder)
+def test_gfx950_chooses_its_layout(monkeypatch: pytest.MonkeyPatch, order: GateUpOrder) -> None:
+    monkeypatch.setattr(weights_module, "_architecture", lambda device: "gfx950")
+    weights = make_weights(order, bias=True)
+    prepared = weights.prepare(device="cpu")
+    assert prepared.layout is prepared.down_proj.layout is Layout.CDNA4_FRAGMENT
+    assert prepared.gate_up_order is GateUpOrder.INTERLEAVED_16
+    assert_identical(prepared.unprepare(), weights)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_gfx950_holds_any_range(name: str) -> None:
+    weights = wide(make_weights(bias=True), name)
+    prepared = weights.prepare(device="cpu", layout=Layout.CDNA4_FRAGMENT)
+    assert_identical(prepared.unprepare(), weights)
 
 
 def test_other_devices_keep_the_order() -> None:

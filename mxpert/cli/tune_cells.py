@@ -129,8 +129,8 @@ def choose(cell: Cell, target: Target, layouts: Sequence[Layout], backend: str |
 
 def expected_layouts(target: Target) -> list[Layout]:
     """Weight layouts that `MoEWeights.prepare` tries for a target, in order."""
-    prepared = [Layout.HOPPER_FRAGMENT] if target.arch == "sm_90" else []
-    return [*prepared, Layout.ROW_MAJOR]
+    prepared = {"sm_90": Layout.HOPPER_FRAGMENT, "gfx950": Layout.CDNA4_FRAGMENT}.get(target.arch)
+    return [Layout.ROW_MAJOR] if prepared is None else [prepared, Layout.ROW_MAJOR]
 
 
 def invalid_row(row: TunedRow, target: Target) -> str | None:

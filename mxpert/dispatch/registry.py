@@ -22,6 +22,7 @@ from typing import Any
 from ..errors import PerformanceWarning, UnsupportedError, message, require
 from ..kernel_spec import KernelSpec, refuse
 from ..problem import (
+    Cdna4GemmConfig,
     Config,
     GemmConfig,
     GroupedProblem,
@@ -37,13 +38,18 @@ from ..runtime.geometry import CachedCall
 from . import tables
 
 BACKENDS = {
+    "cdna4": "mxpert.backends.cdna4",
     "hopper": "mxpert.backends.hopper",
     "reference": "mxpert.backends.reference",
     "triton": "mxpert.backends.triton",
 }
-_GPU_ORDER = ("hopper", "triton", "reference")
-_CPU_ORDER = ("reference", "triton")
-_MADE_FOR = {"sm_90": "hopper"}
+_ORDER = {
+    "cuda": ("hopper", "triton", "reference"),
+    "hip": ("cdna4", "triton", "reference"),
+    "cpu": ("reference", "triton"),
+}
+"""Backends by kind of target, in the order in which they are asked."""
+_MADE_FOR = {"sm_90": "hopper", "gfx950": "cdna4"}
 """Architectures with a backend of their own; elsewhere the portable one is the fast one."""
 
 _CACHED_RESOLUTIONS = 8192
@@ -69,11 +75,12 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
     It holds for the current thread or task.
 
     Args:
-        backend: "hopper", "triton" or "reference"; an op that it cannot serve raises
+        backend: "hopper", "cdna4", "triton" or "reference"; an op that it cannot serve raises
             UnsupportedError. None leaves the choice to the library.
-        config: a GemmConfig or HopperGemmConfig for one stage, a MoEConfig for a layer or its
-            stages, or a ReferenceConfig for the reference backend. The hopper backend's MoE ops
-            take a HopperGemmConfig. Ops that take no such config ignore it.
+        config: a GemmConfig, HopperGemmConfig or Cdna4GemmConfig for one stage, a MoEConfig for a
+            layer or its stages, or a ReferenceConfig for the reference backend. The hopper
+            backend's MoE ops take a HopperGemmConfig, the cdna4 backend's a Cdna4GemmConfig. Ops
+            that take no such config ignore it.
 
     Returns:
         A context manager.
@@ -92,7 +99,7 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
     known = backend is None or (isinstance(backend, str) and backend in BACKENDS)
     require(known, "override", "backend", need=f"one of {sorted(BACKENDS)}", got=repr(backend))
     if config is not None and not isinstance(config, StageConfig | MoEConfig | ReferenceConfig):
-        need = "a GemmConfig, HopperGemmConfig, MoEConfig or ReferenceConfig"
+        need = "a GemmConfig, HopperGemmConfig, Cdna4GemmConfig, MoEConfig or ReferenceConfig"
         raise TypeError(message("override", "config", need, repr(config)))
     token = _override.set(Override(backend, config))
     try:
@@ -187,7 +194,8 @@ def _stage_config(problem: Problem, config: Config) -> Config:
         return {Op.MOE_GATE_UP: config.gate_up, Op.MOE_DOWN: config.down}.get(problem.op)
     if isinstance(config, StageConfig) and problem.op is Op.FUSED_MOE:
         return MoEConfig(config.block_m, config, config)
-    if isinstance(config, MoEConfig | HopperGemmConfig) and not isinstance(problem, MoEProblem):
+    layers_only = MoEConfig | HopperGemmConfig | Cdna4GemmConfig
+    if isinstance(config, layers_only) and not isinstance(problem, MoEProblem):
         return None
     if isinstance(config, GemmConfig) and not isinstance(problem, (MoEProblem, GroupedProblem)):
         return None
@@ -315,8 +323,7 @@ def _resolve(
     """
     rejected: list[tuple[str, str]] = []
     pinned = pins.backend
-    on_gpu = problem.target.kind != "cpu"
-    for backend in (pinned,) if pinned else _GPU_ORDER if on_gpu else _CPU_ORDER:
+    for backend in (pinned,) if pinned else _ORDER[problem.target.kind]:
         found = _candidate(backend, problem)
         if isinstance(found, str):
             rejected.append((backend, found))

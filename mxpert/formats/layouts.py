@@ -12,6 +12,14 @@ outputs. K is permuted inside each 128 so that the 32 codes that a thread owns o
 MX block; activations are stored with the same permutation (`permute_activations`). A word holds 8
 codes: the magnitudes as eight 3-bit byte selectors, the signs where one shift brings them to the
 byte's top bit.
+
+CDNA4_FRAGMENT serves the MFMA of gfx950 with the weights as operand A. A unit is 64 rows × 128
+codes too, 4096 bytes of codes and 256 bytes of E8M0 scales, stored [E, rows / 64, K / 128, unit].
+A 16x16x128 fragment is 16 rows × 128 codes: lane 16 b + r of a wave holds the MX block b of row r.
+Inside a unit (t fragment of 16 rows, b MX block of 32 codes, r row of a fragment):
+
+    codes   [t][b][r][16 bytes]: a lane's 16-byte loads are its own fragments
+    scales  [b][r][t] bytes: a lane's 4-byte load has its scales of all four fragments
 """
 
 from __future__ import annotations
@@ -21,13 +29,18 @@ import torch
 from ..errors import message, require, require_tensor
 from .codec import pack_codes, unpack_codes
 from .folding import FOLD_TOP, FoldCertificate, fold_certificate
-from .spec import E8M0_BIAS, MX_BLOCK_SIZE
+from .spec import E8M0_BIAS, MX_BLOCK_SIZE, MXFP4
 from .tensor import Layout, MXTensor
 
 UNIT_ROWS = 64
 UNIT_CODES = 128
 UNIT_CODE_BYTES = UNIT_ROWS * UNIT_CODES // 2
 UNIT_SHIFT_BYTES = UNIT_ROWS * UNIT_CODES // MX_BLOCK_SIZE
+UNIT_SCALE_BYTES = UNIT_SHIFT_BYTES
+FRAGMENT_ROWS = 16
+"""Rows of a fragment of gfx950's 16-row MFMA."""
+_TILES = UNIT_ROWS // FRAGMENT_ROWS
+
 _WARPS, _LANE_ROWS, _PAIR, _BLOCKS, _WORDS, _HALVES, _BYTES = 4, 8, 2, 4, 4, 2, 4
 
 
@@ -127,6 +140,97 @@ def unpack_hopper(t: MXTensor, rows: torch.Tensor | None = None) -> MXTensor:
     return MXTensor(qdata, scale, t.format)
 
 
+def check_cdna4(t: MXTensor, op: str) -> None:
+    """Check that codes and scales of a CDNA4_FRAGMENT tensor fit its logical shape."""
+    for name, tensor, size in (
+        ("qdata", t.qdata, UNIT_CODE_BYTES),
+        ("scale", t.scale, UNIT_SCALE_BYTES),
+    ):
+        shape = (*_units(t, op), size)
+        require_tensor(tensor, op, name, dtype=torch.uint8, shape=shape, device=t.device)
+
+
+def pack_cdna4(t: MXTensor, rows: torch.Tensor | None = None) -> MXTensor:
+    """Bring MXFP4 weights [E, N, K] into the CDNA4_FRAGMENT layout; `unpack_cdna4` inverts it.
+
+    Args:
+        t: MXFP4, ROW_MAJOR, axis -1. N is padded to 64 rows and K to 128 codes, with zeros of
+            scale 1.
+        rows: int64 [N], the order in which rows are stored; None keeps theirs.
+
+    Returns:
+        MXTensor with qdata uint8 [E, N/64, K/128, 4096], scale uint8 [E, N/64, K/128, 256], and the
+        logical shape of `t`.
+
+    Raises:
+        ValueError: another format, axis or layout.
+    """
+    op = "pack_cdna4"
+    for name, value, need in (
+        ("layout", t.layout, Layout.ROW_MAJOR),
+        ("format", t.format, MXFP4),
+        ("axis", t.axis, -1),
+    ):
+        require(value == need, op, f"t.{name}", need=need, got=value)
+    units = _units(t, op)
+    codes = t.qdata.new_empty((*units, UNIT_CODE_BYTES))
+    scale = t.scale.new_empty((*units, UNIT_SCALE_BYTES))
+    order = slice(None) if rows is None else rows
+    for expert in range(units[0]):  # one at a time: copies stay small beside the weights
+        codes[expert] = _pack_fragments(t.qdata[expert][order])
+        scale[expert] = _pack_scales(t.scale[expert][order])
+    shape = tuple(t.shape)
+    return MXTensor(codes, scale, t.format, -1, Layout.CDNA4_FRAGMENT, logical_shape=shape)
+
+
+def unpack_cdna4(t: MXTensor, rows: torch.Tensor | None = None) -> MXTensor:
+    """Return the ROW_MAJOR tensor that `pack_cdna4(…, rows=rows)` packed, bit for bit."""
+    if t.layout is not Layout.CDNA4_FRAGMENT:
+        raise ValueError(message("unpack_cdna4", "t.layout", Layout.CDNA4_FRAGMENT, t.layout))
+    experts, num_rows, depth = t.shape
+    qdata = t.qdata.new_empty((experts, num_rows, depth // 2))
+    scale = t.scale.new_empty((experts, num_rows, depth // MX_BLOCK_SIZE))
+    order = slice(None) if rows is None else rows
+    for expert in range(experts):
+        qdata[expert, order] = _unpack_fragments(t.qdata[expert])[:num_rows, : depth // 2]
+        blocks = _unpack_scales(t.scale[expert])
+        scale[expert, order] = blocks[:num_rows, : depth // MX_BLOCK_SIZE]
+    return MXTensor(qdata, scale, t.format)
+
+
+def _units(t: MXTensor, op: str) -> tuple[int, int, int]:
+    """Experts, units of 64 rows and units of 128 codes of weights [E, N, K]."""
+    need, got = "[E, N, K]", list(t.shape)
+    require(len(got) == 3, op, "t.shape", need=need, got=got)
+    return got[0], -(-got[1] // UNIT_ROWS), -(-got[2] // UNIT_CODES)
+
+
+def _pack_fragments(qdata: torch.Tensor) -> torch.Tensor:
+    """uint8 codes [N, K/2] → uint8 [N/64, K/128, 4096]."""
+    padded = _pad(qdata, UNIT_ROWS, UNIT_CODES // 2)
+    split = padded.view(-1, _TILES, FRAGMENT_ROWS, padded.shape[1] * 2 // UNIT_CODES, _BLOCKS, 16)
+    return split.permute(0, 3, 1, 4, 2, 5).flatten(2)
+
+
+def _unpack_fragments(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_pack_fragments`, with its padding."""
+    split = packed.view(*packed.shape[:2], _TILES, _BLOCKS, FRAGMENT_ROWS, 16)
+    return split.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(0, 2)
+
+
+def _pack_scales(scale: torch.Tensor) -> torch.Tensor:
+    """uint8 scales [N, K/32] → uint8 [N/64, K/128, 256]."""
+    padded = _pad(scale, UNIT_ROWS, _BLOCKS, value=E8M0_BIAS)
+    split = padded.view(-1, _TILES, FRAGMENT_ROWS, padded.shape[1] // _BLOCKS, _BLOCKS)
+    return split.permute(0, 3, 4, 2, 1).flatten(2)
+
+
+def _unpack_scales(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_pack_scales`, with its padding."""
+    split = packed.view(*packed.shape[:2], _BLOCKS, FRAGMENT_ROWS, _TILES)
+    return split.permute(0, 4, 3, 1, 2).flatten(3).flatten(0, 2)
+
+
 def row_factor(reference: torch.Tensor) -> torch.Tensor:
     """float32 factor that an accumulator over folded codes carries: ``2^(reference - 127 - 6)``."""
     return torch.exp2(reference.to(torch.float32) - (E8M0_BIAS + FOLD_TOP))
@@ -139,9 +243,9 @@ def permute_activations(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _pad(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def _pad(values: torch.Tensor, rows: int, columns: int, value: int = 0) -> torch.Tensor:
     height, width = values.shape
-    return torch.nn.functional.pad(values, (0, -width % columns, 0, -height % rows))
+    return torch.nn.functional.pad(values, (0, -width % columns, 0, -height % rows), value=value)
 
 
 def _pack_codes(codes: torch.Tensor) -> torch.Tensor:

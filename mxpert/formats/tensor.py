@@ -16,7 +16,8 @@ class Layout(enum.Enum):
     """How codes and scales lie in memory.
 
     ROW_MAJOR is the logical order (checkpoints' order). HOPPER_FRAGMENT is the order in which a
-    Hopper warpgroup reads its matrix fragments, with folded scales; see `formats.layouts`.
+    Hopper warpgroup reads its matrix fragments, with folded scales. CDNA4_FRAGMENT is the order in
+    which a gfx950 wave reads its matrix fragments and their scales. See `formats.layouts`.
 
     Example:
         >>> Layout("row_major") is Layout.ROW_MAJOR
@@ -25,6 +26,12 @@ class Layout(enum.Enum):
 
     ROW_MAJOR = "row_major"
     HOPPER_FRAGMENT = "hopper_fragment"
+    CDNA4_FRAGMENT = "cdna4_fragment"
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether scales are stored relative to a reference exponent of each row."""
+        return self is Layout.HOPPER_FRAGMENT
 
 
 class Aggregate:
@@ -147,19 +154,20 @@ class MXTensor(Aggregate):
             got=self.axis,
         )
         packed = self.layout is not Layout.ROW_MAJOR
-        for name in ("reference", "logical_shape"):
+        for name, wanted in (("reference", self.layout.is_folded), ("logical_shape", packed)):
             require(
-                (getattr(self, name) is not None) == packed,
+                (getattr(self, name) is not None) == wanted,
                 op,
                 name,
-                need="a value" if packed else "None",
+                need="a value" if wanted else "None",
                 got=repr(getattr(self, name)),
                 remedy=f"the layout is {self.layout}; MoEWeights.prepare makes packed tensors",
             )
-        if packed:
+        if self.reference is not None:
             require_tensor(
                 self.reference, op, "reference", dtype=torch.uint8, device=self.qdata.device
             )
+        if packed:
             sizes = self.logical_shape
             require(
                 isinstance(sizes, tuple)

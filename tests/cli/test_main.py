@@ -112,8 +112,14 @@ UNUSABLE = {
             "eval": ["eval", "FOLDER", "--text", "FILE"],
         }.items()
     },
-    "demo-backend": (["demo", "--backend", "cuda"], "demo: --backend — need one of hopper, "),
-    "bench-backend": (["bench", "--backend", "cuda"], "bench: --backend — need one of hopper, "),
+    "demo-backend": (
+        ["demo", "--backend", "cuda"],
+        "demo: --backend — need one of cdna4, hopper, ",
+    ),
+    "bench-backend": (
+        ["bench", "--backend", "cuda"],
+        "bench: --backend — need one of cdna4, hopper, ",
+    ),
 }
 
 

@@ -318,6 +318,11 @@ LAYERS = [
         ),
     ),
     Target(
+        "Cdna4GemmConfig",
+        mxpert.Cdna4GemmConfig,
+        lambda r: dict(vars(mxpert.Cdna4GemmConfig(mxpert.Cdna4Kernel.DECODE, 32, 256))),
+    ),
+    Target(
         "HopperGemmConfig",
         mxpert.HopperGemmConfig,
         lambda r: dict(

@@ -225,6 +225,7 @@ VALUES: tuple[Any, ...] = (
     PLAN,
     mxpert.GemmConfig(16, 16, 32),
     mxpert.HopperGemmConfig(mxpert.HopperKernel.DECODE, 8, 5),
+    mxpert.Cdna4GemmConfig(mxpert.Cdna4Kernel.DECODE, 16, 256),
     mxpert.ReferenceConfig(),
     numpy.float32(1.0),
     numpy.int64(3),

@@ -14,6 +14,7 @@ import torch
 
 import mxpert
 from mxpert import (
+    Cdna4GemmConfig,
     ClampedSiLU,
     Combine,
     GateUpOrder,
@@ -246,6 +247,16 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "override-backend": (pinned(backend=["triton"]), ValueError, "override: backend — need one of"),
     "override-config": (pinned(config="fast"), TypeError, "override: config — need a GemmConfig"),
     "gemm-float": (lambda: GemmConfig(16.0, 32, 64), TypeError, "GemmConfig: block_m — need an"),
+    "cdna4-kernel": (
+        lambda: Cdna4GemmConfig("dense", 16, 256),
+        ValueError,
+        "Cdna4GemmConfig: kernel — need one of",
+    ),
+    "cdna4-block": (
+        lambda: Cdna4GemmConfig("decode", 16, 0),
+        ValueError,
+        "Cdna4GemmConfig: block_n — need an int of at least 1, got 0",
+    ),
     "hopper-kernel": (lambda: HopperGemmConfig("dense", 8, 5), ValueError, "kernel — need one of"),
     "hopper-stages": (
         lambda: HopperGemmConfig("decode", 8, "5"),

@@ -1,0 +1,1 @@
+"""Device code that the gfx950 kernels share."""
