@@ -25,7 +25,16 @@ from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 from ...common.compat import aggregate
 from ..lib.lds import COPY, row_offsets
-from ..lib.mx_gemm import BLOCK_N, SCALE_COPY, Operands, Sources, allocate, multiply, scale_offsets
+from ..lib.mx_gemm import (
+    BLOCK_N,
+    SCALE_COPY,
+    SCALE_ROWS,
+    Operands,
+    Sources,
+    allocate,
+    multiply,
+    scale_offsets,
+)
 from ..lib.phases import NUM_WARPS
 from ..lib.raster import first_tile
 from .epilogue import Output, column_of
@@ -47,8 +56,7 @@ class Matrices:
         HALF: gl.constexpr = self.BLOCK_M // 2
         half = gl.arange(0, HALF, gl.SliceLayout(1, COPY))
         column = column_of(gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY)))
-        a_scale_row = gl.arange(0, self.BLOCK_M, gl.SliceLayout(1, SCALE_COPY))
-        b_scale_row = column_of(gl.arange(0, BLOCK_N, gl.SliceLayout(1, SCALE_COPY)))
+        scale_row = gl.arange(0, SCALE_ROWS, gl.SliceLayout(1, SCALE_COPY))
         a_last = gl.maximum(tile.a_row_end - tile.a_row, 1) - 1
         b_last = gl.maximum(tile.b_row_end - tile.b_row, 1) - 1
         pair = tile.pair.to(gl.int64)
@@ -64,8 +72,8 @@ class Matrices:
             a_top=row_offsets(gl.minimum(half, a_last), self.pitch),
             a_bottom=row_offsets(gl.minimum(HALF + half, a_last), self.pitch),
             b_rows=row_offsets(gl.minimum(column, b_last), self.pitch),
-            a_scale_rows=scale_offsets(gl.minimum(a_scale_row, a_last)),
-            b_scale_rows=scale_offsets(gl.minimum(b_scale_row, b_last)),
+            a_scale_rows=scale_offsets(gl.minimum(scale_row, a_last)),
+            b_scale_rows=scale_offsets(gl.minimum(column_of(scale_row), b_last)),
         )
 
 

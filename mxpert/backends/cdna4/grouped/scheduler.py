@@ -114,10 +114,10 @@ class Scheduler:
         known = gl.minimum(group, self.num_groups - 1)
         start = _load_offset(self.offsets, known, self.num_rows) // MX_BLOCK * MX_BLOCK
         end = _load_offset(self.offsets, known + 1, self.num_rows) // MX_BLOCK * MX_BLOCK
-        row = row_tile * self.BLOCK_M
-        column = column_tile * self.BLOCK_N
+        row = gl.where(exists, row_tile * self.BLOCK_M, 0)
+        column = gl.where(exists, column_tile * self.BLOCK_N, 0)
         return Tile(
-            a_row=gl.where(exists, row, 0),
+            a_row=row,
             a_row_end=self.num_outer,
             b_row=column,
             b_row_end=self.num_n,

@@ -57,6 +57,10 @@ _B = gl.constexpr(gl.DotOperandLayout(1, MFMA.value, 16))
 SCALE_COPY = gl.constexpr(gl.BlockedLayout([1, 2], [32, 2], [NUM_WARPS.value, 1], [1, 0]))
 """Layout of a copy of scales: one dword a lane, 256 rows an instruction of all waves."""
 
+SCALE_ROWS = gl.constexpr(256)
+"""Rows of scales in LDS, also of a in lower tiles. All waves must execute the same copies: a wave
+waits for the number of copies that remain under way."""
+
 
 @aggregate
 class Buffers:
@@ -77,8 +81,8 @@ def allocate(BLOCK_M: gl.constexpr):
         a_top=gl.allocate_shared_memory(gl.uint8, [2, HALF, ROW_BYTES], SWIZZLED),
         a_bottom=gl.allocate_shared_memory(gl.uint8, [2, HALF, ROW_BYTES], SWIZZLED),
         b=gl.allocate_shared_memory(gl.uint8, [2, BLOCK_N, ROW_BYTES], SWIZZLED),
-        a_scale=gl.allocate_shared_memory(gl.uint16, [2, BLOCK_M, _GROUPS], PLAIN),
-        b_scale=gl.allocate_shared_memory(gl.uint16, [2, BLOCK_N, _GROUPS], PLAIN),
+        a_scale=gl.allocate_shared_memory(gl.uint16, [2, SCALE_ROWS, _GROUPS], PLAIN),
+        b_scale=gl.allocate_shared_memory(gl.uint16, [2, SCALE_ROWS, _GROUPS], PLAIN),
     )
 
 
