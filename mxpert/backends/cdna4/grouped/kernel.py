@@ -132,13 +132,14 @@ def _grouped_gemm_cdna4_kernel(
     )
     output = Output(base=out, num_n=num_n, ACCUMULATE=ACCUMULATE)
     buffers = allocate(BLOCK_M)
-    first = first_tile()
-    cursor, tile = scheduler.locate(first, scheduler.start())
+    number = first_tile()
+    cursor, tile = scheduler.locate(number, scheduler.start())
     matrices.of_tile(tile).start(operands, buffers)
-    for number in range(first, scheduler.num_tiles(), gl.num_programs(0)):
+    while tile.out_row_end > 0:
         sources = matrices.of_tile(tile)
         top, bottom = multiply(operands, buffers, sources, BLOCK_M, A_FORMAT, B_FORMAT)
-        cursor, following = scheduler.locate(number + gl.num_programs(0), cursor)
+        number += gl.num_programs(0)
+        cursor, following = scheduler.locate(number, cursor)
         matrices.of_tile(following).start(operands, buffers)
         output.store(top, tile.out_row, tile.out_row_end, tile.column)
         output.store(bottom, tile.out_row + BLOCK_M // 2, tile.out_row_end, tile.column)

@@ -1,7 +1,6 @@
 """Tiles of the persistent grouped GEMM, located on the device.
 
-The kernel reads group bounds on the device; the host knows only an upper bound of the number of
-tiles. Tiles are numbered group by group, within a group by `raster.in_band`.
+The kernel reads group bounds on the device and stops where no tile is left. Tiles are numbered group by group, within a group by `raster.in_band`.
 """
 
 from __future__ import annotations
@@ -77,16 +76,6 @@ class Scheduler:
     BLOCK_N: gl.constexpr
     BAND: gl.constexpr
     WGRAD: gl.constexpr
-
-    @gluon.jit
-    def num_tiles(self):
-        """Upper bound of the number of tiles."""
-        columns = gl.cdiv(self.num_n, self.BLOCK_N)
-        if self.WGRAD:
-            rows = self.num_groups * gl.cdiv(self.num_outer, self.BLOCK_M)
-        else:  # each group, and the rows without one, may have a ragged tile
-            rows = self.num_rows // self.BLOCK_M + self.num_groups + 1
-        return rows * columns
 
     @gluon.jit
     def start(self):
