@@ -252,8 +252,9 @@ class SmallFloat:
                 A format without either saturates always. NaN becomes NaN if there is one.
         """
         magnitude = np.abs(x)
+        lowest = 1 - self.bias  # exponent of denormals and zero
         power = np.frexp(np.where(np.isfinite(magnitude), magnitude, 1.0))[1] - 1
-        power = np.maximum(power, 1 - self.bias)
+        power = np.where(magnitude == 0, lowest, np.maximum(power, lowest))
         steps = np.rint(np.ldexp(magnitude, self.mantissa_bits - power))
         finite = np.isfinite(steps)
         codes = np.where(finite, steps, 0).astype(I64)
