@@ -60,7 +60,9 @@ class Matrices:
         a_last = gl.maximum(tile.a_row_end - tile.a_row, 1) - 1
         b_last = gl.maximum(tile.b_row_end - tile.b_row, 1) - 1
         pair = tile.pair.to(gl.int64)
-        start = tile.start // MX_BLOCK * MX_BLOCK  # tells the compiler that 16 divides it
+        # Tell the compiler that copies of 16 bytes are aligned.
+        start = tile.start // MX_BLOCK * MX_BLOCK
+        depth = tile.depth // MX_BLOCK * MX_BLOCK
         return Sources(
             a_first=tile.a_row.to(gl.int64) * self.pitch + start,
             b_first=tile.b_row.to(gl.int64) * self.pitch + start,
@@ -68,7 +70,7 @@ class Matrices:
             b_scale_first=(pair * self.b_rows + tile.b_row) * 4,
             a_pitch=self.a_rows * 4,
             b_pitch=self.b_rows * 4,
-            depth=tile.depth,
+            depth=depth,
             a_top=row_offsets(gl.minimum(half, a_last), self.pitch),
             a_bottom=row_offsets(gl.minimum(HALF + half, a_last), self.pitch),
             b_rows=row_offsets(gl.minimum(column, b_last), self.pitch),

@@ -47,10 +47,10 @@ def row_offsets(rows, pitch):
 def copy_rows(memory, slot, base, offsets, depth):
     """Start copying a tile to ``memory[slot]``, [ROWS, 128] bytes; columns from `depth` on are 0.
 
-    base: pointer to column 0. offsets: of `row_offsets`. depth: a multiple of 16.
+    base: pointer to column 0. offsets: of `row_offsets`. depth: a multiple of 16, as the
+    compiler can see: chunks are copied whole or not at all.
     """
     ROWS: gl.constexpr = offsets.shape[0]
     columns = chunk_columns(ROWS)
-    depth = depth // 16 * 16  # tells the compiler that chunks are copied whole or not at all
     target = reinterpret(memory.index(slot), gl.uint8, [ROWS, ROW_BYTES], PLAIN)
     async_copy.buffer_load_to_shared(target, base, offsets, mask=columns < depth)
