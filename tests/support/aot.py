@@ -1,9 +1,4 @@
-"""Ahead-of-time compilation of Triton and Gluon kernels, and what their binaries contain.
-
-Needs no GPU: the Triton wheel holds the compilers and disassemblers of every target. One kernel
-takes about a second; results are kept for the life of the process (and in Triton's own cache).
-Kernels must be compiled outside the interpreter (``TRITON_INTERPRET`` unset).
-"""
+"""What the binaries of Triton and Gluon kernels contain: see `mxpert.testing.ahead_of_time`."""
 
 from __future__ import annotations
 
@@ -19,21 +14,19 @@ from types import MappingProxyType
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from mxpert.errors import message, require
-from mxpert.runtime.launch import LAUNCH_OPTIONS
+from mxpert.testing.ahead_of_time import TARGETS, Specialization, compile_call, specialize
 
-TARGETS: Mapping[str, GPUTarget] = MappingProxyType(
-    {
-        "sm_90": GPUTarget("cuda", 90, 32),
-        "sm_100": GPUTarget("cuda", 100, 32),
-        "gfx950": GPUTarget("hip", "gfx950", 64),
-    }
-)
+__all__ = [
+    "SHARED_MEMORY_LIMIT",
+    "TARGETS",
+    "TRITON_RELEASE",
+    "CompiledKernel",
+    "Metrics",
+    "Specialization",
+    "compile_for",
+    "specialize",
+]
 
 SHARED_MEMORY_LIMIT: Mapping[str, int] = MappingProxyType(
     {"sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx950": 160 * 1024}
@@ -121,74 +114,6 @@ class CompiledKernel:
         return sum(1 for line in text.splitlines() if re.search(pattern, line))
 
 
-@dataclass(frozen=True)
-class Specialization:
-    """How Triton's launcher sees one call: everything that its choice of a binary depends on.
-
-    Args:
-        signature: Triton type by argument, "constexpr" for what is compiled in.
-        constexprs: value by place; None and integers equal to 1 are compiled in, too.
-        attributes: what is promised of other arguments by place, such as "tt.divisibility" or, on
-            AMD for tensors below 2 GiB, "tt.pointer_range".
-        options: num_warps and all other compile options of the target.
-    """
-
-    signature: Mapping[str, str]
-    constexprs: Mapping[tuple[int, ...], Any]
-    attributes: Mapping[tuple[int, ...], list[list[Any]]]
-    options: Any
-
-    @property
-    def key(self) -> str:
-        """Equal for two calls exactly if they run the same binary."""
-        return repr((self.signature, self.constexprs, self.attributes, vars(self.options)))
-
-
-def specialize(fn: Any, arguments: Mapping[str, Any], target: str) -> Specialization:
-    """What the launcher of a target derives from a call, computed by Triton's own functions.
-
-    Args:
-        fn: a ``@triton.jit`` or ``@gluon.jit`` function.
-        arguments: arguments and launch options by keyword, as ``fn[grid](**arguments)`` takes them.
-            Tensors may lie on the meta device, whose storage counts as aligned.
-        target: key of `TARGETS`.
-
-    Raises:
-        TypeError: `fn` is not jitted, or is interpreted; an argument is missing.
-        ValueError: unknown target, argument or option.
-    """
-    op = "specialize"
-    if not isinstance(fn, JITFunction):
-        raise TypeError(
-            message(
-                op,
-                "fn",
-                "a @triton.jit or @gluon.jit function",
-                type(fn).__name__,
-                "unset TRITON_INTERPRET before Triton is imported",
-            )
-        )
-    require(target in TARGETS, op, "target", need=f"one of {list(TARGETS)}", got=repr(target))
-    backend = make_backend(TARGETS[target])
-    given = {**LAUNCH_OPTIONS, **arguments}
-    bind = create_function_from_signature(fn.signature, fn.params, backend)
-    bound, parts, options = bind(**given)
-    try:
-        options, signature, constexprs, attributes = fn._pack_args(
-            backend, given, bound, parts, options
-        )
-    except KeyError as error:
-        raise ValueError(
-            message(
-                op,
-                "arguments",
-                f"names out of {fn.arg_names} or an option of {target}",
-                sorted(given),
-            )
-        ) from error
-    return Specialization(signature, constexprs, attributes, options)
-
-
 def compile_for(fn: Any, arguments: Mapping[str, Any], *, target: str) -> CompiledKernel:
     """Compile the binary that ``fn[grid](**arguments)`` would run on a target.
 
@@ -205,10 +130,7 @@ _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
 
 def _compile(fn: Any, call: Specialization, target: str) -> CompiledKernel:
-    source = (GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource)(
-        fn, dict(call.signature), dict(call.constexprs), dict(call.attributes)
-    )
-    kernel = triton.compile(source, target=TARGETS[target], options=vars(call.options))
+    kernel = compile_call(fn, call, target)
     asm = {stage: text for stage, text in kernel.asm.items() if isinstance(text, str)}
     if TARGETS[target].backend == "cuda":
         asm["sass"], usage = _disassemble(kernel.asm["cubin"])

@@ -1,0 +1,41 @@
+"""What each gfx950 instruction does: one table, filled by a file for each chapter of the manual.
+
+Source: AMD Instinct CDNA4 Instruction Set Architecture; tests compare each entry with the manual's
+pseudocode.
+"""
+
+from __future__ import annotations
+
+from ..program import Instruction, Program
+from . import ds, memory, mfma, sop, vop1, vop2, vop3, vop3p, vopc
+from .table import TABLE, Decoding, Run, UnknownInstruction
+
+__all__ = ["TABLE", "Run", "UnknownInstruction", "bind"]
+
+_CHAPTERS = (sop, memory, vop2, vop1, vopc, vop3p, vop3, mfma, ds)
+"""Imported for the entries that they add to the table."""
+
+_ROUNDING, _DENORMALS = 0x0F, 0xF0
+"""Fields of MODE: 0 rounds to nearest even; all bits keep denormals."""
+
+
+def bind(instruction: Instruction, program: Program) -> Run:
+    """The function of a machine that executes an instruction.
+
+    Raises:
+        UnknownInstruction: the mnemonic, its encoding, a modifier or the program's MODE has no
+            semantics here. Nothing is ignored in silence.
+    """
+    if program.mode & (_ROUNDING | _DENORMALS) != _DENORMALS:
+        raise UnknownInstruction(
+            program.name, "MODE with rounding to nearest even and denormals", hex(program.mode)
+        )
+    binder = TABLE.get(instruction.name)
+    if binder is None:
+        raise UnknownInstruction(
+            instruction.text, f"one of {len(TABLE)} mnemonics", instruction.name
+        )
+    decoding = Decoding(instruction, program)
+    run = binder(decoding)
+    decoding.finish()
+    return run

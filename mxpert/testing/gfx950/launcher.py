@@ -1,0 +1,330 @@
+"""Executes one launch of a compiled kernel on CPU tensors."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import message, require
+from .faults import Place, ScratchFault
+from .hazards import UntrackedReadError
+from .machine import Executable, Machine, Schedule, load
+from .memory import Bytes, GlobalMemory
+from .program import Program
+from .trace import WaveTrace
+from .wait_states import check_wait_states
+
+_OP = "gfx950.run"
+_POINTER = 8
+_PACKET = 64
+"""Bytes of the dispatch packet, which kernels read the grid's size from."""
+
+
+@dataclass(frozen=True)
+class CodeObject:
+    """A kernel compiled for gfx950.
+
+    Args:
+        executable: its instructions. lds: bytes of LDS a workgroup.
+        parameters: names of the arguments that are passed, in order; () if they are not known.
+
+    Example:
+        >>> import torch
+        >>> from mxpert.testing._read_kernel import _read_stream_kernel
+        >>> from mxpert.testing.gfx950 import CodeObject, compile_kernel
+        >>> words = torch.arange(4096, dtype=torch.int32)
+        >>> arguments = {"sums_ptr": words, "data_ptr": words, "num_elements": 4096, "BLOCK": 1024}
+        >>> CodeObject.of(compile_kernel(_read_stream_kernel, arguments)).parameters
+        ('sums_ptr', 'data_ptr', 'num_elements')
+    """
+
+    executable: Executable
+    lds: int = 0
+    parameters: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, compiled: Any, *, lds: int = 0, parameters: Sequence[str] = ()) -> CodeObject:
+        """Read what a compiler returned.
+
+        Args:
+            compiled: the result of ``triton.compile``, or the amdgcn listing as text.
+            lds: for a listing, bytes of LDS a workgroup (``metadata.shared`` of Triton).
+            parameters: for a listing, names of the arguments in order.
+
+        Raises:
+            TypeError: `compiled` is neither. ValueError: it is not for gfx950.
+        """
+        if isinstance(compiled, CodeObject):
+            return compiled
+        if isinstance(compiled, str):
+            return cls(load(compiled), lds, tuple(parameters))
+        asm = getattr(compiled, "asm", None)
+        if asm is None or "amdgcn" not in asm:
+            got = type(compiled).__name__
+            need = "a kernel that triton.compile made for gfx950, or its amdgcn text"
+            raise TypeError(message(_OP, "compiled", need, got))
+        signature = compiled.src.signature
+        names = tuple(name for name, kind in signature.items() if kind != "constexpr")
+        return cls(load(asm["amdgcn"]), compiled.metadata.shared, names)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one launch executed.
+
+    Args:
+        kernel: its name. grid: workgroups along x, y and z.
+        instructions: wave-instructions, of all waves together.
+        counts: of them by mnemonic. executed: by index of the instruction.
+        seconds: of this computer, not of the device. lds: bytes a workgroup.
+        registers: vector and accumulator registers a lane. checks: whether checks were on.
+        traces: what each wave executed, if asked for. program: its instructions.
+        regions: name of each allocation → its offsets in global memory, as in the traces.
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+    instructions: int
+    counts: Mapping[str, int] = field(repr=False)
+    executed: Sequence[int] = field(repr=False)
+    seconds: float
+    lds: int
+    registers: int
+    checks: bool
+    traces: Sequence[WaveTrace] = field(repr=False)
+    program: Program = field(repr=False)
+    regions: Mapping[str, range] = field(repr=False)
+
+
+def run(
+    compiled: Any,
+    grid: Sequence[int],
+    arguments: Sequence[Any] | Mapping[str, Any],
+    *,
+    schedule: Schedule = "lowest",
+    seed: int = 0,
+    checks: bool = True,
+    trace: bool = False,
+) -> Report:
+    """Execute a kernel that was compiled for gfx950 on CPU tensors, instruction by instruction.
+
+    Tensors are changed in place. The result has the bits that the instruction set defines; sums
+    inside of a matrix instruction are exact and rounded once.
+
+    Args:
+        compiled: what ``triton.compile`` returned for ``GPUTarget("hip", "gfx950", 64)`` (Triton or
+            Gluon), or a `CodeObject`.
+        grid: one to three numbers of workgroups.
+        arguments: CPU tensors and numbers, by name or in the order of the kernel's parameters.
+            Values that were compiled in may be among the named ones.
+        schedule: "lowest" executes waves side by side; "random" lets a random wave of a random
+            workgroup continue each time. Correct kernels give the same bits with both.
+        seed: of the schedule, and of the garbage in registers and LDS at the start.
+        checks: look for races, missing waits, bytes that workgroups share, misaligned addresses and
+            dependent instructions that stand too close. Takes about as long as executing.
+        trace: record what each wave executed; see `WaveTrace`.
+
+    Returns:
+        A `Report`.
+
+    Raises:
+        Fault: the kernel does something undefined; the class says what.
+        TypeError, ValueError: the arguments do not fit the kernel.
+        NotImplementedError: an instruction is not known.
+
+    Example:
+        >>> import torch
+        >>> from mxpert.testing import gfx950
+        >>> from mxpert.testing._read_kernel import _read_stream_kernel
+        >>> arguments = {
+        ...     "sums_ptr": torch.zeros(2, dtype=torch.int32),
+        ...     "data_ptr": torch.ones(4096, dtype=torch.int32),
+        ...     "num_elements": 4096,
+        ...     "BLOCK": 1024,
+        ... }
+        >>> kernel = gfx950.compile_kernel(_read_stream_kernel, arguments)
+        >>> report = gfx950.run(kernel, (2,), arguments)
+        >>> arguments["sums_ptr"].tolist(), report.counts["s_endpgm"]
+        ([2048, 2048], 8)
+    """
+    code = CodeObject.of(compiled)
+    sizes = _grid(grid)
+    values = _in_order(code, arguments)
+    program = code.executable.program
+    if checks:
+        _check_program(program)
+    while True:
+        memory, kernarg, packet = _memory(program, sizes, values)
+        machine = Machine(
+            code.executable,
+            memory,
+            code.lds,
+            checks=checks,
+            schedule=schedule,
+            seed=seed,
+            trace=trace,
+        )
+        start = time.perf_counter()
+        try:
+            machine.launch(sizes, kernarg, packet)
+            break
+        except UntrackedReadError as found:
+            code.executable.written.add(found.region.name)
+    seconds = time.perf_counter() - start
+    memory.store()
+    counts: collections.Counter[str] = collections.Counter()
+    for instruction, number in zip(program.instructions, machine.executed, strict=True):
+        if number:
+            counts[instruction.name] += number
+    return Report(
+        kernel=program.name,
+        grid=sizes,
+        instructions=counts.total(),
+        counts=counts,
+        executed=machine.executed,
+        seconds=seconds,
+        lds=machine.lds_size,
+        registers=program.metadata.get("vgpr_count", 0),
+        checks=checks,
+        traces=machine.traces,
+        program=program,
+        regions={each.name: range(each.start, each.end) for each in memory.regions},
+    )
+
+
+def _check_program(program: Program) -> None:
+    """Faults that the listing alone shows."""
+    if program.scratch:
+        for index, each in enumerate(program.instructions):
+            if each.name.startswith("scratch_"):
+                place = Place(program.name, index, each.text, each.line)
+                raise ScratchFault(place, f"{program.scratch} bytes of scratch memory a lane")
+    check_wait_states(program)
+
+
+def _grid(grid: Sequence[int]) -> tuple[int, int, int]:
+    sizes = tuple(grid)
+    require(
+        1 <= len(sizes) <= 3 and all(isinstance(size, int) and size >= 0 for size in sizes),
+        _OP,
+        "grid",
+        need="one to three numbers of workgroups",
+        got=sizes,
+    )
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
+
+
+def _in_order(
+    code: CodeObject, arguments: Sequence[Any] | Mapping[str, Any]
+) -> list[tuple[str, Any]]:
+    """Names and values of the kernel's arguments, in its order."""
+    explicit = code.executable.program.arguments
+    if isinstance(arguments, Mapping):
+        require(
+            bool(code.parameters) or not explicit,
+            _OP,
+            "arguments",
+            need="a sequence, as the code object names no parameters",
+            got="names",
+        )
+        missing = [name for name in code.parameters if name not in arguments]
+        require(not missing, _OP, "arguments", need=list(code.parameters), got=f"no {missing}")
+        values = [(name, arguments[name]) for name in code.parameters]
+    else:
+        names = code.parameters or tuple(f"argument {n}" for n in range(len(arguments)))
+        require(
+            len(names) == len(arguments),
+            _OP,
+            "arguments",
+            need=f"{len(names)} values for {list(names)}",
+            got=f"{len(arguments)} values",
+        )
+        values = list(zip(names, arguments, strict=True))
+    # Triton appends pointers to scratch in global memory, which kernels that ask for none ignore.
+    extra = len(explicit) - len(values)
+    require(
+        0 <= extra <= 2,
+        _OP,
+        "arguments",
+        need=f"{len(explicit)} values, up to two of them appended by Triton",
+        got=f"{len(values)} values",
+    )
+    return values
+
+
+def _memory(
+    program: Program, grid: tuple[int, int, int], values: Sequence[tuple[str, Any]]
+) -> tuple[GlobalMemory, int, int]:
+    """Global memory with all tensors; addresses of kernel arguments and dispatch packet."""
+    memory = GlobalMemory()
+    addresses: dict[int, int] = {}
+    segment = bytearray(program.kernarg_size)
+    threads = 64 * program.num_waves
+    for place, (name, value) in zip(program.arguments, values, strict=False):
+        if isinstance(value, torch.Tensor):
+            value = _address(memory, addresses, name, value)
+        segment[place.offset : place.offset + place.size] = _encode(value, place.size, name)
+    for axis, size in zip("xyz", grid, strict=True):
+        hidden = {
+            f"hidden_block_count_{axis}": size,
+            f"hidden_group_size_{axis}": threads if axis == "x" else 1,
+        }
+        for kind, number in hidden.items():
+            if kind in program.hidden:
+                at = program.hidden[kind]
+                segment[at.offset : at.offset + at.size] = _encode(number, at.size, kind)
+    packet = memory.add("the dispatch packet", _packet(grid, threads))
+    kernarg = memory.add("the kernel arguments", _read_only(bytes(segment)))
+    memory.load()
+    return memory, kernarg, packet
+
+
+def _address(
+    memory: GlobalMemory, addresses: dict[int, int], name: str, tensor: torch.Tensor
+) -> int:
+    """Virtual address of a tensor; tensors of one storage share its mapping."""
+    require(
+        tensor.device.type == "cpu",
+        _OP,
+        name,
+        need="a CPU tensor",
+        got=f"a tensor on {tensor.device}",
+        remedy="move it with .cpu()",
+    )
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    if start not in addresses:
+        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+        addresses[start] = memory.add(name, flat.numpy(), alignment=start)
+    return addresses[start] + tensor.data_ptr() - start
+
+
+def _encode(value: Any, size: int, name: str) -> bytes:
+    """The bytes of one kernel argument."""
+    if value is None:
+        return bytes(size)
+    if isinstance(value, float):
+        kinds = {2: np.float16, 4: np.float32, 8: np.float64}
+        return np.array(value, kinds[size]).tobytes()
+    if isinstance(value, int):
+        return int(value).to_bytes(size, "little", signed=value < 0)
+    raise TypeError(message(_OP, name, "a CPU tensor or a number", type(value).__name__))
+
+
+def _packet(grid: tuple[int, int, int], threads: int) -> Bytes:
+    """The dispatch packet (HSA, hsa_kernel_dispatch_packet_t) as far as kernels read it."""
+    packet = np.zeros(_PACKET, np.uint8)
+    packet[4:10].view(np.uint16)[:] = threads, 1, 1
+    packet[12:24].view(np.uint32)[:] = grid[0] * threads, grid[1], grid[2]
+    return _read_only(packet.tobytes())
+
+
+def _read_only(content: bytes) -> Bytes:
+    return np.frombuffer(content, np.uint8)

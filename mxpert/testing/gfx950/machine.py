@@ -1,0 +1,404 @@
+"""Runs the waves of a kernel: which wave goes next, barriers, and the way to memory.
+
+All waves of a batch of workgroups that stand at the same instruction execute it together, so that
+one numpy call serves waves x 64 lanes. The default schedule always continues at the lowest program
+counter, which brings waves together again after a branch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from . import hazards
+from .effects import Effects, effects
+from .faults import EndlessLoopFault, Fault, MisalignedFault, OutOfBoundsFault, Place
+from .instructions import bind
+from .memory import GlobalMemory, Lds, Offsets
+from .program import Program, parse_listing
+from .state import LANES, Indices, Lanes, WaveState, Words
+from .trace import WaveTrace
+
+STORED = -1
+"""Result of an instruction that has stored program counters: a split, a barrier or the end."""
+
+Schedule = Literal["lowest", "random"]
+Counter = Literal["vm", "lgkm", "smem"]
+"""Loads and stores in flight: vector memory, LDS, and scalar loads (which LGKM_CNT counts too)."""
+
+_MAX_WAVES = 64
+"""Waves of a batch: more amortise Python, fewer fit into the host's caches."""
+_MAX_RUN = 60
+"""Instructions that a wave executes at most before the random schedule picks another."""
+_BUDGET = 2_000_000
+"""Instructions of a wave; the longest kernel of the library executes some 100,000."""
+
+
+class _Status(Enum):
+    READY, WAITING, ENDED = range(3)
+
+
+_READY, _WAITING, _ENDED = (status.value for status in _Status)
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A program with its instructions bound to what they do.
+
+    Args:
+        program: the kernel. written: names of the arguments that it was seen to write.
+    """
+
+    program: Program
+    written: set[str] = field(default_factory=set, compare=False)
+
+    @functools.cached_property
+    def bound(self) -> tuple[Callable[[Machine], int | None], ...]:
+        """A function for each instruction."""
+        return tuple(bind(instruction, self.program) for instruction in self.program.instructions)
+
+    @functools.cached_property
+    def effects(self) -> tuple[Effects, ...]:
+        """Registers read and written by each instruction."""
+        return tuple(map(effects, self.program.instructions))
+
+
+@functools.lru_cache(maxsize=256)
+def load(listing: str) -> Executable:
+    """The executable of a listing; the same listing is parsed once."""
+    return Executable(parse_listing(listing))
+
+
+class Machine:
+    """Executes one kernel.
+
+    Args:
+        executable: the kernel. memory: its global memory, loaded.
+        lds: bytes of LDS a workgroup.
+        checks: whether to look for faults that do not show in the results.
+        schedule: "lowest" or "random". seed: of garbage in registers and LDS, and of the schedule.
+        trace: whether to record what each wave executes.
+        budget: instructions that a wave may execute.
+
+    Attributes:
+        state: registers of the waves of the current batch. lds: their LDS.
+        executed: wave-instructions by index of the instruction.
+        traces: a `WaveTrace` for each wave of the launch, if asked for.
+    """
+
+    def __init__(
+        self,
+        executable: Executable,
+        memory: GlobalMemory,
+        lds: int,
+        *,
+        checks: bool = True,
+        schedule: Schedule = "lowest",
+        seed: int = 0,
+        trace: bool = False,
+        budget: int = _BUDGET,
+    ) -> None:
+        self.executable, self.program, self.memory = executable, executable.program, memory
+        self.num_waves, self.lds_size = self.program.num_waves, max(lds, self.program.lds)
+        self._schedule, self._budget, self._seed = schedule, budget, seed
+        self._random = np.random.default_rng(seed)
+        self.executed = [0] * len(self.program.instructions)
+        self.traces: list[WaveTrace] = []
+        self._tracing = trace
+        self.sharing = hazards.SharingCheck(memory, executable.written) if checks else None
+        self.waits: hazards.WaitCheck | None = None
+        self.races: hazards.LdsCheck | None = None
+        self._checks = checks
+        self.index = 0
+        self.state: WaveState
+        self.lds: Lds
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def launch(self, grid: Sequence[int], kernarg: int, packet: int) -> None:
+        """Execute all workgroups of a grid of up to three sizes.
+
+        Args:
+            grid: workgroups along x, y and z.
+            kernarg, packet: addresses of the kernel arguments and of the dispatch packet.
+
+        Raises:
+            Fault: the kernel does something undefined.
+        """
+        x, y, z = (*grid, 1, 1)[:3]
+        ids = np.array(
+            [place[::-1] for place in itertools.product(range(z), range(y), range(x))], np.uint32
+        ).reshape(-1, 3)
+        order = np.arange(len(ids))
+        if self._schedule == "random":
+            order = self._random.permutation(len(ids))
+        batch = max(1, _MAX_WAVES // self.num_waves)
+        with np.errstate(all="ignore"):
+            for first in range(0, len(ids), batch):
+                self._start(order[first : first + batch], ids, kernarg, packet)
+                self._run()
+
+    def _start(
+        self, workgroups: Indices, ids: npt.NDArray[np.uint32], kernarg: int, packet: int
+    ) -> None:
+        """Set up the registers and LDS of a batch of workgroups."""
+        count, waves = workgroups.size, workgroups.size * self.num_waves
+        program, garbage = self.program, np.random.default_rng(self._seed)
+        self.state = state = WaveState(waves, garbage, program.mode)
+        self.lds = Lds(count, self.lds_size, garbage)
+        self._status = np.full(waves, _READY, np.int8)
+        self._counter = np.full(waves, program.entry, np.int64)
+        self.group = np.repeat(np.arange(count), self.num_waves)
+        self.wave = np.tile(np.arange(self.num_waves), count)
+        self.workgroup = workgroups[self.group].astype(np.int32)
+        if program.descriptor.get("user_sgpr_dispatch_ptr", 0):
+            first = 4 * program.descriptor.get("user_sgpr_private_segment_buffer", 0)
+            state.scalar[first : first + 2] = [[packet & 0xFFFFFFFF], [packet >> 32]]
+        register = program.kernarg_register
+        state.scalar[register : register + 2] = [[kernarg & 0xFFFFFFFF], [kernarg >> 32]]
+        start = kernarg - GlobalMemory.BASE
+        words = self.memory.bytes[start : start + 4 * program.preloaded_dwords].view(np.uint32)
+        preloaded = register + 2 + 2 * program.descriptor.get("user_sgpr_dispatch_id", 0)
+        state.scalar[preloaded : preloaded + words.size] = words[:, None]
+        place = program.descriptor["user_sgpr_count"]
+        for axis, name in enumerate("xyz"):
+            if program.descriptor.get(f"system_sgpr_workgroup_id_{name}", 0):
+                state.scalar[place] = ids[self.workgroup, axis]
+                place += 1
+        state.vector[0] = self.wave[:, None] * LANES + np.arange(LANES)
+        self._done = np.zeros(waves, np.int64)
+        if self._checks:
+            self.waits = hazards.WaitCheck(self)
+            self.races = hazards.LdsCheck(self)
+        if self._tracing:
+            self._traces = [
+                WaveTrace(int(group), int(wave))
+                for group, wave in zip(self.workgroup, self.wave, strict=True)
+            ]
+            self.traces += self._traces
+
+    def _run(self) -> None:
+        while True:
+            ready = np.flatnonzero(self._status == _READY)
+            if ready.size:
+                self._execute(*self._choose(ready))
+            elif (self._status == _ENDED).all():
+                return
+            else:
+                self._release()
+
+    def _choose(self, ready: Indices) -> tuple[int, int, int]:
+        """Select waves; return their instruction, one where to stop, and how many to execute."""
+        counters = self._counter[ready]
+        if self._schedule == "random":  # one wave of each workgroup, where they stand together
+            wave = ready[self._random.integers(ready.size)]
+            together = (counters == self._counter[wave]) & (self.wave[ready] == self.wave[wave])
+            self.state.select(ready[together])
+            return int(self._counter[wave]), -1, int(self._random.integers(1, _MAX_RUN))
+        lowest = int(counters.min())
+        others = counters[counters != lowest]
+        self.state.select(ready[counters == lowest])
+        return lowest, int(others.min()) if others.size else -1, self._budget
+
+    def _execute(self, index: int, stop: int, count: int) -> None:
+        """Let the selected waves execute up to `count` instructions, or as far as `stop`."""
+        bound, executed, facts = self.executable.bound, self.executed, self.executable.effects
+        state, waits = self.state, self.waits
+        done = self._done[state.indices]
+        left = min(count, self._budget - int(done.max()))
+        if left <= 0:
+            self.index = index
+            self.fault(EndlessLoopFault, f"a wave has executed {self._budget} instructions")
+        executed_now = 0
+        while True:
+            self.index = index
+            if waits is not None and not waits.pending.isdisjoint(facts[index].touched):
+                waits.check(facts[index])
+            executed[index] += state.count
+            executed_now += 1
+            if self._tracing:
+                for wave in state.indices:
+                    self._traces[wave].instructions.append(index)
+            following = bound[index](self)
+            if following == STORED:
+                break
+            index = index + 1 if following is None else following
+            if executed_now == left or 0 <= stop <= index:
+                self._counter[state.indices] = index
+                break
+        self._done[state.indices] = done + executed_now
+
+    def _release(self) -> None:
+        """Let all workgroups continue whose waves have all come to the barrier or to the end."""
+        waiting = (self._status == _WAITING).reshape(-1, self.num_waves)
+        ended = (self._status == _ENDED).reshape(-1, self.num_waves)
+        # A wave that has ended no longer counts.
+        free = (waiting | ended).all(1) & waiting.any(1)
+        waves = np.flatnonzero((free[:, None] & waiting).ravel())
+        if self.races is not None:
+            self.races.release(waves)
+        self._status[waves] = _READY
+
+    # -- what instructions call --------------------------------------------------------------------
+
+    def fault(self, kind: type[Fault], what: str, where: Lanes | None = None) -> NoReturn:
+        """Raise a fault of the current instruction.
+
+        Args:
+            kind: its class. what: what is wrong.
+            where: bool [count] or [count, 64], the waves or lanes of which this holds.
+        """
+        instruction = self.program.instructions[self.index]
+        who: list[int | None] = [None, None, None]
+        if where is not None and where.any():
+            first = np.argwhere(where)[0]
+            wave = self.state.indices[first[0]]
+            who = [int(self.workgroup[wave]), int(self.wave[wave]), None]
+            if where.ndim == 2:
+                who[2] = int(first[1])
+        place = Place(self.program.name, self.index, instruction.text, instruction.line, *who)
+        raise kind(place, what)
+
+    def branch(self, taken: Lanes, target: int) -> int | None:
+        """Let the waves that have `taken` the branch, bool [count], continue at `target`."""
+        if taken.all():
+            return target
+        if not taken.any():
+            return None
+        self._counter[self.state.indices] = np.where(taken, target, self.index + 1)
+        return STORED
+
+    def barrier(self) -> int:
+        """Let the selected waves wait for the other waves of their workgroups."""
+        self._status[self.state.indices] = _WAITING
+        self._counter[self.state.indices] = self.index + 1
+        return STORED
+
+    def end(self) -> int:
+        """End the selected waves."""
+        self._status[self.state.indices] = _ENDED
+        return STORED
+
+    def issue_load(self, counter: Counter, registers: Sequence[int]) -> None:
+        """Count a load in flight to these registers, scalar ones from `program.SCALARS` on."""
+        if self.waits is not None:
+            self.waits.issue(counter, registers)
+
+    def issue_store(self, counter: Counter) -> None:
+        """Count a memory operation in flight that writes no register."""
+        if self.waits is not None:
+            self.waits.issue(counter, ())
+
+    def wait(self, vmcnt: int | None = None, lgkmcnt: int | None = None) -> None:
+        """Wait until at most so many operations are in flight."""
+        if self.waits is not None:
+            self.waits.wait(vmcnt, lgkmcnt)
+
+    def global_access(
+        self,
+        address: npt.NDArray[Any],
+        size: int,
+        *,
+        write: bool = False,
+        atomic: bool = False,
+        lanes: Lanes | None = None,
+    ) -> Offsets:
+        """Check an access to global memory.
+
+        Args:
+            address: of each lane, [count, 64]. size: bytes of each lane.
+            write: whether it stores. atomic: whether it is an atomic operation.
+            lanes: those that take part; None means the active ones.
+
+        Returns:
+            Offsets into ``memory.bytes``, int64 [count, 64]; lanes that take no part have a valid
+            one.
+        """
+        lanes = self.state.active if lanes is None else lanes
+        offsets = np.broadcast_to(address, lanes.shape).astype(np.int64) - GlobalMemory.BASE
+        if not lanes.all():
+            if not lanes.any():
+                return np.full(lanes.shape, self.memory.regions[0].start, np.int64)
+            offsets = np.where(lanes, offsets, offsets[lanes][0])
+        region = self.memory.region_of(int(offsets.min()), int(offsets.max()) + size)
+        if region is None:
+            outside = self.memory.outside(offsets, size) & lanes
+            if outside.any():
+                where = self.memory.describe(int(offsets[outside][0]))
+                self.fault(OutOfBoundsFault, f"{size} bytes at {where}", outside)
+        if self._checks:
+            misaligned = (offsets & (min(size, 4) - 1)).astype(np.bool_)
+            if misaligned.any():
+                self.fault(MisalignedFault, "the address is not aligned", misaligned & lanes)
+        if self._tracing:
+            self._note(lambda trace, row: trace.note_lines(offsets[row][lanes[row]], size))
+        if self.sharing is not None:
+            self.sharing.access(self, region, offsets, size, write, atomic, lanes)
+        return offsets
+
+    def scalar_access(self, address: npt.NDArray[Any], size: int) -> Offsets:
+        """Check a scalar load; `address` and the returned offsets are [count]."""
+        lanes = np.ones((self.state.count, 1), np.bool_)
+        offsets: Offsets = self.global_access(address[:, None], size, lanes=lanes)[:, 0]
+        return offsets
+
+    def lds_access(
+        self,
+        address: npt.NDArray[Any],
+        size: int,
+        *,
+        write: bool = False,
+        direct: bool = False,
+        atomic: bool = False,
+        lanes: Lanes | None = None,
+        words: Sequence[Words] = (),
+    ) -> Offsets:
+        """Check an access to LDS.
+
+        Args:
+            address: bytes from the workgroup's first, [count, 64]. size: bytes of each lane.
+            write: whether it stores. direct: whether a load from global memory stores.
+            atomic: whether it is an atomic operation.
+            lanes: those that take part; None means the active ones.
+            words: what is stored. Waves may store the same bytes twice.
+
+        Returns:
+            Offsets into ``lds.bytes``, int64 [count, 64]; lanes that take no part have a valid one.
+        """
+        lanes = self.state.active if lanes is None else lanes
+        address = np.broadcast_to(address, lanes.shape).astype(np.int64)
+        if not lanes.all():
+            address = np.where(lanes, address, 0)
+        if address.size and int(address.max()) + size > self.lds.limit:
+            outside = lanes & (address + size > self.lds.limit)
+            if outside.any():
+                what = f"LDS bytes from {int(address[outside][0]):#x} on, of {self.lds.limit:#x}"
+                self.fault(OutOfBoundsFault, what, outside)
+        if self._checks:
+            misaligned = (address & (min(size, 4) - 1)).astype(np.bool_)
+            if misaligned.any():
+                self.fault(MisalignedFault, "the LDS address is not aligned", misaligned)
+        if self._tracing and not direct:
+            self._note(lambda trace, row: trace.note_banks(address[row], lanes[row], size))
+        offsets: Offsets = address + self.group[self.state.selected][:, None] * self.lds.size
+        if self.races is not None:
+            self.races.access(offsets, size, write, direct, atomic, lanes, words)
+        return offsets
+
+    def lds_stored(
+        self, offsets: Offsets, size: int, words: Sequence[Words], lanes: Lanes | None = None
+    ) -> None:
+        """Check after a store that no two lanes or waves gave one byte different values."""
+        if self.races is not None:
+            self.races.stored(offsets, size, words, self.state.active if lanes is None else lanes)
+
+    def _note(self, note: Callable[[WaveTrace, int], None]) -> None:
+        for row, wave in enumerate(self.state.indices):
+            note(self._traces[wave], row)
