@@ -1,12 +1,13 @@
 """Register and LDS layouts of the prefill kernels.
 
 A tile is BLOCK_M sorted rows x BLOCK_N = 256 weight rows. WARPS_M x WARPS_N waves share it. A wave
-owns 64 sorted rows x 256 / WARPS_N weight rows: four fragments of 16 rows, times FRAGMENTS weight
-fragments of 16. Two weight fragments make a slice; a tile has SLICES of them.
+owns 64 sorted rows x 256 / WARPS_N weight rows: four fragments of 16 rows, times eight or four weight
+fragments of 16. Four weight fragments make a part. A quadrant is one half of the rows times one part
+of the weights, eight MFMA.
 
-The tensors of Triton number a tile's rows in the order of `AMDMFMALayout`: fragment, wave, row of
-the fragment. Memory has the fragments of a wave in a row: wave, fragment, row of the fragment. The
-layouts below map one to the other, so that no data moves; `memory_row` is the same map for indices.
+The tensors of Triton number the rows of a half or a part in the order of `AMDMFMALayout`: fragment,
+wave, row of the fragment. Memory has the fragments of a wave in a row: wave, fragment, row of the
+fragment. The layouts below map one to the other, so that no data moves.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ def warps_n(BLOCK_M):
 
 
 @gluon.constexpr_function
-def num_slices(BLOCK_M):
-    """Slices of two weight fragments a wave: 4 for 256 sorted rows, else 2."""
-    return 4 if BLOCK_M == 256 else 2
+def weight_parts(BLOCK_M):
+    """Parts of four weight fragments a wave: 2 for 256 sorted rows, else 1."""
+    return 2 if BLOCK_M == 256 else 1
 
 
 @gluon.constexpr_function
@@ -81,22 +82,24 @@ def _fragments(count, waves, axis):
 
 @gluon.constexpr_function
 def rows_in_lds(BLOCK_M):
-    """[BLOCK_M, 128] bytes of the sorted rows.
+    """[BLOCK_M / 2, 128] bytes of half of the sorted rows: two fragments of each wave.
 
     128 bytes are half of the 64 banks. Rows r and r + 2 share banks, so the 16-byte chunk c of row
     r is stored at chunk c ^ (r / 2 % 8): sixteen rows of one chunk fill the banks once.
     """
     chunks: Any = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
     swizzled: Any = [[1, 0], [2, 16], [4, 32], [8, 64]]
-    return gl.SharedLinearLayout(chunks + swizzled + _fragments(4, warps_m(BLOCK_M), 0))
+    return gl.SharedLinearLayout(chunks + swizzled + _fragments(2, warps_m(BLOCK_M), 0))
 
 
 @gluon.constexpr_function
 def weights_in_lds(BLOCK_M):
-    """[64 bytes, 256 weight rows]: fragments [block of 32 codes][row][16 bytes], as in memory."""
+    """[64 bytes, 256 / parts weight rows]: fragments [block of 32 codes][row][16 bytes].
+
+    That is their order in memory. A part has four fragments of each wave.
+    """
     lane: Any = _along(0, [1, 2, 4, 8]) + _along(1, [1, 2, 4, 8]) + _along(0, [16, 32])
-    waves = warps_n(BLOCK_M)
-    return gl.SharedLinearLayout(lane + _fragments(16 // waves, waves, 1))
+    return gl.SharedLinearLayout(lane + _fragments(4, warps_n(BLOCK_M), 1))
 
 
 @gluon.constexpr_function
@@ -155,8 +158,15 @@ def scale_copy_layout(WARPS):
 
 
 @gluon.jit
-def memory_row(row, WAVES: gl.constexpr, FRAGMENTS: gl.constexpr):
-    """Place of a row in memory, from its number in Triton's order."""
-    fragment = row // (16 * WAVES)
-    wave = row // 16 % WAVES
-    return (wave * FRAGMENTS + fragment) * 16 + row % 16
+def row_of_half(row, BLOCK_M: gl.constexpr, HALF: gl.constexpr):
+    """Row of the tile, from its number in Triton's order of a half."""
+    WAVES: gl.constexpr = warps_m(BLOCK_M)
+    return row // 16 % WAVES * 64 + HALF * 32 + row // (16 * WAVES) * 16 + row % 16
+
+
+@gluon.jit
+def column_of_part(column, BLOCK_M: gl.constexpr, PART: gl.constexpr):
+    """Weight row of the tile, from its number in Triton's order of a part."""
+    WAVES: gl.constexpr = warps_n(BLOCK_M)
+    unit = column // 16 % WAVES * weight_parts(BLOCK_M) + PART
+    return unit * 64 + column // (16 * WAVES) * 16 + column % 16

@@ -26,7 +26,6 @@ from .prefill_layouts import (
     fragment_copy_layout,
     linear_in_lds,
     mfma_layout,
-    num_slices,
     row_copy_layout,
     rows_in_lds,
     scale_copy_layout,
@@ -34,6 +33,7 @@ from .prefill_layouts import (
     scales_in_lds,
     warps_m,
     warps_n,
+    weight_parts,
     weights_in_lds,
 )
 
@@ -53,17 +53,16 @@ class Variant:
 class Source:
     """Global memory that a tile reads. Pointers are to the tile's first byte, offsets int32.
 
-    rows: uint8 codes. row_offset: [BLOCK_M], of each copied row. row_bytes: bytes of a row.
-    weights, weight_offset [16]: the tile's fragments in one step. row_scales, weight_scales: units
-    [64 rows][step][256]; row_scale_offset [BLOCK_M / 64], weight_scale_offset [4]: of each unit.
-    steps: steps of the contracted dimension.
+    rows: uint8 codes. row_offset: of the rows of each half, [BLOCK_M / 2]. row_bytes: bytes of a
+    row. weights, weight_offset: of the fragments of each part in one step. row_scales, weight_scales: units [64 rows][step][256]; row_scale_offset
+    [BLOCK_M / 64], weight_scale_offset [4]: of each unit. steps: of the contracted dimension.
     """
 
     rows: gl.tensor
-    row_offset: gl.tensor
+    row_offset: gl.tuple
     row_bytes: gl.tensor
     weights: gl.tensor
-    weight_offset: gl.tensor
+    weight_offset: gl.tuple
     row_scales: gl.tensor
     row_scale_offset: gl.tensor
     weight_scales: gl.tensor
@@ -73,19 +72,26 @@ class Source:
 
 @aggregate
 class Buffers:
-    """LDS: see the module."""
+    """LDS of each half of the rows, of each part of the weights, and of the scales.
 
-    rows: gl.shared_memory_descriptor
-    weights: gl.shared_memory_descriptor
+    The weights of e2m1 rows have the parts of even steps, then those of odd steps. Copies of one
+    step to different allocations need no barrier between them.
+    """
+
+    rows: gl.tuple
+    weights: gl.tuple
     row_scales: gl.shared_memory_descriptor
     weight_scales: gl.shared_memory_descriptor
 
 
 @aggregate
 class Fragments:
-    """Operands of one step in registers. `weights` has one value a slice; scales are dwords."""
+    """Operands of one step in registers: two halves of the rows, parts of the weights, scales.
 
-    rows: gl.tensor
+    Scales are dwords of four fragments.
+    """
+
+    rows: gl.tuple
     row_scales: gl.tensor
     weights: gl.tuple
     weight_scales: gl.tensor
@@ -145,28 +151,42 @@ def make_buffers(variant):
     ROW_SLOTS: gl.constexpr = SLOTS // steps_per_buffer(variant.FORMAT)
     LINEAR: gl.constexpr = linear_in_lds()
     BLOCK_M: gl.constexpr = variant.BLOCK_M
+    PARTS: gl.constexpr = weight_parts(BLOCK_M)
+    rows, weights = (), ()
+    for _ in gl.static_range(2):
+        rows += (gl.allocate_shared_memory(gl.uint8, [ROW_SLOTS, BLOCK_M // 2, 128], LINEAR),)
+    for _ in gl.static_range(steps_per_buffer(variant.FORMAT) * PARTS):
+        weights += (
+            gl.allocate_shared_memory(gl.uint8, [ROW_SLOTS, 16 // PARTS, 1024], LINEAR),
+        )
     return Buffers(
-        rows=gl.allocate_shared_memory(gl.uint8, [ROW_SLOTS, BLOCK_M, 128], LINEAR),
-        weights=gl.allocate_shared_memory(gl.uint8, [SLOTS, 16, 1024], LINEAR),
+        rows=rows,
+        weights=weights,
         row_scales=gl.allocate_shared_memory(gl.uint8, [2, BLOCK_M // 64, 512], LINEAR),
         weight_scales=gl.allocate_shared_memory(gl.uint8, [2, 4, 512], LINEAR),
     )
 
 
 @gluon.jit
-def row_places(BLOCK_M: gl.constexpr):
-    """The tile's rows in the order of the direct copies, int32 [BLOCK_M]."""
+def copied_rows(BLOCK_M: gl.constexpr, HALF: gl.constexpr):
+    """The tile's rows of one half, in the order of its copies, int32 [BLOCK_M / 2]."""
     LAYOUT: gl.constexpr = row_copy_layout(gl.num_warps())
-    return gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    place = gl.arange(0, BLOCK_M // 2, gl.SliceLayout(1, LAYOUT))
+    return place // 32 * 64 + HALF * 32 + place % 32
 
 
 @gluon.jit
-def offsets_of_weights(first_unit, num_units, steps):
-    """Offsets [16] of the tile's fragments of one step. Units past the last one repeat it."""
+def offsets_of_weights(first_unit, num_units, steps, BLOCK_M: gl.constexpr):
+    """Offsets of each part's fragments in one step. Units past the last one repeat it."""
     LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
-    fragment = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-    unit = gl.minimum(first_unit + fragment // 4, num_units - 1) - first_unit
-    return unit * (steps * 4096) + fragment % 4 * 1024
+    PARTS: gl.constexpr = weight_parts(BLOCK_M)
+    fragment = gl.arange(0, 16 // PARTS, gl.SliceLayout(1, LAYOUT))
+    offsets = ()
+    for part in gl.static_range(PARTS):
+        unit = first_unit + fragment // 4 * PARTS + part
+        unit = gl.minimum(unit, num_units - 1) - first_unit
+        offsets += (unit * (steps * 4096) + fragment % 4 * 1024,)
+    return offsets
 
 
 @gluon.jit
@@ -179,28 +199,28 @@ def offsets_of_scales(UNITS: gl.constexpr, first_unit, num_units, steps):
 
 
 @gluon.jit
-def _copy_rows(source, slots, variant, slot, buffer):
-    """Copy the sorted rows' buffer number `buffer` to LDS, swizzled as `rows_in_lds` says.
+def _copy_rows(source, slots, slot, buffer, HALF: gl.constexpr):
+    """Copy half of buffer number `buffer` of the rows to LDS, swizzled as `rows_in_lds` says.
 
     Bytes past the end of a row repeat its last 16: their weights are zeros.
     """
     LAYOUT: gl.constexpr = row_copy_layout(gl.num_warps())
-    row = gl.arange(0, variant.BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    row = gl.arange(0, slots.shape[1], gl.SliceLayout(1, LAYOUT))
     byte = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     chunk = (byte // 16)[None, :] ^ (row // 2 % 8)[:, None]
     first = gl.minimum(chunk * 16 + buffer * 128, source.row_bytes - 16)
-    offsets = source.row_offset[:, None] + first + (byte % 16)[None, :]
+    offsets = source.row_offset[HALF][:, None] + first + (byte % 16)[None, :]
     # The compiler cannot see that each thread's 16 offsets follow each other.
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
     async_copy.buffer_load_to_shared(slots.index(slot), source.rows, offsets)
 
 
 @gluon.jit
-def _copy_weights(source, slots, slot, step):
-    """Copy the weights of `step` to LDS; steps past the last one repeat it."""
+def _copy_weights(source, slots, slot, step, PART: gl.constexpr):
+    """Copy a part of the weights of `step` to LDS; steps past the last one repeat it."""
     LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
     byte = gl.arange(0, 1024, gl.SliceLayout(0, LAYOUT))
-    offsets = source.weight_offset[:, None] + byte[None, :]
+    offsets = source.weight_offset[PART][:, None] + byte[None, :]
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
     weights = source.weights + gl.minimum(step, source.steps - 1) * 4096
     async_copy.buffer_load_to_shared(slots.index(slot), weights, offsets)
@@ -218,36 +238,44 @@ def _copy_scales(scales, unit_offset, slots, pair, steps):
 
 
 @gluon.jit
-def _copy_all_scales(source, buffers, pair):
-    """Start copies of the scales of rows and weights in two steps."""
-    steps = source.steps
-    _copy_scales(source.row_scales, source.row_scale_offset, buffers.row_scales, pair, steps)
-    _copy_scales(
-        source.weight_scales, source.weight_scale_offset, buffers.weight_scales, pair, steps
-    )
+def _copy_row_scales(source, buffers, pair):
+    slots, steps = buffers.row_scales, source.steps
+    _copy_scales(source.row_scales, source.row_scale_offset, slots, pair, steps)
 
 
 @gluon.jit
-def _read_rows(buffers, variant, slot, ODD: gl.constexpr):
-    """Fragments [BLOCK_M, 128 elements] of the sorted rows in a step; ODD: its last bit."""
+def _copy_weight_scales(source, buffers, pair):
+    slots, steps = buffers.weight_scales, source.steps
+    _copy_scales(source.weight_scales, source.weight_scale_offset, slots, pair, steps)
+
+
+@gluon.jit
+def _read_rows(buffers, variant, slot, ODD: gl.constexpr, HALF: gl.constexpr):
+    """Fragments [BLOCK_M / 2, 128 elements] of the sorted rows in a step; ODD: its last bit."""
     PER_BUFFER: gl.constexpr = steps_per_buffer(variant.FORMAT)
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     TYPE: gl.constexpr = element_type(variant.FORMAT)
-    rows = buffers.rows.index(slot // PER_BUFFER)
-    tile = reinterpret(rows, TYPE, [BLOCK_M, 128], rows_in_lds(BLOCK_M))
+    rows = buffers.rows[HALF].index(slot // PER_BUFFER)
+    tile = reinterpret(rows, TYPE, [BLOCK_M // 2, 128], rows_in_lds(BLOCK_M))
     if PER_BUFFER == 2:
         tile = tile.slice(64 * ODD, 64, dim=1)
     return async_copy.load_shared_relaxed(tile, operand_layout(BLOCK_M, 0))
 
 
+@gluon.constexpr_function
+def weight_buffer(BLOCK_M, FORMAT, ODD, PART):
+    """Which of `Buffers.weights` holds a part of an even or odd step."""
+    return ODD * weight_parts(BLOCK_M) + PART if FORMAT == "e2m1" else PART
+
+
 @gluon.jit
-def _read_weights(buffers, variant, slot, SLICE: gl.constexpr):
-    """Fragments of one slice of the weights in a step, [64 bytes, 256 / SLICES]."""
+def _read_weights(buffers, variant, slot, ODD: gl.constexpr, PART: gl.constexpr):
+    """Fragments of one part of the weights in a step, [64 bytes, 256 / parts]."""
     BLOCK_M: gl.constexpr = variant.BLOCK_M
-    ROWS: gl.constexpr = 256 // num_slices(BLOCK_M)
-    weights = buffers.weights.index(slot)
-    tile = reinterpret(weights, gl.uint8, [64, 256], weights_in_lds(BLOCK_M))
-    part = tile.slice(SLICE * ROWS, ROWS, dim=1)
+    INDEX: gl.constexpr = weight_buffer(BLOCK_M, variant.FORMAT, ODD, PART)
+    ROWS: gl.constexpr = 256 // weight_parts(BLOCK_M)
+    weights = buffers.weights[INDEX].index(slot // steps_per_buffer(variant.FORMAT))
+    part = reinterpret(weights, gl.uint8, [64, ROWS], weights_in_lds(BLOCK_M))
     return async_copy.load_shared_relaxed(part, operand_layout(BLOCK_M, 1))
 
 
@@ -277,110 +305,160 @@ def _read_weight_scales(buffers, variant, pair, ODD: gl.constexpr):
 
 
 @gluon.jit
-def _scales_of_rows(dwords, variant):
-    """Bytes [BLOCK_M, 4] from the dwords of `_read_row_scales`; no data moves."""
-    ROWS: gl.constexpr = variant.BLOCK_M
-    LAYOUT: gl.constexpr = scale_layout(ROWS, 0, ROWS)
+def _scales_of_half(dwords, variant, HALF: gl.constexpr):
+    """Bytes [BLOCK_M / 2, 4] of two fragments from the dwords of `_read_row_scales`."""
+    ROWS: gl.constexpr = variant.BLOCK_M // 2
+    LAYOUT: gl.constexpr = scale_layout(variant.BLOCK_M, 0, ROWS)
+    dwords = dwords >> (16 * HALF)
+    pair = gl.join(dwords.to(gl.uint8), (dwords >> 8).to(gl.uint8))
+    return gl.convert_layout(gl.reshape(gl.permute(pair, (2, 0, 1)), (ROWS, 4)), LAYOUT)
+
+
+@gluon.jit
+def _scales_of_part(dwords, variant, PART: gl.constexpr):
+    """Bytes [256 / parts, 4] of four fragments from the dwords of `_read_weight_scales`."""
+    ROWS: gl.constexpr = 256 // weight_parts(variant.BLOCK_M)
+    LAYOUT: gl.constexpr = scale_layout(variant.BLOCK_M, 1, ROWS)
+    if ROWS == 128:
+        first, second = gl.split(gl.permute(gl.reshape(dwords, (2, 32, 4)), (1, 2, 0)))
+        dwords = first if PART == 0 else second
     low = gl.join(dwords.to(gl.uint8), (dwords >> 8).to(gl.uint8))
     high = gl.join((dwords >> 16).to(gl.uint8), (dwords >> 24).to(gl.uint8))
-    fragments = gl.permute(gl.join(low, high), (3, 2, 0, 1))  # [2, 2, BLOCK_M / 4, 4]
+    fragments = gl.permute(gl.join(low, high), (3, 2, 0, 1))  # [2, 2, ROWS / 4, 4]
     return gl.convert_layout(gl.reshape(fragments, (ROWS, 4)), LAYOUT)
 
 
 @gluon.jit
-def _scales_of_slice(dwords, variant, INDEX: gl.constexpr):
-    """Bytes [256 / SLICES, 4] of two fragments from the dwords of `_read_weight_scales`."""
-    SLICES: gl.constexpr = num_slices(variant.BLOCK_M)
-    LAYOUT: gl.constexpr = scale_layout(variant.BLOCK_M, 1, 256 // SLICES)
-    if SLICES == 4:  # the dwords of a wave's first or last four fragments
-        first, second = gl.split(gl.permute(gl.reshape(dwords, (2, 32, 4)), (1, 2, 0)))
-        dwords = first if INDEX < 2 else second
-    SHIFT: gl.constexpr = 16 * (INDEX % 2)
-    pair = gl.join((dwords >> SHIFT).to(gl.uint8), (dwords >> (SHIFT + 8)).to(gl.uint8))
-    fragments = gl.permute(pair, (2, 0, 1))
-    return gl.convert_layout(gl.reshape(fragments, (256 // SLICES, 4)), LAYOUT)
-
-
-@gluon.jit
 def _start(source, buffers, variant):
-    """Start the copies that precede step 0, one group a step as in `_advance`; read step 0."""
-    PER_BUFFER: gl.constexpr = steps_per_buffer(variant.FORMAT)
+    """Start the copies that precede step 0, as if there were steps before it; read step 0."""
     SLOTS: gl.constexpr = num_slots(variant.FORMAT)
-    for step in gl.static_range(SLOTS):
-        if step % 2 == 0:
-            _copy_all_scales(source, buffers, step // 2)
-        if step % PER_BUFFER == 0:
-            buffer = step // PER_BUFFER
-            _copy_rows(source, buffers.rows, variant, buffer, buffer)
-        _copy_weights(source, buffers.weights, step, step)
+    FIRST: gl.constexpr = weight_parts(variant.BLOCK_M) if variant.FORMAT == "e2m1" else 0
+    for slot in gl.static_range(SLOTS):
+        ring = Ring(step=slot - SLOTS, slot=slot)
+        for index in gl.static_range(num_copies(variant.BLOCK_M, variant.FORMAT, gl.num_warps(), (slot + SLOTS) % 2)):
+            # There is no step before 0, of which step -SLOTS would copy weights.
+            if slot > 0 or index >= FIRST:
+                _copy(source, buffers, variant, ring, (slot + SLOTS) % 2, index)
         async_copy.commit_group()
-    async_copy.wait_group(SLOTS - 1)
+    async_copy.wait_group(2)
     weights = ()
-    for index in gl.static_range(num_slices(variant.BLOCK_M)):
-        weights += (_read_weights(buffers, variant, 0, index),)
+    for part in gl.static_range(weight_parts(variant.BLOCK_M)):
+        weights += (_read_weights(buffers, variant, 0, 0, part),)
     return Fragments(
-        rows=_read_rows(buffers, variant, 0, 0),
+        rows=(_read_rows(buffers, variant, 0, 0, 0), _read_rows(buffers, variant, 0, 0, 1)),
         row_scales=_read_row_scales(buffers, variant, 0, 0),
         weights=weights,
         weight_scales=_read_weight_scales(buffers, variant, 0, 0),
     )
 
 
-@gluon.jit
-def _copy_part(source, buffers, variant, ring, ODD: gl.constexpr, PART: gl.constexpr):
-    """Start one quarter of the copies of the step SLOTS after ring.step, whose last bit is ODD.
+@gluon.constexpr_function
+def copies_of_step(BLOCK_M, FORMAT, WARPS, ODD):
+    """The copies that one step starts, as (what, half or part, instructions of a wave).
 
-    LDS of a step is free when its operands are in registers: its weights' slot at the step
-    itself, the slot of its rows if the step is its last. Scales of a pair are read one step early,
-    so their slot is free at the pair's second step.
+    LDS of a step is free once its operands are in registers. So e4m3 and e5m2 copy rows and weights
+    of the step SLOTS later. With e2m1 the slot of rows is free in its second step alone: even steps
+    copy weights of two steps, 3 and 4 steps later. Scales of a pair of steps are read one step
+    early, so their slot is free at the pair's second step.
     """
+    parts = weight_parts(BLOCK_M)
+    rows = [("rows", half, BLOCK_M // (16 * WARPS)) for half in range(2)]
+    weights = [("weights", part, 16 // (parts * WARPS)) for part in range(parts)]
+    scales = [("row scales", 0, 1), ("weight scales", 0, 1)] if ODD else []
+    if FORMAT != "e2m1":
+        return rows + weights + scales
+    earlier = [("earlier weights", part, size) for _, part, size in weights]
+    return rows + scales if ODD else earlier + weights
+
+
+@gluon.constexpr_function
+def num_copies(BLOCK_M, FORMAT, WARPS, ODD):
+    """How many copies a step starts."""
+    return len(copies_of_step(BLOCK_M, FORMAT, WARPS, ODD))
+
+
+@gluon.constexpr_function
+def copy_kind(BLOCK_M, FORMAT, WARPS, ODD, INDEX):
+    """What one of them copies."""
+    kind, _, _ = copies_of_step(BLOCK_M, FORMAT, WARPS, ODD)[INDEX]
+    return kind
+
+
+@gluon.constexpr_function
+def copy_piece(BLOCK_M, FORMAT, WARPS, ODD, INDEX):
+    """Which half or part it copies."""
+    _, piece, _ = copies_of_step(BLOCK_M, FORMAT, WARPS, ODD)[INDEX]
+    return piece
+
+
+@gluon.constexpr_function
+def copy_quadrant(BLOCK_M, FORMAT, WARPS, ODD, INDEX):
+    """Between the MFMA of which quadrant it starts: all have about as many instructions."""
+    sizes = [size for _, _, size in copies_of_step(BLOCK_M, FORMAT, WARPS, ODD)]
+    return sum(sizes[:INDEX]) * 2 * weight_parts(BLOCK_M) // sum(sizes)
+
+
+@gluon.jit
+def _copy(source, buffers, variant, ring, ODD: gl.constexpr, INDEX: gl.constexpr):
+    """Start one of the `copies_of_step`; ring: the step that starts it, ODD: its last bit."""
+    WARPS: gl.constexpr = gl.num_warps()
+    KIND: gl.constexpr = copy_kind(variant.BLOCK_M, variant.FORMAT, WARPS, ODD, INDEX)
+    PIECE: gl.constexpr = copy_piece(variant.BLOCK_M, variant.FORMAT, WARPS, ODD, INDEX)
     PER_BUFFER: gl.constexpr = steps_per_buffer(variant.FORMAT)
     SLOTS: gl.constexpr = num_slots(variant.FORMAT)
-    step = ring.step + SLOTS
-    if PART == 0 and (PER_BUFFER == 1 or ODD == 1):
-        buffer = step // PER_BUFFER
-        _copy_rows(source, buffers.rows, variant, ring.slot // PER_BUFFER, buffer)
-    if PART == 2:
-        _copy_weights(source, buffers.weights, ring.slot, step)
-    if PART == 3:
-        if ODD == 1:
-            _copy_all_scales(source, buffers, step // 2)
-        async_copy.commit_group()
+    EARLIER: gl.constexpr = 1 if KIND == "earlier weights" else 0
+    BUFFER: gl.constexpr = weight_buffer(variant.BLOCK_M, variant.FORMAT, ODD ^ EARLIER, PIECE)
+    step = ring.step + SLOTS - EARLIER
+    slot = (ring.slot + EARLIER * (SLOTS - 1)) % SLOTS // PER_BUFFER
+    if KIND == "rows":
+        _copy_rows(source, buffers.rows[PIECE], slot, step // PER_BUFFER, PIECE)
+    elif KIND == "row scales":
+        _copy_row_scales(source, buffers, step // 2)
+    elif KIND == "weight scales":
+        _copy_weight_scales(source, buffers, step // 2)
+    else:
+        _copy_weights(source, buffers.weights[BUFFER], slot, step, PIECE)
 
 
 @gluon.jit
-def _multiply_slice(accumulator, fragments, variant, INDEX: gl.constexpr):
-    """Add one slice of a step, [BLOCK_M, 256 / SLICES]: eight MFMA a wave."""
+def _multiply_quadrant(total, fragments, variant, QUADRANT: gl.constexpr):
+    """Add half of the rows times a part of the weights: eight MFMA a wave."""
+    PART: gl.constexpr = QUADRANT // 2
+    HALF: gl.constexpr = QUADRANT % 2
     return cdna4.mfma_scaled(
-        fragments.rows,
-        _scales_of_rows(fragments.row_scales, variant),
+        fragments.rows[HALF],
+        _scales_of_half(fragments.row_scales, variant, HALF),
         variant.FORMAT,
-        fragments.weights[INDEX],
-        _scales_of_slice(fragments.weight_scales, variant, INDEX),
+        fragments.weights[PART],
+        _scales_of_part(fragments.weight_scales, variant, PART),
         "e2m1",
-        acc=accumulator,
+        acc=total,
     )
 
 
 @gluon.jit
 def _advance(sums, fragments, source, buffers, variant, ring, ODD: gl.constexpr):
     """Multiply the operands of a step; read those of the next, start copies of a later one."""
-    SLICES: gl.constexpr = num_slices(variant.BLOCK_M)
-    SLOTS: gl.constexpr = num_slots(variant.FORMAT)
-    # The next step's copies have landed in every wave: those of the groups that may be pending are
-    # of later steps.
-    async_copy.wait_group(SLOTS - 2 if ODD == 0 else 1)
-    following = ring.advance(SLOTS)
-    rows = _read_rows(buffers, variant, following.slot, 1 - ODD)
+    PARTS: gl.constexpr = weight_parts(variant.BLOCK_M)
+    WARPS: gl.constexpr = gl.num_warps()
+    COPIES: gl.constexpr = num_copies(variant.BLOCK_M, variant.FORMAT, WARPS, ODD)
+    # The next step's copies have landed in every wave; those of the step before may be pending.
+    async_copy.wait_group(1)
+    following = ring.advance(num_slots(variant.FORMAT))
     row_scales = _read_row_scales(buffers, variant, following.step // 2, 1 - ODD)
     weight_scales = _read_weight_scales(buffers, variant, following.step // 2, 1 - ODD)
-    results, weights = (), ()
-    for index in gl.static_range(SLICES):
-        results += (_multiply_slice(sums[index], fragments, variant, index),)
+    results, rows, weights = (), (), ()
+    for quadrant in gl.static_range(2 * PARTS):
+        if quadrant < 2:
+            rows += (_read_rows(buffers, variant, following.slot, 1 - ODD, quadrant),)
+        results += (_multiply_quadrant(sums[quadrant], fragments, variant, quadrant),)
+        for index in gl.static_range(COPIES):
+            if copy_quadrant(variant.BLOCK_M, variant.FORMAT, WARPS, ODD, index) == quadrant:
+                _copy(source, buffers, variant, ring, ODD, index)
         scheduling_fence()
-        weights += (_read_weights(buffers, variant, following.slot, index),)
-        for part in gl.static_range(4 // SLICES):
-            _copy_part(source, buffers, variant, ring, ODD, index * (4 // SLICES) + part)
+        if quadrant % 2 == 1:
+            weights += (_read_weights(buffers, variant, following.slot, 1 - ODD, quadrant // 2),)
+    async_copy.commit_group()
     fragments = Fragments(
         rows=rows, row_scales=row_scales, weights=weights, weight_scales=weight_scales
     )
@@ -389,12 +467,15 @@ def _advance(sums, fragments, source, buffers, variant, ring, ODD: gl.constexpr)
 
 @gluon.jit
 def multiply_tile(source, buffers, variant):
-    """``rows @ weights.T``: one float32 value [BLOCK_M, 256 / SLICES] a slice."""
+    """``rows @ weights.T``: one float32 value [BLOCK_M / 2, 256 / parts] a quadrant.
+
+    Quadrant 2 · part + half has one half of the rows and one part of the weights.
+    """
     BLOCK_M: gl.constexpr = variant.BLOCK_M
-    SLICES: gl.constexpr = num_slices(BLOCK_M)
+    PARTS: gl.constexpr = weight_parts(BLOCK_M)
     sums = ()
-    for _ in gl.static_range(SLICES):
-        sums += (gl.zeros((BLOCK_M, 256 // SLICES), gl.float32, mfma_layout(BLOCK_M)),)
+    for _ in gl.static_range(2 * PARTS):
+        sums += (gl.zeros((BLOCK_M // 2, 256 // PARTS), gl.float32, mfma_layout(BLOCK_M)),)
     fragments = _start(source, buffers, variant)
     ring = Ring(step=0, slot=0)
     for _ in range(source.steps // 2):
@@ -402,8 +483,8 @@ def multiply_tile(source, buffers, variant):
         sums, fragments, ring = _advance(sums, fragments, source, buffers, variant, ring, 1)
     if source.steps % 2 == 1:
         last = ()
-        for index in gl.static_range(SLICES):
-            last += (_multiply_slice(sums[index], fragments, variant, index),)
+        for quadrant in gl.static_range(2 * PARTS):
+            last += (_multiply_quadrant(sums[quadrant], fragments, variant, quadrant),)
         sums = last
     async_copy.wait_group(0)
     return sums
