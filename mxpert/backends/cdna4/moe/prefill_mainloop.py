@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.compat import aggregate, reinterpret
-from ..lib.fences import scheduling_fence
+from ..lib.fences import delay_half_of_waves, scheduling_fence, set_priority
 from .prefill_layouts import (
     fragment_copy_layout,
     linear_in_lds,
@@ -234,7 +234,7 @@ def _copy_scales(scales, unit_offset, slots, pair, steps):
     first = gl.minimum(byte // 4 * 4 + pair * 512, steps * 256 - 4)
     offsets = unit_offset[:, None] + (first + byte % 4)[None, :]
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 4]), [1, 4])
-    async_copy.buffer_load_to_shared(slots.index(pair % 2), scales, offsets)
+    async_copy.buffer_load_to_shared(slots.index(pair & 1), scales, offsets)
 
 
 @gluon.jit
@@ -255,7 +255,7 @@ def _read_rows(buffers, variant, slot, ODD: gl.constexpr, HALF: gl.constexpr):
     PER_BUFFER: gl.constexpr = steps_per_buffer(variant.FORMAT)
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     TYPE: gl.constexpr = element_type(variant.FORMAT)
-    rows = buffers.rows[HALF].index(slot // PER_BUFFER)
+    rows = buffers.rows[HALF].index(slot >> PER_BUFFER - 1)
     tile = reinterpret(rows, TYPE, [BLOCK_M // 2, 128], rows_in_lds(BLOCK_M))
     if PER_BUFFER == 2:
         tile = tile.slice(64 * ODD, 64, dim=1)
@@ -274,7 +274,7 @@ def _read_weights(buffers, variant, slot, ODD: gl.constexpr, PART: gl.constexpr)
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     INDEX: gl.constexpr = weight_buffer(BLOCK_M, variant.FORMAT, ODD, PART)
     ROWS: gl.constexpr = 256 // weight_parts(BLOCK_M)
-    weights = buffers.weights[INDEX].index(slot // steps_per_buffer(variant.FORMAT))
+    weights = buffers.weights[INDEX].index(slot >> steps_per_buffer(variant.FORMAT) - 1)
     part = reinterpret(weights, gl.uint8, [64, ROWS], weights_in_lds(BLOCK_M))
     return async_copy.load_shared_relaxed(part, operand_layout(BLOCK_M, 1))
 
@@ -284,7 +284,7 @@ def _read_row_scales(buffers, variant, pair, ODD: gl.constexpr):
     """Scales of the sorted rows in a step: one dword a lane, [BLOCK_M / 4, 4] int32."""
     WAVES: gl.constexpr = warps_m(variant.BLOCK_M)
     OTHERS: gl.constexpr = warps_n(variant.BLOCK_M)
-    slot = buffers.row_scales.index(pair % 2)
+    slot = buffers.row_scales.index(pair & 1)
     dwords = reinterpret(slot, gl.int32, [16 * WAVES, 8], scales_in_lds(WAVES, 4))
     return async_copy.load_shared_relaxed(
         dwords.slice(4 * ODD, 4, dim=1), scale_dwords(WAVES, 4, OTHERS, False)
@@ -297,7 +297,7 @@ def _read_weight_scales(buffers, variant, pair, ODD: gl.constexpr):
     WAVES: gl.constexpr = warps_n(variant.BLOCK_M)
     OTHERS: gl.constexpr = warps_m(variant.BLOCK_M)
     FRAGMENTS: gl.constexpr = 16 // WAVES
-    slot = buffers.weight_scales.index(pair % 2)
+    slot = buffers.weight_scales.index(pair & 1)
     dwords = reinterpret(slot, gl.int32, [64, 8], scales_in_lds(WAVES, FRAGMENTS))
     return async_copy.load_shared_relaxed(
         dwords.slice(4 * ODD, 4, dim=1), scale_dwords(WAVES, FRAGMENTS, OTHERS, True)
@@ -329,27 +329,37 @@ def _scales_of_part(dwords, variant, PART: gl.constexpr):
 
 
 @gluon.jit
+def _read(buffers, variant, ring, ODD: gl.constexpr):
+    """Read the operands of a step whose last bit is ODD."""
+    weights = ()
+    for part in gl.static_range(weight_parts(variant.BLOCK_M)):
+        weights += (_read_weights(buffers, variant, ring.slot, ODD, part),)
+    return Fragments(
+        rows=(
+            _read_rows(buffers, variant, ring.slot, ODD, 0),
+            _read_rows(buffers, variant, ring.slot, ODD, 1),
+        ),
+        row_scales=_read_row_scales(buffers, variant, ring.step >> 1, ODD),
+        weights=weights,
+        weight_scales=_read_weight_scales(buffers, variant, ring.step >> 1, ODD),
+    )
+
+
+@gluon.jit
 def _start(source, buffers, variant):
-    """Start the copies that precede step 0, as if there were steps before it; read step 0."""
+    """Start the copies that precede step 0, as if there were steps before it."""
+    WARPS: gl.constexpr = gl.num_warps()
     SLOTS: gl.constexpr = num_slots(variant.FORMAT)
     FIRST: gl.constexpr = weight_parts(variant.BLOCK_M) if variant.FORMAT == "e2m1" else 0
     for slot in gl.static_range(SLOTS):
         ring = Ring(step=slot - SLOTS, slot=slot)
-        for index in gl.static_range(num_copies(variant.BLOCK_M, variant.FORMAT, gl.num_warps(), (slot + SLOTS) % 2)):
+        for index in gl.static_range(
+            num_copies(variant.BLOCK_M, variant.FORMAT, WARPS, (slot + SLOTS) % 2)
+        ):
             # There is no step before 0, of which step -SLOTS would copy weights.
             if slot > 0 or index >= FIRST:
                 _copy(source, buffers, variant, ring, (slot + SLOTS) % 2, index)
         async_copy.commit_group()
-    async_copy.wait_group(2)
-    weights = ()
-    for part in gl.static_range(weight_parts(variant.BLOCK_M)):
-        weights += (_read_weights(buffers, variant, 0, 0, part),)
-    return Fragments(
-        rows=(_read_rows(buffers, variant, 0, 0, 0), _read_rows(buffers, variant, 0, 0, 1)),
-        row_scales=_read_row_scales(buffers, variant, 0, 0),
-        weights=weights,
-        weight_scales=_read_weight_scales(buffers, variant, 0, 0),
-    )
 
 
 @gluon.constexpr_function
@@ -409,13 +419,13 @@ def _copy(source, buffers, variant, ring, ODD: gl.constexpr, INDEX: gl.constexpr
     EARLIER: gl.constexpr = 1 if KIND == "earlier weights" else 0
     BUFFER: gl.constexpr = weight_buffer(variant.BLOCK_M, variant.FORMAT, ODD ^ EARLIER, PIECE)
     step = ring.step + SLOTS - EARLIER
-    slot = (ring.slot + EARLIER * (SLOTS - 1)) % SLOTS // PER_BUFFER
+    slot = (ring.slot - 1 & SLOTS - 1 if EARLIER else ring.slot) >> PER_BUFFER - 1
     if KIND == "rows":
-        _copy_rows(source, buffers.rows[PIECE], slot, step // PER_BUFFER, PIECE)
+        _copy_rows(source, buffers.rows[PIECE], slot, step >> PER_BUFFER - 1, PIECE)
     elif KIND == "row scales":
-        _copy_row_scales(source, buffers, step // 2)
+        _copy_row_scales(source, buffers, step >> 1)
     elif KIND == "weight scales":
-        _copy_weight_scales(source, buffers, step // 2)
+        _copy_weight_scales(source, buffers, step >> 1)
     else:
         _copy_weights(source, buffers.weights[BUFFER], slot, step, PIECE)
 
@@ -437,32 +447,30 @@ def _multiply_quadrant(total, fragments, variant, QUADRANT: gl.constexpr):
 
 
 @gluon.jit
+def _multiply(sums, fragments, variant):
+    """Add the products of a step to all quadrants."""
+    results = ()
+    for quadrant in gl.static_range(2 * weight_parts(variant.BLOCK_M)):
+        results += (_multiply_quadrant(sums[quadrant], fragments, variant, quadrant),)
+    return results
+
+
+@gluon.jit
 def _advance(sums, fragments, source, buffers, variant, ring, ODD: gl.constexpr):
     """Multiply the operands of a step; read those of the next, start copies of a later one."""
-    PARTS: gl.constexpr = weight_parts(variant.BLOCK_M)
-    WARPS: gl.constexpr = gl.num_warps()
-    COPIES: gl.constexpr = num_copies(variant.BLOCK_M, variant.FORMAT, WARPS, ODD)
-    # The next step's copies have landed in every wave; those of the step before may be pending.
-    async_copy.wait_group(1)
+    sums = _multiply(sums, fragments, variant)
+    scheduling_fence()
+    async_copy.wait_group(2)  # the barrier between the stages
+    set_priority(1)
     following = ring.advance(num_slots(variant.FORMAT))
-    row_scales = _read_row_scales(buffers, variant, following.step // 2, 1 - ODD)
-    weight_scales = _read_weight_scales(buffers, variant, following.step // 2, 1 - ODD)
-    results, rows, weights = (), (), ()
-    for quadrant in gl.static_range(2 * PARTS):
-        if quadrant < 2:
-            rows += (_read_rows(buffers, variant, following.slot, 1 - ODD, quadrant),)
-        results += (_multiply_quadrant(sums[quadrant], fragments, variant, quadrant),)
-        for index in gl.static_range(COPIES):
-            if copy_quadrant(variant.BLOCK_M, variant.FORMAT, WARPS, ODD, index) == quadrant:
-                _copy(source, buffers, variant, ring, ODD, index)
-        scheduling_fence()
-        if quadrant % 2 == 1:
-            weights += (_read_weights(buffers, variant, following.slot, 1 - ODD, quadrant // 2),)
+    fragments = _read(buffers, variant, following, 1 - ODD)
+    for index in gl.static_range(num_copies(variant.BLOCK_M, variant.FORMAT, gl.num_warps(), ODD)):
+        _copy(source, buffers, variant, ring, ODD, index)
     async_copy.commit_group()
-    fragments = Fragments(
-        rows=rows, row_scales=row_scales, weights=weights, weight_scales=weight_scales
-    )
-    return results, fragments, following
+    # Copies of the step after the next have landed, except for those of the last group.
+    async_copy.wait_group(1)
+    set_priority(0)
+    return sums, fragments, following
 
 
 @gluon.jit
@@ -476,15 +484,18 @@ def multiply_tile(source, buffers, variant):
     sums = ()
     for _ in gl.static_range(2 * PARTS):
         sums += (gl.zeros((BLOCK_M // 2, 256 // PARTS), gl.float32, mfma_layout(BLOCK_M)),)
-    fragments = _start(source, buffers, variant)
+    _start(source, buffers, variant)
+    async_copy.wait_group(1)
     ring = Ring(step=0, slot=0)
+    fragments = _read(buffers, variant, ring, 0)
+    if gl.num_warps() == 8:
+        delay_half_of_waves(True)
     for _ in range(source.steps // 2):
         sums, fragments, ring = _advance(sums, fragments, source, buffers, variant, ring, 0)
         sums, fragments, ring = _advance(sums, fragments, source, buffers, variant, ring, 1)
+    if gl.num_warps() == 8:
+        delay_half_of_waves(False)
     if source.steps % 2 == 1:
-        last = ()
-        for quadrant in gl.static_range(2 * PARTS):
-            last += (_multiply_quadrant(sums[quadrant], fragments, variant, quadrant),)
-        sums = last
+        sums = _multiply(sums, fragments, variant)
     async_copy.wait_group(0)
     return sums
