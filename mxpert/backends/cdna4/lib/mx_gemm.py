@@ -26,16 +26,7 @@ from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 from ...common.compat import aggregate
 from .lds import PLAIN, ROW_BYTES, SWIZZLED, copy_rows
-from .phases import (
-    NUM_WARPS,
-    begin_compute,
-    end_compute,
-    enter_phases,
-    finish,
-    hold,
-    leave_phases,
-    make_token,
-)
+from .phases import NUM_WARPS, end_compute, end_memory, enter_phases, leave_phases
 
 BLOCK_N = gl.constexpr(256)
 STEP = ROW_BYTES
@@ -173,11 +164,6 @@ class TileScales:
     BLOCKS: gl.constexpr
 
     @gluon.jit
-    def held(self):
-        """The same scales; MFMA that use them stay behind earlier statements."""
-        return TileScales(first=hold(self.first), second=hold(self.second), BLOCKS=self.BLOCKS)
-
-    @gluon.jit
     def of_step(self, STEP_OF_PAIR: gl.constexpr, LAYOUT: gl.constexpr):
         """Scale bytes [rows, 4] of step 0 or 1 of the pair."""
         LANES: gl.constexpr = self.first.shape[0]
@@ -225,13 +211,14 @@ def multiply(
     """
     HALF: gl.constexpr = BLOCK_M // 2
     BLOCKS: gl.constexpr = HALF // 32
+    COPIES: gl.constexpr = 2  # groups of copies that no wait needs to end
     A_SCALE: gl.constexpr = cdna4.get_mfma_scale_layout(_A, [HALF, _GROUPS])
     B_SCALE: gl.constexpr = cdna4.get_mfma_scale_layout(_B, [BLOCK_N, _GROUPS])
     top = gl.zeros((HALF, BLOCK_N), gl.float32, MFMA)
     bottom = gl.zeros((HALF, BLOCK_N), gl.float32, MFMA)
     pairs = gl.cdiv(sources.depth, 2 * STEP)
-    async_copy.wait_group(2)
-    token = enter_phases(make_token())
+    async_copy.wait_group(COPIES)
+    enter_phases()
     for pair in range(pairs):
         scales = buffers.a_scale.index(pair % 2)
         top_scale = _read_scales(scales.slice(0, HALF), A_SCALE, BLOCKS)
@@ -243,9 +230,7 @@ def multiply(
             b = async_copy.load_shared_relaxed(buffers.b.index(slot).permute([1, 0]), _B)
             sources.copy_codes_1(operands, buffers, 1 - slot, k + STEP)
             async_copy.commit_group()
-            async_copy.wait_group(2)
-            token = begin_compute(token)
-            top_scale = top_scale.held()
+            end_memory(COPIES)
             top = cdna4.mfma_scaled(
                 a_top,
                 top_scale.of_step(slot, A_SCALE),
@@ -255,17 +240,14 @@ def multiply(
                 B_FORMAT,
                 top,
             )
-            finish(top)
-            token = end_compute(token)
+            end_compute(COPIES)
             a_bottom = async_copy.load_shared_relaxed(buffers.a_bottom.index(slot), _A)
             sources.copy_codes_0(operands, buffers, slot, k + 2 * STEP)
             if slot == 0:
                 following = gl.minimum(pair + 1, pairs - 1)
                 sources.copy_scales(operands, buffers, (pair + 1) % 2, following)
             async_copy.commit_group()
-            async_copy.wait_group(2)
-            token = begin_compute(token)
-            bottom_scale = bottom_scale.held()
+            end_memory(COPIES)
             bottom = cdna4.mfma_scaled(
                 a_bottom,
                 bottom_scale.of_step(slot, A_SCALE),
@@ -275,8 +257,7 @@ def multiply(
                 B_FORMAT,
                 bottom,
             )
-            finish(bottom)
-            token = end_compute(token)
-    leave_phases(token)
+            end_compute(COPIES)
+    leave_phases()
     async_copy.wait_group(0)
     return top, bottom
