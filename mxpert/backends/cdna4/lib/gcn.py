@@ -37,3 +37,12 @@ def decode_e2m1(codes, scale):
         is_pure=True,
         pack=4,
     )
+
+
+@gluon.jit
+def opaque(words):
+    """Return int32 `words` unchanged, as a value of which the compiler knows nothing.
+
+    LLVM then selects bytes of the words (v_perm_b32) instead of recombining their sources.
+    """
+    return gl.inline_asm_elementwise("", "=v,0", [words], dtype=gl.int32, is_pure=True, pack=1)

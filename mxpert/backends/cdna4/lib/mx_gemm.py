@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.amd import cdna4
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 from ...common.compat import aggregate
+from .gcn import opaque
 from .lds import PLAIN, ROW_BYTES, SWIZZLED, copy_rows
 from .phases import NUM_WARPS, end_compute, end_memory, enter_phases, leave_phases
 
@@ -55,10 +56,14 @@ waits for the number of copies that remain under way."""
 
 @aggregate
 class Buffers:
-    """LDS of a tile's operands: [2, rows, 128] uint8 and [2, rows, 4] uint16."""
+    """LDS of a tile's operands.
 
-    a_top: gl.shared_memory_descriptor
-    a_bottom: gl.shared_memory_descriptor
+    a: uint8 [4, BLOCK_M / 2, 128], the top half of both steps, then the bottom half. b: uint8
+    [2, 256, 128]. a_scale, b_scale: uint16 [2, 256, 4]. The reads of a take more addresses; they
+    fit into the instructions' offsets of 16 bits because a comes first.
+    """
+
+    a: gl.shared_memory_descriptor
     b: gl.shared_memory_descriptor
     a_scale: gl.shared_memory_descriptor
     b_scale: gl.shared_memory_descriptor
@@ -69,8 +74,7 @@ def allocate(BLOCK_M: gl.constexpr):
     """Allocate the `Buffers` of tiles with BLOCK_M rows."""
     HALF: gl.constexpr = BLOCK_M // 2
     return Buffers(
-        a_top=gl.allocate_shared_memory(gl.uint8, [2, HALF, ROW_BYTES], SWIZZLED),
-        a_bottom=gl.allocate_shared_memory(gl.uint8, [2, HALF, ROW_BYTES], SWIZZLED),
+        a=gl.allocate_shared_memory(gl.uint8, [4, HALF, ROW_BYTES], SWIZZLED),
         b=gl.allocate_shared_memory(gl.uint8, [2, BLOCK_N, ROW_BYTES], SWIZZLED),
         a_scale=gl.allocate_shared_memory(gl.uint16, [2, SCALE_ROWS, _GROUPS], PLAIN),
         b_scale=gl.allocate_shared_memory(gl.uint16, [2, SCALE_ROWS, _GROUPS], PLAIN),
@@ -116,13 +120,13 @@ class Sources:
         """Start copying b and the top half of a of the step at value k."""
         a = operands.a + (self.a_first + k)
         copy_rows(buffers.b, slot, operands.b + (self.b_first + k), self.b_rows, self.depth - k)
-        copy_rows(buffers.a_top, slot, a, self.a_top, self.depth - k)
+        copy_rows(buffers.a, slot, a, self.a_top, self.depth - k)
 
     @gluon.jit
     def copy_codes_1(self, operands, buffers, slot, k):
         """Start copying the bottom half of a of the step at value k."""
         a = operands.a + (self.a_first + k)
-        copy_rows(buffers.a_bottom, slot, a, self.a_bottom, self.depth - k)
+        copy_rows(buffers.a, 2 + slot, a, self.a_bottom, self.depth - k)
 
     @gluon.jit
     def copy_scales(self, operands, buffers, slot, pair):
@@ -185,13 +189,13 @@ def _read_scales(memory, LAYOUT: gl.constexpr, BLOCKS: gl.constexpr):
     scale = async_copy.load_shared_relaxed(memory, LAYOUT)
     if BLOCKS == 2:
         even, odd = gl.split(gl.permute(gl.reshape(scale, [2, LANES, _GROUPS]), [1, 2, 0]))
-        both = even.to(gl.int32) | (odd.to(gl.int32) << 16)
+        both = opaque(even.to(gl.int32) | (odd.to(gl.int32) << 16))
         return TileScales(first=both, second=both, BLOCKS=BLOCKS)
     else:
         gl.static_assert(BLOCKS == 4, "a lane has the scales of two or four blocks")
         by_block = gl.permute(gl.reshape(scale, [2, 2, LANES, _GROUPS]), [2, 3, 0, 1])
         even, odd = gl.split(by_block)
-        first, second = gl.split(even.to(gl.int32) | (odd.to(gl.int32) << 16))
+        first, second = gl.split(opaque(even.to(gl.int32) | (odd.to(gl.int32) << 16)))
         return TileScales(first=first, second=second, BLOCKS=BLOCKS)
 
 
@@ -226,7 +230,7 @@ def multiply(
         b_scale = _read_scales(buffers.b_scale.index(pair % 2), B_SCALE, 4)
         for slot in gl.static_range(2):
             k = (2 * pair + slot) * STEP
-            a_top = async_copy.load_shared_relaxed(buffers.a_top.index(slot), _A)
+            a_top = async_copy.load_shared_relaxed(buffers.a.index(slot), _A)
             b = async_copy.load_shared_relaxed(buffers.b.index(slot).permute([1, 0]), _B)
             sources.copy_codes_1(operands, buffers, 1 - slot, k + STEP)
             async_copy.commit_group()
@@ -241,7 +245,7 @@ def multiply(
                 top,
             )
             end_compute(COPIES)
-            a_bottom = async_copy.load_shared_relaxed(buffers.a_bottom.index(slot), _A)
+            a_bottom = async_copy.load_shared_relaxed(buffers.a.index(2 + slot), _A)
             sources.copy_codes_0(operands, buffers, slot, k + 2 * STEP)
             if slot == 0:
                 following = gl.minimum(pair + 1, pairs - 1)
