@@ -21,7 +21,8 @@ from ..lib.raster import NUM_XCDS
 from .kernel import _grouped_gemm_cdna4_kernel
 from .pack_scales import pack_scales
 
-_BLOCKS_M = (256, 128)
+_HIGH, _LOW = 256, 128
+"""Rows of a tile."""
 _BANDS = (4, 8)
 """Choices for the row tiles that share a column tile's operand in L2. With 4, the 32 tiles that a
 die works on at a time are 4 row tiles by 8 column tiles."""
@@ -52,20 +53,25 @@ class _Grouped:
         return None
 
     def configs(self, problem: GroupedProblem) -> Iterator[GemmConfig]:
-        """The heuristic's choice, then all others."""
+        """The heuristic's choice, then all others.
+
+        High tiles have no registers left for the addresses of single numbers, so their output has
+        rows of whole 16 values.
+        """
         chosen = self.heuristic(problem)
         yield chosen
-        for block_m in _BLOCKS_M:
+        for block_m in (_LOW,) if _columns(problem) % 16 else (_HIGH, _LOW):
             for band in _BANDS:
                 if (config := _config(block_m, band)) != chosen:
                     yield config
 
     def heuristic(self, problem: GroupedProblem) -> GemmConfig:
-        """Tiles of 256 rows; of 128 where an average group (an output matrix) has no more."""
+        """High tiles; low ones where an average group (an output matrix) fits into one."""
         rows = problem.n
         if problem.op is Op.GROUPED_GEMM:
             rows = problem.num_rows // max(1, problem.num_groups)
-        return _config(128 if rows <= 128 else 256, _BANDS[0])
+        low = rows <= _LOW or _columns(problem) % 16
+        return _config(_LOW if low else _HIGH, _BANDS[0])
 
     def _launch(
         self,
@@ -145,6 +151,11 @@ class _GroupedWgrad(_Grouped):
         return out
 
 
+def _columns(problem: GroupedProblem) -> int:
+    """Columns of the output."""
+    return problem.k if problem.op is Op.GROUPED_WGRAD else problem.n
+
+
 def _config(block_m: int, band: int) -> GemmConfig:
     return GemmConfig(
         block_m,
@@ -160,7 +171,7 @@ def _config(block_m: int, band: int) -> GemmConfig:
 def _gemm_launch(problem: GroupedProblem, config: GemmConfig) -> Launch:
     wgrad = problem.op is Op.GROUPED_WGRAD
     groups, block_m = problem.num_groups, config.block_m
-    columns = problem.k if wgrad else problem.n
+    columns = _columns(problem)
     if wgrad:
         row_tiles = groups * triton.cdiv(problem.n, block_m)
     else:  # each group, and the rows without one, add at most one ragged tile

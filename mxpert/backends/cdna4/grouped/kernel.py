@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 from ...common.compat import aggregate
+from ..lib.fences import scheduling_fence
 from ..lib.lds import COPY, row_offsets
 from ..lib.mx_gemm import (
     BLOCK_N,
@@ -111,6 +112,7 @@ def _grouped_gemm_cdna4_kernel(
     WGRAD: out[g] = a_g b_g.T, [num_groups, num_outer, num_n], summed over the group's part of the
     reduction; offsets are multiples of 32. a [a_rows, pitch] and b [b_rows, pitch]: codes, pitch a
     multiple of 32. Scales are packed by `pack_scales`.
+    Grid: (workgroups,), a multiple of 8 and at most one a compute unit.
     """
     gl.static_assert(num_warps == NUM_WARPS)
     scheduler = Scheduler(
@@ -127,10 +129,7 @@ def _grouped_gemm_cdna4_kernel(
     )
     operands = Operands(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
     matrices = Matrices(
-        a_rows=a_rows,
-        b_rows=b_rows,
-        pitch=pitch // MX_BLOCK * MX_BLOCK,
-        BLOCK_M=BLOCK_M,
+        a_rows=a_rows, b_rows=b_rows, pitch=pitch // MX_BLOCK * MX_BLOCK, BLOCK_M=BLOCK_M
     )
     output = Output(base=out, num_n=num_n, ACCUMULATE=ACCUMULATE)
     buffers = allocate(BLOCK_M)
@@ -143,6 +142,7 @@ def _grouped_gemm_cdna4_kernel(
         number += gl.num_programs(0)
         cursor, following = scheduler.locate(number, cursor)
         matrices.of_tile(following).start(operands, buffers)
+        scheduling_fence()
         output.store(top, tile.out_row, tile.out_row_end, tile.column)
         output.store(bottom, tile.out_row + BLOCK_M // 2, tile.out_row_end, tile.column)
         tile = following

@@ -40,7 +40,7 @@ def _pack_scales_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """packed [slots, num_rows, 8] from scale [num_rows, num_blocks]; scale 1 past the end.
+    """Write packed [slots, num_rows, 8] from scale [num_rows, num_blocks]; scale 1 past the end.
 
     With offsets (wgrad) each group has slots of its own, else slot p holds pair p.
     Grid: (slots · row tiles,), BLOCK_ROWS rows of a slot per program.
@@ -65,14 +65,10 @@ def _pack_scales_kernel(
     block = first + byte % 2 * 4 + byte // 2  # the steps' scales alternate
     mask = (rows < num_rows)[:, None] & (block < last)[None, :]
     scale = tl.load(
-        scale_ptr + rows.to(tl.int64)[:, None] * num_blocks + block[None, :],
-        mask=mask,
-        other=_ONE,
+        scale_ptr + rows.to(tl.int64)[:, None] * num_blocks + block[None, :], mask=mask, other=_ONE
     )  # [BLOCK_ROWS, 8] uint8
     target = (slot.to(tl.int64) * num_rows + rows) * 8
-    tl.store(
-        packed_ptr + target[:, None] + byte[None, :], scale, mask=(rows < num_rows)[:, None]
-    )
+    tl.store(packed_ptr + target[:, None] + byte[None, :], scale, mask=(rows < num_rows)[:, None])
 
 
 def pack_scales(scale: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Tiles of the persistent grouped GEMM, located on the device.
 
-The kernel reads group bounds on the device and stops where no tile is left. Tiles are numbered group by group, within a group by `raster.in_band`.
+The kernel reads group bounds on the device and stops where no tile is left. Tiles are numbered
+group by group, within a group by `raster.in_band`.
 """
 
 from __future__ import annotations
@@ -143,9 +144,7 @@ class Scheduler:
         row = gl.where(exists, start + row_tile * self.BLOCK_M, 0)
         column = gl.where(exists, column_tile * self.BLOCK_N, 0)
         matrix = gl.where(grouped, group, 0)
-        found = Cursor(
-            group=group, start=start, end=end, first_tile=first_tile, end_tile=end_tile
-        )
+        found = Cursor(group=group, start=start, end=end, first_tile=first_tile, end_tile=end_tile)
         return found, Tile(
             a_row=row,
             a_row_end=end,
