@@ -392,7 +392,7 @@ class Machine:
             if misaligned.any():
                 self.fault(MisalignedFault, "the LDS address is not aligned", misaligned)
         if self._tracing and not direct:
-            self._note(lambda trace, row: trace.note_banks(address[row], lanes[row], size))
+            self._note(lambda trace, row: trace.note_banks(address[row], lanes[row], size, write))
         offsets: Offsets = address + self.group[self.state.selected][:, None] * self.lds.size
         if self.races is not None:
             self.races.access(offsets, size, write, direct, atomic, lanes, words)
