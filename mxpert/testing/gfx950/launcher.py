@@ -193,8 +193,8 @@ def _report(machine: Machine, grid: tuple[int, int, int], seconds: float, checks
         registers=machine.program.metadata.get("vgpr_count", 0),
         checks=checks,
         traces=machine.traces,
-        program=program,
-        regions={each.name: range(each.start, each.end) for each in memory.regions},
+        program=machine.program,
+        regions={each.name: range(each.start, each.end) for each in machine.memory.regions},
     )
 
 
