@@ -29,7 +29,7 @@ class LoopReport:
     Args:
         kernel: name. workgroups: on the compute unit. waves: of a workgroup.
         cycles: from one iteration of a workgroup to its next.
-        instructions: executed by one wave in an iteration, by unit.
+        instructions: executed by one wave in an iteration, by unit. mnemonics: the same by name.
         loaded_bytes, streamed_bytes: that a workgroup's iteration takes from L2 and HBM.
         utilisation: unit → share of the cycles that it is busy.
         waits: what waves waited for → share of the waves' time.
@@ -42,6 +42,7 @@ class LoopReport:
     waves: int
     cycles: float
     instructions: Mapping[str, int]
+    mnemonics: Mapping[str, int]
     loaded_bytes: float
     streamed_bytes: float
     utilisation: Mapping[str, float]
@@ -145,6 +146,7 @@ def model_loop(
         waves=waves,
         cycles=replay.cycles,
         instructions=dict(Counter(costs[index].unit.value for index in body)),
+        mnemonics=dict(Counter(execution.program.instructions[index].name for index in body)),
         loaded_bytes=(after.loaded - before.loaded) * share,
         streamed_bytes=(after.streamed - before.streamed) * share,
         utilisation=utilisation,
