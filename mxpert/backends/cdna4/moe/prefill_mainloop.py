@@ -463,10 +463,10 @@ def _advance(sums, fragments, source, buffers, variant, ring, ODD: gl.constexpr)
     async_copy.wait_group(2)  # the barrier between the stages
     set_priority(1)
     following = ring.advance(num_slots(variant.FORMAT))
-    fragments = _read(buffers, variant, following, 1 - ODD)
     for index in gl.static_range(num_copies(variant.BLOCK_M, variant.FORMAT, gl.num_warps(), ODD)):
         _copy(source, buffers, variant, ring, ODD, index)
     async_copy.commit_group()
+    fragments = _read(buffers, variant, following, 1 - ODD)
     # Copies of the step after the next have landed, except for those of the last group.
     async_copy.wait_group(1)
     set_priority(0)
