@@ -10,9 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from .effects import Effects, Unit
-from .faults import ConflictingStoreFault, LdsDirectFault, LdsRaceFault, SharedBytesFault, WaitFault
+from .faults import (
+    ConflictingStoreFault,
+    LdsDirectFault,
+    LdsRaceFault,
+    Place,
+    ScratchFault,
+    SharedBytesFault,
+    WaitFault,
+)
 from .memory import GlobalMemory, Offsets, Region
-from .program import SCALARS
+from .program import SCALARS, Program
 from .state import Lanes, Words
 
 if TYPE_CHECKING:
@@ -22,6 +30,15 @@ Numbers = npt.NDArray[np.int64]
 
 _COUNTERS = ("vm", "lgkm", "smem")
 _WAITS = {"vm": "vmcnt", "lgkm": "lgkmcnt", "smem": "lgkmcnt(0)"}
+
+
+def find_scratch(program: Program) -> ScratchFault | None:
+    """The first use of scratch memory; None if the kernel has none."""
+    for index, each in enumerate(program.instructions):
+        if each.name.startswith("scratch_"):
+            place = Place(program.name, index, each.text, each.line)
+            return ScratchFault(place, f"{program.scratch} bytes of scratch memory a lane")
+    return None
 
 
 _IN_ORDER = {Unit.VMEM_LOAD: "vm", Unit.LDS: "lgkm"}

@@ -12,13 +12,11 @@ import numpy as np
 import torch
 
 from ...errors import message, require
-from .faults import Place, ScratchFault
 from .hazards import UntrackedReadError
 from .machine import Executable, Machine, Schedule, load
 from .memory import Bytes, GlobalMemory
 from .program import Program
 from .trace import WaveTrace
-from .wait_states import check_wait_states
 
 _OP = "gfx950.run"
 _POINTER = 8
@@ -157,8 +155,8 @@ def run(
     sizes = _grid(grid)
     values = _in_order(code, arguments)
     program = code.executable.program
-    if checks:
-        _check_program(program)
+    if checks and (fault := code.executable.fault) is not None:
+        raise type(fault)(fault.place, fault.what)
     while True:
         memory, kernarg, packet = _memory(program, sizes, values)
         machine = Machine(
@@ -196,16 +194,6 @@ def run(
         program=program,
         regions={each.name: range(each.start, each.end) for each in memory.regions},
     )
-
-
-def _check_program(program: Program) -> None:
-    """Faults that the listing alone shows."""
-    if program.scratch:
-        for index, each in enumerate(program.instructions):
-            if each.name.startswith("scratch_"):
-                place = Place(program.name, index, each.text, each.line)
-                raise ScratchFault(place, f"{program.scratch} bytes of scratch memory a lane")
-    check_wait_states(program)
 
 
 def _grid(grid: Sequence[int]) -> tuple[int, int, int]:

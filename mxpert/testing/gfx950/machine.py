@@ -25,6 +25,7 @@ from .memory import GlobalMemory, Lds, Offsets
 from .program import Program, parse_listing
 from .state import LANES, Indices, Lanes, WaveState, Words
 from .trace import WaveTrace
+from .wait_states import find_hazard
 
 STORED = -1
 """Result of an instruction that has stored program counters: a split, a barrier or the end."""
@@ -68,6 +69,11 @@ class Executable:
     def effects(self) -> tuple[Effects, ...]:
         """Registers read and written by each instruction."""
         return tuple(map(effects, self.program.instructions))
+
+    @functools.cached_property
+    def fault(self) -> Fault | None:
+        """The first fault that the listing shows: scratch memory, or instructions too close."""
+        return hazards.find_scratch(self.program) or find_hazard(self.program, self.effects)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from ..program import Instruction, Program
 from . import ds, memory, mfma, sop, vop1, vop2, vop3, vop3p, vopc
-from .table import TABLE, Decoding, Run, UnknownInstruction
+from .table import TABLE, Decoding, Run, UnknownInstructionError
 
-__all__ = ["TABLE", "Run", "UnknownInstruction", "bind"]
+__all__ = ["TABLE", "Run", "UnknownInstructionError", "bind"]
 
 _CHAPTERS = (sop, memory, vop2, vop1, vopc, vop3p, vop3, mfma, ds)
 """Imported for the entries that they add to the table."""
@@ -23,16 +23,16 @@ def bind(instruction: Instruction, program: Program) -> Run:
     """The function of a machine that executes an instruction.
 
     Raises:
-        UnknownInstruction: the mnemonic, its encoding, a modifier or the program's MODE has no
+        UnknownInstructionError: the mnemonic, its encoding, a modifier or the program's MODE has no
             semantics here. Nothing is ignored in silence.
     """
     if program.mode & (_ROUNDING | _DENORMALS) != _DENORMALS:
-        raise UnknownInstruction(
+        raise UnknownInstructionError(
             program.name, "MODE with rounding to nearest even and denormals", hex(program.mode)
         )
     binder = TABLE.get(instruction.name)
     if binder is None:
-        raise UnknownInstruction(
+        raise UnknownInstructionError(
             instruction.text, f"one of {len(TABLE)} mnemonics", instruction.name
         )
     decoding = Decoding(instruction, program)

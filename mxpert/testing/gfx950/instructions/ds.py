@@ -9,15 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..state import LANES
-from .memory import (
-    ATOMICS,
-    Format,
-    load_words,
-    store_words,
-    stored_words,
-    update,
-    write_loaded,
-)
+from .memory import ATOMICS, Format, load_words, store_words, stored_words, update, write_loaded
 from .numerics import I64, U8, U16, U32, Array
 from .operands import LANE, words
 from .table import Binder, Decoding, Run, chapter
@@ -50,7 +42,7 @@ _WRITES = {
 }
 
 
-def _offsets(decoding: Decoding, form: Format, count: int, stride: int) -> list[U32]:
+def _offsets(decoding: Decoding, form: Format, count: int, stride: int) -> list[np.uint32]:
     """Byte offsets of an instruction's one or two accesses."""
     if count == 1:
         return [U32(decoding.integer("offset"))]
@@ -258,7 +250,7 @@ _ATOMIC_NAMES = {
 
 
 def _returning(name: str) -> str:
-    """ "add_u32" as "add_rtn_u32", "pk_add_bf16" as "pk_add_rtn_bf16"."""
+    """The form that returns the old value: add_u32 as add_rtn_u32."""
     operation, kind = name.rsplit("_", 1)
     return f"{operation}_rtn_{kind}"
 

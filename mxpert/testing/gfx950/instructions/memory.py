@@ -1,5 +1,6 @@
-"""SMEM, MUBUF and GLOBAL: loads, stores, loads straight to LDS, atomics. CDNA4 ISA, chapters 8 to 10
-and sections 12.6, 12.13, 12.15.
+"""SMEM, MUBUF and GLOBAL: loads, stores, loads straight to LDS, atomics.
+
+CDNA4 ISA, chapters 8 to 10 and sections 12.6, 12.13, 12.15.
 
 ``nt``, ``sc0``, ``sc1`` steer caches and change no result, but ``sc0`` of an atomic operation asks
 for the old value. Scratch instructions are known and fault: no kernel may spill.
@@ -16,8 +17,8 @@ from ..faults import ScratchFault
 from ..program import M0, SCALARS
 from ..state import LANES, Lanes, WaveState, Words
 from . import numerics
-from .numerics import F32, I8, I16, I32, I64, U8, U16, U32, U64, Array
-from .operands import LANE, Reader, scalar, typed, words
+from .numerics import F32, I8, I16, I32, I64, U8, U16, U32, Array
+from .operands import LANE, scalar, typed, words
 from .table import Binder, Decoding, Run, chapter
 
 # -- bytes and registers ---------------------------------------------------------------------------
@@ -82,9 +83,7 @@ def stored_words(state: WaveState, register: int, form: Format) -> list[Words]:
     return [state.read_vector(register + k) for k in range(form.registers)]
 
 
-def write_loaded(
-    state: WaveState, register: int, form: Format, values: Sequence[Array]
-) -> None:
+def write_loaded(state: WaveState, register: int, form: Format, values: Sequence[Array]) -> None:
     """Write what was loaded to the registers of the active lanes."""
     if form.half:
         old, new = state.read_vector(register), values[0] & U32(0xFFFF)
@@ -112,7 +111,7 @@ def _add_halves(
             encode(decode((old >> shift) & U32(0xFFFF)) + decode((new >> shift) & U32(0xFFFF)))
             for shift in (U32(0), U32(16))
         )
-        return low | high << U32(16)
+        return np.asarray(low | high << U32(16))
 
     return add
 
@@ -188,7 +187,7 @@ class Access(NamedTuple):
     offsets: Array
     lanes: Lanes
     first: int
-    count: int
+    dwords: int
 
 
 Place = Callable[[Any, Format, bool, bool], Iterator[Access]]
@@ -196,7 +195,7 @@ Place = Callable[[Any, Format, bool, bool], Iterator[Access]]
 
 
 def _global_place(decoding: Decoding, vector: int, base: int) -> Place:
-    """vaddr [+ saddr] + offset; with a scalar base the vector part is an unsigned dword."""
+    """Address vaddr [+ saddr] + offset; with a scalar base the vector part is an unsigned dword."""
     offset = I64(decoding.integer("offset"))
     address, saddr = decoding.operand(vector, "v"), decoding.operand(base, "so")
     if saddr.kind == "off":
@@ -209,9 +208,7 @@ def _global_place(decoding: Decoding, vector: int, base: int) -> Place:
 
     def place(machine: Any, form: Format, write: bool, atomic: bool) -> Iterator[Access]:
         state = machine.state
-        offsets = machine.global_access(
-            wide(state) + offset, form.size, write=write, atomic=atomic
-        )
+        offsets = machine.global_access(wide(state) + offset, form.size, write=write, atomic=atomic)
         yield Access(offsets, state.active, 0, form.registers)
 
     return place
@@ -270,7 +267,7 @@ def _gather(machine: Any, place: Place, form: Format) -> list[Array]:
     """What a load reads; lanes out of bounds read 0."""
     values: list[Array] = []
     for access in place(machine, form, False, False):
-        part = form if access.count == form.registers else Format(4)
+        part = form if access.dwords == form.registers else Format(4)
         loaded = load_words(machine.memory.bytes, access.offsets, part)
         if access.lanes is not machine.state.active:
             loaded = [np.where(access.lanes, value, U32(0)) for value in loaded]
@@ -337,11 +334,9 @@ def _store(form: Format, family: str) -> Binder:
         def run(machine: Any) -> None:
             values = stored_words(machine.state, register, form)
             for access in place(machine, form, True, False):
-                part = form if access.count == form.registers else Format(4)
-                picked = values[access.first : access.first + access.count]
-                store_words(
-                    machine.memory.bytes, access.offsets, part, picked, access.lanes
-                )
+                part = form if access.dwords == form.registers else Format(4)
+                picked = values[access.first : access.first + access.dwords]
+                store_words(machine.memory.bytes, access.offsets, part, picked, access.lanes)
             machine.issue_store("vm")
 
         return run
@@ -364,9 +359,7 @@ def _atomic(compute: Callable[[Array, Array], Array], family: str) -> Binder:
             state = machine.state
             values = state.read_vector(register)
             (access,) = place(machine, Format(4), True, True)
-            old = update(
-                machine.memory.bytes, access.offsets, compute, values, access.lanes
-            )
+            old = update(machine.memory.bytes, access.offsets, compute, values, access.lanes)
             if target is None:
                 machine.issue_store("vm")
             else:
@@ -436,10 +429,7 @@ for _family in ("global", "buffer"):
     chapter({f"{_family}_load_{name}": _load(form, _family) for name, form in LOADS.items()})
     chapter({f"{_family}_store_{name}": _store(form, _family) for name, form in STORES.items()})
     chapter(
-        {
-            f"{_family}_atomic_{name}": _atomic(compute, _family)
-            for name, compute in ATOMICS.items()
-        }
+        {f"{_family}_atomic_{name}": _atomic(compute, _family) for name, compute in ATOMICS.items()}
     )
 chapter(
     {f"global_load_lds_{name}": _load_to_lds(LOADS[name]) for name in ("dword", "dwordx4")}

@@ -93,14 +93,17 @@ def _scaled(matrix: Matrix, decoding: Decoding, place: int, byte: int, rows: int
         scales = numerics.SCALES[codes].reshape(state.count, groups, rows).transpose(0, 2, 1)
         values = matrix(state)
         blocks = values.reshape(state.count, rows, groups, _BLOCK) * scales[..., None]
-        return blocks.reshape(values.shape)
+        return np.asarray(blocks.reshape(values.shape))
 
     return scaled
 
 
 def _accumulate(decoding: Decoding, rows: int, first: Matrix, second: Matrix) -> Run:
-    """D = A x B + C. Row 8 * i + 4 * g + j of D (4 groups: 16 * i) is register 4 * i + j of lane
-    group g; its columns are the lanes of the group."""
+    """D = A x B + C.
+
+    Lane group g holds rows 4 * (groups * i + g) + j of C and D in registers 4 * i + j; columns are
+    the lanes of the group.
+    """
     groups, count = LANES // rows, rows * rows // LANES
     target, addend = decoding.destination(), decoding.operand(3, "vc")
     if decoding.operands[0].count != count or (addend.kind == "v" and addend.count != count):
@@ -147,7 +150,7 @@ _FORMATS = {0: "fp8", 1: "bf8", 4: "fp4"}
 def _mixed(decoding: Decoding) -> Run:
     """v_mfma_f32_*_f8f6f4 and v_mfma_scale_f32_*_f8f6f4.
 
-    A lane holds 32 k: fp4 32 consecutive ones, fp8 and bf8 two runs of 16. Without scales they are 1.
+    A lane holds 32 k: fp4 consecutive ones, fp8 and bf8 two runs of 16. Without a scale it is 1.
     """
     rows, depth = _shape(decoding)
     matrices = []
@@ -160,7 +163,10 @@ def _mixed(decoding: Decoding) -> Run:
         matrices.append(_matrix(decoding, place, element, rows, depth, chunks))
     if "_scale_" in decoding.name:
         # The defaults of VOP3P: listings leave out [1,1,1].
-        low, high = decoding.integers("op_sel", (0, 0, 0)), decoding.integers("op_sel_hi", (1, 1, 1))
+        low, high = (
+            decoding.integers("op_sel", (0, 0, 0)),
+            decoding.integers("op_sel_hi", (1, 1, 1)),
+        )
         matrices = [
             _scaled(matrix, decoding, 4 + k, low[k] + 2 * high[k], rows)
             for k, matrix in enumerate(matrices)

@@ -32,7 +32,7 @@ QUIET_NAN = np.array(0xFFC00000, U32).view(F32)
 
 
 def _fma_odd(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c as float64 rounded to odd, so that one more rounding to float32 is exact."""
+    """Compute a * b + c as float64 rounded to odd: rounding it again to float32 is exact."""
     product = a.astype(F64) * b.astype(F64)  # exact: 24 + 24 bits
     addend = c.astype(F64)
     total = np.asarray(product + addend)
@@ -45,7 +45,7 @@ def _fma_odd(a: Array, b: Array, c: Array) -> Array:
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c with one rounding, float32."""
+    """Compute a * b + c with one rounding, float32."""
     return _fma_odd(a, b, c).astype(F32)
 
 
@@ -55,13 +55,13 @@ def exponent(x: Array) -> Array:
 
 
 def ldexp(x: Array, power: Array | int) -> Array:
-    """x * 2**power with one rounding, float32."""
-    return np.ldexp(x.astype(F64), power).astype(F32)
+    """Multiply by 2**power with one rounding, float32."""
+    return np.asarray(np.ldexp(x.astype(F64), power).astype(F32))
 
 
 def is_denormal(x: Array) -> Array:
     """Whether float32 values are denormal; zero is not."""
-    return (x != 0) & (np.abs(x) < SMALLEST_NORMAL)
+    return np.asarray((x != 0) & (np.abs(x) < SMALLEST_NORMAL))
 
 
 def flush(x: Array) -> Array:
@@ -155,7 +155,7 @@ def div_fmas(a: Array, b: Array, c: Array, scale: Array) -> Array:
     have 2**64 for an addend of exponent above 127 and 2**-64 otherwise.
     """
     power = np.where(scale, np.where(exponent(c) > 127, 64, -64), 0)
-    return np.ldexp(_fma_odd(a, b, c), power).astype(F32)
+    return np.asarray(np.ldexp(_fma_odd(a, b, c), power).astype(F32))
 
 
 def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
@@ -252,8 +252,9 @@ class SmallFloat:
                 A format without either saturates always. NaN becomes NaN if there is one.
         """
         magnitude = np.abs(x)
+        lowest = 1 - self.bias  # exponent of denormals and zero
         power = np.frexp(np.where(np.isfinite(magnitude), magnitude, 1.0))[1] - 1
-        power = np.maximum(power, 1 - self.bias)
+        power = np.where(magnitude == 0, lowest, np.maximum(power, lowest))
         steps = np.rint(np.ldexp(magnitude, self.mantissa_bits - power))
         finite = np.isfinite(steps)
         codes = np.where(finite, steps, 0).astype(I64)

@@ -152,9 +152,7 @@ def sdwa_destination(decoding: Decoding, register: int) -> Callable[[WaveState, 
         return lambda state, value: (value & mask) << place
     if unused == "UNUSED_PRESERVE":
         keep = ~(mask << place)
-        return lambda state, value: (
-            (state.read_vector(register) & keep) | ((value & mask) << place)
-        )
+        return lambda state, value: (state.read_vector(register) & keep) | ((value & mask) << place)
     raise decoding.unknown("dst_unused UNUSED_PAD or UNUSED_PRESERVE", unused)
 
 
@@ -208,7 +206,7 @@ _DPP_CONTROLS: dict[str, Callable[[tuple[int, ...]], Array]] = {
     "row_mirror": lambda v: _ROW + 15 - _IN_ROW,
     "row_half_mirror": lambda v: (LANE & ~7) + 7 - (LANE & 7),
     "row_newbcast": lambda v: _ROW + v[0],
-    "row_bcast": lambda v: np.where(LANE > v[0], (LANE & ~v[0]) - 1, -1),
+    "row_bcast": lambda v: np.where(LANE // (v[0] + 1) > 0, (LANE & ~v[0]) - 1, -1),
 }
 """Lane that each lane reads, -1 for none. ``row_bcast:15`` reads the last lane of the row before,
 ``row_bcast:31`` lane 31."""
@@ -239,13 +237,10 @@ def scalar(decoding: Decoding, operand: Operand, kind: str) -> Reader:
     if operand.kind == "s":
         if kind in WIDE:
             return lambda state: (
-                state.read_scalar64(register).view(I64)
-                if signed
-                else state.read_scalar64(register)
+                state.read_scalar64(register).view(I64) if signed else state.read_scalar64(register)
             )
         return lambda state: (
             state.read_scalar(register).view(I32) if signed else state.read_scalar(register)
         )
     wide = _wide(decoding, operand, kind) if kind in WIDE else typed(decoding, operand, kind)
     return lambda state: wide(state)[0]
-

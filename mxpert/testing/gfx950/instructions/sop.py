@@ -21,7 +21,7 @@ Flag = Callable[..., Array]
 
 
 def _not_zero(result: Array, *_: Array) -> Array:
-    return result != 0
+    return np.asarray(result != 0)
 
 
 def _write(decoding: Decoding, kind: str) -> Callable[[WaveState, Array], None]:
@@ -136,8 +136,8 @@ def _bits(kind: str, compute: Callable[..., Array]) -> Binder:
 
 def _shift(kind: str, compute: Callable[[Array, Array], Array]) -> Binder:
     """A shift by the lowest five or six bits of the second source."""
-    mask, dtype = (U32(63), U64) if kind in WIDE else (U32(31), U32)
-    dtype = I32 if kind == "i32" else dtype
+    mask = U32(63 if kind in WIDE else 31)
+    dtype = np.dtype({"u32": U32, "i32": I32, "u64": U64, "i64": I64}[kind])
 
     def shifted(a: Array, b: Array) -> Array:
         return compute(a, (b & mask).astype(dtype))
@@ -147,7 +147,7 @@ def _shift(kind: str, compute: Callable[[Array, Array], Array]) -> Binder:
 
 def _field_width(x: Array) -> Array:
     """Bits of a field in S1[22:16]; 32 and more are all."""
-    return np.minimum((x >> U32(16)) & U32(127), U32(32))
+    return np.asarray(np.minimum((x >> U32(16)) & U32(127), U32(32)))
 
 
 def _lowest_bit(x: Array) -> Array:
@@ -198,17 +198,19 @@ def _branch(taken: Callable[[WaveState], Lanes] | None) -> Binder:
 
 
 def _vcc_zero(state: WaveState) -> Lanes:
-    return (state.read_scalar(VCC) | state.read_scalar(VCC + 1)) == 0
+    return np.asarray((state.read_scalar(VCC) | state.read_scalar(VCC + 1)) == 0)
 
 
 def _exec_zero(state: WaveState) -> Lanes:
-    return ~state.active.any(1)
+    return np.asarray(~state.active.any(1))
 
 
 def _wait(decoding: Decoding) -> Run:
     """s_waitcnt. Exports, which expcnt counts, do not exist."""
-    counters = [decoding.take(name, None) for name in ("vmcnt", "lgkmcnt")]
-    vmcnt, lgkmcnt = counters
+    given = decoding.instruction.modifiers
+    vmcnt, lgkmcnt = (
+        decoding.integer(name) if name in given else None for name in ("vmcnt", "lgkmcnt")
+    )
     decoding.ignore("expcnt")
     return lambda machine: machine.wait(vmcnt, lgkmcnt)
 
@@ -220,7 +222,7 @@ def _no_operation(decoding: Decoding) -> Run:
     return lambda machine: None
 
 
-def _hardware_register(decoding: Decoding) -> tuple[U32, U32]:
+def _hardware_register(decoding: Decoding) -> tuple[np.uint32, np.uint32]:
     """Shift and mask of the field of MODE that s_getreg and s_setreg name."""
     name = decoding.take("hwreg", "")
     shift, size = decoding.integer("hwreg_offset"), decoding.integer("hwreg_size", 32)
@@ -304,6 +306,7 @@ chapter(
             )
         },
         "s_ashr_i32": _shift("i32", np.right_shift),
+        "s_ashr_i64": _shift("i64", np.right_shift),
         "s_bfe_u32": scalars(
             "u32", "u32 u32", lambda a, b: extract(a, b, _field_width(b)), _not_zero
         ),

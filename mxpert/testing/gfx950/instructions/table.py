@@ -15,7 +15,8 @@ Run = Callable[["Machine"], "int | None"]
 """Executes one instruction for the selected waves. Returns None (go on with the next instruction),
 the index of the instruction to go on with, or `machine.STORED`."""
 
-class UnknownInstruction(ValueError):
+
+class UnknownInstructionError(ValueError):
     """The executor has no semantics for a mnemonic, an encoding, a modifier or a mode."""
 
     def __init__(self, text: str, need: str, got: object) -> None:
@@ -38,9 +39,9 @@ class Decoding:
         self._places = set(range(len(instruction.operands)))
         self._encoding_used = instruction.encoding in ("", "e32", "e64")
 
-    def unknown(self, need: str, got: object) -> UnknownInstruction:
+    def unknown(self, need: str, got: object) -> UnknownInstructionError:
         """The error of something that the executor does not support."""
-        return UnknownInstruction(self.instruction.text, need, got)
+        return UnknownInstructionError(self.instruction.text, need, got)
 
     @property
     def encoding(self) -> str:

@@ -54,9 +54,9 @@ def _read_first_lane(decoding: Decoding) -> Run:
 
 
 def _swap_lanes(distance: int) -> Any:
-    """v_permlane16_swap_b32, v_permlane32_swap_b32: exchange upper lanes of the first register
-    with lanes `distance` below of the second.
+    """v_permlane16_swap_b32, v_permlane32_swap_b32.
 
+    Upper lanes of the first register change places with the lanes `distance` below of the second.
     EXEC: the pseudocode ignores it, the encoding has a flag for inactive lanes. Pairs of which one
     lane is active are therefore refused; inactive pairs stay.
     """

@@ -206,7 +206,7 @@ def _pack(kind: str, low: Array, high: Array) -> Array:
         first, second = numerics.to_bf16(low.astype(F32)), numerics.to_bf16(high.astype(F32))
     else:
         first, second = (x.astype(F16).view(np.uint16).astype(U32) for x in (low, high))
-    return first | second << U32(16)
+    return np.asarray(first | second << U32(16))
 
 
 def _encode(form: SmallFloat, source: str) -> Binder:
@@ -236,9 +236,7 @@ def _encode(form: SmallFloat, source: str) -> Binder:
             state = machine.state
             factor = scale(state)
             saturate = ((state.mode[state.selected] >> FP16_OVFL) & U32(1) != 0)[:, None]
-            low, high = (
-                form.encode(read(state).astype(F64) / factor, saturate) for read in values
-            )
+            low, high = (form.encode(read(state).astype(F64) / factor, saturate) for read in values)
             code = low | high << U32(bits)
             state.write_vector(register, (old(state) & keep) | code << shift)
 
@@ -292,17 +290,19 @@ chapter(
         "v_perm_b32": lanes("u32", "u32 u32 u32", _permute_bytes),
         "v_bitop3_b32": _bitop3(32),
         "v_bitop3_b16": _bitop3(16),
-        "v_bcnt_u32_b32": lanes(
-            "u32", "u32 u32", lambda a, b: np.bitwise_count(a).astype(U32) + b
-        ),
+        "v_bcnt_u32_b32": lanes("u32", "u32 u32", lambda a, b: np.bitwise_count(a).astype(U32) + b),
         "v_mbcnt_lo_u32_b32": lanes("u32", "u32 u32", _count_below(0)),
         "v_mbcnt_hi_u32_b32": lanes("u32", "u32 u32", _count_below(32)),
         "v_min3_i32": lanes("i32", "i32 i32 i32", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
         "v_max3_i32": lanes("i32", "i32 i32 i32", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
         "v_min3_u32": lanes("u32", "u32 u32 u32", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
         "v_max3_u32": lanes("u32", "u32 u32 u32", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
-        "v_med3_i32": lanes("i32", "i32 i32 i32", lambda *x: np.sort(np.broadcast_arrays(*x), 0)[1]),
-        "v_med3_u32": lanes("u32", "u32 u32 u32", lambda *x: np.sort(np.broadcast_arrays(*x), 0)[1]),
+        "v_med3_i32": lanes(
+            "i32", "i32 i32 i32", lambda *x: np.sort(np.broadcast_arrays(*x), 0)[1]
+        ),
+        "v_med3_u32": lanes(
+            "u32", "u32 u32 u32", lambda *x: np.sort(np.broadcast_arrays(*x), 0)[1]
+        ),
         "v_mul_lo_u32": lanes("u32", "u32 u32", np.multiply),
         "v_mul_hi_u32": lanes("u32", "u32 u32", _product_high),
         "v_mul_hi_i32": lanes("i32", "i32 i32", _product_high_signed),

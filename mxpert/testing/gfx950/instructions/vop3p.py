@@ -61,9 +61,7 @@ def _packed(kind: str, sources: int, compute: Callable[..., Array]) -> Binder:
         def run(machine: Any) -> None:
             state = machine.state
             low, high = (
-                np.asarray(compute(*[read(state) for read in part])).view(
-                    U32 if wide else U16
-                )
+                np.asarray(compute(*[read(state) for read in part])).view(U32 if wide else U16)
                 for part in readers
             )
             if wide:
