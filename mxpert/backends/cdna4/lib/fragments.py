@@ -5,7 +5,7 @@ of them share rows and have units of depth of their own. A step is SLICES units 
 depth. MFMA multiplies weight fragments (operand A) by activation fragments (operand B), both
 batched over slices:
 
-    codes    [SLICES, 4 * WAVES, 64, 16] uint8, as loaded: fragment, lane, byte
+    codes    [SLICES, 4 * WAVES, 64, 16] uint8, as loaded: fragment, lane, byte; or four uint32
     scales   [SLICES, WAVES, 64] uint32, as loaded: unit of 64 rows, lane; a byte per fragment
     x        [SLICES * chunks, ROWS, 16 bytes] in LDS: 16-byte chunks of depth, activation rows
     x_scales [SLICES * 4 * ROWS] uint32 in LDS: MX block of depth, row; a byte per step
@@ -56,11 +56,18 @@ def _linear(registers, lanes, warps, shape):
 
 
 @gluon.constexpr_function
-def code_layout(SLICES, WAVES):
+def items_per_lane(FORMAT):
+    """Elements of codes that a lane loads of a fragment: bytes, or words to decode to bfloat16."""
+    return 4 if FORMAT == "bf16" else 16
+
+
+@gluon.constexpr_function
+def code_layout(SLICES, WAVES, FORMAT):
     """Layout of codes as loaded: a thread's 16 bytes of each of four fragments."""
-    shape = [SLICES, 4 * WAVES, 64, 16]
+    items = items_per_lane(FORMAT)
     warps = _bases(4 * WAVES, 1, 4, 4) + _bases(SLICES, 0, 4)
-    return _linear(_bases(16, 3, 4) + _bases(4, 1, 4), _bases(64, 2, 4), warps, shape)
+    registers = _bases(items, 3, 4) + _bases(4, 1, 4)
+    return _linear(registers, _bases(64, 2, 4), warps, [SLICES, 4 * WAVES, 64, items])
 
 
 @gluon.constexpr_function
@@ -117,9 +124,7 @@ def _mfma_scale_layout(rows, own, WAVES, SLICES):
     """
     lanes = _bases(16, 1, 3) + _bases(4, 2, 3)
     waves = _bases(rows, 1, 3, own) if own < rows else [[0, 0, 0]] * len(_bases(WAVES, 0, 3))
-    return _linear(
-        _bases(own, 1, 3, 16), lanes, waves + _bases(SLICES, 0, 3), [SLICES, rows, 4]
-    )
+    return _linear(_bases(own, 1, 3, 16), lanes, waves + _bases(SLICES, 0, 3), [SLICES, rows, 4])
 
 
 @gluon.jit
@@ -181,9 +186,7 @@ def as_x_scale_operand(words, step: gl.constexpr, SLICES: gl.constexpr, WAVES: g
 @gluon.jit
 def unit_x_scales(SLICES: gl.constexpr, WAVES: gl.constexpr, ROWS: gl.constexpr):
     """Scales of 1 for operand B."""
-    return gl.full(
-        (SLICES, ROWS, 4), _ONE, gl.uint8, _mfma_scale_layout(ROWS, ROWS, WAVES, SLICES)
-    )
+    return gl.full((SLICES, ROWS, 4), _ONE, gl.uint8, _mfma_scale_layout(ROWS, ROWS, WAVES, SLICES))
 
 
 @gluon.jit
@@ -197,10 +200,8 @@ def decode_operand(codes, scales, SUMS: gl.constexpr):
     factors = gl.join(first, second).reshape(SLICES, WAVES, 64, 4).permute(0, 1, 3, 2)
     factors = factors.reshape(SLICES, 4 * WAVES, 64, 1).to(gl.float32, bitcast=True)
     factors = gl.convert_layout(factors, codes.type.layout, assert_trivial=True)
-    low, high = decode_e2m1(codes, factors.broadcast_to(codes.shape))
-    both = gl.join(low, high)  # [.., 16 bytes, 2] = [.., 4 words, 4 codes of a half, 2 halves]
-    split = both.reshape(SLICES, 4 * WAVES, 64, 4, 4, 2).permute(0, 1, 2, 3, 5, 4)
-    blocks = split.reshape(SLICES, 4 * WAVES, 4, 16, 4, 8).permute(0, 1, 3, 4, 2, 5)
+    values = decode_e2m1(codes, factors.broadcast_to(codes.shape))
+    blocks = values.reshape(SLICES, 4 * WAVES, 4, 16, 4, 8).permute(0, 1, 3, 4, 2, 5)
     return gl.convert_layout(
         blocks.reshape(SLICES, 64 * WAVES, 128),
         gl.DotOperandLayout(0, SUMS, 8),

@@ -5,35 +5,56 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-_DECODE_WORD = gl.constexpr(
-    """
-    v_cvt_scalef32_pk_bf16_fp4 $0, $4, $5
-    v_cvt_scalef32_pk_bf16_fp4 $1, $4, $5 op_sel:[1,0,0]
-    v_cvt_scalef32_pk_bf16_fp4 $2, $4, $5 op_sel:[0,1,0]
-    v_cvt_scalef32_pk_bf16_fp4 $3, $4, $5 op_sel:[1,1,0]
-    """
-)
-"""Decode the eight e2m1 codes of a word, two an instruction; op_sel selects the byte."""
 
-_EARLY = gl.constexpr("=&v,=&v,=&v,=&v,v,v,v,v,v")
+@gluon.constexpr_function
+def _decode_words():
+    """Assembly that decodes two words of e2m1 codes, two codes an instruction.
+
+    Operands 0 to 7 are results, 8 and 9 the words, 10 and 11 their scales; op_sel selects the byte.
+    """
+    lines = []
+    for word in range(2):
+        for byte in range(4):
+            selected = f" op_sel:[{byte % 2},{byte // 2},0]" if byte else ""
+            operands = f"${4 * word + byte}, ${8 + word}, ${10 + word}"
+            lines.append(f"v_cvt_scalef32_pk_bf16_fp4 {operands}{selected}")
+    return "\n".join(lines)
+
+
+_CONSTRAINTS = gl.constexpr(",".join(["=&v"] * 8 + ["v"] * 4))
 
 
 @gluon.jit
-def decode_e2m1(codes, scale):
+def decode_e2m1(words, scale):
     """Bfloat16 values of e2m1 codes times a power of two, exact.
 
     Args:
-        codes: uint8, two codes a byte; a thread holds runs of four bytes in the last dimension.
-        scale: float32, the power of two of each byte; only its exponent field counts.
+        words: uint32 [slices, fragments, 64, 4], eight codes each; a thread holds all four.
+        scale: float32 like `words`; only the exponent field counts.
 
     Returns:
-        Two bfloat16 tensors shaped like `codes`. Of four bytes they hold codes 0 to 3 and 4 to 7.
+        Bfloat16 [slices, fragments, 64, 32], in the order of the codes.
     """
-    return gl.inline_asm_elementwise(
-        _DECODE_WORD,
-        _EARLY,
-        [codes, scale],
-        dtype=(gl.bfloat16, gl.bfloat16),
+    parts = gl.inline_asm_elementwise(
+        _decode_words(),
+        _CONSTRAINTS,
+        [words, scale],
+        dtype=(gl.bfloat16,) * 8,
         is_pure=True,
-        pack=4,
+        pack=2,
     )
+    # Part 4 w + b at place 2 m + o holds code o of byte b of word 2 m + w.
+    SLICES: gl.constexpr = words.shape[0]
+    FRAGMENTS: gl.constexpr = words.shape[1]
+    joined = _join(parts, 0, 1).reshape(SLICES, FRAGMENTS, 64, 2, 2, 2, 2, 2)  # m, o, w, b1, b0
+    return joined.permute(0, 1, 2, 3, 5, 6, 7, 4).reshape(SLICES, FRAGMENTS, 64, 32)
+
+
+@gluon.jit
+def _join(parts, first: gl.constexpr, stride: gl.constexpr):
+    """Join eight tensors along three new dimensions, the lowest bit of the index last."""
+    if stride == 8:
+        return parts[first]
+    else:
+        low = _join(parts, first, 2 * stride)
+        return gl.join(low, _join(parts, first + stride, 2 * stride))

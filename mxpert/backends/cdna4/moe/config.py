@@ -116,12 +116,12 @@ def stage_configs(problem: MoEProblem) -> Iterator[Cdna4GemmConfig]:
     first = stage_heuristic(problem)
     yield first
     allowed = [rows for rows in DECODE_BLOCKS_M if problem.routing_block_m % rows == 0]
-    yield from (config for config in _decode_configs(problem, problem.op, allowed) if config != first)
+    yield from (
+        config for config in _decode_configs(problem, problem.op, allowed) if config != first
+    )
 
 
-def _decode_configs(
-    problem: MoEProblem, op: Op, blocks_m: list[int]
-) -> Iterator[Cdna4GemmConfig]:
+def _decode_configs(problem: MoEProblem, op: Op, blocks_m: list[int]) -> Iterator[Cdna4GemmConfig]:
     _, depth_units = units(problem, op)
     for block_m, k_slices, num_stages, k_splits in itertools.product(
         blocks_m, (1, 2, 4), (2, 4), (1, 2, 3, 4, 6, 8)
@@ -152,7 +152,10 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     for block_m in DECODE_BLOCKS_M:
         gate_up, down = (decode_config(problem, op, block_m) for op in STAGE_OPS)
         configs = [
-            *(MoEConfig(block_m, c, down) for c in _decode_configs(problem, STAGE_OPS[0], [block_m])),
+            *(
+                MoEConfig(block_m, c, down)
+                for c in _decode_configs(problem, STAGE_OPS[0], [block_m])
+            ),
             *(
                 MoEConfig(block_m, gate_up, c)
                 for c in _decode_configs(problem, STAGE_OPS[1], [block_m])

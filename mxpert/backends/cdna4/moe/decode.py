@@ -29,12 +29,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ....routing import TOKEN_MASK
 from ...common.compat import aggregate
-from ..lib.fragments import elements_per_chunk
+from ..lib.fragments import elements_per_chunk, items_per_lane
 from .epilogue import (
+    GatedActivation,
     MXFormat,
-    RowTerms,
+    Plan,
     Tile,
     add_bias,
     row_vector,
@@ -43,9 +43,17 @@ from .epilogue import (
     store_outputs,
     store_partial,
 )
-from .mainloop import Shape, accumulate, open_activations, open_weights
+from .mainloop import (
+    UNIT_LANES,
+    UNIT_WORDS,
+    Shape,
+    Units,
+    accumulate,
+    open_activations,
+    open_weights,
+    sum_slices,
+)
 
-_TOKEN_MASK = gl.constexpr(TOKEN_MASK)
 _XCDS = gl.constexpr(8)
 """Dies of the chip; the hardware deals workgroups to them in turn."""
 
@@ -73,52 +81,90 @@ per model."""
 class Activations:
     """Activation rows in memory.
 
-    x: bfloat16 values or uint8 codes, row_chunks * 16 bytes a row. x_scale: uint8 E8M0 bytes,
-    scale_stride a row. first_row: of the tile.
-    GATHER: rows belong to tokens, which sorted_token_ids name; else they are sorted already.
+    x: bfloat16 values or uint8 codes, row_width elements a row. x_scale: uint8 E8M0 bytes,
+    scale_stride a row. first_row: sorted row of the tile. GATHER: rows belong to tokens, which
+    `plan` names; else they are sorted already and x is the tile's first one.
     """
 
     x: gl.tensor
     x_scale: gl.tensor
-    row_chunks: gl.tensor
+    row_width: gl.tensor
     scale_stride: gl.tensor
-    sorted_token_ids: gl.tensor
     first_row: gl.tensor
-    num_tokens: gl.tensor
+    plan: Plan
     GATHER: gl.constexpr
 
     @gluon.jit
     def row_of(self, place):
         """Row in memory of each row of the tile; a padding row gets any row that exists."""
         if self.GATHER:
-            token = gl.load(self.sorted_token_ids + self.first_row + place) & _TOKEN_MASK
-            return gl.where(token < self.num_tokens, token, 0)
+            token = self.plan.tokens(self.first_row + place)
+            return gl.where(token < self.plan.num_tokens, token, 0)
         else:
             return place
 
+    @gluon.jit
+    def scale_row_of(self, place):
+        """Row of each row of the tile in a vector with a value a row of the whole matrix."""
+        if self.GATHER:
+            return self.row_of(place)
+        else:
+            return self.first_row + place
+
 
 @gluon.jit
-def _locate(num_valid_ptr, num_tiles_n, k_splits, ROWS: gl.constexpr):
-    """Row block, tile of weight rows and split of this workgroup; the block is −1 without a tile.
+def _locate(plan, row_units, k_splits, WAVES: gl.constexpr, ROWS: gl.constexpr):
+    """Tile and split of this workgroup; the expert is −1 without a tile.
 
     An XCD gets consecutive tiles; the splits and weight rows of a row block are neighbours.
     """
-    per_block = num_tiles_n * k_splits
-    total = gl.load(num_valid_ptr) // ROWS * per_block
+    per_block = gl.cdiv(row_units, WAVES) * k_splits
+    total = gl.load(plan.num_valid) // ROWS * per_block
     per_xcd = gl.cdiv(total, _XCDS)
-    program = gl.program_id(0)
-    place = program // _XCDS
-    index = program % _XCDS * per_xcd + place
-    block = index // per_block
+    place = gl.program_id(0) // _XCDS
+    index = gl.program_id(0) % _XCDS * per_xcd + place
+    first_row = index // per_block * ROWS
     inside = index % per_block
-    exists = (place < per_xcd) & (index < total)
-    return gl.where(exists, block, -1), inside // k_splits, inside % k_splits
+    expert = gl.to_tensor(-1)
+    if (place < per_xcd) & (index < total):
+        expert = plan.expert(first_row)
+    first_weight_row = inside // k_splits * (WAVES * 64)
+    tile = Tile(expert=expert, first_row=first_row, first_weight_row=first_weight_row)
+    return tile, inside % k_splits
 
 
-@gluon.jit(
-    do_not_specialize=RUN_TIME_VALUES,
-    do_not_specialize_on_alignment=("x_scale_ptr",),
-)
+@gluon.jit
+def _open_tile_weights(codes, scales, tile, first_depth, units, shape):
+    """`WeightStream` of a tile from a unit of depth on; codes and scales of all experts."""
+    first_unit = tile.first_weight_row // 64
+    unit = (tile.expert.to(gl.int64) * units.rows + first_unit) * units.depth + first_depth
+    codes += unit * (UNIT_LANES * items_per_lane(shape.FORMAT))
+    return open_weights(codes, scales + unit * UNIT_WORDS, first_unit, units, shape)
+
+
+@gluon.jit
+def _open_source(x, x_scale, row_width, scale_stride, tile, plan, GATHER: gl.constexpr):
+    """`Activations` of a tile. Sorted rows of a tile are neighbours; tokens may be anywhere."""
+    if not GATHER:
+        x += tile.first_row.to(gl.int64) * row_width
+    if x_scale is None:
+        scales = x
+    elif GATHER:
+        scales = x_scale
+    else:
+        scales = x_scale + tile.first_row.to(gl.int64) * scale_stride
+    return Activations(
+        x=x,
+        x_scale=scales,
+        row_width=row_width,
+        scale_stride=scale_stride,
+        first_row=tile.first_row,
+        plan=plan,
+        GATHER=GATHER,
+    )
+
+
+@gluon.jit(do_not_specialize=RUN_TIME_VALUES, do_not_specialize_on_alignment=("x_scale_ptr",))
 def _moe_gemm_decode_cdna4_kernel(
     out_ptr,
     out_scale_ptr,
@@ -163,83 +209,38 @@ def _moe_gemm_decode_cdna4_kernel(
     STREAM: gl.constexpr,
 ):
     """Multiply the rows of a block by its expert's weights and run the epilogue."""
-    block, tile_n, split = _locate(num_valid_ptr, gl.cdiv(row_units, WAVES), k_splits, ROWS)
-    if block < 0:
-        return
-    expert = gl.load(block_expert_ids_ptr + block * ROWS // routing_block_m)
-    if (expert < 0) | (expert >= num_experts):
-        return
-    first_row = block * ROWS
-    # Real rows come first: a row block of a larger routing block may be all padding.
-    if (gl.load(sorted_token_ids_ptr + first_row) & _TOKEN_MASK) >= num_tokens:
+    plan = Plan(
+        sorted_token_ids_ptr,
+        block_expert_ids_ptr,
+        num_valid_ptr,
+        num_tokens,
+        num_experts,
+        routing_block_m,
+    )
+    tile, split = _locate(plan, row_units, k_splits, WAVES, ROWS)
+    if tile.expert < 0:
         return
     SCALED: gl.constexpr = x_scale_ptr is not None
-    shape = Shape(
-        FORMAT=X_FORMAT,
-        ROWS=ROWS,
-        SLICES=SLICES,
-        WAVES=WAVES,
-        DEPTH=DEPTH,
-        ITERATIONS=ITERATIONS,
-        STREAM=STREAM,
-        SCALED=SCALED,
-    )
-    first_unit = tile_n * WAVES
+    shape = Shape(X_FORMAT, ROWS, SLICES, WAVES, DEPTH, ITERATIONS, STREAM, SCALED=SCALED)
     first_depth = split * units_per_split
-    num_units = gl.minimum(units_per_split, depth_units - first_depth)
-    unit = (expert.to(gl.int64) * row_units + first_unit) * depth_units + first_depth
-    weights = open_weights(
-        w_ptr + unit * 4096,
-        w_scale_ptr + unit * 64,
-        first_unit,
-        num_units=num_units,
-        row_units=row_units,
-        depth_units=depth_units,
-        shape=shape,
-    )
-    first_x_row = gl.to_tensor(0) if GATHER else first_row
-    source = Activations(
-        x=x_ptr + first_x_row.to(gl.int64) * (x_row_chunks * elements_per_chunk(X_FORMAT)),
-        x_scale=x_scale_ptr + first_x_row.to(gl.int64) * x_scale_stride if SCALED else x_ptr,
-        row_chunks=x_row_chunks,
-        scale_stride=x_scale_stride,
-        sorted_token_ids=sorted_token_ids_ptr,
-        first_row=first_row,
-        num_tokens=num_tokens,
-        GATHER=GATHER,
-    )
-    num_blocks = num_k_blocks - first_depth * 4
-    activations = open_activations(source, first_depth * 4, num_blocks, shape, SLICES * WAVES)
-    sums = accumulate(weights, activations, shape)
-    if SLICES > 1:
-        sums = gl.sum(sums, axis=0)
-    else:
-        sums = sums.reshape(64 * WAVES, ROWS)
-    tile = Tile(expert=expert, first_row=first_row, first_weight_row=first_unit * 64)
-    rows = RowTerms(sorted_token_ids=sorted_token_ids_ptr, num_tokens=num_tokens)
-    row = row_vector(sums)
-    sums = scale_rows(sums, x_row_scale_ptr, source.row_of(row) + first_x_row)
-    num_outputs = num_n_blocks * 32
-    num_weight_rows = num_outputs if ACTIVATION == "" else 2 * num_outputs
+    units = Units(row_units, depth_units, gl.minimum(units_per_split, depth_units - first_depth))
+    weights = _open_tile_weights(w_ptr, w_scale_ptr, tile, first_depth, units, shape)
+    row_width = x_row_chunks * elements_per_chunk(X_FORMAT)
+    source = _open_source(x_ptr, x_scale_ptr, row_width, x_scale_stride, tile, plan, GATHER)
+    blocks = num_k_blocks - first_depth * 4
+    activations = open_activations(source, first_depth * 4, blocks, shape, SLICES * WAVES)
+    sums = sum_slices(accumulate(weights, activations, shape))
+    sums = scale_rows(sums, x_row_scale_ptr, source.scale_row_of(row_vector(sums)))
     if partial_ptr is not None:
-        store_partial(partial_ptr, sums, split, partial_rows, tile, num_weight_rows, rows)
+        width = num_n_blocks * (32 if ACTIVATION == "" else 64)
+        store_partial(partial_ptr, sums, split, partial_rows, tile, width, plan)
     elif ACTIVATION == "":
-        sums = add_bias(sums, bias_ptr, tile, num_weight_rows)
-        sums = scale_rows(sums, sorted_weights_ptr, first_row + row)
-        store_outputs(out_ptr, sums, tile, num_outputs, rows, ATOMIC)
+        sums = add_bias(sums, bias_ptr, tile, num_n_blocks * 32)
+        sums = scale_rows(sums, sorted_weights_ptr, tile.first_row + row_vector(sums))
+        store_outputs(out_ptr, sums, tile, num_n_blocks * 32, plan, ATOMIC)
     else:
-        sums = scale_rows(sums, sorted_weights_ptr, first_row + row)
-        sums = add_bias(sums, bias_ptr, tile, num_weight_rows)
-        mx = MXFormat(FORMAT=OUT_FORMAT, EMAX=EMAX, THRESHOLD=THRESHOLD, INF_BYTE=INF_BYTE)
-        store_features(
-            out_ptr,
-            out_scale_ptr,
-            sums,
-            tile,
-            num_outputs,
-            rows=rows,
-            p0=p0,
-            p1=p1,
-            ACTIVATION=ACTIVATION,
-            mx=mx,
-        )
+        sums = scale_rows(sums, sorted_weights_ptr, tile.first_row + row_vector(sums))
+        sums = add_bias(sums, bias_ptr, tile, num_n_blocks * 64)
+        activation = GatedActivation(p0, p1, ACTIVATION)
+        mx = MXFormat(OUT_FORMAT, EMAX, THRESHOLD, INF_BYTE)
+        store_features(out_ptr, out_scale_ptr, sums, tile, num_n_blocks * 32, plan, activation, mx)

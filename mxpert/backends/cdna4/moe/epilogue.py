@@ -28,19 +28,31 @@ class Tile:
 
 
 @aggregate
-class RowTerms:
-    """What the epilogue reads for sorted rows.
-
-    num_tokens: T. sorted_token_ids: int32 [P].
-    """
+class Plan:
+    """The routing plan; see `mxpert.routing.RoutingPlan`. num_experts: local experts."""
 
     sorted_token_ids: gl.tensor
+    block_expert_ids: gl.tensor
+    num_valid: gl.tensor
     num_tokens: gl.tensor
+    num_experts: gl.tensor
+    routing_block_m: gl.tensor
 
     @gluon.jit
     def tokens(self, row):
         """Token of each sorted row; num_tokens or more for padding rows."""
         return gl.load(self.sorted_token_ids + row) & _TOKEN_MASK
+
+    @gluon.jit
+    def expert(self, first_row):
+        """Expert of the row block that starts at a sorted row.
+
+        −1 if its expert is not a local one, or if all of its rows are padding: real rows come
+        first, and a row block may be a part of a routing block.
+        """
+        expert = gl.load(self.block_expert_ids + first_row // self.routing_block_m)
+        used = (expert < self.num_experts) & (self.tokens(first_row) < self.num_tokens)
+        return gl.where(used, expert, -1)
 
 
 @aggregate
@@ -51,6 +63,15 @@ class MXFormat:
     EMAX: gl.constexpr
     THRESHOLD: gl.constexpr
     INF_BYTE: gl.constexpr
+
+
+@aggregate
+class GatedActivation:
+    """An activation with its parameters, as `gated_activation` takes them."""
+
+    p0: gl.tensor
+    p1: gl.tensor
+    NAME: gl.constexpr
 
 
 @gluon.jit
@@ -90,11 +111,11 @@ def add_bias(sums, bias, tile, num_rows):
 
 
 @gluon.jit
-def store_partial(partial, sums, split, partial_rows, tile, num_rows, rows):
+def store_partial(partial, sums, split, partial_rows, tile, num_rows, plan):
     """Store the sums of one split of K to float32 [k_splits, partial_rows, num_rows]."""
     row = row_vector(sums)
     output = tile.first_weight_row + output_vector(sums)
-    real = rows.tokens(tile.first_row + row) < rows.num_tokens
+    real = plan.tokens(tile.first_row + row) < plan.num_tokens
     base = partial + (split.to(gl.int64) * partial_rows + tile.first_row) * num_rows
     offsets = row[None, :] * num_rows + output[:, None]
     _buffer_store(sums, base, offsets, mask=real[None, :] & (output < num_rows)[:, None])
@@ -121,17 +142,17 @@ def _store_columns(out, values, first_output, first_row, num_outputs, real):
 
 
 @gluon.jit
-def store_features(
-    out, out_scale, sums, tile, num_features, rows, p0, p1, ACTIVATION: gl.constexpr, mx
-):
+def store_features(out, out_scale, sums, tile, num_features, plan, activation, mx):
     """Apply the activation to gates and ups; store bfloat16 rows [P, F] or an MX format.
 
     MX values are rounded to bfloat16 first: stage 1 with MX output equals bfloat16 stage 1 followed
     by `quantize`.
     """
-    real = rows.tokens(tile.first_row + row_vector(sums)) < rows.num_tokens
+    real = plan.tokens(tile.first_row + row_vector(sums)) < plan.num_tokens
     gate, up = gate_and_up(sums)
-    values = gated_activation(gate, up, p0, p1, ACTIVATION).to(gl.bfloat16)
+    values = gated_activation(gate, up, activation.p0, activation.p1, activation.NAME).to(
+        gl.bfloat16
+    )
     first = tile.first_weight_row // 2
     if mx.FORMAT == "bf16":
         _store_columns(out, values, first, tile.first_row, num_features, real)
@@ -145,10 +166,10 @@ def store_features(
 
 
 @gluon.jit
-def store_outputs(out, sums, tile, num_outputs, rows, ATOMIC: gl.constexpr):
-    """Store outputs by sorted row to [P, num_outputs], or add them to float32 tokens (ATOMIC)."""
-    token = rows.tokens(tile.first_row + row_vector(sums))
-    real = token < rows.num_tokens
+def store_outputs(out, sums, tile, num_outputs, plan, ATOMIC: gl.constexpr):
+    """Store outputs by sorted row to [P, H], or add them to the float32 rows of tokens (ATOMIC)."""
+    token = plan.tokens(tile.first_row + row_vector(sums))
+    real = token < plan.num_tokens
     if ATOMIC:
         output = tile.first_weight_row + output_vector(sums)
         pointers = out + token.to(gl.int64)[None, :] * num_outputs + output[:, None]
@@ -156,6 +177,4 @@ def store_outputs(out, sums, tile, num_outputs, rows, ATOMIC: gl.constexpr):
         gl.atomic_add(pointers, sums, mask=mask, sem="relaxed")
     else:
         values = sums.to(out.dtype.element_ty)
-        _store_columns(
-            out, values, tile.first_weight_row, tile.first_row, num_outputs, real
-        )
+        _store_columns(out, values, tile.first_weight_row, tile.first_row, num_outputs, real)

@@ -125,7 +125,7 @@ class _Stage:
             x_ptr=x,
             x_scale_ptr=x_scale,
             x_row_scale_ptr=row_scale,
-            w_ptr=weight.qdata,
+            w_ptr=weight.qdata.view(torch.uint32) if x_format == "bf16" else weight.qdata,
             w_scale_ptr=weight.scale.view(torch.uint32),
             **outputs,
             **of_plan,

@@ -5,13 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...common.compat import (
-    aggregate,
-    barrier,
-    batched_mfma_scaled,
-    buffer_load,
-    reinterpret,
-)
+from ...common.compat import aggregate, barrier, batched_mfma_scaled, buffer_load, reinterpret
 from ..lib.fragments import (
     STEPS,
     as_operand,
@@ -22,6 +16,7 @@ from ..lib.fragments import (
     code_layout,
     decode_operand,
     elements_per_chunk,
+    items_per_lane,
     scale_layout,
     sum_layout,
     unit_x_scales,
@@ -30,9 +25,9 @@ from ..lib.fragments import (
 )
 
 _async_copy = gl.amd.cdna4.async_copy
-_UNIT_BYTES = gl.constexpr(4096)
-_UNIT_WORDS = gl.constexpr(64)
-"""A unit of 64 x 128 weights: bytes of codes, and words of scales."""
+UNIT_LANES = gl.constexpr(256)
+UNIT_WORDS = gl.constexpr(64)
+"""A unit of 64 x 128 weights: lanes of four fragments, 16 bytes each, and words of scales."""
 
 
 @aggregate
@@ -76,8 +71,9 @@ class WeightStream:
         """Start loading the codes and scales of a step; past the last unit they are zeros."""
         SLICES: gl.constexpr = self.shape.SLICES
         unit = step * SLICES
-        codes = self.codes + unit.to(gl.int64) * _UNIT_BYTES
-        scales = self.scales + unit.to(gl.int64) * _UNIT_WORDS
+        ITEMS: gl.constexpr = items_per_lane(self.shape.FORMAT)
+        codes = self.codes + unit.to(gl.int64) * (UNIT_LANES * ITEMS)
+        scales = self.scales + unit.to(gl.int64) * UNIT_WORDS
         CL: gl.constexpr = self.code_offsets.type.layout
         SL: gl.constexpr = self.scale_offsets.type.layout
         code_mask = self.code_exists & (unit + _slices(SLICES, CL) < self.num_units)
@@ -125,32 +121,42 @@ def _slices(SLICES: gl.constexpr, LAYOUT: gl.constexpr):
         return along(SLICES, 0, len(LAYOUT.shape), LAYOUT)
 
 
+@aggregate
+class Units:
+    """Units of an expert's weights, rows and depth; `wanted` of the depth belong to the tile."""
+
+    rows: gl.tensor
+    depth: gl.tensor
+    wanted: gl.tensor
+
+
 @gluon.jit
-def open_weights(codes, scales, first_unit, num_units, row_units, depth_units, shape):
+def open_weights(codes, scales, first_unit, units, shape):
     """`WeightStream` of a tile.
 
     Args:
-        codes, scales: addresses of the tile's first unit, uint8 and uint32.
-        first_unit: index of the tile's first unit of rows; row_units: their number in an expert.
-        num_units: units of depth that the tile multiplies; depth_units: those in memory.
+        codes, scales: addresses of the tile's first unit; codes uint8, or uint32 with bf16
+            activations, scales uint32.
+        first_unit: the tile's first unit of rows. units: Units.
     """
     SLICES: gl.constexpr = shape.SLICES
     WAVES: gl.constexpr = shape.WAVES
-    CL: gl.constexpr = code_layout(SLICES, WAVES)
+    ITEMS: gl.constexpr = items_per_lane(shape.FORMAT)
+    CL: gl.constexpr = code_layout(SLICES, WAVES, shape.FORMAT)
     SL: gl.constexpr = scale_layout(SLICES, WAVES)
     fragment = along(4 * WAVES, 1, 4, CL)
-    place = along(SLICES, 0, 4, CL) + fragment // 4 * depth_units
-    inside = fragment % 4 * 1024 + along(64, 2, 4, CL) * 16 + along(16, 3, 4, CL)
+    place = along(SLICES, 0, 4, CL) + fragment // 4 * units.depth
+    lane = fragment % 4 * 64 + along(64, 2, 4, CL)
     wave = along(WAVES, 1, 3, SL)
-    words = (along(SLICES, 0, 3, SL) + wave * depth_units) * _UNIT_WORDS + along(64, 2, 3, SL)
+    words = (along(SLICES, 0, 3, SL) + wave * units.depth) * UNIT_WORDS + along(64, 2, 3, SL)
     return WeightStream(
         codes=codes,
         scales=scales,
-        code_offsets=place * _UNIT_BYTES + inside,
+        code_offsets=(place * UNIT_LANES + lane) * ITEMS + along(ITEMS, 3, 4, CL),
         scale_offsets=words,
-        code_exists=first_unit + fragment // 4 < row_units,
-        scale_exists=first_unit + wave < row_units,
-        num_units=num_units,
+        code_exists=first_unit + fragment // 4 < units.rows,
+        scale_exists=first_unit + wave < units.rows,
+        num_units=units.wanted,
         shape=shape,
     )
 
@@ -181,12 +187,15 @@ class ActivationCopies:
         LAYOUT: gl.constexpr = self.offsets.type.layout
         PER_BLOCK: gl.constexpr = chunks_per_unit(FORMAT) // 4
         chunk = copy * CHUNKS + along(CHUNKS, 0, 3, LAYOUT)
+        # An address of 2^31 or more is out of bounds: the copy writes zeros to LDS. A masked copy
+        # would write nothing.
+        outside = (chunk >= self.num_blocks * PER_BLOCK).to(gl.int32) * (1 << 30)
+        if elements_per_chunk(FORMAT) == 16:
+            outside += outside
         _async_copy.buffer_load_to_shared(
             self.rows.index(copy % 2),
             self.x + copy * (CHUNKS * elements_per_chunk(FORMAT)),
-            self.offsets,
-            mask=chunk < self.num_blocks * PER_BLOCK,
-            other=0,
+            self.offsets + outside,
         )
         _async_copy.commit_group()
 
@@ -244,7 +253,7 @@ def open_activations(source, first_block, num_blocks, shape, num_warps: gl.const
         scales=scales,
         x=source.x + first_block * (chunks_per_unit(FORMAT) // 4 * WIDTH),
         x_scale=source.x_scale + first_block,
-        offsets=row * (source.row_chunks * WIDTH) + chunk,
+        offsets=row * source.row_width + chunk,
         scale_offsets=scale_row * source.scale_stride + _scale_blocks(WORDS, shape, BYTES),
         num_blocks=num_blocks,
         shape=shape,
@@ -261,9 +270,7 @@ def _multiply(sums, weights, x, x_scales, shape):
     else:
         operand = as_operand(weights.codes, LAYOUT)
         scales = as_scale_operand(weights.scales)
-        return batched_mfma_scaled(
-            operand, scales, "e2m1", x, x_scales, shape.FORMAT, sums
-        )
+        return batched_mfma_scaled(operand, scales, "e2m1", x, x_scales, shape.FORMAT, sums)
 
 
 @gluon.jit
@@ -331,3 +338,12 @@ def accumulate(weights, activations, shape):
                 queue = _replace(queue, step % shape.DEPTH, following)
     _async_copy.wait_group(0)
     return sums
+
+
+@gluon.jit
+def sum_slices(sums):
+    """Sums of all slices, [64 * WAVES, ROWS]; waves add them through LDS."""
+    if sums.shape[0] > 1:
+        return gl.sum(sums, axis=0)
+    else:
+        return sums.reshape(sums.shape[1], sums.shape[2])
