@@ -51,7 +51,8 @@ RUN_TIME_VALUES = (
     "row_units",
     "depth_units",
     "routing_block_m",
-    "row_bytes",
+    "num_k_blocks",
+    "x_row_chunks",
     "p0",
     "p1",
 )
@@ -74,7 +75,7 @@ def _tile_of_program(num_valid_ptr, tiles_n, BLOCK_M: gl.constexpr, GROUP_M: gl.
 
 
 @gluon.jit
-def _row_offsets(ids, first, num_tokens, row_bytes, BLOCK_M: gl.constexpr, GATHER: gl.constexpr):
+def _row_offsets(ids, first, num_tokens, stride, BLOCK_M: gl.constexpr, GATHER: gl.constexpr):
     """Offsets of the rows of each half, in the order of the copies.
 
     With GATHER rows are tokens, and the offset counts from the first token; padding repeats the
@@ -85,7 +86,7 @@ def _row_offsets(ids, first, num_tokens, row_bytes, BLOCK_M: gl.constexpr, GATHE
         row = copied_rows(BLOCK_M, half)
         if GATHER:
             row = gl.minimum(gl.load(ids + first + row) & _TOKEN_MASK, num_tokens - 1)
-        offsets += (row * row_bytes,)
+        offsets += (row * stride,)
     return offsets
 
 
@@ -93,6 +94,7 @@ def _row_offsets(ids, first, num_tokens, row_bytes, BLOCK_M: gl.constexpr, GATHE
 def _moe_gemm_prefill_cdna4_kernel(
     out_ptr,
     out_scale_ptr,
+    partial_ptr,
     x_ptr,
     x_scale_ptr,
     x_row_scale_ptr,
@@ -109,7 +111,8 @@ def _moe_gemm_prefill_cdna4_kernel(
     row_units,
     depth_units,
     routing_block_m,
-    row_bytes,
+    num_k_blocks,
+    x_row_chunks,
     p0,
     p1,
     X_FORMAT: gl.constexpr,
@@ -124,10 +127,11 @@ def _moe_gemm_prefill_cdna4_kernel(
 ):
     """One stage: ``x @ w[expert].T`` and its epilogue; see the module.
 
-    x: uint8 codes [T, row_bytes] in stage 1, [P, row_bytes] in stage 2; x_scale: uint8 [P / 64,
-    depth_units, 256], arranged by `arrange_scales`. w, w_scale: CDNA4_FRAGMENT. ACTIVATION "" is
-    stage 2.
+    x: uint8 codes of tokens in stage 1, of sorted rows in stage 2, 16 · x_row_chunks bytes apart.
+    x_scale: uint8 [P / 64, depth_units, 256], arranged by `arrange_scales`. w, w_scale:
+    CDNA4_FRAGMENT. ACTIVATION "" is stage 2. partial: None; the kernel does not split the depth.
     """
+    gl.static_assert(partial_ptr is None, "no partial sums")
     tile_m, tile_n = _tile_of_program(num_valid_ptr, gl.cdiv(row_units, 4), BLOCK_M, GROUP_M)
     if tile_m < 0:
         return
@@ -140,12 +144,11 @@ def _moe_gemm_prefill_cdna4_kernel(
     variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT)
     first_unit = expert.to(gl.int64) * row_units + tile_n * 4
     units = first_unit * depth_units
+    stride = x_row_chunks * 16
     source = Source(
-        rows=x_ptr if GATHER else x_ptr + first.to(gl.int64) * row_bytes,
-        row_offset=_row_offsets(
-            sorted_token_ids_ptr, first, num_tokens, row_bytes, BLOCK_M, GATHER
-        ),
-        row_bytes=row_bytes,
+        rows=x_ptr if GATHER else x_ptr + first.to(gl.int64) * stride,
+        row_offset=_row_offsets(sorted_token_ids_ptr, first, num_tokens, stride, BLOCK_M, GATHER),
+        row_bytes=num_k_blocks * (16 if X_FORMAT == "e2m1" else 32),
         weights=w_ptr + units * 4096,
         weight_offset=offsets_of_weights(tile_n * 4, row_units, depth_units, BLOCK_M),
         row_scales=x_scale_ptr + (first // 64).to(gl.int64) * depth_units * 256,

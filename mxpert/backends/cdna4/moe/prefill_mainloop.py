@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.compat import aggregate, reinterpret
-from ..lib.fences import delay_half_of_waves, scheduling_fence, set_priority
+from ..lib.compiler import delay_half_of_waves, scheduling_fence, set_priority
 from .prefill_layouts import (
     fragment_copy_layout,
     linear_in_lds,
