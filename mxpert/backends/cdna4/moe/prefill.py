@@ -33,6 +33,7 @@ from .prefill_mainloop import (
     Source,
     Variant,
     copied_rows,
+    copied_units,
     make_buffers,
     multiply_tile,
     offsets_of_scales,
@@ -144,6 +145,7 @@ def _moe_gemm_prefill_cdna4_kernel(
     variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT)
     first_unit = expert.to(gl.int64) * row_units + tile_n * 4
     units = first_unit * depth_units
+    UNITS: gl.constexpr = copied_units(gl.num_warps())
     stride = x_row_chunks * 16
     source = Source(
         rows=x_ptr if GATHER else x_ptr + first.to(gl.int64) * stride,
@@ -152,7 +154,7 @@ def _moe_gemm_prefill_cdna4_kernel(
         weights=w_ptr + units * 4096,
         weight_offset=offsets_of_weights(tile_n * 4, row_units, depth_units, BLOCK_M),
         row_scales=x_scale_ptr + (first // 64).to(gl.int64) * depth_units * 256,
-        row_scale_offset=offsets_of_scales(BLOCK_M // 64, 0, BLOCK_M // 64, depth_units),
+        row_scale_offset=offsets_of_scales(UNITS, 0, BLOCK_M // 64, depth_units),
         weight_scales=w_scale_ptr + units * 256,
         weight_scale_offset=offsets_of_scales(4, tile_n * 4, row_units, depth_units),
         steps=depth_units,

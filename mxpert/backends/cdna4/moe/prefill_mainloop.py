@@ -152,6 +152,7 @@ def make_buffers(variant):
     LINEAR: gl.constexpr = linear_in_lds()
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     PARTS: gl.constexpr = weight_parts(BLOCK_M)
+    UNITS: gl.constexpr = copied_units(gl.num_warps())
     rows, weights = (), ()
     for _ in gl.static_range(2):
         rows += (gl.allocate_shared_memory(gl.uint8, [ROW_SLOTS, BLOCK_M // 2, 128], LINEAR),)
@@ -162,7 +163,7 @@ def make_buffers(variant):
     return Buffers(
         rows=rows,
         weights=weights,
-        row_scales=gl.allocate_shared_memory(gl.uint8, [2, BLOCK_M // 64, 512], LINEAR),
+        row_scales=gl.allocate_shared_memory(gl.uint8, [2, UNITS, 512], LINEAR),
         weight_scales=gl.allocate_shared_memory(gl.uint8, [2, 4, 512], LINEAR),
     )
 
@@ -187,6 +188,16 @@ def offsets_of_weights(first_unit, num_units, steps, BLOCK_M: gl.constexpr):
         unit = gl.minimum(unit, num_units - 1) - first_unit
         offsets += (unit * (steps * 4096) + fragment % 4 * 1024,)
     return offsets
+
+
+@gluon.constexpr_function
+def copied_units(WARPS):
+    """Units whose scales one instruction of every wave copies.
+
+    A copy must not leave out a wave, because waits count each wave's own copies. So those of the
+    rows' scales repeat the last unit if the tile has fewer.
+    """
+    return WARPS // 2
 
 
 @gluon.jit
@@ -284,7 +295,7 @@ def _read_row_scales(buffers, variant, pair, ODD: gl.constexpr):
     """Scales of the sorted rows in a step: one dword a lane, [BLOCK_M / 4, 4] int32."""
     WAVES: gl.constexpr = warps_m(variant.BLOCK_M)
     OTHERS: gl.constexpr = warps_n(variant.BLOCK_M)
-    slot = buffers.row_scales.index(pair & 1)
+    slot = buffers.row_scales.index(pair & 1).slice(0, variant.BLOCK_M // 64, dim=0)
     dwords = reinterpret(slot, gl.int32, [16 * WAVES, 8], scales_in_lds(WAVES, 4))
     return async_copy.load_shared_relaxed(
         dwords.slice(4 * ODD, 4, dim=1), scale_dwords(WAVES, 4, OTHERS, False)
