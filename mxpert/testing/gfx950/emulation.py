@@ -13,9 +13,10 @@ from unittest import mock
 import torch
 from triton.runtime.jit import JITFunction
 
+from ... import weights
 from ...dispatch import calls, target
 from ...problem import Target
-from ...runtime.launch import Launch
+from ...runtime.launch import Launch, _record
 from ...runtime.replay import Replayed
 from ..ahead_of_time import compile_call, specialize
 from .launcher import Report, run
@@ -159,8 +160,8 @@ def _installed() -> Iterator[None]:
 def _diversions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Owner, name and replacement of all functions that behave differently in a block."""
     launch, run_jitted = Launch.__call__, JITFunction.run
-    replay = Replayed.replay
-    find, add, detect = calls.CallCache.find, calls.CallCache.add, target._cpu_target
+    replay, find, add = Replayed.replay, calls.CallCache.find, calls.CallCache.add
+    detect, architecture = target._cpu_target, weights._architecture
 
     def launch_or_emulate(made: Launch, **tensors: torch.Tensor | None) -> None:
         emulation = _current.get()
@@ -168,6 +169,7 @@ def _diversions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
             launch(made, **tensors)
         else:
             emulation.execute(made.kernel, made.grid, made.arguments(tensors))
+            _record(made, tensors, None)
 
     def run_or_emulate(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         emulation = _current.get()
@@ -190,9 +192,13 @@ def _diversions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     def detect_or_emulate(kind: str) -> Target:
         return detect(kind) if _current.get() is None else MI355X
 
+    def architecture_or_emulate(device: torch.device) -> str:
+        return architecture(device) if _current.get() is None else MI355X.arch
+
     yield Launch, "__call__", launch_or_emulate
     yield JITFunction, "run", run_or_emulate
     yield Replayed, "replay", replay_outside
     yield calls.CallCache, "find", find_outside
     yield calls.CallCache, "add", add_outside
     yield target, "_cpu_target", detect_or_emulate
+    yield weights, "_architecture", architecture_or_emulate

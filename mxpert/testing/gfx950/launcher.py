@@ -152,13 +152,11 @@ def run(
         ([2048, 2048], 8)
     """
     code = CodeObject.of(compiled)
-    sizes = _grid(grid)
-    values = _in_order(code, arguments)
-    program = code.executable.program
+    sizes, values = _grid(grid), _in_order(code, arguments)
     if checks and (fault := code.executable.fault) is not None:
         raise type(fault)(fault.place, fault.what)
     while True:
-        memory, kernarg, packet = _memory(program, sizes, values)
+        memory, kernarg, packet = _memory(code.executable.program, sizes, values)
         machine = Machine(
             code.executable,
             memory,
@@ -171,28 +169,32 @@ def run(
         start = time.perf_counter()
         try:
             machine.launch(sizes, kernarg, packet)
-            break
         except UntrackedReadError as found:
             code.executable.written.add(found.region.name)
-    seconds = time.perf_counter() - start
-    memory.store()
+            continue
+        seconds = time.perf_counter() - start
+        memory.store()
+        return _report(machine, sizes, seconds, checks)
+
+
+def _report(machine: Machine, grid: tuple[int, int, int], seconds: float, checks: bool) -> Report:
     counts: collections.Counter[str] = collections.Counter()
-    for instruction, number in zip(program.instructions, machine.executed, strict=True):
+    for instruction, number in zip(machine.program.instructions, machine.executed, strict=True):
         if number:
             counts[instruction.name] += number
     return Report(
-        kernel=program.name,
-        grid=sizes,
+        kernel=machine.program.name,
+        grid=grid,
         instructions=counts.total(),
         counts=counts,
         executed=machine.executed,
         seconds=seconds,
         lds=machine.lds_size,
-        registers=program.metadata.get("vgpr_count", 0),
+        registers=machine.program.metadata.get("vgpr_count", 0),
         checks=checks,
         traces=machine.traces,
-        program=program,
-        regions={each.name: range(each.start, each.end) for each in memory.regions},
+        program=machine.program,
+        regions={each.name: range(each.start, each.end) for each in machine.memory.regions},
     )
 
 

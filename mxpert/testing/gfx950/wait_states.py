@@ -96,15 +96,15 @@ def find_hazard(program: Program, effects: Sequence[Effects]) -> HazardFault | N
     for index, first in enumerate(facts):
         for place, states in _following(program, index, first.farthest):
             second = facts[place]
-            for need, why in _rules(first, second):
-                if states < need:
-                    kind = MfmaHazardFault if first.is_mfma or second.is_mfma else HazardFault
-                    text, line = second.instruction.text, second.instruction.line
-                    return kind(
-                        Place(program.name, place, text, line),
-                        f"needs {need} wait states after +{index} {first.instruction.text}, "
-                        f"has {states}: {why}",
-                    )
+            need, why = max(_rules(first, second), default=(0, ""))
+            if states < need:
+                kind = MfmaHazardFault if first.is_mfma or second.is_mfma else HazardFault
+                text, line = second.instruction.text, second.instruction.line
+                return kind(
+                    Place(program.name, place, text, line),
+                    f"needs {need} wait states after +{index} {first.instruction.text}, "
+                    f"has {states}: {why}",
+                )
     return None
 
 

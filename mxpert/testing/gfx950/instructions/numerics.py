@@ -85,13 +85,26 @@ def transcendental(function: Any) -> Any:
 def minimum(a: Array, b: Array) -> Array:
     """v_min_f32: the operand that is no NaN; -0 is below +0."""
     both_zero = (a == 0) & (b == 0)
-    return np.where(both_zero, np.where(np.signbit(a), a, b), np.fmin(a, b))
+    lower = np.where(both_zero, np.where(np.signbit(a), a, b), np.fmin(a, b))
+    return _signalled(a, b, lower)
 
 
 def maximum(a: Array, b: Array) -> Array:
     """v_max_f32: the operand that is no NaN; +0 is above -0."""
     both_zero = (a == 0) & (b == 0)
-    return np.where(both_zero, np.where(np.signbit(a), b, a), np.fmax(a, b))
+    upper = np.where(both_zero, np.where(np.signbit(a), b, a), np.fmax(a, b))
+    return _signalled(a, b, upper)
+
+
+def _signalled(a: Array, b: Array, result: Array) -> Array:
+    """The result, but a signalling NaN becomes a quiet one: MODE has IEEE set."""
+    if not (np.isnan(a).any() or np.isnan(b).any()):
+        return result
+    for x in (b, a):
+        bits = x.view(U32)
+        quiet = bits | U32(0x400000)
+        result = np.where(np.isnan(x) & (bits != quiet), quiet.view(F32), result)
+    return result
 
 
 def median(a: Array, b: Array, c: Array) -> Array:

@@ -52,9 +52,10 @@ def scalars(
             state = machine.state
             values = [read(state) for read in readers]
             value = np.asarray(compute(*values))
-            write(state, value)
-            if flag is not None:
-                state.write_scc(flag(value, *values))
+            scc = None if flag is None else flag(value, *values)
+            write(state, value)  # after the flag: sources are views of the registers
+            if scc is not None:
+                state.write_scc(scc)
 
         return run
 

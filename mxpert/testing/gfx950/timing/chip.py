@@ -54,7 +54,8 @@ class Chip:
         load_bytes_per_cycle: that TCP processes (*loads* 4.3: 16 cycles for 1 KiB).
         tcp_latency: cycles of a load that hits TCP (*cdna3*, measured by others as 57 ns).
         l2_bytes_per_cycle: that L2 delivers to one compute unit (*cdna3*).
-        l2_latency: cycles of a load that hits L2, from TCP on. Fitted.
+        l2_latency: cycles of a load that hits L2, from TCP on: 1000 from issue on, of which it is
+            in TCP for 32 of 44 KiB (*tiles* 1).
         stream_bytes_per_second: that HBM delivers at best: 7.3 of 8 TB/s.
         stream_latency: cycles of a load from idle HBM. Fitted.
         stream_queue: cycles that this latency grows by at half the best rate. Fitted.
@@ -82,7 +83,7 @@ class Chip:
     load_bytes_per_cycle: float = 64
     tcp_latency: float = 120
     l2_bytes_per_cycle: float = 64
-    l2_latency: float = 800
+    l2_latency: float = 730
     stream_bytes_per_second: float = 7.3e12
     stream_latency: float = 1500
     stream_queue: float = 200

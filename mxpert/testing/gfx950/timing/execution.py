@@ -6,13 +6,20 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ....errors import require
 from ..launcher import Report
+from ..memory import Offsets
 from ..program import Program
 from ..trace import WaveTrace
 
 HALF_LINE = 64
 """Bytes of half a cache line."""
+SPACE = 1 << 32
+"""Half lines between the allocations of an execution."""
+FRESH = 1 << 20
+"""Half lines between two lines of a row, if the loop is repeated."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +67,32 @@ class Execution:
             need=f"names out of {list(report.regions)}",
             got=unknown,
         )
-        regions = [report.regions[name] for name in streamed]
+        places = {name: place for place, name in enumerate(report.regions)}
         return cls(
             report.program,
-            waves,
+            [_apart(wave, list(report.regions.values())) for wave in waves],
             report.registers,
             report.lds,
-            [range(each.start // HALF_LINE, -(-each.stop // HALF_LINE)) for each in regions],
+            [range(SPACE * places[name], SPACE * (places[name] + 1)) for name in streamed],
         )
 
     def is_streamed(self, half_line: int) -> bool:
         """Whether a half line comes from HBM."""
         return any(half_line in each for each in self.streamed)
+
+
+def _apart(wave: WaveTrace, regions: Sequence[range]) -> WaveTrace:
+    """A wave as if each allocation started with a line, and `SPACE` behind the one before.
+
+    On a CPU some start with the second half of a line; a loop that is repeated may need more memory
+    than was allocated.
+    """
+    starts = np.array([region.start // HALF_LINE for region in regions])
+    half_lines = {}
+    for step, halves in wave.half_lines.items():
+        places = np.searchsorted(starts, halves, "right") - 1
+        half_lines[step] = halves - starts[places] + SPACE * places
+    return replace(wave, half_lines=half_lines)
 
 
 @dataclass(frozen=True)
@@ -134,7 +155,7 @@ def _longest_run(path: Sequence[int], branch: int) -> list[int]:
 def repeat(execution: Execution, loop: Loop, iterations: int) -> tuple[Execution, Loop]:
     """The execution with `iterations` iterations of the loop or more: copies of the last one.
 
-    Half lines of memory continue with the stride between the last two iterations.
+    Memory continues with the stride between the last two iterations.
     """
     more = max(0, iterations - loop.iterations)
     waves = [
@@ -165,5 +186,15 @@ def _repeat_wave(wave: WaveTrace, jumps: Sequence[int], more: int) -> WaveTrace:
             if step in wave.half_lines:
                 halves = wave.half_lines[step]
                 before = wave.half_lines.get(step - length, halves)
-                result.half_lines[step + copy * length] = halves + copy * (halves[0] - before[0])
+                stride = int(halves[0] - before[0])
+                result.half_lines[step + copy * length] = _later(halves, copy * stride)
     return result
+
+
+def _later(halves: Offsets, distance: int) -> Offsets:
+    """Half lines a distance behind, in lines that no other row of the tensor has.
+
+    In a tensor as small as the executed one they would be those of the next row.
+    """
+    place = halves % 2 + distance
+    return halves - halves % 2 + place % 2 + place // 2 * FRESH

@@ -22,14 +22,17 @@ class LoadPath:
 
     Args:
         chip: figures of the hardware. streamed: whether a half line comes from HBM.
-        stream_latency: cycles of a load from HBM.
+        stream_latency: cycles of a load from HBM. stream_rate: bytes a cycle from there.
 
     Attributes:
         tcp_busy, l2_busy, stream_busy: cycles so far. loaded, streamed: bytes from L2 and HBM.
     """
 
-    def __init__(self, chip: Chip, streamed: Callable[[int], bool], stream_latency: float) -> None:
-        self.chip, self._streamed, self._stream_latency = chip, streamed, stream_latency
+    def __init__(
+        self, chip: Chip, streamed: Callable[[int], bool], stream_latency: float, stream_rate: float
+    ) -> None:
+        self.chip, self._streamed = chip, streamed
+        self._stream_latency, self._stream_rate = stream_latency, stream_rate
         self._queue = deque[float](maxlen=chip.load_queue)
         self._tcp = self._l2 = self._stream = 0.0
         self._in_flight: deque[tuple[float, int]] = deque()
@@ -100,7 +103,7 @@ class LoadPath:
         arrival = self._l2 + self.chip.l2_latency
         if new:
             share = len(new) * self.chip.line_bytes
-            cycles = share / self.chip.stream_bytes_per_cycle
+            cycles = share / self._stream_rate
             self._stream = max(self._stream, begin) + cycles
             self.stream_busy += cycles
             self.streamed += share

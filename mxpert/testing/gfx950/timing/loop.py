@@ -29,7 +29,7 @@ class LoopReport:
     Args:
         kernel: name. workgroups: on the compute unit. waves: of a workgroup.
         cycles: from one iteration of a workgroup to its next.
-        instructions: executed by one wave in an iteration, by unit.
+        instructions: executed by one wave in an iteration, by unit. mnemonics: the same by name.
         loaded_bytes, streamed_bytes: that a workgroup's iteration takes from L2 and HBM.
         utilisation: unit → share of the cycles that it is busy.
         waits: what waves waited for → share of the waves' time.
@@ -42,6 +42,7 @@ class LoopReport:
     waves: int
     cycles: float
     instructions: Mapping[str, int]
+    mnemonics: Mapping[str, int]
     loaded_bytes: float
     streamed_bytes: float
     utilisation: Mapping[str, float]
@@ -145,6 +146,7 @@ def model_loop(
         waves=waves,
         cycles=replay.cycles,
         instructions=dict(Counter(costs[index].unit.value for index in body)),
+        mnemonics=dict(Counter(execution.program.instructions[index].name for index in body)),
         loaded_bytes=(after.loaded - before.loaded) * share,
         streamed_bytes=(after.streamed - before.streamed) * share,
         utilisation=utilisation,
@@ -163,23 +165,28 @@ def _settle(
     workgroups: int,
     active_units: int,
 ) -> _Replay:
-    """Replay with the latency of HBM that belongs to its load, found by bisection."""
+    """Replay with the latency of HBM that belongs to its load, by interval halving and secants."""
+    rate = chip.stream_bytes_per_cycle * chip.compute_units / active_units
 
     def replay(load: float) -> _Replay:
-        path = LoadPath(chip, execution.is_streamed, chip.loaded_latency(load))
+        path = LoadPath(chip, execution.is_streamed, chip.loaded_latency(load), rate)
         return _replay(execution, loop, ComputeUnit(chip, costs, execution.waves, workgroups, path))
 
     if not execution.streamed:
         return replay(0.0)
     low, high = 0.0, 1.0
-    while high - low > TOLERANCE:
-        middle = (low + high) / 2
-        result = replay(middle)
-        if result.load(chip, active_units) > middle:
-            low = middle
+    guess = 0.5
+    while True:
+        result = replay(guess)
+        excess = result.load(chip, active_units) - guess
+        if abs(excess) < TOLERANCE or high - low < TOLERANCE:
+            return result
+        if excess > 0:
+            low = guess
         else:
-            high = middle
-    return result
+            high = guess
+        step = guess + excess / 2
+        guess = step if low < step < high else (low + high) / 2
 
 
 def _replay(execution: Execution, loop: Loop, unit: ComputeUnit) -> _Replay:

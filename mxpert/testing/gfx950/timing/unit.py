@@ -23,6 +23,9 @@ from .loads import Line, LoadPath
 Start = tuple[float, str]
 """When an instruction can issue, and what it waits for."""
 
+QUEUES = {Unit.LDS: "lds queue", Unit.LOAD: "load queue", Unit.STORE: "load queue"}
+"""What an instruction waits for if it cannot issue."""
+
 WORKGROUP_OFFSET = 37.0
 """Cycles between the starts of the workgroups of one compute unit, so that they do not run in
 lockstep."""
@@ -190,7 +193,7 @@ class ComputeUnit:
             if time > start:
                 start, reason = time, "dependency"
         time = self._port(wave.simd, cost)
-        return (time, cost.unit.value) if time > start else (start, reason)
+        return (time, QUEUES.get(cost.unit, cost.unit.value)) if time > start else (start, reason)
 
     def _waited(self, wave: Wave, cost: Cost) -> Start:
         start, reason = wave.time, "issue"

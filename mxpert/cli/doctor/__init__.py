@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Annotated
 
 import torch
 import typer
@@ -17,12 +18,12 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
-from ..dispatch import detect_target, explain_problem, override
-from ..dispatch.registry import BACKENDS
-from ..errors import UnsupportedError
-from ..formats.spec import MXFP4, MXFP8_E4M3, ScaleRule
-from ..formats.tensor import Layout
-from ..problem import (
+from ...dispatch import detect_target, explain_problem, override
+from ...dispatch.registry import BACKENDS
+from ...errors import UnsupportedError
+from ...formats.spec import MXFP4, MXFP8_E4M3, ScaleRule
+from ...formats.tensor import Layout
+from ...problem import (
     ACTIVATION_FORMATS,
     DualProblem,
     GroupedProblem,
@@ -37,17 +38,21 @@ from ..problem import (
     TopKOptions,
     TopKProblem,
 )
-from ..runtime.toolchain import toolchain
-from .options import FORMAT_NAMES, JsonFile, check_target
-from .report import (
+from ...runtime.toolchain import toolchain
+from .. import bench
+from ..measure import GateError
+from ..options import DEFAULT_FORMATS, FORMAT_NAMES, JsonFile, check_target, parse_formats
+from ..report import (
     Row,
     best_device,
     environment,
+    make_console,
     package_version,
     print_table,
     result_console,
     write_report,
 )
+from .executed import EMULATED, emulation_of, execute, show
 
 MINIMUM_VERSIONS = {"torch": "2.11", "triton": "3.6", "numpy": "1.26", "safetensors": "0.5"}
 """As in pyproject.toml; a test compares the two."""
@@ -55,6 +60,17 @@ TESTED_UP_TO = {"torch": "2.15", "triton": "3.9"}
 """Newest release series that the kernels were compiled with; pyproject.toml admits no later one."""
 OPTIONAL = {"transformers": "5", "matplotlib": "3.8"}
 MINIMUM_PYTHON = (3, 11)
+MEASURED_MODEL, MEASURED_TOKENS = "gpt-oss-120b", (1, 16, 128, 1024)
+"""What --measure times."""
+CPU = torch.device("cpu")
+EMULATE_HELP = (
+    "Execute small problems through this architecture's own code, instruction by instruction, on "
+    f"the CPU: {', '.join(EMULATED)}."
+)
+MEASURE_HELP = (
+    "Execute the same problems on this machine's own device, and time a model's layer as "
+    "`mxpert bench` does."
+)
 OK, WARNING, BROKEN = "ok", "warning", "broken"
 PACKAGES, COMPILER, DEVICE = "Packages", "Compiler", "Device"
 NARROW = 80
@@ -347,19 +363,45 @@ def _print(console: Console, facts: Row, findings: list[Finding], operations: li
         console.print(Padding(Text(reason, style="dim"), (0, 0, 0, 2), expand=False), width=NARROW)
 
 
-def doctor(json_to: JsonFile = None) -> None:
+def measure(device: torch.device, console: Console) -> Row:
+    """The document of `mxpert bench` for `MEASURED_MODEL`, or why it measured nothing."""
+    scale = 1 if device.type == "cuda" else bench.CPU_SCALE
+    request = bench.Request(
+        models=[bench.Model.named(MEASURED_MODEL, scale)],
+        tokens=list(MEASURED_TOKENS),
+        formats=parse_formats(DEFAULT_FORMATS, "doctor", "--measure"),
+        stages=list(bench.STAGES),
+        routing="uniform",
+        backend=None,
+    )
+    try:
+        return bench.run_bench(request, device, console)
+    except GateError as error:
+        return {"kind": "bench", "rows": [], "fault": str(error)}
+
+
+def doctor(
+    emulate: Annotated[str | None, typer.Option(metavar="ARCH", help=EMULATE_HELP)] = None,
+    measured: Annotated[bool, typer.Option("--measure", help=MEASURE_HELP)] = False,
+    json_to: JsonFile = None,
+) -> None:
     """Say what works on this machine, what does not, and why.
 
     Compares versions with the tested ranges, and names the GPU and its driver, the compiler and
     its known hazard, and the backends that can serve each operation here.
-    The exit code is 1 if something needed is broken.
+    The exit code is 1 if something needed is broken, or if something executed is wrong.
 
     Examples:
         mxpert doctor
 
         mxpert doctor --json - | jq .operations
+
+        mxpert doctor --emulate gfx950
+
+        mxpert doctor --measure --json device.json
     """
     check_target(json_to, "doctor")
+    emulation = emulation_of(emulate) if emulate is not None else None
     device = best_device()
     target = detect_target(device)
     facts = environment(device)
@@ -372,15 +414,27 @@ def doctor(json_to: JsonFile = None) -> None:
     broken = any(finding.state == BROKEN for finding in findings) or any(
         row["chosen"] is None for row in operations
     )
-    _print(result_console(json_to), facts, findings, operations)
-    write_report(
-        json_to,
-        {
-            **facts,
-            "findings": [asdict(f) for f in findings],
-            "operations": operations,
-            "healthy": not broken,
-        },
-    )
+    console, errors = result_console(json_to), make_console(stderr=True)
+    _print(console, facts, findings, operations)
+    document: Row = {**facts, "findings": [asdict(f) for f in findings], "operations": operations}
+    if emulation is not None:
+        document["emulated"] = {"arch": emulate, "cases": execute(errors, CPU, emulation)}
+        show(console, f"Executed by emulation of {emulate}", document["emulated"]["cases"])
+        broken |= not all(row["passed"] for row in document["emulated"]["cases"])
+    if measured:
+        document["executed"] = execute(errors, device)
+        show(console, f"Executed on {facts['device']}", document["executed"])
+        broken |= not all(row["passed"] for row in document["executed"])
+        document["bench"] = measure(device, errors)
+        broken |= "fault" in document["bench"]
+        _print_bench(console, document["bench"])
+    write_report(json_to, {**document, "healthy": not broken})
     if broken:
         raise typer.Exit(1)
+
+
+def _print_bench(console: Console, document: Row) -> None:
+    if "fault" in document:
+        console.print(document["fault"], highlight=False, markup=False)
+    else:
+        bench.show(document, console)

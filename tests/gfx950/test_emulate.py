@@ -1,0 +1,210 @@
+"""Ops and kernels of Triton and Gluon through gfx950 code, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+import mxpert
+from mxpert.dispatch import detect_target
+from mxpert.formats.tensor import Layout
+from mxpert.problem import Target
+from mxpert.runtime.launch import Launch
+from mxpert.testing import gfx950
+from mxpert.testing.problems import MoEShape
+from support.exact import exact_moe_problem
+from support.gfx950.listings import listing
+
+SHAPE = MoEShape(256, 128, 4, 2, has_bias=True)
+
+
+@triton.jit
+def _scaled_sum_kernel(out_ptr, x_ptr, factor, count, BLOCK: tl.constexpr):
+    """Sum of each program's BLOCK elements, times a factor. Grid: (blocks,)."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place, mask=place < count, other=0.0)
+    tl.store(out_ptr + tl.program_id(0), tl.sum(x) * factor)
+
+
+@gluon.jit
+def _negate_kernel(out_ptr, x_ptr, BLOCK: gl.constexpr):
+    """Negate BLOCK elements. Grid: (blocks,)."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [64], [4], [0])
+    place = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=layout)
+    gl.store(out_ptr + place, -gl.load(x_ptr + place))
+
+
+def test_an_op_sees_an_mi355x_and_gives_the_same_bits() -> None:
+    x = torch.randn(48, 160) * torch.exp2(torch.randint(-20, 20, (48, 160)).float())
+    want = mxpert.quantize(x, "mxfp8")
+    with gfx950.emulate() as emulation:
+        target = detect_target("cpu")
+        got = mxpert.quantize(x, "mxfp8")
+    assert target == gfx950.MI355X == Target("hip", "gfx950", target.name, 256, 160 * 1024)
+    assert torch.equal(got.qdata, want.qdata)
+    assert torch.equal(got.scale, want.scale)
+    assert list(emulation.kernels) == ["_quantize_rows_kernel"]
+    assert emulation.launches == 1
+    assert emulation.instructions == sum(emulation.counts.values()) > 1000
+    assert emulation.last is not None
+    assert emulation.last.kernel == "_quantize_rows_kernel"
+    assert detect_target("cpu").kind == "cpu"
+
+
+@pytest.mark.parametrize("activation_format", ["mxfp8", "mxfp4", "bf16"])
+def test_a_layer_is_exact_in_all_schedules_and_with_all_garbage(activation_format: str) -> None:
+    inputs = exact_moe_problem(SHAPE, 16, seed=3)
+
+    def layer() -> torch.Tensor:
+        return mxpert.fused_moe(
+            inputs.x,
+            inputs.weights,
+            inputs.topk_weights,
+            inputs.topk_ids,
+            activation=inputs.activation,
+            activation_format=activation_format,
+        )
+
+    want = layer()
+    for options in ({}, {"seed": 1}, {"schedule": "random"}, {"schedule": "random", "seed": 2}):
+        with gfx950.emulate(**options) as emulation:  # type: ignore[arg-type]
+            got = layer()
+        assert torch.equal(got, want), options
+        assert {"_moe_gate_up_kernel", "_moe_down_kernel"} <= set(emulation.kernels)
+        assert any(name.startswith("v_mfma") for name in emulation.counts)
+
+
+def test_plain_launches_of_triton_and_gluon() -> None:
+    x, out = torch.randn(1000), torch.zeros(4)
+    with gfx950.emulate() as emulation:
+        grid = lambda given: (triton.cdiv(given["count"], given["BLOCK"]),)  # noqa: E731
+        _scaled_sum_kernel[grid](out, x, 0.5, 1000, BLOCK=256, num_warps=2)
+        negated = torch.zeros(1024)
+        _negate_kernel[(2,)](negated, torch.arange(1024.0), BLOCK=512)
+    parts = torch.nn.functional.pad(x, (0, 24)).view(4, 256).double().sum(1) * 0.5
+    assert torch.allclose(out.double(), parts, atol=1e-4)  # 256 sums of |x| < 5, 2**-24 each
+    assert torch.equal(negated, -torch.arange(1024.0))
+    assert [totals.launches for totals in emulation.kernels.values()] == [1, 1]
+
+
+def test_run_takes_what_triton_compiles() -> None:
+    source = triton.compiler.ASTSource(
+        _scaled_sum_kernel,
+        {
+            "out_ptr": "*fp32",
+            "x_ptr": "*fp32",
+            "factor": "fp32",
+            "count": "i32",
+            "BLOCK": "constexpr",
+        },
+        {(4,): 256},
+    )
+    compiled = triton.compile(source, target=GPUTarget("hip", "gfx950", 64))
+    x = torch.arange(512.0)
+    by_name, in_order = torch.zeros(2), torch.zeros(2)
+    named = {"out_ptr": by_name, "x_ptr": x, "factor": 2.0, "count": 512, "BLOCK": 256}
+    report = gfx950.run(compiled, (2,), named)
+    gfx950.run(compiled, [2], [in_order, x, 2.0, 512], schedule="random")
+    assert by_name.tolist() == in_order.tolist() == [256 * 255.0, 256 * 767.0]
+    assert report.kernel == "_scaled_sum_kernel"
+    assert report.lds == compiled.metadata.shared
+    with pytest.raises(ValueError, match="no \\['count'\\]"):
+        gfx950.run(compiled, (2,), {"out_ptr": by_name, "x_ptr": x, "factor": 2.0})
+
+
+def test_a_fault_names_the_source_line() -> None:
+    with gfx950.emulate(), pytest.raises(gfx950.OutOfBoundsFault) as caught:
+        _negate_kernel[(2,)](torch.zeros(512), torch.zeros(1024), BLOCK=512)
+    assert caught.value.place.kernel == "_negate_kernel"
+    assert caught.value.place.line.startswith("test_emulate.py:")
+    assert "byte 2048 of the 2048 of out_ptr" in caught.value.what
+
+
+def test_nothing_stays_behind() -> None:
+    """Calls ahead of, inside and after the block run as if there were no other."""
+    x = torch.randn(8, 64)
+    plain = Launch.__call__
+    mxpert.quantize(x, "mxfp4")  # warm: the next such call skips its checks
+    with gfx950.emulate() as emulation:
+        for calls in range(1, 5):
+            mxpert.quantize(x, "mxfp4")
+            assert emulation.launches == calls  # no replay, no cached resolution
+        assert Launch.__call__ is not plain
+    mxpert.quantize(x, "mxfp4")
+    assert emulation.launches == 4
+    assert Launch.__call__ is plain
+    with pytest.raises(RuntimeError, match="stop"), gfx950.emulate():
+        raise RuntimeError("stop")
+    assert Launch.__call__ is plain
+    assert detect_target("cpu").kind == "cpu"
+
+
+def test_blocks_nest() -> None:
+    x = torch.randn(8, 64)
+    with gfx950.emulate() as outer:
+        with gfx950.emulate(checks=False) as inner:
+            mxpert.quantize(x, "mxfp4")
+        assert inner.last is not None
+        assert not inner.last.checks
+        assert (outer.launches, inner.launches) == (0, 1)
+        mxpert.quantize(x, "mxfp4")
+        assert (outer.launches, inner.launches) == (1, 1)
+        assert outer.last is not None
+        assert outer.last.checks
+
+
+def test_a_block_holds_for_its_own_thread() -> None:
+    x, found = torch.randn(8, 64), []
+
+    def elsewhere() -> None:
+        found.append((detect_target("cpu").kind, mxpert.quantize(x, "mxfp4")))
+
+    with gfx950.emulate() as emulation:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        mine = mxpert.quantize(x, "mxfp4")
+    assert found[0][0] == "cpu"
+    assert emulation.launches == 1
+    assert torch.equal(found[0][1].qdata, mine.qdata)
+
+
+def test_blocks_of_two_threads_overlap() -> None:
+    x, barrier, counts = torch.randn(8, 64), threading.Barrier(2), []
+
+    def work(calls: int) -> None:
+        with gfx950.emulate() as emulation:
+            barrier.wait()
+            for _ in range(calls):
+                mxpert.quantize(x, "mxfp4")
+            counts.append((calls, emulation.launches))
+
+    threads = [threading.Thread(target=work, args=(calls,)) for calls in (1, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(counts) == [(1, 1), (3, 3)]
+    assert detect_target("cpu").kind == "cpu"
+
+
+def test_a_code_object_without_names() -> None:
+    code = gfx950.CodeObject.of(listing("s_nop 0", arguments=2), parameters=("out", "x"))
+    assert code.parameters == ("out", "x")
+    assert gfx950.CodeObject.of(code) is code
+    gfx950.run(code, (1,), {"x": torch.zeros(1), "out": None})
+
+
+def test_weights_are_prepared_for_gfx950() -> None:
+    weights = exact_moe_problem(SHAPE, 1, seed=3).weights
+    with gfx950.emulate():
+        prepared = weights.prepare(device="cpu")
+    assert prepared.layout is Layout.CDNA4_FRAGMENT
+    assert weights.prepare(device="cpu").layout is Layout.ROW_MAJOR

@@ -1,0 +1,172 @@
+"""Listings: operands, modifiers, labels, source lines, and the facts of a code object."""
+
+from __future__ import annotations
+
+import pytest
+
+from mxpert.testing.gfx950.effects import Unit, effects
+from mxpert.testing.gfx950.program import (
+    EXEC,
+    M0,
+    SCALARS,
+    VCC,
+    Operand,
+    parse_instruction,
+    parse_listing,
+    parse_operand,
+)
+from support.gfx950.listings import listing
+
+OPERANDS = {
+    "v7": Operand("v", 7),
+    "v[4:7]": Operand("v", 4, 4),
+    "a0": Operand("v", 256),
+    "a[12:15]": Operand("v", 268, 4),
+    "s[2:3]": Operand("s", 2, 2),
+    "vcc": Operand("s", 106, 2),
+    "exec_hi": Operand("s", 127),
+    "m0": Operand("s", 124),
+    "-v3": Operand("v", 3, neg=True),
+    "-|s4|": Operand("s", 4, neg=True, absolute=True),
+    "|v1|": Operand("v", 1, absolute=True),
+    "sext(v9)": Operand("v", 9, sext=True),
+    "-16": Operand("c", -16),
+    "0xffff0000": Operand("c", 0xFFFF0000),
+    "-4.0": Operand("c", 0xC0800000, 0),
+    "off": Operand("off"),
+}
+
+
+@pytest.mark.parametrize("text", OPERANDS)
+def test_an_operand(text: str) -> None:
+    assert parse_operand(text) == OPERANDS[text]
+
+
+@pytest.mark.parametrize("text", ["w3", "v[3:", "", "literal"])
+def test_an_unknown_operand_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not known"):
+        parse_operand(text)
+
+
+def test_modifiers() -> None:
+    mfma = parse_instruction(
+        "v_mfma_scale_f32_16x16x128_f8f6f4 a[0:3], v[2:9], v[10:13], a[0:3], v1, v14 "
+        "op_sel:[0,1,0] op_sel_hi:[1,0,0] blgp:4"
+    )
+    assert mfma.integers("op_sel", ()) == (0, 1, 0)
+    assert mfma.integers("op_sel_hi", ()) == (1, 0, 0)
+    assert (mfma.integer("cbsz"), mfma.integer("blgp")) == (0, 4)
+    load = parse_instruction("buffer_load_dwordx4 v1, s[4:7], s3 offen offset:4095 lds nt")
+    assert [operand.kind for operand in load.operands] == ["v", "s", "s"]
+    assert load.modifiers == {"offen": True, "offset": 4095, "lds": True, "nt": True}
+    moved = parse_instruction("v_mov_b32_dpp v1, v0 quad_perm:[1,0,3,2] row_mask:0xf bank_mask:0xf")
+    assert (moved.encoding, moved.integers("quad_perm", ())) == ("dpp", (1, 0, 3, 2))
+    swap = parse_instruction("ds_swizzle_b32 v0, v1 offset:swizzle(SWAP,16)")
+    assert swap.modifiers == {"offset": "swizzle(SWAP,16)"}
+    mode = parse_instruction("s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1")
+    assert mode.modifiers == {"hwreg": "MODE", "hwreg_offset": 23, "hwreg_size": 1}
+    assert mode.operands == (Operand("c", 1),)
+    wait = parse_instruction("s_waitcnt vmcnt(3) lgkmcnt(0)")
+    assert wait.modifiers == {"vmcnt": 3, "lgkmcnt": 0}
+    assert parse_instruction("buffer_wbl2 sc1").modifiers == {"sc1": True}
+
+
+@pytest.mark.parametrize("text", ["s_waitcnt", "s_waitcnt foo(3)", "v_mov_b32 v0, v1 strange"])
+def test_an_unknown_modifier_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_instruction(text)
+
+
+def test_a_listing() -> None:
+    body = """
+    s_branch .LBB0_1
+    v_nop
+    .LBB0_1:
+    s_mov_b32 s4, 0
+    .loc\t1 9 3                          ; other.py:9:3
+    s_cbranch_scc0 .LBB0_1
+    """
+    program = parse_listing(listing(body, arguments=2, waves=4, lds=512, preload=3))
+    assert program.name == "written"
+    assert [each.name for each in program.instructions] == [
+        "s_branch",
+        "v_nop",
+        "s_mov_b32",
+        "s_cbranch_scc0",
+        "s_endpgm",
+    ]
+    assert program.labels[".LBB0_1"] == 2
+    assert [each.line for each in program.instructions[::3]] == ["written.py:7:0", "other.py:9:3"]
+    assert [(each.offset, each.size) for each in program.arguments] == [(0, 8), (8, 8)]
+    assert (program.num_waves, program.lds, program.kernarg_size) == (4, 512, 16)
+    # A loader that preloads arguments starts behind the code that would load them.
+    assert (program.preloaded_dwords, program.entry) == (3, 2)
+    assert program.mode == 0b11_1111_0000
+
+
+def test_what_is_no_listing_is_refused() -> None:
+    with pytest.raises(ValueError, match="amdgcn text of a kernel for gfx950"):
+        parse_listing("; PTX")
+    with pytest.raises(ValueError, match="gfx950"):
+        parse_listing(listing("s_nop 0").replace("--gfx950", "--gfx942"))
+
+
+_EXEC = {SCALARS + EXEC, SCALARS + EXEC + 1}
+EFFECTS = {
+    "v_add_u32_e32 v1, s3, v2": (_EXEC | {2, SCALARS + 3}, {1}, Unit.VALU),
+    "v_exp_f32_e32 v1, v2": (_EXEC | {2}, {1}, Unit.TRANSCENDENTAL),
+    "v_fmac_f32_e32 v1, v2, v3": (_EXEC | {1, 2, 3}, {1}, Unit.VALU),
+    "v_mov_b32_dpp v1, v2 row_shr:1 row_mask:0xf bank_mask:0xf": (_EXEC | {1, 2}, {1}, Unit.VALU),
+    "v_div_fmas_f32 v0, v1, v2, v3": (
+        _EXEC | {1, 2, 3, SCALARS + VCC, SCALARS + VCC + 1},
+        {0},
+        Unit.VALU,
+    ),
+    "v_mad_u64_u32 v[0:1], s[4:5], v2, v3, v[6:7]": (
+        _EXEC | {2, 3, 6, 7},
+        {0, 1, SCALARS + 4, SCALARS + 5},
+        Unit.VALU,
+    ),
+    "v_permlane32_swap_b32 v1, v2": (_EXEC | {1, 2}, {1, 2}, Unit.VALU),
+    "v_mfma_f32_16x16x16_bf16 a[0:3], v[0:1], v[2:3], a[4:7]": (
+        _EXEC | {0, 1, 2, 3, 260, 261, 262, 263},
+        {256, 257, 258, 259},
+        Unit.MFMA,
+    ),
+    "s_and_saveexec_b64 s[2:3], vcc": (
+        _EXEC | {SCALARS + VCC, SCALARS + VCC + 1},
+        _EXEC | {SCALARS + 2, SCALARS + 3},
+        Unit.SALU,
+    ),
+    "s_cmp_lt_i32 s2, s3": ({SCALARS + 2, SCALARS + 3}, set(), Unit.SALU),
+    "s_load_dwordx2 s[4:5], s[0:1], 0x8": (
+        {SCALARS, SCALARS + 1},
+        {SCALARS + 4, SCALARS + 5},
+        Unit.SMEM,
+    ),
+    "global_store_dwordx2 v1, v[2:3], s[4:5]": (
+        _EXEC | {1, 2, 3, SCALARS + 4, SCALARS + 5},
+        set(),
+        Unit.VMEM_STORE,
+    ),
+    "global_atomic_add v0, v1, v2, s[4:5] sc0": (
+        _EXEC | {1, 2, SCALARS + 4, SCALARS + 5},
+        {0},
+        Unit.VMEM_STORE,
+    ),
+    "buffer_load_dword v1, s[4:7], 0 offen lds": (
+        _EXEC | {1, SCALARS + 4, SCALARS + 5, SCALARS + 6, SCALARS + 7, SCALARS + M0},
+        set(),
+        Unit.VMEM_LOAD,
+    ),
+    "ds_read_b64 v[2:3], v1": (_EXEC | {1}, {2, 3}, Unit.LDS),
+    "ds_write2_b32 v1, v2, v3 offset1:1": (_EXEC | {1, 2, 3}, set(), Unit.LDS),
+    "ds_add_rtn_u32 v4, v1, v2": (_EXEC | {1, 2}, {4}, Unit.LDS),
+}
+
+
+@pytest.mark.parametrize("text", EFFECTS)
+def test_registers_and_unit_of_an_instruction(text: str) -> None:
+    reads, writes, unit = EFFECTS[text]
+    found = effects(parse_instruction(text))
+    assert (found.reads, found.writes, found.unit) == (reads, writes, unit)

@@ -1,0 +1,107 @@
+"""Executes single instructions on chosen registers, without a program around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from mxpert.testing.gfx950.instructions import bind
+from mxpert.testing.gfx950.program import Program, parse_instruction
+from mxpert.testing.gfx950.state import WaveState
+
+BASE = 0x7_0000_0000
+_USED = 48
+"""Registers with data; the others hold garbage."""
+DEFAULT_MODE = {"float_denorm_mode_32": 3}
+
+F32_EDGES = (
+    *(0x00000000, 0x80000000, 0x3F800000, 0xBF800000, 0x40000000, 0xC0490FDB),
+    *(0x00000001, 0x807FFFFF, 0x00800000, 0x80800000, 0x7F7FFFFF, 0xFF7FFFFF),  # denormal, largest
+    *(0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 0x7F800001, 0x4B800001),  # inf, NaN
+    *(0x5F800000, 0x1F800000, 0x7E000001, 0x01000000, 0x7EFFFFFF, 0x0B800000),  # large, small
+    *(0xC3000000, 0xC3140000, 0x42FE0000),  # exponents near the ends of the range
+)
+INTEGER_EDGES = (
+    *(0, 1, 2, 5, 7, 8, 15, 16, 31, 32, 33, 63, 64, 127, 128, 255, 256, 0x7FFF, 0x8000, 0xFFFF),
+    *(0x10000, 0x7FFFFF, 0x800000, 0xFFFFFF, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF),
+    *(0x01020304, 0x0C0D0B0A, 0x00200010, 0x55555555),
+)
+
+
+@dataclass
+class Single:
+    """A machine without a program: registers, memory and LDS of `waves` waves.
+
+    Args:
+        seed: of registers and memory.
+    """
+
+    waves: int
+    seed: int = 0
+    state: WaveState = field(init=False)
+    memory: Any = field(init=False)
+    lds: Any = field(init=False)
+    loads: list[Any] = field(default_factory=list)
+    waited: tuple[int | None, int | None] | None = None
+
+    def __post_init__(self) -> None:
+        generator = np.random.default_rng(self.seed)
+        self.state = WaveState(self.waves, generator, 0xF0)
+        state, edges = self.state, np.array(F32_EDGES + INTEGER_EDGES, np.uint32)
+        for registers in (state.vector[:_USED], state.scalar[:_USED]):
+            random = generator.integers(0, 1 << 32, registers.shape, np.uint32)
+            near = generator.standard_normal(registers.shape).astype(np.float32).view(np.uint32)
+            picked = edges[generator.integers(0, edges.size, registers.shape)]
+            kind = generator.integers(0, 4, registers.shape)
+            registers[:] = np.choose(kind, (random, near, picked, picked))
+        content = generator.integers(0, 256, 1 << 16, np.uint8)
+        self.memory = SimpleNamespace(bytes=content)
+        self.lds = SimpleNamespace(bytes=content[::-1].copy())
+
+    def set_exec(self, masks: list[int]) -> None:
+        """EXEC of each wave."""
+        self.state.write_exec(np.array(masks, np.uint64))
+
+    def run(self, text: str, labels: dict[str, int] | None = None) -> int | None:
+        """Execute one instruction for all waves."""
+        program = Program("test", (), labels or {}, (), {}, 0, DEFAULT_MODE, {})
+        with np.errstate(all="ignore"):
+            return bind(parse_instruction(text), program)(self)
+
+    # -- what instructions call on a machine -------------------------------------------------------
+
+    def global_access(self, address: Any, size: int, *, lanes: Any = None, **_: bool) -> Any:
+        lanes = self.state.active if lanes is None else lanes
+        offsets = np.broadcast_to(address, lanes.shape).astype(np.int64) - BASE
+        return np.where(lanes, offsets, 0)
+
+    def scalar_access(self, address: Any, size: int) -> Any:
+        return address.astype(np.int64) - BASE
+
+    def lds_access(self, address: Any, size: int, *, lanes: Any = None, **_: Any) -> Any:
+        lanes = self.state.active if lanes is None else lanes
+        return np.where(lanes, np.broadcast_to(address, lanes.shape).astype(np.int64), 0)
+
+    def lds_stored(self, *_: Any) -> None:
+        """Nothing to check."""
+
+    def issue_load(self, counter: str, registers: Any) -> None:
+        self.loads.append((counter, tuple(registers)))
+
+    def issue_store(self, counter: str) -> None:
+        self.loads.append((counter, ()))
+
+    def wait(self, vmcnt: int | None, lgkmcnt: int | None) -> None:
+        self.waited = (vmcnt, lgkmcnt)
+
+    def branch(self, taken: Any, target: int) -> Any:
+        return np.where(taken, target, -1)
+
+    def barrier(self) -> int:
+        return -1
+
+    def end(self) -> int:
+        return -1
