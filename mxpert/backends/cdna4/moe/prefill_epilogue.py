@@ -100,8 +100,8 @@ def store_outputs(total, terms, output, tile_m, tile_n, BLOCK_M: gl.constexpr, Q
         total = total * gl.load(terms.weights + rows.index, mask=rows.real, other=0.0)[:, None]
     mask = rows.real[:, None] & inside[None, :]
     if output.ATOMIC:
-        place = output.out + rows.token.to(gl.int64)[:, None] * output.columns + column[None, :]
-        gl.atomic_add(place, total, mask=mask, sem="relaxed")
+        offsets = rows.token[:, None] * output.columns + column[None, :]
+        cdna4.buffer_atomic_add(output.out, offsets, total, mask=mask, sem="relaxed")
     else:
         first = tile_m * BLOCK_M
         out = output.out + first.to(gl.int64) * output.columns
