@@ -481,7 +481,7 @@ def _advance(sums, fragments, source, buffers, variant, ring, ODD: gl.constexpr)
     # Copies of the step after the next have landed, except for those of the last group.
     async_copy.wait_group(1)
     set_priority(0)
-    return sums, fragments, following
+    return sums, fragments
 
 
 @gluon.jit
@@ -497,13 +497,14 @@ def multiply_tile(source, buffers, variant):
         sums += (gl.zeros((BLOCK_M // 2, 256 // PARTS), gl.float32, mfma_layout(BLOCK_M)),)
     _start(source, buffers, variant)
     async_copy.wait_group(1)
-    ring = Ring(step=0, slot=0)
-    fragments = _read(buffers, variant, ring, 0)
+    fragments = _read(buffers, variant, Ring(step=0, slot=0), 0)
     if gl.num_warps() == 8:
         delay_half_of_waves(True)
+    ring = Ring(step=0, slot=0)
     for _ in range(source.steps // 2):
-        sums, fragments, ring = _advance(sums, fragments, source, buffers, variant, ring, 0)
-        sums, fragments, ring = _advance(sums, fragments, source, buffers, variant, ring, 1)
+        for odd in gl.static_range(2):
+            sums, fragments = _advance(sums, fragments, source, buffers, variant, ring, odd)
+            ring = ring.advance(num_slots(variant.FORMAT))
     if gl.num_warps() == 8:
         delay_half_of_waves(False)
     if source.steps % 2 == 1:
