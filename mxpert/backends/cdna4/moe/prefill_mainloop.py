@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.compat import aggregate, reinterpret
-from ..lib.fences import delay_half_of_waves, scheduling_fence, set_priority
+from ..lib.compiler import delay_half_of_waves, scheduling_fence, set_priority
 from .prefill_layouts import (
     fragment_copy_layout,
     linear_in_lds,
@@ -152,6 +152,7 @@ def make_buffers(variant):
     LINEAR: gl.constexpr = linear_in_lds()
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     PARTS: gl.constexpr = weight_parts(BLOCK_M)
+    UNITS: gl.constexpr = copied_units(gl.num_warps())
     rows, weights = (), ()
     for _ in gl.static_range(2):
         rows += (gl.allocate_shared_memory(gl.uint8, [ROW_SLOTS, BLOCK_M // 2, 128], LINEAR),)
@@ -162,7 +163,7 @@ def make_buffers(variant):
     return Buffers(
         rows=rows,
         weights=weights,
-        row_scales=gl.allocate_shared_memory(gl.uint8, [2, BLOCK_M // 64, 512], LINEAR),
+        row_scales=gl.allocate_shared_memory(gl.uint8, [2, UNITS, 512], LINEAR),
         weight_scales=gl.allocate_shared_memory(gl.uint8, [2, 4, 512], LINEAR),
     )
 
@@ -187,6 +188,16 @@ def offsets_of_weights(first_unit, num_units, steps, BLOCK_M: gl.constexpr):
         unit = gl.minimum(unit, num_units - 1) - first_unit
         offsets += (unit * (steps * 4096) + fragment % 4 * 1024,)
     return offsets
+
+
+@gluon.constexpr_function
+def copied_units(WARPS):
+    """Units whose scales one instruction of every wave copies.
+
+    A copy must not leave out a wave, because waits count each wave's own copies. So those of the
+    rows' scales repeat the last unit if the tile has fewer.
+    """
+    return WARPS // 2
 
 
 @gluon.jit
@@ -284,7 +295,7 @@ def _read_row_scales(buffers, variant, pair, ODD: gl.constexpr):
     """Scales of the sorted rows in a step: one dword a lane, [BLOCK_M / 4, 4] int32."""
     WAVES: gl.constexpr = warps_m(variant.BLOCK_M)
     OTHERS: gl.constexpr = warps_n(variant.BLOCK_M)
-    slot = buffers.row_scales.index(pair & 1)
+    slot = buffers.row_scales.index(pair & 1).slice(0, variant.BLOCK_M // 64, dim=0)
     dwords = reinterpret(slot, gl.int32, [16 * WAVES, 8], scales_in_lds(WAVES, 4))
     return async_copy.load_shared_relaxed(
         dwords.slice(4 * ODD, 4, dim=1), scale_dwords(WAVES, 4, OTHERS, False)
@@ -463,14 +474,14 @@ def _advance(sums, fragments, source, buffers, variant, ring, ODD: gl.constexpr)
     async_copy.wait_group(2)  # the barrier between the stages
     set_priority(1)
     following = ring.advance(num_slots(variant.FORMAT))
-    fragments = _read(buffers, variant, following, 1 - ODD)
     for index in gl.static_range(num_copies(variant.BLOCK_M, variant.FORMAT, gl.num_warps(), ODD)):
         _copy(source, buffers, variant, ring, ODD, index)
     async_copy.commit_group()
+    fragments = _read(buffers, variant, following, 1 - ODD)
     # Copies of the step after the next have landed, except for those of the last group.
     async_copy.wait_group(1)
     set_priority(0)
-    return sums, fragments, following
+    return sums, fragments
 
 
 @gluon.jit
@@ -486,13 +497,14 @@ def multiply_tile(source, buffers, variant):
         sums += (gl.zeros((BLOCK_M // 2, 256 // PARTS), gl.float32, mfma_layout(BLOCK_M)),)
     _start(source, buffers, variant)
     async_copy.wait_group(1)
-    ring = Ring(step=0, slot=0)
-    fragments = _read(buffers, variant, ring, 0)
+    fragments = _read(buffers, variant, Ring(step=0, slot=0), 0)
     if gl.num_warps() == 8:
         delay_half_of_waves(True)
+    ring = Ring(step=0, slot=0)
     for _ in range(source.steps // 2):
-        sums, fragments, ring = _advance(sums, fragments, source, buffers, variant, ring, 0)
-        sums, fragments, ring = _advance(sums, fragments, source, buffers, variant, ring, 1)
+        for odd in gl.static_range(2):
+            sums, fragments = _advance(sums, fragments, source, buffers, variant, ring, odd)
+            ring = ring.advance(num_slots(variant.FORMAT))
     if gl.num_warps() == 8:
         delay_half_of_waves(False)
     if source.steps % 2 == 1:

@@ -1,9 +1,20 @@
-"""Control of instruction scheduling: limits for the compiler, priorities for the hardware."""
+"""What kernels tell the compiler and the hardware's scheduler."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from triton.backends.amd.compiler import HIPOptions
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+WITHOUT_ACCUMULATOR_REGISTERS: dict[str, Any] = (
+    {"llvm_fn_attrs": (("amdgpu-agpr-alloc", "0,0"),)}
+    if "llvm_fn_attrs" in HIPOptions.__dataclass_fields__
+    else {}
+)
+"""Launch options that keep the sums of MFMA in vector registers. Triton 3.9 would use accumulator
+registers and copy operands and sums; Triton 3.6 does not, and has no such option."""
 
 
 @gluon.constexpr_function
