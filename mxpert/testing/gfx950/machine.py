@@ -405,7 +405,7 @@ class Machine:
         self._check_alignment(address, size)
         if self._tracing and not direct:
             on = np.ones(shape, np.bool_) if lanes is None else lanes
-            self._note(lambda trace, row: trace.note_banks(address[row], on[row], size))
+            self._note(lambda trace, row: trace.note_banks(address[row], on[row], size, write))
         offsets: Offsets = address + self.group[self.state.selected][:, None] * self.lds.size
         if self.races is not None:
             self.races.access(offsets, size, write, direct, atomic, lanes, words)
