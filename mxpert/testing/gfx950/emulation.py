@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 from ... import weights
 from ...dispatch import calls, target
 from ...problem import Target
-from ...runtime.launch import Launch
+from ...runtime.launch import Launch, _record
 from ...runtime.replay import Replayed
 from ..ahead_of_time import compile_call, specialize
 from .launcher import Report, run
@@ -176,6 +176,7 @@ def _diversions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
             launch(made, **tensors)
         else:
             emulation.execute(made.kernel, made.grid, made.arguments(tensors))
+            _record(made, tensors, None)
 
     def run_or_emulate(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         emulation = _current.get()
