@@ -26,9 +26,7 @@ def text_section(code_object: bytes) -> bytes:
     """The section ``.text`` of an ELF file."""
     (table,) = struct.unpack_from("<Q", code_object, 40)
     size, count, names = struct.unpack_from("<HHH", code_object, 58)
-    sections = [
-        struct.unpack_from("<IIQQQQ", code_object, table + k * size) for k in range(count)
-    ]
+    sections = [struct.unpack_from("<IIQQQQ", code_object, table + k * size) for k in range(count)]
     strings = sections[names][4]
     for name, _, _, _, offset, length in sections:
         start = strings + name
@@ -265,9 +263,11 @@ def _global(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:
     if "_lds_" in name:
         return [address, base], modifiers
     acc = bool(inst.acc)
+    loaded, data = (_register(field.offset, None, acc) for field in (inst.vdst, inst.data))
     if "_load_" in name:
-        return [_register(inst.vdst.offset, None, acc), address, base], modifiers
-    return [address, _register(inst.data.offset, None, acc), base], modifiers
+        return [loaded, address, base], modifiers
+    returned = [loaded] if "_atomic_" in name and inst.sc0 else []
+    return [*returned, address, data, base], modifiers
 
 
 def _buffer(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:
@@ -341,6 +341,7 @@ def from_binary(inst: Any) -> Text:
     name = re.sub(r"_e(32|64)$", "", inst.op_name.lower())
     kind = type(inst).__name__
     describe = next(function for prefix, function in _ENCODINGS if kind.startswith(prefix))
-    if name.startswith("v_accvgpr") and not name.endswith("_b32"):
+    if name.startswith("v_accvgpr"):
+        name = name.removesuffix("_b32")
         return f"{name}_b32", *_accumulator_move(inst, name)
     return name, *describe(inst, name)
