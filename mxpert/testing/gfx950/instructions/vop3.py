@@ -117,7 +117,7 @@ def _multiply_add_signed(a: Array, b: Array, c: Array) -> tuple[Array, Array]:
 def _count_below(first: int) -> Callable[..., Array]:
     """v_mbcnt: how many bits of a mask belong to lower lanes; `first` is the mask's first lane."""
     below = ((1 << np.clip(LANE - first, 0, 32)) - 1).astype(U32)
-    return lambda a, b: np.bitwise_count(a & below).astype(U32) + b
+    return lambda a, b: numerics.count_bits(a & below) + b
 
 
 # -- lanes -----------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ chapter(
         "v_perm_b32": lanes("u32", "u32 u32 u32", _permute_bytes),
         "v_bitop3_b32": _bitop3(32),
         "v_bitop3_b16": _bitop3(16),
-        "v_bcnt_u32_b32": lanes("u32", "u32 u32", lambda a, b: np.bitwise_count(a).astype(U32) + b),
+        "v_bcnt_u32_b32": lanes("u32", "u32 u32", lambda a, b: numerics.count_bits(a) + b),
         "v_mbcnt_lo_u32_b32": lanes("u32", "u32 u32", _count_below(0)),
         "v_mbcnt_hi_u32_b32": lanes("u32", "u32 u32", _count_below(32)),
         "v_min3_i32": lanes("i32", "i32 i32 i32", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
