@@ -91,9 +91,12 @@ v_min_u32_e32 v1, s18, v18
 v_mfma_f32_16x16x128_f8f6f4 a[0:3], v[4:7], v[8:15], a[0:3] cbsz:4 blgp:1
 v_mov_b32_dpp v1, v2 row_half_mirror row_mask:0xf bank_mask:0xf
 v_mov_b32_dpp v1, v2 row_newbcast:5 row_mask:0x3 bank_mask:0xf bound_ctrl:1
+v_mov_b32_dpp v1, v2 wave_shl:1 row_mask:0xf bank_mask:0xf
+v_mov_b32_dpp v1, v2 wave_ror:1 row_mask:0xf bank_mask:0xf
 v_mov_b64_e32 v[10:11], s[0:1]
 v_mul_f32_e64 v1, v2, -2.0 clamp
 v_mul_i32_i24_e32 v0, -12, v41
+v_pack_b32_f16 v0, v1, v2
 v_permlane16_swap_b32_e32 v0, v1
 v_pk_add_f32 v[0:1], v[2:3], 1.0 op_sel_hi:[1,0] neg_lo:[1,0] neg_hi:[1,0]
 v_pk_add_u16 v0, v1, v2

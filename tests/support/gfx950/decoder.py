@@ -162,6 +162,10 @@ def _dpp(control: int) -> dict[str, Any]:
     if control >> 4 in rows:
         return {rows[control >> 4]: control & 15}
     others: dict[int, dict[str, Any]] = {
+        0x130: {"wave_shl": 1},
+        0x134: {"wave_rol": 1},
+        0x138: {"wave_shr": 1},
+        0x13C: {"wave_ror": 1},
         0x140: {"row_mirror": True},
         0x141: {"row_half_mirror": True},
         0x142: {"row_bcast": 15},

@@ -268,6 +268,9 @@ chapter(
         "v_cvt_pk_f16_f32": lanes(
             "u32", "f32 f32", lambda a, b: numerics.to_f16(a) | numerics.to_f16(b) << U32(16)
         ),
+        "v_pack_b32_f16": lanes(
+            "u32", "u16 u16", lambda a, b: a.astype(U32) | b.astype(U32) << U32(16)
+        ),
         # -- integers
         "v_add3_u32": lanes("u32", "u32 u32 u32", lambda a, b, c: a + b + c),
         "v_lshl_add_u32": lanes("u32", "u32 u32 u32", lambda a, b, c: (a << _shift(b)) + c),
