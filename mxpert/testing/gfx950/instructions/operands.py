@@ -207,7 +207,7 @@ _DPP_CONTROLS: dict[str, Callable[[tuple[int, ...]], Array]] = {
     "row_half_mirror": lambda v: (LANE & ~7) + 7 - (LANE & 7),
     "row_newbcast": lambda v: _ROW + v[0],
     "wave_shl": lambda v: np.where(LANE + v[0] < LANES, LANE + v[0], -1),
-    "wave_shr": lambda v: np.where(LANE >= v[0], LANE - v[0], -1),
+    "wave_shr": lambda v: np.where(LANE - v[0] >= 0, LANE - v[0], -1),
     "wave_rol": lambda v: (LANE + v[0]) % LANES,
     "wave_ror": lambda v: (LANE - v[0]) % LANES,
     "row_bcast": lambda v: np.where(LANE // (v[0] + 1) > 0, (LANE & ~v[0]) - 1, -1),
