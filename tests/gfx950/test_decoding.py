@@ -16,7 +16,7 @@ from triton._C.libtriton import amd, llvm
 import mxpert
 from mxpert.testing.gfx950 import emulate, emulation
 from mxpert.testing.gfx950.instructions import bind
-from mxpert.testing.gfx950.program import parse_instruction, parse_listing
+from mxpert.testing.gfx950.program import Program, parse_instruction, parse_listing
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
 from support.gfx950.decoder import decoded, from_binary, listed
@@ -143,6 +143,12 @@ def kernels() -> tuple[Any, ...]:
     return tuple({binary.asm["amdgcn"]: binary for binary in found}.values())
 
 
+@functools.cache
+def programs() -> tuple[Program, ...]:
+    """Their listings, parsed."""
+    return tuple(parse_listing(kernel.asm["amdgcn"]) for kernel in kernels())
+
+
 def _call_ops() -> None:
     inputs = exact_moe_problem(MoEShape(256, 128, 4, 2, has_bias=True), 16)
     for name in ("mxfp8", "mxfp4", "bf16"):
@@ -169,13 +175,13 @@ def _call_ops() -> None:
 def test_binaries_are_their_listings() -> None:
     """Mnemonics, operands and modifiers; code objects have padding besides."""
     count = 0
-    for kernel in kernels():
+    for kernel, program in zip(kernels(), programs(), strict=True):
         binary = map(from_binary, decoded(kernel.asm["hsaco"]))
-        for instruction in parse_listing(kernel.asm["amdgcn"]).instructions:
+        for instruction in program.instructions:
             found = next(binary)
             while found[0] == "s_nop" != instruction.name:
                 found = next(binary)
-            assert found == listed(instruction), (kernel.metadata.name, instruction.text)
+            assert found == listed(instruction), (program.name, instruction.text)
             count += 1
     assert count > 15_000
 
@@ -196,21 +202,18 @@ def test_forms_are_their_encodings() -> None:
 def used() -> set[str]:
     """Mnemonics of the kernels above and of `FORMS`."""
     names = {parse_instruction(line).name for line in FORMS.strip().splitlines()}
-    for kernel in kernels():
-        names |= {i.name for i in parse_listing(kernel.asm["amdgcn"]).instructions}
+    for program in programs():
+        names |= {instruction.name for instruction in program.instructions}
     return names
 
 
 def test_table_knows_what_kernels_use() -> None:
     """Every instruction binds: all operands and modifiers have a meaning."""
-    program = None
-    for kernel in kernels():
-        program = parse_listing(kernel.asm["amdgcn"])
+    for program in programs():
         for instruction in program.instructions:
             bind(instruction, program)
-    assert program is not None
     for line in FORMS.strip().splitlines():
-        bind(parse_instruction(line), program)
+        bind(parse_instruction(line), programs()[0])
     assert len(used()) >= 230
 
 

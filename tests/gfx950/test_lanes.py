@@ -15,7 +15,7 @@ from support.gfx950.single import Single
 LANES = 64
 PARTIAL = 0xF0F0_1234_8000_0001
 
-# Source lane of a lane in a row of 16, None if there is none; from section 6.8 of the manual.
+# Source lane of a lane in a row of 16, None if there is none; from the manual's chapter on DPP.
 CONTROLS = {
     "quad_perm:[3,0,2,1]": lambda lane: lane // 4 * 4 + (3, 0, 2, 1)[lane % 4],
     "row_shl:1": lambda lane: lane + 1 if lane % 16 < 15 else None,
@@ -277,6 +277,8 @@ def test_mode() -> None:
     assert (single.state.mode >> 23 & 1).tolist() == [0, 1]
     single.run("s_getreg_b32 s5, hwreg(HW_REG_MODE, 20, 8)")
     assert single.state.scalar[5].tolist() == [0, 8]
+    with pytest.raises(UnknownInstructionError, match="FP16_OVFL"):
+        single.run("v_cvt_f16_f32 v0, v1")
     single.run("s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 0")
     assert (single.state.mode >> 23 & 1).tolist() == [0, 0]
 

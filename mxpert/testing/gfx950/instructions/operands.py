@@ -1,6 +1,6 @@
 """Sources and destinations of vector and scalar instructions, with their modifiers.
 
-Source: AMD Instinct CDNA4 ISA, sections 6.2 (operands), 6.6 (SDWA), 6.7 (packed math), 6.8 (DPP).
+Source: AMD Instinct CDNA4 ISA, chapter 6 (vector ALU: operands, SDWA, DPP).
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from ..state import Lanes, WaveState
 from .numerics import I32, I64, U32, U64, Array, count_bits
 from .operands import WIDE, Reader, scalar
 from .table import Binder, Decoding, Run, chapter
+from .vector import FP16_OVFL
 from .vop1 import reverse_bits
-from .vop3 import FP16_OVFL, extract, extract_signed
+from .vop3 import extract, extract_signed
 from .vopc import INTEGERS
 
 Flag = Callable[..., Array]

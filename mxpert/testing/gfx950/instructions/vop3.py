@@ -13,11 +13,7 @@ from . import numerics
 from .numerics import F16, F32, F64, I32, I64, U32, U64, Array, SmallFloat
 from .operands import LANE, scalar, typed, words
 from .table import Binder, Decoding, Run, chapter
-from .vector import lanes, wide_writer
-
-FP16_OVFL = U32(23)
-"""Bit of MODE that makes conversions to fp8 and bf8 saturate."""
-
+from .vector import FP16_OVFL, lanes, unsaturated, wide_writer
 
 # -- integers --------------------------------------------------------------------------------------
 
@@ -265,8 +261,8 @@ chapter(
         "v_cvt_pk_bf16_f32": lanes(
             "u32", "f32 f32", lambda a, b: numerics.to_bf16(a) | numerics.to_bf16(b) << U32(16)
         ),
-        "v_cvt_pk_f16_f32": lanes(
-            "u32", "f32 f32", lambda a, b: numerics.to_f16(a) | numerics.to_f16(b) << U32(16)
+        "v_cvt_pk_f16_f32": unsaturated(
+            lanes("u32", "f32 f32", lambda a, b: numerics.to_f16(a) | numerics.to_f16(b) << U32(16))
         ),
         "v_pack_b32_f16": lanes(
             "u32", "u16 u16", lambda a, b: a.astype(U32) | b.astype(U32) << U32(16)
