@@ -40,6 +40,7 @@ from vllm.v1.worker import workspace
 
 import mxpert
 from mxpert.formats import MXFP4, Layout
+from mxpert.integrations.vllm import _experts as experts
 from mxpert.integrations.vllm import _method as served
 
 METHODS = {
@@ -150,6 +151,26 @@ def test_foreign_and_negative_ids_and_int64() -> None:
     assert not want[-3:].any()
     assert torch.equal(call(method, layer, x, topk_weights, topk_ids), want)
     assert torch.equal(call(method, layer, x, topk_weights, topk_ids.long()), want)
+
+
+def test_the_result_is_written_into_vllms_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind vLLM's router nothing is copied or converted: the op gets vLLM's own tensors."""
+    method, layer, checkpoint = built("gpt_oss", routing_method=ROUTED)
+    given: list[Any] = []
+
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+        given.append((*arguments[2:4], options["out"]))
+        return mxpert.fused_moe(*arguments, **options)
+
+    monkeypatch.setattr(experts, "fused_moe", noted)
+    x, logits = tokens()
+    topk_weights, topk_ids = mxpert.route_topk(logits, TOP_K)
+    y = call(method, layer, x, topk_weights, topk_ids.long())
+    ((weights, ids, out),) = given
+    assert (weights.data_ptr(), ids.dtype) == (topk_weights.data_ptr(), torch.int64)
+    assert out is not None
+    assert torch.equal(out, y)
+    assert torch.equal(y, expected("gpt_oss", checkpoint, x, (topk_weights, topk_ids)))
 
 
 class TwoRanks:

@@ -39,18 +39,23 @@ class Layer:
         expert_map: torch.Tensor | None,
         *,
         on_input: bool = False,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return [T, H] for tokens x [T, H]; ids of other ranks' experts are skipped."""
+        """Return [T, H] for tokens x [T, H]; ids of other ranks' experts are skipped.
+
+        out: where the result is written; None allocates.
+        """
         return fused_moe(
             x.contiguous(),
             self.weights,
-            topk_weights.float(),
-            topk_ids.to(torch.int32),
+            topk_weights,
+            topk_ids,
             activation=self.activation,
             activation_format=self.activation_format,
             expert_map=expert_map,
             out_dtype=x.dtype,
             apply_router_weight_on_input=on_input,
+            out=out,
         )
 
 
@@ -121,7 +126,7 @@ class RoutedExperts(_Common, mk.FusedMoEExpertsModular):
         """Write the layer's result into `output` [T, H]."""
         if apply_router_weight_on_input:  # vLLM's prepare step has applied the weights
             topk_weights = torch.ones_like(topk_weights)
-        output.copy_(self.layer.run(hidden_states, topk_weights, topk_ids, expert_map))
+        self.layer.run(hidden_states, topk_weights, topk_ids, expert_map, out=output)
 
 
 class RoutingExperts(_Common, mk.FusedMoEExpertsMonolithic):

@@ -169,12 +169,14 @@ class ServedMethod(FusedMoEMethodBase):
             activation=prepared.activation, activation_format=prepared.activation_format
         )
         on_input = self.is_monolithic and layer.apply_router_weight_on_input
+        ids_dtype = None if self.is_monolithic else self.topk_indices_dtype
         counts = warm_up(
             weights,
             self.max_tokens,
             top_k=top_k,
             expert_map=expert_map,
             apply_router_weight_on_input=on_input,
+            topk_ids_dtype=ids_dtype or torch.int32,
             progress=_log_progress,
             **options,
         )

@@ -6,6 +6,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
+@gluon.jit
+def opaque(words):
+    """Return int32 `words` unchanged, as a value of which the compiler knows nothing.
+
+    LLVM then selects bytes of the words (v_perm_b32) instead of recombining their sources.
+    """
+    return gl.inline_asm_elementwise("", "=v,0", [words], dtype=gl.int32, is_pure=True, pack=1)
+
+
 @gluon.constexpr_function
 def _decode_words():
     """Assembly that decodes four words of e2m1 codes, two codes an instruction.
