@@ -26,9 +26,7 @@ def text_section(code_object: bytes) -> bytes:
     """The section ``.text`` of an ELF file."""
     (table,) = struct.unpack_from("<Q", code_object, 40)
     size, count, names = struct.unpack_from("<HHH", code_object, 58)
-    sections = [
-        struct.unpack_from("<IIQQQQ", code_object, table + k * size) for k in range(count)
-    ]
+    sections = [struct.unpack_from("<IIQQQQ", code_object, table + k * size) for k in range(count)]
     strings = sections[names][4]
     for name, _, _, _, offset, length in sections:
         start = strings + name
@@ -51,7 +49,7 @@ def decoded(code_object: bytes) -> Iterator[Any]:
 
 def listed(instruction: Instruction) -> Text:
     """A parsed instruction."""
-    modifiers = {
+    modifiers: dict[str, Any] = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in instruction.modifiers.items()
     }
@@ -163,12 +161,17 @@ def _dpp(control: int) -> dict[str, Any]:
     rows = {0x10: "row_shl", 0x11: "row_shr", 0x12: "row_ror", 0x15: "row_newbcast"}
     if control >> 4 in rows:
         return {rows[control >> 4]: control & 15}
-    return {
+    others: dict[int, dict[str, Any]] = {
+        0x130: {"wave_shl": 1},
+        0x134: {"wave_rol": 1},
+        0x138: {"wave_shr": 1},
+        0x13C: {"wave_ror": 1},
         0x140: {"row_mirror": True},
         0x141: {"row_half_mirror": True},
         0x142: {"row_bcast": 15},
         0x143: {"row_bcast": 31},
-    }[control]
+    }
+    return others[control]
 
 
 def _vop3(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:
@@ -265,9 +268,11 @@ def _global(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:
     if "_lds_" in name:
         return [address, base], modifiers
     acc = bool(inst.acc)
+    loaded, data = (_register(field.offset, None, acc) for field in (inst.vdst, inst.data))
     if "_load_" in name:
-        return [_register(inst.vdst.offset, None, acc), address, base], modifiers
-    return [address, _register(inst.data.offset, None, acc), base], modifiers
+        return [loaded, address, base], modifiers
+    returned = [loaded] if "_atomic_" in name and inst.sc0 else []
+    return [*returned, address, data, base], modifiers
 
 
 def _buffer(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:
@@ -341,6 +346,7 @@ def from_binary(inst: Any) -> Text:
     name = re.sub(r"_e(32|64)$", "", inst.op_name.lower())
     kind = type(inst).__name__
     describe = next(function for prefix, function in _ENCODINGS if kind.startswith(prefix))
-    if name.startswith("v_accvgpr") and not name.endswith("_b32"):
+    if name.startswith("v_accvgpr"):
+        name = name.removesuffix("_b32")
         return f"{name}_b32", *_accumulator_move(inst, name)
     return name, *describe(inst, name)
