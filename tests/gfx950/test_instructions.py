@@ -23,7 +23,9 @@ VECTOR = sorted(
     for name in TABLE
     if name.startswith("v_") and name in PSEUDOCODE and not _ACROSS_LANES.fullmatch(name)
 )
-_CONTROL = re.compile(r"s_(load_\w+|nop|sleep|waitcnt|barrier|endpgm|setprio|[gs]etreg\w+|c?branch\w*)")
+_CONTROL = re.compile(
+    r"s_(load_\w+|nop|sleep|waitcnt|barrier|endpgm|setprio|[gs]etreg\w+|c?branch\w*)"
+)
 SCALAR = sorted(
     name
     for name in TABLE
@@ -82,7 +84,9 @@ def listing(name: str, shape: Shape, sources: list[str]) -> str:
     if shape.mask_result:
         operands.append(f"s[{SDST}:{SDST + 1}]")
     else:
-        operands.append(f"v[{DESTINATION}:{DESTINATION + 1}]" if shape.wide_result else f"v{DESTINATION}")
+        operands.append(
+            f"v[{DESTINATION}:{DESTINATION + 1}]" if shape.wide_result else f"v{DESTINATION}"
+        )
     if shape.carries:
         operands.append(f"s[{SDST}:{SDST + 1}]")
     if shape.literal:
@@ -187,13 +191,21 @@ def _bit(single: Single, wave: int, lane: int) -> bool:
 
 
 def check_lane(
-    single: Single, shape: Shape, result: dict[str, Any], wave: int, lane: int, text: str, suffix: str
+    single: Single,
+    shape: Shape,
+    result: dict[str, Any],
+    wave: int,
+    lane: int,
+    text: str,
+    suffix: str,
 ) -> None:
     where = f"{text}: wave {wave}, lane {lane}, " + str(
         {k: hex(v.bits) for k, v in result.items() if k in ("S0", "S1", "S2")}
     )
     if shape.carries:
-        flag = result["D1"] if "D1" in result and not shape.flag and "mad" in text else result["VCC"]
+        flag = (
+            result["D1"] if "D1" in result and not shape.flag and "mad" in text else result["VCC"]
+        )
         want = bool(flag.bits) if shape.flag or "mad" in text else bool(flag.bits >> lane & 1)
         assert _bit(single, wave, lane) == want, where
     if shape.mask_result:
@@ -400,9 +412,13 @@ def test_division() -> None:
     numerator, denominator = state.vector[1], state.vector[2]
     close = numerator[4:]  # quotients near the denormals
     close[:] = (
-        denominator[4:].view(np.float32).astype(np.float64)
-        * np.exp2(generator.uniform(-152, -120, close.shape))
-    ).astype(np.float32).view(np.uint32)
+        (
+            denominator[4:].view(np.float32).astype(np.float64)
+            * np.exp2(generator.uniform(-152, -120, close.shape))
+        )
+        .astype(np.float32)
+        .view(np.uint32)
+    )
     with np.errstate(all="ignore"):
         want = numerator.view(np.float32) / denominator.view(np.float32)
     for text in (

@@ -621,7 +621,9 @@ class Lane:
         bits = self._raw(inner).bits
         if last < first:  # [0 : 31] reverses
             width = first - last + 1
-            return Value("b", width, sum((bits >> last + k & 1) << width - 1 - k for k in range(width)))
+            return Value(
+                "b", width, sum((bits >> last + k & 1) << width - 1 - k for k in range(width))
+            )
         width = last - first + 1
         return Value("b", width, bits >> first & ((1 << width) - 1))
 
@@ -735,8 +737,10 @@ def _binary(operator: str, a: Any, b: Any) -> Value:
     if operator == "**":
         return make("f", width, _power(a.number, b.number))
     if operator == "/":
-        return make("f", width, _quotient(a.number, b.number)) if kind == "f" else make(
-            kind, width, a.number // b.number
+        return (
+            make("f", width, _quotient(a.number, b.number))
+            if kind == "f"
+            else make(kind, width, a.number // b.number)
         )
     if kind == "bf":
         return Value("bf", 16, _bf16(_ARITHMETIC[operator](a.number, b.number)))
@@ -754,7 +758,9 @@ def _float_arithmetic(operator: str, a: float, b: float) -> float:
 def _quotient(a: float, b: float) -> float:
     if b == 0:
         negative = math.copysign(1, a) != math.copysign(1, b)
-        return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, -1 if negative else 1)
+        return (
+            math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, -1 if negative else 1)
+        )
     return a / b
 
 
