@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gfx950.pseudocode import PSEUDOCODE, Lane, Value
-from support.gfx950.single import Single
 
 from mxpert.testing.gfx950.instructions import UnknownInstructionError
+from support.gfx950.pseudocode import PSEUDOCODE, Lane, Value
+from support.gfx950.single import Single
 
 LANES = 64
 PARTIAL = 0xF0F0_1234_8000_0001

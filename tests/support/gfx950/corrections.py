@@ -1,7 +1,7 @@
 """Where AMD's pseudocode cannot be what the hardware does, and what it should read.
 
-Each correction replaces a piece of text; `tests/gfx950/test_instructions.py` shows that the executor
-differs from the text as published.
+Each correction replaces a piece of text; `tests/gfx950/test_instructions.py` shows that the
+executor differs from the text as published.
 """
 
 from __future__ import annotations
