@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gfx950.listings import ADDRESS, execute, listing
 
 from mxpert.testing import gfx950
 from mxpert.testing.gfx950 import machine as machines
 from mxpert.testing.gfx950.memory import GlobalMemory
+from support.gfx950.listings import ADDRESS, execute, listing
 
 STORE = "global_store_dword v1, v2, s[4:5]"
 

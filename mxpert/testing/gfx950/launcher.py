@@ -82,7 +82,8 @@ class Report:
         counts: of them by mnemonic. executed: by index of the instruction.
         seconds: of this computer, not of the device. lds: bytes a workgroup.
         registers: vector and accumulator registers a lane. checks: whether checks were on.
-        traces: what each wave executed, if asked for.
+        traces: what each wave executed, if asked for. program: its instructions.
+        regions: name of each allocation → its offsets in global memory, as in the traces.
     """
 
     kernel: str
@@ -94,7 +95,9 @@ class Report:
     lds: int
     registers: int
     checks: bool
-    traces: Sequence[WaveTrace] = field(default=(), repr=False)
+    traces: Sequence[WaveTrace] = field(repr=False)
+    program: Program = field(repr=False)
+    regions: Mapping[str, range] = field(repr=False)
 
 
 def run(
@@ -190,6 +193,8 @@ def _report(machine: Machine, grid: tuple[int, int, int], seconds: float, checks
         registers=machine.program.metadata.get("vgpr_count", 0),
         checks=checks,
         traces=machine.traces,
+        program=machine.program,
+        regions={each.name: range(each.start, each.end) for each in machine.memory.regions},
     )
 
 

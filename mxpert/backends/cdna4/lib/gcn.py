@@ -8,20 +8,23 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def _decode_words():
-    """Assembly that decodes two words of e2m1 codes, two codes an instruction.
+    """Assembly that decodes four words of e2m1 codes, two codes an instruction.
 
-    Operands 0 to 7 are results, 8 and 9 the words, 10 and 11 their scales; op_sel selects the byte.
+    Operands 0 to 15 are results, 16 to 19 the words, 20 to 23 their scales; op_sel selects a byte.
+    The compiler does not see what assembly writes when it keeps distances to MFMA: s_nop lets an
+    MFMA with four passes read its accumulator before a result replaces it.
     """
-    lines = []
-    for word in range(2):
+    lines = ["s_nop 3"]
+    for word in range(4):
         for byte in range(4):
+            result = 8 * (word % 2) + 2 * byte + word // 2
             selected = f" op_sel:[{byte % 2},{byte // 2},0]" if byte else ""
-            operands = f"${4 * word + byte}, ${8 + word}, ${10 + word}"
+            operands = f"${result}, ${16 + word}, ${20 + word}"
             lines.append(f"v_cvt_scalef32_pk_bf16_fp4 {operands}{selected}")
     return "\n".join(lines)
 
 
-_CONSTRAINTS = gl.constexpr(",".join(["=&v"] * 8 + ["v"] * 4))
+_CONSTRAINTS = gl.constexpr(",".join(["=&v"] * 16 + ["v"] * 8))
 
 
 @gluon.jit
@@ -41,7 +44,7 @@ def decode_e2m1(words, scale):
         [words, scale],
         dtype=(gl.bfloat16,) * 8,
         is_pure=True,
-        pack=2,
+        pack=4,
     )
     # Part 4 w + b at place 2 m + o holds code o of byte b of word 2 m + w.
     SLICES: gl.constexpr = words.shape[0]

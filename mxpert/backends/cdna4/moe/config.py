@@ -21,7 +21,7 @@ DECODE_BLOCKS_M = (16, 32)
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_BYTES = 1 << 31
-"""Activations of a call must be below this, because buffer loads have offsets of 31 bits."""
+"""Bytes of activations and of float32 outputs must be fewer: buffer accesses have 31-bit offsets."""
 
 _RESIDENT_WAVES = 8
 """Waves of a CU that the heuristic wants: two of each SIMD hide the latency of each other's loads.
@@ -41,8 +41,8 @@ def unsupported(problem: MoEProblem) -> str | None:
         return f"writes bfloat16, float16 or float32, not {problem.options.out_dtype}"
     if problem.routing_block_m % min(DECODE_BLOCKS_M):
         return f"needs routing_block_m to be a multiple of {min(DECODE_BLOCKS_M)}"
-    if problem.num_tokens * problem.hidden_size * 2 >= _MOST_BYTES:
-        return f"reads at most {_MOST_BYTES} bytes of activations"
+    if problem.num_tokens * problem.hidden_size * 4 >= _MOST_BYTES:
+        return f"takes fewer than {_MOST_BYTES // 4} activations"
     return None
 
 

@@ -172,9 +172,9 @@ def store_outputs(out, sums, tile, num_outputs, plan, ATOMIC: gl.constexpr):
     real = token < plan.num_tokens
     if ATOMIC:
         output = tile.first_weight_row + output_vector(sums)
-        pointers = out + token.to(gl.int64)[None, :] * num_outputs + output[:, None]
+        offsets = token[None, :] * num_outputs + output[:, None]
         mask = real[None, :] & (output < num_outputs)[:, None]
-        gl.atomic_add(pointers, sums, mask=mask, sem="relaxed")
+        gl.amd.cdna4.buffer_atomic_add(out, offsets, sums, mask=mask, sem="relaxed")
     else:
         values = sums.to(out.dtype.element_ty)
         _store_columns(out, values, tile.first_weight_row, tile.first_row, num_outputs, real)

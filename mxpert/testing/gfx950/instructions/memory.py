@@ -293,6 +293,10 @@ def _load(form: Format, family: str) -> Binder:
     return bind
 
 
+_DROPPED = 0x7FFFFFFF
+"""M0 of waves whose copy is redundant (Triton 3.9): LDS drops writes beyond its end."""
+
+
 def _load_to_lds(form: Format) -> Binder:
     def bind(decoding: Decoding) -> Run:
         decoding.ignore("nt", "sc0", "sc1")
@@ -315,9 +319,12 @@ def _direct(decoding: Decoding, place: Place, form: Format, offset: int | None =
     def run(machine: Any) -> None:
         state = machine.state
         values = _gather(machine, place, form)
-        address = state.read_scalar(M0).astype(I64)[:, None] + steps
-        offsets = machine.lds_access(address, size, write=True, direct=True, words=values)
-        store_words(machine.lds.bytes, offsets, whole, values, state.active)
+        base = state.read_scalar(M0).astype(I64)[:, None]
+        lanes = state.active & (base != _DROPPED)
+        offsets = machine.lds_access(
+            base + steps, size, write=True, direct=True, lanes=lanes, words=values
+        )
+        store_words(machine.lds.bytes, offsets, whole, values, lanes)
         machine.issue_store("vm")
 
     return run
