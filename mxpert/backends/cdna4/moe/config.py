@@ -179,23 +179,52 @@ _COPY_BYTES = 16 * 1024
 """Bytes of a copy of activations, unless an iteration needs more."""
 
 
+PREFILL_BLOCKS_M = (64, 128, 256)
+"""Sorted rows of a prefill tile."""
+PREFILL_BLOCK_N = 256
+PREFILL_GROUP_M = 8
+"""Row blocks that share weight tiles in L2."""
+
+
+def prefill_config(block_m: int) -> Cdna4GemmConfig:
+    """Prefill config of a stage: two waves on each SIMD, or one in a tile of 64 rows."""
+    return Cdna4GemmConfig(
+        Cdna4Kernel.PREFILL,
+        block_m,
+        PREFILL_BLOCK_N,
+        num_warps=4 if block_m == min(PREFILL_BLOCKS_M) else 8,
+        num_stages=3,
+    )
+
+
 def require_valid(config: Cdna4GemmConfig, problem: MoEProblem) -> None:
     """Raise ValueError for a pinned or tuned config that no kernel of this backend implements."""
-    waves = config.num_warps // config.k_slices
-    valid = (
-        config.kernel is Cdna4Kernel.DECODE
-        and config.block_m in DECODE_BLOCKS_M
-        and config.num_warps in (1, 2, 4, 8)
-        and config.k_slices in (1, 2, 4, 8)
-        and config.num_stages in (2, 4)
-        and config.block_n == waves * UNIT_ROWS > 0
-    )
+    if config.kernel is Cdna4Kernel.PREFILL:
+        need = f"MX activations and one of {[prefill_config(rows) for rows in PREFILL_BLOCKS_M]}"
+        valid = config.block_m in PREFILL_BLOCKS_M and config == prefill_config(config.block_m)
+        valid = valid and problem.options.activation_format != "bf16"
+    else:
+        need = (
+            f"block_m in {DECODE_BLOCKS_M}, num_stages 2 or 4, num_warps and k_slices powers of "
+            "two up to 8, and block_n = 64 * num_warps / k_slices"
+        )
+        valid = _is_valid_decode(config)
     require(
         valid,
         problem.op.value,
         "config",
         got=config,
-        need=f"block_m in {DECODE_BLOCKS_M}, num_stages 2 or 4, num_warps and k_slices powers of "
-        "two up to 8, and block_n = 64 * num_warps / k_slices",
+        need=need,
         remedy="take one from the kernel's configs()",
+    )
+
+
+def _is_valid_decode(config: Cdna4GemmConfig) -> bool:
+    waves = config.num_warps // config.k_slices
+    return (
+        config.block_m in DECODE_BLOCKS_M
+        and config.num_warps in (1, 2, 4, 8)
+        and config.k_slices in (1, 2, 4, 8)
+        and config.num_stages in (2, 4)
+        and config.block_n == waves * UNIT_ROWS > 0
     )
