@@ -51,7 +51,9 @@ def capture() -> Iterator[list[Launch]]:
     """Emulate the ops called inside the block, and yield a list of their launches."""
     launches: list[Launch] = []
 
-    def spy(compiled: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: Any) -> Any:
+    def spy(
+        compiled: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: Any
+    ) -> Any:
         code = CodeObject.of(compiled)
         launches.append(Launch(code.executable.program.name, code, grid, copied(arguments)))
         return run(compiled, grid, arguments, **options)
@@ -103,8 +105,9 @@ def _waits(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
     yield "dropped wait", _NOP
     for counter in instruction.modifiers:
         later = instruction.integer(counter) + 1
-        yield "weakened wait", replace(
-            instruction, modifiers={**instruction.modifiers, counter: later}
+        yield (
+            "weakened wait",
+            replace(instruction, modifiers={**instruction.modifiers, counter: later}),
         )
 
 

@@ -28,12 +28,12 @@ from ...common.combine import combine_slots
 from ...common.moe_layer import TwoStageLayer, quantize_rows
 from ...common.mx_codec import scale_rule_constants
 from ...common.token_rows import CodedRows, quantize_tokens
-from ..lib.compiler import WITHOUT_ACCUMULATOR_REGISTERS
+from ..lib.gcn import WITHOUT_ACCUMULATOR_REGISTERS
 from . import config as heuristics
 from .decode import _moe_gemm_decode_cdna4_kernel
+from .finish import _moe_down_finish_cdna4_kernel, _moe_gate_up_finish_cdna4_kernel
 from .prefill import _moe_gemm_prefill_cdna4_kernel
 from .prefill_scales import arrange_scales
-from .finish import _moe_down_finish_cdna4_kernel, _moe_gate_up_finish_cdna4_kernel
 
 _XCDS = 8
 """Dies of the chip: a grid is a multiple of them, so that all get as many workgroups."""

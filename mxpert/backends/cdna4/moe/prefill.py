@@ -15,7 +15,8 @@ Barriers: two a step. The second group is one barrier behind the first.
     after the reads of the next step: its operands are in registers, and the copies of the step
         after it have landed, except for those of the last group of copies.
 
-Pipeline: see `prefill_mainloop`. A step is 128 elements of the contracted dimension.
+Pipeline: see `prefill_mainloop` and `prefill_copies`. A step is 128 elements of the contracted
+    dimension.
 
 Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long):
     group 1:  MFMA (512 cycles)            | copies, reads of step + 1  |
@@ -27,18 +28,18 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .prefill_epilogue import Output, Terms, store_features, store_outputs
-from .prefill_layouts import weight_parts
-from .prefill_mainloop import (
+from .prefill_copies import (
     Source,
     Variant,
     copied_rows,
     copied_units,
     make_buffers,
-    multiply_tile,
     offsets_of_scales,
     offsets_of_weights,
 )
+from .prefill_epilogue import Output, Terms, store_features, store_outputs
+from .prefill_layouts import weight_parts
+from .prefill_mainloop import multiply_tile
 
 NUM_XCDS = gl.constexpr(8)
 """Dies of the chip: workgroup i runs on die i modulo 8."""

@@ -151,9 +151,7 @@ def _blocks(tile_n, BLOCK_M: gl.constexpr, PART: gl.constexpr, LAYOUT: gl.conste
 def store_features(total, terms, output, tile_m, tile_n, BLOCK_M: gl.constexpr, Q: gl.constexpr):
     """Stage 1: apply routing weight, bias and activation to quadrant Q; store bf16 or MX rows."""
     FLAT: gl.constexpr = gl.SliceLayout(1, mfma_layout(BLOCK_M))
-    total = _scale_rows(
-        total, _rows(terms, tile_m, BLOCK_M, Q % 2, FLAT), terms, output.ACTIVATION
-    )
+    total = _scale_rows(total, _rows(terms, tile_m, BLOCK_M, Q % 2, FLAT), terms, output.ACTIVATION)
     gate, up = _features(total, BLOCK_M)
     LAYOUT: gl.constexpr = gate.type.layout
     block = _blocks(tile_n, BLOCK_M, Q // 2, _waves_of(LAYOUT))[None, :, None]

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ....formats.layouts import UNIT_CODES, UNIT_ROWS, UNIT_SCALE_BYTES
+from ....formats.layouts import UNIT_CODES, UNIT_SCALE_BYTES
 from ....formats.spec import E8M0_BIAS
 from ....routing import TOKEN_MASK, RoutingPlan
 from ....runtime.launch import CACHED_LAUNCHES, Launch
