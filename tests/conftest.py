@@ -34,6 +34,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="random calls of public functions (6000 for the long run)",
     )
+    parser.addoption(
+        "--gfx950",
+        action="store_true",
+        help="run tests/interpreted on gfx950 code, executed on the CPU",
+    )
+    parser.addoption(
+        "--gfx950-all",
+        action="store_true",
+        help="with --gfx950: every case in every schedule, and every mutant",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--gfx950"):
+        from support.gfx950_suite import Plugin  # needs Triton
+
+        config.pluginmanager.register(Plugin(config), "gfx950")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -188,9 +188,9 @@ def no_assert(text: str, path: Path) -> Iterator[str]:
 
 
 def inline_assembly(text: str, path: Path) -> Iterator[str]:
-    """Inline assembly lives in a backend's ptx.py."""
-    if "inline_asm" in text and path.name != "ptx.py":
-        yield "uses inline assembly outside ptx.py"
+    """Inline assembly lives in a backend's ptx.py (NVIDIA) or gcn.py (AMD)."""
+    if "inline_asm" in text and path.name not in ("ptx.py", "gcn.py"):
+        yield "uses inline assembly outside ptx.py and gcn.py"
 
 
 def reads_environment(text: str, path: Path) -> Iterator[str]:

@@ -21,6 +21,9 @@ from ..errors import require
 
 Call = Callable[[], object]
 Result = TypeVar("Result")
+INFINITY_CACHE_BYTES = 256 << 20
+"""Cache on the memory side of an MI300 or MI355X (CDNA white papers). torch reports L2 alone, which
+is smaller."""
 BYTES_PER_MX_WEIGHT = 4.25 / 8
 """MXFP4 bytes per weight: four bits a code, and one scale byte for 32 codes."""
 
@@ -163,11 +166,13 @@ def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 
 
 def _l2_sweep() -> torch.Tensor:
-    """A buffer twice as large as L2.
+    """A buffer twice as large as L2, on AMD twice as large as the Infinity Cache.
 
     It is only read, so L2 has no dirty lines to write back during the timed replay.
     """
     l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    if torch.version.hip is not None:
+        l2_bytes = max(l2_bytes, INFINITY_CACHE_BYTES)
     return torch.zeros(max(2 * l2_bytes, 1 << 20) // 4, dtype=torch.int32, device="cuda")
 
 

@@ -112,14 +112,8 @@ UNUSABLE = {
             "eval": ["eval", "FOLDER", "--text", "FILE"],
         }.items()
     },
-    "demo-backend": (
-        ["demo", "--backend", "cuda"],
-        "demo: --backend — need one of cdna4, hopper, ",
-    ),
-    "bench-backend": (
-        ["bench", "--backend", "cuda"],
-        "bench: --backend — need one of cdna4, hopper, ",
-    ),
+    "demo-backend": (["demo", "--backend", "cuda"], "demo: --backend — need one of cdna4, "),
+    "bench-backend": (["bench", "--backend", "cuda"], "bench: --backend — need one of cdna4, "),
 }
 
 

@@ -122,7 +122,9 @@ OPTIONS = {
 FLAGS = {"--dry-run", "--force", "--bytes"}
 
 
-def mkdir_inside(folder: Path, mkdir: Callable[..., None], path: Any, *args: Any, **kw: Any) -> None:
+def mkdir_inside(
+    folder: Path, mkdir: Callable[..., None], path: Any, *args: Any, **kw: Any
+) -> None:
     """`os.mkdir`, refused outside of `folder`: `demo --output /nowhere/x` would make it as root."""
     if not Path(path).absolute().is_relative_to(folder):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))

@@ -8,7 +8,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gfx950.listings import listing
 from triton.backends.compiler import GPUTarget
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,6 +20,7 @@ from mxpert.runtime.launch import Launch
 from mxpert.testing import gfx950
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
+from support.gfx950.listings import listing
 
 SHAPE = MoEShape(256, 128, 4, 2, has_bias=True)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gfx950.listings import ADDRESS, execute, listing
 
 from mxpert.testing import gfx950
 from mxpert.testing.gfx950.effects import effects
 from mxpert.testing.gfx950.program import parse_instruction, parse_listing
 from mxpert.testing.gfx950.wait_states import find_hazard, passes
+from support.gfx950.listings import ADDRESS, execute, listing
 
 STORE = "global_store_dword v1, v2, s[4:5]"
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gfx950.corrections import CORRECTIONS, Correction, corrected
-from support.gfx950.pseudocode import PSEUDOCODE, Lane, Value
-from support.gfx950.single import Single
 
 from mxpert.testing.gfx950.instructions import TABLE
+from support.gfx950.corrections import CORRECTIONS, Correction, corrected
+from support.gfx950.pseudocode import PSEUDOCODE, Lane, Value, same
+from support.gfx950.shapes import Shape
+from support.gfx950.single import Single
 
 LANES = 64
 VCC = 106
@@ -23,50 +24,6 @@ VECTOR = sorted(
     for name in TABLE
     if name.startswith("v_") and name in PSEUDOCODE and not _ACROSS_LANES.fullmatch(name)
 )
-_CONTROL = re.compile(r"s_(load_\w+|nop|sleep|waitcnt|barrier|endpgm|setprio|[gs]etreg\w+|c?branch\w*)")
-SCALAR = sorted(
-    name
-    for name in TABLE
-    if name.startswith("s_") and name in PSEUDOCODE and not _CONTROL.fullmatch(name)
-)
-BRANCHES = sorted(name for name in TABLE if re.match(r"s_c?branch", name))
-
-
-class Shape:
-    """Operands that a pseudocode text reads and writes."""
-
-    def __init__(self, text: str) -> None:
-        left = re.sub(r"=(?!=)[^\n]*", "=", text)
-        self.wide = [
-            bool(re.search(rf"S{k}(\.[uibf]64\b|\[63 : 32\]|\.u32\[OPSEL)", text)) for k in range(3)
-        ]
-        self.sources = max((k + 1 for k in range(3) if re.search(rf"\bS{k}\b", text)), default=0)
-        self.literal = "SIMM32" in text
-        self.mask_result = "D0.u64[laneId] =" in left
-        self.flag = bool(re.search(r"VCC = 0x", text))
-        self.carries = self.flag or "VCC.u64[laneId] =" in left or "D1" in left
-        self.reads_mask = bool(re.search(r"VCC\.u64\[laneId\](?! =)", text))
-        wide = r"D0(\.[uib]64\b|\[63 : 32\]|\.u32\[63 : 32\])"
-        self.wide_result = bool(re.search(wide, left)) and not self.mask_result
-        found = re.search(r"\.(bf16|f16|f32) =", left)
-        self.float = found[1] if found else ""
-
-
-def same(kind: str, got: int, want: int) -> bool:
-    """Equal bits; NaN equals NaN in results of a float type."""
-    if got == want:
-        return True
-    width, exponent = {"f32": (32, 0x7F800000), "bf16": (16, 0x7F80), "f16": (16, 0x7C00)}.get(
-        kind, (0, 0)
-    )
-    if not width:
-        return False
-    for place in range(0, 64, width):
-        x, y = (value >> place & ((1 << width) - 1) for value in (got, want))
-        magnitude = (1 << (width - 1)) - 1
-        if x != y and not (x & magnitude > exponent and y & magnitude > exponent):
-            return False
-    return True
 
 
 # -- vector instructions ---------------------------------------------------------------------------
@@ -82,7 +39,9 @@ def listing(name: str, shape: Shape, sources: list[str]) -> str:
     if shape.mask_result:
         operands.append(f"s[{SDST}:{SDST + 1}]")
     else:
-        operands.append(f"v[{DESTINATION}:{DESTINATION + 1}]" if shape.wide_result else f"v{DESTINATION}")
+        operands.append(
+            f"v[{DESTINATION}:{DESTINATION + 1}]" if shape.wide_result else f"v{DESTINATION}"
+        )
     if shape.carries:
         operands.append(f"s[{SDST}:{SDST + 1}]")
     if shape.literal:
@@ -187,13 +146,21 @@ def _bit(single: Single, wave: int, lane: int) -> bool:
 
 
 def check_lane(
-    single: Single, shape: Shape, result: dict[str, Any], wave: int, lane: int, text: str, suffix: str
+    single: Single,
+    shape: Shape,
+    result: dict[str, Any],
+    wave: int,
+    lane: int,
+    text: str,
+    suffix: str,
 ) -> None:
     where = f"{text}: wave {wave}, lane {lane}, " + str(
         {k: hex(v.bits) for k, v in result.items() if k in ("S0", "S1", "S2")}
     )
     if shape.carries:
-        flag = result["D1"] if "D1" in result and not shape.flag and "mad" in text else result["VCC"]
+        flag = (
+            result["D1"] if "D1" in result and not shape.flag and "mad" in text else result["VCC"]
+        )
         want = bool(flag.bits) if shape.flag or "mad" in text else bool(flag.bits >> lane & 1)
         assert _bit(single, wave, lane) == want, where
     if shape.mask_result:
@@ -400,9 +367,13 @@ def test_division() -> None:
     numerator, denominator = state.vector[1], state.vector[2]
     close = numerator[4:]  # quotients near the denormals
     close[:] = (
-        denominator[4:].view(np.float32).astype(np.float64)
-        * np.exp2(generator.uniform(-152, -120, close.shape))
-    ).astype(np.float32).view(np.uint32)
+        (
+            denominator[4:].view(np.float32).astype(np.float64)
+            * np.exp2(generator.uniform(-152, -120, close.shape))
+        )
+        .astype(np.float32)
+        .view(np.uint32)
+    )
     with np.errstate(all="ignore"):
         want = numerator.view(np.float32) / denominator.view(np.float32)
     for text in (
@@ -424,92 +395,3 @@ def test_division() -> None:
     finite = np.isfinite(want)
     np.testing.assert_array_equal(np.signbit(got)[finite], np.signbit(want)[finite])
     assert (np.abs(want[finite]) < 2.0**-126).sum() > 50
-
-
-# -- scalar instructions ---------------------------------------------------------------------------
-
-WAVES = 24
-_IMMEDIATES = (0, 5, 0x7FFF, 0x8001)
-
-
-def _scalar_variables(before: Single, wave: int, sources: dict[str, int]) -> dict[str, Any]:
-    state = before.state
-    return {
-        "D0": Value("b", 64, int(state.scalar[8, wave]) | int(state.scalar[9, wave]) << 32),
-        "SCC": Value("u", 1, int(state.scc[wave])),
-        "EXEC": Value("b", 64, int(state.read_scalar64(126)[wave])),
-        **{key: Value("b", 64, bits) for key, bits in sources.items()},
-    }
-
-
-def _scalar_forms(name: str, shape: Shape) -> list[list[tuple[str, int | None]]]:
-    """Operand texts with the register of each source, None for constants."""
-    vector = [
-        (f"s[{r}:{r + 1}]" if shape.wide[k] else f"s{r}", r)
-        for k, r in enumerate(_PLACES[: shape.sources])
-    ]
-    if re.match(r"s_(movk|addk|mulk)", name):
-        return [[(hex(value), None)] for value in _IMMEDIATES]
-    if name.startswith("s_cmpk"):
-        return [[vector[0], (hex(value), None)] for value in _IMMEDIATES]
-    constant = [*vector[:-1], ("-5" if "64" in name else "0x20005", None)]
-    return [vector, constant]
-
-
-@pytest.mark.parametrize("name", SCALAR)
-def test_scalar(name: str) -> None:
-    text = corrected(name)
-    shape = Shape(text)
-    has_result = bool(re.search(r"\bD0\b", text))
-    wide = bool(re.search(r"D0\.[uib]64", text))
-    for number, form in enumerate(_scalar_forms(name, shape)):
-        single, before = Single(WAVES, seed=number), Single(WAVES, seed=number)
-        for each in (single, before):
-            each.state.scc[:] = np.arange(WAVES) % 2
-            each.state.scalar[126] ^= np.uint32(0xF0F0) * (np.arange(WAVES, dtype=np.uint32) % 3)
-            each.state.write_scalar(126, each.state.scalar[126])
-        destination = ["s[8:9]" if wide else "s8"] if has_result else []
-        single.run(f"{name} {', '.join(destination + [operand for operand, _ in form])}")
-        for wave in range(WAVES):
-            sources = {
-                f"S{k}": int(before.state.scalar[r, wave])
-                | (int(before.state.scalar[r + 1, wave]) << 32 if shape.wide[k] else 0)
-                if r is not None
-                else int(operand, 0) & 0xFFFFFFFFFFFFFFFF
-                for k, (operand, r) in enumerate(form)
-            }
-            run = Lane(_scalar_variables(before, wave, sources))
-            run.run(text)
-            where = (name, wave, form, {k: hex(v) for k, v in sources.items()})
-            result = run.variables
-            assert int(single.state.scc[wave]) == result["SCC"].bits & 1, where
-            assert int(single.state.read_scalar64(126)[wave]) == result["EXEC"].bits, where
-            if has_result:
-                want = result["D0"].bits & (0xFFFFFFFFFFFFFFFF if wide else 0xFFFFFFFF)
-                got = int(single.state.scalar[8, wave])
-                got |= int(single.state.scalar[9, wave]) << 32 if wide else 0
-                assert got == want, (*where, hex(got), hex(want))
-
-
-@pytest.mark.parametrize("name", BRANCHES)
-def test_branch(name: str) -> None:
-    """A branch is taken where the program counter of the pseudocode is not the next one."""
-    single = Single(8)
-    state = single.state
-    state.scc[:] = np.arange(8) % 2
-    state.scalar[VCC], state.scalar[VCC + 1] = np.arange(8) // 2 % 2, 0
-    single.set_exec([wave // 4 << 40 for wave in range(8)])
-    taken = np.broadcast_to(single.run(f"{name} .LBB0_1", {".LBB0_1": 7}), (8,))
-    for wave in range(8):
-        run = Lane(
-            {
-                "PC": Value("i", 64, 100),
-                "SIMM16": Value("b", 16, 9),
-                "SCC": Value("u", 1, wave % 2),
-                "VCCZ": Value("u", 1, not wave // 2 % 2),
-                "EXECZ": Value("u", 1, not wave // 4),
-            }
-        )
-        run.run(PSEUDOCODE[name])
-        jumps = run.variables["PC"].bits != 104
-        assert taken[wave] == (7 if jumps else -1)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gfx950.pseudocode import PSEUDOCODE, Lane, Value
-from support.gfx950.single import Single
 
 from mxpert.testing.gfx950.instructions import UnknownInstructionError
+from support.gfx950.pseudocode import PSEUDOCODE, Lane, Value
+from support.gfx950.single import Single
 
 LANES = 64
 PARTIAL = 0xF0F0_1234_8000_0001
@@ -255,10 +255,7 @@ def test_swizzle(pattern: str) -> None:
         ("s_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 2), 0", "FP16_OVFL"),
         ("s_getreg_b32 s0, hwreg(HW_REG_XCC_ID)", "MODE"),
         ("v_mfma_f32_16x16x32_bf16 v[0:3], v[4:7], v[8:11], v[0:3] cbsz:1", "cbsz"),
-        (
-            "v_mfma_f32_16x16x128_f8f6f4 v[0:3], v[4:9], v[10:17], v[0:3] cbsz:2",
-            "cbsz",
-        ),
+        ("v_mfma_f32_16x16x128_f8f6f4 v[0:3], v[4:9], v[10:17], v[0:3] cbsz:2", "cbsz"),
         ("ds_swizzle_b32 v0, v1 offset:swizzle(FFT,1)", "swizzle"),
     ],
 )

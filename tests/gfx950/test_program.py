@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from gfx950.listings import listing
 
 from mxpert.testing.gfx950.effects import Unit, effects
 from mxpert.testing.gfx950.program import (
@@ -16,6 +15,7 @@ from mxpert.testing.gfx950.program import (
     parse_listing,
     parse_operand,
 )
+from support.gfx950.listings import listing
 
 OPERANDS = {
     "v7": Operand("v", 7),

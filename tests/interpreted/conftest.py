@@ -19,9 +19,9 @@ if _INTERPRETED:
     install()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.interpreted)
-            if not _INTERPRETED:
+            if not _INTERPRETED and not config.getoption("--gfx950"):
                 item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))

@@ -32,7 +32,7 @@ FLOAT64 = ReferenceConfig(torch.float64)
 GFX950 = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
 CONFIG = GemmConfig(64, 64, 64, group_m=2)
 WGRAD_TILES = GemmConfig(64, 128, 64, group_m=2)
-WHOLE = GemmConfig(128, 256, 64)
+WHOLE = GemmConfig(128, 256, 64, num_warps=8)
 """One tile for all of wgrad's output; `test_wgrad` uses several tiles."""
 OFFSETS = {
     "ragged": (0, 0, 37, 38, 38, 150, 190),

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from mxpert.backends.common.mx_codec import quantize_tile, scale_rule_constants
 from mxpert.backends.common.quantize import DEQUANTIZE, QUANTIZE
+from mxpert.dispatch import detect_target
 from mxpert.formats import (
     FORMATS,
     MXFP4,
@@ -31,7 +32,6 @@ from support.quantize_cases import (
     every_code_and_scale,
 )
 
-CPU = Target("cpu", "cpu", "interpreter", 1, 0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Shape and axis: blocks along rows, across rows, and in the middle; tails in every other dimension.
 LAYOUTS = [
@@ -51,14 +51,16 @@ layouts = pytest.mark.parametrize(
 
 
 def quantize(x: torch.Tensor, fmt: MXFormat, axis: int, rule: ScaleRule) -> MXTensor:
-    problem = QuantizeProblem(Op.QUANTIZE, CPU, tuple(x.shape), axis, x.dtype, fmt, rule)
+    problem = QuantizeProblem(
+        Op.QUANTIZE, detect_target("cpu"), tuple(x.shape), axis, x.dtype, fmt, rule
+    )
     assert QUANTIZE.unsupported(problem) is None
     return QUANTIZE.launch(problem, QUANTIZE.heuristic(problem), x=x)
 
 
 def dequantize(tensor: MXTensor, dtype: torch.dtype) -> torch.Tensor:
     problem = QuantizeProblem(
-        Op.DEQUANTIZE, CPU, tuple(tensor.shape), tensor.axis, dtype, tensor.format
+        Op.DEQUANTIZE, detect_target("cpu"), tuple(tensor.shape), tensor.axis, dtype, tensor.format
     )
     assert DEQUANTIZE.unsupported(problem) is None
     return DEQUANTIZE.launch(problem, None, tensor=tensor)

@@ -20,9 +20,10 @@ from mxpert.backends.triton.grouped import host as grouped
 from mxpert.backends.triton.quantize_dual.host import QUANTIZE_DUAL
 from mxpert.formats import MXTensor, ScaleRule
 from mxpert.formats.spec import get_format
-from mxpert.problem import DualProblem, GroupedProblem, Op, Target
+from mxpert.problem import DualProblem, GemmConfig, GroupedProblem, Op, Target
 from mxpert.routing import padded_capacity
-from support.aot import TRITON_RELEASE, Metrics, compile_for, specialize
+from support.aot import TRITON_RELEASE, CompiledKernel, Metrics, compile_for, specialize
+from support.gfx950_listing import check_figures
 from support.launches import RecordedLaunch, recorded_launches
 
 TARGETS = {
@@ -151,15 +152,25 @@ def launch_dual(
     QUANTIZE_DUAL.launch(problem, None, x=empty(*shape, dtype=dtype), group_offsets=offsets)
 
 
+def compiled(launch: RecordedLaunch, target: str) -> CompiledKernel:
+    return compile_for(launch.kernel, launch.arguments, target=target)
+
+
 def metrics_of(launch: RecordedLaunch, target: str) -> Metrics:
-    return compile_for(launch.kernel, launch.arguments, target=target).metrics
+    return compiled(launch, target).metrics
 
 
-def assert_uses_the_chip(metrics: Metrics, problem: GroupedProblem, config: Any) -> None:
+def assert_uses_the_chip(
+    kernel: CompiledKernel, problem: GroupedProblem, config: Any, case: str
+) -> None:
     """Check the matrix instruction, spills, the estimate of shared memory, and wide loads.
 
-    Operands are loaded in 64 bits or more. Single bytes are scales, 32 bits are group offsets.
+    Operands are loaded in 64 bits or more. Single bytes are scales, 32 bits are group offsets. On
+    gfx950 the hot loop and the occupancy are no worse than recorded under the case's name.
     """
+    metrics = kernel.metrics
+    if kernel.target == "gfx950":
+        check_figures(f"{problem.op.value} {case}", kernel, config.num_warps)
     kind = "bf16" if problem.a_format == "bf16" else "mx"
     assert metrics.matrix_instruction == INSTRUCTIONS[kind][problem.target.arch]
     assert metrics.spills == 0
@@ -186,7 +197,7 @@ def test_gemm(record: Recorder, case: str, target: str) -> None:
     pair, trans_b, m = GEMMS[case]
     chosen: list[Any] = []
     launch = record(lambda: chosen.extend(launch_gemm(target, FORMATS[pair], trans_b=trans_b, m=m)))
-    assert_uses_the_chip(metrics_of(launch, target), *chosen)
+    assert_uses_the_chip(compiled(launch, target), *chosen, case)
 
 
 @targets
@@ -194,7 +205,7 @@ def test_gemm(record: Recorder, case: str, target: str) -> None:
 def test_wgrad(record: Recorder, pair: str, target: str) -> None:
     chosen: list[Any] = []
     launch = record(lambda: chosen.extend(launch_wgrad(target, FORMATS[pair])))
-    assert_uses_the_chip(metrics_of(launch, target), *chosen)
+    assert_uses_the_chip(compiled(launch, target), *chosen, pair)
 
 
 @targets
@@ -278,6 +289,19 @@ def test_choices_are_valid(target: str) -> None:
         assert configs[0] == op.heuristic(problem)
         assert len(set(configs)) > 3
         assert all(heuristics.invalid(problem, config) is None for config in configs)
+
+
+def test_amd_refuses_mx_tiles_without_scaled_mfma() -> None:
+    """bf16 operands are multiplied by bf16 MFMA in any tile."""
+    with recorded_launches():
+        problem, chosen = launch_gemm("gfx950", FORMATS["e4m3"])
+    assert heuristics.invalid(problem, chosen) is None
+    low = GemmConfig(16, 64, 64, 4)
+    assert "set block_k to 128" in (heuristics.invalid(problem, low) or "")
+    dense = replace(problem, a_format="bf16", b_format="bf16")
+    assert heuristics.invalid(dense, low) is None
+    with pytest.raises(ValueError, match=r"grouped_gemm: config — need .*as bf16"):
+        heuristics.require_valid(problem, low)
 
 
 @pytest.mark.parametrize("arch, kind", [("sm_80", "cuda"), ("gfx942", "hip")])

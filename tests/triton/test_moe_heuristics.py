@@ -112,6 +112,32 @@ def test_invalid_config_says_why(name: str) -> None:
         heuristics.require_valid(H200, Op.MOE_DOWN, a_format, config)
 
 
+NO_SCALED_MFMA = {
+    "low_and_short": (GemmConfig(16, 64, 64, 4), "set block_k to 128 or block_m to 32"),
+    "one_warp": (GemmConfig(32, 64, 128, 1), "set num_warps to 2"),
+}
+
+
+@pytest.mark.parametrize("name", NO_SCALED_MFMA)
+@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+def test_amd_refuses_mx_tiles_without_scaled_mfma(a_format: str, name: str) -> None:
+    """Only where activations are MX or fp8: bf16 ones are multiplied by bf16 MFMA in any tile."""
+    config, remedy = NO_SCALED_MFMA[name]
+    assert heuristics.invalid(H200, Op.MOE_DOWN, "mxfp8", replace(config, num_warps=4)) is None
+    if a_format == "bf16":
+        heuristics.require_valid(MI355X, Op.MOE_DOWN, a_format, config)
+        return
+    with pytest.raises(ValueError, match=rf"moe_down: config — need .*as bf16.*{remedy}"):
+        heuristics.require_valid(MI355X, Op.MOE_DOWN, a_format, config)
+
+
+def test_amd_tuner_offers_no_mx_tile_without_scaled_mfma() -> None:
+    problem = describe(MI355X, MODEL_SHAPES["gpt-oss-20b"], 64, "mxfp4", Op.MOE_DOWN, 64)
+    configs = list(DOWN.configs(problem))
+    assert {config.block_k for config in configs if config.block_m > 16} == {64, 128, 256}
+    assert {config.block_k for config in configs if config.block_m == 16} == {128, 256}
+
+
 def test_unsupported_problems_say_why() -> None:
     problem = describe(H200, MODEL_SHAPES["gpt-oss-20b"], 4)
     assert heuristics.unsupported(problem) is None

@@ -9,7 +9,7 @@ from typing import Any, dataclass_transform, get_type_hints
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.language.core import _aggregate, base_value
+from triton.language.core import _aggregate, _unwrap_if_constexpr, base_value
 
 # Look for the new names first: Triton 3.9 keeps the old ones as functions that raise.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -24,6 +24,53 @@ reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Synchronise the threads of this warp partition."""
+
+
+def buffer_load(
+    ptr: Any, offsets: Any, mask: Any = None, cache: Any = None, _semantic: Any = None
+) -> Any:
+    """Load from a scalar base address (AMD); masked elements are 0.
+
+    Release 3.6 does not take a cache modifier that is a constexpr.
+    """
+    cache = _unwrap_if_constexpr(cache)
+    return gl.amd.cdna4.buffer_load(ptr, offsets, mask, cache=cache, _semantic=_semantic)
+
+
+def batched_mfma_scaled(
+    a: Any,
+    a_scale: Any,
+    a_format: Any,
+    b: Any,
+    b_scale: Any,
+    b_format: Any,
+    acc: Any,
+    _semantic: Any = None,
+) -> Any:
+    """``acc + (a * a_scale) @ (b * b_scale)`` for each matrix of a batch, by scaled MFMA (AMD).
+
+    Release 3.6 compiles it too, but its `mfma_scaled` does not take scales of three dimensions.
+    """
+    formats = [_unwrap_if_constexpr(each) for each in (a_format, b_format)]
+    kinds = [_semantic._str_to_fp_type(each) for each in formats]
+    b = _semantic._bitcast_to_fp_type(b, formats[1])
+    handle = _semantic.builder.create_dot_scaled(
+        a.handle,
+        a_scale.handle,
+        kinds[0],
+        b.handle,
+        b_scale.handle,
+        kinds[1],
+        False,
+        True,
+        True,
+        acc.handle,
+    )
+    return gl.tensor(handle, acc.type)
+
+
+buffer_load.__triton_builtin__ = True  # type: ignore[attr-defined]
+batched_mfma_scaled.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 @dataclass_transform()

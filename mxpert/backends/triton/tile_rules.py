@@ -55,6 +55,24 @@ def invalid_tile(target: Target, config: GemmConfig, width: int, memory: int) ->
     return None
 
 
+def without_scaled_mfma(target: Target, config: GemmConfig) -> str | None:
+    """Why an AMD GPU would not multiply a tile of MX operands by scaled MFMA; None if it does.
+
+    Scaled MFMA is 16 × 16 × 128 or 32 × 32 × 64. For other tiles and for a single warp the compiler
+    decodes the operands to bf16 without a warning (Triton 3.6.0 and 3.9.0, compiled for gfx950).
+    """
+    if target.kind != "hip":
+        return None
+    if config.num_warps == 1:
+        return "one warp multiplies MX operands as bf16, without scaled MFMA: set num_warps to 2"
+    if config.block_m < 32 and config.block_k < 128:
+        return (
+            f"{config.block_m} rows with block_k {config.block_k} would be multiplied as bf16: "
+            "scaled MFMA of 16 rows has a K of 128; set block_k to 128 or block_m to 32"
+        )
+    return None
+
+
 def require_config(op: Op, config: GemmConfig, reason: str | None) -> None:
     """Raise ValueError for a config (pinned or from a table) that is invalid for `reason`."""
     require(

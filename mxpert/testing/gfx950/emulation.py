@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 from ... import weights
 from ...dispatch import calls, target
 from ...problem import Target
-from ...runtime.launch import Launch
+from ...runtime.launch import Launch, _record
 from ...runtime.replay import Replayed
 from ..ahead_of_time import compile_call, specialize
 from .launcher import Report, run
@@ -49,6 +49,13 @@ class Emulation:
         kernels: totals by name of the kernel. counts: wave-instructions by mnemonic.
         last: the report of the last launch; None ahead of the first.
         reports: of each launch, if traces were asked for.
+
+    Example:
+        >>> import torch, mxpert
+        >>> with emulate(schedule="random", seed=3) as emulation:
+        ...     codes = mxpert.quantize(torch.ones(2, 32), "mxfp4").qdata
+        >>> list(emulation.kernels), emulation.last.checks
+        (['_quantize_rows_kernel'], True)
     """
 
     options: Mapping[str, Any]
@@ -169,6 +176,7 @@ def _diversions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
             launch(made, **tensors)
         else:
             emulation.execute(made.kernel, made.grid, made.arguments(tensors))
+            _record(made, tensors, None)
 
     def run_or_emulate(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         emulation = _current.get()

@@ -1,4 +1,4 @@
-"""Checks while a kernel runs: waits, LDS shared between waves, bytes shared between workgroups."""
+"""Checks while a kernel runs: waits, and bytes shared between workgroups."""
 
 from __future__ import annotations
 
@@ -10,18 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .effects import Effects, Unit
-from .faults import (
-    ConflictingStoreFault,
-    LdsDirectFault,
-    LdsRaceFault,
-    Place,
-    ScratchFault,
-    SharedBytesFault,
-    WaitFault,
-)
+from .faults import Place, ScratchFault, SharedBytesFault, WaitFault
 from .memory import GlobalMemory, Offsets, Region
 from .program import SCALARS, Program
-from .state import Lanes, Words
+from .state import Lanes
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -122,187 +114,6 @@ class WaitCheck:
                 self._machine.fault(WaitFault, what, late)
 
 
-_DS, _DIRECT, _ATOMIC = range(3)
-_WAVE_BITS, _KIND_BITS = 5, 2
-_WAVE_MASK, _KIND_MASK = (1 << _WAVE_BITS) - 1, (1 << _KIND_BITS) - 1
-
-
-class LdsCheck:
-    """Who wrote and read each granule of LDS last, and what the others know of it.
-
-    What a wave has done is known to the others once it has waited for it and then come to a
-    barrier. Each granule holds the number of the last writing operation, its kind and its wave, and
-    the number of the last reading operation of each wave. A granule is as small as the smallest
-    access so far: 4 bytes, 2 or 1.
-    """
-
-    def __init__(self, machine: Machine) -> None:
-        waves = machine.state.waves
-        assert machine.waits is not None  # for the type checker
-        self._machine, self._waits, self._lds = machine, machine.waits, machine.lds
-        self._waves = machine.num_waves
-        self._known = {counter: np.zeros(waves, np.int64) for counter in ("lgkm", "vm")}
-        self._shift = 2
-        granules = machine.lds.bytes.size >> self._shift
-        self._writer = np.zeros(granules, np.int64)
-        self._readers = np.zeros((granules, self._waves), np.int32)
-
-    def release(self, waves: npt.NDArray[np.intp]) -> None:
-        """Waves leave a barrier: what they had waited for is known to the others."""
-        for counter, known in self._known.items():
-            known[waves] = self._waits.done[counter][waves]
-
-    def _refine(self, shift: int) -> None:
-        """Make granules smaller."""
-        times = 1 << (self._shift - shift)
-        self._writer = np.repeat(self._writer, times)
-        self._readers = np.repeat(self._readers, times, axis=0)
-        self._shift = shift
-
-    def access(
-        self,
-        offsets: Offsets,
-        size: int,
-        write: bool,
-        direct: bool,
-        atomic: bool,
-        lanes: Lanes,
-        words: Sequence[Words],
-    ) -> None:
-        """Check and note an access of the selected waves; see `Machine.lds_access`."""
-        if size < 1 << self._shift:
-            self._refine(size.bit_length() - 1)
-        machine, count = self._machine, max(1, size >> self._shift)
-        granules = (offsets >> self._shift)[..., None] + np.arange(count)
-        waves = np.broadcast_to(machine.state.indices[:, None, None], granules.shape)
-        if not lanes.all():
-            granules, waves = granules[lanes], waves[lanes]
-        granules, waves = granules.reshape(-1, count), waves.reshape(-1, count)
-        if not granules.size:
-            return
-        me = machine.wave[waves]
-        first = waves - me  # wave 0 of the same workgroup
-        self._check_writer(granules, waves, me, first, lanes, (write, direct, atomic), words)
-        if write or atomic:
-            self._check_readers(granules, waves, me, first, lanes, direct, atomic)
-        counter = "vm" if direct else "lgkm"
-        number = self._waits.issued[counter][waves] + 1
-        if write or atomic:
-            kind = _DIRECT if direct else _ATOMIC if atomic else _DS
-            self._writer[granules] = (number << _KIND_BITS | kind) << _WAVE_BITS | me
-        if not write:
-            self._readers[granules, me] = number
-
-    def _check_writer(
-        self,
-        granules: Offsets,
-        waves: npt.NDArray[np.intp],
-        me: npt.NDArray[np.intp],
-        first: npt.NDArray[np.intp],
-        lanes: Lanes,
-        access: tuple[bool, bool, bool],
-        words: Sequence[Words],
-    ) -> None:
-        """Fail unless the last write is complete, and known to this wave."""
-        write, direct, atomic = access
-        last = self._writer[granules]
-        if not last.any():
-            return
-        writer = last & _WAVE_MASK
-        kind = last >> _WAVE_BITS & _KIND_MASK
-        number = last >> (_WAVE_BITS + _KIND_BITS)
-        by = first + writer
-        loaded = kind == _DIRECT
-        known = np.where(loaded, self._known["vm"][by], self._known["lgkm"][by])
-        racing = (number > known) & (writer != me)
-        if atomic:
-            racing &= kind != _ATOMIC
-        own = (writer == me) & loaded & (number > self._waits.done["vm"][waves])
-        if direct:  # the two paths into LDS keep no order
-            late = ~loaded & (number > self._waits.done["lgkm"][waves])
-            racing |= (writer == me) & late
-        if own.any() and not direct:
-            self._fail(LdsDirectFault, granules, own, lanes, "is used before vmcnt covers its load")
-        if racing.any() and words:
-            racing &= self._differs(granules, words, lanes)
-        if racing.any():
-            author = int(writer[racing][0])
-            verb = "written" if write else "used"
-            missing = "without a barrier, or a wait ahead of it, in between"
-            what = f"was written by wave {author} and is {verb} {missing}"
-            self._fail(LdsRaceFault, granules, racing, lanes, what)
-
-    def _check_readers(
-        self,
-        granules: Offsets,
-        waves: npt.NDArray[np.intp],
-        me: npt.NDArray[np.intp],
-        first: npt.NDArray[np.intp],
-        lanes: Lanes,
-        direct: bool,
-        atomic: bool,
-    ) -> None:
-        """Fail unless all reads are complete, and known to this wave."""
-        readers = self._readers[granules]
-        if not readers.any():
-            return
-        others = np.arange(self._waves)
-        known = self._known["lgkm"].reshape(-1, self._waves)[first // self._waves]
-        late = readers > known
-        own = others == me[..., None]
-        if direct:
-            done = self._waits.done["lgkm"][waves][..., None]
-            late = np.where(own, readers > done, late)
-        else:
-            late &= ~own
-        if atomic:  # atomic operations note themselves as readers, too
-            kind = self._writer[granules] >> _WAVE_BITS & _KIND_MASK
-            late &= (kind != _ATOMIC)[..., None]
-        bad: Lanes = np.asarray(late.any(-1))
-        if bad.any():
-            reader = int(np.argwhere(late)[0][-1])
-            what = f"is overwritten while wave {reader} may still read it"
-            self._fail(LdsRaceFault, granules, bad, lanes, what)
-
-    def _differs(self, granules: Offsets, words: Sequence[Words], lanes: Lanes) -> Lanes:
-        """Which granules a store gives another content than they have."""
-        size = granules.shape[1] << self._shift
-        offsets = (granules[:, :1] << self._shift) + np.arange(size)
-        new = _bytes_of(words, size, lanes)
-        differs = new != self._lds.bytes[offsets]
-        result: Lanes = differs.reshape(len(granules), granules.shape[1], -1).any(-1)
-        return result
-
-    def stored(self, offsets: Offsets, size: int, words: Sequence[Words], lanes: Lanes) -> None:
-        """Check that LDS holds what each lane stored."""
-        content = self._lds.bytes[offsets[lanes][:, None] + np.arange(size)]
-        wrong = content != _bytes_of(words, size, lanes)
-        if wrong.any():
-            where = np.zeros(lanes.shape, np.bool_)
-            where[lanes] = wrong.any(-1)
-            what = "one store gives an LDS byte two values"
-            self._machine.fault(ConflictingStoreFault, what, where)
-
-    def _fail(
-        self,
-        kind: type[LdsRaceFault | LdsDirectFault],
-        granules: Offsets,
-        bad: Lanes,
-        lanes: Lanes,
-        what: str,
-    ) -> None:
-        byte = (int(granules[bad][0]) << self._shift) % self._lds.size
-        where = np.zeros(lanes.shape, np.bool_)
-        where[lanes] = bad.any(-1)
-        self._machine.fault(kind, f"LDS byte {byte:#x} {what}", where)
-
-
-def _bytes_of(words: Sequence[Words], size: int, lanes: Lanes) -> npt.NDArray[np.uint8]:
-    """The bytes that the active lanes store: uint8 [lanes, size]."""
-    stacked = np.stack([np.broadcast_to(word, lanes.shape)[lanes] for word in words], -1)
-    return stacked.astype("<u4", copy=False).view(np.uint8)[:, :size]
-
-
 class UntrackedReadError(Exception):
     """A region turned out to be written after reads of it that were not noted."""
 
@@ -362,16 +173,35 @@ class SharingCheck:
         size: int,
         write: bool,
         atomic: bool,
-        lanes: Lanes,
+        lanes: Lanes | None,
     ) -> None:
-        """Check and note an access; `region` is None if it touches several."""
+        """Check and note an access.
+
+        Args:
+            region: None if it touches several. lanes: that take part; None for all.
+        """
+        if region is not None and self._is_read_only(region, write or atomic):
+            return
+        lanes = np.ones(offsets.shape, np.bool_) if lanes is None else lanes
         if region is not None:
             self._access(machine, region, offsets, size, write, atomic, lanes)
             return
         for each in self.memory.regions:
             inside = lanes & (offsets >= each.start) & (offsets < each.end)
-            if inside.any():
+            if inside.any() and not self._is_read_only(each, write or atomic):
                 self._access(machine, each, offsets, size, write, atomic, inside)
+
+    def _is_read_only(self, region: Region, write: bool) -> bool:
+        """Whether an access needs no check, because the kernel is not known to write there."""
+        if region.name in self._tracked:
+            return False
+        if not write and region.name not in self.written:
+            self._read.add(region.name)
+            return True
+        if region.name in self._read:
+            raise UntrackedReadError(region)
+        self._tracked[region.name] = _Tracked.nobody(region)
+        return False
 
     def _access(
         self,
@@ -384,14 +214,7 @@ class SharingCheck:
         lanes: Lanes,
     ) -> None:
         name = region.name
-        tracked = self._tracked.get(name)
-        if tracked is None:
-            if not (write or atomic or name in self.written):
-                self._read.add(name)
-                return
-            if name in self._read:
-                raise UntrackedReadError(region)
-            tracked = self._tracked[name] = _Tracked.nobody(region)
+        tracked = self._tracked[name]
         if size < 1 << tracked.shift:
             tracked.refine(size.bit_length() - 1)
         count = max(1, size >> tracked.shift)

@@ -1,7 +1,7 @@
 """Where AMD's pseudocode cannot be what the hardware does, and what it should read.
 
-Each correction replaces a piece of text; `tests/gfx950/test_instructions.py` shows that the executor
-differs from the text as published.
+Each correction replaces a piece of text; `tests/gfx950/test_instructions.py` shows that the
+executor differs from the text as published.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ CORRECTIONS: dict[str, Correction] = {
             ("VCC = 0x0LL;\n", "VCC = 0x0LL;\nD0.f32 = S0.f32;\n"),
             ("1.0 / 64'F(S1.f32) == DENORM.f64", "32'F(1.0 / 64'F(S1.f32)) == DENORM.f32"),
             (
-                "// Only scale the denominator\nD0.f32 = ldexp(S0.f32, 64)\nendif\n"
-                "elsif 32'F",
+                "// Only scale the denominator\nD0.f32 = ldexp(S0.f32, 64)\nendif\nelsif 32'F",
                 "D0.f32 = ldexp(S0.f32, -64)\nendif\nelsif 32'F",
             ),
         ),

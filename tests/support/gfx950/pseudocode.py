@@ -1,483 +1,27 @@
 """An interpreter of the pseudocode in AMD's CDNA4 manual, as tinygrad's wheel carries it.
 
 It works on one lane at a time, on integers, and shares no code with the executor. `PSEUDOCODE` has
-the text of each mnemonic, `Program` runs one.
+the text of each mnemonic, `Lane` runs one.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-import struct
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from tinygrad.runtime.autogen.amd.cdna.str_pcode import PCODE
 
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+from .parser import TYPE, parse
+from .values import DENORMAL, FUNCTIONS, Value, bf16, is_denormal, make, power, same, to_small
+
+__all__ = ["PSEUDOCODE", "Lane", "Value", "same"]
 
 PSEUDOCODE: dict[str, str] = {}
 for _operation, _text in PCODE.items():
     _name = re.sub(r"_e(32|64)$", "", _operation.name.lower())
     PSEUDOCODE.setdefault(_name, _text)
-
-
-# -- values ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Value:
-    """Bits with a type: kind "u", "i", "f", "bf", "fp" (of 8 or 4 bits), "b", or "n": a literal
-    that takes the other operand's type."""
-
-    kind: str
-    width: int
-    bits: int
-
-    @property
-    def number(self) -> Any:
-        if self.kind == "f":
-            return decode_float(self.bits, self.width)
-        if self.kind == "bf" and self.width == 16:
-            return decode_float(self.bits << 16, 32)
-        if self.kind in ("i", "n"):
-            return self.bits - ((self.bits >> (self.width - 1) & 1) << self.width)
-        return self.bits
-
-    @property
-    def truth(self) -> bool:
-        return bool(self.bits)
-
-
-def decode_float(bits: int, width: int) -> float:
-    code, integer = {16: ("e", "H"), 32: ("f", "I"), 64: ("d", "Q")}[width]
-    return struct.unpack("<" + code, struct.pack("<" + integer, bits))[0]
-
-
-def make(kind: str, width: int, number: Any) -> Value:
-    """A value from a Python number, rounded to nearest even if it is a float."""
-    if kind == "f":
-        return Value(kind, width, encode_float(number, width))
-    return Value(kind, width, int(number) & ((1 << width) - 1))
-
-
-def encode_float(number: float, width: int) -> int:
-    if math.isnan(number):
-        return {16: 0x7E00, 32: 0x7FC00000, 64: 0x7FF8 << 48}[width]
-    code, integer = {16: ("e", "H"), 32: ("f", "I"), 64: ("d", "Q")}[width]
-    try:
-        return struct.unpack("<" + integer, struct.pack("<" + code, number))[0]
-    except OverflowError:
-        sign = 1 << (width - 1) if math.copysign(1, number) < 0 else 0
-        return sign | encode_float(math.inf, width)
-
-
-DENORMAL = object()
-"""What a value equals that is denormal (``S1.f32 == DENORM.f32``)."""
-
-
-def _is_denormal(value: Value) -> bool:
-    exponent, fraction = {32: (8, 23), 64: (11, 52)}[value.width]
-    return (
-        value.bits >> fraction & ((1 << exponent) - 1) == 0
-        and value.bits & ((1 << fraction) - 1) != 0
-    )
-
-
-# -- functions -------------------------------------------------------------------------------------
-
-
-def _exponent(x: Value) -> Value:
-    return Value("i", 32, x.bits >> 23 & 255)
-
-
-def _power(base: float, exponent: float) -> float:
-    try:
-        return base**exponent
-    except OverflowError:
-        return math.inf
-
-
-def _fma(a: Value, b: Value, c: Value, power: Value | None = None) -> Value:
-    """a * b + c, times 2**power, with one rounding."""
-    x, y, z = a.number, b.number, c.number
-    if not all(map(math.isfinite, (x, y, z))):
-        return make("f", 32, x * y + z)
-    exact = Fraction(x) * Fraction(y) + Fraction(z)
-    if exact == 0:
-        return make("f", 32, x * y + z)
-    return make("f", 32, _round(exact * Fraction(2) ** (power.number if power else 0)))
-
-
-def _round(exact: Fraction) -> float:
-    """A fraction as float32, nearest even."""
-    size = abs(exact)
-    estimate = size.numerator.bit_length() - size.denominator.bit_length()
-    exponent = max(estimate if size >= Fraction(2) ** estimate else estimate - 1, -126)
-    steps = round(size / Fraction(2) ** (exponent - 23))  # round() is half to even
-    result = steps * 2.0 ** (exponent - 23) if exponent < 200 else math.inf
-    return math.copysign(result, 1 if exact > 0 else -1)
-
-
-def _ldexp(x: Value, power: Value) -> Value:
-    try:
-        return make("f", 32, math.ldexp(x.number, max(power.number, -1000)))
-    except OverflowError:
-        return make("f", 32, math.copysign(math.inf, x.number))
-
-
-def _log(x: float) -> float:
-    return -math.inf if x == 0 else math.nan if x < 0 else math.log2(x)
-
-
-def _integer(low: int, high: int, kind: str) -> Any:
-    def convert(x: Value) -> Value:
-        number = x.number
-        if math.isnan(number):
-            return make(kind, 32, 0)
-        return make(kind, 32, max(low, min(high, number if math.isinf(number) else int(number))))
-
-    return convert
-
-
-def _float8(kind: torch.dtype, code: int) -> float:
-    return torch.tensor([code], dtype=torch.uint8).view(kind).double().item()
-
-
-_DECODED = {
-    "fp8": [_float8(torch.float8_e4m3fn, code) for code in range(256)],
-    "bf8": [_float8(torch.float8_e5m2, code) for code in range(256)],
-    "fp4": [sign * value for sign in (1.0, -1.0) for value in FP4],
-}
-
-
-def _nearest(name: str, x: float, saturate: bool) -> int:
-    """The code whose value is nearest, ties to the even code; what is too large as FP16_OVFL says."""
-    table = _DECODED[name]
-    half = len(table) // 2
-    finite = [code for code in range(half) if math.isfinite(table[code])]
-    sign = half if math.copysign(1, x) < 0 else 0
-    if math.isnan(x):
-        return (finite[-1] if name == "fp4" else half - 1) | sign
-    top, step = table[finite[-1]], table[finite[-1]] - table[finite[-2]]
-    if abs(x) >= top + step / 2 and not (saturate or name == "fp4"):
-        return {"fp8": 0x7F, "bf8": 0x7C}[name] | sign
-    distance = min(abs(table[code] - abs(x)) for code in finite) if abs(x) < top else None
-    if distance is None:
-        return finite[-1] | sign
-    nearest = [code for code in finite if abs(table[code] - abs(x)) == distance]
-    return min(nearest, key=lambda code: code & 1) | sign
-
-
-def _scale(x: Value) -> float:
-    return math.nan if x.bits & 255 == 255 else 2.0 ** ((x.bits & 255) - 127)
-
-
-def _from_small(name: str, wide: str) -> Any:
-    kind, width = {"f32": ("f", 32), "f16": ("f", 16), "bf16": ("bf", 16)}[wide]
-
-    def convert(x: Value, scale: Value) -> Value:
-        number = _DECODED[name][x.bits] * _scale(scale)
-        if kind == "bf":
-            return Value("bf", 16, _bf16(number))
-        return make(kind, width, number)
-
-    return convert
-
-
-def _bf16(number: float) -> int:
-    return torch.tensor([number], dtype=torch.bfloat16).view(torch.int16).item() & 0xFFFF
-
-
-def _to_small(name: str, env: dict[str, Any]) -> Any:
-    width = 4 if name == "fp4" else 8
-
-    def convert(x: Value, scale: Value) -> Value:
-        return Value("fp", width, _nearest(name, x.number / _scale(scale), env["FP16_OVFL"]))
-
-    return convert
-
-
-def _flush(x: Value) -> Value:
-    return Value(x.kind, x.width, x.bits & 0x80000000) if _is_denormal(x) else x
-
-
-def _is_nan(x: Value) -> bool:
-    return math.isnan(x.number)
-
-
-def _quiet(x: Value) -> bool:
-    return bool(x.bits >> 51 & 1)
-
-
-def _unary(function: Any) -> Any:
-    return lambda x: make(x.kind, x.width, function(x.number))
-
-
-def _guarded(function: Any) -> Any:
-    """A function of floats that keeps NaN and infinity."""
-    return _unary(lambda x: function(x) if math.isfinite(x) else x)
-
-
-FUNCTIONS: dict[str, Any] = {
-    "abs": lambda x: Value(x.kind, x.width, x.bits & ~(1 << (x.width - 1))),
-    "cvtToQuietNAN": lambda x: x,
-    "exponent": _exponent,
-    "f32_to_bf16": lambda x: Value("bf", 16, _bf16(x.number)),
-    "f32_to_f16": lambda x: make("f", 16, x.number),
-    "f16_to_f32": lambda x: make("f", 32, x.number),
-    "f32_to_i32": _integer(-(1 << 31), (1 << 31) - 1, "i"),
-    "f32_to_u32": _integer(0, (1 << 32) - 1, "u"),
-    "ceil": _guarded(lambda x: math.copysign(math.ceil(x), x)),
-    "floor": _guarded(lambda x: math.copysign(math.floor(x), x)),
-    "trunc": _guarded(lambda x: math.copysign(math.trunc(x), x)),
-    "fract": _unary(lambda x: x - math.floor(x) if math.isfinite(x) else math.nan),
-    "isEven": lambda x: make("u", 1, math.isfinite(x.number) and x.number % 2 == 0),
-    "flush": _flush,
-    "fma": _fma,
-    "i32_to_f32": lambda x: make("f", 32, x.number),
-    "u32_to_f32": lambda x: make("f", 32, x.number),
-    "isNAN": lambda x: make("u", 1, _is_nan(x)),
-    "isQuietNAN": lambda x: make("u", 1, _is_nan(x) and _quiet(x)),
-    "isSignalNAN": lambda x: make("u", 1, _is_nan(x) and not _quiet(x)),
-    "fma_scaled": _fma,
-    "ldexp": _ldexp,
-    "log2": _unary(lambda x: _log(x) if not math.isinf(x) or x < 0 else x),
-    "pow": lambda x, y: make("f", 32, _power(x.number, y.number)),
-    "sign": lambda x: Value("u", 1, x.bits >> (x.width - 1)),
-    "signext": lambda x: make("i", 64, replace(x, kind="i").number),
-    "signext_from_bit": lambda x, n: make(
-        x.kind, x.width, Value("i", n.bits, x.bits & ((1 << n.bits) - 1)).number if n.bits else 0
-    ),
-    "sqrt": _unary(lambda x: math.sqrt(x) if x >= 0 else -0.0 if x == 0 else math.nan),
-    **{
-        f"{name}_to_{wide}_scale": _from_small(name, wide)
-        for name in _DECODED
-        for wide in ("f32", "f16", "bf16")
-    },
-}
-
-
-# -- parser ----------------------------------------------------------------------------------------
-
-_TOKEN = re.compile(
-    r"\s+|//[^\n]*|(?P<sized>\d+'(?:0x[0-9a-fA-F]+|[\d.]+)U?|\d+'[UIFB])"
-    r"|(?P<number>0x[0-9a-fA-F]+(?:ULL|LL|U|L)?|\d+\.\d+F?|\d+(?:ULL|LL|U|L)?)"
-    r"|(?P<name>[A-Za-z_]\w*)"
-    r"|(?P<symbol>\*\*|<<|>>|<>|<=|>=|==|!=|&&|\|\||\+=|-=|[-+*/%&|^~!<>=?:;,.(){}\[\]])"
-)
-_LEVELS = (
-    ("||",),
-    ("&&",),
-    ("|",),
-    ("^",),
-    ("&",),
-    ("==", "!=", "<>"),
-    ("<", "<=", ">", ">="),
-    ("<<", ">>"),
-    ("+", "-"),
-    ("*", "/", "%"),
-    ("**",),
-)
-_TYPE = re.compile(r"(bf|fp|[uifb])(\d+)")
-
-
-def _tokens(text: str) -> list[str]:
-    found, place = [], 0
-    while place < len(text):
-        match = _TOKEN.match(text, place)
-        if match is None:
-            raise SyntaxError(f"pseudocode: {text[place : place + 40]!r}")
-        if match.lastgroup:
-            found.append(match[0])
-        place = match.end()
-    return found
-
-
-class _Parser:
-    """Builds nested tuples: expressions and statements with their kind first."""
-
-    def __init__(self, text: str) -> None:
-        self.tokens, self.place = _tokens(text), 0
-
-    def peek(self) -> str:
-        return self.tokens[self.place] if self.place < len(self.tokens) else ""
-
-    def next(self, expected: str = "") -> str:
-        token = self.peek()
-        if expected and token != expected:
-            raise SyntaxError(f"pseudocode: {expected!r} instead of {token!r}")
-        self.place += 1
-        return token
-
-    def block(self, *ends: str) -> list[Any]:
-        statements = []
-        while self.peek() and self.peek() not in ends:
-            if self.peek() == ";":
-                self.next()
-            else:
-                statements.append(self.statement())
-        return statements
-
-    def statement(self) -> Any:
-        word = self.peek()
-        if word == "if":
-            return self.condition()
-        if word == "for":
-            self.next()
-            name = self.next()
-            self.next("in")
-            low = self.expression()
-            self.next(":")
-            high = self.expression()
-            self.next("do")
-            body = self.block("endfor")
-            self.next("endfor")
-            return ("for", name, low, high, body)
-        if word == "declare":
-            self.next()
-            name = self.next()
-            self.next(":")
-            width = self.next()
-            if self.peek() == "[":
-                self.next()
-                self.next()
-                self.next("]")
-                return ("declare", name, None)
-            return ("declare", name, int(width.split("'")[0]))
-        if word == "break":
-            self.next()
-            return ("break",)
-        if word == "return":
-            self.next()
-            return ("return", self.expression())
-        target = self.postfix()
-        operator = self.next()
-        if operator == "=" and self.peek() == "lambda":
-            return self.function(target[1])
-        value = self.expression()
-        if operator in ("+=", "-="):
-            return ("assign", target, ("binary", operator[0], target, value))
-        if operator != "=":
-            raise SyntaxError(f"pseudocode: statement with {operator!r}")
-        return ("assign", target, value)
-
-    def function(self, name: str) -> Any:
-        self.next("lambda")
-        self.next("(")
-        parameters = [self.next()]
-        while self.peek() == ",":
-            self.next()
-            parameters.append(self.next())
-        self.next(")")
-        self.next("(")
-        body = self.block(")")
-        self.next(")")
-        return ("lambda", name, parameters, body)
-
-    def condition(self) -> Any:
-        self.next()
-        test = self.expression()
-        self.next("then")
-        body = self.block("elsif", "else", "endif")
-        if self.peek() == "elsif":
-            return ("if", test, body, [self.condition()])
-        other = []
-        if self.peek() == "else":
-            self.next()
-            other = self.block("endif")
-        self.next("endif")
-        return ("if", test, body, other)
-
-    def expression(self) -> Any:
-        test = self.binary(0)
-        if self.peek() != "?":
-            return test
-        self.next()
-        yes = self.expression()
-        self.next(":")
-        return ("choose", test, yes, self.expression())
-
-    def binary(self, level: int) -> Any:
-        if level == len(_LEVELS):
-            return self.unary()
-        left = self.binary(level + 1)
-        while self.peek() in _LEVELS[level]:
-            left = ("binary", self.next(), left, self.binary(level + 1))
-        return left
-
-    def unary(self) -> Any:
-        if self.peek() in ("-", "~", "!", "+"):
-            return ("unary", self.next(), self.unary())
-        return self.postfix()
-
-    def postfix(self) -> Any:
-        node = self.primary()
-        while self.peek() in (".", "[", "("):
-            symbol = self.next()
-            if symbol == ".":
-                node = ("member", node, self.next())
-            elif symbol == "(":
-                node = ("call", node, self.list(")"))
-            else:
-                first = self.expression()
-                if self.peek() == ":":
-                    self.next()
-                    node = ("slice", node, first, self.expression())
-                else:
-                    node = ("index", node, first)
-                self.next("]")
-        return node
-
-    def list(self, end: str) -> list[Any]:
-        items = []
-        while self.peek() != end:
-            items.append(self.expression())
-            if self.peek() == ",":
-                self.next()
-        self.next(end)
-        return items
-
-    def primary(self) -> Any:
-        token = self.next()
-        if token == "(":
-            node = self.expression()
-            self.next(")")
-            return node
-        if token == "{":
-            return ("concat", self.list("}"))
-        if "'" in token:
-            width, rest = token.split("'")
-            if rest in ("U", "I", "F", "B"):
-                return ("cast", rest.lower(), int(width))
-            if "." in rest:
-                return ("value", make("f", int(width), float(rest)))
-            return ("value", Value("u", int(width), int(rest.rstrip("U"), 0)))
-        if token[0].isdigit():
-            return ("value", _literal(token))
-        return ("name", token)
-
-
-def _literal(token: str) -> Value:
-    if "." in token and not token.startswith("0x"):
-        return make("f", 32 if token.endswith("F") else 64, float(token.rstrip("F")))
-    digits = token.rstrip("UL")
-    suffix = token[len(digits) :]
-    if not suffix:
-        return Value("n", 64, int(digits, 0))
-    return Value("u" if "U" in suffix else "i", 64 if "LL" in suffix else 32, int(digits, 0))
-
-
-@functools.cache
-def parse(text: str) -> list[Any]:
-    """Statements of a pseudocode text."""
-    return _Parser(text).block()
-
-
-# -- interpreter -----------------------------------------------------------------------------------
 
 
 class _Return(Exception):  # noqa: N818, control flow
@@ -520,11 +64,11 @@ class Lane:
         if target[0] == "concat":
             low = 0
             for part in reversed(target[1]):
-                kind, width = _TYPE.fullmatch(part[2]).groups()
+                _kind, width = TYPE.fullmatch(part[2]).groups()
                 self._store(part, 0, int(width), value.bits >> low)
                 low += int(width)
             return
-        if target[0] == "member" and (found := _TYPE.fullmatch(target[2])):
+        if target[0] == "member" and (found := TYPE.fullmatch(target[2])):
             value = _converted(value, found[1], int(found[2]))
             self._store(target[1], 0, value.width, value.bits)
             return
@@ -607,7 +151,7 @@ class Lane:
     def _get_member(self, inner: Any, name: str) -> Any:
         if inner == ("name", "DENORM"):
             return DENORMAL
-        found = _TYPE.fullmatch(name)
+        found = TYPE.fullmatch(name)
         if inner in (("name", "NAN"), ("name", "INF")):
             return make("f", int(found[2]), math.nan if inner[1] == "NAN" else math.inf)
         value = self.evaluate(inner)
@@ -621,7 +165,9 @@ class Lane:
         bits = self._raw(inner).bits
         if last < first:  # [0 : 31] reverses
             width = first - last + 1
-            return Value("b", width, sum((bits >> last + k & 1) << width - 1 - k for k in range(width)))
+            return Value(
+                "b", width, sum((bits >> last + k & 1) << width - 1 - k for k in range(width))
+            )
         width = last - first + 1
         return Value("b", width, bits >> first & ((1 << width) - 1))
 
@@ -634,7 +180,7 @@ class Lane:
 
     def _raw(self, node: Any) -> Any:
         """What is sliced: types below say how to read the bits, not how many there are."""
-        if node[0] == "member" and _TYPE.fullmatch(node[2]):
+        if node[0] == "member" and TYPE.fullmatch(node[2]):
             return self._raw(node[1])
         return self.evaluate(node)
 
@@ -672,7 +218,7 @@ class Lane:
             return Value(values[0].kind, 32, inner.variables["D0"].bits & 0xFFFFFFFF)
         small = re.fullmatch(r"\w+_to_(fp8|bf8|fp4)_scale", name)
         if small:
-            return _to_small(small[1], self.variables)(*values)
+            return to_small(small[1], self.variables)(*values)
         known = self.functions.get(name) or self.variables.get(name) or FUNCTIONS[name]
         return known(*values)
 
@@ -723,7 +269,7 @@ _ARITHMETIC = {
 def _binary(operator: str, a: Any, b: Any) -> Value:
     if operator in _COMPARISONS:
         if b is DENORMAL:
-            return make("u", 1, _is_denormal(a))
+            return make("u", 1, is_denormal(a))
         return make("u", 1, _COMPARISONS[operator](a.number, b.number))
     if operator in ("&&", "||"):
         return make("u", 1, (a.truth and b.truth) if operator == "&&" else (a.truth or b.truth))
@@ -733,20 +279,22 @@ def _binary(operator: str, a: Any, b: Any) -> Value:
         return make(a.kind, a.width, a.number >> b.bits)
     kind, width = _common(a, b)
     if operator == "**":
-        return make("f", width, _power(a.number, b.number))
+        return make("f", width, power(a.number, b.number))
     if operator == "/":
-        return make("f", width, _quotient(a.number, b.number)) if kind == "f" else make(
-            kind, width, a.number // b.number
+        return (
+            make("f", width, _quotient(a.number, b.number))
+            if kind == "f"
+            else make(kind, width, a.number // b.number)
         )
     if kind == "bf":
-        return Value("bf", 16, _bf16(_ARITHMETIC[operator](a.number, b.number)))
+        return Value("bf", 16, bf16(_ARITHMETIC[operator](a.number, b.number)))
     if kind != "f":
         return make(kind, width, _ARITHMETIC[operator](a.number, b.number))
     return make("f", width, _float_arithmetic(operator, a.number, b.number))
 
 
 def _float_arithmetic(operator: str, a: float, b: float) -> float:
-    if operator == "*" and (math.isinf(a) and b == 0 or math.isinf(b) and a == 0):
+    if operator == "*" and ((math.isinf(a) and b == 0) or (math.isinf(b) and a == 0)):
         return math.nan
     return _ARITHMETIC[operator](a, b)
 
@@ -754,7 +302,9 @@ def _float_arithmetic(operator: str, a: float, b: float) -> float:
 def _quotient(a: float, b: float) -> float:
     if b == 0:
         negative = math.copysign(1, a) != math.copysign(1, b)
-        return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, -1 if negative else 1)
+        return (
+            math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, -1 if negative else 1)
+        )
     return a / b
 
 

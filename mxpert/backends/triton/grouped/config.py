@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from ....formats.spec import MX_BLOCK_SIZE
 from ....problem import GemmConfig, GroupedProblem, Op
 from ...common.targets import is_blackwell
-from ..tile_rules import EPILOGUE_BYTES, invalid_tile, require_config, shrink_until_valid
+from ..tile_rules import (
+    EPILOGUE_BYTES,
+    invalid_tile,
+    require_config,
+    shrink_until_valid,
+    without_scaled_mfma,
+)
 
 SCALED_MMA_ROWS = 128
 """Rows of Blackwell's block-scaled MMA; tiles with fewer rows would be decoded to bf16 instead."""
@@ -40,7 +46,10 @@ def invalid(problem: GroupedProblem, config: GemmConfig) -> str | None:
     mx_on_blackwell = problem.a_format != "bf16" and is_blackwell(problem.target)
     if mx_on_blackwell and config.block_m < SCALED_MMA_ROWS:
         return f"block-scaled MMA is {SCALED_MMA_ROWS} rows high, block_m is {config.block_m}"
-    return invalid_tile(problem.target, config, config.block_n, shared_memory(problem, config))
+    reason = invalid_tile(problem.target, config, config.block_n, shared_memory(problem, config))
+    if reason is None and problem.a_format != "bf16":
+        return without_scaled_mfma(problem.target, config)
+    return reason
 
 
 def require_valid(problem: GroupedProblem, config: GemmConfig) -> None:

@@ -20,6 +20,7 @@ from ..tile_rules import (
     num_threads,
     require_config,
     shrink_until_valid,
+    without_scaled_mfma,
 )
 
 BLOCKS_M = (MIN_BLOCK_M, 32, 64, 128)
@@ -76,6 +77,8 @@ def invalid(target: Target, op: Op, activation_format: str, config: GemmConfig) 
     few = config.block_m * config.block_k < 8 * num_threads(target, config)
     if reason is None and decodes and few:
         return "fewer than 8 activations a thread: fewer warps or a larger tile"
+    if reason is None and activation_format != "bf16":
+        return without_scaled_mfma(target, config)
     return reason
 
 

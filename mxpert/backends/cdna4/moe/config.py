@@ -1,0 +1,201 @@
+"""Choice of kernels and tiles for the gfx950 MoE GEMMs, and the check of configs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from ....errors import require
+from ....formats.layouts import UNIT_CODES, UNIT_ROWS
+from ....formats.tensor import Layout
+from ....problem import Cdna4GemmConfig, Cdna4Kernel, MoEConfig, MoEProblem, Op
+
+STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
+"""Both stages of a layer."""
+
+DECODE_BLOCKS_M = (16, 32)
+"""Rows of a decode tile: the N of one or two MFMA."""
+
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST_BYTES = 1 << 31
+"""Bytes of activations and of float32 outputs must be fewer: buffer accesses have 31-bit offsets."""
+
+_RESIDENT_WAVES = 8
+"""Waves of a CU that the heuristic wants: two of each SIMD hide the latency of each other's loads.
+Fewer tiles than that make it split the depth."""
+
+_MIN_UNITS_PER_SPLIT = 4
+"""Units of depth of a split: below, its start and its partial sums cost more than it gains."""
+
+
+def unsupported(problem: MoEProblem) -> str | None:
+    """Why the kernels cannot serve `problem`, as a phrase; None if they can."""
+    if problem.target.arch != "gfx950":
+        return f"needs gfx950, not {problem.target.arch}"
+    if problem.weight_layout is not Layout.CDNA4_FRAGMENT:
+        return "needs weights in CDNA4_FRAGMENT layout: call weights.prepare(device=...)"
+    if problem.options.out_dtype not in _OUT_DTYPES:
+        return f"writes bfloat16, float16 or float32, not {problem.options.out_dtype}"
+    if problem.routing_block_m % min(DECODE_BLOCKS_M):
+        return f"needs routing_block_m to be a multiple of {min(DECODE_BLOCKS_M)}"
+    if problem.num_tokens * problem.hidden_size * 4 >= _MOST_BYTES:
+        return f"takes fewer than {_MOST_BYTES // 4} activations"
+    return None
+
+
+def weight_rows(problem: MoEProblem, op: Op) -> int:
+    """Weight rows of a stage: gates and ups, or outputs."""
+    return 2 * problem.intermediate_size if op is Op.MOE_GATE_UP else problem.hidden_size
+
+
+def depth(problem: MoEProblem, op: Op) -> int:
+    """Contracted dimension of a stage."""
+    return problem.hidden_size if op is Op.MOE_GATE_UP else problem.intermediate_size
+
+
+def units(problem: MoEProblem, op: Op) -> tuple[int, int]:
+    """Units of 64 weight rows and of 128 elements of depth of a stage."""
+    return -(-weight_rows(problem, op) // UNIT_ROWS), -(-depth(problem, op) // UNIT_CODES)
+
+
+def hit_experts(problem: MoEProblem) -> int:
+    """Number of experts that have rows if tokens spread evenly."""
+    return max(1, min(problem.num_experts, problem.num_tokens * problem.top_k))
+
+
+def rows_per_expert(problem: MoEProblem) -> float:
+    """Average number of routed rows of an expert that has rows."""
+    return problem.num_tokens * problem.top_k / hit_experts(problem)
+
+
+def block_m_for(problem: MoEProblem) -> int:
+    """Rows of a decode tile: the fewest that hold the rows of an average expert, or the most."""
+    rows = rows_per_expert(problem)
+    return next((block for block in DECODE_BLOCKS_M if rows <= block), DECODE_BLOCKS_M[-1])
+
+
+@functools.cache
+def decode_config(problem: MoEProblem, op: Op, block_m: int) -> Cdna4GemmConfig:
+    """Decode config of a stage.
+
+    Four waves of 64 weight rows. Where that leaves CUs without work, the waves of a workgroup share
+    the depth instead, and then workgroups do.
+    """
+    row_units, depth_units = units(problem, op)
+    blocks = hit_experts(problem) * max(1, round(rows_per_expert(problem) / block_m))
+    wanted = problem.target.num_sms * _RESIDENT_WAVES
+    waves = blocks * row_units
+    k_slices = 4 if waves * 2 <= wanted and depth_units >= 4 * _MIN_UNITS_PER_SPLIT else 1
+    k_splits = max(
+        1, min(wanted // (waves * k_slices), depth_units // (k_slices * _MIN_UNITS_PER_SPLIT))
+    )
+    return Cdna4GemmConfig(
+        Cdna4Kernel.DECODE,
+        block_m,
+        block_n=4 // k_slices * UNIT_ROWS,
+        num_warps=4,
+        num_stages=4,
+        k_splits=k_splits,
+        k_slices=k_slices,
+    )
+
+
+def stage_heuristic(problem: MoEProblem) -> Cdna4GemmConfig:
+    """Config of a separate stage: block_m must divide the plan's routing_block_m."""
+    allowed = [rows for rows in DECODE_BLOCKS_M if problem.routing_block_m % rows == 0]
+    wanted = block_m_for(problem)
+    block_m = max(rows for rows in allowed if rows <= max(wanted, min(allowed)))
+    return decode_config(problem, problem.op, block_m)
+
+
+def stage_configs(problem: MoEProblem) -> Iterator[Cdna4GemmConfig]:
+    """The heuristic's config and all others of the stage."""
+    first = stage_heuristic(problem)
+    yield first
+    allowed = [rows for rows in DECODE_BLOCKS_M if problem.routing_block_m % rows == 0]
+    yield from (
+        config for config in _decode_configs(problem, problem.op, allowed) if config != first
+    )
+
+
+def _decode_configs(problem: MoEProblem, op: Op, blocks_m: list[int]) -> Iterator[Cdna4GemmConfig]:
+    _, depth_units = units(problem, op)
+    for block_m, k_slices, num_stages, k_splits in itertools.product(
+        blocks_m, (1, 2, 4), (2, 4), (1, 2, 3, 4, 6, 8)
+    ):
+        if k_slices * k_splits == 1 or depth_units >= k_slices * k_splits * 2:
+            yield Cdna4GemmConfig(
+                Cdna4Kernel.DECODE,
+                block_m,
+                4 // k_slices * UNIT_ROWS,
+                4,
+                num_stages,
+                k_splits,
+                k_slices,
+            )
+
+
+def layer_heuristic(problem: MoEProblem) -> MoEConfig:
+    """Config of a layer: one row block for the plan and both stages."""
+    block_m = block_m_for(problem)
+    gate_up, down = (decode_config(problem, op, block_m) for op in STAGE_OPS)
+    return MoEConfig(block_m, gate_up, down)
+
+
+def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
+    """Configs of a layer, varying one stage at a time, since the times of the stages add up."""
+    first = layer_heuristic(problem)
+    yield first
+    for block_m in DECODE_BLOCKS_M:
+        gate_up, down = (decode_config(problem, op, block_m) for op in STAGE_OPS)
+        configs = [
+            *(
+                MoEConfig(block_m, c, down)
+                for c in _decode_configs(problem, STAGE_OPS[0], [block_m])
+            ),
+            *(
+                MoEConfig(block_m, gate_up, c)
+                for c in _decode_configs(problem, STAGE_OPS[1], [block_m])
+            ),
+        ]
+        yield from (config for config in configs if config != first)
+
+
+def iterations_per_copy(config: Cdna4GemmConfig, activation_format: str) -> int:
+    """Iterations that a copy of a decode tile's activations lasts.
+
+    Two copies must leave room in LDS for several workgroups on a CU. An iteration is four units of
+    depth for each slice: 4 KB of e2m1 for 16 rows.
+    """
+    bits = {"mxfp4": 4, "bf16": 16}.get(activation_format, 8)
+    bytes_each = config.block_m * config.k_slices * 4 * UNIT_CODES * bits // 8
+    return max(1, _COPY_BYTES // bytes_each)
+
+
+_COPY_BYTES = 16 * 1024
+"""Bytes of a copy of activations, unless an iteration needs more."""
+
+
+def require_valid(config: Cdna4GemmConfig, problem: MoEProblem) -> None:
+    """Raise ValueError for a pinned or tuned config that no kernel of this backend implements."""
+    waves = config.num_warps // config.k_slices
+    valid = (
+        config.kernel is Cdna4Kernel.DECODE
+        and config.block_m in DECODE_BLOCKS_M
+        and config.num_warps in (1, 2, 4, 8)
+        and config.k_slices in (1, 2, 4, 8)
+        and config.num_stages in (2, 4)
+        and config.block_n == waves * UNIT_ROWS > 0
+    )
+    require(
+        valid,
+        problem.op.value,
+        "config",
+        got=config,
+        need=f"block_m in {DECODE_BLOCKS_M}, num_stages 2 or 4, num_warps and k_slices powers of "
+        "two up to 8, and block_n = 64 * num_warps / k_slices",
+        remedy="take one from the kernel's configs()",
+    )

@@ -1,0 +1,149 @@
+"""pytest plugin of ``--gfx950``: tests of the portable kernels on gfx950 code, executed on the CPU.
+
+The tests of tests/interpreted are taken as they are. Each case gets a schedule of the waves:
+"lowest", or "random" with a seed that depends on the case's name. To keep the suite short,
+
+* a function with one case runs in both schedules,
+* of more cases each runs in one; which one follows the Thue-Morse sequence, so that neither
+  schedule falls together with a parameter,
+* of more than `MOST_CASES` cases that many are taken, evenly spaced.
+
+``--gfx950-all`` runs every case in both schedules. At the end the plugin prints what was executed,
+and fails the session if a kernel ran in one schedule only.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mxpert.testing.gfx950 import emulate
+
+NOT_GFX950 = {
+    "test_interpreter_patch.py": "tests the interpreter",
+    "test_spans_triton.py": "Hopper's kernels",
+    "test_wide_operands_triton.py": "Hopper's kernels",
+}
+"""Files of tests/interpreted that are left out, and what they test instead."""
+
+SCHEDULES = ("lowest", "random")
+MOST_CASES = 24
+"""Cases of one test function that are run without ``--gfx950-all``."""
+
+
+def seed_of(name: str) -> int:
+    """Seed of a test case, from its node id."""
+    return zlib.crc32(name.encode()) % 1000
+
+
+def chosen(count: int) -> dict[int, tuple[str, ...]]:
+    """Case → schedules in which it runs, of a test function with `count` cases.
+
+    >>> chosen(1)
+    {0: ('lowest', 'random')}
+    >>> chosen(3)
+    {0: ('lowest',), 1: ('random',), 2: ('random',)}
+    """
+    if count == 1:
+        return {0: SCHEDULES}
+    taken = min(count, MOST_CASES)
+    return {place * count // taken: (SCHEDULES[place.bit_count() % 2],) for place in range(taken)}
+
+
+def select(items: Iterable[pytest.Function]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Items to run and items to leave out, of functions that are parametrised with ``schedule``."""
+    functions: dict[tuple[Any, ...], dict[tuple[Any, ...], list[pytest.Function]]] = {}
+    for item in items:
+        indices = {**item.callspec.indices}
+        del indices["schedule"]
+        cases = functions.setdefault((item.path, item.cls, item.originalname), {})
+        cases.setdefault(tuple(indices.items()), []).append(item)
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for cases in functions.values():
+        schedules = chosen(len(cases))
+        for place, variants in enumerate(cases.values()):
+            for item in variants:
+                runs = item.callspec.params["schedule"] in schedules.get(place, ())
+                (kept if runs else left).append(item)
+    return kept, left
+
+
+class Executed:
+    """Wave-instructions by kernel and schedule, of this process and of its workers."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, kernel: str, schedule: str, instructions: int) -> None:
+        """Count one launch."""
+        self.counts[kernel, schedule] += instructions
+
+    def plain(self) -> list[list[Any]]:
+        """As lists and numbers, to send between processes."""
+        return [[*key, count] for key, count in self.counts.items()]
+
+    def merge(self, plain: Iterable[list[Any]]) -> None:
+        """Add another process's counts."""
+        for kernel, schedule, count in plain:
+            self.add(kernel, schedule, count)
+
+    @property
+    def one_sided(self) -> list[str]:
+        """Kernels that ran in one schedule only."""
+        kernels = {kernel for kernel, _ in self.counts}
+        return sorted(
+            kernel
+            for kernel in kernels
+            if any((kernel, schedule) not in self.counts for schedule in SCHEDULES)
+        )
+
+
+class Plugin:
+    """The hooks; one object for each process of the suite."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.executed = config, Executed()
+
+    @staticmethod
+    def is_portable(path: Path) -> bool:
+        """Whether a file has tests of kernels that run on gfx950."""
+        return path.parent.name == "interpreted" and path.name not in NOT_GFX950
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run each of the tests in every schedule; `pytest_collection_modifyitems` selects."""
+        if self.is_portable(metafunc.definition.path):
+            metafunc.parametrize("schedule", SCHEDULES, indirect=True)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out what the module's rule leaves out."""
+        if self.config.getoption("--gfx950-all"):
+            return
+        portable = [
+            item
+            for item in items
+            if isinstance(item, pytest.Function) and self.is_portable(item.path)
+        ]
+        _, left = select(portable)
+        left += [item for item in items if item.path.name in NOT_GFX950]
+        without = set(left)
+        items[:] = [item for item in items if item not in without]
+        self.config.hook.pytest_deselected(items=left)
+
+    @pytest.fixture(autouse=True)
+    def schedule(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        """Execute the test's kernels as gfx950 code, with its waves in one of `SCHEDULES`."""
+        schedule = getattr(request, "param", None)
+        if schedule is None:
+            yield
+            return
+        with emulate(schedule=schedule, seed=seed_of(request.node.nodeid)) as emulation:
+            yield
+        for kernel, totals in emulation.kernels.items():
+            self.executed.add(kernel, schedule, totals.instructions)
