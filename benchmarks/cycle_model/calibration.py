@@ -163,11 +163,5 @@ def tile_loop(rows: int, columns: int, depth: int = 64, waves: int = 4) -> Execu
 
 def _program(lines: Sequence[str]) -> Program:
     """A program of these instructions, for the model alone."""
-    nothing: dict[str, Any] = {
-        "labels": {"loop": 0},
-        "arguments": (),
-        "hidden": {},
-        "kernarg_size": 0,
-    }
     instructions = tuple(map(parse_instruction, lines))
-    return Program("tile", instructions, descriptor={}, metadata={}, **nothing)
+    return Program("tile", instructions, {"loop": 0}, (), {}, 0, {}, {})

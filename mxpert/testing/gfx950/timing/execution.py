@@ -128,11 +128,8 @@ def find_loop(execution: Execution) -> Loop:
         LoopError: it has not turned as often as the model needs.
     """
     program, first = execution.program, execution.waves[0].instructions
-    executed = set(first)
-    matrix = [
-        place in executed and _is_matrix(each) for place, each in enumerate(program.instructions)
-    ]
-    stores = [classify(each.name).unit is Unit.STORE for each in program.instructions]
+    units = [classify(each.name).unit for each in program.instructions]
+    executed = {place for place in first if units[place] is Unit.MFMA}
     found = [
         (head, branch)
         for head, branch in _natural_loops(program)
