@@ -263,6 +263,6 @@ def _quantize_dual_cdna4_kernel(
     RowCopy(codes=row, scale=row_scale, num_k_blocks=num_k_blocks).store(
         memory, source, batch * num_rows, first_k // _BLOCK, quantizer
     )
-    ColumnCopy(
-        codes=column, scale=column_scale, num_blocks=num_column_blocks, width=width
-    ).store(memory, batch * width, first_block, first_k, quantizer)
+    ColumnCopy(codes=column, scale=column_scale, num_blocks=num_column_blocks, width=width).store(
+        memory, batch * width, first_block, first_k, quantizer
+    )
