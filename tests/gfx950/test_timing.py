@@ -13,7 +13,7 @@ from mxpert.testing.gfx950.timing import MI355X, Execution, LoopReport, model_lo
 from mxpert.testing.gfx950.timing.classes import CLASSES, classify, matrix_cycles
 from mxpert.testing.gfx950.timing.costs import decode
 from mxpert.testing.gfx950.timing.execution import find_loop, repeat
-from mxpert.testing.gfx950.timing.loads import LoadPath
+from mxpert.testing.gfx950.timing.loads import LoadPath, Request
 from mxpert.testing.gfx950.timing.unit import ComputeUnit
 from mxpert.testing.gfx950.trace import WaveTrace
 
@@ -193,8 +193,8 @@ def test_waves_of_higher_priority_issue_first() -> None:
     for first, second in ((0, 1), (1, 0)):
         paths = [[first, *rest], [0], [0], [0], [second, *rest]]
         waves = [WaveTrace(0, wave, path) for wave, path in enumerate(paths)]
-        loads = LoadPath(MI355X, lambda half_line: False, 1000, 64)
-        unit = ComputeUnit(MI355X, costs, waves, 1, loads)
+        nothing: list[dict[int, Request]] = [{} for _ in waves]
+        unit = ComputeUnit(MI355X, costs, waves, 1, nothing, LoadPath(MI355X, 1000, 64))
         unit.run()
         ends = [unit.waves[wave].issued[-1] for wave in (0, 4)]
         assert (ends[0] < ends[1]) == (first > second)

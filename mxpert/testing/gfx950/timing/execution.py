@@ -22,6 +22,10 @@ FRESH = 1 << 20
 """Half lines between two lines of a row, if the loop is repeated."""
 
 
+class LoopError(ValueError):
+    """A trace has no hot loop that could be modelled."""
+
+
 @dataclass(frozen=True)
 class Execution:
     """One executed workgroup of a kernel.
@@ -117,7 +121,7 @@ def find_loop(execution: Execution) -> Loop:
     """The innermost loop with matrix instructions that takes most steps of the first wave.
 
     Raises:
-        ValueError: no such loop runs twice in a row.
+        LoopError: no such loop runs twice in a row.
     """
     first = execution.waves[0].instructions
     matrix = [each.name.startswith("v_mfma") for each in execution.program.instructions]
@@ -132,7 +136,7 @@ def find_loop(execution: Execution) -> Loop:
             best = loop
     if best is None:
         need = "need a loop with MFMA that runs twice; execute more of k"
-        raise ValueError(f"model_loop: trace of {execution.program.name} — {need}")
+        raise LoopError(f"model_loop: trace of {execution.program.name} — {need}")
     return best
 
 

@@ -10,7 +10,7 @@ from .chip import MI355X, Chip
 from .classes import Unit
 from .costs import Cost, decode
 from .execution import Execution, Loop, find_loop, repeat
-from .loads import LoadPath
+from .loads import LoadPath, requests
 from .unit import ComputeUnit, Snapshot
 
 WARM_UP = 8
@@ -20,6 +20,8 @@ SATURATED = 0.85
 """A unit that is busy for this share of the time limits the loop."""
 TOLERANCE = 0.01
 """Of HBM's load, to which its latency is consistent."""
+LIKELY_LOAD = 0.8
+"""Share of HBM's best rate with which the search for the load begins."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def model_loop(
         active_units: compute units that share HBM; by default all.
 
     Raises:
-        ValueError: the trace has no loop with MFMA that runs twice.
+        LoopError: the trace has no loop with MFMA that runs twice.
     """
     loop = find_loop(execution)
     execution, loop = repeat(execution, loop, WARM_UP + MEASURED + 2)
@@ -167,15 +169,17 @@ def _settle(
 ) -> _Replay:
     """Replay with the latency of HBM that belongs to its load, by interval halving and secants."""
     rate = chip.stream_bytes_per_cycle * chip.compute_units / active_units
+    asked = requests(execution, costs, chip)
 
     def replay(load: float) -> _Replay:
-        path = LoadPath(chip, execution.is_streamed, chip.loaded_latency(load), rate)
-        return _replay(execution, loop, ComputeUnit(chip, costs, execution.waves, workgroups, path))
+        path = LoadPath(chip, chip.loaded_latency(load), rate)
+        unit = ComputeUnit(chip, costs, execution.waves, workgroups, asked, path)
+        return _replay(execution, loop, unit)
 
     if not execution.streamed:
         return replay(0.0)
     low, high = 0.0, 1.0
-    guess = 0.5
+    guess = LIKELY_LOAD
     while True:
         result = replay(guess)
         excess = result.load(chip, active_units) - guess
