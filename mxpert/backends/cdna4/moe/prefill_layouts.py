@@ -1,9 +1,9 @@
 """Register and LDS layouts of the prefill kernels.
 
-A tile is BLOCK_M sorted rows x BLOCK_N = 256 weight rows. WARPS_M x WARPS_N waves share it. A wave
-owns 64 sorted rows x 256 / WARPS_N weight rows: four fragments of 16 rows, times eight or four weight
-fragments of 16. Four weight fragments make a part. A quadrant is one half of the rows times one part
-of the weights, eight MFMA.
+A tile is BLOCK_M sorted rows × 256 weight rows. WARPS_M × WARPS_N waves share it. A wave owns 64
+sorted rows × 256 / WARPS_N weight rows: four fragments of 16 sorted rows times eight or four of 16
+weight rows. Two fragments of sorted rows make a half, four weight fragments a part. A quadrant is
+one half times one part: eight MFMA.
 
 The tensors of Triton number the rows of a half or a part in the order of `AMDMFMALayout`: fragment,
 wave, row of the fragment. Memory has the fragments of a wave in a row: wave, fragment, row of the
@@ -16,20 +16,6 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-BLOCK_N = 256
-"""Weight rows of a tile."""
-WAVE_ROWS = 64
-"""Sorted rows of a wave: four fragments, whose scales of one MX block are one dword."""
-STEP = 128
-"""Elements of the contracted dimension of one MFMA, of a unit of the weights, and of a step."""
-ROW_BYTES = 128
-"""Bytes of a sorted row in one LDS buffer: one step of e4m3 or e5m2, two of e2m1."""
-
-
-def num_warps(block_m: int) -> int:
-    """Waves of a workgroup: two on each SIMD, or one if the tile has 64 rows."""
-    return 4 if block_m == WAVE_ROWS else 8
 
 
 @gluon.constexpr_function
