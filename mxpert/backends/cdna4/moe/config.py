@@ -30,7 +30,7 @@ PREFILL_GROUP_M = 8
 """Row blocks that share weight tiles in L2."""
 
 _STEP_CYCLES = {"mxfp4": {64: 943, 128: 840, 256: 1272}, "mxfp8": {64: 674, 128: 1146, 256: 2158}}
-"""Modelled cycles of a CU for 128 elements of depth of a prefill tile (Triton 3.6.0, data in L2)."""
+"""Modelled cycles of a CU for 128 elements of depth of a prefill tile (Triton 3.6.0, L2 hits)."""
 
 _RESIDENT_WAVES = 8
 """Waves of a CU that the heuristic wants: two of each SIMD hide the latency of each other's loads.
