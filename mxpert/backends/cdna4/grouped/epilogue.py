@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
 from ...common.compat import aggregate
-from ..lib.fences import scheduling_fence
+from ..lib.gcn import scheduling_fence
 from ..lib.mx_gemm import BLOCK_N
 
 

@@ -18,6 +18,7 @@ from ..lib.lds import ROW_BYTES
 from ..lib.mx_gemm import BLOCK_N
 from ..lib.phases import NUM_WARPS
 from ..lib.raster import NUM_XCDS
+from ..lib.registers import NO_ACCUMULATOR_REGISTERS
 from .kernel import _grouped_gemm_cdna4_kernel
 from .pack_scales import pack_scales
 
@@ -197,6 +198,7 @@ def _gemm_launch(problem: GroupedProblem, config: GemmConfig) -> Launch:
         WGRAD=wgrad,
         ACCUMULATE=problem.accumulate,
         num_warps=NUM_WARPS.value,
+        **NO_ACCUMULATOR_REGISTERS,
     )
 
 

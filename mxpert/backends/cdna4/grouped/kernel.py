@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 from ...common.compat import aggregate
-from ..lib.fences import scheduling_fence
+from ..lib.gcn import scheduling_fence
 from ..lib.lds import COPY, row_offsets
 from ..lib.mx_gemm import (
     BLOCK_N,

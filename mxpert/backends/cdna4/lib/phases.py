@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
-from .fences import delay_half_of_waves, scheduling_fence, set_priority
+from .gcn import delay_half_of_waves, scheduling_fence, set_priority
 
 NUM_WARPS = gl.constexpr(8)
 """Waves of a workgroup: two groups of four."""

@@ -17,6 +17,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+
 @gluon.constexpr_function
 def warps_m(BLOCK_M):
     """Waves along the sorted rows."""
