@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ....formats.layouts import UNIT_ROWS
 from ....formats.spec import MX_BLOCK_SIZE
 from ....formats.tensor import MXTensor
 from ....formats.token import FP8_TOKEN
@@ -27,9 +28,12 @@ from ...common.combine import combine_slots
 from ...common.moe_layer import TwoStageLayer, quantize_rows
 from ...common.mx_codec import scale_rule_constants
 from ...common.token_rows import CodedRows, quantize_tokens
+from ..lib.gcn import WITHOUT_ACCUMULATOR_REGISTERS
 from . import config as heuristics
 from .decode import _moe_gemm_decode_cdna4_kernel
 from .finish import _moe_down_finish_cdna4_kernel, _moe_gate_up_finish_cdna4_kernel
+from .prefill import _moe_gemm_prefill_cdna4_kernel
+from .prefill_scales import arrange_scales
 
 _XCDS = 8
 """Dies of the chip: a grid is a multiple of them, so that all get as many workgroups."""
@@ -110,6 +114,12 @@ class _Stage:
             *weight.qdata.shape[1:3],
         )
         launch, finish = _LAUNCHES[config.kernel](problem, config, gemm)
+        w_scale = weight.scale.view(torch.uint32)
+        if config.kernel is Cdna4Kernel.PREFILL:
+            blocks = row_blocks * (config.block_m // UNIT_ROWS)
+            gather, depth = self.op is Op.MOE_GATE_UP, heuristics.depth(problem, self.op)
+            x_scale = arrange_scales(x_scale, plan, depth, blocks, gather=gather)
+            w_scale = weight.scale
         of_plan = {
             "sorted_token_ids_ptr": plan.sorted_token_ids,
             "block_expert_ids_ptr": plan.block_expert_ids,
@@ -126,7 +136,7 @@ class _Stage:
             x_scale_ptr=x_scale,
             x_row_scale_ptr=row_scale,
             w_ptr=weight.qdata.view(torch.uint32) if x_format == "bf16" else weight.qdata,
-            w_scale_ptr=weight.scale.view(torch.uint32),
+            w_scale_ptr=w_scale,
             **outputs,
             **of_plan,
         )
@@ -198,6 +208,31 @@ def _decode_launches(
     return launch, _finish_launch(both, gemm) if config.k_splits > 1 else None
 
 
+@functools.lru_cache(CACHED_LAUNCHES)
+def _prefill_launches(
+    problem: MoEProblem, config: Cdna4GemmConfig, gemm: Gemm
+) -> tuple[Launch, Launch | None]:
+    """Launch of the prefill kernel."""
+    launch = Launch(
+        _moe_gemm_prefill_cdna4_kernel,
+        (-(-gemm.row_units * UNIT_ROWS // config.block_n) * gemm.row_blocks,),
+        num_tokens=problem.num_tokens,
+        num_experts=problem.num_experts,
+        num_k_blocks=heuristics.depth(problem, gemm.op) // MX_BLOCK_SIZE,
+        row_units=gemm.row_units,
+        depth_units=gemm.depth_units,
+        routing_block_m=gemm.routing_block_m,
+        x_row_chunks=gemm.x_row_chunks,
+        X_FORMAT=gemm.x_format,
+        BLOCK_M=config.block_m,
+        GROUP_M=heuristics.PREFILL_GROUP_M,
+        num_warps=config.num_warps,
+        **WITHOUT_ACCUMULATOR_REGISTERS,
+        **_epilogue(problem, gemm),
+    )
+    return launch, None
+
+
 def _finish_launch(both: dict[str, Any], gemm: Gemm) -> Launch:
     """Launch of the kernel that sums the splits. both: the GEMM's arguments that it shares."""
     gate_up = gemm.op is Op.MOE_GATE_UP
@@ -238,7 +273,10 @@ def _epilogue(problem: MoEProblem, gemm: Gemm) -> dict[str, Any]:
 
 
 _Launches = Callable[[MoEProblem, Cdna4GemmConfig, Gemm], tuple[Launch, Launch | None]]
-_LAUNCHES: Mapping[Cdna4Kernel, _Launches] = {Cdna4Kernel.DECODE: _decode_launches}
+_LAUNCHES: Mapping[Cdna4Kernel, _Launches] = {
+    Cdna4Kernel.DECODE: _decode_launches,
+    Cdna4Kernel.PREFILL: _prefill_launches,
+}
 """The launches of each kernel of `Cdna4Kernel`: the GEMM, and what finishes it, if anything."""
 
 

@@ -1,0 +1,193 @@
+"""MoE GEMM of gfx950 for many rows of an expert: tiles of 256 weight rows on scaled MFMA.
+
+A workgroup computes one tile: BLOCK_M sorted rows of one expert × 256 weight rows. With 256 or 128
+sorted rows it has eight waves, two on each SIMD, in two groups; with 64 it has four.
+
+Grid: one dimension, at least one workgroup for each tile that the plan can have; those without a
+tile return at once. Workgroups are dealt out to the eight dies in turn. Each die gets a contiguous
+run of tiles, in groups of GROUP_M row blocks times all weight tiles, so that the workgroups of a
+die share rows and weights in its L2.
+
+Roles: every wave multiplies, reads and copies. Two groups of four waves do so in turns (ping-pong).
+
+Barriers: two a step. The second group is one barrier behind the first.
+    after the MFMA of a step: the LDS that they came from may be overwritten.
+    after the reads of the next step: its operands are in registers, and the copies of the step
+        after it have landed, except for those of the last group of copies.
+
+Pipeline: see `prefill_mainloop` and `prefill_copies`. A step is 128 elements of the contracted
+    dimension.
+
+Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long):
+    group 1:  MFMA (512 cycles)            | copies, reads of step + 1  |
+    group 2:  copies, reads of its step    | MFMA (512 cycles)          |
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .prefill_copies import (
+    Source,
+    Variant,
+    copied_rows,
+    copied_units,
+    make_buffers,
+    offsets_of_scales,
+    offsets_of_weights,
+)
+from .prefill_epilogue import Output, Terms, store_features, store_outputs
+from .prefill_layouts import weight_parts
+from .prefill_mainloop import multiply_tile
+
+NUM_XCDS = gl.constexpr(8)
+"""Dies of the chip: workgroup i runs on die i modulo 8."""
+
+_TOKEN_MASK = gl.constexpr((1 << 24) - 1)
+
+RUN_TIME_VALUES = (
+    "num_tokens",
+    "num_experts",
+    "num_n_blocks",
+    "row_units",
+    "depth_units",
+    "routing_block_m",
+    "num_k_blocks",
+    "x_row_chunks",
+    "p0",
+    "p1",
+)
+"""Numbers that Triton must not specialise on: that would compile one binary a model."""
+
+
+@gluon.jit
+def _tile_of_program(num_valid_ptr, tiles_n, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr):
+    """Return row block and weight tile of this workgroup; the row block is −1 if it has none."""
+    tiles_m = gl.cdiv(gl.load(num_valid_ptr), BLOCK_M)
+    total = tiles_m * tiles_n
+    program = gl.program_id(0)
+    die = program % NUM_XCDS
+    tile = die * (total // NUM_XCDS) + gl.minimum(die, total % NUM_XCDS) + program // NUM_XCDS
+    group = tile // (GROUP_M * tiles_n)
+    group_size = gl.maximum(gl.minimum(tiles_m - group * GROUP_M, GROUP_M), 1)
+    place = tile % (GROUP_M * tiles_n)
+    tile_m = gl.where(program < total, group * GROUP_M + place % group_size, -1)
+    return tile_m, place // group_size
+
+
+@gluon.jit
+def _row_offsets(ids, first, num_tokens, stride, BLOCK_M: gl.constexpr, GATHER: gl.constexpr):
+    """Offsets of the rows of each half, in the order of the copies.
+
+    With GATHER rows are tokens, and the offset counts from the first token; padding repeats the
+    last token. Without it rows are sorted, and the offset counts from the tile's first row.
+    """
+    offsets = ()
+    for half in gl.static_range(2):
+        row = copied_rows(BLOCK_M, half)
+        if GATHER:
+            row = gl.minimum(gl.load(ids + first + row) & _TOKEN_MASK, num_tokens - 1)
+        offsets += (row * stride,)
+    return offsets
+
+
+@gluon.jit(do_not_specialize=RUN_TIME_VALUES)
+def _moe_gemm_prefill_cdna4_kernel(
+    out_ptr,
+    out_scale_ptr,
+    partial_ptr,
+    x_ptr,
+    x_scale_ptr,
+    x_row_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    sorted_token_ids_ptr,
+    sorted_weights_ptr,
+    block_expert_ids_ptr,
+    num_valid_ptr,
+    num_tokens,
+    num_experts,
+    num_n_blocks,
+    row_units,
+    depth_units,
+    routing_block_m,
+    num_k_blocks,
+    x_row_chunks,
+    p0,
+    p1,
+    X_FORMAT: gl.constexpr,
+    OUT_FORMAT: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    ATOMIC: gl.constexpr,
+    EMAX: gl.constexpr,
+    THRESHOLD: gl.constexpr,
+    INF_BYTE: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """One stage: ``x @ w[expert].T`` and its epilogue; see the module.
+
+    x: uint8 codes of tokens in stage 1, of sorted rows in stage 2, 16 · x_row_chunks bytes apart.
+    x_scale: uint8 [P / 64, depth_units, 256], arranged by `arrange_scales`. w, w_scale:
+    CDNA4_FRAGMENT. ACTIVATION "" is stage 2. partial: None; the kernel does not split the depth.
+    """
+    gl.static_assert(partial_ptr is None, "no partial sums")
+    tile_m, tile_n = _tile_of_program(num_valid_ptr, gl.cdiv(row_units, 4), BLOCK_M, GROUP_M)
+    if tile_m < 0:
+        return
+    expert = gl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
+    first = tile_m * BLOCK_M
+    token = gl.load(sorted_token_ids_ptr + first) & _TOKEN_MASK
+    if (expert < 0) | (expert >= num_experts) | (token >= num_tokens):
+        return  # no expert, or a row block that is all padding
+    GATHER: gl.constexpr = ACTIVATION != ""
+    variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT)
+    first_unit = expert.to(gl.int64) * row_units + tile_n * 4
+    units = first_unit * depth_units
+    UNITS: gl.constexpr = copied_units(gl.num_warps())
+    stride = x_row_chunks * 16
+    source = Source(
+        rows=x_ptr if GATHER else x_ptr + first.to(gl.int64) * stride,
+        row_offset=_row_offsets(sorted_token_ids_ptr, first, num_tokens, stride, BLOCK_M, GATHER),
+        row_bytes=num_k_blocks * (16 if X_FORMAT == "e2m1" else 32),
+        weights=w_ptr + units * 4096,
+        weight_offset=offsets_of_weights(tile_n * 4, row_units, depth_units, BLOCK_M),
+        row_scales=x_scale_ptr + (first // 64).to(gl.int64) * depth_units * 256,
+        row_scale_offset=offsets_of_scales(UNITS, 0, BLOCK_M // 64, depth_units),
+        weight_scales=w_scale_ptr + units * 256,
+        weight_scale_offset=offsets_of_scales(4, tile_n * 4, row_units, depth_units),
+        steps=depth_units,
+    )
+    sums = multiply_tile(source, make_buffers(variant), variant)
+    columns = num_n_blocks * 32
+    output = Output(
+        out=out_ptr,
+        scale=out_scale_ptr if out_scale_ptr is not None else out_ptr,
+        columns=columns,
+        p0=p0,
+        p1=p1,
+        FORMAT=OUT_FORMAT,
+        ACTIVATION=ACTIVATION,
+        ATOMIC=ATOMIC,
+        EMAX=EMAX,
+        THRESHOLD=THRESHOLD,
+        INF_BYTE=INF_BYTE,
+    )
+    bias_rows = expert.to(gl.int64) * columns * (2 if GATHER else 1)
+    terms = Terms(
+        sorted_token_ids=sorted_token_ids_ptr,
+        bias=out_ptr if bias_ptr is None else bias_ptr + bias_rows,
+        row_scale=out_ptr if x_row_scale_ptr is None else x_row_scale_ptr,
+        weights=out_ptr if sorted_weights_ptr is None else sorted_weights_ptr,
+        num_tokens=num_tokens,
+        HAS_BIAS=bias_ptr is not None,
+        HAS_ROW_SCALE=x_row_scale_ptr is not None,
+        HAS_WEIGHTS=sorted_weights_ptr is not None,
+    )
+    for quadrant in gl.static_range(2 * weight_parts(BLOCK_M)):
+        if GATHER:
+            store_features(sums[quadrant], terms, output, tile_m, tile_n, BLOCK_M, quadrant)
+        else:
+            store_outputs(sums[quadrant], terms, output, tile_m, tile_n, BLOCK_M, quadrant)

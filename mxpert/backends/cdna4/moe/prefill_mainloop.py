@@ -1,0 +1,222 @@
+"""Main loop of the prefill kernel: a tile of ``x @ w.T`` on scaled MFMA.
+
+A step is 128 elements of the contracted dimension. A wave multiplies the operands that it has in
+registers, then reads those of the next step from LDS and starts the copies of a later one. The two
+groups of waves do so in turns (ping-pong): while one multiplies, the other reads and copies.
+
+Copies have more than one step's time. LDS that a copy fills is free: both groups have passed the
+barrier after their last read of it.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...common.compat import aggregate, reinterpret
+from ..lib.gcn import delay_half_of_waves, scheduling_fence, set_priority
+from .prefill_copies import Ring, copy_ahead, copy_first, num_slots, steps_per_buffer, weight_buffer
+from .prefill_layouts import (
+    mfma_layout,
+    rows_in_lds,
+    scale_dwords,
+    scales_in_lds,
+    warps_m,
+    warps_n,
+    weight_parts,
+    weights_in_lds,
+)
+
+cdna4 = gl.amd.cdna4
+async_copy = gl.amd.cdna4.async_copy
+
+
+@aggregate
+class Fragments:
+    """Operands of one step in registers: two halves of the rows, parts of the weights, scales.
+
+    Scales are dwords of four fragments.
+    """
+
+    rows: gl.tuple
+    row_scales: gl.tensor
+    weights: gl.tuple
+    weight_scales: gl.tensor
+
+
+@gluon.constexpr_function
+def element_type(FORMAT):
+    """Type of the sorted rows in LDS."""
+    return {"e2m1": gl.uint8, "e4m3": gl.float8e4nv, "e5m2": gl.float8e5}[FORMAT]
+
+
+@gluon.constexpr_function
+def operand_layout(BLOCK_M, INDEX):
+    """Fragments of the rows (INDEX 0) or of the weights (1)."""
+    return gl.DotOperandLayout(INDEX, mfma_layout(BLOCK_M), 16)
+
+
+@gluon.constexpr_function
+def scale_layout(BLOCK_M, INDEX, ROWS):
+    """Scales [ROWS, 4] of one step for the MFMA."""
+    return cdna4.get_mfma_scale_layout(operand_layout(BLOCK_M, INDEX), [ROWS, 4])
+
+
+@gluon.jit
+def _read_rows(buffers, variant, slot, ODD: gl.constexpr, HALF: gl.constexpr):
+    """Fragments [BLOCK_M / 2, 128 elements] of the sorted rows in a step; ODD: its last bit."""
+    PER_BUFFER: gl.constexpr = steps_per_buffer(variant.FORMAT)
+    BLOCK_M: gl.constexpr = variant.BLOCK_M
+    TYPE: gl.constexpr = element_type(variant.FORMAT)
+    rows = buffers.rows[HALF].index(slot >> PER_BUFFER - 1)
+    tile = reinterpret(rows, TYPE, [BLOCK_M // 2, 128], rows_in_lds(BLOCK_M))
+    if PER_BUFFER == 2:
+        tile = tile.slice(64 * ODD, 64, dim=1)
+    return async_copy.load_shared_relaxed(tile, operand_layout(BLOCK_M, 0))
+
+
+@gluon.jit
+def _read_weights(buffers, variant, slot, ODD: gl.constexpr, PART: gl.constexpr):
+    """Fragments of one part of the weights in a step, [64 bytes, 256 / parts]."""
+    BLOCK_M: gl.constexpr = variant.BLOCK_M
+    INDEX: gl.constexpr = weight_buffer(BLOCK_M, variant.FORMAT, ODD, PART)
+    ROWS: gl.constexpr = 256 // weight_parts(BLOCK_M)
+    weights = buffers.weights[INDEX].index(slot >> steps_per_buffer(variant.FORMAT) - 1)
+    part = reinterpret(weights, gl.uint8, [64, ROWS], weights_in_lds(BLOCK_M))
+    return async_copy.load_shared_relaxed(part, operand_layout(BLOCK_M, 1))
+
+
+@gluon.jit
+def _read_row_scales(buffers, variant, pair, ODD: gl.constexpr):
+    """Scales of the sorted rows in a step: one dword a lane, [BLOCK_M / 4, 4] int32."""
+    WAVES: gl.constexpr = warps_m(variant.BLOCK_M)
+    OTHERS: gl.constexpr = warps_n(variant.BLOCK_M)
+    slot = buffers.row_scales.index(pair & 1).slice(0, variant.BLOCK_M // 64, dim=0)
+    dwords = reinterpret(slot, gl.int32, [16 * WAVES, 8], scales_in_lds(WAVES, 4))
+    return async_copy.load_shared_relaxed(
+        dwords.slice(4 * ODD, 4, dim=1), scale_dwords(WAVES, 4, OTHERS, False)
+    )
+
+
+@gluon.jit
+def _read_weight_scales(buffers, variant, pair, ODD: gl.constexpr):
+    """Scales of the weights in a step: two or one dwords a lane, [64, 4] int32."""
+    WAVES: gl.constexpr = warps_n(variant.BLOCK_M)
+    OTHERS: gl.constexpr = warps_m(variant.BLOCK_M)
+    FRAGMENTS: gl.constexpr = 16 // WAVES
+    slot = buffers.weight_scales.index(pair & 1)
+    dwords = reinterpret(slot, gl.int32, [64, 8], scales_in_lds(WAVES, FRAGMENTS))
+    return async_copy.load_shared_relaxed(
+        dwords.slice(4 * ODD, 4, dim=1), scale_dwords(WAVES, FRAGMENTS, OTHERS, True)
+    )
+
+
+@gluon.jit
+def _scales_of_half(dwords, variant, HALF: gl.constexpr):
+    """Bytes [BLOCK_M / 2, 4] of two fragments from the dwords of `_read_row_scales`."""
+    ROWS: gl.constexpr = variant.BLOCK_M // 2
+    LAYOUT: gl.constexpr = scale_layout(variant.BLOCK_M, 0, ROWS)
+    dwords = dwords >> (16 * HALF)
+    pair = gl.join(dwords.to(gl.uint8), (dwords >> 8).to(gl.uint8))
+    return gl.convert_layout(gl.reshape(gl.permute(pair, (2, 0, 1)), (ROWS, 4)), LAYOUT)
+
+
+@gluon.jit
+def _scales_of_part(dwords, variant, PART: gl.constexpr):
+    """Bytes [256 / parts, 4] of four fragments from the dwords of `_read_weight_scales`."""
+    ROWS: gl.constexpr = 256 // weight_parts(variant.BLOCK_M)
+    LAYOUT: gl.constexpr = scale_layout(variant.BLOCK_M, 1, ROWS)
+    if ROWS == 128:
+        first, second = gl.split(gl.permute(gl.reshape(dwords, (2, 32, 4)), (1, 2, 0)))
+        dwords = first if PART == 0 else second
+    low = gl.join(dwords.to(gl.uint8), (dwords >> 8).to(gl.uint8))
+    high = gl.join((dwords >> 16).to(gl.uint8), (dwords >> 24).to(gl.uint8))
+    fragments = gl.permute(gl.join(low, high), (3, 2, 0, 1))  # [2, 2, ROWS / 4, 4]
+    return gl.convert_layout(gl.reshape(fragments, (ROWS, 4)), LAYOUT)
+
+
+@gluon.jit
+def _read(buffers, variant, ring, ODD: gl.constexpr):
+    """Read the operands of a step whose last bit is ODD."""
+    weights = ()
+    for part in gl.static_range(weight_parts(variant.BLOCK_M)):
+        weights += (_read_weights(buffers, variant, ring.slot, ODD, part),)
+    return Fragments(
+        rows=(
+            _read_rows(buffers, variant, ring.slot, ODD, 0),
+            _read_rows(buffers, variant, ring.slot, ODD, 1),
+        ),
+        row_scales=_read_row_scales(buffers, variant, ring.step >> 1, ODD),
+        weights=weights,
+        weight_scales=_read_weight_scales(buffers, variant, ring.step >> 1, ODD),
+    )
+
+
+@gluon.jit
+def _multiply_quadrant(total, fragments, variant, QUADRANT: gl.constexpr):
+    """Add half of the rows times a part of the weights: eight MFMA a wave."""
+    PART: gl.constexpr = QUADRANT // 2
+    HALF: gl.constexpr = QUADRANT % 2
+    return cdna4.mfma_scaled(
+        fragments.rows[HALF],
+        _scales_of_half(fragments.row_scales, variant, HALF),
+        variant.FORMAT,
+        fragments.weights[PART],
+        _scales_of_part(fragments.weight_scales, variant, PART),
+        "e2m1",
+        acc=total,
+    )
+
+
+@gluon.jit
+def _multiply(sums, fragments, variant):
+    """Add the products of a step to all quadrants."""
+    results = ()
+    for quadrant in gl.static_range(2 * weight_parts(variant.BLOCK_M)):
+        results += (_multiply_quadrant(sums[quadrant], fragments, variant, quadrant),)
+    return results
+
+
+@gluon.jit
+def _advance(sums, fragments, source, buffers, variant, ring, ODD: gl.constexpr):
+    """Multiply the operands of a step; read those of the next, start copies of a later one."""
+    sums = _multiply(sums, fragments, variant)
+    scheduling_fence()
+    async_copy.wait_group(2)  # the barrier between the stages
+    set_priority(1)
+    following = ring.advance(num_slots(variant.FORMAT))
+    copy_ahead(source, buffers, variant, ring, ODD)
+    fragments = _read(buffers, variant, following, 1 - ODD)
+    # Copies of the step after the next have landed, except for those of the last group.
+    async_copy.wait_group(1)
+    set_priority(0)
+    return sums, fragments
+
+
+@gluon.jit
+def multiply_tile(source, buffers, variant):
+    """``rows @ weights.T``: one float32 value [BLOCK_M / 2, 256 / parts] a quadrant.
+
+    Quadrant 2 · part + half has one half of the rows and one part of the weights.
+    """
+    BLOCK_M: gl.constexpr = variant.BLOCK_M
+    PARTS: gl.constexpr = weight_parts(BLOCK_M)
+    sums = ()
+    for _ in gl.static_range(2 * PARTS):
+        sums += (gl.zeros((BLOCK_M // 2, 256 // PARTS), gl.float32, mfma_layout(BLOCK_M)),)
+    copy_first(source, buffers, variant)
+    async_copy.wait_group(1)
+    fragments = _read(buffers, variant, Ring(step=0, slot=0), 0)
+    if gl.num_warps() == 8:
+        delay_half_of_waves(True)
+    ring = Ring(step=0, slot=0)
+    for _ in range(source.steps // 2):
+        for odd in gl.static_range(2):
+            sums, fragments = _advance(sums, fragments, source, buffers, variant, ring, odd)
+            ring = ring.advance(num_slots(variant.FORMAT))
+    if gl.num_warps() == 8:
+        delay_half_of_waves(False)
+    if source.steps % 2 == 1:
+        sums = _multiply(sums, fragments, variant)
+    async_copy.wait_group(0)
+    return sums
