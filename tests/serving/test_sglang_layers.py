@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -439,10 +440,14 @@ assert not new, new
 assert "mxpert.integrations.sglang._method" not in sys.modules
 print("light")
 """
+    paths = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
     done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, check=False,
-        cwd=Path(__file__).parents[1],
-    )  # fmt: skip
+        [sys.executable, "-c", text],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
     assert done.stdout.strip().endswith("light"), done.stderr[-2000:]
 
 
