@@ -129,6 +129,12 @@ def test_an_engine_that_ends_is_noted_with_its_last_words(rig: Rig) -> None:
     assert "marlin" not in {row["backend"] for row in rig.document["rows"]}
 
 
+def test_a_run_in_which_nothing_starts_ends_all_the_same(rig: Rig) -> None:
+    assert rig.run("--backends", "mxpert-a16w4", broken="mxpert-a16w4") == 1
+    assert rig.document["rows"] == []
+    assert [order.split()[1] for order in rig.orders] == ["load"]
+
+
 def test_what_the_limit_leaves_out_is_resumed(rig: Rig) -> None:
     assert rig.run(*FEW, "--time-limit", "8", "--together", "1", slow="mxpert-a16w4") == 1
     left = rig.document["meta"]["left"]
