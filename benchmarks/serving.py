@@ -218,7 +218,7 @@ def work(bench: Bench) -> None:
                 if name in phase.engines:
                     phase.engines.pop(name).stop()
         try:
-            if not fits(bench, phase):
+            if not phase.backends or not fits(bench, phase):
                 continue
             began = time.monotonic()
             if not phase.engines:
