@@ -33,7 +33,8 @@ def select(backend: Backend) -> dict[str, Any]:
     from mxpert.integrations.vllm import register
 
     register()
-    from mxpert.integrations.vllm._experts import Layer, RoutingExperts
+    from mxpert.integrations.serving.layer import Layer
+    from mxpert.integrations.vllm._experts import RoutingExperts
 
     if backend.modular:
         RoutingExperts.serves = staticmethod(lambda *_: False)  # type: ignore[method-assign]
