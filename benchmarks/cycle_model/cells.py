@@ -8,7 +8,7 @@ repeats the loop from there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +22,12 @@ from mxpert.dispatch.registry import override, resolve
 from mxpert.formats.tensor import Layout
 from mxpert.problem import GemmConfig, GroupedProblem, MoEConfig, MoEOptions, MoEProblem, Op, SiLU
 from mxpert.testing.gfx950 import MI355X, Report, emulate
-from mxpert.testing.gfx950.timing import Execution, LoopReport, model_loop
+from mxpert.testing.gfx950.timing import Execution, LoopError, LoopReport, model_loop
 from mxpert.testing.problems import MoEShape, random_moe_problem
 
 BACKENDS = ("triton", "cdna4")
+STEPS = (8, 32, 128)
+"""Steps of 128 of k that are executed: the first number with which the hot loop turns twice."""
 STAGES = ("gate_up", "down")
 OTHER = 256
 """The size of the layer that the modelled stage does not sum over."""
@@ -107,17 +109,23 @@ def cells() -> Iterator[Cell]:
             yield GroupedCell(op, groups, rows, n, k)
 
 
-def run_cell(cell: Cell, backend: str, steps: int = 8) -> Row:
+def run_cell(cell: Cell, backend: str, steps: Sequence[int] = STEPS) -> Row:
     """Execute a cell's kernel small, model it, and describe the result.
 
     Args:
-        steps: K steps of the config that are executed.
+        steps: choices for the executed steps of 128 of k.
 
     Raises:
         UnsupportedError: the backend has no kernel for the cell.
     """
     run = _run_moe if isinstance(cell, MoECell) else _run_grouped
-    config, loop = run(cell, backend, steps)
+    for number in steps:
+        try:
+            config, loop = run(cell, backend, number)
+            break
+        except LoopError:
+            if number == steps[-1]:
+                raise
     return {
         "regime": cell.regime,
         "cell": cell.name,
@@ -183,7 +191,7 @@ def _moe_loop(
     steps: int,
 ) -> LoopReport:
     """Execute one expert and one row block of a layer, and model one stage's loop."""
-    depth = steps * max(128, getattr(getattr(config, stage), "block_k", 128))
+    depth = steps * 128
     sizes = (depth, OTHER) if stage == "gate_up" else (OTHER, depth)
     inputs = random_moe_problem(MoEShape(*sizes, 1, 1), config.routing_block_m, seed=0)
     weights = inputs.weights.prepare(device="cpu", layout=layout)
@@ -203,7 +211,8 @@ def _moe_loop(
 
 def _unsplit(config: Any) -> Any:
     """A stage's config without splits of k, which shorten the loop and leave it as it is."""
-    return replace(config, split_k=1) if hasattr(config, "split_k") else config
+    names = [name for name in ("split_k", "k_splits") if hasattr(config, name)]
+    return replace(config, **dict.fromkeys(names, 1))
 
 
 def _run_grouped(cell: GroupedCell, backend: str, steps: int) -> tuple[Any, LoopReport]:
@@ -232,15 +241,18 @@ def _grouped_loop(backend: str, config: GemmConfig, is_forward: bool, steps: int
     depth, tile, name = 128 * steps, 256, "mxfp8_e4m3"
     torch.manual_seed(0)
     offsets = torch.tensor([0, tile if is_forward else depth], dtype=torch.int32)
+    if is_forward:
+        operands = (
+            mxpert.quantize(torch.randn(tile, depth), name),
+            mxpert.quantize(torch.randn(1, tile, depth), name),
+        )
+    else:
+        first, second = (
+            mxpert.quantize_dual(torch.randn(depth, tile), name, group_offsets=offsets)[1]
+            for _ in range(2)
+        )
+        operands = first, second
+    op = mxpert.grouped_gemm if is_forward else mxpert.grouped_wgrad
     with override(backend=backend, config=config), emulate(trace=True, checks=False) as emulation:
-        if is_forward:
-            a = mxpert.quantize(torch.randn(tile, depth), name)
-            b = mxpert.quantize(torch.randn(1, tile, depth), name)
-            mxpert.grouped_gemm(a, b, offsets)
-        else:
-            grad, a = (
-                mxpert.quantize_dual(torch.randn(depth, tile), name, group_offsets=offsets)[1]
-                for _ in range(2)
-            )
-            mxpert.grouped_wgrad(grad, a, offsets)
+        op(*operands, offsets)
     return model_loop(Execution.of(_matrix_reports(emulation.reports)[-1]))

@@ -158,7 +158,9 @@ def test_a_trace() -> None:
     assert trace.instructions == list(range(11))
     # 64 rows of one bank take 64 cycles; all banks, or one word for all, take 1.
     assert trace.bank_cycles == {5: 1, 6: 64, 7: 1}
-    assert trace.half_lines == {0: 1, 9: 4}
+    assert {place: lines.size for place, lines in trace.half_lines.items()} == {0: 1, 9: 4}
+    start = report.regions["argument 0"].start
+    assert (trace.half_lines[9] * 64 == torch.arange(4).numpy() * 64 + start).all()
 
 
 def test_registers_and_lds_start_with_garbage() -> None:

@@ -8,7 +8,6 @@ the kernel, the instruction and the source line. See docs/gfx950.md.
 from ..ahead_of_time import compile_kernel
 from .emulation import MI355X, Emulation, KernelTotals, emulate
 from .faults import (
-    BarrierFault,
     ConflictingStoreFault,
     EndlessLoopFault,
     Fault,
@@ -28,7 +27,6 @@ from .trace import WaveTrace
 
 __all__ = [
     "MI355X",
-    "BarrierFault",
     "CodeObject",
     "ConflictingStoreFault",
     "Emulation",

@@ -49,6 +49,13 @@ class Emulation:
         kernels: totals by name of the kernel. counts: wave-instructions by mnemonic.
         last: the report of the last launch; None ahead of the first.
         reports: of each launch, if traces were asked for.
+
+    Example:
+        >>> import torch, mxpert
+        >>> with emulate(schedule="random", seed=3) as emulation:
+        ...     codes = mxpert.quantize(torch.ones(2, 32), "mxfp4").qdata
+        >>> list(emulation.kernels), emulation.last.checks
+        (['_quantize_rows_kernel'], True)
     """
 
     options: Mapping[str, Any]

@@ -43,6 +43,11 @@ class Fault(RuntimeError):  # noqa: N818, it is the kernel's, not the caller's
     Attributes:
         place: the instruction, its source line, and the wave and lane.
         what: what is wrong, as one phrase.
+
+    Example:
+        >>> raise Fault(Place("kernel", 7, "ds_read_b32 v1, v2", "k.py:3", wave=1), "a race")
+        Traceback (most recent call last):
+        mxpert.testing.gfx950.faults.Fault: kernel+7 (k.py:3): ds_read_b32 v1, v2, wave 1 — a race
     """
 
     def __init__(self, place: Place, what: str) -> None:
@@ -88,10 +93,6 @@ class MfmaHazardFault(HazardFault):
 
 class ScratchFault(Fault):
     """The kernel uses scratch memory: registers are spilled."""
-
-
-class BarrierFault(Fault):
-    """Waves wait at a barrier that others never reach."""
 
 
 class EndlessLoopFault(Fault):

@@ -84,6 +84,15 @@ class Report:
         registers: vector and accumulator registers a lane. checks: whether checks were on.
         traces: what each wave executed, if asked for. program: its instructions.
         regions: name of each allocation → its offsets in global memory, as in the traces.
+
+    Example:
+        >>> import torch, mxpert
+        >>> from mxpert.testing.gfx950 import emulate
+        >>> with emulate() as emulation:
+        ...     codes = mxpert.quantize(torch.ones(2, 32), "mxfp4").qdata
+        >>> report = emulation.last
+        >>> report.grid, report.lds, report.instructions == sum(report.counts.values())
+        ((1, 1, 1), 2048, True)
     """
 
     kernel: str

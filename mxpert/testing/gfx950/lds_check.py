@@ -80,6 +80,7 @@ class LdsCheck:
         self._unknown: Lanes = np.zeros(size >> _LINE_BITS, np.bool_)
         self._readers: npt.NDArray[np.int32] | None = None
         self._reads: list[_Read] = []
+        self._has_direct = False
 
     def release(self, waves: Indices) -> None:
         """Waves, all of some workgroups, leave a barrier: what they waited for is known."""
@@ -87,17 +88,26 @@ class LdsCheck:
             known[waves] = self._waits.done[counter][waves]
         known = self._known["lgkm"]
         self._reads = [each for each in self._reads if (each.number > known[each.waves]).any()]
+        per_group = self._lds.size >> _LINE_BITS
+        unknown = self._unknown.reshape(-1, per_group)
         groups = np.unique(waves // self._waves)
-        unknown = self._unknown.reshape(-1, self._lds.size >> _LINE_BITS)
-        groups = groups[unknown[groups].any(1)]
-        if not groups.size:
+        places, lines = np.nonzero(unknown[groups])
+        if not lines.size:
             return
-        writer = self._writer.reshape(len(unknown), -1)
-        last = writer[groups]
-        by = groups[:, None] * self._waves + (last & _WAVE_MASK)
+        lines += groups[places] * per_group
+        writer = self._writer.reshape(self._unknown.size, -1)
+        counters = ("lgkm", "vm") if self._has_direct else ("lgkm",)
+        if all(
+            (self._known[each][waves] == self._waits.issued[each][waves]).all() for each in counters
+        ):
+            writer[lines] = 0
+            self._unknown[lines] = False
+            return
+        last = writer[lines]
+        by = (lines // per_group * self._waves)[:, None] + (last & _WAVE_MASK)
         left = np.where(self._number(last) > self._known_number(last, by), last, 0)
-        writer[groups] = left
-        unknown[groups] = left.reshape(*unknown[groups].shape, -1).any(-1)
+        writer[lines] = left
+        self._unknown[lines] = left.any(1)
 
     @staticmethod
     def _number(last: Numbers) -> Numbers:
@@ -105,9 +115,9 @@ class LdsCheck:
 
     def _known_number(self, last: Numbers, by: Indices) -> Numbers:
         """Up to which operation of its kind all waves know what the wave `by` has done."""
-        direct = (last >> _WAVE_BITS & _KIND_MASK) == _DIRECT
-        if not direct.any():
+        if not self._has_direct:
             return self._known["lgkm"][by]
+        direct = (last >> _WAVE_BITS & _KIND_MASK) == _DIRECT
         return np.where(direct, self._known["vm"][by], self._known["lgkm"][by])
 
     def _refine(self, shift: int) -> None:
@@ -158,6 +168,7 @@ class LdsCheck:
         if write or atomic:
             self._check_readers(access, offsets, size)
             kind = _DIRECT if direct else _ATOMIC if atomic else _DS
+            self._has_direct |= direct
             number = self._waits.issued["vm" if direct else "lgkm"][waves] + 1
             packed = (number << _KIND_BITS | kind) << _WAVE_BITS | machine.wave[waves]
             self._writer[granules] = packed[:, None]

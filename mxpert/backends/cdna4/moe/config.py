@@ -21,7 +21,16 @@ DECODE_BLOCKS_M = (16, 32)
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_BYTES = 1 << 31
-"""Bytes of activations and of float32 outputs must be fewer: buffer accesses have 31-bit offsets."""
+"""Activations and float32 outputs must have fewer bytes: offsets of buffers have 31 bits."""
+
+PREFILL_BLOCKS_M = (64, 128, 256)
+"""Sorted rows of a prefill tile."""
+PREFILL_BLOCK_N = 256
+PREFILL_GROUP_M = 8
+"""Row blocks that share weight tiles in L2."""
+
+_STEP_CYCLES = {"mxfp4": {64: 943, 128: 840, 256: 1272}, "mxfp8": {64: 674, 128: 1146, 256: 2158}}
+"""Modelled cycles of a CU for 128 elements of depth of a prefill tile (Triton 3.6.0, L2 hits)."""
 
 _RESIDENT_WAVES = 8
 """Waves of a CU that the heuristic wants: two of each SIMD hide the latency of each other's loads.
@@ -103,11 +112,30 @@ def decode_config(problem: MoEProblem, op: Op, block_m: int) -> Cdna4GemmConfig:
     )
 
 
+def prefill_block_m(problem: MoEProblem) -> int | None:
+    """Rows of a prefill tile that serves an average expert fastest; None for the decode kernel.
+
+    The decode kernel has the experts with few rows, and bf16 activations: MFMA of bf16 takes 64
+    cycles where that of e4m3 takes 32 and that of e2m1 16, and the tile's rows take four times the
+    LDS of e2m1, so that 256 × 256 × 128 does not fit twice.
+    """
+    rows = rows_per_expert(problem)
+    format = problem.options.activation_format
+    if format == "bf16" or rows <= DECODE_BLOCKS_M[-1]:
+        return None
+    cycles = _STEP_CYCLES["mxfp4" if format == "mxfp4" else "mxfp8"]
+    return min(PREFILL_BLOCKS_M, key=lambda block: -(-rows // block) * cycles[block])
+
+
 def stage_heuristic(problem: MoEProblem) -> Cdna4GemmConfig:
     """Config of a separate stage: block_m must divide the plan's routing_block_m."""
+    wanted = prefill_block_m(problem)
+    if wanted is not None:
+        allowed = [b for b in PREFILL_BLOCKS_M if problem.routing_block_m % b == 0 and b <= wanted]
+        if allowed:
+            return prefill_config(allowed[-1])
     allowed = [rows for rows in DECODE_BLOCKS_M if problem.routing_block_m % rows == 0]
-    wanted = block_m_for(problem)
-    block_m = max(rows for rows in allowed if rows <= max(wanted, min(allowed)))
+    block_m = max(rows for rows in allowed if rows <= max(block_m_for(problem), min(allowed)))
     return decode_config(problem, problem.op, block_m)
 
 
@@ -116,9 +144,16 @@ def stage_configs(problem: MoEProblem) -> Iterator[Cdna4GemmConfig]:
     first = stage_heuristic(problem)
     yield first
     allowed = [rows for rows in DECODE_BLOCKS_M if problem.routing_block_m % rows == 0]
-    yield from (
-        config for config in _decode_configs(problem, problem.op, allowed) if config != first
-    )
+    others = [
+        *_decode_configs(problem, problem.op, allowed),
+        *(c for c in _prefill_configs(problem) if problem.routing_block_m % c.block_m == 0),
+    ]
+    yield from (config for config in others if config != first)
+
+
+def _prefill_configs(problem: MoEProblem) -> Iterator[Cdna4GemmConfig]:
+    if problem.options.activation_format != "bf16":
+        yield from map(prefill_config, PREFILL_BLOCKS_M)
 
 
 def _decode_configs(problem: MoEProblem, op: Op, blocks_m: list[int]) -> Iterator[Cdna4GemmConfig]:
@@ -140,6 +175,9 @@ def _decode_configs(problem: MoEProblem, op: Op, blocks_m: list[int]) -> Iterato
 
 def layer_heuristic(problem: MoEProblem) -> MoEConfig:
     """Config of a layer: one row block for the plan and both stages."""
+    block_m = prefill_block_m(problem)
+    if block_m is not None:
+        return MoEConfig(block_m, prefill_config(block_m), prefill_config(block_m))
     block_m = block_m_for(problem)
     gate_up, down = (decode_config(problem, op, block_m) for op in STAGE_OPS)
     return MoEConfig(block_m, gate_up, down)
@@ -147,43 +185,34 @@ def layer_heuristic(problem: MoEProblem) -> MoEConfig:
 
 def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     """Configs of a layer, varying one stage at a time, since the times of the stages add up."""
-    first = layer_heuristic(problem)
-    yield first
+    configs = [layer_heuristic(problem)]
+    configs += [MoEConfig(each.block_m, each, each) for each in _prefill_configs(problem)]
     for block_m in DECODE_BLOCKS_M:
         gate_up, down = (decode_config(problem, op, block_m) for op in STAGE_OPS)
-        configs = [
-            *(
-                MoEConfig(block_m, c, down)
-                for c in _decode_configs(problem, STAGE_OPS[0], [block_m])
-            ),
-            *(
-                MoEConfig(block_m, gate_up, c)
-                for c in _decode_configs(problem, STAGE_OPS[1], [block_m])
-            ),
-        ]
-        yield from (config for config in configs if config != first)
+        for config in _decode_configs(problem, Op.MOE_GATE_UP, [block_m]):
+            configs.append(MoEConfig(block_m, config, down))
+        for config in _decode_configs(problem, Op.MOE_DOWN, [block_m]):
+            configs.append(MoEConfig(block_m, gate_up, config))
+    yield from dict.fromkeys(configs)
 
 
 def iterations_per_copy(config: Cdna4GemmConfig, activation_format: str) -> int:
     """Iterations that a copy of a decode tile's activations lasts.
 
-    Two copies must leave room in LDS for several workgroups on a CU. An iteration is four units of
-    depth for each slice: 4 KB of e2m1 for 16 rows.
+    A wave waits for all of its loads at the end of a copy. Two copies must leave room in LDS for
+    another workgroup. An iteration is four units of depth for each slice, 4 KB of e2m1 for 16 rows.
+
+    Modelled with 16 rows: four iterations instead of one give 1 % more bandwidth with MXFP4
+    activations and 3 % more with MXFP8.
     """
     bits = {"mxfp4": 4, "bf16": 16}.get(activation_format, 8)
     bytes_each = config.block_m * config.k_slices * 4 * UNIT_CODES * bits // 8
-    return max(1, _COPY_BYTES // bytes_each)
+    most = 1 if activation_format == "bf16" else 4
+    return max(1, min(most, _COPY_BYTES // bytes_each))
 
 
-_COPY_BYTES = 16 * 1024
+_COPY_BYTES = 32 * 1024
 """Bytes of a copy of activations, unless an iteration needs more."""
-
-
-PREFILL_BLOCKS_M = (64, 128, 256)
-"""Sorted rows of a prefill tile."""
-PREFILL_BLOCK_N = 256
-PREFILL_GROUP_M = 8
-"""Row blocks that share weight tiles in L2."""
 
 
 def prefill_config(block_m: int) -> Cdna4GemmConfig:

@@ -188,6 +188,6 @@ def _moe_gemm_prefill_cdna4_kernel(
     )
     for quadrant in gl.static_range(2 * weight_parts(BLOCK_M)):
         if GATHER:
-            store_features(sums[quadrant], terms, output, tile_m, tile_n, BLOCK_M, quadrant)
+            store_features(sums[quadrant], terms, output, tile_m, tile_n, variant, quadrant)
         else:
-            store_outputs(sums[quadrant], terms, output, tile_m, tile_n, BLOCK_M, quadrant)
+            store_outputs(sums[quadrant], terms, output, tile_m, tile_n, variant, quadrant)

@@ -6,7 +6,7 @@ docs/gfx950-model.md.
 """
 
 from .chip import MI355X, Chip
-from .execution import Execution
+from .execution import Execution, LoopError
 from .loop import LoopReport, model_loop
 
-__all__ = ["MI355X", "Chip", "Execution", "LoopReport", "model_loop"]
+__all__ = ["MI355X", "Chip", "Execution", "LoopError", "LoopReport", "model_loop"]

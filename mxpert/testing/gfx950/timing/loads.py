@@ -3,14 +3,56 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from .chip import Chip
+from .classes import Unit
+from .costs import Cost
+from .execution import Execution
 
-HALVES = 2
-"""Half lines of a line."""
-Line = tuple[int, int]
-"""A workgroup's copy of a 64-byte half line."""
+WORKGROUP = 1 << 60
+"""Lines between those of two workgroups: they share none."""
+
+
+class Request(NamedTuple):
+    """What one load asks for.
+
+    Args:
+        lines: numbers of 128-byte lines. halves: of 64 bytes, in them.
+        streamed: whether they come from HBM.
+    """
+
+    lines: Sequence[int]
+    halves: int
+    streamed: bool
+
+
+def requests(
+    execution: Execution, costs: Sequence[Cost], chip: Chip
+) -> Sequence[Mapping[int, Request]]:
+    """Step → request, for each wave. A load without a record asks for lines of its own."""
+    return [
+        {
+            step: _request(execution, number, step, costs[index].size, chip)
+            for step, index in enumerate(wave.instructions)
+            if costs[index].unit is Unit.LOAD
+        }
+        for number, wave in enumerate(execution.waves)
+    ]
+
+
+def _request(execution: Execution, wave: int, step: int, size: int, chip: Chip) -> Request:
+    known = execution.waves[wave].half_lines.get(step)
+    if known is None:
+        count = -(-size // chip.line_bytes)
+        first = -((wave << 40) + (step + 1) * chip.cache_bytes)
+        return Request(range(first, first + count), 2 * count, False)
+    if not len(known):
+        return Request((), 0, False)
+    return Request(np.unique(known // 2).tolist(), len(known), execution.is_streamed(int(known[0])))
 
 
 class LoadPath:
@@ -21,24 +63,22 @@ class LoadPath:
     its way, waits for that line alone.
 
     Args:
-        chip: figures of the hardware. streamed: whether a half line comes from HBM.
+        chip: figures of the hardware.
         stream_latency: cycles of a load from HBM. stream_rate: bytes a cycle from there.
 
     Attributes:
         tcp_busy, l2_busy, stream_busy: cycles so far. loaded, streamed: bytes from L2 and HBM.
     """
 
-    def __init__(
-        self, chip: Chip, streamed: Callable[[int], bool], stream_latency: float, stream_rate: float
-    ) -> None:
-        self.chip, self._streamed = chip, streamed
+    def __init__(self, chip: Chip, stream_latency: float, stream_rate: float) -> None:
+        self.chip = chip
         self._stream_latency, self._stream_rate = stream_latency, stream_rate
         self._queue = deque[float](maxlen=chip.load_queue)
         self._tcp = self._l2 = self._stream = 0.0
         self._in_flight: deque[tuple[float, int]] = deque()
         self._held = 0
-        self._lines: OrderedDict[Line, float] = OrderedDict()
-        self._fetched: set[Line] = set()
+        self._lines: OrderedDict[int, float] = OrderedDict()
+        self._fetched: set[int] = set()
         self.tcp_busy = self.l2_busy = self.stream_busy = 0.0
         self.loaded = self.streamed = 0
 
@@ -46,20 +86,24 @@ class LoadPath:
         """When the queue has room."""
         return self._queue[0] if len(self._queue) == self.chip.load_queue else 0.0
 
-    def load(self, start: float, size: int, halves: Sequence[Line]) -> float:
+    def load(self, start: float, size: int, request: Request, workgroup: int) -> float:
         """Take the places of a load in all queues; returns when its data is there.
 
         Args:
-            size: bytes of all lanes. halves: half lines that it asks for.
+            size: bytes of all lanes. request: the lines. workgroup: whose they are.
         """
-        lines = list(dict.fromkeys((group, half // HALVES) for group, half in halves))
+        lines = [line + workgroup * WORKGROUP for line in request.lines]
         missing = [line for line in lines if line not in self._lines]
         begin = self._room(max(start, self._tcp), len(missing) * self.chip.line_bytes)
-        cycles = max(self.chip.issue_cycles, size / self.chip.load_bytes_per_cycle, len(halves))
+        cycles = max(self.chip.issue_cycles, size / self.chip.load_bytes_per_cycle, request.halves)
         self._tcp = done = begin + cycles
         self._queue.append(done)
         self.tcp_busy += cycles
-        arrival = self._fetch(done, missing) if missing else done + self.chip.tcp_latency
+        arrival = (
+            self._fetch(done, missing, request.streamed)
+            if missing
+            else done + self.chip.tcp_latency
+        )
         for line in lines:
             self._lines.setdefault(line, arrival)
             self._lines.move_to_end(line)
@@ -87,14 +131,10 @@ class LoadPath:
             self._in_flight.popleft()
         return begin
 
-    def _fetch(self, begin: float, missing: Sequence[Line]) -> float:
+    def _fetch(self, begin: float, missing: Sequence[int], streamed: bool) -> float:
         """Ask L2 and HBM for lines; returns when the last one arrives."""
         size = len(missing) * self.chip.line_bytes
-        new = [
-            line
-            for line in missing
-            if line not in self._fetched and self._streamed(line[1] * HALVES)
-        ]
+        new = [line for line in missing if line not in self._fetched] if streamed else []
         self._fetched.update(new)
         cycles = size / self.chip.l2_bytes_per_cycle
         self._l2 = max(self._l2, begin) + cycles

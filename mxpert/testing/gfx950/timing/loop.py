@@ -10,16 +10,20 @@ from .chip import MI355X, Chip
 from .classes import Unit
 from .costs import Cost, decode
 from .execution import Execution, Loop, find_loop, repeat
-from .loads import LoadPath
+from .loads import LoadPath, requests
 from .unit import ComputeUnit, Snapshot
 
-WARM_UP = 8
-"""Iterations that fill the pipelines before those that count."""
-MEASURED = 16
+WARM_UP = (2, 8, 1200)
+"""Iterations that fill the pipelines before those that count: least, most, and instructions of a
+wave that are enough."""
+MEASURED = (4, 16, 3000)
+"""The same of those that count."""
 SATURATED = 0.85
 """A unit that is busy for this share of the time limits the loop."""
 TOLERANCE = 0.01
 """Of HBM's load, to which its latency is consistent."""
+LIKELY_LOAD = 0.8
+"""Share of HBM's best rate with which the search for the load begins."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +121,16 @@ def model_loop(
     The latency of HBM depends on its load, so the loop is replayed until both agree.
 
     Args:
-        execution: a workgroup whose loop ran four times or more.
+        execution: a workgroup whose hot loop jumped back three times or more.
         workgroups: on the compute unit; by default as many as registers and LDS admit.
         chip: figures of the hardware.
         active_units: compute units that share HBM; by default all.
 
     Raises:
-        ValueError: the trace has no loop with MFMA that runs twice.
+        LoopError: there is no loop with MFMA, or it was executed too few times.
     """
     loop = find_loop(execution)
-    execution, loop = repeat(execution, loop, WARM_UP + MEASURED + 2)
+    execution, loop = repeat(execution, loop, _window(loop)[1] + 2)
     waves = len(execution.waves)
     if workgroups is None:
         workgroups = chip.workgroups(waves, execution.vector_registers, execution.lds_bytes)
@@ -157,6 +161,15 @@ def model_loop(
     )
 
 
+def _window(loop: Loop) -> tuple[int, int]:
+    """First and last of the jumps between which the loop is measured."""
+    length = loop.steps[0][1] - loop.steps[0][0]
+    warm_up, measured = (
+        min(max(enough // length, least), most) for least, most, enough in (WARM_UP, MEASURED)
+    )
+    return warm_up, warm_up + measured
+
+
 def _settle(
     execution: Execution,
     loop: Loop,
@@ -167,15 +180,17 @@ def _settle(
 ) -> _Replay:
     """Replay with the latency of HBM that belongs to its load, by interval halving and secants."""
     rate = chip.stream_bytes_per_cycle * chip.compute_units / active_units
+    asked = requests(execution, costs, chip)
 
     def replay(load: float) -> _Replay:
-        path = LoadPath(chip, execution.is_streamed, chip.loaded_latency(load), rate)
-        return _replay(execution, loop, ComputeUnit(chip, costs, execution.waves, workgroups, path))
+        path = LoadPath(chip, chip.loaded_latency(load), rate)
+        unit = ComputeUnit(chip, costs, execution.waves, workgroups, asked, path)
+        return _replay(execution, loop, unit)
 
     if not execution.streamed:
         return replay(0.0)
     low, high = 0.0, 1.0
-    guess = 0.5
+    guess = LIKELY_LOAD
     while True:
         result = replay(guess)
         excess = result.load(chip, active_units) - guess
@@ -191,7 +206,7 @@ def _settle(
 
 def _replay(execution: Execution, loop: Loop, unit: ComputeUnit) -> _Replay:
     jumps = loop.steps[0]
-    first, last = jumps[WARM_UP], jumps[WARM_UP + MEASURED]
+    first, last = (jumps[place] for place in _window(loop))
     before, after, _ = unit.run((first, last))
     leaders = unit.waves[:: len(execution.waves)]
     begin = max(wave.issued[first] for wave in leaders)

@@ -18,7 +18,7 @@ from .chip import Chip
 from .classes import Unit
 from .costs import Cost
 from .lds import LdsPath
-from .loads import Line, LoadPath
+from .loads import LoadPath, Request
 
 Start = tuple[float, str]
 """When an instruction can issue, and what it waits for."""
@@ -96,7 +96,7 @@ class ComputeUnit:
     Args:
         chip: figures of the hardware. costs: of the program's instructions.
         waves: of one workgroup. workgroups: copies of it on this compute unit.
-        loads: its way to memory.
+        requests: of each wave, by step. loads: its way to memory.
 
     Attributes:
         waves: all waves, those of workgroup 0 first.
@@ -108,9 +108,11 @@ class ComputeUnit:
         costs: Sequence[Cost],
         waves: Sequence[WaveTrace],
         workgroups: int,
+        requests: Sequence[Mapping[int, Request]],
         loads: LoadPath,
     ) -> None:
         self.chip, self.costs, self.loads, self.lds = chip, costs, loads, LdsPath(chip)
+        self._requests = requests
         self.waves = [
             Wave(
                 order,
@@ -186,9 +188,10 @@ class ComputeUnit:
         if cost.unit is Unit.WAIT:
             return self._waited(wave, cost)
         start, reason = wave.time, "issue"
-        for register in cost.registers & wave.ready.keys():
-            time = wave.ready[register]
-            if register in cost.accumulator:
+        ready = wave.ready
+        for register in cost.registers:
+            time = ready.get(register, 0.0)
+            if time > start and register in cost.accumulator:
                 time = wave.added.get(register, time)
             if time > start:
                 start, reason = time, "dependency"
@@ -275,7 +278,8 @@ class ComputeUnit:
         self._loaded(wave, cost)
 
     def _issue_load(self, wave: Wave, cost: Cost, start: float) -> None:
-        done = self.loads.load(start, cost.size, self._halves(wave, cost))
+        request = self._requests[wave.order % len(self._requests)][wave.step]
+        done = self.loads.load(start, cost.size, request, wave.workgroup)
         if cost.write:
             self.lds.copy(done, cost.size)
         wave.loads.append(max(done, wave.loads[-1]) if wave.loads else done)
@@ -291,14 +295,6 @@ class ComputeUnit:
     def _issue_store(self, wave: Wave, cost: Cost, start: float) -> None:
         done = self.loads.store(start, cost.size)
         wave.loads.append(max(done, wave.loads[-1]) if wave.loads else done)
-
-    def _halves(self, wave: Wave, cost: Cost) -> Sequence[Line]:
-        """Half lines that a load asks for; without a record, some that nothing else touches."""
-        known = wave.trace.half_lines.get(wave.step)
-        if known is not None:
-            return [(wave.workgroup, int(half)) for half in known]
-        number = -(-2 * cost.size // self.chip.line_bytes)
-        return [(-1 - wave.order, wave.step * 64 + k) for k in range(number)]
 
     def _issue_scalar_load(self, wave: Wave, cost: Cost, start: float) -> None:
         wave.scalar_done = start + self.chip.scalar_latency

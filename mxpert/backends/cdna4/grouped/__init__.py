@@ -1,0 +1,1 @@
+"""Grouped GEMMs of training on gfx950's scaled MFMA."""

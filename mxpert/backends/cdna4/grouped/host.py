@@ -1,0 +1,206 @@
+"""Host side of GROUPED_GEMM and GROUPED_WGRAD on gfx950; no synchronisation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import triton
+
+from ....errors import require
+from ....formats.spec import get_format
+from ....formats.tensor import MXTensor
+from ....problem import GemmConfig, GroupedProblem, Op
+from ....runtime.launch import CACHED_LAUNCHES, Launch
+from ...common.groups import MAX_GROUPS, padded_offsets
+from ..lib.lds import ROW_BYTES
+from ..lib.mx_gemm import BLOCK_N
+from ..lib.phases import NUM_WARPS
+from ..lib.raster import NUM_XCDS
+from ..lib.registers import NO_ACCUMULATOR_REGISTERS
+from .kernel import _grouped_gemm_cdna4_kernel
+from .pack_scales import pack_scales
+
+_HIGH, _LOW = 256, 128
+"""Rows of a tile."""
+_BANDS = (4, 8)
+"""Choices for the row tiles that share a column tile's operand in L2. With 4, the 32 tiles that a
+die works on at a time are 4 row tiles by 8 column tiles."""
+
+
+class _Grouped:
+    """Base class of both GEMMs: supported problems, configs, and the launch."""
+
+    op: Op
+    backend = "cdna4"
+
+    def unsupported(self, problem: GroupedProblem) -> str | None:
+        """Why the kernel cannot serve `problem`; None if it can."""
+        if problem.target.arch != "gfx950":
+            return f"needs gfx950, not {problem.target.arch}"
+        if problem.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"writes bfloat16, float16 or float32, not {problem.out_dtype}"
+        if problem.a_format == "bf16":
+            return "multiplies MXFP8 operands, not bfloat16"
+        if problem.op is Op.GROUPED_WGRAD:
+            if problem.num_groups > MAX_GROUPS:
+                return f"holds at most {MAX_GROUPS} groups, got {problem.num_groups}"
+        elif not problem.trans_b:
+            return (
+                "reads b as [G, N, K] with the reduction contiguous; pass the other copy of "
+                "quantize_dual with trans_b=True"
+            )
+        return None
+
+    def configs(self, problem: GroupedProblem) -> Iterator[GemmConfig]:
+        """The heuristic's choice, then all others.
+
+        High tiles have no registers left for the addresses of single numbers, so their output has
+        rows of whole 16 values.
+        """
+        chosen = self.heuristic(problem)
+        yield chosen
+        for block_m in (_LOW,) if _columns(problem) % 16 else (_HIGH, _LOW):
+            for band in _BANDS:
+                if (config := _config(block_m, band)) != chosen:
+                    yield config
+
+    def heuristic(self, problem: GroupedProblem) -> GemmConfig:
+        """High tiles; low ones where an average group (an output matrix) fits into one."""
+        rows = problem.n
+        if problem.op is Op.GROUPED_GEMM:
+            rows = problem.num_rows // max(1, problem.num_groups)
+        low = rows <= _LOW or _columns(problem) % 16
+        return _config(_LOW if low else _HIGH, _BANDS[0])
+
+    def _launch(
+        self,
+        problem: GroupedProblem,
+        config: GemmConfig,
+        a: MXTensor,
+        b: MXTensor,
+        out: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        require(
+            config in tuple(self.configs(problem)),
+            problem.op.value,
+            "config",
+            need="a config of this backend",
+            got=config,
+            remedy="see configs() of the kernel for valid ones",
+        )
+        starts = offsets if problem.op is Op.GROUPED_WGRAD else None
+        _gemm_launch(problem, config)(
+            out=out,
+            a=a.qdata.contiguous(),
+            a_scale=pack_scales(a.scale, starts),
+            b=b.qdata.contiguous(),
+            b_scale=pack_scales(b.scale, starts),
+            offsets=offsets,
+        )
+
+
+class _GroupedGemm(_Grouped):
+    """GROUPED_GEMM: ``c[r] = a[r] @ b[group of r].T``; zeros in rows without a group."""
+
+    op = Op.GROUPED_GEMM
+
+    def launch(
+        self,
+        problem: GroupedProblem,
+        config: GemmConfig,
+        *,
+        a: MXTensor,
+        b: MXTensor,
+        group_offsets: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return c [M, n], contiguous, in `problem.out_dtype`."""
+        out = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
+        if problem.k == 0 or problem.num_groups == 0:
+            return out.zero_()
+        if out.numel() > 0:
+            self._launch(problem, config, a, b, out, group_offsets)
+        return out
+
+
+class _GroupedWgrad(_Grouped):
+    """GROUPED_WGRAD: ``out[g] = grad_g.T @ a_g`` over the rows of group g; zeros if it is empty."""
+
+    op = Op.GROUPED_WGRAD
+
+    def launch(
+        self,
+        problem: GroupedProblem,
+        config: GemmConfig,
+        *,
+        grad: MXTensor,
+        a: MXTensor,
+        group_offsets: torch.Tensor,
+        accumulate_into: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return out [G, n, k] in `problem.out_dtype`, or add the result to `accumulate_into`."""
+        out = accumulate_into
+        if out is None:
+            out = group_offsets.new_empty(
+                (problem.num_groups, problem.n, problem.k), dtype=problem.out_dtype
+            )
+        if out.numel() > 0:
+            offsets = padded_offsets(problem, group_offsets)
+            self._launch(problem, config, grad, a, out, offsets)
+        return out
+
+
+def _columns(problem: GroupedProblem) -> int:
+    """Columns of the output."""
+    return problem.k if problem.op is Op.GROUPED_WGRAD else problem.n
+
+
+def _config(block_m: int, band: int) -> GemmConfig:
+    return GemmConfig(
+        block_m,
+        BLOCK_N.value,
+        ROW_BYTES.value,
+        num_warps=NUM_WARPS.value,
+        num_stages=2,
+        group_m=band,
+    )
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _gemm_launch(problem: GroupedProblem, config: GemmConfig) -> Launch:
+    wgrad = problem.op is Op.GROUPED_WGRAD
+    groups, block_m = problem.num_groups, config.block_m
+    columns = _columns(problem)
+    if wgrad:
+        row_tiles = groups * triton.cdiv(problem.n, block_m)
+    else:  # each group, and the rows without one, add at most one ragged tile
+        row_tiles = problem.num_rows // block_m + groups + 1
+    tiles = row_tiles * triton.cdiv(columns, BLOCK_N.value)
+    dies = NUM_XCDS.value
+    workgroups = min(max(1, problem.target.num_sms // dies), triton.cdiv(tiles, dies)) * dies
+    return Launch(
+        _grouped_gemm_cdna4_kernel,
+        (workgroups,),
+        num_groups=groups,
+        num_rows=problem.num_rows,
+        num_outer=problem.n if wgrad else 0,
+        num_n=columns,
+        num_k=0 if wgrad else problem.k,
+        a_rows=problem.n if wgrad else problem.num_rows,
+        b_rows=problem.k if wgrad else groups * problem.n,
+        pitch=problem.num_rows if wgrad else problem.k,
+        A_FORMAT=get_format(problem.a_format).element.name,
+        B_FORMAT=get_format(problem.b_format).element.name,
+        BLOCK_M=block_m,
+        BAND=config.group_m,
+        WGRAD=wgrad,
+        ACCUMULATE=problem.accumulate,
+        num_warps=NUM_WARPS.value,
+        **NO_ACCUMULATOR_REGISTERS,
+    )
+
+
+GROUPED_GEMM = _GroupedGemm()
+GROUPED_WGRAD = _GroupedWgrad()

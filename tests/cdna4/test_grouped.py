@@ -1,0 +1,298 @@
+"""The grouped GEMMs of gfx950 on emulated gfx950 code, against the reference in float64.
+
+Operands are small integers with a power of two for each block, so every sum is exact in float32 and
+results must have the reference's bits. Sizes are no multiples of the tiles, groups are ragged, some
+are empty, and rows outside the groups are NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mxpert
+from mxpert.backends.cdna4.grouped.host import GROUPED_GEMM, GROUPED_WGRAD
+from mxpert.backends.cdna4.grouped.pack_scales import pack_scales
+from mxpert.formats import MXTensor
+from mxpert.formats.spec import ScaleSpan
+from mxpert.problem import GroupedProblem, Op, ReferenceConfig
+from mxpert.routing import padded_group_offsets
+from mxpert.testing.gfx950 import MI355X, emulate
+from mxpert.testing.gfx950.timing import Execution, model_loop
+from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
+from support.poison import nan_filled_scratch
+
+OFFSETS = {
+    "ragged": (0, 0, 37, 38, 38, 290, 310),
+    "all_in_last": (0, 0, 0, 310),
+    "empty": (0, 0, 0),
+}
+NUM_ROWS = 330
+PAIRS = {
+    "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
+    "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
+    "e5m2_right": ("mxfp8_e4m3", "mxfp8_e5m2"),
+}
+FLOAT64 = ReferenceConfig(torch.float64)
+HIGH, LOW = (
+    next(
+        config
+        for config in GROUPED_GEMM.configs(
+            GroupedProblem(
+                Op.GROUPED_GEMM, MI355X, 512, 1, 256, 256, *PAIRS["e4m3"], True, torch.float32
+            )
+        )
+        if config.block_m == block_m
+    )
+    for block_m in (256, 128)
+)
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan() -> Iterator[None]:
+    """Fill new memory with NaN, so that results cannot depend on its contents."""
+    with nan_filled_scratch():
+        yield
+
+
+def offsets_of(case: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(OFFSETS[case], dtype=dtype)
+
+
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def integers(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(-3, 4, size, generator=draw(seed)).float()
+
+
+def scaled(*size: int, seed: int = 0) -> torch.Tensor:
+    """Integers, times a power of two for each block of 32 along the last axis."""
+    blocks = torch.randint(-3, 4, (*size[:-1], size[-1] // 32), generator=draw(seed + 100))
+    return integers(*size, seed=seed) * torch.exp2(blocks).repeat_interleave(32, -1)
+
+
+def reference(op: Any, *operands: Any, **options: Any) -> torch.Tensor:
+    with mxpert.override(backend="reference", config=FLOAT64):
+        return op(*operands, **options, out_dtype=torch.float64)
+
+
+def gemm_operands(
+    case: str, pair: str, n: int, k: int, dtype: torch.dtype = torch.int32
+) -> tuple[MXTensor, MXTensor, torch.Tensor]:
+    offsets = offsets_of(case, dtype)
+    a = mxpert.quantize(scaled(NUM_ROWS, k), PAIRS[pair][0])
+    b = mxpert.quantize(scaled(len(offsets) - 1, n, k, seed=1), PAIRS[pair][1])
+    a.scale[OFFSETS[case][-1] :] = 255
+    return a, b, offsets
+
+
+def wgrad_operands(case: str, pair: str, n: int, k: int) -> tuple[MXTensor, MXTensor, torch.Tensor]:
+    offsets, copies = offsets_of(case), []
+    for width, fmt, seed in zip((n, k), PAIRS[pair], (0, 1), strict=True):
+        rows = integers(NUM_ROWS, width, seed=seed)
+        rows[OFFSETS[case][-1] :] = torch.nan
+        copy = mxpert.quantize_dual(rows, fmt, group_offsets=offsets)[1]
+        copy.scale[:, int(padded_group_offsets(offsets)[-1]) // 32 :] = 255
+        copies.append(copy)
+    return copies[0], copies[1], offsets
+
+
+@pytest.mark.parametrize(
+    "case, pair, config, dtype, schedule",
+    [
+        pytest.param("ragged", "e4m3", HIGH, torch.int32, "lowest", id="high"),
+        pytest.param("ragged", "hybrid", LOW, torch.int64, "lowest", id="low"),
+        pytest.param("ragged", "hybrid", LOW, torch.int64, "random", id="low-random"),
+        pytest.param("all_in_last", "e4m3", HIGH, torch.int32, "random", id="one-group-random"),
+        pytest.param("empty", "e4m3", HIGH, torch.int32, "lowest", id="empty"),
+    ],
+)
+def test_gemm_is_exact(
+    case: str, pair: str, config: Any, dtype: torch.dtype, schedule: Any
+) -> None:
+    n = 304 if config is HIGH else 300  # low tiles write any number of columns
+    a, b, offsets = gemm_operands(case, pair, n, 416, dtype)
+    expected = reference(mxpert.grouped_gemm, a, b, offsets)
+    with emulate(schedule=schedule) as emulation, mxpert.override(backend="cdna4", config=config):
+        actual = mxpert.grouped_gemm(a, b, offsets, out_dtype=torch.float32)
+    assert "_grouped_gemm_cdna4_kernel" in emulation.kernels
+    assert_exact(actual, expected.float(), "grouped_gemm", ignore_zero_sign=True)
+
+
+@pytest.mark.parametrize(
+    "case, pair, config, accumulate, schedule",
+    [
+        pytest.param("ragged", "e4m3", HIGH, False, "lowest", id="high"),
+        pytest.param("ragged", "hybrid", LOW, True, "lowest", id="low"),
+        pytest.param("ragged", "hybrid", LOW, True, "random", id="low-random"),
+        pytest.param("empty", "e4m3", HIGH, False, "random", id="empty"),
+    ],
+)
+def test_wgrad_is_exact(case: str, pair: str, config: Any, accumulate: bool, schedule: Any) -> None:
+    grad, a, offsets = wgrad_operands(case, pair, 288, 320)
+    expected = reference(mxpert.grouped_wgrad, grad, a, offsets)
+    into = integers(*expected.shape, seed=2) if accumulate else None
+    if into is not None:
+        expected += into
+    with emulate(schedule=schedule), mxpert.override(backend="cdna4", config=config):
+        actual = mxpert.grouped_wgrad(
+            grad, a, offsets, out_dtype=torch.float32, accumulate_into=into
+        )
+    assert into is None or actual is into
+    assert_exact(actual, expected.float(), "grouped_wgrad", ignore_zero_sign=True)
+
+
+@pytest.mark.parametrize("wgrad", [False, True], ids=["gemm", "wgrad"])
+def test_workgroups_compute_several_tiles(wgrad: bool) -> None:
+    """Eight workgroups; the sum of a tile may not depend on the one before."""
+    few = replace(MI355X, num_sms=8)
+    if wgrad:
+        grad, a, offsets = wgrad_operands("ragged", "e4m3", 288, 320)
+        n, k, rows = 288, 320, grad.shape[1]
+        expected = reference(mxpert.grouped_wgrad, grad, a, offsets)
+    else:
+        n, k, rows = 304, 416, NUM_ROWS
+        a, b, offsets = gemm_operands("ragged", "e4m3", n, k)
+        expected = reference(mxpert.grouped_gemm, a, b, offsets)
+    problem = GroupedProblem(
+        Op.GROUPED_WGRAD if wgrad else Op.GROUPED_GEMM,
+        few,
+        rows,
+        len(offsets) - 1,
+        n,
+        k,
+        *PAIRS["e4m3"],
+        not wgrad,
+        torch.float32,
+    )
+    with emulate(schedule="random", seed=1) as emulation:
+        if wgrad:
+            actual = GROUPED_WGRAD.launch(
+                problem, HIGH, grad=grad, a=a, group_offsets=offsets, accumulate_into=None
+            )
+        else:
+            actual = GROUPED_GEMM.launch(problem, HIGH, a=a, b=b, group_offsets=offsets)
+    assert emulation.last is not None
+    assert emulation.last.grid == (8, 1, 1)
+    assert_exact(actual, expected.float(), "several tiles", ignore_zero_sign=True)
+
+
+def test_rounds_once() -> None:
+    """Normal values and a bfloat16 result: within the derived tolerance of float64."""
+    offsets = torch.tensor([0, 100, 256])
+    a = mxpert.quantize(torch.randn(256, 416, generator=draw(0)), "mxfp8_e4m3")
+    b = mxpert.quantize(torch.randn(2, 256, 416, generator=draw(1)), "mxfp8_e5m2")
+    expected = reference(mxpert.grouped_gemm, a, b, offsets)
+    with emulate(), mxpert.override(backend="cdna4", config=HIGH):
+        actual = mxpert.grouped_gemm(a, b, offsets)
+    tolerance = stage_tolerance("bf16", torch.bfloat16, 416, numel=actual.numel())
+    assert_close_relative(actual, expected, tolerance, "grouped_gemm")
+
+
+def test_nan_stays_in_its_row() -> None:
+    a, b, offsets = gemm_operands("all_in_last", "e4m3", 304, 416)
+    a.scale[5, 3], a.qdata[70, 40] = 255, 0x7F  # a scale and a code that are NaN
+    with emulate(), mxpert.override(backend="cdna4", config=HIGH):
+        actual = mxpert.grouped_gemm(a, b, offsets, out_dtype=torch.float32)
+    rows = actual.isnan().any(1).nonzero().flatten().tolist()
+    assert rows == [5, 70]
+    assert actual[rows].isnan().all()
+
+
+def test_longer_spans_are_served() -> None:
+    """A tensor with longer spans has a scale for each block, too; the kernel reads those."""
+    offsets = torch.tensor([0, 70])
+    row, _ = mxpert.quantize_dual(scaled(96, 416), scale_span=ScaleSpan.AUTO)
+    weight, _ = mxpert.quantize_dual(scaled(1, 320, 416, seed=1), scale_span=ScaleSpan.ROW)
+    expected = reference(mxpert.grouped_gemm, row, weight, offsets)
+    with emulate(), mxpert.override(backend="cdna4", config=HIGH):
+        actual = mxpert.grouped_gemm(row, weight, offsets, out_dtype=torch.float32)
+    tolerance = stage_tolerance("bf16", torch.float32, 416, numel=actual.numel())
+    assert_close_relative(actual, expected, tolerance, "grouped_gemm")
+
+
+def test_packed_scales_of_rows() -> None:
+    scale = torch.randint(1, 255, (3, 7, 13), dtype=torch.uint8, generator=draw(3))
+    padded = torch.nn.functional.pad(scale.flatten(0, 1), (0, 3), value=127)
+    expected = padded.view(21, 2, 2, 4).permute(1, 0, 3, 2)  # [pair, row, group, step]
+    with emulate():
+        actual = pack_scales(scale)
+    assert torch.equal(actual.view(torch.uint8).view(expected.shape), expected)
+
+
+def test_packed_scales_of_groups() -> None:
+    """Each group's pairs start with the group, in slot start / 256 + group."""
+    offsets = torch.tensor([0, 32, 32, 576, 640], dtype=torch.int32)
+    scale = torch.randint(1, 255, (5, 21), dtype=torch.uint8, generator=draw(4))
+    with emulate():
+        packed = pack_scales(scale, offsets).view(torch.uint8)
+    for group, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        blocks = scale[:, start // 32 : stop // 32]
+        pairs = -(-blocks.shape[1] // 8)
+        blocks = torch.nn.functional.pad(blocks, (0, 8 * pairs - blocks.shape[1]), value=127)
+        expected = blocks.view(5, pairs, 2, 4).permute(1, 0, 3, 2).reshape(pairs, 5, 8)
+        slot = int(start) // 256 + group
+        assert torch.equal(packed[slot : slot + pairs], expected)
+
+
+def test_hot_loop() -> None:
+    """The loop of a 256 x 256 tile (two steps), and its modelled efficiency."""
+    a = mxpert.quantize(integers(256, 1280), "mxfp8_e4m3")
+    b = mxpert.quantize(integers(1, 256, 1280, seed=1), "mxfp8_e4m3")
+    with (
+        emulate(checks=False, trace=True) as emulation,
+        mxpert.override(backend="cdna4", config=HIGH),
+    ):
+        mxpert.grouped_gemm(a, b, torch.tensor([0, 256]))
+    report = model_loop(Execution.of(emulation.reports[-1]))
+    assert emulation.last is not None
+    assert emulation.last.program.metadata["vgpr_spill_count"] == 0
+    assert report.instructions["mfma"] == 64
+    assert report.instructions["barrier"] == 8
+    assert report.other_per_mfma <= 4
+    assert report.mfma_efficiency >= 0.8
+    single_bytes = ("_ubyte", "_sbyte", "_u8", "_i8")
+    assert not [name for name in emulation.last.counts if name.endswith(single_bytes)]
+
+
+REFUSALS = {
+    "elsewhere": (dict(target=replace(MI355X, arch="gfx942")), "needs gfx950"),
+    "bf16": (dict(a_format="bf16", b_format="bf16"), "multiplies MXFP8 operands"),
+    "reduction": (dict(trans_b=False), "pass the other copy of quantize_dual"),
+    "float64": (dict(out_dtype=torch.float64), "writes bfloat16, float16 or float32"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refuses(case: str) -> None:
+    changes, reason = REFUSALS[case]
+    problem = GroupedProblem(
+        Op.GROUPED_GEMM, MI355X, 512, 2, 256, 256, *PAIRS["e4m3"], True, torch.bfloat16
+    )
+    assert GROUPED_GEMM.unsupported(problem) is None
+    assert reason in (GROUPED_GEMM.unsupported(replace(problem, **changes)) or "")
+
+
+def test_wgrad_refuses_many_groups() -> None:
+    problem = GroupedProblem(
+        Op.GROUPED_WGRAD, MI355X, 1 << 16, 1025, 64, 64, *PAIRS["e4m3"], False, torch.bfloat16
+    )
+    assert "at most 1024 groups" in (GROUPED_WGRAD.unsupported(problem) or "")
+
+
+def test_refuses_a_config_of_another_kernel() -> None:
+    a, b, offsets = gemm_operands("all_in_last", "e4m3", 304, 416)
+    config = mxpert.GemmConfig(64, 64, 64)
+    with (
+        emulate(),
+        mxpert.override(backend="cdna4", config=config),
+        pytest.raises(ValueError, match="a config of this backend"),
+    ):
+        mxpert.grouped_gemm(a, b, offsets)
