@@ -31,8 +31,8 @@ class Case(NamedTuple):
     """One GEMM of a layer with one expert, whose rows fill a tile.
 
     Args:
-        backend: "triton" or "cdna4". a_format: of the activations. block_m: rows of the expert and of
-            a tile. depth: H and F. stage: 1 or 2.
+        backend: "triton" or "cdna4". a_format: of the activations. block_m: rows of the expert
+            and of a tile. depth: H and F. stage: 1 or 2.
     """
 
     backend: str

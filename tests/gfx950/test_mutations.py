@@ -54,7 +54,7 @@ def test_the_record_is_complete(name: str) -> None:
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_mutants_are_caught(name: str, request: pytest.FixtureRequest) -> None:
-    """Survivors are among the recorded ones, and with all mutants as many as recorded are caught."""
+    """Survivors are among the recorded ones; of all mutants as many as recorded are caught."""
     launch = cases.launch_of(cases.CASES[name])
     assert launch.name == RECORD[name]["kernel"]
     trial = Trial(launch)

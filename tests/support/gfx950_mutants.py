@@ -38,12 +38,14 @@ class Launch:
     Args:
         name: of the kernel. code: its code object. grid: workgroups.
         arguments: by name; tensors are copies, those of one storage share one.
+        binary: its ELF file.
     """
 
     name: str
     code: CodeObject
     grid: tuple[int, ...]
     arguments: Mapping[str, Any] = field(repr=False)
+    binary: bytes = field(repr=False)
 
 
 @contextlib.contextmanager
@@ -55,7 +57,8 @@ def capture() -> Iterator[list[Launch]]:
         compiled: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: Any
     ) -> Any:
         code = CodeObject.of(compiled)
-        launches.append(Launch(code.executable.program.name, code, grid, copied(arguments)))
+        name = code.executable.program.name
+        launches.append(Launch(name, code, grid, copied(arguments), compiled.asm["hsaco"]))
         return run(compiled, grid, arguments, **options)
 
     with mock.patch.object(emulation, "run", spy), emulate():
