@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -40,15 +39,10 @@ _MAX_WAVES: dict[Schedule, int] = {"lowest": 128, "random": 256}
 instead of 6.6 with 32, random 5.9 instead of 14.8."""
 _MAX_RUN = 60
 """Instructions that a wave executes at most before the random schedule picks another."""
+_READY, _WAITING, _ENDED = range(3)
+"""States of a wave; it waits at a barrier."""
 _BUDGET = 2_000_000
 """Instructions of a wave; the longest kernel of the library executes some 100,000."""
-
-
-class _Status(Enum):
-    READY, WAITING, ENDED = range(3)
-
-
-_READY, _WAITING, _ENDED = (status.value for status in _Status)
 
 
 @dataclass(frozen=True)
