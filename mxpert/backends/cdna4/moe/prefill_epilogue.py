@@ -84,6 +84,19 @@ def _rows(terms, tile_m, variant, HALF: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def halves(total, variant):
+    """Split the sums of a part, [BLOCK_M, 256 / parts], into those of each half of the rows.
+
+    Half h of part p is quadrant 2 p + h. Epilogues need fewer registers for a quadrant at a time.
+    """
+    LAYOUT: gl.constexpr = mfma_layout(variant.BLOCK_M, variant.FORMAT)
+    COLUMNS: gl.constexpr = total.shape[1]
+    total = gl.permute(gl.reshape(total, (2, variant.BLOCK_M // 2, COLUMNS)), (1, 2, 0))
+    first, second = gl.split(total)
+    return gl.convert_layout(first, LAYOUT), gl.convert_layout(second, LAYOUT)
+
+
+@gluon.jit
 def _scale_rows(total, rows, terms, ACTIVATION: gl.constexpr):
     """Multiply by the rows' scales and, ahead of an activation, by their routing weights."""
     if terms.HAS_ROW_SCALE:

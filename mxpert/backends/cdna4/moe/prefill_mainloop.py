@@ -136,17 +136,26 @@ def _read_weight_scales(buffers, variant, pair, ODD: gl.constexpr):
 
 
 @gluon.jit
-def _scales_of_half(dwords, variant, HALF: gl.constexpr):
-    """Bytes [BLOCK_M / 2, 4] of half of the rows from the dwords of `_read_row_scales`."""
-    ROWS: gl.constexpr = variant.BLOCK_M // 2
-    LAYOUT: gl.constexpr = scale_layout(variant.BLOCK_M, variant.FORMAT, 0, ROWS)
-    words = (dwords >> (16 * HALF)).to(gl.uint16)
-    pair = gl.join(words.to(gl.uint8), (words >> 8).to(gl.uint8))
-    if mfma_rows(variant.FORMAT) == 32:  # blocks b and b + 2 of one fragment of 32 rows
-        pair = gl.permute(pair, (0, 2, 1))
-    else:  # two fragments of 16 rows
-        pair = gl.permute(pair, (2, 0, 1))
-    return gl.convert_layout(gl.reshape(pair, (ROWS, 4)), LAYOUT)
+def _scales_of_rows(dwords, variant):
+    """Bytes [BLOCK_M, 4] from the dwords of `_read_row_scales`."""
+    BLOCK_M: gl.constexpr = variant.BLOCK_M
+    LAYOUT: gl.constexpr = scale_layout(BLOCK_M, variant.FORMAT, 0, BLOCK_M)
+    low = gl.join(dwords.to(gl.uint8), (dwords >> 8).to(gl.uint8))
+    high = gl.join((dwords >> 16).to(gl.uint8), (dwords >> 24).to(gl.uint8))
+    if mfma_rows(variant.FORMAT) == 32:  # [MFMA, row, block / 2, block % 2]
+        fragments = gl.permute(gl.join(low, high), (3, 0, 2, 1))
+    else:  # [fragment / 2, fragment % 2, row, block]
+        fragments = gl.permute(gl.join(low, high), (3, 2, 0, 1))
+    return gl.convert_layout(gl.reshape(fragments, (BLOCK_M, 4)), LAYOUT)
+
+
+@gluon.jit
+def _both_halves(first, second, LAYOUT: gl.constexpr):
+    """Concatenate the fragments of both halves; no data moves."""
+    ROWS: gl.constexpr = first.shape[0]
+    BYTES: gl.constexpr = first.shape[1]
+    both = gl.permute(gl.join(first, second), (2, 0, 1))
+    return gl.convert_layout(gl.reshape(both, (2 * ROWS, BYTES)), LAYOUT)
 
 
 @gluon.jit
@@ -189,27 +198,20 @@ def _read(buffers, variant, ring, ODD: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_quadrant(total, fragments, variant, QUADRANT: gl.constexpr):
-    """Add half of the rows times a part of the weights: eight MFMA a wave."""
-    PART: gl.constexpr = QUADRANT // 2
-    HALF: gl.constexpr = QUADRANT % 2
-    return cdna4.mfma_scaled(
-        fragments.rows[HALF],
-        _scales_of_half(fragments.row_scales, variant, HALF),
-        variant.FORMAT,
-        fragments.weights[PART],
-        _scales_of_part(fragments.weight_scales, variant, PART),
-        "e2m1",
-        acc=total,
-    )
-
-
-@gluon.jit
 def _multiply(sums, fragments, variant):
-    """Add the products of a step to all quadrants."""
+    """Add the products of a step: [BLOCK_M, 256 / parts] for each part."""
+    ROWS: gl.constexpr = operand_layout(variant.BLOCK_M, variant.FORMAT, 0)
+    rows = _both_halves(fragments.rows[0], fragments.rows[1], ROWS)
+    row_scales = _scales_of_rows(fragments.row_scales, variant)
     results = ()
-    for quadrant in gl.static_range(2 * weight_parts(variant.BLOCK_M)):
-        results += (_multiply_quadrant(sums[quadrant], fragments, variant, quadrant),)
+    for part in gl.static_range(weight_parts(variant.BLOCK_M)):
+        scales = _scales_of_part(fragments.weight_scales, variant, part)
+        weights = fragments.weights[part]
+        results += (
+            cdna4.mfma_scaled(
+                rows, row_scales, variant.FORMAT, weights, scales, "e2m1", acc=sums[part]
+            ),
+        )
     return results
 
 
@@ -231,15 +233,13 @@ def _advance(sums, fragments, source, buffers, variant, ring, ODD: gl.constexpr)
 
 @gluon.jit
 def multiply_tile(source, buffers, variant):
-    """``rows @ weights.T``: one float32 value [BLOCK_M / 2, 256 / parts] a quadrant.
-
-    Quadrant 2 · part + half has one half of the rows and one part of the weights.
-    """
+    """``rows @ weights.T``: one float32 value [BLOCK_M, 256 / parts] for each part."""
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     PARTS: gl.constexpr = weight_parts(BLOCK_M)
     sums = ()
-    for _ in gl.static_range(2 * PARTS):
-        sums += (gl.zeros((BLOCK_M // 2, 256 // PARTS), gl.float32, mfma_layout(BLOCK_M, variant.FORMAT)),)
+    LAYOUT: gl.constexpr = mfma_layout(BLOCK_M, variant.FORMAT)
+    for _ in gl.static_range(PARTS):
+        sums += (gl.zeros((BLOCK_M, 256 // PARTS), gl.float32, LAYOUT),)
     copy_first(source, buffers, variant)
     async_copy.wait_group(1)
     fragments = _read(buffers, variant, Ring(step=0, slot=0), 0)
