@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from triton._C.libtriton import amd, llvm
 
@@ -21,6 +22,9 @@ from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
 from support.gfx950.decoder import decoded, from_binary, listed
 from support.gfx950.pseudocode import PSEUDOCODE
+
+pytestmark = pytest.mark.filterwarnings("ignore::mxpert.errors.PerformanceWarning")
+"""Weights in the published layout run on the portable kernels, which is wanted here."""
 
 FORMS = """
 buffer_atomic_add_f32 v0, v20, s[20:23], 0 offen

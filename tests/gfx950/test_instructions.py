@@ -197,6 +197,8 @@ def variants(name: str) -> list[tuple[list[str], str]]:
         scalar[0] = f"s[{_PLACES[0]}:{_PLACES[0] + 1}]" if shape.wide[0] else f"s{_PLACES[0]}"
         if len(scalar) > 1 and not any(shape.wide):
             scalar[-1] = "1.0" if shape.float == "f32" else "-5"
+        elif len(scalar) > 1 and shape.wide[len(scalar) - 1]:
+            scalar[-1] = "0"
         found.append((scalar, ""))
     if "f32" in name and re.search(r"S0\.f32", corrected(name)):
         floats = [k for k in range(shape.sources) if re.search(rf"S{k}\.f32", corrected(name))]
@@ -357,6 +359,21 @@ def test_correction_is_needed(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(CORRECTIONS, name, Correction("as published", ()))
     with pytest.raises(AssertionError):
         test_vector(name)
+
+
+def test_fma_rounds_once() -> None:
+    """Next to ties of float32, where a float64 sum would be rounded to the tie first."""
+    single = Single(1)
+    factor = np.float32(1 + 2**-12)  # its square is 1 + 2^-11 and half a step
+    for place, sign in enumerate((1, -1)):
+        single.state.vector[:2, 0, place] = factor.view(np.uint32)
+        single.state.vector[2, 0, place] = np.float32(sign * 2.0**-60).view(np.uint32)
+    single.run("v_fma_f32 v3, v0, v1, v2")
+    single.run("v_fma_f32 v4, -v0, v1, v2")
+    step = 2.0**-23
+    upper, lower = 1 + 2**-11 + step, 1 + 2**-11
+    got = single.state.vector[3:5, 0, :2].view(np.float32).astype(float)
+    np.testing.assert_array_equal(got, [[upper, lower], [-lower, -upper]])
 
 
 def test_division() -> None:
