@@ -19,10 +19,9 @@ from .prefill_copies import Ring, copy_ahead, copy_first, num_slots, steps_per_b
 from .prefill_layouts import (
     mfma_layout,
     mfma_rows,
-    rows_in_lds,
     row_scale_dwords,
+    rows_in_lds,
     scales_in_lds,
-    warps_m,
     warps_n,
     weight_parts,
     weight_scale_dwords,
@@ -95,9 +94,7 @@ def _read_row_scales(buffers, variant, pair, ODD: gl.constexpr):
     UNITS: gl.constexpr = variant.BLOCK_M // 64
     ROWS: gl.constexpr = mfma_rows(variant.FORMAT)
     slot = buffers.row_scales.index(pair & 1).slice(0, UNITS, dim=0)
-    dwords = reinterpret(
-        slot, gl.int32, [UNITS * ROWS, 128 // ROWS], scales_in_lds(UNITS, ROWS)
-    )
+    dwords = reinterpret(slot, gl.int32, [UNITS * ROWS, 128 // ROWS], scales_in_lds(UNITS, ROWS))
     return async_copy.load_shared_relaxed(
         dwords.slice(64 // ROWS * ODD, 64 // ROWS, dim=1),
         row_scale_dwords(variant.BLOCK_M, variant.FORMAT),
