@@ -143,6 +143,4 @@ def as_one_register(words):
     LLVM otherwise follows single bytes of a word through their way to an MFMA and puts the word
     together again, byte by byte.
     """
-    return gl.inline_asm_elementwise(
-        "", "=v,0", [words], dtype=gl.int32, is_pure=False, pack=1
-    )
+    return gl.inline_asm_elementwise("", "=v,0", [words], dtype=gl.int32, is_pure=False, pack=1)

@@ -78,18 +78,15 @@ def _tile_of_program(num_valid_ptr, tiles_n, BLOCK_M: gl.constexpr, GROUP_M: gl.
 
 @gluon.jit
 def _row_offsets(ids, first, num_tokens, stride, BLOCK_M: gl.constexpr, GATHER: gl.constexpr):
-    """Offsets of the rows of each half, in the order of the copies.
+    """Offsets of the tile's rows, in the order of the copies.
 
     With GATHER rows are tokens, and the offset counts from the first token; padding repeats the
     last token. Without it rows are sorted, and the offset counts from the tile's first row.
     """
-    offsets = ()
-    for half in gl.static_range(2):
-        row = copied_rows(BLOCK_M, half)
-        if GATHER:
-            row = gl.minimum(gl.load(ids + first + row) & _TOKEN_MASK, num_tokens - 1)
-        offsets += (row * stride,)
-    return offsets
+    row = copied_rows(BLOCK_M)
+    if GATHER:
+        row = gl.minimum(gl.load(ids + first + row) & _TOKEN_MASK, num_tokens - 1)
+    return row * stride
 
 
 @gluon.jit(do_not_specialize=RUN_TIME_VALUES)

@@ -83,14 +83,14 @@ def _fragments(count, waves, axis, rows):
 
 @gluon.constexpr_function
 def rows_in_lds(BLOCK_M, FORMAT):
-    """[BLOCK_M / 2, 128] bytes of half of the sorted rows: two fragments of each wave.
+    """[BLOCK_M, 128] bytes of the sorted rows: four fragments of each wave.
 
     128 bytes are half of the 64 banks. Rows r and r + 2 share banks, so the 16-byte chunk c of row
     r is stored at chunk c ^ (r / 2 % 8): sixteen rows of one chunk fill the banks once.
     """
     chunks: Any = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
     swizzled: Any = [[1, 0], [2, 16], [4, 32], [8, 64]]
-    fragments = _fragments(2, warps_m(BLOCK_M), 0, mfma_rows(FORMAT))
+    fragments = _fragments(4, warps_m(BLOCK_M), 0, mfma_rows(FORMAT))
     return gl.SharedLinearLayout(chunks + swizzled + fragments)
 
 

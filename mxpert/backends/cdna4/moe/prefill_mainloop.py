@@ -19,10 +19,9 @@ from .prefill_copies import Ring, copy_ahead, copy_first, num_slots, steps_per_b
 from .prefill_layouts import (
     mfma_layout,
     mfma_rows,
-    rows_in_lds,
     row_scale_dwords,
+    rows_in_lds,
     scales_in_lds,
-    warps_m,
     warps_n,
     weight_parts,
     weight_scale_dwords,
@@ -36,12 +35,9 @@ async_copy = gl.amd.cdna4.async_copy
 
 @aggregate
 class Fragments:
-    """Operands of one step in registers: two halves of the rows, parts of the weights, scales.
+    """Operands of one step in registers: rows, parts of the weights, and scales as dwords."""
 
-    Scales are dwords of four fragments.
-    """
-
-    rows: gl.tuple
+    rows: gl.tensor
     row_scales: gl.tensor
     weights: gl.tuple
     weight_scales: gl.tensor
@@ -66,13 +62,13 @@ def scale_layout(BLOCK_M, FORMAT, INDEX, ROWS):
 
 
 @gluon.jit
-def _read_rows(buffers, variant, slot, ODD: gl.constexpr, HALF: gl.constexpr):
-    """Fragments [BLOCK_M / 2, 128 elements] of the sorted rows in a step; ODD: its last bit."""
+def _read_rows(buffers, variant, slot, ODD: gl.constexpr):
+    """Fragments [BLOCK_M, 128 elements] of the sorted rows in a step; ODD: its last bit."""
     PER_BUFFER: gl.constexpr = steps_per_buffer(variant.FORMAT)
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     TYPE: gl.constexpr = element_type(variant.FORMAT)
-    rows = buffers.rows[HALF].index(slot >> PER_BUFFER - 1)
-    tile = reinterpret(rows, TYPE, [BLOCK_M // 2, 128], rows_in_lds(BLOCK_M, variant.FORMAT))
+    rows = buffers.rows.index(slot >> PER_BUFFER - 1)
+    tile = reinterpret(rows, TYPE, [BLOCK_M, 128], rows_in_lds(BLOCK_M, variant.FORMAT))
     if PER_BUFFER == 2:
         tile = tile.slice(64 * ODD, 64, dim=1)
     return async_copy.load_shared_relaxed(tile, operand_layout(BLOCK_M, variant.FORMAT, 0))
@@ -95,9 +91,7 @@ def _read_row_scales(buffers, variant, pair, ODD: gl.constexpr):
     UNITS: gl.constexpr = variant.BLOCK_M // 64
     ROWS: gl.constexpr = mfma_rows(variant.FORMAT)
     slot = buffers.row_scales.index(pair & 1).slice(0, UNITS, dim=0)
-    dwords = reinterpret(
-        slot, gl.int32, [UNITS * ROWS, 128 // ROWS], scales_in_lds(UNITS, ROWS)
-    )
+    dwords = reinterpret(slot, gl.int32, [UNITS * ROWS, 128 // ROWS], scales_in_lds(UNITS, ROWS))
     return async_copy.load_shared_relaxed(
         dwords.slice(64 // ROWS * ODD, 64 // ROWS, dim=1),
         row_scale_dwords(variant.BLOCK_M, variant.FORMAT),
@@ -150,15 +144,6 @@ def _scales_of_rows(dwords, variant):
 
 
 @gluon.jit
-def _both_halves(first, second, LAYOUT: gl.constexpr):
-    """Concatenate the fragments of both halves; no data moves."""
-    ROWS: gl.constexpr = first.shape[0]
-    BYTES: gl.constexpr = first.shape[1]
-    both = gl.permute(gl.join(first, second), (2, 0, 1))
-    return gl.convert_layout(gl.reshape(both, (2 * ROWS, BYTES)), LAYOUT)
-
-
-@gluon.jit
 def _scales_of_part(dwords, variant, PART: gl.constexpr):
     """Bytes [256 / parts, 4] of four fragments from the dwords of `_read_weight_scales`."""
     WAVES: gl.constexpr = warps_n(variant.BLOCK_M)
@@ -187,10 +172,7 @@ def _read(buffers, variant, ring, ODD: gl.constexpr):
     for part in gl.static_range(weight_parts(variant.BLOCK_M)):
         weights += (_read_weights(buffers, variant, ring.slot, ODD, part),)
     return Fragments(
-        rows=(
-            _read_rows(buffers, variant, ring.slot, ODD, 0),
-            _read_rows(buffers, variant, ring.slot, ODD, 1),
-        ),
+        rows=_read_rows(buffers, variant, ring.slot, ODD),
         row_scales=as_one_register(_read_row_scales(buffers, variant, ring.step >> 1, ODD)),
         weights=weights,
         weight_scales=as_one_register(_read_weight_scales(buffers, variant, ring.step >> 1, ODD)),
@@ -200,8 +182,6 @@ def _read(buffers, variant, ring, ODD: gl.constexpr):
 @gluon.jit
 def _multiply(sums, fragments, variant):
     """Add the products of a step: [BLOCK_M, 256 / parts] for each part."""
-    ROWS: gl.constexpr = operand_layout(variant.BLOCK_M, variant.FORMAT, 0)
-    rows = _both_halves(fragments.rows[0], fragments.rows[1], ROWS)
     row_scales = _scales_of_rows(fragments.row_scales, variant)
     results = ()
     for part in gl.static_range(weight_parts(variant.BLOCK_M)):
@@ -209,7 +189,7 @@ def _multiply(sums, fragments, variant):
         weights = fragments.weights[part]
         results += (
             cdna4.mfma_scaled(
-                rows, row_scales, variant.FORMAT, weights, scales, "e2m1", acc=sums[part]
+                fragments.rows, row_scales, variant.FORMAT, weights, scales, "e2m1", acc=sums[part]
             ),
         )
     return results
