@@ -39,9 +39,10 @@ class Variant:
 class Source:
     """Global memory that a tile reads. Pointers are to the tile's first byte, offsets int32.
 
-    rows: uint8 codes. row_offset: of the tile's rows, [BLOCK_M]. row_bytes: bytes of a row. weights, weight_offset: of the fragments of each part in one step. row_scales and
-    weight_scales: units [64 rows][step][256 bytes]. row_scale_offset, weight_scale_offset: of each
-    unit that is copied. steps: of the contracted dimension.
+    rows: uint8 codes. row_offset: of the tile's rows, [BLOCK_M]. row_bytes: bytes of a row.
+    weights, weight_offset: of the fragments of each part in one step. row_scales and weight_scales:
+    units [64 rows][step][256 bytes]. row_scale_offset, weight_scale_offset: of each unit that is
+    copied. steps: of the contracted dimension.
     """
 
     rows: gl.tensor
