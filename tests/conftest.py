@@ -16,7 +16,7 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HERE = Path(__file__).parent
-_COMPILING = tuple(_HERE / folder for folder in ("triton", "hopper", "gpu"))
+_COMPILING = tuple(_HERE / folder for folder in ("cdna4", "triton", "hopper", "gpu"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
