@@ -143,7 +143,8 @@ def offsets_of_weights(first_unit, num_units, steps, BLOCK_M: gl.constexpr):
     for part in gl.static_range(PARTS):
         unit = first_unit + fragment // 4 * PARTS + part
         unit = gl.minimum(unit, num_units - 1) - first_unit
-        offsets += (unit * (steps * 4096) + fragment % 4 * 1024,)
+        offset = unit * (steps * 4096) + fragment % 4 * 1024
+        offsets += (offset,)  # type: ignore[assignment]
     return offsets
 
 
