@@ -18,7 +18,8 @@ Barriers: two a step. The second group is one barrier behind the first.
 Pipeline: see `prefill_mainloop` and `prefill_copies`. A step is 128 elements of the contracted
     dimension.
 
-Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long):
+Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long), modelled with Triton 3.6.0: 1173 cycles,
+    87 % of them MFMA (e4m3: 2116 and 97 %; Triton 3.9.0: 84 % and 95 %).
     group 1:  MFMA (512 cycles)            | copies, reads of step + 1  |
     group 2:  copies, reads of its step    | MFMA (512 cycles)          |
 """

@@ -39,9 +39,10 @@ class Variant:
 class Source:
     """Global memory that a tile reads. Pointers are to the tile's first byte, offsets int32.
 
-    rows: uint8 codes. row_offset: of the tile's rows, [BLOCK_M]. row_bytes: bytes of a row. weights, weight_offset: of the fragments of each part in one step. row_scales and
-    weight_scales: units [64 rows][step][256 bytes]. row_scale_offset, weight_scale_offset: of each
-    unit that is copied. steps: of the contracted dimension.
+    rows: uint8 codes. row_offset: of the tile's rows, [BLOCK_M]. row_bytes: bytes of a row.
+    weights, weight_offset: of the fragments of each part in one step. row_scales and weight_scales:
+    units [64 rows][step][256 bytes]. row_scale_offset, weight_scale_offset: of each unit that is
+    copied. steps: of the contracted dimension.
     """
 
     rows: gl.tensor
@@ -142,7 +143,8 @@ def offsets_of_weights(first_unit, num_units, steps, BLOCK_M: gl.constexpr):
     for part in gl.static_range(PARTS):
         unit = first_unit + fragment // 4 * PARTS + part
         unit = gl.minimum(unit, num_units - 1) - first_unit
-        offsets += (unit * (steps * 4096) + fragment % 4 * 1024,)
+        offset = unit * (steps * 4096) + fragment % 4 * 1024
+        offsets += (offset,)  # type: ignore[assignment]
     return offsets
 
 

@@ -2,12 +2,12 @@
 
 A tile is BLOCK_M sorted rows × 256 weight rows. WARPS_M × WARPS_N waves share it. A wave owns 64
 sorted rows × 256 / WARPS_N weight rows: four fragments of 16 sorted rows times eight or four of 16
-weight rows. Two fragments of sorted rows make a half, four weight fragments a part. A quadrant is
-one half times one part: eight MFMA.
+weight rows. Four weight fragments make a part. MFMA of e2m1 have two fragments of either side. The
+epilogue takes quadrants: two fragments of sorted rows (a half) times a part.
 
-The tensors of Triton number the rows of a half or a part in the order of `AMDMFMALayout`: fragment,
-wave, row of the fragment. Memory has the fragments of a wave in a row: wave, fragment, row of the
-fragment. The layouts below map one to the other, so that no data moves.
+The tensors of Triton number rows in the order of `AMDMFMALayout`: MFMA, wave, row of the MFMA.
+Memory has the fragments of a wave in a row: wave, fragment, row of the fragment. The layouts below
+map one to the other, so that no data moves.
 """
 
 from __future__ import annotations

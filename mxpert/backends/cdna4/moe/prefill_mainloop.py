@@ -170,7 +170,8 @@ def _read(buffers, variant, ring, ODD: gl.constexpr):
     """Read the operands of a step whose last bit is ODD."""
     weights = ()
     for part in gl.static_range(weight_parts(variant.BLOCK_M)):
-        weights += (_read_weights(buffers, variant, ring.slot, ODD, part),)
+        fragments = _read_weights(buffers, variant, ring.slot, ODD, part)
+        weights += (fragments,)  # type: ignore[assignment]
     return Fragments(
         rows=_read_rows(buffers, variant, ring.slot, ODD),
         row_scales=as_one_register(_read_row_scales(buffers, variant, ring.step >> 1, ODD)),
