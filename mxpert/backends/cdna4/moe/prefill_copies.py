@@ -221,10 +221,10 @@ def _copy_all_weights(source, buffers, variant, ring, ODD: gl.constexpr, EARLIER
     """Copy all parts of the weights of the step SLOTS − EARLIER after `ring`."""
     SLOTS: gl.constexpr = num_slots(variant.FORMAT)
     SHIFT: gl.constexpr = steps_per_buffer(variant.FORMAT) - 1
+    PARITY: gl.constexpr = ODD ^ EARLIER
     slot = (ring.slot - 1 & SLOTS - 1 if EARLIER else ring.slot) >> SHIFT
     for part in gl.static_range(weight_parts(variant.BLOCK_M)):
-        BUFFER: gl.constexpr = ODD ^ EARLIER
-        slots = buffers.weights[weight_buffer(variant.BLOCK_M, variant.FORMAT, BUFFER, part)]
+        slots = buffers.weights[weight_buffer(variant.BLOCK_M, variant.FORMAT, PARITY, part)]
         _copy_weights(source, slots, slot, ring.step + (SLOTS - EARLIER), part)
 
 
