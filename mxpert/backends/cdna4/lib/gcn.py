@@ -134,3 +134,13 @@ def set_priority(PRIORITY: gl.constexpr):
     gl.inline_asm_elementwise(
         "s_setprio $1", "={exec},n", [value], dtype=gl.int64, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def as_one_register(words):
+    """`words` (int32) in registers of which the compiler knows nothing; emits no instruction.
+
+    LLVM otherwise follows single bytes of a word through their way to an MFMA and puts the word
+    together again, byte by byte.
+    """
+    return gl.inline_asm_elementwise("", "=v,0", [words], dtype=gl.int32, is_pure=False, pack=1)

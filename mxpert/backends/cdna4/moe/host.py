@@ -118,7 +118,8 @@ class _Stage:
         if config.kernel is Cdna4Kernel.PREFILL:
             blocks = row_blocks * (config.block_m // UNIT_ROWS)
             gather, depth = self.op is Op.MOE_GATE_UP, heuristics.depth(problem, self.op)
-            x_scale = arrange_scales(x_scale, plan, depth, blocks, gather=gather)
+            wide = x_format == "e2m1"
+            x_scale = arrange_scales(x_scale, plan, depth, blocks, gather=gather, wide=wide)
             w_scale = weight.scale
         of_plan = {
             "sorted_token_ids_ptr": plan.sorted_token_ids,

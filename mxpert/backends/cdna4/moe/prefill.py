@@ -37,7 +37,7 @@ from .prefill_copies import (
     offsets_of_scales,
     offsets_of_weights,
 )
-from .prefill_epilogue import Output, Terms, store_features, store_outputs
+from .prefill_epilogue import Output, Terms, halves, store_features, store_outputs
 from .prefill_layouts import weight_parts
 from .prefill_mainloop import multiply_tile
 
@@ -186,8 +186,11 @@ def _moe_gemm_prefill_cdna4_kernel(
         HAS_ROW_SCALE=x_row_scale_ptr is not None,
         HAS_WEIGHTS=sorted_weights_ptr is not None,
     )
-    for quadrant in gl.static_range(2 * weight_parts(BLOCK_M)):
+    for part in gl.static_range(weight_parts(BLOCK_M)):
+        first_half, second_half = halves(sums[part], variant)
         if GATHER:
-            store_features(sums[quadrant], terms, output, tile_m, tile_n, BLOCK_M, quadrant)
+            store_features(first_half, terms, output, tile_m, tile_n, variant, 2 * part)
+            store_features(second_half, terms, output, tile_m, tile_n, variant, 2 * part + 1)
         else:
-            store_outputs(sums[quadrant], terms, output, tile_m, tile_n, BLOCK_M, quadrant)
+            store_outputs(first_half, terms, output, tile_m, tile_n, variant, 2 * part)
+            store_outputs(second_half, terms, output, tile_m, tile_n, variant, 2 * part + 1)
