@@ -29,7 +29,7 @@ from harness.script import RESULTS, bare_parser
 
 from mxpert.cli.report import PLOT_HINT, environment, write_json
 from mxpert.errors import UnsupportedError
-from mxpert.testing.gfx950.timing import MI355X
+from mxpert.testing.gfx950.timing import MI355X, LoopError
 
 OUTPUT = RESULTS / "gfx950-model/model.json"
 
@@ -108,7 +108,7 @@ def _rows(backends: Sequence[str], only: str) -> list[Row]:
             start = time.perf_counter()
             try:
                 row = run_cell(cell, backend)
-            except UnsupportedError as error:
+            except (UnsupportedError, LoopError) as error:
                 print(f"{backend}: {cell.name}: {error}", flush=True)
                 continue
             rows.append(row)

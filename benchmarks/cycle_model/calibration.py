@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from harness.document import Row
@@ -164,6 +163,5 @@ def tile_loop(rows: int, columns: int, depth: int = 64, waves: int = 4) -> Execu
 
 def _program(lines: Sequence[str]) -> Program:
     """A program of these instructions, for the model alone."""
-    nothing: dict[str, Any] = {"labels": {}, "arguments": (), "hidden": {}, "kernarg_size": 0}
     instructions = tuple(map(parse_instruction, lines))
-    return Program("tile", instructions, descriptor={}, metadata={}, **nothing)
+    return Program("tile", instructions, {"loop": 0}, (), {}, 0, {}, {})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mxpert.testing.gfx950.program import Program, parse_instruction
-from mxpert.testing.gfx950.timing import MI355X, Execution, LoopReport, model_loop
+from mxpert.testing.gfx950.timing import MI355X, Execution, LoopError, LoopReport, model_loop
 from mxpert.testing.gfx950.timing.classes import CLASSES, classify, matrix_cycles
 from mxpert.testing.gfx950.timing.costs import decode
 from mxpert.testing.gfx950.timing.execution import find_loop, repeat
@@ -27,10 +27,10 @@ READ = "ds_read_b128 v[24:27], v41"
 BRANCH = "s_cbranch_scc1 loop"
 
 
-def program(lines: Sequence[str]) -> Program:
-    """A program of these instructions, for the model alone."""
+def program(lines: Sequence[str], **labels: int) -> Program:
+    """A program of these instructions, for the model alone; the loop begins with the first."""
     instructions = tuple(map(parse_instruction, lines))
-    return Program("micro", instructions, {}, (), {}, 0, {}, {})
+    return Program("micro", instructions, {"loop": 0} | labels, (), {}, 0, {}, {})
 
 
 def execution(
@@ -221,19 +221,40 @@ def test_a_loop_that_is_repeated_asks_for_fresh_lines() -> None:
     assert loop.iterations == 20
 
 
-def test_the_loop_is_the_innermost_with_mfmas() -> None:
-    lines = ["v_mov_b32_e32 v1, v2", *mfmas(2), BRANCH, "v_mov_b32_e32 v1, v2", BRANCH]
-    inner = [1, 2, 3]
-    path = [0, *inner * 4, 4, 5] * 2
-    found = find_loop(Execution(program(lines), [WaveTrace(0, 0, path)], 512, 0))
-    assert found.branch == 3
+LOOPS = [
+    "v_mov_b32_e32 v1, v2",  # head of the loop over tiles
+    "v_mov_b32_e32 v1, v2",  # head of the loop over k
+    *mfmas(2),  # head of an inner loop
+    "s_cbranch_scc1 inner",
+    "s_cbranch_scc1 depth",
+    "global_store_dword v[0:1], v2, off",
+    "s_cbranch_scc1 tiles",
+]
+
+
+def traced_loops(turns: int) -> Execution:
+    """Two tiles of `turns` steps of k with two inner turns each."""
+    depth = [1, 2, 3, 4, 2, 3, 4, 5]
+    path = [0, *depth * turns, 6, 7] * 2
+    made = program(LOOPS, tiles=0, depth=1, inner=2)
+    return Execution(made, [WaveTrace(0, 0, path)], 512, 0)
+
+
+def test_the_loop_is_the_outermost_over_k() -> None:
+    """Inner loops belong to it; the loop over tiles, which stores, does not."""
+    found = find_loop(traced_loops(4))
+    assert found.branch == 5
     assert found.iterations == 2  # the fourth turn does not jump back
+    assert found.steps[0][1] - found.steps[0][0] == 8
 
 
-def test_a_trace_without_a_loop_is_refused() -> None:
-    made = Execution(program(mfmas(4)), [WaveTrace(0, 0, [0, 1, 2, 3])], 512, 0)
-    with pytest.raises(ValueError, match="need a loop with MFMA that runs twice"):
-        model_loop(made)
+def test_a_loop_that_turned_too_few_times_is_refused() -> None:
+    for made in (
+        traced_loops(3),
+        Execution(program(mfmas(4)), [WaveTrace(0, 0, [0, 1, 2, 3])], 512, 0),
+    ):
+        with pytest.raises(LoopError, match="need a loop with MFMA that jumps back 3 times"):
+            model_loop(made)
 
 
 def test_every_class_has_a_source_and_is_reached() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,11 +13,14 @@ from ..launcher import Report
 from ..memory import Offsets
 from ..program import Program
 from ..trace import WaveTrace
+from .classes import Unit, classify
 
 HALF_LINE = 64
 """Bytes of half a cache line."""
 SPACE = 1 << 32
 """Half lines between the allocations of an execution."""
+TURNS = 3
+"""Jumps back that a trace must have: two whole iterations, which show the strides of loads."""
 FRESH = 1 << 20
 """Half lines between two lines of a row, if the loop is repeated."""
 
@@ -105,8 +108,7 @@ class Loop:
 
     Args:
         branch: index of the instruction that jumps back.
-        steps: per wave the steps of that jump in one run of the loop: one iteration lies between
-            two of them.
+        steps: per wave the steps of that jump: one iteration lies between two of them.
     """
 
     branch: int
@@ -118,41 +120,47 @@ class Loop:
 
 
 def find_loop(execution: Execution) -> Loop:
-    """The innermost loop with matrix instructions that takes most steps of the first wave.
+    """The outermost loop with matrix instructions and without stores.
+
+    A loop that stores is over tiles, not over k.
 
     Raises:
-        LoopError: no such loop runs twice in a row.
+        LoopError: it has not turned as often as the model needs.
     """
-    first = execution.waves[0].instructions
-    matrix = [each.name.startswith("v_mfma") for each in execution.program.instructions]
-    best: Loop | None = None
-    for branch in {here for here, following in itertools.pairwise(first) if following <= here}:
-        runs = [_longest_run(wave.instructions, branch) for wave in execution.waves]
+    program, first = execution.program, execution.waves[0].instructions
+    units = [classify(each.name).unit for each in program.instructions]
+    executed = {place for place in first if units[place] is Unit.MFMA}
+    found = [
+        (head, branch)
+        for head, branch in _natural_loops(program)
+        if Unit.STORE not in units[head : branch + 1]
+        and any(head <= place <= branch for place in executed)
+    ]
+    if found:
+        head, branch = max(found, key=lambda loop: loop[1] - loop[0])
+        runs = [_longest_run(wave.instructions, head, branch) for wave in execution.waves]
         count = min(len(run) for run in runs)
-        if count < 2 or not any(matrix[i] for i in first[runs[0][0] + 1 : runs[0][1]]):
-            continue
-        loop = Loop(branch, [run[:count] for run in runs])
-        if best is None or _length(loop) > _length(best):
-            best = loop
-    if best is None:
-        need = "need a loop with MFMA that runs twice; execute more of k"
-        raise LoopError(f"model_loop: trace of {execution.program.name} — {need}")
-    return best
+        if count >= TURNS:
+            return Loop(branch, [run[:count] for run in runs])
+    need = f"need a loop with MFMA that jumps back {TURNS} times; execute more of k"
+    raise LoopError(f"model_loop: trace of {program.name} — {need}")
 
 
-def _length(loop: Loop) -> int:
-    return loop.steps[0][-1] - loop.steps[0][0]
+def _natural_loops(program: Program) -> Iterator[tuple[int, int]]:
+    """First instruction and jump back of each loop in the listing."""
+    for place, each in enumerate(program.instructions):
+        if each.target is not None and program.labels.get(each.target, place + 1) <= place:
+            yield program.labels[each.target], place
 
 
-def _longest_run(path: Sequence[int], branch: int) -> list[int]:
-    """Steps of a jump back, in the longest stretch without any other jump back."""
+def _longest_run(path: Sequence[int], head: int, branch: int) -> list[int]:
+    """Steps of a jump back, in the longest stretch that does not leave the loop."""
     runs: list[list[int]] = [[]]
     for step, (here, following) in enumerate(itertools.pairwise(path)):
-        if following <= here:
-            if here != branch:
-                runs.append([])
-            else:
-                runs[-1].append(step)
+        if here == branch and following == head:
+            runs[-1].append(step)
+        elif not head <= following <= branch and runs[-1]:
+            runs.append([])
     return max(runs, key=len)
 
 

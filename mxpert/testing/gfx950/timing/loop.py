@@ -6,16 +6,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from .chip import MI355X, Chip
 from .classes import Unit
 from .costs import Cost, decode
-from .execution import Execution, Loop, find_loop, repeat
+from .execution import Execution, Loop, LoopError, find_loop, repeat
 from .loads import LoadPath, requests
 from .unit import ComputeUnit, Snapshot
 
-WARM_UP = 8
-"""Iterations that fill the pipelines before those that count."""
-MEASURED = 16
+WARM_UP = (2, 8, 1200)
+"""Iterations that fill the pipelines before those that count: least, most, and instructions of a
+wave that are enough."""
+MEASURED = (6, 16, 3000)
+"""The same of those that count."""
 SATURATED = 0.85
 """A unit that is busy for this share of the time limits the loop."""
 TOLERANCE = 0.01
@@ -119,16 +123,16 @@ def model_loop(
     The latency of HBM depends on its load, so the loop is replayed until both agree.
 
     Args:
-        execution: a workgroup whose loop ran four times or more.
+        execution: a workgroup whose hot loop jumped back three times or more.
         workgroups: on the compute unit; by default as many as registers and LDS admit.
         chip: figures of the hardware.
         active_units: compute units that share HBM; by default all.
 
     Raises:
-        LoopError: the trace has no loop with MFMA that runs twice.
+        LoopError: there is no loop with MFMA, or it was executed too few times.
     """
     loop = find_loop(execution)
-    execution, loop = repeat(execution, loop, WARM_UP + MEASURED + 2)
+    execution, loop = repeat(execution, loop, _window(loop)[1] + 2)
     waves = len(execution.waves)
     if workgroups is None:
         workgroups = chip.workgroups(waves, execution.vector_registers, execution.lds_bytes)
@@ -157,6 +161,15 @@ def model_loop(
         vector_registers=execution.vector_registers,
         lds_bytes=execution.lds_bytes,
     )
+
+
+def _window(loop: Loop) -> tuple[int, int]:
+    """First and last of the jumps between which the loop is measured."""
+    length = loop.steps[0][1] - loop.steps[0][0]
+    warm_up, measured = (
+        min(max(enough // length, least), most) for least, most, enough in (WARM_UP, MEASURED)
+    )
+    return warm_up, warm_up + measured
 
 
 def _settle(
@@ -194,14 +207,20 @@ def _settle(
 
 
 def _replay(execution: Execution, loop: Loop, unit: ComputeUnit) -> _Replay:
+    """Replay, and measure while all workgroups are between two jumps of the loop."""
     jumps = loop.steps[0]
-    first, last = jumps[WARM_UP], jumps[WARM_UP + MEASURED]
-    before, after, _ = unit.run((first, last))
+    before, after = unit.run(*(jumps[place] for place in _window(loop)))
     leaders = unit.waves[:: len(execution.waves)]
-    begin = max(wave.issued[first] for wave in leaders)
-    end = min(wave.issued[last] for wave in leaders)
-    done = sum(begin < wave.issued[jump] <= end for wave in leaders for jump in jumps)
-    return _Replay(before, after, (end - begin) * len(leaders) / done)
+    turns = np.arange(len(jumps))
+    window = (before.time, after.time)
+    done = 0.0
+    for wave in leaders:
+        start, end = np.interp(window, [wave.issued[jump] for jump in jumps], turns)
+        done += float(end - start)
+    if done <= 0:
+        name = execution.program.name
+        raise LoopError(f"model_loop: {name} — need workgroups that run side by side")
+    return _Replay(before, after, (after.time - before.time) * len(leaders) / done)
 
 
 def _waits(replay: _Replay, waves: int) -> dict[str, float]:
