@@ -69,6 +69,8 @@ class PreparedExperts(torch.nn.Module):
     ) -> torch.Tensor:
         """X [..., H], weights and ids [T, top_k] → the shape and dtype of x.
 
+        Weights and ids may have any dtype that `fused_moe` takes.
+
         Raises:
             UnsupportedError: x requires a gradient and the module is in training mode. In
                 evaluation mode the error comes with the backward pass.
@@ -90,8 +92,8 @@ class PreparedExperts(torch.nn.Module):
         out = fused_moe(
             _as(rows, torch.bfloat16),
             self.weights,
-            _as(topk_weights, torch.float32),
-            _as(topk_ids, torch.int32),
+            topk_weights,
+            topk_ids,
             activation=self.activation,
             activation_format=self.activation_format,
             out_dtype=x.dtype,

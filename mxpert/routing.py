@@ -21,6 +21,8 @@ MAX_ROUTED_ROWS = 1 << TOKEN_BITS
 MAX_TOP_K = 127
 """The slot lives in the upper 8 bits of a signed int32; `top_k` itself marks padding."""
 GROUP_OFFSET_DTYPES = (torch.int32, torch.int64)
+TOPK_ID_DTYPES = (torch.int32, torch.int64)
+TOPK_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def plan_capacity(num_tokens: int, top_k: int, num_experts: int, routing_block_m: int) -> int:
@@ -135,7 +137,7 @@ def require_topk(
     num_tokens: int | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Check a router's output: float32 weights and int32 ids, both [T, top_k], on one device.
+    """Check a router's output: float weights and integer ids, both [T, top_k], on one device.
 
     Raises:
         TypeError: wrong type or dtype; ids of a floating dtype are reported as swapped arguments.
@@ -146,7 +148,7 @@ def require_topk(
         topk_weights,
         op,
         "topk_weights",
-        dtype=torch.float32,
+        dtype=TOPK_WEIGHT_DTYPES,
         shape=tuple(topk_ids.shape),
         device=topk_ids.device,
     )
@@ -159,19 +161,19 @@ def require_ids(
     num_tokens: int | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Check a router's expert ids alone: int32 [T, top_k]."""
+    """Check a router's expert ids alone: int32 or int64 [T, top_k]."""
     if isinstance(topk_ids, torch.Tensor) and topk_ids.is_floating_point():
         raise TypeError(
             message(
                 op,
                 "topk_ids.dtype",
-                "int32",
+                "int32 or int64",
                 str(topk_ids.dtype).removeprefix("torch."),
                 "this looks swapped: topk_weights come before topk_ids, as route_topk returns them",
             )
         )
     require_tensor(
-        topk_ids, op, "topk_ids", dtype=torch.int32, shape=(num_tokens, None), device=device
+        topk_ids, op, "topk_ids", dtype=TOPK_ID_DTYPES, shape=(num_tokens, None), device=device
     )
 
 

@@ -1,7 +1,8 @@
-"""Run the test suite in two processes and print one summary line.
+"""Run the test suite in three processes and print one summary line.
 
 Triton reads TRITON_INTERPRET when a kernel is defined, so the interpreted tier needs its own
-process. Both pytest runs get the same arguments. The exit status is 0 only if both pass.
+process. The third runs the same tests on gfx950 code, and the tests of gfx950's own kernels. All
+pytest runs get the same arguments. The exit status is 0 only if all pass.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = "tests/interpreted"
+GFX950 = ("tests/gfx950", "tests/cdna4")
+"""Folders whose tests execute gfx950 code on the CPU."""
 CLOSING = re.compile(r"^=* ?(?P<counts>\d+ [a-z].*) in [\d.]+s.*$")
 NO_TESTS_COLLECTED = 5
 
@@ -77,19 +80,24 @@ def run(arguments: list[str], environment: dict[str, str]) -> tuple[int, Counter
 
 
 def main(arguments: list[str]) -> int:
-    """Run both processes, then print ``==== 12 passed, 1 skipped in 3.45s ====``."""
+    """Run all processes, then print ``==== 12 passed, 1 skipped in 3.45s ====``."""
     started = time.monotonic()
     memory = gpu_memory()
     spread = ["-n", str(workers(memory)), "--dist", "worksteal"]
     # Without a GPU each worker uses one thread; otherwise the workers compete for the cores.
     threads = {} if memory else {"OMP_NUM_THREADS": "1"}
-    status, total = run([*spread, f"--ignore={INTERPRETED}", "tests", *arguments], threads)
-    if (ROOT / INTERPRETED).is_dir():
-        second, counts = run(
-            [*spread, INTERPRETED, *arguments], threads | {"TRITON_INTERPRET": "1"}
-        )
-        status = status or (0 if second == NO_TESTS_COLLECTED and arguments else second)
-        total += counts
+    ignored = [f"--ignore={folder}" for folder in (INTERPRETED, *GFX950)]
+    status, total = run([*spread, *ignored, "tests", *arguments], threads)
+    present = [folder for folder in (INTERPRETED, *GFX950) if (ROOT / folder).is_dir()]
+    parts = (
+        ([INTERPRETED], {"TRITON_INTERPRET": "1"}),
+        (["--gfx950", *present], {"OMP_NUM_THREADS": "1"}),
+    )
+    for selection, environment in parts:
+        if INTERPRETED in present:
+            code, counts = run([*spread, *selection, *arguments], threads | environment)
+            status = status or (0 if code == NO_TESTS_COLLECTED and arguments else code)
+            total += counts
     order = (
         "failed",
         "passed",

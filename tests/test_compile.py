@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxpert
 from mxpert import GateUpOrder, MoEWeights, SwiGLU
+from mxpert.ops.library import OPS
+from mxpert.ops.moe_checks import moe_options
 from mxpert.ops.schema import FlatLayout
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, BLOCK = 4, 2, 64, 32, 16
@@ -223,3 +225,45 @@ def test_nothing_else_goes_through_the_dispatcher(monkeypatch: pytest.MonkeyPatc
     with torch.inference_mode():
         _eager_layer()
     _eager_layer()
+
+
+def _routed(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, logits = inputs(num_tokens)
+    topk_weights, topk_ids = mxpert.route_topk(logits, TOP_K)
+    return x, topk_weights.bfloat16(), topk_ids.long()
+
+
+def _into(
+    out: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
+    return mxpert.fused_moe(x, WEIGHTS, topk_weights, topk_ids, activation=SwiGLU(), out=out)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_compiled_layer_writes_into_its_output(dynamic: bool) -> None:
+    """Rows of a larger buffer, as a caller with one buffer for several layers passes them."""
+
+    def layer(buffer: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
+        return _into(buffer[1:], *routed) + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for num_tokens in (5, 3):
+        x, *routing = _routed(num_tokens)
+        want = torch.zeros(num_tokens + 1, HIDDEN, dtype=torch.bfloat16)
+        result = layer(want, x, *routing)
+        buffer = torch.zeros_like(want)
+        assert torch.equal(compiled(buffer, x, *routing), result)
+        assert torch.equal(buffer, want)
+        assert want[1:].any()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_fused_moe_out_opcheck(num_tokens: int) -> None:
+    spec = OPS["fused_moe_out"]
+    options = moe_options("fused_moe", SwiGLU())
+    x, topk_weights, topk_ids = _routed(num_tokens)
+    flat = spec._layout.flatten(
+        (options, x, WEIGHTS, topk_weights, topk_ids, None, None, torch.zeros_like(x))
+    )
+    torch.library.opcheck(torch.ops.mxpert.fused_moe_out, tuple(flat))

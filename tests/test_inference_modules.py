@@ -10,7 +10,16 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import ClampedSiLU, GateUpOrder, MoEWeights, Scoring, SiLU, SwiGLU, UnsupportedError
+from mxpert import (
+    ClampedSiLU,
+    GateUpOrder,
+    MoEWeights,
+    Scoring,
+    SiLU,
+    SwiGLU,
+    UnsupportedError,
+    modules,
+)
 from mxpert.formats import dequantize_blocks
 from mxpert.integrations.checkpoints.gpt_oss import (
     collect_moe_inputs,
@@ -131,6 +140,26 @@ def test_a_gpt_oss_layer_is_transformers_layer(tmp_path: Path) -> None:
     ).eval()
     capture = collect_moe_inputs(load_transformers_oracle(path), demo_token_ids(64), 0)
     assert cosine(moe(capture.hidden), capture.output) > 0.9999
+
+
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_experts_take_a_routers_own_dtypes(
+    weights_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is converted on the way to the op: each conversion would be a kernel."""
+    given: list[torch.Tensor] = []
+
+    def noted(x: torch.Tensor, weights: MoEWeights, *routing: torch.Tensor, **options: Any) -> Any:
+        given.extend((x, *routing))
+        return mxpert.fused_moe(x, weights, *routing, **options)
+
+    monkeypatch.setattr(modules, "fused_moe", noted)
+    moe, x = layer(), rows(5).bfloat16()
+    topk_weights, topk_ids = mxpert.route_topk(torch.randn(5, E), K)
+    passed = x, topk_weights.to(weights_dtype), topk_ids.long()
+    y = moe.experts(*passed)
+    assert all(have is want for have, want in zip(given, passed, strict=True))
+    assert torch.equal(y, moe.experts(x, passed[1].float(), topk_ids))
 
 
 @pytest.mark.parametrize("assign", [False, True])

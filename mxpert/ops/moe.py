@@ -13,7 +13,7 @@ from ..problem import Activation, Combine, MoEOptions, MoEProblem, Op, SiLU, act
 from ..routing import RoutingPlan
 from ..weights import MoEWeights
 from .library import OpSpec
-from .moe_checks import check_down, check_fused_moe, check_gate_up, moe_options
+from .moe_checks import check_down, check_fused_moe, check_fused_moe_out, check_gate_up, moe_options
 from .schema import Operand, rebuild_mx
 
 
@@ -31,6 +31,7 @@ def fused_moe(
     expert_map: torch.Tensor | None = None,
     num_local_tokens: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute a whole MoE layer with MXFP4 weights.
 
@@ -44,8 +45,8 @@ def fused_moe(
     Args:
         x: bfloat16 [T, H], or an MXTensor [T, H] in the format of `activation_format`.
         weights: MoEWeights of the local experts, on the device of `x`.
-        topk_weights: float32 [T, k], routing weights.
-        topk_ids: int32 [T, k], expert ids; negative and foreign ids are skipped.
+        topk_weights: float32, bfloat16 or float16 [T, k], routing weights; used in float32.
+        topk_ids: int32 or int64 [T, k], expert ids; negative and foreign ids are skipped.
         activation: SiLU(), SwiGLU(alpha, limit), ClampedSiLU(limit) or SiTUv2(beta, beta_up).
         activation_format: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4". The MX formats
             quantise x and the intermediate with 1×32 scales. "fp8_token" quantises each row to e4m3
@@ -57,9 +58,11 @@ def fused_moe(
         expert_map: int32 [E_global], global id to local id or −1 (expert parallelism).
         num_local_tokens: int32 [1] on the device; tokens at or beyond it are skipped.
         out_dtype: bfloat16, float16 or float32.
+        out: contiguous [T, H] in `out_dtype`, which the layer writes; may be `x` or share its
+            memory, because x is read before the first row is written. None allocates.
 
     Returns:
-        [T, H] in `out_dtype`; zero where no local expert was chosen.
+        [T, H] in `out_dtype`, or `out`; zero where no local expert was chosen.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -79,17 +82,9 @@ def fused_moe(
         >>> mxpert.fused_moe(x, weights, topk_weights, topk_ids, activation=mxpert.SiLU()).shape
         torch.Size([3, 32])
     """
-    options = moe_options(
-        "fused_moe",
-        activation,
-        activation_format,
-        scale_rule,
-        apply_router_weight_on_input,
-        combine,
-        out_dtype,
-    )
-    return _FUSED_MOE(
-        options,
+    choices = scale_rule, apply_router_weight_on_input, combine, out_dtype
+    options = moe_options("fused_moe", activation, activation_format, *choices)
+    inputs = dict(
         x=x,
         weights=weights,
         topk_weights=topk_weights,
@@ -97,6 +92,10 @@ def fused_moe(
         expert_map=expert_map,
         num_local_tokens=num_local_tokens,
     )
+    if out is None:
+        return _FUSED_MOE(options, **inputs)
+    _FUSED_MOE_OUT(options, **inputs, out=out)
+    return out
 
 
 def moe_gate_up(
@@ -302,6 +301,15 @@ def _fake_down(
 
 _FUSED_MOE: OpSpec[torch.Tensor] = OpSpec(
     "fused_moe", check=check_fused_moe, describe=_layer_problem, fake=_fake_layer
+)
+_FUSED_MOE_OUT: OpSpec[None] = OpSpec(
+    "fused_moe_out",
+    check=check_fused_moe_out,
+    describe=_layer_problem,
+    fake=_fake_layer,
+    returns="()",
+    mutates="out",
+    is_public=False,
 )
 _GATE_UP: OpSpec[Operand] = OpSpec(
     "moe_gate_up",

@@ -76,6 +76,29 @@ def check_fused_moe(
         )
 
 
+def check_fused_moe_out(
+    options: MoEOptions,
+    x: Operand,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Checks of `fused_moe` with `out`."""
+    check_fused_moe(options, x, weights, topk_weights, topk_ids, expert_map, num_local_tokens)
+    require_tensor(
+        out,
+        "fused_moe",
+        "out",
+        dtype=options.out_dtype,
+        shape=(x.shape[0], weights.hidden_size),
+        device=weights.device,
+        contiguous=True,
+    )
+
+
 def check_gate_up(options: MoEOptions, x: Operand, weights: MoEWeights, plan: RoutingPlan) -> None:
     """Checks of `moe_gate_up`."""
     op = "moe_gate_up"
@@ -113,7 +136,7 @@ def check_topk(
     device: torch.device,
     op: str,
 ) -> None:
-    """Router output: int32 [T, k] and float32 [T, k] on one device, within the packing limits."""
+    """Router output: ids [T, k] and weights [T, k] on one device, within the packing limits."""
     require_topk(topk_weights, topk_ids, op, num_tokens=num_tokens, device=device)
     top_k = topk_ids.shape[1]
     if not 1 <= top_k <= MAX_TOP_K:

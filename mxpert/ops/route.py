@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -103,8 +104,8 @@ def make_routing_plan(
     gets no row, and −1 in `slot_rows`. An id that appears twice in a token gets two rows.
 
     Args:
-        topk_weights: float32 [T, top_k]; copied bit for bit.
-        topk_ids: int32 [T, top_k], global expert ids.
+        topk_weights: float32, bfloat16 or float16 [T, top_k]; the plan has them in float32.
+        topk_ids: int32 or int64 [T, top_k], global expert ids.
         num_experts: global ids range over 0 … num_experts − 1.
         routing_block_m: rows per block, a multiple of the block_m of each GEMM that uses the plan.
         expert_map: int32 [num_experts], global id → local id, or −1 if the expert lives elsewhere.
@@ -347,18 +348,18 @@ def _fake_plan(
     num_local_experts: int,
     routing_block_m: int,
     *,
-    topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     **_: Any,
 ) -> list[torch.Tensor]:
     num_tokens, top_k = topk_ids.shape
     capacity = plan_capacity(num_tokens, top_k, num_local_experts, routing_block_m)
+    new = functools.partial(topk_ids.new_empty, dtype=torch.int32)
     return [
-        topk_ids.new_empty(capacity),
-        topk_weights.new_empty(capacity),
-        topk_ids.new_empty(capacity // routing_block_m),
-        topk_ids.new_empty(2),
-        topk_ids.new_empty((num_tokens, top_k)),
+        new(capacity),
+        topk_ids.new_empty(capacity, dtype=torch.float32),
+        new(capacity // routing_block_m),
+        new(2),
+        new((num_tokens, top_k)),
     ]
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ..dispatch import Explanation, explain_problem
-from ..errors import message, require, require_int, require_tensor
+from ..errors import message, require, require_dtype, require_int, require_tensor
 from ..problem import Activation, MoEProblem, Problem
+from ..routing import TOPK_ID_DTYPES, TOPK_WEIGHT_DTYPES
 from ..weights import MoEWeights
 from .explain import explain
 from .moe import fused_moe
@@ -38,6 +39,8 @@ def warm_up(
     activation_format: str = "bf16",
     apply_router_weight_on_input: bool = False,
     expert_map: torch.Tensor | None = None,
+    topk_weights_dtype: torch.dtype = torch.float32,
+    topk_ids_dtype: torch.dtype = torch.int32,
     progress: Progress | None = None,
 ) -> tuple[int, ...]:
     """Compile the kernels that `fused_moe` launches for 1 to `max_tokens` tokens.
@@ -55,6 +58,7 @@ def warm_up(
         activation_format: as for `fused_moe`.
         apply_router_weight_on_input: as for `fused_moe`.
         expert_map: as for `fused_moe`.
+        topk_weights_dtype, topk_ids_dtype: dtypes of the calls' routing weights and expert ids.
         progress: called as ``progress(done, total, num_tokens)`` before each run and at the end.
             None logs a warning of the logger "mxpert" every five seconds.
 
@@ -81,6 +85,8 @@ def warm_up(
         ()
     """
     num_experts = _checked_experts(weights, max_tokens, top_k, expert_map)
+    require_dtype(topk_weights_dtype, TOPK_WEIGHT_DTYPES, "warm_up", "topk_weights_dtype")
+    require_dtype(topk_ids_dtype, TOPK_ID_DTYPES, "warm_up", "topk_ids_dtype")
     options: dict[str, Any] = dict(
         activation=activation,
         activation_format=activation_format,
@@ -91,7 +97,8 @@ def warm_up(
     def batch(num_tokens: int) -> tuple[torch.Tensor, MoEWeights, torch.Tensor, torch.Tensor]:
         shape = num_tokens, weights.hidden_size
         x = torch.zeros(shape, dtype=torch.bfloat16, device=weights.device)
-        return x, weights, *even_routing(num_tokens, top_k, num_experts, weights.device)
+        routing = even_routing(num_tokens, top_k, num_experts, weights.device)
+        return x, weights, routing[0].to(topk_weights_dtype), routing[1].to(topk_ids_dtype)
 
     counts = _token_counts(explain(fused_moe, *batch(1), **options).problem, max_tokens)
     report = _log_slow_progress() if progress is None else progress

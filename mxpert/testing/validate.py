@@ -34,7 +34,7 @@ def validate_routing(
     """Check that ids are in range and distinct per token, and that weights are finite.
 
     Args:
-        topk_weights: float32 [T, k], or None. topk_ids: int32 [T, k].
+        topk_weights: float [T, k], or None. topk_ids: int32 or int64 [T, k].
         num_experts: global number of experts. allow_skipped: let −1 stand for "no expert".
 
     Raises:

@@ -58,6 +58,8 @@ def layer(rng: random.Random) -> Arguments:
     top_k = rng.randint(1, experts)
     weights = moe_weights(rng, experts, hidden, inner)
     topk_weights, topk_ids = mxpert.route_topk(randn(rng, tokens, experts), top_k)
+    topk_weights = topk_weights.to(rng.choice(FLOATS))
+    topk_ids = topk_ids.to(rng.choice((torch.int32, torch.int64)))
     return dict(
         x=randn(rng, tokens, hidden, dtype=torch.bfloat16),
         weights=weights,

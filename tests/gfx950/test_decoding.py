@@ -16,7 +16,7 @@ from triton._C.libtriton import amd, llvm
 import mxpert
 from mxpert.testing.gfx950 import emulate, emulation
 from mxpert.testing.gfx950.instructions import bind
-from mxpert.testing.gfx950.program import parse_instruction, parse_listing
+from mxpert.testing.gfx950.program import Program, parse_instruction, parse_listing
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
 from support.gfx950.decoder import decoded, from_binary, listed
@@ -91,9 +91,12 @@ v_min_u32_e32 v1, s18, v18
 v_mfma_f32_16x16x128_f8f6f4 a[0:3], v[4:7], v[8:15], a[0:3] cbsz:4 blgp:1
 v_mov_b32_dpp v1, v2 row_half_mirror row_mask:0xf bank_mask:0xf
 v_mov_b32_dpp v1, v2 row_newbcast:5 row_mask:0x3 bank_mask:0xf bound_ctrl:1
+v_mov_b32_dpp v1, v2 wave_shl:1 row_mask:0xf bank_mask:0xf
+v_mov_b32_dpp v1, v2 wave_ror:1 row_mask:0xf bank_mask:0xf
 v_mov_b64_e32 v[10:11], s[0:1]
 v_mul_f32_e64 v1, v2, -2.0 clamp
 v_mul_i32_i24_e32 v0, -12, v41
+v_pack_b32_f16 v0, v1, v2
 v_permlane16_swap_b32_e32 v0, v1
 v_pk_add_f32 v[0:1], v[2:3], 1.0 op_sel_hi:[1,0] neg_lo:[1,0] neg_hi:[1,0]
 v_pk_add_u16 v0, v1, v2
@@ -140,6 +143,12 @@ def kernels() -> tuple[Any, ...]:
     return tuple({binary.asm["amdgcn"]: binary for binary in found}.values())
 
 
+@functools.cache
+def programs() -> tuple[Program, ...]:
+    """Their listings, parsed."""
+    return tuple(parse_listing(kernel.asm["amdgcn"]) for kernel in kernels())
+
+
 def _call_ops() -> None:
     inputs = exact_moe_problem(MoEShape(256, 128, 4, 2, has_bias=True), 16)
     for name in ("mxfp8", "mxfp4", "bf16"):
@@ -166,13 +175,13 @@ def _call_ops() -> None:
 def test_binaries_are_their_listings() -> None:
     """Mnemonics, operands and modifiers; code objects have padding besides."""
     count = 0
-    for kernel in kernels():
+    for kernel, program in zip(kernels(), programs(), strict=True):
         binary = map(from_binary, decoded(kernel.asm["hsaco"]))
-        for instruction in parse_listing(kernel.asm["amdgcn"]).instructions:
+        for instruction in program.instructions:
             found = next(binary)
             while found[0] == "s_nop" != instruction.name:
                 found = next(binary)
-            assert found == listed(instruction), (kernel.metadata.name, instruction.text)
+            assert found == listed(instruction), (program.name, instruction.text)
             count += 1
     assert count > 15_000
 
@@ -193,21 +202,18 @@ def test_forms_are_their_encodings() -> None:
 def used() -> set[str]:
     """Mnemonics of the kernels above and of `FORMS`."""
     names = {parse_instruction(line).name for line in FORMS.strip().splitlines()}
-    for kernel in kernels():
-        names |= {i.name for i in parse_listing(kernel.asm["amdgcn"]).instructions}
+    for program in programs():
+        names |= {instruction.name for instruction in program.instructions}
     return names
 
 
 def test_table_knows_what_kernels_use() -> None:
     """Every instruction binds: all operands and modifiers have a meaning."""
-    program = None
-    for kernel in kernels():
-        program = parse_listing(kernel.asm["amdgcn"])
+    for program in programs():
         for instruction in program.instructions:
             bind(instruction, program)
-    assert program is not None
     for line in FORMS.strip().splitlines():
-        bind(parse_instruction(line), program)
+        bind(parse_instruction(line), programs()[0])
     assert len(used()) >= 230
 
 

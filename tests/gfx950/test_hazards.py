@@ -36,7 +36,9 @@ LOAD = f"{ADDRESS}\nglobal_load_dword v2, v1, s[4:5]\n{{}}\nv_add_u32_e32 v2, 1,
 
 
 def test_a_missing_wait_for_global_memory() -> None:
-    execute(LOAD.format("s_waitcnt vmcnt(0)"), out())
+    got = out(64)
+    execute(LOAD.format("s_waitcnt vmcnt(0)"), got)
+    assert (got == 1).all()  # once, although the check of sharing starts the launch again
     fault = faults(gfx950.WaitFault, LOAD.format("s_nop 0"))
     assert fault.what == "v2 is used before the vmcnt that covers its load"
     assert (fault.place.index, fault.place.wave) == (5, 0)
@@ -177,6 +179,58 @@ def test_a_load_straight_to_lds_must_not_overtake_reads() -> None:
     faults(gfx950.LdsRaceFault, body.format("s_nop 0", "s_waitcnt vmcnt(0)"), lds=256)
 
 
+DIRECT_EXCHANGE = f"""
+{ADDRESS}
+v_and_b32_e32 v8, 64, v0
+v_lshlrev_b32_e32 v8, 2, v8
+v_mov_b32_e32 v7, s5
+v_add_co_u32_e32 v6, vcc, s4, v1
+v_readfirstlane_b32 s6, v8
+s_mov_b32 m0, s6
+v_xor_b32_e32 v9, 256, v1
+global_load_lds_dword v[6:7], off
+{{}}
+ds_read_b32 v2, v9
+s_waitcnt lgkmcnt(0)
+{STORE}
+"""
+"""Two waves load 256 bytes each straight to LDS, and read each other's."""
+
+
+def test_another_wave_reads_what_was_loaded_straight_to_lds() -> None:
+    got = torch.arange(128, dtype=torch.int32)
+    body = DIRECT_EXCHANGE.format("s_waitcnt vmcnt(0)\ns_barrier")
+    execute(body, got, waves=2, lds=512)
+    assert got.tolist() == [*range(64, 128), *range(64)]
+    late = DIRECT_EXCHANGE.format("s_barrier\ns_waitcnt vmcnt(0)")
+    faults(gfx950.LdsRaceFault, late, waves=2, lds=512)
+
+
+COUNT = f"""
+{ADDRESS}
+v_mov_b32_e32 v3, 0
+v_mov_b32_e32 v4, 1
+ds_write_b32 v3, v3
+s_waitcnt lgkmcnt(0)
+s_barrier
+ds_add_u32 v3, v4
+{{}}
+ds_read_b32 v2, v3
+s_waitcnt lgkmcnt(0)
+{STORE}
+"""
+
+
+def test_atomic_operations_of_waves_on_lds() -> None:
+    for schedule in ("lowest", "random"):
+        got = out(128)
+        execute(COUNT.format(READY), got, waves=2, lds=16, schedule=schedule)
+        assert (got == 128).all()
+    faults(gfx950.LdsRaceFault, COUNT.format("s_waitcnt lgkmcnt(0)"), waves=2, lds=16)
+    early = COUNT.replace("s_barrier", "s_nop 0").format(READY)
+    faults(gfx950.LdsRaceFault, early, waves=2, lds=16, schedule="random")
+
+
 # -- addresses -------------------------------------------------------------------------------------
 
 
@@ -230,6 +284,25 @@ def test_workgroups_that_share_bytes() -> None:
         + store,
         grid=(100,),
     )
+
+
+@pytest.mark.parametrize("writer", [0, 1, 2])
+def test_one_of_several_readers_writes(writer: int) -> None:
+    """The writer has read the bytes itself, before or after the others."""
+    body = f"""
+    {ADDRESS}
+    global_load_dword v2, v1, s[4:5]
+    s_waitcnt vmcnt(0)
+    s_cmp_lg_u32 s2, {writer}
+    s_cbranch_scc1 .LBB0_1
+    {STORE}
+    .LBB0_1:
+    """
+    for schedule in ("lowest", "random"):
+        fault = faults(gfx950.SharedBytesFault, body, grid=(3,), schedule=schedule)
+        assert fault.place.workgroup is not None
+    execute(body, out(), grid=(3,), checks=False)
+    execute(body.replace(f"s2, {writer}", "s2, 7"), out(), grid=(3,))
 
 
 def test_workgroups_may_share_bytes_by_atomics() -> None:

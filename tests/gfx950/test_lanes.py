@@ -15,7 +15,7 @@ from support.gfx950.single import Single
 LANES = 64
 PARTIAL = 0xF0F0_1234_8000_0001
 
-# Source lane of a lane in a row of 16, None if there is none; from section 6.8 of the manual.
+# Source lane of a lane in a row of 16, None if there is none; from the manual's chapter on DPP.
 CONTROLS = {
     "quad_perm:[3,0,2,1]": lambda lane: lane // 4 * 4 + (3, 0, 2, 1)[lane % 4],
     "row_shl:1": lambda lane: lane + 1 if lane % 16 < 15 else None,
@@ -26,6 +26,10 @@ CONTROLS = {
     "row_mirror": lambda lane: lane // 16 * 16 + 15 - lane % 16,
     "row_half_mirror": lambda lane: lane // 8 * 8 + 7 - lane % 8,
     "row_newbcast:5": lambda lane: lane // 16 * 16 + 5,
+    "wave_shl:1": lambda lane: lane + 1 if lane < 63 else None,
+    "wave_shr:1": lambda lane: lane - 1 if lane else None,
+    "wave_rol:1": lambda lane: (lane + 1) % 64,
+    "wave_ror:1": lambda lane: (lane - 1) % 64,
     "row_bcast:15": lambda lane: lane // 16 * 16 - 1 if lane >= 16 else None,
     "row_bcast:31": lambda lane: 31 if lane >= 32 else None,
 }
@@ -244,7 +248,7 @@ def test_swizzle(pattern: str) -> None:
         ("v_add_u32 v0, -v1, v2", "float modifier"),
         ("v_mul_lo_u32 v0, v1, v2 clamp", "clamp"),
         ("v_cmp_eq_u32_dpp vcc, v1, v2 row_shr:1", "DPP"),
-        ("v_mov_b32_dpp v0, v1 wave_shl:1", "DPP control"),
+        ("v_mov_b32_dpp v0, v1 row_xmask:1", "DPP control"),
         ("v_readlane_b32_sdwa s0, v1, 0", "encoding"),
         ("v_pk_add_f32 v[0:1], v[2:3], 1.0", "high part"),
         ("v_add3_u32 v0, v1, v2", "4 operands"),
@@ -273,6 +277,8 @@ def test_mode() -> None:
     assert (single.state.mode >> 23 & 1).tolist() == [0, 1]
     single.run("s_getreg_b32 s5, hwreg(HW_REG_MODE, 20, 8)")
     assert single.state.scalar[5].tolist() == [0, 8]
+    with pytest.raises(UnknownInstructionError, match="FP16_OVFL"):
+        single.run("v_cvt_f16_f32 v0, v1")
     single.run("s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 0")
     assert (single.state.mode >> 23 & 1).tolist() == [0, 0]
 

@@ -257,3 +257,17 @@ def test_topk_and_plan_with_1024_experts(device):
     order = logits.argsort(dim=1, descending=True, stable=True)
     assert torch.equal(ids.cpu().long(), order[:, :16])
     check_plan(ids.cpu(), weights.cpu(), device, num_experts=1024, unit=16)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 33, 500, 3000])
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_int64_ids_and_narrow_weights(device, num_tokens, weights_dtype):
+    """No id wraps: some have the low 32 bits of a valid one."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    ids = torch.randint(-5, 140, (num_tokens, 8), generator=generator)
+    ids[0, :4] = torch.tensor([(1 << 32) + 3, 5 - (1 << 32), (1 << 63) - 1, -(1 << 63)])
+    weights = torch.rand(num_tokens, 8, generator=generator).to(weights_dtype)
+    plan = mxpert.make_routing_plan(
+        weights.to(device), ids.to(device), num_experts=128, routing_block_m=16
+    )
+    validate_routing_plan(plan, weights.float(), ids, num_experts=128)

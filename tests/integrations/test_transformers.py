@@ -201,6 +201,34 @@ def test_static_cache_decode_compiles_without_breaks(family, taught, sequence) -
         assert len(ops) == len(mx_experts(model))
 
 
+@EVERY_FAMILY
+def test_generate_compiles_the_decode_step(family, taught, sequence) -> None:
+    """What `generate` does on a GPU: one graph a layer of experts, and the eager tokens."""
+    _, model = taught[family]
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    config = transformers.CompileConfig(fullgraph=True, backend=count, mode="default")
+    config._compile_all_devices = True  # Transformers compiles on a GPU alone without it
+    options = dict(cache_implementation="static", compile_config=config)
+    assert torch.equal(greedy(model, sequence, **options), greedy(model, sequence))
+    compiled = len(graphs)
+    assert 1 <= compiled <= 2  # one more for gpt-oss: Transformers' sliding cache holds a host int
+    for graph in graphs:
+        nodes = list(graph.graph.nodes)
+        ops = [node for node in nodes if "fused_moe" in str(node.target)]
+        assert len(ops) == len(mx_experts(model))
+        for op in ops:  # the router's own ids, not a copy in another dtype
+            dtypes = [node.meta["example_value"].dtype for node in op.all_input_nodes]
+            assert (dtypes.count(torch.int64), dtypes.count(torch.int32)) == (1, 0)
+    greedy(model, sequence, **options)
+    assert len(graphs) == compiled, "the second call compiles nothing"
+
+
 def test_a_gradient_is_refused_not_forgotten(taught, sequence) -> None:
     model = copy.deepcopy(taught["mixtral"][1])
     ids = sequence[None, :PROMPT]

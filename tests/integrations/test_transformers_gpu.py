@@ -14,7 +14,7 @@ from mxpert.formats.tensor import Layout
 from mxpert.integrations.models.convert import convert, mx_experts
 from mxpert.testing.numerics import cosine
 
-from .families import FAMILIES, PROMPT, build, greedy, oracle_of, teach
+from .families import FAMILIES, NEW_TOKENS, PROMPT, build, greedy, oracle_of, teach
 from .test_transformers import capture
 
 pytestmark = pytest.mark.gpu
@@ -55,11 +55,21 @@ def test_bfloat16_layers(family, sequence) -> None:
         assert cosine(experts(*arguments), expected) >= 0.9999
 
 
-def test_static_cache_generation_in_cuda_graphs(taught, sequence) -> None:
-    """generate() compiles the decode step itself where the cache is static."""
-    _, model = taught["mixtral"]
-    ids = sequence.to("cuda")
-    assert torch.equal(greedy(model, ids, cache_implementation="static"), greedy(model, ids))
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_static_cache_generation_in_cuda_graphs(family, taught, sequence) -> None:
+    """generate() compiles the decode step itself where the cache is static, and replays a graph
+    for each token."""
+    _, model = taught[family]
+    torch._dynamo.reset()
+    ids, options = sequence.to("cuda"), {"cache_implementation": "static"}
+    expected = greedy(model, ids)
+    for _ in range(3):  # compiles, captures, replays
+        assert torch.equal(greedy(model, ids, **options), expected)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        greedy(model, ids, **options)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts.get("cudaGraphLaunch", 0) >= NEW_TOKENS - 1
 
 
 @contextmanager

@@ -28,10 +28,16 @@ CONFIGS = {
 
 
 def check_plan(
-    config: PlanConfig, ids: torch.Tensor, *, num_experts: int, unit: int, **options: Any
+    config: PlanConfig,
+    ids: torch.Tensor,
+    *,
+    num_experts: int,
+    unit: int,
+    weights_dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    weights = torch.rand(ids.shape, generator=generator)
+    weights = torch.rand(ids.shape, generator=generator).to(weights_dtype)
     problem = describe(
         mxpert.make_routing_plan,
         weights,
@@ -51,7 +57,7 @@ def check_plan(
     tokens = options.get("num_local_tokens")
     validate_routing_plan(
         plan,
-        weights,
+        weights.float(),
         ids,
         num_experts=num_experts,
         expert_map=options.get("expert_map"),
@@ -93,6 +99,21 @@ def test_plan_ignores_foreign_ids_and_tokens_beyond_the_local_ones(config):
             num_local_experts=10,
             num_local_tokens=torch.tensor([tokens], dtype=torch.int32),
         )
+
+
+@pytest.mark.parametrize("has_map", [False, True], ids=["all-experts", "expert-map"])
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_plan_of_int64_ids_and_narrow_weights(config, weights_dtype, has_map):
+    """No id wraps: some have the low 32 bits of a valid one."""
+    ids = torch.randint(-3, 27, (30, 5), generator=torch.Generator().manual_seed(3))
+    ids[3, 1], ids[4, 0] = (1 << 63) - 1, -(1 << 63)
+    ids[6], ids[7] = (1 << 32) + torch.arange(5), torch.arange(5) - (1 << 32)
+    options: dict[str, Any] = {"weights_dtype": weights_dtype}
+    if has_map:
+        options["expert_map"] = torch.arange(24, dtype=torch.int32) - 8
+        options["num_local_experts"] = 10
+    check_plan(config, ids, num_experts=24, unit=8, **options)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -281,3 +281,35 @@ def test_nan_scales_reach_the_output() -> None:
 def test_fused_flat_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="make_routing_plan"):
         run(random_moe_problem(SHAPE, 2), combine=Combine.FLAT)
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_of_the_router_change_no_bit(weights_dtype, ids_dtype) -> None:
+    inputs = random_moe_problem(SHAPE, 9)
+    narrow = inputs.topk_weights.to(weights_dtype)
+    ids = inputs.topk_ids.clone()
+    ids[0, 0], ids[1, 1] = -1, SHAPE.num_experts
+    want = run(replace(inputs, topk_weights=narrow.float(), topk_ids=ids))
+    assert_exact(
+        run(replace(inputs, topk_weights=narrow, topk_ids=ids.to(ids_dtype))), want, "fused_moe"
+    )
+
+
+@pytest.mark.parametrize("combine", [Combine.REDUCE, Combine.ATOMIC], ids=lambda c: c.value)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [0, 7])
+def test_out_is_written_and_returned(tokens, out_dtype, combine) -> None:
+    inputs = random_moe_problem(SHAPE, tokens)
+    want = run(inputs, combine=combine, out_dtype=out_dtype)
+    out = torch.full_like(want, torch.nan)
+    assert run(inputs, combine=combine, out_dtype=out_dtype, out=out) is out
+    assert_exact(out, want, "fused_moe")
+
+
+def test_out_may_be_the_input() -> None:
+    inputs = random_moe_problem(SHAPE, 7)
+    want = run(inputs)
+    x = inputs.x.clone()
+    run(replace(inputs, x=x), out=x)
+    assert_exact(x, want, "fused_moe")

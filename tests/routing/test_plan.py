@@ -72,7 +72,11 @@ def plan_inputs(draw):
     num_tokens, top_k = draw(st.integers(0, 20)), draw(st.integers(1, 6))
     num_experts = draw(st.integers(top_k, 12))
     local = draw(st.integers(1, 12))
-    expert = st.integers(-3, num_experts + 3) | st.sampled_from([-(1 << 31), (1 << 31) - 1])
+    dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+    extremes = [-(1 << 31), (1 << 31) - 1]
+    if dtype is torch.int64:  # some of them have the low 32 bits of a valid id
+        extremes += [1 << 32, (1 << 32) + num_experts - 1, 1 - (1 << 32), -(1 << 63), (1 << 63) - 1]
+    expert = st.integers(-3, num_experts + 3) | st.sampled_from(extremes)
     ids = draw(
         st.lists(
             st.lists(expert, min_size=top_k, max_size=top_k),
@@ -84,7 +88,8 @@ def plan_inputs(draw):
     expert_map = draw(st.none() | st.lists(entry, min_size=num_experts, max_size=num_experts))
     local_tokens = draw(st.none() | st.integers(-2, num_tokens + 2))
     return (
-        torch.tensor(ids, dtype=torch.int32).view(num_tokens, top_k),
+        torch.tensor(ids, dtype=dtype).view(num_tokens, top_k),
+        draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         num_experts,
         local,
         draw(st.sampled_from([1, 2, 3, 8, 16])),
@@ -96,9 +101,9 @@ def plan_inputs(draw):
 @settings(max_examples=150, deadline=None)
 @given(plan_inputs())
 def test_invariants_hold_for_any_ids(inputs):
-    """Foreign, negative, huge, repeated ids; any map; any number of local tokens."""
-    ids, num_experts, local, unit, entries, local_tokens = inputs
-    weights = torch.rand(ids.shape)
+    """Foreign, negative, huge, repeated ids; any map; any number of local tokens; any dtypes."""
+    ids, dtype, num_experts, local, unit, entries, local_tokens = inputs
+    weights = torch.rand(ids.shape).to(dtype)
     expert_map = None if entries is None else torch.tensor(entries, dtype=torch.int32)
     plan = mxpert.make_routing_plan(
         weights,
@@ -113,7 +118,7 @@ def test_invariants_hold_for_any_ids(inputs):
     )
     validate_routing_plan(
         plan,
-        weights,
+        weights.float(),
         ids,
         num_experts=num_experts,
         expert_map=expert_map,
@@ -221,10 +226,10 @@ def test_validator_catches_planted_errors(plan, ids, weights):
 IDS, WEIGHTS = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
 WIDE = torch.zeros(1, 128, dtype=torch.int32)
 BAD = {
-    "ids-dtype": (IDS.long(), WEIGHTS, {}, TypeError, r"topk_ids.dtype — need int32, got int64"),
+    "ids-dtype": (IDS.short(), WEIGHTS, {}, TypeError, r"need int32 or int64, got int16"),
     "ids-type": ([[0]], WEIGHTS, {}, TypeError, r"topk_ids — need a torch.Tensor, got list"),
     "ids-shape": (IDS[0], WEIGHTS, {}, ValueError, r"topk_ids.shape — need \[\*, \*\], got \[2\]"),
-    "weights-dtype": (IDS, WEIGHTS.bfloat16(), {}, TypeError, r"topk_weights.dtype — need float32"),
+    "weights-dtype": (IDS, WEIGHTS.double(), {}, TypeError, r"topk_weights.dtype — need float32"),
     "weights-shape": (
         IDS,
         WEIGHTS[:3],

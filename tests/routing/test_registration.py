@@ -26,8 +26,12 @@ def test_route_topk_opcheck(tokens, bias):
 
 @pytest.mark.parametrize("tokens", [0, 12])
 @pytest.mark.parametrize("local", [False, True], ids=["all-experts", "expert-map"])
-def test_make_routing_plan_opcheck(tokens, local):
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.int32), (torch.bfloat16, torch.int64)], ids=str
+)
+def test_make_routing_plan_opcheck(tokens, local, dtypes):
     weights, ids = mxpert.route_topk(LOGITS[:tokens], 4)
+    weights, ids = weights.to(dtypes[0]), ids.to(dtypes[1])
     expert_map = torch.arange(-4, 12, dtype=torch.int32) if local else None
     num_local = torch.tensor([7], dtype=torch.int32) if local else None
     torch.library.opcheck(
@@ -49,13 +53,16 @@ def test_both_ops_compile_into_one_graph(dynamic):
             assert torch.equal(have, want)
 
 
-def test_fake_tensors_carry_the_plan_shapes():
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.float16], ids=str)
+def test_fake_tensors_carry_the_plan_shapes(weights_dtype, ids_dtype):
+    def plan_of_zeros():
+        weights, ids = (torch.zeros(12, 4, dtype=dtype) for dtype in (weights_dtype, ids_dtype))
+        return mxpert.make_routing_plan(weights, ids, num_experts=16, routing_block_m=8)
+
     with torch._subclasses.FakeTensorMode():
-        ids = torch.empty(12, 4, dtype=torch.int32)
-        plan = mxpert.make_routing_plan(torch.empty(12, 4), ids, num_experts=16, routing_block_m=8)
-    real = mxpert.make_routing_plan(
-        torch.zeros(12, 4), torch.zeros(12, 4, dtype=torch.int32), num_experts=16, routing_block_m=8
-    )
+        plan = plan_of_zeros()
+    real = plan_of_zeros()
     for field in FIELDS:
         fake, tensor = getattr(plan, field), getattr(real, field)
         assert (fake.shape, fake.dtype) == (tensor.shape, tensor.dtype)

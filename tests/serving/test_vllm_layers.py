@@ -40,6 +40,7 @@ from vllm.v1.worker import workspace
 
 import mxpert
 from mxpert.formats import MXFP4, Layout
+from mxpert.integrations.serving import layer as shared
 from mxpert.integrations.vllm import _method as served
 
 METHODS = {
@@ -150,6 +151,26 @@ def test_foreign_and_negative_ids_and_int64() -> None:
     assert not want[-3:].any()
     assert torch.equal(call(method, layer, x, topk_weights, topk_ids), want)
     assert torch.equal(call(method, layer, x, topk_weights, topk_ids.long()), want)
+
+
+def test_the_result_is_written_into_vllms_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind vLLM's router nothing is copied or converted: the op gets vLLM's own tensors."""
+    method, layer, checkpoint = built("gpt_oss", routing_method=ROUTED)
+    given: list[Any] = []
+
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+        given.append((*arguments[2:4], options["out"]))
+        return mxpert.fused_moe(*arguments, **options)
+
+    monkeypatch.setattr(shared, "fused_moe", noted)
+    x, logits = tokens()
+    topk_weights, topk_ids = mxpert.route_topk(logits, TOP_K)
+    y = call(method, layer, x, topk_weights, topk_ids.long())
+    ((weights, ids, out),) = given
+    assert (weights.data_ptr(), ids.dtype) == (topk_weights.data_ptr(), torch.int64)
+    assert out is not None
+    assert torch.equal(out, y)
+    assert torch.equal(y, expected("gpt_oss", checkpoint, x, (topk_weights, topk_ids)))
 
 
 class TwoRanks:
@@ -304,9 +325,9 @@ def test_nothing_is_held_twice(kind: str) -> None:
 
     before: list[StorageWeakRef] = []
 
-    def watched(layer: torch.nn.Module, *rest: Any) -> mxpert.MoEWeights:
+    def watched(layer: torch.nn.Module, *rest: Any, **options: Any) -> mxpert.MoEWeights:
         before.extend(StorageWeakRef(p.data.untyped_storage()) for p in layer.parameters())
-        return prepare_layer(layer, *rest)
+        return prepare_layer(layer, *rest, **options)
 
     prepare_layer = served.prepare_layer
     with (
@@ -406,9 +427,9 @@ def test_experts_that_do_not_fold_are_logged(caplog: pytest.LogCaptureFixture) -
 def test_kernels_are_compiled_once_for_layers_of_one_shape() -> None:
     calls: list[tuple[Any, ...]] = []
     with (
-        mock.patch.object(served, "_warm", set()),
+        mock.patch.object(shared, "_warm", set()),
         mock.patch.object(
-            served, "warm_up", lambda *a, **options: calls.append((*a, options)) or (1, 4)
+            shared, "warm_up", lambda *a, **options: calls.append((*a, options)) or (1, 4)
         ),
     ):
         for _ in range(3):

@@ -68,22 +68,34 @@ SHAPES = {  # experts, top_k, hidden, intermediate
     "dsv4-flash": (256, 6, 4096, 2048),
 }
 MAX_TOKENS = 2500
+ROUTER_DTYPES = [(torch.float32, torch.int32), (torch.bfloat16, torch.int64)]
 
 
 @pytest.mark.parametrize("activation_format", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("layout", [Layout.HOPPER_FRAGMENT, Layout.ROW_MAJOR], ids=lambda x: x.name)
+@pytest.mark.parametrize("dtypes", ROUTER_DTYPES, ids=["float32-int32", "bfloat16-int64"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_kernel_is_left_to_compile(shape: str, layout: Layout, activation_format: str) -> None:
+def test_no_kernel_is_left_to_compile(
+    shape: str, dtypes: tuple[torch.dtype, torch.dtype], layout: Layout, activation_format: str
+) -> None:
     experts, top_k, hidden, inner = SHAPES[shape]
     weights = unwritten(experts, hidden, inner, layout)
     options: Options = dict(activation=mxpert.SiLU(), activation_format=activation_format)
     with launched_binaries() as binaries:
-        counts = mxpert.warm_up(weights, MAX_TOKENS, top_k=top_k, **options)
+        counts = mxpert.warm_up(
+            weights,
+            MAX_TOKENS,
+            top_k=top_k,
+            topk_weights_dtype=dtypes[0],
+            topk_ids_dtype=dtypes[1],
+            **options,
+        )
         warm = set(binaries)
         for num_tokens in (*range(1, 300), *range(300, MAX_TOKENS, 37), MAX_TOKENS):
             x = torch.empty(num_tokens, hidden, dtype=torch.bfloat16)
             routing = module.even_routing(num_tokens, top_k, experts, x.device)
-            mxpert.fused_moe(x, weights, *routing, **options)
+            topk_weights, topk_ids = (each.to(dt) for each, dt in zip(routing, dtypes, strict=True))
+            mxpert.fused_moe(x, weights, topk_weights, topk_ids, **options)
             assert binaries == warm, f"{num_tokens} tokens launch another binary than {counts}"
     assert counts[0] == 1
     assert counts[-1] == MAX_TOKENS

@@ -14,6 +14,7 @@ and fails the session if a kernel ran in one schedule only.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from mxpert.testing.gfx950 import emulate
+from mxpert.testing.gfx950 import Report, emulate, emulation
 
 NOT_GFX950 = {
     "test_interpreter_patch.py": "tests the interpreter",
@@ -94,13 +95,16 @@ class Executed:
             self.add(kernel, schedule, count)
 
     @property
+    def kernels(self) -> set[str]:
+        """Names of all kernels."""
+        return {kernel for kernel, _ in self.counts}
+
+    @property
     def one_sided(self) -> list[str]:
         """Kernels that ran in one schedule only."""
-        kernels = {kernel for kernel, _ in self.counts}
+        pairs = itertools.product(self.kernels, SCHEDULES)
         return sorted(
-            kernel
-            for kernel in kernels
-            if any((kernel, schedule) not in self.counts for schedule in SCHEDULES)
+            {kernel for kernel, schedule in pairs if (kernel, schedule) not in self.counts}
         )
 
 
@@ -109,6 +113,16 @@ class Plugin:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config, self.executed = config, Executed()
+        execute = emulation.run
+
+        def counted(*arguments: Any, **options: Any) -> Report:
+            report = execute(*arguments, **options)
+            schedule = options.get("schedule", SCHEDULES[0])
+            self.executed.add(report.kernel, schedule, report.instructions)
+            return report
+
+        config.add_cleanup(lambda: setattr(emulation, "run", execute))
+        emulation.run = counted  # type: ignore[attr-defined]
 
     @staticmethod
     def is_portable(path: Path) -> bool:
@@ -122,16 +136,11 @@ class Plugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave out what the module's rule leaves out."""
-        if self.config.getoption("--gfx950-all"):
-            return
-        portable = [
-            item
-            for item in items
-            if isinstance(item, pytest.Function) and self.is_portable(item.path)
-        ]
-        _, left = select(portable)
-        left += [item for item in items if item.path.name in NOT_GFX950]
+        """Leave out other kernels' tests and what the module's rule leaves out."""
+        left: list[pytest.Item] = [item for item in items if item.path.name in NOT_GFX950]
+        if not self.config.getoption("--gfx950-all"):
+            functions = [item for item in items if isinstance(item, pytest.Function)]
+            left += select(item for item in functions if self.is_portable(item.path))[1]
         without = set(left)
         items[:] = [item for item in items if item not in without]
         self.config.hook.pytest_deselected(items=left)
@@ -143,7 +152,35 @@ class Plugin:
         if schedule is None:
             yield
             return
-        with emulate(schedule=schedule, seed=seed_of(request.node.nodeid)) as emulation:
+        with emulate(schedule=schedule, seed=seed_of(request.node.nodeid)):
             yield
-        for kernel, totals in emulation.kernels.items():
-            self.executed.add(kernel, schedule, totals.instructions)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Add what a worker of pytest-xdist has executed."""
+        self.executed.merge(getattr(node, "workeroutput", {}).get("gfx950", []))
+
+    @property
+    def _one_sided(self) -> list[str]:
+        """Kernels that ran in one schedule only, where all portable tests were asked for."""
+        narrowed = self.config.option.keyword or self.config.option.markexpr
+        whole = any(Path(each).name == "interpreted" for each in self.config.args)
+        return self.executed.one_sided if whole and not narrowed else []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Send the counts to the main process, or judge them there."""
+        output = getattr(self.config, "workeroutput", None)
+        if output is not None:
+            output["gfx950"] = self.executed.plain()
+        elif self._one_sided and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print what was executed."""
+        counts = self.executed.counts
+        terminalreporter.write_line(
+            f"gfx950: {len(self.executed.kernels)} kernels, {counts.total():,} wave-instructions"
+        )
+        for kernel in self._one_sided:
+            terminalreporter.write_line(f"FAILED {kernel} ran in one of {SCHEDULES} only")

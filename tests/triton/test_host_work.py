@@ -42,6 +42,7 @@ MOST_LAUNCHES = {
     "make_routing_plan": 1,
     "quantize": 1,
     "fused_moe": 6,
+    "fused_moe_out": 6,
     "moe_gate_up": 3,
     "moe_down": 3,
 }
@@ -50,6 +51,7 @@ MOST_ALLOCATIONS = {
     "make_routing_plan": 5,
     "quantize": 2,
     "fused_moe": 2,
+    "fused_moe_out": 1,
     "moe_gate_up": 3,
     "moe_down": 2,
 }
@@ -119,6 +121,7 @@ def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
     options = {"activation": problem.activation, "activation_format": "mxfp8"}
     plan = mxpert.make_routing_plan(routing, ids, num_experts=SHAPE.num_experts, routing_block_m=16)
     h = mxpert.moe_gate_up(problem.x, weights, plan, **options)
+    out, wide_ids, narrow = torch.empty_like(problem.x), ids.long(), routing.bfloat16()
     return {
         "moe_gate_up": lambda: mxpert.moe_gate_up(problem.x, weights, plan, **options),
         "moe_down": lambda: mxpert.moe_down(h, weights, plan),
@@ -128,6 +131,9 @@ def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
         ),
         "quantize": lambda: mxpert.quantize(problem.x, "mxfp8"),
         "fused_moe": lambda: mxpert.fused_moe(problem.x, weights, routing, ids, **options),
+        "fused_moe_out": lambda: mxpert.fused_moe(
+            problem.x, weights, narrow, wide_ids, out=out, **options
+        ),
     }
 
 

@@ -30,6 +30,7 @@ from support.replays import Launches, check_interleaved, check_replay, check_sam
 SHAPE = MoEShape(
     hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation=mxpert.SwiGLU()
 )
+SPLIT_K = MoEConfig(32, *[HopperGemmConfig("decode", 32, 3, k_splits=2, hi_lo=True)] * 2)
 PINNED = MoEConfig(32, *[HopperGemmConfig("decode", 32, 3, hi_lo=True)] * 2)
 
 
@@ -53,6 +54,8 @@ class Layer:
         self.bias = torch.randn(SHAPE.num_experts)
         self.expert_map = torch.arange(SHAPE.num_experts, dtype=torch.int32)
         self.num_local = torch.tensor([num_tokens], dtype=torch.int32)
+        self.out = torch.empty_like(self.x)
+        self.wide_ids, self.narrow = self.ids.long(), self.routing.bfloat16()
         self.rows: dict[str, torch.Tensor | MXTensor] = {}
         self.square = torch.randn(64, 64)
 
@@ -133,6 +136,22 @@ CASES: dict[str, tuple[Callable[[], Layer], Callable[[Layer], Any]]] = {
     "layer-of-a-rank": (
         lambda: Layer(4),
         lambda layer: layer.fused(expert_map=layer.expert_map, num_local_tokens=layer.num_local),
+    ),
+    "layer-out": (lambda: Layer(4), lambda layer: layer.fused(out=layer.out)),
+    "layer-out-split-k": (
+        lambda: Layer(4),
+        lambda layer: pin(SPLIT_K, lambda: layer.fused(out=layer.out)),
+    ),
+    "layer-out-prefill": (lambda: Layer(700), lambda layer: layer.fused(out=layer.out)),
+    "layer-out-portable": (
+        lambda: Layer(4, layout=Layout.ROW_MAJOR),
+        lambda layer: layer.fused(out=layer.out),
+    ),
+    "layer-int64": (
+        lambda: Layer(4),
+        lambda layer: mxpert.fused_moe(
+            layer.x, layer.weights, layer.narrow, layer.wide_ids, activation=SHAPE.activation
+        ),
     ),
     "layer-portable": (lambda: Layer(4, layout=Layout.ROW_MAJOR), Layer.fused),
     "layer-portable-mxfp8": (
@@ -358,9 +377,10 @@ WRONG: dict[str, Callable[[Layer], Any]] = {
     "unit-bool": lambda layer: mxpert.make_routing_plan(
         layer.routing, layer.ids, num_experts=8, routing_block_m=True
     ),
-    "ids-long": lambda layer: mxpert.make_routing_plan(
-        layer.routing, layer.ids.long(), num_experts=8, routing_block_m=16
+    "ids-short": lambda layer: mxpert.make_routing_plan(
+        layer.routing, layer.ids.short(), num_experts=8, routing_block_m=16
     ),
+    "out-short": lambda layer: layer.fused(out=layer.out[1:]),
     "axis-bool": lambda layer: mxpert.quantize(layer.x, "mxfp8", axis=True),
     "axis-float": lambda layer: mxpert.quantize(layer.x, "mxfp8", axis=-1.0),
     "format-list": lambda layer: mxpert.quantize(layer.x, ["mxfp8"]),

@@ -66,17 +66,23 @@ def launch_topk(num_tokens: int, num_experts: int, top_k: int, **options: Any) -
 
 
 def launch_plan(
-    num_tokens: int, num_experts: int, top_k: int, unit: int, expert_parallel: bool = False
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    unit: int,
+    expert_parallel: bool = False,
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.int32, torch.float32),
 ) -> None:
-    ids = torch.zeros(num_tokens, top_k, dtype=torch.int32)
+    ids = torch.zeros(num_tokens, top_k, dtype=dtypes[0])
+    weights = ids.to(dtypes[1])
     problem = describe(
-        mxpert.make_routing_plan, ids.float(), ids, num_experts=num_experts, routing_block_m=unit
+        mxpert.make_routing_plan, weights, ids, num_experts=num_experts, routing_block_m=unit
     )
     routing.PLAN.launch(
         problem,
         routing.PLAN.heuristic(problem),
         topk_ids=ids,
-        topk_weights=ids.float(),
+        topk_weights=weights,
         expert_map=torch.zeros(num_experts, dtype=torch.int32) if expert_parallel else None,
         num_local_tokens=torch.zeros(1, dtype=torch.int32) if expert_parallel else None,
     )
@@ -99,8 +105,18 @@ def arguments_of(launch: RecordedLaunch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("tokens", [128, 16384], ids=["one-launch", "two-launches"])
-def test_plan_kernels_compile(launches, tokens, target):
-    launch_plan(tokens, 384, 8, 64, expert_parallel=True)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.int32, torch.float32),
+        (torch.int64, torch.bfloat16),
+        (torch.int64, torch.float16),
+        (torch.int64, torch.float32),
+    ],
+    ids=lambda dtypes: "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
+)
+def test_plan_kernels_compile(launches, dtypes, tokens, target):
+    launch_plan(tokens, 384, 8, 64, expert_parallel=True, dtypes=dtypes)
     assert [launch.kernel.__name__ for launch in launches] == (
         ["_routing_plan_expert_kernel"]
         if tokens == 128

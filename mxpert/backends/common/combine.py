@@ -89,16 +89,23 @@ def _moe_combine_kernel(
 
 
 def combine_slots(
-    rows: torch.Tensor, slot_rows: torch.Tensor, target: Target, *, plan_before_wait: bool = False
+    rows: torch.Tensor,
+    slot_rows: torch.Tensor,
+    target: Target,
+    *,
+    plan_before_wait: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum ``rows`` [P, H] by ``slot_rows`` int32 [T, k] into [T, H] of the same dtype.
 
     plan_before_wait: the previous kernel is a GEMM that waits for its own predecessor before it
     launches this kernel, and `slot_rows` were written before that GEMM (see `common.pdl`).
+    out: where the sums are stored; None allocates.
     """
     num_tokens, top_k = slot_rows.shape
     width = rows.shape[1]
-    out = rows.new_empty((num_tokens, width))
+    if out is None:
+        out = rows.new_empty((num_tokens, width))
     _launch(num_tokens, top_k, width, target, plan_before_wait)(
         out_ptr=out, rows_ptr=rows, slot_rows_ptr=slot_rows
     )

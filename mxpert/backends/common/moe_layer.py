@@ -66,9 +66,12 @@ class TwoStageLayer:
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None,
         num_local_tokens: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return [T, H] in ``options.out_dtype``; launch nothing if T = 0."""
+        """Return [T, H] in ``options.out_dtype``, or `out`; launch nothing if T = 0."""
         if problem.num_tokens == 0:
+            if out is not None:
+                return out
             return torch.empty(
                 (0, weights.hidden_size), dtype=problem.options.out_dtype, device=weights.device
             )
@@ -80,7 +83,7 @@ class TwoStageLayer:
             expert_map=expert_map,
             num_local_tokens=num_local_tokens,
         )
-        return self.stages(problem, config, x, weights, plan)
+        return self.stages(problem, config, x, weights, plan, out)
 
     def stages(
         self,
@@ -89,8 +92,9 @@ class TwoStageLayer:
         x: torch.Tensor | MXTensor,
         weights: MoEWeights,
         plan: RoutingPlan,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run both stages with a given plan; return [T, H]."""
+        """Run both stages with a given plan; return [T, H], or `out`, which stage 2 writes."""
         shared = self.shared_arguments()
         h = self._gate_up.run(
             problem,
@@ -102,7 +106,7 @@ class TwoStageLayer:
             **shared,
         )
         y: torch.Tensor = self._down.launch(
-            problem, config.down, h=h, weights=weights, plan=plan, **shared
+            problem, config.down, h=h, weights=weights, plan=plan, out=out, **shared
         )
         return y
 

@@ -265,6 +265,7 @@ class FusedMoE(_MoEKernel):
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None = None,
         num_local_tokens: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
         routing = RoutingProblem(
@@ -285,7 +286,8 @@ class FusedMoE(_MoEKernel):
             num_local_tokens=num_local_tokens,
         )
         h = GATE_UP.launch(problem, config, x=x, weights=weights, plan=plan)
-        return DOWN.launch(problem, config, h=h, weights=weights, plan=plan)
+        y = DOWN.launch(problem, config, h=h, weights=weights, plan=plan)
+        return y if out is None else out.copy_(y)
 
 
 GATE_UP = GateUp()

@@ -125,7 +125,7 @@ class PlanKernel(ReferenceKernel):
         )
         sorted_ids[row] = (slot << TOKEN_BITS | token)[order].to(torch.int32)
         weights = torch.zeros(capacity + 1, dtype=torch.float32, device=device)
-        weights[row] = topk_weights.reshape(-1)[order]
+        weights[row] = topk_weights.reshape(-1)[order].float()
         slot_rows = torch.empty(num_tokens * top_k, dtype=torch.int32, device=device)
         slot_rows[order] = torch.where(kept, row, -1).to(torch.int32)
         block_start = torch.arange(capacity // unit, device=device) * unit

@@ -6,7 +6,6 @@ router's logits and chooses the experts itself, where mxpert has that choice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,44 +13,11 @@ from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-from ...ops.moe import fused_moe
 from ...ops.route import route_topk
-from ...problem import Activation
-from ...weights import MoEWeights
+from ..serving.layer import Layer
 
 SOFTMAX_OVER_CHOSEN = (RoutingMethodType.Renormalize, RoutingMethodType.RenormalizeNaive)
 """Two names of one choice: the largest logits, weighed by a softmax over them."""
-
-
-@dataclass
-class Layer:
-    """What one layer's experts compute with; `weights` are the layer's parameters."""
-
-    weights: MoEWeights
-    activation: Activation
-    activation_format: str
-
-    def run(
-        self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        *,
-        on_input: bool = False,
-    ) -> torch.Tensor:
-        """Return [T, H] for tokens x [T, H]; ids of other ranks' experts are skipped."""
-        return fused_moe(
-            x.contiguous(),
-            self.weights,
-            topk_weights.float(),
-            topk_ids.to(torch.int32),
-            activation=self.activation,
-            activation_format=self.activation_format,
-            expert_map=expert_map,
-            out_dtype=x.dtype,
-            apply_router_weight_on_input=on_input,
-        )
 
 
 class _Common:
@@ -121,7 +87,7 @@ class RoutedExperts(_Common, mk.FusedMoEExpertsModular):
         """Write the layer's result into `output` [T, H]."""
         if apply_router_weight_on_input:  # vLLM's prepare step has applied the weights
             topk_weights = torch.ones_like(topk_weights)
-        output.copy_(self.layer.run(hidden_states, topk_weights, topk_ids, expert_map))
+        self.layer.run(hidden_states, topk_weights, topk_ids, expert_map, out=output)
 
 
 class RoutingExperts(_Common, mk.FusedMoEExpertsMonolithic):

@@ -23,7 +23,7 @@ from .faults import EndlessLoopFault, Fault, MisalignedFault, OutOfBoundsFault, 
 from .instructions import bind
 from .lds_check import LdsCheck
 from .memory import GlobalMemory, Lds, Offsets
-from .program import Program, parse_listing
+from .program import SCALARS, Program, parse_listing
 from .state import LANES, Indices, Lanes, WaveState, Words
 from .trace import WaveTrace
 from .wait_states import find_hazard
@@ -71,6 +71,12 @@ class Executable:
     def effects(self) -> tuple[Effects, ...]:
         """Registers read and written by each instruction."""
         return tuple(map(effects, self.program.instructions))
+
+    @functools.cached_property
+    def vectors(self) -> frozenset[int]:
+        """Vector registers that the kernel uses, and the one that holds the lane's number."""
+        used = frozenset().union(*(each.touched for each in self.effects))
+        return frozenset(register for register in used if register < SCALARS) | {0}
 
     @functools.cached_property
     def fault(self) -> Fault | None:
@@ -159,7 +165,7 @@ class Machine:
         """Set up the registers and LDS of a batch of workgroups."""
         count, waves = workgroups.size, workgroups.size * self.num_waves
         program, garbage = self.program, np.random.default_rng(self._seed)
-        self.state = state = WaveState(waves, garbage, program.mode)
+        self.state = state = WaveState(waves, garbage, program.mode, self.executable.vectors)
         self.lds = Lds(count, self.lds_size, garbage)
         self._status = np.full(waves, _READY, np.int8)
         self._counter = np.full(waves, program.entry, np.int64)

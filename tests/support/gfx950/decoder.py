@@ -49,7 +49,7 @@ def decoded(code_object: bytes) -> Iterator[Any]:
 
 def listed(instruction: Instruction) -> Text:
     """A parsed instruction."""
-    modifiers = {
+    modifiers: dict[str, Any] = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in instruction.modifiers.items()
     }
@@ -161,12 +161,17 @@ def _dpp(control: int) -> dict[str, Any]:
     rows = {0x10: "row_shl", 0x11: "row_shr", 0x12: "row_ror", 0x15: "row_newbcast"}
     if control >> 4 in rows:
         return {rows[control >> 4]: control & 15}
-    return {
+    others: dict[int, dict[str, Any]] = {
+        0x130: {"wave_shl": 1},
+        0x134: {"wave_rol": 1},
+        0x138: {"wave_shr": 1},
+        0x13C: {"wave_ror": 1},
         0x140: {"row_mirror": True},
         0x141: {"row_half_mirror": True},
         0x142: {"row_bcast": 15},
         0x143: {"row_bcast": 31},
-    }[control]
+    }
+    return others[control]
 
 
 def _vop3(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:

@@ -58,15 +58,16 @@ class Lane:
         value = self.evaluate(expression)
         if target[0] == "name":
             old = self.variables.get(target[1])
-            fixed = isinstance(old, Value) and target[1].isupper()
-            self.variables[target[1]] = _converted(value, "b", old.width) if fixed else value
+            if isinstance(old, Value) and target[1].isupper():  # a register keeps its width
+                value = _converted(value, "b", old.width)
+            self.variables[target[1]] = value
             return
         if target[0] == "concat":
             low = 0
             for part in reversed(target[1]):
-                _kind, width = TYPE.fullmatch(part[2]).groups()
-                self._store(part, 0, int(width), value.bits >> low)
-                low += int(width)
+                width = int(part[2].lstrip("uib"))
+                self._store(part, 0, width, value.bits >> low)
+                low += width
             return
         if target[0] == "member" and (found := TYPE.fullmatch(target[2])):
             value = _converted(value, found[1], int(found[2]))
@@ -151,14 +152,14 @@ class Lane:
     def _get_member(self, inner: Any, name: str) -> Any:
         if inner == ("name", "DENORM"):
             return DENORMAL
-        found = TYPE.fullmatch(name)
+        kind = name.rstrip("0123456789")
+        width = int(name[len(kind) :] or 0)
         if inner in (("name", "NAN"), ("name", "INF")):
-            return make("f", int(found[2]), math.nan if inner[1] == "NAN" else math.inf)
+            return make("f", width, math.nan if inner[1] == "NAN" else math.inf)
         value = self.evaluate(inner)
         if isinstance(value, dict):
             return value[name]
-        width = int(found[2])
-        return Value(found[1], width, value.bits & ((1 << width) - 1))
+        return Value(kind, width, value.bits & ((1 << width) - 1))
 
     def _get_slice(self, inner: Any, high: Any, low: Any) -> Value:
         first, last = self.evaluate(low).bits, self.evaluate(high).bits
@@ -184,7 +185,7 @@ class Lane:
             return self._raw(node[1])
         return self.evaluate(node)
 
-    def _get_choose(self, test: Any, yes: Any, no: Any) -> Value:
+    def _get_choose(self, test: Any, yes: Any, no: Any) -> Any:
         return self.evaluate(yes if self.evaluate(test).truth else no)
 
     def _get_concat(self, parts: list[Any]) -> Value:
@@ -206,7 +207,7 @@ class Lane:
     def _get_binary(self, operator: str, left: Any, right: Any) -> Value:
         return _binary(operator, self.evaluate(left), self.evaluate(right))
 
-    def _get_call(self, function: Any, arguments: list[Any]) -> Value:
+    def _get_call(self, function: Any, arguments: list[Any]) -> Any:
         values = [self.evaluate(argument) for argument in arguments]
         if function[0] == "cast":
             return _converted(values[0], function[1], function[2])
@@ -296,7 +297,7 @@ def _binary(operator: str, a: Any, b: Any) -> Value:
 def _float_arithmetic(operator: str, a: float, b: float) -> float:
     if operator == "*" and ((math.isinf(a) and b == 0) or (math.isinf(b) and a == 0)):
         return math.nan
-    return _ARITHMETIC[operator](a, b)
+    return float(_ARITHMETIC[operator](a, b))
 
 
 def _quotient(a: float, b: float) -> float:

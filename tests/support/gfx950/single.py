@@ -69,7 +69,8 @@ class Single:
         """Execute one instruction for all waves."""
         program = Program("test", (), labels or {}, (), {}, 0, DEFAULT_MODE, {})
         with np.errstate(all="ignore"):
-            return bind(parse_instruction(text), program)(self)
+            machine: Any = self
+            return bind(parse_instruction(text), program)(machine)
 
     # -- what instructions call on a machine -------------------------------------------------------
 

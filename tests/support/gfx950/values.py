@@ -39,7 +39,7 @@ class Value:
 
 def decode_float(bits: int, width: int) -> float:
     code, integer = {16: ("e", "H"), 32: ("f", "I"), 64: ("d", "Q")}[width]
-    return struct.unpack("<" + code, struct.pack("<" + integer, bits))[0]
+    return float(struct.unpack("<" + code, struct.pack("<" + integer, bits))[0])
 
 
 def make(kind: str, width: int, number: Any) -> Value:
@@ -54,7 +54,7 @@ def encode_float(number: float, width: int) -> int:
         return {16: 0x7E00, 32: 0x7FC00000, 64: 0x7FF8 << 48}[width]
     code, integer = {16: ("e", "H"), 32: ("f", "I"), 64: ("d", "Q")}[width]
     try:
-        return struct.unpack("<" + integer, struct.pack("<" + code, number))[0]
+        return int(struct.unpack("<" + integer, struct.pack("<" + code, number))[0])
     except OverflowError:
         sign = 1 << (width - 1) if math.copysign(1, number) < 0 else 0
         return sign | encode_float(math.inf, width)
@@ -98,7 +98,7 @@ def _exponent(x: Value) -> Value:
 
 def power(base: float, exponent: float) -> float:
     try:
-        return base**exponent
+        return float(base**exponent)
     except OverflowError:
         return math.inf
 
@@ -191,7 +191,7 @@ def _from_small(name: str, wide: str) -> Any:
 
 
 def bf16(number: float) -> int:
-    return torch.tensor([number], dtype=torch.bfloat16).view(torch.int16).item() & 0xFFFF
+    return int(torch.tensor([number], dtype=torch.bfloat16).view(torch.uint16).item())
 
 
 def to_small(name: str, env: dict[str, Any]) -> Any:

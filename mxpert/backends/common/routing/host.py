@@ -205,7 +205,7 @@ class PlanKernel:
             sort(**outputs, **inputs)
             return plan
         count, scatter = launches
-        counts = topk_ids.new_empty((config.num_chunks, count.constants["NUM_BINS"]))
+        counts = plan.num_valid.new_empty((config.num_chunks, count.constants["NUM_BINS"]))
         count(chunk_counts=counts, **inputs)
         scatter(chunk_counts=counts, **outputs, **inputs)
         return plan
@@ -263,7 +263,8 @@ def _capacity(problem: RoutingProblem) -> int:
 
 def _allocate(problem: RoutingProblem, topk_ids: torch.Tensor) -> RoutingPlan:
     """Allocate a plan without initialising it; the kernels write every element."""
-    unit, capacity, empty = problem.routing_block_m, _capacity(problem), topk_ids.new_empty
+    unit, capacity = problem.routing_block_m, _capacity(problem)
+    empty = functools.partial(topk_ids.new_empty, dtype=torch.int32)
     return RoutingPlan(
         sorted_token_ids=empty(capacity),
         sorted_weights=empty(capacity, dtype=torch.float32),

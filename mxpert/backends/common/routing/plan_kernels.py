@@ -73,14 +73,17 @@ class SortedRows(NamedTuple):
 
 @triton.jit
 def _load_local_experts(ids, row):
-    """Local expert of each routed row, −1 if it has none; ids out of range never index memory."""
+    """Local expert of each routed row, −1 if it has none; ids out of range never index memory.
+
+    int64 ids are compared as they are and narrowed at the end, so that none of them wraps.
+    """
     expert = tl.load(ids.topk_ids + row, mask=row < ids.num_used, other=-1)
     if ids.expert_map is not None:
         known = (expert >= 0) & (expert < ids.num_experts)
         expert = tl.load(ids.expert_map + expert, mask=known, other=-1)
     else:
         expert = tl.where(expert < ids.num_experts, expert, -1)
-    return tl.where((expert >= 0) & (expert < ids.num_local_experts), expert, -1)
+    return tl.where((expert >= 0) & (expert < ids.num_local_experts), expert, -1).to(tl.int32)
 
 
 @triton.jit
@@ -96,7 +99,7 @@ def _used_tokens(num_local_tokens, num_tokens):
 def _store_rows(out, slot_rows, topk_weights, row, position, kept):
     """Store routed rows at their sorted positions, and the positions in slot_rows."""
     code = ((row % out.top_k) << _TOKEN_BITS) | (row // out.top_k)
-    weight = tl.load(topk_weights + row, mask=kept, other=0.0)
+    weight = tl.load(topk_weights + row, mask=kept, other=0.0).to(tl.float32)
     tl.store(out.token_ids + position, code, mask=kept)
     tl.store(out.weights + position, weight, mask=kept)
     tl.store(slot_rows + row, position, mask=kept)

@@ -149,8 +149,9 @@ class _Down(_Stage):
         weights: MoEWeights,
         plan: RoutingPlan,
         schedules: Schedules | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return [T, H], or with FLAT [P, H] whose padding rows are undefined.
+        """Return [T, H] (`out`, if given), or with FLAT [P, H] whose padding rows are undefined.
 
         schedules: tile lists of the layer if its stage 1 computed h; None otherwise.
         ATOMIC allows any summation order; this backend sums in slot order, as REDUCE does.
@@ -169,14 +170,14 @@ class _Down(_Stage):
         if config.k_splits > 1 and not flat:
             call = _Call(problem, config, plan, schedules)
             parts = call.multiply_k_splits(rows, weights.down_proj, num_rows, width)
-            return sum_k_splits_and_combine(parts, weights.down_bias, plan, options)
-        out = rows.scale.new_empty((num_rows, width), dtype=options.out_dtype)
+            return sum_k_splits_and_combine(parts, weights.down_bias, plan, options, out)
+        values = rows.scale.new_empty((num_rows, width), dtype=options.out_dtype)
         call = _Call(problem, _without_k_splits(config), plan, schedules)
         epilogue = _Epilogue(weighted=not options.apply_router_weight_on_input)
-        call.multiply(out, rows, weights.down_proj, weights.down_bias, epilogue)
+        call.multiply(values, rows, weights.down_proj, weights.down_bias, epilogue)
         if flat:
-            return out
-        return combine_slots(out, plan.slot_rows, problem.target, plan_before_wait=True)
+            return values
+        return combine_slots(values, plan.slot_rows, problem.target, plan_before_wait=True, out=out)
 
 
 @functools.cache

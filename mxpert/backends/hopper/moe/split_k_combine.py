@@ -151,14 +151,19 @@ def _moe_combine_parts_kernel(
 
 
 def sum_k_splits_and_combine(
-    parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan, options: MoEOptions
+    parts: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: RoutingPlan,
+    options: MoEOptions,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Finish stage 2 and combine: partial sums float32 [k_splits, P, H] to [T, H] in out_dtype.
 
-    bias: float32 [E, H], or None.
+    bias: float32 [E, H], or None. out: where the result is stored; None allocates.
     """
     k_splits, num_rows, num_columns = parts.shape
-    out = parts.new_empty((plan.num_tokens, num_columns), dtype=options.out_dtype)
+    if out is None:
+        out = parts.new_empty((plan.num_tokens, num_columns), dtype=options.out_dtype)
     weighted = not options.apply_router_weight_on_input
     _launch(k_splits, num_rows, num_columns, plan.num_tokens, plan.top_k, plan.routing_block_m)(
         out=out,

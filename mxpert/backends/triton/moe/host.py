@@ -301,8 +301,9 @@ class _Down(_Stage):
         h: torch.Tensor | MXTensor,
         weights: MoEWeights,
         plan: RoutingPlan,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return [T, H], or with FLAT [P, H] whose padding rows are uninitialised."""
+        """Return [T, H] (`out`, if given), or with FLAT [P, H] whose padding is uninitialised."""
         self.check(problem, config)
         options, weight, row_blocks = problem.options, weights.down_proj, _row_blocks(plan, config)
         num_rows, dtype = row_blocks * config.block_m, options.out_dtype
@@ -310,9 +311,9 @@ class _Down(_Stage):
             num_rows = plan.capacity
         elif options.combine is Combine.ATOMIC:
             num_rows, dtype = plan.num_tokens, torch.float32
-        out = weight.qdata.new_empty((num_rows, problem.hidden_size), dtype=dtype)
+        values = weight.qdata.new_empty((num_rows, problem.hidden_size), dtype=dtype)
         if options.combine is Combine.ATOMIC:
-            out.zero_()
+            values.zero_()
         if row_blocks:
             rows = _gemm_rows(problem, h)
             geometry = _Geometry.of(plan, row_blocks, rows, weight)
@@ -322,15 +323,15 @@ class _Down(_Stage):
                 row_blocks,
                 rows,
                 weight,
-                out_ptr=out,
+                out_ptr=values,
                 bias_ptr=weights.down_bias,
                 **_plan_tensors(plan, not options.apply_router_weight_on_input),
             )
         if options.combine is not Combine.REDUCE:
-            return out.to(options.out_dtype)
+            return values.to(options.out_dtype) if out is None else out.copy_(values)
         if plan.num_tokens == 0:
-            return out.new_empty((0, problem.hidden_size))
-        return combine_slots(out, plan.slot_rows, problem.target)
+            return values.new_empty((0, problem.hidden_size))
+        return combine_slots(values, plan.slot_rows, problem.target, out=out)
 
 
 def _gemm_rows(problem: MoEProblem, rows: torch.Tensor | MXTensor) -> Rows:

@@ -27,8 +27,8 @@ Matrix = Callable[[WaveState], Array]
 _BLOCK = 32
 """Elements of K that share a scale."""
 
-_PAIRS = numerics.E2M1.values[np.arange(256)[:, None] >> np.array([0, 4]) & 15]
-"""float64 [256, 2]: the two e2m1 values of each byte."""
+_PAIRS = numerics.E2M1.values[np.arange(256)[:, None] >> np.array([0, 4]) & 15].view(np.complex128)
+"""The two e2m1 values of each byte, float64, as one item to look up."""
 
 _SHAPE = re.compile(r"v_mfma_(?:scale_)?f32_(\d+)x(\d+)x(\d+)_")
 
@@ -48,9 +48,9 @@ _VALUES: dict[str, Callable[[Array], Array]] = {
     "f32": lambda x: x.view(F32).astype(F64),
     "f16": lambda x: x.view(np.float16).astype(F64),
     "bf16": lambda x: (x.view(U16).astype(U32) << U32(16)).view(F32).astype(F64),
-    "fp8": lambda x: numerics.E4M3.values[x.view(np.uint8)],
-    "bf8": lambda x: numerics.E5M2.values[x.view(np.uint8)],
-    "fp4": lambda x: _PAIRS[x.view(np.uint8)].reshape(*x.shape[:2], -1),
+    "fp8": lambda x: numerics.E4M3.values.take(x.view(np.uint8)),
+    "bf8": lambda x: numerics.E5M2.values.take(x.view(np.uint8)),
+    "fp4": lambda x: _PAIRS.take(x.view(np.uint8)).view(F64),
 }
 
 

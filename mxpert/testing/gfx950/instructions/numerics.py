@@ -23,9 +23,17 @@ U8, I8 = np.uint8, np.int8
 
 Array = npt.NDArray[Any]
 
+_BITS = np.array([octet.bit_count() for octet in range(256)], U8)
+
 SMALLEST_NORMAL = F32(2.0**-126)
 QUIET_NAN = np.array(0xFFC00000, U32).view(F32)
 """NaN of 0/0 and inf/inf in `div_fixup`."""
+
+
+def count_bits(x: Array) -> Array:
+    """Set bits of uint32 or uint64 values, as uint32."""
+    octets = np.ascontiguousarray(x)[..., None].view(U8)
+    return np.asarray(_BITS[octets].sum(-1, dtype=U32))
 
 
 # -- float32 ---------------------------------------------------------------------------------------

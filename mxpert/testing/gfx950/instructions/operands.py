@@ -1,6 +1,6 @@
 """Sources and destinations of vector and scalar instructions, with their modifiers.
 
-Source: AMD Instinct CDNA4 ISA, sections 6.2 (operands), 6.6 (SDWA), 6.7 (packed math), 6.8 (DPP).
+Source: AMD Instinct CDNA4 ISA, chapter 6 (vector ALU: operands, SDWA, DPP).
 """
 
 from __future__ import annotations
@@ -206,6 +206,10 @@ _DPP_CONTROLS: dict[str, Callable[[tuple[int, ...]], Array]] = {
     "row_mirror": lambda v: _ROW + 15 - _IN_ROW,
     "row_half_mirror": lambda v: (LANE & ~7) + 7 - (LANE & 7),
     "row_newbcast": lambda v: _ROW + v[0],
+    "wave_shl": lambda v: np.where(LANE + v[0] < LANES, LANE + v[0], -1),
+    "wave_shr": lambda v: np.where(LANE - v[0] >= 0, LANE - v[0], -1),
+    "wave_rol": lambda v: (LANE + v[0]) % LANES,
+    "wave_ror": lambda v: (LANE - v[0]) % LANES,
     "row_bcast": lambda v: np.where(LANE // (v[0] + 1) > 0, (LANE & ~v[0]) - 1, -1),
 }
 """Lane that each lane reads, -1 for none. ``row_bcast:15`` reads the last lane of the row before,

@@ -9,11 +9,12 @@ import numpy as np
 
 from ..program import EXEC, VCC
 from ..state import Lanes, WaveState
-from .numerics import I32, I64, U32, U64, Array
+from .numerics import I32, I64, U32, U64, Array, count_bits
 from .operands import WIDE, Reader, scalar
 from .table import Binder, Decoding, Run, chapter
+from .vector import FP16_OVFL
 from .vop1 import reverse_bits
-from .vop3 import FP16_OVFL, extract, extract_signed
+from .vop3 import extract, extract_signed
 from .vopc import INTEGERS
 
 Flag = Callable[..., Array]
@@ -155,7 +156,7 @@ def _lowest_bit(x: Array) -> Array:
     """Number of the lowest set bit, -1 without one."""
     wide = x.astype(U64)
     below = (wide & (~wide + U64(1))) - U64(1)
-    return np.where(wide == 0, -1, np.bitwise_count(below).astype(I32)).astype(I32)
+    return np.where(wide == 0, -1, count_bits(below).view(I32)).astype(I32)
 
 
 def _sign_extend(bits: int) -> Callable[[Array], Array]:
@@ -345,12 +346,8 @@ chapter(
         "s_abs_i32": scalars("i32", "i32", np.abs, _not_zero),
         "s_sext_i32_i8": scalars("i32", "i32", _sign_extend(8)),
         "s_sext_i32_i16": scalars("i32", "i32", _sign_extend(16)),
-        "s_bcnt1_i32_b32": scalars(
-            "u32", "u32", lambda a: np.bitwise_count(a).astype(U32), _not_zero
-        ),
-        "s_bcnt1_i32_b64": scalars(
-            "u32", "u64", lambda a: np.bitwise_count(a).astype(U32), _not_zero
-        ),
+        "s_bcnt1_i32_b32": scalars("u32", "u32", count_bits, _not_zero),
+        "s_bcnt1_i32_b64": scalars("u32", "u64", count_bits, _not_zero),
         "s_ff1_i32_b32": scalars("i32", "u32", _lowest_bit),
         "s_ff1_i32_b64": scalars("i32", "u64", _lowest_bit),
         "s_and_saveexec_b64": _saveexec(lambda a, e: a & e),

@@ -8,7 +8,7 @@ An entry of these chapters is a function of arrays and its types, as in the manu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,12 @@ from ..state import LANES, Lanes, WaveState
 from .numerics import F32, I64, U16, U32, U64, Array
 from .operands import HALF, WIDE, Reader, dpp, sdwa_destination, sdwa_source, typed, words
 from .table import Binder, Decoding, Run
+
+if TYPE_CHECKING:
+    from ..machine import Machine
+
+FP16_OVFL = U32(23)
+"""Bit of MODE that makes conversions to fp8, bf8 and float16 saturate."""
 
 Write = Callable[[WaveState, Array, "Lanes | None"], None]
 
@@ -166,7 +172,7 @@ _RANGES = {"u32": (U32, 0, (1 << 32) - 1), "u16": (U16, 0, (1 << 16) - 1)}
 def _clamped(
     decoding: Decoding, compute: Callable[..., Any], result: str, saturates: bool
 ) -> Callable[..., Any]:
-    """Applies the output modifier ``clamp`` (section 6.2.3).
+    """Applies the output modifier ``clamp``.
 
     ``omod`` is not served: hardware ignores it while denormals are on, as they are here.
     """
@@ -181,6 +187,22 @@ def _clamped(
             compute(*(value.astype(I64) for value in values)), low, high
         ).astype(dtype)
     raise decoding.unknown("no clamp", result)
+
+
+def unsaturated(binder: Binder) -> Binder:
+    """Refuses to convert to float16 under FP16_OVFL, which would make results saturate."""
+
+    def bind(decoding: Decoding) -> Run:
+        convert = binder(decoding)
+
+        def run(machine: Machine) -> int | None:
+            if (machine.state.mode[machine.state.selected] >> FP16_OVFL & U32(1)).any():
+                raise decoding.unknown("MODE without FP16_OVFL", decoding.name)
+            return convert(machine)
+
+        return run
+
+    return bind
 
 
 def clamp(x: Array) -> Array:

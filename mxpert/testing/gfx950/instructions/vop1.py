@@ -10,7 +10,7 @@ from . import numerics
 from .numerics import F16, F32, I32, U32, Array
 from .operands import LANE, words
 from .table import Decoding, Run, chapter
-from .vector import lanes
+from .vector import lanes, unsaturated
 
 
 def _copy(x: Array) -> Array:
@@ -94,7 +94,7 @@ chapter(
         "v_cvt_u32_f32": lanes("u32", "f32", _unsigned),
         "v_cvt_i32_f32": lanes("i32", "f32", _signed),
         "v_cvt_f32_f16": lanes("f32", "f16", lambda a: a.astype(F32)),
-        "v_cvt_f16_f32": lanes("f16", "f32", lambda a: a.astype(F16)),
+        "v_cvt_f16_f32": unsaturated(lanes("f16", "f32", lambda a: a.astype(F16))),
         "v_cvt_f32_ubyte0": lanes("f32", "u32", _byte(0)),
         "v_cvt_f32_ubyte1": lanes("f32", "u32", _byte(1)),
         "v_cvt_f32_ubyte2": lanes("f32", "u32", _byte(2)),

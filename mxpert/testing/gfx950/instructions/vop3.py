@@ -13,11 +13,7 @@ from . import numerics
 from .numerics import F16, F32, F64, I32, I64, U32, U64, Array, SmallFloat
 from .operands import LANE, scalar, typed, words
 from .table import Binder, Decoding, Run, chapter
-from .vector import lanes, wide_writer
-
-FP16_OVFL = U32(23)
-"""Bit of MODE that makes conversions to fp8 and bf8 saturate."""
-
+from .vector import FP16_OVFL, lanes, unsaturated, wide_writer
 
 # -- integers --------------------------------------------------------------------------------------
 
@@ -117,7 +113,7 @@ def _multiply_add_signed(a: Array, b: Array, c: Array) -> tuple[Array, Array]:
 def _count_below(first: int) -> Callable[..., Array]:
     """v_mbcnt: how many bits of a mask belong to lower lanes; `first` is the mask's first lane."""
     below = ((1 << np.clip(LANE - first, 0, 32)) - 1).astype(U32)
-    return lambda a, b: np.bitwise_count(a & below).astype(U32) + b
+    return lambda a, b: numerics.count_bits(a & below) + b
 
 
 # -- lanes -----------------------------------------------------------------------------------------
@@ -265,8 +261,11 @@ chapter(
         "v_cvt_pk_bf16_f32": lanes(
             "u32", "f32 f32", lambda a, b: numerics.to_bf16(a) | numerics.to_bf16(b) << U32(16)
         ),
-        "v_cvt_pk_f16_f32": lanes(
-            "u32", "f32 f32", lambda a, b: numerics.to_f16(a) | numerics.to_f16(b) << U32(16)
+        "v_cvt_pk_f16_f32": unsaturated(
+            lanes("u32", "f32 f32", lambda a, b: numerics.to_f16(a) | numerics.to_f16(b) << U32(16))
+        ),
+        "v_pack_b32_f16": lanes(
+            "u32", "u16 u16", lambda a, b: a.astype(U32) | b.astype(U32) << U32(16)
         ),
         # -- integers
         "v_add3_u32": lanes("u32", "u32 u32 u32", lambda a, b, c: a + b + c),
@@ -290,7 +289,7 @@ chapter(
         "v_perm_b32": lanes("u32", "u32 u32 u32", _permute_bytes),
         "v_bitop3_b32": _bitop3(32),
         "v_bitop3_b16": _bitop3(16),
-        "v_bcnt_u32_b32": lanes("u32", "u32 u32", lambda a, b: np.bitwise_count(a).astype(U32) + b),
+        "v_bcnt_u32_b32": lanes("u32", "u32 u32", lambda a, b: numerics.count_bits(a) + b),
         "v_mbcnt_lo_u32_b32": lanes("u32", "u32 u32", _count_below(0)),
         "v_mbcnt_hi_u32_b32": lanes("u32", "u32 u32", _count_below(32)),
         "v_min3_i32": lanes("i32", "i32 i32 i32", lambda a, b, c: np.minimum(np.minimum(a, b), c)),

@@ -1,0 +1,3 @@
+"""vLLM engines under load: models, backends, engine processes, gate, rows."""
+
+import harness  # noqa: F401 - finds the library

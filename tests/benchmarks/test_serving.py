@@ -1,0 +1,235 @@
+"""The benchmark of whole vLLM servers, with engines that answer from a script."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serving
+import serving_render
+from served import gate
+from served.backends import BACKENDS, DEFAULT, OURS
+from served.models import SIZES, cache_bytes, config_of, random_tensors, write_config
+from served.process import EngineError, EngineProcess
+from served.rows import SCHEMA
+
+FAKE = """
+import json, sys, time
+spec = json.loads(sys.argv[1])
+name, rate = spec["backend"], {"no-experts": 9000.0, "marlin": 100.0}.get(spec["backend"], 150.0)
+print(json.dumps({"vllm": "0"}), flush=True)
+for line in sys.stdin:
+    order = json.loads(line)
+    with open(LOG, "a") as log:
+        log.write(f"{name} {order['do']}\\n")
+    answer = {}
+    if order["do"] == "load":
+        if name == BROKEN:
+            sys.exit("no memory")
+        answer = {"load_s": 1.0, "moe_method": "fake", "weights_gib": 1.0}
+    if order["do"] == "first_requests":
+        answer = {"first_request_s": 2.0, "warm_request_s": 1.0}
+    if order["do"] == "log_probabilities":
+        shift = {"marlin": 0.01, RED: 5.0}.get(name, 0.001)
+        answer = {"log_probabilities": [-1.0 - shift * (name != "vllm"), -2.0]}
+    if order["do"] == "measure":
+        if name == SLOW:
+            time.sleep(60)
+        rows = [["decode", c, 128, 64, 2.0, 1.0, rate * c] for c in spec["concurrency"]]
+        answer = {"rows": [*rows, ["prefill", 8, 1024, 1, 1.0, 1.0, 8192.0]], "peak_gib": 2.0}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Rig:
+    """Runs serving.main with fake engines, and notes their orders."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.output, self.log = folder, folder / "serving.json", folder / "orders"
+        self.patch = monkeypatch
+        monkeypatch.setattr(serving, "package_version", lambda name: "0.99")
+        monkeypatch.setattr(serving.SCRIPT.__class__, "complete", complete)
+
+    def run(self, *arguments: str, broken: str = "", red: str = "", slow: str = "") -> int:
+        program = self.folder / "fake.py"
+        names = {"LOG": str(self.log), "BROKEN": broken, "RED": red, "SLOW": slow}
+        text = "\n".join(f"{name} = {value!r}" for name, value in names.items()) + FAKE
+        program.write_text(text, encoding="utf-8")
+        made = partial(EngineProcess, command=(str(program),))
+        self.patch.setattr(serving, "EngineProcess", made)
+        self.log.write_text("", encoding="utf-8")
+        options = ["--models", "gpt-oss-20b", "--output", str(self.output), "--commit", "abc"]
+        return serving.main([*options, "--concurrency", "1,8", *arguments])
+
+    @property
+    def orders(self) -> list[str]:
+        return self.log.read_text("utf-8").splitlines()
+
+    @property
+    def document(self) -> dict[str, Any]:
+        document = json.loads(self.output.read_text("utf-8"))
+        SCHEMA.validate(document)
+        return document
+
+
+def complete(script: Any, options: Any) -> None:
+    """As on a GPU, without one."""
+    import torch
+
+    options.began, options.device = time.monotonic(), torch.device("cpu")
+    options.deadline, options.path = options.began + options.time_limit, options.output
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(tmp_path, monkeypatch)
+
+
+FEW = ("--backends", "vllm,marlin,mxpert-a16w4,no-experts", "--rounds", "2")
+
+
+def test_every_round_of_every_engine_is_recorded(rig: Rig) -> None:
+    assert rig.run(*FEW, "--together", "4") == 0
+    rows = rig.document["rows"]
+    assert len(rows) == 4 * 2 * (2 + 1)
+    assert {row["round"] for row in rows} == {0, 1}
+    assert [row["backend"] for row in rig.document["gates"]] == ["vllm", "marlin", "mxpert-a16w4"]
+    assert all(row["peak_gib"] == 2.0 for row in rig.document["engines"])
+    assert rig.document["meta"]["left"] == []
+
+
+def test_engines_take_turns_in_another_order_each_round(rig: Rig) -> None:
+    rig.run(*FEW, "--together", "4")
+    turns = [order.split()[0] for order in rig.orders if order.endswith("measure")]
+    assert turns[:4] == ["vllm", "marlin", "mxpert-a16w4", "no-experts"]
+    assert turns[4:] == ["marlin", "mxpert-a16w4", "no-experts", "vllm"]
+
+
+def test_groups_are_loaded_one_after_the_other(rig: Rig) -> None:
+    rig.run(*FEW, "--together", "2")
+    kinds = [order.split()[1] for order in rig.orders if order.split()[1] in ("load", "measure")]
+    assert kinds == ["load"] * 3 + (["load"] * 2 + ["measure"] * 4) * 2
+    assert {row["together"] for row in rig.document["engines"]} == {2}
+
+
+def test_a_red_gate_is_not_timed(rig: Rig) -> None:
+    assert rig.run(*FEW, red="mxpert-a16w4") == 1
+    assert "mxpert-a16w4" not in {row["backend"] for row in rig.document["rows"]}
+    failures = rig.document["meta"]["failures"]
+    assert failures["gpt-oss-20b mxpert-a16w4 gate"].startswith("red: differs by 2.5000")
+
+
+def test_an_engine_that_ends_is_noted_with_its_last_words(rig: Rig) -> None:
+    assert rig.run(*FEW, broken="marlin") == 0
+    assert "no memory" in rig.document["meta"]["failures"]["gpt-oss-20b marlin gate"]
+    assert "marlin" not in {row["backend"] for row in rig.document["rows"]}
+
+
+def test_what_the_limit_leaves_out_is_resumed(rig: Rig) -> None:
+    assert rig.run(*FEW, "--time-limit", "8", "--together", "1", slow="mxpert-a16w4") == 1
+    left = rig.document["meta"]["left"]
+    assert "gpt-oss-20b mxpert-a16w4" in left
+    assert "gpt-oss-20b vllm" not in left
+    before = len(rig.document["rows"])
+    assert rig.run(*FEW, "--resume", "--together", "4") == 0
+    assert {order.split()[0] for order in rig.orders} == {name.split()[1] for name in left}
+    assert not any(order.endswith("log_probabilities") for order in rig.orders)
+    assert len(rig.document["rows"]) == 24 > before
+    assert rig.document["meta"]["left"] == []
+
+
+def test_without_time_nothing_is_started(rig: Rig) -> None:
+    assert rig.run(*FEW, "--time-limit", "0") == 1
+    assert rig.orders == []
+    assert len(rig.document["meta"]["left"]) == 4
+
+
+def test_tables_and_plot(rig: Rig) -> None:
+    rig.run(*FEW)
+    assert serving_render.main([str(rig.output)]) == 0
+    text = rig.output.with_suffix(".md").read_text("utf-8")
+    assert "| mxpert-a16w4 | 150 (1.00×) | 1,200 (1.00×) |" in text
+    assert "| vllm | 98 % | 98 % |" in text
+    assert "| mxpert-a16w4 | 150 / 150 |" in text
+    assert rig.output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_document_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}", encoding="utf-8")
+    assert serving_render.main([str(tmp_path / "other.json")]) == 2
+
+
+def test_wrong_options_and_a_missing_vllm(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rig.run("--backends", "vlm") == 2
+    assert "--backends — need some of vllm, marlin" in capsys.readouterr().err
+    rig.patch.setattr(serving, "package_version", lambda name: None)
+    assert rig.run() == 2
+    assert "serving: vllm — need an environment with it" in capsys.readouterr().err
+
+
+def test_the_gate_bound_follows_the_formats_noise() -> None:
+    names = [None, "a16w4", "a8w4", "fp8_token", "a4w4"]
+    bounds = [gate.bound(name, 0.011) for name in names]
+    assert bounds[0] == bounds[1] == pytest.approx(0.011)
+    assert 0.03 < bounds[2] < bounds[4] < 1.0  # e4m3 has two more bits of mantissa than e2m1
+    assert bounds[3] == pytest.approx(bounds[2], rel=0.5)
+    assert gate.bound("a8w4", 0.022) == pytest.approx(2 * bounds[2])
+
+
+def test_the_reference_is_vllm_and_the_pair_its_own_backends() -> None:
+    found = {"mxpert-a16w4": [0.0, 0.0], "marlin": [0.1, 0.0], "vllm": [0.0, 0.2]}
+    judged = gate.judge(found)
+    assert judged["vllm"][0] == 0.0
+    assert judged["mxpert-a16w4"] == pytest.approx((0.1, 0.15))
+    del found["vllm"]
+    assert gate.judge(found)["mxpert-a16w4"] == (0.0, gate.IN_TREE_PAIR)
+    assert gate.judge({"no-experts": [0.0]}) == {}
+
+
+def test_an_engine_that_is_silent_runs_out_of_time(tmp_path: Path) -> None:
+    silent = tmp_path / "silent.py"
+    silent.write_text("import time\ntime.sleep(60)\n", encoding="utf-8")
+    spec = {"model": "tiny", "backend": "vllm"}
+    engine = EngineProcess(spec, tmp_path / "folder", command=(str(silent),))
+    with pytest.raises(EngineError, match="out of time"):
+        engine.answer(time.monotonic() + 0.2)
+    engine.stop()
+    with pytest.raises(EngineError, match="ended: it said nothing"):
+        engine.answer(time.monotonic() + 10)
+
+
+def test_random_tensors_have_the_checkpoints_names_and_no_zeros(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    config = json.loads((write_config(tmp_path / "m", "tiny") / "config.json").read_text("utf-8"))
+    made = dict(random_tensors(SimpleNamespace(**config), "cpu"))
+    again = dict(random_tensors(SimpleNamespace(**config), "cpu"))
+    assert all((made[name] == again[name]).all() for name in made)
+    blocks = made["model.layers.1.mlp.experts.gate_up_proj_blocks"]
+    assert blocks.shape == (8, 256, 4, 16)
+    assert (blocks == 0).float().mean() < 0.01  # uniform: one byte of 256
+    assert not made["model.layers.0.mlp.experts.down_proj_bias"].eq(0).all()
+
+
+def test_sizes_are_the_published_ones() -> None:
+    for model, depth in (("gpt-oss-20b", 24), ("gpt-oss-120b", 36)):
+        config = config_of(model)
+        assert (config["num_hidden_layers"], config["hidden_size"]) == (depth, 2880)
+        assert len(config["layer_types"]) == depth
+        assert SIZES[model][1] == config["num_local_experts"]
+    assert config_of("gpt-oss-20b", 2)["num_hidden_layers"] == 2
+    per_token = cache_bytes(config_of("gpt-oss-20b"), 1001) - cache_bytes(
+        config_of("gpt-oss-20b"), 1
+    )
+    assert per_token == pytest.approx(1.25 * 1000 * 24 * 2 * 8 * 64 * 2)
+
+
+def test_backends_are_named_once() -> None:
+    assert set(DEFAULT) <= set(BACKENDS)
+    assert DEFAULT[:2] == ("vllm", "marlin")
+    assert {"mxpert-a16w4", "mxpert-a8w4", "mxpert-a4w4", "mxpert-fp8_token"} <= set(OURS)
+    assert "no-experts" not in OURS
