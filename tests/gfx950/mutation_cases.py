@@ -46,12 +46,9 @@ CASES = {
     "triton decode a8w4 stage 1": Case("triton", "mxfp8", 16, 1024, 1),
     "triton decode a4w4 stage 2": Case("triton", "mxfp4", 16, 1024, 2),
     "triton prefill a8w4 stage 1": Case("triton", "mxfp8", 128, 768, 1),
-    "triton prefill a4w4 stage 2": Case("triton", "mxfp4", 128, 768, 2),
     "cdna4 decode a8w4 stage 1": Case("cdna4", "mxfp8", 16, 1024, 1),
     "cdna4 decode a4w4 stage 2": Case("cdna4", "mxfp4", 16, 1024, 2),
     "cdna4 decode a16w4 stage 1": Case("cdna4", "bf16", 16, 1024, 1),
-    "cdna4 prefill a8w4 stage 1": Case("cdna4", "mxfp8", 256, 768, 1),
-    "cdna4 prefill a4w4 stage 2": Case("cdna4", "mxfp4", 256, 768, 2),
 }
 
 
