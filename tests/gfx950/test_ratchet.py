@@ -19,8 +19,6 @@ GROWTH = 1.03
 """Modelled cycles may grow by 3 %."""
 LOOPS = (
     "decode gpt-oss T=128 mxfp4 down",
-    "decode gpt-oss T=128 bf16 down",
-    "prefill gpt-oss T=8192 mxfp4 gate_up",
     "prefill gpt-oss T=8192 mxfp8 gate_up",
     "grouped forward 16×2048 N=4096 K=7168",
 )
