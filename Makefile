@@ -103,7 +103,7 @@ test-newest: $(NEWEST)/.installed  ## compile every kernel ahead of time on the 
 	@$(NEWEST)/bin/python -m pytest --color=no -n "$$(nproc)" --dist worksteal $(AOT_TESTS) \
 		$(PYTEST_ARGS) </dev/null
 
-test-serving:  ## serve a tiny gpt-oss through vLLM on a CPU, in an environment of its own (3.5 GB)
+test-serving:  ## a tiny gpt-oss through vLLM on a CPU, layers of SGLang; environment of its own (4 GB)
 	@$(PYTHON) tests/serving/run.py $(PYTEST_ARGS) </dev/null
 
 clean:  ## remove the environment, caches and reports

@@ -243,6 +243,29 @@ def time_generate(bench: Bench, batch: int, new_tokens: int) -> dict[str, float]
 
 
 @torch.no_grad()
+def time_static(bench: Bench, batch: int, new_tokens: int) -> dict[str, float]:
+    """Decode steps of `generate` with a static cache, compiled and captured before they count."""
+    ids = random_ids(bench, batch, PROMPT)
+
+    def run(count: int) -> StepClock:
+        clock = StepClock(bench.device)
+        bench.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            stopping_criteria=[clock],
+            cache_implementation="static",
+            max_cache_len=PROMPT + new_tokens,
+        )
+        return clock
+
+    for _ in range(2):
+        run(4)
+    return run(new_tokens).steps()
+
+
+@torch.no_grad()
 def time_prefill(bench: Bench, tokens: int, repeats: int) -> dict[str, float]:
     ids = random_ids(bench, 1, tokens)
 
@@ -268,7 +291,11 @@ def measurements(bench: Bench, variant: Variant, options: argparse.Namespace) ->
     def graph(batch: int) -> dict[str, float]:
         return graph_step(bench.model, bench.blocks, random_ids(bench, batch, PROMPT), repeats)
 
+    def static(batch: int) -> dict[str, float]:
+        return time_static(bench, batch, new_tokens)
+
     modes = [("generate", generate), *([("graph", graph)] if variant.graph else [])]
+    modes += [("static", static)] if variant.graph and options.static else []
     found: list[Measurement] = [
         ("decode", mode, batch, PROMPT, functools.partial(work, batch))
         for mode, work in modes
@@ -302,7 +329,8 @@ def measure(bench: Bench, variant: Variant, truth: Truth, options: argparse.Name
         place = variant.impl, variant.format, phase, mode, batch, tokens
         row = make_row(*place, times, cosines)
         document.add(row)
-        text = "{ms:.2f} ms, {tokens_per_s:.0f} tokens/s, MoE share {moe_share:.2f}"
+        share = "" if row["moe_share"] is None else f", MoE share {row['moe_share']:.2f}"
+        text = "{ms:.2f} ms, {tokens_per_s:.0f} tokens/s" + share
         print(f"{name}: {text.format(**row)}", flush=True)
         bench.save()
 
@@ -310,6 +338,7 @@ def measure(bench: Bench, variant: Variant, truth: Truth, options: argparse.Name
 PROTOCOL = {
     "generate": f"model.generate with its defaults after a prompt of {PROMPT} tokens, "
     "greedy; ms is the median time between two decode steps",
+    "static": "model.generate with cache_implementation='static', compiled and captured before",
     "graph": "one decode step on a static cache in a CUDA graph, replayed; MoE blocks "
     "replayed alone on the same inputs",
     "forward": "one forward pass without a cache, Transformers' eager attention",
@@ -341,6 +370,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--prefill", type=int, default=8192, help="tokens of the prefill")
     add("--new-tokens", type=int, default=20)
     add("--repeats", type=int, default=5)
+    add("--static", action="store_true", help="generate with a static cache too; compiles long")
     add("--impl", nargs="+", choices=names, default=names)
 
 

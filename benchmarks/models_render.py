@@ -18,6 +18,7 @@ from whole_model.rows import SCHEMA
 
 HEADINGS = {
     ("decode", "generate"): "decode through generate, tokens/s",
+    ("decode", "static"): "decode through generate with a static cache, tokens/s",
     ("decode", "graph"): "decode step in a CUDA graph, tokens/s",
     ("prefill", "forward"): "prefill, tokens/s",
 }
@@ -50,6 +51,11 @@ def size_of(row: Mapping[str, Any]) -> str:
     return f"batch {row['batch']}" if row["phase"] == "decode" else f"{row['tokens']} tokens"
 
 
+def share_of(row: Mapping[str, Any]) -> str:
+    """The MoE blocks' share in brackets, where it was measured."""
+    return "" if row["moe_share"] is None else f" ({100 * row['moe_share']:.0f} %)"
+
+
 def groups(rows: Sequence[Row], phase: str, mode: str) -> dict[str, list[Row]]:
     """Size → rows of a phase and mode, the smallest first."""
     chosen = [row for row in rows if (row["phase"], row["mode"]) == (phase, mode)]
@@ -62,7 +68,7 @@ def groups(rows: Sequence[Row], phase: str, mode: str) -> dict[str, list[Row]]:
 def table(rows: Sequence[Row], phase: str, mode: str) -> str:
     """Implementations down, batches across: tokens/s, and in brackets the MoE blocks' share."""
     cells = {
-        (name_of(row), size_of(row)): f"{row['tokens_per_s']:,.0f} ({100 * row['moe_share']:.0f} %)"
+        (name_of(row), size_of(row)): f"{row['tokens_per_s']:,.0f}{share_of(row)}"
         for row in rows
         if (row["phase"], row["mode"]) == (phase, mode)
     }
@@ -103,7 +109,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
     axes_row = figure.subplots(1, count, squeeze=False)[0]
     for axes, (title, rows) in zip(axes_row, panels, strict=False):
         for index, row in enumerate(rows):
-            part = row["ms"] * min(1.0, row["moe_share"])
+            part = row["ms"] * min(1.0, row["moe_share"] or 0.0)
             color = COLORS.get(name_of(row), "tab:purple")
             axes.bar(index, part, color=color, hatch="//", edgecolor="white")
             axes.bar(index, row["ms"] - part, bottom=part, color=color, alpha=0.5)

@@ -218,7 +218,7 @@ def work(bench: Bench) -> None:
                 if name in phase.engines:
                     phase.engines.pop(name).stop()
         try:
-            if not fits(bench, phase):
+            if not phase.backends or not fits(bench, phase):
                 continue
             began = time.monotonic()
             if not phase.engines:
@@ -251,6 +251,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--together", type=int, help="engines that share the GPU; default by model")
     add("--concurrency", default=[1, 8, 64, 256], type=lambda text: list(map(int, text.split(","))))
     add("--new-tokens", type=int, default=64)
+    add("--caches", type=Path, help="keep engines' caches and logs there, for --resume")
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -274,7 +275,7 @@ def run(options: argparse.Namespace, _: None) -> int:
     meta["versions"] |= {"vllm": package_version("vllm")}
     document = Document(options.path, meta, KEY_COLUMNS)
     with tempfile.TemporaryDirectory(prefix="serving-", ignore_cleanup_errors=True) as folder:
-        bench = Bench(options, document, Path(folder))
+        bench = Bench(options, document, options.caches or Path(folder))
         if options.resume and options.path.exists():
             old = SCHEMA.load(options.path)
             document.resume(old)

@@ -27,6 +27,7 @@ NEEDS_TRANSFORMERS = (
 NEEDS_VLLM = tuple(
     f"mxpert.integrations.vllm.{name}" for name in ("_configs", "_experts", "_method", "_refusals")
 )
+NEEDS_SGLANG = ("mxpert.integrations.sglang._method",)
 
 
 def pages() -> list[Path]:
@@ -101,6 +102,8 @@ def test_doctests_pass(name: str) -> None:
         pytest.importorskip("transformers")
     if name in NEEDS_VLLM:
         pytest.importorskip("vllm")
+    if name in NEEDS_SGLANG:
+        pytest.importorskip("sglang")
     outcome = doctest.testmod(importlib.import_module(name), verbose=False)
     assert outcome.failed == 0, f"{outcome.failed} of {outcome.attempted} examples failed"
 

@@ -16,7 +16,7 @@ from mxpert.testing.gfx950 import Report, WaveTrace, emulate
 from mxpert.testing.gfx950.program import Program, parse_instruction
 from mxpert.testing.gfx950.timing import MI355X, Execution, model_loop
 
-STEPS = 8
+STEPS = 12
 """K steps that are executed; the loop is repeated from there."""
 DEPTH = {16: 64, 8: 128, 4: 256}
 """Elements of k a step, by bits."""

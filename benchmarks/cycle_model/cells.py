@@ -26,8 +26,8 @@ from mxpert.testing.gfx950.timing import Execution, LoopError, LoopReport, model
 from mxpert.testing.problems import MoEShape, random_moe_problem
 
 BACKENDS = ("triton", "cdna4")
-STEPS = (8, 32, 128)
-"""Steps of 128 of k that are executed: the first number with which the hot loop turns twice."""
+LONGER = (4096, 16384)
+"""Sizes of k that are executed instead of a shape's own in which the hot loop turns too seldom."""
 STAGES = ("gate_up", "down")
 OTHER = 256
 """The size of the layer that the modelled stage does not sum over."""
@@ -54,6 +54,12 @@ class MoECell:
         return f"{self.regime} {self.model} T={self.tokens} {self.activation_format} {self.stage}"
 
     @property
+    def depth(self) -> int:
+        """Elements that the stage sums over."""
+        sizes = {"gate_up": self.shape.hidden_size, "down": self.shape.intermediate_size}
+        return sizes[self.stage]
+
+    @property
     def published(self) -> str:
         """What others measured on this shape or regime."""
         key = (self.regime, self.activation_format)
@@ -76,6 +82,11 @@ class GroupedCell:
     @property
     def name(self) -> str:
         return f"grouped {self.op} {self.groups}×{self.rows} N={self.n} K={self.k}"
+
+    @property
+    def depth(self) -> int:
+        """Elements that a product sums over."""
+        return self.k if self.op == "forward" else self.rows
 
     @property
     def published(self) -> str:
@@ -109,22 +120,23 @@ def cells() -> Iterator[Cell]:
             yield GroupedCell(op, groups, rows, n, k)
 
 
-def run_cell(cell: Cell, backend: str, steps: Sequence[int] = STEPS) -> Row:
+def run_cell(cell: Cell, backend: str, depths: Sequence[int] = ()) -> Row:
     """Execute a cell's kernel small, model it, and describe the result.
 
     Args:
-        steps: choices for the executed steps of 128 of k.
+        depths: choices for the executed k (default: the cell's, then `LONGER`).
 
     Raises:
         UnsupportedError: the backend has no kernel for the cell.
     """
     run = _run_moe if isinstance(cell, MoECell) else _run_grouped
-    for number in steps:
+    choices = depths or (cell.depth, *LONGER)
+    for depth in choices:
         try:
-            config, loop = run(cell, backend, number)
+            config, loop = run(cell, backend, depth)
             break
         except LoopError:
-            if number == steps[-1]:
+            if depth == choices[-1]:
                 raise
     return {
         "regime": cell.regime,
@@ -165,7 +177,7 @@ def _matrix_reports(reports: list[Report]) -> list[Report]:
     return [each for each in reports if any(name.startswith("v_mfma") for name in each.counts)]
 
 
-def _run_moe(cell: MoECell, backend: str, steps: int) -> tuple[Any, LoopReport]:
+def _run_moe(cell: MoECell, backend: str, depth: int) -> tuple[Any, LoopReport]:
     """The config of the full shape, and the modelled loop of its stage."""
     shape, layout = cell.shape, Layout.ROW_MAJOR if backend == "triton" else Layout.CDNA4_FRAGMENT
     options = MoEOptions(SiLU(), cell.activation_format)
@@ -176,7 +188,7 @@ def _run_moe(cell: MoECell, backend: str, steps: int) -> tuple[Any, LoopReport]:
     stages = {name: _unsplit(getattr(config, name)) for name in STAGES}
     config = replace(config, **stages)
     return stages[cell.stage], _moe_loop(
-        backend, config, cell.stage, cell.activation_format, layout, cell.regime, steps
+        backend, config, cell.stage, cell.activation_format, layout, cell.regime, depth
     )
 
 
@@ -188,10 +200,9 @@ def _moe_loop(
     activation_format: str,
     layout: Layout,
     regime: str,
-    steps: int,
+    depth: int,
 ) -> LoopReport:
     """Execute one expert and one row block of a layer, and model one stage's loop."""
-    depth = steps * 128
     sizes = (depth, OTHER) if stage == "gate_up" else (OTHER, depth)
     inputs = random_moe_problem(MoEShape(*sizes, 1, 1), config.routing_block_m, seed=0)
     weights = inputs.weights.prepare(device="cpu", layout=layout)
@@ -215,7 +226,7 @@ def _unsplit(config: Any) -> Any:
     return replace(config, **dict.fromkeys(names, 1))
 
 
-def _run_grouped(cell: GroupedCell, backend: str, steps: int) -> tuple[Any, LoopReport]:
+def _run_grouped(cell: GroupedCell, backend: str, depth: int) -> tuple[Any, LoopReport]:
     """The config of the full shape, and the modelled loop."""
     is_forward = cell.op == "forward"
     full = GroupedProblem(
@@ -232,13 +243,13 @@ def _run_grouped(cell: GroupedCell, backend: str, steps: int) -> tuple[Any, Loop
     )
     with override(backend=backend):
         _, config = resolve(full)
-    return config, _grouped_loop(backend, config, is_forward, steps)
+    return config, _grouped_loop(backend, config, is_forward, depth)
 
 
 @functools.cache
-def _grouped_loop(backend: str, config: GemmConfig, is_forward: bool, steps: int) -> LoopReport:
+def _grouped_loop(backend: str, config: GemmConfig, is_forward: bool, depth: int) -> LoopReport:
     """Execute one group of one tile, and model its loop."""
-    depth, tile, name = 128 * steps, 256, "mxfp8_e4m3"
+    tile, name = 256, "mxfp8_e4m3"
     torch.manual_seed(0)
     offsets = torch.tensor([0, tile if is_forward else depth], dtype=torch.int32)
     if is_forward:

@@ -53,6 +53,7 @@ def config_of(model: str, layers: int | None = None) -> dict[str, Any]:
         "attention_bias": True,
         "tie_word_embeddings": False,
         "hidden_act": "silu",
+        "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072,

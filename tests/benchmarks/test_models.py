@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,7 @@ def _single_threaded() -> Any:
 def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The JSON of a dry run."""
     path = tmp_path_factory.mktemp("models") / "models.json"
-    assert models.main(["--dry-run", "--output", str(path), "--commit", "abc"]) == 0
+    assert models.main(["--dry-run", "--static", "--output", str(path), "--commit", "abc"]) == 0
     return path
 
 
@@ -50,11 +51,12 @@ def test_a_dry_run_measures_every_phase(dry_run: Path) -> None:
         for row in document["rows"]
     }
     for format in ("a16w4", "a8w4"):
-        for mode, batch in (("generate", 1), ("generate", 2), ("graph", 1), ("graph", 2)):
+        for mode, batch in itertools.product(("generate", "static", "graph"), (1, 2)):
             assert ("mxpert", format, "decode", mode, batch) in found
         assert ("mxpert", format, "prefill", "forward", 1) in found
     assert ("transformers", "eager", "decode", "generate", 1) in found
     assert ("transformers", "eager", "decode", "graph", 1) not in found
+    assert ("transformers", "eager", "decode", "static", 1) not in found
     assert document["meta"]["commit"] == "abc"
     if isinstance(TransformersMXFP4.load(), str):
         assert "absent" in document["meta"]["failures"]["transformers mxfp4"]
@@ -65,6 +67,7 @@ def test_tables_and_plot_come_from_the_json_alone(dry_run: Path, tmp_path: Path)
     text = (tmp_path / "models.md").read_text("utf-8")
     assert "| mxpert a16w4 |" in text
     assert "decode through generate, tokens/s (MoE share) | batch 1 | batch 2 |" in text
+    assert "decode through generate with a static cache, tokens/s" in text
     assert "## Not measured" in text
     assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
 
@@ -75,6 +78,9 @@ def test_a_row_counts_what_was_made() -> None:
     assert decode["tokens_per_s"] == pytest.approx(8 / 4e-3)
     assert prefill["tokens_per_s"] == pytest.approx(8192 / 4e-3)
     assert decode["moe_share"] == pytest.approx(0.2)
+    times = {"ms": 4.0, "ms_spread": 0.1}
+    static = make_row("mxpert", "a16w4", "decode", "static", 8, 32, times, COSINES)
+    assert (static["moe_ms"], static["moe_share"]) == (None, None)
 
 
 def test_wrong_experts_are_not_timed(tmp_path: Path) -> None:

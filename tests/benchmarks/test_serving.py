@@ -13,6 +13,7 @@ import serving
 import serving_render
 from served import gate
 from served.backends import BACKENDS, DEFAULT, OURS
+from served.engine import Engine
 from served.models import SIZES, cache_bytes, config_of, random_tensors, write_config
 from served.process import EngineError, EngineProcess
 from served.rows import SCHEMA
@@ -129,6 +130,12 @@ def test_an_engine_that_ends_is_noted_with_its_last_words(rig: Rig) -> None:
     assert "marlin" not in {row["backend"] for row in rig.document["rows"]}
 
 
+def test_a_run_in_which_nothing_starts_ends_all_the_same(rig: Rig) -> None:
+    assert rig.run("--backends", "mxpert-a16w4", broken="mxpert-a16w4") == 1
+    assert rig.document["rows"] == []
+    assert [order.split()[1] for order in rig.orders] == ["load"]
+
+
 def test_what_the_limit_leaves_out_is_resumed(rig: Rig) -> None:
     assert rig.run(*FEW, "--time-limit", "8", "--together", "1", slow="mxpert-a16w4") == 1
     left = rig.document["meta"]["left"]
@@ -213,6 +220,28 @@ def test_random_tensors_have_the_checkpoints_names_and_no_zeros(tmp_path: Path) 
     assert blocks.shape == (8, 256, 4, 16)
     assert (blocks == 0).float().mean() < 0.01  # uniform: one byte of 256
     assert not made["model.layers.0.mlp.experts.down_proj_bias"].eq(0).all()
+
+
+def engine_with(*seconds: float) -> Engine:
+    """An engine whose requests take these times, in order."""
+    engine, times = Engine.__new__(Engine), iter(seconds)
+    engine.spec = {"concurrency": [2], "prompt": 8, "new_tokens": 5, "prefill": (4, 16)}
+    engine.spec["device"], engine.warm = "cpu", True
+    engine.generate = lambda *_, **__: next(times)  # type: ignore[method-assign]
+    return engine
+
+
+def test_rates_leave_out_the_first_token() -> None:
+    decode, prefill = engine_with(1.0, 3.0, 8.0, 4.0, 16.0).measure()["rows"]
+    assert decode == ("decode", 2, 8, 5, 3.0, 1.0, 2 * 4 / 2.0)
+    assert prefill == ("prefill", 4, 16, 1, 4.0, 4.0, 4 * 16 / 4.0)
+
+
+def test_swapped_times_are_taken_again() -> None:
+    (decode, _) = engine_with(2.0, 1.0, 1.0, 3.0, 8.0, 4.0, 16.0).measure()["rows"]
+    assert decode[-1] == 4.0
+    with pytest.raises(RuntimeError, match="took no longer than one, 3 times"):
+        engine_with(2.0, 1.0, 2.0, 1.0, 2.0, 2.0).measure()
 
 
 def test_sizes_are_the_published_ones() -> None:

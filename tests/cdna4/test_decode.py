@@ -11,6 +11,7 @@ import torch
 import mxpert
 from mxpert import Combine, GateUpOrder, MoEWeights, RoutingPlan, ScaleRule
 from mxpert.backends.cdna4 import KERNELS
+from mxpert.backends.cdna4.moe.config import require_valid
 from mxpert.formats.layouts import pack_cdna4, unpack_cdna4
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.problem import (
@@ -324,8 +325,6 @@ def test_tiles_that_no_kernel_has_are_refused(config: Cdna4GemmConfig) -> None:
 
 
 def test_every_offered_config_is_one_that_a_kernel_has() -> None:
-    from mxpert.backends.cdna4.moe.config import require_valid
-
     for num_tokens in (1, 4, 64, 256):
         configs = list(LAYER.configs(problem(num_tokens)))
         assert configs[0] == LAYER.heuristic(problem(num_tokens))

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import mxpert
+import mxpert.training
 from mxpert.backends.cdna4.grouped.host import GROUPED_GEMM, GROUPED_WGRAD
 from mxpert.backends.cdna4.grouped.pack_scales import pack_scales
 from mxpert.formats import MXTensor
@@ -216,6 +217,27 @@ def test_longer_spans_are_served() -> None:
         actual = mxpert.grouped_gemm(row, weight, offsets, out_dtype=torch.float32)
     tolerance = stage_tolerance("bf16", torch.float32, 416, numel=actual.numel())
     assert_close_relative(actual, expected, tolerance, "grouped_gemm")
+
+
+def test_training_step() -> None:
+    """Forward, dgrad and wgrad of a layer, and its quantisation: the bits of the reference."""
+    offsets = torch.tensor([0, 70, 70, 140])
+    data = integers(150, 96), integers(3, 160, 96, seed=1), integers(150, 160, seed=2)
+
+    def step() -> list[torch.Tensor]:
+        x, weight, grad = (each.to(torch.bfloat16) for each in data)
+        x.requires_grad_()
+        weight.requires_grad_()
+        y = mxpert.training.grouped_linear(x, weight, offsets)
+        return [y.detach(), *torch.autograd.grad(y, (x, weight), grad)]
+
+    with mxpert.override(backend="reference"):
+        expected = step()
+    with emulate() as emulation, mxpert.override(backend="cdna4"):
+        actual = step()
+    assert emulation.kernels["_grouped_gemm_cdna4_kernel"].launches == 3
+    for name, ours, theirs in zip(("y", "dx", "dweight"), actual, expected, strict=True):
+        assert_exact(ours, theirs, name, ignore_zero_sign=True)
 
 
 def test_packed_scales_of_rows() -> None:

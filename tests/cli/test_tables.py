@@ -14,7 +14,15 @@ from mxpert.cli import tune_cells
 from mxpert.cli.tune_cells import TARGETS, Cell
 from mxpert.dispatch import explain_problem, registry, tables
 from mxpert.formats.tensor import Layout
-from mxpert.problem import GemmConfig, HopperGemmConfig, MoEConfig, MoEProblem, Op, StageConfig
+from mxpert.problem import (
+    Cdna4GemmConfig,
+    GemmConfig,
+    HopperGemmConfig,
+    MoEConfig,
+    MoEProblem,
+    Op,
+    StageConfig,
+)
 from mxpert.testing.problems import MoEShape
 
 H200 = TARGETS["nvidia-h200"]
@@ -169,7 +177,12 @@ def test_a_missing_setting_takes_its_default() -> None:
 
 
 @pytest.mark.parametrize(
-    "stage", [GemmConfig(8, 64, 128, split_k=2), HopperGemmConfig("decode", 8, 5, hi_lo=True)]
+    "stage",
+    [
+        GemmConfig(8, 64, 128, split_k=2),
+        HopperGemmConfig("decode", 8, 5, hi_lo=True),
+        Cdna4GemmConfig("prefill", 8, 256),
+    ],
 )
 def test_a_config_of_either_kind_can_be_read(stage: StageConfig) -> None:
     layer = MoEConfig(8, stage, stage)

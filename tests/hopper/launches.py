@@ -102,7 +102,7 @@ class Recorder:
             recorded.append(Launch(made.kernel, made.grid, made.arguments(tensors)))
 
         monkeypatch.setattr(launch.Launch, "__call__", record)
-        monkeypatch.setattr(moe, "combine_slots", lambda out, *_args, **_options: out)
+        monkeypatch.setattr(moe, "combine_slots", lambda rows, *_args, **_options: rows)
         monkeypatch.setattr(moe, "quantize_rows", lambda problem, x: x)
 
     def run(

@@ -1,10 +1,11 @@
-"""The serving tier: vLLM in an environment of its own (`make test-serving`).
+"""The serving tier: vLLM and SGLang in environments of their own (`make test-serving`).
 
     python3 tests/serving/run.py [pytest arguments]
 
 The environment holds a CPU build of vLLM, in which models are served end to end. The Python of the
-other supported versions is unpacked from their wheels, for tests of single layers. What cannot be
-had here is skipped with its reason; the exit status is 0 only if nothing failed.
+other supported versions, and that of SGLang's, is unpacked from their wheels, for tests of single
+layers. What cannot be had here is skipped with its reason; the exit status is 0 only if nothing
+failed.
 """
 
 from __future__ import annotations
@@ -29,14 +30,22 @@ VERSIONS = ("0.20.2", "0.26.0", "0.33.0")
 WITH_THEM = ("gguf", "pytest>=8.3", "pytest-timeout>=2.3")  # vLLM 0.20 imports gguf
 NOT_FOR_TEXT = ("torchvision", "torchaudio", "torchcodec")  # the index has their CUDA builds
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+SGLANG_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
+SGLANG_WITH = ("orjson", "ipython", "traitlets")
+"""What SGLang's Python imports beyond vLLM's environment."""
+
+SGLANG = FOLDER / "sglang"
+"""The environment of SGLang: that of vLLM, and SGLANG_WITH. Its wheels ask for CUDA's packages."""
+
+SGLANG_LAYERS = ["tests/serving/test_sglang_layers.py"]
 LAYERS = ["tests/serving/test_vllm_configs.py", "tests/serving/test_vllm_layers.py"]
 SERVES = "tests/serving/test_vllm_serves.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def pip(*arguments: str) -> str:
-    """Run pip in the environment; return "" or the last line of its error."""
-    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+def pip(*arguments: str, python: Path = PYTHON) -> str:
+    """Run pip in an environment; return "" or the last line of its error."""
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
     return "" if done.returncode == 0 else (lines or [f"pip ended with {done.returncode}"])[-1]
@@ -72,33 +81,67 @@ def _name_vllm() -> None:
     (alias / "METADATA").write_text(text, encoding="utf-8")
 
 
-def unpacked(version: str) -> Path | str:
-    """The folder with a version's Python, or why it cannot be had."""
-    folder = FOLDER / "vllm-python" / version
+def sglang_environment() -> str:
+    """Make SGLang's environment unless it is there; return "" or why it cannot be had."""
+    stamp = SGLANG / ".installed"
+    if stamp.exists():
+        return ""
+    subprocess.run([sys.executable, "-m", "venv", str(SGLANG)], check=True)
+    (lent,) = FOLDER.glob("lib/python*/site-packages")
+    (site,) = SGLANG.glob("lib/python*/site-packages")
+    (site / "lent.pth").write_text(f"{lent}\n", encoding="utf-8")
+    python = SGLANG / "bin" / "python"
+    failed = pip("install", "-q", "--no-deps", *SGLANG_WITH, python=python)
+    if not failed:
+        stamp.touch()
+    return failed
+
+
+def unpacked(version: str, package: str = "vllm") -> Path | str:
+    """The folder with a version's Python, or why it cannot be had.
+
+    SGLang looks for the sources of its kernels when it is imported, so all of its files are there.
+    """
+    folder = FOLDER / f"{package}-python" / version
     if folder.exists():
         return folder
     with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
         failed = pip(
-            *("download", "-q", "--no-deps", "--only-binary=:all:", f"vllm=={version}"),
-            *("-d", scratch),
+            *("download", "-q", "--no-deps", "--only-binary=:all:", f"{package}=={version}"),
+            *("--python-version", "3.12", "-d", scratch),
         )
         if failed:
             return failed
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.endswith((".py", "/METADATA"))]
+            names = archive.namelist()
+            if package == "vllm":
+                names = [name for name in names if name.endswith((".py", "/METADATA"))]
             archive.extractall(Path(scratch, "python"), names)
         folder.parent.mkdir(exist_ok=True)
         os.replace(Path(scratch, "python"), folder)
     return folder
 
 
-def pytest(title: str, arguments: list[str], path: str = "") -> int:
-    """Run pytest in the environment; `path` comes before the installed vLLM."""
+def pytest(title: str, arguments: list[str], path: str = "", python: Path = PYTHON) -> int:
+    """Run pytest in an environment; `path` comes before what is installed."""
     print(f"== {title}", flush=True)
-    command = [str(PYTHON), "-m", "pytest", "--color=no", "-q", *arguments, *sys.argv[1:]]
+    command = [str(python), "-m", "pytest", "--color=no", "-q", *arguments, *sys.argv[1:]]
     added = {**ONE_THREAD, "PYTHONPATH": path}
     return subprocess.run(command, cwd=ROOT, env=os.environ | added, check=False).returncode
+
+
+def test_sglang() -> int:
+    """Run the layers' tests with the Python of each version of SGLang; return the exit status."""
+    reason, status = sglang_environment(), 0
+    for version in SGLANG_VERSIONS:
+        found = reason or unpacked(version, "sglang")
+        if isinstance(found, str):
+            print(f"== SGLang {version}: skipped, it cannot be had here: {found}", flush=True)
+            continue
+        title, python = f"SGLang {version}, its own Python", SGLANG / "bin" / "python"
+        status |= pytest(title, SGLANG_LAYERS, str(found), python)
+    return status
 
 
 def main() -> int:
@@ -114,6 +157,7 @@ def main() -> int:
             print(f"== vLLM {version}: skipped, its wheel cannot be had here: {found}", flush=True)
             continue
         status |= pytest(f"vLLM {version}, its own Python", LAYERS, str(found))
+    status |= test_sglang()
     return status | pytest(f"{VLLM_CPU}, end to end", [*LAYERS, SERVES])
 
 

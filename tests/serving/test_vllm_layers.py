@@ -40,7 +40,7 @@ from vllm.v1.worker import workspace
 
 import mxpert
 from mxpert.formats import MXFP4, Layout
-from mxpert.integrations.vllm import _experts as experts
+from mxpert.integrations.serving import layer as shared
 from mxpert.integrations.vllm import _method as served
 
 METHODS = {
@@ -162,7 +162,7 @@ def test_the_result_is_written_into_vllms_output(monkeypatch: pytest.MonkeyPatch
         given.append((*arguments[2:4], options["out"]))
         return mxpert.fused_moe(*arguments, **options)
 
-    monkeypatch.setattr(experts, "fused_moe", noted)
+    monkeypatch.setattr(shared, "fused_moe", noted)
     x, logits = tokens()
     topk_weights, topk_ids = mxpert.route_topk(logits, TOP_K)
     y = call(method, layer, x, topk_weights, topk_ids.long())
@@ -325,9 +325,9 @@ def test_nothing_is_held_twice(kind: str) -> None:
 
     before: list[StorageWeakRef] = []
 
-    def watched(layer: torch.nn.Module, *rest: Any) -> mxpert.MoEWeights:
+    def watched(layer: torch.nn.Module, *rest: Any, **options: Any) -> mxpert.MoEWeights:
         before.extend(StorageWeakRef(p.data.untyped_storage()) for p in layer.parameters())
-        return prepare_layer(layer, *rest)
+        return prepare_layer(layer, *rest, **options)
 
     prepare_layer = served.prepare_layer
     with (
@@ -427,9 +427,9 @@ def test_experts_that_do_not_fold_are_logged(caplog: pytest.LogCaptureFixture) -
 def test_kernels_are_compiled_once_for_layers_of_one_shape() -> None:
     calls: list[tuple[Any, ...]] = []
     with (
-        mock.patch.object(served, "_warm", set()),
+        mock.patch.object(shared, "_warm", set()),
         mock.patch.object(
-            served, "warm_up", lambda *a, **options: calls.append((*a, options)) or (1, 4)
+            shared, "warm_up", lambda *a, **options: calls.append((*a, options)) or (1, 4)
         ),
     ):
         for _ in range(3):

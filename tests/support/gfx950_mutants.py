@@ -13,7 +13,7 @@ A wait or barrier that survives is redundant for this problem: something else or
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -38,12 +38,14 @@ class Launch:
     Args:
         name: of the kernel. code: its code object. grid: workgroups.
         arguments: by name; tensors are copies, those of one storage share one.
+        binary: its ELF file.
     """
 
     name: str
     code: CodeObject
     grid: tuple[int, ...]
     arguments: Mapping[str, Any] = field(repr=False)
+    binary: bytes = field(repr=False)
 
 
 @contextlib.contextmanager
@@ -55,7 +57,8 @@ def capture() -> Iterator[list[Launch]]:
         compiled: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: Any
     ) -> Any:
         code = CodeObject.of(compiled)
-        launches.append(Launch(code.executable.program.name, code, grid, copied(arguments)))
+        name = code.executable.program.name
+        launches.append(Launch(name, code, grid, copied(arguments), compiled.asm["hsaco"]))
         return run(compiled, grid, arguments, **options)
 
     with mock.patch.object(emulation, "run", spy), emulate():
@@ -165,6 +168,14 @@ def mutants(executable: Executable) -> list[Mutant]:
     ]
 
 
+def changed(code: CodeObject, mutant: Mutant) -> CodeObject:
+    """A code object with the mutant's instruction."""
+    instructions = list(code.executable.program.instructions)
+    instructions[mutant.index] = mutant.instruction
+    program = replace(code.executable.program, instructions=tuple(instructions))
+    return replace(code, executable=Executable(program))
+
+
 class Trial:
     """Judges the mutants of one launch, of which the first workgroups are run.
 
@@ -190,17 +201,9 @@ class Trial:
         ]
         return [torch.empty(0, dtype=torch.uint8).set_(each) for each in storages], report
 
-    def code_of(self, mutant: Mutant) -> CodeObject:
-        """The code object with the mutant's instruction."""
-        original = self.launch.code.executable
-        instructions = list(original.program.instructions)
-        instructions[mutant.index] = mutant.instruction
-        program = replace(original.program, instructions=tuple(instructions))
-        return replace(self.launch.code, executable=Executable(program))
-
     def judge(self, mutant: Mutant) -> str:
         """ "fault", "wrong" or "survived"."""
-        code = self.code_of(mutant)
+        code = changed(self.launch.code, mutant)
         schedules: list[dict[str, Any]] = [{}]
         schedules += [{"schedule": "random", "seed": seed} for seed in range(RANDOM_RUNS)]
         for options in schedules:
@@ -222,13 +225,13 @@ def tally(judged: Iterable[tuple[Mutant, str]]) -> dict[str, dict[str, int]]:
     return counts
 
 
-def sample(found: list[Mutant], count: int, key: Callable[[Mutant], str]) -> list[Mutant]:
+def sample(found: list[Mutant], count: int) -> list[Mutant]:
     """Up to `count` mutants of each kind, evenly spaced in the listing."""
     kinds: dict[str, list[Mutant]] = {}
     for each in found:
-        kinds.setdefault(key(each), []).append(each)
+        kinds.setdefault(each.kind, []).append(each)
     return [
-        members[place * len(members) // min(count, len(members))]
+        members[(2 * place + 1) * len(members) // (2 * min(count, len(members)))]
         for members in kinds.values()
         for place in range(min(count, len(members)))
     ]

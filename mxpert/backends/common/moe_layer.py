@@ -105,8 +105,9 @@ class TwoStageLayer:
             num_rows=plan.max_blocks * plan.routing_block_m,
             **shared,
         )
+        given = {} if out is None else {"out": out}
         y: torch.Tensor = self._down.launch(
-            problem, config.down, h=h, weights=weights, plan=plan, out=out, **shared
+            problem, config.down, h=h, weights=weights, plan=plan, **given, **shared
         )
         return y
 

@@ -6,7 +6,6 @@ router's logits and chooses the experts itself, where mxpert has that choice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,49 +13,11 @@ from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-from ...ops.moe import fused_moe
 from ...ops.route import route_topk
-from ...problem import Activation
-from ...weights import MoEWeights
+from ..serving.layer import Layer
 
 SOFTMAX_OVER_CHOSEN = (RoutingMethodType.Renormalize, RoutingMethodType.RenormalizeNaive)
 """Two names of one choice: the largest logits, weighed by a softmax over them."""
-
-
-@dataclass
-class Layer:
-    """What one layer's experts compute with; `weights` are the layer's parameters."""
-
-    weights: MoEWeights
-    activation: Activation
-    activation_format: str
-
-    def run(
-        self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        *,
-        on_input: bool = False,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return [T, H] for tokens x [T, H]; ids of other ranks' experts are skipped.
-
-        out: where the result is written; None allocates.
-        """
-        return fused_moe(
-            x.contiguous(),
-            self.weights,
-            topk_weights,
-            topk_ids,
-            activation=self.activation,
-            activation_format=self.activation_format,
-            expert_map=expert_map,
-            out_dtype=x.dtype,
-            apply_router_weight_on_input=on_input,
-            out=out,
-        )
 
 
 class _Common:

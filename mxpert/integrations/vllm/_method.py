@@ -19,19 +19,15 @@ import mxpert
 
 from ...errors import UnsupportedError, message
 from ...formats.spec import MX_BLOCK_SIZE
-from ...ops.explain import explain
-from ...ops.moe import fused_moe
 from ...ops.route import route_topk
-from ...ops.warm_up import even_routing, warm_up
 from ...weights import MoEWeights
-from ._experts import Layer, RoutedExperts, RoutingExperts
-from ._layer_weights import count_unfolded, prepare_layer
+from ..serving.layer import Layer, warm_up_layer
+from ..serving.layer_weights import count_unfolded, prepare_layer
+from ._experts import RoutedExperts, RoutingExperts
 from ._refusals import activation_of, refuse_unsupported
+from .options import OP
 
 logger = init_logger("vllm.mxpert")  # vLLM shows the loggers below its own name
-
-_warm: set[tuple[Any, ...]] = set()
-"""Layers whose kernels this process has compiled, by what their kernels depend on."""
 
 
 class ServedMethod(FusedMoEMethodBase):
@@ -118,13 +114,14 @@ class ServedMethod(FusedMoEMethodBase):
         """Prepare the weights, once after loading and again after each reload."""
         activation, order = activation_of(self.moe, layer)
         if self.moe_kernel is not None:
-            prepare_layer(layer, order, self.moe_kernel.fused_experts.layer.weights)
+            loaded = self.moe_kernel.fused_experts.layer.weights
+            prepare_layer(layer, order, loaded, op=OP)
             return
         if not RoutingExperts.serves_router_of(layer):
             self.experts_cls = RoutedExperts
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         experts = self.experts_cls(moe_config=self.moe, quant_config=self.moe_quant_config)
-        weights = prepare_layer(layer, order, None)
+        weights = prepare_layer(layer, order, None, op=OP)
         experts.layer = Layer(weights, activation, self.activation_format)
         prepare_finalize = maybe_make_prepare_finalize(
             moe=self.moe,
@@ -157,46 +154,24 @@ class ServedMethod(FusedMoEMethodBase):
         """Compile what the server will launch, once for all layers that share kernels."""
         weights, expert_map = prepared.weights, getattr(layer, "expert_map", None)
         top_k, logits_dtype = self.moe.experts_per_token, self.moe.router_logits_dtype
-        sizes = weights.num_experts, weights.hidden_size, weights.intermediate_size
-        biased = weights.gate_up_bias is not None, weights.down_bias is not None
-        mapped = None if expert_map is None else tuple(expert_map.shape)
-        kinds = prepared.activation, prepared.activation_format, weights.layout, self.is_monolithic
-        key = (weights.device, sizes, biased, mapped, kinds, top_k, self.max_tokens, logits_dtype)
-        if key in _warm:
-            return
-        _warm.add(key)
-        options: dict[str, Any] = dict(
-            activation=prepared.activation, activation_format=prepared.activation_format
-        )
-        on_input = self.is_monolithic and layer.apply_router_weight_on_input
         ids_dtype = None if self.is_monolithic else self.topk_indices_dtype
-        counts = warm_up(
-            weights,
+        counts = warm_up_layer(
+            prepared,
             self.max_tokens,
             top_k=top_k,
+            logger=logger,
+            kind=(self.is_monolithic, logits_dtype),
             expert_map=expert_map,
-            apply_router_weight_on_input=on_input,
+            on_input=self.is_monolithic and layer.apply_router_weight_on_input,
             topk_ids_dtype=ids_dtype or torch.int32,
-            progress=_log_progress,
-            **options,
         )
         num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
         if self.is_monolithic:
             for count in counts:
                 shape = count, num_global
                 route_topk(torch.zeros(shape, dtype=logits_dtype, device=weights.device), top_k)
-        x = torch.zeros(1, weights.hidden_size, dtype=torch.bfloat16, device=weights.device)
-        routing = even_routing(1, top_k, num_global, weights.device)
-        why = explain(fused_moe, x, weights, *routing, expert_map=expert_map, **options)
-        chosen = why.resolution
-        logger.info("mxpert: backend %s (%s)", chosen.kernel.backend, chosen.source)
-        if weights.device.type == "cuda":
+        if counts and weights.device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM counts what is reserved as the model's
-
-
-def _log_progress(done: int, total: int, num_tokens: int) -> None:
-    if done < total:
-        logger.info("mxpert: compiling kernels, %d of %d (T = %d)", done + 1, total, num_tokens)
 
 
 @functools.cache

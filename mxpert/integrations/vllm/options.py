@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 
-from ...errors import UnsupportedError, message, require
+from ...errors import message, require
+from ..serving.versions import FORMATS, require_version
 
 KEY = "mxpert"
-FORMATS = ("a16w4", "a8w4", "a4w4", "fp8_token")
 OLDEST, BELOW = (0, 20, 2), (0, 34, 0)
 """Supported versions of vLLM: from OLDEST on, below BELOW."""
 
-_OP = "mxpert for vLLM"
+OP = "mxpert for vLLM"
 _SIMILAR = 0.8
 """Ratio of `difflib` from which a key counts as a misspelt KEY."""
 
@@ -40,7 +39,7 @@ def requested_format(additional_config: object) -> str | None:
     for key in additional_config:
         require(
             key == KEY or not _looks_like_ours(key),
-            _OP,
+            OP,
             f"--additional-config key {key!r}",
             need=f"{KEY!r}",
             got=repr(key),
@@ -52,9 +51,7 @@ def requested_format(additional_config: object) -> str | None:
     if not isinstance(asked, str) or asked not in FORMATS:
         names = ", ".join(map(repr, FORMATS))
         raise ValueError(
-            message(
-                _OP, f"--additional-config {KEY!r}", f"one of {names}", repr(asked), "or no key"
-            )
+            message(OP, f"--additional-config {KEY!r}", f"one of {names}", repr(asked), "or no key")
         )
     return asked
 
@@ -68,17 +65,8 @@ def require_supported(version: str) -> None:
         Traceback (most recent call last):
         mxpert.errors.UnsupportedError: mxpert for vLLM: vllm — need 0.20.2 or newer, below ...
     """
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-    parts = tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
-    require(
-        OLDEST <= parts < BELOW,
-        _OP,
-        "vllm",
-        need=f"{'.'.join(map(str, OLDEST))} or newer, below {'.'.join(map(str, BELOW))}",
-        got=version,
-        remedy=f'install such a vLLM or remove "{KEY}" from --additional-config',
-        error=UnsupportedError,
-    )
+    otherwise = f'remove "{KEY}" from --additional-config'
+    require_version(OP, "vllm", version, OLDEST, BELOW, otherwise)
 
 
 def _looks_like_ours(key: object) -> bool:

@@ -130,8 +130,8 @@ def run(
         grid: one to three numbers of workgroups.
         arguments: CPU tensors and numbers, by name or in the order of the kernel's parameters.
             Values that were compiled in may be among the named ones.
-        schedule: "lowest" executes waves side by side; "random" lets a random wave of a random
-            workgroup continue each time. Correct kernels give the same bits with both.
+        schedule: "lowest" executes waves side by side; "random" takes workgroups in random order
+            and lets a random wave of them continue each time. Correct kernels give the same bits.
         seed: of the schedule, and of the garbage in registers and LDS at the start.
         checks: look for races, missing waits, bytes that workgroups share, misaligned addresses and
             dependent instructions that stand too close. Takes about as long as executing.

@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -23,7 +22,7 @@ from .faults import EndlessLoopFault, Fault, MisalignedFault, OutOfBoundsFault, 
 from .instructions import bind
 from .lds_check import LdsCheck
 from .memory import GlobalMemory, Lds, Offsets
-from .program import Program, parse_listing
+from .program import SCALARS, Program, parse_listing
 from .state import LANES, Indices, Lanes, WaveState, Words
 from .trace import WaveTrace
 from .wait_states import find_hazard
@@ -40,15 +39,10 @@ _MAX_WAVES: dict[Schedule, int] = {"lowest": 128, "random": 256}
 instead of 6.6 with 32, random 5.9 instead of 14.8."""
 _MAX_RUN = 60
 """Instructions that a wave executes at most before the random schedule picks another."""
+_READY, _WAITING, _ENDED = range(3)
+"""States of a wave; it waits at a barrier."""
 _BUDGET = 2_000_000
 """Instructions of a wave; the longest kernel of the library executes some 100,000."""
-
-
-class _Status(Enum):
-    READY, WAITING, ENDED = range(3)
-
-
-_READY, _WAITING, _ENDED = (status.value for status in _Status)
 
 
 @dataclass(frozen=True)
@@ -71,6 +65,12 @@ class Executable:
     def effects(self) -> tuple[Effects, ...]:
         """Registers read and written by each instruction."""
         return tuple(map(effects, self.program.instructions))
+
+    @functools.cached_property
+    def vectors(self) -> frozenset[int]:
+        """Vector registers that the kernel uses, and the one that holds the lane's number."""
+        used = frozenset().union(*(each.touched for each in self.effects))
+        return frozenset(register for register in used if register < SCALARS) | {0}
 
     @functools.cached_property
     def fault(self) -> Fault | None:
@@ -159,7 +159,7 @@ class Machine:
         """Set up the registers and LDS of a batch of workgroups."""
         count, waves = workgroups.size, workgroups.size * self.num_waves
         program, garbage = self.program, np.random.default_rng(self._seed)
-        self.state = state = WaveState(waves, garbage, program.mode)
+        self.state = state = WaveState(waves, garbage, program.mode, self.executable.vectors)
         self.lds = Lds(count, self.lds_size, garbage)
         self._status = np.full(waves, _READY, np.int8)
         self._counter = np.full(waves, program.entry, np.int64)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...errors import message
@@ -59,6 +59,8 @@ _MNEMONIC = re.compile(r"(\w+?)(?:_(e32|e64|dpp|sdwa|e64_dpp))?")
 _REGISTER = re.compile(r"([vas])(?:(\d+)|\[(\d+):(\d+)\])")
 _LOCATION = re.compile(r"\.loc\s.*;\s*(\S+:\d+)")
 _NO_LOCATION = re.compile(r"\.loc\s+\d+\s+0\s")
+_SEPARATOR = re.compile(r",\s+(?![^(]*\))")
+"""Between operands; numbers in brackets are separated by commas without a space."""
 _HARDWARE_REGISTER = re.compile(r"hwreg\((\w+)(?:,\s*(\d+),\s*(\d+))?\)")
 _METADATA_ARGUMENT = re.compile(r"\.offset:\s*(\d+)\s+\.size:\s*(\d+)\s+\.value_kind:\s*(\w+)")
 
@@ -288,10 +290,10 @@ def parse_instruction(text: str, line: str = "") -> Instruction:
         return Instruction(name, "", (), {}, rest.strip(), text, line)
     operands: list[Operand] = []
     modifiers: dict[str, Modifier] = {}
-    parts = list(_split(rest, ","))
+    parts = _SEPARATOR.split(rest.strip()) if rest.strip() else []
     try:
         for place, part in enumerate(parts):
-            tokens = list(_split(part, " "))
+            tokens = part.split()
             if hardware := _HARDWARE_REGISTER.fullmatch(part):
                 modifiers["hwreg"] = hardware[1].removeprefix("HW_REG_")
                 modifiers["hwreg_offset"] = int(hardware[2] or 0)
@@ -316,21 +318,7 @@ def _waits(text: str, rest: str) -> dict[str, Modifier]:
     return counters
 
 
-def _split(text: str, separator: str) -> Iterator[str]:
-    """Parts of a text; separators inside of brackets belong to their part."""
-    depth, part = 0, ""
-    for character in text:
-        depth += (character in "[(") - (character in "])")
-        if character == separator and depth == 0:
-            if part.strip():
-                yield part.strip()
-            part = ""
-        else:
-            part += character
-    if part.strip():
-        yield part.strip()
-
-
+@functools.lru_cache(maxsize=4096)
 def parse_operand(text: str) -> Operand:
     """Parse one operand, for example "v[2:3]", "-|s4|", "sext(v1)", "0x3f", "-4.0" or "vcc"."""
     sext = neg = absolute = False

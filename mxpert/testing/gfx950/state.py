@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -29,7 +31,7 @@ class WaveState:
 
     Args:
         waves: how many. garbage: makes the initial content of registers, the same in each wave.
-        mode: initial MODE register.
+        mode: initial MODE register. used: vector registers that get content; None for all.
 
     Attributes:
         vector: uint32 [512, waves, 64]; accumulator registers from 256 on.
@@ -39,10 +41,18 @@ class WaveState:
         active: bool [count, 64], EXEC of the selected waves. all_active: whether all bits are set.
     """
 
-    def __init__(self, waves: int, garbage: np.random.Generator, mode: int = 0) -> None:
+    def __init__(
+        self,
+        waves: int,
+        garbage: np.random.Generator,
+        mode: int = 0,
+        used: Iterable[int] | None = None,
+    ) -> None:
         self.waves = waves
         self.vector: Words = np.empty((VECTORS, waves, LANES), np.uint32)
-        self.vector[:] = garbage.integers(0, 1 << 32, (VECTORS, 1, LANES), np.uint32)
+        content = garbage.integers(0, 1 << 32, (VECTORS, 1, LANES), np.uint32)
+        for register in range(VECTORS) if used is None else used:
+            self.vector[register] = content[register]
         self.scalar: Words = np.empty((SCALARS, waves), np.uint32)
         self.scalar[:] = garbage.integers(0, 1 << 32, (SCALARS, 1), np.uint32)
         self.scc: Lanes = np.zeros(waves, np.bool_)

@@ -14,11 +14,11 @@ from ....formats.tensor import MXTensor
 from ....problem import GemmConfig, GroupedProblem, Op
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.groups import MAX_GROUPS, padded_offsets
+from ..lib.gcn import WITHOUT_ACCUMULATOR_REGISTERS
 from ..lib.lds import ROW_BYTES
 from ..lib.mx_gemm import BLOCK_N
 from ..lib.phases import NUM_WARPS
 from ..lib.raster import NUM_XCDS
-from ..lib.registers import NO_ACCUMULATOR_REGISTERS
 from .kernel import _grouped_gemm_cdna4_kernel
 from .pack_scales import pack_scales
 
@@ -198,7 +198,7 @@ def _gemm_launch(problem: GroupedProblem, config: GemmConfig) -> Launch:
         WGRAD=wgrad,
         ACCUMULATE=problem.accumulate,
         num_warps=NUM_WARPS.value,
-        **NO_ACCUMULATOR_REGISTERS,
+        **WITHOUT_ACCUMULATOR_REGISTERS,
     )
 
 

@@ -13,8 +13,8 @@ Pipeline: two steps of codes in LDS, BLOCK_M + 256 rows of 128 bytes each, and t
     scales: 136 KiB with BLOCK_M = 256. Copies are direct (LDS-DMA) and start 4 phases before their
     reads.
 
-Timeline: for each tile: main loop (`lib.mx_gemm`) → locate the next tile → start its copies →
-    store the sums, while the copies run.
+Timeline: for each tile: locate the next one → main loop (`lib.mx_gemm`) → start the next tile's
+    copies → store the sums, while the copies run.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ def _grouped_gemm_cdna4_kernel(
     cursor, tile = scheduler.locate(number, scheduler.start())
     matrices.of_tile(tile).start(operands, buffers)
     while tile.out_row_end > 0:
-        sources = matrices.of_tile(tile)
-        top, bottom = multiply(operands, buffers, sources, BLOCK_M, A_FORMAT, B_FORMAT)
         number += gl.num_programs(0)
         cursor, following = scheduler.locate(number, cursor)
+        sources = matrices.of_tile(tile)
+        top, bottom = multiply(operands, buffers, sources, BLOCK_M, A_FORMAT, B_FORMAT)
         matrices.of_tile(following).start(operands, buffers)
         scheduling_fence()
         output.store(top, tile.out_row, tile.out_row_end, tile.column)

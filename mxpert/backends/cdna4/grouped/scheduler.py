@@ -81,7 +81,8 @@ class Scheduler:
     @gluon.jit
     def start(self):
         """The cursor before the first tile."""
-        return Cursor(group=-1, start=0, end=0, first_tile=0, end_tile=0)
+        first = _load_offset(self.offsets, 0, self.num_rows)
+        return Cursor(group=-1, start=0, end=first, first_tile=0, end_tile=0)
 
     @gluon.jit
     def locate(self, tile, cursor):
@@ -130,7 +131,7 @@ class Scheduler:
         end_tile = cursor.end_tile
         while (tile >= end_tile) & (group < self.num_groups):
             group += 1
-            start = _load_offset(self.offsets, group, self.num_rows)
+            start = end  # where the group before ends; offsets do not decrease
             end = self.num_rows
             if group < self.num_groups:
                 end = gl.maximum(_load_offset(self.offsets, group + 1, self.num_rows), start)

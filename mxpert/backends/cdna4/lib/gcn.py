@@ -31,10 +31,10 @@ def _decode_words():
     """Assembly that decodes four words of e2m1 codes, two codes an instruction.
 
     Operands 0 to 15 are results, 16 to 19 the words, 20 to 23 their scales; op_sel selects a byte.
-    The compiler does not see what assembly writes when it keeps distances to MFMA: s_nop lets an
-    MFMA with four passes read its accumulator before a result replaces it.
+    The compiler does not see what assembly writes when it keeps distances to MFMA: eight wait
+    states let an MFMA of four passes write its result before one of these replaces it.
     """
-    lines = ["s_nop 3"]
+    lines = ["s_nop 7"]
     for word in range(4):
         for byte in range(4):
             result = 8 * (word % 2) + 2 * byte + word // 2
@@ -134,3 +134,13 @@ def set_priority(PRIORITY: gl.constexpr):
     gl.inline_asm_elementwise(
         "s_setprio $1", "={exec},n", [value], dtype=gl.int64, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def as_one_register(words):
+    """`words` (int32) in registers of which the compiler knows nothing; emits no instruction.
+
+    LLVM otherwise follows single bytes of a word through their way to an MFMA and puts the word
+    together again, byte by byte.
+    """
+    return gl.inline_asm_elementwise("", "=v,0", [words], dtype=gl.int32, is_pure=False, pack=1)

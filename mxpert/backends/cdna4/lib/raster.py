@@ -29,4 +29,5 @@ def in_band(tile, row_tiles, column_tiles, BAND: gl.constexpr):
     band = tile // (BAND * column_tiles)
     inside = tile - band * BAND * column_tiles
     height = gl.maximum(gl.minimum(BAND, row_tiles - band * BAND), 1)
-    return band * BAND + inside % height, inside // height
+    column = inside // height
+    return band * BAND + inside - column * height, column

@@ -118,7 +118,8 @@ class _Stage:
         if config.kernel is Cdna4Kernel.PREFILL:
             blocks = row_blocks * (config.block_m // UNIT_ROWS)
             gather, depth = self.op is Op.MOE_GATE_UP, heuristics.depth(problem, self.op)
-            x_scale = arrange_scales(x_scale, plan, depth, blocks, gather=gather)
+            wide = x_format == "e2m1"
+            x_scale = arrange_scales(x_scale, plan, depth, blocks, gather=gather, wide=wide)
             w_scale = weight.scale
         of_plan = {
             "sorted_token_ids_ptr": plan.sorted_token_ids,
@@ -346,30 +347,31 @@ class _Down(_Stage):
         h: torch.Tensor | MXTensor,
         weights: MoEWeights,
         plan: RoutingPlan,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return [T, H], or with FLAT [P, H] whose padding rows are uninitialised."""
+        """Return [T, H] (`out`, if given), or with FLAT [P, H] whose padding is uninitialised."""
         options, combine = problem.options, problem.options.combine
         num_rows, dtype = plan.max_blocks * plan.routing_block_m, options.out_dtype
         if combine is Combine.FLAT:
             num_rows = plan.capacity
         elif combine is Combine.ATOMIC:
             num_rows, dtype = plan.num_tokens, torch.float32
-        out = weights.down_proj.qdata.new_empty((num_rows, problem.hidden_size), dtype=dtype)
+        values = weights.down_proj.qdata.new_empty((num_rows, problem.hidden_size), dtype=dtype)
         if combine is Combine.ATOMIC:
-            out.zero_()
+            values.zero_()
         weighted = not options.apply_router_weight_on_input
         outputs = {
-            "out_ptr": out,
+            "out_ptr": values,
             "out_scale_ptr": None,
             "bias_ptr": weights.down_bias,
             "sorted_weights_ptr": plan.sorted_weights if weighted else None,
         }
         self.multiply(problem, config, plan, h, weights.down_proj, outputs)
         if combine is not Combine.REDUCE:
-            return out.to(options.out_dtype)
+            return values.to(options.out_dtype) if out is None else out.copy_(values)
         if plan.num_tokens == 0:
-            return out.new_empty((0, problem.hidden_size))
-        return combine_slots(out, plan.slot_rows, problem.target)
+            return values.new_empty((0, problem.hidden_size))
+        return combine_slots(values, plan.slot_rows, problem.target, out=out)
 
 
 GATE_UP = _GateUp()

@@ -39,14 +39,14 @@ class Variant:
 class Source:
     """Global memory that a tile reads. Pointers are to the tile's first byte, offsets int32.
 
-    rows: uint8 codes. row_offset: of the rows of each half, [BLOCK_M / 2]. row_bytes: bytes of a
-    row. weights, weight_offset: of the fragments of each part in one step. row_scales and
-    weight_scales: units [64 rows][step][256 bytes]. row_scale_offset, weight_scale_offset: of each
-    unit that is copied. steps: of the contracted dimension.
+    rows: uint8 codes. row_offset: of the tile's rows, [BLOCK_M]. row_bytes: bytes of a row.
+    weights, weight_offset: of the fragments of each part in one step. row_scales and weight_scales:
+    units [64 rows][step][256 bytes]. row_scale_offset, weight_scale_offset: of each unit that is
+    copied. steps: of the contracted dimension.
     """
 
     rows: gl.tensor
-    row_offset: gl.tuple
+    row_offset: gl.tensor
     row_bytes: gl.tensor
     weights: gl.tensor
     weight_offset: gl.tuple
@@ -59,13 +59,13 @@ class Source:
 
 @aggregate
 class Buffers:
-    """LDS of each half of the rows, of each part of the weights, and of the scales.
+    """LDS of the rows, of each part of the weights, and of the scales.
 
     The weights of e2m1 rows have the parts of even steps, then those of odd steps. Copies of one
     step to different allocations need no barrier between them.
     """
 
-    rows: gl.tuple
+    rows: gl.shared_memory_descriptor
     weights: gl.tuple
     row_scales: gl.shared_memory_descriptor
     weight_scales: gl.shared_memory_descriptor
@@ -115,13 +115,11 @@ def make_buffers(variant):
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     PARTS: gl.constexpr = weight_parts(BLOCK_M)
     UNITS: gl.constexpr = copied_units(gl.num_warps())
-    rows, weights = (), ()
-    for _ in gl.static_range(2):
-        rows += (gl.allocate_shared_memory(gl.uint8, [ROW_SLOTS, BLOCK_M // 2, 128], LINEAR),)
+    weights = ()
     for _ in gl.static_range(steps_per_buffer(variant.FORMAT) * PARTS):
         weights += (gl.allocate_shared_memory(gl.uint8, [ROW_SLOTS, 16 // PARTS, 1024], LINEAR),)
     return Buffers(
-        rows=rows,
+        rows=gl.allocate_shared_memory(gl.uint8, [ROW_SLOTS, BLOCK_M, 128], LINEAR),
         weights=weights,
         row_scales=gl.allocate_shared_memory(gl.uint8, [2, UNITS, 512], LINEAR),
         weight_scales=gl.allocate_shared_memory(gl.uint8, [2, 4, 512], LINEAR),
@@ -129,11 +127,10 @@ def make_buffers(variant):
 
 
 @gluon.jit
-def copied_rows(BLOCK_M: gl.constexpr, HALF: gl.constexpr):
-    """The tile's rows of one half, in the order of its copies, int32 [BLOCK_M / 2]."""
+def copied_rows(BLOCK_M: gl.constexpr):
+    """The tile's rows in the order of their copies, int32 [BLOCK_M]."""
     LAYOUT: gl.constexpr = row_copy_layout(gl.num_warps())
-    place = gl.arange(0, BLOCK_M // 2, gl.SliceLayout(1, LAYOUT))
-    return place // 32 * 64 + HALF * 32 + place % 32
+    return gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
 
 
 @gluon.jit
@@ -146,7 +143,8 @@ def offsets_of_weights(first_unit, num_units, steps, BLOCK_M: gl.constexpr):
     for part in gl.static_range(PARTS):
         unit = first_unit + fragment // 4 * PARTS + part
         unit = gl.minimum(unit, num_units - 1) - first_unit
-        offsets += (unit * (steps * 4096) + fragment % 4 * 1024,)
+        offset = unit * (steps * 4096) + fragment % 4 * 1024
+        offsets += (offset,)  # type: ignore[assignment]
     return offsets
 
 
@@ -169,8 +167,8 @@ def offsets_of_scales(UNITS: gl.constexpr, first_unit, num_units, steps):
 
 
 @gluon.jit
-def _copy_rows(source, slots, slot, buffer, HALF: gl.constexpr):
-    """Copy half of buffer number `buffer` of the rows to LDS, swizzled as `rows_in_lds` says.
+def _copy_rows(source, slots, slot, buffer):
+    """Copy buffer number `buffer` of the rows to LDS, swizzled as `rows_in_lds` says.
 
     Bytes past the end of a row repeat its last 16: their weights are zeros.
     """
@@ -179,7 +177,7 @@ def _copy_rows(source, slots, slot, buffer, HALF: gl.constexpr):
     byte = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     chunk = (byte // 16)[None, :] ^ (row // 2 % 8)[:, None]
     first = gl.minimum(chunk * 16 + buffer * 128, source.row_bytes - 16)
-    offsets = source.row_offset[HALF][:, None] + first + (byte % 16)[None, :]
+    offsets = source.row_offset[:, None] + first + (byte % 16)[None, :]
     # The compiler cannot see that each thread's 16 offsets follow each other.
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
     async_copy.buffer_load_to_shared(slots.index(slot), source.rows, offsets)
@@ -205,15 +203,6 @@ def _copy_scales(scales, unit_offset, slots, pair, steps):
     offsets = unit_offset[:, None] + (first + byte % 4)[None, :]
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 4]), [1, 4])
     async_copy.buffer_load_to_shared(slots.index(pair & 1), scales, offsets)
-
-
-@gluon.jit
-def _copy_all_rows(source, buffers, variant, ring):
-    """Copy both halves of the rows of the buffer SLOTS steps after `ring`."""
-    SHIFT: gl.constexpr = steps_per_buffer(variant.FORMAT) - 1
-    buffer = ring.step + num_slots(variant.FORMAT) >> SHIFT
-    for half in gl.static_range(2):
-        _copy_rows(source, buffers.rows[half], ring.slot >> SHIFT, buffer, half)
 
 
 @gluon.jit
@@ -250,7 +239,9 @@ def copy_ahead(source, buffers, variant, ring, ODD: gl.constexpr):
     if variant.FORMAT == "e2m1" and ODD == 0:
         _copy_all_weights(source, buffers, variant, ring, ODD, EARLIER=1)
     if variant.FORMAT != "e2m1" or ODD == 1:
-        _copy_all_rows(source, buffers, variant, ring)
+        SHIFT: gl.constexpr = steps_per_buffer(variant.FORMAT) - 1
+        buffer = ring.step + num_slots(variant.FORMAT) >> SHIFT
+        _copy_rows(source, buffers.rows, ring.slot >> SHIFT, buffer)
     if variant.FORMAT != "e2m1" or ODD == 0:
         _copy_all_weights(source, buffers, variant, ring, ODD, EARLIER=0)
     if ODD == 1:

@@ -2,12 +2,12 @@
 
 A tile is BLOCK_M sorted rows × 256 weight rows. WARPS_M × WARPS_N waves share it. A wave owns 64
 sorted rows × 256 / WARPS_N weight rows: four fragments of 16 sorted rows times eight or four of 16
-weight rows. Two fragments of sorted rows make a half, four weight fragments a part. A quadrant is
-one half times one part: eight MFMA.
+weight rows. Four weight fragments make a part. MFMA of e2m1 have two fragments of either side. The
+epilogue takes quadrants: two fragments of sorted rows (a half) times a part.
 
-The tensors of Triton number the rows of a half or a part in the order of `AMDMFMALayout`: fragment,
-wave, row of the fragment. Memory has the fragments of a wave in a row: wave, fragment, row of the
-fragment. The layouts below map one to the other, so that no data moves.
+The tensors of Triton number rows in the order of `AMDMFMALayout`: MFMA, wave, row of the MFMA.
+Memory has the fragments of a wave in a row: wave, fragment, row of the fragment. The layouts below
+map one to the other, so that no data moves.
 """
 
 from __future__ import annotations
@@ -37,11 +37,22 @@ def weight_parts(BLOCK_M):
 
 
 @gluon.constexpr_function
-def mfma_layout(BLOCK_M):
-    """Accumulators: a lane holds four neighbouring columns of one row in each fragment."""
+def mfma_rows(FORMAT):
+    """Rows of an MFMA: 32 × 32 × 64 for e2m1, else 16 × 16 × 128; both take 32 cycles.
+
+    While an MFMA reads its operands, no other wave of the SIMD can issue an LDS access. 16 × 16 ×
+    128 of e2m1 takes 16 cycles, which leaves the other wave too little.
+    """
+    return 32 if FORMAT == "e2m1" else 16
+
+
+@gluon.constexpr_function
+def mfma_layout(BLOCK_M, FORMAT):
+    """Accumulators: a lane holds groups of four neighbouring columns of one row."""
+    rows = mfma_rows(FORMAT)
     return gl.amd.AMDMFMALayout(
         version=4,
-        instr_shape=[16, 16, 128],
+        instr_shape=[rows, rows, 128 * 16 // rows],
         transposed=True,
         warps_per_cta=[warps_m(BLOCK_M), warps_n(BLOCK_M)],
     )
@@ -60,63 +71,98 @@ def _along(axis, values):
 
 
 @gluon.constexpr_function
-def _fragments(count, waves, axis):
-    """Bases from a fragment's place in memory to its first row in Triton's order."""
-    inner = [16 * waves * bit for bit in _bits(count)]
-    return _along(axis, inner + [16 * bit for bit in _bits(waves)])
+def _fragments(count, waves, axis, rows):
+    """Bases from a fragment's place in memory to its first row in Triton's order.
+
+    A wave has `count` fragments of 16 rows; an MFMA has `rows`.
+    """
+    within = [16] if rows == 32 else []
+    tiles = [rows * waves * bit for bit in _bits(count * 16 // rows)]
+    return _along(axis, within + tiles + [rows * bit for bit in _bits(waves)])
 
 
 @gluon.constexpr_function
-def rows_in_lds(BLOCK_M):
-    """[BLOCK_M / 2, 128] bytes of half of the sorted rows: two fragments of each wave.
+def rows_in_lds(BLOCK_M, FORMAT):
+    """[BLOCK_M, 128] bytes of the sorted rows: four fragments of each wave.
 
     128 bytes are half of the 64 banks. Rows r and r + 2 share banks, so the 16-byte chunk c of row
     r is stored at chunk c ^ (r / 2 % 8): sixteen rows of one chunk fill the banks once.
     """
     chunks: Any = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
     swizzled: Any = [[1, 0], [2, 16], [4, 32], [8, 64]]
-    return gl.SharedLinearLayout(chunks + swizzled + _fragments(2, warps_m(BLOCK_M), 0))
+    fragments = _fragments(4, warps_m(BLOCK_M), 0, mfma_rows(FORMAT))
+    return gl.SharedLinearLayout(chunks + swizzled + fragments)
 
 
 @gluon.constexpr_function
-def weights_in_lds(BLOCK_M):
+def weights_in_lds(BLOCK_M, FORMAT):
     """[64 bytes, 256 / parts weight rows]: fragments [block of 32 codes][row][16 bytes].
 
     That is their order in memory. A part has four fragments of each wave.
     """
     lane: Any = _along(0, [1, 2, 4, 8]) + _along(1, [1, 2, 4, 8]) + _along(0, [16, 32])
-    return gl.SharedLinearLayout(lane + _fragments(4, warps_n(BLOCK_M), 1))
+    return gl.SharedLinearLayout(lane + _fragments(4, warps_n(BLOCK_M), 1, mfma_rows(FORMAT)))
 
 
 @gluon.constexpr_function
-def scales_in_lds(WAVES, FRAGMENTS):
-    """[FRAGMENTS / 4 · WAVES · 16, 8] dwords of scales: 64-row units of [step][block][row].
+def scales_in_lds(UNITS, ROWS):
+    """[UNITS · ROWS, 128 / ROWS] dwords of scales of two steps: units [step][block][row].
 
-    A dword has the scales of four fragments. Row 16 · (WAVES · h + wave) + r is row r of the
-    fragments 4 h … 4 h + 3 of a wave; column 4 · step + block.
+    A unit is 64 rows. With 16 rows a dword has the scales of four fragments and a column is 4 ·
+    step + block. With 32 rows it has those of two blocks in two fragments of 32 rows, and a column
+    is 2 · step + block % 2.
     """
-    lane: Any = _along(0, [1, 2, 4, 8]) + _along(1, [1, 2, 4])
-    high = [16 * WAVES * bit for bit in _bits(FRAGMENTS // 4)]
-    return gl.SharedLinearLayout(lane + _along(0, high + [16 * bit for bit in _bits(WAVES)]))
+    lane: Any = _along(0, _bits(ROWS)) + _along(1, _bits(128 // ROWS))
+    return gl.SharedLinearLayout(lane + _along(0, [ROWS * bit for bit in _bits(UNITS)]))
 
 
 @gluon.constexpr_function
-def scale_dwords(WAVES, FRAGMENTS, OTHER_WAVES, INNER):
-    """Registers of [FRAGMENTS / 4 · WAVES · 16, 4] dwords: the scales of a wave's own fragments.
-
-    INNER: whether neighbouring waves differ along this operand, or along the other one, which has
-    OTHER_WAVES.
-    """
-    high = [16 * WAVES * bit for bit in _bits(FRAGMENTS // 4)]
-    own: Any = _along(0, [16 * bit for bit in _bits(WAVES)])
-    other: Any = [[0, 0] for _ in _bits(OTHER_WAVES)]
+def row_scale_dwords(BLOCK_M, FORMAT):
+    """Registers of the rows' scales of a step, [WARPS_M · 16, 4] or [WARPS_M · 32, 2] dwords."""
+    rows = mfma_rows(FORMAT)
+    own: Any = _along(0, [rows * bit for bit in _bits(warps_m(BLOCK_M))])
+    others: Any = [[0, 0] for _ in _bits(warps_n(BLOCK_M))]
     return gl.DistributedLinearLayout(
-        reg_bases=_along(0, high),
-        lane_bases=_along(0, [1, 2, 4, 8]) + _along(1, [1, 2]),
-        warp_bases=own + other if INNER else other + own,
+        reg_bases=[],
+        lane_bases=_along(0, _bits(rows)) + _along(1, _bits(64 // rows)),
+        warp_bases=others + own,
         block_bases=[],
-        shape=[FRAGMENTS // 4 * WAVES * 16, 4],
+        shape=[warps_m(BLOCK_M) * rows, 64 // rows],
     )
+
+
+@gluon.constexpr_function
+def weight_scale_dwords(BLOCK_M, FORMAT):
+    """Registers of the weights' scales of a step, [2, WARPS_N, parts, 16, 4] dwords.
+
+    Axis 0 is the upper half of 32 rows: the lanes of both halves hold the same dwords. With MFMA of
+    16 rows there is one.
+    """
+    parts, waves = weight_parts(BLOCK_M), warps_n(BLOCK_M)
+    wide = mfma_rows(FORMAT) == 32
+    rows: Any = [[0, 0, 0, bit, 0] for bit in (1, 2, 4, 8)]
+    half: Any = [[1, 0, 0, 0, 0]] if wide else []
+    blocks: Any = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2]]
+    of_parts: Any = [[0, 0, bit, 0, 0] for bit in _bits(parts)]
+    own: Any = [[0, bit, 0, 0, 0] for bit in _bits(waves)]
+    others: Any = [[0, 0, 0, 0, 0] for _ in _bits(warps_m(BLOCK_M))]
+    return gl.DistributedLinearLayout(
+        reg_bases=(blocks[1:] if wide else []) + of_parts,
+        lane_bases=rows + half + (blocks[:1] if wide else blocks),
+        warp_bases=own + others,
+        block_bases=[],
+        shape=[2 if wide else 1, waves, parts, 16, 4],
+    )
+
+
+@gluon.constexpr_function
+def weight_scales_in_lds(BLOCK_M):
+    """[WARPS_N, parts, 16, 8] dwords of the weights' scales of two steps; see `scales_in_lds`."""
+    parts, waves = weight_parts(BLOCK_M), warps_n(BLOCK_M)
+    rows: Any = [[0, 0, bit, 0] for bit in (1, 2, 4, 8)]
+    blocks: Any = [[0, 0, 0, bit] for bit in (1, 2, 4)]
+    units: Any = [[0, bit, 0, 0] for bit in _bits(parts)] + [[bit, 0, 0, 0] for bit in _bits(waves)]
+    return gl.SharedLinearLayout(rows + blocks + units)
 
 
 @gluon.constexpr_function
@@ -144,15 +190,17 @@ def scale_copy_layout(WARPS):
 
 
 @gluon.jit
-def row_of_half(row, BLOCK_M: gl.constexpr, HALF: gl.constexpr):
+def row_of_half(row, BLOCK_M: gl.constexpr, FORMAT: gl.constexpr, HALF: gl.constexpr):
     """Row of the tile, from its number in Triton's order of a half."""
     WAVES: gl.constexpr = warps_m(BLOCK_M)
-    return row // 16 % WAVES * 64 + HALF * 32 + row // (16 * WAVES) * 16 + row % 16
+    TILE: gl.constexpr = mfma_rows(FORMAT)
+    return row // TILE % WAVES * 64 + HALF * 32 + row // (TILE * WAVES) * TILE + row % TILE
 
 
 @gluon.jit
-def column_of_part(column, BLOCK_M: gl.constexpr, PART: gl.constexpr):
+def column_of_part(column, BLOCK_M: gl.constexpr, FORMAT: gl.constexpr, PART: gl.constexpr):
     """Weight row of the tile, from its number in Triton's order of a part."""
     WAVES: gl.constexpr = warps_n(BLOCK_M)
-    unit = column // 16 % WAVES * weight_parts(BLOCK_M) + PART
-    return unit * 64 + column // (16 * WAVES) * 16 + column % 16
+    TILE: gl.constexpr = mfma_rows(FORMAT)
+    unit = column // TILE % WAVES * weight_parts(BLOCK_M) + PART
+    return unit * 64 + column // (TILE * WAVES) * TILE + column % TILE

@@ -14,16 +14,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.compat import aggregate, reinterpret
-from ..lib.gcn import delay_half_of_waves, scheduling_fence, set_priority
+from ..lib.gcn import as_one_register, delay_half_of_waves, scheduling_fence, set_priority
 from .prefill_copies import Ring, copy_ahead, copy_first, num_slots, steps_per_buffer, weight_buffer
 from .prefill_layouts import (
     mfma_layout,
+    mfma_rows,
+    row_scale_dwords,
     rows_in_lds,
-    scale_dwords,
     scales_in_lds,
-    warps_m,
     warps_n,
     weight_parts,
+    weight_scale_dwords,
+    weight_scales_in_lds,
     weights_in_lds,
 )
 
@@ -33,12 +35,9 @@ async_copy = gl.amd.cdna4.async_copy
 
 @aggregate
 class Fragments:
-    """Operands of one step in registers: two halves of the rows, parts of the weights, scales.
+    """Operands of one step in registers: rows, parts of the weights, and scales as dwords."""
 
-    Scales are dwords of four fragments.
-    """
-
-    rows: gl.tuple
+    rows: gl.tensor
     row_scales: gl.tensor
     weights: gl.tuple
     weight_scales: gl.tensor
@@ -51,28 +50,28 @@ def element_type(FORMAT):
 
 
 @gluon.constexpr_function
-def operand_layout(BLOCK_M, INDEX):
+def operand_layout(BLOCK_M, FORMAT, INDEX):
     """Fragments of the rows (INDEX 0) or of the weights (1)."""
-    return gl.DotOperandLayout(INDEX, mfma_layout(BLOCK_M), 16)
+    return gl.DotOperandLayout(INDEX, mfma_layout(BLOCK_M, FORMAT), 16)
 
 
 @gluon.constexpr_function
-def scale_layout(BLOCK_M, INDEX, ROWS):
+def scale_layout(BLOCK_M, FORMAT, INDEX, ROWS):
     """Scales [ROWS, 4] of one step for the MFMA."""
-    return cdna4.get_mfma_scale_layout(operand_layout(BLOCK_M, INDEX), [ROWS, 4])
+    return cdna4.get_mfma_scale_layout(operand_layout(BLOCK_M, FORMAT, INDEX), [ROWS, 4])
 
 
 @gluon.jit
-def _read_rows(buffers, variant, slot, ODD: gl.constexpr, HALF: gl.constexpr):
-    """Fragments [BLOCK_M / 2, 128 elements] of the sorted rows in a step; ODD: its last bit."""
+def _read_rows(buffers, variant, slot, ODD: gl.constexpr):
+    """Fragments [BLOCK_M, 128 elements] of the sorted rows in a step; ODD: its last bit."""
     PER_BUFFER: gl.constexpr = steps_per_buffer(variant.FORMAT)
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     TYPE: gl.constexpr = element_type(variant.FORMAT)
-    rows = buffers.rows[HALF].index(slot >> PER_BUFFER - 1)
-    tile = reinterpret(rows, TYPE, [BLOCK_M // 2, 128], rows_in_lds(BLOCK_M))
+    rows = buffers.rows.index(slot >> PER_BUFFER - 1)
+    tile = reinterpret(rows, TYPE, [BLOCK_M, 128], rows_in_lds(BLOCK_M, variant.FORMAT))
     if PER_BUFFER == 2:
         tile = tile.slice(64 * ODD, 64, dim=1)
-    return async_copy.load_shared_relaxed(tile, operand_layout(BLOCK_M, 0))
+    return async_copy.load_shared_relaxed(tile, operand_layout(BLOCK_M, variant.FORMAT, 0))
 
 
 @gluon.jit
@@ -82,57 +81,88 @@ def _read_weights(buffers, variant, slot, ODD: gl.constexpr, PART: gl.constexpr)
     INDEX: gl.constexpr = weight_buffer(BLOCK_M, variant.FORMAT, ODD, PART)
     ROWS: gl.constexpr = 256 // weight_parts(BLOCK_M)
     weights = buffers.weights[INDEX].index(slot >> steps_per_buffer(variant.FORMAT) - 1)
-    part = reinterpret(weights, gl.uint8, [64, ROWS], weights_in_lds(BLOCK_M))
-    return async_copy.load_shared_relaxed(part, operand_layout(BLOCK_M, 1))
+    part = reinterpret(weights, gl.uint8, [64, ROWS], weights_in_lds(BLOCK_M, variant.FORMAT))
+    return async_copy.load_shared_relaxed(part, operand_layout(BLOCK_M, variant.FORMAT, 1))
 
 
 @gluon.jit
 def _read_row_scales(buffers, variant, pair, ODD: gl.constexpr):
-    """Scales of the sorted rows in a step: one dword a lane, [BLOCK_M / 4, 4] int32."""
-    WAVES: gl.constexpr = warps_m(variant.BLOCK_M)
-    OTHERS: gl.constexpr = warps_n(variant.BLOCK_M)
-    slot = buffers.row_scales.index(pair & 1).slice(0, variant.BLOCK_M // 64, dim=0)
-    dwords = reinterpret(slot, gl.int32, [16 * WAVES, 8], scales_in_lds(WAVES, 4))
+    """Scales of the sorted rows in a step, one dword a lane; see `row_scale_dwords`."""
+    UNITS: gl.constexpr = variant.BLOCK_M // 64
+    ROWS: gl.constexpr = mfma_rows(variant.FORMAT)
+    slot = buffers.row_scales.index(pair & 1).slice(0, UNITS, dim=0)
+    dwords = reinterpret(slot, gl.int32, [UNITS * ROWS, 128 // ROWS], scales_in_lds(UNITS, ROWS))
     return async_copy.load_shared_relaxed(
-        dwords.slice(4 * ODD, 4, dim=1), scale_dwords(WAVES, 4, OTHERS, False)
+        dwords.slice(64 // ROWS * ODD, 64 // ROWS, dim=1),
+        row_scale_dwords(variant.BLOCK_M, variant.FORMAT),
     )
+
+
+@gluon.constexpr_function
+def _first_axis(LAYOUT):
+    """Layout of axis 0 of a 5-D layout."""
+    return gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, LAYOUT))))
 
 
 @gluon.jit
 def _read_weight_scales(buffers, variant, pair, ODD: gl.constexpr):
-    """Scales of the weights in a step: two or one dwords a lane, [64, 4] int32."""
+    """Scales of the weights in a step; see `weight_scale_dwords`.
+
+    With MFMA of 32 rows a lane needs two bytes of each of two dwords: those of its row in two MFMA,
+    at bytes 0 and 2 or, in the upper 16 rows, 1 and 3. They are packed into one dword, [block b of
+    MFMA 0, block b + 2, block b of MFMA 1, block b + 2], of shape [2, WARPS_N, parts, 16, 2].
+    """
     WAVES: gl.constexpr = warps_n(variant.BLOCK_M)
-    OTHERS: gl.constexpr = warps_m(variant.BLOCK_M)
-    FRAGMENTS: gl.constexpr = 16 // WAVES
+    PARTS: gl.constexpr = weight_parts(variant.BLOCK_M)
+    LAYOUT: gl.constexpr = weight_scale_dwords(variant.BLOCK_M, variant.FORMAT)
     slot = buffers.weight_scales.index(pair & 1)
-    dwords = reinterpret(slot, gl.int32, [64, 8], scales_in_lds(WAVES, FRAGMENTS))
-    return async_copy.load_shared_relaxed(
-        dwords.slice(4 * ODD, 4, dim=1), scale_dwords(WAVES, FRAGMENTS, OTHERS, True)
-    )
+    LDS: gl.constexpr = weight_scales_in_lds(variant.BLOCK_M)
+    dwords = reinterpret(slot, gl.int32, [WAVES, PARTS, 16, 8], LDS).slice(4 * ODD, 4, dim=3)
+    dwords = async_copy.load_shared_relaxed(dwords, gl.SliceLayout(0, LAYOUT))
+    dwords = gl.expand_dims(dwords, 0)  # [1, WARPS_N, parts, 16, 4]
+    if mfma_rows(variant.FORMAT) == 32:
+        shift = 8 * gl.arange(0, 2, _first_axis(LAYOUT))
+        dwords = dwords >> shift[:, None, None, None, None]  # [2, WARPS_N, parts, 16, 4]
+        blocks = gl.permute(gl.reshape(dwords, (2, WAVES, PARTS, 16, 2, 2)), (0, 1, 2, 3, 5, 4))
+        first, second = gl.split(blocks)
+        dwords = first & 0x00FF00FF | (second & 0x00FF00FF) << 8
+    return dwords
 
 
 @gluon.jit
-def _scales_of_half(dwords, variant, HALF: gl.constexpr):
-    """Bytes [BLOCK_M / 2, 4] of two fragments from the dwords of `_read_row_scales`."""
-    ROWS: gl.constexpr = variant.BLOCK_M // 2
-    LAYOUT: gl.constexpr = scale_layout(variant.BLOCK_M, 0, ROWS)
-    dwords = dwords >> (16 * HALF)
-    pair = gl.join(dwords.to(gl.uint8), (dwords >> 8).to(gl.uint8))
-    return gl.convert_layout(gl.reshape(gl.permute(pair, (2, 0, 1)), (ROWS, 4)), LAYOUT)
+def _scales_of_rows(dwords, variant):
+    """Bytes [BLOCK_M, 4] from the dwords of `_read_row_scales`."""
+    BLOCK_M: gl.constexpr = variant.BLOCK_M
+    LAYOUT: gl.constexpr = scale_layout(BLOCK_M, variant.FORMAT, 0, BLOCK_M)
+    low = gl.join(dwords.to(gl.uint8), (dwords >> 8).to(gl.uint8))
+    high = gl.join((dwords >> 16).to(gl.uint8), (dwords >> 24).to(gl.uint8))
+    if mfma_rows(variant.FORMAT) == 32:  # [MFMA, row, block / 2, block % 2]
+        fragments = gl.permute(gl.join(low, high), (3, 0, 2, 1))
+    else:  # [fragment / 2, fragment % 2, row, block]
+        fragments = gl.permute(gl.join(low, high), (3, 2, 0, 1))
+    return gl.convert_layout(gl.reshape(fragments, (BLOCK_M, 4)), LAYOUT)
 
 
 @gluon.jit
 def _scales_of_part(dwords, variant, PART: gl.constexpr):
     """Bytes [256 / parts, 4] of four fragments from the dwords of `_read_weight_scales`."""
-    ROWS: gl.constexpr = 256 // weight_parts(variant.BLOCK_M)
-    LAYOUT: gl.constexpr = scale_layout(variant.BLOCK_M, 1, ROWS)
-    if ROWS == 128:
-        first, second = gl.split(gl.permute(gl.reshape(dwords, (2, 32, 4)), (1, 2, 0)))
+    WAVES: gl.constexpr = warps_n(variant.BLOCK_M)
+    PARTS: gl.constexpr = weight_parts(variant.BLOCK_M)
+    LAYOUT: gl.constexpr = scale_layout(variant.BLOCK_M, variant.FORMAT, 1, 64 * WAVES)
+    if PARTS == 2:
+        first, second = gl.split(gl.permute(dwords, (0, 1, 3, 4, 2)))
         dwords = first if PART == 0 else second
+    if mfma_rows(variant.FORMAT) == 32:
+        dwords = gl.reshape(dwords, (2, WAVES, 16, 2))
+    else:
+        dwords = gl.reshape(dwords, (WAVES, 16, 4))
     low = gl.join(dwords.to(gl.uint8), (dwords >> 8).to(gl.uint8))
     high = gl.join((dwords >> 16).to(gl.uint8), (dwords >> 24).to(gl.uint8))
-    fragments = gl.permute(gl.join(low, high), (3, 2, 0, 1))  # [2, 2, ROWS / 4, 4]
-    return gl.convert_layout(gl.reshape(fragments, (ROWS, 4)), LAYOUT)
+    if mfma_rows(variant.FORMAT) == 32:  # [MFMA, WARPS_N, half, row, block / 2, block % 2]
+        fragments = gl.permute(gl.join(low, high), (5, 1, 0, 2, 4, 3))
+    else:  # [fragment / 2, fragment % 2, WARPS_N, row, block]
+        fragments = gl.permute(gl.join(low, high), (4, 3, 0, 1, 2))
+    return gl.convert_layout(gl.reshape(fragments, (64 * WAVES, 4)), LAYOUT)
 
 
 @gluon.jit
@@ -140,40 +170,29 @@ def _read(buffers, variant, ring, ODD: gl.constexpr):
     """Read the operands of a step whose last bit is ODD."""
     weights = ()
     for part in gl.static_range(weight_parts(variant.BLOCK_M)):
-        weights += (_read_weights(buffers, variant, ring.slot, ODD, part),)
+        fragments = _read_weights(buffers, variant, ring.slot, ODD, part)
+        weights += (fragments,)  # type: ignore[assignment]
     return Fragments(
-        rows=(
-            _read_rows(buffers, variant, ring.slot, ODD, 0),
-            _read_rows(buffers, variant, ring.slot, ODD, 1),
-        ),
-        row_scales=_read_row_scales(buffers, variant, ring.step >> 1, ODD),
+        rows=_read_rows(buffers, variant, ring.slot, ODD),
+        row_scales=as_one_register(_read_row_scales(buffers, variant, ring.step >> 1, ODD)),
         weights=weights,
-        weight_scales=_read_weight_scales(buffers, variant, ring.step >> 1, ODD),
-    )
-
-
-@gluon.jit
-def _multiply_quadrant(total, fragments, variant, QUADRANT: gl.constexpr):
-    """Add half of the rows times a part of the weights: eight MFMA a wave."""
-    PART: gl.constexpr = QUADRANT // 2
-    HALF: gl.constexpr = QUADRANT % 2
-    return cdna4.mfma_scaled(
-        fragments.rows[HALF],
-        _scales_of_half(fragments.row_scales, variant, HALF),
-        variant.FORMAT,
-        fragments.weights[PART],
-        _scales_of_part(fragments.weight_scales, variant, PART),
-        "e2m1",
-        acc=total,
+        weight_scales=as_one_register(_read_weight_scales(buffers, variant, ring.step >> 1, ODD)),
     )
 
 
 @gluon.jit
 def _multiply(sums, fragments, variant):
-    """Add the products of a step to all quadrants."""
+    """Add the products of a step: [BLOCK_M, 256 / parts] for each part."""
+    row_scales = _scales_of_rows(fragments.row_scales, variant)
     results = ()
-    for quadrant in gl.static_range(2 * weight_parts(variant.BLOCK_M)):
-        results += (_multiply_quadrant(sums[quadrant], fragments, variant, quadrant),)
+    for part in gl.static_range(weight_parts(variant.BLOCK_M)):
+        scales = _scales_of_part(fragments.weight_scales, variant, part)
+        weights = fragments.weights[part]
+        results += (
+            cdna4.mfma_scaled(
+                fragments.rows, row_scales, variant.FORMAT, weights, scales, "e2m1", acc=sums[part]
+            ),
+        )
     return results
 
 
@@ -195,15 +214,13 @@ def _advance(sums, fragments, source, buffers, variant, ring, ODD: gl.constexpr)
 
 @gluon.jit
 def multiply_tile(source, buffers, variant):
-    """``rows @ weights.T``: one float32 value [BLOCK_M / 2, 256 / parts] a quadrant.
-
-    Quadrant 2 · part + half has one half of the rows and one part of the weights.
-    """
+    """``rows @ weights.T``: one float32 value [BLOCK_M, 256 / parts] for each part."""
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     PARTS: gl.constexpr = weight_parts(BLOCK_M)
     sums = ()
-    for _ in gl.static_range(2 * PARTS):
-        sums += (gl.zeros((BLOCK_M // 2, 256 // PARTS), gl.float32, mfma_layout(BLOCK_M)),)
+    LAYOUT: gl.constexpr = mfma_layout(BLOCK_M, variant.FORMAT)
+    for _ in gl.static_range(PARTS):
+        sums += (gl.zeros((BLOCK_M, 256 // PARTS), gl.float32, LAYOUT),)
     copy_first(source, buffers, variant)
     async_copy.wait_group(1)
     fragments = _read(buffers, variant, Ring(step=0, slot=0), 0)

@@ -32,9 +32,13 @@ def _arrange_scales_cdna4_kernel(
     depth_units,
     scale_stride,
     GATHER: tl.constexpr,
+    WIDE: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Write the scales of 64 sorted rows as units [step][block of 4][row of 16][fragment of 4].
+    """Write the scales of 64 sorted rows as units [step][256 bytes].
+
+    In a unit: [block][row of 16][fragment of 4], or if WIDE, for MFMA of 32 rows, [block % 2][row
+    of 32][fragment of 2][block / 2].
 
     scale: uint8 [T, num_blocks] of tokens (GATHER) or [P, num_blocks] of sorted rows; None for
     scales of 1. Padding rows and blocks past the last one get scales of 1.
@@ -48,7 +52,12 @@ def _arrange_scales_cdna4_kernel(
     block = tl.arange(0, 4 * UNITS)
     token = tl.load(sorted_token_ids_ptr + first + row) & _TOKEN_MASK
     source = (token if GATHER else first + row).to(tl.int64) * scale_stride
-    place = (block // 4 * 256 + block % 4 * 64)[None, :] + (row % 16 * 4 + row // 16)[:, None]
+    if WIDE:
+        place = block // 4 * 256 + block % 2 * 128 + block % 4 // 2
+        place = place[None, :] + (row % 32 * 4 + row // 32 * 2)[:, None]
+    else:
+        place = block // 4 * 256 + block % 4 * 64
+        place = place[None, :] + (row % 16 * 4 + row // 16)[:, None]
     arranged_ptr += tl.program_id(0).to(tl.int64) * depth_units * 256
     for unit in range(0, depth_units, UNITS):
         scales = tl.full((64, 4 * UNITS), _ONE, tl.uint8)
@@ -61,19 +70,26 @@ def _arrange_scales_cdna4_kernel(
 
 
 def arrange_scales(
-    scale: torch.Tensor | None, plan: RoutingPlan, depth: int, row_blocks: int, *, gather: bool
+    scale: torch.Tensor | None,
+    plan: RoutingPlan,
+    depth: int,
+    row_blocks: int,
+    *,
+    gather: bool,
+    wide: bool,
 ) -> torch.Tensor:
     """Return the scales of sorted rows as uint8 [row_blocks, ceil(depth / 128), 256].
 
     Args:
         scale: E8M0 [T, depth / 32] with `gather`, else [P, depth / 32]; None for scales of 1.
+        wide: for MFMA of 32 rows, which multiply e2m1.
         row_blocks: blocks of 64 sorted rows. Those that the plan does not use are uninitialised.
     """
     depth_units = -(-depth // UNIT_CODES)
     shape = (row_blocks, depth_units, UNIT_SCALE_BYTES)
     arranged = torch.empty(shape, dtype=torch.uint8, device=plan.device)
     stride = 0 if scale is None else scale.stride(0)
-    _launch(plan.num_tokens, depth, row_blocks, stride, gather)(
+    _launch(plan.num_tokens, depth, row_blocks, stride, gather, wide)(
         arranged_ptr=arranged,
         scale_ptr=scale,
         sorted_token_ids_ptr=plan.sorted_token_ids,
@@ -83,7 +99,9 @@ def arrange_scales(
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _launch(num_tokens: int, depth: int, row_blocks: int, stride: int, gather: bool) -> Launch:
+def _launch(
+    num_tokens: int, depth: int, row_blocks: int, stride: int, gather: bool, wide: bool
+) -> Launch:
     return Launch(
         _arrange_scales_cdna4_kernel,
         (row_blocks,),
@@ -92,6 +110,7 @@ def _launch(num_tokens: int, depth: int, row_blocks: int, stride: int, gather: b
         depth_units=-(-depth // UNIT_CODES),
         scale_stride=stride,
         GATHER=gather,
+        WIDE=wide,
         UNITS=_UNITS,
         num_warps=_NUM_WARPS,
     )

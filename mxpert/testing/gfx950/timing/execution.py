@@ -198,7 +198,7 @@ def _repeat_wave(wave: WaveTrace, jumps: Sequence[int], more: int) -> WaveTrace:
             if step in wave.half_lines:
                 halves = wave.half_lines[step]
                 before = wave.half_lines.get(step - length, halves)
-                stride = int(halves[0] - before[0])
+                stride = int(halves[0] - before[0]) if len(halves) and len(before) else 0
                 result.half_lines[step + copy * length] = _later(halves, copy * stride)
     return result
 

@@ -6,17 +6,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from .chip import MI355X, Chip
 from .classes import Unit
 from .costs import Cost, decode
-from .execution import Execution, Loop, find_loop, repeat
+from .execution import Execution, Loop, LoopError, find_loop, repeat
 from .loads import LoadPath, requests
 from .unit import ComputeUnit, Snapshot
 
 WARM_UP = (2, 8, 1200)
 """Iterations that fill the pipelines before those that count: least, most, and instructions of a
 wave that are enough."""
-MEASURED = (4, 16, 3000)
+MEASURED = (6, 16, 3000)
 """The same of those that count."""
 SATURATED = 0.85
 """A unit that is busy for this share of the time limits the loop."""
@@ -205,14 +207,20 @@ def _settle(
 
 
 def _replay(execution: Execution, loop: Loop, unit: ComputeUnit) -> _Replay:
+    """Replay, and measure while all workgroups are between two jumps of the loop."""
     jumps = loop.steps[0]
-    first, last = (jumps[place] for place in _window(loop))
-    before, after, _ = unit.run((first, last))
+    before, after = unit.run(*(jumps[place] for place in _window(loop)))
     leaders = unit.waves[:: len(execution.waves)]
-    begin = max(wave.issued[first] for wave in leaders)
-    end = min(wave.issued[last] for wave in leaders)
-    done = sum(begin < wave.issued[jump] <= end for wave in leaders for jump in jumps)
-    return _Replay(before, after, (end - begin) * len(leaders) / done)
+    turns = np.arange(len(jumps))
+    window = (before.time, after.time)
+    done = 0.0
+    for wave in leaders:
+        start, end = np.interp(window, [wave.issued[jump] for jump in jumps], turns)
+        done += float(end - start)
+    if done <= 0:
+        name = execution.program.name
+        raise LoopError(f"model_loop: {name} — need workgroups that run side by side")
+    return _Replay(before, after, (after.time - before.time) * len(leaders) / done)
 
 
 def _waits(replay: _Replay, waves: int) -> dict[str, float]:

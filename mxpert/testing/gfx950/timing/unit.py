@@ -128,16 +128,17 @@ class ComputeUnit:
         self._mfma = self._valu = 0.0
         self._waits: dict[str, float] = {}
 
-    def run(self, marks: Sequence[int] = ()) -> Sequence[Snapshot]:
+    def run(self, first: int = 0, last: int = 0) -> tuple[Snapshot, Snapshot]:
         """Replay everything.
 
         Args:
-            marks: steps of the first wave.
+            first, last: steps of the first wave of each workgroup.
 
         Returns:
-            A snapshot at the issue of each of those steps, and one of the end.
+            A snapshot when every workgroup has issued `first`, and one when one has issued `last`.
         """
-        snapshots: list[Snapshot] = []
+        started = 0
+        before = after = None
         heap = [self._entry(wave, wave.time) for wave in self.waves]
         heapq.heapify(heap)
         now = 0.0
@@ -153,12 +154,17 @@ class ComputeUnit:
                 self._wait(reason, start - wave.time)
             now = max(now, start)
             wave.issued.append(start)
-            if order == 0 and wave.step in marks:
-                snapshots.append(self._snapshot(now))
+            if order % len(self._requests) == 0:
+                started += wave.step == first
+                if before is None and started == self.waves[-1].workgroup + 1:
+                    before = self._snapshot(now)
+                if after is None and wave.step == last:
+                    after = self._snapshot(now)
             for each in self._issue(wave, cost, start):
                 if each.step < len(each.trace.instructions):
                     heapq.heappush(heap, self._entry(each, each.time))
-        return [*snapshots, self._snapshot(now)]
+        end = self._snapshot(now)
+        return before or end, after or end
 
     def _entry(self, wave: Wave, time: float) -> tuple[float, bool, int, float, int]:
         """Place in the order of issue."""

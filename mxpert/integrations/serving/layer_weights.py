@@ -1,4 +1,4 @@
-"""From the parameters that vLLM loaded to prepared weights, and back into the layer."""
+"""From the parameters that an engine loaded to prepared weights, and back into the layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from ...weights import GateUpOrder, MoEWeights
 _PACKED = "_packed"  # suffix of compressed-tensors' parameters
 
 
-def prepare_layer(layer: Any, order: GateUpOrder, previous: MoEWeights | None) -> MoEWeights:
+def prepare_layer(
+    layer: Any,
+    order: GateUpOrder,
+    previous: MoEWeights | None,
+    *,
+    op: str,
+    bias_suffix: str = "_bias",
+) -> MoEWeights:
     """Prepare a layer's loaded weights; the prepared tensors become its parameters.
 
     Weights of a reload are copied into `previous`, so that captured CUDA graphs stay valid.
@@ -24,6 +31,7 @@ def prepare_layer(layer: Any, order: GateUpOrder, previous: MoEWeights | None) -
             w2_weight [E, H, F/2], w2_weight_scale [E, H, F/32], and maybe biases.
         order: the order of the rows of w13.
         previous: the weights of an earlier call, or None.
+        op: what a message starts with. bias_suffix: after "w13" and "w2", the biases' names.
 
     Returns:
         The layer's MoEWeights, prepared for the device of its parameters.
@@ -34,8 +42,8 @@ def prepare_layer(layer: Any, order: GateUpOrder, previous: MoEWeights | None) -
     weights = MoEWeights(
         _projection(layer, "w13"),
         _projection(layer, "w2"),
-        gate_up_bias=_bias(layer, "w13_bias"),
-        down_bias=_bias(layer, "w2_bias"),
+        gate_up_bias=_bias(layer, f"w13{bias_suffix}"),
+        down_bias=_bias(layer, f"w2{bias_suffix}"),
         gate_up_order=order,
     )
     if previous is None:
@@ -46,7 +54,7 @@ def prepare_layer(layer: Any, order: GateUpOrder, previous: MoEWeights | None) -
         except ValueError as error:
             raise ValueError(
                 message(
-                    "mxpert for vLLM",
+                    op,
                     "reloaded weights",
                     f"weights that fit the layout {previous.layout.name} of the loaded ones",
                     f"others: {error}",
@@ -55,7 +63,7 @@ def prepare_layer(layer: Any, order: GateUpOrder, previous: MoEWeights | None) -
             ) from None
         previous.load_state_dict(prepared.state_dict())
         prepared = previous
-    _install(layer, prepared)
+    _install(layer, prepared, bias_suffix)
     return prepared
 
 
@@ -79,18 +87,18 @@ def _bias(layer: Any, name: str) -> torch.Tensor | None:
     return None if bias is None else bias.data.float().contiguous()
 
 
-def _install(layer: Any, weights: MoEWeights) -> None:
-    """Replace the layer's parameters; vLLM reads the number of experts from the first dimension."""
+def _install(layer: Any, weights: MoEWeights, bias_suffix: str) -> None:
+    """Replace the layer's parameters; engines read the number of experts from their first size."""
     for name in ("w13_weight", "w2_weight"):
         if hasattr(layer, f"{name}{_PACKED}"):
             delattr(layer, f"{name}{_PACKED}")
     tensors = {
         "w13_weight": weights.gate_up_proj.qdata,
         "w13_weight_scale": weights.gate_up_proj.scale,
-        "w13_bias": weights.gate_up_bias,
+        f"w13{bias_suffix}": weights.gate_up_bias,
         "w2_weight": weights.down_proj.qdata,
         "w2_weight_scale": weights.down_proj.scale,
-        "w2_bias": weights.down_bias,
+        f"w2{bias_suffix}": weights.down_bias,
     }
     for name, tensor in tensors.items():
         if tensor is not None:

@@ -1,0 +1,112 @@
+"""One layer's experts in a serving engine, and the compilation of their kernels at load."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...ops.explain import explain
+from ...ops.moe import fused_moe
+from ...ops.warm_up import even_routing, warm_up
+from ...problem import Activation
+from ...weights import MoEWeights
+
+_warm: set[tuple[Any, ...]] = set()
+"""Layers whose kernels this process has compiled, by what their kernels depend on."""
+
+
+@dataclass
+class Layer:
+    """What one layer's experts compute with; `weights` are the layer's parameters."""
+
+    weights: MoEWeights
+    activation: Activation
+    activation_format: str
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        *,
+        on_input: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return [T, H] for tokens x [T, H]; ids of other ranks' experts are skipped.
+
+        out: where the result is written; None allocates.
+        """
+        return fused_moe(
+            x.contiguous(),
+            self.weights,
+            topk_weights,
+            topk_ids,
+            activation=self.activation,
+            activation_format=self.activation_format,
+            expert_map=expert_map,
+            out_dtype=x.dtype,
+            apply_router_weight_on_input=on_input,
+            out=out,
+        )
+
+
+def warm_up_layer(
+    layer: Layer,
+    max_tokens: int,
+    *,
+    top_k: int,
+    logger: logging.Logger,
+    kind: object = None,
+    expert_map: torch.Tensor | None = None,
+    on_input: bool = False,
+    topk_ids_dtype: torch.dtype = torch.int32,
+) -> tuple[int, ...]:
+    """Compile what a server will launch for this layer, once for all layers that share kernels.
+
+    Args:
+        layer, top_k, expert_map, on_input, topk_ids_dtype: as in the calls of `Layer.run`.
+        max_tokens: the largest number of tokens of a call. logger: for progress and the backend.
+        kind: what else tells layers apart whose kernels differ.
+
+    Returns:
+        The token counts that ran; none if such a layer is warm.
+    """
+    weights = layer.weights
+    sizes = weights.num_experts, weights.hidden_size, weights.intermediate_size
+    biased = weights.gate_up_bias is not None, weights.down_bias is not None
+    mapped = None if expert_map is None else tuple(expert_map.shape)
+    formats = layer.activation, layer.activation_format, weights.layout, topk_ids_dtype, on_input
+    key = (weights.device, sizes, biased, mapped, formats, top_k, max_tokens, kind)
+    if key in _warm:
+        return ()
+    _warm.add(key)
+
+    def report(done: int, total: int, num_tokens: int) -> None:
+        if done < total:
+            text = "mxpert: compiling kernels, %d of %d (T = %d)"
+            logger.info(text, done + 1, total, num_tokens)
+
+    options: dict[str, Any] = dict(
+        activation=layer.activation, activation_format=layer.activation_format
+    )
+    counts = warm_up(
+        weights,
+        max_tokens,
+        top_k=top_k,
+        expert_map=expert_map,
+        apply_router_weight_on_input=on_input,
+        topk_ids_dtype=topk_ids_dtype,
+        progress=report,
+        **options,
+    )
+    num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
+    x = torch.zeros(1, weights.hidden_size, dtype=torch.bfloat16, device=weights.device)
+    routing = even_routing(1, top_k, num_global, weights.device)
+    why = explain(fused_moe, x, weights, *routing, expert_map=expert_map, **options)
+    chosen = why.resolution
+    logger.info("mxpert: backend %s (%s)", chosen.kernel.backend, chosen.source)
+    return counts

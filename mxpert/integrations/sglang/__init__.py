@@ -1,0 +1,51 @@
+"""SGLang plugin: MXFP4 experts of a served model run on mxpert's kernels.
+
+    python -m sglang.launch_server --model-path openai/gpt-oss-20b --moe-runner-backend mxpert
+
+SGLang finds `register` through the entry point group ``sglang.srt.plugins``. Without one of the
+backends in `BACKENDS` every layer gets the method that SGLang's own config gives it.
+"""
+
+from __future__ import annotations
+
+BACKENDS = {
+    "mxpert": "a16w4",
+    "mxpert_a8w4": "a8w4",
+    "mxpert_fp8_token": "fp8_token",
+    "mxpert_a4w4": "a4w4",
+}
+"""Value of ``--moe-runner-backend`` → activation format of the experts."""
+
+OLDEST, BELOW = (0, 5, 21), (0, 5, 24)
+"""Supported versions of SGLang: from OLDEST on, below BELOW."""
+
+OP = "mxpert for SGLang"
+
+
+def register() -> None:
+    """Add the backends to SGLang's registries.
+
+    SGLang calls it once in each process. Nothing is imported beyond what SGLang's own model
+    configuration imports.
+
+    Raises:
+        UnsupportedError: a version of SGLang outside of the tested range. SGLang logs it and starts
+            without the plugin, so that ``--moe-runner-backend mxpert`` is an unknown choice.
+    """
+    import sglang
+
+    from ..serving.versions import require_version
+
+    otherwise = "choose another --moe-runner-backend"
+    require_version(OP, "sglang", sglang.__version__, OLDEST, BELOW, otherwise)
+    from sglang.srt.arg_groups.choices import add_moe_runner_backend_choices
+    from sglang.srt.layers.moe.moe_runner.runner import register_moe_runner_core
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+
+    from ._lazy import lazy_config, lazy_core
+
+    add_moe_runner_backend_choices(list(BACKENDS))
+    for name in BACKENDS:
+        register_moe_runner_core(name, lazy_core)
+    if "mxfp4" in QUANTIZATION_METHODS:  # on GPUs alone
+        QUANTIZATION_METHODS["mxfp4"] = lazy_config(QUANTIZATION_METHODS["mxfp4"])

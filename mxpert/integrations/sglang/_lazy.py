@@ -1,0 +1,34 @@
+"""What SGLang's registries hold: light objects that import the plugin when a layer needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import BACKENDS
+
+
+def lazy_core(config: Any) -> Any:
+    """Return the runner core of a layer; SGLang's registry calls this with a MoeRunnerConfig."""
+    from ._method import MxpertRunnerCore
+
+    return MxpertRunnerCore(config)
+
+
+def lazy_config(in_tree: Any) -> type:
+    """Return SGLang's MXFP4 config with mxpert's method for the experts, if it was asked for."""
+
+    class MxpertMxfp4Config(in_tree):
+        """SGLang's own answers, except for experts under one of mxpert's backends."""
+
+        def get_quant_method(self, layer: Any, prefix: str) -> Any:
+            from sglang.srt.layers.moe.utils import get_moe_runner_backend
+
+            if get_moe_runner_backend().value in BACKENDS:
+                from ._method import method_of
+
+                served = method_of(self, layer, prefix)
+                if served is not None:
+                    return served
+            return super().get_quant_method(layer, prefix)
+
+    return MxpertMxfp4Config

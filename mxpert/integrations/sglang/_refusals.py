@@ -1,0 +1,89 @@
+"""What mxpert does not serve in SGLang: refused at start-up, with the option to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError, message
+from ...formats.spec import MX_BLOCK_SIZE
+from ...problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
+from ...weights import GateUpOrder
+from . import OP
+
+_OTHER = "choose another --moe-runner-backend"
+_SITU_BETA = 4.0
+"""SGLang's own default of SiTU's first parameter."""
+
+
+def refuse_unsupported(config: Any, server_args: Any) -> None:
+    """Raise UnsupportedError, in one line, for the first thing that mxpert does not serve.
+
+    Args:
+        config: SGLang's MoeRunnerConfig of one layer. server_args: SGLang's ServerArgs.
+    """
+    for argument, need, got, remedy in _refused(config, server_args):
+        raise UnsupportedError(message(OP, argument, need, got, remedy))
+
+
+def _refused(config: Any, server_args: Any) -> Iterator[tuple[str, str, object, str]]:
+    """Argument, what is needed, what was given, remedy."""
+
+    def given(name: str) -> Any:
+        return getattr(server_args, name, None)
+
+    if given("moe_a2a_backend") not in (None, "none"):
+        got = repr(given("moe_a2a_backend"))
+        need = "'none': tokens in SGLang's standard format"
+        yield "--moe-a2a-backend", need, got, "remove --moe-a2a-backend"
+    if given("enable_eplb"):
+        yield "--enable-eplb", "experts that stay where they are", "true", "remove --enable-eplb"
+    if given("enable_lora") or given("lora_paths"):
+        yield "--enable-lora", "experts without LoRA", "true", "remove --enable-lora"
+    if given("cpu_offload_gb"):
+        got, remedy = given("cpu_offload_gb"), "remove --cpu-offload-gb"
+        yield "--cpu-offload-gb", "0 (weights on the device)", got, remedy
+    if given("enable_deterministic_inference"):
+        remedy = "remove --enable-deterministic-inference"
+        yield "--enable-deterministic-inference", "off: tiles depend on the batch", "on", remedy
+    if config.params_dtype is not torch.bfloat16:
+        yield "--dtype", "bfloat16", config.params_dtype, "pass --dtype bfloat16"
+    if config.no_combine or not config.is_gated:
+        yield "the layer", "gated experts whose results are summed", "others", _OTHER
+    if config.hidden_size % MX_BLOCK_SIZE:
+        yield "hidden_size", f"a multiple of {MX_BLOCK_SIZE}", config.hidden_size, _OTHER
+    columns = config.intermediate_size_per_partition
+    if columns % MX_BLOCK_SIZE and not _is_interleaved(config):
+        need, remedy = f"a multiple of {MX_BLOCK_SIZE} columns for each rank", "pass another size"
+        yield "--tp-size", need, columns, f"{remedy} or --ep-size"
+
+
+def _is_interleaved(config: Any) -> bool:
+    """Whether gate and up rows alternate, as in gpt-oss."""
+    is_swiglu: bool = config.activation == "silu" and config.gemm1_alpha is not None
+    return is_swiglu and bool(config.gate_up_interleaved)
+
+
+def activation_of(config: Any) -> tuple[Activation, GateUpOrder]:
+    """Return a layer's activation and the order of its gate and up rows.
+
+    Args:
+        config: SGLang's MoeRunnerConfig.
+
+    Raises:
+        UnsupportedError: mxpert has no such activation.
+    """
+    order = GateUpOrder.INTERLEAVED if _is_interleaved(config) else GateUpOrder.CONCATENATED
+    alpha, clamp = config.gemm1_alpha, config.gemm1_clamp_limit
+    limit = config.swiglu_limit if clamp is None else clamp
+    if config.activation == "silu":
+        if alpha is None:
+            return (SiLU() if limit is None else ClampedSiLU(limit)), order
+        if clamp is not None and config.gemm1_beta in (None, 1.0):
+            return SwiGLU(alpha, clamp), order
+    if config.activation == "situ" and clamp is not None:
+        return SiTUv2(_SITU_BETA if alpha is None else alpha, clamp), GateUpOrder.CONCATENATED
+    known = "silu, silu with a limit, gpt-oss's swiglu, or situ with both of its parameters"
+    raise UnsupportedError(message(OP, "the experts' activation", known, config.activation, _OTHER))

@@ -1,0 +1,32 @@
+"""SGLang's Python imports what single layers never use; where it is, that gets stand-ins."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from unittest import mock
+
+ABSENT = (
+    "torchvision",
+    "torchvision.io",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+)
+"""Torchvision's CPU build is not on the package index."""
+
+
+def install() -> None:
+    """Put stand-ins into sys.modules; nothing that is installed is replaced."""
+    from transformers import AutoProcessor  # noqa: F401 - looks for torchvision itself
+
+    for name in ABSENT:
+        if name not in sys.modules:
+            stub = mock.MagicMock(name=name)
+            stub.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            stub.__path__, stub.__version__ = [], "0"
+            sys.modules[name] = stub
+
+
+if importlib.util.find_spec("sglang") is not None:
+    install()
