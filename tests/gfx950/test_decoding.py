@@ -6,6 +6,7 @@ Code objects are decoded with tinygrad's tables, which come from AMD's machine-r
 from __future__ import annotations
 
 import functools
+import itertools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ from support.gfx950.decoder import decoded, from_binary, listed
 from support.gfx950.pseudocode import PSEUDOCODE
 
 pytestmark = pytest.mark.filterwarnings("ignore::mxpert.errors.PerformanceWarning")
-"""Weights in the published layout run on the portable kernels, which is wanted here."""
+"""Weights in the published layout run on the portable kernels, which are wanted, too."""
 
 FORMS = """
 buffer_atomic_add_f32 v0, v20, s[20:23], 0 offen
@@ -154,25 +155,26 @@ def programs() -> tuple[Program, ...]:
 
 
 def _call_ops() -> None:
-    inputs = exact_moe_problem(MoEShape(256, 128, 4, 2, has_bias=True), 16)
-    for name in ("mxfp8", "mxfp4", "bf16"):
+    inputs = exact_moe_problem(MoEShape(256, 256, 4, 2, has_bias=True), 16)
+    published, native = inputs.weights, inputs.weights.prepare(device="cpu")
+    for name, weights in itertools.product(("mxfp8", "mxfp4", "bf16"), (published, native)):
         mxpert.fused_moe(
             inputs.x,
-            inputs.weights,
+            weights,
             inputs.topk_weights,
             inputs.topk_ids,
             activation=inputs.activation,
             activation_format=name,
         )
-    x, weights = torch.zeros(64, 256).bfloat16(), torch.zeros(2, 128, 256).bfloat16()
+    x, b = torch.zeros(64, 256).bfloat16(), torch.zeros(2, 128, 256).bfloat16()
     for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"):
         for axis in (-1, -2):
             mxpert.dequantize(mxpert.quantize(x, name, axis=axis))
     offsets = torch.tensor([0, 32, 64], dtype=torch.int32)
     mxpert.quantize_dual(x)
     mxpert.route_topk(torch.zeros(16, 128), 4)
-    mxpert.grouped_gemm(x, weights, offsets)
-    mxpert.grouped_gemm(*(mxpert.quantize(t, "mxfp8_e4m3") for t in (x, weights)), offsets)
+    mxpert.grouped_gemm(x, b, offsets)
+    mxpert.grouped_gemm(*(mxpert.quantize(t, "mxfp8_e4m3") for t in (x, b)), offsets)
     mxpert.grouped_wgrad(x, x[:, :128], offsets)
 
 

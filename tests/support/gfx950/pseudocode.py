@@ -21,6 +21,9 @@ __all__ = ["PSEUDOCODE", "Lane", "Value", "same"]
 PSEUDOCODE: dict[str, str] = {}
 for _operation, _text in PCODE.items():
     _name = re.sub(r"_e(32|64)$", "", _operation.name.lower())
+    # A zero with a sign stands for its bits: v_max_f32 tells +0.0 from -0.0.
+    _text = re.sub(r"64'F\((S\d)\.f32\) == \+0\.0", r"\1.u32 == 0U", _text)
+    _text = re.sub(r"64'F\((S\d)\.f32\) == -0\.0", r"\1.u32 == 0x80000000U", _text)
     PSEUDOCODE.setdefault(_name, _text)
 
 

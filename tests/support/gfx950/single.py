@@ -57,6 +57,9 @@ class Single:
             picked = edges[generator.integers(0, edges.size, registers.shape)]
             kind = generator.integers(0, 4, registers.shape)
             registers[:] = np.choose(kind, (random, near, picked, picked))
+        for register in range(_USED):  # lanes 0 to 3: zeros of both signs in all combinations
+            signs = np.arange(4, dtype=np.uint32) >> np.uint32(register // 4 % 2) & np.uint32(1)
+            state.vector[register, :, :4] = signs << np.uint32(31)
         content = generator.integers(0, 256, 1 << 16, np.uint8)
         self.memory = SimpleNamespace(bytes=content)
         self.lds = SimpleNamespace(bytes=content[::-1].copy())
