@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from mxpert.testing.gfx950 import Report, emulate, emulation
+from mxpert.testing.gfx950 import Report, emulate, emulation, run
 
 NOT_GFX950 = {
     "test_interpreter_patch.py": "tests the interpreter",
@@ -113,7 +113,7 @@ class Plugin:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config, self.executed = config, Executed()
-        execute = emulation.run
+        execute = run
 
         def counted(*arguments: Any, **options: Any) -> Report:
             report = execute(*arguments, **options)
