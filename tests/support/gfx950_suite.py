@@ -33,7 +33,7 @@ NOT_GFX950 = {
 """Files of tests/interpreted that are left out, and what they test instead."""
 
 SCHEDULES = ("lowest", "random")
-MOST_CASES = 24
+MOST_CASES = 16
 """Cases of one test function that are run without ``--gfx950-all``."""
 
 
