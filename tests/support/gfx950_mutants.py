@@ -155,7 +155,7 @@ def _lds_offsets(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
 _CHANGES = (_waits, _barriers, _scale_bytes, _operands, _lds_offsets)
 
 SOME_SURVIVE = ("dropped wait", "weakened wait", "dropped barrier")
-"""Kinds whose mutants can be redundant. All others must be caught."""
+"""Kinds whose mutants can be redundant, because something else orders the accesses."""
 
 
 def mutants(executable: Executable) -> list[Mutant]:

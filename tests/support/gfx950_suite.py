@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from mxpert.testing.gfx950 import Report, emulate, emulation
+from mxpert.testing.gfx950 import Report, emulate, emulation, run
 
 NOT_GFX950 = {
     "test_interpreter_patch.py": "tests the interpreter",
@@ -33,7 +33,7 @@ NOT_GFX950 = {
 """Files of tests/interpreted that are left out, and what they test instead."""
 
 SCHEDULES = ("lowest", "random")
-MOST_CASES = 24
+MOST_CASES = 16
 """Cases of one test function that are run without ``--gfx950-all``."""
 
 
@@ -113,7 +113,7 @@ class Plugin:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config, self.executed = config, Executed()
-        execute = emulation.run
+        execute = run
 
         def counted(*arguments: Any, **options: Any) -> Report:
             report = execute(*arguments, **options)
