@@ -131,7 +131,7 @@ def test_exact_layer_is_bit_identical(case: Case) -> None:
     assert emulation.kernels[KERNEL].launches == 2
 
 
-@pytest.mark.parametrize("case", CASES[::2], ids=str)
+@pytest.mark.parametrize("case", (CASES[0], CASES[3]), ids=str)
 def test_the_order_of_waves_changes_nothing(case: Case) -> None:
     assert_bit_identical(case.inputs(), case, schedule="random", seed=3)
 
@@ -175,7 +175,7 @@ def a_problem(a_format: str, tokens: int, **sizes: int) -> MoEProblem:
 def loop_report(a_format: str, block_m: int) -> tuple[LoopReport, str]:
     """Model of stage 1's loop on one full tile, and the listing."""
     like = next(case for case in CASES if (case.a_format, case.block_m) == (a_format, block_m))
-    shape = replace(DEEP, hidden_size=1536, num_experts=1)
+    shape = replace(DEEP, hidden_size=1024, num_experts=1)
     case = replace(like, shape=shape, num_tokens=block_m)  # no further binaries
     emulation = assert_bit_identical(case.inputs(), case, trace=True)
     report = next(each for each in emulation.reports if each.kernel == KERNEL)

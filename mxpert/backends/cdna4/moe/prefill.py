@@ -90,6 +90,65 @@ def _row_offsets(ids, first, num_tokens, stride, BLOCK_M: gl.constexpr, GATHER: 
     return row * stride
 
 
+@gluon.jit
+def _source(
+    rows,
+    row_offset,
+    row_bytes,
+    row_scales,
+    w,
+    w_scale,
+    first_unit,
+    tile_n,
+    row_units,
+    depth_units,
+    BLOCK_M: gl.constexpr,
+):
+    """`Source` of a tile. first_unit: number of the tile's first unit of 64 weight rows."""
+    UNITS: gl.constexpr = copied_units(gl.num_warps())
+    units = first_unit * depth_units
+    return Source(
+        rows=rows,
+        row_offset=row_offset,
+        row_bytes=row_bytes,
+        weights=w + units * 4096,
+        weight_offset=offsets_of_weights(tile_n * 4, row_units, depth_units, BLOCK_M),
+        row_scales=row_scales,
+        row_scale_offset=offsets_of_scales(UNITS, 0, BLOCK_M // 64, depth_units),
+        weight_scales=w_scale + units * 256,
+        weight_scale_offset=offsets_of_scales(4, tile_n * 4, row_units, depth_units),
+        steps=depth_units,
+    )
+
+
+@gluon.jit
+def _terms(ids, bias, bias_rows, row_scale, weights, num_tokens):
+    """`Terms` of a tile, whose expert's biases start at bias_rows. Pointers may be None."""
+    return Terms(
+        sorted_token_ids=ids,
+        bias=ids if bias is None else bias + bias_rows,
+        row_scale=ids if row_scale is None else row_scale,
+        weights=ids if weights is None else weights,
+        num_tokens=num_tokens,
+        HAS_BIAS=bias is not None,
+        HAS_ROW_SCALE=row_scale is not None,
+        HAS_WEIGHTS=weights is not None,
+    )
+
+
+@gluon.jit
+def _store(sums, terms, output, tile_m, tile_n, variant):
+    """Run the epilogue of each quadrant: half h of part p is quadrant 2 p + h."""
+    for part in gl.static_range(weight_parts(variant.BLOCK_M)):
+        first_half, second_half = halves(sums[part], variant)
+        if output.ACTIVATION != "":
+            store_features(first_half, terms, output, tile_m, tile_n, variant, 2 * part)
+            store_features(second_half, terms, output, tile_m, tile_n, variant, 2 * part + 1)
+        else:
+            store_outputs(first_half, terms, output, tile_m, tile_n, variant, 2 * part)
+            store_outputs(second_half, terms, output, tile_m, tile_n, variant, 2 * part + 1)
+
+
 @gluon.jit(do_not_specialize=RUN_TIME_VALUES)
 def _moe_gemm_prefill_cdna4_kernel(
     out_ptr,
@@ -142,21 +201,19 @@ def _moe_gemm_prefill_cdna4_kernel(
         return  # no expert, or a row block that is all padding
     GATHER: gl.constexpr = ACTIVATION != ""
     variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT)
-    first_unit = expert.to(gl.int64) * row_units + tile_n * 4
-    units = first_unit * depth_units
-    UNITS: gl.constexpr = copied_units(gl.num_warps())
     stride = x_row_chunks * 16
-    source = Source(
+    source = _source(
         rows=x_ptr if GATHER else x_ptr + first.to(gl.int64) * stride,
         row_offset=_row_offsets(sorted_token_ids_ptr, first, num_tokens, stride, BLOCK_M, GATHER),
         row_bytes=num_k_blocks * (16 if X_FORMAT == "e2m1" else 32),
-        weights=w_ptr + units * 4096,
-        weight_offset=offsets_of_weights(tile_n * 4, row_units, depth_units, BLOCK_M),
         row_scales=x_scale_ptr + (first // 64).to(gl.int64) * depth_units * 256,
-        row_scale_offset=offsets_of_scales(UNITS, 0, BLOCK_M // 64, depth_units),
-        weight_scales=w_scale_ptr + units * 256,
-        weight_scale_offset=offsets_of_scales(4, tile_n * 4, row_units, depth_units),
-        steps=depth_units,
+        w=w_ptr,
+        w_scale=w_scale_ptr,
+        first_unit=expert.to(gl.int64) * row_units + tile_n * 4,
+        tile_n=tile_n,
+        row_units=row_units,
+        depth_units=depth_units,
+        BLOCK_M=BLOCK_M,
     )
     sums = multiply_tile(source, make_buffers(variant), variant)
     columns = num_n_blocks * 32
@@ -173,22 +230,12 @@ def _moe_gemm_prefill_cdna4_kernel(
         THRESHOLD=THRESHOLD,
         INF_BYTE=INF_BYTE,
     )
-    bias_rows = expert.to(gl.int64) * columns * (2 if GATHER else 1)
-    terms = Terms(
-        sorted_token_ids=sorted_token_ids_ptr,
-        bias=out_ptr if bias_ptr is None else bias_ptr + bias_rows,
-        row_scale=out_ptr if x_row_scale_ptr is None else x_row_scale_ptr,
-        weights=out_ptr if sorted_weights_ptr is None else sorted_weights_ptr,
-        num_tokens=num_tokens,
-        HAS_BIAS=bias_ptr is not None,
-        HAS_ROW_SCALE=x_row_scale_ptr is not None,
-        HAS_WEIGHTS=sorted_weights_ptr is not None,
+    terms = _terms(
+        sorted_token_ids_ptr,
+        bias_ptr,
+        expert.to(gl.int64) * columns * (2 if GATHER else 1),
+        x_row_scale_ptr,
+        sorted_weights_ptr,
+        num_tokens,
     )
-    for part in gl.static_range(weight_parts(BLOCK_M)):
-        first_half, second_half = halves(sums[part], variant)
-        if GATHER:
-            store_features(first_half, terms, output, tile_m, tile_n, variant, 2 * part)
-            store_features(second_half, terms, output, tile_m, tile_n, variant, 2 * part + 1)
-        else:
-            store_outputs(first_half, terms, output, tile_m, tile_n, variant, 2 * part)
-            store_outputs(second_half, terms, output, tile_m, tile_n, variant, 2 * part + 1)
+    _store(sums, terms, output, tile_m, tile_n, variant)
