@@ -183,7 +183,8 @@ def _moe_loop(
     steps: int,
 ) -> LoopReport:
     """Execute one expert and one row block of a layer, and model one stage's loop."""
-    depth = steps * max(128, getattr(getattr(config, stage), "block_k", 128))
+    least = 512 if backend == "cdna4" else 128  # an iteration of its decode kernel
+    depth = steps * max(least, getattr(getattr(config, stage), "block_k", 128))
     sizes = (depth, OTHER) if stage == "gate_up" else (OTHER, depth)
     inputs = random_moe_problem(MoEShape(*sizes, 1, 1), config.routing_block_m, seed=0)
     weights = inputs.weights.prepare(device="cpu", layout=layout)
