@@ -131,7 +131,7 @@ def test_exact_layer_is_bit_identical(case: Case) -> None:
     assert emulation.kernels[KERNEL].launches == 2
 
 
-@pytest.mark.parametrize("case", (CASES[0], CASES[3]), ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
 def test_the_order_of_waves_changes_nothing(case: Case) -> None:
     assert_bit_identical(case.inputs(), case, schedule="random", seed=3)
 

@@ -186,21 +186,16 @@ def _moe_gemm_prefill_cdna4_kernel(
 ):
     """One stage: ``x @ w[expert].T`` and its epilogue; see the module.
 
-    x: uint8 codes of tokens in stage 1, of sorted rows in stage 2, 16 · x_row_chunks bytes apart.
-    x_scale: uint8 [P / 64, depth_units, 256], arranged by `arrange_scales`. w, w_scale:
-    CDNA4_FRAGMENT. ACTIVATION "" is stage 2. partial: None; the kernel does not split the depth.
+    x: uint8 codes, rows 16 · x_row_chunks bytes apart: of tokens, or in stage 2 (ACTIVATION "")
+    sorted. x_scale: by `arrange_scales`. w, w_scale: CDNA4_FRAGMENT. partial: None.
     """
-    gl.static_assert(partial_ptr is None, "no partial sums")
     tile_m, tile_n = _tile_of_program(num_valid_ptr, gl.cdiv(row_units, 4), BLOCK_M, GROUP_M)
-    if tile_m < 0:
+    first = gl.maximum(tile_m, 0) * BLOCK_M
+    expert = gl.load(block_expert_ids_ptr + first // routing_block_m)
+    has_rows = (gl.load(sorted_token_ids_ptr + first) & _TOKEN_MASK) < num_tokens
+    if (tile_m < 0) | (expert < 0) | (expert >= num_experts) | (has_rows == 0):
         return
-    expert = gl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
-    first = tile_m * BLOCK_M
-    token = gl.load(sorted_token_ids_ptr + first) & _TOKEN_MASK
-    if (expert < 0) | (expert >= num_experts) | (token >= num_tokens):
-        return  # no expert, or a row block that is all padding
     GATHER: gl.constexpr = ACTIVATION != ""
-    variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT)
     stride = x_row_chunks * 16
     source = _source(
         rows=x_ptr if GATHER else x_ptr + first.to(gl.int64) * stride,
@@ -215,12 +210,12 @@ def _moe_gemm_prefill_cdna4_kernel(
         depth_units=depth_units,
         BLOCK_M=BLOCK_M,
     )
+    variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT)
     sums = multiply_tile(source, make_buffers(variant), variant)
-    columns = num_n_blocks * 32
     output = Output(
         out=out_ptr,
         scale=out_scale_ptr if out_scale_ptr is not None else out_ptr,
-        columns=columns,
+        columns=num_n_blocks * 32,
         p0=p0,
         p1=p1,
         FORMAT=OUT_FORMAT,
@@ -230,12 +225,8 @@ def _moe_gemm_prefill_cdna4_kernel(
         THRESHOLD=THRESHOLD,
         INF_BYTE=INF_BYTE,
     )
+    bias_rows = expert.to(gl.int64) * output.columns * (2 if GATHER else 1)
     terms = _terms(
-        sorted_token_ids_ptr,
-        bias_ptr,
-        expert.to(gl.int64) * columns * (2 if GATHER else 1),
-        x_row_scale_ptr,
-        sorted_weights_ptr,
-        num_tokens,
+        sorted_token_ids_ptr, bias_ptr, bias_rows, x_row_scale_ptr, sorted_weights_ptr, num_tokens
     )
     _store(sums, terms, output, tile_m, tile_n, variant)
