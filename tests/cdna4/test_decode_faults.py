@@ -42,7 +42,7 @@ def trial() -> Trial:
 def of_kind(kind: str, count: int) -> list[Mutant]:
     found = [mutant for mutant in trial().mutants if mutant.kind == kind]
     assert found, kind
-    return sample(found, count, key=lambda mutant: mutant.kind)
+    return sample(found, count)
 
 
 def faults(mutants: list[Mutant]) -> Iterator[type[Fault]]:
