@@ -98,7 +98,7 @@ $(NEWEST)/.installed: pyproject.toml constraints.txt
 		--upgrade "$$(sed -nE 's/.*"(triton>[^;"]*).*/\1/p' pyproject.toml)"
 	@touch $@
 
-test-newest: $(NEWEST)/.installed  ## compile every kernel ahead of time on the newest supported Triton
+test-newest: $(NEWEST)/.installed  ## compile every kernel on the newest supported Triton, execute those of gfx950
 	@$(NEWEST)/bin/python -c 'import triton; print("Triton", triton.__version__)'
 	@$(NEWEST)/bin/python -m pytest --color=no -n "$$(nproc)" --dist worksteal $(AOT_TESTS) \
 		$(PYTEST_ARGS) </dev/null
