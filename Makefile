@@ -16,7 +16,7 @@ SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 REPORT := reports/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-AOT_TESTS := tests/hopper tests/triton/test_*aot*.py
+AOT_TESTS := tests/hopper tests/triton/test_*aot*.py tests/cdna4
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */make \1\t/' | expand -t 20
