@@ -19,7 +19,7 @@ from mxpert.testing.gfx950 import (
 )
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
-from support.gfx950_mutants import SOME_SURVIVE, Mutant, Trial, capture, copied, sample
+from support.gfx950_mutants import SOME_SURVIVE, Mutant, Trial, capture, changed, copied, sample
 
 SHAPE = MoEShape(2336, 96, 1, 1, has_bias=True)
 """One expert; the depth takes two copies of activations."""
@@ -49,7 +49,7 @@ def faults(mutants: list[Mutant]) -> Iterator[type[Fault]]:
     """Kind of the fault of each mutant that has one."""
     for mutant in mutants:
         try:
-            run(trial().code_of(mutant), trial().grid, copied(trial().launch.arguments))
+            run(changed(trial().launch.code, mutant), (1,), copied(trial().launch.arguments))
         except Fault as fault:
             yield type(fault)
 

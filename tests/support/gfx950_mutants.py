@@ -5,24 +5,31 @@ dropped or weakened, scale bytes, operands and LDS offsets exchanged. `Trial.jud
 
 * "fault": a check of the executor names it,
 * "wrong": the outputs differ,
-* "survived": neither, in the lowest schedule and in `RANDOM_RUNS` random ones.
+* "survived": neither, in the lowest schedule, with LDS that holds zeros at the start, and in
+  `RANDOM_RUNS` random schedules.
 
-A wait or barrier that survives is redundant for this problem: something else orders the accesses.
+A wait or barrier that survives is redundant for this problem: something else orders the accesses,
+and `Trial.reason` says what.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
-from mxpert.testing.gfx950 import CodeObject, Fault, Report, emulate, emulation, run
+from mxpert.testing.gfx950 import CodeObject, Fault, Report, emulate, emulation, machine, run
 from mxpert.testing.gfx950.machine import Executable
+from mxpert.testing.gfx950.memory import Lds
 from mxpert.testing.gfx950.program import Instruction, Operand
+from support.gfx950_orders import Orders, observe
 
 RANDOM_RUNS = 3
 """Random schedules in which a mutant must give the same bits to count as redundant."""
@@ -85,41 +92,47 @@ class Mutant:
 
     Args:
         kind: what is changed. index: of the instruction. instruction: its replacement.
-        text: the instruction as it was listed.
+        original: the instruction as it was listed. modifier: the one that is changed, or "".
     """
 
     kind: str
     index: int
     instruction: Instruction
-    text: str
+    original: Instruction
+    modifier: str = ""
 
     @property
     def label(self) -> str:
-        """Kind and original text, by which survivors are recorded."""
-        return f"{self.kind}: {self.text}"
+        """Place and change: "191 s_waitcnt lgkmcnt(0): weakened wait of lgkmcnt"."""
+        of = f" of {self.modifier}" if self.modifier else ""
+        return f"{self.index} {self.original.text}: {self.kind}{of}"
 
+
+_Change = tuple[Instruction, str]
+"""The changed instruction, and the modifier that is changed."""
 
 _NOP = Instruction("s_nop", operands=(Operand("c", 0),), text="s_nop 0")
 
 
-def _waits(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+def _modified(instruction: Instruction, modifier: str, value: Any) -> _Change:
+    return replace(instruction, modifiers={**instruction.modifiers, modifier: value}), modifier
+
+
+def _waits(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     if instruction.name != "s_waitcnt":
         return
-    yield "dropped wait", _NOP
+    yield "dropped wait", (_NOP, "")
     for counter in instruction.modifiers:
         later = instruction.integer(counter) + 1
-        yield (
-            "weakened wait",
-            replace(instruction, modifiers={**instruction.modifiers, counter: later}),
-        )
+        yield "weakened wait", _modified(instruction, counter, later)
 
 
-def _barriers(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+def _barriers(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     if instruction.name == "s_barrier":
-        yield "dropped barrier", _NOP
+        yield "dropped barrier", (_NOP, "")
 
 
-def _scale_bytes(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+def _scale_bytes(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     """Bits of the byte numbers: op_sel is the low one, op_sel_hi the high one; A's, then B's."""
     if not instruction.name.startswith("v_mfma_scale"):
         return
@@ -127,29 +140,27 @@ def _scale_bytes(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
         bits = instruction.integers(name, (0, 0, 0))
         for place, operand in enumerate(("A", "B")):
             flipped = tuple(bit ^ (place == at) for at, bit in enumerate(bits))
-            yield (
-                f"scale byte of {operand}",
-                replace(instruction, modifiers={**instruction.modifiers, name: flipped}),
-            )
+            yield f"scale byte of {operand}", _modified(instruction, name, flipped)
 
 
-def _operands(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+def _operands(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     """A scaled MFMA has D, A, B, C, the scale of A and the scale of B."""
     if not instruction.name.startswith("v_mfma_scale"):
         return
     d, a, b, c, a_scale, b_scale = instruction.operands
-    yield "swapped scales", replace(instruction, operands=(d, a, b, c, b_scale, a_scale))
+    swapped = replace(instruction, operands=(d, a, b, c, b_scale, a_scale))
+    yield "swapped scales", (swapped, "")
     if a.count == b.count:
-        yield "swapped operands", replace(instruction, operands=(d, b, a, c, a_scale, b_scale))
+        swapped = replace(instruction, operands=(d, b, a, c, a_scale, b_scale))
+        yield "swapped operands", (swapped, "")
 
 
-def _lds_offsets(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+def _lds_offsets(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     if not instruction.name.startswith(("ds_read", "ds_write")):
         return
     name = "offset0" if "offset1" in instruction.modifiers else "offset"
     step = 1 if name == "offset0" else LDS_SHIFT
-    moved = {**instruction.modifiers, name: instruction.integer(name) + step}
-    yield "LDS offset", replace(instruction, modifiers=moved)
+    yield "LDS offset", _modified(instruction, name, instruction.integer(name) + step)
 
 
 _CHANGES = (_waits, _barriers, _scale_bytes, _operands, _lds_offsets)
@@ -161,10 +172,10 @@ SOME_SURVIVE = ("dropped wait", "weakened wait", "dropped barrier")
 def mutants(executable: Executable) -> list[Mutant]:
     """All mutants of a kernel, in the order of its listing."""
     return [
-        Mutant(kind, index, changed, instruction.text)
+        Mutant(kind, index, changed, instruction, modifier)
         for index, instruction in enumerate(executable.program.instructions)
         for change in _CHANGES
-        for kind, changed in change(instruction)
+        for kind, (changed, modifier) in change(instruction)
     ]
 
 
@@ -176,26 +187,43 @@ def changed(code: CodeObject, mutant: Mutant) -> CodeObject:
     return replace(code, executable=Executable(program))
 
 
+def digest(executable: Executable) -> str:
+    """SHA-256 of a kernel's instructions, without their source lines."""
+    texts = "\n".join(each.text for each in executable.program.instructions)
+    return hashlib.sha256(texts.encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def zeroed_lds() -> Iterator[None]:
+    """Let LDS hold zeros at the start instead of random bytes; a kernel may find either."""
+
+    def zeros(workgroups: int, size: int, garbage: np.random.Generator) -> Lds:
+        lds = Lds(workgroups, size, garbage)
+        lds.bytes[:] = 0
+        return lds
+
+    with mock.patch.object(machine, "Lds", zeros):
+        yield
+
+
 class Trial:
-    """Judges the mutants of one launch, of which the first workgroups are run.
+    """Judges the mutants of one launch, of which the first workgroup is run.
 
     Args:
-        launch: the launch. workgroups: how many of its first axis.
+        launch: the launch, with a grid of one axis.
     """
 
-    def __init__(self, launch: Launch, workgroups: int = 1) -> None:
+    def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self.grid = (min(workgroups, launch.grid[0]), *launch.grid[1:])
         self.expected, report = self._run(launch.code)
-        self.executed = report.executed
         self.mutants = [
-            each for each in mutants(launch.code.executable) if self.executed[each.index]
+            each for each in mutants(launch.code.executable) if report.executed[each.index]
         ]
 
     def _run(self, code: CodeObject, **options: Any) -> tuple[list[torch.Tensor], Report]:
         """Bytes of all tensors after a run, and its report."""
         arguments = copied(self.launch.arguments)
-        report = run(code, self.grid, arguments, **options)
+        report = run(code, (1,), arguments, **options)
         storages = [
             each.untyped_storage() for each in arguments.values() if isinstance(each, torch.Tensor)
         ]
@@ -204,16 +232,32 @@ class Trial:
     def judge(self, mutant: Mutant) -> str:
         """ "fault", "wrong" or "survived"."""
         code = changed(self.launch.code, mutant)
-        schedules: list[dict[str, Any]] = [{}]
+        schedules: list[dict[str, Any]] = [{}, {}]
         schedules += [{"schedule": "random", "seed": seed} for seed in range(RANDOM_RUNS)]
-        for options in schedules:
+        for place, options in enumerate(schedules):
             try:
-                found, _ = self._run(code, **options)
+                with zeroed_lds() if place == 1 else contextlib.nullcontext():
+                    found, _ = self._run(code, **options)
             except Fault:
                 return "fault"
             if not all(map(torch.equal, found, self.expected)):
                 return "wrong"
         return "survived"
+
+    @functools.cached_property
+    def orders(self) -> Orders:
+        """What the kernel's waits and barriers order."""
+        with observe() as orders:
+            self._run(self.launch.code)
+        return orders
+
+    def reason(self, mutant: Mutant) -> str | None:
+        """Why a wait or barrier is redundant if it survives; None if nothing says so."""
+        if mutant.kind == "dropped barrier":
+            return self.orders.reason_for_barrier(mutant.index)
+        if mutant.kind in SOME_SURVIVE:
+            return self.orders.reason_for_wait(mutant.index, mutant.modifier)
+        return None
 
 
 def tally(judged: Iterable[tuple[Mutant, str]]) -> dict[str, dict[str, int]]:
