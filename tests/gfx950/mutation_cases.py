@@ -1,14 +1,16 @@
 """GEMM kernels whose mutants are judged, and the record of what is caught.
 
-``python tests/gfx950/mutation_cases.py`` judges all mutants of all cases, in as many processes as
-there are cores, and writes `RECORD`; with names of cases it replaces theirs. It takes minutes.
+``python tests/gfx950/mutation_cases.py`` judges the mutants of all cases, in as many processes as
+there are cores, and writes `RECORD`; with names of cases it replaces theirs. ``--each 8`` judges a
+fixed sample, eight of each kind evenly spaced in the listing.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import multiprocessing
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +25,12 @@ from mxpert.backends.cdna4.moe.config import prefill_config
 from mxpert.problem import GroupedProblem, Op
 from mxpert.testing.gfx950 import MI355X
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
-from support.gfx950_mutants import Launch, Mutant, Trial, capture, digest, tally
+from support.gfx950_mutants import Launch, Mutant, Trial, capture, digest, sample, tally
 
 RECORD = Path(__file__).with_name("mutants.json")
-"""By case: the kernel, Triton's version, a digest of the listing, the number of mutants by kind and
-verdict, and each survivor: its label and kind, the source line, and why it survives."""
+"""By case: the kernel, Triton's version, a digest of the listing, how many mutants of each kind
+were judged (null: all), their number by kind and verdict, and each survivor: its label and kind,
+the source line, and why it survives."""
 
 GEMMS = ("_moe_gate_up_kernel", "_moe_down_kernel", "_moe_gemm_")
 """How the names of the kernels begin."""
@@ -69,8 +72,8 @@ CASES: dict[str, Layer | Grouped] = {
     "cdna4 decode a4w4 stage 2": Layer("cdna4", "mxfp4", 16, 1024, 2),
     "cdna4 decode a16w4 stage 1": Layer("cdna4", "bf16", 16, 1024, 1),
     "cdna4 prefill a8w4 stage 1": Layer("cdna4", "mxfp8", 256, 768, 1),
-    "cdna4 prefill a4w4 stage 2": Layer("cdna4", "mxfp4", 256, 768, 2),
-    "cdna4 grouped gemm": Grouped(256, 256, 768),
+    "cdna4 prefill a4w4 stage 1": Layer("cdna4", "mxfp4", 256, 768, 1),
+    "cdna4 grouped gemm": Grouped(256, 256, 512),
 }
 
 
@@ -102,7 +105,8 @@ def layer_launch(case: Layer) -> Launch:
     config = None
     if case.block_m > 16 and not portable:
         config = mxpert.MoEConfig(case.block_m, *[prefill_config(case.block_m)] * 2)
-    with capture() as launches, mxpert.override(backend=case.backend, config=config):
+    override = mxpert.override(backend=case.backend, config=config)
+    with capture(GEMMS, case.stage) as launches, override:
         mxpert.fused_moe(
             inputs.x,
             inputs.weights if portable else inputs.weights.prepare(device="cpu"),
@@ -111,8 +115,7 @@ def layer_launch(case: Layer) -> Launch:
             activation=inputs.activation,
             activation_format=case.a_format,
         )
-    gemms = [each for each in launches if each.name.startswith(GEMMS)]
-    return gemms[case.stage - 1]
+    return launches[-1]
 
 
 def grouped_launch(case: Grouped) -> Launch:
@@ -126,9 +129,10 @@ def grouped_launch(case: Grouped) -> Launch:
     formats = ("mxfp8_e4m3", "mxfp8_e4m3", True, torch.float32)
     problem = GroupedProblem(Op.GROUPED_GEMM, MI355X, rows, 2, case.n, case.k, *formats)
     config = next(each for each in GROUPED_GEMM.configs(problem) if each.block_m == case.block_m)
-    with capture() as launches, mxpert.override(backend="cdna4", config=config):
+    override = mxpert.override(backend="cdna4", config=config)
+    with capture(("_grouped_gemm",), 1) as launches, override:
         mxpert.grouped_gemm(a, b, offsets, out_dtype=torch.float32)
-    return next(each for each in launches if each.name.startswith("_grouped_gemm"))
+    return launches[-1]
 
 
 def survivor(trial: Trial, mutant: Mutant) -> dict[str, str | None]:
@@ -141,27 +145,30 @@ def survivor(trial: Trial, mutant: Mutant) -> dict[str, str | None]:
     }
 
 
-def record(name: str) -> tuple[str, dict[str, Any], float]:
-    """Judge all mutants of a case; return its name, what is found, and the seconds that it took."""
+def record(name: str, each_kind: int | None) -> tuple[str, dict[str, Any], float]:
+    """Judge the mutants of a case; return its name, what is found, and the seconds that it took."""
     start = time.monotonic()
     launch = launch_of(CASES[name])
     trial = Trial(launch)
-    judged = [(mutant, trial.judge(mutant)) for mutant in trial.mutants]
+    judged = [(mutant, trial.judge(mutant)) for mutant in sample(trial.mutants, each_kind)]
     found = {
         "kernel": launch.name,
         "triton": triton.__version__,
         "digest": digest(launch.code.executable),
+        "judged_of_each_kind": each_kind,
         "counts": tally(judged),
         "survivors": [survivor(trial, each) for each, verdict in judged if verdict == "survived"],
     }
     return name, found, time.monotonic() - start
 
 
-def main(names: list[str]) -> None:
+def main(names: list[str], each_kind: int | None) -> None:
     """Record the named cases, or all."""
     recorded = json.loads(RECORD.read_text("utf-8")) if names and RECORD.exists() else {}
     with multiprocessing.get_context("spawn").Pool() as pool:
-        for name, found, seconds in pool.imap_unordered(record, names or CASES):
+        for name, found, seconds in pool.imap_unordered(
+            functools.partial(record, each_kind=each_kind), names or CASES
+        ):
             total = sum(sum(row.values()) for row in found["counts"].values())
             survived = len(found["survivors"])
             print(f"{name}: {total - survived} of {total} caught, {seconds:.0f} s", flush=True)
@@ -171,4 +178,8 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="case", help=", ".join(CASES))
+    parser.add_argument("--each", type=int, help="mutants of each kind; all by default")
+    options = parser.parse_args()
+    main(options.names, options.each)

@@ -17,19 +17,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
 import torch
 
 from mxpert.testing.gfx950 import CodeObject, Fault, Report, emulate, emulation, machine, run
+from mxpert.testing.gfx950.effects import effects
+from mxpert.testing.gfx950.instructions import bind
 from mxpert.testing.gfx950.machine import Executable
 from mxpert.testing.gfx950.memory import Lds
 from mxpert.testing.gfx950.program import Instruction, Operand
 from support.gfx950_orders import Orders, observe
+
+_T = TypeVar("_T")
 
 RANDOM_RUNS = 3
 """Random schedules in which a mutant must give the same bits to count as redundant."""
@@ -55,9 +59,18 @@ class Launch:
     binary: bytes = field(repr=False)
 
 
+class _CapturedError(Exception):
+    """The last launch that is wanted was captured."""
+
+
 @contextlib.contextmanager
-def capture() -> Iterator[list[Launch]]:
-    """Emulate the ops called inside the block, and yield a list of their launches."""
+def capture(names: tuple[str, ...] = (), count: int = 0) -> Iterator[list[Launch]]:
+    """Emulate the ops called inside the block, and yield a list of their launches.
+
+    Args:
+        names: how names of kernels begin. count: launches of them after which the block is left,
+            the last of them without executing it; 0 for never.
+    """
     launches: list[Launch] = []
 
     def spy(
@@ -66,9 +79,12 @@ def capture() -> Iterator[list[Launch]]:
         code = CodeObject.of(compiled)
         name = code.executable.program.name
         launches.append(Launch(name, code, grid, copied(arguments), compiled.asm["hsaco"]))
+        if count and sum(each.name.startswith(names) for each in launches) == count:
+            raise _CapturedError
         return run(compiled, grid, arguments, **options)
 
-    with mock.patch.object(emulation, "run", spy), emulate():
+    patch = mock.patch.object(emulation, "run", spy)
+    with contextlib.suppress(_CapturedError), patch, emulate():
         yield launches
 
 
@@ -180,11 +196,19 @@ def mutants(executable: Executable) -> list[Mutant]:
 
 
 def changed(code: CodeObject, mutant: Mutant) -> CodeObject:
-    """A code object with the mutant's instruction."""
-    instructions = list(code.executable.program.instructions)
-    instructions[mutant.index] = mutant.instruction
-    program = replace(code.executable.program, instructions=tuple(instructions))
-    return replace(code, executable=Executable(program))
+    """A code object with the mutant's instruction; the other ones stay bound."""
+    original = code.executable
+
+    def with_mutant(members: Sequence[_T], member: _T) -> tuple[_T, ...]:
+        return (*members[: mutant.index], member, *members[mutant.index + 1 :])
+
+    instructions = with_mutant(original.program.instructions, mutant.instruction)
+    executable = Executable(replace(original.program, instructions=instructions))
+    vars(executable).update(
+        bound=with_mutant(original.bound, bind(mutant.instruction, original.program)),
+        effects=with_mutant(original.effects, effects(mutant.instruction)),
+    )
+    return replace(code, executable=executable)
 
 
 def digest(executable: Executable) -> str:
@@ -195,7 +219,11 @@ def digest(executable: Executable) -> str:
 
 @contextlib.contextmanager
 def zeroed_lds() -> Iterator[None]:
-    """Let LDS hold zeros at the start instead of random bytes; a kernel may find either."""
+    """Let LDS hold zeros at the start instead of random bytes; a kernel may find either.
+
+    Random bytes can hide a moved offset: the portable prefill kernel asks whether any row of its
+    tile is real, through a maximum over waves in LDS, and words that nobody wrote say yes, too.
+    """
 
     def zeros(workgroups: int, size: int, garbage: np.random.Generator) -> Lds:
         lds = Lds(workgroups, size, garbage)
@@ -269,8 +297,10 @@ def tally(judged: Iterable[tuple[Mutant, str]]) -> dict[str, dict[str, int]]:
     return counts
 
 
-def sample(found: list[Mutant], count: int) -> list[Mutant]:
-    """Up to `count` mutants of each kind, evenly spaced in the listing."""
+def sample(found: list[Mutant], count: int | None) -> list[Mutant]:
+    """Up to `count` mutants of each kind, evenly spaced in the listing; None for all."""
+    if count is None:
+        return found
     kinds: dict[str, list[Mutant]] = {}
     for each in found:
         kinds.setdefault(each.kind, []).append(each)

@@ -122,19 +122,22 @@ class Orders:
         """Whether access i is ordered ahead of access j of another wave, without a barrier."""
         known = np.full(len(self.accesses), _NEVER)
         issued = np.zeros(len(self.accesses), np.int64)
+        ranks: dict[int, Integers] = {}
+        done: dict[tuple[int, str], Integers] = {}
+        for wave, barriers in self.barriers.items():
+            kept = [each.index != dropped for each in barriers]
+            ranks[wave] = np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])
+            for counter in ("lgkm", "vm"):
+                done[wave, counter] = np.array([each.done[counter] for each in barriers])
         for place, access in enumerate(self.accesses):
-            barriers = self.barriers[access.wave]
-            kept = np.array([each.index != dropped for each in barriers], np.int64)
-            rank = np.concatenate([[0], np.cumsum(kept)])
+            if access.wave not in ranks:  # it comes to no barrier
+                continue
+            rank = ranks[access.wave]
             issued[place] = rank[access.passed]
-            done = (
-                at
-                for at in range(access.passed, len(barriers))
-                if kept[at] and barriers[at].done[access.counter] >= access.number
-            )
-            at = next(done, None)
-            if at is not None:
-                known[place] = rank[at]
+            late = int(np.searchsorted(done[access.wave, access.counter], access.number))
+            at = rank[max(access.passed, late)]
+            if at < rank[-1]:
+                known[place] = at
         ordered: Bools = known[:, None] < issued
         return ordered
 
