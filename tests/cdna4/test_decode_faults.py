@@ -49,9 +49,7 @@ def faults(mutants: list[Mutant]) -> Iterator[type[Fault]]:
     """Kind of the fault of each mutant that has one."""
     for mutant in mutants:
         try:
-            run(
-                changed(trial().launch.code, mutant), trial().grid, copied(trial().launch.arguments)
-            )
+            run(changed(trial().launch.code, mutant), (1,), copied(trial().launch.arguments))
         except Fault as fault:
             yield type(fault)
 

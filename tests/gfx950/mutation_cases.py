@@ -1,33 +1,42 @@
-"""MoE GEMM kernels whose mutants are judged, and the record of what is caught.
+"""GEMM kernels whose mutants are judged, and the record of what is caught.
 
-``python tests/gfx950/mutation_cases.py`` judges all mutants of all cases and writes `RECORD`; with
-names of cases it replaces theirs. It takes minutes.
+``python tests/gfx950/mutation_cases.py`` judges the mutants of all cases, in as many processes as
+there are cores, and writes `RECORD`; with names of cases it replaces theirs. ``--each 8`` judges a
+fixed sample, eight of each kind evenly spaced in the listing.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
-import sys
+import multiprocessing
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 import mxpert
+from mxpert.backends.cdna4.grouped.host import GROUPED_GEMM
 from mxpert.backends.cdna4.moe.config import prefill_config
+from mxpert.problem import GroupedProblem, Op
+from mxpert.testing.gfx950 import MI355X
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
-from support.gfx950_mutants import Launch, Trial, capture, tally
+from support.gfx950_mutants import Launch, Mutant, Trial, capture, digest, sample, tally
 
 RECORD = Path(__file__).with_name("mutants.json")
-"""Case → number of mutants by kind and verdict, and the labels of those that survived."""
+"""By case: the kernel, Triton's version, a digest of the listing, how many mutants of each kind
+were judged (null: all), their number by kind and verdict, and each survivor: its label and kind,
+the source line, and why it survives."""
 
 GEMMS = ("_moe_gate_up_kernel", "_moe_down_kernel", "_moe_gemm_")
 """How the names of the kernels begin."""
 
 
-class Case(NamedTuple):
+class Layer(NamedTuple):
     """One GEMM of a layer with one expert, whose rows fill a tile.
 
     Args:
@@ -42,32 +51,62 @@ class Case(NamedTuple):
     stage: int
 
 
-CASES = {
-    "triton decode a8w4 stage 1": Case("triton", "mxfp8", 16, 1024, 1),
-    "triton decode a4w4 stage 2": Case("triton", "mxfp4", 16, 1024, 2),
-    "triton prefill a8w4 stage 1": Case("triton", "mxfp8", 128, 768, 1),
-    "cdna4 decode a8w4 stage 1": Case("cdna4", "mxfp8", 16, 1024, 1),
-    "cdna4 decode a4w4 stage 2": Case("cdna4", "mxfp4", 16, 1024, 2),
-    "cdna4 decode a16w4 stage 1": Case("cdna4", "bf16", 16, 1024, 1),
+class Grouped(NamedTuple):
+    """A grouped GEMM with MXFP8 operands and two groups, one of which is ragged.
+
+    Args:
+        block_m: rows of a tile. n, k: columns of the result, and depth.
+    """
+
+    block_m: int
+    n: int
+    k: int
+
+
+CASES: dict[str, Layer | Grouped] = {
+    "triton decode a8w4 stage 1": Layer("triton", "mxfp8", 16, 1024, 1),
+    "triton decode a4w4 stage 2": Layer("triton", "mxfp4", 16, 1024, 2),
+    "triton prefill a8w4 stage 1": Layer("triton", "mxfp8", 128, 768, 1),
+    "triton prefill a4w4 stage 2": Layer("triton", "mxfp4", 128, 768, 2),
+    "cdna4 decode a8w4 stage 1": Layer("cdna4", "mxfp8", 16, 1024, 1),
+    "cdna4 decode a4w4 stage 2": Layer("cdna4", "mxfp4", 16, 1024, 2),
+    "cdna4 decode a16w4 stage 1": Layer("cdna4", "bf16", 16, 1024, 1),
+    "cdna4 prefill a8w4 stage 1": Layer("cdna4", "mxfp8", 256, 768, 1),
+    "cdna4 prefill a4w4 stage 1": Layer("cdna4", "mxfp4", 256, 768, 1),
+    "cdna4 grouped gemm": Grouped(256, 256, 512),
 }
 
 
-def inputs_of(case: Case) -> MoEInputs:
+def blocks(rows: int, depth: int, seed: int) -> torch.Tensor:
+    """Powers of two, float32 [rows, depth], which differ between blocks of 32."""
+    exponents = torch.randint(-2, 3, (rows, depth // 32), generator=draw(seed))
+    return torch.exp2(exponents).repeat_interleave(32, 1)
+
+
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def inputs_of(case: Layer) -> MoEInputs:
     """Random data whose block scales differ, so that a wrong scale byte changes the result."""
     shape = MoEShape(case.depth, case.depth, 1, 1, mxpert.SiLU(), has_bias=True)
     inputs = random_moe_problem(shape, case.block_m, seed=3)
-    draw = torch.Generator().manual_seed(4)
-    blocks = torch.randint(-2, 3, (case.block_m, case.depth // 32), generator=draw)
-    return replace(inputs, x=inputs.x * torch.exp2(blocks).repeat_interleave(32, 1).bfloat16())
+    return replace(inputs, x=inputs.x * blocks(case.block_m, case.depth, 4).bfloat16())
 
 
-def launch_of(case: Case) -> Launch:
+def launch_of(case: Layer | Grouped) -> Launch:
     """The launch of a case's GEMM."""
+    return grouped_launch(case) if isinstance(case, Grouped) else layer_launch(case)
+
+
+def layer_launch(case: Layer) -> Launch:
+    """The launch of one stage of a layer."""
     inputs, portable = inputs_of(case), case.backend == "triton"
     config = None
     if case.block_m > 16 and not portable:
         config = mxpert.MoEConfig(case.block_m, *[prefill_config(case.block_m)] * 2)
-    with capture() as launches, mxpert.override(backend=case.backend, config=config):
+    override = mxpert.override(backend=case.backend, config=config)
+    with capture(GEMMS, case.stage) as launches, override:
         mxpert.fused_moe(
             inputs.x,
             inputs.weights if portable else inputs.weights.prepare(device="cpu"),
@@ -76,32 +115,71 @@ def launch_of(case: Case) -> Launch:
             activation=inputs.activation,
             activation_format=case.a_format,
         )
-    gemms = [each for each in launches if each.name.startswith(GEMMS)]
-    return gemms[case.stage - 1]
+    return launches[-1]
 
 
-def record(name: str) -> dict[str, Any]:
-    """Judge all mutants of a case."""
+def grouped_launch(case: Grouped) -> Launch:
+    """The launch of a grouped GEMM; its first tile is full."""
+    rows = case.block_m + 40
+    offsets = torch.tensor([0, case.block_m, rows], dtype=torch.int32)
+    x = torch.randn(rows, case.k, generator=draw(3)) * blocks(rows, case.k, 4)
+    w = torch.randn(2 * case.n, case.k, generator=draw(5)) * blocks(2 * case.n, case.k, 6)
+    a = mxpert.quantize(x, "mxfp8_e4m3")
+    b = mxpert.quantize(w.view(2, case.n, case.k), "mxfp8_e4m3")
+    formats = ("mxfp8_e4m3", "mxfp8_e4m3", True, torch.float32)
+    problem = GroupedProblem(Op.GROUPED_GEMM, MI355X, rows, 2, case.n, case.k, *formats)
+    config = next(each for each in GROUPED_GEMM.configs(problem) if each.block_m == case.block_m)
+    override = mxpert.override(backend="cdna4", config=config)
+    with capture(("_grouped_gemm",), 1) as launches, override:
+        mxpert.grouped_gemm(a, b, offsets, out_dtype=torch.float32)
+    return launches[-1]
+
+
+def survivor(trial: Trial, mutant: Mutant) -> dict[str, str | None]:
+    """How a survivor is recorded. Lines move with comments, so labels do not name them."""
+    return {
+        "label": mutant.label,
+        "kind": mutant.kind,
+        "line": mutant.original.line,
+        "reason": trial.reason(mutant),
+    }
+
+
+def record(name: str, each_kind: int | None) -> tuple[str, dict[str, Any], float]:
+    """Judge the mutants of a case; return its name, what is found, and the seconds that it took."""
+    start = time.monotonic()
     launch = launch_of(CASES[name])
     trial = Trial(launch)
-    judged = [(mutant, trial.judge(mutant)) for mutant in trial.mutants]
-    survivors = sorted({mutant.label for mutant, verdict in judged if verdict == "survived"})
-    return {"kernel": launch.name, "counts": tally(judged), "survivors": survivors}
+    judged = [(mutant, trial.judge(mutant)) for mutant in sample(trial.mutants, each_kind)]
+    found = {
+        "kernel": launch.name,
+        "triton": triton.__version__,
+        "digest": digest(launch.code.executable),
+        "judged_of_each_kind": each_kind,
+        "counts": tally(judged),
+        "survivors": [survivor(trial, each) for each, verdict in judged if verdict == "survived"],
+    }
+    return name, found, time.monotonic() - start
 
 
-def main(names: list[str]) -> None:
+def main(names: list[str], each_kind: int | None) -> None:
     """Record the named cases, or all."""
-    found = json.loads(RECORD.read_text("utf-8")) if names and RECORD.exists() else {}
-    for name in names or CASES:
-        start = time.monotonic()
-        found[name] = record(name)
-        total = sum(sum(row.values()) for row in found[name]["counts"].values())
-        survived = sum(row["survived"] for row in found[name]["counts"].values())
-        seconds = time.monotonic() - start
-        print(f"{name}: {total - survived} of {total} caught, {seconds:.0f} s", flush=True)
-        text = json.dumps({key: found[key] for key in CASES if key in found}, indent=1)
-        RECORD.write_text(text + "\n", "utf-8")
+    recorded = json.loads(RECORD.read_text("utf-8")) if names and RECORD.exists() else {}
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        for name, found, seconds in pool.imap_unordered(
+            functools.partial(record, each_kind=each_kind), names or CASES
+        ):
+            total = sum(sum(row.values()) for row in found["counts"].values())
+            survived = len(found["survivors"])
+            print(f"{name}: {total - survived} of {total} caught, {seconds:.0f} s", flush=True)
+            recorded[name] = found
+            text = json.dumps({key: recorded[key] for key in CASES if key in recorded}, indent=1)
+            RECORD.write_text(text + "\n", "utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="case", help=", ".join(CASES))
+    parser.add_argument("--each", type=int, help="mutants of each kind; all by default")
+    options = parser.parse_args()
+    main(options.names, options.each)

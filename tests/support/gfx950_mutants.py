@@ -5,24 +5,35 @@ dropped or weakened, scale bytes, operands and LDS offsets exchanged. `Trial.jud
 
 * "fault": a check of the executor names it,
 * "wrong": the outputs differ,
-* "survived": neither, in the lowest schedule and in `RANDOM_RUNS` random ones.
+* "survived": neither, in the lowest schedule, with LDS that holds zeros at the start, and in
+  `RANDOM_RUNS` random schedules.
 
-A wait or barrier that survives is redundant for this problem: something else orders the accesses.
+A wait or barrier that survives is redundant for this problem: something else orders the accesses,
+and `Trial.reason` says what.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
+import numpy as np
 import torch
 
-from mxpert.testing.gfx950 import CodeObject, Fault, Report, emulate, emulation, run
+from mxpert.testing.gfx950 import CodeObject, Fault, Report, emulate, emulation, machine, run
+from mxpert.testing.gfx950.effects import effects
+from mxpert.testing.gfx950.instructions import bind
 from mxpert.testing.gfx950.machine import Executable
+from mxpert.testing.gfx950.memory import Lds
 from mxpert.testing.gfx950.program import Instruction, Operand
+from support.gfx950_orders import Orders, observe
+
+_T = TypeVar("_T")
 
 RANDOM_RUNS = 3
 """Random schedules in which a mutant must give the same bits to count as redundant."""
@@ -48,9 +59,18 @@ class Launch:
     binary: bytes = field(repr=False)
 
 
+class _CapturedError(Exception):
+    """The last launch that is wanted was captured."""
+
+
 @contextlib.contextmanager
-def capture() -> Iterator[list[Launch]]:
-    """Emulate the ops called inside the block, and yield a list of their launches."""
+def capture(names: tuple[str, ...] = (), count: int = 0) -> Iterator[list[Launch]]:
+    """Emulate the ops called inside the block, and yield a list of their launches.
+
+    Args:
+        names: how names of kernels begin. count: launches of them after which the block is left,
+            the last of them without executing it; 0 for never.
+    """
     launches: list[Launch] = []
 
     def spy(
@@ -59,9 +79,12 @@ def capture() -> Iterator[list[Launch]]:
         code = CodeObject.of(compiled)
         name = code.executable.program.name
         launches.append(Launch(name, code, grid, copied(arguments), compiled.asm["hsaco"]))
+        if count and sum(each.name.startswith(names) for each in launches) == count:
+            raise _CapturedError
         return run(compiled, grid, arguments, **options)
 
-    with mock.patch.object(emulation, "run", spy), emulate():
+    patch = mock.patch.object(emulation, "run", spy)
+    with contextlib.suppress(_CapturedError), patch, emulate():
         yield launches
 
 
@@ -85,41 +108,47 @@ class Mutant:
 
     Args:
         kind: what is changed. index: of the instruction. instruction: its replacement.
-        text: the instruction as it was listed.
+        original: the instruction as it was listed. modifier: the one that is changed, or "".
     """
 
     kind: str
     index: int
     instruction: Instruction
-    text: str
+    original: Instruction
+    modifier: str = ""
 
     @property
     def label(self) -> str:
-        """Kind and original text, by which survivors are recorded."""
-        return f"{self.kind}: {self.text}"
+        """Place and change: "191 s_waitcnt lgkmcnt(0): weakened wait of lgkmcnt"."""
+        of = f" of {self.modifier}" if self.modifier else ""
+        return f"{self.index} {self.original.text}: {self.kind}{of}"
 
+
+_Change = tuple[Instruction, str]
+"""The changed instruction, and the modifier that is changed."""
 
 _NOP = Instruction("s_nop", operands=(Operand("c", 0),), text="s_nop 0")
 
 
-def _waits(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+def _modified(instruction: Instruction, modifier: str, value: Any) -> _Change:
+    return replace(instruction, modifiers={**instruction.modifiers, modifier: value}), modifier
+
+
+def _waits(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     if instruction.name != "s_waitcnt":
         return
-    yield "dropped wait", _NOP
+    yield "dropped wait", (_NOP, "")
     for counter in instruction.modifiers:
         later = instruction.integer(counter) + 1
-        yield (
-            "weakened wait",
-            replace(instruction, modifiers={**instruction.modifiers, counter: later}),
-        )
+        yield "weakened wait", _modified(instruction, counter, later)
 
 
-def _barriers(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+def _barriers(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     if instruction.name == "s_barrier":
-        yield "dropped barrier", _NOP
+        yield "dropped barrier", (_NOP, "")
 
 
-def _scale_bytes(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+def _scale_bytes(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     """Bits of the byte numbers: op_sel is the low one, op_sel_hi the high one; A's, then B's."""
     if not instruction.name.startswith("v_mfma_scale"):
         return
@@ -127,29 +156,27 @@ def _scale_bytes(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
         bits = instruction.integers(name, (0, 0, 0))
         for place, operand in enumerate(("A", "B")):
             flipped = tuple(bit ^ (place == at) for at, bit in enumerate(bits))
-            yield (
-                f"scale byte of {operand}",
-                replace(instruction, modifiers={**instruction.modifiers, name: flipped}),
-            )
+            yield f"scale byte of {operand}", _modified(instruction, name, flipped)
 
 
-def _operands(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+def _operands(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     """A scaled MFMA has D, A, B, C, the scale of A and the scale of B."""
     if not instruction.name.startswith("v_mfma_scale"):
         return
     d, a, b, c, a_scale, b_scale = instruction.operands
-    yield "swapped scales", replace(instruction, operands=(d, a, b, c, b_scale, a_scale))
+    swapped = replace(instruction, operands=(d, a, b, c, b_scale, a_scale))
+    yield "swapped scales", (swapped, "")
     if a.count == b.count:
-        yield "swapped operands", replace(instruction, operands=(d, b, a, c, a_scale, b_scale))
+        swapped = replace(instruction, operands=(d, b, a, c, a_scale, b_scale))
+        yield "swapped operands", (swapped, "")
 
 
-def _lds_offsets(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+def _lds_offsets(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     if not instruction.name.startswith(("ds_read", "ds_write")):
         return
     name = "offset0" if "offset1" in instruction.modifiers else "offset"
     step = 1 if name == "offset0" else LDS_SHIFT
-    moved = {**instruction.modifiers, name: instruction.integer(name) + step}
-    yield "LDS offset", replace(instruction, modifiers=moved)
+    yield "LDS offset", _modified(instruction, name, instruction.integer(name) + step)
 
 
 _CHANGES = (_waits, _barriers, _scale_bytes, _operands, _lds_offsets)
@@ -161,41 +188,70 @@ SOME_SURVIVE = ("dropped wait", "weakened wait", "dropped barrier")
 def mutants(executable: Executable) -> list[Mutant]:
     """All mutants of a kernel, in the order of its listing."""
     return [
-        Mutant(kind, index, changed, instruction.text)
+        Mutant(kind, index, changed, instruction, modifier)
         for index, instruction in enumerate(executable.program.instructions)
         for change in _CHANGES
-        for kind, changed in change(instruction)
+        for kind, (changed, modifier) in change(instruction)
     ]
 
 
 def changed(code: CodeObject, mutant: Mutant) -> CodeObject:
-    """A code object with the mutant's instruction."""
-    instructions = list(code.executable.program.instructions)
-    instructions[mutant.index] = mutant.instruction
-    program = replace(code.executable.program, instructions=tuple(instructions))
-    return replace(code, executable=Executable(program))
+    """A code object with the mutant's instruction; the other ones stay bound."""
+    original = code.executable
+
+    def with_mutant(members: Sequence[_T], member: _T) -> tuple[_T, ...]:
+        return (*members[: mutant.index], member, *members[mutant.index + 1 :])
+
+    instructions = with_mutant(original.program.instructions, mutant.instruction)
+    executable = Executable(replace(original.program, instructions=instructions))
+    vars(executable).update(
+        bound=with_mutant(original.bound, bind(mutant.instruction, original.program)),
+        effects=with_mutant(original.effects, effects(mutant.instruction)),
+    )
+    return replace(code, executable=executable)
+
+
+def digest(executable: Executable) -> str:
+    """SHA-256 of a kernel's instructions, without their source lines."""
+    texts = "\n".join(each.text for each in executable.program.instructions)
+    return hashlib.sha256(texts.encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def zeroed_lds() -> Iterator[None]:
+    """Let LDS hold zeros at the start instead of random bytes; a kernel may find either.
+
+    Random bytes can hide a moved offset: the portable prefill kernel asks whether any row of its
+    tile is real, through a maximum over waves in LDS, and words that nobody wrote say yes, too.
+    """
+
+    def zeros(workgroups: int, size: int, garbage: np.random.Generator) -> Lds:
+        lds = Lds(workgroups, size, garbage)
+        lds.bytes[:] = 0
+        return lds
+
+    with mock.patch.object(machine, "Lds", zeros):
+        yield
 
 
 class Trial:
-    """Judges the mutants of one launch, of which the first workgroups are run.
+    """Judges the mutants of one launch, of which the first workgroup is run.
 
     Args:
-        launch: the launch. workgroups: how many of its first axis.
+        launch: the launch, with a grid of one axis.
     """
 
-    def __init__(self, launch: Launch, workgroups: int = 1) -> None:
+    def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self.grid = (min(workgroups, launch.grid[0]), *launch.grid[1:])
         self.expected, report = self._run(launch.code)
-        self.executed = report.executed
         self.mutants = [
-            each for each in mutants(launch.code.executable) if self.executed[each.index]
+            each for each in mutants(launch.code.executable) if report.executed[each.index]
         ]
 
     def _run(self, code: CodeObject, **options: Any) -> tuple[list[torch.Tensor], Report]:
         """Bytes of all tensors after a run, and its report."""
         arguments = copied(self.launch.arguments)
-        report = run(code, self.grid, arguments, **options)
+        report = run(code, (1,), arguments, **options)
         storages = [
             each.untyped_storage() for each in arguments.values() if isinstance(each, torch.Tensor)
         ]
@@ -204,16 +260,32 @@ class Trial:
     def judge(self, mutant: Mutant) -> str:
         """ "fault", "wrong" or "survived"."""
         code = changed(self.launch.code, mutant)
-        schedules: list[dict[str, Any]] = [{}]
+        schedules: list[dict[str, Any]] = [{}, {}]
         schedules += [{"schedule": "random", "seed": seed} for seed in range(RANDOM_RUNS)]
-        for options in schedules:
+        for place, options in enumerate(schedules):
             try:
-                found, _ = self._run(code, **options)
+                with zeroed_lds() if place == 1 else contextlib.nullcontext():
+                    found, _ = self._run(code, **options)
             except Fault:
                 return "fault"
             if not all(map(torch.equal, found, self.expected)):
                 return "wrong"
         return "survived"
+
+    @functools.cached_property
+    def orders(self) -> Orders:
+        """What the kernel's waits and barriers order."""
+        with observe() as orders:
+            self._run(self.launch.code)
+        return orders
+
+    def reason(self, mutant: Mutant) -> str | None:
+        """Why a wait or barrier is redundant if it survives; None if nothing says so."""
+        if mutant.kind == "dropped barrier":
+            return self.orders.reason_for_barrier(mutant.index)
+        if mutant.kind in SOME_SURVIVE:
+            return self.orders.reason_for_wait(mutant.index, mutant.modifier)
+        return None
 
 
 def tally(judged: Iterable[tuple[Mutant, str]]) -> dict[str, dict[str, int]]:
@@ -225,8 +297,10 @@ def tally(judged: Iterable[tuple[Mutant, str]]) -> dict[str, dict[str, int]]:
     return counts
 
 
-def sample(found: list[Mutant], count: int) -> list[Mutant]:
-    """Up to `count` mutants of each kind, evenly spaced in the listing."""
+def sample(found: list[Mutant], count: int | None) -> list[Mutant]:
+    """Up to `count` mutants of each kind, evenly spaced in the listing; None for all."""
+    if count is None:
+        return found
     kinds: dict[str, list[Mutant]] = {}
     for each in found:
         kinds.setdefault(each.kind, []).append(each)
