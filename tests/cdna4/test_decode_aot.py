@@ -53,7 +53,7 @@ def compiled(op: Op, a_format: str, rows: int) -> CompiledKernel:
     is_mx, is_first = a_format != "bf16", op is Op.MOE_GATE_UP
     row_units = 90 if is_first else 45
     gemm = Gemm(
-        op, 128, rows, CODES[a_format], ROW_BYTES[a_format] // 16, 90 if is_mx else 0, row_units, 23
+        op, 128, rows, CODES[a_format], ROW_BYTES[a_format] // 16, 23 if is_mx else 0, row_units, 23
     )
     launch, _ = _decode_launches(problem, config, gemm)
     x = meta(1024, ROW_BYTES[a_format])
@@ -63,7 +63,7 @@ def compiled(op: Op, a_format: str, rows: int) -> CompiledKernel:
         "out_scale_ptr": meta(1024, 90) if is_mx and is_first else None,
         "partial_ptr": None,
         "x_ptr": x if is_mx else x.view(torch.bfloat16),
-        "x_scale_ptr": meta(1024, 90) if is_mx else None,
+        "x_scale_ptr": meta(1024, 92).view(torch.uint32) if is_mx else None,
         "x_row_scale_ptr": None,
         "w_ptr": meta(128, row_units, 23, 4096).view(code_dtype),
         "w_scale_ptr": meta(128, row_units, 23, 256).view(torch.uint32),
