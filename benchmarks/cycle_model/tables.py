@@ -30,7 +30,8 @@ SCHEMA = Schema(
                 **dict.fromkeys(("cycles", "mfma_percent", "tbs", "others_per_mfma"), NUMBER),
                 "tflops": OPTIONAL,
                 **dict.fromkeys(
-                    ("mfma", "byte_loads", "registers", "lds", "workgroups", "waves"), WHOLE
+                    ("depth", "mfma", "byte_loads", "registers", "lds", "workgroups", "waves"),
+                    WHOLE,
                 ),
                 "triton": TEXT,
             },
