@@ -108,7 +108,8 @@ def test_the_hot_loop_does_what_it_has_to(op: Op, a_format: str, rows: int) -> N
     assert spare <= 9 * 16, dict(loop.counts)
     # Triton 3.6 keeps sums in accumulators and moves a part of them; 3.9 moves none.
     assert loop.accumulator_moves <= 1.5 * loop.count("mfma")
-    chunks = {"mxfp4": 4, "mxfp8": 8, "bf16": 16}[a_format]
-    assert matching(loop, "ds_read_b128") == chunks * tiles
+    # Of each row the chunks of four steps, and their four words of scales.
+    reads = {"mxfp4": 4 + 1, "mxfp8": 8 + 1, "bf16": 16}[a_format]
+    assert matching(loop, "ds_read_b128") == reads * tiles
     waits = [text for text in loop.instructions if re.match(r"s_waitcnt .*vmcnt\(0\)", text)]
     assert len(waits) <= (1 if matching(loop, "s_barrier") else 0), waits
