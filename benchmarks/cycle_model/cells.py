@@ -144,6 +144,7 @@ def run_cell(cell: Cell, backend: str, depths: Sequence[int] = ()) -> Row:
         "backend": backend,
         "kernel": loop.kernel,
         "config": str(config),
+        "depth": depth,
         **figures(loop, cell),
         "published": cell.published,
         "triton": triton.__version__,

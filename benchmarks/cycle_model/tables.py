@@ -28,7 +28,7 @@ SCHEMA = Schema(
                     ("regime", "cell", "backend", "kernel", "config", "limit", "published"), TEXT
                 ),
                 **dict.fromkeys(("cycles", "mfma_percent", "tbs", "others_per_mfma"), NUMBER),
-                "tflops": OPTIONAL,
+                **dict.fromkeys(("depth", "tflops"), OPTIONAL),
                 **dict.fromkeys(
                     ("mfma", "byte_loads", "registers", "lds", "workgroups", "waves"), WHOLE
                 ),

@@ -53,7 +53,7 @@ def compiled(op: Op, a_format: str, rows: int) -> CompiledKernel:
     is_mx, is_first = a_format != "bf16", op is Op.MOE_GATE_UP
     row_units = 90 if is_first else 45
     gemm = Gemm(
-        op, 128, rows, CODES[a_format], ROW_BYTES[a_format] // 16, 90 if is_mx else 0, row_units, 23
+        op, 128, rows, CODES[a_format], ROW_BYTES[a_format] // 16, 23 if is_mx else 0, row_units, 23
     )
     launch, _ = _decode_launches(problem, config, gemm)
     x = meta(1024, ROW_BYTES[a_format])
@@ -63,7 +63,7 @@ def compiled(op: Op, a_format: str, rows: int) -> CompiledKernel:
         "out_scale_ptr": meta(1024, 90) if is_mx and is_first else None,
         "partial_ptr": None,
         "x_ptr": x if is_mx else x.view(torch.bfloat16),
-        "x_scale_ptr": meta(1024, 90) if is_mx else None,
+        "x_scale_ptr": meta(1024, 92).view(torch.uint32) if is_mx else None,
         "x_row_scale_ptr": None,
         "w_ptr": meta(128, row_units, 23, 4096).view(code_dtype),
         "w_scale_ptr": meta(128, row_units, 23, 256).view(torch.uint32),
@@ -108,7 +108,8 @@ def test_the_hot_loop_does_what_it_has_to(op: Op, a_format: str, rows: int) -> N
     assert spare <= 9 * 16, dict(loop.counts)
     # Triton 3.6 keeps sums in accumulators and moves a part of them; 3.9 moves none.
     assert loop.accumulator_moves <= 1.5 * loop.count("mfma")
-    chunks = {"mxfp4": 4, "mxfp8": 8, "bf16": 16}[a_format]
-    assert matching(loop, "ds_read_b128") == chunks * tiles
+    # Of each row the chunks of four steps, and their four words of scales.
+    reads = {"mxfp4": 4 + 1, "mxfp8": 8 + 1, "bf16": 16}[a_format]
+    assert matching(loop, "ds_read_b128") == reads * tiles
     waits = [text for text in loop.instructions if re.match(r"s_waitcnt .*vmcnt\(0\)", text)]
     assert len(waits) <= (1 if matching(loop, "s_barrier") else 0), waits

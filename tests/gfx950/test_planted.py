@@ -48,9 +48,9 @@ class Bug(NamedTuple):
 
 
 BUGS = {
-    "swapped scale bytes": Bug(
-        "as_x_scale_operand(words, step, SLICES",
-        "as_x_scale_operand(words, step ^ 1, SLICES",
+    "swapped scales": Bug(
+        "as_x_scale_operand(words, step, WAVES)",
+        "as_x_scale_operand(words, step ^ 1, WAVES)",
         AssertionError,
     ),
     "out-of-bounds tail": Bug(

@@ -8,7 +8,7 @@ batched over slices:
     codes    [SLICES, 4 * WAVES, 64, 16] uint8, as loaded: fragment, lane, byte; or four uint32
     scales   [SLICES, WAVES, 64] uint32, as loaded: unit of 64 rows, lane; a byte per fragment
     x        [SLICES * chunks, ROWS, 16 bytes] in LDS: 16-byte chunks of depth, activation rows
-    x_scales [SLICES * 4 * ROWS] uint32 in LDS: MX block of depth, row; a byte per step
+    x_scales [SLICES, ROWS, STEPS] uint32 in LDS: a byte per MX block of a unit of depth
     sums     [SLICES, 64 * WAVES, ROWS] float32
 
 Each function that starts with `as_` renames elements of registers; it moves no data.
@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from .gcn import decode_e2m1
 
 STEPS = gl.constexpr(4)
-"""Steps of an iteration: a dword of activation scales has a byte for each."""
+"""Steps of an iteration."""
 
 _ONE = gl.constexpr(127)
 """The E8M0 byte of 1."""
@@ -96,15 +96,6 @@ def x_layout(SLICES, WAVES, ROWS, FORMAT):
 
 
 @gluon.constexpr_function
-def x_scale_layout(SLICES, WAVES, ROWS):
-    """Layout of an iteration's activation scales as read from LDS: one word a thread and row."""
-    blocks = 4 * ROWS
-    warps = [[0]] * len(_bases(WAVES, 0, 1)) + _bases(SLICES * blocks, 0, 1, blocks)
-    lanes = _bases(16, 0, 1) + _bases(blocks, 0, 1, ROWS)
-    return _linear(_bases(ROWS, 0, 1, 16), lanes, warps, [SLICES * blocks])
-
-
-@gluon.constexpr_function
 def sum_layout(SLICES, WAVES, FORMAT):
     """Layout of the accumulator: scaled MFMA, or with bf16 activations the bfloat16 one."""
     return gl.amd.AMDMFMALayout(
@@ -125,6 +116,14 @@ def _mfma_scale_layout(rows, own, WAVES, SLICES):
     lanes = _bases(16, 1, 3) + _bases(4, 2, 3)
     waves = _bases(rows, 1, 3, own) if own < rows else [[0, 0, 0]] * len(_bases(WAVES, 0, 3))
     return _linear(_bases(own, 1, 3, 16), lanes, waves + _bases(SLICES, 0, 3), [SLICES, rows, 4])
+
+
+@gluon.constexpr_function
+def x_scale_layout(SLICES, WAVES, ROWS):
+    """Layout of an iteration's activation scales as read from LDS: a row's words of all steps."""
+    waves = [[0, 0, 0]] * len(_bases(WAVES, 0, 3)) + _bases(SLICES, 0, 3)
+    registers = _bases(STEPS.value, 2, 3) + _bases(ROWS, 1, 3, 16)
+    return _linear(registers, _bases(16, 1, 3) + [[0, 0, 0]] * 2, waves, [SLICES, ROWS, STEPS])
 
 
 @gluon.jit
@@ -175,12 +174,19 @@ def as_x_operand(x, SLICES: gl.constexpr, SUMS: gl.constexpr, FORMAT: gl.constex
 
 
 @gluon.jit
-def as_x_scale_operand(words, step: gl.constexpr, SLICES: gl.constexpr, WAVES: gl.constexpr):
-    """Bytes [SLICES, ROWS, 4] of operand B's scales: byte `step` of each word."""
-    ROWS: gl.constexpr = words.shape[0] // (4 * SLICES)
-    byte = (words >> (8 * step)).to(gl.uint8).reshape(SLICES, 4, ROWS).permute(0, 2, 1)
+def as_x_scale_operand(words, step: gl.constexpr, WAVES: gl.constexpr):
+    """A step's words of [SLICES, ROWS, STEPS] as bytes [SLICES, ROWS, 4] of operand B's scales."""
+    SLICES: gl.constexpr = words.shape[0]
+    ROWS: gl.constexpr = words.shape[1]
     LAYOUT: gl.constexpr = _mfma_scale_layout(ROWS, ROWS, WAVES, SLICES)
-    return gl.convert_layout(byte, LAYOUT, assert_trivial=True)
+    even, odd = gl.split(words.reshape(SLICES, ROWS, 2, 2))
+    first, second = gl.split(odd if step % 2 else even)
+    word = gl.convert_layout(
+        second if step >= 2 else first, gl.SliceLayout(2, LAYOUT), assert_trivial=True
+    )
+    block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))).to(gl.uint32)
+    shift = gl.expand_dims(gl.expand_dims(block * 8, 0), 1)
+    return (gl.expand_dims(word, 2) >> shift).to(gl.uint8)
 
 
 @gluon.jit

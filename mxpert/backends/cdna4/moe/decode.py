@@ -81,9 +81,9 @@ per model."""
 class Activations:
     """Activation rows in memory.
 
-    x: bfloat16 values or uint8 codes, row_width elements a row. x_scale: uint8 E8M0 bytes,
-    scale_stride a row. first_row: sorted row of the tile. GATHER: rows belong to tokens, which
-    `plan` names; else they are sorted already and x is the tile's first one.
+    x: bfloat16 values or uint8 codes, row_width elements a row. x_scale: uint32 words of E8M0
+    bytes, scale_stride a row. first_row: sorted row of the tile. GATHER: rows belong to tokens,
+    which `plan` names; else they are sorted already and x is the tile's first one.
     """
 
     x: gl.tensor

@@ -53,7 +53,7 @@ class Gemm(NamedTuple):
         routing_block_m: rows of a block of the plan.
         x_format: "bf16", or the element format of the activations.
         x_row_chunks: distance of activation rows in 16-byte chunks.
-        x_scale_stride: distance of their scales in bytes.
+        x_scale_stride: distance of their scales' rows, in words if they are words.
         row_units, depth_units: units of the weights, 64 rows and 128 elements of depth.
     """
 
@@ -104,6 +104,8 @@ class _Stage:
         if not row_blocks:
             return
         x, x_scale, row_scale, x_format = _operand(_gemm_rows(problem, rows))
+        if config.kernel is Cdna4Kernel.DECODE and x_scale is not None:
+            x_scale = _scale_words(x_scale)
         gemm = Gemm(
             self.op,
             row_blocks,
@@ -168,6 +170,18 @@ def _aligned(rows: torch.Tensor) -> torch.Tensor:
     if whole and rows.data_ptr() % _CHUNK_BYTES == 0:
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
+
+
+def _scale_words(scale: torch.Tensor) -> torch.Tensor:
+    """Scales [T, K / 32] as uint32 [T, ceil(K / 128)]; zeros past K.
+
+    They are copied, padded, if K is no multiple of 128 or a row does not start at a multiple of 4
+    bytes.
+    """
+    whole = scale.shape[1] % 4 == 0 and scale.stride(0) % 4 == 0 and scale.stride(1) == 1
+    if not whole or scale.data_ptr() % 4:
+        scale = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
+    return scale.view(torch.uint32)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)

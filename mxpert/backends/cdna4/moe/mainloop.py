@@ -165,9 +165,10 @@ def open_weights(codes, scales, first_unit, units, shape):
 class ActivationCopies:
     """Activation rows of a tile and their buffers in LDS, two of each.
 
-    rows: chunks of 16 bytes, [2, chunks of a copy, ROWS, 16 bytes]. scales: uint8 [2, …, 4] in the
-    order that `x_scale_layout` reads. x, x_scale: addresses of the tile's first depth. offsets:
-    of each thread's chunks of the first copy. num_blocks: MX blocks of depth from there on.
+    rows: chunks of 16 bytes, [2, chunks of a copy, ROWS, 16 bytes]. scales: uint32 [2, slices and
+    iterations of a copy, ROWS, STEPS], a byte for each MX block of a unit. x, x_scale: addresses of
+    the tile's first depth. offsets, scale_offsets: of each thread's chunks and words of the first
+    copy. num_blocks: MX blocks of depth from there on.
     """
 
     rows: gl.shared_memory_descriptor
@@ -201,24 +202,20 @@ class ActivationCopies:
 
     @gluon.jit
     def load_scales(self, copy):
-        """Start loading the scales of a copy, uint8 [words, 4]; zeros past the last block."""
-        WORDS: gl.constexpr = self.scales.shape[1]
-        BLOCKS: gl.constexpr = WORDS * 4 // self.shape.ROWS
-        LAYOUT: gl.constexpr = self.scale_offsets.type.layout
-        block = copy * BLOCKS + _scale_blocks(WORDS, self.shape, LAYOUT)
-        return buffer_load(
-            self.x_scale + copy * BLOCKS, self.scale_offsets, block < self.num_blocks, ".ca"
-        )
+        """Start loading the scales of a copy, as they are in LDS; zeros past the last block."""
+        PARTS: gl.constexpr = self.scales.shape[1]
+        WORDS: gl.constexpr = self.scale_offsets.type.layout
+        unit = copy * (PARTS * STEPS) + _scale_units(PARTS, self.shape, WORDS)
+        x_scale = self.x_scale + copy * (PARTS * STEPS)
+        return buffer_load(x_scale, self.scale_offsets, unit * 4 < self.num_blocks, ".ca")
 
 
 @gluon.jit
-def _scale_blocks(WORDS: gl.constexpr, shape, LAYOUT: gl.constexpr):
-    """MX block of depth, inside a copy, of each byte [WORDS, 4] in the order of LDS."""
-    word = along(WORDS, 0, 2, LAYOUT)
-    slice_and_iteration = word // (4 * shape.ROWS)
-    step = slice_and_iteration // shape.SLICES * STEPS + along(4, 1, 2, LAYOUT)
-    unit = step * shape.SLICES + slice_and_iteration % shape.SLICES
-    return unit * 4 + word // shape.ROWS % 4
+def _scale_units(PARTS: gl.constexpr, shape, LAYOUT: gl.constexpr):
+    """Unit of depth, inside a copy, of each word [PARTS, ROWS, STEPS] of scales in LDS."""
+    part = along(PARTS, 0, 3, LAYOUT)
+    step = part // shape.SLICES * STEPS + along(STEPS, 2, 3, LAYOUT)
+    return step * shape.SLICES + part % shape.SLICES
 
 
 @gluon.jit
@@ -232,29 +229,29 @@ def open_activations(source, first_block, num_blocks, shape, num_warps: gl.const
     WIDTH: gl.constexpr = elements_per_chunk(FORMAT)
     UNITS: gl.constexpr = shape.ITERATIONS * STEPS * shape.SLICES
     CHUNKS: gl.constexpr = UNITS * chunks_per_unit(FORMAT)
-    WORDS: gl.constexpr = shape.ITERATIONS * shape.SLICES * 4 * ROWS
     COPY: gl.constexpr = gl.BlockedLayout(
         [1, 1, WIDTH], [64 // ROWS, ROWS, 1], [num_warps, 1, 1], [2, 1, 0]
     )
-    BYTES: gl.constexpr = gl.BlockedLayout([1, 4], [64, 1], [num_warps, 1], [1, 0])
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16, 4], [num_warps, 1, 1], [2, 1, 0])
+    PARTS: gl.constexpr = shape.ITERATIONS * shape.SLICES
     rows = gl.allocate_shared_memory(
         source.x.dtype.element_ty,
         [2, CHUNKS, ROWS, WIDTH],
         gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
     )
     scales = gl.allocate_shared_memory(
-        gl.uint8, [2, WORDS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        gl.uint32, [2, PARTS, ROWS, STEPS], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     )
     row = source.row_of(along(ROWS, 1, 3, COPY))
     chunk = along(CHUNKS, 0, 3, COPY) * WIDTH + along(WIDTH, 2, 3, COPY)
-    scale_row = source.row_of(along(WORDS, 0, 2, BYTES) % ROWS)
+    scale_row = source.row_of(along(ROWS, 1, 3, WORDS))
     return ActivationCopies(
         rows=rows,
         scales=scales,
         x=source.x + first_block * (chunks_per_unit(FORMAT) // 4 * WIDTH),
-        x_scale=source.x_scale + first_block,
+        x_scale=source.x_scale + first_block // 4,
         offsets=row * source.row_width + chunk,
-        scale_offsets=scale_row * source.scale_stride + _scale_blocks(WORDS, shape, BYTES),
+        scale_offsets=scale_row * source.scale_stride + _scale_units(PARTS, shape, WORDS),
         num_blocks=num_blocks,
         shape=shape,
     )
@@ -303,8 +300,8 @@ def accumulate(weights, activations, shape):
     x_scale_words = reinterpret(
         activations.scales,
         gl.uint32,
-        [2 * shape.ITERATIONS, SLICES * 4 * ROWS],
-        gl.SwizzledSharedLayout(1, 1, 1, [0]),
+        [2 * shape.ITERATIONS, SLICES, ROWS, STEPS],
+        gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
     )
     activations.copy(0)
     queue = ()
@@ -331,7 +328,7 @@ def accumulate(weights, activations, shape):
             for step in gl.static_range(STEPS):
                 x = _async_copy.load_shared_relaxed(x_steps.index(place * STEPS + step), X)
                 if shape.SCALED:
-                    x_scales = as_x_scale_operand(words, step, SLICES, WAVES)
+                    x_scales = as_x_scale_operand(words, step, WAVES)
                 x = as_x_operand(x, SLICES, SUMS, FORMAT)
                 sums = _multiply(sums, queue[step % shape.DEPTH], x, x_scales, shape)
                 following = weights.load(iteration * STEPS + step + shape.DEPTH)
