@@ -3,7 +3,7 @@
     python benchmarks/gfx950_tables.py
     python benchmarks/gfx950_tables.py --execute       # all loops again: minutes
 
-A row is kept where the best config saves more than the model's residual of the heuristic's time;
+A row is kept where the best config saves more than the model's worst residual of the heuristic's time;
 elsewhere the heuristic answers. Writes the table of the MI355X and the rates of the loops.
 """
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.execute:
         RATES.unlink(missing_ok=True)
-    residual, rates = mean_residual(), Rates()
+    residual, rates = worst_residual(), Rates()
     head = provenance(options.commit, residual)
     found = list(choices(rates))
     rows = [table_row(choice, head, residual) for choice in found if choice.gain > residual]
@@ -76,10 +76,13 @@ def choices(rates: Rates) -> Iterator[Choice]:
         yield best_config(layer, rates)
 
 
-def mean_residual() -> float:
-    """The largest mean residual of the recorded calibration, as a part."""
-    kinds = SCHEMA.load(MODEL)["meta"]["residuals"].values()
-    return max(float(kind["mean"]) for kind in kinds) / 100
+def worst_residual() -> float:
+    """The worst residual of the recorded calibration on measured bandwidths, as a part.
+
+    Bandwidth limits these layers. The mean residual would be too narrow: a gain compares two
+    modelled times, and their rounds of tiles are not calibrated.
+    """
+    return float(SCHEMA.load(MODEL)["meta"]["residuals"]["bandwidth"]["worst"]) / 100
 
 
 def provenance(commit: str | None, residual: float) -> Row:

@@ -353,6 +353,16 @@ def test_finished_cells_are_skipped(machine: FakeKernel, tmp_path: Path) -> None
     assert {row.commit for row in tables.read_rows(path, H200.name)} == {"four"}
 
 
+def test_modelled_rows_are_replaced_by_measured_ones(machine: FakeKernel, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    arguments = ("--tokens", "1", "--format", "bf16", "--output", str(path))
+    invoke(*arguments)
+    (row,) = tables.read_rows(path, H200.name)
+    tables.add_rows(path, HEAD, [replace(row, source="model", rel_l2=None)])
+    assert "1 tuned, 0 kept" in invoke(*arguments).output
+    assert tables.read_rows(path, H200.name)[0].source == row.source
+
+
 def test_cells_of_another_version_are_tuned_again(machine: FakeKernel, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     arguments = ("--tokens", "1", "--format", "bf16", "--output", str(path), "--commit")
