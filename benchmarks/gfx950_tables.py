@@ -3,8 +3,9 @@
     python benchmarks/gfx950_tables.py
     python benchmarks/gfx950_tables.py --execute       # all loops again: minutes
 
-A row is kept where the best config saves more than the model's worst residual of the heuristic's time;
-elsewhere the heuristic answers. Writes the table of the MI355X and the rates of the loops.
+A row is kept where the best config saves a larger part of the heuristic's time than the model's
+worst residual on bandwidths; elsewhere the heuristic answers. Writes the table of the MI355X and
+the rates of the loops.
 """
 
 from __future__ import annotations
