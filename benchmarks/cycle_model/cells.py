@@ -31,6 +31,8 @@ LONGER = (4096, 16384)
 STAGES = ("gate_up", "down")
 OTHER = 256
 """The size of the layer that the modelled stage does not sum over."""
+WEIGHTS = ("w_ptr", "w_scale_ptr")
+"""Parameters of the MoE kernels that come from HBM where each expert has one row block."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,14 @@ def _moe_loop(
     depth: int,
 ) -> LoopReport:
     """Execute one expert and one row block of a layer, and model one stage's loop."""
+    report = moe_report(backend, config, stage, activation_format, layout, depth)
+    return model_loop(Execution.of(report, WEIGHTS if regime == "decode" else ()))
+
+
+def moe_report(
+    backend: str, config: MoEConfig, stage: str, activation_format: str, layout: Layout, depth: int
+) -> Report:
+    """Execute one expert and one row block of a layer; the report of one stage's GEMM."""
     sizes = (depth, OTHER) if stage == "gate_up" else (OTHER, depth)
     inputs = random_moe_problem(MoEShape(*sizes, 1, 1), config.routing_block_m, seed=0)
     weights = inputs.weights.prepare(device="cpu", layout=layout)
@@ -216,9 +226,7 @@ def _moe_loop(
             activation=inputs.activation,
             activation_format=activation_format,
         )
-    report = _matrix_reports(emulation.reports)[STAGES.index(stage)]
-    streamed = ("w_ptr", "w_scale_ptr") if regime == "decode" else ()
-    return model_loop(Execution.of(report, streamed))
+    return _matrix_reports(emulation.reports)[STAGES.index(stage)]
 
 
 def _unsplit(config: Any) -> Any:

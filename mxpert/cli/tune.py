@@ -168,7 +168,7 @@ class _Tuner:
         self.finished = {
             row.key
             for row in read_rows(request.output, self.target.name)
-            if not request.force and invalid_row(row, self.target) is None
+            if not (request.force or row.modelled) and invalid_row(row, self.target) is None
         }
         self.head: Row = {}
 

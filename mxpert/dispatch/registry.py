@@ -214,7 +214,8 @@ def _choose_config(kernel: KernelSpec, problem: Problem, config: Config) -> tupl
         if row is not None and offers_row(problem, row):
             tuned = _stage_config(problem, row.config)
             if _block_fits(problem, tuned):
-                return tuned, "table", row.place
+                doubt = "; modelled, not measured" if row.modelled else ""
+                return tuned, "table", row.place + doubt
         elif row is not None:
             _warn_outdated(row.place)
     return kernel.heuristic(problem), "heuristic", f"{kernel.backend} backend"

@@ -1,5 +1,8 @@
 """Tuned tables: one JSON file per device, each row with the config that won, and provenance.
 
+Rows are measured on the device. Only those with the source "model" are not: a cycle model chose
+them, and `explain` says so.
+
 Two files can hold rows for a device: the one shipped with the library and the one that `mxpert
 tune` writes into the user's cache directory. A row of the latter replaces the shipped row for the
 same formats, dimensions, tokens and backend.
@@ -42,7 +45,7 @@ _KEYS = {
 
 _READER = JSONReader(_OP, _REMEDY, least=1, keys=_KEYS)
 
-Source = Literal["heuristic", "search"]
+Source = Literal["heuristic", "search", "model"]
 ShapeKey = tuple[str, str, int, int, int, int]
 
 
@@ -53,11 +56,13 @@ class TunedRow:
     Args:
         us: microseconds of the config.
         heuristic_us: of the heuristic's choice; None if that was wrong.
-        spread: width of the 10–90 % band over the median, the wider one of the two.
-        source: "search", or "heuristic" where nothing was faster by more than the spread.
-        note: the comparison in words. rel_l2: the config's error to float64.
+        spread: width of the 10–90 % band over the median, the wider one of the two. Of a modelled
+            row: the model's residual.
+        source: "search", or "heuristic" where nothing was faster by more than the spread. "model"
+            if `us` and `heuristic_us` are modelled, not measured.
+        note: the comparison in words. rel_l2: the config's error to float64; None if modelled.
         tried, valid: configs that were tried, and that the kernel has.
-        commit, date: of the run that measured this row.
+        commit, date: of the run that measured or modelled this row.
         place: the file and the row, for `explain()` and for errors. It is not in the file.
     """
 
@@ -74,12 +79,17 @@ class TunedRow:
     spread: float
     source: Source
     note: str
-    rel_l2: float
+    rel_l2: float | None
     tried: int
     valid: int
     commit: str
     date: str
     place: str = ""
+
+    @property
+    def modelled(self) -> bool:
+        """Whether nobody has measured this row."""
+        return self.source == "model"
 
     @property
     def shape_key(self) -> ShapeKey:

@@ -353,6 +353,16 @@ def test_finished_cells_are_skipped(machine: FakeKernel, tmp_path: Path) -> None
     assert {row.commit for row in tables.read_rows(path, H200.name)} == {"four"}
 
 
+def test_modelled_rows_are_replaced_by_measured_ones(machine: FakeKernel, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    arguments = ("--tokens", "1", "--format", "bf16", "--output", str(path))
+    invoke(*arguments)
+    (row,) = tables.read_rows(path, H200.name)
+    tables.add_rows(path, HEAD, [replace(row, source="model", rel_l2=None)])
+    assert "1 tuned, 0 kept" in invoke(*arguments).output
+    assert tables.read_rows(path, H200.name)[0].source == row.source
+
+
 def test_cells_of_another_version_are_tuned_again(machine: FakeKernel, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     arguments = ("--tokens", "1", "--format", "bf16", "--output", str(path), "--commit")
@@ -443,8 +453,9 @@ def test_a_dry_run_lists_cells_of_any_target(target: str) -> None:
     document = json.loads(outcome.stdout)
     assert document["target"] == vars(TARGETS[target])
     assert len(document["cells"]) == 6
+    native = {"sm_90": "hopper", "gfx950": "cdna4"}.get(TARGETS[target].arch, "triton")
     for cell in document["cells"]:
-        assert cell["backend"] == ("hopper" if TARGETS[target].arch == "sm_90" else "triton")
+        assert cell["backend"] == native
         assert len(cell["candidates"]) > 1
     shown = runner.invoke(app, ["tune", "--dry-run", "--target", target, "--tokens", "64"])
     assert "gpt-oss-120b T=64 a4w4" in shown.output
