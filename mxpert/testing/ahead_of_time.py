@@ -81,7 +81,8 @@ def specialize(fn: Any, arguments: Mapping[str, Any], target: str) -> Specializa
             )
         )
     require(target in TARGETS, op, "target", need=f"one of {list(TARGETS)}", got=repr(target))
-    backend, bind = _binder(fn, target)
+    rules = tuple((p.do_not_specialize, p.do_not_specialize_on_alignment) for p in fn.params)
+    backend, bind = _binder(fn, target, rules)
     given = {**LAUNCH_OPTIONS, **arguments}
     bound, parts, options = bind(**given)
     try:
@@ -101,8 +102,12 @@ def specialize(fn: Any, arguments: Mapping[str, Any], target: str) -> Specializa
 
 
 @functools.cache
-def _binder(fn: Any, target: str) -> tuple[Any, Any]:
-    """The compiler of a target, and Triton's function that binds the arguments of a call."""
+def _binder(fn: Any, target: str, rules: tuple[tuple[bool, bool], ...]) -> tuple[Any, Any]:
+    """The compiler of a target, and Triton's function that binds the arguments of a call.
+
+    rules: of each parameter, whether its value and its alignment are left out of the binary's key;
+    the function depends on them.
+    """
     backend = make_backend(TARGETS[target])
     return backend, create_function_from_signature(fn.signature, fn.params, backend)
 

@@ -166,13 +166,20 @@ def test_the_reference_on_a_gpu_is_told_with_every_reason() -> None:
     assert "; triton writes bfloat16" in told
 
 
+def test_gfx950_says_what_its_own_backend_refuses() -> None:
+    """MXFP8 operands run on cdna4; bfloat16 runs on the portable backend, and that is said."""
+    problem = replace(GEMM, target=Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024))
+    (told,) = said(lambda: resolve(problem))
+    assert "runs on the triton backend: cdna4 multiplies MXFP8 operands, not bfloat16" in told
+    quantised = replace(problem, a_format="mxfp8_e4m3", b_format="mxfp8_e4m3")
+    assert said(lambda: resolve(quantised)) == []
+    kernel, _ = resolve(quantised)
+    assert kernel.backend == "cdna4"
+
+
 @pytest.mark.parametrize(
     "target",
-    [
-        Target("cuda", "sm_100", "NVIDIA B200", 148, 232448),
-        Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024),
-        Target("cpu", "cpu", "x86_64", 2, 0),
-    ],
+    [Target("cuda", "sm_100", "NVIDIA B200", 148, 232448), Target("cpu", "cpu", "x86_64", 2, 0)],
     ids=lambda target: target.arch,
 )
 def test_where_there_is_nothing_faster_nothing_is_said(target: Target) -> None:
