@@ -9,12 +9,14 @@ The tests of tests/interpreted are taken as they are. Each case gets a schedule 
 * of more than `MOST_CASES` cases that many are taken, evenly spaced.
 
 ``--gfx950-all`` runs every case in both schedules. At the end the plugin prints what was executed,
-and fails the session if a kernel ran in one schedule only.
+and fails the session if a kernel of the package ran in one schedule only.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,6 +25,7 @@ from typing import Any
 
 import pytest
 
+import mxpert
 from mxpert.testing.gfx950 import Report, emulate, emulation, run
 
 NOT_GFX950 = {
@@ -35,6 +38,14 @@ NOT_GFX950 = {
 SCHEDULES = ("lowest", "random")
 MOST_CASES = 16
 """Cases of one test function that are run without ``--gfx950-all``."""
+
+
+@functools.cache
+def package_functions() -> frozenset[str]:
+    """Names of all functions of the package; tests have kernels of their own beside them."""
+    sources = Path(mxpert.__file__).parent.rglob("*.py")
+    found = (re.findall(r"^def (\w+)", path.read_text("utf-8"), re.M) for path in sources)
+    return frozenset(itertools.chain.from_iterable(found))
 
 
 def seed_of(name: str) -> int:
@@ -162,10 +173,11 @@ class Plugin:
 
     @property
     def _one_sided(self) -> list[str]:
-        """Kernels that ran in one schedule only, where all portable tests were asked for."""
+        """The package's kernels that ran in one schedule only, if all portable tests were asked."""
         narrowed = self.config.option.keyword or self.config.option.markexpr
         whole = any(Path(each).name == "interpreted" for each in self.config.args)
-        return self.executed.one_sided if whole and not narrowed else []
+        found = self.executed.one_sided if whole and not narrowed else []
+        return [kernel for kernel in found if kernel in package_functions()]
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
