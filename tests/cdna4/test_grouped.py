@@ -7,7 +7,6 @@ are empty, and rows outside the groups are NaN.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 import mxpert
 import mxpert.training
 from mxpert.backends.cdna4.grouped.host import GROUPED_GEMM, GROUPED_WGRAD
-from mxpert.backends.cdna4.grouped.pack_scales import pack_scales
+from mxpert.backends.cdna4.lib.operands import scale_strides, to_planes
 from mxpert.formats import MXTensor
 from mxpert.formats.spec import ScaleSpan
 from mxpert.problem import GroupedProblem, Op, ReferenceConfig
@@ -240,28 +239,16 @@ def test_training_step() -> None:
         assert_exact(ours, theirs, name, ignore_zero_sign=True)
 
 
-def test_packed_scales_of_rows() -> None:
-    scale = torch.randint(1, 255, (3, 7, 13), dtype=torch.uint8, generator=draw(3))
-    padded = torch.nn.functional.pad(scale.flatten(0, 1), (0, 3), value=127)
-    expected = padded.view(21, 2, 2, 4).permute(1, 0, 3, 2)  # [pair, row, group, step]
+@pytest.mark.parametrize("shape", [(37, 13), (3, 37, 13), (150, 40)], ids=str)
+def test_scales_become_planes(shape: tuple[int, ...]) -> None:
+    """The same scales, a plane for each block; every matrix begins at a word."""
+    scale = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw(3))
     with emulate():
-        actual = pack_scales(scale)
-    assert torch.equal(actual.view(torch.uint8).view(expected.shape), expected)
-
-
-def test_packed_scales_of_groups() -> None:
-    """Each group's pairs start with the group, in slot start / 256 + group."""
-    offsets = torch.tensor([0, 32, 32, 576, 640], dtype=torch.int32)
-    scale = torch.randint(1, 255, (5, 21), dtype=torch.uint8, generator=draw(4))
-    with emulate():
-        packed = pack_scales(scale, offsets).view(torch.uint8)
-    for group, (start, stop) in enumerate(itertools.pairwise(offsets)):
-        blocks = scale[:, start // 32 : stop // 32]
-        pairs = -(-blocks.shape[1] // 8)
-        blocks = torch.nn.functional.pad(blocks, (0, 8 * pairs - blocks.shape[1]), value=127)
-        expected = blocks.view(5, pairs, 2, 4).permute(1, 0, 3, 2).reshape(pairs, 5, 8)
-        slot = int(start) // 256 + group
-        assert torch.equal(packed[slot : slot + pairs], expected)
+        planes = to_planes(scale)
+    assert torch.equal(planes, scale)
+    assert planes.stride() == scale_strides(shape)
+    assert planes.stride(-2) == 1
+    assert not any(stride % 4 for stride in (planes.stride(-1), *planes.stride()[:-2]))
 
 
 def test_hot_loop() -> None:

@@ -26,6 +26,12 @@ def clamp_rows(offsets, num_rows):
 
 
 @triton.jit
+def load_offset(offsets_ptr, index, num_rows):
+    """Load group offset `index` (int32 or int64), clamp it to [0, num_rows], return int32."""
+    return clamp_rows(tl.load(offsets_ptr + index), num_rows)
+
+
+@triton.jit
 def group_extents(
     group_offsets_ptr, num_groups, num_rows, UNIT: tl.constexpr, BLOCK_G: tl.constexpr
 ):

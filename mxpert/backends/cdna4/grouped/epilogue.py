@@ -1,7 +1,7 @@
 """Stores of the sums of a tile.
 
-Row r of b's tile in LDS is output column `column_of(r)`. The permutation gives each lane 16
-consecutive columns, so a row's stores are whole lines of 128 bytes (bfloat16).
+LDS rows of a and b are tile rows `row_of` and output columns `column_of`. Therefore each lane has
+16 consecutive columns, and a row's stores are whole lines of 128 bytes (bfloat16).
 """
 
 from __future__ import annotations
@@ -12,19 +12,7 @@ from triton.experimental.gluon.language.amd import cdna4
 
 from ...common.compat import aggregate
 from ..lib.gcn import scheduling_fence
-from ..lib.mx_gemm import BLOCK_N
-
-
-@gluon.jit
-def column_of(row):
-    """Output column of a tile, for a row of b's tile in LDS.
-
-    MFMA gives quarter q of a wave's lanes columns 4 q … 4 q + 3 of each 16-column block, and wave w
-    of a row of four waves the blocks w, w + 4, w + 8, w + 12.
-    """
-    block, wave, quarter = row // 64, row // 16 % 4, row // 4 % 4
-    return wave * 64 + quarter * 16 + block * 4 + row % 4
-
+from ..lib.mx_gemm import BLOCK_N, row_of
 
 _BLOCK_ROWS = gl.constexpr(32)
 """Rows that are stored together: 16 of each row of four waves."""
@@ -57,32 +45,37 @@ class Output:
     ACCUMULATE: gl.constexpr
 
     @gluon.jit
-    def store(self, sums, row, row_end, column):
-        """Store float32 sums [64 or 128, 256] at `row` and `column`, rows below row_end."""
+    def store(self, sums, tile, HALF_OF_TILE: gl.constexpr, BLOCK_M: gl.constexpr):
+        """Store float32 sums [BLOCK_M / 2, 256] of half a tile, rows of its group alone."""
         upper, lower = _halves(sums)
-        if sums.shape[0] == 2 * _BLOCK_ROWS:
-            self._store_block(upper, row, row_end, column)
-            self._store_block(lower, row + _BLOCK_ROWS, row_end, column)
+        if BLOCK_M == 4 * _BLOCK_ROWS:
+            self._store_block(upper, tile, row_of(0, HALF_OF_TILE, BLOCK_M))
+            self._store_block(lower, tile, row_of(_BLOCK_ROWS, HALF_OF_TILE, BLOCK_M))
         else:
-            gl.static_assert(sums.shape[0] == 4 * _BLOCK_ROWS, "half a tile has 64 or 128 rows")
+            gl.static_assert(BLOCK_M == 8 * _BLOCK_ROWS, "a tile has 128 or 256 rows")
             first, second = _halves(upper)
             third, fourth = _halves(lower)
-            self._store_block(first, row, row_end, column)
-            self._store_block(second, row + _BLOCK_ROWS, row_end, column)
-            self._store_block(third, row + 2 * _BLOCK_ROWS, row_end, column)
-            self._store_block(fourth, row + 3 * _BLOCK_ROWS, row_end, column)
+            self._store_block(first, tile, row_of(0, HALF_OF_TILE, BLOCK_M))
+            self._store_block(second, tile, row_of(_BLOCK_ROWS, HALF_OF_TILE, BLOCK_M))
+            self._store_block(third, tile, row_of(2 * _BLOCK_ROWS, HALF_OF_TILE, BLOCK_M))
+            self._store_block(fourth, tile, row_of(3 * _BLOCK_ROWS, HALF_OF_TILE, BLOCK_M))
 
     @gluon.jit
-    def _store_block(self, sums, row, row_end, column):
-        """Store [32, 256]. The fence keeps the registers of a block's addresses short-lived."""
-        # [32, block, wave, quarter, 4] to [32, wave, quarter, block, 4]
-        parts = gl.permute(gl.reshape(sums, [_BLOCK_ROWS, 4, 4, 4, 4]), [0, 2, 3, 1, 4])
+    def _store_block(self, sums, tile, first):
+        """Store [32, 256], whose first row is row `first` of the tile.
+
+        The fence keeps the registers of a block's addresses short-lived.
+        """
+        # [32, block, wave, quarter, 4] to [32, wave, quarter, 4, block]
+        parts = gl.permute(gl.reshape(sums, [_BLOCK_ROWS, 4, 4, 4, 4]), [0, 2, 3, 4, 1])
         value = gl.convert_layout(gl.reshape(parts, [_BLOCK_ROWS, BLOCK_N]), _STORE)
-        m = gl.arange(0, _BLOCK_ROWS, gl.SliceLayout(1, _STORE))
+        m = row_of(gl.arange(0, _BLOCK_ROWS, gl.SliceLayout(1, _STORE)), 0, 256)
         n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, _STORE))
-        base = self.base + row.to(gl.int64) * self.num_n + column
+        row = tile.out_row + first
+        base = self.base + row.to(gl.int64) * self.num_n + tile.column
         offsets = m[:, None] * self.num_n + n[None, :]
-        mask = (m < row_end - row)[:, None] & (n < self.num_n - column)[None, :]
+        rows = (m >= tile.out_row_begin - row) & (m < tile.out_row_end - row)
+        mask = rows[:, None] & (n < self.num_n - tile.column)[None, :]
         if self.ACCUMULATE:
             value += cdna4.buffer_load(base, offsets, mask=mask, other=0.0)
         cdna4.buffer_store(value.to(self.base.dtype.element_ty), base, offsets, mask=mask)

@@ -8,19 +8,19 @@ from collections.abc import Iterator
 import torch
 import triton
 
-from ....errors import require
 from ....formats.spec import get_format
 from ....formats.tensor import MXTensor
 from ....problem import GemmConfig, GroupedProblem, Op
 from ....runtime.launch import CACHED_LAUNCHES, Launch
-from ...common.groups import MAX_GROUPS, padded_offsets
+from ...common.grouped import Grouped, GroupedGemm, GroupedWgrad
+from ...common.groups import MAX_GROUPS
 from ..lib.gcn import WITHOUT_ACCUMULATOR_REGISTERS
 from ..lib.lds import ROW_BYTES
 from ..lib.mx_gemm import BLOCK_N
+from ..lib.operands import MAX_ROWS, WORD, Operand
 from ..lib.phases import NUM_WARPS
 from ..lib.raster import NUM_XCDS
 from .kernel import _grouped_gemm_cdna4_kernel
-from .pack_scales import pack_scales
 
 _HIGH, _LOW = 256, 128
 """Rows of a tile."""
@@ -29,10 +29,9 @@ _BANDS = (4, 8)
 die works on at a time are 4 row tiles by 8 column tiles."""
 
 
-class _Grouped:
+class _Grouped(Grouped[MXTensor]):
     """Base class of both GEMMs: supported problems, configs, and the launch."""
 
-    op: Op
     backend = "cdna4"
 
     def unsupported(self, problem: GroupedProblem) -> str | None:
@@ -51,6 +50,8 @@ class _Grouped:
                 "reads b as [G, N, K] with the reduction contiguous; pass the other copy of "
                 "quantize_dual with trans_b=True"
             )
+        elif max(problem.num_rows, problem.num_groups * (problem.n + WORD)) > MAX_ROWS:
+            return f"reads operands of at most {MAX_ROWS} rows"
         return None
 
     def configs(self, problem: GroupedProblem) -> Iterator[GemmConfig]:
@@ -74,7 +75,7 @@ class _Grouped:
         low = rows <= _LOW or _columns(problem) % 16
         return _config(_LOW if low else _HIGH, _BANDS[0])
 
-    def _launch(
+    def multiply(
         self,
         problem: GroupedProblem,
         config: GemmConfig,
@@ -83,73 +84,24 @@ class _Grouped:
         out: torch.Tensor,
         offsets: torch.Tensor,
     ) -> None:
-        require(
-            config in tuple(self.configs(problem)),
-            problem.op.value,
-            "config",
-            need="a config of this backend",
-            got=config,
-            remedy="see configs() of the kernel for valid ones",
-        )
-        starts = offsets if problem.op is Op.GROUPED_WGRAD else None
-        _gemm_launch(problem, config)(
+        first, second = Operand.of(a), Operand.of(b)
+        pitches = first.pitch, second.pitch, first.scale_pitch, second.scale_pitch
+        _gemm_launch(problem, config, pitches)(
             out=out,
-            a=a.qdata.contiguous(),
-            a_scale=pack_scales(a.scale, starts),
-            b=b.qdata.contiguous(),
-            b_scale=pack_scales(b.scale, starts),
+            a=first.codes,
+            a_scale=first.scale,
+            b=second.codes,
+            b_scale=second.scale,
             offsets=offsets,
         )
 
 
-class _GroupedGemm(_Grouped):
-    """GROUPED_GEMM: ``c[r] = a[r] @ b[group of r].T``; zeros in rows without a group."""
-
-    op = Op.GROUPED_GEMM
-
-    def launch(
-        self,
-        problem: GroupedProblem,
-        config: GemmConfig,
-        *,
-        a: MXTensor,
-        b: MXTensor,
-        group_offsets: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return c [M, n], contiguous, in `problem.out_dtype`."""
-        out = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
-        if problem.k == 0 or problem.num_groups == 0:
-            return out.zero_()
-        if out.numel() > 0:
-            self._launch(problem, config, a, b, out, group_offsets)
-        return out
+class _GroupedGemm(_Grouped, GroupedGemm[MXTensor]):
+    pass
 
 
-class _GroupedWgrad(_Grouped):
-    """GROUPED_WGRAD: ``out[g] = grad_g.T @ a_g`` over the rows of group g; zeros if it is empty."""
-
-    op = Op.GROUPED_WGRAD
-
-    def launch(
-        self,
-        problem: GroupedProblem,
-        config: GemmConfig,
-        *,
-        grad: MXTensor,
-        a: MXTensor,
-        group_offsets: torch.Tensor,
-        accumulate_into: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return out [G, n, k] in `problem.out_dtype`, or add the result to `accumulate_into`."""
-        out = accumulate_into
-        if out is None:
-            out = group_offsets.new_empty(
-                (problem.num_groups, problem.n, problem.k), dtype=problem.out_dtype
-            )
-        if out.numel() > 0:
-            offsets = padded_offsets(problem, group_offsets)
-            self._launch(problem, config, grad, a, out, offsets)
-        return out
+class _GroupedWgrad(_Grouped, GroupedWgrad[MXTensor]):
+    pass
 
 
 def _columns(problem: GroupedProblem) -> int:
@@ -169,13 +121,16 @@ def _config(block_m: int, band: int) -> GemmConfig:
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _gemm_launch(problem: GroupedProblem, config: GemmConfig) -> Launch:
+def _gemm_launch(
+    problem: GroupedProblem, config: GemmConfig, pitches: tuple[int, int, int, int]
+) -> Launch:
+    """pitches: of the codes of a and b in bytes, of their scales in words."""
     wgrad = problem.op is Op.GROUPED_WGRAD
     groups, block_m = problem.num_groups, config.block_m
     columns = _columns(problem)
     if wgrad:
         row_tiles = groups * triton.cdiv(problem.n, block_m)
-    else:  # each group, and the rows without one, add at most one ragged tile
+    else:  # each group, and the rows without one, add at most one ragged tile, seldom two
         row_tiles = problem.num_rows // block_m + groups + 1
     tiles = row_tiles * triton.cdiv(columns, BLOCK_N.value)
     dies = NUM_XCDS.value
@@ -188,9 +143,10 @@ def _gemm_launch(problem: GroupedProblem, config: GemmConfig) -> Launch:
         num_outer=problem.n if wgrad else 0,
         num_n=columns,
         num_k=0 if wgrad else problem.k,
-        a_rows=problem.n if wgrad else problem.num_rows,
-        b_rows=problem.k if wgrad else groups * problem.n,
-        pitch=problem.num_rows if wgrad else problem.k,
+        a_pitch=pitches[0],
+        b_pitch=pitches[1],
+        a_scale_pitch=pitches[2],
+        b_scale_pitch=pitches[3],
         A_FORMAT=get_format(problem.a_format).element.name,
         B_FORMAT=get_format(problem.b_format).element.name,
         BLOCK_M=block_m,

@@ -28,60 +28,70 @@ from ..lib.gcn import scheduling_fence
 from ..lib.lds import COPY, row_offsets
 from ..lib.mx_gemm import (
     BLOCK_N,
+    MX_BLOCK,
     SCALE_COPY,
-    SCALE_ROWS,
+    STEP,
+    WORD_ROWS,
     Operands,
     Sources,
     allocate,
+    column_of,
     multiply,
+    row_of,
     scale_offsets,
 )
 from ..lib.phases import NUM_WARPS
 from ..lib.raster import first_tile
-from .epilogue import Output, column_of
-from .scheduler import MX_BLOCK, Scheduler
+from .epilogue import Output
+from .scheduler import Scheduler
 
 
 @aggregate
 class Matrices:
-    """Shapes of both operands: codes [rows, pitch] and packed scales [pairs, rows, 4]."""
+    """Distances of rows of codes in bytes, and of planes of scales in words, in both operands."""
 
-    a_rows: gl.tensor
-    b_rows: gl.tensor
-    pitch: gl.tensor
+    a_pitch: gl.tensor
+    b_pitch: gl.tensor
+    a_scale_pitch: gl.tensor
+    b_scale_pitch: gl.tensor
     BLOCK_M: gl.constexpr
 
     @gluon.jit
     def of_tile(self, tile):
         """The `Sources` of a tile. Rows past the end of a group or matrix repeat its last row."""
-        HALF: gl.constexpr = self.BLOCK_M // 2
-        half = gl.arange(0, HALF, gl.SliceLayout(1, COPY))
+        row = gl.arange(0, self.BLOCK_M // 2, gl.SliceLayout(1, COPY))
         column = column_of(gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY)))
-        scale_row = gl.arange(0, SCALE_ROWS, gl.SliceLayout(1, SCALE_COPY))
+        word = gl.arange(0, BLOCK_N // WORD_ROWS, gl.SliceLayout(0, SCALE_COPY))
         a_last = gl.maximum(tile.a_row_end - tile.a_row, 1) - 1
         b_last = gl.maximum(tile.b_row_end - tile.b_row, 1) - 1
-        pair = tile.pair.to(gl.int64)
         # Tell the compiler that copies of 16 bytes are aligned.
-        start = tile.start // MX_BLOCK * MX_BLOCK
+        start = tile.start // STEP * STEP
+        lead = tile.lead // MX_BLOCK * MX_BLOCK
         depth = tile.depth // MX_BLOCK * MX_BLOCK
+        a_plane = (start // MX_BLOCK).to(gl.int64) * self.a_scale_pitch
+        b_plane = (start // MX_BLOCK).to(gl.int64) * self.b_scale_pitch
         return Sources(
-            a_first=tile.a_row.to(gl.int64) * self.pitch + start,
-            b_first=tile.b_row.to(gl.int64) * self.pitch + start,
-            a_scale_first=(pair * self.a_rows + tile.a_row) * 4,
-            b_scale_first=(pair * self.b_rows + tile.b_row) * 4,
-            a_pitch=self.a_rows * 4,
-            b_pitch=self.b_rows * 4,
+            a_first=tile.a_row.to(gl.int64) * self.a_pitch + start,
+            b_first=tile.b_row.to(gl.int64) * self.b_pitch + start,
+            a_scale_first=a_plane + tile.a_row // WORD_ROWS,
+            b_scale_first=b_plane + tile.b_scale_row // WORD_ROWS,
+            a_pitch=self.a_scale_pitch,
+            b_pitch=self.b_scale_pitch,
+            lead=lead,
             depth=depth,
-            a_top=row_offsets(gl.minimum(half, a_last), self.pitch),
-            a_bottom=row_offsets(gl.minimum(HALF + half, a_last), self.pitch),
-            b_rows=row_offsets(gl.minimum(column, b_last), self.pitch),
-            a_scale_rows=scale_offsets(gl.minimum(scale_row, a_last)),
-            b_scale_rows=scale_offsets(gl.minimum(column_of(scale_row), b_last)),
+            a_top=row_offsets(gl.minimum(row_of(row, 0, self.BLOCK_M), a_last), self.a_pitch),
+            a_bottom=row_offsets(gl.minimum(row_of(row, 1, self.BLOCK_M), a_last), self.a_pitch),
+            b_rows=row_offsets(gl.minimum(column, b_last), self.b_pitch),
+            a_scale_words=scale_offsets(gl.minimum(word, a_last // WORD_ROWS), self.a_scale_pitch),
+            b_scale_words=scale_offsets(gl.minimum(word, b_last // WORD_ROWS), self.b_scale_pitch),
         )
 
 
 @gluon.jit(
-    do_not_specialize=["num_groups", "num_rows", "num_outer", "a_rows", "b_rows", "pitch", "num_k"],
+    do_not_specialize=[
+        *("num_groups", "num_rows", "num_outer", "num_k"),
+        *("a_pitch", "b_pitch", "a_scale_pitch", "b_scale_pitch"),
+    ],
     do_not_specialize_on_alignment=["offsets"],
 )
 def _grouped_gemm_cdna4_kernel(
@@ -96,9 +106,10 @@ def _grouped_gemm_cdna4_kernel(
     num_outer,
     num_n,
     num_k,
-    a_rows,
-    b_rows,
-    pitch,
+    a_pitch,
+    b_pitch,
+    a_scale_pitch,
+    b_scale_pitch,
     A_FORMAT: gl.constexpr,
     B_FORMAT: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -110,8 +121,9 @@ def _grouped_gemm_cdna4_kernel(
     """out[r] = a[r] b[g].T for rows r of group g, [num_rows, num_n]; zeros in rows without a group.
 
     WGRAD: out[g] = a_g b_g.T, [num_groups, num_outer, num_n], summed over the group's part of the
-    reduction; offsets are multiples of 32. a [a_rows, pitch] and b [b_rows, pitch]: codes, pitch a
-    multiple of 32. Scales are packed by `pack_scales`.
+    reduction; offsets are multiples of 32. Codes: rows of a and b, a_pitch and b_pitch bytes apart,
+    multiples of 32. Scales: planes of bytes for all rows, a_scale_pitch and b_scale_pitch words
+    apart; each matrix of b has whole words. Both are aligned to a word.
     Grid: (workgroups,), a multiple of 8 and at most one a compute unit.
     """
     gl.static_assert(num_warps == NUM_WARPS)
@@ -127,9 +139,18 @@ def _grouped_gemm_cdna4_kernel(
         BAND=BAND,
         WGRAD=WGRAD,
     )
-    operands = Operands(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
+    operands = Operands(
+        a=a,
+        a_scale=a_scale.to(gl.pointer_type(gl.int32), bitcast=True),
+        b=b,
+        b_scale=b_scale.to(gl.pointer_type(gl.int32), bitcast=True),
+    )
     matrices = Matrices(
-        a_rows=a_rows, b_rows=b_rows, pitch=pitch // MX_BLOCK * MX_BLOCK, BLOCK_M=BLOCK_M
+        a_pitch=a_pitch // MX_BLOCK * MX_BLOCK,
+        b_pitch=b_pitch // MX_BLOCK * MX_BLOCK,
+        a_scale_pitch=a_scale_pitch,
+        b_scale_pitch=b_scale_pitch,
+        BLOCK_M=BLOCK_M,
     )
     output = Output(base=out, num_n=num_n, ACCUMULATE=ACCUMULATE)
     buffers = allocate(BLOCK_M)
@@ -143,7 +164,7 @@ def _grouped_gemm_cdna4_kernel(
         top, bottom = multiply(operands, buffers, sources, BLOCK_M, A_FORMAT, B_FORMAT)
         matrices.of_tile(following).start(operands, buffers)
         scheduling_fence()
-        output.store(top, tile.out_row, tile.out_row_end, tile.column)
-        output.store(bottom, tile.out_row + BLOCK_M // 2, tile.out_row_end, tile.column)
+        output.store(top, tile, 0, BLOCK_M)
+        output.store(bottom, tile, 1, BLOCK_M)
         tile = following
     async_copy.wait_group(0)

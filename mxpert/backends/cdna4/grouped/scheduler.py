@@ -9,14 +9,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ....formats.spec import MX_BLOCK_SIZE
 from ...common.compat import aggregate
+from ...common.groups import load_offset
+from ..lib.mx_gemm import MX_BLOCK, STEP, WORD_ROWS
 from ..lib.raster import in_band
-
-PAIR = gl.constexpr(256)
-"""Values of the reduction whose scales lie together: two steps of 128."""
-
-MX_BLOCK = gl.constexpr(MX_BLOCK_SIZE)
 
 
 @aggregate
@@ -24,19 +20,23 @@ class Tile:
     """Source and target of an output tile; all fields are int32 scalars.
 
     The tile multiplies rows a_row … a_row_end of a and b_row … b_row_end of b, `depth` values from
-    column `start` on, whose scales begin at slot `pair` of the packed scales. The sums go to rows
-    out_row … out_row_end of the output, columns column … (up to the width of the output). depth is
-    0 for rows without a group; out_row_end is 0 past the last tile.
+    column `start` on, of which the first `lead` are not the group's. Rows of b in a plane of scales
+    begin at b_scale_row; in one of a they have the same number as in a. The sums of row a_row go to
+    row out_row of the output, and rows out_row_begin … out_row_end alone are written, columns
+    column … (up to the width of the output). depth is 0 for rows without a group; out_row_end is 0
+    past the last tile.
     """
 
     a_row: gl.tensor
     a_row_end: gl.tensor
     b_row: gl.tensor
     b_row_end: gl.tensor
+    b_scale_row: gl.tensor
     start: gl.tensor
+    lead: gl.tensor
     depth: gl.tensor
-    pair: gl.tensor
     out_row: gl.tensor
+    out_row_begin: gl.tensor
     out_row_end: gl.tensor
     column: gl.tensor
 
@@ -53,9 +53,9 @@ class Cursor:
 
 
 @gluon.jit
-def _load_offset(offsets, index, limit):
-    """Load group offset `index` (int32 or int64), clamp it to [0, limit], return int32."""
-    return gl.minimum(gl.maximum(gl.load(offsets + index), 0), limit).to(gl.int32)
+def _round_down(value, UNIT: gl.constexpr):
+    """The largest multiple of UNIT that is at most `value`."""
+    return value // UNIT * UNIT
 
 
 @aggregate
@@ -81,7 +81,7 @@ class Scheduler:
     @gluon.jit
     def start(self):
         """The cursor before the first tile."""
-        first = _load_offset(self.offsets, 0, self.num_rows)
+        first = load_offset(self.offsets, 0, self.num_rows)
         return Cursor(group=-1, start=0, end=first, first_tile=0, end_tile=0)
 
     @gluon.jit
@@ -94,7 +94,10 @@ class Scheduler:
 
     @gluon.jit
     def _locate_in_weights(self, tile):
-        """wgrad: groups divide the reduction, and each has its own output matrix."""
+        """wgrad: groups divide the reduction, and each has its own output matrix.
+
+        Steps begin at multiples of 128, so that they read whole lines.
+        """
         row_tiles = gl.cdiv(self.num_outer, self.BLOCK_M)
         column_tiles = gl.cdiv(self.num_n, self.BLOCK_N)
         group = gl.minimum(tile // (row_tiles * column_tiles), self.num_groups)
@@ -103,8 +106,9 @@ class Scheduler:
         )
         exists = group < self.num_groups
         known = gl.minimum(group, self.num_groups - 1)
-        start = _load_offset(self.offsets, known, self.num_rows) // MX_BLOCK * MX_BLOCK
-        end = _load_offset(self.offsets, known + 1, self.num_rows) // MX_BLOCK * MX_BLOCK
+        start = _round_down(load_offset(self.offsets, known, self.num_rows), MX_BLOCK)
+        end = _round_down(load_offset(self.offsets, known + 1, self.num_rows), MX_BLOCK)
+        first = _round_down(start, STEP)
         row = gl.where(exists, row_tile * self.BLOCK_M, 0)
         column = gl.where(exists, column_tile * self.BLOCK_N, 0)
         return Tile(
@@ -112,17 +116,28 @@ class Scheduler:
             a_row_end=self.num_outer,
             b_row=column,
             b_row_end=self.num_n,
-            start=start,
-            depth=gl.where(exists, gl.maximum(end - start, 0), 0),
-            pair=start // PAIR + known,
+            b_scale_row=column,
+            start=first,
+            lead=start - first,
+            depth=gl.where(exists & (end > start), end - first, 0),
             out_row=known * self.num_outer + row,
+            out_row_begin=known * self.num_outer,
             out_row_end=gl.where(exists, (known + 1) * self.num_outer, 0),
             column=column,
         )
 
     @gluon.jit
+    def _row_tiles(self, start, end):
+        """Row tiles of the group of rows start … end."""
+        tiles = gl.cdiv(end - _round_down(start, WORD_ROWS), self.BLOCK_M)
+        return gl.where(end > start, tiles, 0)
+
+    @gluon.jit
     def _locate_in_rows(self, tile, cursor):
-        """Groups of rows of a; each has its own matrix of b. Rows without a group become zeros."""
+        """Groups of rows of a; each has its own matrix of b. Rows without a group become zeros.
+
+        Tiles begin at whole words of scales. A group's first tile can have rows of earlier groups.
+        """
         column_tiles = gl.cdiv(self.num_n, self.BLOCK_N)
         group = cursor.group
         start = cursor.start
@@ -134,15 +149,15 @@ class Scheduler:
             start = end  # where the group before ends; offsets do not decrease
             end = self.num_rows
             if group < self.num_groups:
-                end = gl.maximum(_load_offset(self.offsets, group + 1, self.num_rows), start)
+                end = gl.maximum(load_offset(self.offsets, group + 1, self.num_rows), start)
             first_tile = end_tile
-            end_tile += gl.cdiv(end - start, self.BLOCK_M) * column_tiles
+            end_tile += self._row_tiles(start, end) * column_tiles
         row_tile, column_tile = in_band(
-            tile - first_tile, gl.cdiv(end - start, self.BLOCK_M), column_tiles, self.BAND
+            tile - first_tile, self._row_tiles(start, end), column_tiles, self.BAND
         )
         exists = tile < end_tile
         grouped = exists & (group < self.num_groups)
-        row = gl.where(exists, start + row_tile * self.BLOCK_M, 0)
+        row = gl.where(exists, _round_down(start, WORD_ROWS) + row_tile * self.BLOCK_M, 0)
         column = gl.where(exists, column_tile * self.BLOCK_N, 0)
         matrix = gl.where(grouped, group, 0)
         found = Cursor(group=group, start=start, end=end, first_tile=first_tile, end_tile=end_tile)
@@ -151,10 +166,12 @@ class Scheduler:
             a_row_end=end,
             b_row=matrix * self.num_n + column,
             b_row_end=(matrix + 1) * self.num_n,
+            b_scale_row=matrix * gl.cdiv(self.num_n, WORD_ROWS) * WORD_ROWS + column,
             start=0,
+            lead=0,
             depth=gl.where(grouped, self.num_k, 0),
-            pair=0,
             out_row=row,
+            out_row_begin=start,
             out_row_end=gl.where(exists, end, 0),
             column=column,
         )

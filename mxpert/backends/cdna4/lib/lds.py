@@ -44,13 +44,14 @@ def row_offsets(rows, pitch):
 
 
 @gluon.jit
-def copy_rows(memory, slot, base, offsets, depth):
-    """Start copying a tile to ``memory[slot]``, [ROWS, 128] bytes; columns from `depth` on are 0.
+def copy_rows(memory, slot, base, offsets, lead, depth):
+    """Start copying a tile to ``memory[slot]``, [ROWS, 128] bytes; columns lead … depth, others 0.
 
-    base: pointer to column 0. offsets: of `row_offsets`. depth: a multiple of 16, as the
+    base: pointer to column 0. offsets: of `row_offsets`. lead, depth: multiples of 16, as the
     compiler can see: chunks are copied whole or not at all.
     """
     ROWS: gl.constexpr = offsets.shape[0]
     columns = chunk_columns(ROWS)
     target = reinterpret(memory.index(slot), gl.uint8, [ROWS, ROW_BYTES], PLAIN)
-    async_copy.buffer_load_to_shared(target, base, offsets, mask=columns < depth)
+    inside = (columns >= lead) & (columns < depth)
+    async_copy.buffer_load_to_shared(target, base, offsets, mask=inside)

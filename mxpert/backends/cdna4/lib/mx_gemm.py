@@ -13,8 +13,9 @@ A memory phase overwrites what both groups have read: the late group finishes it
 phase before the early one starts its next. Each phase waits for the copies that the next memory
 phase reads; they were started four phases before.
 
-Scales are uint16 [rows, 4]: row r of entry g holds those of values 32 g … 32 g + 31 of both steps,
-the first in the low byte. A lane of kgroup g reads entry g of each of its rows.
+Scales lie in planes: plane j holds a byte for each row, the scale of its values 32 j … 32 j + 31.
+LDS rows of codes are permuted (`row_of`, `column_of`), so that the scales of a lane's four 16-row
+blocks of one operand are the four bytes of a word, from which an MFMA selects one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
+from ....formats.spec import MX_BLOCK_SIZE
 from ...common.compat import aggregate
 from .gcn import opaque
 from .lds import PLAIN, ROW_BYTES, SWIZZLED, copy_rows
@@ -33,8 +35,16 @@ BLOCK_N = gl.constexpr(256)
 STEP = ROW_BYTES
 """Values of the reduction a step: one byte each."""
 
+MX_BLOCK = gl.constexpr(MX_BLOCK_SIZE)
+
 _GROUPS = gl.constexpr(4)
 """Scales of a row and step."""
+
+_PLANES = gl.constexpr(8)
+"""Planes of scales of a pair."""
+
+WORD_ROWS = gl.constexpr(4)
+"""Rows of a plane in a word. Tiles begin at a multiple of it, planes are a multiple of it apart."""
 
 MFMA = gl.constexpr(
     gl.amd.AMDMFMALayout(
@@ -46,12 +56,45 @@ MFMA = gl.constexpr(
 _A = gl.constexpr(gl.DotOperandLayout(0, MFMA.value, 16))
 _B = gl.constexpr(gl.DotOperandLayout(1, MFMA.value, 16))
 
-SCALE_COPY = gl.constexpr(gl.BlockedLayout([1, 2], [32, 2], [NUM_WARPS.value, 1], [1, 0]))
-"""Layout of a copy of scales: one dword a lane, 256 rows an instruction of all waves."""
+SCALE_COPY = gl.constexpr(gl.BlockedLayout([1, 1], [1, 64], [NUM_WARPS.value, 1], [1, 0]))
+"""Layout of a copy of scales: a word a lane, a plane a wave."""
 
-SCALE_ROWS = gl.constexpr(256)
-"""Rows of scales in LDS, also of a in lower tiles. All waves must execute the same copies: a wave
+_A_LANES = gl.constexpr(32)
+"""Lanes of both wave rows that hold different rows of a. Each reads a word, for a half of a high
+tile or for both halves of a low one."""
+
+_SCALE_WORDS = gl.constexpr(64)
+"""Words of a plane in LDS, also of a in lower tiles. All waves must execute the same copies: a wave
 waits for the number of copies that remain under way."""
+
+
+@gluon.jit
+def row_of(row, HALF_OF_TILE: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Row of a tile, for a row of the LDS copy of its top (0) or bottom (1) half.
+
+    MFMA gives wave row w of two the 16-row blocks w, w + 2, … of each half. Lane l's rows in them
+    are consecutive rows of the tile.
+    """
+    block, wave, lane = row // 32, row // 16 % 2, row % 16
+    return HALF_OF_TILE * _half_distance(BLOCK_M) + wave * 64 + lane * WORD_ROWS + block
+
+
+@gluon.constexpr_function
+def _half_distance(block_m):
+    """Rows from a lane's first row in the top half to its first row in the bottom half."""
+    return 128 if block_m == 256 else 2
+
+
+@gluon.jit
+def column_of(row):
+    """Output column of a tile, for a row of b's tile in LDS.
+
+    MFMA gives quarter q of a wave's lanes columns 4 q … 4 q + 3 of each 16-column block, and wave w
+    of a row of four waves the blocks w, w + 4, w + 8, w + 12. Each lane gets 16 consecutive
+    columns.
+    """
+    block, wave, lane = row // 64, row // 16 % 4, row % 16
+    return wave * 64 + lane * WORD_ROWS + block
 
 
 @aggregate
@@ -59,8 +102,8 @@ class Buffers:
     """LDS of a tile's operands.
 
     a: uint8 [4, BLOCK_M / 2, 128], the top half of both steps, then the bottom half. b: uint8
-    [2, 256, 128]. a_scale, b_scale: uint16 [2, 256, 4]. The reads of a take more addresses; they
-    fit into the instructions' offsets of 16 bits because a comes first.
+    [2, 256, 128]. a_scale, b_scale: int32 [2, 8, 64], a pair's planes. The reads of a take more
+    addresses; they fit into the instructions' offsets of 16 bits because a comes first.
     """
 
     a: gl.shared_memory_descriptor
@@ -76,14 +119,14 @@ def allocate(BLOCK_M: gl.constexpr):
     return Buffers(
         a=gl.allocate_shared_memory(gl.uint8, [4, HALF, ROW_BYTES], SWIZZLED),
         b=gl.allocate_shared_memory(gl.uint8, [2, BLOCK_N, ROW_BYTES], SWIZZLED),
-        a_scale=gl.allocate_shared_memory(gl.uint16, [2, SCALE_ROWS, _GROUPS], PLAIN),
-        b_scale=gl.allocate_shared_memory(gl.uint16, [2, SCALE_ROWS, _GROUPS], PLAIN),
+        a_scale=gl.allocate_shared_memory(gl.int32, [2, _PLANES, _SCALE_WORDS], PLAIN),
+        b_scale=gl.allocate_shared_memory(gl.int32, [2, _PLANES, _SCALE_WORDS], PLAIN),
     )
 
 
 @aggregate
 class Operands:
-    """Pointers to codes (uint8) and packed scales (uint16) of both operands."""
+    """Pointers to codes (uint8) and to words of scales (int32) of both operands."""
 
     a: gl.tensor
     a_scale: gl.tensor
@@ -96,10 +139,10 @@ class Sources:
     """Where the operands of a tile lie in `Operands`.
 
     a_first, b_first: int64, the byte that the offsets of codes count from, at the first value of
-    the reduction. a_scale_first, b_scale_first: int64, the entry that the offsets of scales count
-    from, at the first pair. a_pitch, b_pitch: entries from a pair to the next. depth: length of the
-    reduction. a_top, a_bottom, b_rows: of `lds.row_offsets`. a_scale_rows, b_scale_rows: of
-    `scale_offsets`.
+    the reduction. a_scale_first, b_scale_first: int64, the word that the offsets of scales count
+    from, at the first plane. a_pitch, b_pitch: words from a plane to the next. depth: length of the
+    reduction, of which the first `lead` values (less than a step) count as zeros. a_top, a_bottom,
+    b_rows: of `lds.row_offsets`. a_scale_words, b_scale_words: of `scale_offsets`.
     """
 
     a_first: gl.tensor
@@ -108,95 +151,84 @@ class Sources:
     b_scale_first: gl.tensor
     a_pitch: gl.tensor
     b_pitch: gl.tensor
+    lead: gl.tensor
     depth: gl.tensor
     a_top: gl.tensor
     a_bottom: gl.tensor
     b_rows: gl.tensor
-    a_scale_rows: gl.tensor
-    b_scale_rows: gl.tensor
+    a_scale_words: gl.tensor
+    b_scale_words: gl.tensor
 
     @gluon.jit
-    def copy_codes_0(self, operands, buffers, slot, k):
+    def copy_codes_0(self, operands, buffers, slot, k, lead):
         """Start copying b and the top half of a of the step at value k."""
         a = operands.a + (self.a_first + k)
-        copy_rows(buffers.b, slot, operands.b + (self.b_first + k), self.b_rows, self.depth - k)
-        copy_rows(buffers.a, slot, a, self.a_top, self.depth - k)
+        b = operands.b + (self.b_first + k)
+        copy_rows(buffers.b, slot, b, self.b_rows, lead, self.depth - k)
+        copy_rows(buffers.a, slot, a, self.a_top, lead, self.depth - k)
 
     @gluon.jit
-    def copy_codes_1(self, operands, buffers, slot, k):
+    def copy_codes_1(self, operands, buffers, slot, k, lead):
         """Start copying the bottom half of a of the step at value k."""
         a = operands.a + (self.a_first + k)
-        copy_rows(buffers.a, 2 + slot, a, self.a_bottom, self.depth - k)
+        copy_rows(buffers.a, 2 + slot, a, self.a_bottom, lead, self.depth - k)
 
     @gluon.jit
-    def copy_scales(self, operands, buffers, slot, pair):
-        """Start copying the scales of a pair."""
-        a = operands.a_scale + (self.a_scale_first + pair * self.a_pitch.to(gl.int64))
-        b = operands.b_scale + (self.b_scale_first + pair * self.b_pitch.to(gl.int64))
-        async_copy.buffer_load_to_shared(buffers.a_scale.index(slot), a, self.a_scale_rows)
-        async_copy.buffer_load_to_shared(buffers.b_scale.index(slot), b, self.b_scale_rows)
+    def copy_scales(self, operands, buffers, slot, pair, lead):
+        """Start copying the scales of a pair.
+
+        Planes outside of the reduction become zeros: those of another group can hold NaN, and so
+        would their products with codes of zero.
+        """
+        first = pair * _PLANES
+        a = operands.a_scale + (self.a_scale_first + first * self.a_pitch.to(gl.int64))
+        b = operands.b_scale + (self.b_scale_first + first * self.b_pitch.to(gl.int64))
+        plane = gl.arange(0, _PLANES, gl.SliceLayout(1, SCALE_COPY))[:, None]
+        inside = (plane >= lead // MX_BLOCK) & (plane < self.depth // MX_BLOCK - first)
+        async_copy.buffer_load_to_shared(
+            buffers.a_scale.index(slot), a, self.a_scale_words, mask=inside
+        )
+        async_copy.buffer_load_to_shared(
+            buffers.b_scale.index(slot), b, self.b_scale_words, mask=inside
+        )
 
     @gluon.jit
     def start(self, operands, buffers):
         """Start the copies that precede the main loop; no copy may be under way."""
-        self.copy_codes_0(operands, buffers, 0, 0)
-        self.copy_scales(operands, buffers, 0, 0)
+        self.copy_codes_0(operands, buffers, 0, 0, self.lead)
+        self.copy_scales(operands, buffers, 0, 0, self.lead)
         async_copy.commit_group()
-        self.copy_codes_1(operands, buffers, 0, 0)
+        self.copy_codes_1(operands, buffers, 0, 0, self.lead)
         async_copy.commit_group()
-        self.copy_codes_0(operands, buffers, 1, STEP)
+        self.copy_codes_0(operands, buffers, 1, STEP, 0)
         async_copy.commit_group()
 
 
 @gluon.jit
-def scale_offsets(rows):
-    """Offsets of the scales of `rows`, int32 [rows] in a slice of `SCALE_COPY`: [rows, 4]."""
-    entry = gl.arange(0, _GROUPS, gl.SliceLayout(0, SCALE_COPY))
-    offsets = rows[:, None] * _GROUPS + entry[None, :]
-    return gl.max_contiguous(gl.multiple_of(offsets, [1, 2]), [1, 2])
-
-
-@aggregate
-class TileScales:
-    """Scales of a lane's 16-row blocks of one operand half, both steps of a pair.
-
-    first: int32 [rows / blocks, 4]: blocks 0 and 1. second: blocks 2 and 3 of four, else `first`.
-    """
-
-    first: gl.tensor
-    second: gl.tensor
-    BLOCKS: gl.constexpr
-
-    @gluon.jit
-    def of_step(self, STEP_OF_PAIR: gl.constexpr, LAYOUT: gl.constexpr):
-        """Scale bytes [rows, 4] of step 0 or 1 of the pair."""
-        LANES: gl.constexpr = self.first.shape[0]
-        low = self.first >> (8 * STEP_OF_PAIR)
-        if self.BLOCKS == 2:
-            by_block = gl.permute(gl.join(low, low >> 16), [2, 0, 1])
-        else:
-            other = self.second >> (8 * STEP_OF_PAIR)
-            both = gl.join(gl.join(low, other), gl.join(low >> 16, other >> 16))
-            by_block = gl.permute(both, [2, 3, 0, 1])
-        scale = gl.reshape(by_block.to(gl.uint8), [self.BLOCKS * LANES, _GROUPS])
-        return gl.convert_layout(scale, LAYOUT)
+def scale_offsets(words, pitch):
+    """Offsets of `words` (int32, a slice of `SCALE_COPY`) of a pair's planes: int32 [8, 64]."""
+    plane = gl.arange(0, _PLANES, gl.SliceLayout(1, SCALE_COPY))
+    return plane[:, None] * pitch + words[None, :]
 
 
 @gluon.jit
-def _read_scales(memory, LAYOUT: gl.constexpr, BLOCKS: gl.constexpr):
-    """Read `TileScales` from LDS, uint16 [rows, 4]; a lane has BLOCKS blocks (2 or 4)."""
-    LANES: gl.constexpr = memory.shape[0] // BLOCKS
-    scale = async_copy.load_shared_relaxed(memory, LAYOUT)
+def _read_words(planes, FIRST: gl.constexpr, LANES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Read words [LANES, 4] from a step's planes in LDS [4, 64], from word FIRST on."""
+    words = planes.slice(FIRST, LANES, 1).permute([1, 0])
+    return opaque(async_copy.load_shared_relaxed(words, LAYOUT))
+
+
+@gluon.jit
+def _scales(words, BLOCKS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scale bytes [BLOCKS x lanes, 4] from the low bytes of words [lanes, 4], a byte a block."""
     if BLOCKS == 2:
-        even, odd = gl.split(gl.permute(gl.reshape(scale, [2, LANES, _GROUPS]), [1, 2, 0]))
-        both = opaque(even.to(gl.int32) | (odd.to(gl.int32) << 16))
-        return TileScales(first=both, second=both, BLOCKS=BLOCKS)
+        by_block = gl.permute(gl.join(words, words >> 8), [2, 0, 1])
     else:
         gl.static_assert(BLOCKS == 4, "a lane has the scales of two or four blocks")
-        by_block = gl.permute(gl.reshape(scale, [2, 2, LANES, _GROUPS]), [2, 3, 0, 1])
-        even, odd = gl.split(by_block)
-        first, second = gl.split(opaque(even.to(gl.int32) | (odd.to(gl.int32) << 16)))
-        return TileScales(first=first, second=second, BLOCKS=BLOCKS)
+        even, odd = gl.join(words, words >> 16), gl.join(words >> 8, words >> 24)
+        by_block = gl.permute(gl.join(even, odd), [2, 3, 0, 1])
+    scale = gl.reshape(by_block.to(gl.uint8), [BLOCKS * words.shape[0], _GROUPS])
+    return gl.convert_layout(scale, LAYOUT)
 
 
 @gluon.jit
@@ -218,48 +250,41 @@ def multiply(
     COPIES: gl.constexpr = 2  # groups of copies that no wait needs to end
     A_SCALE: gl.constexpr = cdna4.get_mfma_scale_layout(_A, [HALF, _GROUPS])
     B_SCALE: gl.constexpr = cdna4.get_mfma_scale_layout(_B, [BLOCK_N, _GROUPS])
+    A_WORD: gl.constexpr = cdna4.get_mfma_scale_layout(_A, [_A_LANES, _GROUPS])
+    B_WORD: gl.constexpr = cdna4.get_mfma_scale_layout(_B, [_SCALE_WORDS, _GROUPS])
     top = gl.zeros((HALF, BLOCK_N), gl.float32, MFMA)
     bottom = gl.zeros((HALF, BLOCK_N), gl.float32, MFMA)
     pairs = gl.cdiv(sources.depth, 2 * STEP)
     async_copy.wait_group(COPIES)
     enter_phases()
     for pair in range(pairs):
-        scales = buffers.a_scale.index(pair % 2)
-        top_scale = _read_scales(scales.slice(0, HALF), A_SCALE, BLOCKS)
-        bottom_scale = _read_scales(scales.slice(HALF, HALF), A_SCALE, BLOCKS)
-        b_scale = _read_scales(buffers.b_scale.index(pair % 2), B_SCALE, 4)
         for slot in gl.static_range(2):
             k = (2 * pair + slot) * STEP
+            a_planes = buffers.a_scale.index(pair % 2).slice(slot * _GROUPS, _GROUPS)
+            b_planes = buffers.b_scale.index(pair % 2).slice(slot * _GROUPS, _GROUPS)
+            top_words = _read_words(a_planes, 0, _A_LANES, A_WORD)
+            if BLOCKS == 4:
+                bottom_words = _read_words(a_planes, _A_LANES, _A_LANES, A_WORD)
+            else:
+                bottom_words = top_words >> 16
+            b_scale = _scales(_read_words(b_planes, 0, _SCALE_WORDS, B_WORD), 4, B_SCALE)
             a_top = async_copy.load_shared_relaxed(buffers.a.index(slot), _A)
             b = async_copy.load_shared_relaxed(buffers.b.index(slot).permute([1, 0]), _B)
-            sources.copy_codes_1(operands, buffers, 1 - slot, k + STEP)
+            sources.copy_codes_1(operands, buffers, 1 - slot, k + STEP, 0)
             async_copy.commit_group()
             end_memory(COPIES)
-            top = cdna4.mfma_scaled(
-                a_top,
-                top_scale.of_step(slot, A_SCALE),
-                A_FORMAT,
-                b,
-                b_scale.of_step(slot, B_SCALE),
-                B_FORMAT,
-                top,
-            )
+            top_scale = _scales(top_words, BLOCKS, A_SCALE)
+            top = cdna4.mfma_scaled(a_top, top_scale, A_FORMAT, b, b_scale, B_FORMAT, top)
             end_compute(COPIES)
             a_bottom = async_copy.load_shared_relaxed(buffers.a.index(2 + slot), _A)
-            sources.copy_codes_0(operands, buffers, slot, k + 2 * STEP)
+            sources.copy_codes_0(operands, buffers, slot, k + 2 * STEP, 0)
             if slot == 0:
-                following = gl.minimum(pair + 1, pairs - 1)
-                sources.copy_scales(operands, buffers, (pair + 1) % 2, following)
+                sources.copy_scales(operands, buffers, (pair + 1) % 2, pair + 1, 0)
             async_copy.commit_group()
             end_memory(COPIES)
+            bottom_scale = _scales(bottom_words, BLOCKS, A_SCALE)
             bottom = cdna4.mfma_scaled(
-                a_bottom,
-                bottom_scale.of_step(slot, A_SCALE),
-                A_FORMAT,
-                b,
-                b_scale.of_step(slot, B_SCALE),
-                B_FORMAT,
-                bottom,
+                a_bottom, bottom_scale, A_FORMAT, b, b_scale, B_FORMAT, bottom
             )
             end_compute(COPIES)
     leave_phases()
