@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from ...formats.spec import MX_BLOCK_SIZE, ScaleSpan
+from ...formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleSpan
 from ...formats.tensor import MXTensor
 from ...problem import Config, DualProblem, Op
 from ...routing import padded_capacity
@@ -34,6 +34,16 @@ class QuantizeDual(UntunedKernel):
     def constants(self, block_g: int) -> dict[str, Any]:
         """Tile and launch options; block_g: length of the kernel's vector of groups."""
         raise NotImplementedError
+
+    def empty(self, like: torch.Tensor, shape: tuple[int, ...], format: MXFormat) -> MXTensor:
+        """An uninitialised MXTensor of this shape on the device of `like`, without checks."""
+        scale_shape = (*shape[:-1], shape[-1] // MX_BLOCK_SIZE)
+        qdata, scale = (like.new_empty(size, dtype=torch.uint8) for size in (shape, scale_shape))
+        return MXTensor.unchecked(qdata, scale, format)
+
+    def pitches(self, row: MXTensor, column: MXTensor) -> dict[str, int]:
+        """Strides of the results that the kernel takes; none if they are contiguous."""
+        return {}
 
     def unsupported(self, problem: DualProblem) -> str | None:
         """Why the kernel cannot serve `problem`; None if it can."""
@@ -61,13 +71,14 @@ class QuantizeDual(UntunedKernel):
         num_groups = 0 if group_offsets is None else group_offsets.shape[0] - 1
         length = padded_capacity(num_rows, num_groups) if num_groups else num_rows
         row, column = (
-            _allocate(problem, shape, x.device)
+            self.empty(x, shape, problem.format)
             for shape in ((*leading, num_rows, width), (*leading, width, length))
         )
         if row.qdata.numel() + column.qdata.numel() > 0:
             strides = x.stride(0) if leading else 0, x.stride(-2)
+            pitches = tuple(self.pitches(row, column).items())
             tensors = row.qdata, row.scale, column.qdata, column.scale, x, group_offsets
-            _launch(self, problem, length, strides)(
+            _launch(self, problem, length, strides, pitches)(
                 **dict(zip(self.kernel.arg_names, tensors, strict=False))
             )
         return row, column
@@ -75,9 +86,16 @@ class QuantizeDual(UntunedKernel):
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _launch(
-    quantizer: QuantizeDual, problem: DualProblem, length: int, strides: tuple[int, int]
+    quantizer: QuantizeDual,
+    problem: DualProblem,
+    length: int,
+    strides: tuple[int, int],
+    pitches: tuple[tuple[str, int], ...],
 ) -> Launch:
-    """Launch for columnwise copies of `length` positions a row; strides: matrix and row of x."""
+    """Launch for columnwise copies of `length` positions a row.
+
+    strides: matrix and row of x. pitches: of `QuantizeDual.pitches`.
+    """
     *leading, num_rows, width = problem.shape
     num_groups = problem.num_groups if problem.grouped_rows else 0
     block_rows, block_columns = quantizer.tile
@@ -92,17 +110,10 @@ def _launch(
         num_column_blocks=length // MX_BLOCK_SIZE,
         x_stride_batch=strides[0],
         x_stride_row=strides[1],
+        **dict(pitches),
         FORMAT=problem.format.element.name,
         **scale_rule_constants(problem.format, problem.scale_rule),
         BLOCK_G=block_g,
         **quantizer.constants(block_g),
     )
 
-
-def _allocate(problem: DualProblem, shape: tuple[int, ...], device: torch.device) -> MXTensor:
-    """An uninitialised MXTensor of this shape, quantised along its last axis."""
-    scale_shape = (*shape[:-1], shape[-1] // MX_BLOCK_SIZE)
-    qdata, scale = (
-        torch.empty(size, dtype=torch.uint8, device=device) for size in (shape, scale_shape)
-    )
-    return MXTensor(qdata, scale, problem.format)

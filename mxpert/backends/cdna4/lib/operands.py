@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ....formats.spec import MX_BLOCK_SIZE
+from ....formats.spec import MX_BLOCK_SIZE, MXFormat
 from ....formats.tensor import MXTensor
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 
@@ -98,7 +98,14 @@ def _are_planes(scale: torch.Tensor) -> bool:
     return row == 1 and fits and collapses and scale.data_ptr() % WORD == 0
 
 
-def empty_scale(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def empty_operand(like: torch.Tensor, shape: tuple[int, ...], format: MXFormat) -> MXTensor:
+    """An uninitialised MXTensor of this shape on the device of `like`, without checks."""
+    qdata = like.new_empty_strided(shape, code_strides(shape), dtype=torch.uint8)
+    scale = _empty_scale(like, (*shape[:-1], shape[-1] // MX_BLOCK_SIZE))
+    return MXTensor.unchecked(qdata, scale, format)
+
+
+def _empty_scale(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Uninitialised scales [..., rows, K / 32] in planes, all of whose words are allocated."""
     strides = scale_strides(shape)
     storage = like.new_empty((shape[-1], strides[-1]), dtype=torch.uint8)
@@ -107,7 +114,7 @@ def empty_scale(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 def to_planes(scale: torch.Tensor) -> torch.Tensor:
     """Copy scales [..., rows, K / 32] of any strides to planes; at most one leading dimension."""
-    planes = empty_scale(scale, scale.shape)
+    planes = _empty_scale(scale, scale.shape)
     matrices = scale if scale.dim() == 3 else scale.unsqueeze(0)
     strides = matrices.stride(), planes.stride()[-3:]
     _planes_launch(tuple(matrices.shape), *strides)(planes_ptr=planes, scale_ptr=scale)

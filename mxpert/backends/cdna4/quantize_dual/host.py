@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from ....formats.spec import MXFormat
+from ....formats.tensor import MXTensor
 from ....problem import DualProblem
 from ...common.quantize_dual import QuantizeDual
+from ..lib.operands import empty_operand
 from .kernel import COLUMNS, NUM_WARPS, ROWS, _quantize_dual_cdna4_kernel
 
 
@@ -15,6 +20,19 @@ class _QuantizeDual(QuantizeDual):
     backend = "cdna4"
     kernel = _quantize_dual_cdna4_kernel
     tile = (ROWS.value, COLUMNS.value)
+
+    def empty(self, like: torch.Tensor, shape: tuple[int, ...], format: MXFormat) -> MXTensor:
+        """An uninitialised MXTensor as the grouped GEMM reads it in place."""
+        return empty_operand(like, shape, format)
+
+    def pitches(self, row: MXTensor, column: MXTensor) -> dict[str, int]:
+        """Distances of rows of codes and of planes of scales, in bytes."""
+        return {
+            "row_pitch": row.qdata.stride(-2),
+            "row_scale_pitch": row.scale.stride(-1),
+            "column_pitch": column.qdata.stride(-2),
+            "column_scale_pitch": column.scale.stride(-1),
+        }
 
     def constants(self, block_g: int) -> dict[str, Any]:
         """Launch options."""

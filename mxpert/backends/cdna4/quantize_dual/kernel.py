@@ -150,10 +150,16 @@ class Quantizer:
 
 @aggregate
 class RowCopy:
-    """Rowwise copy: pointers to codes [rows, 32 num_k_blocks] and scales [rows, num_k_blocks]."""
+    """Rowwise copy: pointers to codes and scales, and num_k_blocks of a row.
+
+    Rows of codes are `pitch` bytes apart. Plane j of scales has the bytes of block j of all rows;
+    planes are scale_pitch bytes apart.
+    """
 
     codes: gl.tensor
     scale: gl.tensor
+    pitch: gl.tensor
+    scale_pitch: gl.tensor
     num_k_blocks: gl.tensor
 
     @gluon.jit
@@ -163,28 +169,28 @@ class RowCopy:
         blocks = gl.reshape(values, [ROWS, COLUMNS // _BLOCK, _BLOCK])
         codes, byte = _quantize(blocks, 2, quantizer)
         codes = gl.convert_layout(gl.reshape(codes, [ROWS, COLUMNS]), _ROW)
-        width = self.num_k_blocks * _BLOCK
         row, present, _ = source.rows(gl.arange(0, ROWS, gl.SliceLayout(1, _ROW)))
-        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, _ROW))
-        k = first_k_block * _BLOCK + column
-        target = (first_row + row)[:, None] * width + k[None, :]
+        k = first_k_block * _BLOCK + gl.arange(0, COLUMNS, gl.SliceLayout(0, _ROW))
+        target = (first_row + row)[:, None] * self.pitch + k[None, :]
         target = gl.max_contiguous(gl.multiple_of(target, [1, 16]), [1, 32])
         mask = present[:, None] & (k // _BLOCK < self.num_k_blocks)[None, :]
         gl.store(self.codes + target, codes, mask=mask)
         LAYOUT: gl.constexpr = byte.type.layout
         row, present, _ = source.rows(gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)))
         k_block = first_k_block + gl.arange(0, COLUMNS // _BLOCK, gl.SliceLayout(0, LAYOUT))
-        target = (first_row + row)[:, None] * self.num_k_blocks + k_block[None, :]
+        target = (first_row + row)[:, None] + k_block.to(gl.int64)[None, :] * self.scale_pitch
         mask = present[:, None] & (k_block < self.num_k_blocks)[None, :]
         gl.store(self.scale + target, byte.to(gl.uint8), mask=mask)
 
 
 @aggregate
 class ColumnCopy:
-    """Columnwise copy: codes [columns, 32 num_blocks] and scales [columns, num_blocks]."""
+    """Columnwise copy: as `RowCopy`; num_blocks of a row, and `width` rows a matrix."""
 
     codes: gl.tensor
     scale: gl.tensor
+    pitch: gl.tensor
+    scale_pitch: gl.tensor
     num_blocks: gl.tensor
     width: gl.tensor
 
@@ -195,23 +201,25 @@ class ColumnCopy:
         blocks = gl.reshape(values, [ROWS // _BLOCK, _BLOCK, COLUMNS])
         codes, byte = _quantize(blocks, 1, quantizer)
         codes = gl.convert_layout(gl.reshape(codes, [ROWS, COLUMNS]), _COLUMN)
-        length = self.num_blocks * _BLOCK
         place = first_block * _BLOCK + gl.arange(0, ROWS, gl.SliceLayout(1, _COLUMN))
         k = first_k + gl.arange(0, COLUMNS, gl.SliceLayout(0, _COLUMN))
-        target = (first_column + k)[None, :] * length + place[:, None]
+        target = (first_column + k)[None, :] * self.pitch + place[:, None]
         target = gl.max_contiguous(gl.multiple_of(target, [16, 1]), [32, 1])
         mask = (place // _BLOCK < self.num_blocks)[:, None] & (k < self.width)[None, :]
         gl.store(self.codes + target, codes, mask=mask)
         LAYOUT: gl.constexpr = byte.type.layout
         block = first_block + gl.arange(0, ROWS // _BLOCK, gl.SliceLayout(1, LAYOUT))
         k = first_k + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-        target = (first_column + k)[None, :] * self.num_blocks + block[:, None]
+        target = (first_column + k)[None, :] + block.to(gl.int64)[:, None] * self.scale_pitch
         mask = (block < self.num_blocks)[:, None] & (k < self.width)[None, :]
         gl.store(self.scale + target, byte.to(gl.uint8), mask=mask)
 
 
 @gluon.jit(
-    do_not_specialize=["num_rows", "num_groups", "num_k_blocks", "num_column_blocks"],
+    do_not_specialize=[
+        *("num_rows", "num_groups", "num_k_blocks", "num_column_blocks"),
+        *("row_pitch", "row_scale_pitch", "column_pitch", "column_scale_pitch"),
+    ],
     do_not_specialize_on_alignment=["row_scale", "column_scale", "group_offsets"],
 )
 def _quantize_dual_cdna4_kernel(
@@ -227,6 +235,10 @@ def _quantize_dual_cdna4_kernel(
     num_column_blocks,
     x_stride_batch,
     x_stride_row,
+    row_pitch,
+    row_scale_pitch,
+    column_pitch,
+    column_scale_pitch,
     FORMAT: gl.constexpr,
     EMAX: gl.constexpr,
     THRESHOLD: gl.constexpr,
@@ -237,7 +249,7 @@ def _quantize_dual_cdna4_kernel(
     """Quantise x [batch, num_rows, K] to codes [batch, num_rows, K] and, transposed, [batch, K, P].
 
     K = 32 num_k_blocks, P = 32 num_column_blocks. P equals num_rows, or with group offsets (batch
-    1) the padded capacity. Rows of x are dense.
+    1) the padded capacity. Rows of x are dense. Pitches: of `RowCopy` and `ColumnCopy`.
     Grid: (batch · tiles of P · tiles of K,), one tile per workgroup; tiles of the same rows are
     neighbours.
     """
@@ -260,9 +272,20 @@ def _quantize_dual_cdna4_kernel(
     memory = gl.allocate_shared_memory(
         x.dtype.element_ty, [ROWS, COLUMNS], _shared_layout(BITS), values
     )
-    RowCopy(codes=row, scale=row_scale, num_k_blocks=num_k_blocks).store(
-        memory, source, batch * num_rows, first_k // _BLOCK, quantizer
+    rowwise = RowCopy(
+        codes=row,
+        scale=row_scale,
+        pitch=row_pitch,
+        scale_pitch=row_scale_pitch,
+        num_k_blocks=num_k_blocks,
     )
-    ColumnCopy(codes=column, scale=column_scale, num_blocks=num_column_blocks, width=width).store(
-        memory, batch * width, first_block, first_k, quantizer
+    rowwise.store(memory, source, batch * num_rows, first_k // _BLOCK, quantizer)
+    columnwise = ColumnCopy(
+        codes=column,
+        scale=column_scale,
+        pitch=column_pitch,
+        scale_pitch=column_scale_pitch,
+        num_blocks=num_column_blocks,
+        width=width,
     )
+    columnwise.store(memory, batch * width, first_block, first_k, quantizer)
