@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..dispatch import detect_target
+from ..dispatch import detect_target, resolve
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan, get_format
 from ..formats.tensor import MXTensor
+from ..kernel_spec import KernelSpec
 from ..problem import DualProblem, Op
 from ..routing import GROUP_OFFSET_DTYPES, padded_capacity
 from .library import OpSpec
@@ -52,8 +54,10 @@ def quantize_dual(
 
     Returns:
         Two MXTensors of axis −1: the rowwise copy in the shape of `x`, and the columnwise copy,
-        contiguous: [K, M], with groups [K, P] where P is ``padded_capacity(M, G)``, for weights
-        [G, K, N].
+        stored transposed: [K, M], with groups [K, P] where P is ``padded_capacity(M, G)``, for
+        weights [G, K, N]. Codes and scales are contiguous, except on gfx950: there rows of codes
+        begin at lines of 128 bytes, and scales have the strides (1, pitch), which the grouped GEMMs
+        read in place.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -236,6 +240,8 @@ def _fake(
     x: torch.Tensor,
     group_offsets: torch.Tensor | None,
 ) -> list[torch.Tensor]:
+    problem = _problem(scale_rule, format, scale_span, x=x, group_offsets=group_offsets)
+    empty = getattr(_kernel(problem), "empty", _empty)
     *leading, rows, columns = x.shape
     padded = rows
     if group_offsets is not None:
@@ -244,11 +250,27 @@ def _fake(
     for span, size, reduced in zip(
         spans_of(scale_span), (rows, columns), (columns, padded), strict=True
     ):
-        for width in (reduced, reduced // MX_BLOCK_SIZE):  # codes, scales
-            tensors.append(x.new_empty((*leading, size, width), dtype=torch.uint8))
+        copy = empty(x, (*leading, size, reduced), problem.format)
+        tensors += [copy.qdata, copy.scale]
         if span is ScaleSpan.AUTO:
             tensors.append(x.new_empty(1, dtype=torch.int32))
     return tensors
+
+
+def _kernel(problem: DualProblem) -> KernelSpec:
+    """The kernel of a problem whose sizes may be symbols; it depends on no size."""
+    sizes = (MX_BLOCK_SIZE,) * len(problem.shape)
+    groups = int(problem.num_groups) if problem.grouped_rows else 0
+    return resolve(replace(problem, shape=sizes, num_groups=groups))[0]
+
+
+def _empty(like: torch.Tensor, shape: tuple[int, ...], format: MXFormat) -> MXTensor:
+    """A contiguous MXTensor of this shape."""
+    qdata, scale = (
+        like.new_empty((*shape[:-1], size), dtype=torch.uint8)
+        for size in (shape[-1], shape[-1] // MX_BLOCK_SIZE)
+    )
+    return MXTensor.unchecked(qdata, scale, format)
 
 
 def _build(

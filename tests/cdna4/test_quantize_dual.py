@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mxpert
+from mxpert.backends.cdna4.lib.operands import Operand
 from mxpert.backends.cdna4.quantize_dual.host import QUANTIZE_DUAL
 from mxpert.formats import MXTensor, ScaleRule, quantize_blocks
 from mxpert.formats.spec import ScaleSpan, get_format
@@ -72,6 +73,35 @@ def test_any_strides(view: str) -> None:
     row, column = dual(x)
     assert_exact(row, quantize_blocks(x, "mxfp8_e4m3"), "row")
     assert_exact(column, quantize_blocks(x.mT.contiguous(), "mxfp8_e4m3"), "column")
+
+
+@pytest.mark.parametrize("view", ["weights", "columns", "groups"])
+def test_results_are_operands(view: str) -> None:
+    """The grouped GEMM reads both copies in place; any backend reads them by their strides."""
+    x = normal(190, 192).to(torch.bfloat16)
+    offsets = torch.tensor([0, 33, 190]) if view == "groups" else None
+    x = x if offsets is not None else VIEWS[view](normal(192, 160).to(torch.bfloat16))
+    for copy in dual(x, group_offsets=offsets):
+        operand = Operand.of(copy)
+        assert operand.codes is copy.qdata
+        assert operand.scale is copy.scale
+        assert not operand.pitch % 128
+        contiguous = replace(copy, qdata=copy.qdata.contiguous(), scale=copy.scale.contiguous())
+        assert torch.equal(mxpert.dequantize(copy), contiguous.dequantize())
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["weights", "groups"])
+def test_fake_results_have_the_same_strides(grouped: bool) -> None:
+    """torch.compile relies on the strides of fake results, at symbolic sizes too."""
+    x = normal(190, 96) if grouped else normal(3, 64, 160)
+    offsets = torch.tensor([0, 33, 190]) if grouped else None
+    arguments = ("rceil", "mxfp8_e4m3", ["block", "block"], x, offsets)
+    with emulate(), mxpert.override(backend="cdna4"):
+        torch.library.opcheck(
+            torch.ops.mxpert.quantize_dual,
+            arguments,
+            test_utils=("test_faketensor", "test_aot_dispatch_dynamic"),
+        )
 
 
 OFFSETS = {

@@ -116,4 +116,3 @@ def _launch(
         BLOCK_G=block_g,
         **quantizer.constants(block_g),
     )
-

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.amd import cdna4
 
 from ...common.compat import aggregate
 from ..lib.gcn import scheduling_fence
-from ..lib.mx_gemm import BLOCK_N, row_of
+from ..lib.mx_gemm import BLOCK_N, HIGH, row_of
 
 _BLOCK_ROWS = gl.constexpr(32)
 """Rows that are stored together: 16 of each row of four waves."""
@@ -69,7 +69,7 @@ class Output:
         # [32, block, wave, quarter, 4] to [32, wave, quarter, 4, block]
         parts = gl.permute(gl.reshape(sums, [_BLOCK_ROWS, 4, 4, 4, 4]), [0, 2, 3, 4, 1])
         value = gl.convert_layout(gl.reshape(parts, [_BLOCK_ROWS, BLOCK_N]), _STORE)
-        m = row_of(gl.arange(0, _BLOCK_ROWS, gl.SliceLayout(1, _STORE)), 0, 256)
+        m = row_of(gl.arange(0, _BLOCK_ROWS, gl.SliceLayout(1, _STORE)), 0, HIGH)
         n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, _STORE))
         row = tile.out_row + first
         base = self.base + row.to(gl.int64) * self.num_n + tile.column

@@ -31,6 +31,9 @@ from .gcn import opaque
 from .lds import PLAIN, ROW_BYTES, SWIZZLED, copy_rows
 from .phases import NUM_WARPS, end_compute, end_memory, enter_phases, leave_phases
 
+HIGH = gl.constexpr(256)
+"""BLOCK_M of high tiles; low ones have 128."""
+
 BLOCK_N = gl.constexpr(256)
 STEP = ROW_BYTES
 """Values of the reduction a step: one byte each."""
@@ -82,7 +85,7 @@ def row_of(row, HALF_OF_TILE: gl.constexpr, BLOCK_M: gl.constexpr):
 @gluon.constexpr_function
 def _half_distance(block_m):
     """Rows from a lane's first row in the top half to its first row in the bottom half."""
-    return 128 if block_m == 256 else 2
+    return 128 if block_m == HIGH.value else 2
 
 
 @gluon.jit

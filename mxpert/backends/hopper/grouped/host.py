@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from ....errors import require
 from ....formats.spec import MX_BLOCK_SIZE, MXFP8_E5M2, ScaleSpan
 from ....formats.tensor import MXTensor
 from ....problem import GemmConfig, GroupedProblem, Op, QuantizeProblem, Target
 from ....runtime.launch import CACHED_LAUNCHES, Launch
-from ...common.groups import padded_offsets
+from ...common.grouped import Grouped, GroupedGemm, GroupedWgrad
 from ...common.quantize import DEQUANTIZE
 from ..lib.tma import matrices_descriptor, rows_descriptor
 from .decode_if_wide import decode_if_wide
@@ -33,10 +32,12 @@ UNPROMOTED_DEPTH = 8192
 sum: an error of 2e-3 at this depth. Longer sums are promoted to float32 every 256 values."""
 
 
-class _Grouped:
+Operand = torch.Tensor | MXTensor
+
+
+class _Grouped(Grouped[Operand]):
     """Base class of both GEMMs: supported problems, configs, and the launch."""
 
-    op: Op
     backend = "hopper"
 
     def unsupported(self, problem: GroupedProblem) -> str | None:
@@ -76,10 +77,6 @@ class _Grouped:
                 group_m=band,
             )
 
-    def heuristic(self, problem: GroupedProblem) -> GemmConfig:
-        """The config used if none is pinned."""
-        return next(self.configs(problem))
-
     def mode(self, problem: GroupedProblem) -> str:
         """How the kernel applies scales; `explain` shows it.
 
@@ -111,23 +108,15 @@ class _Grouped:
             "[G, N, K], the other copy of quantize_dual, with trans_b=True"
         )
 
-    def _launch(
+    def multiply(
         self,
         problem: GroupedProblem,
         config: GemmConfig,
-        a: torch.Tensor | MXTensor,
-        b: torch.Tensor | MXTensor,
+        a: Operand,
+        b: Operand,
         out: torch.Tensor,
         offsets: torch.Tensor,
     ) -> None:
-        require(
-            config in tuple(self.configs(problem)),
-            problem.op.value,
-            "config",
-            need="a config of this backend",
-            got=config,
-            remedy="see configs() of the kernel for valid ones",
-        )
         mode, target = self.mode(problem), problem.target
         if mode == "exact":
             a, b = _as_bf16(a, target), _as_bf16(b, target)
@@ -139,62 +128,20 @@ class _Grouped:
             _multiply(problem, config, "wide", *decode_if_wide(a, b, target), others)
 
 
-class _GroupedGemm(_Grouped):
-    """GROUPED_GEMM: ``c[r] = a[r] @ b[group of r].T``; zeros in rows without a group."""
-
-    op = Op.GROUPED_GEMM
-
-    def launch(
-        self,
-        problem: GroupedProblem,
-        config: GemmConfig,
-        *,
-        a: torch.Tensor | MXTensor,
-        b: torch.Tensor | MXTensor,
-        group_offsets: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return c [M, n], contiguous, in `problem.out_dtype`."""
-        out = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
-        if problem.k == 0:
-            return out.zero_()
-        if out.numel() > 0:
-            self._launch(problem, config, a, b, out, group_offsets)
-        return out
+class _GroupedGemm(_Grouped, GroupedGemm[Operand]):
+    pass
 
 
-class _GroupedWgrad(_Grouped):
-    """GROUPED_WGRAD: ``out[g] = grad_g.T @ a_g`` over the rows of group g; zeros if it is empty."""
-
-    op = Op.GROUPED_WGRAD
-
-    def launch(
-        self,
-        problem: GroupedProblem,
-        config: GemmConfig,
-        *,
-        grad: torch.Tensor | MXTensor,
-        a: torch.Tensor | MXTensor,
-        group_offsets: torch.Tensor,
-        accumulate_into: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return out [G, n, k] in `problem.out_dtype`, or add the result to `accumulate_into`."""
-        out = accumulate_into
-        if out is None:
-            out = group_offsets.new_empty(
-                (problem.num_groups, problem.n, problem.k), dtype=problem.out_dtype
-            )
-        if out.numel() > 0:
-            offsets = padded_offsets(problem, group_offsets)
-            self._launch(problem, config, grad, a, out, offsets)
-        return out
+class _GroupedWgrad(_Grouped, GroupedWgrad[Operand]):
+    pass
 
 
 def _multiply(
     problem: GroupedProblem,
     config: GemmConfig,
     mode: str,
-    a: torch.Tensor | MXTensor,
-    b: torch.Tensor | MXTensor,
+    a: Operand,
+    b: Operand,
     others: dict[str, torch.Tensor | None],
 ) -> None:
     """One launch of the GEMM.
@@ -210,12 +157,12 @@ def _multiply(
     )
 
 
-def _wide_blocks(value: torch.Tensor | MXTensor) -> torch.Tensor | None:
+def _wide_blocks(value: Operand) -> torch.Tensor | None:
     """The device count of wide blocks [1] of an operand with ScaleSpan.AUTO; None for others."""
     return value.wide_blocks if isinstance(value, MXTensor) else None
 
 
-def _operand(value: torch.Tensor | MXTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _operand(value: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Contiguous values, and the scale bytes of an MX tensor (None for bf16)."""
     if not isinstance(value, MXTensor):
         return value.contiguous(), None

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from ....formats.spec import MX_BLOCK_SIZE
 from ...common.compat import aggregate
+from ...common.groups import load_offset
 
 MX_BLOCK = gl.constexpr(MX_BLOCK_SIZE)
 """Values that share an MX scale; groups of wgrad's reduction start at multiples of it."""
@@ -46,12 +47,6 @@ class Tile:
     out_row: gl.tensor
     out_row_end: gl.tensor
     column: gl.tensor
-
-
-@gluon.jit
-def _load_offset(offsets, index, limit):
-    """Load group offset `index` (int32 or int64), clamp it to [0, limit], return int32."""
-    return gl.minimum(gl.maximum(gl.load(offsets + index), 0), limit).to(gl.int32)
 
 
 @gluon.jit
@@ -102,10 +97,10 @@ class TileScheduler:
     @gluon.jit
     def _group_bounds(self, group):
         """First row and end row of a group; group `num_groups` stands for rows without a group."""
-        start = _load_offset(self.offsets, group, self.num_rows)
+        start = load_offset(self.offsets, group, self.num_rows)
         end = self.num_rows
         if group < self.num_groups:
-            end = gl.maximum(_load_offset(self.offsets, group + 1, self.num_rows), start)
+            end = gl.maximum(load_offset(self.offsets, group + 1, self.num_rows), start)
         return start, end
 
     @gluon.jit

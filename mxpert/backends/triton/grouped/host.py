@@ -13,17 +13,19 @@ from ....formats.spec import get_format
 from ....formats.tensor import MXTensor
 from ....problem import GemmConfig, GroupedProblem, Op, Target
 from ....runtime.launch import CACHED_LAUNCHES, Launch
-from ...common.groups import group_block, padded_offsets, refuse_groups
+from ...common.grouped import Grouped, GroupedGemm, GroupedWgrad
+from ...common.groups import group_block, refuse_groups
 from ...common.targets import is_blackwell
 from ..tile_rules import OUT_DTYPES
 from . import config as heuristics
 from .kernels import _grouped_gemm_kernel, _grouped_wgrad_kernel
 
+Operand = torch.Tensor | MXTensor
 
-class _Grouped:
+
+class _Grouped(Grouped[Operand]):
     """Base class of both GEMMs: supported problems and choice of tiles."""
 
-    op: Op
     backend = "triton"
 
     def unsupported(self, problem: GroupedProblem) -> str | None:
@@ -43,36 +45,30 @@ class _Grouped:
         """The config used if the tuned table has no row for `problem`."""
         return heuristics.heuristic(problem)
 
+    def require_valid(self, problem: GroupedProblem, config: GemmConfig) -> None:
+        heuristics.require_valid(problem, config)
 
-class _GroupedGemm(_Grouped):
-    """GROUPED_GEMM: ``c[r] = a[r] @ b[group of r].T``; zeros in rows without a group."""
 
-    op = Op.GROUPED_GEMM
-
-    def launch(
+class _GroupedGemm(_Grouped, GroupedGemm[Operand]):
+    def multiply(
         self,
         problem: GroupedProblem,
         config: GemmConfig,
-        *,
-        a: torch.Tensor | MXTensor,
-        b: torch.Tensor | MXTensor,
-        group_offsets: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return c [M, n], contiguous, in `problem.out_dtype`."""
-        c = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
+        a: Operand,
+        b: Operand,
+        out: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
         a_data, a_scale, a_strides = _parts(a)
         b_data, b_scale, b_strides = _parts(b)
-        launch = _gemm_launch(problem, config, a_strides, b_strides)
-        if c.numel() > 0:
-            launch(
-                c_ptr=c,
-                a_ptr=a_data,
-                a_scale_ptr=a_scale,
-                b_ptr=b_data,
-                b_scale_ptr=b_scale,
-                group_offsets_ptr=group_offsets,
-            )
-        return c
+        _gemm_launch(problem, config, a_strides, b_strides)(
+            c_ptr=out,
+            a_ptr=a_data,
+            a_scale_ptr=a_scale,
+            b_ptr=b_data,
+            b_scale_ptr=b_scale,
+            group_offsets_ptr=offsets,
+        )
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -82,7 +78,6 @@ def _gemm_launch(
     a_strides: tuple[int, ...],
     b_strides: tuple[int, ...],
 ) -> Launch:
-    heuristics.require_valid(problem, config)
     # An upper bound of the number of tiles, without the groups' sizes: each group, and the rows
     # without a group, add at most one ragged tile; a tile has at least one row.
     row_tiles = triton.cdiv(problem.num_rows, config.block_m) + problem.num_groups
@@ -114,43 +109,26 @@ def _gemm_launch(
     )
 
 
-class _GroupedWgrad(_Grouped):
-    """GROUPED_WGRAD: ``out[g] = grad_g.T @ a_g`` over the rows of group g; zeros if it is empty."""
-
-    op = Op.GROUPED_WGRAD
-
-    def launch(
+class _GroupedWgrad(_Grouped, GroupedWgrad[Operand]):
+    def multiply(
         self,
         problem: GroupedProblem,
         config: GemmConfig,
-        *,
-        grad: torch.Tensor | MXTensor,
-        a: torch.Tensor | MXTensor,
-        group_offsets: torch.Tensor,
-        accumulate_into: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return out [G, n, k] in `problem.out_dtype`, or add the result to `accumulate_into`."""
-        out = accumulate_into
-        if out is None:
-            out = group_offsets.new_empty(
-                (problem.num_groups, problem.n, problem.k), dtype=problem.out_dtype
-            )
-        offsets = group_offsets
-        if problem.a_format != "bf16":
-            offsets = padded_offsets(problem, group_offsets)
-        grad_data, grad_scale, grad_strides = _parts(grad)
-        a_data, a_scale, a_strides = _parts(a)
-        launch = _wgrad_launch(problem, config, grad_strides, a_strides, out.stride())
-        if out.numel() > 0:
-            launch(
-                out_ptr=out,
-                grad_ptr=grad_data,
-                grad_scale_ptr=grad_scale,
-                a_ptr=a_data,
-                a_scale_ptr=a_scale,
-                offsets_ptr=offsets,
-            )
-        return out
+        a: Operand,
+        b: Operand,
+        out: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        grad_data, grad_scale, grad_strides = _parts(a)
+        a_data, a_scale, a_strides = _parts(b)
+        _wgrad_launch(problem, config, grad_strides, a_strides, out.stride())(
+            out_ptr=out,
+            grad_ptr=grad_data,
+            grad_scale_ptr=grad_scale,
+            a_ptr=a_data,
+            a_scale_ptr=a_scale,
+            offsets_ptr=offsets,
+        )
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -161,7 +139,6 @@ def _wgrad_launch(
     a_strides: tuple[int, ...],
     out_strides: tuple[int, ...],
 ) -> Launch:
-    heuristics.require_valid(problem, config)
     tiles = triton.cdiv(problem.n, config.block_m) * triton.cdiv(problem.k, config.block_n)
     grad_n, grad_r, grad_scale_n, grad_scale_r = grad_strides
     a_k, a_r, a_scale_k, a_scale_r = a_strides
@@ -209,9 +186,7 @@ def _element(format_name: str) -> str:
     return "bf16" if format_name == "bf16" else get_format(format_name).element.name
 
 
-def _parts(
-    value: torch.Tensor | MXTensor,
-) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
+def _parts(value: Operand) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
     """Return values, scales (None for bf16) and the strides of both (0 for absent scales)."""
     if isinstance(value, MXTensor):
         return value.qdata, value.scale, value.qdata.stride() + value.scale.stride()
