@@ -21,6 +21,7 @@ from cycle_model.published import PEAK_TFLOPS, REFERENCE
 from mxpert.dispatch.registry import override, resolve
 from mxpert.formats.tensor import Layout
 from mxpert.problem import GemmConfig, GroupedProblem, MoEConfig, MoEOptions, MoEProblem, Op, SiLU
+from mxpert.routing import padded_capacity
 from mxpert.testing.gfx950 import MI355X, Report, emulate
 from mxpert.testing.gfx950.timing import Execution, LoopError, LoopReport, model_loop
 from mxpert.testing.problems import MoEShape, random_moe_problem
@@ -71,7 +72,11 @@ class MoECell:
 
 @dataclass(frozen=True)
 class GroupedCell:
-    """One grouped GEMM of training: `groups` × `rows` rows, E4M3."""
+    """One grouped GEMM of training: `groups` × `rows` rows, E4M3.
+
+    Args:
+        op: "forward", "dgrad" or "wgrad". n, k: columns of the output and of the input of forward.
+    """
 
     op: str
     groups: int
@@ -88,7 +93,7 @@ class GroupedCell:
     @property
     def depth(self) -> int:
         """Elements that a product sums over."""
-        return self.k if self.op == "forward" else self.rows
+        return {"forward": self.k, "dgrad": self.n, "wgrad": self.rows}[self.op]
 
     @property
     def published(self) -> str:
@@ -118,7 +123,7 @@ def cells() -> Iterator[Cell]:
         (16, 2048, 7168, 2048),
         (4, 4096, 5760, 2880),
     ):
-        for op in ("forward", "wgrad"):
+        for op in ("forward", "dgrad", "wgrad"):
             yield GroupedCell(op, groups, rows, n, k)
 
 
@@ -237,42 +242,40 @@ def _unsplit(config: Any) -> Any:
 
 def _run_grouped(cell: GroupedCell, backend: str, depth: int) -> tuple[Any, LoopReport]:
     """The config of the full shape, and the modelled loop."""
-    is_forward = cell.op == "forward"
+    num_rows, is_wgrad = cell.groups * cell.rows, cell.op == "wgrad"
     full = GroupedProblem(
-        Op.GROUPED_GEMM if is_forward else Op.GROUPED_WGRAD,
+        Op.GROUPED_WGRAD if is_wgrad else Op.GROUPED_GEMM,
         MI355X,
-        cell.groups * cell.rows,
+        padded_capacity(num_rows, cell.groups) if is_wgrad else num_rows,
         cell.groups,
-        cell.n,
-        cell.k,
+        *((cell.k, cell.n) if cell.op == "dgrad" else (cell.n, cell.k)),
         "mxfp8_e4m3",
         "mxfp8_e4m3",
-        trans_b=is_forward,
+        trans_b=not is_wgrad,
         out_dtype=torch.bfloat16,
     )
     with override(backend=backend):
         _, config = resolve(full)
-    return config, _grouped_loop(backend, config, is_forward, depth)
+    return config, _grouped_loop(backend, config, cell.op, depth)
 
 
 @functools.cache
-def _grouped_loop(backend: str, config: GemmConfig, is_forward: bool, depth: int) -> LoopReport:
-    """Execute one group of one tile, and model its loop."""
-    tile, name = 256, "mxfp8_e4m3"
+def _grouped_loop(backend: str, config: GemmConfig, op: str, depth: int) -> LoopReport:
+    """Execute one group of one tile on the copies that training makes, and model its loop."""
+    tile = 256
     torch.manual_seed(0)
-    offsets = torch.tensor([0, tile if is_forward else depth], dtype=torch.int32)
-    if is_forward:
-        operands = (
-            mxpert.quantize(torch.randn(tile, depth), name),
-            mxpert.quantize(torch.randn(1, tile, depth), name),
-        )
-    else:
-        first, second = (
-            mxpert.quantize_dual(torch.randn(depth, tile), name, group_offsets=offsets)[1]
-            for _ in range(2)
-        )
-        operands = first, second
-    op = mxpert.grouped_gemm if is_forward else mxpert.grouped_wgrad
+    offsets = torch.tensor([0, depth if op == "wgrad" else tile], dtype=torch.int32)
+    with override(backend=backend), emulate(checks=False):
+        if op == "wgrad":
+            first, second = (
+                mxpert.quantize_dual(torch.randn(depth, tile), group_offsets=offsets)[1]
+                for _ in range(2)
+            )
+        else:
+            first = mxpert.quantize_dual(torch.randn(tile, depth), group_offsets=offsets)[0]
+            shape = (1, tile, depth) if op == "forward" else (1, depth, tile)
+            second = mxpert.quantize_dual(torch.randn(shape))[0 if op == "forward" else 1]
+    multiply = mxpert.grouped_wgrad if op == "wgrad" else mxpert.grouped_gemm
     with override(backend=backend, config=config), emulate(trace=True, checks=False) as emulation:
-        op(*operands, offsets)
+        multiply(first, second, offsets)
     return model_loop(Execution.of(_matrix_reports(emulation.reports)[-1]))

@@ -94,10 +94,13 @@ REFERENCE = {
     ("prefill", "mxfp4"): ("MFMA 93.8 % (dense GEMM of AMD)", TUTORIALS),
     ("prefill", "mxfp8"): ("MFMA 96.2–99.8 % (dense bf8 GEMM of AMD)", TUTORIALS),
     ("grouped", "forward", 4096, 7168): ("1327–2360 TFLOP/s", PRIMUS),
+    ("grouped", "dgrad", 4096, 7168): ("1224–2165 TFLOP/s", PRIMUS),
     ("grouped", "wgrad", 4096, 7168): ("1708–2211 TFLOP/s", PRIMUS),
     ("grouped", "forward", 7168, 2048): ("918–1695 TFLOP/s", PRIMUS),
+    ("grouped", "dgrad", 7168, 2048): ("1315–2279 TFLOP/s", PRIMUS),
     ("grouped", "wgrad", 7168, 2048): ("1717–2139 TFLOP/s", PRIMUS),
     ("grouped", "forward", 5760, 2880): ("1038–1822 TFLOP/s", PRIMUS),
+    ("grouped", "dgrad", 5760, 2880): ("1064–2144 TFLOP/s", PRIMUS),
     ("grouped", "wgrad", 5760, 2880): ("1423–1835 TFLOP/s", PRIMUS),
 }
 """Whole kernels, measured by their authors."""
