@@ -7,7 +7,7 @@ are empty, and rows outside the groups are NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 import mxpert
 import mxpert.training
 from mxpert.backends.cdna4.grouped.host import GROUPED_GEMM, GROUPED_WGRAD
-from mxpert.backends.cdna4.lib.operands import scale_strides, to_planes
+from mxpert.backends.cdna4.lib.operands import Operand, empty_operand, scale_strides, to_planes
 from mxpert.formats import MXTensor
-from mxpert.formats.spec import ScaleSpan
+from mxpert.formats.spec import ScaleSpan, get_format
 from mxpert.problem import GroupedProblem, Op, ReferenceConfig
 from mxpert.routing import padded_group_offsets
 from mxpert.testing.gfx950 import MI355X, emulate
@@ -204,6 +204,45 @@ def test_nan_stays_in_its_row() -> None:
     rows = actual.isnan().any(1).nonzero().flatten().tolist()
     assert rows == [5, 70]
     assert actual[rows].isnan().all()
+
+
+def test_nan_stays_in_its_group() -> None:
+    """Wgrad's steps reach into neighbouring groups, whose blocks count as zeros even if NaN."""
+    grad, a, offsets = wgrad_operands("ragged", "e4m3", 288, 320)
+    starts = padded_group_offsets(offsets) // 32  # groups 2 and 4: blocks 2 and 3 … 10
+    grad.scale[7, starts[2]], a.scale[9, starts[4]] = 255, 255
+    with emulate(), mxpert.override(backend="cdna4", config=HIGH):
+        actual = mxpert.grouped_wgrad(grad, a, offsets, out_dtype=torch.float32)
+    expected = torch.zeros_like(actual, dtype=torch.bool)
+    expected[2, 7], expected[4, :, 9] = True, True
+    assert torch.equal(actual.isnan(), expected)
+
+
+OPERANDS: dict[str, tuple[Callable[[MXTensor], MXTensor], bool]] = {
+    "as it is": (lambda x: x, True),
+    "matrices": (lambda x: x[1:], True),
+    "one matrix": (lambda x: x[2], True),
+    "rows": (lambda x: x[0][4:40], True),
+    "rows within a word": (lambda x: x[0][3:40], False),
+    "every second matrix": (lambda x: x[::2], False),
+}
+
+
+@pytest.mark.parametrize("case", OPERANDS)
+def test_what_is_read_in_place(case: str) -> None:
+    """Views of an operand; the kernel reads rows of codes at any line, scales at whole words."""
+    view, in_place = OPERANDS[case]
+    whole = empty_operand(torch.empty(0), (3, 44, 416), get_format("mxfp8"))
+    whole.qdata.copy_(torch.randint(0, 120, whole.qdata.shape, generator=draw(5)))
+    whole.scale.copy_(torch.randint(0, 255, whole.scale.shape, generator=draw(6)))
+    value = view(whole)
+    with emulate():
+        operand = Operand.of(value)
+    assert (operand.scale.data_ptr() == value.scale.data_ptr()) == in_place
+    assert torch.equal(operand.scale, value.scale)
+    assert torch.equal(operand.codes, value.qdata)
+    assert not operand.scale.stride(-1) % 4
+    assert operand.scale_pitch == operand.scale.stride(-1) // 4
 
 
 def test_longer_spans_are_served() -> None:

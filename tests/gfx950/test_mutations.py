@@ -2,9 +2,10 @@
 
 `mutants.json` records all of them by kernel and kind, and each survivor by its place. Scale bytes,
 operands and LDS offsets that are exchanged give a wrong result or a fault. A wait or barrier that
-is dropped or weakened survives where something else orders what it orders: then the bits are the
-same in all schedules of `Trial.judge`, with all checks on, and the record has the reason, which
-follows from a run of the kernel as it is (`gfx950_orders`).
+is dropped or weakened survives where something else orders what it orders, and a store to LDS may
+go elsewhere if it stores what is already there: then the bits are the same in all schedules of
+`Trial.judge`, with all checks on, and the record has the reason, which follows from a run of the
+kernel as it is (`gfx950_orders`).
 
 By default the reasons of all survivors are checked and a few mutants of each kind are judged, with
 ``--gfx950-all`` all mutants.

@@ -13,6 +13,7 @@ from support.gfx950_orders import (
     NOTHING_OUTSTANDING,
     OTHER_BYTES,
     SAME_CONTENT,
+    SAME_VALUE,
     Orders,
     observe,
 )
@@ -109,3 +110,22 @@ def test_a_barrier_orders_only_what_is_waited_for() -> None:
     orders = observed(body)
     assert orders.reason_for_barrier(PLACE + 1) == NO_ACCESSES
     assert orders.reason_for_barrier(PLACE + 3) is None
+
+
+@pytest.mark.parametrize(
+    "between, reason",
+    [("", SAME_VALUE), ("v_mov_b32_e32 v2, v0", SAME_VALUE), ("v_add_u32_e32 v2, 1, v2", None)],
+)
+def test_what_a_store_changes(between: str, reason: str | None) -> None:
+    """The second store writes what the first one has left there, or something else."""
+    body = f"""
+    v_mov_b32_e32 v2, v0
+    ds_write_b32 v1, v2
+    s_waitcnt lgkmcnt(0)
+    {between or "s_nop 0"}
+    ds_write_b32 v1, v2
+    s_waitcnt lgkmcnt(0)
+    """
+    orders = observed(body)
+    assert orders.reason_for_store(PLACE + 1) is None
+    assert orders.reason_for_store(PLACE + 4) == reason

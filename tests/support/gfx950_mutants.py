@@ -9,7 +9,7 @@ dropped or weakened, scale bytes, operands and LDS offsets exchanged. `Trial.jud
   `RANDOM_RUNS` random schedules.
 
 A wait or barrier that survives is redundant for this problem: something else orders the accesses,
-and `Trial.reason` says what.
+and `Trial.reason` says what. A store to LDS that can go elsewhere stores what is already there.
 """
 
 from __future__ import annotations
@@ -181,8 +181,9 @@ def _lds_offsets(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
 
 _CHANGES = (_waits, _barriers, _scale_bytes, _operands, _lds_offsets)
 
-SOME_SURVIVE = ("dropped wait", "weakened wait", "dropped barrier")
-"""Kinds whose mutants can be redundant, because something else orders the accesses."""
+SOME_SURVIVE = ("dropped wait", "weakened wait", "dropped barrier", "LDS offset")
+"""Kinds whose mutants can be redundant: something else orders the accesses, or a store changes
+nothing."""
 
 
 def mutants(executable: Executable) -> list[Mutant]:
@@ -280,7 +281,9 @@ class Trial:
         return orders
 
     def reason(self, mutant: Mutant) -> str | None:
-        """Why a wait or barrier is redundant if it survives; None if nothing says so."""
+        """Why a wait, barrier or store is redundant if it survives; None if nothing says so."""
+        if mutant.kind == "LDS offset":
+            return self.orders.reason_for_store(mutant.index)
         if mutant.kind == "dropped barrier":
             return self.orders.reason_for_barrier(mutant.index)
         if mutant.kind in SOME_SURVIVE:

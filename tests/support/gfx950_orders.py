@@ -1,9 +1,9 @@
 """What the waits and barriers of a gfx950 kernel order, from one run of one workgroup.
 
-`observe` notes the waits, barriers and LDS accesses of each wave. From that follows what a run
-without one of them, or with a weaker one, would order: which operations a wave's counters would
-leave in flight longer, and which accesses to LDS would stand in no order. A wave's path does not
-depend on the schedule, so neither does the answer.
+`observe` notes the waits, barriers and LDS accesses of each wave, and what stores to LDS change.
+From that follows what a run without one of them, or with a weaker one, would order: which
+operations a wave's counters would leave in flight longer, and which accesses to LDS would stand in
+no order. A wave's path does not depend on the schedule, so neither does the answer.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ NO_ACCESSES = "no LDS accesses to order"
 """Without the barrier all accesses of different waves keep the order that they have with it."""
 OTHER_BYTES = "orders LDS accesses to different bytes only"
 SAME_CONTENT = "orders LDS stores of the same content only"
+SAME_VALUE = "stores a value that is already there"
 PROOFS = (NOTHING_OUTSTANDING, NO_ACCESSES, OTHER_BYTES)
 """Reasons from which it follows that the mutant behaves as the kernel does.
 
@@ -77,13 +78,17 @@ class _Access:
 
 @dataclass
 class Orders:
-    """What was observed; waits and barriers by wave."""
+    """What was observed; waits and barriers by wave.
+
+    changes: whether a store to LDS changed a byte, by the instruction's index.
+    """
 
     waits: dict[int, list[_Wait]] = field(default_factory=lambda: collections.defaultdict(list))
     barriers: dict[int, list[_Barrier]] = field(
         default_factory=lambda: collections.defaultdict(list)
     )
     accesses: list[_Access] = field(default_factory=list)
+    changes: dict[int, bool] = field(default_factory=dict)
 
     def reason_for_wait(self, index: int, weakened: str = "") -> str:
         """Why the wait at `index` can be dropped, or the counter `weakened` be one higher."""
@@ -117,6 +122,10 @@ class Orders:
                     return None
                 reason = SAME_CONTENT
         return reason
+
+    def reason_for_store(self, index: int) -> str | None:
+        """Why the store to LDS at `index` can go elsewhere; None if it changes a byte."""
+        return SAME_VALUE if self.changes.get(index) is False else None
 
     def _ordered(self, dropped: int) -> Bools:
         """Whether access i is ordered ahead of access j of another wave, without a barrier."""
@@ -195,6 +204,11 @@ def observe() -> Iterator[Orders]:
         offsets = access(machine, address, size, **options)
         lanes = options.get("lanes")
         lanes = machine.state.active if lanes is None else lanes
+        if words := options.get("words"):
+            stored = np.stack([np.broadcast_to(word, lanes.shape)[lanes] for word in words], -1)
+            before = machine.lds.bytes[offsets[lanes][:, None] + np.arange(size)]
+            changed = bool((stored.view(np.uint8)[:, :size] != before).any())
+            orders.changes[machine.index] = orders.changes.get(machine.index, False) or changed
         counter = "vm" if options.get("direct") else "lgkm"
         for row, wave in enumerate(machine.state.indices.tolist()):
             touched = offsets[row][lanes[row]]
