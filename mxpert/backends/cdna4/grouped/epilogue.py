@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.amd import cdna4
 
 from ...common.compat import aggregate
 from ..lib.gcn import scheduling_fence
-from ..lib.mx_gemm import BLOCK_N, HIGH, row_of
+from ..lib.mx_gemm import BLOCK_N, row_of
 
 _BLOCK_ROWS = gl.constexpr(32)
 """Rows that are stored together: 16 of each row of four waves."""
@@ -45,20 +45,15 @@ class Output:
     ACCUMULATE: gl.constexpr
 
     @gluon.jit
-    def store(self, sums, tile, HALF_OF_TILE: gl.constexpr, BLOCK_M: gl.constexpr):
-        """Store float32 sums [BLOCK_M / 2, 256] of half a tile, rows of its group alone."""
+    def store(self, sums, tile, PART: gl.constexpr):
+        """Store float32 sums [128, 256] of a part of a tile, rows of its group alone."""
         upper, lower = _halves(sums)
-        if BLOCK_M == 4 * _BLOCK_ROWS:
-            self._store_block(upper, tile, row_of(0, HALF_OF_TILE, BLOCK_M))
-            self._store_block(lower, tile, row_of(_BLOCK_ROWS, HALF_OF_TILE, BLOCK_M))
-        else:
-            gl.static_assert(BLOCK_M == 8 * _BLOCK_ROWS, "a tile has 128 or 256 rows")
-            first, second = _halves(upper)
-            third, fourth = _halves(lower)
-            self._store_block(first, tile, row_of(0, HALF_OF_TILE, BLOCK_M))
-            self._store_block(second, tile, row_of(_BLOCK_ROWS, HALF_OF_TILE, BLOCK_M))
-            self._store_block(third, tile, row_of(2 * _BLOCK_ROWS, HALF_OF_TILE, BLOCK_M))
-            self._store_block(fourth, tile, row_of(3 * _BLOCK_ROWS, HALF_OF_TILE, BLOCK_M))
+        first, second = _halves(upper)
+        third, fourth = _halves(lower)
+        self._store_block(first, tile, row_of(0, PART))
+        self._store_block(second, tile, row_of(_BLOCK_ROWS, PART))
+        self._store_block(third, tile, row_of(2 * _BLOCK_ROWS, PART))
+        self._store_block(fourth, tile, row_of(3 * _BLOCK_ROWS, PART))
 
     @gluon.jit
     def _store_block(self, sums, tile, first):
@@ -69,7 +64,7 @@ class Output:
         # [32, block, wave, quarter, 4] to [32, wave, quarter, 4, block]
         parts = gl.permute(gl.reshape(sums, [_BLOCK_ROWS, 4, 4, 4, 4]), [0, 2, 3, 4, 1])
         value = gl.convert_layout(gl.reshape(parts, [_BLOCK_ROWS, BLOCK_N]), _STORE)
-        m = row_of(gl.arange(0, _BLOCK_ROWS, gl.SliceLayout(1, _STORE)), 0, HIGH)
+        m = row_of(gl.arange(0, _BLOCK_ROWS, gl.SliceLayout(1, _STORE)), 0)
         n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, _STORE))
         row = tile.out_row + first
         base = self.base + row.to(gl.int64) * self.num_n + tile.column

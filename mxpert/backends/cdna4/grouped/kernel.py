@@ -4,14 +4,14 @@ A persistent workgroup, one a compute unit, computes tiles of BLOCK_M x 256. The
 contiguous in both operands.
 
 Roles: eight waves, two groups of four that alternate between memory and compute phases
-    (`lib.phases`). Every wave computes 2 x (BLOCK_M / 4) x 64 sums.
+    (`lib.phases`). Every wave computes (BLOCK_M / 2) x 64 sums.
 
-Barriers: a barrier after each phase, 8 in two steps of 128 values. A memory phase waits for its own
-    LDS reads, and for the direct copies that the next memory phase reads.
+Barriers: a barrier after each phase: in two steps of 128 values 8, with BLOCK_M = 128 4. A memory
+    phase waits for its own LDS reads, and for the direct copies that the next memory phase reads.
 
-Pipeline: two steps of codes in LDS, BLOCK_M + 256 rows of 128 bytes each, and two pairs of steps of
-    scales: 136 KiB with BLOCK_M = 256. Copies are direct (LDS-DMA) and start 4 phases before their
-    reads.
+Pipeline: two steps of codes in LDS (three with BLOCK_M = 128), BLOCK_M + 256 rows of 128 bytes
+    each, and two pairs of steps of scales: 136 KiB, or 152. Copies are direct (LDS-DMA) and start 4
+    phases before their reads.
 
 Timeline: for each tile: locate the next one → main loop (`lib.mx_gemm`) → start the next tile's
     copies → store the sums, while the copies run.
@@ -28,7 +28,10 @@ from ..lib.gcn import scheduling_fence
 from ..lib.lds import COPY, row_offsets
 from ..lib.mx_gemm import (
     BLOCK_N,
+    HIGH,
+    LOW,
     MX_BLOCK,
+    PART_ROWS,
     SCALE_COPY,
     STEP,
     WORD_ROWS,
@@ -36,7 +39,8 @@ from ..lib.mx_gemm import (
     Sources,
     allocate,
     column_of,
-    multiply,
+    multiply_high,
+    multiply_low,
     row_of,
     scale_offsets,
 )
@@ -54,12 +58,11 @@ class Matrices:
     b_pitch: gl.tensor
     a_scale_pitch: gl.tensor
     b_scale_pitch: gl.tensor
-    BLOCK_M: gl.constexpr
 
     @gluon.jit
     def of_tile(self, tile):
         """The `Sources` of a tile. Rows past the end of a group or matrix repeat its last row."""
-        row = gl.arange(0, self.BLOCK_M // 2, gl.SliceLayout(1, COPY))
+        row = gl.arange(0, PART_ROWS, gl.SliceLayout(1, COPY))
         column = column_of(gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY)))
         word = gl.arange(0, BLOCK_N // WORD_ROWS, gl.SliceLayout(0, SCALE_COPY))
         a_last = gl.maximum(tile.a_row_end - tile.a_row, 1) - 1
@@ -79,8 +82,8 @@ class Matrices:
             b_pitch=self.b_scale_pitch,
             lead=lead,
             depth=depth,
-            a_top=row_offsets(gl.minimum(row_of(row, 0, self.BLOCK_M), a_last), self.a_pitch),
-            a_bottom=row_offsets(gl.minimum(row_of(row, 1, self.BLOCK_M), a_last), self.a_pitch),
+            a_top=row_offsets(gl.minimum(row_of(row, 0), a_last), self.a_pitch),
+            a_bottom=row_offsets(gl.minimum(row_of(row, 1), a_last), self.a_pitch),
             b_rows=row_offsets(gl.minimum(column, b_last), self.b_pitch),
             a_scale_words=scale_offsets(gl.minimum(word, a_last // WORD_ROWS), self.a_scale_pitch),
             b_scale_words=scale_offsets(gl.minimum(word, b_last // WORD_ROWS), self.b_scale_pitch),
@@ -150,21 +153,27 @@ def _grouped_gemm_cdna4_kernel(
         b_pitch=b_pitch // MX_BLOCK * MX_BLOCK,
         a_scale_pitch=a_scale_pitch,
         b_scale_pitch=b_scale_pitch,
-        BLOCK_M=BLOCK_M,
     )
     output = Output(base=out, num_n=num_n, ACCUMULATE=ACCUMULATE)
     buffers = allocate(BLOCK_M)
     number = first_tile()
     cursor, tile = scheduler.locate(number, scheduler.start())
-    matrices.of_tile(tile).start(operands, buffers)
+    matrices.of_tile(tile).start(operands, buffers, BLOCK_M)
     while tile.out_row_end > 0:
         number += gl.num_programs(0)
         cursor, following = scheduler.locate(number, cursor)
         sources = matrices.of_tile(tile)
-        top, bottom = multiply(operands, buffers, sources, BLOCK_M, A_FORMAT, B_FORMAT)
-        matrices.of_tile(following).start(operands, buffers)
-        scheduling_fence()
-        output.store(top, tile, 0, BLOCK_M)
-        output.store(bottom, tile, 1, BLOCK_M)
+        if BLOCK_M == HIGH:
+            top, bottom = multiply_high(operands, buffers, sources, A_FORMAT, B_FORMAT)
+            matrices.of_tile(following).start(operands, buffers, BLOCK_M)
+            scheduling_fence()
+            output.store(top, tile, 0)
+            output.store(bottom, tile, 1)
+        else:
+            gl.static_assert(BLOCK_M == LOW, "a tile has 128 or 256 rows")
+            sums = multiply_low(operands, buffers, sources, A_FORMAT, B_FORMAT)
+            matrices.of_tile(following).start(operands, buffers, BLOCK_M)
+            scheduling_fence()
+            output.store(sums, tile, 0)
         tile = following
     async_copy.wait_group(0)

@@ -1,13 +1,19 @@
-"""Main loop of a tile with MXFP8 operands: two wave groups alternate between LDS and scaled MFMA.
+"""Main loops of a tile with MXFP8 operands: two wave groups alternate between LDS and scaled MFMA.
 
-A tile is BLOCK_M rows of a times 256 rows of b. Step k covers 128 values of the reduction; two
-steps are a pair, whose scales are copied together. LDS holds two steps of codes and two pairs of
-scales. Phases of step k (`phases` says how the wave groups alternate):
+A tile is 256 (high) or 128 (low) rows of a times 256 rows of b. Step k covers 128 values of the
+reduction; two steps are a pair, whose scales are copied together. LDS holds two steps of codes of a
+high tile, three of a low one, and two pairs of scales. Phases of step k (`phases` says how the wave
+groups alternate) in a high tile:
 
     memory 0:  read b and the top half of a; copy the bottom half of step k + 1
     compute 0: top sums += top half of a x b
     memory 1:  read the bottom half of a; copy b and the top half of step k + 2
     compute 1: bottom sums += bottom half of a x b
+
+and in a low one, which would wait for reads with two phases a step:
+
+    memory:    read a and b; copy those of step k + 2
+    compute:   sums += a x b
 
 A memory phase overwrites what both groups have read: the late group finishes its previous memory
 phase before the early one starts its next. Each phase waits for the copies that the next memory
@@ -27,12 +33,15 @@ from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 from ....formats.spec import MX_BLOCK_SIZE
 from ...common.compat import aggregate
-from .gcn import opaque
+from .gcn import opaque, scheduling_fence
 from .lds import PLAIN, ROW_BYTES, SWIZZLED, copy_rows
 from .phases import NUM_WARPS, end_compute, end_memory, enter_phases, leave_phases
 
-HIGH = gl.constexpr(256)
-"""BLOCK_M of high tiles; low ones have 128."""
+PART_ROWS = gl.constexpr(128)
+"""Rows of a that a phase multiplies: half of a high tile, a whole low one."""
+
+HIGH, LOW = gl.constexpr(256), gl.constexpr(128)
+"""Choices for BLOCK_M."""
 
 BLOCK_N = gl.constexpr(256)
 STEP = ROW_BYTES
@@ -54,7 +63,7 @@ MFMA = gl.constexpr(
         version=4, instr_shape=[16, 16, 128], transposed=True, warps_per_cta=[2, 4]
     )
 )
-"""Layout of the sums of half a tile. A lane has four consecutive columns of each 16 x 16 block."""
+"""Layout of the sums of a part. A lane has four consecutive columns of each 16 x 16 block."""
 
 _A = gl.constexpr(gl.DotOperandLayout(0, MFMA.value, 16))
 _B = gl.constexpr(gl.DotOperandLayout(1, MFMA.value, 16))
@@ -63,29 +72,26 @@ SCALE_COPY = gl.constexpr(gl.BlockedLayout([1, 1], [1, 64], [NUM_WARPS.value, 1]
 """Layout of a copy of scales: a word a lane, a plane a wave."""
 
 _A_LANES = gl.constexpr(32)
-"""Lanes of both wave rows that hold different rows of a. Each reads a word, for a half of a high
-tile or for both halves of a low one."""
+"""Lanes of both wave rows that hold different rows of a. Each reads a word."""
 
 _SCALE_WORDS = gl.constexpr(64)
 """Words of a plane in LDS, also of a in lower tiles. All waves must execute the same copies: a wave
 waits for the number of copies that remain under way."""
 
 
-@gluon.jit
-def row_of(row, HALF_OF_TILE: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Row of a tile, for a row of the LDS copy of its top (0) or bottom (1) half.
+_SLOTS = gl.constexpr(3)
+"""Steps of a low tile in LDS."""
 
-    MFMA gives wave row w of two the 16-row blocks w, w + 2, … of each half. Lane l's rows in them
-    are consecutive rows of the tile.
+
+@gluon.jit
+def row_of(row, PART: gl.constexpr):
+    """Row of a tile, for a row of the LDS copy of a part: 0 (top, or the only one) or 1 (bottom).
+
+    MFMA gives wave row w of two the 16-row blocks w, w + 2, w + 4, w + 6. Lane l's rows in them are
+    consecutive rows of the tile.
     """
     block, wave, lane = row // 32, row // 16 % 2, row % 16
-    return HALF_OF_TILE * _half_distance(BLOCK_M) + wave * 64 + lane * WORD_ROWS + block
-
-
-@gluon.constexpr_function
-def _half_distance(block_m):
-    """Rows from a lane's first row in the top half to its first row in the bottom half."""
-    return 128 if block_m == HIGH.value else 2
+    return PART * PART_ROWS + wave * 64 + lane * WORD_ROWS + block
 
 
 @gluon.jit
@@ -104,9 +110,10 @@ def column_of(row):
 class Buffers:
     """LDS of a tile's operands.
 
-    a: uint8 [4, BLOCK_M / 2, 128], the top half of both steps, then the bottom half. b: uint8
-    [2, 256, 128]. a_scale, b_scale: int32 [2, 8, 64], a pair's planes. The reads of a take more
-    addresses; they fit into the instructions' offsets of 16 bits because a comes first.
+    a: uint8 [4, 128, 128], the top half of both steps, then the bottom half; in low tiles
+    [3, 128, 128], three steps. b: uint8 [2 or 3, 256, 128]. a_scale, b_scale: int32 [2, 8, 64], a
+    pair's planes. The reads of a take more addresses; they fit into the instructions' offsets of 16
+    bits because a comes first.
     """
 
     a: gl.shared_memory_descriptor
@@ -118,10 +125,11 @@ class Buffers:
 @gluon.jit
 def allocate(BLOCK_M: gl.constexpr):
     """Allocate the `Buffers` of tiles with BLOCK_M rows."""
-    HALF: gl.constexpr = BLOCK_M // 2
+    PARTS: gl.constexpr = 4 if BLOCK_M == HIGH else _SLOTS
+    STEPS: gl.constexpr = 2 if BLOCK_M == HIGH else _SLOTS
     return Buffers(
-        a=gl.allocate_shared_memory(gl.uint8, [4, HALF, ROW_BYTES], SWIZZLED),
-        b=gl.allocate_shared_memory(gl.uint8, [2, BLOCK_N, ROW_BYTES], SWIZZLED),
+        a=gl.allocate_shared_memory(gl.uint8, [PARTS, PART_ROWS, ROW_BYTES], SWIZZLED),
+        b=gl.allocate_shared_memory(gl.uint8, [STEPS, BLOCK_N, ROW_BYTES], SWIZZLED),
         a_scale=gl.allocate_shared_memory(gl.int32, [2, _PLANES, _SCALE_WORDS], PLAIN),
         b_scale=gl.allocate_shared_memory(gl.int32, [2, _PLANES, _SCALE_WORDS], PLAIN),
     )
@@ -145,7 +153,8 @@ class Sources:
     the reduction. a_scale_first, b_scale_first: int64, the word that the offsets of scales count
     from, at the first plane. a_pitch, b_pitch: words from a plane to the next. depth: length of the
     reduction, of which the first `lead` values (less than a step) count as zeros. a_top, a_bottom,
-    b_rows: of `lds.row_offsets`. a_scale_words, b_scale_words: of `scale_offsets`.
+    b_rows: of `lds.row_offsets` (a_bottom is unused in low tiles). a_scale_words, b_scale_words: of
+    `scale_offsets`.
     """
 
     a_first: gl.tensor
@@ -164,10 +173,20 @@ class Sources:
 
     @gluon.jit
     def copy_codes_0(self, operands, buffers, slot, k, lead):
-        """Start copying b and the top half of a of the step at value k."""
-        a = operands.a + (self.a_first + k)
+        """Start copying b and a's first part of the step at value k."""
+        self.copy_b(operands, buffers, slot, k, lead)
+        self.copy_a(operands, buffers, slot, k, lead)
+
+    @gluon.jit
+    def copy_b(self, operands, buffers, slot, k, lead):
+        """Start copying b of the step at value k."""
         b = operands.b + (self.b_first + k)
         copy_rows(buffers.b, slot, b, self.b_rows, lead, self.depth - k)
+
+    @gluon.jit
+    def copy_a(self, operands, buffers, slot, k, lead):
+        """Start copying a's first part of the step at value k."""
+        a = operands.a + (self.a_first + k)
         copy_rows(buffers.a, slot, a, self.a_top, lead, self.depth - k)
 
     @gluon.jit
@@ -196,13 +215,14 @@ class Sources:
         )
 
     @gluon.jit
-    def start(self, operands, buffers):
+    def start(self, operands, buffers, BLOCK_M: gl.constexpr):
         """Start the copies that precede the main loop; no copy may be under way."""
         self.copy_codes_0(operands, buffers, 0, 0, self.lead)
         self.copy_scales(operands, buffers, 0, 0, self.lead)
         async_copy.commit_group()
-        self.copy_codes_1(operands, buffers, 0, 0, self.lead)
-        async_copy.commit_group()
+        if BLOCK_M == HIGH:
+            self.copy_codes_1(operands, buffers, 0, 0, self.lead)
+            async_copy.commit_group()
         self.copy_codes_0(operands, buffers, 1, STEP, 0)
         async_copy.commit_group()
 
@@ -222,41 +242,29 @@ def _read_words(planes, FIRST: gl.constexpr, LANES: gl.constexpr, LAYOUT: gl.con
 
 
 @gluon.jit
-def _scales(words, BLOCKS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scale bytes [BLOCKS x lanes, 4] from the low bytes of words [lanes, 4], a byte a block."""
-    if BLOCKS == 2:
-        by_block = gl.permute(gl.join(words, words >> 8), [2, 0, 1])
-    else:
-        gl.static_assert(BLOCKS == 4, "a lane has the scales of two or four blocks")
-        even, odd = gl.join(words, words >> 16), gl.join(words >> 8, words >> 24)
-        by_block = gl.permute(gl.join(even, odd), [2, 3, 0, 1])
-    scale = gl.reshape(by_block.to(gl.uint8), [BLOCKS * words.shape[0], _GROUPS])
-    return gl.convert_layout(scale, LAYOUT)
+def _scales(words, LAYOUT: gl.constexpr):
+    """Scale bytes [4 x lanes, 4] of words [lanes, 4], a byte for each of a lane's blocks."""
+    even, odd = gl.join(words, words >> 16), gl.join(words >> 8, words >> 24)
+    by_block = gl.permute(gl.join(even, odd), [2, 3, 0, 1]).to(gl.uint8)
+    return gl.convert_layout(gl.reshape(by_block, [4 * words.shape[0], _GROUPS]), LAYOUT)
+
+
+_A_SCALE = gl.constexpr(cdna4.get_mfma_scale_layout(_A.value, [PART_ROWS.value, _GROUPS.value]))
+_B_SCALE = gl.constexpr(cdna4.get_mfma_scale_layout(_B.value, [BLOCK_N.value, _GROUPS.value]))
+_A_WORD = gl.constexpr(cdna4.get_mfma_scale_layout(_A.value, [_A_LANES.value, _GROUPS.value]))
+_B_WORD = gl.constexpr(cdna4.get_mfma_scale_layout(_B.value, [_SCALE_WORDS.value, _GROUPS.value]))
 
 
 @gluon.jit
-def multiply(
-    operands,
-    buffers,
-    sources,
-    BLOCK_M: gl.constexpr,
-    A_FORMAT: gl.constexpr,
-    B_FORMAT: gl.constexpr,
-):
-    """Sums of the top and the bottom half of a tile, float32 [BLOCK_M / 2, 256] in `MFMA` each.
+def multiply_high(operands, buffers, sources, A_FORMAT: gl.constexpr, B_FORMAT: gl.constexpr):
+    """Sums of the top and the bottom half of a high tile, float32 [128, 256] in `MFMA` each.
 
     `sources.start` has started the first copies. None is under way when the function returns, and
     all waves have read LDS.
     """
-    HALF: gl.constexpr = BLOCK_M // 2
-    BLOCKS: gl.constexpr = HALF // 32
     COPIES: gl.constexpr = 2  # groups of copies that no wait needs to end
-    A_SCALE: gl.constexpr = cdna4.get_mfma_scale_layout(_A, [HALF, _GROUPS])
-    B_SCALE: gl.constexpr = cdna4.get_mfma_scale_layout(_B, [BLOCK_N, _GROUPS])
-    A_WORD: gl.constexpr = cdna4.get_mfma_scale_layout(_A, [_A_LANES, _GROUPS])
-    B_WORD: gl.constexpr = cdna4.get_mfma_scale_layout(_B, [_SCALE_WORDS, _GROUPS])
-    top = gl.zeros((HALF, BLOCK_N), gl.float32, MFMA)
-    bottom = gl.zeros((HALF, BLOCK_N), gl.float32, MFMA)
+    top = gl.zeros((PART_ROWS, BLOCK_N), gl.float32, MFMA)
+    bottom = gl.zeros((PART_ROWS, BLOCK_N), gl.float32, MFMA)
     pairs = gl.cdiv(sources.depth, 2 * STEP)
     async_copy.wait_group(COPIES)
     enter_phases()
@@ -265,18 +273,15 @@ def multiply(
             k = (2 * pair + slot) * STEP
             a_planes = buffers.a_scale.index(pair % 2).slice(slot * _GROUPS, _GROUPS)
             b_planes = buffers.b_scale.index(pair % 2).slice(slot * _GROUPS, _GROUPS)
-            top_words = _read_words(a_planes, 0, _A_LANES, A_WORD)
-            if BLOCKS == 4:
-                bottom_words = _read_words(a_planes, _A_LANES, _A_LANES, A_WORD)
-            else:
-                bottom_words = top_words >> 16
-            b_scale = _scales(_read_words(b_planes, 0, _SCALE_WORDS, B_WORD), 4, B_SCALE)
+            top_words = _read_words(a_planes, 0, _A_LANES, _A_WORD)
+            bottom_words = _read_words(a_planes, _A_LANES, _A_LANES, _A_WORD)
+            b_scale = _scales(_read_words(b_planes, 0, _SCALE_WORDS, _B_WORD), _B_SCALE)
             a_top = async_copy.load_shared_relaxed(buffers.a.index(slot), _A)
             b = async_copy.load_shared_relaxed(buffers.b.index(slot).permute([1, 0]), _B)
             sources.copy_codes_1(operands, buffers, 1 - slot, k + STEP, 0)
             async_copy.commit_group()
             end_memory(COPIES)
-            top_scale = _scales(top_words, BLOCKS, A_SCALE)
+            top_scale = _scales(top_words, _A_SCALE)
             top = cdna4.mfma_scaled(a_top, top_scale, A_FORMAT, b, b_scale, B_FORMAT, top)
             end_compute(COPIES)
             a_bottom = async_copy.load_shared_relaxed(buffers.a.index(2 + slot), _A)
@@ -285,7 +290,7 @@ def multiply(
                 sources.copy_scales(operands, buffers, (pair + 1) % 2, pair + 1, 0)
             async_copy.commit_group()
             end_memory(COPIES)
-            bottom_scale = _scales(bottom_words, BLOCKS, A_SCALE)
+            bottom_scale = _scales(bottom_words, _A_SCALE)
             bottom = cdna4.mfma_scaled(
                 a_bottom, bottom_scale, A_FORMAT, b, b_scale, B_FORMAT, bottom
             )
@@ -293,3 +298,44 @@ def multiply(
     leave_phases()
     async_copy.wait_group(0)
     return top, bottom
+
+
+@gluon.jit
+def multiply_low(operands, buffers, sources, A_FORMAT: gl.constexpr, B_FORMAT: gl.constexpr):
+    """Sums of a low tile, float32 [128, 256] in `MFMA`; otherwise as `multiply_high`.
+
+    Reads and copies alternate, so that neither of their queues is full. Modelled for gfx950: 84 %
+    of MFMA; 77 % with all reads first.
+    """
+    COPIES: gl.constexpr = 1
+    sums = gl.zeros((PART_ROWS, BLOCK_N), gl.float32, MFMA)
+    pairs = gl.cdiv(sources.depth, 2 * STEP)
+    slot = 0
+    free = _SLOTS - 1
+    async_copy.wait_group(COPIES)
+    enter_phases()
+    for pair in range(pairs):
+        for step in gl.static_range(2):
+            a_planes = buffers.a_scale.index(pair % 2).slice(step * _GROUPS, _GROUPS)
+            b_planes = buffers.b_scale.index(pair % 2).slice(step * _GROUPS, _GROUPS)
+            a_words = _read_words(a_planes, 0, _A_LANES, _A_WORD)
+            b_words = _read_words(b_planes, 0, _SCALE_WORDS, _B_WORD)
+            a = async_copy.load_shared_relaxed(buffers.a.index(slot), _A)
+            scheduling_fence()
+            sources.copy_b(operands, buffers, free, (2 * pair + step + 2) * STEP, 0)
+            scheduling_fence()
+            b = async_copy.load_shared_relaxed(buffers.b.index(slot).permute([1, 0]), _B)
+            scheduling_fence()
+            sources.copy_a(operands, buffers, free, (2 * pair + step + 2) * STEP, 0)
+            if step == 0:
+                sources.copy_scales(operands, buffers, (pair + 1) % 2, pair + 1, 0)
+            async_copy.commit_group()
+            end_memory(COPIES)
+            a_scale, b_scale = _scales(a_words, _A_SCALE), _scales(b_words, _B_SCALE)
+            sums = cdna4.mfma_scaled(a, a_scale, A_FORMAT, b, b_scale, B_FORMAT, sums)
+            end_compute(COPIES)
+            free = slot
+            slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
+    leave_phases()
+    async_copy.wait_group(0)
+    return sums
