@@ -290,24 +290,44 @@ def test_scales_become_planes(shape: tuple[int, ...]) -> None:
     assert not any(stride % 4 for stride in (planes.stride(-1), *planes.stride()[:-2]))
 
 
-def test_hot_loop() -> None:
-    """The loop of a 256 x 256 tile (two steps), and its modelled efficiency."""
-    a = mxpert.quantize(integers(256, 1280), "mxfp8_e4m3")
+@pytest.mark.parametrize(
+    "config, mfma, barriers, others, efficiency",
+    [pytest.param(HIGH, 64, 8, 4, 0.9, id="high"), pytest.param(LOW, 32, 4, 6, 0.8, id="low")],
+)
+def test_hot_loop(config: Any, mfma: int, barriers: int, others: int, efficiency: float) -> None:
+    """The loop of a tile (two steps), and its modelled efficiency."""
+    a = mxpert.quantize(integers(config.block_m, 1280), "mxfp8_e4m3")
     b = mxpert.quantize(integers(1, 256, 1280, seed=1), "mxfp8_e4m3")
+    with (
+        emulate(checks=False, trace=True) as emulation,
+        mxpert.override(backend="cdna4", config=config),
+    ):
+        mxpert.grouped_gemm(a, b, torch.tensor([0, config.block_m]))
+    report = model_loop(Execution.of(emulation.reports[-1]))
+    assert emulation.last is not None
+    assert emulation.last.program.metadata["vgpr_spill_count"] == 0
+    assert report.instructions["mfma"] == mfma
+    assert report.instructions["barrier"] == barriers
+    assert report.other_per_mfma <= others
+    assert report.mfma_efficiency >= efficiency
+    single_bytes = ("_ubyte", "_sbyte", "_u8", "_i8")
+    assert not [name for name in emulation.last.counts if name.endswith(single_bytes)]
+
+
+@pytest.mark.parametrize("size", [2048, 2880])
+def test_rows_are_whole_lines(size: int) -> None:
+    """Training's copies: the loop is as fast where rows of codes have a part of a line."""
+    offsets = torch.tensor([0, 256])
+    with emulate(checks=False), mxpert.override(backend="cdna4"):
+        row = mxpert.quantize_dual(integers(256, size), group_offsets=offsets)[0]
+        weight = mxpert.quantize_dual(integers(1, 256, size, seed=1))[0]
     with (
         emulate(checks=False, trace=True) as emulation,
         mxpert.override(backend="cdna4", config=HIGH),
     ):
-        mxpert.grouped_gemm(a, b, torch.tensor([0, 256]))
-    report = model_loop(Execution.of(emulation.reports[-1]))
-    assert emulation.last is not None
-    assert emulation.last.program.metadata["vgpr_spill_count"] == 0
-    assert report.instructions["mfma"] == 64
-    assert report.instructions["barrier"] == 8
-    assert report.other_per_mfma <= 4
-    assert report.mfma_efficiency >= 0.8
-    single_bytes = ("_ubyte", "_sbyte", "_u8", "_i8")
-    assert not [name for name in emulation.last.counts if name.endswith(single_bytes)]
+        mxpert.grouped_gemm(row, weight, offsets)
+    assert set(emulation.kernels) == {"_grouped_gemm_cdna4_kernel"}  # nothing is copied before
+    assert model_loop(Execution.of(emulation.reports[-1])).mfma_efficiency >= 0.9
 
 
 REFUSALS = {
