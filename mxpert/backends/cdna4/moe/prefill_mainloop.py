@@ -130,16 +130,26 @@ def _read_weight_scales(buffers, variant, pair, ODD: gl.constexpr):
 
 
 @gluon.jit
+def _bytes_of(dwords):
+    """Bytes [..., 2, 2] of dwords [...], in their order.
+
+    The last dimension is joined last, so that a thread's bytes are in the order of the dword; Triton
+    3.9 would permute others twice.
+    """
+    even, odd = gl.join(dwords, dwords >> 16), gl.join(dwords >> 8, dwords >> 24)
+    return gl.join(even, odd).to(gl.uint8)
+
+
+@gluon.jit
 def _scales_of_rows(dwords, variant):
     """Bytes [BLOCK_M, 4] from the dwords of `_read_row_scales`."""
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     LAYOUT: gl.constexpr = scale_layout(BLOCK_M, variant.FORMAT, 0, BLOCK_M)
-    low = gl.join(dwords.to(gl.uint8), (dwords >> 8).to(gl.uint8))
-    high = gl.join((dwords >> 16).to(gl.uint8), (dwords >> 24).to(gl.uint8))
+    parts = _bytes_of(dwords)
     if mfma_rows(variant.FORMAT) == 32:  # [MFMA, row, block / 2, block % 2]
-        fragments = gl.permute(gl.join(low, high), (3, 0, 2, 1))
+        fragments = gl.permute(parts, (2, 0, 3, 1))
     else:  # [fragment / 2, fragment % 2, row, block]
-        fragments = gl.permute(gl.join(low, high), (3, 2, 0, 1))
+        fragments = gl.permute(parts, (2, 3, 0, 1))
     return gl.convert_layout(gl.reshape(fragments, (BLOCK_M, 4)), LAYOUT)
 
 
@@ -156,12 +166,11 @@ def _scales_of_part(dwords, variant, PART: gl.constexpr):
         dwords = gl.reshape(dwords, (2, WAVES, 16, 2))
     else:
         dwords = gl.reshape(dwords, (WAVES, 16, 4))
-    low = gl.join(dwords.to(gl.uint8), (dwords >> 8).to(gl.uint8))
-    high = gl.join((dwords >> 16).to(gl.uint8), (dwords >> 24).to(gl.uint8))
+    parts = _bytes_of(dwords)
     if mfma_rows(variant.FORMAT) == 32:  # [MFMA, WARPS_N, half, row, block / 2, block % 2]
-        fragments = gl.permute(gl.join(low, high), (5, 1, 0, 2, 4, 3))
+        fragments = gl.permute(parts, (4, 1, 0, 2, 5, 3))
     else:  # [fragment / 2, fragment % 2, WARPS_N, row, block]
-        fragments = gl.permute(gl.join(low, high), (4, 3, 0, 1, 2))
+        fragments = gl.permute(parts, (3, 4, 0, 1, 2))
     return gl.convert_layout(gl.reshape(fragments, (64 * WAVES, 4)), LAYOUT)
 
 
