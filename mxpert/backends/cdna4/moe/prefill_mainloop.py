@@ -133,8 +133,8 @@ def _read_weight_scales(buffers, variant, pair, ODD: gl.constexpr):
 def _bytes_of(dwords):
     """Bytes [..., 2, 2] of dwords [...], in their order.
 
-    The last dimension is joined last, so that a thread's bytes are in the order of the dword; Triton
-    3.9 would permute others twice.
+    The last dimension is joined last, so that a thread's bytes are in the order of the dword. Other
+    orders Triton 3.9 would permute twice.
     """
     even, odd = gl.join(dwords, dwords >> 16), gl.join(dwords >> 8, dwords >> 24)
     return gl.join(even, odd).to(gl.uint8)
