@@ -245,6 +245,26 @@ def test_what_is_read_in_place(case: str) -> None:
     assert operand.scale_pitch == operand.scale.stride(-1) // 4
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_other_backends_read_the_copies(backend: str) -> None:
+    """What the native quantiser stores, by its strides; K = 160 makes rows a part of a line."""
+    offsets = torch.tensor([0, 33, 70])
+    with emulate():
+        with mxpert.override(backend="cdna4"):
+            row, column = mxpert.quantize_dual(integers(70, 160), group_offsets=offsets)
+            weight, _ = mxpert.quantize_dual(integers(2, 96, 160, seed=1))
+            grad = mxpert.quantize_dual(integers(70, 96, seed=2), group_offsets=offsets)[1]
+        assert not any(each.scale.is_contiguous() for each in (row, column, weight, grad))
+        results = []
+        for each in ("cdna4", backend):
+            with mxpert.override(backend=each):
+                y = mxpert.grouped_gemm(row, weight, offsets, out_dtype=torch.float32)
+                dw = mxpert.grouped_wgrad(grad, column, offsets, out_dtype=torch.float32)
+            results.append((y, dw))
+    for ours, theirs in zip(*results, strict=True):
+        assert_exact(ours, theirs, backend, ignore_zero_sign=True)
+
+
 def test_longer_spans_are_served() -> None:
     """A tensor with longer spans has a scale for each block, too; the kernel reads those."""
     offsets = torch.tensor([0, 70])
