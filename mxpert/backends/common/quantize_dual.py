@@ -1,0 +1,108 @@
+"""Host side of QUANTIZE_DUAL with a scale for each block of 32; no synchronisation."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+
+from ...formats.spec import MX_BLOCK_SIZE, ScaleSpan
+from ...formats.tensor import MXTensor
+from ...problem import Config, DualProblem, Op
+from ...routing import padded_capacity
+from ...runtime.launch import CACHED_LAUNCHES, Launch
+from .groups import group_block, refuse_groups
+from .kernel import UntunedKernel
+from .mx_codec import scale_rule_constants
+from .quantize import DTYPES
+
+
+class QuantizeDual(UntunedKernel):
+    """x → rowwise and columnwise MX copies, bit-exact to `formats.codec.quantize_blocks`.
+
+    A subclass names the kernel, the rows and columns of its tile, and its own `constants`. The
+    kernel's first parameters are codes and scales of the rowwise copy, those of the columnwise
+    copy, x and the group offsets.
+    """
+
+    op = Op.QUANTIZE_DUAL
+    kernel: Any
+    tile: tuple[int, int]
+
+    def constants(self, block_g: int) -> dict[str, Any]:
+        """Tile and launch options; block_g: length of the kernel's vector of groups."""
+        raise NotImplementedError
+
+    def unsupported(self, problem: DualProblem) -> str | None:
+        """Why the kernel cannot serve `problem`; None if it can."""
+        if problem.dtype not in DTYPES:
+            return f"reads float32, bfloat16 or float16, not {problem.dtype}"
+        if {problem.row_span, problem.column_span} != {ScaleSpan.BLOCK}:
+            return "writes one scale per block of 32 (ScaleSpan.BLOCK)"
+        return refuse_groups(problem.target, problem.num_groups if problem.grouped_rows else 0)
+
+    def launch(
+        self,
+        problem: DualProblem,
+        config: Config,
+        *,
+        x: torch.Tensor,
+        group_offsets: torch.Tensor | None,
+    ) -> tuple[MXTensor, MXTensor]:
+        """Return the rowwise copy (shape of x) and the columnwise copy.
+
+        The columnwise copy is [K, M], [K, padded capacity] with group offsets, or [G, K, N].
+        """
+        if x.stride(-1) != 1:
+            x = x.contiguous()  # dense rows are read in place at any row stride
+        *leading, num_rows, width = x.shape
+        num_groups = 0 if group_offsets is None else group_offsets.shape[0] - 1
+        length = padded_capacity(num_rows, num_groups) if num_groups else num_rows
+        row, column = (
+            _allocate(problem, shape, x.device)
+            for shape in ((*leading, num_rows, width), (*leading, width, length))
+        )
+        if row.qdata.numel() + column.qdata.numel() > 0:
+            strides = x.stride(0) if leading else 0, x.stride(-2)
+            tensors = row.qdata, row.scale, column.qdata, column.scale, x, group_offsets
+            _launch(self, problem, length, strides)(
+                **dict(zip(self.kernel.arg_names, tensors, strict=False))
+            )
+        return row, column
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _launch(
+    quantizer: QuantizeDual, problem: DualProblem, length: int, strides: tuple[int, int]
+) -> Launch:
+    """Launch for columnwise copies of `length` positions a row; strides: matrix and row of x."""
+    *leading, num_rows, width = problem.shape
+    num_groups = problem.num_groups if problem.grouped_rows else 0
+    block_rows, block_columns = quantizer.tile
+    batch = leading[0] if leading else 1
+    block_g = group_block(num_groups)
+    return Launch(
+        quantizer.kernel,
+        (batch * triton.cdiv(length, block_rows) * triton.cdiv(width, block_columns),),
+        num_rows=num_rows,
+        num_groups=num_groups,
+        num_k_blocks=width // MX_BLOCK_SIZE,
+        num_column_blocks=length // MX_BLOCK_SIZE,
+        x_stride_batch=strides[0],
+        x_stride_row=strides[1],
+        FORMAT=problem.format.element.name,
+        **scale_rule_constants(problem.format, problem.scale_rule),
+        BLOCK_G=block_g,
+        **quantizer.constants(block_g),
+    )
+
+
+def _allocate(problem: DualProblem, shape: tuple[int, ...], device: torch.device) -> MXTensor:
+    """An uninitialised MXTensor of this shape, quantised along its last axis."""
+    scale_shape = (*shape[:-1], shape[-1] // MX_BLOCK_SIZE)
+    qdata, scale = (
+        torch.empty(size, dtype=torch.uint8, device=device) for size in (shape, scale_shape)
+    )
+    return MXTensor(qdata, scale, problem.format)
