@@ -219,50 +219,37 @@ def random_ids(bench: Bench, batch: int, tokens: int) -> torch.Tensor:
 
 
 @torch.no_grad()
+def decode_greedily(bench: Bench, batch: int, new_tokens: int, **options: Any) -> StepClock:
+    """Run `generate` greedily after a random prompt, with further options; return its clock."""
+    ids = random_ids(bench, batch, PROMPT)
+    clock = StepClock(bench.device)
+    bench.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        stopping_criteria=[clock],
+        **options,
+    )
+    return clock
+
+
 def time_generate(bench: Bench, batch: int, new_tokens: int) -> dict[str, float]:
     """Decode steps of `generate` with its defaults: median step, and the MoE blocks' part of it."""
-    ids = random_ids(bench, batch, PROMPT)
-
-    def run(count: int) -> StepClock:
-        clock = StepClock(bench.device)
-        bench.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=count,
-            stopping_criteria=[clock],
-        )
-        return clock
-
-    run(3)
-    found = run(new_tokens).steps()
+    decode_greedily(bench, batch, 3)
+    found = decode_greedily(bench, batch, new_tokens).steps()
     with moe_milliseconds(bench.blocks, bench.device) as per_pass:
-        hooked = run(6).steps()
+        hooked = decode_greedily(bench, batch, 6).steps()
     inside = steps(per_pass()[1:])  # the first pass is the prompt
     return found | {"moe_ms": inside["ms"], "step_ms_hooked": hooked["ms"]}
 
 
-@torch.no_grad()
 def time_static(bench: Bench, batch: int, new_tokens: int) -> dict[str, float]:
     """Decode steps of `generate` with a static cache, compiled and captured before they count."""
-    ids = random_ids(bench, batch, PROMPT)
-
-    def run(count: int) -> StepClock:
-        clock = StepClock(bench.device)
-        bench.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=count,
-            stopping_criteria=[clock],
-            cache_implementation="static",
-            max_cache_len=PROMPT + new_tokens,
-        )
-        return clock
-
+    cache = dict(cache_implementation="static", max_cache_len=PROMPT + new_tokens)
     for _ in range(2):
-        run(4)
-    return run(new_tokens).steps()
+        decode_greedily(bench, batch, 4, **cache)
+    return decode_greedily(bench, batch, new_tokens, **cache).steps()
 
 
 @torch.no_grad()

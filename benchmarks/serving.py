@@ -25,7 +25,7 @@ from typing import Any
 from harness.document import Document, Row
 from harness.script import Script, machine, parse_list
 from served.backends import BACKENDS, DEFAULT, OURS
-from served.gate import judge
+from served.gate import REFERENCES, judge
 from served.models import GATE_LAYERS, SIZES
 from served.process import EngineError, EngineProcess
 from served.rows import ENGINE_KEY, FACTS, KEY_COLUMNS, SCHEMA
@@ -133,12 +133,14 @@ class Bench:
 
 
 def gate(bench: Bench, phase: Phase) -> None:
-    """Judge every backend of a model; red ones are not timed."""
+    """Judge the backends of a model that have no row yet; red ones are not timed."""
     count, length = (2, 24) if bench.options.dry_run else (4, 256)
     loaded = bench.load(phase)
     answers = bench.each(phase, list(loaded), "log_probabilities", count=count, length=length)
     judged = judge({name: answer["log_probabilities"] for name, answer in answers.items()})
     for name, (difference, bound) in judged.items():
+        if (phase.model, name) in bench.gates:  # a reference of the others
+            continue
         passed = difference <= bound
         facts = {key: loaded[name][key] for key in ("first_request_s", "warm_request_s")}
         bench.gates[phase.model, name] = {
@@ -187,7 +189,8 @@ def phases(bench: Bench) -> list[Phase]:
     for model in options.models:
         judged = [name for name in options.backends if BACKENDS[name].computes]
         if any((model, name) not in bench.gates for name in judged):
-            found.append(Phase(model, judged, is_gate=True))
+            references = [] if options.dry_run else REFERENCES
+            found.append(Phase(model, list(dict.fromkeys([*references, *judged])), is_gate=True))
         left = [name for name in options.backends if bench.missing(model, name)]
         size = options.together or TOGETHER[model]
         groups = [left[start : start + size] for start in range(0, len(left), size)]

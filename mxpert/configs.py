@@ -25,6 +25,14 @@ def _require_positive(config: Any, name: str) -> None:
         raise ValueError(message(type(config).__name__, name, "an int of at least 1", repr(value)))
 
 
+def _set_kernel(config: Any, kernels: type[enum.StrEnum]) -> None:
+    """Make `config.kernel` a member of `kernels`; raise ValueError for an unknown name."""
+    kernel, names = config.kernel, [each.value for each in kernels]
+    known = isinstance(kernel, str) and kernel in names
+    require(known, type(config).__name__, "kernel", need=f"one of {names}", got=repr(kernel))
+    object.__setattr__(config, "kernel", kernels(kernel))
+
+
 @dataclass(frozen=True)
 class GemmConfig:
     """Tile and schedule of one stage on the Triton backend, to pin with `override`.
@@ -114,11 +122,7 @@ class HopperGemmConfig:
     hi_lo: bool = False
 
     def __post_init__(self) -> None:
-        kernel, names = self.kernel, [each.value for each in HopperKernel]
-        known = isinstance(kernel, str) and kernel in names
-        need = f"one of {names}"
-        require(known, "HopperGemmConfig", "kernel", need=need, got=repr(kernel))
-        object.__setattr__(self, "kernel", HopperKernel(self.kernel))
+        _set_kernel(self, HopperKernel)
         if type(self.hi_lo) is not bool:
             raise TypeError(message("HopperGemmConfig", "hi_lo", "a bool", repr(self.hi_lo)))
         _require_integers(
@@ -182,11 +186,7 @@ class Cdna4GemmConfig:
     k_slices: int = 1
 
     def __post_init__(self) -> None:
-        kernel, names = self.kernel, [each.value for each in Cdna4Kernel]
-        known = isinstance(kernel, str) and kernel in names
-        need = f"one of {names}"
-        require(known, "Cdna4GemmConfig", "kernel", need=need, got=repr(kernel))
-        object.__setattr__(self, "kernel", Cdna4Kernel(kernel))
+        _set_kernel(self, Cdna4Kernel)
         sizes = ("block_m", "block_n", "num_warps", "num_stages", "k_splits", "k_slices")
         _require_integers(self, sizes)
         for name in sizes:

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from mxpert.testing.noise import sqnr_floor_db
 from served.backends import BACKENDS
 
+REFERENCES = ("vllm", "marlin")
+"""Backends that are in every gate: vLLM's default, and the one that it is compared with."""
+
 IN_TREE_PAIR = 0.011
 """Mean |Δ log p| of TRITON and Marlin on 2 layers of gpt-oss-20b's shape on an H200, vLLM 0.20.2:
 for runs in which one of them is missing."""
@@ -46,10 +49,10 @@ def judge(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]
     names = [name for name in found if BACKENDS[name].computes]
     if not names:
         return {}
-    reference = "vllm" if "vllm" in names else names[0]
+    reference = REFERENCES[0] if REFERENCES[0] in names else names[0]
     pair = IN_TREE_PAIR
-    if {"vllm", "marlin"} <= set(names):
-        pair = difference(found["vllm"], found["marlin"])
+    if set(REFERENCES) <= set(names):
+        pair = difference(*(found[name] for name in REFERENCES))
     return {
         name: (
             difference(found[name], found[reference]),

@@ -29,7 +29,7 @@ for line in sys.stdin:
         log.write(f"{name} {order['do']}\\n")
     answer = {}
     if order["do"] == "load":
-        if name == BROKEN:
+        if name in BROKEN.split(","):
             sys.exit("no memory")
         answer = {"load_s": 1.0, "moe_method": "fake", "weights_gib": 1.0}
     if order["do"] == "first_requests":
@@ -131,9 +131,18 @@ def test_an_engine_that_ends_is_noted_with_its_last_words(rig: Rig) -> None:
 
 
 def test_a_run_in_which_nothing_starts_ends_all_the_same(rig: Rig) -> None:
-    assert rig.run("--backends", "mxpert-a16w4", broken="mxpert-a16w4") == 1
+    assert rig.run("--backends", "mxpert-a16w4", broken="vllm,marlin,mxpert-a16w4") == 1
     assert rig.document["rows"] == []
-    assert [order.split()[1] for order in rig.orders] == ["load"]
+    assert [order.split()[1] for order in rig.orders] == ["load"] * 3
+
+
+def test_a_resumed_gate_has_the_references_again_and_keeps_their_rows(rig: Rig) -> None:
+    rig.run("--backends", "vllm,marlin")
+    before = rig.document["gates"]
+    assert rig.run("--backends", "mxpert-a16w4", "--resume") == 0
+    assert rig.document["gates"][:2] == before
+    assert rig.document["gates"][2]["difference"] == pytest.approx(0.0005)
+    assert {order for order in rig.orders if order.endswith("measure")} == {"mxpert-a16w4 measure"}
 
 
 def test_what_the_limit_leaves_out_is_resumed(rig: Rig) -> None:

@@ -1,14 +1,15 @@
 """Mutants of the GEMM kernels: how many of them the executor notices.
 
-`mutants.json` records all of them by kernel and kind, and each survivor by its place. Scale bytes,
+`mutants.json` records them by kernel and kind, and each survivor by its place. Scale bytes,
 operands and LDS offsets that are exchanged give a wrong result or a fault. A wait or barrier that
 is dropped or weakened survives where something else orders what it orders, and a store to LDS may
 go elsewhere if it stores what is already there: then the bits are the same in all schedules of
 `Trial.judge`, with all checks on, and the record has the reason, which follows from a run of the
 kernel as it is (`gfx950_orders`).
 
-By default the reasons of all survivors are checked and a few mutants of each kind are judged, with
-``--gfx950-all`` all mutants.
+By default the reasons of all recorded survivors are checked and a mutant of each kind is judged,
+with ``--gfx950-all`` all that the record judges: every mutant of a kernel, or of kernels that run
+long a fixed sample of each kind (`judged_of_each_kind`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +16,8 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from triton.backends.amd import driver as amd
-from triton.runtime.driver import driver
+
+from support.launches import use_driver
 
 ARCH = "gfx950:sramecc+:xnack-"
 """As the HIP runtime names the chip: with its features."""
@@ -52,34 +54,9 @@ class _Driver(amd.HIPDriver):
         self.get_current_stream: Callable[[int], int] = lambda device: 7
 
 
-class _Sink:
-    """Stand-in for the C launcher module. A class attribute holds the list, because compiled
-    binaries are used after the block that compiled them."""
-
-    launches: list[tuple[Any, ...]] | None = None
-
-    @classmethod
-    def launch(cls, *arguments: Any) -> None:
-        if cls.launches is not None:
-            cls.launches.append(arguments)
-
-
-@contextlib.contextmanager
-def stub_driver() -> Iterator[list[tuple[Any, ...]]]:
+def stub_driver() -> AbstractContextManager[list[tuple[Any, ...]]]:
     """Use the stub inside the block; yield a list of the C launcher's arguments."""
-    launches: list[tuple[Any, ...]] = []
-    before = driver._active
-    with mock.patch.multiple(
-        amd,
-        compile_module_from_src=lambda **_: _Sink,
-        _get_path_to_hip_runtime_dylib=lambda: "libamdhip64.so",
-    ):
-        driver.set_active(_Driver())
-        _Sink.launches = launches
-        try:
-            yield launches
-        finally:
-            _Sink.launches, driver._active = None, before
+    return use_driver(_Driver(), amd, _get_path_to_hip_runtime_dylib=lambda: "libamdhip64.so")
 
 
 class _Event:

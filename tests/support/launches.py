@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -131,21 +132,33 @@ class _Sink:
 
 
 @contextlib.contextmanager
-def without_device(*, record: bool = True) -> Iterator[list[tuple[Any, ...]]]:
-    """Use the mock driver inside the block; yield a list of the C launcher's arguments.
+def use_driver(
+    stub: Any, module: Any, *, record: bool = True, **fakes: Any
+) -> Iterator[list[tuple[Any, ...]]]:
+    """Make `stub` Triton's driver inside the block; yield a list of the C launcher's arguments.
 
     Args:
+        module: Triton's driver module, whose C launcher is replaced, and so are its `fakes`.
         record: False does not store the arguments, for timing.
     """
     launches: list[tuple[Any, ...]] = []
     before = driver._active
-    with mock.patch.multiple(nvidia, compile_module_from_src=lambda **_: _Sink, library_dirs=list):
-        driver.set_active(_Driver())
+    with mock.patch.multiple(module, compile_module_from_src=lambda **_: _Sink, **fakes):
+        driver.set_active(stub)
         _Sink.launches = launches if record else None
         try:
             yield launches
         finally:
             _Sink.launches, driver._active = None, before
+
+
+def without_device(*, record: bool = True) -> AbstractContextManager[list[tuple[Any, ...]]]:
+    """Use the mock driver inside the block; yield a list of the C launcher's arguments.
+
+    Args:
+        record: False does not store the arguments, for timing.
+    """
+    return use_driver(_Driver(), nvidia, record=record, library_dirs=list)
 
 
 def _h200(device: object) -> Target:

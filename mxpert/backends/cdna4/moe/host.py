@@ -11,27 +11,24 @@ import torch
 from ....formats.layouts import UNIT_ROWS
 from ....formats.spec import MX_BLOCK_SIZE
 from ....formats.tensor import MXTensor
-from ....formats.token import FP8_TOKEN
-from ....problem import (
-    Cdna4GemmConfig,
-    Cdna4Kernel,
-    Combine,
-    MoEOptions,
-    MoEProblem,
-    Op,
-    activation_mx_format,
-)
+from ....problem import Cdna4GemmConfig, Cdna4Kernel, Combine, MoEProblem, Op
 from ....routing import RoutingPlan
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ....weights import MoEWeights
-from ...common.combine import combine_slots
-from ...common.moe_layer import TwoStageLayer, quantize_rows
-from ...common.mx_codec import scale_rule_constants
-from ...common.token_rows import CodedRows, quantize_tokens
+from ...common.moe.finish import _moe_down_finish_kernel, _moe_gate_up_finish_kernel
+from ...common.moe.stages import (
+    DownStage,
+    GateUpStage,
+    Rows,
+    Stage,
+    gate_up_epilogue_arguments,
+    gemm_rows,
+)
+from ...common.moe_layer import TwoStageLayer
+from ...common.token_rows import CodedRows
 from ..lib.gcn import WITHOUT_ACCUMULATOR_REGISTERS
 from . import config as heuristics
 from .decode import _moe_gemm_decode_cdna4_kernel
-from .finish import _moe_down_finish_cdna4_kernel, _moe_gate_up_finish_cdna4_kernel
 from .prefill import _moe_gemm_prefill_cdna4_kernel
 from .prefill_scales import arrange_scales
 
@@ -39,9 +36,9 @@ _XCDS = 8
 """Dies of the chip: a grid is a multiple of them, so that all get as many workgroups."""
 
 _FINISH_BLOCK_M, _FINISH_BLOCK_N, _FINISH_NUM_WARPS = 16, 128, 4
+_GATE_UP_GROUP = 16
+"""Gates between runs of ups in the weights and in partial sums: `GateUpOrder.INTERLEAVED_16`."""
 _CHUNK_BYTES = 16
-
-Rows = torch.Tensor | MXTensor | CodedRows
 
 
 class Gemm(NamedTuple):
@@ -67,10 +64,9 @@ class Gemm(NamedTuple):
     depth_units: int
 
 
-class _Stage:
-    """Base class of both stages: supported problems and choice of tiles."""
+class _Stage(Stage):
+    """What both stages have: supported problems, choice of tiles, the GEMM."""
 
-    op: Op
     backend = "cdna4"
     stage_config = Cdna4GemmConfig
 
@@ -92,18 +88,16 @@ class _Stage:
         config: Cdna4GemmConfig,
         plan: RoutingPlan,
         rows: torch.Tensor | MXTensor,
-        weight: MXTensor,
-        outputs: Mapping[str, torch.Tensor | None],
+        weights: MoEWeights,
+        epilogue: dict[str, torch.Tensor | None],
     ) -> None:
-        """Start the GEMM and, after split-K, the kernel that sums its parts.
-
-        outputs: tensors of the epilogue, which both kernels get.
-        """
+        """Start the GEMM and, after split-K, the kernel that sums its parts."""
         heuristics.require_valid(config, problem)
         row_blocks = plan.max_blocks * (plan.routing_block_m // config.block_m)
         if not row_blocks:
             return
-        x, x_scale, row_scale, x_format = _operand(_gemm_rows(problem, rows))
+        weight = self.weight(weights)
+        x, x_scale, row_scale, x_format = _operand(gemm_rows(problem, rows))
         if config.kernel is Cdna4Kernel.DECODE and x_scale is not None:
             x_scale = _scale_words(x_scale)
         gemm = Gemm(
@@ -123,11 +117,6 @@ class _Stage:
             wide = x_format == "e2m1"
             x_scale = arrange_scales(x_scale, plan, depth, blocks, gather=gather, wide=wide)
             w_scale = weight.scale
-        of_plan = {
-            "sorted_token_ids_ptr": plan.sorted_token_ids,
-            "block_expert_ids_ptr": plan.block_expert_ids,
-            "num_valid_ptr": plan.num_valid,
-        }
         partial = None
         if finish is not None:
             width = heuristics.weight_rows(problem, self.op)
@@ -140,19 +129,10 @@ class _Stage:
             x_row_scale_ptr=row_scale,
             w_ptr=weight.qdata.view(torch.uint32) if x_format == "bf16" else weight.qdata,
             w_scale_ptr=w_scale,
-            **outputs,
-            **of_plan,
+            **{"out_scale_ptr": None, **epilogue},
         )
         if finish is not None:
-            used = (name for name in outputs if name in finish.kernel.arg_names)
-            finish(partial_ptr=partial, **{name: outputs[name] for name in used}, **of_plan)
-
-
-def _gemm_rows(problem: MoEProblem, rows: torch.Tensor | MXTensor) -> Rows:
-    """Convert `rows` to the layer's activation format, if they are not in it."""
-    if problem.options.activation_format == FP8_TOKEN and isinstance(rows, torch.Tensor):
-        return quantize_tokens(rows)
-    return quantize_rows(problem, rows)
+            finish(partial_ptr=partial, **epilogue)
 
 
 def _operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, str]:
@@ -251,41 +231,36 @@ def _prefill_launches(
 def _finish_launch(both: dict[str, Any], gemm: Gemm) -> Launch:
     """Launch of the kernel that sums the splits. both: the GEMM's arguments that it shares."""
     gate_up = gemm.op is Op.MOE_GATE_UP
-    kernel = _moe_gate_up_finish_cdna4_kernel if gate_up else _moe_down_finish_cdna4_kernel
+    kernel = _moe_gate_up_finish_kernel if gate_up else _moe_down_finish_kernel
+    order = dict(gate_up_group=_GATE_UP_GROUP, GATE_UP_GROUP=_GATE_UP_GROUP) if gate_up else {}
     tiles_m = both["partial_rows"] // _FINISH_BLOCK_M
     tiles_n = -(-both["num_n_blocks"] * MX_BLOCK_SIZE // _FINISH_BLOCK_N)
     return Launch(
         kernel,
         (tiles_m * tiles_n,),
+        split_k=both["k_splits"],
         BLOCK_M=_FINISH_BLOCK_M,
         BLOCK_N=_FINISH_BLOCK_N,
         num_warps=_FINISH_NUM_WARPS,
+        **order,
         **{name: value for name, value in both.items() if name in kernel.arg_names},
     )
 
 
 def _epilogue(problem: MoEProblem, gemm: Gemm) -> dict[str, Any]:
     """Arguments of a stage's epilogue."""
-    options, width = problem.options, problem.hidden_size
-    constants: dict[str, Any] = {"EMAX": 0, "THRESHOLD": 0, "INF_BYTE": 0}
-    p0, p1, name, out_format = 0.0, 0.0, "", "bf16"
-    if gemm.op is Op.MOE_GATE_UP:
-        (p0, p1), name = options.activation.parameters, options.activation.name
-        width = problem.intermediate_size
-        format = activation_mx_format(options.activation_format, gemm.op.value)
-        if format is not None:
-            out_format = format.element.name
-            constants = scale_rule_constants(format, options.scale_rule)
+    options, gate_up = problem.options, gemm.op is Op.MOE_GATE_UP
+    width = problem.intermediate_size if gate_up else problem.hidden_size
     return dict(
         num_n_blocks=width // MX_BLOCK_SIZE,
-        p0=float(p0),
-        p1=float(p1),
-        ACTIVATION=name,
-        OUT_FORMAT=out_format,
-        ATOMIC=gemm.op is Op.MOE_DOWN and options.combine is Combine.ATOMIC,
-        **constants,
+        ATOMIC=not gate_up and options.combine is Combine.ATOMIC,
+        **(gate_up_epilogue_arguments(options) if gate_up else _NO_ACTIVATION),
     )
 
+
+_NO_ACTIVATION = dict(
+    p0=0.0, p1=0.0, ACTIVATION="", OUT_FORMAT="bf16", EMAX=0, THRESHOLD=0, INF_BYTE=0
+)
 
 _Launches = Callable[[MoEProblem, Cdna4GemmConfig, Gemm], tuple[Launch, Launch | None]]
 _LAUNCHES: Mapping[Cdna4Kernel, _Launches] = {
@@ -295,97 +270,12 @@ _LAUNCHES: Mapping[Cdna4Kernel, _Launches] = {
 """The launches of each kernel of `Cdna4Kernel`: the GEMM, and what finishes it, if anything."""
 
 
-class _GateUp(_Stage):
-    """Stage 1: gather, gate/up GEMM, bias, activation, requantisation."""
-
-    op = Op.MOE_GATE_UP
-
-    def launch(
-        self,
-        problem: MoEProblem,
-        config: Cdna4GemmConfig,
-        *,
-        x: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        plan: RoutingPlan,
-    ) -> torch.Tensor | MXTensor:
-        """Return the intermediate [P, F] in sorted order; padding rows are uninitialised."""
-        return self.run(problem, config, x=x, weights=weights, plan=plan, num_rows=plan.capacity)
-
-    def run(
-        self,
-        problem: MoEProblem,
-        config: Cdna4GemmConfig,
-        *,
-        x: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        plan: RoutingPlan,
-        num_rows: int,
-    ) -> torch.Tensor | MXTensor:
-        """As `launch`, but allocate `num_rows` rows."""
-        h = _allocate(problem.options, num_rows, weights)
-        weighted = problem.options.apply_router_weight_on_input
-        outputs = {
-            "out_ptr": h.qdata if isinstance(h, MXTensor) else h,
-            "out_scale_ptr": h.scale if isinstance(h, MXTensor) else None,
-            "bias_ptr": weights.gate_up_bias,
-            "sorted_weights_ptr": plan.sorted_weights if weighted else None,
-        }
-        self.multiply(problem, config, plan, x, weights.gate_up_proj, outputs)
-        return h
+class _GateUp(GateUpStage, _Stage):
+    """Stage 1."""
 
 
-def _allocate(options: MoEOptions, num_rows: int, weights: MoEWeights) -> torch.Tensor | MXTensor:
-    """Uninitialised rows [num_rows, F] in the format that stage 1 stores."""
-    features, empty = weights.intermediate_size, weights.gate_up_proj.qdata.new_empty
-    format = activation_mx_format(options.activation_format, Op.MOE_GATE_UP.value)
-    if format is None:
-        return empty((num_rows, features), dtype=torch.bfloat16)
-    return MXTensor(
-        empty((num_rows, features // format.codes_per_byte)),
-        empty((num_rows, features // format.block_size)),
-        format,
-    )
-
-
-class _Down(_Stage):
-    """Stage 2: down GEMM, bias, routing weight, combine."""
-
-    op = Op.MOE_DOWN
-
-    def launch(
-        self,
-        problem: MoEProblem,
-        config: Cdna4GemmConfig,
-        *,
-        h: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        plan: RoutingPlan,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return [T, H] (`out`, if given), or with FLAT [P, H] whose padding is uninitialised."""
-        options, combine = problem.options, problem.options.combine
-        num_rows, dtype = plan.max_blocks * plan.routing_block_m, options.out_dtype
-        if combine is Combine.FLAT:
-            num_rows = plan.capacity
-        elif combine is Combine.ATOMIC:
-            num_rows, dtype = plan.num_tokens, torch.float32
-        values = weights.down_proj.qdata.new_empty((num_rows, problem.hidden_size), dtype=dtype)
-        if combine is Combine.ATOMIC:
-            values.zero_()
-        weighted = not options.apply_router_weight_on_input
-        outputs = {
-            "out_ptr": values,
-            "out_scale_ptr": None,
-            "bias_ptr": weights.down_bias,
-            "sorted_weights_ptr": plan.sorted_weights if weighted else None,
-        }
-        self.multiply(problem, config, plan, h, weights.down_proj, outputs)
-        if combine is not Combine.REDUCE:
-            return values.to(options.out_dtype) if out is None else out.copy_(values)
-        if plan.num_tokens == 0:
-            return values.new_empty((0, problem.hidden_size))
-        return combine_slots(values, plan.slot_rows, problem.target, out=out)
+class _Down(DownStage, _Stage):
+    """Stage 2."""
 
 
 GATE_UP = _GateUp()

@@ -1,12 +1,12 @@
-"""The portable MoE GEMMs, and the kernels that finish them after split-K.
+"""The portable MoE GEMMs.
 
-Grid: one dimension. A GEMM has one program for each split of each tile of [BLOCK_M sorted rows,
-BLOCK_N columns], a finishing kernel one for each tile; `schedule` maps programs to tiles. The host
-launches as many programs as the plan can need. Programs without a tile, and those whose rows are
-all padding, return at once. Programs write disjoint tiles, except for the additions of ATOMIC.
+Grid: one dimension, a program for each split of each tile of [BLOCK_M sorted rows, BLOCK_N
+columns]; `schedule` maps programs to tiles. The host launches as many programs as the plan can
+need. Programs without a tile, and those whose rows are all padding, return at once. Programs write
+disjoint tiles, except for the additions of ATOMIC.
 
 With split-K (partial_ptr is given) a GEMM stores float32 partial sums instead of running its
-epilogue, and a finishing kernel sums them in order.
+epilogue, and a kernel of `common.moe.finish` sums them in order.
 
 Every size is a run-time value. Widths are passed as counts of 32-element blocks and multiplied by
 32 here, which tells the compiler their divisibility without one binary per value.
@@ -17,21 +17,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .epilogue import GatedActivation, GateUpBias, Output, down_epilogue, gate_up_epilogue
+from ...common.moe.epilogue import (
+    GatedActivation,
+    GateUpBias,
+    Output,
+    down_epilogue,
+    gate_up_epilogue,
+)
+from ...common.moe.tiles import Partials, open_columns, open_rows, schedule, store_partial
 from .tiles import (
     Activations,
-    Partials,
     WeightRows,
     Weights,
     gate_up_rows,
     k_range,
     multiply_tile,
-    open_columns,
-    open_rows,
-    schedule,
     split_gate_up,
-    store_partial,
-    sum_partials,
 )
 
 RUN_TIME_VALUES = (
@@ -58,8 +59,8 @@ per model."""
     do_not_specialize=RUN_TIME_VALUES, do_not_specialize_on_alignment=("x_scale_ptr", "w_scale_ptr")
 )
 def _moe_gate_up_kernel(
-    h_ptr,
-    h_scale_ptr,
+    out_ptr,
+    out_scale_ptr,
     partial_ptr,
     x_ptr,
     x_scale_ptr,
@@ -89,7 +90,7 @@ def _moe_gate_up_kernel(
     w_scale_stride_e,
     w_scale_stride_n,
     X_FORMAT: tl.constexpr,
-    H_FORMAT: tl.constexpr,
+    OUT_FORMAT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr,
@@ -127,7 +128,7 @@ def _moe_gate_up_kernel(
         store_partial(partials, up, split, rows, features, num_features)
     else:
         gate_up_epilogue(
-            Output(h_ptr, h_scale_ptr, H_FORMAT, EMAX, THRESHOLD, INF_BYTE),
+            Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD, INF_BYTE),
             GatedActivation(ACTIVATION, p0, p1),
             GateUpBias(bias_ptr, expert, gate_up_group),
             sorted_weights_ptr,
@@ -136,58 +137,6 @@ def _moe_gate_up_kernel(
             rows,
             features,
         )
-
-
-@triton.jit(do_not_specialize=RUN_TIME_VALUES)
-def _moe_gate_up_finish_kernel(
-    h_ptr,
-    h_scale_ptr,
-    partial_ptr,
-    bias_ptr,
-    sorted_token_ids_ptr,
-    sorted_weights_ptr,
-    block_expert_ids_ptr,
-    num_valid_ptr,
-    num_tokens,
-    num_experts,
-    num_n_blocks,
-    gate_up_group,
-    routing_block_m,
-    split_k,
-    partial_rows,
-    p0,
-    p1,
-    H_FORMAT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    EMAX: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Stage 1 after split-K: sum the splits in order, then run `gate_up_epilogue`."""
-    num_features = num_n_blocks * 32
-    tile_m, tile_n, _ = schedule(num_valid_ptr, num_features, 1, BLOCK_M, BLOCK_N, 1)
-    if tile_m < 0:
-        return
-    expert = tl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
-    if (expert < 0) | (expert >= num_experts):
-        return
-    rows = open_rows(sorted_token_ids_ptr, tile_m, num_tokens, BLOCK_M)
-    features = open_columns(tile_n, num_features, BLOCK_N)
-    partials = Partials(partial_ptr, partial_rows, 2 * num_features)
-    gate = sum_partials(partials, split_k, rows, features)
-    up = sum_partials(partials, split_k, rows, features, num_features)
-    gate_up_epilogue(
-        Output(h_ptr, h_scale_ptr, H_FORMAT, EMAX, THRESHOLD, INF_BYTE),
-        GatedActivation(ACTIVATION, p0, p1),
-        GateUpBias(bias_ptr, expert, gate_up_group),
-        sorted_weights_ptr,
-        gate,
-        up,
-        rows,
-        features,
-    )
 
 
 @triton.jit(
@@ -249,36 +198,3 @@ def _moe_down_kernel(
         store_partial(Partials(partial_ptr, partial_rows, num_columns), acc, split, rows, columns)
     else:
         down_epilogue(out_ptr, acc, rows, columns, bias_ptr, expert, sorted_weights_ptr, ATOMIC)
-
-
-@triton.jit(do_not_specialize=RUN_TIME_VALUES)
-def _moe_down_finish_kernel(
-    out_ptr,
-    partial_ptr,
-    bias_ptr,
-    sorted_token_ids_ptr,
-    sorted_weights_ptr,
-    block_expert_ids_ptr,
-    num_valid_ptr,
-    num_tokens,
-    num_experts,
-    num_n_blocks,
-    routing_block_m,
-    split_k,
-    partial_rows,
-    ATOMIC: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Stage 2 after split-K: sum the splits in order, then run `down_epilogue`."""
-    num_columns = num_n_blocks * 32
-    tile_m, tile_n, _ = schedule(num_valid_ptr, num_columns, 1, BLOCK_M, BLOCK_N, 1)
-    if tile_m < 0:
-        return
-    expert = tl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
-    if (expert < 0) | (expert >= num_experts):
-        return
-    rows = open_rows(sorted_token_ids_ptr, tile_m, num_tokens, BLOCK_M)
-    columns = open_columns(tile_n, num_columns, BLOCK_N)
-    acc = sum_partials(Partials(partial_ptr, partial_rows, num_columns), split_k, rows, columns)
-    down_epilogue(out_ptr, acc, rows, columns, bias_ptr, expert, sorted_weights_ptr, ATOMIC)

@@ -1,4 +1,4 @@
-"""Epilogues of the portable MoE GEMMs: bias, routing weight, activation, MX encoding, stores.
+"""Epilogues of an MoE stage in portable Triton: bias, routing weight, activation, codes, stores.
 
 The GEMM kernels and the kernels that finish a split-K GEMM call the same epilogue. Tiles and the
 number of splits therefore do not change its arithmetic. Tiles are [BLOCK_M rows, BLOCK_N columns].
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...common.activation import gated_activation
-from ...common.mx_codec import quantize_tile
+from ..activation import gated_activation
+from ..mx_codec import quantize_tile
 from .tiles import gate_up_row
 
 
