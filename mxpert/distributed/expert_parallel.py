@@ -14,7 +14,6 @@ from ..formats.spec import MX_BLOCK_SIZE, ScaleRule
 from ..formats.tensor import Layout, MXTensor
 from ..problem import MoEOptions
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, require_topk
-from ..weights import MoEWeights
 from .choice import choose, make_exchange
 from .groups import agree, default_device, find_group
 from .layer import LAYER, LAYER_OUT, OBJECTS
@@ -280,17 +279,15 @@ class ExpertParallel:
         return self.combine_unchecked(rows, dispatched, out)
 
     def run_layer(
-        self,
-        options: MoEOptions,
-        x: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
+        self, options: MoEOptions, inputs: dict[str, Any], out: torch.Tensor | None
     ) -> torch.Tensor:
-        """What `mxpert.fused_moe` with `expert_parallel` calls: the layer with checked options."""
-        inputs = dict(x=x, weights=weights, topk_weights=topk_weights, topk_ids=topk_ids)
+        """What `mxpert.fused_moe` with `expert_parallel` calls.
+
+        Args:
+            options: of the layer, checked.
+            inputs: x, weights, topk_weights and topk_ids.
+            out: as for `mxpert.fused_moe`.
+        """
         if out is None:
             return LAYER(options, self._handle, **inputs)
         LAYER_OUT(options, self._handle, **inputs, out=out)

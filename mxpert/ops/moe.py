@@ -42,14 +42,7 @@ class LayerOfRanks(Protocol):
     """What runs a layer whose experts lie on several ranks: `ExpertParallel`."""
 
     def run_layer(
-        self,
-        options: MoEOptions,
-        x: Operand,
-        weights: MoEWeights,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        *,
-        out: torch.Tensor | None,
+        self, options: MoEOptions, inputs: dict[str, Any], out: torch.Tensor | None
     ) -> torch.Tensor: ...
 
 
@@ -124,13 +117,11 @@ def fused_moe(
     """
     choices = scale_rule, apply_router_weight_on_input, combine, out_dtype
     options = moe_options("fused_moe", activation, activation_format, *choices)
-    routed: dict[str, Any] = dict(
-        x=x, weights=weights, topk_weights=topk_weights, topk_ids=topk_ids
-    )
+    routed = dict(x=x, weights=weights, topk_weights=topk_weights, topk_ids=topk_ids)
     local = dict(expert_map=expert_map, num_local_tokens=num_local_tokens)
     if expert_parallel is not None:
         _refuse_on_ranks(local)
-        return expert_parallel.run_layer(options, **routed, out=out)
+        return expert_parallel.run_layer(options, routed, out)
     if out is None:
         return _FUSED_MOE(options, **routed, **local)
     _FUSED_MOE_OUT(options, **routed, **local, out=out)
