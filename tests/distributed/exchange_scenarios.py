@@ -464,7 +464,9 @@ def two_objects_overlap() -> None:
         second.close()
 
 
-def local_layer(dispatched: DispatchedTokens, mine: MoEWeights) -> torch.Tensor:
+def local_layer(
+    dispatched: DispatchedTokens, mine: MoEWeights, *, format: str = "bf16"
+) -> torch.Tensor:
     """This rank's experts on the rows that arrived: float32 [R, H]."""
     routed = dispatched.topk_weights, dispatched.topk_ids
     whole = torch.arange(mine.num_experts, dtype=torch.int32)
@@ -474,6 +476,7 @@ def local_layer(dispatched: DispatchedTokens, mine: MoEWeights) -> torch.Tensor:
         mine,
         *routed,
         activation=SHAPE.activation,
+        activation_format=format,
         expert_map=slots,
         out_dtype=torch.float32,
     )

@@ -1,6 +1,6 @@
 """GATHER and ALL_TO_ALL over gloo with 2 and 4 processes, against one rank with all experts.
 
-What the ranks do is in exchange_scenarios.py.
+What the ranks do is in exchange_scenarios.py and calling_scenarios.py.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ TWO = (
     "explain_names_transport_and_kernel",
     "a_transport_that_cannot_run_is_refused_everywhere",
 )
+CALLERS = (
+    "vllm_prepare_and_finalize",
+    "torchtitan_token_dispatcher",
+    "compiled_without_a_graph_break",
+)
 FOUR = (*ANY_SIZE, "only_one_rank_has_tokens", "one_dimension_of_a_mesh")
 
 
@@ -49,6 +54,12 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return run_scenarios(MODULE, FOUR, 4, tmp_path_factory.mktemp("four"))
 
 
+@pytest.fixture(scope="module")
+def callers(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("callers")
+    return run_scenarios("distributed.calling_scenarios", CALLERS, 2, folder)
+
+
 @pytest.mark.parametrize("scenario", TWO)
 def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
     two_ranks.check(scenario)
@@ -57,3 +68,8 @@ def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
 @pytest.mark.parametrize("scenario", FOUR)
 def test_four_ranks(four_ranks: Outcomes, scenario: str) -> None:
     four_ranks.check(scenario)
+
+
+@pytest.mark.parametrize("scenario", CALLERS)
+def test_calling_sequences(callers: Outcomes, scenario: str) -> None:
+    callers.check(scenario)
