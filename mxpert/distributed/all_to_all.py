@@ -64,6 +64,7 @@ class AllToAllExchange:
         out_dtype: torch.dtype,
     ) -> DispatchedTokens:
         """Send each token to the ranks that own one of its experts."""
+        self._ranks.raise_lost()
         spec = self._spec
         columns = topk_ids.clamp(-1, spec.placement.num_experts).long() + 1
         owners = self._owners[columns]  # int64 [T, k]

@@ -106,6 +106,7 @@ class ExpertParallel:
         try:
             if not isinstance(transport, Transport):
                 raise TypeError(message(_OP, "transport", "a Transport", repr(transport)))
+            require_int(num_experts, _OP, "num_experts", least=size)
             placement = _checked_placement(placement, num_experts, size)
             formats = wire_format, combine_dtype
             spec = ExchangeSpec("", rank, placement, *sizes[1:], *formats, timeout_s)

@@ -43,6 +43,7 @@ class GatherExchange:
         out_dtype: torch.dtype,
     ) -> DispatchedTokens:
         """Send `bound` slots to every rank."""
+        self._ranks.raise_lost()
         spec = self._spec
         parts = wire_parts(x, spec.wire_format, scale_rule)
         received = [self._gather(_padded(part, bound)) for part in parts]

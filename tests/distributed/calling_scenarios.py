@@ -229,23 +229,21 @@ def torchtitan_token_dispatcher() -> None:
         dispatcher.ep.close()
 
 
+def _scaled_layer(ep: ExpertParallel, mine: MoEWeights) -> Callable[..., torch.Tensor]:
+    """A layer between two operations of torch."""
+
+    def layer(x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = dict(activation=SHAPE.activation, expert_parallel=ep)
+        return x + mxpert.fused_moe(2 * x, mine, scores, ids, **options)
+
+    return layer
+
+
 def compiled_without_a_graph_break() -> None:
     weights = whole_layer()
     for transport in TRANSPORTS:
         ep = make(transport=transport)
-        mine = part_of(weights, ep)
-
-        def layer(x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            y = mxpert.fused_moe(
-                2 * x,
-                mine,
-                scores,
-                ids,
-                activation=SHAPE.activation,
-                expert_parallel=ep,  # noqa: B023
-            )
-            return y + x
-
+        layer = _scaled_layer(ep, part_of(weights, ep))
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
         for count in (5, 3):
             given = tokens(count)
