@@ -7,7 +7,7 @@ offsets, and private words:
     partials                     slot ``owner · bound + t`` is what `owner` computed for own token t
     arrived [N, MAX_CTAS]        int64 flags of dispatch: [source, CTA]
     returned [N, MAX_CTAS]       int64 flags of combine: [owner, CTA]
-    words (private)              what has been decided, the busy word, the epoch; see `words.py`
+    words (private)              what has been decided, the calls that run, the epoch; see `words.py`
     destinations (private)       int64 bit mask of each own token: the ranks it was sent to
 
 `bound` is the number of slots of a rank in this call. All ranks use the same bound, hence the same
@@ -38,7 +38,7 @@ Why one buffer of each kind suffices, without a barrier:
       step 2, which has seen the peer's flags of dispatch e + 1, and these follow the peer's
       combine e.
     * It holds because every rank flags every rank in both steps, even with no tokens, and because
-      the kernels of one object are ordered by one stream. The busy word detects a second stream.
+      the kernels of one object are ordered by one stream. words[RUNNING] detects a second stream.
     * Flags and the epoch only grow, so a flag of another bound or an older epoch never counts.
 
 Lost ranks. A wait ends after the time-out; `words[DECIDED]` then names the rank, for good. From then

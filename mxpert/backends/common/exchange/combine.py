@@ -13,7 +13,7 @@ import triton.language as tl
 from ..pdl import grid_dependency_wait, launch_dependents
 from .flags import poisoned_flag, section, set_flags
 from .wait import wait_for_flags
-from .words import BUSY, DECIDED, EPOCHS, MAX_ROUNDS, NO_WAIT, TIMEOUT
+from .words import DECIDED, EPOCHS, MAX_ROUNDS, NO_WAIT, RUNNING, TIMEOUT, TWO_STREAMS
 
 _RANKS = tl.constexpr(4)
 """Ranks whose partial rows are loaded together."""
@@ -111,12 +111,17 @@ def _sum_rows(rows, partials, ranks, share, tile):
 
 @triton.jit
 def _begin(state):
-    """words[DECIDED], negative if the exchange lost something or nobody waited for the tokens."""
+    """words[DECIDED], negative after a loss or a call that breaks the protocol."""
     decided = tl.load(state + DECIDED, volatile=True)
+    found = decided
     if (decided >= 0) & (decided < tl.load(state + EPOCHS)):
-        decided = decided * 0 + NO_WAIT
-        tl.atomic_min(state + DECIDED, decided, sem="relaxed", scope="gpu")
-    return decided
+        found = decided * 0 + NO_WAIT
+    if tl.program_id(0) == 0:
+        if tl.load(state + RUNNING, volatile=True) != 1:
+            found = decided * 0 + TWO_STREAMS
+    if found != decided:
+        tl.atomic_min(state + DECIDED, found, sem="relaxed", scope="gpu")
+    return found
 
 
 @triton.jit
@@ -189,7 +194,7 @@ def _exchange_combine_kernel(
             flag = epoch * MAX_ROUNDS + round + 1
             if decided < 0:
                 flag = poisoned_flag(decided, rank)
-            set_flags(table, flags_offset, rank, num_ranks, flag)
+            set_flags(table, flags_offset, rank, num_ranks, flag, KIND)
         if round > 0:
             if decided >= 0:
                 decided = _await_round(
@@ -210,4 +215,4 @@ def _exchange_combine_kernel(
                 mask = exists[:, None] & (tile.columns < share.width)
                 tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
     if pid == 0:
-        tl.atomic_xchg(state + BUSY, 0, sem="relaxed", scope="gpu")
+        tl.atomic_add(state + RUNNING, -1, sem="relaxed", scope="gpu")

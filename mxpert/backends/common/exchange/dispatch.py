@@ -13,7 +13,7 @@ import triton.language as tl
 from ..mx_codec import quantize_tile
 from ..pdl import launch_dependents_and_wait
 from .flags import poisoned_flag, section, set_flags
-from .words import BUSY, DECIDED, EPOCHS, MAX_CTAS, TWO_STREAMS
+from .words import DECIDED, EPOCHS, MAX_CTAS, RUNNING, TWO_STREAMS
 
 _FILL = tl.constexpr(256)
 """Ids of unused slots that a program stores at once."""
@@ -78,11 +78,15 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _begin(state):
-    """Mark the exchange as busy; return words[DECIDED]. If it is busy, there is a second stream."""
+    """Count this call as running; return words[DECIDED]. If one runs already, note two streams.
+
+    Nobody waits for the atomic operations.
+    """
     decided = tl.load(state + DECIDED, volatile=True)
     if tl.program_id(0) == 0:
-        busy = tl.atomic_xchg(state + BUSY, 1, sem="relaxed", scope="gpu")
-        if busy != 0:
+        running = tl.load(state + RUNNING, volatile=True)
+        tl.atomic_add(state + RUNNING, 1, sem="relaxed", scope="gpu")
+        if running != 0:
             tl.atomic_min(state + DECIDED, TWO_STREAMS, sem="relaxed", scope="gpu")
             decided = tl.minimum(decided, TWO_STREAMS)
     return decided
@@ -139,22 +143,21 @@ def _clear_unused(table, num_ranks, sections, num_used, num_ids, top_k):
 
 
 @triton.jit
-def _load_rows(x, scale, tile, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr):
-    """A tile of rows as they travel, and their scales, or None if they have none.
-
-    Rows with EMAX given are quantised to MXFP8 here; with `scale` given they are already.
-    """
+def _load_rows(x, tile):
+    """A tile of this rank's rows, [ROWS, BLOCK]; zero beyond the last token and column."""
     width = tile.num_blocks * 32
-    token = tile.token.to(tl.int64)[:, None]
     inside = tile.exists[:, None] & (tile.columns < width)
-    rows = tl.load(x + token * width + tile.columns, mask=inside, other=0.0)
-    scales = None
-    if EMAX is not None:
-        rows, scales = quantize_tile(rows.to(tl.float32), "e4m3", EMAX, THRESHOLD, INF_BYTE)
-    elif scale is not None:
-        inside = tile.exists[:, None] & (tile.blocks < tile.num_blocks)
-        scales = tl.load(scale + token * tile.num_blocks + tile.blocks, mask=inside, other=0)
-    return rows, scales
+    return tl.load(
+        x + tile.token.to(tl.int64)[:, None] * width + tile.columns, mask=inside, other=0
+    )
+
+
+@triton.jit
+def _load_scales(scale, tile):
+    """The scales of a tile of rows, [ROWS, BLOCK/32]."""
+    inside = tile.exists[:, None] & (tile.blocks < tile.num_blocks)
+    place = tile.token.to(tl.int64)[:, None] * tile.num_blocks + tile.blocks
+    return tl.load(scale + place, mask=inside, other=0)
 
 
 @triton.jit(do_not_specialize=DISPATCH_SIZES)
@@ -186,6 +189,7 @@ def _exchange_dispatch_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
+    KIND: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Send tokens; step 1 of the protocol.
@@ -220,7 +224,12 @@ def _exchange_dispatch_kernel(
             num_blocks=num_blocks,
         )
         routed = _route(routing, token, tile.exists, SLOTS)
-        rows, scales = _load_rows(x, scale, tile, EMAX, THRESHOLD, INF_BYTE)
+        rows = _load_rows(x, tile)
+        scales = None
+        if EMAX is not None:
+            rows, scales = quantize_tile(rows.to(tl.float32), "e4m3", EMAX, THRESHOLD, INF_BYTE)
+        elif scale is not None:
+            scales = _load_scales(scale, tile)
         ranks = tl.zeros([ROWS], tl.int64)
         for step in range(1, num_ranks + 1):  # this rank's own memory last
             peer = (rank + step) % num_ranks
@@ -237,6 +246,6 @@ def _exchange_dispatch_kernel(
     flag = epoch
     if decided < 0:
         flag = poisoned_flag(decided, rank)
-    set_flags(table, flags_offset, rank, num_ranks, flag)
+    set_flags(table, flags_offset, rank, num_ranks, flag, KIND)
     copy = pid + num_ctas * tl.arange(0, MAX_CTAS)
     tl.store(state + EPOCHS + copy, tl.zeros([MAX_CTAS], tl.int64) + epoch, mask=copy < MAX_CTAS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .gcn import write_back
 from .words import MAX_CTAS, MAX_RANKS, POISON, TWO_STREAMS
 
 
@@ -16,11 +17,13 @@ def section(address, offset, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def set_flags(table, flags_offset, rank, num_ranks, value):
+def set_flags(table, flags_offset, rank, num_ranks, value, KIND: tl.constexpr):
     """Set this CTA's flag of this rank to `value` on all ranks: release, system scope.
 
     Everything that the CTA stored and loaded before comes first.
     """
+    if KIND == "hip":
+        write_back()
     tl.debug_barrier()
     peer = tl.arange(0, MAX_RANKS + 1)
     mask = peer < num_ranks

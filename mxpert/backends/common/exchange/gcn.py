@@ -1,4 +1,4 @@
-"""Inline assembly of the exchange on AMD: the clock."""
+"""Inline assembly of the exchange on AMD: completion of stores, and the clock."""
 
 from __future__ import annotations
 
@@ -18,6 +18,23 @@ def real_time():
         "=s",
         [],
         dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def write_back():
+    """Wait until all memory accesses of this wave are complete for every device.
+
+    A barrier does not wait for stores of the other waves, and LLVM leaves out the wait behind the
+    write-back of a release.
+    """
+    tl.inline_asm_elementwise(
+        "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)\nv_mov_b32 $0, 0",
+        "=v,~{memory}",
+        [],
+        dtype=tl.int32,
         is_pure=False,
         pack=1,
     )

@@ -174,8 +174,7 @@ def dispatch_launch(own: Rank, num_tokens: int, bound: int, rule: ScaleRule | No
         **(_NOT_QUANTISED if rule is None else scale_rule_constants(_MXFP8, rule)),
         ROWS=schedule.rows,
         BLOCK=schedule.block,
-        num_warps=schedule.num_warps,
-        **pdl_options(own.target),
+        **_options(own.target, schedule.num_warps),
     )
 
 
@@ -193,9 +192,7 @@ def combine_launch(own: Rank, num_tokens: int, bound: int) -> Launch:
         ROWS=schedule.rows,
         BLOCK=schedule.block,
         ROUNDS=schedule.rounds,
-        KIND=own.target.kind,
-        num_warps=schedule.num_warps,
-        **pdl_options(own.target),
+        **_options(own.target, schedule.num_warps),
     )
 
 
@@ -206,9 +203,7 @@ def wait_launch(own: Rank, bound: int) -> Launch:
         _exchange_wait_kernel,
         (1,),
         num_ids=own.layout.num_ranks * bound * own.layout.top_k,
-        KIND=own.target.kind,
-        num_warps=4,
-        **pdl_options(own.target),
+        **_options(own.target, 4),
     )
 
 
@@ -223,3 +218,12 @@ def _sizes(own: Rank, num_tokens: int, bound: int) -> dict[str, Any]:
         "num_blocks": layout.hidden_size // 32,
         "SLOTS": triton.next_power_of_2(layout.top_k),
     }
+
+
+def _options(target: Target, num_warps: int) -> dict[str, Any]:
+    """KIND and launch options. `num_warps` counts warps of 32 threads."""
+    if target.kind == "hip":
+        num_warps //= 2
+    # Without a limit ptxas spills registers to raise the occupancy, which does not matter here.
+    limit = {"maxnreg": 128} if target.kind == "cuda" else {}
+    return {"KIND": target.kind, "num_warps": num_warps, **limit, **pdl_options(target)}

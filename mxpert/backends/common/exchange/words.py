@@ -14,8 +14,8 @@ MAX_RANKS = tl.constexpr(63)
 DECIDED = tl.constexpr(0)
 """The last epoch whose tokens have all arrived; negative for good once something is lost:
 −1 − r for rank r, or one of the two codes below."""
-BUSY = tl.constexpr(1)
-"""1 between the start of dispatch and the end of combine."""
+RUNNING = tl.constexpr(1)
+"""Calls between the start of dispatch and the end of combine; more than one are two streams."""
 TIMEOUT = tl.constexpr(2)
 """Ticks of `wait.clock` after which a wait ends."""
 EPOCHS = tl.constexpr(16)
@@ -23,7 +23,7 @@ EPOCHS = tl.constexpr(16)
 NUM_WORDS = 16 + 128
 
 TWO_STREAMS = tl.constexpr(-(1 << 30))
-"""words[DECIDED] after a dispatch that started while another call of the object was running."""
+"""words[DECIDED] after a dispatch that started while another call of the exchange was running."""
 NO_WAIT = tl.constexpr(-(1 << 30) - 1)
 """words[DECIDED] after a combine whose tokens no kernel had waited for."""
 
