@@ -128,7 +128,7 @@ def wait_for_tokens(arrivals, KIND: tl.constexpr):
 
 
 @triton.jit
-def wait_for_predecessor(arrivals, USE_PDL: tl.constexpr, KIND: tl.constexpr):
+def wait_for_predecessor(arrivals, KIND: tl.constexpr, USE_PDL: tl.constexpr):
     """Wait for the previous kernel and for the tokens, then let the next kernel start.
 
     The next kernel starts only now: its CTAs must not occupy the GPU behind a wait for another
@@ -150,7 +150,7 @@ def _exchange_wait_kernel(
 
     Grid: (1,). For callers whose own kernels take no `arrivals`.
     """
-    complete = wait_for_predecessor(arrivals, USE_PDL, KIND)
+    complete = wait_for_predecessor(arrivals, KIND, USE_PDL)
     if not complete:
         for first in range(0, num_ids, _FILL):
             place = first + tl.arange(0, _FILL)
