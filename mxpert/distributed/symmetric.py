@@ -167,7 +167,7 @@ class SymmetricExchange:
             raise self._lost
         if not in_order:
             need, got = "dispatch and combine in turn", f"{step} out of turn"
-            remedy = "if a layer failed between them, close the object on all ranks and make another"
+            remedy = "if a layer failed in between, close the object on all ranks and make another"
             raise ValueError(message(f"{_OP}.{step}", "order", need, got, remedy))
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ offsets, and private words:
     partials                     slot ``owner · bound + t`` is what `owner` computed for own token t
     arrived [N, MAX_CTAS]        int64 flags of dispatch: [source, CTA]
     returned [N, MAX_CTAS]       int64 flags of combine: [owner, CTA]
-    words (private)              what has been decided, the calls that run, the epoch; see `words.py`
+    words (private)              verdict, running calls, time-out and epoch; see `words.py`
     destinations (private)       int64 bit mask of each own token: the ranks it was sent to
 
 `bound` is the number of slots of a rank in this call. All ranks use the same bound, hence the same
@@ -41,10 +41,11 @@ Why one buffer of each kind suffices, without a barrier:
       the kernels of one object are ordered by one stream. words[RUNNING] detects a second stream.
     * Flags and the epoch only grow, so a flag of another bound or an older epoch never counts.
 
-Lost ranks. A wait ends after the time-out; `words[DECIDED]` then names the rank, for good. From then
-on no wait of this object polls, the sort drops every row, and both kernels set *poisoned* flags,
-which name the lost rank and satisfy every wait. A combine that meets a time-out or a poisoned flag
-writes NaN, so that all living ranks learn of the loss, and none returns a plausible result.
+Lost ranks. A wait ends after the time-out; `words[DECIDED]` then names the rank, for good. From
+then on no wait of this rank polls, its sort drops every row, and its dispatch and combine set
+*poisoned* flags, which name the lost rank and satisfy every wait. A combine that meets a time-out
+or a poisoned flag writes NaN. So all living ranks learn of the loss, and none returns a plausible
+result.
 
 Occupancy. A kernel that waits must not keep out a kernel that another rank on the same GPU, or
 another object, waits for. Dispatch never waits. Sort and combine let the next kernel of the stream

@@ -98,10 +98,7 @@ def _sum_rows(rows, partials, ranks, share, tile):
             mask = computed[:, None] & (tile.columns < share.width) & (owner < share.num_ranks)
             parts += (
                 tl.load(
-                    source + _places(share, tile, owner),
-                    mask=mask,
-                    other=0.0,
-                    cache_modifier=_ONCE,
+                    source + _places(share, tile, owner), mask=mask, other=0.0, cache_modifier=_ONCE
                 ),
             )
         for place in tl.static_range(_RANKS):
@@ -116,12 +113,18 @@ def _begin(state):
     found = decided
     if (decided >= 0) & (decided < tl.load(state + EPOCHS)):
         found = decided * 0 + NO_WAIT
-    if tl.program_id(0) == 0:
-        if tl.load(state + RUNNING, volatile=True) != 1:
-            found = decided * 0 + TWO_STREAMS
+    running = tl.load(state + RUNNING, volatile=True)
+    if (tl.program_id(0) == 0) & (running != 1):
+        found = decided * 0 + TWO_STREAMS
     if found != decided:
         tl.atomic_min(state + DECIDED, found, sem="relaxed", scope="gpu")
     return found
+
+
+@triton.jit
+def _let_next_start(USE_PDL: tl.constexpr):
+    if USE_PDL:
+        launch_dependents()
 
 
 @triton.jit
@@ -197,12 +200,9 @@ def _exchange_combine_kernel(
             set_flags(table, flags_offset, rank, num_ranks, flag, KIND)
         if round > 0:
             if decided >= 0:
-                decided = _await_round(
-                    state, returned, epoch * MAX_ROUNDS + round, num_ranks, KIND
-                )
-            if USE_PDL:
-                if round == ROUNDS:
-                    launch_dependents()
+                decided = _await_round(state, returned, epoch * MAX_ROUNDS + round, num_ranks, KIND)
+            if round == ROUNDS:
+                _let_next_start(USE_PDL)
             last = tl.minimum(round * per_round, used_items)
             for item in range((round - 1) * per_round + pid, last, num_ctas):
                 tile = _tile(share, item, ROWS, BLOCK)

@@ -14,12 +14,7 @@ def real_time():
     when lgkmcnt is 0.
     """
     return tl.inline_asm_elementwise(
-        "s_memrealtime $0\ns_waitcnt lgkmcnt(0)",
-        "=s",
-        [],
-        dtype=tl.int64,
-        is_pure=False,
-        pack=1,
+        "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
     )
 
 

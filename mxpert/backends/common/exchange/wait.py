@@ -143,9 +143,7 @@ def wait_for_predecessor(arrivals, KIND: tl.constexpr, USE_PDL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_ids"])
-def _exchange_wait_kernel(
-    topk_ids, arrivals, num_ids, KIND: tl.constexpr, USE_PDL: tl.constexpr
-):
+def _exchange_wait_kernel(topk_ids, arrivals, num_ids, KIND: tl.constexpr, USE_PDL: tl.constexpr):
     """Wait for the tokens of all ranks; if one is lost, store −1 in all `num_ids` received ids.
 
     Grid: (1,). For callers whose own kernels take no `arrivals`.
