@@ -43,6 +43,7 @@ class Case:
 
     def spec(self, rank: int) -> ExchangeSpec:
         return ExchangeSpec(
+            name="case",
             rank=rank,
             placement=Placement.contiguous(self.num_experts, self.size),
             top_k=self.top_k,
@@ -133,14 +134,9 @@ class Experts:
 
     def __call__(self, received: DispatchedTokens, config: Any = None) -> torch.Tensor:
         """[R, H] in combine_dtype; zero for rows without a local expert."""
-        problem = RoutingProblem(
-            Op.ROUTING_PLAN,
-            detect_target(self.device),
-            *received.topk_ids.shape,
-            len(self.factors),
-            len(self.factors),
-            UNIT,
-        )
+        slots, top_k = received.topk_ids.shape
+        experts, target = len(self.factors), detect_target(self.device)
+        problem = RoutingProblem(Op.ROUTING_PLAN, target, slots, top_k, experts, experts, UNIT)
         plan = PLAN.launch(
             problem,
             config or PLAN.heuristic(problem),
