@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 TIMEOUT_S = 60
 """Seconds that a collective waits for a rank that has failed."""
@@ -43,7 +44,13 @@ class Outcomes:
 
 
 def run_scenarios(
-    module: str, scenarios: Sequence[str], size: int, folder: Path, *, limit_s: float = 240
+    module: str,
+    scenarios: Sequence[str],
+    size: int,
+    folder: Path,
+    *,
+    limit_s: float = 240,
+    method: str = "forkserver",
 ) -> Outcomes:
     """Run scenarios of `module` one after the other on `size` ranks.
 
@@ -53,9 +60,11 @@ def run_scenarios(
         module: name of a module that can be imported. scenarios: its functions.
         size: number of ranks. folder: empty, for the outcomes.
         limit_s: seconds after which ranks are ended.
+        method: how processes start; "spawn" where they use a GPU.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([module])
     ranks = [
         context.Process(
             target=_run, args=(module, list(scenarios), rank, size, str(folder), sys.path)
