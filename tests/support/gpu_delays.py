@@ -10,7 +10,7 @@ from mxpert.backends.common.exchange.wait import clock
 
 
 @triton.jit
-def _spin_kernel(nanoseconds):
+def _spin_kernel(nanoseconds):  # type: ignore[no-untyped-def]
     """Spin for as long as the int64 word at `nanoseconds` says. Grid: (1,)."""
     wanted = tl.load(nanoseconds)
     start = clock("cuda")
