@@ -43,7 +43,6 @@ class Case:
 
     def spec(self, rank: int) -> ExchangeSpec:
         return ExchangeSpec(
-            name="case",
             rank=rank,
             placement=Placement.contiguous(self.num_experts, self.size),
             top_k=self.top_k,
@@ -134,9 +133,15 @@ class Experts:
 
     def __call__(self, received: DispatchedTokens, config: Any = None) -> torch.Tensor:
         """[R, H] in combine_dtype; zero for rows without a local expert."""
-        slots, top_k = received.topk_ids.shape
-        experts, target = len(self.factors), detect_target(self.device)
-        problem = RoutingProblem(Op.ROUTING_PLAN, target, slots, top_k, experts, experts, UNIT)
+        problem = RoutingProblem(
+            Op.ROUTING_PLAN,
+            detect_target(self.device),
+            received.topk_ids.shape[0],
+            received.topk_ids.shape[1],
+            len(self.factors),
+            len(self.factors),
+            UNIT,
+        )
         plan = PLAN.launch(
             problem,
             config or PLAN.heuristic(problem),
