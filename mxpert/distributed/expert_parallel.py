@@ -111,7 +111,7 @@ class ExpertParallel:
             formats = wire_format, combine_dtype
             spec = ExchangeSpec("", rank, placement, *sizes[1:], *formats, timeout_s)
             _check_spec(spec)
-            self.device = default_device(group) if device is None else require_device(device, _OP)
+            self.device = default_device(group) if device is None else _indexed(device)
         except (TypeError, ValueError) as error:
             agree(group, error)
             raise
@@ -223,7 +223,8 @@ class ExpertParallel:
     ) -> DispatchedTokens:
         """Send this rank's tokens to the ranks that own their experts, and receive theirs.
 
-        A token travels once to a rank, however many of its experts lie there.
+        A token travels once to a rank, however many of its experts lie there. Neither this nor
+        `combine` records gradients; `mxpert.training.MXMoE` does.
 
         Args:
             x: bfloat16 [T, H]; with wire_format="mxfp8" also an MXFP8 MXTensor [T, H].
@@ -258,10 +259,11 @@ class ExpertParallel:
             need = "a ScaleRule"
             raise TypeError(message(f"{_OP}.dispatch", "scale_rule", need, repr(scale_rule)))
         require_dtype(out_dtype, OUT_DTYPES, f"{_OP}.dispatch", "out_dtype")
-        dispatched = self.dispatch_unchecked(
-            x, topk_weights, topk_ids, scale_rule=scale_rule, out_dtype=out_dtype
-        )
-        return dispatched if dispatched.arrivals is None else self._exchange.wait(dispatched)
+        with torch.no_grad():
+            dispatched = self.dispatch_unchecked(
+                x, topk_weights, topk_ids, scale_rule=scale_rule, out_dtype=out_dtype
+            )
+            return dispatched if dispatched.arrivals is None else self._exchange.wait(dispatched)
 
     def combine(
         self, rows: torch.Tensor, dispatched: DispatchedTokens, *, out: torch.Tensor | None = None
@@ -302,7 +304,9 @@ class ExpertParallel:
         if out is not None:
             size = dispatched.num_tokens, width
             require_tensor(out, op, "out", dtype=dispatched.out_dtype, shape=size, **place)
-        return self.combine_unchecked(rows, dispatched, out)
+        self._guard.check(op)
+        with torch.no_grad():
+            return self.combine_unchecked(rows, dispatched, out)
 
     def run_layer(
         self, options: MoEOptions, inputs: dict[str, Any], out: torch.Tensor | None
@@ -338,8 +342,7 @@ class ExpertParallel:
     def combine_unchecked(
         self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """`combine` of arguments that were checked."""
-        self._guard.check(_OP)
+        """`combine` of arguments that were checked, on the stream of the dispatch."""
         if out is None:
             size = dispatched.num_tokens, self.hidden_size
             out = torch.empty(size, dtype=dispatched.out_dtype, device=self.device)
@@ -416,6 +419,14 @@ class ExpertParallel:
             f"ExpertParallel(rank {self.rank} of {self.size}, {self.placement!r}, "
             f"{self.transport.name}, max_tokens={self.max_tokens}, device='{self.device}')"
         )
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """The device that is named; "cuda" is the current GPU."""
+    named = require_device(device, _OP)
+    if named.type == "cuda" and named.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return named
 
 
 def _checked_placement(placement: object, num_experts: int, size: int) -> Placement:
