@@ -19,7 +19,7 @@ SURVIVORS = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     module = "distributed.lost_scenarios"
-    return run_once(tmp_path_factory, module, list(SURVIVORS), 4, timeout_s=10)
+    return run_once(tmp_path_factory, module, list(SURVIVORS), 4, timeout_s=20)
 
 
 @pytest.mark.parametrize("scenario", SURVIVORS)
