@@ -104,7 +104,9 @@ def wait_for_flags(flags, target, num_ranks, num_ctas, timeout, KIND: tl.constex
         while polling:
             seen = tl.load(pointers, mask=mask, other=POISON, volatile=True)
             in_time = clock(KIND) - start < timeout
-            polling = tl.max(((seen < target) & in_time).to(tl.int32), 0) > 0
+            late = ((seen < target) & in_time).to(tl.int32)
+            # A poisoned flag ends the wait for the others.
+            polling = tl.max(tl.where(mask & (seen > POISON), 2, late), 0) == 1
         seen = tl.where(mask, load_flags(pointers, mask, KIND), target)
         late = tl.min(tl.where(seen < target, source, num_ranks), 0).to(tl.int64)
         poison = tl.max(seen, 0)
