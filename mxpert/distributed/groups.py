@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,9 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import PeerLostError, message
 from .transport import ExchangeSpec
 
+if dist.is_available():  # `import mxpert` works with a torch that was built without it
+    from torch.distributed import distributed_c10d as c10d
+
 _OP = "ExpertParallel"
-_GRACE_S = 1.0
-"""Seconds beyond the time-out in which ranks that are alive answer the roll call."""
+_GRACE_S, _POLL_S = 1.0, 0.02
+"""Seconds beyond the time-out in which ranks that are alive answer the roll call; its interval."""
 
 
 def find_group(group_or_mesh: object, num_ranks: int | None) -> Any:
@@ -85,19 +91,22 @@ def gather_objects(group: Any, value: Any) -> list[Any]:
     return values
 
 
-def agree(group: Any, arguments: dict[str, object] | Exception) -> None:
+def agree(group: Any, arguments: dict[str, object] | Exception) -> str:
     """Check on all ranks that they got the same arguments, or raise on all of them.
 
     Args:
         group: the ProcessGroup, or None for one rank.
         arguments: values by name; an error where this rank has refused its arguments.
 
+    Returns:
+        A name that no other object has, the same on every rank.
+
     Raises:
         ValueError: ranks differ, or another rank has refused its arguments.
         Exception: `arguments`, if it is an error.
     """
     own = str(arguments) if isinstance(arguments, Exception) else arguments
-    records = gather_objects(group, own)
+    names, records = zip(*gather_objects(group, (uuid.uuid4().hex, own)), strict=True)
     if isinstance(arguments, Exception):
         raise arguments
     for rank, record in enumerate(records):
@@ -111,6 +120,7 @@ def agree(group: Any, arguments: dict[str, object] | Exception) -> None:
         if len(ranks) > 1:
             got = ", ".join(f"{value} on rank {_listed(where)}" for value, where in ranks.items())
             raise ValueError(message(_OP, name, "the same on every rank", got))
+    return str(names[0])
 
 
 def _listed(ranks: list[int]) -> str:
@@ -118,57 +128,165 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
 
 
+class RollCall:
+    """Ranks that say in a group's store what they have done.
+
+    Args:
+        group: the ProcessGroup whose store it is.
+        spec: name, rank and size.
+    """
+
+    def __init__(self, group: Any, spec: ExchangeSpec) -> None:
+        self._rank, self._size = spec.rank, spec.size
+        # Names of torch's own new groups repeat once a group was destroyed; this one is unique.
+        self.store = c10d.PrefixStore(f"mxpert/{spec.name}", c10d._get_process_group_store(group))
+
+    def say(self, what: str) -> None:
+        """Tell the others that this rank has done `what`."""
+        self.store.set(f"{what}/{self._rank}", "1")
+
+    def absent(self, what: str, deadline: float = 0.0) -> tuple[int, ...]:
+        """The ranks that have not said `what` by `deadline`, a time of time.monotonic().
+
+        Raises:
+            RuntimeError: the process that held the store is gone.
+        """
+        absent = list(range(self._size))
+        while True:
+            absent = [rank for rank in absent if not self.store.check([f"{what}/{rank}"])]
+            if not absent or time.monotonic() > deadline:
+                return tuple(absent)
+            time.sleep(_POLL_S)
+
+
+_dropped: list[tuple[Any, RollCall]] = []
+"""Groups that this rank no longer uses and other ranks perhaps still do: a rank that closes its
+connections early can break the last collective of another."""
+
+
+def _drop(group: Any, roll: RollCall) -> None:
+    """Keep a group until all ranks have dropped it."""
+    with contextlib.suppress(RuntimeError):  # the process that held the store is gone
+        roll.say("dropped")
+    _dropped.append((group, roll))
+
+
+def _free_dropped() -> None:
+    """Free the groups that all ranks have dropped."""
+    for pair in _dropped.copy():
+        try:
+            in_use = bool(pair[1].absent("dropped"))
+        except RuntimeError:
+            in_use = False
+        if not in_use:
+            _dropped.remove(pair)
+
+
 class Ranks:
     """The ranks of one exchange, and the collectives between them.
 
-    With gloo the collectives run in a group of their own, so that they end after ``timeout_s``.
-    NCCL's collectives run in the given group, whose own time-out governs them.
+    Over gloo the collectives run in a group of their own, so that they end after ``timeout_s``.
+    NCCL's run in the given group, whose own time-out governs them.
 
     Args:
         group: the ProcessGroup; None for one rank.
         spec: of the exchange.
         device: of the tensors.
+
+    Raises:
+        PeerLostError: a rank did not arrive.
     """
 
     def __init__(self, group: Any, spec: ExchangeSpec, device: torch.device) -> None:
         self.size = spec.size
         self._spec, self._device, self._group = spec, device, group
         self._lost: PeerLostError | None = None
-        self._owns_group = group is not None and dist.get_backend(group) == "gloo"
-        if self._owns_group:
-            self._group = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=timedelta(seconds=spec.timeout_s),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
+        self._is_closed = False
+        self._drop: Callable[[], object] = lambda: None
+        if group is None:
+            return
+        self._roll = RollCall(group, spec)
+        if f"{device.type}:gloo" in str(dist.get_backend_config(group)):
+            self._group = self._new_group()
+            self._drop = finalizer = weakref.finalize(self, _drop, self._group, self._roll)
+            finalizer.atexit = False
+        # Without asyncOp, NCCL runs on the current stream.
+        self._gather_options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        self._reduce_options = c10d.ReduceScatterOptions()
+        self._all_to_all_options = c10d.AllToAllOptions()
+        for options in (self._gather_options, self._reduce_options, self._all_to_all_options):
+            options.asyncOp = False
 
-    def run(self, step: str, collective: Callable[..., object], *arguments: Any) -> None:
-        """Call ``collective(*arguments, group=…)``.
+    def _new_group(self) -> Any:
+        """A gloo group that all ranks have joined."""
+        _free_dropped()
+        spec, started = self._spec, time.monotonic()
+        timeout = timedelta(seconds=spec.timeout_s)
+        try:
+            group = c10d.ProcessGroupGloo(self._roll.store, spec.rank, spec.size, timeout)
+            self._roll.say("joined")
+            if self._roll.absent("joined", started + spec.timeout_s):
+                raise RuntimeError("the group is not complete")
+        except RuntimeError as error:
+            raise self._lost_peer("group", error, started) from error
+        return group
 
-        Args:
-            step: the method that reports an error.
-            collective: a function of torch.distributed.
-            arguments: its arguments before `group`.
+    def all_gather(self, out: torch.Tensor, rows: torch.Tensor) -> None:
+        """Contiguous [n, …] of each rank → `out` [N · n, …], in rank order."""
+        self._run("dispatch", "_allgather_base", out, rows, self._gather_options)
+
+    def reduce_scatter(self, out: torch.Tensor, rows: torch.Tensor) -> None:
+        """Contiguous [N · n, …] of each rank → `out` [n, …], the sum of this rank's part."""
+        self._run("combine", "_reduce_scatter_base", out, rows, self._reduce_options)
+
+    def all_to_all(
+        self,
+        step: str,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        received: Sequence[int] = (),
+        sent: Sequence[int] = (),
+    ) -> None:
+        """Contiguous rows by rank → `out`; counts of rows by rank, or equal parts.
+
+        step: the method that reports an error.
+        """
+        arguments = out, rows, received, sent, self._all_to_all_options
+        self._run(step, "alltoall_base", *arguments)
+
+    def _run(self, step: str, collective: str, *arguments: Any) -> None:
+        """Run a collective and wait for it as its backend does: the host or the stream.
 
         Raises:
             PeerLostError: the backend failed, here or in an earlier call.
+            torch.OutOfMemoryError: this rank has no memory for it.
         """
         self.raise_lost()
         started = time.monotonic()
         try:
-            collective(*arguments, group=self._group)
+            work = getattr(self._group, collective)(*arguments)
+            if work is not None:  # else the backend has waited
+                work.wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             self._lost = self._lost_peer(step, error, started)
             raise self._lost from error
 
     def raise_lost(self) -> None:
-        """Raise the error of an earlier call again, if there was one."""
+        """Raise the error of an earlier call again, if there was one; refuse a closed object."""
         if self._lost is not None:
             raise PeerLostError(str(self._lost), self._lost.ranks)
+        if self._is_closed:
+            raise ValueError(message(_OP, "object", "an open one", "a closed one", "make another"))
 
     def _lost_peer(self, step: str, error: RuntimeError, started: float) -> PeerLostError:
-        ranks = self._absent(started + self._spec.timeout_s + _GRACE_S)
+        deadline = started + self._spec.timeout_s + _GRACE_S
+        try:
+            self._roll.say("failed")
+            ranks = self._roll.absent("failed", deadline)
+        except RuntimeError:  # the process that held the store is gone
+            ranks = ()
         argument = f"rank {_listed(list(ranks))}" if ranks else "peers"
         return PeerLostError(
             message(
@@ -181,22 +299,6 @@ class Ranks:
             ranks,
         )
 
-    def _absent(self, deadline: float) -> tuple[int, ...]:
-        """Ranks that do not answer a roll call in the group's store; () where it is gone too."""
-        store = dist.distributed_c10d._get_process_group_store(self._group)
-        absent = []
-        try:
-            store.set(f"lost/{self._spec.rank}", "1")
-            for rank in range(self.size):
-                left = max(deadline - time.monotonic(), 0.01)
-                try:
-                    store.wait([f"lost/{rank}"], timedelta(seconds=left))
-                except dist.DistStoreError:
-                    absent.append(rank)
-        except RuntimeError:  # the process that held the store is gone
-            return ()
-        return tuple(absent)
-
     def check(self) -> None:
         """Synchronise with the device; raise the error of an earlier call again."""
         self.raise_lost()
@@ -204,7 +306,6 @@ class Ranks:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Destroy the group, if this object made it."""
-        if self._owns_group:
-            self._owns_group = False
-            dist.destroy_process_group(self._group)
+        """Drop the group; the other ranks may be gone."""
+        self._group, self._is_closed = None, True
+        self._drop()

@@ -6,6 +6,7 @@ something is wrong. The processes are forked from one server that has imported t
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import multiprocessing
 import os
@@ -31,10 +32,13 @@ class Outcomes:
     def __init__(self, folder: Path, size: int) -> None:
         self._folder, self._size = folder, size
 
-    def check(self, scenario: str) -> None:
-        """Raise an AssertionError with the traceback of each rank on which a scenario failed."""
+    def check(self, scenario: str, ranks: Sequence[int] | None = None) -> None:
+        """Raise an AssertionError with the traceback of each rank on which a scenario failed.
+
+        ranks: those that have to finish it; None for all.
+        """
         found = []
-        for rank in range(self._size):
+        for rank in range(self._size) if ranks is None else ranks:
             path = self._folder / f"{scenario}.{rank}"
             text = path.read_text() if path.exists() else "did not finish"
             if text:
@@ -50,6 +54,7 @@ def run_scenarios(
     folder: Path,
     *,
     limit_s: float = 240,
+    timeout_s: float = TIMEOUT_S,
     method: str = "forkserver",
 ) -> Outcomes:
     """Run scenarios of `module` one after the other on `size` ranks.
@@ -57,20 +62,18 @@ def run_scenarios(
     The first failure on a rank ends that process, and with it the scenarios after it.
 
     Args:
-        module: name of a module that can be imported. scenarios: its functions.
+        module: name of a module that can be imported. scenarios: its functions, or functions of
+            other modules with those modules' full names.
         size: number of ranks. folder: empty, for the outcomes.
         limit_s: seconds after which ranks are ended.
+        timeout_s: seconds that a collective waits.
         method: how processes start; "spawn" where they use a GPU.
     """
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload([module])
-    ranks = [
-        context.Process(
-            target=_run, args=(module, list(scenarios), rank, size, str(folder), sys.path)
-        )
-        for rank in range(size)
-    ]
+    given = module, list(scenarios), size, str(folder), timeout_s, sys.path
+    ranks = [context.Process(target=_run, args=(rank, *given)) for rank in range(size)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + limit_s
@@ -83,8 +86,35 @@ def run_scenarios(
     return Outcomes(folder, size)
 
 
+def run_once(
+    factory: Any, module: str, scenarios: Sequence[str], size: int, **options: Any
+) -> Outcomes:
+    """`run_scenarios` for a fixture: the workers of pytest-xdist share one run.
+
+    Args:
+        factory: pytest's tmp_path_factory.
+        module, scenarios, size, options: as for `run_scenarios`; a module runs once for each size.
+    """
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of all workers
+    folder = root / f"{module}-{size}"
+    with (root / f"{module}-{size}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            folder.mkdir()
+            run_scenarios(module, scenarios, size, folder, **options)
+    return Outcomes(folder, size)
+
+
 def _run(
-    module: str, scenarios: list[str], rank: int, size: int, folder: str, path: list[str]
+    rank: int,
+    module: str,
+    scenarios: list[str],
+    size: int,
+    folder: str,
+    timeout_s: float,
+    path: list[str],
 ) -> None:
     sys.path[:] = path
     import torch
@@ -97,12 +127,12 @@ def _run(
         init_method=f"file://{where / 'store'}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
     )
-    functions = importlib.import_module(module)
     for name in scenarios:
+        owner, _, function = name.rpartition(".")
         try:
-            getattr(functions, name)()
+            getattr(importlib.import_module(owner or module), function)()
         except BaseException:
             (where / f"{name}.{rank}").write_text(traceback.format_exc())
             os._exit(1)  # the other ranks notice at once
