@@ -15,6 +15,9 @@ The sort has two forms, chosen by the number of routed rows R = T·k (see host.p
   sum over a one-hot [TILE, E] tile would take E / 55 times as many operations, a comparison of all
   pairs of rows TILE / 55 times as many. Stores of sorted rows are also contiguous in runs.
 
+Tokens that other ranks send (`arrivals`): each program waits for them and agrees with the others on
+whether all are there; see `common/exchange`. If a rank is lost, no row is routed.
+
 Shapes: R routed rows, P sorted rows, E local experts, B = NUM_BINS ≥ E a power of two.
 """
 
@@ -26,6 +29,7 @@ import triton
 import triton.language as tl
 
 from ....routing import TOKEN_BITS
+from ..exchange.wait import wait_for_predecessor
 from ..pdl import launch_dependents_and_wait
 
 _TOKEN_BITS: tl.constexpr = tl.constexpr(TOKEN_BITS)
@@ -87,11 +91,26 @@ def _load_local_experts(ids, row):
 
 
 @triton.jit
-def _used_tokens(num_local_tokens, num_tokens):
-    """Number of tokens to route: `num_local_tokens` clamped to 0 … T, or T if it is None."""
+def _wait_for_inputs(arrivals, KIND: tl.constexpr, USE_PDL: tl.constexpr):
+    """Wait for the inputs; return whether all tokens of other ranks are there, if there are any."""
+    if arrivals is None:
+        launch_dependents_and_wait(USE_PDL)
+        return True
+    else:
+        return wait_for_predecessor(arrivals, KIND, USE_PDL)
+
+
+@triton.jit
+def _used_tokens(num_local_tokens, num_tokens, arrivals, complete):
+    """Number of tokens to route: `num_local_tokens` clamped to 0 … T, or T if it is None.
+
+    It is 0 if tokens of another rank are lost.
+    """
     used = num_tokens
     if num_local_tokens is not None:
         used = tl.minimum(tl.maximum(tl.load(num_local_tokens), 0), num_tokens)
+    if arrivals is not None:
+        used = tl.where(complete, used, 0)
     return used
 
 
@@ -133,6 +152,7 @@ def _routing_plan_expert_kernel(
     topk_weights,
     expert_map,
     num_local_tokens,
+    arrivals,
     num_tokens,
     top_k,
     num_experts,
@@ -141,6 +161,7 @@ def _routing_plan_expert_kernel(
     capacity,
     NUM_BINS: tl.constexpr,
     TILE: tl.constexpr,
+    KIND: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """The whole plan in one launch.
@@ -148,9 +169,9 @@ def _routing_plan_expert_kernel(
     Grid: (local experts,). Program e writes the rows and blocks of expert e, and a share of what
     lies behind the last block in use. Programs do not wait for each other.
     """
-    launch_dependents_and_wait(USE_PDL)
+    complete = _wait_for_inputs(arrivals, KIND, USE_PDL)
     own = tl.program_id(0)
-    used_tokens = _used_tokens(num_local_tokens, num_tokens)
+    used_tokens = _used_tokens(num_local_tokens, num_tokens, arrivals, complete)
     used_rows = used_tokens * top_k
     ids = RoutedIds(topk_ids, expert_map, used_rows, num_experts, num_local_experts)
     out = SortedRows(sorted_token_ids, sorted_weights, num_tokens, top_k)
@@ -203,6 +224,7 @@ def _routing_plan_count_kernel(
     topk_ids,
     expert_map,
     num_local_tokens,
+    arrivals,
     num_tokens,
     top_k,
     num_experts,
@@ -210,15 +232,16 @@ def _routing_plan_count_kernel(
     tiles_per_chunk,
     NUM_BINS: tl.constexpr,
     TILE: tl.constexpr,
+    KIND: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Count the rows of each local expert per chunk: chunk_counts int32 [num_chunks, NUM_BINS].
 
     Grid: (num_chunks,), one chunk of tiles_per_chunk · TILE rows per program.
     """
-    launch_dependents_and_wait(USE_PDL)
+    complete = _wait_for_inputs(arrivals, KIND, USE_PDL)
     chunk = tl.program_id(0)
-    used_rows = _used_tokens(num_local_tokens, num_tokens) * top_k
+    used_rows = _used_tokens(num_local_tokens, num_tokens, arrivals, complete) * top_k
     ids = RoutedIds(topk_ids, expert_map, used_rows, num_experts, num_local_experts)
     counts = tl.zeros([NUM_BINS], tl.int32)
     for tile in range(tiles_per_chunk):
@@ -285,6 +308,7 @@ def _routing_plan_scatter_kernel(
     topk_weights,
     expert_map,
     num_local_tokens,
+    arrivals,
     num_tokens,
     top_k,
     num_experts,
@@ -296,6 +320,7 @@ def _routing_plan_scatter_kernel(
     NUM_BINS: tl.constexpr,
     TILE: tl.constexpr,
     LOG2_TILE: tl.constexpr,
+    KIND: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Store the rows of one chunk at their sorted positions.
@@ -303,8 +328,8 @@ def _routing_plan_scatter_kernel(
     Grid: (num_chunks,), the chunks of `_routing_plan_count_kernel`. Each program also stores a
     share of the padding rows, unused rows and block experts.
     """
-    launch_dependents_and_wait(USE_PDL)
-    used_tokens = _used_tokens(num_local_tokens, num_tokens)
+    complete = _wait_for_inputs(arrivals, KIND, USE_PDL)
+    used_tokens = _used_tokens(num_local_tokens, num_tokens, arrivals, complete)
     counts, before = _sum_chunks(chunk_counts, num_chunks, NUM_BINS)
     padded = (counts + routing_block_m - 1) // routing_block_m * routing_block_m
     ends = tl.cumsum(padded, 0)

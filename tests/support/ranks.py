@@ -1,0 +1,141 @@
+"""Functions of a module run on several processes with gloo, started once for many tests.
+
+A scenario is a function without arguments that every rank calls at the same time; it raises where
+something is wrong. The processes are forked from one server that has imported the module.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 60
+"""Seconds that a collective waits for a rank that has failed."""
+
+
+class Outcomes:
+    """What each scenario did on each rank.
+
+    Args:
+        folder: where the ranks write. size: number of ranks.
+    """
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self._folder, self._size = folder, size
+
+    def check(self, scenario: str, ranks: Sequence[int] | None = None) -> None:
+        """Raise an AssertionError with the traceback of each rank on which a scenario failed.
+
+        ranks: those that have to finish it; None for all.
+        """
+        found = []
+        for rank in range(self._size) if ranks is None else ranks:
+            path = self._folder / f"{scenario}.{rank}"
+            text = path.read_text() if path.exists() else "did not finish"
+            if text:
+                found.append(f"rank {rank} of {self._size}: {text}")
+        if found:
+            raise AssertionError("\n".join(found))
+
+
+def run_scenarios(
+    module: str,
+    scenarios: Sequence[str],
+    size: int,
+    folder: Path,
+    *,
+    limit_s: float = 240,
+    timeout_s: float = TIMEOUT_S,
+    method: str = "forkserver",
+) -> Outcomes:
+    """Run scenarios of `module` one after the other on `size` ranks.
+
+    The first failure on a rank ends that process, and with it the scenarios after it.
+
+    Args:
+        module: name of a module that can be imported. scenarios: its functions, or functions of
+            other modules with those modules' full names.
+        size: number of ranks. folder: empty, for the outcomes.
+        limit_s: seconds after which ranks are ended.
+        timeout_s: seconds that a collective waits.
+        method: how processes start; "spawn" where they use a GPU.
+    """
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([module])
+    given = module, list(scenarios), size, str(folder), timeout_s, sys.path
+    ranks = [context.Process(target=_run, args=(rank, *given)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + limit_s
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return Outcomes(folder, size)
+
+
+def run_once(
+    factory: Any, module: str, scenarios: Sequence[str], size: int, **options: Any
+) -> Outcomes:
+    """`run_scenarios` for a fixture: the workers of pytest-xdist share one run.
+
+    Args:
+        factory: pytest's tmp_path_factory.
+        module, scenarios, size, options: as for `run_scenarios`; a module runs once for each size.
+    """
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of all workers
+    folder = root / f"{module}-{size}"
+    with (root / f"{module}-{size}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            folder.mkdir()
+            run_scenarios(module, scenarios, size, folder, **options)
+    return Outcomes(folder, size)
+
+
+def _run(
+    rank: int,
+    module: str,
+    scenarios: list[str],
+    size: int,
+    folder: str,
+    timeout_s: float,
+    path: list[str],
+) -> None:
+    sys.path[:] = path
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    where = Path(folder)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{where / 'store'}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    for name in scenarios:
+        owner, _, function = name.rpartition(".")
+        try:
+            getattr(importlib.import_module(owner or module), function)()
+        except BaseException:
+            (where / f"{name}.{rank}").write_text(traceback.format_exc())
+            os._exit(1)  # the other ranks notice at once
+        (where / f"{name}.{rank}").write_text("")
+    dist.barrier()
+    dist.destroy_process_group()
