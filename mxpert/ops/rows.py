@@ -60,7 +60,7 @@ def combine_rows(
 
     Args:
         rows: [R, H], a float dtype; summed in float32 (float64 for float64).
-        row_ids: int64 [T, top_k]: each row once, and ids of R or more, which add nothing.
+        row_ids: int64 [T, top_k]: each row at most once, and ids of R or more, which add nothing.
         weights: float32 [T, top_k] (float64 for float64), or None for ones.
         out_dtype: that of the rows by default.
 
@@ -85,7 +85,7 @@ def combine_rows_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the rows [R, H] and of the weights [T, top_k] of `combine_rows`.
 
-    The gradient of a weight whose id names no row is 0.
+    The gradient of a weight whose id names no row is 0; that of a row without an id is undefined.
 
     Example:
         >>> rows, ids = torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0]])

@@ -77,7 +77,8 @@ class CombineRowsBackward(ReferenceKernel):
         present = row_ids < rows.shape[0]
         by_row = torch.empty_like(rows)
         by_row[row_ids[present]] = by_slot[present]
-        return by_row, (grad * _wide(_slots(rows, row_ids))).sum(dim=-1)
+        by_weight = (grad * _wide(_slots(rows, row_ids))).sum(dim=-1)
+        return by_row, by_weight.masked_fill(~present, 0)
 
 
 def _slots(rows: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
