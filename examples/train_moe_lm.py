@@ -2,9 +2,12 @@
 
     python examples/train_moe_lm.py                              a short run of a tiny model
     python examples/train_moe_lm.py --size small --steps 300 --output runs
+    torchrun --nproc-per-node 2 examples/train_moe_lm.py --expert-parallel 2
 
 Prints the final and the held-out loss of each format. --output writes loss.json and loss.png;
 --save writes the model of the last format as a Mixtral checkpoint, which transformers loads.
+With --expert-parallel N each of N ranks holds a part of the experts, and the windows of a batch are
+dealt out to all ranks of torchrun. A run with --micro-batches of as many parts has the same losses.
 Without --text the text is the Python source of this installation's standard library: about 30 MB,
 more than a run reads. The exit code is 1 if the final loss of a format is more than 2 % above the
 first format's.
@@ -13,6 +16,7 @@ first format's.
 import argparse
 import json
 import math
+import os
 import sys
 import sysconfig
 import time
@@ -22,12 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F  # noqa: N812 (torch's own convention)
+from torch.nn.parallel import DistributedDataParallel
 
 import mxpert
-from mxpert.training import MXFP8Recipe, MXMoE
+from mxpert.distributed import ExpertParallel, Transport
+from mxpert.training import MXFP8Recipe, MXMoE, local_expert_parameters, prepare_for_ddp
 
 RECIPES = {
     "bf16": MXFP8Recipe(enabled=False),
@@ -100,27 +108,33 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then experts on bfloat16 activations; parameters stay float32."""
+    """Attention, then experts on bfloat16 activations; parameters stay float32.
 
-    def __init__(self, size: Size, recipe: MXFP8Recipe):
+    A float64 model, for checks, is float64 throughout.
+    """
+
+    def __init__(self, size: Size, recipe: MXFP8Recipe, ep: ExpertParallel | None):
         super().__init__()
         self.norms = nn.ModuleList(nn.RMSNorm(size.hidden, NORM_EPSILON) for _ in range(2))
         self.attention = Attention(size)
-        self.moe = MXMoE(size.hidden, size.ffn, size.experts, size.top_k, recipe=recipe)
+        self.moe = MXMoE(
+            size.hidden, size.ffn, size.experts, size.top_k, recipe=recipe, expert_parallel=ep
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norms[0](x))
-        return x + self.moe(self.norms[1](x).bfloat16())
+        rows = self.norms[1](x)
+        return x + self.moe(rows if rows.dtype == torch.float64 else rows.bfloat16())
 
 
 class LanguageModel(nn.Module):
     """The architecture of Mixtral: bytes [B, S] in, logits [B, S, 256] of the next byte out."""
 
-    def __init__(self, size: Size, recipe: MXFP8Recipe):
+    def __init__(self, size: Size, recipe: MXFP8Recipe, ep: ExpertParallel | None = None):
         super().__init__()
         self.size = size
         self.embed = nn.Embedding(VOCABULARY, size.hidden)
-        self.blocks = nn.ModuleList(Block(size, recipe) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size, recipe, ep) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.hidden, NORM_EPSILON)
         self.head = nn.Linear(size.hidden, VOCABULARY, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
@@ -131,12 +145,74 @@ class LanguageModel(nn.Module):
             x = block(x)
         return self.head(self.norm(x))
 
-    def loss(self, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean cross entropy in nats per byte of windows [B, S + 1], and the balancing loss."""
+    def loss(
+        self, window: torch.Tensor, wrapped: nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean cross entropy in nats per byte of windows [B, S + 1], and the balancing loss.
+
+        `wrapped` is this model in DistributedDataParallel.
+        """
         with torch.autocast(window.device.type, torch.bfloat16, enabled=window.is_cuda):
-            logits = self(window[:, :-1])
+            logits = (wrapped or self)(window[:, :-1])
         balance = torch.stack([block.moe.aux_loss for block in self.blocks]).sum()
-        return F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten()), balance
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten()), balance
+
+
+class Ranks:
+    """The processes of torchrun as a mesh: `expert_parallel` ranks share a copy of the model.
+
+    Experts lie on the ranks of a row ("ep"); the ranks of a column ("dp") hold the same ones.
+    """
+
+    def __init__(self, expert_parallel: int, device: torch.device):
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world % expert_parallel:
+            raise SystemExit(
+                f"--expert-parallel: need a divisor of {world} ranks, got {expert_parallel}; start "
+                f"with torchrun --nproc-per-node {expert_parallel}"
+            )
+        shape = expert_parallel, world // expert_parallel
+        self.mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=("ep", "dp"))
+        self.index, self.count = dist.get_rank(), world
+
+    def experts(self, size: Size) -> ExpertParallel:
+        """One object serves all layers, which run one after the other."""
+        return ExpertParallel(
+            self.mesh["ep"],
+            num_experts=size.experts,
+            top_k=size.top_k,
+            hidden_size=size.hidden,
+            max_tokens=size.batch * size.length,
+            transport=Transport.ALL_TO_ALL,
+        )
+
+    def wrap(self, model: LanguageModel) -> nn.Module:
+        """Average the experts' gradients over "dp", all others over all ranks."""
+        prepare_for_ddp(model, self.mesh["dp"].get_group())
+        return DistributedDataParallel(model)
+
+    def all_experts(self, weight: torch.Tensor) -> torch.Tensor:
+        """The experts of every rank, [E, …]."""
+        parts = [torch.empty_like(weight) for _ in range(self.mesh["ep"].size())]
+        dist.all_gather(parts, weight.detach().contiguous(), group=self.mesh["ep"].get_group())
+        return torch.cat(parts)
+
+
+def clip_gradients(model: nn.Module, ranks: Ranks | None) -> None:
+    """Scale gradients so that their norm, over the experts of every rank, is at most 1."""
+    if ranks is None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return
+    local = local_expert_parameters(model)
+    experts = [parameter.grad for parameter in local.values()]
+    others = [value.grad for name, value in model.named_parameters() if name not in local]
+    square = nn.utils.get_total_norm(experts) ** 2
+    dist.all_reduce(square, group=ranks.mesh["ep"].get_group())
+    norm = (nn.utils.get_total_norm(others) ** 2 + square).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 
 
 def read_text(path: Path | None) -> bytes:
@@ -185,25 +261,39 @@ def rate(step: int, steps: int) -> float:
 
 
 def train(
-    recipe: MXFP8Recipe, data: tuple[torch.Tensor, torch.Tensor], size: Size, steps: int, seed: int
+    recipe: MXFP8Recipe,
+    data: tuple[torch.Tensor, torch.Tensor],
+    size: Size,
+    steps: int,
+    seed: int,
+    *,
+    micro_batches: int = 1,
+    ranks: Ranks | None = None,
 ) -> tuple[LanguageModel, dict[str, Any]]:
-    """One run; seed, first weights and batches do not depend on the recipe."""
+    """One run; seed, first weights and batches do not depend on the recipe or the ranks."""
     train_data, held_out = data
     torch.manual_seed(seed)
-    model = LanguageModel(size, recipe).to(train_data.device)
+    model = LanguageModel(size, recipe, ranks and ranks.experts(size)).to(train_data.device)
+    wrapped = ranks and ranks.wrap(model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=size.lr, betas=(0.9, 0.95), fused=train_data.is_cuda
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
     losses, began = [], time.perf_counter()
     for batch in windows(train_data, size, steps, seed):
-        loss, balance = model.loss(batch)
-        (loss + balance).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        own = batch if ranks is None else batch.chunk(ranks.count)[ranks.index]
+        total = torch.zeros((), device=batch.device)
+        for part in own.chunk(micro_batches):
+            loss, balance = model.loss(part, wrapped)
+            ((loss + balance) / micro_batches).backward()
+            total += loss.detach() / micro_batches
+        if ranks is not None:
+            dist.all_reduce(total.div_(ranks.count))
+        clip_gradients(model, ranks)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(total)
     losses = [round(loss, 5) for loss in torch.stack(losses).tolist()]  # waits for the device
     seconds = time.perf_counter() - began
     with torch.no_grad():
@@ -228,31 +318,40 @@ def final_loss(losses: Sequence[float]) -> float:
     return sum(last) / len(last)
 
 
-def save_mixtral(model: LanguageModel, folder: Path) -> None:
-    """Weights in bfloat16 under the names of a Mixtral checkpoint, and its config.json."""
+def save_mixtral(model: LanguageModel, folder: Path, ranks: Ranks | None = None) -> None:
+    """Weights in bfloat16 under the names of a Mixtral checkpoint, and its config.json.
+
+    Every rank calls it; the first one writes.
+    """
     tensors = {
         "model.embed_tokens.weight": model.embed.weight,
         "model.norm.weight": model.norm.weight,
         "lm_head.weight": model.head.weight,
     }
     for index, block in enumerate(model.blocks):
-        layer, experts = f"model.layers.{index}", f"model.layers.{index}.block_sparse_moe"
+        prefix, experts = f"model.layers.{index}", f"model.layers.{index}.block_sparse_moe"
         names = ("input_layernorm", "post_attention_layernorm")
         tensors |= {
-            f"{layer}.{name}.weight": norm.weight
+            f"{prefix}.{name}.weight": norm.weight
             for name, norm in zip(names, block.norms, strict=True)
         }
         tensors |= {
-            f"{layer}.self_attn.{name}": value for name, value in block.attention.named_parameters()
+            f"{prefix}.self_attn.{name}": value for name, value in block.attention.named_parameters()
         }
         tensors[f"{experts}.gate.weight"] = block.moe.router
+        gate_up_proj, down_proj = (
+            layer.weight if ranks is None else ranks.all_experts(layer.weight)
+            for layer in (block.moe.gate_up_proj, block.moe.down_proj)
+        )
         for expert in range(model.size.experts):
-            gate, up = block.moe.gate_up_proj.weight[expert].chunk(2)
-            down = block.moe.down_proj.weight[expert]
+            gate, up = gate_up_proj[expert].chunk(2)
+            down = down_proj[expert]
             tensors |= {
                 f"{experts}.experts.{expert}.{name}.weight": value
                 for name, value in (("w1", gate), ("w3", up), ("w2", down))
             }
+    if ranks is not None and ranks.index:
+        return
     size = model.size
     config = {
         "architectures": ["MixtralForCausalLM"],
@@ -349,6 +448,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="tiny: seconds on a CPU; small: minutes on a CPU; full: 82 million "
         "parameters, for a GPU (default: small, on a CPU tiny)",
     )
+    parser.add_argument(
+        "--expert-parallel",
+        type=int,
+        metavar="N",
+        help="ranks that share the experts; start the ranks with torchrun",
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="parts of a rank's batch, whose gradients are added up (default: 1)",
+    )
     parser.add_argument("--text", type=Path, help="a file to train on")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
     parser.add_argument(
@@ -397,13 +509,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, compare, write; 1 if a format ends more than 2 % above the first."""
     options = parse(arguments)
     size, text = SIZES[options.size], read_text(options.text)
+    ranks = options.expert_parallel and Ranks(options.expert_parallel, torch.device(options.device))
+    shares = options.micro_batches * (ranks.count if ranks else 1)
+    if size.batch % shares:
+        raise SystemExit(f"need ranks · micro-batches that divide {size.batch}, got {shares}")
     data = tuple(part.to(options.device) for part in split(text, size.length))
     runs: dict[str, dict[str, Any]] = {}
     for name in options.formats:
-        model, runs[name] = train(RECIPES[name], data, size, options.steps, options.seed)
+        model, runs[name] = train(
+            RECIPES[name],
+            data,
+            size,
+            options.steps,
+            options.seed,
+            micro_batches=options.micro_batches,
+            ranks=ranks,
+        )
         first, run = runs[options.formats[0]], runs[name]
         run["ratio"] = run["final"] / first["final"]
-        print(
+        report(
             f"{name}: final loss {run['final']:.4f} ({run['ratio']:.4f} of "
             f"{options.formats[0]}), held out {run['held_out']:.4f} "
             f"({run['held_out'] / first['held_out']:.4f}), {run['seconds']:.1f} s",

@@ -66,7 +66,8 @@ def dispatch_tokens(
         remedy="split the batch, or make ExpertParallel with a larger max_tokens",
     )
     rows, weights, dispatched = _Dispatch.apply(x, topk_weights, topk_ids, ep, scale_rule)
-    return replace(dispatched, x=rows, topk_weights=weights)
+    received: DispatchedTokens = replace(dispatched, x=rows, topk_weights=weights)
+    return received
 
 
 def combine_tokens(
@@ -99,12 +100,7 @@ class _Dispatch(torch.autograd.Function):
         # The wire moves bytes: rows of any other dtype travel as rows of more bfloat16 values.
         sent = x if quantised else x.contiguous().view(torch.bfloat16)
         dispatched = _exchange(ep).dispatch(
-            sent,
-            weights,
-            topk_ids,
-            bound=ep.max_tokens,
-            scale_rule=scale_rule,
-            out_dtype=x.dtype,
+            sent, weights, topk_ids, bound=ep.max_tokens, scale_rule=scale_rule, out_dtype=x.dtype
         )
         if isinstance(dispatched.x, MXTensor):
             rows = dequantize(dispatched.x, dtype=x.dtype)
@@ -148,9 +144,7 @@ def _exchange(ep: ExpertParallel) -> RowExchange:
     return cast(RowExchange, ep.exchange)
 
 
-def _combined(
-    ep: ExpertParallel, rows: torch.Tensor, route: DispatchedTokens
-) -> torch.Tensor:
+def _combined(ep: ExpertParallel, rows: torch.Tensor, route: DispatchedTokens) -> torch.Tensor:
     """Sum over the ranks of rows [R, W] → [T, W] in their dtype."""
     out = rows.new_empty((route.num_tokens, rows.shape[1]))
     wire = torch.promote_types(rows.dtype, ep.combine_dtype)

@@ -40,7 +40,8 @@ def run_on_ranks(
     nothing. The gradients that leave, of tokens and routing weights, are of this rank's loss.
 
     Args:
-        tokens: [T, H]. topk_weights: float32 (float64 for float64) [T, k]. topk_ids: [T, k], global.
+        tokens: [T, H]. topk_weights: float32 (float64 for float64) [T, k].
+        topk_ids: integers [T, k], global.
 
     Returns:
         [T, H].

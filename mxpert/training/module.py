@@ -187,7 +187,7 @@ def _check_group_ids(group_ids: Sequence[int], num_groups: int, op: str) -> tupl
         raise TypeError(message(op, "group_ids", "a sequence of ints", repr(group_ids)))
     held = tuple(group_ids)
     require(
-        bool(held) and list(held) == sorted(set(held)) and 0 <= held[0] and held[-1] < num_groups,
+        bool(held) and list(held) == sorted(set(held)) and held[0] >= 0 and held[-1] < num_groups,
         op,
         "group_ids",
         need=f"ascending numbers of groups, 0 to {num_groups - 1}",

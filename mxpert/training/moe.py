@@ -29,8 +29,8 @@ class MXMoE(torch.nn.Module):
     up are one grouped linear layer with CONCATENATED rows (gate first). Nothing is read back to the
     host, no token is dropped, and repeated runs give the same bits.
 
-    With `expert_parallel` the experts lie on several ranks. Each rank passes its own tokens and gets
-    their results. ``gate_up_proj`` and ``down_proj`` hold the rank's experts alone, as
+    With `expert_parallel` the experts lie on several ranks. Each rank passes its own tokens and
+    gets their results. ``gate_up_proj`` and ``down_proj`` hold the rank's experts alone, as
     `MXGroupedLinear` with ``group_ids``; the router is whole on every rank.
 
     - *Every rank makes the same calls*: forward and backward equally often, in the same order, a

@@ -5,15 +5,16 @@ What the ranks do is in training_scenarios.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from mxpert.distributed import ExpertParallel
 from mxpert.testing.numerics import is_exact
-from mxpert.training import MXGroupedLinear, MXMoE
+from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE
 from support.ranks import Outcomes, run_scenarios
+
+from .training_scenarios import MANY, build, own_step, parallel, tokens_of
 
 MODULE = "distributed.training_scenarios"
 TWO = (
@@ -56,3 +57,42 @@ def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
 @pytest.mark.parametrize("scenario", FOUR)
 def test_four_ranks(four_ranks: Outcomes, scenario: str) -> None:
     four_ranks.check(scenario)
+
+
+@pytest.mark.parametrize(
+    "recipe", [MXFP8Recipe(), MXFP8Recipe(enabled=False)], ids=["mxfp8", "bf16"]
+)
+def test_one_rank_is_the_block_without_exchange(recipe: MXFP8Recipe) -> None:
+    x, grad = tokens_of(0, torch.bfloat16, MANY)
+    alone, plain = (own_step(build(ep, recipe=recipe), x, grad) for ep in (parallel(), None))
+    for name, value in plain.items():
+        assert is_exact(alone[name], value), name
+
+
+@pytest.mark.parametrize(
+    "group_ids, error",
+    [
+        ([1, 0], ValueError),
+        ([], ValueError),
+        ([0, 4], ValueError),
+        ([0, 0], ValueError),
+        ([-1, 0], ValueError),
+        (1, TypeError),
+        ([0.0], TypeError),
+        ([True], TypeError),
+    ],
+    ids=str,
+)
+def test_groups_that_do_not_fit_are_refused(group_ids: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="MXGroupedLinear: group_ids — need"):
+        MXGroupedLinear(4, 32, 32, group_ids=group_ids)
+
+
+def test_every_group_in_its_order_is_the_whole_layer() -> None:
+    torch.manual_seed(0)
+    whole = MXGroupedLinear(4, 32, 32, bias=True)
+    torch.manual_seed(0)
+    same = MXGroupedLinear(4, 32, 32, bias=True, group_ids=range(4))
+    for name, value in whole.state_dict().items():
+        assert is_exact(same.state_dict()[name], value)
+    assert "group_ids=[0, 1, 2, 3]" in repr(same)

@@ -83,9 +83,7 @@ def own_step(moe: MXMoE, x: torch.Tensor, grad: torch.Tensor) -> Step:
     return {"y": y.detach(), "aux_loss": moe.aux_loss.detach(), "x": x.grad, **gradients}
 
 
-def whole_step(
-    whole: MXMoE, rank: int, size: int, experts: tuple[int, ...], *inputs: Any
-) -> Step:
+def whole_step(whole: MXMoE, rank: int, size: int, experts: tuple[int, ...], *inputs: Any) -> Step:
     """What `own_step` of `rank` has to give: the experts' gradients are means over the ranks."""
     dtype = whole.router.dtype
     steps = [own_step(whole, *tokens_of(each, dtype, *inputs)) for each in range(size)]
@@ -138,8 +136,12 @@ def one_rank_gets_every_token() -> None:
                 block.router[:2] = block.router[:2].abs() + 1
         inputs = MANY, True
         wanted = whole_step(whole, rank, size, ep.local_experts, *inputs)
-        rows = []
-        moe.down_proj.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+        rows: list[int] = []
+
+        def count(_: Any, given: Any, rows: list[int] = rows) -> None:
+            rows.append(len(given[0]))
+
+        moe.down_proj.register_forward_pre_hook(count)
         found = own_step(moe, *tokens_of(rank, torch.float64, *inputs))
         assert worst(found, wanted) < FLOAT64
         if transport is Transport.ALL_TO_ALL:  # no row more than there are pairs
@@ -174,10 +176,7 @@ def float32_keeps_the_contract() -> None:
 
 def bf16_and_mxfp8_keep_their_floors() -> None:
     for transport in TRANSPORTS:
-        for recipe, floor in (
-            (PLAIN, bf16_floor_db),
-            (MXFP8Recipe(), layer_floor_db),
-        ):
+        for recipe, floor in ((PLAIN, bf16_floor_db), (MXFP8Recipe(), layer_floor_db)):
             ep = parallel(transport=transport)
             found, wanted = compared(ep, torch.bfloat16, MANY, recipe=recipe)
             least = floor(MANY[dist.get_rank()] * HIDDEN, exchanged=True)
