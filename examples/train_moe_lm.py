@@ -35,7 +35,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mxpert
 from mxpert.distributed import ExpertParallel, Transport
-from mxpert.training import MXFP8Recipe, MXMoE, local_expert_parameters, prepare_for_ddp
+from mxpert.training import (
+    MXFP8Recipe,
+    MXMoE,
+    clip_grad_norm_,
+    full_state_dict,
+    local_expert_parameters,
+    prepare_for_ddp,
+)
 
 RECIPES = {
     "bf16": MXFP8Recipe(enabled=False),
@@ -73,8 +80,8 @@ class Size:
 SIZES = {
     "tiny": Size(64, 1, 2, 4, 2, 96, 32, 4, 4e-3),  # a test of seconds on a CPU
     "small": Size(64, 2, 2, 8, 2, 128, 128, 8, 3e-3),  # minutes on a CPU
-    "full": Size(512, 6, 8, 16, 2, 512, 512, 32, 1e-3),
-}  # 82 million parameters, for a GPU
+    "full": Size(512, 6, 8, 16, 2, 512, 512, 32, 1e-3),  # 82 million parameters, for a GPU
+}
 
 
 class Attention(nn.Module):
@@ -159,60 +166,30 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten()), balance
 
 
-class Ranks:
-    """The processes of torchrun as a mesh: `expert_parallel` ranks share a copy of the model.
-
-    Experts lie on the ranks of a row ("ep"); the ranks of a column ("dp") hold the same ones.
-    """
-
-    def __init__(self, expert_parallel: int, device: torch.device):
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        if world % expert_parallel:
-            raise SystemExit(
-                f"--expert-parallel: need a divisor of {world} ranks, got {expert_parallel}; start "
-                f"with torchrun --nproc-per-node {expert_parallel}"
-            )
-        shape = expert_parallel, world // expert_parallel
-        self.mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=("ep", "dp"))
-        self.index, self.count = dist.get_rank(), world
-
-    def experts(self, size: Size) -> ExpertParallel:
-        """One object serves all layers, which run one after the other."""
-        return ExpertParallel(
-            self.mesh["ep"],
-            num_experts=size.experts,
-            top_k=size.top_k,
-            hidden_size=size.hidden,
-            max_tokens=size.batch * size.length,
-            transport=Transport.ALL_TO_ALL,
+def start_ranks(expert_parallel: int, device: str) -> DeviceMesh:
+    """The processes of torchrun: experts lie along "ep"; ranks along "dp" hold the same ones."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if expert_parallel < 1 or world % expert_parallel or "WORLD_SIZE" not in os.environ:
+        raise SystemExit(
+            f"--expert-parallel: need a divisor of {world} ranks, got {expert_parallel}; start "
+            f"with torchrun --nproc-per-node {max(expert_parallel, 1)}"
         )
-
-    def wrap(self, model: LanguageModel) -> nn.Module:
-        """Average the experts' gradients over "dp", all others over all ranks."""
-        prepare_for_ddp(model, self.mesh["dp"].get_group())
-        return DistributedDataParallel(model)
-
-    def all_experts(self, weight: torch.Tensor) -> torch.Tensor:
-        """The experts of every rank, [E, …]."""
-        parts = [torch.empty_like(weight) for _ in range(self.mesh["ep"].size())]
-        dist.all_gather(parts, weight.detach().contiguous(), group=self.mesh["ep"].get_group())
-        return torch.cat(parts)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    shape = expert_parallel, world // expert_parallel
+    return init_device_mesh(device, shape, mesh_dim_names=("ep", "dp"))
 
 
-def clip_gradients(model: nn.Module, ranks: Ranks | None) -> None:
-    """Scale gradients so that their norm, over the experts of every rank, is at most 1."""
-    if ranks is None:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        return
-    local = local_expert_parameters(model)
-    experts = [parameter.grad for parameter in local.values()]
-    others = [value.grad for name, value in model.named_parameters() if name not in local]
-    square = nn.utils.get_total_norm(experts) ** 2
-    dist.all_reduce(square, group=ranks.mesh["ep"].get_group())
-    norm = (nn.utils.get_total_norm(others) ** 2 + square).sqrt()
-    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+def parallel_experts(mesh: DeviceMesh, size: Size) -> ExpertParallel:
+    """The exchange of all layers, which run one after the other."""
+    return ExpertParallel(
+        mesh["ep"],
+        num_experts=size.experts,
+        top_k=size.top_k,
+        hidden_size=size.hidden,
+        max_tokens=size.batch * size.length,
+        transport=Transport.ALL_TO_ALL,
+    )
 
 
 def read_text(path: Path | None) -> bytes:
@@ -268,28 +245,32 @@ def train(
     seed: int,
     *,
     micro_batches: int = 1,
-    ranks: Ranks | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[LanguageModel, dict[str, Any]]:
     """One run; seed, first weights and batches do not depend on the recipe or the ranks."""
     train_data, held_out = data
     torch.manual_seed(seed)
-    model = LanguageModel(size, recipe, ranks and ranks.experts(size)).to(train_data.device)
-    wrapped = ranks and ranks.wrap(model)
+    ep = mesh and parallel_experts(mesh, size)
+    model = LanguageModel(size, recipe, ep).to(train_data.device)
+    wrapped = None
+    if mesh:  # the experts' gradients are averaged over "dp", all others over all ranks
+        prepare_for_ddp(model, mesh["dp"].get_group())
+        wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=size.lr, betas=(0.9, 0.95), fused=train_data.is_cuda
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
     losses, began = [], time.perf_counter()
     for batch in windows(train_data, size, steps, seed):
-        own = batch if ranks is None else batch.chunk(ranks.count)[ranks.index]
+        own = batch.chunk(mesh.size())[mesh.get_rank()] if mesh else batch
         total = torch.zeros((), device=batch.device)
         for part in own.chunk(micro_batches):
             loss, balance = model.loss(part, wrapped)
             ((loss + balance) / micro_batches).backward()
             total += loss.detach() / micro_batches
-        if ranks is not None:
-            dist.all_reduce(total.div_(ranks.count))
-        clip_gradients(model, ranks)
+        if mesh:
+            dist.all_reduce(total.div_(mesh.size()))
+        clip_grad_norm_(model, 1.0, ep and ep.group)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -297,13 +278,8 @@ def train(
     losses = [round(loss, 5) for loss in torch.stack(losses).tolist()]  # waits for the device
     seconds = time.perf_counter() - began
     with torch.no_grad():
-        test = (
-            torch.stack(
-                [model.loss(batch)[0] for batch in windows(held_out, size, HELD_OUT_BATCHES, seed)]
-            )
-            .mean()
-            .item()
-        )
+        batches = windows(held_out, size, HELD_OUT_BATCHES, seed)
+        test = torch.stack([model.loss(batch)[0] for batch in batches]).mean().item()
     return model, {
         "losses": losses,
         "final": final_loss(losses),
@@ -318,40 +294,37 @@ def final_loss(losses: Sequence[float]) -> float:
     return sum(last) / len(last)
 
 
-def save_mixtral(model: LanguageModel, folder: Path, ranks: Ranks | None = None) -> None:
+def save_mixtral(model: LanguageModel, folder: Path, ep: ExpertParallel | None = None) -> None:
     """Weights in bfloat16 under the names of a Mixtral checkpoint, and its config.json.
 
-    Every rank calls it; the first one writes.
+    Every rank of `ep` calls it; the first one writes.
     """
+    state = model.state_dict() if ep is None else full_state_dict(model, ep)
+    if dist.is_initialized() and dist.get_rank():
+        return
     tensors = {
-        "model.embed_tokens.weight": model.embed.weight,
-        "model.norm.weight": model.norm.weight,
-        "lm_head.weight": model.head.weight,
+        "model.embed_tokens.weight": state["embed.weight"],
+        "model.norm.weight": state["norm.weight"],
+        "lm_head.weight": state["head.weight"],
     }
-    for index, block in enumerate(model.blocks):
-        prefix, experts = f"model.layers.{index}", f"model.layers.{index}.block_sparse_moe"
-        names = ("input_layernorm", "post_attention_layernorm")
-        tensors |= {
-            f"{prefix}.{name}.weight": norm.weight
-            for name, norm in zip(names, block.norms, strict=True)
+    for index in range(model.size.layers):
+        block, layer = f"blocks.{index}", f"model.layers.{index}"
+        names = {"input_layernorm": "norms.0", "post_attention_layernorm": "norms.1"} | {
+            f"self_attn.{name}_proj": f"attention.{name}_proj" for name in "qkvo"
         }
         tensors |= {
-            f"{prefix}.self_attn.{name}": value for name, value in block.attention.named_parameters()
+            f"{layer}.{theirs}.weight": state[f"{block}.{ours}.weight"]
+            for theirs, ours in names.items()
         }
-        tensors[f"{experts}.gate.weight"] = block.moe.router
-        gate_up_proj, down_proj = (
-            layer.weight if ranks is None else ranks.all_experts(layer.weight)
-            for layer in (block.moe.gate_up_proj, block.moe.down_proj)
-        )
+        experts = f"{layer}.block_sparse_moe"
+        tensors[f"{experts}.gate.weight"] = state[f"{block}.moe.router"]
         for expert in range(model.size.experts):
-            gate, up = gate_up_proj[expert].chunk(2)
-            down = down_proj[expert]
+            gate, up = state[f"{block}.moe.gate_up_proj.weight"][expert].chunk(2)
+            down = state[f"{block}.moe.down_proj.weight"][expert]
             tensors |= {
                 f"{experts}.experts.{expert}.{name}.weight": value
                 for name, value in (("w1", gate), ("w3", up), ("w2", down))
             }
-    if ranks is not None and ranks.index:
-        return
     size = model.size
     config = {
         "architectures": ["MixtralForCausalLM"],
@@ -379,14 +352,8 @@ def save_mixtral(model: LanguageModel, folder: Path, ranks: Ranks | None = None)
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    save_file(
-        {
-            name: value.detach().to("cpu", torch.bfloat16).contiguous()
-            for name, value in tensors.items()
-        },
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    stored = {name: value.to("cpu", torch.bfloat16).contiguous() for name, value in tensors.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
@@ -428,68 +395,42 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     gpu = torch.cuda.is_available()
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=300 if gpu else 15,
-        help="training steps (default: 300, on a CPU 15)",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    names = ", ".join(RECIPES)
+    add("--steps", type=int, default=300 if gpu else 15, help="training steps (%(default)s here)")
+    add(
         "--formats",
         default="bf16,mxfp8",
         type=lambda text: text.split(","),
-        help="comma-separated, some of " + ", ".join(RECIPES) + "; the others are "
-        "compared with the first (default: bf16,mxfp8)",
+        help=f"comma-separated, some of {names}; the others are compared with the first "
+        "(default: bf16,mxfp8)",
     )
-    parser.add_argument(
+    add(
         "--size",
         choices=SIZES,
         default="small" if gpu else "tiny",
         help="tiny: seconds on a CPU; small: minutes on a CPU; full: 82 million "
-        "parameters, for a GPU (default: small, on a CPU tiny)",
+        "parameters, for a GPU (%(default)s here)",
     )
-    parser.add_argument(
-        "--expert-parallel",
-        type=int,
-        metavar="N",
-        help="ranks that share the experts; start the ranks with torchrun",
-    )
-    parser.add_argument(
-        "--micro-batches",
-        type=int,
-        default=1,
-        metavar="N",
-        help="parts of a rank's batch, whose gradients are added up (default: 1)",
-    )
-    parser.add_argument("--text", type=Path, help="a file to train on")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument(
-        "--device",
-        default="cuda" if gpu else "cpu",
-        help="where to run (default: the GPU where there is one)",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="write loss.json and loss.png there"
-    )
-    parser.add_argument(
-        "--save",
-        type=Path,
-        metavar="DIR",
-        help="write the last format's model there as a Mixtral checkpoint",
-    )
+    add("--expert-parallel", type=int, metavar="N", help="ranks that share the experts; torchrun")
+    add("--micro-batches", type=int, default=1, metavar="N", help="parts of each batch (1)")
+    add("--text", type=Path, help="a file to train on")
+    add("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+    add("--device", default="cuda" if gpu else "cpu", help="where to run (%(default)s here)")
+    add("--output", type=Path, metavar="DIR", help="write loss.json and loss.png there")
+    add("--save", type=Path, metavar="DIR", help="write the last model as a Mixtral checkpoint")
     options = parser.parse_args(arguments)
     unknown = set(options.formats) - set(RECIPES)
-    if unknown or options.steps < 1:
-        parser.error(
-            f"--formats: need some of {', '.join(RECIPES)}, got {sorted(unknown)}"
-            if unknown
-            else f"--steps: need at least 1, got {options.steps}"
-        )
+    if unknown:
+        parser.error(f"--formats: need some of {names}, got {sorted(unknown)}")
+    if options.steps < 1:
+        parser.error(f"--steps: need at least 1, got {options.steps}")
     return options
 
 
 def describe(options: argparse.Namespace, model: LanguageModel, text: bytes) -> dict[str, Any]:
     """What the losses were measured on."""
+    experts = local_expert_parameters(model)
     device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {
@@ -501,7 +442,10 @@ def describe(options: argparse.Namespace, model: LanguageModel, text: bytes) -> 
         "steps": options.steps,
         "seed": options.seed,
         "text_bytes": len(text),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": sum(
+            parameter.numel() * (options.expert_parallel if name in experts else 1)
+            for name, parameter in model.named_parameters()
+        ),
     }
 
 
@@ -509,8 +453,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, compare, write; 1 if a format ends more than 2 % above the first."""
     options = parse(arguments)
     size, text = SIZES[options.size], read_text(options.text)
-    ranks = options.expert_parallel and Ranks(options.expert_parallel, torch.device(options.device))
-    shares = options.micro_batches * (ranks.count if ranks else 1)
+    mesh = options.expert_parallel and start_ranks(options.expert_parallel, options.device)
+    writes = not mesh or mesh.get_rank() == 0
+    shares = options.micro_batches * (mesh.size() if mesh else 1)
     if size.batch % shares:
         raise SystemExit(f"need ranks · micro-batches that divide {size.batch}, got {shares}")
     data = tuple(part.to(options.device) for part in split(text, size.length))
@@ -523,25 +468,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.steps,
             options.seed,
             micro_batches=options.micro_batches,
-            ranks=ranks,
+            mesh=mesh,
         )
         first, run = runs[options.formats[0]], runs[name]
         run["ratio"] = run["final"] / first["final"]
-        report(
+        if not writes:
+            continue
+        print(
             f"{name}: final loss {run['final']:.4f} ({run['ratio']:.4f} of "
             f"{options.formats[0]}), held out {run['held_out']:.4f} "
             f"({run['held_out'] / first['held_out']:.4f}), {run['seconds']:.1f} s",
             flush=True,
         )
-    if options.output:
+    if options.output and writes:
         options.output.mkdir(parents=True, exist_ok=True)
         document = {"meta": describe(options, model, text), "runs": runs}
-        (options.output / "loss.json").write_text(
-            json.dumps(document, indent=1) + "\n", encoding="utf-8"
-        )
+        written = json.dumps(document, indent=1) + "\n"
+        (options.output / "loss.json").write_text(written, encoding="utf-8")
         plot(runs, options.output / "loss.png")
     if options.save:
-        save_mixtral(model, options.save)
+        save_mixtral(model, options.save, model.blocks[0].moe.expert_parallel)
+    if mesh:
+        dist.destroy_process_group()
     return int(any(run["ratio"] > WORST_RATIO for run in runs.values()))
 
 

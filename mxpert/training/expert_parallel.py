@@ -166,3 +166,79 @@ def prepare_for_ddp(model: torch.nn.Module, data_parallel_group: Any) -> None:
 
     for parameter in local.values():
         parameter.register_post_accumulate_grad_hook(average)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: torch.nn.Module, max_norm: float, expert_parallel_group: Any
+) -> torch.Tensor:
+    """Scale all gradients so that their norm, with every rank's experts, is at most `max_norm`.
+
+    ``torch.nn.utils.clip_grad_norm_`` would take the local experts alone, and scale parameters that
+    all ranks share by another factor on each.
+
+    Args:
+        model: with plain parameters, after backward and its averages; gradients may be None.
+        max_norm: above 0.
+        expert_parallel_group: the ranks that hold different experts, ``ep.group``; None for one
+            rank.
+
+    Returns:
+        The norm before, a float scalar.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(1, 1, bias=False)
+        >>> layer.weight.grad = torch.tensor([[5.0]])
+        >>> clip_grad_norm_(layer, 1.0, None), layer.weight.grad.item()
+        (tensor(5.), 1.0)
+    """
+    local = {id(parameter) for parameter in local_expert_parameters(model).values()}
+    owned: list[torch.Tensor] = []
+    shared: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            (owned if id(parameter) in local else shared).append(parameter.grad)
+    device = next(model.parameters()).device
+    square = torch.nn.utils.get_total_norm(owned).to(device).square()
+    if expert_parallel_group is not None:
+        dist.all_reduce(square, group=expert_parallel_group)
+    norm = (torch.nn.utils.get_total_norm(shared).to(device).square() + square).sqrt()
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+def full_state_dict(model: torch.nn.Module, ep: ExpertParallel) -> dict[str, torch.Tensor]:
+    """The state of a model with all of its experts, which one process without `ep` can load.
+
+    Every rank of `ep` calls it and gets the same. It holds all experts in memory.
+
+    Args:
+        model: with plain parameters; its `MXGroupedLinear` modules with ``group_ids`` are of `ep`.
+
+    Returns:
+        What ``model.state_dict()`` has, the local experts' tensors with all experts.
+
+    Example:
+        >>> import torch
+        >>> from mxpert.distributed import ExpertParallel
+        >>> ep = ExpertParallel(num_experts=4, top_k=1, hidden_size=32, max_tokens=8)
+        >>> half = MXGroupedLinear(4, 32, 32, group_ids=ep.local_experts)
+        >>> full_state_dict(half, ep)["weight"].shape
+        torch.Size([4, 32, 32])
+    """
+    local = local_expert_parameters(model)
+    state = dict(model.state_dict())
+    for name in local:
+        own = state[name]
+        whole = own.new_empty((ep.placement.num_experts, *own.shape[1:]))
+        for rank in range(ep.size):
+            experts = list(ep.placement.local_experts(rank))
+            part = (
+                own.contiguous() if rank == ep.rank else own.new_empty(len(experts), *own.shape[1:])
+            )
+            if ep.group is not None:
+                dist.broadcast(part, group=ep.group, group_src=rank)
+            whole[experts] = part
+        state[name] = whole
+    return state

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mxpert.testing.numerics import is_exact
-from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE
+from mxpert.training import MXFP8Recipe, MXGroupedLinear
 from support.ranks import Outcomes, run_scenarios
 
 from .training_scenarios import MANY, build, own_step, parallel, tokens_of

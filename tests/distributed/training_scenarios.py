@@ -37,7 +37,7 @@ MANY = (48, 40, 32, 24)
 FLOAT64 = 1e-12
 """Far above the rounding of sums of some hundred float64 products, far below any error."""
 
-TRANSPORTS = (Transport.GATHER,)
+TRANSPORTS = (Transport.GATHER, Transport.ALL_TO_ALL)
 
 FLOAT32 = 1e-6
 """The contract of a float32 wire."""
