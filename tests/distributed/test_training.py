@@ -5,16 +5,22 @@ What the ranks do is in training_scenarios.py.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mxpert.testing.numerics import is_exact
 from mxpert.training import MXFP8Recipe, MXGroupedLinear
 from support.ranks import Outcomes, run_scenarios
 
-from .training_scenarios import MANY, build, own_step, parallel, tokens_of
+from .training_scenarios import MANY, ROOT, TEXT, build, example, own_step, parallel, tokens_of
 
 MODULE = "distributed.training_scenarios"
 TWO = (
@@ -30,12 +36,14 @@ TWO = (
     "state_dicts_load_whole_or_local",
     "repeats_checkpoints_and_main_grad_give_the_same_bits",
     "what_does_not_fit_is_refused",
+    "the_example_learns_as_one_process",
 )
 FOUR = (
     "any_placement_gives_the_same",
     "ddp_averages_each_gradient_over_its_ranks",
     "ddp_alone_would_mix_experts",
     "fsdp2_averages_each_gradient_over_its_ranks",
+    "the_example_learns_as_one_process",
 )
 
 
@@ -96,3 +104,47 @@ def test_every_group_in_its_order_is_the_whole_layer() -> None:
     for name, value in whole.state_dict().items():
         assert is_exact(same.state_dict()[name], value)
     assert "group_ids=[0, 1, 2, 3]" in repr(same)
+
+
+FORMATS_CONTRACT = 0.02
+"""What the example itself allows between two formats."""
+
+
+@pytest.mark.timeout(200)
+def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
+    """Losses of both formats beside those of one process, and a checkpoint with all experts."""
+    options = ["--size=tiny", "--device=cpu", f"--text={TEXT}", "--steps=3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        + [str(ROOT / "examples/train_moe_lm.py"), "--expert-parallel=2", *options]
+        + [f"--output={tmp_path}", f"--save={tmp_path / 'ranks'}"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("mxfp8: final loss") == 1, "one rank prints"
+    found = json.loads((tmp_path / "loss.json").read_text())
+    lm = example()
+    size = lm.SIZES["tiny"]
+    data = lm.split(TEXT.read_bytes(), size.length)
+    for name in ("bf16", "mxfp8"):
+        model, wanted = lm.train(lm.RECIPES[name], data, size, 3, 0, micro_batches=2)
+        losses = found["runs"][name]["losses"]
+        assert losses == pytest.approx(wanted["losses"], rel=FORMATS_CONTRACT)
+    assert found["meta"]["parameters"] == sum(value.numel() for value in model.parameters())
+    lm.save_mixtral(model, tmp_path / "one")
+    ranks, one = (load_file(tmp_path / name / "model.safetensors") for name in ("ranks", "one"))
+    assert {name: value.shape for name, value in ranks.items()} == {
+        name: value.shape for name, value in one.items()
+    }
+    experts = [value for name, value in ranks.items() if ".experts." in name]
+    assert len({value.double().sum().item() for value in experts}) == len(experts)
+
+
+def test_the_example_says_how_to_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match="torchrun --nproc-per-node 2"):
+        example().main(["--expert-parallel=2", "--device=cpu", f"--text={TEXT}"])

@@ -6,8 +6,11 @@ The judge is one process with all experts, which runs the tokens of every rank o
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +25,21 @@ from torch.utils.checkpoint import checkpoint
 from mxpert.distributed import ExpertParallel, Placement, Transport
 from mxpert.distributed import autograd as exchange
 from mxpert.testing.numerics import is_exact, relative_l2, sqnr_db
-from mxpert.training import MXFP8Recipe, MXMoE, local_expert_parameters, prepare_for_ddp
+from mxpert.training import (
+    MXFP8Recipe,
+    MXMoE,
+    clip_grad_norm_,
+    full_state_dict,
+    local_expert_parameters,
+    prepare_for_ddp,
+)
 from mxpert.training import expert_parallel as layer
 from mxpert.training.permute import PermuteRows
 from support.poison import nan_filled_scratch
 from support.training import bf16_floor_db, layer_floor_db
 
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = ROOT / "tests/training/text.txt"
 PLAIN = MXFP8Recipe(enabled=False)
 HIDDEN, FFN, EXPERTS, TOP_K = 64, 96, 5, 2  # five experts do not divide by the ranks
 UNEVEN = (7, 0, 12, 3)
@@ -38,6 +50,9 @@ FLOAT64 = 1e-12
 """Far above the rounding of sums of some hundred float64 products, far below any error."""
 
 TRANSPORTS = (Transport.GATHER, Transport.ALL_TO_ALL)
+
+AFTER_STEPS = 1e-9
+"""Adam divides gradients by their size: it enlarges the rounding of those that nearly cancel."""
 
 FLOAT32 = 1e-6
 """The contract of a float32 wire."""
@@ -376,6 +391,24 @@ def ddp_averages_each_gradient_over_its_ranks() -> None:
         found = {name: parameter.grad.clone() for name, parameter in net.named_parameters()}
         wanted = {name: (step + 1) * value for name, value in wanted_gradients(ep).items()}
         assert worst(found, wanted) < FLOAT64
+    norm = whole_norm(wanted, ep)
+    for limit in (norm / 2, 2 * norm):
+        before = {name: parameter.grad.clone() for name, parameter in net.named_parameters()}
+        clipped = clip_grad_norm_(net, limit, ep.group)
+        factor = min(1.0, limit / norm)
+        assert clipped.item() == pytest.approx(norm, rel=1e-5)
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(parameter.grad, factor * before[name])
+        norm *= factor
+
+
+def whole_norm(own: Step, ep: ExpertParallel) -> float:
+    """The norm of a model's gradients with the experts of all ranks."""
+    parts: list[Step] = [{} for _ in range(ep.size)]
+    dist.all_gather_object(parts, own, group=ep.group)
+    shared = [value for name, value in own.items() if "proj" not in name]
+    owned = [value for part in parts for name, value in part.items() if "proj" in name]
+    return sum(value.square().sum().item() for value in shared + owned) ** 0.5
 
 
 def ddp_alone_would_mix_experts() -> None:
@@ -408,3 +441,34 @@ def fsdp2_averages_each_gradient_over_its_ranks() -> None:
     assert worst(found, wanted_gradients(ep)) < FLOAT64
     with pytest.raises(ValueError, match="initialise before fully_shard"):
         net.moe.reset_parameters()
+
+
+def example() -> Any:
+    path = ROOT / "examples/train_moe_lm.py"
+    spec = importlib.util.spec_from_file_location("train_moe_lm", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def the_example_learns_as_one_process() -> None:
+    """The same losses in float64, whichever way the ranks share experts and batches."""
+    world, steps = dist.get_world_size(), 4
+    lm = example()
+    size = lm.SIZES["tiny"]
+    data = lm.split(TEXT.read_bytes(), size.length)
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ep", "dp"))
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, found = lm.train(PLAIN, data, size, steps, 0, mesh=mesh)
+        whole, wanted = lm.train(PLAIN, data, size, steps, 0, micro_batches=world)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found["losses"] == wanted["losses"]  # rounded to 1e-5
+    assert found["losses"][-1] < 0.8 * found["losses"][0]
+    assert found["held_out"] == pytest.approx(wanted["held_out"], rel=AFTER_STEPS)
+    state = full_state_dict(model, model.blocks[0].moe.expert_parallel)
+    assert 0 < worst(state, whole.state_dict()) < AFTER_STEPS
