@@ -190,7 +190,7 @@ def clip_grad_norm_(
         >>> import torch
         >>> layer = torch.nn.Linear(1, 1, bias=False)
         >>> layer.weight.grad = torch.tensor([[5.0]])
-        >>> clip_grad_norm_(layer, 1.0, None), layer.weight.grad.item()
+        >>> clip_grad_norm_(layer, 1.0, None), round(layer.weight.grad.item(), 3)
         (tensor(5.), 1.0)
     """
     local = {id(parameter) for parameter in local_expert_parameters(model).values()}
