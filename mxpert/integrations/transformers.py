@@ -31,7 +31,7 @@ from ..published import published_shapes
 from ..weights import GateUpOrder
 from .checkpoints.load import check_experts, expert_modules_of, stored_gate_up_order
 from .checkpoints.safetensors_files import CONFIG_FILE, CheckpointReader, read_json
-from .models.convert import check_ranks, convert, mx_experts
+from .models.convert import check_ranks, convert, forbid_saving, mx_experts
 from .models.expert_modules import MXExperts, StoredExperts
 from .models.experts import find_experts
 from .models.saved_config import mark_quantized, without_expert_conversions
@@ -119,9 +119,9 @@ class MXQuantizer(Mxfp4HfQuantizer):
         layers, ranks = find_experts(model, _OP), _RANKS.get()
         if ranks is not None and files:
             check_ranks(_OP, layers, ranks, self.activation_format, None)
-            self._reader = CheckpointReader(Path(files[0]).parent, _OP)
-            ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-            model._keys_to_ignore_on_load_unexpected = [*ignored, _STORED_EXPERTS]
+            self._folder = Path(files[0]).parent
+            ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or set()
+            model._keys_to_ignore_on_load_unexpected = type(ignored)([*ignored, _STORED_EXPERTS])
         for found in layers:
             dtype = next(found.module.parameters()).dtype
             found.replace_by(StoredExperts(found, order, dtype, ranks))
@@ -131,30 +131,16 @@ class MXQuantizer(Mxfp4HfQuantizer):
         if self.activation_format is None:
             return super()._process_model_after_weight_loading(model, **kwargs)
         stored = [module for module in model.modules() if isinstance(module, StoredExperts)]
+        is_local = _RANKS.get() is not None
+        reader = CheckpointReader(self._folder, _OP) if is_local else None
         for experts in stored:
-            tensors = None if experts.expert_parallel is None else self._local_tensors(experts)
+            tensors = None if reader is None else _local_tensors(reader, experts)
             experts.source.replace_by(experts.prepared(self.activation_format, tensors).eval())
         mark_quantized(model, [experts.source for experts in stored], None)
+        if is_local:
+            forbid_saving(model)
         _cast(model, self._dtypes)
         return model
-
-    def _local_tensors(self, experts: StoredExperts) -> dict[str, torch.Tensor]:
-        """The published tensors of this rank's experts, read from the checkpoint."""
-        found, ranks, reader = experts.source, experts.expert_parallel, self._reader
-        assert ranks is not None  # for the type checker
-        module = _stored_module(reader, found.name)
-        check_experts(
-            reader, module, (found.num_experts, found.hidden_size, found.intermediate_size)
-        )
-        shapes = published_shapes(
-            found.num_experts, found.hidden_size, found.intermediate_size, has_bias=found.has_bias
-        )
-        tensors = {}
-        for name in shapes:
-            tensor = reader.read_rows(f"{module}.{name}", ranks.local_experts)
-            dtype = experts.dtype if name.endswith("_bias") else tensor.dtype
-            tensors[name] = tensor.to(ranks.device, dtype)
-        return tensors
 
     def get_weight_conversions(self) -> list[Any]:
         return super().get_weight_conversions() if self.activation_format is None else []
@@ -175,6 +161,21 @@ class MXQuantizer(Mxfp4HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return self.activation_format is not None or super().is_compileable
+
+
+def _local_tensors(reader: CheckpointReader, experts: StoredExperts) -> dict[str, torch.Tensor]:
+    """The published tensors of this rank's experts, read from the checkpoint."""
+    found, ranks = experts.source, experts.expert_parallel
+    assert ranks is not None  # for the type checker
+    module = _stored_module(reader, found.name)
+    sizes = found.num_experts, found.hidden_size, found.intermediate_size
+    check_experts(reader, module, sizes)
+    tensors = {}
+    for name in published_shapes(*sizes, has_bias=found.has_bias):
+        tensor = reader.read_rows(f"{module}.{name}", ranks.local_experts)
+        dtype = experts.dtype if name.endswith("_bias") else tensor.dtype
+        tensors[name] = tensor.to(ranks.device, dtype)
+    return tensors
 
 
 def _stored_module(reader: CheckpointReader, name: str) -> str:

@@ -8,9 +8,14 @@ from typing import Any
 import torch
 
 
-def peak_bytes(make: Callable[[], Any], work: Callable[[Any], object]) -> int:
+def peak_bytes(
+    make: Callable[[], Any], work: Callable[[Any], object], *, mapped: int | None = None
+) -> int:
     """Most bytes that PyTorch's CPU allocator held at once during `work(made)`, above what
-    `make()` left. Both are profiled: what was allocated before is not seen when it is freed."""
+    `make()` left. Both are profiled: what was allocated before is not seen when it is freed.
+
+    mapped: size of a file that is mapped into memory, which torch reports as allocated.
+    """
     activity = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
         made = make()
@@ -20,6 +25,8 @@ def peak_bytes(make: Callable[[], Any], work: Callable[[Any], object]) -> int:
     begin = next(event.start_ns() for event in events if event.name() == "work")
     held = before = peak = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        if mapped is not None and abs(event.nbytes()) == mapped:
+            continue
         held += event.nbytes()
         if event.start_ns() < begin:
             before = peak = held

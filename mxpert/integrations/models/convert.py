@@ -46,9 +46,9 @@ def convert(
     prepared, and their dense weights are freed. The rest of the model is whole on every rank. All
     ranks call the model equally often, with any number of tokens up to the object's `max_tokens`:
     give ``generate`` the same prompts on every rank, or ``synced_gpus=True``, which lets ranks that
-    have ended wait for the others. The model's state dict has the local experts, and `restore` is
-    refused. ``from_pretrained(path, experts_implementation="mxpert", expert_parallel=ep)`` does the
-    same, and reads only the local experts of an MXFP4 checkpoint.
+    have ended wait for the others. The model's state dict has the local experts; `restore` and
+    ``save_pretrained`` are refused. ``from_pretrained`` takes ``expert_parallel`` too, beside
+    ``experts_implementation="mxpert"``, and reads only the local experts of an MXFP4 checkpoint.
 
     Args:
         model: a model in memory, or a module that contains one. A model in MXFP4 only changes its
@@ -101,6 +101,7 @@ def convert(
     check_loaded(found, op)
     if expert_parallel is not None:
         check_ranks(op, found, expert_parallel, activation_format, recipe)
+        forbid_saving(model)
     for experts in trained:
         experts.give_back()
     if recipe is not None:
@@ -238,6 +239,25 @@ def check_ranks(
             need=f"num_experts={sizes[0]} and hidden_size={sizes[2]}, as {experts.name} has",
             got=f"num_experts={have[0]} and hidden_size={have[2]}",
         )
+
+
+def forbid_saving(model: Any) -> None:
+    """Make ``save_pretrained`` raise: a checkpoint has all experts, and each rank has some."""
+    for holder in configured_models(model):
+        holder.save_pretrained = _refuse_to_save
+
+
+def _refuse_to_save(*arguments: Any, **options: Any) -> None:
+    raise UnsupportedError(
+        message(
+            "save_pretrained",
+            "experts",
+            "a model with all of them",
+            "the local experts of one rank",
+            "save the model before it is converted with expert_parallel, or "
+            "mxpert.training.full_state_dict",
+        )
+    )
 
 
 def _refuse_local_experts(modules: Sequence[MXExperts | TrainableExperts], op: str) -> None:
