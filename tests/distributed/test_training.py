@@ -78,6 +78,15 @@ def test_one_rank_is_the_block_without_exchange(recipe: MXFP8Recipe) -> None:
         assert is_exact(alone[name], value), name
 
 
+def test_torch_compile_leaves_the_exchange_alone() -> None:
+    x, grad = tokens_of(0, torch.bfloat16, MANY)
+    plain, compiled = (build(parallel(), recipe=MXFP8Recipe()) for _ in range(2))
+    compiled.compile(backend="aot_eager")
+    wanted = own_step(plain, x, grad)
+    for name, value in own_step(compiled, x, grad).items():
+        assert is_exact(value, wanted[name]), name
+
+
 @pytest.mark.parametrize(
     "group_ids, error",
     [

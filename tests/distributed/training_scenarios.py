@@ -439,7 +439,12 @@ def fsdp2_averages_each_gradient_over_its_ranks() -> None:
     for name, parameter in net.named_parameters():
         assert isinstance(parameter.grad, DTensor), name
         found[name] = parameter.grad.full_tensor()
-    assert worst(found, wanted_gradients(ep)) < FLOAT64
+    wanted = wanted_gradients(ep)
+    assert worst(found, wanted) < FLOAT64
+    norm = whole_norm(wanted, ep)
+    assert clip_grad_norm_(net, norm / 2, ep.group).item() == pytest.approx(norm, rel=1e-5)
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), found[name] / 2)
     with pytest.raises(ValueError, match="initialise before fully_shard"):
         net.moe.reset_parameters()
 
