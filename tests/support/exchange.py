@@ -43,6 +43,7 @@ class Case:
 
     def spec(self, rank: int) -> ExchangeSpec:
         return ExchangeSpec(
+            name="case",
             rank=rank,
             placement=Placement.contiguous(self.num_experts, self.size),
             top_k=self.top_k,
@@ -136,7 +137,8 @@ class Experts:
         problem = RoutingProblem(
             Op.ROUTING_PLAN,
             detect_target(self.device),
-            *received.topk_ids.shape,
+            received.topk_ids.shape[0],
+            received.topk_ids.shape[1],
             len(self.factors),
             len(self.factors),
             UNIT,
