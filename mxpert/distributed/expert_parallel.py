@@ -111,7 +111,7 @@ class ExpertParallel:
             formats = wire_format, combine_dtype
             spec = ExchangeSpec("", rank, placement, *sizes[1:], *formats, timeout_s)
             _check_spec(spec)
-            self.device = default_device(group) if device is None else require_device(device, _OP)
+            self.device = default_device(group) if device is None else _indexed(device)
         except (TypeError, ValueError) as error:
             agree(group, error)
             raise
@@ -223,7 +223,8 @@ class ExpertParallel:
     ) -> DispatchedTokens:
         """Send this rank's tokens to the ranks that own their experts, and receive theirs.
 
-        A token travels once to a rank, however many of its experts lie there.
+        A token travels once to a rank, however many of its experts lie there. Neither this nor
+        `combine` records gradients; `mxpert.training.MXMoE` does.
 
         Args:
             x: bfloat16 [T, H]; with wire_format="mxfp8" also an MXFP8 MXTensor [T, H].
@@ -233,22 +234,36 @@ class ExpertParallel:
             out_dtype: bfloat16, float16 or float32, of the result of `combine`.
 
         Returns:
-            DispatchedTokens: rows [R, H] with local ids, for `mxpert.fused_moe` or other experts.
+            DispatchedTokens: rows [R, H] with local ids, for experts of any kind. vLLM's
+            ``prepare`` returns its rows, scales, ids and weights, without an expert map; a token
+            dispatcher of torchtitan sorts its rows by local id.
 
         Raises:
             TypeError, ValueError: arguments that do not fit, before anything is sent; a second
                 stream.
             PeerLostError: a rank died or did not arrive in time.
+
+        Example:
+            >>> import torch
+            >>> from mxpert.distributed import ExpertParallel
+            >>> ep = ExpertParallel(num_experts=2, top_k=1, hidden_size=32, max_tokens=4)
+            >>> x, ids = torch.ones(3, 32, dtype=torch.bfloat16), torch.tensor([[1], [0], [1]])
+            >>> got = ep.dispatch(x, torch.full((3, 1), 0.5), ids)
+            >>> expert = got.x * (got.topk_ids + 1)  # expert e multiplies by e + 1
+            >>> rows = torch.where(got.topk_ids >= 0, expert * got.topk_weights, 0).bfloat16()
+            >>> ep.combine(rows, got)[:, 0].tolist()
+            [1.0, 0.5, 1.0]
         """
         self.check_tokens(f"{_OP}.dispatch", x, topk_weights, topk_ids)
         if not isinstance(scale_rule, ScaleRule):
             need = "a ScaleRule"
             raise TypeError(message(f"{_OP}.dispatch", "scale_rule", need, repr(scale_rule)))
         require_dtype(out_dtype, OUT_DTYPES, f"{_OP}.dispatch", "out_dtype")
-        dispatched = self.dispatch_unchecked(
-            x, topk_weights, topk_ids, scale_rule=scale_rule, out_dtype=out_dtype
-        )
-        return dispatched if dispatched.arrivals is None else self._exchange.wait(dispatched)
+        with torch.no_grad():
+            dispatched = self.dispatch_unchecked(
+                x, topk_weights, topk_ids, scale_rule=scale_rule, out_dtype=out_dtype
+            )
+            return dispatched if dispatched.arrivals is None else self._exchange.wait(dispatched)
 
     def combine(
         self, rows: torch.Tensor, dispatched: DispatchedTokens, *, out: torch.Tensor | None = None
@@ -262,11 +277,22 @@ class ExpertParallel:
             out: contiguous [T, H] in ``dispatched.out_dtype``; None allocates.
 
         Returns:
-            [T, H] of this rank's tokens, or `out`; zero where a token has no expert.
+            [T, H] of this rank's tokens, or `out`; zero where a token has no expert. vLLM's
+            ``finalize`` passes its output tensor as `out`.
 
         Raises:
             TypeError, ValueError: arguments that do not fit; a second stream.
             PeerLostError: a rank died or did not arrive in time.
+
+        Example:
+            >>> import torch
+            >>> from mxpert.distributed import ExpertParallel
+            >>> ep = ExpertParallel(num_experts=2, top_k=1, hidden_size=32, max_tokens=4)
+            >>> x = torch.ones(1, 32, dtype=torch.bfloat16)
+            >>> got = ep.dispatch(x, torch.ones(1, 1), torch.tensor([[0]]))
+            >>> output = torch.empty_like(x)
+            >>> ep.combine(torch.full((4, 32), 3, dtype=torch.bfloat16), got, out=output) is output
+            True
         """
         op = f"{_OP}.combine"
         if not isinstance(dispatched, DispatchedTokens):
@@ -278,7 +304,9 @@ class ExpertParallel:
         if out is not None:
             size = dispatched.num_tokens, width
             require_tensor(out, op, "out", dtype=dispatched.out_dtype, shape=size, **place)
-        return self.combine_unchecked(rows, dispatched, out)
+        self._guard.check(op)
+        with torch.no_grad():
+            return self.combine_unchecked(rows, dispatched, out)
 
     def run_layer(
         self, options: MoEOptions, inputs: dict[str, Any], out: torch.Tensor | None
@@ -314,8 +342,7 @@ class ExpertParallel:
     def combine_unchecked(
         self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """`combine` of arguments that were checked."""
-        self._guard.check(_OP)
+        """`combine` of arguments that were checked, on the stream of the dispatch."""
         if out is None:
             size = dispatched.num_tokens, self.hidden_size
             out = torch.empty(size, dtype=dispatched.out_dtype, device=self.device)
@@ -396,6 +423,14 @@ class ExpertParallel:
             f"ExpertParallel(rank {self.rank} of {self.size}, {self.placement!r}, "
             f"{self.transport.name}, max_tokens={self.max_tokens}, device='{self.device}')"
         )
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """The device that is named; "cuda" is the current GPU."""
+    named = require_device(device, _OP)
+    if named.type == "cuda" and named.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return named
 
 
 def _checked_placement(placement: object, num_experts: int, size: int) -> Placement:
