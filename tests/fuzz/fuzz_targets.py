@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import random
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from fuzz_arguments import (
@@ -17,7 +13,6 @@ from fuzz_arguments import (
     FLOATS,
     MXFP8_NAMES,
     NAMES,
-    Arguments,
     accumulate,
     activated,
     backward,
@@ -49,6 +44,8 @@ from fuzz_arguments import (
     wgrad,
     whole_layer,
 )
+from fuzz_ranks import EXPERT_PARALLEL, RANKS
+from fuzz_target import Target
 from fuzz_values import PLAN, WEIGHTS
 
 import mxpert
@@ -63,28 +60,6 @@ from mxpert.training.activation import gated_activation
 
 FOLDER = Path(tempfile.mkdtemp(prefix="mxpert-fuzz-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
-
-
-@dataclass
-class Target:
-    """One function.
-
-    Args:
-        name: for reports.
-        call: takes the arguments by name.
-        arguments: makes right ones.
-        expected: the right answer, or None where it does not know it.
-        tolerance: relative L2 error of an answer.
-        skip: arguments that stay right: objects that other targets make, and indices whose values
-            the function documents as not checked.
-    """
-
-    name: str
-    call: Callable[..., Any]
-    arguments: Callable[[random.Random], Arguments]
-    expected: Callable[[Arguments], Any] | None = None
-    tolerance: float = 0.0
-    skip: frozenset[str] = field(default_factory=frozenset)
 
 
 FORMATS = [
@@ -423,7 +398,7 @@ TRAINING = [
             MXGroupedLinear,
             lambda made: dict(
                 x=torch.ones(4, made.in_features),
-                group_offsets=torch.tensor([0, 4] + [4] * (made.num_groups - 1)),
+                group_offsets=torch.tensor([0, 4] + [4] * (made.weight.shape[0] - 1)),
             ),
         ),
         lambda r: dict(
@@ -431,6 +406,7 @@ TRAINING = [
             in_features=32,
             out_features=32,
             bias=r.random() < 0.5,
+            group_ids=r.choice((None, [1], (0, 1))),
             recipe=recipes(r),
             device=None,
             dtype=None,
@@ -448,6 +424,7 @@ TRAINING = [
             recipe=recipes(r),
             aux_loss_coef=0.1,
             bias=r.random() < 0.5,
+            expert_parallel=r.choice((None, EXPERT_PARALLEL)),
             device=None,
             dtype=None,
         ),
@@ -494,4 +471,4 @@ MODULES = [
     ),
 ]
 
-TARGETS = [*MODULES, *FORMATS, *LAYERS, *TRAINING]
+TARGETS = [*MODULES, *FORMATS, *LAYERS, *TRAINING, *RANKS]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
+from ...distributed import ExpertParallel
 from ...errors import UnsupportedError, message, require, require_device
 from ...formats.spec import ScaleRule
 from ...modules import quantize_stacked
 from ...problem import parse_activation_format
+from ...training.expert_parallel import check_expert_parallel
 from ...training.recipe import MXFP8Recipe
 from ...weights import MoEWeights
 from ...weights_state import PROJECTIONS
@@ -27,16 +30,23 @@ def convert(
     device: torch.device | str | None = None,
     scale_rule: ScaleRule | None = None,
     recipe: MXFP8Recipe | None = None,
+    expert_parallel: ExpertParallel | None = None,
     progress: bool = True,
 ) -> Any:
     """Put mxpert under a Transformers model: its experts in MXFP4, or trained in MXFP8.
 
     Every experts module (gpt-oss, Qwen3-MoE, Mixtral, DeepSeek-V3 and others of transformers 5)
-    is replaced in place. All layers are checked before the first one changes. Then each layer is
-    quantised as by ``quantize(w, "mxfp4", axis=-1)`` and prepared for its device, and its dense
-    weights are freed before the next layer: at most one layer is held twice. A module that several
-    layers share is converted once. Weights that came from MXFP4 are recovered exactly. Saving the
-    model writes blocks and scales as gpt-oss publishes them.
+    is replaced in place, a shared one once. All layers are checked before the first one changes.
+    Then each layer is quantised as by ``quantize(w, "mxfp4", axis=-1)`` and prepared for its
+    device, and its dense weights are freed before the next layer: at most one layer is held twice.
+    Weights that came from MXFP4 are recovered exactly. Saving the model writes blocks and scales as
+    gpt-oss publishes them.
+
+    With `expert_parallel` each rank keeps its own experts; the others are freed and never prepared.
+    All ranks call the model equally often: give ``generate`` the same prompts on every rank, or
+    ``synced_gpus=True``, which lets ranks that have ended wait. The state dict has local experts;
+    `restore` and ``save_pretrained`` are refused. ``from_pretrained`` takes `expert_parallel` too,
+    beside ``experts_implementation="mxpert"``, and reads an MXFP4 checkpoint's local experts alone.
 
     Args:
         model: a model in memory, or a module that contains one. A model in MXFP4 only changes its
@@ -44,18 +54,21 @@ def convert(
         activation_format: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4", or "fp8_token";
             see fused_moe.
         device: where the whole model shall run; its experts go there layer by layer, quantised.
-            None leaves each layer where it is, so that layers may be on different devices.
+            None leaves each layer on its device.
         scale_rule: rule for the scales of the weights; None is RCEIL.
         recipe: train in MXFP8 instead. Parameters stay as they are, and the three GEMMs of each
             expert are mxpert.training.grouped_linear with this recipe.
+        expert_parallel: a mxpert.distributed.ExpertParallel with the model's sizes. With a recipe
+            parameters are copies of this rank's experts; see mxpert.training.MXMoE.
         progress: show a progress bar on standard error.
 
     Returns:
         `model`, in evaluation or training mode as before.
 
     Raises:
-        ValueError: no experts, sizes that are not multiples of 32, weights that are not loaded or
-            not finite; a `recipe` or `scale_rule` for a model that is in MXFP4 already.
+        ValueError: no experts, sizes that are not multiples of 32 or not those of
+            `expert_parallel`, weights that are not loaded or not finite; options for dense weights
+            where the model is in MXFP4 already.
         TypeError: wrong types.
         UnsupportedError: an activation or tensors that mxpert does not know, or a model quantised
             by another library. In every case the model is unchanged.
@@ -73,32 +86,46 @@ def convert(
     """
     op = "convert"
     activation_format = parse_activation_format(activation_format, op)
-    _check_arguments(model, scale_rule, recipe)
+    _check_arguments(model, scale_rule, recipe, expert_parallel)
     target = None if device is None else require_device(device, op)
     if converted := mx_experts(model):
         for module in converted:
             module.activation_format = activation_format
-        return model if target is None else model.to(target)
+    elif recipe is not None:
+        for dense in _dense_experts(model, activation_format, recipe, expert_parallel):
+            dense.replace_by(TrainableExperts(dense, recipe, expert_parallel))
+    else:
+        rule = ScaleRule.RCEIL if scale_rule is None else scale_rule
+        found = _dense_experts(model, activation_format, None, expert_parallel)
+        for dense in _shown(found, progress):
+            _convert_layer(dense, activation_format, rule, target, expert_parallel)
+        mark_quantized(model, found, rule)
+    if expert_parallel is not None:
+        forbid_saving(model)
+    return model if target is None else model.to(target)
+
+
+def _shown(found: list[FoundExperts], progress: bool) -> Iterable[FoundExperts]:
+    """The layers, with a progress bar on standard error if it is wanted."""
+    console = Console(stderr=True)
+    text = "quantising experts"
+    return track(found, text, console=console, transient=True, disable=not progress)
+
+
+def _dense_experts(
+    model: Any, activation_format: str, recipe: MXFP8Recipe | None, ranks: ExpertParallel | None
+) -> list[FoundExperts]:
+    """Find and check the experts of a model; those that were trained with a recipe are put back."""
+    op = "convert"
     trained = [module for module in model.modules() if isinstance(module, TrainableExperts)]
+    _refuse_local_experts(trained, op)
     found = [experts.source for experts in trained] or find_experts(model, op)
     check_loaded(found, op)
+    if ranks is not None:
+        check_ranks(op, found, ranks, activation_format, recipe)
     for experts in trained:
         experts.give_back()
-    if recipe is not None:
-        for dense in found:
-            dense.replace_by(TrainableExperts(dense, recipe))
-        return model if target is None else model.to(target)
-    rule = ScaleRule.RCEIL if scale_rule is None else scale_rule
-    for dense in track(
-        found,
-        "quantising experts",
-        console=Console(stderr=True),
-        transient=True,
-        disable=not progress,
-    ):
-        _convert_layer(dense, activation_format, rule, target)
-    mark_quantized(model, found, rule)
-    return model if target is None else model.to(target)
+    return found
 
 
 def restore(model: Any) -> Any:
@@ -136,6 +163,7 @@ def restore(model: Any) -> Any:
         got="no experts of mxpert",
         remedy="call mxpert.convert(model) first",
     )
+    _refuse_local_experts([*trained, *converted], "restore")
     for experts in converted:
         module = experts.source.module
         for name, parameter in experts.restored().items():
@@ -161,18 +189,25 @@ def mx_experts(model: torch.nn.Module) -> list[MXExperts]:
     return [module for module in model.modules() if isinstance(module, MXExperts)]
 
 
-def _check_arguments(model: Any, scale_rule: ScaleRule | None, recipe: MXFP8Recipe | None) -> None:
+def _check_arguments(
+    model: Any,
+    scale_rule: ScaleRule | None,
+    recipe: MXFP8Recipe | None,
+    ranks: ExpertParallel | None,
+) -> None:
     op = "convert"
     for name, value, fits, need in (
         ("model", model, isinstance(model, torch.nn.Module), "a Module"),
         ("scale_rule", scale_rule, isinstance(scale_rule, ScaleRule | None), "a ScaleRule"),
         ("recipe", recipe, isinstance(recipe, MXFP8Recipe | None), "an MXFP8Recipe"),
+        ("expert_parallel", ranks, isinstance(ranks, ExpertParallel | None), "an ExpertParallel"),
     ):
         require(fits, op, name, need=need, got=repr(value), error=TypeError)
     if mx_experts(model):
         need, got = "a model with dense experts", "one that is in MXFP4 already"
         remedy = "call mxpert.integrations.models.convert.restore(model) first"
-        for name, given in (("recipe", recipe), ("scale_rule", scale_rule)):
+        options = {"recipe": recipe, "scale_rule": scale_rule, "expert_parallel": ranks}
+        for name, given in options.items():
             require(given is None, op, name, need=need, got=got, remedy=remedy)
         return
     for holder in configured_models(model):
@@ -183,21 +218,96 @@ def _check_arguments(model: Any, scale_rule: ScaleRule | None, recipe: MXFP8Reci
             raise UnsupportedError(message(op, place, "none", got, remedy))
 
 
+def check_ranks(
+    op: str,
+    found: list[FoundExperts],
+    ranks: ExpertParallel,
+    activation_format: str,
+    recipe: MXFP8Recipe | None,
+) -> None:
+    """Check an ExpertParallel against every layer."""
+    if recipe is None:
+        require(
+            ranks.wire_format == "bf16" or activation_format == "mxfp8",
+            op,
+            "activation_format",
+            need='"mxfp8" with an ExpertParallel of wire_format="mxfp8"',
+            got=repr(activation_format),
+        )
+    for experts in found:
+        sizes = experts.num_experts, ranks.top_k, experts.hidden_size
+        if recipe is not None:
+            check_expert_parallel(op, ranks, sizes, recipe)
+        have = ranks.placement.num_experts, ranks.top_k, ranks.hidden_size
+        require(
+            have == sizes,
+            op,
+            "expert_parallel",
+            need=f"num_experts={sizes[0]} and hidden_size={sizes[2]}, as {experts.name} has",
+            got=f"num_experts={have[0]} and hidden_size={have[2]}",
+        )
+
+
+def forbid_saving(model: Any) -> None:
+    """Make ``save_pretrained`` raise: a checkpoint has all experts, and each rank has some."""
+    for holder in configured_models(model):
+        holder.save_pretrained = _refuse_to_save
+
+
+def _refuse_to_save(*arguments: Any, **options: Any) -> None:
+    raise UnsupportedError(
+        message(
+            "save_pretrained",
+            "experts",
+            "a model with all of them",
+            "the local experts of one rank",
+            "save the model before it is converted with expert_parallel, or "
+            "mxpert.training.full_state_dict",
+        )
+    )
+
+
+def _refuse_local_experts(modules: Sequence[MXExperts | TrainableExperts], op: str) -> None:
+    """Refuse modules that hold a part of their layer's experts."""
+    for module in modules:
+        if module.expert_parallel is not None:
+            raise UnsupportedError(
+                message(
+                    op,
+                    module.source.name,
+                    "all experts of the layer",
+                    f"{len(module.expert_parallel.local_experts)} of {module.source.num_experts}",
+                    "load the model again, or the state of mxpert.training.full_state_dict, "
+                    "without expert_parallel",
+                )
+            )
+
+
 def _convert_layer(
-    found: FoundExperts, activation_format: str, scale_rule: ScaleRule, device: torch.device | None
+    found: FoundExperts,
+    activation_format: str,
+    scale_rule: ScaleRule,
+    device: torch.device | None,
+    ranks: ExpertParallel | None,
 ) -> None:
     module: Any = found.module
+    local = None if ranks is None else ranks.local_experts
     target = module.down_proj.device if device is None else device
     dtype = module.down_proj.dtype
     projections: dict[str, Any] = {}
     for name in PROJECTIONS:
         projections[name] = quantize_stacked(
-            getattr(module, name), transposed=found.transposed, scale_rule=scale_rule, device=target
+            getattr(module, name),
+            transposed=found.transposed,
+            scale_rule=scale_rule,
+            device=target,
+            experts=local,
         )
         del module._parameters[name]
     if found.has_bias:
         for name in ("gate_up", "down"):
             bias = getattr(module, f"{name}_proj_bias").detach()
+            bias = bias if local is None else bias[list(local)]
             projections[f"{name}_bias"] = bias.to(target, torch.float32).contiguous()
     empty(module)
     weights = MoEWeights(**projections, gate_up_order=found.order)
@@ -207,5 +317,6 @@ def _convert_layer(
         source=found,
         activation_format=activation_format,
         dtype=dtype,
+        expert_parallel=ranks,
     )
     found.replace_by(experts.train(module.training))
