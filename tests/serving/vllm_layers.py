@@ -55,18 +55,32 @@ def moe_config(*, parallel: dict[str, Any] | None = None, **changes: Any) -> Any
     return FusedMoEConfig(**fields_of(FusedMoEConfig, values | changes))
 
 
+ENGINE: dict[str, Any] = dict(
+    enable_eplb=False,
+    lora_config=None,
+    enable_expert_parallel=False,
+    data_parallel_size=1,
+    all2all_backend="allgather_reducescatter",
+    cpu_offload_gb=0,
+    offload_group_size=0,
+    moe_backend="auto",
+    dtype=torch.bfloat16,
+    quantization="gpt_oss_mxfp4",
+    is_moe=True,
+    runner_type="generate",
+)
+"""Options of an engine that mxpert serves."""
+
+
 def vllm_config(additional_config: object = None, **changes: Any) -> Any:
-    """What the plugin reads of vLLM's VllmConfig."""
-    offload = SimpleNamespace(
-        uva=SimpleNamespace(cpu_offload_gb=changes.pop("cpu_offload_gb", 0)),
-        prefetch=SimpleNamespace(offload_group_size=changes.pop("offload_group_size", 0)),
-    )
-    return SimpleNamespace(
-        additional_config=additional_config,
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
-        offload_config=offload,
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(**changes)),
-    )
+    """What the plugin reads of vLLM's VllmConfig; `changes` are of ENGINE."""
+    assert set(changes) <= set(ENGINE)
+    options = SimpleNamespace(**ENGINE | changes)
+    options.offload_config = SimpleNamespace(uva=options, prefetch=options)
+    options.parallel_config = options.kernel_config = options.model_config = options
+    options.additional_config = additional_config
+    options.scheduler_config = SimpleNamespace(max_num_batched_tokens=64)
+    return options
 
 
 @contextmanager
