@@ -37,9 +37,10 @@ SGLANG_WITH = ("orjson", "ipython", "traitlets")
 SGLANG = FOLDER / "sglang"
 """The environment of SGLang: that of vLLM, and SGLANG_WITH. Its wheels ask for CUDA's packages."""
 
-SGLANG_LAYERS = ["tests/serving/test_sglang_layers.py"]
-LAYERS = ["tests/serving/test_vllm_configs.py", "tests/serving/test_vllm_layers.py"]
-SERVES = "tests/serving/test_vllm_serves.py"
+HERE = "tests/serving/"
+SGLANG_LAYERS = [f"{HERE}test_sglang_{part}.py" for part in ("layers", "start")]
+LAYERS = [f"{HERE}test_vllm_{part}.py" for part in ("configs", "layers", "start")]
+SERVES = f"{HERE}test_vllm_serves.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -124,10 +125,10 @@ def unpacked(version: str, package: str = "vllm") -> Path | str:
 
 
 def pytest(title: str, arguments: list[str], path: str = "", python: Path = PYTHON) -> int:
-    """Run pytest in an environment; `path` comes before what is installed."""
+    """Run pytest in an environment; `path` and this tree come before what is installed."""
     print(f"== {title}", flush=True)
     command = [str(python), "-m", "pytest", "--color=no", "-q", *arguments, *sys.argv[1:]]
-    added = {**ONE_THREAD, "PYTHONPATH": path}
+    added = {**ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, (path, str(ROOT))))}
     return subprocess.run(command, cwd=ROOT, env=os.environ | added, check=False).returncode
 
 

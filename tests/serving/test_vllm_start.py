@@ -122,10 +122,7 @@ def test_commands_end_with_the_line_alone() -> None:
 
 def test_outside_the_range_vllm_keeps_its_configs_and_the_option_is_refused() -> None:
     custom = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG
-    with (
-        mock.patch.object(vllm, "__version__", "0.34.1"),
-        mock.patch.dict(custom, clear=True),
-    ):
+    with mock.patch.object(vllm, "__version__", "0.34.1"), mock.patch.dict(custom, clear=True):
         vllm_checks("NewForCausalLM", vllm_config())
         assert set(custom) == {PROBE}
         with pytest.raises(UnsupportedError) as error:
