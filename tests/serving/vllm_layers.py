@@ -185,8 +185,8 @@ def make_method(base: type, moe: Any, activation_format: str = "a16w4", **change
     return served_method(base)(moe, activation_format, "layers.0", vllm_config(None, **changes))
 
 
-def load(method: Any, layer: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """What vLLM does with a layer at load time."""
+def create_weights(method: Any, layer: torch.nn.Module) -> None:
+    """The layer's parameters, as vLLM creates them."""
     moe = method.moe
     sizes = method.maybe_roundup_sizes(
         moe.hidden_dim, moe.intermediate_size_per_partition, torch.bfloat16, moe.moe_parallel_config
@@ -199,6 +199,11 @@ def load(method: Any, layer: torch.nn.Module, checkpoint: Checkpoint) -> None:
         params_dtype=torch.bfloat16,
         weight_loader=lambda *_: None,
     )
+
+
+def load(method: Any, layer: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """What vLLM does with a layer at load time."""
+    create_weights(method, layer)
     checkpoint.load(layer)
     method.process_weights_after_loading(layer)
 

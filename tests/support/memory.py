@@ -1,0 +1,30 @@
+"""Peak memory on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def peak_bytes(make: Callable[[], Any], work: Callable[[Any], object]) -> int:
+    """Most bytes that PyTorch's CPU allocator held during `work(made)`, above what `make()` left.
+
+    Both are profiled: the profiler does not see when memory from before is freed.
+    """
+    activity = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
+        made = make()
+        with torch.profiler.record_function("work"):
+            work(made)
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()
+    begin = next(event.start_ns() for event in events if event.name() == "work")
+    held = before = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        if event.start_ns() < begin:
+            before = peak = held
+        peak = max(peak, held)
+    return int(peak - before)
