@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-serving")
 import vllm
-from serving.vllm_layers import current_config, make_layer, moe_config, routed_experts
+from serving.vllm_layers import CONFIGS, current_config, make_layer, moe_config, routed_experts
 from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization import mxfp4
@@ -26,54 +26,6 @@ from mxpert.integrations.vllm import _configs as served_configs
 from mxpert.integrations.vllm._configs import SERVED, in_tree_config
 from mxpert.integrations.vllm._method import ServedMethod
 
-CONFIGS = {
-    "gpt_oss_mxfp4": {"quant_method": "gpt_oss_mxfp4"},
-    "mxfp4": {"quant_method": "mxfp4"},
-    "deepseek_v4_fp8": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "scale_fmt": "ue8m0",
-        "weight_block_size": [128, 128],
-    },
-    "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
-        "ignore": ["re:.*layers.7.mlp.experts.*", "lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "num_bits": 4,
-                    "type": "float",
-                    "strategy": "group",
-                    "group_size": 32,
-                    "symmetric": True,
-                    "dynamic": False,
-                },
-            }
-        },
-    },
-    "quark": {
-        "quant_method": "quark",
-        "export": {"kv_cache_group": [], "pack_method": "order"},
-        "exclude": ["model.layers.7.mlp.experts"],
-        "layer_quant_config": {},
-        "layer_type_quant_config": {},
-        "global_quant_config": {
-            "weight": {
-                "dtype": "fp4",
-                "qscheme": "per_group",
-                "group_size": 32,
-                "scale_format": "e8m0",
-                "is_dynamic": False,
-            },
-            "input_tensors": None,
-            "output_tensors": None,
-            "bias": None,
-        },
-    },
-}
 PREFIX = "model.layers.0.mlp.experts"
 
 

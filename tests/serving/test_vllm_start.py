@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: make test-serving")
 import vllm
 import vllm.envs
-from serving.vllm_layers import vllm_config
+from serving.vllm_layers import CONFIGS, vllm_config
 from vllm.model_executor.layers import quantization
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
@@ -69,6 +69,39 @@ def test_refusals_name_the_option(option: str, changes: dict[str, Any]) -> None:
     assert option in str(error.value)
     assert "\n" not in str(error.value)
     vllm_checks("NewForCausalLM", vllm_config({}, **changes))
+
+
+FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
+NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "group_size": 16}
+FP8_SCHEME = {"weight": {"dtype": "fp8_e4m3"}, "input_tensors": None}
+OTHER_EXPERTS: list[tuple[str, dict[str, Any], str]] = [
+    ("deepseek_v4_fp8", {"expert_dtype": "fp8"}, "expert_dtype 'fp8'"),
+    (
+        "compressed-tensors",
+        {"config_groups": {"a": {"weights": FP8_WEIGHTS}, "b": {"weights": NVFP4_WEIGHTS}}},
+        "('float', 8, None), ('float', 4, 16)",
+    ),
+    ("quark", {"global_quant_config": FP8_SCHEME}, "fp8_e4m3"),
+]
+
+
+@pytest.mark.parametrize("name, changes, said", OTHER_EXPERTS, ids=lambda value: str(value)[:20])
+def test_checkpoints_without_mxfp4_are_refused(
+    name: str, changes: dict[str, Any], said: str
+) -> None:
+    hf_config = SimpleNamespace(quantization_config={**CONFIGS[name], **changes}, **changes)
+    made = vllm_config(ON, quantization=name, hf_config=hf_config)
+    with pytest.raises(UnsupportedError, match="the model's experts — need MXFP4, got") as error:
+        vllm_checks("NewForCausalLM", made)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_checkpoints_with_mxfp4_pass(name: str) -> None:
+    for hf_config in (SimpleNamespace(quantization_config=CONFIGS[name]), SimpleNamespace()):
+        made = vllm_config(ON, quantization=name, hf_config=hf_config)
+        vllm_checks("NewForCausalLM", made)
 
 
 def test_batch_invariance_is_refused() -> None:

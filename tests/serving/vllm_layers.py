@@ -55,6 +55,56 @@ def moe_config(*, parallel: dict[str, Any] | None = None, **changes: Any) -> Any
     return FusedMoEConfig(**fields_of(FusedMoEConfig, values | changes))
 
 
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt_oss_mxfp4": {"quant_method": "gpt_oss_mxfp4"},
+    "mxfp4": {"quant_method": "mxfp4"},
+    "deepseek_v4_fp8": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "ignore": ["re:.*layers.7.mlp.experts.*", "lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "float",
+                    "strategy": "group",
+                    "group_size": 32,
+                    "symmetric": True,
+                    "dynamic": False,
+                },
+            }
+        },
+    },
+    "quark": {
+        "quant_method": "quark",
+        "export": {"kv_cache_group": [], "pack_method": "order"},
+        "exclude": ["model.layers.7.mlp.experts"],
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "global_quant_config": {
+            "weight": {
+                "dtype": "fp4",
+                "qscheme": "per_group",
+                "group_size": 32,
+                "scale_format": "e8m0",
+                "is_dynamic": False,
+            },
+            "input_tensors": None,
+            "output_tensors": None,
+            "bias": None,
+        },
+    },
+}
+"""Quantisation configs of checkpoints with MXFP4 experts, by vLLM's name."""
+
 ENGINE: dict[str, Any] = dict(
     enable_eplb=False,
     lora_config=None,
@@ -68,6 +118,7 @@ ENGINE: dict[str, Any] = dict(
     quantization="gpt_oss_mxfp4",
     is_moe=True,
     runner_type="generate",
+    hf_config=None,
 )
 """Options of an engine that mxpert serves."""
 

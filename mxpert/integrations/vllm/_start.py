@@ -7,12 +7,13 @@ front of vLLM's own check of the model's architecture. That one sees all options
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ...errors import UnsupportedError, message
+from ...formats.spec import MX_BLOCK_SIZE
 from ..serving.refusals import Refusal, one_line_in_commands, refuse_first
 from . import NAMES
 from .options import KEY, OP, requested_format, require_supported
@@ -74,7 +75,30 @@ def check(vllm_config: Any) -> None:
             got, remedy = repr(model.quantization), f'remove "{KEY}" from --additional-config'
             raise UnsupportedError(message(OP, "the model's quantization", names, got, remedy))
         if model.is_moe:
+            refuse_first(OP, refused_experts(model))
             refuse_first(OP, refused_options(vllm_config))
+
+
+def refused_experts(model_config: Any) -> Iterator[Refusal]:
+    """The format of a checkpoint's experts, if its config rules MXFP4 out.
+
+    Which layers a config means is known once they are built, and so is the rest.
+    """
+    name, hf_config = model_config.quantization, model_config.hf_config
+    scheme = getattr(hf_config, "quantization_config", None)
+    got: object = None
+    if name == "deepseek_v4_fp8" and getattr(hf_config, "expert_dtype", "fp4") != "fp4":
+        got = f"expert_dtype {hf_config.expert_dtype!r}"
+    elif name == "compressed-tensors" and isinstance(scheme, Mapping):
+        weights = [group.get("weights") or {} for group in scheme.get("config_groups", {}).values()]
+        keys = "type", "num_bits", "group_size"
+        found = [tuple(each.get(key) for key in keys) for each in weights]
+        if ("float", 4, MX_BLOCK_SIZE) not in found:
+            got = f"{', '.join(keys)} = {', '.join(map(str, found))}"
+    elif name == "quark" and isinstance(scheme, Mapping) and "'fp4'" not in str(scheme):
+        got = f"weights {scheme.get('global_quant_config', {}).get('weight')}"
+    if got is not None:
+        yield "the model's experts", "MXFP4", got, f'remove "{KEY}" from --additional-config'
 
 
 def refused_options(vllm_config: Any) -> Iterator[Refusal]:
