@@ -133,7 +133,16 @@ def unpacked(version: str, package: str = "vllm") -> Path | str:
 def pytest(title: str, arguments: list[str], path: str = "", python: Path = PYTHON) -> int:
     """Run pytest in an environment; `path` and this tree come before what is installed."""
     print(f"== {title}", flush=True)
-    command = [str(python), "-m", "pytest", "--color=no", "-q", *arguments, *sys.argv[1:]]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "--color=no",
+        "-q",
+        "--disable-warnings",
+        *arguments,
+        *sys.argv[1:],
+    ]
     added = {**ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, (path, str(ROOT))))}
     return subprocess.run(command, cwd=ROOT, env=os.environ | added, check=False).returncode
 
