@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -71,6 +75,51 @@ def test_commands_end_with_the_line_alone(program: str) -> None:
         pytest.raises(SystemExit, match=r"^mxpert for SGLang: --enable-eplb — need .*$"),
     ):
         sglang_checks(**served(enable_eplb=True))
+
+
+COMMAND = """
+import runpy
+from serving import conftest
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+"""
+MODEL = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 512,
+}
+
+
+def test_a_server_ends_with_the_line(tmp_path: Path) -> None:
+    """SGLang's own command on a CPU, with the plugin from its installed entry point."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    arguments = [
+        f"--model-path={tmp_path}",
+        "--device=cpu",
+        "--attention-backend=torch_native",
+        "--skip-tokenizer-init",
+        "--moe-runner-backend=mxpert",
+        "--cpu-offload-gb=4",
+    ]
+    paths = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    assert done.returncode == 1
+    *_, line = done.stderr.strip().splitlines()
+    assert line == (
+        "mxpert for SGLang: --cpu-offload-gb — need 0 (weights on the device), got 4; "
+        "remove --cpu-offload-gb"
+    )
+    assert "Traceback" not in done.stderr
 
 
 def test_a_wrong_backend_is_no_choice(capsys: pytest.CaptureFixture[str]) -> None:
