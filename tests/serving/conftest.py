@@ -7,13 +7,16 @@ import importlib.util
 import sys
 from unittest import mock
 
+import pytest
+
 ABSENT = (
+    "soundfile",
     "torchvision",
     "torchvision.io",
     "torchvision.transforms",
     "torchvision.transforms.functional",
 )
-"""Torchvision's CPU build is not on the package index."""
+"""Torchvision's CPU build is not on the package index; a text model needs none of them."""
 
 
 def install() -> None:
@@ -30,3 +33,17 @@ def install() -> None:
 
 if importlib.util.find_spec("sglang") is not None:
     install()
+
+
+@pytest.fixture(scope="session")
+def sglang_plugin() -> None:
+    """The plugin in SGLang's registries, as on a GPU: on a CPU SGLang has no "mxfp4"."""
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+    from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from mxpert.integrations import sglang as plugin
+
+    QUANTIZATION_METHODS["mxfp4"] = Mxfp4Config
+    plugin.register()
+    HookRegistry.apply_hooks()

@@ -37,16 +37,23 @@ SGLANG_WITH = ("orjson", "ipython", "traitlets")
 SGLANG = FOLDER / "sglang"
 """The environment of SGLang: that of vLLM, and SGLANG_WITH. Its wheels ask for CUDA's packages."""
 
-SGLANG_LAYERS = ["tests/serving/test_sglang_layers.py"]
-LAYERS = ["tests/serving/test_vllm_configs.py", "tests/serving/test_vllm_layers.py"]
-SERVES = "tests/serving/test_vllm_serves.py"
+HERE = "tests/serving/"
+SGLANG_LAYERS = [f"{HERE}test_sglang_{part}.py" for part in ("layers", "start")]
+LAYERS = [f"{HERE}test_vllm_{part}.py" for part in ("configs", "layers", "start")]
+SERVES = f"{HERE}test_vllm_serves.py"
+PIP_SECONDS = 480
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def pip(*arguments: str, python: Path = PYTHON) -> str:
     """Run pip in an environment; return "" or the last line of its error."""
     command = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=PIP_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"pip took longer than {PIP_SECONDS} s"
     lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
     return "" if done.returncode == 0 else (lines or [f"pip ended with {done.returncode}"])[-1]
 
@@ -76,7 +83,7 @@ def _name_vllm() -> None:
     (installed,) = FOLDER.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
     version = f"{VLLM_CPU.split('==')[1]}+cpu"
     alias = installed.with_name(f"vllm-{version}.dist-info")
-    alias.mkdir()
+    alias.mkdir(exist_ok=True)
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
     (alias / "METADATA").write_text(text, encoding="utf-8")
 
@@ -124,10 +131,19 @@ def unpacked(version: str, package: str = "vllm") -> Path | str:
 
 
 def pytest(title: str, arguments: list[str], path: str = "", python: Path = PYTHON) -> int:
-    """Run pytest in an environment; `path` comes before what is installed."""
+    """Run pytest in an environment; `path` and this tree come before what is installed."""
     print(f"== {title}", flush=True)
-    command = [str(python), "-m", "pytest", "--color=no", "-q", *arguments, *sys.argv[1:]]
-    added = {**ONE_THREAD, "PYTHONPATH": path}
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "--color=no",
+        "-q",
+        "--disable-warnings",
+        *arguments,
+        *sys.argv[1:],
+    ]
+    added = {**ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, (path, str(ROOT))))}
     return subprocess.run(command, cwd=ROOT, env=os.environ | added, check=False).returncode
 
 

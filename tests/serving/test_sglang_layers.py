@@ -37,6 +37,7 @@ from sglang.srt.runtime_context import get_flags
 from mxpert.integrations.sglang import _method as served
 from mxpert.integrations.sglang._refusals import activation_of, refuse_unsupported
 
+pytestmark = pytest.mark.usefixtures("sglang_plugin")
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 8, 96, 64, 2, 13
 GPT_OSS = dict(gemm1_alpha=1.702, gemm1_clamp_limit=7.0)
 KINDS: dict[str, tuple[dict[str, Any], mxpert.Activation, mxpert.GateUpOrder]] = {
@@ -74,13 +75,6 @@ SERVER = dict(
     max_prefill_tokens=16384,
     dp_size=1,
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> None:
-    """The plugin in SGLang's registries, as on a GPU: on a CPU SGLang has no "mxfp4"."""
-    QUANTIZATION_METHODS["mxfp4"] = Mxfp4Config
-    plugin.register()
 
 
 @pytest.fixture(autouse=True)
@@ -333,6 +327,8 @@ def test_kernels_are_compiled_once_for_layers_of_one_shape() -> None:
         ({"chunked_prefill_size": -1}, 16384),
         ({"chunked_prefill_size": None, "max_prefill_tokens": None}, 8192),
         ({"dp_size": 4}, 256),
+        ({"attn_dp_size": 4}, 256),
+        ({"_resolved_overrides": [("device memory", {"chunked_prefill_size": 32})]}, 32),
     ],
 )
 def test_the_largest_batch_follows_sglangs_limits(changes: dict[str, Any], most: int) -> None:
@@ -345,6 +341,7 @@ REFUSED = {
     "lora": ({"enable_lora": True}, {}, "--enable-lora"),
     "lora-paths": ({"lora_paths": ["a"]}, {}, "--enable-lora"),
     "offload": ({"cpu_offload_gb": 8}, {}, "--cpu-offload-gb — .* got 8"),
+    "offload-group": ({"offload_group_size": 2}, {}, "--offload-group-size — .* got 2"),
     "deterministic": ({"enable_deterministic_inference": True}, {}, "--enable-deterministic"),
     "float16": ({}, {"params_dtype": torch.float16}, "--dtype — need bfloat16"),
     "no-combine": ({}, {"no_combine": True}, "the layer — need gated experts"),
@@ -418,7 +415,7 @@ def test_experts_of_other_methods_are_refused_at_start_up() -> None:
 
 def test_experts_that_do_not_fold_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     with (
-        mock.patch.object(served, "count_unfolded", return_value=2),
+        mock.patch.object(shared, "count_unfolded", return_value=2),
         caplog.at_level(logging.WARNING, logger="sglang.srt.mxpert"),
     ):
         built("silu")
@@ -431,7 +428,7 @@ def test_registration_imports_no_more_than_sglangs_model_config() -> None:
 import sys
 from serving import conftest
 import mxpert
-import sglang.srt.configs.model_config
+import sglang.srt.configs.model_config, sglang.srt.plugins
 before = set(sys.modules)
 from mxpert.integrations.sglang import register
 register()
@@ -449,11 +446,3 @@ print("light")
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
     assert done.stdout.strip().endswith("light"), done.stderr[-2000:]
-
-
-def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sglang
-
-    monkeypatch.setattr(sglang, "__version__", "0.5.20")
-    with pytest.raises(UnsupportedError, match=r"sglang — need 0.5.21 or newer, below 0.5.24"):
-        plugin.register()

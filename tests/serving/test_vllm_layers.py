@@ -19,6 +19,7 @@ from serving.vllm_layers import (
     TOP_K,
     Checkpoint,
     call,
+    create_weights,
     load,
     make_layer,
     make_method,
@@ -41,7 +42,9 @@ from vllm.v1.worker import workspace
 import mxpert
 from mxpert.formats import MXFP4, Layout
 from mxpert.integrations.serving import layer as shared
+from mxpert.integrations.serving import layer_weights
 from mxpert.integrations.vllm import _method as served
+from support.memory import peak_bytes
 
 METHODS = {
     "gpt_oss": mxfp4.GptOssMxfp4MoEMethod,
@@ -49,6 +52,10 @@ METHODS = {
     "compressed-tensors": compressed.CompressedTensorsW4A4Mxfp4MoEMethod,
     "quark": quark_moe.QuarkOCP_MX_MoEMethod,
 }
+ACTIVATIONS = {
+    kind: MoEActivation.SWIGLUOAI if kind == "gpt_oss" else MoEActivation.SILU for kind in METHODS
+}
+PREPARE = mxpert.MoEWeights.prepare
 ROUTED, ROUTING = RoutingMethodType.DeepSeekV3, RoutingMethodType.Renormalize
 
 
@@ -64,9 +71,8 @@ def built(
 ) -> tuple[Any, torch.nn.Module, Checkpoint]:
     """A loaded layer: its method, the layer, its checkpoint."""
     gpt_oss = kind == "gpt_oss"
-    activation = MoEActivation.SWIGLUOAI if gpt_oss else MoEActivation.SILU
     order = mxpert.GateUpOrder.INTERLEAVED if gpt_oss else mxpert.GateUpOrder.CONCATENATED
-    moe = moe_config(activation=activation, has_bias=gpt_oss, **changes)
+    moe = moe_config(activation=ACTIVATIONS[kind], has_bias=gpt_oss, **changes)
     method, layer = make_method(METHODS[kind], moe, activation_format), make_layer(moe)
     checkpoint = Checkpoint.random(order, biased=gpt_oss, experts=moe.num_local_experts)
     load(method, layer, checkpoint)
@@ -225,11 +231,10 @@ def test_sizes_of_a_rank_are_padded_with_zero_blocks(kind: str) -> None:
     """48 columns a rank become 64: the layer computes what the 48 compute."""
     share = 48
     gpt_oss = kind == "gpt_oss"
-    activation = MoEActivation.SWIGLUOAI if gpt_oss else MoEActivation.SILU
     moe = moe_config(
         intermediate_size=share,
         intermediate_size_per_partition=share,
-        activation=activation,
+        activation=ACTIVATIONS[kind],
         has_bias=gpt_oss,
     )
     method, layer = make_method(METHODS[kind], moe), make_layer(moe)
@@ -318,11 +323,6 @@ def test_vllms_loader_cuts_between_blocks(rank: int) -> None:
 @pytest.mark.parametrize("kind", METHODS)
 def test_nothing_is_held_twice(kind: str) -> None:
     """The loaded tensors are freed, and the layer's parameters are the prepared ones."""
-    prepare = mxpert.MoEWeights.prepare
-
-    def for_hopper(weights: mxpert.MoEWeights, **options: Any) -> mxpert.MoEWeights:
-        return prepare(weights, **{**options, "layout": Layout.HOPPER_FRAGMENT})
-
     before: list[StorageWeakRef] = []
 
     def watched(layer: torch.nn.Module, *rest: Any, **options: Any) -> mxpert.MoEWeights:
@@ -353,6 +353,43 @@ def test_nothing_is_held_twice(kind: str) -> None:
     assert not hasattr(layer, "w13_weight_packed")
 
 
+def for_hopper(weights: mxpert.MoEWeights, **options: Any) -> mxpert.MoEWeights:
+    return PREPARE(weights, **{**options, "layout": Layout.HOPPER_FRAGMENT})
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_model_is_prepared_within_one_more_layer(kind: str) -> None:
+    """Peak memory while a loaded model of eight layers is prepared for another layout."""
+    size, layers = 256, 8
+    sizes = dict(hidden_dim=size, intermediate_size_per_partition=size, intermediate_size=size)
+    moe = moe_config(activation=ACTIVATIONS[kind], has_bias=kind == "gpt_oss", **sizes)
+    matrices = 3 * EXPERTS * size * size  # of a layer
+    layer_bytes = matrices // 2 + matrices // 32
+
+    def loaded() -> list[tuple[Any, torch.nn.Module]]:
+        made = [(make_method(METHODS[kind], moe), make_layer(moe)) for _ in range(layers)]
+        for method, layer in made:
+            create_weights(method, layer)
+            for parameter in layer.parameters():
+                parameter.data.fill_(127)  # scales of 1
+        return made
+
+    def prepare(made: list[tuple[Any, torch.nn.Module]]) -> None:
+        for method, layer in made:
+            method.process_weights_after_loading(layer)
+            assert method.moe_kernel.fused_experts.layer.weights.layout is Layout.HOPPER_FRAGMENT
+
+    with (
+        mock.patch.object(mxpert.MoEWeights, "prepare", for_hopper),
+        mock.patch.object(served.ServedMethod, "_warm_up"),
+    ):
+        peak = peak_bytes(loaded, prepare)
+        with mock.patch.object(layer_weights, "_install"):  # planted: nothing replaces the loaded
+            planted = peak_bytes(loaded, prepare)
+    assert 0 < peak < 2 * layer_bytes  # a prepared layer, and one expert's unpacked codes
+    assert planted > layers * layer_bytes
+
+
 @pytest.mark.parametrize("kind", METHODS)
 def test_reload_keeps_the_tensors(kind: str) -> None:
     """vLLM's layer-wise reload: other weights, the same addresses, so that graphs stay valid."""
@@ -377,11 +414,6 @@ def test_reload_keeps_the_tensors(kind: str) -> None:
 
 def test_reloaded_weights_that_do_not_fold_are_refused() -> None:
     order = mxpert.GateUpOrder.CONCATENATED
-    prepare = mxpert.MoEWeights.prepare
-
-    def for_hopper(weights: mxpert.MoEWeights, **options: Any) -> mxpert.MoEWeights:
-        return prepare(weights, **{**options, "layout": Layout.HOPPER_FRAGMENT})
-
     with (
         mock.patch.object(mxpert.MoEWeights, "prepare", for_hopper),
         mock.patch.object(served.ServedMethod, "_warm_up"),

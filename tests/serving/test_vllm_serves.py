@@ -1,13 +1,14 @@
 """A tiny gpt-oss through a whole vLLM on a CPU: LLM(...) in parallel modes, and `vllm serve`.
 
-Stock vLLM has no MXFP4 kernels for a CPU, so an answer at all comes from mxpert. Each engine runs
-in a process of its own (`engine.py`).
+Stock vLLM has no MXFP4 kernels for a CPU, so an answer at all comes from mxpert. Engines that a
+process can have one after another share one (`engine.py`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -91,27 +92,54 @@ def oracle(checkpoint: Path) -> Oracle:
     return Oracle(checkpoint)
 
 
-def engine(checkpoint: Path, **request: Any) -> dict[str, Any]:
-    """Run engine.py; its answer, with what it logged as "log"."""
-    command = [
-        sys.executable,
-        str(HERE / "engine.py"),
-        json.dumps({**request, "model": str(checkpoint)}),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=START_SECONDS, check=False
-    )
-    answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
-    log = done.stdout + done.stderr
-    if not answers:
-        return {"log": log, "status": done.returncode}
-    return {**json.loads(answers[-1].removeprefix("ANSWER ")), "log": log, "status": 0}
+class Engines:
+    """A process of `engine.py`, which imports vLLM once and makes one engine after another."""
+
+    def __init__(self, checkpoint: Path, log: Path) -> None:
+        self.checkpoint, self.log = checkpoint, log
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "engine.py")],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """The answer of an engine, with what it logged as "log"."""
+        begin = self.log.stat().st_size
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({**request, "model": str(self.checkpoint)}) + "\n")
+        self.process.stdin.flush()
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            log = self.log.read_bytes()[begin:].decode()
+            found = re.search(r"^ANSWER (.*)\n", log, re.MULTILINE)
+            if found:
+                return {**json.loads(found[1]), "log": log}
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"no answer\n{log[-4000:]}")
+            time.sleep(0.2)
+
+    def answered(self, **request: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Log-probabilities [199] of the prompt, and the answer."""
+        answer = self.ask(**request)
+        assert "error" not in answer, answer["error"] + answer["log"][-4000:]
+        return torch.tensor(answer["log_probabilities"][0]), answer
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(60)
 
 
-def answered(checkpoint: Path, **request: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    answer = engine(checkpoint, **request)
-    assert "log_probabilities" in answer, answer["log"][-4000:]
-    return torch.tensor(answer["log_probabilities"][0]), answer
+@pytest.fixture(scope="module")
+def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    made = Engines(checkpoint, tmp_path_factory.mktemp("engines") / "log")
+    yield made
+    made.end()
 
 
 def test_the_gate_sees_a_wrong_layer(oracle: Oracle) -> None:
@@ -129,76 +157,70 @@ def test_the_gate_sees_a_wrong_layer(oracle: Oracle) -> None:
             oracle.check(log_probabilities(model))
 
 
-def test_one_rank_and_reload(checkpoint: Path, oracle: Oracle) -> None:
-    found, answer = answered(checkpoint, format="a16w4", reload=True)
+def test_one_rank_and_reload(engines: Engines, oracle: Oracle) -> None:
+    found, answer = engines.answered(format="a16w4", reload=True)
     oracle.check(found)
     assert "mxpert 0" in answer["log"]
     assert "activations a16w4, experts chosen by mxpert" in answer["log"]
     assert answer["log_probabilities"][1] == answer["log_probabilities"][0]
 
 
-def test_eight_bit_activations(checkpoint: Path, oracle: Oracle) -> None:
+def test_eight_bit_activations(engines: Engines, oracle: Oracle) -> None:
     """Within twice the error of Transformers with the same experts in bfloat16."""
     converted = log_probabilities(oracle.model(), activation_format="a8w4")
-    found, _ = answered(checkpoint, format="a8w4", compile=True)
+    found, answer = engines.answered(format="a8w4", compile=True)
     oracle.check(found, oracle.error(converted))
+    assert "DYNAMO_TRACE_ONCE" in answer["log"]
 
 
-def test_tensor_parallel_sizes_are_padded(checkpoint: Path, oracle: Oracle) -> None:
-    found, _ = answered(checkpoint, format="a16w4", tensor_parallel_size=2)
+def test_tensor_parallel_sizes_are_padded(engines: Engines, oracle: Oracle) -> None:
+    found, _ = engines.answered(format="a16w4", tensor_parallel_size=2)
     oracle.check(found)
 
 
-def test_expert_parallel(checkpoint: Path, oracle: Oracle) -> None:
-    found, _ = answered(
-        checkpoint, format="a16w4", tensor_parallel_size=2, enable_expert_parallel=True
-    )
+def test_expert_parallel(engines: Engines, oracle: Oracle) -> None:
+    found, _ = engines.answered(format="a16w4", tensor_parallel_size=2, enable_expert_parallel=True)
     oracle.check(found)
 
 
-def test_a_wrong_option_ends_the_start_with_its_line(checkpoint: Path) -> None:
-    answer = engine(checkpoint, format="bf16")
-    assert answer["status"] != 0
-    wanted = "ValueError: mxpert for vLLM: --additional-config 'mxpert' — need one of 'a16w4'"
-    assert wanted in answer["log"]
+def test_a_wrong_option_is_refused_before_the_engine(engines: Engines) -> None:
+    answer = engines.ask(format="bf16")
+    assert "mxpert for vLLM: --additional-config 'mxpert' — need one of 'a16w4'" in answer["error"]
+    assert "Initializing a V1 LLM engine" not in answer["log"]
 
 
-def test_without_the_option_vllm_refuses_as_ever(checkpoint: Path) -> None:
-    answer = engine(checkpoint, format=None)
-    assert answer["status"] != 0
-    assert "mxpert" not in answer["log"].replace(str(Path(mxpert_file()).parent), "")
+def test_without_the_option_vllm_refuses_as_ever(engines: Engines) -> None:
+    answer = engines.ask(format=None)
+    assert answer["error"].startswith("NotImplementedError: No MXFP4 MoE backend supports")
+    assert "mxpert" not in answer["log"]
 
 
-def mxpert_file() -> str:
-    import mxpert
-
-    return mxpert.__file__
-
-
-@contextmanager
-def served(checkpoint: Path, log: Path) -> Iterator[str]:
-    """`vllm serve` on a free port of the loopback; yields its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
+def command(checkpoint: Path, port: int, option: str) -> list[str]:
+    return [
         str(Path(sys.executable).with_name("vllm")),
         "serve",
         str(checkpoint),
         "--host=127.0.0.1",
         f"--port={port}",
-        "--additional-config",
-        '{"mxpert": "a16w4"}',
+        f"--additional-config={option}",
         "--served-model-name=demo",
         "--skip-tokenizer-init",
         "--enforce-eager",
         "--max-model-len=256",
-        "--max-num-batched-tokens=512",
+        "--max-num-batched-tokens=256",
         "--kv-cache-memory-bytes=67108864",
     ]
+
+
+@contextmanager
+def served(checkpoint: Path, port: int, log: Path, end: signal.Signals) -> Iterator[str]:
+    """`vllm serve` on the loopback; yields its address, and ends all of its processes."""
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command(checkpoint, port, '{"mxpert": "a16w4"}'),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     address = f"http://127.0.0.1:{port}"
     try:
@@ -208,18 +230,27 @@ def served(checkpoint: Path, log: Path) -> Iterator[str]:
                 urllib.request.urlopen(f"{address}/health", timeout=5)
                 break
             except OSError:
-                time.sleep(1)
+                time.sleep(0.5)
         yield address
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
+            os.killpg(process.pid, end)
         process.wait(60)
 
 
-def test_a_server_answers_and_starts_again(
-    checkpoint: Path, oracle: Oracle, tmp_path: Path
+@pytest.fixture(scope="module")
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number: int = free.getsockname()[1]
+    return number
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=["first", "after a kill"])
+def test_a_server_answers(
+    checkpoint: Path, oracle: Oracle, tmp_path: Path, port: int, end: signal.Signals
 ) -> None:
-    """Started twice: killing a server leaves nothing behind that stops the next one."""
+    """Twice on one port: a killed server leaves nothing behind that stops the next one."""
     request = {
         "model": "demo",
         "prompt": PROMPT.tolist(),
@@ -228,19 +259,33 @@ def test_a_server_answers_and_starts_again(
         "prompt_logprobs": 0,
         "detokenize": False,
     }
-    for attempt in range(2):
-        log = tmp_path / f"serve-{attempt}.log"
-        with served(checkpoint, log) as address:
-            call = urllib.request.Request(
-                f"{address}/v1/completions",
-                json.dumps(request).encode(),
-                {"Content-Type": "application/json"},
-            )
-            try:
-                with urllib.request.urlopen(call, timeout=120) as answer:
-                    choice = json.load(answer)["choices"][0]
-            except OSError as error:
-                pytest.fail(f"{error}\n{log.read_text()[-4000:]}")
-        each = [next(iter(found.values()))["logprob"] for found in choice["prompt_logprobs"][1:]]
-        oracle.check(torch.tensor(each))
-        assert "experts chosen by mxpert" in log.read_text()
+    log = tmp_path / "serve.log"
+    with served(checkpoint, port, log, end) as address:
+        call = urllib.request.Request(
+            f"{address}/v1/completions",
+            json.dumps(request).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(call, timeout=120) as answer:
+                choice = json.load(answer)["choices"][0]
+        except OSError as error:
+            pytest.fail(f"{error}\n{log.read_text()[-4000:]}")
+    each = [next(iter(found.values()))["logprob"] for found in choice["prompt_logprobs"][1:]]
+    oracle.check(torch.tensor(each))
+    assert "experts chosen by mxpert" in log.read_text()
+
+
+def test_a_wrong_option_ends_the_command_with_one_line(checkpoint: Path, port: int) -> None:
+    done = subprocess.run(
+        command(checkpoint, port, '{"mxpert": "bf16"}'),
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1
+    *_, line = done.stderr.strip().splitlines()
+    assert line.startswith("mxpert for vLLM: --additional-config 'mxpert' — need one of 'a16w4'")
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "EngineCore" not in done.stdout + done.stderr

@@ -55,18 +55,83 @@ def moe_config(*, parallel: dict[str, Any] | None = None, **changes: Any) -> Any
     return FusedMoEConfig(**fields_of(FusedMoEConfig, values | changes))
 
 
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt_oss_mxfp4": {"quant_method": "gpt_oss_mxfp4"},
+    "mxfp4": {"quant_method": "mxfp4"},
+    "deepseek_v4_fp8": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "ignore": ["re:.*layers.7.mlp.experts.*", "lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "float",
+                    "strategy": "group",
+                    "group_size": 32,
+                    "symmetric": True,
+                    "dynamic": False,
+                },
+            }
+        },
+    },
+    "quark": {
+        "quant_method": "quark",
+        "export": {"kv_cache_group": [], "pack_method": "order"},
+        "exclude": ["model.layers.7.mlp.experts"],
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "global_quant_config": {
+            "weight": {
+                "dtype": "fp4",
+                "qscheme": "per_group",
+                "group_size": 32,
+                "scale_format": "e8m0",
+                "is_dynamic": False,
+            },
+            "input_tensors": None,
+            "output_tensors": None,
+            "bias": None,
+        },
+    },
+}
+"""Quantisation configs of checkpoints with MXFP4 experts, by vLLM's name."""
+
+ENGINE: dict[str, Any] = dict(
+    enable_eplb=False,
+    lora_config=None,
+    enable_expert_parallel=False,
+    data_parallel_size=1,
+    all2all_backend="allgather_reducescatter",
+    cpu_offload_gb=0,
+    offload_group_size=0,
+    moe_backend="auto",
+    dtype=torch.bfloat16,
+    quantization="gpt_oss_mxfp4",
+    is_moe=True,
+    runner_type="generate",
+    hf_config=None,
+)
+"""Options of an engine that mxpert serves."""
+
+
 def vllm_config(additional_config: object = None, **changes: Any) -> Any:
-    """What the plugin reads of vLLM's VllmConfig."""
-    offload = SimpleNamespace(
-        uva=SimpleNamespace(cpu_offload_gb=changes.pop("cpu_offload_gb", 0)),
-        prefetch=SimpleNamespace(offload_group_size=changes.pop("offload_group_size", 0)),
-    )
-    return SimpleNamespace(
-        additional_config=additional_config,
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
-        offload_config=offload,
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(**changes)),
-    )
+    """What the plugin reads of vLLM's VllmConfig; `changes` are of ENGINE."""
+    assert set(changes) <= set(ENGINE)
+    options = SimpleNamespace(**ENGINE | changes)
+    options.offload_config = SimpleNamespace(uva=options, prefetch=options)
+    options.parallel_config = options.kernel_config = options.model_config = options
+    options.additional_config = additional_config
+    options.scheduler_config = SimpleNamespace(max_num_batched_tokens=64)
+    return options
 
 
 @contextmanager
@@ -171,8 +236,8 @@ def make_method(base: type, moe: Any, activation_format: str = "a16w4", **change
     return served_method(base)(moe, activation_format, "layers.0", vllm_config(None, **changes))
 
 
-def load(method: Any, layer: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """What vLLM does with a layer at load time."""
+def create_weights(method: Any, layer: torch.nn.Module) -> None:
+    """The layer's parameters, as vLLM creates them."""
     moe = method.moe
     sizes = method.maybe_roundup_sizes(
         moe.hidden_dim, moe.intermediate_size_per_partition, torch.bfloat16, moe.moe_parallel_config
@@ -185,6 +250,11 @@ def load(method: Any, layer: torch.nn.Module, checkpoint: Checkpoint) -> None:
         params_dtype=torch.bfloat16,
         weight_loader=lambda *_: None,
     )
+
+
+def load(method: Any, layer: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """What vLLM does with a layer at load time."""
+    create_weights(method, layer)
     checkpoint.load(layer)
     method.process_weights_after_loading(layer)
 

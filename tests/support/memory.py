@@ -21,6 +21,7 @@ def peak_bytes(
         made = make()
         with torch.profiler.record_function("work"):
             work(made)
+    assert profile.profiler is not None
     events = profile.profiler.kineto_results.events()
     begin = next(event.start_ns() for event in events if event.name() == "work")
     held = before = peak = 0
@@ -31,4 +32,4 @@ def peak_bytes(
         if event.start_ns() < begin:
             before = peak = held
         peak = max(peak, held)
-    return peak - before
+    return int(peak - before)

@@ -10,9 +10,11 @@ import torch
 
 from ...ops.explain import explain
 from ...ops.moe import fused_moe
+from ...ops.route import route_topk
 from ...ops.warm_up import even_routing, warm_up
 from ...problem import Activation
 from ...weights import MoEWeights
+from .layer_weights import count_unfolded
 
 _warm: set[tuple[Any, ...]] = set()
 """Layers whose kernels this process has compiled, by what their kernels depend on."""
@@ -54,35 +56,45 @@ class Layer:
         )
 
 
+def warn_of_unfolded(weights: MoEWeights, prefix: str, logger: logging.Logger) -> None:
+    """Log how many experts of the layer `prefix` do not fold into e4m3 exactly, if any."""
+    unfolded = count_unfolded(weights)
+    if unfolded:
+        logger.warning(
+            "mxpert: %s: %d of %d experts do not fold into e4m3 exactly, "
+            "so that the layer runs on the portable kernels",
+            prefix,
+            unfolded,
+            weights.num_experts,
+        )
+
+
 def warm_up_layer(
     layer: Layer,
     max_tokens: int,
     *,
     top_k: int,
     logger: logging.Logger,
-    kind: object = None,
     expert_map: torch.Tensor | None = None,
     on_input: bool = False,
     topk_ids_dtype: torch.dtype = torch.int32,
-) -> tuple[int, ...]:
+    router_logits_dtype: torch.dtype | None = None,
+) -> None:
     """Compile what a server will launch for this layer, once for all layers that share kernels.
 
     Args:
         layer, top_k, expert_map, on_input, topk_ids_dtype: as in the calls of `Layer.run`.
         max_tokens: the largest number of tokens of a call. logger: for progress and the backend.
-        kind: what else tells layers apart whose kernels differ.
-
-    Returns:
-        The token counts that ran; none if such a layer is warm.
+        router_logits_dtype: of the logits that `route_topk` gets; None if the engine routes.
     """
     weights = layer.weights
     sizes = weights.num_experts, weights.hidden_size, weights.intermediate_size
     biased = weights.gate_up_bias is not None, weights.down_bias is not None
     mapped = None if expert_map is None else tuple(expert_map.shape)
     formats = layer.activation, layer.activation_format, weights.layout, topk_ids_dtype, on_input
-    key = (weights.device, sizes, biased, mapped, formats, top_k, max_tokens, kind)
+    key = (weights.device, sizes, biased, mapped, formats, top_k, max_tokens, router_logits_dtype)
     if key in _warm:
-        return ()
+        return
     _warm.add(key)
 
     def report(done: int, total: int, num_tokens: int) -> None:
@@ -104,9 +116,14 @@ def warm_up_layer(
         **options,
     )
     num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
+    if router_logits_dtype is not None:
+        for count in counts:
+            shape = count, num_global
+            route_topk(torch.zeros(shape, dtype=router_logits_dtype, device=weights.device), top_k)
     x = torch.zeros(1, weights.hidden_size, dtype=torch.bfloat16, device=weights.device)
     routing = even_routing(1, top_k, num_global, weights.device)
     why = explain(fused_moe, x, weights, *routing, expert_map=expert_map, **options)
     chosen = why.resolution
     logger.info("mxpert: backend %s (%s)", chosen.kernel.backend, chosen.source)
-    return counts
+    if counts and weights.device.type == "cuda":
+        torch.cuda.empty_cache()  # engines count what is reserved as the model's

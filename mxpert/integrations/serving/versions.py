@@ -29,10 +29,8 @@ def require_version(
         mxpert.errors.UnsupportedError: serve: vllm — need 0.20.2 or newer, below 0.34.0, got 0.9; \
 install such a vllm or remove it
     """
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-    parts = tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
     require(
-        oldest <= parts < below,
+        in_range(version, oldest, below),
         op,
         engine,
         need=f"{'.'.join(map(str, oldest))} or newer, below {'.'.join(map(str, below))}",
@@ -40,3 +38,15 @@ install such a vllm or remove it
         remedy=f"install such a {engine} or {otherwise}",
         error=UnsupportedError,
     )
+
+
+def in_range(version: str, oldest: Version, below: Version) -> bool:
+    """Whether `version` is at least `oldest` and lower than `below`.
+
+    Example:
+        >>> in_range("0.32.0+cpu", (0, 20, 2), (0, 34, 0)), in_range("dev", (0, 0, 1), (9, 0, 0))
+        (True, False)
+    """
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    parts = tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+    return oldest <= parts < below

@@ -23,29 +23,26 @@ OP = "mxpert for SGLang"
 
 
 def register() -> None:
-    """Add the backends to SGLang's registries.
+    """Add the backends to SGLang's registries, and a check of its options.
 
     SGLang calls it once in each process. Nothing is imported beyond what SGLang's own model
-    configuration imports.
-
-    Raises:
-        UnsupportedError: a version of SGLang outside of the tested range. SGLang logs it and starts
-            without the plugin, so that ``--moe-runner-backend mxpert`` is an unknown choice.
+    configuration imports. In a version outside of the supported range the configs stay SGLang's,
+    and the check refuses the backends.
     """
     import sglang
-
-    from ..serving.versions import require_version
-
-    otherwise = "choose another --moe-runner-backend"
-    require_version(OP, "sglang", sglang.__version__, OLDEST, BELOW, otherwise)
     from sglang.srt.arg_groups.choices import add_moe_runner_backend_choices
     from sglang.srt.layers.moe.moe_runner.runner import register_moe_runner_core
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from ..serving.versions import in_range
     from ._lazy import lazy_config, lazy_core
+    from ._start import TARGET, check
 
+    HookRegistry.register(TARGET, check, HookType.AFTER)
     add_moe_runner_backend_choices(list(BACKENDS))
     for name in BACKENDS:
         register_moe_runner_core(name, lazy_core)
-    if "mxfp4" in QUANTIZATION_METHODS:  # on GPUs alone
+    on_gpus = "mxfp4" in QUANTIZATION_METHODS
+    if on_gpus and in_range(sglang.__version__, OLDEST, BELOW):
         QUANTIZATION_METHODS["mxfp4"] = lazy_config(QUANTIZATION_METHODS["mxfp4"])

@@ -9,6 +9,9 @@ from . import BACKENDS
 
 def lazy_core(config: Any) -> Any:
     """Return the runner core of a layer; SGLang's registry calls this with a MoeRunnerConfig."""
+    from ._start import require_supported
+
+    require_supported()
     from ._method import MxpertRunnerCore
 
     return MxpertRunnerCore(config)

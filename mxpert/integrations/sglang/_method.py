@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.layers.moe import MoeRunner
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, MoeQuantInfo
@@ -21,8 +23,8 @@ import mxpert
 
 from ...errors import UnsupportedError, message
 from ...formats.spec import MX_BLOCK_SIZE
-from ..serving.layer import Layer, warm_up_layer
-from ..serving.layer_weights import count_unfolded, prepare_layer
+from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
+from ..serving.layer_weights import prepare_layer
 from . import BACKENDS, OP
 from ._refusals import activation_of, refuse_unsupported
 
@@ -136,24 +138,14 @@ class ServedMethod(FusedMoEMethodBase):
         weights = prepare_layer(layer, order, None, op=OP, bias_suffix="_weight_bias")
         prepared = Layer(weights, activation, self.activation_format)
         self.info = MxpertQuantInfo(prepared)
-        unfolded = count_unfolded(weights)
-        if unfolded:
-            logger.warning(
-                "mxpert: %s: %d of %d experts do not fold into e4m3 exactly, "
-                "so that the layer runs on the portable kernels",
-                self.prefix,
-                unfolded,
-                weights.num_experts,
-            )
-        counts = warm_up_layer(
+        warn_of_unfolded(weights, self.prefix, logger)
+        warm_up_layer(
             prepared,
             max_tokens(get_server_args()),
             top_k=config.top_k,
             logger=logger,
             on_input=config.apply_router_weight_on_input,
         )
-        if counts and weights.device.type == "cuda":
-            torch.cuda.empty_cache()  # SGLang counts what is reserved as the model's
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         if not TopKOutputChecker.format_is_standard(dispatch_output.topk_output):
@@ -163,11 +155,12 @@ class ServedMethod(FusedMoEMethodBase):
 
 def max_tokens(server_args: Any) -> int:
     """The largest number of tokens of one forward pass, as far as SGLang limits it."""
-    limits = (
-        getattr(server_args, name, None) for name in ("chunked_prefill_size", "max_prefill_tokens")
-    )
+    resolved = resolved_view(server_args)
+    names = "chunked_prefill_size", "max_prefill_tokens"
+    limits = (getattr(resolved, name, None) for name in names)
     most = next((limit for limit in limits if limit is not None and limit > 0), _DEFAULT_TOKENS)
-    return int(most) * max(1, getattr(server_args, "dp_size", None) or 1)
+    ranks = (getattr(resolved, name, None) or 1 for name in ("dp_size", "attn_dp_size"))
+    return int(most) * math.prod(ranks)
 
 
 def method_of(config: Any, layer: Any, prefix: str) -> ServedMethod | None:

@@ -1,8 +1,9 @@
-"""What mxpert does not serve in SGLang: refused at start-up, with the option to change."""
+"""Layers that mxpert does not serve in SGLang: refused at start-up, with the option to change."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from ...errors import UnsupportedError, message
 from ...formats.spec import MX_BLOCK_SIZE
 from ...problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
 from ...weights import GateUpOrder
+from ..serving.refusals import Refusal, refuse_first
 from . import OP
+from ._start import refused_options
 
 _OTHER = "choose another --moe-runner-backend"
 _SITU_BETA = 4.0
@@ -24,30 +27,10 @@ def refuse_unsupported(config: Any, server_args: Any) -> None:
     Args:
         config: SGLang's MoeRunnerConfig of one layer. server_args: SGLang's ServerArgs.
     """
-    for argument, need, got, remedy in _refused(config, server_args):
-        raise UnsupportedError(message(OP, argument, need, got, remedy))
+    refuse_first(OP, chain(refused_options(server_args), _refused_layer(config)))
 
 
-def _refused(config: Any, server_args: Any) -> Iterator[tuple[str, str, object, str]]:
-    """Argument, what is needed, what was given, remedy."""
-
-    def given(name: str) -> Any:
-        return getattr(server_args, name, None)
-
-    if given("moe_a2a_backend") not in (None, "none"):
-        got = repr(given("moe_a2a_backend"))
-        need = "'none': tokens in SGLang's standard format"
-        yield "--moe-a2a-backend", need, got, "remove --moe-a2a-backend"
-    if given("enable_eplb"):
-        yield "--enable-eplb", "experts that stay where they are", "true", "remove --enable-eplb"
-    if given("enable_lora") or given("lora_paths"):
-        yield "--enable-lora", "experts without LoRA", "true", "remove --enable-lora"
-    if given("cpu_offload_gb"):
-        got, remedy = given("cpu_offload_gb"), "remove --cpu-offload-gb"
-        yield "--cpu-offload-gb", "0 (weights on the device)", got, remedy
-    if given("enable_deterministic_inference"):
-        remedy = "remove --enable-deterministic-inference"
-        yield "--enable-deterministic-inference", "off: tiles depend on the batch", "on", remedy
+def _refused_layer(config: Any) -> Iterator[Refusal]:
     if config.params_dtype is not torch.bfloat16:
         yield "--dtype", "bfloat16", config.params_dtype, "pass --dtype bfloat16"
     if config.no_combine or not config.is_gated:

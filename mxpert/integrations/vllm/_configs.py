@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from ...errors import UnsupportedError, message
 from ._method import served_method
 from ._refusals import activation_of
-from .options import KEY, requested_format, require_supported
+from .options import KEY, OP, requested_format, require_supported
 
 
 def in_tree_config(name: str) -> type:
@@ -37,7 +37,7 @@ def in_tree_config(name: str) -> type:
 def unsupported_experts(prefix: str, got: str) -> UnsupportedError:
     """The error for routed experts that are quantised, but not to MXFP4 as mxpert reads it."""
     remedy = f'remove "{KEY}" from --additional-config: vLLM has kernels for these experts'
-    return UnsupportedError(message("mxpert for vLLM", prefix, "MXFP4 experts", got, remedy))
+    return UnsupportedError(message(OP, prefix, "MXFP4 experts", got, remedy))
 
 
 class Served:

@@ -19,10 +19,8 @@ import mxpert
 
 from ...errors import UnsupportedError, message
 from ...formats.spec import MX_BLOCK_SIZE
-from ...ops.route import route_topk
-from ...weights import MoEWeights
-from ..serving.layer import Layer, warm_up_layer
-from ..serving.layer_weights import count_unfolded, prepare_layer
+from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
+from ..serving.layer_weights import prepare_layer
 from ._experts import RoutedExperts, RoutingExperts
 from ._refusals import activation_of, refuse_unsupported
 from .options import OP
@@ -89,7 +87,7 @@ class ServedMethod(FusedMoEMethodBase):
             if self.moe.has_bias or not hasattr(self.moe, "tp_shard_with_padding"):
                 raise UnsupportedError(
                     message(
-                        "mxpert for vLLM",
+                        OP,
                         "--tensor-parallel-size",
                         f"a multiple of {MX_BLOCK_SIZE} columns for each rank",
                         intermediate,
@@ -130,48 +128,27 @@ class ServedMethod(FusedMoEMethodBase):
             use_monolithic=self.is_monolithic,
         )
         self.moe_kernel = mk.FusedMoEKernel(prepare_finalize, experts)
-        self._log(layer, weights)
-        self._warm_up(layer, experts.layer)
-
-    def _log(self, layer: Any, weights: MoEWeights) -> None:
-        unfolded = count_unfolded(weights)
-        if unfolded:
-            logger.warning(
-                "mxpert: %s: %d of %d experts do not fold into e4m3 exactly, "
-                "so that the layer runs on the portable kernels",
-                self.prefix,
-                unfolded,
-                weights.num_experts,
-            )
+        warn_of_unfolded(weights, self.prefix, logger)
         logger.info_once(
             "mxpert %s computes the MXFP4 experts: activations %s, experts chosen by %s",
             mxpert.__version__,
             self.activation_format,
             "mxpert" if self.is_monolithic else "vLLM",
         )
+        self._warm_up(layer, experts.layer)
 
     def _warm_up(self, layer: Any, prepared: Layer) -> None:
-        """Compile what the server will launch, once for all layers that share kernels."""
-        weights, expert_map = prepared.weights, getattr(layer, "expert_map", None)
-        top_k, logits_dtype = self.moe.experts_per_token, self.moe.router_logits_dtype
         ids_dtype = None if self.is_monolithic else self.topk_indices_dtype
-        counts = warm_up_layer(
+        warm_up_layer(
             prepared,
             self.max_tokens,
-            top_k=top_k,
+            top_k=self.moe.experts_per_token,
             logger=logger,
-            kind=(self.is_monolithic, logits_dtype),
-            expert_map=expert_map,
+            expert_map=getattr(layer, "expert_map", None),
             on_input=self.is_monolithic and layer.apply_router_weight_on_input,
             topk_ids_dtype=ids_dtype or torch.int32,
+            router_logits_dtype=self.moe.router_logits_dtype if self.is_monolithic else None,
         )
-        num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
-        if self.is_monolithic:
-            for count in counts:
-                shape = count, num_global
-                route_topk(torch.zeros(shape, dtype=logits_dtype, device=weights.device), top_k)
-        if counts and weights.device.type == "cuda":
-            torch.cuda.empty_cache()  # vLLM counts what is reserved as the model's
 
 
 @functools.cache

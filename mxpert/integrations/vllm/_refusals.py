@@ -1,24 +1,23 @@
-"""What mxpert does not serve in vLLM: refused at start-up, with the option to change."""
+"""Layers that mxpert does not serve in vLLM: refused at start-up, with the option to change."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
-import torch
-import vllm.envs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from ...errors import UnsupportedError, message
 from ...formats.spec import MX_BLOCK_SIZE
 from ...problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
 from ...weights import GateUpOrder
-
-ALL2ALL = ("allgather_reducescatter", "deepep_high_throughput")
-"""Backends of ``--all2all-backend`` whose output is in vLLM's Standard format."""
+from ..serving.refusals import Refusal, refuse_first
+from ._start import refused_all2all, refused_options
+from .options import KEY, OP
 
 _GPT_OSS_ALPHA, _GPT_OSS_LIMIT = 1.702, 7.0  # constants of vLLM's own swigluoai
-_OP = "mxpert for vLLM"
+_WITHOUT = f'remove "{KEY}" from --additional-config'
 
 
 def refuse_unsupported(moe: Any, vllm_config: Any) -> None:
@@ -27,51 +26,15 @@ def refuse_unsupported(moe: Any, vllm_config: Any) -> None:
     Args:
         moe: vLLM's FusedMoEConfig of one layer. vllm_config: vLLM's VllmConfig.
     """
-    for argument, need, got, remedy in _refused(moe, vllm_config):
-        raise UnsupportedError(message(_OP, argument, need, got, remedy))
+    refuse_first(OP, chain(refused_options(vllm_config), _refused_layer(moe)))
 
 
-def _refused(moe: Any, vllm_config: Any) -> Iterator[tuple[str, str, object, str]]:
-    """Argument, what is needed, what was given, remedy."""
+def _refused_layer(moe: Any) -> Iterator[Refusal]:
     parallel = moe.moe_parallel_config
-    if parallel.enable_eplb:
-        yield "--enable-eplb", "experts that stay where they are", "true", "remove --enable-eplb"
-    if moe.is_lora_enabled:
-        yield "--enable-lora", "experts without LoRA", "true", "remove --enable-lora"
-    dispatches = parallel.use_all2all_kernels or getattr(parallel, "use_passthrough_all2all", False)
-    if dispatches and parallel.all2all_backend not in ALL2ALL:
-        yield (
-            "--all2all-backend",
-            f"one of {ALL2ALL}, which hand over tokens in the Standard format",
-            repr(parallel.all2all_backend),
-            f"pass --all2all-backend {ALL2ALL[0]}",
-        )
-    offload = getattr(vllm_config, "offload_config", None)
-    if offload is not None and offload.uva.cpu_offload_gb > 0:
-        got = offload.uva.cpu_offload_gb
-        yield "--cpu-offload-gb", "0 (weights on the device)", got, "remove --cpu-offload-gb"
-    if offload is not None and offload.prefetch.offload_group_size > 0:
-        got = offload.prefetch.offload_group_size
-        yield "--offload-group-size", "0 (weights on the device)", got, "remove it"
-    if moe.moe_backend != "auto":
-        yield (
-            "--moe-backend",
-            "'auto', since mxpert is the backend",
-            repr(moe.moe_backend),
-            "remove --moe-backend",
-        )
-    if moe.in_dtype is not torch.bfloat16:
-        yield "--dtype", "bfloat16", moe.in_dtype, "pass --dtype bfloat16"
-    if vllm.envs.VLLM_BATCH_INVARIANT:
-        yield (
-            "VLLM_BATCH_INVARIANT",
-            "0: tiles depend on the batch",
-            "1",
-            "unset VLLM_BATCH_INVARIANT",
-        )
+    if parallel.use_all2all_kernels or getattr(parallel, "use_passthrough_all2all", False):
+        yield from refused_all2all(parallel.all2all_backend)
     if moe.hidden_dim % MX_BLOCK_SIZE:
-        need = f"a multiple of {MX_BLOCK_SIZE}"
-        yield "hidden_size", need, moe.hidden_dim, 'remove "mxpert" from --additional-config'
+        yield "hidden_size", f"a multiple of {MX_BLOCK_SIZE}", moe.hidden_dim, _WITHOUT
 
 
 def activation_of(moe: Any, layer: Any) -> tuple[Activation, GateUpOrder]:
@@ -105,5 +68,4 @@ def activation_of(moe: Any, layer: Any) -> tuple[Activation, GateUpOrder]:
         if first is not None and second is not None:
             return SiTUv2(first, second), order
     known = "silu, silu with a limit, swigluoai, or situ with both of its parameters"
-    remedy = 'remove "mxpert" from --additional-config'
-    raise UnsupportedError(message(_OP, "the experts' activation", known, kind.value, remedy))
+    raise UnsupportedError(message(OP, "the experts' activation", known, kind.value, _WITHOUT))

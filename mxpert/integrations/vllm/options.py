@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 
 from ...errors import message, require
-from ..serving.versions import FORMATS, require_version
+from ..serving.versions import FORMATS, in_range, require_version
 
 KEY = "mxpert"
 OLDEST, BELOW = (0, 20, 2), (0, 34, 0)
@@ -67,6 +67,11 @@ def require_supported(version: str) -> None:
     """
     otherwise = f'remove "{KEY}" from --additional-config'
     require_version(OP, "vllm", version, OLDEST, BELOW, otherwise)
+
+
+def is_supported(version: str) -> bool:
+    """Whether this version of vLLM is in the tested range."""
+    return in_range(version, OLDEST, BELOW)
 
 
 def _looks_like_ours(key: object) -> bool:
