@@ -44,6 +44,7 @@ LAYERS = {
     "dispatch": 4,
     "ops": 5,
     "modules": 6,
+    "distributed": 6,
     "training": 6,
     "integrations": 7,
     "cli": 8,

@@ -1,0 +1,1 @@
+"""Expert parallelism: one MoE layer over several GPUs, on torch.distributed."""
