@@ -3,7 +3,7 @@
     python benchmarks/plan_layers.py
 
 reads results/nvidia-h200/moe.json and routing.json, and writes
-mxpert/distributed/measured_layers.json. It measures nothing.
+mxpert/distributed/planner/measured_layers.json. It measures nothing.
 
 A layer of moe.json starts from router logits. The time of top-k (routing.json, by nearest E and k,
 between its token counts) is taken off, because `fused_moe` starts from its result.
@@ -11,7 +11,7 @@ between its token counts) is taken off, because `fused_moe` starts from its resu
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import math
 import sys
@@ -25,7 +25,7 @@ from harness.script import RESULTS, bare_parser
 from mxpert.files import write_atomically
 
 SOURCES = ("nvidia-h200/moe.json", "nvidia-h200/routing.json")
-TARGET = ROOT / "mxpert" / "distributed" / "measured_layers.json"
+TARGET = ROOT / "mxpert" / "distributed" / "planner" / "measured_layers.json"
 COLUMNS = ("model", "activation", "E", "k", "H", "F", "T", "hit", "us")
 
 
@@ -39,7 +39,7 @@ def topk_us(rows: Sequence[Row], num_experts: int, top_k: int, num_tokens: int) 
         ),
     )
     points = sorted((row["T"], row["us"]) for row in rows if (row["E"], row["k"]) == near)
-    for (low, low_us), (high, high_us) in zip(points, points[1:], strict=False):
+    for (low, low_us), (high, high_us) in itertools.pairwise(points):
         if low <= num_tokens <= high:
             return low_us + (high_us - low_us) * (num_tokens - low) / (high - low)
     raise ValueError(f"plan_layers: T — need {points[0][0]} to {points[-1][0]}, got {num_tokens}")
@@ -98,7 +98,7 @@ def text_from(results: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the file."""
-    parser: argparse.ArgumentParser = bare_parser(__doc__)
+    parser = bare_parser(__doc__)
     parser.add_argument("--output", type=Path, default=TARGET)
     options = parser.parse_args(arguments)
     text = text_from(RESULTS)

@@ -9,12 +9,13 @@ the time.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
 import torch
 
-from ..errors import message, require
+from ...errors import message, require
 
 ROUTINGS = ("uniform", "zipf")
 _STEP = 0.1
@@ -58,7 +59,7 @@ def choice_probabilities(
     after = _arrivals(arrived.flip(0), top_k, [num_experts - bound for bound in bounds[1:]])
     at_most = torch.stack(after).cumsum(-1).flip(-1)  # [groups, points, k]
     fewer = (torch.stack(before) * at_most).sum(-1)  # others that have rung: fewer than k
-    rate = torch.stack([weight[a:b].sum() for a, b in zip(bounds[:-1], bounds[1:], strict=True)])
+    rate = torch.stack([weight[a:b].sum() for a, b in itertools.pairwise(bounds)])
     density = rate[:, None] * time * torch.exp(-rate[:, None] * time)
     return (density * fewer).sum(-1) * _STEP
 

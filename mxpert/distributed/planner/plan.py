@@ -15,6 +15,7 @@ that depends on its rows.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import message, require
-from ..problem import ACTIVATION_FORMATS
+from ...errors import message, require
+from ...problem import ACTIVATION_FORMATS
 from .load import choice_probabilities, contiguous_bounds, expected_maximum
 
 BYTES_PER_MX_WEIGHT = 4.25 / 8
@@ -185,7 +186,8 @@ class MeasuredLayers:
     def _roof_us(self, weights: int, rows: float, activation_format: str) -> float:
         """Least time of one expert: reading its weights, or multiplying its rows."""
         reading = weights * BYTES_PER_MX_WEIGHT / self.bytes_per_us
-        return max(reading, 2 * rows * weights / self.flops_per_us[activation_format])
+        rate: float = self.flops_per_us[activation_format]
+        return max(reading, 2 * rows * weights / rate)
 
     def _row_roof_us(self, row: dict[str, Any]) -> float:
         weights, rows = 3 * row["H"] * row["F"], row["T"] * row["k"] / row["hit"]
@@ -346,16 +348,17 @@ def _local_layers(
     hit = -torch.expm1(num_tokens * torch.log1p(-chosen.clamp(max=1 - 1e-15)))
     rows = num_tokens * chosen
     counts, steps = (rows / hit).clamp(min=1.0), 1.01
-    times, varied = torch.empty_like(rows), torch.empty_like(rows)
-    for a, b in zip(bounds[:-1], bounds[1:], strict=True):
-        for into, factor in ((times, 1.0), (varied, steps)):
+    times, more = torch.empty_like(rows), torch.empty_like(rows)
+    for a, b in itertools.pairwise(bounds):
+        for into, factor in ((times, 1.0), (more, steps)):
             into[a:b] = torch.tensor(
                 layers.expert_us(layer, b - a, (factor * counts[a:b]).tolist(), activation_format)
             )
-    slope = (varied - times) / ((steps - 1) * counts)
-    variance = times**2 * hit * (1 - hit) + hit * slope**2 * rows * (1 - chosen)
+    slope = (more - times) / ((steps - 1) * counts)
+    varied_rows = (rows * (1 - chosen) + rows**2) / hit - (rows / hit) ** 2  # of experts with rows
+    variance = times**2 * hit * (1 - hit) + hit * slope**2 * varied_rows
     fixed = layers.fixed_us[activation_format]
-    ranks = list(zip(bounds[:-1], bounds[1:], strict=True))
+    ranks = list(itertools.pairwise(bounds))
     means = torch.stack([(times * hit)[a:b].sum() for a, b in ranks]) + fixed
     deviations = torch.stack([variance[a:b].sum().sqrt() for a, b in ranks])
     first, last = ranks[int(means.argmax())]
@@ -390,7 +393,7 @@ def _exchange(
     host_needs = choice_probabilities(layer.num_experts, layer.top_k, host_bounds, routing)
     size = sent * _busiest(host_needs)
     # Every host distributes the rows of all hosts among its own ranks.
-    inner = [needs[a:b] for a, b in zip(hosts[:-1], hosts[1:], strict=True)]
+    inner = [needs[a:b] for a, b in itertools.pairwise(hosts)]
     within = sent * (len(hosts) - 1) * max(float(part.sum() - part.min()) for part in inner)
     seconds = max(size / link.network_gbs, within / link.gbs) * 1e-9
     return _Exchange(link.network_latency_us + 1e6 * seconds, size)
