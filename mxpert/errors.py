@@ -20,6 +20,29 @@ class UnsupportedError(RuntimeError):
     """
 
 
+class PeerLostError(RuntimeError):
+    """Raised where a rank of an expert-parallel group died or did not arrive in time.
+
+    The `ExpertParallel` that raised it is lost too: each later call raises the same error. The
+    process can go on: make a group of the ranks that are left, and an `ExpertParallel` on it.
+
+    Args:
+        text: the message.
+        ranks: the lost ranks, counted in the object's group; empty where nothing names them.
+
+    Example:
+        >>> try:
+        ...     raise PeerLostError(message("check", "rank 3", "an answer in 30 s", "none"), (3,))
+        ... except PeerLostError as error:
+        ...     print(error.ranks, error)
+        (3,) check: rank 3 — need an answer in 30 s, got none
+    """
+
+    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
 class PerformanceWarning(RuntimeWarning):
     """A request runs on a slower kernel than this device has for similar requests.
 

@@ -126,11 +126,19 @@ class Resolution:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a problem goes where it goes; `print()` it."""
+    """Why a problem goes where it goes; `print()` it.
+
+    Args:
+        problem: of the op; with `expert_parallel` that of this rank's local layer.
+        resolution: the chosen kernel and config.
+        rejected: backends that cannot serve the problem, each with its reason.
+        transport: with `expert_parallel`: how tokens travel, and why.
+    """
 
     problem: Problem
     resolution: Resolution
     rejected: tuple[tuple[str, str], ...]
+    transport: str = ""
 
     def __str__(self) -> str:
         chosen = self.resolution
@@ -147,6 +155,7 @@ class Explanation:
         if chosen.slower:
             lines.append(f"  slower:  {chosen.slower}")
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
+        lines += [f"  {line}" for line in self.transport.splitlines()]
         return "\n".join(lines)
 
 

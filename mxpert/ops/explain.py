@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
@@ -19,7 +20,8 @@ from .library import OPS
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Say which backend and config `op(*args, **kwargs)` would run with, and why.
 
-    Nothing is launched. `override()` blocks are honoured.
+    Nothing is launched or sent. `override()` blocks are honoured. With `expert_parallel` the answer
+    is about this rank's local layer, and the transport.
 
     Args:
         op: a public op, for example mxpert.fused_moe.
@@ -41,12 +43,14 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         names = sorted(name for name, spec in OPS.items() if spec.is_public)
         raise ValueError(message("explain", "op", f"one of {names}", repr(op)))
     try:
-        inspect.signature(op).bind(*args, **kwargs)
+        given = inspect.signature(op).bind(*args, **kwargs).arguments
     except TypeError as error:
         raise TypeError(
             message("explain", "arguments", f"those of {op.__name__}", f"others: {error}")
         ) from None
-    return explain_problem(describe(op, *args, **kwargs))
+    explanation = explain_problem(describe(op, *args, **kwargs))
+    ranks = given.get("expert_parallel")
+    return explanation if ranks is None else replace(explanation, transport=ranks.explain())
 
 
 def describe(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:

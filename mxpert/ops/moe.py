@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..dispatch import detect_target
+from ..errors import message
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
 from ..problem import Activation, Combine, MoEOptions, MoEProblem, Op, SiLU, activation_mx_format
 from ..routing import RoutingPlan
 from ..weights import MoEWeights
 from .library import OpSpec
-from .moe_checks import check_down, check_fused_moe, check_fused_moe_out, check_gate_up, moe_options
+from .moe_checks import (
+    check_down,
+    check_fused_moe,
+    check_fused_moe_out,
+    check_gate_up,
+    check_received,
+    moe_options,
+)
 from .schema import Operand, rebuild_mx
+
+
+class ReceivedTokens(Protocol):
+    """Tokens that other ranks sent: `mxpert.distributed.DispatchedTokens`."""
+
+    @property
+    def x(self) -> Operand: ...
+
+    @property
+    def topk_weights(self) -> torch.Tensor: ...
+
+    @property
+    def topk_ids(self) -> torch.Tensor: ...
+
+
+class LayerOfRanks(Protocol):
+    """What runs a layer whose experts lie on several ranks: `ExpertParallel`."""
+
+    def run_layer(
+        self, options: MoEOptions, inputs: dict[str, Any], out: torch.Tensor | None
+    ) -> torch.Tensor: ...
 
 
 def fused_moe(
@@ -32,6 +61,7 @@ def fused_moe(
     num_local_tokens: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
+    expert_parallel: LayerOfRanks | None = None,
 ) -> torch.Tensor:
     """Compute a whole MoE layer with MXFP4 weights.
 
@@ -60,6 +90,8 @@ def fused_moe(
         out_dtype: bfloat16, float16 or float32.
         out: contiguous [T, H] in `out_dtype`, which the layer writes; may be `x` or share its
             memory, because x is read before the first row is written. None allocates.
+        expert_parallel: an mxpert.distributed.ExpertParallel, whose ranks call at the same time.
+            Then `weights` are this rank's experts, tokens are this rank's, and ids are global.
 
     Returns:
         [T, H] in `out_dtype`, or `out`; zero where no local expert was chosen.
@@ -68,6 +100,7 @@ def fused_moe(
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong shape, device or value.
         UnsupportedError: no backend serves the problem here; see mxpert.explain.
+        PeerLostError: with `expert_parallel`: a rank died or did not arrive in time.
 
     Source:
         The fused MoE layers of vLLM and AITER; gpt-oss (arXiv 2508.10925) for MXFP4 experts.
@@ -84,18 +117,61 @@ def fused_moe(
     """
     choices = scale_rule, apply_router_weight_on_input, combine, out_dtype
     options = moe_options("fused_moe", activation, activation_format, *choices)
-    inputs = dict(
-        x=x,
-        weights=weights,
-        topk_weights=topk_weights,
-        topk_ids=topk_ids,
-        expert_map=expert_map,
-        num_local_tokens=num_local_tokens,
-    )
+    routed = dict(x=x, weights=weights, topk_weights=topk_weights, topk_ids=topk_ids)
+    local = dict(expert_map=expert_map, num_local_tokens=num_local_tokens)
+    if expert_parallel is not None:
+        _refuse_on_ranks(local)
+        return expert_parallel.run_layer(options, routed, out)
     if out is None:
-        return _FUSED_MOE(options, **inputs)
-    _FUSED_MOE_OUT(options, **inputs, out=out)
+        return _FUSED_MOE(options, **routed, **local)
+    _FUSED_MOE_OUT(options, **routed, **local, out=out)
     return out
+
+
+def fused_moe_received(
+    received: ReceivedTokens, weights: MoEWeights, options: MoEOptions
+) -> torch.Tensor:
+    """Run `fused_moe` on the rows that other ranks sent, with this rank's experts.
+
+    Args:
+        received: x [R, H], weights and local ids [R, k]; a row may have more ids than there are
+            local experts, −1 for those that lie elsewhere.
+        weights: MoEWeights of this rank's experts.
+        options: of the local layer; `moe_options` makes them.
+
+    Returns:
+        [R, H] in ``options.out_dtype``: the weighted sum over this rank's experts.
+    """
+    return _FUSED_MOE_RECEIVED(
+        options,
+        x=received.x,
+        weights=weights,
+        topk_weights=received.topk_weights,
+        topk_ids=received.topk_ids,
+        expert_map=None,
+        num_local_tokens=None,
+    )
+
+
+def received_problem(
+    options: MoEOptions, weights: MoEWeights, num_rows: int, top_k: int
+) -> MoEProblem:
+    """The problem of `fused_moe_received` for `num_rows` rows."""
+    return _problem(Op.FUSED_MOE, options, weights, num_rows, top_k)
+
+
+_REMEDY_ON_RANKS = {
+    "expert_map": "give ExpertParallel a Placement",
+    "num_local_tokens": "pass this rank's tokens alone",
+}
+
+
+def _refuse_on_ranks(local: dict[str, torch.Tensor | None]) -> None:
+    """Refuse arguments that a layer on several ranks does not take."""
+    for name, value in local.items():
+        if value is not None:
+            need, remedy = "None with expert_parallel", _REMEDY_ON_RANKS[name]
+            raise ValueError(message("fused_moe", name, need, "a tensor", remedy))
 
 
 def moe_gate_up(
@@ -309,6 +385,13 @@ _FUSED_MOE_OUT: OpSpec[None] = OpSpec(
     fake=_fake_layer,
     returns="()",
     mutates="out",
+    is_public=False,
+)
+_FUSED_MOE_RECEIVED: OpSpec[torch.Tensor] = OpSpec(
+    "fused_moe_received",
+    check=check_received,
+    describe=_layer_problem,
+    fake=_fake_layer,
     is_public=False,
 )
 _GATE_UP: OpSpec[Operand] = OpSpec(

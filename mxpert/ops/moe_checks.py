@@ -39,12 +39,33 @@ def check_fused_moe(
     num_local_tokens: torch.Tensor | None,
 ) -> None:
     """Checks of `fused_moe`."""
+    check_received(options, x, weights, topk_weights, topk_ids, expert_map, num_local_tokens)
+    num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
+    if topk_ids.shape[1] > num_global:
+        raise ValueError(
+            message(
+                "fused_moe",
+                "topk_ids.shape[1]",
+                f"at most {num_global} experts per token",
+                topk_ids.shape[1],
+            )
+        )
+
+
+def check_received(
+    options: MoEOptions,
+    x: Operand,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_local_tokens: torch.Tensor | None,
+) -> None:
+    """Checks of `fused_moe` for rows that may have more ids than there are local experts."""
     op = "fused_moe"
     _check_weights(weights, op)
     _check_rows(x, "x", weights, weights.hidden_size, options, op)
-    tokens = x.shape[0]
-    check_topk(topk_weights, topk_ids, tokens, weights.device, op)
-    num_global = weights.num_experts
+    check_topk(topk_weights, topk_ids, x.shape[0], weights.device, op)
     if expert_map is not None:
         require_tensor(
             expert_map,
@@ -54,16 +75,6 @@ def check_fused_moe(
             shape=(None,),
             device=weights.device,
             contiguous=True,
-        )
-        num_global = expert_map.shape[0]
-    if topk_ids.shape[1] > num_global:
-        raise ValueError(
-            message(
-                op,
-                "topk_ids.shape[1]",
-                f"at most {num_global} experts per token",
-                topk_ids.shape[1],
-            )
         )
     if num_local_tokens is not None:
         require_tensor(

@@ -1,0 +1,458 @@
+"""ExpertParallel: the ranks of a layer, and the exchange of tokens between them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import message, require, require_device, require_dtype, require_int, require_tensor
+from ..formats.spec import MX_BLOCK_SIZE, ScaleRule
+from ..formats.tensor import Layout, MXTensor
+from ..problem import MoEOptions
+from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, require_topk
+from .choice import choose, make_exchange
+from .groups import agree, default_device, find_group
+from .layer import LAYER, LAYER_OUT, OBJECTS
+from .placement import Placement
+from .streams import StreamGuard
+from .transport import WIRE_FORMATS, DispatchedTokens, Exchange, ExchangeSpec, Rows, Transport
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+_OP = "ExpertParallel"
+COMBINE_DTYPES = (torch.bfloat16, torch.float32)
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_numbers = itertools.count()
+
+
+class ExpertParallel:
+    """An MoE layer's experts on several ranks: each rank passes its tokens and gets its results.
+
+    ``y[t] = Σ_rank Σ_slot w[t, slot] · expert(ids[t, slot])(x[t])`` over the ranks that own one of
+    the token's experts, in rank order, summed in float32.
+
+    All ranks of the group make the object at the same time with the same arguments, outside of a
+    CUDA graph capture, and then make the same calls in the same order. A rank without tokens takes
+    part with T = 0. One object serves one stream; make two for two micro-batches that overlap.
+
+    Args:
+        group_or_mesh: a ProcessGroup or a one-dimensional DeviceMesh; None is the default group, or
+            this process alone where torch.distributed is not initialised.
+        num_experts: E, the global experts.
+        top_k: experts per token.
+        hidden_size: H.
+        max_tokens: largest number of tokens of a rank in one call.
+        placement: which rank holds which experts; None is ``Placement.contiguous``.
+        transport: AUTO takes SYMMETRIC where it runs, else GATHER.
+        wire_format: "bf16", or "mxfp8" to send MXFP8 rows; then `fused_moe` needs
+            activation_format="mxfp8", and gives the same bits as quantising inside.
+        combine_dtype: bfloat16 or float32, the dtype of partial results between ranks.
+        timeout_s: seconds after which a rank that does not answer is lost. Over gloo the object
+            makes a group of its own with this time-out. NCCL's collectives (GATHER, ALL_TO_ALL)
+            end by the time-out of the given group, and its watchdog may end the process.
+        device: of the tensors; None is the current GPU with NCCL, else the CPU.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or value, on this rank or another one;
+            arguments that differ between ranks.
+        UnsupportedError: a transport that was asked for by name cannot run here.
+
+    Source:
+        Expert parallelism of GShard (arXiv 2006.16668); dispatch and combine as in DeepEP.
+
+    Example:
+        >>> import torch, mxpert
+        >>> from mxpert.distributed import ExpertParallel
+        >>> ep = ExpertParallel(num_experts=4, top_k=2, hidden_size=32, max_tokens=8)
+        >>> w = lambda *s: mxpert.quantize(torch.randn(*s), "mxfp4")
+        >>> local = len(ep.local_experts)  # under torchrun: this rank's share
+        >>> weights = mxpert.MoEWeights(w(local, 64, 32), w(local, 32, 32),
+        ...                             gate_up_order=mxpert.GateUpOrder.CONCATENATED)
+        >>> x = torch.randn(3, 32, dtype=torch.bfloat16)
+        >>> topk = mxpert.route_topk(torch.randn(3, 4), top_k=2)
+        >>> mxpert.fused_moe(x, weights, *topk, activation=mxpert.SiLU(),
+        ...                  expert_parallel=ep).shape
+        torch.Size([3, 32])
+    """
+
+    def __init__(
+        self,
+        group_or_mesh: ProcessGroup | DeviceMesh | None = None,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        max_tokens: int,
+        placement: Placement | None = None,
+        transport: Transport = Transport.AUTO,
+        wire_format: str = "bf16",
+        combine_dtype: torch.dtype = torch.bfloat16,
+        timeout_s: float = 30.0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        named = placement.num_ranks if isinstance(placement, Placement) else None
+        group = find_group(group_or_mesh, named)
+        self.group: ProcessGroup | None = group
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        sizes = num_experts, top_k, hidden_size, max_tokens
+        try:
+            if not isinstance(transport, Transport):
+                raise TypeError(message(_OP, "transport", "a Transport", repr(transport)))
+            placement = _checked_placement(placement, num_experts, size)
+            spec = _checked_spec(
+                ExchangeSpec(rank, placement, *sizes[1:], wire_format, combine_dtype, timeout_s)
+            )
+            self.device = default_device(group) if device is None else require_device(device, _OP)
+        except (TypeError, ValueError) as error:
+            agree(group, error)
+            raise
+        names = "num_experts", "top_k", "hidden_size", "max_tokens"
+        agree(
+            group,
+            dict(
+                zip(names, sizes, strict=True),
+                placement=placement.digest,
+                transport=transport.name,
+                wire_format=wire_format,
+                combine_dtype=combine_dtype,
+                timeout_s=timeout_s,
+                device=self.device.type,
+            ),
+        )
+        self._spec = spec
+        self.max_tokens = max_tokens
+        self.transport, self._why = choose(transport, group, size, self.device)
+        self._exchange: Exchange = make_exchange(self.transport, group, spec, self.device)
+        self._guard = StreamGuard(self.device)
+        self._register()
+
+    def _register(self) -> None:
+        self._handle = next(_numbers)
+        OBJECTS[self._handle] = self
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._spec.rank
+
+    @property
+    def size(self) -> int:
+        """N, the ranks of the group."""
+        return self._spec.size
+
+    @property
+    def placement(self) -> Placement:
+        """The experts of each rank."""
+        return self._spec.placement
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        return self._spec.top_k
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self._spec.hidden_size
+
+    @property
+    def wire_format(self) -> str:
+        """Format of dispatched rows: "bf16" or "mxfp8"."""
+        return self._spec.wire_format
+
+    @property
+    def combine_dtype(self) -> torch.dtype:
+        """Dtype of partial results between ranks."""
+        return self._spec.combine_dtype
+
+    @functools.cached_property
+    def num_local_experts(self) -> int:
+        """Experts of this rank."""
+        return self.placement.num_local_experts[self.rank]
+
+    @functools.cached_property
+    def local_experts(self) -> tuple[int, ...]:
+        """Global experts of this rank, in the order in which its weights hold them."""
+        return self.placement.local_experts(self.rank)
+
+    @functools.cached_property
+    def expert_map(self) -> torch.Tensor:
+        """int32 [E] on the object's device: the local id of each global expert, or −1."""
+        return self.placement.expert_map(self.rank).to(self.device)
+
+    def with_max_tokens(self, max_tokens: int) -> ExpertParallel:
+        """Return a view with fewer slots, which shares buffers, flags and epochs.
+
+        Calls cost less with fewer slots. Every rank uses a view of the same size in the same call.
+
+        Args:
+            max_tokens: 1 up to the object's own.
+
+        Returns:
+            An ExpertParallel; closing one closes both.
+
+        Raises:
+            TypeError, ValueError: no int in that range.
+        """
+        require_int(max_tokens, _OP, "max_tokens", least=1)
+        most = self._spec.max_tokens
+        if max_tokens > most:
+            raise ValueError(message(_OP, "max_tokens", f"at most {most}", max_tokens))
+        view = copy.copy(self)
+        view.max_tokens = max_tokens
+        view._register()
+        return view
+
+    def dispatch(
+        self,
+        x: torch.Tensor | MXTensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        scale_rule: ScaleRule = ScaleRule.RCEIL,
+        out_dtype: torch.dtype = torch.bfloat16,
+    ) -> DispatchedTokens:
+        """Send this rank's tokens to the ranks that own their experts, and receive theirs.
+
+        A token travels once to a rank, however many of its experts lie there.
+
+        Args:
+            x: bfloat16 [T, H]; with wire_format="mxfp8" also an MXFP8 MXTensor [T, H].
+            topk_weights: float32, bfloat16 or float16 [T, k].
+            topk_ids: int32 or int64 [T, k], global ids; negative and foreign ids are skipped.
+            scale_rule: of MXFP8 rows that are quantised here.
+            out_dtype: bfloat16, float16 or float32, of the result of `combine`.
+
+        Returns:
+            DispatchedTokens: rows [R, H] with local ids, for `mxpert.fused_moe` or other experts.
+
+        Raises:
+            TypeError, ValueError: arguments that do not fit, before anything is sent; a second
+                stream.
+            PeerLostError: a rank died or did not arrive in time.
+        """
+        self.check_tokens(f"{_OP}.dispatch", x, topk_weights, topk_ids)
+        if not isinstance(scale_rule, ScaleRule):
+            need = "a ScaleRule"
+            raise TypeError(message(f"{_OP}.dispatch", "scale_rule", need, repr(scale_rule)))
+        require_dtype(out_dtype, OUT_DTYPES, f"{_OP}.dispatch", "out_dtype")
+        dispatched = self.dispatch_unchecked(
+            x, topk_weights, topk_ids, scale_rule=scale_rule, out_dtype=out_dtype
+        )
+        return dispatched if dispatched.arrivals is None else self._exchange.wait(dispatched)
+
+    def combine(
+        self, rows: torch.Tensor, dispatched: DispatchedTokens, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return each row to its token's rank, and sum a token's rows there.
+
+        Args:
+            rows: contiguous [R, H] in `combine_dtype`: for each received row the weighted sum over
+                this rank's experts; zero for a row whose ids are all −1.
+            dispatched: what `dispatch` returned.
+            out: contiguous [T, H] in ``dispatched.out_dtype``; None allocates.
+
+        Returns:
+            [T, H] of this rank's tokens, or `out`; zero where a token has no expert.
+
+        Raises:
+            TypeError, ValueError: arguments that do not fit; a second stream.
+            PeerLostError: a rank died or did not arrive in time.
+        """
+        op = f"{_OP}.combine"
+        if not isinstance(dispatched, DispatchedTokens):
+            got = type(dispatched).__name__
+            raise TypeError(message(op, "dispatched", "DispatchedTokens", got))
+        shape, width = dispatched.topk_ids.shape[0], self.hidden_size
+        place: dict[str, Any] = dict(device=self.device, contiguous=True)
+        require_tensor(rows, op, "rows", dtype=self.combine_dtype, shape=(shape, width), **place)
+        if out is not None:
+            size = dispatched.num_tokens, width
+            require_tensor(out, op, "out", dtype=dispatched.out_dtype, shape=size, **place)
+        return self.combine_unchecked(rows, dispatched, out)
+
+    def run_layer(
+        self, options: MoEOptions, inputs: dict[str, Any], out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What `mxpert.fused_moe` with `expert_parallel` calls.
+
+        Args:
+            options: of the layer, checked.
+            inputs: x, weights, topk_weights and topk_ids.
+            out: as for `mxpert.fused_moe`.
+        """
+        if out is None:
+            return LAYER(options, self._handle, **inputs)
+        LAYER_OUT(options, self._handle, **inputs, out=out)
+        return out
+
+    def dispatch_unchecked(
+        self,
+        x: Rows,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        scale_rule: ScaleRule,
+        out_dtype: torch.dtype,
+    ) -> DispatchedTokens:
+        """`dispatch` of arguments that were checked; the rows may still be on their way."""
+        self._guard.check(_OP)
+        bound = self.max_tokens
+        return self._exchange.dispatch(
+            x, topk_weights, topk_ids, bound=bound, scale_rule=scale_rule, out_dtype=out_dtype
+        )
+
+    def combine_unchecked(
+        self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`combine` of arguments that were checked."""
+        self._guard.check(_OP)
+        if out is None:
+            size = dispatched.num_tokens, self.hidden_size
+            out = torch.empty(size, dtype=dispatched.out_dtype, device=self.device)
+        self._exchange.combine(rows, dispatched, out)
+        return out
+
+    @property
+    def exchange(self) -> Exchange:
+        """The transport's exchange."""
+        return self._exchange
+
+    def check_tokens(
+        self, op: str, x: object, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> None:
+        """Check what `dispatch` gets; errors name `op`.
+
+        Raises:
+            TypeError, ValueError: arguments that do not fit.
+        """
+        if isinstance(x, MXTensor):
+            _check_mx_rows(op, x, self.wire_format)
+        else:
+            require_tensor(x, op, "x", dtype=torch.bfloat16)
+        assert isinstance(x, (torch.Tensor, MXTensor))  # checked by the lines above
+        shape = x.shape
+        if not (len(shape) == 2 and shape[1] == self.hidden_size):
+            raise ValueError(message(op, "x.shape", f"[T, {self.hidden_size}]", list(shape)))
+        require(x.device == self.device, op, "x.device", need=self.device, got=x.device)
+        require_topk(topk_weights, topk_ids, op, num_tokens=shape[0], device=self.device)
+        if topk_ids.shape[1] != self.top_k:
+            raise ValueError(message(op, "topk_ids.shape[1]", self.top_k, topk_ids.shape[1]))
+        if shape[0] > self.max_tokens:
+            raise ValueError(
+                message(
+                    op,
+                    "x.shape[0]",
+                    f"at most max_tokens = {self.max_tokens} tokens a rank",
+                    shape[0],
+                    "split the batch, or make ExpertParallel with a larger max_tokens",
+                )
+            )
+
+    def explain(self) -> str:
+        """The transport, the reason for it, and why not the others; one line each."""
+        lines = [f"transport: {self.transport.value} ({self._why[self.transport]})"]
+        for transport, reason in self._why.items():
+            if transport is not self.transport:
+                lines.append(f"not {transport.value}: {reason}")
+        lines.append(
+            f"rank {self.rank} of {self.size}: {self.num_local_experts} of "
+            f"{self.placement.num_experts} experts, {self.max_tokens} slots a rank, wire "
+            f"{self.wire_format}, combine {str(self.combine_dtype).removeprefix('torch.')}"
+        )
+        return "\n".join(lines)
+
+    def check(self) -> None:
+        """Synchronise with the device, and raise an error if a rank was lost.
+
+        Raises:
+            PeerLostError: a rank died or did not arrive in time; results since then are NaN, or
+                were never returned.
+        """
+        self._exchange.check()
+
+    def close(self) -> None:
+        """Free buffers and the group that the object made. Later calls are errors.
+
+        Every rank that is alive should close its object; the others may be gone.
+        """
+        self._exchange.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"ExpertParallel(rank {self.rank} of {self.size}, {self.placement!r}, "
+            f"{self.transport.name}, max_tokens={self.max_tokens}, device='{self.device}')"
+        )
+
+
+def _checked_placement(placement: object, num_experts: int, size: int) -> Placement:
+    """The placement, or a contiguous one for None; it must fit experts and ranks."""
+    if placement is None:
+        return Placement.contiguous(num_experts, size)
+    if not isinstance(placement, Placement):
+        need = "None or a Placement"
+        raise TypeError(message(_OP, "placement", need, type(placement).__name__))
+    for name, have, want in (
+        ("num_experts", placement.num_experts, num_experts),
+        ("num_ranks", placement.num_ranks, size),
+    ):
+        require(have == want, _OP, f"placement.{name}", need=want, got=have)
+    return placement
+
+
+def _checked_spec(spec: ExchangeSpec) -> ExchangeSpec:
+    """Check the values of a spec, and return it."""
+    for name in ("top_k", "hidden_size", "max_tokens"):
+        require_int(getattr(spec, name), _OP, name, least=1)
+    most = min(MAX_TOP_K, spec.placement.num_experts)
+    require(spec.top_k <= most, _OP, "top_k", need=f"at most {most}", got=spec.top_k)
+    rows = spec.size * spec.max_tokens * spec.top_k
+    require(
+        rows < MAX_ROUTED_ROWS,
+        _OP,
+        "max_tokens",
+        need=f"ranks · max_tokens · top_k below {MAX_ROUTED_ROWS}",
+        got=rows,
+        remedy="split the batch",
+    )
+    require(
+        spec.wire_format in WIRE_FORMATS,
+        _OP,
+        "wire_format",
+        need=f"one of {list(WIRE_FORMATS)}",
+        got=repr(spec.wire_format),
+    )
+    require(
+        spec.hidden_size % MX_BLOCK_SIZE == 0,
+        _OP,
+        "hidden_size",
+        need=f"a multiple of {MX_BLOCK_SIZE}",
+        got=spec.hidden_size,
+    )
+    require_dtype(spec.combine_dtype, COMBINE_DTYPES, _OP, "combine_dtype")
+    number = isinstance(spec.timeout_s, (int, float)) and not isinstance(spec.timeout_s, bool)
+    if not number or not 0 < spec.timeout_s < float("inf"):
+        raise ValueError(message(_OP, "timeout_s", "seconds above 0", repr(spec.timeout_s)))
+    return spec
+
+
+def _check_mx_rows(op: str, x: MXTensor, wire_format: str) -> None:
+    """Check that an MXTensor can travel as it is."""
+    if wire_format != "mxfp8":
+        remedy = "make ExpertParallel with wire_format='mxfp8'"
+        raise ValueError(
+            message(op, "x", "a bfloat16 tensor", f"an MXTensor {x.format.name}", remedy)
+        )
+    fits = x.format.name == "mxfp8_e4m3" and x.axis == -1 and x.layout is Layout.ROW_MAJOR
+    if not (fits and x.qdata.is_contiguous() and x.scale.is_contiguous()):
+        need = "a contiguous mxfp8_e4m3 MXTensor along the last axis"
+        raise ValueError(
+            message(op, "x", need, repr(x), "quantise with mxpert.quantize(x, 'mxfp8')")
+        )

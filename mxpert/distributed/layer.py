@@ -1,0 +1,163 @@
+"""The layer of `fused_moe(expert_parallel=…)` as an op: dispatch → local layer → combine.
+
+As an op it is checked once for each geometry, and torch.compile and export see one node. The op
+knows its `ExpertParallel` by a number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..dispatch import resolve_cached, without_grad
+from ..errors import message, require_tensor
+from ..ops.library import OpSpec
+from ..ops.moe import fused_moe_received, received_problem
+from ..ops.moe_checks import check_received, moe_options
+from ..ops.schema import Operand
+from ..problem import MoEOptions, MoEProblem
+from ..runtime.geometry import Described
+from ..weights import MoEWeights
+
+if TYPE_CHECKING:
+    from .expert_parallel import ExpertParallel
+
+OBJECTS: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValueDictionary()
+"""The living objects by their number."""
+
+
+class LayerOp(OpSpec[torch.Tensor]):
+    """`fused_moe` over several ranks. Options are the layer's and the number of its object."""
+
+    def _run(
+        self, options: Sequence[Any], geometry: Described | None, inputs: dict[str, Any]
+    ) -> Any:
+        """Check → describe → resolve → exchange and launch; nothing is sent before the launch."""
+        call = self._calls.find(options, geometry)
+        if call is None:
+            problem = self.problem(*options, **inputs)
+            call = self._calls.add(options, geometry, problem)
+        resolve_cached(call)  # an error of this rank comes before the others wait for it
+        layer, handle = options
+        local: Any = call.problem
+        return _exchange(OBJECTS[handle], layer, local.options, inputs)
+
+
+@without_grad
+def _exchange(
+    ranks: ExpertParallel, options: MoEOptions, local: MoEOptions, inputs: dict[str, Any]
+) -> torch.Tensor:
+    routed = inputs["x"], inputs["topk_weights"], inputs["topk_ids"]
+    dispatched = ranks.dispatch_unchecked(
+        *routed, scale_rule=options.scale_rule, out_dtype=options.out_dtype
+    )
+    rows = fused_moe_received(dispatched, inputs["weights"], local)
+    return ranks.combine_unchecked(rows, dispatched, inputs.get("out"))
+
+
+def check_layer(
+    options: MoEOptions,
+    handle: int,
+    x: Operand,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> None:
+    """Checks of `fused_moe` with `expert_parallel`."""
+    check_received(options, x, weights, topk_weights, topk_ids, None, None)
+    if not torch.compiler.is_compiling():  # a traced layer is checked when it runs
+        _check_ranks(OBJECTS[handle], options, x, weights, topk_weights, topk_ids)
+
+
+def check_layer_out(
+    options: MoEOptions,
+    handle: int,
+    x: Operand,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Checks of `fused_moe` with `expert_parallel` and `out`."""
+    check_layer(options, handle, x, weights, topk_weights, topk_ids)
+    require_tensor(
+        out,
+        "fused_moe",
+        "out",
+        dtype=options.out_dtype,
+        shape=(topk_ids.shape[0], weights.hidden_size),
+        device=weights.device,
+        contiguous=True,
+    )
+
+
+def _check_ranks(
+    ranks: ExpertParallel,
+    options: MoEOptions,
+    x: Operand,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> None:
+    op = "fused_moe"
+    ranks.check_tokens(op, x, topk_weights, topk_ids)
+    if weights.num_experts != ranks.num_local_experts:
+        raise ValueError(
+            message(
+                op,
+                "weights",
+                f"the {ranks.num_local_experts} experts of rank {ranks.rank}",
+                f"{weights.num_experts} experts",
+                "take ExpertParallel.local_experts of the layer's experts",
+            )
+        )
+    if ranks.wire_format == "mxfp8" and options.activation_format != "mxfp8":
+        raise ValueError(
+            message(
+                op,
+                "activation_format",
+                "'mxfp8' with wire_format='mxfp8'",
+                repr(options.activation_format),
+                "make ExpertParallel with wire_format='bf16'",
+            )
+        )
+
+
+def _describe(
+    options: MoEOptions, handle: int, *, weights: MoEWeights, topk_ids: torch.Tensor, **_: Any
+) -> MoEProblem:
+    ranks = OBJECTS[handle]
+    local = moe_options(
+        "fused_moe",
+        options.activation,
+        options.activation_format,
+        options.scale_rule,
+        options.apply_router_weight_on_input,
+        options.combine,
+        ranks.combine_dtype,
+    )
+    return received_problem(local, weights, ranks.size * ranks.max_tokens, topk_ids.shape[1])
+
+
+def _fake(
+    options: MoEOptions, handle: int, *, weights: MoEWeights, topk_ids: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    shape = topk_ids.shape[0], weights.hidden_size
+    return topk_ids.new_empty(shape, dtype=options.out_dtype)
+
+
+LAYER = LayerOp(
+    "fused_moe_expert_parallel", check=check_layer, describe=_describe, fake=_fake, is_public=False
+)
+LAYER_OUT = LayerOp(
+    "fused_moe_expert_parallel_out",
+    check=check_layer_out,
+    describe=_describe,
+    fake=_fake,
+    returns="()",
+    mutates="out",
+    is_public=False,
+)

@@ -1,0 +1,167 @@
+"""What a transport implements, and what it hands over: DispatchedTokens."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ..formats.spec import ScaleRule
+from ..formats.tensor import MXTensor
+from .placement import Placement
+
+Rows = torch.Tensor | MXTensor
+
+WIRE_FORMATS = ("bf16", "mxfp8")
+
+
+class Transport(enum.Enum):
+    """How tokens travel between ranks.
+
+    AUTO: SYMMETRIC where it runs, else GATHER.
+    GATHER: all-gather and reduce-scatter of any torch.distributed backend. Each rank gets every
+        token. Its shapes are fixed, so that CUDA graphs capture it with NCCL.
+    ALL_TO_ALL: all_to_all_single with one row per (token, rank) pair. The host waits for the counts
+        once a dispatch, so CUDA graphs cannot capture it. For training and several nodes.
+    SYMMETRIC: one-sided stores into the memory of the other GPUs of one host. Captured by CUDA
+        graphs, without a host synchronisation.
+
+    Source:
+        vLLM's all-gather and reduce-scatter, torchtitan's token dispatcher, and FlashInfer's
+        one-sided MoE all-to-all, in this order.
+
+    Example:
+        >>> Transport("gather") is Transport.GATHER
+        True
+    """
+
+    AUTO = "auto"
+    GATHER = "gather"
+    ALL_TO_ALL = "all_to_all"
+    SYMMETRIC = "symmetric"
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchedTokens:
+    """The rows that a rank received, with what its experts need to compute them.
+
+    R is the number of rows: ``N · bound`` with GATHER and SYMMETRIC, where row
+    ``source · bound + t`` is token t of rank `source` and bound is the object's `max_tokens`; with
+    ALL_TO_ALL the number of rows that arrived. Rows without a local expert have undefined contents,
+    and all their ids are −1.
+
+    Args:
+        x: bfloat16 [R, H], or an MXFP8 MXTensor [R, H] with wire_format="mxfp8".
+        topk_weights: float32 [R, k], routing weights of the senders.
+        topk_ids: int32 [R, k], local expert ids; −1 for what another rank computes, for foreign
+            ids, and in slots that no token uses.
+        num_tokens: T, the tokens of this rank, which `combine` returns.
+        out_dtype: dtype of the result of `combine`.
+        arrivals: None where the rows are there once the stream reaches the next kernel. Inside of
+            `fused_moe`, SYMMETRIC has an int64 tensor here on which the routing kernels of the
+            local layer wait; `ExpertParallel.dispatch` waits itself and returns None.
+        state: what the transport keeps for `combine`.
+    """
+
+    x: Rows
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    num_tokens: int
+    out_dtype: torch.dtype = torch.bfloat16
+    arrivals: torch.Tensor | None = None
+    state: Any = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class ExchangeSpec:
+    """What all ranks of an exchange agree on.
+
+    Args:
+        rank: of this process in the group; the only field that differs between ranks.
+        placement: the experts of each rank; its `num_ranks` is N.
+        top_k: experts per token.
+        hidden_size: H.
+        max_tokens: slots of each rank, the largest bound.
+        wire_format: "bf16" or "mxfp8", of dispatched rows.
+        combine_dtype: bfloat16 or float32, of rows on their way back.
+        timeout_s: seconds after which a rank that does not answer is lost.
+    """
+
+    rank: int
+    placement: Placement
+    top_k: int
+    hidden_size: int
+    max_tokens: int
+    wire_format: str
+    combine_dtype: torch.dtype
+    timeout_s: float
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return self.placement.num_ranks
+
+
+class Exchange(Protocol):
+    """A transport: moves tokens to their experts and results back.
+
+    Made as ``Class(group, spec, device)`` on every rank at the same time; group is a ProcessGroup,
+    or None where there is one rank and no torch.distributed. Arguments are checked by the caller:
+    x bfloat16 [T, H] or MXFP8 with a dense last axis, where an MXFP8 wire may get either and a bf16
+    wire gets bfloat16; topk_weights in one of TOPK_WEIGHT_DTYPES and topk_ids int32 or int64 [T, k]
+    with any values and strides; T at most `bound`, which is at most ``spec.max_tokens`` and equal
+    on all ranks.
+    """
+
+    def dispatch(
+        self,
+        x: Rows,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        bound: int,
+        scale_rule: ScaleRule,
+        out_dtype: torch.dtype,
+    ) -> DispatchedTokens:
+        """Send each token to the ranks that own one of its experts, and receive theirs."""
+
+    def wait(self, dispatched: DispatchedTokens) -> DispatchedTokens:
+        """Wait on the stream until all rows are there; return the tokens without `arrivals`.
+
+        Ids of the rows of a lost rank become −1. Called only where `arrivals` is not None.
+        """
+
+    def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:
+        """Write ``out[t] = Σ rows of token t, in rank order``, summed in float32.
+
+        rows: contiguous [R, H] in combine_dtype; rows without a local expert are zero.
+        out: contiguous [T, H] in ``dispatched.out_dtype``.
+        """
+
+    def check(self) -> None:
+        """Synchronise with the device; raise PeerLostError if a rank was lost."""
+
+    def close(self) -> None:
+        """Free what the exchange holds; idempotent. The other ranks may be gone."""
+
+    @staticmethod
+    def unavailable(group: Any, device: torch.device) -> str | None:
+        """Why it cannot run on this group and device, as a phrase; None if it can.
+
+        Called on all ranks at the same time; it may communicate.
+        """
+
+
+class RowExchange(Exchange, Protocol):
+    """An exchange that moves rows of any dtype and width; gradients need it.
+
+    `combine` takes rows [R, W] of any float dtype and writes out [T, W].
+    """
+
+    def send(self, rows: torch.Tensor, dispatched: DispatchedTokens) -> torch.Tensor:
+        """Rows [T, W] of this rank's tokens → [R, W], on the way that `dispatched` went.
+
+        Rows without a local expert have undefined contents.
+        """
