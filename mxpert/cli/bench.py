@@ -35,14 +35,15 @@ from ..testing.problems import (
 )
 from ..testing.timing import Work
 from ..weights import MoEWeights
-from .expert_parallel.plan import check_plan, expert_layer, plot_plan, run_plan, show_plan
+from .expert_parallel.plan import PlanRequest, bench_plan
+from .expert_parallel.ranks import RanksRequest, bench_ranks
 from .measure import (
     Ceilings,
-    GateError,
     RunWeights,
     check_gate,
     float64_reference,
     intermediate_sizes,
+    refusing_wrong_results,
     rotations,
     time_calls,
     timing_columns,
@@ -79,7 +80,6 @@ from .report import (
 
 STAGES = ("gate_up", "down", "layer")
 CPU_SCALE, MAX_SCALE = 8, 1 << 20
-EXIT_WRONG_RESULT = 1
 
 
 @dataclass(frozen=True)
@@ -365,6 +365,14 @@ Output = Annotated[
 ]
 Plan = Annotated[bool, typer.Option("--plan", help="Predict a layer over several GPUs, on paper.")]
 Ranks = Annotated[str, typer.Option(help="With --plan: numbers of GPUs, a list or a range.")]
+RanksToStart = Annotated[
+    int | None,
+    typer.Option(
+        "--expert-parallel",
+        metavar="N",
+        help="Measure a layer over N GPUs: this command starts a process for each.",
+    ),
+]
 LinkName = Annotated[str, typer.Option("--link", help=f"With --plan: {', '.join(LINKS)}.")]
 
 
@@ -376,6 +384,7 @@ def bench(
     routing: str = typer.Option("uniform", help="uniform, zipf, half or one_expert."),
     backend: str = typer.Option(None, help="Time this backend instead of the best one."),
     scale: Scale = 0,
+    expert_parallel: RanksToStart = None,
     plan: Plan = False,
     ranks: Ranks = "8..72",
     link: LinkName = "nvlink5",
@@ -394,8 +403,12 @@ def bench(
     A CPU runs the reference backend on a scaled-down model. Its times show that the command works,
     not how fast the library is.
 
+    With --expert-parallel N the experts of a layer lie on N GPUs (on a CPU: in N processes, with
+    gloo). Results are compared with all experts on one rank; then dispatch, local layer, combine
+    and the whole are timed, beside all-gather and reduce-scatter. --tokens are those of one rank.
+
     With --plan nothing is measured: the time of a layer whose experts lie on several GPUs follows
-    from layers measured on one H200 and a stated link model. The tokens are those of one GPU.
+    from layers measured on one H200 and a stated link model. --tokens are those of one GPU.
 
     Examples:
         mxpert bench --model gpt-oss-120b --tokens 1,64,1024 --format a16w4
@@ -403,6 +416,8 @@ def bench(
         mxpert bench --model kimi-k2 --model deepseek-v3 --stage layer --routing zipf
 
         mxpert bench --tokens 1 --json - | jq '.rows[].us'
+
+        mxpert bench --expert-parallel 2 --model gpt-oss-120b --tokens 16,1024 --format a8w4
 
         mxpert bench --plan --model deepseek-v3 --ranks 8..72 --link nvlink5 --format a8w4
     """
@@ -420,39 +435,27 @@ def bench(
     scale = scale or (1 if plan or device.type == "cuda" else CPU_SCALE)
     models = [Model.named(check_model(name, "bench"), scale) for name in model or ["gpt-oss-120b"]]
     request = Request(models, counts, names, stages, routing, backend)
+    require(
+        not (plan and expert_parallel is not None),
+        "bench",
+        "--plan",
+        need="one of --plan and --expert-parallel",
+        got="both",
+    )
+    shapes = {each.name: each.shape for each in models}
     if plan:
-        bench_plan(request, ranks, link, output, json_to)
+        asked = PlanRequest(shapes, counts, names, routing, ranks, link)
+        bench_plan(asked, output, json_to)
+    elif expert_parallel is not None:
+        bench_ranks(RanksRequest(expert_parallel, shapes, counts, names, routing), output, json_to)
     else:
         bench_layers(request, device, output, json_to)
-
-
-def bench_plan(request: Request, ranks: str, link: str, output: Path, json_to: str | None) -> None:
-    """`mxpert bench --plan`: print, write and plot."""
-    layers = [expert_layer(model.name, model.shape) for model in request.models]
-    counts = check_plan(link, ranks, request.routing, layers)
-    open_folder(output, "bench", "--output")
-    document = run_plan(
-        layers,
-        counts,
-        request.tokens,
-        request.formats,
-        request.routing,
-        LINKS[link],
-        make_console(stderr=True),
-    )
-    show_plan(document, result_console(json_to))
-    write_report(json_to, document)
-    write_results(output, "plan.json", "plan.png", document, lambda path: plot_plan(path, document))
 
 
 def bench_layers(request: Request, device: torch.device, output: Path, json_to: str | None) -> None:
     """`mxpert bench` on one device: measure, print, write and plot."""
     open_folder(output, "bench", "--output")
-    try:
-        document = run_bench(request, device, make_console(stderr=True))
-    except GateError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(EXIT_WRONG_RESULT) from error
+    document = refusing_wrong_results(lambda: run_bench(request, device, make_console(stderr=True)))
     show(document, result_console(json_to))
     write_report(json_to, document)
     limits = document["ceilings"]

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from ...distributed.planner import LINKS, ExpertLayer, Link, MeasuredLayers, plan_layer
+from ...distributed.planner import LINKS, ExpertLayer, MeasuredLayers, plan_layer
 from ...distributed.planner.load import ROUTINGS
 from ...errors import message, require
 from ...files import short
 from ...testing.problems import MoEShape
-from ..options import FORMAT_NAMES
-from ..report import Column, Row, environment, figure, format_time, print_table, progress
+from ..options import FORMAT_NAMES, open_folder
+from ..report import (
+    Column,
+    Row,
+    environment,
+    figure,
+    format_time,
+    make_console,
+    print_table,
+    progress,
+    result_console,
+    write_report,
+    write_results,
+)
 
 MAX_RANKS = 1024
 
@@ -44,6 +56,34 @@ def parse_ranks(text: str) -> list[int]:
     while 2 * counts[-1] < int(last):
         counts.append(2 * counts[-1])
     return list(dict.fromkeys([*counts, int(last)]))
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What `mxpert bench --plan` asks for.
+
+    Args:
+        shapes: by model name. tokens: T of each rank. formats: activation formats.
+        routing, ranks, link: as on the command line.
+    """
+
+    shapes: dict[str, MoEShape]
+    tokens: list[int]
+    formats: list[str]
+    routing: str
+    ranks: str
+    link: str
+
+
+def bench_plan(request: PlanRequest, output: Path, json_to: str | None) -> None:
+    """`mxpert bench --plan`: print, write and plot."""
+    layers = [expert_layer(name, shape) for name, shape in request.shapes.items()]
+    counts = check_plan(request.link, request.ranks, request.routing, layers)
+    open_folder(output, "bench", "--output")
+    document = run_plan(request, layers, counts, make_console(stderr=True))
+    show_plan(document, result_console(json_to))
+    write_report(json_to, document)
+    write_results(output, "plan.json", "plan.png", document, lambda path: plot_plan(path, document))
 
 
 def check_plan(link: str, ranks: str, routing: str, layers: Sequence[ExpertLayer]) -> list[int]:
@@ -81,23 +121,17 @@ def wire_of(activation_format: str) -> str:
 
 
 def run_plan(
-    layers: Sequence[ExpertLayer],
-    ranks: Sequence[int],
-    tokens: Sequence[int],
-    formats: Sequence[str],
-    routing: str,
-    link: Link,
-    console: Console,
+    request: PlanRequest, layers: Sequence[ExpertLayer], ranks: Sequence[int], console: Console
 ) -> Row:
     """The whole document: link, provenance of the measured layers, rows."""
     cases = [
         (layer, name, count, num_tokens)
         for layer in layers
-        for name in formats
+        for name in request.formats
         for count in ranks
-        for num_tokens in tokens
+        for num_tokens in request.tokens
     ]
-    rows: list[Row] = []
+    link, rows = LINKS[request.link], list[Row]()
     with progress(console, "plan") as advance:
         for layer, name, count, num_tokens in cases:
             advance(len(rows), len(cases), f"{layer.name} on {count} ranks")
@@ -108,7 +142,7 @@ def run_plan(
                 link=link,
                 activation_format=name,
                 wire_format=wire_of(name),
-                routing=routing,
+                routing=request.routing,
             )
             found = asdict(plan)
             rows.append(
@@ -121,7 +155,7 @@ def run_plan(
                     "N": found.pop("num_ranks"),
                     "T": found.pop("num_tokens"),
                     "hit": found.pop("hit_experts"),
-                    "routing": routing,
+                    "routing": request.routing,
                     "activation": name,
                     "wire": wire_of(name),
                     "us": plan.us,
