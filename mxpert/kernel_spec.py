@@ -20,7 +20,8 @@ class KernelSpec(Protocol):
         moe_gate_up: x (Tensor or MXTensor [T, H]), weights, plan → Tensor or MXTensor [P, F].
         moe_down: h (Tensor or MXTensor [P, F]), weights, plan → [T, H] ([P, H] for FLAT).
         fused_moe: x, weights, topk_weights, topk_ids, expert_map, num_local_tokens, and out where
-            the caller has one → [T, H], or `out`.
+            the caller has one → [T, H], or `out`. Where other ranks send the tokens also arrivals
+            (or None), which the sort waits for.
         quantize_dual: x (any strides), group_offsets (or None) → (row, col), two MXTensors.
         grouped_gemm: a, b (bf16 Tensors or MXTensors, any strides), group_offsets → [M, n].
         grouped_wgrad: grad, a (as above), group_offsets, accumulate_into (or None) → [G, n, k];

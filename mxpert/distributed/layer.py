@@ -40,20 +40,28 @@ class LayerOp(OpSpec[torch.Tensor]):
         if call is None:
             problem = self.problem(*options, **inputs)
             call = self._calls.add(options, geometry, problem)
-        resolve_cached(call)  # an error of this rank comes before the others wait for it
+        kernel, _ = resolve_cached(call)  # an error here comes before the others wait for this rank
         layer, handle = options
         local: Any = call.problem
-        return _exchange(OBJECTS[handle], layer, local.options, inputs)
+        can_wait = kernel.backend != "reference"
+        return _exchange(OBJECTS[handle], layer, local.options, inputs, can_wait)
 
 
 @without_grad
 def _exchange(
-    ranks: ExpertParallel, options: MoEOptions, local: MoEOptions, inputs: dict[str, Any]
+    ranks: ExpertParallel,
+    options: MoEOptions,
+    local: MoEOptions,
+    inputs: dict[str, Any],
+    can_wait: bool,
 ) -> torch.Tensor:
+    """Dispatch, the local layer, combine. can_wait: whether the layer's sort takes `arrivals`."""
     routed = inputs["x"], inputs["topk_weights"], inputs["topk_ids"]
     dispatched = ranks.dispatch_unchecked(
         *routed, scale_rule=options.scale_rule, out_dtype=options.out_dtype
     )
+    if dispatched.arrivals is not None and not can_wait:
+        dispatched = ranks.exchange.wait(dispatched)
     rows = fused_moe_received(dispatched, inputs["weights"], local)
     return ranks.combine_unchecked(rows, dispatched, inputs.get("out"))
 

@@ -18,8 +18,8 @@ from .moe_checks import (
     check_down,
     check_fused_moe,
     check_fused_moe_out,
+    check_fused_moe_received,
     check_gate_up,
-    check_received,
     moe_options,
 )
 from .schema import Operand, rebuild_mx
@@ -36,6 +36,9 @@ class ReceivedTokens(Protocol):
 
     @property
     def topk_ids(self) -> torch.Tensor: ...
+
+    @property
+    def arrivals(self) -> torch.Tensor | None: ...
 
 
 class LayerOfRanks(Protocol):
@@ -150,6 +153,7 @@ def fused_moe_received(
         topk_ids=received.topk_ids,
         expert_map=None,
         num_local_tokens=None,
+        arrivals=received.arrivals,
     )
 
 
@@ -389,7 +393,7 @@ _FUSED_MOE_OUT: OpSpec[None] = OpSpec(
 )
 _FUSED_MOE_RECEIVED: OpSpec[torch.Tensor] = OpSpec(
     "fused_moe_received",
-    check=check_received,
+    check=check_fused_moe_received,
     describe=_layer_problem,
     fake=_fake_layer,
     is_public=False,

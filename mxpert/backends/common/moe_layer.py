@@ -67,8 +67,12 @@ class TwoStageLayer:
         expert_map: torch.Tensor | None,
         num_local_tokens: torch.Tensor | None,
         out: torch.Tensor | None = None,
+        arrivals: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return [T, H] in ``options.out_dtype``, or `out`; launch nothing if T = 0."""
+        """Return [T, H] in ``options.out_dtype``, or `out`; launch nothing if T = 0.
+
+        arrivals: what the sort waits for, if other ranks send the tokens; see `exchange`.
+        """
         if problem.num_tokens == 0:
             if out is not None:
                 return out
@@ -82,6 +86,7 @@ class TwoStageLayer:
             topk_ids=topk_ids,
             expert_map=expert_map,
             num_local_tokens=num_local_tokens,
+            arrivals=arrivals,
         )
         return self.stages(problem, config, x, weights, plan, out)
 

@@ -184,7 +184,12 @@ class PlanKernel:
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None,
         num_local_tokens: torch.Tensor | None,
+        arrivals: torch.Tensor | None = None,
     ) -> RoutingPlan:
+        """Allocate a plan and sort the rows.
+
+        arrivals: int64 words of `common.exchange` that say which tokens of other ranks to wait for.
+        """
         plan = _allocate(problem, topk_ids)
         outputs = {
             "sorted_token_ids": plan.sorted_token_ids,
@@ -198,6 +203,7 @@ class PlanKernel:
             "topk_ids": topk_ids.contiguous(),
             "expert_map": expert_map,
             "num_local_tokens": num_local_tokens,
+            "arrivals": arrivals,
         }
         launches = _plan_launches(problem, config)
         if config.num_chunks == 0:
@@ -222,6 +228,7 @@ def _plan_launches(problem: RoutingProblem, config: PlanConfig) -> tuple[Launch,
         "NUM_BINS": _bins(problem),
         "TILE": config.tile,
         "num_warps": config.num_warps,
+        "KIND": problem.target.kind,
         **pdl_options(problem.target),
     }
     of_plan = {"routing_block_m": problem.routing_block_m, "capacity": _capacity(problem)}

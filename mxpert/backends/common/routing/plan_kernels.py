@@ -15,6 +15,9 @@ The sort has two forms, chosen by the number of routed rows R = T·k (see host.p
   sum over a one-hot [TILE, E] tile would take E / 55 times as many operations, a comparison of all
   pairs of rows TILE / 55 times as many. Stores of sorted rows are also contiguous in runs.
 
+Tokens that other ranks send (`arrivals`): each program waits for them and agrees with the others on
+whether all are there; see `common/exchange`. If a rank is lost, no row is routed.
+
 Shapes: R routed rows, P sorted rows, E local experts, B = NUM_BINS ≥ E a power of two.
 """
 
@@ -26,6 +29,7 @@ import triton
 import triton.language as tl
 
 from ....routing import TOKEN_BITS
+from ..exchange.wait import wait_for_predecessor
 from ..pdl import launch_dependents_and_wait
 
 _TOKEN_BITS: tl.constexpr = tl.constexpr(TOKEN_BITS)
@@ -96,6 +100,18 @@ def _used_tokens(num_local_tokens, num_tokens):
 
 
 @triton.jit
+def _start(num_local_tokens, num_tokens, arrivals, KIND: tl.constexpr, USE_PDL: tl.constexpr):
+    """Wait for the inputs; return the number of tokens to route, 0 if received ones are lost."""
+    if arrivals is None:
+        launch_dependents_and_wait(USE_PDL)
+        used = _used_tokens(num_local_tokens, num_tokens)
+    else:
+        complete = wait_for_predecessor(arrivals, KIND, USE_PDL)
+        used = tl.where(complete, _used_tokens(num_local_tokens, num_tokens), 0)
+    return used
+
+
+@triton.jit
 def _store_rows(out, slot_rows, topk_weights, row, position, kept):
     """Store routed rows at their sorted positions, and the positions in slot_rows."""
     code = ((row % out.top_k) << _TOKEN_BITS) | (row // out.top_k)
@@ -133,6 +149,7 @@ def _routing_plan_expert_kernel(
     topk_weights,
     expert_map,
     num_local_tokens,
+    arrivals,
     num_tokens,
     top_k,
     num_experts,
@@ -141,6 +158,7 @@ def _routing_plan_expert_kernel(
     capacity,
     NUM_BINS: tl.constexpr,
     TILE: tl.constexpr,
+    KIND: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """The whole plan in one launch.
@@ -148,9 +166,8 @@ def _routing_plan_expert_kernel(
     Grid: (local experts,). Program e writes the rows and blocks of expert e, and a share of what
     lies behind the last block in use. Programs do not wait for each other.
     """
-    launch_dependents_and_wait(USE_PDL)
+    used_tokens = _start(num_local_tokens, num_tokens, arrivals, KIND, USE_PDL)
     own = tl.program_id(0)
-    used_tokens = _used_tokens(num_local_tokens, num_tokens)
     used_rows = used_tokens * top_k
     ids = RoutedIds(topk_ids, expert_map, used_rows, num_experts, num_local_experts)
     out = SortedRows(sorted_token_ids, sorted_weights, num_tokens, top_k)
@@ -203,6 +220,7 @@ def _routing_plan_count_kernel(
     topk_ids,
     expert_map,
     num_local_tokens,
+    arrivals,
     num_tokens,
     top_k,
     num_experts,
@@ -210,15 +228,15 @@ def _routing_plan_count_kernel(
     tiles_per_chunk,
     NUM_BINS: tl.constexpr,
     TILE: tl.constexpr,
+    KIND: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Count the rows of each local expert per chunk: chunk_counts int32 [num_chunks, NUM_BINS].
 
     Grid: (num_chunks,), one chunk of tiles_per_chunk · TILE rows per program.
     """
-    launch_dependents_and_wait(USE_PDL)
+    used_rows = _start(num_local_tokens, num_tokens, arrivals, KIND, USE_PDL) * top_k
     chunk = tl.program_id(0)
-    used_rows = _used_tokens(num_local_tokens, num_tokens) * top_k
     ids = RoutedIds(topk_ids, expert_map, used_rows, num_experts, num_local_experts)
     counts = tl.zeros([NUM_BINS], tl.int32)
     for tile in range(tiles_per_chunk):
@@ -285,6 +303,7 @@ def _routing_plan_scatter_kernel(
     topk_weights,
     expert_map,
     num_local_tokens,
+    arrivals,
     num_tokens,
     top_k,
     num_experts,
@@ -296,6 +315,7 @@ def _routing_plan_scatter_kernel(
     NUM_BINS: tl.constexpr,
     TILE: tl.constexpr,
     LOG2_TILE: tl.constexpr,
+    KIND: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Store the rows of one chunk at their sorted positions.
@@ -303,8 +323,7 @@ def _routing_plan_scatter_kernel(
     Grid: (num_chunks,), the chunks of `_routing_plan_count_kernel`. Each program also stores a
     share of the padding rows, unused rows and block experts.
     """
-    launch_dependents_and_wait(USE_PDL)
-    used_tokens = _used_tokens(num_local_tokens, num_tokens)
+    used_tokens = _start(num_local_tokens, num_tokens, arrivals, KIND, USE_PDL)
     counts, before = _sum_chunks(chunk_counts, num_chunks, NUM_BINS)
     padded = (counts + routing_block_m - 1) // routing_block_m * routing_block_m
     ends = tl.cumsum(padded, 0)

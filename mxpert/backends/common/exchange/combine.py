@@ -1,0 +1,218 @@
+"""Combine of the exchange: return partial rows to the tokens' ranks, and sum them there.
+
+The package's docstring has the protocol.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..pdl import grid_dependency_wait, launch_dependents
+from .flags import poisoned_flag, section, set_flags
+from .wait import wait_for_flags
+from .words import DECIDED, EPOCHS, MAX_ROUNDS, NO_WAIT, RUNNING, TIMEOUT, TWO_STREAMS
+
+_RANKS = tl.constexpr(4)
+"""Ranks whose partial rows are loaded together."""
+_ONCE = tl.constexpr(".cg")
+"""Cache modifier of rows that are read once: bypass L1."""
+
+COMBINE_SIZES = (
+    "partials_offset",
+    "flags_offset",
+    "rank",
+    "num_ranks",
+    "num_tokens",
+    "bound",
+    "top_k",
+    "num_blocks",
+)
+"""Sizes of the model and the batch, which Triton must not specialise on."""
+
+
+class Share(NamedTuple):
+    """Slots of a rank, ranks, and the tiles of ROWS slots and BLOCK columns that they have."""
+
+    rank: Any
+    num_ranks: Any
+    bound: Any
+    tiles: Any
+    width: Any
+
+
+class Tile(NamedTuple):
+    """A tile: slots [ROWS] of a rank, and columns [1, BLOCK]."""
+
+    slot: Any
+    columns: Any
+
+
+@triton.jit
+def _tile(share, item, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    slot = item // share.tiles * ROWS + tl.arange(0, ROWS)
+    return Tile(slot, item % share.tiles * BLOCK + tl.arange(0, BLOCK)[None, :])
+
+
+@triton.jit
+def _places(share, tile, source):
+    """Indices of a tile's elements in rows of all ranks' slots: those of rank `source`."""
+    row = (source * share.bound + tile.slot).to(tl.int64)
+    return row[:, None] * share.width + tile.columns
+
+
+@triton.jit
+def _return_rows(table, partials_offset, rows, topk_ids, share, tile, top_k, SLOTS: tl.constexpr):
+    """Store a tile of partial rows on each rank whose tokens had an expert here."""
+    slot = tl.arange(0, SLOTS)[None, :]
+    for step in range(1, share.num_ranks):
+        peer = (share.rank + step) % share.num_ranks
+        address = tl.load(table + peer)
+        place = (peer * share.bound + tile.slot)[:, None] * top_k + slot
+        mask = (tile.slot < share.bound)[:, None] & (slot < top_k)
+        ids = tl.load(topk_ids + place, mask=mask, other=-1)
+        computed = tl.max(ids, 1) >= 0
+        mask = computed[:, None] & (tile.columns < share.width)
+        part = tl.load(
+            rows + _places(share, tile, peer), mask=mask, other=0.0, cache_modifier=_ONCE
+        )
+        partials = section(address, partials_offset, rows.dtype.element_ty)
+        tl.store(partials + _places(share, tile, share.rank), part, mask=mask)
+
+
+@triton.jit
+def _sum_rows(rows, partials, ranks, share, tile):
+    """Sum a tile of this rank's tokens over the ranks that computed them, in rank order."""
+    total = tl.zeros([tile.slot.shape[0], tile.columns.shape[1]], tl.float32)
+    for first in range(0, share.num_ranks, _RANKS):
+        parts = ()
+        for place in tl.static_range(_RANKS):
+            owner = first + place
+            # What this rank computed itself was not copied.
+            own = owner == share.rank
+            address = tl.where(own, rows.to(tl.int64), partials.to(tl.int64))
+            source = section(address, 0, rows.dtype.element_ty)
+            computed = ((ranks >> owner) & 1) != 0
+            mask = computed[:, None] & (tile.columns < share.width) & (owner < share.num_ranks)
+            parts += (
+                tl.load(
+                    source + _places(share, tile, owner), mask=mask, other=0.0, cache_modifier=_ONCE
+                ),
+            )
+        for place in tl.static_range(_RANKS):
+            total += parts[place].to(tl.float32)
+    return total
+
+
+@triton.jit
+def _begin(state):
+    """words[DECIDED], negative after a loss or a call that breaks the protocol."""
+    decided = tl.load(state + DECIDED, volatile=True)
+    found = decided
+    if (decided >= 0) & (decided < tl.load(state + EPOCHS)):
+        found = decided * 0 + NO_WAIT
+    running = tl.load(state + RUNNING, volatile=True)
+    if (tl.program_id(0) == 0) & (running != 1):
+        found = decided * 0 + TWO_STREAMS
+    if found != decided:
+        tl.atomic_min(state + DECIDED, found, sem="relaxed", scope="gpu")
+    return found
+
+
+@triton.jit
+def _let_next_start(USE_PDL: tl.constexpr):
+    if USE_PDL:
+        launch_dependents()
+
+
+@triton.jit
+def _await_round(state, returned, target, num_ranks, KIND: tl.constexpr):
+    """Wait for this CTA's flags of all ranks; return words[DECIDED], negative after a loss."""
+    timeout = tl.load(state + TIMEOUT)
+    flags = returned + tl.program_id(0)
+    verdict = wait_for_flags(flags, target, num_ranks, 1, timeout, KIND)
+    if verdict < 0:
+        tl.atomic_min(state + DECIDED, verdict, sem="relaxed", scope="gpu")
+    return tl.minimum(verdict, tl.load(state + DECIDED, volatile=True))
+
+
+@triton.jit(do_not_specialize=COMBINE_SIZES)
+def _exchange_combine_kernel(
+    out,
+    state,
+    table,
+    rows,
+    partials,
+    returned,
+    topk_ids,
+    destinations,
+    partials_offset,
+    flags_offset,
+    rank,
+    num_ranks,
+    num_tokens,
+    bound,
+    top_k,
+    num_blocks,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    KIND: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Return partial rows and sum what the other ranks return; step 4 of the protocol.
+
+    ``out[t] = Σ_r rows that rank r computed for token t``, in rank order, in float32.
+
+    Grid: (CTAs,), the same number on all ranks. The programs take tiles of ROWS slots and BLOCK
+    columns in turn, the same ones for storing and for summing. A program therefore waits for one
+    program of each rank.
+
+    Args:
+        out: [T, 32 · num_blocks]. state: this rank's int64 words. table: int64 [N], addresses.
+        rows: [N · bound, 32 · num_blocks], what this rank computed. partials: this rank's section.
+        returned: this rank's flags. topk_ids: int32 [N · bound, top_k], as received.
+        destinations: int64 [max_tokens], ranks that each of this rank's tokens was sent to.
+    """
+    if USE_PDL:
+        grid_dependency_wait()
+    pid, num_ctas = tl.program_id(0), tl.num_programs(0)
+    epoch = tl.load(state + EPOCHS)
+    decided = _begin(state)
+    tiles = tl.cdiv(num_blocks * 32, BLOCK)
+    share = Share(rank, num_ranks, bound, tiles, num_blocks * 32)
+    num_items = tl.cdiv(bound, ROWS) * tiles
+    used_items = tl.cdiv(num_tokens, ROWS) * tiles
+    per_round = tl.cdiv(num_items, num_ctas * ROUNDS) * num_ctas
+    for round in range(ROUNDS + 1):
+        if round < ROUNDS:
+            if decided >= 0:
+                last = tl.minimum((round + 1) * per_round, num_items)
+                for item in range(round * per_round + pid, last, num_ctas):
+                    tile = _tile(share, item, ROWS, BLOCK)
+                    _return_rows(table, partials_offset, rows, topk_ids, share, tile, top_k, SLOTS)
+            flag = epoch * MAX_ROUNDS + round + 1
+            if decided < 0:
+                flag = poisoned_flag(decided, rank)
+            set_flags(table, flags_offset, rank, num_ranks, flag, KIND)
+        if round > 0:
+            if decided >= 0:
+                decided = _await_round(state, returned, epoch * MAX_ROUNDS + round, num_ranks, KIND)
+            if round == ROUNDS:
+                _let_next_start(USE_PDL)
+            last = tl.minimum(round * per_round, used_items)
+            for item in range((round - 1) * per_round + pid, last, num_ctas):
+                tile = _tile(share, item, ROWS, BLOCK)
+                exists = tile.slot < num_tokens
+                ranks = tl.load(destinations + tile.slot, mask=exists, other=0)
+                total = _sum_rows(rows, partials, ranks, share, tile)
+                if decided < 0:
+                    total = tl.full(total.shape, float("nan"), tl.float32)
+                place = tile.slot.to(tl.int64)[:, None] * share.width + tile.columns
+                mask = exists[:, None] & (tile.columns < share.width)
+                tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+    if pid == 0:
+        tl.atomic_add(state + RUNNING, -1, sem="relaxed", scope="gpu")

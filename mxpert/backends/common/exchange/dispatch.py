@@ -1,0 +1,251 @@
+"""Dispatch of the exchange: quantise this rank's tokens and store them on their experts' ranks.
+
+The package's docstring has the protocol.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..mx_codec import quantize_tile
+from ..pdl import launch_dependents_and_wait
+from .flags import poisoned_flag, section, set_flags
+from .words import DECIDED, EPOCHS, MAX_CTAS, RUNNING, TWO_STREAMS
+
+_FILL = tl.constexpr(256)
+"""Ids of unused slots that a program stores at once."""
+
+DISPATCH_SIZES = (
+    "rows_offset",
+    "scales_offset",
+    "ids_offset",
+    "weights_offset",
+    "flags_offset",
+    "rank",
+    "num_ranks",
+    "num_tokens",
+    "bound",
+    "top_k",
+    "num_experts",
+    "num_blocks",
+)
+"""Sizes of the model and the batch, which Triton must not specialise on."""
+
+
+class Sections(NamedTuple):
+    """Offsets in bytes of the sections of a rank's memory, and this rank's first slot there."""
+
+    rows: Any
+    scales: Any
+    ids: Any
+    weights: Any
+    first_slot: Any
+
+
+class Routing(NamedTuple):
+    """Routing of this rank's tokens, and who owns each expert under which local id."""
+
+    topk_ids: Any
+    topk_weights: Any
+    owners: Any
+    local_ids: Any
+    top_k: Any
+    num_experts: Any
+
+
+class Routed(NamedTuple):
+    """Some tokens' slots, [ROWS, SLOTS]: index, mask, owning rank or −1, id there, weight."""
+
+    place: Any
+    mask: Any
+    owner: Any
+    local_id: Any
+    weight: Any
+
+
+class Tile(NamedTuple):
+    """A tile of rows: tokens [ROWS] and which exist, columns [1, BLOCK], blocks [1, BLOCK/32]."""
+
+    token: Any
+    exists: Any
+    columns: Any
+    blocks: Any
+    num_blocks: Any
+
+
+@triton.jit
+def _begin(state):
+    """Count this call as running; return words[DECIDED]. If one runs already, note two streams.
+
+    Nobody waits for the atomic operations.
+    """
+    decided = tl.load(state + DECIDED, volatile=True)
+    if tl.program_id(0) == 0:
+        running = tl.load(state + RUNNING, volatile=True)
+        tl.atomic_add(state + RUNNING, 1, sem="relaxed", scope="gpu")
+        if running != 0:
+            tl.atomic_min(state + DECIDED, TWO_STREAMS, sem="relaxed", scope="gpu")
+            decided = tl.minimum(decided, TWO_STREAMS)
+    return decided
+
+
+@triton.jit
+def _route(routing, token, exists, SLOTS: tl.constexpr):
+    """Look up where the slots of tokens [ROWS] go."""
+    slot = tl.arange(0, SLOTS)[None, :]
+    place = token[:, None] * routing.top_k + slot
+    mask = exists[:, None] & (slot < routing.top_k)
+    expert = tl.load(routing.topk_ids + place, mask=mask, other=-1)
+    weight = tl.load(routing.topk_weights + place, mask=mask, other=0.0).to(tl.float32)
+    known = (expert >= 0) & (expert < routing.num_experts)  # others never index memory
+    owner = tl.load(routing.owners + expert, mask=known, other=-1)
+    local_id = tl.load(routing.local_ids + expert, mask=known, other=-1)
+    return Routed(place, mask, owner, local_id, weight)
+
+
+@triton.jit
+def _store_routing(address, sections, top_k, routed, mine):
+    """Store ids and weights of tokens on one rank: local ids where `mine`, else −1."""
+    place = sections.first_slot * top_k + routed.place
+    ids = section(address, sections.ids, tl.int32)
+    tl.store(ids + place, tl.where(mine, routed.local_id, -1), mask=routed.mask)
+    weights = section(address, sections.weights, tl.float32)
+    tl.store(weights + place, routed.weight, mask=routed.mask & mine)
+
+
+@triton.jit
+def _store_rows(address, sections, tile, sent, rows, scales):
+    """Store a tile of rows, and of their scales if they have some, on one rank where `sent`."""
+    slot = (sections.first_slot + tile.token).to(tl.int64)[:, None]
+    width = tile.num_blocks * 32
+    out = section(address, sections.rows, rows.dtype)
+    inside = sent[:, None] & (tile.columns < width)
+    tl.store(out + slot * width + tile.columns, rows, mask=inside)
+    if scales is not None:
+        out = section(address, sections.scales, tl.uint8)
+        inside = sent[:, None] & (tile.blocks < tile.num_blocks)
+        tl.store(out + slot * tile.num_blocks + tile.blocks, scales, mask=inside)
+
+
+@triton.jit
+def _clear_unused(table, num_ranks, sections, num_used, num_ids, top_k):
+    """Store −1 in this rank's ids from `num_used` to `num_ids` on all ranks, a share of them."""
+    step = tl.num_programs(0) * _FILL
+    for first in range(num_used + tl.program_id(0) * _FILL, num_ids, step):
+        place = first + tl.arange(0, _FILL)
+        for peer in range(num_ranks):
+            ids = section(tl.load(table + peer), sections.ids, tl.int32)
+            ids += sections.first_slot * top_k
+            tl.store(ids + place, tl.full([_FILL], -1, tl.int32), mask=place < num_ids)
+
+
+@triton.jit
+def _load_rows(x, tile):
+    """A tile of this rank's rows, [ROWS, BLOCK]; zero beyond the last token and column."""
+    width = tile.num_blocks * 32
+    inside = tile.exists[:, None] & (tile.columns < width)
+    return tl.load(
+        x + tile.token.to(tl.int64)[:, None] * width + tile.columns, mask=inside, other=0
+    )
+
+
+@triton.jit
+def _load_scales(scale, tile):
+    """The scales of a tile of rows, [ROWS, BLOCK/32]."""
+    inside = tile.exists[:, None] & (tile.blocks < tile.num_blocks)
+    place = tile.token.to(tl.int64)[:, None] * tile.num_blocks + tile.blocks
+    return tl.load(scale + place, mask=inside, other=0)
+
+
+@triton.jit(do_not_specialize=DISPATCH_SIZES)
+def _exchange_dispatch_kernel(
+    state,
+    destinations,
+    table,
+    x,
+    scale,
+    topk_weights,
+    topk_ids,
+    owners,
+    local_ids,
+    rows_offset,
+    scales_offset,
+    ids_offset,
+    weights_offset,
+    flags_offset,
+    rank,
+    num_ranks,
+    num_tokens,
+    bound,
+    top_k,
+    num_experts,
+    num_blocks,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    INF_BYTE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    KIND: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Send tokens; step 1 of the protocol.
+
+    Grid: (CTAs,), the same number on all ranks. The programs take tiles of ROWS tokens and BLOCK
+    columns in turn, the column tiles of a token one after another.
+
+    Args:
+        state: this rank's int64 words. destinations: int64 [max_tokens], ranks of each token.
+        table: int64 [N], addresses of the ranks' memories.
+        x: [T, 32 · num_blocks]. scale: its E8M0 scales, or None.
+        owners, local_ids: int32 [num_experts], of this rank as the source.
+        EMAX, THRESHOLD, INF_BYTE: scale rule; None if rows travel as they are.
+    """
+    launch_dependents_and_wait(USE_PDL)
+    pid, num_ctas = tl.program_id(0), tl.num_programs(0)
+    epoch = tl.load(state + EPOCHS + pid) + 1
+    decided = _begin(state)
+    if decided < 0:
+        num_tokens = 0
+    sections = Sections(rows_offset, scales_offset, ids_offset, weights_offset, rank * bound)
+    routing = Routing(topk_ids, topk_weights, owners, local_ids, top_k, num_experts)
+    tiles = tl.cdiv(num_blocks * 32, BLOCK)
+    for item in range(pid, tl.cdiv(num_tokens, ROWS) * tiles, num_ctas):
+        first = item % tiles
+        token = item // tiles * ROWS + tl.arange(0, ROWS)
+        tile = Tile(
+            token=token,
+            exists=token < num_tokens,
+            columns=first * BLOCK + tl.arange(0, BLOCK)[None, :],
+            blocks=first * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[None, :],
+            num_blocks=num_blocks,
+        )
+        routed = _route(routing, token, tile.exists, SLOTS)
+        rows = _load_rows(x, tile)
+        scales = None
+        if EMAX is not None:
+            rows, scales = quantize_tile(rows.to(tl.float32), "e4m3", EMAX, THRESHOLD, INF_BYTE)
+        elif scale is not None:
+            scales = _load_scales(scale, tile)
+        ranks = tl.zeros([ROWS], tl.int64)
+        for step in range(1, num_ranks + 1):  # this rank's own memory last
+            peer = (rank + step) % num_ranks
+            address = tl.load(table + peer)
+            mine = routed.owner == peer
+            sent = tl.max(mine.to(tl.int32), 1) > 0
+            _store_rows(address, sections, tile, sent, rows, scales)
+            if first == 0:
+                _store_routing(address, sections, top_k, routed, mine)
+            ranks |= sent.to(tl.int64) << peer
+        if first == 0:
+            tl.store(destinations + token, ranks, mask=tile.exists)
+    _clear_unused(table, num_ranks, sections, num_tokens * top_k, bound * top_k, top_k)
+    flag = epoch
+    if decided < 0:
+        flag = poisoned_flag(decided, rank)
+    set_flags(table, flags_offset, rank, num_ranks, flag, KIND)
+    copy = pid + num_ctas * tl.arange(0, MAX_CTAS)
+    tl.store(state + EPOCHS + copy, tl.zeros([MAX_CTAS], tl.int64) + epoch, mask=copy < MAX_CTAS)

@@ -1,0 +1,42 @@
+"""What both phases of the exchange share: sections of a rank's memory, and setting flags."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .gcn import write_back
+from .words import MAX_CTAS, MAX_RANKS, POISON, TWO_STREAMS
+
+
+@triton.jit
+def section(address, offset, DTYPE: tl.constexpr):
+    """Pointer to a section of the memory at `address`, aligned to 16 bytes."""
+    # The hint stands behind the cast: before it it is lost, and stores shrink to 8 bytes.
+    return tl.multiple_of((address + offset).to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def set_flags(table, flags_offset, rank, num_ranks, value, KIND: tl.constexpr):
+    """Set this CTA's flag of this rank to `value` on all ranks: release, system scope.
+
+    Everything that the CTA stored and loaded before comes first.
+    """
+    if KIND == "hip":
+        write_back()
+    tl.debug_barrier()
+    peer = tl.arange(0, MAX_RANKS + 1)
+    mask = peer < num_ranks
+    address = tl.load(table + peer, mask=mask, other=0) + flags_offset
+    flags = address.to(tl.pointer_type(tl.int64)) + (rank * MAX_CTAS + tl.program_id(0))
+    value = tl.zeros([MAX_RANKS + 1], tl.int64) + value
+    tl.atomic_xchg(flags, value, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def poisoned_flag(decided, rank):
+    """The flag that names what is lost: the rank that `decided` names, or else this rank."""
+    code = -decided
+    if decided <= TWO_STREAMS:
+        code = (rank + 1).to(tl.int64)
+    return POISON + code

@@ -1,0 +1,155 @@
+"""Bounded waits for flags of other ranks; see the package's docstring for the protocol."""
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+
+from ..pdl import grid_dependency_wait, launch_dependents
+from .gcn import real_time
+from .ptx import global_timer, load_acquire
+from .words import (
+    ARRIVED_ADDRESS,
+    DECIDED,
+    EPOCHS,
+    MAX_CTAS,
+    NUM_CTAS,
+    NUM_RANKS,
+    POISON,
+    TIMEOUT,
+    WORDS_ADDRESS,
+)
+
+_LANES = tl.constexpr(128)
+"""Flags that a program polls at once."""
+_FILL = tl.constexpr(1024)
+
+TICKS_PER_SECOND = {"cuda": 10**9, "hip": 10**8, "cpu": 10**9}
+"""Rate of `clock` by kind of target."""
+
+
+def _interpreted_clock() -> int:
+    """Nanoseconds. Lets another process run first: interpreted ranks share the cores."""
+    time.sleep(0)
+    return time.monotonic_ns()
+
+
+_interpreted_clock.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
+@triton.jit
+def clock(KIND: tl.constexpr):
+    """Ticks since an arbitrary start, int64. KIND is that of the target: "cuda", "hip", "cpu"."""
+    if KIND == "cuda":
+        return global_timer()
+    elif KIND == "hip":
+        return real_time()
+    else:
+        return _interpreted_clock()
+
+
+@triton.jit
+def load_flags(pointers, mask, KIND: tl.constexpr):
+    """Load int64 flags: acquire, system scope. Lanes off `mask` are undefined."""
+    if KIND == "cuda":
+        return load_acquire(pointers)
+    else:
+        return tl.atomic_add(
+            pointers, tl.zeros(pointers.shape, tl.int64), mask=mask, sem="acquire", scope="sys"
+        )
+
+
+@triton.jit
+def wait_for_flags(flags, target, num_ranks, num_ctas, timeout, KIND: tl.constexpr):
+    """Wait until ``flags[r, c] >= target`` for all ranks r and CTAs c below `num_ctas`.
+
+    Polls with plain loads and acquires once at the end. After `timeout` ticks it gives up.
+
+    Args:
+        flags: int64 [num_ranks, MAX_CTAS], on this rank.
+        target: int64, at least 0.
+
+    Returns:
+        int64: `target`, or −1 − r for a rank r that is late or that a poisoned flag names.
+    """
+    total = num_ranks * num_ctas
+    verdict = target
+    start = clock(KIND)
+    for first in range(0, total, _LANES):
+        place = first + tl.arange(0, _LANES)
+        mask = place < total
+        source = tl.where(mask, place // num_ctas, num_ranks)
+        pointers = flags + tl.where(mask, source * MAX_CTAS + place % num_ctas, 0)
+        polling = first < total
+        while polling:
+            seen = tl.load(pointers, mask=mask, other=POISON, volatile=True)
+            absent = tl.max((seen < target).to(tl.int32), 0) > 0
+            polling = absent & (clock(KIND) - start < timeout)
+        seen = tl.where(mask, load_flags(pointers, mask, KIND), target)
+        late = tl.min(tl.where(seen < target, source, num_ranks), 0).to(tl.int64)
+        poison = tl.max(seen, 0)
+        if verdict >= 0:
+            if poison > POISON:
+                verdict = POISON - poison
+            elif late < num_ranks:
+                verdict = -1 - late
+    tl.debug_barrier()  # what any thread acquired is ordered before what the program reads next
+    return verdict
+
+
+@triton.jit
+def wait_for_tokens(arrivals, KIND: tl.constexpr):
+    """Wait for the tokens of all ranks, and agree on the verdict with all programs of this rank.
+
+    The first program that sees all flags, or none in time, sets words[DECIDED] by a
+    compare-and-swap. Every other program of this epoch adopts that verdict.
+
+    Args:
+        arrivals: int64 [NUM_ARRIVALS]; see words.py.
+
+    Returns:
+        Whether all tokens are there; if not, no id may be used.
+    """
+    flags = tl.load(arrivals + ARRIVED_ADDRESS).to(tl.pointer_type(tl.int64))
+    state = tl.load(arrivals + WORDS_ADDRESS).to(tl.pointer_type(tl.int64))
+    num_ranks = tl.load(arrivals + NUM_RANKS).to(tl.int32)
+    num_ctas = tl.load(arrivals + NUM_CTAS).to(tl.int32)
+    epoch = tl.load(state + EPOCHS)
+    timeout = tl.load(state + TIMEOUT)
+    decided = tl.load(state + DECIDED, volatile=True)
+    if decided >= 0:
+        verdict = wait_for_flags(flags, epoch, num_ranks, num_ctas, timeout, KIND)
+        if decided < epoch:
+            found = tl.atomic_cas(state + DECIDED, decided, verdict, sem="acq_rel", scope="gpu")
+            decided = tl.where(found == decided, verdict, found)
+    return decided >= 0
+
+
+@triton.jit
+def wait_for_predecessor(arrivals, KIND: tl.constexpr, USE_PDL: tl.constexpr):
+    """Wait for the previous kernel and for the tokens, then let the next kernel start.
+
+    The next kernel starts only now: its CTAs must not occupy the GPU behind a wait for another
+    rank. Returns what `wait_for_tokens` returns.
+    """
+    if USE_PDL:
+        grid_dependency_wait()
+    complete = wait_for_tokens(arrivals, KIND)
+    if USE_PDL:
+        launch_dependents()
+    return complete
+
+
+@triton.jit(do_not_specialize=["num_ids"])
+def _exchange_wait_kernel(topk_ids, arrivals, num_ids, KIND: tl.constexpr, USE_PDL: tl.constexpr):
+    """Wait for the tokens of all ranks; if one is lost, store −1 in all `num_ids` received ids.
+
+    Grid: (1,). For callers whose own kernels take no `arrivals`.
+    """
+    complete = wait_for_predecessor(arrivals, KIND, USE_PDL)
+    if not complete:
+        for first in range(0, num_ids, _FILL):
+            place = first + tl.arange(0, _FILL)
+            tl.store(topk_ids + place, tl.full([_FILL], -1, tl.int32), mask=place < num_ids)

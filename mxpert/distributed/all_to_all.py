@@ -1,0 +1,146 @@
+"""ALL_TO_ALL: all_to_all_single with one row per (token, rank) pair that has work.
+
+The host reads how many rows go where, once a dispatch: that is the one synchronisation, and the
+reason why CUDA graphs cannot capture this transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..formats.spec import ScaleRule
+from ..ops.schema import rebuild
+from .groups import Ranks
+from .transport import DispatchedTokens, ExchangeSpec, Rows
+from .wire import rows_from_wire, wire_parts
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """Where the rows of one dispatch went.
+
+    Args:
+        tokens: int64 [S], the token of each row that was sent, by rank and then by token.
+        sent, received: rows to and from each rank.
+    """
+
+    tokens: torch.Tensor
+    sent: list[int]
+    received: list[int]
+
+
+class AllToAllExchange:
+    """One row per (token, rank) pair; the shapes depend on the routing."""
+
+    def __init__(self, group: Any, spec: ExchangeSpec, device: torch.device) -> None:
+        self._spec, self._ranks = spec, Ranks(group, spec, device)
+        owners, local_ids = (
+            # column id + 1; what no rank computes goes to "rank" N
+            torch.nn.functional.pad(table[spec.rank], (1, 1), value=none).to(device)
+            for table, none in (
+                (spec.placement.owners.long(), spec.size),
+                (spec.placement.local_ids, -1),
+            )
+        )
+        self._owners, self._local_ids = owners, local_ids
+
+    @staticmethod
+    def unavailable(group: Any, device: torch.device) -> str | None:
+        """None: gloo and NCCL have all_to_all_single."""
+        return None
+
+    def dispatch(
+        self,
+        x: Rows,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        bound: int,
+        scale_rule: ScaleRule,
+        out_dtype: torch.dtype,
+    ) -> DispatchedTokens:
+        """Send each token to the ranks that own one of its experts."""
+        spec = self._spec
+        columns = topk_ids.clamp(-1, spec.placement.num_experts).long() + 1
+        owners = self._owners[columns]  # int64 [T, k]
+        places, way = self._find_way(owners)
+        tokens = way.tokens
+        parts = wire_parts(x, spec.wire_format, scale_rule)
+        received = [self._exchange(part[tokens], way) for part in parts]
+        # [S, 2k] int32: local ids of the receiver, then the bits of the weights
+        ids = torch.where(owners[tokens] == places, self._local_ids[columns[tokens]], -1)
+        routing = torch.cat([ids, topk_weights[tokens].float().view(torch.int32)], dim=1)
+        got = self._exchange(routing, way)
+        top_k = topk_ids.shape[1]
+        return rebuild(
+            DispatchedTokens,
+            x=rows_from_wire(received, spec.wire_format),
+            topk_weights=got[:, top_k:].contiguous().view(torch.float32),
+            topk_ids=got[:, :top_k].contiguous(),
+            num_tokens=topk_ids.shape[0],
+            out_dtype=out_dtype,
+            arrivals=None,
+            state=way,
+        )
+
+    def _find_way(self, owners: torch.Tensor) -> tuple[torch.Tensor, _Way]:
+        """The rank int64 [S, 1] of each row to send, and the way of all rows.
+
+        owners: int64 [T, k], the rank of each id, N for none.
+        """
+        size = self._spec.size
+        goes = torch.zeros((owners.shape[0], size + 1), dtype=torch.bool, device=owners.device)
+        goes = goes.scatter_(1, owners, True)[:, :size].T  # [N, T]
+        counts = goes.sum(1)
+        others = counts
+        if size > 1:
+            others = torch.empty_like(counts)
+            self._ranks.run("dispatch", dist.all_to_all_single, others, counts)
+        sent, received = torch.stack([counts, others]).tolist()
+        rows = torch.nonzero_static(goes, size=sum(sent))  # [S, 2]: rank, token
+        return rows[:, :1], _Way(rows[:, 1], sent, received)
+
+    def _exchange(self, rows: torch.Tensor, way: _Way) -> torch.Tensor:
+        """Contiguous [S, W] → [R, W]."""
+        return self._all_to_all(rows, way.sent, way.received, "dispatch")
+
+    def _all_to_all(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], step: str
+    ) -> torch.Tensor:
+        if self._spec.size == 1:
+            return rows
+        out = rows.new_empty((sum(received), *rows.shape[1:]))
+        data = (tensor.view(torch.uint8) for tensor in (out, rows))  # any dtype travels as bytes
+        self._ranks.run(step, dist.all_to_all_single, *data, received, sent)
+        return out
+
+    def send(self, rows: torch.Tensor, dispatched: DispatchedTokens) -> torch.Tensor:
+        """Rows [T, W] → [R, W]."""
+        way: _Way = dispatched.state
+        return self._exchange(rows[way.tokens], way)
+
+    def wait(self, dispatched: DispatchedTokens) -> DispatchedTokens:
+        """Return `dispatched`: collectives are in stream order."""
+        return dispatched
+
+    def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:
+        """Sum the rows that come back in float32, in rank order."""
+        way: _Way = dispatched.state
+        back = self._all_to_all(rows.contiguous(), way.received, way.sent, "combine").float()
+        total = torch.zeros_like(out, dtype=torch.float32)
+        for tokens, part in zip(way.tokens.split(way.sent), back.split(way.sent), strict=True):
+            total.index_add_(0, tokens, part)  # a token once at most: one order of the sum
+        out.copy_(total)
+
+    def check(self) -> None:
+        """Synchronise; raise the error of an earlier call again."""
+        self._ranks.check()
+
+    def close(self) -> None:
+        """Free the group that this object made."""
+        self._ranks.close()

@@ -1,0 +1,213 @@
+"""SYMMETRIC: one-sided stores into the memory of the other ranks of one host.
+
+The kernels and the protocol are in `mxpert.backends.common.exchange`. Here are the buffers of a
+rank, the launches, and what a lost rank looks like on the host. Nothing waits on the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..backends.common.exchange import host
+from ..dispatch import detect_target
+from ..errors import PeerLostError, message
+from ..formats.spec import ScaleRule
+from ..formats.tensor import MXTensor
+from ..ops.schema import rebuild
+from .transport import DispatchedTokens, ExchangeSpec, Rows
+from .wire import rows_from_wire
+from .workspace import Workspace, make_workspace, plain_workspaces, refuse_group
+
+_OP = "ExpertParallel"
+_NEW_OBJECT = "make a new group of the ranks that are left, and an ExpertParallel on it"
+_MISUSE = {
+    "two streams": ("stream", "calls on one stream", "calls that overlap on two streams"),
+    "no wait": ("arrivals", "a wait for the tokens before their use", "combine without a wait"),
+}
+
+
+class SymmetricExchange:
+    """Kernels that store rows and flags on the other ranks; shapes depend on `bound` alone.
+
+    Args:
+        group: the ProcessGroup; None for one rank.
+        spec: of the exchange.
+        device: of the tensors.
+        workspace: the memory of this rank; None makes one with the group.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        spec: ExchangeSpec,
+        device: torch.device,
+        workspace: Workspace | None = None,
+    ) -> None:
+        self._spec, self._device = spec, device
+        target = detect_target(device)
+        layout = layout_of(spec)
+        self._own = host.Rank(layout, spec.rank, spec.placement.num_experts, target)
+        self._workspace = workspace or make_workspace(group, layout.nbytes, device)
+        self._sections = layout.views(self._workspace.own)
+        self._words = host.new_words(spec.timeout_s, target, device)
+        self._arrivals = host.new_arrivals(self._sections["arrived"], self._words)
+        self._state = {
+            "state": self._words,
+            "table": torch.tensor(self._workspace.addresses, dtype=torch.int64, device=device),
+            "destinations": torch.zeros(spec.max_tokens, dtype=torch.int64, device=device),
+        }
+        self._experts = {
+            "owners": spec.placement.owners[spec.rank].to(device),
+            "local_ids": spec.placement.local_ids[spec.rank].to(device),
+        }
+        self._received: dict[int, dict[str, Any]] = {}
+        self._is_dispatched = False
+        self._lost: Exception | None = None
+
+    @classmethod
+    def virtual(cls, specs: list[ExchangeSpec], device: torch.device) -> list[SymmetricExchange]:
+        """The exchanges of ranks that live in one process, each on a stream of its own."""
+        memories = plain_workspaces(len(specs), layout_of(specs[0]).nbytes, device)
+        pairs = zip(specs, memories, strict=True)
+        return [cls(None, spec, device, memory) for spec, memory in pairs]
+
+    @staticmethod
+    def unavailable(group: Any, device: torch.device) -> str | None:
+        """Why the ranks cannot write in each other's memory, or have no kernels to do it."""
+        num_ranks = 1 if group is None else group.size()
+        own = host.refuse(num_ranks, detect_target(device))
+        return refuse_group(group, device) if own is None else own
+
+    def dispatch(
+        self,
+        x: Rows,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        bound: int,
+        scale_rule: ScaleRule,
+        out_dtype: torch.dtype,
+    ) -> DispatchedTokens:
+        """Store each token on the ranks of its experts; the received ones are still on their way.
+
+        The tensors of the result are this object's buffers, valid until `combine` of the result.
+
+        Raises:
+            PeerLostError: an earlier `check` has raised it.
+            ValueError: the tokens of an earlier call were not combined; the object was closed.
+        """
+        self._begin("dispatch", not self._is_dispatched)
+        rows, scale = (x.qdata, x.scale) if isinstance(x, MXTensor) else (x, None)
+        quantises = self._own.layout.mx_rows and scale is None
+        num_tokens = topk_ids.shape[0]
+        rule = scale_rule if quantises else None
+        host.dispatch_launch(self._own, num_tokens, bound, rule)(
+            **self._state,
+            **self._experts,
+            x=rows.contiguous(),
+            scale=None if scale is None else scale.contiguous(),
+            topk_weights=topk_weights.contiguous(),
+            topk_ids=topk_ids.contiguous(),
+        )
+        self._is_dispatched = True
+        received = self._received.get(bound) or self._view(bound)
+        return rebuild(
+            DispatchedTokens, **received, num_tokens=num_tokens, out_dtype=out_dtype, state=bound
+        )
+
+    def _view(self, bound: int) -> dict[str, Any]:
+        """The received tokens of calls with `bound` slots a rank."""
+        slots = self._spec.size * bound
+        rows, scales, ids, weights = (
+            self._sections[name][:slots] for name in ("rows", "scales", "ids", "weights")
+        )
+        parts = (rows, scales) if self._own.layout.mx_rows else (rows.view(torch.uint8),)
+        arrivals = self._arrivals[host.arrivals_row(self._own.layout, bound)]
+        self._received[bound] = dict(
+            x=rows_from_wire(parts, self._spec.wire_format),
+            topk_weights=weights,
+            topk_ids=ids,
+            arrivals=arrivals,
+        )
+        return self._received[bound]
+
+    def wait(self, dispatched: DispatchedTokens) -> DispatchedTokens:
+        """Enqueue a kernel that waits for the tokens of all ranks; without them all ids are −1."""
+        host.wait_launch(self._own, dispatched.state)(
+            topk_ids=dispatched.topk_ids, arrivals=dispatched.arrivals
+        )
+        return rebuild(DispatchedTokens, **{**vars(dispatched), "arrivals": None})
+
+    def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:
+        """Store each row on its token's rank, and sum a token's rows there in rank order.
+
+        Raises:
+            PeerLostError: an earlier `check` has raised it.
+            ValueError: `dispatched` is not of the last dispatch; the object was closed.
+        """
+        bound = dispatched.state
+        is_last = dispatched.topk_ids is self._received.get(bound, {}).get("topk_ids")
+        self._begin("combine", self._is_dispatched and is_last)
+        sections = self._sections
+        host.combine_launch(self._own, dispatched.num_tokens, bound)(
+            **self._state,
+            out=out,
+            rows=rows,
+            partials=sections["partials"],
+            returned=sections["returned"],
+            topk_ids=dispatched.topk_ids,
+        )
+        self._is_dispatched = False
+
+    def _begin(self, step: str, in_order: bool) -> None:
+        """Raise for a lost, closed or misused object."""
+        if self._lost is not None:
+            raise self._lost
+        if not in_order:
+            need, got = "dispatch and combine in turn", f"{step} out of turn"
+            remedy = "if a layer failed in between, close the object on all ranks and make another"
+            raise ValueError(message(f"{_OP}.{step}", "order", need, got, remedy))
+
+    def check(self) -> None:
+        """Synchronise with the device; raise an error if a rank was lost.
+
+        Raises:
+            PeerLostError: a rank died or did not arrive in time.
+            ValueError: calls overlapped on two streams, or nothing waited for received tokens.
+        """
+        if self._lost is None:
+            rank, misuse = host.lost(self._words)
+            if rank is not None:
+                need, got = f"an answer within {self._spec.timeout_s:g} s", "none"
+                text = message(f"{_OP}.check", f"rank {rank}", need, got, _NEW_OBJECT)
+                self._lost = PeerLostError(text, (rank,))
+            elif misuse is not None:
+                argument, need, got = _MISUSE[misuse]
+                text = message(f"{_OP}.check", argument, need, got, "make a new ExpertParallel")
+                self._lost = ValueError(text)
+        if self._lost is not None:
+            raise self._lost
+
+    def close(self) -> None:
+        """Free the buffers, once the kernels that use them have ended; idempotent."""
+        if self._sections:
+            if self._device.type != "cpu":
+                torch.cuda.synchronize(self._device)
+            text = message(_OP, "object", "an open ExpertParallel", "a closed one")
+            self._lost = self._lost or ValueError(text)
+            self._sections, self._received = {}, {}
+            del self._workspace, self._arrivals
+
+
+def layout_of(spec: ExchangeSpec) -> host.Layout:
+    """The sections of each rank's memory."""
+    return host.Layout(
+        num_ranks=spec.size,
+        max_tokens=spec.max_tokens,
+        top_k=spec.top_k,
+        hidden_size=spec.hidden_size,
+        mx_rows=spec.wire_format == "mxfp8",
+        combine_dtype=spec.combine_dtype,
+    )

@@ -1,0 +1,108 @@
+"""Memory that the ranks of a group can write in each other: on GPUs, on CPUs, in one process."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .groups import gather_objects
+
+
+@dataclass(frozen=True, eq=False)
+class Workspace:
+    """A rank's memory, and where this rank sees the memories of all ranks.
+
+    Args:
+        own: uint8 [nbytes], zero when every rank has its Workspace.
+        addresses: of the N memories in rank order, as this rank's kernels use them.
+        keep: objects that hold the mappings.
+    """
+
+    own: torch.Tensor
+    addresses: tuple[int, ...]
+    keep: Any = None
+
+
+def make_workspace(group: Any, nbytes: int, device: torch.device) -> Workspace:
+    """Make the memory of this rank; all ranks of the group call at the same time.
+
+    group: the ProcessGroup; None for one rank.
+    """
+    if group is None:
+        return plain_workspaces(1, nbytes, device)[0]
+    made = _mapped_files(group, nbytes) if device.type == "cpu" else _peers(group, nbytes, device)
+    gather_objects(group, None)  # no rank stores before every memory is zero
+    return made
+
+
+def plain_workspaces(num_ranks: int, nbytes: int, device: torch.device) -> list[Workspace]:
+    """Memories of ranks that live in one process, each on a stream of its own."""
+    memories = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
+    addresses = tuple(memory.data_ptr() for memory in memories)
+    return [Workspace(memory, addresses, memories) for memory in memories]
+
+
+def refuse_group(group: Any, device: torch.device) -> str | None:
+    """Why the ranks cannot write in each other's memory, as a phrase; None if they can.
+
+    All ranks of the group call at the same time.
+    """
+    if group is None:
+        return None
+    hosts = gather_objects(group, socket.gethostname())
+    if len(set(hosts)) > 1:
+        return f"needs one host, got {len(set(hosts))}"
+    if device.type == "cpu":
+        return None
+    devices = gather_objects(group, device.index)
+    unreachable = [
+        peer
+        for peer in sorted(set(devices) - {device.index})
+        if peer < torch.cuda.device_count()
+        and not torch.cuda.can_device_access_peer(device.index, peer)
+    ]
+    blocked = gather_objects(group, unreachable)
+    if any(blocked):
+        return f"needs peer access between the GPUs, and cuda:{device.index} lacks it"
+    try:
+        _peers(group, 8, device)
+    except (ImportError, RuntimeError) as error:
+        return f"torch's symmetric memory refuses the group: {str(error).splitlines()[0]}"
+    return None
+
+
+def _peers(group: Any, nbytes: int, device: torch.device) -> Workspace:
+    """Symmetric memory of torch."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = symmetric_memory.rendezvous(own, group)
+    own.zero_()
+    torch.cuda.synchronize(device)
+    # The device's own table of addresses (buffer_ptrs_dev) leaves out the offset of `own`.
+    addresses = (
+        handle.get_buffer(rank, (nbytes,), torch.uint8).data_ptr() for rank in range(group.size())
+    )
+    return Workspace(own, tuple(addresses), handle)
+
+
+def _mapped_files(group: Any, nbytes: int) -> Workspace:
+    """Memory of CPU processes: each rank maps one file of each rank."""
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.NamedTemporaryFile(prefix="mxpert-", dir=folder) as file:
+        file.truncate(nbytes)
+        names = gather_objects(group, file.name)
+        maps = []
+        for name in names:
+            with open(name, "r+b") as opened:
+                maps.append(mmap.mmap(opened.fileno(), nbytes))
+        gather_objects(group, None)  # every rank has mapped every file: their names may go
+    memories = [torch.frombuffer(map, dtype=torch.uint8) for map in maps]
+    addresses = tuple(memory.data_ptr() for memory in memories)
+    return Workspace(memories[group.rank()], addresses, memories)
