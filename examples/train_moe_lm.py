@@ -2,9 +2,12 @@
 
     python examples/train_moe_lm.py                              a short run of a tiny model
     python examples/train_moe_lm.py --size small --steps 300 --output runs
+    torchrun --nproc-per-node 2 examples/train_moe_lm.py --expert-parallel 2
 
 Prints the final and the held-out loss of each format. --output writes loss.json and loss.png;
 --save writes the model of the last format as a Mixtral checkpoint, which transformers loads.
+With --expert-parallel N each of N ranks holds a part of the experts, and the windows of a batch are
+dealt out to all ranks of torchrun. A run with --micro-batches of as many parts has the same losses.
 Without --text the text is the Python source of this installation's standard library: about 30 MB,
 more than a run reads. The exit code is 1 if the final loss of a format is more than 2 % above the
 first format's.
@@ -13,6 +16,7 @@ first format's.
 import argparse
 import json
 import math
+import os
 import sys
 import sysconfig
 import time
@@ -22,12 +26,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F  # noqa: N812 (torch's own convention)
+from torch.nn.parallel import DistributedDataParallel
 
 import mxpert
-from mxpert.training import MXFP8Recipe, MXMoE
+from mxpert.distributed import ExpertParallel, Transport
+from mxpert.training import (
+    MXFP8Recipe,
+    MXMoE,
+    clip_grad_norm_,
+    full_state_dict,
+    local_expert_parameters,
+    prepare_for_ddp,
+)
 
 RECIPES = {
     "bf16": MXFP8Recipe(enabled=False),
@@ -65,8 +80,8 @@ class Size:
 SIZES = {
     "tiny": Size(64, 1, 2, 4, 2, 96, 32, 4, 4e-3),  # a test of seconds on a CPU
     "small": Size(64, 2, 2, 8, 2, 128, 128, 8, 3e-3),  # minutes on a CPU
-    "full": Size(512, 6, 8, 16, 2, 512, 512, 32, 1e-3),
-}  # 82 million parameters, for a GPU
+    "full": Size(512, 6, 8, 16, 2, 512, 512, 32, 1e-3),  # 82 million parameters, for a GPU
+}
 
 
 class Attention(nn.Module):
@@ -100,27 +115,33 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then experts on bfloat16 activations; parameters stay float32."""
+    """Attention, then experts on bfloat16 activations; parameters stay float32.
 
-    def __init__(self, size: Size, recipe: MXFP8Recipe):
+    A float64 model, for checks, is float64 throughout.
+    """
+
+    def __init__(self, size: Size, recipe: MXFP8Recipe, ep: ExpertParallel | None):
         super().__init__()
         self.norms = nn.ModuleList(nn.RMSNorm(size.hidden, NORM_EPSILON) for _ in range(2))
         self.attention = Attention(size)
-        self.moe = MXMoE(size.hidden, size.ffn, size.experts, size.top_k, recipe=recipe)
+        self.moe = MXMoE(
+            size.hidden, size.ffn, size.experts, size.top_k, recipe=recipe, expert_parallel=ep
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norms[0](x))
-        return x + self.moe(self.norms[1](x).bfloat16())
+        rows = self.norms[1](x)
+        return x + self.moe(rows if rows.dtype == torch.float64 else rows.bfloat16())
 
 
 class LanguageModel(nn.Module):
     """The architecture of Mixtral: bytes [B, S] in, logits [B, S, 256] of the next byte out."""
 
-    def __init__(self, size: Size, recipe: MXFP8Recipe):
+    def __init__(self, size: Size, recipe: MXFP8Recipe, ep: ExpertParallel | None = None):
         super().__init__()
         self.size = size
         self.embed = nn.Embedding(VOCABULARY, size.hidden)
-        self.blocks = nn.ModuleList(Block(size, recipe) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size, recipe, ep) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.hidden, NORM_EPSILON)
         self.head = nn.Linear(size.hidden, VOCABULARY, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
@@ -131,12 +152,44 @@ class LanguageModel(nn.Module):
             x = block(x)
         return self.head(self.norm(x))
 
-    def loss(self, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean cross entropy in nats per byte of windows [B, S + 1], and the balancing loss."""
+    def loss(
+        self, window: torch.Tensor, wrapped: nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean cross entropy in nats per byte of windows [B, S + 1], and the balancing loss.
+
+        `wrapped` is this model in DistributedDataParallel.
+        """
         with torch.autocast(window.device.type, torch.bfloat16, enabled=window.is_cuda):
-            logits = self(window[:, :-1])
+            logits = (wrapped or self)(window[:, :-1])
         balance = torch.stack([block.moe.aux_loss for block in self.blocks]).sum()
-        return F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten()), balance
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten()), balance
+
+
+def start_ranks(expert_parallel: int, device: str) -> DeviceMesh:
+    """The processes of torchrun: experts lie along "ep"; ranks along "dp" hold the same ones."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if expert_parallel < 1 or world % expert_parallel or "WORLD_SIZE" not in os.environ:
+        raise SystemExit(
+            f"--expert-parallel: need a divisor of {world} ranks, got {expert_parallel}; start "
+            f"with torchrun --nproc-per-node {max(expert_parallel, 1)}"
+        )
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    shape = expert_parallel, world // expert_parallel
+    return init_device_mesh(device, shape, mesh_dim_names=("ep", "dp"))
+
+
+def parallel_experts(mesh: DeviceMesh, size: Size) -> ExpertParallel:
+    """The exchange of all layers, which run one after the other."""
+    return ExpertParallel(
+        mesh["ep"],
+        num_experts=size.experts,
+        top_k=size.top_k,
+        hidden_size=size.hidden,
+        max_tokens=size.batch * size.length,
+        transport=Transport.ALL_TO_ALL,
+    )
 
 
 def read_text(path: Path | None) -> bytes:
@@ -185,35 +238,48 @@ def rate(step: int, steps: int) -> float:
 
 
 def train(
-    recipe: MXFP8Recipe, data: tuple[torch.Tensor, torch.Tensor], size: Size, steps: int, seed: int
+    recipe: MXFP8Recipe,
+    data: tuple[torch.Tensor, torch.Tensor],
+    size: Size,
+    steps: int,
+    seed: int,
+    *,
+    micro_batches: int = 1,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[LanguageModel, dict[str, Any]]:
-    """One run; seed, first weights and batches do not depend on the recipe."""
+    """One run; seed, first weights and batches do not depend on the recipe or the ranks."""
     train_data, held_out = data
     torch.manual_seed(seed)
-    model = LanguageModel(size, recipe).to(train_data.device)
+    ep = mesh and parallel_experts(mesh, size)
+    model = LanguageModel(size, recipe, ep).to(train_data.device)
+    wrapped = None
+    if mesh:  # the experts' gradients are averaged over "dp", all others over all ranks
+        prepare_for_ddp(model, mesh["dp"].get_group())
+        wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=size.lr, betas=(0.9, 0.95), fused=train_data.is_cuda
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
     losses, began = [], time.perf_counter()
     for batch in windows(train_data, size, steps, seed):
-        loss, balance = model.loss(batch)
-        (loss + balance).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        own = batch.chunk(mesh.size())[mesh.get_rank()] if mesh else batch
+        total = torch.zeros((), device=batch.device)
+        for part in own.chunk(micro_batches):
+            loss, balance = model.loss(part, wrapped)
+            ((loss + balance) / micro_batches).backward()
+            total += loss.detach() / micro_batches
+        if mesh:
+            dist.all_reduce(total.div_(mesh.size()))
+        clip_grad_norm_(model, 1.0, ep and ep.group)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(total)
     losses = [round(loss, 5) for loss in torch.stack(losses).tolist()]  # waits for the device
     seconds = time.perf_counter() - began
     with torch.no_grad():
-        test = (
-            torch.stack(
-                [model.loss(batch)[0] for batch in windows(held_out, size, HELD_OUT_BATCHES, seed)]
-            )
-            .mean()
-            .item()
-        )
+        batches = windows(held_out, size, HELD_OUT_BATCHES, seed)
+        test = torch.stack([model.loss(batch)[0] for batch in batches]).mean().item()
     return model, {
         "losses": losses,
         "final": final_loss(losses),
@@ -228,27 +294,33 @@ def final_loss(losses: Sequence[float]) -> float:
     return sum(last) / len(last)
 
 
-def save_mixtral(model: LanguageModel, folder: Path) -> None:
-    """Weights in bfloat16 under the names of a Mixtral checkpoint, and its config.json."""
+def save_mixtral(model: LanguageModel, folder: Path, ep: ExpertParallel | None = None) -> None:
+    """Weights in bfloat16 under the names of a Mixtral checkpoint, and its config.json.
+
+    Every rank of `ep` calls it; the first one writes.
+    """
+    state = model.state_dict() if ep is None else full_state_dict(model, ep)
+    if dist.is_initialized() and dist.get_rank():
+        return
     tensors = {
-        "model.embed_tokens.weight": model.embed.weight,
-        "model.norm.weight": model.norm.weight,
-        "lm_head.weight": model.head.weight,
+        "model.embed_tokens.weight": state["embed.weight"],
+        "model.norm.weight": state["norm.weight"],
+        "lm_head.weight": state["head.weight"],
     }
-    for index, block in enumerate(model.blocks):
-        layer, experts = f"model.layers.{index}", f"model.layers.{index}.block_sparse_moe"
-        names = ("input_layernorm", "post_attention_layernorm")
-        tensors |= {
-            f"{layer}.{name}.weight": norm.weight
-            for name, norm in zip(names, block.norms, strict=True)
+    for index in range(model.size.layers):
+        block, layer = f"blocks.{index}", f"model.layers.{index}"
+        names = {"input_layernorm": "norms.0", "post_attention_layernorm": "norms.1"} | {
+            f"self_attn.{name}_proj": f"attention.{name}_proj" for name in "qkvo"
         }
         tensors |= {
-            f"{layer}.self_attn.{name}": value for name, value in block.attention.named_parameters()
+            f"{layer}.{theirs}.weight": state[f"{block}.{ours}.weight"]
+            for theirs, ours in names.items()
         }
-        tensors[f"{experts}.gate.weight"] = block.moe.router
+        experts = f"{layer}.block_sparse_moe"
+        tensors[f"{experts}.gate.weight"] = state[f"{block}.moe.router"]
         for expert in range(model.size.experts):
-            gate, up = block.moe.gate_up_proj.weight[expert].chunk(2)
-            down = block.moe.down_proj.weight[expert]
+            gate, up = state[f"{block}.moe.gate_up_proj.weight"][expert].chunk(2)
+            down = state[f"{block}.moe.down_proj.weight"][expert]
             tensors |= {
                 f"{experts}.experts.{expert}.{name}.weight": value
                 for name, value in (("w1", gate), ("w3", up), ("w2", down))
@@ -280,14 +352,8 @@ def save_mixtral(model: LanguageModel, folder: Path) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    save_file(
-        {
-            name: value.detach().to("cpu", torch.bfloat16).contiguous()
-            for name, value in tensors.items()
-        },
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    stored = {name: value.to("cpu", torch.bfloat16).contiguous() for name, value in tensors.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
@@ -329,55 +395,42 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     gpu = torch.cuda.is_available()
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=300 if gpu else 15,
-        help="training steps (default: 300, on a CPU 15)",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    names = ", ".join(RECIPES)
+    add("--steps", type=int, default=300 if gpu else 15, help="training steps (%(default)s here)")
+    add(
         "--formats",
         default="bf16,mxfp8",
         type=lambda text: text.split(","),
-        help="comma-separated, some of " + ", ".join(RECIPES) + "; the others are "
-        "compared with the first (default: bf16,mxfp8)",
+        help=f"comma-separated, some of {names}; the others are compared with the first "
+        "(default: bf16,mxfp8)",
     )
-    parser.add_argument(
+    add(
         "--size",
         choices=SIZES,
         default="small" if gpu else "tiny",
         help="tiny: seconds on a CPU; small: minutes on a CPU; full: 82 million "
-        "parameters, for a GPU (default: small, on a CPU tiny)",
+        "parameters, for a GPU (%(default)s here)",
     )
-    parser.add_argument("--text", type=Path, help="a file to train on")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument(
-        "--device",
-        default="cuda" if gpu else "cpu",
-        help="where to run (default: the GPU where there is one)",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="write loss.json and loss.png there"
-    )
-    parser.add_argument(
-        "--save",
-        type=Path,
-        metavar="DIR",
-        help="write the last format's model there as a Mixtral checkpoint",
-    )
+    add("--expert-parallel", type=int, metavar="N", help="ranks that share the experts; torchrun")
+    add("--micro-batches", type=int, default=1, metavar="N", help="parts of each batch (1)")
+    add("--text", type=Path, help="a file to train on")
+    add("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+    add("--device", default="cuda" if gpu else "cpu", help="where to run (%(default)s here)")
+    add("--output", type=Path, metavar="DIR", help="write loss.json and loss.png there")
+    add("--save", type=Path, metavar="DIR", help="write the last model as a Mixtral checkpoint")
     options = parser.parse_args(arguments)
     unknown = set(options.formats) - set(RECIPES)
-    if unknown or options.steps < 1:
-        parser.error(
-            f"--formats: need some of {', '.join(RECIPES)}, got {sorted(unknown)}"
-            if unknown
-            else f"--steps: need at least 1, got {options.steps}"
-        )
+    if unknown:
+        parser.error(f"--formats: need some of {names}, got {sorted(unknown)}")
+    if options.steps < 1:
+        parser.error(f"--steps: need at least 1, got {options.steps}")
     return options
 
 
 def describe(options: argparse.Namespace, model: LanguageModel, text: bytes) -> dict[str, Any]:
     """What the losses were measured on."""
+    experts = local_expert_parameters(model)
     device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {
@@ -389,7 +442,10 @@ def describe(options: argparse.Namespace, model: LanguageModel, text: bytes) -> 
         "steps": options.steps,
         "seed": options.seed,
         "text_bytes": len(text),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": sum(
+            parameter.numel() * (options.expert_parallel if name in experts else 1)
+            for name, parameter in model.named_parameters()
+        ),
     }
 
 
@@ -397,27 +453,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, compare, write; 1 if a format ends more than 2 % above the first."""
     options = parse(arguments)
     size, text = SIZES[options.size], read_text(options.text)
+    mesh = options.expert_parallel and start_ranks(options.expert_parallel, options.device)
+    writes = not mesh or mesh.get_rank() == 0
+    shares = options.micro_batches * (mesh.size() if mesh else 1)
+    if size.batch % shares:
+        raise SystemExit(f"need ranks · micro-batches that divide {size.batch}, got {shares}")
     data = tuple(part.to(options.device) for part in split(text, size.length))
     runs: dict[str, dict[str, Any]] = {}
     for name in options.formats:
-        model, runs[name] = train(RECIPES[name], data, size, options.steps, options.seed)
+        model, runs[name] = train(
+            RECIPES[name],
+            data,
+            size,
+            options.steps,
+            options.seed,
+            micro_batches=options.micro_batches,
+            mesh=mesh,
+        )
         first, run = runs[options.formats[0]], runs[name]
         run["ratio"] = run["final"] / first["final"]
+        if not writes:
+            continue
         print(
             f"{name}: final loss {run['final']:.4f} ({run['ratio']:.4f} of "
             f"{options.formats[0]}), held out {run['held_out']:.4f} "
             f"({run['held_out'] / first['held_out']:.4f}), {run['seconds']:.1f} s",
             flush=True,
         )
-    if options.output:
+    if options.output and writes:
         options.output.mkdir(parents=True, exist_ok=True)
         document = {"meta": describe(options, model, text), "runs": runs}
-        (options.output / "loss.json").write_text(
-            json.dumps(document, indent=1) + "\n", encoding="utf-8"
-        )
+        written = json.dumps(document, indent=1) + "\n"
+        (options.output / "loss.json").write_text(written, encoding="utf-8")
         plot(runs, options.output / "loss.png")
     if options.save:
-        save_mixtral(model, options.save)
+        save_mixtral(model, options.save, model.blocks[0].moe.expert_parallel)
+    if mesh:
+        dist.destroy_process_group()
     return int(any(run["ratio"] > WORST_RATIO for run in runs.values()))
 
 

@@ -129,10 +129,11 @@ class AllToAllExchange:
         return dispatched
 
     def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:
-        """Sum the rows that come back in float32, in rank order."""
+        """Sum the rows that come back in float32 (float64 for float64), in rank order."""
         way: _Way = dispatched.state
-        back = self._all_to_all(rows.contiguous(), way.received, way.sent, "combine").float()
-        total = torch.zeros_like(out, dtype=torch.float32)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        back = self._all_to_all(rows.contiguous(), way.received, way.sent, "combine").to(wide)
+        total = torch.zeros_like(out, dtype=wide)
         for tokens, part in zip(way.tokens.split(way.sent), back.split(way.sent), strict=True):
             total.index_add_(0, tokens, part)  # a token once at most: one order of the sum
         out.copy_(total)

@@ -60,7 +60,7 @@ def combine_rows(
 
     Args:
         rows: [R, H], a float dtype; summed in float32 (float64 for float64).
-        row_ids: int64 [T, top_k] with T · top_k = R, each row once.
+        row_ids: int64 [T, top_k]: each row at most once, and ids of R or more, which add nothing.
         weights: float32 [T, top_k] (float64 for float64), or None for ones.
         out_dtype: that of the rows by default.
 
@@ -84,6 +84,8 @@ def combine_rows_backward(
     grad: torch.Tensor, rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the rows [R, H] and of the weights [T, top_k] of `combine_rows`.
+
+    The gradient of a weight whose id names no row is 0; that of a row without an id is undefined.
 
     Example:
         >>> rows, ids = torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0]])
@@ -166,10 +168,10 @@ def _check_rows(
         row_ids, op, "row_ids", dtype=torch.int64, shape=(None, None), device=rows.device
     )
     require(
-        row_ids.numel() == rows.shape[0],
+        row_ids.numel() >= rows.shape[0],
         op,
         "row_ids",
-        need=f"{rows.shape[0]} entries, one for each row",
+        need=f"at least {rows.shape[0]} entries, one for each row",
         got=row_ids.numel(),
     )
     if weights is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,16 +21,24 @@ class MXGroupedLinear(torch.nn.Module):
     Parameters keep their dtype (float32 by default) and are quantised on each call, so any
     optimiser works. See `grouped_linear` for gradients, memory and ``main_grad``.
 
+    With `group_ids` the module holds some groups of a layer of `num_groups`, as a rank does under
+    expert parallelism. Its parameters are those groups of the layer that the same random state
+    gives without `group_ids`: every group is drawn, and one that is not held is dropped at once.
+    ``load_state_dict`` takes tensors of these groups, or of the whole layer, which it slices.
+    ``state_dict`` has these groups alone.
+
     Args:
         num_groups: G, for example experts. in_features: K. out_features: N. With MXFP8, K and N
             are multiples of 32.
         bias: whether there is a bias [G, N].
+        group_ids: the groups that this module holds, ascending; None is all of them.
+            Parameters and `group_offsets` have these groups alone: G is their number then.
         recipe: formats and switches.
         device: of the parameters. dtype: bfloat16, float16 or float32; without MXFP8 float64 too.
 
     Raises:
         TypeError, ValueError: a size that is not a positive int, or not a multiple of 32; a
-            `bias`, `recipe`, `device` or `dtype` of the wrong type or value.
+            `bias`, `group_ids`, `recipe`, `device` or `dtype` of the wrong type or value.
 
     Example:
         >>> import torch
@@ -36,6 +46,11 @@ class MXGroupedLinear(torch.nn.Module):
         >>> layer = MXGroupedLinear(4, 64, 32)
         >>> layer(torch.randn(6, 64, dtype=torch.bfloat16), torch.tensor([0, 1, 1, 4, 6])).shape
         torch.Size([6, 32])
+        >>> half = MXGroupedLinear(4, 64, 32, group_ids=[2, 3])
+        >>> half.load_state_dict(layer.state_dict())
+        <All keys matched successfully>
+        >>> torch.equal(half.weight, layer.weight[2:])
+        True
     """
 
     bias: torch.nn.Parameter | None
@@ -47,6 +62,7 @@ class MXGroupedLinear(torch.nn.Module):
         out_features: int,
         *,
         bias: bool = False,
+        group_ids: Sequence[int] | None = None,
         recipe: MXFP8Recipe = MXFP8Recipe(),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -63,22 +79,59 @@ class MXGroupedLinear(torch.nn.Module):
             require_size(op, name, size, multiple)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.recipe = recipe
+        self.group_ids = None if group_ids is None else _check_group_ids(group_ids, num_groups, op)
+        held = num_groups if self.group_ids is None else len(self.group_ids)
         self.weight = torch.nn.Parameter(
-            torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
+            torch.empty(held, out_features, in_features, device=device, dtype=dtype)
         )
         self.register_parameter(
             "bias",
-            torch.nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype))
+            torch.nn.Parameter(torch.empty(held, out_features, device=device, dtype=dtype))
             if bias
             else None,
         )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in ±1/√K, as torch.nn.Linear."""
+        """Uniform in ±1/√K, as torch.nn.Linear, group by group.
+
+        Raises:
+            ValueError: some of the groups, in parameters that FSDP2 has sharded.
+        """
         bound = 1 / math.sqrt(self.in_features)
         for parameter in self.parameters():
-            torch.nn.init.uniform_(parameter, -bound, bound)
+            if not hasattr(parameter, "device_mesh"):
+                self._draw(parameter, bound)
+                continue
+            require(
+                self.group_ids is None,
+                "MXGroupedLinear",
+                "reset_parameters",
+                need="plain tensors where the module has group_ids",
+                got="a DTensor",
+                remedy="initialise before fully_shard",
+            )
+            torch.nn.init.uniform_(parameter, -bound, bound)  # torch draws it as a whole
+
+    @torch.no_grad()
+    def _draw(self, parameter: torch.Tensor, bound: float) -> None:
+        """Draw every group of the whole layer, and keep those of this module."""
+        held = range(self.num_groups) if self.group_ids is None else self.group_ids
+        places = {group: place for place, group in enumerate(held)}
+        dropped = torch.empty_like(parameter[0])
+        for group in range(self.num_groups):
+            kept = parameter[places[group]] if group in places else dropped
+            torch.nn.init.uniform_(kept, -bound, bound)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Take this module's groups out of tensors of the whole layer."""
+        if self.group_ids is not None:
+            state_dict = dict(state_dict)
+            for name in ("weight", "bias"):
+                stored = state_dict.get(prefix + name)
+                if torch.is_tensor(stored) and stored.shape[:1] == (self.num_groups,):
+                    state_dict[prefix + name] = stored[list(self.group_ids)]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
         """X [M, K] sorted by group, group_offsets int32 or int64 [G + 1] → [M, N]."""
@@ -86,7 +139,9 @@ class MXGroupedLinear(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"num_groups={self.num_groups}, in_features={self.in_features}, "
+            f"num_groups={self.num_groups}, "
+            + ("" if self.group_ids is None else f"group_ids={list(self.group_ids)}, ")
+            + f"in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.bias is not None}, "
             f"recipe={self.recipe}"
         )
@@ -124,6 +179,21 @@ def float_dtypes(recipe: MXFP8Recipe) -> tuple[torch.dtype, ...]:
 
 def _kind(value: object) -> str:
     return f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _check_group_ids(group_ids: Sequence[int], num_groups: int, op: str) -> tuple[int, ...]:
+    """The groups that a module holds, ascending: a whole layer then has one order alone."""
+    if not isinstance(group_ids, Sequence) or not all(type(each) is int for each in group_ids):
+        raise TypeError(message(op, "group_ids", "a sequence of ints", repr(group_ids)))
+    held = tuple(group_ids)
+    require(
+        bool(held) and list(held) == sorted(set(held)) and held[0] >= 0 and held[-1] < num_groups,
+        op,
+        "group_ids",
+        need=f"ascending numbers of groups, 0 to {num_groups - 1}",
+        got=list(held),
+    )
+    return held
 
 
 MAX_SIZE = 1 << 20

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from ..distributed import ExpertParallel
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
-from ..ops.rows import combine_rows, combine_rows_backward
 from ..problem import Activation, SiLU, require_activation
 from .activation import gated_activation
+from .expert_parallel import check_expert_parallel, run_on_ranks
 from .module import MXGroupedLinear, check_options, float_dtypes, require_size
+from .permute import CombineRows, PermuteRows, sort_by_expert
 from .recipe import MXFP8Recipe
 
 
@@ -27,6 +29,28 @@ class MXMoE(torch.nn.Module):
     up are one grouped linear layer with CONCATENATED rows (gate first). Nothing is read back to the
     host, no token is dropped, and repeated runs give the same bits.
 
+    With `expert_parallel` the experts lie on several ranks. Each rank passes its own tokens and
+    gets their results. ``gate_up_proj`` and ``down_proj`` hold the rank's experts alone, as
+    `MXGroupedLinear` with ``group_ids``; the router is whole on every rank.
+
+    - *Every rank makes the same calls*: forward and backward equally often, in the same order, a
+      rank without tokens too.
+    - *First weights*: ranks that construct the module in the same random state hold the parts of
+      the module that one rank would construct. Each draws all experts, one at a time, and keeps its
+      own.
+    - *State*: ``state_dict`` has the local experts. ``load_state_dict`` takes that, or the state of
+      the whole layer, of which each rank takes its part.
+    - *Gradients*: those of the experts are of the mean of the ranks' losses. Average them over the
+      ranks that hold the same experts (``dp``); average router and dense parameters over all ranks
+      (``ep`` and ``dp``), as DistributedDataParallel and FSDP2 do. `prepare_for_ddp` tells
+      DistributedDataParallel. With FSDP2 shard the two grouped layers over ``mesh["dp"]``, then the
+      model over the mesh of both.
+    - *Wire*: rows travel in the dtype of x, results in the wider of that and the object's
+      `combine_dtype`. With wire_format="mxfp8" x travels as MXFP8, so that wgrad quantises it
+      twice; gradients do not.
+    - *Host*: ALL_TO_ALL waits for the device, GATHER does not, but computes with memory for N ·
+      max_tokens · top_k rows.
+
     The two grouped layers keep for backward what `grouped_linear` says. The module also keeps the
     gate/up product [R, 2 F] and the down product [R, H] in the dtype of x, with R = T·top_k; x
     itself, for the router; and a few numbers for each token, expert and slot.
@@ -38,16 +62,20 @@ class MXMoE(torch.nn.Module):
         recipe: of both grouped layers.
         aux_loss_coef: factor of the load-balancing loss, at least 0.
         bias: whether the experts have biases.
+        expert_parallel: a mxpert.distributed.ExpertParallel with these sizes and transport GATHER
+            or ALL_TO_ALL; None for all experts in this process.
         device: of the parameters. dtype: bfloat16, float16 or float32; without MXFP8 float64 too.
 
     Attributes:
         aux_loss: the scalar ``aux_loss_coef · E · Σ_e f_e p_e`` of the last forward pass, float32
             and differentiable; add it to the loss. f_e is the fraction of (token, slot) pairs that
-            went to expert e, p_e its mean probability. In perfect balance it is `aux_loss_coef`. It
-            is None before the first pass, and 0 without tokens.
+            went to expert e, p_e its mean probability, both over the tokens of this rank. In
+            perfect balance it is `aux_loss_coef`. It is None before the first pass, and 0 without
+            tokens.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or value.
+        PeerLostError: a rank of `expert_parallel` died or did not arrive in time.
 
     Source:
         Switch Transformers (arXiv 2101.03961, section 2.2), GShard (arXiv 2006.16668, section 2.2).
@@ -75,6 +103,7 @@ class MXMoE(torch.nn.Module):
         recipe: MXFP8Recipe = MXFP8Recipe(),
         aux_loss_coef: float = 0.01,
         bias: bool = False,
+        expert_parallel: ExpertParallel | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -112,7 +141,13 @@ class MXMoE(torch.nn.Module):
         self.router = torch.nn.Parameter(
             torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
         )
-        options: dict[str, Any] = dict(bias=bias, recipe=recipe, device=device, dtype=dtype)
+        self.expert_parallel, group_ids = expert_parallel, None
+        if expert_parallel is not None:
+            sizes = num_experts, top_k, hidden_size
+            group_ids = check_expert_parallel(op, expert_parallel, sizes, recipe)
+        options: dict[str, Any] = dict(
+            bias=bias, group_ids=group_ids, recipe=recipe, device=device, dtype=dtype
+        )
         self.gate_up_proj = MXGroupedLinear(
             num_experts, hidden_size, 2 * intermediate_size, **options
         )
@@ -148,11 +183,22 @@ class MXMoE(torch.nn.Module):
         topk_weights = chosen / chosen.sum(dim=-1, keepdim=True)  # [T, k]
         order, inverse, group_offsets = sort_by_expert(topk_ids, self.num_experts)
         self.aux_loss = self._balance(probabilities, group_offsets)
+        if self.expert_parallel is not None:
+            rule = self.gate_up_proj.recipe.scale_rule
+            y = run_on_ranks(
+                self.expert_parallel, self._experts, tokens, topk_weights, topk_ids, rule
+            )
+            return y.view(x.shape)
         row_ids = inverse.view(topk_ids.shape)  # [T, k]
         rows = PermuteRows.apply(tokens, order, inverse, self.top_k)  # [R, H]
-        hidden = gated_activation(self.gate_up_proj(rows, group_offsets), self.activation)
-        rows = self.down_proj(hidden, group_offsets)  # [R, H]
+        rows = self._experts(rows, group_offsets)
         result: torch.Tensor = CombineRows.apply(rows, row_ids, topk_weights).view(x.shape)
+        return result
+
+    def _experts(self, rows: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
+        """Rows [R, H] sorted by expert → the experts' outputs [R, H]."""
+        hidden = gated_activation(self.gate_up_proj(rows, group_offsets), self.activation)
+        result: torch.Tensor = self.down_proj(hidden, group_offsets)
         return result
 
     def _balance(self, probabilities: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
@@ -167,35 +213,12 @@ class MXMoE(torch.nn.Module):
             f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
             f"num_experts={self.num_experts}, top_k={self.top_k}, "
             f"activation={self.activation}, aux_loss_coef={self.aux_loss_coef}"
+            + ("" if self.expert_parallel is None else f", {self.expert_parallel}")
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the loss of the last pass: its graph cannot be copied or pickled."""
         return self.__dict__ | {"aux_loss": None}
-
-
-def sort_by_expert(
-    topk_ids: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort (token, slot) pairs by expert, stable, without a host sync.
-
-    Args:
-        topk_ids: integers [T, top_k] in 0 … num_experts − 1.
-
-    Returns:
-        order int64 [R]: the pair ``t · top_k + slot`` in each sorted row; its inverse int64 [R];
-        group_offsets int32 [E + 1]: where each expert's rows begin.
-
-    Example:
-        >>> order, inverse, offsets = sort_by_expert(torch.tensor([[2, 0], [0, 2]]), 3)
-        >>> order.tolist(), inverse.tolist(), offsets.tolist()
-        ([1, 2, 0, 3], [2, 0, 1, 3], [0, 2, 2, 4])
-    """
-    ids, order = topk_ids.reshape(-1).sort(stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.shape[0], device=order.device)
-    boundaries = torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device)
-    return order, inverse, torch.searchsorted(ids, boundaries, out_int32=True)
 
 
 class _WideLinear(torch.autograd.Function):
@@ -220,45 +243,3 @@ class _WideLinear(torch.autograd.Function):
                 (grad @ weight.to(grad.dtype)).to(x.dtype),
                 (grad.T @ x.to(grad.dtype)).to(weight.dtype),
             )
-
-
-class PermuteRows(torch.autograd.Function):
-    """Token rows [T, H] → sorted rows [R, H]; backward adds each token's rows in slot order.
-
-    Autograd of indexing would scatter with atomics or sort again; the inverse permutation is known.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.top_k = top_k
-        return tokens[order // top_k]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return combine_rows(grad, inverse.view(-1, ctx.top_k)), None, None, None
-
-
-class CombineRows(torch.autograd.Function):
-    """Sorted rows [R, H] → token rows [T, H]: each token's rows times their weights, summed.
-
-    Backward keeps the rows in their own dtype, and only the weights [T, top_k] in float32.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows, row_ids, weights)
-        return combine_rows(rows, row_ids, weights)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, row_ids, weights = ctx.saved_tensors
-        by_row, by_weight = combine_rows_backward(grad, rows, row_ids, weights)
-        return by_row, None, by_weight

@@ -123,14 +123,19 @@ def test_not_a_number_stays_one(activation: Activation) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize("absent", [0, 2, None], ids=["every-row", "two-absent", "no-row"])
 @pytest.mark.parametrize(
     "tokens, top_k, width",
     [(7, 2, 96), (3, 1, COMBINE_BLOCK + 31), (2, 8, COMBINE_BLOCK + 1), (0, 4, 64)],
 )
-def test_combine(dtype: torch.dtype, tokens: int, top_k: int, width: int) -> None:
+def test_combine(
+    dtype: torch.dtype, tokens: int, top_k: int, width: int, absent: int | None
+) -> None:
+    """Ids of rows that are not there add nothing, and the gradients of their weights are 0."""
     torch.manual_seed(top_k)
-    rows = torch.randn(tokens * top_k, width).to(dtype)
-    row_ids = torch.randperm(len(rows)).view(tokens, top_k)
+    pairs = tokens * top_k
+    rows = torch.randn(0 if absent is None else max(0, pairs - absent), width).to(dtype)
+    row_ids = torch.randperm(pairs).view(tokens, top_k)
     weights, grad = torch.rand(tokens, top_k), torch.randn(tokens, width).to(dtype)
     for each in (weights, None):
         compare(

@@ -12,30 +12,15 @@ import torch
 from torch.nn.functional import linear, silu
 
 import mxpert
-from mxpert.formats.spec import ScaleRule
 from mxpert.problem import Activation
-from mxpert.testing.noise import gaussian_magnitudes, quantisation_noise
-from mxpert.testing.numerics import is_exact, rounding_rms, sampling_margin, sqnr_db
+from mxpert.testing.numerics import is_exact, sqnr_db
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE, grouped_linear, grouped_mm
 from mxpert.training.activation import gated_activation
-from mxpert.training.moe import CombineRows, PermuteRows, sort_by_expert
+from mxpert.training.permute import CombineRows, PermuteRows, sort_by_expert
+from support.training import layer_floor_db
 
 PLAIN = MXFP8Recipe(enabled=False)
 ACTIVATIONS = (mxpert.SiLU(), mxpert.SwiGLU(limit=1.0), mxpert.ClampedSiLU(1.0), mxpert.SiTUv2())
-
-
-def layer_floor_db(numel: int) -> float:
-    """Least SNR of any output or gradient of the quantised block, compared with float64.
-
-    With n the noise over signal of one product of quantised operands (twice that of an operand):
-    the output has ``G n`` through the gated activation and n of the down product; a gradient has n
-    of the down product's dgrad, ``G n`` through derivatives at noisy gate and up, n of its own
-    GEMM. G = 2.2 as in `noise.sqnr_floor_db`; up to six roundings to bfloat16. `numel` values
-    of the smallest operand are what the noise is sampled from.
-    """
-    product = 2 * quantisation_noise("mxfp8_e4m3", ScaleRule.RCEIL, gaussian_magnitudes())
-    total = (2 + 2.2) * product + 6 * rounding_rms(8) ** 2
-    return -10 * math.log10(total * sampling_margin(numel) ** 2)
 
 
 def activate(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

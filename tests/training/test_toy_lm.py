@@ -113,8 +113,8 @@ def test_a_worse_loss_fails(
 ) -> None:
     right = example.train
 
-    def worse(recipe: MXFP8Recipe, *rest: Any) -> Any:
-        model, found = right(recipe, *rest)
+    def worse(recipe: MXFP8Recipe, *rest: Any, **options: Any) -> Any:
+        model, found = right(recipe, *rest, **options)
         return model, found | {"final": found["final"] * (1.03 if recipe.enabled else 1)}
 
     monkeypatch.setattr(example, "train", worse)

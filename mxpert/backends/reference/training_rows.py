@@ -37,7 +37,7 @@ class ActivateRowsBackward(ReferenceKernel):
 
 
 class CombineRows(ReferenceKernel):
-    """Weighted sum of the rows of each token, in slot order."""
+    """Weighted sum of the rows of each token, in slot order; ids beyond the rows add nothing."""
 
     op = Op.COMBINE_ROWS
 
@@ -51,7 +51,7 @@ class CombineRows(ReferenceKernel):
         weights: torch.Tensor | None,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        slots = _wide(rows[row_ids])  # [T, k, H]
+        slots = _wide(_slots(rows, row_ids))  # [T, k, H]
         if weights is not None:
             slots = slots * weights[..., None]
         return slots.sum(dim=1).to(out_dtype)
@@ -73,9 +73,18 @@ class CombineRowsBackward(ReferenceKernel):
         weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         grad = _wide(grad)[:, None]  # [T, 1, H]
+        by_slot = (weights[..., None] * grad).to(rows.dtype)  # [T, k, H]
+        present = row_ids < rows.shape[0]
         by_row = torch.empty_like(rows)
-        by_row[row_ids] = (weights[..., None] * grad).to(rows.dtype)
-        return by_row, (grad * _wide(rows[row_ids])).sum(dim=-1)
+        by_row[row_ids[present]] = by_slot[present]
+        by_weight = (grad * _wide(_slots(rows, row_ids))).sum(dim=-1)
+        return by_row, by_weight.masked_fill(~present, 0)
+
+
+def _slots(rows: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
+    """The row of each (token, slot) pair, zeros for ids beyond the rows: [T, k, H]."""
+    padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+    return padded[row_ids.clamp(max=rows.shape[0])]
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

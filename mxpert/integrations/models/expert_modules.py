@@ -10,7 +10,7 @@ from ...problem import Activation
 from ...published import expert_weights_from, published_shapes
 from ...training.activation import gated_activation
 from ...training.autograd import grouped_linear
-from ...training.moe import CombineRows, PermuteRows, sort_by_expert
+from ...training.permute import CombineRows, PermuteRows, sort_by_expert
 from ...training.recipe import MXFP8Recipe
 from ...weights import GateUpOrder, MoEWeights, gate_up_rows
 from .experts import FoundExperts

@@ -87,7 +87,7 @@ class _CombineRows(_Rows):
         out = rows.new_empty((row_ids.shape[0], problem.width), dtype=out_dtype)
         if out.numel():
             programs = row_ids.shape[0] * triton.cdiv(problem.width, COMBINE_BLOCK)
-            _combine(_combine_rows_kernel, programs, problem.top_k, problem.width)(
+            _combine(_combine_rows_kernel, programs, problem)(
                 out_ptr=out, rows_ptr=rows, row_ids_ptr=row_ids, weights_ptr=weights
             )
         return out
@@ -109,8 +109,8 @@ class _CombineRowsBackward(_Rows):
         weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         by_row, by_weight = torch.empty_like(rows), torch.empty_like(weights)
-        if rows.numel():
-            _combine(_combine_rows_backward_kernel, problem.num_rows, problem.top_k, problem.width)(
+        if row_ids.numel():
+            _combine(_combine_rows_backward_kernel, row_ids.numel(), problem)(
                 by_row_ptr=by_row,
                 by_weight_ptr=by_weight,
                 grad_ptr=grad,
@@ -143,12 +143,13 @@ def _activate(kernel: Any, problem: RowsProblem) -> Launch:
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _combine(kernel: Any, num_programs: int, top_k: int, width: int) -> Launch:
+def _combine(kernel: Any, num_programs: int, problem: RowsProblem) -> Launch:
     return Launch(
         kernel,
         (num_programs,),
-        top_k=top_k,
-        width=width,
+        num_rows=problem.num_rows,
+        top_k=problem.top_k,
+        width=problem.width,
         BLOCK_N=COMBINE_BLOCK,
         num_warps=COMBINE_WARPS,
     )

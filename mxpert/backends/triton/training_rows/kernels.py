@@ -106,11 +106,13 @@ def _activate_rows_backward_kernel(
     tl.store(out_ptr + offsets + width, (grad * by_up).to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["num_rows", "top_k"])
 def _combine_rows_kernel(
-    out_ptr, rows_ptr, row_ids_ptr, weights_ptr, top_k, width, BLOCK_N: tl.constexpr
+    out_ptr, rows_ptr, row_ids_ptr, weights_ptr, num_rows, top_k, width, BLOCK_N: tl.constexpr
 ):
     """``out[t] = Σ_slot weights[t, slot] · rows[row_ids[t, slot]]`` in float32, in slot order.
+
+    Ids at or beyond num_rows add nothing.
 
     Grid: (tokens · column tiles,), one token and BLOCK_N columns per program.
     """
@@ -121,14 +123,15 @@ def _combine_rows_kernel(
     total = tl.zeros((BLOCK_N,), tl.float32)
     for slot in range(top_k):
         row = tl.load(row_ids_ptr + token * top_k + slot)
-        values = tl.load(rows_ptr + row * width + columns, mask=mask, other=0.0).to(tl.float32)
+        present = mask & (row < num_rows)
+        values = tl.load(rows_ptr + row * width + columns, mask=present, other=0.0).to(tl.float32)
         if weights_ptr is not None:
             values *= tl.load(weights_ptr + token * top_k + slot)
         total += values
     tl.store(out_ptr + token * width + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["num_rows", "top_k"])
 def _combine_rows_backward_kernel(
     by_row_ptr,
     by_weight_ptr,
@@ -136,11 +139,14 @@ def _combine_rows_backward_kernel(
     rows_ptr,
     row_ids_ptr,
     weights_ptr,
+    num_rows,
     top_k,
     width,
     BLOCK_N: tl.constexpr,
 ):
     """Gradients of the rows, ``weight · grad``, and of the routing weights, ``Σ grad · row``.
+
+    The gradient of a weight whose id is at or beyond num_rows is 0.
 
     Grid: (tokens · top_k,), one (token, slot) per program, which reads its row once.
     """
@@ -151,7 +157,7 @@ def _combine_rows_backward_kernel(
     products = tl.zeros((BLOCK_N,), tl.float32)
     for first in range(0, width, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)
-        mask = columns < width
+        mask = (columns < width) & (row < num_rows)
         grad = tl.load(grad_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         values = tl.load(rows_ptr + row * width + columns, mask=mask, other=0.0)
         products += grad * values.to(tl.float32)

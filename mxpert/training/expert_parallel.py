@@ -1,0 +1,244 @@
+"""Experts that train on several ranks: the layer's exchange, and who averages which gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..distributed import ExpertParallel, Transport
+from ..distributed.autograd import combine_tokens, dispatch_tokens
+from ..errors import require
+from ..formats.spec import MXFP8_E4M3, ScaleRule
+from .module import MXGroupedLinear
+from .permute import CombineRows, PermuteRows, sort_by_expert
+from .recipe import MXFP8Recipe
+
+TRANSPORTS = (Transport.GATHER, Transport.ALL_TO_ALL)
+"""Transports whose rows stay what they are until backward, and which carry any dtype."""
+
+Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Rows [P, H] sorted by local expert, and group_offsets int32 [L + 1] → rows [P, H]."""
+
+
+def run_on_ranks(
+    ep: ExpertParallel,
+    experts: Experts,
+    tokens: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    scale_rule: ScaleRule,
+) -> torch.Tensor:
+    """Send tokens to their experts, run those of this rank, and bring the results back.
+
+    Inside of the experts, gradients are those of the *mean* of the ranks' losses: the sum over the
+    ranks, divided by their number. The factor goes into the float32 routing weights on the way in,
+    and its inverse into the float32 sum of each token's rows on the way out, so that it rounds
+    nothing. The gradients that leave, of tokens and routing weights, are of this rank's loss.
+
+    Args:
+        tokens: [T, H]. topk_weights: float32 (float64 for float64) [T, k].
+        topk_ids: integers [T, k], global.
+
+    Returns:
+        [T, H].
+    """
+    received = dispatch_tokens(ep, tokens, topk_weights, topk_ids, scale_rule=scale_rule)
+    ids, local = received.topk_ids, ep.num_local_experts  # [R, k]
+    keys = ids.masked_fill(ids < 0, local)
+    order, inverse, group_offsets = sort_by_expert(keys, local)
+    inverse = inverse.masked_fill(keys.view(-1) == local, order.shape[0])  # names no row
+    if ep.transport is Transport.ALL_TO_ALL:
+        # The host has waited for the counts already; it also takes the number of local pairs, so
+        # that activations have no rows for pairs that another rank computes.
+        order = order[: int(group_offsets[-1])]
+    rows = PermuteRows.apply(received.x, order, inverse, ids.shape[1], float(ep.size))
+    rows = experts(rows, group_offsets)
+    row_ids = inverse.view(ids.shape)
+    partial = CombineRows.apply(rows, row_ids, received.topk_weights, 1 / ep.size)
+    return combine_tokens(ep, partial, received)
+
+
+def check_expert_parallel(
+    op: str, ep: ExpertParallel, sizes: tuple[int, int, int], recipe: MXFP8Recipe
+) -> tuple[int, ...]:
+    """Check an ExpertParallel for a layer that trains; returns the global ids of its experts here.
+
+    Args:
+        sizes: E, top_k and H of the layer.
+
+    Raises:
+        TypeError: no ExpertParallel.
+        ValueError: other sizes, a transport or wire without gradients, an expert on two ranks.
+    """
+    require(
+        isinstance(ep, ExpertParallel),
+        op,
+        "expert_parallel",
+        need="an ExpertParallel",
+        got=type(ep).__name__,
+        error=TypeError,
+    )
+    have = ep.placement.num_experts, ep.top_k, ep.hidden_size
+    names = "num_experts", "top_k", "hidden_size"
+    for name, size, given in zip(names, sizes, have, strict=True):
+        require(given == size, op, f"expert_parallel: {name}", need=size, got=given)
+    require(
+        ep.transport in TRANSPORTS,
+        op,
+        "expert_parallel.transport",
+        need="GATHER or ALL_TO_ALL",
+        got=ep.transport.name,
+        remedy="make it with transport=Transport.ALL_TO_ALL; SYMMETRIC is for inference",
+    )
+    fits = recipe.enabled and recipe.forward_format == MXFP8_E4M3.name
+    require(
+        ep.wire_format == "bf16" or fits,
+        op,
+        "expert_parallel.wire_format",
+        need='"bf16", or a recipe with forward_format="mxfp8_e4m3"',
+        got=repr(ep.wire_format),
+        remedy="an MXFP8 wire rounds x as such a recipe does",
+    )
+    require(
+        sum(ep.placement.num_local_experts) == sizes[0],
+        op,
+        "expert_parallel.placement",
+        need="each expert on one rank",
+        got=f"{sum(ep.placement.num_local_experts)} copies of {sizes[0]} experts",
+        remedy="redundant experts are for inference",
+    )
+    return ep.placement.local_experts(ep.rank)
+
+
+def local_expert_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a model of which each rank of expert parallelism has its own part.
+
+    They are the parameters of `MXGroupedLinear` modules with `group_ids`. All others are the same
+    on every rank.
+
+    Args:
+        model: any module.
+
+    Returns:
+        Parameters by their names in `model`.
+
+    Example:
+        >>> from mxpert.training import MXGroupedLinear, local_expert_parameters
+        >>> half = MXGroupedLinear(4, 32, 32, group_ids=[0, 1])
+        >>> list(local_expert_parameters(torch.nn.Sequential(torch.nn.Linear(2, 2), half)))
+        ['1.weight']
+    """
+    return {
+        f"{path}.{name}".removeprefix("."): parameter
+        for path, module in model.named_modules()
+        if isinstance(module, MXGroupedLinear) and module.group_ids is not None
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def prepare_for_ddp(model: torch.nn.Module, data_parallel_group: Any) -> None:
+    """Make DistributedDataParallel average each gradient over the ranks that share its parameter.
+
+    Call it before wrapping the model. DistributedDataParallel over all ranks then leaves the local
+    experts alone, and each of their gradients is averaged over `data_parallel_group` as soon as
+    backward has it.
+
+    Args:
+        model: with layers that have an ExpertParallel.
+        data_parallel_group: the ranks that hold the same experts as this one,
+            ``mesh["dp"].get_group()``.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)  # without local experts nothing changes
+        >>> prepare_for_ddp(model, None)
+    """
+    local = local_expert_parameters(model)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(local))
+
+    def average(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad /= dist.get_world_size(data_parallel_group)
+            dist.all_reduce(parameter.grad, group=data_parallel_group)
+
+    for parameter in local.values():
+        parameter.register_post_accumulate_grad_hook(average)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: torch.nn.Module, max_norm: float, expert_parallel_group: Any
+) -> torch.Tensor:
+    """Scale all gradients so that their norm, with every rank's experts, is at most `max_norm`.
+
+    ``torch.nn.utils.clip_grad_norm_`` would take the local experts alone, and scale parameters that
+    all ranks share by another factor on each.
+
+    Args:
+        model: with plain parameters, after backward and its averages; gradients may be None.
+        max_norm: above 0.
+        expert_parallel_group: the ranks that hold different experts, ``ep.group``; None for one
+            rank.
+
+    Returns:
+        The norm before, a float scalar.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(1, 1, bias=False)
+        >>> layer.weight.grad = torch.tensor([[5.0]])
+        >>> clip_grad_norm_(layer, 1.0, None), layer.weight.grad.item()
+        (tensor(5.), 1.0)
+    """
+    local = {id(parameter) for parameter in local_expert_parameters(model).values()}
+    owned: list[torch.Tensor] = []
+    shared: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            (owned if id(parameter) in local else shared).append(parameter.grad)
+    device = next(model.parameters()).device
+    square = torch.nn.utils.get_total_norm(owned).to(device).square()
+    if expert_parallel_group is not None:
+        dist.all_reduce(square, group=expert_parallel_group)
+    norm = (torch.nn.utils.get_total_norm(shared).to(device).square() + square).sqrt()
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+def full_state_dict(model: torch.nn.Module, ep: ExpertParallel) -> dict[str, torch.Tensor]:
+    """The state of a model with all of its experts, which one process without `ep` can load.
+
+    Every rank of `ep` calls it and gets the same. It holds all experts in memory.
+
+    Args:
+        model: with plain parameters; its `MXGroupedLinear` modules with ``group_ids`` are of `ep`.
+
+    Returns:
+        What ``model.state_dict()`` has, the local experts' tensors with all experts.
+
+    Example:
+        >>> import torch
+        >>> from mxpert.distributed import ExpertParallel
+        >>> ep = ExpertParallel(num_experts=4, top_k=1, hidden_size=32, max_tokens=8)
+        >>> half = MXGroupedLinear(4, 32, 32, group_ids=ep.local_experts)
+        >>> full_state_dict(half, ep)["weight"].shape
+        torch.Size([4, 32, 32])
+    """
+    local = local_expert_parameters(model)
+    state = dict(model.state_dict())
+    for name in local:
+        own = state[name]
+        whole = own.new_empty((ep.placement.num_experts, *own.shape[1:]))
+        for rank in range(ep.size):
+            experts = list(ep.placement.local_experts(rank))
+            part = (
+                own.contiguous() if rank == ep.rank else own.new_empty(len(experts), *own.shape[1:])
+            )
+            if ep.group is not None:
+                dist.broadcast(part, group=ep.group, group_src=rank)
+            whole[experts] = part
+        state[name] = whole
+    return state

@@ -1,0 +1,93 @@
+"""The order of rows around the grouped layers: sorted by expert there, summed by token back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..ops.rows import combine_rows, combine_rows_backward
+
+
+def sort_by_expert(
+    topk_ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort (token, slot) pairs by expert, stable, without a host sync.
+
+    Args:
+        topk_ids: integers [T, top_k] in 0 … num_experts − 1.
+
+    Returns:
+        order int64 [R]: the pair ``t · top_k + slot`` in each sorted row; its inverse int64 [R];
+        group_offsets int32 [E + 1]: where each expert's rows begin.
+
+    Example:
+        >>> order, inverse, offsets = sort_by_expert(torch.tensor([[2, 0], [0, 2]]), 3)
+        >>> order.tolist(), inverse.tolist(), offsets.tolist()
+        ([1, 2, 0, 3], [2, 0, 1, 3], [0, 2, 2, 4])
+    """
+    ids, order = topk_ids.reshape(-1).sort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0], device=order.device)
+    boundaries = torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device)
+    return order, inverse, torch.searchsorted(ids, boundaries, out_int32=True)
+
+
+class PermuteRows(torch.autograd.Function):
+    """Token rows [T, H] → sorted rows [R, H]; backward adds each token's rows in slot order.
+
+    Autograd of indexing would scatter with atomics or sort again; the inverse permutation is known.
+    Backward multiplies the sum by `gradient_factor`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: torch.Tensor,
+        order: torch.Tensor,
+        inverse: torch.Tensor,
+        top_k: int,
+        gradient_factor: float = 1.0,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.top_k, ctx.gradient_factor = top_k, gradient_factor
+        return tokens[order // top_k]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        row_ids, weights = inverse.view(-1, ctx.top_k), None
+        if ctx.gradient_factor != 1:
+            wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+            weights = torch.full_like(row_ids, ctx.gradient_factor, dtype=wide)
+        return combine_rows(grad, row_ids, weights), None, None, None, None
+
+
+class CombineRows(torch.autograd.Function):
+    """Sorted rows [R, H] → token rows [T, H]: each token's rows times their weights, summed.
+
+    Backward keeps the rows in their own dtype, and only the weights [T, top_k] in float32. It
+    multiplies the gradient of the rows, and not that of the weights, by `gradient_factor`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        row_ids: torch.Tensor,
+        weights: torch.Tensor,
+        gradient_factor: float = 1.0,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, row_ids, weights)
+        ctx.gradient_factor = gradient_factor
+        return combine_rows(rows, row_ids, weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, row_ids, weights = ctx.saved_tensors
+        if ctx.gradient_factor != 1:
+            weights = weights * ctx.gradient_factor
+        by_row, by_weight = combine_rows_backward(grad, rows, row_ids, weights)
+        return by_row, None, by_weight, None

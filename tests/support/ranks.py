@@ -1,0 +1,102 @@
+"""Functions of a module run on several processes with gloo, started once for many tests.
+
+A scenario is a function without arguments that every rank calls at the same time; it raises where
+something is wrong. The processes are forked from one server that has imported the module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+TIMEOUT_S = 60
+"""Seconds that a collective waits for a rank that has failed."""
+
+
+class Outcomes:
+    """What each scenario did on each rank.
+
+    Args:
+        folder: where the ranks write. size: number of ranks.
+    """
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self._folder, self._size = folder, size
+
+    def check(self, scenario: str) -> None:
+        """Raise an AssertionError with the traceback of each rank on which a scenario failed."""
+        found = []
+        for rank in range(self._size):
+            path = self._folder / f"{scenario}.{rank}"
+            text = path.read_text() if path.exists() else "did not finish"
+            if text:
+                found.append(f"rank {rank} of {self._size}: {text}")
+        if found:
+            raise AssertionError("\n".join(found))
+
+
+def run_scenarios(
+    module: str, scenarios: Sequence[str], size: int, folder: Path, *, limit_s: float = 240
+) -> Outcomes:
+    """Run scenarios of `module` one after the other on `size` ranks.
+
+    The first failure on a rank ends that process, and with it the scenarios after it.
+
+    Args:
+        module: name of a module that can be imported. scenarios: its functions.
+        size: number of ranks. folder: empty, for the outcomes.
+        limit_s: seconds after which ranks are ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    ranks = [
+        context.Process(
+            target=_run, args=(module, list(scenarios), rank, size, str(folder), sys.path)
+        )
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + limit_s
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return Outcomes(folder, size)
+
+
+def _run(
+    module: str, scenarios: list[str], rank: int, size: int, folder: str, path: list[str]
+) -> None:
+    sys.path[:] = path
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    where = Path(folder)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{where / 'store'}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    functions = importlib.import_module(module)
+    for name in scenarios:
+        try:
+            getattr(functions, name)()
+        except BaseException:
+            (where / f"{name}.{rank}").write_text(traceback.format_exc())
+            os._exit(1)  # the other ranks notice at once
+        (where / f"{name}.{rank}").write_text("")
+    dist.barrier()
+    dist.destroy_process_group()
