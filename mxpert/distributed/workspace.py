@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .groups import gather_objects
+from .links import RankPlace, group_refusal, symmetric_refusal, visible_links
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,21 +56,11 @@ def refuse_group(group: Any, device: torch.device) -> str | None:
     """
     if group is None:
         return None
-    hosts = gather_objects(group, socket.gethostname())
-    if len(set(hosts)) > 1:
-        return f"needs one host, got {len(set(hosts))}"
-    if device.type == "cpu":
-        return None
-    devices = gather_objects(group, device.index)
-    unreachable = [
-        peer
-        for peer in sorted(set(devices) - {device.index})
-        if peer < torch.cuda.device_count()
-        and not torch.cuda.can_device_access_peer(device.index, peer)
-    ]
-    blocked = gather_objects(group, unreachable)
-    if any(blocked):
-        return f"needs peer access between the GPUs, and cuda:{device.index} lacks it"
+    on_gpu = device.type != "cpu"
+    refusal = symmetric_refusal(visible_links()) if on_gpu else None
+    refused = group_refusal(gather_objects(group, RankPlace(socket.gethostname(), refusal)))
+    if refused is not None or not on_gpu:
+        return refused
     try:
         _peers(group, 8, device)
     except (ImportError, RuntimeError) as error:

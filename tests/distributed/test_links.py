@@ -80,30 +80,18 @@ def test_auto_takes_symmetric_then_gather_then_nothing() -> None:
 @pytest.mark.parametrize(
     ("places", "reason"),
     [
-        pytest.param([RankPlace("a", 0), RankPlace("a", 1)], None, id="two-gpus"),
-        pytest.param([RankPlace("a", 0), RankPlace("b", 1)], "2 hosts (a, b)", id="two-hosts"),
+        pytest.param([RankPlace("a"), RankPlace("a")], None, id="one-host"),
+        pytest.param([RankPlace("a"), RankPlace("b")], "2 hosts (a, b)", id="two-hosts"),
         pytest.param(
-            [RankPlace("a", 0), RankPlace("a", 1), RankPlace("a", 0)],
-            "ranks 0 and 2 both run on cuda:0",
-            id="shared-gpu",
-        ),
-        pytest.param(
-            [RankPlace("a", 0), RankPlace("a", 1, "there is no GPU")],
+            [RankPlace("a"), RankPlace("a", "there is no GPU")],
             "rank 1: there is no GPU",
             id="refused-there",
         ),
-        pytest.param([RankPlace("a", None)], "rank 0: it has no GPU", id="cpu"),
     ],
 )
 def test_why_a_group_cannot_use_symmetric(places: list[RankPlace], reason: str | None) -> None:
     found = group_refusal(places)
     assert found is None if reason is None else reason in (found or "")
-
-
-def test_overlapping_gpus_are_allowed_where_asked_for() -> None:
-    places = [RankPlace("a", 0), RankPlace("a", 0)]
-    assert group_refusal(places)
-    assert group_refusal(places, overlapping=True) is None
 
 
 def test_links_of_a_host_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -49,12 +50,10 @@ class RankPlace:
     """Where one rank of a group runs.
 
     Args:
-        host: name of its host. device: index of its GPU among those visible to it; None on a CPU.
-        refusal: what `symmetric_refusal` says there.
+        host: name of its host. refusal: what `symmetric_refusal` says there.
     """
 
     host: str
-    device: int | None
     refusal: str | None = None
 
 
@@ -83,24 +82,29 @@ def find_links() -> Links:
         >>> links.num_gpus == torch.cuda.device_count()
         True
     """
+    links = visible_links()
+    if links.kind != "cuda":
+        return links
+    return replace(
+        links, num_host_gpus=_host_gpus(), nvlink_gbs=_nvlink_gbs(), multicast=_has_multicast()
+    )
+
+
+def visible_links() -> Links:
+    """What torch knows of the links, without asking the driver's tools."""
     names = ("nccl", "gloo", "ucc", "mpi", "xccl")
     backends = tuple(name for name in names if dist.is_available() and _has_backend(name))
     if not torch.cuda.is_available():
         return Links(backends=backends)
     count = torch.cuda.device_count()
-    is_cuda = torch.version.hip is None
     return Links(
-        kind="cuda" if is_cuda else "hip",
+        kind="cuda" if torch.version.hip is None else "hip",
         num_gpus=count,
-        num_host_gpus=_host_gpus() if is_cuda else None,
         unreachable=tuple(
             (one, other)
-            for one in range(count)
-            for other in range(count)
-            if one != other and not torch.cuda.can_device_access_peer(one, other)
+            for one, other in itertools.permutations(range(count), 2)
+            if not torch.cuda.can_device_access_peer(one, other)
         ),
-        nvlink_gbs=_nvlink_gbs() if is_cuda else None,
-        multicast=_has_multicast(),
         symmetric_memory=_has_symmetric_memory(),
         backends=backends,
     )
@@ -139,30 +143,22 @@ def collective_refusal(links: Links) -> str | None:
     return None
 
 
-def group_refusal(places: Sequence[RankPlace], *, overlapping: bool = False) -> str | None:
+def group_refusal(places: Sequence[RankPlace]) -> str | None:
     """Why SYMMETRIC cannot run in a group; None if it can.
 
     Args:
         places: one for each rank.
-        overlapping: allow several ranks on one GPU.
 
     Example:
-        >>> group_refusal([RankPlace("a", 0), RankPlace("b", 0)])
-        'ranks run on 2 hosts (a, b); one NVLink domain is needed'
+        >>> group_refusal([RankPlace("a"), RankPlace("b")])
+        'the ranks run on 2 hosts (a, b); it needs one host'
     """
     for rank, place in enumerate(places):
         if place.refusal is not None:
             return f"rank {rank}: {place.refusal}"
-        if place.device is None:
-            return f"rank {rank}: it has no GPU"
     hosts = sorted({place.host for place in places})
     if len(hosts) > 1:
-        return f"ranks run on {len(hosts)} hosts ({', '.join(hosts)}); one NVLink domain is needed"
-    first_on: dict[int | None, int] = {}
-    for rank, place in enumerate(places):
-        other = first_on.setdefault(place.device, rank)
-        if other != rank and not overlapping:
-            return f"ranks {other} and {rank} both run on cuda:{place.device}; use a GPU for each"
+        return f"the ranks run on {len(hosts)} hosts ({', '.join(hosts)}); it needs one host"
     return None
 
 
