@@ -54,12 +54,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Received:
-    """Tokens of all ranks, as an exchange delivers them; `state` is what `combine` needs."""
+    """Tokens of all ranks, as an exchange delivers them; `state` is what `combine` needs.
+
+    They are there: `arrivals`, on which the sort could wait, is None.
+    """
 
     x: Rows
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
     state: Any = None
+    arrivals: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -284,14 +288,17 @@ class RankCase:
         Raises:
             GateError: on every rank, if the result of some rank is wrong.
         """
-        case = self.case
-        got = exchange.layer(self.tokens[0])[:GATED_TOKENS]
+        return self.judge(exchange.name, exchange.layer(self.tokens[0]))
+
+    def judge(self, name: str, rows: torch.Tensor) -> float:
+        """`gate` of what `name` has computed for this rank's tokens, [T, H]."""
+        case, got = self.case, rows[:GATED_TOKENS]
         found: list[Any] = [None] * self.ranks.size
         dist.all_gather_object(found, relative_l2(got, self.truth), group=self.ranks.group)
         sizes = intermediate_sizes(len(got), case.shape.top_k, case.shape.intermediate_size)
         for rank, error in enumerate(found):
-            name = f"{case}, {exchange.name}, rank {rank}"
-            check_gate(name, error, "layer", case.activation_format, sizes)
+            where = f"{case}, {name}, rank {rank}"
+            check_gate(where, error, "layer", case.activation_format, sizes)
         return float(max(found))
 
     def variants(self, exchange: Exchange) -> dict[str, Variant]:
