@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..formats.spec import ScaleRule
 from ..ops.schema import rebuild
@@ -65,6 +64,7 @@ class AllToAllExchange:
         out_dtype: torch.dtype,
     ) -> DispatchedTokens:
         """Send each token to the ranks that own one of its experts."""
+        self._ranks.raise_lost()
         spec = self._spec
         columns = topk_ids.clamp(-1, spec.placement.num_experts).long() + 1
         owners = self._owners[columns]  # int64 [T, k]
@@ -100,7 +100,7 @@ class AllToAllExchange:
         others = counts
         if size > 1:
             others = torch.empty_like(counts)
-            self._ranks.run("dispatch", dist.all_to_all_single, others, counts)
+            self._ranks.all_to_all("dispatch", others, counts)
         sent, received = torch.stack([counts, others]).tolist()
         rows = torch.nonzero_static(goes, size=sum(sent))  # [S, 2]: rank, token
         return rows[:, :1], _Way(rows[:, 1], sent, received)
@@ -115,8 +115,8 @@ class AllToAllExchange:
         if self._spec.size == 1:
             return rows
         out = rows.new_empty((sum(received), *rows.shape[1:]))
-        data = (tensor.view(torch.uint8) for tensor in (out, rows))  # any dtype travels as bytes
-        self._ranks.run(step, dist.all_to_all_single, *data, received, sent)
+        to, data = out.view(torch.uint8), rows.view(torch.uint8)  # any dtype travels as bytes
+        self._ranks.all_to_all(step, to, data, received, sent)
         return out
 
     def send(self, rows: torch.Tensor, dispatched: DispatchedTokens) -> torch.Tensor:
@@ -129,11 +129,11 @@ class AllToAllExchange:
         return dispatched
 
     def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:
-        """Sum the rows that come back in float32 (float64 for float64), in rank order."""
+        """Sum the rows that come back in rank order, in float32 (float64 for float64 rows)."""
         way: _Way = dispatched.state
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        back = self._all_to_all(rows.contiguous(), way.received, way.sent, "combine").to(wide)
-        total = torch.zeros_like(out, dtype=wide)
+        back = self._all_to_all(rows.contiguous(), way.received, way.sent, "combine")
+        back = back.to(torch.promote_types(back.dtype, torch.float32))
+        total = back.new_zeros(out.shape)
         for tokens, part in zip(way.tokens.split(way.sent), back.split(way.sent), strict=True):
             total.index_add_(0, tokens, part)  # a token once at most: one order of the sum
         out.copy_(total)
@@ -143,5 +143,5 @@ class AllToAllExchange:
         self._ranks.check()
 
     def close(self) -> None:
-        """Free the group that this object made."""
+        """Drop the group that this object made."""
         self._ranks.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,16 +106,17 @@ class ExpertParallel:
         try:
             if not isinstance(transport, Transport):
                 raise TypeError(message(_OP, "transport", "a Transport", repr(transport)))
+            require_int(num_experts, _OP, "num_experts", least=size)
             placement = _checked_placement(placement, num_experts, size)
-            spec = _checked_spec(
-                ExchangeSpec(rank, placement, *sizes[1:], wire_format, combine_dtype, timeout_s)
-            )
+            formats = wire_format, combine_dtype
+            spec = ExchangeSpec("", rank, placement, *sizes[1:], *formats, timeout_s)
+            _check_spec(spec)
             self.device = default_device(group) if device is None else require_device(device, _OP)
         except (TypeError, ValueError) as error:
             agree(group, error)
             raise
         names = "num_experts", "top_k", "hidden_size", "max_tokens"
-        agree(
+        name = agree(
             group,
             dict(
                 zip(names, sizes, strict=True),
@@ -126,10 +128,10 @@ class ExpertParallel:
                 device=self.device.type,
             ),
         )
-        self._spec = spec
+        self._spec = replace(spec, name=name)
         self.max_tokens = max_tokens
         self.transport, self._why = choose(transport, group, size, self.device)
-        self._exchange: Exchange = make_exchange(self.transport, group, spec, self.device)
+        self._exchange: Exchange = make_exchange(self.transport, group, self._spec, self.device)
         self._guard = StreamGuard(self.device)
         self._register()
 
@@ -407,8 +409,8 @@ def _checked_placement(placement: object, num_experts: int, size: int) -> Placem
     return placement
 
 
-def _checked_spec(spec: ExchangeSpec) -> ExchangeSpec:
-    """Check the values of a spec, and return it."""
+def _check_spec(spec: ExchangeSpec) -> None:
+    """Check the values of a spec."""
     for name in ("top_k", "hidden_size", "max_tokens"):
         require_int(getattr(spec, name), _OP, name, least=1)
     most = min(MAX_TOP_K, spec.placement.num_experts)
@@ -440,7 +442,6 @@ def _checked_spec(spec: ExchangeSpec) -> ExchangeSpec:
     number = isinstance(spec.timeout_s, (int, float)) and not isinstance(spec.timeout_s, bool)
     if not number or not 0 < spec.timeout_s < float("inf"):
         raise ValueError(message(_OP, "timeout_s", "seconds above 0", repr(spec.timeout_s)))
-    return spec
 
 
 def _check_mx_rows(op: str, x: MXTensor, wire_format: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..formats.spec import ScaleRule
 from ..ops.schema import rebuild
@@ -44,6 +43,7 @@ class GatherExchange:
         out_dtype: torch.dtype,
     ) -> DispatchedTokens:
         """Send `bound` slots to every rank."""
+        self._ranks.raise_lost()
         spec = self._spec
         parts = wire_parts(x, spec.wire_format, scale_rule)
         received = [self._gather(_padded(part, bound)) for part in parts]
@@ -89,7 +89,7 @@ class GatherExchange:
         mine = rows
         if ranks.size > 1:
             mine = rows.new_empty((bound, rows.shape[1]))
-            ranks.run("combine", dist.reduce_scatter_tensor, mine, rows)
+            ranks.reduce_scatter(mine, rows)
         out.copy_(mine[: out.shape[0]])
 
     def _gather(self, slots: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ class GatherExchange:
         if self._ranks.size == 1:
             return slots
         out = slots.new_empty((self._ranks.size * slots.shape[0], *slots.shape[1:]))
-        self._ranks.run("dispatch", dist.all_gather_into_tensor, out, slots)
+        self._ranks.all_gather(out, slots)
         return out
 
     def check(self) -> None:
@@ -105,7 +105,7 @@ class GatherExchange:
         self._ranks.check()
 
     def close(self) -> None:
-        """Free the group that this object made."""
+        """Drop the group that this object made."""
         self._ranks.close()
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import PeerLostError, message
 from .transport import ExchangeSpec
 
 _OP = "ExpertParallel"
-_GRACE_S = 1.0
-"""Seconds beyond the time-out in which ranks that are alive answer the roll call."""
+_GRACE_S, _POLL_S = 1.0, 0.02
+"""Seconds beyond the time-out in which ranks that are alive answer the roll call; its interval."""
 
 
 def find_group(group_or_mesh: object, num_ranks: int | None) -> Any:
@@ -85,19 +87,22 @@ def gather_objects(group: Any, value: Any) -> list[Any]:
     return values
 
 
-def agree(group: Any, arguments: dict[str, object] | Exception) -> None:
+def agree(group: Any, arguments: dict[str, object] | Exception) -> str:
     """Check on all ranks that they got the same arguments, or raise on all of them.
 
     Args:
         group: the ProcessGroup, or None for one rank.
         arguments: values by name; an error where this rank has refused its arguments.
 
+    Returns:
+        A name that no other object has, the same on every rank.
+
     Raises:
         ValueError: ranks differ, or another rank has refused its arguments.
         Exception: `arguments`, if it is an error.
     """
     own = str(arguments) if isinstance(arguments, Exception) else arguments
-    records = gather_objects(group, own)
+    names, records = zip(*gather_objects(group, (uuid.uuid4().hex, own)), strict=True)
     if isinstance(arguments, Exception):
         raise arguments
     for rank, record in enumerate(records):
@@ -111,6 +116,7 @@ def agree(group: Any, arguments: dict[str, object] | Exception) -> None:
         if len(ranks) > 1:
             got = ", ".join(f"{value} on rank {_listed(where)}" for value, where in ranks.items())
             raise ValueError(message(_OP, name, "the same on every rank", got))
+    return str(names[0])
 
 
 def _listed(ranks: list[int]) -> str:
@@ -121,8 +127,8 @@ def _listed(ranks: list[int]) -> str:
 class Ranks:
     """The ranks of one exchange, and the collectives between them.
 
-    With gloo the collectives run in a group of their own, so that they end after ``timeout_s``.
-    NCCL's collectives run in the given group, whose own time-out governs them.
+    Over gloo the collectives run in a group of their own, so that they end after ``timeout_s``.
+    NCCL's run in the given group, whose own time-out governs them.
 
     Args:
         group: the ProcessGroup; None for one rank.
@@ -134,22 +140,47 @@ class Ranks:
         self.size = spec.size
         self._spec, self._device, self._group = spec, device, group
         self._lost: PeerLostError | None = None
-        self._owns_group = group is not None and dist.get_backend(group) == "gloo"
-        if self._owns_group:
-            self._group = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=timedelta(seconds=spec.timeout_s),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
+        self._is_closed = False
+        if group is None:
+            return
+        # Names of torch's own new groups repeat once a group was destroyed; this one is unique.
+        base = c10d._get_process_group_store(group)
+        self._store = c10d.PrefixStore(f"mxpert/{spec.name}", base)
+        if f"{device.type}:gloo" in str(dist.get_backend_config(group)):
+            timeout = timedelta(seconds=spec.timeout_s)
+            self._group = c10d.ProcessGroupGloo(self._store, spec.rank, spec.size, timeout)
+        # Without asyncOp, NCCL runs on the current stream.
+        self._gather_options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        self._reduce_options = c10d.ReduceScatterOptions()
+        self._all_to_all_options = c10d.AllToAllOptions()
+        for options in (self._gather_options, self._reduce_options, self._all_to_all_options):
+            options.asyncOp = False
 
-    def run(self, step: str, collective: Callable[..., object], *arguments: Any) -> None:
-        """Call ``collective(*arguments, group=…)``.
+    def all_gather(self, out: torch.Tensor, rows: torch.Tensor) -> None:
+        """Contiguous [n, …] of each rank → `out` [N · n, …], in rank order."""
+        self._run("dispatch", "_allgather_base", out, rows, self._gather_options)
 
-        Args:
-            step: the method that reports an error.
-            collective: a function of torch.distributed.
-            arguments: its arguments before `group`.
+    def reduce_scatter(self, out: torch.Tensor, rows: torch.Tensor) -> None:
+        """Contiguous [N · n, …] of each rank → `out` [n, …], the sum of this rank's part."""
+        self._run("combine", "_reduce_scatter_base", out, rows, self._reduce_options)
+
+    def all_to_all(
+        self,
+        step: str,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        received: Sequence[int] = (),
+        sent: Sequence[int] = (),
+    ) -> None:
+        """Contiguous rows by rank → `out`; counts of rows by rank, or equal parts.
+
+        step: the method that reports an error.
+        """
+        arguments = out, rows, received, sent, self._all_to_all_options
+        self._run(step, "alltoall_base", *arguments)
+
+    def _run(self, step: str, collective: str, *arguments: Any) -> None:
+        """Run a collective and wait for it as its backend does: the host or the stream.
 
         Raises:
             PeerLostError: the backend failed, here or in an earlier call.
@@ -157,15 +188,19 @@ class Ranks:
         self.raise_lost()
         started = time.monotonic()
         try:
-            collective(*arguments, group=self._group)
+            work = getattr(self._group, collective)(*arguments)
+            if work is not None:  # else the backend has waited
+                work.wait()
         except RuntimeError as error:
             self._lost = self._lost_peer(step, error, started)
             raise self._lost from error
 
     def raise_lost(self) -> None:
-        """Raise the error of an earlier call again, if there was one."""
+        """Raise the error of an earlier call again, if there was one; refuse a closed object."""
         if self._lost is not None:
             raise PeerLostError(str(self._lost), self._lost.ranks)
+        if self._is_closed:
+            raise ValueError(message(_OP, "object", "an open one", "a closed one", "make another"))
 
     def _lost_peer(self, step: str, error: RuntimeError, started: float) -> PeerLostError:
         ranks = self._absent(started + self._spec.timeout_s + _GRACE_S)
@@ -183,19 +218,17 @@ class Ranks:
 
     def _absent(self, deadline: float) -> tuple[int, ...]:
         """Ranks that do not answer a roll call in the group's store; () where it is gone too."""
-        store = dist.distributed_c10d._get_process_group_store(self._group)
-        absent = []
+        absent = set(range(self.size))
         try:
-            store.set(f"lost/{self._spec.rank}", "1")
-            for rank in range(self.size):
-                left = max(deadline - time.monotonic(), 0.01)
-                try:
-                    store.wait([f"lost/{rank}"], timedelta(seconds=left))
-                except dist.DistStoreError:
-                    absent.append(rank)
+            self._store.set(f"lost/{self._spec.rank}", "1")
+            while absent:
+                absent = {rank for rank in absent if not self._store.check([f"lost/{rank}"])}
+                if not absent or time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_S)
         except RuntimeError:  # the process that held the store is gone
             return ()
-        return tuple(absent)
+        return tuple(sorted(absent))
 
     def check(self) -> None:
         """Synchronise with the device; raise the error of an earlier call again."""
@@ -204,7 +237,5 @@ class Ranks:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Destroy the group, if this object made it."""
-        if self._owns_group:
-            self._owns_group = False
-            dist.destroy_process_group(self._group)
+        """Drop the group; the other ranks may be gone."""
+        self._group, self._is_closed = None, True

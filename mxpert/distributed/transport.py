@@ -79,6 +79,7 @@ class ExchangeSpec:
     """What all ranks of an exchange agree on.
 
     Args:
+        name: of the object; no other object has it, for example for shared memory.
         rank: of this process in the group; the only field that differs between ranks.
         placement: the experts of each rank; its `num_ranks` is N.
         top_k: experts per token.
@@ -89,6 +90,7 @@ class ExchangeSpec:
         timeout_s: seconds after which a rank that does not answer is lost.
     """
 
+    name: str
     rank: int
     placement: Placement
     top_k: int

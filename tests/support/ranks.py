@@ -30,10 +30,13 @@ class Outcomes:
     def __init__(self, folder: Path, size: int) -> None:
         self._folder, self._size = folder, size
 
-    def check(self, scenario: str) -> None:
-        """Raise an AssertionError with the traceback of each rank on which a scenario failed."""
+    def check(self, scenario: str, ranks: Sequence[int] | None = None) -> None:
+        """Raise an AssertionError with the traceback of each rank on which a scenario failed.
+
+        ranks: those that have to finish it; None for all.
+        """
         found = []
-        for rank in range(self._size):
+        for rank in range(self._size) if ranks is None else ranks:
             path = self._folder / f"{scenario}.{rank}"
             text = path.read_text() if path.exists() else "did not finish"
             if text:
@@ -43,7 +46,13 @@ class Outcomes:
 
 
 def run_scenarios(
-    module: str, scenarios: Sequence[str], size: int, folder: Path, *, limit_s: float = 240
+    module: str,
+    scenarios: Sequence[str],
+    size: int,
+    folder: Path,
+    *,
+    limit_s: float = 240,
+    timeout_s: float = TIMEOUT_S,
 ) -> Outcomes:
     """Run scenarios of `module` one after the other on `size` ranks.
 
@@ -53,15 +62,12 @@ def run_scenarios(
         module: name of a module that can be imported. scenarios: its functions.
         size: number of ranks. folder: empty, for the outcomes.
         limit_s: seconds after which ranks are ended.
+        timeout_s: seconds that a collective waits.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
-    ranks = [
-        context.Process(
-            target=_run, args=(module, list(scenarios), rank, size, str(folder), sys.path)
-        )
-        for rank in range(size)
-    ]
+    given = module, list(scenarios), size, str(folder), timeout_s, sys.path
+    ranks = [context.Process(target=_run, args=(rank, *given)) for rank in range(size)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + limit_s
@@ -75,7 +81,13 @@ def run_scenarios(
 
 
 def _run(
-    module: str, scenarios: list[str], rank: int, size: int, folder: str, path: list[str]
+    rank: int,
+    module: str,
+    scenarios: list[str],
+    size: int,
+    folder: str,
+    timeout_s: float,
+    path: list[str],
 ) -> None:
     sys.path[:] = path
     import torch
@@ -88,7 +100,7 @@ def _run(
         init_method=f"file://{where / 'store'}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
     )
     functions = importlib.import_module(module)
     for name in scenarios:

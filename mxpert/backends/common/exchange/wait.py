@@ -26,13 +26,14 @@ _LANES = tl.constexpr(128)
 """Flags that a program polls at once."""
 _FILL = tl.constexpr(1024)
 
+_INTERPRETED_PAUSE_S = 2e-4
 TICKS_PER_SECOND = {"cuda": 10**9, "hip": 10**8, "cpu": 10**9}
 """Rate of `clock` by kind of target."""
 
 
 def _interpreted_clock() -> int:
-    """Nanoseconds. Lets another process run first: interpreted ranks share the cores."""
-    time.sleep(0)
+    """Nanoseconds. Lets other processes run first: interpreted ranks share the cores."""
+    time.sleep(_INTERPRETED_PAUSE_S)
     return time.monotonic_ns()
 
 

@@ -1,0 +1,312 @@
+"""ExpertParallel in one process: arguments, errors, streams, views, explain, torch.compile."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import mxpert
+from mxpert.distributed import DispatchedTokens, ExpertParallel, Placement, Transport, choice
+from mxpert.distributed.layer import OBJECTS
+from mxpert.distributed.streams import StreamGuard
+from mxpert.testing.numerics import assert_close_relative, assert_exact
+from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+
+SHAPE = MoEShape(hidden_size=64, intermediate_size=32, num_experts=4, top_k=2)
+FLOAT32 = 1e-6
+TRANSPORTS = (Transport.GATHER, Transport.ALL_TO_ALL)
+
+
+def make(**changes: Any) -> ExpertParallel:
+    options: dict[str, Any] = dict(num_experts=4, top_k=2, hidden_size=64, max_tokens=8)
+    return ExpertParallel(**options | changes, device="cpu")
+
+
+def layer(inputs: MoEInputs, **options: Any) -> torch.Tensor:
+    x, weights, routing = inputs.x, inputs.weights, (inputs.topk_weights, inputs.topk_ids)
+    return mxpert.fused_moe(x, weights, *routing, activation=inputs.activation, **options)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("num_tokens", [0, 1, 8])
+@pytest.mark.parametrize("wire_format", ["bf16", "mxfp8"])
+def test_one_rank_alone(transport: Transport, num_tokens: int, wire_format: str) -> None:
+    ep = make(transport=transport, combine_dtype=torch.float32, wire_format=wire_format)
+    inputs = random_moe_problem(SHAPE, num_tokens)
+    options: dict[str, Any] = dict(activation_format=wire_format, out_dtype=torch.float32)
+    actual = layer(inputs, expert_parallel=ep, **options)
+    assert_close_relative(actual, layer(inputs, **options), FLOAT32, transport.name)
+    assert (ep.size, ep.rank, ep.group, ep.local_experts) == (1, 0, None, (0, 1, 2, 3))
+
+
+def test_auto_with_one_rank_sends_nothing() -> None:
+    ep = make()
+    assert ep.transport is Transport.GATHER
+    assert "transport: gather (one rank, which sends nothing)" in ep.explain()
+
+
+def test_a_bf16_result_is_the_rounded_float32_one() -> None:
+    inputs = random_moe_problem(SHAPE, 8)
+    ep = make(combine_dtype=torch.float32)
+    exact = layer(inputs, expert_parallel=ep, out_dtype=torch.float32)
+    assert_exact(layer(inputs, expert_parallel=ep), exact.bfloat16(), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "changes, error, text",
+    [
+        (dict(num_experts=0), ValueError, "num_experts — need at least 1"),
+        (dict(num_experts=4.0), TypeError, "num_experts — need an int"),
+        (dict(top_k=5), ValueError, "top_k — need at most 4, got 5"),
+        (dict(top_k=0), ValueError, "top_k — need at least 1"),
+        (dict(hidden_size=48), ValueError, "hidden_size — need a multiple of 32, got 48"),
+        (dict(max_tokens=0), ValueError, "max_tokens — need at least 1"),
+        (dict(max_tokens=True), TypeError, "max_tokens — need an int"),
+        (dict(max_tokens=1 << 23), ValueError, "max_tokens — need ranks · max_tokens · top_k"),
+        (dict(placement=[0]), TypeError, "placement — need None or a Placement"),
+        (dict(placement=Placement.contiguous(5, 1)), ValueError, "placement.num_experts"),
+        (dict(transport="gather"), TypeError, "transport — need a Transport"),
+        (dict(wire_format="fp8"), ValueError, r"wire_format — need one of \['bf16', 'mxfp8'\]"),
+        (dict(combine_dtype=torch.float16), TypeError, "combine_dtype — need bfloat16 or float32"),
+        (dict(timeout_s=0), ValueError, "timeout_s — need seconds above 0"),
+        (dict(timeout_s="1"), ValueError, "timeout_s"),
+        (dict(group_or_mesh="ep"), TypeError, "need None, a ProcessGroup or a DeviceMesh, got str"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=f"ExpertParallel: .*{text}"):
+        make(**changes)
+
+
+def test_without_torch_distributed_the_error_shows_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = r"torch.distributed — need a process group, got none; .*torchrun --nproc-per-node {}"
+    with pytest.raises(ValueError, match=text.format(4)):
+        make(placement=Placement.contiguous(4, 4))
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    with pytest.raises(ValueError, match=text.format(2)):
+        make()
+
+
+def test_a_mesh_of_two_dimensions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = object.__new__(DeviceMesh)
+    monkeypatch.setattr(DeviceMesh, "ndim", 2)
+    monkeypatch.setattr(DeviceMesh, "mesh_dim_names", ("ep", "dp"), raising=False)
+    with pytest.raises(ValueError, match=r'pass one of them, for example mesh\["ep"\]'):
+        make(group_or_mesh=mesh)
+
+
+# ---- transports -----------------------------------------------------------------------------
+
+
+def test_a_named_transport_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(choice._CLASSES, Transport.SYMMETRIC, ("absent", "Absent"))
+    with pytest.raises(mxpert.UnsupportedError, match="SYMMETRIC: cannot be imported"):
+        make(transport=Transport.SYMMETRIC)
+
+
+def test_auto_takes_symmetric_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons: dict[Transport, str | None] = {Transport.SYMMETRIC: None, Transport.GATHER: None}
+    monkeypatch.setattr(choice, "unavailable", lambda transport, *_: reasons[transport])
+    monkeypatch.setattr(choice, "gather_objects", lambda _, value: [value, value])
+    chosen = choice.choose(Transport.AUTO, None, 2, torch.device("cpu"))
+    assert chosen == (Transport.SYMMETRIC, {Transport.SYMMETRIC: "the fastest that runs here"})
+    reasons[Transport.SYMMETRIC] = "has no peer access"
+    transport, why = choice.choose(Transport.AUTO, None, 2, torch.device("cpu"))
+    assert transport is Transport.GATHER
+    assert why[Transport.SYMMETRIC] == "has no peer access"
+    assert why[Transport.GATHER] == "runs with every backend of torch.distributed"
+
+
+def test_explain_names_the_local_layer_and_the_transport() -> None:
+    inputs = random_moe_problem(SHAPE, 3)
+    routing = inputs.topk_weights, inputs.topk_ids
+    explanation = mxpert.explain(
+        mxpert.fused_moe,
+        inputs.x,
+        inputs.weights,
+        *routing,
+        activation=inputs.activation,
+        expert_parallel=make(transport=Transport.ALL_TO_ALL),
+    )
+    assert explanation.problem.num_tokens == 8  # type: ignore[union-attr]
+    assert "backend: reference" in str(explanation)
+    assert "transport: all_to_all (asked for by name)" in str(explanation)
+
+
+# ---- calls ----------------------------------------------------------------------------------
+
+
+def test_combine_checks_what_it_gets() -> None:
+    ep, inputs = make(), random_moe_problem(SHAPE, 3)
+    sent = ep.dispatch(inputs.x, inputs.topk_weights, inputs.topk_ids)
+    assert isinstance(sent, DispatchedTokens)
+    assert (sent.num_tokens, sent.topk_ids.shape, sent.arrivals) == (3, (8, 2), None)
+    rows = torch.ones(8, 64, dtype=torch.bfloat16)
+    for wrong, error, text in (
+        (rows.float(), TypeError, "rows.dtype — need bfloat16"),
+        (rows[:7], ValueError, r"rows.shape — need \[8, 64\]"),
+        (rows.T.contiguous().T, ValueError, "rows — need a contiguous tensor"),
+    ):
+        with pytest.raises(error, match=text):
+            ep.combine(wrong, sent)
+    with pytest.raises(TypeError, match="dispatched — need DispatchedTokens, got tuple"):
+        ep.combine(rows, (rows,))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"out.shape — need \[3, 64\]"):
+        ep.combine(rows, sent, out=torch.empty(4, 64, dtype=torch.bfloat16))
+    assert_exact(ep.combine(rows, sent), rows[:3], "rows")
+
+
+def test_dispatch_checks_its_options() -> None:
+    ep, inputs = make(), random_moe_problem(SHAPE, 3)
+    routing = inputs.topk_weights, inputs.topk_ids
+    with pytest.raises(TypeError, match=r"ExpertParallel.dispatch: scale_rule — need a ScaleRule"):
+        ep.dispatch(inputs.x, *routing, scale_rule="rceil")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"ExpertParallel.dispatch: out_dtype"):
+        ep.dispatch(inputs.x, *routing, out_dtype=torch.int32)
+    quantised = mxpert.quantize(inputs.x, "mxfp4")
+    with pytest.raises(ValueError, match="make ExpertParallel with wire_format='mxfp8'"):
+        ep.dispatch(quantised, *routing)
+    with pytest.raises(ValueError, match="a contiguous mxfp8_e4m3 MXTensor"):
+        make(wire_format="mxfp8").dispatch(quantised, *routing)
+
+
+def test_an_mxfp8_wire_needs_an_mxfp8_layer() -> None:
+    ep = make(wire_format="mxfp8")
+    with pytest.raises(ValueError, match="activation_format — need 'mxfp8' with wire_format"):
+        layer(random_moe_problem(SHAPE, 2), expert_parallel=ep)
+
+
+def test_a_result_has_no_gradient() -> None:
+    inputs = random_moe_problem(SHAPE, 2)
+    inputs.x.requires_grad_()
+    for transport in TRANSPORTS:
+        assert not layer(inputs, expert_parallel=make(transport=transport)).requires_grad
+
+
+def test_views_share_the_exchange() -> None:
+    ep = make()
+    view = ep.with_max_tokens(3)
+    assert (view.max_tokens, ep.max_tokens) == (3, 8)
+    assert view.exchange is ep.exchange
+    for size, error in ((0, ValueError), (9, ValueError), ("3", TypeError)):
+        with pytest.raises(error, match="max_tokens"):
+            ep.with_max_tokens(size)  # type: ignore[arg-type]
+
+
+def test_objects_are_freed() -> None:
+    ep = make()
+    view = ep.with_max_tokens(2)
+    layer(random_moe_problem(SHAPE, 2), expert_parallel=view)
+    numbers = {ep._handle, view._handle}
+    assert numbers <= set(OBJECTS)
+    del ep, view
+    gc.collect()
+    assert not numbers & set(OBJECTS)
+
+
+def test_a_closed_object_is_refused() -> None:
+    for transport in TRANSPORTS:
+        ep = make(transport=transport)
+        ep.close()
+        ep.close()
+        with pytest.raises(ValueError, match="need an open one, got a closed one; make another"):
+            layer(random_moe_problem(SHAPE, 2), expert_parallel=ep)
+
+
+def test_check_of_a_healthy_object() -> None:
+    ep = make()
+    layer(random_moe_problem(SHAPE, 2), expert_parallel=ep)
+    ep.check()
+
+
+# ---- streams --------------------------------------------------------------------------------
+
+
+class Streams:
+    """The current stream of a device, as a test sets it; None while a graph is captured."""
+
+    def __init__(self) -> None:
+        self.handle: int | None = 0x10
+
+    def __call__(self, device: torch.device) -> int | None:
+        return self.handle
+
+
+def test_a_second_stream_is_refused_and_captures_are_not() -> None:
+    streams = Streams()
+    guard = StreamGuard(torch.device("cuda", 0), streams)
+    streams.handle = None
+    guard.check("op")  # a capture binds nothing
+    streams.handle = 0x20
+    guard.check("op")
+    streams.handle = None
+    guard.check("op")
+    streams.handle = 0x30
+    remedy = "make an ExpertParallel for each stream of work"
+    with pytest.raises(ValueError, match=f"op: stream — need .* 0x20, got 0x30; {remedy}"):
+        guard.check("op")
+    streams.handle = 0x20
+    guard.check("op")
+
+
+def test_views_share_the_stream() -> None:
+    streams = Streams()
+    ep, inputs = make(), random_moe_problem(SHAPE, 2)
+    ep._guard = StreamGuard(torch.device("cuda", 0), streams)
+    view = ep.with_max_tokens(4)
+    sent = ep.dispatch(inputs.x, inputs.topk_weights, inputs.topk_ids)
+    streams.handle = 0x20
+    with pytest.raises(ValueError, match="stream — need the one of its first call, 0x10"):
+        layer(inputs, expert_parallel=view)
+    with pytest.raises(ValueError, match="stream"):
+        ep.combine(torch.zeros(8, 64, dtype=torch.bfloat16), sent)
+
+
+def test_streams_do_not_matter_on_a_cpu() -> None:
+    def fail(device: torch.device) -> int:
+        raise RuntimeError("asked for a stream")
+
+    StreamGuard(torch.device("cpu"), fail).check("op")
+
+
+# ---- traced programs ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_out", [False, True])
+def test_compiled_layers_have_no_graph_break(with_out: bool) -> None:
+    ep, inputs = make(), random_moe_problem(SHAPE, 5)
+
+    def step(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        routing = inputs.topk_weights, inputs.topk_ids
+        given = out if with_out else None
+        y = mxpert.fused_moe(
+            2 * x,
+            inputs.weights,
+            *routing,
+            activation=inputs.activation,
+            out=given,
+            expert_parallel=ep,
+        )
+        return y + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    outs = torch.zeros_like(inputs.x), torch.ones_like(inputs.x)
+    assert_exact(compiled(inputs.x, outs[0]), step(inputs.x, outs[1]), "compiled")
+    if with_out:
+        assert_exact(outs[0], outs[1], "out=")
+
+
+def test_a_compiled_call_is_checked_when_it_runs() -> None:
+    ep, inputs = make(max_tokens=4), random_moe_problem(SHAPE, 5)
+    compiled = torch.compile(lambda: layer(inputs, expert_parallel=ep), backend="aot_eager")
+    with pytest.raises(ValueError, match="at most max_tokens = 4 tokens a rank, got 5"):
+        compiled()

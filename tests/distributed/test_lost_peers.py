@@ -1,0 +1,32 @@
+"""Ranks that die or are late: a bounded wait, an error that names them, and a group that goes on.
+
+What the ranks do is in lost_scenarios.py. Four start; each of the last two scenarios loses one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from support.ranks import Outcomes, run_scenarios
+
+SURVIVORS = {
+    "a_rank_is_late": (0, 1, 2, 3),
+    "a_rank_dies_before_it_sends": (0, 1, 2),
+    "a_rank_dies_between_dispatch_and_combine": (0, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder, names = tmp_path_factory.mktemp("lost"), list(SURVIVORS)
+    return run_scenarios("distributed.lost_scenarios", names, 4, folder, timeout_s=10)
+
+
+@pytest.mark.parametrize("scenario", SURVIVORS)
+def test_the_others_go_on(outcomes: Outcomes, scenario: str) -> None:
+    outcomes.check(scenario, SURVIVORS[scenario])
+
+
+def test_a_rank_that_died_has_no_outcome(outcomes: Outcomes) -> None:
+    with pytest.raises(AssertionError, match="rank 3 of 4: did not finish"):
+        outcomes.check("a_rank_dies_before_it_sends")

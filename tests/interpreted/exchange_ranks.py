@@ -1,0 +1,456 @@
+"""What the processes of test_exchange_triton.py do; each function runs on all ranks.
+
+Ranks share memory and have no barrier between epochs. Kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mxpert.backends.common.exchange import combine, dispatch, host, wait
+from mxpert.backends.common.exchange.schedule import Schedule
+from mxpert.backends.common.exchange.words import EPOCHS, NO_WAIT, TWO_STREAMS
+from mxpert.backends.common.routing.host import PlanConfig
+from mxpert.distributed.symmetric import SymmetricExchange
+from mxpert.errors import PeerLostError
+from support.exchange import Case, Experts, Tokens, expected, multiply, poison, random_tokens
+from support.exchange import dispatch as send
+from support.interpreter import install
+
+install()
+
+CPU = torch.device("cpu")
+SORTS = (PlanConfig(0, 32, 1), PlanConfig(2, 16, 1))
+"""One launch, and two launches."""
+DELAY_S = 0.03
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def make(case: Case) -> SymmetricExchange:
+    assert SymmetricExchange.unavailable(dist.group.WORLD, CPU) is None
+    return SymmetricExchange(dist.group.WORLD, case.spec(rank()), CPU)
+
+
+@contextlib.contextmanager
+def small_schedules() -> Iterator[None]:
+    """Few CTAs, of which each has several tiles, rows, column tiles and rounds."""
+
+    def few(bound: int, hidden_size: int) -> Schedule:
+        return Schedule(ctas=2 if bound > 2 else 1, rows=2, block=32, num_warps=1, rounds=2)
+
+    with mock.patch.multiple(host, dispatch_schedule=few, combine_schedule=few):
+        yield
+
+
+def run(
+    exchange: SymmetricExchange,
+    case: Case,
+    epochs: int,
+    *,
+    delays: Callable[[int, int], float] | None = None,
+    bounds: tuple[int, ...] = (),
+    count: int | None = None,
+    sorts: Sequence[PlanConfig] = SORTS,
+) -> int:
+    """Run epochs and return how many results differ from the exact ones.
+
+    Args:
+        delays: seconds to sleep, by rank and step; None draws them.
+        bounds: slots a rank of the epochs in turn; () takes max_tokens.
+        count: tokens of each rank; None draws them.
+        sorts: of the epochs in turn; () waits by the wait kernel and makes no plan (faster).
+    """
+    generator, wrong = random.Random(rank()), 0
+    experts = Experts(case, rank(), CPU)
+    steps = itertools.count()
+
+    def pause() -> None:
+        drawn = generator.random() * DELAY_S * (generator.random() < 0.5)
+        time.sleep(drawn if delays is None else delays(rank(), next(steps)))
+
+    for epoch in range(epochs):
+        bound = bounds[epoch % len(bounds)] if bounds else case.max_tokens
+        tokens = random_tokens(replace(case, max_tokens=bound), rank(), epoch, count)
+        exchange._sections["partials"].view(torch.uint8).fill_(0xFF)
+        pause()
+        received = send(exchange, tokens, bound)
+        pause()
+        if sorts:
+            rows = experts(received, sorts[epoch % len(sorts)])
+        else:
+            rows = multiply(case, experts.factors, exchange.wait(received))
+        poison(received)
+        pause()
+        out = torch.full((tokens.x.shape[0], case.hidden_size), torch.nan)
+        exchange.combine(rows, received, out)
+        wrong += not torch.equal(out, expected(case, tokens))
+    return wrong
+
+
+def cases() -> Iterator[Case]:
+    size = dist.get_world_size()
+    yield Case(size, wire_format="mxfp8")
+    yield Case(size, wire_format="bf16", combine_dtype=torch.bfloat16, num_experts=5, top_k=1)
+
+
+# ---- the protocol -----------------------------------------------------------------------------
+
+
+def many_epochs_are_exact() -> None:
+    """Changing routing and numbers of tokens and slots, delays on either side, poisoned slots."""
+    with small_schedules():
+        for case in cases():
+            exchange = make(case)
+            assert run(exchange, case, 8, bounds=(4, 4, 1, 4, 3)) == 0
+            exchange.check()
+            dist.barrier()
+            exchange.close()
+
+
+def real_schedules_are_exact() -> None:
+    case = Case(dist.get_world_size(), max_tokens=3)
+    exchange = make(case)
+    assert run(exchange, case, 2) == 0
+    exchange.check()
+    dist.barrier()
+
+
+def one_rank_is_always_late() -> None:
+    """The last rank sleeps before each step, then the others do."""
+    case = Case(dist.get_world_size())
+    with small_schedules():
+        for late in (True, False):
+            exchange = make(case)
+            last = rank() == dist.get_world_size() - 1
+            delays = lambda *_: 2 * DELAY_S * (last is late)  # noqa: B023, E731
+            assert run(exchange, case, 3, delays=delays) == 0
+            dist.barrier()
+
+
+def two_exchanges_take_turns() -> None:
+    """Both dispatch before either combines."""
+    case = Case(dist.get_world_size())
+    experts = Experts(case, rank(), CPU)
+    with small_schedules():
+        pair = [make(case), make(replace(case, seed=1))]
+        for epoch in range(2):
+            tokens = [random_tokens(case, rank(), 2 * epoch + each) for each in range(2)]
+            received = [send(*each, case.max_tokens) for each in zip(pair, tokens, strict=True)]
+            for exchange, given, mine in list(zip(pair, received, tokens, strict=True))[::-1]:
+                out = torch.full((mine.x.shape[0], case.hidden_size), torch.nan)
+                exchange.combine(experts(given), given, out)
+                assert torch.equal(out, expected(case, mine))
+        dist.barrier()
+
+
+def rows_quantised_before_are_the_same_bits() -> None:
+    import mxpert
+
+    case = Case(dist.get_world_size())
+    generator = torch.Generator().manual_seed(rank())
+    tokens = random_tokens(case, rank(), 3, 4)
+    tokens = replace(tokens, x=torch.randn(tokens.x.shape, generator=generator).bfloat16())
+    with small_schedules():
+        exchange = make(case)
+        seen = []
+        for rule, quantised in itertools.product(mxpert.ScaleRule, (False, True)):
+            x = mxpert.quantize(tokens.x, "mxfp8", scale_rule=rule) if quantised else tokens.x
+            received = exchange.dispatch(
+                x,
+                tokens.weights,
+                tokens.ids,
+                bound=case.max_tokens,
+                scale_rule=rule,
+                out_dtype=torch.float32,
+            )
+            received = exchange.wait(received)
+            used = (received.topk_ids >= 0).any(1)
+            seen.append((received.x.qdata[used].clone(), received.x.scale[used].clone()))
+            rows = torch.zeros(len(used), case.hidden_size)
+            exchange.combine(rows, received, torch.empty(4, case.hidden_size))
+        assert all(part.numel() for part in seen[0])
+        for plain, given in zip(seen[::2], seen[1::2], strict=True):
+            assert all(map(torch.equal, plain, given))
+        assert not torch.equal(seen[0][0], seen[2][0])  # rules differ
+        dist.barrier()
+
+
+# ---- planted errors ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def planted(module: Any, name: str, mutant: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of a kernel by ``mutant(original, *arguments)``."""
+    original = getattr(module, name)
+
+    def changed(*arguments: Any) -> Any:
+        return mutant(original, *arguments)
+
+    with mock.patch.object(module, name, changed):
+        yield
+
+
+def is_seen(delays: Callable[[int, int], float] | None = None, *, times_out: bool = False) -> None:
+    """Some rank sees differences, or lost ranks if `times_out`; timed for the planted error."""
+    case = Case(dist.get_world_size(), timeout_s=1.0 if times_out else 60.0)
+    exchange = make(case)
+    wrong = run(exchange, case, 3, delays=delays, count=4, sorts=())
+    counts = [None] * case.size
+    dist.all_gather_object(counts, (wrong, host.lost(exchange._words)[0]))
+    assert any(count for count, _ in counts), counts
+    assert any(lost is not None for _, lost in counts) == times_out, counts
+
+
+def wrong_slot_is_seen() -> None:
+    def shifted(original: Any, address: Any, sections: Any, *rest: Any) -> Any:
+        return original(address, sections._replace(first_slot=sections.first_slot + 1), *rest)
+
+    with small_schedules(), planted(dispatch, "_store_rows", shifted):
+        is_seen()
+
+
+def dropped_dispatch_flag_is_seen() -> None:
+    """Rank 0 leaves out one flag: the rank that waits for it loses rank 0."""
+    _dropped(dispatch)
+
+
+def dropped_combine_flag_is_seen() -> None:
+    _dropped(combine)
+
+
+def _dropped(module: Any) -> None:
+    calls = itertools.count()
+
+    def dropping(original: Any, *arguments: Any) -> None:
+        if rank() or next(calls) < 3:
+            original(*arguments)
+
+    with small_schedules(), planted(module, "set_flags", dropping):
+        is_seen(times_out=True)
+
+
+def stale_dispatch_flag_is_seen() -> None:
+    """Rank 0 sets its flags one epoch too low."""
+    _stale(dispatch)
+
+
+def stale_combine_flag_is_seen() -> None:
+    _stale(combine)
+
+
+def _stale(module: Any) -> None:
+    def stale(original: Any, table: Any, offset: Any, own: Any, ranks: Any, value: Any, kind: Any):  # type: ignore[no-untyped-def]
+        original(table, offset, own, ranks, value if rank() else value - 1, kind)
+
+    with small_schedules(), planted(module, "set_flags", stale):
+        is_seen(times_out=True)
+
+
+def stale_target_is_seen() -> None:
+    """Waits for the previous epoch: data of a late rank are used before they are there."""
+
+    def early(original: Any, flags: Any, target: Any, *rest: Any) -> Any:
+        verdict = original(flags, target - 16, *rest)
+        return verdict + 16 if verdict >= 0 else verdict
+
+    with small_schedules(), planted(combine, "wait_for_flags", early):
+        is_seen(_rank_0_is_late)
+
+
+def missing_wait_for_tokens_is_seen() -> None:
+    with small_schedules(), planted(wait, "wait_for_flags", _no_wait):
+        is_seen(_rank_0_is_late)
+
+
+def missing_wait_for_partial_rows_is_seen() -> None:
+    with small_schedules(), planted(combine, "wait_for_flags", _no_wait):
+        is_seen(_rank_0_is_late)
+
+
+def _no_wait(original: Any, flags: Any, target: Any, *rest: Any) -> Any:
+    return target
+
+
+def _rank_0_is_late(rank: int, step: int) -> float:
+    return 8 * DELAY_S * (rank == 0)
+
+
+def flag_before_the_rows_is_seen() -> None:
+    """Rank 0 flags partial rows before it stores them."""
+    held: list[Any] = []
+
+    def hold(original: Any, *arguments: Any) -> None:
+        if rank():
+            original(*arguments)
+        else:
+            held.append(lambda: original(*arguments))
+
+    def flag(original: Any, *arguments: Any) -> None:
+        original(*arguments)
+        if held:
+            time.sleep(4 * DELAY_S)
+        while held:
+            held.pop()()
+
+    with (
+        small_schedules(),
+        planted(combine, "_return_rows", hold),
+        planted(combine, "set_flags", flag),
+    ):
+        is_seen()
+
+
+# ---- lost ranks and misuse ----------------------------------------------------------------------
+
+
+def killed_rank_is_named() -> None:
+    """The last rank is killed behind its third dispatch; the others go on without it."""
+    case = Case(dist.get_world_size(), timeout_s=2.0)
+    last = case.size - 1
+    with small_schedules():
+        exchange = make(case)
+        if rank() == last:
+            child = os.fork()  # shares the exchange's memory
+            if child == 0:
+                run(exchange, case, 2)
+                send(exchange, one_expert_of(case, 0), case.max_tokens)
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.waitpid(child, 0)
+        else:
+            assert run(exchange, case, 2) == 0
+            tokens = one_expert_of(case, last)
+            received = send(exchange, tokens, case.max_tokens)
+            out = torch.zeros(4, case.hidden_size)
+            exchange.combine(Experts(case, rank(), CPU)(received), received, out)
+            assert out.isnan().all()
+            for _ in range(2):
+                with pytest.raises(PeerLostError, match=f"rank {last} — need an") as caught:
+                    exchange.check()
+                assert caught.value.ranks == (last,)
+            with pytest.raises(PeerLostError):
+                send(exchange, tokens, case.max_tokens)
+            _nothing_waits_any_more(exchange, case, tokens)
+            _ranks_go_on(replace(case, size=last))
+        dist.barrier()
+
+
+def one_expert_of(case: Case, owner: int) -> Tokens:
+    """Four tokens that go to one expert of a rank."""
+    expert = case.spec(0).placement.local_experts(owner)[0]
+    return Tokens(
+        torch.ones(4, case.hidden_size).bfloat16(),
+        torch.ones(4, case.top_k),
+        torch.full((4, case.top_k), expert, dtype=torch.int32),
+    )
+
+
+def _nothing_waits_any_more(exchange: SymmetricExchange, case: Case, tokens: Tokens) -> None:
+    """Later calls of a graph, which does not ask the host, end at once and return NaN."""
+    exchange._lost = None
+    started = time.monotonic()
+    received = send(exchange, tokens, case.max_tokens)
+    assert (Experts(case, rank(), CPU)(received) == 0).all()  # no row is routed
+    waited = exchange.wait(received)
+    assert (waited.topk_ids == -1).all()
+    out = torch.zeros(4, case.hidden_size)
+    exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
+    assert out.isnan().all()
+    assert time.monotonic() - started < case.timeout_s
+
+
+def _ranks_go_on(case: Case) -> None:
+    """The ranks that are left make a group and an exchange."""
+    group = dist.new_group(range(case.size), use_local_synchronization=True)
+    exchange = SymmetricExchange(group if case.size > 1 else None, case.spec(rank()), CPU)
+    assert run(exchange, case, 2) == 0
+    exchange.check()
+
+
+def rank_that_never_dispatches_is_named() -> None:
+    """A loss that one rank notices in its sort reaches every rank as a poisoned flag."""
+    case = Case(dist.get_world_size(), timeout_s=1.5)
+    last = case.size - 1
+    with small_schedules():
+        exchange = make(case)
+        if rank() != last:
+            if rank():  # the first rank meets the time-out, the others its poisoned flags
+                exchange._words[host.TIMEOUT.value] *= 20
+            started = time.monotonic()
+            assert run(exchange, case, 1, count=4, sorts=SORTS[:1]) == 1
+            assert time.monotonic() - started < 15 * case.timeout_s
+            with pytest.raises(PeerLostError, match=f"rank {last}"):
+                exchange.check()
+        dist.barrier()
+
+
+def two_streams_are_seen() -> None:
+    """A second dispatch before combine, as from a second stream: nothing plausible comes out."""
+    case = Case(dist.get_world_size())
+    with small_schedules():
+        exchange = make(case)
+        tokens = random_tokens(case, rank(), 3, 4)
+        send(exchange, tokens, case.max_tokens)
+        with pytest.raises(ValueError, match=r"ExpertParallel.dispatch: order — need dispatch and"):
+            send(exchange, tokens, case.max_tokens)
+        exchange._is_dispatched = False
+        received = send(exchange, tokens, case.max_tokens)
+        assert int(exchange._words[0]) == TWO_STREAMS.value
+        out = torch.zeros(4, case.hidden_size)
+        exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
+        assert out.isnan().all()
+        with pytest.raises(ValueError, match="stream — need calls on one stream"):
+            exchange.check()
+        dist.barrier()
+
+
+def combine_without_a_wait_is_seen() -> None:
+    case = Case(dist.get_world_size())
+    with small_schedules():
+        exchange = make(case)
+        tokens = random_tokens(case, rank(), 3, 4)
+        received = send(exchange, tokens, case.max_tokens)
+        out = torch.zeros(4, case.hidden_size)
+        exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
+        assert out.isnan().all()
+        assert int(exchange._words[0]) == NO_WAIT.value
+        with pytest.raises(ValueError, match="combine without a wait"):
+            exchange.check()
+        dist.barrier()
+
+
+def epochs_beyond_32_bits() -> None:
+    case = Case(dist.get_world_size())
+    with small_schedules():
+        exchange = make(case)
+        exchange._words[EPOCHS.value :] = (1 << 40) - 1
+        exchange._words[0] = (1 << 40) - 1
+        dist.barrier()
+        assert run(exchange, case, 2, sorts=()) == 0
+        exchange.check()
+        dist.barrier()
+
+
+def closed_exchange_refuses() -> None:
+    case = Case(dist.get_world_size())
+    exchange = make(case)
+    exchange.close()
+    exchange.close()
+    with pytest.raises(ValueError, match="an open ExpertParallel"):
+        send(exchange, random_tokens(case, rank(), 3), case.max_tokens)
+    dist.barrier()

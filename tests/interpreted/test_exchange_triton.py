@@ -1,0 +1,54 @@
+"""The SYMMETRIC protocol with interpreted kernels, 2 and 4 processes and shared memory.
+
+What the ranks do is in exchange_ranks.py. Planted errors show that the checks see an error.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from support.ranks import Outcomes, run_scenarios
+
+MODULE = "interpreted.exchange_ranks"
+TWO = (
+    "many_epochs_are_exact",
+    "real_schedules_are_exact",
+    "one_rank_is_always_late",
+    "two_exchanges_take_turns",
+    "rows_quantised_before_are_the_same_bits",
+    "wrong_slot_is_seen",
+    "dropped_dispatch_flag_is_seen",
+    "dropped_combine_flag_is_seen",
+    "stale_dispatch_flag_is_seen",
+    "stale_combine_flag_is_seen",
+    "stale_target_is_seen",
+    "missing_wait_for_tokens_is_seen",
+    "missing_wait_for_partial_rows_is_seen",
+    "flag_before_the_rows_is_seen",
+    "two_streams_are_seen",
+    "combine_without_a_wait_is_seen",
+    "epochs_beyond_32_bits",
+    "closed_exchange_refuses",
+    "killed_rank_is_named",
+)
+FOUR = ("many_epochs_are_exact", "rank_that_never_dispatches_is_named", "killed_rank_is_named")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run_scenarios(MODULE, TWO, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run_scenarios(MODULE, FOUR, 4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.mark.parametrize("scenario", TWO)
+def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
+    two_ranks.check(scenario)
+
+
+@pytest.mark.parametrize("scenario", FOUR)
+def test_four_ranks(four_ranks: Outcomes, scenario: str) -> None:
+    four_ranks.check(scenario)
