@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from .problem import Activation, SiLU, TopKOptions, parse_activation_format, req
 from .published import expert_weights_from, published_expert_tensors, published_shapes
 from .weights import GateUpOrder, MoEWeights
 from .weights_state import PROJECTIONS
+
+if TYPE_CHECKING:
+    from .distributed import ExpertParallel
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Weights quantised at a time: temporaries that stay in a CPU's cache; few launches on a GPU."""
@@ -36,6 +39,9 @@ class PreparedExperts(torch.nn.Module):
         activation: what stands between the two GEMMs.
         activation_format: "bf16", "mxfp8", "mxfp4" or "fp8_token"; may be assigned later.
         dtype: dtype of the biases in the state dict.
+        expert_parallel: mxpert.distributed.ExpertParallel, where `weights` are the local experts of
+            this rank. All ranks then call the module at the same time. ``state_dict`` has the local
+            experts; ``load_state_dict`` takes these, or all experts, of which it takes its part.
     """
 
     weights: MoEWeights
@@ -49,9 +55,11 @@ class PreparedExperts(torch.nn.Module):
         *,
         activation_format: str = "bf16",
         dtype: torch.dtype = torch.float32,
+        expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         self.activation, self.dtype = activation, dtype
+        self.expert_parallel = expert_parallel
         self.activation_format = parse_activation_format(activation_format, type(self).__name__)
         self._hold(weights)
 
@@ -97,6 +105,7 @@ class PreparedExperts(torch.nn.Module):
             activation=self.activation,
             activation_format=self.activation_format,
             out_dtype=x.dtype,
+            expert_parallel=self.expert_parallel,
         )
         if x.dim() != 2:
             out = out.view(x.shape)
@@ -143,7 +152,7 @@ class PreparedExperts(torch.nn.Module):
             has_bias=weights.gate_up_bias is not None,
         )
         given = {
-            name.removeprefix(prefix): tensor
+            name.removeprefix(prefix): self._local(tensor)
             for name, tensor in state_dict.items()
             if name.startswith(prefix)
         }
@@ -167,12 +176,21 @@ class PreparedExperts(torch.nn.Module):
         )
         self._hold(loaded.prepare(device=weights.device))
 
+    def _local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The local experts of a tensor of all experts; any other tensor as it is."""
+        ranks = self.expert_parallel
+        if ranks is None or not torch.is_tensor(tensor):
+            return tensor
+        is_whole = tensor.shape[:1] == (ranks.placement.num_experts,)
+        return tensor[list(ranks.local_experts)] if is_whole else tensor
+
     def extra_repr(self) -> str:
         weights = self.weights
         return (
             f"num_experts={weights.num_experts}, hidden_size={weights.hidden_size}, "
             f"intermediate_size={weights.intermediate_size}, activation={self.activation}, "
             f"activation_format={self.activation_format!r}, layout={weights.layout.name}"
+            + ("" if self.expert_parallel is None else f", {self.expert_parallel}")
         )
 
 
@@ -356,29 +374,37 @@ def quantize_weights(
 
 
 def quantize_stacked(
-    weight: torch.Tensor, *, transposed: bool, scale_rule: ScaleRule, device: torch.device
+    weight: torch.Tensor,
+    *,
+    transposed: bool,
+    scale_rule: ScaleRule,
+    device: torch.device,
+    experts: Sequence[int] | None = None,
 ) -> MXTensor:
     """Quantise stacked weights along their reduction, a part at a time.
 
     Args:
         weight: [E, N, K], or [E, K, N] if `transposed`.
         device: where to quantise and leave the result.
+        experts: which ones, in the order of the result; None is all of them.
 
     Returns:
-        MXFP4 [E, N, K].
+        MXFP4 [E, N, K], or as many as `experts` has.
     """
     rows = weight.detach().transpose(1, 2) if transposed else weight.detach()
-    experts, count, columns = rows.shape
-    qdata = torch.empty(experts, count, columns // 2, dtype=torch.uint8, device=device)
-    scale = torch.empty(experts, count, columns // MX_BLOCK_SIZE, dtype=torch.uint8, device=device)
+    chosen = range(len(rows)) if experts is None else experts
+    _, count, columns = rows.shape
+    size = len(chosen), count
+    qdata = torch.empty(*size, columns // 2, dtype=torch.uint8, device=device)
+    scale = torch.empty(*size, columns // MX_BLOCK_SIZE, dtype=torch.uint8, device=device)
     limit = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
     step = max(1, limit // max(1, columns))
-    for expert in range(experts):
+    for place, expert in enumerate(chosen):
         for start in range(0, count, step):
             part = rows[expert, start : start + step].to(device).contiguous()
             quantized = quantize(part, MXFP4, scale_rule=scale_rule)
-            qdata[expert, start : start + step] = quantized.qdata
-            scale[expert, start : start + step] = quantized.scale
+            qdata[place, start : start + step] = quantized.qdata
+            scale[place, start : start + step] = quantized.scale
     return MXTensor(qdata, scale, MXFP4)
 
 

@@ -387,6 +387,10 @@ class ExpertParallel:
         """
         self._exchange.close()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+        """The object itself: copies of a model share their ranks."""
+        return self
+
     def __repr__(self) -> str:
         return (
             f"ExpertParallel(rank {self.rank} of {self.size}, {self.placement!r}, "

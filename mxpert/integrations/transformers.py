@@ -3,7 +3,9 @@
 ``AutoModelForCausalLM.from_pretrained(path, experts_implementation="mxpert")`` gives a converted
 model (see mxpert.convert). bf16 experts are quantised layer by layer after they are loaded. MXFP4
 checkpoints (gpt-oss, or written by ``mxpert quantize`` or by a converted model) go from blocks and
-scales to prepared weights without being dequantised. "mxpert" computes with bf16 activations
+scales to prepared weights without being dequantised. With ``expert_parallel=`` (a
+mxpert.distributed.ExpertParallel) each rank gets its own experts, and reads only those of an MXFP4
+checkpoint. "mxpert" computes with bf16 activations
 (a16w4); "mxpert_mxfp8" or "mxpert_a8w4", "mxpert_mxfp4" or "mxpert_a4w4", and "mxpert_fp8_token"
 with narrower ones.
 
@@ -16,17 +18,20 @@ from __future__ import annotations
 
 import functools
 import re
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, message, require
 from ..problem import ACTIVATION_FORMAT_ALIASES, ACTIVATION_FORMATS, parse_activation_format
+from ..published import published_shapes
 from ..weights import GateUpOrder
-from .checkpoints.load import stored_gate_up_order
-from .checkpoints.safetensors_files import CONFIG_FILE, read_json
-from .models.convert import convert, mx_experts
+from .checkpoints.load import check_experts, expert_modules_of, stored_gate_up_order
+from .checkpoints.safetensors_files import CONFIG_FILE, CheckpointReader, read_json
+from .models.convert import check_ranks, convert, forbid_saving, mx_experts
 from .models.expert_modules import MXExperts, StoredExperts
 from .models.experts import find_experts
 from .models.saved_config import mark_quantized, without_expert_conversions
@@ -55,6 +60,9 @@ IMPLEMENTATIONS = {NAME: "bf16"} | {
 """Value of ``experts_implementation`` → activation format: "mxpert_mxfp8" and "mxpert_a8w4"."""
 
 _OP = "from_pretrained"
+_STORED_EXPERTS = r"experts\.(gate_up|down)_proj_(blocks|scales|bias)$"
+_RANKS: ContextVar[ExpertParallel | None] = ContextVar("expert_parallel", default=None)
+"""The argument of the `from_pretrained` that runs."""
 
 
 def experts_forward(
@@ -105,20 +113,32 @@ class MXQuantizer(Mxfp4HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.activation_format is None:
             return super()._process_model_before_weight_loading(model, **kwargs)
-        order = _stored_order(kwargs.get("checkpoint_files"))
+        files = kwargs.get("checkpoint_files")
+        order = _stored_order(files)
         self._dtypes = _wanted_dtypes(model)
-        for found in find_experts(model, _OP):
+        layers, ranks = find_experts(model, _OP), _RANKS.get()
+        if ranks is not None and files:
+            check_ranks(_OP, layers, ranks, self.activation_format, None)
+            self._folder = Path(files[0]).parent
+            ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or set()
+            model._keys_to_ignore_on_load_unexpected = type(ignored)([*ignored, _STORED_EXPERTS])
+        for found in layers:
             dtype = next(found.module.parameters()).dtype
-            found.replace_by(StoredExperts(found, order, dtype))
+            found.replace_by(StoredExperts(found, order, dtype, ranks))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.activation_format is None:
             return super()._process_model_after_weight_loading(model, **kwargs)
         stored = [module for module in model.modules() if isinstance(module, StoredExperts)]
+        is_local = _RANKS.get() is not None
+        reader = CheckpointReader(self._folder, _OP) if is_local else None
         for experts in stored:
-            experts.source.replace_by(experts.prepared(self.activation_format).eval())
+            tensors = None if reader is None else _local_tensors(reader, experts)
+            experts.source.replace_by(experts.prepared(self.activation_format, tensors).eval())
         mark_quantized(model, [experts.source for experts in stored], None)
+        if is_local:
+            forbid_saving(model)
         _cast(model, self._dtypes)
         return model
 
@@ -141,6 +161,39 @@ class MXQuantizer(Mxfp4HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return self.activation_format is not None or super().is_compileable
+
+
+def _local_tensors(reader: CheckpointReader, experts: StoredExperts) -> dict[str, torch.Tensor]:
+    """The published tensors of this rank's experts, read from the checkpoint."""
+    found, ranks = experts.source, experts.expert_parallel
+    assert ranks is not None  # for the type checker
+    module = _stored_module(reader, found.name)
+    sizes = found.num_experts, found.hidden_size, found.intermediate_size
+    check_experts(reader, module, sizes)
+    tensors = {}
+    for name in published_shapes(*sizes, has_bias=found.has_bias):
+        tensor = reader.read_rows(f"{module}.{name}", ranks.local_experts)
+        dtype = experts.dtype if name.endswith("_bias") else tensor.dtype
+        tensors[name] = tensor.to(ranks.device, dtype)
+    return tensors
+
+
+def _stored_module(reader: CheckpointReader, name: str) -> str:
+    """The checkpoint's path of an experts module; one of both may lack the base model's prefix."""
+    fits = [
+        stored
+        for stored in expert_modules_of(reader)
+        if f".{stored}".endswith(f".{name}") or f".{name}".endswith(f".{stored}")
+    ]
+    require(
+        len(fits) == 1,
+        _OP,
+        name,
+        need="one module of this name in the checkpoint",
+        got=fits or "none",
+        remedy="load the model without expert_parallel, then call mxpert.convert",
+    )
+    return fits[0]
 
 
 def _wanted_dtypes(model: Any) -> dict[str, torch.dtype]:
@@ -181,12 +234,33 @@ def _converting(original: Any) -> Any:
     """`from_pretrained`, followed by `convert` where the model asks for it."""
 
     @functools.wraps(original)
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        loaded = original(cls, *args, **kwargs)
+    def from_pretrained(
+        cls: Any, *args: Any, expert_parallel: ExpertParallel | None = None, **kwargs: Any
+    ) -> Any:
+        require(
+            isinstance(expert_parallel, ExpertParallel | None),
+            _OP,
+            "expert_parallel",
+            need="an ExpertParallel",
+            got=type(expert_parallel).__name__,
+            error=TypeError,
+        )
+        ranks = _RANKS.set(expert_parallel)
+        try:
+            loaded = original(cls, *args, **kwargs)
+        finally:
+            _RANKS.reset(ranks)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         asked = getattr(model.config, "_experts_implementation", None)
+        require(
+            expert_parallel is None or asked in IMPLEMENTATIONS,
+            _OP,
+            "expert_parallel",
+            need=f'experts_implementation="{NAME}" with it',
+            got=repr(asked),
+        )
         if asked in IMPLEMENTATIONS and not mx_experts(model):
-            convert(model, IMPLEMENTATIONS[asked])
+            convert(model, IMPLEMENTATIONS[asked], expert_parallel=expert_parallel)
         return loaded
 
     from_pretrained.converts_to_mxpert = True  # type: ignore[attr-defined]

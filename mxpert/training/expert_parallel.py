@@ -13,7 +13,6 @@ from ..distributed import ExpertParallel, Transport
 from ..distributed.autograd import combine_tokens, dispatch_tokens
 from ..errors import require
 from ..formats.spec import MXFP8_E4M3, ScaleRule
-from .module import MXGroupedLinear
 from .permute import CombineRows, PermuteRows, sort_by_expert
 from .recipe import MXFP8Recipe
 
@@ -117,8 +116,9 @@ def check_expert_parallel(
 def local_expert_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters of a model of which each rank of expert parallelism has its own part.
 
-    They are the parameters of `MXGroupedLinear` modules with `group_ids`. All others are the same
-    on every rank.
+    They are the parameters of modules with ``group_ids``: `MXGroupedLinear`, and the experts that
+    ``mxpert.convert(model, recipe=…, expert_parallel=…)`` makes. All others are the same on every
+    rank.
 
     Args:
         model: any module.
@@ -135,7 +135,7 @@ def local_expert_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parame
     return {
         f"{path}.{name}".removeprefix("."): parameter
         for path, module in model.named_modules()
-        if isinstance(module, MXGroupedLinear) and module.group_ids is not None
+        if getattr(module, "group_ids", None) is not None
         for name, parameter in module.named_parameters(recurse=False)
     }
 
@@ -190,7 +190,7 @@ def clip_grad_norm_(
         >>> import torch
         >>> layer = torch.nn.Linear(1, 1, bias=False)
         >>> layer.weight.grad = torch.tensor([[5.0]])
-        >>> clip_grad_norm_(layer, 1.0, None), layer.weight.grad.item()
+        >>> clip_grad_norm_(layer, 1.0, None), round(layer.weight.grad.item(), 3)
         (tensor(5.), 1.0)
     """
     local = {id(parameter) for parameter in local_expert_parameters(model).values()}
@@ -214,7 +214,7 @@ def full_state_dict(model: torch.nn.Module, ep: ExpertParallel) -> dict[str, tor
     Every rank of `ep` calls it and gets the same. It holds all experts in memory.
 
     Args:
-        model: with plain parameters; its `MXGroupedLinear` modules with ``group_ids`` are of `ep`.
+        model: with plain parameters; its local experts are those of `ep`.
 
     Returns:
         What ``model.state_dict()`` has, the local experts' tensors with all experts.
@@ -222,6 +222,7 @@ def full_state_dict(model: torch.nn.Module, ep: ExpertParallel) -> dict[str, tor
     Example:
         >>> import torch
         >>> from mxpert.distributed import ExpertParallel
+        >>> from mxpert.training import MXGroupedLinear
         >>> ep = ExpertParallel(num_experts=4, top_k=1, hidden_size=32, max_tokens=8)
         >>> half = MXGroupedLinear(4, 32, 32, group_ids=ep.local_experts)
         >>> full_state_dict(half, ep)["weight"].shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,11 +126,8 @@ class MXGroupedLinear(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """Take this module's groups out of tensors of the whole layer."""
         if self.group_ids is not None:
-            state_dict = dict(state_dict)
-            for name in ("weight", "bias"):
-                stored = state_dict.get(prefix + name)
-                if torch.is_tensor(stored) and stored.shape[:1] == (self.num_groups,):
-                    state_dict[prefix + name] = stored[list(self.group_ids)]
+            names = [f"{prefix}weight", f"{prefix}bias"]
+            state_dict = take_groups(state_dict, names, self.num_groups, self.group_ids)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
@@ -194,6 +191,23 @@ def _check_group_ids(group_ids: Sequence[int], num_groups: int, op: str) -> tupl
         got=list(held),
     )
     return held
+
+
+def take_groups(
+    state_dict: Mapping[str, Any], names: Sequence[str], num_groups: int, group_ids: Sequence[int]
+) -> dict[str, Any]:
+    """A state dict with some groups of those named tensors that have all of them.
+
+    Example:
+        >>> take_groups({"w": torch.arange(4), "b": torch.arange(2)}, ["w", "b"], 4, [1, 3])
+        {'w': tensor([1, 3]), 'b': tensor([0, 1])}
+    """
+    taken = dict(state_dict)
+    for name in names:
+        stored = taken.get(name)
+        if torch.is_tensor(stored) and stored.shape[:1] == (num_groups,):
+            taken[name] = stored[list(group_ids)]
+    return taken
 
 
 MAX_SIZE = 1 << 20

@@ -43,6 +43,7 @@ FOUR = (
     "ddp_averages_each_gradient_over_its_ranks",
     "ddp_alone_would_mix_experts",
     "fsdp2_averages_each_gradient_over_its_ranks",
+    "the_guide_runs",
     "the_example_learns_as_one_process",
 )
 

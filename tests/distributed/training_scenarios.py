@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -472,3 +473,14 @@ def the_example_learns_as_one_process() -> None:
     assert found["held_out"] == pytest.approx(wanted["held_out"], rel=AFTER_STEPS)
     state = full_state_dict(model, model.blocks[0].moe.expert_parallel)
     assert 0 < worst(state, whole.state_dict()) < AFTER_STEPS
+
+
+def the_guide_runs() -> None:
+    """The blocks of docs/training.md that need four ranks, in order."""
+    text = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    namespace: dict[str, Any] = {"__name__": "document"}
+    for index, block in enumerate(blocks):
+        exec(compile(block, f"<training.md, block {index}>", "exec"), namespace)
+    assert namespace["ep"].size == 2
+    assert all(isinstance(value.grad, DTensor) for value in namespace["moe"].parameters())

@@ -6,7 +6,6 @@ import copy
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from mxpert.integrations.models import convert as convert_module
 from mxpert.integrations.models.convert import convert, mx_experts, restore
 from mxpert.integrations.models.expert_modules import StoredExperts
 from mxpert.testing.numerics import assert_exact
+from support.memory import peak_bytes
 
 from .families import FAMILIES, build, oracle_of
 
@@ -184,25 +184,6 @@ def test_other_implementations_read_mxfp4_as_before(saved) -> None:
     assert plain.model.layers[0].mlp.experts.down_proj.dtype == torch.bfloat16
     converted = load(out, "mxpert", **options)  # dequantised because it was asked for, then ours
     assert_exact(logits(converted), logits(load(out)), "logits")
-
-
-def peak_bytes(make: Callable[[], Any], work: Callable[[Any], object]) -> int:
-    """Most bytes that PyTorch's CPU allocator held at once during `work(made)`, above what
-    `make()` left. Both are profiled: what was allocated before is not seen when it is freed."""
-    activity = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
-        made = make()
-        with torch.profiler.record_function("work"):
-            work(made)
-    events = profile.profiler.kineto_results.events()
-    begin = next(event.start_ns() for event in events if event.name() == "work")
-    held = before = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        if event.start_ns() < begin:
-            before = peak = held
-        peak = max(peak, held)
-    return peak - before
 
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 6}

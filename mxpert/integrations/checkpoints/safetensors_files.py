@@ -218,6 +218,15 @@ class CheckpointReader:
             rows: torch.Tensor = self._open(file).get_slice(name)[row : row + 1]
         return rows[0]
 
+    def read_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+        """``tensor[rows]`` along the first dimension, without reading the rest."""
+        first = self.read_row(name, rows[0])
+        read = first.new_empty((len(rows), *first.shape))
+        read[0] = first
+        for place, row in enumerate(rows[1:], start=1):
+            read[place] = self.read_row(name, row)
+        return read
+
 
 def read_json(path: Path, op: str) -> dict[str, Any]:
     """Parse a JSON object; a ValueError of the library's form if it is missing or malformed."""

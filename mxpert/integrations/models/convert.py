@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
+from ...distributed import ExpertParallel
 from ...errors import UnsupportedError, message, require, require_device
 from ...formats.spec import ScaleRule
 from ...modules import quantize_stacked
 from ...problem import parse_activation_format
+from ...training.expert_parallel import check_expert_parallel
 from ...training.recipe import MXFP8Recipe
 from ...weights import MoEWeights
 from ...weights_state import PROJECTIONS
@@ -27,6 +30,7 @@ def convert(
     device: torch.device | str | None = None,
     scale_rule: ScaleRule | None = None,
     recipe: MXFP8Recipe | None = None,
+    expert_parallel: ExpertParallel | None = None,
     progress: bool = True,
 ) -> Any:
     """Put mxpert under a Transformers model: its experts in MXFP4, or trained in MXFP8.
@@ -38,6 +42,14 @@ def convert(
     layers share is converted once. Weights that came from MXFP4 are recovered exactly. Saving the
     model writes blocks and scales as gpt-oss publishes them.
 
+    With `expert_parallel` each rank keeps its own experts: the others are neither quantised nor
+    prepared, and their dense weights are freed. The rest of the model is whole on every rank. All
+    ranks call the model equally often, with any number of tokens up to the object's `max_tokens`:
+    give ``generate`` the same prompts on every rank, or ``synced_gpus=True``, which lets ranks that
+    have ended wait for the others. The model's state dict has the local experts; `restore` and
+    ``save_pretrained`` are refused. ``from_pretrained`` takes ``expert_parallel`` too, beside
+    ``experts_implementation="mxpert"``, and reads only the local experts of an MXFP4 checkpoint.
+
     Args:
         model: a model in memory, or a module that contains one. A model in MXFP4 only changes its
             `activation_format`; a model that was trained with a recipe is converted as it stands.
@@ -48,6 +60,9 @@ def convert(
         scale_rule: rule for the scales of the weights; None is RCEIL.
         recipe: train in MXFP8 instead. Parameters stay as they are, and the three GEMMs of each
             expert are mxpert.training.grouped_linear with this recipe.
+        expert_parallel: a mxpert.distributed.ExpertParallel with the model's sizes. With a recipe
+            parameters are copies of this rank's experts, and mxpert.training.MXMoE says which
+            gradients to average.
         progress: show a progress bar on standard error.
 
     Returns:
@@ -55,7 +70,8 @@ def convert(
 
     Raises:
         ValueError: no experts, sizes that are not multiples of 32, weights that are not loaded or
-            not finite; a `recipe` or `scale_rule` for a model that is in MXFP4 already.
+            not finite; a `recipe`, `scale_rule` or `expert_parallel` for a model that is in MXFP4
+            already; an `expert_parallel` of other sizes.
         TypeError: wrong types.
         UnsupportedError: an activation or tensors that mxpert does not know, or a model quantised
             by another library. In every case the model is unchanged.
@@ -73,20 +89,24 @@ def convert(
     """
     op = "convert"
     activation_format = parse_activation_format(activation_format, op)
-    _check_arguments(model, scale_rule, recipe)
+    _check_arguments(model, scale_rule, recipe, expert_parallel)
     target = None if device is None else require_device(device, op)
     if converted := mx_experts(model):
         for module in converted:
             module.activation_format = activation_format
         return model if target is None else model.to(target)
     trained = [module for module in model.modules() if isinstance(module, TrainableExperts)]
+    _refuse_local_experts(trained, op)
     found = [experts.source for experts in trained] or find_experts(model, op)
     check_loaded(found, op)
+    if expert_parallel is not None:
+        check_ranks(op, found, expert_parallel, activation_format, recipe)
+        forbid_saving(model)
     for experts in trained:
         experts.give_back()
     if recipe is not None:
         for dense in found:
-            dense.replace_by(TrainableExperts(dense, recipe))
+            dense.replace_by(TrainableExperts(dense, recipe, expert_parallel))
         return model if target is None else model.to(target)
     rule = ScaleRule.RCEIL if scale_rule is None else scale_rule
     for dense in track(
@@ -96,7 +116,7 @@ def convert(
         transient=True,
         disable=not progress,
     ):
-        _convert_layer(dense, activation_format, rule, target)
+        _convert_layer(dense, activation_format, rule, target, expert_parallel)
     mark_quantized(model, found, rule)
     return model if target is None else model.to(target)
 
@@ -136,6 +156,7 @@ def restore(model: Any) -> Any:
         got="no experts of mxpert",
         remedy="call mxpert.convert(model) first",
     )
+    _refuse_local_experts([*trained, *converted], "restore")
     for experts in converted:
         module = experts.source.module
         for name, parameter in experts.restored().items():
@@ -161,18 +182,25 @@ def mx_experts(model: torch.nn.Module) -> list[MXExperts]:
     return [module for module in model.modules() if isinstance(module, MXExperts)]
 
 
-def _check_arguments(model: Any, scale_rule: ScaleRule | None, recipe: MXFP8Recipe | None) -> None:
+def _check_arguments(
+    model: Any,
+    scale_rule: ScaleRule | None,
+    recipe: MXFP8Recipe | None,
+    ranks: ExpertParallel | None,
+) -> None:
     op = "convert"
     for name, value, fits, need in (
         ("model", model, isinstance(model, torch.nn.Module), "a Module"),
         ("scale_rule", scale_rule, isinstance(scale_rule, ScaleRule | None), "a ScaleRule"),
         ("recipe", recipe, isinstance(recipe, MXFP8Recipe | None), "an MXFP8Recipe"),
+        ("expert_parallel", ranks, isinstance(ranks, ExpertParallel | None), "an ExpertParallel"),
     ):
         require(fits, op, name, need=need, got=repr(value), error=TypeError)
     if mx_experts(model):
         need, got = "a model with dense experts", "one that is in MXFP4 already"
         remedy = "call mxpert.integrations.models.convert.restore(model) first"
-        for name, given in (("recipe", recipe), ("scale_rule", scale_rule)):
+        options = {"recipe": recipe, "scale_rule": scale_rule, "expert_parallel": ranks}
+        for name, given in options.items():
             require(given is None, op, name, need=need, got=got, remedy=remedy)
         return
     for holder in configured_models(model):
@@ -183,21 +211,96 @@ def _check_arguments(model: Any, scale_rule: ScaleRule | None, recipe: MXFP8Reci
             raise UnsupportedError(message(op, place, "none", got, remedy))
 
 
+def check_ranks(
+    op: str,
+    found: list[FoundExperts],
+    ranks: ExpertParallel,
+    activation_format: str,
+    recipe: MXFP8Recipe | None,
+) -> None:
+    """Check an ExpertParallel against every layer."""
+    if recipe is None:
+        require(
+            ranks.wire_format == "bf16" or activation_format == "mxfp8",
+            op,
+            "activation_format",
+            need='"mxfp8" with an ExpertParallel of wire_format="mxfp8"',
+            got=repr(activation_format),
+        )
+    for experts in found:
+        sizes = experts.num_experts, ranks.top_k, experts.hidden_size
+        if recipe is not None:
+            check_expert_parallel(op, ranks, sizes, recipe)
+        have = ranks.placement.num_experts, ranks.top_k, ranks.hidden_size
+        require(
+            have == sizes,
+            op,
+            "expert_parallel",
+            need=f"num_experts={sizes[0]} and hidden_size={sizes[2]}, as {experts.name} has",
+            got=f"num_experts={have[0]} and hidden_size={have[2]}",
+        )
+
+
+def forbid_saving(model: Any) -> None:
+    """Make ``save_pretrained`` raise: a checkpoint has all experts, and each rank has some."""
+    for holder in configured_models(model):
+        holder.save_pretrained = _refuse_to_save
+
+
+def _refuse_to_save(*arguments: Any, **options: Any) -> None:
+    raise UnsupportedError(
+        message(
+            "save_pretrained",
+            "experts",
+            "a model with all of them",
+            "the local experts of one rank",
+            "save the model before it is converted with expert_parallel, or "
+            "mxpert.training.full_state_dict",
+        )
+    )
+
+
+def _refuse_local_experts(modules: Sequence[MXExperts | TrainableExperts], op: str) -> None:
+    """Refuse modules that hold a part of their layer's experts."""
+    for module in modules:
+        if module.expert_parallel is not None:
+            raise UnsupportedError(
+                message(
+                    op,
+                    module.source.name,
+                    "all experts of the layer",
+                    f"{len(module.expert_parallel.local_experts)} of {module.source.num_experts}",
+                    "load the model again, or the state of mxpert.training.full_state_dict, "
+                    "without expert_parallel",
+                )
+            )
+
+
 def _convert_layer(
-    found: FoundExperts, activation_format: str, scale_rule: ScaleRule, device: torch.device | None
+    found: FoundExperts,
+    activation_format: str,
+    scale_rule: ScaleRule,
+    device: torch.device | None,
+    ranks: ExpertParallel | None,
 ) -> None:
     module: Any = found.module
+    local = None if ranks is None else ranks.local_experts
     target = module.down_proj.device if device is None else device
     dtype = module.down_proj.dtype
     projections: dict[str, Any] = {}
     for name in PROJECTIONS:
         projections[name] = quantize_stacked(
-            getattr(module, name), transposed=found.transposed, scale_rule=scale_rule, device=target
+            getattr(module, name),
+            transposed=found.transposed,
+            scale_rule=scale_rule,
+            device=target,
+            experts=local,
         )
         del module._parameters[name]
     if found.has_bias:
         for name in ("gate_up", "down"):
             bias = getattr(module, f"{name}_proj_bias").detach()
+            bias = bias if local is None else bias[list(local)]
             projections[f"{name}_bias"] = bias.to(target, torch.float32).contiguous()
     empty(module)
     weights = MoEWeights(**projections, gate_up_order=found.order)
@@ -207,5 +310,6 @@ def _convert_layer(
         source=found,
         activation_format=activation_format,
         dtype=dtype,
+        expert_parallel=ranks,
     )
     found.replace_by(experts.train(module.training))

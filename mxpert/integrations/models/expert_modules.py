@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from ...distributed import ExpertParallel
 from ...modules import PreparedExperts
 from ...ops.quantize import dequantize
 from ...problem import Activation
 from ...published import expert_weights_from, published_shapes
 from ...training.activation import gated_activation
 from ...training.autograd import grouped_linear
+from ...training.expert_parallel import run_on_ranks
+from ...training.module import take_groups
 from ...training.permute import CombineRows, PermuteRows, sort_by_expert
 from ...training.recipe import MXFP8Recipe
 from ...weights import GateUpOrder, MoEWeights, gate_up_rows
@@ -27,6 +32,7 @@ class MXExperts(PreparedExperts):
         activation_format: "bf16", "mxfp8", "mxfp4" or "fp8_token"; may be assigned later.
         source: the module that was replaced, without its weights; `restore` puts it back.
         dtype: dtype of the biases in the state dict, and of restored weights.
+        expert_parallel: the ranks that share the layer, where `weights` are this rank's experts.
     """
 
     no_gradient = (
@@ -42,8 +48,15 @@ class MXExperts(PreparedExperts):
         activation_format: str,
         source: FoundExperts,
         dtype: torch.dtype,
+        expert_parallel: ExpertParallel | None = None,
     ) -> None:
-        super().__init__(weights, activation, activation_format=activation_format, dtype=dtype)
+        super().__init__(
+            weights,
+            activation,
+            activation_format=activation_format,
+            dtype=dtype,
+            expert_parallel=expert_parallel,
+        )
         self._source = source
 
     def forward(  # type: ignore[override]  # in Transformers' order
@@ -78,11 +91,24 @@ class MXExperts(PreparedExperts):
 
 
 class StoredExperts(torch.nn.Module):
-    """Meta tensors in the published shapes: a loader fills them, `prepared` makes MXExperts."""
+    """Meta tensors in the published shapes: a loader fills them, `prepared` makes MXExperts.
 
-    def __init__(self, found: FoundExperts, order: GateUpOrder, dtype: torch.dtype) -> None:
+    With `expert_parallel` there are none, so that a loader skips them; `prepared` gets the local
+    experts' tensors.
+    """
+
+    def __init__(
+        self,
+        found: FoundExperts,
+        order: GateUpOrder,
+        dtype: torch.dtype,
+        expert_parallel: ExpertParallel | None = None,
+    ) -> None:
         super().__init__()
         self.order, self.dtype, self._source = order, dtype, found
+        self.expert_parallel = expert_parallel
+        if expert_parallel is not None:
+            return
         shapes = published_shapes(
             found.num_experts, found.hidden_size, found.intermediate_size, has_bias=found.has_bias
         )
@@ -90,9 +116,11 @@ class StoredExperts(torch.nn.Module):
             stored = dtype if name.endswith("_bias") else torch.uint8
             self.register_buffer(name, torch.empty(shape, dtype=stored, device="meta"))
 
-    def prepared(self, activation_format: str) -> MXExperts:
-        """The loaded tensors, prepared for the device that they were loaded to."""
-        tensors = dict(self.named_buffers())
+    def prepared(
+        self, activation_format: str, tensors: dict[str, torch.Tensor] | None = None
+    ) -> MXExperts:
+        """The loaded or given tensors, prepared for the device that they are on."""
+        tensors = dict(self.named_buffers()) if tensors is None else tensors
         weights = expert_weights_from(tensors, self.order)
         return MXExperts(
             weights.prepare(device=weights.device),
@@ -100,6 +128,7 @@ class StoredExperts(torch.nn.Module):
             activation_format=activation_format,
             source=self._source,
             dtype=self.dtype,
+            expert_parallel=self.expert_parallel,
         )
 
     @property
@@ -112,12 +141,25 @@ class TrainableExperts(torch.nn.Module):
 
     Parameters keep names, shapes and identity, so optimisers and checkpoints see no difference.
     The replaced module gives its parameters away: this module is their only owner.
+
+    With `expert_parallel` the parameters are copies of this rank's experts, the rest is freed, and
+    ``load_state_dict`` takes its part of tensors of all experts. Gradients are those of `MXMoE`.
     """
 
-    def __init__(self, found: FoundExperts, recipe: MXFP8Recipe) -> None:
+    def __init__(
+        self,
+        found: FoundExperts,
+        recipe: MXFP8Recipe,
+        expert_parallel: ExpertParallel | None = None,
+    ) -> None:
         super().__init__()
         self.recipe, self._source = recipe, found
+        self.expert_parallel = expert_parallel
+        self.group_ids = None if expert_parallel is None else expert_parallel.local_experts
         for name, parameter in found.module.named_parameters():
+            if self.group_ids is not None:
+                local = parameter.detach()[list(self.group_ids)]
+                parameter = torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
             self.register_parameter(name, parameter)
         empty(found.module)
         self.train(found.module.training)
@@ -134,17 +176,31 @@ class TrainableExperts(torch.nn.Module):
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [..., H], ids and weights [T, top_k] → the shape and dtype of the first."""
-        tokens = hidden_states.reshape(-1, self._source.hidden_size)
+        tokens, weights = hidden_states.reshape(-1, self._source.hidden_size), topk_weights.float()
+        if self.expert_parallel is not None:
+            ranks, rule = self.expert_parallel, self.recipe.scale_rule
+            combined = run_on_ranks(ranks, self._experts, tokens, weights, topk_ids, rule)
+            return combined.view(hidden_states.shape)
         order, inverse, offsets = sort_by_expert(topk_ids, self._source.num_experts)
         rows = PermuteRows.apply(tokens, order, inverse, topk_ids.shape[-1])  # [R, H]
+        rows = self._experts(rows, offsets)
+        combined = CombineRows.apply(rows, inverse.view(topk_ids.shape), weights)
+        result: torch.Tensor = combined.view(hidden_states.shape)
+        return result
+
+    def _experts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Rows [R, H] sorted by expert → the experts' outputs [R, H]."""
         gate_up = self._linear("gate_up_proj", rows, offsets)
         if self._source.order is GateUpOrder.INTERLEAVED:
             gate_up = gate_up.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         hidden = gated_activation(gate_up, self._source.activation)  # [R, F]
-        rows = self._linear("down_proj", hidden, offsets)  # [R, H]
-        combined = CombineRows.apply(rows, inverse.view(topk_ids.shape), topk_weights.float())
-        result: torch.Tensor = combined.view(hidden_states.shape)
-        return result
+        return self._linear("down_proj", hidden, offsets)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        if self.group_ids is not None:
+            names = [prefix + name for name, _ in self.named_parameters()]
+            state_dict = take_groups(state_dict, names, self._source.num_experts, self.group_ids)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _linear(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         weight = getattr(self, name)

@@ -1,0 +1,292 @@
+"""What ranks do in test_transformers.py; each function runs on all of them at the same time.
+
+The judge is the same model on one rank: `convert` without `expert_parallel` in the same process.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from integrations.families import FAMILIES, PROMPT, VOCABULARY, build, oracle_of, teach
+
+import mxpert
+import mxpert.integrations.transformers
+from mxpert import modules
+from mxpert.distributed import ExpertParallel, Transport
+from mxpert.errors import UnsupportedError
+from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
+from mxpert.integrations.models.convert import mx_experts, restore
+from mxpert.testing.numerics import is_exact, relative_l2
+from mxpert.training import MXFP8Recipe, full_state_dict, local_expert_parameters
+from support.memory import peak_bytes
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+TRANSPORTS = (Transport.GATHER, Transport.ALL_TO_ALL)
+NEW_TOKENS = 16
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3}
+FLOAT32 = 1e-5
+"""Two layers of float32, whose sums are in another order: some hundred roundings of 6e-8."""
+
+
+def parallel(hidden_size: int = 128, **changes: Any) -> ExpertParallel:
+    options: dict[str, Any] = dict(num_experts=8, top_k=2, max_tokens=64, device="cpu")
+    return ExpertParallel(hidden_size=hidden_size, **options | changes)
+
+
+def converted(model: Any, ep: ExpertParallel | None, *formats: str) -> Any:
+    return mxpert.convert(copy.deepcopy(model), *formats, expert_parallel=ep, progress=False)
+
+
+@torch.no_grad()
+def logits(model: Any, length: int = 24) -> torch.Tensor:
+    result: torch.Tensor = model(torch.arange(length)[None] % VOCABULARY).logits
+    return result
+
+
+def sequence() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(VOCABULARY, (PROMPT + NEW_TOKENS,), generator=generator)
+
+
+def taught() -> Any:
+    """A tiny gpt-oss whose greedy tokens continue `sequence` with a margin."""
+    model = build("gpt_oss")
+    oracle = oracle_of(model)
+    teach(oracle, sequence())
+    model.lm_head.load_state_dict(oracle.lm_head.state_dict())
+    return model
+
+
+def generated(model: Any, prompt: torch.Tensor, **options: Any) -> list[int]:
+    result = model.generate(
+        prompt[None],
+        attention_mask=torch.ones_like(prompt[None]),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        **options,
+    )
+    tokens: list[int] = result[0].tolist()
+    return tokens
+
+
+def generate_gives_the_tokens_of_one_rank() -> None:
+    model = taught()
+    for transport in TRANSPORTS:
+        for wire, formats in (("bf16", ()), ("mxfp8", ("mxfp8",))):
+            one = generated(converted(model, None, *formats), sequence()[:PROMPT])
+            assert one == sequence().tolist()
+            ep = parallel(transport=transport, wire_format=wire)
+            assert generated(converted(model, ep, *formats), sequence()[:PROMPT]) == one
+
+
+def ranks_may_generate_from_different_prompts() -> None:
+    """Rank 0 ends early; with synced_gpus it takes part until the others have ended."""
+    model, rank = taught(), dist.get_rank()
+    prompt = sequence()[: PROMPT + 3 * rank]
+    end = sequence()[PROMPT + 4].item() if rank == 0 else None
+    options = dict(eos_token_id=end, pad_token_id=0)
+    one = generated(converted(model, None), prompt, **options)
+    ranks = converted(model, parallel())
+    found = generated(ranks, prompt, synced_gpus=True, **options)
+    length = PROMPT + 5 if rank == 0 else PROMPT + 3 + NEW_TOKENS
+    assert len(one) == length
+    assert found[:length] == one
+
+
+def every_family_computes_what_one_rank_does() -> None:
+    for family in FAMILIES:
+        model = build(family)
+        ep = parallel(combine_dtype=torch.float32)
+        ranks = converted(model, ep)
+        wanted = logits(converted(model, None), 24 + dist.get_rank())
+        assert relative_l2(logits(ranks, 24 + dist.get_rank()), wanted) < FLOAT32
+        for experts in mx_experts(ranks):
+            assert experts.weights.num_experts == ep.num_local_experts
+            assert experts.expert_parallel is ep
+        assert "ExpertParallel(rank" in repr(ranks)
+
+
+def prepared_bytes(model: Any) -> int:
+    return sum(buffer.nbytes for experts in mx_experts(model) for buffer in experts.buffers())
+
+
+def a_rank_holds_its_experts_alone() -> None:
+    """Peak memory of a conversion, which for all experts would be above the bound."""
+    ep = parallel(256)
+    layer = prepared_bytes(converted(build("gpt_oss", **SIZES), None)) // 3
+    peaks = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(modules.CHUNK_ELEMENTS, "cpu", 1 << 14)  # small as the layers are
+        for name, ranks in (("whole", None), ("local", ep)):
+            made: list[Any] = []
+            peaks[name] = peak_bytes(
+                lambda: build("gpt_oss", dtype=torch.bfloat16, **SIZES),
+                lambda model, ranks=ranks, made=made: made.append(
+                    mxpert.convert(model, expert_parallel=ranks, progress=False)
+                ),
+            )
+            assert prepared_bytes(made[0]) == 3 * layer // (1 if ranks is None else ep.size)
+            dense = [name for name, _ in made[0].named_parameters() if "experts" in name]
+            assert not dense
+    assert peaks["local"] < layer <= peaks["whole"], (peaks, layer)
+
+
+@contextmanager
+def checkpoint_of(model: Any) -> Iterator[Path]:
+    """A folder that all ranks read; Transformers lets the first rank alone write one."""
+    with TemporaryDirectory() as folder:
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder)
+        paths = [folder]
+        dist.broadcast_object_list(paths)
+        yield Path(paths[0])
+        dist.barrier()
+
+
+def load(path: Path, ep: ExpertParallel | None, **options: Any) -> Any:
+    options = {"experts_implementation": "mxpert"} | options
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", expert_parallel=ep, **options
+    )
+
+
+def mxfp4_checkpoints_are_read_in_part() -> None:
+    """Rows of the local experts alone are read, and held: all of them would exceed the bound."""
+    ep = parallel(256, combine_dtype=torch.float32)
+    model = converted(build("gpt_oss", dtype=torch.bfloat16, **SIZES), None)
+    with checkpoint_of(model) as path, pytest.MonkeyPatch.context() as patch:
+        rows: set[int] = set()
+        read_row = CheckpointReader.read_row
+
+        def recorded(reader: CheckpointReader, name: str, row: int) -> torch.Tensor:
+            rows.add(row)
+            return read_row(reader, name, row)
+
+        def refused(reader: CheckpointReader, name: str) -> torch.Tensor:
+            raise AssertionError(f"{name} was read as a whole")
+
+        patch.setattr(CheckpointReader, "read_row", recorded)
+        patch.setattr(CheckpointReader, "read", refused)
+        patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the profiler sees one thread
+        own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        alone = parallel(256, group_or_mesh=own, combine_dtype=torch.float32)
+        file = (path / "model.safetensors").stat().st_size
+        made: list[Any] = []
+        peaks = []
+        for ranks in (ep, alone):
+            peaks.append(
+                peak_bytes(
+                    lambda: None,
+                    lambda _, ranks=ranks: made.append(load(path, ranks, dtype=torch.float32)),
+                    mapped=file,
+                )
+            )
+            assert rows == set(ranks.local_experts)
+        local, whole = made
+        everything = prepared_bytes(whole)
+        assert prepared_bytes(local) == everything // ep.size
+        least = everything + sum(value.nbytes for value in whole.parameters())
+        assert peaks[0] < least <= peaks[1], (peaks, least)
+        assert relative_l2(logits(local), logits(whole)) < FLOAT32
+        again, info = load(path, ep, dtype=torch.float32, output_loading_info=True)
+        assert not any(info.values()), info
+        assert is_exact(logits(again), logits(local))
+
+
+def bf16_checkpoints_load_too() -> None:
+    ep = parallel(combine_dtype=torch.float32)
+    with checkpoint_of(build("mixtral", dtype=torch.bfloat16)) as path:
+        local = load(path, ep, experts_implementation="mxpert_mxfp8")
+        assert {each.activation_format for each in mx_experts(local)} == {"mxfp8"}
+        by_hand = converted(load(path, None, experts_implementation="eager"), ep, "mxfp8")
+        assert is_exact(logits(local), logits(by_hand))
+        with pytest.raises(ValueError, match='need experts_implementation="mxpert" with it'):
+            load(path, ep, experts_implementation="eager")
+        with pytest.raises(TypeError, match="expert_parallel — need an ExpertParallel, got str"):
+            load(path, "ep")  # type: ignore[arg-type]
+
+
+def states_are_local_and_load_whole() -> None:
+    ep, model = parallel(), build("gpt_oss")
+    whole = converted(model, None).state_dict()
+    ranks = converted(model, ep)
+    own = ranks.state_dict()
+    assert own.keys() == whole.keys()
+    for name, value in own.items():
+        part = whole[name][list(ep.local_experts)] if ".experts." in name else whole[name]
+        assert is_exact(value, part), name
+    other = converted(build("gpt_oss", seed=1), ep)
+    for state in (whole, own):
+        assert not any(other.load_state_dict(state))
+        assert is_exact(logits(other), logits(ranks))
+        other = copy.deepcopy(other)
+
+
+def training_gives_the_gradients_of_one_rank() -> None:
+    """With a recipe: the local experts' gradients are those of the mean of the ranks' losses."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    recipe = MXFP8Recipe(enabled=False)
+    for family in ("gpt_oss", "qwen3_moe"):  # transposed, interleaved, with biases; and not
+        model = build(family).train()
+        whole = mxpert.convert(copy.deepcopy(model), recipe=recipe)
+        ep = parallel(transport=Transport.ALL_TO_ALL)
+        local = mxpert.convert(copy.deepcopy(model), recipe=recipe, expert_parallel=ep)
+        ids = [torch.arange(20 + each, 40 + 2 * each)[None] % VOCABULARY for each in range(size)]
+        for each in ids:
+            (whole(each, labels=each).loss / size).backward()
+        local(ids[rank], labels=ids[rank]).loss.backward()
+        wanted = dict(whole.named_parameters())
+        experts = local_expert_parameters(local)
+        assert len(experts) == (8 if family == "gpt_oss" else 4)
+        for name, parameter in local.named_parameters():
+            gradient = parameter.grad
+            if name in experts:
+                part = wanted[name].grad[list(ep.local_experts)]
+            else:
+                part = wanted[name].grad
+                dist.all_reduce(gradient.div_(size))
+            assert relative_l2(gradient, part) < FLOAT32, name
+        full = full_state_dict(local, ep)
+        assert all(is_exact(value, model.state_dict()[name]) for name, value in full.items())
+        changed = {name: value + 1 for name, value in full.items()}
+        assert not any(local.load_state_dict(changed))
+        for name, value in full_state_dict(local, ep).items():
+            assert is_exact(value, changed[name]), name
+        with pytest.raises(UnsupportedError, match=r"restore: .*need all experts of the layer"):
+            restore(local)
+        with pytest.raises(UnsupportedError, match=r"convert: .*full_state_dict"):
+            mxpert.convert(local, progress=False)
+
+
+def what_does_not_fit_is_refused() -> None:
+    model = build("mixtral")
+    for changes, text in (
+        (dict(num_experts=4), "num_experts=8 and hidden_size=128, as model.layers.0"),
+        (dict(hidden_size=64), "got num_experts=8 and hidden_size=64"),
+        (dict(wire_format="mxfp8"), 'activation_format — need "mxfp8"'),
+    ):
+        with pytest.raises(ValueError, match=text):
+            mxpert.convert(model, expert_parallel=parallel(**changes), progress=False)
+    with pytest.raises(TypeError, match="expert_parallel — need an ExpertParallel"):
+        mxpert.convert(model, expert_parallel="ep")
+    assert not mx_experts(model)
+    ranks = mxpert.convert(model, expert_parallel=parallel(), progress=False)
+    with pytest.raises(ValueError, match="convert: expert_parallel — need a model with dense"):
+        mxpert.convert(ranks, expert_parallel=parallel(), progress=False)
+    with pytest.raises(UnsupportedError, match=r"restore: .*got 4 of 8"):
+        restore(ranks)
+    with pytest.raises(UnsupportedError, match="save_pretrained: experts"):
+        ranks.save_pretrained("nowhere")
+    with pytest.raises(ValueError, match="at most max_tokens = 64 tokens a rank"):
+        logits(ranks, 65)

@@ -1,0 +1,34 @@
+"""Peak memory of PyTorch's CPU allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def peak_bytes(
+    make: Callable[[], Any], work: Callable[[Any], object], *, mapped: int | None = None
+) -> int:
+    """Most bytes that PyTorch's CPU allocator held at once during `work(made)`, above what
+    `make()` left. Both are profiled: what was allocated before is not seen when it is freed.
+
+    mapped: size of a file that is mapped into memory, which torch reports as allocated.
+    """
+    activity = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
+        made = make()
+        with torch.profiler.record_function("work"):
+            work(made)
+    events = profile.profiler.kineto_results.events()
+    begin = next(event.start_ns() for event in events if event.name() == "work")
+    held = before = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        if mapped is not None and abs(event.nbytes()) == mapped:
+            continue
+        held += event.nbytes()
+        if event.start_ns() < begin:
+            before = peak = held
+        peak = max(peak, held)
+    return peak - before
