@@ -9,20 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mxpert.distributed.planner import (
-    LINKS,
-    ExpertLayer,
-    LayerPlan,
-    Link,
-    MeasuredLayers,
-    plan_layer,
-)
+from mxpert.distributed.planner import LINKS, ExpertLayer, LayerPlan, Link, plan_layer
 from mxpert.distributed.planner.load import (
     choice_probabilities,
     contiguous_bounds,
     expected_maximum,
 )
-from mxpert.distributed.planner.plan import _busiest
+from mxpert.distributed.planner.plan import MeasuredLayers, _busiest
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.testing.problems import random_routing
 

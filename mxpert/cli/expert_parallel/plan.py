@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ...distributed.planner import LINKS, ExpertLayer, MeasuredLayers, plan_layer
+from ...distributed.planner import LINKS, ExpertLayer, plan_layer
 from ...distributed.planner.load import ROUTINGS
+from ...distributed.planner.plan import MeasuredLayers
 from ...errors import message, require
 from ...files import short
 from ...testing.problems import MoEShape

@@ -50,6 +50,10 @@ class Link:
         network_gbs: GB/s of one rank between domains; None if all ranks are in one domain.
         network_latency_us: time of an exchange of one row between domains.
         source: where the constants come from.
+
+    Example:
+        >>> Link("pcie5", domain=8, gbs=50.0, latency_us=10.0, source="an estimate").gbs
+        50.0
     """
 
     name: str
@@ -91,11 +95,21 @@ LINKS = {
         ),
     )
 }
+"""Links by the name that `mxpert bench --link` takes; `source` says where each is from."""
 
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """Dimensions of one model's MoE layer."""
+    """Dimensions of one model's MoE layer.
+
+    Args:
+        name: of the model.
+        num_experts, top_k, hidden_size, intermediate_size: E, k, H and F.
+
+    Example:
+        >>> ExpertLayer("gpt-oss-120b", 128, 4, 2880, 2880).weights_per_expert
+        24883200
+    """
 
     name: str
     num_experts: int
@@ -105,6 +119,7 @@ class ExpertLayer:
 
     @property
     def weights_per_expert(self) -> int:
+        """Weights of gate, up and down projection: 3 F H."""
         return 3 * self.hidden_size * self.intermediate_size
 
 
@@ -121,6 +136,12 @@ class LayerPlan:
         balance: mean over the ranks of the local layer's time, over that of the slowest rank.
         measured: models whose measured layers were used.
         is_scaled: whether their experts have other sizes than the layer's.
+
+    Example:
+        >>> layer = ExpertLayer("gpt-oss-20b", 32, 4, 2880, 2880)
+        >>> plan = plan_layer(layer, num_ranks=1, num_tokens=16, link=LINKS["nvlink4"])
+        >>> plan.dispatch_us, plan.measured
+        (0.0, ('gpt-oss-20b', 'gpt-oss-120b'))
     """
 
     num_ranks: int
