@@ -19,7 +19,7 @@ from mxpert.distributed import DispatchedTokens, ExpertParallel, Transport
 from mxpert.formats import get_format
 from mxpert.testing.numerics import assert_close_relative, assert_exact
 
-from .exchange_scenarios import (
+from .ranked_layer import (
     FLOAT32,
     SHAPE,
     TRANSPORTS,

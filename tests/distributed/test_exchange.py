@@ -1,6 +1,6 @@
 """GATHER and ALL_TO_ALL over gloo with 2 and 4 processes, against one rank with all experts.
 
-What the ranks do is in exchange_scenarios.py and calling_scenarios.py.
+What the ranks do is in exchange_scenarios.py, group_scenarios.py and calling_scenarios.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import pytest
 
 from support.ranks import Outcomes, run_scenarios
 
-MODULE = "distributed.exchange_scenarios"
-ANY_SIZE = (
+ANY_SIZE = [
     "equals_one_rank_with_a_float32_wire",
     "equals_one_rank_with_a_bf16_wire",
     "both_checks_see_planted_errors",
@@ -22,54 +21,54 @@ ANY_SIZE = (
     "repeats_give_the_same_bits",
     "unused_slots_never_reach_a_result",
     "a_row_travels_once_to_a_rank",
-)
-TWO = (
+]
+TWO = [
     *ANY_SIZE,
     "bf16_wire_serves_every_activation_format",
     "options_of_the_layer_hold",
     "fewer_slots_for_one_call",
     "two_objects_overlap",
+]
+GROUPS = [
     "meshes_and_groups_are_accepted",
     "ranks_agree_on_the_arguments",
     "an_error_of_one_rank_reaches_all",
     "nothing_is_sent_before_the_checks",
     "explain_names_transport_and_kernel",
     "a_transport_that_cannot_run_is_refused_everywhere",
-)
-CALLERS = (
+]
+CALLERS = [
     "vllm_prepare_and_finalize",
     "torchtitan_token_dispatcher",
     "compiled_without_a_graph_break",
-)
-FOUR = (*ANY_SIZE, "only_one_rank_has_tokens", "one_dimension_of_a_mesh")
+]
+FOUR = [*ANY_SIZE, "only_one_rank_has_tokens"]
+
+
+def of(module: str, names: list[str]) -> list[str]:
+    return [f"distributed.{module}_scenarios.{name}" for name in names]
+
+
+ON_TWO = [*of("exchange", TWO), *of("group", GROUPS), *of("calling", CALLERS)]
+ON_FOUR = [*of("exchange", FOUR), *of("group", ["one_dimension_of_a_mesh"])]
+MODULE = "distributed.exchange_scenarios"
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_scenarios(MODULE, TWO, 2, tmp_path_factory.mktemp("two"))
+    return run_scenarios(MODULE, ON_TWO, 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_scenarios(MODULE, FOUR, 4, tmp_path_factory.mktemp("four"))
+    return run_scenarios(MODULE, ON_FOUR, 4, tmp_path_factory.mktemp("four"))
 
 
-@pytest.fixture(scope="module")
-def callers(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("callers")
-    return run_scenarios("distributed.calling_scenarios", CALLERS, 2, folder)
-
-
-@pytest.mark.parametrize("scenario", TWO)
+@pytest.mark.parametrize("scenario", ON_TWO)
 def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
     two_ranks.check(scenario)
 
 
-@pytest.mark.parametrize("scenario", FOUR)
+@pytest.mark.parametrize("scenario", ON_FOUR)
 def test_four_ranks(four_ranks: Outcomes, scenario: str) -> None:
     four_ranks.check(scenario)
-
-
-@pytest.mark.parametrize("scenario", CALLERS)
-def test_calling_sequences(callers: Outcomes, scenario: str) -> None:
-    callers.check(scenario)

@@ -59,7 +59,8 @@ def run_scenarios(
     The first failure on a rank ends that process, and with it the scenarios after it.
 
     Args:
-        module: name of a module that can be imported. scenarios: its functions.
+        module: name of a module that can be imported. scenarios: its functions, or functions of
+            other modules with those modules' full names.
         size: number of ranks. folder: empty, for the outcomes.
         limit_s: seconds after which ranks are ended.
         timeout_s: seconds that a collective waits.
@@ -102,10 +103,10 @@ def _run(
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
     )
-    functions = importlib.import_module(module)
     for name in scenarios:
+        owner, _, function = name.rpartition(".")
         try:
-            getattr(functions, name)()
+            getattr(importlib.import_module(owner or module), function)()
         except BaseException:
             (where / f"{name}.{rank}").write_text(traceback.format_exc())
             os._exit(1)  # the other ranks notice at once
