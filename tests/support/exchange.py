@@ -136,7 +136,8 @@ class Experts:
         problem = RoutingProblem(
             Op.ROUTING_PLAN,
             detect_target(self.device),
-            *received.topk_ids.shape,
+            received.topk_ids.shape[0],
+            received.topk_ids.shape[1],
             len(self.factors),
             len(self.factors),
             UNIT,

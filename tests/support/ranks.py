@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 TIMEOUT_S = 60
 """Seconds that a collective waits for a rank that has failed."""
@@ -53,6 +54,7 @@ def run_scenarios(
     *,
     limit_s: float = 240,
     timeout_s: float = TIMEOUT_S,
+    method: str = "forkserver",
 ) -> Outcomes:
     """Run scenarios of `module` one after the other on `size` ranks.
 
@@ -64,9 +66,11 @@ def run_scenarios(
         size: number of ranks. folder: empty, for the outcomes.
         limit_s: seconds after which ranks are ended.
         timeout_s: seconds that a collective waits.
+        method: how processes start; "spawn" where they use a GPU.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([module])
     given = module, list(scenarios), size, str(folder), timeout_s, sys.path
     ranks = [context.Process(target=_run, args=(rank, *given)) for rank in range(size)]
     for process in ranks:

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from ..pdl import grid_dependency_wait, launch_dependents
-from .flags import poisoned_flag, section, set_flags
-from .wait import wait_for_flags
+from .flags import flag_or_poison, section, set_flags
+from .wait import load_word, wait_for_flags
 from .words import DECIDED, EPOCHS, MAX_ROUNDS, NO_WAIT, RUNNING, TIMEOUT, TWO_STREAMS
 
 _RANKS = tl.constexpr(4)
@@ -109,11 +109,11 @@ def _sum_rows(rows, partials, ranks, share, tile):
 @triton.jit
 def _begin(state):
     """words[DECIDED], negative after a loss or a call that breaks the protocol."""
-    decided = tl.load(state + DECIDED, volatile=True)
+    decided = load_word(state, DECIDED)
     found = decided
     if (decided >= 0) & (decided < tl.load(state + EPOCHS)):
         found = decided * 0 + NO_WAIT
-    running = tl.load(state + RUNNING, volatile=True)
+    running = load_word(state, RUNNING)
     if (tl.program_id(0) == 0) & (running != 1):
         found = decided * 0 + TWO_STREAMS
     if found != decided:
@@ -135,7 +135,7 @@ def _await_round(state, returned, target, num_ranks, KIND: tl.constexpr):
     verdict = wait_for_flags(flags, target, num_ranks, 1, timeout, KIND)
     if verdict < 0:
         tl.atomic_min(state + DECIDED, verdict, sem="relaxed", scope="gpu")
-    return tl.minimum(verdict, tl.load(state + DECIDED, volatile=True))
+    return tl.minimum(verdict, load_word(state, DECIDED))
 
 
 @triton.jit(do_not_specialize=COMBINE_SIZES)
@@ -194,9 +194,7 @@ def _exchange_combine_kernel(
                 for item in range(round * per_round + pid, last, num_ctas):
                     tile = _tile(share, item, ROWS, BLOCK)
                     _return_rows(table, partials_offset, rows, topk_ids, share, tile, top_k, SLOTS)
-            flag = epoch * MAX_ROUNDS + round + 1
-            if decided < 0:
-                flag = poisoned_flag(decided, rank)
+            flag = flag_or_poison(epoch * MAX_ROUNDS + round + 1, decided, rank)
             set_flags(table, flags_offset, rank, num_ranks, flag, KIND)
         if round > 0:
             if decided >= 0:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..mx_codec import quantize_tile
 from ..pdl import launch_dependents_and_wait
-from .flags import poisoned_flag, section, set_flags
+from .flags import flag_or_poison, section, set_flags
 from .words import DECIDED, EPOCHS, MAX_CTAS, RUNNING, TWO_STREAMS
 
 _FILL = tl.constexpr(256)
@@ -67,29 +67,25 @@ class Routed(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile of rows: tokens [ROWS] and which exist, columns [1, BLOCK], blocks [1, BLOCK/32]."""
+    """A tile of rows: tokens [ROWS] and which exist, columns [1, BLOCK], blocks [1, BLOCK/32].
+
+    is_first: whether it holds the first columns of its rows.
+    """
 
     token: Any
     exists: Any
     columns: Any
     blocks: Any
     num_blocks: Any
+    is_first: Any
 
 
-@triton.jit
-def _begin(state):
-    """Count this call as running; return words[DECIDED]. If one runs already, note two streams.
+class Peers(NamedTuple):
+    """Addresses of the ranks' memories, int64 [N], and this rank."""
 
-    Nobody waits for the atomic operations.
-    """
-    decided = tl.load(state + DECIDED, volatile=True)
-    if tl.program_id(0) == 0:
-        running = tl.load(state + RUNNING, volatile=True)
-        tl.atomic_add(state + RUNNING, 1, sem="relaxed", scope="gpu")
-        if running != 0:
-            tl.atomic_min(state + DECIDED, TWO_STREAMS, sem="relaxed", scope="gpu")
-            decided = tl.minimum(decided, TWO_STREAMS)
-    return decided
+    table: Any
+    rank: Any
+    num_ranks: Any
 
 
 @triton.jit
@@ -131,6 +127,23 @@ def _store_rows(address, sections, tile, sent, rows, scales):
 
 
 @triton.jit
+def _send(peers, sections, top_k, tile, routed, rows, scales, destinations):
+    """Store a tile on the ranks of its tokens' experts, and the routing with the first one."""
+    ranks = tl.zeros(tile.token.shape, tl.int64)
+    for step in range(1, peers.num_ranks + 1):  # this rank's own memory last
+        peer = (peers.rank + step) % peers.num_ranks
+        address = tl.load(peers.table + peer)
+        mine = routed.owner == peer
+        sent = tl.max(mine.to(tl.int32), 1) > 0
+        _store_rows(address, sections, tile, sent, rows, scales)
+        if tile.is_first:
+            _store_routing(address, sections, top_k, routed, mine)
+        ranks |= sent.to(tl.int64) << peer
+    if tile.is_first:
+        tl.store(destinations + tile.token, ranks, mask=tile.exists)
+
+
+@triton.jit
 def _clear_unused(table, num_ranks, sections, num_used, num_ids, top_k):
     """Store −1 in this rank's ids from `num_used` to `num_ids` on all ranks, a share of them."""
     step = tl.num_programs(0) * _FILL
@@ -140,6 +153,14 @@ def _clear_unused(table, num_ranks, sections, num_used, num_ids, top_k):
             ids = section(tl.load(table + peer), sections.ids, tl.int32)
             ids += sections.first_slot * top_k
             tl.store(ids + place, tl.full([_FILL], -1, tl.int32), mask=place < num_ids)
+
+
+@triton.jit
+def _count_call(state):
+    """Count this call as running. If another one runs, there is a second stream."""
+    running = tl.atomic_add(state + RUNNING, 1, sem="relaxed", scope="gpu")
+    if running != 0:
+        tl.atomic_min(state + DECIDED, TWO_STREAMS, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -194,6 +215,9 @@ def _exchange_dispatch_kernel(
 ):
     """Send tokens; step 1 of the protocol.
 
+    After a loss it stores as before and poisons its flags: the slots are this rank's alone, so what
+    it overwrites can reach no result but its own, which is NaN.
+
     Grid: (CTAs,), the same number on all ranks. The programs take tiles of ROWS tokens and BLOCK
     columns in turn, the column tiles of a token one after another.
 
@@ -207,9 +231,8 @@ def _exchange_dispatch_kernel(
     launch_dependents_and_wait(USE_PDL)
     pid, num_ctas = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + EPOCHS + pid) + 1
-    decided = _begin(state)
-    if decided < 0:
-        num_tokens = 0
+    decided = tl.load(state + DECIDED, volatile=True)
+    peers = Peers(table, rank, num_ranks)
     sections = Sections(rows_offset, scales_offset, ids_offset, weights_offset, rank * bound)
     routing = Routing(topk_ids, topk_weights, owners, local_ids, top_k, num_experts)
     tiles = tl.cdiv(num_blocks * 32, BLOCK)
@@ -222,6 +245,7 @@ def _exchange_dispatch_kernel(
             columns=first * BLOCK + tl.arange(0, BLOCK)[None, :],
             blocks=first * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[None, :],
             num_blocks=num_blocks,
+            is_first=first == 0,
         )
         routed = _route(routing, token, tile.exists, SLOTS)
         rows = _load_rows(x, tile)
@@ -230,22 +254,11 @@ def _exchange_dispatch_kernel(
             rows, scales = quantize_tile(rows.to(tl.float32), "e4m3", EMAX, THRESHOLD, INF_BYTE)
         elif scale is not None:
             scales = _load_scales(scale, tile)
-        ranks = tl.zeros([ROWS], tl.int64)
-        for step in range(1, num_ranks + 1):  # this rank's own memory last
-            peer = (rank + step) % num_ranks
-            address = tl.load(table + peer)
-            mine = routed.owner == peer
-            sent = tl.max(mine.to(tl.int32), 1) > 0
-            _store_rows(address, sections, tile, sent, rows, scales)
-            if first == 0:
-                _store_routing(address, sections, top_k, routed, mine)
-            ranks |= sent.to(tl.int64) << peer
-        if first == 0:
-            tl.store(destinations + token, ranks, mask=tile.exists)
+        _send(peers, sections, top_k, tile, routed, rows, scales, destinations)
     _clear_unused(table, num_ranks, sections, num_tokens * top_k, bound * top_k, top_k)
-    flag = epoch
-    if decided < 0:
-        flag = poisoned_flag(decided, rank)
+    flag = flag_or_poison(epoch, decided, rank)
     set_flags(table, flags_offset, rank, num_ranks, flag, KIND)
     copy = pid + num_ctas * tl.arange(0, MAX_CTAS)
     tl.store(state + EPOCHS + copy, tl.zeros([MAX_CTAS], tl.int64) + epoch, mask=copy < MAX_CTAS)
+    if pid == 0:
+        _count_call(state)

@@ -34,9 +34,7 @@ def set_flags(table, flags_offset, rank, num_ranks, value, KIND: tl.constexpr):
 
 
 @triton.jit
-def poisoned_flag(decided, rank):
-    """The flag that names what is lost: the rank that `decided` names, or else this rank."""
-    code = -decided
-    if decided <= TWO_STREAMS:
-        code = (rank + 1).to(tl.int64)
-    return POISON + code
+def flag_or_poison(flag, decided, rank):
+    """`flag`, or if `decided` is negative the flag that names what is lost: a rank, or this one."""
+    code = tl.where(decided <= TWO_STREAMS, (rank + 1).to(tl.int64), -decided)
+    return tl.where(decided < 0, POISON + code, flag)

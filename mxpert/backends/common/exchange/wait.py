@@ -63,10 +63,23 @@ def load_flags(pointers, mask, KIND: tl.constexpr):
 
 
 @triton.jit
+def load_word(state, word):
+    """Load one of an exchange's words, with the same result in all warps.
+
+    Other programs change words[DECIDED] at any time. A scalar load is made by each warp, and warps
+    that disagree would meet in different barriers. A reduction goes through shared memory.
+    """
+    lane = tl.arange(0, _LANES)
+    seen = tl.load(state + lane, volatile=True)
+    return tl.min(tl.where(lane == word, seen, POISON), 0)
+
+
+@triton.jit
 def wait_for_flags(flags, target, num_ranks, num_ctas, timeout, KIND: tl.constexpr):
     """Wait until ``flags[r, c] >= target`` for all ranks r and CTAs c below `num_ctas`.
 
-    Polls with plain loads and acquires once at the end. After `timeout` ticks it gives up.
+    Polls with plain loads and acquires once at the end. After `timeout` ticks it gives up. Warps
+    read different clocks; the reduction makes one decision of them.
 
     Args:
         flags: int64 [num_ranks, MAX_CTAS], on this rank.
@@ -86,8 +99,8 @@ def wait_for_flags(flags, target, num_ranks, num_ctas, timeout, KIND: tl.constex
         polling = first < total
         while polling:
             seen = tl.load(pointers, mask=mask, other=POISON, volatile=True)
-            absent = tl.max((seen < target).to(tl.int32), 0) > 0
-            polling = absent & (clock(KIND) - start < timeout)
+            in_time = clock(KIND) - start < timeout
+            polling = tl.max(((seen < target) & in_time).to(tl.int32), 0) > 0
         seen = tl.where(mask, load_flags(pointers, mask, KIND), target)
         late = tl.min(tl.where(seen < target, source, num_ranks), 0).to(tl.int64)
         poison = tl.max(seen, 0)
@@ -119,7 +132,7 @@ def wait_for_tokens(arrivals, KIND: tl.constexpr):
     num_ctas = tl.load(arrivals + NUM_CTAS).to(tl.int32)
     epoch = tl.load(state + EPOCHS)
     timeout = tl.load(state + TIMEOUT)
-    decided = tl.load(state + DECIDED, volatile=True)
+    decided = load_word(state, DECIDED)
     if decided >= 0:
         verdict = wait_for_flags(flags, epoch, num_ranks, num_ctas, timeout, KIND)
         if decided < epoch:

@@ -91,23 +91,26 @@ def _load_local_experts(ids, row):
 
 
 @triton.jit
-def _used_tokens(num_local_tokens, num_tokens):
-    """Number of tokens to route: `num_local_tokens` clamped to 0 … T, or T if it is None."""
-    used = num_tokens
-    if num_local_tokens is not None:
-        used = tl.minimum(tl.maximum(tl.load(num_local_tokens), 0), num_tokens)
-    return used
+def _wait_for_inputs(arrivals, KIND: tl.constexpr, USE_PDL: tl.constexpr):
+    """Wait for the inputs; return whether all tokens of other ranks are there, if there are any."""
+    if arrivals is None:
+        launch_dependents_and_wait(USE_PDL)
+        return True
+    else:
+        return wait_for_predecessor(arrivals, KIND, USE_PDL)
 
 
 @triton.jit
-def _start(num_local_tokens, num_tokens, arrivals, KIND: tl.constexpr, USE_PDL: tl.constexpr):
-    """Wait for the inputs; return the number of tokens to route, 0 if received ones are lost."""
-    if arrivals is None:
-        launch_dependents_and_wait(USE_PDL)
-        used = _used_tokens(num_local_tokens, num_tokens)
-    else:
-        complete = wait_for_predecessor(arrivals, KIND, USE_PDL)
-        used = tl.where(complete, _used_tokens(num_local_tokens, num_tokens), 0)
+def _used_tokens(num_local_tokens, num_tokens, arrivals, complete):
+    """Number of tokens to route: `num_local_tokens` clamped to 0 … T, or T if it is None.
+
+    It is 0 if tokens of another rank are lost.
+    """
+    used = num_tokens
+    if num_local_tokens is not None:
+        used = tl.minimum(tl.maximum(tl.load(num_local_tokens), 0), num_tokens)
+    if arrivals is not None:
+        used = tl.where(complete, used, 0)
     return used
 
 
@@ -166,8 +169,9 @@ def _routing_plan_expert_kernel(
     Grid: (local experts,). Program e writes the rows and blocks of expert e, and a share of what
     lies behind the last block in use. Programs do not wait for each other.
     """
-    used_tokens = _start(num_local_tokens, num_tokens, arrivals, KIND, USE_PDL)
+    complete = _wait_for_inputs(arrivals, KIND, USE_PDL)
     own = tl.program_id(0)
+    used_tokens = _used_tokens(num_local_tokens, num_tokens, arrivals, complete)
     used_rows = used_tokens * top_k
     ids = RoutedIds(topk_ids, expert_map, used_rows, num_experts, num_local_experts)
     out = SortedRows(sorted_token_ids, sorted_weights, num_tokens, top_k)
@@ -235,8 +239,9 @@ def _routing_plan_count_kernel(
 
     Grid: (num_chunks,), one chunk of tiles_per_chunk · TILE rows per program.
     """
-    used_rows = _start(num_local_tokens, num_tokens, arrivals, KIND, USE_PDL) * top_k
+    complete = _wait_for_inputs(arrivals, KIND, USE_PDL)
     chunk = tl.program_id(0)
+    used_rows = _used_tokens(num_local_tokens, num_tokens, arrivals, complete) * top_k
     ids = RoutedIds(topk_ids, expert_map, used_rows, num_experts, num_local_experts)
     counts = tl.zeros([NUM_BINS], tl.int32)
     for tile in range(tiles_per_chunk):
@@ -323,7 +328,8 @@ def _routing_plan_scatter_kernel(
     Grid: (num_chunks,), the chunks of `_routing_plan_count_kernel`. Each program also stores a
     share of the padding rows, unused rows and block experts.
     """
-    used_tokens = _start(num_local_tokens, num_tokens, arrivals, KIND, USE_PDL)
+    complete = _wait_for_inputs(arrivals, KIND, USE_PDL)
+    used_tokens = _used_tokens(num_local_tokens, num_tokens, arrivals, complete)
     counts, before = _sum_chunks(chunk_counts, num_chunks, NUM_BINS)
     padded = (counts + routing_block_m - 1) // routing_block_m * routing_block_m
     ends = tl.cumsum(padded, 0)
