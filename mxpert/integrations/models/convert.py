@@ -42,13 +42,12 @@ def convert(
     layers share is converted once. Weights that came from MXFP4 are recovered exactly. Saving the
     model writes blocks and scales as gpt-oss publishes them.
 
-    With `expert_parallel` each rank keeps its own experts: the others are neither quantised nor
-    prepared, and their dense weights are freed. The rest of the model is whole on every rank. All
-    ranks call the model equally often, with any number of tokens up to the object's `max_tokens`:
-    give ``generate`` the same prompts on every rank, or ``synced_gpus=True``, which lets ranks that
-    have ended wait for the others. The model's state dict has the local experts; `restore` and
-    ``save_pretrained`` are refused. ``from_pretrained`` takes ``expert_parallel`` too, beside
-    ``experts_implementation="mxpert"``, and reads only the local experts of an MXFP4 checkpoint.
+    With `expert_parallel` each rank keeps its own experts; the others are freed and never prepared.
+    All ranks call the model equally often: give ``generate`` the same prompts on every rank, or
+    ``synced_gpus=True``, which lets ranks that have ended wait for the others. The state dict has
+    the local experts; `restore` and ``save_pretrained`` are refused. ``from_pretrained`` takes
+    `expert_parallel` beside ``experts_implementation="mxpert"``, and reads the local experts alone
+    of an MXFP4 checkpoint.
 
     Args:
         model: a model in memory, or a module that contains one. A model in MXFP4 only changes its
@@ -94,31 +93,36 @@ def convert(
     if converted := mx_experts(model):
         for module in converted:
             module.activation_format = activation_format
-        return model if target is None else model.to(target)
+    elif recipe is not None:
+        for dense in _dense_experts(model, activation_format, recipe, expert_parallel):
+            dense.replace_by(TrainableExperts(dense, recipe, expert_parallel))
+    else:
+        rule = ScaleRule.RCEIL if scale_rule is None else scale_rule
+        found = _dense_experts(model, activation_format, None, expert_parallel)
+        console = Console(stderr=True)
+        options: Any = dict(console=console, transient=True, disable=not progress)
+        for dense in track(found, "quantising experts", **options):
+            _convert_layer(dense, activation_format, rule, target, expert_parallel)
+        mark_quantized(model, found, rule)
+    if expert_parallel is not None:
+        forbid_saving(model)
+    return model if target is None else model.to(target)
+
+
+def _dense_experts(
+    model: Any, activation_format: str, recipe: MXFP8Recipe | None, ranks: ExpertParallel | None
+) -> list[FoundExperts]:
+    """Find and check the experts of a model; those that were trained with a recipe are put back."""
+    op = "convert"
     trained = [module for module in model.modules() if isinstance(module, TrainableExperts)]
     _refuse_local_experts(trained, op)
     found = [experts.source for experts in trained] or find_experts(model, op)
     check_loaded(found, op)
-    if expert_parallel is not None:
-        check_ranks(op, found, expert_parallel, activation_format, recipe)
-        forbid_saving(model)
+    if ranks is not None:
+        check_ranks(op, found, ranks, activation_format, recipe)
     for experts in trained:
         experts.give_back()
-    if recipe is not None:
-        for dense in found:
-            dense.replace_by(TrainableExperts(dense, recipe, expert_parallel))
-        return model if target is None else model.to(target)
-    rule = ScaleRule.RCEIL if scale_rule is None else scale_rule
-    for dense in track(
-        found,
-        "quantising experts",
-        console=Console(stderr=True),
-        transient=True,
-        disable=not progress,
-    ):
-        _convert_layer(dense, activation_format, rule, target, expert_parallel)
-    mark_quantized(model, found, rule)
-    return model if target is None else model.to(target)
+    return found
 
 
 def restore(model: Any) -> Any:
