@@ -56,8 +56,8 @@ def refuse_group(group: Any, device: torch.device) -> str | None:
     """
     if group is None:
         return None
-    on_gpu = device.type != "cpu"
-    refusal = symmetric_refusal(visible_links()) if on_gpu else None
+    on_gpu, devices = device.type != "cpu", gather_objects(group, device.index)
+    refusal = symmetric_refusal(visible_links(devices)) if on_gpu else None
     refused = group_refusal(gather_objects(group, RankPlace(socket.gethostname(), refusal)))
     if refused is not None or not on_gpu:
         return refused

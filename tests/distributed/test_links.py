@@ -110,6 +110,9 @@ def test_links_of_a_host_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.num_gpus, found.num_host_gpus, found.nvlink_gbs) == (3, 4, 2 * 26.562)
     assert found.unreachable == ((0, 1), (1, 0), (1, 2), (2, 1))
     assert "gloo" in found.backends
+    pair = links.visible_links([0, 2, 0, 7])
+    assert pair.unreachable == (), "other GPUs do not matter to these two"
+    assert (pair.num_gpus, pair.nvlink_gbs) == (3, None)
 
 
 def test_a_driver_that_does_not_answer_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

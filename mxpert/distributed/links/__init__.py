@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,19 +90,24 @@ def find_links() -> Links:
     )
 
 
-def visible_links() -> Links:
-    """What torch knows of the links, without asking the driver's tools."""
+def visible_links(devices: Iterable[int] | None = None) -> Links:
+    """What torch knows of the links, without asking the driver's tools.
+
+    Args:
+        devices: indices of the GPUs whose access to each other matters; None for all.
+    """
     names = ("nccl", "gloo", "ucc", "mpi", "xccl")
     backends = tuple(name for name in names if dist.is_available() and _has_backend(name))
     if not torch.cuda.is_available():
         return Links(backends=backends)
     count = torch.cuda.device_count()
+    chosen = range(count) if devices is None else sorted({each for each in devices if each < count})
     return Links(
         kind="cuda" if torch.version.hip is None else "hip",
         num_gpus=count,
         unreachable=tuple(
             (one, other)
-            for one, other in itertools.permutations(range(count), 2)
+            for one, other in itertools.permutations(chosen, 2)
             if not torch.cuda.can_device_access_peer(one, other)
         ),
         symmetric_memory=_has_symmetric_memory(),
