@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -435,13 +435,8 @@ def bench(
     scale = scale or (1 if plan or device.type == "cuda" else CPU_SCALE)
     models = [Model.named(check_model(name, "bench"), scale) for name in model or ["gpt-oss-120b"]]
     request = Request(models, counts, names, stages, routing, backend)
-    require(
-        not (plan and expert_parallel is not None),
-        "bench",
-        "--plan",
-        need="one of --plan and --expert-parallel",
-        got="both",
-    )
+    if plan or expert_parallel is not None:
+        refuse_unused(plan, expert_parallel, stages, backend)
     shapes = {each.name: each.shape for each in models}
     if plan:
         asked = PlanRequest(shapes, counts, names, routing, ranks, link)
@@ -450,6 +445,19 @@ def bench(
         bench_ranks(RanksRequest(expert_parallel, shapes, counts, names, routing), output, json_to)
     else:
         bench_layers(request, device, output, json_to)
+
+
+def refuse_unused(
+    plan: bool, num_ranks: int | None, stages: Sequence[str], backend: str | None
+) -> None:
+    """Refuse options that a layer over several GPUs does not take."""
+    option = "--plan" if plan else "--expert-parallel"
+    for name, is_unused in (
+        ("--expert-parallel", not plan or num_ranks is None),
+        ("--stage", tuple(stages) == STAGES),
+        ("--backend", backend is None),
+    ):
+        require(is_unused, "bench", name, need=f"none with {option}", got="one")
 
 
 def bench_layers(request: Request, device: torch.device, output: Path, json_to: str | None) -> None:

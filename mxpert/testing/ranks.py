@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..errors import message, require
 from .timing import Call, _l2_sweep, _turns
@@ -64,6 +62,10 @@ def start_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -
     Raises:
         RankFailedError: a rank raised an error or died; the others were ended.
     """
+    # Imported here: slow, and not part of every build of torch.
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

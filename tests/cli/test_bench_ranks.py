@@ -114,7 +114,15 @@ def test_a_wrong_result_has_exit_code_1(tmp_path: Path, monkeypatch: pytest.Monk
             "at most 4, the experts of gpt-oss-120b/32",
             id="more-than-experts",
         ),
-        pytest.param(["--expert-parallel", "2", "--plan"], "got both", id="both-modes"),
+        pytest.param(
+            ["--expert-parallel", "2", "--plan"], "--expert-parallel — need none", id="both-modes"
+        ),
+        pytest.param(
+            ["--expert-parallel", "2", "--stage", "down"], "--stage — need none", id="stage"
+        ),
+        pytest.param(
+            ["--plan", "--backend", "triton"], "--backend — need none with --plan", id="backend"
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], part: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from mxpert.cli import doctor
+from mxpert.dispatch import detect_target
 from mxpert.distributed import links
 from mxpert.distributed.links import (
     Links,
@@ -19,9 +20,11 @@ from mxpert.distributed.links import (
     collective_refusal,
     find_links,
     group_refusal,
+    kernel_refusal,
     symmetric_refusal,
     transports,
 )
+from mxpert.problem import Target
 
 HOST = Links(
     kind="cuda",
@@ -72,6 +75,8 @@ def test_auto_takes_symmetric_then_gather_then_nothing() -> None:
         "ALL_TO_ALL": usable,
     }
     assert not any(any(state) for state in states(Links()).values())
+    (symmetric, gather, _) = transports(HOST, "needs sm_90 or gfx950")
+    assert (symmetric.refusal, gather.is_auto) == ("needs sm_90 or gfx950", True)
     assert collective_refusal(Links()) == "this torch has no backend for torch.distributed"
     for state in (*transports(HOST), *transports(Links())):
         assert bool(state.refusal) != bool(state.note), "a reason for each, and one alone"
@@ -92,6 +97,12 @@ def test_auto_takes_symmetric_then_gather_then_nothing() -> None:
 def test_why_a_group_cannot_use_symmetric(places: list[RankPlace], reason: str | None) -> None:
     found = group_refusal(places)
     assert found is None if reason is None else reason in (found or "")
+
+
+def test_kernels_need_a_device_that_they_were_written_for() -> None:
+    pytest.importorskip("triton")
+    assert kernel_refusal(Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)) is None
+    assert kernel_refusal(detect_target("cpu"))
 
 
 def test_links_of_a_host_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +154,8 @@ def test_a_driver_that_does_not_answer_is_unknown(monkeypatch: pytest.MonkeyPatc
 )
 def test_doctor_says_what_the_links_are(changes: dict, parts: list[str]) -> None:
     text = io.StringIO()
-    findings = doctor.examine_links(replace(HOST, **changes))
+    found = replace(HOST, **changes)
+    findings = doctor.examine_links(found, transports(found))
     doctor._print_findings(Console(width=200, file=text), findings)
     printed = " ".join(text.getvalue().split())
     for part in parts:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ...dispatch import detect_target, explain_problem, override
 from ...dispatch.registry import BACKENDS
-from ...distributed.links import Links, find_links, transports
+from ...distributed.links import Links, TransportState, find_links, kernel_refusal, transports
 from ...errors import UnsupportedError
 from ...formats.spec import MXFP4, MXFP8_E4M3, ScaleRule
 from ...formats.tensor import Layout
@@ -202,7 +202,7 @@ def examine_device(target: Target, facts: Row) -> Finding:
     return Finding("gpu", f"{torch.cuda.device_count()} visible", OK, f"driver {driver}", DEVICE)
 
 
-def examine_links(links: Links) -> list[Finding]:
+def examine_links(links: Links, states: Sequence[TransportState]) -> list[Finding]:
     """What joins the GPUs, which transport AUTO takes, and why not the others."""
     findings = [Finding("backends", ", ".join(links.backends) or "none", OK, section=LINKS)]
     hidden = (links.num_host_gpus or links.num_gpus) - links.num_gpus
@@ -222,7 +222,7 @@ def examine_links(links: Links) -> list[Finding]:
     if links.multicast is not None:
         value = "on" if links.multicast else "off"
         findings.append(Finding("multicast", value, OK, "no transport needs it", LINKS))
-    for each in transports(links):
+    for each in states:
         value = "AUTO" if each.is_auto else "can run" if each.refusal is None else "cannot run"
         findings.append(Finding(each.name, value, OK, each.refusal or each.note, LINKS))
     return findings
@@ -434,11 +434,12 @@ def doctor(
     target = detect_target(device)
     facts = environment(device)
     links = find_links()
+    states = transports(links, kernel_refusal(target))
     findings = [
         examine_device(target, facts),
         *examine_versions(target),
         *examine_toolchain(target),
-        *examine_links(links),
+        *examine_links(links, states),
     ]
     operations = examine_operations(target)
     broken = any(finding.state == BROKEN for finding in findings) or any(
@@ -450,7 +451,7 @@ def doctor(
         **facts,
         "findings": [asdict(finding) for finding in findings],
         "links": asdict(links),
-        "transports": [asdict(state) for state in transports(links)],
+        "transports": [asdict(state) for state in states],
         "operations": operations,
     }
     if emulation is not None:

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from ...dispatch import detect_target
 from ...distributed import ExpertParallel
-from ...distributed.links import find_links, transports
+from ...distributed.links import find_links, kernel_refusal, transports
 from ...errors import message, require
 from ...testing.problems import MoEShape
 from ...testing.ranks import RankFailedError, Variant, join_group, start_ranks, time_ranks
@@ -119,11 +120,12 @@ def measure_on_rank(request: RanksRequest) -> Row:
         except GateError as error:
             return {"gate": str(error)}
         links = find_links()
+        states = transports(links, kernel_refusal(detect_target(device)))
         return {
             "kind": "expert_parallel",
             "environment": environment(device),
             "links": asdict(links),
-            "transports": [asdict(state) for state in transports(links)],
+            "transports": [asdict(state) for state in states],
             "ranks": request.num_ranks,
             "explain": explained,
             "rows": rows,

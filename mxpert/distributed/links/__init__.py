@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from ...problem import Target
+
 _NVLINK_RATE = re.compile(r"Link \d+: ([\d.]+) GB/s")
 _GPU_LINE = re.compile(r"^GPU \d+: ", re.MULTILINE)
 
@@ -167,14 +169,26 @@ def group_refusal(places: Sequence[RankPlace]) -> str | None:
     return None
 
 
-def transports(links: Links) -> list[TransportState]:
+def kernel_refusal(target: Target) -> str | None:
+    """Why SYMMETRIC has no kernels for a device; None if it has."""
+    try:
+        from ...backends.common.exchange import host
+    except ImportError as error:
+        return f"its kernels cannot be imported ({error})"
+    return host.refuse(2, target)
+
+
+def transports(links: Links, kernels: str | None = None) -> list[TransportState]:
     """Every transport: whether it can run here, and which one AUTO takes.
+
+    Args:
+        links: what was found. kernels: what `kernel_refusal` says.
 
     Example:
         >>> [state.is_auto for state in transports(Links(backends=("gloo",)))]
         [False, True, False]
     """
-    symmetric, collective = symmetric_refusal(links), collective_refusal(links)
+    symmetric, collective = symmetric_refusal(links) or kernels, collective_refusal(links)
     preferred = "AUTO prefers {}"
     if symmetric is None:
         first = "one-sided kernels, no collective: the least latency"
@@ -248,5 +262,5 @@ def _host_gpus() -> int | None:
 
 
 def _nvlink_gbs() -> float | None:
-    text = _nvidia_smi("nvlink", "--status", "--id=0")
+    text = _nvidia_smi("nvlink", "-s", "-i", "0")
     return None if text is None else sum(map(float, _NVLINK_RATE.findall(text)))
