@@ -83,7 +83,7 @@ class Model:
                 else:
                     found[wire].append(ranks)
         first = next(iter(found.values()))[0]
-        return cls(RankWeights.random(shape, first.placement, first.rank), found, refused)
+        return cls(RankWeights.random(shape, first), found, refused)
 
     def close(self) -> None:
         for each in self.ranks.values():

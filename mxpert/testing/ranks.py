@@ -202,6 +202,9 @@ class _GraphTimer(_Timer):
         self._token = torch.zeros(1, device=device)
         dist.all_reduce(self._token)
         self._sequences = {name: self._sequence(variant) for name, variant in variants.items()}
+        self._counts = {
+            name: len(next(iter(variant.steps.values()))) for name, variant in variants.items()
+        }
 
     def _sequence(self, variant: Variant) -> list[list[Call]]:
         """For each start: what runs then, a call or a replay for each step."""
@@ -231,7 +234,7 @@ class _GraphTimer(_Timer):
             marks[-1].synchronize()
             for index, (before, after) in enumerate(itertools.pairwise(marks)):
                 spent[index] += before.elapsed_time(after) * 1e3
-        return [us / len(sequence) for us in spent]
+        return [us / self._counts[name] for us in spent]
 
 
 def _captured(calls: Sequence[Call]) -> Call:

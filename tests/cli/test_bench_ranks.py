@@ -154,7 +154,7 @@ def made_case(num_tokens: int, wire: str = "bf16") -> RankCase:
     ep = ExpertParallel(
         num_experts=4, top_k=2, hidden_size=64, max_tokens=num_tokens, wire_format=wire
     )
-    weights = RankWeights.random(SHAPE, ep.placement, 0)
+    weights = RankWeights.random(SHAPE, ep)
     a_format = "mxfp8" if wire == "mxfp8" else "bf16"
     return RankCase(Case("tiny", SHAPE, num_tokens, "uniform", a_format, wire), weights, ep)
 

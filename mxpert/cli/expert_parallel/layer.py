@@ -92,20 +92,21 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class RankWeights:
-    """Weights of one model: all experts as stored, all prepared, and this rank's prepared."""
+    """Weights of one model: all experts as stored, and this rank's, prepared."""
 
     every: MoEWeights
-    prepared: MoEWeights
     local: MoEWeights
 
     @classmethod
-    def random(cls, shape: MoEShape, placement: Placement, rank: int) -> RankWeights:
-        """The same random weights on every rank, on the current device."""
-        on_gpu = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
-        every = random_moe_problem(shape, 1, device=device).weights
-        local = take_experts(every, placement.local_experts(rank))
-        return cls(every, every.prepare(device=device), local.prepare(device=device))
+    def random(cls, shape: MoEShape, ranks: ExpertParallel) -> RankWeights:
+        """The same random weights on every rank, on its device."""
+        every = random_moe_problem(shape, 1, device=ranks.device).weights
+        return cls(every, take_experts(every, ranks.local_experts).prepare(device=ranks.device))
+
+    @functools.cached_property
+    def prepared(self) -> MoEWeights:
+        """All experts, prepared."""
+        return self.every.prepare(device=self.every.device)
 
 
 def take_experts(weights: MoEWeights, experts: Sequence[int]) -> MoEWeights:

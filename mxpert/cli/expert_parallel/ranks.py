@@ -154,7 +154,7 @@ def _measured(request: RanksRequest, explained: dict[str, str]) -> Iterator[Row]
                 for wire in dict.fromkeys(map(wire_of, request.formats))
             }
             first = next(iter(objects.values()))
-            weights = RankWeights.random(shape, first.placement, first.rank)
+            weights = RankWeights.random(shape, first)
             for count, name in cases:
                 wire = wire_of(name)
                 case = Case(model, shape, count, request.routing, name, wire)
