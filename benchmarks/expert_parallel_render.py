@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from harness.document import Row
@@ -126,7 +127,7 @@ def _above(times: Times) -> float | None:
 
 
 def plan_rows(document: Mapping[str, Any]) -> list[Row]:
-    """Predictions beside what was measured; ratios above 1: predicted too slow."""
+    """Predictions beside what was measured; a ratio above 1: predicted too slow."""
     measured, found = groups(document), []
     for plan in document["plans"]:
         times = measured[plan["model"], plan["routing"], plan["wire"]][plan["T"]]
@@ -138,6 +139,19 @@ def plan_rows(document: Mapping[str, Any]) -> list[Row]:
         }
         found.append({**plan, "ratios": ratios, "layer": us(times, mine, "layer")})
     return found
+
+
+def deviation(document: Mapping[str, Any]) -> str:
+    """How far the predicted layers are off, in one sentence for each routing."""
+    found: dict[str, list[float]] = {}
+    for row in plan_rows(document):
+        if row["ratios"]["layer"] is not None:
+            found.setdefault(row["routing"], []).append(100 * abs(row["ratios"]["layer"] - 1))
+    return " ".join(
+        f"With {routing} routing layers are off by {median(values):.0f} % in the median, at most "
+        f"{max(values):.0f} %."
+        for routing, values in found.items()
+    )
 
 
 PLAN_COLUMNS: dict[str, Any] = {
@@ -188,7 +202,7 @@ def full(document: Mapping[str, Any]) -> str:
         heading(document),
         *(of_group(key, by_tokens) for key, by_tokens in groups(document).items()),
         "## The planner's predictions",
-        "Predicted over measured: above 1 the layer was faster than predicted.",
+        f"{deviation(document)} Ratios are predicted over measured.",
         row_table(plan_rows(document), PLAN_COLUMNS),
         "## Transports",
         bullets({name: text.splitlines()[0] for name, text in meta["explain"].items()}),
@@ -218,7 +232,7 @@ def summary(document: Mapping[str, Any]) -> str:
         "model": lambda row: row[0],
         **{name: lambda row, text=text: text(row[1:]) for name, text in taken.items()},
     }
-    return page(heading(document), row_table(rows, columns))
+    return page(heading(document), row_table(rows, columns), deviation(document))
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:

@@ -123,6 +123,10 @@ def test_ratios_by_hand(measured: Path) -> None:
     assert layer["host above one GPU's"] == "-14.0"
     (plan, *_) = expert_parallel_render.plan_rows(document)
     assert plan["ratios"] == {"dispatch": 0.5, "local": 1.5, "combine": 1.0, "layer": 0.9}
+    document["plans"][0]["us"] = 50.0
+    said = expert_parallel_render.deviation(document)
+    assert "uniform routing layers are off by 10 % in the median, at most 50 %." in said
+    assert "zipf routing layers are off by 10 % in the median, at most 10 %." in said
 
 
 def test_a_failed_rank_is_reported(
