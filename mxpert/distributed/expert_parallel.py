@@ -233,12 +233,25 @@ class ExpertParallel:
             out_dtype: bfloat16, float16 or float32, of the result of `combine`.
 
         Returns:
-            DispatchedTokens: rows [R, H] with local ids, for `mxpert.fused_moe` or other experts.
+            DispatchedTokens: rows [R, H] with local ids, for experts of any kind. vLLM's
+            ``prepare`` returns its rows, scales, ids and weights, without an expert map; a token
+            dispatcher of torchtitan sorts its rows by local id.
 
         Raises:
             TypeError, ValueError: arguments that do not fit, before anything is sent; a second
                 stream.
             PeerLostError: a rank died or did not arrive in time.
+
+        Example:
+            >>> import torch
+            >>> from mxpert.distributed import ExpertParallel
+            >>> ep = ExpertParallel(num_experts=2, top_k=1, hidden_size=32, max_tokens=4)
+            >>> x, ids = torch.ones(3, 32, dtype=torch.bfloat16), torch.tensor([[1], [0], [1]])
+            >>> got = ep.dispatch(x, torch.full((3, 1), 0.5), ids)
+            >>> expert = got.x * (got.topk_ids + 1)  # expert e multiplies by e + 1
+            >>> rows = torch.where(got.topk_ids >= 0, expert * got.topk_weights, 0).bfloat16()
+            >>> ep.combine(rows, got)[:, 0].tolist()
+            [1.0, 0.5, 1.0]
         """
         self.check_tokens(f"{_OP}.dispatch", x, topk_weights, topk_ids)
         if not isinstance(scale_rule, ScaleRule):
@@ -262,11 +275,22 @@ class ExpertParallel:
             out: contiguous [T, H] in ``dispatched.out_dtype``; None allocates.
 
         Returns:
-            [T, H] of this rank's tokens, or `out`; zero where a token has no expert.
+            [T, H] of this rank's tokens, or `out`; zero where a token has no expert. vLLM's
+            ``finalize`` passes its output tensor as `out`.
 
         Raises:
             TypeError, ValueError: arguments that do not fit; a second stream.
             PeerLostError: a rank died or did not arrive in time.
+
+        Example:
+            >>> import torch
+            >>> from mxpert.distributed import ExpertParallel
+            >>> ep = ExpertParallel(num_experts=2, top_k=1, hidden_size=32, max_tokens=4)
+            >>> x = torch.ones(1, 32, dtype=torch.bfloat16)
+            >>> got = ep.dispatch(x, torch.ones(1, 1), torch.tensor([[0]]))
+            >>> output = torch.empty_like(x)
+            >>> ep.combine(torch.full((4, 32), 3, dtype=torch.bfloat16), got, out=output) is output
+            True
         """
         op = f"{_OP}.combine"
         if not isinstance(dispatched, DispatchedTokens):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -124,6 +126,60 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
 
 
+class RollCall:
+    """Ranks that say in a group's store what they have done.
+
+    Args:
+        group: the ProcessGroup whose store it is.
+        spec: name, rank and size.
+    """
+
+    def __init__(self, group: Any, spec: ExchangeSpec) -> None:
+        self._rank, self._size = spec.rank, spec.size
+        # Names of torch's own new groups repeat once a group was destroyed; this one is unique.
+        self.store = c10d.PrefixStore(f"mxpert/{spec.name}", c10d._get_process_group_store(group))
+
+    def say(self, what: str) -> None:
+        """Tell the others that this rank has done `what`."""
+        self.store.set(f"{what}/{self._rank}", "1")
+
+    def absent(self, what: str, deadline: float = 0.0) -> tuple[int, ...]:
+        """The ranks that have not said `what` by `deadline`, a time of time.monotonic().
+
+        Raises:
+            RuntimeError: the process that held the store is gone.
+        """
+        absent = list(range(self._size))
+        while True:
+            absent = [rank for rank in absent if not self.store.check([f"{what}/{rank}"])]
+            if not absent or time.monotonic() > deadline:
+                return tuple(absent)
+            time.sleep(_POLL_S)
+
+
+_dropped: list[tuple[Any, RollCall]] = []
+"""Groups that this rank no longer uses and other ranks perhaps still do: a rank that closes its
+connections early can break the last collective of another."""
+
+
+def _drop(group: Any, roll: RollCall) -> None:
+    """Keep a group until all ranks have dropped it."""
+    with contextlib.suppress(RuntimeError):  # the process that held the store is gone
+        roll.say("dropped")
+    _dropped.append((group, roll))
+
+
+def _free_dropped() -> None:
+    """Free the groups that all ranks have dropped."""
+    for pair in _dropped.copy():
+        try:
+            in_use = bool(pair[1].absent("dropped"))
+        except RuntimeError:
+            in_use = False
+        if not in_use:
+            _dropped.remove(pair)
+
+
 class Ranks:
     """The ranks of one exchange, and the collectives between them.
 
@@ -134,6 +190,9 @@ class Ranks:
         group: the ProcessGroup; None for one rank.
         spec: of the exchange.
         device: of the tensors.
+
+    Raises:
+        PeerLostError: a rank did not arrive.
     """
 
     def __init__(self, group: Any, spec: ExchangeSpec, device: torch.device) -> None:
@@ -141,20 +200,34 @@ class Ranks:
         self._spec, self._device, self._group = spec, device, group
         self._lost: PeerLostError | None = None
         self._is_closed = False
+        self._drop: Callable[[], object] = lambda: None
         if group is None:
             return
-        # Names of torch's own new groups repeat once a group was destroyed; this one is unique.
-        base = c10d._get_process_group_store(group)
-        self._store = c10d.PrefixStore(f"mxpert/{spec.name}", base)
+        self._roll = RollCall(group, spec)
         if f"{device.type}:gloo" in str(dist.get_backend_config(group)):
-            timeout = timedelta(seconds=spec.timeout_s)
-            self._group = c10d.ProcessGroupGloo(self._store, spec.rank, spec.size, timeout)
+            self._group = self._new_group()
+            self._drop = finalizer = weakref.finalize(self, _drop, self._group, self._roll)
+            finalizer.atexit = False
         # Without asyncOp, NCCL runs on the current stream.
         self._gather_options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
         self._reduce_options = c10d.ReduceScatterOptions()
         self._all_to_all_options = c10d.AllToAllOptions()
         for options in (self._gather_options, self._reduce_options, self._all_to_all_options):
             options.asyncOp = False
+
+    def _new_group(self) -> Any:
+        """A gloo group that all ranks have joined."""
+        _free_dropped()
+        spec, started = self._spec, time.monotonic()
+        timeout = timedelta(seconds=spec.timeout_s)
+        try:
+            group = c10d.ProcessGroupGloo(self._roll.store, spec.rank, spec.size, timeout)
+            self._roll.say("joined")
+            if self._roll.absent("joined", started + spec.timeout_s):
+                raise RuntimeError("the group is not complete")
+        except RuntimeError as error:
+            raise self._lost_peer("group", error, started) from error
+        return group
 
     def all_gather(self, out: torch.Tensor, rows: torch.Tensor) -> None:
         """Contiguous [n, …] of each rank → `out` [N · n, …], in rank order."""
@@ -203,7 +276,12 @@ class Ranks:
             raise ValueError(message(_OP, "object", "an open one", "a closed one", "make another"))
 
     def _lost_peer(self, step: str, error: RuntimeError, started: float) -> PeerLostError:
-        ranks = self._absent(started + self._spec.timeout_s + _GRACE_S)
+        deadline = started + self._spec.timeout_s + _GRACE_S
+        try:
+            self._roll.say("failed")
+            ranks = self._roll.absent("failed", deadline)
+        except RuntimeError:  # the process that held the store is gone
+            ranks = ()
         argument = f"rank {_listed(list(ranks))}" if ranks else "peers"
         return PeerLostError(
             message(
@@ -216,20 +294,6 @@ class Ranks:
             ranks,
         )
 
-    def _absent(self, deadline: float) -> tuple[int, ...]:
-        """Ranks that do not answer a roll call in the group's store; () where it is gone too."""
-        absent = set(range(self.size))
-        try:
-            self._store.set(f"lost/{self._spec.rank}", "1")
-            while absent:
-                absent = {rank for rank in absent if not self._store.check([f"lost/{rank}"])}
-                if not absent or time.monotonic() > deadline:
-                    break
-                time.sleep(_POLL_S)
-        except RuntimeError:  # the process that held the store is gone
-            return ()
-        return tuple(sorted(absent))
-
     def check(self) -> None:
         """Synchronise with the device; raise the error of an earlier call again."""
         self.raise_lost()
@@ -239,3 +303,4 @@ class Ranks:
     def close(self) -> None:
         """Drop the group; the other ranks may be gone."""
         self._group, self._is_closed = None, True
+        self._drop()

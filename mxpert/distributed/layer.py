@@ -19,7 +19,7 @@ from ..ops.moe import fused_moe_received, received_problem
 from ..ops.moe_checks import check_received, moe_options
 from ..ops.schema import Operand
 from ..problem import MoEOptions, MoEProblem
-from ..runtime.geometry import Described
+from ..runtime.geometry import CachedCall, Described
 from ..weights import MoEWeights
 
 if TYPE_CHECKING:
@@ -36,22 +36,17 @@ class LayerOp(OpSpec[torch.Tensor]):
         self, options: Sequence[Any], geometry: Described | None, inputs: dict[str, Any]
     ) -> Any:
         """Check → describe → resolve → exchange and launch; nothing is sent before the launch."""
-        call = self._calls.find(options, geometry)
-        if call is None:
-            problem = self.problem(*options, **inputs)
-            call = self._calls.add(options, geometry, problem)
+        call = self._checked(options, geometry, inputs)
         kernel, _ = resolve_cached(call)  # an error here comes before the others wait for this rank
-        layer, handle = options
-        local: Any = call.problem
         can_wait = kernel.backend != "reference"
-        return _exchange(OBJECTS[handle], layer, local.options, inputs, can_wait)
+        return _exchange(OBJECTS[options[1]], options[0], call, inputs, can_wait)
 
 
 @without_grad
 def _exchange(
     ranks: ExpertParallel,
     options: MoEOptions,
-    local: MoEOptions,
+    call: CachedCall,
     inputs: dict[str, Any],
     can_wait: bool,
 ) -> torch.Tensor:
@@ -62,7 +57,8 @@ def _exchange(
     )
     if dispatched.arrivals is not None and not can_wait:
         dispatched = ranks.exchange.wait(dispatched)
-    rows = fused_moe_received(dispatched, inputs["weights"], local)
+    local: Any = call.problem
+    rows = fused_moe_received(dispatched, inputs["weights"], local.options, call)
     return ranks.combine_unchecked(rows, dispatched, inputs.get("out"))
 
 

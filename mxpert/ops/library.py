@@ -17,7 +17,7 @@ from ..dispatch import CallCache, launch, resolve_cached, without_grad
 from ..formats.tensor import MXTensor
 from ..problem import MoEOptions, Problem
 from ..routing import RoutingPlan
-from ..runtime.geometry import TENSOR_FIELDS, Described, describe
+from ..runtime.geometry import TENSOR_FIELDS, CachedCall, Described, describe
 from .schema import FlatLayout, kind_of
 
 _LIBRARY = torch.library.Library("mxpert", "FRAGMENT")
@@ -83,12 +83,22 @@ class OpSpec(Generic[_T]):
         self, options: Sequence[Any], geometry: Described | None, inputs: dict[str, Any]
     ) -> Any:
         """Check → describe → resolve → launch; the first two once for each geometry."""
-        call = self._calls.find(options, geometry)
-        if call is None:
-            problem = self.problem(*options, **inputs)  # 1 check, 2 describe
-            call = self._calls.add(options, geometry, problem)
+        call = self._checked(options, geometry, inputs)  # 1 check, 2 describe
         kernel, config = resolve_cached(call)  # 3 resolve
         return launch(kernel, config, call, geometry, inputs)  # 4 launch
+
+    def _checked(
+        self, options: Sequence[Any], geometry: Described | None, inputs: dict[str, Any]
+    ) -> CachedCall:
+        """The call with this geometry; its arguments are checked if there was none before."""
+        call = self._calls.find(options, geometry)
+        if call is None:
+            call = self._calls.add(options, geometry, self.problem(*options, **inputs))
+        return call
+
+    def checked_call(self, *options: Any, **inputs: Any) -> CachedCall:
+        """Check the arguments, and return their call without launching it."""
+        return self._checked(options, describe(inputs.values()), inputs)
 
     def problem(self, *options: Any, **inputs: Any) -> Problem:
         """Check the arguments and describe their problem."""

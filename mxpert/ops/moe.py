@@ -6,12 +6,13 @@ from typing import Any, Protocol
 
 import torch
 
-from ..dispatch import detect_target
+from ..dispatch import detect_target, launch, resolve_cached
 from ..errors import message
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
 from ..problem import Activation, Combine, MoEOptions, MoEProblem, Op, SiLU, activation_mx_format
 from ..routing import RoutingPlan
+from ..runtime.geometry import CachedCall, tensors_of
 from ..weights import MoEWeights
 from .library import OpSpec
 from .moe_checks import (
@@ -132,21 +133,22 @@ def fused_moe(
 
 
 def fused_moe_received(
-    received: ReceivedTokens, weights: MoEWeights, options: MoEOptions
+    received: ReceivedTokens, weights: MoEWeights, options: MoEOptions, caller: CachedCall
 ) -> torch.Tensor:
     """Run `fused_moe` on the rows that other ranks sent, with this rank's experts.
 
     Args:
-        received: x [R, H], weights and local ids [R, k]; a row may have more ids than there are
-            local experts, −1 for those that lie elsewhere.
+        received: contiguous x [R, H], weights and local ids [R, k]; a row may have more ids than
+            there are local experts, −1 for those that lie elsewhere.
         weights: MoEWeights of this rank's experts.
         options: of the local layer; `moe_options` makes them.
+        caller: the call of the whole layer. It keeps the call of the last local layer, so that
+            rows of the same shape are neither checked nor looked up again.
 
     Returns:
         [R, H] in ``options.out_dtype``: the weighted sum over this rank's experts.
     """
-    return _FUSED_MOE_RECEIVED(
-        options,
+    inputs: dict[str, Any] = dict(
         x=received.x,
         weights=weights,
         topk_weights=received.topk_weights,
@@ -155,6 +157,12 @@ def fused_moe_received(
         num_local_tokens=None,
         arrivals=received.arrivals,
     )
+    call: Any = caller.inner
+    if call is None or call.problem.num_tokens != received.topk_ids.shape[0]:
+        call = caller.inner = _FUSED_MOE_RECEIVED.checked_call(options, **inputs)
+    kernel, config = resolve_cached(call)
+    result: torch.Tensor = launch(kernel, config, call, tensors_of(inputs.values()), inputs)
+    return result
 
 
 def received_problem(

@@ -60,13 +60,14 @@ class CachedCall:
         options: the op's options. The cache key may hold an id of one, so they are kept alive.
 
     Dispatch stores its choice of kernel in `resolved`, replay the launches of each kernel in
-    `recordings`.
+    `recordings`. A call that makes another one may keep it in `inner`.
     """
 
-    __slots__ = ("options", "problem", "recordings", "resolved")
+    __slots__ = ("inner", "options", "problem", "recordings", "resolved")
 
     def __init__(self, problem: Problem, options: object) -> None:
         self.problem, self.options = problem, options
+        self.inner: CachedCall | None = None
         self.resolved: tuple[Any, ...] | None = None
         self.recordings: dict[tuple[Any, ...], Any] = {}
 
@@ -109,6 +110,24 @@ def describe(arguments: Iterable[object]) -> Described | None:
         else:
             return None
     return tensors, tuple(key)
+
+
+def tensors_of(arguments: Iterable[Any]) -> Described | None:
+    """Return the tensors of `describe`, without the geometry, for arguments that it describes.
+
+    >>> tensors_of([torch.zeros(2), None])[0]
+    [tensor([0., 0.])]
+    """
+    tensors: list[torch.Tensor] = []
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif value is not None:
+            parts = parts_of(value)
+            if parts is None:
+                return None
+            tensors += parts[0]
+    return tensors, ()
 
 
 def parts_of(value: Any) -> Parts | None:

@@ -11,9 +11,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import mxpert
-from mxpert.distributed import DispatchedTokens, ExpertParallel, Placement, Transport, choice
+from mxpert.distributed import (
+    DispatchedTokens,
+    ExpertParallel,
+    PeerLostError,
+    Placement,
+    Transport,
+    choice,
+)
+from mxpert.distributed.groups import Ranks, RollCall
 from mxpert.distributed.layer import OBJECTS
 from mxpert.distributed.streams import StreamGuard
+from mxpert.distributed.transport import ExchangeSpec
 from mxpert.testing.numerics import assert_close_relative, assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 
@@ -226,6 +235,60 @@ def test_check_of_a_healthy_object() -> None:
     ep = make()
     layer(random_moe_problem(SHAPE, 2), expert_parallel=ep)
     ep.check()
+
+
+class Store:
+    """A store of torch.distributed with an answer for each key; None stands for a dead server."""
+
+    def __init__(self, answers: dict[str, bool] | None) -> None:
+        self.answers = answers
+
+    def check(self, keys: list[str]) -> bool:
+        if self.answers is None:
+            raise RuntimeError("Connection reset by peer")
+        return all(self.answers.get(key, False) for key in keys)
+
+    def set(self, key: str, value: str) -> None:
+        self.check([key])
+
+
+class BrokenGroup:
+    """A group whose collectives fail."""
+
+    def _allgather_base(self, *_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def ranks_over(store: Store) -> Ranks:
+    """Three ranks whose collectives fail."""
+    placement = Placement.contiguous(3, 3)
+    spec = ExchangeSpec("", 0, placement, 1, 32, 1, "bf16", torch.float32, 0.05)
+    ranks = Ranks(None, spec, torch.device("cpu"))
+    ranks._group = BrokenGroup()
+    ranks._gather_options = None
+    ranks._roll = roll = object.__new__(RollCall)
+    roll._rank, roll._size, roll.store = 0, 3, store
+    return ranks
+
+
+@pytest.mark.parametrize(
+    "answers, lost, text",
+    [
+        ({"failed/0": True, "failed/2": True}, (1,), "rank 1 — need an answer within 0.05 s"),
+        ({"failed/0": True}, (1, 2), "rank 1, 2 — need an answer"),
+        ({f"failed/{rank}": True for rank in range(3)}, (), "peers — need an answer"),
+        (None, (), "peers — need an answer"),
+    ],
+    ids=["one", "two", "none", "without a store"],
+)
+def test_a_failed_collective_names_who_does_not_answer(
+    answers: dict[str, bool] | None, lost: tuple[int, ...], text: str
+) -> None:
+    ranks = ranks_over(Store(answers))
+    for _ in range(2):  # the error stays
+        with pytest.raises(PeerLostError, match=text) as caught:
+            ranks.all_gather(torch.empty(3), torch.empty(1))
+        assert caught.value.ranks == lost
 
 
 # ---- streams --------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class Case:
 
     def spec(self, rank: int) -> ExchangeSpec:
         return ExchangeSpec(
+            name="case",
             rank=rank,
             placement=Placement.contiguous(self.num_experts, self.size),
             top_k=self.top_k,
