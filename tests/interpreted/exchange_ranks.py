@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from mxpert.backends.common.exchange import combine, dispatch, host, wait
 from mxpert.backends.common.exchange.schedule import Schedule
-from mxpert.backends.common.exchange.words import EPOCHS, NO_WAIT, TWO_STREAMS
+from mxpert.backends.common.exchange.words import EPOCHS, NO_WAIT, TIMEOUT, TWO_STREAMS
 from mxpert.backends.common.routing.host import PlanConfig
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.errors import PeerLostError
@@ -117,7 +117,7 @@ def many_epochs_are_exact() -> None:
     with small_schedules():
         for case in cases():
             exchange = make(case)
-            assert run(exchange, case, 8, bounds=(4, 4, 1, 4, 3)) == 0
+            assert run(exchange, case, 16 // case.size, bounds=(4, 1, 4, 3)) == 0
             exchange.check()
             dist.barrier()
             exchange.close()
@@ -208,7 +208,7 @@ def planted(module: Any, name: str, mutant: Callable[..., Any]) -> Iterator[None
 
 def is_seen(delays: Callable[[int, int], float] | None = None, *, times_out: bool = False) -> None:
     """Some rank sees differences, or lost ranks if `times_out`; timed for the planted error."""
-    case = Case(dist.get_world_size(), timeout_s=1.0 if times_out else 60.0)
+    case = Case(dist.get_world_size(), timeout_s=2.0 if times_out else 600.0)
     exchange = make(case)
     wrong = run(exchange, case, 3, delays=delays, count=4, sorts=())
     counts = [None] * case.size
@@ -321,7 +321,7 @@ def flag_before_the_rows_is_seen() -> None:
 
 def killed_rank_is_named() -> None:
     """The last rank is killed behind its third dispatch; the others go on without it."""
-    case = Case(dist.get_world_size(), timeout_s=2.0)
+    case = Case(dist.get_world_size())
     last = case.size - 1
     with small_schedules():
         exchange = make(case)
@@ -332,12 +332,16 @@ def killed_rank_is_named() -> None:
                 send(exchange, one_expert_of(case, 0), case.max_tokens)
                 os.kill(os.getpid(), signal.SIGKILL)
             os.waitpid(child, 0)
+            dist.barrier()
         else:
             assert run(exchange, case, 2) == 0
             tokens = one_expert_of(case, last)
             received = send(exchange, tokens, case.max_tokens)
+            rows = Experts(case, rank(), CPU)(received)
+            dist.barrier()  # the last rank is dead, and the others are as far as this one
+            limit_wait(exchange, 3.0)
             out = torch.zeros(4, case.hidden_size)
-            exchange.combine(Experts(case, rank(), CPU)(received), received, out)
+            exchange.combine(rows, received, out)
             assert out.isnan().all()
             for _ in range(2):
                 with pytest.raises(PeerLostError, match=f"rank {last} — need an") as caught:
@@ -363,6 +367,7 @@ def one_expert_of(case: Case, owner: int) -> Tokens:
 def _nothing_waits_any_more(exchange: SymmetricExchange, case: Case, tokens: Tokens) -> None:
     """Later calls of a graph, which does not ask the host, end at once and return NaN."""
     exchange._lost = None
+    limit_wait(exchange, 600.0)
     started = time.monotonic()
     received = send(exchange, tokens, case.max_tokens)
     assert (Experts(case, rank(), CPU)(received) == 0).all()  # no row is routed
@@ -371,7 +376,7 @@ def _nothing_waits_any_more(exchange: SymmetricExchange, case: Case, tokens: Tok
     out = torch.zeros(4, case.hidden_size)
     exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
     assert out.isnan().all()
-    assert time.monotonic() - started < case.timeout_s
+    assert time.monotonic() - started < 60
 
 
 def _ranks_go_on(case: Case) -> None:
@@ -382,21 +387,30 @@ def _ranks_go_on(case: Case) -> None:
     exchange.check()
 
 
-def rank_that_never_dispatches_is_named() -> None:
-    """A loss that one rank notices in its sort reaches every rank as a poisoned flag."""
-    case = Case(dist.get_world_size(), timeout_s=1.5)
+def a_loss_reaches_every_rank() -> None:
+    """The last rank never dispatches. Rank 0 loses patience, the others see its poisoned flags."""
+    case = Case(dist.get_world_size(), timeout_s=600.0)
     last = case.size - 1
     with small_schedules():
         exchange = make(case)
+        if rank() == 0:
+            limit_wait(exchange, 4.0)
+        dist.barrier()
         if rank() != last:
-            if rank():  # the first rank meets the time-out, the others its poisoned flags
-                exchange._words[host.TIMEOUT.value] *= 20
-            started = time.monotonic()
-            assert run(exchange, case, 1, count=4, sorts=SORTS[:1]) == 1
-            assert time.monotonic() - started < 15 * case.timeout_s
+            tokens = one_expert_of(case, 0)
+            for _ in range(2):  # rank 0's second dispatch ends the others' first wait
+                received = exchange.wait(send(exchange, tokens, case.max_tokens))
+                assert (received.topk_ids == -1).all()
+                out = torch.zeros(4, case.hidden_size)
+                exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
+                assert out.isnan().all()
             with pytest.raises(PeerLostError, match=f"rank {last}"):
                 exchange.check()
         dist.barrier()
+
+
+def limit_wait(exchange: SymmetricExchange, seconds: float) -> None:
+    exchange._words[TIMEOUT.value] = int(seconds * 1e9)
 
 
 def two_streams_are_seen() -> None:

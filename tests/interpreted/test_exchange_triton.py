@@ -31,7 +31,7 @@ TWO = (
     "closed_exchange_refuses",
     "killed_rank_is_named",
 )
-FOUR = ("many_epochs_are_exact", "rank_that_never_dispatches_is_named", "killed_rank_is_named")
+FOUR = ("many_epochs_are_exact", "a_loss_reaches_every_rank", "killed_rank_is_named")
 
 
 @pytest.fixture(scope="module")

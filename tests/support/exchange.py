@@ -38,7 +38,7 @@ class Case:
     max_tokens: int = 4
     wire_format: str = "mxfp8"
     combine_dtype: torch.dtype = torch.float32
-    timeout_s: float = 60.0
+    timeout_s: float = 600.0
     seed: int = 0
 
     def spec(self, rank: int) -> ExchangeSpec:

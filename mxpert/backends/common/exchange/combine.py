@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..pdl import grid_dependency_wait, launch_dependents
 from .flags import flag_or_poison, section, set_flags
-from .wait import load_word, wait_for_flags
+from .wait import load_words, wait_for_flags, word_of
 from .words import DECIDED, EPOCHS, MAX_ROUNDS, NO_WAIT, RUNNING, TIMEOUT, TWO_STREAMS
 
 _RANKS = tl.constexpr(4)
@@ -109,12 +109,13 @@ def _sum_rows(rows, partials, ranks, share, tile):
 @triton.jit
 def _begin(state):
     """words[DECIDED], negative after a loss or a call that breaks the protocol."""
-    decided = load_word(state, DECIDED)
+    seen = load_words(state)
+    decided = word_of(seen, DECIDED)
     found = decided
     if (decided >= 0) & (decided < tl.load(state + EPOCHS)):
         found = decided * 0 + NO_WAIT
-    running = load_word(state, RUNNING)
-    if (tl.program_id(0) == 0) & (running != 1):
+    running = word_of(seen, RUNNING)
+    if (tl.program_id(0) == 0) & (running != 1):  # that program counts the call's end, too
         found = decided * 0 + TWO_STREAMS
     if found != decided:
         tl.atomic_min(state + DECIDED, found, sem="relaxed", scope="gpu")
@@ -135,7 +136,7 @@ def _await_round(state, returned, target, num_ranks, KIND: tl.constexpr):
     verdict = wait_for_flags(flags, target, num_ranks, 1, timeout, KIND)
     if verdict < 0:
         tl.atomic_min(state + DECIDED, verdict, sem="relaxed", scope="gpu")
-    return tl.minimum(verdict, load_word(state, DECIDED))
+    return tl.minimum(verdict, word_of(load_words(state), DECIDED))
 
 
 @triton.jit(do_not_specialize=COMBINE_SIZES)

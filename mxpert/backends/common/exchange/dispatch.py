@@ -156,10 +156,10 @@ def _clear_unused(table, num_ranks, sections, num_used, num_ids, top_k):
 
 
 @triton.jit
-def _count_call(state):
-    """Count this call as running. If another one runs, there is a second stream."""
-    running = tl.atomic_add(state + RUNNING, 1, sem="relaxed", scope="gpu")
-    if running != 0:
+def _check_alone(state):
+    """Note a second stream if another call runs, too."""
+    running = tl.atomic_add(state + RUNNING, 0, sem="relaxed", scope="gpu")
+    if running != 1:
         tl.atomic_min(state + DECIDED, TWO_STREAMS, sem="relaxed", scope="gpu")
 
 
@@ -232,6 +232,8 @@ def _exchange_dispatch_kernel(
     pid, num_ctas = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + EPOCHS + pid) + 1
     decided = tl.load(state + DECIDED, volatile=True)
+    if pid == 0:  # nobody waits for it here
+        tl.atomic_add(state + RUNNING, 1, sem="relaxed", scope="gpu")
     peers = Peers(table, rank, num_ranks)
     sections = Sections(rows_offset, scales_offset, ids_offset, weights_offset, rank * bound)
     routing = Routing(topk_ids, topk_weights, owners, local_ids, top_k, num_experts)
@@ -261,4 +263,4 @@ def _exchange_dispatch_kernel(
     copy = pid + num_ctas * tl.arange(0, MAX_CTAS)
     tl.store(state + EPOCHS + copy, tl.zeros([MAX_CTAS], tl.int64) + epoch, mask=copy < MAX_CTAS)
     if pid == 0:
-        _count_call(state)
+        _check_alone(state)

@@ -63,15 +63,19 @@ def load_flags(pointers, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_word(state, word):
-    """Load one of an exchange's words, with the same result in all warps.
+def load_words(state):
+    """Load the first of an exchange's words, for `word_of`."""
+    return tl.load(state + tl.arange(0, _LANES), volatile=True)
+
+
+@triton.jit
+def word_of(seen, word):
+    """One of the words that `load_words` has loaded, with the same result in all warps.
 
     Other programs change words[DECIDED] at any time. A scalar load is made by each warp, and warps
     that disagree would meet in different barriers. A reduction goes through shared memory.
     """
-    lane = tl.arange(0, _LANES)
-    seen = tl.load(state + lane, volatile=True)
-    return tl.min(tl.where(lane == word, seen, POISON), 0)
+    return tl.min(tl.where(tl.arange(0, _LANES) == word, seen, POISON), 0)
 
 
 @triton.jit
@@ -100,7 +104,9 @@ def wait_for_flags(flags, target, num_ranks, num_ctas, timeout, KIND: tl.constex
         while polling:
             seen = tl.load(pointers, mask=mask, other=POISON, volatile=True)
             in_time = clock(KIND) - start < timeout
-            polling = tl.max(((seen < target) & in_time).to(tl.int32), 0) > 0
+            late = ((seen < target) & in_time).to(tl.int32)
+            # A poisoned flag ends the wait for the others.
+            polling = tl.max(tl.where(mask & (seen > POISON), 2, late), 0) == 1
         seen = tl.where(mask, load_flags(pointers, mask, KIND), target)
         late = tl.min(tl.where(seen < target, source, num_ranks), 0).to(tl.int64)
         poison = tl.max(seen, 0)
@@ -132,7 +138,7 @@ def wait_for_tokens(arrivals, KIND: tl.constexpr):
     num_ctas = tl.load(arrivals + NUM_CTAS).to(tl.int32)
     epoch = tl.load(state + EPOCHS)
     timeout = tl.load(state + TIMEOUT)
-    decided = load_word(state, DECIDED)
+    decided = word_of(load_words(state), DECIDED)
     if decided >= 0:
         verdict = wait_for_flags(flags, epoch, num_ranks, num_ctas, timeout, KIND)
         if decided < epoch:
