@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..distributed import ExpertParallel, Transport
 from ..distributed.autograd import combine_tokens, dispatch_tokens
@@ -23,6 +24,7 @@ Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Rows [P, H] sorted by local expert, and group_offsets int32 [L + 1] → rows [P, H]."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_on_ranks(
     ep: ExpertParallel,
     experts: Experts,
@@ -178,7 +180,8 @@ def clip_grad_norm_(
     all ranks share by another factor on each.
 
     Args:
-        model: with plain parameters, after backward and its averages; gradients may be None.
+        model: after backward and its averages, in DistributedDataParallel, FSDP2 or neither.
+            Gradients may be None.
         max_norm: above 0.
         expert_parallel_group: the ranks that hold different experts, ``ep.group``; None for one
             rank.
@@ -197,15 +200,19 @@ def clip_grad_norm_(
     owned: list[torch.Tensor] = []
     shared: list[torch.Tensor] = []
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            (owned if id(parameter) in local else shared).append(parameter.grad)
-    device = next(model.parameters()).device
-    square = torch.nn.utils.get_total_norm(owned).to(device).square()
+        (owned if id(parameter) in local else shared).append(parameter)
+    squares = []
+    for parameters in (owned, shared):
+        norm = get_total_norm([each.grad for each in parameters if each.grad is not None])
+        if hasattr(norm, "full_tensor"):  # a DTensor, of FSDP2's shards
+            norm = norm.full_tensor()
+        squares.append(norm.to(shared[0].device).square())
     if expert_parallel_group is not None:
-        dist.all_reduce(square, group=expert_parallel_group)
-    norm = (torch.nn.utils.get_total_norm(shared).to(device).square() + square).sqrt()
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
+        dist.all_reduce(squares[0], group=expert_parallel_group)
+    total = (squares[0] + squares[1]).sqrt()
+    for parameters in (owned, shared):
+        clip_grads_with_norm_(parameters, max_norm, total)
+    return total
 
 
 def full_state_dict(model: torch.nn.Module, ep: ExpertParallel) -> dict[str, torch.Tensor]:

@@ -185,7 +185,7 @@ class MXMoE(torch.nn.Module):
         self.aux_loss = self._balance(probabilities, group_offsets)
         if self.expert_parallel is not None:
             rule = self.gate_up_proj.recipe.scale_rule
-            y = run_on_ranks(
+            y: torch.Tensor = run_on_ranks(
                 self.expert_parallel, self._experts, tokens, topk_weights, topk_ids, rule
             )
             return y.view(x.shape)

@@ -1,6 +1,6 @@
 """MXMoE over several ranks against one rank with all experts: results, gradients, weights, DDP.
 
-What the ranks do is in training_scenarios.py.
+What the ranks do is in training_scenarios.py and example_scenarios.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from mxpert.testing.numerics import is_exact
 from mxpert.training import MXFP8Recipe, MXGroupedLinear
 from support.ranks import Outcomes, run_scenarios
 
-from .training_scenarios import MANY, ROOT, TEXT, build, example, own_step, parallel, tokens_of
+from .example_scenarios import ROOT, TEXT, example
+from .training_scenarios import MANY, build, own_step, parallel, tokens_of
 
 MODULE = "distributed.training_scenarios"
+EXAMPLE = "distributed.example_scenarios"
 TWO = (
     "gather_equals_one_rank_in_float64",
     "all_to_all_equals_one_rank_in_float64",
@@ -36,15 +38,15 @@ TWO = (
     "state_dicts_load_whole_or_local",
     "repeats_checkpoints_and_main_grad_give_the_same_bits",
     "what_does_not_fit_is_refused",
-    "the_example_learns_as_one_process",
+    f"{EXAMPLE}.the_example_learns_as_one_process",
 )
 FOUR = (
     "any_placement_gives_the_same",
     "ddp_averages_each_gradient_over_its_ranks",
     "ddp_alone_would_mix_experts",
     "fsdp2_averages_each_gradient_over_its_ranks",
-    "the_guide_runs",
-    "the_example_learns_as_one_process",
+    f"{EXAMPLE}.the_guide_runs",
+    f"{EXAMPLE}.the_example_learns_as_one_process",
 )
 
 
@@ -58,12 +60,16 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return run_scenarios(MODULE, FOUR, 4, tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.parametrize("scenario", TWO)
+def short(scenario: str) -> str:
+    return scenario.rpartition(".")[2]
+
+
+@pytest.mark.parametrize("scenario", TWO, ids=short)
 def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
     two_ranks.check(scenario)
 
 
-@pytest.mark.parametrize("scenario", FOUR)
+@pytest.mark.parametrize("scenario", FOUR, ids=short)
 def test_four_ranks(four_ranks: Outcomes, scenario: str) -> None:
     four_ranks.check(scenario)
 
@@ -76,6 +82,15 @@ def test_one_rank_is_the_block_without_exchange(recipe: MXFP8Recipe) -> None:
     alone, plain = (own_step(build(ep, recipe=recipe), x, grad) for ep in (parallel(), None))
     for name, value in plain.items():
         assert is_exact(alone[name], value), name
+
+
+def test_torch_compile_leaves_the_exchange_alone() -> None:
+    x, grad = tokens_of(0, torch.bfloat16, MANY)
+    plain, compiled = (build(parallel(), recipe=MXFP8Recipe()) for _ in range(2))
+    compiled.compile(backend="aot_eager")
+    wanted = own_step(plain, x, grad)
+    for name, value in own_step(compiled, x, grad).items():
+        assert is_exact(value, wanted[name]), name
 
 
 @pytest.mark.parametrize(

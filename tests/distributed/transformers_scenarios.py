@@ -25,7 +25,7 @@ from mxpert.distributed import ExpertParallel, Transport
 from mxpert.errors import UnsupportedError
 from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
 from mxpert.integrations.models.convert import mx_experts, restore
-from mxpert.testing.numerics import is_exact, relative_l2
+from mxpert.testing.numerics import is_exact, relative_l2, requantisation_error
 from mxpert.training import MXFP8Recipe, full_state_dict, local_expert_parameters
 from support.memory import peak_bytes
 
@@ -37,6 +37,17 @@ NEW_TOKENS = 16
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3}
 FLOAT32 = 1e-5
 """Two layers of float32, whose sums are in another order: some hundred roundings of 6e-8."""
+
+
+def logits_bound(model: Any) -> float:
+    """Relative L2 of float32 models in which sums are in another order.
+
+    Experts read bfloat16. A difference of `FLOAT32` before that rounding flips it now and then; a
+    gated activation at most doubles the error, and every layer adds its own.
+    """
+    config = model.config
+    flips = requantisation_error(None, FLOAT32, 24 * config.hidden_size)
+    return 2 * flips * config.num_hidden_layers
 
 
 def parallel(hidden_size: int = 128, **changes: Any) -> ExpertParallel:
@@ -110,7 +121,7 @@ def every_family_computes_what_one_rank_does() -> None:
         ep = parallel(combine_dtype=torch.float32)
         ranks = converted(model, ep)
         wanted = logits(converted(model, None), 24 + dist.get_rank())
-        assert relative_l2(logits(ranks, 24 + dist.get_rank()), wanted) < FLOAT32
+        assert relative_l2(logits(ranks, 24 + dist.get_rank()), wanted) < logits_bound(model)
         for experts in mx_experts(ranks):
             assert experts.weights.num_experts == ep.num_local_experts
             assert experts.expert_parallel is ep
@@ -198,10 +209,10 @@ def mxfp4_checkpoints_are_read_in_part() -> None:
         assert prepared_bytes(local) == everything // ep.size
         least = everything + sum(value.nbytes for value in whole.parameters())
         assert peaks[0] < least <= peaks[1], (peaks, least)
-        assert relative_l2(logits(local), logits(whole)) < FLOAT32
+        assert relative_l2(logits(local), logits(whole)) < logits_bound(model)
         again, info = load(path, ep, dtype=torch.float32, output_loading_info=True)
         assert not any(info.values()), info
-        assert is_exact(logits(again), logits(local))
+        assert relative_l2(logits(again), logits(local)) < logits_bound(model)
 
 
 def bf16_checkpoints_load_too() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,18 +36,17 @@ def convert(
     """Put mxpert under a Transformers model: its experts in MXFP4, or trained in MXFP8.
 
     Every experts module (gpt-oss, Qwen3-MoE, Mixtral, DeepSeek-V3 and others of transformers 5)
-    is replaced in place. All layers are checked before the first one changes. Then each layer is
-    quantised as by ``quantize(w, "mxfp4", axis=-1)`` and prepared for its device, and its dense
-    weights are freed before the next layer: at most one layer is held twice. A module that several
-    layers share is converted once. Weights that came from MXFP4 are recovered exactly. Saving the
-    model writes blocks and scales as gpt-oss publishes them.
+    is replaced in place, a shared one once. All layers are checked before the first one changes.
+    Then each layer is quantised as by ``quantize(w, "mxfp4", axis=-1)`` and prepared for its
+    device, and its dense weights are freed before the next layer: at most one layer is held twice.
+    Weights that came from MXFP4 are recovered exactly. Saving the model writes blocks and scales as
+    gpt-oss publishes them.
 
     With `expert_parallel` each rank keeps its own experts; the others are freed and never prepared.
     All ranks call the model equally often: give ``generate`` the same prompts on every rank, or
-    ``synced_gpus=True``, which lets ranks that have ended wait for the others. The state dict has
-    the local experts; `restore` and ``save_pretrained`` are refused. ``from_pretrained`` takes
-    `expert_parallel` beside ``experts_implementation="mxpert"``, and reads the local experts alone
-    of an MXFP4 checkpoint.
+    ``synced_gpus=True``, which lets ranks that have ended wait. The state dict has local experts;
+    `restore` and ``save_pretrained`` are refused. ``from_pretrained`` takes `expert_parallel` too,
+    beside ``experts_implementation="mxpert"``, and reads an MXFP4 checkpoint's local experts alone.
 
     Args:
         model: a model in memory, or a module that contains one. A model in MXFP4 only changes its
@@ -55,22 +54,21 @@ def convert(
         activation_format: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4", or "fp8_token";
             see fused_moe.
         device: where the whole model shall run; its experts go there layer by layer, quantised.
-            None leaves each layer where it is, so that layers may be on different devices.
+            None leaves each layer on its device.
         scale_rule: rule for the scales of the weights; None is RCEIL.
         recipe: train in MXFP8 instead. Parameters stay as they are, and the three GEMMs of each
             expert are mxpert.training.grouped_linear with this recipe.
         expert_parallel: a mxpert.distributed.ExpertParallel with the model's sizes. With a recipe
-            parameters are copies of this rank's experts, and mxpert.training.MXMoE says which
-            gradients to average.
+            parameters are copies of this rank's experts; see mxpert.training.MXMoE.
         progress: show a progress bar on standard error.
 
     Returns:
         `model`, in evaluation or training mode as before.
 
     Raises:
-        ValueError: no experts, sizes that are not multiples of 32, weights that are not loaded or
-            not finite; a `recipe`, `scale_rule` or `expert_parallel` for a model that is in MXFP4
-            already; an `expert_parallel` of other sizes.
+        ValueError: no experts, sizes that are not multiples of 32 or not those of
+            `expert_parallel`, weights that are not loaded or not finite; options for dense weights
+            where the model is in MXFP4 already.
         TypeError: wrong types.
         UnsupportedError: an activation or tensors that mxpert does not know, or a model quantised
             by another library. In every case the model is unchanged.
@@ -99,14 +97,19 @@ def convert(
     else:
         rule = ScaleRule.RCEIL if scale_rule is None else scale_rule
         found = _dense_experts(model, activation_format, None, expert_parallel)
-        console = Console(stderr=True)
-        options: Any = dict(console=console, transient=True, disable=not progress)
-        for dense in track(found, "quantising experts", **options):
+        for dense in _shown(found, progress):
             _convert_layer(dense, activation_format, rule, target, expert_parallel)
         mark_quantized(model, found, rule)
     if expert_parallel is not None:
         forbid_saving(model)
     return model if target is None else model.to(target)
+
+
+def _shown(found: list[FoundExperts], progress: bool) -> Iterable[FoundExperts]:
+    """The layers, with a progress bar on standard error if it is wanted."""
+    console = Console(stderr=True)
+    text = "quantising experts"
+    return track(found, text, console=console, transient=True, disable=not progress)
 
 
 def _dense_experts(

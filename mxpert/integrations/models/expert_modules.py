@@ -179,7 +179,9 @@ class TrainableExperts(torch.nn.Module):
         tokens, weights = hidden_states.reshape(-1, self._source.hidden_size), topk_weights.float()
         if self.expert_parallel is not None:
             ranks, rule = self.expert_parallel, self.recipe.scale_rule
-            combined = run_on_ranks(ranks, self._experts, tokens, weights, topk_ids, rule)
+            combined: torch.Tensor = run_on_ranks(
+                ranks, self._experts, tokens, weights, topk_ids, rule
+            )
             return combined.view(hidden_states.shape)
         order, inverse, offsets = sort_by_expert(topk_ids, self._source.num_experts)
         rows = PermuteRows.apply(tokens, order, inverse, topk_ids.shape[-1])  # [R, H]
