@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,6 +232,27 @@ def test_samples_are_of_steps_and_their_sum() -> None:
 def test_uneven_steps_are_refused(steps: dict) -> None:
     with pytest.raises(ValueError, match="steps with equally many calls"):
         time_ranks({"x": Variant(steps)}, device=torch.device("cpu"), repeats=1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_with_fewer_experts_than_a_token_chooses() -> None:
+    """top_k = 2 of a rank's single expert: the second id is foreign."""
+    ep = ExpertParallel(num_experts=4, top_k=2, hidden_size=64, max_tokens=1)
+    weights = RankWeights.random(SHAPE, ep)
+    case = Case("tiny", SHAPE, 1, "uniform", "bf16", "bf16")
+    alone = SimpleNamespace(
+        transport=ep.transport,
+        device=ep.device,
+        combine_dtype=ep.combine_dtype,
+        num_local_experts=1,
+        with_max_tokens=lambda count: alone,
+    )
+    one = replace(weights, local=layer.take_experts(weights.every, (0,)))
+    x, ids = torch.randn(1, 64, dtype=torch.bfloat16), torch.tensor([[0, -1]], dtype=torch.int32)
+    received = layer.Received(x, torch.ones(1, 2), ids)
+    expected = OnRanks(case, weights, ep).compute(received)
+    found = OnRanks(case, one, alone).compute(received)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_load_is_that_of_the_busiest_rank() -> None:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from ...distributed import ExpertParallel, Placement
 from ...formats.tensor import MXTensor
-from ...ops.moe import fused_moe, fused_moe_received
-from ...ops.moe_checks import moe_options
+from ...ops.moe import fused_moe
 from ...ops.quantize import quantize
 from ...testing.numerics import relative_l2
 from ...testing.problems import MoEShape, random_moe_problem, random_tokens
@@ -54,16 +53,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Received:
-    """Tokens of all ranks, as an exchange delivers them; `state` is what `combine` needs.
-
-    They are there: `arrivals`, on which the sort could wait, is None.
-    """
+    """Tokens of all ranks, as an exchange delivers them; `state` is what `combine` needs."""
 
     x: Rows
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
     state: Any = None
-    arrivals: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -138,19 +133,26 @@ class OnRanks:
         self.is_captured = ranks.transport.value != "all_to_all"
         self._case, self._weights = case, weights
         self._ranks = ranks.with_max_tokens(case.num_tokens)
-        self._options = moe_options(
-            "fused_moe",
-            case.shape.activation,
-            case.activation_format,
-            out_dtype=ranks.combine_dtype,
-        )
+        local = torch.arange(ranks.num_local_experts, dtype=torch.int32, device=ranks.device)
+        # The op takes no more ids a token than it knows experts: those beyond are foreign.
+        missing = max(0, case.shape.top_k - len(local))
+        self._map = torch.nn.functional.pad(local, (0, missing), value=-1)
 
     def dispatch(self, tokens: Tokens) -> Received:
         found = self._ranks.dispatch(tokens.x, tokens.topk_weights, tokens.topk_ids)
         return Received(found.x, found.topk_weights, found.topk_ids, found)
 
     def compute(self, received: Received) -> torch.Tensor:
-        return fused_moe_received(received, self._weights.local, self._options)
+        return fused_moe(
+            received.x,
+            self._weights.local,
+            received.topk_weights,
+            received.topk_ids,
+            activation=self._case.shape.activation,
+            activation_format=self._case.activation_format,
+            expert_map=self._map,
+            out_dtype=self._ranks.combine_dtype,
+        )
 
     def combine(self, rows: torch.Tensor, received: Received) -> torch.Tensor:
         return self._ranks.combine(rows, received.state)
