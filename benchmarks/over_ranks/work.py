@@ -66,6 +66,8 @@ class Model:
         for wire in wires:
             found[wire] = []
             for transport in TRANSPORTS:
+                if transport in [ranks.transport for ranks in found[wire]]:
+                    continue  # AUTO took it
                 try:
                     ranks = ExpertParallel(
                         num_experts=shape.num_experts,
@@ -78,10 +80,7 @@ class Model:
                 except UnsupportedError as error:
                     refused[transport.name] = str(error)
                     continue
-                if any(ranks.transport is other.transport for other in found[wire]):
-                    ranks.close()
-                else:
-                    found[wire].append(ranks)
+                found[wire].append(ranks)
         first = next(iter(found.values()))[0]
         return cls(RankWeights.random(shape, first), found, refused)
 
