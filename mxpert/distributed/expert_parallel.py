@@ -11,23 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import message, require, require_device, require_dtype, require_int, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE, ScaleRule
+from ..formats.spec import ScaleRule
 from ..formats.tensor import Layout, MXTensor
 from ..problem import MoEOptions
-from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, require_topk
+from ..routing import require_topk
 from .choice import choose, make_exchange
 from .groups import agree, default_device, find_group
 from .layer import LAYER, LAYER_OUT, OBJECTS
 from .placement import Placement
 from .streams import StreamGuard
-from .transport import WIRE_FORMATS, DispatchedTokens, Exchange, ExchangeSpec, Rows, Transport
+from .transport import DispatchedTokens, Exchange, ExchangeSpec, Rows, Transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 _OP = "ExpertParallel"
-COMBINE_DTYPES = (torch.bfloat16, torch.float32)
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _numbers = itertools.count()
@@ -39,9 +38,10 @@ class ExpertParallel:
     ``y[t] = Σ_rank Σ_slot w[t, slot] · expert(ids[t, slot])(x[t])`` over the ranks that own one of
     the token's experts, in rank order, summed in float32.
 
-    All ranks of the group make the object at the same time with the same arguments, outside of a
-    CUDA graph capture, and then make the same calls in the same order. A rank without tokens takes
-    part with T = 0. One object serves one stream; make two for two micro-batches that overlap.
+    All ranks of the group make the object at the same time with the same arguments, and then make
+    the same calls in the same order. A rank without tokens takes part with T = 0. Make the object
+    and its first call before a CUDA graph capture: kernels compile and backends connect in it. One
+    object serves one stream; make two for two micro-batches that overlap.
 
     Args:
         group_or_mesh: a ProcessGroup or a one-dimensional DeviceMesh; None is the default group, or
@@ -110,8 +110,8 @@ class ExpertParallel:
             placement = _checked_placement(placement, num_experts, size)
             formats = wire_format, combine_dtype
             spec = ExchangeSpec("", rank, placement, *sizes[1:], *formats, timeout_s)
-            _check_spec(spec)
-            self.device = default_device(group) if device is None else require_device(device, _OP)
+            spec.check(_OP)
+            self.device = default_device(group) if device is None else _indexed(device)
         except (TypeError, ValueError) as error:
             agree(group, error)
             raise
@@ -124,7 +124,7 @@ class ExpertParallel:
                 transport=transport.name,
                 wire_format=wire_format,
                 combine_dtype=combine_dtype,
-                timeout_s=timeout_s,
+                timeout_s=float(timeout_s),
                 device=self.device.type,
             ),
         )
@@ -223,7 +223,8 @@ class ExpertParallel:
     ) -> DispatchedTokens:
         """Send this rank's tokens to the ranks that own their experts, and receive theirs.
 
-        A token travels once to a rank, however many of its experts lie there.
+        A token travels once to a rank, however many of its experts lie there. Neither this nor
+        `combine` records gradients; `mxpert.training.MXMoE` does.
 
         Args:
             x: bfloat16 [T, H]; with wire_format="mxfp8" also an MXFP8 MXTensor [T, H].
@@ -258,10 +259,11 @@ class ExpertParallel:
             need = "a ScaleRule"
             raise TypeError(message(f"{_OP}.dispatch", "scale_rule", need, repr(scale_rule)))
         require_dtype(out_dtype, OUT_DTYPES, f"{_OP}.dispatch", "out_dtype")
-        dispatched = self.dispatch_unchecked(
-            x, topk_weights, topk_ids, scale_rule=scale_rule, out_dtype=out_dtype
-        )
-        return dispatched if dispatched.arrivals is None else self._exchange.wait(dispatched)
+        with torch.no_grad():
+            dispatched = self.dispatch_unchecked(
+                x, topk_weights, topk_ids, scale_rule=scale_rule, out_dtype=out_dtype
+            )
+            return dispatched if dispatched.arrivals is None else self._exchange.wait(dispatched)
 
     def combine(
         self, rows: torch.Tensor, dispatched: DispatchedTokens, *, out: torch.Tensor | None = None
@@ -302,7 +304,9 @@ class ExpertParallel:
         if out is not None:
             size = dispatched.num_tokens, width
             require_tensor(out, op, "out", dtype=dispatched.out_dtype, shape=size, **place)
-        return self.combine_unchecked(rows, dispatched, out)
+        self._guard.check(op)
+        with torch.no_grad():
+            return self.combine_unchecked(rows, dispatched, out)
 
     def run_layer(
         self, options: MoEOptions, inputs: dict[str, Any], out: torch.Tensor | None
@@ -338,8 +342,7 @@ class ExpertParallel:
     def combine_unchecked(
         self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """`combine` of arguments that were checked."""
-        self._guard.check(_OP)
+        """`combine` of arguments that were checked, on the stream of the dispatch."""
         if out is None:
             size = dispatched.num_tokens, self.hidden_size
             out = torch.empty(size, dtype=dispatched.out_dtype, device=self.device)
@@ -422,6 +425,14 @@ class ExpertParallel:
         )
 
 
+def _indexed(device: torch.device | str) -> torch.device:
+    """The device that is named; "cuda" is the current GPU."""
+    named = require_device(device, _OP)
+    if named.type == "cuda" and named.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return named
+
+
 def _checked_placement(placement: object, num_experts: int, size: int) -> Placement:
     """The placement, or a contiguous one for None; it must fit experts and ranks."""
     if placement is None:
@@ -435,41 +446,6 @@ def _checked_placement(placement: object, num_experts: int, size: int) -> Placem
     ):
         require(have == want, _OP, f"placement.{name}", need=want, got=have)
     return placement
-
-
-def _check_spec(spec: ExchangeSpec) -> None:
-    """Check the values of a spec."""
-    for name in ("top_k", "hidden_size", "max_tokens"):
-        require_int(getattr(spec, name), _OP, name, least=1)
-    most = min(MAX_TOP_K, spec.placement.num_experts)
-    require(spec.top_k <= most, _OP, "top_k", need=f"at most {most}", got=spec.top_k)
-    rows = spec.size * spec.max_tokens * spec.top_k
-    require(
-        rows < MAX_ROUTED_ROWS,
-        _OP,
-        "max_tokens",
-        need=f"ranks · max_tokens · top_k below {MAX_ROUTED_ROWS}",
-        got=rows,
-        remedy="split the batch",
-    )
-    require(
-        spec.wire_format in WIRE_FORMATS,
-        _OP,
-        "wire_format",
-        need=f"one of {list(WIRE_FORMATS)}",
-        got=repr(spec.wire_format),
-    )
-    require(
-        spec.hidden_size % MX_BLOCK_SIZE == 0,
-        _OP,
-        "hidden_size",
-        need=f"a multiple of {MX_BLOCK_SIZE}",
-        got=spec.hidden_size,
-    )
-    require_dtype(spec.combine_dtype, COMBINE_DTYPES, _OP, "combine_dtype")
-    number = isinstance(spec.timeout_s, (int, float)) and not isinstance(spec.timeout_s, bool)
-    if not number or not 0 < spec.timeout_s < float("inf"):
-        raise ValueError(message(_OP, "timeout_s", "seconds above 0", repr(spec.timeout_s)))
 
 
 def _check_mx_rows(op: str, x: MXTensor, wire_format: str) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import PeerLostError, message
 from .transport import ExchangeSpec
+
+if dist.is_available():  # `import mxpert` works with a torch that was built without it
+    from torch.distributed import distributed_c10d as c10d
 
 _OP = "ExpertParallel"
 _GRACE_S, _POLL_S = 1.0, 0.02
@@ -257,6 +259,7 @@ class Ranks:
 
         Raises:
             PeerLostError: the backend failed, here or in an earlier call.
+            torch.OutOfMemoryError: this rank has no memory for it.
         """
         self.raise_lost()
         started = time.monotonic()
@@ -264,6 +267,8 @@ class Ranks:
             work = getattr(self._group, collective)(*arguments)
             if work is not None:  # else the backend has waited
                 work.wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             self._lost = self._lost_peer(step, error, started)
             raise self._lost from error

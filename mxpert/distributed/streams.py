@@ -13,7 +13,7 @@ def eager_stream(device: torch.device) -> int | None:
     """The handle of the current stream; None while a CUDA graph is captured."""
     if torch.cuda.is_current_stream_capturing():
         return None
-    handle: int = torch.cuda.current_stream(device).cuda_stream
+    handle: int = torch._C._cuda_getCurrentRawStream(device.index)
     return handle
 
 

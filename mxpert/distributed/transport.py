@@ -8,13 +8,16 @@ from typing import Any, Protocol
 
 import torch
 
-from ..formats.spec import ScaleRule
+from ..errors import message, require, require_dtype, require_int
+from ..formats.spec import MX_BLOCK_SIZE, ScaleRule
 from ..formats.tensor import MXTensor
+from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K
 from .placement import Placement
 
 Rows = torch.Tensor | MXTensor
 
 WIRE_FORMATS = ("bf16", "mxfp8")
+COMBINE_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Transport(enum.Enum):
@@ -112,6 +115,40 @@ class ExchangeSpec:
     def size(self) -> int:
         """N."""
         return self.placement.num_ranks
+
+    def check(self, op: str) -> None:
+        """Raise TypeError or ValueError for a value that does not fit; errors name `op`."""
+        for name in ("top_k", "hidden_size", "max_tokens"):
+            require_int(getattr(self, name), op, name, least=1)
+        most = min(MAX_TOP_K, self.placement.num_experts)
+        require(self.top_k <= most, op, "top_k", need=f"at most {most}", got=self.top_k)
+        rows = self.size * self.max_tokens * self.top_k
+        require(
+            rows < MAX_ROUTED_ROWS,
+            op,
+            "max_tokens",
+            need=f"ranks · max_tokens · top_k below {MAX_ROUTED_ROWS}",
+            got=rows,
+            remedy="split the batch",
+        )
+        require(
+            self.wire_format in WIRE_FORMATS,
+            op,
+            "wire_format",
+            need=f"one of {list(WIRE_FORMATS)}",
+            got=repr(self.wire_format),
+        )
+        require(
+            self.hidden_size % MX_BLOCK_SIZE == 0,
+            op,
+            "hidden_size",
+            need=f"a multiple of {MX_BLOCK_SIZE}",
+            got=self.hidden_size,
+        )
+        require_dtype(self.combine_dtype, COMBINE_DTYPES, op, "combine_dtype")
+        number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
+        if not number or not 0 < self.timeout_s < float("inf"):
+            raise ValueError(message(op, "timeout_s", "seconds above 0", repr(self.timeout_s)))
 
 
 class Exchange(Protocol):

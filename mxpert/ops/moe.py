@@ -133,7 +133,10 @@ def fused_moe(
 
 
 def fused_moe_received(
-    received: ReceivedTokens, weights: MoEWeights, options: MoEOptions, caller: CachedCall
+    received: ReceivedTokens,
+    weights: MoEWeights,
+    options: MoEOptions,
+    caller: CachedCall | None = None,
 ) -> torch.Tensor:
     """Run `fused_moe` on the rows that other ranks sent, with this rank's experts.
 
@@ -142,8 +145,8 @@ def fused_moe_received(
             there are local experts, −1 for those that lie elsewhere.
         weights: MoEWeights of this rank's experts.
         options: of the local layer; `moe_options` makes them.
-        caller: the call of the whole layer. It keeps the call of the last local layer, so that
-            rows of the same shape are neither checked nor looked up again.
+        caller: the call of the whole layer, if there is one. It keeps the call of the last local
+            layer, so that rows of the same shape are neither checked nor looked up again.
 
     Returns:
         [R, H] in ``options.out_dtype``: the weighted sum over this rank's experts.
@@ -157,6 +160,8 @@ def fused_moe_received(
         num_local_tokens=None,
         arrivals=received.arrivals,
     )
+    if caller is None:
+        return _FUSED_MOE_RECEIVED(options, **inputs)
     call: Any = caller.inner
     if call is None or call.problem.num_tokens != received.topk_ids.shape[0]:
         call = caller.inner = _FUSED_MOE_RECEIVED.checked_call(options, **inputs)

@@ -170,18 +170,21 @@ def every_copy_at_once_is_seen() -> None:
 
 def mxfp8_rows_give_the_same_bits() -> None:
     """Quantised before the wire or inside; within float32 rounding of one rank."""
-    weights, options = whole_layer(), dict(activation_format="mxfp8")
+    weights = whole_layer()
     for transport in TRANSPORTS:
         ep = make(transport=transport, wire_format="mxfp8")
         mine = part_of(weights, ep)
         for rule in (mxpert.ScaleRule.RCEIL, mxpert.ScaleRule.FLOOR):
-            given = tokens()
-            quantised = replace(given, x=mxpert.quantize(given.x, "mxfp8", scale_rule=rule))
-            inside = run(ep, mine, given, scale_rule=rule, **options)
-            before = run(ep, mine, quantised, scale_rule=rule, **options)
-            assert_exact(before, inside, f"{transport.name}: rows quantised before the wire")
-            expected = judge(weights, given, scale_rule=rule, **options)
-            assert_close_relative(inside, expected, FLOAT32, transport.name)
+            for on_input in (False, True):
+                options: dict[str, Any] = dict(activation_format="mxfp8", scale_rule=rule)
+                options["apply_router_weight_on_input"] = on_input
+                given = tokens()
+                quantised = replace(given, x=mxpert.quantize(given.x, "mxfp8", scale_rule=rule))
+                inside = run(ep, mine, given, **options)
+                before = run(ep, mine, quantised, **options)
+                assert_exact(before, inside, f"{transport.name}: rows quantised before the wire")
+                expected = judge(weights, given, **options)
+                assert_close_relative(inside, expected, FLOAT32, transport.name)
         ep.close()
 
 

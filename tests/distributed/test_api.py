@@ -198,7 +198,13 @@ def test_a_result_has_no_gradient() -> None:
     inputs = random_moe_problem(SHAPE, 2)
     inputs.x.requires_grad_()
     for transport in TRANSPORTS:
-        assert not layer(inputs, expert_parallel=make(transport=transport)).requires_grad
+        ep = make(transport=transport)
+        assert not layer(inputs, expert_parallel=ep).requires_grad
+        sent = ep.dispatch(inputs.x, inputs.topk_weights, inputs.topk_ids)
+        assert isinstance(sent.x, torch.Tensor)
+        assert not sent.x.requires_grad
+        rows = torch.zeros(len(sent.topk_ids), 64, dtype=torch.bfloat16, requires_grad=True)
+        assert not ep.combine(rows, sent).requires_grad
 
 
 def test_views_share_the_exchange() -> None:
