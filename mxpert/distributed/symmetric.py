@@ -16,6 +16,7 @@ from ..errors import PeerLostError, message
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
 from ..ops.schema import rebuild
+from ..runtime.launch import BoundLaunch
 from .transport import DispatchedTokens, ExchangeSpec, Rows
 from .wire import rows_from_wire
 from .workspace import Workspace, make_workspace, plain_workspaces, refuse_group
@@ -53,7 +54,7 @@ class SymmetricExchange:
         self._sections = layout.views(self._workspace.own)
         self._words = host.new_words(spec.timeout_s, target, device)
         self._arrivals = host.new_arrivals(self._sections["arrived"], self._words)
-        self._state = {
+        self._state: dict[str, torch.Tensor | None] = {
             "state": self._words,
             "table": torch.tensor(self._workspace.addresses, dtype=torch.int64, device=device),
             "destinations": torch.zeros(spec.max_tokens, dtype=torch.int64, device=device),
@@ -63,6 +64,8 @@ class SymmetricExchange:
             "local_ids": spec.placement.local_ids[spec.rank].to(device),
         }
         self._received: dict[int, dict[str, Any]] = {}
+        self._dispatches: dict[tuple[Any, ...], BoundLaunch] = {}
+        self._combines: dict[tuple[int, int], BoundLaunch] = {}
         self._is_dispatched = False
         self._lost: Exception | None = None
 
@@ -102,20 +105,39 @@ class SymmetricExchange:
         rows, scale = (x.qdata, x.scale) if isinstance(x, MXTensor) else (x, None)
         quantises = self._own.layout.mx_rows and scale is None
         num_tokens = topk_ids.shape[0]
-        rule = scale_rule if quantises else None
-        host.dispatch_launch(self._own, num_tokens, bound, rule)(
-            **self._state,
-            **self._experts,
-            x=rows.contiguous(),
-            scale=None if scale is None else scale.contiguous(),
-            topk_weights=topk_weights.contiguous(),
-            topk_ids=topk_ids.contiguous(),
-        )
+        key = num_tokens, bound, scale_rule if quantises else None, scale is None
+        launch = self._dispatches.get(key) or self._bind_dispatch(*key)
+        parts = (rows,) if scale is None else (rows, scale)
+        launch(*[part.contiguous() for part in (*parts, topk_weights, topk_ids)])
         self._is_dispatched = True
         received = self._received.get(bound) or self._view(bound)
         return rebuild(
             DispatchedTokens, **received, num_tokens=num_tokens, out_dtype=out_dtype, state=bound
         )
+
+    def _bind_dispatch(
+        self, num_tokens: int, bound: int, rule: ScaleRule | None, is_plain: bool
+    ) -> BoundLaunch:
+        """The launch of dispatch for these sizes. is_plain: rows come without scales."""
+        launch = host.dispatch_launch(self._own, num_tokens, bound, rule)
+        bound_tensors = {**self._state, **self._experts}
+        names: tuple[str, ...] = ("x", "topk_weights", "topk_ids")
+        if is_plain:
+            bound_tensors["scale"] = None
+        else:
+            names = ("x", "scale", "topk_weights", "topk_ids")
+        made = BoundLaunch(launch, bound_tensors, names)
+        self._dispatches[num_tokens, bound, rule, is_plain] = made
+        return made
+
+    def _bind_combine(self, num_tokens: int, bound: int) -> BoundLaunch:
+        """The launch of combine for these sizes."""
+        sections = {name: self._sections[name] for name in ("partials", "returned")}
+        sections["topk_ids"] = self._received[bound]["topk_ids"]
+        launch = host.combine_launch(self._own, num_tokens, bound)
+        made = BoundLaunch(launch, {**self._state, **sections}, ("out", "rows"))
+        self._combines[num_tokens, bound] = made
+        return made
 
     def _view(self, bound: int) -> dict[str, Any]:
         """The received tokens of calls with `bound` slots a rank."""
@@ -150,15 +172,9 @@ class SymmetricExchange:
         bound = dispatched.state
         is_last = dispatched.topk_ids is self._received.get(bound, {}).get("topk_ids")
         self._begin("combine", self._is_dispatched and is_last)
-        sections = self._sections
-        host.combine_launch(self._own, dispatched.num_tokens, bound)(
-            **self._state,
-            out=out,
-            rows=rows,
-            partials=sections["partials"],
-            returned=sections["returned"],
-            topk_ids=dispatched.topk_ids,
-        )
+        key = dispatched.num_tokens, bound
+        launch = self._combines.get(key) or self._bind_combine(*key)
+        launch(out, rows)
         self._is_dispatched = False
 
     def _begin(self, step: str, in_order: bool) -> None:
@@ -198,6 +214,7 @@ class SymmetricExchange:
             text = message(_OP, "object", "an open ExpertParallel", "a closed one")
             self._lost = self._lost or ValueError(text)
             self._sections, self._received = {}, {}
+            self._dispatches, self._combines = {}, {}
             del self._workspace, self._arrivals
 
 

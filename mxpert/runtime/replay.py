@@ -281,32 +281,42 @@ def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _addresses(tensor: torch.Tensor) -> range:
+    """Addresses from the first to the last byte of a tensor."""
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    length = (last + 1) * tensor.element_size() if tensor.numel() else 0
+    return range(tensor.data_ptr(), tensor.data_ptr() + length)
+
+
 def _finder(
     tensors: list[torch.Tensor], made: list[torch.Tensor], places: dict[int, tuple[int, int]]
 ) -> Callable[[torch.Tensor], tuple[int, int]]:
     """Return a function from a tensor to its (place, offset in bytes).
 
     Args:
-        tensors: the arguments. They are found by identity; views of them by storage, unless several
-            arguments share it.
+        tensors: the arguments. They are found by identity; views of them by storage, and by address
+            if several arguments share it.
         made: the allocations.
         places: place of each allocation, by storage.
     """
     by_identity = {id(tensor): (index, 0) for index, tensor in enumerate(tensors)}
-    wholes: dict[int, tuple[torch.Tensor, tuple[int, int]] | None] = {}
+    wholes: dict[int, list[tuple[torch.Tensor, tuple[int, int]]]] = {}
     for index, tensor in enumerate(tensors):
-        memory = _memory(tensor)
-        wholes[memory] = None if memory in wholes else (tensor, (index, 0))
-    wholes |= {_memory(buffer): (buffer, places[_memory(buffer)]) for buffer in made}
+        wholes.setdefault(_memory(tensor), []).append((tensor, (index, 0)))
+    wholes |= {_memory(buffer): [(buffer, places[_memory(buffer)])] for buffer in made}
 
     def find(tensor: torch.Tensor) -> tuple[int, int]:
         place = by_identity.get(id(tensor))
         if place is not None:
             return place
-        whole = wholes.get(_memory(tensor))
-        if whole is None:
+        found = wholes.get(_memory(tensor), [])
+        if len(found) > 1:
+            found = [whole for whole in found if tensor.data_ptr() in _addresses(whole[0])]
+        if len(found) != 1:
             raise _UnplacedError
-        base, (index, offset) = whole
+        ((base, (index, offset)),) = found
         return index, offset + tensor.data_ptr() - base.data_ptr()
 
     return find

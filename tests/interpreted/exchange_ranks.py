@@ -20,12 +20,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mxpert
+from mxpert import GateUpOrder, SiLU
 from mxpert.backends.common.exchange import combine, dispatch, host, wait
 from mxpert.backends.common.exchange.schedule import Schedule
 from mxpert.backends.common.exchange.words import EPOCHS, NO_WAIT, TIMEOUT, TWO_STREAMS
 from mxpert.backends.common.routing.host import PlanConfig
+from mxpert.distributed import ExpertParallel, Transport
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.errors import PeerLostError
+from mxpert.testing.numerics import assert_close_relative
+from mxpert.testing.problems import MoEShape, random_moe_problem
+from mxpert.testing.problems import random_tokens as random_tokens_of
 from support.exchange import Case, Experts, Tokens, expected, multiply, poison, random_tokens
 from support.exchange import dispatch as send
 from support.interpreter import install
@@ -156,38 +162,6 @@ def two_exchanges_take_turns() -> None:
                 out = torch.full((mine.x.shape[0], case.hidden_size), torch.nan)
                 exchange.combine(experts(given), given, out)
                 assert torch.equal(out, expected(case, mine))
-        dist.barrier()
-
-
-def rows_quantised_before_are_the_same_bits() -> None:
-    import mxpert
-
-    case = Case(dist.get_world_size())
-    generator = torch.Generator().manual_seed(rank())
-    tokens = random_tokens(case, rank(), 3, 4)
-    tokens = replace(tokens, x=torch.randn(tokens.x.shape, generator=generator).bfloat16())
-    with small_schedules():
-        exchange = make(case)
-        seen = []
-        for rule, quantised in itertools.product(mxpert.ScaleRule, (False, True)):
-            x = mxpert.quantize(tokens.x, "mxfp8", scale_rule=rule) if quantised else tokens.x
-            received = exchange.dispatch(
-                x,
-                tokens.weights,
-                tokens.ids,
-                bound=case.max_tokens,
-                scale_rule=rule,
-                out_dtype=torch.float32,
-            )
-            received = exchange.wait(received)
-            used = (received.topk_ids >= 0).any(1)
-            seen.append((received.x.qdata[used].clone(), received.x.scale[used].clone()))
-            rows = torch.zeros(len(used), case.hidden_size)
-            exchange.combine(rows, received, torch.empty(4, case.hidden_size))
-        assert all(part.numel() for part in seen[0])
-        for plain, given in zip(seen[::2], seen[1::2], strict=True):
-            assert all(map(torch.equal, plain, given))
-        assert not torch.equal(seen[0][0], seen[2][0])  # rules differ
         dist.barrier()
 
 
@@ -468,3 +442,45 @@ def closed_exchange_refuses() -> None:
     with pytest.raises(ValueError, match="an open ExpertParallel"):
         send(exchange, random_tokens(case, rank(), 3), case.max_tokens)
     dist.barrier()
+
+
+# ---- the layer ----------------------------------------------------------------------------------
+
+
+def layer_equals_one_rank() -> None:
+    """`fused_moe` over SYMMETRIC: the Triton layer waits in its sort, the reference before it."""
+    shape = MoEShape(64, 32, 5, 2, SiLU(), GateUpOrder.CONCATENATED, False)
+    whole = random_moe_problem(shape, 0).weights
+    ep = ExpertParallel(
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        hidden_size=shape.hidden_size,
+        max_tokens=4,
+        transport=Transport.SYMMETRIC,
+        wire_format="mxfp8",
+        combine_dtype=torch.float32,
+        timeout_s=600.0,
+    )
+    assert ep.explain().startswith("transport: symmetric (asked for by name)")
+    index = torch.tensor(ep.local_experts)
+    parts = {
+        name: replace(part, qdata=part.qdata[index], scale=part.scale[index])
+        for name, part in vars(whole).items()
+        if name in ("gate_up_proj", "down_proj")
+    }
+    mine = replace(whole, **parts)
+    options: dict[str, Any] = dict(activation=shape.activation, activation_format="mxfp8")
+    options["out_dtype"] = torch.float32
+    for backend, view, count in (("reference", ep, 4), ("triton", ep.with_max_tokens(2), rank())):
+        generator = torch.Generator().manual_seed(rank())
+        x, weights, ids = random_tokens_of(shape, count, generator)
+        local, every = mine, whole
+        if backend == "triton":
+            local, every = mine.prepare(device="cpu"), whole.prepare(device="cpu")
+        with mxpert.override(backend=backend):
+            out = mxpert.fused_moe(x, local, weights, ids, **options, expert_parallel=view)
+            alone = mxpert.fused_moe(x, every, weights, ids, **options)
+        assert_close_relative(out, alone, 1e-6, f"float32 wire, {backend}")
+    ep.check()
+    dist.barrier()
+    ep.close()
