@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -75,14 +76,7 @@ def check_expert_parallel(
         TypeError: no ExpertParallel.
         ValueError: other sizes, a transport or wire without gradients, an expert on two ranks.
     """
-    require(
-        isinstance(ep, ExpertParallel),
-        op,
-        "expert_parallel",
-        need="an ExpertParallel",
-        got=type(ep).__name__,
-        error=TypeError,
-    )
+    _require_type(op, "expert_parallel", ep, ExpertParallel, "an ExpertParallel")
     have = ep.placement.num_experts, ep.top_k, ep.hidden_size
     names = "num_experts", "top_k", "hidden_size"
     for name, size, given in zip(names, sizes, have, strict=True):
@@ -115,6 +109,12 @@ def check_expert_parallel(
     return ep.placement.local_experts(ep.rank)
 
 
+def _require_type(op: str, name: str, value: object, kind: Any, need: str) -> None:
+    """Raise a TypeError unless `value` is of a type; a bool is no number."""
+    fits = isinstance(value, kind) and not isinstance(value, bool)
+    require(fits, op, name, need=need, got=type(value).__name__, error=TypeError)
+
+
 def local_expert_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters of a model of which each rank of expert parallelism has its own part.
 
@@ -134,6 +134,7 @@ def local_expert_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parame
         >>> list(local_expert_parameters(torch.nn.Sequential(torch.nn.Linear(2, 2), half)))
         ['1.weight']
     """
+    _require_type("local_expert_parameters", "model", model, torch.nn.Module, "a Module")
     return {
         f"{path}.{name}".removeprefix("."): parameter
         for path, module in model.named_modules()
@@ -158,7 +159,12 @@ def prepare_for_ddp(model: torch.nn.Module, data_parallel_group: Any) -> None:
         >>> model = torch.nn.Linear(2, 2)  # without local experts nothing changes
         >>> prepare_for_ddp(model, None)
     """
+    op = "prepare_for_ddp"
+    _require_type(op, "model", model, torch.nn.Module, "a Module")
     local = local_expert_parameters(model)
+    if local or data_parallel_group is not None:
+        group = data_parallel_group
+        _require_type(op, "data_parallel_group", group, dist.ProcessGroup, "a ProcessGroup")
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(local))
 
     def average(parameter: torch.Tensor) -> None:
@@ -196,19 +202,25 @@ def clip_grad_norm_(
         >>> clip_grad_norm_(layer, 1.0, None), round(layer.weight.grad.item(), 3)
         (tensor(5.), 1.0)
     """
+    op, group = "clip_grad_norm_", expert_parallel_group
+    _require_type(op, "model", model, torch.nn.Module, "a Module")
+    _require_type(op, "max_norm", max_norm, (int, float), "a number")
+    require(0 < max_norm < math.inf, op, "max_norm", need="a finite number above 0", got=max_norm)
+    if group is not None:
+        _require_type(op, "expert_parallel_group", group, dist.ProcessGroup, "a ProcessGroup")
     local = {id(parameter) for parameter in local_expert_parameters(model).values()}
     owned: list[torch.Tensor] = []
     shared: list[torch.Tensor] = []
     for parameter in model.parameters():
         (owned if id(parameter) in local else shared).append(parameter)
-    squares = []
+    squares, device = [], next(model.parameters(), torch.empty(0)).device
     for parameters in (owned, shared):
         norm = get_total_norm([each.grad for each in parameters if each.grad is not None])
         if hasattr(norm, "full_tensor"):  # a DTensor, of FSDP2's shards
             norm = norm.full_tensor()
-        squares.append(norm.to(shared[0].device).square())
-    if expert_parallel_group is not None:
-        dist.all_reduce(squares[0], group=expert_parallel_group)
+        squares.append(norm.to(device).square())
+    if group is not None:
+        dist.all_reduce(squares[0], group=group)
     total = (squares[0] + squares[1]).sqrt()
     for parameters in (owned, shared):
         clip_grads_with_norm_(parameters, max_norm, total)
@@ -235,6 +247,9 @@ def full_state_dict(model: torch.nn.Module, ep: ExpertParallel) -> dict[str, tor
         >>> full_state_dict(half, ep)["weight"].shape
         torch.Size([4, 32, 32])
     """
+    op = "full_state_dict"
+    _require_type(op, "model", model, torch.nn.Module, "a Module")
+    _require_type(op, "ep", ep, ExpertParallel, "an ExpertParallel")
     local = local_expert_parameters(model)
     state = dict(model.state_dict())
     for name in local:

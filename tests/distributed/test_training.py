@@ -40,6 +40,7 @@ TWO = (
     "what_does_not_fit_is_refused",
     f"{EXAMPLE}.the_example_learns_as_one_process",
 )
+LAST = "a_rank_dies_before_backward"
 FOUR = (
     "any_placement_gives_the_same",
     "ddp_averages_each_gradient_over_its_ranks",
@@ -52,7 +53,7 @@ FOUR = (
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_scenarios(MODULE, TWO, 2, tmp_path_factory.mktemp("two"))
+    return run_scenarios(MODULE, (*TWO, LAST), 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,10 @@ def short(scenario: str) -> str:
 @pytest.mark.parametrize("scenario", TWO, ids=short)
 def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
     two_ranks.check(scenario)
+
+
+def test_a_dead_rank_ends_training_with_an_error(two_ranks: Outcomes) -> None:
+    two_ranks.check(LAST, [0])
 
 
 @pytest.mark.parametrize("scenario", FOUR, ids=short)

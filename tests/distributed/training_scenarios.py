@@ -6,6 +6,8 @@ The judge is one process with all experts, which runs the tokens of every rank o
 from __future__ import annotations
 
 import copy
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mxpert.distributed import ExpertParallel, Placement, Transport
 from mxpert.distributed import autograd as exchange
+from mxpert.errors import PeerLostError
 from mxpert.formats.spec import ScaleSpan
 from mxpert.testing.numerics import is_exact, relative_l2, sqnr_db
 from mxpert.training import (
@@ -49,6 +52,9 @@ TRANSPORTS = (Transport.GATHER, Transport.ALL_TO_ALL)
 
 FLOAT32 = 1e-6
 """The contract of a float32 wire."""
+
+BUSY_S = 5.0
+"""What a busy machine may add to a time-out."""
 
 EXACT_SCALES = MXFP8Recipe(scale_span=ScaleSpan.BLOCK)
 """One scale for 32 values on every device."""
@@ -345,6 +351,22 @@ def what_does_not_fit_is_refused() -> None:
     for recipe in (PLAIN, MXFP8Recipe(forward_format="mxfp8_e5m2")):
         with pytest.raises(ValueError, match="wire_format"):
             build(narrow, recipe=recipe)
+
+
+def a_rank_dies_before_backward() -> None:
+    """Rank 1 ends between forward and backward; rank 0 gets an error in time, not a hang."""
+    seconds = 5.0
+    moe = build(parallel(timeout_s=seconds))
+    x, grad = tokens_of(dist.get_rank(), torch.bfloat16, MANY)
+    loss = loss_of(moe, moe(x), grad)
+    if dist.get_rank() == 1:
+        os._exit(0)
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        loss.backward()
+    assert caught.value.ranks == (1,)
+    assert time.monotonic() - started < seconds + BUSY_S
+    assert all(parameter.grad is None for parameter in moe.gate_up_proj.parameters())
 
 
 class Net(torch.nn.Module):

@@ -54,11 +54,22 @@ from fuzz_values import PLAN, WEIGHTS
 import mxpert
 from mxpert import GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan
 from mxpert import formats as mx
+from mxpert.distributed import ExpertParallel
 from mxpert.modules import quantize_weights
 from mxpert.ops import rows
 from mxpert.problem import ACTIVATION_FORMATS, TopKOptions
 from mxpert.published import expert_weights_from, published_expert_tensors
-from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE, grouped_linear, grouped_mm
+from mxpert.training import (
+    MXFP8Recipe,
+    MXGroupedLinear,
+    MXMoE,
+    clip_grad_norm_,
+    full_state_dict,
+    grouped_linear,
+    grouped_mm,
+    local_expert_parameters,
+    prepare_for_ddp,
+)
 from mxpert.training.activation import gated_activation
 
 FOLDER = Path(tempfile.mkdtemp(prefix="mxpert-fuzz-"))
@@ -381,6 +392,8 @@ LAYERS = [
     ),
 ]
 
+EXPERT_PARALLEL = ExpertParallel(num_experts=3, top_k=2, hidden_size=32, max_tokens=64)
+
 TRAINING = [
     Target("grouped_gemm", mxpert.grouped_gemm, gemm, gemm_in_float64, 0.02),
     Target("grouped_wgrad", accumulate, wgrad),
@@ -423,7 +436,7 @@ TRAINING = [
             MXGroupedLinear,
             lambda made: dict(
                 x=torch.ones(4, made.in_features),
-                group_offsets=torch.tensor([0, 4] + [4] * (made.num_groups - 1)),
+                group_offsets=torch.tensor([0, 4] + [4] * (made.weight.shape[0] - 1)),
             ),
         ),
         lambda r: dict(
@@ -431,6 +444,7 @@ TRAINING = [
             in_features=32,
             out_features=32,
             bias=r.random() < 0.5,
+            group_ids=r.choice((None, [1], (0, 1))),
             recipe=recipes(r),
             device=None,
             dtype=None,
@@ -448,9 +462,30 @@ TRAINING = [
             recipe=recipes(r),
             aux_loss_coef=0.1,
             bias=r.random() < 0.5,
+            expert_parallel=r.choice((None, EXPERT_PARALLEL)),
             device=None,
             dtype=None,
         ),
+    ),
+    Target(
+        "local_expert_parameters",
+        local_expert_parameters,
+        lambda r: dict(model=MXGroupedLinear(2, 32, 32, group_ids=[1])),
+    ),
+    Target(
+        "prepare_for_ddp",
+        prepare_for_ddp,
+        lambda r: dict(model=torch.nn.Linear(2, 2), data_parallel_group=None),
+    ),
+    Target(
+        "clip_grad_norm_",
+        clip_grad_norm_,
+        lambda r: dict(model=torch.nn.Linear(2, 2), max_norm=1.0, expert_parallel_group=None),
+    ),
+    Target(
+        "full_state_dict",
+        full_state_dict,
+        lambda r: dict(model=MXGroupedLinear(3, 32, 32, group_ids=[0, 1, 2]), ep=EXPERT_PARALLEL),
     ),
     Target(
         "MXMoE.forward",
