@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from ...distributed import ExpertParallel, Placement
 from ...formats.tensor import MXTensor
-from ...ops.moe import fused_moe
+from ...ops.moe import fused_moe, fused_moe_received
+from ...ops.moe_checks import moe_options
 from ...ops.quantize import quantize
 from ...testing.numerics import relative_l2
 from ...testing.problems import MoEShape, random_moe_problem, random_tokens
@@ -21,9 +22,6 @@ from ...weights import MoEWeights
 from ..measure import check_gate, float64_reference, intermediate_sizes, rotations
 
 Rows = torch.Tensor | MXTensor
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""Their names from torch 2.13 on, and before."""
 GATED_TOKENS = 64
 """Tokens of a rank that are compared with float64: the first ones."""
 
@@ -53,12 +51,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Received:
-    """Tokens of all ranks, as an exchange delivers them; `state` is what `combine` needs."""
+    """Tokens of all ranks, as an exchange delivers them; `state` is what `combine` needs.
+
+    They are there: `arrivals`, on which the sort could wait, is None.
+    """
 
     x: Rows
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
     state: Any = None
+    arrivals: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -133,26 +135,19 @@ class OnRanks:
         self.is_captured = ranks.transport.value != "all_to_all"
         self._case, self._weights = case, weights
         self._ranks = ranks.with_max_tokens(case.num_tokens)
-        local = torch.arange(ranks.num_local_experts, dtype=torch.int32, device=ranks.device)
-        # The op takes no more ids a token than it knows experts: those beyond are foreign.
-        missing = max(0, case.shape.top_k - len(local))
-        self._map = torch.nn.functional.pad(local, (0, missing), value=-1)
+        self._options = moe_options(
+            "fused_moe",
+            case.shape.activation,
+            case.activation_format,
+            out_dtype=ranks.combine_dtype,
+        )
 
     def dispatch(self, tokens: Tokens) -> Received:
         found = self._ranks.dispatch(tokens.x, tokens.topk_weights, tokens.topk_ids)
         return Received(found.x, found.topk_weights, found.topk_ids, found)
 
     def compute(self, received: Received) -> torch.Tensor:
-        return fused_moe(
-            received.x,
-            self._weights.local,
-            received.topk_weights,
-            received.topk_ids,
-            activation=self._case.shape.activation,
-            activation_format=self._case.activation_format,
-            expert_map=self._map,
-            out_dtype=self._ranks.combine_dtype,
-        )
+        return fused_moe_received(received, self._weights.local, self._options)
 
     def combine(self, rows: torch.Tensor, received: Received) -> torch.Tensor:
         return self._ranks.combine(rows, received.state)
@@ -191,7 +186,7 @@ class Collectives:
 
     def _gather(self, part: torch.Tensor) -> torch.Tensor:
         out = part.new_empty((self._size * part.shape[0], *part.shape[1:]))
-        all_gather(out, part.contiguous())
+        _collective("all_gather_single", "all_gather_into_tensor")(out, part.contiguous())
         return out
 
     def compute(self, received: Received) -> torch.Tensor:
@@ -207,7 +202,7 @@ class Collectives:
 
     def combine(self, rows: torch.Tensor, received: Received) -> torch.Tensor:
         out = rows.new_empty((rows.shape[0] // self._size, rows.shape[1]))
-        reduce_scatter(out, rows)
+        _collective("reduce_scatter_single", "reduce_scatter_tensor")(out, rows)
         return out
 
     def layer(self, tokens: Tokens) -> torch.Tensor:
@@ -362,6 +357,12 @@ class RankCase:
         rows = exchange.compute(received)
         exchange.combine(rows, received)
         return rows.clone()
+
+
+def _collective(name: str, older_name: str) -> Callable[..., Any]:
+    """A function of torch.distributed by its name from torch 2.13 on, or before."""
+    found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, older_name)
+    return found
 
 
 def _parts(tokens: Tokens) -> tuple[torch.Tensor, ...]:
