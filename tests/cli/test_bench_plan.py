@@ -50,6 +50,15 @@ def test_rows_are_those_of_the_planner(tmp_path: Path) -> None:
         assert part in outcome.stderr
 
 
+def test_ranks_beyond_the_experts_are_left_out(tmp_path: Path) -> None:
+    outcome = run(tmp_path, *("--model", "gpt-oss-20b", "--tokens", "16", "--format", "a8w4"))
+    assert outcome.exit_code == 0, outcome.output
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert document["ranks"] == [8, 16, 32, 64, 72]
+    assert [row["N"] for row in document["rows"]] == [8, 16, 32]
+    assert "gpt-oss-20b has 32 experts: no more ranks than that" in outcome.output
+
+
 @pytest.mark.parametrize(
     ("text", "counts"),
     [

@@ -101,11 +101,11 @@ def check_plan(link: str, ranks: str, routing: str, layers: Sequence[ExpertLayer
     counts = parse_ranks(ranks)
     for layer in layers:
         require(
-            max(counts) <= layer.num_experts,
+            min(counts) <= layer.num_experts,
             "bench",
             "--ranks",
             need=f"at most {layer.num_experts}, the experts of {layer.name}",
-            got=max(counts),
+            got=min(counts),
         )
     return counts
 
@@ -130,6 +130,7 @@ def run_plan(
         for layer in layers
         for name in request.formats
         for count in ranks
+        if count <= layer.num_experts
         for num_tokens in request.tokens
     ]
     link, rows = LINKS[request.link], list[Row]()
@@ -169,6 +170,7 @@ def run_plan(
         "kind": "plan",
         "environment": environment(torch.device("cpu")),
         "link": asdict(link),
+        "ranks": list(ranks),
         "measured_layers": {"device": shipped.device, "sources": shipped.sources},
         "rows": rows,
     }
@@ -238,6 +240,12 @@ def notes(document: Row) -> list[str]:
     found = [
         "exchange: share of dispatch and combine, which nothing hides; balance: mean local layer "
         "over the slowest rank's"
+    ]
+    experts = {row["model"]: row["E"] for row in rows}
+    found += [
+        f"{model} has {count} experts: no more ranks than that"
+        for model, count in experts.items()
+        if count < max(document["ranks"])
     ]
     scaled = {row["model"]: row["measured"] for row in rows if row["is_scaled"]}
     found += [
