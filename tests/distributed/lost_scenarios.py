@@ -14,7 +14,7 @@ from mxpert.testing.numerics import assert_close_relative
 
 from .ranked_layer import FLOAT32, judge, make, part_of, rank, run, tokens, whole_layer
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 4.0
 MARGIN_S = 4.0
 """What a busy machine may add to the time-out and the roll call of one second."""
 
@@ -22,7 +22,7 @@ MARGIN_S = 4.0
 def check_refusal(ep: ExpertParallel, lost: tuple[int, ...], out: torch.Tensor) -> None:
     """A call ends in time, names the lost ranks, writes nothing; later ones fail at once."""
     mine, given, started = part_of(whole_layer(), ep), tokens(2), time.monotonic()
-    with pytest.raises(PeerLostError, match=r"need an answer within 2 s, got none") as caught:
+    with pytest.raises(PeerLostError, match=r"need an answer within 4 s, got none") as caught:
         run(ep, mine, given, out=out)
     assert time.monotonic() - started < TIMEOUT_S + 1 + MARGIN_S
     assert caught.value.ranks == lost

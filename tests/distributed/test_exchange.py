@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.ranks import Outcomes, run_scenarios
+from support.ranks import Outcomes, run_once
 
 ANY_SIZE = [
     "equals_one_rank_with_a_float32_wire",
@@ -56,12 +56,12 @@ MODULE = "distributed.exchange_scenarios"
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_scenarios(MODULE, ON_TWO, 2, tmp_path_factory.mktemp("two"))
+    return run_once(tmp_path_factory, MODULE, ON_TWO, 2)
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_scenarios(MODULE, ON_FOUR, 4, tmp_path_factory.mktemp("four"))
+    return run_once(tmp_path_factory, MODULE, ON_FOUR, 4)
 
 
 @pytest.mark.parametrize("scenario", ON_TWO)

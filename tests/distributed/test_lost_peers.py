@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.ranks import Outcomes, run_scenarios
+from support.ranks import Outcomes, run_once
 
 SURVIVORS = {
     "a_rank_is_late": (0, 1, 2, 3),
@@ -18,8 +18,8 @@ SURVIVORS = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder, names = tmp_path_factory.mktemp("lost"), list(SURVIVORS)
-    return run_scenarios("distributed.lost_scenarios", names, 4, folder, timeout_s=10)
+    module = "distributed.lost_scenarios"
+    return run_once(tmp_path_factory, module, list(SURVIVORS), 4, timeout_s=20)
 
 
 @pytest.mark.parametrize("scenario", SURVIVORS)

@@ -6,6 +6,7 @@ something is wrong. The processes are forked from one server that has imported t
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import multiprocessing
 import os
@@ -82,6 +83,27 @@ def run_scenarios(
         if process.is_alive():
             process.kill()
             process.join()
+    return Outcomes(folder, size)
+
+
+def run_once(
+    factory: Any, module: str, scenarios: Sequence[str], size: int, **options: Any
+) -> Outcomes:
+    """`run_scenarios` for a fixture: the workers of pytest-xdist share one run.
+
+    Args:
+        factory: pytest's tmp_path_factory.
+        module, scenarios, size, options: as for `run_scenarios`; a module runs once for each size.
+    """
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of all workers
+    folder = root / f"{module}-{size}"
+    with (root / f"{module}-{size}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            folder.mkdir()
+            run_scenarios(module, scenarios, size, folder, **options)
     return Outcomes(folder, size)
 
 
