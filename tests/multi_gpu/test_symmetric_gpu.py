@@ -48,7 +48,9 @@ def environment() -> Iterator[None]:
 
 
 def started(scenarios: tuple[str, ...], size: int, folder: Path) -> Outcomes:
-    return run_scenarios(MODULE, scenarios, size, folder, limit_s=900, method="spawn")
+    return run_scenarios(
+        MODULE, scenarios, size, folder, limit_s=900, timeout_s=300, method="spawn"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +75,10 @@ def test_four_ranks_on_two_gpus(four_ranks: Outcomes, scenario: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_killed_rank_is_named(size: int, tmp_path: Path) -> None:
-    started((KILL,), size, tmp_path)
-    outcomes = [tmp_path / f"{KILL}.{rank}" for rank in range(size)]
-    assert not outcomes[-1].exists()
-    for path in outcomes[:-1]:
-        assert (path.read_text() if path.exists() else "did not finish") == ""
+    outcomes = started((KILL,), size, tmp_path)
+    outcomes.check(KILL, ranks=range(size - 1))
+    with pytest.raises(AssertionError, match="did not finish"):
+        outcomes.check(KILL)
 
 
 @pytest.mark.parametrize("wire_format", ["bf16", "mxfp8"])

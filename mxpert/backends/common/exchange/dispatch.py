@@ -156,11 +156,14 @@ def _clear_unused(table, num_ranks, sections, num_used, num_ids, top_k):
 
 
 @triton.jit
-def _check_alone(state):
-    """Note a second stream if another call runs, too."""
-    running = tl.atomic_add(state + RUNNING, 0, sem="relaxed", scope="gpu")
-    if running != 1:
-        tl.atomic_min(state + DECIDED, TWO_STREAMS, sem="relaxed", scope="gpu")
+def _end(state, epoch):
+    """Store the copies of the epoch. Note a second stream if another call runs, too."""
+    copy = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, MAX_CTAS)
+    tl.store(state + EPOCHS + copy, tl.zeros([MAX_CTAS], tl.int64) + epoch, mask=copy < MAX_CTAS)
+    if tl.program_id(0) == 0:
+        running = tl.atomic_add(state + RUNNING, 0, sem="relaxed", scope="gpu")
+        if running != 1:
+            tl.atomic_min(state + DECIDED, TWO_STREAMS, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -260,7 +263,4 @@ def _exchange_dispatch_kernel(
     _clear_unused(table, num_ranks, sections, num_tokens * top_k, bound * top_k, top_k)
     flag = flag_or_poison(epoch, decided, rank)
     set_flags(table, flags_offset, rank, num_ranks, flag, KIND)
-    copy = pid + num_ctas * tl.arange(0, MAX_CTAS)
-    tl.store(state + EPOCHS + copy, tl.zeros([MAX_CTAS], tl.int64) + epoch, mask=copy < MAX_CTAS)
-    if pid == 0:
-        _check_alone(state)
+    _end(state, epoch)
