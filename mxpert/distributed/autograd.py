@@ -111,8 +111,7 @@ class _Dispatch(torch.autograd.Function):
             received = _exchange(ep).send(weights, dispatched)
         received = received.masked_fill(dispatched.topk_ids < 0, 0)
         route = replace(dispatched, x=x.new_empty(0), topk_weights=x.new_empty(0))
-        ctx.ep, ctx.route, ctx.weight_dtype = ep, route, weights.dtype
-        ctx.mark_non_differentiable(dispatched.topk_ids)
+        ctx.ep, ctx.route = ep, route
         return rows, received, route
 
     @staticmethod

@@ -46,10 +46,10 @@ class MXMoE(torch.nn.Module):
       DistributedDataParallel. With FSDP2 shard the two grouped layers over ``mesh["dp"]``, then the
       model over the mesh of both.
     - *Wire*: rows travel in the dtype of x, results in the wider of that and the object's
-      `combine_dtype`. With wire_format="mxfp8" x travels as MXFP8, so that wgrad quantises it
-      twice; gradients do not.
-    - *Host*: ALL_TO_ALL waits for the device, GATHER does not, but computes with memory for N ·
-      max_tokens · top_k rows.
+      `combine_dtype`, gradients likewise. With wire_format="mxfp8" x alone travels as MXFP8, and
+      wgrad quantises it twice.
+    - *Host*: ALL_TO_ALL waits for the device. GATHER does not; its activations have rows for
+      N · max_tokens · top_k pairs.
 
     The two grouped layers keep for backward what `grouped_linear` says. The module also keeps the
     gate/up product [R, 2 F] and the down product [R, H] in the dtype of x, with R = T·top_k; x

@@ -101,16 +101,15 @@ def test_torch_compile_leaves_the_exchange_alone() -> None:
 @pytest.mark.parametrize(
     "group_ids, error",
     [
-        ([1, 0], ValueError),
-        ([], ValueError),
-        ([0, 4], ValueError),
-        ([0, 0], ValueError),
-        ([-1, 0], ValueError),
-        (1, TypeError),
-        ([0.0], TypeError),
-        ([True], TypeError),
+        pytest.param([1, 0], ValueError, id="descending"),
+        pytest.param([0, 0], ValueError, id="twice"),
+        pytest.param([], ValueError, id="none"),
+        pytest.param([0, 4], ValueError, id="too-large"),
+        pytest.param([-1, 0], ValueError, id="negative"),
+        pytest.param(1, TypeError, id="an-int"),
+        pytest.param([0.0], TypeError, id="floats"),
+        pytest.param([True], TypeError, id="bools"),
     ],
-    ids=str,
 )
 def test_groups_that_do_not_fit_are_refused(group_ids: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="MXGroupedLinear: group_ids — need"):

@@ -182,9 +182,19 @@ def one_rank_gets_every_token() -> None:
 
 def unused_slots_are_not_read() -> None:
     for transport in TRANSPORTS:
+        ep = parallel(transport=transport)
         with nan_filled_scratch():
-            found, wanted = compared(parallel(transport=transport), torch.float64, UNEVEN)
+            found, wanted = compared(ep, torch.float64, UNEVEN)
         assert worst(found, wanted) < FLOAT64
+        for recipe in (PLAIN, EXACT_SCALES):
+            moe = build(ep, bias=True, recipe=recipe)
+            given = tokens_of(dist.get_rank(), torch.bfloat16, UNEVEN)
+            wanted = own_step(moe, *given)
+            with nan_filled_scratch():
+                found = own_step(moe, *given)
+            for name, value in wanted.items():
+                assert value.isfinite().all(), name
+                assert is_exact(found[name], value), name
 
 
 def any_placement_gives_the_same() -> None:
