@@ -11,17 +11,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import message, require
+from ..files import write_atomically
 from .timing import Call, _l2_sweep, _turns
 
 SPIN_CYCLES = 1_000_000
@@ -76,15 +79,34 @@ def start_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -
         max_restarts=0,
         start_method="spawn",
     )
-    try:
-        with _quiet_launcher():
-            found = elastic_launch(config, function)(*arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        reason: Any = failure.message
-        text = str(reason["message"] if isinstance(reason, dict) else reason)
-        raise RankFailedError(f"rank {rank}: {' '.join(text.split())}") from error
+    with tempfile.TemporaryDirectory(prefix="mxpert-ranks-") as folder:
+        try:
+            with _quiet_launcher():
+                found = elastic_launch(config, _reporting)(folder, function, *arguments)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            text = _first_report(Path(folder)) or f"rank {rank}: {failure.message}"
+            raise RankFailedError(" ".join(text.split())) from error
     return [found[rank] for rank in range(num_ranks)]
+
+
+def _reporting(folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function; note its error in `folder`, before other ranks see that this one is gone."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        rank = dist.get_node_local_rank(fallback_rank=0)
+        report = f"{time.time():.6f} rank {rank}: {type(error).__name__}: {error}"
+        path = Path(folder) / str(rank)
+        write_atomically(path, lambda partial: partial.write_text(report, encoding="utf-8"))
+        raise
+
+
+def _first_report(folder: Path) -> str:
+    """The earliest error that a rank has noted; empty if none did."""
+    found = [path.read_text("utf-8").partition(" ") for path in folder.glob("[0-9]*")]
+    reports = sorted((float(moment), text) for moment, _, text in found)
+    return reports[0][1] if reports else ""
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ def request_of() -> ranks.RanksRequest:
     ("reason", "error", "part"),
     [
         ("rank 1: ValueError: op: x — need y, got z", ValueError, "^op: x — need y, got z$"),
-        ("rank 0: torch.OutOfMemoryError: CUDA out of memory", ValueError, "enough GPU memory"),
+        ("rank 0: OutOfMemoryError: CUDA out of memory", ValueError, "enough GPU memory"),
         ("rank 0: RuntimeError: a defect", RankFailedError, "a defect"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +122,20 @@ def test_kernels_run_once_before_they_are_captured(gpu: Simulated) -> None:
     a, b = gpu.kernel("a", 1.0), gpu.kernel("b", 1.0)
     time_ranks({"x": Variant({"s": [a], "t": [b]})}, device=torch.device("cuda"), repeats=1)
     assert gpu.log[:4] == ["align", "a", "b", "spin"], "compiled, steps in their order"
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_the_first_error_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that fails because another one is gone fails later."""
+    assert ranks._first_report(tmp_path) == ""
+    for rank, error in ((1, ValueError("the cause")), (0, RuntimeError("Connection closed"))):
+        monkeypatch.setattr(dist, "get_node_local_rank", lambda rank=rank, **options: rank)
+        with pytest.raises(type(error), match=str(error)):
+            ranks._reporting(str(tmp_path), fail, error)
+    assert ranks._first_report(tmp_path) == "rank 1: ValueError: the cause"
 
 
 def test_the_slower_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
