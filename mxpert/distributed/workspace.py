@@ -7,6 +7,7 @@ import os
 import socket
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def refuse_group(group: Any, device: torch.device) -> str | None:
     """
     if group is None:
         return None
-    hosts = gather_objects(group, socket.gethostname())
+    hosts = gather_objects(group, _host())
     if len(set(hosts)) > 1:
         return f"needs one host, got {len(set(hosts))}"
     if device.type == "cpu":
@@ -75,6 +76,12 @@ def refuse_group(group: Any, device: torch.device) -> str | None:
     except (ImportError, RuntimeError) as error:
         return f"torch's symmetric memory refuses the group: {str(error).splitlines()[0]}"
     return None
+
+
+def _host() -> str:
+    """A name of this machine that containers on it share."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else socket.gethostname()
 
 
 def _peers(group: Any, nbytes: int, device: torch.device) -> Workspace:
