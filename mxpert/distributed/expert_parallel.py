@@ -36,7 +36,8 @@ class ExpertParallel:
     """An MoE layer's experts on several ranks: each rank passes its tokens and gets its results.
 
     ``y[t] = Σ_rank Σ_slot w[t, slot] · expert(ids[t, slot])(x[t])`` over the ranks that own one of
-    the token's experts, in rank order, summed in float32.
+    the token's experts. ALL_TO_ALL and SYMMETRIC add the ranks' rows in rank order, in float32;
+    GATHER leaves that sum to the backend, in `combine_dtype`.
 
     All ranks of the group make the object at the same time with the same arguments, and then make
     the same calls in the same order. A rank without tokens takes part with T = 0. Make the object

@@ -173,7 +173,7 @@ class Exchange(Protocol):
         """
 
     def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:
-        """Write ``out[t] = Σ rows of token t, in rank order``, summed in float32.
+        """Write ``out[t] = Σ rows of token t``, in rank order and in float32 where it adds itself.
 
         rows: contiguous [R, H] in combine_dtype; rows without a local expert are zero.
         out: contiguous [T, H] in ``dispatched.out_dtype``.

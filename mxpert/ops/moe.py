@@ -124,7 +124,7 @@ def fused_moe(
     routed = dict(x=x, weights=weights, topk_weights=topk_weights, topk_ids=topk_ids)
     local = dict(expert_map=expert_map, num_local_tokens=num_local_tokens)
     if expert_parallel is not None:
-        _refuse_on_ranks(local)
+        _check_on_ranks(expert_parallel, local)
         return expert_parallel.run_layer(options, routed, out)
     if out is None:
         return _FUSED_MOE(options, **routed, **local)
@@ -183,8 +183,11 @@ _REMEDY_ON_RANKS = {
 }
 
 
-def _refuse_on_ranks(local: dict[str, torch.Tensor | None]) -> None:
-    """Refuse arguments that a layer on several ranks does not take."""
+def _check_on_ranks(ranks: object, local: dict[str, torch.Tensor | None]) -> None:
+    """Check `expert_parallel`, and refuse arguments that a layer on several ranks does not take."""
+    if not hasattr(ranks, "run_layer"):
+        need, got = "an mxpert.distributed.ExpertParallel", type(ranks).__name__
+        raise TypeError(message("fused_moe", "expert_parallel", need, got))
     for name, value in local.items():
         if value is not None:
             need, remedy = "None with expert_parallel", _REMEDY_ON_RANKS[name]

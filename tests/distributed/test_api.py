@@ -188,6 +188,23 @@ def test_dispatch_checks_its_options() -> None:
         make(wire_format="mxfp8").dispatch(quantised, *routing)
 
 
+@pytest.mark.parametrize("wrong", [True, "ep", Placement.contiguous(4, 1)], ids=repr)
+def test_expert_parallel_of_another_type_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"expert_parallel — need an mxpert.distributed.Expert"):
+        layer(random_moe_problem(SHAPE, 2), expert_parallel=wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "x", 3])
+def test_tokens_of_another_type_are_refused(wrong: Any) -> None:
+    ep, inputs = make(), random_moe_problem(SHAPE, 2)
+    given = dict(x=inputs.x, topk_weights=inputs.topk_weights, topk_ids=inputs.topk_ids)
+    for name in given:
+        with pytest.raises(
+            TypeError, match=f"ExpertParallel.dispatch: {name} — need a torch.Tensor"
+        ):
+            ep.dispatch(**given | {name: wrong})
+
+
 def test_an_mxfp8_wire_needs_an_mxfp8_layer() -> None:
     ep = make(wire_format="mxfp8")
     with pytest.raises(ValueError, match="activation_format — need 'mxfp8' with wire_format"):
