@@ -7,6 +7,7 @@ import os
 import socket
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def refuse_group(group: Any, device: torch.device) -> str | None:
         return None
     on_gpu, devices = device.type != "cpu", gather_objects(group, device.index)
     refusal = symmetric_refusal(visible_links(devices)) if on_gpu else None
-    refused = group_refusal(gather_objects(group, RankPlace(socket.gethostname(), refusal)))
+    refused = group_refusal(gather_objects(group, RankPlace(_host(), refusal)))
     if refused is not None or not on_gpu:
         return refused
     try:
@@ -66,6 +67,12 @@ def refuse_group(group: Any, device: torch.device) -> str | None:
     except (ImportError, RuntimeError) as error:
         return f"torch's symmetric memory refuses the group: {str(error).splitlines()[0]}"
     return None
+
+
+def _host() -> str:
+    """A name of this machine that containers on it share."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else socket.gethostname()
 
 
 def _peers(group: Any, nbytes: int, device: torch.device) -> Workspace:

@@ -86,7 +86,7 @@ def test_auto_takes_symmetric_then_gather_then_nothing() -> None:
     ("places", "reason"),
     [
         pytest.param([RankPlace("a"), RankPlace("a")], None, id="one-host"),
-        pytest.param([RankPlace("a"), RankPlace("b")], "2 hosts (a, b)", id="two-hosts"),
+        pytest.param([RankPlace("a"), RankPlace("b")], "2 hosts; it needs one", id="two-hosts"),
         pytest.param(
             [RankPlace("a"), RankPlace("a", "there is no GPU")],
             "rank 1: there is no GPU",

@@ -52,7 +52,7 @@ class RankPlace:
     """Where one rank of a group runs.
 
     Args:
-        host: name of its host. refusal: what `symmetric_refusal` says there.
+        host: what identifies its host. refusal: what `symmetric_refusal` says there.
     """
 
     host: str
@@ -158,14 +158,14 @@ def group_refusal(places: Sequence[RankPlace]) -> str | None:
 
     Example:
         >>> group_refusal([RankPlace("a"), RankPlace("b")])
-        'the ranks run on 2 hosts (a, b); it needs one host'
+        'the ranks run on 2 hosts; it needs one'
     """
     for rank, place in enumerate(places):
         if place.refusal is not None:
             return f"rank {rank}: {place.refusal}"
-    hosts = sorted({place.host for place in places})
+    hosts = {place.host for place in places}
     if len(hosts) > 1:
-        return f"the ranks run on {len(hosts)} hosts ({', '.join(hosts)}); it needs one host"
+        return f"the ranks run on {len(hosts)} hosts; it needs one"
     return None
 
 
