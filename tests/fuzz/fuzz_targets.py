@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import random
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from fuzz_arguments import (
@@ -17,7 +13,6 @@ from fuzz_arguments import (
     FLOATS,
     MXFP8_NAMES,
     NAMES,
-    Arguments,
     accumulate,
     activated,
     backward,
@@ -49,53 +44,22 @@ from fuzz_arguments import (
     wgrad,
     whole_layer,
 )
+from fuzz_ranks import EXPERT_PARALLEL, RANKS
+from fuzz_target import Target
 from fuzz_values import PLAN, WEIGHTS
 
 import mxpert
 from mxpert import GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan
 from mxpert import formats as mx
-from mxpert.distributed import ExpertParallel
 from mxpert.modules import quantize_weights
 from mxpert.ops import rows
 from mxpert.problem import ACTIVATION_FORMATS, TopKOptions
 from mxpert.published import expert_weights_from, published_expert_tensors
-from mxpert.training import (
-    MXFP8Recipe,
-    MXGroupedLinear,
-    MXMoE,
-    clip_grad_norm_,
-    full_state_dict,
-    grouped_linear,
-    grouped_mm,
-    local_expert_parameters,
-    prepare_for_ddp,
-)
+from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE, grouped_linear, grouped_mm
 from mxpert.training.activation import gated_activation
 
 FOLDER = Path(tempfile.mkdtemp(prefix="mxpert-fuzz-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
-
-
-@dataclass
-class Target:
-    """One function.
-
-    Args:
-        name: for reports.
-        call: takes the arguments by name.
-        arguments: makes right ones.
-        expected: the right answer, or None where it does not know it.
-        tolerance: relative L2 error of an answer.
-        skip: arguments that stay right: objects that other targets make, and indices whose values
-            the function documents as not checked.
-    """
-
-    name: str
-    call: Callable[..., Any]
-    arguments: Callable[[random.Random], Arguments]
-    expected: Callable[[Arguments], Any] | None = None
-    tolerance: float = 0.0
-    skip: frozenset[str] = field(default_factory=frozenset)
 
 
 FORMATS = [
@@ -392,8 +356,6 @@ LAYERS = [
     ),
 ]
 
-EXPERT_PARALLEL = ExpertParallel(num_experts=3, top_k=2, hidden_size=32, max_tokens=64)
-
 TRAINING = [
     Target("grouped_gemm", mxpert.grouped_gemm, gemm, gemm_in_float64, 0.02),
     Target("grouped_wgrad", accumulate, wgrad),
@@ -468,26 +430,6 @@ TRAINING = [
         ),
     ),
     Target(
-        "local_expert_parameters",
-        local_expert_parameters,
-        lambda r: dict(model=MXGroupedLinear(2, 32, 32, group_ids=[1])),
-    ),
-    Target(
-        "prepare_for_ddp",
-        prepare_for_ddp,
-        lambda r: dict(model=torch.nn.Linear(2, 2), data_parallel_group=None),
-    ),
-    Target(
-        "clip_grad_norm_",
-        clip_grad_norm_,
-        lambda r: dict(model=torch.nn.Linear(2, 2), max_norm=1.0, expert_parallel_group=None),
-    ),
-    Target(
-        "full_state_dict",
-        full_state_dict,
-        lambda r: dict(model=MXGroupedLinear(3, 32, 32, group_ids=[0, 1, 2]), ep=EXPERT_PARALLEL),
-    ),
-    Target(
         "MXMoE.forward",
         backward(MXMoE(32, 32, 3, 2), "x"),
         lambda r: dict(x=randn(r, 2, 3, 32, dtype=r.choice(FLOATS))),
@@ -529,4 +471,4 @@ MODULES = [
     ),
 ]
 
-TARGETS = [*MODULES, *FORMATS, *LAYERS, *TRAINING]
+TARGETS = [*MODULES, *FORMATS, *LAYERS, *TRAINING, *RANKS]
