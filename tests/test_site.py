@@ -15,11 +15,13 @@ from types import ModuleType
 import pytest
 
 import mxpert
+import mxpert.distributed
+import mxpert.distributed.planner
 import mxpert.formats
 import mxpert.training
 
 ROOT = Path(__file__).resolve().parent.parent
-PUBLIC = (mxpert, mxpert.training, mxpert.formats)
+PUBLIC = (mxpert, mxpert.training, mxpert.distributed, mxpert.distributed.planner, mxpert.formats)
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in [

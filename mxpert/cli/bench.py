@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 
 from ..dispatch import Resolution, override
+from ..distributed.planner import LINKS
 from ..errors import require
 from ..files import short
 from ..formats.spec import MX_BLOCK_SIZE
@@ -34,13 +35,15 @@ from ..testing.problems import (
 )
 from ..testing.timing import Work
 from ..weights import MoEWeights
+from .expert_parallel.plan import PlanRequest, bench_plan
+from .expert_parallel.ranks import RanksRequest, bench_ranks
 from .measure import (
     Ceilings,
-    GateError,
     RunWeights,
     check_gate,
     float64_reference,
     intermediate_sizes,
+    refusing_wrong_results,
     rotations,
     time_calls,
     timing_columns,
@@ -77,7 +80,6 @@ from .report import (
 
 STAGES = ("gate_up", "down", "layer")
 CPU_SCALE, MAX_SCALE = 8, 1 << 20
-EXIT_WRONG_RESULT = 1
 
 
 @dataclass(frozen=True)
@@ -342,25 +344,51 @@ def show(document: Row, console: Console) -> None:
         )
 
 
-def bench(
-    model: list[str] = typer.Option(
-        None,
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
         help="A named model; repeat for several. Default: "
         f"gpt-oss-120b. Known: {', '.join(MODEL_SHAPES)}.",
     ),
+]
+Scale = Annotated[
+    int,
+    typer.Option(
+        show_default=False,
+        help=f"Divide E, H and F by this. Default: 1 on a GPU or with --plan, {CPU_SCALE} on a "
+        "CPU.",
+    ),
+]
+Output = Annotated[
+    Path, typer.Option(help="Folder for the report and the plot (PNG); made if absent.")
+]
+Plan = Annotated[bool, typer.Option("--plan", help="Predict a layer over several GPUs, on paper.")]
+Ranks = Annotated[str, typer.Option(help="With --plan: numbers of GPUs, a list or a range.")]
+RanksToStart = Annotated[
+    int | None,
+    typer.Option(
+        "--expert-parallel",
+        metavar="N",
+        help="Measure a layer over N GPUs: this command starts a process for each.",
+    ),
+]
+LinkName = Annotated[str, typer.Option("--link", help=f"With --plan: {', '.join(LINKS)}.")]
+
+
+def bench(
+    model: Models = None,
     tokens: Tokens = "1,16,64,128,256,1024",
     formats: Formats = DEFAULT_FORMATS,
     stage: str = typer.Option(",".join(STAGES), help="Stages to time, comma-separated."),
     routing: str = typer.Option("uniform", help="uniform, zipf, half or one_expert."),
     backend: str = typer.Option(None, help="Time this backend instead of the best one."),
-    scale: int = typer.Option(
-        0,
-        show_default=False,
-        help=f"Divide E, H and F by this. Default: 1 on a GPU, {CPU_SCALE} on a CPU.",
-    ),
-    output: Path = typer.Option(
-        Path("reports/bench"), help="Folder for bench.json and roofline.png; made if absent."
-    ),
+    scale: Scale = 0,
+    expert_parallel: RanksToStart = None,
+    plan: Plan = False,
+    ranks: Ranks = "8..72",
+    link: LinkName = "nvlink5",
+    output: Output = Path("reports/bench"),
     json_to: JsonFile = None,
 ) -> None:
     """Time named models against the ceilings of this machine.
@@ -375,14 +403,25 @@ def bench(
     A CPU runs the reference backend on a scaled-down model. Its times show that the command works,
     not how fast the library is.
 
+    With --expert-parallel N the experts of a layer lie on N GPUs (on a CPU: in N processes, with
+    gloo). Results are compared with all experts on one rank; then dispatch, local layer, combine
+    and the whole are timed, beside all-gather and reduce-scatter. --tokens are those of one rank.
+
+    With --plan nothing is measured: the time of a layer whose experts lie on several GPUs follows
+    from layers measured on one H200 and a stated link model. --tokens are those of one GPU.
+
     Examples:
         mxpert bench --model gpt-oss-120b --tokens 1,64,1024 --format a16w4
 
         mxpert bench --model kimi-k2 --model deepseek-v3 --stage layer --routing zipf
 
         mxpert bench --tokens 1 --json - | jq '.rows[].us'
+
+        mxpert bench --expert-parallel 2 --model gpt-oss-120b --tokens 16,1024 --format a8w4
+
+        mxpert bench --plan --model deepseek-v3 --ranks 8..72 --link nvlink5 --format a8w4
     """
-    console, device = make_console(stderr=True), best_device()
+    device = best_device()
     require(0 <= scale <= MAX_SCALE, "bench", "--scale", need=f"1 to {MAX_SCALE}", got=scale)
     routings = [each.value for each in Routing]
     require(
@@ -393,16 +432,38 @@ def bench(
     stages = parse_choices(stage, STAGES, "bench", "--stage")
     check_backend(backend, "bench")
     check_target(json_to, "bench")
-    scale = scale or (1 if device.type == "cuda" else CPU_SCALE)
+    scale = scale or (1 if plan or device.type == "cuda" else CPU_SCALE)
     models = [Model.named(check_model(name, "bench"), scale) for name in model or ["gpt-oss-120b"]]
+    request = Request(models, counts, names, stages, routing, backend)
+    if plan or expert_parallel is not None:
+        refuse_unused(plan, expert_parallel, stages, backend)
+    shapes = {each.name: each.shape for each in models}
+    if plan:
+        asked = PlanRequest(shapes, counts, names, routing, ranks, link)
+        bench_plan(asked, output, json_to)
+    elif expert_parallel is not None:
+        bench_ranks(RanksRequest(expert_parallel, shapes, counts, names, routing), output, json_to)
+    else:
+        bench_layers(request, device, output, json_to)
+
+
+def refuse_unused(
+    plan: bool, num_ranks: int | None, stages: Sequence[str], backend: str | None
+) -> None:
+    """Refuse options that a layer over several GPUs does not take."""
+    option = "--plan" if plan else "--expert-parallel"
+    for name, is_unused in (
+        ("--expert-parallel", not plan or num_ranks is None),
+        ("--stage", tuple(stages) == STAGES),
+        ("--backend", backend is None),
+    ):
+        require(is_unused, "bench", name, need=f"none with {option}", got="one")
+
+
+def bench_layers(request: Request, device: torch.device, output: Path, json_to: str | None) -> None:
+    """`mxpert bench` on one device: measure, print, write and plot."""
     open_folder(output, "bench", "--output")
-    try:
-        document = run_bench(
-            Request(models, counts, names, stages, routing, backend), device, console
-        )
-    except GateError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(EXIT_WRONG_RESULT) from error
+    document = refusing_wrong_results(lambda: run_bench(request, device, make_console(stderr=True)))
     show(document, result_console(json_to))
     write_report(json_to, document)
     limits = document["ceilings"]

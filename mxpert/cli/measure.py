@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+import typer
 
 from ..dispatch import Explanation, Resolution, override
 from ..errors import UnsupportedError
@@ -27,6 +28,7 @@ from ..weights import MoEWeights
 from .report import Row
 
 CPU_SECONDS_PER_CASE = 0.25
+EXIT_WRONG_RESULT = 1
 BF16_MIN_COSINE = 0.9999
 """a16w4 against the same weights in transformers: what differs is bfloat16 rounding, about 4e-3
 relative, that is a cosine of 0.99999; ten times that is an error."""
@@ -212,3 +214,12 @@ def check_gate(
             f"bench: {case} — need relative L2 to float64 of at most {limit:.1e}, got "
             f"{error:.3e}; nothing is timed on a wrong result"
         )
+
+
+def refusing_wrong_results(run: Callable[[], Row]) -> Row:
+    """The document of a run; a wrong result ends the command."""
+    try:
+        return run()
+    except GateError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_WRONG_RESULT) from error

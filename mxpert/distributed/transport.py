@@ -66,6 +66,14 @@ class DispatchedTokens:
             `fused_moe`, SYMMETRIC has an int64 tensor here on which the routing kernels of the
             local layer wait; `ExpertParallel.dispatch` waits itself and returns None.
         state: what the transport keeps for `combine`.
+
+    Example:
+        >>> from mxpert.distributed import ExpertParallel
+        >>> ep = ExpertParallel(num_experts=4, top_k=2, hidden_size=32, max_tokens=3)
+        >>> received = ep.dispatch(torch.randn(1, 32, dtype=torch.bfloat16),
+        ...                        torch.tensor([[0.5, 0.5]]), torch.tensor([[3, 1]]))
+        >>> received.topk_ids.tolist()
+        [[3, 1], [-1, -1], [-1, -1]]
     """
 
     x: Rows

@@ -7,11 +7,13 @@ import os
 import socket
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from .groups import gather_objects
+from .links import RankPlace, group_refusal, symmetric_refusal, visible_links
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,26 +57,22 @@ def refuse_group(group: Any, device: torch.device) -> str | None:
     """
     if group is None:
         return None
-    hosts = gather_objects(group, socket.gethostname())
-    if len(set(hosts)) > 1:
-        return f"needs one host, got {len(set(hosts))}"
-    if device.type == "cpu":
-        return None
-    devices = gather_objects(group, device.index)
-    unreachable = [
-        peer
-        for peer in sorted(set(devices) - {device.index})
-        if peer < torch.cuda.device_count()
-        and not torch.cuda.can_device_access_peer(device.index, peer)
-    ]
-    blocked = gather_objects(group, unreachable)
-    if any(blocked):
-        return f"needs peer access between the GPUs, and cuda:{device.index} lacks it"
+    on_gpu, devices = device.type != "cpu", gather_objects(group, device.index)
+    refusal = symmetric_refusal(visible_links(devices)) if on_gpu else None
+    refused = group_refusal(gather_objects(group, RankPlace(_host(), refusal)))
+    if refused is not None or not on_gpu:
+        return refused
     try:
         _peers(group, 8, device)
     except (ImportError, RuntimeError) as error:
         return f"torch's symmetric memory refuses the group: {str(error).splitlines()[0]}"
     return None
+
+
+def _host() -> str:
+    """A name of this machine that containers on it share."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else socket.gethostname()
 
 
 def _peers(group: Any, nbytes: int, device: torch.device) -> Workspace:

@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import exchange_scenarios
 
 import mxpert
 from mxpert import GateUpOrder, SiLU
@@ -123,7 +124,7 @@ def many_epochs_are_exact() -> None:
     with small_schedules():
         for case in cases():
             exchange = make(case)
-            assert run(exchange, case, 16 // case.size, bounds=(4, 1, 4, 3)) == 0
+            assert run(exchange, case, 12 // case.size, bounds=(4, 1, 4, 3)) == 0
             exchange.check()
             dist.barrier()
             exchange.close()
@@ -484,3 +485,12 @@ def layer_equals_one_rank() -> None:
     ep.check()
     dist.barrier()
     ep.close()
+
+
+def placements_and_few_experts() -> None:
+    """What the other transports are tested with: redundant experts, top_k = 1, few experts."""
+    symmetric = (Transport.SYMMETRIC,)
+    with small_schedules(), mock.patch.object(exchange_scenarios, "TRANSPORTS", symmetric):
+        exchange_scenarios.redundant_experts_are_computed_once()
+        exchange_scenarios.one_expert_for_each_token_and_few_experts()
+    dist.barrier()

@@ -13,7 +13,7 @@ import torch
 import mxpert
 from mxpert.distributed.symmetric import SymmetricExchange
 from support.exchange import Case, random_tokens
-from support.ranks import Outcomes, run_scenarios
+from support.ranks import Outcomes, run_once
 
 MODULE = "interpreted.exchange_ranks"
 TWO = (
@@ -35,6 +35,7 @@ TWO = (
     "epochs_beyond_32_bits",
     "closed_exchange_refuses",
     "layer_equals_one_rank",
+    "placements_and_few_experts",
     "killed_rank_is_named",
 )
 FOUR = ("many_epochs_are_exact", "a_loss_reaches_every_rank", "killed_rank_is_named")
@@ -42,12 +43,12 @@ FOUR = ("many_epochs_are_exact", "a_loss_reaches_every_rank", "killed_rank_is_na
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_scenarios(MODULE, TWO, 2, tmp_path_factory.mktemp("two"))
+    return run_once(tmp_path_factory, MODULE, TWO, 2, limit_s=400)
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_scenarios(MODULE, FOUR, 4, tmp_path_factory.mktemp("four"))
+    return run_once(tmp_path_factory, MODULE, FOUR, 4, limit_s=400)
 
 
 @pytest.mark.parametrize("scenario", TWO)

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from ...dispatch import detect_target, explain_problem, override
 from ...dispatch.registry import BACKENDS
+from ...distributed.links import Links, TransportState, find_links, kernel_refusal, transports
 from ...errors import UnsupportedError
 from ...formats.spec import MXFP4, MXFP8_E4M3, ScaleRule
 from ...formats.tensor import Layout
@@ -72,7 +73,7 @@ MEASURE_HELP = (
     "`mxpert bench` does."
 )
 OK, WARNING, BROKEN = "ok", "warning", "broken"
-PACKAGES, COMPILER, DEVICE = "Packages", "Compiler", "Device"
+PACKAGES, COMPILER, DEVICE, LINKS = "Packages", "Compiler", "Device", "Several GPUs"
 NARROW = 80
 """Columns of the narrowest terminal that the report fits."""
 
@@ -199,6 +200,32 @@ def examine_device(target: Target, facts: Row) -> Finding:
         return Finding("gpu", "none", OK, "every operation runs on the CPU", DEVICE)
     driver = facts.get("gpu", {}).get("driver_version", "unknown")
     return Finding("gpu", f"{torch.cuda.device_count()} visible", OK, f"driver {driver}", DEVICE)
+
+
+def examine_links(links: Links, states: Sequence[TransportState]) -> list[Finding]:
+    """What joins the GPUs, which transport AUTO takes, and why not the others."""
+    findings = [Finding("backends", ", ".join(links.backends) or "none", OK, section=LINKS)]
+    hidden = (links.num_host_gpus or links.num_gpus) - links.num_gpus
+    note = f"{hidden} more on this host are hidden from this process" if hidden > 0 else ""
+    state = OK
+    if links.num_gpus < 2:
+        value = "one GPU" if links.num_gpus else "no GPU"
+    elif links.nvlink_gbs is None:
+        value = "unknown"
+    else:
+        rate = f"NVLink, {links.nvlink_gbs:.0f} GB/s a direction"
+        value = rate if links.nvlink_gbs else "no NVLink"
+    if links.unreachable:
+        pairs = links.num_gpus * (links.num_gpus - 1)
+        note, state = f"no peer access in {len(links.unreachable)} of {pairs} directions", WARNING
+    findings.append(Finding("link", value, state, note, LINKS))
+    if links.multicast is not None:
+        value = "on" if links.multicast else "off"
+        findings.append(Finding("multicast", value, OK, "no transport needs it", LINKS))
+    for each in states:
+        value = "AUTO" if each.is_auto else "can run" if each.refusal is None else "cannot run"
+        findings.append(Finding(each.name, value, OK, each.refusal or each.note, LINKS))
+    return findings
 
 
 def small_problems(target: Target) -> list[Problem]:
@@ -388,7 +415,8 @@ def doctor(
     """Say what works on this machine, what does not, and why.
 
     Compares versions with the tested ranges, and names the GPU and its driver, the compiler and
-    its known hazard, and the backends that can serve each operation here.
+    its known hazard, the links between GPUs with the transports of expert parallelism that can use
+    them, and the backends that can serve each operation here.
     The exit code is 1 if something needed is broken, or if something executed is wrong.
 
     Examples:
@@ -405,10 +433,13 @@ def doctor(
     device = best_device()
     target = detect_target(device)
     facts = environment(device)
+    links = find_links()
+    states = transports(links, kernel_refusal(target))
     findings = [
         examine_device(target, facts),
         *examine_versions(target),
         *examine_toolchain(target),
+        *examine_links(links, states),
     ]
     operations = examine_operations(target)
     broken = any(finding.state == BROKEN for finding in findings) or any(
@@ -416,7 +447,13 @@ def doctor(
     )
     console, errors = result_console(json_to), make_console(stderr=True)
     _print(console, facts, findings, operations)
-    document: Row = {**facts, "findings": [asdict(f) for f in findings], "operations": operations}
+    document: Row = {
+        **facts,
+        "findings": [asdict(finding) for finding in findings],
+        "links": asdict(links),
+        "transports": [asdict(state) for state in states],
+        "operations": operations,
+    }
     if emulation is not None:
         document["emulated"] = {"arch": emulate, "cases": execute(errors, CPU, emulation)}
         show(console, f"Executed by emulation of {emulate}", document["emulated"]["cases"])

@@ -6,7 +6,10 @@ import triton
 import triton.language as tl
 
 from .gcn import write_back
-from .words import MAX_CTAS, MAX_RANKS, POISON, TWO_STREAMS
+from .words import MAX_CTAS, POISON, TWO_STREAMS
+
+_LANES = tl.constexpr(64)
+"""Ranks whose flags are set together: no fewer than MAX_RANKS."""
 
 
 @triton.jit
@@ -25,11 +28,11 @@ def set_flags(table, flags_offset, rank, num_ranks, value, KIND: tl.constexpr):
     if KIND == "hip":
         write_back()
     tl.debug_barrier()
-    peer = tl.arange(0, MAX_RANKS + 1)
+    peer = tl.arange(0, _LANES)
     mask = peer < num_ranks
     address = tl.load(table + peer, mask=mask, other=0) + flags_offset
     flags = address.to(tl.pointer_type(tl.int64)) + (rank * MAX_CTAS + tl.program_id(0))
-    value = tl.zeros([MAX_RANKS + 1], tl.int64) + value
+    value = tl.zeros([_LANES], tl.int64) + value
     tl.atomic_xchg(flags, value, mask=mask, sem="release", scope="sys")
 
 

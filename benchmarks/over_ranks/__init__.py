@@ -1,0 +1,1 @@
+"""What expert_parallel.py measures: cells, what each rank does, rows."""

@@ -1,0 +1,1 @@
+"""`mxpert bench --plan` and `mxpert bench --expert-parallel N`."""
