@@ -225,5 +225,5 @@ def _options(target: Target, num_warps: int) -> dict[str, Any]:
     if target.kind == "hip":
         num_warps //= 2
     # Without a limit ptxas spills registers to raise the occupancy, which does not matter here.
-    limit = {"maxnreg": 128} if target.kind == "cuda" else {}
+    limit = {"maxnreg": 160} if target.kind == "cuda" else {}
     return {"KIND": target.kind, "num_warps": num_warps, **limit, **pdl_options(target)}
