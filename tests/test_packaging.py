@@ -50,7 +50,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the sdist, which must hold all that the wheel needs."""
     work = tmp_path_factory.mktemp("wheel")
     with tarfile.open(sdist) as archive:
-        archive.extractall(work, filter="data")
+        archive.extractall(work, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     return built("wheel", work / sdist.name.removesuffix(".tar.gz"), work)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import enum
-
 import torch
 
+from .spec import ValueEnum
 
-class GateUpOrder(enum.Enum):
+
+class GateUpOrder(ValueEnum):
     """Order of the 2F rows of `gate_up_proj`.
 
     The library never guesses it, because a wrong order gives wrong answers without an error.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import message
 
@@ -21,7 +22,18 @@ E8M0_MAX = 254
 """Largest finite scale byte: 2^127."""
 
 
-class ScaleRule(enum.Enum):
+class ValueEnum(enum.Enum):
+    """Base of enums whose members are pickled as their class and value.
+
+    Python 3.11.0 to 3.11.3 pickle members by `getattr`, which torch.load(weights_only=True)
+    refuses.
+    """
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return type(self), (self.value,)
+
+
+class ScaleRule(ValueEnum):
     """How the shared power-of-two scale follows from a block's maximum magnitude (amax).
 
     With ``emax`` the exponent of the element format's largest power of two and ``max`` its largest
@@ -43,7 +55,7 @@ class ScaleRule(enum.Enum):
     EVEN = "even"
 
 
-class ScaleSpan(enum.Enum):
+class ScaleSpan(ValueEnum):
     """How many blocks of 32 along the quantised axis share a scale.
 
     BLOCK: each block has its own, as in the OCP format. SPAN128: four neighbouring blocks share

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from ..errors import message, require, require_device, require_tensor
-from .spec import MXFormat, ScaleSpan, get_format
+from .spec import MXFormat, ScaleSpan, ValueEnum, get_format
 
 
-class Layout(enum.Enum):
+class Layout(ValueEnum):
     """How codes and scales lie in memory.
 
     ROW_MAJOR is the logical order (checkpoints' order). HOPPER_FRAGMENT is the order in which a

@@ -20,6 +20,7 @@ import torch
 import mxpert
 from mxpert import GateUpOrder, MoEWeights
 from mxpert.formats import dequantize_blocks, quantize_blocks, quantize_token_rows
+from mxpert.formats.spec import ScaleRule, ScaleSpan
 from mxpert.formats.tensor import Layout
 from mxpert.testing.problems import MoEShape, random_moe_problem
 
@@ -230,6 +231,14 @@ def test_torch_load_weights_only(value: Any) -> None:
     for name, field in value.__getstate__().items():
         got = getattr(loaded, name)
         assert torch.equal(got, field) if isinstance(field, torch.Tensor) else got == field
+
+
+@pytest.mark.parametrize("kind", [GateUpOrder, Layout, ScaleRule, ScaleSpan])
+def test_members_of_enums_are_pickled_by_value(kind: Any) -> None:
+    for member in kind:
+        assert member.__reduce_ex__(pickle.HIGHEST_PROTOCOL) == (kind, (member.value,))
+        assert pickle.loads(pickle.dumps(member)) is member
+        assert copy.deepcopy(member) is member
 
 
 def test_torch_load_weights_only_in_a_process_that_only_imports(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ def peak_bytes(
 
     mapped: size of a file that is mapped into memory, which torch reports as allocated.
     """
+    gc.collect()  # else garbage from before is counted as freed by `work`
     activity = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
         made = make()

@@ -12,8 +12,8 @@ import torch
 
 from mxpert.runtime.replay import Recording, Replayed
 
-LOWEST_ADDRESS = 1 << 32
-"""Integers from here on are addresses: kernel sizes are smaller, and tensors lie higher."""
+LOWEST_ADDRESS = 1 << 22
+"""Integers from here on count as addresses. The heap of a Python at a fixed address lies low."""
 
 Launches = list[tuple[Any, ...]]
 """Arguments of Triton's C launcher."""
