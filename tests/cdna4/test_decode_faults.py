@@ -19,7 +19,7 @@ from mxpert.testing.gfx950 import (
 )
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
-from support.gfx950_mutants import SOME_SURVIVE, Mutant, Trial, capture, changed, copied, sample
+from support.gfx950_mutants import Mutant, Trial, capture, changed, copied, sample
 
 SHAPE = MoEShape(2336, 96, 1, 1, has_bias=True)
 """One expert; the depth takes two copies of activations."""
@@ -67,7 +67,6 @@ def test_a_missing_barrier() -> None:
     ["scale byte of A", "scale byte of B", "swapped scales", "swapped operands", "LDS offset"],
 )
 def test_wrong_operands(kind: str) -> None:
-    assert kind not in SOME_SURVIVE
     for mutant in of_kind(kind, 2):
         assert trial().judge(mutant) != "survived", mutant.label
 
