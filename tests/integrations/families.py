@@ -92,7 +92,7 @@ def build(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **c
                 normal(parameter, 1.0)
             elif name.endswith(("router.weight", "mlp.gate.weight")):
                 normal(parameter, 2 / parameter.shape[-1] ** 0.5)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 normal(parameter, 0.1)
             elif parameter.dim() > 1:  # gpt-oss's experts are [E, K, N]
                 transposed = family == "gpt_oss" and ".experts." in name
