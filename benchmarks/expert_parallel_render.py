@@ -17,8 +17,8 @@ from typing import Any
 
 from harness.document import Row
 from harness.tables import (
-    absences,
     bullets,
+    closing,
     make_panels,
     optional,
     page,
@@ -206,13 +206,7 @@ def full(document: Mapping[str, Any]) -> str:
         row_table(plan_rows(document), PLAN_COLUMNS),
         "## Transports",
         bullets({name: text.splitlines()[0] for name, text in meta["explain"].items()}),
-        "## Protocol",
-        bullets(meta["protocol"]),
-        absences(
-            "Not measured",
-            [f"{name}: {text}" for name, text in meta["failures"].items()],
-            meta["left"],
-        ),
+        closing(meta),
     )
 
 

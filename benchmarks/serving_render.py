@@ -14,17 +14,7 @@ from statistics import median
 from typing import Any
 
 from harness.document import Row
-from harness.tables import (
-    absences,
-    bullets,
-    make_panels,
-    page,
-    pivot,
-    render,
-    row_table,
-    save_figure,
-    where,
-)
+from harness.tables import closing, make_panels, page, pivot, render, row_table, save_figure, where
 from served.backends import BACKENDS, IN_TREE
 from served.rows import SCHEMA
 
@@ -162,13 +152,7 @@ def full(document: Mapping[str, Any]) -> str:
         where(meta, ("vllm", "torch", "triton", "driver"))
         + ". Random weights. In brackets: times the best of vLLM's own backends.",
         *(of_model(document, model) for model in models),
-        "## Protocol",
-        bullets(meta["protocol"]),
-        absences(
-            "Not measured",
-            [f"{name}: {text}" for name, text in meta["failures"].items()],
-            meta["left"],
-        ),
+        closing(meta),
     )
 
 

@@ -85,6 +85,13 @@ def absences(title: str, failures: Iterable[str], left: Sequence[str] = ()) -> s
     return f"## {title}\n\n{bullets(lines)}" if lines else ""
 
 
+def closing(meta: Mapping[str, Any]) -> str:
+    """The end of a page: the protocol, and what was not measured."""
+    failures = [f"{name}: {text}" for name, text in meta["failures"].items()]
+    absent = absences("Not measured", failures, meta["left"])
+    return paragraphs("## Protocol", bullets(meta["protocol"]), absent)
+
+
 def where(meta: Mapping[str, Any], names: Sequence[str] | None = None) -> str:
     """Device, date, commit and versions, all of them or those named."""
     versions = {name: text for name, text in meta["versions"].items() if text}

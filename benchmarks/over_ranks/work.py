@@ -21,7 +21,7 @@ from mxpert.distributed import ExpertParallel, Transport
 from mxpert.distributed.links import find_links
 from mxpert.distributed.planner import LINKS, plan_layer
 from mxpert.errors import UnsupportedError
-from mxpert.testing.ranks import Variant, join_group, largest, time_ranks
+from mxpert.testing.ranks import join_group, largest
 from mxpert.testing.timing import Timing
 from over_ranks.cells import Cell, shape_of
 from over_ranks.rows import CELL, KEY_COLUMNS, ONE_GPU, SCHEMA
@@ -96,7 +96,7 @@ def work(order: Order) -> tuple[int, list[str]]:
     Returns:
         The number of rows, and what failed its gate.
     """
-    device = join_group()
+    join_group()
     facts = {"links": dataclasses.asdict(find_links()), "nccl": nccl_facts(), "explain": {}}
     document = Document(order.path, order.meta | facts, KEY_COLUMNS)
     document.sections = {"plans": []}
@@ -105,7 +105,7 @@ def work(order: Order) -> tuple[int, list[str]]:
         document.resume(old)
         document.sections["plans"] = old["plans"]
         document.meta["explain"] = old["meta"]["explain"]
-    run = _Run(order, document, device)
+    run = _Run(order, document)
     try:
         run.all_cells()
     finally:
@@ -124,8 +124,8 @@ def nccl_facts() -> Row:
 class _Run:
     """The cells of one process."""
 
-    def __init__(self, order: Order, document: Document, device: torch.device) -> None:
-        self.order, self.document, self.device = order, document, device
+    def __init__(self, order: Order, document: Document) -> None:
+        self.order, self.document = order, document
         self.is_first = dist.get_rank() == 0
         self.longest = 0.0
         self.wrong: list[str] = []
@@ -201,12 +201,12 @@ class _Run:
             )
         if not sound:
             return
-        samples = timed(case, sound, self.device, self.order.repeats)
+        samples = timed(case, sound, self.order.repeats)
         for (impl, stage), values in samples.items():
             timing = Timing.of(values)
             self.document.add(
                 {
-                    **columns_of(case),
+                    **case.columns,
                     **dataclasses.asdict(case.load),
                     "impl": impl,
                     "stage": stage,
@@ -238,7 +238,7 @@ class _Run:
         )
         names = "dispatch_us", "local_us", "combine_us", "us", "balance"
         row = {
-            **columns_of(case),
+            **case.columns,
             "link": LINK,
             "measured": list(plan.measured),
             **{name: getattr(plan, name) for name in names},
@@ -260,43 +260,13 @@ class _Run:
             self.document.save()
 
 
-def columns_of(case: RankCase) -> Row:
-    """What identifies a cell."""
-    shape, asked = case.case.shape, case.case
-    return {
-        "model": asked.model,
-        "routing": asked.routing,
-        "wire": asked.wire_format,
-        "activation": asked.activation_format,
-        "E": shape.num_experts,
-        "k": shape.top_k,
-        "H": shape.hidden_size,
-        "F": shape.intermediate_size,
-        "N": case.ranks.size,
-        "T": asked.num_tokens,
-    }
-
-
-def timed(
-    case: RankCase, ways: list[Exchange], device: torch.device, repeats: int
-) -> dict[tuple[str, str], list[float]]:
+def timed(case: RankCase, ways: list[Exchange], repeats: int) -> dict[tuple[str, str], list[float]]:
     """(implementation, stage) → microseconds by the slower rank, one for each round."""
     one_gpu = case.one_rank_variant()
-    variants: dict[str, Variant] = {"local": case.local_variant(ways[0]), ONE_GPU: one_gpu}
-    for way in ways:
-        for name, variant in case.variants(way).items():
-            variants[f"{way.name}: {name}"] = variant
-    samples = time_ranks(variants, device=device, repeats=repeats)
-    found = {(ways[0].name, "local"): samples["local"]["local"]}
-    found[ONE_GPU, "layer"] = samples[ONE_GPU]["layer"]
-    for way in ways:
-        for name in ("parts", "exchange", "layer"):
-            for step, values in samples[f"{way.name}: {name}"].items():
-                if step != "total":
-                    found[way.name, step] = values
+    found = case.timed(ways, repeats, {ONE_GPU: one_gpu})
     layer = [lambda: ways[0].layer(case.tokens[0])]
     for name, calls in ((ONE_GPU, one_gpu.steps["layer"]), (ways[0].name, layer)):
-        found[name, "host"] = host_times(calls[0], device, repeats)
+        found[name, "host"] = host_times(calls[0], case.ranks.device, repeats)
     return found
 
 

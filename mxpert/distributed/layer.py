@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..dispatch import resolve_cached, without_grad
-from ..errors import message, require_tensor
+from ..errors import message
 from ..ops.library import OpSpec
 from ..ops.moe import fused_moe_received, received_problem
-from ..ops.moe_checks import check_received, moe_options
+from ..ops.moe_checks import check_out, check_received, moe_options
 from ..ops.schema import Operand
 from ..problem import MoEOptions, MoEProblem
 from ..runtime.geometry import CachedCall, Described
@@ -87,15 +87,7 @@ def check_layer_out(
 ) -> None:
     """Checks of `fused_moe` with `expert_parallel` and `out`."""
     check_layer(options, handle, x, weights, topk_weights, topk_ids)
-    require_tensor(
-        out,
-        "fused_moe",
-        "out",
-        dtype=options.out_dtype,
-        shape=(topk_ids.shape[0], weights.hidden_size),
-        device=weights.device,
-        contiguous=True,
-    )
+    check_out(out, options, weights, topk_ids.shape[0])
 
 
 def _check_ranks(

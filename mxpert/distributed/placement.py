@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,23 @@ import torch
 from ..errors import message, require, require_int, require_tensor
 
 _OP = "Placement"
+
+
+def contiguous_bounds(num_experts: int, num_ranks: int) -> tuple[int, ...]:
+    """First expert of each rank, and E at the end; sizes differ by at most one.
+
+    >>> contiguous_bounds(5, 2)
+    (0, 3, 5)
+    """
+    require(
+        1 <= num_ranks <= num_experts,
+        "contiguous_bounds",
+        "num_ranks",
+        need=f"1 to {num_experts}",
+        got=num_ranks,
+    )
+    each, more = divmod(num_experts, num_ranks)
+    return tuple(rank * each + min(rank, more) for rank in range(num_ranks + 1))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -79,11 +97,9 @@ class Placement:
         require_int(num_ranks, _OP, "num_ranks", least=1)
         require_int(num_experts, _OP, "num_experts", least=num_ranks)
         maps = torch.full((num_ranks, num_experts), -1, dtype=torch.int32)
-        start = 0
-        for rank in range(num_ranks):
-            count = num_experts // num_ranks + (rank < num_experts % num_ranks)
-            maps[rank, start : start + count] = torch.arange(count, dtype=torch.int32)
-            start += count
+        parts = itertools.pairwise(contiguous_bounds(num_experts, num_ranks))
+        for row, (first, last) in zip(maps, parts, strict=True):
+            row[first:last] = torch.arange(last - first, dtype=torch.int32)
         return cls(maps)
 
     @property

@@ -123,12 +123,17 @@ def check_fused_moe_out(
 ) -> None:
     """Checks of `fused_moe` with `out`."""
     check_fused_moe(options, x, weights, topk_weights, topk_ids, expert_map, num_local_tokens)
+    check_out(out, options, weights, x.shape[0])
+
+
+def check_out(out: torch.Tensor, options: MoEOptions, weights: MoEWeights, num_tokens: int) -> None:
+    """Check the tensor that a layer writes: contiguous [T, H] in ``options.out_dtype``."""
     require_tensor(
         out,
         "fused_moe",
         "out",
         dtype=options.out_dtype,
-        shape=(x.shape[0], weights.hidden_size),
+        shape=(num_tokens, weights.hidden_size),
         device=weights.device,
         contiguous=True,
     )

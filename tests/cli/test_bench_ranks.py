@@ -19,7 +19,7 @@ from mxpert.cli.expert_parallel import layer, ranks
 from mxpert.cli.expert_parallel.layer import Case, Collectives, Load, OnRanks, RankCase, RankWeights
 from mxpert.cli.main import app
 from mxpert.cli.measure import GateError
-from mxpert.distributed import ExpertParallel, Placement
+from mxpert.distributed import DispatchedTokens, ExpertParallel, Placement
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.testing.ranks import RankFailedError, Variant, join_group, start_ranks, time_ranks
 
@@ -249,7 +249,7 @@ def test_a_rank_with_fewer_experts_than_a_token_chooses() -> None:
     )
     one = replace(weights, local=layer.take_experts(weights.every, (0,)))
     x, ids = torch.randn(1, 64, dtype=torch.bfloat16), torch.tensor([[0, -1]], dtype=torch.int32)
-    received = layer.Received(x, torch.ones(1, 2), ids)
+    received = DispatchedTokens(x, torch.ones(1, 2), ids, num_tokens=1)
     expected = OnRanks(case, weights, ep).compute(received)
     found = OnRanks(case, one, alone).compute(received)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

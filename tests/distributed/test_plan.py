@@ -9,12 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mxpert.distributed.placement import contiguous_bounds
 from mxpert.distributed.planner import LINKS, ExpertLayer, LayerPlan, Link, plan_layer
-from mxpert.distributed.planner.load import (
-    choice_probabilities,
-    contiguous_bounds,
-    expected_maximum,
-)
+from mxpert.distributed.planner.load import choice_probabilities, expected_maximum
 from mxpert.distributed.planner.plan import MeasuredLayers, _busiest
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.testing.problems import random_routing

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ...distributed import ExpertParallel, Placement
+from ...distributed import DispatchedTokens, ExpertParallel, Placement
 from ...formats.tensor import MXTensor
 from ...ops.moe import fused_moe, fused_moe_received
 from ...ops.moe_checks import moe_options
 from ...ops.quantize import quantize
 from ...testing.numerics import relative_l2
 from ...testing.problems import MoEShape, random_moe_problem, random_tokens
-from ...testing.ranks import Variant
+from ...testing.ranks import Variant, time_ranks
 from ...weights import MoEWeights
 from ..measure import check_gate, float64_reference, intermediate_sizes, rotations
 
@@ -50,20 +50,6 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Received:
-    """Tokens of all ranks, as an exchange delivers them; `state` is what `combine` needs.
-
-    They are there: `arrivals`, on which the sort could wait, is None.
-    """
-
-    x: Rows
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
-    state: Any = None
-    arrivals: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Tokens:
     """Tokens of one rank: x [T, H] in bf16 or MXFP8, topk_weights and topk_ids [T, k]."""
 
@@ -78,11 +64,11 @@ class Exchange(Protocol):
     name: str
     is_captured: bool
 
-    def dispatch(self, tokens: Tokens) -> Received: ...
+    def dispatch(self, tokens: Tokens) -> DispatchedTokens: ...
 
-    def compute(self, received: Received) -> torch.Tensor: ...
+    def compute(self, received: DispatchedTokens) -> torch.Tensor: ...
 
-    def combine(self, rows: torch.Tensor, received: Received) -> torch.Tensor: ...
+    def combine(self, rows: torch.Tensor, received: DispatchedTokens) -> torch.Tensor: ...
 
     def layer(self, tokens: Tokens) -> torch.Tensor: ...
 
@@ -142,15 +128,14 @@ class OnRanks:
             out_dtype=ranks.combine_dtype,
         )
 
-    def dispatch(self, tokens: Tokens) -> Received:
-        found = self._ranks.dispatch(tokens.x, tokens.topk_weights, tokens.topk_ids)
-        return Received(found.x, found.topk_weights, found.topk_ids, found)
+    def dispatch(self, tokens: Tokens) -> DispatchedTokens:
+        return self._ranks.dispatch(tokens.x, tokens.topk_weights, tokens.topk_ids)
 
-    def compute(self, received: Received) -> torch.Tensor:
+    def compute(self, received: DispatchedTokens) -> torch.Tensor:
         return fused_moe_received(received, self._weights.local, self._options)
 
-    def combine(self, rows: torch.Tensor, received: Received) -> torch.Tensor:
-        return self._ranks.combine(rows, received.state)
+    def combine(self, rows: torch.Tensor, received: DispatchedTokens) -> torch.Tensor:
+        return self._ranks.combine(rows, received)
 
     def layer(self, tokens: Tokens) -> torch.Tensor:
         return fused_moe(
@@ -174,7 +159,7 @@ class Collectives:
         self._case, self._weights = case, weights
         self._size, self._map = ranks.size, ranks.expert_map
 
-    def dispatch(self, tokens: Tokens) -> Received:
+    def dispatch(self, tokens: Tokens) -> DispatchedTokens:
         x: Rows
         if self._case.wire_format == "mxfp8":
             mx = quantize(tokens.x, "mxfp8")
@@ -182,14 +167,15 @@ class Collectives:
             x = replace(mx, qdata=codes, scale=self._gather(mx.scale))
         else:
             x = self._gather(tokens.x)
-        return Received(x, self._gather(tokens.topk_weights), self._gather(tokens.topk_ids))
+        routing = self._gather(tokens.topk_weights), self._gather(tokens.topk_ids)
+        return DispatchedTokens(x, *routing, num_tokens=tokens.x.shape[0])
 
     def _gather(self, part: torch.Tensor) -> torch.Tensor:
         out = part.new_empty((self._size * part.shape[0], *part.shape[1:]))
         _collective("all_gather_single", "all_gather_into_tensor")(out, part.contiguous())
         return out
 
-    def compute(self, received: Received) -> torch.Tensor:
+    def compute(self, received: DispatchedTokens) -> torch.Tensor:
         return fused_moe(
             received.x,
             self._weights.local,
@@ -200,8 +186,8 @@ class Collectives:
             expert_map=self._map,
         )
 
-    def combine(self, rows: torch.Tensor, received: Received) -> torch.Tensor:
-        out = rows.new_empty((rows.shape[0] // self._size, rows.shape[1]))
+    def combine(self, rows: torch.Tensor, received: DispatchedTokens) -> torch.Tensor:
+        out = rows.new_empty((received.num_tokens, rows.shape[1]))
         _collective("reduce_scatter_single", "reduce_scatter_tensor")(out, rows)
         return out
 
@@ -299,6 +285,51 @@ class RankCase:
             check_gate(where, error, "layer", case.activation_format, sizes)
         return float(max(found))
 
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What identifies the case in a row."""
+        case, shape = self.case, self.case.shape
+        return {
+            "model": case.model,
+            "E": shape.num_experts,
+            "k": shape.top_k,
+            "H": shape.hidden_size,
+            "F": shape.intermediate_size,
+            "N": self.ranks.size,
+            "T": case.num_tokens,
+            "routing": case.routing,
+            "activation": case.activation_format,
+            "wire": case.wire_format,
+        }
+
+    def timed(
+        self,
+        exchanges: Sequence[Exchange],
+        repeats: int,
+        others: Mapping[str, Variant] | None = None,
+    ) -> dict[tuple[str, str], list[float]]:
+        """Time exchanges and other whole layers in turns.
+
+        Returns:
+            (name of an exchange or of one of `others`, stage) → microseconds by the slower rank,
+            one for each repeat. Stages are dispatch, combine, exchange and layer. The first
+            exchange has "local" too, which does not depend on the exchange.
+        """
+        every = [(exchanges[0].name, "local", self.local_variant(exchanges[0]))]
+        every += [(name, "layer", variant) for name, variant in (others or {}).items()]
+        every += [
+            (exchange.name, name, variant)
+            for exchange in exchanges
+            for name, variant in self.variants(exchange).items()
+        ]
+        variants = {f"{owner}, {name}": variant for owner, name, variant in every}
+        samples = time_ranks(variants, device=self.ranks.device, repeats=repeats)
+        return {
+            (owner, step): samples[f"{owner}, {name}"][step]
+            for owner, name, variant in every
+            for step in variant.steps
+        }
+
     def variants(self, exchange: Exchange) -> dict[str, Variant]:
         """Everything that is timed of one exchange.
 
@@ -306,7 +337,7 @@ class RankCase:
         "layer" the whole.
         """
         outputs = [self._prepared(exchange, tokens) for tokens in self.tokens]
-        boxes: list[list[Received]] = [[] for _ in self.tokens]
+        boxes: list[list[DispatchedTokens]] = [[] for _ in self.tokens]
 
         def dispatch(turn: int) -> None:
             boxes[turn][:] = [exchange.dispatch(self.tokens[turn])]
@@ -346,8 +377,9 @@ class RankCase:
         received = []
         for tokens in self.tokens:
             found = exchange.dispatch(tokens)
-            copies = (_copied(part) for part in (found.x, found.topk_weights, found.topk_ids))
-            received.append(Received(*copies))
+            names = "x", "topk_weights", "topk_ids"
+            copies = {name: _copied(getattr(found, name)) for name in names}
+            received.append(replace(found, **copies))
             exchange.combine(exchange.compute(found), found)
         return Variant({"local": [functools.partial(exchange.compute, each) for each in received]})
 

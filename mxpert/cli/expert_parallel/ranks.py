@@ -15,7 +15,7 @@ from ...distributed import ExpertParallel
 from ...distributed.links import find_links, kernel_refusal, transports
 from ...errors import message, require
 from ...testing.problems import MoEShape
-from ...testing.ranks import RankFailedError, Variant, join_group, start_ranks, time_ranks
+from ...testing.ranks import RankFailedError, join_group, start_ranks
 from ...testing.timing import Timing
 from ..measure import GateError, refusing_wrong_results, timing_columns
 from ..options import FORMAT_NAMES, open_folder
@@ -176,44 +176,18 @@ def case_rows(case: RankCase, repeats: int) -> Iterator[Row]:
         Collectives(case.case, case.weights, case.ranks),
     ]
     errors = {exchange.name: case.gate(exchange) for exchange in exchanges}
-    variants: dict[str, Variant] = {"local": case.local_variant(exchanges[0])}
+    samples = case.timed(exchanges, repeats)
     for exchange in exchanges:
-        for name, variant in case.variants(exchange).items():
-            variants[f"{exchange.name} {name}"] = variant
-    samples = time_ranks(variants, device=case.ranks.device, repeats=repeats)
-    for exchange in exchanges:
-        found = {
-            step: values
-            for name in ("parts", "exchange", "layer")
-            for step, values in samples[f"{exchange.name} {name}"].items()
-        }
-        found["local"] = samples["local"]["local"]
         for stage in STAGES:
+            of = exchanges[0] if stage == "local" else exchange
             yield {
-                **case_columns(case),
+                **case.columns,
+                **asdict(case.load),
                 "impl": exchange.name,
                 "stage": stage,
                 "rel_l2": errors[exchange.name],
-                **timing_columns(Timing.of(found[stage])),
+                **timing_columns(Timing.of(samples[of.name, stage])),
             }
-
-
-def case_columns(case: RankCase) -> Row:
-    """What identifies a case, and its load."""
-    shape = case.case.shape
-    return {
-        "model": case.case.model,
-        "E": shape.num_experts,
-        "k": shape.top_k,
-        "H": shape.hidden_size,
-        "F": shape.intermediate_size,
-        "N": case.ranks.size,
-        "T": case.case.num_tokens,
-        "routing": case.case.routing,
-        "activation": case.case.activation_format,
-        "wire": case.case.wire_format,
-        **asdict(case.load),
-    }
 
 
 def show_ranks(document: Row, console: Console) -> None:

@@ -81,23 +81,6 @@ def _arrivals(arrived: torch.Tensor, most: int, counts: Sequence[int]) -> list[t
     return [found[count] for count in counts]
 
 
-def contiguous_bounds(num_experts: int, num_ranks: int) -> tuple[int, ...]:
-    """First expert of each rank, and E at the end; sizes differ by at most one.
-
-    >>> contiguous_bounds(5, 2)
-    (0, 3, 5)
-    """
-    require(
-        1 <= num_ranks <= num_experts,
-        "contiguous_bounds",
-        "num_ranks",
-        need=f"1 to {num_experts}",
-        got=num_ranks,
-    )
-    each, more = divmod(num_experts, num_ranks)
-    return tuple(rank * each + min(rank, more) for rank in range(num_ranks + 1))
-
-
 def expected_maximum(means: torch.Tensor, deviations: torch.Tensor) -> float:
     """Expected maximum of independent normal variables.
 

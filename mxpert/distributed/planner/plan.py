@@ -28,7 +28,8 @@ import torch
 
 from ...errors import message, require
 from ...problem import ACTIVATION_FORMATS
-from .load import choice_probabilities, contiguous_bounds, expected_maximum
+from ..placement import contiguous_bounds
+from .load import choice_probabilities, expected_maximum
 
 BYTES_PER_MX_WEIGHT = 4.25 / 8
 """MXFP4 bytes per weight: four bits a code, and one scale byte for 32 codes."""

@@ -234,17 +234,18 @@ def check_ranks(
             need='"mxfp8" with an ExpertParallel of wire_format="mxfp8"',
             got=repr(activation_format),
         )
+    given = ranks.placement.num_experts, ranks.hidden_size
     for experts in found:
-        sizes = experts.num_experts, ranks.top_k, experts.hidden_size
+        num_experts, hidden_size = experts.num_experts, experts.hidden_size
         if recipe is not None:
-            check_expert_parallel(op, ranks, sizes, recipe)
-        have = ranks.placement.num_experts, ranks.top_k, ranks.hidden_size
+            check_expert_parallel(op, ranks, (num_experts, ranks.top_k, hidden_size), recipe)
+            continue
         require(
-            have == sizes,
+            given == (num_experts, hidden_size),
             op,
             "expert_parallel",
-            need=f"num_experts={sizes[0]} and hidden_size={sizes[2]}, as {experts.name} has",
-            got=f"num_experts={have[0]} and hidden_size={have[2]}",
+            need=f"num_experts={num_experts} and hidden_size={hidden_size}, as {experts.name} has",
+            got="num_experts={} and hidden_size={}".format(*given),
         )
 
 
