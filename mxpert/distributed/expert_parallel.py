@@ -186,6 +186,16 @@ class ExpertParallel:
         return self.placement.local_experts(self.rank)
 
     @functools.cached_property
+    def local_top_k(self) -> float:
+        """Expected number of this rank's experts among the ids of a row that it receives.
+
+        Tokens spread evenly over ranks and experts. ALL_TO_ALL sends only rows that have one.
+        """
+        share = self.placement.share(self.rank)
+        sent = 1 - (1 - share) ** self.top_k if self.transport is Transport.ALL_TO_ALL else 1.0
+        return self.top_k * share / sent
+
+    @functools.cached_property
     def expert_map(self) -> torch.Tensor:
         """int32 [E] on the object's device: the local id of each global expert, or −1."""
         return self.placement.expert_map(self.rank).to(self.device)

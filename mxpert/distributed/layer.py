@@ -58,7 +58,7 @@ def _exchange(
     if dispatched.arrivals is not None and not can_wait:
         dispatched = ranks.exchange.wait(dispatched)
     local: Any = call.problem
-    rows = fused_moe_received(dispatched, inputs["weights"], local.options, call)
+    rows = fused_moe_received(dispatched, inputs["weights"], local.options, ranks.local_top_k, call)
     return ranks.combine_unchecked(rows, dispatched, inputs.get("out"))
 
 
@@ -135,7 +135,10 @@ def _describe(
         options.combine,
         ranks.combine_dtype,
     )
-    return received_problem(local, weights, ranks.size * ranks.max_tokens, topk_ids.shape[1])
+    num_rows = ranks.size * ranks.max_tokens
+    return received_problem(
+        local, ranks.local_top_k, weights=weights, num_rows=num_rows, top_k=topk_ids.shape[1]
+    )
 
 
 def _fake(

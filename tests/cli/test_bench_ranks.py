@@ -245,6 +245,7 @@ def test_a_rank_with_fewer_experts_than_a_token_chooses() -> None:
         device=ep.device,
         combine_dtype=ep.combine_dtype,
         num_local_experts=1,
+        local_top_k=1.0,
         with_max_tokens=lambda count: alone,
     )
     one = replace(weights, local=layer.take_experts(weights.every, (0,)))
