@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from ...problem import Target
 
+_SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _NVLINK_RATE = re.compile(r"Link \d+: ([\d.]+) GB/s")
 _GPU_LINE = re.compile(r"^GPU \d+: ", re.MULTILINE)
 
@@ -120,6 +122,8 @@ def visible_links(devices: Iterable[int] | None = None) -> Links:
 def symmetric_refusal(links: Links) -> str | None:
     """Why SYMMETRIC cannot run between GPUs that this process sees; None if it can.
 
+    Ranks share a GPU if TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is 1, a variable of torch.
+
     Example:
         >>> symmetric_refusal(Links(kind="cuda", num_gpus=1, symmetric_memory=True))
         'this process sees one GPU; make all GPUs of the host visible to every rank'
@@ -128,7 +132,7 @@ def symmetric_refusal(links: Links) -> str | None:
         return "there is no GPU"
     if not links.symmetric_memory:
         return "this torch has no symmetric memory for its GPUs"
-    if links.num_gpus == 1:
+    if links.num_gpus == 1 and os.environ.get(_SHARED_GPUS) != "1":
         hidden = (links.num_host_gpus or 1) - 1
         seen = f"one GPU of {links.num_host_gpus}" if hidden else "one GPU"
         return f"this process sees {seen}; make all GPUs of the host visible to every rank"
