@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -16,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from ...environment import ranks_may_share_gpus
 from ...problem import Target
 
-_SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _NVLINK_RATE = re.compile(r"Link \d+: ([\d.]+) GB/s")
 _GPU_LINE = re.compile(r"^GPU \d+: ", re.MULTILINE)
 
@@ -132,7 +131,7 @@ def symmetric_refusal(links: Links) -> str | None:
         return "there is no GPU"
     if not links.symmetric_memory:
         return "this torch has no symmetric memory for its GPUs"
-    if links.num_gpus == 1 and os.environ.get(_SHARED_GPUS) != "1":
+    if links.num_gpus == 1 and not ranks_may_share_gpus():
         hidden = (links.num_host_gpus or 1) - 1
         seen = f"one GPU of {links.num_host_gpus}" if hidden else "one GPU"
         return f"this process sees {seen}; make all GPUs of the host visible to every rank"
