@@ -13,6 +13,7 @@ import torch
 from ..errors import message, require, require_device, require_dtype, require_int, require_tensor
 from ..formats.spec import ScaleRule
 from ..formats.tensor import Layout, MXTensor
+from ..kernel_spec import KernelSpec, Launchable
 from ..problem import MoEOptions
 from ..routing import require_topk
 from .choice import choose, make_exchange
@@ -349,6 +350,18 @@ class ExpertParallel:
         return self._exchange.dispatch(
             x, topk_weights, topk_ids, bound=bound, scale_rule=scale_rule, out_dtype=out_dtype
         )
+
+    def layer_kernel(self, kernel: KernelSpec, out_dtype: torch.dtype) -> Launchable | None:
+        """The whole layer as one kernel; None if the transport has none for `kernel`.
+
+        Args:
+            kernel: of the local layer. out_dtype: of the result.
+
+        Raises:
+            What `dispatch` raises.
+        """
+        self._guard.check(_OP)
+        return self._exchange.layer_kernel(kernel, bound=self.max_tokens, out_dtype=out_dtype)
 
     def combine_unchecked(
         self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor | None
