@@ -38,8 +38,8 @@ from .prefill_copies import (
     offsets_of_scales,
     offsets_of_weights,
 )
-from .prefill_epilogue import Output, Terms, halves, store_features, store_outputs
-from .prefill_layouts import weight_parts
+from .prefill_epilogue import Output, Quadrant, Terms, store_features, store_outputs, sums_of
+from .prefill_layouts import wave_rows, wave_units
 from .prefill_mainloop import multiply_tile
 
 NUM_XCDS = gl.constexpr(8)
@@ -112,7 +112,7 @@ def _source(
         row_offset=row_offset,
         row_bytes=row_bytes,
         weights=w + units * 4096,
-        weight_offset=offsets_of_weights(tile_n * 4, row_units, depth_units, BLOCK_M),
+        weight_offset=offsets_of_weights(tile_n * 4, row_units, depth_units),
         row_scales=row_scales,
         row_scale_offset=offsets_of_scales(UNITS, 0, BLOCK_M // 64, depth_units),
         weight_scales=w_scale + units * 256,
@@ -138,15 +138,17 @@ def _terms(ids, bias, bias_rows, row_scale, weights, num_tokens):
 
 @gluon.jit
 def _store(sums, terms, output, tile_m, tile_n, variant):
-    """Run the epilogue of each quadrant: half h of part p is quadrant 2 p + h."""
-    for part in gl.static_range(weight_parts(variant.BLOCK_M)):
-        first_half, second_half = halves(sums[part], variant)
-        if output.ACTIVATION != "":
-            store_features(first_half, terms, output, tile_m, tile_n, variant, 2 * part)
-            store_features(second_half, terms, output, tile_m, tile_n, variant, 2 * part + 1)
-        else:
-            store_outputs(first_half, terms, output, tile_m, tile_n, variant, 2 * part)
-            store_outputs(second_half, terms, output, tile_m, tile_n, variant, 2 * part + 1)
+    """Run the epilogue of each quadrant."""
+    BLOCK_M: gl.constexpr = variant.BLOCK_M
+    FORMAT: gl.constexpr = variant.FORMAT
+    for unit in gl.static_range(wave_units(BLOCK_M, FORMAT)):
+        for half in gl.static_range(wave_rows(BLOCK_M, FORMAT) // 32):
+            quadrant = Quadrant(tile_m, tile_n, BLOCK_M, FORMAT, half, unit)
+            total = sums_of(sums, quadrant)
+            if output.ACTIVATION != "":
+                store_features(total, terms, output, quadrant)
+            else:
+                store_outputs(total, terms, output, quadrant)
 
 
 @gluon.jit(do_not_specialize=RUN_TIME_VALUES)
