@@ -229,13 +229,14 @@ def copy_ahead(source, buffers, variant, ring, ODD: gl.constexpr):
 
 @gluon.jit
 def copy_first(source, buffers, variant):
-    """Start the copies that precede step 0, as if there were steps before it."""
+    """Start the copies that precede the main loop; return the `Ring` of step −1."""
     AHEAD: gl.constexpr = steps_ahead(variant.FORMAT)
     PER_BUFFER: gl.constexpr = steps_per_buffer(variant.FORMAT)
-    for step in gl.static_range(AHEAD):
+    for step in gl.static_range(AHEAD - 1):
         if step == 0 and variant.FORMAT == "e2m1":  # no step before 0, to copy weights for
             _copy_weights(source, buffers, variant, 0, 0, 0)
             async_copy.commit_group()
         else:
             ring = Ring(step=step - AHEAD, slot=step // PER_BUFFER)
             copy_ahead(source, buffers, variant, ring, (step + AHEAD) % 2)
+    return Ring(step=-1, slot=(AHEAD - 1) // PER_BUFFER)

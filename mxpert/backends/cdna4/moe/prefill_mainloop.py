@@ -14,7 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.compat import aggregate, reinterpret
-from ..lib.gcn import as_one_register, delay_half_of_waves, scheduling_fence, set_priority
+from ..lib.gcn import as_one_register
+from ..lib.phases import NUM_WARPS, end_compute, end_memory, enter_phases, leave_phases
 from .prefill_copies import Ring, copy_ahead, copy_first, steps_per_buffer
 from .prefill_layouts import (
     mfma_layout,
@@ -189,19 +190,19 @@ def _multiply(sums, fragments, variant):
 
 
 @gluon.jit
-def _advance(sums, fragments, source, buffers, variant, ring, ODD: gl.constexpr):
-    """Multiply the operands of a step; read those of the next, start copies of a later one."""
+def _advance(sums, source, buffers, variant, ring, ODD: gl.constexpr):
+    """Start copies of a later step; read and multiply the operands of the step after `ring`.
+
+    ODD: the last bit of that step.
+    """
+    copy_ahead(source, buffers, variant, ring, 1 - ODD)
+    ring = ring.advance(variant.FORMAT, 1 - ODD)
+    fragments = _read(buffers, variant, ring, ODD)
+    # Copies of the next step have landed, except for those of the last group.
+    end_memory(1)
     sums = _multiply(sums, fragments, variant)
-    scheduling_fence()
-    async_copy.wait_group(2)  # the barrier between the stages
-    set_priority(1)
-    following = ring.advance(variant.FORMAT, ODD)
-    copy_ahead(source, buffers, variant, ring, ODD)
-    fragments = _read(buffers, variant, following, 1 - ODD)
-    # Copies of the step after the next have landed, except for those of the last group.
-    async_copy.wait_group(1)
-    set_priority(0)
-    return sums, fragments, following
+    end_compute(2)
+    return sums, ring
 
 
 @gluon.jit
@@ -209,18 +210,18 @@ def multiply_tile(source, buffers, variant):
     """``rows @ weights.T``, float32 [BLOCK_M, 256] in `mfma_layout`."""
     LAYOUT: gl.constexpr = mfma_layout(variant.BLOCK_M, variant.FORMAT)
     sums = gl.zeros((variant.BLOCK_M, 256), gl.float32, LAYOUT)
-    copy_first(source, buffers, variant)
+    ring = copy_first(source, buffers, variant)
     async_copy.wait_group(1)
-    ring = Ring(step=0, slot=0)
-    fragments = _read(buffers, variant, ring, 0)
-    if gl.num_warps() == 8:
-        delay_half_of_waves(True)
+    if gl.num_warps() == NUM_WARPS:
+        enter_phases()
     for _ in range(source.steps // 2):
         for odd in gl.static_range(2):
-            sums, fragments, ring = _advance(sums, fragments, source, buffers, variant, ring, odd)
-    if gl.num_warps() == 8:
-        delay_half_of_waves(False)
+            sums, ring = _advance(sums, source, buffers, variant, ring, odd)
     if source.steps % 2 == 1:
+        fragments = _read(buffers, variant, ring.advance(variant.FORMAT, 1), 0)
+        end_memory(0)
         sums = _multiply(sums, fragments, variant)
+    if gl.num_warps() == NUM_WARPS:
+        leave_phases()
     async_copy.wait_group(0)
     return sums
