@@ -11,10 +11,11 @@ from triton.experimental.gluon import language as gl
 WITHOUT_ACCUMULATOR_REGISTERS: dict[str, Any] = (
     {"llvm_fn_attrs": (("amdgpu-agpr-alloc", "0,0"),)}
     if "llvm_fn_attrs" in HIPOptions.__dataclass_fields__
-    else {}
+    else {"waves_per_eu": 2}
 )
-"""Launch options that keep the sums of MFMA in vector registers. Triton 3.9 would use accumulator
-registers and copy operands and sums; Triton 3.6 does not, and has no such option."""
+"""Launch options that keep the sums of MFMA in vector registers; otherwise operands and sums can be
+copied to accumulator registers and back. Triton 3.6 lacks the option; its LLVM uses accumulator
+registers only where a wave may have more than 256 registers."""
 
 
 @gluon.jit
