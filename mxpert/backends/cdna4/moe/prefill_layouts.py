@@ -129,8 +129,8 @@ def row_scales_in_lds(UNITS, FORMAT):
 
 
 @gluon.constexpr_function
-def row_scale_dwords(BLOCK_M, FORMAT, STEPS):
-    """Registers of the rows' scales of 1 or 2 steps, [units, 2, rows of an MFMA, blocks] dwords.
+def row_scale_dwords(BLOCK_M, FORMAT):
+    """Registers of the rows' scales of a step, [units, 2, rows of an MFMA, blocks] dwords.
 
     Axis 1 is the half of a unit that a wave of 32 rows owns; both waves hold the same dwords. It
     is 1 where a wave owns 64 rows.
@@ -142,11 +142,11 @@ def row_scale_dwords(BLOCK_M, FORMAT, STEPS):
     own: Any = [[bit, 0, 0, 0] for bit in _bits(waves // sharing)]
     others: Any = [[0, 0, 0, 0] for _ in _bits(warps_n(BLOCK_M, FORMAT))]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 64 // rows]] if STEPS == 2 else [],
+        reg_bases=[],
         lane_bases=lane,
         warp_bases=others + half + own,
         block_bases=[],
-        shape=[waves // sharing, sharing, rows, STEPS * 64 // rows],
+        shape=[waves // sharing, sharing, rows, 64 // rows],
     )
 
 
@@ -162,20 +162,19 @@ def weight_scales_in_lds(BLOCK_M, FORMAT):
 
 @gluon.constexpr_function
 def weight_scale_dwords(BLOCK_M, FORMAT):
-    """Registers of the weights' scales of two steps, [WARPS_N, units, 16, 8] dwords."""
+    """Registers of the weights' scales of a step, [WARPS_N, units, 16, 4] dwords."""
     wide = mfma_rows(FORMAT) == 32
     rows: Any = [[0, 0, bit, 0] for bit in (1, 2, 4, 8)]
     blocks: Any = [[0, 0, 0, 1], [0, 0, 0, 2]]
-    step: Any = [[0, 0, 0, 4]]
     units: Any = [[0, bit, 0, 0] for bit in _bits(wave_units(BLOCK_M, FORMAT))]
     own: Any = [[bit, 0, 0, 0] for bit in _bits(warps_n(BLOCK_M, FORMAT))]
     others: Any = [[0, 0, 0, 0] for _ in _bits(warps_m(BLOCK_M, FORMAT))]
     return gl.DistributedLinearLayout(
-        reg_bases=(blocks[1:] if wide else units) + step,
+        reg_bases=blocks[1:] if wide else units,
         lane_bases=rows + (units + blocks[:1] if wide else blocks),
         warp_bases=own + others,
         block_bases=[],
-        shape=[warps_n(BLOCK_M, FORMAT), wave_units(BLOCK_M, FORMAT), 16, 8],
+        shape=[warps_n(BLOCK_M, FORMAT), wave_units(BLOCK_M, FORMAT), 16, 4],
     )
 
 

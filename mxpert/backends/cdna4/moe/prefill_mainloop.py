@@ -25,6 +25,7 @@ from .prefill_layouts import (
     rows_in_lds,
     warps_n,
     wave_rows,
+    wave_units,
     weight_scale_dwords,
     weight_scales_in_lds,
     weights_in_lds,
@@ -35,11 +36,13 @@ async_copy = gl.amd.cdna4.async_copy
 
 
 @aggregate
-class Scales:
-    """Scales of the rows and of the weights in two steps, as dwords in registers."""
+class Fragments:
+    """Operands of one step in registers: rows, weights, and scales as dwords."""
 
     rows: gl.tensor
+    row_scales: gl.tensor
     weights: gl.tensor
+    weight_scales: gl.tensor
 
 
 @gluon.constexpr_function
@@ -89,35 +92,33 @@ def _halves_of(LAYOUT):
 
 
 @gluon.jit
-def _read_scales(buffers, variant, pair):
-    """`Scales` of a pair of steps; see `row_scale_dwords` and `weight_scale_dwords`."""
-    BLOCK_M: gl.constexpr = variant.BLOCK_M
-    FORMAT: gl.constexpr = variant.FORMAT
-    UNITS: gl.constexpr = BLOCK_M // 64
-    ROWS: gl.constexpr = mfma_rows(FORMAT)
-    rows = buffers.row_scales.index(pair & 1).slice(0, UNITS, dim=0)
-    ROWS_IN_LDS: gl.constexpr = row_scales_in_lds(UNITS, FORMAT)
-    rows = reinterpret(rows, gl.int32, [UNITS, ROWS, 128 // ROWS], ROWS_IN_LDS)
-    ROW_DWORDS: gl.constexpr = row_scale_dwords(BLOCK_M, FORMAT, 2)
-    rows = async_copy.load_shared_relaxed(rows, gl.SliceLayout(1, ROW_DWORDS))
-    WAVES: gl.constexpr = warps_n(BLOCK_M, FORMAT)
-    WEIGHTS_IN_LDS: gl.constexpr = weight_scales_in_lds(BLOCK_M, FORMAT)
-    weights = buffers.weight_scales.index(pair & 1)
-    weights = reinterpret(weights, gl.int32, [WAVES, 4 // WAVES, 16, 8], WEIGHTS_IN_LDS)
-    WEIGHT_DWORDS: gl.constexpr = weight_scale_dwords(BLOCK_M, FORMAT)
-    weights = async_copy.load_shared_relaxed(weights, WEIGHT_DWORDS)
-    return Scales(rows=gl.expand_dims(rows, 1), weights=weights)
+def _read_row_scales(buffers, variant, pair, ODD: gl.constexpr):
+    """Scales of the sorted rows in a step, one dword a lane; see `row_scale_dwords`.
+
+    A wave of 32 rows owns half of each dword; it gets its own in the lower half.
+    """
+    UNITS: gl.constexpr = variant.BLOCK_M // 64
+    ROWS: gl.constexpr = mfma_rows(variant.FORMAT)
+    LAYOUT: gl.constexpr = row_scale_dwords(variant.BLOCK_M, variant.FORMAT)
+    LDS: gl.constexpr = row_scales_in_lds(UNITS, variant.FORMAT)
+    slot = buffers.row_scales.index(pair & 1).slice(0, UNITS, dim=0)
+    dwords = reinterpret(slot, gl.int32, [UNITS, ROWS, 128 // ROWS], LDS)
+    dwords = dwords.slice(64 // ROWS * ODD, 64 // ROWS, dim=2)
+    dwords = async_copy.load_shared_relaxed(dwords, gl.SliceLayout(1, LAYOUT))
+    return gl.expand_dims(dwords, 1)
 
 
 @gluon.jit
-def _of_step(dwords, ODD: gl.constexpr):
-    """Dwords [..., blocks] of one of two steps, from [..., 2 · blocks]."""
-    A: gl.constexpr = dwords.shape[0]
-    B: gl.constexpr = dwords.shape[1]
-    C: gl.constexpr = dwords.shape[2]
-    D: gl.constexpr = dwords.shape[3]
-    even, odd = gl.split(gl.permute(gl.reshape(dwords, (A, B, C, 2, D // 2)), (0, 1, 2, 4, 3)))
-    return as_one_register(odd if ODD else even)
+def _read_weight_scales(buffers, variant, pair, ODD: gl.constexpr):
+    """Scales of the weights in a step; see `weight_scale_dwords`."""
+    WAVES: gl.constexpr = warps_n(variant.BLOCK_M, variant.FORMAT)
+    UNITS: gl.constexpr = wave_units(variant.BLOCK_M, variant.FORMAT)
+    LDS: gl.constexpr = weight_scales_in_lds(variant.BLOCK_M, variant.FORMAT)
+    slot = buffers.weight_scales.index(pair & 1)
+    dwords = reinterpret(slot, gl.int32, [WAVES, UNITS, 16, 8], LDS).slice(4 * ODD, 4, dim=3)
+    return async_copy.load_shared_relaxed(
+        dwords, weight_scale_dwords(variant.BLOCK_M, variant.FORMAT)
+    )
 
 
 @gluon.jit
@@ -133,13 +134,13 @@ def _bytes_of(dwords):
 
 @gluon.jit
 def _scales_of_rows(dwords, variant):
-    """Bytes [BLOCK_M, 4] of a step from its dwords."""
+    """Bytes [BLOCK_M, 4] from the dwords of `_read_row_scales`."""
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     LAYOUT: gl.constexpr = scale_layout(BLOCK_M, variant.FORMAT, 0, BLOCK_M)
-    if wave_rows(BLOCK_M, variant.FORMAT) == 32:  # a wave owns half of each dword
-        ONE_STEP: gl.constexpr = row_scale_dwords(BLOCK_M, variant.FORMAT, 1)
-        half = gl.arange(0, 2, _halves_of(ONE_STEP))
-        dwords = gl.convert_layout(dwords, ONE_STEP) >> (16 * half)[None, :, None, None]
+    if wave_rows(BLOCK_M, variant.FORMAT) == 32:
+        SPLIT: gl.constexpr = row_scale_dwords(BLOCK_M, variant.FORMAT)
+        half = gl.arange(0, 2, _halves_of(SPLIT))
+        dwords = dwords >> (16 * half)[None, :, None, None]
         parts = gl.join(dwords, dwords >> 8).to(gl.uint8)  # [unit, half, row, block % 2, block / 2]
         fragments = gl.permute(parts, (0, 1, 2, 4, 3))
     elif mfma_rows(variant.FORMAT) == 32:  # [wave, 1, row, block % 2, MFMA, block / 2]
@@ -151,7 +152,7 @@ def _scales_of_rows(dwords, variant):
 
 @gluon.jit
 def _scales_of_weights(dwords, variant):
-    """Bytes [256, 4] of a step from its dwords."""
+    """Bytes [256, 4] from the dwords of `_read_weight_scales`."""
     LAYOUT: gl.constexpr = scale_layout(variant.BLOCK_M, variant.FORMAT, 1, 256)
     parts = _bytes_of(dwords)  # [wave, unit, row, block, fragment / 2, fragment % 2]
     if mfma_rows(variant.FORMAT) == 32:
@@ -162,51 +163,64 @@ def _scales_of_weights(dwords, variant):
 
 
 @gluon.jit
-def _multiply(sums, rows, weights, scales, variant, ODD: gl.constexpr):
-    """Add the products of a step. ODD: its last bit."""
-    row_scales = _scales_of_rows(_of_step(scales.rows, ODD), variant)
-    weight_scales = _scales_of_weights(_of_step(scales.weights, ODD), variant)
-    return cdna4.mfma_scaled(
-        rows, row_scales, variant.FORMAT, weights, weight_scales, "e2m1", acc=sums
+def _read(buffers, variant, ring, ODD: gl.constexpr):
+    """Read the operands of a step whose last bit is ODD."""
+    return Fragments(
+        weights=_read_weights(buffers, variant, ring.slot, ODD),
+        rows=_read_rows(buffers, variant, ring.slot, ODD),
+        row_scales=_read_row_scales(buffers, variant, ring.step >> 1, ODD),
+        weight_scales=_read_weight_scales(buffers, variant, ring.step >> 1, ODD),
     )
 
 
 @gluon.jit
-def multiply_tile(source, buffers, variant):
-    """``rows @ weights.T``, float32 [BLOCK_M, 256] in `mfma_layout`.
+def _multiply(sums, fragments, variant):
+    """Add the products of a step."""
+    row_scales = _scales_of_rows(as_one_register(fragments.row_scales), variant)
+    weight_scales = _scales_of_weights(as_one_register(fragments.weight_scales), variant)
+    return cdna4.mfma_scaled(
+        fragments.rows,
+        row_scales,
+        variant.FORMAT,
+        fragments.weights,
+        weight_scales,
+        "e2m1",
+        acc=sums,
+    )
 
-    Each wait leaves the last group of copies under way; those of the next step have landed.
+
+@gluon.jit
+def _advance(sums, source, buffers, variant, ring, ODD: gl.constexpr):
+    """Start copies of a later step; read and multiply the operands of the step after `ring`.
+
+    ODD: the last bit of that step.
     """
-    FORMAT: gl.constexpr = variant.FORMAT
-    LAYOUT: gl.constexpr = mfma_layout(variant.BLOCK_M, FORMAT)
+    copy_ahead(source, buffers, variant, ring, 1 - ODD)
+    ring = ring.advance(variant.FORMAT, 1 - ODD)
+    fragments = _read(buffers, variant, ring, ODD)
+    # Copies of the next step have landed, except for those of the last group.
+    end_memory(1)
+    sums = _multiply(sums, fragments, variant)
+    end_compute(2)
+    return sums, ring
+
+
+@gluon.jit
+def multiply_tile(source, buffers, variant):
+    """``rows @ weights.T``, float32 [BLOCK_M, 256] in `mfma_layout`."""
+    LAYOUT: gl.constexpr = mfma_layout(variant.BLOCK_M, variant.FORMAT)
     sums = gl.zeros((variant.BLOCK_M, 256), gl.float32, LAYOUT)
     ring = copy_first(source, buffers, variant)
     async_copy.wait_group(1)
     if gl.num_warps() == NUM_WARPS:
         enter_phases()
     for _ in range(source.steps // 2):
-        copy_ahead(source, buffers, variant, ring, 1)
-        ring = ring.advance(FORMAT, 1)
-        weights = _read_weights(buffers, variant, ring.slot, 0)
-        rows = _read_rows(buffers, variant, ring.slot, 0)
-        scales = _read_scales(buffers, variant, ring.step >> 1)
-        end_memory(1)
-        sums = _multiply(sums, rows, weights, scales, variant, 0)
-        end_compute(2)
-        copy_ahead(source, buffers, variant, ring, 0)
-        ring = ring.advance(FORMAT, 0)
-        weights = _read_weights(buffers, variant, ring.slot, 1)
-        rows = _read_rows(buffers, variant, ring.slot, 1)
-        end_memory(1)
-        sums = _multiply(sums, rows, weights, scales, variant, 1)
-        end_compute(2)
+        for odd in gl.static_range(2):
+            sums, ring = _advance(sums, source, buffers, variant, ring, odd)
     if source.steps % 2 == 1:
-        ring = ring.advance(FORMAT, 1)
-        weights = _read_weights(buffers, variant, ring.slot, 0)
-        rows = _read_rows(buffers, variant, ring.slot, 0)
-        scales = _read_scales(buffers, variant, ring.step >> 1)
+        fragments = _read(buffers, variant, ring.advance(variant.FORMAT, 1), 0)
         end_memory(0)
-        sums = _multiply(sums, rows, weights, scales, variant, 0)
+        sums = _multiply(sums, fragments, variant)
     if gl.num_warps() == NUM_WARPS:
         leave_phases()
     async_copy.wait_group(0)
