@@ -16,12 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.compat import aggregate
-from .prefill_layouts import (
-    fragment_copy_layout,
-    linear_in_lds,
-    row_copy_layout,
-    scale_copy_layout,
-)
+from .prefill_layouts import fragment_copy_layout, linear_in_lds, row_copy_layout, scale_copy_layout
 
 async_copy = gl.amd.cdna4.async_copy
 

@@ -108,9 +108,11 @@ def sums_of(sums, quadrant):
     ROWS: gl.constexpr = 32 * warps_m(quadrant.BLOCK_M, FORMAT)
     HALVES: gl.constexpr = quadrant.BLOCK_M // ROWS
     if mfma_rows(FORMAT) == 32:  # half, row, fragment, wave, unit, row of the fragment
-        split = gl.permute(gl.reshape(sums, (HALVES, ROWS, 4, WAVES, UNITS, 16)), (1, 3, 2, 5, 4, 0))
+        split = gl.reshape(sums, (HALVES, ROWS, 4, WAVES, UNITS, 16))
+        split = gl.permute(split, (1, 3, 2, 5, 4, 0))
     else:  # half, row, unit, fragment, wave, row of the fragment
-        split = gl.permute(gl.reshape(sums, (HALVES, ROWS, UNITS, 4, WAVES, 16)), (1, 4, 3, 5, 2, 0))
+        split = gl.reshape(sums, (HALVES, ROWS, UNITS, 4, WAVES, 16))
+        split = gl.permute(split, (1, 4, 3, 5, 2, 0))
     if HALVES == 2:
         split = _choose(split, quadrant.HALF)
     split = gl.reshape(split, (ROWS, WAVES, 64, UNITS))

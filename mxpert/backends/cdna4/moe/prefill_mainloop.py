@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from ...common.compat import aggregate, reinterpret
 from ..lib.gcn import as_one_register
 from ..lib.phases import NUM_WARPS, end_compute, end_memory, enter_phases, leave_phases
-from .prefill_copies import Ring, copy_ahead, copy_first, steps_per_buffer
+from .prefill_copies import copy_ahead, copy_first, steps_per_buffer
 from .prefill_layouts import (
     mfma_layout,
     mfma_rows,
