@@ -8,20 +8,21 @@ tile return at once. Workgroups are dealt out to the eight dies in turn. Each di
 run of tiles, in groups of GROUP_M row blocks times all weight tiles, so that the workgroups of a
 die share rows and weights in its L2.
 
-Roles: every wave multiplies, reads and copies. Two groups of four waves do so in turns (ping-pong).
+Roles: every wave copies, reads and multiplies. Two groups of four waves alternate between memory
+and compute phases (`lib.phases`).
 
-Barriers: two a step. The second group is one barrier behind the first.
-    after the MFMA of a step: the LDS that they came from may be overwritten.
-    after the reads of the next step: its operands are in registers, and the copies of the step
-        after it have landed, except for those of the last group of copies.
+Barriers: two a step, one after each phase.
+    after the memory phase: operands are in registers, and the copies that the next memory phase
+        reads have landed.
+    after the compute phase: the LDS that its operands came from may be overwritten.
 
 Pipeline: see `prefill_mainloop` and `prefill_copies`. A step is 128 elements of the contracted
     dimension.
 
-Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long), modelled with Triton 3.6.0: 1173 cycles,
-    87 % of them MFMA (e4m3: 2116 and 97 %; Triton 3.9.0: 84 % and 95 %).
-    group 1:  MFMA (512 cycles)            | copies, reads of step + 1  |
-    group 2:  copies, reads of its step    | MFMA (512 cycles)          |
+Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long), modelled with Triton 3.6.0: 1068 cycles,
+    96 % of them MFMA (e4m3: 2060 and 99 %; Triton 3.9.0: 97 % and 99 %).
+    group 1:  copies, reads            | MFMA (512 cycles)        |
+    group 2:  MFMA of the step before  | copies, reads            |
 """
 
 from __future__ import annotations

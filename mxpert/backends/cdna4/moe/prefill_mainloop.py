@@ -1,11 +1,10 @@
 """Main loop of the prefill kernel: a tile of ``x @ w.T`` on scaled MFMA.
 
-A step is 128 elements of the contracted dimension. A wave multiplies the operands that it has in
-registers, then reads those of the next step from LDS and starts the copies of a later one. The two
-groups of waves do so in turns (ping-pong): while one multiplies, the other reads and copies.
+A step is 128 elements of the contracted dimension: in its memory phase a wave starts the copies of a
+later step and reads its operands from LDS, in its compute phase it multiplies them.
 
-Copies have more than one step's time. LDS that a copy fills is free: both groups have passed the
-barrier after their last read of it.
+LDS that a copy fills is free: both groups have passed the barrier after their last read of it. The
+loop begins with a memory phase, so that its own instructions are not in the way of MFMA.
 """
 
 from __future__ import annotations
