@@ -3,11 +3,10 @@
 A tile is BLOCK_M sorted rows × 256 weight rows, four units of 64. WARPS_M × WARPS_N waves share it.
 A wave owns 64 or 32 consecutive sorted rows times one or two consecutive units:
 
-    FORMAT      BLOCK_M   waves   rows × weight rows of a wave
-    e2m1        256       4 × 2   64 × 128
-    e2m1        128, 64   4 × 2, 2 × 2   32 × 128
-    e4m3, e5m2  256       4 × 2   64 × 128
-    e4m3, e5m2  128, 64   2 × 4, 1 × 4   64 × 64
+    BLOCK_M    e2m1: waves    each        e4m3, e5m2: waves    each
+    256        4 × 2          64 × 128    4 × 2                64 × 128
+    128        4 × 2          32 × 128    2 × 4                64 × 64
+    64         2 × 2          32 × 128    1 × 4                64 × 64
 
 A fragment is 16 rows. An MFMA of e4m3 has one fragment of either side. An MFMA of e2m1 has two: of
 sorted rows two neighbours, of weight rows fragment f of both units. The four bytes of a dword of
