@@ -22,7 +22,8 @@ registers only where a wave may have more than 256 registers."""
 def opaque(words):
     """Return int32 `words` unchanged, as a value of which the compiler knows nothing.
 
-    LLVM then selects bytes of the words (v_perm_b32) instead of recombining their sources.
+    LLVM otherwise follows single bytes of a word through their way to an MFMA and puts the word
+    together again, byte by byte.
     """
     return gl.inline_asm_elementwise("", "=v,0", [words], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -135,13 +136,3 @@ def set_priority(PRIORITY: gl.constexpr):
     gl.inline_asm_elementwise(
         "s_setprio $1", "={exec},n", [value], dtype=gl.int64, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def as_one_register(words):
-    """`words` (int32) in registers of which the compiler knows nothing; emits no instruction.
-
-    LLVM otherwise follows single bytes of a word through their way to an MFMA and puts the word
-    together again, byte by byte.
-    """
-    return gl.inline_asm_elementwise("", "=v,0", [words], dtype=gl.int32, is_pure=False, pack=1)

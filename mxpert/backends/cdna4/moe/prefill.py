@@ -30,6 +30,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..lib.raster import NUM_XCDS
 from .prefill_copies import (
     Source,
     Variant,
@@ -39,14 +40,17 @@ from .prefill_copies import (
     offsets_of_scales,
     offsets_of_weights,
 )
-from .prefill_epilogue import Output, Quadrant, Terms, store_features, store_outputs, sums_of
+from .prefill_epilogue import (
+    TOKEN_MASK,
+    Output,
+    Quadrant,
+    Terms,
+    store_features,
+    store_outputs,
+    sums_of,
+)
 from .prefill_layouts import wave_rows, wave_units
 from .prefill_mainloop import multiply_tile
-
-NUM_XCDS = gl.constexpr(8)
-"""Dies of the chip: workgroup i runs on die i modulo 8."""
-
-_TOKEN_MASK = gl.constexpr((1 << 24) - 1)
 
 RUN_TIME_VALUES = (
     "num_tokens",
@@ -87,7 +91,7 @@ def _row_offsets(ids, first, num_tokens, stride, BLOCK_M: gl.constexpr, GATHER: 
     """
     row = copied_rows(BLOCK_M)
     if GATHER:
-        row = gl.minimum(gl.load(ids + first + row) & _TOKEN_MASK, num_tokens - 1)
+        row = gl.minimum(gl.load(ids + first + row) & TOKEN_MASK, num_tokens - 1)
     return row * stride
 
 
@@ -195,7 +199,7 @@ def _moe_gemm_prefill_cdna4_kernel(
     tile_m, tile_n = _tile_of_program(num_valid_ptr, gl.cdiv(row_units, 4), BLOCK_M, GROUP_M)
     first = gl.maximum(tile_m, 0) * BLOCK_M
     expert = gl.load(block_expert_ids_ptr + first // routing_block_m)
-    has_rows = (gl.load(sorted_token_ids_ptr + first) & _TOKEN_MASK) < num_tokens
+    has_rows = (gl.load(sorted_token_ids_ptr + first) & TOKEN_MASK) < num_tokens
     if (tile_m < 0) | (expert < 0) | (expert >= num_experts) | (has_rows == 0):
         return
     GATHER: gl.constexpr = ACTIVATION != ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .... import routing
 from ...common.activation import gated_activation
 from ...common.compat import aggregate
 from ...common.mx_codec import e8m0_scale, encode, inverse_scale, magnitude_bits
@@ -12,7 +13,7 @@ from .prefill_layouts import mfma_rows, warps_m, warps_n, wave_rows, wave_units
 
 cdna4 = gl.amd.cdna4
 
-_TOKEN_MASK = gl.constexpr((1 << 24) - 1)
+TOKEN_MASK = gl.constexpr(routing.TOKEN_MASK)
 """Bits of a sorted_token_id that hold the token."""
 _NAN = gl.constexpr(255)
 
@@ -86,7 +87,7 @@ class Quadrant:
         own = self.HALF * 32 + row // (MFMA * WAVES) * MFMA + row % MFMA
         place = row // MFMA % WAVES * wave_rows(self.BLOCK_M, self.FORMAT) + own
         index = self.tile_m * self.BLOCK_M + place
-        token = gl.load(terms.sorted_token_ids + index) & _TOKEN_MASK
+        token = gl.load(terms.sorted_token_ids + index) & TOKEN_MASK
         return Rows(index=index, token=token, real=token < terms.num_tokens)
 
     @gluon.jit

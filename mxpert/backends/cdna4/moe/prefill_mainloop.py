@@ -1,7 +1,7 @@
 """Main loop of the prefill kernel: a tile of ``x @ w.T`` on scaled MFMA.
 
-A step is 128 elements of the contracted dimension: in its memory phase a wave starts the copies of a
-later step and reads its operands from LDS, in its compute phase it multiplies them.
+A step is 128 elements of the contracted dimension. In its memory phase a wave starts the copies of
+a later step and reads its operands from LDS; in its compute phase it multiplies them.
 
 LDS that a copy fills is free: both groups have passed the barrier after their last read of it. The
 loop begins with a memory phase, so that its own instructions are not in the way of MFMA.
@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.compat import aggregate, reinterpret
-from ..lib.gcn import as_one_register
+from ..lib.gcn import opaque
 from ..lib.phases import NUM_WARPS, end_compute, end_memory, enter_phases, leave_phases
 from .prefill_copies import copy_ahead, copy_first, steps_per_buffer
 from .prefill_layouts import (
@@ -175,8 +175,8 @@ def _read(buffers, variant, ring, ODD: gl.constexpr):
 @gluon.jit
 def _multiply(sums, fragments, variant):
     """Add the products of a step."""
-    row_scales = _scales_of_rows(as_one_register(fragments.row_scales), variant)
-    weight_scales = _scales_of_weights(as_one_register(fragments.weight_scales), variant)
+    row_scales = _scales_of_rows(opaque(fragments.row_scales), variant)
+    weight_scales = _scales_of_weights(opaque(fragments.weight_scales), variant)
     return cdna4.mfma_scaled(
         fragments.rows,
         row_scales,
