@@ -197,7 +197,7 @@ def test_the_loop_of_the_large_tile(a_format: str, efficiency: float) -> None:
     reads = Counter(re.findall(r"ds_read\w+", listing))
     assert set(reads) <= {"ds_read_b128", "ds_read_b32", "ds_read2_b32", "ds_read2st64_b32"}, reads
     a_read = {"mxfp4": 24, "mxfp8": 32}[a_format] * 4  # b128 of two steps, cycles of a wave
-    scales = 2 * 3  # dwords
+    scales = 2 * {"mxfp4": 5, "mxfp8": 3}[a_format]  # dwords
     assert lds == pytest.approx(8 * (a_read + scales), rel=0.02)
 
 
