@@ -45,6 +45,7 @@ def run_on_ranks(
         [T, H].
     """
     received = dispatch_tokens(ep, tokens, topk_weights, topk_ids, scale_rule=scale_rule)
+    assert isinstance(received.x, torch.Tensor)  # for the type checker
     ids, local = received.topk_ids, ep.num_local_experts  # [R, k]
     keys = ids.masked_fill(ids < 0, local)
     order, inverse, group_offsets = sort_by_expert(keys, local)

@@ -32,9 +32,9 @@ from mxpert.training import (
     MXMoE,
     clip_grad_norm_,
     local_expert_parameters,
+    permute,
     prepare_for_ddp,
 )
-from mxpert.training import permute
 from mxpert.training.permute import PermuteRows
 from support.poison import nan_filled_scratch
 from support.training import bf16_floor_db, layer_floor_db

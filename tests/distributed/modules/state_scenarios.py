@@ -99,7 +99,7 @@ def ddp_keeps_its_names() -> None:
 
 
 def what_does_not_fit_is_refused() -> None:
-    mesh, ep = meshes()
+    _, ep = meshes()
     net = Net(ep)
     for model, given, options, error, text in (
         (None, ep, {}, TypeError, "model — need a Module"),
@@ -120,5 +120,5 @@ def what_does_not_fit_is_refused() -> None:
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return self.inner.state_dict(*args, **kwargs)
 
-    with pytest.raises(ValueError, match="inner.moe.gate_up_proj — need the state dict to name"):
+    with pytest.raises(ValueError, match=r"inner\.moe\.gate_up_proj — need the state dict to name"):
         full_state_dict(Renamed(net), ep)

@@ -9,23 +9,52 @@ import pytest
 
 from support.ranks import Outcomes, run_once
 
-STATES = "distributed.modules.state_scenarios"
-ON_FOUR = [
-    f"{STATES}.shards_are_gathered",
-    f"{STATES}.a_whole_state_loads_into_shards",
-    f"{STATES}.it_loads_into_any_number_of_ranks",
-    f"{STATES}.ddp_keeps_its_names",
-    f"{STATES}.what_does_not_fit_is_refused",
-]
+MODULE = "distributed.modules.moe_scenarios"
+
+
+def of(module: str, names: list[str]) -> list[str]:
+    return [f"distributed.modules.{module}_scenarios.{name}" for name in names]
+
+
+ANY_SIZE = of(
+    "moe",
+    [
+        "equals_one_rank",
+        "any_placement_and_wire",
+        "states_are_local_and_load_whole",
+        "copies_compiled_and_shown",
+        "nothing_is_sent_before_the_checks",
+    ],
+)
+ON_FOUR = ANY_SIZE + of(
+    "state",
+    [
+        "shards_are_gathered",
+        "a_whole_state_loads_into_shards",
+        "it_loads_into_any_number_of_ranks",
+        "ddp_keeps_its_names",
+        "what_does_not_fit_is_refused",
+    ],
+)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run_once(tmp_path_factory, MODULE, ANY_SIZE, 2)
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_once(tmp_path_factory, STATES, ON_FOUR, 4)
+    return run_once(tmp_path_factory, MODULE, ON_FOUR, 4)
 
 
 def short(scenario: str) -> str:
     return scenario.rpartition(".")[2]
+
+
+@pytest.mark.parametrize("scenario", ANY_SIZE, ids=short)
+def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
+    two_ranks.check(scenario)
 
 
 @pytest.mark.parametrize("scenario", ON_FOUR, ids=short)
