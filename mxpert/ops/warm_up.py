@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..dispatch import Explanation, explain_problem
 from ..errors import message, require, require_dtype, require_int, require_tensor
-from ..problem import Activation, MoEProblem, Problem
+from ..problem import Activation, MoEProblem
 from ..routing import TOPK_ID_DTYPES, TOPK_WEIGHT_DTYPES
 from ..weights import MoEWeights
 from .explain import explain
 from .moe import fused_moe
+from .warm_up_ranks import Ranks, compile_alone, errors_reach_all, exchanged_counts, run_together
 
 Progress = Callable[[int, int, int], object]
 """Called with (finished token counts, all of them, the next one) and at the end."""
@@ -41,6 +43,7 @@ def warm_up(
     expert_map: torch.Tensor | None = None,
     topk_weights_dtype: torch.dtype = torch.float32,
     topk_ids_dtype: torch.dtype = torch.int32,
+    expert_parallel: Ranks | None = None,
     progress: Progress | None = None,
 ) -> tuple[int, ...]:
     """Compile the kernels that `fused_moe` launches for 1 to `max_tokens` tokens.
@@ -50,15 +53,25 @@ def warm_up(
     tokens too. Layers of one shape share their kernels: warm up one of them. Triton stores
     binaries on disk, so the next process is quick.
 
+    With `expert_parallel` all ranks call it at the same time with the same options. It covers every
+    call of ``fused_moe(expert_parallel=ep)`` with 0 to `max_tokens` tokens on a rank. Each rank
+    first compiles without waiting for another one, however long that takes; then the ranks run the
+    layer together and return at the same time. The number of received rows, and with it the choice
+    of kernels, depends on ``ep.max_tokens``. So warm up each view of ``ep.with_max_tokens(n)`` that
+    will be used, on the stream that will be used, and before a CUDA graph is captured.
+
     Args:
-        weights: prepared MoEWeights, on the device that will serve them.
-        max_tokens: the largest number of tokens of a call.
+        weights: prepared MoEWeights, on the device that will serve them; with `expert_parallel`
+            this rank's experts.
+        max_tokens: the largest number of tokens of a call; with `expert_parallel` of one rank, at
+            most ``ep.max_tokens``.
         top_k: experts per token.
         activation: as for `fused_moe`.
         activation_format: as for `fused_moe`.
         apply_router_weight_on_input: as for `fused_moe`.
         expert_map: as for `fused_moe`.
         topk_weights_dtype, topk_ids_dtype: dtypes of the calls' routing weights and expert ids.
+        expert_parallel: an mxpert.distributed.ExpertParallel; without `expert_map`.
         progress: called as ``progress(done, total, num_tokens)`` before each run and at the end.
             None logs a warning of the logger "mxpert" every five seconds.
 
@@ -68,8 +81,10 @@ def warm_up(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: `max_tokens` or `top_k` out of range.
+        ValueError: `max_tokens` or `top_k` out of range; ranks that call with other values, or one
+            that has an error.
         UnsupportedError: no backend serves the layer.
+        PeerLostError: a rank died or did not arrive in time.
 
     Source:
         The warm-up of CUDA-graph capture sizes in vLLM and SGLang.
@@ -83,32 +98,88 @@ def warm_up(
         >>> counts = mxpert.warm_up(weights, 64, top_k=2, activation=mxpert.SiLU())
         >>> counts if weights.device.type == "cpu" else ()
         ()
+        >>> from mxpert.distributed import ExpertParallel
+        >>> ep = ExpertParallel(num_experts=4, top_k=2, hidden_size=32, max_tokens=64)
+        >>> for view in (ep, ep.with_max_tokens(1)):  # prefill and decode
+        ...     counts = mxpert.warm_up(weights, view.max_tokens, top_k=2,
+        ...                             activation=mxpert.SiLU(), expert_parallel=view)
     """
-    num_experts = _checked_experts(weights, max_tokens, top_k, expert_map)
-    require_dtype(topk_weights_dtype, TOPK_WEIGHT_DTYPES, "warm_up", "topk_weights_dtype")
-    require_dtype(topk_ids_dtype, TOPK_ID_DTYPES, "warm_up", "topk_ids_dtype")
+    ranks = expert_parallel
     options: dict[str, Any] = dict(
         activation=activation,
         activation_format=activation_format,
         apply_router_weight_on_input=apply_router_weight_on_input,
         expert_map=expert_map,
+        expert_parallel=ranks,
     )
+    with errors_reach_all(ranks):
+        num_experts = _checked_experts(weights, max_tokens, top_k, expert_map, ranks)
+        require_dtype(topk_weights_dtype, TOPK_WEIGHT_DTYPES, "warm_up", "topk_weights_dtype")
+        require_dtype(topk_ids_dtype, TOPK_ID_DTYPES, "warm_up", "topk_ids_dtype")
 
-    def batch(num_tokens: int) -> tuple[torch.Tensor, MoEWeights, torch.Tensor, torch.Tensor]:
-        shape = num_tokens, weights.hidden_size
-        x = torch.zeros(shape, dtype=torch.bfloat16, device=weights.device)
-        routing = even_routing(num_tokens, top_k, num_experts, weights.device)
-        return x, weights, routing[0].to(topk_weights_dtype), routing[1].to(topk_ids_dtype)
+        def run(num_tokens: int) -> None:
+            fused_moe(*batch(num_tokens), **options)
+            if weights.device.type == "cuda":
+                torch.cuda.synchronize(weights.device)
 
-    counts = _token_counts(explain(fused_moe, *batch(1), **options).problem, max_tokens)
+        def batch(num_tokens: int) -> tuple[torch.Tensor, MoEWeights, torch.Tensor, torch.Tensor]:
+            shape = num_tokens, weights.hidden_size
+            x = torch.zeros(shape, dtype=torch.bfloat16, device=weights.device)
+            routing = even_routing(num_tokens, top_k, num_experts, weights.device)
+            return x, weights, routing[0].to(topk_weights_dtype), routing[1].to(topk_ids_dtype)
+
+        problem = explain(fused_moe, *batch(1), **options).problem
+        assert isinstance(problem, MoEProblem)  # for the type checker: the problem of fused_moe
     report = _log_slow_progress() if progress is None else progress
+    if ranks is not None:
+        facts = activation_format, top_k, topk_weights_dtype, topk_ids_dtype
+        return _warm_up_on_ranks(ranks, weights, problem, run, max_tokens, facts, report)
+    counts = _token_counts(problem, max_tokens)
     for done, num_tokens in enumerate(counts):
         report(done, len(counts), num_tokens)
-        fused_moe(*batch(num_tokens), **options)
-        if weights.device.type == "cuda":
-            torch.cuda.synchronize(weights.device)
+        run(num_tokens)
     if counts:
         report(len(counts), len(counts), counts[-1])
+    return counts
+
+
+def _warm_up_on_ranks(
+    ranks: Ranks,
+    weights: MoEWeights,
+    problem: MoEProblem,
+    run: Callable[[int], None],
+    max_tokens: int,
+    facts: tuple[object, ...],
+    report: Progress,
+) -> tuple[int, ...]:
+    """Compile on each rank, then run the layer on all; returns the token counts that ran.
+
+    facts: what else has to be the same on all ranks.
+    """
+    transport, slots = ranks.transport.name, ranks.max_tokens
+    counts = exchanged_counts(max_tokens)
+    alone: tuple[int, ...] = (ranks.size * slots,)  # the received rows of GATHER
+    with errors_reach_all(ranks):
+        if transport == "SYMMETRIC":
+            alone = counts
+        elif transport == "ALL_TO_ALL":  # as many rows as arrive
+            alone = (0, *_token_counts(problem, ranks.size * slots))
+    compiles = transport == "SYMMETRIC" or _choice(explain_problem(problem))[0] != "reference"
+    names = "max_tokens", "slots a rank", "other arguments", "compiles"
+    values = max_tokens, slots, facts, compiles
+    ranks.agree({f"warm_up: {name}": value for name, value in zip(names, values, strict=True)})
+    if not compiles:
+        return ()
+    total, done = len(alone) + len(counts), itertools.count()
+
+    def step(num_tokens: int) -> None:
+        report(next(done), total, num_tokens)
+
+    with errors_reach_all(ranks):
+        compile_alone(ranks, weights, problem.options, run, counts, alone, step)
+    ranks.agree({})  # every rank has compiled
+    run_together(ranks, run, counts, step)
+    step(counts[-1])
     return counts
 
 
@@ -122,7 +193,11 @@ def even_routing(
 
 
 def _checked_experts(
-    weights: object, max_tokens: object, top_k: int, expert_map: torch.Tensor | None
+    weights: object,
+    max_tokens: object,
+    top_k: int,
+    expert_map: torch.Tensor | None,
+    ranks: Ranks | None,
 ) -> int:
     """Check the arguments that `fused_moe` does not see; return the number of global ids."""
     op = "warm_up"
@@ -135,14 +210,18 @@ def _checked_experts(
         require_tensor(
             expert_map, op, "expert_map", dtype=torch.int32, shape=(None,), device=weights.device
         )
+    if ranks is not None:
+        need = f"at most {ranks.max_tokens}, the slots of expert_parallel"
+        fits = cast(int, max_tokens) <= ranks.max_tokens
+        require(fits, op, "max_tokens", need=need, got=max_tokens)
+        return int(ranks.placement.num_experts)  # `explain` checks the rest
     num_experts: int = weights.num_experts if expert_map is None else expert_map.shape[0]
     require(top_k <= num_experts, op, "top_k", need=f"at most {num_experts}", got=top_k)
     return num_experts
 
 
-def _token_counts(problem: Problem, max_tokens: int) -> tuple[int, ...]:
+def _token_counts(problem: MoEProblem, max_tokens: int) -> tuple[int, ...]:
     """Token counts whose launches together use every binary of 1 … max_tokens tokens."""
-    assert isinstance(problem, MoEProblem)  # for the type checker: the problem of fused_moe
     counts = {max_tokens, *(1 << n for n in range(max_tokens.bit_length()))}
     seen = set()
     compiles = False
