@@ -25,6 +25,16 @@ ANY_SIZE = of(
         "copies_compiled_and_shown",
         "nothing_is_sent_before_the_checks",
     ],
+) + of(
+    "warm_up",
+    [
+        "ranks_run_the_same_counts",
+        "views_are_warmed_up",
+        "slow_compilation_loses_nobody",
+        "ranks_end_together",
+        "nothing_is_sent_before_the_checks",
+        "errors_reach_every_rank",
+    ],
 )
 ON_FOUR = ANY_SIZE + of(
     "state",
@@ -49,7 +59,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 def short(scenario: str) -> str:
-    return scenario.rpartition(".")[2]
+    return scenario.removeprefix("distributed.modules.").replace("_scenarios", "")
 
 
 @pytest.mark.parametrize("scenario", ANY_SIZE, ids=short)
