@@ -11,7 +11,7 @@ from .distributed import ExpertParallel
 from .errors import UnsupportedError, message, require, require_device, require_tensor
 from .formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
 from .formats.tensor import Layout, MXTensor
-from .local_weights import check_local_weights, local_weights
+from .ops.local_weights import check_local_weights, local_weights
 from .ops.moe import fused_moe
 from .ops.quantize import FLOAT_DTYPES, quantize
 from .ops.route import LOGIT_DTYPES, check_route_topk, route_topk

@@ -43,7 +43,6 @@ LAYERS = {
     "runtime": 3,
     "dispatch": 4,
     "ops": 5,
-    "local_weights": 6,
     "modules": 6,
     "distributed": 6,
     "training": 7,

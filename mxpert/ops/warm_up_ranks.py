@@ -78,24 +78,19 @@ def exchanged_counts(max_tokens: int) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def errors_reach_all(ranks: Ranks | None) -> Iterator[None]:
+def errors_reach_all(ranks: Ranks) -> Iterator[None]:
     """Raise an error of the block on this rank, and one that names it on all others.
 
     The others learn of it in their next call of `agree`.
     """
-    try:
-        yield
-    except Exception as error:
-        if ranks is not None:
-            _require_ranks(ranks)
-            ranks.agree(error)
-        raise
-
-
-def _require_ranks(ranks: object) -> None:
     if not hasattr(ranks, "run_layer"):
         need, got = "an mxpert.distributed.ExpertParallel", type(ranks).__name__
         raise TypeError(message("warm_up", "expert_parallel", need, got))
+    try:
+        yield
+    except Exception as error:
+        ranks.agree(error)
+        raise
 
 
 def compile_alone(

@@ -48,8 +48,7 @@ def convert(
     All ranks call the model equally often: give ``generate`` the same prompts on every rank, or
     ``synced_gpus=True``, which lets ranks that have ended wait. The state dict has local experts;
     `restore` and ``save_pretrained`` are refused. ``from_pretrained`` takes `expert_parallel` too,
-    beside ``experts_implementation="mxpert"``, and reads the local experts alone, of bf16 and of
-    MXFP4 checkpoints.
+    beside ``experts_implementation="mxpert"``, and reads the local experts of a checkpoint alone.
 
     Args:
         model: a model in memory, or a module that contains one. A model in MXFP4 only changes its

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from .distributed import ExpertParallel
-from .errors import require
-from .weights import MoEWeights
-from .weights_state import BIASES, PROJECTIONS
+from ..errors import require
+from ..weights import MoEWeights
+from ..weights_state import BIASES, PROJECTIONS
 
 
-def local_weights(op: str, ranks: ExpertParallel, weights: MoEWeights) -> MoEWeights:
+def local_weights(op: str, ranks: Any, weights: MoEWeights) -> MoEWeights:
     """Take this rank's experts out of those of the whole layer; local ones are returned as given.
+
+    Args:
+        op: name that error messages start with.
+        ranks: an ExpertParallel.
+        weights: of this rank, or of all experts, prepared or not.
+
+    Returns:
+        MoEWeights of this rank; a copy in ROW_MAJOR if all were given.
 
     Raises:
         ValueError: weights of another number of experts.
@@ -36,9 +44,7 @@ def local_weights(op: str, ranks: ExpertParallel, weights: MoEWeights) -> MoEWei
     return replace(plain, **projections, **biases)
 
 
-def check_local_weights(
-    op: str, ranks: ExpertParallel, weights: MoEWeights, activation_format: str
-) -> None:
+def check_local_weights(op: str, ranks: Any, weights: MoEWeights, activation_format: str) -> None:
     """Check that the weights of a rank and its ExpertParallel fit; calls check the tokens."""
     for name, given, need in (
         ("weights.num_experts", weights.num_experts, ranks.num_local_experts),
