@@ -196,7 +196,7 @@ def _decode_launches(
         WAVES=waves,
         DEPTH=config.num_stages,
         ITERATIONS=heuristics.iterations_per_copy(config, problem.options.activation_format),
-        STREAM=heuristics.rows_per_expert(problem) <= config.block_m,
+        STREAM=problem.rows_per_expert <= config.block_m,
         num_warps=config.num_warps,
         **both,
     )
