@@ -208,7 +208,7 @@ def _on_ranks(layer: _Layer, ranks: Ranks, max_tokens: int, report: Progress) ->
         report(next(done), total, num_tokens)
 
     with errors_reach_all(ranks):
-        compile_alone(ranks, layer.weights, problem.options, layer.run, counts, alone, step)
+        compile_alone(ranks, layer.weights, problem, layer.run, counts, alone, step)
     ranks.agree({})  # every rank has compiled
     run_together(ranks, layer.run, counts, step)
     step(counts[-1])

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import message
 from ..formats.tensor import MXTensor
-from ..problem import MoEOptions
+from ..problem import MoEProblem
 from ..weights import MoEWeights
 from .moe import fused_moe_received
 from .quantize import quantize
@@ -96,7 +96,7 @@ def errors_reach_all(ranks: Ranks) -> Iterator[None]:
 def compile_alone(
     ranks: Ranks,
     weights: MoEWeights,
-    options: MoEOptions,
+    problem: MoEProblem,
     run: Run,
     tokens: Sequence[int],
     alone: Sequence[int],
@@ -105,7 +105,7 @@ def compile_alone(
     """Compile what this rank will launch, without an exchange.
 
     Args:
-        options: of the local layer.
+        problem: of the local layer.
         run: the layer over the ranks.
         tokens: numbers of tokens of a rank.
         alone: the same with SYMMETRIC, whose host code sends nothing; else numbers of received rows
@@ -119,6 +119,7 @@ def compile_alone(
                 step(num_tokens)
                 run(num_tokens)
         return
+    assert problem.local_top_k is not None  # for the type checker: a problem of several ranks
     is_quantised = ranks.wire_format == "mxfp8"
     if is_quantised:
         for num_tokens in tokens:
@@ -132,7 +133,7 @@ def compile_alone(
             torch.full(shape, 1 / ranks.top_k, device=ranks.device),
             ranks.expert_map[slots % ranks.placement.num_experts],
         )
-        fused_moe_received(received, weights, options)
+        fused_moe_received(received, weights, problem.options, problem.local_top_k)
 
 
 def _zeros(ranks: Ranks, num_rows: int) -> torch.Tensor:
