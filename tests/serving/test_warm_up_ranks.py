@@ -20,6 +20,7 @@ from mxpert.distributed.transport import ExchangeSpec
 from mxpert.formats import Layout
 from mxpert.ops import warm_up as module
 from mxpert.ops.warm_up import even_routing
+from mxpert.testing.problems import MoEShape, random_moe_problem
 
 from .test_warm_up import SHAPES, launched_binaries, unwritten
 
@@ -141,3 +142,43 @@ def test_compile_only_compiles_and_launches_nothing() -> None:
         launch(topk_ids=ids, arrivals=words)
         assert len(launched) == 1
         assert [len(cache[0]) for cache in caches.values()] == [1]
+
+
+def test_a_layer_is_replayed_after_warm_up() -> None:
+    """Compiling without a launch leaves the host's fast path as the first call would."""
+    pytest.importorskip("triton")
+    from support.launches import H200, as_if_on_h200, without_device
+    from support.replays import watched_replays
+
+    shape = MoEShape(256, 128, 8, 2, mxpert.SiLU(), mxpert.GateUpOrder.CONCATENATED, True)
+    options: dict[str, Any] = dict(activation=shape.activation, activation_format="mxfp8")
+    with (
+        mock.patch.object(symmetric, "detect_target", return_value=H200),
+        mock.patch.object(SymmetricExchange, "unavailable", return_value=None),
+        without_device() as launched,
+        as_if_on_h200(),
+    ):
+        ep = ExpertParallel(
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            hidden_size=shape.hidden_size,
+            max_tokens=8,
+            transport=Transport.SYMMETRIC,
+            wire_format="mxfp8",
+            device="cpu",
+        )
+        given = random_moe_problem(shape, 4, device=torch.device("cpu"))
+        weights = given.weights.prepare(device="cpu", layout=Layout.HOPPER_FRAGMENT)
+        for _ in range(2):
+            launched.clear()
+            counts = mxpert.warm_up(weights, 4, top_k=2, **options, expert_parallel=ep)
+            assert counts == (0, 1, 2, 4)
+        kernels = len(launched) // len(counts)
+        assert len(launched) == kernels * len(counts)
+        assert kernels > 2
+        launched.clear()
+        with watched_replays() as seen:
+            routed = given.x, weights, given.topk_weights, given.topk_ids
+            mxpert.fused_moe(*routed, **options, expert_parallel=ep)
+        assert len(launched) == kernels
+        assert len(seen) == 1
