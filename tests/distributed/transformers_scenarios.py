@@ -357,8 +357,11 @@ def states_are_local_and_load_whole() -> None:
     for name, value in own.items():
         part = whole[name][list(ep.local_experts)] if ".experts." in name else whole[name]
         assert is_exact(value, part), name
+    gathered = full_state_dict(ranks, ep)
+    assert gathered.keys() == whole.keys()
+    assert all(is_exact(value, whole[name]) for name, value in gathered.items())
     other = converted(build("gpt_oss", seed=1), ep)
-    for state in (whole, own):
+    for state in (whole, own, gathered):
         assert not any(other.load_state_dict(state))
         assert is_exact(logits(other), logits(ranks))
         other = copy.deepcopy(other)
