@@ -409,6 +409,10 @@ class ExpertParallel:
                 )
             )
 
+    def agree(self, arguments: dict[str, object] | Exception) -> None:
+        """Wait for all ranks; raise where they give different values, or where one has an error."""
+        agree(self.group, arguments)
+
     def explain(self) -> str:
         """The transport, the reason for it, and why not the others; one line each."""
         lines = [f"transport: {self.transport.value} ({self._why[self.transport]})"]

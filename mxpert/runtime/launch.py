@@ -172,7 +172,8 @@ class Launch:
         """Enqueue the kernel on the current stream of the tensors' device."""
         if self._binaries is None or has_hooks() or self.kernel.pre_run_hooks:
             with torch.cuda.device_of(_first(tensors)):  # Triton launches on the current device
-                self.kernel[self.grid](**self.arguments(tensors))
+                options = dict(grid=self.grid, warmup=_compiles_only.get())
+                self.kernel.run(**options, **self.arguments(tensors))
             _record(self, tensors, None)
             return
         active = driver.active
@@ -270,6 +271,21 @@ def record_launches() -> Iterator[list[LaunchRecord]]:
         _records.reset(token)
 
 
+_compiles_only: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "mxpert_compiles_only", default=False
+)
+
+
+@contextlib.contextmanager
+def compile_only() -> Iterator[None]:
+    """Compile the kernels of this thread's or task's launches inside the block; launch none."""
+    token = _compiles_only.set(True)
+    try:
+        yield
+    finally:
+        _compiles_only.reset(token)
+
+
 def _record(launch: Launch, tensors: dict[str, torch.Tensor | None], binary: Binary | None) -> None:
     records = _records.get()
     if records is not None:
@@ -330,7 +346,9 @@ def is_direct() -> bool:
 
 
 def has_hooks() -> bool:
-    """Whether launch hooks are set (by a profiler or a test); only Triton's own path calls them."""
+    """Whether launches go through Triton: launch hooks are set, or kernels are only compiled."""
+    if _compiles_only.get():
+        return True
     try:
         runtime = knobs.runtime
         return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
