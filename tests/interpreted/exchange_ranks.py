@@ -451,8 +451,11 @@ def closed_exchange_refuses() -> None:
 # ---- the layer ----------------------------------------------------------------------------------
 
 
-def layer_equals_one_rank() -> None:
-    """`fused_moe` over SYMMETRIC: the Triton layer waits in its sort, the reference before it."""
+def layer_equals_one_rank(others: str = "reference", prepared: str = "triton") -> None:
+    """`fused_moe` over SYMMETRIC: the Triton layer waits in its sort, the reference before it.
+
+    others: the second backend. prepared: the one that takes prepared weights.
+    """
     shape = MoEShape(64, 32, 5, 2, SiLU(), GateUpOrder.CONCATENATED, False)
     whole = random_moe_problem(shape, 0).weights
     ep = ExpertParallel(
@@ -475,11 +478,11 @@ def layer_equals_one_rank() -> None:
     mine = replace(whole, **parts)
     options: dict[str, Any] = dict(activation=shape.activation, activation_format="mxfp8")
     options["out_dtype"] = torch.float32
-    for backend, view, count in (("reference", ep, 4), ("triton", ep.with_max_tokens(2), rank())):
+    for backend, view, count in ((others, ep, 4), ("triton", ep.with_max_tokens(2), rank())):
         generator = torch.Generator().manual_seed(rank())
         x, weights, ids = random_tokens_of(shape, count, generator)
         local, every = mine, whole
-        if backend == "triton":
+        if backend == prepared:
             local, every = mine.prepare(device="cpu"), whole.prepare(device="cpu")
         with mxpert.override(backend=backend):
             out = mxpert.fused_moe(x, local, weights, ids, **options, expert_parallel=view)

@@ -148,6 +148,18 @@ def _barriers(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
         yield "dropped barrier", (_NOP, "")
 
 
+def _caches(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
+    """Cache controls; the scope of what looks at flags (loads) and sets them (atomics)."""
+    name, scope = instruction.name, {"sc0", "sc1"} & instruction.modifiers.keys()
+    if name in ("buffer_wbl2", "buffer_inv"):
+        kind = "dropped write-back" if name == "buffer_wbl2" else "dropped invalidation"
+        yield kind, (_NOP, "")
+    elif "sc1" in scope and name.startswith(("global_", "buffer_")):
+        dropped = {"sc1"} if "_atomic_" in name else scope
+        kept = {key: value for key, value in instruction.modifiers.items() if key not in dropped}
+        yield "narrow scope", (replace(instruction, modifiers=kept), "sc1")
+
+
 def _scale_bytes(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     """Bits of the byte numbers: op_sel is the low one, op_sel_hi the high one; A's, then B's."""
     if not instruction.name.startswith("v_mfma_scale"):
@@ -179,7 +191,7 @@ def _lds_offsets(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     yield "LDS offset", _modified(instruction, name, instruction.integer(name) + step)
 
 
-_CHANGES = (_waits, _barriers, _scale_bytes, _operands, _lds_offsets)
+_CHANGES = (_waits, _barriers, _caches, _scale_bytes, _operands, _lds_offsets)
 
 SOME_SURVIVE = ("dropped wait", "weakened wait", "dropped barrier", "LDS offset")
 """Kinds whose mutants can be redundant: something else orders the accesses, or a store changes

@@ -12,7 +12,7 @@ Source: CDNA4 ISA, chapters 4 (waits) and 9 (memory scopes), and section 12.13 (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,8 @@ _MISSING = {
 """What has to stand between a store and a flag, from the flag backwards."""
 
 
-def system_scope(instruction: Instruction) -> bool:
-    """Whether a cache control, load or store has system scope: sc0 and sc1."""
+def _is_wide(instruction: Instruction) -> bool:
+    """Whether a cache control or store has system scope: sc0 and sc1."""
     return bool(instruction.modifiers.get("sc0") and instruction.modifiers.get("sc1"))
 
 
@@ -57,31 +57,43 @@ def find_unordered(program: Program) -> dict[int, dict[int, str]]:
 
 
 def _unordered(program: Program, flag: int, ahead: list[list[int]]) -> dict[int, str]:
-    start = _MEETING if program.num_waves > 1 else _WAIT
+    first = _Stage(_MEETING if program.num_waves > 1 else _WAIT)
     found: dict[int, str] = {}
-    pending = [(index, start) for index in ahead[flag]]
+    pending = [(index, first) for index in ahead[flag]]
     seen = set(pending)
     while pending:
         index, stage = pending.pop()
         each = program.instructions[index]
-        if each.name.startswith(_STORES) and not (stage == _WRITE_BACK and system_scope(each)):
-            found.setdefault(index, _MISSING[stage])
-        stage = _next_stage(each, stage)
-        if stage < _ORDERED:
+        if each.name.startswith(_STORES) and not (stage.needs == _WRITE_BACK and _is_wide(each)):
+            found.setdefault(index, stage.missing)
+        stage = stage.ahead_of(each)
+        if stage.needs < _ORDERED:
             following = {(previous, stage) for previous in ahead[index]} - seen
             seen |= following
             pending += following
     return found
 
 
-def _next_stage(each: Instruction, stage: int) -> int:
-    """The stage ahead of an instruction, on the way from the flag backwards."""
-    passed = {
-        _MEETING: each.name == "s_barrier",
-        _WAIT: each.name == "s_waitcnt" and each.modifiers.get("vmcnt") == 0,
-        _WRITE_BACK: each.name == "buffer_wbl2" and system_scope(each),
-    }
-    return stage + passed[stage]
+class _Stage(NamedTuple):
+    """What is still to come on the way from a flag backwards, and whether a wait was missed."""
+
+    needs: int
+    unfinished: bool = False
+
+    @property
+    def missing(self) -> str:
+        return _MISSING[_WAIT if self.unfinished else self.needs]
+
+    def ahead_of(self, each: Instruction) -> _Stage:
+        """The stage ahead of an instruction."""
+        writes_back = each.name == "buffer_wbl2" and _is_wide(each)
+        if self.needs == _MEETING:
+            return _Stage(_WAIT) if each.name == "s_barrier" else self
+        if self.needs == _WAIT:
+            if each.name == "s_waitcnt" and each.modifiers.get("vmcnt") == 0:
+                return self._replace(needs=_WRITE_BACK)
+            return self._replace(unfinished=self.unfinished or writes_back)
+        return _Stage(_ORDERED) if writes_back else self
 
 
 def _predecessors(program: Program) -> list[list[int]]:
