@@ -452,10 +452,7 @@ def closed_exchange_refuses() -> None:
 
 
 def layer_equals_one_rank(others: str = "reference", prepared: str = "triton") -> None:
-    """`fused_moe` over SYMMETRIC: the Triton layer waits in its sort, the reference before it.
-
-    others: the second backend. prepared: the one that takes prepared weights.
-    """
+    """`fused_moe` over SYMMETRIC, also with other experts; `prepared` is what prepares weights."""
     shape = MoEShape(64, 32, 5, 2, SiLU(), GateUpOrder.CONCATENATED, False)
     whole = random_moe_problem(shape, 0).weights
     ep = ExpertParallel(
