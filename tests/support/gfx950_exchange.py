@@ -20,8 +20,9 @@ from mxpert.backends.common.exchange.schedule import Schedule
 from mxpert.backends.common.exchange.words import EPOCHS, MAX_ROUNDS
 from mxpert.distributed import DispatchedTokens
 from mxpert.distributed.symmetric import SymmetricExchange
-from mxpert.testing.gfx950 import CodeObject, emulation
+from mxpert.testing.gfx950 import CodeObject, emulate, emulation
 from mxpert.testing.gfx950.machine import Machine
+from support.gfx950_mutants import Launch
 
 from .exchange import Case, Experts, Tokens, dispatch, expected, multiply, random_tokens, values
 
@@ -153,6 +154,34 @@ def at_the_third_poll(happens: Callable[[], object]) -> Iterator[None]:
 
     with mock.patch.object(Machine, "clock", counted):
         yield
+
+
+class _CapturedError(Exception):
+    """The launch that is wanted was captured."""
+
+
+def captured(kernel: str) -> Launch:
+    """A launch of rank 0: what it waits for is there. Keeps the memory of both ranks."""
+    found: list[Launch] = []
+    previous = emulation.run  # type: ignore[attr-defined]
+
+    def spy(compiled: Any, grid: Any, arguments: Mapping[str, Any], **options: Any) -> Any:
+        code = CodeObject.of(compiled)
+        if code.executable.program.name != kernel:
+            return previous(compiled, grid, arguments, **options)
+        memory, binary = tuple(options["reachable"]), compiled.asm["hsaco"]
+        found.append(Launch(kernel, code, grid, arguments, binary, memory))
+        raise _CapturedError
+
+    patch = mock.patch.object(emulation, "run", spy)
+    with emulate(), turns() as pair, contextlib.suppress(_CapturedError), patch:
+        for rank in (0, 1):
+            pair.dispatch(rank)
+        pair.wait(0)
+        pair.sort(0)
+        pair.announce(1)
+        pair.combine(0)
+    return found[0]
 
 
 def earlier(words: torch.Tensor) -> torch.Tensor:
