@@ -3,10 +3,10 @@
 `mutants.json` records them by kernel and kind, and each survivor by its place. Scale bytes,
 operands and LDS offsets that are exchanged give a wrong result or a fault. A wait, barrier, cache
 control or scope that is dropped or weakened survives where something else orders what it orders, or
-where nothing of other devices depends on it, and a store to LDS may
-go elsewhere if it stores what is already there: then the bits are the same in all schedules of
-`Trial.judge`, with all checks on, and the record has the reason, which follows from a run of the
-kernel as it is (`gfx950_orders`, `gfx950_caches`).
+where nothing of other devices depends on it, and a store to LDS may go elsewhere if it stores what
+is already there: then the bits are the same in all schedules of `Trial.judge`, with all checks on,
+and the record has the reason, which follows from a run of the kernel as it is (`gfx950_orders`,
+`gfx950_caches`).
 
 By default the reasons of all recorded survivors are checked and a mutant of each kind is judged,
 with ``--gfx950-all`` all that the record judges: every mutant of a kernel, or of kernels that run

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from mxpert.testing.gfx950.coherence import CoherenceCheck, find_unordered
-from mxpert.testing.gfx950.program import Program
+from mxpert.testing.gfx950.coherence import CoherenceCheck
+from mxpert.testing.gfx950.program import Instruction
 
 WRITTEN_BACK = "what flags publish is written back without it"
 THIS_DEVICE = "orders the accesses of this device alone"
@@ -36,21 +36,21 @@ class Watched:
     needed: set[int] = field(default_factory=set)
     _last: dict[int, int] = field(default_factory=dict)
 
-    def reason(self, kind: str, index: int, before: Program, after: Program) -> str | None:
-        """Why a mutant survives; None if nothing says so.
+    def reason(self, kind: str, original: Instruction, index: int) -> str | None:
+        """Why a mutant survives that changes no order of stores and flags; None if nothing says so.
 
         Args:
-            kind, index: of the mutant. before, after: the program without and with the change.
+            kind, original, index: of the mutant.
         """
         if kind == "dropped write-back":
-            return WRITTEN_BACK if find_unordered(before) == find_unordered(after) else None
+            return WRITTEN_BACK
         if kind == "dropped invalidation":
-            if "sc0" not in before.instructions[index].modifiers:
+            if "sc0" not in original.modifiers:
                 return THIS_DEVICE
             return None if index in self.needed else NOTHING_LOADED
-        if "_atomic_" in before.instructions[index].name:
-            return None
-        return UNCHANGED if index in self.shared else THIS_DEVICE
+        if index not in self.shared:
+            return THIS_DEVICE
+        return None if "_atomic_" in original.name else UNCHANGED
 
 
 @contextlib.contextmanager

@@ -329,12 +329,11 @@ class Trial:
 
     def reason(self, mutant: Mutant) -> str | None:
         """Why what a mutant lacks is redundant if it survives; None if nothing says so."""
+        before, after = self.launch.code.executable, changed(self.launch.code, mutant).executable
+        if before.unordered != after.unordered:  # a flag may overtake what it publishes
+            return None
         if mutant.kind in OF_CACHES:
-            programs = (
-                each.executable.program
-                for each in (self.launch.code, changed(self.launch.code, mutant))
-            )
-            return self.caches.reason(mutant.kind, mutant.index, *programs)
+            return self.caches.reason(mutant.kind, mutant.original, mutant.index)
         if mutant.kind == "LDS offset":
             return self.orders.reason_for_store(mutant.index)
         if mutant.kind == "dropped barrier":

@@ -90,7 +90,7 @@ chapter(
     }
 )
 
-# -- VOPC: comparisons, one bit a lane --------------------------------------------------------------
+# -- VOPC: comparisons, one bit a lane -------------------------------------------------------------
 
 Comparison = Callable[[Array, Array], Array]
 
