@@ -1,4 +1,4 @@
-"""GEMM kernels whose mutants are judged, and the record of what is caught.
+"""Kernels whose mutants are judged, and the record of what is caught.
 
 ``python tests/gfx950/mutation_cases.py`` judges the mutants of all cases, in as many processes as
 there are cores, and writes `RECORD`; with names of cases it replaces theirs. ``--each 8`` judges a
@@ -25,6 +25,7 @@ from mxpert.backends.cdna4.moe.config import prefill_config
 from mxpert.problem import GroupedProblem, Op
 from mxpert.testing.gfx950 import MI355X
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from support.gfx950_exchange import captured
 from support.gfx950_mutants import Launch, Mutant, Trial, capture, digest, sample, tally
 
 RECORD = Path(__file__).with_name("mutants.json")
@@ -63,7 +64,13 @@ class Grouped(NamedTuple):
     k: int
 
 
-CASES: dict[str, Layer | Grouped] = {
+class Exchange(NamedTuple):
+    """A kernel of the exchange between two ranks, on the first of them."""
+
+    kernel: str
+
+
+CASES: dict[str, Layer | Grouped | Exchange] = {
     "triton decode a8w4 stage 1": Layer("triton", "mxfp8", 16, 1024, 1),
     "triton decode a4w4 stage 2": Layer("triton", "mxfp4", 16, 1024, 2),
     "triton prefill a8w4 stage 1": Layer("triton", "mxfp8", 128, 768, 1),
@@ -74,6 +81,10 @@ CASES: dict[str, Layer | Grouped] = {
     "cdna4 prefill a8w4 stage 1": Layer("cdna4", "mxfp8", 256, 768, 1),
     "cdna4 prefill a4w4 stage 1": Layer("cdna4", "mxfp4", 256, 768, 1),
     "cdna4 grouped gemm": Grouped(256, 256, 640),
+    "exchange dispatch": Exchange("_exchange_dispatch_kernel"),
+    "exchange wait": Exchange("_exchange_wait_kernel"),
+    "exchange combine": Exchange("_exchange_combine_kernel"),
+    "exchange sort": Exchange("_routing_plan_expert_kernel"),
 }
 
 
@@ -94,8 +105,10 @@ def inputs_of(case: Layer) -> MoEInputs:
     return replace(inputs, x=inputs.x * blocks(case.block_m, case.depth, 4).bfloat16())
 
 
-def launch_of(case: Layer | Grouped) -> Launch:
-    """The launch of a case's GEMM."""
+def launch_of(case: Layer | Grouped | Exchange) -> Launch:
+    """The launch of a case's kernel."""
+    if isinstance(case, Exchange):
+        return captured(case.kernel)
     return grouped_launch(case) if isinstance(case, Grouped) else layer_launch(case)
 
 

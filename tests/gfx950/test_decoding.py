@@ -23,6 +23,7 @@ from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
 from support.gfx950.decoder import decoded, from_binary, listed
 from support.gfx950.pseudocode import PSEUDOCODE
+from support.gfx950_exchange import turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::mxpert.errors.PerformanceWarning")
 """Weights in the published layout run on the portable kernels, which are wanted, too."""
@@ -121,6 +122,7 @@ An unscaled f8f6f4 follows one of 4 bytes: after 8 bytes tinygrad takes both for
 NO_PSEUDOCODE = {
     *("ds_read_b64_tr_b16", "ds_read_b64_tr_b8", "ds_read_b64_tr_b4", "s_setprio"),
     *("global_load_lds_dword", "global_load_lds_dwordx4", "s_barrier", "s_endpgm"),
+    *("buffer_wbl2", "buffer_inv", "s_memrealtime"),
     *("v_accvgpr_mov_b32", "v_accvgpr_read_b32", "v_accvgpr_write_b32"),
     *("v_mfma_scale_f32_16x16x128_f8f6f4", "v_mfma_scale_f32_32x32x64_f8f6f4"),
 }
@@ -176,6 +178,10 @@ def _call_ops() -> None:
     mxpert.grouped_gemm(x, b, offsets)
     mxpert.grouped_gemm(*(mxpert.quantize(t, "mxfp8_e4m3") for t in (x, b)), offsets)
     mxpert.grouped_wgrad(x, x[:, :128], offsets)
+    with turns() as pair:
+        pair.dispatch(0)
+        pair.wait(0)
+        pair.combine(0)
 
 
 def test_binaries_are_their_listings() -> None:

@@ -12,7 +12,7 @@ import pytest
 from mxpert.testing.gfx950.faults import ScratchFault
 from mxpert.testing.gfx950.instructions import TABLE
 from support.gfx950.pseudocode import PSEUDOCODE, Lane, Value, same
-from support.gfx950.single import BASE, Single
+from support.gfx950.single import BASE, CLOCK, Single
 
 LANES = 64
 PARTIAL = 0xF0F0_1234_8000_0001
@@ -209,27 +209,31 @@ def test_global_and_buffer(name: str) -> None:
 @pytest.mark.parametrize("name", _named(_ATOMIC))
 def test_atomic(name: str) -> None:
     """Several lanes share an address: each sees what the lane before has left."""
-    places = np.random.default_rng(4).integers(0, 24, (2, LANES)) * 4
+    words = 2 if name.endswith("_x2") else 1
+    count = words * (2 if "cmpswap" in name else 1)
+    places = np.random.default_rng(4).integers(0, 24, (2, LANES)) * 4 * words
     local = name.startswith("ds_")
     for returns in ["_rtn_" in name] if local else [False, True]:
         for form in ["lds"] if local else _forms(name):
             single, before = _pair(places)
-            for each in (single, before):  # the third operand of buffers is result and data
-                each.state.vector[TARGET] = each.state.vector[DATA]
+            extra = 16 + FORMS.get(form, 0)
+            for each in (single, before):
+                _hit_half(each, places + extra, words, count)
+                # the third operand of buffers is result and data
+                each.state.vector[TARGET : TARGET + count] = each.state.vector[DATA : DATA + count]
             if local:
                 target = f"v{TARGET}, " if returns else ""
                 text = f"{name} {target}v{ADDRESS}, v{DATA} offset:16"
             else:
                 address, base = _place_globally(single, form, places)
+                target = f"{_range(TARGET, words)}, " if returns else ""
                 if name.startswith("buffer"):
-                    text = f"{name} v{TARGET}, {address}, {base} offset:16"
+                    text = f"{name} {_range(TARGET, count)}, {address}, {base} offset:16"
                 else:
-                    target = f"v{TARGET}, " if returns else ""
-                    text = f"{name} {target}{address}, v{DATA}, {base} offset:16"
+                    text = f"{name} {target}{address}, {_range(DATA, count)}, {base} offset:16"
                 text += " sc0" if returns else ""
             single.run(text)
             content = before.lds.bytes if local else before.memory.bytes
-            extra = 16 + FORMS.get(form, 0)
             _compare(
                 name,
                 single,
@@ -237,14 +241,23 @@ def test_atomic(name: str) -> None:
                 Memory(content),
                 lambda wave, lane, e=extra: int(places[wave, lane]) + e,
                 "RETURN_DATA",
-                1,
-                int(returns),
+                count,
+                words if returns else 0,
                 {},
             )
             got = single.lds.bytes if local else single.memory.bytes
             np.testing.assert_array_equal(_without_nan(got, name), _without_nan(content, name))
             counter = "lgkm" if local else "vm"
-            assert single.loads == [(counter, (TARGET,) if returns else ())]
+            loaded = tuple(range(TARGET, TARGET + words)) if returns else ()
+            assert single.loads == [(counter, loaded)]
+
+
+def _hit_half(single: Single, places: np.ndarray, words: int, count: int) -> None:
+    """Of a comparison and swap: let every other lane expect what memory holds."""
+    memory = single.memory.bytes.view(np.uint32)
+    for k in range(words, count):
+        expected = memory[places // 4 + k - words]
+        single.state.vector[DATA + k, :, ::2] = expected[:, ::2]
 
 
 def _without_nan(content: np.ndarray, name: str) -> np.ndarray:
@@ -371,14 +384,26 @@ def test_scalar_load(count: int) -> None:
     assert single.loads == [("smem", tuple(range(1016, 1016 + count)))]
 
 
+def test_real_time() -> None:
+    """The clock's 64 bits, the same for all waves; lgkmcnt(0) says that they are there."""
+    single = Single(3)
+    single.run("s_memrealtime s[16:17]")
+    assert single.state.read_scalar64(16).tolist() == [CLOCK] * 3
+    assert single.loads == [("smem", (1016, 1017))]
+
+
 def test_waits_and_barriers() -> None:
     single = Single(1)
     single.run("s_waitcnt vmcnt(3) lgkmcnt(0)")
     assert single.waited == (3, 0)
     single.run("s_waitcnt vmcnt(0)")
     assert single.waited == (0, None)
-    for text in ("s_nop 4", "s_setprio 3", "s_sleep 1", "buffer_inv sc1", "buffer_wbl2 sc0 sc1"):
+    for text in ("s_nop 4", "s_setprio 3", "s_sleep 1", "buffer_inv sc1"):
         assert single.run(text) is None
+    assert single.loads == []
+    single.run("buffer_wbl2 sc0 sc1")  # counted by vmcnt
+    single.run("buffer_inv sc0 sc1")
+    assert single.loads == [("vm", ()), ("invalidate", ())]
     assert single.run("s_barrier") == -1
     assert single.run("s_endpgm") == -1
 

@@ -1,7 +1,8 @@
 """Mutants of gfx950 kernels: one instruction is changed, and the executor has to notice.
 
-`capture` records the launches of a call. `mutants` lists what can be changed: waits and barriers
-dropped or weakened, scale bytes, operands and LDS offsets exchanged. `Trial.judge` runs a mutant:
+`capture` records the launches of a call. `mutants` lists what can be changed: waits, barriers,
+cache controls and scopes dropped or weakened, scale bytes, operands and LDS offsets exchanged.
+`Trial.judge` runs a mutant:
 
 * "fault": a check of the executor names it,
 * "wrong": the outputs differ,
@@ -25,12 +26,22 @@ from unittest import mock
 import numpy as np
 import torch
 
-from mxpert.testing.gfx950 import CodeObject, Fault, Report, emulate, emulation, machine, run
+from mxpert.testing.gfx950 import (
+    CodeObject,
+    Fault,
+    Reachable,
+    Report,
+    emulate,
+    emulation,
+    machine,
+    run,
+)
 from mxpert.testing.gfx950.effects import effects
 from mxpert.testing.gfx950.instructions import bind
 from mxpert.testing.gfx950.machine import Executable
 from mxpert.testing.gfx950.memory import Lds
 from mxpert.testing.gfx950.program import Instruction, Operand
+from support.gfx950_caches import Watched, watch
 from support.gfx950_orders import Orders, observe
 
 _T = TypeVar("_T")
@@ -50,6 +61,7 @@ class Launch:
         name: of the kernel. code: its code object. grid: workgroups.
         arguments: by name; tensors are copies, those of one storage share one.
         binary: its ELF file.
+        reachable: memory behind pointers. Then arguments are no copies, as addresses have to stay.
     """
 
     name: str
@@ -57,6 +69,30 @@ class Launch:
     grid: tuple[int, ...]
     arguments: Mapping[str, Any] = field(repr=False)
     binary: bytes = field(repr=False)
+    reachable: tuple[Reachable, ...] = field(default=(), repr=False)
+
+    @functools.cached_property
+    def _content(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
+        """The memory of a launch with pointers in memory, and what it held before."""
+        tensors = [each.tensor for each in self.reachable]
+        tensors += [each for each in self.arguments.values() if isinstance(each, torch.Tensor)]
+        storages = {each.data_ptr(): each for each in map(torch.Tensor.untyped_storage, tensors)}
+        return [(each, each.clone()) for each in storages.values()]
+
+    def run(self, code: CodeObject, **options: Any) -> tuple[list[torch.Tensor], Report]:
+        """Run the first workgroup; returns the bytes of all memory after it, and the report."""
+        arguments: Mapping[str, Any] = self.arguments
+        if self.reachable:
+            for storage, content in self._content:
+                storage.copy_(content)
+            storages = [storage for storage, _ in self._content]
+        else:
+            arguments = copied(arguments)
+            tensors = [each for each in arguments.values() if isinstance(each, torch.Tensor)]
+            storages = [each.untyped_storage() for each in tensors]
+        report = run(code, (1,), arguments, reachable=self.reachable, **options)
+        made = [torch.empty(0, dtype=torch.uint8).set_(each) for each in storages]
+        return [each.clone() for each in made] if self.reachable else made, report
 
 
 class _CapturedError(Exception):
@@ -148,6 +184,18 @@ def _barriers(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
         yield "dropped barrier", (_NOP, "")
 
 
+def _caches(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
+    """Cache controls; the scope of what looks at flags (loads) and sets them (atomics)."""
+    name, scope = instruction.name, {"sc0", "sc1"} & instruction.modifiers.keys()
+    if name in ("buffer_wbl2", "buffer_inv"):
+        kind = "dropped write-back" if name == "buffer_wbl2" else "dropped invalidation"
+        yield kind, (_NOP, "")
+    elif "sc1" in scope and name.startswith(("global_", "buffer_")):
+        dropped = {"sc1"} if "_atomic_" in name else scope
+        kept = {key: value for key, value in instruction.modifiers.items() if key not in dropped}
+        yield "narrow scope", (replace(instruction, modifiers=kept), "sc1")
+
+
 def _scale_bytes(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     """Bits of the byte numbers: op_sel is the low one, op_sel_hi the high one; A's, then B's."""
     if not instruction.name.startswith("v_mfma_scale"):
@@ -179,9 +227,10 @@ def _lds_offsets(instruction: Instruction) -> Iterator[tuple[str, _Change]]:
     yield "LDS offset", _modified(instruction, name, instruction.integer(name) + step)
 
 
-_CHANGES = (_waits, _barriers, _scale_bytes, _operands, _lds_offsets)
+_CHANGES = (_waits, _barriers, _caches, _scale_bytes, _operands, _lds_offsets)
 
-SOME_SURVIVE = ("dropped wait", "weakened wait", "dropped barrier", "LDS offset")
+OF_CACHES = ("dropped write-back", "dropped invalidation", "narrow scope")
+SOME_SURVIVE = ("dropped wait", "weakened wait", "dropped barrier", "LDS offset", *OF_CACHES)
 """Kinds whose mutants can be redundant: something else orders the accesses, or a store changes
 nothing."""
 
@@ -244,19 +293,10 @@ class Trial:
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self.expected, report = self._run(launch.code)
+        self.expected, report = self.launch.run(launch.code)
         self.mutants = [
             each for each in mutants(launch.code.executable) if report.executed[each.index]
         ]
-
-    def _run(self, code: CodeObject, **options: Any) -> tuple[list[torch.Tensor], Report]:
-        """Bytes of all tensors after a run, and its report."""
-        arguments = copied(self.launch.arguments)
-        report = run(code, (1,), arguments, **options)
-        storages = [
-            each.untyped_storage() for each in arguments.values() if isinstance(each, torch.Tensor)
-        ]
-        return [torch.empty(0, dtype=torch.uint8).set_(each) for each in storages], report
 
     def judge(self, mutant: Mutant) -> str:
         """ "fault", "wrong" or "survived"."""
@@ -266,7 +306,7 @@ class Trial:
         for place, options in enumerate(schedules):
             try:
                 with zeroed_lds() if place == 1 else contextlib.nullcontext():
-                    found, _ = self._run(code, **options)
+                    found, _ = self.launch.run(code, **options)
             except Fault:
                 return "fault"
             if not all(map(torch.equal, found, self.expected)):
@@ -277,11 +317,23 @@ class Trial:
     def orders(self) -> Orders:
         """What the kernel's waits and barriers order."""
         with observe() as orders:
-            self._run(self.launch.code)
+            self.launch.run(self.launch.code)
         return orders
 
+    @functools.cached_property
+    def caches(self) -> Watched:
+        """What the kernel's cache controls and scopes order."""
+        with watch() as watched:
+            self.launch.run(self.launch.code)
+        return watched
+
     def reason(self, mutant: Mutant) -> str | None:
-        """Why a wait, barrier or store is redundant if it survives; None if nothing says so."""
+        """Why what a mutant lacks is redundant if it survives; None if nothing says so."""
+        before, after = self.launch.code.executable, changed(self.launch.code, mutant).executable
+        if before.unordered != after.unordered:  # a flag may overtake what it publishes
+            return None
+        if mutant.kind in OF_CACHES:
+            return self.caches.reason(mutant.kind, mutant.original, mutant.index)
         if mutant.kind == "LDS offset":
             return self.orders.reason_for_store(mutant.index)
         if mutant.kind == "dropped barrier":

@@ -29,12 +29,12 @@ import mxpert
 from mxpert.testing.gfx950 import Report, emulate, emulation, run
 
 NOT_GFX950 = {
-    "test_exchange_triton.py": "several processes at the same time",
+    "test_exchange_triton.py": "tests/gfx950/test_exchange.py runs its scenarios in both orders",
     "test_interpreter_patch.py": "tests the interpreter",
-    "test_spans_triton.py": "Hopper's kernels",
-    "test_wide_operands_triton.py": "Hopper's kernels",
+    "test_spans_triton.py": "tests Hopper's kernels",
+    "test_wide_operands_triton.py": "tests Hopper's kernels",
 }
-"""Files of tests/interpreted that are left out, and what they test instead."""
+"""Files of tests/interpreted that are left out, and why."""
 
 SCHEDULES = ("lowest", "random")
 MOST_CASES = 16

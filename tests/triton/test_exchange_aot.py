@@ -151,6 +151,8 @@ def test_flags_are_released_and_acquired_on_gfx950(bound):
         if name in WAITING:
             acquire = r"sc0 sc1\n\s+s_waitcnt vmcnt\(0\)\n\s+buffer_inv sc0 sc1"
             assert re.search(acquire, code), name
+            # The words, the polls and the flags at the end pass by the caches.
+            assert len(re.findall(r"_(?:load_dwordx2|atomic_add_x2) .* sc0 sc1\n", code)) >= 3, name
             assert re.search(r"s_memrealtime s\[\d+:\d+\]\ns_waitcnt lgkmcnt\(0\)", code), name
 
 

@@ -8,6 +8,7 @@ the kernel, the instruction and the source line. See docs/gfx950.md.
 from ..ahead_of_time import compile_kernel
 from .emulation import MI355X, Emulation, KernelTotals, emulate
 from .faults import (
+    AcquireFault,
     ConflictingStoreFault,
     EndlessLoopFault,
     Fault,
@@ -18,15 +19,17 @@ from .faults import (
     MisalignedFault,
     OutOfBoundsFault,
     Place,
+    ReleaseFault,
     ScratchFault,
     SharedBytesFault,
     WaitFault,
 )
-from .launcher import CodeObject, Report, run
+from .launcher import CodeObject, Reachable, Report, run
 from .trace import WaveTrace
 
 __all__ = [
     "MI355X",
+    "AcquireFault",
     "CodeObject",
     "ConflictingStoreFault",
     "Emulation",
@@ -40,6 +43,8 @@ __all__ = [
     "MisalignedFault",
     "OutOfBoundsFault",
     "Place",
+    "Reachable",
+    "ReleaseFault",
     "Report",
     "ScratchFault",
     "SharedBytesFault",

@@ -111,6 +111,6 @@ def _unit(instruction: Instruction) -> Unit:
         return Unit.LDS
     if name.startswith(("global_", "buffer_", "flat_", "scratch_")):
         return Unit.VMEM_LOAD if "_load_" in name else Unit.VMEM_STORE
-    if name.startswith(("s_load", "s_buffer_load", "s_store", "s_dcache")):
+    if name.startswith(("s_load", "s_buffer_load", "s_store", "s_dcache", "s_mem")):
         return Unit.SMEM
     return Unit.SALU

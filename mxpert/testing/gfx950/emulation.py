@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,14 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from ... import weights
+from ...backends.common.exchange import host
 from ...dispatch import calls, target
+from ...distributed.workspace import Workspace
 from ...problem import Target
 from ...runtime.launch import Launch, _record
 from ...runtime.replay import Replayed
 from ..ahead_of_time import compile_call, specialize
-from .launcher import Report, run
+from .launcher import Reachable, Report, run
 from .machine import Schedule
 
 MI355X = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
@@ -63,6 +66,7 @@ class Emulation:
     counts: dict[str, int] = field(default_factory=dict)
     last: Report | None = None
     reports: list[Report] = field(default_factory=list)
+    _reachable: dict[int, tuple[str, weakref.ref[torch.Tensor], bool]] = field(default_factory=dict)
 
     @property
     def launches(self) -> int:
@@ -74,13 +78,34 @@ class Emulation:
         """Wave-instructions of all kernels."""
         return sum(kernel.instructions for kernel in self.kernels.values())
 
+    def reach(self, name: str, tensor: torch.Tensor, *, shared: bool = False) -> None:
+        """Let kernels reach a tensor by pointers in memory, as long as it lives.
+
+        The memory of an `ExpertParallel` that is made inside the block needs no such call.
+
+        Args:
+            name, tensor, shared: as `Reachable` has them. The name gets a number if it is taken.
+        """
+        living = self.reachable
+        taken = sum(each.name.split(" (")[0] == name for each in living)
+        if all(each.address != tensor.data_ptr() for each in living):
+            name = f"{name} ({taken + 1})" if taken else name
+            self._reachable[tensor.data_ptr()] = name, weakref.ref(tensor), shared
+
+    @property
+    def reachable(self) -> list[Reachable]:
+        """What kernels reach by pointers in memory."""
+        found = ((name, tensor(), shared) for name, tensor, shared in self._reachable.values())
+        return [Reachable(name, each, shared) for name, each, shared in found if each is not None]
+
     def execute(self, kernel: Any, grid: Any, arguments: Mapping[str, Any]) -> Any:
         """Compile a kernel for these arguments, execute it, and return Triton's binary."""
         call = specialize(kernel, arguments, MI355X.arch)
         compiled = compile_call(kernel, call, MI355X.arch)
         if callable(grid):
             grid = grid(call.bound)
-        report = run(compiled, tuple(map(int, grid)), call.bound, **self.options)
+        sizes = tuple(map(int, grid))
+        report = run(compiled, sizes, call.bound, reachable=self.reachable, **self.options)
         totals = self.kernels.setdefault(report.kernel, KernelTotals())
         totals.launches += 1
         totals.instructions += report.instructions
@@ -202,6 +227,7 @@ def _diversions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     def architecture_or_emulate(device: torch.device) -> str:
         return architecture(device) if _current.get() is None else MI355X.arch
 
+    yield from _watched_exchanges()
     yield Launch, "__call__", launch_or_emulate
     yield JITFunction, "run", run_or_emulate
     yield Replayed, "replay", replay_outside
@@ -209,3 +235,24 @@ def _diversions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     yield calls.CallCache, "add", add_outside
     yield target, "_cpu_target", detect_or_emulate
     yield weights, "_architecture", architecture_or_emulate
+
+
+def _watched_exchanges() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Functions of the SYMMETRIC transport that tell the emulation of memory behind pointers."""
+    make, new_arrivals = Workspace.__init__, host.new_arrivals
+
+    def make_and_reach(workspace: Workspace, *arguments: Any, **named: Any) -> None:
+        make(workspace, *arguments, **named)
+        emulation = _current.get()
+        if emulation is not None:
+            for rank, memory in enumerate(workspace.keep):
+                emulation.reach(f"the memory of rank {rank}", memory, shared=True)
+
+    def arrivals_and_reach(arrived: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        emulation = _current.get()
+        if emulation is not None:
+            emulation.reach("the words of an exchange", words)
+        return new_arrivals(arrived, words)
+
+    yield Workspace, "__init__", make_and_reach
+    yield host, "new_arrivals", arrivals_and_reach

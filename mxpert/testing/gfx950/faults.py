@@ -79,6 +79,14 @@ class SharedBytesFault(Fault):
     """Two workgroups share bytes of global memory that one writes, without atomics."""
 
 
+class ReleaseFault(Fault):
+    """A flag for other devices is set before what it publishes has reached them."""
+
+
+class AcquireFault(Fault):
+    """Bytes that other devices change are read from a cache that may hold old ones."""
+
+
 class ConflictingStoreFault(Fault):
     """One store gives a byte of LDS two values."""
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .effects import Effects, Unit
 from .faults import Place, ScratchFault, SharedBytesFault, WaitFault
-from .memory import GlobalMemory, Offsets, Region
+from .memory import DEVICE, GlobalMemory, Offsets, Region, Use
 from .program import SCALARS, Program
 from .state import Lanes
 
@@ -127,10 +127,11 @@ _NOBODY, _SEVERAL = -1, -2
 
 @dataclass
 class _Tracked:
-    """Workgroups that read, wrote or updated each granule of a region."""
+    """Workgroups that used each granule of a region, by how they did; see `SharingCheck`."""
 
     shift: int
     reads: npt.NDArray[np.int32]
+    polls: npt.NDArray[np.int32]
     writes: npt.NDArray[np.int32]
     updates: npt.NDArray[np.int32]
 
@@ -138,23 +139,46 @@ class _Tracked:
     def nobody(cls, region: Region) -> _Tracked:
         """Granules of 4 bytes that nobody has used."""
         granules = -(-(region.end - region.start) // 4)
-        return cls(2, *(np.full(granules, _NOBODY, np.int32) for _ in range(3)))
+        return cls(2, *(np.full(granules, _NOBODY, np.int32) for _ in range(4)))
 
     def refine(self, shift: int) -> None:
         """Make granules smaller."""
         times = 1 << (self.shift - shift)
-        self.reads, self.writes, self.updates = (
-            np.repeat(users, times) for users in (self.reads, self.writes, self.updates)
+        self.reads, self.polls, self.writes, self.updates = (
+            np.repeat(users, times) for users in (self.reads, self.polls, self.writes, self.updates)
         )
         self.shift = shift
+
+    def note(self, use: Use) -> npt.NDArray[np.int32]:
+        """The users among whom an access is noted."""
+        if use.atomic:
+            return self.updates
+        if use.write:
+            return self.writes
+        return self.polls if use.scope >= DEVICE else self.reads
+
+    def conflicts(self, use: Use) -> list[tuple[npt.NDArray[np.int32], str]]:
+        """Users whose accesses have no order with this one, and what they did."""
+        found = [(self.writes, "wrote")]
+        if use.write and not use.atomic:
+            found += [(self.updates, "updated"), (self.reads, "read"), (self.polls, "read")]
+        elif use.atomic:
+            found += [(self.reads, "read")]
+        elif use.scope < DEVICE:
+            found += [(self.updates, "updated")]
+        return found
 
 
 @dataclass
 class SharingCheck:
     """Bytes of global memory that workgroups share.
 
+    An access has an order with others if both are atomic operations or loads that pass by the
+    caches of the compute unit (DEVICE or SYSTEM); all other pairs, of which one writes, have none.
+
     Most tensors are only read, so reads are noted in regions that the kernel writes alone. These
-    are found out by `UntrackedReadError`: the launch starts again with the region in `written`.
+    are found out by `UntrackedReadError`: the launch starts again with the region in `written`. A
+    launch that other processes see cannot start again, so it notes all reads.
 
     Args:
         memory: of the launch. written: names of regions that the kernel is known to write.
@@ -171,8 +195,7 @@ class SharingCheck:
         region: Region | None,
         offsets: Offsets,
         size: int,
-        write: bool,
-        atomic: bool,
+        use: Use,
         lanes: Lanes | None,
     ) -> None:
         """Check and note an access.
@@ -180,22 +203,22 @@ class SharingCheck:
         Args:
             region: None if it touches several. lanes: that take part; None for all.
         """
-        if region is not None and self._is_read_only(region, write or atomic):
+        if region is not None and self._is_read_only(region, use.write):
             return
         lanes = np.ones(offsets.shape, np.bool_) if lanes is None else lanes
         if region is not None:
-            self._access(machine, region, offsets, size, write, atomic, lanes)
+            self._access(machine, region, offsets, size, use, lanes)
             return
         for each in self.memory.regions:
             inside = lanes & (offsets >= each.start) & (offsets < each.end)
-            if inside.any() and not self._is_read_only(each, write or atomic):
-                self._access(machine, each, offsets, size, write, atomic, inside)
+            if inside.any() and not self._is_read_only(each, use.write):
+                self._access(machine, each, offsets, size, use, inside)
 
     def _is_read_only(self, region: Region, write: bool) -> bool:
         """Whether an access needs no check, because the kernel is not known to write there."""
         if region.name in self._tracked:
             return False
-        if not write and region.name not in self.written:
+        if not (write or region.name in self.written or self.memory.shared):
             self._read.add(region.name)
             return True
         if region.name in self._read:
@@ -204,14 +227,7 @@ class SharingCheck:
         return False
 
     def _access(
-        self,
-        machine: Machine,
-        region: Region,
-        offsets: Offsets,
-        size: int,
-        write: bool,
-        atomic: bool,
-        lanes: Lanes,
+        self, machine: Machine, region: Region, offsets: Offsets, size: int, use: Use, lanes: Lanes
     ) -> None:
         name = region.name
         tracked = self._tracked[name]
@@ -221,17 +237,8 @@ class SharingCheck:
         granules = ((offsets[lanes] - region.start) >> tracked.shift)[:, None] + np.arange(count)
         workgroups = machine.workgroup[machine.state.selected][:, None]
         me = np.broadcast_to(workgroups, lanes.shape)[lanes][:, None]
-        mine = tracked.updates if atomic else tracked.writes if write else tracked.reads
-        verbs = (
-            (tracked.writes, "wrote"),
-            (tracked.updates, "" if atomic else "updated"),
-            (tracked.reads, "read" if write or atomic else ""),
-        )
-        shared = np.zeros(granules.shape, np.bool_)
-        _note(mine, granules, me)
-        for users, verb in verbs:
-            if not verb:
-                continue
+        _note(tracked.note(use), granules, me)
+        for users, verb in tracked.conflicts(use):
             last = users[granules]
             shared = (last != _NOBODY) & (last != me)
             if shared.any():

@@ -73,6 +73,49 @@ class CodeObject:
 
 
 @dataclass(frozen=True)
+class Reachable:
+    """Memory that a kernel reaches by pointers that it loads from memory.
+
+    The kernel sees it at its real address, ``tensor.data_ptr()``, and no other memory that is no
+    argument. All checks of arguments hold for it.
+
+    Args:
+        name: in faults, different from those of all arguments.
+        tensor: contiguous, on the CPU.
+        shared: whether other processes use it while the kernel runs, as devices do with memory of
+            their peers. Then each access goes straight to the tensor, and `ReleaseFault` and
+            `AcquireFault` watch over flags: see docs/gfx950.md.
+
+    Example:
+        >>> import torch
+        >>> words = torch.zeros(4, dtype=torch.int64)
+        >>> reachable = Reachable("words", words)
+        >>> reachable.address == words.data_ptr(), reachable.bytes.size
+        (True, 32)
+    """
+
+    name: str
+    tensor: torch.Tensor
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        got = f"strides {self.tensor.stride()} on {self.tensor.device}"
+        is_plain = self.tensor.device.type == "cpu" and self.tensor.is_contiguous()
+        require(is_plain, _OP, self.name, need="a contiguous CPU tensor", got=got)
+
+    @property
+    def address(self) -> int:
+        """Where kernels see it."""
+        return self.tensor.data_ptr()
+
+    @property
+    def bytes(self) -> Bytes:
+        """Its content."""
+        content: Bytes = self.tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        return content
+
+
+@dataclass(frozen=True)
 class Report:
     """What one launch executed.
 
@@ -114,6 +157,7 @@ def run(
     grid: Sequence[int],
     arguments: Sequence[Any] | Mapping[str, Any],
     *,
+    reachable: Sequence[Reachable] = (),
     schedule: Schedule = "lowest",
     seed: int = 0,
     checks: bool = True,
@@ -130,6 +174,7 @@ def run(
         grid: one to three numbers of workgroups.
         arguments: CPU tensors and numbers, by name or in the order of the kernel's parameters.
             Values that were compiled in may be among the named ones.
+        reachable: further memory, whose addresses the kernel finds in memory; see `Reachable`.
         schedule: "lowest" executes waves side by side; "random" takes workgroups in random order
             and lets a random wave of them continue each time. Correct kernels give the same bits.
         seed: of the schedule, and of the garbage in registers and LDS at the start.
@@ -165,7 +210,7 @@ def run(
     if checks and (fault := code.executable.fault) is not None:
         raise type(fault)(fault.place, fault.what)
     while True:
-        memory, kernarg, packet = _memory(code.executable.program, sizes, values)
+        memory, kernarg, packet = _memory(code.executable.program, sizes, values, reachable)
         machine = Machine(
             code.executable,
             memory,
@@ -259,10 +304,15 @@ def _in_order(
 
 
 def _memory(
-    program: Program, grid: tuple[int, int, int], values: Sequence[tuple[str, Any]]
+    program: Program,
+    grid: tuple[int, int, int],
+    values: Sequence[tuple[str, Any]],
+    reachable: Sequence[Reachable],
 ) -> tuple[GlobalMemory, int, int]:
     """Global memory with all tensors; addresses of kernel arguments and dispatch packet."""
     memory = GlobalMemory()
+    for each in reachable:
+        memory.add(each.name, each.bytes, address=each.address, shared=each.shared)
     addresses: dict[int, int] = {}
     segment = bytearray(program.kernarg_size)
     threads = 64 * program.num_waves
@@ -297,6 +347,8 @@ def _address(
         got=f"a tensor on {tensor.device}",
         remedy="move it with .cpu()",
     )
+    if memory.is_placed(tensor.data_ptr()):
+        return tensor.data_ptr()
     storage = tensor.untyped_storage()
     start = storage.data_ptr()
     if start not in addresses:

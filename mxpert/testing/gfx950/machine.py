@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
@@ -16,12 +17,14 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from ...errors import message
 from . import hazards
+from .coherence import CoherenceCheck, find_unordered
 from .effects import Effects, effects
 from .faults import EndlessLoopFault, Fault, MisalignedFault, OutOfBoundsFault, Place
 from .instructions import bind
 from .lds_check import LdsCheck
-from .memory import GlobalMemory, Lds, Offsets
+from .memory import GlobalMemory, Lds, Offsets, Use
 from .program import SCALARS, Program, parse_listing
 from .state import LANES, Indices, Lanes, WaveState, Words
 from .trace import WaveTrace
@@ -42,7 +45,12 @@ _MAX_RUN = 60
 _READY, _WAITING, _ENDED = range(3)
 """States of a wave; it waits at a barrier."""
 _BUDGET = 2_000_000
-"""Instructions of a wave; the longest kernel of the library executes some 100,000."""
+"""Instructions of a wave; the longest kernel of the library executes some 100,000. A wave that
+reads the clock starts anew: its own time-out ends its wait for other devices."""
+_TICK_NS = 10
+"""Nanoseconds of a tick of ``s_memrealtime``."""
+_CLOCK_PAUSE_S = 2e-4
+"""How long a wave that reads the clock lets other processes run: it probably waits for one."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,11 @@ class Executable:
     def effects(self) -> tuple[Effects, ...]:
         """Registers read and written by each instruction."""
         return tuple(map(effects, self.program.instructions))
+
+    @functools.cached_property
+    def unordered(self) -> dict[int, dict[int, str]]:
+        """See `coherence.find_unordered`."""
+        return find_unordered(self.program)
 
     @functools.cached_property
     def vectors(self) -> frozenset[int]:
@@ -119,10 +132,11 @@ class Machine:
         self._random = np.random.default_rng(seed)
         self.executed = [0] * len(self.program.instructions)
         self.traces: list[WaveTrace] = []
-        self._tracing = trace
+        self._tracing, self._read_clock = trace, False
         self.sharing = hazards.SharingCheck(memory, executable.written) if checks else None
         self.waits: hazards.WaitCheck | None = None
         self.races: LdsCheck | None = None
+        self.coherence: CoherenceCheck | None = None
         self._checks = checks
         self.index = 0
         self.state: WaveState
@@ -185,6 +199,7 @@ class Machine:
         if self._checks:
             self.waits = hazards.WaitCheck(self)
             self.races = LdsCheck(self)
+            self.coherence = CoherenceCheck(self) if self.memory.shared else None
         if self._tracing:
             self._traces = [
                 WaveTrace(int(group), int(wave))
@@ -224,7 +239,7 @@ class Machine:
         if left <= 0:
             self.index = index
             self.fault(EndlessLoopFault, f"a wave has executed {self._budget} instructions")
-        executed_now = 0
+        executed_now, self._read_clock = 0, False
         while True:
             self.index = index
             if waits is not None and not waits.pending.isdisjoint(facts[index].touched):
@@ -241,7 +256,7 @@ class Machine:
             if executed_now == left or 0 <= stop <= index:
                 self._counter[state.indices] = index
                 break
-        self._done[state.indices] = done + executed_now
+        self._done[state.indices] = 0 if self._read_clock else done + executed_now
 
     def _release(self) -> None:
         """Let all workgroups continue whose waves have all come to the barrier or to the end."""
@@ -249,8 +264,11 @@ class Machine:
         ended = (self._status == _ENDED).reshape(-1, self.num_waves)
         # A wave that has ended no longer counts.
         free = (waiting | ended).all(1) & waiting.any(1)
+        waves = np.flatnonzero(np.repeat(free, self.num_waves))
         if self.races is not None:
-            self.races.release(np.flatnonzero(np.repeat(free, self.num_waves)))
+            self.races.release(waves)
+        if self.coherence is not None:
+            self.coherence.release(waves)
         self._status[np.flatnonzero((free[:, None] & waiting).ravel())] = _READY
 
     # -- what instructions call --------------------------------------------------------------------
@@ -309,19 +327,12 @@ class Machine:
             self.waits.wait(vmcnt, lgkmcnt)
 
     def global_access(
-        self,
-        address: npt.NDArray[Any],
-        size: int,
-        *,
-        write: bool = False,
-        atomic: bool = False,
-        lanes: Lanes | None = None,
+        self, address: npt.NDArray[Any], size: int, use: Use, lanes: Lanes | None = None
     ) -> Offsets:
-        """Check an access to global memory.
+        """Check an access to global memory; `stored` has to follow if it writes.
 
         Args:
-            address: of each lane, [count, 64]. size: bytes of each lane.
-            write: whether it stores. atomic: whether it is an atomic operation.
+            address: of each lane, [count, 64]. size: bytes of each lane. use: what it does.
             lanes: those that take part; None means the active ones.
 
         Returns:
@@ -330,7 +341,7 @@ class Machine:
         """
         lanes = self._participants(lanes)
         shape = (self.state.count, LANES) if lanes is None else lanes.shape
-        offsets = np.broadcast_to(address, shape).astype(np.int64) - GlobalMemory.BASE
+        offsets = self.memory.offsets_of(np.broadcast_to(address, shape).astype(np.int64))
         if lanes is not None:
             if not lanes.any():
                 return np.full(shape, self.memory.regions[0].start, np.int64)
@@ -341,13 +352,55 @@ class Machine:
             if outside.any():
                 where = self.memory.describe(int(offsets[outside][0]))
                 self.fault(OutOfBoundsFault, f"{size} bytes at {where}", outside)
-        self._check_alignment(offsets, size)
+        self._check_alignment(offsets, size, size if use.atomic else 4)
+        if self.memory.shared:
+            self.memory.fetch(offsets, size, np.ones(shape, np.bool_) if lanes is None else lanes)
         if self._tracing:
             on = np.ones(shape, np.bool_) if lanes is None else lanes
             self._note(lambda trace, row: trace.note_lines(offsets[row][on[row]], size))
         if self.sharing is not None:
-            self.sharing.access(self, region, offsets, size, write, atomic, lanes)
+            self.sharing.access(self, region, offsets, size, use, lanes)
+        if self.coherence is not None:
+            self.coherence.access(offsets, size, use, lanes)
         return offsets
+
+    def stored(self, offsets: Offsets, size: int, lanes: Lanes) -> None:
+        """Let other processes see what an access has written to ``memory.bytes``."""
+        if self.memory.shared:
+            self.memory.publish(offsets, size, lanes)
+
+    def updated(self, offsets: Offsets, old: npt.NDArray[Any], lanes: Lanes, blind: bool) -> None:
+        """Let other processes see what an atomic operation has done to ``memory.bytes``.
+
+        Args:
+            old: words before it. blind: whether it stores the same whatever they were.
+
+        Raises:
+            NotImplementedError: the result depends on words that others may change meanwhile.
+        """
+        for region, inside in self.memory.in_shared(offsets, lanes):
+            words = self.memory.bytes.view(old.dtype)[offsets[inside] // old.itemsize]
+            if blind:
+                self.memory.publish(offsets, old.itemsize, inside)
+            elif (words != old[inside]).any():
+                text = self.program.instructions[self.index].text
+                need = "a swap, the one operation that is atomic between processes"
+                raise NotImplementedError(message("gfx950", region.name, need, text))
+
+    def write_back(self) -> None:
+        """Count a write-back of the caches: ``vmcnt`` says when it is done."""
+        self.issue_store("vm")
+
+    def invalidate(self) -> None:
+        """Invalidate the caches of all data that other devices may have changed."""
+        if self.coherence is not None:
+            self.coherence.invalidate()
+
+    def clock(self) -> int:
+        """Ticks of 10 ns of this computer's monotonic clock; other processes run first."""
+        time.sleep(_CLOCK_PAUSE_S)
+        self._read_clock = True
+        return time.monotonic_ns() // _TICK_NS
 
     def _participants(self, lanes: Lanes | None) -> Lanes | None:
         """Lanes that take part in an access, the active ones unless given; None if all do."""
@@ -355,16 +408,16 @@ class Machine:
             return None if self.state.all_active else self.state.active
         return None if lanes.shape[1] == LANES and lanes.all() else lanes
 
-    def _check_alignment(self, offsets: Offsets, size: int) -> None:
+    def _check_alignment(self, offsets: Offsets, size: int, most: int = 4) -> None:
         if self._checks:
-            mask = min(size, 4) - 1
+            mask = min(size, most) - 1
             if int(np.bitwise_or.reduce(offsets, None)) & mask:
                 self.fault(MisalignedFault, "the address is not aligned", offsets & mask != 0)
 
     def scalar_access(self, address: npt.NDArray[Any], size: int) -> Offsets:
         """Check a scalar load; `address` and the returned offsets are [count]."""
         lanes = np.ones((self.state.count, 1), np.bool_)
-        offsets: Offsets = self.global_access(address[:, None], size, lanes=lanes)[:, 0]
+        offsets: Offsets = self.global_access(address[:, None], size, Use(), lanes)[:, 0]
         return offsets
 
     def lds_access(

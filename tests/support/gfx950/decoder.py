@@ -278,6 +278,8 @@ def _global(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:
 def _buffer(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:
     keys = ("offen", "idxen", "sc0", "sc1", "lds", "nt")
     modifiers: dict[str, Any] = {key: True for key in keys if getattr(inst, key)}
+    if name in ("buffer_wbl2", "buffer_inv"):
+        return [], modifiers
     if inst.offset:
         modifiers["offset"] = inst.offset
     address = _register(inst.vaddr.offset, None) if inst.offen else "off"
@@ -321,6 +323,8 @@ def _program(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:
 
 
 def _scalar_memory(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:
+    if name == "s_memrealtime":
+        return [f"s{inst.sdata.offset}"], {}
     offset = str(inst.offset) if inst.imm else f"s{inst.soffset.offset}"
     return [f"s{inst.sdata.offset}", f"s{inst.sbase.offset}", offset], {}
 

@@ -13,6 +13,7 @@ from mxpert.testing.gfx950.program import Program, parse_instruction
 from mxpert.testing.gfx950.state import WaveState
 
 BASE = 0x7_0000_0000
+CLOCK = 0x1234_5678_9ABC_DEF0
 _USED = 48
 """Registers with data; the others hold garbage."""
 DEFAULT_MODE = {"float_denorm_mode_32": 3}
@@ -77,13 +78,28 @@ class Single:
 
     # -- what instructions call on a machine -------------------------------------------------------
 
-    def global_access(self, address: Any, size: int, *, lanes: Any = None, **_: bool) -> Any:
+    def global_access(self, address: Any, size: int, use: Any, lanes: Any = None) -> Any:
         lanes = self.state.active if lanes is None else lanes
         offsets = np.broadcast_to(address, lanes.shape).astype(np.int64) - BASE
         return np.where(lanes, offsets, 0)
 
     def scalar_access(self, address: Any, size: int) -> Any:
         return address.astype(np.int64) - BASE
+
+    def stored(self, *_: Any) -> None:
+        """No other process looks at the memory."""
+
+    def updated(self, *_: Any) -> None:
+        """No other process looks at the memory."""
+
+    def write_back(self) -> None:
+        self.loads.append(("vm", ()))
+
+    def invalidate(self) -> None:
+        self.loads.append(("invalidate", ()))
+
+    def clock(self) -> int:
+        return CLOCK
 
     def lds_access(self, address: Any, size: int, *, lanes: Any = None, **_: Any) -> Any:
         lanes = self.state.active if lanes is None else lanes

@@ -107,9 +107,9 @@ def _sum_rows(rows, partials, ranks, share, tile):
 
 
 @triton.jit
-def _begin(state):
+def _begin(state, KIND: tl.constexpr):
     """words[DECIDED], negative after a loss or a call that breaks the protocol."""
-    seen = load_words(state)
+    seen = load_words(state, KIND)
     decided = word_of(seen, DECIDED)
     found = decided
     if (decided >= 0) & (decided < tl.load(state + EPOCHS)):
@@ -136,7 +136,7 @@ def _await_round(state, returned, target, num_ranks, KIND: tl.constexpr):
     verdict = wait_for_flags(flags, target, num_ranks, 1, timeout, KIND)
     if verdict < 0:
         tl.atomic_min(state + DECIDED, verdict, sem="relaxed", scope="gpu")
-    return tl.minimum(verdict, word_of(load_words(state), DECIDED))
+    return tl.minimum(verdict, word_of(load_words(state, KIND), DECIDED))
 
 
 @triton.jit(do_not_specialize=COMBINE_SIZES)
@@ -182,7 +182,7 @@ def _exchange_combine_kernel(
         grid_dependency_wait()
     pid, num_ctas = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + EPOCHS)
-    decided = _begin(state)
+    decided = _begin(state, KIND)
     tiles = tl.cdiv(num_blocks * 32, BLOCK)
     share = Share(rank, num_ranks, bound, tiles, num_blocks * 32)
     num_items = tl.cdiv(bound, ROWS) * tiles

@@ -13,6 +13,7 @@ import triton.language as tl
 from ..mx_codec import quantize_tile
 from ..pdl import launch_dependents_and_wait
 from .flags import flag_or_poison, section, set_flags
+from .wait import load_volatile
 from .words import DECIDED, EPOCHS, MAX_CTAS, RUNNING, TWO_STREAMS
 
 _FILL = tl.constexpr(256)
@@ -234,7 +235,7 @@ def _exchange_dispatch_kernel(
     launch_dependents_and_wait(USE_PDL)
     pid, num_ctas = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + EPOCHS + pid) + 1
-    decided = tl.load(state + DECIDED, volatile=True)
+    decided = load_volatile(state + DECIDED, None, None, KIND)
     if pid == 0:  # nobody waits for it here
         tl.atomic_add(state + RUNNING, 1, sem="relaxed", scope="gpu")
     peers = Peers(table, rank, num_ranks)

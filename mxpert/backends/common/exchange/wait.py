@@ -63,9 +63,18 @@ def load_flags(pointers, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_words(state):
+def load_volatile(pointers, mask, other, KIND: tl.constexpr):
+    """Load what other programs or ranks change meanwhile, not from a cache that may hold it."""
+    if KIND == "hip":  # Triton's compiler for AMD ignores `volatile`
+        return tl.load(pointers, mask=mask, other=other, cache_modifier=".cv")
+    else:
+        return tl.load(pointers, mask=mask, other=other, volatile=True)
+
+
+@triton.jit
+def load_words(state, KIND: tl.constexpr):
     """Load the first of an exchange's words, for `word_of`."""
-    return tl.load(state + tl.arange(0, _LANES), volatile=True)
+    return load_volatile(state + tl.arange(0, _LANES), None, None, KIND)
 
 
 @triton.jit
@@ -102,7 +111,7 @@ def wait_for_flags(flags, target, num_ranks, num_ctas, timeout, KIND: tl.constex
         pointers = flags + tl.where(mask, source * MAX_CTAS + place % num_ctas, 0)
         polling = first < total
         while polling:
-            seen = tl.load(pointers, mask=mask, other=POISON, volatile=True)
+            seen = load_volatile(pointers, mask, POISON, KIND)
             in_time = clock(KIND) - start < timeout
             late = ((seen < target) & in_time).to(tl.int32)
             # A poisoned flag ends the wait for the others.
@@ -138,7 +147,7 @@ def wait_for_tokens(arrivals, KIND: tl.constexpr):
     num_ctas = tl.load(arrivals + NUM_CTAS).to(tl.int32)
     epoch = tl.load(state + EPOCHS)
     timeout = tl.load(state + TIMEOUT)
-    decided = word_of(load_words(state), DECIDED)
+    decided = word_of(load_words(state, KIND), DECIDED)
     if decided >= 0:
         verdict = wait_for_flags(flags, epoch, num_ranks, num_ctas, timeout, KIND)
         if decided < epoch:

@@ -7,12 +7,12 @@ pseudocode.
 from __future__ import annotations
 
 from ..program import Instruction, Program
-from . import ds, memory, mfma, sop, vop1, vop2, vop3, vop3p, vopc
+from . import ds, memory, mfma, sop, vop1, vop2, vop3, vop3p
 from .table import TABLE, Decoding, Run, UnknownInstructionError
 
 __all__ = ["TABLE", "Run", "UnknownInstructionError", "bind"]
 
-_CHAPTERS = (sop, memory, vop2, vop1, vopc, vop3p, vop3, mfma, ds)
+_CHAPTERS = (sop, memory, vop2, vop1, vop3p, vop3, mfma, ds)
 """Imported for the entries that they add to the table."""
 
 _ROUNDING, _DENORMALS = 0x0F, 0xF0

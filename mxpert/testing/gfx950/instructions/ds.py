@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..state import LANES
-from .memory import ATOMICS, Format, load_words, store_words, stored_words, update, write_loaded
+from .atomics import ATOMICS, Atomic, update
+from .memory import Format, load_words, store_words, stored_words, write_loaded
 from .numerics import I64, U8, U16, U32, Array
 from .operands import LANE, words
 from .table import Binder, Decoding, Run, chapter
@@ -95,7 +96,7 @@ def _write(form: Format, count: int = 1, stride: int = 1) -> Binder:
     return bind
 
 
-def _atomic(compute: Callable[[Array, Array], Array], returns: bool) -> Binder:
+def _atomic(operation: Atomic, returns: bool) -> Binder:
     def bind(decoding: Decoding) -> Run:
         first = 1 if returns else 0
         target = decoding.destination() if returns else None
@@ -106,7 +107,8 @@ def _atomic(compute: Callable[[Array, Array], Array], returns: bool) -> Binder:
         def run(machine: Any) -> None:
             state = machine.state
             places = machine.lds_access(address(state) + offset, 4, write=True, atomic=True)
-            old = update(machine.lds.bytes, places, compute, data(state), state.active)
+            values = [np.broadcast_to(data(state), state.active.shape)]
+            old = update(machine.lds.bytes, places, operation.compute, values, state.active)
             if target is None:
                 machine.issue_store("lgkm")
             else:

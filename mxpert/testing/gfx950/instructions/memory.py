@@ -1,8 +1,9 @@
-"""SMEM, MUBUF and GLOBAL: loads, stores, loads straight to LDS, atomics.
+"""SMEM, MUBUF and GLOBAL: loads, stores, loads straight to LDS, atomics, the clock.
 
 CDNA4 ISA, chapters 8 to 10 and sections 12.6, 12.13, 12.15.
 
-``nt``, ``sc0``, ``sc1`` steer caches and change no result, but ``sc0`` of an atomic operation asks
+``nt`` steers caches and changes no result. ``sc0`` and ``sc1`` are the scope of an access, which
+matters where several workgroups or devices use the same bytes; ``sc0`` of an atomic operation asks
 for the old value. Scratch instructions are known and fault: no kernel may spill.
 """
 
@@ -14,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..faults import ScratchFault
+from ..memory import DEVICE, SYSTEM, Use
 from ..program import M0, SCALARS
 from ..state import LANES, Lanes, WaveState, Words
-from . import numerics
-from .numerics import F32, I8, I16, I32, I64, U8, U16, U32, Array
+from .atomics import ATOMICS, Atomic, changes_blindly, update, words_of
+from .numerics import I8, I16, I32, I64, U8, U16, U32, U64, Array
 from .operands import LANE, scalar, typed, words
 from .table import Binder, Decoding, Run, chapter
 
@@ -96,65 +98,6 @@ def write_loaded(state: WaveState, register: int, form: Format, values: Sequence
         state.write_vector(register + k, value)
 
 
-# -- atomic operations -----------------------------------------------------------------------------
-
-
-def _signed(compute: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    return lambda old, new: compute(old.view(I32), new.view(I32)).view(U32)
-
-
-def _add_halves(
-    decode: Callable[[Array], Array], encode: Callable[[Array], Array]
-) -> Callable[[Array, Array], Array]:
-    def add(old: Array, new: Array) -> Array:
-        low, high = (
-            encode(decode((old >> shift) & U32(0xFFFF)) + decode((new >> shift) & U32(0xFFFF)))
-            for shift in (U32(0), U32(16))
-        )
-        return np.asarray(low | high << U32(16))
-
-    return add
-
-
-ATOMICS: dict[str, Callable[[Array, Array], Array]] = {
-    "add": lambda old, new: old + new,
-    "sub": lambda old, new: old - new,
-    "smin": _signed(np.minimum),
-    "smax": _signed(np.maximum),
-    "umin": np.minimum,
-    "umax": np.maximum,
-    "and": lambda old, new: old & new,
-    "or": lambda old, new: old | new,
-    "xor": lambda old, new: old ^ new,
-    "swap": lambda old, new: new,
-    "add_f32": lambda old, new: (old.view(F32) + new.view(F32)).view(U32),
-    "pk_add_f16": _add_halves(numerics.from_f16, numerics.to_f16),
-    "pk_add_bf16": _add_halves(numerics.from_bf16, numerics.to_bf16),
-}
-"""New content of a dword from the old one and the data."""
-
-
-def update(
-    memory: Array, offsets: Array, compute: Callable[..., Array], values: Array, lanes: Lanes
-) -> Words:
-    """Apply an atomic operation lane after lane; returns the old dwords, [count, 64]."""
-    places = offsets[lanes] >> 2
-    new, content = values[lanes], memory.view(U32)
-    order = np.argsort(places, kind="stable")
-    position = np.arange(places.size)
-    starts = np.ones(places.size, np.bool_)
-    starts[1:] = places[order][1:] != places[order][:-1]
-    turn = position - np.maximum.accumulate(np.where(starts, position, 0))
-    old = np.empty(places.size, U32)
-    for number in range(int(turn.max(initial=-1)) + 1):  # lanes with the same address take turns
-        now = order[turn == number]
-        old[now] = content[places[now]]
-        content[places[now]] = compute(old[now], new[now])
-    result = np.zeros(lanes.shape, U32)
-    result[lanes] = old
-    return result
-
-
 # -- SMEM ------------------------------------------------------------------------------------------
 
 
@@ -178,6 +121,19 @@ def _scalar_load(count: int) -> Binder:
     return bind
 
 
+def _real_time(decoding: Decoding) -> Run:
+    """The real-time clock, 64 bits. It ticks at 100 MHz."""
+    register = decoding.destination(0, "s")
+    registers = range(SCALARS + register, SCALARS + register + 2)
+
+    def run(machine: Any) -> None:
+        ticks = np.full(machine.state.count, machine.clock(), U64)
+        machine.state.write_scalar64(register, ticks)
+        machine.issue_load("smem", registers)
+
+    return run
+
+
 # -- addresses -------------------------------------------------------------------------------------
 
 
@@ -190,8 +146,8 @@ class Access(NamedTuple):
     dwords: int
 
 
-Place = Callable[[Any, Format, bool, bool], Iterator[Access]]
-"""Checks an access of a machine: format, whether it writes, whether it is atomic."""
+Place = Callable[[Any, Format, Use], Iterator[Access]]
+"""Checks an access of a machine: what it moves, and how it uses memory."""
 
 
 def _global_place(decoding: Decoding, vector: int, base: int) -> Place:
@@ -206,9 +162,9 @@ def _global_place(decoding: Decoding, vector: int, base: int) -> Place:
         def wide(state: WaveState) -> Array:
             return state.read_scalar64(pair)[:, None].view(I64) + low(state)
 
-    def place(machine: Any, form: Format, write: bool, atomic: bool) -> Iterator[Access]:
+    def place(machine: Any, form: Format, use: Use) -> Iterator[Access]:
         state = machine.state
-        offsets = machine.global_access(wide(state) + offset, form.size, write=write, atomic=atomic)
+        offsets = machine.global_access(wide(state) + offset, form.size, use)
         yield Access(offsets, state.active, 0, form.registers)
 
     return place
@@ -217,8 +173,9 @@ def _global_place(decoding: Decoding, vector: int, base: int) -> Place:
 def _buffer_place(decoding: Decoding, vector: int) -> Place:
     """Base of the resource + voffset + soffset + offset.
 
-    Dwords at or beyond num_records read 0 and are not written, each by itself. soffset does not
-    count for that check. Resources with a structure (swizzled) are refused.
+    Dwords at or beyond num_records read 0 and are not written, each by itself, those of an atomic
+    operation together. soffset does not count for that check. Resources with a structure (swizzled)
+    are refused.
     """
     offset = decoding.integer("offset")
     resource = decoding.operand(vector + 1, "s").index
@@ -231,7 +188,7 @@ def _buffer_place(decoding: Decoding, vector: int) -> Place:
         def voffset(state: WaveState) -> Array:
             return np.zeros((1, 1), U32)
 
-    def place(machine: Any, form: Format, write: bool, atomic: bool) -> Iterator[Access]:
+    def place(machine: Any, form: Format, use: Use) -> Iterator[Access]:
         state = machine.state
         low, high, records = (state.read_scalar(resource + k).astype(I64) for k in range(3))
         if (high >> 31).any():
@@ -244,17 +201,15 @@ def _buffer_place(decoding: Decoding, vector: int) -> Place:
             state.active & (start + 4 * k + dword <= records[:, None])
             for k in range(form.registers)
         ]
-        if (inside[0] == inside[-1]).all():
-            lanes = inside[0]
+        if use.atomic or (inside[0] == inside[-1]).all():
+            lanes = inside[-1]
             address = base[:, None] + start
-            offsets = machine.global_access(
-                address, form.size, write=write, atomic=atomic, lanes=lanes
-            )
+            offsets = machine.global_access(address, form.size, use, lanes)
             yield Access(offsets, lanes, 0, form.registers)
             return
         for k, lanes in enumerate(inside):
             address = base[:, None] + start + 4 * k
-            offsets = machine.global_access(address, dword, write=write, atomic=atomic, lanes=lanes)
+            offsets = machine.global_access(address, dword, use, lanes)
             yield Access(offsets, lanes, k, 1)
 
     return place
@@ -263,10 +218,16 @@ def _buffer_place(decoding: Decoding, vector: int) -> Place:
 # -- loads, stores, atomics ------------------------------------------------------------------------
 
 
-def _gather(machine: Any, place: Place, form: Format) -> list[Array]:
+def _scope(decoding: Decoding) -> int:
+    """The scope of a load or store."""
+    decoding.ignore("nt")
+    return int(bool(decoding.take("sc0", False))) + 2 * int(bool(decoding.take("sc1", False)))
+
+
+def _gather(machine: Any, place: Place, form: Format, use: Use) -> list[Array]:
     """What a load reads; lanes out of bounds read 0."""
     values: list[Array] = []
-    for access in place(machine, form, False, False):
+    for access in place(machine, form, use):
         part = form if access.dwords == form.registers else Format(4)
         loaded = load_words(machine.memory.bytes, access.offsets, part)
         if access.lanes is not machine.state.active:
@@ -277,15 +238,15 @@ def _gather(machine: Any, place: Place, form: Format) -> list[Array]:
 
 def _load(form: Format, family: str) -> Binder:
     def bind(decoding: Decoding) -> Run:
-        decoding.ignore("nt", "sc0", "sc1")
+        use = Use(scope=_scope(decoding))
         if decoding.take("lds", False):
-            return _direct(decoding, _buffer_place(decoding, 0), form)
+            return _direct(decoding, _buffer_place(decoding, 0), form, use)
         register = decoding.destination()
         place = _PLACES[family](decoding, 1, 2)
         registers = range(register, register + form.registers)
 
         def run(machine: Any) -> None:
-            write_loaded(machine.state, register, form, _gather(machine, place, form))
+            write_loaded(machine.state, register, form, _gather(machine, place, form, use))
             machine.issue_load("vm", registers)
 
         return run
@@ -299,14 +260,16 @@ _DROPPED = 0x7FFFFFFF
 
 def _load_to_lds(form: Format) -> Binder:
     def bind(decoding: Decoding) -> Run:
-        decoding.ignore("nt", "sc0", "sc1")
+        use = Use(scope=_scope(decoding))
         lds_offset = decoding.instruction.integer("offset")
-        return _direct(decoding, _global_place(decoding, 0, 1), form, lds_offset)
+        return _direct(decoding, _global_place(decoding, 0, 1), form, use, lds_offset)
 
     return bind
 
 
-def _direct(decoding: Decoding, place: Place, form: Format, offset: int | None = None) -> Run:
+def _direct(
+    decoding: Decoding, place: Place, form: Format, use: Use, offset: int | None = None
+) -> Run:
     """A load straight to LDS: lane l writes at M0 + offset + size * l; out of bounds it writes 0.
 
     The instruction's offset counts for both addresses.
@@ -318,7 +281,7 @@ def _direct(decoding: Decoding, place: Place, form: Format, offset: int | None =
 
     def run(machine: Any) -> None:
         state = machine.state
-        values = _gather(machine, place, form)
+        values = _gather(machine, place, form, use)
         base = state.read_scalar(M0).astype(I64)[:, None]
         lanes = state.active & (base != _DROPPED)
         offsets = machine.lds_access(
@@ -334,16 +297,17 @@ def _store(form: Format, family: str) -> Binder:
     vector, data, base = _STORE_OPERANDS[family]
 
     def bind(decoding: Decoding) -> Run:
-        decoding.ignore("nt", "sc0", "sc1")
+        use = Use(read=False, write=True, scope=_scope(decoding))
         register = decoding.destination(data)
         place = _PLACES[family](decoding, vector, base)
 
         def run(machine: Any) -> None:
             values = stored_words(machine.state, register, form)
-            for access in place(machine, form, True, False):
+            for access in place(machine, form, use):
                 part = form if access.dwords == form.registers else Format(4)
                 picked = values[access.first : access.first + access.dwords]
                 store_words(machine.memory.bytes, access.offsets, part, picked, access.lanes)
+                machine.stored(access.offsets, part.size, access.lanes)
             machine.issue_store("vm")
 
         return run
@@ -351,27 +315,37 @@ def _store(form: Format, family: str) -> Binder:
     return bind
 
 
-def _atomic(compute: Callable[[Array, Array], Array], family: str) -> Binder:
+def _atomic(operation: Atomic, family: str) -> Binder:
+    """An atomic operation. Data of 64 bits take two registers; so does a comparison, after them."""
+    form, blind = Format(operation.size), changes_blindly(operation)
+
     def bind(decoding: Decoding) -> Run:
         returns = bool(decoding.take("sc0", False))
-        decoding.ignore("nt", "sc1")
+        scope = SYSTEM if decoding.take("sc1", False) else DEVICE
+        decoding.ignore("nt")
+        use = Use(returns, True, True, scope)
         vector, data, base = _STORE_OPERANDS[family]
         if family == "global" and returns:
             vector, data, base = vector + 1, data + 1, base + 1
         register = decoding.destination(data)
         target = decoding.destination(0) if returns else None
         place = _PLACES[family](decoding, vector, base)
+        registers = range(register, register + operation.registers)
 
         def run(machine: Any) -> None:
             state = machine.state
-            values = state.read_vector(register)
-            (access,) = place(machine, Format(4), True, True)
-            old = update(machine.memory.bytes, access.offsets, compute, values, access.lanes)
+            values = words_of(operation, [state.read_vector(each) for each in registers])
+            (access,) = place(machine, form, use)
+            memory = machine.memory.bytes
+            old = update(memory, access.offsets, operation.compute, values, access.lanes)
+            machine.updated(access.offsets, old, access.lanes, blind)
             if target is None:
                 machine.issue_store("vm")
             else:
-                state.write_vector(target, old)
-                machine.issue_load("vm", (target,))
+                written = old.view(U32).reshape(*old.shape, -1)
+                for k in range(form.registers):
+                    state.write_vector(target + k, written[..., k])
+                machine.issue_load("vm", range(target, target + form.registers))
 
         return run
 
@@ -393,10 +367,16 @@ def _scratch(decoding: Decoding) -> Run:
     return lambda machine: machine.fault(ScratchFault, "registers are spilled to scratch memory")
 
 
-def _cache_control(decoding: Decoding) -> Run:
-    """Writes back or invalidates caches, which do not exist."""
+def _write_back(decoding: Decoding) -> Run:
+    """Writes the L2 cache back; vmcnt counts it. `coherence.find_unordered` reads its scope."""
     decoding.ignore("sc0", "sc1")
-    return lambda machine: None
+    return lambda machine: machine.write_back()
+
+
+def _invalidate(decoding: Decoding) -> Run:
+    """Invalidates caches; other devices' data only with the scope of the system."""
+    whole = _scope(decoding) == SYSTEM
+    return lambda machine: machine.invalidate() if whole else None
 
 
 LOADS = {
@@ -436,11 +416,14 @@ for _family in ("global", "buffer"):
     chapter({f"{_family}_load_{name}": _load(form, _family) for name, form in LOADS.items()})
     chapter({f"{_family}_store_{name}": _store(form, _family) for name, form in STORES.items()})
     chapter(
-        {f"{_family}_atomic_{name}": _atomic(compute, _family) for name, compute in ATOMICS.items()}
+        {
+            f"{_family}_atomic_{name}": _atomic(operation, _family)
+            for name, operation in ATOMICS.items()
+        }
     )
 chapter(
     {f"global_load_lds_{name}": _load_to_lds(LOADS[name]) for name in ("dword", "dwordx4")}
     | {f"scratch_load_{name}": _scratch for name in LOADS}
     | {f"scratch_store_{name}": _scratch for name in STORES}
-    | {"buffer_wbl2": _cache_control, "buffer_inv": _cache_control}
+    | {"buffer_wbl2": _write_back, "buffer_inv": _invalidate, "s_memrealtime": _real_time}
 )

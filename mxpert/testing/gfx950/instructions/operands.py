@@ -56,7 +56,7 @@ def typed(decoding: Decoding, operand: Operand, kind: str, raw: Reader | None = 
             raise decoding.unknown("a pair of scalar registers as mask", operand)
         return lambda state: state.read_mask(operand.index)
     if kind in WIDE:
-        return _wide(decoding, operand, kind)
+        return _wide(operand, kind)
     if operand.kind == "c" and operand.count == 0 and kind in HALF:
         raise decoding.unknown(f"no inline float as {kind}", operand)
     read = _signed(raw or words(operand), operand, 0x8000 if kind in HALF else 0x80000000)
@@ -93,13 +93,24 @@ _CONVERSIONS: dict[str, Callable[[Array], Array] | None] = {
 }
 
 
-def _wide(decoding: Decoding, operand: Operand, kind: str) -> Reader:
-    """Reads 64 bits. A 32-bit literal is sign-extended if the type is signed."""
+_INVERSE_TAU = 0x3E22F983, 0x3FC45F306DC9C882
+"""The inline constant 1 / (2 pi) as a float32 and as a float64."""
+
+
+def _inline_double(single: int) -> int:
+    """Bits of an inline float where 64 bits are read, from those of the float32."""
+    if single == _INVERSE_TAU[0]:
+        return _INVERSE_TAU[1]
+    return int(np.array(single, U32).view(F32).astype(np.float64).view(U64))
+
+
+def _wide(operand: Operand, kind: str) -> Reader:
+    """Reads 64 bits. A 32-bit literal is sign-extended if the type is signed; a float is double."""
     if operand.kind == "c":
         value = operand.index
         if operand.count == 0:
-            raise decoding.unknown("no inline float as 64-bit integer", operand)
-        if kind == "i64" and value > 0x7FFFFFFF:
+            value = _inline_double(value)
+        elif kind == "i64" and value > 0x7FFFFFFF:
             value -= 1 << 32
         constant = np.array([[value & 0xFFFFFFFFFFFFFFFF]], U64)
         constant = constant.view(I64) if kind == "i64" else constant
@@ -246,5 +257,5 @@ def scalar(decoding: Decoding, operand: Operand, kind: str) -> Reader:
         return lambda state: (
             state.read_scalar(register).view(I32) if signed else state.read_scalar(register)
         )
-    wide = _wide(decoding, operand, kind) if kind in WIDE else typed(decoding, operand, kind)
+    wide = _wide(operand, kind) if kind in WIDE else typed(decoding, operand, kind)
     return lambda state: wide(state)[0]

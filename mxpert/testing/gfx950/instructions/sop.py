@@ -14,8 +14,8 @@ from .operands import WIDE, Reader, scalar
 from .table import Binder, Decoding, Run, chapter
 from .vector import FP16_OVFL
 from .vop1 import reverse_bits
+from .vop2 import INTEGERS
 from .vop3 import extract, extract_signed
-from .vopc import INTEGERS
 
 Flag = Callable[..., Array]
 """The new SCC from the result and the sources."""

@@ -1,0 +1,200 @@
+"""Errors planted into the exchange's kernels, or into their launches: each is caught, by name.
+
+What only the binary can have wrong (caches, waits, scopes) is a fault that names the instruction;
+an error of the protocol gives wrong rows, or a lost rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mxpert.backends.common.exchange import host
+from mxpert.backends.common.exchange.words import MAX_CTAS, MAX_ROUNDS, NUM_CTAS
+from mxpert.testing.gfx950 import AcquireFault, CodeObject, Fault, ReleaseFault, emulate
+from support.gfx950_exchange import CASE, Turns, at_the_third_poll, earlier, longer, planted, turns
+from support.gfx950_mutants import Mutant, changed, mutants
+from support.gfx950_suite import SCHEDULES
+
+DISPATCH, COMBINE = "_exchange_dispatch_kernel", "_exchange_combine_kernel"
+WAIT, SORT = "_exchange_wait_kernel", "_routing_plan_expert_kernel"
+
+
+def dropped(kind: str, line: str, text: str) -> Callable[[CodeObject], CodeObject]:
+    """A change of the one instruction with this kind of mutant, source file and text."""
+
+    def change(code: CodeObject) -> CodeObject:
+        found = [
+            each
+            for each in mutants(code.executable)
+            if each.kind == kind and _is_in(each, line) and each.original.text.startswith(text)
+        ]
+        assert found, [each.label for each in mutants(code.executable) if each.kind == kind]
+        for each in found:
+            code = changed(code, each)
+        return code
+
+    return change
+
+
+def _is_in(mutant: Mutant, file: str) -> bool:
+    return mutant.original.line.startswith(file + ".py:")
+
+
+BEFORE_FLAG = {
+    "write-back": dropped("dropped write-back", "gcn", "buffer_wbl2 sc0 sc1"),
+    "wait": dropped("dropped wait", "gcn", "s_waitcnt vmcnt(0)"),
+    "barrier": dropped("dropped barrier", "flags", "s_barrier"),
+    "scope of the flag": dropped("narrow scope", "flags", "global_atomic_swap_x2"),
+}
+MISSING = {
+    "write-back": "without a buffer_wbl2 sc0 sc1: ",
+    "wait": r"without an s_waitcnt vmcnt\(0\) behind buffer_wbl2: ",
+    "barrier": "without an s_barrier behind the wait for it: ",
+    "scope of the flag": r"without sc1 \(system scope\)",
+}
+
+
+def caught(turn: Callable[[], Any], kernel: str, kind: type[Fault], what: str) -> None:
+    with pytest.raises(kind, match=what) as found:
+        turn()
+    assert found.value.place.kernel == kernel
+    assert found.value.place.line
+    assert found.value.place.workgroup is not None
+
+
+def ready_to_combine(pair: Turns) -> None:
+    for rank in range(2):
+        pair.dispatch(rank)
+    pair.wait(0)
+    pair.announce(1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_that_take_turns_are_exact(schedule: str) -> None:
+    with emulate(schedule=schedule, seed=7), turns() as pair:  # type: ignore[arg-type]
+        ready_to_combine(pair)
+        assert pair.rows_are_right(0)
+        assert pair.result_is_right(0, pair.combine(0))
+        assert host.lost(pair.ranks[0]._words) == (None, None)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("missing", BEFORE_FLAG)
+def test_a_flag_ahead_of_its_data(missing: str, schedule: str) -> None:
+    with emulate(schedule=schedule, seed=1), turns() as pair:  # type: ignore[arg-type]
+        ready_to_combine(pair)
+        pair.ranks[1]._is_dispatched = False
+        with planted(DISPATCH, code=BEFORE_FLAG[missing]):
+            caught(lambda: pair.dispatch(1), DISPATCH, ReleaseFault, MISSING[missing])
+        with planted(COMBINE, code=BEFORE_FLAG[missing]):
+            caught(lambda: pair.combine(0), COMBINE, ReleaseFault, MISSING[missing])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_data_ahead_of_the_invalidation(schedule: str) -> None:
+    change = dropped("dropped invalidation", "wait", "buffer_inv sc0 sc1")
+    what = "is loaded behind a flag without a buffer_inv sc0 sc1"
+    with emulate(schedule=schedule, seed=1), turns() as pair:  # type: ignore[arg-type]
+        ready_to_combine(pair)
+        with planted(COMBINE, code=change):
+            caught(lambda: pair.combine(0), COMBINE, AcquireFault, what)
+        with planted(SORT, code=change):
+            caught(lambda: pair.sort(1), SORT, AcquireFault, what)
+
+
+@pytest.mark.parametrize("kernel", [WAIT, SORT, COMBINE])
+def test_polls_of_a_cache(kernel: str) -> None:
+    """Without a scope, polls may see the old flag for ever: a fault, once the flag changes."""
+    load = "buffer_load_dwordx2" if kernel == COMBINE else "global_load_dwordx2"
+    change = dropped("narrow scope", "wait", load)
+    with emulate(), turns(longer(CASE, 60.0)) as pair:
+        pair.dispatch(0)
+        if kernel == COMBINE:
+            pair.dispatch(1)
+            pair.wait(0)
+        flags = pair.ranks[0]._sections["returned" if kernel == COMBINE else "arrived"]
+        step = {WAIT: pair.wait, SORT: pair.sort, COMBINE: pair.combine}[kernel]
+        late = at_the_third_poll(lambda: flags[1].fill_(100 * MAX_ROUNDS.value))
+        with planted(kernel, code=change), late:
+            what = "has changed since this workgroup loaded it"
+            caught(lambda: step(0), kernel, AcquireFault, what)
+
+
+# ---- the protocol -------------------------------------------------------------------------------
+
+
+def of_rank_0(key: str, value: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Change an argument of rank 0's launches."""
+
+    def change(given: dict[str, Any]) -> dict[str, Any]:
+        return given if given["rank"] else {**given, key: value(given[key])}
+
+    return change
+
+
+def test_wrong_slot_is_seen() -> None:
+    row = CASE.hidden_size  # bytes of an MXFP8 row
+    with emulate(), turns() as pair:
+        with planted(DISPATCH, arguments=of_rank_0("rows_offset", lambda start: start + row)):
+            pair.dispatch(0)
+        pair.dispatch(1)
+        pair.wait(1)
+        assert not pair.rows_are_right(1)
+
+
+FLAGS = {
+    "in another rank's place": of_rank_0("flags_offset", lambda at: at + 8 * MAX_CTAS.value),
+    "of an earlier epoch": of_rank_0("state", earlier),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_wrong_dispatch_flags_are_seen(flag: str) -> None:
+    """Rank 1 loses rank 0, and uses none of the tokens."""
+    with emulate(), turns() as pair:
+        with planted(DISPATCH, arguments=FLAGS[flag]):
+            pair.dispatch(0)
+        pair.dispatch(1)
+        assert (pair.wait(1).topk_ids == -1).all()
+        assert host.lost(pair.ranks[1]._words) == (0, None)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_wrong_combine_flags_are_seen(flag: str) -> None:
+    """Rank 1 loses rank 0, and its result is NaN."""
+    with emulate(), turns() as pair:
+        ready_to_combine(pair)
+        pair.wait(1)
+        with planted(COMBINE, arguments=FLAGS[flag]):
+            pair.combine(0)
+        assert pair.combine(1).isnan().all()
+        assert host.lost(pair.ranks[1]._words) == (0, None)
+
+
+def test_missing_wait_is_seen() -> None:
+    """Rank 0 waits for no flag: rank 1's tokens are not there yet."""
+
+    def no_flags(given: dict[str, Any]) -> dict[str, Any]:
+        arrivals: torch.Tensor = given["arrivals"].clone()
+        arrivals[NUM_CTAS.value] = 0
+        return {**given, "arrivals": arrivals}
+
+    with emulate(), turns() as pair:
+        pair.dispatch(0)
+        with planted(WAIT, arguments=no_flags):
+            pair.wait(0)
+        assert host.lost(pair.ranks[0]._words) == (None, None)
+        assert not pair.rows_are_right(0)
+
+
+def test_a_lost_rank_gives_nan() -> None:
+    """Rank 1 never comes: rank 0 names it, drops every row and returns NaN."""
+    with emulate(), turns() as pair:
+        pair.dispatch(0)
+        assert (pair.wait(0).topk_ids == -1).all()
+        assert pair.combine(0).isnan().all()
+        assert host.lost(pair.ranks[0]._words) == (1, None)
