@@ -8,9 +8,9 @@ fixed sample, eight of each kind evenly spaced in the listing.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import multiprocessing
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -158,34 +158,72 @@ def survivor(trial: Trial, mutant: Mutant) -> dict[str, str | None]:
     }
 
 
-def record(name: str, each_kind: int | None) -> tuple[str, dict[str, Any], float]:
-    """Judge the mutants of a case; return its name, what is found, and the seconds that it took."""
+class Part(NamedTuple):
+    """Every ``of``-th mutant of a case, from `first` on. each: as ``--each``."""
+
+    name: str
+    each: int | None
+    first: int
+    of: int
+
+
+class Judged(NamedTuple):
+    """Head of a case's record, and for each mutant of a part: its place, kind, verdict, and how it
+    is recorded if it survives."""
+
+    part: Part
+    head: dict[str, Any]
+    mutants: list[tuple[int, str, str, dict[str, str | None] | None]]
+    seconds: float
+
+
+def judge(part: Part) -> Judged:
+    """Judge the mutants of a part."""
     start = time.monotonic()
-    launch = launch_of(CASES[name])
+    launch = launch_of(CASES[part.name])
     trial = Trial(launch)
-    judged = [(mutant, trial.judge(mutant)) for mutant in sample(trial.mutants, each_kind)]
-    found = {
+    mutants = []
+    for place, mutant in list(enumerate(sample(trial.mutants, part.each)))[part.first :: part.of]:
+        verdict = trial.judge(mutant)
+        found = survivor(trial, mutant) if verdict == "survived" else None
+        mutants.append((place, mutant.kind, verdict, found))
+    head = {
         "kernel": launch.name,
         "triton": triton.__version__,
         "digest": digest(launch.code.executable),
-        "judged_of_each_kind": each_kind,
-        "counts": tally(judged),
-        "survivors": [survivor(trial, each) for each, verdict in judged if verdict == "survived"],
+        "judged_of_each_kind": part.each,
     }
-    return name, found, time.monotonic() - start
+    return Judged(part, head, mutants, time.monotonic() - start)
+
+
+def record(parts: list[Judged]) -> dict[str, Any]:
+    """The record of a case, from all of its parts."""
+    mutants = sorted(each for part in parts for each in part.mutants)
+    return {
+        **parts[0].head,
+        "counts": tally((kind, verdict) for _, kind, verdict, _ in mutants),
+        "survivors": [found for *_, found in mutants if found is not None],
+    }
 
 
 def main(names: list[str], each_kind: int | None) -> None:
     """Record the named cases, or all."""
     recorded = json.loads(RECORD.read_text("utf-8")) if names and RECORD.exists() else {}
-    with multiprocessing.get_context("spawn").Pool() as pool:
-        for name, found, seconds in pool.imap_unordered(
-            functools.partial(record, each_kind=each_kind), names or CASES
-        ):
-            total = sum(sum(row.values()) for row in found["counts"].values())
-            survived = len(found["survivors"])
-            print(f"{name}: {total - survived} of {total} caught, {seconds:.0f} s", flush=True)
-            recorded[name] = found
+    cores = len(os.sched_getaffinity(0))
+    parts = [Part(name, each_kind, core, cores) for name in names or CASES for core in range(cores)]
+    done: dict[str, list[Judged]] = {}
+    with multiprocessing.get_context("spawn").Pool(cores) as pool:
+        for judged in pool.imap_unordered(judge, parts):
+            name = judged.part.name
+            finished = done.setdefault(name, [])
+            finished.append(judged)
+            if len(finished) < cores:
+                continue
+            recorded[name] = record(finished)
+            rows = recorded[name]["counts"].values()
+            total, survived = sum(sum(row.values()) for row in rows), recorded[name]["survivors"]
+            seconds = sum(each.seconds for each in finished)
+            print(f"{name}: {total - len(survived)} of {total} caught, {seconds:.0f} s", flush=True)
             text = json.dumps({key: recorded[key] for key in CASES if key in recorded}, indent=1)
             RECORD.write_text(text + "\n", "utf-8")
 

@@ -343,11 +343,11 @@ class Trial:
         return None
 
 
-def tally(judged: Iterable[tuple[Mutant, str]]) -> dict[str, dict[str, int]]:
-    """Number of mutants by kind and verdict."""
+def tally(judged: Iterable[tuple[str, str]]) -> dict[str, dict[str, int]]:
+    """Number of mutants by kind and verdict, of pairs of both."""
     counts: dict[str, dict[str, int]] = {}
-    for mutant, verdict in judged:
-        row = counts.setdefault(mutant.kind, {"fault": 0, "wrong": 0, "survived": 0})
+    for kind, verdict in judged:
+        row = counts.setdefault(kind, {"fault": 0, "wrong": 0, "survived": 0})
         row[verdict] += 1
     return counts
 
