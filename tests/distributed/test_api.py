@@ -84,6 +84,7 @@ def test_a_bf16_result_is_the_rounded_float32_one() -> None:
         (dict(combine_dtype=torch.float16), TypeError, "combine_dtype — need bfloat16 or float32"),
         (dict(timeout_s=0), ValueError, "timeout_s — need seconds above 0"),
         (dict(timeout_s="1"), ValueError, "timeout_s"),
+        (dict(timeout_s=10**400), ValueError, "timeout_s — need seconds above 0, at most 1e\\+09"),
         (dict(group_or_mesh="ep"), TypeError, "need None, a ProcessGroup or a DeviceMesh, got str"),
     ],
 )

@@ -79,7 +79,8 @@ def train(folder: Path, *command: str) -> dict[str, list[float]]:
 def test_the_example_learns_as_on_one_gpu(tmp_path: Path) -> None:
     """Within the 2 % that the example itself allows between two formats."""
     script = str(ROOT / "examples/train_moe_lm.py")
-    launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    launcher.append(f"--nproc-per-node={RANKS}")
     ranks = train(tmp_path / "ranks", *launcher, script, f"--expert-parallel={RANKS}")
     one = train(tmp_path / "one", script, f"--micro-batches={RANKS}")
     for name, losses in one.items():
