@@ -1,4 +1,4 @@
-"""GATHER and ALL_TO_ALL over NCCL, one process a GPU, against one GPU with all experts.
+"""Every transport with an NCCL group, one process a GPU, against one GPU with all experts.
 
 What the processes do is in expert_parallel_ranks.py.
 """
@@ -15,6 +15,7 @@ from support.ranks import Outcomes, run_scenarios
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(900)]
 
 MOST_RANKS = 8
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 SCENARIOS = (
     "eager_layers_equal_one_gpu",
     "the_comparison_sees_planted_errors",
@@ -29,7 +30,8 @@ SCENARIOS = (
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NCCL_NVLS_ENABLE", "0")  # no multicast objects
+        for name, value in WITHOUT_MULTICAST.items():
+            patch.setenv(name, value)
         yield run_scenarios(
             "multi_gpu.expert_parallel_ranks",
             SCENARIOS,
