@@ -5,17 +5,15 @@ What the processes do is in expert_parallel_ranks.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
+from multi_gpu.environment import gpu_environment
 from support.ranks import Outcomes, run_scenarios
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(900)]
 
 MOST_RANKS = 8
-WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 SCENARIOS = (
     "eager_layers_equal_one_gpu",
     "the_comparison_sees_planted_errors",
@@ -28,11 +26,9 @@ SCENARIOS = (
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in WITHOUT_MULTICAST.items():
-            patch.setenv(name, value)
-        yield run_scenarios(
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    with gpu_environment():
+        return run_scenarios(
             "multi_gpu.expert_parallel_ranks",
             SCENARIOS,
             min(torch.cuda.device_count(), MOST_RANKS),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from multi_gpu.environment import gpu_environment
 from support.ranks import Outcomes, run_scenarios
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(900)]
@@ -35,9 +36,8 @@ SCENARIOS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_multicast() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NCCL_NVLS_ENABLE", "0")
+def _environment() -> Iterator[None]:
+    with gpu_environment():
         yield
 
 
