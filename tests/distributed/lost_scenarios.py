@@ -95,3 +95,10 @@ def a_rank_dies_between_dispatch_and_combine() -> None:
     fresh = make(group=dist.new_group([0, 2], use_local_synchronization=True))
     check_layer(fresh)
     fresh.close()
+
+
+def rank_1_fails() -> None:
+    """The others are busy, in no collective that could notice it."""
+    if rank() == 1:
+        raise ValueError("the cause")
+    time.sleep(60)

@@ -95,6 +95,11 @@ def test_arguments_that_do_not_fit_are_refused(
         make(**changes)
 
 
+def test_a_device_without_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="device — need a GPU or the CPU, got meta"):
+        ExpertParallel(num_experts=4, top_k=2, hidden_size=64, max_tokens=8, device="meta")
+
+
 def test_without_torch_distributed_the_error_shows_torchrun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
